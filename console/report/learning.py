@@ -53,7 +53,7 @@ LABELS: dict[str, str] = {
     "kl_coefficient": "coefficient of the KL",
     "grad_norm": "gradient norm before clipping",
     "update_ratio": "norm of the update over that of the weights",
-    "updates_left_out": "optimizer steps left out as outliers",
+    "updates_left_out": "optimizer steps not made",
     "train_tokens_per_s": "tokens trained per second of the step",
     "flops_per_s": "floating-point operations per second",
     "mfu": "share of the devices' peak (MFU)",

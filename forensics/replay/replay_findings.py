@@ -301,7 +301,7 @@ def _groups_of(key: str, steps: Sequence[RecordedStep]) -> str:
 def other_updates(step: RecordedStep, made: Sequence[Sequence[int]], left_out: Sequence[int] = ()) -> list[str]:
     """Return one line for the first optimizer step of a step that was replayed on other groups than the record has.
 
-    Also one if others were ``left_out`` as outliers than the record says.
+    Also one if others were ``left_out`` than the record says.
     """
     for number, (recorded, replayed) in enumerate(zip_longest(step.updates, made), start=1):
         if recorded != replayed:
@@ -311,7 +311,7 @@ def other_updates(step: RecordedStep, made: Sequence[Sequence[int]], left_out: S
             ]
     if tuple(left_out) != step.left_out:
         return [
-            f"step {step.step}: the replay left out the optimizer steps {list(left_out)} as outliers, recorded {list(step.left_out)}; "
+            f"step {step.step}: the replay left out the optimizer steps {list(left_out)}, recorded {list(step.left_out)}; "
             "restore the record"
         ]
     return []

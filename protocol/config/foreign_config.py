@@ -40,7 +40,11 @@ REFUSED: dict[str, str] = {
 # Values of accepted keys that have no counterpart here.
 _ABSENT_VALUES: dict[tuple[str, object], str] = {
     ("trainer.save_freq", -1): "a run is resumed from its checkpoints, so they are always made; set "
-    "trainer.checkpoint_every to trainer.steps for one at the end"
+    "trainer.checkpoint_every to trainer.steps for one at the end",
+    **dict.fromkeys(
+        [("model.lora.targets", word) for word in ("all-linear", "all_linear", "all")],
+        "leave model.lora.targets out: every linear layer but the head then gets an adapter",
+    ),
 }
 
 
@@ -110,8 +114,9 @@ _PREFIXES: dict[str, str] = {key: why for system in SYSTEMS.values() for key, wh
 
 
 def value_advice(dotted: str, value: object) -> str | None:
-    """Return what to write instead of another project's value of a key; None for any other value."""
-    return _ABSENT_VALUES.get((dotted, value)) if isinstance(value, (str, int)) else None
+    """Return what to write instead of another project's value of a key, or of one in a list; None for any other value."""
+    values = value if isinstance(value, list) else [value]
+    return next((why for v in values if isinstance(v, (str, int)) and (why := _ABSENT_VALUES.get((dotted, v)))), None)
 
 
 def advice(dotted: str) -> str | None:

@@ -79,16 +79,16 @@ def load(
     """
     problems: list[str] = []
     entries = [*from_files(files, problems), *from_environment(environ or {}), *from_overrides(overrides, problems)]
-    problems += [
+    translated = [ours for entry in entries for ours in _without_aliases(entry)]
+    problems += dict.fromkeys(
         f"{entry.origin}: {'.'.join(entry.path)} = {hide(entry.path, entry.value)}: {why}"
-        for entry in entries
+        for entry in [*entries, *translated]
         if (why := value_advice(".".join(entry.path), entry.value))
-    ]
-    entries = [ours for entry in entries for ours in _without_aliases(entry)]
+    )
     unreadable = bool(problems)
     chosen: dict[KeyPath, Given] = {}
     reported: set[tuple[KeyPath, str]] = set()
-    for entry in entries:
+    for entry in translated:
         if why := unusable(entry.value):
             problems.append(f"{entry.origin}: {'.'.join(entry.path)}: {why}")
             continue

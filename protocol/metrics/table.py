@@ -89,7 +89,7 @@ _TRAINER = (
         ("penstock_trainer_gradient_norm", "gauge", "", "", "Norm before clipping."),
         ("penstock_trainer_layer_gradient_norm", "gauge", "", "layers", "Norm before clipping of one group of layers: by kind (embedding, attention, mlp, norm, head), and by range of blocks."),
         ("penstock_trainer_layer_update_ratio", "gauge", "0 to 1", "layers", "Norm of the newest step's change of the weights over the norm of the weights, of one group of layers or all."),
-        ("penstock_trainer_updates_left_out_total", "counter", "optimizer steps", "", "Optimizer steps of this session that were left out as outliers (trainer.skip_step_above_grad_norm)."),
+        ("penstock_trainer_updates_left_out_total", "counter", "optimizer steps", "", "Optimizer steps of this session that were not made: outliers (trainer.skip_step_above_grad_norm), or all tokens rejected."),
         ("penstock_trainer_tokens_per_second", "gauge", "tokens/s", "", "Sampled tokens trained per second of the newest step, without the wait for its batch."),
         ("penstock_trainer_flops_per_second", "gauge", "FLOP/s", "", "Floating-point operations of the policy's passes per second of the newest step, over all ranks."),
         ("penstock_trainer_mfu_ratio", "gauge", "0 to 1", "", "The same as a share of the devices' peak: of a table of GPUs, or trainer.peak_flops."),

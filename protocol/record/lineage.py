@@ -86,7 +86,7 @@ class RecordedStep(Wire):
     groups: Annotated[tuple[RecordedGroup, ...], Field(min_length=1)]
     skipped: dict[str, Count] = Field(default={})  # trajectories that filters left out of the loss, by reason
     updates: tuple[Annotated[tuple[Count, ...], Field(min_length=1)], ...] = ()
-    left_out: tuple[Count, ...] = ()  # numbers of the optimizer steps, from 0, that were outliers and changed nothing
+    left_out: tuple[Count, ...] = ()  # numbers of the optimizer steps, from 0, that were not made and changed nothing
     # (version, staleness) where that is not ``trained_version`` minus the version: a session was rolled back in between
     ages: tuple[tuple[Count, Count], ...] = ()
 

@@ -116,8 +116,9 @@ class _GeneralSettings(Section):
 
     empty_batch: Literal["skip", "ignore_filters"] = Field(
         default="skip",
-        description="A batch of which trajectory filters leave nothing: skip: the step counts, and changes neither weights nor "
-        "optimizer; ignore_filters: it trains on the whole batch, as runs recorded without this key did.",
+        description="A batch of which trajectory filters leave nothing, or an optimizer step whose tokens corrections all reject: skip: "
+        "it counts, and changes neither weights nor optimizer; ignore_filters: it trains, on the whole batch or by momentum and weight "
+        "decay alone, as runs recorded without this key did.",
     )
 
     max_trained_count: int = Field(

@@ -64,6 +64,10 @@ class Objective(Protocol):
 
     def lr_factor(self, sums: Mapping[str, float]) -> float: ...
 
+    def trains(self, sums: Mapping[str, float]) -> bool:
+        """Whether an optimizer step with these sums, over all ranks, is made: False where nothing of its tokens is kept."""
+        ...
+
 
 @dataclass(frozen=True, slots=True)
 class KlTerm:
@@ -90,7 +94,7 @@ class PolicyGradient:
 
     Its sums: ``tokens``, ``clipped``, ``dual_clipped``, ``rejected`` and ``rejected_NAME`` by correction, ``ratio``,
     ``ratio_squared``, ``surprise`` (minus the behaviour log-probability: its mean estimates the entropy of the
-    sampler), ``entropy`` and ``kl_reference`` where they are computed, ``ess_count``, ``ess_weight``,
+    sampler), ``kept`` (tokens that no correction rejects, and those of successes) with ``skips_rejected``, ``entropy`` and ``kl_reference`` where they are computed, ``ess_count``, ``ess_weight``,
     ``ess_weight_squared`` (effective sample size), ``kl_teacher`` (k1, from the policy to the teacher on sampled tokens) and
     ``kl_from_teacher`` with a teacher, ``kl_proximal`` (k3, from the proximal to the current policy) where the
     proximal policy is computed, and those of `trainer/algorithm/mismatch.py`.
@@ -109,6 +113,7 @@ class PolicyGradient:
     distill: DistillTerm | None = None
     entropy_coefficient: float = 0.0
     ess: EssRule | None = None
+    skips_rejected: bool = False  # an optimizer step whose tokens are all rejected is not made
 
     @property
     def needs_proximal(self) -> bool:
@@ -165,6 +170,8 @@ class PolicyGradient:
             **{f"rejected_{name}": (~those).sum() for name, those in kept.items()},
             **mismatch_sums(*arguments),
         }
+        if self.skips_rejected:
+            sums["kept"] = (keep | (batch.sft_weights != 0.0)).sum()
         if batch.proximal_logprobs is not None:
             sums["kl_proximal"] = divergence(held - batch.proximal_logprobs, "k3").sum()
         if self.kl is not None:
@@ -196,6 +203,9 @@ class PolicyGradient:
             return 1.0
         share = sums["ess_weight"] ** 2 / (sums["ess_count"] * sums["ess_weight_squared"])
         return learning_rate_factor(share, power=self.ess.power, floor=self.ess.floor)
+
+    def trains(self, sums: Mapping[str, float]) -> bool:
+        return self.needs_teacher_kl or sums.get("kept") != 0.0
 
     def _options(self, batch: MicroBatch) -> Mapping[str, Any]:
         if self.m2po_budget is None or self.m2po_form == "mask":
@@ -277,6 +287,9 @@ class PlainObjective:
     def lr_factor(self, sums: Mapping[str, float]) -> float:
         return 1.0
 
+    def trains(self, sums: Mapping[str, float]) -> bool:
+        return True
+
 
 class CrossEntropy(PlainObjective):
     def __init__(self, form: Literal["nll", "dft"] = "nll") -> None:
@@ -318,4 +331,5 @@ def build_objective(settings: AlgorithmSettings) -> PolicyGradient:
         ess=EssRule(settings.ess_level, settings.ess_power, settings.ess_floor)
         if settings.ess_level != "off"
         else None,
+        skips_rejected=settings.empty_batch == "skip",
     )

@@ -181,6 +181,9 @@ class MixedObjective:
     def lr_factor(self, sums: Mapping[str, float]) -> float:
         return self.groups.lr_factor(sums)
 
+    def trains(self, sums: Mapping[str, float]) -> bool:
+        return True  # no correction rejects pairs
+
 
 class MixedPairs:
     def __init__(

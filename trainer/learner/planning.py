@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
@@ -23,8 +24,6 @@ from penstock.trainer.learner.step_plan import (
     plan_passes,
 )
 from penstock.trainer.settings import TrainerSettings
-
-OUTLIER_STEP = "outlier_step"  # why trajectories were not trained on, beside the reasons of filters
 
 
 class Planner:
@@ -103,7 +102,7 @@ class Learned:
 
     @property
     def left_out(self) -> tuple[int, ...]:
-        return tuple(number for number, is_left_out in enumerate(self.metrics.left_out) if is_left_out)
+        return tuple(number for number, reason in enumerate(self.metrics.left_out) if reason)
 
     @property
     def updates(self) -> tuple[tuple[int, ...], ...]:
@@ -133,15 +132,16 @@ def skipped_trajectories(plan: StepPlan, metrics: StepMetrics, batch: Sequence[R
     if not any(metrics.left_out):
         return skipped
     updates = plan.passes.updates(len(metrics.passes)) if plan.passes else (tuple(range(len(batch))),)
-    made = {place for places, out in zip(updates, metrics.left_out, strict=True) if not out for place in places}
+    reasons = {place: reason for places, reason in zip(updates, metrics.left_out, strict=True) for place in places}
+    made = {place for places, reason in zip(updates, metrics.left_out, strict=True) if not reason for place in places}
     planned = {(plan.packs[row.pack].key, row.row_group, row.trajectory) for row in plan.rows}
-    skipped[OUTLIER_STEP] = sum(
-        (group.pack.key, group.scored.generated.row_group, rows[0]) in planned
+    return skipped | Counter(
+        reasons[place]
         for place, group in enumerate(batch)
         if place not in made
         for rows in group.group.rows_of[: group.scored.generated.num_trained]
+        if (group.pack.key, group.scored.generated.row_group, rows[0]) in planned
     )
-    return skipped
 
 
 def num_kept_rows(

@@ -25,7 +25,7 @@ from penstock.trainer.learner.logprobs import CompletionScorer, Logits
 from penstock.trainer.learner.policy_weights import PolicyWeights
 from penstock.trainer.learner.reference import ReferencePolicy
 from penstock.trainer.learner.shard_files import CapturedPart, random_state_name
-from penstock.trainer.learner.step_metrics import StepMetrics, StepSums
+from penstock.trainer.learner.step_metrics import ALL_REJECTED, OUTLIER_STEP, StepMetrics, StepSums
 from penstock.trainer.learner.trainable import Trainable
 from penstock.trainer.parallel_dims import ParallelDims
 
@@ -97,7 +97,7 @@ class Policy:
         The weights in the micro-batches already divide by the whole batch, so the gradients of all
         ranks and micro-batches simply add up. The objective may scale the step's learning rate by
         the sums over all micro-batches. One with a KL over the whole vocabulary needs the reference.
-        Without ``ends_batch`` the step does not count and the schedule does not advance: `end_batch` does both.
+        A step of which the objective says that it does not train changes nothing, as an outlier does. Without ``ends_batch`` the step does not count and the schedule does not advance: `end_batch` does both.
         What does not ``learn`` is only measured, and raises nothing.
         """
         loss, sums, maxima = self._pass(micro_batches, objective, reference, observe, learns=learns)
@@ -110,11 +110,13 @@ class Policy:
                 "of this step, lower the learning rate, and start again: the training resumes from its last checkpoint"
             )
         lr_factor = objective.lr_factor(sums)
-        update = self._trainable.update(lr_factor, ends_batch=ends_batch)
+        trains = objective.trains(sums)
+        update = self._trainable.update(lr_factor, ends_batch=ends_batch, is_left_out=not trains)
+        reason = ALL_REJECTED if not trains else OUTLIER_STEP if update.is_left_out else ""
         self.steps_done += ends_batch
         return StepMetrics(
             loss, update.grad_norm, update.lr, sums, maxima,
-            lr_factor=lr_factor, layers=update.layers, left_out=(update.is_left_out,),
+            lr_factor=lr_factor, layers=update.layers, left_out=(reason,),
         )  # fmt: skip
 
     def _pass(

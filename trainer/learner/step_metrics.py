@@ -45,6 +45,8 @@ _HEAD = re.compile(r"head|embed_out|score")
 _EMBEDDING = re.compile(r"emb|(?:^|\.)w[tp]e\.")
 
 WINDOW = 64  # optimizer steps
+# Why optimizer steps were not made, and trajectories not trained on, beside the reasons of filters.
+OUTLIER_STEP, ALL_REJECTED = "outlier_step", "all_rejected"
 _KEPT_DTYPES: tuple[Any, ...] = (np.int64, np.int64, np.float32, np.uint8)  # of the fields of `KeptRows`
 _PIECE = 2**22  # elements that are computed at a time
 Sum = Callable[[Sequence[float]], list[float]]  # over the ranks
@@ -279,7 +281,7 @@ class StepMetrics:
     lr_factor: float = 1.0  # of the schedule's learning rate, contained in ``lr``
     passes: tuple[PassMetrics, ...] = ()  # in a run with several optimizer steps on a batch
     layers: Mapping[str, LayerMetrics] = field(default_factory=dict)  # by group of layers
-    left_out: tuple[bool, ...] = ()  # of each optimizer step, in order: whether it was an outlier and not made
+    left_out: tuple[str, ...] = ()  # of each optimizer step, in order: why it was not made; "" for one that was
     work: Work = NO_WORK  # of all passes of the policy for the batch, over all ranks
     kept: KeptRows | None = field(default=None, compare=False)  # the log-probabilities that were asked for; on rank 0
 
@@ -335,7 +337,7 @@ def batch_metrics(passes: Sequence[Sequence[StepMetrics]]) -> StepMetrics:
         sums={**sums, **{name: first.sums[name] for name in FRESH_SUMS}},
         maxima={**maxima, **{name: first.maxima[name] for name in FRESH_MAXIMA}},
         layers=_mean_layers([step.layers for step in steps]),
-        left_out=tuple(is_left_out for step in steps for is_left_out in step.left_out),
+        left_out=tuple(reason for step in steps for reason in step.left_out),
         passes=tuple(pass_metrics(some) for some in passes),
     )
 

@@ -102,7 +102,7 @@ class Update:
     grad_norm: float  # before clipping
     lr: float
     layers: Mapping[str, LayerMetrics] = field(default_factory=dict)  # by group of layers, if they are watched
-    is_left_out: bool = False  # an outlier: nothing has changed
+    is_left_out: bool = False  # nothing has changed
 
 
 class _Schedule(LambdaLR):
@@ -172,9 +172,10 @@ class Trainable:
         self.module = module
         self.device: torch.device = self._engine.device
         self._own_norm = 0.0  # at stage 0, of the step that is being made
+        self._is_empty = False  # that step is left out, whatever its norm
         self._outliers = None if how.skip_above is None else Outliers(how.skip_above, how.skip_after)
         state = self._optimizer_state()
-        self._watch = None if layers is None else StepWatch(state.base, state.places, layers, self._is_outlier)
+        self._watch = None if layers is None else StepWatch(state.base, state.places, layers, self._leaves_out)
 
     @property
     def dtype(self) -> str:
@@ -195,16 +196,18 @@ class Trainable:
         if not self._engine.is_gradient_accumulation_boundary():
             self._engine.step()
 
-    def update(self, lr_scale: float = 1.0, *, ends_batch: bool = True) -> Update:
+    def update(self, lr_scale: float = 1.0, *, ends_batch: bool = True, is_left_out: bool = False) -> Update:
         """Make the optimizer step after the last backward pass, with its learning rate multiplied by ``lr_scale``.
 
-        The schedule advances if the step ``ends_batch``; else `end_batch` must follow the last step.
+        The schedule advances if the step ``ends_batch``; else `end_batch` must follow the last step. One that ``is_left_out``, as an
+        outlier is, changes neither weights nor moments; its norm is not among those that outliers are compared with.
 
         Raises TrainingDiverged, on every rank, if the gradient is not finite. The weights are then those before the step.
         """
         self._own_norm = self._plain_grad_norm() if self._engine.zero_optimization_stage() == 0 else 0.0
         if not math.isfinite(self._own_norm):  # DeepSpeed's stage 0 would write it into the weights
             raise _diverged(self._own_norm, self._engine.global_steps + 1)
+        self._is_empty = is_left_out
         if self._watch is not None:
             self._watch.begin()
         for group in self._engine.optimizer.param_groups:
@@ -285,9 +288,9 @@ class Trainable:
 
         return deepspeed.zero.GatheredParameters(parameter, modifier_rank=0, enabled=hasattr(parameter, "ds_id"))
 
-    def _is_outlier(self) -> bool:
-        if self._outliers is None:
-            return False
+    def _leaves_out(self) -> bool:
+        if self._is_empty or self._outliers is None:
+            return self._is_empty
         is_plain = self._engine.zero_optimization_stage() == 0
         norm = self._own_norm if is_plain else float(self._engine.optimizer._global_grad_norm)
         (norm,) = self._dims.maximum([norm])  # bit for bit the same on every rank, and so is the decision

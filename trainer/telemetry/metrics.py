@@ -14,7 +14,7 @@ Where a batch has several optimizer steps, its metrics are means over them, each
 | `grad_norm_by_layers`      |          | norm before clipping of each group of layers: `step_metrics.py`    |
 | `update_ratio`             | share    | norm of the change of the weights over theirs; of what is trained  |
 | `update_ratio_by_layers`   | share    | the same of each group of layers                                   |
-| `updates_left_out`         |          | optimizer steps that were outliers; where there are any            |
+| `updates_left_out`         |          | optimizer steps that were not made, why is in `skipped`; if any    |
 | `clip_fraction`            | share    | sampled tokens whose gradient is zero because of the clip          |
 | `dual_clip_fraction`       | share    | the same for the dual clip                                         |
 | `rejected_fraction`        | share    | the same for masks of stale or mismatched samples                  |

@@ -71,6 +71,23 @@ def test_targets_are_refused_by_name(
         assert command == "train" or "publish =" not in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    "override",
+    [
+        *(
+            f"model.lora.targets={word}"
+            for word in ('"all-linear"', '["all-linear"]', '["q_proj", "all"]', "all_linear")
+        ),
+        'actor_rollout_ref.model.target_modules=["all-linear"]',
+    ],
+)
+def test_words_for_every_linear_layer_are_the_default(tmp_path: Path, override: str) -> None:
+    """PEFT's, and those of others: the answer is to leave the key out, not to write a list."""
+    with pytest.raises(ConfigError, match=r"leave model\.lora\.targets out: every linear layer but the head") as caught:
+        chosen(tmp_path, UNTIED, override)
+    assert len(str(caught.value).splitlines()) == 1
+
+
 def test_every_command_asks_before_it_loads_the_model(tmp_path: Path) -> None:
     write_model(tmp_path / "model", seed=0)
     given = [f"model.path={tmp_path / 'model'}", "model.lora.rank=4", 'model.lora.targets=["lm_head"]']
@@ -165,7 +182,7 @@ def test_versions_that_equal_the_one_before_raise_an_alarm(
 
 def test_a_step_moves_weights_if_one_of_its_updates_is_made() -> None:
     for norm, lr, left_out, moved in (
-        (1.0, 1.0, (), True), (1.0, 1.0, (False,), True), (1.0, 1.0, (True, False), True), (1.0, 1.0, (True,), False),
-        (0.0, 1.0, (False,), False), (0.0, 0.0, (), False),
+        (1.0, 1.0, (), True), (1.0, 1.0, ("",), True), (1.0, 1.0, ("all_rejected", ""), True), (1.0, 1.0, ("outlier_step",), False),
+        (0.0, 1.0, ("",), False), (0.0, 0.0, (), False),
     ):  # fmt: skip
         assert StepMetrics(0.0, norm, lr, {}, {}, left_out=left_out).moved_weights == moved

@@ -10,7 +10,7 @@ from itertools import product
 import pytest
 from tests.trainer.algorithm.test_algorithm_parts import ready
 from tests.trainer.groups.stored_groups import invent_group, store_scored
-from tests.trainer.learner.empty_check import CASES, cut
+from tests.trainer.learner.empty_check import BY_SETTINGS, CASES, REJECTED, cut
 from tests.trainer.learner.forks import Fork
 
 from penstock.deploy.quickstart_task import write_model
@@ -120,7 +120,7 @@ def results(s3_server, tmp_path_factory: pytest.TempPathFactory) -> dict[int, di
     folder = tmp_path_factory.mktemp("empty")
     settings: S3Settings = s3_server.settings
     write_model(folder / "model", seed=0)
-    groups = [invent_group(f"e0.p{i}.a0", seed=i) for i in range(4)]
+    groups = [invent_group(f"e0.p{i}.a0", version=min(i, 1), seed=i) for i in range(4)]
     (folder / "empty.scored").write_bytes(encode(store_scored(Blobs(settings), "empty", "p0", groups, seed=3)))
     connections = folder / "connections.json"
     connections.write_text(json.dumps({**settings.model_dump(mode="json"), "secret_key": settings.secret_key}))
@@ -158,3 +158,38 @@ def test_a_step_of_which_all_answers_are_cut_changes_nothing(
     assert first["fields"]["lr_set"] > last["fields"]["lr_set"] == pytest.approx(4e-3 * 7 / 9)
     if case == "critic":
         assert last["fields"]["critic_lr"] < first["fields"]["critic_lr"]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(("num_ranks", "case"), [*product((1, 2), REJECTED)])
+def test_an_optimizer_step_of_which_all_tokens_are_rejected_changes_nothing(
+    results: dict[int, dict], num_ranks: int, case: str
+) -> None:
+    """Each optimizer step is decided alone; cross-entropy on successes is no matter of corrections, KL and entropy train nothing alone."""
+    first, rejected, last = results[num_ranks][f"rejected: {case}"]["steps"]
+    is_made = case in ("successes", "recorded before")
+    assert [step["moved"] for step in (first, rejected, last)] == [True, is_made, True]
+    assert [step["steps_done"] for step in (first, rejected, last)] == [1, 2, 3]
+    assert [step["fields"]["rejected_fraction"] for step in (first, rejected)] == [0.0, 1.0]
+    assert 0.0 < last["fields"]["rejected_fraction"] < 1.0
+    num_updates = 8 if case == "passes" else 1
+    assert rejected["left_out"] == ([] if is_made else [*range(num_updates)])
+    assert rejected["skipped"] == ({} if is_made else {"all_rejected": 16})
+    assert first["fields"]["lr_set"] > last["fields"]["lr_set"]
+    if case == "passes":  # group 0 alone is old
+        assert last["left_out"] == [number for number, places in enumerate(last["updates"]) if places == [0]]
+        assert (len(last["left_out"]), last["skipped"]) == (2, {"all_rejected": 4})
+    else:
+        assert (last["left_out"], last["skipped"]) == ([], {})
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(("num_ranks", "case"), [*product((1, 2), BY_SETTINGS)])
+def test_a_run_of_which_all_tokens_are_rejected_stays_as_it_was(
+    results: dict[int, dict], num_ranks: int, case: str
+) -> None:
+    for step in results[num_ranks][f"rejected: {case}"]["steps"]:
+        assert (step["moved"], step["skipped"]) == (False, {"all_rejected": 16})
+        assert (step["fields"]["rejected_fraction"], step["fields"]["grad_norm"]) == (1.0, 0.0)

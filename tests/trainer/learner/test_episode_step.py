@@ -136,7 +136,7 @@ class Sgd:
     def backward(self, loss: Tensor) -> None:
         loss.backward()
 
-    def update(self, lr_scale: float = 1.0, *, ends_batch: bool = True) -> Any:
+    def update(self, lr_scale: float = 1.0, **_: bool) -> Any:
         with torch.no_grad():
             for parameter in self._module.parameters():
                 parameter -= LR * lr_scale * parameter.grad
