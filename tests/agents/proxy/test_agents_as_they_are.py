@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -81,6 +81,35 @@ async def test_late_system_messages_are_merged_for_templates_that_want_one(
     assert len(agent.end().rows) == 1
 
 
+@pytest.mark.parametrize("turn", [
+    lambda n: [system(f"reminder {n}"), user("go on")],
+    lambda n: [user("go on"), system(f"reminder {n}")],
+    lambda n: [user("go on"), system(f"reminder {n}"), system("and"), user("more")],
+    lambda n: [system(f"reminder {n}")],
+    lambda n: [system(f"reminder {n}"), {"role": "user", "content": [{"type": "text", "text": "go on"}]}],
+])  # fmt: skip
+@pytest.mark.parametrize("template", ["one_system", "leaves_out"])
+async def test_reminders_of_every_turn_are_one_row(
+    tmp_path: Path, template: str, turn: Callable[[int], list[dict[str, Any]]]
+) -> None:
+    agent = Agent(bench(tmp_path, template), system("s"), user("hello"))
+    await agent.ask()
+    for number in range(3):
+        await agent.ask(*turn(number))
+    prompt = agent.bench.engine.tokenizer.decode(agent.bench.engine.prompts[-1])
+    assert [prompt.count(f"reminder {number}") for number in range(3)] == [1, 1, 1]
+    assert agent.episode.counts["merged_system_messages"] in (1 + 2 + 3, 2 * (1 + 2 + 3))
+    assert len(agent.end().rows) == 1
+
+
+async def test_a_reminder_behind_a_result_of_a_tool_is_one_row(tmp_path: Path) -> None:
+    script = ['<tool_call>{"name": "look", "arguments": {}}</tool_call>' + END, "star" + END]
+    agent = Agent(bench(tmp_path, "one_system", script=script), tools=[LOOK])
+    answer = await agent.ask()
+    await agent.ask(result(answer["tool_calls"][0], "star"), system("late"))
+    assert len(agent.end().rows) == 1
+
+
 async def test_tokens_are_counted_as_they_will_be_sent(tmp_path: Path) -> None:
     async with served(bench(tmp_path)) as (client, episode):
         body = {
@@ -98,7 +127,11 @@ async def test_tokens_are_counted_as_they_will_be_sent(tmp_path: Path) -> None:
                 "input_tokens"
             ]
             body["messages"].append(user("more"))
-        assert (len(episode.tree.turns), episode.counts["token_counts"]) == (2, 4)
+        forced = {**body, "tool_choice": {"type": "any"}}
+        assert (await client.post("messages/count_tokens", json=forced)).json()["input_tokens"] > counted[
+            "input_tokens"
+        ]
+        assert (len(episode.tree.turns), episode.counts["token_counts"]) == (2, 4 + 1)
         for path, headers in (("messages/other", {}), ("nothing", {"anthropic-version": "2023-06-01"})):
             refused = await client.post(path, json=body, headers=headers)
             assert (refused.status_code, refused.json()["error"]["type"]) == (404, "not_found_error")
@@ -172,6 +205,13 @@ def test_what_only_a_vendors_server_has_is_refused_or_left_out_and_counted(
     assert [name for name in request.overruled if name != "temperature"] == counted
     assert request.reads_calls
     assert all(tool["function"]["name"] == "look" for tool in request.tools)
+
+
+@pytest.mark.parametrize("value", ["x", 5, [], ["x"], {"format": "text"}, {"format": ["x"]}])
+def test_a_form_that_is_no_object_is_refused(value: Any) -> None:
+    with pytest.raises(RequestRefused, match="must be an object") as refused:
+        responses.read_request({"input": "x", "text": value}, 1.0)
+    assert refused.value.status == 400
 
 
 async def test_the_settings_of_an_episode_reach_its_requests(tmp_path: Path) -> None:
