@@ -69,8 +69,7 @@ def is_recognised(messages: Sequence[Message], *, has_tools: bool, known: Iterab
             text = message.content
             for summary in known:
                 text = text.replace(summary, " ")
-            ends = (text[:_READ_CHARACTERS], text[-_READ_CHARACTERS:].lstrip())
-            matches = [match[0] for end in ends for match in (_BEHIND if is_behind else _ALONE).finditer(end)]
+            matches = [match[0] for end in _ends(text) for match in (_BEHIND if is_behind else _ALONE).finditer(end)]
             if any(match.lower() not in task.lower() for match in matches):
                 return True
     return False
@@ -161,7 +160,11 @@ def _is_side(talk: Conversation, known: Iterable[str], task: str) -> bool:
 
 def _carried(turns: Sequence[SampledTurn], talks: Sequence[Conversation]) -> dict[int, list[str]]:
     """Return the summaries that the text of a root goes on from, by the root's number."""
-    asked = [turn for turn in turns if any(_SUMMARY.search(message.content) for message in turn.new_messages)]
+    asked = [
+        turn
+        for turn in turns
+        if any(_SUMMARY.search(end) for message in turn.new_messages for end in _ends(message.content))
+    ]
     asked = [turn for turn in asked if turn.answer.content.strip()]
     carried: dict[int, list[str]] = {}
     for talk in talks:
@@ -170,6 +173,10 @@ def _carried(turns: Sequence[SampledTurn], talks: Sequence[Conversation]) -> dic
         if summaries := [summary for summary in before if any(summary in text for text in texts)]:
             carried[talk.root.number] = summaries
     return carried
+
+
+def _ends(text: str) -> tuple[str, str]:
+    return text[:_READ_CHARACTERS], text[-_READ_CHARACTERS:].lstrip()
 
 
 def _last(talk: Conversation, aside: Collection[int]) -> int:
