@@ -1,8 +1,8 @@
 """Run a program in a session of its own, and end everything that it started when it ends: daemons, nohup, setsid, double forks.
 
 Run as ``python -I -S process_reaper.py PROTOCOL_FOLDER PARENT_PID DEADLINE_S PROGRAM [ARGUMENT...]``; ends as the program ends. Orphans of
-the program become children of this process (``PR_SET_CHILD_SUBREAPER``), so that none is lost. SIGTERM, the end of the parent or the
-deadline (for a parent that is stopped) end the program first. The standard library and `protocol/parent_death.py` alone.
+the program become children of this process (``PR_SET_CHILD_SUBREAPER``), so that none is lost. SIGTERM, SIGINT, SIGHUP (but under nohup), the
+end of the parent or the deadline (for a parent that is stopped) end the program first. The standard library and `protocol/parent_death.py` alone.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 _PR_SET_CHILD_SUBREAPER = 36
 _KILL_S = 8.0  # a process in an uninterruptible system call ends later
 _LONGEST_S = 1e9
+_STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGALRM)
 
 
 class Stopped(BaseException):
@@ -34,8 +35,9 @@ def main() -> None:
     sys.path.append(folder)
     from parent_death import end_with_parent  # pyright: ignore[reportMissingImports]  # noqa: PLC0415
 
-    signal.signal(signal.SIGTERM, _stop)
-    signal.signal(signal.SIGALRM, _stop)
+    for number in _STOPS:
+        if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
+            signal.signal(number, _stop)
     signal.setitimer(signal.ITIMER_REAL, min(float(deadline_s), _LONGEST_S))
     if hasattr(ctypes.CDLL(None), "prctl"):
         ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
@@ -48,8 +50,7 @@ def main() -> None:
         if not program:
             _become(command, lambda: end_with_parent(own))
         status = _wait_for(program)
-    for number in (signal.SIGTERM, signal.SIGALRM):
-        signal.signal(number, signal.SIG_IGN)
+    _ignore_stops()
     end_descendants()
     if status >= 0:
         os._exit(status)
@@ -60,7 +61,13 @@ def main() -> None:
 
 
 def _stop(*_: object) -> None:
+    _ignore_stops()
     raise Stopped
+
+
+def _ignore_stops() -> None:
+    for number in _STOPS:
+        signal.signal(number, signal.SIG_IGN)
 
 
 def _become(command: list[str], bind: Callable[[], bool]) -> NoReturn:

@@ -107,15 +107,16 @@ class ProxyApp:
         data = await _read_body(receive, limits.max_body_bytes, limits.body_deadline_s)
         try:
             body = _parse(data)
-            lenience = Lenience(limits.unknown_tools == "drop", limits.forced_choice == "auto")
+            is_counted = name == _COUNT_TOKENS  # nothing is decoded, so that nothing constrains it
+            lenience = Lenience(limits.unknown_tools == "drop", is_counted or limits.forced_choice == "auto")
             request = replace(
                 api.read(body, episode.temperature, lenience), conversation=_conversation(scope["headers"])
             )
-            _check_messages(request, limits.max_messages, is_counted=name == _COUNT_TOKENS)
+            _check_messages(request, limits.max_messages, is_counted=is_counted)
         except RequestRefused as refused:
             episode.counts[f"refused.{refused.code}"] += 1
             raise
-        if name == _COUNT_TOKENS:
+        if is_counted:
             await _send_json(send, 200, {"input_tokens": await episode.count_tokens(request)})
             return
         mark = _mark(scope["headers"], name, data)

@@ -14,7 +14,7 @@ from pydantic import Field
 
 from penstock.agents.proxy.answer_formats.answer_format import AnswerFormat, split_reasoning
 from penstock.agents.proxy.calls import Calls
-from penstock.agents.proxy.conversations import messages_of, scored_turn
+from penstock.agents.proxy.conversations import is_side_request, messages_of, recognised_turns, scored_turn
 from penstock.agents.proxy.messages import AgentRequest, Message, RequestRefused, RetryMark, ToolCall, invalid
 from penstock.agents.proxy.plan_prompt import PromptPlanner, SeenRoots
 from penstock.agents.proxy.rows import TreeRows, build_rows
@@ -35,9 +35,7 @@ _ENDED_KEPT = 4096  # secrets of ended episodes, so that late requests are told 
 _CHARACTERS_ON_THE_LOOP = 32_768  # longer prompts are rendered on a thread, so that other episodes go on
 _MAX_STOP_STRINGS = 16
 # The limits of an episode by the codes of their refusals.
-_LIMITS = {"context_length_exceeded": "context"} | {
-    name: name for name in ("max_turns", "max_stored_tokens", "expired")
-}
+_LIMITS = {"context_length_exceeded": "context"} | {name: name for name in ("max_turns", "max_stored_tokens", "expired")}  # fmt: skip
 
 
 class EpisodeLimits(RequestRules):
@@ -120,7 +118,9 @@ class EpisodeSession:
         self._seed = seed
         self._images = images
         self._num_sampled = 0  # answers begun, each with a different seed
-        self._num_requests = self._failed_request = 0  # requests begun; which of them failed last
+        self._num_requests = self._failed_request = self._answered_request = (
+            0  # begun; the last that failed, was answered
+        )
 
     @property
     def orphaned_tokens(self) -> Counter[str]:
@@ -151,38 +151,39 @@ class EpisodeSession:
         self.ended = True
         self.calls.cancel()
         self._made = made = build_rows(self.tree.turns, self._limits.trained_conversations)
-        self.counts["last_answer_not_scored"] = int(made.scored != made.last)
+        self.counts.update(
+            last_answer_not_scored=int(made.scored != made.last), recognised_side_requests=len(recognised_turns(self.tree.turns))
+        )  # fmt: skip
         return made
 
     async def _sample(self, request: AgentRequest) -> SampledTurn:
-        self._num_requests += 1
-        number = self._num_requests
+        number = self._num_requests = self._num_requests + 1
         try:
             turn = await self._sampled(request)
-        except RequestRefused as refused:
-            if request.conversation != "side":
-                self._note_refusal(refused, number)
+        except Exception as err:
+            self._note_failure(request, err, number)
             raise
-        except Exception:
-            self.failed_by = "internal_error"
-            raise
-        self.truncated_by = "" if self.truncated_by == "context" else self.truncated_by
-        self.failed_by = "" if number > self._failed_request else self.failed_by
+        is_noted = self.truncated_by == "context" or self.failed_by
+        if is_noted and not is_side_request(request, self.tree.turns[: turn.number]):
+            self.truncated_by = "" if self.truncated_by == "context" else self.truncated_by
+            self.failed_by = "" if number > self._failed_request else self.failed_by
+        self._answered_request = max(self._answered_request, number)
         return turn
 
-    def _note_refusal(self, refused: RequestRefused, number: int) -> None:
-        if refused.code in _LIMITS and self.truncated_by != "expired":
-            self.truncated_by, self.failed_by = _LIMITS[refused.code], ""
-        elif refused.status >= 500:
-            self.failed_by, self._failed_request = refused.code, max(self._failed_request, number)
+    def _note_failure(self, request: AgentRequest, error: Exception, number: int) -> None:
+        code, status = (error.code, error.status) if isinstance(error, RequestRefused) else ("internal_error", 500)
+        if code != "expired" and is_side_request(request, self.tree.turns):
+            return
+        if code in _LIMITS and self.truncated_by != "expired":
+            self.truncated_by, self.failed_by = _LIMITS[code], ""
+        elif status >= 500 and number > self._answered_request:
+            self.failed_by, self._failed_request = code, max(self._failed_request, number)
 
     async def count_tokens(self, request: AgentRequest) -> int:
         """Return the number of tokens of the prompt that a request would have now; raises RequestRefused."""
         self.counts["token_counts"] += 1
         request = self._prepared(request, Counter())
-        if (
-            request.messages[-1].role == "assistant"
-        ):  # nothing could be sampled for it, but clients count the parts of a history too
+        if request.messages[-1].role == "assistant":  # clients count the parts of a history too
             request = replace(request, messages=(*request.messages, Message("user")))
         return len((await self._plan(request, SeenRoots())).prompt_ids)
 
@@ -202,7 +203,7 @@ class EpisodeSession:
         try:
             plan = await self._plan(request)
             sampling = self._sampling_of(request, len(plan.prompt_ids))
-            if self.truncated_by != "expired":
+            if self.truncated_by not in ("", "expired") and not is_side_request(request, self.tree.turns):
                 self.truncated_by = ""  # the agent went on within the limits
             completion = await self._completion(plan, sampling)
         finally:

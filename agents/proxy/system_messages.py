@@ -30,23 +30,40 @@ def without_lines(messages: Sequence[Message], patterns: Sequence[str]) -> tuple
 def merged(messages: Sequence[Message]) -> tuple[tuple[Message, ...], int]:
     """Return messages with one system message, the first, and how many others there were.
 
-    Where nothing else stands between two answers, or behind the last, a system message becomes one of the user: an answer answers something.
+    Those before the first answer are joined. A later one becomes text of the user, before the next message of the user or at the end of what
+    stands between two answers, so that each request goes on from the one before.
     """
-    texts: list[str] = []
-    rest: list[Message] = []
-    for number, message in enumerate(messages):
-        if message.role != "system":
-            rest.append(message)
-        elif number and _is_alone(messages, number):
-            rest.append(replace(message, role="user"))
-        else:
-            texts.append(message.content)
+    first_answer = next((n for n, message in enumerate(messages) if message.role == "assistant"), len(messages))
+    begin = messages[:first_answer]
+    texts = [message.content for message in begin if message.role == "system"]
+    rest = [message for message in begin if message.role != "system"]
+    late: list[str] = []
+    for message in messages[first_answer:]:
+        if message.role == "system":
+            late.append(message.content)
+            continue
+        if late and message.role == "user":
+            message, late = _with_texts(late, message), []
+        elif late and message.role == "assistant":
+            _end_with(late, rest)
+            late = []
+        rest.append(message)
+    if late:
+        _end_with(late, rest)
     first = [Message("system", "\n\n".join(texts))] if texts else []
     return (*first, *rest), sum(message.role == "system" for message in messages[1:])
 
 
-def _is_alone(messages: Sequence[Message], number: int) -> bool:
-    """Return True if only system messages stand between the answer before this message and the one behind it."""
-    before = next((other.role for other in reversed(messages[:number]) if other.role != "system"), "")
-    behind = next((other.role for other in messages[number + 1 :] if other.role != "system"), "assistant")
-    return before == behind == "assistant"
+def _end_with(texts: Sequence[str], rest: list[Message]) -> None:
+    """Add texts to the last message, if it is the user's, else as another one."""
+    if rest[-1].role == "user":
+        rest[-1] = _with_texts(texts, rest[-1], behind=True)
+    else:
+        rest.append(Message("user", "\n\n".join(texts)))
+
+
+def _with_texts(texts: Sequence[str], message: Message, *, behind: bool = False) -> Message:
+    joined = "\n\n".join(texts)
+    pieces = (message.content, joined) if behind else (joined, message.content)
+    parts = (*message.parts, joined) if behind else (joined, *message.parts)
+    return replace(message, content="\n\n".join(filter(None, pieces)), parts=parts if message.parts else ())

@@ -78,11 +78,11 @@ def split_reasoning(text: str, *, opened: bool) -> tuple[str, str, bool]:
 def read_call(value: Any) -> Call | None:
     """Return the call of a JSON object with ``name`` and one of ``arguments`` and ``parameters``; None: it is none.
 
-    Without arguments it is none: a tool would run with others than the policy wrote under a key that is not read.
+    With a name alone, it has no arguments. With others under a key that is not read it is none: a tool would run without them.
     """
     if not isinstance(value, dict) or not isinstance(value.get("name"), str) or not value["name"]:
         return None
-    written = [value[key] for key in ("arguments", "parameters") if key in value]
+    written = [value[key] for key in ("arguments", "parameters") if key in value] or [{}] * (len(value) == 1)
     try:
         return written_call(value["name"], written[0] if len(written) == 1 else None)
     except ValueError:

@@ -12,7 +12,11 @@ from typing import Any
 from penstock.agents.proxy.answer_formats.answer_format import AnswerFormat, Call, ParsedAnswer, calls_between
 from penstock.agents.proxy.answer_formats.schema_values import typed_call
 
-_CALL = re.compile(r"<tool_call>(.*?)</tool_call>|<tool_call>", re.DOTALL)
+_CALL = re.compile(  # a call; one that was begun, up to its end or the next; a mention
+    r"<tool_call>(\s*+[^\s<>{}]++\s*+(?:<arg_key>(?:(?!<arg_key>).)*?</arg_key>\s*+<arg_value>(?:(?!<arg_value>).)*?</arg_value>\s*+)*+)</tool_call>"
+    r"|<tool_call>[^<]*+<arg_key>.*?(?:</tool_call>|(?=<tool_call>)|$)|<tool_call>",
+    re.DOTALL,
+)
 _ARGUMENT = re.compile(r"\s*<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)</arg_value>", re.DOTALL)
 
 

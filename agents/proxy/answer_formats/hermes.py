@@ -12,7 +12,10 @@ from penstock.agents.proxy.answer_formats.answer_format import (
     read_json,
 )
 
-_CALL = re.compile(r"<tool_call>(.*?)(?:</tool_call>|$)", re.DOTALL)
+_CALL = re.compile(  # a tag in a text of the JSON ends nothing; one without JSON behind it is a mention
+    r'<tool_call>(?=\s*+[\[{])((?:[^"<]++|"(?:[^"\\]++|\\.)*+"|<(?!/?tool_call>))*+)(?:</tool_call>|(?=<tool_call>)|$)|<tool_call>',
+    re.DOTALL,
+)
 
 
 class Hermes(AnswerFormat):

@@ -17,10 +17,13 @@ from penstock.agents.proxy.answer_formats.answer_format import (
 )
 from penstock.agents.proxy.answer_formats.schema_values import typed_call
 
-_CALL = re.compile(
-    r"(?:<tool_call>\s*)?<function=(.*?)</function>(?:\s*</tool_call>)?|<tool_call>(?:\s*<function=)?|<function=",
+_CALL = re.compile(  # a call; one that was begun, up to its end or the next; a mention
+    r"(?:<tool_call>\s*+)?<function=([^<>]*+>(?:\s*+<parameter=[^>\s]+>(?:(?!<parameter=).)*?</parameter>)*+\s*+)</function>(?:\s*+</tool_call>)?"
+    r"|(?:<tool_call>\s*+)?<function=[^<>]*+>\s*+<parameter=.*?(?:</function>|(?=<tool_call>)|$)"
+    r"|<tool_call>(?:\s*+<function=)?|<function=",
     re.DOTALL,
 )
+_QUOTED = re.compile(r"\s*([\"']?)(.*?)\1\s*", re.DOTALL)
 _PARAMETER = re.compile(r"\s*<parameter=([^>\s]+)>(.*?)</parameter>", re.DOTALL)
 
 
@@ -33,7 +36,7 @@ class QwenXml(AnswerFormat):
 
 def _call(body: str, tools: Sequence[Mapping[str, Any]]) -> Call:
     name, closed, rest = body.partition(">")
-    if not closed or not name.strip() or "<" in name:
+    if not closed or not _name(name) or "<" in name:
         raise ValueError("expected a name")
     texts: list[tuple[str, str]] = []
     position = 0
@@ -41,11 +44,17 @@ def _call(body: str, tools: Sequence[Mapping[str, Any]]) -> Call:
         value = match[2]
         if "<parameter=" in value:
             raise ValueError("a parameter has no end")
-        texts.append((match[1], value.removeprefix("\n").removesuffix("\n")))
+        texts.append((_name(match[1]), value.removeprefix("\n").removesuffix("\n")))
         position = match.end()
     if rest[position:].strip():
         raise ValueError("expected parameters alone")
-    return typed_call(name.strip(), texts, tools)
+    return typed_call(_name(name), texts, tools)
+
+
+def _name(text: str) -> str:
+    """Return a name without the quotes that a model may write around it, as XML has them."""
+    match = _QUOTED.fullmatch(text)
+    return match[2] if match else text
 
 
 QWEN_XML = QwenXml()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -41,9 +43,13 @@ def _value(text: str, declared: Any, root: Mapping[str, Any]) -> Any:
     for kind in ("null", "boolean", "integer", "number", "object", "array"):
         if kind in names:
             try:
-                return _read(text.strip(), kind)
+                value = _read(text.strip(), kind)
             except ValueError:
                 continue
+            # a text that is allowed, and is not how the number is written ("007", "1e3"), is a text
+            if kind in ("integer", "number") and "string" in names and json.dumps(value) != text.strip():
+                continue
+            return value
     return text
 
 
@@ -59,10 +65,23 @@ def _read(text: str, kind: str) -> Any:
         if lowered not in words:
             raise ValueError(text)
         return words[lowered]
-    value = read_json(text)
+    value = _read_literal(text) if kind in ("object", "array") else read_json(text)
     if _kind_of(value) not in ((kind, "integer") if kind == "number" else (kind,)):
         raise ValueError(text)
     return value
+
+
+def _read_literal(text: str) -> Any:
+    """Return a JSON value, also as Python writes it; raises ValueError."""
+    try:
+        return read_json(text)
+    except ValueError:
+        if not text.startswith(("[", "{", "(")):
+            raise
+        try:
+            return read_json(json.dumps(ast.literal_eval(text), allow_nan=False))
+        except (TypeError, SyntaxError, MemoryError, RecursionError) as err:
+            raise ValueError(text[:40]) from err
 
 
 def _kind_of(value: Any) -> str:

@@ -58,6 +58,14 @@ def objects(body: Mapping[str, Any], name: str, where: str = "") -> list[dict[st
     return value
 
 
+def optional_object(body: Mapping[str, Any], name: str, where: str = "") -> dict[str, Any]:
+    """Return an object, empty if the field is absent or null."""
+    value = body.get(name)
+    if not isinstance(value, dict | None):
+        raise invalid(f"{where}{name} must be an object, got {type(value).__name__}", f"{where}{name}")
+    return value or {}
+
+
 def content(value: Any, where: str, *, kinds: tuple[str, ...] = ("text",)) -> str:
     if value is None or isinstance(value, str):
         return value or ""

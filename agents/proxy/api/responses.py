@@ -18,9 +18,9 @@ _TEXTS = ("input_text", "output_text", "text", "summary_text", "reasoning_text")
 
 def read_request(body: Mapping[str, Any], temperature: float, lenience: Lenience = STRICT) -> AgentRequest:
     fields.refuse_present(body, "previous_response_id", "conversation", "background", "prompt")
-    form = body.get("text")
-    kind = form.get("format", {}).get("type", "text") if isinstance(form, dict) and form.get("format") else "text"
-    ignored = fields.constraints(body, *([] if kind == "text" else ["text.format"]), lenience=lenience)
+    form = fields.optional_object(fields.optional_object(body, "text"), "format", "text.")
+    is_free = form.get("type", "text") == "text"
+    ignored = fields.constraints(body, *([] if is_free else ["text.format"]), lenience=lenience)
     instructions = fields.optional_text(body, "instructions")
     messages = [Message("system", instructions)] if instructions else []
     user_input = body.get("input")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 from pathlib import Path
 from typing import Any, get_args
@@ -93,6 +94,56 @@ def test_a_crash_after_the_last_answer_is_never_a_reward(
         rewarded and (status < 0 or status == 137 or refused[-1] not in ("context_length_exceeded", "max_turns"))
     )
     assert rewarded or not played.rewards
+
+
+TITLE = "Generate a title for this conversation: "
+
+
+@pytest.mark.parametrize(
+    ("requests", "limit", "failed"),
+    [
+        (["hello", TITLE + "hello " * 300], "", ""),
+        (["hello", "hello " * 300], "context", ""),
+        (["hello", "hello " * 300, TITLE], "context", ""),
+        (["hello", "hello " * 300, "so far: hello"], "", ""),
+        (["hello", "fails: " + TITLE], "", ""),
+        (["hello", "fails"], "", "engine_error"),
+        (["hello", "fails", TITLE], "", "engine_error"),
+        (["hello", "fails", "again"], "", ""),
+        (["fails: " + TITLE], "", "engine_error"),
+        (["hello", "more", "even more", TITLE], "", ""),
+        (["hello", "more", "even more", "once more"], "max_turns", ""),
+    ],
+)
+async def test_a_side_request_never_decides_the_end(
+    tmp_path: Path, requests: list[str], limit: str, failed: str
+) -> None:
+    agent = Agent(bench(tmp_path, context_tokens=200, max_turns=3))
+
+    async def fail() -> None:
+        raise EngineError("the engine is gone")
+
+    for text in requests:
+        agent.bench.engine.before = fail if text.startswith("fails") else None
+        with contextlib.suppress(RequestRefused):
+            await agent.sample([user(text)])
+    assert (agent.episode.truncated_by, agent.episode.failed_by) == (limit, failed)
+
+
+@pytest.mark.parametrize(("fails", "failed"), [(0, ""), (1, "engine_error")])
+async def test_a_failure_begun_before_a_later_answer_does_not_count(tmp_path: Path, fails: int, failed: str) -> None:
+    agent = Agent(bench(tmp_path))
+    order = iter(range(2))
+
+    async def fail() -> None:
+        if next(order) == fails:
+            await asyncio.sleep(0.1)
+            raise EngineError("the engine is gone")
+
+    agent.bench.engine.before = fail
+    sent = (agent.sample([user(text)]) for text in ("left", "right"))
+    await asyncio.gather(*sent, return_exceptions=True)
+    assert agent.episode.failed_by == failed
 
 
 async def play(agent: Agent, events: list[str]) -> list[str]:

@@ -21,7 +21,7 @@ import pytest
 from tests.agents.proxy.agent_model import SMOLLM2, Engine, write_model
 from tests.servers import wait_for
 
-from penstock.agents.environments import program_process
+from penstock.agents.environments import process_reaper, program_process
 from penstock.agents.environments.episode_environment import group_seed
 from penstock.agents.environments.program import PROGRAM
 from penstock.protocol.chat_tokenizer import ChatTokenizer
@@ -332,6 +332,21 @@ def test_nothing_outlives_the_program_of_a_worker_that_was_killed_or_stopped(num
     finally:
         worker.kill()
         worker.wait(60.0)
+
+
+@pytest.mark.parametrize("numbers", [(one,) for one in process_reaper._STOPS] + [(signal.SIGINT,) * 3])
+def test_a_signal_ends_the_reaper_and_all_that_it_runs(numbers: tuple[int, ...]) -> None:
+    name = f"730.{os.getpid()}"
+    command = ["sh", "-c", f"{_LEAVES['without its mark'].replace('$NAME', name)} sleep {name}"]
+    arguments = [process_reaper.__file__, str(ROOT / "protocol"), str(os.getpid()), "600", *command]
+    reaper = subprocess.Popen([sys.executable, "-I", "-S", *arguments])
+    try:
+        wait_for(lambda: len(sleeping(name)) == 2, "both processes")
+        for number in numbers:
+            reaper.send_signal(number)
+        assert (reaper.wait(60.0), sleeping(name)) == (-signal.SIGTERM, [])
+    finally:
+        reaper.kill()
 
 
 needs_bubblewrap = pytest.mark.skipif(

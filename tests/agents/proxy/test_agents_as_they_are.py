@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -81,6 +81,35 @@ async def test_late_system_messages_are_merged_for_templates_that_want_one(
     assert len(agent.end().rows) == 1
 
 
+@pytest.mark.parametrize("turn", [
+    lambda n: [system(f"reminder {n}"), user("go on")],
+    lambda n: [user("go on"), system(f"reminder {n}")],
+    lambda n: [user("go on"), system(f"reminder {n}"), system("and"), user("more")],
+    lambda n: [system(f"reminder {n}")],
+    lambda n: [system(f"reminder {n}"), {"role": "user", "content": [{"type": "text", "text": "go on"}]}],
+])  # fmt: skip
+@pytest.mark.parametrize("template", ["one_system", "leaves_out"])
+async def test_reminders_of_every_turn_are_one_row(
+    tmp_path: Path, template: str, turn: Callable[[int], list[dict[str, Any]]]
+) -> None:
+    agent = Agent(bench(tmp_path, template), system("s"), user("hello"))
+    await agent.ask()
+    for number in range(3):
+        await agent.ask(*turn(number))
+    prompt = agent.bench.engine.tokenizer.decode(agent.bench.engine.prompts[-1])
+    assert [prompt.count(f"reminder {number}") for number in range(3)] == [1, 1, 1]
+    assert agent.episode.counts["merged_system_messages"] in (1 + 2 + 3, 2 * (1 + 2 + 3))
+    assert len(agent.end().rows) == 1
+
+
+async def test_a_reminder_behind_a_result_of_a_tool_is_one_row(tmp_path: Path) -> None:
+    script = ['<tool_call>{"name": "look", "arguments": {}}</tool_call>' + END, "star" + END]
+    agent = Agent(bench(tmp_path, "one_system", script=script), tools=[LOOK])
+    answer = await agent.ask()
+    await agent.ask(result(answer["tool_calls"][0], "star"), system("late"))
+    assert len(agent.end().rows) == 1
+
+
 async def test_tokens_are_counted_as_they_will_be_sent(tmp_path: Path) -> None:
     async with served(bench(tmp_path)) as (client, episode):
         body = {
@@ -98,7 +127,9 @@ async def test_tokens_are_counted_as_they_will_be_sent(tmp_path: Path) -> None:
                 "input_tokens"
             ]
             body["messages"].append(user("more"))
-        assert (len(episode.tree.turns), episode.counts["token_counts"]) == (2, 4)
+        forced = {**body, "tool_choice": {"type": "any"}}
+        assert (await client.post("messages/count_tokens", json=forced)).json()["input_tokens"] > 0
+        assert (len(episode.tree.turns), episode.counts["token_counts"]) == (2, 4 + 1)
         for path, headers in (("messages/other", {}), ("nothing", {"anthropic-version": "2023-06-01"})):
             refused = await client.post(path, json=body, headers=headers)
             assert (refused.status_code, refused.json()["error"]["type"]) == (404, "not_found_error")
@@ -174,6 +205,13 @@ def test_what_only_a_vendors_server_has_is_refused_or_left_out_and_counted(
     assert all(tool["function"]["name"] == "look" for tool in request.tools)
 
 
+@pytest.mark.parametrize("value", ["x", 5, [], ["x"], {"format": "text"}, {"format": ["x"]}])
+def test_a_form_that_is_no_object_is_refused(value: Any) -> None:
+    with pytest.raises(RequestRefused, match="must be an object") as refused:
+        responses.read_request({"input": "x", "text": value}, 1.0)
+    assert refused.value.status == 400
+
+
 async def test_the_settings_of_an_episode_reach_its_requests(tmp_path: Path) -> None:
     async with served(bench(tmp_path, unknown_tools="drop", forced_choice="auto")) as (client, episode):
         body = {**ASK, **GRAMMAR, "tools": [LOOK, HOSTED]}
@@ -244,7 +282,7 @@ TYPED = {
             "properties": {
                 "text": {"type": "string"}, "n": {"type": "integer"}, "x": {"type": "number"}, "on": {"type": "boolean"},
                 "list": {"type": "array"}, "map": {"type": "object"}, "maybe": {"anyOf": [{"type": "integer"}, {"type": "null"}]},
-                "level": {"$ref": "#/$defs/Level"}, "kinds": {"type": ["integer", "string"]}, "enum": {"enum": ["5", "6"]}, "free": {},
+                "level": {"$ref": "#/$defs/Level"}, "kinds": {"type": ["integer", "string"]}, "either": {"anyOf": [{"type": "string"}, {"type": "integer"}, {"type": "number"}]}, "enum": {"enum": ["5", "6"]}, "free": {},
             },
         },
     },
@@ -257,7 +295,11 @@ TYPED = {
         ("text", "5", "5"), ("text", "null", "null"), ("text", '{"a": 1}', '{"a": 1}'), ("text", " a\n b ", " a\n b "), ("n", "5", 5), ("n", "-5.0", -5),
         ("n", "five", "five"), ("n", "true", "true"), ("x", "1.5", 1.5), ("x", "2", 2), ("x", "NaN", "NaN"), ("x", "1e999", "1e999"), ("on", "True", True),
         ("on", "false", False), ("on", "1", "1"), ("list", "[1, null]", [1, None]), ("list", "1, 2", "1, 2"), ("map", '{"a": 1}', {"a": 1}),
-        ("map", "[1]", "[1]"), ("maybe", "null", None), ("maybe", "None", None), ("maybe", "7", 7), ("level", "2", 2), ("kinds", "7", 7), ("kinds", "a", "a"),
+        ("map", "[1]", "[1]"), ("maybe", "null", None), ("maybe", "None", None), ("maybe", "7", 7), ("level", "2", 2), ("kinds", "7", 7), ("kinds", "a", "a"), ("kinds", "007", "007"),
+        ("either", "007", "007"), ("either", "7", 7), ("either", "1e3", "1e3"), ("either", "+7", "+7"), ("either", "1.50", "1.50"), ("either", "1.5", 1.5), ("n", "007", 7),
+        ("list", "['a', True, None]", ["a", True, None]), ("map", "{'a': {'b': (1, 2)}}", {"a": {"b": [1, 2]}}), ("list", "('a',)", ["a"]),
+        ("list", "{'a': 1}", "{'a': 1}"), ("list", "[1e999]", "[1e999]"), ("map", "{'a': {1}}", "{'a': {1}}"), ("map", "dict(a=1)", "dict(a=1)"),
+        ("list", "[" * 9999, "[" * 9999), ("list", "[b'a']", "[b'a']"),
         ("enum", "5", "5"), ("free", "5", "5"), ("unknown", "5", "5"),
     ],
 )  # fmt: skip
@@ -285,6 +327,17 @@ def test_values_have_the_types_of_the_tools_schema(form: str, key: str, text: st
         ("qwen_xml", "<tool_call>\n<function=set>\nstray\n</function></tool_call>", [], 1),
         ("qwen_xml", "<function=set><parameter=text>a</parameter><parameter=text>b</parameter></function>", [], 1),
         ("qwen_xml", "<function=></function>", [], 1), ("qwen_xml", '<tool_call>{"name": "set", "arguments": {}}</tool_call>', [], 1),
+        ("qwen_xml", "<tool_call>\n<function=\"now\">\n</function></tool_call><function='set'><parameter=\"text\">a</parameter></function>", ["now", "set"], 0),
+        ("qwen_xml", "`<tool_call>` and `<function=set>` are tags.\n<tool_call>\n<function=now>\n</function>\n</tool_call>", ["now"], 2),
+        ("qwen_xml", "<tool_call>\n<function=set>\n<parameter=text>\na\n<tool_call>\n<function=now>\n</function>\n</tool_call>", ["now"], 1),
+        ("qwen_xml", "<function=set><parameter=text>a <function=now></function> b</parameter></function>", ["set"], 0),
+        ("qwen_xml", "<function=set><parameter=text>a <function=now></function> b", [], 1),
+        ("hermes", 'Between `<tool_call>` tags: <tool_call>{"name": "now"}</tool_call>', ["now"], 1),
+        ("hermes", '<tool_call>{"name": "set", <tool_call>{"name": "now", "arguments": {}}</tool_call>', ["now"], 1),
+        ("hermes", '<tool_call>{"name": "set", "arguments": {"text": "<tool_call>{}</tool_call> \\" x"}}</tool_call>', ["set"], 0),
+        ("hermes", '<tool_call>{"name": "set", "arguments": {"text": "<tool_call>{', [], 2),
+        ("glm", "Between `<tool_call>` tags: <tool_call>now</tool_call>", ["now"], 1),
+        ("glm", "<tool_call>set<arg_key>text</arg_key><arg_value>a <tool_call>now</tool_call> b</arg_value></tool_call>", ["set"], 0),
         ("glm", "<tool_call>now</tool_call><tool_call>set<arg_key>n</arg_key><arg_value>1</arg_value></tool_call>", ["now", "set"], 0),
         ("glm", "<tool_call>set<arg_key>n</arg_key></tool_call>", [], 1), ("glm", "<tool_call>set\n<arg_key>n</arg_key><arg_value>1", [], 1),
         ("glm", '<tool_call>{"name": "set"}</tool_call>', [], 1), ("glm", "<tool_call></tool_call>", [], 1),

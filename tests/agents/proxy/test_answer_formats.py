@@ -28,6 +28,7 @@ def test_hermes_reads_every_valid_call_and_leaves_the_others_in_the_text() -> No
     assert [call.name for call in parsed.calls] == ["a"]
     assert parsed.content == f"one  two {bad} three"
     assert parsed.num_unparsed == 1
+    assert calls('<tool_call>{"name": "list_files"}</tool_call>', "hermes") == [("list_files", {})]
     for key in ("arguments", "parameters"):
         assert calls(f'<tool_call>{{"name": "a", "{key}": {{"x": 1}}}}', "hermes") == [("a", {"x": 1})]
 
@@ -37,7 +38,8 @@ def test_hermes_reads_every_valid_call_and_leaves_the_others_in_the_text() -> No
     [
         '{"name": 5}',
         "[]",
-        '{"name": "a"}',
+        '{"name": ""}',
+        '{"name": "a", "id": "b"}',
         '{"name": "a", "args": {"x": 1}}',
         '{"name": "a", "arguments": null}',
         '{"name": "a", "arguments": {}, "parameters": {"x": 1}}',

@@ -20,6 +20,11 @@ END = "<|im_end|>"
 TASK = "Sort the digits 3 2 1."
 AGENT = "You are a coding agent."
 TITLE = "You are a title generator. You output ONLY a thread title. Nothing else."
+BEHIND = (
+    "[SUGGESTION MODE: Suggest what the user might naturally type next into the agent.] Reply with ONLY the suggestion",
+    "Analyze *only* your preceding response. Determine who should logically speak next: the 'user' or the 'model'",
+    "Summarize the conversation so far for memory.",
+)
 SUMMARY = "This session is being continued from a previous conversation. The conversation is summarized below: 1"
 TOOLS = {"tools": [LOOK]}
 NONE: dict[str, Any] = {}
@@ -34,7 +39,30 @@ Request = tuple[
         ([([TASK], NONE), (["title: " + TASK], NONE)], 0),
         ([([TASK], NONE), (["Summarise this conversation: sort"], NONE)], 0),
         ([([TASK], NONE), (["What is the topic of: sort"], NONE)], 0),
-        ([([TASK], NONE), (["an unrelated request"], NONE)], 0),
+        ([([TASK], NONE), (["Come up with a succinct name for this chat: sort"], NONE)], 0),
+        ([([TASK], NONE), (["Reply with one emoji for this chat"], NONE)], 0),
+        ([([TASK], NONE), (["Is this answer safe? Reply yes or no: 1 2 3"], NONE)], 0),
+        ([([TASK], NONE), (["Does the text above violate our policy? 1 2 3"], NONE)], 0),
+        ([([system(AGENT), TASK], TOOLS), ([system("Your task is to process Bash commands"), "Command: ls"], NONE)], 0),
+        *(([([TASK], tools), ([TASK, 0, aside], tools)], 0) for tools in (TOOLS, NONE) for aside in BEHIND),
+        ([([TASK], TOOLS), ([TASK, 0, BEHIND[1]], NONE)], 0),
+        # every prompt is built anew
+        *(([([f"{TASK} Step {n}"], fields) for n in range(3)], 2) for fields in (NONE, TOOLS)),
+        ([([system(f"Step {n} of 3"), f"Observation {n}"], NONE) for n in range(3)], 2),
+        ([([system(f"Time {n}"), f"Observation {n}"], TOOLS) for n in range(3)], 2),
+        ([([f"Question: what is the title of the chat? Thought {n}"], NONE) for n in range(3)], 2),
+        ([(["Make a plan for: sort"], NONE), (["Carry out the plan: answer 0"], NONE)], 1),
+        ([([system("Pick math or code."), TASK], NONE), ([system("You do math."), TASK], NONE)], 1),
+        ([(["Summarize part 1"], NONE), (["Summarize part 2"], NONE), (["Combine: answer 0, answer 1"], NONE)], 2),
+        ([(["Think about the review"], NONE), (["Which label fits the review? answer 0"], NONE)], 1),
+        ([([system("Plan."), "plan?"], NONE), ([system("Plan."), "plan?", 0, "ok?"], NONE), ([system(AGENT), "do answer 1"], TOOLS)], 2),
+        # a summary of a history, and what goes on from it
+        *(([([*first, TASK], tools), ([*first, TASK, 0, "Summarize the conversation so far"], tools), ([*then, text], tools)], 2)
+          for tools in (TOOLS, NONE)
+          for first, then in (([], []), ([system("Time 1")], [system("Time 2")]), ([system(AGENT)], [system(AGENT)]))
+          for text in ("Summary: answer 1. Go on.", SUMMARY)),
+        *(([([system(AGENT), TASK], tools), ([system("You summarize conversations."), f"{TASK} answer 0"], NONE), ([system(AGENT), "Summary: answer 1. Go on."], tools)], 2)
+          for tools in (TOOLS, NONE)),
         ([([system(TITLE), TASK], NONE), ([system(AGENT), TASK], NONE)], 1),
         ([([system(TITLE), TASK], NONE), ([system(AGENT), TASK], TOOLS), ([system(TITLE), "sort"], NONE)], 1),
         ([(["quota"], NONE), ([system(AGENT), TASK], TOOLS), ([system(AGENT), TASK, 1, "more"], TOOLS), (["names of files?"], NONE)], 2),
@@ -50,7 +78,7 @@ Request = tuple[
         ([([TASK], NONE), ([TASK, {"role": "assistant", "content": "edited"}, "more"], NONE)], 1),
         ([(["Write a title for this poem."], NONE), (["title: poem"], NONE)], 0),
         # a sub-agent, whose answer the main conversation reads or not
-        ([([system(AGENT), TASK], TOOLS), ([system("You search."), "look"], TOOLS), ([system("You search."), "look", 1, "on"], TOOLS)], 0),
+        ([([system(AGENT), TASK], TOOLS), ([system("You search."), "look"], TOOLS), ([system("You search."), "look", 1, "on"], TOOLS), ([system(AGENT), TASK, 0, "more"], TOOLS)], 3),
         # declared
         ([([TASK], NONE), (["the one that counts"], {"declared": "main"}), ([TASK, 0, "more"], NONE)], 1),
         ([([TASK], {"declared": "side"}), (["other"], NONE)], 1),
@@ -80,6 +108,12 @@ async def test_the_last_answer_of_the_main_conversation_is_scored(
     assert messages[-1]["content"] == f"answer {scored}"
     assert len(messages) == len(requests[scored][0]) + 1
     assert dict(episode.counts).get("last_answer_not_scored", 0) == (made.last != scored)
+    is_declared = any("declared" in fields for _, fields in requests)
+    assert (
+        is_declared
+        or trained == "all"
+        or dict(episode.counts).get("recognised_side_requests", 0) == made.orphaned_turns["side_request"]
+    )
     left_out = made.orphaned_turns["side_request"]
     assert len(episode.turns) + left_out == len(requests)
     assert (left_out == 0) if trained == "all" else (made.last == scored)
