@@ -44,9 +44,9 @@ _TABLE: dict[str, tuple[tuple[str, Fraction], ...]] = {
         ("week weeks", Fraction(604800)),
     ),
     "volume": (
-        ("l litre litres liter liters", Fraction(1)),
-        ("ml millilitre millilitres milliliter milliliters", Fraction(1, 1000)),
-        ("cl centilitre centilitres centiliter centiliters", Fraction(1, 100)),
+        ("l L litre litres liter liters", Fraction(1)),
+        ("ml mL millilitre millilitres milliliter milliliters", Fraction(1, 1000)),
+        ("cl cL centilitre centilitres centiliter centiliters", Fraction(1, 100)),
         ("m^3 m3", Fraction(1000)),
         ("cm^3 cm3", Fraction(1, 1000)),
     ),
@@ -56,10 +56,17 @@ _TABLE: dict[str, tuple[tuple[str, Fraction], ...]] = {
         ("cm^2 cm2", Fraction(1, 10_000)),
         ("mm^2 mm2", Fraction(1, 1_000_000)),
     ),
-    "money": (("$ dollar dollars usd", Fraction(1)), ("¢ cent cents", Fraction(1, 100))),
+    "money": (("$ dollar dollars usd USD", Fraction(1)), ("¢ cent cents", Fraction(1, 100))),
     "angle": (("° degree degrees deg", Fraction(1)),),
-    "speed": (("m/s", Fraction(1)), ("km/h kmh kph", Fraction(1000, 3600)), ("mph", Fraction(1609344, 3600000))),
+    "speed": (
+        ("m/s", Fraction(1)),
+        ("km/h kmh kph KPH", Fraction(1000, 3600)),
+        ("mph MPH", Fraction(1609344, 3600000)),
+    ),
+    "acceleration": (("m/s^2 m/s2", Fraction(1)),),
 }
+MULTIPLES = {"hundred": 10**2, "thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12, "dozen": 12}
+FOLDED = 4  # letters of the shortest name of a unit whose case does not count: mW is not MW
 MAX_EXPONENT = 400
 _DIGITS = r"(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)"
 _DECIMAL = rf"(?:{_DIGITS}(?:\.[0-9]*)?|\.[0-9]+)"
@@ -103,7 +110,7 @@ _UNITS = {
 def read_units(text: str) -> Unit | None:
     """Return the unit that a text consists of; None for one that is not in the table."""
     plain = text.strip().rstrip(".")
-    return _UNITS.get(plain) or _UNITS.get(plain.casefold())
+    return _UNITS.get(plain) or (_UNITS.get(plain.casefold()) if len(plain) >= FOLDED else None)
 
 
 class Quantity(NamedTuple):
