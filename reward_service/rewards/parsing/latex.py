@@ -124,7 +124,7 @@ def is_shallow(text: str, most: int) -> bool:
 
 def normalise(answer: str) -> str:
     r"""Return an answer in normal form: no spacing, ``\frac`` and ``\sqrt`` with braces, no degree or money units."""
-    answer = answer.strip().replace("{,}", ",").replace(",\\!", ",").replace("−", "-")
+    answer = " ".join(answer.split()).replace("{,}", ",").replace(",\\!", ",").replace("−", "-")
     answer = _SPACING.sub("", answer.replace("\\\\ ", "\\\\"))
     answer = _DEGREES.sub("", re.sub(r"\\[dtc]frac", r"\\frac", answer)).replace("\\$", "").replace("$", "")
     answer = answer.replace("\\%", "%").replace("\\varnothing", "\\emptyset")

@@ -122,7 +122,7 @@ _INSIDE_SPACE = re.compile(r"(?<![0-9A-Za-z])\s+|\s+(?![0-9A-Za-z])")
 
 def rewrite(answer: str) -> str:
     """Return an answer in one notation of LaTeX; two answers in the same notation are equal."""
-    text = re.sub(r"(?<!\\)\\$", "", answer.strip()).translate(_UNICODE)
+    text = re.sub(r"(?<!\\)\\$|(?<=[ \t])[ \t]+", "", answer.strip()).translate(_UNICODE)
     text = _SUPERSCRIPT.sub(lambda found: "^{" + found[0].translate(_SCRIPT).replace("+", "") + "}", text)
     text = _ROOT.sub(lambda found: f"\\sqrt{{{found[1] or found[2]}}}", text)
     text = _VULGAR.sub(_vulgar, text)
@@ -297,8 +297,8 @@ def named(text: str) -> tuple[str, str]:
 def exactly(text: str) -> str:
     """Return a formula whose decimals are fractions, so that a parser has no float to round."""
     text = re.sub(r"(?<=[0-9]),(?=[0-9]{3}(?![0-9]))", "", text)
-    text = re.sub(r"([0-9]*)\.([0-9]*)\\(?:overline|bar|dot)\{([0-9]+)\}", _repeating, text)
-    return re.sub(r"([0-9]*)\.([0-9]+)|([0-9]+)\.(?![0-9.])", _as_fraction, text)
+    text = re.sub(r"(?<![0-9])([0-9]*)\.([0-9]*)\\(?:overline|bar|dot)\{([0-9]+)\}", _repeating, text)
+    return re.sub(r"(?<![0-9])([0-9]*)\.([0-9]+)|(?<![0-9])([0-9]+)\.(?![0-9.])", _as_fraction, text)
 
 
 def _as_fraction(found: re.Match[str]) -> str:

@@ -82,13 +82,15 @@ _ANYWHERE = re.compile(rf"(?<![0-9.,A-Za-z_]){_NUMBER}")
 _LEAD = re.compile(r"(?:[A-Za-z]{1,3}|[xyz]_?[0-9])\s?=\s?|(?:about|approximately|roughly|≈|~|=)\s{0,4}", re.IGNORECASE)
 _TEX_FRACTION = re.compile(r"(?P<whole>[0-9])?\\frac\{\s?(?P<top>-?[0-9]+)\s?\}\{\s?(?P<bottom>[0-9]+)\s?\}")
 _GOES_ON = re.compile(  # with a second number, or as an expression: then the first number is not the value
-    r"\s+[-+−$]?[0-9]|_[0-9]|"
-    r"\s?(?:\^|\*\*|!|\\(?:sqrt|pi|cdot|times|[dtc]?frac)|[+*×·−]\s?[0-9]|[/.][0-9]|[eE][-+]?[0-9])"
+    r"\s+[-+−$]?[0-9]|_[0-9]|\s?[=<>≤≥≠]|\((?![A-Za-z]{2})|\s?[A-Za-z]\s?[-+=*]\s?[0-9(]|\s?(?![ghmtdls])[b-z](?![A-Za-z'’])|"
+    r"\s?\\(?!text|mathrm|mathbf|mbox|operatorname|quad|qquad|circ|degree|approx|rm)[A-Za-z]|"
+    r"\s?(?:\^|\*\*(?=\s?[-+({0-9])|!|\\(?:sqrt|pi|cdot|times|[dtc]?frac)|[+*×·−]\s?[0-9]|[/.][0-9]|[eE][-+]?[0-9])"
     r"|\s?[(]?\s?(?:,|;|:|\bor\b|\band\b|\bto\b|-|–|±|\\pm|\\text\s?[{]\s?(?:or|and|to)\s?[}])\s?[-+−$]?\s?(?:[0-9]|\\frac)"
 )
 _COMPOUND = re.compile(  # 5 feet 10 inches
     r"\s{0,4}(?!(?:in|of|for|per|at|on|with|from|by|after|over|within|every|each|out)\s)[A-Za-z]{1,12}\s{1,4}[0-9.]{1,12}\s{0,4}[A-Za-z]{1,12}[.]?\s*$"
 )
+_MULTIPLE = re.compile(rf"({'|'.join(MULTIPLES)})s?\b", re.IGNORECASE)
 _SUPERSCRIPTS = re.compile("[⁻⁺]?[⁰¹²³⁴-⁹]+")
 _PLAIN_SCRIPT = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁻⁺", "0123456789-+")
 _VULGAR = re.compile("[¼-¾⅐-⅞]")
@@ -134,7 +136,16 @@ def last(text: str) -> Quantity | None:
     if last_match is None:
         return None
     after = text[last_match.end() : last_match.end() + 24]
+    if not after[:1].isspace() and _GOES_ON.match(after):
+        return None
     return _quantity(last_match, after.split("\n")[0].rstrip(".") if after.lstrip().startswith(("%", "\\%")) else "")
+
+
+def begins(text: str) -> bool:
+    """Return True if a text begins with a number, whether or not that is its value."""
+    plain = _plain(text)
+    lead = _LEAD.match(plain)
+    return _AT_START.match(plain, lead.end() if lead else 0) is not None
 
 
 def goes_on(after: str) -> bool:
@@ -168,6 +179,9 @@ def _quantity(match: re.Match[str], after: str) -> Quantity | None:
     if match["minus"]:
         number = -number
     after = latex.plain_text(after).strip(" .;*_`$")
+    multiple = _MULTIPLE.match(after)
+    if multiple is not None:
+        number, after = number * MULTIPLES[multiple[1].casefold()], after[multiple.end() :].strip()
     is_percent = after.casefold().startswith(("%", "percent", "per cent"))
     return Quantity(number, is_percent, "" if is_percent else after)
 

@@ -25,7 +25,7 @@ _NO_UNIT = re.compile(
 _TRIGONOMETRY = re.compile(r"\\(?:sin|cos|tan|cot|sec|csc)(?![A-Za-z])")
 _TOKEN = re.compile(r"([A-Za-z$¢°Ωμ一-龥]+)\s*(?:\^?\{?(-?[0-9])\}?)?|(/)|(\\cdot|[·*])")
 _WORDS = ((r"\bper\b", "/"), (r"\b(?:square|sq\.?)\s+([a-z]+)", r"\1^2"),
-    (r"\b(?:cubic|cu\.?)\s+([a-z]+)", r"\1^3"), (r"([a-z]+)\s+squared", r"\1^2"), (r"([a-z]+)\s+cubed", r"\1^3"))  # fmt: skip
+    (r"\b(?:cubic|cu\.?)\s+([a-z]+)", r"\1^3"), (r"\b([a-z]+)\s+squared", r"\1^2"), (r"\b([a-z]+)\s+cubed", r"\1^3"))  # fmt: skip
 
 
 def split(text: str, other: str = "") -> tuple[str, str]:
