@@ -120,7 +120,7 @@ def _equal(gold: str, answer: str, relative: Any) -> bool:
         other, single = (wanted or values), (answer if values is None else gold)
         assert other is not None
         name, value = notation.named(single)
-        if name and notation.collection(value) is not None:  # (x, y) = (1, 2), x \in [1, 2)
+        if name and (value == "\\mathbb{R}" or notation.collection(value) is not None):  # (x, y) = (1, 2), x \in [1, 2)
             return _equal(gold, value, relative) if values is None else _equal(value, answer, relative)
         if other.kind == "\\{\\}" and len(other.items) == 1:
             return _equal(other.items[0], single, relative) if wanted else _equal(single, other.items[0], relative)

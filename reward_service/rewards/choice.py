@@ -104,7 +104,7 @@ def _choice(answer: str, texts: dict[str, str], letters: str) -> str | None:
 
 def chosen(answer: str, letters: str) -> str | None:
     """Return the letter that an answer chooses, in upper case; None for none or several."""
-    plain = latex.plain_text(answer[:_MAX_CHARS]).strip(" *_`$.。\"'“”\n")
+    plain = latex.plain_text(answer[:_MAX_CHARS]).strip(" *_`$.。!\"'“”\n")
     lead = _LEAD.match(plain)
     plain = plain[lead.end() :].lstrip(" *_`$") if lead else plain
     match = _BARE.match(plain)

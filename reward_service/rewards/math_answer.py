@@ -7,7 +7,8 @@ it: `41 = 42` is wrong. The name of a value may be left out (`x = 5`, `f(x) = 2x
 Units are compared when both have one; bases of numerals, and the case of letters, always.
 
 Part ``boxed`` is 1 if an answer was found. Part ``timeout`` is 1 for an answer that exhausted the grader twice: it is wrong, because
-the completion alone is the cause. A truth that cannot be read, or exhausts the grader, is BadGroundTruth, whatever the answers are.
+the completion alone is the cause. A truth that the parser cannot read equals
+its own text alone; one that is empty, does not close its brackets or exhausts the grader is BadGroundTruth, whatever the answers are.
 
 `math_flexible` also takes an answer in ``<answer>`` tags, after ``####`` or "the answer is", or the last number.
 """
