@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import sympy
 from latex2sympy2_extended import latex2sympy
 from math_verify import verify
+from sympy.core.function import AppliedUndef
 from sympy.core.relational import Relational
 
 from penstock.reward_service.graders import grader_process
@@ -39,8 +40,13 @@ _POINTS = tuple(
         ((-9, 4), (-5, 7), (2, 9), (-8, 11), (3, 5), (-13, 6)),
     )
 )  # fmt: skip
-_WHOLE_POINTS = ((3, 2, 5, 7, 4, 1), (4, 3, 2, 1, 6, 5), (7, 4, 3, 5, 2, 6), (6, 5, 1, 3, 4, 2))
+_WHOLE_POINTS = (  # both orders of each two: a binomial is 0 in one of them
+    (2, 5, 7, 3, 4, 6), (3, 7, 2, 5, 6, 4), (5, 2, 3, 7, 1, 4), (1, 4, 6, 2, 5, 3), (7, 3, 5, 2, 4, 1), (2, 6, 4, 5, 3, 1)
+)  # fmt: skip
 _WHOLE = (sympy.factorial, sympy.binomial)
+_LIMIT = re.compile(r"(\\lim\s*_\s*\{[^{}\\]*)\\to(?![A-Za-z])")
+_REALS = "(-\\infty,\\infty)"
+_FUNCTION = re.compile(r"[A-Za-z]\([A-Za-z]\)")
 
 
 class Gold(NamedTuple):
@@ -50,14 +56,16 @@ class Gold(NamedTuple):
 
 @lru_cache(_KNOWN)
 def read_gold(text: str) -> Gold | None:
-    r"""Read a truth, after a tab its relative tolerance; compare it with 0 once: its own cost must not count for an answer."""
+    r"""Read a truth, after a tab its relative tolerance; compare it with 0 once: its own cost must not count for an answer.
+
+    A truth that the parser cannot read is equal to its own text alone; one whose brackets do not close is refused.
+    """
     truth, _, relative = text.partition("\t")
     gold = Gold(notation.rewrite(truth), sympy.Rational(relative or "0"))
-    if (
-        not latex.is_shallow(truth, _MAX_DEPTH)
-        or not gold.text
-        or not all(_readable(part) for part in _leaves(gold.text))
-    ):
+    if not latex.is_shallow(truth, _MAX_DEPTH) or not gold.text:
+        return None
+    balanced = sum(gold.text.count(mark) for mark in "([{") == sum(gold.text.count(mark) for mark in ")]}")
+    if not balanced and not all(_readable(part) for part in _leaves(gold.text)):
         return None
     _equal(gold.text, "0", gold.relative)
     return gold
@@ -102,6 +110,7 @@ _SIGNS = re.compile(r"[<>]|\\(?:le|ge|neq)(?![A-Za-z])")
 def _equal(gold: str, answer: str, relative: Any) -> bool:
     if not gold or not answer:
         return False
+    gold, answer = (_REALS if text == "\\mathbb{R}" else text for text in (gold, answer))
     if gold == answer:
         return True
     wanted, values = _values(gold), _values(answer)
@@ -111,7 +120,7 @@ def _equal(gold: str, answer: str, relative: Any) -> bool:
         other, single = (wanted or values), (answer if values is None else gold)
         assert other is not None
         name, value = notation.named(single)
-        if name and notation.collection(value) is not None:  # (x, y) = (1, 2), x \in [1, 2)
+        if name and (value == "\\mathbb{R}" or notation.collection(value) is not None):  # (x, y) = (1, 2), x \in [1, 2)
             return _equal(gold, value, relative) if values is None else _equal(value, answer, relative)
         if other.kind == "\\{\\}" and len(other.items) == 1:
             return _equal(other.items[0], single, relative) if wanted else _equal(single, other.items[0], relative)
@@ -159,7 +168,11 @@ def _matched(wanted: Iterable[Any], values: Iterable[Any], equal: Callable[[Any,
 
 def _equal_values(gold: str, answer: str, relative: Any) -> bool:
     (name, wanted), (theirs, value) = notation.named(gold), notation.named(answer)
-    if name and theirs and name == theirs:
+    if (
+        name
+        and theirs
+        and (name == theirs or ("y" in {name, theirs} and _FUNCTION.fullmatch(name if theirs == "y" else theirs)))
+    ):
         return _equal(wanted, value, relative)
     if name and "=" not in gold and _SIGNS.search(answer):  # x \\in (0, 1) against 0 < x < 1
         return _equal(wanted, answer, relative)
@@ -175,7 +188,7 @@ def _equal_values(gold: str, answer: str, relative: Any) -> bool:
     numerals = notation.numeral(gold), notation.numeral(answer)
     if any(numerals) or notation.holds_numeral(gold) or notation.holds_numeral(answer):
         return None not in numerals and numerals[0] == numerals[1]
-    return _equal_quantities(units.split(gold), units.split(answer), relative)
+    return _equal_quantities(units.split(gold, answer), units.split(answer, gold), relative)
 
 
 def _equal_quantities(gold: tuple[str, str], answer: tuple[str, str], relative: Any) -> bool:
@@ -270,7 +283,7 @@ def _apart(gold: str, answer: str) -> tuple[str, str]:
 @lru_cache(_KNOWN)
 def _parse(text: str) -> Any:
     """Return what a formula means to the parser; None for one that it cannot read, or misreads."""
-    if _MISREAD.search(re.sub(r"\^\\circ(?![A-Za-z])", "", text)):
+    if _MISREAD.search(_LIMIT.sub(r"\1", re.sub(r"\^\\circ(?![A-Za-z])", "", text))):
         return None
     formula = notation.exactly(text).lstrip("+").replace("^\\circ", "\\cdot\\frac{\\pi}{180}")
     try:
@@ -288,10 +301,17 @@ def _equal_expressions(gold: sympy.Expr, answer: sympy.Expr, relative: Any) -> b
     if gold == answer:
         return gold not in {sympy.nan, sympy.zoo}
     heavy = (sympy.Integral, sympy.Sum, sympy.Product, sympy.Limit, sympy.Derivative)
+    if not gold.has(*heavy) and not answer.has(*heavy):  # f(0) is a number without a name
+        gold, answer = (
+            part.subs({call: sympy.Symbol(str(call), real=True) for call in part.atoms(AppliedUndef)})
+            for part in (gold, answer)
+        )
     gold, answer = (part.doit() if not part.free_symbols or part.has(*heavy) else part for part in (gold, answer))
     if not gold.free_symbols and not answer.free_symbols:
         return _equal_constants(gold, answer, relative)
     ratios = _at_points([gold, answer])
+    if ratios and gold.has(*_WHOLE) and all(_is_zero(one) and _is_zero(other) for one, other in ratios):
+        return bool(sympy.simplify(gold - answer) == 0)
     return bool(ratios) and all(_close(one, other, sympy.Rational(1, 10**20)) for one, other in ratios)
 
 

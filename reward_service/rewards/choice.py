@@ -21,8 +21,11 @@ from penstock.reward_service.rewards.reward import PureReward, Verdict, truth_te
 
 NAME = "multiple_choice"
 _LEAD = re.compile(r"(?:(?:option|choice|answer|选项|选)\s{0,3}[:：]?\s{0,3})", re.IGNORECASE)
-_BARE = re.compile(r"[(\[（]?\s?(?P<letter>[A-Za-z])\s?(?:[)\]）]|[.:：、,;](?=\s|$)|(?=$))")
+_BARE = re.compile(
+    r"[(\[（]?\s?(?P<letter>[A-Za-z])\s?(?:[)\]）]|[.:：、,;!?](?=\s|$)|(?=$)|(?<=\s)(?=[-–—(（]|(?:because|since|as)\b))"
+)
 _OTHERS = re.compile(r"(?<![A-Za-z])[(\[（]?(?P<letter>[A-Z])(?:[)\]）]|(?![A-Za-z'’]))")
+_SIGNS = re.compile(r"[<>=+*/^\\|≤≥≠±]|(?<!\w)(?<!\w\s)[-−](?=\s?\w)")
 _MAX_CHARS = 400
 
 
@@ -44,7 +47,7 @@ def judge(parameters: Parameters, completions: tuple[str, ...], truth: Any) -> l
 
 def _right(truth: Any, letters: str) -> tuple[str, dict[str, str]]:
     """Return the right letter, and the known texts of letters. A number could count from 0 or from 1, and is refused."""
-    options = (
+    options: Any = (
         next((truth[name] for name in ("choices", "options") if name in truth), None)
         if isinstance(truth, dict)
         else None
@@ -53,12 +56,16 @@ def _right(truth: Any, letters: str) -> tuple[str, dict[str, str]]:
         next((truth[name] for name in ("answer", "label", "answerKey") if name in truth), None) if options else truth
     )
     text = truth_text(answer, NAME)
+    if options and isinstance(answer, int):
+        raise BadGroundTruth(
+            f"{NAME}: the row's answer {text} may be a place or the text of a choice; write the letter, or the text in quotes"
+        )
+    if isinstance(options, dict) and options.keys() == {"text", "label"}:  # as in ARC
+        options = dict(zip(options["label"], options["text"], strict=True))
     if isinstance(options, list):
         options = dict(zip(letters, options, strict=False))
-    texts = {str(letter).upper(): question_answer.key(str(option)) for letter, option in (options or {}).items()}
-    gold = chosen(text, letters) or next(
-        (letter for letter, known in texts.items() if known == question_answer.key(text)), None
-    )
+    texts = {str(letter).upper(): str(option) for letter, option in (options or {}).items()}
+    gold = chosen(text, letters) or _named(text, texts)
     if gold is None or (texts and gold not in texts):
         raise BadGroundTruth(f"{NAME}: the row's ground_truth must be a letter of {letters}, got {text[:80]!r}")
     own = _after_letter(text)
@@ -68,22 +75,36 @@ def _right(truth: Any, letters: str) -> tuple[str, dict[str, str]]:
 def _after_letter(text: str) -> str:
     plain = latex.plain_text(text[:_MAX_CHARS]).strip(" *_`$\n")
     match = _BARE.match(plain)
-    return question_answer.words(plain[match.end() :]) if match else ""
+    rest = plain[match.end() :].strip() if match else ""
+    return re.sub(r"^[-–—]\s+", "", rest) if question_answer.words(rest) else ""
+
+
+def _named(said: str, texts: dict[str, str]) -> str | None:
+    """Return the letter whose text is said; the case of letters counts where nothing else tells two choices apart."""
+    for key in (_key, "".join):
+        same = [letter for letter, text in texts.items() if text and key(text) == key(said)]
+        if len(same) == 1:
+            return same[0]
+    return None
+
+
+def _key(text: str) -> str:
+    """Return the words of a text; of one with signs of mathematics the text itself."""
+    plain = "".join(latex.plain_text(text).replace("−", "-").casefold().split()).rstrip(".")
+    return plain if _SIGNS.search(text) else question_answer.key(text)
 
 
 def _choice(answer: str, texts: dict[str, str], letters: str) -> str | None:
     """Return the letter that an answer names, or whose text it is; None if its letter and its text contradict each other."""
     letter = chosen(answer, letters)
     if letter is not None:
-        named = {other for other, text in texts.items() if text and text == _after_letter(answer)}
-        return letter if not named or letter in named else None
-    said = question_answer.key(latex.plain_text(answer[:_MAX_CHARS]))
-    return next((other for other, text in texts.items() if text == said), None)
+        return letter if _named(_after_letter(answer), texts) in {None, letter} else None
+    return _named(latex.plain_text(answer[:_MAX_CHARS]), texts)
 
 
 def chosen(answer: str, letters: str) -> str | None:
     """Return the letter that an answer chooses, in upper case; None for none or several."""
-    plain = latex.plain_text(answer[:_MAX_CHARS]).strip(" *_`$.。\n")
+    plain = latex.plain_text(answer[:_MAX_CHARS]).strip(" *_`$.。!\"'“”\n")
     lead = _LEAD.match(plain)
     plain = plain[lead.end() :].lstrip(" *_`$") if lead else plain
     match = _BARE.match(plain)
@@ -93,7 +114,8 @@ def chosen(answer: str, letters: str) -> str | None:
     others = {other["letter"] for other in _OTHERS.finditer(rest)}
     is_list = any(letter in letters and letter != match["letter"].upper() for letter in others)
     joined = (
-        re.match(r"\s{0,3}(?:and|or|和|或|/|,|&|\+)", rest, re.IGNORECASE) is not None or plain[match.end() - 1] in ",;"
+        re.match(r"\s{0,3}(?:and|or|和|或|/|,|&|\+|[-–—(（]\s{0,3}[A-Z](?![A-Za-z]))", rest, re.IGNORECASE) is not None
+        or plain[match.end() - 1] in ",;"
     )
     return None if is_list and joined else match["letter"].upper()
 

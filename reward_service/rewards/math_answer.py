@@ -7,7 +7,8 @@ it: `41 = 42` is wrong. The name of a value may be left out (`x = 5`, `f(x) = 2x
 Units are compared when both have one; bases of numerals, and the case of letters, always.
 
 Part ``boxed`` is 1 if an answer was found. Part ``timeout`` is 1 for an answer that exhausted the grader twice: it is wrong, because
-the completion alone is the cause. A truth that cannot be read, or exhausts the grader, is BadGroundTruth, whatever the answers are.
+the completion alone is the cause. A truth that the parser cannot read equals
+its own text alone; one that is empty, does not close its brackets or exhausts the grader is BadGroundTruth, whatever the answers are.
 
 `math_flexible` also takes an answer in ``<answer>`` tags, after ``####`` or "the answer is", or the last number.
 """
@@ -16,6 +17,7 @@ from __future__ import annotations
 
 import enum
 import json
+import re
 from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import Any, NamedTuple
@@ -86,6 +88,7 @@ async def judge_with(
 class _Gold(NamedTuple):
     text: str
     relative: float
+    label: str = ""  # the letter of a choice that stands before the truth
 
     @property
     def to_grader(self) -> str:
@@ -100,9 +103,9 @@ def _gold(truth: Any, relative: float) -> _Gold:
     if (
         isinstance(truth, dict)
         and truth.keys() == {"answer", "relative"}
-        and isinstance(truth["relative"], int | float)
+        and isinstance(truth["relative"], int | float | None)
     ):
-        truth, relative = truth["answer"], float(truth["relative"])
+        truth, relative = truth["answer"], relative if truth["relative"] is None else float(truth["relative"])
     if isinstance(truth, list) and len(truth) == 1:
         truth = truth[0]
     text = truth_text(", ".join(truth) if _are_texts(truth) else truth, NAME)
@@ -111,10 +114,11 @@ def _gold(truth: Any, relative: float) -> _Gold:
     gold = latex.last_boxed(text) if "\\boxed" in text or "\\fbox" in text else text
     if gold is None or not latex.normalise(gold) or len(gold) > MAX_ANSWER_CHARS or not 0.0 <= relative < 1.0:
         raise BadGroundTruth(f"math: the row's ground_truth must be an answer, got {text[:80]!r}")
-    gold = latex.without_label(gold.replace("\t", " "))
+    gold = gold.replace("\t", " ")
+    label, gold = latex.label(gold), latex.without_label(gold)
     if not latex.is_shallow(gold, MAX_DEPTH):
         raise BadGroundTruth(f"math: the row's ground_truth has brackets nested deeper than {MAX_DEPTH}: {gold[:80]!r}")
-    return _Gold(gold, relative)
+    return _Gold(gold, relative, label)
 
 
 def _are_texts(values: Any) -> bool:
@@ -132,11 +136,19 @@ def _listed(text: str) -> Any:
         return None
 
 
+_MARKED = re.compile(
+    r"\s*(?:\*\*(?P<bold>[^*]+)\*\*|\$(?P<formula>[^$]+)\$|\\\((?P<inline>.+?)\\\))(?=[.!]*\s*(?:\Z|,\s(?:as|so|because|since|which)\s))"
+)
+_REASON = re.compile(r",\s(?:as|so|because|since|which)\s.*", re.DOTALL)
+
+
 def anywhere(completion: str) -> str | None:
     """Return the answer of a completion whose prompt did not ask for a format."""
     for way in (latex.last_boxed, final_answer.in_tags, final_answer.after_hashes, final_answer.after_phrase):
         if (answer := way(completion)) is not None:
-            return answer.strip("*$ ").rstrip(".")
+            marked = _MARKED.match(answer)
+            answer = marked[marked.lastgroup or 0] if marked else _REASON.sub("", answer)
+            return answer.strip("*$ ").rstrip("*$ .")
     return gsm8k.last_number_text(completion)
 
 
@@ -153,6 +165,8 @@ async def _compare(gold: _Gold, answer: str, grade: Grade) -> Graded:
     """Compare an answer; of an equation the final side, and its numeric sides must not contradict it."""
     if latex.without_name(gold.text) == gold.text and "=" in gold.text:
         return await _equal(gold, answer, grade)
+    if gold.label and re.fullmatch(rf"\(?{gold.label}[).:]*", latex.plain_text(answer)):
+        return Graded.RIGHT
     equation = latex.read(answer if latex.is_prose(gold.text) else latex.without_label(answer))
     if not all(latex.is_rounding(number, equation.value) for number in equation.rounded):
         return Graded.WRONG
@@ -163,11 +177,25 @@ async def _compare(gold: _Gold, answer: str, grade: Grade) -> Graded:
     ):
         return Graded.WRONG  # y = 5 is no answer to x = 5
     gold = gold._replace(text=latex.without_name(gold.text))
+    is_final = not equation.exact or await _equal(gold, equation.value, grade) is Graded.RIGHT
+    if not is_final and await _rounds(equation, grade):  # \sqrt{5} \approx 2.236: the exact side is the answer
+        equation = equation._replace(value=equation.exact)
     for side in (equation.value, *equation.equal):
         graded = await _equal(gold, side, grade)
         if graded is not Graded.RIGHT:
             return graded
     return Graded.RIGHT
+
+
+async def _rounds(equation: latex.Equation, grade: Grade) -> bool:
+    """Return True if the final side is the exact side before it, rounded to the final side's digits."""
+    number = latex.read_number(equation.value)
+    if not number or latex.read_number(equation.exact) is not None or len(equation.exact) > MAX_ANSWER_CHARS:
+        return False
+    digits = len(equation.value.strip().rstrip("%").partition(".")[2])
+    half = 1 / (2 * 10**digits * abs(number))
+    exact = _Gold(equation.exact, float(half)) if half < 1 else None
+    return exact is not None and await _equal(exact, equation.value, grade) is Graded.RIGHT
 
 
 async def _equal(gold: _Gold, answer: str, grade: Grade) -> Graded:

@@ -74,17 +74,21 @@ def _answer(completion: str, where: str) -> Quantity | None:
         if answer is not None:
             return quantity.read(answer)
     phrase = final_answer.after_phrase(completion)
-    return (quantity.read(phrase) if phrase else None) or quantity.last(completion)
+    return quantity.read(phrase) if phrase and quantity.begins(phrase) else quantity.last(completion)
 
 
 def _factor(rule: str, gold: str, answer: str) -> Fraction | None:
     """Return the factor from the answer's unit to the truth's; None if they cannot be converted."""
-    if rule == "ignore" or ("".join(gold.casefold().split()) == "".join(answer.casefold().split())):
+    if rule == "ignore" or _joined(gold) == _joined(answer):
         return Fraction(1)
     wanted, actual = quantity.read_units(gold), quantity.read_units(answer)
     if wanted is None or actual is None or wanted.dimension != actual.dimension:
         return None
     return actual.factor / wanted.factor if rule == "convert" or actual.factor == wanted.factor else None
+
+
+def _joined(unit: str) -> str:
+    return "".join(word.casefold() if len(word) >= quantity.FOLDED else word for word in unit.split())
 
 
 def _readings(rule: str, gold: Quantity, answer: Quantity, number: Fraction) -> list[tuple[Fraction, Fraction]]:

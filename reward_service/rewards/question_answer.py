@@ -32,7 +32,8 @@ EXACT, INSIDE, F1 = "qa_em", "qa_subem", "qa_f1"
 _ARTICLES = frozenset({"a", "an", "the"})
 _DASHES = str.maketrans("‐‑‒–—−", "------")
 _KEPT = re.compile(  # what belongs to a number, a version, a grade or a name such as C++
-    r"(?<=[0-9]),(?=[0-9])|(?<=[0-9])\s*[-/:^*+×÷=<>]\s*(?=[-+.]?[0-9])|(?<=[0-9])\.(?=[0-9])|(?<!\w)[-+<>≤≥=±]?\.?(?=[0-9])"
+    r"(?<=[0-9]),(?=[0-9])|(?<=[0-9])['′\"″](?!\w*[a-z])(?:\s*(?=[0-9]))?|"
+    r"(?<=[0-9])\s*[-/:^*+×÷=<>]\s*(?=[-+.]?[0-9])|(?<=[0-9])\.(?=[0-9])|(?<!\w)[-+<>≤≥=±]?\.?(?=[0-9])"
     r"|(?<![^\W_])(?<=[a-z])[+#]+(?!\w)|(?<=(?<!\w)[a-z])[-+#*]+(?!\w)|(?<=(?<!\w)[a-z]{2})[-+#]+(?!\w)"
 )
 _THOUSANDS = re.compile(r"(?<=[0-9]),(?=[0-9]{3}(?![0-9]))")
@@ -59,7 +60,7 @@ def judge_inside(parameters: Parameters, completions: tuple[str, ...], truth: An
     accepted = _accepted(truth, INSIDE)
     return [
         _verdict(answer, float(answer is not None and any(_is_inside(key, answer) for key in accepted)))
-        for answer in _answers(completions, parameters, prompt)
+        for answer in _answers(completions, parameters, prompt, keeps_articles=True)
     ]
 
 
@@ -80,7 +81,7 @@ def f1(gold: str, answer: str) -> float:
     return 2.0 * shared / (wanted.total() + actual.total())
 
 
-def words(text: str) -> str:
+def words(text: str, *, keeps_articles: bool = False) -> str:
     """Return the words of a text as they are compared; empty if there are none besides articles."""
     plain = re.sub("[$€£¥]", "", unicodedata.normalize("NFC", text).lower().translate(_DASHES))
     plain = _THOUSANDS.sub("", plain)
@@ -92,12 +93,15 @@ def words(text: str) -> str:
     if _ARTICLES.issuperset(parts):
         return ""
     parts = [re.sub(r"^([-+<>]?)\.(?=[0-9])", r"\g<1>0.", part) for part in parts]
-    return " ".join(part for place, part in enumerate(parts) if part not in _ARTICLES or place == len(parts) - 1)
+    return " ".join(
+        part for place, part in enumerate(parts) if part not in _ARTICLES or keeps_articles or place == len(parts) - 1
+    )
 
 
-def key(text: str) -> str:
+def key(text: str, *, keeps_articles: bool = False) -> str:
     """Return a text's words; of a text without words the text itself."""
-    return words(text) or " ".join(unicodedata.normalize("NFC", text).casefold().split())
+    plain = " ".join(unicodedata.normalize("NFC", text).casefold().split())
+    return words(text, keeps_articles=keeps_articles) or _PUNCTUATION.sub("", plain).strip() or plain
 
 
 def _accepted(truth: Any, reward: str) -> frozenset[str]:
@@ -109,7 +113,7 @@ def _accepted(truth: Any, reward: str) -> frozenset[str]:
     if isinstance(truth, dict) and truth.keys() & set(_ALIASES):
         listed = [truth[name] for name in _ALIASES if name in truth]
         truth = [text for part in listed for text in (part if isinstance(part, list) else [part])]
-    alternatives = truth if isinstance(truth, list) else [truth]
+    alternatives = [part for part in truth if part is not None] if isinstance(truth, list) else [truth]
     keys = frozenset(key(truth_text(alternative, reward)) for alternative in alternatives) - {""}
     if not keys:
         raise BadGroundTruth(
@@ -118,13 +122,15 @@ def _accepted(truth: Any, reward: str) -> frozenset[str]:
     return keys
 
 
-def _answers(completions: tuple[str, ...], parameters: Parameters, prompt: str) -> list[str | None]:
+def _answers(
+    completions: tuple[str, ...], parameters: Parameters, prompt: str, *, keeps_articles: bool = False
+) -> list[str | None]:
     asks_no_tags = parameters.where == "tags" and prompt != "" and "<answer>" not in prompt
     answers = []
     for text in map(final_answer.spoken, completions):
         where = "auto" if asks_no_tags and "<answer>" not in text else parameters.where
         answer = final_answer.find(text, where)
-        answers.append(None if answer is None else key(answer))
+        answers.append(None if answer is None else key(answer, keeps_articles=keeps_articles))
     return answers
 
 
@@ -137,9 +143,13 @@ def _readings(answer: str | None, accepted: frozenset[str]) -> set[str]:
     return {answer, first} if is_plain else {answer}
 
 
-def _is_inside(key: str, answer: str) -> bool:
-    wanted, given = split(key), split(answer)
-    return any(given[place : place + len(wanted)] == wanted for place in range(len(given) - len(wanted) + 1))
+def _is_inside(wanted: str, answer: str) -> bool:
+    """Return True if the words of a key are in a row in an answer; articles between them are passed over."""
+    if _ARTICLES.issuperset(split(wanted)):
+        return wanted in split(words(answer)) or wanted == answer
+    articles = "(?:(?:a|an|the) )*"
+    pattern = f" {articles}".join(map(re.escape, split(wanted)))
+    return re.search(rf"(?<!\S){pattern}(?!\S)", " ".join(split(answer))) is not None
 
 
 def _verdict(answer: str | None, reward: float) -> Verdict:

@@ -29,8 +29,11 @@ _ONLY_TEXT = re.compile(
     r"\s*\\(?:text|textbf|textit|textrm|mathrm|mathbf|mbox|textnormal|textsf|emph)\s*\{([^{}]*)\}\s*"
 )
 _LABEL = re.compile(
-    r"^\s*\\(?:text|textbf|mathrm|mathbf)\s*\{\s*\(?[A-E]\)?[.:]?\s*\}(?:\s|~|\\[ ,;:]|\\quad)*(?=[^\s_^+*/=<>,.-])"
+    r"^\s*\\(?:text|textbf|mathrm|mathbf)\s*\{\s*\(?(?P<letter>[A-E])\)?[.:]?\s*\}(?:\s|~|\\[ ,;:]|\\quad)*(?=[^\s_^+*/=<>,.-])"
 )
+_COUNTED = re.compile(r"[-+−]?[0-9][0-9.,]*\s*(?:[A-Za-z/^23 ]+|[一-龥]{1,4})")  # 5 cm, 12元
+_SIGNS = str.maketrans({"−": "-", "–": "-", "≤": r"\le ", "≥": r"\ge ", "≠": r"\ne ", "±": r"\pm ", "∞": r"\infty "})
+_LONG_SIGN = re.compile(r"\\(le|ge|ne)(?:q|qslant)(?![A-Za-z])")
 _DEGREES = re.compile(r"\^\s*(?:\{\s*\\circ\s*\}|\\circ)|\\degree|°")
 _SHORT_FRACTION = re.compile(r"\\frac(?:\s*([0-9])\s*([0-9])|\s*\{([^{}]*)\}\s*([0-9])|\s*([0-9])\s*\{([^{}]*)\})")
 _SHORT_ROOT = re.compile(r"\\sqrt\s*([0-9A-Za-z])")
@@ -121,7 +124,7 @@ def is_shallow(text: str, most: int) -> bool:
 
 def normalise(answer: str) -> str:
     r"""Return an answer in normal form: no spacing, ``\frac`` and ``\sqrt`` with braces, no degree or money units."""
-    answer = answer.strip().replace("{,}", ",").replace(",\\!", ",").replace("−", "-")
+    answer = " ".join(answer.split()).replace("{,}", ",").replace(",\\!", ",").replace("−", "-")
     answer = _SPACING.sub("", answer.replace("\\\\ ", "\\\\"))
     answer = _DEGREES.sub("", re.sub(r"\\[dtc]frac", r"\\frac", answer)).replace("\\$", "").replace("$", "")
     answer = answer.replace("\\%", "%").replace("\\varnothing", "\\emptyset")
@@ -177,6 +180,12 @@ def plain_value(answer: str) -> Value | None:
     return _value(normalise(answer))
 
 
+def label(answer: str) -> str:
+    r"""Return the letter of a choice before its text, ``\textbf{(D)}\ 9``; empty if there is none."""
+    match = _LABEL.match(answer)
+    return match["letter"] if match else ""
+
+
 def without_label(answer: str) -> str:
     r"""Return what follows the letter of a choice, ``\textbf{(D)}\ 9``; an answer that is the letter alone as it is."""
     return _LABEL.sub("", answer) or answer
@@ -185,6 +194,8 @@ def without_label(answer: str) -> str:
 def is_prose(truth: str) -> bool:
     """Return True for a truth in words: one ``\\text{}``, several words, one of four letters, or another script's letters."""
     text = truth.strip().strip("$").strip()
+    if _COUNTED.fullmatch(_TEXT.sub(r"\1", text)):
+        return False
     whole = _ONLY_TEXT.fullmatch(text)
     if whole is not None:
         is_choice = re.fullmatch(r"\W*[A-Z]\W*", whole[1]) is not None
@@ -198,8 +209,10 @@ def is_prose(truth: str) -> bool:
 
 def _said(text: str) -> str:
     """Reduce prose to its words in small letters, ``(B)`` and ``B.`` to the same choice; operators stay."""
-    plain = unicodedata.normalize("NFKC", _SPACING.sub(" ", _TEXT.sub(r"\1", text)).strip("$ ")).casefold()
-    return " ".join(re.findall(r"\w+|[\\^=+*/<>|]|(?<!\w)-(?=\w)", plain))
+    plain = unicodedata.normalize("NFKC", _SPACING.sub(" ", _TEXT.sub(r"\1", text.translate(_SIGNS))).strip("$ "))
+    plain = _LONG_SIGN.sub(r"\\\1 ", plain.replace("<=", r"\le ").replace(">=", r"\ge ")).casefold()
+    signs = "".join(letter for letter in {*plain} if unicodedata.category(letter) == "Sm")
+    return " ".join(re.findall(rf"\w+|[\\^*/%{re.escape(signs)}]|(?<!\w)-(?=\w)", plain))
 
 
 def _braced(match: re.Match[str]) -> str:
@@ -227,12 +240,13 @@ def _value(answer: str) -> Value | None:
 
 
 class Equation(NamedTuple):
-    """The final side, the numeric sides that must equal it, the plain numbers that it rounds, and the names of its value."""
+    """The final side, the numeric sides that must equal it, the plain numbers that it rounds, the names of its value, the side it rounds."""
 
     value: str
     equal: tuple[str, ...]
     rounded: tuple[Fraction, ...]
     names: frozenset[str] = frozenset()
+    exact: str = ""
 
 
 def read(answer: str) -> Equation:
@@ -250,7 +264,8 @@ def read(answer: str) -> Equation:
     equal = tuple(side for side, sign in zip(before, signs, strict=True) if sign == "=" and _is_numeric(side))
     about = (read_number(side) for side, sign in zip(before, signs, strict=True) if sign != "=")
     names = frozenset(side.strip() for side in before if _NAME.fullmatch(side))
-    return Equation(value.strip(), equal, tuple(number for number in about if number is not None), names)
+    exact = before[-1].strip() if before and signs[-1] != "=" and read_number(value) is not None else ""
+    return Equation(value.strip(), equal, tuple(number for number in about if number is not None), names, exact)
 
 
 def without_name(truth: str) -> str:

@@ -10,7 +10,7 @@ import unicodedata
 from fractions import Fraction
 from typing import NamedTuple
 
-from penstock.reward_service.rewards.parsing import latex
+from penstock.reward_service.rewards.parsing import latex, quantity
 
 _UNICODE = str.maketrans(
     {
@@ -110,22 +110,30 @@ _PERCENT = re.compile(
 )
 _VULGAR = re.compile("([0-9]?)([¼-¾⅐-⅞])")
 _WORD = re.compile(r"(?<![\\A-Za-z])[A-Za-z]{3,}|\\text")
+_MULTIPLE = re.compile(
+    rf"(?<![0-9A-Za-z.,/_^{{}}])(?P<number>[0-9][0-9,]*(?:\.[0-9]+)?)\s*(?P<marked>\\text\s*\{{\s*)?(?P<word>{'|'.join(quantity.MULTIPLES)})s?\b\s*"
+    r"(?(marked)(?P<rest>[^{}]*)\})"
+)
+_BASE_TEN = re.compile(r"(?<![A-Za-z0-9_.}])([0-9]+)_(?:\{\s*10\s*\}|10(?![0-9]))")
+_TEXT_QUANTITY = re.compile(r"\\text\{(?P<number>[-+]?[0-9][0-9.,]*)\s*(?P<unit>[A-Za-z/^23 ]+)\}")
+_COUNTED = re.compile(r"(?<=[0-9])\s*([一-龥]{1,4})$")
 _INSIDE_SPACE = re.compile(r"(?<![0-9A-Za-z])\s+|\s+(?![0-9A-Za-z])")
 
 
 def rewrite(answer: str) -> str:
     """Return an answer in one notation of LaTeX; two answers in the same notation are equal."""
-    text = answer.strip().translate(_UNICODE)
+    text = re.sub(r"(?<!\\)\\$|(?<=[ \t])[ \t]+", "", answer.strip()).translate(_UNICODE)
     text = _SUPERSCRIPT.sub(lambda found: "^{" + found[0].translate(_SCRIPT).replace("+", "") + "}", text)
     text = _ROOT.sub(lambda found: f"\\sqrt{{{found[1] or found[2]}}}", text)
     text = _VULGAR.sub(_vulgar, text)
     text = text.replace("{,}", ",").replace(",\\!", ",").replace("\\\\ ", "\\\\").replace("**", "^")
     text = re.sub(r"(?<=[0-9]),\s+(?=[0-9]{3}(?![0-9]))", ";", text)  # 32, 349 are two numbers
+    text = _COUNTED.sub(r"\\text{\1}", _BASE_TEN.sub(r"\1", _MULTIPLE.sub(_multiplied, text)))
     text = _MONEY.sub(lambda found: f"{found['number'] or found['after']}\\text{{dollars}}", text)
     for pattern, into in _REWRITES:
         text = pattern.sub(into, text)
     text = _FONT_SWITCH.sub("", _FONT_ARGUMENT.sub(r"{\g<inner>}", text))
-    text = _TEXT.sub(_spelt, text)
+    text = _TEXT_QUANTITY.sub(r"\g<number>\\text{\g<unit>}", _TEXT.sub(_spelt, text))
     text = _E_NOTATION.sub(r"\1\\times 10^{\2}", _TIMES_TEN.sub(r"\1\\times 10^", text))
     text = _SPELT_ROOT.sub(r"\\sqrt{\1}", text)
     if not _WORD.search(_BARE_NAME.sub("", text)):  # a formula, no prose
@@ -135,6 +143,11 @@ def rewrite(answer: str) -> str:
     text = _PERCENT.sub("%", latex.braced_fractions(text)).strip()
     text = text.rstrip(".;,") if not text.endswith(("\\,", "\\;")) else text
     return ungrouped(_INSIDE_SPACE.sub("", text))
+
+
+def _multiplied(found: re.Match[str]) -> str:
+    number = str(Fraction(found["number"].replace(",", "")) * quantity.MULTIPLES[found["word"]])
+    return number + (f"\\text{{{found['rest']}}}" if found["rest"] else "")
 
 
 def _vulgar(found: re.Match[str]) -> str:
@@ -169,7 +182,8 @@ _BASE_WORDS = {
         ["two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve"], 2
     )
 }
-_NAMED = re.compile(r"(?P<name>[^=<>\\]*?(?:\\[A-Za-z]+)?[^=<>\\]*?)(?:=|\\in(?![A-Za-z]))(?P<value>.+)", re.DOTALL)
+_NAME = re.compile(r"\(?(?:\\?[A-Za-z]++(?:_\{?[0-9A-Za-z]++\}?)?'*+(?:\([A-Za-z0-9,]*+\))?[,:]?)++\)?")
+_IS = re.compile(r"\\[{}]|[{}()\[\]]|=|\\in(?![A-Za-z])|(?P<relation>\\(?:neq|le|ge|equiv|notin)(?![A-Za-z])|[<>]|:=)")
 
 
 class Collection(NamedTuple):
@@ -267,23 +281,24 @@ def holds_numeral(text: str) -> bool:
 
 def named(text: str) -> tuple[str, str]:
     """Split ``x = 5`` and ``x \\in A`` into name and value; the name is empty for any other text."""
-    if re.search(r"\\neq|[<>]|\\le |\\ge |\\equiv|\\notin|:=", text):
+    depth, sign = 0, None
+    for token in _IS.finditer(text):
+        depth += (token[0] in _OPEN) - (token[0] in _CLOSE)
+        if token["relation"] and depth == 0:
+            return "", text
+        if sign is None and depth == 0 and token[0] in {"=", "\\in"}:
+            sign = token
+    if sign is None or not text[sign.end() :].strip():
         return "", text
-    match = _NAMED.fullmatch(text)
-    if match is None:
-        return "", text
-    name = match["name"].strip()
-    is_name = re.fullmatch(
-        r"\(?(?:\\?[A-Za-z]+(?:_\{?[0-9A-Za-z]+\}?)?'*(?:\([A-Za-z0-9,]*\))?[,:]?)+\)?", name.replace(" ", "")
-    )
-    return (name.replace(" ", ""), match["value"].strip()) if is_name else ("", text)
+    name = text[: sign.start()].replace(" ", "").strip()
+    return (name, text[sign.end() :].strip()) if _NAME.fullmatch(name) else ("", text)
 
 
 def exactly(text: str) -> str:
     """Return a formula whose decimals are fractions, so that a parser has no float to round."""
     text = re.sub(r"(?<=[0-9]),(?=[0-9]{3}(?![0-9]))", "", text)
-    text = re.sub(r"([0-9]*)\.([0-9]*)\\(?:overline|bar|dot)\{([0-9]+)\}", _repeating, text)
-    return re.sub(r"([0-9]*)\.([0-9]+)|([0-9]+)\.(?![0-9.])", _as_fraction, text)
+    text = re.sub(r"(?<![0-9])([0-9]*)\.([0-9]*)\\(?:overline|bar|dot)\{([0-9]+)\}", _repeating, text)
+    return re.sub(r"(?<![0-9])([0-9]*)\.([0-9]+)|(?<![0-9])([0-9]+)\.(?![0-9.])", _as_fraction, text)
 
 
 def _as_fraction(found: re.Match[str]) -> str:

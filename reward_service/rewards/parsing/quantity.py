@@ -44,9 +44,9 @@ _TABLE: dict[str, tuple[tuple[str, Fraction], ...]] = {
         ("week weeks", Fraction(604800)),
     ),
     "volume": (
-        ("l litre litres liter liters", Fraction(1)),
-        ("ml millilitre millilitres milliliter milliliters", Fraction(1, 1000)),
-        ("cl centilitre centilitres centiliter centiliters", Fraction(1, 100)),
+        ("l L litre litres liter liters", Fraction(1)),
+        ("ml mL millilitre millilitres milliliter milliliters", Fraction(1, 1000)),
+        ("cl cL centilitre centilitres centiliter centiliters", Fraction(1, 100)),
         ("m^3 m3", Fraction(1000)),
         ("cm^3 cm3", Fraction(1, 1000)),
     ),
@@ -56,10 +56,17 @@ _TABLE: dict[str, tuple[tuple[str, Fraction], ...]] = {
         ("cm^2 cm2", Fraction(1, 10_000)),
         ("mm^2 mm2", Fraction(1, 1_000_000)),
     ),
-    "money": (("$ dollar dollars usd", Fraction(1)), ("¢ cent cents", Fraction(1, 100))),
+    "money": (("$ dollar dollars usd USD", Fraction(1)), ("¢ cent cents", Fraction(1, 100))),
     "angle": (("° degree degrees deg", Fraction(1)),),
-    "speed": (("m/s", Fraction(1)), ("km/h kmh kph", Fraction(1000, 3600)), ("mph", Fraction(1609344, 3600000))),
+    "speed": (
+        ("m/s", Fraction(1)),
+        ("km/h kmh kph KPH", Fraction(1000, 3600)),
+        ("mph MPH", Fraction(1609344, 3600000)),
+    ),
+    "acceleration": (("m/s^2 m/s2", Fraction(1)),),
 }
+MULTIPLES = {"hundred": 10**2, "thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12, "dozen": 12}
+FOLDED = 4  # letters of the shortest name of a unit whose case does not count: mW is not MW
 MAX_EXPONENT = 400
 _DIGITS = r"(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)"
 _DECIMAL = rf"(?:{_DIGITS}(?:\.[0-9]*)?|\.[0-9]+)"
@@ -75,13 +82,15 @@ _ANYWHERE = re.compile(rf"(?<![0-9.,A-Za-z_]){_NUMBER}")
 _LEAD = re.compile(r"(?:[A-Za-z]{1,3}|[xyz]_?[0-9])\s?=\s?|(?:about|approximately|roughly|≈|~|=)\s{0,4}", re.IGNORECASE)
 _TEX_FRACTION = re.compile(r"(?P<whole>[0-9])?\\frac\{\s?(?P<top>-?[0-9]+)\s?\}\{\s?(?P<bottom>[0-9]+)\s?\}")
 _GOES_ON = re.compile(  # with a second number, or as an expression: then the first number is not the value
-    r"\s+[-+−$]?[0-9]|_[0-9]|"
-    r"\s?(?:\^|\*\*|!|\\(?:sqrt|pi|cdot|times|[dtc]?frac)|[+*×·−]\s?[0-9]|[/.][0-9]|[eE][-+]?[0-9])"
+    r"\s+[-+−$]?[0-9]|_[0-9]|\s?[=<>≤≥≠]|\((?![A-Za-z]{2})|\s?[A-Za-z]\s?[-+=*]\s?[0-9(]|\s?(?![ghmtdls])[b-z](?![A-Za-z'’])|"
+    r"\s?\\(?!text|mathrm|mathbf|mbox|operatorname|quad|qquad|circ|degree|approx|rm)[A-Za-z]|"
+    r"\s?(?:\^|\*\*(?=\s?[-+({0-9])|!|\\(?:sqrt|pi|cdot|times|[dtc]?frac)|[+*×·−]\s?[0-9]|[/.][0-9]|[eE][-+]?[0-9])"
     r"|\s?[(]?\s?(?:,|;|:|\bor\b|\band\b|\bto\b|-|–|±|\\pm|\\text\s?[{]\s?(?:or|and|to)\s?[}])\s?[-+−$]?\s?(?:[0-9]|\\frac)"
 )
 _COMPOUND = re.compile(  # 5 feet 10 inches
     r"\s{0,4}(?!(?:in|of|for|per|at|on|with|from|by|after|over|within|every|each|out)\s)[A-Za-z]{1,12}\s{1,4}[0-9.]{1,12}\s{0,4}[A-Za-z]{1,12}[.]?\s*$"
 )
+_MULTIPLE = re.compile(rf"({'|'.join(MULTIPLES)})s?\b", re.IGNORECASE)
 _SUPERSCRIPTS = re.compile("[⁻⁺]?[⁰¹²³⁴-⁹]+")
 _PLAIN_SCRIPT = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁻⁺", "0123456789-+")
 _VULGAR = re.compile("[¼-¾⅐-⅞]")
@@ -103,7 +112,7 @@ _UNITS = {
 def read_units(text: str) -> Unit | None:
     """Return the unit that a text consists of; None for one that is not in the table."""
     plain = text.strip().rstrip(".")
-    return _UNITS.get(plain) or _UNITS.get(plain.casefold())
+    return _UNITS.get(plain) or (_UNITS.get(plain.casefold()) if len(plain) >= FOLDED else None)
 
 
 class Quantity(NamedTuple):
@@ -127,7 +136,16 @@ def last(text: str) -> Quantity | None:
     if last_match is None:
         return None
     after = text[last_match.end() : last_match.end() + 24]
+    if not after[:1].isspace() and _GOES_ON.match(after):
+        return None
     return _quantity(last_match, after.split("\n")[0].rstrip(".") if after.lstrip().startswith(("%", "\\%")) else "")
+
+
+def begins(text: str) -> bool:
+    """Return True if a text begins with a number, whether or not that is its value."""
+    plain = _plain(text)
+    lead = _LEAD.match(plain)
+    return _AT_START.match(plain, lead.end() if lead else 0) is not None
 
 
 def goes_on(after: str) -> bool:
@@ -161,6 +179,9 @@ def _quantity(match: re.Match[str], after: str) -> Quantity | None:
     if match["minus"]:
         number = -number
     after = latex.plain_text(after).strip(" .;*_`$")
+    multiple = _MULTIPLE.match(after)
+    if multiple is not None:
+        number, after = number * MULTIPLES[multiple[1].casefold()], after[multiple.end() :].strip()
     is_percent = after.casefold().startswith(("%", "percent", "per cent"))
     return Quantity(number, is_percent, "" if is_percent else after)
 

@@ -103,8 +103,6 @@ def test_equality_changes_with_order(form: str) -> None:
 @pytest.mark.parametrize(
     "truth",
     [
-        "13824\\notin A",
-        "1:2:3:\\ldots",
         "{" * 300,
         "\\frac{1}{",
         "x^{",
@@ -136,7 +134,7 @@ async def test_a_truth_that_hangs_is_refused_after_one_limit() -> None:
     [
         ("4.5e33", 0.01, "4.51\\times 10^{33}", 1), ("4.5e33", 0.001, "4.51\\times 10^{33}", 0), ("\\sqrt2", 1e-6, "1.414214", 1),
         ("\\sqrt2", 0.0, "1.414214", 0), ({"answer": "1.6e-19", "relative": 0.05}, 0.0, "1.602e-19", 1),
-        ({"answer": "1.6e-19", "relative": 0.05}, 0.0, "6.63e-34", 0), ("(1,2)", 0.01, "(1.001,2)", 1), (["34"], 0.0, "34", 1),
+        ({"answer": "1.6e-19", "relative": 0.05}, 0.0, "6.63e-34", 0), ({"answer": "1", "relative": None}, 0.0, "1", 1), ("(1,2)", 0.01, "(1.001,2)", 1), (["34"], 0.0, "34", 1),
         ('["1","2"]', 0.0, "2,1", 1), ("0", 0.5, "0.001", 0),
     ],
 )  # fmt: skip
