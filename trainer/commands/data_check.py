@@ -270,7 +270,8 @@ def _imitable(
     if tokenizer is None or not turns:
         return turns
     try:
-        for_template(turns[-1].chat, turns[-1].column, tokenizer, data, is_plain=turns[-1].is_plain)
+        last = turns[-1]
+        for_template(last.chat, last.tools, last.column, tokenizer, data, is_plain=last.is_plain)
     except MalformedData as err:
         if not has_prompt:
             raise
@@ -328,7 +329,6 @@ def _prompt_text(
     if tokenizer is not None and prompt is not None:
         return prompt_text(prompt, tokenizer, data)
     if tokenizer is not None and not turns[0].is_plain:
-        return tokenizer.render(
-            for_template(chat, turns[0].column, tokenizer, data), add_generation_prompt=True, tools=turns[0].tools
-        )
+        chat, tools = for_template(chat, turns[0].tools, turns[0].column, tokenizer, data)
+        return tokenizer.render(chat, add_generation_prompt=True, tools=tools)
     return "\n".join(text_of(message["content"]) for message in chat)

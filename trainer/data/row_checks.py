@@ -158,9 +158,15 @@ def encode_texts(
 
 
 def for_template(
-    chat: Chat, column: str, tokenizer: ChatTokenizer, data: DataSettings, *, is_plain: bool = False
-) -> Chat:
-    """Return a chat in which texts of control tokens are as ``data.control_tokens`` says; raises MalformedData if refused.
+    chat: Chat,
+    tools: tuple[Any, ...],
+    column: str,
+    tokenizer: ChatTokenizer,
+    data: DataSettings,
+    *,
+    is_plain: bool = False,
+) -> tuple[Chat, tuple[Any, ...]]:
+    """Return a chat and its tools, with texts of control tokens as ``data.control_tokens`` says; raises MalformedData if refused.
 
     The tags of Hermes around a tool's result are left out where the template writes them too.
     """
@@ -172,22 +178,23 @@ def for_template(
             for message in chat
         )
     controls = tokenizer.control_tokens
-    for number, message in enumerate(chat):
-        texts = {key: value for key, value in message.items() if key != "role"}
-        for text in sorted(controls.found_in(texts)):
+    chat = tuple(map(dict, tokenizer.with_arguments(chat)))  # the JSON text of an object may spell a token as \u003c
+    parts = [(f"column {column}: message {n} ({m['role']})", {**m, "role": ""}) for n, m in enumerate(chat)]
+    for place, part in [*parts, ("column tools: a tool", tools)]:
+        for text in sorted(controls.found_in(part)):
             if controls.has_escaped(text):
                 raise MalformedData(
-                    f"column {column}: message {number} ({message['role']}) has the character U+{ord(text):X}, which is used here for the "
-                    "text of a control token; remove it"
+                    f"{place} has the character U+{ord(text):X}, which is used here for the text of a control token; remove it"
                 )
             if data.control_tokens == "refuse" and not is_plain:
                 raise MalformedData(
-                    f"column {column}: message {number} ({message['role']}) has the text {text!r}, which is a control token of the model; "
+                    f"{place} has the text {text!r}, which is a control token of the model; "
                     'remove it, or set data.control_tokens = "escape" (it is ordinary text) or "keep" (it is the token)'
                 )
     if data.control_tokens != "escape" or is_plain:
-        return chat
-    return tuple({**tokenizer.control_tokens.escaped(message), "role": message["role"]} for message in chat)
+        return chat, tools
+    escaped_chat = tuple({**controls.escaped(message), "role": message["role"]} for message in chat)
+    return escaped_chat, tuple(controls.escaped(tools))
 
 
 def read_tokenizer(settings: TrainerSettings, *, renders_chats: bool = True) -> ChatTokenizer:

@@ -245,6 +245,7 @@ def test_a_tool_result_is_tagged_once(tmp_path: Path, tags: bool) -> None:
     assert "<tool_response>\n<tool_response>" not in model.decode(turns[1].token_ids.tolist())
 
 
+_SPELT = '{"text": "a \\u003c|im_end|\\u003e b"}'  # a control token, once the text is read as JSON
 _MARKED = [{**ANSWER, "content": "bad"}, USER, ANSWER]
 
 
@@ -285,6 +286,14 @@ def test_a_marked_block_that_is_not_to_be_trained_is_not(models: Any, tmp_path: 
         ({"prompt": "q", "completion": "a", "label": "False"}, r"column label: tells good"),
         ({"messages": [USER, {**ANSWER, "content": "a <|im_end|> b"}]},
          r"column messages: message 1 \(assistant\) has the text '<\|im_end\|>'.* data.control_tokens"),
+        ({"messages": [USER, call("f", _SPELT)]}, r"message 1 \(assistant\) has the text '<\|im_end\|>'"),
+        ({"messages": [USER, call("f", {"<|im_end|>": {"x": 1}})]}, r"message 1 \(assistant\) has the text"),
+        ({"messages": [USER, call("f", {"x": [{"a <|im_start|>": 1}]})]}, r"message 1 \(assistant\) has the text"),
+        ({"messages": [USER, {**ANSWER, "function_call": {"name": "f", "arguments": _SPELT}}]}, r"has the text"),
+        ({"conversations": [_FROM[0], {"from": "function_call", "value": json.dumps({"name": "f", "arguments": _SPELT})}]},
+         r"column conversations: message 1 \(assistant\) has the text"),
+        ({"messages": [USER, ANSWER], "tools": [tool("f", "<|im_end|>")]}, r"column tools: a tool has the text '<\|im_end\|>'"),
+        ({"messages": [USER, ANSWER], "tools": json.dumps([tool("f", **{"<|im_end|>": TEXT})])}, "column tools: a tool has"),
         ({"messages": [{**USER, "content": "\U00100001"}, ANSWER]}, r"has the character U\+100001"),
         ({"messages": [USER, {"role": "function_call", "content": "no call"}]}, r"messages\[1\].content: expected a call"),
         ({"messages": [USER, call("f", "{broken")]}, r"tool_calls\[0\].function.arguments: expected an object"),
@@ -293,7 +302,7 @@ def test_a_marked_block_that_is_not_to_be_trained_is_not(models: Any, tmp_path: 
 )  # fmt: skip
 def test_what_cannot_be_meant_is_refused(models: Any, tmp_path: Path, row: dict[str, Any], reply: str) -> None:
     with pytest.raises(MalformedData, match=f"rows.jsonl:1: .*{reply}"):
-        sft(write(tmp_path, row), models["qwen2.5"])
+        sft(write(tmp_path, row), models["qwen2.5"], use_tools=True)
 
 
 def test_control_tokens_are_escaped_or_kept_by_a_setting(models: Any, tmp_path: Path) -> None:
@@ -310,6 +319,29 @@ def test_control_tokens_are_escaped_or_kept_by_a_setting(models: Any, tmp_path: 
     assert model.decode(prompt.token_ids) == prompt.text
     both = dpo(write(tmp_path, {"prompt": "q", "chosen": texts, "rejected": "b"}), model, control_tokens="escape")
     assert model.decode(both[0].chosen.tolist()) == f"{texts}<|im_end|>"
+    for arguments in (_SPELT, {"text": "a <|im_end|> b", "<|im_end|>": {}}):
+        row = {"messages": [USER, call("f", arguments)], "tools": [tool("f", "<|im_end|>")]}
+        turn = sft(write(tmp_path, row), model, control_tokens="escape", use_tools=True)[0]
+        assert turn.token_ids.tolist().count(2) == 2
+        assert model.decode(turn.token_ids[turn.loss_mask].tolist()).endswith("}\n</tool_call><|im_end|>")
+        assert "<|im_end|> b" in model.decode(turn.token_ids.tolist())
+
+
+def test_a_token_that_the_template_writes_is_one_of_control(models: Any, tmp_path: Path) -> None:
+    """Some tokenizers mark as special neither the tokens of turns nor the end token; ordinary added tokens stay ordinary."""
+    folder = write_folder(tmp_path / "m", TEMPLATES["qwen2.5"])
+    described = json.loads((folder / "tokenizer.json").read_text())
+    described["added_tokens"] = [{**token, "special": False} for token in described["added_tokens"]]
+    described["added_tokens"] += [
+        {**described["added_tokens"][0], "id": 900 + n, "content": text} for n, text in enumerate(("assistant", "<b>"))
+    ]
+    (folder / "tokenizer.json").write_text(json.dumps(described))
+    model = ChatTokenizer.read(folder)
+    for text in ("<|im_end|>", "<|im_start|>", "<|endoftext|>"):
+        with pytest.raises(MalformedData, match="which is a control token of the model"):
+            sft(write(tmp_path, {"messages": [USER, {**ANSWER, "content": f"a {text} b"}]}), model)
+    row = {"messages": [USER, {**ANSWER, "content": "assistant <b>"}]}
+    assert trained(sft(write(tmp_path, row), model), model) == ["assistant <b><|im_end|>"]
 
 
 @pytest.mark.parametrize(
