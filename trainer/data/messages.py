@@ -111,7 +111,7 @@ def is_trained(message: Mapping[str, Any], column: str) -> bool:
     trained = True
     for names, wanted in ((_TRAINED_IF, True), (_TRAINED_UNLESS, False)):
         for name in names:
-            value = _truth(message.get(name))
+            value = truth(message.get(name))
             if value is None and message.get(name) is not None and name != "label":
                 refuse(
                     f"{column}.{name}", "expected true, false, 1 or 0", f"{shown(message[name])}; round or remove it"
@@ -120,10 +120,18 @@ def is_trained(message: Mapping[str, Any], column: str) -> bool:
     return trained
 
 
-def _truth(value: Any) -> bool | None:
+def truth(value: Any) -> bool | None:
+    """Return what true, false, 1, 0 or the text of one says; None for any other value."""
     if isinstance(value, str):
-        return {"true": True, "false": False, "1": True, "0": False}.get(value.strip().lower())
+        texts = {"true": True, "false": False, "1": True, "0": False, "1.0": True, "0.0": False}
+        return texts.get(value.strip().lower())
     return bool(value) if isinstance(value, bool | int | float) and value in (0, 1) else None
+
+
+def whole_chat(before: Chat, answer: Chat) -> Chat:
+    """Return a prompt with its answer; the answer itself if it is the whole chat, which begins with the prompt."""
+    start = int(answer[0]["role"] == "system" != before[0]["role"])
+    return answer if answer[start : start + len(before)] == before else (*before, *answer)
 
 
 def text_of(content: Any) -> str:

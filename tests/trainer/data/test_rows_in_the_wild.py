@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -284,6 +285,13 @@ def test_a_marked_block_that_is_not_to_be_trained_is_not(models: Any, tmp_path: 
         ({"messages": [USER, ANSWER], "label": False}, r'column label: .* dpo.loss = "kto" .* data.ignore = \["label"\]'),
         ({"messages": [USER, ANSWER], "kto_tag": True}, r"column kto_tag: tells good completions from bad ones"),
         ({"prompt": "q", "completion": "a", "label": "False"}, r"column label: tells good"),
+        *[({"prompt": "q", "completion": "a", "label": label}, r"column label: tells good") for label in (0, 1, 0.0, "0", "1.0")],
+        *[({**row, "label": label}, r"column label: tells good") for label in (0, False, "0") for row in (
+            {"instruction": "q", "output": "a"}, {"input": "q", "output": "a"}, {"question": "q", "answer": "a"},
+            {"conversations": [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]})],
+        ({"messages": [USER, ANSWER], "kto_tag": 0}, r"column kto_tag: tells good"),
+        ({"prompt": "q", "response": [{**USER, "content": "p"}, ANSWER]}, r"column response: expected an answer, or the whole chat"),
+        ({"prompt": "q", "response": [{**USER, "content": "q "}, ANSWER]}, r"column response: .* make them equal"),
         ({"messages": [USER, {**ANSWER, "content": "a <|im_end|> b"}]},
          r"column messages: message 1 \(assistant\) has the text '<\|im_end\|>'.* data.control_tokens"),
         ({"messages": [USER, call("f", _SPELT)]}, r"message 1 \(assistant\) has the text '<\|im_end\|>'"),
@@ -345,8 +353,36 @@ def test_a_token_that_the_template_writes_is_one_of_control(models: Any, tmp_pat
 
 
 @pytest.mark.parametrize(
+    "row", [{"prompt": "q", "answer": "a", "label": "math"}, {"input": "q", "output": "a", "label": "72"}]
+)
+def test_a_label_that_is_a_class_or_a_truth_is_no_judgement(models: Any, tmp_path: Path, row: Any) -> None:
+    model = models["qwen2.5"]
+    assert trained(sft(write(tmp_path, row), model), model) == ["a<|im_end|>"]
+    for label in (1, "0"):  # a reward's, where the model writes the answers itself
+        assert len(grpo(write(tmp_path, {**row, "label": label}), model)) == 1
+
+
+@pytest.mark.parametrize(
+    ("row", "data"),
+    [
+        ({"prompt": "q", "chosen": [USER, ANSWER], "rejected": [USER, ANSWER]},
+         {"map": {"response": "chosen"}, "ignore": ["rejected"]}),
+        ({"prompt": [USER], "completion": [USER, ANSWER]}, {}),
+        ({"prompt": "q", "response": [USER, ANSWER]}, {}),
+        ({"prompt": [USER], "completion": [ANSWER]}, {}),
+    ],
+)  # fmt: skip
+def test_a_prompt_that_its_answer_repeats_is_read_once(models: Any, tmp_path: Path, row: Any, data: Any) -> None:
+    model = models["qwen2.5"]
+    turn = sft(write(tmp_path, row), model, **data)[0]
+    assert model.decode(turn.token_ids.tolist()) == "<|im_start|>user\nq<|im_end|>\n<|im_start|>assistant\na<|im_end|>"
+
+
+@pytest.mark.parametrize(
     ("row", "reason"),
     [
+        ({"messages": [USER, ANSWER], "weight": 0}, "marked as not trained"),
+        ({"prompt": "q", "completion": "a", "train": "false"}, "marked as not trained"),
         ({"messages": [ANSWER]}, "answer without a prompt"),
         ({"conversations": [{"from": "gpt", "value": "a"}]}, "answer without a prompt"),
         ({"messages": [USER, {**ANSWER, "content": " "}]}, "empty answer"),
@@ -361,17 +397,36 @@ def test_what_is_left_out_has_a_reason(
     assert (len(turns), dict(turns.dropped)) == (1, {reason: 1})
     main(["data-check", str(path)])
     assert f"1 {reason}" in capsys.readouterr().out
-    with pytest.raises(MalformedData, match=f"no row is left: 1 of them: {reason}"):
+    with pytest.raises(MalformedData, match=f"no row is left: 1 (of them: |answers are ){reason}"):
         sft(write(tmp_path, row), models["qwen2.5"])
 
 
 def test_a_labelled_chat_is_read_for_kto(models: Any, tmp_path: Path) -> None:
     rows = [{"messages": [USER, ANSWER], "label": False}, {"conversations": _FROM, "kto_tag": "true"}]
+    rows += [{"input": "q", "output": "a", "label": label} for label in ("0", 1.0, False)]
+    rows += [{"question": "q", "answer": "a", "label": 0}, {"prompt": "q", "completion": "a", "label": "1"}]
     pairs = dpo(write(tmp_path, *rows), models["qwen2.5"])
-    assert [(bool(len(pairs[n].chosen)), bool(len(pairs[n].rejected))) for n in range(2)] == [
-        (False, True),
-        (True, False),
+    good = [bool(len(pairs[n].chosen)) for n in range(len(pairs))]
+    assert good == [False, True, False, True, False, False, True]
+    assert [bool(len(pairs[n].rejected)) for n in range(len(pairs))] == [not is_good for is_good in good]
+
+
+@pytest.mark.parametrize(
+    ("last", "reason"),
+    [
+        ([USER, {**ANSWER, "weight": 0}], "marked as not trained"),
+        ([USER, {**ANSWER, "content": ""}], "empty answer"),
+        ([{**USER, "content": " "}, ANSWER], "blank prompt"),
+    ],
+)
+def test_a_label_is_of_the_last_answer_alone(models: Any, tmp_path: Path, last: Any, reason: str) -> None:
+    rows = [
+        {"messages": [USER, ANSWER, *last], "label": False},
+        {"messages": [USER, ANSWER, *_MARKED[1:]], "label": True},
     ]
+    pairs = dpo(write(tmp_path, *rows, {**rows[1], "weight": 0}), models["qwen2.5"])
+    assert len(pairs) == 1
+    assert pairs.dropped == Counter({reason: 1}) + Counter({"marked as not trained": 1})
 
 
 _UNUSED: dict[str, Any] = {
