@@ -147,12 +147,13 @@ class ChatTokenizer:
     @cached_property
     def control_tokens(self) -> ControlTokens:
         ids = (*self.eos_ids, *map(self._tokenizer.token_to_id, self._special_tokens.values()))
-        named = {self._tokenizer.id_to_token(number) for number in ids if number is not None}
         chat = self._answered_chat()
-        in_template = {
-            text for text in self.added_tokens() if len(text.strip()) > 2 and not text.isalnum() and text in chat
+        written = {
+            text
+            for text, number in self.added_tokens().items()
+            if number in ids or (len(text.strip()) > 2 and not text.isalnum() and text in chat)
         }
-        return ControlTokens(self._tokenizer, self.encoder_of_plain_text, named | in_template)
+        return ControlTokens(self._tokenizer, self.encoder_of_plain_text, written)
 
     def encode_escaped(self, texts: Sequence[str]) -> list[list[int]]:
         """Return the token ids of texts in which `ControlTokens.escaped` may have replaced those of control tokens."""

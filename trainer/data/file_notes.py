@@ -11,7 +11,8 @@ from typing import Any, Literal
 
 from penstock.protocol.chat_tokenizer import ChatTokenizer
 from penstock.trainer.data.messages import COLUMN, chat_in_text, images_of, texts_of, unread_keys
-from penstock.trainer.data.read_rows import PromptRow, RenamedRow, TurnRow
+from penstock.trainer.data.null_padding import RenamedRow
+from penstock.trainer.data.read_rows import PromptRow, TurnRow
 from penstock.trainer.data.row_checks import as_setting, suggest
 from penstock.trainer.data.row_files import Row
 from penstock.trainer.row_format import RowFormat

@@ -42,7 +42,7 @@ ROLES = ("system", "developer", "user", "assistant", "tool")
 _SAME_ROLES = {  # as ShareGPT, LLaMA-Factory, ms-swift and OpenAI's older interface write them
     "human": "user", "gpt": "assistant", "observation": "tool", "tool_response": "tool", "function": "tool",
 }  # fmt: skip
-_CALL_ROLES = ("function_call", "tool_call")  # the text is the JSON of a call, or of a list of them
+CALL_ROLES = ("function_call", "tool_call")  # the text is the JSON of a call, or of a list of them
 _KNOWN_KEYS = frozenset({"role", "content", "from", "value", "name", "tool_calls", "tool_call_id", "function_call"})
 _TRAINED_IF = ("weight", "loss", "loss_scale", "train_on_turn", "train", "trainable", "label")
 _TRAINED_UNLESS = ("mask", "masked", "is_masked", "ignore_loss")
@@ -70,7 +70,7 @@ def read_chat(
     chat: list[dict[str, Any]] = []
     for number, given in enumerate(value):
         message = _message(given, f"{column}[{number}]", roles, reads_images)
-        if chat and chat[-1]["role"] == "assistant" and _role(given, roles) in _CALL_ROLES:
+        if chat and chat[-1]["role"] == "assistant" and role_of(given, roles) in CALL_ROLES:
             calls = [*chat[-1].get("tool_calls", []), *message["tool_calls"]]
             chat[-1] = {**message, **chat[-1], "tool_calls": calls}  # one answer, in messages of its own
         else:
@@ -78,13 +78,13 @@ def read_chat(
     return tuple(chat)
 
 
-def _role(message: Any, roles: Mapping[str, str]) -> Any:
+def role_of(message: Any, roles: Mapping[str, str]) -> Any:
     return _meant(message.get("role") or message.get("from"), roles) if isinstance(message, dict) else None
 
 
 def is_answer(message: Any, roles: Mapping[str, str]) -> bool:
     """Return True for a message of a row, not yet read, that is what an assistant says or calls."""
-    return _role(message, roles) in ("assistant", *_CALL_ROLES)
+    return role_of(message, roles) in ("assistant", *CALL_ROLES)
 
 
 def has_text(answer: Mapping[str, Any]) -> bool:
@@ -188,7 +188,7 @@ def _message(message: Any, column: str, roles: Mapping[str, str], reads_images: 
     if not isinstance(role, str) or not role:
         refuse(role_column, "expected a role such as user", shown(role))
     name, role = role, _meant(role, roles)
-    if role in _CALL_ROLES:
+    if role in CALL_ROLES:
         calls = read_calls(message.get("content"), content_column)
         return {**message, "role": "assistant", "content": "", "tool_calls": calls}
     if role not in ROLES and role not in roles.values():

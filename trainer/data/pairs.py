@@ -30,8 +30,8 @@ import numpy.typing as npt
 
 from penstock.protocol.chat_tokenizer import ChatTokenizer
 from penstock.trainer.data.messages import Chat, chat_in_text, is_trained, read_chat, refuse, shown, text_of, whole_chat
+from penstock.trainer.data.null_padding import RenamedRow
 from penstock.trainer.data.read_rows import (
-    RenamedRow,
     TurnRow,
     every_turn,
     read_row,

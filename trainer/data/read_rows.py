@@ -23,7 +23,6 @@ from penstock.trainer.data.messages import (
     is_answer,
     is_blank,
     is_trained,
-    json_of,
     read_calls,
     read_chat,
     refuse,
@@ -32,7 +31,7 @@ from penstock.trainer.data.messages import (
     whole_chat,
     with_images,
 )
-from penstock.trainer.data.null_padding import message_without_padding, parameters_of, schema_without_padding, tool_of
+from penstock.trainer.data.null_padding import RenamedRow, calls_of, schema_without_padding, tool_of, without_padding
 from penstock.trainer.data.row_checks import (
     as_setting,
     is_self_play,
@@ -49,17 +48,6 @@ from penstock.trainer.settings import COLUMNS, DataSettings
 
 _TEXT_CHATS = {"prompt", "completion", "response"}
 _CHATS = {"messages", "conversations"}
-_MAY_CALL = _TEXT_CHATS | _CHATS | {"chosen", "rejected", "input", "question"}  # columns that may hold calls of tools
-
-
-class RenamedRow(dict[str, Any]):
-    """A row whose columns have the names of `COLUMNS`; ``is_table``: its objects may be filled up with nulls."""
-
-    def __init__(self, columns: Row, *, is_table: bool) -> None:
-        super().__init__(columns)
-        self.is_table = is_table
-        self.changes: set[str] = set()
-        """What was changed in it, for `FileNotes`: ``padding``, and the columns that are left out."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,7 +135,7 @@ def rename(row: Row, data: DataSettings, *, nested_texts: bool, is_table: bool =
         for name in ("reward_model", "extra_info"):
             if isinstance(renamed.get(name), str) and renamed[name].lstrip().startswith("{"):
                 renamed[name] = _parsed(name, renamed[name])
-    return _without_padding(_without_unreadable(RenamedRow(renamed, is_table=is_table)))
+    return without_padding(_without_unreadable(RenamedRow(renamed, is_table=is_table)), data.roles)
 
 
 def _without_unreadable(row: RenamedRow) -> RenamedRow:
@@ -161,19 +149,6 @@ def _without_unreadable(row: RenamedRow) -> RenamedRow:
         if reason:
             row.changes.add(name)
             del row[name]
-    return row
-
-
-def _without_padding(row: RenamedRow) -> RenamedRow:
-    parameters = None
-    for name in _MAY_CALL & row.keys():
-        if isinstance(chat := row[name], list) and any(isinstance(m, dict) and m.get("tool_calls") for m in chat):
-            if parameters is None:
-                tools = json_of(row.get("tools"))
-                parameters = parameters_of(map(tool_of, tools)) if isinstance(tools, list) else {}
-            row[name] = [message_without_padding(m, parameters, is_table=row.is_table) for m in chat]
-            if row[name] != chat:
-                row.changes.add("padding")
     return row
 
 
@@ -271,7 +246,7 @@ def reason_left_out(chat: Chat, column: str) -> str | None:
 
 def _answer(row: Row, form: RowFormat, column: str, data: DataSettings) -> Chat:
     if form.calls == column:
-        return ({"role": "assistant", "content": "", "tool_calls": read_calls(row[column], column)},)
+        return ({"role": "assistant", "content": "", "tool_calls": read_calls(calls_of(row, column), column)},)
     return read_chat(row[column], column, roles=data.roles, text_role="assistant")
 
 
@@ -354,7 +329,7 @@ def _ground_truth(row: Row, form: RowFormat, answer: str | None, data: DataSetti
 def _given_answer(row: Row, form: RowFormat, answer: str | None, data: DataSettings) -> str | None:
     column = None if form.is_whole_chat else form.answer_column(row)
     if column is not None and column == form.calls:
-        return json_text(json_of(row[column]), column)
+        return json_text(calls_of(row, column), column)
     if column is not None:
         answer = read_chat(row[column], column, roles=data.roles, text_role="assistant")[-1]["content"]
     return None if answer is None else json_text(answer, column or form.prompt)

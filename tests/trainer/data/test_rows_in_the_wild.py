@@ -100,6 +100,9 @@ TEXT = {"type": "string"}
 WEATHER, STOCK = tool("weather", "city", city=TEXT, unit=TEXT), tool("stock", "ticker", ticker=TEXT, day=TEXT)
 
 
+CALLS = [("weather", {"city": "Bern"}), ("stock", {"ticker": "N"})]
+
+
 @pytest.mark.parametrize("name", TEMPLATES)
 @pytest.mark.parametrize("arguments", [{"city": "Bern"}, '{"city": "Bern"}'], ids=["object", "text"])
 def test_arguments_are_written_once_by_every_template(models: Any, tmp_path: Path, name: str, arguments: Any) -> None:
@@ -159,6 +162,41 @@ def test_a_null_that_was_meant_is_kept(models: Any, tmp_path: Path, kind: str, s
     [text] = trained(sft(write(tmp_path, row, kind=kind), models["qwen2.5"]), models["qwen2.5"])
     assert ('"b": null' in text) is kept
     assert '"a": "x"' in text
+
+
+def _function(name: str, arguments: Any) -> dict[str, Any]:
+    return {**ANSWER, "content": "", "function_call": {"name": name, "arguments": arguments}}
+
+
+@pytest.mark.parametrize(
+    ("kind", "rows"),
+    [
+        ("parquet", [{"messages": [USER, _function(*c)]} for c in CALLS]),
+        ("parquet", [{"messages": [USER, _function(*c), {"role": "function", "content": "r"}, ANSWER]} for c in CALLS]),
+        ("parquet", [{"query": "q", "tools": "[]", "answers": [{"name": n, "arguments": a}]} for n, a in CALLS]),
+        ("jsonl", [{"query": "q", "tools": [WEATHER], "answers": json.dumps([{"name": n, "arguments": {**a, "no": None}}])}
+                   for n, a in CALLS[:1]]),
+        ("jsonl", [{"messages": [USER, {**ANSWER, "tool_calls": json.dumps([{"function": {"name": n, "arguments": {**a, "no": None}}}])}],
+                    "tools": json.dumps([WEATHER])} for n, a in CALLS[:1]]),
+        ("jsonl", [{"conversations": [{"from": "human", "value": "q"}, {"from": "function_call", "value": json.dumps(
+            {"name": n, "arguments": {**a, "no": None}})}], "tools": json.dumps([WEATHER])} for n, a in CALLS[:1]]),
+    ],
+)  # fmt: skip
+def test_padding_is_left_out_of_every_form_of_call(models: Any, tmp_path: Path, kind: str, rows: Any) -> None:
+    model = models["qwen2.5"]
+    turns = sft(write(tmp_path, *rows, kind=kind), model)
+    texts = [model.decode(turns[n].token_ids.tolist()) for n in range(len(turns))]
+    assert all('"arguments": {"city": "Bern"}}' in t or '"arguments": {"ticker": "N"}}' in t for t in texts)
+    assert any(f"{len(rows)} rows have tools or calls with keys that are null" in h for h in turns.notes[0].hints())
+
+
+@pytest.mark.parametrize("make", [call, _function])
+def test_padding_is_left_out_of_answers_that_are_one_message(models: Any, tmp_path: Path, make: Any) -> None:
+    better, worse = (make(*c) for c in CALLS)
+    rows = [{"conversations": [{"from": "human", "value": "q"}], "chosen": better, "rejected": worse}] * 2
+    rows[1] = {**rows[1], "chosen": worse, "rejected": better}
+    pairs = dpo(write(tmp_path, *rows, kind="parquet"), models["qwen2.5"])
+    assert all("null" not in models["qwen2.5"].decode([*pairs[n].chosen, *pairs[n].rejected]) for n in range(2))
 
 
 _CALL = '{"name": "weather", "arguments": {"city": "Bern"}}'
