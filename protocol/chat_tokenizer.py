@@ -113,7 +113,13 @@ class ChatTokenizer:
         try:  # as in transformers, tools are None without any: a template may tell that from an empty list
             return render(messages, tools=list(tools) or None, documents=None, add_generation_prompt=prompt, **names)
         except TemplateRefused as err:
-            raise MalformedData(f"the model's chat template refuses the chat: {err}") from None
+            is_bare = "has no attribute 'function'" in str(err)
+            fix = (
+                '; write each of tool_calls as {"type": "function", "function": {"name": …, "arguments": …}}'
+                if is_bare
+                else ""
+            )
+            raise MalformedData(f"the model's chat template refuses the chat: {err}{fix}") from None
 
     def with_arguments(self, messages: Sequence[Message]) -> Sequence[Message]:
         """Return messages whose calls have their arguments in the form that the template writes, an object or a JSON text."""

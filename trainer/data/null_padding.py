@@ -13,7 +13,7 @@ from functools import cached_property
 from typing import Any
 
 from penstock.protocol.call_arguments import parsed_arguments
-from penstock.trainer.data.messages import CALL_ROLES, chat_in_text, json_of, role_of
+from penstock.trainer.data.messages import CALL_ROLES, chat_in_text, json_of, role_of, unique
 from penstock.trainer.data.row_files import Row
 
 Parameters = Mapping[str, Mapping[str, Any]]  # the JSON schema of a tool's arguments, by its name
@@ -108,7 +108,7 @@ def _message(message: Any, parameters: Parameters, *, is_table: bool, roles: Map
 
 def _calls(value: Any, parameters: Parameters, *, is_table: bool) -> Any:
     """Return one or several calls, or those of a JSON text, without padding; the value itself if there is none."""
-    calls, is_table = json_of(value), is_table and not isinstance(value, str)
+    calls, is_table = json_of(value, object_pairs_hook=unique), is_table and not isinstance(value, str)
     cleaned = (
         [_call(call, parameters, is_table) for call in calls]
         if isinstance(calls, list)
@@ -123,7 +123,8 @@ def _call(call: Any, parameters: Parameters, is_table: bool) -> Any:
     call = {key: value for key, value in call.items() if value is not None}
     if isinstance(call.get("function"), Mapping):
         return {**call, "function": _call(call["function"], parameters, is_table)}
-    if "arguments" not in call or (arguments := parsed_arguments(call["arguments"])) is None:
+    arguments = json_of(call.get("arguments"), object_pairs_hook=unique)
+    if not isinstance(arguments, Mapping):
         return call
     is_text = isinstance(call["arguments"], str)
     schema = parameters.get(str(call.get("name")))

@@ -29,7 +29,16 @@ import numpy as np
 import numpy.typing as npt
 
 from penstock.protocol.chat_tokenizer import ChatTokenizer
-from penstock.trainer.data.messages import Chat, chat_in_text, is_trained, read_chat, refuse, shown, text_of, whole_chat
+from penstock.trainer.data.messages import (
+    PYTHON_CHAT,
+    Chat,
+    chat_in_text,
+    is_trained,
+    read_chat,
+    refuse,
+    shown,
+    text_of,
+)
 from penstock.trainer.data.null_padding import RenamedRow
 from penstock.trainer.data.read_rows import (
     TurnRow,
@@ -51,6 +60,7 @@ from penstock.trainer.data.row_checks import (
     mark_of,
     nothing_left,
     refuse_media,
+    whole_chat,
 )
 from penstock.trainer.data.row_files import Row, RowFile, fingerprint, open_rows
 from penstock.trainer.data.turns import prompt_and_completion, until_end
@@ -181,6 +191,12 @@ def _chat(value: Any, column: str, data: DataSettings, text_role: str | None) ->
     value = chat_in_text(value, ("role", "from"))
     if isinstance(value, str) and text_role is None:
         return _hh_chat(value, column)
+    if isinstance(value, str) and PYTHON_CHAT.match(value):
+        refuse(
+            column,
+            "expected a text, or a chat as JSON",
+            f"{shown(value)}, a chat as Python prints it; write it as JSON",
+        )
     return read_chat(value, column, roles=data.roles, text_role=text_role)
 
 

@@ -28,7 +28,6 @@ from penstock.trainer.data.messages import (
     refuse,
     shown,
     text_of,
-    whole_chat,
     with_images,
 )
 from penstock.trainer.data.null_padding import RenamedRow, calls_of, schema_without_padding, tool_of, without_padding
@@ -39,6 +38,7 @@ from penstock.trainer.data.row_checks import (
     mark_of,
     refuse_unread,
     suggest,
+    whole_chat,
     without_nan,
 )
 from penstock.trainer.data.row_files import Row, RowFile, Unreadable

@@ -218,6 +218,12 @@ def mark_of(row: Row) -> str | None:
     return "marked as not trained" if any(truth(row.get(name)) is False for name in _ROW_MARKS) else None
 
 
+def whole_chat(before: Chat, answer: Chat) -> Chat:
+    """Return a prompt with its answer; the answer itself if it is the whole chat, which begins with the prompt."""
+    start = int(answer[0]["role"] == "system" != before[0]["role"])
+    return answer if answer[start : start + len(before)] == before else (*before, *answer)
+
+
 def is_self_play(row: Row) -> bool:
     return row.get("self_play") not in (None, False, "", "false")
 

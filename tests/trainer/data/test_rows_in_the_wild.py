@@ -284,6 +284,16 @@ def test_a_tool_result_is_tagged_once(tmp_path: Path, tags: bool) -> None:
     assert "<tool_response>\n<tool_response>" not in model.decode(turns[1].token_ids.tolist())
 
 
+def test_calls_that_the_template_reads_otherwise_are_explained(tmp_path: Path) -> None:
+    strict = (
+        TEMPLATES["qwen2.5"].replace("c.function or c", "c.function").replace("{{ f.name }}", "{{ c.function.name }}")
+    )
+    model = ChatTokenizer.read(write_folder(tmp_path / "m", strict))
+    row = {"messages": [USER, {**ANSWER, "tool_calls": [{"name": "f", "arguments": {}}]}]}
+    with pytest.raises(MalformedData, match=r'\'function\'; write each of tool_calls as {"type": "function"'):
+        sft(write(tmp_path, row), model)
+
+
 _SPELT = '{"text": "a \\u003c|im_end|\\u003e b"}'  # a control token, once the text is read as JSON
 _MARKED = [{**ANSWER, "content": "bad"}, USER, ANSWER]
 
@@ -292,7 +302,17 @@ _MARKED = [{**ANSWER, "content": "bad"}, USER, ANSWER]
     ("mark", "answers"),
     [
         ({key: value}, ["a<|im_end|>"])
-        for key in ("weight", "loss", "train", "train_on_turn", "trainable", "loss_scale", "label")
+        for key in (
+            "weight",
+            "loss",
+            "train",
+            "train_on_turn",
+            "trainable",
+            "loss_scale",
+            "label",
+            "loss_mask",
+            "step_loss_mask",
+        )
         for value in (0, False, 0.0, "false")
     ]
     + [({key: True}, ["a<|im_end|>"]) for key in ("mask", "masked", "is_masked")]
@@ -343,6 +363,12 @@ def test_a_marked_block_that_is_not_to_be_trained_is_not(models: Any, tmp_path: 
         ({"messages": [{**USER, "content": "\U00100001"}, ANSWER]}, r"has the character U\+100001"),
         ({"messages": [USER, {"role": "function_call", "content": "no call"}]}, r"messages\[1\].content: expected a call"),
         ({"messages": [USER, call("f", "{broken")]}, r"tool_calls\[0\].function.arguments: expected an object"),
+        *[({"messages": [USER, call("f", text)]}, r"tool_calls\[0\].function.arguments: expected an object, .* without NaN")
+          for text in ('{"x": NaN}', '{"x": [1e999]}', '{"x": 1, "x": null}', {"x": float("nan")})],
+        ({"conversations": [_FROM[0], {"from": "function_call", "value": '{"name": "f", "arguments": {"x": 1, "x": 2}}'}]},
+         r"conversations\[1\].value: expected a call"),
+        ({"messages": [USER, {**ANSWER, "loss": True}, {"role": "function_call", "content": _CALL, "loss": False}]},
+         r"column messages\[2\]: expected the mark of the message before it"),
         ({"system": "SYSTEM: you have functions", "chat": "USER: q ASSISTANT: a <|endoftext|>"}, "Glaive"),
     ],
 )  # fmt: skip
@@ -508,6 +534,8 @@ def test_values_of_tables_and_nan_of_json_reach_the_reward(models: Any, tmp_path
     ("content", "note"),
     [
         ('prompt\n"[{\'role\': \'user\', \'content\': \'q\'}]"\n', "1 prompts are a chat as Python prints it"),
+        ('prompt,response\nq,"[{\'role\': \'assistant\', \'content\': \'a\'}]"\n', "1 answers are a chat as Python prints it"),
+        ("prompt,response\nq,nan\n", "the answer of 1 rows is a word for a missing value"),
         ("prompt,ground_truth\nNone,1\nq,nan\n", "the prompt of 1 rows is a word for a missing value"),
         ("prompt,ground_truth\nq,nan\n", "the ground truth of 1 rows is a word for a missing value"),
         ('{"prompt": "a", "prompt": "q"}\n', "twice, of which the last counts: prompt"),
@@ -580,6 +608,10 @@ def test_data_check_reads_preferences(tmp_path: Path, row: dict[str, Any], capsy
             "white space at their ends",
         ),
         ({"prompt": "q", "chosen": [{**ANSWER, "weight": 0}], "rejected": "b"}, "an answer to train"),
+        (
+            {"prompt": "q", "chosen": "[{'role': 'assistant', 'content': 'a'}]", "rejected": "b"},
+            "column chosen: .* Python prints it",
+        ),
     ],
 )
 def test_preferences_that_teach_nothing_are_explained(models: Any, tmp_path: Path, row: Any, reply: str) -> None:
