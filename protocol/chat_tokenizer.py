@@ -109,12 +109,23 @@ class ChatTokenizer:
         self, render: Callable[..., _T], messages: Sequence[Message], tools: Sequence[Any], *, prompt: bool
     ) -> _T:
         names = {**self._special_tokens, **self._arguments}
-        if any(message.get("tool_calls") for message in messages):
-            messages = with_arguments(messages, self._arguments_form)
+        messages = self.with_arguments(messages)
         try:  # as in transformers, tools are None without any: a template may tell that from an empty list
             return render(messages, tools=list(tools) or None, documents=None, add_generation_prompt=prompt, **names)
         except TemplateRefused as err:
-            raise MalformedData(f"the model's chat template refuses the chat: {err}") from None
+            is_bare = "has no attribute 'function'" in str(err)
+            fix = (
+                '; write each of tool_calls as {"type": "function", "function": {"name": …, "arguments": …}}'
+                if is_bare
+                else ""
+            )
+            raise MalformedData(f"the model's chat template refuses the chat: {err}{fix}") from None
+
+    def with_arguments(self, messages: Sequence[Message]) -> Sequence[Message]:
+        """Return messages whose calls have their arguments in the form that the template writes, an object or a JSON text."""
+        if self._template is None or not any(message.get("tool_calls") for message in messages):
+            return messages
+        return with_arguments(messages, self._arguments_form)
 
     @cached_property
     def _arguments_form(self) -> ArgumentsForm:
@@ -141,7 +152,14 @@ class ChatTokenizer:
 
     @cached_property
     def control_tokens(self) -> ControlTokens:
-        return ControlTokens(self._tokenizer, self.encoder_of_plain_text)
+        ids = (*self.eos_ids, *map(self._tokenizer.token_to_id, self._special_tokens.values()))
+        chat = self._answered_chat()
+        written = {
+            text
+            for text, number in self.added_tokens().items()
+            if number in ids or (len(text.strip()) > 2 and not text.isalnum() and text in chat)
+        }
+        return ControlTokens(self._tokenizer, self.encoder_of_plain_text, written)
 
     def encode_escaped(self, texts: Sequence[str]) -> list[list[int]]:
         """Return the token ids of texts in which `ControlTokens.escaped` may have replaced those of control tokens."""
@@ -189,16 +207,19 @@ class ChatTokenizer:
 
     def endless_turn(self) -> str:
         """Return what the template writes after an answer, if no end token is in it; empty if one is, or it cannot be seen."""
+        _, marker, behind = self._answered_chat().rpartition("SEAM")
+        is_ended = not marker or not behind.strip() or any(token in self.eos_ids for token in self.encode(behind))
+        return "" if is_ended else behind.strip()
+
+    def _answered_chat(self) -> str:
+        """Return a chat of two messages as the template writes it, of which the answer is SEAM; empty if it refuses it."""
         try:
-            text = self.render(
+            return self.render(
                 [{"role": "user", "content": "u"}, {"role": "assistant", "content": "SEAM"}],
                 add_generation_prompt=False,
             )
         except MalformedData:
             return ""
-        _, marker, behind = text.rpartition("SEAM")
-        is_ended = not marker or not behind.strip() or any(token in self.eos_ids for token in self.encode(behind))
-        return "" if is_ended else behind.strip()
 
     def encode_many(self, texts: Sequence[str]) -> list[list[int]]:
         """Return the token ids of several texts, using all cores."""

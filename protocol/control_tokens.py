@@ -7,7 +7,7 @@ in its place, which the encoding turns into the tokens of its characters.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from tokenizers import Tokenizer
@@ -19,10 +19,13 @@ _ALLOWED = re.compile(
 
 
 class ControlTokens:
-    def __init__(self, tokenizer: Tokenizer, as_plain_text: Callable[[], Tokenizer]) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, as_plain_text: Callable[[], Tokenizer], written: Collection[str] = ()
+    ) -> None:
+        """Find the added tokens that are marked as special, and those whose text is ``written`` by a template or the configuration."""
         added = tokenizer.get_added_tokens_decoder().values()
-        special = {token.content for token in added if token.special and not _ALLOWED.search(token.content)}
-        self._texts = sorted(special, key=len, reverse=True)
+        controls = {token.content for token in added if token.special or token.content in written}
+        self._texts = sorted((text for text in controls if not _ALLOWED.search(text)), key=len, reverse=True)
         self._numbers = {text: number for number, text in enumerate(self._texts)}
         self._pattern = re.compile("|".join(map(re.escape, self._texts)) or r"(?!)")
         self._escaped = re.compile(f"[{chr(_FIRST)}-{chr(_FIRST + len(self._texts))}]")
@@ -30,10 +33,16 @@ class ControlTokens:
         self._plain: Tokenizer | None = None
 
     def found_in(self, value: Any) -> set[str]:
-        """Return the texts of control tokens in a message or a part of it, and the code points that stand for them here."""
+        """Return the texts of control tokens in a message or a part of it, keys too, and the code points that stand for them here."""
         if isinstance(value, str):
             return {*self._pattern.findall(value), *self._escaped.findall(value)}
-        parts = value.values() if isinstance(value, Mapping) else value if isinstance(value, list | tuple) else ()
+        parts = (
+            (*value, *value.values())
+            if isinstance(value, Mapping)
+            else value
+            if isinstance(value, list | tuple)
+            else ()
+        )
         return set().union(*map(self.found_in, parts))
 
     def escaped(self, value: Any) -> Any:
@@ -41,7 +50,7 @@ class ControlTokens:
         if isinstance(value, str):
             return self._pattern.sub(lambda match: chr(_FIRST + self._numbers[match[0]]), value)
         if isinstance(value, Mapping):
-            return {key: self.escaped(item) for key, item in value.items()}
+            return {self.escaped(key): self.escaped(item) for key, item in value.items()}
         return [self.escaped(item) for item in value] if isinstance(value, list | tuple) else value
 
     def has_escaped(self, text: str) -> bool:

@@ -23,7 +23,7 @@ from penstock.trainer.data.inputs import data_files, model_folder, resolve_input
 from penstock.trainer.data.messages import ImageRows, text_of
 from penstock.trainer.data.pairs import PairRow, holds_pair, is_labelled, pair_row
 from penstock.trainer.data.read_rows import PromptRow, TurnRow, can_imitate, form_of, prompt_row, read_row, turn_rows
-from penstock.trainer.data.row_checks import encode_texts, for_template, suggest
+from penstock.trainer.data.row_checks import encode_texts, for_template, labels_of, suggest
 from penstock.trainer.data.row_files import Row, RowFile, open_rows
 from penstock.trainer.data.turns import prompt_and_completion
 from penstock.trainer.errors import MalformedData
@@ -193,7 +193,7 @@ def _check_row(
         pair_row(row, data)
         report.num_pairs += 1
         return False
-    if is_labelled(row) or all(row.get(name) is not None for name in ("chosen", "rejected")):
+    if (labels_of(row) and is_labelled(row)) or all(row.get(name) is not None for name in ("chosen", "rejected")):
         return _check_answers(pair_row(row, data), tokenizer, data, report)
     try:
         form = form_of(row, data)
@@ -270,7 +270,8 @@ def _imitable(
     if tokenizer is None or not turns:
         return turns
     try:
-        for_template(turns[-1].chat, turns[-1].column, tokenizer, data, is_plain=turns[-1].is_plain)
+        last = turns[-1]
+        for_template(last.chat, last.tools, last.column, tokenizer, data, is_plain=last.is_plain)
     except MalformedData as err:
         if not has_prompt:
             raise
@@ -310,7 +311,14 @@ def _read(
     except MalformedData as err:
         problem = err
     has_images = prompt is not None and bool(prompt.images)
-    turns = turn_rows(row, data, report.dropped) if can_imitate(row, form, data) and not has_images else []
+    turns: list[TurnRow] = []
+    try:
+        if can_imitate(row, form, data) and not has_images:
+            turns = turn_rows(row, data, report.dropped)
+    except MalformedData as err:
+        if prompt is None or not labels_of(row):
+            raise
+        report.no_sft = report.no_sft or f"{place}: {err}"
     if problem is not None:
         if not turns:
             raise problem
@@ -328,7 +336,6 @@ def _prompt_text(
     if tokenizer is not None and prompt is not None:
         return prompt_text(prompt, tokenizer, data)
     if tokenizer is not None and not turns[0].is_plain:
-        return tokenizer.render(
-            for_template(chat, turns[0].column, tokenizer, data), add_generation_prompt=True, tools=turns[0].tools
-        )
+        chat, tools = for_template(chat, turns[0].tools, turns[0].column, tokenizer, data)
+        return tokenizer.render(chat, add_generation_prompt=True, tools=tools)
     return "\n".join(text_of(message["content"]) for message in chat)

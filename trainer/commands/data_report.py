@@ -49,6 +49,7 @@ class FileReport:
 
     def hints(self) -> list[str]:
         hints = next((notes.hints() for notes in self.notes if notes.num_rows), [])
+        hints += [hint for notes in self.notes for hint in notes.odd_texts() if hint not in hints]
         if self.num_contradicted:
             hints.append(
                 f"{self.num_contradicted} rows repeat an earlier prompt with another ground truth, the first is {self.first_contradicted}"

@@ -252,10 +252,10 @@ def reward_name(reward: RewardSettings, data_source: str) -> str:
 
 def prompt_text(row: PromptRow, tokenizer: ChatTokenizer, data: DataSettings) -> str:
     """Return a prompt as the model gets it, with escaped texts of control tokens."""
-    chat = for_template(row.chat, row.column, tokenizer, data, is_plain=row.is_plain)
+    chat, tools = for_template(row.chat, row.tools, row.column, tokenizer, data, is_plain=row.is_plain)
     if row.is_plain:
         return chat[0]["content"]
-    return tokenizer.render(chat, add_generation_prompt=True, tools=row.tools)
+    return tokenizer.render(chat, add_generation_prompt=True, tools=tools)
 
 
 def prompt_limit(data: DataSettings, tokenizer: ChatTokenizer, max_new_tokens: int) -> int:

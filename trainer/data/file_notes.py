@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -10,14 +9,14 @@ from pathlib import Path
 from typing import Any, Literal
 
 from penstock.protocol.chat_tokenizer import ChatTokenizer
-from penstock.trainer.data.messages import COLUMN, chat_in_text, images_of, texts_of, unread_keys
-from penstock.trainer.data.read_rows import PromptRow, RenamedRow, TurnRow
+from penstock.trainer.data.messages import COLUMN, PYTHON_CHAT, chat_in_text, images_of, texts_of, unread_keys
+from penstock.trainer.data.null_padding import RenamedRow
+from penstock.trainer.data.read_rows import PromptRow, TurnRow
 from penstock.trainer.data.row_checks import as_setting, suggest
 from penstock.trainer.data.row_files import Row
 from penstock.trainer.row_format import RowFormat
 from penstock.trainer.settings import DataSettings
 
-_PYTHON_CHAT = re.compile(r"""\s*\[?\s*\{\s*'(role|from|content|value)'\s*:""")
 _NO_VALUES = frozenset({"none", "nan", "null", "<na>", "n/a", "undefined"})
 Use = Literal["prompt", "answer", "ground truth", "data source", "reward only", "unused"]
 Purpose = Literal["grpo", "sft"]
@@ -72,10 +71,12 @@ class FileNotes:
     characters: set[str] = field(default_factory=set)  # of all prompts
     lost: Counter[str] = field(default_factory=Counter)  # characters without a token, by the prompts that have them
     changes: Counter[str] = field(default_factory=Counter)  # rows by what was changed when they were read
-    python_chats: int = 0  # prompts that are a chat as Python prints it
+    python_chats: Counter[str] = field(
+        default_factory=Counter
+    )  # prompts and answers that are a chat as Python prints it
     no_values: Counter[str] = field(
         default_factory=Counter
-    )  # prompts and truths that are a word for nothing, such as nan
+    )  # prompts, answers and truths that are a word for nothing, such as nan
     begun_twice: int = 0  # prompts with two BOS
     mapped: dict[str, str] = field(default_factory=dict)  # the file's name of a column, by the one it is read as
 
@@ -91,8 +92,11 @@ class FileNotes:
             self.plain_texts += read.is_plain
             self.templated_texts += not read.is_plain
             self.chats_in_text += chat_in_text(value) is not value
-            self.python_chats += _PYTHON_CHAT.match(value) is not None
-            self.no_values["prompt"] += value.strip().lower() in _NO_VALUES
+        answer = None if form.is_whole_chat or self.purpose != "sft" else form.answer_column(row)
+        for what, text_value in (("prompt", value), ("answer", row.get(answer or ""))):
+            if isinstance(text_value, str):
+                self.python_chats[what] += PYTHON_CHAT.match(text_value) is not None
+                self.no_values[what] += text_value.strip().lower() in _NO_VALUES
         if isinstance(read, PromptRow):
             self.no_values["ground truth"] += (read.ground_truth or "").strip('"').lower() in _NO_VALUES
         self.changes.update(row.changes if isinstance(row, RenamedRow) else ())
@@ -196,16 +200,20 @@ class FileNotes:
             )
         if changes:
             yield f"left out, as the reward's input cannot hold it in some rows: {', '.join(sorted(changes))}"
-        if self.python_chats:
-            yield f"{self.python_chats} prompts are a chat as Python prints it, used as a text; write the column as JSON"
-        for what, count in self.no_values.items():
-            if count:
-                yield f"the {what} of {count} rows is a word for a missing value, such as None or nan, used as a text; remove these rows"
+        yield from self.odd_texts()
         if self.begun_twice:
             yield (
                 f"{self.begun_twice} prompts begin with the token that begins a text twice: they were rendered already; remove it from the "
                 "texts"
             )
+
+    def odd_texts(self) -> Iterator[str]:
+        for what, count in self.python_chats.items():
+            if count:
+                yield f"{count} {what}s are a chat as Python prints it, used as a text; write the column as JSON"
+        for what, count in self.no_values.items():
+            if count:
+                yield f"the {what} of {count} rows is a word for a missing value, such as None or nan, used as a text; remove these rows"
 
     def _answer_hints(self) -> Iterator[str]:
         if self.suggested_map and "answer" in self.suggested_map.values():

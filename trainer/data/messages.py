@@ -20,12 +20,12 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
-from penstock.protocol.call_arguments import parsed_arguments
 from penstock.protocol.errors import ImageRefused
 from penstock.protocol.groups import RowImages
 from penstock.protocol.images.admission import IMAGE_TYPES, AdmittedImage, Source, admit, image_bytes, take_images
@@ -42,11 +42,15 @@ ROLES = ("system", "developer", "user", "assistant", "tool")
 _SAME_ROLES = {  # as ShareGPT, LLaMA-Factory, ms-swift and OpenAI's older interface write them
     "human": "user", "gpt": "assistant", "observation": "tool", "tool_response": "tool", "function": "tool",
 }  # fmt: skip
-_CALL_ROLES = ("function_call", "tool_call")  # the text is the JSON of a call, or of a list of them
+CALL_ROLES = ("function_call", "tool_call")  # the text is the JSON of a call, or of a list of them
 _KNOWN_KEYS = frozenset({"role", "content", "from", "value", "name", "tool_calls", "tool_call_id", "function_call"})
-_TRAINED_IF = ("weight", "loss", "loss_scale", "train_on_turn", "train", "trainable", "label")
+_TRAINED_IF = (
+    "weight", "loss", "loss_scale", "loss_mask", "step_loss_mask", "train_on_turn", "train", "trainable", "label",
+)  # fmt: skip
 _TRAINED_UNLESS = ("mask", "masked", "is_masked", "ignore_loss")
 _RANGES = ("train_detail", "training_detail")  # axolotl's, parts of a text
+
+PYTHON_CHAT = re.compile(r"""\s*\[?\s*\{\s*'(role|from|content|value)'\s*:""")
 
 COLUMN = "images"
 PLACEHOLDER = "<image>"
@@ -70,7 +74,10 @@ def read_chat(
     chat: list[dict[str, Any]] = []
     for number, given in enumerate(value):
         message = _message(given, f"{column}[{number}]", roles, reads_images)
-        if chat and chat[-1]["role"] == "assistant" and _role(given, roles) in _CALL_ROLES:
+        if chat and chat[-1]["role"] == "assistant" and role_of(given, roles) in CALL_ROLES:
+            if _is_marked(message) != _is_marked(chat[-1]):
+                expected = "expected the mark of the message before it, which is the same answer"
+                refuse(f"{column}[{number}]", expected, "another one; mark both as trained, or both as not trained")
             calls = [*chat[-1].get("tool_calls", []), *message["tool_calls"]]
             chat[-1] = {**message, **chat[-1], "tool_calls": calls}  # one answer, in messages of its own
         else:
@@ -78,13 +85,13 @@ def read_chat(
     return tuple(chat)
 
 
-def _role(message: Any, roles: Mapping[str, str]) -> Any:
+def role_of(message: Any, roles: Mapping[str, str]) -> Any:
     return _meant(message.get("role") or message.get("from"), roles) if isinstance(message, dict) else None
 
 
 def is_answer(message: Any, roles: Mapping[str, str]) -> bool:
     """Return True for a message of a row, not yet read, that is what an assistant says or calls."""
-    return _role(message, roles) in ("assistant", *_CALL_ROLES)
+    return role_of(message, roles) in ("assistant", *CALL_ROLES)
 
 
 def has_text(answer: Mapping[str, Any]) -> bool:
@@ -108,21 +115,22 @@ def is_trained(message: Mapping[str, Any], column: str) -> bool:
     """Return False for an answer that its row marks as one not to imitate; raises MalformedData for a mark that is unclear."""
     if ranges := [name for name in _RANGES if message.get(name)]:
         refuse(f"{column}.{ranges[0]}", "expected whole messages to train", "parts of one; remove it, or set sft.mask")
-    trained = True
-    for names, wanted in ((_TRAINED_IF, True), (_TRAINED_UNLESS, False)):
-        for name in names:
-            value = _truth(message.get(name))
-            if value is None and message.get(name) is not None and name != "label":
-                refuse(
-                    f"{column}.{name}", "expected true, false, 1 or 0", f"{shown(message[name])}; round or remove it"
-                )
-            trained = trained and (value is None or value is wanted)
-    return trained
+    for name in (*_TRAINED_IF, *_TRAINED_UNLESS):
+        if message.get(name) is not None and truth(message[name]) is None and name != "label":
+            refuse(f"{column}.{name}", "expected true, false, 1 or 0", f"{shown(message[name])}; round or remove it")
+    return not _is_marked(message)
 
 
-def _truth(value: Any) -> bool | None:
+def _is_marked(message: Mapping[str, Any]) -> bool:
+    is_off = any(truth(message.get(name)) is False for name in _TRAINED_IF)
+    return is_off or any(truth(message.get(name)) is True for name in _TRAINED_UNLESS)
+
+
+def truth(value: Any) -> bool | None:
+    """Return what true, false, 1, 0 or the text of one says; None for any other value."""
     if isinstance(value, str):
-        return {"true": True, "false": False, "1": True, "0": False}.get(value.strip().lower())
+        texts = {"true": True, "false": False, "1": True, "0": False, "1.0": True, "0.0": False}
+        return texts.get(value.strip().lower())
     return bool(value) if isinstance(value, bool | int | float) and value in (0, 1) else None
 
 
@@ -180,7 +188,7 @@ def _message(message: Any, column: str, roles: Mapping[str, str], reads_images: 
     if not isinstance(role, str) or not role:
         refuse(role_column, "expected a role such as user", shown(role))
     name, role = role, _meant(role, roles)
-    if role in _CALL_ROLES:
+    if role in CALL_ROLES:
         calls = read_calls(message.get("content"), content_column)
         return {**message, "role": "assistant", "content": "", "tool_calls": calls}
     if role not in ROLES and role not in roles.values():
@@ -202,7 +210,7 @@ def _message(message: Any, column: str, roles: Mapping[str, str], reads_images: 
 
 def read_calls(value: Any, column: str) -> list[dict[str, Any]]:
     """Read calls that are objects ``{"name", "arguments"}``, or the JSON text of one or several of them."""
-    parsed = json_of(value)
+    parsed = json_of(value, object_pairs_hook=unique)
     calls = parsed if isinstance(parsed, list) else [parsed]
     if not calls or not all(isinstance(call, dict) and isinstance(call.get("name"), str) for call in calls):
         refuse(column, 'expected a call such as {"name": "search", "arguments": {"query": "…"}}', shown(value))
@@ -214,7 +222,7 @@ def _with_calls(message: dict[str, Any], column: str) -> dict[str, Any]:
     message = dict(message)
     if (earlier := message.pop("function_call", None)) and not message.get("tool_calls"):
         message["tool_calls"] = read_calls(earlier, f"{column}.function_call")
-    calls = json_of(message.pop("tool_calls", None))
+    calls = json_of(message.pop("tool_calls", None), object_pairs_hook=unique)
     if not calls:
         return message
     if not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls):
@@ -235,15 +243,30 @@ def _function(call: dict[str, Any], column: str) -> dict[str, Any]:
     if "arguments" not in call:
         return call
     arguments = {} if call["arguments"] in (None, "") else call["arguments"]
-    if parsed_arguments(arguments) is None:
-        refuse(f"{column}.arguments", "expected an object, or the JSON text of one", shown(call["arguments"]))
+    parsed = json_of(arguments, object_pairs_hook=unique) if str(arguments).strip() else {}
+    try:
+        json.dumps(parsed, allow_nan=False, default=str)
+    except (TypeError, ValueError, RecursionError):
+        parsed = None
+    if not isinstance(parsed, dict):
+        expected = (
+            "expected an object, or the JSON text of one, without NaN, infinite numbers and keys that are there twice"
+        )
+        refuse(f"{column}.arguments", expected, shown(call["arguments"]))
     return {**call, "arguments": arguments}
 
 
-def json_of(value: Any) -> Any:
-    """Return what a JSON text holds; any other value, and a text that is no JSON, as it is."""
+def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return an object of a JSON text, as `json.loads` asks for it; raises ValueError if it has a key twice."""
+    if len(made := dict(pairs)) < len(pairs):
+        raise ValueError("a key is there twice")
+    return made
+
+
+def json_of(value: Any, **options: Any) -> Any:
+    """Return what a JSON text holds; any other value, and a text that is no JSON, as it is; ``options`` of `json.loads`."""
     try:
-        return json.loads(value) if isinstance(value, str) else value
+        return json.loads(value, **options) if isinstance(value, str) else value
     except (ValueError, RecursionError):
         return value
 

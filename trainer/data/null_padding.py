@@ -9,13 +9,34 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping
+from functools import cached_property
 from typing import Any
 
 from penstock.protocol.call_arguments import parsed_arguments
+from penstock.trainer.data.messages import CALL_ROLES, chat_in_text, json_of, role_of, unique
+from penstock.trainer.data.row_files import Row
 
 Parameters = Mapping[str, Mapping[str, Any]]  # the JSON schema of a tool's arguments, by its name
 
+_MAY_CALL = {  # columns that may hold calls of tools
+    "prompt", "completion", "response", "messages", "conversations", "chosen", "rejected", "input", "question",
+}  # fmt: skip
 _VALUES = frozenset({"default", "const", "example"})  # keywords whose null is a value, in JSON
+
+
+class RenamedRow(dict[str, Any]):
+    """A row whose columns have the names of `COLUMNS`; ``is_table``: its objects may be filled up with nulls."""
+
+    def __init__(self, columns: Row, *, is_table: bool) -> None:
+        super().__init__(columns)
+        self.is_table = is_table
+        self.changes: set[str] = set()
+        """What was changed in it, for `FileNotes`: ``padding``, and the columns that are left out."""
+
+    @cached_property
+    def parameters(self) -> Parameters:
+        tools = json_of(self.get("tools"))
+        return _parameters_of(map(tool_of, tools)) if isinstance(tools, list) else {}
 
 
 def schema_without_padding(value: Any, *, is_table: bool) -> Any:
@@ -44,7 +65,7 @@ def tool_of(value: Any) -> Any:
     return tool
 
 
-def parameters_of(tools: Iterable[Any]) -> dict[str, Mapping[str, Any]]:
+def _parameters_of(tools: Iterable[Any]) -> dict[str, Mapping[str, Any]]:
     found: dict[str, Mapping[str, Any]] = {}
     for tool in tools:
         function = tool.get("function", tool) if isinstance(tool, Mapping) else None
@@ -53,13 +74,47 @@ def parameters_of(tools: Iterable[Any]) -> dict[str, Mapping[str, Any]]:
     return found
 
 
-def message_without_padding(message: Any, parameters: Parameters, *, is_table: bool) -> Any:
+def without_padding(row: RenamedRow, roles: Mapping[str, str]) -> RenamedRow:
+    """Leave padding out of the calls in the messages of a row, and note it there; ``roles`` as for `read_chat`."""
+    for name in _MAY_CALL & row.keys():
+        value = chat_in_text(row[name], ("role", "from")) if name in ("chosen", "rejected") else row[name]
+        messages = value if isinstance(value, list) else [value]  # LLaMA-Factory's answers of a pair are one message
+        cleaned = [_message(message, row.parameters, is_table=row.is_table, roles=roles) for message in messages]
+        if cleaned != messages:
+            row.changes.add("padding")
+            row[name] = cleaned if isinstance(value, list) else cleaned[0]
+    return row
+
+
+def calls_of(row: Row, column: str) -> Any:
+    """Return what a column of calls holds, without padding."""
+    if not isinstance(row, RenamedRow):
+        return json_of(row[column])
+    cleaned = _calls(row[column], row.parameters, is_table=row.is_table)
+    if cleaned != row[column]:
+        row.changes.add("padding")
+    return json_of(cleaned)
+
+
+def _message(message: Any, parameters: Parameters, *, is_table: bool, roles: Mapping[str, str]) -> Any:
     """Return a message whose calls have no padding; itself if there is none."""
-    calls = message.get("tool_calls") if isinstance(message, Mapping) else None
-    if not isinstance(calls, list):
+    if not isinstance(message, Mapping):
         return message
-    cleaned = [_call(call, parameters, is_table) for call in calls]
-    return message if cleaned == calls else {**message, "tool_calls": cleaned}
+    text_keys = ("content", "value") if role_of(message, roles) in CALL_ROLES else ()
+    calls = {key: message[key] for key in ("tool_calls", "function_call", *text_keys) if message.get(key)}
+    cleaned = {key: _calls(value, parameters, is_table=is_table) for key, value in calls.items()}
+    return message if cleaned == calls else {**message, **cleaned}
+
+
+def _calls(value: Any, parameters: Parameters, *, is_table: bool) -> Any:
+    """Return one or several calls, or those of a JSON text, without padding; the value itself if there is none."""
+    calls, is_table = json_of(value, object_pairs_hook=unique), is_table and not isinstance(value, str)
+    cleaned = (
+        [_call(call, parameters, is_table) for call in calls]
+        if isinstance(calls, list)
+        else _call(calls, parameters, is_table)
+    )
+    return value if cleaned == calls else cleaned
 
 
 def _call(call: Any, parameters: Parameters, is_table: bool) -> Any:
@@ -68,7 +123,8 @@ def _call(call: Any, parameters: Parameters, is_table: bool) -> Any:
     call = {key: value for key, value in call.items() if value is not None}
     if isinstance(call.get("function"), Mapping):
         return {**call, "function": _call(call["function"], parameters, is_table)}
-    if "arguments" not in call or (arguments := parsed_arguments(call["arguments"])) is None:
+    arguments = json_of(call.get("arguments"), object_pairs_hook=unique)
+    if not isinstance(arguments, Mapping):
         return call
     is_text = isinstance(call["arguments"], str)
     schema = parameters.get(str(call.get("name")))

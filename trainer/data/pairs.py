@@ -29,14 +29,23 @@ import numpy as np
 import numpy.typing as npt
 
 from penstock.protocol.chat_tokenizer import ChatTokenizer
-from penstock.trainer.data.messages import Chat, chat_in_text, is_trained, read_chat, refuse, shown, text_of
+from penstock.trainer.data.messages import (
+    PYTHON_CHAT,
+    Chat,
+    chat_in_text,
+    is_trained,
+    read_chat,
+    refuse,
+    shown,
+    text_of,
+)
+from penstock.trainer.data.null_padding import RenamedRow
 from penstock.trainer.data.read_rows import (
-    RenamedRow,
     TurnRow,
+    every_turn,
     read_row,
     reason_left_out,
     tools_of,
-    turn_rows,
     with_system,
 )
 from penstock.trainer.data.row_checks import (
@@ -46,10 +55,12 @@ from penstock.trainer.data.row_checks import (
     batches,
     encode_texts,
     fits,
+    labels_of,
     located,
+    mark_of,
     nothing_left,
     refuse_media,
-    row_label,
+    whole_chat,
 )
 from penstock.trainer.data.row_files import Row, RowFile, fingerprint, open_rows
 from penstock.trainer.data.turns import prompt_and_completion, until_end
@@ -76,7 +87,7 @@ class PairRow:
             len(turns) == 2 and turns[0].chat == turns[1].chat
         ):  # as data of human labels have some of: nothing to prefer
             return "identical"
-        return next(filter(None, (reason_left_out(turn.chat, turn.column) for turn in turns)), None)
+        return next(filter(None, (turn.left_out or reason_left_out(turn.chat, turn.column) for turn in turns)), None)
 
 
 def holds_pair(row: Row) -> bool:
@@ -126,7 +137,7 @@ def pair_row(row: Row, data: DataSettings) -> PairRow:
         chosen, rejected = (with_system(chat, row, data) for chat in (chosen, rejected))
     tools = tools_of(row, data)
     better, worse = (
-        TurnRow(chosen, is_plain, tools, column="chosen"),
+        TurnRow(chosen, is_plain, tools, column="chosen", left_out=mark_of(row)),
         TurnRow(rejected, is_plain, tools, column="rejected"),
     )
     return PairRow(better, worse, _margin(row))
@@ -135,28 +146,28 @@ def pair_row(row: Row, data: DataSettings) -> PairRow:
 def is_labelled(row: Row) -> bool:
     """Return True for a renamed row with one answer, and a label that tells whether it is desirable."""
     has_label = any(row.get(name) is not None for name in LABELS)
+    is_answered = {"input", "output"} <= row.keys() or {
+        "question",
+        "answer",
+    } <= row.keys()  # else label may be the truth
     return not {"chosen", "rejected"} & row.keys() and (
-        "completion" in row or (has_label and bool(LABELLED & row.keys()))
+        "completion" in row or (has_label and bool(LABELLED & row.keys())) or (is_answered and bool(labels_of(row)))
     )
 
 
 def _labelled(row: Row, data: DataSettings) -> PairRow:
-    name = next((name for name in LABELS if row.get(name) is not None), LABELS[0])
-    value: Any = row.get(name)
-    label = bool(value) if type(value) is int and value in (0, 1) else row_label(value)
+    label = next(iter(labels_of(row).values()), None)
     if label is None:
-        refuse(name, "expected true for a desirable completion, or false", shown(value))
+        name = next((name for name in LABELS if row.get(name) is not None), LABELS[0])
+        refuse(name, "expected true for a desirable completion, or false", shown(row.get(name)))
     turn = _answered(row, data) if "completion" in row else _last_turn(row, data)
     return PairRow(turn, None) if label else PairRow(None, turn)
 
 
 def _last_turn(row: Row, data: DataSettings) -> TurnRow:
-    unlabelled = RenamedRow({key: value for key, value in row.items() if key not in LABELS}, is_table=False)
-    dropped = Counter[str]()
-    turns = turn_rows(unlabelled, data, dropped)
-    if not turns:
-        raise MalformedData(f"no answer of this row can be preferred: {', '.join(dropped)}; remove the row")
-    return turns[-1]
+    is_table = isinstance(row, RenamedRow) and row.is_table
+    unlabelled = RenamedRow({key: value for key, value in row.items() if key not in LABELS}, is_table=is_table)
+    return every_turn(unlabelled, data)[-1]  # which the label is of, also if it is left out
 
 
 def _answered(row: Row, data: DataSettings) -> TurnRow:
@@ -168,7 +179,11 @@ def _answered(row: Row, data: DataSettings) -> TurnRow:
     chat = _whole(before, answer, "completion")
     is_plain = data.text_prompts == "plain" and isinstance(prompt, str)
     return TurnRow(
-        chat if is_plain else with_system(chat, row, data), is_plain, tools_of(row, data), column="completion"
+        chat if is_plain else with_system(chat, row, data),
+        is_plain,
+        tools_of(row, data),
+        column="completion",
+        left_out=mark_of(row),
     )
 
 
@@ -176,6 +191,12 @@ def _chat(value: Any, column: str, data: DataSettings, text_role: str | None) ->
     value = chat_in_text(value, ("role", "from"))
     if isinstance(value, str) and text_role is None:
         return _hh_chat(value, column)
+    if isinstance(value, str) and PYTHON_CHAT.match(value):
+        refuse(
+            column,
+            "expected a text, or a chat as JSON",
+            f"{shown(value)}, a chat as Python prints it; write it as JSON",
+        )
     return read_chat(value, column, roles=data.roles, text_role=text_role)
 
 
@@ -190,8 +211,8 @@ def _hh_chat(text: str, column: str) -> Chat:
 
 
 def _whole(before: Chat | None, chat: Chat, column: str) -> Chat:
-    if before is not None and chat[: len(before)] != before:
-        chat = (*before, *chat)
+    if before is not None:
+        chat = whole_chat(before, chat)
     num_before = len(chat) - 1 if before is None else len(before)
     if chat[-1]["role"] != "assistant" or len(chat) != num_before + 1 or num_before < 1:
         roles = [message["role"] for message in chat]

@@ -12,10 +12,7 @@ import math
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
-from datetime import date, time, timedelta
-from decimal import Decimal
 from typing import Any
-from uuid import UUID
 
 from penstock.trainer.data.messages import (
     COLUMN,
@@ -26,7 +23,6 @@ from penstock.trainer.data.messages import (
     is_answer,
     is_blank,
     is_trained,
-    json_of,
     read_calls,
     read_chat,
     refuse,
@@ -34,8 +30,17 @@ from penstock.trainer.data.messages import (
     text_of,
     with_images,
 )
-from penstock.trainer.data.null_padding import message_without_padding, parameters_of, schema_without_padding, tool_of
-from penstock.trainer.data.row_checks import as_setting, is_self_play, refuse_unread, suggest
+from penstock.trainer.data.null_padding import RenamedRow, calls_of, schema_without_padding, tool_of, without_padding
+from penstock.trainer.data.row_checks import (
+    as_setting,
+    is_self_play,
+    json_text,
+    mark_of,
+    refuse_unread,
+    suggest,
+    whole_chat,
+    without_nan,
+)
 from penstock.trainer.data.row_files import Row, RowFile, Unreadable
 from penstock.trainer.errors import MalformedData
 from penstock.trainer.row_format import ROW_FORMATS, RowFormat, detect
@@ -43,17 +48,6 @@ from penstock.trainer.settings import COLUMNS, DataSettings
 
 _TEXT_CHATS = {"prompt", "completion", "response"}
 _CHATS = {"messages", "conversations"}
-_MAY_CALL = _TEXT_CHATS | _CHATS | {"chosen", "rejected", "input", "question"}  # columns that may hold calls of tools
-
-
-class RenamedRow(dict[str, Any]):
-    """A row whose columns have the names of `COLUMNS`; ``is_table``: its objects may be filled up with nulls."""
-
-    def __init__(self, columns: Row, *, is_table: bool) -> None:
-        super().__init__(columns)
-        self.is_table = is_table
-        self.changes: set[str] = set()
-        """What was changed in it, for `FileNotes`: ``padding``, and the columns that are left out."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +77,7 @@ class TurnRow:
     tools: tuple[Any, ...] = ()
     trained: tuple[bool, ...] = ()  # of each assistant message; empty: all
     column: str = ""  # of the prompt
+    left_out: str | None = None  # why the answer is not trained
 
 
 def form_of(row: Row, data: DataSettings) -> RowFormat:
@@ -140,7 +135,7 @@ def rename(row: Row, data: DataSettings, *, nested_texts: bool, is_table: bool =
         for name in ("reward_model", "extra_info"):
             if isinstance(renamed.get(name), str) and renamed[name].lstrip().startswith("{"):
                 renamed[name] = _parsed(name, renamed[name])
-    return _without_padding(_without_unreadable(RenamedRow(renamed, is_table=is_table)))
+    return without_padding(_without_unreadable(RenamedRow(renamed, is_table=is_table)), data.roles)
 
 
 def _without_unreadable(row: RenamedRow) -> RenamedRow:
@@ -154,19 +149,6 @@ def _without_unreadable(row: RenamedRow) -> RenamedRow:
         if reason:
             row.changes.add(name)
             del row[name]
-    return row
-
-
-def _without_padding(row: RenamedRow) -> RenamedRow:
-    parameters = None
-    for name in _MAY_CALL & row.keys():
-        if isinstance(chat := row[name], list) and any(isinstance(m, dict) and m.get("tool_calls") for m in chat):
-            if parameters is None:
-                tools = json_of(row.get("tools"))
-                parameters = parameters_of(map(tool_of, tools)) if isinstance(tools, list) else {}
-            row[name] = [message_without_padding(m, parameters, is_table=row.is_table) for m in chat]
-            if row[name] != chat:
-                row.changes.add("padding")
     return row
 
 
@@ -203,8 +185,16 @@ def turn_rows(row: Row, data: DataSettings, dropped: Counter[str] | None = None)
 
     Raises MalformedData if it has no assistant message. What is left out is counted in ``dropped`` by reason.
     """
+    turns = every_turn(row, data)
+    if dropped is not None:
+        dropped.update(turn.left_out for turn in turns if turn.left_out)
+    return [turn for turn in turns if turn.left_out is None]
+
+
+def every_turn(row: Row, data: DataSettings) -> list[TurnRow]:
+    """Read a row for imitation, one `TurnRow` for each assistant message; raises MalformedData if it has none."""
     form = form_of(row, data)
-    refuse_unread(row)
+    refuse_unread(row, imitates=True)
     chat = _prompt_chat(row, form, data)
     is_plain = _is_plain(row, form, data)
     if form.is_whole_chat:
@@ -218,19 +208,28 @@ def turn_rows(row: Row, data: DataSettings, dropped: Counter[str] | None = None)
                 f"column response: missing, nothing to imitate; the row has {', '.join(sorted(row))}; "
                 'name the column as data.map.response = "NAME"'
             )
-        chat += _answer(row, form, answer, data)
+        chat = _answered(chat, _answer(row, form, answer, data), answer)
     whole = chat if is_plain else with_system(chat, row, data)
+    num_added = len(whole) - len(chat)
     answers = [n for n, message in enumerate(chat) if message["role"] == "assistant"]
-    reasons = [reason_left_out(chat[: n + 1], f"{form.prompt}[{n}]") for n in answers]
-    if dropped is not None:
-        dropped.update(filter(None, reasons))
+    reasons = [mark_of(row) or reason_left_out(chat[: n + 1], f"{form.prompt}[{n}]") for n in answers]
     trained = tuple(reason is None for reason in reasons)
     tools = tools_of(row, data)
     return [
-        TurnRow(whole[: n + 1 + len(whole) - len(chat)], is_plain, tools, trained[: number + 1], form.prompt)
+        TurnRow(whole[: num_added + n + 1], is_plain, tools, trained[: number + 1], form.prompt, reasons[number])
         for number, n in enumerate(answers)
-        if trained[number]
     ]
+
+
+def _answered(before: Chat, answer: Chat, column: str) -> Chat:
+    chat = whole_chat(before, answer)
+    if chat is not answer and before[-1]["role"] == "user" and answer[0]["role"] in ("system", "developer", "user"):
+        refuse(
+            column,
+            "expected an answer, or the whole chat with the prompt as it is in its own column",
+            f"roles {[message['role'] for message in answer]}, of which the first are not the prompt; make them equal",
+        )
+    return chat
 
 
 def reason_left_out(chat: Chat, column: str) -> str | None:
@@ -247,7 +246,7 @@ def reason_left_out(chat: Chat, column: str) -> str | None:
 
 def _answer(row: Row, form: RowFormat, column: str, data: DataSettings) -> Chat:
     if form.calls == column:
-        return ({"role": "assistant", "content": "", "tool_calls": read_calls(row[column], column)},)
+        return ({"role": "assistant", "content": "", "tool_calls": read_calls(calls_of(row, column), column)},)
     return read_chat(row[column], column, roles=data.roles, text_role="assistant")
 
 
@@ -319,21 +318,21 @@ def _ground_truth(row: Row, form: RowFormat, answer: str | None, data: DataSetti
         if truth is None and model.get("style", "rule") == "rule" and "ground_truth" not in row:
             refuse("reward_model.ground_truth", "expected the right answer, since style is rule", "nothing")
         if truth is not None:
-            return _json(truth, "reward_model.ground_truth")
+            return json_text(truth, "reward_model.ground_truth")
     if "ground_truth" in row:
-        return _json(row["ground_truth"], "ground_truth")
+        return json_text(row["ground_truth"], "ground_truth")
     if form.ground_truth is not None and form.ground_truth in row:
-        return _json(row[form.ground_truth], form.ground_truth)
+        return json_text(row[form.ground_truth], form.ground_truth)
     return _given_answer(row, form, answer, data) if data.answer_is_ground_truth else None
 
 
 def _given_answer(row: Row, form: RowFormat, answer: str | None, data: DataSettings) -> str | None:
     column = None if form.is_whole_chat else form.answer_column(row)
     if column is not None and column == form.calls:
-        return _json(json_of(row[column]), column)
+        return json_text(calls_of(row, column), column)
     if column is not None:
         answer = read_chat(row[column], column, roles=data.roles, text_role="assistant")[-1]["content"]
-    return None if answer is None else _json(answer, column or form.prompt)
+    return None if answer is None else json_text(answer, column or form.prompt)
 
 
 def _extra_info(row: Row, form: RowFormat) -> str:
@@ -346,10 +345,10 @@ def _extra_info(row: Row, form: RowFormat) -> str:
     }  # bytes of images are no JSON, and the model sees them
     others = {name: value for name, value in row.items() if name not in form.reads and name not in hidden}
     try:
-        _json(others, "").encode()
+        json_text(others, "").encode()
     except (MalformedData, UnicodeEncodeError):
         others = _held_by_json(row, others)
-    return _json({**others, **declared}, "extra_info")
+    return json_text({**others, **declared}, "extra_info")
 
 
 def _held_by_json(row: Row, columns: Row) -> Row:
@@ -357,38 +356,11 @@ def _held_by_json(row: Row, columns: Row) -> Row:
     held: Row = {}
     for name, value in columns.items():
         try:
-            held[name] = json.loads(_json(_without_nan(value), name).encode())
+            held[name] = json.loads(json_text(without_nan(value), name).encode())
         except (MalformedData, UnicodeEncodeError):
             if isinstance(row, RenamedRow):
                 row.changes.add(name)
     return held
-
-
-def _without_nan(value: Any) -> Any:
-    """Return a value with null for each number that JSON does not have."""
-    if isinstance(value, Mapping):
-        return {str(key): _without_nan(item) for key, item in value.items()}
-    if isinstance(value, list | tuple | set):
-        return [_without_nan(item) for item in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def _json(value: Any, column: str) -> str:
-    try:
-        return json.dumps(value, ensure_ascii=False, allow_nan=False, default=_plain)
-    except (TypeError, ValueError, RecursionError) as err:
-        if isinstance(value, Mapping):  # name the first key that is the reason
-            for key, item in value.items():
-                _json(item, f"{column}.{key}")
-        return refuse(
-            column, "expected a value that JSON can hold", f"{shown(value)} ({err}); set data.ignore to leave it out"
-        )
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, (date, time, timedelta, Decimal, UUID)):  # a datetime is a date
-        return str(value)
-    raise TypeError(f"JSON has no {type(value).__name__}")
 
 
 def _parsed(column: str, text: str) -> Any:

@@ -7,15 +7,19 @@ into a run file that people read: rows are read by what `data.map` says.
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import date, time, timedelta
+from decimal import Decimal
 from itertools import islice
 from typing import Any
+from uuid import UUID
 
 from penstock.protocol.chat_tokenizer import ChatTokenizer
-from penstock.trainer.data.messages import COLUMN, Chat, text_of
+from penstock.trainer.data.messages import COLUMN, Chat, refuse, shown, text_of, truth
 from penstock.trainer.data.row_files import Row, RowFile
 from penstock.trainer.errors import MalformedData
 from penstock.trainer.settings import DataSettings, TrainerSettings
@@ -34,6 +38,7 @@ _TAGGED = re.compile(r"\s*<tool_response>\s*((?:(?!</?tool_response>).)*?)\s*</t
 _BATCH_ROWS = 512  # rows that are tokenised together
 LABELS = ("label", "kto_tag")  # of an answer, TRL's and LLaMA-Factory's
 LABELLED = {"completion", "response", "messages", "conversations", "instruction"}
+_ROW_MARKS = ("weight", "train", "trainable")
 _PAIR = ("chosen", "rejected")
 _MEDIA = ("image", "images", "video", "videos", "audio", "audios")
 
@@ -158,9 +163,15 @@ def encode_texts(
 
 
 def for_template(
-    chat: Chat, column: str, tokenizer: ChatTokenizer, data: DataSettings, *, is_plain: bool = False
-) -> Chat:
-    """Return a chat in which texts of control tokens are as ``data.control_tokens`` says; raises MalformedData if refused.
+    chat: Chat,
+    tools: tuple[Any, ...],
+    column: str,
+    tokenizer: ChatTokenizer,
+    data: DataSettings,
+    *,
+    is_plain: bool = False,
+) -> tuple[Chat, tuple[Any, ...]]:
+    """Return a chat and its tools, with texts of control tokens as ``data.control_tokens`` says; raises MalformedData if refused.
 
     The tags of Hermes around a tool's result are left out where the template writes them too.
     """
@@ -172,22 +183,23 @@ def for_template(
             for message in chat
         )
     controls = tokenizer.control_tokens
-    for number, message in enumerate(chat):
-        texts = {key: value for key, value in message.items() if key != "role"}
-        for text in sorted(controls.found_in(texts)):
+    chat = tuple(map(dict, tokenizer.with_arguments(chat)))  # the JSON text of an object may spell a token as \u003c
+    parts = [(f"column {column}: message {n} ({m['role']})", {**m, "role": ""}) for n, m in enumerate(chat)]
+    for place, part in [*parts, ("column tools: a tool", tools)]:
+        for text in sorted(controls.found_in(part)):
             if controls.has_escaped(text):
                 raise MalformedData(
-                    f"column {column}: message {number} ({message['role']}) has the character U+{ord(text):X}, which is used here for the "
-                    "text of a control token; remove it"
+                    f"{place} has the character U+{ord(text):X}, which is used here for the text of a control token; remove it"
                 )
             if data.control_tokens == "refuse" and not is_plain:
                 raise MalformedData(
-                    f"column {column}: message {number} ({message['role']}) has the text {text!r}, which is a control token of the model; "
+                    f"{place} has the text {text!r}, which is a control token of the model; "
                     'remove it, or set data.control_tokens = "escape" (it is ordinary text) or "keep" (it is the token)'
                 )
     if data.control_tokens != "escape" or is_plain:
-        return chat
-    return tuple({**tokenizer.control_tokens.escaped(message), "role": message["role"]} for message in chat)
+        return chat, tools
+    escaped_chat = tuple({**controls.escaped(message), "role": message["role"]} for message in chat)
+    return escaped_chat, tuple(controls.escaped(tools))
 
 
 def read_tokenizer(settings: TrainerSettings, *, renders_chats: bool = True) -> ChatTokenizer:
@@ -196,25 +208,43 @@ def read_tokenizer(settings: TrainerSettings, *, renders_chats: bool = True) -> 
     return ChatTokenizer.read(settings.model.path, arguments=data.template_arguments, needs_template=needs_template)
 
 
-def row_label(value: Any) -> bool | None:
-    """Return what a label says of an answer; None if it is no true or false, nor the text of one, as in CSV."""
-    if isinstance(value, str):
-        return {"true": True, "false": False}.get(value.strip().lower())
-    return value if isinstance(value, bool) else None
+def labels_of(row: Row) -> dict[str, bool]:
+    """Return whether the answer of a row is desirable, by the columns that say so with true or false, 1 or 0, or the text of one."""
+    return {name: label for name in LABELS if (label := truth(row.get(name))) is not None}
+
+
+def mark_of(row: Row) -> str | None:
+    """Return why nothing of a row is trained; None if none of its columns says so."""
+    return "marked as not trained" if any(truth(row.get(name)) is False for name in _ROW_MARKS) else None
+
+
+def whole_chat(before: Chat, answer: Chat) -> Chat:
+    """Return a prompt with its answer; the answer itself if it is the whole chat, which begins with the prompt."""
+    start = int(answer[0]["role"] == "system" != before[0]["role"])
+    return answer if answer[start : start + len(before)] == before else (*before, *answer)
 
 
 def is_self_play(row: Row) -> bool:
     return row.get("self_play") not in (None, False, "", "false")
 
 
-def refuse_unread(row: Row, *, reads_self_play: bool = False, reads_images: bool = False) -> None:
+def refuse_unread(
+    row: Row, *, imitates: bool = False, reads_self_play: bool = False, reads_images: bool = False
+) -> None:
+    """Raise MalformedData for a column that other training reads; a prompt to answer may have a ``label`` of 0 or 1 as its truth."""
     if columns := [name for name in _PAIR if _is_given(row.get(name))]:
         raise MalformedData(
             f"column {columns[0]}: a preference, which `penstock dpo` trains on, and `penstock train` with algorithm.dpo_coefficient; set data.ignore = {json.dumps(columns)} to "
             "train on the prompt alone; for SFT on the chosen answers set also "
             'data.map.response = "chosen" and ignore only rejected'
         )
-    if labels := [name for name in LABELS if row_label(row.get(name)) is not None and LABELLED & row.keys()]:
+    labels = [
+        name
+        for name in labels_of(row)
+        if imitates
+        or (LABELLED & row.keys() and (name != "label" or str(row[name]).strip().lower() in ("true", "false")))
+    ]
+    if labels:
         raise MalformedData(
             f'column {labels[0]}: tells good completions from bad ones, which `penstock dpo` with dpo.loss = "kto" trains on; keep only '
             f'the rows with good ones, or set data.ignore = ["{labels[0]}"]'
@@ -238,3 +268,30 @@ def refuse_media(row: Row, *, reads_images: bool = False) -> None:
 
 def _is_given(value: Any) -> bool:
     return value is not None and value not in ([], "")
+
+
+def without_nan(value: Any) -> Any:
+    """Return a value with null for each number that JSON does not have."""
+    if isinstance(value, Mapping):
+        return {str(key): without_nan(item) for key, item in value.items()}
+    if isinstance(value, list | tuple | set):
+        return [without_nan(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def json_text(value: Any, column: str) -> str:
+    try:
+        return json.dumps(value, ensure_ascii=False, allow_nan=False, default=_as_text)
+    except (TypeError, ValueError, RecursionError) as err:
+        if isinstance(value, Mapping):  # name the first key that is the reason
+            for key, item in value.items():
+                json_text(item, f"{column}.{key}")
+        return refuse(
+            column, "expected a value that JSON can hold", f"{shown(value)} ({err}); set data.ignore to leave it out"
+        )
+
+
+def _as_text(value: Any) -> Any:
+    if isinstance(value, (date, time, timedelta, Decimal, UUID)):  # a datetime is a date
+        return str(value)
+    raise TypeError(f"JSON has no {type(value).__name__}")

@@ -107,8 +107,8 @@ class TurnSet:
     ) -> list[_Example]:
         if turns and self._uses_markers and not turns[-1].is_plain:
             last = turns[-1]
-            chat = for_template(last.chat, last.column, tokenizer, data)
-            parts = _without_untrained(tokenizer.render_marked(chat, tools=last.tools), last.trained)
+            chat, tools = for_template(last.chat, last.tools, last.column, tokenizer, data)
+            parts = _without_untrained(tokenizer.render_marked(chat, tools=tools), last.trained)
             if not any(is_trained and text.strip() for text, is_trained in parts):
                 raise MalformedData(
                     'the chat template marks no text of this chat, so nothing of it would be trained; set sft.mask = "turns"'
@@ -172,11 +172,11 @@ def _encoded(examples: Sequence[_Example], tokenizer: ChatTokenizer, problems: P
 
 def prompt_and_completion(turn: TurnRow, tokenizer: ChatTokenizer, data: DataSettings) -> tuple[str, str]:
     """Return the text before an answer, as for inference, and the text of the answer; raises MalformedData if they differ."""
-    chat = for_template(turn.chat, turn.column, tokenizer, data, is_plain=turn.is_plain)
+    chat, tools = for_template(turn.chat, turn.tools, turn.column, tokenizer, data, is_plain=turn.is_plain)
     if turn.is_plain:
         return chat[0]["content"], chat[-1]["content"]
-    prompt = tokenizer.render(chat[:-1], add_generation_prompt=True, tools=turn.tools)
-    whole = tokenizer.render(chat, add_generation_prompt=False, tools=turn.tools)
+    prompt = tokenizer.render(chat[:-1], add_generation_prompt=True, tools=tools)
+    whole = tokenizer.render(chat, add_generation_prompt=False, tools=tools)
     if not whole.startswith(prompt):
         raise MalformedData(
             "the model's chat template renders the answer differently from its own generation prompt "

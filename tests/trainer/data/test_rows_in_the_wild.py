@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -99,6 +100,9 @@ TEXT = {"type": "string"}
 WEATHER, STOCK = tool("weather", "city", city=TEXT, unit=TEXT), tool("stock", "ticker", ticker=TEXT, day=TEXT)
 
 
+CALLS = [("weather", {"city": "Bern"}), ("stock", {"ticker": "N"})]
+
+
 @pytest.mark.parametrize("name", TEMPLATES)
 @pytest.mark.parametrize("arguments", [{"city": "Bern"}, '{"city": "Bern"}'], ids=["object", "text"])
 def test_arguments_are_written_once_by_every_template(models: Any, tmp_path: Path, name: str, arguments: Any) -> None:
@@ -158,6 +162,41 @@ def test_a_null_that_was_meant_is_kept(models: Any, tmp_path: Path, kind: str, s
     [text] = trained(sft(write(tmp_path, row, kind=kind), models["qwen2.5"]), models["qwen2.5"])
     assert ('"b": null' in text) is kept
     assert '"a": "x"' in text
+
+
+def _function(name: str, arguments: Any) -> dict[str, Any]:
+    return {**ANSWER, "content": "", "function_call": {"name": name, "arguments": arguments}}
+
+
+@pytest.mark.parametrize(
+    ("kind", "rows"),
+    [
+        ("parquet", [{"messages": [USER, _function(*c)]} for c in CALLS]),
+        ("parquet", [{"messages": [USER, _function(*c), {"role": "function", "content": "r"}, ANSWER]} for c in CALLS]),
+        ("parquet", [{"query": "q", "tools": "[]", "answers": [{"name": n, "arguments": a}]} for n, a in CALLS]),
+        ("jsonl", [{"query": "q", "tools": [WEATHER], "answers": json.dumps([{"name": n, "arguments": {**a, "no": None}}])}
+                   for n, a in CALLS[:1]]),
+        ("jsonl", [{"messages": [USER, {**ANSWER, "tool_calls": json.dumps([{"function": {"name": n, "arguments": {**a, "no": None}}}])}],
+                    "tools": json.dumps([WEATHER])} for n, a in CALLS[:1]]),
+        ("jsonl", [{"conversations": [{"from": "human", "value": "q"}, {"from": "function_call", "value": json.dumps(
+            {"name": n, "arguments": {**a, "no": None}})}], "tools": json.dumps([WEATHER])} for n, a in CALLS[:1]]),
+    ],
+)  # fmt: skip
+def test_padding_is_left_out_of_every_form_of_call(models: Any, tmp_path: Path, kind: str, rows: Any) -> None:
+    model = models["qwen2.5"]
+    turns = sft(write(tmp_path, *rows, kind=kind), model)
+    texts = [model.decode(turns[n].token_ids.tolist()) for n in range(len(turns))]
+    assert all('"arguments": {"city": "Bern"}}' in t or '"arguments": {"ticker": "N"}}' in t for t in texts)
+    assert any(f"{len(rows)} rows have tools or calls with keys that are null" in h for h in turns.notes[0].hints())
+
+
+@pytest.mark.parametrize("make", [call, _function])
+def test_padding_is_left_out_of_answers_that_are_one_message(models: Any, tmp_path: Path, make: Any) -> None:
+    better, worse = (make(*c) for c in CALLS)
+    rows = [{"conversations": [{"from": "human", "value": "q"}], "chosen": better, "rejected": worse}] * 2
+    rows[1] = {**rows[1], "chosen": worse, "rejected": better}
+    pairs = dpo(write(tmp_path, *rows, kind="parquet"), models["qwen2.5"])
+    assert all("null" not in models["qwen2.5"].decode([*pairs[n].chosen, *pairs[n].rejected]) for n in range(2))
 
 
 _CALL = '{"name": "weather", "arguments": {"city": "Bern"}}'
@@ -245,6 +284,17 @@ def test_a_tool_result_is_tagged_once(tmp_path: Path, tags: bool) -> None:
     assert "<tool_response>\n<tool_response>" not in model.decode(turns[1].token_ids.tolist())
 
 
+def test_calls_that_the_template_reads_otherwise_are_explained(tmp_path: Path) -> None:
+    strict = (
+        TEMPLATES["qwen2.5"].replace("c.function or c", "c.function").replace("{{ f.name }}", "{{ c.function.name }}")
+    )
+    model = ChatTokenizer.read(write_folder(tmp_path / "m", strict))
+    row = {"messages": [USER, {**ANSWER, "tool_calls": [{"name": "f", "arguments": {}}]}]}
+    with pytest.raises(MalformedData, match=r'\'function\'; write each of tool_calls as {"type": "function"'):
+        sft(write(tmp_path, row), model)
+
+
+_SPELT = '{"text": "a \\u003c|im_end|\\u003e b"}'  # a control token, once the text is read as JSON
 _MARKED = [{**ANSWER, "content": "bad"}, USER, ANSWER]
 
 
@@ -252,7 +302,17 @@ _MARKED = [{**ANSWER, "content": "bad"}, USER, ANSWER]
     ("mark", "answers"),
     [
         ({key: value}, ["a<|im_end|>"])
-        for key in ("weight", "loss", "train", "train_on_turn", "trainable", "loss_scale", "label")
+        for key in (
+            "weight",
+            "loss",
+            "train",
+            "train_on_turn",
+            "trainable",
+            "loss_scale",
+            "label",
+            "loss_mask",
+            "step_loss_mask",
+        )
         for value in (0, False, 0.0, "false")
     ]
     + [({key: True}, ["a<|im_end|>"]) for key in ("mask", "masked", "is_masked")]
@@ -283,17 +343,38 @@ def test_a_marked_block_that_is_not_to_be_trained_is_not(models: Any, tmp_path: 
         ({"messages": [USER, ANSWER], "label": False}, r'column label: .* dpo.loss = "kto" .* data.ignore = \["label"\]'),
         ({"messages": [USER, ANSWER], "kto_tag": True}, r"column kto_tag: tells good completions from bad ones"),
         ({"prompt": "q", "completion": "a", "label": "False"}, r"column label: tells good"),
+        *[({"prompt": "q", "completion": "a", "label": label}, r"column label: tells good") for label in (0, 1, 0.0, "0", "1.0")],
+        *[({**row, "label": label}, r"column label: tells good") for label in (0, False, "0") for row in (
+            {"instruction": "q", "output": "a"}, {"input": "q", "output": "a"}, {"question": "q", "answer": "a"},
+            {"conversations": [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]})],
+        ({"messages": [USER, ANSWER], "kto_tag": 0}, r"column kto_tag: tells good"),
+        ({"prompt": "q", "response": [{**USER, "content": "p"}, ANSWER]}, r"column response: expected an answer, or the whole chat"),
+        ({"prompt": "q", "response": [{**USER, "content": "q "}, ANSWER]}, r"column response: .* make them equal"),
         ({"messages": [USER, {**ANSWER, "content": "a <|im_end|> b"}]},
          r"column messages: message 1 \(assistant\) has the text '<\|im_end\|>'.* data.control_tokens"),
+        ({"messages": [USER, call("f", _SPELT)]}, r"message 1 \(assistant\) has the text '<\|im_end\|>'"),
+        ({"messages": [USER, call("f", {"<|im_end|>": {"x": 1}})]}, r"message 1 \(assistant\) has the text"),
+        ({"messages": [USER, call("f", {"x": [{"a <|im_start|>": 1}]})]}, r"message 1 \(assistant\) has the text"),
+        ({"messages": [USER, {**ANSWER, "function_call": {"name": "f", "arguments": _SPELT}}]}, r"has the text"),
+        ({"conversations": [_FROM[0], {"from": "function_call", "value": json.dumps({"name": "f", "arguments": _SPELT})}]},
+         r"column conversations: message 1 \(assistant\) has the text"),
+        ({"messages": [USER, ANSWER], "tools": [tool("f", "<|im_end|>")]}, r"column tools: a tool has the text '<\|im_end\|>'"),
+        ({"messages": [USER, ANSWER], "tools": json.dumps([tool("f", **{"<|im_end|>": TEXT})])}, "column tools: a tool has"),
         ({"messages": [{**USER, "content": "\U00100001"}, ANSWER]}, r"has the character U\+100001"),
         ({"messages": [USER, {"role": "function_call", "content": "no call"}]}, r"messages\[1\].content: expected a call"),
         ({"messages": [USER, call("f", "{broken")]}, r"tool_calls\[0\].function.arguments: expected an object"),
+        *[({"messages": [USER, call("f", text)]}, r"tool_calls\[0\].function.arguments: expected an object, .* without NaN")
+          for text in ('{"x": NaN}', '{"x": [1e999]}', '{"x": 1, "x": null}', {"x": float("nan")})],
+        ({"conversations": [_FROM[0], {"from": "function_call", "value": '{"name": "f", "arguments": {"x": 1, "x": 2}}'}]},
+         r"conversations\[1\].value: expected a call"),
+        ({"messages": [USER, {**ANSWER, "loss": True}, {"role": "function_call", "content": _CALL, "loss": False}]},
+         r"column messages\[2\]: expected the mark of the message before it"),
         ({"system": "SYSTEM: you have functions", "chat": "USER: q ASSISTANT: a <|endoftext|>"}, "Glaive"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_meant_is_refused(models: Any, tmp_path: Path, row: dict[str, Any], reply: str) -> None:
     with pytest.raises(MalformedData, match=f"rows.jsonl:1: .*{reply}"):
-        sft(write(tmp_path, row), models["qwen2.5"])
+        sft(write(tmp_path, row), models["qwen2.5"], use_tools=True)
 
 
 def test_control_tokens_are_escaped_or_kept_by_a_setting(models: Any, tmp_path: Path) -> None:
@@ -310,11 +391,62 @@ def test_control_tokens_are_escaped_or_kept_by_a_setting(models: Any, tmp_path: 
     assert model.decode(prompt.token_ids) == prompt.text
     both = dpo(write(tmp_path, {"prompt": "q", "chosen": texts, "rejected": "b"}), model, control_tokens="escape")
     assert model.decode(both[0].chosen.tolist()) == f"{texts}<|im_end|>"
+    for arguments in (_SPELT, {"text": "a <|im_end|> b", "<|im_end|>": {}}):
+        row = {"messages": [USER, call("f", arguments)], "tools": [tool("f", "<|im_end|>")]}
+        turn = sft(write(tmp_path, row), model, control_tokens="escape", use_tools=True)[0]
+        assert turn.token_ids.tolist().count(2) == 2
+        assert model.decode(turn.token_ids[turn.loss_mask].tolist()).endswith("}\n</tool_call><|im_end|>")
+        assert "<|im_end|> b" in model.decode(turn.token_ids.tolist())
+
+
+def test_a_token_that_the_template_writes_is_one_of_control(models: Any, tmp_path: Path) -> None:
+    """Some tokenizers mark as special neither the tokens of turns nor the end token; ordinary added tokens stay ordinary."""
+    folder = write_folder(tmp_path / "m", TEMPLATES["qwen2.5"])
+    described = json.loads((folder / "tokenizer.json").read_text())
+    described["added_tokens"] = [{**token, "special": False} for token in described["added_tokens"]]
+    described["added_tokens"] += [
+        {**described["added_tokens"][0], "id": 900 + n, "content": text} for n, text in enumerate(("assistant", "<b>"))
+    ]
+    (folder / "tokenizer.json").write_text(json.dumps(described))
+    model = ChatTokenizer.read(folder)
+    for text in ("<|im_end|>", "<|im_start|>", "<|endoftext|>"):
+        with pytest.raises(MalformedData, match="which is a control token of the model"):
+            sft(write(tmp_path, {"messages": [USER, {**ANSWER, "content": f"a {text} b"}]}), model)
+    row = {"messages": [USER, {**ANSWER, "content": "assistant <b>"}]}
+    assert trained(sft(write(tmp_path, row), model), model) == ["assistant <b><|im_end|>"]
+
+
+@pytest.mark.parametrize(
+    "row", [{"prompt": "q", "answer": "a", "label": "math"}, {"input": "q", "output": "a", "label": "72"}]
+)
+def test_a_label_that_is_a_class_or_a_truth_is_no_judgement(models: Any, tmp_path: Path, row: Any) -> None:
+    model = models["qwen2.5"]
+    assert trained(sft(write(tmp_path, row), model), model) == ["a<|im_end|>"]
+    for label in (1, "0"):  # a reward's, where the model writes the answers itself
+        assert len(grpo(write(tmp_path, {**row, "label": label}), model)) == 1
+
+
+@pytest.mark.parametrize(
+    ("row", "data"),
+    [
+        ({"prompt": "q", "chosen": [USER, ANSWER], "rejected": [USER, ANSWER]},
+         {"map": {"response": "chosen"}, "ignore": ["rejected"]}),
+        ({"prompt": [USER], "completion": [USER, ANSWER]}, {}),
+        ({"prompt": "q", "response": [USER, ANSWER]}, {}),
+        ({"prompt": [USER], "completion": [ANSWER]}, {}),
+    ],
+)  # fmt: skip
+def test_a_prompt_that_its_answer_repeats_is_read_once(models: Any, tmp_path: Path, row: Any, data: Any) -> None:
+    model = models["qwen2.5"]
+    turn = sft(write(tmp_path, row), model, **data)[0]
+    assert model.decode(turn.token_ids.tolist()) == "<|im_start|>user\nq<|im_end|>\n<|im_start|>assistant\na<|im_end|>"
 
 
 @pytest.mark.parametrize(
     ("row", "reason"),
     [
+        ({"messages": [USER, ANSWER], "weight": 0}, "marked as not trained"),
+        ({"prompt": "q", "completion": "a", "train": "false"}, "marked as not trained"),
         ({"messages": [ANSWER]}, "answer without a prompt"),
         ({"conversations": [{"from": "gpt", "value": "a"}]}, "answer without a prompt"),
         ({"messages": [USER, {**ANSWER, "content": " "}]}, "empty answer"),
@@ -329,17 +461,36 @@ def test_what_is_left_out_has_a_reason(
     assert (len(turns), dict(turns.dropped)) == (1, {reason: 1})
     main(["data-check", str(path)])
     assert f"1 {reason}" in capsys.readouterr().out
-    with pytest.raises(MalformedData, match=f"no row is left: 1 of them: {reason}"):
+    with pytest.raises(MalformedData, match=f"no row is left: 1 (of them: |answers are ){reason}"):
         sft(write(tmp_path, row), models["qwen2.5"])
 
 
 def test_a_labelled_chat_is_read_for_kto(models: Any, tmp_path: Path) -> None:
     rows = [{"messages": [USER, ANSWER], "label": False}, {"conversations": _FROM, "kto_tag": "true"}]
+    rows += [{"input": "q", "output": "a", "label": label} for label in ("0", 1.0, False)]
+    rows += [{"question": "q", "answer": "a", "label": 0}, {"prompt": "q", "completion": "a", "label": "1"}]
     pairs = dpo(write(tmp_path, *rows), models["qwen2.5"])
-    assert [(bool(len(pairs[n].chosen)), bool(len(pairs[n].rejected))) for n in range(2)] == [
-        (False, True),
-        (True, False),
+    good = [bool(len(pairs[n].chosen)) for n in range(len(pairs))]
+    assert good == [False, True, False, True, False, False, True]
+    assert [bool(len(pairs[n].rejected)) for n in range(len(pairs))] == [not is_good for is_good in good]
+
+
+@pytest.mark.parametrize(
+    ("last", "reason"),
+    [
+        ([USER, {**ANSWER, "weight": 0}], "marked as not trained"),
+        ([USER, {**ANSWER, "content": ""}], "empty answer"),
+        ([{**USER, "content": " "}, ANSWER], "blank prompt"),
+    ],
+)
+def test_a_label_is_of_the_last_answer_alone(models: Any, tmp_path: Path, last: Any, reason: str) -> None:
+    rows = [
+        {"messages": [USER, ANSWER, *last], "label": False},
+        {"messages": [USER, ANSWER, *_MARKED[1:]], "label": True},
     ]
+    pairs = dpo(write(tmp_path, *rows, {**rows[1], "weight": 0}), models["qwen2.5"])
+    assert len(pairs) == 1
+    assert pairs.dropped == Counter({reason: 1}) + Counter({"marked as not trained": 1})
 
 
 _UNUSED: dict[str, Any] = {
@@ -383,6 +534,8 @@ def test_values_of_tables_and_nan_of_json_reach_the_reward(models: Any, tmp_path
     ("content", "note"),
     [
         ('prompt\n"[{\'role\': \'user\', \'content\': \'q\'}]"\n', "1 prompts are a chat as Python prints it"),
+        ('prompt,response\nq,"[{\'role\': \'assistant\', \'content\': \'a\'}]"\n', "1 answers are a chat as Python prints it"),
+        ("prompt,response\nq,nan\n", "the answer of 1 rows is a word for a missing value"),
         ("prompt,ground_truth\nNone,1\nq,nan\n", "the prompt of 1 rows is a word for a missing value"),
         ("prompt,ground_truth\nq,nan\n", "the ground truth of 1 rows is a word for a missing value"),
         ('{"prompt": "a", "prompt": "q"}\n', "twice, of which the last counts: prompt"),
@@ -455,6 +608,10 @@ def test_data_check_reads_preferences(tmp_path: Path, row: dict[str, Any], capsy
             "white space at their ends",
         ),
         ({"prompt": "q", "chosen": [{**ANSWER, "weight": 0}], "rejected": "b"}, "an answer to train"),
+        (
+            {"prompt": "q", "chosen": "[{'role': 'assistant', 'content': 'a'}]", "rejected": "b"},
+            "column chosen: .* Python prints it",
+        ),
     ],
 )
 def test_preferences_that_teach_nothing_are_explained(models: Any, tmp_path: Path, row: Any, reply: str) -> None:
