@@ -4,7 +4,8 @@ The program cannot read the test code, the expected values or this process: call
 values are returned (`values`). So it cannot override a comparison, catch an assertion, print a verdict or end the tests.
 
 Descriptors: 3 the job (JSON), 4 verdicts, 5 answers of the program, 6 calls to it. A job with ``stubs`` has no program:
-its tests run once with each stand-in (`program_proxy.Stub`), which shows what they accept.
+its tests run once with each stand-in (`program_proxy.Stub`), which shows what they accept. Those that it names as ``hidden`` do not see
+how the program changes its arguments.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import types
 import unittest
 from typing import Any
 
-from penstock.sandbox.inside import changed_arguments, pytest_api, test_collection
+from penstock.sandbox.inside import pytest_api, test_collection
 from penstock.sandbox.inside.program_proxy import PROGRAM_MODULES, Answers, BadTests, Program, Stub, module_of
 
 JOB, VERDICTS, ANSWERS, CALLS = 3, 4, 5, 6
@@ -55,6 +56,8 @@ class _Session:
         self._named: list[str] = list(job["entry_points"])
         self._program = program
         self._label = label
+        self._hidden: list[list[int]] = job.get("hidden", [])
+        self._number = 0  # of the test in its piece
         self._has_failed = False
 
     def run(self) -> None:
@@ -65,8 +68,6 @@ class _Session:
         self._offer_program(trees)
         exec(compile(self._setup, "setup", "exec", dont_inherit=True), names)  # noqa: S102 the data set's code
         functions = self._borrow(trees, names)
-        files = [("setup", ast.parse(self._setup)), *((f"test {place}", tree) for place, tree in enumerate(trees))]
-        self._program.shown = changed_arguments.scopes_shown(files, functions, PROGRAM_MODULES)
         count = 0
         for place, tree in enumerate(trees):
             count += self._piece(place, tree, names, functions)
@@ -78,6 +79,8 @@ class _Session:
 
     def _piece(self, place: int, tree: ast.Module, names: dict[str, Any], functions: list[str]) -> int:
         before = dict(names)
+        self._number = 0
+        self._program.shows_changes = all(place != hidden for hidden, _ in self._hidden)
         code = compile(tree, f"test {place}", "exec", dont_inherit=True)
         why = test_collection.attempt(lambda: exec(code, names), may_exit=True)  # noqa: S102
         if why:
@@ -97,6 +100,7 @@ class _Session:
             self._report(place, "")
             return 1
         _say({**self._label, "place": place, "planned": count})
+        self._program.shows_changes = [place, 0] not in self._hidden
         for group in groups:
             group.run(lambda why: self._report(place, why))
         return count
@@ -105,6 +109,8 @@ class _Session:
         shown = "" if self._has_failed else why
         self._has_failed = self._has_failed or bool(why)
         _say({**self._label, "test": place, "ok": not why, "why": shown})
+        self._number += 1
+        self._program.shows_changes = [place, self._number] not in self._hidden
 
     def _offer_program(self, trees: list[ast.Module]) -> None:
         """Make the program importable under the names that data sets give it, unless tests mean another module."""

@@ -209,13 +209,14 @@ def _answer(call: dict[str, Any], names: dict[str, Any], handles: dict[int, Any]
         target = _target(call, names, handles)
         if "arguments" not in call:
             return {"value": values.encode(target, keep), **_kind(target)}
-        arguments = values.decode(call["arguments"], handles.__getitem__)
-        named = values.decode(call["named"], handles.__getitem__)
+        passed: list[Any] = []
+        arguments, named = values.decode(call["arguments"], handles.__getitem__, passed)
+        num_passed = len(passed)
         result = target(*arguments, **named)
         if inspect.iscoroutine(result):
             result = asyncio.run(result)
-        changed = [values.encode(argument, keep) for argument in [*arguments, *named.values()]]
-        return {"value": values.encode(result, keep), "changed": changed}
+        value = values.encode(result, keep, passed)
+        return {"value": value, "changed": [values.contents(held, keep, passed) for held in passed[:num_passed]]}
     except BaseException as err:
         return {"raised": type(err).__name__, "text": _text(err), "types": _names(type(err))}
 

@@ -188,6 +188,7 @@ HOLLOW = "def f(c):\n    for k in (c if isinstance(c, dict) else range(len(c))):
 ZEROS = "def f(x):\n    x[:] = [0] * len(x)\n    return 0"
 ONLY = "import unittest\nclass T(unittest.TestCase):\n    def setUp(self): self.x = [2, 1]\n    def test_it(self):\n"
 SORTS = "def f(x): x.sort()"
+METHOD = "class Solution:\n    def f(self, x): x.sort()"
 UNIQUE = "def f(x):\n    y = sorted(set(x))\n    x[:len(y)] = y\n    return len(y)"
 
 
@@ -218,11 +219,30 @@ UNIQUE = "def f(x):\n    y = sorted(set(x))\n    x[:len(y)] = y\n    return len(
         (SORTS, ONLY + "        f(self.x)\n        self.assertEqual(self.x, [1, 2])", 1),
         (UNIQUE, "x = [1, 1, 2]\nk = f(x)\nassert x[:k] == [1, 2]", 1),
         (SORTS, "x = [2, 1]\nf(x)\nassert x == [3, 1]", 0),
+        (UNIQUE, "x, want = [1, 1, 2], [1, 2]\nk = f(x)\nassert k == 2 and x[:k] == want[:k]", 1),
+        (UNIQUE, "x, want = [1, 1, 2], [1, 2]\nfor i in range(f(x)):\n    assert x[i] == want[i]", 1),
+        (SORTS + "; return x", "x = [2, 1]\ngot = f(x)\nassert x == [1, 2]\nassert got is x", 1),
+        (METHOD, "s = Solution()\ndef test_it():\n    x = [2, 1]\n    s.f(x)\n    assert x == [1, 2]", 1),
+        (METHOD, ONLY + "        Solution().f(self.x)\n        self.assertEqual(self.x, [1, 2])", 1),
+        ("def f(x): x[0][0] += 1; return x", "row = [1]\nassert f([row, row]) == [[2], [2]] and row == [2]", 1),
+        (
+            CLEARS,
+            "def test_it():\n    x = [3, 1, 2]\n    got = f(x)\n    want = lambda: sorted(x)\n    assert got == want()",
+            0,
+        ),
+        (CLEARS, "box = {'x': [3, 1]}\ngot = f(box['x'])\nassert len(box) == 1 and got == sorted(box['x'])", 0),
+        (CLEARS, "x = [3, 1]\nassert f(x) == [2 * v + 1 for v in x]", None),
     ],
 )
-def test_a_program_reaches_no_expected_value_by_its_arguments(slot: Slot, program: str, test: str, passed: int) -> None:
-    """What tests compare an answer with is not changed by the program; what functions do in place is seen."""
-    assert run(slot, program, [test], {}).passed == passed
+def test_a_program_reaches_no_expected_value_by_its_arguments(
+    slot: Slot, program: str, test: str, passed: int | None
+) -> None:
+    """What tests compare an answer with is not changed by the program, or the row is refused; what is done in place is seen."""
+    if passed is None:
+        with pytest.raises(BadGroundTruth, match="empties its arguments"):
+            run(slot, program, [test], {})
+    else:
+        assert run(slot, program, [test], {}).passed == passed
 
 
 DOC = 'def f():\n    """Use:\n%s```\n%sf()\n%s```\n    """\n    return 1\n'
