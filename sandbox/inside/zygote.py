@@ -141,7 +141,11 @@ def _child(confinement: confine.Confinement, request: dict[str, Any], pipes: lis
 
 
 def run_program(mode: str) -> int:
-    code = 0
+    # That of the zygote has found out of another file whether it can seek.
+    sys.stdout = sys.__stdout__ = io.open(  # noqa: SIM115, UP020 ends with the process
+        1, "w", encoding=sys.stdout.encoding, errors=sys.stdout.errors, closefd=False
+    )
+    code, outputs = 0, (sys.stdout, sys.stdout.buffer)
     sys.setrecursionlimit(_RECURSION)
     soft, hard = resource.getrlimit(resource.RLIMIT_STACK)
     if 0 <= soft < _STACK and (hard < 0 or hard >= _STACK):
@@ -155,7 +159,7 @@ def run_program(mode: str) -> int:
     except BaseException:  # reported with its traceback
         code = 1
         _report()
-    return _finish(code)
+    return _finish(code, outputs)
 
 
 def _open(file: Any, *arguments: Any, **named: Any) -> Any:
@@ -267,13 +271,32 @@ def _report() -> None:
         os.write(2, b"the program raised, and its error cannot be printed\n")
 
 
-def _finish(code: int) -> int:
-    """Run the interpreter's exit handlers, without its finalization."""
+def _finish(code: int, outputs: tuple[Any, Any]) -> int:
+    """Run the interpreter's exit handlers and write what open files hold, without its finalization."""
     try:
         threading._shutdown()  # type: ignore[attr-defined]
         atexit._run_exitfuncs()
-        sys.stdout.flush()
-        sys.stderr.flush()
     except BaseException:
-        return code or 1
+        code = code or 1
+    try:
+        _flush(sys.stdout)
+    except BaseException:
+        code = code or 1
+    things = gc.get_objects()  # without those that `main` froze
+    for kind, output in zip(
+        (io.TextIOBase, io.BufferedIOBase), outputs, strict=True
+    ):  # a text file writes into a buffered one
+        for file in [output, *(thing for thing in things if issubclass(type(thing), kind))]:
+            with contextlib.suppress(BaseException):
+                _flush(file)
     return code
+
+
+def _flush(file: Any) -> None:
+    """Flush a file; one that is closed or detached has nothing left to write."""
+    try:
+        is_open = file is not None and not file.closed
+    except ValueError:
+        return
+    if is_open:
+        file.flush()

@@ -149,6 +149,17 @@ PRINTS: dict[str, str] = {
     "fileinput": "import fileinput\nfor line in fileinput.input(): print(int(line) + 1)",
     "asyncio": "import asyncio\nasync def main(): print(int(input()) + 1)\nasyncio.run(main())",
     "a static method": "class A:\n    @staticmethod\n    def f(x): return x + 1\nprint('', A.f(int(input())))",
+    **{
+        f"output through {how.split(chr(10))[0][:40]}": f"import atexit, io, os, sys\nx = str(int(input()) + 1)\n{how}"
+        for how in (
+            "sys.stdout = io.StringIO()\nprint(x)\natexit.register(lambda: sys.__stdout__.write(sys.stdout.getvalue()))",
+            "old, sys.stdout = sys.stdout, io.StringIO()\nold.write(x)", "out = open(1, 'w')\nout.write(x)",
+            "out = os.fdopen(1, 'w')\nprint(x, file=out)", "sys.stdout = open(1, 'w')\nprint(x)",
+            "out = io.BufferedWriter(io.FileIO(1, 'w'))\nout.write(x.encode())", "print(x)\nsys.stdout.close()",
+            "sys.stdout = io.TextIOWrapper(sys.stdout.buffer)\nprint(x)",
+            "out = sys.stdout.detach()\nout.write(x.encode())", "sys.stdout = None\nos.write(1, x.encode())",
+        )
+    },
 }  # fmt: skip
 FAILS = {
     "Python 2": "print int(input()) + 1",
@@ -282,6 +293,30 @@ DOC = 'def f():\n    """Use:\n%s```\n%sf()\n%s```\n    """\n    return 1\n'
         ("```python\na\n```\n<think>\n```python\ndraft\n```", "a\n"),
         ("<think>x <think> y</think> z</think>\n```python\na\n```", "a\n"),
         ("<think>x</think><answer>```python\na\n```</answer>", "a\n"),
+        *(
+            (f"{prose}\n```\nprint(1)\n```", "print(1)\n")
+            for prose in (
+                "O(n) solution:",
+                "f(n) = 2n, so:\n",
+                "return double the input",
+                '"Double" is the answer.',
+                "x = 2*n.",
+                "for each test: print it",
+                "class of problems: y",
+                "Solution(s):",
+                "# Hi\n\nn = int(input()) reads it:",
+            )
+        ),
+        ("f(x) doubles x.\n```\n2 -> 4\n```\n```python\na()\n```", "a()\n"),
+        ("x = 5\n```\nprint(1)\n```", "print(1)\n"),
+        ("x = 5\n```\n7\n```", "x = 5\n"),
+        ("```python\nprint(1)```\nDone.", "print(1)\n"),
+        ("```python\ns = 1  # ```\nt = '```'\n```", "s = 1  # ```\nt = '```'\n"),
+        ("**Code:** ```python\na\n```\nEnd", "a\n"),
+        ("So:\n<answer>\nprint(1)\n</answer>", "\n\nprint(1)\n"),
+        ("```python\nprint('<answer>%d</answer>' % 1)\n```", "print('<answer>%d</answer>' % 1)\n"),
+        ("```python\ns = '<think>'\nt = '</think>'  # </think>\n```", "s = '<think>'\nt = '</think>'  # </think>\n"),
+        ("<think>\n```python\ndraft\n</think>\n```python\ns = '<think>'\n```", "s = '<think>'\n"),
     ],
 )
 def test_the_program_is_found_as_commonmark_reads_the_completion(completion: str, program: str | None) -> None:
