@@ -93,7 +93,7 @@ class Program:
             return proxy
         if isinstance(answer.get("exception"), list):
             base = self._class_of([text for text in answer["exception"] if text != name]) or Exception
-            self._exceptions[name] = type(name, (base,), {})  # pyright: ignore[reportArgumentType] - a class of `base`
+            self._exceptions[name] = type(name, (base,), {"_handle": getattr(value, "_handle", -1)})  # pyright: ignore[reportArgumentType] - a class of `base`
             return self._exceptions[name]
         if not isinstance(value, Remote):
             return value
@@ -143,7 +143,10 @@ class Program:
         kind = self._class_of([name, *(names if isinstance(names, list) else [])])
         if kind is not None:
             try:
-                return from_program(kind(text))
+                err = kind(text)
+                attributes = self._decode(answer.get("attributes"))
+                err.__dict__.update(attributes if isinstance(attributes, dict) else {})
+                return from_program(err)
             except TypeError:  # UnicodeDecodeError requires five arguments
                 pass
         return from_program(ProgramFailed(f"{name}: {text}"))
@@ -177,8 +180,12 @@ class Stub:
                 passed = copy.deepcopy(passed)
             for argument in passed:
                 _change(argument, self._kind.split()[0])
+            if "operator" in where:
+                return self._operated(where["operator"])
             answer = _answer_of(self._kind, passed)
             return self._object() if answer is _OPAQUE else answer
+        if "operator" in where:
+            return self._operated(where["operator"])
         if self._kind == "missing":
             raise from_program(NameError(f"name {where.get('name')!r} is not defined"))
         return None if self._kind == "none" else self._object()
@@ -189,13 +196,28 @@ class Stub:
     def look_up(self, name: str) -> Any:
         return Remote(self, name=name, handle=0)
 
+    def _operated(self, name: str) -> Any:
+        """Answer as an object without operators."""
+        answers = {
+            "eq": False,
+            "ne": True,
+            "truth": True,
+            "hash": 0,
+            "str": "object",
+            "repr": "object",
+            "setattr": None,
+        }
+        if name not in answers and name != "isinstance":
+            raise TypeError(f"an object does not support {name}")
+        return answers.get(name, False)
+
     def _object(self) -> Remote:
         self._num_objects += 1
         return Remote(self, handle=self._num_objects)
 
 
 class Remote:
-    """A proxy of an object in the program's process: call it, or read its attributes. Equal only to itself."""
+    """A proxy of an object in the program's process, for calls, attributes and operators; equal to no value of the tests."""
 
     def __init__(self, program: Answers, *, name: str = "", handle: int = -1) -> None:
         self.__dict__.update(_program=program, _where={"name": name} if name else {"handle": handle}, _handle=handle)
@@ -208,11 +230,49 @@ class Remote:
             raise AttributeError(name)
         return self._program.attribute(self._handle, name)
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        self._operate("setattr", name, value)
+
+    def _operate(self, name: str, *arguments: Any) -> Any:
+        return self._program.ask({"operator": name}, (self, *arguments), {})
+
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Remote) and self._where == other._where
+        return isinstance(other, Remote) and (self._where == other._where or self._operate("eq", other) is True)
+
+    def __ne__(self, other: object) -> bool:
+        return not isinstance(other, Remote) or (self._where != other._where and self._operate("ne", other) is True)
 
     def __hash__(self) -> int:
-        return hash(str(self._where))
+        return self._operate("hash") if self._handle >= 0 else hash(str(self._where))
+
+    def __bool__(self) -> bool:
+        return self._operate("truth") if self._handle >= 0 else True
+
+    def __instancecheck__(self, instance: object) -> bool:
+        return (
+            isinstance(instance, Remote) and self._program.ask({"operator": "isinstance"}, (instance, self), {}) is True
+        )
+
+    def __enter__(self) -> Any:
+        return self._operate("enter")
+
+    def __exit__(self, *_: object) -> None:
+        self._operate("exit")
+
+
+def _unary(name: str) -> Callable[..., Any]:
+    return lambda self, *arguments: self._operate(name, *arguments)
+
+
+def _of_two(name: str) -> Callable[[Remote, Any], Any]:
+    """An operator of two objects of the program; with a value of the tests it would hand over what they expect."""
+    return lambda self, other: self._operate(name, other) if isinstance(other, Remote) else NotImplemented
+
+
+for _name in ("len", "str", "repr", "iter", "getitem", "setitem", "int", "float", "abs", "neg"):
+    setattr(Remote, f"__{_name}__", _unary(_name))
+for _name in ("lt", "le", "gt", "ge", "add", "sub", "mul", "truediv", "floordiv", "mod", "matmul", "or", "and", "xor"):
+    setattr(Remote, f"__{_name}__", _of_two(f"{_name}_" if _name in ("or", "and") else _name))
 
 
 def module_of(program: Answers, name: str, exported: list[str]) -> types.ModuleType:
@@ -233,6 +293,7 @@ def _awaited(function: Remote) -> Callable[..., Any]:
     async def call(*arguments: Any, **named: Any) -> Any:
         return function(*arguments, **named)
 
+    call.__dict__["_handle"] = function._handle
     return call
 
 
@@ -247,10 +308,11 @@ def is_of_program(err: BaseException) -> bool:
 
 
 def _handle_of(thing: Any) -> int:
-    if isinstance(thing, Remote):
-        if thing._handle < 0:
+    handle = getattr(thing, "_handle", None) if isinstance(thing, Remote | type | types.FunctionType) else None
+    if isinstance(handle, int):
+        if handle < 0:
             raise from_program(ProgramFailed("the program does not define a name that a test passes to it"))
-        return thing._handle
+        return handle
     raise BadTests(f"a test passes the program a {type(thing).__name__}, which cannot be sent to another process")
 
 

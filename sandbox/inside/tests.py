@@ -65,8 +65,20 @@ class _Session:
         sys.modules["__main__"] = module
         names = module.__dict__
         trees = [_parsed(text, place) for place, text in enumerate(self._texts)]
+        if shared := _shared_with_program([ast.parse(self._setup), *trees]):
+            raise BadTests(f"the tests use {shared} of the program's process, and it runs in another one")
         self._offer_program(trees)
-        exec(compile(self._setup, "setup", "exec", dont_inherit=True), names)  # noqa: S102 the data set's code
+        setup = ast.parse(self._setup, "setup")
+        lent = _called([setup]) & set(_free_names([setup])) - vars(builtins).keys()
+        names.update({name: self._program.look_up(name) for name in lent})
+        try:
+            exec(compile(setup, "setup", "exec", dont_inherit=True), names)  # noqa: S102 the data set's code
+        except Exception as err:
+            if not lent:
+                raise
+            for place in range(len(trees)):  # it has called the program
+                self._report(place, test_collection.describe(err))
+            return
         functions = self._borrow(trees, names)
         count = 0
         for place, tree in enumerate(trees):
@@ -126,7 +138,8 @@ class _Session:
         library is imported here, because the program could have altered the one in its process.
         """
         missing = [name for name in _free_names(trees) if name not in names and not hasattr(builtins, name)]
-        modules = [name for name in missing if name in sys.stdlib_module_names or name == "pytest"]
+        called = _called(trees)
+        modules = [name for name in missing if _is_module(name) and name not in called]
         functions = self._named or [name for name in missing if name not in modules]
         for name in modules:
             if name not in functions:
@@ -141,6 +154,31 @@ class _Session:
             if name not in names:
                 names[name] = self._program.look_up(name)
         return functions
+
+
+def _is_module(name: str) -> bool:
+    return name in sys.stdlib_module_names or name == "pytest"
+
+
+def _shared_with_program(trees: list[ast.Module]) -> str:
+    """Return what of their process the tests replace for the program, or read of what it printed; "" for nothing."""
+    names: set[str] = set()
+    for node in (node for tree in trees for node in ast.walk(tree)):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str):
+            names.add(node.value)
+        elif isinstance(node, ast.Attribute):
+            names.add(ast.unparse(node) if isinstance(node.ctx, ast.Store) else node.attr)
+        elif isinstance(node, ast.Name | ast.alias):
+            names.add(node.id if isinstance(node, ast.Name) else node.name)
+    output = (
+        names & {"redirect_stdout", "redirect_stderr", "sys.stdout", "sys.stderr"} if "getvalue" in names else set()
+    )
+    return ", ".join(sorted(names & {"builtins.input", "builtins.print", "sys.stdin"} | output))
+
+
+def _called(trees: list[ast.Module]) -> set[str]:
+    calls = [node.func for tree in trees for node in ast.walk(tree) if isinstance(node, ast.Call)]
+    return {function.id for function in calls if isinstance(function, ast.Name)}
 
 
 def _parsed(text: str, place: int) -> ast.Module:

@@ -25,6 +25,7 @@ import gc
 import inspect
 import io
 import json
+import operator
 import os
 import resource
 import select
@@ -222,7 +223,10 @@ def _answer(call: dict[str, Any], names: dict[str, Any], handles: dict[int, Any]
         value = values.encode(result, keep, passed)
         return {"value": value, "changed": [values.contents(held, keep, passed) for held in passed[:num_passed]]}
     except BaseException as err:
-        return {"raised": type(err).__name__, "text": _text(err), "types": _names(type(err))}
+        raised = {"raised": type(err).__name__, "text": _text(err), "types": _names(type(err))}
+        with contextlib.suppress(BaseException):
+            raised["attributes"] = values.encode(dict(vars(err)), keep)
+        return raised
 
 
 def _kind(target: Any) -> dict[str, Any]:
@@ -243,7 +247,18 @@ def _text(err: BaseException) -> str:
         return f"(its text cannot be shown: {type(other).__name__})"
 
 
+def _operator(name: str) -> Any:
+    """Return the function of an operator that a test applies to an object of the program."""
+    if name == "enter":
+        return lambda context: context.__enter__()
+    if name == "exit":
+        return lambda context: context.__exit__(None, None, None)
+    return getattr(operator, name, None) or getattr(builtins, name)
+
+
 def _target(call: dict[str, Any], names: dict[str, Any], handles: dict[int, Any]) -> Any:
+    if "operator" in call:
+        return _operator(call["operator"])
     if "name" in call:
         return _find(names, call["name"])
     target = handles[call["handle"]]

@@ -184,14 +184,19 @@ def test_contest_programs_run_as_in_the_judges(slot: Slot, name: str) -> None:
         ("class Solution:\n    def combinations(self, n: List[int]) -> Dict[str, int]: return n", 5),
         ("def combinations(n): return 10 ** 5000", "1" + "0" * 5000),
         ("def combinations(n): return (n, {1: inf > n})", [5, {"1": True}]),
+        ("def combinations(n): return bin(n)[2:]", "101"),
+        ("def combinations(n): return 'true'", "true"),
     ],
 )  # fmt: skip
 def test_functions_are_called_as_by_the_judges(slot: Slot, program: str, expected: Any) -> None:
     """The usual imports never hide a method of the same name, and long results are compared by their digits."""
     truth = {"inputs": [[5]], "outputs": [expected], "fn_name": "combinations"}
+    if len(str(expected)) > 5000:  # an integer that no JSON of this machine holds
+        truth |= {"inputs": ["5"]}
     assert run(slot, program, truth, {}).reason is None
     wrong = "9" * 5001 if isinstance(expected, str) else 6
     assert run(slot, program, truth | {"outputs": [wrong]}, {}).passed == 0
+    assert run(slot, "def combinations(n): return 101", truth, {}).passed == 0
 
 
 CLEARS = "def f(*a):\n    for x in a: x.clear()\n    return []"
@@ -254,6 +259,88 @@ def test_a_program_reaches_no_expected_value_by_its_arguments(
             run(slot, program, [test], {})
     else:
         assert run(slot, program, [test], {}).passed == passed
+
+
+NODE = """
+import array, collections, datetime
+class Node:
+    def __init__(self, d, next=None): self.data, self.next = d, next
+    def __len__(self): return 1
+    def __str__(self): return f"N{self.data}"
+    def __eq__(self, other): return self.data == other.data
+    def __getitem__(self, i): return self.data
+    def __iter__(self): return iter([self.data])
+    def __add__(self, other): return Node(self.data + other.data)
+    def __lt__(self, other): return self.data < other.data
+    def __enter__(self): return self
+    def __exit__(self, *a): pass
+    def __bool__(self): return False
+    def __hash__(self): return hash(self.data)
+class Failed(Exception):
+    def __init__(self, code): self.code = code; super().__init__("m")
+def fail(): raise Failed(3)
+def length(node): return 0 if node is None else 1 + length(node.next)
+def tokenize(text): return text.split()
+def copy(x): return list(x)
+def day(year): return datetime.date(year, 1, 1)
+def pair(): return collections.namedtuple("P", "x y")(1, 2)
+def apply(f, x): return f(x)
+def inc(x): return x + 1
+def fills(x): x.append(1)
+"""
+LIES = """
+class Any:
+    def __getattr__(self, name): return Any()
+    def __call__(self, *a): return Any()
+for name in "eq ne lt gt le ge contains".split(): setattr(Any, f"__{name}__", lambda *a: True)
+for name in "sub add rsub radd abs".split(): setattr(Any, f"__{name}__", lambda *a: 0)
+def f(x): return Any()
+"""
+
+
+@pytest.mark.parametrize(
+    ("program", "test", "passed"),
+    [
+        *(
+            (NODE, f"assert {right}\nassert inc(1) == 2", 1)
+            for right in (
+                "len(Node(1)) == 1", "str(Node(1)) == f'{Node(1)}' == 'N1'", "Node(1) == Node(1)", "Node(1) != Node(2)", "Node(4)[0] == 4",
+                "[*Node(4)] == [4] and 4 in Node(4)", "(Node(1) + Node(2)).data == 3", "Node(1) < Node(2)", "not Node(1)",
+                "isinstance(Node(1), Node) and not isinstance(1, Node)", "len({Node(1), Node(1)}) == 1",
+                "tokenize('a b') == ['a', 'b']", "copy([1]) == [1]", "day(2020).year == 2020", "pair().x == 1", "apply(inc, 3) == 4",
+            )
+        ),
+        (NODE, "with Node(1) as n:\n    assert n.data == 1", 1),
+        (NODE, "h = Node(1)\nh.next = Node(2)\nassert length(h) == 2", 1),
+        (NODE, "try:\n    fail()\nexcept Failed as err:\n    assert err.code == 3\nelse: assert False", 1),
+        (NODE, {"test_list": ["assert length(root) == 2"], "test_setup_code": "root = Node(1)\nroot.next = Node(2)"}, 1),
+        (NODE, {"test_list": ["assert a == [2, 1]"], "test_setup_code": "a = [2]\nfills(a)"}, 1),
+        ("class inc(Exception): pass\ndef apply(f, x): return 5", "assert apply(inc, 3) == 4", 0),
+        ("async def inc(x): pass\ndef apply(f, x): return 5", "assert apply(inc, 3) == 4", 0),
+        ("class Node:\n    def __init__(self, x): pass\n    def __ne__(self, o): return False", "assert Node(1) != Node(2)\nassert f(1)", 0),
+        *(
+            (LIES, f"assert {right}", 0)
+            for right in ("f(3) == 6", "6 == f(3)", "abs(f(2) - 1.4) < 1e-6", "f(3) > 5 and f(3) < 7", "6 in f(3)", "f(3) in [6]")
+        ),
+    ],
+)  # fmt: skip
+def test_objects_of_a_program_have_its_operators_but_compare_with_no_value_of_the_tests(
+    slot: Slot, program: str, test: Any, passed: int
+) -> None:
+    assert run(slot, program, [test] if isinstance(test, str) else test, {}).passed == passed
+
+
+@pytest.mark.parametrize(
+    "test",
+    [
+        "import io, contextlib\nout = io.StringIO()\nwith contextlib.redirect_stdout(out):\n    f()\nassert out.getvalue() == 'a'",
+        "from unittest.mock import patch\nwith patch('builtins.input', return_value='3'):\n    assert f() == 3",
+        "import io, sys\nsys.stdin = io.StringIO('3')\nassert f() == 3",
+    ],
+)
+def test_tests_that_share_their_process_with_the_program_are_refused(slot: Slot, test: str) -> None:
+    with pytest.raises(BadGroundTruth, match="another one"):
+        run(slot, "def f(): return int(input())", [test], {})
 
 
 DOC = 'def f():\n    """Use:\n%s```\n%sf()\n%s```\n    """\n    return 1\n'
