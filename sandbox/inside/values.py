@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 from datetime import date, datetime, timedelta
 from decimal import Decimal
 from fractions import Fraction
-from typing import Any
+from typing import Any, cast
 
 _PLAIN_BITS = 1024
 _MAX_DRAWN = 100_000  # items taken from an iterator
@@ -86,7 +86,7 @@ def decode(form: Any, handle: Callable[[int], Any], shared: list[Any] | None = N
     shared = [] if shared is None else shared
     if not isinstance(form, dict | list):
         return form
-    kind, content = ("list", form) if isinstance(form, list) else (form["~"], form["v"])
+    kind, content = cast("tuple[str, Any]", ("list", form) if isinstance(form, list) else (form["~"], form["v"]))
     if kind in _EMPTY:
         shared.append(container := _EMPTY[kind]())
         fill(container, content, handle, shared)

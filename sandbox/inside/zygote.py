@@ -309,8 +309,10 @@ def _finish(code: int, outputs: tuple[Any, Any]) -> int:
 
 def _flush(file: Any) -> None:
     """Flush a file; one that is closed or detached has nothing left to write."""
+    if file is None:
+        return
     try:
-        is_open = file is not None and not file.closed
+        is_open = not file.closed
     except ValueError:
         return
     if is_open:
