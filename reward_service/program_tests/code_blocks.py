@@ -8,15 +8,20 @@ the prompt opened. Every function takes time linear in its text. Pure.
 
 from __future__ import annotations
 
+import ast
 import re
+import warnings
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 LANGUAGES = ("python", "python3", "py", "py3", "pypy", "pypy3", "ipython")
 MAX_PROGRAM_CHARS = 256 * 1024
+_MAX_PARSED_CHARS = 32 * 1024
 _MARKDOWN = ("markdown", "md")
 _THINKING = re.compile(r"(?:<|◁)(/?)(?:think|thinking|thought|reasoning)(?:>|▷)|\[(/?)THINK\]", re.IGNORECASE)
-_ANSWER = re.compile(r"</?answer>", re.IGNORECASE)
+_ANSWER = re.compile(r"^[ \t]*</?answer>|</?answer>[ \t]*$", re.IGNORECASE | re.MULTILINE)
 _FENCE = re.compile(r"(`{3,})([^`]*)|(~{3,})(.*)")
+_BEHIND_TEXT = re.compile(r"[^`]`{3}(\w+)$")  # a fence that opens a block of Python at the end of a line
 _LANGUAGE = re.compile(r"\{?\.?([\w+#-]+)")
 _ITEM = re.compile(r"(?:[-*+]|[0-9]{1,9}[.)])(?: +|$)")
 _CODE_INDENT = 4  # from here on a line is indented code, and no fence
@@ -24,14 +29,6 @@ _MAX_NESTED = 16  # containers in each other; deeper ones are text
 _QUOTE = -1  # the column of a block quote; a list item has that of its content
 # The comments and texts of a line of Python; group 1 begins a triple-quoted text.
 _TOKENS = re.compile(r"#.*|(\"\"\"|''')|\"(?:[^\"\\]|\\.)*(?:\"|\\?$)|'(?:[^'\\]|\\.)*(?:'|\\?$)")
-_TARGET = r"[*(]?[A-Za-z_][\w.]*(?:\[[^\]=]*\])*\)?"
-_SIMPLE = re.compile(
-    rf"{_TARGET}(?:, ?{_TARGET})*(?: ?: ?[\w\[\], .]+)? ?(?:[-+*@%&|^/]|//|\*\*|<<|>>)?=(?!=)|[A-Za-z_][\w.]*(?:\[[^\]]*\])?\("
-    r"|import [\w.]+(?: as \w+)?\s*(?:[,;#]|$)|from [\w.]+ import [\w*(]|(?:return|raise|assert|del|global|yield|await|pass)\b"
-    r"|@\w|[)\]}\"']"
-)
-_COMPOUND = re.compile(r"(?:async )?(?:def|class|if|elif|else|for|while|with|try|except|finally|match)\b")
-_CHARS = 200  # of a line that may be code
 
 
 def program(completion: str) -> str | None:
@@ -40,48 +37,80 @@ def program(completion: str) -> str | None:
     None when there is no program: nothing but white space or thinking, only blocks in other languages, or too long a text.
     A block that is never closed reaches to the end.
     """
-    text = _ANSWER.sub("\n", after_thinking(completion))
+    answer = after_thinking(completion)
+    text = _ANSWER.sub("\n", answer)
+    blocks = [block for block in fenced_blocks(text) or fenced_blocks(text, indented=True) if block[1].strip()]
+    python = [content for language, content in blocks if language in LANGUAGES]
+    unnamed = [content for language, content in blocks if not language]
     chosen: str | None = _before_stray_fence(text)
-    if chosen is None:
-        blocks = [block for block in fenced_blocks(text) or fenced_blocks(text, indented=True) if block[1].strip()]
-        python = [content for language, content in blocks if language in LANGUAGES]
-        unnamed = [content for language, content in blocks if not language]
-        chosen = next(iter([*python[-1:], *unnamed[-1:]]), None if blocks else text)
+    if chosen is None or any(map(_is_program, (*python, *unnamed))):
+        whole = None if blocks else _ANSWER.sub("\n", _tagged(answer))
+        chosen = next(iter([*python[-1:], *unnamed[-1:]]), whole)
     return chosen if chosen is not None and chosen.strip() and len(chosen) <= MAX_PROGRAM_CHARS else None
+
+
+def _tagged(text: str) -> str:
+    """Return what stands in the last <answer> of a text that ends there, else the text."""
+    lower = text.lower()
+    start, end = lower.rfind("<answer>"), lower.rfind("</answer>")
+    return text[start:end] if 0 <= start < end and not text[end + len("</answer>") :].strip() else text
 
 
 def after_thinking(text: str) -> str:
     """Return a text without its thinking, finished or not; the first may have been opened by the prompt."""
     kept: list[str] = []
     start, thinks = 0, False
-    for tag in _THINKING.finditer(text):
-        if tag[1] or tag[2]:
+    for place, end, closes in _tags(text):
+        if closes:
             kept = kept if thinks else []
-            start, thinks = tag.end(), False
+            start, thinks = end, False
         elif not thinks:
-            kept.append(text[start : tag.start()])
+            kept.append(text[start:place])
             thinks = True
     return "".join(kept if thinks else [*kept, text[start:]])
 
 
+def _tags(text: str) -> Iterator[tuple[int, int, bool]]:
+    """Return where the tags of thinking begin and end, and if they close it; those in texts and comments of fenced code are none."""
+    begin, is_code, quote = 0, False, ""
+    for line in text.split("\n"):
+        fence = None if quote else _FENCE.fullmatch(line.strip())
+        is_code = bool(fence[2] or fence[4] or not is_code) if fence else is_code
+        read = line
+        if is_code and fence is None:
+            read = "" if quote else _TOKENS.sub(lambda token: " " * len(token[0]), line)
+            quote = _open_quote(line, quote)
+        for tag in _THINKING.finditer(read):
+            yield begin + tag.start(), begin + tag.end(), bool(tag[1] or tag[2])
+            is_code, quote = False, ""
+        begin += len(line) + 1
+
+
 def _before_stray_fence(text: str) -> str | None:
-    """Return the text before the first fence if that has no language and follows nothing but code."""
+    """Return the text before the first fence if that has no language and follows a program."""
     head: list[str] = []
-    quote, is_code = "", False
+    quote = ""
     for line in text.replace("\r\n", "\n").split("\n"):
         fence = _FENCE.fullmatch(line.strip()) if not quote else None
         if fence is not None:
-            return "".join(f"{one}\n" for one in head) if is_code and not (fence[2] or fence[4]) else None
-        if not quote and line.strip() and not line[0].isspace() and not line.startswith("#"):
-            is_code = bool(
-                _SIMPLE.match(line[:_CHARS])
-                or (_COMPOUND.match(line) and (":" in line or line.rstrip().endswith(("(", "[", "{", ",", "\\"))))
-            )
-            if not is_code:
-                return None
+            before = "".join(f"{one}\n" for one in head)
+            return before if not (fence[2] or fence[4]) and _is_program(before) else None
         quote = _open_quote(line, quote)
         head.append(line)
     return None
+
+
+def _is_program(text: str) -> bool:
+    """Return True for Python that does something: a number, a name or a text alone is none."""
+    if not text.strip() or len(text) > _MAX_PARSED_CHARS:
+        return False
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            body = ast.parse(text).body
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return False
+    return any(not isinstance(line, ast.Expr) or isinstance(line.value, ast.Call | ast.Await) for line in body)
 
 
 def _open_quote(line: str, quote: str) -> str:
@@ -117,6 +146,13 @@ class _Block:
             and (indent < _CODE_INDENT or self.is_loose)
         )
 
+    def glued(self, line: str) -> str:
+        """Return the code of a line that the closing fence stands behind; "" for other lines."""
+        text = line.rstrip()
+        code = text.removesuffix(self.fence)
+        is_closed = code != text and not self.quote and self.language not in _MARKDOWN
+        return code if is_closed and code.strip() and "`" not in code and "#" not in code else ""
+
 
 def fenced_blocks(text: str, *, indented: bool = False) -> list[tuple[str, str]]:
     """Return the language, in lower case, and the content of each fenced code block; for one of Markdown, of those in it.
@@ -146,14 +182,18 @@ def _blocks(text: str, indented: bool) -> list[tuple[str, str]]:
                     block = None
                 else:
                     content = rest[min(indent, block.indent) :] if block.indent or block.containers else line
-                    block.lines.append(content)
+                    code = block.glued(content)
+                    block.lines.append(code or content)
                     block.quote = _open_quote(content, block.quote)
+                    block = None if code else block
                 continue
             containers = block.containers
         containers, rest = _containers_of(line, containers)
         indent = len(rest) - len(rest.lstrip(" "))
         fence = _FENCE.fullmatch(rest.strip()) if indented or indent < _CODE_INDENT else None
         block = None
+        if fence is None and (behind := _BEHIND_TEXT.search(rest.strip())) and behind[1].lower() in LANGUAGES:
+            fence = _FENCE.fullmatch(f"```{behind[1]}")
         if fence is not None:
             named = _LANGUAGE.match((fence[2] or fence[4] or "").strip())
             block = _Block(

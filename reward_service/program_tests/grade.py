@@ -36,7 +36,7 @@ from typing import Any
 from penstock.reward_service.errors import BadGroundTruth, SandboxFailed
 from penstock.reward_service.program_tests import tests_of_row
 from penstock.reward_service.program_tests.tests_of_row import Assertions, FunctionTests, StdinTests, Tests
-from penstock.sandbox.inside.program_proxy import STUBS
+from penstock.sandbox.inside.program_proxy import CHANGES, STUBS, UNCHANGED
 from penstock.sandbox.slots import Slots
 from penstock.sandbox.zygote_command import Launch, SandboxError
 from penstock.sandbox.zygote_process import (
@@ -73,11 +73,13 @@ class Proof:
         problem: Why the tests cannot be used, "" if they reject programs.
         num_tests: The number of tests in each piece of test code.
         has_finished: True if the tests ended within their limits with one stand-in at least.
+        hidden: The piece and the number in it of each test that does not see changes of arguments.
     """
 
     problem: str
     num_tests: tuple[int, ...]
     has_finished: bool
+    hidden: tuple[tuple[int, int], ...] = ()
 
 
 class Proofs:
@@ -114,10 +116,43 @@ def prove(zygote: Zygote, tests: Assertions, limits: Limits) -> Proof:
         ended = {message["stub"] for message in said if "finished" in message}
         left = [kind for kind in left if kind not in ended][1:]  # the tests did not end with the first of them
     has_finished = any("finished" in message for message in messages)
-    return Proof(_problem(messages), _num_tests(messages, len(tests.pieces)), has_finished)
+    num_tests = _num_tests(messages, len(tests.pieces))
+    if (problem := _problem(messages)) or not has_finished:
+        return Proof(problem, num_tests, has_finished)
+    won = _won(_stubbed(zygote, tests, CHANGES, limits))
+    if won:  # an answer that is right without a change is no use of it
+        kinds = sorted({kind + UNCHANGED for stubs in won.values() for kind in stubs})
+        for test, stubs in _accepted(_stubbed(zygote, tests, kinds, limits)).items():
+            won[test] = won.get(test, set()) - {kind.removesuffix(UNCHANGED) for kind in stubs}
+    num_changes = {test: len({kind.split()[0] for kind in stubs}) for test, stubs in won.items() if stubs}
+    hidden = tuple(test for test, count in sorted(num_changes.items()) if count > 1)
+    if len(hidden) < len(num_changes) == sum(num_tests):
+        problem = "pass with a program that empties its arguments and returns an empty value"
+    return Proof(problem, num_tests, has_finished, hidden)
 
 
-def _problem(messages: Sequence[Message]) -> str:
+def _stubbed(zygote: Zygote, tests: Assertions, kinds: Sequence[str], limits: Limits) -> list[Message]:
+    with Watch(limits) as watch:
+        run = watch.start(zygote, "tests", job=_job(tests, stubs=kinds))
+        watch.wait()
+    return _said(run)
+
+
+def _won(messages: Sequence[Message]) -> dict[tuple[int, int], set[str]]:
+    """Return the tests that compare an answer with what a program could have changed, and the stand-ins that win them.
+
+    A test won by two changes, each with an answer of its own, compares the two; one won by a single change may also expect that
+    very change. A test won by a change whatever is returned looks at the argument alone.
+    """
+    won: dict[tuple[int, int], set[str]] = {}
+    for test, stubs in _accepted(messages).items():
+        if winning := {kind for kind in stubs if f"{kind.split()[0]} 0" not in stubs}:
+            won[test] = winning
+    return won
+
+
+def _accepted(messages: Sequence[Message]) -> dict[tuple[int, int], set[str]]:
+    """Return the stand-ins that each test accepts, by its piece and its number in it."""
     accepted: dict[tuple[int, int], set[str]] = {}
     seen: Counter[tuple[str, int]] = Counter()
     for message in messages:
@@ -127,6 +162,11 @@ def _problem(messages: Sequence[Message]) -> str:
             seen[kind, place] += 1
             if message["ok"]:
                 stubs.add(kind)
+    return accepted
+
+
+def _problem(messages: Sequence[Message]) -> str:
+    accepted = _accepted(messages)
     for (place, number), stubs in sorted(accepted.items()):
         if stubs == _EMPTY:
             which = f"test {number} of piece {place}" if len(accepted) > 1 else "the test"
@@ -151,7 +191,7 @@ def grade_program(
             os.close(to_program[1])
             os.close(to_tests[0])
             raise
-        tested = watch.start(tester, "tests", job=_job(tests), extra=[to_tests[0], to_program[1]])
+        tested = watch.start(tester, "tests", job=_job(tests, hidden=proof.hidden), extra=[to_tests[0], to_program[1]])
         watch.wait(until=tested)
     return _verdict(served, tested, proof, limits)
 
@@ -199,8 +239,8 @@ def _num_tests(messages: Sequence[Message], num_pieces: int) -> tuple[int, ...]:
     return tuple(max(planned.get(n, 0), most.get(n, 0 if n in planned else 1)) for n in range(num_pieces))
 
 
-def _job(tests: Assertions, *, stubs: Sequence[str] | None = None) -> bytes:
-    job = {"tests": tests.pieces, "setup": tests.setup, "entry_points": tests.entry_points}
+def _job(tests: Assertions, *, stubs: Sequence[str] | None = None, hidden: Sequence[tuple[int, int]] = ()) -> bytes:
+    job = {"tests": tests.pieces, "setup": tests.setup, "entry_points": tests.entry_points, "hidden": hidden}
     return json.dumps(job if stubs is None else {**job, "stubs": stubs}).encode()
 
 

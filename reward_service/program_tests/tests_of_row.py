@@ -3,7 +3,7 @@
 - stdin tests: ``{"inputs": [...], "outputs": [...]}`` (APPS, TACO, verl), ``{"input": [...], "output": [...]}``
   (CodeContests), or a list of ``{"input", "output"}`` (LiveCodeBench, PrimeIntellect, DeepCoder, open-r1).
 - function tests: the same with ``fn_name`` or ``func_name``, of the row, of its ``metadata`` or of a test; an input is a list
-  of arguments, or a text with one JSON argument per line.
+  of arguments, or a text with one JSON argument per line; then an output that is a text is JSON, too.
 - test code: a text, a list of texts, ``{"test", "entry_point"}`` (HumanEval), ``{"test_list", "test_setup_code"}``
   (MBPP, also ``test_imports``).
 
@@ -140,9 +140,10 @@ def _resolved(case: _Case, row_function: Any) -> _Case:
     if form == "function" and not function:
         raise BadGroundTruth(f"code: a test of the form {case.form!r} needs fn_name or func_name")
     whole = case.form == "function_call"  # PrimeIntellect: all arguments in one JSON text
-    return _Case(
-        _unpacked(case.input) if whole else case.input, case.output, form, function if form == "function" else ""
-    )
+    if form == "stdin":
+        return _Case(case.input, case.output, form, "")
+    output = _unpacked(case.output) if isinstance(case.input, str) else case.output
+    return _Case(_unpacked(case.input) if whole else case.input, output, form, function)
 
 
 def _tests_of(cases: Sequence[_Case]) -> Tests:
@@ -157,7 +158,7 @@ def _tests_of(cases: Sequence[_Case]) -> Tests:
         if not any(text.strip() for text in printed):
             raise BadGroundTruth("code: every expected output is empty, so that an empty program passes all tests")
         return StdinTests(_texts(map(_lines, inputs)), printed)
-    results = tuple(map(_unpacked, outputs))
+    results = tuple(outputs)
     if all(result is None or result == [None] for result in results):
         raise BadGroundTruth("code: every expected result is null, so that a function that returns nothing passes")
     return FunctionTests(_function_name(function), tuple(map(_arguments, inputs)), results)

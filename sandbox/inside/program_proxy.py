@@ -6,9 +6,10 @@ A stand-in (`Stub`) answers every call alike. Tests that accept all stand-ins ac
 from __future__ import annotations
 
 import builtins
+import copy
 import io
+import itertools
 import json
-import sys
 import types
 from collections.abc import Callable
 from typing import Any, Protocol
@@ -16,6 +17,10 @@ from typing import Any, Protocol
 from penstock.sandbox.inside import values
 
 STUBS = ("opaque", "none", "missing")  # a new object equal to nothing; None; NameError, as an empty program
+# Stand-ins that change their arguments: how, and the number of their answer in `_answer_of`; 0 is an object equal to nothing.
+_HOW = ("clear", "zeros", "ones", "one")
+CHANGES = tuple(f"{change} {number}" for number in range(10) for change in _HOW)
+UNCHANGED = " unchanged"  # ends the kind of a stand-in that gives that answer and changes nothing
 # Modules that tests import the program from.
 PROGRAM_MODULES = [
     "solution", "solutions", "main", "program", "submission", "answer", "candidate", "implementation", "module",
@@ -24,6 +29,7 @@ PROGRAM_MODULES = [
 _MAX_ANSWER = 4 * 1024 * 1024  # bytes of one answer
 # If a called function raises one of these, it would end a loop or the tests instead of failing them.
 _SILENT = (StopIteration, StopAsyncIteration, GeneratorExit)
+_OPAQUE = object()
 _DECODING = (ValueError, KeyError, TypeError, IndexError, ArithmeticError, RecursionError, AttributeError)
 
 
@@ -36,7 +42,7 @@ class BadTests(BaseException):
 
 
 class Answers(Protocol):
-    shown: set[tuple[str, str, int]]  # the scopes of `changed_arguments`
+    shows_changes: bool  # whether the test that is run sees how the program changed its arguments
 
     def ask(self, where: dict[str, Any], arguments: tuple[Any, ...], named: dict[str, Any]) -> Any: ...
 
@@ -54,18 +60,23 @@ class Program:
         self._say = say
         self._has_answered = False
         self._exceptions: dict[str, type[Exception]] = {}
-        self.shown = set()
+        self.shows_changes = True
 
     def ask(self, where: dict[str, Any], arguments: tuple[Any, ...], named: dict[str, Any]) -> Any:
-        sent = values.encode(list(arguments), _handle_of)
-        answer = self._exchange({**where, "arguments": sent, "named": values.encode(named, _handle_of)})
-        value = self._value(answer)
-        changed = answer.get("changed")
-        passed = [*arguments, *named.values()]
-        if isinstance(changed, list) and len(changed) == len(passed) and _caller() in self.shown:
-            for argument, form in zip(passed, changed, strict=True):
-                _update(argument, self._decode(form))
+        passed: list[Any] = []
+        sent = values.encode((arguments, named), _handle_of, passed)["v"]
+        answer = self._exchange({**where, "arguments": {"~": "tuple", "v": sent}})
+        if "raised" in answer:
+            raise self._exception(answer)
+        held = passed if self.shows_changes else [type(container)() for container in passed]
+        shared = list(held)
+        value = self._decode(answer.get("value"), shared)
+        self._checked(lambda: self._fill(held, answer["changed"], shared))
         return value
+
+    def _fill(self, containers: list[Any], changed: list[Any], shared: list[Any]) -> None:
+        for container, content in zip(containers, changed, strict=True):
+            values.fill(container, content, self._remote, shared)
 
     def attribute(self, handle: int, name: str) -> Any:
         return self._value(self._exchange({"handle": handle, "attribute": name}))
@@ -82,7 +93,7 @@ class Program:
             return proxy
         if isinstance(answer.get("exception"), list):
             base = self._class_of([text for text in answer["exception"] if text != name]) or Exception
-            self._exceptions[name] = type(name, (base,), {})  # pyright: ignore[reportArgumentType] - a class of `base`
+            self._exceptions[name] = type(name, (base,), {"_handle": getattr(value, "_handle", -1)})  # pyright: ignore[reportArgumentType] - a class of `base`
             return self._exceptions[name]
         if not isinstance(value, Remote):
             return value
@@ -115,9 +126,15 @@ class Program:
             raise self._exception(answer)
         return self._decode(answer.get("value"))
 
-    def _decode(self, form: Any) -> Any:
+    def _decode(self, form: Any, shared: list[Any] | None = None) -> Any:
+        return self._checked(lambda: values.decode(form, self._remote, shared))
+
+    def _remote(self, handle: int) -> Remote:
+        return Remote(self, handle=handle)
+
+    def _checked(self, read: Callable[[], Any]) -> Any:
         try:
-            return values.decode(form, lambda number: Remote(self, handle=number))
+            return read()
         except _DECODING as err:
             raise ProgramFailed(f"the program's answer is not a value: {type(err).__name__}") from None
 
@@ -126,7 +143,10 @@ class Program:
         kind = self._class_of([name, *(names if isinstance(names, list) else [])])
         if kind is not None:
             try:
-                return from_program(kind(text))
+                err = kind(text)
+                attributes = self._decode(answer.get("attributes"))
+                err.__dict__.update(attributes if isinstance(attributes, dict) else {})
+                return from_program(err)
             except TypeError:  # UnicodeDecodeError requires five arguments
                 pass
         return from_program(ProgramFailed(f"{name}: {text}"))
@@ -148,11 +168,24 @@ class Stub:
     def __init__(self, kind: str) -> None:
         self._kind = kind
         self._num_objects = 0
-        self.shown = set()
+        self.shows_changes = True
 
     def ask(self, where: dict[str, Any], arguments: tuple[Any, ...], named: dict[str, Any]) -> Any:
         """Answer a call; arguments that could not be sent to a program are found here too."""
-        values.encode([list(arguments), named], _handle_of)
+        containers: list[Any] = []
+        values.encode([arguments, named], _handle_of, containers)
+        if self._kind.startswith(_HOW) and len(containers) > 2:
+            passed = [*arguments, *named.values()]
+            if self._kind.endswith(UNCHANGED):
+                passed = copy.deepcopy(passed)
+            for argument in passed:
+                _change(argument, self._kind.split()[0])
+            if "operator" in where:
+                return self._operated(where["operator"])
+            answer = _answer_of(self._kind, passed)
+            return self._object() if answer is _OPAQUE else answer
+        if "operator" in where:
+            return self._operated(where["operator"])
         if self._kind == "missing":
             raise from_program(NameError(f"name {where.get('name')!r} is not defined"))
         return None if self._kind == "none" else self._object()
@@ -163,13 +196,28 @@ class Stub:
     def look_up(self, name: str) -> Any:
         return Remote(self, name=name, handle=0)
 
+    def _operated(self, name: str) -> Any:
+        """Answer as an object without operators."""
+        answers = {
+            "eq": False,
+            "ne": True,
+            "truth": True,
+            "hash": 0,
+            "str": "object",
+            "repr": "object",
+            "setattr": None,
+        }
+        if name not in answers and name != "isinstance":
+            raise TypeError(f"an object does not support {name}")
+        return answers.get(name, False)
+
     def _object(self) -> Remote:
         self._num_objects += 1
         return Remote(self, handle=self._num_objects)
 
 
 class Remote:
-    """A proxy of an object in the program's process: call it, or read its attributes. Equal only to itself."""
+    """A proxy of an object in the program's process, for calls, attributes and operators; equal to no value of the tests."""
 
     def __init__(self, program: Answers, *, name: str = "", handle: int = -1) -> None:
         self.__dict__.update(_program=program, _where={"name": name} if name else {"handle": handle}, _handle=handle)
@@ -182,11 +230,49 @@ class Remote:
             raise AttributeError(name)
         return self._program.attribute(self._handle, name)
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        self._operate("setattr", name, value)
+
+    def _operate(self, name: str, *arguments: Any) -> Any:
+        return self._program.ask({"operator": name}, (self, *arguments), {})
+
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Remote) and self._where == other._where
+        return isinstance(other, Remote) and (self._where == other._where or self._operate("eq", other) is True)
+
+    def __ne__(self, other: object) -> bool:
+        return not isinstance(other, Remote) or (self._where != other._where and self._operate("ne", other) is True)
 
     def __hash__(self) -> int:
-        return hash(str(self._where))
+        return self._operate("hash") if self._handle >= 0 else hash(str(self._where))
+
+    def __bool__(self) -> bool:
+        return self._operate("truth") if self._handle >= 0 else True
+
+    def __instancecheck__(self, instance: object) -> bool:
+        return (
+            isinstance(instance, Remote) and self._program.ask({"operator": "isinstance"}, (instance, self), {}) is True
+        )
+
+    def __enter__(self) -> Any:
+        return self._operate("enter")
+
+    def __exit__(self, *_: object) -> None:
+        self._operate("exit")
+
+
+def _unary(name: str) -> Callable[..., Any]:
+    return lambda self, *arguments: self._operate(name, *arguments)
+
+
+def _of_two(name: str) -> Callable[[Remote, Any], Any]:
+    """An operator of two objects of the program; with a value of the tests it would hand over what they expect."""
+    return lambda self, other: self._operate(name, other) if isinstance(other, Remote) else NotImplemented
+
+
+for _name in ("len", "str", "repr", "iter", "getitem", "setitem", "int", "float", "abs", "neg"):
+    setattr(Remote, f"__{_name}__", _unary(_name))
+for _name in ("lt", "le", "gt", "ge", "add", "sub", "mul", "truediv", "floordiv", "mod", "matmul", "or", "and", "xor"):
+    setattr(Remote, f"__{_name}__", _of_two(f"{_name}_" if _name in ("or", "and") else _name))
 
 
 def module_of(program: Answers, name: str, exported: list[str]) -> types.ModuleType:
@@ -207,6 +293,7 @@ def _awaited(function: Remote) -> Callable[..., Any]:
     async def call(*arguments: Any, **named: Any) -> Any:
         return function(*arguments, **named)
 
+    call.__dict__["_handle"] = function._handle
     return call
 
 
@@ -221,30 +308,40 @@ def is_of_program(err: BaseException) -> bool:
 
 
 def _handle_of(thing: Any) -> int:
-    if isinstance(thing, Remote):
-        if thing._handle < 0:
+    handle = getattr(thing, "_handle", None) if isinstance(thing, Remote | type | types.FunctionType) else None
+    if isinstance(handle, int):
+        if handle < 0:
             raise from_program(ProgramFailed("the program does not define a name that a test passes to it"))
-        return thing._handle
+        return handle
     raise BadTests(f"a test passes the program a {type(thing).__name__}, which cannot be sent to another process")
 
 
-def _caller() -> tuple[str, str, int] | None:
-    """Return the scope of the test code that called the program: its file, name and first line."""
-    frame = sys._getframe()
-    while frame is not None:
-        code = frame.f_code
-        is_scope = code.co_name == "<module>" or not code.co_name.startswith("<")
-        if is_scope and (code.co_filename == "setup" or code.co_filename.startswith("test ")):
-            return code.co_filename, code.co_name, code.co_firstlineno
-        frame = frame.f_back
-    return None
-
-
-def _update(argument: Any, now: Any) -> None:
-    if type(argument) is not type(now):
-        return
-    if isinstance(argument, list):
-        argument[:] = now
-    elif isinstance(argument, dict | set):
+def _change(argument: Any, how: str) -> None:
+    """Empty a container, put zeros or ones into it and into those in it, or leave one item, a one."""
+    if isinstance(argument, dict):
+        argument.update({key: _changed(item, how) for key, item in argument.items()})
+    elif isinstance(argument, list | set) and argument:
+        kept = {"clear": 0, "one": 1}.get(how)
+        items = [_changed(item, how) for item in itertools.islice(argument, kept)]
         argument.clear()
-        argument.update(now)
+        (argument.extend if isinstance(argument, list) else argument.update)(items)
+    elif isinstance(argument, tuple):
+        for item in argument:
+            _change(item, how)
+
+
+def _changed(item: Any, how: str) -> Any:
+    _change(item, how)
+    if isinstance(item, str):
+        return "a" if how.startswith("one") else ""
+    return type(item)(how.startswith("one")) if isinstance(item, int | float) else item
+
+
+def _answer_of(kind: str, passed: list[Any]) -> Any:
+    how, number = kind.split()[:2]
+    leaf = int(how.startswith("one"))
+    items = [] if how == "clear" else [leaf]
+    text = "a" * leaf
+    return (
+        _OPAQUE, passed[0], passed[-1], leaf, items, len(items), text, set(items), tuple(items), dict.fromkeys(items, 1)
+    )[int(number)]  # fmt: skip

@@ -4,7 +4,8 @@ The program cannot read the test code, the expected values or this process: call
 values are returned (`values`). So it cannot override a comparison, catch an assertion, print a verdict or end the tests.
 
 Descriptors: 3 the job (JSON), 4 verdicts, 5 answers of the program, 6 calls to it. A job with ``stubs`` has no program:
-its tests run once with each stand-in (`program_proxy.Stub`), which shows what they accept.
+its tests run once with each stand-in (`program_proxy.Stub`), which shows what they accept. Those that it names as ``hidden`` do not see
+how the program changes its arguments.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import types
 import unittest
 from typing import Any
 
-from penstock.sandbox.inside import changed_arguments, pytest_api, test_collection
+from penstock.sandbox.inside import pytest_api, test_collection
 from penstock.sandbox.inside.program_proxy import PROGRAM_MODULES, Answers, BadTests, Program, Stub, module_of
 
 JOB, VERDICTS, ANSWERS, CALLS = 3, 4, 5, 6
@@ -55,6 +56,8 @@ class _Session:
         self._named: list[str] = list(job["entry_points"])
         self._program = program
         self._label = label
+        self._hidden: list[list[int]] = job.get("hidden", [])
+        self._number = 0  # of the test in its piece
         self._has_failed = False
 
     def run(self) -> None:
@@ -62,11 +65,21 @@ class _Session:
         sys.modules["__main__"] = module
         names = module.__dict__
         trees = [_parsed(text, place) for place, text in enumerate(self._texts)]
+        if shared := _shared_with_program([ast.parse(self._setup), *trees]):
+            raise BadTests(f"the tests use {shared} of the program's process, and it runs in another one")
         self._offer_program(trees)
-        exec(compile(self._setup, "setup", "exec", dont_inherit=True), names)  # noqa: S102 the data set's code
+        setup = ast.parse(self._setup, "setup")
+        lent = _called([setup]) & set(_free_names([setup])) - vars(builtins).keys()
+        names.update({name: self._program.look_up(name) for name in lent})
+        try:
+            exec(compile(setup, "setup", "exec", dont_inherit=True), names)  # noqa: S102 the data set's code
+        except Exception as err:
+            if not lent:
+                raise
+            for place in range(len(trees)):  # it has called the program
+                self._report(place, test_collection.describe(err))
+            return
         functions = self._borrow(trees, names)
-        files = [("setup", ast.parse(self._setup)), *((f"test {place}", tree) for place, tree in enumerate(trees))]
-        self._program.shown = changed_arguments.scopes_shown(files, functions, PROGRAM_MODULES)
         count = 0
         for place, tree in enumerate(trees):
             count += self._piece(place, tree, names, functions)
@@ -78,6 +91,8 @@ class _Session:
 
     def _piece(self, place: int, tree: ast.Module, names: dict[str, Any], functions: list[str]) -> int:
         before = dict(names)
+        self._number = 0
+        self._program.shows_changes = all(place != hidden for hidden, _ in self._hidden)
         code = compile(tree, f"test {place}", "exec", dont_inherit=True)
         why = test_collection.attempt(lambda: exec(code, names), may_exit=True)  # noqa: S102
         if why:
@@ -97,6 +112,7 @@ class _Session:
             self._report(place, "")
             return 1
         _say({**self._label, "place": place, "planned": count})
+        self._program.shows_changes = [place, 0] not in self._hidden
         for group in groups:
             group.run(lambda why: self._report(place, why))
         return count
@@ -105,6 +121,8 @@ class _Session:
         shown = "" if self._has_failed else why
         self._has_failed = self._has_failed or bool(why)
         _say({**self._label, "test": place, "ok": not why, "why": shown})
+        self._number += 1
+        self._program.shows_changes = [place, self._number] not in self._hidden
 
     def _offer_program(self, trees: list[ast.Module]) -> None:
         """Make the program importable under the names that data sets give it, unless tests mean another module."""
@@ -120,7 +138,8 @@ class _Session:
         library is imported here, because the program could have altered the one in its process.
         """
         missing = [name for name in _free_names(trees) if name not in names and not hasattr(builtins, name)]
-        modules = [name for name in missing if name in sys.stdlib_module_names or name == "pytest"]
+        called = _called(trees)
+        modules = [name for name in missing if _is_module(name) and name not in called]
         functions = self._named or [name for name in missing if name not in modules]
         for name in modules:
             if name not in functions:
@@ -135,6 +154,31 @@ class _Session:
             if name not in names:
                 names[name] = self._program.look_up(name)
         return functions
+
+
+def _is_module(name: str) -> bool:
+    return name in sys.stdlib_module_names or name == "pytest"
+
+
+def _shared_with_program(trees: list[ast.Module]) -> str:
+    """Return what of their process the tests replace for the program, or read of what it printed; "" for nothing."""
+    names: set[str] = set()
+    for node in (node for tree in trees for node in ast.walk(tree)):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str):
+            names.add(node.value)
+        elif isinstance(node, ast.Attribute):
+            names.add(ast.unparse(node) if isinstance(node.ctx, ast.Store) else node.attr)
+        elif isinstance(node, ast.Name | ast.alias):
+            names.add(node.id if isinstance(node, ast.Name) else node.name)
+    output = (
+        names & {"redirect_stdout", "redirect_stderr", "sys.stdout", "sys.stderr"} if "getvalue" in names else set()
+    )
+    return ", ".join(sorted(names & {"builtins.input", "builtins.print", "sys.stdin"} | output))
+
+
+def _called(trees: list[ast.Module]) -> set[str]:
+    calls = [node.func for tree in trees for node in ast.walk(tree) if isinstance(node, ast.Call)]
+    return {function.id for function in calls if isinstance(function, ast.Name)}
 
 
 def _parsed(text: str, place: int) -> ast.Module:

@@ -25,6 +25,7 @@ import gc
 import inspect
 import io
 import json
+import operator
 import os
 import resource
 import select
@@ -141,7 +142,11 @@ def _child(confinement: confine.Confinement, request: dict[str, Any], pipes: lis
 
 
 def run_program(mode: str) -> int:
-    code = 0
+    # That of the zygote has found out of another file whether it can seek.
+    sys.stdout = sys.__stdout__ = io.open(  # noqa: SIM115, UP020 ends with the process
+        1, "w", encoding=sys.stdout.encoding, errors=sys.stdout.errors, closefd=False
+    )
+    code, outputs = 0, (sys.stdout, sys.stdout.buffer)
     sys.setrecursionlimit(_RECURSION)
     soft, hard = resource.getrlimit(resource.RLIMIT_STACK)
     if 0 <= soft < _STACK and (hard < 0 or hard >= _STACK):
@@ -155,7 +160,7 @@ def run_program(mode: str) -> int:
     except BaseException:  # reported with its traceback
         code = 1
         _report()
-    return _finish(code)
+    return _finish(code, outputs)
 
 
 def _open(file: Any, *arguments: Any, **named: Any) -> Any:
@@ -209,15 +214,19 @@ def _answer(call: dict[str, Any], names: dict[str, Any], handles: dict[int, Any]
         target = _target(call, names, handles)
         if "arguments" not in call:
             return {"value": values.encode(target, keep), **_kind(target)}
-        arguments = values.decode(call["arguments"], handles.__getitem__)
-        named = values.decode(call["named"], handles.__getitem__)
+        passed: list[Any] = []
+        arguments, named = values.decode(call["arguments"], handles.__getitem__, passed)
+        num_passed = len(passed)
         result = target(*arguments, **named)
         if inspect.iscoroutine(result):
             result = asyncio.run(result)
-        changed = [values.encode(argument, keep) for argument in [*arguments, *named.values()]]
-        return {"value": values.encode(result, keep), "changed": changed}
+        value = values.encode(result, keep, passed)
+        return {"value": value, "changed": [values.contents(held, keep, passed) for held in passed[:num_passed]]}
     except BaseException as err:
-        return {"raised": type(err).__name__, "text": _text(err), "types": _names(type(err))}
+        raised = {"raised": type(err).__name__, "text": _text(err), "types": _names(type(err))}
+        with contextlib.suppress(BaseException):
+            raised["attributes"] = values.encode(dict(vars(err)), keep)
+        return raised
 
 
 def _kind(target: Any) -> dict[str, Any]:
@@ -238,7 +247,18 @@ def _text(err: BaseException) -> str:
         return f"(its text cannot be shown: {type(other).__name__})"
 
 
+def _operator(name: str) -> Any:
+    """Return the function of an operator that a test applies to an object of the program."""
+    if name == "enter":
+        return lambda context: context.__enter__()
+    if name == "exit":
+        return lambda context: context.__exit__(None, None, None)
+    return getattr(operator, name, None) or getattr(builtins, name)
+
+
 def _target(call: dict[str, Any], names: dict[str, Any], handles: dict[int, Any]) -> Any:
+    if "operator" in call:
+        return _operator(call["operator"])
     if "name" in call:
         return _find(names, call["name"])
     target = handles[call["handle"]]
@@ -266,13 +286,34 @@ def _report() -> None:
         os.write(2, b"the program raised, and its error cannot be printed\n")
 
 
-def _finish(code: int) -> int:
-    """Run the interpreter's exit handlers, without its finalization."""
+def _finish(code: int, outputs: tuple[Any, Any]) -> int:
+    """Run the interpreter's exit handlers and write what open files hold, without its finalization."""
     try:
         threading._shutdown()  # type: ignore[attr-defined]
         atexit._run_exitfuncs()
-        sys.stdout.flush()
-        sys.stderr.flush()
     except BaseException:
-        return code or 1
+        code = code or 1
+    try:
+        _flush(sys.stdout)
+    except BaseException:
+        code = code or 1
+    things = gc.get_objects()  # without those that `main` froze
+    for kind, output in zip(
+        (io.TextIOBase, io.BufferedIOBase), outputs, strict=True
+    ):  # a text file writes into a buffered one
+        for file in [output, *(thing for thing in things if issubclass(type(thing), kind))]:
+            with contextlib.suppress(BaseException):
+                _flush(file)
     return code
+
+
+def _flush(file: Any) -> None:
+    """Flush a file; one that is closed or detached has nothing left to write."""
+    if file is None:
+        return
+    try:
+        is_open = not file.closed
+    except ValueError:
+        return
+    if is_open:
+        file.flush()

@@ -149,6 +149,17 @@ PRINTS: dict[str, str] = {
     "fileinput": "import fileinput\nfor line in fileinput.input(): print(int(line) + 1)",
     "asyncio": "import asyncio\nasync def main(): print(int(input()) + 1)\nasyncio.run(main())",
     "a static method": "class A:\n    @staticmethod\n    def f(x): return x + 1\nprint('', A.f(int(input())))",
+    **{
+        f"output through {how.split(chr(10))[0][:40]}": f"import atexit, io, os, sys\nx = str(int(input()) + 1)\n{how}"
+        for how in (
+            "sys.stdout = io.StringIO()\nprint(x)\natexit.register(lambda: sys.__stdout__.write(sys.stdout.getvalue()))",
+            "old, sys.stdout = sys.stdout, io.StringIO()\nold.write(x)", "out = open(1, 'w')\nout.write(x)",
+            "out = os.fdopen(1, 'w')\nprint(x, file=out)", "sys.stdout = open(1, 'w')\nprint(x)",
+            "out = io.BufferedWriter(io.FileIO(1, 'w'))\nout.write(x.encode())", "print(x)\nsys.stdout.close()",
+            "sys.stdout = io.TextIOWrapper(sys.stdout.buffer)\nprint(x)",
+            "out = sys.stdout.detach()\nout.write(x.encode())", "sys.stdout = None\nos.write(1, x.encode())",
+        )
+    },
 }  # fmt: skip
 FAILS = {
     "Python 2": "print int(input()) + 1",
@@ -173,14 +184,19 @@ def test_contest_programs_run_as_in_the_judges(slot: Slot, name: str) -> None:
         ("class Solution:\n    def combinations(self, n: List[int]) -> Dict[str, int]: return n", 5),
         ("def combinations(n): return 10 ** 5000", "1" + "0" * 5000),
         ("def combinations(n): return (n, {1: inf > n})", [5, {"1": True}]),
+        ("def combinations(n): return bin(n)[2:]", "101"),
+        ("def combinations(n): return 'true'", "true"),
     ],
 )  # fmt: skip
 def test_functions_are_called_as_by_the_judges(slot: Slot, program: str, expected: Any) -> None:
     """The usual imports never hide a method of the same name, and long results are compared by their digits."""
     truth = {"inputs": [[5]], "outputs": [expected], "fn_name": "combinations"}
+    if len(str(expected)) > 5000:  # an integer that no JSON of this machine holds
+        truth |= {"inputs": ["5"]}
     assert run(slot, program, truth, {}).reason is None
     wrong = "9" * 5001 if isinstance(expected, str) else 6
     assert run(slot, program, truth | {"outputs": [wrong]}, {}).passed == 0
+    assert run(slot, "def combinations(n): return 101", truth, {}).passed == 0
 
 
 CLEARS = "def f(*a):\n    for x in a: x.clear()\n    return []"
@@ -188,6 +204,7 @@ HOLLOW = "def f(c):\n    for k in (c if isinstance(c, dict) else range(len(c))):
 ZEROS = "def f(x):\n    x[:] = [0] * len(x)\n    return 0"
 ONLY = "import unittest\nclass T(unittest.TestCase):\n    def setUp(self): self.x = [2, 1]\n    def test_it(self):\n"
 SORTS = "def f(x): x.sort()"
+METHOD = "class Solution:\n    def f(self, x): x.sort()"
 UNIQUE = "def f(x):\n    y = sorted(set(x))\n    x[:len(y)] = y\n    return len(y)"
 
 
@@ -218,11 +235,112 @@ UNIQUE = "def f(x):\n    y = sorted(set(x))\n    x[:len(y)] = y\n    return len(
         (SORTS, ONLY + "        f(self.x)\n        self.assertEqual(self.x, [1, 2])", 1),
         (UNIQUE, "x = [1, 1, 2]\nk = f(x)\nassert x[:k] == [1, 2]", 1),
         (SORTS, "x = [2, 1]\nf(x)\nassert x == [3, 1]", 0),
+        (UNIQUE, "x, want = [1, 1, 2], [1, 2]\nk = f(x)\nassert k == 2 and x[:k] == want[:k]", 1),
+        (UNIQUE, "x, want = [1, 1, 2], [1, 2]\nfor i in range(f(x)):\n    assert x[i] == want[i]", 1),
+        (SORTS + "; return x", "x = [2, 1]\ngot = f(x)\nassert x == [1, 2]\nassert got is x", 1),
+        (METHOD, "s = Solution()\ndef test_it():\n    x = [2, 1]\n    s.f(x)\n    assert x == [1, 2]", 1),
+        (METHOD, ONLY + "        Solution().f(self.x)\n        self.assertEqual(self.x, [1, 2])", 1),
+        ("def f(x): x[0][0] += 1; return x", "row = [1]\nassert f([row, row]) == [[2], [2]] and row == [2]", 1),
+        (
+            CLEARS,
+            "def test_it():\n    x = [3, 1, 2]\n    got = f(x)\n    want = lambda: sorted(x)\n    assert got == want()",
+            0,
+        ),
+        (CLEARS, "box = {'x': [3, 1]}\ngot = f(box['x'])\nassert len(box) == 1 and got == sorted(box['x'])", 0),
+        (CLEARS, "x = [3, 1]\nassert f(x) == [2 * v + 1 for v in x]", None),
     ],
 )
-def test_a_program_reaches_no_expected_value_by_its_arguments(slot: Slot, program: str, test: str, passed: int) -> None:
-    """What tests compare an answer with is not changed by the program; what functions do in place is seen."""
-    assert run(slot, program, [test], {}).passed == passed
+def test_a_program_reaches_no_expected_value_by_its_arguments(
+    slot: Slot, program: str, test: str, passed: int | None
+) -> None:
+    """What tests compare an answer with is not changed by the program, or the row is refused; what is done in place is seen."""
+    if passed is None:
+        with pytest.raises(BadGroundTruth, match="empties its arguments"):
+            run(slot, program, [test], {})
+    else:
+        assert run(slot, program, [test], {}).passed == passed
+
+
+NODE = """
+import array, collections, datetime
+class Node:
+    def __init__(self, d, next=None): self.data, self.next = d, next
+    def __len__(self): return 1
+    def __str__(self): return f"N{self.data}"
+    def __eq__(self, other): return self.data == other.data
+    def __getitem__(self, i): return self.data
+    def __iter__(self): return iter([self.data])
+    def __add__(self, other): return Node(self.data + other.data)
+    def __lt__(self, other): return self.data < other.data
+    def __enter__(self): return self
+    def __exit__(self, *a): pass
+    def __bool__(self): return False
+    def __hash__(self): return hash(self.data)
+class Failed(Exception):
+    def __init__(self, code): self.code = code; super().__init__("m")
+def fail(): raise Failed(3)
+def length(node): return 0 if node is None else 1 + length(node.next)
+def tokenize(text): return text.split()
+def copy(x): return list(x)
+def day(year): return datetime.date(year, 1, 1)
+def pair(): return collections.namedtuple("P", "x y")(1, 2)
+def apply(f, x): return f(x)
+def inc(x): return x + 1
+def fills(x): x.append(1)
+"""
+LIES = """
+class Any:
+    def __getattr__(self, name): return Any()
+    def __call__(self, *a): return Any()
+for name in "eq ne lt gt le ge contains".split(): setattr(Any, f"__{name}__", lambda *a: True)
+for name in "sub add rsub radd abs".split(): setattr(Any, f"__{name}__", lambda *a: 0)
+def f(x): return Any()
+"""
+
+
+@pytest.mark.parametrize(
+    ("program", "test", "passed"),
+    [
+        *(
+            (NODE, f"assert {right}\nassert inc(1) == 2", 1)
+            for right in (
+                "len(Node(1)) == 1", "str(Node(1)) == f'{Node(1)}' == 'N1'", "Node(1) == Node(1)", "Node(1) != Node(2)", "Node(4)[0] == 4",
+                "[*Node(4)] == [4] and 4 in Node(4)", "(Node(1) + Node(2)).data == 3", "Node(1) < Node(2)", "not Node(1)",
+                "isinstance(Node(1), Node) and not isinstance(1, Node)", "len({Node(1), Node(1)}) == 1",
+                "tokenize('a b') == ['a', 'b']", "copy([1]) == [1]", "day(2020).year == 2020", "pair().x == 1", "apply(inc, 3) == 4",
+            )
+        ),
+        (NODE, "with Node(1) as n:\n    assert n.data == 1", 1),
+        (NODE, "h = Node(1)\nh.next = Node(2)\nassert length(h) == 2", 1),
+        (NODE, "try:\n    fail()\nexcept Failed as err:\n    assert err.code == 3\nelse: assert False", 1),
+        (NODE, {"test_list": ["assert length(root) == 2"], "test_setup_code": "root = Node(1)\nroot.next = Node(2)"}, 1),
+        (NODE, {"test_list": ["assert a == [2, 1]"], "test_setup_code": "a = [2]\nfills(a)"}, 1),
+        ("class inc(Exception): pass\ndef apply(f, x): return 5", "assert apply(inc, 3) == 4", 0),
+        ("async def inc(x): pass\ndef apply(f, x): return 5", "assert apply(inc, 3) == 4", 0),
+        ("class Node:\n    def __init__(self, x): pass\n    def __ne__(self, o): return False", "assert Node(1) != Node(2)\nassert f(1)", 0),
+        *(
+            (LIES, f"assert {right}", 0)
+            for right in ("f(3) == 6", "6 == f(3)", "abs(f(2) - 1.4) < 1e-6", "f(3) > 5 and f(3) < 7", "6 in f(3)", "f(3) in [6]")
+        ),
+    ],
+)  # fmt: skip
+def test_objects_of_a_program_have_its_operators_but_compare_with_no_value_of_the_tests(
+    slot: Slot, program: str, test: Any, passed: int
+) -> None:
+    assert run(slot, program, [test] if isinstance(test, str) else test, {}).passed == passed
+
+
+@pytest.mark.parametrize(
+    "test",
+    [
+        "import io, contextlib\nout = io.StringIO()\nwith contextlib.redirect_stdout(out):\n    f()\nassert out.getvalue() == 'a'",
+        "from unittest.mock import patch\nwith patch('builtins.input', return_value='3'):\n    assert f() == 3",
+        "import io, sys\nsys.stdin = io.StringIO('3')\nassert f() == 3",
+    ],
+)
+def test_tests_that_share_their_process_with_the_program_are_refused(slot: Slot, test: str) -> None:
+    with pytest.raises(BadGroundTruth, match="another one"):
+        run(slot, "def f(): return int(input())", [test], {})
 
 
 DOC = 'def f():\n    """Use:\n%s```\n%sf()\n%s```\n    """\n    return 1\n'
@@ -262,6 +380,30 @@ DOC = 'def f():\n    """Use:\n%s```\n%sf()\n%s```\n    """\n    return 1\n'
         ("```python\na\n```\n<think>\n```python\ndraft\n```", "a\n"),
         ("<think>x <think> y</think> z</think>\n```python\na\n```", "a\n"),
         ("<think>x</think><answer>```python\na\n```</answer>", "a\n"),
+        *(
+            (f"{prose}\n```\nprint(1)\n```", "print(1)\n")
+            for prose in (
+                "O(n) solution:",
+                "f(n) = 2n, so:\n",
+                "return double the input",
+                '"Double" is the answer.',
+                "x = 2*n.",
+                "for each test: print it",
+                "class of problems: y",
+                "Solution(s):",
+                "# Hi\n\nn = int(input()) reads it:",
+            )
+        ),
+        ("f(x) doubles x.\n```\n2 -> 4\n```\n```python\na()\n```", "a()\n"),
+        ("x = 5\n```\nprint(1)\n```", "print(1)\n"),
+        ("x = 5\n```\n7\n```", "x = 5\n"),
+        ("```python\nprint(1)```\nDone.", "print(1)\n"),
+        ("```python\ns = 1  # ```\nt = '```'\n```", "s = 1  # ```\nt = '```'\n"),
+        ("**Code:** ```python\na\n```\nEnd", "a\n"),
+        ("So:\n<answer>\nprint(1)\n</answer>", "\n\nprint(1)\n"),
+        ("```python\nprint('<answer>%d</answer>' % 1)\n```", "print('<answer>%d</answer>' % 1)\n"),
+        ("```python\ns = '<think>'\nt = '</think>'  # </think>\n```", "s = '<think>'\nt = '</think>'  # </think>\n"),
+        ("<think>\n```python\ndraft\n</think>\n```python\ns = '<think>'\n```", "s = '<think>'\n"),
     ],
 )
 def test_the_program_is_found_as_commonmark_reads_the_completion(completion: str, program: str | None) -> None:
