@@ -68,7 +68,9 @@ _MODES = frozenset({
     "undefined", "default", "basic", "bearer", "digest", "oauth", "oauth2", "aws", "keys", "iam", "sso", "keep", "env", "file", "see", "is", "the", "header",
     "headers", "str", "int", "id", "...",
 })  # fmt: skip
-_NO_SECRET = re.compile(r"[<\[|{($%#*].*|-?\d{1,5}(?:\.\d*)?|os\.(?:environ|getenv).*", re.DOTALL)
+_NO_SECRET = re.compile(
+    r"[<\[|{(].*|\$[A-Z{(].*|%[s({].*|[#*]+|-?\d{1,5}(?:\.\d*)?|os\.(?:environ|getenv).*", re.DOTALL
+)
 _RUN = (  # of the alphabet of random values, without the separators of names
     r"(?:(?=[a-z0-9]*[A-Z])(?=[A-Z0-9]*[a-z])[A-Za-z0-9]{20}|[0-9a-f]{20}|(?=[a-z]*\d)[a-z0-9]{30})"
 )
@@ -80,12 +82,12 @@ _PLAIN = re.compile(  # single words, paths, numbers, URLs and names of hosts, m
 
 _FORMS = re.compile(
     r"-----BEGIN [A-Z ]*PRIVATE KEY(?: BLOCK)?-----(?:.*?-----END [A-Z ]*PRIVATE KEY(?: BLOCK)?-----|.*)"
-    r"|(?<![A-Za-z0-9_-])(?=[A-Zabdefghjklnprstwxy0-9])(?:"
+    r"|(?<![A-Za-z0-9_-])(?=[A-Zabcdefghjklnprstvwxy0-9])(?:"
     r"(?:sk|rk|pk|whsec)_(?:live|test)_[A-Za-z0-9]{16,}|gh[pousr]_[A-Za-z0-9]{20,}|github_pat_\w{20,}"
     r"|glpat-[\w-]{16,}|gl(?:dt|rt|cbt|ptt|ft|soat)-[\w-]{16,}|(?:AKIA|ASIA|ABIA|ACCA)[A-Z0-9]{12,}|hf_[A-Za-z0-9]{30,}"
     r"|xox[a-z](?:\.xox[a-z])?-\d[\w-]{8,}|xapp-\d[\w-]{8,}"
     r"|eyJ[\w-]{5,}\.[\w-]{4,}\.[\w-]*|AIza[\w-]{20,}|ya29\.[\w-]{20,}|GOCSPX-[\w-]{20,}|SG\.[\w-]{16,}\.[\w-]{16,}"
-    r"|(?:ntn|lin_api|glsa|figd|e2b)_(?=[A-Za-z]*\d)[A-Za-z0-9]{16,}|npm_[A-Za-z0-9]{30,}|dckr_(?:pat|oat)_[\w-]{20,}"
+    r"|(?:ntn|lin_api|glsa|figd|e2b)_(?=[A-Za-z]*\d)[A-Za-z0-9]{16,}(?:_[0-9a-f]{8})?|npm_[A-Za-z0-9]{30,}|dckr_(?:pat|oat)_[\w-]{20,}"
     rf"|(?:sk|rk|pk|whsec|pypi|nvapi|gsk|r8|hf|pplx|xai|tvly|fw|dop_v1|hvs|hvb|lsv2_pt|lsv2_sk|wandb_v1|csk|together|jina|key|tgp_v1|dapi|shpat"
     rf"|sbp|atp|glc|rpa|fc|vcp|exa|bb_live|api_org)[-_.](?:(?=[\w-]{{0,60}}?(?<![A-Za-z0-9]){_RUN})"
     r"|(?=[\w-]*[A-Z])(?=[\w-]*\d)(?=[\w-]*[a-z])(?=[\w-]{48}))[\w-]+"
@@ -147,8 +149,8 @@ def _without_header(match: re.Match[str]) -> str:
 def _without_value(match: re.Match[str]) -> str:
     name, value = match["name"], match["value"]
     words = _words(name)
-    if words == ["pwd"] and value.startswith(("/", "~")):
-        return match[0]  # the shell's folder
+    if _is_harmless(value) or (words == ["pwd"] and value.startswith(("/", "~"))):  # PWD: the shell's folder
+        return match[0]
     if match.string[match.start() - 1 : match.start()] in ("?", "&") or words[-1:] == ["signature"]:
         is_secret = bool(_IN_QUERIES.intersection(words[-1:])) and not _is_harmless(value)
         return f"{name}={MASK}" if is_secret or _is_secret_name(name, value) else match[0]
@@ -230,7 +232,7 @@ def _words(name: str) -> list[str]:
 
 def _is_secret_name(name: str, value: str) -> bool:
     words = _words(name)
-    if not words or _is_harmless(value):
+    if not words or value.lower() in _MODES:
         return False
     is_plural = words[-1].endswith("s") and words[-1][:-1] in _LAST_WORDS and words[-1] != "pass"
     words = [
@@ -241,6 +243,8 @@ def _is_secret_name(name: str, value: str) -> bool:
         return False
     if _SECRET_WORDS.intersection(words) or "".join(words) in _SECRET_WORDS or words[-1].endswith(_SECRET_ENDS):
         return True
+    if _is_harmless(value):
+        return False
     if words[-1] == "key":
         return (
             bool(_KINDS_OF_KEYS.intersection(words))
