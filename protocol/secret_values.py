@@ -2,8 +2,7 @@
 
 A value is secret when its field says so (``repr=False``), by the name of its key, when it belongs to a table of variables or headers,
 when a part of it has the form of a known credential, or when this process read it from a file or variable of secrets. Settings pass
-`hide` and texts `scrub` wherever they leave a process: `config show`, the Runs API, records, cards, reports, trackers, logs and
-tracebacks.
+`hide` and texts `scrub` wherever they are shown: `config show`, the Runs API, cards, reports, trackers, logs and tracebacks.
 """
 
 from __future__ import annotations
