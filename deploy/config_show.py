@@ -19,6 +19,7 @@ from penstock.deploy.resumption import settings_without_effect
 from penstock.fine_tuning.sections import DPO, RM, SFT, OwnSection
 from penstock.protocol.config.run_file import Loaded, config_document, format_config, load, split_arguments
 from penstock.protocol.errors import ConfigError
+from penstock.protocol.secret_values import hide
 from penstock.reward_service.settings import RewardSettings
 from penstock.rollout_service.settings import RolloutSettings
 from penstock.trainer.settings import TrainerSettings
@@ -71,7 +72,7 @@ def as_document(services: Sequence[Loaded[Any]]) -> dict[str, Any]:
     merged: dict[str, Any] = {"settings": {}, "origins": {}}
     for loaded in services:
         document = config_document(loaded)
-        for section, values in document["settings"].items():
+        for section, values in hide((), document["settings"]).items():
             shared = merged["settings"].get(section, {})
             merged["settings"][section] = (
                 values | shared if isinstance(values, dict) else values

@@ -27,7 +27,7 @@ from penstock.deploy.processes.supervise import Supervisor, stop_all
 from penstock.deploy.stored import run_command
 from penstock.protocol import logs, seals
 from penstock.protocol.command_line import RunArguments, program
-from penstock.protocol.config.run_file import toml_text
+from penstock.protocol.config.run_file import refuse_masks, split_arguments, toml_text
 from penstock.protocol.errors import ConfigError
 from penstock.protocol.transport.blobs import Blobs
 from penstock.protocol.transport.bus import Bus
@@ -108,21 +108,24 @@ def _num_endpoints(url: str) -> int:
 
 def _settings_of(settings: Sequence[str], recorded: Path | None, folder: Path) -> list[str]:
     first = []
-    if recorded is not None and (rewards := _recorded_rewards(recorded)):
+    if recorded is not None and (rewards := _recorded_rewards(recorded, split_arguments(settings)[0])):
         path = folder / "recorded.toml"
         path.write_text(f"reward = {toml_text(rewards)}\n", encoding="utf-8")
         first.append(str(path))
     return [*first, *without_servers(settings)]
 
 
-def _recorded_rewards(path: Path) -> dict[str, Any]:
+def _recorded_rewards(path: Path, files: Sequence[Path] = ()) -> dict[str, Any]:
     content = seals.read(path)
     if content is None:
         return {}
     try:
-        return dict(json.loads(content)["settings"].get("reward") or {})
+        document = json.loads(content)
+        rewards = dict(document["settings"].get("reward") or {})
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as err:
         raise ConfigError(f"{path}: its recorded rewards cannot be read ({type(err).__name__}: {err})") from None
+    refuse_masks({**document, "settings": {"reward": rewards}}, ("reward",), str(path), files=files)
+    return rewards
 
 
 if __name__ == "__main__":

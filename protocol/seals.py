@@ -57,6 +57,16 @@ def seal(path: Path, content: bytes) -> None:
     atomic_write(_seal_file(path), "\n".join([*seals][:_MOST_SEALS]), sync=True)
 
 
+def digest(key: str, value: str) -> str:
+    """Return the HMAC of a setting that is not stored itself, so that a change is noticed; empty when this user can have no key."""
+    try:
+        return hmac.digest(_key(os.environ), hashlib.sha256(key.encode()).digest() + value.encode(), "sha256").hex()[
+            :32
+        ]
+    except ConfigError:
+        return ""
+
+
 def changed_ns(path: Path) -> int:
     """Return when the seal of a file was last changed, in ns since 1970; 0 for a file without one."""
     try:

@@ -2,113 +2,255 @@
 
 A value is secret when its field says so (``repr=False``), by the name of its key, when it belongs to a table of variables or headers,
 when a part of it has the form of a known credential, or when this process read it from a file or variable of secrets. Settings pass
-`hide` and texts `scrub` wherever they leave a process: `config show`, the Runs API, records, cards, reports, trackers, logs and
-tracebacks.
+`hide` and texts `scrub` wherever they are shown: `config show`, the Runs API, cards, reports, trackers, logs and tracebacks.
 """
 
 from __future__ import annotations
 
+import base64
+import json
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 from penstock.protocol.errors import ConfigError
 
 MASK = "********"
 FROM_ENVIRONMENT = "env:"
 _FILE = "_file"
-_LEAST_CHARS = 6  # of a value that is searched for in texts: shorter ones are in ordinary words
+_LEAST_CHARS = 8  # of a value that is searched for in texts: shorter ones are in ordinary words
 
-_TABLES = frozenset({"variables", "env", "environ", "envs", "headers", "extra_headers", "default_headers", "cookies"})
+_TABLES = frozenset(
+    {"variables", "vars", "env", "environ", "envs", "header", "headers", "cookies"}
+)  # the last word of a name
+_NAMES_OF_USERS = frozenset(
+    {"define", "parts", "by_source", "properties", "roles"}
+)  # what follows is a name that a user chose
+_ASSIGNED = re.compile(r"([\w.-]{1,99}\s{0,3}[:=]\s{0,3})(.+)", re.DOTALL)
 _WORD = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|\d+")
 _SECRET_WORDS = frozenset({
-    "secret", "secrets", "password", "passwd", "passphrase", "pwd", "credential", "credentials", "apikey", "bearer", "authorization",
-    "authtoken", "cookie", "dsn", "pat", "privatekey", "accesstoken",
+    "secret", "password", "passwd", "passphrase", "pwd", "credential", "apikey", "bearer", "authorization", "authtoken", "cookie", "dsn",
+    "pat", "privatekey", "accesstoken",
 })  # fmt: skip
+_SECRET_ENDS = ("password", "passwd", "passphrase", "apikey")  # PGPASSWORD
 _LAST_WORDS = frozenset({"token", "pass", "auth", "key"})
+_IN_PROSE = (["token"], ["auth"], ["pass"], ["pat"])  # NAME=value in code and sentences, such as token=A
+_IN_QUERIES = frozenset({"key", "code", "sig", "signature", "token", "auth", "pass"})
 _KINDS_OF_KEYS = frozenset(
-    {"api", "private", "secret", "signing", "encryption", "auth", "account", "service", "license", "master", "shared"}
+    {
+        "api",
+        "private",
+        "secret",
+        "signing",
+        "encryption",
+        "auth",
+        "account",
+        "service",
+        "license",
+        "master",
+        "shared",
+        "subscription",
+    }
 )
 _NO_VALUE = frozenset(
-    {"file", "path", "url", "type", "name", "names", "id", "ids", "size", "mode", "format"}
+    {"file", "path", "url", "type", "name", "id", "ids", "size", "mode", "format", "count", "policy"}
 )  # last words
-_SPECIAL_TOKEN = re.compile(r"[<\[|{].*|auto|none|true|false", re.IGNORECASE | re.DOTALL)
+_KINDS_OF_TOKENS = frozenset({  # of a text or a table, before token, pass or key: no credential
+    "stop", "eos", "bos", "pad", "unk", "mask", "sep", "cls", "special", "control", "added", "extra", "max", "min", "num", "image", "video", "new",
+    "audio", "prompt", "completion", "think", "thinking", "begin", "end", "start", "first", "last", "next", "bad", "forced", "suppress", "per", "by",
+    "primary", "foreign", "sort", "group", "partition", "cache", "join", "index", "answer", "row", "column",
+})  # fmt: skip
+_MODES = frozenset({
+    "auto", "none", "null", "nil", "true", "false", "yes", "no", "on", "off", "all", "any", "required", "optional", "missing", "invalid", "empty", "unset",
+    "undefined", "default", "basic", "bearer", "digest", "oauth", "oauth2", "aws", "keys", "iam", "sso", "keep", "env", "file", "see", "is", "the", "header",
+    "headers", "str", "int", "id", "...",
+})  # fmt: skip
+_NO_SECRET = re.compile(
+    r"[<\[|{(].*|\$[A-Z{(].*|%[s({].*|[#*]+|-?\d{1,5}(?:\.\d*)?|os\.(?:environ|getenv).*", re.DOTALL
+)
+_RUN = (  # of the alphabet of random values, without the separators of names
+    r"(?:(?=[a-z0-9]*[A-Z])(?=[A-Z0-9]*[a-z])[A-Za-z0-9]{20}|[0-9a-f]{20}|(?=[a-z]*\d)[a-z0-9]{30})"
+)
 _RANDOM = re.compile(r"(?=\S*\d)(?=\S*[A-Za-z])\S{12,}")
+_LOOKS_RANDOM = re.compile(rf"(?=.*\d)[\w+/=.~-]*?{_RUN}[\w+/=.~-]*")
+_PLAIN = re.compile(  # single words, paths, numbers, URLs and names of hosts, models and images
+    r"[A-Za-z]?[a-z_-]{0,15}|[A-Z_-]{1,15}|[\d.,:-]+|(?:[~.]{0,2}/[a-z][\w.-]*)+/?|\w+://[^\s@?]+"
+)
 
 _FORMS = re.compile(
     r"-----BEGIN [A-Z ]*PRIVATE KEY(?: BLOCK)?-----(?:.*?-----END [A-Z ]*PRIVATE KEY(?: BLOCK)?-----|.*)"
-    r"|(?<![A-Za-z0-9_-])(?=[A-Zadeghjklnprstwxy0-9])(?:"
-    r"sk-[A-Za-z0-9_-]{8,}|(?:sk|rk|pk|whsec)_(?:live_|test_)?[A-Za-z0-9]{16,}"
-    r"|gh[pousr]_[A-Za-z0-9]{10,}|github_pat_\w{10,}|glpat-[\w-]{10,}|gl(?:dt|rt|cbt|ptt|ft|soat)-[\w-]{10,}"
-    r"|(?:AKIA|ASIA|ABIA|ACCA)[A-Z0-9]{12,}|hf_(?=\w*[0-9A-Z])[A-Za-z0-9]{10,}|xox[a-z]-[\w-]{8,}|xapp-[\w-]{8,}"
-    r"|eyJ[\w-]{5,}\.[\w-]{4,}\.[\w-]*|AIza[\w-]{20,}|ya29\.[\w-]{10,}|GOCSPX-[\w-]{10,}|SG\.[\w-]{8,}\.[\w-]{8,}"
-    r"|npm_[A-Za-z0-9]{16,}|pypi-[\w-]{16,}|dckr_(?:pat|oat)_[\w-]{10,}|nvapi-[\w-]{10,}|gsk_[A-Za-z0-9]{10,}|r8_[A-Za-z0-9]{10,}"
-    r"|(?:pplx|xai|tvly|fw|dop_v1|hvs|hvb|lsv2_pt|lsv2_sk|wandb_v1|csk|together|jina|key|tgp_v1|dapi|shpat|sbp|atp)[-_.]"
-    r"(?=[\w-]*\d)[\w-]{16,}|tvly-[\w-]{8,}|S[AUNOC][A-Z2-7]{40,}|AGE-SECRET-KEY-1[A-Z0-9]{10,}|SK[0-9a-f]{32}"
-    r"|\d{8,10}:AA[\w-]{30,})"
-    r"|(?<=hooks\.slack\.com/services/)\S+|(?<=discord\.com/api/webhooks/)\S+",
+    r"|(?<![A-Za-z0-9_-])(?=[A-Zabcdefghjklnprstvwxy0-9])(?:"
+    r"(?:sk|rk|pk|whsec)_(?:live|test)_[A-Za-z0-9]{16,}|gh[pousr]_[A-Za-z0-9]{20,}|github_pat_\w{20,}"
+    r"|glpat-[\w-]{16,}|gl(?:dt|rt|cbt|ptt|ft|soat)-[\w-]{16,}|(?:AKIA|ASIA|ABIA|ACCA)[A-Z0-9]{12,}|hf_[A-Za-z0-9]{30,}"
+    r"|xox[a-z](?:\.xox[a-z])?-\d[\w-]{8,}|xapp-\d[\w-]{8,}"
+    r"|eyJ[\w-]{5,}\.[\w-]{4,}\.[\w-]*|AIza[\w-]{20,}|ya29\.[\w-]{20,}|GOCSPX-[\w-]{20,}|SG\.[\w-]{16,}\.[\w-]{16,}"
+    r"|(?:ntn|lin_api|glsa|figd|e2b)_(?=[A-Za-z]*\d)[A-Za-z0-9]{16,}(?:_[0-9a-f]{8})?|npm_[A-Za-z0-9]{30,}|dckr_(?:pat|oat)_[\w-]{20,}"
+    rf"|(?:sk|rk|pk|whsec|pypi|nvapi|gsk|r8|hf|pplx|xai|tvly|fw|dop_v1|hvs|hvb|lsv2_pt|lsv2_sk|wandb_v1|csk|together|jina|key|tgp_v1|dapi|shpat"
+    rf"|sbp|atp|glc|rpa|fc|vcp|exa|bb_live|api_org)[-_.](?:(?=[\w-]{{0,60}}?(?<![A-Za-z0-9]){_RUN})"
+    r"|(?=[\w-]*[A-Z])(?=[\w-]*\d)(?=[\w-]*[a-z])(?=[\w-]{48}))[\w-]+"
+    r"|dapi[0-9a-f]{32}|S[AUNOC][A-Z2-7]{40,}|AGE-SECRET-KEY-1[A-Z0-9]{10,}|SK[0-9a-f]{32}|(?:bot)?\d{8,10}:AA[\w-]{30,})"
+    r"|(?:(?<=hooks\.slack\.com/services/)|(?<=hooks\.slack\.com/workflows/)|(?<=hooks\.slack\.com/triggers/)"
+    r"|(?<=discord\.com/api/webhooks/)|(?<=discordapp\.com/api/webhooks/))\S+",
     re.DOTALL,
 )
-_IN_CONTEXT = re.compile(  # group 1 stays, what follows is hidden; every alternative begins with a letter of its own: texts may be long
-    r"(:(?://)?)[^\s/?#@:\"']{1,300}(?=@)"
-    r"|((?:authorization|x-api-key|api-key)[\"']?\s{0,9}[:=]\s{0,9}[\"']?(?:(?:bearer|basic|token)\s{1,9})?)[^\s\"',;]+"
-    r"|(bearer\s{1,9})(?=\S{0,99}\d)[\w.~+/=-]{8,}"
-    r"|((?:password|passwd|passphrase|secret|(?:api|access|account)[-_]?key|(?:auth|access)[-_]?token|signature|(?<![a-z])(?:token|sig))=)"
-    r"[^\s&\"',;]+"
-    r"|((?-i:(?<=[A-Z0-9])_(?:TOKEN|KEY|PASS|PWD|PAT))=)[^\s&\"',;]+",
+_IN_URL = re.compile(r"(://[^\s/?#@:\"']{0,300}:)[^\s/?#\"']{1,300}(?=@)")
+_AS_USER = re.compile(  # https://TOKEN@host, and user:password@host without a scheme
+    r"(://)(?=[A-Za-z_-]*\d)(?=[\d_-]*[A-Za-z])[\w-]{8,300}(?=@)"
+    r"|((?<![\w:])[A-Za-z]\w{0,63}:)(?=[^\s@]{0,99}[A-Z])(?=[^\s@]{0,99}[a-z])(?=[^\s@]{0,99}\d)[\w+/=!$%^*]{8,300}(?=@(?!sha256))"
+)
+_HEADER = re.compile(
+    r"((?:authorization|x-api-key|api-key)[\"']?\s{0,9}[:=]\s{0,9}[\"']?(?:(?:bearer|basic|token)\s{1,9})?)([^\s\"',;]+)"
+    r"|(bearer\s{1,9})((?=\S{0,99}\d)[\w.~+/=-]{12,})"
+    r"|(--[\w-]{0,30}(?:token|password|passwd|passphrase|secret|api[-_]?key)\s{1,3})((?=\S{0,99}\d)[^\s\"',;]{8,})",
     re.IGNORECASE,
 )
-_FLAG = re.compile(r"--?[\w-]*(?:password|passwd|passphrase|secret|token|api[-_]?key|auth|credentials?)", re.IGNORECASE)
+_PAIR = re.compile(r"(?<![\w-])(?P<name>[A-Za-z_-][\w-]{0,63})(?P<sign>=)(?P<value>[^\s&\"',;]+)")
+_FLAG = re.compile(r"--?([A-Za-z][\w-]*)")
 _known: set[str] = set()
 
 
 def remember(value: str) -> str:
-    """Return a secret that was read from a file or a variable; from now on `scrub` hides it in every text of this process."""
-    if len(value) >= _LEAST_CHARS and not value.startswith(FROM_ENVIRONMENT):
-        _known.add(value)
+    """Return a secret that was read from a file or a variable; from now on `scrub` hides it in every text of this process.
+
+    Not searched for are short values, and words, paths and URLs, which are in ordinary texts.
+    """
+    if len(value) >= _LEAST_CHARS and not value.startswith(FROM_ENVIRONMENT) and _PLAIN.fullmatch(value) is None:
+        _known.update(_spellings(value))
     return value
+
+
+def _spellings(value: str) -> set[str]:
+    """Return a value as it is in texts, URLs, JSON and ``repr``, and within a base64 text such as that of ``user:value``."""
+    raw = value.encode()
+    encoded = {base64.b64encode(b"\0" * skipped + raw)[(skipped * 8 + 5) // 6 :].decode() for skipped in range(3)}
+    inner = {text.rstrip("=")[: -1 if text.endswith("=") else None] for text in encoded}
+    return {value, quote(value, safe=""), json.dumps(value)[1:-1], repr(value)[1:-1], *inner}
 
 
 def scrub(text: str) -> str:
     """Return a text without what is known as secret or has the form of a credential."""
-    for value in _known:
+    for value in sorted(_known, key=len, reverse=True):
         text = text.replace(value, MASK)
     text = _FORMS.sub(MASK, text)
-    return _IN_CONTEXT.sub(lambda match: next(part for part in match.groups() if part is not None) + MASK, text)
+    text = _IN_URL.sub(rf"\1{MASK}", text)
+    text = _AS_USER.sub(lambda match: (match[1] or match[2]) + MASK, text)
+    text = _HEADER.sub(_without_header, text)
+    return _PAIR.sub(_without_value, text)
 
 
-def hide(path: Sequence[str], value: Any) -> Any:
-    """Return a value of settings as it may be shown: secret texts as the mask. ``path`` are the keys that lead to it."""
+def _without_header(match: re.Match[str]) -> str:
+    name, value = (group for group in match.groups() if group is not None)
+    return match[0] if _is_harmless(value) else name + MASK
+
+
+def _without_value(match: re.Match[str]) -> str:
+    name, value = match["name"], match["value"]
+    words = _words(name)
+    if _is_harmless(value) or (words == ["pwd"] and value.startswith(("/", "~"))):  # PWD: the shell's folder
+        return match[0]
+    if match.string[match.start() - 1 : match.start()] in ("?", "&") or words[-1:] == ["signature"]:
+        is_secret = bool(_IN_QUERIES.intersection(words[-1:])) and not _is_harmless(value)
+        return f"{name}={MASK}" if is_secret or _is_secret_name(name, value) else match[0]
+    is_word = words in _IN_PROSE and not name.startswith("-")
+    if is_word and not (len(value) >= _LEAST_CHARS and any(char.isdigit() for char in value)):
+        return match[0]
+    return f"{name}={MASK}" if _is_secret_name(name, value) else match[0]
+
+
+def hide(path: Sequence[str], value: Any, *, with_texts: bool = True) -> Any:
+    """Return a value of settings as it may be shown: secret texts as the mask. ``path`` are the keys that lead to it.
+
+    Without ``with_texts``, texts stay unless a name or a table says that they are secret.
+    """
     if isinstance(value, Mapping):
-        return {name: hide((*path, str(name)), item) for name, item in value.items()}
+        return {name: hide((*path, str(name)), item, with_texts=with_texts) for name, item in value.items()}
+    in_table = any(_is_table(path, place) for place in range(len(path) - 1))
     if isinstance(value, list | tuple):
-        flagged = [False, *(isinstance(item, str) and _FLAG.fullmatch(item) is not None for item in value)]
+        is_table = bool(path) and _is_table(path, len(path) - 1)
+        flags = ["", *(item if isinstance(item, str) else "" for item in value)]
+        if is_table and len(value) and all(isinstance(item, list | tuple) and len(item) == 2 for item in value):
+            return [[name, hide((*path, str(name)), item, with_texts=with_texts)] for name, item in value]
         return [
-            MASK if is_flagged and isinstance(item, str) else hide(path, item)
-            for is_flagged, item in zip(flagged, value, strict=False)
+            _argument(flag, item)
+            if isinstance(item, str) and _follows(flag, item)
+            else hide(path, item, with_texts=with_texts)
+            for flag, item in zip(flags, value, strict=False)
         ]
     if not isinstance(value, str) or not value or _is_reference(value):
         return value
-    in_table = any(part.lower().replace("-", "_") in _TABLES for part in path[:-1]) and not path[-1].endswith(_FILE)
-    return MASK if in_table or _is_secret_name(path[-1] if path else "", value) else scrub(value)
+    if in_table:  # X_file names the file of the variable X
+        return value if path[-1].endswith(_FILE) and _LOOKS_RANDOM.fullmatch(value) is None else MASK
+    if (
+        path and _is_table(path, len(path) - 1) and (assigned := _ASSIGNED.fullmatch(value))
+    ):  # ["NAME=value", "Name: value"]
+        return value if _is_reference(assigned[2]) else assigned[1] + MASK
+    is_secret = any(_is_secret_name(part, value) for part in _names(path))
+    return MASK if is_secret else scrub(value) if with_texts else value
+
+
+def _names(path: Sequence[str]) -> list[str]:
+    """Return the keys of a path that a schema names: the key of a definition is a name that a user chose."""
+    return [part for before, part in zip(("", *path), path, strict=False) if before not in _NAMES_OF_USERS]
+
+
+def _is_table(path: Sequence[str], place: int) -> bool:
+    if place and path[place - 1] in _NAMES_OF_USERS:
+        return False
+    words = _words(path[place])
+    return (words[-1:] == ["environment"] and place > 1) or not _TABLES.isdisjoint(words[-1:])
+
+
+def _follows(flag: str, value: str) -> bool:
+    match = _FLAG.fullmatch(flag)
+    if match is None or value.startswith("-") or _is_reference(value):
+        return False
+    if match[1] in ("H", "header", "e", "env", "u", "user"):
+        return ":" in value or "=" in value
+    return _is_secret_name(match[1], value)
+
+
+def _argument(flag: str, value: str) -> str:
+    assigned = _ASSIGNED.fullmatch(value) if flag.lstrip("-") in ("H", "header", "e", "env", "u", "user") else None
+    return assigned[1] + MASK if assigned else MASK
 
 
 def _is_reference(value: str) -> bool:
     return re.fullmatch(rf"{FROM_ENVIRONMENT}[A-Za-z_][A-Za-z0-9_]*", value) is not None
 
 
+def _is_harmless(value: str) -> bool:
+    """Return True for the values that code, documentation and choices have in place of a secret."""
+    return value.rstrip(")].:").lower() in _MODES or _NO_SECRET.fullmatch(value.rstrip(")].:")) is not None
+
+
+def _words(name: str) -> list[str]:
+    return [word.lower() for word in _WORD.findall(name)]
+
+
 def _is_secret_name(name: str, value: str) -> bool:
-    words = [word.lower() for word in _WORD.findall(name)]
-    if not words or words[-1] in _NO_VALUE:
+    words = _words(name)
+    if not words or value.lower() in _MODES:
         return False
-    if _SECRET_WORDS.intersection(words) or "".join(words) in _SECRET_WORDS:
+    is_plural = words[-1].endswith("s") and words[-1][:-1] in _LAST_WORDS and words[-1] != "pass"
+    words = [
+        word[:-1] if word[:-1] in _SECRET_WORDS | _LAST_WORDS | _NO_VALUE and word.endswith("s") else word
+        for word in words
+    ]
+    if words[-1] in _NO_VALUE or _KINDS_OF_TOKENS.intersection(words[:-1]):
+        return False
+    if _SECRET_WORDS.intersection(words) or "".join(words) in _SECRET_WORDS or words[-1].endswith(_SECRET_ENDS):
         return True
-    if words[-1] not in _LAST_WORDS:
+    if _is_harmless(value):
         return False
     if words[-1] == "key":
-        return bool(_KINDS_OF_KEYS.intersection(words)) or name.isupper() or _RANDOM.fullmatch(value) is not None
-    return _SPECIAL_TOKEN.fullmatch(value) is None
+        return (
+            bool(_KINDS_OF_KEYS.intersection(words))
+            or (name.isupper() and not is_plural)
+            or _RANDOM.fullmatch(value) is not None
+        )
+    return words[-1] in _LAST_WORDS
 
 
 def resolved(
@@ -120,7 +262,7 @@ def resolved(
     Raises ConfigError, which names the option below ``key``, for a variable that is not set and a file that cannot be read.
     """
     values: dict[str, Any] = {}
-    in_table = key.rpartition(".")[2].lower() in _TABLES
+    in_table = _is_table(key.split("."), key.count("."))
     for name, value in options.items():
         target = name.removesuffix(_FILE)
         if name != target and isinstance(value, str) and (in_table or (target in fields and name not in fields)):
@@ -141,13 +283,25 @@ def _resolved_value(value: Any, key: str, environ: Mapping[str, str]) -> Any:
         variable = value.removeprefix(FROM_ENVIRONMENT)
         if variable not in environ:
             raise ConfigError(f"{key} = {value}: the variable {variable} is not set where this process runs; export it")
-        return remember(environ[variable])
+        secret = environ[variable]
+        names = (*_names(key.split(".")), variable)
+        is_secret = (
+            any(_is_secret_name(name, secret) for name in names)
+            or _LOOKS_RANDOM.fullmatch(secret)
+            or scrub(secret) != secret
+        )
+        return remember(secret) if is_secret else secret
     return value
 
 
 def secret_file(file: Path, key: str) -> str:
+    """Return the secret in the file of the setting ``key``; raises ConfigError if it is unreadable."""
+    return remember(content_of(file, key))
+
+
+def content_of(file: Path, key: str) -> str:
     """Return the content of the file of the setting ``key``; raises ConfigError if it is unreadable."""
     try:
-        return remember(file.read_text(encoding="utf-8").strip())
+        return file.read_text(encoding="utf-8").strip()
     except (OSError, UnicodeDecodeError) as err:
         raise ConfigError(f"{key} = {file}: not readable ({getattr(err, 'strerror', None) or 'not UTF-8'})") from None

@@ -129,8 +129,11 @@ def trust_run(
     """
     from penstock.console.connections import NamedRun
     from penstock.console.tools.trust import trust
+    from penstock.protocol.config.run_file import config_document, load
+    from penstock.trainer.settings import TrainerSettings
 
-    return trust(NamedRun(run, arguments), yes=yes)
+    defaults = config_document(load(TrainerSettings, overrides=["model.path=.", "data.train=."]))
+    return trust(NamedRun(run, arguments), yes=yes, defaults=defaults["settings"])
 
 
 @runs.command(name="rm")

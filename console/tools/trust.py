@@ -6,7 +6,7 @@ import json
 import os
 import shlex
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +15,16 @@ from penstock.console.terminal import one_line
 from penstock.console.tools.removal import agreed
 from penstock.console.tools.runs import existing_folder
 from penstock.protocol import seals
-from penstock.protocol.config.sources import leaves
+from penstock.protocol.config.sources import ENVIRONMENT_PREFIX, KeyPath, leaves
 from penstock.protocol.errors import ConfigError
 from penstock.protocol.files import read_regular
-from penstock.protocol.secret_values import hide
+from penstock.protocol.secret_values import MASK
 
+_SECRETS = frozenset({"nats.password", "s3.secret_key", "s3.session_token", "reward_service.token"})
+_SECRET_VARIABLES = {
+    *(ENVIRONMENT_PREFIX + key.replace(".", "__").upper() for key in _SECRETS),
+    *("AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN"),
+}
 _MOST_BYTES = 4 * 1024**2
 _USES = {  # file of a run's folder: what it is used for
     "job.json": "the console of this user starts, resumes and stops it so",
@@ -30,15 +35,19 @@ _USES = {  # file of a run's folder: what it is used for
 }
 
 
-def trust(run: NamedRun, *, yes: bool) -> int:
-    """Seal the files of a run's folder after confirmation; return 1 when it was not confirmed. Raises ConfigError."""
+def trust(run: NamedRun, *, yes: bool, defaults: Mapping[str, Any] | None = None) -> int:
+    """Seal the files of a run's folder after confirmation; return 1 when it was not confirmed. Raises ConfigError.
+
+    What its ``config.json`` sets as these ``defaults`` of this build do is not shown; all is shown without them.
+    """
+    usual = dict(leaves(dict(defaults or {})))
     folder = existing_folder(run)
     if folder.is_symlink():
         raise ConfigError(f"{folder} is a link; move the folder itself there")
     unsealed = {name: _read(folder / name) for name in _USES if not _needs_no_trust(folder / name)}
     for name, content in unsealed.items():
         print(f"{name}: {_USES[name]}")
-        for key, value in _shown(folder / name, content):
+        for key, value in _shown(folder / name, content, usual):
             print(f"  {one_line(key)} = {one_line(value)}")
     if not unsealed:
         print(f"run {run}: this user wrote, or trusts, every file that is used")
@@ -62,17 +71,21 @@ def _read(path: Path) -> bytes:
         raise ConfigError(f"{path} cannot be read ({err}); remove it, or change its permissions") from None
 
 
-def _shown(path: Path, content: bytes) -> Iterator[tuple[str, Any]]:
-    """Yield what a file sets; of the settings of a session those that are no defaults. Raises ConfigError."""
+def _shown(path: Path, content: bytes, usual: Mapping[KeyPath, Any]) -> Iterator[tuple[str, Any]]:
+    """Yield what a file sets; of the settings of a session those that are not ``usual``. Raises ConfigError.
+
+    Every value may name code, whatever its key is, so that only the fields of secrets are masked; the file's own origins of its
+    values are not believed.
+    """
     try:
         if path.name == "environment":
             words = [word.partition("=") for word in shlex.split(content.decode()) if "=" in word]
-            yield from ((name, hide((name,), value)) for name, _, value in words)
+            yield from ((name, MASK if name in _SECRET_VARIABLES else value) for name, _, value in words)
             return
         document = tomllib.loads(content.decode()) if path.name == RUN_FILE else json.loads(content)
-        origins = document["origins"] if path.name == "config.json" else {}
-        for key, value in leaves(document["settings"] if path.name == "config.json" else document):
-            if origins.get(".".join(key)) != "default":
-                yield ".".join(key), hide(key, value)
+        is_session = path.name == "config.json"
+        for key, value in leaves(document["settings"] if is_session else document):
+            if not (is_session and key in usual and usual[key] == value):
+                yield ".".join(key), MASK if ".".join(key) in _SECRETS and isinstance(value, str) and value else value
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as err:
         raise ConfigError(f"{path} cannot be read ({type(err).__name__}: {err}); remove it") from None

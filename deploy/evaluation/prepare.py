@@ -162,7 +162,9 @@ def prepare(name: str, rest: Sequence[str], options: EvalOptions, cleaned: conte
     if missing := [file for file in files if not Path(file).is_file()]:
         raise ConfigError(f"--data: there is no file {', '.join(missing)}; check the path")
     recorded = scratch / "recorded.toml"
-    recorded.write_text(target.recorded_settings(evaluated, with_reward=reward is None), encoding="utf-8")
+    settings_files = split_arguments(rest)[0]
+    text = target.recorded_settings(evaluated, with_reward=reward is None, files=settings_files)
+    recorded.write_text(text, encoding="utf-8")
     run_arguments = without_servers(rest)
     ours = [
         f"model.path={model.absolute()}",

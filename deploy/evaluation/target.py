@@ -22,7 +22,7 @@ from penstock.console.registry import versions
 from penstock.console.registry.model_merge import open_model
 from penstock.console.tools.runs import unknown_run
 from penstock.protocol import blob_keys, seals
-from penstock.protocol.config.run_file import toml_text
+from penstock.protocol.config.run_file import refuse_masks, toml_text
 from penstock.protocol.errors import ConfigError
 from penstock.protocol.facts import Head
 from penstock.protocol.files import read_regular
@@ -106,16 +106,17 @@ def export(target: Target, to: Path, arguments: Sequence[str]) -> Path:
     return to
 
 
-def recorded_settings(target: Target, *, with_reward: bool) -> str:
+def recorded_settings(target: Target, *, with_reward: bool, files: Sequence[Path] = ()) -> str:
     """Return the run's settings of data, sampling and rewards as a run file; empty for a folder.
 
-    ``with_reward`` is False when another reward was named: then rewards by source are left out. Raises UntrustedFolder unless this
+    ``with_reward`` is False when another reward was named: then rewards by source are left out. ``files`` are read after it. Raises UntrustedFolder unless this
     user's run wrote them, since they may name code and servers, and ConfigError for settings that cannot be read.
     """
     if target.recorded is None:
         return ""
     try:
-        settings = json.loads(seals.read(target.recorded) or b"null")["settings"]
+        document = json.loads(seals.read(target.recorded) or b"null")
+        settings = document["settings"]
         sections = {name: _part(settings.get(name) or {}, keys) for name, keys in _SECTIONS.items()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as err:
         raise ConfigError(
@@ -125,6 +126,8 @@ def recorded_settings(target: Target, *, with_reward: bool) -> str:
     sections["data"] = {key: value for key, value in sections["data"].items() if key not in OWN_DATA}
     if not with_reward:
         sections["reward"] = {k: v for k, v in sections["reward"].items() if k not in {"name", "by_source"}}
+    used = {name: section for name, section in sections.items() if name != "reward" or with_reward}
+    refuse_masks({**document, "settings": used}, (*used,), str(target.recorded), files=files)
     return "".join(f"{name} = {toml_text(section)}\n" for name, section in sections.items() if section)
 
 

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from penstock.protocol.errors import ConfigError
-from penstock.protocol.secret_values import hide, remember, secret_file
+from penstock.protocol.secret_values import content_of, hide, remember, secret_file
 from penstock.protocol.subjects import check_run_id
 
 _TLS = "tls://"
@@ -165,7 +165,8 @@ class S3Settings(Section):
 
     def keys(self) -> tuple[str, str, str]:
         """Return access key, secret key and session token, read from their files; raises ConfigError if one is unreadable."""
-        access_key = secret_of(self.access_key, self.access_key_file, "s3.access_key_file")
+        file = self.access_key_file  # a name, not a secret
+        access_key = self.access_key if file is None else content_of(file, "s3.access_key_file")
         return (
             access_key,
             self.secret(),

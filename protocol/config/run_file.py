@@ -20,6 +20,7 @@ from typing import Any, Generic, TypeVar
 from pydantic import BaseModel, TypeAdapter, ValidationError
 from pydantic_core import to_jsonable_python
 
+from penstock.protocol import seals
 from penstock.protocol.config.foreign_config import ALIASES, advice, value_advice
 from penstock.protocol.config.schema_keys import (
     SECTIONS,
@@ -39,6 +40,7 @@ from penstock.protocol.config.sources import (
     from_environment,
     from_files,
     from_overrides,
+    leaves,
     split_arguments,
     unusable,
 )
@@ -46,11 +48,12 @@ from penstock.protocol.errors import ConfigError
 from penstock.protocol.secret_values import MASK, hide, scrub
 
 __all__ = [
-    "SECTIONS", "Loaded", "config_document", "format_config", "is_secret", "load", "split_arguments", "toml_text",
-    "values_of",
+    "SECTIONS", "Loaded", "config_document", "format_config", "is_secret", "load", "refuse_masks", "split_arguments",
+    "toml_text", "values_of",
 ]  # fmt: skip
 
 _LISTS = ("tracker",)  # sections that are lists: [[tracker]]
+_SET_ELSEWHERE = "environment"  # no command reads its definitions back: workers have them from their own run file
 
 S = TypeVar("S", bound=BaseModel)
 _BARE_KEY = re.compile(r"[A-Za-z0-9_-]+")
@@ -148,21 +151,46 @@ def format_config(loaded: Loaded[Any]) -> str:
 
 
 def config_document(loaded: Loaded[Any]) -> dict[str, Any]:
-    settings: dict[str, Any] = {}
+    """Return the settings as a session stores them: `hide` is for where they are shown, since commands read them back.
+
+    Masked are only fields of secrets and, in the options of environments, secrets by name and tables of variables; ``digests``
+    has an HMAC of each of these under the user's key. ``literal`` names the keys whose text contains the mask itself.
+    """
+    document: dict[str, Any] = {"settings": {}, "origins": loaded.origins}
     for path, value in values_of(loaded.settings):
-        node = settings
+        node, key = document["settings"], ".".join(path)
         for part in path[:-1]:
             node = node.setdefault(part, {})
-        node[path[-1]] = to_jsonable_python(_shown(loaded.settings, path, value))
-    return {"settings": settings, "origins": loaded.origins}
+        is_declared = bool(value) and is_secret(type(loaded.settings), path)
+        plain = MASK if is_declared else to_jsonable_python(_plain(value))
+        node[path[-1]] = hide(path, plain, with_texts=False) if path[0] == _SET_ELSEWHERE else plain
+        if node[path[-1]] != plain:
+            document.setdefault("digests", {})[key] = seals.digest(key, json.dumps(plain, sort_keys=True))
+        elif not is_declared and MASK in json.dumps(plain):
+            document.setdefault("literal", []).append(key)
+    return document
+
+
+def refuse_masks(
+    document: Mapping[str, Any], sections: Sequence[str], where: str, *, files: Sequence[Path] = ()
+) -> None:
+    """Raise ConfigError for a setting of these sections of a `config_document` that is stored masked and that no file sets."""
+    can_use = {*document.get("literal", ()), *(".".join(entry.path) for entry in from_files(files, []))}
+    for path, value in leaves({name: document["settings"].get(name) for name in sections}):
+        if MASK in json.dumps(value) and (key := ".".join(path)) not in can_use:
+            raise ConfigError(
+                f"{where}: {key} was stored with {MASK} in place of a part of its text, so that it cannot be used; give the run file"
+            )
 
 
 def _shown(settings: BaseModel, path: KeyPath, value: Any) -> Any:
-    if value and is_secret(type(settings), path):
-        return MASK
+    return MASK if value and is_secret(type(settings), path) else hide(path, _plain(value))
+
+
+def _plain(value: Any) -> Any:
     if isinstance(value, list | tuple) and any(isinstance(item, BaseModel) for item in value):  # [[tracker]]
-        value = [item.model_dump(mode="json", exclude_defaults=True) for item in value]
-    return hide(path, value)
+        return [item.model_dump(mode="json", exclude_defaults=True) for item in value]
+    return value
 
 
 def _toml_key(part: str) -> str:

@@ -73,7 +73,8 @@ def of_a_program(secret: str) -> list[str]:
 
 
 def shown(loaded: Any) -> str:
-    document = config_document(loaded)
+    stored = config_document(loaded)
+    document = {**stored, "settings": hide((), stored["settings"])}
     card = "\n".join(_given(document["settings"], {**document["origins"]}))
     return "\n".join([format_config(loaded), json.dumps(document), card, repr(loaded), str(loaded.settings)])
 
@@ -140,12 +141,12 @@ def test_options_name_files_and_variables_and_texts_do_not_repeat_what_was_read(
     monkeypatch.setattr(secret_values, "_known", set())
     (tmp_path / "key").write_text("from a file\n")
     options = {
-        "variables": {"A": "env:A", "B_file": str(tmp_path / "key"), "C": "c"},
+        "variables": {"A_TOKEN": "env:A", "B_file": str(tmp_path / "key"), "C": "c"},
         "key_file": str(tmp_path / "key"),
         "steps": 3,
     }
     assert resolved(options, "options", {"A": "from the environment"}, ("key", "variables")) == {
-        "variables": {"A": "from the environment", "B": "from a file", "C": "c"}, "key": "from a file", "steps": 3,
+        "variables": {"A_TOKEN": "from the environment", "B": "from a file", "C": "c"}, "key": "from a file", "steps": 3,
     }  # fmt: skip
     assert resolved({"token_file": "x"}, "options", {}, ("token", "token_file")) == {
         "token_file": "x"

@@ -13,9 +13,11 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import ValidationError
 
+from penstock.protocol.config.run_file import refuse_masks
 from penstock.protocol.errors import ConfigError
 from penstock.protocol.heartbeats import cpu_seconds
 from penstock.protocol.record.checkpoint_state import PARTIAL
+from penstock.protocol.secret_values import MASK, hide
 from penstock.trainer.algorithm.algorithm_settings import RECORDED
 from penstock.trainer.algorithm.chosen_parts import BY_KEY
 from penstock.trainer.settings import TrainerSettings
@@ -52,7 +54,9 @@ SUMMARY_FILE = "trainer.json"
 def read_settings(document: bytes, *, where: str) -> tuple[TrainerSettings, Flat]:
     """Return the settings of a `config_document`, and the same by dotted key; raises ConfigError naming ``where``."""
     try:
-        values = json.loads(document)["settings"]
+        stored = json.loads(document)
+        values = stored["settings"]
+        refuse_masks(stored, (*_SECTIONS, *_READ_WITH_PAIRS), where)
         lora = values["model"].get("lora", {})
         if lora.get("rank") and "seed" not in lora:  # of a release whose adapters began with 0
             lora = {**lora, "seed": 0}
@@ -105,7 +109,7 @@ def flat(values: Mapping[str, Any], prefix: str = "") -> Flat:
 
 def differences(recorded: Flat, other: Flat, *, ignoring: Iterable[str] = ()) -> list[str]:
     return [
-        f"{key} = {json.dumps(other.get(key))}, recorded {json.dumps(recorded.get(key))}"
+        f"{key} = {_shown(key, other)}, recorded {_shown(key, recorded)}"
         for key in _differing(recorded, other, ignoring)
     ]
 
@@ -123,16 +127,22 @@ def _value(settings: Flat, key: str) -> Any:
 
 def changed_settings(recorded: Path, config: bytes) -> list[str]:
     try:
-        before = flat(json.loads(recorded.read_bytes())["settings"])
+        stored, document = json.loads(recorded.read_bytes()), json.loads(config)
+        before, digests = flat(stored["settings"]), stored.get("digests", {})
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return []  # the run's record has them
-    now = flat(json.loads(config)["settings"])
+    now = flat(document["settings"])
     epochs = now.get("trainer.epochs")
     counted = ["trainer.steps"] if epochs is not None and epochs == before.get("trainer.epochs") else []
+    hidden = [key for key, digest in document.get("digests", {}).items() if digest != digests.get(key, digest)]
     return [
-        f"{key} = {json.dumps(now.get(key))}, was {json.dumps(before.get(key))}"
-        for key in _differing(before, now, counted)
+        *(f"{key} = {_shown(key, now)}, was {_shown(key, before)}" for key in _differing(before, now, counted)),
+        *(f"{key} = {MASK}, was another value" for key in hidden),
     ]
+
+
+def _shown(key: str, settings: Flat) -> str:
+    return json.dumps(hide(key.split("."), settings.get(key)))
 
 
 def what_steps_read(settings: Flat) -> Flat:
