@@ -255,7 +255,10 @@ def test_a_list_that_never_ends_is_given_up_at_the_deadline(
         num_pages[0] += 1
         token = f"t{num_pages[0]}" if tokens is None else tokens[num_pages[0] % len(tokens)] if tokens else None
         mark = "" if token is None else f"<NextContinuationToken>{token}</NextContinuationToken>"
-        return xml(LIST.replace("false</IsTruncated>", f"true</IsTruncated>{mark}"))
+        truncated = (
+            "true" if time.monotonic() < started + 3.0 else "false"
+        )  # it ends, so that a client without a deadline does
+        return xml(LIST.replace("false</IsTruncated>", f"{truncated}</IsTruncated>{mark}"))
 
     started = time.monotonic()
     with pytest.raises(BlobStoreUnreachable, match=r"no new NextContinuationToken|further pages after the deadline"):
