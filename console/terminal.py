@@ -18,9 +18,11 @@ _KEPT = frozenset("\n\t\u200c\u200d")  # the last two join letters of Persian an
 _INVISIBLE = re.compile(
     "[\u115f\u1160\u3164\uffa0\ufe00-\ufe0e\U000e0000-\U000e0fff]"
 )  # though letters or marks by their category
-_MARKDOWN = re.compile(r"[\\`*\[\]|&<]")
+_MARKDOWN = re.compile(  # of "_" one within a word, of ":" and "." those that make an address a link
+    r"[\\`*\[\]|&<~$@]|(?<![^\W_])_|_(?![^\W_])|:(?=//)|(?<=(?i:www))\."
+)
 _BLOCK = re.compile(
-    r"\d{0,9}[.)](?=\s|$)|[#>=~]|[-+](?=[\s-]|$)"
+    r"\d{0,9}[.)](?=\s|$)|[#>=]|[-+](?=[\s-]|$)"
 )  # at its beginning they make a text a heading, a quotation or a list
 _BLANK = 0x2800
 _DOTS = ((0x01, 0x02, 0x04, 0x40), (0x08, 0x10, 0x20, 0x80))  # [column][row from the top]

@@ -27,6 +27,7 @@ from penstock.deploy.processes.child import DeployError
 from penstock.deploy.processes.servers import Certificate
 from penstock.protocol.command_line import UsageError
 from penstock.protocol.files import atomic_write
+from penstock.protocol.secret_values import scrub
 
 SERVICES = ("nats", "s3")
 _LOOPBACK = ("localhost", "127.0.0.1", "::1")
@@ -252,7 +253,7 @@ def print_certificates(folder: Path, services: Sequence[str], names: Sequence[st
         written = write_certificates(folder, services=services, names=pairs, days=days, renew=renew)
         private, public = signing_key(folder)
     except (DeployError, OSError) as err:
-        print(f"penstock certs: {err}", file=sys.stderr)
+        print(scrub(f"penstock certs: {err}"), file=sys.stderr)
         return 1
     for path in written:
         print(f"{path}: {', '.join(hosts_of(path))}; until {_read(path).not_valid_after_utc:%Y-%m-%d}")

@@ -28,6 +28,7 @@ from penstock.deploy.processes.supervise import Supervisor
 from penstock.protocol import logs, seals
 from penstock.protocol.config.connection import NatsSettings, S3Settings
 from penstock.protocol.errors import PenstockError
+from penstock.protocol.secret_values import scrub
 from penstock.protocol.transport import tls
 from penstock.protocol.transport.blobs import Blobs
 from penstock.protocol.transport.bus import Bus
@@ -282,7 +283,7 @@ def serve(stack: LocalStack, run: str | None) -> int:
             print("# Ctrl-C stops them; their data stays in the folder", file=sys.stderr)
             stop_requested.wait()
     except PenstockError as err:
-        print(f"penstock up: {err}", file=sys.stderr)
+        print(scrub(f"penstock up: {err}"), file=sys.stderr)
         return 1
     return 0
 

@@ -22,6 +22,7 @@ from typing import Annotated
 
 from penstock.deploy import certificates
 from penstock.protocol.command_line import Help, program
+from penstock.protocol.secret_values import scrub
 from penstock.reward_service.endpoints.endpoint import hashed
 
 NATS_USERS = ("admin", "trainer", "rollout", "reward", "environment", "viewer")
@@ -133,7 +134,7 @@ def write(
         for path in make_secrets(folder, [host for host in nats_servers.split(",") if host]):
             print(path)
     except OSError as err:
-        print(f"make_secrets: {err}", file=sys.stderr)
+        print(scrub(f"make_secrets: {err}"), file=sys.stderr)
         return 1
     return 0
 

@@ -35,6 +35,7 @@ from penstock.deploy.train import next_steps
 from penstock.protocol import logs, streams
 from penstock.protocol.errors import PenstockError
 from penstock.protocol.record import run_folder
+from penstock.protocol.secret_values import scrub
 from penstock.protocol.transport.bus import Bus
 from penstock.rollout_service.settings import WorkerSettings
 
@@ -120,7 +121,7 @@ def quickstart(cli_options: QuickstartOptions) -> int:
     try:
         code, summary, usage = _run(options, show, stop_requested)
     except PenstockError as err:
-        print(f"quickstart: {err}\nlogs: {options.folder / 'logs'}\nnext: penstock doctor", file=sys.stderr)
+        print(scrub(f"quickstart: {err}\nlogs: {options.folder / 'logs'}\nnext: penstock doctor"), file=sys.stderr)
         return 1
     if code is None:
         print(f"quickstart: all processes have exited; {_again(options)}", file=sys.stderr)

@@ -35,6 +35,7 @@ from penstock.deploy.processes.child import DeployError, exit_status
 from penstock.deploy.quickstart_task import write_rows
 from penstock.protocol import files
 from penstock.protocol.errors import ConfigError, PenstockError
+from penstock.protocol.secret_values import scrub
 from penstock.protocol.subjects import check_run_id
 
 SUMS_SYSTEM_PROMPT = "Answer with a number."  # short: a template without a system message adds a longer default one
@@ -209,7 +210,7 @@ def run_recipe(cli_options: RecipeOptions) -> int:
         check_run_id(options.run)
         model, run_file, question = _make(options)
     except PenstockError as err:
-        print(f"penstock recipe: {err}", file=sys.stderr)
+        print(scrub(f"penstock recipe: {err}"), file=sys.stderr)
         return 1
     json = ["--json"] if options.json else []
     commands = [

@@ -39,6 +39,7 @@ from penstock.protocol.config.connection import RunSettings
 from penstock.protocol.config.run_file import load, split_arguments
 from penstock.protocol.errors import BlobStoreRefused, BusRefused, MissingStream, PenstockError
 from penstock.protocol.record import run_folder
+from penstock.protocol.secret_values import scrub
 from penstock.protocol.transport.blobs import Blobs
 from penstock.protocol.transport.bus import Bus
 from penstock.trainer.algorithm.summary_line import summary_line
@@ -122,7 +123,7 @@ def _train_local(
 
 
 def say(text: str) -> None:
-    print(f"penstock train: {text}", file=sys.stderr)
+    print(scrub(f"penstock train: {text}"), file=sys.stderr)
 
 
 def write_report(folder: Path, summary: RunSummary, *, as_json: bool) -> None:

@@ -18,6 +18,7 @@ from penstock.protocol.config.run_file import Loaded, load, split_arguments
 from penstock.protocol.errors import PenstockError
 from penstock.protocol.process_end import ends_quietly
 from penstock.protocol.record import run_folder
+from penstock.protocol.secret_values import scrub
 from penstock.trainer.commands.run_command import end_with_torchrun, run_command, start_process, stop_on_signals
 from penstock.trainer.data.inputs import resolve_inputs
 from penstock.trainer.learner.gguf_model import with_model_folders
@@ -73,7 +74,7 @@ def fine_tune(command: OwnSection, arguments: Sequence[str]) -> int:
             sys.stderr.write(f"{ended}; start it again to continue from its checkpoint\n" if ended else "")
     except PenstockError as err:
         log.debug("training failed", exc_info=True)
-        sys.stderr.write(f"{err}\n")
+        sys.stderr.write(scrub(f"{err}\n"))
         code = _ERROR
     ranks.leave(code)
     return code

@@ -33,6 +33,7 @@ from penstock.protocol.facts import decode
 from penstock.protocol.files import read_regular
 from penstock.protocol.groups import Sha256
 from penstock.protocol.record.lineage import CheckpointCommitted
+from penstock.protocol.secret_values import scrub
 from penstock.protocol.streams import StreamLimits
 from penstock.protocol.subjects import check_run_id
 from penstock.protocol.transport.blobs import Blobs, BlobStat
@@ -344,7 +345,7 @@ def _explained(work: Callable[[], int]) -> int:
     try:
         return work()
     except OSError as err:
-        print(f"penstock: {err}; nothing on the servers was changed", file=sys.stderr)
+        print(scrub(f"penstock: {err}; nothing on the servers was changed"), file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         print("penstock: interrupted; repeat the command, it continues", file=sys.stderr)

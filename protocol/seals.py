@@ -76,7 +76,10 @@ def changed_ns(path: Path) -> int:
 
 
 def read(path: Path, most: int = 1 << 26) -> bytes | None:
-    """Return the content of a sealed file, None where there is no file. Raises UntrustedFolder unless this user sealed it here."""
+    """Return the content of a sealed file, None where there is no file.
+
+    Raises UntrustedFolder unless this user sealed it here, with the error of the key when this user can have none.
+    """
     if not os.path.lexists(path):
         return None
     try:
@@ -85,6 +88,8 @@ def read(path: Path, most: int = 1 << 26) -> bytes | None:
             return content
     except OSError:
         pass  # a link, a pipe, or not readable: not what this user wrote
+    except ConfigError as err:
+        raise UntrustedFolder(f"{path} is not used, since no seal can be checked: {err}") from None
     folder = path.parent.parent if path.parent.name in _PARTS else path.parent
     raise UntrustedFolder(
         f"{path} was not written here by this user, or was changed or moved since: the files, addresses and code that it names are not "
@@ -101,10 +106,7 @@ def is_sealed(path: Path) -> bool:
 
 
 def _fits(path: Path, content: bytes) -> bool:
-    try:
-        expected = _seal(path, content)
-    except ConfigError:
-        return False
+    expected = _seal(path, content)
     return any(hmac.compare_digest(expected, text) for text in _stored(path))
 
 
@@ -145,8 +147,8 @@ def _key(environ: Mapping[str, str]) -> bytes:
         key = path.read_bytes()
     except (OSError, RuntimeError) as err:
         raise ConfigError(
-            f"the key with which files of runs are sealed cannot be read or made ({err}); set {KEY_FILE} to a file of at least "
-            f"{_KEY_BYTES} random bytes that this user alone can write"
+            f"the key with which files of runs are sealed cannot be read or made ({err}); name another file, of {_KEY_BYTES} random "
+            f"bytes, in a folder that stays: head -c {_KEY_BYTES} /dev/urandom > FILE; chmod 600 FILE; export {KEY_FILE}=FILE"
         ) from None
     if len(key) < _KEY_BYTES:
         raise ConfigError(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import functools
+import re
 from collections import defaultdict
 from collections.abc import Mapping
 from pathlib import Path
@@ -105,3 +106,10 @@ def test_no_private_name_of_a_library_is_used() -> None:
                 of = ast.unparse(node.value)
                 found += [f"{path.name}: {of}.{node.attr}"] if of.rpartition(".")[2] in _LIBRARIES else []
     assert found == []
+
+
+def test_no_error_is_printed_without_its_secrets_removed() -> None:
+    """Errors name what was sent and answered; each print of one to standard error is scrubbed."""
+    prints = re.compile(r'(?:print|stderr\.write)\(f"[^\n]*\{err\}[^\n]*(?:file=sys\.stderr\)|\\n")')
+    files = (file for package in _PACKAGES for file in (_ROOT / package).rglob("*.py"))
+    assert [str(file.relative_to(_ROOT)) for file in files if prints.search(file.read_text(encoding="utf-8"))] == []

@@ -22,6 +22,7 @@ from penstock.console.connections import NamedRun
 from penstock.console.tools.runs import unknown_run
 from penstock.protocol.errors import ConfigError, PenstockError
 from penstock.protocol.files import read_regular
+from penstock.protocol.secret_values import scrub
 
 _START_S = 120.0  # a cold import of torch on a busy machine
 _ANSWER_S = 600.0
@@ -196,7 +197,7 @@ def _converse(start: Sequence[Message], ask: Callable[[Sequence[Message], str], 
             try:
                 answer = ask(history, line)
             except ChatRefused as err:  # this line, not the conversation
-                print(f"penstock: {err}", file=sys.stderr)
+                print(scrub(f"penstock: {err}"), file=sys.stderr)
                 continue
             print(answer, flush=True)
             if keep:

@@ -23,6 +23,7 @@ from penstock.protocol import streams
 from penstock.protocol.errors import BusError, ConfigError, MissingStream
 from penstock.protocol.files import read_regular
 from penstock.protocol.record.run_folder import RUN_LOCK, is_lock_held
+from penstock.protocol.secret_values import scrub
 from penstock.protocol.subjects import RUN_ID
 
 if TYPE_CHECKING:
@@ -73,7 +74,7 @@ def print_list(arguments: Sequence[str], environ: Mapping[str, str], *, as_json:
             with Bus.connect(loaded.settings.nats, name="runs", deadline_s=3.0) as bus:
                 lines = merge(lines, list_broker(bus))
         except BusError as err:
-            print(f"penstock: runs on NATS are not listed: {err}", file=sys.stderr)
+            print(scrub(f"penstock: runs on NATS are not listed: {err}"), file=sys.stderr)
     if as_json:
         print(json.dumps([asdict(line) for line in lines]))
     elif lines:

@@ -54,8 +54,14 @@ def trust(run: NamedRun, *, yes: bool, defaults: Mapping[str, Any] | None = None
     elif not agreed(f"use all of it as if this user had written it in {folder}?", yes=yes):
         return 1
     else:
-        for name, content in unsealed.items():
-            seals.seal(folder / name, content)
+        try:
+            for name, content in unsealed.items():
+                seals.seal(folder / name, content)
+        except OSError as err:
+            raise ConfigError(
+                f"the seals cannot be written in {folder} ({err}); run it as the user of that folder, or share that user's key and "
+                f"seals: export {seals.KEY_FILE}=FILE, a file of both, mode 640"
+            ) from None
         print(f"run {run} is trusted until one of these files is changed or moved by somebody else")
     return 0
 

@@ -20,6 +20,7 @@ from penstock.console.tracking.trackers import TrackSettings, load_settings
 from penstock.protocol import logs
 from penstock.protocol.command_line import RunArguments, program
 from penstock.protocol.errors import ConfigError, PenstockError
+from penstock.protocol.secret_values import scrub
 from penstock.protocol.transport.bus import Bus
 
 _CONNECT_S = 60.0
@@ -52,7 +53,7 @@ def write(
         ):
             done = Consumer(job, bus, file, stop).work()
     except PenstockError as err:
-        print(f"penstock track: {label}: {err}", file=sys.stderr)
+        print(scrub(f"penstock track: {label}: {err}"), file=sys.stderr)
         return _ERROR if isinstance(err, ConfigError) else 1
     repeated = f", {done.num_repeated} repeated after a resume left out" if done.num_repeated else ""
     print(f"{label}: {done.num_rows} rows written{repeated}", file=sys.stderr)

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from penstock.console.lean_imports import UNUSED_BY_CONSOLE, lean_imports
 from penstock.protocol import process_end
 from penstock.protocol.errors import PenstockError
+from penstock.protocol.secret_values import scrub
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -23,7 +24,7 @@ def main(arguments: Sequence[str]) -> int:
     try:
         return serve(arguments, os.environ, port=0, as_json=True)
     except PenstockError as err:
-        print(f"penstock: {err}", file=sys.stderr)
+        print(scrub(f"penstock: {err}"), file=sys.stderr)
         return 1
 
 

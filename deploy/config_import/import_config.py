@@ -23,6 +23,7 @@ from penstock.protocol.config.foreign_config import SYSTEMS
 from penstock.protocol.config.run_file import SECTIONS, toml_text
 from penstock.protocol.config.sources import MAX_FILE_BYTES, leaves
 from penstock.protocol.errors import ConfigError
+from penstock.protocol.secret_values import scrub
 
 PLACEHOLDER = "FOLDER-OF-THE-MODEL"
 _DECIDE, _ERROR = 1, 2  # exit codes
@@ -157,7 +158,7 @@ def import_config(file: Path, system: str | None, to: Path, *, as_json: bool) ->
         header = f"# Imported from {file.name} ({system}) by `penstock config import`.\n\n"
         to.write_text(header + decisions(done) + run_file_text(done.settings, done.offered), encoding="utf-8")
     except (ConfigError, OSError) as err:
-        sys.stderr.write(f"{err}\n")
+        sys.stderr.write(scrub(f"{err}\n"))
         return _ERROR
     if as_json:
         sys.stdout.write(json.dumps(report_document(done)) + "\n")

@@ -32,6 +32,7 @@ from penstock.protocol import logs
 from penstock.protocol.config.reward_settings import SuccessThreshold
 from penstock.protocol.errors import PenstockError
 from penstock.protocol.groups import RewardRequest
+from penstock.protocol.secret_values import scrub
 from penstock.protocol.transport.blobs import Blobs
 from penstock.protocol.transport.bus import Bus
 from penstock.trainer.connections import Connections
@@ -60,11 +61,11 @@ def evaluate(target: str, arguments: Sequence[str], options: EvalOptions) -> int
         print("penstock eval: stopped; the same command continues with the missing prompts", file=sys.stderr)
         return _STOPPED
     except PenstockError as err:
-        print(f"penstock eval: {err}", file=sys.stderr)
+        print(scrub(f"penstock eval: {err}"), file=sys.stderr)
         return 1
     _show(result, evaluation.folder, as_json=options.json)
     if problem:
-        print(f"penstock eval: {problem}", file=sys.stderr)
+        print(scrub(f"penstock eval: {problem}"), file=sys.stderr)
     return 0 if result.is_complete else _INCOMPLETE
 
 

@@ -17,6 +17,7 @@ from penstock.deploy.plan.simulated_run import SimulatedRun
 from penstock.deploy.plan.simulation import Durations, EnginePace, Fleet, LengthMix, Outcome
 from penstock.protocol.config.run_file import load, split_arguments
 from penstock.protocol.errors import ConfigError
+from penstock.protocol.secret_values import scrub
 from penstock.rollout_service.settings import RolloutSettings as WorkerSettings
 from penstock.trainer.errors import NotEstimated
 from penstock.trainer.groups.task_packs import choose_groups_per_message
@@ -177,7 +178,7 @@ def plan_run(arguments: Sequence[str], options: PlanOptions) -> int:
         memory = _memory(options, trainer)
         held = describe_held(trainer, per_message)
     except (ConfigError, NotEstimated, ValueError) as err:
-        sys.stderr.write(f"penstock plan: {err}\n")
+        sys.stderr.write(scrub(f"penstock plan: {err}\n"))
         return _ERROR
     chosen = trainer.rollout.max_staleness
     now = next(row for row in rows if row.max_staleness == chosen)

@@ -21,6 +21,7 @@ from penstock.protocol.config.sources import ENVIRONMENT_PREFIX, from_overrides
 from penstock.protocol.errors import BlobCorrupt, BlobMissing, ConfigError, PenstockError, RecordBroken, WireError
 from penstock.protocol.record.stopped_batch import find_batch
 from penstock.protocol.record.stored_record import StoredRecord, end_of_record
+from penstock.protocol.secret_values import scrub
 from penstock.protocol.transport.blobs import Blobs
 from penstock.protocol.transport.bus import Bus
 from penstock.trainer.learner.gguf_model import model_folder
@@ -69,10 +70,10 @@ def replay(run: str, *arguments: RunArguments, options: Annotated[ReplayOptions,
         lead, others = (_lead_batch, _follow_batch) if options.batch else (_lead, _follow)
         code = ranks.broadcast(lead(options, settings, files, ranks) if ranks.is_leader else others(settings, ranks))
     except (BlobMissing, BlobCorrupt, WireError, RecordBroken) as err:
-        sys.stderr.write(f"the record cannot be replayed: {err}\n")
+        sys.stderr.write(scrub(f"the record cannot be replayed: {err}\n"))
         code = DIFFERS
     except PenstockError as err:
-        sys.stderr.write(f"{err}\n")
+        sys.stderr.write(scrub(f"{err}\n"))
         code = ERROR
     ranks.leave(code)
     return code

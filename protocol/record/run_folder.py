@@ -19,17 +19,24 @@ from penstock.protocol.errors import ConfigError
 
 RUN_LOCK = "run.lock"
 PAUSE = "pause-requested"
+WRITTEN = frozenset({  # names in a run's folder that its processes write or make
+    "client.log", "config.json", "curve.png", "evaluations", "issued.log", "job.json", "job.lock", "launch.json", "launch.lock", "launch.log",
+    "metrics.jsonl", PAUSE, "planned-config.json", "readers_killed.json", "reading", "report.json", "report.md", "reward.port",
+    "rolled_back.json", RUN_LOCK, "run.toml", "trainer.json", "watched.json",
+})  # fmt: skip
 
 
 @contextlib.contextmanager
 def hold_lock(folder: Path) -> Iterator[None]:
     """Hold the lock of a run's folder, together with others; on a file system without locks nothing is held.
 
-    Raises ConfigError when the folder cannot be written, and for a link to a file in it, through which the run would write.
+    Raises ConfigError when the folder cannot be written, and for a link of the name of a file that the run would write through it.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        if link := next((path for path in folder.iterdir() if path.is_symlink() and not path.is_dir()), None):
+        if link := next(
+            (path for name in sorted(WRITTEN) if (path := folder / name).is_symlink() and not path.is_dir()), None
+        ):
             raise ConfigError(f"{link} is a link, and the run would write to what it leads to; remove it")
         handle = os.open(folder / RUN_LOCK, os.O_RDWR | os.O_CREAT, 0o644)
     except OSError as err:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import threading
+import time
 import xml.etree.ElementTree as ET
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -16,6 +17,13 @@ import urllib3
 
 _MAX_CLOCK_SKEW = timedelta(minutes=15)  # of Signature Version 4
 _EXCERPT = 160  # characters of an answer in an error
+_MOST_ERROR_BYTES = 1 << 20
+_ERROR = re.compile(
+    rb"(?:<\?xml[^>]*>\s*)?<(?:\w+:)?Error[\s>]"
+)  # how the body of a refusal begins, whatever its type is
+_BEFORE_XML = b"\xef\xbb\xbf \t\r\n"
+_FULL_CODES = {"XMinioStorageFull", "InsufficientStorage"}
+_FULL_STATUS = 507
 _ROOTS = {  # how the name of an answer in XML begins, by the parameter of its request; not every server adds "Result"
     ("GET", "list-type"): "ListBucket",
     ("POST", "delete"): "Delete",
@@ -75,6 +83,11 @@ def clock_skew(headers: Mapping[str, str], now: datetime) -> str:
     )
 
 
+def is_full(status: int, code: str = "") -> bool:
+    """Return True if the store has no space left, or its bucket or user used up a quota."""
+    return status == _FULL_STATUS or code in _FULL_CODES or "QuotaExceeded" in code
+
+
 def judge(status: int, code: str, message: str, headers: Mapping[str, str], *, region: str, access_key: str) -> Failure:
     """Return what an error in XML, or one without a body, means; ``message`` is the server's sentence, which is kept."""
     said = f"{code}: {message}" if message else code
@@ -84,6 +97,14 @@ def judge(status: int, code: str, message: str, headers: Mapping[str, str], *, r
     if code in _REGION_CODES or (theirs and theirs != region and status in {301, 400}):
         wanted = f"set s3.region = {theirs!r}" if theirs else "set s3.region to that of the bucket"
         return Failure(f"s3.region is {region!r}: {said}; {wanted}, and s3.endpoint to that region's", "refused")
+    if is_full(status, code):
+        return Failure(
+            f"full, or the quota of bucket or user is used up: {said}; remove runs, or have the quota raised"
+        )
+    if code == "InvalidObjectState":
+        return Failure(
+            f"the object is archived: {said}; restore it, and take the bucket's rule away that archives", "refused"
+        )
     if code in _LOGIN_ADVICE or status in {401, 403}:
         advice = _LOGIN_ADVICE.get(code, _OTHER_LOGIN_ADVICE)
         return Failure(f"refused access key {access_key or '(none)'}: {said}; {advice}", "refused")
@@ -95,8 +116,8 @@ def judge(status: int, code: str, message: str, headers: Mapping[str, str], *, r
 class AnswerPool(urllib3.PoolManager):
     """The only way of requests to the store. Raises UnreadableAnswer for an answer that is no S3 server's.
 
-    XML errors of type ``text/xml`` are relabelled: the client does not read them as errors. ``answer`` is the last answer that
-    this thread got, in words, empty after `forget`.
+    An error in XML is relabelled as such: the client does not read it as an error if it has another type. ``answer`` is the last
+    answer that this thread got, in words, empty after `start`.
     """
 
     def __init__(self, **options: Any) -> None:
@@ -107,31 +128,47 @@ class AnswerPool(urllib3.PoolManager):
     def answer(self) -> str:
         return getattr(self._of_thread, "answer", "")
 
-    def forget(self) -> None:
+    def start(self, until: float = float("inf")) -> None:
+        """Begin an attempt of this thread; its second and later requests raise UnreadableAnswer after ``until``, a monotonic time."""
         self._of_thread.answer = ""
+        self._of_thread.until = until
 
     def urlopen(self, method: str, url: str, **options: Any) -> Any:  # type: ignore[override]
+        if self.answer and time.monotonic() > getattr(self._of_thread, "until", float("inf")):
+            raise UnreadableAnswer(f"it has further pages after the deadline ({self.answer})")
         response = super().urlopen(method, url, **options)
         self._of_thread.answer = f"status {response.status}, {response.headers.get('content-type', 'no content type')}"
-        if options.get("preload_content", True):
-            self._of_thread.answer += f", {len(response.data)} bytes: {excerpt(response.data)}"
-        kind = response.headers.get("content-type", "").lower()
         is_error = response.status >= 300
-        if kind.startswith(("text/html", "application/xhtml")):
-            problem = "a page in HTML"
-        elif is_error:
+        if is_error and method != "HEAD":
+            response = _read(response)
+        if is_error or options.get("preload_content", True):
+            data = response.data or b""
+            self._of_thread.answer += f", {len(data)} bytes: {excerpt(data)}"
+        kind = response.headers.get("content-type", "").lower()
+        is_html = kind.startswith(("text/html", "application/xhtml"))
+        if is_error and _ERROR.match(response.data or b""):
+            response.headers["content-type"] = "application/xml"
             problem = ""
-            if kind.startswith("text/xml") or (kind.startswith("application/xml") and ";" in kind):
-                response.headers["content-type"] = "application/xml"
+        elif is_html and method != "HEAD" and (is_error or "etag" not in response.headers):
+            problem = "a page in HTML"
         else:
-            problem = _missing(method, url, response)
+            problem = "" if is_error else _missing(method, url, response)
         if problem:
-            if not options.get("preload_content", True):
+            if not (is_error or options.get("preload_content", True)):
                 self._of_thread.answer += f": {excerpt(response.read(_EXCERPT))}"
             response.close()
             response.release_conn()
             raise UnreadableAnswer(f"{problem} ({self.answer})")
         return response
+
+
+def _read(response: urllib3.BaseHTTPResponse) -> urllib3.BaseHTTPResponse:
+    """Return an error's answer with its body read, without what may stand before XML."""
+    data = response.read(_MOST_ERROR_BYTES) or response.data or b""
+    if len(data) >= _MOST_ERROR_BYTES:
+        response.close()
+    response.release_conn()
+    return urllib3.HTTPResponse(data.lstrip(_BEFORE_XML), response.headers, response.status, reason=response.reason)
 
 
 def _missing(method: str, url: str, response: urllib3.BaseHTTPResponse) -> str:
@@ -140,10 +177,17 @@ def _missing(method: str, url: str, response: urllib3.BaseHTTPResponse) -> str:
     root = next((root for (verb, name), root in _ROOTS.items() if verb == method and name in query), None)
     if root is not None:
         try:
-            tag = ET.fromstring(response.data.decode()).tag.rpartition("}")[2]  # noqa: S314  as minio does after it
+            element = ET.fromstring(response.data.decode())  # noqa: S314  as minio does after it
         except (ET.ParseError, ValueError) as err:
             return f"no XML: {err}"
-        return "" if tag.startswith(root) else f"<{tag[:40]}> in place of <{root}…>"
+        tag = element.tag.rpartition("}")[2]
+        if not tag.startswith(root):
+            return f"<{tag[:40]}> in place of <{root}…>"
+        is_truncated = (element.findtext("{*}IsTruncated") or "").lower() == "true"
+        token = element.findtext("{*}NextContinuationToken")
+        if is_truncated and (not token or [token] == query.get("continuation-token")):
+            return "IsTruncated, and no new NextContinuationToken"
+        return ""
     is_of_object = "/" in path.strip("/") and method in {"GET", "HEAD", "PUT"}
     etag = response.headers.get("etag")
     if is_of_object and (etag is None or (method == "PUT" and not etag.strip('"'))):

@@ -39,8 +39,8 @@ from penstock.protocol.errors import (
     PenstockError,
 )
 from penstock.protocol.transport import store_errors
-from penstock.protocol.transport.s3_answers import AnswerPool, Failure, UnreadableAnswer, judge
-from penstock.protocol.transport.s3_login import Login, NoLogin
+from penstock.protocol.transport.s3_answers import AnswerPool, Failure, UnreadableAnswer, is_full, judge
+from penstock.protocol.transport.s3_login import Login, NoLogin, has_login
 from penstock.protocol.transport.tls import client_context, handshake_problem
 
 T = TypeVar("T")
@@ -52,7 +52,6 @@ _RETRY_S = 0.05
 _RETRY_MAX_S = 2.0
 _WARN_S = 5.0  # a request that is repeated for longer is a line in the log
 _MISSING = {"NoSuchKey", "NoSuchObject", "NotFound"}
-_FULL, _FULL_STATUS = {"XMinioStorageFull", "InsufficientStorage"}, 507  # no space left, as MinIO and others say it
 _RUN_OF_KEY = re.compile(r"^\w+ runs/([^/]+)/")
 _READS = ("get ", "stat ")  # how requests for one object begin
 _DENIED_S = 60.0  # a policy takes effect with a delay; then what a login may not read counts as missing
@@ -68,9 +67,9 @@ _STATUS = re.compile(r"^status (\d{3})")  # of `AnswerPool.answer`
 _TOO_SHORT = "InvalidRange"  # the object ends before the part that was asked for
 
 
-def _count(status: int | None, code: str | None = None) -> None:
+def _count(status: int | None, code: str = "") -> None:
     if status is not None:
-        store_errors.count("s3", "full" if status == _FULL_STATUS or code in _FULL else "error")
+        store_errors.count("s3", "full" if is_full(status, code) else "error")
 
 
 class S3Requests:
@@ -83,7 +82,7 @@ class S3Requests:
         url = urlsplit(settings.endpoint)
         self._settings = settings
         self._deadline_s = deadline_s
-        self._login = Login(settings) if settings.credentials == "aws" or any(settings.keys()) else None
+        self._login = Login(settings) if has_login(settings) else None
         self._etags_are_md5 = False
         self._run_id = run_id
         self._pool = AnswerPool(
@@ -190,7 +189,7 @@ class S3Requests:
         started = time.monotonic()
         limit_s, has_warned, pause = deadline_s or self._deadline_s, False, _RETRY_S
         while True:
-            self._pool.forget()
+            self._pool.start(started + limit_s if what.startswith("list ") else float("inf"))
             try:
                 return attempt()
             except PenstockError:
@@ -218,7 +217,7 @@ class S3Requests:
 
     def _failure(self, err: Exception, what: str) -> Failure:
         """Return why an attempt failed; raises the error of a failure that no repetition ends, and what is no answer's fault."""
-        endpoint = self._settings.endpoint
+        endpoint, is_xml = self._settings.endpoint, False
         if isinstance(err, S3Error) and err.code:
             self._raise_final(err.code, what)
             _count(err.response.status, err.code)
@@ -232,7 +231,7 @@ class S3Requests:
                 region=self._settings.region,
                 access_key=access_key,
             )
-            problem = failure.problem
+            problem, is_xml = failure.problem, "xml" in err.response.headers.get("content-type", "")
         elif isinstance(err, NoLogin):
             return Failure(str(err), "refused")
         elif isinstance(err, ServerError | InvalidResponseError | urllib3.exceptions.HTTPError | OSError):
@@ -248,7 +247,7 @@ class S3Requests:
             problem = f"{type(err).__name__}: {err} ({self._pool.answer})"
         else:
             raise err
-        if status == 400 and failure.kind == "retry" and endpoint.startswith("http://"):
+        if status == 400 and not is_xml and failure.kind == "retry" and endpoint.startswith("http://"):
             problem += "; is it https://? A server that speaks TLS only answers so"
         return Failure(problem[:_MAX_PROBLEM], failure.kind)
 

@@ -17,6 +17,11 @@ class NoLogin(OSError):
     """No keys can be had now: a file is being replaced, or the server of the machine's role does not answer."""
 
 
+def has_login(settings: S3Settings) -> bool:
+    """Return True unless requests are sent without a signature. Raises ConfigError for a file that is not readable."""
+    return settings.credentials == "aws" or _has_file(settings) or any(settings.keys())
+
+
 class Login(Provider):
     """The present keys. Thread-safe; `refused` has them read again for the next request."""
 
@@ -26,8 +31,8 @@ class Login(Provider):
         self._lock = threading.Lock()
         self._keys: Credentials | None = None
         self._access_key = ""
-        if settings.credentials == "keys":
-            self._keys = _of_settings(settings)
+        if settings.credentials == "keys" and (all(settings.keys()[:2]) or not _has_file(settings)):
+            self._keys = _of_settings(settings)  # a file that is empty is read again with each request
 
     def retrieve(self) -> Credentials:
         with self._lock:
@@ -47,6 +52,10 @@ class Login(Provider):
     def refused(self) -> None:
         with self._lock:
             self._keys = None
+
+
+def _has_file(settings: S3Settings) -> bool:
+    return any((settings.access_key_file, settings.secret_key_file, settings.session_token_file))
 
 
 def _of_settings(settings: S3Settings) -> Credentials:

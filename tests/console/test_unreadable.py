@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -336,6 +337,7 @@ def test_a_text_of_others_is_one_line() -> None:
     [
         "<img src=http://evil/x>", "![](http://evil/x)", "[a](javascript:x)", "a | b", "`code", "**a**", "# A", "- a", "+ a", "> a", "1. a",
         "12) a", "---", "===", "~~~", "- - a", "&lt;b>", "a\\", "<!-- a", "[a]: http://evil", "- # A", "<script>", FORGED,
+        "see http://evil/x", "HTTPS://evil", "www.evil.org", "__bold__", "_it_ a_b_", "x ~~a~~", "ask @team", "a@b.org",
     ],
 )  # fmt: skip
 def test_a_text_of_others_makes_no_markup(text: str) -> None:
@@ -356,6 +358,7 @@ def test_a_text_of_others_makes_no_markup(text: str) -> None:
         ),
         (f"| h | i |\n|---|---|\n| {markdown(text)} | x |", None),
     ):
+        assert not re.search(r"(?<!\\)@|\w://|www\.", source), "as GitHub reads it"
         tokens = parser.parse(source)
         assert kinds is None or {token.type for token in tokens} <= kinds
         cells = [token for token in tokens if token.type == "inline"]

@@ -9,6 +9,7 @@ from typing import Annotated
 
 from penstock.protocol.command_line import USAGE_ERROR, Help, UsageError
 from penstock.protocol.errors import PenstockError
+from penstock.protocol.secret_values import scrub
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +58,7 @@ def data_check(
     try:
         return check_data(files, Reading(model, run, format, map, first, show), as_json=json, runs_tests=not no_tests)
     except PenstockError as err:
-        sys.stderr.write(f"{err}\n")
+        sys.stderr.write(scrub(f"{err}\n"))
         return USAGE_ERROR
 
 

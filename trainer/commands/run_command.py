@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from penstock.protocol import process_end
 from penstock.protocol.errors import PenstockError
 from penstock.protocol.parent_death import end_with_parent
+from penstock.protocol.secret_values import scrub
 from penstock.trainer import process_memory
 
 _OF_TORCHRUN = "TORCHELASTIC_RUN_ID"
@@ -69,7 +70,7 @@ def with_errors_explained(name: str, arguments: Sequence[str], run: Callable[[st
     try:
         return run(name, arguments)
     except PenstockError as err:
-        sys.stderr.write(f"{err}\n")
+        sys.stderr.write(scrub(f"{err}\n"))
         return USAGE_ERROR
     except KeyboardInterrupt:  # a training writes a checkpoint first, once it has started
         again = f"penstock {name.replace('-', ' ')} {shlex.join(arguments)}"

@@ -14,6 +14,7 @@ import structlog
 from penstock.protocol import logs
 from penstock.protocol.config.run_file import Loaded, config_document, load, split_arguments
 from penstock.protocol.errors import BlobStoreUnreachable, BusUnreachable, PenstockError
+from penstock.protocol.secret_values import scrub
 from penstock.protocol.transport.blobs import Blobs
 from penstock.protocol.transport.bus import Bus
 from penstock.trainer.algorithm.summary_line import summary_line
@@ -57,7 +58,7 @@ def main(arguments: Sequence[str]) -> int:
         with LeaseWatch(lambda: Bus.connect(settings.nats, name="trainer-lease"), settings.run.id) as watch:
             return _train(loaded, watch.end)
     except BusUnreachable as err:
-        sys.stderr.write(f"{err}\n")
+        sys.stderr.write(scrub(f"{err}\n"))
         return OUTAGE
 
 
@@ -81,7 +82,7 @@ def _train(loaded: Loaded[TrainerSettings], watched: Callable[[], Unchanged | No
         code = 128 + signals[0] if signals else 0
     except PenstockError as err:
         log.debug("run failed", exc_info=True)
-        sys.stderr.write(f"{err}\n")
+        sys.stderr.write(scrub(f"{err}\n"))
         code = OUTAGE if ranks.is_leader and _is_outage(settings) else ERROR
     ranks.leave(code)
     return code

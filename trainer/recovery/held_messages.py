@@ -61,7 +61,10 @@ class HeldBound:
             return False
         missing = max(0, self.step_messages - num_unsettled)
         is_full = 2 * len(settled) >= self.max_messages or len(settled) + num_unsettled + missing > self.max_messages
-        return (self.max_messages > 0 and is_full) or (0 < self.max_bytes <= 2 * sum(settled))
+        # Messages of the next step, held or missing, are taken to be as large as the largest that is settled.
+        needed_bytes = max(self.least_messages, num_unsettled) * max(settled)
+        is_full_bytes = 2 * sum(settled) >= self.max_bytes or sum(settled) + needed_bytes > self.max_bytes
+        return (self.max_messages > 0 and is_full) or (self.max_bytes > 0 and is_full_bytes)
 
     def is_crowded(self, num_held: int) -> bool:
         """Return True if held messages take half of the stream, so that those of an evaluation may not get in."""

@@ -154,7 +154,8 @@ def changing(folder: Path) -> Iterator[Job]:
             raise Problem(
                 409,
                 f"run {folder.name} was not created by {'this user, or by an earlier release' if is_foreign else 'this API'}",
-                expected=f"a file {JOB} in its folder{', sealed by this user' if is_foreign else ''}",
+                expected=f"a file {JOB} in its folder"
+                + (f", sealed by this user; users of one folder share one {seals.KEY_FILE}" if is_foreign else ""),
                 fix=f"see what it starts, and accept it: penstock runs trust {folder.name} run.dir={folder.parent}"
                 if is_foreign
                 else "control it where it was started, or create a run with POST /v1/runs",

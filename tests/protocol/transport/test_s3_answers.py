@@ -13,7 +13,14 @@ from pathlib import Path
 import pytest
 
 from penstock.protocol.config.connection import S3Settings
-from penstock.protocol.errors import BlobCorrupt, BlobDenied, BlobError, BlobLoginRefused, BlobStoreUnreachable
+from penstock.protocol.errors import (
+    BlobCorrupt,
+    BlobDenied,
+    BlobError,
+    BlobLoginRefused,
+    BlobMissing,
+    BlobStoreUnreachable,
+)
 from penstock.protocol.groups import BlobRef
 from penstock.protocol.transport.blobs import Blobs
 from penstock.protocol.transport.s3_client import S3Requests
@@ -149,6 +156,8 @@ def test_an_answer_that_cannot_be_read_is_transient_for_every_operation(
 ) -> None:
     """After one such answer each operation succeeds; if it stays, the error says operation, URL, deadline and what came."""
     for name in operations(S3Settings(), tmp_path, 1.0):
+        if name in {"size", "get_file"} and fault == "html with an error's status":
+            continue  # they begin with a HEAD, of whose answer only the status counts
         left = [1]
 
         def once(_: str, right: Answer, __: str, left: list[int] = left) -> Answer | None:
@@ -236,6 +245,65 @@ def test_a_refusal_is_tried_again_and_named_with_the_setting_to_change(
         assert isinstance(caught.value, BlobLoginRefused)
 
 
+@pytest.mark.parametrize("tokens", [[], ["t"], ["", "t"], ["a", "b"], None], ids=str)
+def test_a_list_that_never_ends_is_given_up_at_the_deadline(
+    serve: Callable[..., S3Settings], tokens: list[str] | None
+) -> None:
+    num_pages = [0]
+
+    def page(_: str, __: Answer, ___: str) -> Answer:
+        num_pages[0] += 1
+        token = f"t{num_pages[0]}" if tokens is None else tokens[num_pages[0] % len(tokens)] if tokens else None
+        mark = "" if token is None else f"<NextContinuationToken>{token}</NextContinuationToken>"
+        truncated = (
+            "true" if time.monotonic() < started + 3.0 else "false"
+        )  # it ends, so that a client without a deadline does
+        return xml(LIST.replace("false</IsTruncated>", f"{truncated}</IsTruncated>{mark}"))
+
+    started = time.monotonic()
+    with pytest.raises(BlobStoreUnreachable, match=r"no new NextContinuationToken|further pages after the deadline"):
+        list(Blobs(serve(page), deadline_s=0.3).list("runs/r/"))
+    assert time.monotonic() - started < 10.0
+
+
+@pytest.mark.parametrize(
+    "kind", ["text/plain", "application/octet-stream", "", "text/xml", "Application/XML; charset=utf-8", "text/html"]
+)
+@pytest.mark.parametrize("before", ["", "\n<?xml version='1.0'?>", "\ufeff"])
+def test_an_object_is_missing_by_the_body_of_the_answer(
+    serve: Callable[..., S3Settings], kind: str, before: str
+) -> None:
+    blobs = Blobs(serve(lambda *_: xml(before + ERROR.format("NoSuchKey", "m"), 404, kind=kind)), deadline_s=0.5)
+    with pytest.raises(BlobMissing):
+        blobs.get(REF)
+    assert not blobs.exists(KEY)
+
+
+def test_an_object_may_be_stored_as_html_and_its_head_has_any_type(serve: Callable[..., S3Settings]) -> None:
+    blobs = Blobs(serve(lambda _, right, __: (*right[:1], "text/html", *right[2:])), deadline_s=0.5)
+    assert blobs.get(REF) == DATA
+    assert blobs.exists(KEY)
+
+
+@pytest.mark.parametrize(
+    ("code", "says", "never"),
+    [
+        ("QuotaExceeded", "quota of bucket or user", "access key"),
+        ("XMinioAdminBucketQuotaExceeded", "quota of bucket or user", "access key"),
+        ("InvalidObjectState", "is archived", "access key"),
+        ("BadRequest", "BadRequest", "https://?"),
+    ],
+)
+def test_what_no_key_causes_is_not_blamed_on_it(
+    serve: Callable[..., S3Settings], code: str, says: str, never: str
+) -> None:
+    settings = serve(lambda *_: xml(ERROR.format(code, "m"), 400 if code == "BadRequest" else 403))
+    with pytest.raises(BlobStoreUnreachable) as caught:
+        Blobs(settings, deadline_s=0.2).put(KEY, DATA)
+    assert says in str(caught.value)
+    assert never not in str(caught.value)
+
+
 def test_one_object_that_may_not_be_read_is_denied_and_the_login_is_not(serve: Callable[..., S3Settings]) -> None:
     settings = serve(
         lambda _, right, __: xml(ERROR.format("AccessDenied", "no"), 403) if right[2] != LIST.encode() else None
@@ -259,7 +327,10 @@ def test_keys_of_files_are_read_again_when_they_are_refused(serve: Callable[...,
         is_new = f"access_key-{present[0]}/" in login and f"session_token-{present[0]}" in login
         return None if is_new else xml(ERROR.format("ExpiredToken", "ended"), 400)
 
-    blobs = Blobs(serve(wrong, **{f"{name}_file": tmp_path / name for name in names}), deadline_s=20.0)
+    settings = serve(wrong, **{f"{name}_file": tmp_path / name for name in names})
+    (tmp_path / "secret_key").write_text("")  # filled by another container
+    blobs = Blobs(settings, deadline_s=20.0)
+    threading.Timer(0.2, (tmp_path / "secret_key").write_text, ("secret_key-1",)).start()
     assert blobs.get(REF) == DATA
     for turn in "234":
         present[0] = turn

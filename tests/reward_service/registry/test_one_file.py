@@ -9,11 +9,13 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+import pytest
 from tests.groups import make_group
 from tests.reward_service.conftest import Wire
 from tests.reward_service.processes import ROOT, Service
 
 from penstock.protocol.groups import RewardRequest
+from penstock.reward_service.__main__ import main
 
 NEW_REWARD = '''"""factor times the share of capitals."""
 
@@ -90,3 +92,10 @@ def test_one_new_file_is_a_reward(wire: Wire, start_service: Callable[..., Servi
     assert (scored["x"][0].rewards, scored["x"][0].scorer) == ((0.5, 0.0), "capitals")
     assert (scored["y"][0].rewards, scored["y"][0].scorer) == ((4.0, 2.0), "loud(capitals)")
     assert scored["y"][0].parts["big.share"] == (1.0, 0.5)
+
+
+def test_a_secret_in_the_last_error_is_not_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["rewards", secret := "sk-" + "a1" * 12]) == 1
+    error = capsys.readouterr().err
+    assert "no built-in reward" in error
+    assert secret not in error

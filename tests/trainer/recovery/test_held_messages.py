@@ -28,6 +28,13 @@ def bound(*, messages: int, size: int = 0, groups: int = 4, together: int = 1) -
         (bound(messages=0), [100] * 10_000, 0, False),
         (bound(messages=-1, size=1000), [100] * 5, 0, True),
         (bound(messages=20_000, size=1000), [100] * 4, 0, False),
+        (
+            bound(messages=20_000, size=1000, groups=2),
+            [350],
+            1,
+            True,
+        ),  # large ones: the next step's second would not fit
+        (bound(messages=20_000, size=1000, groups=2), [300], 1, False),
     ],
 )
 def test_a_checkpoint_is_due_when_half_of_the_bound_is_held(

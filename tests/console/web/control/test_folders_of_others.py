@@ -13,21 +13,27 @@ from typing import Any
 import pytest
 from tests.console.web.control.api import Api, FakeLauncher
 
-from penstock.client import events, local_start
-from penstock.console import connections
+from penstock.client import events, local_backend, local_start
+from penstock.console import connections, launch
 from penstock.console.connections import NamedRun
+from penstock.console.live import run_snapshot
 from penstock.console.live.panel import watch_run
 from penstock.console.registry import exchange
-from penstock.console.tools import trust
+from penstock.console.tools import runs, trust
 from penstock.console.tracking import trackers
 from penstock.console.web.jobs import job_file, queue
+from penstock.console.web.launchers import local, run_process
 from penstock.deploy import local_run, scoring
 from penstock.deploy.evaluation import target
 from penstock.forensics import backup
 from penstock.forensics.audit import audit
 from penstock.protocol import seals
 from penstock.protocol.errors import PenstockError, UntrustedFolder
-from penstock.protocol.record.run_folder import hold_lock
+from penstock.protocol.record import run_folder
+from penstock.trainer import assemble
+from penstock.trainer.groups import issue_log, pack_reader, rolled_back
+from penstock.trainer.recovery import resume_checks
+from penstock.trainer.telemetry import event_writer
 
 SECRET = "PRIVATE-KEY-CONTENT"
 EVIL = 'from pathlib import Path\nPath("{ran}").touch()\n'
@@ -163,9 +169,22 @@ def test_a_link_in_a_model_folder_uploads_no_other_file(gift: Path) -> None:
         pass
 
 
-def test_a_run_in_a_sent_folder_does_not_write_through_a_link(gift: Path) -> None:
-    (gift / "report.md").symlink_to(gift.parent.parent / "id_rsa")
-    with pytest.raises(PenstockError, match=r"report\.md is a link"), hold_lock(gift):
+@pytest.mark.parametrize(
+    "name",
+    [
+        "report.md", "report.json", "curve.png", run_folder.RUN_LOCK, run_folder.PAUSE, event_writer.METRICS_FILE, resume_checks.SUMMARY_FILE,
+        issue_log._FILE, rolled_back._FILE, pack_reader._MARK, pack_reader._COUNTS, launch.REWARD_PORT_FILE, run_snapshot.TOTALS_FILE,
+        connections.RUN_FILE, job_file.JOB, job_file._LOCK, runs.PLANNED, run_process.LOCK, run_process.LAUNCH, local.LOG,
+        local_backend._LOG, "config.json", assemble._EVAL_MARK,
+    ],
+)  # fmt: skip
+def test_a_run_in_a_sent_folder_does_not_write_through_a_link(gift: Path, name: str) -> None:
+    (gift / "latest.log").symlink_to("logs/trainer.log")  # a user's own
+    with run_folder.hold_lock(gift):
+        pass
+    (gift / name).unlink(missing_ok=True)
+    (gift / name).symlink_to(gift.parent.parent / "id_rsa")
+    with pytest.raises(PenstockError, match=rf"{name} is a link"), run_folder.hold_lock(gift):
         pass
 
 
@@ -272,12 +291,30 @@ def test_what_this_user_starts_needs_no_yes(tmp_path: Path, launcher: FakeLaunch
     assert queue.advance(Api(tmp_path / "other").context) == 1
 
 
+def test_trust_in_a_folder_of_another_user_says_what_to_type(gift: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(*_: object, **__: object) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(seals, "atomic_write", refused)
+    with pytest.raises(PenstockError, match=f"run it as the user of that folder.*export {seals.KEY_FILE}=FILE"):
+        trust.trust(run_of(gift), yes=True)
+
+
 def test_without_a_key_a_run_goes_on_and_the_queue_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(seals.KEY_FILE, "/dev/null/key")
     seals.write(tmp_path / "config.json", "{}", optional=True)
     assert (tmp_path / "config.json").read_text() == "{}"
-    with pytest.raises(PenstockError, match=f"set {seals.KEY_FILE}"):
+    says = rf"head -c 32 /dev/urandom > FILE; chmod 600 FILE; export {seals.KEY_FILE}=FILE"
+    with pytest.raises(PenstockError, match=says):
         job_file.write(tmp_path, job_file.Job(run="a", created_at=1.0))
+    with pytest.raises(UntrustedFolder, match=says):
+        seals.read(tmp_path / "config.json")
+    assert not seals.is_sealed(tmp_path / "config.json")
+    (tmp_path / "writable").write_bytes(bytes(32))
+    (tmp_path / "writable").chmod(0o664)
+    monkeypatch.setenv(seals.KEY_FILE, str(tmp_path / "writable"))
+    with pytest.raises(UntrustedFolder, match="chmod go-w"):
+        seals.read(tmp_path / "config.json")
     monkeypatch.setenv(seals.KEY_FILE, str(tmp_path / "key"))
     (tmp_path / "key").write_bytes(b"short")
     with pytest.raises(PenstockError, match="expected at least 32"):
