@@ -60,9 +60,7 @@ def seal(path: Path, content: bytes) -> None:
 def digest(key: str, value: str) -> str:
     """Return the HMAC of a setting that is not stored itself, so that a change is noticed; empty when this user can have no key."""
     try:
-        return hmac.digest(_key(os.environ), hashlib.sha256(key.encode()).digest() + value.encode(), "sha256").hex()[
-            :32
-        ]
+        return _mac(key.encode(), value.encode())[:32]
     except ConfigError:
         return ""
 
@@ -121,7 +119,11 @@ def _stored(path: Path) -> list[str]:
 
 def _seal(path: Path, content: bytes) -> str:
     place = os.fsencode(os.path.realpath(path.parent) + os.sep + path.name)
-    return hmac.digest(_key(os.environ), hashlib.sha256(place).digest() + content, "sha256").hex()
+    return _mac(place, content)
+
+
+def _mac(name: bytes, content: bytes) -> str:
+    return hmac.digest(_key(os.environ), hashlib.sha256(name).digest() + content, "sha256").hex()
 
 
 def _seal_file(path: Path) -> Path:
