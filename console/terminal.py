@@ -19,7 +19,7 @@ _INVISIBLE = re.compile(
     "[\u115f\u1160\u3164\uffa0\ufe00-\ufe0e\U000e0000-\U000e0fff]"
 )  # though letters or marks by their category
 _MARKDOWN = re.compile(  # of "_" one within a word, of ":" and "." those that make an address a link
-    r"[\\`*\[\]|&<~$@]|(?<![^\W_])_|_(?![^\W_])|:(?=//)|(?<=(?i:www))\."
+    r"[\\`*\[\]|&<~$]|(?<!\w)@|@(?=[\w-]+\.\w)|(?<![^\W_])_|_(?![^\W_])|:(?=//)|(?<=(?i:www))\."
 )
 _BLOCK = re.compile(
     r"\d{0,9}[.)](?=\s|$)|[#>=]|[-+](?=[\s-]|$)"

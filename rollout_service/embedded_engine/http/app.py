@@ -50,7 +50,9 @@ from penstock.serving.request_checks import guard_heads
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _MAX_BODY_BYTES = 512 * 1024**2  # a batch of prompts with images
-_WITHOUT_KEY = frozenset({"/health", "/health_generate", "/ready", "/metrics"})
+_WITHOUT_KEY = frozenset(
+    {"/health", "/health_generate", "/ready", "/metrics", "/v1/loads", "/v1/models"}
+)  # they change nothing
 _HEALTH_DEADLINE_S = 20.0  # SGLang's
 
 
@@ -270,7 +272,7 @@ def _refusal(status: int, message: str) -> JSONResponse:
 
 
 def build_app(server: ServerState, key: str = "") -> Starlette:
-    """Return the app; with a ``key``, requests other than those for health and metrics must have it as bearer token."""
+    """Return the app; with a ``key``, requests other than those of `_WITHOUT_KEY` must have it as bearer token."""
     app = Starlette(
         routes=[
             route("/generate", generate_endpoints.generate, "POST", "PUT"),
