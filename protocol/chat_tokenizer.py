@@ -32,6 +32,9 @@ _T = TypeVar("_T")
 _MAX_CONFIG_BYTES = 64 * 1024**2
 _MAX_TOKEN_IDS = 2**31
 
+_ORDINARY_TAGS = re.compile(
+    r"think|tool_call|tool_response|image", re.IGNORECASE
+)  # of answers, and images, which are counted
 _SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
@@ -152,14 +155,17 @@ class ChatTokenizer:
 
     @cached_property
     def control_tokens(self) -> ControlTokens:
+        """Those of the added tokens that are marked as special, end a text, or are written by the template around its messages."""
         ids = (*self.eos_ids, *map(self._tokenizer.token_to_id, self._special_tokens.values()))
         chat = self._answered_chat()
-        written = {
-            text
-            for text, number in self.added_tokens().items()
-            if number in ids or (len(text.strip()) > 2 and not text.isalnum() and text in chat)
-        }
-        return ControlTokens(self._tokenizer, self.encoder_of_plain_text, written)
+        texts = [
+            token.content
+            for number, token in self._tokenizer.get_added_tokens_decoder().items()
+            if token.special
+            or number in ids
+            or (len(token.content.strip()) > 2 and not token.content.isalnum() and token.content in chat)
+        ]
+        return ControlTokens((text for text in texts if not _ORDINARY_TAGS.search(text)), self.encoder_of_plain_text)
 
     def encode_escaped(self, texts: Sequence[str]) -> list[list[int]]:
         """Return the token ids of texts in which `ControlTokens.escaped` may have replaced those of control tokens."""

@@ -1,4 +1,4 @@
-"""Finds the texts of a tokenizer's control tokens in messages, and encodes them as ordinary text.
+"""Finds the texts of control tokens in messages, and encodes them as ordinary text.
 
 In a rendered chat the text of a control token is that token, whoever wrote it. An escaped text has a code point of a private use plane
 in its place, which the encoding turns into the tokens of its characters.
@@ -7,25 +7,18 @@ in its place, which the encoding turns into the tokens of its characters.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from tokenizers import Tokenizer
 
 _FIRST = 0x100000  # the code point that stands for the first text
-_ALLOWED = re.compile(
-    r"think|tool_call|tool_response|image", re.IGNORECASE
-)  # tags of answers, and images, which are counted
 
 
 class ControlTokens:
-    def __init__(
-        self, tokenizer: Tokenizer, as_plain_text: Callable[[], Tokenizer], written: Collection[str] = ()
-    ) -> None:
-        """Find the added tokens that are marked as special, and those whose text is ``written`` by a template or the configuration."""
-        added = tokenizer.get_added_tokens_decoder().values()
-        controls = {token.content for token in added if token.special or token.content in written}
-        self._texts = sorted((text for text in controls if not _ALLOWED.search(text)), key=len, reverse=True)
+    def __init__(self, texts: Iterable[str], as_plain_text: Callable[[], Tokenizer]) -> None:
+        """``as_plain_text`` returns a tokenizer that has no such tokens; it is called when a text is encoded first."""
+        self._texts = sorted(texts, key=len, reverse=True)
         self._numbers = {text: number for number, text in enumerate(self._texts)}
         self._pattern = re.compile("|".join(map(re.escape, self._texts)) or r"(?!)")
         self._escaped = re.compile(f"[{chr(_FIRST)}-{chr(_FIRST + len(self._texts))}]")
@@ -60,13 +53,15 @@ class ControlTokens:
         return self._escaped.sub(lambda match: self._texts[ord(match[0]) - _FIRST], text)
 
     def encode(self, text: str, encode: Callable[[str], list[int]]) -> list[int]:
-        """Return the ids of an escaped text, of which ``encode`` makes those of the parts between control tokens."""
+        """Return the ids of an escaped text; ``encode`` makes those of what lies around the parts that have an escaped text."""
         if self._plain is None:
             self._plain = self._as_plain_text()
         ids: list[int] = []
-        for number, part in enumerate(re.split(f"({self._pattern.pattern})", text)):
-            if number % 2 or not self.has_escaped(part):
-                ids += encode(part)
-            else:
-                ids += self._plain.encode(self.restored(part), add_special_tokens=False).ids
-        return ids
+        ordinary = ""
+        for part in re.split(f"({self._pattern.pattern})", text):
+            if not self.has_escaped(part):
+                ordinary += part
+                continue
+            ids += encode(ordinary) + self._plain.encode(self.restored(part), add_special_tokens=False).ids
+            ordinary = ""
+        return ids + encode(ordinary)

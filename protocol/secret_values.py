@@ -100,6 +100,8 @@ _AS_USER = re.compile(  # https://TOKEN@host, and user:password@host without a s
     r"(://)(?=[A-Za-z_-]*\d)(?=[\d_-]*[A-Za-z])[\w-]{8,300}(?=@)"
     r"|((?<![\w:])[A-Za-z]\w{0,63}:)(?=[^\s@]{0,99}[A-Z])(?=[^\s@]{0,99}[a-z])(?=[^\s@]{0,99}\d)[\w+/=!$%^*]{8,300}(?=@(?!sha256))"
 )
+_ADDRESSES = frozenset({"url", "urls", "endpoint", "address"})
+_LOGIN = re.compile(r"[^\s/,@]+@")
 _HEADER = re.compile(
     r"((?:authorization|x-api-key|api-key)[\"']?\s{0,9}[:=]\s{0,9}[\"']?(?:(?:bearer|basic|token)\s{1,9})?)([^\s\"',;]+)"
     r"|(bearer\s{1,9})((?=\S{0,99}\d)[\w.~+/=-]{12,})"
@@ -186,6 +188,10 @@ def hide(path: Sequence[str], value: Any, *, with_texts: bool = True) -> Any:
         path and _is_table(path, len(path) - 1) and (assigned := _ASSIGNED.fullmatch(value))
     ):  # ["NAME=value", "Name: value"]
         return value if _is_reference(assigned[2]) else assigned[1] + MASK
+    if path and not _ADDRESSES.isdisjoint(
+        _words(path[-1])[-1:]
+    ):  # what stands before @ there is a login, however short
+        value = _LOGIN.sub(f"{MASK}@", value)
     is_secret = any(_is_secret_name(part, value) for part in _names(path))
     return MASK if is_secret else scrub(value) if with_texts else value
 

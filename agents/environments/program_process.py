@@ -102,7 +102,8 @@ async def _end(process: asyncio.subprocess.Process, mark_of_episode: str) -> Non
                 async with asyncio.timeout(_REAP_S):
                     await process.wait()
     finally:
-        await kill_group(process, mark_of_episode)
+        has_reaped = process.returncode is not None and process.returncode >= 0  # else look through all processes
+        await kill_group(process, "" if has_reaped else mark_of_episode)
 
 
 async def kill_group(process: asyncio.subprocess.Process, mark_of_episode: str = "") -> None:

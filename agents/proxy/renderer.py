@@ -10,7 +10,6 @@ continues the recorded tokens in every shape with a bridge; `probe` says how far
 from __future__ import annotations
 
 import functools
-import re
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
@@ -21,11 +20,11 @@ from typing import Any
 from penstock.agents.proxy.answer_formats.answer_format import END_THINK, THINK
 from penstock.agents.proxy.messages import Message, ToolCall
 from penstock.protocol.chat_tokenizer import ChatTokenizer
+from penstock.protocol.control_tokens import ControlTokens
 from penstock.protocol.errors import MalformedData
 
 _MARKERS = ("SEAM7f3a9c", "SEAMb41d60")  # as the answer's content; the second where a message contains the first
 _PLAIN_ROLES = frozenset({"user", "tool"})  # whose texts are written by neither the policy nor the agent's author
-_ESCAPE = 0xF0000  # first code point that stands for the text of a control token; a private use plane
 _KEPT_CHARACTERS = 2 * 1024**2  # of prompts whose ids are kept, about 20 MB with them
 _TOOLS = (
     {
@@ -75,12 +74,7 @@ class Bridge:
 class ChatRenderer:
     def __init__(self, tokenizer: ChatTokenizer) -> None:
         self.tokenizer = tokenizer
-        added = sorted(tokenizer.added_tokens(), key=len, reverse=True)
-        self._added = re.compile("|".join(map(re.escape, added)) or r"(?!)")
-        self._added_numbers = {text: number for number, text in enumerate(added)}
-        self._added_texts = added
-        self._escape_characters = re.compile(f"[{chr(_ESCAPE)}-{chr(_ESCAPE + len(added))}]")
-        self._plain = tokenizer.encoder_of_plain_text()
+        self._controls = ControlTokens(tokenizer.added_tokens(), tokenizer.encoder_of_plain_text)
         self._kept = _KeptPrompts(_KEPT_CHARACTERS)
         self._closing = self._find_closing()
 
@@ -171,38 +165,22 @@ class ChatRenderer:
 
         A tool's result may contain the text of a control token, and even a whole turn: it must not become one.
         """
-        if self._escape_characters.search(message.content):
+        if self._controls.has_escaped(message.content):
             raise MalformedData(
-                f"a message has one of the characters U+{_ESCAPE:X} to U+{_ESCAPE + len(self._added_texts):X}, which are used here "
-                "for the texts of control tokens; leave it out"
+                "a message has a character of the private use plane at U+100000 that is used here for the text of a control token; leave it out"
             )
-        if message.role not in _PLAIN_ROLES or not self._added.search(message.content):
+        if message.role not in _PLAIN_ROLES or not self._controls.found_in(message.content):
             return message
         return replace(
             message,
-            content=self._without_control(message.content),
-            parts=tuple(self._without_control(part) if isinstance(part, str) else part for part in message.parts),
+            content=self._controls.escaped(message.content),
+            parts=tuple(self._controls.escaped([*message.parts])),
         )
 
-    def _without_control(self, text: str) -> str:
-        return self._added.sub(lambda match: chr(_ESCAPE + self._added_numbers[match[0]]), text)
-
     def _encoded(self, text: str) -> Rendered:
-        opens = text.rstrip().endswith(THINK)
-        escaped = self._escape_characters
-        if not escaped.search(text):
-            return Rendered(self.tokenizer.encode(text), opens)
-        ids: list[int] = []
-        ordinary = ""
-        for part in re.split(f"({self._added.pattern})", text):
-            if not escaped.search(part):
-                ordinary += part
-                continue
-            ids += self.tokenizer.encode(ordinary)
-            ordinary = ""
-            restored = escaped.sub(lambda match: self._added_texts[ord(match[0]) - _ESCAPE], part)
-            ids += self._plain.encode(restored, add_special_tokens=False).ids
-        return Rendered(ids + self.tokenizer.encode(ordinary), opens)
+        is_escaped = self._controls.has_escaped(text)
+        ids = self._controls.encode(text, self.tokenizer.encode) if is_escaped else self.tokenizer.encode(text)
+        return Rendered(ids, text.rstrip().endswith(THINK))
 
 
 class _KeptPrompts:

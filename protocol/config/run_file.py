@@ -58,8 +58,6 @@ _SET_ELSEWHERE = "environment"  # no command reads its definitions back: workers
 S = TypeVar("S", bound=BaseModel)
 _BARE_KEY = re.compile(r"[A-Za-z0-9_-]+")
 _OF_LISTS = {"list_type", "tuple_type"}
-_ADDRESSES = ("url", "urls", "endpoint", "base_url")
-_LOGIN_OF_ADDRESS = re.compile(r"[^\s/,@]+@")
 
 
 @dataclass(frozen=True, slots=True)
@@ -344,8 +342,6 @@ def _explain(
 def _refusal(settings_class: type[BaseModel], entry: Given, errors: Sequence[Any]) -> str:
     expected = " or ".join(dict.fromkeys(_expectation(error) for error in errors))
     value = hide(entry.path, entry.value)
-    if isinstance(value, str) and entry.path[-1] in _ADDRESSES:
-        value = _LOGIN_OF_ADDRESS.sub(f"{MASK}@", value)
     got = "" if is_secret(settings_class, entry.path) else f", got {json.dumps(value, default=str)}"
     if got and isinstance(value, str) and {error["type"] for error in errors} <= _OF_LISTS:
         got += f"; write {json.dumps([value])}"

@@ -14,11 +14,12 @@ import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+from penstock.reward_service.rewards.parsing.final_answer import THINKING
+
 LANGUAGES = ("python", "python3", "py", "py3", "pypy", "pypy3", "ipython")
 MAX_PROGRAM_CHARS = 256 * 1024
 _MAX_PARSED_CHARS = 32 * 1024
 _MARKDOWN = ("markdown", "md")
-_THINKING = re.compile(r"(?:<|◁)(/?)(?:think|thinking|thought|reasoning)(?:>|▷)|\[(/?)THINK\]", re.IGNORECASE)
 _ANSWER = re.compile(r"^[ \t]*</?answer>|</?answer>[ \t]*$", re.IGNORECASE | re.MULTILINE)
 _FENCE = re.compile(r"(`{3,})([^`]*)|(~{3,})(.*)")
 _BEHIND_TEXT = re.compile(r"[^`]`{3}(\w+)$")  # a fence that opens a block of Python at the end of a line
@@ -80,8 +81,8 @@ def _tags(text: str) -> Iterator[tuple[int, int, bool]]:
         if is_code and fence is None:
             read = "" if quote else _TOKENS.sub(lambda token: " " * len(token[0]), line)
             quote = _open_quote(line, quote)
-        for tag in _THINKING.finditer(read):
-            yield begin + tag.start(), begin + tag.end(), bool(tag[1] or tag[2])
+        for tag in THINKING.finditer(read):
+            yield begin + tag.start(), begin + tag.end(), bool(tag["closes"] or tag["ends"])
             is_code, quote = False, ""
         begin += len(line) + 1
 

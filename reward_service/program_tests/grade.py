@@ -135,6 +135,7 @@ def _stubbed(zygote: Zygote, tests: Assertions, kinds: Sequence[str], limits: Li
     with Watch(limits) as watch:
         run = watch.start(zygote, "tests", job=_job(tests, stubs=kinds))
         watch.wait()
+    failure(run, limits)  # raises SandboxError if the machine is the cause
     return _said(run)
 
 

@@ -18,7 +18,7 @@ def judge(completions: tuple[str, ...], truth: Any) -> list[Verdict]:
         raise BadGroundTruth("exact_match: the row's ground_truth is an empty list of alternatives")
     wanted = {truth_text(alternative, NAME).strip() for alternative in alternatives}
     answers = [
-        completion if any("<think>" in text for text in wanted) else final_answer.spoken(completion)
+        completion if any(map(final_answer.THINKING.search, wanted)) else final_answer.spoken(completion)
         for completion in completions
     ]
     return [

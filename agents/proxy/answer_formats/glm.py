@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from penstock.agents.proxy.answer_formats.answer_format import AnswerFormat, Call, ParsedAnswer, calls_between
-from penstock.agents.proxy.answer_formats.schema_values import typed_call
+from penstock.agents.proxy.answer_formats.schema_values import typed_call, written_arguments
 
 _CALL = re.compile(  # a call; one that was begun, up to its end or the next; a mention
     r"<tool_call>(\s*+[^\s<>{}]++\s*+(?:<arg_key>(?:(?!<arg_key>).)*?</arg_key>\s*+<arg_value>(?:(?!<arg_value>).)*?</arg_value>\s*+)*+)</tool_call>"
@@ -31,16 +31,8 @@ def _call(body: str, tools: Sequence[Mapping[str, Any]]) -> Call:
     name, begun, rest = body.partition("<arg_key>")
     if not name.strip() or re.search(r"[\s<>{}]", name.strip()):
         raise ValueError("expected a name")
-    texts: list[tuple[str, str]] = []
-    rest, position = begun + rest, 0
-    while (match := _ARGUMENT.match(rest, position)) is not None:
-        if "<arg_key>" in match[1] or "<arg_value>" in match[2]:
-            raise ValueError("an argument has no end")
-        texts.append((match[1].strip(), match[2]))
-        position = match.end()
-    if rest[position:].strip():
-        raise ValueError("expected arguments alone")
-    return typed_call(name.strip(), texts, tools)
+    arguments = written_arguments(_ARGUMENT, begun + rest, ("<arg_key>", "<arg_value>"))
+    return typed_call(name.strip(), [(key.strip(), text) for key, text in arguments], tools)
 
 
 GLM = Glm()

@@ -15,7 +15,7 @@ from penstock.agents.proxy.answer_formats.answer_format import (
     ParsedAnswer,
     calls_between,
 )
-from penstock.agents.proxy.answer_formats.schema_values import typed_call
+from penstock.agents.proxy.answer_formats.schema_values import typed_call, written_arguments
 
 _CALL = re.compile(  # a call; one that was begun, up to its end or the next; a mention
     r"(?:<tool_call>\s*+)?<function=([^<>]*+>(?:\s*+<parameter=[^>\s]+>(?:(?!<parameter=).)*?</parameter>)*+\s*+)</function>(?:\s*+</tool_call>)?"
@@ -38,17 +38,11 @@ def _call(body: str, tools: Sequence[Mapping[str, Any]]) -> Call:
     name, closed, rest = body.partition(">")
     if not closed or not _name(name) or "<" in name:
         raise ValueError("expected a name")
-    texts: list[tuple[str, str]] = []
-    position = 0
-    while (match := _PARAMETER.match(rest, position)) is not None:
-        value = match[2]
-        if "<parameter=" in value:
-            raise ValueError("a parameter has no end")
-        texts.append((_name(match[1]), value.removeprefix("\n").removesuffix("\n")))
-        position = match.end()
-    if rest[position:].strip():
-        raise ValueError("expected parameters alone")
-    return typed_call(_name(name), texts, tools)
+    arguments = [
+        (_name(key), text.removeprefix("\n").removesuffix("\n"))
+        for key, text in written_arguments(_PARAMETER, rest, ("<parameter=",))
+    ]
+    return typed_call(_name(name), arguments, tools)
 
 
 def _name(text: str) -> str:

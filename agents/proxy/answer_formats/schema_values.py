@@ -17,6 +17,23 @@ _OTHER_NAMES = {  # of types, in schemas that are not quite JSON Schema
 }  # fmt: skip
 
 
+def written_arguments(pattern: re.Pattern[str], text: str, begins: Sequence[str]) -> list[tuple[str, str]]:
+    """Return the names and texts of arguments that ``pattern`` reads one behind the other, as its two groups.
+
+    Raises ValueError where something else stands between them, or one of ``begins``, with which an argument begins, in a name or text.
+    """
+    read: list[tuple[str, str]] = []
+    position = 0
+    while (match := pattern.match(text, position)) is not None:
+        if any(begin in match[1] or begin in match[2] for begin in begins):
+            raise ValueError("an argument has no end")
+        read.append((match[1], match[2]))
+        position = match.end()
+    if text[position:].strip():
+        raise ValueError("expected arguments alone")
+    return read
+
+
 def typed_call(name: str, texts: Sequence[tuple[str, str]], tools: Sequence[Mapping[str, Any]]) -> Call:
     """Return a call with arguments from ``texts``; what has no form of its type stays a text. Raises ValueError for a repeated name."""
     functions = (tool["function"] for tool in tools if isinstance(tool.get("function"), Mapping))

@@ -13,6 +13,10 @@ from penstock.reward_service.rewards.parsing import latex
 
 Where = Literal["auto", "boxed", "tags", "hashes", "phrase", "last_line", "whole"]
 
+# The tags of a chain of thought, as the families of models write them.
+THINKING = re.compile(
+    r"(?:<|◁)(?P<closes>/?)(?:think|thinking|thought|reasoning)(?:>|▷)|\[(?P<ends>/?)THINK\]", re.IGNORECASE
+)
 _OPEN, _CLOSE = "<answer>", "</answer>"
 _PHRASE = re.compile(
     r"(?:\banswer(?:\s{1,4}is)?\s{0,4}[:：]|\banswer\s{1,4}is\b|答案(?:是|为)?\s{0,4}[:：]?)[ \t*]{0,8}", re.IGNORECASE
@@ -42,9 +46,11 @@ def find(text: str, where: Where) -> str | None:
 
 
 def spoken(text: str) -> str:
-    """Return what follows the chain of thought in ``<think>``; nothing of a chain that was not finished is an answer."""
-    _, closed, rest = text.rpartition("</think>")
-    return "" if "<think>" in (rest if closed else text) else rest if closed else text
+    """Return what follows the last chain of thought; nothing of a chain that was not finished is an answer."""
+    begin, thinks = 0, False
+    for tag in THINKING.finditer(text):
+        begin, thinks = tag.end(), not (tag["closes"] or tag["ends"])
+    return "" if thinks else text[begin:]
 
 
 def in_tags(text: str) -> str | None:

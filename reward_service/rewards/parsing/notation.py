@@ -10,7 +10,7 @@ import unicodedata
 from fractions import Fraction
 from typing import NamedTuple
 
-from penstock.reward_service.rewards.parsing import latex, quantity
+from penstock.reward_service.rewards.parsing import quantity
 
 _UNICODE = str.maketrans(
     {
@@ -140,7 +140,7 @@ def rewrite(answer: str) -> str:
         text = _BARE_NAME.sub(lambda found: f"\\{found[0]} ".replace("infinity", "infty"), text)
         text = text.replace("*", "\\cdot ")
     text = _LONG_EXPONENT.sub(r"^{\1}", _NEGATIVE_EXPONENT.sub(r"^{\1}", text))
-    text = _PERCENT.sub("%", latex.braced_fractions(text)).strip()
+    text = _PERCENT.sub("%", text).strip()
     text = text.rstrip(".;,") if not text.endswith(("\\,", "\\;")) else text
     return ungrouped(_INSIDE_SPACE.sub("", text))
 

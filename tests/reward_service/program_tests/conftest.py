@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -12,6 +13,18 @@ from penstock.sandbox.zygote_command import Launch
 from penstock.sandbox.zygote_process import Limits, Zygote
 
 LIMITS = Limits(cpu_s=1.0, memory_bytes=256 * 1024**2)
+
+
+def descendants(pid: int) -> list[int]:
+    pids: list[int] = []
+    try:
+        tasks = list(Path(f"/proc/{pid}/task").iterdir())
+        children = [int(child) for task in tasks for child in (task / "children").read_text().split()]
+    except FileNotFoundError:
+        return pids
+    for child in children:
+        pids += [child, *descendants(child)]
+    return pids
 
 
 @pytest.fixture(scope="module")

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 from dataclasses import replace
 from typing import Any
 
 import pytest
-from tests.reward_service.program_tests.conftest import LIMITS
+from tests.reward_service.program_tests.conftest import LIMITS, descendants
+from tests.servers import wait_for
 
 from penstock.reward_service.errors import BadGroundTruth
 from penstock.reward_service.program_tests import tests_of_row
 from penstock.reward_service.program_tests.grade import Graded, Proof, Slot, _num_tests, _verdict, grade
-from penstock.sandbox.zygote_process import Reason, Run
+from penstock.sandbox.zygote_command import SandboxError
+from penstock.sandbox.zygote_process import Reason, Run, Watch, Zygote
 
 ADD = "def add(a, b): return a + b"
 CLASS = "import unittest\nclass T(unittest.TestCase):\n"
@@ -234,3 +238,29 @@ def test_a_program_that_leaves_fewer_tests_has_not_passed_all() -> None:
     tested = Run(status=0, answer=bytearray(b"".join(json.dumps(m).encode() + b"\n" for m in said)))
     graded = _verdict(Run(status=0), tested, Proof("", (3,), has_finished=True), LIMITS)
     assert (graded.passed, graded.total, graded.reason) == (1, 3, Reason.WRONG)
+
+
+@pytest.mark.parametrize("number", [1, 2])
+def test_a_proof_that_the_machine_ended_is_made_again(slot: Slot, monkeypatch: pytest.MonkeyPatch, number: int) -> None:
+    """A SIGKILL while stand-ins run is an error, in each part of the proof: a proof that is cut would pay who changes arguments."""
+    tests = tests_of_row.read(
+        ["x = [3, 1, 2]\nassert f(x) == sorted(x)"], {"test_setup_code": f"import time\ntime.sleep(0.{number + 3})"}
+    )
+    cheat, start, jobs = "def f(a):\n    a.clear()\n    return []", Watch.start, 0
+
+    def killed(self: Watch, zygote: Zygote, *arguments: Any, **named: Any) -> Run:
+        nonlocal jobs
+        before = {*descendants(zygote.pid)}
+        run, jobs = start(self, zygote, *arguments, **named), jobs + 1
+        if jobs == number:
+            wait_for(lambda: {*descendants(zygote.pid)} - before, "the tests to begin", 30.0)
+            for child in {*descendants(zygote.pid)} - before:
+                os.kill(child, signal.SIGKILL)
+        return run
+
+    assert grade(slot, cheat, tests_of_row.read(["assert f([]) == []"], {}), LIMITS, stop_early=False).passed == 1
+    with monkeypatch.context() as patched:
+        patched.setattr(Watch, "start", killed)
+        with pytest.raises(SandboxError, match="killed by another process"):
+            grade(slot, cheat, tests, LIMITS, stop_early=False)
+    assert grade(slot, cheat, tests, LIMITS, stop_early=False).passed == 0

@@ -16,6 +16,7 @@ from typing import Any, cast
 import httpx
 import pytest
 from tests.reward_service.processes import Service
+from tests.reward_service.program_tests.conftest import descendants
 from tests.servers import wait_for
 
 from penstock.reward_service.errors import BadGroundTruth, SandboxFailed
@@ -246,7 +247,7 @@ async def test_a_program_killed_from_outside_is_an_error(pool: SandboxPool) -> N
     killed = 0
     while killed < 2:  # the pool tries twice
         for zygote in pool.pids:
-            for child in _descendants(zygote):
+            for child in descendants(zygote):
                 if _is_sleeping_program(child):
                     os.kill(child, signal.SIGKILL)
                     killed += 1
@@ -269,10 +270,10 @@ async def test_a_cancelled_grading_leaves_no_program_behind(pool: SandboxPool) -
     task = asyncio.create_task(pool.grade("import time; time.sleep(60)", DOUBLE))
 
     def programs() -> list[int]:
-        return [child for pid in pool.pids for child in _descendants(pid) if _is_sleeping_program(child)]
+        return [child for pid in pool.pids for child in descendants(pid) if _is_sleeping_program(child)]
 
     await asyncio.to_thread(wait_for, programs, "the program to sleep", 30.0)
-    before = [child for pid in pool.pids for child in _descendants(pid)]
+    before = [child for pid in pool.pids for child in descendants(pid)]
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
@@ -294,8 +295,8 @@ def test_zygotes_and_programs_exit_with_a_killed_service(kind: Kind) -> None:
     )
     service = subprocess.Popen([sys.executable, "-c", script])
     try:
-        wait_for(lambda: any(map(_is_sleeping_program, _descendants(service.pid))), "the program to run", 60.0)
-        held = _descendants(service.pid)
+        wait_for(lambda: any(map(_is_sleeping_program, descendants(service.pid))), "the program to run", 60.0)
+        held = descendants(service.pid)
     finally:
         service.kill()
         service.wait()
@@ -333,18 +334,6 @@ def test_a_service_without_a_sandbox_offers_no_code(start_service: Any) -> None:
     answer = httpx.post(f"{service.url}/v1/score", json={"reward": "code", "groups": [group]}, timeout=60.0).json()
     assert answer["results"][0]["error"]["reason"] == "SandboxUnavailable"
     assert "refused" in answer["results"][0]["error"]["detail"]
-
-
-def _descendants(pid: int) -> list[int]:
-    found: list[int] = []
-    try:
-        tasks = list(Path(f"/proc/{pid}/task").iterdir())
-        children = [int(child) for task in tasks for child in (task / "children").read_text().split()]
-    except FileNotFoundError:
-        return found
-    for child in children:
-        found += [child, *_descendants(child)]
-    return found
 
 
 def _is_sleeping_program(pid: int) -> bool:
