@@ -14,12 +14,14 @@ import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from penstock.reward_service.rewards.parsing.final_answer import THINKING
-
 LANGUAGES = ("python", "python3", "py", "py3", "pypy", "pypy3", "ipython")
 MAX_PROGRAM_CHARS = 256 * 1024
 _MAX_PARSED_CHARS = 32 * 1024
 _MARKDOWN = ("markdown", "md")
+# The tags of a chain of thought, as the families of models write them.
+THINKING = re.compile(
+    r"(?:<|◁)(?P<closes>/?)(?:think|thinking|thought|reasoning)(?:>|▷)|\[(?P<ends>/?)THINK\]", re.IGNORECASE
+)
 _ANSWER = re.compile(r"^[ \t]*</?answer>|</?answer>[ \t]*$", re.IGNORECASE | re.MULTILINE)
 _FENCE = re.compile(r"(`{3,})([^`]*)|(~{3,})(.*)")
 _BEHIND_TEXT = re.compile(r"[^`]`{3}(\w+)$")  # a fence that opens a block of Python at the end of a line

@@ -9,14 +9,11 @@ from __future__ import annotations
 import re
 from typing import Literal
 
+from penstock.reward_service.program_tests.code_blocks import THINKING
 from penstock.reward_service.rewards.parsing import latex
 
 Where = Literal["auto", "boxed", "tags", "hashes", "phrase", "last_line", "whole"]
 
-# The tags of a chain of thought, as the families of models write them.
-THINKING = re.compile(
-    r"(?:<|◁)(?P<closes>/?)(?:think|thinking|thought|reasoning)(?:>|▷)|\[(?P<ends>/?)THINK\]", re.IGNORECASE
-)
 _OPEN, _CLOSE = "<answer>", "</answer>"
 _PHRASE = re.compile(
     r"(?:\banswer(?:\s{1,4}is)?\s{0,4}[:：]|\banswer\s{1,4}is\b|答案(?:是|为)?\s{0,4}[:：]?)[ \t*]{0,8}", re.IGNORECASE
