@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import collections
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 
 _WINDOW = 10  # snapshots over which the speed is measured: ten seconds of heartbeats
 
@@ -33,18 +33,5 @@ class WorkerMetrics:
         self._token_counts.append((now, self.tokens_generated))
         since, then = self._token_counts[0]
         elapsed = now - since
-        return {
-            "packs_announced": self.packs_announced,
-            "groups_generated": self.groups_generated,
-            "tokens_generated": self.tokens_generated,
-            "completions_abandoned": self.completions_abandoned,
-            "tokens_abandoned": self.tokens_abandoned,
-            "packs_given_back": self.packs_given_back,
-            "packs_distrusted": self.packs_distrusted,
-            "groups_dead_lettered": self.groups_dead_lettered,
-            "weights_applied": self.weights_applied,
-            "episodes_stored": self.episodes_stored,
-            "episodes_not_stored": self.episodes_not_stored,
-            "episodes_continued": self.episodes_continued,
-            "tokens_per_s": (self.tokens_generated - then) / elapsed if elapsed > 0 else 0.0,
-        }
+        counters = {counter.name: getattr(self, counter.name) for counter in fields(self) if counter.repr}
+        return {**counters, "tokens_per_s": (self.tokens_generated - then) / elapsed if elapsed > 0 else 0.0}

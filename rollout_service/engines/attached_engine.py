@@ -12,15 +12,8 @@ from penstock.protocol.heartbeats import cpu_seconds
 from penstock.protocol.versions import PolicyVersion
 from penstock.rollout_service.checks.check_task import ModelLimits
 from penstock.rollout_service.checks.check_weights import check_adapter
-from penstock.rollout_service.engines.completion import EngineChecksum
-from penstock.rollout_service.engines.engine import ServedVersion, metrics_or_none, wait_until_it_answers
+from penstock.rollout_service.engines.engine import SingleEngine, wait_until_it_answers
 from penstock.rollout_service.engines.engine_client import EngineClient, UpdateMode
-from penstock.rollout_service.engines.weight_changes import (
-    NoChanges,
-    WeightChanges,
-    max_changed_share,
-    stage_changes,
-)
 from penstock.rollout_service.errors import EngineError, EngineMisconfigured, EngineUnreachable, WeightsNotApplied
 
 log = structlog.get_logger("rollout.engine")
@@ -30,28 +23,19 @@ _POLL_S = 2.0
 _LOAD_ATTEMPTS = 2
 
 
-class AttachedEngine:
+class AttachedEngine(SingleEngine):
     """A server at a URL, which must see the worker's cache folder under the same path.
 
     One worker for each server: a second one would replace the weights while requests of the first one run.
     """
 
     def __init__(self, client: EngineClient, *, start_deadline_s: float) -> None:
-        self._serving = ServedVersion()
-        self.applied: set[PolicyVersion] = set()
-        self.ready = asyncio.Event()
+        super().__init__()
         self.client = client
         self._start_deadline_s = start_deadline_s
         self._wanted: tuple[Path, PolicyVersion] | None = None
         self._loading = asyncio.Lock()
         self._answered_at = time.monotonic()
-
-    @property
-    def version(self) -> PolicyVersion | None:
-        return self._serving.value
-
-    async def wait_for_version(self, version: PolicyVersion) -> None:
-        await self._serving.wait_for_version(version)
 
     async def prepare(self) -> None:
         """Do nothing: the server runs."""
@@ -65,13 +49,6 @@ class AttachedEngine:
         self._wanted = (folder, version)
         async with self._loading:
             await self._load(mode)
-
-    @property
-    def max_changed_share(self) -> float:
-        return max_changed_share(self.client)
-
-    async def stage(self, changes: WeightChanges | NoChanges) -> None:
-        await stage_changes(self.client, changes)
 
     async def load_adapter(self, folder: Path, version: PolicyVersion) -> None:
         """Have the server serve ``version`` as an adapter of the weights it serves, next to all others; nothing pauses.
@@ -110,9 +87,6 @@ class AttachedEngine:
         if report.takes_adapters and self._serving.base is None:
             await self.client.drop_adapters()  # of a previous worker
 
-    async def weights_checksum(self) -> EngineChecksum | None:
-        return await self.client.weights_checksum()
-
     async def check_health(self) -> None:
         await self._check()
 
@@ -129,9 +103,6 @@ class AttachedEngine:
     def cpu_seconds(self) -> float:
         """Return the CPU seconds of this process; those of the server are unknown."""
         return cpu_seconds()
-
-    async def figures(self) -> dict[str, float]:
-        return await metrics_or_none(self.client) if self.ready.is_set() else {}
 
     async def _check(self) -> EngineError | None:
         async with self._loading:

@@ -9,13 +9,19 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Mapping
+from collections.abc import Coroutine, Mapping
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from penstock.protocol.versions import PolicyVersion, is_newer, newest_of
 from penstock.rollout_service.engines.completion import EngineChecksum
 from penstock.rollout_service.engines.engine_client import EngineClient, Generates, UpdateMode
+from penstock.rollout_service.engines.weight_changes import (
+    NoChanges,
+    WeightChanges,
+    max_changed_share,
+    stage_changes,
+)
 from penstock.rollout_service.errors import EngineError, EngineUnreachable
 
 _POLL_S = 0.05
@@ -122,11 +128,14 @@ async def wait_until_it_answers(client: EngineClient, deadline_s: float, *, gene
             return
 
 
-async def metrics_or_none(client: EngineClient) -> dict[str, float]:
+async def first_of(*waits: Coroutine[Any, Any, object], timeout_s: float | None = None) -> None:
+    """Wait until one of several has come, or ``timeout_s`` has passed; the others are cancelled."""
+    tasks = [asyncio.ensure_future(wait) for wait in waits]
     try:
-        return await client.metrics()
-    except EngineError:
-        return {}
+        await asyncio.wait(tasks, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for task in tasks:
+            task.cancel()
 
 
 class ServedVersion:
@@ -169,3 +178,40 @@ class ServedVersion:
     def _notify(self) -> None:
         self._changed.set()
         self._changed = asyncio.Event()
+
+
+class SingleEngine:
+    """What a managed and an attached engine share: one server, its client, and what it confirmed to serve."""
+
+    client: EngineClient
+
+    def __init__(self) -> None:
+        self._serving = ServedVersion()
+        self.applied: set[PolicyVersion] = set()
+        self.ready = asyncio.Event()
+
+    @property
+    def version(self) -> PolicyVersion | None:
+        return self._serving.value
+
+    async def wait_for_version(self, version: PolicyVersion) -> None:
+        await self._serving.wait_for_version(version)
+
+    @property
+    def max_changed_share(self) -> float:
+        return max_changed_share(self.client) if self.ready.is_set() else 0.0
+
+    async def stage(self, changes: WeightChanges | NoChanges) -> None:
+        if self.ready.is_set():
+            await stage_changes(self.client, changes)
+
+    async def weights_checksum(self) -> EngineChecksum | None:
+        return await self.client.weights_checksum()
+
+    async def figures(self) -> dict[str, float]:
+        if not self.ready.is_set():
+            return {}
+        try:
+            return await self.client.metrics()
+        except EngineError:
+            return {}

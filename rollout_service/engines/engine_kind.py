@@ -7,12 +7,15 @@ entry point in the group ``penstock.engines``, or in any file that a run names a
 from __future__ import annotations
 
 import functools
+import os
+import re
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self, get_args
+from typing import Any, ClassVar, Literal, Protocol, Self, get_args
 
-from pydantic import field_validator, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from penstock.protocol.config.connection import Section
 from penstock.protocol.extensions import Registry
@@ -24,8 +27,10 @@ from penstock.rollout_service.engines.engine_client import (
     UpdateMode,
 )
 from penstock.rollout_service.engines.engine_pool import EnginePool
-from penstock.rollout_service.engines.engine_process import LaunchCommand
+from penstock.rollout_service.engines.engine_process import LaunchCommand, with_parent
 from penstock.rollout_service.engines.managed_engine import ManagedEngine
+
+_FLAG = re.compile(r"(--[a-z-]+): ")
 
 
 class Connect(Protocol):
@@ -46,17 +51,41 @@ class ServerLaunch:
 
 
 class StartedServerSettings(Section):
-    """Checks of a section whose ``python`` or ``command`` starts servers with ``extra_args``; a subclass has the fields."""
+    """The settings of servers that the worker starts, whatever their kind; a subclass adds those of its server.
+
+    A setting whose description begins with a flag and a colon is passed to the server as that flag, unless it is None.
+    """
 
     section: ClassVar[str]
     reserved: ClassVar[frozenset[str]]  # flags that the worker sets, and flags that the contract forbids
     of_adapters: ClassVar[tuple[str, ...]]  # settings without effect unless ``max_lora_rank`` is set
-    if TYPE_CHECKING:
-        python: Path | None
-        command: tuple[str, ...]
-        max_lora_rank: int | None
 
-    @field_validator("extra_args", check_fields=False)
+    python: Path | None = Field(
+        None,
+        description="Python of the server's own environment, such as /opt/sglang/bin/python; none: the worker's own.",
+    )
+    command: tuple[str, ...] = Field(
+        (),
+        description="Instead of python: the words that start the server, before its flags, such as a container's "
+        "['docker', 'run', …, 'python3', '-m', 'sglang.launch_server'].",
+    )
+    environ: dict[str, str] = Field(
+        {}, description="Environment variables of the server, besides the worker's own without PYTHON* and PENSTOCK_*."
+    )
+    engines: int = Field(1, ge=1, le=64, description="Servers of this worker; a group's samples all go to one of them.")
+    dtype: Literal["auto", "float32", "float16", "bfloat16"] = Field(
+        "auto", description="--dtype: that of the weights."
+    )
+    quantization: str | None = Field(None, description="--quantization: 'fp8', 'w8a8_int8', …")
+    max_lora_rank: int | None = Field(
+        None,
+        ge=1,
+        description="--max-lora-rank: largest rank of an adapter, for a run whose versions are adapters (model.lora.rank at "
+        "least), with --enable-lora; none: the server takes no adapters.",
+    )
+    extra_args: tuple[str, ...] = Field((), description="Further flags, as they are: ['--trust-remote-code', …].")
+
+    @field_validator("extra_args")
     @classmethod
     def _not_reserved(cls, value: tuple[str, ...]) -> tuple[str, ...]:
         taken = sorted({word.split("=", 1)[0] for word in value} & cls.reserved)
@@ -76,10 +105,18 @@ class StartedServerSettings(Section):
             raise ValueError(f"{name}.{unused[0]} has no effect without {name}.max_lora_rank; set that too")
         return self
 
+    def start_words(self, port_file: Path, *module: str) -> list[str]:
+        """Return the words that start the server, which ends with this worker; ``module`` is run by its Python."""
+        program = self.command or (str(self.python or sys.executable), "-m", *module)
+        return [*with_parent(os.getpid(), port_file), *program]
 
-def flags_of(valued: Mapping[str, object]) -> list[str]:
-    """Return the words of a command line for flags with values; a flag without one (None) is left out."""
-    return [word for flag, value in valued.items() if value is not None for word in (flag, str(value))]
+    def flags(self) -> list[str]:
+        words = ["--host", "127.0.0.1", "--port", "{port}"]
+        for name, setting in type(self).model_fields.items():
+            flag, value = _FLAG.match(setting.description or ""), getattr(self, name)
+            if flag is not None and value is not None:
+                words += [flag[1], str(value)]
+        return words
 
 
 class NoOptions(Section):

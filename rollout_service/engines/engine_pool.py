@@ -12,15 +12,15 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from penstock.protocol.groups import Sampling
 from penstock.protocol.heartbeats import cpu_seconds
 from penstock.protocol.versions import PolicyVersion, newest_of, oldest_of
 from penstock.rollout_service.engines.completion import Completion, EngineChecksum
-from penstock.rollout_service.engines.engine import Engine
+from penstock.rollout_service.engines.engine import Engine, first_of
 from penstock.rollout_service.engines.engine_client import (
     Generates,
     KeptCompletions,
@@ -69,7 +69,7 @@ class EnginePool:
         await asyncio.gather(*(stage_changes(engine, changes) for engine in self._engines))
 
     async def wait_for_version(self, version: PolicyVersion) -> None:
-        await _first([engine.wait_for_version(version) for engine in self._engines])
+        await first_of(*(engine.wait_for_version(version) for engine in self._engines))
 
     async def load_adapter(self, folder: Path, version: PolicyVersion) -> None:
         await _all_of(engine.load_adapter(folder, version) for engine in self._engines)
@@ -240,17 +240,8 @@ class _AnyReady:
         return any(engine.ready.is_set() for engine in self._engines)
 
     async def wait(self) -> bool:
-        await _first([engine.ready.wait() for engine in self._engines])
+        await first_of(*(engine.ready.wait() for engine in self._engines))
         return True
-
-
-async def _first(waits: Sequence[Coroutine[Any, Any, object]]) -> None:
-    waiting = [asyncio.ensure_future(wait) for wait in waits]
-    try:
-        await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
-    finally:
-        for future in waiting:
-            future.cancel()
 
 
 async def _all_of(calls: Iterable[Awaitable[None]]) -> None:

@@ -15,20 +15,13 @@ from penstock.protocol.heartbeats import cpu_seconds
 from penstock.protocol.versions import PolicyVersion
 from penstock.rollout_service.checks.check_task import ModelLimits
 from penstock.rollout_service.checks.check_weights import check_adapter
-from penstock.rollout_service.engines.completion import EngineChecksum
-from penstock.rollout_service.engines.engine import ServedVersion, metrics_or_none, wait_until_it_answers
+from penstock.rollout_service.engines.engine import SingleEngine, wait_until_it_answers
 from penstock.rollout_service.engines.engine_client import EngineClient, UpdateMode
 from penstock.rollout_service.engines.engine_process import (
     EngineProcess,
     LaunchCommand,
     PreparedProcess,
     process_cpu_seconds,
-)
-from penstock.rollout_service.engines.weight_changes import (
-    NoChanges,
-    WeightChanges,
-    max_changed_share,
-    stage_changes,
 )
 from penstock.rollout_service.errors import (
     EngineError,
@@ -48,9 +41,7 @@ CHECK_S = 2.0
 _ADAPTER_ATTEMPTS = 3  # engine processes that may crash or hang during the load of one adapter
 
 
-class ManagedEngine:
-    client: EngineClient
-
+class ManagedEngine(SingleEngine):
     def __init__(
         self,
         command: LaunchCommand,
@@ -67,9 +58,7 @@ class ManagedEngine:
         ``environ`` is the engine's whole environment (None: the worker's); ``context_length`` is the limit it is
         started with, where that is less than the model's; ``prepare`` is the command of a `PreparedProcess`.
         """
-        self._serving = ServedVersion()
-        self.applied: set[PolicyVersion] = set()
-        self.ready = asyncio.Event()
+        super().__init__()
         self._command = command
         self._connect = connect
         self._environ = environ
@@ -84,16 +73,9 @@ class ManagedEngine:
         self._wanted: tuple[Path, PolicyVersion] | None = None
         self._restarts: collections.deque[float] = collections.deque(maxlen=MAX_RESTARTS)
 
-    @property
-    def version(self) -> PolicyVersion | None:
-        return self._serving.value
-
     async def prepare(self) -> None:
         if self._prepare and self._process is None:
             self._prepared = await PreparedProcess.start(self._prepare, log=self._log_file, environ=self._environ)
-
-    async def wait_for_version(self, version: PolicyVersion) -> None:
-        await self._serving.wait_for_version(version)
 
     async def load(self, folder: Path, version: PolicyVersion, mode: UpdateMode = "drain") -> None:
         """Serve ``version`` from a model folder, starting the engine if there is none.
@@ -130,14 +112,6 @@ class ManagedEngine:
             raise WeightsUnusable(
                 f"the engine neither loaded version {version} nor started with it; see {self._log_file}"
             )
-
-    @property
-    def max_changed_share(self) -> float:
-        return max_changed_share(self.client) if self.ready.is_set() else 0.0
-
-    async def stage(self, changes: WeightChanges | NoChanges) -> None:
-        if self.ready.is_set():
-            await stage_changes(self.client, changes)
 
     async def load_adapter(self, folder: Path, version: PolicyVersion) -> None:
         """Serve ``version`` as an adapter of the weights that are served, next to all others; nothing pauses.
@@ -183,9 +157,6 @@ class ManagedEngine:
         if self.ready.is_set():
             await self.client.unload_adapter(version)
 
-    async def weights_checksum(self) -> EngineChecksum | None:
-        return await self.client.weights_checksum()
-
     async def check_health(self) -> None:
         """Kill the engine when it cannot generate one token; it gets no requests during the check."""
         if self._process is None or not self.ready.is_set():
@@ -226,9 +197,6 @@ class ManagedEngine:
     def cpu_seconds(self) -> float:
         of_prepared = process_cpu_seconds(self._prepared.pid) if self._prepared else 0.0
         return cpu_seconds() + of_prepared + (self._process.cpu_seconds() if self._process else 0.0)
-
-    async def figures(self) -> dict[str, float]:
-        return await metrics_or_none(self.client) if self.ready.is_set() else {}
 
     async def _watch(self, process: EngineProcess) -> str:
         ending = asyncio.create_task(process.wait())

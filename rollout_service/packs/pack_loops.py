@@ -23,9 +23,8 @@ import asyncio
 import math
 import random
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 import structlog
 
@@ -34,7 +33,7 @@ from penstock.protocol.facts import TaskIssued
 from penstock.protocol.groups import Split
 from penstock.protocol.transport.delivery import Delivery
 from penstock.protocol.transport.inbox import Inbox
-from penstock.rollout_service.engines.engine import Engine
+from penstock.rollout_service.engines.engine import Engine, first_of
 
 _FETCH_S = 1.0  # the cost of a fetch that NATS, having been killed, never answers
 _IDLE_SHARE = 0.2  # a new pack waits at most so much of the time for which there was none
@@ -92,7 +91,7 @@ class TaskSource:
             while not self._stop.is_set():
                 if not self._engine.ready.is_set():
                     await self._requeue_arrived()  # for a worker whose engine is ready
-                    await _first(self._engine.ready.wait(), self._stop.wait())
+                    await first_of(self._engine.ready.wait(), self._stop.wait())
                     self._idle_since = time.monotonic()
                     continue
                 received = self._arrived()
@@ -109,7 +108,7 @@ class TaskSource:
     async def _request(self) -> None:
         seconds = pause_s(time.monotonic() - self._idle_since, self._period_s())
         if seconds and not self._fetches:
-            await _first(asyncio.sleep(seconds * random.uniform(0.8, 1.0)), self._stop.wait())  # noqa: S311  keeps no secret
+            await first_of(asyncio.sleep(seconds * random.uniform(0.8, 1.0)), self._stop.wait())  # noqa: S311  keeps no secret
             if self._stop.is_set() or not self._engine.ready.is_set():
                 return
         if not (seconds and self._fetches):  # pausing, it sends its requests together
@@ -135,15 +134,6 @@ class TaskSource:
 def pause_s(idle_s: float, period_s: float) -> float:
     """Return the pause between two requests of a worker that has been idle for so long; 0 up to a hundred workers."""
     return max(0.0, min(period_s, _IDLE_SHARE * idle_s) - _FETCH_S)
-
-
-async def _first(*waits: Coroutine[Any, Any, object]) -> None:
-    tasks = [asyncio.ensure_future(wait) for wait in waits]
-    try:
-        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-    finally:
-        for task in tasks:
-            task.cancel()
 
 
 @dataclass(frozen=True, slots=True)

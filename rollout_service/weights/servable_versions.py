@@ -29,7 +29,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iter
 from dataclasses import dataclass, replace
 
 from penstock.protocol.groups import Sampling
-from penstock.protocol.versions import PolicyVersion, is_newer
+from penstock.protocol.versions import PolicyVersion, newest_of
 from penstock.rollout_service.engines.completion import Completion
 from penstock.rollout_service.engines.engine import Engine
 from penstock.rollout_service.engines.engine_client import Generates, KeptCompletions, PlacesEpisodes, able_to_abandon
@@ -151,11 +151,7 @@ class ServableVersions:
     @property
     def newest_adapter(self) -> PolicyVersion | None:
         """The newest adapter; None while the model itself is served."""
-        best = None
-        for version in self._adapters:
-            if is_newer(version, best):
-                best = version
-        return best
+        return newest_of(self._adapters)
 
     def set_model(self, version: PolicyVersion) -> None:
         """Record that the engine holds this model now; adapters of the one before are gone."""

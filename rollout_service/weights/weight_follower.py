@@ -22,7 +22,7 @@ from penstock.protocol.transport.bus import Bus
 from penstock.protocol.transport.key_value import KeyValue
 from penstock.protocol.versions import PolicyVersion, is_newer
 from penstock.rollout_service.checks.check_weights import WeightsCheck
-from penstock.rollout_service.engines.engine import Engine
+from penstock.rollout_service.engines.engine import Engine, first_of
 from penstock.rollout_service.engines.weight_changes import max_changed_share, stage_changes
 from penstock.rollout_service.errors import EngineDisagrees, TaskRefused, WeightsUnusable
 from penstock.rollout_service.retry import retry
@@ -175,15 +175,11 @@ class WeightFollower:
         """
         if not is_newer(version, self.engine.version):
             return
-        waiting = {
-            asyncio.ensure_future(self.engine.wait_for_version(version)),
-            asyncio.ensure_future(self._published.wait_until_refused(version)),
-        }
-        try:
-            await asyncio.wait(waiting, timeout=ISSUED_VERSION_DEADLINE_S, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            for future in waiting:
-                future.cancel()
+        await first_of(
+            self.engine.wait_for_version(version),
+            self._published.wait_until_refused(version),
+            timeout_s=ISSUED_VERSION_DEADLINE_S,
+        )
 
     @contextlib.asynccontextmanager
     async def pinned(self, version: PolicyVersion) -> AsyncIterator[None]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Literal
@@ -11,8 +10,8 @@ from typing import Literal
 from pydantic import Field, model_validator
 
 from penstock.protocol.versions import PolicyVersion
-from penstock.rollout_service.engines.engine_kind import EngineKind, ServerLaunch, StartedServerSettings, flags_of
-from penstock.rollout_service.engines.engine_process import LaunchCommand, child_environ, with_parent
+from penstock.rollout_service.engines.engine_kind import EngineKind, ServerLaunch, StartedServerSettings
+from penstock.rollout_service.engines.engine_process import LaunchCommand, child_environ
 from penstock.rollout_service.engines.sglang.client import SglangClient
 from penstock.rollout_service.engines.sglang.weight_patch import PLUGIN, PLUGIN_NAME
 
@@ -22,8 +21,6 @@ _RESERVED = frozenset({
     "--skip-tokenizer-init", "--sampling-defaults", "--preferred-sampling-params", "--enable-lora", "--lora-paths",
     "--incremental-streaming-output", "--nnodes", "--node-rank", "--dist-init-addr",
 })  # fmt: skip
-
-
 _LAYERS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 SGLANG_URL = EngineKind("sglang-url", SglangClient, returns_experts=True)
 
@@ -35,20 +32,7 @@ class SglangSettings(StartedServerSettings):
     reserved = _RESERVED
     of_adapters = ("lora_target_modules", "max_loras_per_batch", "max_loaded_loras", "lora_backend")
 
-    python: Path | None = Field(
-        None, description="Python of SGLang's own environment, such as /opt/sglang/bin/python; none: the worker's own."
-    )
-    command: tuple[str, ...] = Field(
-        (),
-        description="Instead of python: the words that start the server, before its flags, such as a container's "
-        "['docker', 'run', …, 'python3', '-m', 'sglang.launch_server'].",
-    )
-    environ: dict[str, str] = Field(
-        {}, description="Environment variables of the server, besides the worker's own without PYTHON* and PENSTOCK_*."
-    )
-    engines: int = Field(1, ge=1, le=64, description="Servers of this worker; a group's samples all go to one of them.")
     device: str | None = Field(None, description="--device: 'cuda', 'cpu', …; none: what SGLang finds.")
-    dtype: Literal["auto", "float32", "float16", "bfloat16"] = Field("auto", description="--dtype of the weights.")
     tp_size: int = Field(1, ge=1, description="--tp-size: GPUs that share every layer.")
     ep_size: int = Field(1, ge=1, description="--ep-size: GPUs that share a mixture's experts.")
     dp_size: int = Field(1, ge=1, description="--dp-size: replicas behind one server.")
@@ -61,7 +45,7 @@ class SglangSettings(StartedServerSettings):
         lt=1,
         description="--mem-fraction-static: share of the GPU's memory for weights and keys and values.",
     )
-    context_length: int | None = Field(None, ge=1, description="--context-length, where shorter than the model's.")
+    context_length: int | None = Field(None, ge=1, description="--context-length: where shorter than the model's.")
     max_running_requests: int | None = Field(
         None, ge=1, description="--max-running-requests: sequences decoded at once."
     )
@@ -69,15 +53,9 @@ class SglangSettings(StartedServerSettings):
         None, ge=1, description="--max-total-tokens: tokens whose keys and values are kept; on a CPU it must be set."
     )
     attention_backend: str | None = Field(None, description="--attention-backend: 'fa3', 'flashinfer', 'triton', …")
-    quantization: str | None = Field(None, description="--quantization: 'fp8', 'w8a8_int8', …")
-    max_lora_rank: int | None = Field(
-        None,
-        ge=1,
-        description="--enable-lora and --max-lora-rank: largest rank of an adapter, for a run whose versions are adapters "
-        "(model.lora.rank at least); none: the server takes no adapters.",
-    )
     lora_target_modules: tuple[str, ...] = Field(
-        _LAYERS, description="--lora-target-modules: last words of the names of all layers that an adapter may change."
+        _LAYERS,
+        description="--lora-target-modules, the last words of the names of all layers that an adapter may change.",
     )
     max_loras_per_batch: int | None = Field(
         None, ge=2, description="--max-loras-per-batch: adapters decoded together, the weights alone counted as one."
@@ -94,7 +72,6 @@ class SglangSettings(StartedServerSettings):
         description="'auto': a version that changes few values is written into the server's weights where they are, and others are "
         "loaded from their folder; 'off': each is loaded from its folder.",
     )
-    extra_args: tuple[str, ...] = Field((), description="Further flags, as they are: ['--enable-fp32-lm-head', …].")
 
     @model_validator(mode="after")
     def _replicas_have_no_adapters(self) -> SglangSettings:
@@ -107,14 +84,8 @@ class SglangSettings(StartedServerSettings):
 
 def sglang_command(settings: SglangSettings, number: int = 0) -> LaunchCommand:
     def command(folder: Path, version: PolicyVersion, port_file: Path) -> list[str]:
-        program = settings.command or (str(settings.python or sys.executable), "-m", "sglang.launch_server")
-        return [
-            *with_parent(os.getpid(), port_file),
-            *program,
-            *("--model-path", str(folder), "--weight-version", str(version)),
-            *("--host", "127.0.0.1", "--port", "{port}"),
-            *_flags(settings, number),
-        ]
+        words = settings.start_words(port_file, "sglang.launch_server")
+        return [*words, "--model-path", str(folder), "--weight-version", str(version), *_flags(settings, number)]
 
     return command
 
@@ -132,25 +103,8 @@ def sglang_environ(settings: SglangSettings, environ: Mapping[str, str]) -> dict
 def _flags(settings: SglangSettings, number: int) -> list[str]:
     # A server with the load format "dummy" refuses updates; with several tokenizer processes only one knows the version;
     # "openai" keeps a model's generation_config.json from changing the distribution that is sampled.
-    flags = ["--load-format", "auto", "--tokenizer-worker-num", "1", "--sampling-defaults", "openai"]
-    valued = {
-        "--device": settings.device,
-        "--dtype": settings.dtype,
-        "--tp-size": settings.tp_size,
-        "--ep-size": settings.ep_size,
-        "--dp-size": settings.dp_size,
-        "--mem-fraction-static": settings.mem_fraction_static,
-        "--context-length": settings.context_length,
-        "--max-running-requests": settings.max_running_requests,
-        "--max-total-tokens": settings.max_total_tokens,
-        "--attention-backend": settings.attention_backend,
-        "--quantization": settings.quantization,
-        "--max-lora-rank": settings.max_lora_rank,
-        "--max-loras-per-batch": settings.max_loras_per_batch,
-        "--max-loaded-loras": settings.max_loaded_loras,
-        "--lora-backend": settings.lora_backend,
-    }
-    flags += flags_of(valued)
+    constant = ["--load-format", "auto", "--tokenizer-worker-num", "1", "--sampling-defaults", "openai"]
+    flags = [*constant, *settings.flags()]
     if settings.metrics:
         flags.append("--enable-metrics")
     if settings.max_lora_rank is not None:

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import os
-import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Literal
 
 from pydantic import Field
 
 from penstock.protocol.versions import PolicyVersion
-from penstock.rollout_service.engines.engine_kind import EngineKind, ServerLaunch, StartedServerSettings, flags_of
-from penstock.rollout_service.engines.engine_process import LaunchCommand, child_environ, with_parent
+from penstock.rollout_service.engines.engine_kind import EngineKind, ServerLaunch, StartedServerSettings
+from penstock.rollout_service.engines.engine_process import LaunchCommand, child_environ
 from penstock.rollout_service.engines.vllm.client import VllmClient
 
 # Flags that the worker sets, and flags that the contract forbids.
@@ -36,19 +33,6 @@ class VllmSettings(StartedServerSettings):
     reserved = _RESERVED
     of_adapters = ("max_loras", "max_cpu_loras")
 
-    python: Path | None = Field(
-        None, description="Python of vLLM's own environment, such as /opt/vllm/bin/python; none: the worker's own."
-    )
-    command: tuple[str, ...] = Field(
-        (),
-        description="Instead of python: the words that start the server, before its flags, such as a container's "
-        "['docker', 'run', …, 'vllm', 'serve'].",
-    )
-    environ: dict[str, str] = Field(
-        {}, description="Environment variables of the server, besides the worker's own without PYTHON* and PENSTOCK_*."
-    )
-    engines: int = Field(1, ge=1, le=64, description="Servers of this worker; a group's samples all go to one of them.")
-    dtype: Literal["auto", "float32", "float16", "bfloat16"] = Field("auto", description="--dtype of the weights.")
     tensor_parallel_size: int = Field(1, ge=1, description="--tensor-parallel-size: GPUs that share every layer.")
     gpu_memory_utilization: float | None = Field(
         None,
@@ -56,35 +40,20 @@ class VllmSettings(StartedServerSettings):
         le=1,
         description="--gpu-memory-utilization: share of the GPU's memory for weights, keys and values.",
     )
-    max_model_len: int | None = Field(None, ge=1, description="--max-model-len, where shorter than the model's.")
+    max_model_len: int | None = Field(None, ge=1, description="--max-model-len: where shorter than the model's.")
     max_num_seqs: int | None = Field(None, ge=1, description="--max-num-seqs: sequences decoded at once.")
-    quantization: str | None = Field(None, description="--quantization: 'fp8', …")
-    max_lora_rank: int | None = Field(
-        None,
-        ge=1,
-        description="--enable-lora and --max-lora-rank: largest rank of an adapter, for a run whose versions are adapters "
-        "(model.lora.rank at least); none: the server takes no adapters.",
-    )
     max_loras: int | None = Field(None, ge=1, description="--max-loras: adapters decoded together.")
     max_cpu_loras: int | None = Field(
         None, ge=1, description="--max-cpu-loras: adapters held in host memory; at least max_loras."
     )
-    extra_args: tuple[str, ...] = Field((), description="Further flags, as they are: ['--enforce-eager', …].")
 
 
 def vllm_command(settings: VllmSettings) -> LaunchCommand:
     """Return how a server is started. vLLM takes no version label: `VllmClient.started_with` sets it."""
 
     def command(folder: Path, version: PolicyVersion, port_file: Path) -> list[str]:
-        python = str(settings.python or sys.executable)
-        program = settings.command or (python, "-m", "vllm.entrypoints.cli.main", "serve")
-        return [
-            *with_parent(os.getpid(), port_file),
-            *program,
-            str(folder),
-            *("--host", "127.0.0.1", "--port", "{port}"),
-            *_flags(settings),
-        ]
+        words = settings.start_words(port_file, "vllm.entrypoints.cli.main", "serve")
+        return [*words, str(folder), *_flags(settings)]
 
     return command
 
@@ -106,19 +75,8 @@ def vllm_environ(settings: VllmSettings, number: int, environ: Mapping[str, str]
 def _flags(settings: VllmSettings) -> list[str]:
     # "processed_logprobs" are those after the temperature, of the distribution that was sampled; "vllm" keeps a model's
     # generation_config.json from changing it; the token routes are off without --enable-scale-out.
-    flags = ["--enable-scale-out", "--logprobs-mode", "processed_logprobs", "--generation-config", "vllm"]
-    valued = {
-        "--dtype": settings.dtype,
-        "--tensor-parallel-size": settings.tensor_parallel_size,
-        "--gpu-memory-utilization": settings.gpu_memory_utilization,
-        "--max-model-len": settings.max_model_len,
-        "--max-num-seqs": settings.max_num_seqs,
-        "--quantization": settings.quantization,
-        "--max-lora-rank": settings.max_lora_rank,
-        "--max-loras": settings.max_loras,
-        "--max-cpu-loras": settings.max_cpu_loras,
-    }
-    flags += flags_of(valued)
+    constant = ["--enable-scale-out", "--logprobs-mode", "processed_logprobs", "--generation-config", "vllm"]
+    flags = [*constant, *settings.flags()]
     if settings.max_lora_rank is not None:
         flags.append("--enable-lora")
     return [*flags, *settings.extra_args]
