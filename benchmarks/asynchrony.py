@@ -1,7 +1,7 @@
 """Measure what asynchrony buys: one job, through the real services, with every bound on staleness.
 
     make bench-async                                       # 2 and 8 workers, every mode (half an hour)
-    python -m benchmarks.asynchrony --workers 8 --modes synchronous "asynchronous, 4"
+    python -m benchmarks.asynchrony --workers 8 --modes synchronous default
 
 nats-server, S3 server, reward service, rollout workers and the trainer with its loop are the real ones. The engines and the
 optimizer step take time without computing (`tests/rigs/simulated_engine.py`, `simulated_trainer.py`), so that only scheduling differs
@@ -28,6 +28,7 @@ from penstock.deploy import quickstart_task
 from penstock.deploy.local_run import TRAINER, LocalRun
 from penstock.deploy.processes.child import Child, DeployError
 from penstock.protocol import logs
+from penstock.trainer.rollout_settings import RolloutSettings
 
 GROUP_SIZE = 8
 _CONTEXT = 2048  # positions of the tiny model
@@ -85,6 +86,7 @@ class Mode:
 
 MODES = (
     Mode("synchronous", 0),
+    Mode("default", RolloutSettings.model_fields["max_staleness"].default, "auto"),
     Mode("one step off", 1, "drain"),
     Mode("asynchronous, 1", 1),
     Mode("asynchronous, 2, drain", 2, "drain"),
@@ -103,7 +105,7 @@ class Job:
     num_workers: int
     engine: SimulatedOptions
     groups_per_worker: int = 6  # of a step
-    packs_in_flight: int = 8
+    packs_in_flight: int = 0  # as many as the engines make use of
     train_share: float = 1.0  # seconds of training, in seconds of generation by engines that are always full
     step_s: float = 0.1  # of a step besides its tokens
     measured: int = 8  # steps
@@ -266,7 +268,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--steps", type=int, default=14, help="of a mode that overlaps; the first four are not measured"
     )
     parser.add_argument(
-        "--packs-in-flight", type=int, default=8, help="worker.packs_in_flight; 0: as many as are of use"
+        "--packs-in-flight", type=int, default=0, help="worker.packs_in_flight; 0: as many as are of use"
     )
     parser.add_argument("--json", type=Path, help="append every row to this file")
     parser.add_argument("--keep", type=Path, help="keep the folders of the runs here")

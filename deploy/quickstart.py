@@ -37,7 +37,6 @@ from penstock.protocol.errors import PenstockError
 from penstock.protocol.record import run_folder
 from penstock.protocol.secret_values import scrub
 from penstock.protocol.transport.bus import Bus
-from penstock.rollout_service.settings import WorkerSettings
 
 _SFT_DEADLINE_S = 600.0
 _SFT_STARTS = 3  # it is started again when a signal killed it: out of memory, or by hand
@@ -93,6 +92,7 @@ warmup_steps = {task.sft_warmup_steps}
 output = "{options.folder}/sft"
 """
 
+_PACKS_IN_FLIGHT = 2
 _UPDATE_MODE = """\
 update_mode = "retract"     # new weights are loaded at once; sequences under way continue with them
 """
@@ -212,9 +212,10 @@ def run_file_text(options: Options, file: Path) -> str:
 
 
 def _engine_sections(engine: str) -> str:
+    worker = f"\n[worker]\npacks_in_flight = {_PACKS_IN_FLIGHT}     # more would gain nothing on two cores\n"
     if engine == "embedded":
-        return ""
-    return f'\n[worker]\nengine = "{engine}"\n{_UPDATE_MODE}\n{sglang_cpu.section_toml()}'
+        return worker
+    return f'{worker}engine = "{engine}"\n{_UPDATE_MODE}\n{sglang_cpu.section_toml()}'
 
 
 def _warm_up(options: Options, run_file: Path, show: _Progress, stop_requested: threading.Event) -> bool:
@@ -272,11 +273,11 @@ def _watch(
 def _wait_until_all_hold_work(run_id: str, bus: Bus, num_workers: int) -> None:
     """Wait until every worker holds a pack, so that the kill interrupts work.
 
-    Each holds at most ``worker.packs_in_flight``. The wait ends after some seconds at the latest:
+    Each holds at most the ``worker.packs_in_flight`` of the run file. The wait ends after some seconds at the latest:
     workers that wait for the trainer hold nothing.
     """
     consumer = streams.tasks_consumer(run_id, "train")
-    most_of_the_others = (num_workers - 1) * WorkerSettings.model_fields["packs_in_flight"].default
+    most_of_the_others = (num_workers - 1) * _PACKS_IN_FLIGHT
     deadline = time.monotonic() + _KILL_DEADLINE_S
     while bus.consumer_state(consumer).wait().num_ack_pending <= most_of_the_others:
         if time.monotonic() > deadline:

@@ -69,6 +69,7 @@ path = "{folder}/sft"       # the model after the warm-up by `penstock sft`
 dtype = "{options.dtype}"       # bfloat16 where the processor multiplies it fast (avx512_bf16, amx_bf16), else float32
 
 [worker]
+packs_in_flight = 2         # more would gain nothing on two cores
 dtype = "{options.dtype}"       # of the embedded engine: as the trainer's, so that their log-probabilities agree
 
 [data]

@@ -208,6 +208,7 @@ def _weights(
         metrics=metrics,
         check_every=worker.check_weights_every,
         update_mode=worker.update_mode,
+        modes=worker.kind.update_modes,
     )
     return WeightFollower(
         bus=bus,

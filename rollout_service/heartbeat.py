@@ -54,6 +54,7 @@ _FIGURES: Mapping[str, tuple[str, Mapping[str, str]]] = MappingProxyType(
         "tokens_per_s": ("penstock_rollout_tokens_per_second", {}),
         "packs_held": ("penstock_rollout_packs_held", {}),
         "engine_running": ("penstock_engine_running", {}),
+        "engine_slots": ("penstock_engine_slots", {}),
         "engine_queued": ("penstock_engine_queued", {}),
         "engine_paused": ("penstock_engine_paused", {}),
         "engine_tokens_per_s": ("penstock_engine_tokens_per_second", {}),

@@ -17,7 +17,7 @@ from penstock.protocol.config.environment_settings import EnvironmentSettings
 from penstock.protocol.config.shared_sections import MetricsSettings, TeacherSettings
 from penstock.protocol.errors import ConfigError
 from penstock.protocol.groups import Split
-from penstock.rollout_service.engines.engine_client import UpdateMode
+from penstock.rollout_service.engines.engine_client import LONG_TOKENS, UpdateMode
 from penstock.rollout_service.engines.engine_kind import ENGINES, EngineKind
 from penstock.rollout_service.engines.sglang.kind import SglangSettings
 from penstock.rollout_service.engines.vllm.kind import VllmSettings
@@ -72,11 +72,11 @@ class WorkerSettings(Section):
         None, description="File with the key that the server was started with (SGLang's admin key if it has one)."
     )
     packs_in_flight: int = Field(
-        2,
+        0,
         ge=0,
-        le=MOST_PACKS,
-        description="Packs worked on at once: one is stored and announced while the next generates. 0: as many as the engine "
-        "makes use of, by the sequences and tokens per second that it reports.",
+        le=MOST_PACKS * 64,
+        description="Packs worked on at once. 0: as many as the engines make use of, by the sequences and tokens per second that "
+        "they report; 2 of each server at first.",
     )
     max_episodes: int = Field(
         0,
@@ -107,9 +107,12 @@ class WorkerSettings(Section):
         ("train", "eval"), description="Which tasks to take: 'train', 'eval' or both; evaluation goes first."
     )
     request_deadline_s: float = Field(
-        600.0, gt=0, description="Seconds one engine request may take before its pack is requeued."
+        600.0,
+        gt=0,
+        description="Seconds one engine request may take before its pack is requeued; more where rollout.max_new_tokens needs "
+        "it: four times what such a completion takes at the speed that was measured.",
     )
-    start_deadline_s: float = Field(300.0, gt=0, description="Seconds an engine may take to load and answer.")
+    start_deadline_s: float = Field(900.0, gt=0, description="Seconds an engine may take to load and answer.")
     max_paused_share: float = Field(
         0.5,
         gt=0,
@@ -117,11 +120,12 @@ class WorkerSettings(Section):
         description="Share of the run's running workers whose engines may pause for a new version at once; at least one. "
         "Engines that pause for less than half a second do not wait for each other.",
     )
-    update_mode: UpdateMode = Field(
-        "drain",
+    update_mode: UpdateMode | Literal["auto"] = Field(
+        "auto",
         description="What happens to running generations when a newer version is loaded: 'drain': the load waits for "
         "them; 'retract': they are recomputed under the new weights and continue; 'in_place': they continue with the "
-        "keys and values of the old weights; 'abort': the engine returns what they have, the worker requests the rest.",
+        "keys and values of the old weights; 'abort': the engine returns what they have, the worker requests the rest; "
+        f"'auto': 'drain' while none may have more than {LONG_TOKENS} tokens, else 'in_place'.",
     )
     check_weights_every: int = Field(
         1,
@@ -179,7 +183,7 @@ class WorkerSettings(Section):
     @model_validator(mode="after")
     def _engine_can_update_so(self) -> WorkerSettings:
         modes = self.kind.update_modes
-        if self.update_mode not in modes:
+        if self.update_mode not in (*modes, "auto"):
             raise ValueError(
                 f"worker.update_mode = {self.update_mode!r} is not possible with engine {self.engine!r}; "
                 f"use one of {', '.join(modes)}"

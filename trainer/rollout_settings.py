@@ -34,7 +34,7 @@ class RolloutSettings(Section):
         "is part of the group too, which then has group_size to group_size + redundant_completions. 0: the rest is aborted at once.",
     )
     max_staleness: int = Field(
-        default=2,
+        default=4,
         ge=0,
         description="Most versions that a sample may be behind when it is trained; 0: generation waits for every step.",
     )

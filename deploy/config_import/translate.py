@@ -198,7 +198,7 @@ def _make_room(done: Translation) -> None:
         done.lines.append(
             Line("translated", "longest trajectory", sum(longest), f"trainer.micro_batch_tokens = {sum(longest)}")
         )
-    staleness = settings.get("rollout.max_staleness", 2)
+    staleness = settings.get("rollout.max_staleness", 4)
     if isinstance(staleness, int) and staleness + 2 > settings.get("trainer.keep_versions", 8):
         settings["trainer.keep_versions"] = staleness + 2
         done.lines.append(

@@ -18,6 +18,7 @@ from penstock.deploy.plan.simulation import Durations, EnginePace, Fleet, Length
 from penstock.protocol.config.run_file import load, split_arguments
 from penstock.protocol.errors import ConfigError
 from penstock.protocol.secret_values import scrub
+from penstock.rollout_service.engines.engine_client import LONG_TOKENS
 from penstock.rollout_service.settings import RolloutSettings as WorkerSettings
 from penstock.trainer.errors import NotEstimated
 from penstock.trainer.groups.task_packs import choose_groups_per_message
@@ -87,6 +88,10 @@ def simulate(run: SimulatedRun, fleet: Fleet, durations: Durations, *, max_stale
 def num_steps(max_staleness: int, num: int) -> int:
     """Return the steps of a run of which ``num`` are measured: near its end a run issues less."""
     return max_staleness + 3 + num + max_staleness + 1
+
+
+def _drains(update_mode: str, max_new_tokens: int) -> bool:
+    return update_mode == "drain" or (update_mode == "auto" and max_new_tokens <= LONG_TOKENS)
 
 
 def describe_waits(now: Waits, others: list[Waits], fleet: Fleet, sequences_per_pack: int) -> list[str]:
@@ -172,7 +177,7 @@ def plan_run(arguments: Sequence[str], options: PlanOptions) -> int:
             num_workers=options.workers,
             pace=EnginePace(options.slots, min(alone_s, full_s), full_s),
             packs_in_flight=worker.worker.packs_in_flight,
-            drains=worker.worker.update_mode == "drain",
+            drains=_drains(worker.worker.update_mode, trainer.rollout.max_new_tokens),
         )
         rows = _simulate(options, trainer, rollout, fleet)
         memory = _memory(options, trainer)

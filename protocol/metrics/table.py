@@ -128,6 +128,7 @@ _ROLLOUT = _rows(
     ("penstock_rollout_episodes_total", "counter", "episodes", "outcome", "Long episodes that ended before their pack: stored, not_stored (S3 failed), and continued from an earlier delivery of the pack."),
     ("penstock_rollout_tokens_per_second", "gauge", "tokens/s", "", "Mean over about ten heartbeats."),
     ("penstock_engine_running", "gauge", "sequences", "", "Sequences decoding."),
+    ("penstock_engine_slots", "gauge", "sequences", "", "Sequences that the engine can decode at once."),
     ("penstock_engine_queued", "gauge", "sequences", "", "Sequences waiting in the engine."),
     ("penstock_engine_paused", "gauge", "sequences", "", "Sequences paused by an update of the weights."),
     ("penstock_engine_tokens_per_second", "gauge", "tokens/s", "", "Tokens decoded per second, by the engine's own count."),

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 from abc import ABC, abstractmethod
 from bisect import bisect_left
 from collections.abc import Awaitable, Callable, Iterator, Sequence
@@ -34,7 +35,28 @@ from penstock.rollout_service.errors import (
     WeightsUnverified,
 )
 
+_TIMES_THE_MEAN = 4.0  # a request may take so many times the mean time of its tokens
+_FEWEST_MEASURED = 16  # tokens of a completion whose time counts: in a shorter one the prompt's time is most of it
+_WEIGHT = 0.2  # of a new measurement in the mean
 Decode = Callable[[Sequence[int]], str]  # of token ids, special tokens included
+
+
+@dataclass(slots=True)
+class RequestDeadline:
+    """How long a request may take: ``least_s``, or more where its longest completion needs it at the speed that was measured."""
+
+    least_s: float
+    s_per_token: float = 0.05  # of one sequence, its waits included; an assumption until one was measured
+    decoding_s: float = 0.0  # the longest that a completion was given so far
+
+    def seconds(self, max_new_tokens: int) -> float:
+        decoding_s = _TIMES_THE_MEAN * max_new_tokens * self.s_per_token
+        self.decoding_s = max(self.decoding_s, decoding_s)
+        return max(self.least_s, decoding_s)
+
+    def measure(self, num_tokens: int, seconds: float) -> None:
+        if num_tokens >= _FEWEST_MEASURED:
+            self.s_per_token += _WEIGHT * (seconds / num_tokens - self.s_per_token)
 
 
 @dataclass(slots=True)
@@ -118,8 +140,7 @@ class AdapterLoader:
     url: str
     calls: AdapterCalls
     served_version: Callable[[], Awaitable[PolicyVersion | None]]
-    _: KW_ONLY
-    request_deadline_s: float
+    deadline: RequestDeadline
 
     def __post_init__(self) -> None:
         self.table = AdapterTable()
@@ -140,7 +161,7 @@ class AdapterLoader:
     async def unload(self, version: PolicyVersion) -> None:
         if version not in self.table:
             return
-        await self.table.leave(version, self.request_deadline_s)
+        await self.table.leave(version, self.deadline.seconds(0) + self.deadline.decoding_s)
         async with self.turn:
             if version in self.table:
                 await self.calls.unload(adapter_name(version))
@@ -148,7 +169,7 @@ class AdapterLoader:
 
     async def drop_all(self) -> None:
         for version in self.table.versions:
-            await self.table.leave(version, self.request_deadline_s)
+            await self.table.leave(version, self.deadline.seconds(0) + self.deadline.decoding_s)
         async with self.turn:
             for version in await self.listed():
                 await self.calls.unload(adapter_name(version))
@@ -227,6 +248,7 @@ class SampleRequest:
     sampling: Sampling
     n: int  # so many sequences in a row share their prompt
     adapter: PolicyVersion | None
+    deadline_s: float
     single: SingleRequest | None = None  # of one sequence, with a separate name
 
 
@@ -241,8 +263,8 @@ class CompletionSampler:
     url: str
     sample: SampleParts
     adapters: AdapterTable
+    deadline: RequestDeadline
     _: KW_ONLY
-    request_deadline_s: float
     returns_text: bool = True  # False: the engine returns token ids only, which are decoded here
 
     def __post_init__(self) -> None:
@@ -275,7 +297,8 @@ class CompletionSampler:
             for at, prompt in enumerate(prompts)
             for number in range(n)
         ]
-        await self._complete(sequences, SampleRequest(sampling, n, adapter))
+        deadline_s = self.deadline.seconds(sampling.max_new_tokens)
+        await self._complete(sequences, SampleRequest(sampling, n, adapter, deadline_s))
         completions = [await self.whole(sequence, sampling.stop) for sequence in sequences]
         return [completions[i : i + n] for i in range(0, len(completions), n)]
 
@@ -284,14 +307,15 @@ class CompletionSampler:
     ) -> Resumption:
         """Return one sequence as soon as it is whole, or abandoned; `whole` makes a completion of it."""
         sequence = Resumption(prompt, sampling.max_new_tokens)
-        await self._complete([sequence], SampleRequest(sampling, 1, adapter, request))
+        deadline_s = self.deadline.seconds(sampling.max_new_tokens)
+        await self._complete([sequence], SampleRequest(sampling, 1, adapter, deadline_s, request))
         return sequence
 
     async def _complete(self, sequences: Sequence[Resumption], request: SampleRequest) -> None:
-        num_unverified, deadline_s, adapter = self._num_unverified, self.request_deadline_s, request.adapter
+        num_unverified, adapter, started = self._num_unverified, request.adapter, time.monotonic()
         try:
             with self.adapters.using(adapter) if adapter is not None else contextlib.nullcontext() as base:
-                async with asyncio.timeout(deadline_s):
+                async with asyncio.timeout(request.deadline_s):
                     unfinished = sequences
                     while unfinished:
                         await self._add_parts(unfinished, request, base, num_unverified)
@@ -299,7 +323,8 @@ class CompletionSampler:
                         is_over = request.single is not None and request.single.is_abandoned
                         unfinished = [] if is_over else [sequence for sequence in unfinished if sequence.is_cut]
         except TimeoutError:
-            raise EngineTimeout(f"{self.url} gave no answer within {deadline_s:g} s") from None
+            raise EngineTimeout(f"{self.url} gave no answer within {request.deadline_s:g} s") from None
+        self.deadline.measure(max(len(sequence.sampled) for sequence in sequences), time.monotonic() - started)
 
     async def _add_parts(
         self, sequences: Sequence[Resumption], request: SampleRequest, base: PolicyVersion | None, num_unverified: int

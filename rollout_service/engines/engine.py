@@ -56,6 +56,9 @@ class Engine(Protocol):
         """Set while it can be asked to generate."""
         ...
 
+    @property
+    def num_servers(self) -> int: ...
+
     async def prepare(self) -> None:
         """Start what needs no weights, so that the first `load` waits less; returns at once."""
         ...
@@ -184,6 +187,7 @@ class SingleEngine:
     """What a managed and an attached engine share: one server, its client, and what it confirmed to serve."""
 
     client: EngineClient
+    num_servers = 1
 
     def __init__(self) -> None:
         self._serving = ServedVersion()

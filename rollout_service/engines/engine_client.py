@@ -12,13 +12,15 @@ Update modes: what happens to running generations when an engine loads new weigh
 | `in_place` | pause during the load and continue where they were          | the weights that computed each of them            |
 | `abort`    | return what they have; the worker requests the rest         | the new weights                                   |
 
-In every mode a token keeps the log-probability and the version that it was sampled with.
+``auto`` drains while no running completion may have more than `LONG_TOKENS` tokens, else it updates ``in_place``, or in the
+first other mode that the engine has. In every mode a token keeps the log-probability and the version that it was sampled with.
 
 Metrics, by the worker's names; an engine that does not report one leaves it out.
 
 | metric                         | of several engines | meaning                                    |
 |--------------------------------|--------------------|--------------------------------------------|
 | `engine_running`               | sum                | sequences decoding                         |
+| `engine_slots`                 | sum                | sequences that can decode at once          |
 | `engine_queued`                | sum                | sequences waiting                          |
 | `engine_paused`                | sum                | sequences paused by an update              |
 | `engine_tokens_per_s`          | sum                | tokens decoded per second                  |
@@ -58,17 +60,30 @@ if TYPE_CHECKING:
     from penstock.rollout_service.engines.redundancy import Redundancy
 
 UpdateMode = Literal["drain", "retract", "in_place", "abort"]
+LONG_TOKENS = 128  # a completion that may be longer is not waited for by an update in the mode ``auto``
+_WITHOUT_WAITING: tuple[UpdateMode, ...] = ("in_place", "retract", "abort")  # the cheapest first
 _SHARES = frozenset({"engine_kv_usage", "engine_cache_hit_rate"})
 _SAMPLE = re.compile(r"^(\w+):(\w+)(?:\{.*\})? (\S+)", re.MULTILINE)
 
 
-def mode_of(wanted: UpdateMode, serving: PolicyVersion | None, version: PolicyVersion) -> UpdateMode:
+def mode_of(
+    wanted: UpdateMode | Literal["auto"],
+    serving: PolicyVersion | None,
+    version: PolicyVersion,
+    *,
+    longest: int,
+    modes: Sequence[UpdateMode] = ("in_place",),
+) -> UpdateMode:
     """Return the mode for an update from one version to another: always ``drain`` to an older one.
 
-    An older version is loaded for an evaluation that is pinned to it. Running generations are for training: tokens
+    ``longest`` is the most tokens that a running completion may have, ``modes`` are those that the engine has. An older version is loaded for an evaluation that is pinned to it. Running generations are for training: tokens
     that they sampled from the older version would already be stale.
     """
-    return wanted if serving is not None and is_newer(version, serving) else "drain"
+    if serving is None or not is_newer(version, serving):
+        return "drain"
+    if wanted != "auto":
+        return wanted
+    return next((mode for mode in _WITHOUT_WAITING if mode in modes), "drain") if longest > LONG_TOKENS else "drain"
 
 
 @dataclass(frozen=True, slots=True, eq=False)

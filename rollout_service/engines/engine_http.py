@@ -19,12 +19,14 @@ from penstock.rollout_service.engines.completion_sampler import (
     AdapterCalls,
     AdapterLoader,
     CompletionSampler,
+    RequestDeadline,
     SampleRequest,
 )
 from penstock.rollout_service.engines.engine_client import UpdateMode
 from penstock.rollout_service.errors import EngineRefused, EngineTimeout, EngineUnreachable, ReplyRefused
 from penstock.serving.http_connections import AnswerRefused, ConnectionFailed, HttpConnections
 
+LOAD_S = 600.0  # to read the weights of a folder
 PROBE_S = 10.0  # a request that generates nothing, such as one for the served version
 _KEEP_S = 3.0  # less than the 5 s after which uvicorn, which all engines use, closes an idle connection
 
@@ -89,20 +91,19 @@ class HttpEngineClient(ABC):
         self.url = url
         self.limits = ModelLimits(None, None)
         self._http = EngineHttp(url, api_key=api_key)
-        self._request_deadline_s = request_deadline_s
+        self._deadline = RequestDeadline(request_deadline_s)
         self._weights_turn = asyncio.Lock()
-        self._adapters = AdapterLoader(
-            url, self.adapter_calls(self._http), self.served_version, request_deadline_s=request_deadline_s
-        )
+        self._adapters = AdapterLoader(url, self.adapter_calls(self._http), self.served_version, self._deadline)
         self._sampler = CompletionSampler(
-            url,
-            self._sample,
-            self._adapters.table,
-            request_deadline_s=request_deadline_s,
-            returns_text=self.returns_text,
+            url, self._sample, self._adapters.table, self._deadline, returns_text=self.returns_text
         )
         self._aborting = False  # an update that aborts running requests is under way
         self._num_aborts = 0  # incremented when such an update begins and when it ends
+
+    @property
+    def _load_s(self) -> float:
+        """Seconds that an update may take, which may wait for running sequences before it reads the weights."""
+        return LOAD_S + self._deadline.decoding_s
 
     @abstractmethod
     async def _sample(self, sequences: Sequence[Resumption], request: SampleRequest) -> list[Completion]:

@@ -43,6 +43,7 @@ T = TypeVar("T")
 class EnginePool:
     def __init__(self, engines: Sequence[Engine]) -> None:
         self._engines = tuple(engines)
+        self.num_servers = len(self._engines)
         self.client = _Router(self._engines)
         self.ready = _AnyReady(self._engines)
 

@@ -4,7 +4,7 @@ Too few packs leave the engine's slots empty. Too many wait in its queue, where 
 that drains waits for them too. `PackLimit` follows from what the engine reports:
 
 1. *The engine has a queue.* Its slots are in use, so a longer queue gains nothing: the limit is adjusted until the queue
-   holds one fresh pack, which takes the slots that become free until the next pack is here.
+   holds one fresh pack for each server, which takes the slots that become free until the next pack is here.
 2. *It has none, and every place is taken.* One sample says how many tokens a second so many sequences gave. The fewest
    sequences that reach 95 % of the best throughput seen are what is aimed at; if these are the most that were seen, the
    limit grows, by an eighth at a time.
@@ -38,9 +38,9 @@ from penstock.rollout_service.engines.engine import Engine, first_of
 _FETCH_S = 1.0  # the cost of a fetch that NATS, having been killed, never answers
 _IDLE_SHARE = 0.2  # a new pack waits at most so much of the time for which there was none
 _PRIORITY: tuple[Split, ...] = ("eval", "train")
-MOST_PACKS = 64
+MOST_PACKS = 64  # of one server, where the number follows it
 SAMPLE_S = 1.0  # between two samples
-_FIRST_PACKS = 2
+_FIRST_PACKS = 2  # of one server
 _ENOUGH = 0.95  # of the best throughput
 _WEIGHT = 0.3  # of a new sample in the mean of its bucket, and in the mean queue
 _BUCKETS_PER_OCTAVE = 3
@@ -153,9 +153,11 @@ class _Throughput:
 
 
 class PackLimit:
-    def __init__(self, *, first: int = _FIRST_PACKS, most: int = MOST_PACKS) -> None:
-        self.value = first
-        self._most = most
+    def __init__(self, num_servers: int = 1, *, first: int = _FIRST_PACKS, most: int = MOST_PACKS) -> None:
+        """Start with ``first`` packs for each of ``num_servers``; never allow more than ``most`` for each."""
+        self.value = first * num_servers
+        self._most = most * num_servers
+        self._num_servers = num_servers
         self._last: EngineLoad | None = None
         self._queued = 0.0  # mean of the last samples, sequences
         self._throughputs: dict[int, _Throughput] = {}  # by the logarithm of the running sequences
@@ -172,7 +174,7 @@ class PackLimit:
         if load.held < self.value:
             return self.value
         self._queued += _WEIGHT * (load.queued - self._queued)
-        self._move(load, max(1.0, sequences_per_pack))
+        self._move(load, max(1.0, sequences_per_pack) * self._num_servers)
         return self.value
 
     def _measure(self, before: EngineLoad, load: EngineLoad) -> None:
@@ -224,7 +226,7 @@ class PackLoops:
         self._tasks = tasks
         self._engine = engine
         self._work = work
-        self._follows = None if packs_in_flight else PackLimit()
+        self._follows = None if packs_in_flight else PackLimit(engine.num_servers)
         self.limit = self._follows.value if self._follows else packs_in_flight
         self._num_loops = 0
         self._num_held = 0

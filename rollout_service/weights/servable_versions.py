@@ -27,6 +27,7 @@ import time
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterator, Sequence, Set
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 from penstock.protocol.groups import Sampling
 from penstock.protocol.versions import PolicyVersion, newest_of
@@ -37,6 +38,7 @@ from penstock.rollout_service.engines.redundancy import Redundancy
 from penstock.rollout_service.errors import EngineRefused
 from penstock.rollout_service.weights.mirror import MirroredVersion
 
+T = TypeVar("T", PolicyVersion, int)
 # The next pack of an evaluation usually follows at once: a swap waits this long for it, unless ordinary generation waits.
 LINGER_S = 0.2
 
@@ -143,6 +145,7 @@ class ServableVersions:
         self._adapters: set[PolicyVersion] = set()
         self._engine = engine
         self._num_requests: Counter[PolicyVersion] = Counter()  # by adapter
+        self._running: Counter[int] = Counter()  # requests by the tokens that a completion of theirs may have
 
     @property
     def adapters(self) -> Set[PolicyVersion]:
@@ -152,6 +155,11 @@ class ServableVersions:
     def newest_adapter(self) -> PolicyVersion | None:
         """The newest adapter; None while the model itself is served."""
         return newest_of(self._adapters)
+
+    @property
+    def longest_running(self) -> int:
+        """The most tokens that a completion may have which is being sampled now; 0: none is."""
+        return max(self._running, default=0)
 
     def set_model(self, version: PolicyVersion) -> None:
         """Record that the engine holds this model now; adapters of the one before are gone."""
@@ -188,18 +196,29 @@ class ServableVersions:
         return pin if pin in self._adapters else None
 
     @contextlib.contextmanager
-    def using(self, adapter: PolicyVersion | None) -> Iterator[None]:
-        if adapter is None:
-            yield
-            return
-        self._num_requests[adapter] += 1
-        try:
-            yield
-        finally:
-            self._num_requests[adapter] -= 1
-            if not self._num_requests[adapter]:
-                del self._num_requests[adapter]
-                self.on_unused()
+    def using(self, adapter: PolicyVersion | None, sampling: Sampling) -> Iterator[None]:
+        """Count a request in the block, with the adapter that it names and the length that it allows."""
+        with _counted(self._running, sampling.max_new_tokens):
+            if adapter is None:
+                yield
+                return
+            try:
+                with _counted(self._num_requests, adapter):
+                    yield
+            finally:
+                if adapter not in self._num_requests:
+                    self.on_unused()
+
+
+@contextlib.contextmanager
+def _counted(counter: Counter[T], key: T) -> Iterator[None]:
+    counter[key] += 1
+    try:
+        yield
+    finally:
+        counter[key] -= 1
+        if not counter[key]:
+            del counter[key]
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,7 +243,7 @@ class VersionSampler:
         self, prompts: Sequence[Sequence[int]], sampling: Sampling, n: int, *, seeds: Sequence[int] | None = None
     ) -> list[list[Completion]]:
         adapter = self.servable.adapter_of(self.pin)
-        with self.servable.using(adapter):
+        with self.servable.using(adapter, sampling):
             return await (self.place or self.engine.client).generate(prompts, sampling, n, adapter, seeds)
 
     async def generate_redundantly(
@@ -235,7 +254,7 @@ class VersionSampler:
         Raises TaskRefused where the engine's client cannot.
         """
         adapter = self.servable.adapter_of(self.pin)
-        with self.servable.using(adapter):
+        with self.servable.using(adapter, sampling):
             return await able_to_abandon(self.engine.client).generate_redundantly(
                 prompts, sampling, redundancy, adapter
             )

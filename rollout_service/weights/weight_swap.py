@@ -11,8 +11,9 @@ import contextlib
 import math
 import random
 import time
-from collections.abc import AsyncIterator, Callable, Collection
+from collections.abc import AsyncIterator, Callable, Collection, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import structlog
 
@@ -150,7 +151,8 @@ class WeightSwap:
     announcements: WeightAnnouncements
     metrics: WorkerMetrics
     check_every: int  # versions, after which the engine is asked for its checksum; 0: never
-    update_mode: UpdateMode  # of running generations, when a newer version is loaded
+    update_mode: UpdateMode | Literal["auto"]  # of running generations, when a newer version is loaded
+    modes: Sequence[UpdateMode] = ("in_place",)  # that the engine has
 
     def __post_init__(self) -> None:
         self._loading = asyncio.Lock()
@@ -208,7 +210,8 @@ class WeightSwap:
             return 0.0
         async with self.semaphore.permit() if self._pause_s > NEEDS_PERMIT_S else contextlib.nullcontext():
             started = time.monotonic()
-            mode = mode_of(self.update_mode, previous, mirrored.version)
+            longest = self.servable.longest_running
+            mode = mode_of(self.update_mode, previous, mirrored.version, longest=longest, modes=self.modes)
             await self.engine.load(mirrored.folder, mirrored.version, mode)
             self._pause_s = time.monotonic() - started
         self.servable.set_model(mirrored.version)

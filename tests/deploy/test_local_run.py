@@ -193,7 +193,7 @@ def test_a_trainer_that_cannot_start_ends_the_run(run_file: Path, tmp_path: Path
     ("extra", "text"),
     [
         (["trainer.stepz=1"], "did you mean trainer.steps?"),
-        (["worker.packs_in_flight=65"], "worker.packs_in_flight"),
+        (["worker.packs_in_flight=-1"], "worker.packs_in_flight"),
         (["nats.url=nats://127.0.0.1:1"], "nats.url is given but s3.endpoint is not"),
         (["s3.endpoint=http://127.0.0.1:1"], "s3.endpoint is given but nats.url is not"),
         (["worker.trusted_keys_file=keys.pem"], "no worker would load the trainer's weights"),

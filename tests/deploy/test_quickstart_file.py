@@ -21,14 +21,15 @@ from penstock.trainer.settings import TrainerSettings
 
 
 def test_a_real_sglang_is_updated_in_mid_generation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """A worker accepts its sections; the embedded engine needs none."""
+    """A worker accepts its section of either engine."""
     monkeypatch.setenv(sglang_cpu.PYTHON_VARIABLE, sys.executable)
     file = tmp_path / "run.toml"
     file.write_text('[run]\nid = "r"\n' + _engine_sections("sglang"))
     settings = load(RolloutSettings, files=[file]).settings
     assert (settings.worker.engine, settings.worker.update_mode) == ("sglang", "retract")
     assert settings.sglang.python == Path(sys.executable)
-    assert _engine_sections("embedded") == ""
+    file.write_text('[run]\nid = "r"\n' + _engine_sections("embedded"))
+    assert load(RolloutSettings, files=[file]).settings.worker.engine == "embedded"
 
 
 @pytest.mark.parametrize("task", TASKS.values(), ids=lambda task: task.name)

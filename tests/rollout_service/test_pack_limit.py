@@ -17,9 +17,14 @@ PER_PACK = 8
 
 
 def follow(
-    tokens_per_s: Callable[[float], float], *, slots: float, seconds: int = 120, packs: int = 10**6
+    tokens_per_s: Callable[[float], float],
+    *,
+    slots: float,
+    seconds: int = 120,
+    packs: int = 10**6,
+    num_servers: int = 1,
 ) -> list[int]:
-    limit, generated, values = PackLimit(), 0.0, []
+    limit, generated, values = PackLimit(num_servers), 0.0, []
     for second in range(seconds):
         held = min(packs, limit.value)
         running = min(slots, PER_PACK * held)
@@ -51,6 +56,14 @@ def test_an_engine_that_is_slower_with_more_gets_fewer_again() -> None:
     assert all(80 <= PER_PACK * value <= 120 for value in values[100:])
 
 
+def test_the_packs_are_counted_for_each_server() -> None:
+    """Eight servers start with eight times the packs of one, and each gets what fills it."""
+    eight = follow(lambda running: 10.0 * running, slots=8 * 64, num_servers=8)
+    assert eight[0] == 16
+    assert all(8 * (64 + PER_PACK) <= PER_PACK * value <= 8 * (64 + 3 * PER_PACK) for value in eight[60:])
+    assert follow(lambda running: 10.0 * running, slots=10**6, num_servers=8)[-1] == 8 * MOST_PACKS
+
+
 def test_a_worker_with_free_places_learns_nothing() -> None:
     """Where tasks are what is missing, a larger limit would only take them from another worker."""
     assert follow(lambda running: 10.0 * running, slots=64, packs=1) == [2] * 120
@@ -78,6 +91,8 @@ class _Source:
 
 class _Engine:
     """Four slots for packs; reports what runs and what waits, or nothing."""
+
+    num_servers = 1
 
     def __init__(self, *, reports: bool = True) -> None:
         self.ready = asyncio.Event()

@@ -60,13 +60,13 @@ def test_a_pack_that_fails_in_every_delivery_is_dead_lettered(
 def test_a_request_that_hangs_ends_at_its_deadline(
     trainer_side: TrainerSide, start_worker: StartWorker, faulty_engine: FaultyEngine
 ):
-    """An engine that does not answer costs ``request_deadline_s``, then the pack is redelivered."""
+    """An engine that does not answer costs the time that its completion may take, then the pack is redelivered."""
     trainer_side.publish(0)
     faulty_engine.flow.clear()
     worker = start_worker("w0", *attached(faulty_engine), "worker.request_deadline_s=0.3")
     trainer_side.issue("pack-0", [make_task("e0.p0.a0")])
     faulty_engine.wait_for_requests(2)
-    assert " gave no answer within 0.3 s" in worker.log_tail()
+    assert " gave no answer within " in worker.log_tail()
     faulty_engine.flow.set()
     assert trainer_side.collect(1)[0].fact.pack_id == "pack-0"
 

@@ -23,7 +23,7 @@ from penstock.protocol.weights.adapter_format import adapter_name
 from penstock.rollout_service.engines.completion import Completion, EngineChecksum, Resumption, read_version, shorten
 from penstock.rollout_service.engines.completion_sampler import SampleRequest
 from penstock.rollout_service.engines.engine_client import KeptCompletions, ServerReport, UpdateMode
-from penstock.rollout_service.engines.engine_http import PROBE_S, HttpAdapterCalls, HttpEngineClient
+from penstock.rollout_service.engines.engine_http import LOAD_S, PROBE_S, HttpAdapterCalls, HttpEngineClient
 from penstock.rollout_service.engines.redundancy import Redundancy, generate_redundantly
 from penstock.rollout_service.engines.sglang.messages import (
     check_expanded,
@@ -32,6 +32,7 @@ from penstock.rollout_service.engines.sglang.messages import (
     read_checksum,
     read_completion,
     read_metrics,
+    read_slots,
     report_of,
     sees,
     sight_requests,
@@ -44,7 +45,6 @@ log = structlog.get_logger("rollout.engine")
 
 _HEALTH_S = 30.0  # generates one token at most; SGLang itself gives up after 20 s
 _PAUSE_S = 60.0  # at most one decoding step
-_LOAD_S = 600.0  # waits for running sequences, then reads the weights
 
 _NEUTRAL = {
     "min_p": 0.0,
@@ -59,7 +59,7 @@ class _AdapterCalls(HttpAdapterCalls):
     async def load(self, name: str, folder: Path) -> None:
         body = {"lora_name": name, "lora_path": str(folder)}
         try:
-            answer = await self._http.call("POST", "/load_lora_adapter", body, _LOAD_S)
+            answer = await self._http.call("POST", "/load_lora_adapter", body, LOAD_S)
         except EngineRefused as err:
             raise WeightsNotApplied(f"adapter {name}: {err}{_fix(str(err))}") from None
         listed = answer.get("loaded_adapters") if isinstance(answer, dict) and answer.get("success") is True else None
@@ -67,7 +67,7 @@ class _AdapterCalls(HttpAdapterCalls):
             raise WeightsNotApplied(f"{self._http.url} did not load {name} from {folder}: {shorten(answer)}")
 
     async def unload(self, name: str) -> None:
-        answer = await self._http.call("POST", "/unload_lora_adapter", {"lora_name": name}, _LOAD_S)
+        answer = await self._http.call("POST", "/unload_lora_adapter", {"lora_name": name}, LOAD_S)
         if not isinstance(answer, dict) or answer.get("success") is not True:
             raise EngineRefused(f"{self._http.url} did not unload {name}: {shorten(answer)}")
 
@@ -93,6 +93,7 @@ class SglangClient(HttpEngineClient):
         self._sees = False
         self._patcher = WeightPatcher()
         self._asked_for_map = False
+        self._slots: dict[str, float] = {}
         self._cache_key: str | None = None  # separates cached prefixes of different versions where none are flushed
 
     async def generate_redundantly(
@@ -132,7 +133,7 @@ class SglangClient(HttpEngineClient):
             body["extra_key"] = self._cache_key
         if request.adapter is not None:
             body["lora_path"] = adapter_name(request.adapter)
-        rows = await self._http.call("POST", "/generate", body, self._request_deadline_s)
+        rows = await self._http.call("POST", "/generate", body, request.deadline_s)
         if isinstance(rows, dict):
             rows = [rows]
         if not isinstance(rows, list) or len(rows) != len(sequences):
@@ -163,7 +164,7 @@ class SglangClient(HttpEngineClient):
             assert self.limits.images is not None  # else no prompt has images
             requests = sight_requests(self.limits.images)
             replies = [
-                await self._http.call("POST", "/generate", request, self._request_deadline_s) for request in requests
+                await self._http.call("POST", "/generate", request, self._deadline.least_s) for request in requests
             ]
             if not sees(replies):
                 raise EngineMisconfigured(
@@ -185,7 +186,7 @@ class SglangClient(HttpEngineClient):
 
     async def metrics(self) -> dict[str, float]:
         page = await self._http.call("GET", "/metrics", None, PROBE_S, parse=False)
-        return read_metrics(page) | self._patcher.figures()
+        return read_metrics(page) | self._patcher.figures() | self._slots
 
     async def started_with(self, folder: Path, version: PolicyVersion) -> None:
         self._sampler.folder = folder
@@ -252,7 +253,8 @@ class SglangClient(HttpEngineClient):
             return
         self._asked_for_map = True
         with contextlib.suppress(EngineRefused, ReplyRefused):
-            self._patcher.offer = Offer.read(await self._http.call("GET", "/server_info", None, PROBE_S))
+            info = await self._http.call("GET", "/server_info", None, PROBE_S)
+            self._slots, self._patcher.offer = read_slots(info), Offer.read(info)
         if self._patcher.offer is None:
             return
         job = f"penstock:probe:{self._patcher.map_prefix(folder)}"
@@ -276,7 +278,7 @@ class SglangClient(HttpEngineClient):
         }
         self._checksum = None
         try:
-            answer = await self._http.call("POST", "/update_weights_from_disk", body, _LOAD_S)
+            answer = await self._http.call("POST", "/update_weights_from_disk", body, self._load_s)
         except EngineRefused as err:
             raise WeightsNotApplied(f"version {version}: {err}") from None
         if not isinstance(answer, dict) or answer.get("success") is not True:
@@ -294,7 +296,7 @@ class SglangClient(HttpEngineClient):
     async def _pause(self, mode: UpdateMode) -> None:
         self._may_be_paused = True
         with self._pausing(mode):
-            await self._http.call("POST", "/pause_generation", {"mode": mode}, _LOAD_S)
+            await self._http.call("POST", "/pause_generation", {"mode": mode}, self._load_s)
 
     async def _continue(self) -> None:
         await self._http.call("POST", "/continue_generation", {}, _PAUSE_S)
@@ -309,7 +311,7 @@ class SglangClient(HttpEngineClient):
             if self._checksum is not None:
                 return self._checksum
             try:
-                answer = await self._http.call("POST", "/weights_checker", {"action": "checksum"}, _LOAD_S)
+                answer = await self._http.call("POST", "/weights_checker", {"action": "checksum"}, self._load_s)
             except (EngineRefused, ReplyRefused):
                 return None
         return read_checksum(answer)

@@ -57,6 +57,17 @@ def read_metrics(exposition: str) -> dict[str, float]:
     return read_samples(exposition, prefix="sglang", names=_METRICS)
 
 
+def read_slots(info: Any) -> dict[str, float]:
+    """Return ``engine_slots`` as ``/server_info`` gives it: SGLang per replica, as it chose it; the embedded engine as it was set."""
+    states = info.get("internal_states") if isinstance(info, dict) else None
+    if isinstance(states, list):
+        shown = [state.get("effective_max_running_requests_per_dp") for state in states if isinstance(state, dict)]
+        slots = shown[0] * info.get("dp_size", 1) if shown and isinstance(shown[0], int) else None
+    else:
+        slots = info.get("max_running_requests") if isinstance(info, dict) else None
+    return {"engine_slots": float(slots)} if isinstance(slots, int) and slots > 0 else {}
+
+
 def patched_bytes(message: str) -> int:
     """Return the bytes that a server's plugin says it touched to apply a patch."""
     match = re.search(r"penstock: .*\bbytes=(\d+)", message)

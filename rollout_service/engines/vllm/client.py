@@ -31,12 +31,11 @@ from penstock.rollout_service.engines.completion import (
 )
 from penstock.rollout_service.engines.completion_sampler import SampleRequest
 from penstock.rollout_service.engines.engine_client import ServerReport, UpdateMode, read_samples, refuse_images
-from penstock.rollout_service.engines.engine_http import PROBE_S, HttpAdapterCalls, HttpEngineClient
+from penstock.rollout_service.engines.engine_http import LOAD_S, PROBE_S, HttpAdapterCalls, HttpEngineClient
 from penstock.rollout_service.errors import EngineAborted, EngineError, EngineRefused, ReplyRefused, WeightsNotApplied
 
 _INFO_S = 60.0  # the first server_info lists the machine's packages, which takes a quarter of a minute
 _PAUSE_S = 60.0  # at most one decoding step
-_LOAD_S = 600.0  # waits for running sequences, then reads the weights
 _FORBIDDEN, _NOT_FOUND, _BUSY = 403, 404, 503
 
 _PAUSE_MODES: dict[UpdateMode, str] = {"drain": "wait", "abort": "abort", "retract": "keep", "in_place": "keep"}
@@ -56,14 +55,14 @@ class _AdapterCalls(HttpAdapterCalls):
     async def load(self, name: str, folder: Path) -> None:
         body = {"lora_name": name, "lora_path": str(folder)}
         try:
-            await self._http.call("POST", "/v1/load_lora_adapter", body, _LOAD_S, parse=False)
+            await self._http.call("POST", "/v1/load_lora_adapter", body, LOAD_S, parse=False)
         except EngineRefused as err:
             raise WeightsNotApplied(f"adapter {name}: {err}{_fix(err)}") from None
         if name not in await self.list_names():
             raise WeightsNotApplied(f"{self._http.url} did not list {name} after it was loaded from {folder}")
 
     async def unload(self, name: str) -> None:
-        await self._http.call("POST", "/v1/unload_lora_adapter", {"lora_name": name}, _LOAD_S, parse=False)
+        await self._http.call("POST", "/v1/unload_lora_adapter", {"lora_name": name}, LOAD_S, parse=False)
 
 
 def _fix(refusal: EngineRefused) -> str:
@@ -127,7 +126,7 @@ class VllmClient(HttpEngineClient):
                 body["cache_salt"] = self._cache_salt
             num_pauses, num_aborts = self._num_pauses, self._num_aborts
             try:
-                answer = await self._http.call("POST", "/inference/v1/generate", body, self._request_deadline_s)
+                answer = await self._http.call("POST", "/inference/v1/generate", body, request.deadline_s)
             except EngineRefused as err:
                 if err.status == _BUSY and num_pauses != self._num_pauses:
                     continue  # it arrived after the pause had begun
@@ -190,12 +189,12 @@ class VllmClient(HttpEngineClient):
         if mode in ("drain", "abort"):
             self._accepting.clear()
         with self._pausing(mode):
-            await self._http.call("POST", f"/pause?mode={_PAUSE_MODES[mode]}", None, _LOAD_S)
+            await self._http.call("POST", f"/pause?mode={_PAUSE_MODES[mode]}", None, self._load_s)
 
     async def _reload(self, folder: Path, version: PolicyVersion) -> None:
         body = {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}}
         try:
-            await self._http.call("POST", "/collective_rpc", body, _LOAD_S)
+            await self._http.call("POST", "/collective_rpc", body, self._load_s)
             await self._label(version)
         except EngineRefused as err:
             raise WeightsNotApplied(f"version {version}: {err}") from None
@@ -214,7 +213,7 @@ class VllmClient(HttpEngineClient):
     async def weights_checksum(self) -> EngineChecksum | None:
         async with self._weights_turn:
             try:
-                answer = await self._http.call("POST", "/weight_checker", {"action": "checksum"}, _LOAD_S)
+                answer = await self._http.call("POST", "/weight_checker", {"action": "checksum"}, self._load_s)
             except (EngineRefused, ReplyRefused):
                 return None
         return read_checksum(answer)

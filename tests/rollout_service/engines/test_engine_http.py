@@ -9,6 +9,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
+from penstock.rollout_service.engines.completion_sampler import RequestDeadline
 from penstock.rollout_service.engines.engine_http import EngineHttp
 from penstock.rollout_service.errors import EngineRefused, EngineUnreachable, ReplyRefused
 
@@ -73,3 +74,26 @@ def test_a_closed_client_sends_nothing(server: tuple[str, list[str]]) -> None:
     with pytest.raises(EngineUnreachable, match="this client has been closed"):
         asyncio.run(late())
     assert server[1] == []
+
+
+@pytest.mark.parametrize(
+    ("measured", "max_new_tokens", "seconds"),
+    [
+        ([], 8, 600.0),  # what the settings say, where completions are short
+        ([], 32_768, 4 * 32_768 * 0.05),
+        ([(100, 2.0)] * 50, 32_768, 4 * 32_768 * 0.02),
+        (
+            [(100, 2.0)] * 50 + [(1, 60.0)] * 50,
+            32_768,
+            4 * 32_768 * 0.02,
+        ),  # the prompt's time says nothing of a token's
+        ([(100, 1.0)] * 50, 4_096, 600.0),
+    ],
+)
+def test_long_completions_get_the_time_that_they_need(
+    measured: list[tuple[int, float]], max_new_tokens: int, seconds: float
+) -> None:
+    deadline = RequestDeadline(600.0)
+    for num_tokens, took_s in measured:
+        deadline.measure(num_tokens, took_s)
+    assert deadline.seconds(max_new_tokens) == pytest.approx(seconds, rel=0.01)

@@ -16,7 +16,7 @@ from penstock.rollout_service.engines.attached_engine import AttachedEngine
 from penstock.rollout_service.engines.engine_client import PlacesEpisodes, aggregate_metrics
 from penstock.rollout_service.engines.engine_pool import EnginePool
 from penstock.rollout_service.engines.sglang.client import SglangClient
-from penstock.rollout_service.engines.sglang.messages import objections, read_metrics
+from penstock.rollout_service.engines.sglang.messages import objections, read_metrics, read_slots
 from penstock.rollout_service.errors import (
     EngineMisconfigured,
     EngineRefused,
@@ -235,6 +235,20 @@ async def test_a_server_with_a_shorter_context_is_respected(model: Path):
 def test_every_flag_against_the_contract_is_an_objection(info: dict[str, object]):
     assert len(objections(info)) == 1
     assert not objections({"tokenizer_worker_num": 1, "weight_cache_mode": "off", "version": "0.5.23"})
+
+
+@pytest.mark.parametrize(
+    ("info", "slots"),
+    [
+        ({"max_running_requests": None, "dp_size": 2, "internal_states": [{"effective_max_running_requests_per_dp": 52}] * 2}, 104),
+        ({"max_running_requests": 256}, 256),  # the embedded engine
+        ({"max_running_requests": None, "internal_states": [{}]}, None),
+        ({"internal_states": []}, None),
+        ("nothing", None),
+    ],
+)  # fmt: skip
+def test_the_slots_are_those_that_the_server_chose(info: object, slots: int | None) -> None:
+    assert read_slots(info) == ({} if slots is None else {"engine_slots": slots})
 
 
 def test_metrics_of_a_metrics_page():

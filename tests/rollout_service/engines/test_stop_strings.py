@@ -16,6 +16,7 @@ from penstock.rollout_service.engines.completion_sampler import (
     AdapterTable,
     CompletionSampler,
     Detokenizer,
+    RequestDeadline,
     SampleRequest,
     first_end,
 )
@@ -51,7 +52,7 @@ async def complete(folder: Path, parts: Sequence[Sequence[int]], stop: tuple[str
         runs = (VersionRun(PolicyVersion(number), 0, len(tokens)),)
         return [Completion(list(tokens), [-float(token) for token in tokens], runs, reason, "not read")]
 
-    sampler = CompletionSampler("http://engine", sample, AdapterTable(), request_deadline_s=5)
+    sampler = CompletionSampler("http://engine", sample, AdapterTable(), RequestDeadline(5.0))
     sampler.folder = folder
     [[one]] = await sampler.generate([[5]], Sampling(max_new_tokens=limit, stop=stop), 1, None, ModelLimits(None, None))
     return one

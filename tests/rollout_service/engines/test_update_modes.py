@@ -16,7 +16,7 @@ from tests.rollout_service.engines.faulty_engine import FaultyEngine
 from penstock.protocol.groups import Sampling
 from penstock.protocol.versions import PolicyVersion, VersionRun
 from penstock.rollout_service.engines.completion import Completion, Resumption
-from penstock.rollout_service.engines.engine_client import UpdateMode, mode_of
+from penstock.rollout_service.engines.engine_client import LONG_TOKENS, UpdateMode, mode_of
 from penstock.rollout_service.engines.sglang.client import SglangClient
 from penstock.rollout_service.errors import EngineAborted, EngineMisconfigured, WeightsNotApplied
 
@@ -57,10 +57,27 @@ def cut(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def test_going_back_to_an_older_version_waits_for_what_runs():
     """A training generation never continues with an older version; the first load interrupts nothing."""
-    assert mode_of("retract", V1, V2) == "retract"
-    assert mode_of("retract", V2, V1) == "drain"
-    assert mode_of("abort", None, V1) == "drain"
-    assert mode_of("in_place", V1, V1) == "drain"
+    assert mode_of("retract", V1, V2, longest=8) == "retract"
+    assert mode_of("retract", V2, V1, longest=8) == "drain"
+    assert mode_of("abort", None, V1, longest=8) == "drain"
+    assert mode_of("in_place", V1, V1, longest=8) == "drain"
+
+
+@pytest.mark.parametrize(
+    ("longest", "modes", "chosen"),
+    [
+        (LONG_TOKENS, ("drain", "in_place"), "drain"),
+        (LONG_TOKENS + 1, ("drain", "retract", "in_place"), "in_place"),
+        (32_768, ("drain", "retract"), "retract"),
+        (32_768, ("drain", "abort"), "abort"),
+        (32_768, ("drain",), "drain"),
+    ],
+)
+def test_an_update_does_not_wait_for_long_completions(
+    longest: int, modes: tuple[UpdateMode, ...], chosen: UpdateMode
+) -> None:
+    assert mode_of("auto", V1, V2, longest=longest, modes=modes) == chosen
+    assert mode_of("auto", V2, V1, longest=longest, modes=modes) == "drain"
 
 
 @pytest.mark.parametrize("mode", ["retract", "in_place", "abort"])

@@ -117,7 +117,7 @@ async def test_a_missing_answer_is_an_error_at_the_deadline():
     with FaultyEngine() as engine:
         engine.flow.clear()
         client = SglangClient(engine.url, request_deadline_s=0.2)
-        with pytest.raises(EngineTimeout, match=r"within 0\.2 s"):
+        with pytest.raises(EngineTimeout, match=r"within \d+\.?\d* s"):
             await client.generate([[5]], SAMPLING, 1)
         await client.close()
 

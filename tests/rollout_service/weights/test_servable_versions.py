@@ -114,7 +114,7 @@ async def test_unused_adapters_are_unloaded() -> None:
     worker.servable.on_unused = lambda: idle.append(1)
     for version in (1, 2, 3, 4):
         await worker.give(version, base=0)
-    with worker.servable.using(V(2)):
+    with worker.servable.using(V(2), Sampling(max_new_tokens=8)):
         await worker.swap.unload_unused(lambda: {V(3)})
         assert worker.engine.calls[-1] == ("unload_adapter", 1)
         assert worker.servable.adapters == {2, 3, 4}

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from penstock.protocol.groups import Sampling
 from penstock.protocol.versions import PolicyVersion
 from penstock.rollout_service.metrics import WorkerMetrics
 from penstock.rollout_service.weights import weight_swap
@@ -18,9 +19,10 @@ from penstock.rollout_service.weights.weight_swap import WeightSwap
 
 class _Engine:
     version: PolicyVersion | None = None
+    mode = "none"
 
     async def load(self, folder: Path, version: PolicyVersion, mode: str = "drain") -> None:
-        self.version = version
+        self.version, self.mode = version, mode
 
 
 class _Permits:
@@ -30,6 +32,18 @@ class _Permits:
     async def permit(self) -> AsyncIterator[None]:
         self.num_taken += 1
         yield
+
+
+def swap_of(engine: _Engine, semaphore: _Permits, update_mode: str) -> WeightSwap:
+    return WeightSwap(
+        engine=engine,  # type: ignore[arg-type]
+        servable=ServableVersions(engine),  # type: ignore[arg-type]
+        semaphore=semaphore,  # type: ignore[arg-type]
+        announcements=None,  # type: ignore[arg-type]
+        metrics=WorkerMetrics(),
+        check_every=0,
+        update_mode=update_mode,  # type: ignore[arg-type]
+    )
 
 
 def mirrored(version: int) -> MirroredVersion:
@@ -43,15 +57,7 @@ async def test_only_long_pauses_take_permits(
     """The first load pauses nothing; the second takes a permit; later ones do after a long pause."""
     monkeypatch.setattr(weight_swap, "NEEDS_PERMIT_S", needs_permit_s)
     semaphore, engine = _Permits(), _Engine()
-    swap = WeightSwap(
-        engine=engine,  # type: ignore[arg-type]
-        servable=ServableVersions(engine),  # type: ignore[arg-type]
-        semaphore=semaphore,
-        announcements=None,
-        metrics=WorkerMetrics(),
-        check_every=0,
-        update_mode="drain",  # type: ignore[arg-type]
-    )
+    swap = swap_of(engine, semaphore, "drain")
     taken = []
     for version in range(4):
         swapped = await swap.load(mirrored(version))
@@ -61,3 +67,21 @@ async def test_only_long_pauses_take_permits(
     assert taken == expected
     assert engine.version == 3
     assert await swap.load(mirrored(3)) is None
+
+
+async def test_auto_waits_only_for_short_completions() -> None:
+    """The longest completion that runs when a version is loaded decides, whichever ended before."""
+    engine = _Engine()
+    swap = swap_of(engine, _Permits(), "auto")
+    await swap.load(mirrored(0))
+    for version, running, mode in (
+        (1, [8], "drain"),
+        (2, [8, 4096], "in_place"),
+        (3, [], "drain"),
+        (4, [4096], "in_place"),
+    ):
+        with contextlib.ExitStack() as requests:
+            for longest in running:
+                requests.enter_context(swap.servable.using(None, Sampling(max_new_tokens=longest)))
+            await swap.load(mirrored(version))
+        assert engine.mode == mode, version
