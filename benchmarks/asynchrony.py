@@ -104,7 +104,7 @@ class Job:
 
     num_workers: int
     engine: SimulatedOptions
-    groups_per_worker: int = 6  # of a step
+    groups_per_engine: int = 6  # of a step
     packs_in_flight: int = 0  # as many as the engines make use of
     train_share: float = 1.0  # seconds of training, in seconds of generation by engines that are always full
     step_s: float = 0.1  # of a step besides its tokens
@@ -117,8 +117,12 @@ class Job:
         return self.groups_per_worker * self.num_workers
 
     @property
+    def groups_per_worker(self) -> int:
+        return self.groups_per_engine * self.engine.engines
+
+    @property
     def tokens_per_s(self) -> float:
-        return self.num_workers * self.engine.pace.tokens_per_s
+        return self.num_workers * self.engine.engines * self.engine.pace.tokens_per_s
 
     @property
     def token_s(self) -> float:
@@ -263,6 +267,7 @@ def run_mode(folder: Path, job: Job, mode: Mode) -> Measured:
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--workers", type=int, nargs="+", default=[2, 8])
+    parser.add_argument("--engines", type=int, default=1, help="servers of each worker")
     parser.add_argument("--modes", nargs="+", choices=[mode.name for mode in MODES], help="default: all")
     parser.add_argument(
         "--steps", type=int, default=14, help="of a mode that overlaps; the first four are not measured"
@@ -277,7 +282,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     rows: list[Measured] = []
     with tempfile.TemporaryDirectory(prefix="asynchrony-") as scratch:
         for num_workers in options.workers:
-            job = Job(num_workers, SimulatedOptions(), packs_in_flight=options.packs_in_flight, measured=options.steps)
+            job = Job(
+                num_workers,
+                SimulatedOptions(engines=options.engines),
+                packs_in_flight=options.packs_in_flight,
+                measured=options.steps,
+            )
             for mode in MODES:
                 if options.modes and mode.name not in options.modes:
                     continue

@@ -64,6 +64,7 @@ _CACHED_PROMPTS = 256  # a group's sequences start one by one, as slots become f
 class SimulatedOptions(Section):
     """What the engine simulates; all seconds are of the real clock."""
 
+    engines: int = Field(default=1, ge=1, description="Servers of the worker.")
     slots: int = Field(default=16, ge=1, description="Sequences that decode together.")
     step_s_alone: float = Field(default=0.007, gt=0, description="Seconds of a decode step of one sequence.")
     step_s_full: float = Field(default=0.02, gt=0, description="Seconds of a decode step of all slots.")
@@ -89,7 +90,7 @@ def _launches(options: SimulatedOptions, environ: Mapping[str, str]) -> list[Ser
         arguments = [str(folder), str(version), str(port_file), str(os.getpid()), options.model_dump_json()]
         return [sys.executable, "-m", "tests.rigs.simulated_engine", *arguments]
 
-    return [ServerLaunch(command, "engine.log")]
+    return [ServerLaunch(command, f"engine-{number}.log") for number in range(options.engines)]
 
 
 SIMULATED = EngineKind("simulated", SglangClient, _launches, options=SimulatedOptions)
