@@ -17,9 +17,9 @@ from penstock.console.live.fleet import Fleet
 from penstock.console.live.run_snapshot import (
     EvalPoint,
     Incident,
-    NotedIncident,
     Pause,
     QueueDepths,
+    RewardErrors,
     StepPoint,
     WatchedTotals,
 )
@@ -42,6 +42,7 @@ _CAUSE_CHARS = 200
 _NUM_CAUSES = 20  # of dead letters that become incidents; all of them are counted
 _GROUP_ID = re.compile(r"\b(?:eval\.v\d+|e\d+)\.p\d+(?:\.a\d+)?\b")
 _NUM_INCIDENTS = 200  # newest kept; a worker that restarts every minute must not fill the memory
+_MAX_REASONS = 100  # of reward errors
 WORKING_ROLES = ("rollout", "reward")
 
 
@@ -68,7 +69,7 @@ class RunFold:
         self._staleness: Counter[int] = Counter()  # tokens of all steps by staleness
         self._dead: Counter[str] = Counter()
         self._causes: set[str] = set()  # of dead letters, as their incidents say them
-        self._reward_errors: Counter[str] = Counter()
+        self.reward_errors: dict[str, RewardErrors] = {}  # by reason
         self.published: set[int] = set()  # versions that were announced
         self.publications: dict[int, PublicationFields] = {}  # by version
         self._pauses_s: list[float] = []  # of workers that loaded another version
@@ -79,7 +80,7 @@ class RunFold:
         self._last_at = 0.0
         self._restored: WatchedTotals | None = None
         self._paused_s = 0.0  # between sessions
-        self._pauses: list[tuple[float, float]] = []  # ends and lengths, seconds
+        self._pauses: list[Pause] = []
         self._old_starts: set[float] = set()  # of earlier sessions' trainers
         self._restored_until = -math.inf
         self._rolled_back: dict[int, StepPoint] = {}  # by the step that was then taken: the last that was rolled back
@@ -88,22 +89,22 @@ class RunFold:
     def restore(self, totals: WatchedTotals) -> None:
         self._restored = totals
         self._paused_s = totals.paused_s
-        self._pauses = [(pause.end, pause.seconds) for pause in totals.pauses]
+        self._pauses = list(totals.pauses)
         self._restored_until = totals.until
         self._first_at = totals.since
         self._fleet.restore(totals)
         self._causes.update(i.text for i in totals.incidents if i.kind == "dead_letter")
-        self._note([Incident(i.at, i.text, i.kind) for i in totals.incidents])
+        self._note(totals.incidents)
 
     def totals(self) -> WatchedTotals:
         return WatchedTotals(
             until=self._last_at,
             since=self._first_at,
             paused_s=self._paused_s,
-            pauses=tuple(Pause(end=end, seconds=seconds) for end, seconds in self._pauses),
+            pauses=tuple(self._pauses),
             both_working_s=self._fleet.both_working_s,
             services=self._fleet.totals(),
-            incidents=tuple(NotedIncident(at=i.at, text=i.text, kind=i.kind) for i in self._noted),
+            incidents=tuple(self._noted),
         )
 
     def add_recorded(self, rows: Iterable[Mapping[str, Any]]) -> None:
@@ -186,10 +187,14 @@ class RunFold:
 
     def fold_dead_letter(self, letter: DeadLetter, now: float) -> None:
         """Take a dead letter; the first of each cause is an incident, in this session or an earlier one."""
-        self._dead[letter.reason] += max(len(letter.group_ids), 1)
+        num_groups = max(len(letter.group_ids), 1)
+        self._dead[letter.reason] += num_groups
+        if letter.stage == "generated":
+            errors = self._errors_of(letter.reason)
+            errors.dead += num_groups
+            errors.newest = letter.detail
         what = "groups" if letter.group_ids else "messages"
-        cause = _GROUP_ID.sub("…", letter.detail.strip().partition("\n")[0])[:_CAUSE_CHARS]
-        text = f"{what} of {letter.stage} dead-lettered, {letter.reason}: {cause}; `penstock dead-letters list {self.run_id}` has all"
+        text = f"{what} of {letter.stage} dead-lettered, {letter.reason}: {_cause(letter.detail)}; `penstock dead-letters list {self.run_id}` has all"
         if text not in self._causes and len(self._causes) < _NUM_CAUSES:
             self._causes.add(text)
             self._note([Incident(now, text, "dead_letter")])
@@ -243,11 +248,11 @@ class RunFold:
             return
         point = EvalPoint(
             step=fields.step,
+            accuracy=fields.accuracy,
+            reward=fields.reward_mean,
             at=at,
             version=fields.version,
             split=fields.split or fields.name or "eval",
-            accuracy=fields.accuracy,
-            reward=fields.reward_mean,
             num_prompts=fields.num_prompts,
             success=fields.success,
             primary=fields.primary,
@@ -258,11 +263,18 @@ class RunFold:
     def _fold_reward_error(self, at: float, data: Mapping[str, Any]) -> None:
         fields = event_fields.read(RewardErrorFields, data)
         reason = fields.reason or "unknown"
-        if reason not in self._reward_errors:  # one incident per reason, not per group
-            cause = _GROUP_ID.sub("…", fields.detail.strip().partition("\n")[0])[:_CAUSE_CHARS]
+        errors = self._errors_of(reason)
+        if not errors.waited:  # one incident per reason, not per group
+            cause = _cause(fields.detail)
             why = f"{reason}: {cause}" if cause else reason
             self._remember([Incident(at, f"rewards fail ({why}); their groups are retried", "dead_letter")])
-        self._reward_errors[reason] += 1
+        errors.waited += max(len(fields.group_ids), 1)
+        errors.newest, errors.newest_at = fields.detail, at
+
+    def _errors_of(self, reason: str) -> RewardErrors:
+        if reason not in self.reward_errors and len(self.reward_errors) >= _MAX_REASONS:
+            reason = "other reasons"
+        return self.reward_errors.setdefault(reason, RewardErrors())
 
     def _fold_state(self, at: float, source: str, data: Mapping[str, Any]) -> None:
         fields = event_fields.read(StateFields, data)
@@ -271,7 +283,7 @@ class RunFold:
             if at <= self._restored.until:
                 self._old_starts.add(at)
             else:
-                self._pauses.append((at, at - self._restored.until))
+                self._pauses.append(Pause(at, at - self._restored.until))
                 self._paused_s += at - self._restored.until
                 self._restored = None  # once: later starts of the trainer are in this session
         if text and source.startswith("trainer"):
@@ -296,3 +308,8 @@ class RunFold:
         for incident in incidents:
             self.incidents.append(incident)
             self._num_incidents += 1
+
+
+def _cause(detail: str) -> str:
+    """Return the first line of an error without the ids of its groups."""
+    return _GROUP_ID.sub("…", detail.strip().partition("\n")[0])[:_CAUSE_CHARS]

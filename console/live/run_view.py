@@ -10,7 +10,7 @@ from itertools import pairwise
 from penstock.console.live.run_fold import RunFold
 from penstock.console.live.run_snapshot import EvalPoint, Incident, Snapshot, StepPoint, elapsed_at
 from penstock.console.report import diagnoses, learning
-from penstock.console.report.learning import Evaluation, held_out, recent_reward
+from penstock.console.report.learning import held_out, recent_reward
 from penstock.console.report.run_summary import (
     Diagnosis,
     GroupCounts,
@@ -40,19 +40,19 @@ class RunView(RunFold):
         points = self.points()
         rewards = tuple(p.reward_mean for p in points if p.reward_mean is not None)
         staleness = self._staleness_tokens()
-        step = points[-1].step if points else 0
+        primary = self._primary_evals()
         return Snapshot(
             run_id=self.run_id,
             started_at=self._first_at if self._first_at is not None else now,
             elapsed_s=max((self._last_at if self.finished else now) - (self._first_at or now) - self._paused_s, 0.0),
             state=self.state,
-            step=step,
+            step=points[-1].step if points else 0,
             total_steps=self.total_steps,
             eta_s=self._eta_s(points),
             rewards=rewards,
             reward_now=recent_reward(rewards),
             reward_first=_mean(rewards[:5]),
-            held_out=held_out([Evaluation(e.step, e.accuracy, e.reward) for e in self._primary_evals()]),
+            held_out=held_out(primary),
             generated_per_s=self._fleet.tokens_per_s,
             trained_per_s=_trained_per_s(points[-_SPEED_STEPS:]),
             staleness_tokens=staleness,
@@ -77,7 +77,7 @@ class RunView(RunFold):
             finished=self.finished,
             attention=self.attention,
             pauses=tuple(self._pauses),
-            evaluated_at={e.step: e.at for e in self._primary_evals()},
+            evaluated_at={point.step: point.at for point in primary},
         )
 
     def summary(self) -> RunSummary:
@@ -113,7 +113,7 @@ class RunView(RunFold):
             tokens_trained=sum(p.tokens_trained for p in points),
             idle_share=self._fleet.idle_shares(),
             overlap=self._overlap(points, staleness),
-            unreadable=dict(self._unreadable),
+            unreadable=self.unreadable_messages,
             diagnoses=self._diagnoses(points),
             packs_given_back=self._fleet.count("packs_given_back"),
             incidents=tuple(
@@ -152,6 +152,10 @@ class RunView(RunFold):
     def serving(self) -> dict[str, int]:
         return {worker: facts[-1].version for worker, facts in sorted(self._applied.items())}
 
+    @property
+    def unreadable_messages(self) -> dict[str, int]:
+        return dict(self._unreadable)
+
     def points(self) -> list[StepPoint]:
         return list(self.steps.values())
 
@@ -174,7 +178,7 @@ class RunView(RunFold):
             before = self._rolled_back.get(after.step, earlier)
             if any(before.at < start <= after.at for start in self._old_starts):
                 continue  # between two sessions
-            paused_s = sum(length for end, length in self._pauses if before.at < end <= after.at)
+            paused_s = sum(pause.seconds for pause in self._pauses if before.at < pause.end <= after.at)
             gaps.append((after.at - before.at - paused_s, before))
         if len(gaps) < _STEPS_BEFORE_STALLS:
             return []

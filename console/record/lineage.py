@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from penstock.console.connections import NamedRun
-from penstock.console.terminal import console, indented, one_line
+from penstock.console.terminal import console, indented, one_line, table
 from penstock.protocol import logs, streams
 from penstock.protocol.errors import RecordBroken
 from penstock.protocol.groups import BlobRef
@@ -320,13 +320,8 @@ def _show_group(history: GroupHistory, console: Console, *, full: bool) -> None:
 
 
 def _groups_table(members: Sequence[Member]) -> Table:
-    table = Table(box=None, header_style="dim", pad_edge=False, padding=(0, 2, 0, 0))
-    for name in ("group", "prompt", "reward", "parts", "scored by", "versions", "tokens"):
-        right = name in {"reward", "tokens"}
-        widest = max(len(member.group_id) for member in members) if name == "group" else None  # ids are typed elsewhere
-        table.add_column(
-            name, justify="right" if right else "left", no_wrap=True, overflow="ellipsis", min_width=widest
-        )
+    shown = table("group", "prompt", "reward", "parts", "scored by", "versions", "tokens", right=("reward", "tokens"))
+    shown.columns[0].min_width = max(len(member.group_id) for member in members)  # ids are typed elsewhere
     for member in members:
         parts = " ".join(f"{name} {fmean(values):.2f}" for name, values in member.parts.items())
         versions = f"{member.oldest_version}" + (
@@ -341,8 +336,8 @@ def _groups_table(members: Sequence[Member]) -> Table:
             parts,
             member.scorer,
         )
-        table.add_row(*(Text(one_line(cell)) for cell in (*cells, versions, str(member.num_tokens))))
-    return table
+        shown.add_row(*(Text(one_line(cell)) for cell in (*cells, versions, str(member.num_tokens))))
+    return shown
 
 
 def _show_texts(member: Member, console: Console) -> None:

@@ -78,7 +78,7 @@ _OWN_LABELS = (_PART, _ENVIRONMENT, *_BY_LAYERS.values())  # names that begin so
 @dataclass(frozen=True, slots=True)
 class Evaluation:
     step: int
-    accuracy: float | None
+    accuracy: float | None  # None: nothing says which completions are correct
     reward: float | None
 
 

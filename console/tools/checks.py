@@ -19,10 +19,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
 
-from rich.table import Table
+from rich.text import Text
 
 from penstock.console import connections, launch
-from penstock.console.terminal import console
+from penstock.console.terminal import console, table
 from penstock.console.tools.versions import package_version
 from penstock.protocol import logs
 from penstock.protocol.config.run_file import Loaded
@@ -48,7 +48,7 @@ _PROBE_S = 10.0  # a program that takes longer to print its version is a problem
 _SANDBOX_S = 60.0  # it starts up to two interpreters
 _ATTENTION_S = 300.0  # kernels may be compiled
 _REACH_S = 3.0  # for a server to answer
-_SIGNS = {"ok": "[green]ok[/]", "warn": "[yellow]warn[/]", "fail": "[red]fail[/]"}
+_STYLES = {"ok": "green", "warn": "yellow", "fail": "red"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -284,7 +284,7 @@ def report(arguments: Sequence[str], environ: Mapping[str, str], *, as_json: boo
     if as_json:
         print(json.dumps({"ok": not failed, "findings": [asdict(finding) for finding in findings]}))
     else:
-        console().print(_table(findings))
+        _print(findings)
         print("\nnext: " + ("fix the lines marked fail" if failed else _next(arguments)))
     return 1 if failed else 0
 
@@ -294,12 +294,10 @@ def _next(arguments: Sequence[str]) -> str:
     return f"penstock train {files[0]} --local" if files else "penstock quickstart"
 
 
-def _table(findings: Sequence[Finding]) -> Table:
-    table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
-    table.add_column(no_wrap=True)
-    table.add_column(no_wrap=True)
-    table.add_column(overflow="fold")
+def _print(findings: Sequence[Finding]) -> None:
+    shown = table("", "name", "detail", wide=("detail",))
+    shown.show_header = False
     for finding in findings:
-        detail = finding.detail if not finding.fix else f"{finding.detail}\n[bold]→ {finding.fix}[/]"
-        table.add_row(_SIGNS[finding.level], finding.name, detail)
-    return table
+        fix = ("\n→ " + finding.fix, "bold") if finding.fix else ""
+        shown.add_row(Text(finding.level, _STYLES[finding.level]), finding.name, Text.assemble(finding.detail, fix))
+    console().print(shown)

@@ -16,10 +16,9 @@ from datetime import UTC, datetime
 from typing import Any, TypeVar, get_args
 
 from pydantic import AliasPath, BaseModel, Field, ValidationError
-from rich.text import Text
 
 from penstock.console.connections import NamedRun
-from penstock.console.terminal import console, indented, one_line, table
+from penstock.console.terminal import indented, one_line, print_table
 from penstock.protocol import logs, streams, subjects
 from penstock.protocol.errors import BlobCorrupt, BlobError, BlobMissing, ConfigError, PackError, WireError
 from penstock.protocol.facts import DeadLetter, Fact, GroupGenerated, GroupScored, Head, TaskIssued, TaskList, decode
@@ -270,17 +269,16 @@ def print_list(run: NamedRun, *, as_json: bool) -> int:
         print(f"run {run} has no dead letters" + (" that can be read" if dead.unreadable else ""))
         return 0
     names = ("id", "when", "stage", "reason", "groups", "attempts", "sent again")
-    rows = table(*names, right=("id", "attempts"), wide=names)
-    for letter in letters:
-        ids = letter.fact.group_ids
-        groups = f"{ids[0]}{f' and {len(ids) - 1} more' if len(ids) > 1 else ''}" if ids else "unknown"
-        when = letter.at.astimezone().strftime("%Y-%m-%d %H:%M:%S")
-        fact = letter.fact
-        cells = (fact.stage, fact.reason, groups, str(fact.num_delivered), letter.sent_at or "–")
-        rows.add_row(str(letter.number), when, *(Text(one_line(cell)) for cell in cells))
-    console().print(rows)
+    print_table(names, map(_row, letters), right=("id", "attempts"), wide=names)
     print(f"\nnext: penstock dead-letters show {run} {letters[-1].number}")
     return 0
+
+
+def _row(letter: Letter) -> tuple[object, ...]:
+    fact, ids = letter.fact, letter.fact.group_ids
+    groups = f"{ids[0]}{f' and {len(ids) - 1} more' if len(ids) > 1 else ''}" if ids else "unknown"
+    when = letter.at.astimezone().strftime("%Y-%m-%d %H:%M:%S")
+    return letter.number, when, fact.stage, fact.reason, groups, fact.num_delivered, letter.sent_at or "–"
 
 
 def print_one(run: NamedRun, number: int, *, as_json: bool) -> int:

@@ -12,13 +12,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
-from rich.table import Table
+from rich.text import Text
 
 from penstock.console import connections
 from penstock.console.connections import NamedRun
 from penstock.console.report import curves
 from penstock.console.report.event_fields import number
-from penstock.console.terminal import console, printable, table
+from penstock.console.terminal import print_table, printable
 from penstock.protocol import streams
 from penstock.protocol.errors import BusError, ConfigError, MissingStream
 from penstock.protocol.files import read_regular
@@ -78,7 +78,8 @@ def print_list(arguments: Sequence[str], environ: Mapping[str, str], *, as_json:
     if as_json:
         print(json.dumps([asdict(line) for line in lines]))
     elif lines:
-        console().print(_table(lines))
+        right = ("step", "held-out", "reward")
+        print_table(("run", "state", *right, "when"), map(_row, lines), right=right)
         print(f"\nnext: penstock runs show {lines[0].run}")
     else:
         print(
@@ -229,16 +230,9 @@ def _held_out(line: RunLine) -> str:
     return "–" if line.eval_reward is None else f"reward {line.eval_reward:.2f}"
 
 
-def _table(lines: Sequence[RunLine]) -> Table:
-    right = ("step", "held-out", "reward")
-    rows = table("run", "state", *right, "when", right=right)
-    for line in lines:
-        when = datetime.fromisoformat(line.when).astimezone().strftime("%Y-%m-%d %H:%M") if line.when else "–"
-        numbers = (
-            "–" if line.step is None else str(line.step),
-            _held_out(line),
-            f"loss {line.loss:.3f}" if line.loss is not None else "–" if line.reward is None else f"{line.reward:.2f}",
-        )
-        style = {"running": "green", "stopped": "yellow"}.get(line.state, "")
-        rows.add_row(line.run, f"[{style}]{line.state}[/]" if style else line.state, *numbers, when)
-    return rows
+def _row(line: RunLine) -> tuple[object, ...]:
+    when = datetime.fromisoformat(line.when).astimezone().strftime("%Y-%m-%d %H:%M") if line.when else "–"
+    state = Text(line.state, style={"running": "green", "stopped": "yellow"}.get(line.state, ""))
+    reward = "–" if line.reward is None else f"{line.reward:.2f}"
+    reward = reward if line.loss is None else f"loss {line.loss:.3f}"
+    return line.run, state, "–" if line.step is None else line.step, _held_out(line), reward, when

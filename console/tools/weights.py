@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import json as json_text
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-
-from rich.table import Table
 
 from penstock.console import connections
 from penstock.console.connections import NamedRun
 from penstock.console.live.run_view import RunView
-from penstock.console.live.watcher import Watcher
-from penstock.console.terminal import console, one_line, table
+from penstock.console.live.watcher import read_run
+from penstock.console.terminal import one_line, print_table
 from penstock.protocol import blob_keys, logs, streams
 from penstock.protocol.errors import BlobMissing, ConfigError, SignatureRefused, WireError
 from penstock.protocol.facts import Head, KeptVersions, decode
@@ -87,7 +85,9 @@ def print_versions(run: NamedRun, *, as_json: bool) -> int:
     elif not rows:
         print(f"run {run} has no weights in the object store")
     else:
-        console().print(_table(rows))
+        numbers, wide = ("version", "parent", "changed", "bytes", "seconds"), ("kept", "served by")
+        columns = ("version", "parent", "kind", "changed", "bytes", "seconds", *wide)
+        print_table(columns, map(_cells, rows), right=numbers, wide=wide)
         print(f"next: penstock weights export {run} --version {rows[-1]['version']} --to FOLDER")
         if any(row["kept"]["best"] for row in rows):
             print(f"next: penstock weights export {run} --best --to FOLDER")
@@ -98,11 +98,7 @@ def stored_versions(run: NamedRun) -> list[Row]:
     logs.configure("weights", level="error")
     settings = run.settings
     with Bus.connect(settings.nats, name="weights", deadline_s=5.0) as bus:
-        view = RunView(run.id)
-        watcher = Watcher(bus, view)
-        watcher.catch_up()
-        for what, count in view.summary().unreadable.items():
-            print(f"penstock: {count} messages cannot be read and are left out: {what}", file=sys.stderr)
+        view = read_run(bus, run.id)
         head, kept = _head(bus, run.id), _kept(bus, run.id)
         return list_versions(reachable(_manifests(Blobs(settings.s3), run.id), head, kept), view, head, kept)
 
@@ -248,20 +244,11 @@ def _manifests(blobs: Blobs, run: str, trusted_keys: TrustedKeys | None = None) 
     return manifests
 
 
-def _table(rows: Sequence[Row]) -> Table:
-    names, wide = ("version", "parent", "kind", "changed", "bytes", "seconds"), ("kept", "served by")
-    shown = table(*names, *wide, right={*names} - {"kind"}, wide=wide)
-    for row in rows:
-        kind = row["kind"] + (" + full" if row["anchor"] and row["kind"] == "patch" else "")
-        kind += "" if row["base"] is None else f" on {row['base']}"
-        shown.add_row(
-            f"{row['version']}{' head' if row['head'] else ''}",
-            "–" if row["parent"] is None else str(row["parent"]),
-            kind,
-            f"{row['density']:.2%}",
-            f"{row['bytes']:,}",
-            "–" if row["seconds"] is None else f"{row['seconds']:.3f}",
-            why(row["kept"]),
-            ", ".join(row["served_by"]),
-        )
-    return shown
+def _cells(row: Row) -> tuple[object, ...]:
+    version = f"{row['version']}{' head' if row['head'] else ''}"
+    parent = "–" if row["parent"] is None else row["parent"]
+    kind = row["kind"] + (" + full" if row["anchor"] and row["kind"] == "patch" else "")
+    kind += "" if row["base"] is None else f" on {row['base']}"
+    seconds = "–" if row["seconds"] is None else f"{row['seconds']:.3f}"
+    texts = (why(row["kept"]), ", ".join(row["served_by"]))
+    return version, parent, kind, f"{row['density']:.2%}", f"{row['bytes']:,}", seconds, *texts

@@ -9,9 +9,8 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import AsyncIterator, Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends, FastAPI, Query, Request
 from fastapi import Path as PathParameter
@@ -25,9 +24,13 @@ from penstock.console.web.reading import documents, recorded_groups, server_requ
 from penstock.console.web.reading.open_runs import OpenRuns, UnknownRun, listed_runs
 from penstock.console.web.reading.page_view import MAX_POINTS
 from penstock.console.web.reading.recorded_groups import (
+    MAX_NUMBER,
     MAX_TOKENS,
-    GroupFilter,
+    GroupQuery,
+    Limit,
     QueryRefused,
+    Step,
+    TrajectoryQuery,
     group_document,
     token_document,
 )
@@ -35,17 +38,13 @@ from penstock.console.web.reading.run_reading import RunReading
 from penstock.protocol.errors import PenstockError
 from penstock.protocol.subjects import RUN_ID
 
-MAX_NUMBER = 2**53
-Step = Annotated[int | None, Query(ge=0, le=MAX_NUMBER)]
-Limit = Annotated[int, Query(ge=1, le=100)]
 _REWARD_URL, _REWARD_TOKEN = "PENSTOCK_CONSOLE_REWARD_URL", "PENSTOCK_CONSOLE_REWARD_TOKEN_FILE"
 Number = Annotated[int, PathParameter(ge=1, le=MAX_NUMBER)]
 router = APIRouter(prefix="/v1", tags=["read"], responses=RESPONSES)
 _MAX_SCANS = 4  # requests that read S3 at a time
 _SCAN_WAIT_S = 10.0
 GroupId = Annotated[str, Query(min_length=1, max_length=200)]
-Finite = Annotated[float | None, Query(allow_inf_nan=False)]
-Text = Annotated[str, Query(max_length=200)]
+Chapter = Annotated[int | None, Query(ge=1, le=10**9)]
 _scans = threading.BoundedSemaphore(_MAX_SCANS)
 
 
@@ -215,56 +214,24 @@ def _reward_service(reading: RunReading, web: WebContext) -> tuple[str, Path | N
     return server_requests.service_url(reading.folder, url), Path(file) if url and file else None
 
 
-@dataclass(frozen=True, slots=True)
-class _Filter:
-    step_from: Step = None
-    step_to: Step = None
-    reward_min: Finite = None
-    reward_max: Finite = None
-    status: Literal["trained", "evaluated", "dropped", "in_flight", ""] = ""
-    prompt: Text = ""
-    cursor: Annotated[str, Query(max_length=40)] = ""
-    limit: Limit = 50
-    texts: bool = True
-
-    def wanted(self, *, each_trajectory: bool) -> GroupFilter:
-        return GroupFilter(
-            step_from=self.step_from, step_to=self.step_to, reward_min=self.reward_min, reward_max=self.reward_max,
-            status=self.status or None, text=self.prompt, each_trajectory=each_trajectory,
-        )  # fmt: skip
-
-
-Wanted = Annotated[_Filter, Depends()]
-
-
 @router.get("/runs/{run}/groups")
-def groups(reading: Reading, query: Wanted) -> dict[str, Any]:
+def groups(reading: Reading, query: Annotated[GroupQuery, Depends()]) -> dict[str, Any]:
     """Return the groups of the run's record, the newest first; ``next`` is the cursor of the rest."""
     with _scanning(), reading.groups() as stored_groups:
-        wanted = query.wanted(each_trajectory=False)
-        return stored_groups.page(wanted, cursor=query.cursor, limit=query.limit, texts=query.texts)
+        return stored_groups.page(query)
 
 
 @router.get("/runs/{run}/trajectories")
-def trajectories(reading: Reading, query: Wanted) -> dict[str, Any]:
+def trajectories(reading: Reading, query: Annotated[TrajectoryQuery, Depends()]) -> dict[str, Any]:
     """Return trajectories one by one, the newest first; a group's are never divided between two pages."""
-    with _scanning(), reading.groups() as stored_groups:
-        wanted = query.wanted(each_trajectory=True)
-        return stored_groups.page(wanted, cursor=query.cursor, limit=query.limit, texts=query.texts)
+    return groups(reading, query)
 
 
 @router.get("/runs/{run}/group")
-def group(
-    reading: Reading, group_id: GroupId, chapter: Annotated[int | None, Query(ge=1, le=10**9)] = None
-) -> dict[str, Any]:
+def group(reading: Reading, group_id: GroupId, chapter: Chapter = None) -> dict[str, Any]:
     """Return one group with its trajectories: texts, rewards and parts, ratios, turns of an episode."""
     with _scanning():
-        storing = reading.storing()
-        with reading.groups() as stored_groups:
-            entry = stored_groups.find(group_id, chapter=chapter)
-            stored, problem = stored_groups.group(entry)
-            current = None if stored is None else stored_groups.logprobs.of_group(entry, stored, storing)
-        return group_document(entry, stored, current, problem)
+        return group_document(*reading.group(group_id, chapter))
 
 
 @router.get("/runs/{run}/tokens")
@@ -275,7 +242,7 @@ def tokens(
     row: Annotated[int, Query(ge=0, le=10**6)] = 0,
     first: Annotated[int, Query(alias="from", ge=0, le=10**9)] = 0,
     count: Annotated[int, Query(ge=1, le=MAX_TOKENS)] = 1024,
-    chapter: Annotated[int | None, Query(ge=1, le=10**9)] = None,
+    chapter: Chapter = None,
 ) -> dict[str, Any]:
     """Return the tokens of one row: log-probabilities of sampler and trainer, their ratio, loss mask, the version that sampled each.
 
@@ -283,13 +250,9 @@ def tokens(
     behaviour), ``outcomes`` say whether the loss clipped or rejected the token; where they are missing ``current_problem`` says why.
     """
     with _scanning():
-        storing = reading.storing()
-        with reading.groups() as stored_groups:
-            entry = stored_groups.find(group_id, chapter=chapter)
-            stored, problem = stored_groups.group(entry)
-            if stored is None:
-                raise QueryRefused(f"the tokens of group {group_id} cannot be shown: {problem}")
-            current = stored_groups.logprobs.of_group(entry, stored, storing)
+        _, stored, current, problem = reading.group(group_id, chapter)
+        if stored is None or current is None:
+            raise QueryRefused(f"the tokens of group {group_id} cannot be shown: {problem}")
         texts = recorded_groups.token_reader(reading.folder, reading.known_config())
         return token_document(stored, current, trajectory, row, first, count, texts)
 

@@ -18,7 +18,7 @@ from penstock.console.report import curves
 from penstock.console.tools import runs
 from penstock.console.web.reading import documents
 from penstock.console.web.reading.page_view import PageView
-from penstock.console.web.reading.recorded_groups import QueryRefused, Storing
+from penstock.console.web.reading.recorded_groups import Entry, QueryRefused, Storing
 from penstock.protocol import streams
 from penstock.protocol.errors import BusError, ConfigError, PenstockError
 from penstock.protocol.files import read_regular
@@ -28,6 +28,8 @@ from penstock.protocol.transport.bus import Bus
 
 if TYPE_CHECKING:
     from penstock.console.web.reading.stored_groups import StoredGroups
+    from penstock.console.web.reading.stored_logprobs import Current
+    from penstock.protocol.trajectory import Group
 
 _CONNECT_S = 3.0
 _RETRY_S = 10.0  # between two attempts to reach the servers of a run
@@ -158,10 +160,16 @@ class RunReading:
                 self._config = (time.monotonic(), {})
         return self._config[1]
 
-    def storing(self) -> Storing:
+    def group(self, group_id: str, chapter: int | None) -> tuple[Entry, Group | None, Current | None, str]:
+        """Return a group of the record, its tokens and the trainer's log-probabilities of them, or why there are no tokens."""
         with self._lock:
             num_lost = self._view.series.latest("logprobs_lost")
-        return Storing.of(self.known_config(), num_lost)
+        storing = Storing.of(self.known_config(), num_lost)
+        with self.groups() as groups:
+            entry = groups.find(group_id, chapter=chapter)
+            stored, problem = groups.group(entry)
+            current = None if stored is None else groups.logprobs.of_group(entry, stored, storing)
+        return entry, stored, current, problem
 
     @contextmanager
     def groups(self) -> Iterator[StoredGroups]:

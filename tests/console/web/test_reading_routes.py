@@ -29,7 +29,7 @@ from penstock.console.web.access import Access, Role
 from penstock.console.web.context import WebContext
 from penstock.console.web.reading import stored_groups
 from penstock.console.web.reading.open_runs import MAX_OPEN, OpenRuns
-from penstock.console.web.reading.recorded_groups import GroupFilter, QueryRefused
+from penstock.console.web.reading.recorded_groups import GroupQuery, QueryRefused
 from penstock.console.web.reading.run_reading import RunReading
 from penstock.console.web.reading.stored_groups import ReadBudget, StoredGroups
 from penstock.protocol import blob_keys
@@ -267,7 +267,7 @@ def test_a_dropped_group_and_one_whose_pack_is_gone_are_shown_as_far_as_they_are
     assert group is None
     assert "step30" in problem
     assert entry.rewards == run.rewards[entry.group_id]
-    assert ids(fresh.page(GroupFilter(), cursor="", limit=1, texts=True)) == [entry.group_id]
+    assert ids(fresh.page(GroupQuery(limit=1))) == [entry.group_id]
 
 
 def test_the_lineage_of_a_version_has_its_groups_and_all_versions_before_it(shown: Shown) -> None:
@@ -392,14 +392,14 @@ def test_a_pack_larger_than_a_page_opens_is_named_and_not_read(shown: Shown, mon
     monkeypatch.setattr(stored_groups, "_PACK_BYTES", 10)
     group, problem = groups.group(entry)
     assert (group, "the page opens at most 10" in problem) == (None, True)
-    assert groups.page(GroupFilter(), cursor="", limit=1, texts=True)["items"][0]["prompt"] is None
+    assert groups.page(GroupQuery(limit=1))["items"][0]["prompt"] is None
 
 
 def test_the_record_of_another_run_is_refused(shown: Shown) -> None:
     """A pointer that was forged must not show another run's texts under this one's name."""
     groups = StoredGroups("another", shown.folder, shown.plain.blobs, shown.plain.pointer)
     with pytest.raises(RecordBroken, match="has a chapter of run plain"):
-        groups.page(GroupFilter(), cursor="", limit=1, texts=False)
+        groups.page(GroupQuery(limit=1, texts=False))
 
 
 def test_groups_of_a_run_whose_store_is_stopped_are_refused_at_once_with_what_to_do(tmp_path: Path) -> None:
