@@ -90,7 +90,7 @@ class RunProfile:
 
 def profile(rows: Iterable[Mapping[str, Any]], watched: WatchedTotals | None) -> RunProfile:
     """Return the profile of the lines of metrics.jsonl and of the totals that were watched; both may be incomplete."""
-    steps = _steps(rows)
+    steps = list(curves.steps_of(rows).values())
     times = [at for step in steps if (at := number(step.get("at"))) is not None]
     first_s = _phase_seconds(steps[0]) if steps else 0.0
     seconds = {name: sum(number(step.get(key)) or 0.0 for step in steps) for key, name in _PHASES.items()}
@@ -151,19 +151,6 @@ def _slower_role(services: Sequence[ServiceProfile]) -> str:
     if share > 0.5:
         return f"so do the others ({busiest.name}, the busiest, {share:.0%}), each for the slowest groups of a batch"
     return f"{busiest.name} works {1.0 - share:.0%} of the time"
-
-
-def _steps(rows: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """Return the lines of the steps in order; one repeated after a resume replaces the first and those after it."""
-    steps: dict[int, Mapping[str, Any]] = {}
-    for row in rows:
-        step = row.get("step")
-        if row.get("kind") != "step" or not isinstance(step, int):
-            continue
-        if steps and step <= next(reversed(steps)):
-            steps = {known: line for known, line in steps.items() if known < step}
-        steps[step] = row
-    return list(steps.values())
 
 
 def _phase_seconds(step: Mapping[str, Any]) -> float:

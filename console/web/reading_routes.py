@@ -1,6 +1,6 @@
-"""Serve the routes that read: the list of runs, and what a run's folder, NATS and S3 have about it; and the page's two actions.
+"""Serve the routes that read: the list of runs, and what a run's folder, NATS and S3 have about it.
 
-Every answer is bounded: points, rows, texts, bytes read of S3 and seconds. Only `resend` writes to a run. The routes about groups
+Every answer is bounded: points, rows, texts, bytes read of S3 and seconds. The routes about groups
 read the record and packs in S3: each request has a budget, and few run at a time.
 """
 
@@ -13,14 +13,12 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends, FastAPI, Query, Request
-from fastapi import Path as PathParameter
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, Field
 
-from penstock.console.tools.rewards import RewardServiceError
-from penstock.console.web.context import Context, Reader, RunName, Runner, WebContext
+from penstock.console.web.context import Context, Reader, RunName, WebContext
 from penstock.console.web.jobs import job_file
 from penstock.console.web.problems import RESPONSES, Problem
-from penstock.console.web.reading import documents, recorded_groups, server_requests
+from penstock.console.web.reading import documents, recorded_groups
 from penstock.console.web.reading.open_runs import OpenRuns, UnknownRun, listed_runs
 from penstock.console.web.reading.page_view import MAX_POINTS
 from penstock.console.web.reading.recorded_groups import (
@@ -38,8 +36,6 @@ from penstock.console.web.reading.run_reading import RunReading
 from penstock.protocol.errors import PenstockError
 from penstock.protocol.subjects import RUN_ID
 
-_REWARD_URL, _REWARD_TOKEN = "PENSTOCK_CONSOLE_REWARD_URL", "PENSTOCK_CONSOLE_REWARD_TOKEN_FILE"
-Number = Annotated[int, PathParameter(ge=1, le=MAX_NUMBER)]
 router = APIRouter(prefix="/v1", tags=["read"], responses=RESPONSES)
 _MAX_SCANS = 4  # requests that read S3 at a time
 _SCAN_WAIT_S = 10.0
@@ -104,18 +100,6 @@ class RunItem(BaseModel):
     )
 
 
-class TestedCompletions(BaseModel):
-    """Completions of one prompt to score by hand."""
-
-    model_config = ConfigDict(extra="forbid")
-
-    reward: str = Field(min_length=1, max_length=200)
-    prompt: str = Field("", max_length=20_000)
-    completions: list[Annotated[str, Field(max_length=20_000)]] = Field(min_length=1, max_length=16)
-    data_source: str = Field("", max_length=200)
-    ground_truth: str | None = Field(None, max_length=20_000)
-
-
 def _state(folder: Path, otherwise: str) -> str:
     """Return the state of a run's job; a run that was stopped here may be running elsewhere."""
     try:
@@ -171,47 +155,6 @@ def workers(reading: Reading) -> dict[str, Any]:
 def versions(reading: Reading, before: Step = None, limit: Limit = 50) -> dict[str, Any]:
     """Return the newest versions: published, adopted by which worker, bytes and pauses."""
     return reading.versions(before=before, limit=limit)
-
-
-@router.get("/runs/{run}/rewards")
-def rewards(reading: Reading, web: Context) -> dict[str, Any]:
-    """Return errors by reason, scorers, the distribution of the newest rewards, and the reward service's endpoints."""
-    return reading.rewards() | {"service": server_requests.reward_endpoints(*_reward_service(reading, web))}
-
-
-@router.post("/runs/{run}/rewards/test")
-def score_by_hand(_: Runner, reading: Reading, web: Context, tested: TestedCompletions) -> dict[str, Any]:
-    """Score completions by hand, by the code that scores the run's groups."""
-    body = {"reward": tested.reward, "groups": [tested.model_dump(exclude={"reward"})]}
-    try:
-        return server_requests.score_groups(*_reward_service(reading, web), body)
-    except RewardServiceError as err:
-        raise Problem(503, str(err)) from None
-
-
-@router.get("/runs/{run}/dead-letters")
-def dead_letters(reading: Reading, before: Step = None, limit: Limit = 50) -> dict[str, Any]:
-    """Return the newest dead letters."""
-    return server_requests.dead_letters(reading.run, before=before, limit=limit)
-
-
-@router.get("/runs/{run}/dead-letters/{number}")
-def dead_letter(reading: Reading, number: Number) -> dict[str, Any]:
-    """Return one dead letter with its prompts and completions."""
-    return server_requests.dead_letter(reading.run, number)
-
-
-@router.post("/runs/{run}/dead-letters/{number}/resend")
-def resend(_: Runner, reading: Reading, number: Number, once_more: bool = False) -> dict[str, Any]:
-    """Send one dead letter again."""
-    return server_requests.resend_dead_letter(reading.run, number, once_more=once_more)
-
-
-def _reward_service(reading: RunReading, web: WebContext) -> tuple[str, Path | None]:
-    """Return the URL of a run's reward service and the file of its token, which is sent to the URL that was set only."""
-    url = web.environ.get(_REWARD_URL)
-    file = web.environ.get(_REWARD_TOKEN)
-    return server_requests.service_url(reading.folder, url), Path(file) if url and file else None
 
 
 @router.get("/runs/{run}/groups")

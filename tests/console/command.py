@@ -5,7 +5,9 @@ from __future__ import annotations
 import subprocess
 from pathlib import Path
 
+from penstock.protocol.config.connection import NatsSettings, S3Settings
 from tests import forked
+from tests.servers import secret_file
 
 _PRELOADED = (
     "penstock.forensics.audit.audit",
@@ -23,3 +25,12 @@ def penstock(*arguments: str, cwd: Path, **environment: str) -> subprocess.Compl
     return forked.run(
         "penstock.console.cli.main", *_PRELOADED, arguments=arguments, cwd=cwd, environ=environ, deadline_s=180.0
     )
+
+
+def server_arguments(nats: NatsSettings, s3: S3Settings | None = None) -> list[str]:
+    """Return the settings that reach the servers of a test, as they are typed."""
+    arguments = [f"nats.url={nats.url}", f"nats.user={nats.user}", f"nats.password_file={secret_file(nats.secret())}"]
+    if s3 is not None:
+        arguments += [f"s3.endpoint={s3.endpoint}", f"s3.bucket={s3.bucket}", f"s3.access_key={s3.access_key}"]
+        arguments.append(f"s3.secret_key_file={secret_file(s3.secret())}")
+    return arguments

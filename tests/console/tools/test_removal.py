@@ -2,36 +2,22 @@
 
 from __future__ import annotations
 
+import subprocess
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 from tests.console.command import penstock
-from tests.servers import secret_file
 
 from penstock.console.tools.removal import find_holdings, remove_holdings
 from penstock.deploy.bootstrap import bootstrap, delete_run
 from penstock.protocol import seals, streams, subjects
-from penstock.protocol.config.connection import NatsSettings, S3Settings
 from penstock.protocol.errors import BlobStoreUnreachable
 from penstock.protocol.facts import Heartbeat, RunEvent, encode
 from penstock.protocol.record.stored_record import mark_use_of_input
 from penstock.protocol.transport.blobs import Blobs
 from penstock.protocol.transport.bus import Bus
-
-
-@pytest.fixture
-def typed(nats_settings: NatsSettings, s3_settings: S3Settings) -> list[str]:
-    return [
-        f"nats.url={nats_settings.url}",
-        f"nats.user={nats_settings.user}",
-        f"nats.password_file={secret_file(nats_settings.secret())}",
-        f"s3.endpoint={s3_settings.endpoint}",
-        f"s3.bucket={s3_settings.bucket}",
-        f"s3.access_key={s3_settings.access_key}",
-        f"s3.secret_key_file={secret_file(s3_settings.secret())}",
-    ]
 
 
 @pytest.fixture
@@ -52,25 +38,25 @@ def fill(bus: Bus, blobs: Blobs, run: str, folder: Path) -> None:
     (folder / "runs" / run / "config.json").write_text("{}")
 
 
+def rm(*arguments: str, cwd: Path, code: int = 0) -> subprocess.CompletedProcess[str]:
+    answer = penstock("runs", "rm", *arguments, cwd=cwd)
+    assert answer.returncode == code, answer.stderr
+    return answer
+
+
 def test_rm_removes_one_run_and_confirms_its_folder_separately(
     bus: Bus, blobs: Blobs, run_streams: str, neighbour: str, typed: list[str], tmp_path: Path
 ):
     run = run_streams
     fill(bus, blobs, run, tmp_path)
-    unasked = penstock("runs", "rm", run, *typed, cwd=tmp_path)
-    assert unasked.returncode == 1
+    unasked = rm(run, *typed, cwd=tmp_path, code=1)
     assert "3 objects" in unasked.stdout
     assert "stdin is not a terminal. Confirm with --yes" in unasked.stderr
     assert len(find_holdings(run, bus, blobs).objects) == 3
-
-    removed = penstock("runs", "rm", run, "--yes", *typed, cwd=tmp_path)
-    assert removed.returncode == 0, removed.stderr
+    assert "--folder removes it too" in rm(run, "--yes", *typed, cwd=tmp_path).stdout
     assert find_holdings(run, bus, blobs).is_empty
     assert (tmp_path / "runs" / run).is_dir()
-    assert "--folder removes it too" in removed.stdout
-    again = penstock("runs", "rm", run, "--yes", "--folder", *typed, cwd=tmp_path)
-    assert again.returncode == 0, again.stderr
-    assert "has no streams" in again.stdout
+    assert "has no streams" in rm(run, "--yes", "--folder", *typed, cwd=tmp_path).stdout
     assert not (tmp_path / "runs" / run).exists()
     theirs = find_holdings(neighbour, bus, blobs)
     assert len(theirs.objects) == 1
@@ -91,14 +77,13 @@ def test_a_running_run_is_not_removed(bus: Bus, blobs: Blobs, run_streams: str, 
     heart = threading.Thread(target=beat_on)
     heart.start()
     try:
-        refused = penstock("runs", "rm", run_streams, "--yes", *typed, cwd=tmp_path)
+        refused = rm(run_streams, "--yes", *typed, cwd=tmp_path, code=1)
     finally:
         over.set()
         heart.join()
-    assert refused.returncode == 1
     assert "are running: trainer-7; stop them first" in refused.stderr
     live.put(streams.heartbeat_key("trainer", "trainer-7"), encode(beat)).wait()
-    assert penstock("runs", "rm", run_streams, "--yes", "--force", *typed, cwd=tmp_path).returncode == 0
+    rm(run_streams, "--yes", "--force", *typed, cwd=tmp_path)
     assert find_holdings(run_streams, bus, blobs).is_empty
 
 
@@ -117,24 +102,18 @@ def test_an_interrupted_removal_is_repeated(
     assert left.objects == holdings.objects
     assert list(left.streams) == [f"{run_streams}-events"]
     blobs.delete(holdings.objects[:2])  # half of it
-    answer = penstock("runs", "rm", run_streams, "--yes", *typed, cwd=tmp_path)
-    assert "1 objects" in answer.stdout
+    assert "1 objects" in rm(run_streams, "--yes", *typed, cwd=tmp_path).stdout
     assert find_holdings(run_streams, bus, blobs).is_empty
-
-
-def test_a_run_without_a_known_store_is_refused(tmp_path: Path):
-    answer = penstock("runs", "rm", "nobody", "--yes", cwd=tmp_path)
-    assert answer.returncode == 1
-    assert "run nobody has no local store and no server is configured" in answer.stderr
 
 
 def test_a_finished_local_run_is_removed_with_its_folder(tmp_path: Path):
     store = tmp_path / "runs" / "mine" / "store"
     store.mkdir(parents=True)
     seals.write(store / "environment", "PENSTOCK_NATS__URL=nats://127.0.0.1:1\n")
-    answer = penstock("runs", "rm", "mine", "--yes", "--folder", cwd=tmp_path)
-    assert answer.returncode == 0, answer.stderr
+    rm("mine", "--yes", "--folder", cwd=tmp_path)
     assert not (tmp_path / "runs" / "mine").exists()
+    unknown = rm("nobody", "--yes", cwd=tmp_path, code=1)
+    assert "run nobody has no local store and no server is configured" in unknown.stderr
 
 
 def test_what_other_runs_trained_on_is_not_removed(
@@ -146,13 +125,12 @@ def test_what_other_runs_trained_on_is_not_removed(
     for run in (user, removed, name):
         mark_use_of_input(name, run, blobs)
     record = blobs.put(f"runs/{user}/lineage/chapter", b"record")
-    refused = penstock("runs", "rm", name, "--yes", *typed, cwd=tmp_path)
-    assert refused.returncode == 1
+    refused = rm(name, "--yes", *typed, cwd=tmp_path, code=1)
     assert f"{user} trained on {name}" in refused.stderr
     assert "--force" in refused.stderr
     assert blobs.exists(f"runs/{name}/groups/v00000000/0")
     blobs.delete([record.key])
-    assert penstock("runs", "rm", name, "--yes", *typed, cwd=tmp_path).returncode == 0
+    rm(name, "--yes", *typed, cwd=tmp_path)
     assert find_holdings(name, bus, blobs).is_empty
 
 
@@ -160,9 +138,7 @@ def test_a_local_store_with_other_runs_is_removed_only_by_force(tmp_path: Path):
     store = tmp_path / "runs" / "mine" / "store"
     for run in ("mine", "mine-strict"):
         (store / "objects" / "penstock" / "runs" / run).mkdir(parents=True)
-    refused = penstock("runs", "rm", "mine", "--yes", "--folder", cwd=tmp_path)
-    assert refused.returncode == 1
-    assert "also holds mine-strict" in refused.stderr
+    assert "also holds mine-strict" in rm("mine", "--yes", "--folder", cwd=tmp_path, code=1).stderr
     assert store.is_dir()
-    assert penstock("runs", "rm", "mine", "--yes", "--folder", "--force", cwd=tmp_path).returncode == 0
+    rm("mine", "--yes", "--folder", "--force", cwd=tmp_path)
     assert not store.exists()

@@ -24,7 +24,7 @@ from tests.console.web.shown_run import (
 
 from penstock.console import connections
 from penstock.console.connections import NamedRun
-from penstock.console.web import reading_routes
+from penstock.console.web import server_routes
 from penstock.console.web.access import Access, Role
 from penstock.console.web.context import WebContext
 from penstock.console.web.reading import stored_groups
@@ -432,7 +432,7 @@ def test_the_token_of_the_reward_service_is_sent_to_the_url_that_was_set_only(tm
 
     def service(**environ: str) -> tuple[str, Path | None]:
         web = WebContext(tmp_path, Access(tmp_path / "tokens"), (), environ)
-        return reading_routes._reward_service(reading, web)
+        return server_routes.reward_service(reading, web)
 
     token = {"PENSTOCK_CONSOLE_REWARD_TOKEN_FILE": "/secret"}
     assert service(**token) == ("http://127.0.0.1:8700", None)  # of a run that does not go on, the port is anybody's

@@ -16,7 +16,8 @@ from starlette.requests import Request
 from starlette.routing import Route
 from tests.console.web.control.api import BASE, Api
 
-from penstock.console.web.access import MAX_BODY_BYTES, MAX_HEAD_BYTES, MAX_QUERY_BYTES, MAX_TOKENS, Access, Role
+from penstock.console.web.access import MAX_HEAD_BYTES, MAX_QUERY_BYTES, MAX_TOKENS, Access, Role
+from penstock.console.web.app import MAX_BODY_BYTES
 from penstock.console.web.context import require
 from penstock.console.web.problems import Problem
 from penstock.protocol.errors import ConfigError
