@@ -2,14 +2,29 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from tests.console.record import recorded_run as recorded
 
-from penstock.console.live.run_snapshot import QueueDepths
+from penstock.console.live.run_snapshot import QueueDepths, RewardErrors
 from penstock.console.live.run_view import RunView
 from penstock.console.report.run_summary import attention_text
+from penstock.protocol.facts import Heartbeat
+
+
+def view_of(*steps: int, every_s: float = 1.0, **more: Any) -> RunView:
+    """A view of a run whose steps were taken in this order, one each second."""
+    view = RunView(recorded.RUN, total_steps=more.pop("total_steps", None))
+    for place, number in enumerate(steps, start=1):
+        view.fold_event(recorded.step(number, recorded.START + every_s * place, **more))
+    return view
+
+
+def beats_of(*roles: str, at: float = recorded.START) -> list[Heartbeat]:
+    return [recorded.beat(role, "x", at, busy_s=1, idle_s=0, cpu_s=1) for role in roles]
 
 
 def test_a_whole_run_is_summarised():
@@ -51,12 +66,8 @@ def test_a_decreasing_gauge_is_no_restart():
     """Only a decreasing total shows a restart: the trainer's outstanding groups may decrease."""
     view = RunView("r")
     for at, outstanding in ((0.0, 144), (1.0, 0), (2.0, 96)):
-        beats = [
-            recorded.beat(
-                "trainer", "trainer", at, busy_s=at, idle_s=0.0, cpu_s=10.0 + at, groups_outstanding=outstanding
-            )
-        ]
-        view.fold_heartbeats(beats, at)
+        figures = {"busy_s": at, "idle_s": 0.0, "cpu_s": 10.0 + at, "groups_outstanding": outstanding}
+        view.fold_heartbeats([recorded.beat("trainer", "trainer", at, **figures)], at)
     assert view.snapshot(2.0).services[0].num_starts == 1
     assert view.summary().cpu_s == 12.0
 
@@ -109,10 +120,7 @@ def test_overlap_is_at_least_busy_plus_busy_minus_wall():
 
 
 def test_a_step_repeated_after_a_resume_counts_once():
-    view = RunView(recorded.RUN)
-    for number in (1, 2, 3, 4, 3):
-        view.fold_event(recorded.step(number, recorded.START + number))
-    summary = view.summary()
+    summary = view_of(1, 2, 3, 4, 3).summary()
     assert summary.steps == 3
     assert summary.tokens_trained == 3000
     assert sum(summary.staleness_tokens.values()) == 3000
@@ -131,7 +139,7 @@ def test_a_resumed_run_is_not_finished():
 
 
 def test_missing_metrics_are_missing_and_not_zero():
-    """An event with only its step number counts as a step; its metrics are unknown."""
+    """An event with only its step number counts as a step; its metrics are unknown, as is a reward of NaN."""
     view = RunView(recorded.RUN)
     view.fold_event(recorded.event("step", recorded.START, step=1))
     view.fold_event(recorded.event("eval", recorded.START, step=1))
@@ -142,13 +150,8 @@ def test_missing_metrics_are_missing_and_not_zero():
     assert summary.staleness_mean is None
     assert snapshot.rewards == ()
     assert snapshot.eta_s is None
-
-
-def test_nan_is_ignored():
-    """A NaN reward is left out of curve and means."""
-    view = RunView(recorded.RUN)
-    view.fold_event(recorded.step(1, recorded.START, reward_mean=float("nan")))
-    view.fold_event(recorded.step(2, recorded.START + 1, reward_mean=0.5))
+    view.fold_event(recorded.step(2, recorded.START, reward_mean=float("nan")))
+    view.fold_event(recorded.step(3, recorded.START + 1, reward_mean=0.5))
     assert view.summary().reward_last == 0.5
 
 
@@ -207,9 +210,7 @@ def test_a_time_without_steps_and_an_outage_of_nats_are_in_the_report():
 
 
 def test_steps_that_were_rolled_back_are_no_time_without_steps():
-    view = RunView(recorded.RUN)
-    for number in range(1, 41):
-        view.fold_event(recorded.step(number, recorded.START + number))
+    view = view_of(*range(1, 41))
     for number in range(11, 31):  # killed at step 40, resumed at step 10
         view.fold_event(recorded.step(number, recorded.START + 35 + number))
     assert view.summary().incidents == ()
@@ -227,8 +228,7 @@ def test_work_that_waits_for_a_service_that_does_not_run_is_said(role: str, queu
     begin = recorded.START
 
     def keys_at(at: float, *present: str) -> list[str]:
-        beats = [recorded.beat(one, "x", at, busy_s=1, idle_s=0, cpu_s=1) for one in present]
-        view.fold_heartbeats(beats, at)
+        view.fold_heartbeats(beats_of(*present, at=at), at)
         return [diagnose.key for diagnose in view.snapshot(at).diagnoses]
 
     other = {"rollout": "reward", "reward": "rollout"}[role]
@@ -261,9 +261,7 @@ def test_a_run_that_begins_names_the_service_it_lacks():
     view = RunView(recorded.RUN)
 
     def lacking(*present: str) -> str:
-        view.fold_heartbeats(
-            [recorded.beat(one, "x", recorded.START, busy_s=1, idle_s=0, cpu_s=1) for one in present], recorded.START
-        )
+        view.fold_heartbeats(beats_of(*present), recorded.START)
         return view.snapshot(recorded.START).waiting_for
 
     assert lacking() == ""
@@ -290,27 +288,27 @@ def test_dead_letters_of_one_cause_are_one_incident_with_the_cause():
     assert len(later.incidents) == 1
 
 
-def test_a_failing_reward_is_one_incident_per_reason():
+def test_a_failing_reward_is_one_incident_per_reason_and_counted():
     view = RunView(recorded.RUN)
-    for _ in range(1000):
-        view.fold_event(recorded.event("reward_error", recorded.START, source="reward", reason="EndpointTimeout"))
-    assert [i.text for i in view.incidents] == ["rewards fail (EndpointTimeout); their groups are retried"]
+    for number in range(1000):
+        detail = f"HTTP 50{number % 10}"
+        event = recorded.event("reward_error", recorded.START, source="reward", reason="EndpointTimeout", detail=detail)
+        view.fold_event(event)
+    view.fold_dead_letter(recorded.dead_letter("a", "b").model_copy(update={"reason": "EndpointTimeout"}), 0.0)
+    assert view.incidents[0].text == "rewards fail (EndpointTimeout: HTTP 500); their groups are retried"
+    assert view.reward_errors == {"EndpointTimeout": RewardErrors(1000, 2, "500", recorded.START)}
 
 
 def test_the_eta_follows_the_recent_steps():
     """Half a second per step and twenty remaining steps are ten seconds."""
-    view = RunView(recorded.RUN, total_steps=40)
-    for number in range(1, 21):
-        view.fold_event(recorded.step(number, recorded.START + 0.5 * number))
+    view = view_of(*range(1, 21), every_s=0.5, total_steps=40)
     assert view.snapshot(recorded.START + 10).eta_s == 10.0
 
 
 @given(st.lists(st.integers(1, 12), max_size=40))
 def test_totals_belong_to_the_steps_that_count(numbers: list[int]):
     """However often a trainer resumes, tokens and histogram are those of the steps that count."""
-    view = RunView(recorded.RUN)
-    for at, number in enumerate(numbers):
-        view.fold_event(recorded.step(number, recorded.START + at))
+    view = view_of(*numbers)
     points = view.points()
     assert [p.step for p in points] == sorted({p.step for p in points})
     summary = view.summary()

@@ -38,6 +38,10 @@ class Browser:
         if kind in {"error", "warning"}:
             self.complaints.append(f"{kind}: {text}")
 
+    def forget(self, text: str) -> None:
+        """Drop the complaints with a text, which are expected."""
+        self.complaints = [complaint for complaint in self.complaints if text not in complaint]
+
     def log_in(self, role: Role = Role.RUN) -> None:
         self.page.goto(f"{self.console.url}/?token={self.console.access.one_time_link(role)}")
         self.wait()

@@ -106,14 +106,8 @@ class ShownRun:
         for number in range(1, steps + 1):
             self.publish_step(number)
             self.publish(subjects.weights_published(run), recorded.published(number))
-            data = {
-                "version": number,
-                "kind": "patch",
-                "raw_bytes": 900_000,
-                "sent_bytes": 10_000 + number,
-                "density": 0.01,
-                "publish_s": 0.05,
-            }
+            sent = {"raw_bytes": 900_000, "sent_bytes": 10_000 + number, "density": 0.01, "publish_s": 0.05}
+            data = {"version": number, "kind": "patch", **sent}
             say("weights", recorded.event("weights", recorded.START + number).model_copy(update={"data": data}))
             for worker in range(workers):
                 fact = recorded.applied(f"rollout-{worker}", number)
@@ -124,35 +118,17 @@ class ShownRun:
                     accuracy = base + 0.4 * number / steps
                     say("eval", recorded.evaluation(number, accuracy, recorded.START + number, split=split))
         detail = HOSTILE[1] if self.hostile else "endpoint answered 500"
-        say(
-            "reward_error",
-            recorded.event(
-                "reward_error",
-                recorded.START,
-                "reward",
-                reason="endpoint_failed",
-                detail=detail,
-                group_ids=["e0.p1.a0"],
-            ),
-        )
+        failed = {"reason": "endpoint_failed", "detail": detail, "group_ids": ["e0.p1.a0"]}
+        say("reward_error", recorded.event("reward_error", recorded.START, "reward", **failed))
         self.flush()
 
     def publish_step(self, number: int, **more: Any) -> None:
         at = recorded.START + number / 2
         if self.hostile:
-            more |= {
-                "logprobs_lost": 3,
-                "reward_parts": {HOSTILE[0]: 0.5, HOSTILE[1]: 0.25},
-                "scored_by": {HOSTILE[2]: 3},
-            }
-        fields = {
-            "entropy": 0.5 / (1 + number / 50),
-            "truncated_share": 0.3,
-            "lr": 1e-5,
-            "lr_set": 1e-5,
-            "grad_norm": 0.1,
-            "publish_s": 0.05,
-        }
+            parts = {HOSTILE[0]: 0.5, HOSTILE[1]: 0.25}
+            more |= {"logprobs_lost": 3, "reward_parts": parts, "scored_by": {HOSTILE[2]: 3}}
+        fields = {"truncated_share": 0.3, "lr": 1e-5, "lr_set": 1e-5, "grad_norm": 0.1, "publish_s": 0.05}
+        fields["entropy"] = 0.5 / (1 + number / 50)
         event = recorded.step(number, at, **{**fields, **more})
         self.publish(subjects.events(self.run_id, "step"), event)
 
@@ -190,18 +166,15 @@ class ShownRun:
         bucket.put(streams.CHECKPOINT_KEY, encode(pointer)).wait()
 
     def pointer(self) -> bytes | None:
-        bucket = self.bus.key_value(streams.state_bucket(self.run_id).bucket).wait()
-        entry = bucket.get(streams.CHECKPOINT_KEY).wait()
+        entry = self.bus.key_value(streams.state_bucket(self.run_id).bucket).wait().get(streams.CHECKPOINT_KEY).wait()
         return None if entry is None else entry.value
 
     def write_chapter(self, number: int, first: int, last: int, parent: BlobRef | None, *, is_last: bool) -> BlobRef:
         recorded_steps = tuple(self._step(step, with_episodes=step == 1) for step in range(first, last + 1))
         more: dict[str, Any] = {}
         if number == 1:
-            config = self.blobs.put(
-                blob_keys.lineage_config(self.run_id, "a" * 64),
-                json.dumps({"settings": {"trainer": {"lr": 1e-5}}}).encode(),
-            )
+            settings = json.dumps({"settings": {"trainer": {"lr": 1e-5}}}).encode()
+            config = self.blobs.put(blob_keys.lineage_config(self.run_id, "a" * 64), settings)
             more["lives"] = (
                 RecordedSession(epoch=1, holder="trainer", at=recorded.START, step=0, version=0, parent_version=None, weights_digest="0" * 64, config=config),
             )  # fmt: skip
@@ -241,33 +214,18 @@ class ShownRun:
         self.rewards[group.group_id] = rewards
         self.groups[group.group_id] = group
         name = HOSTILE[1] if self.hostile else "correct"
-        return ScoredGroup(
-            generated=group.summary(row_group),
-            rewards=rewards,
-            parts={name: rewards},
-            scorer=HOSTILE[2] if self.hostile else "exact@1",
-        )
+        scorer = HOSTILE[2] if self.hostile else "exact@1"
+        return ScoredGroup(generated=group.summary(row_group), rewards=rewards, parts={name: rewards}, scorer=scorer)
 
     def _group(self, group_id: str, seed: int, *, version: int, **more: Any) -> Group:
-        prompt, truth, texts = (
-            f"sort: {seed} 3 1 2",
-            "1 2 3",
-            [f"completion {i} of {group_id}" for i in range(GROUP_SIZE)],
-        )
+        prompt, truth = f"sort: {seed} 3 1 2", "1 2 3"
+        texts = [f"completion {i} of {group_id}" for i in range(GROUP_SIZE)]
         if self.hostile:
             prompt = HOSTILE[seed % len(HOSTILE)]
             truth = HOSTILE[(seed + 1) % len(HOSTILE)]
             texts = [HOSTILE[(seed + i) % len(HOSTILE)] for i in range(GROUP_SIZE)]
-        return make_group(
-            group_id,
-            size=GROUP_SIZE,
-            version=version,
-            seed=seed,
-            prompt_text=prompt,
-            ground_truth=truth,
-            texts=texts,
-            **more,
-        )
+        more |= {"prompt_text": prompt, "ground_truth": truth, "texts": texts}
+        return make_group(group_id, size=GROUP_SIZE, version=version, seed=seed, **more)
 
     def _pack(self, name: str, groups: list[Group]) -> BlobRef:
         key = blob_keys.group_pack(self.run_id, PolicyVersion(0), name, "a1")
@@ -298,16 +256,12 @@ def store_logprobs(blobs: Blobs, run_id: str, step: int, groups: list[Group], pa
 
 
 def environ_of(nats_settings: NatsSettings, s3_settings: S3Settings) -> dict[str, str]:
-    environ = {
-        "PENSTOCK_NATS__URL": nats_settings.url,
-        "PENSTOCK_NATS__USER": nats_settings.user,
-        "PENSTOCK_NATS__PASSWORD": nats_settings.secret(),
-        "PENSTOCK_S3__ENDPOINT": s3_settings.endpoint,
-        "PENSTOCK_S3__BUCKET": s3_settings.bucket,
-        "PENSTOCK_S3__ACCESS_KEY": s3_settings.access_key,
-        "PENSTOCK_S3__SECRET_KEY": s3_settings.secret(),
-    }
-    return {name: value for name, value in environ.items() if value}
+    values = {
+        "NATS__URL": nats_settings.url, "NATS__USER": nats_settings.user, "NATS__PASSWORD": nats_settings.secret(),
+        "S3__ENDPOINT": s3_settings.endpoint, "S3__BUCKET": s3_settings.bucket, "S3__ACCESS_KEY": s3_settings.access_key,
+        "S3__SECRET_KEY": s3_settings.secret(),
+    }  # fmt: skip
+    return {f"PENSTOCK_{name}": value for name, value in values.items() if value}
 
 
 class ServedConsole:

@@ -98,15 +98,18 @@ def test_versions_show_what_each_worker_took_to_adopt_them_a_page_at_a_time(show
     assert first["serving"] == {"rollout-0": STEPS, "rollout-1": STEPS}
 
 
+def all_pages(shown: Shown, path: str, **query: Any) -> list[dict[str, Any]]:
+    """Return the items of all pages: a busy machine reads less of the record before it answers."""
+    items, cursor = [], ""
+    while cursor is not None:
+        page = get(shown, path, cursor=cursor, **query)
+        items, cursor = items + page["items"], page["next"]
+    return items
+
+
 def test_pages_of_groups_hold_every_group_of_the_record_once(shown: Shown) -> None:
     """Trained, evaluated, dropped and in flight, the newest step first."""
-    found, cursor = [], ""
-    while True:
-        page = get(shown, "groups", limit=7, cursor=cursor, texts=False)
-        found += page["items"]
-        cursor = page["next"]
-        if cursor is None:
-            break
+    found = all_pages(shown, "groups", limit=7, texts=False)
     trained = [item for item in found if item["status"] == "trained"]
     assert sorted(ids({"items": found})) == sorted([*shown.plain.rewards, DROPPED, EVALUATED, WAITING])
     assert [item["step"] for item in trained] == sorted((item["step"] for item in trained), reverse=True)
@@ -129,14 +132,7 @@ def test_pages_of_groups_hold_every_group_of_the_record_once(shown: Shown) -> No
 def test_groups_are_found_by_step_status_reward_and_text(
     shown: Shown, query: dict[str, Any], expected: list[str]
 ) -> None:
-    found: list[str] = []
-    cursor = ""
-    while True:  # a busy machine reads less of the record before it answers
-        page = get(shown, "groups", limit=100, cursor=cursor, **query)
-        found += ids(page)
-        if (cursor := page["next"] or "") == "":
-            break
-    assert found == expected
+    assert ids({"items": all_pages(shown, "groups", limit=100, **query)}) == expected
 
 
 def test_trajectories_are_listed_one_by_one_with_their_own_reward_and_texts(shown: Shown) -> None:
@@ -438,7 +434,5 @@ def test_the_token_of_the_reward_service_is_sent_to_the_url_that_was_set_only(tm
     assert service(**token) == ("http://127.0.0.1:8700", None)  # of a run that does not go on, the port is anybody's
     with run_folder.hold_lock(tmp_path / "r"):
         assert service(**token) == ("http://127.0.0.1:4711", None)
-    assert service(PENSTOCK_CONSOLE_REWARD_URL="http://rewards:8700", **token) == (
-        "http://rewards:8700",
-        Path("/secret"),
-    )
+    set_url = service(PENSTOCK_CONSOLE_REWARD_URL="http://rewards:8700", **token)
+    assert set_url == ("http://rewards:8700", Path("/secret"))

@@ -13,8 +13,9 @@ from typing import Any
 
 import httpx
 import pytest
+from tests.console.command import server_arguments
 from tests.console.web.control.api import Api
-from tests.servers import secret_file, wait_for
+from tests.servers import wait_for
 
 from penstock.console.web import event_routes, serve
 from penstock.console.web.access import Role
@@ -30,10 +31,7 @@ def served(tmp_path: Path, nats_settings: NatsSettings, run_streams: str) -> Ite
     folder = tmp_path / "runs"
     (folder / run_streams).mkdir(parents=True)
     (folder / run_streams / "metrics.jsonl").touch()
-    api = Api(
-        folder, f"nats.url={nats_settings.url}", f"nats.user={nats_settings.user}",
-        f"nats.password_file={secret_file(nats_settings.secret())}", environ={},
-    )  # fmt: skip
+    api = Api(folder, *server_arguments(nats_settings), environ={})
     with on_a_server(api) as url:
         yield api, url, run_streams
 
@@ -108,13 +106,8 @@ def test_events_arrive_in_order_and_go_on_after_the_last_one_seen(served: tuple[
         assert (first["event"], json.loads(first["data"])["state"]) == ("state", "stopped")
         seen = take(events, 2)
     assert [event["id"] for event in seen] == ["1", "2"]
-    assert json.loads(seen[0]["data"]) == {
-        "sequence": 1,
-        "kind": "step",
-        "source": "trainer",
-        "at": 1.0,
-        "data": {"step": 1},
-    }
+    first_event = {"sequence": 1, "kind": "step", "source": "trainer", "at": 1.0, "data": {"step": 1}}
+    assert json.loads(seen[0]["data"]) == first_event
     publish(bus, served[2], 4)
     with stream(served, **{"last-event-id": "2"}) as events:
         assert [event["id"] for event in take(events, 2)] == ["3", "4"]
@@ -183,10 +176,7 @@ def test_open_streams_are_counted(
         refused = httpx.get(f"{url}/v1/runs/{run}/events", headers=headers)
         assert (refused.status_code, refused.json()["fix"].split(",")[0]) == (429, "close one")
         assert _status(url, run, {"authorization": f"Bearer {api.tokens[Role.ADMIN]}"}) == of_others
-    wait_for(
-        lambda: _status(url, run, headers) == 200,
-        "the place to be free",
-    )
+    wait_for(lambda: _status(url, run, headers) == 200, "the place to be free")
 
 
 def _status(url: str, run: str, headers: dict[str, str]) -> int:
