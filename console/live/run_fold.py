@@ -72,8 +72,6 @@ class RunFold:
         self.reward_errors: dict[str, RewardErrors] = {}  # by reason
         self.published: set[int] = set()  # versions that were announced
         self.publications: dict[int, PublicationFields] = {}  # by version
-        self._pauses_s: list[float] = []  # of workers that loaded another version
-        self._fetched_bytes = 0
         self._num_refused = 0
         self._applied: dict[str, list[WeightsApplied]] = {}
         self._first_at: float | None = None
@@ -120,7 +118,7 @@ class RunFold:
         if missing.steps and next(reversed(missing.steps)) > next(reversed(self.steps), -1):
             self._groups = missing._groups
         for point in added.values():
-            self._staleness.update(point.staleness_tokens)
+            self._staleness.update(point.fields.staleness_tokens)
         self.steps = dict(sorted({**self.steps, **added}.items()))
         known = {(e.version, e.split) for e in self.evals}
         self.evals = sorted(
@@ -143,24 +141,25 @@ class RunFold:
             self._remember([Incident(at, text, "note")])
 
     def _fold_event(self, event: RunEvent) -> None:
-        if event.kind == "step":
-            self._fold_step(event.at, event.data)
-        elif event.kind == "eval":
-            self._fold_eval(event.at, event.data)
-        elif event.kind == "state":
-            self._fold_state(event.at, event.source, event.data)
-        elif event.kind == "reward_error":
-            self._fold_reward_error(event.at, event.data)
-        elif event.kind == "weights":
-            fields = event_fields.read(PublicationFields, event.data)
-            if fields.version is not None:
-                self.publications[fields.version] = fields
-        elif event.kind in {"alarm", "evaluation_lost"}:
-            text = event_fields.read(NoteFields, event.data).text
-            self._remember([Incident(event.at, text or event.kind, "lost")])
-        elif event.kind == "log" and (text := event_fields.read(NoteFields, event.data).text):
-            self._remember([Incident(event.at, text, "note")])
-        self._saw(event.at)
+        at, data = event.at, event.data
+        match event.kind:
+            case "step":
+                self._fold_step(at, data)
+            case "eval":
+                self._fold_eval(at, data)
+            case "state":
+                self._fold_state(at, event.source, data)
+            case "reward_error":
+                self._fold_reward_error(at, data)
+            case "weights":
+                fields = event_fields.read(PublicationFields, data)
+                if fields.version is not None:
+                    self.publications[fields.version] = fields
+            case "alarm" | "evaluation_lost" | "log":
+                text, is_log = event_fields.read(NoteFields, data).text, event.kind == "log"
+                if text or not is_log:
+                    self._remember([Incident(at, text or event.kind, "note" if is_log else "lost")])
+        self._saw(at)
 
     def fold_heartbeats(self, beats: Sequence[Heartbeat], now: float) -> None:
         """Take all heartbeats of the live bucket as read at ``now``, in the reader's wall-clock seconds."""
@@ -176,9 +175,6 @@ class RunFold:
 
     def fold_applied(self, fact: WeightsApplied) -> None:
         self._applied.setdefault(fact.worker_id, []).append(fact)
-        self._fetched_bytes += fact.num_bytes
-        if fact.previous_version is not None:
-            self._pauses_s.append(fact.pause_s)
 
     def fold_refused(self, fact: WeightsRefused, now: float) -> None:
         self._num_refused += 1
@@ -218,22 +214,10 @@ class RunFold:
         if self.steps and step <= next(reversed(self.steps)):  # resumed from a checkpoint: these steps are repeated
             self._rolled_back[step] = self.steps[next(reversed(self.steps))]
             for later in [s for s in self.steps if s >= step]:
-                self._staleness.subtract(self.steps.pop(later).staleness_tokens)
-        histogram = fields.staleness_tokens
-        self.steps[step] = StepPoint(
-            step=step,
-            at=at,
-            version=fields.version,
-            reward_mean=fields.reward_mean,
-            loss=fields.loss,
-            tokens_trained=fields.tokens_trained if "tokens_trained" in data else sum(histogram.values()),
-            staleness_tokens=histogram,
-            no_signal_share=fields.zero_signal_groups,
-            learning=learning.read(data),
-            skipped=fields.skipped,
-            scored_by=fields.scored_by,
-        )
-        self._staleness.update(histogram)
+                self._staleness.subtract(self.steps.pop(later).fields.staleness_tokens)
+        trained = fields.tokens_trained if "tokens_trained" in data else sum(fields.staleness_tokens.values())
+        self.steps[step] = StepPoint(step, at, trained, fields, learning.read(data))
+        self._staleness.update(fields.staleness_tokens)
         self._groups = fields.groups or self._groups
         self.state = "training"
         self.finished = False  # a run that had ended was resumed with more steps

@@ -13,6 +13,7 @@ from pathlib import Path
 import structlog
 from pydantic import BaseModel, ConfigDict, ValidationError
 
+from penstock.console.report.event_fields import StepFields
 from penstock.console.report.learning import Evaluation, HeldOut
 from penstock.console.report.run_summary import Diagnosis
 from penstock.protocol.facts import Heartbeat
@@ -27,17 +28,11 @@ TOTALS_FILE = "watched.json"
 class StepPoint:
     """One optimizer step as the trainer reported it; ``at`` is wall-clock seconds."""
 
-    step: int
+    number: int
     at: float
-    version: int = 0
-    reward_mean: float | None = None
-    loss: float | None = None
-    tokens_trained: int = 0
-    staleness_tokens: dict[int, int] = field(default_factory=dict)
-    no_signal_share: float | None = None  # share of groups whose rewards are all equal
-    learning: dict[str, float] = field(default_factory=dict)  # by the names of `console/report/learning.py`
-    skipped: dict[str, int] = field(default_factory=dict)  # trajectories left out by filters, by reason
-    scored_by: dict[str, int] = field(default_factory=dict)  # groups by scorer, with its version
+    tokens_trained: int
+    fields: StepFields
+    learning: dict[str, float]  # by the names of `console/report/learning.py`
 
 
 @dataclass(frozen=True, slots=True)

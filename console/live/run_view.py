@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
 
 from penstock.console.live.run_fold import RunFold
@@ -38,7 +38,7 @@ class RunView(RunFold):
 
     def snapshot(self, now: float) -> Snapshot:
         points = self.points()
-        rewards = tuple(p.reward_mean for p in points if p.reward_mean is not None)
+        rewards = _known(p.fields.reward_mean for p in points)
         staleness = self._staleness_tokens()
         primary = self._primary_evals()
         return Snapshot(
@@ -46,7 +46,7 @@ class RunView(RunFold):
             started_at=self._first_at if self._first_at is not None else now,
             elapsed_s=max((self._last_at if self.finished else now) - (self._first_at or now) - self._paused_s, 0.0),
             state=self.state,
-            step=points[-1].step if points else 0,
+            step=points[-1].number if points else 0,
             total_steps=self.total_steps,
             eta_s=self._eta_s(points),
             rewards=rewards,
@@ -58,14 +58,14 @@ class RunView(RunFold):
             staleness_tokens=staleness,
             staleness_mean=_staleness_mean(staleness),
             staleness_max=max(staleness, default=None),
-            newest_version=max(self.published, default=points[-1].version if points else 0),
+            newest_version=max(self.published, default=points[-1].fields.version if points else 0),
             versions_published=len(self.published),
             queues=self.queues,
             services=self._fleet.lines(now),
             idle_share=self._fleet.idle_shares(),
             dropped=self._dropped(),
             groups_trained=self._groups.trained,
-            no_signal_share=_mean([p.no_signal_share for p in points[-5:] if p.no_signal_share is not None]),
+            no_signal_share=_mean(_known(p.fields.zero_signal_groups for p in points[-5:])),
             learning=points[-1].learning if points else {},
             diagnoses=(
                 *(() if self.finished else self._absent_services(now)),
@@ -82,14 +82,14 @@ class RunView(RunFold):
 
     def summary(self) -> RunSummary:
         points = self.points()
-        rewards = [p.reward_mean for p in points if p.reward_mean is not None]
+        rewards = _known(p.fields.reward_mean for p in points)
         tenth = max(len(rewards) // 10, 1)
         primary = self._primary_evals()
         staleness = self._staleness_tokens()
         cpu = self._fleet.cpu_s_per_role()
         return RunSummary(
             run_id=self.run_id,
-            steps=points[-1].step if points else 0,
+            steps=points[-1].number if points else 0,
             attention=self.attention,
             accuracy_before=primary[0].accuracy if primary else None,
             accuracy_after=primary[-1].accuracy if primary else None,
@@ -104,7 +104,7 @@ class RunView(RunFold):
             staleness_mean=_staleness_mean(staleness),
             staleness_max=max(staleness, default=None),
             learning=learning.spreads([p.learning for p in points]),
-            skipped=dict(sum((Counter(p.skipped) for p in points), Counter[str]())),
+            skipped=dict(sum((Counter(p.fields.skipped) for p in points), Counter[str]())),
             scored_by=self.scorers(),
             versions_published=len(self.published),
             workers=self._worker_weights(),
@@ -140,14 +140,13 @@ class RunView(RunFold):
 
     def scorers(self) -> dict[str, ScorerShare]:
         """Return how many groups each scorer scored, and from which step to which."""
-        totals: dict[str, tuple[int, int]] = {}  # groups, first step
-        last: dict[str, int] = {}
+        shares: dict[str, ScorerShare] = {}
         for number, point in self.steps.items():
-            for name, groups in point.scored_by.items():
-                num_groups, first = totals.get(name, (0, number))
-                totals[name] = num_groups + groups, first
-                last[name] = number
-        return {n: ScorerShare(groups=g, first_step=a, last_step=last[n]) for n, (g, a) in totals.items()}
+            for name, groups in point.fields.scored_by.items():
+                known = shares.get(name) or ScorerShare(groups=0, first_step=number, last_step=number)
+                more = {"groups": known.groups + groups, "last_step": number}
+                shares[name] = known.model_copy(update=more)
+        return shares
 
     def serving(self) -> dict[str, int]:
         return {worker: facts[-1].version for worker, facts in sorted(self._applied.items())}
@@ -175,7 +174,7 @@ class RunView(RunFold):
         """Return the longest times without a step, whatever the reason was; a pause between two sessions is none."""
         gaps: list[tuple[float, StepPoint]] = []
         for earlier, after in pairwise(points):
-            before = self._rolled_back.get(after.step, earlier)
+            before = self._rolled_back.get(after.number, earlier)
             if any(before.at < start <= after.at for start in self._old_starts):
                 continue  # between two sessions
             paused_s = sum(pause.seconds for pause in self._pauses if before.at < pause.end <= after.at)
@@ -184,9 +183,7 @@ class RunView(RunFold):
             return []
         limit = max(_STALL_S, 10 * statistics.median(gap for gap, _ in gaps))
         longest = sorted((stall for stall in gaps if stall[0] > limit), key=lambda one: one[0])[-_NUM_STALLS:]
-        return [
-            Incident(point.at, f"no step for {clock(gap)} after step {point.step}", "note") for gap, point in longest
-        ]
+        return [Incident(point.at, f"no step for {clock(gap)} after step {point.number}") for gap, point in longest]
 
     def _overlap(self, points: list[StepPoint], staleness: Mapping[int, int]) -> Overlap:
         tokens = sum(staleness.values())
@@ -210,24 +207,25 @@ class RunView(RunFold):
         return diagnoses.diagnose(diagnoses.RunMetrics(steps, self._groups.issued, self._dropped()))
 
     def _worker_weights(self) -> dict[str, WorkerWeights]:
-        by_worker = {}
-        for worker, facts in sorted(self._applied.items()):
-            by_worker[worker] = WorkerWeights(
+        return {
+            worker: WorkerWeights(
                 versions_applied=len(facts),
                 newest_version=max(f.version for f in facts),
                 mean_pause_s=_mean([f.pause_s for f in facts]) or 0.0,
                 mean_fetch_s=_mean([f.fetch_s for f in facts]) or 0.0,
                 num_lives=self._fleet.num_starts("rollout", worker),
             )
-        return by_worker
+            for worker, facts in sorted(self._applied.items())
+        }
 
     def _weights_summary(self) -> WeightsSummary:
         patches = [p for p in self.publications.values() if p.kind == "patch"]
-        pauses = sorted(self._pauses_s)
+        applied = [fact for facts in self._applied.values() for fact in facts]
+        pauses = sorted(fact.pause_s for fact in applied if fact.previous_version is not None)
         return WeightsSummary(
             raw_bytes=sum(p.raw_bytes for p in self.publications.values()),
             sent_bytes=sum(p.sent_bytes for p in self.publications.values()),
-            fetched_bytes=self._fetched_bytes,
+            fetched_bytes=sum(fact.num_bytes for fact in applied),
             mean_density=sum(p.density or 0.0 for p in patches) / len(patches) if patches else None,
             pause_p50_s=_quantile(pauses, 0.5),
             pause_p99_s=_quantile(pauses, 0.99),
@@ -248,8 +246,8 @@ class RunView(RunFold):
         recent = points[-_SPEED_STEPS:]
         if not self.total_steps or len(recent) < 2:
             return None
-        per_step = (recent[-1].at - recent[0].at) / (recent[-1].step - recent[0].step)
-        return max(self.total_steps - recent[-1].step, 0) * per_step
+        per_step = (recent[-1].at - recent[0].at) / (recent[-1].number - recent[0].number)
+        return max(self.total_steps - recent[-1].number, 0) * per_step
 
 
 def _trained_per_s(points: list[StepPoint]) -> float:
@@ -260,6 +258,10 @@ def _trained_per_s(points: list[StepPoint]) -> float:
 def _staleness_mean(tokens: Mapping[int, int]) -> float | None:
     whole = sum(tokens.values())
     return sum(k * n for k, n in tokens.items()) / whole if whole else None
+
+
+def _known(values: Iterable[float | None]) -> tuple[float, ...]:
+    return tuple(value for value in values if value is not None)
 
 
 def _mean(values: Sequence[float]) -> float | None:

@@ -17,13 +17,13 @@ from rich.text import Text
 from penstock.console import connections
 from penstock.console.connections import NamedRun
 from penstock.console.report import curves
-from penstock.console.report.event_fields import number
+from penstock.console.report.event_fields import number, read_object, setting
 from penstock.console.terminal import print_table, printable
 from penstock.protocol import streams
 from penstock.protocol.errors import BusError, ConfigError, MissingStream
 from penstock.protocol.files import read_regular
 from penstock.protocol.record.run_folder import RUN_LOCK, is_lock_held
-from penstock.protocol.secret_values import scrub
+from penstock.protocol.secret_values import hide, scrub
 from penstock.protocol.subjects import RUN_ID
 
 if TYPE_CHECKING:
@@ -202,24 +202,24 @@ def is_finished(folder: Path) -> bool:
     """
     if (command := curves.command_of(folder)) is not None:
         return curves.is_training_finished(folder, command)
-    ended, started = _read_object(folder / "trainer.json"), _read_object(folder / "config.json")
-    if ended is None:
+    if (ended := read_object(folder / "trainer.json")) is None:
         return (folder / "report.json").exists()
-    settings = (started or {}).get("settings")
-    trainer = settings.get("trainer") if isinstance(settings, dict) else None
-    steps = number(trainer.get("steps")) if isinstance(trainer, dict) else None
+    steps = number(setting(read_object(folder / "config.json"), "trainer", "steps"))
     done = number(ended.get("steps"))
     if ended.get("complete", ended.get("finished")) is not True:  # older runs have no "complete"
         return False
     return steps is None or (done is not None and done >= steps)
 
 
-def _read_object(path: Path) -> dict[str, Any] | None:
-    try:
-        content = json.loads(read_regular(path))
-    except (OSError, ValueError, RecursionError):
-        return None
-    return content if isinstance(content, dict) else None
+def stored_config(folder: Path) -> dict[str, Any] | None:
+    """Return the settings of a run with their origins, from its folder; None if it has none that can be read.
+
+    ``source`` is started for those that the trainer was last started with, planned for those that the Runs API checked.
+    """
+    for source, name in (("started", "config.json"), ("planned", PLANNED)):
+        if (document := read_object(folder / name)) is not None:
+            return {"source": source, **document, "settings": hide((), document.get("settings"))}
+    return None
 
 
 def _held_out(line: RunLine) -> str:

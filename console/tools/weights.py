@@ -99,7 +99,7 @@ def stored_versions(run: NamedRun) -> list[Row]:
     settings = run.settings
     with Bus.connect(settings.nats, name="weights", deadline_s=5.0) as bus:
         view = read_run(bus, run.id)
-        head, kept = _head(bus, run.id), _kept(bus, run.id)
+        head, kept = _head_and_kept(bus, run.id)
         return list_versions(reachable(_manifests(Blobs(settings.s3), run.id), head, kept), view, head, kept)
 
 
@@ -116,7 +116,7 @@ def export(
     logs.configure("weights", level="error")
     blobs = Blobs(settings.s3)
     with Bus.connect(settings.nats, name="weights", deadline_s=5.0) as bus:
-        head, kept = _head(bus, run.id), _kept(bus, run.id)
+        head, kept = _head_and_kept(bus, run.id)
     manifests = reachable(_manifests(blobs, run.id, trusted_keys), head, kept)
     if version is None:
         version = _best(run.id, kept)
@@ -201,14 +201,9 @@ def list_versions(
     return [rows[version] for version in sorted(rows)]
 
 
-def _head(bus: Bus, run: str) -> Head | None:
-    entry = bus.key_value(streams.state_bucket(run).bucket).wait().get(streams.HEAD_KEY).wait()
-    return None if entry is None else decode(entry.value, Head)
-
-
-def _kept(bus: Bus, run: str) -> KeptVersions:
-    entry = bus.key_value(streams.state_bucket(run).bucket).wait().get(streams.KEPT_KEY).wait()
-    return NOTHING_KEPT if entry is None else decode(entry.value, KeptVersions)
+def _head_and_kept(bus: Bus, run: str) -> tuple[Head | None, KeptVersions]:
+    head, kept = (connections.stored_state(bus, run, key) for key in (streams.HEAD_KEY, streams.KEPT_KEY))
+    return head and decode(head, Head), decode(kept, KeptVersions) if kept else NOTHING_KEPT
 
 
 def _best(run: str, kept: KeptVersions) -> int:

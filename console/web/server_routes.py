@@ -109,7 +109,7 @@ def dead_letters(reading: Reading, before: Step = None, limit: Limit = 50) -> di
 def dead_letter(reading: Reading, number: Number) -> dict[str, Any]:
     """Return one dead letter with its prompts and completions."""
     with _open(reading.run) as dead:
-        letter = _find(dead, number)
+        letter = dead.find(number)
         groups, problem = groups_of(letter.fact, dead.blobs)
         reason = refusal(letter, dead.progress(), run=reading.run_id)
     return _document(letter) | {
@@ -124,7 +124,7 @@ def dead_letter(reading: Reading, number: Number) -> dict[str, Any]:
 def resend(_: Runner, reading: Reading, number: Number, once_more: bool = False) -> dict[str, Any]:
     """Send one dead letter again."""
     with _open(reading.run) as dead:
-        letter = _find(dead, number)
+        letter = dead.find(number)
         reason = refusal(letter, dead.progress(), run=reading.run_id, once_more=once_more)
         if reason is not None:
             raise QueryRefused(f"dead letter {number} of run {reading.run} was not sent: {reason}")
@@ -137,17 +137,6 @@ def _open(run: NamedRun) -> DeadLetters:
     if not connections.may_answer(url):
         raise BusUnreachable(f"NATS of run {run} does not answer at {url}; start its servers, or set nats.url")
     return DeadLetters(run)
-
-
-def _find(dead: DeadLetters, number: int) -> Letter:
-    for letter in dead.read(after=number - 1, most=1):
-        if letter.number == number:
-            return letter
-    if number in dead.unreadable:
-        raise QueryRefused(
-            f"dead letter {number} of run {dead.run} cannot be read by this build: {dead.unreadable[number]}"
-        )
-    raise QueryRefused(f"run {dead.run} has no dead letter {number}; list them again")
 
 
 def _document(letter: Letter) -> dict[str, Any]:

@@ -22,7 +22,7 @@ from penstock.console.live.run_view import RunView
 from penstock.console.live.watcher import Watcher
 from penstock.console.report import curves, learning, report
 from penstock.console.terminal import indented, markdown, one_line, printable
-from penstock.console.tools.dead_letters import DeadLetters, RunProgress, print_list, refusal
+from penstock.console.tools.dead_letters import DeadLetters, RunProgress, UnknownLetter, print_list, refusal
 from penstock.console.tools.removal import running_services
 from penstock.console.tools.reward_errors import print_errors
 from penstock.console.tools.runs import describe, list_broker
@@ -95,7 +95,7 @@ def test_a_step_of_infinity_is_counted_and_the_next_one_shown() -> None:
         view.fold_event(recorded.event("step", recorded.START, step=value))
     view.fold_event(recorded.step(1, recorded.START + 1, loss=NAN, grad_norm=INF))
     assert list(view.steps) == [1]
-    assert view.steps[1].loss is None
+    assert view.steps[1].fields.loss is None
     assert "grad_norm" not in view.steps[1].learning
     assert view.summary().unreadable == {"step event": 6}
     assert [i.text for i in view.incidents] == [
@@ -169,9 +169,9 @@ def test_a_watcher_a_listing_and_an_audit_skip_and_count(
         assert [found.number for found in dead.all()] == [2, 4]
         assert set(dead.unreadable) == {1, 3}
         with pytest.raises(
-            ConfigError, match=r"dead letter 3 of run .* cannot be read by this build: expected dead_letter"
+            UnknownLetter, match=r"letter 3 of run .* cannot be read by this build: expected dead_letter"
         ):
-            dead.find([3])
+            dead.find(3)
 
     found = gather(run, bus, blobs, tmp_path / "checkpoints", reads_packs=False)
     assert {kind: len(which) for kind, which in found.unreadable.items()} == {LETTERS: 2, "messages of tasks": 1}

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from fastapi import Query
 
+from penstock.console.report.event_fields import setting
 from penstock.console.report.learning import mean
 from penstock.protocol.errors import PenstockError
 from penstock.protocol.groups import BlobRef, ScoredGroup
@@ -216,10 +217,7 @@ class Storing:
 
     @classmethod
     def of(cls, config: Mapping[str, Any], num_lost: float | None) -> Storing:
-        settings = config.get("settings")
-        trainer = settings.get("trainer") if isinstance(settings, dict) else None
-        setting = trainer.get("store_logprobs") if isinstance(trainer, dict) else None
-        return cls(setting, int(num_lost or 0))
+        return cls(setting(config, "trainer", "store_logprobs"), int(num_lost or 0))
 
 
 def why_absent(step: int, storing: Storing) -> str:
@@ -253,9 +251,7 @@ def token_reader(folder: Path, config: dict[str, Any]) -> Callable[[Sequence[int
     """
     if importlib.util.find_spec("tokenizers") is None:
         return None
-    settings = config.get("settings")
-    model = settings.get("model") if isinstance(settings, dict) else None
-    path = model.get("path") if isinstance(model, dict) else None
+    path = setting(config, "model", "path")
     for place in (folder / "model", *([Path(path)] if isinstance(path, str) and path else [])):
         if (place / _TOKENIZER).is_file():
             return _decoder(place)

@@ -21,7 +21,6 @@ from penstock.console.web.reading.page_view import PageView
 from penstock.console.web.reading.recorded_groups import Entry, QueryRefused, Storing
 from penstock.protocol import streams
 from penstock.protocol.errors import BusError, ConfigError, PenstockError
-from penstock.protocol.files import read_regular
 from penstock.protocol.secret_values import hide
 from penstock.protocol.transport.blobs import Blobs
 from penstock.protocol.transport.bus import Bus
@@ -131,17 +130,11 @@ class RunReading:
             return documents.rewards(self._view, self._snapshot(), recent, num_steps) | {"problem": problem}
 
     def config(self) -> dict[str, Any]:
-        """Return the settings with their origins: of the folder, else of the record. Raises ConfigError.
-
-        A training on given answers has those that the API checked when it was created.
-        """
-        text: bytes | None
-        name = "config.json" if curves.command_of(self.folder) is None else runs.PLANNED
-        try:
-            text = read_regular(self.folder / name)
-        except OSError:
-            with self.groups() as groups:
-                text = groups.config()
+        """Return the settings with their origins: of the folder, else of the record. Raises ConfigError."""
+        if (stored := runs.stored_config(self.folder)) is not None:
+            return stored
+        with self.groups() as groups:
+            text = groups.config()
         try:
             document = json.loads(text or b"null")
         except (ValueError, RecursionError) as err:
@@ -200,10 +193,7 @@ class RunReading:
 
     def _checkpoint(self) -> bytes | None:
         bus = self._bus
-        if bus is None:
-            return None
-        entry = bus.key_value(streams.state_bucket(self.run_id).bucket).wait().get(streams.CHECKPOINT_KEY).wait()
-        return None if entry is None else entry.value
+        return None if bus is None else connections.stored_state(bus, self.run_id, streams.CHECKPOINT_KEY)
 
     def _snapshot(self) -> Snapshot:
         is_over = self._watcher is None and self._view.last_at > 0  # of a run that is not watched, time has stopped

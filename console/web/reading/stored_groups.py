@@ -6,7 +6,7 @@ Chapters of the record are read from the newest to the oldest, as few as a reque
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, TypeVar
@@ -156,8 +156,7 @@ class StoredGroups:
         ``next`` is the cursor of the rest, None at the end. A page may be short, or empty, and still have one: what one
         request reads is bounded. Raises QueryRefused, RecordBroken or what the object store raises.
         """
-        budget = ReadBudget()
-        self._chapters.set_end(self._end(), budget)
+        budget = self._begin()
         number, place = parse_cursor(query.cursor) if query.cursor else (self._chapters.last, 0)
         items: list[dict[str, Any]] = []
         after: tuple[int, int] | None = (min(number, self._chapters.last), place)
@@ -176,14 +175,9 @@ class StoredGroups:
 
         A group that was trained several times is found by its newest use.
         """
-        budget = ReadBudget(num_bytes=96 * 1024**2, num_objects=2000, seconds=8.0)
-        self._chapters.set_end(self._end(), budget)
-        numbers = range(self._chapters.last, 0, -1) if chapter is None else (chapter,)
-        for number in numbers:
-            lineage_chapter = self._chapters.chapter(number, budget)
-            if lineage_chapter is None:
-                break
-            for entry in entries(lineage_chapter, is_last=number == self._chapters.last):
+        budget = self._begin(num_bytes=96 * 1024**2, num_objects=2000, seconds=8.0)
+        for read in self._newest(budget, range(self._chapters.last, 0, -1) if chapter is None else (chapter,)):
+            for entry in entries(read, is_last=read.number == self._chapters.last):
                 if entry.group_id == group_id:
                     return entry
         raise QueryRefused(
@@ -204,13 +198,12 @@ class StoredGroups:
 
     def recent_rewards(self) -> tuple[dict[str, list[float]], int]:
         """Return the rewards and parts of the newest trained trajectories by name, and from how many steps they are."""
-        budget = ReadBudget(num_objects=_RECENT_CHAPTERS + 2, num_bytes=8 * 1024**2, seconds=2.0)
-        self._chapters.set_end(self._end(), budget)
+        budget = self._begin(num_objects=_RECENT_CHAPTERS + 2, num_bytes=8 * 1024**2, seconds=2.0)
+        last = self._chapters.last
         values: dict[str, list[float]] = {"reward": []}
         steps: set[int] = set()
-        for number in range(self._chapters.last, max(self._chapters.last - _RECENT_CHAPTERS, 0), -1):
-            chapter = self._chapters.chapter(number, budget)
-            if chapter is None or len(values["reward"]) >= _RECENT_REWARDS:
+        for chapter in self._newest(budget, range(last, max(last - _RECENT_CHAPTERS, 0), -1)):
+            if len(values["reward"]) >= _RECENT_REWARDS:
                 break
             for entry in entries(chapter):
                 if entry.scored is not None and entry.step is not None:
@@ -246,15 +239,23 @@ class StoredGroups:
 
     def config(self) -> bytes | None:
         """Return the settings of the newest recorded session as JSON, None where the newest chapters have none."""
-        budget = ReadBudget(num_objects=200, seconds=2.0)
+        budget = self._begin(num_objects=200, seconds=2.0)
+        newest = self._newest(budget, range(self._chapters.last, 0, -1))
+        lives = next((chapter.lives for chapter in newest if chapter.lives), ())
+        return self._blobs.get(lives[-1].config) if lives else None
+
+    def _begin(self, **bounds: Any) -> ReadBudget:
+        """Return what a request may read, and read the end of the record."""
+        budget = ReadBudget(**bounds)
         self._chapters.set_end(self._end(), budget)
-        for number in range(self._chapters.last, 0, -1):
-            chapter = self._chapters.chapter(number, budget)
-            if chapter is None:
-                return None
-            if chapter.lives:
-                return self._blobs.get(chapter.lives[-1].config)
-        return None
+        return budget
+
+    def _newest(self, budget: ReadBudget, numbers: Iterable[int]) -> Iterator[LineageChapter]:
+        """Yield chapters by number, until there is none or the budget is spent."""
+        for number in numbers:
+            if (chapter := self._chapters.chapter(number, budget)) is None:
+                return
+            yield chapter
 
     def _end(self) -> BlobRef:
         return end_of_record(self._run_id, self._folder, self._pointer)

@@ -142,7 +142,7 @@ def test_steps_that_left_the_stream_are_read_from_the_metrics(tmp_path: Path):
         partly.fold_event(recorded.step(number, START + number / 2))
     partly.add_recorded(rows)
     assert partly.summary().tokens_trained == 60_000
-    assert [point.step for point in partly.points()] == list(range(1, 61))
+    assert [point.number for point in partly.points()] == list(range(1, 61))
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"until": "x"}', '{"until": 1, "services": [1]}'])

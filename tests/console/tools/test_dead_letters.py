@@ -140,7 +140,7 @@ def test_the_progress_of_the_run_is_read_from_its_record(
     run = run_streams
     bury(bus, run, make_generated(run, [make_group("e0.p1.a0"), make_group("e0.p2.a0")]))
     answer = penstock("dead-letters", "resend", run, "2", *typed, cwd=tmp_path)
-    assert "no dead letter 2; known are 1 to 1" in answer.stderr
+    assert "no dead letter 2; list them again" in answer.stderr
     commit(bus, blobs, run, version=9, steps=9)
     shown = json.loads(penstock("dead-letters", "show", run, "1", "--json", *typed, cwd=tmp_path).stdout)
     assert "no such object" in shown["unreadable"]
@@ -150,7 +150,7 @@ def test_the_progress_of_the_run_is_read_from_its_record(
 @pytest.mark.parametrize(("trainer", "rollout"), [({}, {"max_staleness": 2}), ({"steps": 10}, {})])
 def test_a_limit_that_a_session_did_not_record_leaves_the_other(trainer: dict[str, int], rollout: dict[str, int]):
     limits = dead_letters._Limits.model_validate({"settings": {"trainer": trainer, "rollout": rollout}})
-    assert (limits.trainer.steps, limits.rollout.max_staleness) == (trainer.get("steps"), rollout.get("max_staleness"))
+    assert (limits.steps, limits.max_staleness) == (trainer.get("steps"), rollout.get("max_staleness"))
 
 
 def test_an_unreadable_message_is_shown_as_bytes(bus: Bus, run_streams: str, typed: list[str], tmp_path: Path):
