@@ -21,6 +21,10 @@ _PRELOADED = (
 )
 
 
+class Replaced(Exception):
+    """This process would have been replaced by another."""
+
+
 def penstock(
     *arguments: str, cwd: Path, code: int | None = None, **environment: str
 ) -> subprocess.CompletedProcess[str]:

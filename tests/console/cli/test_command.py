@@ -175,13 +175,10 @@ def test_an_error_says_where_and_what_to_do(words: str, said: str, tmp_path: Pat
 
 
 @pytest.mark.parametrize("verb", [["train"], ["rollout"], ["reward", "service"]])
-def test_without_servers_the_answer_is_immediate(verb: list[str], monkeypatch: pytest.MonkeyPatch):
+def test_without_servers_the_answer_is_immediate(
+    verb: list[str], replaced: list[list[str]], monkeypatch: pytest.MonkeyPatch
+):
     """No server was configured and none listens at the default address: `penstock up` and --local are named."""
-
-    def start(_: object) -> None:
-        pytest.fail("the service was started")
-
-    monkeypatch.setattr(launch, "replace_process", start)
     monkeypatch.setattr(connections, "answers", lambda _: False)  # a NATS of this machine may listen there
     with pytest.raises(ConfigError, match=r"no NATS server at .*penstock up.*penstock train run.toml --local"):
         app([*verb, "run.id=r"], exit_on_error=False)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from tests.console.command import penstock, server_arguments
+from tests.console.command import Replaced, penstock, server_arguments
 from tests.console.record import recorded_run as recorded
 from tests.reward_service.processes import Service
 
@@ -148,23 +148,6 @@ def test_the_errors_of_a_run_are_listed_by_reason(
     (line,) = json.loads(penstock(*asked, "--json", cwd=tmp_path, code=1).stdout)
     assert line.pop("newest") in {"HTTP 501", letter.detail}
     assert line == {"reason": "EndpointFailed", "waited": 4, "dead": 1}
-
-
-class Replaced(Exception):
-    """The process would have been replaced."""
-
-
-@pytest.fixture
-def replaced(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
-    """The commands by which this process would have been replaced."""
-    commands: list[list[str]] = []
-
-    def replace(command: list[str]) -> None:
-        commands.append(command)
-        raise Replaced
-
-    monkeypatch.setattr(launch, "replace_process", replace)
-    return commands
 
 
 def test_a_reward_that_the_run_file_names_as_code_is_tried(
