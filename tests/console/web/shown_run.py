@@ -4,22 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import json
-import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import numpy as np
-import uvicorn
 from tests.console.record import recorded_run as recorded
 from tests.episodes import forked, group_of, one_turn
 from tests.groups import make_group, pack_bytes
 
-from penstock.console.web.access import Access, Role
-from penstock.console.web.app import create_app
-from penstock.console.web.context import WebContext
 from penstock.protocol import blob_keys, streams, subjects
 from penstock.protocol.config.connection import NatsSettings, S3Settings
 from penstock.protocol.facts import DeadLetter, Fact, GroupGenerated, encode, encode_unbounded
@@ -262,53 +254,6 @@ def environ_of(nats_settings: NatsSettings, s3_settings: S3Settings) -> dict[str
         "S3__SECRET_KEY": s3_settings.secret(),
     }  # fmt: skip
     return {f"PENSTOCK_{name}": value for name, value in values.items() if value}
-
-
-class ServedConsole:
-    """The console's app on a port of this machine, with a token of each role."""
-
-    def __init__(self, runs_dir: Path, environ: Mapping[str, str]) -> None:
-        self.access = Access(runs_dir / "console-tokens")
-        self.tokens = {role: self.access.add(role.text, role) for role in Role}
-        self._context = WebContext(runs_dir, self.access, (), dict(environ))
-        self._port = 0
-        self._stop: Callable[[], None] = lambda: None
-
-    @property
-    def url(self) -> str:
-        return f"http://127.0.0.1:{self._port}"
-
-    def start(self) -> None:
-        server = uvicorn.Server(
-            uvicorn.Config(create_app(self._context), host="127.0.0.1", port=self._port, log_config=None, timeout_graceful_shutdown=1)
-        )  # fmt: skip
-        thread = threading.Thread(target=server.run, daemon=True)
-        thread.start()
-        give_up = time.monotonic() + 20
-        while not server.started:
-            assert thread.is_alive(), "the console did not start"
-            assert time.monotonic() < give_up, "the console did not start in time"
-            time.sleep(0.01)
-        self._port = server.servers[0].sockets[0].getsockname()[1]
-
-        def stop() -> None:
-            server.should_exit = True
-            thread.join(timeout=20)
-
-        self._stop = stop
-
-    def stop(self) -> None:
-        self._stop()
-
-
-@contextmanager
-def served(runs_dir: Path, environ: Mapping[str, str]) -> Iterator[ServedConsole]:
-    console = ServedConsole(runs_dir, environ)
-    console.start()
-    try:
-        yield console
-    finally:
-        console.stop()
 
 
 def token_arrays(group: Group, trajectory: int) -> tuple[list[int], np.ndarray]:

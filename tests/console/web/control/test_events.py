@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
-import socket
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import httpx
 import pytest
@@ -17,7 +14,7 @@ from tests.console.command import server_arguments
 from tests.console.web.control.api import Api
 from tests.servers import wait_for
 
-from penstock.console.web import event_routes, serve
+from penstock.console.web import event_routes
 from penstock.console.web.access import Role
 from penstock.protocol import subjects
 from penstock.protocol.config.connection import NatsSettings
@@ -32,33 +29,8 @@ def served(tmp_path: Path, nats_settings: NatsSettings, run_streams: str) -> Ite
     (folder / run_streams).mkdir(parents=True)
     (folder / run_streams / "metrics.jsonl").touch()
     api = Api(folder, *server_arguments(nats_settings), environ={})
-    with on_a_server(api) as url:
-        yield api, url, run_streams
-
-
-@contextmanager
-def on_a_server(api: Api) -> Iterator[str]:
-    """Serve an app on a port of its own, and stop it as a signal would."""
-    ready, loops = threading.Event(), list[Any]()
-    bound = socket.create_server(("127.0.0.1", 0))
-
-    async def run() -> None:
-        server = serve.server_for(api.context, ())
-        loops.append((asyncio.get_running_loop(), server))
-        ready.set()
-        await server.serve(sockets=[bound])
-
-    thread = threading.Thread(target=lambda: asyncio.run(run()))
-    thread.start()
-    ready.wait(60.0)
-    loop, server = loops[0]
-    try:
-        yield f"http://127.0.0.1:{bound.getsockname()[1]}"
-    finally:
-        loop.call_soon_threadsafe(serve.stop, api.context, server)
-        thread.join(60.0)
-        bound.close()
-        assert not thread.is_alive()
+    with api.served():
+        yield api, api.url, run_streams
 
 
 def publish(bus: Bus, run: str, *numbers: int) -> None:
@@ -189,9 +161,9 @@ def test_a_server_that_stops_ends_its_streams_first(tmp_path: Path, nats_setting
     folder = tmp_path / "runs"
     (folder / "one").mkdir(parents=True)
     api = Api(folder, "nats.url=nats://127.0.0.1:9", environ={})
-    with on_a_server(api) as url:
+    with api.served():
         headers = {"authorization": f"Bearer {api.tokens[Role.READ]}"}
-        with httpx.stream("GET", f"{url}/v1/runs/one/events", headers=headers, timeout=60) as answer:
+        with httpx.stream("GET", f"{api.url}/v1/runs/one/events", headers=headers, timeout=60) as answer:
             events = parsed(answer.iter_lines())
             assert json.loads(next(events)["data"])["state"] == "stopped"
             api.context.closing.set()
