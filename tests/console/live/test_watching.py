@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 from tests.console.command import server_arguments
 from tests.console.record import recorded_run as recorded
+from tests.console.record.recorded_run import Services
 from tests.groups import make_task, make_task_issued
 
 from penstock.console.live.panel import LivePanel, has_ended, is_cut_off
@@ -24,50 +25,11 @@ from penstock.deploy.processes.servers import NatsServer
 from penstock.protocol import streams, subjects
 from penstock.protocol.config.connection import NatsSettings
 from penstock.protocol.errors import MissingStream
-from penstock.protocol.facts import (
-    DeadLetter,
-    Fact,
-    Heartbeat,
-    RunEvent,
-    TaskIssued,
-    WeightsApplied,
-    WeightsPublished,
-    encode,
-)
+from penstock.protocol.facts import DeadLetter, TaskIssued
 from penstock.protocol.transport.blobs import Blobs
 from penstock.protocol.transport.bus import Bus
 
 DEADLINE_S = 20.0
-
-
-class Services:
-    def __init__(self, bus: Bus, run_id: str) -> None:
-        self._bus = bus
-        self._run_id = run_id
-        self._number = 0
-        self._live = bus.key_value(streams.live_bucket(run_id).bucket).wait()
-
-    def say(self, *facts: Fact) -> None:
-        for fact in facts:
-            self._number += 1
-            ours = fact.model_copy(update={"run_id": self._run_id})
-            self._bus.publish(self._subject(ours), ours, msg_id=f"{type(fact).__name__}:{self._number}").wait()
-
-    def beat(self, *beats: Heartbeat) -> None:
-        for one in beats:
-            self._live.put(streams.heartbeat_key(one.role, one.service_id), encode(one)).wait()
-
-    def _subject(self, fact: Fact) -> str:
-        match fact:
-            case RunEvent():
-                return subjects.events(self._run_id, fact.kind)
-            case WeightsPublished():
-                return subjects.weights_published(self._run_id)
-            case WeightsApplied():
-                return subjects.weights_applied(self._run_id)
-            case DeadLetter():
-                return subjects.dead(self._run_id, "generated")
-        return subjects.tasks(self._run_id, "train")
 
 
 @pytest.fixture

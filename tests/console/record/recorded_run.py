@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import json
 import math
+import secrets
 from pathlib import Path
 from typing import Any
 
 from penstock.console.live.run_snapshot import QueueDepths
 from penstock.console.live.run_view import RunView
-from penstock.protocol.facts import DeadLetter, Heartbeat, RunEvent, WeightsApplied, WeightsPublished
+from penstock.protocol import streams, subjects
+from penstock.protocol.facts import DeadLetter, Fact, Heartbeat, RunEvent, WeightsApplied, WeightsPublished, encode
 from penstock.protocol.groups import BlobRef
+from penstock.protocol.transport.bus import Bus
 
 RUN = "sorting"
 START = 1_790_000_000.0  # wall-clock seconds
@@ -109,6 +112,37 @@ def whole_run() -> RunView:
     view.fold_event(evaluation(STEPS, 0.95, START + 31))
     view.fold_queues(QueueDepths(waiting={"tasks": 3, "generated": 0, "scored": 1}, held={"tasks": 4, "scored": 6}))
     return view
+
+
+class Services:
+    """Says of a run what its services would say."""
+
+    def __init__(self, bus: Bus, run_id: str) -> None:
+        self._bus = bus
+        self._run_id = run_id
+        self._live = bus.key_value(streams.live_bucket(run_id).bucket).wait()
+
+    def say(self, *facts: Fact) -> None:
+        ours = [fact.model_copy(update={"run_id": self._run_id}) for fact in facts]
+        sent = [self._bus.publish(self._subject(fact), fact, msg_id=secrets.token_hex(8)) for fact in ours]
+        for pending in sent:
+            pending.wait()
+
+    def beat(self, *beats: Heartbeat) -> None:
+        for one in beats:
+            self._live.put(streams.heartbeat_key(one.role, one.service_id), encode(one)).wait()
+
+    def _subject(self, fact: Fact) -> str:
+        match fact:
+            case RunEvent():
+                return subjects.events(self._run_id, fact.kind)
+            case WeightsPublished():
+                return subjects.weights_published(self._run_id)
+            case WeightsApplied():
+                return subjects.weights_applied(self._run_id)
+            case DeadLetter():
+                return subjects.dead(self._run_id, "generated")
+        return subjects.tasks(self._run_id, "train")
 
 
 def write_metrics(folder: Path) -> None:

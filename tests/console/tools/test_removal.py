@@ -9,12 +9,13 @@ from pathlib import Path
 
 import pytest
 from tests.console.command import penstock
+from tests.console.record.recorded_run import Services, event
 
 from penstock.console.tools.removal import find_holdings, remove_holdings
 from penstock.deploy.bootstrap import bootstrap, delete_run
-from penstock.protocol import seals, streams, subjects
+from penstock.protocol import seals, streams
 from penstock.protocol.errors import BlobStoreUnreachable
-from penstock.protocol.facts import Heartbeat, RunEvent, encode
+from penstock.protocol.facts import Heartbeat, encode
 from penstock.protocol.record.stored_record import mark_use_of_input
 from penstock.protocol.transport.blobs import Blobs
 from penstock.protocol.transport.bus import Bus
@@ -32,8 +33,7 @@ def neighbour(bus: Bus, blobs: Blobs, run_streams: str) -> Iterator[str]:
 def fill(bus: Bus, blobs: Blobs, run: str, folder: Path) -> None:
     for number in range(3):
         blobs.put(f"runs/{run}/groups/v00000000/{number}", b"group")
-        event = RunEvent(run_id=run, source="t", kind="log", at=0.0)
-        bus.publish(subjects.events(run, "log"), event, msg_id=str(number)).wait()
+    Services(bus, run).say(*[event("log", 0.0)] * 3)
     (folder / "runs" / run).mkdir(parents=True)
     (folder / "runs" / run / "config.json").write_text("{}")
 

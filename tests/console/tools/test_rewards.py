@@ -15,10 +15,8 @@ from tests.reward_service.processes import Service
 from penstock.console import connections, launch
 from penstock.console.cli import reward_verbs
 from penstock.console.tools import rewards
-from penstock.protocol import subjects
 from penstock.protocol.config.connection import NatsSettings, S3Settings
 from penstock.protocol.errors import ConfigError
-from penstock.protocol.facts import RunEvent
 from penstock.protocol.transport.bus import Bus
 
 Reward = Callable[..., subprocess.CompletedProcess[str]]
@@ -139,12 +137,10 @@ def test_the_errors_of_a_run_are_listed_by_reason(
     """Waiting and dead-lettered groups are counted, with the newest error."""
     asked = ("reward", "errors", run_streams, *server_arguments(nats_settings))
     assert "has no reward errors" in penstock(*asked, cwd=tmp_path, code=0).stdout
-    for number in range(2):
-        data = {"reason": "EndpointFailed", "detail": f"HTTP 50{number}", "group_ids": ["a", "b"]}
-        event = RunEvent(run_id=run_streams, source="r0", kind="reward_error", at=0.0, data=data)
-        bus.publish(subjects.events(run_streams, "reward_error"), event, msg_id=f"w{number}").wait()
-    letter = recorded.dead_letter("a").model_copy(update={"run_id": run_streams, "reason": "EndpointFailed"})
-    bus.publish(subjects.dead(run_streams, "generated"), letter, msg_id="d").wait()
+    failed = {"reason": "EndpointFailed", "group_ids": ["a", "b"]}
+    errors = [recorded.event("reward_error", 0.0, "r0", detail=f"HTTP 50{number}", **failed) for number in range(2)]
+    letter = recorded.dead_letter("a").model_copy(update={"reason": "EndpointFailed"})
+    recorded.Services(bus, run_streams).say(*errors, letter)
     (line,) = json.loads(penstock(*asked, "--json", cwd=tmp_path, code=1).stdout)
     assert line.pop("newest") in {"HTTP 501", letter.detail}
     assert line == {"reason": "EndpointFailed", "waited": 4, "dead": 1}

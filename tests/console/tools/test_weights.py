@@ -19,9 +19,8 @@ from penstock.console.connections import NamedRun
 from penstock.console.tools.weights import export, print_versions
 from penstock.deploy.certificates import signing_key
 from penstock.deploy.quickstart_task import write_model
-from penstock.protocol import subjects
 from penstock.protocol.errors import ConfigError
-from penstock.protocol.facts import KeptVersion, RunEvent
+from penstock.protocol.facts import KeptVersion
 from penstock.protocol.transport.blobs import Blobs
 from penstock.protocol.transport.bus import Bus
 from penstock.protocol.versions import PolicyVersion
@@ -84,12 +83,8 @@ def states(bus: Bus, blobs: Blobs, run_streams: str, tmp_path: Path) -> list[Sta
 
 def test_versions_are_listed(bus: Bus, run: NamedRun, states: list[State], listed: Listed) -> None:
     """Each with parent, kind, density, bytes, seconds and the workers that serve it; the head is marked."""
-    applied = recorded.applied("w0", 2).model_copy(update={"run_id": run.id})
-    bus.publish(subjects.weights_applied(run.id), applied, msg_id="a").wait()
-    announced = RunEvent(
-        run_id=run.id, source="trainer", kind="weights", at=1.0, data={"version": 3, "publish_s": 0.25}
-    )
-    bus.publish(subjects.events(run.id, "weights"), announced, msg_id="e").wait()
+    announced = recorded.event("weights", 1.0, version=3, publish_s=0.25)
+    recorded.Services(bus, run.id).say(recorded.applied("w0", 2), announced)
     rows, printed = listed()
     assert [(row["version"], row["parent"], row["kind"]) for row in rows] == [
         (0, None, "anchor"), (1, 0, "patch"), (2, 1, "patch"), (3, 2, "patch"),

@@ -14,7 +14,7 @@ from tests.groups import make_group, pack_bytes
 
 from penstock.protocol import blob_keys, streams, subjects
 from penstock.protocol.config.connection import NatsSettings, S3Settings
-from penstock.protocol.facts import DeadLetter, Fact, GroupGenerated, encode, encode_unbounded
+from penstock.protocol.facts import DeadLetter, GroupGenerated, encode, encode_unbounded
 from penstock.protocol.groups import BlobRef, ScoredGroup
 from penstock.protocol.packs import step_logprobs
 from penstock.protocol.packs.step_logprobs import CLIPPED, KeptGroup, LogprobsHeader, StepLogprobs
@@ -68,8 +68,7 @@ class ShownRun:
         self.rewards: dict[str, tuple[float, ...]] = {}
         self.groups: dict[str, Group] = {}
         self.end: BlobRef | None = None
-        self._number = 0
-        self._sent: list[Any] = []
+        self._services = recorded.Services(bus, run_id)
 
     def write(self, steps: int = recorded.STEPS) -> None:
         """Write events, heartbeats, weights, dead letters, and the record with its packs."""
@@ -78,41 +77,27 @@ class ShownRun:
         self.publish_dead_letter()
         self.write_record(steps)
 
-    def publish(self, subject: str, fact: Fact) -> None:
-        self._number += 1
-        ours = fact.model_copy(update={"run_id": self.run_id})
-        self._sent.append(self.bus.publish(subject, ours, msg_id=f"shown:{self._number}"))
-        if len(self._sent) >= 500:
-            self.flush()
-
-    def flush(self) -> None:
-        for pending in self._sent:
-            pending.wait()
-        self._sent = []
-
     def publish_history(self, steps: int, *, workers: int = 2) -> None:
         """The events of every step, evaluations of two sources, and the adoption of each version."""
-        run = self.run_id
-        say = lambda kind, fact: self.publish(subjects.events(run, kind), fact)  # noqa: E731
-        say("state", recorded.event("state", recorded.START, text="training", total_steps=steps + 100))
+        say = self._services.say
+        say(recorded.event("state", recorded.START, text="training", total_steps=steps + 100))
         for number in range(1, steps + 1):
             self.publish_step(number)
-            self.publish(subjects.weights_published(run), recorded.published(number))
             sent = {"raw_bytes": 900_000, "sent_bytes": 10_000 + number, "density": 0.01, "publish_s": 0.05}
             data = {"version": number, "kind": "patch", **sent}
-            say("weights", recorded.event("weights", recorded.START + number).model_copy(update={"data": data}))
+            event = recorded.event("weights", recorded.START + number).model_copy(update={"data": data})
+            say(recorded.published(number), event)
             for worker in range(workers):
                 fact = recorded.applied(f"rollout-{worker}", number)
                 update = {"pause_s": 0.02 * (1 + worker), "fetch_s": 0.03 * (1 + worker)}
-                self.publish(subjects.weights_applied(run), fact.model_copy(update=update))
+                say(fact.model_copy(update=update))
             if number % 20 == 0 or number == 1:
                 for split, base in (("math", 0.5), ("code", 0.3)):
                     accuracy = base + 0.4 * number / steps
-                    say("eval", recorded.evaluation(number, accuracy, recorded.START + number, split=split))
+                    say(recorded.evaluation(number, accuracy, recorded.START + number, split=split))
         detail = HOSTILE[1] if self.hostile else "endpoint answered 500"
         failed = {"reason": "endpoint_failed", "detail": detail, "group_ids": ["e0.p1.a0"]}
-        say("reward_error", recorded.event("reward_error", recorded.START, "reward", **failed))
-        self.flush()
+        say(recorded.event("reward_error", recorded.START, "reward", **failed))
 
     def publish_step(self, number: int, **more: Any) -> None:
         at = recorded.START + number / 2
@@ -121,15 +106,11 @@ class ShownRun:
             more |= {"logprobs_lost": 3, "reward_parts": parts, "scored_by": {HOSTILE[2]: 3}}
         fields = {"truncated_share": 0.3, "lr": 1e-5, "lr_set": 1e-5, "grad_norm": 0.1, "publish_s": 0.05}
         fields["entropy"] = 0.5 / (1 + number / 50)
-        event = recorded.step(number, at, **{**fields, **more})
-        self.publish(subjects.events(self.run_id, "step"), event)
+        self._services.say(recorded.step(number, at, **{**fields, **more}))
 
     def beat(self) -> None:
-        live = self.bus.key_value(streams.live_bucket(self.run_id).bucket).wait()
-        for one in recorded.fleet(30):
-            state = HOSTILE[4] if self.hostile else one.state
-            beat = one.model_copy(update={"at": time.time(), "state": state, "period_s": 600.0})
-            live.put(streams.heartbeat_key(one.role, one.service_id), encode(beat)).wait()
+        fresh = {"at": time.time(), "period_s": 600.0, **({"state": HOSTILE[4]} if self.hostile else {})}
+        self._services.beat(*(one.model_copy(update=fresh) for one in recorded.fleet(30)))
 
     def publish_dead_letter(self) -> None:
         group = self._group("e9.p3.a0", 10_000, version=1)
@@ -140,8 +121,7 @@ class ShownRun:
             reason="endpoint_failed", detail=HOSTILE[0] if self.hostile else "endpoint answered 500", group_ids=(group.group_id,),
             num_delivered=5, payload=encode(fact),
         )  # fmt: skip
-        self.publish(subjects.dead(self.run_id, "generated"), letter)
-        self.flush()
+        self._services.say(letter)
 
     def write_record(self, steps: int) -> None:
         """Chapters of ten steps each, a pack a step, and the key that names the last chapter."""

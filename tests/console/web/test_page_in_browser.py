@@ -100,7 +100,6 @@ def test_a_training_on_given_answers_shows_its_losses(chromium: Browser, shown: 
 def test_a_new_step_appears_without_a_reload(chromium: Browser, shown: Shown) -> None:
     chromium.open(shown.plain.run_id, "overview")
     shown.plain.publish_step(STEPS + 1)
-    shown.plain.flush()
     chromium.page.wait_for_function(
         "wanted => document.querySelector('[data-tile=step] b').textContent === wanted",
         arg=f"{STEPS + 1} of {STEPS + 100}",
@@ -267,7 +266,6 @@ def test_the_page_goes_on_after_the_console_was_stopped_and_started_again(chromi
     assert "does not answer" in chromium.text("#banner")
     assert chromium.tile("reward") != "–"
     shown.plain.publish_step(STEPS + 2)
-    shown.plain.flush()
     shown.console.start()
     chromium.page.wait_for_function(
         "wanted => document.querySelector('#banner').hidden && document.querySelector('[data-tile=step] b').textContent === wanted",
