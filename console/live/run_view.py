@@ -10,7 +10,7 @@ from itertools import pairwise
 from penstock.console.live.run_fold import RunFold
 from penstock.console.live.run_snapshot import EvalPoint, Incident, Snapshot, StepPoint, elapsed_at
 from penstock.console.report import diagnoses, learning
-from penstock.console.report.learning import held_out, recent_reward
+from penstock.console.report.learning import held_out, known_mean, recent_reward
 from penstock.console.report.run_summary import (
     Diagnosis,
     GroupCounts,
@@ -51,7 +51,7 @@ class RunView(RunFold):
             eta_s=self._eta_s(points),
             rewards=rewards,
             reward_now=recent_reward(rewards),
-            reward_first=_mean(rewards[:5]),
+            reward_first=known_mean(rewards[:5]),
             held_out=held_out(primary),
             generated_per_s=self._fleet.tokens_per_s,
             trained_per_s=_trained_per_s(points[-_SPEED_STEPS:]),
@@ -65,7 +65,7 @@ class RunView(RunFold):
             idle_share=self._fleet.idle_shares(),
             dropped=self._dropped(),
             groups_trained=self._groups.trained,
-            no_signal_share=_mean(_known(p.fields.zero_signal_groups for p in points[-5:])),
+            no_signal_share=known_mean(_known(p.fields.zero_signal_groups for p in points[-5:])),
             learning=points[-1].learning if points else {},
             diagnoses=(
                 *(() if self.finished else self._absent_services(now)),
@@ -97,8 +97,8 @@ class RunView(RunFold):
             eval_reward_after=primary[-1].reward if primary else None,
             success=primary[-1].success if primary else "",
             eval_prompts=primary[-1].num_prompts if primary else 0,
-            reward_first=_mean(rewards[:tenth]),
-            reward_last=_mean(rewards[-tenth:]),
+            reward_first=known_mean(rewards[:tenth]),
+            reward_last=known_mean(rewards[-tenth:]),
             groups=self.group_counts(),
             staleness_tokens={str(k): v for k, v in staleness.items()},
             staleness_mean=_staleness_mean(staleness),
@@ -211,8 +211,8 @@ class RunView(RunFold):
             worker: WorkerWeights(
                 versions_applied=len(facts),
                 newest_version=max(f.version for f in facts),
-                mean_pause_s=_mean([f.pause_s for f in facts]) or 0.0,
-                mean_fetch_s=_mean([f.fetch_s for f in facts]) or 0.0,
+                mean_pause_s=known_mean([f.pause_s for f in facts]) or 0.0,
+                mean_fetch_s=known_mean([f.fetch_s for f in facts]) or 0.0,
                 num_lives=self._fleet.num_starts("rollout", worker),
             )
             for worker, facts in sorted(self._applied.items())
@@ -262,10 +262,6 @@ def _staleness_mean(tokens: Mapping[int, int]) -> float | None:
 
 def _known(values: Iterable[float | None]) -> tuple[float, ...]:
     return tuple(value for value in values if value is not None)
-
-
-def _mean(values: Sequence[float]) -> float | None:
-    return sum(values) / len(values) if values else None
 
 
 def _quantile(ordered: list[float], share: float) -> float | None:

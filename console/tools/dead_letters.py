@@ -205,7 +205,7 @@ class DeadLetters:
 
     def find(self, number: int) -> Letter:
         """Return one letter; raises UnknownLetter."""
-        for letter in self.read(after=number - 1, most=1):
+        for letter in self.read(after=max(number - 1, 0), most=1):
             if letter.number == number:
                 return letter
         if number in self.unreadable:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from penstock.console.live.run_snapshot import EvalPoint, ServiceLine, Snapshot
+from penstock.console.live.run_snapshot import ServiceLine, Snapshot
 from penstock.console.report.learning import LABELS, held_out, mean
 from penstock.console.web.reading.page_view import PageView, VersionNotes, histogram
 
@@ -31,17 +31,9 @@ _OUTSIDE = {
     "zero_signal_groups": "In most groups all rewards are equal: they teach nothing; raise rollout.group_size or set algorithm.dynamic_sampling = true.",
 }
 _OF_A_SNAPSHOT = (  # what the overview shows unchanged
-    *("finished", "step", "total_steps", "eta_s", "reward_first", "generated_per_s", "trained_per_s", "staleness_mean"),
-    *(
-        "staleness_max",
-        "newest_version",
-        "versions_published",
-        "idle_share",
-        "waiting_for",
-        "learning",
-        "num_incidents",
-    ),
-)
+    "finished", "step", "total_steps", "eta_s", "reward_first", "generated_per_s", "trained_per_s", "staleness_mean", "staleness_max",
+    "newest_version", "versions_published", "idle_share", "waiting_for", "learning", "num_incidents",
+)  # fmt: skip
 MAX_VALUE = 500  # characters of one value
 _MISSING = "(not set)"
 
@@ -81,8 +73,7 @@ def bands(view: PageView, snapshot: Snapshot) -> list[dict[str, Any]]:
     diagnosed = {diagnose.key: f"{diagnose.what} {diagnose.cure}" for diagnose in snapshot.diagnoses}
     rows = []
     for name, (low, high, key) in BANDS.items():
-        value = view.series.latest(name)
-        if value is None:
+        if (value := view.series.latest(name)) is None:
             continue
         is_healthy = (low is None or value >= low) and (high is None or value <= high)
         sentence = "" if is_healthy else diagnosed.get(key, _OUTSIDE.get(name, _generic(name, value, low, high)))
@@ -99,12 +90,9 @@ def _generic(name: str, value: float, low: float | None, high: float | None) -> 
 
 
 def evaluations(view: PageView) -> list[dict[str, Any]]:
-    splits: dict[str, list[EvalPoint]] = {}
-    for point in view.evals:
-        splits.setdefault(point.split, []).append(point)
     rows = []
-    for split, points in splits.items():
-        newest = points[-_MAX_EVALUATIONS:]
+    for split in dict.fromkeys(point.split for point in view.evals):
+        newest = [point for point in view.evals if point.split == split][-_MAX_EVALUATIONS:]
         measured = held_out(newest)
         rows.append(
             {

@@ -8,18 +8,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from tests.console.record import recorded_run as recorded
+from tests.console.record.recorded_run import folded
 
 from penstock.console.live.run_snapshot import QueueDepths, RewardErrors
 from penstock.console.live.run_view import RunView
 from penstock.console.report.run_summary import attention_text
-from penstock.protocol.facts import Heartbeat, RunEvent
-
-
-def folded(*events: RunEvent) -> RunView:
-    view = RunView(recorded.RUN)
-    for event in events:
-        view.fold_event(event)
-    return view
+from penstock.protocol.facts import Heartbeat
 
 
 def view_of(*steps: int, every_s: float = 1.0, **more: Any) -> RunView:

@@ -49,10 +49,9 @@ def resumed(folder: Path) -> RunView:
     totals = run_snapshot.load_totals(folder)
     view = RunView(recorded.RUN) if totals is None else continued(totals)
     view.fold_heartbeats([], START + 1000)
-    view.fold_event(recorded.event("state", START, text="starting", total_steps=20))
-    for number in range(1, 11):
-        view.fold_event(recorded.step(number, START + number))
-    view.fold_event(recorded.event("state", START + 1000, text="starting", total_steps=20))
+    starts = [recorded.event("state", at, text="starting", total_steps=20) for at in (START, START + 1000)]
+    steps = [recorded.step(number, START + number) for number in range(1, 11)]
+    recorded.folded(starts[0], *steps, starts[1], into=view)
     for number in range(11, 21):
         at = START + 990 + number
         view.fold_heartbeats([worker(at, 1100 * (number - 10), cpu_s=0.1 * number)], at)
@@ -84,16 +83,13 @@ def test_the_clock_of_what_happened_leaves_pauses_out(first: RunView, tmp_path: 
 
 
 def test_a_session_is_not_blamed_for_the_steps_before_it(tmp_path: Path):
-    view = RunView(recorded.RUN)
-    view.fold_event(recorded.evaluation(0, 0.5, START))
-    for number in range(1, 11):
-        view.fold_event(recorded.step(number, START + number, reward_mean=0.0, reward_std=0.0))
+    steps = (recorded.step(number, START + number, reward_mean=0.0, reward_std=0.0) for number in range(1, 11))
+    view = recorded.folded(recorded.evaluation(0, 0.5, START), *steps)
     view.fold_heartbeats([worker(START + 10, 11_000)], START + 10)
     assert view.snapshot(START + 10).diagnoses
     run_snapshot.save_totals(tmp_path, view.totals())
     later, lines = resumed(tmp_path), list[str]()
-    later.fold_event(recorded.evaluation(0, 0.5, START))
-    later.fold_event(recorded.evaluation(20, 0.75, START + 1010))
+    recorded.folded(recorded.evaluation(0, 0.5, START), recorded.evaluation(20, 0.75, START + 1010), into=later)
     snapshot = later.snapshot(START + 1012)
     assert snapshot.diagnoses == ()
     PlainLines(lines.append, every=10, since=START + 500).show(snapshot)
@@ -137,9 +133,7 @@ def test_steps_that_left_the_stream_are_read_from_the_metrics(tmp_path: Path):
     found = view.summary()
     assert (found.steps, found.tokens_trained, found.groups.trained) == (60, 60_000, 2880)
     assert (found.accuracy_before, found.accuracy_after, found.staleness_tokens) == (0.55, 0.95, whole.staleness_tokens)
-    partly = RunView(recorded.RUN)
-    for number in range(50, 61):
-        partly.fold_event(recorded.step(number, START + number / 2))
+    partly = recorded.folded(*(recorded.step(number, START + number / 2) for number in range(50, 61)))
     partly.add_recorded(rows)
     assert partly.summary().tokens_trained == 60_000
     assert [point.number for point in partly.points()] == list(range(1, 61))

@@ -87,6 +87,13 @@ def dead_letter(*groups: str) -> DeadLetter:
     )  # fmt: skip
 
 
+def folded(*events: RunEvent, into: RunView | None = None) -> RunView:
+    view = RunView(RUN) if into is None else into
+    for one in events:
+        view.fold_event(one)
+    return view
+
+
 def whole_run() -> RunView:
     """Sixty steps in thirty seconds; worker 1 is killed at second 15 and restarted five seconds later."""
     view = RunView(RUN)
