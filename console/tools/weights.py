@@ -203,7 +203,7 @@ def list_versions(
 
 def _head_and_kept(bus: Bus, run: str) -> tuple[Head | None, KeptVersions]:
     head, kept = (connections.stored_state(bus, run, key) for key in (streams.HEAD_KEY, streams.KEPT_KEY))
-    return head and decode(head, Head), decode(kept, KeptVersions) if kept else NOTHING_KEPT
+    return decode(head, Head) if head else None, decode(kept, KeptVersions) if kept else NOTHING_KEPT
 
 
 def _best(run: str, kept: KeptVersions) -> int:

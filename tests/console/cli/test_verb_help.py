@@ -56,7 +56,7 @@ def test_every_help_lists_what_its_command_line_takes(walk: dict):
             options = [name for name in argument.names if name.startswith("-")]
             names = [argument.names[0].lstrip("-").upper(), *options] if argument.index is not None else options
             value = r" [A-Z]+(\.{3})?" if argument.index is None and argument.hint not in {bool, bool | None} else ""
-            row = f" {re.escape(' '.join(names))}{value} {re.escape(argument.parameter.help)}"
+            row = f" {re.escape(' '.join(names))}{value} {re.escape(argument.parameter.help or '')}"
             assert re.search(row, answer), (verb, row)
             for choice in _choices(argument.hint):
                 assert re.search(rf"\[choices: [^]]*\b{choice}\b", answer), (verb, choice)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import pytest
@@ -69,7 +69,7 @@ def test_a_service_that_cannot_be_asked_is_an_error_with_the_reason(words: list[
     assert reply in penstock("reward", "list", *words, cwd=tmp_path, code=1).stderr
 
 
-def rows_file(folder: Path, *rows: dict[str, object]) -> str:
+def rows_file(folder: Path, *rows: Mapping[str, object]) -> str:
     path = folder / "rows.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return str(path)

@@ -9,7 +9,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -46,6 +46,7 @@ class Api:
         self.context = WebContext(folder, self.access, arguments, dict(os.environ if environ is None else environ))
         self.app: FastAPI = create_app(self.context)
         self._port = 0
+        self._end: Callable[[], object] = lambda: None
 
     @property
     def url(self) -> str:
