@@ -18,7 +18,7 @@ from urllib.parse import urlsplit
 
 from pydantic import BaseModel, ConfigDict
 
-from penstock.protocol import seals
+from penstock.protocol import seals, streams
 from penstock.protocol.config.connection import NatsSettings, RunSettings, S3Settings
 from penstock.protocol.config.run_file import Loaded, load
 from penstock.protocol.config.sources import ENVIRONMENT_PREFIX, split_arguments
@@ -26,6 +26,7 @@ from penstock.protocol.errors import ConfigError
 from penstock.protocol.subjects import check_run_id
 
 if TYPE_CHECKING:
+    from penstock.protocol.transport.bus import Bus
     from penstock.protocol.weights.signature import TrustedKeys
 
 STORE = "store"
@@ -120,6 +121,12 @@ def require_servers(arguments: Sequence[str], environ: Mapping[str, str]) -> Non
                 "settings here (. data/environment), set nats.url and s3.endpoint, or let `penstock train run.toml --local` "
                 "start everything on this machine"
             )
+
+
+def stored_state(bus: Bus, run: str, key: str) -> bytes | None:
+    """Return what a key of the run's state bucket on NATS holds; None for a key that is not there."""
+    entry = bus.key_value(streams.state_bucket(run).bucket).wait().get(key).wait()
+    return None if entry is None else entry.value
 
 
 def answers(address: str) -> bool:

@@ -325,23 +325,25 @@ def results_of(run_folder: Path) -> Iterator[EvaluationResult]:
 
 def result_table(result: EvaluationResult) -> Table:
     """Return one row for each source: complete prompts, means, pass@k and maj@k, each with its 95 % interval."""
-    ks = sorted({k for source in result.sources for k in source.pass_at if k > 1})
-    has_accuracy = any(source.accuracy for source in result.sources)
-    has_majority = any(source.maj for source in result.sources)
-    names = ["prompts", f"reward avg@{result.k}"]
-    names += [f"correct avg@{result.k}"] if has_accuracy else []
-    names += [f"pass@{k}" for k in ks]
-    names += [f"maj@{result.k}"] if has_majority else []
-    names += ["tokens", "cut off"]
-    rows = terminal.table("source", *names, right=names)
-    for source in result.sources:
-        cells = [source.source, _prompts(source), estimate_text(source.reward, as_share=False)]
-        cells += [estimate_text(source.accuracy)] if has_accuracy else []
-        cells += [estimate_text(source.pass_at.get(k)) for k in ks]
-        cells += [estimate_text(source.maj)] if has_majority else []
-        tokens, cut = source.completion_tokens_mean, source.truncated_share
-        rows.add_row(*cells, "–" if tokens is None else f"{tokens:.1f}", "–" if cut is None else f"{cut:.1%}")
+    sources, k = result.sources, result.k
+    columns: dict[str, Iterable[str]] = {"prompts": map(_prompts, sources)}
+    columns[f"reward avg@{k}"] = (estimate_text(source.reward, as_share=False) for source in sources)
+    if any(source.accuracy for source in sources):
+        columns[f"correct avg@{k}"] = (estimate_text(source.accuracy) for source in sources)
+    for n in sorted({n for source in sources for n in source.pass_at if n > 1}):
+        columns[f"pass@{n}"] = map(estimate_text, [source.pass_at.get(n) for source in sources])
+    if any(source.maj for source in sources):
+        columns[f"maj@{k}"] = (estimate_text(source.maj) for source in sources)
+    columns["tokens"] = (_known(source.completion_tokens_mean, ".1f") for source in sources)
+    columns["cut off"] = (_known(source.truncated_share, ".1%") for source in sources)
+    rows = terminal.table("source", *columns, right=list(columns))
+    for source, *cells in zip(sources, *columns.values(), strict=True):
+        rows.add_row(source.source, *cells)
     return rows
+
+
+def _known(value: float | None, form: str) -> str:
+    return "–" if value is None else format(value, form)
 
 
 def result_notes(result: EvaluationResult) -> Iterator[str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import sys
 import unicodedata
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
@@ -44,6 +44,22 @@ def table(*columns: str, right: Collection[str] = (), wide: Collection[str] = ()
         justify, is_wide = "right" if name in right else "left", name in wide
         empty.add_column(name, justify=justify, no_wrap=not is_wide, overflow="fold" if is_wide else "ellipsis")
     return empty
+
+
+def print_table(
+    columns: Sequence[str],
+    rows: Iterable[Sequence[object]],
+    *,
+    right: Collection[str] = (),
+    wide: Collection[str] = (),
+) -> None:
+    """Print a table of `table`; every cell that is no Text of rich is shown as `one_line`."""
+    from rich.text import Text  # noqa: PLC0415  as for the console
+
+    shown = table(*columns, right=right, wide=wide)
+    for row in rows:
+        shown.add_row(*(cell if isinstance(cell, Text) else Text(one_line(cell)) for cell in row))
+    console().print(shown)
 
 
 def printable(text: object) -> str:

@@ -22,9 +22,8 @@ from penstock.console.report import learning
 from penstock.console.report.run_summary import attention_text
 from penstock.console.terminal import clock, curve, one_line
 
-_MANY = 10_000
 _FRAME_LINES = 4  # border, progress, and one line free so that the terminal does not scroll
-_LEAST_CURVE, _MOST_CURVE = 4, 10  # with its caption
+_LEAST_CURVE, _CURVE, _MOST_CURVE = 4, 8, 10  # with its caption
 _LEAST_SERVICES = 6  # with the head
 _MAX_WIDTH = 110
 _WIDE = 88  # columns inside the border from which on the histogram stands beside the curve
@@ -35,17 +34,9 @@ _STAGES = {"tasks": "to generate", "generated": "to score", "scored": "to train"
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
-    figures: int
-    details: int
-    services: int  # without the head
-    problems: int
-    incidents: int
-    is_disconnected: bool
-
-
-@dataclass(frozen=True, slots=True)
 class Layout:
+    """Lines of each part."""
+
     curve: int
     details: int
     services: int  # with the head
@@ -54,12 +45,12 @@ class Layout:
     has_gaps: bool
 
 
-FULL = Layout(curve=8, details=_MANY, services=_MANY, problems=_MANY, incidents=_MANY, has_gaps=True)
+def fit(height: int, wanted: Layout, others: int, *, is_disconnected: bool) -> Layout:
+    """Return the layout for a terminal of ``height`` lines: first what each part needs at least, then the rest in order.
 
-
-def fit(height: int, wanted: Wanted) -> Layout:
-    """Return the layout for a terminal of ``height`` lines: first what each part needs at least, then the rest in order."""
-    left = max(height - _FRAME_LINES - wanted.figures - wanted.is_disconnected, 0)
+    ``others`` are lines that are always shown.
+    """
+    left = max(height - _FRAME_LINES - others - is_disconnected, 0)
 
     def take(most: int, had: int = 0) -> int:
         nonlocal left
@@ -67,8 +58,7 @@ def fit(height: int, wanted: Wanted) -> Layout:
         left -= more
         return had + more
 
-    head = wanted.services + 1 if wanted.services else 0
-    services = take(min(head, _LEAST_SERVICES))
+    services = take(min(wanted.services, _LEAST_SERVICES))
     problems = take(min(wanted.problems, 2))
     curve = take(_LEAST_CURVE) if left >= _LEAST_CURVE else 0
     incidents = take(min(wanted.incidents, 1))
@@ -76,44 +66,36 @@ def fit(height: int, wanted: Wanted) -> Layout:
     incidents = take(min(wanted.incidents, 2), incidents)
     problems = take(min(wanted.problems, 6), problems)
     details = take(wanted.details, details)
-    services = take(min(head, max(height // 3, _LEAST_SERVICES)), services)
+    services = take(min(wanted.services, max(height // 3, _LEAST_SERVICES)), services)
     incidents = take(wanted.incidents, incidents)
-    sections = sum(map(bool, (curve, problems, services, incidents, wanted.is_disconnected))) + 1
+    sections = sum(map(bool, (curve, problems, services, incidents, is_disconnected))) + 1
     has_gaps = left >= sections
     left -= sections if has_gaps else 0
     if curve:
         curve = take(_MOST_CURVE, curve)
     problems = take(wanted.problems, problems)
-    services = take(head, services)
+    services = take(wanted.services, services)
     return Layout(curve, details, services, problems, incidents, has_gaps)
 
 
 def render(snapshot: Snapshot, width: int = 96, height: int | None = None) -> RenderableType:
     width = max(min(width, _MAX_WIDTH), 20)
     inside = width - 4
-    details = _details(snapshot, is_wide=inside >= _WIDE)
+    figures, details = _figures(snapshot), _details(snapshot, is_wide=inside >= _WIDE)
     problems = [
         line
         for diagnosis in snapshot.diagnoses
         for line in _problem(diagnosis.what, diagnosis.cause, diagnosis.cure, inside)
     ]
-    layout = FULL
+    services = len(snapshot.services) + bool(snapshot.services)
+    incidents = min(len(snapshot.incidents), _MAX_INCIDENTS)
+    layout = Layout(_CURVE, len(details), services, len(problems), incidents, has_gaps=True)
     if height is not None:
-        layout = fit(
-            height,
-            Wanted(
-                figures=len(_figures(snapshot)),
-                details=len(details),
-                services=len(snapshot.services),
-                problems=len(problems),
-                incidents=min(len(snapshot.incidents), _MAX_INCIDENTS),
-                is_disconnected=snapshot.disconnected_s > 0,
-            ),
-        )
+        layout = fit(height, layout, len(figures), is_disconnected=snapshot.disconnected_s > 0)
     parts = [
         [_progress(snapshot, inside)],
         [_curve(snapshot, inside, layout.curve)] if layout.curve else [],
-        [*_figures(snapshot), *details[: layout.details]],
+        [*figures, *details[: layout.details]],
         problems[: layout.problems],
         [_services(snapshot, layout.services)] if snapshot.services and layout.services else [],
         _incidents(snapshot, layout.incidents),

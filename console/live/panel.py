@@ -128,10 +128,12 @@ class LivePanel:
         try:
             run_snapshot.save_totals(folder, self._view.totals())
         except OSError as err:
-            problem = f"the totals of this session are not kept for the next: {err}"
-            if problem != self._problem:
-                self._problem = problem
-                self.note(problem)
+            self._note_once(f"the totals of this session are not kept for the next: {err}")
+
+    def _note_once(self, problem: str) -> None:
+        if problem != self._problem:
+            self._problem = problem
+            self.note(problem)
 
     def _run(self) -> None:
         next_frame, next_keep = 0.0, time.monotonic() + _KEEP_S
@@ -146,9 +148,7 @@ class LivePanel:
                     self._fold_notes()
             except Exception as err:  # noqa: BLE001 without its thread the panel would stand still without a word
                 problem = str(err) if isinstance(err, PenstockError) else f"{type(err).__name__}: {err}"
-                if problem != self._problem:
-                    self._problem = problem
-                    self.note(f"the panel could not read the run: {problem}")
+                self._note_once(f"the panel could not read the run: {problem}")
             if self._folder is not None and time.monotonic() >= next_keep:
                 next_keep = time.monotonic() + _KEEP_S
                 with self._lock:

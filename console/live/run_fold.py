@@ -17,9 +17,9 @@ from penstock.console.live.fleet import Fleet
 from penstock.console.live.run_snapshot import (
     EvalPoint,
     Incident,
-    NotedIncident,
     Pause,
     QueueDepths,
+    RewardErrors,
     StepPoint,
     WatchedTotals,
 )
@@ -42,6 +42,7 @@ _CAUSE_CHARS = 200
 _NUM_CAUSES = 20  # of dead letters that become incidents; all of them are counted
 _GROUP_ID = re.compile(r"\b(?:eval\.v\d+|e\d+)\.p\d+(?:\.a\d+)?\b")
 _NUM_INCIDENTS = 200  # newest kept; a worker that restarts every minute must not fill the memory
+_MAX_REASONS = 100  # of reward errors
 WORKING_ROLES = ("rollout", "reward")
 
 
@@ -68,18 +69,16 @@ class RunFold:
         self._staleness: Counter[int] = Counter()  # tokens of all steps by staleness
         self._dead: Counter[str] = Counter()
         self._causes: set[str] = set()  # of dead letters, as their incidents say them
-        self._reward_errors: Counter[str] = Counter()
+        self.reward_errors: dict[str, RewardErrors] = {}  # by reason
         self.published: set[int] = set()  # versions that were announced
         self.publications: dict[int, PublicationFields] = {}  # by version
-        self._pauses_s: list[float] = []  # of workers that loaded another version
-        self._fetched_bytes = 0
         self._num_refused = 0
         self._applied: dict[str, list[WeightsApplied]] = {}
         self._first_at: float | None = None
         self._last_at = 0.0
         self._restored: WatchedTotals | None = None
         self._paused_s = 0.0  # between sessions
-        self._pauses: list[tuple[float, float]] = []  # ends and lengths, seconds
+        self._pauses: list[Pause] = []
         self._old_starts: set[float] = set()  # of earlier sessions' trainers
         self._restored_until = -math.inf
         self._rolled_back: dict[int, StepPoint] = {}  # by the step that was then taken: the last that was rolled back
@@ -88,22 +87,22 @@ class RunFold:
     def restore(self, totals: WatchedTotals) -> None:
         self._restored = totals
         self._paused_s = totals.paused_s
-        self._pauses = [(pause.end, pause.seconds) for pause in totals.pauses]
+        self._pauses = list(totals.pauses)
         self._restored_until = totals.until
         self._first_at = totals.since
         self._fleet.restore(totals)
         self._causes.update(i.text for i in totals.incidents if i.kind == "dead_letter")
-        self._note([Incident(i.at, i.text, i.kind) for i in totals.incidents])
+        self._note(totals.incidents)
 
     def totals(self) -> WatchedTotals:
         return WatchedTotals(
             until=self._last_at,
             since=self._first_at,
             paused_s=self._paused_s,
-            pauses=tuple(Pause(end=end, seconds=seconds) for end, seconds in self._pauses),
+            pauses=tuple(self._pauses),
             both_working_s=self._fleet.both_working_s,
             services=self._fleet.totals(),
-            incidents=tuple(NotedIncident(at=i.at, text=i.text, kind=i.kind) for i in self._noted),
+            incidents=tuple(self._noted),
         )
 
     def add_recorded(self, rows: Iterable[Mapping[str, Any]]) -> None:
@@ -119,7 +118,7 @@ class RunFold:
         if missing.steps and next(reversed(missing.steps)) > next(reversed(self.steps), -1):
             self._groups = missing._groups
         for point in added.values():
-            self._staleness.update(point.staleness_tokens)
+            self._staleness.update(point.fields.staleness_tokens)
         self.steps = dict(sorted({**self.steps, **added}.items()))
         known = {(e.version, e.split) for e in self.evals}
         self.evals = sorted(
@@ -142,24 +141,25 @@ class RunFold:
             self._remember([Incident(at, text, "note")])
 
     def _fold_event(self, event: RunEvent) -> None:
-        if event.kind == "step":
-            self._fold_step(event.at, event.data)
-        elif event.kind == "eval":
-            self._fold_eval(event.at, event.data)
-        elif event.kind == "state":
-            self._fold_state(event.at, event.source, event.data)
-        elif event.kind == "reward_error":
-            self._fold_reward_error(event.at, event.data)
-        elif event.kind == "weights":
-            fields = event_fields.read(PublicationFields, event.data)
-            if fields.version is not None:
-                self.publications[fields.version] = fields
-        elif event.kind in {"alarm", "evaluation_lost"}:
-            text = event_fields.read(NoteFields, event.data).text
-            self._remember([Incident(event.at, text or event.kind, "lost")])
-        elif event.kind == "log" and (text := event_fields.read(NoteFields, event.data).text):
-            self._remember([Incident(event.at, text, "note")])
-        self._saw(event.at)
+        at, data = event.at, event.data
+        match event.kind:
+            case "step":
+                self._fold_step(at, data)
+            case "eval":
+                self._fold_eval(at, data)
+            case "state":
+                self._fold_state(at, event.source, data)
+            case "reward_error":
+                self._fold_reward_error(at, data)
+            case "weights":
+                fields = event_fields.read(PublicationFields, data)
+                if fields.version is not None:
+                    self.publications[fields.version] = fields
+            case "alarm" | "evaluation_lost" | "log":
+                text, is_log = event_fields.read(NoteFields, data).text, event.kind == "log"
+                if text or not is_log:
+                    self._remember([Incident(at, text or event.kind, "note" if is_log else "lost")])
+        self._saw(at)
 
     def fold_heartbeats(self, beats: Sequence[Heartbeat], now: float) -> None:
         """Take all heartbeats of the live bucket as read at ``now``, in the reader's wall-clock seconds."""
@@ -175,9 +175,6 @@ class RunFold:
 
     def fold_applied(self, fact: WeightsApplied) -> None:
         self._applied.setdefault(fact.worker_id, []).append(fact)
-        self._fetched_bytes += fact.num_bytes
-        if fact.previous_version is not None:
-            self._pauses_s.append(fact.pause_s)
 
     def fold_refused(self, fact: WeightsRefused, now: float) -> None:
         self._num_refused += 1
@@ -186,10 +183,14 @@ class RunFold:
 
     def fold_dead_letter(self, letter: DeadLetter, now: float) -> None:
         """Take a dead letter; the first of each cause is an incident, in this session or an earlier one."""
-        self._dead[letter.reason] += max(len(letter.group_ids), 1)
+        num_groups = max(len(letter.group_ids), 1)
+        self._dead[letter.reason] += num_groups
+        if letter.stage == "generated":
+            errors = self._errors_of(letter.reason)
+            errors.dead += num_groups
+            errors.newest = letter.detail
         what = "groups" if letter.group_ids else "messages"
-        cause = _GROUP_ID.sub("…", letter.detail.strip().partition("\n")[0])[:_CAUSE_CHARS]
-        text = f"{what} of {letter.stage} dead-lettered, {letter.reason}: {cause}; `penstock dead-letters list {self.run_id}` has all"
+        text = f"{what} of {letter.stage} dead-lettered, {letter.reason}: {_cause(letter.detail)}; `penstock dead-letters list {self.run_id}` has all"
         if text not in self._causes and len(self._causes) < _NUM_CAUSES:
             self._causes.add(text)
             self._note([Incident(now, text, "dead_letter")])
@@ -213,22 +214,10 @@ class RunFold:
         if self.steps and step <= next(reversed(self.steps)):  # resumed from a checkpoint: these steps are repeated
             self._rolled_back[step] = self.steps[next(reversed(self.steps))]
             for later in [s for s in self.steps if s >= step]:
-                self._staleness.subtract(self.steps.pop(later).staleness_tokens)
-        histogram = fields.staleness_tokens
-        self.steps[step] = StepPoint(
-            step=step,
-            at=at,
-            version=fields.version,
-            reward_mean=fields.reward_mean,
-            loss=fields.loss,
-            tokens_trained=fields.tokens_trained if "tokens_trained" in data else sum(histogram.values()),
-            staleness_tokens=histogram,
-            no_signal_share=fields.zero_signal_groups,
-            learning=learning.read(data),
-            skipped=fields.skipped,
-            scored_by=fields.scored_by,
-        )
-        self._staleness.update(histogram)
+                self._staleness.subtract(self.steps.pop(later).fields.staleness_tokens)
+        trained = fields.tokens_trained if "tokens_trained" in data else sum(fields.staleness_tokens.values())
+        self.steps[step] = StepPoint(step, at, trained, fields, learning.read(data))
+        self._staleness.update(fields.staleness_tokens)
         self._groups = fields.groups or self._groups
         self.state = "training"
         self.finished = False  # a run that had ended was resumed with more steps
@@ -243,11 +232,11 @@ class RunFold:
             return
         point = EvalPoint(
             step=fields.step,
+            accuracy=fields.accuracy,
+            reward=fields.reward_mean,
             at=at,
             version=fields.version,
             split=fields.split or fields.name or "eval",
-            accuracy=fields.accuracy,
-            reward=fields.reward_mean,
             num_prompts=fields.num_prompts,
             success=fields.success,
             primary=fields.primary,
@@ -258,11 +247,18 @@ class RunFold:
     def _fold_reward_error(self, at: float, data: Mapping[str, Any]) -> None:
         fields = event_fields.read(RewardErrorFields, data)
         reason = fields.reason or "unknown"
-        if reason not in self._reward_errors:  # one incident per reason, not per group
-            cause = _GROUP_ID.sub("…", fields.detail.strip().partition("\n")[0])[:_CAUSE_CHARS]
+        errors = self._errors_of(reason)
+        if not errors.waited:  # one incident per reason, not per group
+            cause = _cause(fields.detail)
             why = f"{reason}: {cause}" if cause else reason
             self._remember([Incident(at, f"rewards fail ({why}); their groups are retried", "dead_letter")])
-        self._reward_errors[reason] += 1
+        errors.waited += max(len(fields.group_ids), 1)
+        errors.newest, errors.newest_at = fields.detail, at
+
+    def _errors_of(self, reason: str) -> RewardErrors:
+        if reason not in self.reward_errors and len(self.reward_errors) >= _MAX_REASONS:
+            reason = "other reasons"
+        return self.reward_errors.setdefault(reason, RewardErrors())
 
     def _fold_state(self, at: float, source: str, data: Mapping[str, Any]) -> None:
         fields = event_fields.read(StateFields, data)
@@ -271,7 +267,7 @@ class RunFold:
             if at <= self._restored.until:
                 self._old_starts.add(at)
             else:
-                self._pauses.append((at, at - self._restored.until))
+                self._pauses.append(Pause(at, at - self._restored.until))
                 self._paused_s += at - self._restored.until
                 self._restored = None  # once: later starts of the trainer are in this session
         if text and source.startswith("trainer"):
@@ -296,3 +292,8 @@ class RunFold:
         for incident in incidents:
             self.incidents.append(incident)
             self._num_incidents += 1
+
+
+def _cause(detail: str) -> str:
+    """Return the first line of an error without the ids of its groups."""
+    return _GROUP_ID.sub("…", detail.strip().partition("\n")[0])[:_CAUSE_CHARS]

@@ -13,7 +13,8 @@ from pathlib import Path
 import structlog
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from penstock.console.report.learning import HeldOut
+from penstock.console.report.event_fields import StepFields
+from penstock.console.report.learning import Evaluation, HeldOut
 from penstock.console.report.run_summary import Diagnosis
 from penstock.protocol.facts import Heartbeat
 from penstock.protocol.files import atomic_write, read_regular
@@ -27,27 +28,18 @@ TOTALS_FILE = "watched.json"
 class StepPoint:
     """One optimizer step as the trainer reported it; ``at`` is wall-clock seconds."""
 
-    step: int
+    number: int
     at: float
-    version: int = 0
-    reward_mean: float | None = None
-    loss: float | None = None
-    tokens_trained: int = 0
-    staleness_tokens: dict[int, int] = field(default_factory=dict)
-    no_signal_share: float | None = None  # share of groups whose rewards are all equal
-    learning: dict[str, float] = field(default_factory=dict)  # by the names of `console/report/learning.py`
-    skipped: dict[str, int] = field(default_factory=dict)  # trajectories left out by filters, by reason
-    scored_by: dict[str, int] = field(default_factory=dict)  # groups by scorer, with its version
+    tokens_trained: int
+    fields: StepFields
+    learning: dict[str, float]  # by the names of `console/report/learning.py`
 
 
 @dataclass(frozen=True, slots=True)
-class EvalPoint:
-    step: int
+class EvalPoint(Evaluation):
     at: float
     version: int
     split: str
-    accuracy: float | None  # None: nothing says which completions are correct
-    reward: float | None = None
     num_prompts: int = 0
     success: str = ""  # what counts as correct
     primary: bool = True  # of the source that versions are compared by
@@ -84,9 +76,27 @@ class Incident:
     kind: str = "note"  # "lost", "back", "dead_letter" or "note"
 
 
-def elapsed_at(at: float, started_at: float, pauses: Sequence[tuple[float, float]]) -> float:
-    """Return the seconds of a run until ``at``, without the pauses between its sessions (their ends and lengths)."""
-    paused_s = sum(max(min(at, end) - (end - length), 0.0) for end, length in pauses)
+@dataclass(frozen=True, slots=True)
+class Pause:
+    """Time between two sessions of a run."""
+
+    end: float  # wall-clock seconds
+    seconds: float
+
+
+@dataclass(slots=True)
+class RewardErrors:
+    """The groups that got no reward for one reason."""
+
+    waited: int = 0  # times that groups were returned to the queue
+    dead: int = 0  # groups that were given up
+    newest: str = ""
+    newest_at: float | None = None
+
+
+def elapsed_at(at: float, started_at: float, pauses: Sequence[Pause]) -> float:
+    """Return the seconds of a run until ``at``, without the pauses between its sessions."""
+    paused_s = sum(max(min(at, pause.end) - (pause.end - pause.seconds), 0.0) for pause in pauses)
     return max(at - started_at - paused_s, 0.0)
 
 
@@ -131,7 +141,7 @@ class Snapshot:
     disconnected_s: float  # since the connection to NATS was lost; 0.0 while connected
     finished: bool
     attention: str = ""  # what computes it in the trainer
-    pauses: tuple[tuple[float, float], ...] = ()  # between sessions: when each ended, and its length in seconds
+    pauses: tuple[Pause, ...] = ()
     evaluated_at: dict[int, float] = field(default_factory=dict)  # by step, of the primary split
 
     def elapsed_at(self, at: float) -> float:
@@ -173,21 +183,6 @@ class ServiceTotals(_Frozen):
     idle_s: float
 
 
-class NotedIncident(_Frozen):
-    """An incident that no stored event repeats."""
-
-    at: float
-    text: str
-    kind: str
-
-
-class Pause(_Frozen):
-    """Time between two sessions of a run."""
-
-    end: float  # wall-clock seconds
-    seconds: float
-
-
 class WatchedTotals(_Frozen):
     until: float  # wall-clock seconds: when this was the state of the run
     since: float | None = None  # when the first service of the first session was seen
@@ -195,7 +190,7 @@ class WatchedTotals(_Frozen):
     pauses: tuple[Pause, ...] = ()  # the same, one by one
     both_working_s: float = 0.0
     services: tuple[ServiceTotals, ...] = ()
-    incidents: tuple[NotedIncident, ...] = ()
+    incidents: tuple[Incident, ...] = ()  # those that no stored event repeats
 
 
 def load_totals(folder: Path) -> WatchedTotals | None:

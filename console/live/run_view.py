@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import statistics
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
 
 from penstock.console.live.run_fold import RunFold
 from penstock.console.live.run_snapshot import EvalPoint, Incident, Snapshot, StepPoint, elapsed_at
 from penstock.console.report import diagnoses, learning
-from penstock.console.report.learning import Evaluation, held_out, recent_reward
+from penstock.console.report.learning import held_out, known_mean, recent_reward
 from penstock.console.report.run_summary import (
     Diagnosis,
     GroupCounts,
@@ -38,34 +38,34 @@ class RunView(RunFold):
 
     def snapshot(self, now: float) -> Snapshot:
         points = self.points()
-        rewards = tuple(p.reward_mean for p in points if p.reward_mean is not None)
+        rewards = _known(p.fields.reward_mean for p in points)
         staleness = self._staleness_tokens()
-        step = points[-1].step if points else 0
+        primary = self._primary_evals()
         return Snapshot(
             run_id=self.run_id,
             started_at=self._first_at if self._first_at is not None else now,
             elapsed_s=max((self._last_at if self.finished else now) - (self._first_at or now) - self._paused_s, 0.0),
             state=self.state,
-            step=step,
+            step=points[-1].number if points else 0,
             total_steps=self.total_steps,
             eta_s=self._eta_s(points),
             rewards=rewards,
             reward_now=recent_reward(rewards),
-            reward_first=_mean(rewards[:5]),
-            held_out=held_out([Evaluation(e.step, e.accuracy, e.reward) for e in self._primary_evals()]),
+            reward_first=known_mean(rewards[:5]),
+            held_out=held_out(primary),
             generated_per_s=self._fleet.tokens_per_s,
             trained_per_s=_trained_per_s(points[-_SPEED_STEPS:]),
             staleness_tokens=staleness,
             staleness_mean=_staleness_mean(staleness),
             staleness_max=max(staleness, default=None),
-            newest_version=max(self.published, default=points[-1].version if points else 0),
+            newest_version=max(self.published, default=points[-1].fields.version if points else 0),
             versions_published=len(self.published),
             queues=self.queues,
             services=self._fleet.lines(now),
             idle_share=self._fleet.idle_shares(),
             dropped=self._dropped(),
             groups_trained=self._groups.trained,
-            no_signal_share=_mean([p.no_signal_share for p in points[-5:] if p.no_signal_share is not None]),
+            no_signal_share=known_mean(_known(p.fields.zero_signal_groups for p in points[-5:])),
             learning=points[-1].learning if points else {},
             diagnoses=(
                 *(() if self.finished else self._absent_services(now)),
@@ -77,19 +77,19 @@ class RunView(RunFold):
             finished=self.finished,
             attention=self.attention,
             pauses=tuple(self._pauses),
-            evaluated_at={e.step: e.at for e in self._primary_evals()},
+            evaluated_at={point.step: point.at for point in primary},
         )
 
     def summary(self) -> RunSummary:
         points = self.points()
-        rewards = [p.reward_mean for p in points if p.reward_mean is not None]
+        rewards = _known(p.fields.reward_mean for p in points)
         tenth = max(len(rewards) // 10, 1)
         primary = self._primary_evals()
         staleness = self._staleness_tokens()
         cpu = self._fleet.cpu_s_per_role()
         return RunSummary(
             run_id=self.run_id,
-            steps=points[-1].step if points else 0,
+            steps=points[-1].number if points else 0,
             attention=self.attention,
             accuracy_before=primary[0].accuracy if primary else None,
             accuracy_after=primary[-1].accuracy if primary else None,
@@ -97,14 +97,14 @@ class RunView(RunFold):
             eval_reward_after=primary[-1].reward if primary else None,
             success=primary[-1].success if primary else "",
             eval_prompts=primary[-1].num_prompts if primary else 0,
-            reward_first=_mean(rewards[:tenth]),
-            reward_last=_mean(rewards[-tenth:]),
+            reward_first=known_mean(rewards[:tenth]),
+            reward_last=known_mean(rewards[-tenth:]),
             groups=self.group_counts(),
             staleness_tokens={str(k): v for k, v in staleness.items()},
             staleness_mean=_staleness_mean(staleness),
             staleness_max=max(staleness, default=None),
             learning=learning.spreads([p.learning for p in points]),
-            skipped=dict(sum((Counter(p.skipped) for p in points), Counter[str]())),
+            skipped=dict(sum((Counter(p.fields.skipped) for p in points), Counter[str]())),
             scored_by=self.scorers(),
             versions_published=len(self.published),
             workers=self._worker_weights(),
@@ -113,7 +113,7 @@ class RunView(RunFold):
             tokens_trained=sum(p.tokens_trained for p in points),
             idle_share=self._fleet.idle_shares(),
             overlap=self._overlap(points, staleness),
-            unreadable=dict(self._unreadable),
+            unreadable=self.unreadable_messages,
             diagnoses=self._diagnoses(points),
             packs_given_back=self._fleet.count("packs_given_back"),
             incidents=tuple(
@@ -140,17 +140,20 @@ class RunView(RunFold):
 
     def scorers(self) -> dict[str, ScorerShare]:
         """Return how many groups each scorer scored, and from which step to which."""
-        totals: dict[str, tuple[int, int]] = {}  # groups, first step
-        last: dict[str, int] = {}
+        shares: dict[str, ScorerShare] = {}
         for number, point in self.steps.items():
-            for name, groups in point.scored_by.items():
-                num_groups, first = totals.get(name, (0, number))
-                totals[name] = num_groups + groups, first
-                last[name] = number
-        return {n: ScorerShare(groups=g, first_step=a, last_step=last[n]) for n, (g, a) in totals.items()}
+            for name, groups in point.fields.scored_by.items():
+                known = shares.get(name) or ScorerShare(groups=0, first_step=number, last_step=number)
+                more = {"groups": known.groups + groups, "last_step": number}
+                shares[name] = known.model_copy(update=more)
+        return shares
 
     def serving(self) -> dict[str, int]:
         return {worker: facts[-1].version for worker, facts in sorted(self._applied.items())}
+
+    @property
+    def unreadable_messages(self) -> dict[str, int]:
+        return dict(self._unreadable)
 
     def points(self) -> list[StepPoint]:
         return list(self.steps.values())
@@ -171,18 +174,16 @@ class RunView(RunFold):
         """Return the longest times without a step, whatever the reason was; a pause between two sessions is none."""
         gaps: list[tuple[float, StepPoint]] = []
         for earlier, after in pairwise(points):
-            before = self._rolled_back.get(after.step, earlier)
+            before = self._rolled_back.get(after.number, earlier)
             if any(before.at < start <= after.at for start in self._old_starts):
                 continue  # between two sessions
-            paused_s = sum(length for end, length in self._pauses if before.at < end <= after.at)
+            paused_s = sum(pause.seconds for pause in self._pauses if before.at < pause.end <= after.at)
             gaps.append((after.at - before.at - paused_s, before))
         if len(gaps) < _STEPS_BEFORE_STALLS:
             return []
         limit = max(_STALL_S, 10 * statistics.median(gap for gap, _ in gaps))
         longest = sorted((stall for stall in gaps if stall[0] > limit), key=lambda one: one[0])[-_NUM_STALLS:]
-        return [
-            Incident(point.at, f"no step for {clock(gap)} after step {point.step}", "note") for gap, point in longest
-        ]
+        return [Incident(point.at, f"no step for {clock(gap)} after step {point.number}") for gap, point in longest]
 
     def _overlap(self, points: list[StepPoint], staleness: Mapping[int, int]) -> Overlap:
         tokens = sum(staleness.values())
@@ -206,24 +207,25 @@ class RunView(RunFold):
         return diagnoses.diagnose(diagnoses.RunMetrics(steps, self._groups.issued, self._dropped()))
 
     def _worker_weights(self) -> dict[str, WorkerWeights]:
-        by_worker = {}
-        for worker, facts in sorted(self._applied.items()):
-            by_worker[worker] = WorkerWeights(
+        return {
+            worker: WorkerWeights(
                 versions_applied=len(facts),
                 newest_version=max(f.version for f in facts),
-                mean_pause_s=_mean([f.pause_s for f in facts]) or 0.0,
-                mean_fetch_s=_mean([f.fetch_s for f in facts]) or 0.0,
+                mean_pause_s=known_mean([f.pause_s for f in facts]) or 0.0,
+                mean_fetch_s=known_mean([f.fetch_s for f in facts]) or 0.0,
                 num_lives=self._fleet.num_starts("rollout", worker),
             )
-        return by_worker
+            for worker, facts in sorted(self._applied.items())
+        }
 
     def _weights_summary(self) -> WeightsSummary:
         patches = [p for p in self.publications.values() if p.kind == "patch"]
-        pauses = sorted(self._pauses_s)
+        applied = [fact for facts in self._applied.values() for fact in facts]
+        pauses = sorted(fact.pause_s for fact in applied if fact.previous_version is not None)
         return WeightsSummary(
             raw_bytes=sum(p.raw_bytes for p in self.publications.values()),
             sent_bytes=sum(p.sent_bytes for p in self.publications.values()),
-            fetched_bytes=self._fetched_bytes,
+            fetched_bytes=sum(fact.num_bytes for fact in applied),
             mean_density=sum(p.density or 0.0 for p in patches) / len(patches) if patches else None,
             pause_p50_s=_quantile(pauses, 0.5),
             pause_p99_s=_quantile(pauses, 0.99),
@@ -244,8 +246,8 @@ class RunView(RunFold):
         recent = points[-_SPEED_STEPS:]
         if not self.total_steps or len(recent) < 2:
             return None
-        per_step = (recent[-1].at - recent[0].at) / (recent[-1].step - recent[0].step)
-        return max(self.total_steps - recent[-1].step, 0) * per_step
+        per_step = (recent[-1].at - recent[0].at) / (recent[-1].number - recent[0].number)
+        return max(self.total_steps - recent[-1].number, 0) * per_step
 
 
 def _trained_per_s(points: list[StepPoint]) -> float:
@@ -258,8 +260,8 @@ def _staleness_mean(tokens: Mapping[int, int]) -> float | None:
     return sum(k * n for k, n in tokens.items()) / whole if whole else None
 
 
-def _mean(values: Sequence[float]) -> float | None:
-    return sum(values) / len(values) if values else None
+def _known(values: Iterable[float | None]) -> tuple[float, ...]:
+    return tuple(value for value in values if value is not None)
 
 
 def _quantile(ordered: list[float], share: float) -> float | None:

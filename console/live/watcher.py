@@ -7,6 +7,7 @@ the view shows it; watching continues when the connection is back.
 from __future__ import annotations
 
 import queue
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -31,6 +32,7 @@ from penstock.protocol.transport.key_value import Entry, KeyValue
 from penstock.protocol.transport.loop_thread import Pending
 
 _MAX_UNREADABLE = 1000  # services
+_READ_S = 20.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,3 +176,12 @@ class Watcher:
                     self._unreadable_keys.add(entry.key)
                     self.view.unreadable(now, "heartbeat", f"{err}, of {entry.key}")
         return beats
+
+
+def read_run(bus: Bus, run: str) -> RunView:
+    """Return what the streams of a run hold now; messages that cannot be read are counted on stderr. Raises MissingStream."""
+    view = RunView(run)
+    Watcher(bus, view).catch_up(_READ_S)
+    for what, count in view.unreadable_messages.items():
+        print(f"penstock: {count} messages cannot be read and are left out: {what}", file=sys.stderr)
+    return view

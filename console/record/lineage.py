@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from statistics import fmean
 
@@ -12,8 +12,9 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from penstock.console import connections
 from penstock.console.connections import NamedRun
-from penstock.console.terminal import console, indented, one_line
+from penstock.console.terminal import console, indented, one_line, table
 from penstock.protocol import logs, streams
 from penstock.protocol.errors import RecordBroken
 from penstock.protocol.groups import BlobRef
@@ -234,8 +235,7 @@ def open_record(run: NamedRun) -> tuple[StoredRecord, Blobs]:
 
     def pointer() -> bytes | None:
         with Bus.connect(settings.nats, name="lineage", deadline_s=5.0) as bus:
-            entry = bus.key_value(streams.state_bucket(run.id).bucket).wait().get(streams.CHECKPOINT_KEY).wait()
-            return None if entry is None else entry.value
+            return connections.stored_state(bus, run.id, streams.CHECKPOINT_KEY)
 
     return StoredRecord.read(run.id, end_of_record(run.id, settings.run.folder, pointer), blobs.get), blobs
 
@@ -252,48 +252,45 @@ def read_texts(members: Iterable[Member], packs: Mapping[str, BlobRef], blobs: B
 
 
 def _show_version(lineage: VersionLineage, console: Console, *, full: bool) -> None:
-    link = lineage.link
-    made = f"step {link.step} on version {link.parent}" if link.step is not None else _origin(link.parent)
-    console.print(
-        f"run {lineage.run_id}, version {lineage.version}: {made}, by {lineage.holder} (epoch {lineage.epoch})"
-    )
-    console.print(f"weights {link.weights_digest}", highlight=False)
-    if lineage.environment:
-        made_with = ", ".join(f"{k} {v}" for k, v in lineage.environment.items())
-        console.print(Text(one_line(f"made with {made_with}")), highlight=False)
-    if lineage.skipped:
-        console.print(
-            "filtered out of the loss: " + ", ".join(f"{n} {reason}" for reason, n in lineage.skipped.items())
-        )
-    if lineage.updates:
-        sizes = ", ".join(str(len(places)) for places in lineage.updates)
-        console.print(f"{len(lineage.updates)} optimizer steps, on {sizes} groups")
+    for line in _about(lineage):
+        console.print(Text(one_line(line)), highlight=False)
     if lineage.groups:
         console.print()
         console.print(_groups_table(lineage.groups))
     for member in lineage.groups if full else ():
         _show_texts(member, console)
-    console.print("\nearlier versions:")
-    shown = lineage.chain if full or len(lineage.chain) <= _LINKS + 1 else [*lineage.chain[:_LINKS], lineage.chain[-1]]
-    for chain_link in shown:
-        if chain_link is shown[-1] and len(shown) < len(lineage.chain):
-            console.print(f"  … {len(lineage.chain) - len(shown)} more, --full shows them")
-        what = (
-            _origin(chain_link.parent)
-            if chain_link.step is None
-            else f"step {chain_link.step}, {chain_link.num_groups} groups"
-        )
-        reward = "" if chain_link.reward is None else f", reward {chain_link.reward:.3f}"
-        console.print(
-            f"  version {chain_link.version}: {what}{reward}, {chain_link.weights_digest[:12]}…", highlight=False
-        )
-    groups, tokens = (
-        sum(chain_link.num_groups for chain_link in lineage.chain),
-        sum(chain_link.num_tokens for chain_link in lineage.chain),
-    )
+    console.print()
+    for line in _earlier(lineage, full=full):
+        console.print(Text(line), highlight=False)
+
+
+def _about(lineage: VersionLineage) -> Iterator[str]:
+    link = lineage.link
+    made = f"step {link.step} on version {link.parent}" if link.step is not None else _origin(link.parent)
+    yield f"run {lineage.run_id}, version {lineage.version}: {made}, by {lineage.holder} (epoch {lineage.epoch})"
+    yield f"weights {link.weights_digest}"
+    if lineage.environment:
+        yield "made with " + ", ".join(f"{k} {v}" for k, v in lineage.environment.items())
+    if lineage.skipped:
+        yield "filtered out of the loss: " + ", ".join(f"{n} {reason}" for reason, n in lineage.skipped.items())
+    if lineage.updates:
+        sizes = ", ".join(str(len(places)) for places in lineage.updates)
+        yield f"{len(lineage.updates)} optimizer steps, on {sizes} groups"
+
+
+def _earlier(lineage: VersionLineage, *, full: bool) -> Iterator[str]:
+    yield "earlier versions:"
+    chain = lineage.chain
+    num_hidden = 0 if full else max(len(chain) - _LINKS - 1, 0)
+    for link in [*chain[: len(chain) - num_hidden - 1], chain[-1]]:
+        if link is chain[-1] and num_hidden:
+            yield f"  … {num_hidden} more, --full shows them"
+        what = _origin(link.parent) if link.step is None else f"step {link.step}, {link.num_groups} groups"
+        reward = "" if link.reward is None else f", reward {link.reward:.3f}"
+        yield f"  version {link.version}: {what}{reward}, {link.weights_digest[:12]}…"
+    groups, tokens = (sum(getattr(link, name) for link in chain) for name in ("num_groups", "num_tokens"))
     by = ", ".join(f"{n} by {name}" for name, n in lineage.scorers.items()) or "none"
-    total = f"in total {groups} groups of {lineage.num_prompts} prompts, {tokens} tokens; scored: {by}"
-    console.print(Text(one_line(total)), highlight=False)
+    yield one_line(f"in total {groups} groups of {lineage.num_prompts} prompts, {tokens} tokens; scored: {by}")
 
 
 def _origin(parent: int | None) -> str:
@@ -320,29 +317,16 @@ def _show_group(history: GroupHistory, console: Console, *, full: bool) -> None:
 
 
 def _groups_table(members: Sequence[Member]) -> Table:
-    table = Table(box=None, header_style="dim", pad_edge=False, padding=(0, 2, 0, 0))
-    for name in ("group", "prompt", "reward", "parts", "scored by", "versions", "tokens"):
-        right = name in {"reward", "tokens"}
-        widest = max(len(member.group_id) for member in members) if name == "group" else None  # ids are typed elsewhere
-        table.add_column(
-            name, justify="right" if right else "left", no_wrap=True, overflow="ellipsis", min_width=widest
-        )
+    shown = table("group", "prompt", "reward", "parts", "scored by", "versions", "tokens", right=("reward", "tokens"))
+    shown.columns[0].min_width = max(len(member.group_id) for member in members)  # ids are typed elsewhere
     for member in members:
         parts = " ".join(f"{name} {fmean(values):.2f}" for name, values in member.parts.items())
-        versions = f"{member.oldest_version}" + (
-            f" to {member.newest_version}" if member.newest_version != member.oldest_version else ""
-        )
+        versions = " to ".join(map(str, dict.fromkeys((member.oldest_version, member.newest_version))))
         versions += " (rolled back)" if member.rolled_back else ""
         reuse = f" (use {member.use})" if member.use > 1 else ""
-        cells = (
-            member.group_id + reuse,
-            short(member.prompt_text),
-            f"{fmean(member.rewards):.3f}",
-            parts,
-            member.scorer,
-        )
-        table.add_row(*(Text(one_line(cell)) for cell in (*cells, versions, str(member.num_tokens))))
-    return table
+        cells = (member.group_id + reuse, short(member.prompt_text), f"{fmean(member.rewards):.3f}", parts)
+        shown.add_row(*(Text(one_line(cell)) for cell in (*cells, member.scorer, versions, str(member.num_tokens))))
+    return shown
 
 
 def _show_texts(member: Member, console: Console) -> None:

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
 import numpy as np
-from rich.table import Table
-from rich.text import Text
 
 from penstock.console.connections import NamedRun
-from penstock.console.terminal import console, one_line
+from penstock.console.terminal import one_line, print_table
 from penstock.console.tools.runs import existing_folder
 from penstock.protocol.errors import ConfigError, MalformedFact, PackError
 from penstock.protocol.groups import ScoredGroup
@@ -59,7 +56,8 @@ def print_stopped(run: NamedRun, *, step: int | None, as_json: bool) -> int:
         print(json.dumps(document))
         return 0
     print(f"run {run}, step {batch.step} on version {batch.version}: {one_line(batch.reason)}\n{chosen}\n")
-    console().print(_table(shown))
+    columns = ("group", "prompt", "rewards", "tokens", "versions", "least log-probability", "scorer", "far out")
+    print_table(columns, map(_cells, shown), wide=columns)
     return 0
 
 
@@ -80,19 +78,14 @@ def _describe(scored: ScoredGroup, group: Group) -> StoppedGroup:
     )
 
 
-def _table(groups: Sequence[StoppedGroup]) -> Table:
-    table = Table(
-        "group", "prompt", "rewards", "tokens", "versions", "least log-probability", "scorer", "far out", box=None
+def _cells(group: StoppedGroup) -> tuple[str, ...]:
+    return (
+        group.group_id,
+        group.prompt_text[:_PROMPT].replace("\n", " "),
+        " ".join(f"{reward:.3g}" for reward in group.rewards),
+        " ".join(map(str, group.completion_tokens)),
+        "–".join(map(str, dict.fromkeys(group.versions))),
+        f"{group.least_logprob:.3g}",
+        group.scorer,
+        ", ".join(group.far_out),
     )
-    for group in groups:
-        table.add_row(
-            Text(one_line(group.group_id)),
-            Text(one_line(group.prompt_text[:_PROMPT].replace("\n", " "))),
-            " ".join(f"{reward:.3g}" for reward in group.rewards),
-            " ".join(map(str, group.completion_tokens)),
-            "–".join(map(str, dict.fromkeys(group.versions))),
-            f"{group.least_logprob:.3g}",
-            Text(one_line(group.scorer)),
-            Text(one_line(", ".join(group.far_out))),
-        )
-    return table

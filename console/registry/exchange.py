@@ -25,12 +25,12 @@ from penstock.console.evaluation_results import EvaluationResult, estimate_text
 from penstock.console.registry import versions
 from penstock.console.registry.versions import OFFLINE, Registry, Scores, stored_scores
 from penstock.console.report import curves
+from penstock.console.report.event_fields import read_object
 from penstock.console.terminal import markdown, one_line
 from penstock.console.tools.runs import existing_folder
 from penstock.console.tools.weights import export
 from penstock.protocol import files, seals
 from penstock.protocol.errors import ConfigError, PenstockError
-from penstock.protocol.files import read_regular
 from penstock.protocol.secret_values import hide
 
 CARD = "README.md"
@@ -186,15 +186,12 @@ def model_card(run_folder: Path, version: int | None, state_root: str, scores: S
 
 def _run_config(run_folder: Path) -> dict[str, Any]:
     path = run_folder / "config.json"
-    try:
-        document = json.loads(read_regular(path))
-        if isinstance(document["settings"], dict):
-            return document
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
-        pass
-    raise ConfigError(
-        f"{path} has no settings of a run that can be read: a card needs the folder of the run; set run.dir"
-    )
+    document = read_object(path) or {}
+    if not isinstance(document.get("settings"), dict):
+        raise ConfigError(
+            f"{path} has no settings of a run that can be read: a card needs the folder of the run; set run.dir"
+        )
+    return document
 
 
 def _front_matter(settings: Mapping[str, Any]) -> str:

@@ -23,7 +23,6 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
-from rich.table import Table
 
 from penstock.console import evaluation_results
 from penstock.console.connections import NamedRun
@@ -31,7 +30,7 @@ from penstock.console.evaluation_results import Estimate, EvaluationResult
 from penstock.console.registry.model_merge import Recipe, merge_folders
 from penstock.console.report import curves
 from penstock.console.report.event_fields import number
-from penstock.console.terminal import console, table
+from penstock.console.terminal import print_table
 from penstock.console.tools import weights
 from penstock.console.tools.weights import export, stored_versions
 from penstock.protocol.errors import ConfigError
@@ -261,7 +260,9 @@ def print_list(run: NamedRun, *, as_json: bool) -> int:
         print(json_text.dumps(rows))
         return 0
     columns = score_names(registry.scores)
-    console().print(_table(rows, columns[:_MOST_SCORES]))
+    shown = columns[:_MOST_SCORES]
+    numbers, texts = ("version", "step", "parent", *shown), ("weights", "tags", "kept")
+    print_table((*numbers, *texts), (_cells(row, shown) for row in rows), right=numbers, wide=texts)
     if hidden := columns[_MOST_SCORES:]:
         print(f"not shown: {', '.join(hidden)} (--json has them)")
     if columns:
@@ -326,15 +327,11 @@ def print_selected(
     return 0
 
 
-def _table(rows: Sequence[Row], columns: Sequence[str]) -> Table:
-    numbers, texts = ("version", "step", "parent", *columns), ("weights", "tags", "kept")
-    shown = table(*numbers, *texts, right=numbers, wide=texts)
-    for row in rows:
-        cells = [str(row[name]) if row[name] is not None else "–" for name in ("version", "step", "parent")]
-        cells += [f"{row['scores'][name]['value']:.3f}" if name in row["scores"] else "–" for name in columns]
-        where = "stored" if row["stored"] else ", ".join(row["models"]) or "gone"
-        shown.add_row(*cells, where, ", ".join(row["tags"]), weights.why(row["kept"]))
-    return shown
+def _cells(row: Row, columns: Sequence[str]) -> tuple[object, ...]:
+    numbers = ["–" if row[name] is None else row[name] for name in ("version", "step", "parent")]
+    numbers += [f"{row['scores'][name]['value']:.3f}" if name in row["scores"] else "–" for name in columns]
+    where = "stored" if row["stored"] else ", ".join(row["models"]) or "gone"
+    return *numbers, where, ", ".join(row["tags"]), weights.why(row["kept"])
 
 
 def newest(versions: Sequence[int], count: int, run: str) -> list[int]:

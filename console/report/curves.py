@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -44,50 +44,47 @@ class Curves:
 
 def read(folder: Path) -> Curves:
     """Return the curves of a run folder; a step repeated after a resume counts once, with its last values."""
-    rewards: dict[int, float] = {}
-    parts: dict[int, dict[str, float]] = {}
+    numbered = [row for row in rows(folder) if isinstance(row.get("step"), int)]
+    rewarded = [row for row in numbered if number(row.get("reward_mean")) is not None]
+    parts: dict[str, list[tuple[int, float]]] = {}
+    rewards = []
+    for step, row in steps_of(rewarded).items():
+        rewards.append((step, float(row["reward_mean"])))
+        pairs = row.get("reward_parts")
+        for name, value in pairs.items() if isinstance(pairs, dict) else ():
+            if (mean := number(value)) is not None:
+                parts.setdefault(name, []).append((step, mean))
     evaluations: dict[int, Evaluation] = {}
     split: str | None = None
-    last_step: int | None = None
-    for row in rows(folder):
-        step = row.get("step")
-        if not isinstance(step, int):
-            continue
-        if row.get("kind") != "eval":
-            last_step = step
+    for row in numbered:
         reward, accuracy = number(row.get("reward_mean")), number(row.get("accuracy"))
-        if row.get("kind") == "step" and reward is not None:
-            if rewards and step <= next(reversed(rewards)):  # a resumed trainer makes these steps again
-                rewards = {s: v for s, v in rewards.items() if s < step}
-                parts = {s: v for s, v in parts.items() if s < step}
-            rewards[step] = reward
-            parts[step] = _finite(row.get("reward_parts"))
-        elif row.get("kind") == "eval" and (accuracy is not None or reward is not None):
-            if row.get("primary") is False:  # a further source
-                continue
-            split = split or row.get("split")
-            if row.get("split") == split:
-                evaluations[step] = Evaluation(step, accuracy, reward)
+        is_further = row.get("primary") is False
+        if row.get("kind") != "eval" or is_further or (accuracy is None and reward is None):
+            continue
+        split = split or row.get("split")
+        if row.get("split") == split:
+            evaluations[row["step"]] = Evaluation(row["step"], accuracy, reward)
     ordered = [evaluations[step] for step in sorted(evaluations)]
     return Curves(
-        rewards=tuple(sorted(rewards.items())),
+        rewards=tuple(rewards),
         accuracies=tuple((e.step, e.accuracy) for e in ordered if e.accuracy is not None),
         eval_rewards=tuple((e.step, e.reward) for e in ordered if e.reward is not None),
-        parts=_by_part(parts),
-        last_step=last_step,
+        parts={name: tuple(parts[name]) for name in sorted(parts)},
+        last_step=next((row["step"] for row in reversed(numbered) if row.get("kind") != "eval"), None),
     )
 
 
-def _finite(parts: Any) -> dict[str, float]:
-    pairs = parts.items() if isinstance(parts, dict) else ()
-    return {name: mean for name, value in pairs if (mean := number(value)) is not None}
-
-
-def _by_part(steps: dict[int, dict[str, float]]) -> dict[str, tuple[tuple[int, float], ...]]:
-    names = sorted({name for parts in steps.values() for name in parts})
-    return {
-        name: tuple((step, parts[name]) for step, parts in sorted(steps.items()) if name in parts) for name in names
-    }
+def steps_of(rows: Iterable[Mapping[str, Any]]) -> dict[int, Mapping[str, Any]]:
+    """Return the rows of optimizer steps in order; one that a resumed trainer makes again replaces the first and those after it."""
+    steps: dict[int, Mapping[str, Any]] = {}
+    for row in rows:
+        step = row.get("step")
+        if row.get("kind") != "step" or not isinstance(step, int):
+            continue
+        if steps and step <= next(reversed(steps)):
+            steps = {known: line for known, line in steps.items() if known < step}
+        steps[step] = row
+    return steps
 
 
 def rows(folder: Path) -> Iterator[dict[str, Any]]:

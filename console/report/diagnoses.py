@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from penstock.console.report.learning import mean
+from penstock.console.report.learning import known_mean, mean
 from penstock.console.report.run_summary import Diagnosis
 
 OF_A_FILTER = "left out by a group filter of the run file (algorithm.group_filters), or a reason of another build"
@@ -229,5 +229,4 @@ _RULES: tuple[Callable[[RunMetrics], Iterator[Diagnosis]], ...] = (
 
 
 def _mean(steps: Sequence[Figures], name: str) -> float | None:
-    values = [step[name] for step in steps if name in step]
-    return mean(values) if values else None
+    return known_mean([step[name] for step in steps if name in step])

@@ -1,4 +1,4 @@
-"""What the console reads from the data of events and from the lines of metrics.jsonl, validated; pure.
+"""What the console reads from the data of events, the lines of metrics.jsonl and the settings in a run's folder, validated.
 
 Events arrive from every service, and anything may be in them. A count must be a whole number; an event in which it is
 not is skipped and counted by its reader. A measured figure that is not finite (a loss may be NaN) is left out.
@@ -6,11 +6,15 @@ not is skipped and counted by its reader. A measured figure that is not finite (
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+
+from penstock.protocol.files import read_regular
 
 
 def number(value: Any) -> float | None:
@@ -19,6 +23,23 @@ def number(value: Any) -> float | None:
         return float(value) if isinstance(value, int | float) and math.isfinite(value) else None
     except OverflowError:  # an integer beyond the largest float
         return None
+
+
+def read_object(path: Path) -> dict[str, Any] | None:
+    """Return the JSON object in a file of a run's folder; None for a file that is missing, a link, or holds anything else."""
+    try:
+        content = json.loads(read_regular(path))
+    except (OSError, ValueError, RecursionError):
+        return None
+    return content if isinstance(content, dict) else None
+
+
+def setting(document: Mapping[str, Any] | None, section: str, key: str) -> Any:
+    """Return a setting of a stored document of settings; None where it has none of that name."""
+    found: Any = document
+    for name in ("settings", section, key):
+        found = found.get(name) if isinstance(found, Mapping) else None
+    return found
 
 
 _Count = Annotated[int, BeforeValidator(lambda value: value or 0), Field(ge=0, le=2**53)]  # None and "" count as 0

@@ -78,7 +78,7 @@ _OWN_LABELS = (_PART, _ENVIRONMENT, *_BY_LAYERS.values())  # names that begin so
 @dataclass(frozen=True, slots=True)
 class Evaluation:
     step: int
-    accuracy: float | None
+    accuracy: float | None  # None: nothing says which completions are correct
     reward: float | None
 
 
@@ -111,12 +111,15 @@ def held_out(evaluations: Sequence[Evaluation]) -> HeldOut:
 
 def recent_reward(rewards: Sequence[float]) -> float | None:
     """Return the mean training reward of the last steps: what is called "reward" wherever one number is shown."""
-    recent = rewards[-_RECENT_STEPS:]
-    return mean(recent) if recent else None
+    return known_mean(rewards[-_RECENT_STEPS:])
 
 
 def mean(values: Sequence[float]) -> float:
     return sum(values) / len(values)
+
+
+def known_mean(values: Sequence[float]) -> float | None:
+    return mean(values) if values else None
 
 
 def read(data: Mapping[str, Any]) -> dict[str, float]:

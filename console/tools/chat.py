@@ -19,9 +19,9 @@ import httpx
 
 from penstock.console import launch
 from penstock.console.connections import NamedRun
+from penstock.console.report.event_fields import read_object, setting
 from penstock.console.tools.runs import unknown_run
 from penstock.protocol.errors import ConfigError, PenstockError
-from penstock.protocol.files import read_regular
 from penstock.protocol.secret_values import scrub
 
 _START_S = 120.0  # a cold import of torch on a busy machine
@@ -229,11 +229,8 @@ def answer_length(model: Path) -> int:
 
 def trained_with(folder: Path) -> tuple[str, str]:
     """Return the dtype and the system prompt of the run, from its config.json; else the defaults."""
-    try:
-        settings = json.loads(read_regular(folder / "config.json"))["settings"]
-        return str(settings["model"]["dtype"]), str(settings["data"]["system_prompt"])
-    except (OSError, ValueError, KeyError, TypeError):
-        return "float32", ""
+    config = read_object(folder / "config.json")
+    return str(setting(config, "model", "dtype") or "float32"), str(setting(config, "data", "system_prompt") or "")
 
 
 def _greet(run: str, *, is_chat: bool, keep: bool) -> None:

@@ -19,10 +19,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
 
-from rich.table import Table
+from rich.text import Text
 
 from penstock.console import connections, launch
-from penstock.console.terminal import console
+from penstock.console.terminal import console, table
 from penstock.console.tools.versions import package_version
 from penstock.protocol import logs
 from penstock.protocol.config.run_file import Loaded
@@ -48,7 +48,7 @@ _PROBE_S = 10.0  # a program that takes longer to print its version is a problem
 _SANDBOX_S = 60.0  # it starts up to two interpreters
 _ATTENTION_S = 300.0  # kernels may be compiled
 _REACH_S = 3.0  # for a server to answer
-_SIGNS = {"ok": "[green]ok[/]", "warn": "[yellow]warn[/]", "fail": "[red]fail[/]"}
+_STYLES = {"ok": "green", "warn": "yellow", "fail": "red"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,29 +91,37 @@ def engine(arguments: Sequence[str], environ: Mapping[str, str]) -> Iterator[Fin
         f'worker.engine = "embedded" and take the section [{name}] out'
     )
     command = [python, "-I", "-c", f"import importlib.metadata as found; print(found.version({name!r}))"]
+    if isinstance(answer := _run(command), Exception) or answer.returncode:
+        why = f"does not run: {answer}" if isinstance(answer, Exception) else f"has no {name}"
+        yield Finding(name, "fail", f"worker.engine = {name!r}, and {python} {why}", fix)
+    else:
+        yield Finding(name, "ok", f"{answer.stdout.strip()} of {python}")
+
+
+def _run(command: Sequence[str], timeout_s: float = _PROBE_S) -> subprocess.CompletedProcess[str] | Exception:
+    """Run a program and return what came of it, or why it did not run to its end."""
     try:
-        answer = subprocess.run(command, capture_output=True, text=True, timeout=_PROBE_S, check=True)
+        return subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, check=False)
     except (OSError, subprocess.SubprocessError) as err:
-        missing = isinstance(err, subprocess.CalledProcessError)
-        detail = f"worker.engine = {name!r}, and {python} " + (f"has no {name}" if missing else f"does not run: {err}")
-        yield Finding(name, "fail", detail, fix)
-        return
-    yield Finding(name, "ok", f"{answer.stdout.strip()} of {python}")
+        return err
+
+
+def _failure(answer: subprocess.CompletedProcess[str] | Exception) -> str:
+    return str(answer) if isinstance(answer, Exception) else f"exit code {answer.returncode}"
 
 
 def services(loaded: Loaded[connections.ConsoleSettings]) -> Iterator[Finding]:
     settings = loaded.settings
-    if not connections.is_configured(loaded):
-        yield Finding("NATS", "ok", "not configured; the quickstart starts its own (or: penstock up)")
-    else:
-        yield _reach(
-            "NATS", settings.nats.url, lambda: Bus.connect(settings.nats, name="doctor", deadline_s=_REACH_S).close()
-        )
-    if loaded.origins["s3.endpoint"] == "default":
-        yield Finding("S3", "ok", "not configured; the quickstart starts its own (or: penstock up)")
-    else:
-        where = f"{settings.s3.endpoint}/{settings.s3.bucket}"
-        yield _reach("S3", where, lambda: Blobs(settings.s3).check(settings.run.id, deadline_s=_REACH_S))
+    servers: tuple[tuple[str, str, str, Callable[[], object]], ...] = (
+        ("NATS", "nats.url", settings.nats.url, lambda: Bus.connect(settings.nats, name="doctor", deadline_s=_REACH_S).close()),
+        ("S3", "s3.endpoint", f"{settings.s3.endpoint}/{settings.s3.bucket}",
+         lambda: Blobs(settings.s3).check(settings.run.id, deadline_s=_REACH_S)),
+    )  # fmt: skip
+    for name, key, where, attempt in servers:
+        if loaded.origins[key] == "default":
+            yield Finding(name, "ok", "not configured; the quickstart starts its own (or: penstock up)")
+        else:
+            yield _reach(name, where, attempt)
 
 
 def python() -> Finding:
@@ -134,35 +142,29 @@ def runnable(program: str, purpose: str) -> Finding:
     fix = "pip install 'penstock[local]'"
     if path is None:
         return Finding(program, "warn", f"not found; {purpose} cannot start on this machine", fix)
-    try:
-        answer = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=_PROBE_S, check=True)
-    except (OSError, subprocess.SubprocessError) as err:
-        return Finding(program, "fail", f"{path} does not run: {err}", f"{fix} --force-reinstall")
+    if isinstance(answer := _run([path, "--version"]), Exception) or answer.returncode:
+        return Finding(program, "fail", f"{path} does not run: {_failure(answer)}", f"{fix} --force-reinstall")
     return Finding(program, "ok", f"{(answer.stdout or answer.stderr).splitlines()[0]} at {path}")
 
 
 def sandbox() -> Finding:
-    command = launch.module("penstock.reward_service", "sandbox")
     fix = "only code rewards need it: apt install bubblewrap, or a kernel with Landlock (5.13)"
-    try:
-        answer = subprocess.run(command, capture_output=True, text=True, timeout=_SANDBOX_S, check=False)
-    except (OSError, subprocess.SubprocessError) as err:
-        return Finding("sandbox", "warn", f"the probe did not finish: {err}", fix)
+    answer = _run(launch.module("penstock.reward_service", "sandbox"), _SANDBOX_S)
+    if isinstance(answer, Exception):
+        return Finding("sandbox", "warn", f"the probe did not finish: {answer}", fix)
     printed = (answer.stdout or answer.stderr).strip().splitlines() or ["the probe printed nothing"]
-    return Finding(
-        "sandbox", "warn" if answer.returncode else "ok", printed[-1][:500], fix if answer.returncode else ""
-    )
+    level, fix = ("warn", fix) if answer.returncode else ("ok", "")
+    return Finding("sandbox", level, printed[-1][:500], fix)
 
 
 def gpu() -> Finding:
     path = shutil.which("nvidia-smi")
     if path is None:
         return Finding("gpu", "ok", "none; the quickstart and small models run on the CPU")
-    query = [path, "--query-gpu=name,memory.total", "--format=csv,noheader"]
-    try:
-        answer = subprocess.run(query, capture_output=True, text=True, timeout=_PROBE_S, check=True)
-    except (OSError, subprocess.SubprocessError) as err:
-        return Finding("gpu", "fail", f"nvidia-smi does not answer: {err}", "check the driver: run nvidia-smi")
+    answer = _run([path, "--query-gpu=name,memory.total", "--format=csv,noheader"])
+    if isinstance(answer, Exception) or answer.returncode:
+        detail = f"nvidia-smi does not answer: {_failure(answer)}"
+        return Finding("gpu", "fail", detail, "check the driver: run nvidia-smi")
     names = answer.stdout.strip().splitlines()
     if "+cpu" in (package_version("torch") or ""):
         return Finding("gpu", "warn", "; ".join(names), "this torch has no CUDA: install a CUDA build of torch")
@@ -175,21 +177,17 @@ def attention(has_gpu: bool) -> Finding:
         return Finding("attention", "ok", "no torch here, so nothing trains on this machine")
     if not has_gpu:
         return Finding("attention", "ok", "no GPU; the trainer uses torch's flash kernel for the CPU (cpu-flash)")
-    command = launch.module("penstock.trainer.learner.attention")
     fix = "install the torch of constraints.txt in a build for this GPU; see docs/memory.md"
-    try:
-        answer = subprocess.run(command, capture_output=True, text=True, timeout=_ATTENTION_S, check=False)
-    except (OSError, subprocess.SubprocessError) as err:
-        return Finding("attention", "warn", f"the check did not finish: {err}", fix)
+    answer = _run(launch.module("penstock.trainer.learner.attention"), _ATTENTION_S)
+    if isinstance(answer, Exception):
+        return Finding("attention", "warn", f"the check did not finish: {answer}", fix)
     lines = answer.stdout.strip().splitlines()
     backends = {line.rpartition(": ")[2] for line in lines}
     if answer.returncode == 0 and lines:
         slow = "sdpa" in backends or "flex" in backends
         detail = lines[0].rpartition(": ")[2] if len(backends) == 1 else "; ".join(lines)
         return Finding("attention", "warn" if slow else "ok", detail, fix if slow else "")
-    refused = [line for line in lines if ": none: " in line] or (answer.stderr.strip().splitlines() or ["no output"])[
-        -1:
-    ]
+    refused = [line for line in lines if ": none: " in line] or answer.stderr.strip().splitlines()[-1:] or ["no output"]
     return Finding("attention", "fail", "; ".join(refused)[:1000], fix)
 
 
@@ -197,15 +195,12 @@ def memory() -> Iterator[Finding]:
     """Check free memory, the limit of virtual memory, shared memory and open files."""
     available = _meminfo("MemAvailable")
     if available is not None:
-        low = available < 2 * _GIB
-        yield Finding(
-            "memory", "warn" if low else "ok", f"{available / _GIB:.1f} GiB free", "free 2 GiB or more" if low else ""
-        )
+        level, fix = ("warn", "free 2 GiB or more") if available < 2 * _GIB else ("ok", "")
+        yield Finding("memory", level, f"{available / _GIB:.1f} GiB free", fix)
     limit, _ = resource.getrlimit(resource.RLIMIT_AS)
     if limit != resource.RLIM_INFINITY and limit < 16 * _GIB:
-        yield Finding(
-            "virtual memory", "warn", f"limited to {limit / _GIB:.1f} GiB; torch maps more", "ulimit -v unlimited"
-        )
+        detail = f"limited to {limit / _GIB:.1f} GiB; torch maps more"
+        yield Finding("virtual memory", "warn", detail, "ulimit -v unlimited")
     else:
         yield Finding("virtual memory", "ok", "not limited" if limit == resource.RLIM_INFINITY else f"{limit} bytes")
     files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -236,9 +231,8 @@ def loopback() -> Finding:
         with socket.create_server(("127.0.0.1", 0)):
             return Finding("loopback", "ok", "a free port can be bound on 127.0.0.1")
     except OSError as err:
-        return Finding(
-            "loopback", "fail", f"cannot bind a port on 127.0.0.1: {err.strerror}", "allow sockets in this sandbox"
-        )
+        detail = f"cannot bind a port on 127.0.0.1: {err.strerror}"
+        return Finding("loopback", "fail", detail, "allow sockets in this sandbox")
 
 
 def port_use(port: int, key: str) -> Finding:
@@ -246,9 +240,8 @@ def port_use(port: int, key: str) -> Finding:
         with socket.create_server(("127.0.0.1", port)):
             return Finding(f"port {port}", "ok", f"free (default of {key})")
     except OSError:
-        return Finding(
-            f"port {port}", "warn", f"in use (default of {key})", f"fine if the service is yours; else change {key}"
-        )
+        fix = f"fine if the service is yours; else change {key}"
+        return Finding(f"port {port}", "warn", f"in use (default of {key})", fix)
 
 
 def build_locks(environ: Mapping[str, str]) -> Iterator[Finding]:
@@ -284,7 +277,7 @@ def report(arguments: Sequence[str], environ: Mapping[str, str], *, as_json: boo
     if as_json:
         print(json.dumps({"ok": not failed, "findings": [asdict(finding) for finding in findings]}))
     else:
-        console().print(_table(findings))
+        _print(findings)
         print("\nnext: " + ("fix the lines marked fail" if failed else _next(arguments)))
     return 1 if failed else 0
 
@@ -294,12 +287,10 @@ def _next(arguments: Sequence[str]) -> str:
     return f"penstock train {files[0]} --local" if files else "penstock quickstart"
 
 
-def _table(findings: Sequence[Finding]) -> Table:
-    table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
-    table.add_column(no_wrap=True)
-    table.add_column(no_wrap=True)
-    table.add_column(overflow="fold")
+def _print(findings: Sequence[Finding]) -> None:
+    shown = table("", "name", "detail", wide=("detail",))
+    shown.show_header = False
     for finding in findings:
-        detail = finding.detail if not finding.fix else f"{finding.detail}\n[bold]→ {finding.fix}[/]"
-        table.add_row(_SIGNS[finding.level], finding.name, detail)
-    return table
+        fix = ("\n→ " + finding.fix, "bold") if finding.fix else ""
+        shown.add_row(Text(finding.level, _STYLES[finding.level]), finding.name, Text.assemble(finding.detail, fix))
+    console().print(shown)

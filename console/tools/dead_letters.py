@@ -16,12 +16,19 @@ from datetime import UTC, datetime
 from typing import Any, TypeVar, get_args
 
 from pydantic import AliasPath, BaseModel, Field, ValidationError
-from rich.text import Text
 
 from penstock.console.connections import NamedRun
-from penstock.console.terminal import console, indented, one_line, table
+from penstock.console.terminal import indented, one_line, print_table
 from penstock.protocol import logs, streams, subjects
-from penstock.protocol.errors import BlobCorrupt, BlobError, BlobMissing, ConfigError, PackError, WireError
+from penstock.protocol.errors import (
+    BlobCorrupt,
+    BlobError,
+    BlobMissing,
+    ConfigError,
+    PackError,
+    PenstockError,
+    WireError,
+)
 from penstock.protocol.facts import DeadLetter, Fact, GroupGenerated, GroupScored, Head, TaskIssued, TaskList, decode
 from penstock.protocol.groups import Split, Task
 from penstock.protocol.record.lineage import CheckpointCommitted, chapters
@@ -42,6 +49,10 @@ _FULL_S = 20.0  # deadline for a publication to a full stream
 _MOST_SHOWN = 2000  # characters of one text
 _POISON_SHOWN = 80  # bytes of an unreadable message
 F = TypeVar("F", bound=Fact)
+
+
+class UnknownLetter(PenstockError):
+    """A run has no dead letter of a number, or none that this build can read."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,19 +150,11 @@ class _Mark(BaseModel):
     at: str = Field(default="", max_length=100)
 
 
-class _Trainer(BaseModel):
-    steps: int | None = None
-
-
-class _Rollout(BaseModel):
-    max_staleness: int | None = None
-
-
 class _Limits(BaseModel):
     """The limits among the settings of a session."""
 
-    trainer: _Trainer = Field(validation_alias=AliasPath("settings", "trainer"))
-    rollout: _Rollout = Field(validation_alias=AliasPath("settings", "rollout"))
+    steps: int | None = Field(None, validation_alias=AliasPath("settings", "trainer", "steps"))
+    max_staleness: int | None = Field(None, validation_alias=AliasPath("settings", "rollout", "max_staleness"))
 
 
 class DeadLetters:
@@ -200,17 +203,15 @@ class DeadLetters:
             self.problems.append(f"key {entry.key} cannot be read: whether its letter was sent again is unknown")
             return _Mark(times=1, at="(unknown)")
 
-    def find(self, numbers: Sequence[int]) -> list[Letter]:
-        letters = {letter.number: letter for letter in self.all()}
-        for number in numbers:
-            if number in self.unreadable:
-                raise ConfigError(
-                    f"dead letter {number} of run {self.run} cannot be read by this build: {self.unreadable[number]}"
-                )
-            if number not in letters:
-                known = f"{min(letters)} to {max(letters)}" if letters else "none"
-                raise ConfigError(f"run {self.run} has no dead letter {number}; known are {known}")
-        return [letters[number] for number in numbers]
+    def find(self, number: int) -> Letter:
+        """Return one letter; raises UnknownLetter."""
+        for letter in self.read(after=max(number - 1, 0), most=1):
+            if letter.number == number:
+                return letter
+        if number in self.unreadable:
+            why = f"cannot be read by this build: {self.unreadable[number]}"
+            raise UnknownLetter(f"dead letter {number} of run {self.run} {why}")
+        raise UnknownLetter(f"run {self.run} has no dead letter {number}; list them again")
 
     def progress(self) -> RunProgress:
         """Read how far the run is, and the limits of its newest session; what cannot be read is noted, and None."""
@@ -223,7 +224,7 @@ class DeadLetters:
             for chapter in chapters(committed.record, self.blobs.get):
                 for session in chapter.lives[-1:]:
                     limits = _Limits.model_validate_json(self.blobs.get(session.config))
-                    return RunProgress(version, committed.step, limits.trainer.steps, limits.rollout.max_staleness)
+                    return RunProgress(version, committed.step, limits.steps, limits.max_staleness)
         except (WireError, BlobMissing, BlobCorrupt, ValidationError) as err:
             self.problems.append(
                 f"the limits of the run cannot be read ({type(err).__name__}: {err}): age is not checked"
@@ -270,23 +271,22 @@ def print_list(run: NamedRun, *, as_json: bool) -> int:
         print(f"run {run} has no dead letters" + (" that can be read" if dead.unreadable else ""))
         return 0
     names = ("id", "when", "stage", "reason", "groups", "attempts", "sent again")
-    rows = table(*names, right=("id", "attempts"), wide=names)
-    for letter in letters:
-        ids = letter.fact.group_ids
-        groups = f"{ids[0]}{f' and {len(ids) - 1} more' if len(ids) > 1 else ''}" if ids else "unknown"
-        when = letter.at.astimezone().strftime("%Y-%m-%d %H:%M:%S")
-        fact = letter.fact
-        cells = (fact.stage, fact.reason, groups, str(fact.num_delivered), letter.sent_at or "–")
-        rows.add_row(str(letter.number), when, *(Text(one_line(cell)) for cell in cells))
-    console().print(rows)
+    print_table(names, map(_row, letters), right=("id", "attempts"), wide=names)
     print(f"\nnext: penstock dead-letters show {run} {letters[-1].number}")
     return 0
+
+
+def _row(letter: Letter) -> tuple[object, ...]:
+    fact, ids = letter.fact, letter.fact.group_ids
+    groups = f"{ids[0]}{f' and {len(ids) - 1} more' if len(ids) > 1 else ''}" if ids else "unknown"
+    when = letter.at.astimezone().strftime("%Y-%m-%d %H:%M:%S")
+    return letter.number, when, fact.stage, fact.reason, groups, fact.num_delivered, letter.sent_at or "–"
 
 
 def print_one(run: NamedRun, number: int, *, as_json: bool) -> int:
     logs.configure("dead-letters", level="error")
     with DeadLetters(run) as dead:
-        (letter,) = dead.find([number])
+        letter = dead.find(number)
         groups, problem = groups_of(letter.fact, dead.blobs)
         reason = refusal(letter, dead.progress(), run=run.id)
         for problem in dead.problems:
@@ -318,7 +318,7 @@ def resend(run: NamedRun, numbers: Sequence[int], *, everything: bool, once_more
         )
     logs.configure("dead-letters", level="error")
     with DeadLetters(run) as dead:
-        letters = dead.all() if everything else dead.find(numbers)
+        letters = dead.all() if everything else [dead.find(number) for number in numbers]
         progress = dead.progress()
         dead.report_unreadable()
         num_sent = 0

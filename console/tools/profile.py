@@ -16,15 +16,12 @@ from dataclasses import asdict, dataclass
 from itertools import pairwise
 from typing import Any
 
-from rich.table import Table
-from rich.text import Text
-
 from penstock.console.connections import NamedRun
 from penstock.console.live import run_snapshot
 from penstock.console.live.run_snapshot import ServiceTotals, WatchedTotals, service_name
 from penstock.console.report import curves
 from penstock.console.report.event_fields import number
-from penstock.console.terminal import console, one_line, table
+from penstock.console.terminal import console, print_table
 from penstock.console.tools.runs import existing_folder
 from penstock.protocol.errors import ConfigError
 from penstock.protocol.heartbeats import ENGINE_CPU, THREAD_CPU
@@ -93,7 +90,7 @@ class RunProfile:
 
 def profile(rows: Iterable[Mapping[str, Any]], watched: WatchedTotals | None) -> RunProfile:
     """Return the profile of the lines of metrics.jsonl and of the totals that were watched; both may be incomplete."""
-    steps = _steps(rows)
+    steps = list(curves.steps_of(rows).values())
     times = [at for step in steps if (at := number(step.get("at"))) is not None]
     first_s = _phase_seconds(steps[0]) if steps else 0.0
     seconds = {name: sum(number(step.get(key)) or 0.0 for step in steps) for key, name in _PHASES.items()}
@@ -154,19 +151,6 @@ def _slower_role(services: Sequence[ServiceProfile]) -> str:
     if share > 0.5:
         return f"so do the others ({busiest.name}, the busiest, {share:.0%}), each for the slowest groups of a batch"
     return f"{busiest.name} works {1.0 - share:.0%} of the time"
-
-
-def _steps(rows: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """Return the lines of the steps in order; one repeated after a resume replaces the first and those after it."""
-    steps: dict[int, Mapping[str, Any]] = {}
-    for row in rows:
-        step = row.get("step")
-        if row.get("kind") != "step" or not isinstance(step, int):
-            continue
-        if steps and step <= next(reversed(steps)):
-            steps = {known: line for known, line in steps.items() if known < step}
-        steps[step] = row
-    return list(steps.values())
 
 
 def _phase_seconds(step: Mapping[str, Any]) -> float:
@@ -244,16 +228,15 @@ def _print(run: str, run_profile: RunProfile) -> None:
     )
     if run_profile.steps:
         out.print()
-        rows = table("trainer", "ms a step", "s", "share", right=("ms a step", "s", "share"))
-        for phase in run_profile.phases:
-            each = f"{phase.seconds / run_profile.steps * 1000:.1f}"
-            rows.add_row(phase.name, each, f"{phase.seconds:.1f}", f"{phase.share:.1%}")
-        out.print(rows)
+        numbers = ("ms a step", "s", "share")
+        print_table(("trainer", *numbers), (_phase(phase, run_profile) for phase in run_profile.phases), right=numbers)
     if run_profile.publish_s is not None:
         out.print(f"\nbeside the steps: {run_profile.publish_s * 1000:.0f} ms to publish a version", highlight=False)
     if run_profile.services:
         out.print()
-        out.print(_services(run_profile))
+        numbers, parts = ("works s", "waits s", "waits", "CPU s", "CPU share"), "of its newest process"
+        rows = (_service_cells(service, run_profile) for service in run_profile.services)
+        print_table(("service", *numbers, parts), rows, right=numbers, wide=(parts,))
     else:
         out.print(
             "\nno heartbeats in its folder: `penstock train` and the quickstart keep them",
@@ -273,14 +256,15 @@ def _around(run_profile: RunProfile) -> str:
     return f" ({', '.join(parts)})" if parts else ""
 
 
-def _services(run_profile: RunProfile) -> Table:
-    numbers, parts = ("works s", "waits s", "waits", "CPU s", "CPU share"), "of its newest process"
-    rows = table("service", *numbers, parts, right=numbers, wide=(parts,))
-    for service in run_profile.services:
-        parts = ", ".join(f"{name} {seconds:.1f}" for name, seconds in list(service.cpu_parts.items())[:_NUM_PARTS])
-        starts = f" ({service.num_starts} starts)" if service.num_starts > 1 else ""
-        waits = "–" if service.waiting_share is None else f"{service.waiting_share:.1%}"
-        share = f"{service.cpu_s / run_profile.cpu_s:.1%}" if run_profile.cpu_s > 0.0 else "–"
-        numbers = (f"{service.working_s:.1f}", f"{service.waiting_s:.1f}", waits, f"{service.cpu_s:.1f}", share)
-        rows.add_row(Text(one_line(service.name) + starts), *numbers, Text(one_line(parts)))
-    return rows
+def _phase(phase: Phase, run_profile: RunProfile) -> tuple[str, ...]:
+    each = phase.seconds / run_profile.steps * 1000
+    return phase.name, f"{each:.1f}", f"{phase.seconds:.1f}", f"{phase.share:.1%}"
+
+
+def _service_cells(service: ServiceProfile, run_profile: RunProfile) -> tuple[str, ...]:
+    parts = ", ".join(f"{name} {seconds:.1f}" for name, seconds in list(service.cpu_parts.items())[:_NUM_PARTS])
+    starts = f" ({service.num_starts} starts)" if service.num_starts > 1 else ""
+    waits = "–" if service.waiting_share is None else f"{service.waiting_share:.1%}"
+    share = f"{service.cpu_s / run_profile.cpu_s:.1%}" if run_profile.cpu_s > 0.0 else "–"
+    numbers = (f"{service.working_s:.1f}", f"{service.waiting_s:.1f}", waits, f"{service.cpu_s:.1f}", share)
+    return service.name + starts, *numbers, parts

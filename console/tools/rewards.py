@@ -18,10 +18,8 @@ from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
-from rich.text import Text
-
 from penstock.console import connections, launch
-from penstock.console.terminal import console, one_line, table
+from penstock.console.terminal import one_line, print_table
 from penstock.protocol.errors import ConfigError, PenstockError
 from penstock.protocol.transport import tls
 from penstock.protocol.transport.tls import handshake_problem
@@ -148,10 +146,8 @@ def print_list(url: str, token_file: Path | None, *, as_json: bool) -> int:
     if as_json:
         print(json.dumps(answer))
         return 0
-    rows = table("reward", "kind", "description", wide=("description",))
-    for row in answer["rewards"]:
-        rows.add_row(*(Text(one_line(row[key])) for key in ("name", "kind", "description")))
-    console().print(rows)
+    rows = [(reward["name"], reward["kind"], reward["description"]) for reward in answer["rewards"]]
+    print_table(("reward", "kind", "description"), rows, wide=("description",))
     print("\nnext: penstock reward test NAME")
     return 0
 
@@ -311,10 +307,10 @@ def _print(
     spread: dict[str, Any],
 ) -> None:
     numbers = ("number", "mean", "min", "max")
-    distribution = table("scored", *numbers, right=numbers)
-    for kind, scores in by_kind.items():
-        distribution.add_row(Text(kind), str(len(scores)), *(f"{f(scores):.3f}" for f in (fmean, min, max)))
-    console().print(distribution)
+    distribution = [
+        (kind, len(scores), *(f"{f(scores):.3f}" for f in (fmean, min, max))) for kind, scores in by_kind.items()
+    ]
+    print_table(("scored", *numbers), distribution, right=numbers)
     if spread["num_scores"]:
         print(
             f"\n{name} on {len(rows)} rows: {spread['num_scores']} scores, mean {spread['mean']:.3f}, standard deviation "

@@ -12,18 +12,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
-from rich.table import Table
+from rich.text import Text
 
 from penstock.console import connections
 from penstock.console.connections import NamedRun
 from penstock.console.report import curves
-from penstock.console.report.event_fields import number
-from penstock.console.terminal import console, printable, table
+from penstock.console.report.event_fields import number, read_object, setting
+from penstock.console.terminal import print_table, printable
 from penstock.protocol import streams
 from penstock.protocol.errors import BusError, ConfigError, MissingStream
 from penstock.protocol.files import read_regular
 from penstock.protocol.record.run_folder import RUN_LOCK, is_lock_held
-from penstock.protocol.secret_values import scrub
+from penstock.protocol.secret_values import hide, scrub
 from penstock.protocol.subjects import RUN_ID
 
 if TYPE_CHECKING:
@@ -78,7 +78,8 @@ def print_list(arguments: Sequence[str], environ: Mapping[str, str], *, as_json:
     if as_json:
         print(json.dumps([asdict(line) for line in lines]))
     elif lines:
-        console().print(_table(lines))
+        right = ("step", "held-out", "reward")
+        print_table(("run", "state", *right, "when"), map(_row, lines), right=right)
         print(f"\nnext: penstock runs show {lines[0].run}")
     else:
         print(
@@ -201,24 +202,24 @@ def is_finished(folder: Path) -> bool:
     """
     if (command := curves.command_of(folder)) is not None:
         return curves.is_training_finished(folder, command)
-    ended, started = _read_object(folder / "trainer.json"), _read_object(folder / "config.json")
-    if ended is None:
+    if (ended := read_object(folder / "trainer.json")) is None:
         return (folder / "report.json").exists()
-    settings = (started or {}).get("settings")
-    trainer = settings.get("trainer") if isinstance(settings, dict) else None
-    steps = number(trainer.get("steps")) if isinstance(trainer, dict) else None
+    steps = number(setting(read_object(folder / "config.json"), "trainer", "steps"))
     done = number(ended.get("steps"))
     if ended.get("complete", ended.get("finished")) is not True:  # older runs have no "complete"
         return False
     return steps is None or (done is not None and done >= steps)
 
 
-def _read_object(path: Path) -> dict[str, Any] | None:
-    try:
-        content = json.loads(read_regular(path))
-    except (OSError, ValueError, RecursionError):
-        return None
-    return content if isinstance(content, dict) else None
+def stored_config(folder: Path) -> dict[str, Any] | None:
+    """Return the settings of a run with their origins, from its folder; None if it has none that can be read.
+
+    ``source`` is started for those that the trainer was last started with, planned for those that the Runs API checked.
+    """
+    for source, name in (("started", "config.json"), ("planned", PLANNED)):
+        if (document := read_object(folder / name)) is not None:
+            return {"source": source, **document, "settings": hide((), document.get("settings"))}
+    return None
 
 
 def _held_out(line: RunLine) -> str:
@@ -229,16 +230,9 @@ def _held_out(line: RunLine) -> str:
     return "–" if line.eval_reward is None else f"reward {line.eval_reward:.2f}"
 
 
-def _table(lines: Sequence[RunLine]) -> Table:
-    right = ("step", "held-out", "reward")
-    rows = table("run", "state", *right, "when", right=right)
-    for line in lines:
-        when = datetime.fromisoformat(line.when).astimezone().strftime("%Y-%m-%d %H:%M") if line.when else "–"
-        numbers = (
-            "–" if line.step is None else str(line.step),
-            _held_out(line),
-            f"loss {line.loss:.3f}" if line.loss is not None else "–" if line.reward is None else f"{line.reward:.2f}",
-        )
-        style = {"running": "green", "stopped": "yellow"}.get(line.state, "")
-        rows.add_row(line.run, f"[{style}]{line.state}[/]" if style else line.state, *numbers, when)
-    return rows
+def _row(line: RunLine) -> tuple[object, ...]:
+    when = datetime.fromisoformat(line.when).astimezone().strftime("%Y-%m-%d %H:%M") if line.when else "–"
+    state = Text(line.state, style={"running": "green", "stopped": "yellow"}.get(line.state, ""))
+    reward = "–" if line.reward is None else f"{line.reward:.2f}"
+    reward = reward if line.loss is None else f"loss {line.loss:.3f}"
+    return line.run, state, "–" if line.step is None else line.step, _held_out(line), reward, when

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import json as json_text
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-
-from rich.table import Table
 
 from penstock.console import connections
 from penstock.console.connections import NamedRun
 from penstock.console.live.run_view import RunView
-from penstock.console.live.watcher import Watcher
-from penstock.console.terminal import console, one_line, table
+from penstock.console.live.watcher import read_run
+from penstock.console.terminal import one_line, print_table
 from penstock.protocol import blob_keys, logs, streams
 from penstock.protocol.errors import BlobMissing, ConfigError, SignatureRefused, WireError
 from penstock.protocol.facts import Head, KeptVersions, decode
@@ -87,7 +85,9 @@ def print_versions(run: NamedRun, *, as_json: bool) -> int:
     elif not rows:
         print(f"run {run} has no weights in the object store")
     else:
-        console().print(_table(rows))
+        numbers, wide = ("version", "parent", "changed", "bytes", "seconds"), ("kept", "served by")
+        columns = ("version", "parent", "kind", "changed", "bytes", "seconds", *wide)
+        print_table(columns, map(_cells, rows), right=numbers, wide=wide)
         print(f"next: penstock weights export {run} --version {rows[-1]['version']} --to FOLDER")
         if any(row["kept"]["best"] for row in rows):
             print(f"next: penstock weights export {run} --best --to FOLDER")
@@ -98,12 +98,8 @@ def stored_versions(run: NamedRun) -> list[Row]:
     logs.configure("weights", level="error")
     settings = run.settings
     with Bus.connect(settings.nats, name="weights", deadline_s=5.0) as bus:
-        view = RunView(run.id)
-        watcher = Watcher(bus, view)
-        watcher.catch_up()
-        for what, count in view.summary().unreadable.items():
-            print(f"penstock: {count} messages cannot be read and are left out: {what}", file=sys.stderr)
-        head, kept = _head(bus, run.id), _kept(bus, run.id)
+        view = read_run(bus, run.id)
+        head, kept = _head_and_kept(bus, run.id)
         return list_versions(reachable(_manifests(Blobs(settings.s3), run.id), head, kept), view, head, kept)
 
 
@@ -120,7 +116,7 @@ def export(
     logs.configure("weights", level="error")
     blobs = Blobs(settings.s3)
     with Bus.connect(settings.nats, name="weights", deadline_s=5.0) as bus:
-        head, kept = _head(bus, run.id), _kept(bus, run.id)
+        head, kept = _head_and_kept(bus, run.id)
     manifests = reachable(_manifests(blobs, run.id, trusted_keys), head, kept)
     if version is None:
         version = _best(run.id, kept)
@@ -205,14 +201,9 @@ def list_versions(
     return [rows[version] for version in sorted(rows)]
 
 
-def _head(bus: Bus, run: str) -> Head | None:
-    entry = bus.key_value(streams.state_bucket(run).bucket).wait().get(streams.HEAD_KEY).wait()
-    return None if entry is None else decode(entry.value, Head)
-
-
-def _kept(bus: Bus, run: str) -> KeptVersions:
-    entry = bus.key_value(streams.state_bucket(run).bucket).wait().get(streams.KEPT_KEY).wait()
-    return NOTHING_KEPT if entry is None else decode(entry.value, KeptVersions)
+def _head_and_kept(bus: Bus, run: str) -> tuple[Head | None, KeptVersions]:
+    head, kept = (connections.stored_state(bus, run, key) for key in (streams.HEAD_KEY, streams.KEPT_KEY))
+    return decode(head, Head) if head else None, decode(kept, KeptVersions) if kept else NOTHING_KEPT
 
 
 def _best(run: str, kept: KeptVersions) -> int:
@@ -248,20 +239,11 @@ def _manifests(blobs: Blobs, run: str, trusted_keys: TrustedKeys | None = None) 
     return manifests
 
 
-def _table(rows: Sequence[Row]) -> Table:
-    names, wide = ("version", "parent", "kind", "changed", "bytes", "seconds"), ("kept", "served by")
-    shown = table(*names, *wide, right={*names} - {"kind"}, wide=wide)
-    for row in rows:
-        kind = row["kind"] + (" + full" if row["anchor"] and row["kind"] == "patch" else "")
-        kind += "" if row["base"] is None else f" on {row['base']}"
-        shown.add_row(
-            f"{row['version']}{' head' if row['head'] else ''}",
-            "–" if row["parent"] is None else str(row["parent"]),
-            kind,
-            f"{row['density']:.2%}",
-            f"{row['bytes']:,}",
-            "–" if row["seconds"] is None else f"{row['seconds']:.3f}",
-            why(row["kept"]),
-            ", ".join(row["served_by"]),
-        )
-    return shown
+def _cells(row: Row) -> tuple[object, ...]:
+    version = f"{row['version']}{' head' if row['head'] else ''}"
+    parent = "–" if row["parent"] is None else row["parent"]
+    kind = row["kind"] + (" + full" if row["anchor"] and row["kind"] == "patch" else "")
+    kind += "" if row["base"] is None else f" on {row['base']}"
+    seconds = "–" if row["seconds"] is None else f"{row['seconds']:.3f}"
+    texts = (why(row["kept"]), ", ".join(row["served_by"]))
+    return version, parent, kind, f"{row['density']:.2%}", f"{row['bytes']:,}", seconds, *texts

@@ -78,22 +78,17 @@ def _job(settings: TrackSettings, label: str, arguments: Sequence[str], *, once:
     folder = settings.run.folder.absolute()
     run_id = settings.run.id
     chosen = tracker.folder or (shared.folder / run_id / label if shared.folder else None)
-
-    def destination(key: str, config: dict[str, object]) -> Destination:
-        return Destination(
-            run_id=run_id,
-            key=key,
-            project=tracker.project or shared.project,
-            name=tracker.name or shared.name or run_id,
-            folder=(chosen or folder / "trackers" / label).absolute(),
-            is_folder_chosen=chosen is not None,
-            group=shared.group,
-            entity=shared.entity,
-            tags=shared.tags,
-            options=tracker.options,
-            config=config,
-        )
-
+    destination = Destination(
+        run_id=run_id,
+        project=tracker.project or shared.project,
+        name=tracker.name or shared.name or run_id,
+        folder=(chosen or folder / "trackers" / label).absolute(),
+        is_folder_chosen=chosen is not None,
+        group=shared.group,
+        entity=shared.entity,
+        tags=shared.tags,
+        options=tracker.options,
+    )
     return Job(
         run_id=run_id,
         folder=folder,

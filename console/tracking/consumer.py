@@ -18,7 +18,7 @@ import secrets
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -206,7 +206,7 @@ class Job:
     run_id: str
     folder: Path  # of the run; its position, settings and report are there
     open: Callable[[Destination], TrackerWriter]
-    destination: Callable[[str, dict[str, Any]], Destination]  # of a key and the run's settings
+    destination: Destination  # without its key and the run's settings
     read_samples: Callable[[], SampleTable] | None = None
     once: bool = False  # write what is there, then end, finished or not
     awaits_report: bool = False  # it will be written after the run has ended
@@ -304,7 +304,8 @@ class Consumer:
 
     def _open(self) -> TrackerWriter:
         if self._writer is None:
-            self._writer = self._job.open(self._job.destination(self._file.position.key, self._settings()))
+            place = replace(self._job.destination, key=self._file.position.key, config=self._settings())
+            self._writer = self._job.open(place)
         return self._writer
 
     def _next_batch(self) -> list[tuple[int, RunEvent]]:

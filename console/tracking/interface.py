@@ -34,16 +34,24 @@ class Row:
 @dataclass(frozen=True, slots=True)
 class Destination:
     run_id: str
-    key: str  # 16 hex digits, made when the run was first tracked: names the run in the tracker, also after a restart
     project: str
     name: str
     folder: Path  # for the files of a tracker that writes files
+    key: str = (
+        ""  # 16 hex digits, made when the run was first tracked: names the run in the tracker, also after a restart
+    )
     is_folder_chosen: bool = False  # by the user; a library with a default place keeps to it otherwise
     group: str = ""
     entity: str = ""  # team, workspace
     tags: Sequence[str] = ()
     options: Mapping[str, Any] | None = None  # further arguments of the library's function that begins a run
     config: Mapping[str, Any] | None = None  # the run's settings, dotted key to value
+
+    def arguments(self, *, team: str, **more: object) -> dict[str, Any]:
+        """Return the arguments of a library's function that begins a run; ``team`` is its word for the entity."""
+        own = {"project": self.project, "name": self.name, team: self.entity or None, "group": self.group or None}
+        own |= {"tags": list(self.tags) or None, "config": dict(self.config or {})}
+        return {**own, **more, **(self.options or {})}
 
 
 class TrackerWriter(ABC):

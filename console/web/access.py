@@ -10,7 +10,7 @@ A line of the token file is ``NAME ROLE sha256:HEX [EXPIRES]``, the last in Unix
 again when it changes, so that adding or revoking a token takes effect at once. A browser gets a token through a one-time link,
 as a cookie that no script can read.
 
-The gate decides from the head of a request alone: Host, size, origin and token. Public are the health route, the page and its
+The gate decides from the head of a request alone: Host, origin and token. Public are the health route, the page and its
 static files, and the login; they hold no data. A request that changes something and brings no Authorization header must come
 from the page itself (CSRF): its ``Origin`` is this server's, or the browser says so (``Sec-Fetch-Site``).
 """
@@ -32,7 +32,6 @@ from enum import IntEnum
 from http.cookies import CookieError, SimpleCookie
 from pathlib import Path
 
-from starlette.exceptions import HTTPException
 from starlette.requests import HTTPConnection
 from starlette.responses import RedirectResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -56,7 +55,6 @@ PUBLIC = frozenset({"/", "/healthz", "/login", "/favicon.ico"})
 STATIC = "/static/"
 MAX_HEAD_BYTES = 16 * 1024
 MAX_QUERY_BYTES = 4 * 1024
-MAX_BODY_BYTES = 1024 * 1024
 _LOOPBACK = frozenset({"127.0.0.1", "localhost", "[::1]"})
 _SAFE = frozenset({"GET", "HEAD", "OPTIONS"})
 HEADERS = {
@@ -260,8 +258,7 @@ class Gate:
         if refusal is not None:
             await refusal(scope, receive, secured)
             return
-        body = _Body(receive)
-        await self._app(scope, body.receive, secured)
+        await self._app(scope, receive, secured)
 
     def _refusal(self, scope: Scope, request: HTTPConnection) -> Response | None:
         problem = self._malformed(scope, request)
@@ -317,25 +314,7 @@ class Gate:
                 got=host,
                 fix="use one of these names, or start the console with --allow-host NAME",
             )
-        length = request.headers.get("content-length", "0")
-        if length.isascii() and length.isdigit() and int(length) > MAX_BODY_BYTES:
-            return Problem(413, "the body is too long", expected=f"<= {MAX_BODY_BYTES} bytes", got=f"{length} bytes")
         return None
-
-
-class _Body:
-    """The body of one request, which ends the connection beyond the limit whatever its Content-Length says."""
-
-    def __init__(self, receive: Receive) -> None:
-        self._receive = receive
-        self._num_bytes = 0
-
-    async def receive(self) -> Message:
-        message = await self._receive()
-        self._num_bytes += len(message.get("body", b""))
-        if self._num_bytes > MAX_BODY_BYTES:
-            raise HTTPException(413, f"the body is longer than {MAX_BODY_BYTES} bytes; send a shorter one")
-        return message
 
 
 def _token(request: HTTPConnection) -> tuple[str, bool]:

@@ -11,20 +11,23 @@ from typing import Annotated
 
 import structlog
 from fastapi import APIRouter, FastAPI, Query, Request
-from fastapi.responses import FileResponse, RedirectResponse, Response
+from fastapi.responses import FileResponse, JSONResponse, RedirectResponse, Response
 from starlette.requests import ClientDisconnect
 from starlette.staticfiles import StaticFiles
 
 from penstock import __version__
-from penstock.console.web import control_routes, event_routes, reading_routes
+from penstock.console.web import control_routes, event_routes, reading_routes, server_routes
 from penstock.console.web.access import BROWSER_S, CALLER, STATIC, TOKEN, Gate, cookie_name
 from penstock.console.web.context import Context, WebContext
 from penstock.console.web.jobs import queue
 from penstock.console.web.problems import Problem, ProblemBody, answer_errors
 from penstock.console.web.reading_routes import closing_runs
+from penstock.serving.request_checks import BodyLimit
 
 PAGES = Path(__file__).parent / "pages"
 _MAX_FORM_BYTES = 4096
+MAX_BODY_BYTES = 1024 * 1024
+_MAX_BODIES_BYTES = 256 * MAX_BODY_BYTES  # of all connections
 router = APIRouter(include_in_schema=False)
 log = structlog.get_logger("console.app")
 _QUEUE_S = 1.0
@@ -107,7 +110,7 @@ async def _form(request: Request) -> dict[str, str]:
 
 def create_app(context: WebContext, *, hosts: Iterable[str] = ()) -> FastAPI:
     """Return the app. The Host header must name loopback or one of ``hosts``."""
-    routers = (router, control_routes.router, event_routes.router, reading_routes.router)
+    routers = (router, *(routes.router for routes in (control_routes, event_routes, reading_routes, server_routes)))
     app = FastAPI(
         # Not include_router, which analyses the signature of each route a second time: 0.06 s of CPU before the first answer.
         routes=[route for router in routers for route in router.routes],
@@ -122,6 +125,7 @@ def create_app(context: WebContext, *, hosts: Iterable[str] = ()) -> FastAPI:
     app.state.event_streams = Counter()  # open streams by the name of their token
     answer_errors(app)
     app.mount(STATIC.rstrip("/"), StaticFiles(directory=PAGES), name="static")
+    app.add_middleware(BodyLimit, max_bytes=MAX_BODY_BYTES, max_total_bytes=_MAX_BODIES_BYTES, answer=_refuse)
     app.add_middleware(Gate, access=context.access, hosts=tuple(hosts))
     _describe_problems(app)
     return app
@@ -154,6 +158,10 @@ async def _advance(context: WebContext) -> None:
             log.warning("the queue was not advanced", exc_info=True)
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(context.closing.wait(), _QUEUE_S)
+
+
+def _refuse(status: int, detail: str) -> JSONResponse:
+    return Problem(status, detail, fix="send a shorter one" if status == 413 else "").response()
 
 
 def _describe_problems(app: FastAPI) -> None:

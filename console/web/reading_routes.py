@@ -1,6 +1,6 @@
-"""Serve the routes that read: the list of runs, and what a run's folder, NATS and S3 have about it; and the page's two actions.
+"""Serve the routes that read: the list of runs, and what a run's folder, NATS and S3 have about it.
 
-Every answer is bounded: points, rows, texts, bytes read of S3 and seconds. Only `resend` writes to a run. The routes about groups
+Every answer is bounded: points, rows, texts, bytes read of S3 and seconds. The routes about groups
 read the record and packs in S3: each request has a budget, and few run at a time.
 """
 
@@ -9,25 +9,26 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import AsyncIterator, Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends, FastAPI, Query, Request
-from fastapi import Path as PathParameter
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, Field
 
-from penstock.console.tools.rewards import RewardServiceError
-from penstock.console.web.context import Context, Reader, RunName, Runner, WebContext
+from penstock.console.web.context import Context, Reader, RunName, WebContext
 from penstock.console.web.jobs import job_file
 from penstock.console.web.problems import RESPONSES, Problem
-from penstock.console.web.reading import documents, recorded_groups, server_requests
+from penstock.console.web.reading import documents, recorded_groups
 from penstock.console.web.reading.open_runs import OpenRuns, UnknownRun, listed_runs
 from penstock.console.web.reading.page_view import MAX_POINTS
 from penstock.console.web.reading.recorded_groups import (
+    MAX_NUMBER,
     MAX_TOKENS,
-    GroupFilter,
+    GroupQuery,
+    Limit,
     QueryRefused,
+    Step,
+    TrajectoryQuery,
     group_document,
     token_document,
 )
@@ -35,17 +36,11 @@ from penstock.console.web.reading.run_reading import RunReading
 from penstock.protocol.errors import PenstockError
 from penstock.protocol.subjects import RUN_ID
 
-MAX_NUMBER = 2**53
-Step = Annotated[int | None, Query(ge=0, le=MAX_NUMBER)]
-Limit = Annotated[int, Query(ge=1, le=100)]
-_REWARD_URL, _REWARD_TOKEN = "PENSTOCK_CONSOLE_REWARD_URL", "PENSTOCK_CONSOLE_REWARD_TOKEN_FILE"
-Number = Annotated[int, PathParameter(ge=1, le=MAX_NUMBER)]
 router = APIRouter(prefix="/v1", tags=["read"], responses=RESPONSES)
 _MAX_SCANS = 4  # requests that read S3 at a time
 _SCAN_WAIT_S = 10.0
 GroupId = Annotated[str, Query(min_length=1, max_length=200)]
-Finite = Annotated[float | None, Query(allow_inf_nan=False)]
-Text = Annotated[str, Query(max_length=200)]
+Chapter = Annotated[int | None, Query(ge=1, le=10**9)]
 _scans = threading.BoundedSemaphore(_MAX_SCANS)
 
 
@@ -105,18 +100,6 @@ class RunItem(BaseModel):
     )
 
 
-class TestedCompletions(BaseModel):
-    """Completions of one prompt to score by hand."""
-
-    model_config = ConfigDict(extra="forbid")
-
-    reward: str = Field(min_length=1, max_length=200)
-    prompt: str = Field("", max_length=20_000)
-    completions: list[Annotated[str, Field(max_length=20_000)]] = Field(min_length=1, max_length=16)
-    data_source: str = Field("", max_length=200)
-    ground_truth: str | None = Field(None, max_length=20_000)
-
-
 def _state(folder: Path, otherwise: str) -> str:
     """Return the state of a run's job; a run that was stopped here may be running elsewhere."""
     try:
@@ -174,97 +157,24 @@ def versions(reading: Reading, before: Step = None, limit: Limit = 50) -> dict[s
     return reading.versions(before=before, limit=limit)
 
 
-@router.get("/runs/{run}/rewards")
-def rewards(reading: Reading, web: Context) -> dict[str, Any]:
-    """Return errors by reason, scorers, the distribution of the newest rewards, and the reward service's endpoints."""
-    return reading.rewards() | {"service": server_requests.reward_endpoints(*_reward_service(reading, web))}
-
-
-@router.post("/runs/{run}/rewards/test")
-def score_by_hand(_: Runner, reading: Reading, web: Context, tested: TestedCompletions) -> dict[str, Any]:
-    """Score completions by hand, by the code that scores the run's groups."""
-    body = {"reward": tested.reward, "groups": [tested.model_dump(exclude={"reward"})]}
-    try:
-        return server_requests.score_groups(*_reward_service(reading, web), body)
-    except RewardServiceError as err:
-        raise Problem(503, str(err)) from None
-
-
-@router.get("/runs/{run}/dead-letters")
-def dead_letters(reading: Reading, before: Step = None, limit: Limit = 50) -> dict[str, Any]:
-    """Return the newest dead letters."""
-    return server_requests.dead_letters(reading.run, before=before, limit=limit)
-
-
-@router.get("/runs/{run}/dead-letters/{number}")
-def dead_letter(reading: Reading, number: Number) -> dict[str, Any]:
-    """Return one dead letter with its prompts and completions."""
-    return server_requests.dead_letter(reading.run, number)
-
-
-@router.post("/runs/{run}/dead-letters/{number}/resend")
-def resend(_: Runner, reading: Reading, number: Number, once_more: bool = False) -> dict[str, Any]:
-    """Send one dead letter again."""
-    return server_requests.resend_dead_letter(reading.run, number, once_more=once_more)
-
-
-def _reward_service(reading: RunReading, web: WebContext) -> tuple[str, Path | None]:
-    """Return the URL of a run's reward service and the file of its token, which is sent to the URL that was set only."""
-    url = web.environ.get(_REWARD_URL)
-    file = web.environ.get(_REWARD_TOKEN)
-    return server_requests.service_url(reading.folder, url), Path(file) if url and file else None
-
-
-@dataclass(frozen=True, slots=True)
-class _Filter:
-    step_from: Step = None
-    step_to: Step = None
-    reward_min: Finite = None
-    reward_max: Finite = None
-    status: Literal["trained", "evaluated", "dropped", "in_flight", ""] = ""
-    prompt: Text = ""
-    cursor: Annotated[str, Query(max_length=40)] = ""
-    limit: Limit = 50
-    texts: bool = True
-
-    def wanted(self, *, each_trajectory: bool) -> GroupFilter:
-        return GroupFilter(
-            step_from=self.step_from, step_to=self.step_to, reward_min=self.reward_min, reward_max=self.reward_max,
-            status=self.status or None, text=self.prompt, each_trajectory=each_trajectory,
-        )  # fmt: skip
-
-
-Wanted = Annotated[_Filter, Depends()]
-
-
 @router.get("/runs/{run}/groups")
-def groups(reading: Reading, query: Wanted) -> dict[str, Any]:
+def groups(reading: Reading, query: Annotated[GroupQuery, Depends()]) -> dict[str, Any]:
     """Return the groups of the run's record, the newest first; ``next`` is the cursor of the rest."""
     with _scanning(), reading.groups() as stored_groups:
-        wanted = query.wanted(each_trajectory=False)
-        return stored_groups.page(wanted, cursor=query.cursor, limit=query.limit, texts=query.texts)
+        return stored_groups.page(query)
 
 
 @router.get("/runs/{run}/trajectories")
-def trajectories(reading: Reading, query: Wanted) -> dict[str, Any]:
+def trajectories(reading: Reading, query: Annotated[TrajectoryQuery, Depends()]) -> dict[str, Any]:
     """Return trajectories one by one, the newest first; a group's are never divided between two pages."""
-    with _scanning(), reading.groups() as stored_groups:
-        wanted = query.wanted(each_trajectory=True)
-        return stored_groups.page(wanted, cursor=query.cursor, limit=query.limit, texts=query.texts)
+    return groups(reading, query)
 
 
 @router.get("/runs/{run}/group")
-def group(
-    reading: Reading, group_id: GroupId, chapter: Annotated[int | None, Query(ge=1, le=10**9)] = None
-) -> dict[str, Any]:
+def group(reading: Reading, group_id: GroupId, chapter: Chapter = None) -> dict[str, Any]:
     """Return one group with its trajectories: texts, rewards and parts, ratios, turns of an episode."""
     with _scanning():
-        storing = reading.storing()
-        with reading.groups() as stored_groups:
-            entry = stored_groups.find(group_id, chapter=chapter)
-            stored, problem = stored_groups.group(entry)
-            current = None if stored is None else stored_groups.logprobs.of_group(entry, stored, storing)
-        return group_document(entry, stored, current, problem)
+        return group_document(*reading.group(group_id, chapter))
 
 
 @router.get("/runs/{run}/tokens")
@@ -275,7 +185,7 @@ def tokens(
     row: Annotated[int, Query(ge=0, le=10**6)] = 0,
     first: Annotated[int, Query(alias="from", ge=0, le=10**9)] = 0,
     count: Annotated[int, Query(ge=1, le=MAX_TOKENS)] = 1024,
-    chapter: Annotated[int | None, Query(ge=1, le=10**9)] = None,
+    chapter: Chapter = None,
 ) -> dict[str, Any]:
     """Return the tokens of one row: log-probabilities of sampler and trainer, their ratio, loss mask, the version that sampled each.
 
@@ -283,13 +193,9 @@ def tokens(
     behaviour), ``outcomes`` say whether the loss clipped or rejected the token; where they are missing ``current_problem`` says why.
     """
     with _scanning():
-        storing = reading.storing()
-        with reading.groups() as stored_groups:
-            entry = stored_groups.find(group_id, chapter=chapter)
-            stored, problem = stored_groups.group(entry)
-            if stored is None:
-                raise QueryRefused(f"the tokens of group {group_id} cannot be shown: {problem}")
-            current = stored_groups.logprobs.of_group(entry, stored, storing)
+        _, stored, current, problem = reading.group(group_id, chapter)
+        if stored is None or current is None:
+            raise QueryRefused(f"the tokens of group {group_id} cannot be shown: {problem}")
         texts = recorded_groups.token_reader(reading.folder, reading.known_config())
         return token_document(stored, current, trajectory, row, first, count, texts)
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from penstock.console.tracking.interface import Destination, Row, TrackerKind, TrackerWriter, as_markdown, library
 
@@ -17,16 +16,7 @@ class SwanlabWriter(TrackerWriter):
     def __init__(self, destination: Destination) -> None:
         self._swanlab = library("swanlab")
         destination.folder.mkdir(parents=True, exist_ok=True)
-        options: dict[str, Any] = {
-            "project": destination.project,
-            "name": destination.name,
-            "workspace": destination.entity or None,
-            "group": destination.group or None,
-            "tags": list(destination.tags) or None,
-            "config": dict(destination.config or {}),
-            "log_dir": str(destination.folder),
-            **(destination.options or {}),
-        }
+        options = destination.arguments(team="workspace", log_dir=str(destination.folder))
         self._run = self._swanlab.init(**options, id=destination.key, resume="allow")
         self._step = 0
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from penstock.console.tracking.interface import Destination, Row, TrackerKind, TrackerWriter, library
 
@@ -22,18 +21,8 @@ class WandbWriter(TrackerWriter):
         """Begin or resume the run; waits until the server has answered."""
         self._wandb = library("wandb")
         destination.folder.mkdir(parents=True, exist_ok=True)
-        options: dict[str, Any] = {
-            "project": destination.project,
-            "name": destination.name,
-            "entity": destination.entity or None,
-            "group": destination.group or None,
-            "tags": list(destination.tags) or None,
-            "dir": str(destination.folder),
-            "config": dict(destination.config or {}),
-            **(destination.options or {}),
-            "id": f"{destination.run_id[: _ID_CHARS - 17]}-{destination.key}",
-            "resume": "allow",
-        }
+        options = destination.arguments(team="entity", dir=str(destination.folder))
+        options |= {"id": f"{destination.run_id[: _ID_CHARS - 17]}-{destination.key}", "resume": "allow"}
         settings = self._wandb.Settings(
             console="off", silent=True, disable_git=True, save_code=False, x_disable_stats=True
         )

@@ -25,13 +25,12 @@ from penstock.console.tools import removal, runs
 from penstock.console.web.context import WebContext
 from penstock.console.web.jobs import job_file, queue
 from penstock.console.web.jobs.job_file import Job, RunState
-from penstock.console.web.jobs.job_request import RunRequest, run_file_text, run_name
+from penstock.console.web.jobs.job_request import RunRequest, refuse_rollouts, run_file_text, run_name
 from penstock.console.web.launchers.launcher import installed, scheduler_options
 from penstock.console.web.problems import Problem
 from penstock.protocol import files, seals
 from penstock.protocol.errors import ConfigError
 from penstock.protocol.record import run_folder
-from penstock.protocol.secret_values import hide
 
 _CHECK_S = 60.0
 _at_a_time = threading.BoundedSemaphore(2)  # each takes a second of one core
@@ -88,7 +87,7 @@ def create(web: WebContext, request: RunRequest) -> Path:
     options = _options(request)
     command = request.command_name
     if command != job_file.TRAIN:
-        _refuse_services(request, command)
+        refuse_rollouts(request, command)
     if request.serve and not request.workers:
         fix = "serve them where the reward service runs (penstock reward serve), or set workers to 1 or more"
         raise Problem(422, "serve comes with workers = 0", expected="workers of at least 1", got="workers = 0", fix=fix)
@@ -239,16 +238,9 @@ def read_state(folder: Path, *, ask: bool = True) -> RunState:
 
 def config(folder: Path) -> dict[str, Any]:
     """Return the settings with their origins: those the trainer was last started with, or those that were checked."""
-    started = job_file.read_document(folder / "config.json")
-    document = started or job_file.read_document(folder / runs.PLANNED)
-    if document is None:
+    if (document := runs.stored_config(folder)) is None:
         raise Problem(404, f"run {folder.name} has no stored settings", fix="start it once")
-    return {
-        "run": folder.name,
-        "source": "started" if started else "planned",
-        **document,
-        "settings": hide((), document.get("settings")),
-    }
+    return {"run": folder.name, **document}
 
 
 def _left_nothing(web: WebContext, folder: Path) -> bool:
@@ -258,18 +250,6 @@ def _left_nothing(web: WebContext, folder: Path) -> bool:
     with contextlib.suppress(ConfigError):
         return web.settings_of(folder.name).origins["nats.url"] == "default"
     return False
-
-
-def _refuse_services(request: RunRequest, command: str) -> None:
-    fields = [name for name in ("workers", "serve") if name in request.model_fields_set]
-    if fields:
-        raise Problem(
-            422,
-            f"{fields[0]} comes with {command}",
-            expected=f"{command} without workers and reward files: it trains on given answers",
-            got=f"{fields[0]} = {getattr(request, fields[0])}",
-            fix=f"leave {fields[0]} out",
-        )
 
 
 def _options(request: RunRequest) -> BaseModel:

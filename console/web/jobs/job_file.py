@@ -120,12 +120,9 @@ def intent_of(folder: Path) -> Intent:
 
 
 def read_launch(folder: Path) -> Launch | None:
-    content = _read(folder / LAUNCH)
-    if content is None:
-        return None
     try:
-        return Launch.model_validate_json(content)
-    except ValidationError:
+        return Launch.model_validate_json(read_regular(folder / LAUNCH, _MAX_BYTES))
+    except (OSError, ValidationError):
         return None
 
 
@@ -133,15 +130,6 @@ def write(folder: Path, job: Job, *, at: Path | None = None) -> None:
     """Write the job of a folder, which has the path ``at`` later. Raises ConfigError when this user can have no key of seals."""
     path = None if at is None else at / JOB
     seals.write(folder / JOB, job.model_dump_json(indent=1) + "\n", at=path, sync=True)
-
-
-def read_document(path: Path) -> dict[str, Any] | None:
-    content = _read(path)
-    try:
-        document = json.loads(content or b"null")
-    except (ValueError, RecursionError):
-        return None
-    return document if isinstance(document, dict) else None
 
 
 @contextlib.contextmanager
@@ -183,13 +171,6 @@ def locked(path: Path, what: str) -> Iterator[None]:
         yield
     finally:
         os.close(handle)
-
-
-def _read(path: Path) -> bytes | None:
-    try:
-        return read_regular(path, _MAX_BYTES)
-    except OSError:
-        return None
 
 
 def write_document(path: Path, document: dict[str, Any]) -> None:

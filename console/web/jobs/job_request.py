@@ -53,7 +53,7 @@ _OF_SECTION = {
     "num_epochs": "epochs",
 }  # of [sft], [dpo] and [rm]
 _WITH_ROLLOUTS = {
-    "rollout_n": "it trains on given answers",
+    **dict.fromkeys(("workers", "serve", "rollout_n"), "it trains on given answers"),
     "kl_coef": "dpo.beta is the weight of its reference",
     "context_length": "rows have at most trainer.micro_batch_tokens tokens, pairs half of it",
 }
@@ -153,8 +153,6 @@ def run_file_text(request: RunRequest) -> str:
             sections.setdefault(section, {})[key] = value
     if command == "train" and request.algorithm is not None:
         sections.setdefault("algorithm", {})["name"] = request.algorithm.strip().lower()
-    elif command != "train":
-        _refuse_rollouts(request, command)
     _merge(sections, request.settings or {})
     _length(sections, "trainer" if command == "train" else command)
     if command == "train":
@@ -169,13 +167,14 @@ def _keys(command: Command) -> dict[str, tuple[str, str]]:
     return {"model_path": _DIRECT["model_path"], **section_keys}
 
 
-def _refuse_rollouts(request: RunRequest, command: Command) -> None:
+def refuse_rollouts(request: RunRequest, command: Command) -> None:
+    """Refuse what only a run with rollouts has. Raises Problem."""
     for name, reason in _WITH_ROLLOUTS.items():
-        if getattr(request, name) is not None:
+        if name in request.model_fields_set and getattr(request, name) is not None:
             raise Problem(
                 422,
                 f"{name} comes with {command}",
-                expected=f"job fields of {command}, which has no rollouts",
+                expected=f"fields of {command}, which has no rollouts",
                 got=f"{name} = {getattr(request, name)}",
                 fix=f"leave {name} out: {reason}",
             )

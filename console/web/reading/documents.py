@@ -7,8 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from penstock.console.live.run_snapshot import Snapshot
-from penstock.console.report.learning import LABELS, Evaluation, held_out, mean
+from penstock.console.live.run_snapshot import ServiceLine, Snapshot
+from penstock.console.report.learning import LABELS, held_out, mean
 from penstock.console.web.reading.page_view import PageView, VersionNotes, histogram
 
 MAX_TEXT = 2000  # characters of a message of an error, a state or an incident
@@ -30,6 +30,10 @@ _OUTSIDE = {
     "entropy": "The completions of a prompt have become nearly identical; lower trainer.lr or set algorithm.entropy_coefficient.",
     "zero_signal_groups": "In most groups all rewards are equal: they teach nothing; raise rollout.group_size or set algorithm.dynamic_sampling = true.",
 }
+_OF_A_SNAPSHOT = (  # what the overview shows unchanged
+    "finished", "step", "total_steps", "eta_s", "reward_first", "generated_per_s", "trained_per_s", "staleness_mean", "staleness_max",
+    "newest_version", "versions_published", "idle_share", "waiting_for", "learning", "num_incidents",
+)  # fmt: skip
 MAX_VALUE = 500  # characters of one value
 _MISSING = "(not set)"
 
@@ -42,28 +46,15 @@ def summary(view: PageView, snapshot: Snapshot, *, state: str, is_live: bool) ->
         "doing": snapshot.state[:MAX_TEXT],
         "is_live": is_live,
         "disconnected_s": round(snapshot.disconnected_s, 1),
-        "finished": snapshot.finished,
-        "step": snapshot.step,
-        "total_steps": snapshot.total_steps,
+        **{name: getattr(snapshot, name) for name in _OF_A_SNAPSHOT},
         "started_at": snapshot.started_at if view.series or snapshot.services else None,
         "elapsed_s": round(snapshot.elapsed_s, 1),
-        "eta_s": snapshot.eta_s,
         "reward": snapshot.reward_now,
-        "reward_first": snapshot.reward_first,
         "held_out": asdict(snapshot.held_out) | {"now": snapshot.held_out.now, "before": snapshot.held_out.before},
-        "generated_per_s": snapshot.generated_per_s,
-        "trained_per_s": snapshot.trained_per_s,
         "staleness_tokens": {str(age): tokens for age, tokens in snapshot.staleness_tokens.items()},
-        "staleness_mean": snapshot.staleness_mean,
-        "staleness_max": snapshot.staleness_max,
-        "newest_version": snapshot.newest_version,
-        "versions_published": snapshot.versions_published,
         "queues": asdict(snapshot.queues),
-        "idle_share": snapshot.idle_share,
-        "waiting_for": snapshot.waiting_for,
         "groups": view.group_counts().model_dump(mode="json"),
         "zero_signal_groups": snapshot.no_signal_share,
-        "learning": snapshot.learning,
         "attention": snapshot.attention[:MAX_TEXT],
         "bands": bands(view, snapshot),
         "diagnoses": [diagnose.model_dump(mode="json") for diagnose in snapshot.diagnoses],
@@ -71,7 +62,6 @@ def summary(view: PageView, snapshot: Snapshot, *, state: str, is_live: bool) ->
             {"at": incident.at, "text": incident.text[:MAX_TEXT], "kind": incident.kind}
             for incident in list(snapshot.incidents)[-50:]
         ],
-        "num_incidents": snapshot.num_incidents,
         "figures": view.series.names,
         "labels": {name: text for name, text in LABELS.items() if name in view.series.names},
         "unreadable": view.unreadable_messages,
@@ -83,8 +73,7 @@ def bands(view: PageView, snapshot: Snapshot) -> list[dict[str, Any]]:
     diagnosed = {diagnose.key: f"{diagnose.what} {diagnose.cure}" for diagnose in snapshot.diagnoses}
     rows = []
     for name, (low, high, key) in BANDS.items():
-        value = view.series.latest(name)
-        if value is None:
+        if (value := view.series.latest(name)) is None:
             continue
         is_healthy = (low is None or value >= low) and (high is None or value <= high)
         sentence = "" if is_healthy else diagnosed.get(key, _OUTSIDE.get(name, _generic(name, value, low, high)))
@@ -101,13 +90,10 @@ def _generic(name: str, value: float, low: float | None, high: float | None) -> 
 
 
 def evaluations(view: PageView) -> list[dict[str, Any]]:
-    splits: dict[str, list[Any]] = {}
-    for point in view.evals:
-        splits.setdefault(point.split, []).append(point)
     rows = []
-    for split, points in splits.items():
-        newest = points[-_MAX_EVALUATIONS:]
-        measured = held_out([Evaluation(p.step, p.accuracy, p.reward) for p in newest])
+    for split in dict.fromkeys(point.split for point in view.evals):
+        newest = [point for point in view.evals if point.split == split][-_MAX_EVALUATIONS:]
+        measured = held_out(newest)
         rows.append(
             {
                 "split": split,
@@ -124,24 +110,7 @@ def evaluations(view: PageView) -> list[dict[str, Any]]:
 
 
 def fleet(view: PageView, snapshot: Snapshot) -> dict[str, Any]:
-    lines = [
-        {
-            "role": line.role,
-            "id": line.service_id,
-            "name": line.name,
-            "state": line.state[:MAX_TEXT],
-            "alive": line.alive,
-            "has_exited": line.has_exited,
-            "silent_s": round(line.silent_s, 1),
-            "version": line.version,
-            "lag": None if line.version is None else snapshot.versions_behind(line),
-            "tokens_per_s": line.tokens_per_s,
-            "idle_share": line.idle_share,
-            "num_starts": line.num_starts,
-            "figures": _figures(view, line.role, line.service_id),
-        }
-        for line in snapshot.services
-    ]
+    lines = [_service(view, snapshot, line) for line in snapshot.services]
     spread: dict[str, dict[str, dict[str, float]]] = {}
     for role in dict.fromkeys(str(line["role"]) for line in lines):
         alive = [line for line in lines if line["role"] == role and line["alive"]]
@@ -155,9 +124,16 @@ def fleet(view: PageView, snapshot: Snapshot) -> dict[str, Any]:
     return {"services": lines, "spread": spread, **now}
 
 
-def _figures(view: PageView, role: str, service_id: str) -> dict[str, float]:
-    beat = view.beats.get((role, service_id))
-    return {} if beat is None else {**beat.figures, "cpu_s": beat.cpu_s, "busy_s": beat.busy_s, "idle_s": beat.idle_s}
+def _service(view: PageView, snapshot: Snapshot, line: ServiceLine) -> dict[str, Any]:
+    document = asdict(line) | {"state": line.state[:MAX_TEXT], "silent_s": round(line.silent_s, 1)}
+    beat = view.beats.get((line.role, line.service_id))
+    times = {} if beat is None else {"cpu_s": beat.cpu_s, "busy_s": beat.busy_s, "idle_s": beat.idle_s}
+    return document | {
+        "id": document.pop("service_id"),
+        "name": line.name,
+        "lag": None if line.version is None else snapshot.versions_behind(line),
+        "figures": {} if beat is None else {**beat.figures, **times},
+    }
 
 
 def _spread(values: Sequence[float]) -> dict[str, float]:

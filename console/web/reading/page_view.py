@@ -17,10 +17,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from penstock.console.live.run_view import RunView
-from penstock.console.report import event_fields, learning
-from penstock.console.report.event_fields import RewardErrorFields, UnreadableEvent, number
+from penstock.console.report import learning
+from penstock.console.report.event_fields import number
 from penstock.console.report.learning import mean
-from penstock.protocol.facts import DeadLetter, Heartbeat, RunEvent, WeightsApplied, WeightsPublished, WeightsRefused
+from penstock.protocol.facts import Heartbeat, RunEvent, WeightsApplied, WeightsPublished, WeightsRefused
 
 MAX_POINTS = 2000
 MAX_NAMES = 300  # figures of one run; a foreign trainer may log any
@@ -28,7 +28,6 @@ _MAX_NAME = 120  # characters
 _BUCKETS = (1, 2, 5)  # times powers of ten: the edges stay where they are while the run grows
 _NOT_A_FIGURE = {"step", "version", "at"}
 _MAX_VERSIONS = 20_000  # whose adoption is remembered
-_MAX_REASONS = 100
 _MAX_SERVICES = 2000
 
 
@@ -205,14 +204,6 @@ class VersionNotes:
     refused: dict[str, str] = field(default_factory=dict)  # reason by worker
 
 
-@dataclass(slots=True)
-class ErrorNotes:
-    waited: int = 0  # times that groups were returned to the queue
-    dead: int = 0  # groups that were given up
-    newest: str = ""
-    newest_at: float | None = None
-
-
 class PageView(RunView):
     """A `RunView` that also keeps what the page draws; one thread folds and reads."""
 
@@ -220,7 +211,6 @@ class PageView(RunView):
         super().__init__(run_id)
         self.series = StepSeries()
         self.versions: dict[int, VersionNotes] = {}
-        self.reward_errors: dict[str, ErrorNotes] = {}
         self.beats: dict[tuple[str, str], Heartbeat] = {}
 
     def add_recorded(self, rows: Iterable[Mapping[str, Any]]) -> None:
@@ -229,14 +219,10 @@ class PageView(RunView):
         super().add_recorded(kept)
         recorded = StepSeries()
         for row in kept:
-            at = event_fields.number(row.get("at"))
+            at = number(row.get("at"))
             if row.get("kind") == "step" and at is not None:
                 _add_step(recorded, at, row)
         self.series.fill(recorded)
-
-    @property
-    def unreadable_messages(self) -> dict[str, int]:
-        return dict(self._unreadable)
 
     @property
     def last_at(self) -> float:
@@ -251,14 +237,6 @@ class PageView(RunView):
             version = event.data.get("version")
             if isinstance(version, int) and 0 <= version < 2**53:
                 self._version(version).announced_at = event.at
-        elif event.kind == "reward_error":
-            try:
-                fields = event_fields.read(RewardErrorFields, event.data)
-            except UnreadableEvent:
-                return  # counted by RunView
-            notes = self._errors(fields.reason or "unknown")
-            notes.waited += max(len(fields.group_ids), 1)
-            notes.newest, notes.newest_at = fields.detail, event.at
 
     def fold_published(self, fact: WeightsPublished) -> None:
         super().fold_published(fact)
@@ -273,13 +251,6 @@ class PageView(RunView):
         super().fold_refused(fact, now)
         self._version(fact.version).refused[fact.worker_id] = fact.reason
 
-    def fold_dead_letter(self, letter: DeadLetter, now: float) -> None:
-        super().fold_dead_letter(letter, now)
-        if letter.stage == "generated":
-            notes = self._errors(letter.reason)
-            notes.dead += max(len(letter.group_ids), 1)
-            notes.newest = letter.detail
-
     def fold_heartbeats(self, beats: Sequence[Heartbeat], now: float) -> None:
         super().fold_heartbeats(beats, now)
         for beat in beats[:_MAX_SERVICES]:
@@ -292,11 +263,6 @@ class PageView(RunView):
             if len(self.versions) > _MAX_VERSIONS:
                 del self.versions[min(self.versions)]
         return notes
-
-    def _errors(self, reason: str) -> ErrorNotes:
-        if reason not in self.reward_errors and len(self.reward_errors) >= _MAX_REASONS:
-            reason = "other reasons"
-        return self.reward_errors.setdefault(reason, ErrorNotes())
 
 
 def _add_step(series: StepSeries, at: float, data: Mapping[str, Any]) -> None:

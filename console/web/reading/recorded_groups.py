@@ -15,8 +15,11 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
+from fastapi import Query
+
+from penstock.console.report.event_fields import setting
 from penstock.console.report.learning import mean
 from penstock.protocol.errors import PenstockError
 from penstock.protocol.groups import BlobRef, ScoredGroup
@@ -28,6 +31,10 @@ if TYPE_CHECKING:
 
 
 Status = Literal["trained", "evaluated", "dropped", "in_flight"]
+MAX_NUMBER = 2**53
+Step = Annotated[int | None, Query(ge=0, le=MAX_NUMBER)]
+Limit = Annotated[int, Query(ge=1, le=100)]
+Finite = Annotated[float | None, Query(allow_inf_nan=False)]
 MAX_REWARDS = 128  # values of one group that a list shows
 _CURSOR = re.compile(r"(\d{1,9})\.(\d{1,9})")
 NOT_TRAINED = {
@@ -71,51 +78,46 @@ class Entry:
         return self.scored.rewards if self.scored else ()
 
 
-@dataclass(frozen=True, slots=True)
-class GroupFilter:
-    """What a list is limited to; None and "" are no limit."""
+@dataclass(frozen=True)
+class GroupQuery:
+    """What a list of groups is limited to, and where it begins: the query of a request. None and "" are no limit."""
 
-    step_from: int | None = None
-    step_to: int | None = None
-    reward_min: float | None = None
-    reward_max: float | None = None
-    status: Status | None = None
-    text: str = ""  # of the prompt or a completion, in any case of letters
-    each_trajectory: bool = False  # rewards are limited one by one, else by their mean
-
-    @property
-    def has_reward(self) -> bool:
-        return self.reward_min is not None or self.reward_max is not None
+    each_trajectory: ClassVar[bool] = False  # trajectories are listed, by their own rewards; else groups, by the mean
+    step_from: Step = None
+    step_to: Step = None
+    reward_min: Finite = None
+    reward_max: Finite = None
+    status: Literal["trained", "evaluated", "dropped", "in_flight", ""] = ""
+    prompt: Annotated[str, Query(max_length=200)] = ""  # text of the prompt or a completion, in any case of letters
+    cursor: Annotated[str, Query(max_length=40)] = ""
+    limit: Limit = 50
+    texts: bool = True
 
     def accepts(self, entry: Entry) -> bool:
         """Return True unless the record alone rules a group out; its texts are not known here."""
-        if self.status is not None and entry.status != self.status:
+        if (self.status and entry.status != self.status) or not self.may_be_in(entry.step, entry.step):
             return False
-        if not self._accepts_step(entry.step):
-            return False
-        if not self.has_reward:
+        if self.reward_min is None and self.reward_max is None:
             return True
         if self.each_trajectory:
             return any(map(self.accepts_reward, entry.rewards))
         return bool(entry.rewards) and self.accepts_reward(mean(entry.rewards))
 
-    def _accepts_step(self, step: int | None) -> bool:
-        if self.step_from is None and self.step_to is None:
-            return True
-        return step is not None and (self.step_from or 0) <= step and (self.step_to is None or step <= self.step_to)
-
     def accepts_reward(self, reward: float) -> bool:
-        return (self.reward_min is None or reward >= self.reward_min) and (
-            self.reward_max is None or reward <= self.reward_max
-        )
+        low, high = self.reward_min, self.reward_max
+        return (low is None or reward >= low) and (high is None or reward <= high)
 
     def may_be_in(self, first_step: int | None, last_step: int | None) -> bool:
-        """Return False if no group of a chapter with these steps can be accepted; None: it has no steps."""
+        """Return False if no group of these steps can be accepted; None: it has no step, or a chapter has none."""
         if self.step_from is None and self.step_to is None:
             return True
         if first_step is None or last_step is None:
             return False
         return last_step >= (self.step_from or 0) and (self.step_to is None or first_step <= self.step_to)
+
+
+class TrajectoryQuery(GroupQuery):
+    each_trajectory = True
 
 
 def entries(chapter: LineageChapter, *, is_last: bool = False) -> Iterator[Entry]:
@@ -183,8 +185,8 @@ def group_row(entry: Entry) -> dict[str, Any]:
     }
 
 
-def trajectory_rows(entry: Entry, wanted: GroupFilter) -> list[dict[str, Any]]:
-    """Return the trajectories of a group that a filter accepts, as lines of a list without texts."""
+def trajectory_rows(entry: Entry, query: GroupQuery) -> list[dict[str, Any]]:
+    """Return the trajectories of a group that a query accepts, as lines of a list without texts."""
     if entry.scored is None:
         return []
     generated = entry.scored.generated
@@ -204,7 +206,7 @@ def trajectory_rows(entry: Entry, wanted: GroupFilter) -> list[dict[str, Any]]:
             "completion": None,
         }
         for index, reward in enumerate(entry.scored.rewards)
-        if wanted.accepts_reward(reward)
+        if query.accepts_reward(reward)
     ]
 
 
@@ -215,10 +217,7 @@ class Storing:
 
     @classmethod
     def of(cls, config: Mapping[str, Any], num_lost: float | None) -> Storing:
-        settings = config.get("settings")
-        trainer = settings.get("trainer") if isinstance(settings, dict) else None
-        setting = trainer.get("store_logprobs") if isinstance(trainer, dict) else None
-        return cls(setting, int(num_lost or 0))
+        return cls(setting(config, "trainer", "store_logprobs"), int(num_lost or 0))
 
 
 def why_absent(step: int, storing: Storing) -> str:
@@ -252,9 +251,7 @@ def token_reader(folder: Path, config: dict[str, Any]) -> Callable[[Sequence[int
     """
     if importlib.util.find_spec("tokenizers") is None:
         return None
-    settings = config.get("settings")
-    model = settings.get("model") if isinstance(settings, dict) else None
-    path = model.get("path") if isinstance(model, dict) else None
+    path = setting(config, "model", "path")
     for place in (folder / "model", *([Path(path)] if isinstance(path, str) and path else [])):
         if (place / _TOKENIZER).is_file():
             return _decoder(place)

@@ -18,16 +18,17 @@ from penstock.console.report import curves
 from penstock.console.tools import runs
 from penstock.console.web.reading import documents
 from penstock.console.web.reading.page_view import PageView
-from penstock.console.web.reading.recorded_groups import QueryRefused, Storing
+from penstock.console.web.reading.recorded_groups import Entry, QueryRefused, Storing
 from penstock.protocol import streams
 from penstock.protocol.errors import BusError, ConfigError, PenstockError
-from penstock.protocol.files import read_regular
 from penstock.protocol.secret_values import hide
 from penstock.protocol.transport.blobs import Blobs
 from penstock.protocol.transport.bus import Bus
 
 if TYPE_CHECKING:
     from penstock.console.web.reading.stored_groups import StoredGroups
+    from penstock.console.web.reading.stored_logprobs import Current
+    from penstock.protocol.trajectory import Group
 
 _CONNECT_S = 3.0
 _RETRY_S = 10.0  # between two attempts to reach the servers of a run
@@ -129,17 +130,11 @@ class RunReading:
             return documents.rewards(self._view, self._snapshot(), recent, num_steps) | {"problem": problem}
 
     def config(self) -> dict[str, Any]:
-        """Return the settings with their origins: of the folder, else of the record. Raises ConfigError.
-
-        A training on given answers has those that the API checked when it was created.
-        """
-        text: bytes | None
-        name = "config.json" if curves.command_of(self.folder) is None else runs.PLANNED
-        try:
-            text = read_regular(self.folder / name)
-        except OSError:
-            with self.groups() as groups:
-                text = groups.config()
+        """Return the settings with their origins: of the folder, else of the record. Raises ConfigError."""
+        if (stored := runs.stored_config(self.folder)) is not None:
+            return stored
+        with self.groups() as groups:
+            text = groups.config()
         try:
             document = json.loads(text or b"null")
         except (ValueError, RecursionError) as err:
@@ -158,10 +153,16 @@ class RunReading:
                 self._config = (time.monotonic(), {})
         return self._config[1]
 
-    def storing(self) -> Storing:
+    def group(self, group_id: str, chapter: int | None) -> tuple[Entry, Group | None, Current | None, str]:
+        """Return a group of the record, its tokens and the trainer's log-probabilities of them, or why there are no tokens."""
         with self._lock:
             num_lost = self._view.series.latest("logprobs_lost")
-        return Storing.of(self.known_config(), num_lost)
+        storing = Storing.of(self.known_config(), num_lost)
+        with self.groups() as groups:
+            entry = groups.find(group_id, chapter=chapter)
+            stored, problem = groups.group(entry)
+            current = None if stored is None else groups.logprobs.of_group(entry, stored, storing)
+        return entry, stored, current, problem
 
     @contextmanager
     def groups(self) -> Iterator[StoredGroups]:
@@ -192,10 +193,7 @@ class RunReading:
 
     def _checkpoint(self) -> bytes | None:
         bus = self._bus
-        if bus is None:
-            return None
-        entry = bus.key_value(streams.state_bucket(self.run_id).bucket).wait().get(streams.CHECKPOINT_KEY).wait()
-        return None if entry is None else entry.value
+        return None if bus is None else connections.stored_state(bus, self.run_id, streams.CHECKPOINT_KEY)
 
     def _snapshot(self) -> Snapshot:
         is_over = self._watcher is None and self._view.last_at > 0  # of a run that is not watched, time has stopped

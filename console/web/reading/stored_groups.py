@@ -6,15 +6,15 @@ Chapters of the record are read from the newest to the oldest, as few as a reque
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from penstock.console.record.lineage import version_lineage
 from penstock.console.web.reading.recorded_groups import (
     Entry,
-    GroupFilter,
+    GroupQuery,
     QueryRefused,
     entries,
     group_row,
@@ -40,6 +40,7 @@ _EXCERPT = 300  # characters of a text in a list
 _LINEAGE_BYTES = 64 * 1024**2  # of a whole record
 _RECENT_CHAPTERS = 4  # whose rewards are the distribution
 _RECENT_REWARDS = 20_000
+G = TypeVar("G", Group, GroupTexts)
 
 
 class ReadBudget:
@@ -149,20 +150,18 @@ class StoredGroups:
         self._packs = RecentObjects[str, bytes](_CACHE_BYTES)
         self.logprobs = StoredLogprobs(run_id, blobs)
 
-    def page(self, wanted: GroupFilter, *, cursor: str, limit: int, texts: bool) -> dict[str, Any]:
-        """Return the next groups, or trajectories, that a filter accepts, the newest first.
+    def page(self, query: GroupQuery) -> dict[str, Any]:
+        """Return the next groups, or trajectories, that a query accepts, the newest first.
 
         ``next`` is the cursor of the rest, None at the end. A page may be short, or empty, and still have one: what one
         request reads is bounded. Raises QueryRefused, RecordBroken or what the object store raises.
         """
-        budget = ReadBudget()
-        self._chapters.set_end(self._end(), budget)
-        number, place = parse_cursor(cursor) if cursor else (self._chapters.last, 0)
-        number = min(number, self._chapters.last)
+        budget = self._begin()
+        number, place = parse_cursor(query.cursor) if query.cursor else (self._chapters.last, 0)
         items: list[dict[str, Any]] = []
-        after: tuple[int, int] | None = (number, place)
-        while after is not None and len(items) < limit and not budget.is_spent:
-            after = self._scan_chapter(after, wanted, items, budget, limit=limit, texts=texts)
+        after: tuple[int, int] | None = (min(number, self._chapters.last), place)
+        while after is not None and len(items) < query.limit and not budget.is_spent:
+            after = self._scan_chapter(after, query, items, budget)
         return {
             "items": items,
             "next": None if after is None else f"{after[0]}.{after[1]}",
@@ -176,14 +175,9 @@ class StoredGroups:
 
         A group that was trained several times is found by its newest use.
         """
-        budget = ReadBudget(num_bytes=96 * 1024**2, num_objects=2000, seconds=8.0)
-        self._chapters.set_end(self._end(), budget)
-        numbers = range(self._chapters.last, 0, -1) if chapter is None else (chapter,)
-        for number in numbers:
-            lineage_chapter = self._chapters.chapter(number, budget)
-            if lineage_chapter is None:
-                break
-            for entry in entries(lineage_chapter, is_last=number == self._chapters.last):
+        budget = self._begin(num_bytes=96 * 1024**2, num_objects=2000, seconds=8.0)
+        for read in self._newest(budget, range(self._chapters.last, 0, -1) if chapter is None else (chapter,)):
+            for entry in entries(read, is_last=read.number == self._chapters.last):
                 if entry.group_id == group_id:
                     return entry
         raise QueryRefused(
@@ -197,24 +191,19 @@ class StoredGroups:
         if entry.pack is None:
             return None, f"no pack of it is recorded ({entry.status})"
         try:
-            data = self._pack(entry.pack, ReadBudget(), most=self._most(entry))
-            if entry.scored is not None:
-                generated = entry.scored.generated
-                return group_pack.decode(data, [generated.row_group], described=[generated])[0], ""
-            groups = [group for group in group_pack.decode(data) if group.group_id == entry.group_id]
+            group = self._decoded(entry, entry.pack, ReadBudget(), group_pack.decode)
         except (BlobError, PackError, QueryRefused) as err:
             return None, str(err)
-        return (groups[0], "") if groups else (None, f"its pack {entry.pack.key} does not hold it")
+        return group, f"its pack {entry.pack.key} does not hold it" if group is None else ""
 
     def recent_rewards(self) -> tuple[dict[str, list[float]], int]:
         """Return the rewards and parts of the newest trained trajectories by name, and from how many steps they are."""
-        budget = ReadBudget(num_objects=_RECENT_CHAPTERS + 2, num_bytes=8 * 1024**2, seconds=2.0)
-        self._chapters.set_end(self._end(), budget)
+        budget = self._begin(num_objects=_RECENT_CHAPTERS + 2, num_bytes=8 * 1024**2, seconds=2.0)
+        last = self._chapters.last
         values: dict[str, list[float]] = {"reward": []}
         steps: set[int] = set()
-        for number in range(self._chapters.last, max(self._chapters.last - _RECENT_CHAPTERS, 0), -1):
-            chapter = self._chapters.chapter(number, budget)
-            if chapter is None or len(values["reward"]) >= _RECENT_REWARDS:
+        for chapter in self._newest(budget, range(last, max(last - _RECENT_CHAPTERS, 0), -1)):
+            if len(values["reward"]) >= _RECENT_REWARDS:
                 break
             for entry in entries(chapter):
                 if entry.scored is not None and entry.step is not None:
@@ -250,49 +239,50 @@ class StoredGroups:
 
     def config(self) -> bytes | None:
         """Return the settings of the newest recorded session as JSON, None where the newest chapters have none."""
-        budget = ReadBudget(num_objects=200, seconds=2.0)
+        budget = self._begin(num_objects=200, seconds=2.0)
+        newest = self._newest(budget, range(self._chapters.last, 0, -1))
+        lives = next((chapter.lives for chapter in newest if chapter.lives), ())
+        return self._blobs.get(lives[-1].config) if lives else None
+
+    def _begin(self, **bounds: Any) -> ReadBudget:
+        """Return what a request may read, and read the end of the record."""
+        budget = ReadBudget(**bounds)
         self._chapters.set_end(self._end(), budget)
-        for number in range(self._chapters.last, 0, -1):
-            chapter = self._chapters.chapter(number, budget)
-            if chapter is None:
-                return None
-            if chapter.lives:
-                return self._blobs.get(chapter.lives[-1].config)
-        return None
+        return budget
+
+    def _newest(self, budget: ReadBudget, numbers: Iterable[int]) -> Iterator[LineageChapter]:
+        """Yield chapters by number, until there is none or the budget is spent."""
+        for number in numbers:
+            if (chapter := self._chapters.chapter(number, budget)) is None:
+                return
+            yield chapter
 
     def _end(self) -> BlobRef:
         return end_of_record(self._run_id, self._folder, self._pointer)
 
     def _scan_chapter(
-        self,
-        at: tuple[int, int],
-        wanted: GroupFilter,
-        items: list[dict[str, Any]],
-        budget: ReadBudget,
-        *,
-        limit: int,
-        texts: bool,
+        self, at: tuple[int, int], query: GroupQuery, items: list[dict[str, Any]], budget: ReadBudget
     ) -> tuple[int, int] | None:
-        """Add what a filter accepts of one chapter from a place on; return where the rest begins, None at the end."""
+        """Add what a query accepts of one chapter from a place on; return where the rest begins, None at the end."""
         number, place = at
         span = self._chapters.span(number)
-        if span is not None and not wanted.may_be_in(*span):
+        if span is not None and not query.may_be_in(*span):
             return (number - 1, 0) if number > 1 else None
         chapter = self._chapters.chapter(number, budget)
         if chapter is None:
             return at if budget.is_spent else None
         listed = list(entries(chapter, is_last=number == self._chapters.last))
         for position in range(place, len(listed)):
-            if len(items) >= limit or (budget.is_spent and (texts or wanted.text)):
+            if len(items) >= query.limit or (budget.is_spent and (query.texts or query.prompt)):
                 return number, position
-            if wanted.accepts(listed[position]):
-                items.extend(self._rows(listed[position], wanted, budget, texts=texts))
+            if query.accepts(listed[position]):
+                items.extend(self._rows(listed[position], query, budget))
         return (number - 1, 0) if number > 1 else None
 
-    def _rows(self, entry: Entry, wanted: GroupFilter, budget: ReadBudget, *, texts: bool) -> Iterable[dict[str, Any]]:
-        group_texts = self._texts(entry, budget) if texts or wanted.text else None
-        rows = trajectory_rows(entry, wanted) if wanted.each_trajectory else [group_row(entry)]
-        needle = wanted.text.casefold()
+    def _rows(self, entry: Entry, query: GroupQuery, budget: ReadBudget) -> Iterable[dict[str, Any]]:
+        group_texts = self._texts(entry, budget) if query.texts or query.prompt else None
+        rows = trajectory_rows(entry, query) if query.each_trajectory else [group_row(entry)]
+        needle = query.prompt.casefold()
         kept = []
         for row in rows:
             index = row.get("index")
@@ -309,23 +299,18 @@ class StoredGroups:
         return kept
 
     def _texts(self, entry: Entry, budget: ReadBudget) -> GroupTexts | None:
-        if entry.pack is None:
-            return None
         try:
-            data = self._pack(entry.pack, budget, most=self._most(entry))
-            if entry.scored is not None:
-                generated = entry.scored.generated
-                return group_pack.decode_texts(data, [generated.row_group], described=[generated])[0]
-            for group in group_pack.decode(data):
-                if group.group_id == entry.group_id:
-                    texts = tuple(group.trajectories[rows[0]].completion_text for rows in group.rows_of)
-                    return GroupTexts(entry.group_id, group.prompt_text, texts, group.finish_reasons, group.reward)
+            return None if entry.pack is None else self._decoded(entry, entry.pack, budget, group_pack.decode_texts)
         except (BlobError, PackError, QueryRefused):
             return None
-        return None
 
-    def _most(self, entry: Entry) -> int:
-        return _PACK_BYTES if entry.scored is not None else _CLOSED_PACK_BYTES
+    def _decoded(self, entry: Entry, pack: BlobRef, budget: ReadBudget, decode: Callable[..., list[G]]) -> G | None:
+        """Return a group as ``decode`` reads it from its pack; None when the pack does not hold it."""
+        if entry.scored is None:  # its size and place are in no message
+            groups = decode(self._pack(pack, budget, most=_CLOSED_PACK_BYTES), None)
+            return next((group for group in groups if group.group_id == entry.group_id), None)
+        generated = entry.scored.generated
+        return decode(self._pack(pack, budget, most=_PACK_BYTES), [generated.row_group], described=[generated])[0]
 
     def _pack(self, ref: BlobRef, budget: ReadBudget, *, most: int) -> bytes:
         if (cached := self._packs.get(ref.key)) is not None:

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from tests.console import command
+from tests.console.command import penstock, started
 
 from penstock import __version__
 from penstock.console import connections, launch
@@ -17,126 +17,49 @@ from penstock.console.cli.options import LocalOptions
 from penstock.deploy import train
 from penstock.protocol.errors import ConfigError
 
+ROOT = Path(__file__).parents[3]
 VERBS = (
-    "quickstart",
-    "recipe",
-    "train",
-    "sft",
-    "dpo",
-    "rm",
-    "config",
-    "rollout",
-    "reward",
-    "data",
-    "up",
-    "bootstrap",
-    "doctor",
-    "runs",
-    "replay",
-    "lineage",
-    "profile",
-    "dead-letters",
-    "rescore",
-    "watch",
-    "chat",
-    "version",
-)
+    "quickstart", "recipe", "train", "sft", "dpo", "rm", "config", "rollout", "reward", "data", "up", "bootstrap", "doctor", "runs",
+    "replay", "lineage", "profile", "dead-letters", "rescore", "watch", "chat", "version",
+)  # fmt: skip
+WITH_EXAMPLE = (
+    "quickstart", "train", "sft", "dpo", "rm", "config show", "rollout", "data check", "up", "doctor", "reward serve",
+    "reward serve-judge", "reward serve-model", "reward serve-grader", "reward service", "reward list", "reward test", "reward remove",
+    "runs show", "watch", "chat", "version", "replay", "lineage", "profile", "rescore",
+)  # fmt: skip
 
 
-def penstock(*arguments: str, cwd: Path | None = None, **environment: str) -> subprocess.CompletedProcess[str]:
-    root = Path(__file__).parents[3]
-    return subprocess.run(
-        [sys.executable, "-P", "-m", "penstock", *arguments],
-        capture_output=True,
-        text=True,
-        timeout=180,
-        check=False,
-        cwd=cwd,
-        env={
-            "PYTHONPATH": str(root / "src"),
-            "PATH": "/usr/bin:/bin",
-            "HOME": str(cwd or root),
-            "COLUMNS": "100",
-            **environment,
-        },
-    )
+def python(code: str, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-P", "-c", code]
+    return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=180, check=True)
 
 
-def test_help_lists_every_verb_and_the_first_command():
-    for answer in (penstock(), penstock("--help")):
-        assert answer.returncode == 0
-        assert "New here? Type: penstock quickstart" in answer.stdout
-        assert all(f"│ {verb} " in answer.stdout for verb in VERBS)
+@pytest.mark.parametrize("words", [[], ["--help"]])
+def test_help_lists_every_verb_and_the_first_command(words: list[str], tmp_path: Path):
+    answer = started(*words, cwd=tmp_path)
+    assert "New here? Type: penstock quickstart" in answer.stdout
+    assert all(f"│ {verb} " in answer.stdout for verb in VERBS)
 
 
-@pytest.mark.parametrize(
-    "verb",
-    [
-        *(
-            ["quickstart"],
-            ["train"],
-            ["sft"],
-            ["dpo"],
-            ["rm"],
-            ["config", "show"],
-            ["rollout"],
-            ["data", "check"],
-            ["up"],
-            ["doctor"],
-        ),
-        *(
-            ["reward", "serve"],
-            ["reward", "serve-judge"],
-            ["reward", "serve-model"],
-            ["reward", "serve-grader"],
-            ["reward", "service"],
-            ["reward", "list"],
-            ["reward", "test"],
-            ["reward", "remove"],
-        ),
-        *(
-            ["runs", "list"],
-            ["runs", "show"],
-            ["watch"],
-            ["chat"],
-            ["version"],
-            ["replay"],
-            ["lineage"],
-            ["profile"],
-            ["rescore"],
-        ),
-    ],
-    ids=" ".join,
-)
-def test_every_verb_shows_an_example(verb: list[str], tmp_path: Path):
+@pytest.mark.parametrize(("verb", "example"), [*((verb, verb) for verb in WITH_EXAMPLE), ("runs list", "runs")])
+def test_every_verb_shows_an_example(verb: str, example: str, tmp_path: Path):
     """The help of a verb has a line that can be typed unchanged."""
-    answer = command.penstock(*verb, "--help", cwd=tmp_path)
-    assert answer.returncode == 0
-    assert (
-        f"Example:  penstock {' '.join(verb).removesuffix(' list') if verb[0] == 'runs' else ' '.join(verb)}"
-        in answer.stdout
-    )
+    answer = penstock(*verb.split(), "--help", cwd=tmp_path, code=0)
+    assert f"Example:  penstock {example}" in answer.stdout
 
 
 @pytest.mark.parametrize(
-    ("typed", "meant"), [(["trian"], "train"), (["quikstart"], "quickstart"), (["reward", "serv"], "serve")], ids=str
+    ("typed", "meant"), [("trian", "train"), ("quikstart", "quickstart"), ("reward serv", "serve")]
 )
-def test_an_unknown_verb_gets_a_suggestion(typed: list[str], meant: str, tmp_path: Path):
-    """A misspelt verb gets the nearest one and exit code 2."""
-    answer = command.penstock(*typed, cwd=tmp_path)
-    assert answer.returncode == 2
+def test_an_unknown_verb_gets_a_suggestion(typed: str, meant: str, tmp_path: Path):
+    answer = penstock(*typed.split(), cwd=tmp_path, code=2)
     assert f'Did you mean "{meant}"?' in " ".join(answer.stderr.split())
 
 
 def test_help_is_fast():
     """The modules of the command load in under 0.4 CPU seconds."""
     code = "import time; import penstock.console.cli.main; print(time.process_time())"
-
-    def cpu_s() -> float:
-        answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=180, check=True)
-        return float(answer.stdout)
-
-    assert any(cpu_s() < 0.4 for _ in range(5)), "a busy machine takes more at times"
+    assert any(float(python(code).stdout) < 0.4 for _ in range(5)), "a busy machine takes more at times"
 
 
 @pytest.mark.parametrize("command", ["version", "runs", "settings trainer.lr", "train --help"])
@@ -147,45 +70,24 @@ def test_commands_without_servers_import_no_client(command: str, tmp_path: Path)
         "atexit.register(lambda: print(sorted({'nats', 'minio', 'structlog', 'httpx'} & set(sys.modules)), file=sys.stderr));"
         f"main({command.split()})"
     )
-    answer = subprocess.run(
-        [sys.executable, "-P", "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=180, check=True
-    )
-    assert answer.stderr.strip() == "[]"
+    assert python(code, tmp_path).stderr.strip() == "[]"
 
 
 def test_the_console_needs_no_torch():
     """Every module of the console imports on a machine without torch, deepspeed and transformers."""
-    root = Path(__file__).parents[3]
-    files = (root / "console").rglob("*.py")
-    modules = [".".join(("penstock", *path.relative_to(root).with_suffix("").parts)) for path in files]
-    code = (
+    files = (ROOT / "console").rglob("*.py")
+    modules = [".".join(("penstock", *path.relative_to(ROOT).with_suffix("").parts)) for path in files]
+    python(
         "import sys; heavy = ('torch', 'deepspeed', 'transformers'); sys.modules.update(dict.fromkeys(heavy));"
         f"import importlib; [importlib.import_module(m) for m in {modules}]"
     )
-    subprocess.run([sys.executable, "-c", code], timeout=180, check=True)
 
 
-def test_version_names_what_a_bug_report_needs():
-    """Version, interpreter, platform and the libraries that matter."""
-    answer = penstock("version")
-    assert [line.split()[0] for line in answer.stdout.splitlines()][:4] == ["penstock", "python", "platform", "torch"]
-
-
-def test_the_version_flag_prints_the_version():
-    answer = penstock("--version")
-    assert (answer.returncode, answer.stdout.strip()) == (0, __version__)
-
-
-def test_arguments_arrive_unchanged_and_in_order():
-    """Both forms of overrides reach the service unchanged."""
-    typed = ["run.toml", "trainer.lr=1e-6", "--trainer.steps", "3", "--data.map.a=b c", "-x"]
-    assert launch.module("penstock.rollout_service", *typed) == [
-        sys.executable,
-        "-P",
-        "-m",
-        "penstock.rollout_service",
-        *typed,
-    ]
+def test_version_names_what_a_bug_report_needs(tmp_path: Path):
+    """Version, interpreter, platform and the libraries that matter; the flag prints the version alone."""
+    lines = started("version", cwd=tmp_path).stdout.splitlines()
+    assert [line.split()[0] for line in lines][:4] == ["penstock", "python", "platform", "torch"]
+    assert started("--version", cwd=tmp_path).stdout.strip() == __version__
 
 
 def test_a_verb_is_replaced_by_its_service(tmp_path: Path):
@@ -193,21 +95,17 @@ def test_a_verb_is_replaced_by_its_service(tmp_path: Path):
     for name in ("rollout_service", "penstock", "protocol"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "__init__.py").write_text("raise SystemExit('imported from the working directory')")
-    answer = penstock("rollout", "run.toml", "--worker.id", "w 1", cwd=tmp_path)
-    assert answer.returncode == 1
+    answer = started("rollout", "run.toml", "--worker.id", "w 1", cwd=tmp_path, code=1)
     assert "run.toml: not readable" in answer.stderr
     assert "working directory" not in answer.stdout + answer.stderr
 
 
-def test_train_runs_one_process_by_default(tmp_path: Path):
-    assert launch.trainer_command(["trainer.lr=1"], {}) == [
-        sys.executable,
-        "-P",
-        "-m",
-        "penstock.trainer",
-        "train",
-        "trainer.lr=1",
-    ]
+def test_arguments_arrive_unchanged_and_in_order_in_one_process():
+    """Both forms of overrides reach the service unchanged; a training has one rank by default."""
+    typed = ["run.toml", "trainer.lr=1e-6", "--trainer.steps", "3", "--data.map.a=b c", "-x"]
+    start = [sys.executable, "-P", "-m"]
+    assert launch.module("penstock.rollout_service", *typed) == [*start, "penstock.rollout_service", *typed]
+    assert launch.trainer_command(["trainer.lr=1"], {}) == [*start, "penstock.trainer", "train", "trainer.lr=1"]
 
 
 @pytest.mark.parametrize("source", ["file", "override", "flag", "environment"])
@@ -259,42 +157,28 @@ def test_an_impossible_number_of_ranks_is_refused(ranks: str):
         launch.trainer_command([f"trainer.num_ranks={ranks}"], {})
 
 
-def test_a_missing_run_file_is_one_line_on_stderr(tmp_path: Path):
-    answer = penstock("train", "nowhere.toml", cwd=tmp_path)
-    assert answer.returncode == 1
-    assert answer.stderr.strip() == "penstock: nowhere.toml: not readable (No such file or directory)"
-
-
-def test_a_broken_run_file_names_its_line(tmp_path: Path):
-    """TOML that does not parse is shown with file and line."""
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("train nowhere.toml", "penstock: nowhere.toml: not readable (No such file or directory)\n"),
+        ("train run.toml", "run.toml:2"),  # TOML that does not parse
+        ("watch nobody nats.url=nats://127.0.0.1:1", "no NATS server at nats://127.0.0.1:1"),
+        ("watch nobody nats.url=nats://127.0.0.1:1", "penstock up"),
+        ("watch nobody nats.ulr=nats://x", "did you mean nats.url?"),
+    ],
+)
+def test_an_error_says_where_and_what_to_do(words: str, said: str, tmp_path: Path):
     (tmp_path / "run.toml").write_text("[trainer]\nlr = \n")
-    answer = penstock("train", "run.toml", cwd=tmp_path)
-    assert answer.returncode == 1
-    assert "run.toml:2" in answer.stderr
-
-
-def test_watch_without_nats_prints_how_to_start_it(tmp_path: Path):
-    """Without a server, the address, the deadline and the command for one machine are in the error."""
-    answer = penstock("watch", "nobody", "nats.url=nats://127.0.0.1:1", cwd=tmp_path)
-    assert answer.returncode == 1
-    assert "no NATS server at nats://127.0.0.1:1" in answer.stderr
-    assert "penstock up" in answer.stderr
-
-
-def test_an_unknown_key_gets_a_suggestion(tmp_path: Path):
-    answer = penstock("watch", "nobody", "nats.ulr=nats://x", cwd=tmp_path)
-    assert answer.returncode == 1
-    assert "did you mean nats.url?" in answer.stderr
+    answer = penstock(*words.split(), cwd=tmp_path, code=1)
+    assert said in answer.stderr
+    assert answer.stderr.startswith("penstock: ")
 
 
 @pytest.mark.parametrize("verb", [["train"], ["rollout"], ["reward", "service"]])
-def test_without_servers_the_answer_is_immediate(verb: list[str], monkeypatch: pytest.MonkeyPatch):
+def test_without_servers_the_answer_is_immediate(
+    verb: list[str], replaced: list[list[str]], monkeypatch: pytest.MonkeyPatch
+):
     """No server was configured and none listens at the default address: `penstock up` and --local are named."""
-
-    def start(_: object) -> None:
-        pytest.fail("the service was started")
-
-    monkeypatch.setattr(launch, "replace_process", start)
     monkeypatch.setattr(connections, "answers", lambda _: False)  # a NATS of this machine may listen there
     with pytest.raises(ConfigError, match=r"no NATS server at .*penstock up.*penstock train run.toml --local"):
         app([*verb, "run.id=r"], exit_on_error=False)

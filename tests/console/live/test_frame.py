@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import io
+from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from rich.console import Console
@@ -22,39 +25,64 @@ def snapshot() -> Snapshot:
     return recorded.whole_run().snapshot(recorded.START + 31)
 
 
-def drawn(snapshot: Snapshot, width: int = 100) -> str:
-    console = Console(record=True, width=width, force_terminal=True, file=open("/dev/null", "w"))  # noqa: PTH123, SIM115
-    console.print(render(snapshot))
-    console.file.close()
-    return console.export_text()
+def lines_at(snapshot: Snapshot, width: int = 100, height: int | None = None) -> list[str]:
+    console = Console(record=True, width=width, height=height, force_terminal=True, file=io.StringIO())
+    console.print(render(snapshot, width, height))
+    return console.export_text().rstrip("\n").split("\n")
+
+
+def drawn(snapshot: Snapshot) -> str:
+    return "\n".join(lines_at(snapshot))
+
+
+def plain_lines(*snapshots: Snapshot, every: int = 10, last: Snapshot | None = None) -> list[str]:
+    lines: list[str] = []
+    plain = PlainLines(lines.append, every=every)
+    for snapshot in snapshots:
+        plain.show(snapshot)
+    if last is not None:
+        plain.show(last, last=True)
+    return lines
 
 
 def test_a_frame_shows_everything(snapshot: Snapshot):
     """Progress, reward, accuracy, speed, staleness, queues, waiting, workers, drops and incidents are shown."""
     text = drawn(snapshot)
     for expected in (
-        "step 60/60",
-        "100%",
-        "0.90 (+0.41)",
-        "0.55 → 0.95",
-        "v60, 61 published",
-        "2.2k generated, 2.0k trained",
-        "1 behind",
-        "53%",
-        "mean 0.63, max 2",
-        "3+4 to generate, 0+0 to score, 1+6 to train",
-        "rollout 10%, reward 95%, trainer 20%",
-        "generation is the bottleneck",
-        "3 stale",
-        "2880 trained, 25% without signal",
-        "KL 0.0021, ESS 98%, clipped 1.2%, rejected 0.2%",
-        "0.0002 mean, 0.004 max",
-        "rollout-1 (start 2)",
-        "v22 (-38)",
-        "0:14 killed rollout-1 on purpose",
+        "step 60/60", "100%", "0.90 (+0.41)", "0.55 → 0.95", "v60, 61 published", "2.2k generated, 2.0k trained", "1 behind", "53%",
+        "mean 0.63, max 2", "3+4 to generate, 0+0 to score, 1+6 to train", "rollout 10%, reward 95%, trainer 20%",
+        "generation is the bottleneck", "3 stale", "2880 trained, 25% without signal", "KL 0.0021, ESS 98%, clipped 1.2%, rejected 0.2%",
+        "0.0002 mean, 0.004 max", "rollout-1 (start 2)", "v22 (-38)", "0:14 killed rollout-1 on purpose",
         "0:18 rollout-1 is lost: no heartbeat for 4 s",
-    ):
+    ):  # fmt: skip
         assert expected in text
+
+
+def services(snapshot: Snapshot, **changes: Any) -> dict[str, Any]:
+    return {"services": tuple(replace(line, **changes) for line in snapshot.services)}
+
+
+CHANGES: dict[str, tuple[Callable[[Snapshot], dict[str, Any]], tuple[str, ...]]] = {
+    "NATS is unreachable": (lambda _: {"disconnected_s": 7.0}, ("NATS unreachable for 7 s",)),
+    "workers without heartbeat": (lambda s: services(s, alive=False, silent_s=65), ("lost, no heartbeat for 1:05",)),
+    "markup in a state": (lambda s: services(s, state="[bold]x[/nonsense]"), ("[bold]x[/nonsense]",)),
+    "a run that has ended": (lambda s: {"finished": True, **services(s, alive=False)}, ("finished", "stopped")),
+    "a reward without a rule": (
+        lambda _: {"held_out": HeldOut("reward", ((0, 3.5), (60, 5.25)))}, ("3.50 → 5.25 reward",),
+    ),
+    "another learning rate than the one set": (
+        lambda s: {"learning": {**s.learning, "loss": 0.123, "lr": 5.2e-5, "lr_set": 5e-4, "entropy": 0.61, "truncated_share": 0.07}},
+        ("loss 0.123, lr 5.2e-05 (set 0.0005), 7% cut", "entropy 0.61"),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_frame_shows_what_is_unusual(snapshot: Snapshot, change: str):
+    changes, texts = CHANGES[change]
+    text = drawn(replace(snapshot, **changes(snapshot)))
+    assert all(expected in text for expected in texts)
+    assert ("lost," in text) == ("heartbeat" in change)
 
 
 def test_a_frame_of_a_run_without_events():
@@ -62,29 +90,6 @@ def test_a_frame_of_a_run_without_events():
     text = drawn(RunView("fresh", total_steps=10).snapshot(recorded.START))
     assert "step 0/10" in text
     assert "waiting for the services" in text
-
-
-def test_a_frame_shows_that_nats_is_unreachable(snapshot: Snapshot):
-    """A panel without a connection shows for how long."""
-    assert "NATS unreachable for 7 s" in drawn(replace(snapshot, disconnected_s=7.0))
-
-
-def test_a_worker_without_heartbeat_is_shown_as_lost(snapshot: Snapshot):
-    """A worker without a heartbeat keeps its line, with the time since its last heartbeat."""
-    services = tuple(replace(s, alive=s.service_id != "rollout-0", silent_s=65) for s in snapshot.services)
-    assert "lost, no heartbeat for 1:05" in drawn(replace(snapshot, services=services))
-
-
-def test_markup_in_a_service_name_is_text(snapshot: Snapshot):
-    services = tuple(replace(s, state="[bold]x[/nonsense]") for s in snapshot.services)
-    assert "[bold]x[/nonsense]" in drawn(replace(snapshot, services=services))
-
-
-def lines_at(snapshot: Snapshot, width: int, height: int) -> list[str]:
-    console = Console(record=True, width=width, height=height, force_terminal=True, file=open("/dev/null", "w"))  # noqa: PTH123, SIM115
-    console.print(render(snapshot, width, height))
-    console.file.close()
-    return console.export_text().rstrip("\n").split("\n")
 
 
 def failing(snapshot: Snapshot) -> Snapshot:
@@ -145,15 +150,6 @@ def test_many_services_and_long_names_fit(snapshot: Snapshot, width: int, height
         assert "and 96 more: 96 working" in text
 
 
-def test_a_run_that_has_ended_shows_no_service_as_lost(snapshot: Snapshot):
-    """After a successful end the trainer has finished and the services are stopped; nothing is red."""
-    gone = tuple(replace(line, alive=False, silent_s=9.0) for line in snapshot.services)
-    text = drawn(replace(snapshot, finished=True, services=gone))
-    assert "lost," not in text
-    assert "finished" in text
-    assert "stopped" in text
-
-
 def test_a_worker_that_was_stopped_on_purpose_is_not_red(snapshot: Snapshot):
     stopped = tuple(replace(line, alive=False, has_exited=line.role == "rollout") for line in snapshot.services[:1])
     console = Console(width=100, force_terminal=True, color_system="standard")
@@ -163,61 +159,24 @@ def test_a_worker_that_was_stopped_on_purpose_is_not_red(snapshot: Snapshot):
     assert "\x1b[31m" not in captured.get()
 
 
-def test_the_panel_shows_what_is_measured(snapshot: Snapshot):
-    """A reward without a rule of success is shown as mean reward, not as accuracy, here and in plain lines."""
-    measured = HeldOut("reward", ((0, 3.5), (60, 5.25)))
-    assert "3.50 → 5.25 reward" in drawn(replace(snapshot, held_out=measured))
-    lines: list[str] = []
-    PlainLines(lines.append, every=10).show(replace(snapshot, held_out=measured))
-    assert any(line.endswith("held-out mean reward 5.250 after step 60") for line in lines)
-
-
-def test_plain_lines_name_each_problem_once(snapshot: Snapshot):
-    lines: list[str] = []
-    plain = PlainLines(lines.append, every=10)
-    for _ in range(3):
-        plain.show(failing(snapshot))
-    found = [line for line in lines if "problem:" in line]
-    assert len(found) == 2
-    assert "penstock reward test" in found[0]
-
-
-def test_the_learning_rate_used_is_shown_beside_the_one_set(snapshot: Snapshot):
-    learning = {
-        **snapshot.learning,
-        "loss": 0.123,
-        "lr": 5.2e-5,
-        "lr_set": 5e-4,
-        "entropy": 0.61,
-        "truncated_share": 0.07,
-    }
-    text = drawn(replace(snapshot, learning=learning))
-    assert "loss 0.123, lr 5.2e-05 (set 0.0005), 7% cut" in text
-    assert "entropy 0.61" in text
-
-
 def test_plain_lines_print_each_event_once(snapshot: Snapshot):
-    """Steps are printed at the interval, evaluations and incidents once, however often a snapshot is shown."""
-    lines: list[str] = []
-    plain = PlainLines(lines.append, every=10)
-    for step in (1, 2, 9, 10, 10, 25, 60):
-        plain.show(replace(snapshot, step=step, eta_s=None))
-    plain.show(snapshot, last=True)
-    assert [text.split()[2] for text in lines if " step " in text and "accuracy" not in text] == [
-        "1/60", "10/60", "25/60", "60/60",
-    ]  # fmt: skip
-    assert sum("held-out accuracy 0.950 after step 60" in text for text in lines) == 1
-    assert sum("killed rollout-1 on purpose" in text for text in lines) == 1
+    """Steps are printed at the interval, evaluations, problems and incidents once, however often a snapshot is shown."""
+    shown = [replace(snapshot, step=step, eta_s=None) for step in (1, 2, 9, 10, 10, 25, 60)]
+    lines = plain_lines(*shown, last=snapshot)
+    steps = [line.split()[2] for line in lines if " step " in line and "accuracy" not in line]
+    assert steps == ["1/60", "10/60", "25/60", "60/60"]
+    assert sum("held-out accuracy 0.950 after step 60" in line for line in lines) == 1
+    assert sum("killed rollout-1 on purpose" in line for line in lines) == 1
+    problems = [line for line in plain_lines(*[failing(snapshot)] * 3) if "problem:" in line]
+    assert (len(problems), "penstock reward test" in problems[0]) == (2, True)
+    (measured,) = plain_lines(replace(snapshot, held_out=HeldOut("reward", ((60, 5.25),))))[-2:-1]
+    assert measured.endswith("held-out mean reward 5.250 after step 60")
 
 
 def test_the_last_line_shows_the_last_step(snapshot: Snapshot):
     """A run that ends between two lines prints its last step."""
-    lines: list[str] = []
-    plain = PlainLines(lines.append, every=50)
-    plain.show(replace(snapshot, step=1))
-    plain.show(replace(snapshot, step=60), last=False)
-    plain.show(replace(snapshot, step=63), last=True)
-    assert lines[-1].startswith("0:31 step 63/60")
+    shown = [replace(snapshot, step=step) for step in (1, 60)]
+    assert plain_lines(*shown, every=50, last=replace(snapshot, step=63))[-1].startswith("0:31 step 63/60")
 
 
 def test_a_curve_rises_from_the_lower_left_to_the_upper_right():

@@ -2,14 +2,29 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from tests.console.record import recorded_run as recorded
+from tests.console.record.recorded_run import folded
 
-from penstock.console.live.run_snapshot import QueueDepths
+from penstock.console.live.run_snapshot import QueueDepths, RewardErrors
 from penstock.console.live.run_view import RunView
 from penstock.console.report.run_summary import attention_text
+from penstock.protocol.facts import Heartbeat
+
+
+def view_of(*steps: int, every_s: float = 1.0, **more: Any) -> RunView:
+    """A view of a run whose steps were taken in this order, one each second."""
+    return folded(
+        *(recorded.step(step, recorded.START + every_s * at, **more) for at, step in enumerate(steps, start=1))
+    )
+
+
+def beats_of(*roles: str, at: float = recorded.START) -> list[Heartbeat]:
+    return [recorded.beat(role, "x", at, busy_s=1, idle_s=0, cpu_s=1) for role in roles]
 
 
 def test_a_whole_run_is_summarised():
@@ -38,8 +53,7 @@ def test_totals_include_a_killed_worker():
 
 def test_generated_groups_exclude_evaluation():
     """Evaluation is left out; a scored group counts as generated, even if the worker was killed before its next heartbeat."""
-    view = RunView(recorded.RUN)
-    view.fold_event(recorded.evaluation(0, 0.5, recorded.START))
+    view = folded(recorded.evaluation(0, 0.5, recorded.START))
     worker = recorded.beat("rollout", "worker-0", recorded.START, busy_s=1, idle_s=0, cpu_s=1, groups_generated=628)
     view.fold_heartbeats([worker], recorded.START)
     assert view.summary().groups.generated == 628 - 128
@@ -51,12 +65,8 @@ def test_a_decreasing_gauge_is_no_restart():
     """Only a decreasing total shows a restart: the trainer's outstanding groups may decrease."""
     view = RunView("r")
     for at, outstanding in ((0.0, 144), (1.0, 0), (2.0, 96)):
-        beats = [
-            recorded.beat(
-                "trainer", "trainer", at, busy_s=at, idle_s=0.0, cpu_s=10.0 + at, groups_outstanding=outstanding
-            )
-        ]
-        view.fold_heartbeats(beats, at)
+        figures = {"busy_s": at, "idle_s": 0.0, "cpu_s": 10.0 + at, "groups_outstanding": outstanding}
+        view.fold_heartbeats([recorded.beat("trainer", "trainer", at, **figures)], at)
     assert view.snapshot(2.0).services[0].num_starts == 1
     assert view.summary().cpu_s == 12.0
 
@@ -69,8 +79,7 @@ def test_a_kill_and_a_restart_are_incidents_in_order():
 
 def test_a_service_is_lost_after_four_of_the_periods_that_it_announces():
     """A worker of a large run, which writes every ten seconds, is not lost in between."""
-    view = RunView(recorded.RUN)
-    view.fold_event(recorded.step(1, 0.0))
+    view = folded(recorded.step(1, 0.0))
     beat = recorded.beat("rollout", "w0", 0.0, busy_s=0.0, idle_s=0.0, cpu_s=1.0)
     slow = beat.model_copy(update={"period_s": 10.0})
     for now in range(0, 40, 2):
@@ -109,10 +118,7 @@ def test_overlap_is_at_least_busy_plus_busy_minus_wall():
 
 
 def test_a_step_repeated_after_a_resume_counts_once():
-    view = RunView(recorded.RUN)
-    for number in (1, 2, 3, 4, 3):
-        view.fold_event(recorded.step(number, recorded.START + number))
-    summary = view.summary()
+    summary = view_of(1, 2, 3, 4, 3).summary()
     assert summary.steps == 3
     assert summary.tokens_trained == 3000
     assert sum(summary.staleness_tokens.values()) == 3000
@@ -120,10 +126,11 @@ def test_a_step_repeated_after_a_resume_counts_once():
 
 def test_a_resumed_run_is_not_finished():
     """A finished run that is resumed with more steps is running again until its trainer reports the end."""
-    view = RunView(recorded.RUN)
-    view.fold_event(recorded.event("state", recorded.START, text="training", total_steps=1))
-    view.fold_event(recorded.step(1, recorded.START))
-    view.fold_event(recorded.event("state", recorded.START + 1, text="finished", finished=True))
+    view = folded(
+        recorded.event("state", recorded.START, text="training", total_steps=1),
+        recorded.step(1, recorded.START),
+        recorded.event("state", recorded.START + 1, text="finished", finished=True),
+    )
     assert view.snapshot(recorded.START + 1).finished
     view.fold_event(recorded.event("state", recorded.START + 60, text="training", total_steps=2))
     view.fold_event(recorded.step(2, recorded.START + 61))
@@ -131,33 +138,20 @@ def test_a_resumed_run_is_not_finished():
 
 
 def test_missing_metrics_are_missing_and_not_zero():
-    """An event with only its step number counts as a step; its metrics are unknown."""
-    view = RunView(recorded.RUN)
-    view.fold_event(recorded.event("step", recorded.START, step=1))
-    view.fold_event(recorded.event("eval", recorded.START, step=1))
-    view.fold_event(recorded.event("kind-of-tomorrow", recorded.START, anything=1))
+    """An event with only its step number counts as a step; its metrics are unknown, as is a reward of NaN."""
+    view = folded(*(recorded.event(kind, recorded.START, step=1) for kind in ("step", "eval", "kind-of-tomorrow")))
     summary, snapshot = view.summary(), view.snapshot(recorded.START + 1)
-    assert summary.steps == 1
-    assert summary.accuracy_after is None
-    assert summary.staleness_mean is None
-    assert snapshot.rewards == ()
-    assert snapshot.eta_s is None
-
-
-def test_nan_is_ignored():
-    """A NaN reward is left out of curve and means."""
-    view = RunView(recorded.RUN)
-    view.fold_event(recorded.step(1, recorded.START, reward_mean=float("nan")))
-    view.fold_event(recorded.step(2, recorded.START + 1, reward_mean=0.5))
+    assert (summary.steps, summary.accuracy_after, summary.staleness_mean) == (1, None, None)
+    assert (snapshot.rewards, snapshot.eta_s) == ((), None)
+    view.fold_event(recorded.step(2, recorded.START, reward_mean=float("nan")))
+    view.fold_event(recorded.step(3, recorded.START + 1, reward_mean=0.5))
     assert view.summary().reward_last == 0.5
 
 
 def test_only_the_first_evaluated_split_is_before_and_after():
-    view = RunView(recorded.RUN)
-    view.fold_event(recorded.evaluation(0, 0.5, recorded.START, split="held-out"))
-    view.fold_event(recorded.evaluation(9, 0.7, recorded.START + 1, split="held-out"))
-    view.fold_event(recorded.evaluation(9, 0.1, recorded.START + 2, split="harder"))
-    summary = view.summary()
+    splits = ((0, 0.5, "held-out"), (9, 0.7, "held-out"), (9, 0.1, "harder"))
+    events = [recorded.evaluation(step, value, recorded.START, split=split) for step, value, split in splits]
+    summary = folded(*events).summary()
     assert (summary.accuracy_before, summary.accuracy_after) == (0.5, 0.7)
 
 
@@ -180,8 +174,7 @@ def test_a_service_that_deletes_its_heartbeat_exited_regularly():
 
 def test_a_worker_that_joins_during_the_run_is_named():
     """A new service id after the first step is an incident; one that was there when the watching began is none."""
-    view = RunView(recorded.RUN)
-    view.fold_event(recorded.step(1, recorded.START))
+    view = folded(recorded.step(1, recorded.START))
     for second, names in ((0, ["gpu-6"]), (1, ["gpu-6", "gpu-7"])):
         at = recorded.START + second
         beats = [recorded.beat("rollout", name, at, busy_s=1 + second, idle_s=0, cpu_s=1) for name in names]
@@ -191,10 +184,8 @@ def test_a_worker_that_joins_during_the_run_is_named():
 
 
 def test_a_time_without_steps_and_an_outage_of_nats_are_in_the_report():
-    view = RunView(recorded.RUN)
-    at = [3.0 * number + (100.0 if number > 8 else 0.0) for number in range(1, 20)]
-    for number, seconds in enumerate(at, start=1):
-        view.fold_event(recorded.step(number, recorded.START + seconds))
+    at = [recorded.START + 3.0 * number + (100.0 if number > 8 else 0.0) for number in range(1, 20)]
+    view = folded(*(recorded.step(number, seconds) for number, seconds in enumerate(at, start=1)))
     view.fold_connection(0.5, recorded.START + 5)
     view.fold_connection(0.0, recorded.START + 6)
     view.fold_connection(42.0, recorded.START + 70)
@@ -207,9 +198,7 @@ def test_a_time_without_steps_and_an_outage_of_nats_are_in_the_report():
 
 
 def test_steps_that_were_rolled_back_are_no_time_without_steps():
-    view = RunView(recorded.RUN)
-    for number in range(1, 41):
-        view.fold_event(recorded.step(number, recorded.START + number))
+    view = view_of(*range(1, 41))
     for number in range(11, 31):  # killed at step 40, resumed at step 10
         view.fold_event(recorded.step(number, recorded.START + 35 + number))
     assert view.summary().incidents == ()
@@ -227,8 +216,7 @@ def test_work_that_waits_for_a_service_that_does_not_run_is_said(role: str, queu
     begin = recorded.START
 
     def keys_at(at: float, *present: str) -> list[str]:
-        beats = [recorded.beat(one, "x", at, busy_s=1, idle_s=0, cpu_s=1) for one in present]
-        view.fold_heartbeats(beats, at)
+        view.fold_heartbeats(beats_of(*present, at=at), at)
         return [diagnose.key for diagnose in view.snapshot(at).diagnoses]
 
     other = {"rollout": "reward", "reward": "rollout"}[role]
@@ -261,9 +249,7 @@ def test_a_run_that_begins_names_the_service_it_lacks():
     view = RunView(recorded.RUN)
 
     def lacking(*present: str) -> str:
-        view.fold_heartbeats(
-            [recorded.beat(one, "x", recorded.START, busy_s=1, idle_s=0, cpu_s=1) for one in present], recorded.START
-        )
+        view.fold_heartbeats(beats_of(*present), recorded.START)
         return view.snapshot(recorded.START).waiting_for
 
     assert lacking() == ""
@@ -290,29 +276,28 @@ def test_dead_letters_of_one_cause_are_one_incident_with_the_cause():
     assert len(later.incidents) == 1
 
 
-def test_a_failing_reward_is_one_incident_per_reason():
-    view = RunView(recorded.RUN)
-    for _ in range(1000):
-        view.fold_event(recorded.event("reward_error", recorded.START, source="reward", reason="EndpointTimeout"))
-    assert [i.text for i in view.incidents] == ["rewards fail (EndpointTimeout); their groups are retried"]
+def test_a_failing_reward_is_one_incident_per_reason_and_counted():
+    why = {"source": "reward", "reason": "EndpointTimeout"}
+    details = [f"HTTP 50{number % 10}" for number in range(1000)]
+    view = folded(*(recorded.event("reward_error", recorded.START, **why, detail=detail) for detail in details))
+    view.fold_dead_letter(recorded.dead_letter("a", "b").model_copy(update={"reason": "EndpointTimeout"}), 0.0)
+    assert view.incidents[0].text == "rewards fail (EndpointTimeout: HTTP 500); their groups are retried"
+    assert view.reward_errors == {"EndpointTimeout": RewardErrors(1000, 2, "500", recorded.START)}
 
 
 def test_the_eta_follows_the_recent_steps():
     """Half a second per step and twenty remaining steps are ten seconds."""
-    view = RunView(recorded.RUN, total_steps=40)
-    for number in range(1, 21):
-        view.fold_event(recorded.step(number, recorded.START + 0.5 * number))
+    view = view_of(*range(1, 21), every_s=0.5)
+    view.total_steps = 40
     assert view.snapshot(recorded.START + 10).eta_s == 10.0
 
 
 @given(st.lists(st.integers(1, 12), max_size=40))
 def test_totals_belong_to_the_steps_that_count(numbers: list[int]):
     """However often a trainer resumes, tokens and histogram are those of the steps that count."""
-    view = RunView(recorded.RUN)
-    for at, number in enumerate(numbers):
-        view.fold_event(recorded.step(number, recorded.START + at))
+    view = view_of(*numbers)
     points = view.points()
-    assert [p.step for p in points] == sorted({p.step for p in points})
+    assert [p.number for p in points] == sorted({p.number for p in points})
     summary = view.summary()
     assert summary.tokens_trained == sum(p.tokens_trained for p in points)
     assert sum(summary.staleness_tokens.values()) == summary.tokens_trained
@@ -320,16 +305,14 @@ def test_totals_belong_to_the_steps_that_count(numbers: list[int]):
 
 @pytest.mark.parametrize("kind", ["alarm", "evaluation_lost"])
 def test_warnings_of_the_trainer_are_incidents(kind: str) -> None:
-    view = RunView(recorded.RUN)
-    view.fold_event(recorded.event(kind, recorded.START, text="evaluation lost: version 3: no weights"))
+    view = folded(recorded.event(kind, recorded.START, text="evaluation lost: version 3: no weights"))
     (incident,) = view.snapshot(recorded.START).incidents
     assert (incident.text, incident.kind) == ("evaluation lost: version 3: no weights", "lost")
 
 
 def test_what_computes_attention_is_shown() -> None:
     """As the trainer's first event says it; a slow one with what it costs."""
-    view = RunView("tiny")
-    view.fold_event(recorded.event("state", 1.0, text="starting", total_steps=20, attention="cpu-flash"))
+    view = folded(recorded.event("state", 1.0, text="starting", total_steps=20, attention="cpu-flash"))
     assert view.snapshot(2.0).attention == view.summary().attention == "cpu-flash"
     assert attention_text("cpu-flash") == "cpu-flash"
     assert "square of the tokens" in attention_text("dense")

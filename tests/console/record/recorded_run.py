@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import json
 import math
+import secrets
 from pathlib import Path
 from typing import Any
 
 from penstock.console.live.run_snapshot import QueueDepths
 from penstock.console.live.run_view import RunView
-from penstock.protocol.facts import DeadLetter, Heartbeat, RunEvent, WeightsApplied, WeightsPublished
+from penstock.protocol import streams, subjects
+from penstock.protocol.facts import DeadLetter, Fact, Heartbeat, RunEvent, WeightsApplied, WeightsPublished, encode
 from penstock.protocol.groups import BlobRef
+from penstock.protocol.transport.bus import Bus
 
 RUN = "sorting"
 START = 1_790_000_000.0  # wall-clock seconds
@@ -25,35 +28,16 @@ def event(kind: str, at: float, source: str = "trainer", **data: Any) -> RunEven
 def step(number: int, at: float, **more: Any) -> RunEvent:
     fresh = 400 if number > 2 else TOKENS_A_STEP
     histogram = {"0": fresh, "1": TOKENS_A_STEP - fresh - 50, "2": 50} if number > 2 else {"0": fresh}
+    groups = {"issued": 48 * (number + 2), "scored": 48 * number + 12, "trained": 48 * number, "dropped": {"stale": 3}}
     data: dict[str, Any] = {
-        "step": number,
-        "version": number,
-        "loss": 0.01,
+        "step": number, "version": number, "loss": 0.01, "reward_std": 0.2,
         "reward_mean": 0.4 + 0.5 * (1 - math.exp(-number / 15)) + 0.03 * math.sin(number),
-        "reward_std": 0.2,
-        "staleness_mean": 0.65,
-        "staleness_max": 2,
-        "staleness_tokens": histogram,
-        "tokens_trained": TOKENS_A_STEP,
-        "groups": {
-            "issued": 48 * (number + 2),
-            "scored": 48 * number + 12,
-            "trained": 48 * number,
-            "dropped": {"stale": 3},
-        },
-        "zero_signal_groups": 0.25,
-        "mismatch": {"tokens": 400, "mean_abs": 2e-4, "max_abs": 0.004, "kl_k3": 3e-8},
-        "ratio_percentiles": {"1": 0.91, "50": 1.0, "99": 1.12},
-        "kl_behaviour": 0.0021,
-        "ess_share": 0.98,
-        "clip_fraction": 0.012,
-        "rejected_fraction": 0.002,
-        "rejected_by": {"veto": 0.002},
-        "skipped": {"zero_advantage": 2},
-        "reward_parts": {"correct": 0.4 + number / 200, "correct.has_answer": 0.99, "form": 0.875},
-        "wait_s": 0.1,
-        "step_s": 0.4,
-    }
+        "staleness_mean": 0.65, "staleness_max": 2, "staleness_tokens": histogram, "tokens_trained": TOKENS_A_STEP, "groups": groups,
+        "zero_signal_groups": 0.25, "mismatch": {"tokens": 400, "mean_abs": 2e-4, "max_abs": 0.004, "kl_k3": 3e-8},
+        "ratio_percentiles": {"1": 0.91, "50": 1.0, "99": 1.12}, "kl_behaviour": 0.0021, "ess_share": 0.98, "clip_fraction": 0.012,
+        "rejected_fraction": 0.002, "rejected_by": {"veto": 0.002}, "skipped": {"zero_advantage": 2},
+        "reward_parts": {"correct": 0.4 + number / 200, "correct.has_answer": 0.99, "form": 0.875}, "wait_s": 0.1, "step_s": 0.4,
+    }  # fmt: skip
     return event("step", at, **{**data, **more})
 
 
@@ -66,38 +50,19 @@ def evaluation(number: int, accuracy: float, at: float, **more: Any) -> RunEvent
 def beat(
     role: str, service_id: str, at: float, *, busy_s: float, idle_s: float, cpu_s: float, **figures: Any
 ) -> Heartbeat:
-    version = figures.pop("version", None)
-    state = figures.pop("state", "working")
     return Heartbeat(
         role=role,  # type: ignore[arg-type]
-        service_id=service_id,
-        at=at,
-        state=state,
-        version=version,
-        busy_s=busy_s,
-        idle_s=idle_s,
-        cpu_s=cpu_s,
-        figures={name: float(value) for name, value in figures.items()},
-    )
+        service_id=service_id, at=at, state=figures.pop("state", "working"), version=figures.pop("version", None),
+        busy_s=busy_s, idle_s=idle_s, cpu_s=cpu_s, figures={name: float(value) for name, value in figures.items()},
+    )  # fmt: skip
 
 
 def fleet(second: int) -> list[Heartbeat]:
     """All services, ``second`` seconds into the run: workers 90 % busy, the trainer 80 %."""
     at, s = START + second, float(second)
-    workers = [
-        beat(
-            "rollout",
-            f"rollout-{n}",
-            at,
-            busy_s=0.9 * s,
-            idle_s=0.1 * s,
-            cpu_s=0.5 + 0.8 * s,
-            version=2 * second,
-            tokens_generated=1100 * s,
-            groups_generated=50 * s,
-        )
-        for n in (0, 1)
-    ]
+    times = {"busy_s": 0.9 * s, "idle_s": 0.1 * s, "cpu_s": 0.5 + 0.8 * s}
+    done = {"version": 2 * second, "tokens_generated": 1100 * s, "groups_generated": 50 * s}
+    workers = [beat("rollout", f"rollout-{n}", at, **times, **done) for n in (0, 1)]
     scorer = beat("reward", "reward", at, busy_s=0.05 * s, idle_s=0.95 * s, cpu_s=0.3 + 0.05 * s, groups_scored=100 * s)
     trainer = beat("trainer", "trainer", at, busy_s=0.8 * s, idle_s=0.2 * s, cpu_s=2 + 0.9 * s, version=2 * second)
     return [*workers, scorer, trainer]
@@ -109,29 +74,24 @@ def published(version: int) -> WeightsPublished:
 
 
 def applied(worker: str, version: int) -> WeightsApplied:
+    previous = version - 1 if version else None
     return WeightsApplied(
-        run_id=RUN,
-        worker_id=worker,
-        version=version,
-        previous_version=version - 1 if version else None,
-        pause_s=0.02,
-        fetch_s=0.03,
-        num_bytes=500_000,
-        checksum="c",
-        layout="mirror",
-    )
+        run_id=RUN, worker_id=worker, version=version, previous_version=previous, pause_s=0.02, fetch_s=0.03, num_bytes=500_000,
+        checksum="c", layout="mirror",
+    )  # fmt: skip
 
 
 def dead_letter(*groups: str) -> DeadLetter:
     return DeadLetter(
-        run_id=RUN,
-        stage="generated",
-        subject="s",
-        reason="endpoint_failed",
-        detail="500",
-        group_ids=groups,
-        num_delivered=5,
-    )
+        run_id=RUN, stage="generated", subject="s", reason="endpoint_failed", detail="500", group_ids=groups, num_delivered=5,
+    )  # fmt: skip
+
+
+def folded(*events: RunEvent, into: RunView | None = None) -> RunView:
+    view = RunView(RUN) if into is None else into
+    for one in events:
+        view.fold_event(one)
+    return view
 
 
 def whole_run() -> RunView:
@@ -159,6 +119,37 @@ def whole_run() -> RunView:
     view.fold_event(evaluation(STEPS, 0.95, START + 31))
     view.fold_queues(QueueDepths(waiting={"tasks": 3, "generated": 0, "scored": 1}, held={"tasks": 4, "scored": 6}))
     return view
+
+
+class Services:
+    """Says of a run what its services would say."""
+
+    def __init__(self, bus: Bus, run_id: str) -> None:
+        self._bus = bus
+        self._run_id = run_id
+        self._live = bus.key_value(streams.live_bucket(run_id).bucket).wait()
+
+    def say(self, *facts: Fact) -> None:
+        ours = [fact.model_copy(update={"run_id": self._run_id}) for fact in facts]
+        sent = [self._bus.publish(self._subject(fact), fact, msg_id=secrets.token_hex(8)) for fact in ours]
+        for pending in sent:
+            pending.wait()
+
+    def beat(self, *beats: Heartbeat) -> None:
+        for one in beats:
+            self._live.put(streams.heartbeat_key(one.role, one.service_id), encode(one)).wait()
+
+    def _subject(self, fact: Fact) -> str:
+        match fact:
+            case RunEvent():
+                return subjects.events(self._run_id, fact.kind)
+            case WeightsPublished():
+                return subjects.weights_published(self._run_id)
+            case WeightsApplied():
+                return subjects.weights_applied(self._run_id)
+            case DeadLetter():
+                return subjects.dead(self._run_id, "generated")
+        return subjects.tasks(self._run_id, "train")
 
 
 def write_metrics(folder: Path) -> None:

@@ -5,13 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from tests.console.command import Replaced
 from tests.console.record import recorded_run as recorded
-from tests.servers import secret_file
 
 from penstock.console import connections, launch
 from penstock.console.cli.main import app
 from penstock.console.record.stored_run import with_local_servers
-from penstock.protocol.config.connection import NatsSettings
 from penstock.protocol.errors import ConfigError
 
 
@@ -26,10 +25,9 @@ def test_a_misspelt_run_is_refused_without_waiting_for_nats(tmp_path: Path, monk
 
 
 def test_a_misspelt_run_on_nats_is_refused_with_the_runs_there(
-    tmp_path: Path, run_streams: str, nats_settings: NatsSettings
+    tmp_path: Path, run_streams: str, typed: list[str]
 ) -> None:
-    at = [f"run.dir={tmp_path}", f"nats.url={nats_settings.url}", f"nats.user={nats_settings.user}"]
-    at.append(f"nats.password_file={secret_file(nats_settings.secret())}")
+    at = [f"run.dir={tmp_path}", *typed]
     with pytest.raises(ConfigError, match=r"no run nosuch at nats://.*; found: .*check the name"):
         with_local_servers("nosuch", at)
     with_local_servers(run_streams, at)
@@ -59,23 +57,13 @@ def test_a_run_on_servers_that_are_not_set_here_is_refused_at_once(
     ],
 )
 def test_a_command_about_a_finished_local_run_gets_its_servers(
-    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    command: str, tmp_path: Path, replaced: list[list[str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "first" / "store").mkdir(parents=True)
     (tmp_path / "first" / "report.json").write_text("{}")
-    started: list[list[str]] = []
-
-    class Replaced(Exception):
-        pass
-
-    def replace(command: list[str]) -> None:
-        started.append(command)
-        raise Replaced
-
-    monkeypatch.setattr(launch, "replace_process", replace)
     typed = [*command.split(), f"run.dir={tmp_path}"]
     monkeypatch.setattr("sys.argv", ["penstock", *typed])
     with pytest.raises(Replaced):
         app(typed)
     stored = launch.module("penstock.deploy.stored", str(tmp_path / "first" / "store"), "--")
-    assert started[0][: len(stored)] == stored
+    assert replaced[0][: len(stored)] == stored

@@ -111,9 +111,8 @@ def test_a_file_that_the_storage_refuses_is_an_error_with_the_reason(
 
 def test_a_hub_that_cannot_be_reached_is_an_error_with_the_reason(monkeypatch: pytest.MonkeyPatch, model: Path) -> None:
     monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
-    with pytest.raises(
-        exchange.HubFailed, match=r"owner/model was not pushed: .*check the network, the proxy and HF_ENDPOINT"
-    ):
+    reason = r"owner/model was not pushed: .*check the network, the proxy and HF_ENDPOINT"
+    with pytest.raises(exchange.HubFailed, match=reason):
         exchange.push(model, "owner/model", private=True, revision=None, card="# card")
 
 

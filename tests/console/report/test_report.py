@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tests.console.record import recorded_run as recorded
@@ -14,6 +15,18 @@ from penstock.console.report.run_summary import RunSummary
 from penstock.console.tools.runs import describe
 
 NEXT = ["penstock chat sorting", "penstock runs show sorting"]
+
+
+def text_of(summary: RunSummary) -> str:
+    return report.markdown(summary, curves.Curves(), next_steps=(), has_plot=False)
+
+
+def summary_of(num_steps: int, **figures: Any) -> RunSummary:
+    view = RunView(recorded.RUN)
+    for number in range(1, num_steps + 1):
+        of_step = {name: value(number) if callable(value) else value for name, value in figures.items()}
+        view.fold_event(recorded.step(number, recorded.START + number, **of_step))
+    return view.summary()
 
 
 @pytest.fixture(scope="module")
@@ -68,31 +81,20 @@ def test_the_json_line_has_the_documented_keys():
 
 
 def test_the_report_says_why_a_run_does_not_learn():
-    """Diagnoses with cause and cure follow the headline, and are in the JSON."""
-    view = RunView(recorded.RUN)
-    for number in range(1, 31):
-        view.fold_event(
-            recorded.step(number, recorded.START + number, reward_mean=0.0, reward_std=0.0, truncated_share=0.6)
-        )
-    summary = view.summary()
-    text = report.markdown(summary, curves.Curves(), next_steps=(), has_plot=False)
+    """Diagnoses with cause and cure follow the headline, and are in the JSON; a loss of NaN is one."""
+    summary = summary_of(30, reward_mean=0.0, reward_std=0.0, truncated_share=0.6)
+    text = text_of(summary)
     assert "## What keeps it from learning" in text
     assert "- **The reward was 0.00 for every completion in all 30 steps: nothing is learned.** No completion" in text
     assert [one["key"] for one in json.loads(summary.to_line())["diagnoses"]] == ["constant_reward", "truncated"]
+    diverged = summary_of(4, loss=lambda number: float("nan") if number == 3 else 0.5)
+    assert [diagnose.key for diagnose in diverged.diagnoses] == ["loss_not_finite"]
 
 
 def test_loss_rates_entropy_lengths_and_signals_are_reported():
     """Loss, both learning rates, entropy, lengths, truncation and groups without signal are rows and keys, first to last."""
-    view = RunView(recorded.RUN)
-    for number in range(1, 21):
-        view.fold_event(
-            recorded.step(
-                number, recorded.START + number, loss=0.5, lr=1e-4, lr_set=2e-4, entropy=1.0 / number, truncated_share=0.125,
-                completion_tokens_mean=17.0,
-            )
-        )  # fmt: skip
-    summary = view.summary()
-    text = report.markdown(summary, curves.Curves(), next_steps=(), has_plot=False)
+    figures = {"loss": 0.5, "lr": 1e-4, "lr_set": 2e-4, "truncated_share": 0.125, "completion_tokens_mean": 17.0}
+    summary = summary_of(20, **figures, entropy=lambda number: 1.0 / number)
     for row in (
         "| loss | 0.5 | 0.5 | 0.5 | 0.5 | 0.5 |",
         "| learning rate set by the schedule | 0.0002 | 0.0002 |",
@@ -102,24 +104,8 @@ def test_loss_rates_entropy_lengths_and_signals_are_reported():
         "| completion length, tokens | 17 |",
         "| completions cut at rollout.max_new_tokens | 0.125 |",
     ):
-        assert row in text
-    assert {
-        "loss",
-        "lr",
-        "lr_set",
-        "entropy",
-        "completion_tokens_mean",
-        "truncated_share",
-        "zero_signal_groups",
-    } <= set(summary.learning)
-
-
-def test_a_loss_that_is_not_finite_is_counted():
-    """A NaN loss is no number of the table, and not silent."""
-    view = RunView(recorded.RUN)
-    for number in range(1, 5):
-        view.fold_event(recorded.step(number, recorded.START + number, loss=float("nan") if number == 3 else 0.5))
-    assert [diagnose.key for diagnose in view.summary().diagnoses] == ["loss_not_finite"]
+        assert row in text_of(summary)
+    assert {*figures, "entropy", "zero_signal_groups"} <= set(summary.learning)
 
 
 def test_a_reward_without_a_rule_of_success_is_reported_by_its_mean(tmp_path: Path):
@@ -151,7 +137,7 @@ def test_what_counts_as_correct_is_in_the_headline():
     view = RunView(recorded.RUN)
     view.fold_event(recorded.evaluation(0, 0.5, recorded.START, success="mine ≥ 0.5"))
     view.fold_event(recorded.evaluation(9, 0.75, recorded.START + 9, success="mine ≥ 0.5"))
-    text = report.markdown(view.summary(), curves.Curves(), next_steps=(), has_plot=False)
+    text = text_of(view.summary())
     assert "**Accuracy 0.500 → 0.750**" in text
     assert "A completion is correct from mine ≥ 0.5 on." in text
 
@@ -164,11 +150,10 @@ def test_reward_is_the_same_number_everywhere(folder: Path):
 
 
 def test_groups_generated_twice_and_dropped_groups_are_explained():
-    view = recorded.whole_run()
-    summary = view.summary()
+    summary = recorded.whole_run().summary()
     groups = summary.groups.model_copy(update={"issued": 100, "generated": 112, "dropped": {"duplicate": 12}})
     again = summary.model_copy(update={"groups": groups, "packs_given_back": 2})
-    text = report.markdown(again, curves.Curves(), next_steps=(), has_plot=False)
+    text = text_of(again)
     assert "- duplicate: delivered a second time, and left out" in text
     assert (
         "- 12 groups were generated more than once: NATS redelivers a task whose worker was stopped or killed" in text
@@ -190,14 +175,11 @@ def test_a_run_without_steps_has_a_report(tmp_path: Path):
     assert (tmp_path / "empty" / "curve.png").exists()
 
 
-def test_curves_skip_a_partial_line(tmp_path: Path):
+def test_curves_skip_a_partial_line_and_count_each_step_once(tmp_path: Path):
     recorded.write_metrics(tmp_path)
     with (tmp_path / "metrics.jsonl").open("a") as file:
         file.write('{"kind": "step", "step": 61, "rew')
     assert len(curves.read(tmp_path).rewards) == recorded.STEPS
-
-
-def test_curves_of_a_resumed_run_count_each_step_once(tmp_path: Path):
     rows = [{"kind": "step", "step": n, "reward_mean": r} for n, r in ((1, 0.1), (2, 0.2), (3, 0.3), (2, 0.5))]
     (tmp_path / "metrics.jsonl").write_text("\n".join(map(json.dumps, rows)) + "\n")
     assert curves.read(tmp_path).rewards == ((1, 0.1), (2, 0.5))

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from tests.console.cli.test_command import penstock
+from tests.console.command import penstock, started
 
 from penstock.console.tools import chat
 from penstock.console.tools.chat import ChatEngine, ChatEngineError, ChatRefused, has_chat_template
@@ -36,8 +33,7 @@ def engine(runs: Path) -> Iterator[ChatEngine]:
 
 @needs_engine
 def test_one_prompt_prints_one_answer(runs: Path, engine: ChatEngine):
-    printed = penstock("chat", "tiny", "--prompt", "sort 31", cwd=runs)
-    assert printed.returncode == 0, printed.stderr
+    printed = started("chat", "tiny", "--prompt", "sort 31", cwd=runs)
     expected = engine.answer([{"role": "user", "content": "sort 31"}], temperature=0.0, max_tokens=64)
     assert printed.stdout == expected + "\n"
 
@@ -45,13 +41,8 @@ def test_one_prompt_prints_one_answer(runs: Path, engine: ChatEngine):
 @needs_engine
 def test_a_conversation_ends_with_its_input(runs: Path):
     """Every line gets an answer or the reason for a refusal, /new clears the conversation, the end of the input ends it."""
-    command = [sys.executable, "-m", "penstock", "chat", "tiny", "--keep", "--max-tokens", "4"]
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[3] / "src")}
     typed = "sort 1\n\n" + "1" * 500 + "\n/new\nsort 2\n"
-    answer = subprocess.run(
-        command, input=typed, capture_output=True, text=True, timeout=300, check=False, cwd=runs, env=environment
-    )
-    assert answer.returncode == 0, answer.stderr
+    answer = started("chat", "tiny", "--keep", "--max-tokens", "4", cwd=runs, typed=typed)
     assert answer.stderr.count("the engine refused") == 1
     assert len(answer.stdout) >= 2  # an untrained model outputs something, possibly blank lines only
 
@@ -91,13 +82,9 @@ def test_a_broken_model_shows_the_log_of_the_engine(tmp_path: Path):
 
 
 def test_a_folder_without_a_model_is_refused(tmp_path: Path):
-    """No engine is started for a folder without config.json."""
-    answer = penstock("chat", "tiny", "--model", str(tmp_path), "--prompt", "x", cwd=tmp_path)
-    assert answer.returncode == 1
+    """No engine is started for a folder without config.json, nor for a run that has not ended."""
+    answer = penstock("chat", "tiny", "--model", str(tmp_path), "--prompt", "x", cwd=tmp_path, code=1)
     assert "has no config.json" in answer.stderr
-
-
-def test_a_run_that_has_not_ended_has_no_model(tmp_path: Path):
     (tmp_path / "young").mkdir()
     with pytest.raises(ConfigError, match=r"has no model yet.*--model DIR"):
         chat.find_model(tmp_path / "young", None)

@@ -9,18 +9,17 @@ from pathlib import Path
 import pytest
 from tests.console.command import penstock
 from tests.groups import make_generated, make_group, make_scored, make_task, make_task_issued
-from tests.servers import secret_file
 
 from penstock.console.tools import dead_letters
 from penstock.console.tools.dead_letters import Letter, RunProgress, content, refusal, resent
 from penstock.protocol import blob_keys, streams, subjects
-from penstock.protocol.config.connection import NatsSettings, S3Settings
 from penstock.protocol.facts import DeadLetter, Fact, GroupGenerated, GroupScored, Head, RunEvent, TaskIssued, encode
 from penstock.protocol.groups import BlobRef
 from penstock.protocol.packs import group_pack
 from penstock.protocol.record.lineage import AccountState, CheckpointCommitted, LineageChapter, RecordedSession
 from penstock.protocol.transport.blobs import Blobs
 from penstock.protocol.transport.bus import Bus
+from penstock.protocol.transport.inbox import Inbox
 from penstock.protocol.versions import PolicyVersion
 
 NOW = datetime(2026, 1, 1, tzinfo=UTC)
@@ -85,54 +84,33 @@ def test_a_usable_letter_is_not_refused():
     assert refusal(letter("tasks", TASKS, times_sent=1), AT_4, once_more=True) is None
 
 
-@pytest.fixture
-def typed(nats_settings: NatsSettings, s3_settings: S3Settings) -> list[str]:
-    return [
-        f"nats.url={nats_settings.url}", f"nats.user={nats_settings.user}", f"nats.password_file={secret_file(nats_settings.secret())}",
-        f"s3.endpoint={s3_settings.endpoint}", f"s3.bucket={s3_settings.bucket}",
-        f"s3.access_key={s3_settings.access_key}", f"s3.secret_key_file={secret_file(s3_settings.secret())}",
-    ]  # fmt: skip
-
-
-def bury(bus: Bus, run: str) -> GroupGenerated:
-    """Make the reward service's inbox dead-letter a pack of two groups that is not in the object store."""
-    pack = make_generated(run, [make_group("e0.p1.a0"), make_group("e0.p2.a0")])
+def bury(bus: Bus, run: str, pack: GroupGenerated) -> Inbox[GroupGenerated]:
+    """Make the reward service's inbox dead-letter a pack."""
     bus.publish(subjects.generated(run, "train"), pack, msg_id=f"g:{pack.pack_id}").wait()
-    (delivery,) = bus.inbox(streams.generated_consumer(run), GroupGenerated).wait().fetch(1, 30.0).wait()
-    delivery.dead_letter("RewardFailed", "the endpoint answered 500").wait()
-    return pack
+    inbox = bus.inbox(streams.generated_consumer(run), GroupGenerated).wait()
+    inbox.fetch(1, 30.0).wait()[0].dead_letter("RewardFailed", "the endpoint answered 500").wait()
+    return inbox
 
 
 def test_list_show_and_resend(bus: Bus, blobs: Blobs, run_streams: str, typed: list[str], tmp_path: Path):
     """A dead-lettered pack is listed with its reason, shown with prompt and answers, and queued after resend."""
-    run = run_streams
-    groups = [make_group("e0.p1.a0"), make_group("e0.p2.a0")]
-    key = blob_keys.group_pack(run, PolicyVersion(0), "p", "0")
-    ref = blobs.put(key, group_pack.encode(groups))
-    pack = GroupGenerated(
-        run_id=run, pack_id="p", worker_id="w", pack=ref, groups=tuple(g.summary(n) for n, g in enumerate(groups))
-    )
-    bus.publish(subjects.generated(run, "train"), pack, msg_id="g:p").wait()
-    inbox = bus.inbox(streams.generated_consumer(run), GroupGenerated).wait()
-    inbox.fetch(1, 30.0).wait()[0].dead_letter("RewardFailed", "the endpoint answered 500").wait()
-
-    listed = penstock("dead-letters", "list", run, "--json", *typed, cwd=tmp_path)
-    assert listed.returncode == 0, listed.stderr
+    run, groups = run_streams, [make_group("e0.p1.a0"), make_group("e0.p2.a0")]
+    ref = blobs.put(blob_keys.group_pack(run, PolicyVersion(0), "p", "0"), group_pack.encode(groups))
+    pack = make_generated(run, groups).model_copy(update={"pack_id": "p", "pack": ref})
+    inbox = bury(bus, run, pack)
+    listed = penstock("dead-letters", "list", run, "--json", *typed, cwd=tmp_path, code=0)
     (row,) = json.loads(listed.stdout)
     assert (row["id"], row["stage"], row["reason"], row["times_sent"]) == (1, "generated", "RewardFailed", 0)
     assert row["group_ids"] == ["e0.p1.a0", "e0.p2.a0"]
-    shown = penstock("dead-letters", "show", run, "1", *typed, cwd=tmp_path)
-    assert shown.returncode == 0, shown.stderr
+    shown = penstock("dead-letters", "show", run, "1", *typed, cwd=tmp_path, code=0)
     for text in ("the endpoint answered 500", groups[0].prompt_text, groups[1].trajectories[0].completion_text):
         assert text in shown.stdout
 
-    sent = penstock("dead-letters", "resend", run, "1", *typed, cwd=tmp_path)
-    assert sent.returncode == 0, sent.stderr
+    penstock("dead-letters", "resend", run, "1", *typed, cwd=tmp_path, code=0)
     (delivery,) = inbox.fetch(1, 30.0).wait()
     assert delivery.fact.groups == pack.groups
     assert delivery.fact.pack_id == "p.again1-1"
-    refused = penstock("dead-letters", "resend", run, "--all", *typed, cwd=tmp_path)
-    assert refused.returncode == 1
+    refused = penstock("dead-letters", "resend", run, "--all", *typed, cwd=tmp_path, code=1)
     assert "1: not sent: it was sent again at" in refused.stderr
 
 
@@ -160,9 +138,9 @@ def test_the_progress_of_the_run_is_read_from_its_record(
 ):
     """A stale letter is not sent again; a missing object is named; an unknown id is refused."""
     run = run_streams
-    bury(bus, run)
+    bury(bus, run, make_generated(run, [make_group("e0.p1.a0"), make_group("e0.p2.a0")]))
     answer = penstock("dead-letters", "resend", run, "2", *typed, cwd=tmp_path)
-    assert "no dead letter 2; known are 1 to 1" in answer.stderr
+    assert "no dead letter 2; list them again" in answer.stderr
     commit(bus, blobs, run, version=9, steps=9)
     shown = json.loads(penstock("dead-letters", "show", run, "1", "--json", *typed, cwd=tmp_path).stdout)
     assert "no such object" in shown["unreadable"]
@@ -172,7 +150,7 @@ def test_the_progress_of_the_run_is_read_from_its_record(
 @pytest.mark.parametrize(("trainer", "rollout"), [({}, {"max_staleness": 2}), ({"steps": 10}, {})])
 def test_a_limit_that_a_session_did_not_record_leaves_the_other(trainer: dict[str, int], rollout: dict[str, int]):
     limits = dead_letters._Limits.model_validate({"settings": {"trainer": trainer, "rollout": rollout}})
-    assert (limits.trainer.steps, limits.rollout.max_staleness) == (trainer.get("steps"), rollout.get("max_staleness"))
+    assert (limits.steps, limits.max_staleness) == (trainer.get("steps"), rollout.get("max_staleness"))
 
 
 def test_an_unreadable_message_is_shown_as_bytes(bus: Bus, run_streams: str, typed: list[str], tmp_path: Path):

@@ -5,43 +5,36 @@ from __future__ import annotations
 import json
 import socket
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from tests.console.cli import test_command
-from tests.console.command import penstock
+from tests.console.command import penstock, started
 from tests.servers import secret_file
 
 from penstock.console import launch
 from penstock.console.tools import checks
 from penstock.console.tools.checks import package_version
-from penstock.protocol.config.connection import NatsSettings, S3Settings
+from penstock.protocol.config.connection import NatsSettings
 from penstock.trainer.attention_choice import NAMES
 
 
-def findings(answer: str) -> dict[str, dict[str, str]]:
-    return {one["name"]: one for one in json.loads(answer)["findings"]}
+def findings(*arguments: str, cwd: Path, code: int | None = None) -> dict[str, dict[str, str]]:
+    answer = penstock("doctor", "--json", *arguments, cwd=cwd, code=code)
+    assert len(answer.stdout.strip().splitlines()) == 1
+    document = json.loads(answer.stdout)
+    assert document["ok"] is (answer.returncode == 0)
+    return {finding["name"]: finding for finding in document["findings"]}
 
 
 def test_a_healthy_machine_passes(tmp_path: Path):
-    answer = test_command.penstock("doctor", cwd=tmp_path)
-    assert answer.returncode == 0, answer.stdout
+    answer = started("doctor", cwd=tmp_path)
     assert "next: penstock quickstart" in answer.stdout
     assert "torch" in answer.stdout
 
 
-def test_json_is_one_object_and_agrees_with_the_exit_code(tmp_path: Path):
-    answer = penstock("doctor", "--json", cwd=tmp_path)
-    assert len(answer.stdout.strip().splitlines()) == 1
-    assert json.loads(answer.stdout)["ok"] is (answer.returncode == 0)
-
-
-def test_services_that_answer_are_ok(tmp_path: Path, nats_settings: NatsSettings, s3_settings: S3Settings):
-    arguments = [f"nats.url={nats_settings.url}", f"nats.user={nats_settings.user}"]
-    arguments += [f"nats.password_file={secret_file(nats_settings.secret())}", f"s3.endpoint={s3_settings.endpoint}"]
-    arguments += [f"s3.access_key={s3_settings.access_key}", f"s3.secret_key_file={secret_file(s3_settings.secret())}"]
-    arguments += [f"s3.bucket={s3_settings.bucket}"]
-    found = findings(penstock("doctor", "--json", *arguments, cwd=tmp_path).stdout)
+def test_services_that_answer_are_ok(tmp_path: Path, typed: list[str], nats_settings: NatsSettings):
+    found = findings(*typed, cwd=tmp_path)
     assert found["NATS"]["level"] == found["S3"]["level"] == "ok"
     assert nats_settings.url in found["NATS"]["detail"]
 
@@ -60,11 +53,7 @@ def test_an_engine_that_is_not_installed_is_a_failure(tmp_path: Path):
 
 
 def test_unreachable_servers_are_failures_with_a_fix(tmp_path: Path):
-    """An unreachable address makes the exit code 1 and prints a fix."""
-    arguments = ["nats.url=nats://127.0.0.1:1", "s3.endpoint=http://127.0.0.1:1"]
-    answer = penstock("doctor", "--json", *arguments, cwd=tmp_path)
-    assert answer.returncode == 1
-    found = findings(answer.stdout)
+    found = findings("nats.url=nats://127.0.0.1:1", "s3.endpoint=http://127.0.0.1:1", cwd=tmp_path, code=1)
     for name in ("NATS", "S3"):
         assert found[name]["level"] == "fail"
         assert "127.0.0.1:1" in found[name]["detail"]
@@ -73,7 +62,7 @@ def test_unreachable_servers_are_failures_with_a_fix(tmp_path: Path):
 
 def test_wrong_credentials_are_distinguished_from_an_unreachable_server(tmp_path: Path, nats_settings: NatsSettings):
     arguments = [f"nats.url={nats_settings.url}", "nats.user=nobody", f"nats.password_file={secret_file('wrong')}"]
-    found = findings(penstock("doctor", "--json", *arguments, cwd=tmp_path).stdout)
+    found = findings(*arguments, cwd=tmp_path)
     assert found["NATS"]["level"] == "fail"
     assert "refused user nobody" in found["NATS"]["detail"]
 
@@ -83,28 +72,31 @@ def test_a_lock_of_a_killed_build_is_found(tmp_path: Path):
     (tmp_path / "ext" / "cpu_adam").mkdir(parents=True)
     lock = tmp_path / "ext" / "cpu_adam" / "lock"
     lock.touch()
-    answer = penstock("doctor", cwd=tmp_path, TORCH_EXTENSIONS_DIR=str(tmp_path / "ext"))
-    assert answer.returncode == 1
+    answer = penstock("doctor", cwd=tmp_path, TORCH_EXTENSIONS_DIR=str(tmp_path / "ext"), code=1)
     assert str(lock) in "".join(answer.stdout.split()).replace("→", "") or "cpu_adam" in answer.stdout
 
 
-def test_a_missing_package_names_its_extra():
-    found = checks.installed("trainer", ("pydantic", "no-such-package"))
-    assert found.level == "warn"
-    assert "no-such-package" in found.detail
-    assert found.fix == "pip install 'penstock[trainer]'"
-
-
-def test_a_missing_program_is_a_warning(tmp_path: Path):
-    """A machine without the local servers can still be a worker."""
-    assert checks.runnable("no-such-program", "nothing").level == "warn"
-
-
-def test_a_program_that_does_not_start_is_a_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    program = tmp_path / "broken-server"
-    program.write_text("#!/bin/sh\nexit 3\n")
-    program.chmod(0o755)
+@pytest.fixture
+def program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str, str], Path]:
+    """Put a shell script on the path, which has no other program."""
     monkeypatch.setenv("PATH", str(tmp_path))
+
+    def write(name: str, script: str) -> Path:
+        path = tmp_path / name
+        path.write_text(f"#!/bin/sh\n{script}\n")
+        path.chmod(0o755)
+        return path
+
+    return write
+
+
+def test_a_missing_package_or_program_is_a_warning_and_a_broken_one_a_failure(program: Callable[[str, str], Path]):
+    """A machine without the local servers can still be a worker."""
+    missing = checks.installed("trainer", ("pydantic", "no-such-package"))
+    assert (missing.level, "no-such-package" in missing.detail) == ("warn", True)
+    assert missing.fix == "pip install 'penstock[trainer]'"
+    assert checks.runnable("no-such-program", "nothing").level == "warn"
+    program("broken-server", "exit 3")
     assert checks.runnable("broken-server", "nothing").level == "fail"
 
 
@@ -116,20 +108,10 @@ def test_the_sandbox_of_code_rewards_is_named(monkeypatch: pytest.MonkeyPatch):
     assert checks.sandbox().level == "warn"
 
 
-def test_a_broken_driver_is_a_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """nvidia-smi that fails means a GPU that will not work."""
-    program = tmp_path / "nvidia-smi"
-    program.write_text("#!/bin/sh\nexit 9\n")
-    program.chmod(0o755)
-    monkeypatch.setenv("PATH", str(tmp_path))
+def test_a_broken_driver_is_a_failure_and_a_torch_without_cuda_a_warning(program: Callable[[str, str], Path]):
+    program("nvidia-smi", "exit 9")
     assert checks.gpu().level == "fail"
-
-
-def test_a_gpu_without_a_cuda_torch_is_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    program = tmp_path / "nvidia-smi"
-    program.write_text("#!/bin/sh\necho 'NVIDIA H200, 143771 MiB'\n")
-    program.chmod(0o755)
-    monkeypatch.setenv("PATH", str(tmp_path))
+    program("nvidia-smi", "echo 'NVIDIA H200, 143771 MiB'")
     found = checks.gpu()
     assert "NVIDIA H200" in found.detail
     assert found.level == ("warn" if "+cpu" in (package_version("torch") or "") else "ok")
@@ -146,30 +128,20 @@ def test_the_space_for_a_new_folder_is_that_of_its_parent(tmp_path: Path):
     assert checks.disk(tmp_path / "a" / "b" / "runs").level in {"ok", "warn"}
 
 
-_SCRIPT = """#!/bin/sh
-echo ' 128 dimensions, 4 query heads a key head, bfloat16 on cuda: {name}'
-exit {code}
-"""
-
-
 @pytest.mark.parametrize(
     ("name", "code", "level"),
     [("flash", 0, "ok"), ("sdpa", 0, "warn"), ("none: no attention kernel works", 1, "fail")],
 )
 def test_the_attention_of_a_gpu_is_checked_and_a_slow_one_is_a_warning(
-    name: str, code: int, level: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: str, code: int, level: str, program: Callable[[str, str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By a process that loads torch; here one that answers as such a machine does."""
-    python = tmp_path / "python"
-    python.write_text(_SCRIPT.format(name=name, code=code))
-    python.chmod(0o755)
+    line = f" 128 dimensions, 4 query heads a key head, bfloat16 on cuda: {name}"
+    python = program("python", f"echo '{line}'\nexit {code}")
     monkeypatch.setattr("penstock.console.tools.checks.sys.executable", str(python))
     found = checks.attention(has_gpu=True)
-    assert (found.level, found.detail.partition(":")[0]) == (
-        level,
-        name if level != "fail" else found.detail.partition(":")[0],
-    )
-    assert bool(found.fix) == (level != "ok")
+    assert (found.level, bool(found.fix)) == (level, level != "ok")
+    assert found.detail.startswith(name) or level == "fail"
 
 
 def test_without_a_gpu_the_trainers_attention_is_the_kernel_for_the_cpu() -> None:

@@ -2,36 +2,23 @@
 
 from __future__ import annotations
 
+import subprocess
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 from tests.console.command import penstock
-from tests.servers import secret_file
+from tests.console.record.recorded_run import Services, event
 
 from penstock.console.tools.removal import find_holdings, remove_holdings
 from penstock.deploy.bootstrap import bootstrap, delete_run
-from penstock.protocol import seals, streams, subjects
-from penstock.protocol.config.connection import NatsSettings, S3Settings
+from penstock.protocol import seals, streams
 from penstock.protocol.errors import BlobStoreUnreachable
-from penstock.protocol.facts import Heartbeat, RunEvent, encode
+from penstock.protocol.facts import Heartbeat, encode
 from penstock.protocol.record.stored_record import mark_use_of_input
 from penstock.protocol.transport.blobs import Blobs
 from penstock.protocol.transport.bus import Bus
-
-
-@pytest.fixture
-def typed(nats_settings: NatsSettings, s3_settings: S3Settings) -> list[str]:
-    return [
-        f"nats.url={nats_settings.url}",
-        f"nats.user={nats_settings.user}",
-        f"nats.password_file={secret_file(nats_settings.secret())}",
-        f"s3.endpoint={s3_settings.endpoint}",
-        f"s3.bucket={s3_settings.bucket}",
-        f"s3.access_key={s3_settings.access_key}",
-        f"s3.secret_key_file={secret_file(s3_settings.secret())}",
-    ]
 
 
 @pytest.fixture
@@ -46,10 +33,13 @@ def neighbour(bus: Bus, blobs: Blobs, run_streams: str) -> Iterator[str]:
 def fill(bus: Bus, blobs: Blobs, run: str, folder: Path) -> None:
     for number in range(3):
         blobs.put(f"runs/{run}/groups/v00000000/{number}", b"group")
-        event = RunEvent(run_id=run, source="t", kind="log", at=0.0)
-        bus.publish(subjects.events(run, "log"), event, msg_id=str(number)).wait()
+    Services(bus, run).say(*[event("log", 0.0)] * 3)
     (folder / "runs" / run).mkdir(parents=True)
     (folder / "runs" / run / "config.json").write_text("{}")
+
+
+def rm(*arguments: str, cwd: Path, code: int = 0) -> subprocess.CompletedProcess[str]:
+    return penstock("runs", "rm", *arguments, cwd=cwd, code=code)
 
 
 def test_rm_removes_one_run_and_confirms_its_folder_separately(
@@ -57,20 +47,14 @@ def test_rm_removes_one_run_and_confirms_its_folder_separately(
 ):
     run = run_streams
     fill(bus, blobs, run, tmp_path)
-    unasked = penstock("runs", "rm", run, *typed, cwd=tmp_path)
-    assert unasked.returncode == 1
+    unasked = rm(run, *typed, cwd=tmp_path, code=1)
     assert "3 objects" in unasked.stdout
     assert "stdin is not a terminal. Confirm with --yes" in unasked.stderr
     assert len(find_holdings(run, bus, blobs).objects) == 3
-
-    removed = penstock("runs", "rm", run, "--yes", *typed, cwd=tmp_path)
-    assert removed.returncode == 0, removed.stderr
+    assert "--folder removes it too" in rm(run, "--yes", *typed, cwd=tmp_path).stdout
     assert find_holdings(run, bus, blobs).is_empty
     assert (tmp_path / "runs" / run).is_dir()
-    assert "--folder removes it too" in removed.stdout
-    again = penstock("runs", "rm", run, "--yes", "--folder", *typed, cwd=tmp_path)
-    assert again.returncode == 0, again.stderr
-    assert "has no streams" in again.stdout
+    assert "has no streams" in rm(run, "--yes", "--folder", *typed, cwd=tmp_path).stdout
     assert not (tmp_path / "runs" / run).exists()
     theirs = find_holdings(neighbour, bus, blobs)
     assert len(theirs.objects) == 1
@@ -91,14 +75,13 @@ def test_a_running_run_is_not_removed(bus: Bus, blobs: Blobs, run_streams: str, 
     heart = threading.Thread(target=beat_on)
     heart.start()
     try:
-        refused = penstock("runs", "rm", run_streams, "--yes", *typed, cwd=tmp_path)
+        refused = rm(run_streams, "--yes", *typed, cwd=tmp_path, code=1)
     finally:
         over.set()
         heart.join()
-    assert refused.returncode == 1
     assert "are running: trainer-7; stop them first" in refused.stderr
     live.put(streams.heartbeat_key("trainer", "trainer-7"), encode(beat)).wait()
-    assert penstock("runs", "rm", run_streams, "--yes", "--force", *typed, cwd=tmp_path).returncode == 0
+    rm(run_streams, "--yes", "--force", *typed, cwd=tmp_path)
     assert find_holdings(run_streams, bus, blobs).is_empty
 
 
@@ -117,24 +100,18 @@ def test_an_interrupted_removal_is_repeated(
     assert left.objects == holdings.objects
     assert list(left.streams) == [f"{run_streams}-events"]
     blobs.delete(holdings.objects[:2])  # half of it
-    answer = penstock("runs", "rm", run_streams, "--yes", *typed, cwd=tmp_path)
-    assert "1 objects" in answer.stdout
+    assert "1 objects" in rm(run_streams, "--yes", *typed, cwd=tmp_path).stdout
     assert find_holdings(run_streams, bus, blobs).is_empty
-
-
-def test_a_run_without_a_known_store_is_refused(tmp_path: Path):
-    answer = penstock("runs", "rm", "nobody", "--yes", cwd=tmp_path)
-    assert answer.returncode == 1
-    assert "run nobody has no local store and no server is configured" in answer.stderr
 
 
 def test_a_finished_local_run_is_removed_with_its_folder(tmp_path: Path):
     store = tmp_path / "runs" / "mine" / "store"
     store.mkdir(parents=True)
     seals.write(store / "environment", "PENSTOCK_NATS__URL=nats://127.0.0.1:1\n")
-    answer = penstock("runs", "rm", "mine", "--yes", "--folder", cwd=tmp_path)
-    assert answer.returncode == 0, answer.stderr
+    rm("mine", "--yes", "--folder", cwd=tmp_path)
     assert not (tmp_path / "runs" / "mine").exists()
+    unknown = rm("nobody", "--yes", cwd=tmp_path, code=1)
+    assert "run nobody has no local store and no server is configured" in unknown.stderr
 
 
 def test_what_other_runs_trained_on_is_not_removed(
@@ -146,13 +123,12 @@ def test_what_other_runs_trained_on_is_not_removed(
     for run in (user, removed, name):
         mark_use_of_input(name, run, blobs)
     record = blobs.put(f"runs/{user}/lineage/chapter", b"record")
-    refused = penstock("runs", "rm", name, "--yes", *typed, cwd=tmp_path)
-    assert refused.returncode == 1
+    refused = rm(name, "--yes", *typed, cwd=tmp_path, code=1)
     assert f"{user} trained on {name}" in refused.stderr
     assert "--force" in refused.stderr
     assert blobs.exists(f"runs/{name}/groups/v00000000/0")
     blobs.delete([record.key])
-    assert penstock("runs", "rm", name, "--yes", *typed, cwd=tmp_path).returncode == 0
+    rm(name, "--yes", *typed, cwd=tmp_path)
     assert find_holdings(name, bus, blobs).is_empty
 
 
@@ -160,9 +136,7 @@ def test_a_local_store_with_other_runs_is_removed_only_by_force(tmp_path: Path):
     store = tmp_path / "runs" / "mine" / "store"
     for run in ("mine", "mine-strict"):
         (store / "objects" / "penstock" / "runs" / run).mkdir(parents=True)
-    refused = penstock("runs", "rm", "mine", "--yes", "--folder", cwd=tmp_path)
-    assert refused.returncode == 1
-    assert "also holds mine-strict" in refused.stderr
+    assert "also holds mine-strict" in rm("mine", "--yes", "--folder", cwd=tmp_path, code=1).stderr
     assert store.is_dir()
-    assert penstock("runs", "rm", "mine", "--yes", "--folder", "--force", cwd=tmp_path).returncode == 0
+    rm("mine", "--yes", "--folder", "--force", cwd=tmp_path)
     assert not store.exists()

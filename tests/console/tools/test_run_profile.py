@@ -92,8 +92,7 @@ def test_the_command_prints_tables_and_json(tmp_path: Path):
     folder = tmp_path / "runs" / "sorting"
     recorded.write_metrics(folder)
     run_snapshot.save_totals(folder, recorded.whole_run().totals())
-    answer = penstock("profile", "sorting", cwd=tmp_path)
-    assert answer.returncode == 0, answer.stderr
+    answer = penstock("profile", "sorting", cwd=tmp_path, code=0)
     assert "run sorting: 60 steps in 30.0 s" in answer.stdout
     assert "wait for groups" in answer.stdout
     assert "rollout-1 (2 starts)" in answer.stdout
@@ -102,13 +101,11 @@ def test_the_command_prints_tables_and_json(tmp_path: Path):
     assert document["services"][0]["waiting_share"] == pytest.approx(0.2)
     assert document["cpu_s"] == pytest.approx(sum(one["cpu_s"] for one in document["services"]))
     assert document["says"]
-    unknown = penstock("profile", "sort", cwd=tmp_path)
-    assert unknown.returncode == 1
+    unknown = penstock("profile", "sort", cwd=tmp_path, code=1)
     assert "did you mean sorting?" in unknown.stderr
 
 
 def test_a_run_without_steps_is_refused(tmp_path: Path):
     (tmp_path / "runs" / "new").mkdir(parents=True)
-    answer = penstock("profile", "new", cwd=tmp_path)
-    assert answer.returncode == 1
+    answer = penstock("profile", "new", cwd=tmp_path, code=1)
     assert "wait for the first one: penstock watch new" in answer.stderr

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
-from tests.console.command import penstock
+from tests.console.command import penstock, server_arguments
 from tests.console.record import recorded_run as recorded
 
 from penstock.console import connections
@@ -27,47 +27,29 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_runs_lists_the_folders_of_runs(folder: Path):
-    """A run is a folder with a run's files; the line shows its last step."""
+def test_the_folders_of_runs_are_listed(folder: Path):
+    """A run is a folder with a run's files; the line shows its last step. Without runs the first command is printed."""
     (line,) = list_folder(folder / "runs")
     assert (line.run, line.state, line.step, line.accuracy) == ("sorting", "stopped", 60, 0.95)
-
-
-def test_the_command_prints_table_and_json(folder: Path):
-    answer = penstock("runs", cwd=folder)
-    assert answer.returncode == 0, answer.stderr
-    assert "sorting" in answer.stdout
-    assert "0.950" in answer.stdout
-    assert "next: penstock runs show sorting" in answer.stdout
-    (row,) = json.loads(penstock("runs", "list", "--json", cwd=folder).stdout)
+    shown = penstock("runs", cwd=folder, code=0).stdout
+    for text in ("sorting", "0.950", "next: penstock runs show sorting"):
+        assert text in shown
+    (row,) = json.loads(penstock("runs", "list", "--json", cwd=folder, code=0).stdout)
     assert row["step"] == 60
+    assert "penstock quickstart" in penstock("runs", "run.dir=empty", cwd=folder, code=0).stdout
 
 
-def test_without_runs_the_first_command_is_printed(tmp_path: Path):
-    answer = penstock("runs", cwd=tmp_path)
-    assert answer.returncode == 0
-    assert "penstock quickstart" in answer.stdout
-
-
-def test_show_prints_the_report(folder: Path):
-    """Without a terminal `penstock runs show` prints report.md unchanged."""
+def test_show_prints_the_report_of_a_known_run(folder: Path):
+    """Without a terminal unchanged; without a report state, step and the next command are shown."""
+    assert "no report yet: stopped, step 60" in penstock("runs", "show", "sorting", cwd=folder, code=0).stdout
     path = report.write(folder / "runs" / "sorting", recorded.whole_run().summary())
     assert penstock("runs", "show", "sorting", cwd=folder).stdout.strip() == path.read_text().strip()
-
-
-def test_show_of_an_unfinished_run_prints_its_step(folder: Path):
-    """Without a report the state and the next command are shown."""
-    answer = penstock("runs", "show", "sorting", cwd=folder)
-    assert answer.returncode == 0
-    assert "no report yet: stopped, step 60" in answer.stdout
-
-
-def test_show_of_an_unknown_run_names_the_known_ones(folder: Path):
-    answer = penstock("runs", "show", "nosuch", cwd=folder)
-    assert answer.returncode == 1
-    assert "no run nosuch in runs/; found: sorting; check the name" in answer.stderr
-    assert "did you mean sorting?" in penstock("runs", "show", "sort1ng", cwd=folder).stderr
-    assert "run id '../x' must be" in penstock("runs", "show", "../x", cwd=folder).stderr
+    for name, reply in (
+        ("nosuch", "no run nosuch in runs/; found: sorting; check the name"),
+        ("sort1ng", "did you mean sorting?"),
+        ("../x", "run id '../x' must be"),
+    ):
+        assert reply in penstock("runs", "show", name, cwd=folder, code=1).stderr
 
 
 def test_a_run_with_its_own_servers_is_found(tmp_path: Path):
@@ -133,24 +115,16 @@ def test_arguments_take_precedence_over_the_store(tmp_path: Path):
     assert connections.find([*typed, "nats.url=nats://x:1"], {}, run_id="own").settings.nats.url == "nats://x:1"
 
 
-def test_runs_are_listed_from_their_streams(bus: Bus, run_streams: str):
-    found = {line.run: line.state for line in list_broker(bus)}
-    assert found[run_streams] == "idle"
-
-
-def test_runs_of_nats_are_listed_when_it_is_configured(tmp_path: Path, run_streams: str, nats_settings: NatsSettings):
-    environment = {
-        "PENSTOCK_NATS__URL": nats_settings.url,
-        "PENSTOCK_NATS__USER": nats_settings.user,
-        "PENSTOCK_NATS__PASSWORD": nats_settings.secret(),
-    }
-    rows = json.loads(penstock("runs", "--json", cwd=tmp_path, **environment).stdout)
+def test_runs_of_nats_are_listed_when_it_is_configured(
+    bus: Bus, tmp_path: Path, run_streams: str, nats_settings: NatsSettings
+):
+    assert {line.run: line.state for line in list_broker(bus)}[run_streams] == "idle"
+    rows = json.loads(penstock("runs", "--json", *server_arguments(nats_settings), cwd=tmp_path).stdout)
     assert run_streams in {row["run"] for row in rows}
 
 
 def test_the_folder_is_listed_when_nats_is_unreachable(folder: Path):
     """The runs of this machine are listed, with a message about those missing."""
-    answer = penstock("runs", "--json", "nats.url=nats://127.0.0.1:1", cwd=folder)
-    assert answer.returncode == 0
+    answer = penstock("runs", "--json", "nats.url=nats://127.0.0.1:1", cwd=folder, code=0)
     assert [row["run"] for row in json.loads(answer.stdout)] == ["sorting"]
     assert "runs on NATS are not listed" in answer.stderr

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
-from tests.servers import secret_file
+from tests.console.record import recorded_run as recorded
 from tests.weights_source import WeightsSource, adapter_base
 from transformers import AutoModelForCausalLM
 
@@ -16,10 +19,8 @@ from penstock.console.connections import NamedRun
 from penstock.console.tools.weights import export, print_versions
 from penstock.deploy.certificates import signing_key
 from penstock.deploy.quickstart_task import write_model
-from penstock.protocol import subjects
-from penstock.protocol.config.connection import NatsSettings, S3Settings
 from penstock.protocol.errors import ConfigError
-from penstock.protocol.facts import KeptVersion, RunEvent, WeightsApplied
+from penstock.protocol.facts import KeptVersion
 from penstock.protocol.transport.blobs import Blobs
 from penstock.protocol.transport.bus import Bus
 from penstock.protocol.versions import PolicyVersion
@@ -33,19 +34,34 @@ from penstock.trainer.publishing.weight_gc import Retention, WeightGc
 from penstock.trainer.publishing.weight_retention import KeepRule
 
 State = dict[str, torch.Tensor]
+Listed = Callable[[], tuple[list[dict[str, Any]], str]]
 
 
 @pytest.fixture
-def arguments(nats_settings: NatsSettings, s3_settings: S3Settings, run_streams: str) -> list[str]:
-    return [
-        *(
-            f"nats.url={nats_settings.url}",
-            f"nats.user={nats_settings.user}",
-            f"nats.password_file={secret_file(nats_settings.secret())}",
-        ),
-        *(f"s3.endpoint={s3_settings.endpoint}", f"s3.access_key={s3_settings.access_key}"),
-        f"s3.secret_key_file={secret_file(s3_settings.secret())}",
-    ]
+def run(typed: list[str], run_streams: str) -> NamedRun:
+    return NamedRun(run_streams, typed, {})
+
+
+@pytest.fixture
+def listed(run: NamedRun, capsys: pytest.CaptureFixture[str]) -> Listed:
+    """List the versions of the run: as rows, and as printed with what is on stderr."""
+
+    def print_both() -> tuple[list[dict[str, Any]], str]:
+        assert print_versions(run, as_json=True) == 0
+        rows = json.loads(capsys.readouterr().out)
+        assert print_versions(run, as_json=False) == 0
+        return rows, "".join(capsys.readouterr())
+
+    return print_both
+
+
+def loaded(folder: Path) -> State:
+    return AutoModelForCausalLM.from_pretrained(folder).state_dict()
+
+
+def assert_same(folder: Path, expected: State) -> None:
+    state = loaded(folder)
+    assert all(torch.equal(state[name], tensor) for name, tensor in expected.items())
 
 
 @pytest.fixture
@@ -65,21 +81,11 @@ def states(bus: Bus, blobs: Blobs, run_streams: str, tmp_path: Path) -> list[Sta
     return states
 
 
-def test_versions_are_listed(
-    bus: Bus, run_streams: str, states: list[State], arguments: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_versions_are_listed(bus: Bus, run: NamedRun, states: list[State], listed: Listed) -> None:
     """Each with parent, kind, density, bytes, seconds and the workers that serve it; the head is marked."""
-    applied = WeightsApplied(
-        run_id=run_streams, worker_id="w0", version=2, previous_version=1, pause_s=0.1, fetch_s=0.1, num_bytes=1,
-        checksum="c", layout="mirror",
-    )  # fmt: skip
-    bus.publish(subjects.weights_applied(run_streams), applied, msg_id="a").wait()
-    announced = RunEvent(
-        run_id=run_streams, source="trainer", kind="weights", at=1.0, data={"version": 3, "publish_s": 0.25}
-    )
-    bus.publish(subjects.events(run_streams, "weights"), announced, msg_id="e").wait()
-    assert print_versions(NamedRun(run_streams, arguments, {}), as_json=True) == 0
-    rows = json.loads(capsys.readouterr().out)
+    announced = recorded.event("weights", 1.0, version=3, publish_s=0.25)
+    recorded.Services(bus, run.id).say(recorded.applied("w0", 2), announced)
+    rows, printed = listed()
     assert [(row["version"], row["parent"], row["kind"]) for row in rows] == [
         (0, None, "anchor"), (1, 0, "patch"), (2, 1, "patch"), (3, 2, "patch"),
     ]  # fmt: skip
@@ -88,67 +94,54 @@ def test_versions_are_listed(
     assert rows[3]["seconds"] == 0.25
     assert 0.005 < rows[3]["density"] < 0.02
     assert rows[3]["bytes"] < 0.1 * rows[0]["bytes"]
-    assert print_versions(NamedRun(run_streams, arguments, {}), as_json=False) == 0
-    assert f"penstock weights export {run_streams} --version 3" in capsys.readouterr().out
+    assert f"penstock weights export {run} --version 3" in printed
 
 
-def test_a_version_is_exported_as_a_model_folder(
-    run_streams: str, states: list[State], arguments: list[str], tmp_path: Path
-) -> None:
+def test_a_version_is_exported_as_a_model_folder(run: NamedRun, states: list[State], tmp_path: Path) -> None:
     """Full snapshot and patches become a folder that transformers loads, bit for bit the published weights."""
-    folder = tmp_path / "v2"
-    assert export(NamedRun(run_streams, arguments, {}), 2, folder) == 0
-    model = AutoModelForCausalLM.from_pretrained(folder)
-    loaded = model.state_dict()
-    assert all(torch.equal(loaded[name], tensor) for name, tensor in states[2].items())
-    with pytest.raises(ConfigError, match="exists; name another folder"):
-        export(NamedRun(run_streams, arguments, {}), 2, folder)
-    with pytest.raises(ConfigError, match="has no version 9"):
-        export(NamedRun(run_streams, arguments, {}), 9, tmp_path / "v9")
+    assert export(run, 2, tmp_path / "v2") == 0
+    assert_same(tmp_path / "v2", states[2])
+    for version, message in ((2, "exists; name another folder"), (9, "has no version 9")):
+        with pytest.raises(ConfigError, match=message):
+            export(run, version, tmp_path / f"v{version}")
 
 
 def test_kept_versions_are_listed_with_the_reason_and_the_best_one_is_exported(
-    bus: Bus, run_streams: str, states: list[State], arguments: list[str], tmp_path: Path,
-    capsys: pytest.CaptureFixture[str], blobs: Blobs,
-) -> None:  # fmt: skip
+    bus: Bus, run: NamedRun, states: list[State], tmp_path: Path, listed: Listed, blobs: Blobs
+) -> None:
     """They stay listed and exportable when the chain from the head no longer reaches them; a deleted one is answered with what is stored."""
     with pytest.raises(ConfigError, match="has no evaluated version: name one with --version"):
-        export(NamedRun(run_streams, arguments, {}), None, tmp_path / "none")
+        export(run, None, tmp_path / "none")
     gc = WeightGc(
-        Connections(run_streams, bus, blobs), Retention(2, 0.0, 1e9, KeepRule(1, 2, 1)), pinned=list, holder="test"
+        Connections(run.id, bus, blobs), Retention(2, 0.0, 1e9, KeepRule(1, 2, 1)), pinned=list, holder="test"
     )
     gc.kept.add_result(KeptVersion(version=1, step=1, measure="gsm8k ≥ 1", score=0.75))
     gc.sweep(0.0)
-    [manifest] = [s.key for s in blobs.list(f"runs/{run_streams}/weights/v00000002/") if "manifest" in s.key]
+    [manifest] = [s.key for s in blobs.list(f"runs/{run}/weights/v00000002/") if "manifest" in s.key]
     blobs.delete([manifest])  # as a sweep with a higher floor does
-    assert print_versions(NamedRun(run_streams, arguments, {}), as_json=True) == 0
-    rows = {row["version"]: row["kept"] for row in json.loads(capsys.readouterr().out)}
-    assert rows[1] == {"best": {"rank": 1, "score": 0.75, "measure": "gsm8k ≥ 1"}, "milestone": False, "for": []}
-    assert rows[0]["for"] == [1]
-    assert sorted(rows) == [0, 1, 3]
-    assert print_versions(NamedRun(run_streams, arguments, {}), as_json=False) == 0
-    printed = capsys.readouterr().out
+    rows, printed = listed()
+    kept = {row["version"]: row["kept"] for row in rows}
+    assert kept[1] == {"best": {"rank": 1, "score": 0.75, "measure": "gsm8k ≥ 1"}, "milestone": False, "for": []}
+    assert kept[0]["for"] == [1]
+    assert sorted(kept) == [0, 1, 3]
     assert "best: 0.750 (gsm8k ≥ 1)" in " ".join(printed.split())
-    assert f"penstock weights export {run_streams} --best" in printed
-    assert export(NamedRun(run_streams, arguments, {}), None, tmp_path / "best") == 0
-    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "best").state_dict()
-    assert all(torch.equal(loaded[name], tensor) for name, tensor in states[1].items())
-    with pytest.raises(
-        ConfigError, match=r"has no version 2 in the object store; stored: 0-1, 3 \(best 1, milestone 2\)"
-    ):
-        export(NamedRun(run_streams, arguments, {}), 2, tmp_path / "gone")
+    assert f"penstock weights export {run} --best" in printed
+    assert export(run, None, tmp_path / "best") == 0
+    assert_same(tmp_path / "best", states[1])
+    stored = r"has no version 2 in the object store; stored: 0-1, 3 \(best 1, milestone 2\)"
+    with pytest.raises(ConfigError, match=stored):
+        export(run, 2, tmp_path / "gone")
 
 
 def test_adapters_are_listed_with_their_base_and_exported_either_way(
-    bus: Bus, blobs: Blobs, run_streams: str, arguments: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    bus: Bus, blobs: Blobs, run: NamedRun, tmp_path: Path, listed: Listed
 ) -> None:
     """An adapter names its base; it becomes a merged model that transformers loads, or a folder for PEFT."""
     folder = tmp_path / "model"
     write_model(folder, seed=0)
-    source = WeightsSource(bus, blobs, run_streams, folder)
-    base = adapter_base(
-        load_file(folder / "model.safetensors"), AdapterConfig(r=2, lora_alpha=4.0, target_modules=("q_proj",))
-    )
+    source = WeightsSource(bus, blobs, run.id, folder)
+    config = AdapterConfig(r=2, lora_alpha=4.0, target_modules=("q_proj",))
+    base = adapter_base(load_file(folder / "model.safetensors"), config)
     source.publish(0, base.buckets.tensors())
     layer = "model.layers.0.self_attn.q_proj"
     factors = {
@@ -156,86 +149,72 @@ def test_adapters_are_listed_with_their_base_and_exported_either_way(
         published_name(f"{layer}.lora_B.weight"): torch.randn(128, 2),
     }
     source.publish(1, factors, base=base)
-    assert print_versions(NamedRun(run_streams, arguments, {}), as_json=True) == 0
-    rows = json.loads(capsys.readouterr().out)
+    rows, printed = listed()
     assert [(row["version"], row["parent"], row["kind"], row["base"]) for row in rows] == [
         (0, None, "anchor", None), (1, 0, "adapter", 0),
     ]  # fmt: skip
     assert rows[1]["bytes"] < 0.05 * rows[0]["bytes"]
-    assert print_versions(NamedRun(run_streams, arguments, {}), as_json=False) == 0
-    assert "adapter on 0" in capsys.readouterr().out
-    assert export(NamedRun(run_streams, arguments, {}), 1, tmp_path / "merged") == 0
-    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "merged").state_dict()
+    assert "adapter on 0" in printed
+    assert export(run, 1, tmp_path / "merged") == 0
     down, up = factors.values()
-    torch.testing.assert_close(
-        loaded[f"{layer}.weight"], base.buckets.tensors()[f"{layer}.weight"] + 2.0 * up @ down, rtol=1e-5, atol=1e-6
-    )
-    assert export(NamedRun(run_streams, arguments, {}), 1, tmp_path / "adapter", adapter=True) == 0
+    merged = base.buckets.tensors()[f"{layer}.weight"] + 2.0 * up @ down
+    torch.testing.assert_close(loaded(tmp_path / "merged")[f"{layer}.weight"], merged, rtol=1e-5, atol=1e-6)
+    assert export(run, 1, tmp_path / "adapter", adapter=True) == 0
     stored = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
     assert all(torch.equal(stored[name], tensor) for name, tensor in factors.items())
     with pytest.raises(ConfigError, match="is not an adapter; export it as a model"):
-        export(NamedRun(run_streams, arguments, {}), 0, tmp_path / "none", adapter=True)
+        export(run, 0, tmp_path / "none", adapter=True)
 
 
 def test_a_version_that_a_killed_trainer_left_is_ignored(
-    bus: Bus, run_streams: str, blobs: Blobs, states: list[State], arguments: list[str], tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-) -> None:  # fmt: skip
+    bus: Bus, run: NamedRun, blobs: Blobs, states: list[State], tmp_path: Path, listed: Listed
+) -> None:
     """A version under a number that has another version in the head's chain is neither listed nor exported."""
-    connections, buckets = Connections(run_streams, bus, blobs), copy_to_buckets(states[3])
-    coordinator = PublishCoordinator(RankPublisher(blobs, run_streams))
+    connections, buckets = Connections(run.id, bus, blobs), copy_to_buckets(states[3])
+    coordinator = PublishCoordinator(RankPublisher(blobs, run.id))
     coordinator.hold(buckets)
     stored = coordinator.store_whole(buckets.copy_id, PolicyVersion(2))
-    VersionWriter(connections, tmp_path / "model").write(
-        "anchor",
-        Label(PolicyVersion(2), 2, 0),
-        Content(buckets.layout, (), stored, ModelWeights(buckets).root()),
-        parent=None,
-    )
-    assert print_versions(NamedRun(run_streams, arguments, {}), as_json=True) == 0
-    rows = json.loads(capsys.readouterr().out)
-    assert [(row["kind"], row["anchor"]) for row in rows] == [("anchor", True), *[("patch", False)] * 3]
-    assert export(NamedRun(run_streams, arguments, {}), 2, tmp_path / "v2") == 0
-    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "v2").state_dict()
-    assert all(torch.equal(loaded[name], tensor) for name, tensor in states[2].items())
+    content = Content(buckets.layout, (), stored, ModelWeights(buckets).root())
+    label = Label(PolicyVersion(2), 2, 0)
+    VersionWriter(connections, tmp_path / "model").write("anchor", label, content, parent=None)
+    assert [(row["kind"], row["anchor"]) for row in listed()[0]] == [("anchor", True), *[("patch", False)] * 3]
+    assert export(run, 2, tmp_path / "v2") == 0
+    assert_same(tmp_path / "v2", states[2])
 
 
 def test_only_what_a_trusted_key_has_signed_is_exported(
-    bus: Bus, blobs: Blobs, run_streams: str, arguments: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    bus: Bus, blobs: Blobs, run: NamedRun, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A key file of the option or of the environment is used; a version of another key is as good as not stored."""
     write_model(tmp_path / "model", seed=0)
     private, public = signing_key(tmp_path / "own")
-    source = WeightsSource(bus, blobs, run_streams, tmp_path / "model", signing_key=SigningKey.from_file(private, "x"))
+    source = WeightsSource(bus, blobs, run.id, tmp_path / "model", signing_key=SigningKey.from_file(private, "x"))
     source.publish(0, load_file(tmp_path / "model" / "model.safetensors"))
-    assert export(NamedRun(run_streams, arguments, {}), 0, tmp_path / "v0", trusted_keys_file=public) == 0
+    assert export(run, 0, tmp_path / "v0", trusted_keys_file=public) == 0
     _, stranger = signing_key(tmp_path / "other")
     for option, environ in ((stranger, {}), (None, {"PENSTOCK_WORKER__TRUSTED_KEYS_FILE": str(stranger)})):
         with pytest.raises(ConfigError, match="has no version 0"):
-            export(NamedRun(run_streams, arguments, environ), 0, tmp_path / "no", trusted_keys_file=option)
+            export(replace(run, environ=environ), 0, tmp_path / "no", trusted_keys_file=option)
         assert "cannot be read or trusted; the first: runs/" in capsys.readouterr().err
 
 
 def test_a_manifest_of_another_run_is_left_out(
-    run_streams: str, blobs: Blobs, states: list[State], arguments: list[str], capsys: pytest.CaptureFixture[str]
+    run: NamedRun, blobs: Blobs, states: list[State], listed: Listed
 ) -> None:
-    prefix = f"runs/{run_streams}/weights/v00000003/"
+    prefix = f"runs/{run}/weights/v00000003/"
     [own] = [stat.key for stat in blobs.list(prefix) if stat.key.endswith("/manifest.json")]
     document = json.loads(blobs.get_unverified(own)) | {"run_id": "other", "step": 99}
     blobs.put(f"{prefix}zz/manifest.json", json.dumps(document).encode())
-    assert print_versions(NamedRun(run_streams, arguments, {}), as_json=True) == 0
-    printed = capsys.readouterr()
-    assert [row["step"] for row in json.loads(printed.out)] == [0, 1, 2, 3]
-    assert f"{prefix}zz/manifest.json: it is of run other" in printed.err
+    rows, printed = listed()
+    assert [row["step"] for row in rows] == [0, 1, 2, 3]
+    assert f"{prefix}zz/manifest.json: it is of run other" in printed
 
 
 def test_a_version_whose_objects_are_damaged_is_not_exported(
-    run_streams: str, blobs: Blobs, states: list[State], arguments: list[str], tmp_path: Path
+    run: NamedRun, blobs: Blobs, states: list[State], tmp_path: Path
 ) -> None:
-    prefix = f"runs/{run_streams}/weights/v00000001/"
-    [pack] = [stat.key for stat in blobs.list(prefix) if stat.key.endswith(".pack")]
+    [pack] = [stat.key for stat in blobs.list(f"runs/{run}/weights/v00000001/") if stat.key.endswith(".pack")]
     blobs.put(pack, b"x" * 100)
     with pytest.raises(ConfigError, match=r"version 2 .* cannot be read"):
-        export(NamedRun(run_streams, arguments, {}), 2, tmp_path / "v2")
-    assert not (tmp_path / "v2").exists()
-    assert not (tmp_path / "v2.partial").exists()
+        export(run, 2, tmp_path / "v2")
+    assert not list(tmp_path.glob("v2*"))

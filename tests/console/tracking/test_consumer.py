@@ -7,13 +7,13 @@ import os
 import subprocess
 import sys
 import threading
-import time
 from collections import Counter
 from pathlib import Path
 
 import psutil
 import pytest
 from tests.console.tracking.recorded_events import evaluation, finished, publish, step
+from tests.servers import wait_for
 
 from penstock.console.tracking import consumer
 from penstock.console.tracking.__main__ import _job
@@ -93,15 +93,19 @@ def test_rows_that_the_tracker_lost_are_written_again(bus: Bus, run: str, tmp_pa
     assert _losses(tmp_path, run) == Counter(dict.fromkeys(range(1, 4), 1))
 
 
+def _started(run: str, folder: Path, nats: NatsSettings, events: int, *words: str) -> subprocess.Popen[bytes]:
+    """Start a process that writes the run; return when it has noted so many events."""
+    login = {"PENSTOCK_NATS__USER": nats.user, "PENSTOCK_NATS__PASSWORD": nats.secret()}
+    command = [sys.executable, "-P", "-m", *words, *_arguments(folder, nats)]
+    process = subprocess.Popen(command, env={**os.environ, **login}, stderr=subprocess.DEVNULL)
+    noted = folder / run / "trackers" / "tensorboard.json"
+    wait_for(lambda: noted.exists() and json.loads(noted.read_text())["event"] >= events, "the writer to write", 60.0)
+    return process
+
+
 def test_a_killed_process_goes_on_where_it_was(bus: Bus, run: str, nats_settings: NatsSettings, tmp_path: Path) -> None:
     publish(bus, [step(n, run_id=run) for n in range(1, 101)])
-    arguments = _arguments(tmp_path, nats_settings)
-    command = [sys.executable, "-P", "-m", "penstock.console.tracking", run, "tensorboard", *arguments]
-    login = {"PENSTOCK_NATS__USER": nats_settings.user, "PENSTOCK_NATS__PASSWORD": nats_settings.secret()}
-    process = subprocess.Popen(command, env={**os.environ, **login}, stderr=subprocess.DEVNULL)
-    noted, deadline = tmp_path / run / "trackers" / "tensorboard.json", time.monotonic() + 60
-    while not (noted.exists() and json.loads(noted.read_text())["event"] >= 100) and time.monotonic() < deadline:
-        time.sleep(0.02)
+    process = _started(run, tmp_path, nats_settings, 100, "penstock.console.tracking", run, "tensorboard")
     publish(bus, [step(n, run_id=run) for n in range(101, 151)])
     process.kill()
     process.wait()
@@ -117,17 +121,7 @@ def test_a_writer_ends_when_the_process_that_started_it_is_killed(
 ) -> None:
     """Else it would go on beside the next `penstock track`, which would be refused."""
     publish(bus, [step(1, run_id=run)])
-    arguments = _arguments(tmp_path, nats_settings)
-    login = {"PENSTOCK_NATS__USER": nats_settings.user, "PENSTOCK_NATS__PASSWORD": nats_settings.secret()}
-    parent = subprocess.Popen(
-        [sys.executable, "-P", "-m", "penstock", "track", run, *arguments],
-        env={**os.environ, **login},
-        stderr=subprocess.DEVNULL,
-    )
-    noted, deadline = tmp_path / run / "trackers" / "tensorboard.json", time.monotonic() + 60
-    while not (noted.exists() and json.loads(noted.read_text())["event"] >= 1):
-        assert time.monotonic() < deadline, "the writer did not write"
-        time.sleep(0.05)
+    parent = _started(run, tmp_path, nats_settings, 1, "penstock", "track", run)
     writers = psutil.Process(parent.pid).children(recursive=True)
     assert writers
     parent.kill()

@@ -50,11 +50,12 @@ def test_figures_of_another_trainer_keep_their_names_and_may_repeat_a_step() -> 
 def test_what_anybody_may_send_makes_no_row() -> None:
     """Events without step or figures, of other kinds, or with data of another shape are passed over."""
     fold = RowFold()
+    values = {"a": 1}
     wrong = (
         {},
         {"step": "3"},
-        {"step": True, "values": {"a": 1}},
-        {"step": 2**70, "values": {"a": 1}},
+        {"step": True, "values": values},
+        {"step": 2**70, "values": values},
         {"step": 1, "values": "5"},
     )
     for data in wrong:

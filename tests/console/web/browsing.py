@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 from urllib.parse import quote
 
-from tests.console.web.shown_run import ServedConsole
+from tests.console.web.control.api import Api
 
 from penstock.console.web.access import Role
 
@@ -26,7 +26,7 @@ _DEADLINE_MS = 30_000
 class Browser:
     """One window of a browser that is logged in by a one-time link."""
 
-    def __init__(self, page: Any, console: ServedConsole) -> None:
+    def __init__(self, page: Any, console: Api) -> None:
         self.page = page
         self.console = console
         self.complaints: list[str] = []
@@ -37,6 +37,10 @@ class Browser:
     def _note(self, kind: str, text: str) -> None:
         if kind in {"error", "warning"}:
             self.complaints.append(f"{kind}: {text}")
+
+    def forget(self, text: str) -> None:
+        """Drop the complaints with a text, which are expected."""
+        self.complaints = [complaint for complaint in self.complaints if text not in complaint]
 
     def log_in(self, role: Role = Role.RUN) -> None:
         self.page.goto(f"{self.console.url}/?token={self.console.access.one_time_link(role)}")
@@ -67,7 +71,7 @@ class Browser:
 
 
 @contextlib.contextmanager
-def browser(console: ServedConsole, **context: Any) -> Iterator[Browser]:
+def browser(console: Api, **context: Any) -> Iterator[Browser]:
     """A logged-in window; ``context`` are options of a browser context, such as its viewport."""
     sync_playwright = importlib.import_module("playwright.sync_api").sync_playwright  # few machines have the package
     with sync_playwright() as playwright:

@@ -10,7 +10,8 @@ from pathlib import Path
 import httpx
 import pytest
 from tests.console.record import recorded_run as recorded
-from tests.console.web.shown_run import ServedConsole, ShownRun, environ_of, served
+from tests.console.web.control.api import Api
+from tests.console.web.shown_run import ShownRun, environ_of
 
 from penstock.console.web.access import Role
 from penstock.deploy.bootstrap import bootstrap
@@ -27,7 +28,7 @@ class Shown:
 
     plain: ShownRun
     hostile: ShownRun
-    console: ServedConsole
+    console: Api
     folder: Path
 
     def client(self, role: Role = Role.READ) -> httpx.Client:
@@ -54,5 +55,5 @@ def shown(nats_server: NatsServer, s3_server: S3Server, tmp_path_factory: pytest
             )
             runs.append(run)
         recorded.write_metrics(folder / "only-files")
-        with served(folder, environ_of(nats_server.settings, s3_server.settings)) as console:
+        with Api(folder, environ=environ_of(nats_server.settings, s3_server.settings)).served() as console:
             yield Shown(runs[0], runs[1], console, folder)

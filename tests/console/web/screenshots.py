@@ -7,7 +7,8 @@ import tempfile
 from pathlib import Path
 
 from tests.console.web.browsing import browser
-from tests.console.web.shown_run import ShownRun, environ_of, served
+from tests.console.web.control.api import Api
+from tests.console.web.shown_run import ShownRun, environ_of
 
 from penstock.deploy.bootstrap import bootstrap
 from penstock.deploy.local import LocalStack
@@ -44,7 +45,7 @@ def main() -> None:
                 settings = {"settings": {"trainer": {"lr": 2e-5 / number, "steps": 60}}}
                 (runs / run_id / "config.json").write_text(json.dumps(settings))
             with (
-                served(runs, environ_of(stack.nats, stack.s3)) as console,
+                Api(runs, environ=environ_of(stack.nats, stack.s3)).served() as console,
                 browser(console, viewport={"width": 1000, "height": 700}) as window,
             ):
                 for name, (address, view) in PICTURES.items():

@@ -4,25 +4,17 @@ from __future__ import annotations
 
 import hashlib
 import json
-import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import numpy as np
-import uvicorn
 from tests.console.record import recorded_run as recorded
 from tests.episodes import forked, group_of, one_turn
 from tests.groups import make_group, pack_bytes
 
-from penstock.console.web.access import Access, Role
-from penstock.console.web.app import create_app
-from penstock.console.web.context import WebContext
 from penstock.protocol import blob_keys, streams, subjects
 from penstock.protocol.config.connection import NatsSettings, S3Settings
-from penstock.protocol.facts import DeadLetter, Fact, GroupGenerated, encode, encode_unbounded
+from penstock.protocol.facts import DeadLetter, GroupGenerated, encode, encode_unbounded
 from penstock.protocol.groups import BlobRef, ScoredGroup
 from penstock.protocol.packs import step_logprobs
 from penstock.protocol.packs.step_logprobs import CLIPPED, KeptGroup, LogprobsHeader, StepLogprobs
@@ -76,8 +68,7 @@ class ShownRun:
         self.rewards: dict[str, tuple[float, ...]] = {}
         self.groups: dict[str, Group] = {}
         self.end: BlobRef | None = None
-        self._number = 0
-        self._sent: list[Any] = []
+        self._services = recorded.Services(bus, run_id)
 
     def write(self, steps: int = recorded.STEPS) -> None:
         """Write events, heartbeats, weights, dead letters, and the record with its packs."""
@@ -86,82 +77,40 @@ class ShownRun:
         self.publish_dead_letter()
         self.write_record(steps)
 
-    def publish(self, subject: str, fact: Fact) -> None:
-        self._number += 1
-        ours = fact.model_copy(update={"run_id": self.run_id})
-        self._sent.append(self.bus.publish(subject, ours, msg_id=f"shown:{self._number}"))
-        if len(self._sent) >= 500:
-            self.flush()
-
-    def flush(self) -> None:
-        for pending in self._sent:
-            pending.wait()
-        self._sent = []
-
     def publish_history(self, steps: int, *, workers: int = 2) -> None:
         """The events of every step, evaluations of two sources, and the adoption of each version."""
-        run = self.run_id
-        say = lambda kind, fact: self.publish(subjects.events(run, kind), fact)  # noqa: E731
-        say("state", recorded.event("state", recorded.START, text="training", total_steps=steps + 100))
+        say = self._services.say
+        say(recorded.event("state", recorded.START, text="training", total_steps=steps + 100))
         for number in range(1, steps + 1):
             self.publish_step(number)
-            self.publish(subjects.weights_published(run), recorded.published(number))
-            data = {
-                "version": number,
-                "kind": "patch",
-                "raw_bytes": 900_000,
-                "sent_bytes": 10_000 + number,
-                "density": 0.01,
-                "publish_s": 0.05,
-            }
-            say("weights", recorded.event("weights", recorded.START + number).model_copy(update={"data": data}))
+            sent = {"raw_bytes": 900_000, "sent_bytes": 10_000 + number, "density": 0.01, "publish_s": 0.05}
+            data = {"version": number, "kind": "patch", **sent}
+            event = recorded.event("weights", recorded.START + number).model_copy(update={"data": data})
+            say(recorded.published(number), event)
             for worker in range(workers):
                 fact = recorded.applied(f"rollout-{worker}", number)
                 update = {"pause_s": 0.02 * (1 + worker), "fetch_s": 0.03 * (1 + worker)}
-                self.publish(subjects.weights_applied(run), fact.model_copy(update=update))
+                say(fact.model_copy(update=update))
             if number % 20 == 0 or number == 1:
                 for split, base in (("math", 0.5), ("code", 0.3)):
                     accuracy = base + 0.4 * number / steps
-                    say("eval", recorded.evaluation(number, accuracy, recorded.START + number, split=split))
+                    say(recorded.evaluation(number, accuracy, recorded.START + number, split=split))
         detail = HOSTILE[1] if self.hostile else "endpoint answered 500"
-        say(
-            "reward_error",
-            recorded.event(
-                "reward_error",
-                recorded.START,
-                "reward",
-                reason="endpoint_failed",
-                detail=detail,
-                group_ids=["e0.p1.a0"],
-            ),
-        )
-        self.flush()
+        failed = {"reason": "endpoint_failed", "detail": detail, "group_ids": ["e0.p1.a0"]}
+        say(recorded.event("reward_error", recorded.START, "reward", **failed))
 
     def publish_step(self, number: int, **more: Any) -> None:
         at = recorded.START + number / 2
         if self.hostile:
-            more |= {
-                "logprobs_lost": 3,
-                "reward_parts": {HOSTILE[0]: 0.5, HOSTILE[1]: 0.25},
-                "scored_by": {HOSTILE[2]: 3},
-            }
-        fields = {
-            "entropy": 0.5 / (1 + number / 50),
-            "truncated_share": 0.3,
-            "lr": 1e-5,
-            "lr_set": 1e-5,
-            "grad_norm": 0.1,
-            "publish_s": 0.05,
-        }
-        event = recorded.step(number, at, **{**fields, **more})
-        self.publish(subjects.events(self.run_id, "step"), event)
+            parts = {HOSTILE[0]: 0.5, HOSTILE[1]: 0.25}
+            more |= {"logprobs_lost": 3, "reward_parts": parts, "scored_by": {HOSTILE[2]: 3}}
+        fields = {"truncated_share": 0.3, "lr": 1e-5, "lr_set": 1e-5, "grad_norm": 0.1, "publish_s": 0.05}
+        fields["entropy"] = 0.5 / (1 + number / 50)
+        self._services.say(recorded.step(number, at, **{**fields, **more}))
 
     def beat(self) -> None:
-        live = self.bus.key_value(streams.live_bucket(self.run_id).bucket).wait()
-        for one in recorded.fleet(30):
-            state = HOSTILE[4] if self.hostile else one.state
-            beat = one.model_copy(update={"at": time.time(), "state": state, "period_s": 600.0})
-            live.put(streams.heartbeat_key(one.role, one.service_id), encode(beat)).wait()
+        fresh = {"at": time.time(), "period_s": 600.0, **({"state": HOSTILE[4]} if self.hostile else {})}
+        self._services.beat(*(one.model_copy(update=fresh) for one in recorded.fleet(30)))
 
     def publish_dead_letter(self) -> None:
         group = self._group("e9.p3.a0", 10_000, version=1)
@@ -172,8 +121,7 @@ class ShownRun:
             reason="endpoint_failed", detail=HOSTILE[0] if self.hostile else "endpoint answered 500", group_ids=(group.group_id,),
             num_delivered=5, payload=encode(fact),
         )  # fmt: skip
-        self.publish(subjects.dead(self.run_id, "generated"), letter)
-        self.flush()
+        self._services.say(letter)
 
     def write_record(self, steps: int) -> None:
         """Chapters of ten steps each, a pack a step, and the key that names the last chapter."""
@@ -190,18 +138,15 @@ class ShownRun:
         bucket.put(streams.CHECKPOINT_KEY, encode(pointer)).wait()
 
     def pointer(self) -> bytes | None:
-        bucket = self.bus.key_value(streams.state_bucket(self.run_id).bucket).wait()
-        entry = bucket.get(streams.CHECKPOINT_KEY).wait()
+        entry = self.bus.key_value(streams.state_bucket(self.run_id).bucket).wait().get(streams.CHECKPOINT_KEY).wait()
         return None if entry is None else entry.value
 
     def write_chapter(self, number: int, first: int, last: int, parent: BlobRef | None, *, is_last: bool) -> BlobRef:
         recorded_steps = tuple(self._step(step, with_episodes=step == 1) for step in range(first, last + 1))
         more: dict[str, Any] = {}
         if number == 1:
-            config = self.blobs.put(
-                blob_keys.lineage_config(self.run_id, "a" * 64),
-                json.dumps({"settings": {"trainer": {"lr": 1e-5}}}).encode(),
-            )
+            settings = json.dumps({"settings": {"trainer": {"lr": 1e-5}}}).encode()
+            config = self.blobs.put(blob_keys.lineage_config(self.run_id, "a" * 64), settings)
             more["lives"] = (
                 RecordedSession(epoch=1, holder="trainer", at=recorded.START, step=0, version=0, parent_version=None, weights_digest="0" * 64, config=config),
             )  # fmt: skip
@@ -241,33 +186,18 @@ class ShownRun:
         self.rewards[group.group_id] = rewards
         self.groups[group.group_id] = group
         name = HOSTILE[1] if self.hostile else "correct"
-        return ScoredGroup(
-            generated=group.summary(row_group),
-            rewards=rewards,
-            parts={name: rewards},
-            scorer=HOSTILE[2] if self.hostile else "exact@1",
-        )
+        scorer = HOSTILE[2] if self.hostile else "exact@1"
+        return ScoredGroup(generated=group.summary(row_group), rewards=rewards, parts={name: rewards}, scorer=scorer)
 
     def _group(self, group_id: str, seed: int, *, version: int, **more: Any) -> Group:
-        prompt, truth, texts = (
-            f"sort: {seed} 3 1 2",
-            "1 2 3",
-            [f"completion {i} of {group_id}" for i in range(GROUP_SIZE)],
-        )
+        prompt, truth = f"sort: {seed} 3 1 2", "1 2 3"
+        texts = [f"completion {i} of {group_id}" for i in range(GROUP_SIZE)]
         if self.hostile:
             prompt = HOSTILE[seed % len(HOSTILE)]
             truth = HOSTILE[(seed + 1) % len(HOSTILE)]
             texts = [HOSTILE[(seed + i) % len(HOSTILE)] for i in range(GROUP_SIZE)]
-        return make_group(
-            group_id,
-            size=GROUP_SIZE,
-            version=version,
-            seed=seed,
-            prompt_text=prompt,
-            ground_truth=truth,
-            texts=texts,
-            **more,
-        )
+        more |= {"prompt_text": prompt, "ground_truth": truth, "texts": texts}
+        return make_group(group_id, size=GROUP_SIZE, version=version, seed=seed, **more)
 
     def _pack(self, name: str, groups: list[Group]) -> BlobRef:
         key = blob_keys.group_pack(self.run_id, PolicyVersion(0), name, "a1")
@@ -298,63 +228,12 @@ def store_logprobs(blobs: Blobs, run_id: str, step: int, groups: list[Group], pa
 
 
 def environ_of(nats_settings: NatsSettings, s3_settings: S3Settings) -> dict[str, str]:
-    environ = {
-        "PENSTOCK_NATS__URL": nats_settings.url,
-        "PENSTOCK_NATS__USER": nats_settings.user,
-        "PENSTOCK_NATS__PASSWORD": nats_settings.secret(),
-        "PENSTOCK_S3__ENDPOINT": s3_settings.endpoint,
-        "PENSTOCK_S3__BUCKET": s3_settings.bucket,
-        "PENSTOCK_S3__ACCESS_KEY": s3_settings.access_key,
-        "PENSTOCK_S3__SECRET_KEY": s3_settings.secret(),
-    }
-    return {name: value for name, value in environ.items() if value}
-
-
-class ServedConsole:
-    """The console's app on a port of this machine, with a token of each role."""
-
-    def __init__(self, runs_dir: Path, environ: Mapping[str, str]) -> None:
-        self.access = Access(runs_dir / "console-tokens")
-        self.tokens = {role: self.access.add(role.text, role) for role in Role}
-        self._context = WebContext(runs_dir, self.access, (), dict(environ))
-        self._port = 0
-        self._stop: Callable[[], None] = lambda: None
-
-    @property
-    def url(self) -> str:
-        return f"http://127.0.0.1:{self._port}"
-
-    def start(self) -> None:
-        server = uvicorn.Server(
-            uvicorn.Config(create_app(self._context), host="127.0.0.1", port=self._port, log_config=None, timeout_graceful_shutdown=1)
-        )  # fmt: skip
-        thread = threading.Thread(target=server.run, daemon=True)
-        thread.start()
-        give_up = time.monotonic() + 20
-        while not server.started:
-            assert thread.is_alive(), "the console did not start"
-            assert time.monotonic() < give_up, "the console did not start in time"
-            time.sleep(0.01)
-        self._port = server.servers[0].sockets[0].getsockname()[1]
-
-        def stop() -> None:
-            server.should_exit = True
-            thread.join(timeout=20)
-
-        self._stop = stop
-
-    def stop(self) -> None:
-        self._stop()
-
-
-@contextmanager
-def served(runs_dir: Path, environ: Mapping[str, str]) -> Iterator[ServedConsole]:
-    console = ServedConsole(runs_dir, environ)
-    console.start()
-    try:
-        yield console
-    finally:
-        console.stop()
+    values = {
+        "NATS__URL": nats_settings.url, "NATS__USER": nats_settings.user, "NATS__PASSWORD": nats_settings.secret(),
+        "S3__ENDPOINT": s3_settings.endpoint, "S3__BUCKET": s3_settings.bucket, "S3__ACCESS_KEY": s3_settings.access_key,
+        "S3__SECRET_KEY": s3_settings.secret(),
+    }  # fmt: skip
+    return {f"PENSTOCK_{name}": value for name, value in values.items() if value}
 
 
 def token_arrays(group: Group, trajectory: int) -> tuple[list[int], np.ndarray]:

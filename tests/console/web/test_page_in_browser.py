@@ -100,7 +100,6 @@ def test_a_training_on_given_answers_shows_its_losses(chromium: Browser, shown: 
 def test_a_new_step_appears_without_a_reload(chromium: Browser, shown: Shown) -> None:
     chromium.open(shown.plain.run_id, "overview")
     shown.plain.publish_step(STEPS + 1)
-    shown.plain.flush()
     chromium.page.wait_for_function(
         "wanted => document.querySelector('[data-tile=step] b').textContent === wanted",
         arg=f"{STEPS + 1} of {STEPS + 100}",
@@ -128,11 +127,8 @@ def test_the_browser_of_trajectories_filters_pages_and_opens_a_group(chromium: B
     assert chromium.page.locator("[data-trajectory] pre").all_inner_texts() == [
         t.completion_text for t in group.trajectories
     ]
-    rewards = [
-        float(one)
-        for one in chromium.page.eval_on_selector_all("[data-reward]", "found => found.map(one => one.dataset.reward)")
-    ]
-    assert rewards == list(shown.plain.rewards[group.group_id])
+    rewards = chromium.page.eval_on_selector_all("[data-reward]", "found => found.map(one => one.dataset.reward)")
+    assert list(map(float, rewards)) == list(shown.plain.rewards[group.group_id])
 
 
 def test_each_token_shows_its_log_probability_version_and_mask(chromium: Browser, shown: Shown) -> None:
@@ -242,30 +238,20 @@ def test_hostile_texts_are_shown_as_they_are(chromium: Browser, shown: Shown) ->
     run = shown.hostile.run_id
     for view in VIEWS:
         chromium.open(run, view)
-        assert (
-            chromium.page.locator(
-                "main script, main iframe, main style, main img, main base, main meta, main math, main form[action]"
-            ).count()
-            == 0
-        )
+        tags = "main script, main iframe, main style, main img, main base, main meta, main math, main form[action]"
+        assert chromium.page.locator(tags).count() == 0
         assert chromium.page.locator("main [onerror], main [onload], main a[href^='javascript']").count() == 0
     for place in range(5, 5 + len(HOSTILE)):
         chromium.open(run, "group", f"?id=e0.p{place}.a0")
-        texts = [HOSTILE[(place + i) % len(HOSTILE)] for i in range(4)]
-        shown_texts = chromium.page.eval_on_selector_all(
-            "[data-trajectory] pre", "all => all.map(one => one.textContent)"
-        )
-        escaped = [_escaped(text) for text in texts]
-        assert shown_texts == escaped
+        texts = chromium.page.eval_on_selector_all("[data-trajectory] pre", "all => all.map(one => one.textContent)")
+        assert texts == [_escaped(HOSTILE[(place + i) % len(HOSTILE)]) for i in range(4)]
     for text in HOSTILE[:6]:
         chromium.page.goto(f"{chromium.console.url}/#/run/{run}/group?{urlencode({'id': text})}")
         chromium.page.wait_for_selector("main h1")
         assert _escaped(text) in chromium.text("main h1")
         chromium.page.goto(f"{chromium.console.url}/#/run/{urlencode({'': text})[1:]}/overview")
         chromium.page.wait_for_selector("#banner:not([hidden])")
-    chromium.complaints = [
-        complaint for complaint in chromium.complaints if "Failed to load resource" not in complaint
-    ]  # refused: 404, 409, 422
+    chromium.forget("Failed to load resource")  # refused: 404, 409, 422
 
 
 def _escaped(text: str) -> str:
@@ -280,15 +266,12 @@ def test_the_page_goes_on_after_the_console_was_stopped_and_started_again(chromi
     assert "does not answer" in chromium.text("#banner")
     assert chromium.tile("reward") != "–"
     shown.plain.publish_step(STEPS + 2)
-    shown.plain.flush()
     shown.console.start()
     chromium.page.wait_for_function(
         "wanted => document.querySelector('#banner').hidden && document.querySelector('[data-tile=step] b').textContent === wanted",
         arg=f"{STEPS + 2} of {STEPS + 100}",
     )
-    chromium.complaints = [
-        complaint for complaint in chromium.complaints if "Failed to load resource" not in complaint
-    ]  # while it was stopped
+    chromium.forget("Failed to load resource")  # while it was stopped
 
 
 def test_without_a_token_the_page_asks_for_one_and_shows_no_figure(chromium: Browser, shown: Shown) -> None:
@@ -302,7 +285,7 @@ def test_without_a_token_the_page_asks_for_one_and_shows_no_figure(chromium: Bro
     chromium.page.fill("[name=token]", shown.console.tokens[Role.RUN])
     chromium.page.click("text=Use it")
     chromium.wait("runs")
-    chromium.complaints = [complaint for complaint in chromium.complaints if "status of 401" not in complaint]
+    chromium.forget("status of 401")
 
 
 def test_on_a_phone_nothing_is_wider_than_the_window(chromium: Browser, shown: Shown) -> None:

@@ -24,12 +24,12 @@ from tests.console.web.shown_run import (
 
 from penstock.console import connections
 from penstock.console.connections import NamedRun
-from penstock.console.web import reading_routes
+from penstock.console.web import server_routes
 from penstock.console.web.access import Access, Role
 from penstock.console.web.context import WebContext
 from penstock.console.web.reading import stored_groups
 from penstock.console.web.reading.open_runs import MAX_OPEN, OpenRuns
-from penstock.console.web.reading.recorded_groups import GroupFilter, QueryRefused
+from penstock.console.web.reading.recorded_groups import GroupQuery, QueryRefused
 from penstock.console.web.reading.run_reading import RunReading
 from penstock.console.web.reading.stored_groups import ReadBudget, StoredGroups
 from penstock.protocol import blob_keys
@@ -98,15 +98,18 @@ def test_versions_show_what_each_worker_took_to_adopt_them_a_page_at_a_time(show
     assert first["serving"] == {"rollout-0": STEPS, "rollout-1": STEPS}
 
 
+def all_pages(shown: Shown, path: str, **query: Any) -> list[dict[str, Any]]:
+    """Return the items of all pages: a busy machine reads less of the record before it answers."""
+    items, cursor = [], ""
+    while cursor is not None:
+        page = get(shown, path, cursor=cursor, **query)
+        items, cursor = items + page["items"], page["next"]
+    return items
+
+
 def test_pages_of_groups_hold_every_group_of_the_record_once(shown: Shown) -> None:
     """Trained, evaluated, dropped and in flight, the newest step first."""
-    found, cursor = [], ""
-    while True:
-        page = get(shown, "groups", limit=7, cursor=cursor, texts=False)
-        found += page["items"]
-        cursor = page["next"]
-        if cursor is None:
-            break
+    found = all_pages(shown, "groups", limit=7, texts=False)
     trained = [item for item in found if item["status"] == "trained"]
     assert sorted(ids({"items": found})) == sorted([*shown.plain.rewards, DROPPED, EVALUATED, WAITING])
     assert [item["step"] for item in trained] == sorted((item["step"] for item in trained), reverse=True)
@@ -129,14 +132,7 @@ def test_pages_of_groups_hold_every_group_of_the_record_once(shown: Shown) -> No
 def test_groups_are_found_by_step_status_reward_and_text(
     shown: Shown, query: dict[str, Any], expected: list[str]
 ) -> None:
-    found: list[str] = []
-    cursor = ""
-    while True:  # a busy machine reads less of the record before it answers
-        page = get(shown, "groups", limit=100, cursor=cursor, **query)
-        found += ids(page)
-        if (cursor := page["next"] or "") == "":
-            break
-    assert found == expected
+    assert ids({"items": all_pages(shown, "groups", limit=100, **query)}) == expected
 
 
 def test_trajectories_are_listed_one_by_one_with_their_own_reward_and_texts(shown: Shown) -> None:
@@ -267,7 +263,7 @@ def test_a_dropped_group_and_one_whose_pack_is_gone_are_shown_as_far_as_they_are
     assert group is None
     assert "step30" in problem
     assert entry.rewards == run.rewards[entry.group_id]
-    assert ids(fresh.page(GroupFilter(), cursor="", limit=1, texts=True)) == [entry.group_id]
+    assert ids(fresh.page(GroupQuery(limit=1))) == [entry.group_id]
 
 
 def test_the_lineage_of_a_version_has_its_groups_and_all_versions_before_it(shown: Shown) -> None:
@@ -392,14 +388,14 @@ def test_a_pack_larger_than_a_page_opens_is_named_and_not_read(shown: Shown, mon
     monkeypatch.setattr(stored_groups, "_PACK_BYTES", 10)
     group, problem = groups.group(entry)
     assert (group, "the page opens at most 10" in problem) == (None, True)
-    assert groups.page(GroupFilter(), cursor="", limit=1, texts=True)["items"][0]["prompt"] is None
+    assert groups.page(GroupQuery(limit=1))["items"][0]["prompt"] is None
 
 
 def test_the_record_of_another_run_is_refused(shown: Shown) -> None:
     """A pointer that was forged must not show another run's texts under this one's name."""
     groups = StoredGroups("another", shown.folder, shown.plain.blobs, shown.plain.pointer)
     with pytest.raises(RecordBroken, match="has a chapter of run plain"):
-        groups.page(GroupFilter(), cursor="", limit=1, texts=False)
+        groups.page(GroupQuery(limit=1, texts=False))
 
 
 def test_groups_of_a_run_whose_store_is_stopped_are_refused_at_once_with_what_to_do(tmp_path: Path) -> None:
@@ -432,13 +428,11 @@ def test_the_token_of_the_reward_service_is_sent_to_the_url_that_was_set_only(tm
 
     def service(**environ: str) -> tuple[str, Path | None]:
         web = WebContext(tmp_path, Access(tmp_path / "tokens"), (), environ)
-        return reading_routes._reward_service(reading, web)
+        return server_routes.reward_service(reading, web)
 
     token = {"PENSTOCK_CONSOLE_REWARD_TOKEN_FILE": "/secret"}
     assert service(**token) == ("http://127.0.0.1:8700", None)  # of a run that does not go on, the port is anybody's
     with run_folder.hold_lock(tmp_path / "r"):
         assert service(**token) == ("http://127.0.0.1:4711", None)
-    assert service(PENSTOCK_CONSOLE_REWARD_URL="http://rewards:8700", **token) == (
-        "http://rewards:8700",
-        Path("/secret"),
-    )
+    set_url = service(PENSTOCK_CONSOLE_REWARD_URL="http://rewards:8700", **token)
+    assert set_url == ("http://rewards:8700", Path("/secret"))

@@ -8,8 +8,9 @@ from tests.groups import make_generated, make_group, make_scored
 from penstock.console.web.reading.documents import differences
 from penstock.console.web.reading.recorded_groups import (
     Entry,
-    GroupFilter,
+    GroupQuery,
     QueryRefused,
+    TrajectoryQuery,
     group_row,
     parse_cursor,
     trajectory_rows,
@@ -25,29 +26,28 @@ def entry(*rewards: float, step: int | None = 5) -> Entry:
 
 
 @pytest.mark.parametrize(
-    ("wanted", "is_accepted"),
+    ("query", "is_accepted", "has_dropped"),
     [
-        (GroupFilter(), True),
-        (GroupFilter(step_from=5, step_to=5), True),
-        (GroupFilter(step_from=6), False),
-        (GroupFilter(step_to=4), False),
-        (GroupFilter(reward_min=0.5), True),  # the mean
-        (GroupFilter(reward_min=0.6), False),
-        (GroupFilter(reward_max=0.4), False),
-        (GroupFilter(reward_min=0.9, each_trajectory=True), True),  # one of them
-        (GroupFilter(reward_min=1.5, each_trajectory=True), False),
-        (GroupFilter(status="dropped"), False),
+        (GroupQuery(), True, True),
+        (GroupQuery(step_from=5, step_to=5), True, False),
+        (GroupQuery(step_from=0), True, False),
+        (GroupQuery(step_from=6), False, False),
+        (GroupQuery(step_to=4), False, False),
+        (GroupQuery(reward_min=0.5), True, False),  # the mean
+        (GroupQuery(reward_min=0.6), False, False),
+        (GroupQuery(reward_max=0.4), False, False),
+        (GroupQuery(reward_min=-1e9), True, False),
+        (TrajectoryQuery(reward_min=0.9), True, False),  # one of them
+        (TrajectoryQuery(reward_min=1.5), False, False),
+        (GroupQuery(status="dropped"), False, True),
     ],
 )
-def test_a_filter_accepts_a_group_by_step_reward_and_status(wanted: GroupFilter, is_accepted: bool) -> None:
-    assert wanted.accepts(entry(0.0, 1.0)) is is_accepted
-
-
-def test_a_group_without_a_step_or_a_reward_is_not_in_a_list_limited_by_them() -> None:
+def test_a_query_accepts_a_group_by_step_reward_and_status(
+    query: GroupQuery, is_accepted: bool, has_dropped: bool
+) -> None:
+    """A group without a step or a reward is not in a list that is limited by them."""
     dropped = Entry("e0.p1.a0", "dropped", 1, "train", 0, reason="stale")
-    assert GroupFilter().accepts(dropped)
-    assert not GroupFilter(step_from=0).accepts(dropped)
-    assert not GroupFilter(reward_min=-1e9).accepts(dropped)
+    assert (query.accepts(entry(0.0, 1.0)), query.accepts(dropped)) == (is_accepted, has_dropped)
 
 
 @pytest.mark.parametrize(
@@ -56,11 +56,11 @@ def test_a_group_without_a_step_or_a_reward_is_not_in_a_list_limited_by_them() -
 def test_a_chapter_whose_steps_are_all_outside_is_not_read_again(
     first: int | None, last: int | None, may_be: bool
 ) -> None:
-    assert GroupFilter(step_from=5, step_to=9).may_be_in(first, last) is may_be
+    assert GroupQuery(step_from=5, step_to=9).may_be_in(first, last) is may_be
 
 
 def test_one_by_one_only_the_trajectories_within_the_limits_are_listed() -> None:
-    rows = trajectory_rows(entry(0.0, 1.0, 0.5), GroupFilter(reward_min=0.5, each_trajectory=True))
+    rows = trajectory_rows(entry(0.0, 1.0, 0.5), TrajectoryQuery(reward_min=0.5))
     assert [(row["index"], row["reward"]) for row in rows] == [(1, 1.0), (2, 0.5)]
 
 

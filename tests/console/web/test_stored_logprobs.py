@@ -53,28 +53,28 @@ def test_the_object_of_the_session_that_made_the_step_is_read(blobs: Blobs, run_
 def test_what_is_not_that_of_the_group_is_refused_with_the_reason(blobs: Blobs, run_id: str) -> None:
     """Another step's, another pack's, damaged, or one of several: the page shows the rest of the group."""
     store_logprobs(blobs, run_id, 7, GROUPS, PACK, epoch=2)
-    assert "2 groups, and this one is not among them" in read(blobs, run_id, group_id="e0.p9.a0").problem
-    other = BlobRef(key="pack", size_bytes=1, sha256="b" * 64)
-    assert "this one is not among them" in read(blobs, run_id, pack=other).problem
-    assert "of other versions than the record's" in read(blobs, run_id, made_version=8).problem
-    assert "no log-probabilities of step 8" in read(blobs, run_id, step=8).problem
     made = made_logprobs(run_id, 8, GROUPS, PACK)
     shorter = step_logprobs.encode(replace(made, rows=made.rows - [0, 0, 1], logprobs=made.logprobs[6:], outcomes=made.outcomes[6:]))  # fmt: skip
-    cases = {
-        3: (b"nothing of ours", "not what a trainer writes"),
-        4: (step_logprobs.encode(made), "they are of step 8"),
-        8: (shorter, "they are of another pack"),
-    }
-    for step, (data, reason) in cases.items():
-        blobs.put(blob_keys.step_logprobs(run_id, step, 2, hashlib.sha256(data).hexdigest()), data)
-        found = read(blobs, run_id, step=step, trained_version=7, made_version=8)
+    for step, data, name in (
+        (3, b"nothing of ours", None), (4, step_logprobs.encode(made), None), (8, shorter, None), (5, b"altered", "c" * 64),
+        (6, b"", "no digest"), (9, b"one", "c" * 64), (9, b"another", "d" * 64),
+    ):  # fmt: skip
+        blobs.put(blob_keys.step_logprobs(run_id, step, 2, name or hashlib.sha256(data).hexdigest()), data)
+    next_step = {"trained_version": 7, "made_version": 8}
+    for changes, reason in (
+        ({"group_id": "e0.p9.a0"}, "2 groups, and this one is not among them"),
+        ({"pack": BlobRef(key="pack", size_bytes=1, sha256="b" * 64)}, "this one is not among them"),
+        ({"made_version": 8}, "of other versions than the record's"),
+        ({"step": 10}, "no log-probabilities of step 10"),
+        ({"step": 3}, "not what a trainer writes"),
+        ({"step": 4}, "they are of step 8"),
+        ({"step": 8, **next_step}, "they are of another pack"),
+        ({"step": 5}, "the object does not match"),
+        ({"step": 6}, "its name is no sha256"),
+        ({"step": 9}, "2 objects below"),
+    ):
+        found = read(blobs, run_id, **changes)
         assert (dict(found.rows), reason in found.problem) == ({}, True), found.problem
-    blobs.put(blob_keys.step_logprobs(run_id, 5, 2, "c" * 64), b"altered")
-    assert "the object does not match" in read(blobs, run_id, step=5).problem
-    blobs.put(blob_keys.step_logprobs(run_id, 6, 2, "no digest"), b"")
-    assert "its name is no sha256" in read(blobs, run_id, step=6).problem
-    blobs.put(blob_keys.step_logprobs(run_id, 5, 2, "d" * 64), b"more")
-    assert "2 objects below" in read(blobs, run_id, step=5).problem
 
 
 def test_an_object_that_is_too_large_is_not_fetched(blobs: Blobs, run_id: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import fcntl
 import json
 import os
+import socket
+import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +19,7 @@ from fastapi import FastAPI
 from pydantic import BaseModel
 from starlette.testclient import TestClient
 
+from penstock.console.web import serve
 from penstock.console.web.access import Access, Role
 from penstock.console.web.app import create_app
 from penstock.console.web.context import WebContext
@@ -39,6 +45,44 @@ class Api:
         self.tokens = {role: self.access.add(name, role) for role, name in names.items()}
         self.context = WebContext(folder, self.access, arguments, dict(os.environ if environ is None else environ))
         self.app: FastAPI = create_app(self.context)
+        self._port = 0
+        self._end: Callable[[], object] = lambda: None
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self._port}"
+
+    @contextmanager
+    def served(self) -> Iterator[Api]:
+        """Serve it on a port of this machine."""
+        self.start()
+        try:
+            yield self
+        finally:
+            self.stop()
+
+    def start(self) -> None:
+        """Start a server; after a `stop` it has the same port."""
+        self.context = replace(self.context, closing=asyncio.Event())
+        bound = socket.create_server(("127.0.0.1", self._port))
+        self._port = bound.getsockname()[1]
+        ready, server = threading.Event(), serve.server_for(self.context, ())
+
+        async def run() -> None:
+            loop = asyncio.get_running_loop()
+            self._end = lambda: loop.call_soon_threadsafe(serve.stop, self.context, server)
+            ready.set()
+            await server.serve(sockets=[bound])
+
+        self._thread = threading.Thread(target=lambda: asyncio.run(run()))
+        self._thread.start()
+        ready.wait(60.0)
+
+    def stop(self) -> None:
+        """Stop the server as a signal would."""
+        self._end()
+        self._thread.join(60.0)
+        assert not self._thread.is_alive()
 
     def client(self, role: Role | None = Role.ADMIN, **headers: str) -> TestClient:
         """A client with the token of a role, or none; its app's queue does not advance by itself."""

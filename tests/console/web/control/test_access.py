@@ -16,7 +16,8 @@ from starlette.requests import Request
 from starlette.routing import Route
 from tests.console.web.control.api import BASE, Api
 
-from penstock.console.web.access import MAX_BODY_BYTES, MAX_HEAD_BYTES, MAX_QUERY_BYTES, MAX_TOKENS, Access, Role
+from penstock.console.web.access import MAX_HEAD_BYTES, MAX_QUERY_BYTES, MAX_TOKENS, Access, Role
+from penstock.console.web.app import MAX_BODY_BYTES
 from penstock.console.web.context import require
 from penstock.console.web.problems import Problem
 from penstock.protocol.errors import ConfigError
@@ -78,10 +79,9 @@ def test_a_token_name_is_given_once(tmp_path: Path):
     """Else a revoke would leave a token that somebody believes revoked."""
     access = Access(tmp_path / "tokens")
     access.add("me", Role.READ)
-    with pytest.raises(ConfigError, match="'me' exists"):
-        access.add("me", Role.ADMIN)
-    with pytest.raises(ConfigError, match="expected 1 to 64"):
-        access.add("a b", Role.READ)
+    for name, message in (("me", "'me' exists"), ("a b", "expected 1 to 64")):
+        with pytest.raises(ConfigError, match=message):
+            access.add(name, Role.ADMIN)
 
 
 def test_a_file_holds_a_bounded_number_of_tokens(tmp_path: Path):
@@ -146,48 +146,38 @@ def all_routes(routes: list[Any]) -> Iterator[Route]:
             yield route
 
 
-def all_dependencies(dependant: Dependant) -> list[Dependant]:
-    return [one for direct in dependant.dependencies for one in (direct, *all_dependencies(direct))]
+def roles_of(dependant: Dependant) -> Iterator[Role]:
+    for direct in dependant.dependencies:
+        if (role := getattr(direct.call, "__penstock_role__", None)) is not None:
+            yield role
+        yield from roles_of(direct)
 
 
 def routes(api: Api) -> list[tuple[str, str, Role | None]]:
     found = []
     for route in all_routes(api.app.routes):
-        dependencies = all_dependencies(route.dependant) if isinstance(route, APIRoute) else []
-        roles = [
-            dependency.call.__penstock_role__
-            for dependency in dependencies
-            if hasattr(dependency.call, "__penstock_role__")
-        ]
-        found += [(m, route.path, max(roles, default=None)) for m in sorted((route.methods or set()) - {"HEAD"})]
+        role = max(roles_of(route.dependant), default=None) if isinstance(route, APIRoute) else None
+        found += [(method, route.path, role) for method in sorted((route.methods or set()) - {"HEAD"})]
     return found
 
 
 def test_no_route_answers_without_its_token_or_with_a_lower_role(api: Api):
-    checked = 0
+    roles = set()
     for method, template, role in routes(api):
         path = re.sub(r"\{(\w+)(:\w+)?\}", "x1", template)
+        roles.add(role)
         if (method, template) in PUBLIC:
             assert role is None
             continue
-        assert api.client(None).request(method, path).status_code == 401, (method, template)
-        assert api.client(None, authorization="Bearer wrong").request(method, path).status_code == 401, (
-            method,
-            template,
-        )
+        for headers in ({}, {"authorization": "Bearer wrong"}):
+            assert api.client(None, **headers).request(method, path).status_code == 401, (method, template)
         if template != "/openapi.json":
             assert role is not None, f"{method} {template} requires no role"
-            for lower in (one for one in Role if one < role):
+            for lower in (lower for lower in Role if lower < role):
                 refused = api.client(lower).request(method, path)
                 assert refused.status_code == 403, (method, template, lower)
                 assert refused.json()["expected"] == f"role {role.text}"
-        checked += 1
-    assert checked >= 10
-
-
-def test_every_role_is_tested_by_a_route_that_it_guards(api: Api):
-    assert {role for _, _, role in routes(api)} >= {None, Role.READ, Role.RUN, Role.ADMIN}
-    assert require(Role.READ) is not require(Role.READ)
+    assert roles == {None, *Role}
 
 
 ATTACKS: dict[str, tuple[str, str, dict[str, str], int]] = {

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
-import socket
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import httpx
 import pytest
+from tests.console.command import server_arguments
 from tests.console.web.control.api import Api
-from tests.servers import secret_file, wait_for
+from tests.servers import wait_for
 
-from penstock.console.web import event_routes, serve
+from penstock.console.web import event_routes
 from penstock.console.web.access import Role
 from penstock.protocol import subjects
 from penstock.protocol.config.connection import NatsSettings
@@ -30,37 +28,9 @@ def served(tmp_path: Path, nats_settings: NatsSettings, run_streams: str) -> Ite
     folder = tmp_path / "runs"
     (folder / run_streams).mkdir(parents=True)
     (folder / run_streams / "metrics.jsonl").touch()
-    api = Api(
-        folder, f"nats.url={nats_settings.url}", f"nats.user={nats_settings.user}",
-        f"nats.password_file={secret_file(nats_settings.secret())}", environ={},
-    )  # fmt: skip
-    with on_a_server(api) as url:
-        yield api, url, run_streams
-
-
-@contextmanager
-def on_a_server(api: Api) -> Iterator[str]:
-    """Serve an app on a port of its own, and stop it as a signal would."""
-    ready, loops = threading.Event(), list[Any]()
-    bound = socket.create_server(("127.0.0.1", 0))
-
-    async def run() -> None:
-        server = serve.server_for(api.context, ())
-        loops.append((asyncio.get_running_loop(), server))
-        ready.set()
-        await server.serve(sockets=[bound])
-
-    thread = threading.Thread(target=lambda: asyncio.run(run()))
-    thread.start()
-    ready.wait(60.0)
-    loop, server = loops[0]
-    try:
-        yield f"http://127.0.0.1:{bound.getsockname()[1]}"
-    finally:
-        loop.call_soon_threadsafe(serve.stop, api.context, server)
-        thread.join(60.0)
-        bound.close()
-        assert not thread.is_alive()
+    api = Api(folder, *server_arguments(nats_settings), environ={})
+    with api.served():
+        yield api, api.url, run_streams
 
 
 def publish(bus: Bus, run: str, *numbers: int) -> None:
@@ -108,13 +78,8 @@ def test_events_arrive_in_order_and_go_on_after_the_last_one_seen(served: tuple[
         assert (first["event"], json.loads(first["data"])["state"]) == ("state", "stopped")
         seen = take(events, 2)
     assert [event["id"] for event in seen] == ["1", "2"]
-    assert json.loads(seen[0]["data"]) == {
-        "sequence": 1,
-        "kind": "step",
-        "source": "trainer",
-        "at": 1.0,
-        "data": {"step": 1},
-    }
+    first_event = {"sequence": 1, "kind": "step", "source": "trainer", "at": 1.0, "data": {"step": 1}}
+    assert json.loads(seen[0]["data"]) == first_event
     publish(bus, served[2], 4)
     with stream(served, **{"last-event-id": "2"}) as events:
         assert [event["id"] for event in take(events, 2)] == ["3", "4"]
@@ -183,10 +148,7 @@ def test_open_streams_are_counted(
         refused = httpx.get(f"{url}/v1/runs/{run}/events", headers=headers)
         assert (refused.status_code, refused.json()["fix"].split(",")[0]) == (429, "close one")
         assert _status(url, run, {"authorization": f"Bearer {api.tokens[Role.ADMIN]}"}) == of_others
-    wait_for(
-        lambda: _status(url, run, headers) == 200,
-        "the place to be free",
-    )
+    wait_for(lambda: _status(url, run, headers) == 200, "the place to be free")
 
 
 def _status(url: str, run: str, headers: dict[str, str]) -> int:
@@ -199,9 +161,9 @@ def test_a_server_that_stops_ends_its_streams_first(tmp_path: Path, nats_setting
     folder = tmp_path / "runs"
     (folder / "one").mkdir(parents=True)
     api = Api(folder, "nats.url=nats://127.0.0.1:9", environ={})
-    with on_a_server(api) as url:
+    with api.served():
         headers = {"authorization": f"Bearer {api.tokens[Role.READ]}"}
-        with httpx.stream("GET", f"{url}/v1/runs/one/events", headers=headers, timeout=60) as answer:
+        with httpx.stream("GET", f"{api.url}/v1/runs/one/events", headers=headers, timeout=60) as answer:
             events = parsed(answer.iter_lines())
             assert json.loads(next(events)["data"])["state"] == "stopped"
             api.context.closing.set()

@@ -254,16 +254,8 @@ def test_a_named_yes_shows_everything_and_then_it_is_used(
         file.write('[s3]\nsecret_key = "hunter2"\naccess_key = "\\u001b]0;x"\n')
     assert trust.trust(run_of(gift), yes=False) == 1
     shown = capsys.readouterr().out
-    for text in (
-        "nats.password_file",
-        "id_rsa",
-        "evil.py:loss",
-        "evil.py:kind",
-        "evil.py:form",
-        "serve",
-        "PENSTOCK_S3__ENDPOINT",
-    ):
-        assert text in shown
+    code = ("evil.py:loss", "evil.py:kind", "evil.py:form")
+    assert all(text in shown for text in (*code, "nats.password_file", "id_rsa", "serve", "PENSTOCK_S3__ENDPOINT"))
     assert "hunter2" not in shown
     assert "\x1b" not in shown
     api = Api(gift.parent)
