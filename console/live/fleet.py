@@ -154,6 +154,7 @@ class Fleet:
 
     def __init__(self) -> None:
         self.both_working_s = 0.0
+        self.slot_s = (0.0, 0.0)  # used, and there: sequences of all engines, times seconds
         self._services: dict[_Key, ServiceHistory] = {}
         self._polled_at: float | None = None
         self._window_open = False
@@ -162,6 +163,7 @@ class Fleet:
 
     def restore(self, totals: WatchedTotals) -> None:
         self.both_working_s = totals.both_working_s
+        self.slot_s = totals.slot_s
         self._restored_until = totals.until
         for service in totals.services:
             self._services[service.beat.role, service.beat.service_id] = ServiceHistory.restore(service)
@@ -204,6 +206,7 @@ class Fleet:
         incidents += self._find_lost({(b.role, b.service_id) for b in beats}, now)
         if self._window_open and self._final_shares is None:
             self._add_overlap(spans)
+            self._add_slots(spans)
         return incidents
 
     def open_window(self, at: float) -> None:
@@ -225,6 +228,12 @@ class Fleet:
     @property
     def tokens_per_s(self) -> float:
         return sum(history.tokens_per_s for history in self._services.values())
+
+    @property
+    def slots_used(self) -> float | None:
+        """The share of the engines' slots in which a sequence was decoded; None where no engine says how many it has."""
+        used_s, whole_s = self.slot_s
+        return used_s / whole_s if whole_s > 0 else None
 
     def count(self, figure: str) -> int:
         return sum(history.count(figure) for history in self._services.values())
@@ -314,3 +323,12 @@ class Fleet:
             if role == "trainer":
                 wall_s = span.wall_s
         self.both_working_s += max(shares.get("trainer", 0.0) + shares.get("rollout", 0.0) - 1.0, 0.0) * wall_s
+
+    def _add_slots(self, spans: Mapping[_Key, Span | None]) -> None:
+        used_s, whole_s = self.slot_s
+        for key, span in spans.items():
+            figures = self._services[key].beat.figures
+            if span is not None and (slots := figures.get("engine_slots", 0.0)) > 0:
+                used_s += span.wall_s * min(slots, figures.get("engine_running", 0.0))
+                whole_s += span.wall_s * slots
+        self.slot_s = used_s, whole_s

@@ -213,8 +213,9 @@ def _details(s: Snapshot, *, is_wide: bool) -> list[RenderableType]:
         if stage in s.queues.waiting
     )
     idle = ", ".join(f"{role} {share(value)}" for role, value in s.idle_share.items())
+    used = "" if s.slots_used is None else f"; {share(s.slots_used)} of the engines' slots used"
     rows = [
-        ("waiting", idle or "–"),
+        ("waiting", f"{idle}{used}" if idle else "–"),
         ("queues", queues or "–"),
         ("learning", learning.panel_learning(s.learning)),
         (

@@ -101,6 +101,7 @@ class RunFold:
             paused_s=self._paused_s,
             pauses=tuple(self._pauses),
             both_working_s=self._fleet.both_working_s,
+            slot_s=self._fleet.slot_s,
             services=self._fleet.totals(),
             incidents=tuple(self._noted),
         )

@@ -131,6 +131,7 @@ class Snapshot:
     queues: QueueDepths
     services: tuple[ServiceLine, ...]
     idle_share: dict[str, float]
+    slots_used: float | None
     dropped: dict[str, int]
     groups_trained: int
     no_signal_share: float | None
@@ -189,6 +190,7 @@ class WatchedTotals(_Frozen):
     paused_s: float = 0.0  # between sessions
     pauses: tuple[Pause, ...] = ()  # the same, one by one
     both_working_s: float = 0.0
+    slot_s: tuple[float, float] = (0.0, 0.0)  # of the engines' slots: used, and there
     services: tuple[ServiceTotals, ...] = ()
     incidents: tuple[Incident, ...] = ()  # those that no stored event repeats
 

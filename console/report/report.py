@@ -66,7 +66,7 @@ def markdown(summary: RunSummary, points: Curves, *, next_steps: Sequence[str], 
         _table("Groups", ("groups", "number"), _groups(summary)),
         _bullets("Why groups were dropped or generated twice", list(_explanations(summary))),
         _table("Rewards of the trained groups", ("reward", "groups", "steps"), _scorers(summary)),
-        _table("Waiting", ("role", "waiting", "CPU s"), _roles(summary)),
+        _table("Waiting", ("role", "waiting", "slots used", "CPU s"), _roles(summary)),
         _table("Weights by worker", ("worker", "applied", "newest", "pause", "fetch", "starts"), _workers(summary)),
         _bullets("Incidents", [terminal.markdown(scrub(text)) for text in summary.incidents]),
         _next(next_steps),
@@ -189,7 +189,8 @@ def _scorers(s: RunSummary) -> Iterator[tuple[str, ...]]:
 
 def _roles(s: RunSummary) -> Iterator[tuple[str, ...]]:
     for role in dict.fromkeys((*s.idle_share, *s.cpu_s_per_role)):
-        yield role, _percent(s.idle_share.get(role)), f"{s.cpu_s_per_role.get(role, 0.0):.1f}"
+        slots = _percent(s.slots_used) if role == "rollout" else ""
+        yield role, _percent(s.idle_share.get(role)), slots, f"{s.cpu_s_per_role.get(role, 0.0):.1f}"
 
 
 def _workers(s: RunSummary) -> Iterator[tuple[str, ...]]:

@@ -131,6 +131,10 @@ class RunSummary(_Frozen):
     idle_share: dict[str, float] = Field(
         default={}, description="Share of the training time each role waited for others."
     )
+    slots_used: float | None = Field(
+        default=None,
+        description="Share of the engines' slots in which a sequence was decoded, from the first step to the last.",
+    )
     overlap: Overlap = Overlap()
     diagnoses: tuple[Diagnosis, ...] = Field(default=(), description="What keeps the run from learning, gravest first.")
     packs_given_back: int = Field(default=0, description="Messages that engines failed; they were generated again.")

@@ -32,7 +32,7 @@ _OUTSIDE = {
 }
 _OF_A_SNAPSHOT = (  # what the overview shows unchanged
     "finished", "step", "total_steps", "eta_s", "reward_first", "generated_per_s", "trained_per_s", "staleness_mean", "staleness_max",
-    "newest_version", "versions_published", "idle_share", "waiting_for", "learning", "num_incidents",
+    "newest_version", "versions_published", "idle_share", "slots_used", "waiting_for", "learning", "num_incidents",
 )  # fmt: skip
 MAX_VALUE = 500  # characters of one value
 _MISSING = "(not set)"

@@ -101,6 +101,27 @@ def test_idle_shares_count_from_the_first_step():
     assert view.summary().idle_share == {"trainer": 0.25}
 
 
+def test_the_slots_used_are_weighted_by_time_and_continue_after_a_restart_of_the_console():
+    """Of an engine of 8 slots, 6 for three seconds and 2 for one; before the first step nothing counts."""
+    view = RunView(recorded.RUN)
+
+    def beat(after: float, running: float) -> None:
+        figures = {"busy_s": after, "idle_s": 0.0, "cpu_s": after, "engine_slots": 8.0, "engine_running": running}
+        view.fold_heartbeats(
+            [recorded.beat("rollout", "w0", recorded.START + after, **figures)], recorded.START + after
+        )
+
+    beat(0.0, 8.0)
+    assert view.summary().slots_used is None
+    view.fold_event(recorded.step(1, recorded.START + 1))
+    beat(3.0, 6.0)
+    beat(4.0, 2.0)
+    assert view.summary().slots_used == view.snapshot(recorded.START + 4).slots_used == 20 / 32
+    later = RunView(recorded.RUN)
+    later.restore(view.totals())
+    assert later.summary().slots_used == 20 / 32
+
+
 def test_idle_shares_do_not_change_after_the_last_step():
     view = recorded.whole_run()
     before = view.summary().idle_share

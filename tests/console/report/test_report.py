@@ -53,7 +53,7 @@ def test_the_report_is_complete(folder: Path):
         "| tokens rejected by veto | 0.002 | 0.002 | 0.002 |",
         "| trajectories filtered out: zero_advantage | 120 |",
         "| dropped: stale | 3 |",
-        "| trainer | 20% | 29.0 |",
+        "| trainer | 20% |  | 29.0 |",
         "| rollout-1 | 50 | v60 | 20 ms | 30 ms | 2 |",
         "- 0:14 killed rollout-1 on purpose",
         *NEXT,

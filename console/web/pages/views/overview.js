@@ -128,7 +128,7 @@ function drawTiles(holder, found) {
     [found.held_out.measure === "accuracy" ? "held-out accuracy" : "held-out reward", number(found.held_out.now), `at first ${number(found.held_out.before)}`],
     ["tokens/s trained", number(found.trained_per_s, 0), `generated ${number(found.generated_per_s, 0)}${found.attention ? `, attention ${found.attention}` : ""}`],
     ["staleness", number(found.staleness_mean, 2), `at most ${number(found.staleness_max)} versions`],
-    ["who waits", found.waiting_for || "–", idle],
+    ["who waits", found.waiting_for || "–", found.slots_used === null ? idle : `${idle}; ${percent(found.slots_used)} of the engines' slots used`],
     ["groups trained", number(found.groups.trained), `${number(dropped)} dropped, ${number(dead)} dead letters`],
     ["version", number(found.newest_version), `${number(found.versions_published)} published`],
     ["time", seconds(found.elapsed_s), found.is_live ? (found.disconnected_s ? `NATS unreachable for ${seconds(found.disconnected_s)}` : "live") : "from the run's files"],
