@@ -2,7 +2,7 @@
 
 `tests/data/conformance.json.gz` holds what they return. `ADAPTERS` maps each public function to the Penstock
 function and options it is compared with; `DISAGREEMENTS` lists the cases in which Penstock differs, with
-the reason; `OTHER_RULES` those that score answers. No other case may be left out.
+the reason; `NOT_OFFERED` what it does not do; `OTHER_RULES` those that score answers. No other case may be left out.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from penstock.trainer.algorithm import reward_shaping as shape
 from penstock.trainer.algorithm.aggregation import Denominators, sequence_weight
 from penstock.trainer.algorithm.corrections.age_band import inside_age_band
 from penstock.trainer.algorithm.corrections.importance import importance_weights
-from penstock.trainer.algorithm.corrections.m2po import m2po_mask
+from penstock.trainer.algorithm.corrections.m2po import m2po_limit
 from penstock.trainer.algorithm.corrections.opsm import off_policy_sequence_mask
 from penstock.trainer.algorithm.corrections.ratios import (
     learning_rate_factor,
@@ -33,15 +33,12 @@ from penstock.trainer.algorithm.corrections.ratios import (
 from penstock.trainer.algorithm.corrections.rejection import inside
 from penstock.trainer.algorithm.corrections.veto import not_vetoed
 from penstock.trainer.algorithm.estimators.gae import gae_tokens
-from penstock.trainer.algorithm.estimators.gdpo import gdpo
 from penstock.trainer.algorithm.estimators.gpg import gpg
 from penstock.trainer.algorithm.estimators.grpo import grpo
 from penstock.trainer.algorithm.estimators.interface import Outcomes
 from penstock.trainer.algorithm.estimators.opo import opo
-from penstock.trainer.algorithm.estimators.optimal_token_baseline import optimal_token_baseline
 from penstock.trainer.algorithm.estimators.pass_at_k import pass_at_k
-from penstock.trainer.algorithm.estimators.reinforce_pp import reinforce_pp_baseline, reinforce_pp_tokens
-from penstock.trainer.algorithm.estimators.remax import remax_tokens
+from penstock.trainer.algorithm.estimators.reinforce_pp import reinforce_pp_baseline
 from penstock.trainer.algorithm.estimators.rloo import rloo
 from penstock.trainer.algorithm.group_filters.equal_rewards import rewards_differ
 from penstock.trainer.algorithm.losses.ce_gppo import ce_gppo
@@ -57,7 +54,7 @@ from penstock.trainer.algorithm.losses.ppo_clip import ppo_clip
 from penstock.trainer.algorithm.losses.product_clip import product_clip
 from penstock.trainer.algorithm.losses.reinforce import reinforce
 from penstock.trainer.algorithm.losses.sapo import sapo
-from penstock.trainer.algorithm.losses.supervised import cross_entropy, entropy
+from penstock.trainer.algorithm.losses.supervised import entropy
 from penstock.trainer.algorithm.losses.tokens import LossTerms, Sequences, Tokens
 from penstock.trainer.algorithm.losses.topr import topr
 from penstock.trainer.algorithm.losses.value import value_loss
@@ -79,20 +76,28 @@ DISAGREEMENTS = {
     "openrlhf/kl/k3": "the recorded output is that of k1, whatever the estimator",
     "verl/pg/clip_cov-rng/token-mean/base": "which candidates are drawn depends on torch's random state, theirs and ours differ",
 }
-NOT_OFFERED = {"areal/prox_approx/base": "the trainer recomputes the proximal log-probabilities"}
-# Rules for rewards, which are not losses: the reward service has its own, with tests of the differences.
-OTHER_RULES = {
-    "verl/reward/gsm8k-strict": "held by tests/reward_service/rewards/test_reward_conformance.py",
-    "verl/reward/gsm8k-flexible": "held by tests/reward_service/rewards/test_reward_conformance.py",
-    "verl/reward/math": "held by tests/reward_service/rewards/test_reward_conformance.py",
-    "verl/reward/math_dapo-boxed": "held by tests/reward_service/rewards/test_reward_conformance.py",
-    "verl/reward/math_dapo-answer": "held by tests/reward_service/rewards/test_reward_conformance.py",
-    "verl/reward/qa_em": "held by tests/reward_service/rewards/test_reward_conformance.py",
-    "verl/reward/normalize_answer": "held by tests/reward_service/rewards/test_reward_conformance.py",
-    "math_verify/verify": "held by tests/reward_service/rewards/test_reward_conformance.py",
-    "trl/reward/think_format": "held by tests/reward_service/rewards/test_reward_conformance.py",
-    "trl/reward/accuracy": "held by tests/reward_service/rewards/test_reward_conformance.py",
+_BY_TOKEN = "an estimator credits trajectories and turns; a reward for each token is a critic's"
+NOT_OFFERED = {
+    "areal/prox_approx/base": "the trainer recomputes the proximal log-probabilities",
+    "trl/reward/repetition/2": "a reward, for the user's own code",
+    "trl/reward/repetition/3": "a reward, for the user's own code",
+    "verl/adv/gdpo-multi/base": "the parts of a reward are one number before the trainer sees them",
+    "verl/adv/gdpo-single/base": "the parts of a reward are one number before the trainer sees them",
+    "verl/adv/optimal_token_baseline-zt0/base": _BY_TOKEN,
+    "verl/adv/optimal_token_baseline-zt1/base": _BY_TOKEN,
+    "verl/adv/reinforce_plus_plus-g0.9/base": _BY_TOKEN,
+    "verl/adv/reinforce_plus_plus-g1.0/base": _BY_TOKEN,
+    "verl/adv/remax/base": _BY_TOKEN,
+    "verl/adv/tir_optimal_token_baseline-zt0/base": _BY_TOKEN,
+    "verl/adv/tir_optimal_token_baseline-zt1/base": _BY_TOKEN,
+    "verl/logprobs_from_logits/base": "torch's own cross-entropy",
 }
+# Rules for rewards, which are not losses: the reward service has its own, with tests of the differences.
+OTHER_RULES = (
+    "verl/reward/gsm8k-strict", "verl/reward/gsm8k-flexible", "verl/reward/math", "verl/reward/math_dapo-boxed",
+    "verl/reward/math_dapo-answer", "verl/reward/qa_em", "verl/reward/normalize_answer", "math_verify/verify",
+    "trl/reward/think_format", "trl/reward/accuracy",
+)  # fmt: skip
 
 
 class Given:
@@ -167,34 +172,19 @@ def answers(*patterns: str) -> Callable[[Adapter], Adapter]:
 # --- advantages ---------------------------------------------------------------------------------------------------
 
 
-def _outcome(estimate: Callable[[Outcomes], Tensor], *, returns: str = "advantages") -> Adapter:
+def _outcome(estimate: Callable[..., Tensor]) -> Adapter:
     def adapter(given: Given) -> dict[str, Any]:
-        result = given.per_token(estimate(given.outcomes))
-        found = {"advantages": result}
-        if "returns" in given.case["outputs"] and returns == "advantages":
-            found["returns"] = result
-        return found
+        std = given.options.get("norm_adv_by_std_in_grpo")
+        result = given.per_token(estimate(given.outcomes, **({} if std is None else {"normalise_by_std": std})))
+        return {"advantages": result} | ({"returns": result} if "returns" in given.case["outputs"] else {})
 
     return adapter
 
 
-def _std(given: Given) -> bool:
-    return given.options["norm_adv_by_std_in_grpo"]
-
-
-@answers("verl/adv/grpo-", "verl/adv/grpo_vectorized-")
-def _grpo(given: Given) -> dict[str, Any]:
-    result = given.per_token(grpo(given.outcomes, normalise_by_std=_std(given)))
-    return {"advantages": result, "returns": result}
-
-
-@answers("verl/adv/grpo_passk-")
-def _pass_at_k(given: Given) -> dict[str, Any]:
-    result = given.per_token(pass_at_k(given.outcomes, normalise_by_std=_std(given)))
-    return {"advantages": result, "returns": result}
-
-
 ADAPTERS |= {
+    "verl/adv/grpo-": _outcome(grpo),
+    "verl/adv/grpo_vectorized-": _outcome(grpo),
+    "verl/adv/grpo_passk-": _outcome(pass_at_k),
     "verl/adv/reinforce_plus_plus_baseline/": _outcome(reinforce_pp_baseline),
     "verl/adv/rloo/": _outcome(rloo),
     "verl/adv/rloo_vectorized/": _outcome(rloo),
@@ -210,43 +200,6 @@ def _gae(given: Given) -> dict[str, Any]:
         gamma=given.options["gamma"], lam=given.options["lam"],
     )  # fmt: skip
     return {"advantages": found, "returns": returns}
-
-
-@answers("verl/adv/reinforce_plus_plus-")
-def _reinforce_pp(given: Given) -> dict[str, Any]:
-    found, returns = reinforce_pp_tokens(
-        given.flat("token_level_rewards"), given.sequences, gamma=given.options["gamma"]
-    )
-    return {"advantages": found, "returns": returns}
-
-
-@answers("verl/adv/remax/")
-def _remax(given: Given) -> dict[str, Any]:
-    found, returns = remax_tokens(given.flat("token_level_rewards"), given.sequences, given.whole["reward_baselines"])
-    return {"advantages": found, "returns": returns}
-
-
-@answers("verl/adv/optimal_token_baseline-", "verl/adv/tir_optimal_token_baseline-")
-def _optimal_token_baseline(given: Given) -> dict[str, Any]:
-    found, returns = optimal_token_baseline(
-        given.flat("token_level_rewards"), given.sequences, given.groups, given.flat("old_log_probs"),
-        given.flat("sum_pi_squared"), zero_tail=given.options["handle_zero_tail"],
-    )  # fmt: skip
-    return {"advantages": found, "returns": returns}
-
-
-@answers("verl/adv/gdpo-single/")
-def _gdpo_single(given: Given) -> dict[str, Any]:
-    outcomes = given.outcomes
-    result = given.per_token(gdpo([outcomes.rewards], outcomes, weights=[1.0]))
-    return {"advantages": result, "returns": result}
-
-
-@answers("verl/adv/gdpo-multi/")
-def _gdpo_multi(given: Given) -> dict[str, Any]:
-    parts = [given.whole["reward_format"], given.whole["reward_accuracy"]]
-    outcomes = Outcomes(torch.zeros(8, dtype=torch.float64), given.groups, given.mask.sum(1))
-    return {"advantages": given.per_token(gdpo(parts, outcomes, weights=given.options["weights"]))}
 
 
 # --- aggregation --------------------------------------------------------------------------------------------------
@@ -451,24 +404,17 @@ def _entropy_from_logits(given: Given) -> dict[str, Any]:
     return {"entropy": entropy(given.whole["logits"])}
 
 
-@answers("verl/logprobs_from_logits/")
-def _logprobs(given: Given) -> dict[str, Any]:
-    logits, labels = given.whole["logits"], given.whole["labels"].long()
-    chosen = -torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none")
-    return {"log_prob": chosen.view(labels.shape)}
-
-
 @answers("torch/sft/")
 def _torch_sft(given: Given) -> dict[str, Any]:
     labels = given.whole["labels"].long()
     chosen = given.whole["logits"].log_softmax(-1).gather(-1, labels[..., None]).squeeze(-1)
-    return {"loss": given.total(cross_entropy(chosen[given.mask]), "token-mean")}
+    return {"loss": given.total(-chosen[given.mask], "token-mean")}
 
 
 @answers("openrlhf/sft/")
 def _openrlhf_sft(given: Given) -> dict[str, Any]:
     mode = "token-mean" if given.options["token_level_loss"] else "seq-mean-token-mean"
-    return {"loss": given.total(cross_entropy(given.flat("log_prob")), mode)}
+    return {"loss": given.total(-given.flat("log_prob"), mode)}
 
 
 @answers("verl/masked_whiten-")
@@ -530,8 +476,11 @@ def _verl_is(given: Given) -> dict[str, Any]:
     log_ratio = given.flat("old_log_prob") - given.flat("rollout_log_prob")
     weights = importance_weights(
         log_ratio, given.sequences, level=options["rollout_is"], bound="truncate" if low is None else "mask",
-        low=low or 0.0, high=high, normalise=options["rollout_is_batch_normalize"],
+        low=low or 0.0, high=high,
     )  # fmt: skip
+    if options["rollout_is_batch_normalize"]:  # which Penstock does not offer
+        by_token = options["rollout_is"] == "token"
+        weights = weights / (weights if by_token else given.sequences.mean(weights)).mean()
     return {"weights": weights, "metrics": {}}
 
 
@@ -602,7 +551,8 @@ def _slime_opsm(given: Given) -> dict[str, Any]:
 @answers("areal/m2po_mask/")
 def _areal_m2po(given: Given) -> dict[str, Any]:
     log_ratio = given.flat("prox_logp") - given.flat("old_logp")
-    return {"mask": m2po_mask(log_ratio, budget=given.options["m2_threshold"]).double()}
+    squares = log_ratio.square()
+    return {"mask": (squares <= m2po_limit(squares, given.options["m2_threshold"])).double()}
 
 
 @answers("formula/ess/", "formula/ess-token/")
@@ -748,16 +698,6 @@ def _trl_overlong(given: Given) -> dict[str, Any]:
     rewards = shape.overlong_penalty(
         lengths, longest=options["max_completion_len"], buffer=options["soft_punish_cache"]
     )
-    return {"rewards": rewards}
-
-
-@answers("trl/reward/repetition/")
-def _trl_repetition(given: Given) -> dict[str, Any]:
-    options = given.options
-    rewards = [
-        shape.repetition_penalty(ids, ngram=options["ngram_size"], factor=options["max_penalty"])
-        for ids in given.case["inputs"]["completion_ids"]
-    ]
     return {"rewards": rewards}
 
 

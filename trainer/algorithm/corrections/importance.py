@@ -57,7 +57,6 @@ def importance_weights(
     bound: Bound,
     high: float,
     low: float = 0.0,
-    normalise: bool = False,
 ) -> Tensor:
     """Return bounded importance weights, one per token, [N].
 
@@ -72,18 +71,8 @@ def importance_weights(
         bound: What happens outside the band.
         high: Upper end of the band.
         low: Lower end.
-        normalise: Divide by the mean weight of the tokens passed in (of the sequences, above token level).
     """
     weights = log_weights(log_ratio, sequences, level).exp()
     if bound == "mask":
-        weights = weights * ((weights >= low) & (weights <= high))
-    else:
-        weights = weights.clamp(low if bound == "clip" else 0.0, high)
-    if not normalise or not len(weights):
-        return weights
-    if level == "token":
-        mean = weights.mean()
-    else:
-        present = sequences.lengths(weights) > 0
-        mean = sequences.mean(weights)[present].mean()
-    return weights / mean if mean > 1e-8 else weights
+        return weights * ((weights >= low) & (weights <= high))
+    return weights.clamp(low if bound == "clip" else 0.0, high)

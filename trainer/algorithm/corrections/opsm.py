@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from penstock.trainer.algorithm.corrections.interface import Drift, Options, correction
+from penstock.trainer.algorithm.corrections.interface import GRPO, Drift, Options, correction
 from penstock.trainer.algorithm.lazy_torch import Tensor
 from penstock.trainer.algorithm.losses.tokens import Sequences
 
@@ -27,13 +27,8 @@ class OpsmOptions(Options):
     options=OpsmOptions,
     source="arXiv 2512.02556",
     switch="opsm_delta",
-    presets={
-        "opsm": {
-            "advantage": "grpo", "normalise_by_std": True, "loss": "ppo_clip", "clip_low": 0.2, "clip_high": 0.2,
-            "opsm_delta": 1e-4, "aggregation": "token-mean",
-        },
-    },
-)  # fmt: skip
+    presets={"opsm": {**GRPO, "loss": "ppo_clip", "clip_low": 0.2, "clip_high": 0.2, "opsm_delta": 1e-4}},
+)
 def opsm(drift: Drift, *, opsm_delta: float, opsm_level: str = "sequence") -> Tensor:
     """Leave out failed sequences that became less likely by more than a bound (DeepSeek-V3.2), [N] bool."""
     return off_policy_sequence_mask(

@@ -1,13 +1,8 @@
-"""Cross-entropy on target tokens, and the entropy of a policy; pure."""
+"""The entropy of a policy; pure."""
 
 from __future__ import annotations
 
 from penstock.trainer.algorithm.lazy_torch import Tensor, torch
-
-
-def cross_entropy(logprobs: Tensor) -> Tensor:
-    """Return minus the log-probability of every token, [N]; aggregation averages it over the batch."""
-    return -logprobs
 
 
 def entropy(logits: Tensor) -> Tensor:
