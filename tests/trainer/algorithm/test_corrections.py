@@ -33,11 +33,13 @@ from penstock.trainer.algorithm.estimators.pass_at_k import pass_at_k
 from penstock.trainer.algorithm.estimators.reinforce import reinforce
 from penstock.trainer.algorithm.estimators.reinforce_pp import reinforce_pp, reinforce_pp_baseline
 from penstock.trainer.algorithm.estimators.rloo import rloo
-from penstock.trainer.algorithm.filters.drop_zero_advantage import drop_zero_advantage
+from penstock.trainer.algorithm.filters.advantage import (
+    drop_zero_advantage,
+    minimal_advantage,
+    skip_non_positive_advantage,
+)
 from penstock.trainer.algorithm.filters.interface import Candidate, Filter, Kept, keep
 from penstock.trainer.algorithm.filters.mask_truncated import mask_truncated
-from penstock.trainer.algorithm.filters.minimal_advantage import minimal_advantage
-from penstock.trainer.algorithm.filters.skip_non_positive_advantage import skip_non_positive_advantage
 from penstock.trainer.algorithm.group_filters.equal_rewards import rewards_differ
 from penstock.trainer.algorithm.kl import kl_estimate, kl_full
 from penstock.trainer.algorithm.losses.tokens import Sequences
