@@ -248,51 +248,54 @@ def _vanilla(given: Given) -> dict[str, Any]:
     }
 
 
-@answers("verl/pg/gspo/", "verl/pg/gspo-wide/")
-def _gspo(given: Given) -> dict[str, Any]:
-    options = given.options
-    terms = gspo(given.tokens(), clip_low=options["clip_ratio_low"], clip_high=options["clip_ratio_high"])
-    return _verl(terms, given)
+def _options(given: Given, names: dict[str, str]) -> dict[str, float]:
+    """Return options of ours by what the case calls them, also in its table ``policy_loss``."""
+    theirs = {**given.options, **given.options.get("policy_loss", {})}
+    return {name: theirs[theirs_name] for name, theirs_name in names.items()}
 
 
-@answers("verl/pg/gspo-tokadv/")
-def _gspo_token(given: Given) -> dict[str, Any]:
-    options = given.options
-    terms = gspo_token(given.tokens(), clip_low=options["clip_ratio_low"], clip_high=options["clip_ratio_high"])
-    return _verl(terms, given)
+def _verl_loss(loss: Callable[..., LossTerms], *, clipped: bool = True, **names: str) -> Adapter:
+    """Compare a loss; ``names`` are verl's of its options."""
+    return lambda given: _verl(loss(given.tokens(), **_options(given, names)), given, clipped=clipped)
+
+
+def _total(
+    loss: Callable[..., LossTerms],
+    others: dict[str, Callable[[LossTerms], Any]] | None = None,
+    *,
+    anchor: str = "old_log_prob",
+    mode: str | None = None,
+    **names: str,
+) -> Adapter:
+    """Compare a loss after aggregation, and ``others`` by the names of their outputs."""
+
+    def adapter(given: Given) -> dict[str, Any]:
+        terms = loss(given.tokens(anchor), **_options(given, names))
+        return {"loss": given.total(terms.loss, mode), **{name: of(terms) for name, of in (others or {}).items()}}
+
+    return adapter
+
+
+CLIP = {"clip_low": "clip_ratio_low", "clip_high": "clip_ratio_high"}
+COV = {"clip_cov_share": "clip_cov_ratio", "clip_cov_low": "clip_cov_lb", "clip_cov_high": "clip_cov_ub"}
+ADAPTERS |= {
+    "verl/pg/gspo/": _verl_loss(gspo, **CLIP),
+    "verl/pg/gspo-wide/": _verl_loss(gspo, **CLIP),
+    "verl/pg/gspo-tokadv/": _verl_loss(gspo_token, **CLIP),
+    "verl/pg/dro/": _verl_loss(dro, clipped=False, dro_beta="dro_beta"),
+    "verl/pg/gpg/": _verl_loss(reinforce, clipped=False),
+    "verl/pg/dppo_tv/": _verl_loss(dppo_tv, **CLIP, weight_cap="clip_ratio_c"),
+    "verl/pg/dppo_kl/": _verl_loss(dppo_kl, **CLIP, weight_cap="clip_ratio_c"),
+    "verl/pg/sapo": _verl_loss(sapo, tau_positive="tau_pos", tau_negative="tau_neg"),
+    "verl/pg/clip_cov/": _verl_loss(clip_cov, clipped=False, clip_low="clip_ratio", clip_high="clip_ratio", **COV),
+    "verl/pg/kl_cov/": _verl_loss(kl_cov, clipped=False, kl_cov_share="kl_cov_ratio", kl_cov_penalty="ppo_kl_coef"),
+}
 
 
 @answers("verl/pg/cispo")
 def _cispo(given: Given) -> dict[str, Any]:
     low, high = given.options["clip_ratio_low"], given.options["clip_ratio_high"]
     return _verl(cispo(given.tokens(), weight_cap=1 + high, floor=1 - low), given, clipped=False)
-
-
-@answers("verl/pg/dro/")
-def _dro(given: Given) -> dict[str, Any]:
-    return _verl(dro(given.tokens(), dro_beta=given.options["policy_loss"]["dro_beta"]), given, clipped=False)
-
-
-@answers("verl/pg/gpg/")
-def _gpg(given: Given) -> dict[str, Any]:
-    return _verl(reinforce(given.tokens()), given, clipped=False)
-
-
-@answers("verl/pg/dppo_tv/", "verl/pg/dppo_kl/")
-def _dppo(given: Given) -> dict[str, Any]:
-    options = given.options
-    loss = dppo_tv if "dppo_tv" in given.case["id"] else dppo_kl
-    terms = loss(
-        given.tokens(), clip_low=options["clip_ratio_low"], clip_high=options["clip_ratio_high"],
-        weight_cap=options["clip_ratio_c"],
-    )  # fmt: skip
-    return _verl(terms, given)
-
-
-@answers("verl/pg/sapo")
-def _sapo(given: Given) -> dict[str, Any]:
-    terms = sapo(given.tokens(), tau_positive=given.options["tau_pos"], tau_negative=given.options["tau_neg"])
-    return _verl(terms, given)
 
 
 @answers("verl/pg/geo_mean/", "verl/pg/geo_mean-w/")
@@ -303,23 +306,6 @@ def _gmpo(given: Given) -> dict[str, Any]:
         log_weight = (given.flat("rollout_is_weights") + 1e-10).log()
         losses = losses * given.per_token(given.sequences.mean(log_weight).exp())
     return {"loss": given.total(losses, "seq-mean-token-mean")}
-
-
-@answers("verl/pg/clip_cov/")
-def _clip_cov(given: Given) -> dict[str, Any]:
-    options, clip = given.options["policy_loss"], given.options["clip_ratio"]
-    terms = clip_cov(
-        given.tokens(), clip_low=clip, clip_high=clip, clip_cov_share=options["clip_cov_ratio"],
-        clip_cov_low=options["clip_cov_lb"], clip_cov_high=options["clip_cov_ub"],
-    )  # fmt: skip
-    return _verl(terms, given, clipped=False)
-
-
-@answers("verl/pg/kl_cov/")
-def _kl_cov(given: Given) -> dict[str, Any]:
-    options = given.options["policy_loss"]
-    terms = kl_cov(given.tokens(), kl_cov_share=options["kl_cov_ratio"], kl_cov_penalty=options["ppo_kl_coef"])
-    return _verl(terms, given, clipped=False)
 
 
 @answers("verl/pg/bypass-")
@@ -357,21 +343,16 @@ def _verl_value(given: Given) -> dict[str, Any]:
     return {"loss": given.total(losses), "clipfrac": _fraction(moved)}
 
 
-@answers("areal/value/")
-def _areal_value(given: Given) -> dict[str, Any]:
-    losses = value_loss(
-        given.flat("vpreds"), given.flat("values"), given.flat("returns"),
-        clip=given.options["value_eps_clip"], form=given.options["loss_fn_type"],
-    )  # fmt: skip
-    return {"loss": given.total(losses)}
+def _value(clip: str, form: str = "") -> Adapter:
+    def adapter(given: Given) -> dict[str, Any]:
+        values, old, returns = (given.flat(name) for name in ("vpreds", "values", "returns"))
+        form_ = {"form": given.options[form]} if form else {}
+        return {"loss": given.total(value_loss(values, old, returns, clip=given.options[clip], **form_))}
+
+    return adapter
 
 
-@answers("openrlhf/value/")
-def _openrlhf_value(given: Given) -> dict[str, Any]:
-    losses = value_loss(
-        given.flat("vpreds"), given.flat("values"), given.flat("returns"), clip=given.options["clip_eps"]
-    )
-    return {"loss": given.total(losses)}
+ADAPTERS |= {"areal/value/": _value("value_eps_clip", "loss_fn_type"), "openrlhf/value/": _value("clip_eps")}
 
 
 @answers("verl/kl/")
@@ -691,33 +672,28 @@ def _trl_cpo(given: Given) -> dict[str, Any]:
     return {"loss": losses.mean()}
 
 
+def _overlong(given: Given, longest: str, buffer: str, factor: str = "") -> Tensor:
+    inputs, options = given.case["inputs"], given.options
+    return shape.overlong_penalty(
+        torch.tensor(inputs.get("response_lengths", inputs.get("lengths"))), longest=options[longest],
+        buffer=options[buffer], factor=options.get(factor, 1.0),
+    )  # fmt: skip
+
+
 @answers("trl/reward/soft_overlong/")
 def _trl_overlong(given: Given) -> dict[str, Any]:
-    lengths = torch.tensor(given.case["inputs"]["lengths"])
-    options = given.options
-    rewards = shape.overlong_penalty(
-        lengths, longest=options["max_completion_len"], buffer=options["soft_punish_cache"]
-    )
-    return {"rewards": rewards}
+    return {"rewards": _overlong(given, "max_completion_len", "soft_punish_cache")}
 
 
 @answers("verl/dapo_overlong/")
 def _verl_overlong(given: Given) -> dict[str, Any]:
-    options = given.options
-    penalty = shape.overlong_penalty(
-        torch.tensor(given.case["inputs"]["response_lengths"]), longest=options["max_resp_len"],
-        buffer=options["overlong_buffer_len"], factor=options["penalty_factor"],
-    )  # fmt: skip
-    return {"overlong_reward": penalty, "reward": options["base_score"] + penalty}
+    penalty = _overlong(given, "max_resp_len", "overlong_buffer_len", "penalty_factor")
+    return {"overlong_reward": penalty, "reward": given.options["base_score"] + penalty}
 
 
 @answers("areal/overlong")
 def _areal_overlong(given: Given) -> dict[str, Any]:
-    options = given.options
-    penalty = shape.overlong_penalty(
-        torch.tensor(given.case["inputs"]["response_lengths"]), longest=options["max_response_length"],
-        buffer=options["overlong_tokens"], factor=options["overlong_penalty_factor"],
-    )  # fmt: skip
+    penalty = _overlong(given, "max_response_length", "overlong_tokens", "overlong_penalty_factor")
     return {"reward": 1.0 + penalty}
 
 
@@ -761,12 +737,6 @@ def _areal(given: Given) -> dict[str, Any]:
     found["clip_mask"][keep], found["dual_clip_mask"][keep] = terms.clipped, terms.dual_clipped
     loss = (terms.loss * weights[keep]).sum() / len(keep)
     return {"loss": loss} | found
-
-
-@answers("areal/sapo/")
-def _areal_sapo(given: Given) -> dict[str, Any]:
-    terms = sapo(given.tokens(), tau_positive=given.options["tau_pos"], tau_negative=given.options["tau_neg"])
-    return {"loss": given.total(terms.loss, "token-mean")}
 
 
 @answers("areal/dpo/")
@@ -920,14 +890,6 @@ def _agentrl(given: Given) -> dict[str, Any]:
     return {"loss": given.total(losses * keep, "token-mean", num_tokens=int(keep.sum())), "kept": keep.double()}
 
 
-@answers("formula/double-sided-is/")
-def _double_sided(given: Given) -> dict[str, Any]:
-    terms = double_sided(
-        given.tokens("rollout_log_prob"), clip_low=given.options["eps_low"], clip_high=given.options["eps_high"]
-    )
-    return {"loss": given.total(terms.loss), "weight": terms.ratio * ~terms.clipped}
-
-
 @answers("formula/roll-dualclip/")
 def _roll_dual_clip(given: Given) -> dict[str, Any]:
     clip = given.options["pg_clip"]
@@ -935,24 +897,21 @@ def _roll_dual_clip(given: Given) -> dict[str, Any]:
     return {"loss": given.total(terms.loss, "token-mean")}
 
 
-@answers("ce-gppo/")
-def _ce_gppo(given: Given) -> dict[str, Any]:
-    options = given.options
-    terms = ce_gppo(
-        given.tokens(), clip_low=options["cliprange_low"], clip_high=options["cliprange_high"],
-        beta_low=options["beta1"], beta_high=options["beta2"], dual_clip=options["clip_ratio_c"],
-    )  # fmt: skip
-    return {"loss": given.total(terms.loss), "clipfrac": _fraction(terms.clipped)}
-
-
-@answers("prime-rl/default/")
-def _prime_rl(given: Given) -> dict[str, Any]:
-    options = given.options
-    terms = dppo_tv_ratio(
-        given.tokens("rollout_log_prob"), clip_low=options["dppo_mask_low"], clip_high=options["dppo_mask_high"],
-        tv_drift=options["kl_tau"],
-    )  # fmt: skip
-    return {"loss": given.total(terms.loss, "token-mean")}
+ADAPTERS |= {
+    "areal/sapo/": _total(sapo, mode="token-mean", tau_positive="tau_pos", tau_negative="tau_neg"),
+    "ce-gppo/": _total(
+        ce_gppo, {"clipfrac": lambda terms: _fraction(terms.clipped)}, clip_low="cliprange_low",
+        clip_high="cliprange_high", beta_low="beta1", beta_high="beta2", dual_clip="clip_ratio_c",
+    ),
+    "formula/double-sided-is/": _total(
+        double_sided, {"weight": lambda terms: terms.ratio * ~terms.clipped}, anchor="rollout_log_prob",
+        clip_low="eps_low", clip_high="eps_high",
+    ),
+    "prime-rl/default/": _total(
+        dppo_tv_ratio, anchor="rollout_log_prob", mode="token-mean", clip_low="dppo_mask_low",
+        clip_high="dppo_mask_high", tv_drift="kl_tau",
+    ),
+}  # fmt: skip
 
 
 # --- the test -----------------------------------------------------------------------------------------------------
