@@ -43,7 +43,6 @@ from penstock.trainer.algorithm.filters.mask_truncated import mask_truncated
 from penstock.trainer.algorithm.group_filters.equal_rewards import rewards_differ
 from penstock.trainer.algorithm.kl import kl_estimate, kl_full
 from penstock.trainer.algorithm.losses.tokens import Sequences
-from penstock.trainer.groups.batcher import Reuse, ReuseRefused
 
 finite = st.floats(-1e3, 1e3, allow_nan=False)
 levels = st.sampled_from(["token", "sequence", "geometric", "root"])
@@ -262,15 +261,6 @@ def test_a_group_has_a_signal_when_its_rewards_differ() -> None:
     assert rewards_differ([0.0, 1.0])
     assert not rewards_differ([1.0])
     assert not rewards_differ([0.1 + 0.2, 0.3])
-
-
-def test_a_record_is_reused_within_its_limits() -> None:
-    """At most max_trained_count times, and at least retrained_interval steps apart."""
-    rule = Reuse(max_trained_count=2, retrained_interval=3)
-    assert rule.reason(0, None, 5) is None
-    assert rule.reason(1, 4, 5) is ReuseRefused.TRAINED_RECENTLY
-    assert rule.reason(1, 2, 5) is None
-    assert rule.reason(2, 0, 5) is ReuseRefused.TRAINED_OFTEN
 
 
 def _veto(log_ratio: Tensor) -> Tensor:
