@@ -17,21 +17,22 @@ from typing import Any
 
 import pytest
 import torch
+from tests.trainer.algorithm.tokens import drift_of
 from torch import Tensor
 
 from penstock.trainer.algorithm import kl as kl_
 from penstock.trainer.algorithm import reward_shaping as shape
 from penstock.trainer.algorithm.aggregation import Denominators, sequence_weight
-from penstock.trainer.algorithm.corrections.age_band import inside_age_band
-from penstock.trainer.algorithm.corrections.importance import importance_weights
+from penstock.trainer.algorithm.corrections.age_band import age_band
+from penstock.trainer.algorithm.corrections.importance import importance
 from penstock.trainer.algorithm.corrections.m2po import m2po_limit
-from penstock.trainer.algorithm.corrections.opsm import off_policy_sequence_mask
+from penstock.trainer.algorithm.corrections.opsm import opsm
 from penstock.trainer.algorithm.corrections.ratios import (
     learning_rate_factor,
     log_weights,
 )
-from penstock.trainer.algorithm.corrections.rejection import inside
-from penstock.trainer.algorithm.corrections.veto import not_vetoed
+from penstock.trainer.algorithm.corrections.rejection import rejection
+from penstock.trainer.algorithm.corrections.veto import veto
 from penstock.trainer.algorithm.estimators.gae import gae_tokens
 from penstock.trainer.algorithm.estimators.gpg import gpg
 from penstock.trainer.algorithm.estimators.grpo import grpo
@@ -430,6 +431,13 @@ def _adaptive_kl(given: Given) -> dict[str, Any]:
     return {"values": values}
 
 
+def importance_weights(
+    log_ratio: Tensor, sequences: Sequences, *, level: str, bound: str, high: float, low: float = 0.0
+) -> Tensor:
+    rule = importance.bind(importance=level, importance_bound=bound, importance_high=high, importance_low=low)
+    return rule(drift_of(log_ratio, sequences))
+
+
 # --- corrections --------------------------------------------------------------------------------------------------
 
 
@@ -446,7 +454,7 @@ def _verl_rejection(log_ratio: Tensor, given: Given, statistics: str, thresholds
     keep = torch.ones_like(log_ratio, dtype=torch.bool)
     for name, bound in zip(names, bounds, strict=True):
         low, high = _band(bound)
-        keep &= inside(log_ratio, given.sequences, name, high=high, low=low)  # type: ignore[arg-type]
+        keep &= rejection(drift_of(log_ratio, given.sequences), rejection=name, rejection_high=high, rejection_low=low)  # type: ignore[arg-type]
     return keep
 
 
@@ -518,14 +526,14 @@ def _slime_mis(given: Given) -> dict[str, Any]:
         keep &= importance_weights(
             log_ratio, given.sequences, level=options["rs_level"], bound="mask", low=low, high=high
         ) > 0  # fmt: skip
-        keep &= not_vetoed(log_ratio, given.sequences, options["rs_veto_threshold"])
+        keep &= veto(drift_of(log_ratio, given.sequences), veto=options["rs_veto_threshold"])
     return {"flat_weights": weights, "flat_mask": keep.double()}
 
 
 @answers("slime/opsm/")
 def _slime_opsm(given: Given) -> dict[str, Any]:
     log_ratio = given.flat("log_prob") - given.flat("old_log_prob")
-    keep = off_policy_sequence_mask(log_ratio, given.advantages(), given.sequences, given.options["opsm_delta"])
+    keep = opsm(drift_of(log_ratio, given.sequences, given.advantages()), opsm_delta=given.options["opsm_delta"])
     return {"flat_mask": keep.double()}
 
 
@@ -590,8 +598,8 @@ def _trl(given: Given) -> dict[str, Any]:
     losses = terms.loss
     if options["off_policy_mask_threshold"] is not None:  # TRL holds it against the engine's log-probabilities
         log_ratio = tokens.current - given.flat("rollout_log_prob")
-        losses = losses * off_policy_sequence_mask(
-            log_ratio, tokens.advantages, given.sequences, options["off_policy_mask_threshold"]
+        losses = losses * opsm(
+            drift_of(log_ratio, given.sequences, tokens.advantages), opsm_delta=options["off_policy_mask_threshold"]
         )
     if options["vllm_is"]:
         name, low, high = options["vllm_is"]
@@ -700,16 +708,16 @@ def _areal_overlong(given: Given) -> dict[str, Any]:
 # --- AReaL, OpenRLHF ----------------------------------------------------------------------------------------------
 
 
-def _areal_weights(given: Given, rejection: dict[str, Any]) -> tuple[Tensor, Tensor]:
+def _areal_weights(given: Given, rule: dict[str, Any]) -> tuple[Tensor, Tensor]:
     """Weights and the tokens they keep; AReaL's k3 is exp(-x) - 1 + x of x = log(proximal / behaviour)."""
     log_ratio = given.flat("old_log_prob") - given.flat("rollout_log_prob")
-    if rejection["metric"] != "ratio":
-        keep = inside(-log_ratio, given.sequences, "seq_mean_k3", high=rejection["upper"])
+    if rule["metric"] != "ratio":
+        keep = rejection(drift_of(-log_ratio, given.sequences), rejection="seq_mean_k3", rejection_high=rule["upper"])
         return log_ratio.exp() * keep, keep
     weights = importance_weights(
-        log_ratio, given.sequences, level="geometric" if rejection["level"] == "sequence" else "token",
-        bound="truncate" if rejection["action"] == "clamp" else "mask",
-        low=rejection.get("lower") or 0.0, high=rejection["upper"],
+        log_ratio, given.sequences, level="geometric" if rule["level"] == "sequence" else "token",
+        bound="truncate" if rule["action"] == "clamp" else "mask",
+        low=rule.get("lower") or 0.0, high=rule["upper"],
     )  # fmt: skip
     return weights, weights > 0
 
@@ -878,10 +886,10 @@ def _agentrl(given: Given) -> dict[str, Any]:
     ratio = tokens.log_ratio.detach().exp()
     created = given.per_token(torch.tensor(VECTORS["inputs"]["base"]["versions"])[:, 0])
     age = (options["current_step"] - created).to(ratio.dtype) if "current_step" in options else torch.zeros_like(ratio)
-    keep = inside_age_band(
-        ratio, tokens.advantages, age, clip_low=options["epsilon"], clip_high=upper,
-        cap=1.0 if options.get("strict_in_bound") else options["importance_weight_cap_ratio"],
-        decay=options.get("out_of_date_decay", 0.0),
+    keep = age_band(
+        drift_of(tokens.log_ratio, tokens.sequences, tokens.advantages, age), clip_low=options["epsilon"], clip_high=upper,
+        age_band_cap=1.0 if options.get("strict_in_bound") else options["importance_weight_cap_ratio"],
+        age_band_decay=options.get("out_of_date_decay", 0.0),
     )  # fmt: skip
     if "minirl" in given.case["id"]:
         losses = cispo(tokens, weight_cap=math.inf).loss

@@ -9,13 +9,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from tests.examples import examples
-from tests.trainer.algorithm.tokens import lengths, sample, seeds
+from tests.trainer.algorithm.tokens import drift_of, lengths, sample, seeds
 from torch import Tensor
 
 from penstock.trainer.algorithm import reward_shaping as shape
 from penstock.trainer.algorithm.aggregation import Denominators, sequence_weight
-from penstock.trainer.algorithm.corrections.importance import importance_weights
-from penstock.trainer.algorithm.corrections.interface import Drift
+from penstock.trainer.algorithm.corrections.importance import importance
 from penstock.trainer.algorithm.corrections.m2po import m2po_clip_widths, m2po_limit, m2po_width
 from penstock.trainer.algorithm.corrections.opsm import opsm
 from penstock.trainer.algorithm.corrections.ratios import (
@@ -23,7 +22,7 @@ from penstock.trainer.algorithm.corrections.ratios import (
     learning_rate_factor,
     log_weights,
 )
-from penstock.trainer.algorithm.corrections.veto import not_vetoed
+from penstock.trainer.algorithm.corrections.veto import veto
 from penstock.trainer.algorithm.estimators.gae import gae_tokens
 from penstock.trainer.algorithm.estimators.gpg import gpg
 from penstock.trainer.algorithm.estimators.grpo import grpo
@@ -101,12 +100,11 @@ def test_importance_weights_are_finite_bounded_and_independent_of_other_sequence
 ) -> None:
     data = sample(rows, seed, spread=300.0)
     log_ratio = data.current.detach() - data.behaviour
-    weights = importance_weights(log_ratio, data.sequences, level=level, bound="truncate", high=2.0)
+    rule = importance.bind(importance=level)  # truncated at 2
+    weights = rule(drift_of(log_ratio, data.sequences))
     assert ((weights >= 0) & (weights <= 2.0)).all()
     first = data.sequences.index == 0
-    alone = importance_weights(
-        log_ratio[first], Sequences.of_lengths(torch.tensor(rows[:1])), level=level, bound="truncate", high=2.0
-    )
+    alone = rule(drift_of(log_ratio[first], Sequences.of_lengths(torch.tensor(rows[:1]))))
     torch.testing.assert_close(alone, weights[first])
 
 
@@ -115,9 +113,8 @@ def test_moving_one_behaviour_logprob_moves_only_that_tokens_weight() -> None:
     log_ratio = data.current.detach() - data.behaviour
     moved = log_ratio.clone()
     moved[2] += 0.3
-    pick = {"level": "token", "bound": "truncate", "high": 5.0}
-    before = importance_weights(log_ratio, data.sequences, **pick)  # type: ignore[arg-type]
-    after = importance_weights(moved, data.sequences, **pick)  # type: ignore[arg-type]
+    rule = importance.bind(importance="token", importance_high=5.0)
+    before, after = (rule(drift_of(values, data.sequences)) for values in (log_ratio, moved))
     assert torch.nonzero(before != after).flatten().tolist() == [2]
 
 
@@ -264,7 +261,7 @@ def test_a_group_has_a_signal_when_its_rewards_differ() -> None:
 
 
 def _veto(log_ratio: Tensor) -> Tensor:
-    return not_vetoed(log_ratio, Sequences.of_lengths(torch.tensor([2, 2])), 1e-4)
+    return veto(drift_of(log_ratio, Sequences.of_lengths(torch.tensor([2, 2]))), veto=1e-4)
 
 
 def test_one_improbable_token_vetoes_its_whole_sequence_and_no_other() -> None:
@@ -289,7 +286,7 @@ def test_opsm_leaves_out_whole_sequences(advantages: list[float], moved: float, 
     """Beside a success, which stays; as a record without the key has it, only the tokens of negative advantage."""
     both = torch.tensor([*advantages, 1.0])
     sequences = Sequences(torch.tensor([0] * len(advantages) + [1]), 2)
-    drift = Drift(torch.zeros_like(both), torch.full_like(both, moved), both, torch.zeros_like(both), sequences)
+    drift = drift_of(torch.full_like(both, moved), sequences, both)
     assert opsm(drift, opsm_delta=0.5).tolist() == [*kept, True]
     by_token = [not (advantage < 0 and moved < 0) for advantage in advantages]
     assert opsm(drift, opsm_delta=0.5, opsm_level="token").tolist() == [*by_token, True]
