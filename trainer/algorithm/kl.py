@@ -59,16 +59,6 @@ def kl_estimate(current: Tensor, reference: Tensor, form: KlForm) -> Tensor:
             return ((-gap).exp() - 1.0 + gap).clamp(-_MAX_K3, _MAX_K3)
 
 
-def kl_penalty(current: Tensor, reference: Tensor, form: KlForm, *, ratio: Tensor | None = None) -> Tensor:
-    """Return the KL term of the loss, [N]; with a ratio (with gradient) corrected for stale samples as DeepSeek-V3.2.
-
-    On stale samples the plain estimate is biased; ``ratio * k3`` is not (arXiv 2512.02556; TRL's
-    ``use_bias_correction_kl``).
-    """
-    estimate = kl_estimate(current, reference, form)
-    return estimate if ratio is None else estimate * ratio
-
-
 def kl_full(logits: Tensor, reference_logits: Tensor) -> Tensor:
     """Return the exact KL(current || reference) of each position, [..., V] -> [...] (ROLL's `full`).
 

@@ -134,9 +134,6 @@ class FileNotes:
         return sorted(self.uses.get(use, ()))
 
     def columns_text(self) -> str:
-        return "; ".join(self._columns())
-
-    def _columns(self) -> Iterator[str]:
         words: dict[Use, str] = {
             "prompt": "prompt from",
             "answer": "answer from",
@@ -145,9 +142,8 @@ class FileNotes:
             "reward only": "for the reward only",
             "unused": "not used:",
         }
-        for use, word in words.items():
-            if use in self.uses:
-                yield f"{word} {', '.join(map(self._named, self.columns(use)))}"
+        used = {word: self.columns(use) for use, word in words.items() if use in self.uses}
+        return "; ".join(f"{word} {', '.join(map(self._named, columns))}" for word, columns in used.items())
 
     def _named(self, column: str) -> str:
         return f"{self.mapped[column]} (data.map.{column})" if column in self.mapped else column

@@ -372,7 +372,7 @@ def _openrlhf_kl(given: Given) -> dict[str, Any]:
 @answers("slime/kl/unbiased-k3")
 def _slime_kl(given: Given) -> dict[str, Any]:
     ratio = (given.whole["log_probs"] - given.whole["old_log_prob"]).exp()
-    value = kl_.kl_penalty(given.whole["log_probs"], given.whole["log_probs_base"], "k3", ratio=ratio)
+    value = ratio * kl_.kl_estimate(given.whole["log_probs"], given.whole["log_probs_base"], "k3")
     return {"kl": value}
 
 
@@ -610,12 +610,11 @@ def _trl(given: Given) -> dict[str, Any]:
         )  # fmt: skip
     kl_mean = None
     if options["beta"]:
-        ratio = None
+        penalty = kl_.kl_estimate(tokens.current, given.flat("ref_log_prob"), "k3")
         if options["use_bias_correction_kl"]:
             of_sequence = options["importance_sampling_level"] == "sequence"
             log_ratio = given.per_token(tokens.sequence_log_ratio) if of_sequence else tokens.log_ratio
-            ratio = log_ratio.exp()
-        penalty = kl_.kl_penalty(tokens.current, given.flat("ref_log_prob"), "k3", ratio=ratio)
+            penalty = penalty * log_ratio.exp()
         kl_mean = penalty.mean().item()
         losses = losses + options["beta"] * penalty
     metrics = {} if kl_mean is None else {"kl": kl_mean}
