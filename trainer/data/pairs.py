@@ -21,7 +21,7 @@ import re
 from array import array
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -117,28 +117,10 @@ def pair_row(row: Row, data: DataSettings) -> PairRow:
     prompt: Any = row.get("prompt")
     if isinstance(row["chosen"], dict):  # LLaMA-Factory's: two messages beside the chat before them
         prompt = prompt or row.get("conversations") or row.get("messages")
-    is_plain = data.text_prompts == "plain" and isinstance(prompt, str)
-    before = _chat(prompt, "prompt", data, "user") if prompt not in (None, "", []) else None
-    chats = [
-        _chat(
-            [row[name]] if isinstance(row[name], dict) else row[name],
-            name,
-            data,
-            "assistant" if before is not None else None,
-        )
-        for name in ("chosen", "rejected")
-    ]
-    chosen, rejected = (_whole(before, chat, name) for chat, name in zip(chats, ("chosen", "rejected"), strict=True))
-    if chosen[:-1] != rejected[:-1]:
+    chosen, rejected = (_turn(row, name, prompt, data) for name in ("chosen", "rejected"))
+    if chosen.chat[:-1] != rejected.chat[:-1]:
         refuse("rejected", "expected the same chat as in chosen before the last message", "another one")
-    if not is_plain:
-        chosen, rejected = (with_system(chat, row, data) for chat in (chosen, rejected))
-    tools = tools_of(row, data)
-    better, worse = (
-        TurnRow(chosen, is_plain, tools, column="chosen", left_out=mark_of(row)),
-        TurnRow(rejected, is_plain, tools, column="rejected"),
-    )
-    return PairRow(better, worse, _margin(row))
+    return PairRow(_with_system(chosen, row, data), _with_system(rejected, row, data), _margin(row))
 
 
 def is_labelled(row: Row) -> bool:
@@ -158,7 +140,12 @@ def _labelled(row: Row, data: DataSettings) -> PairRow:
     if label is None:
         name = next((name for name in LABELS if row.get(name) is not None), LABELS[0])
         refuse(name, "expected true for a desirable completion, or false", shown(row.get(name)))
-    turn = _answered(row, data) if "completion" in row else _last_turn(row, data)
+    if "completion" not in row:
+        turn = _last_turn(row, data)
+    elif row["completion"] in (None, "", []):
+        refuse("completion", "expected an answer", shown(row["completion"]))
+    else:
+        turn = _with_system(_turn(row, "completion", row.get("prompt"), data), row, data)
     return PairRow(turn, None) if label else PairRow(None, turn)
 
 
@@ -168,21 +155,17 @@ def _last_turn(row: Row, data: DataSettings) -> TurnRow:
     return every_turn(unlabelled, data)[-1]  # which the label is of, also if it is left out
 
 
-def _answered(row: Row, data: DataSettings) -> TurnRow:
-    if row["completion"] in (None, "", []):
-        refuse("completion", "expected an answer", shown(row["completion"]))
-    prompt: Any = row.get("prompt")
+def _turn(row: Row, column: str, prompt: Any, data: DataSettings) -> TurnRow:
+    """Return the answer of a column, after ``prompt`` or, without one, as the end of a whole chat."""
     before = _chat(prompt, "prompt", data, "user") if prompt not in (None, "", []) else None
-    answer = _chat(row["completion"], "completion", data, None if before is None else "assistant")
-    chat = _whole(before, answer, "completion")
+    answer = [row[column]] if isinstance(row[column], dict) else row[column]
+    chat = _whole(before, _chat(answer, column, data, None if before is None else "assistant"), column)
     is_plain = data.text_prompts == "plain" and isinstance(prompt, str)
-    return TurnRow(
-        chat if is_plain else with_system(chat, row, data),
-        is_plain,
-        tools_of(row, data),
-        column="completion",
-        left_out=mark_of(row),
-    )
+    return TurnRow(chat, is_plain, tools_of(row, data), column=column, left_out=mark_of(row))
+
+
+def _with_system(turn: TurnRow, row: Row, data: DataSettings) -> TurnRow:
+    return turn if turn.is_plain else replace(turn, chat=with_system(turn.chat, row, data))
 
 
 def _chat(value: Any, column: str, data: DataSettings, text_role: str | None) -> Chat:
