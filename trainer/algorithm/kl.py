@@ -1,4 +1,4 @@
-"""KL to the reference policy: estimators, the exact sum over the vocabulary, the controller; pure.
+"""KL to the reference policy: estimators, the exact sum over the vocabulary, the controller; and the entropy; pure.
 
 With x = log p - log p_ref of a sampled token (joschu.net/blog/kl-approx.html):
 
@@ -66,6 +66,13 @@ def kl_full(logits: Tensor, reference_logits: Tensor) -> Tensor:
     """
     mine, theirs = logits.log_softmax(-1), reference_logits.log_softmax(-1)
     return (mine.exp() * (mine - theirs)).sum(-1)
+
+
+def entropy(logits: Tensor) -> Tensor:
+    """Return the entropy of each position's distribution in nats, [..., V] -> [...]; computed in float32 at least."""
+    logits = logits.float() if logits.dtype in (torch.float16, torch.bfloat16) else logits
+    logprobs = logits.log_softmax(-1)
+    return -(logprobs.exp() * logprobs).sum(-1)
 
 
 @dataclass(slots=True)

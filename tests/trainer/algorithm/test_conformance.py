@@ -55,7 +55,6 @@ from penstock.trainer.algorithm.losses.ppo_clip import ppo_clip
 from penstock.trainer.algorithm.losses.product_clip import product_clip
 from penstock.trainer.algorithm.losses.reinforce import reinforce
 from penstock.trainer.algorithm.losses.sapo import sapo
-from penstock.trainer.algorithm.losses.supervised import entropy
 from penstock.trainer.algorithm.losses.tokens import LossTerms, Sequences, Tokens
 from penstock.trainer.algorithm.losses.topr import topr
 from penstock.trainer.algorithm.losses.value import value_loss
@@ -378,12 +377,12 @@ def _slime_kl(given: Given) -> dict[str, Any]:
 
 @answers("verl/entropy/")
 def _entropy(given: Given) -> dict[str, Any]:
-    return {"loss": given.total(entropy(given.whole["logits"])[given.mask])}
+    return {"loss": given.total(kl_.entropy(given.whole["logits"])[given.mask])}
 
 
 @answers("verl/entropy_from_logits/")
 def _entropy_from_logits(given: Given) -> dict[str, Any]:
-    return {"entropy": entropy(given.whole["logits"])}
+    return {"entropy": kl_.entropy(given.whole["logits"])}
 
 
 @answers("torch/sft/")
