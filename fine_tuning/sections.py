@@ -28,16 +28,7 @@ READ = frozenset({
 })  # fmt: skip
 """Keys that every such command reads besides its section; also those below them."""
 
-_OWN_NAMES = {
-    "trainer.lr": "lr",
-    "trainer.steps": "steps",
-    "trainer.epochs": "epochs",
-    "trainer.betas": "betas",
-    "trainer.warmup_steps": "warmup_steps",
-    "trainer.schedule": "schedule",
-    "trainer.checkpoint_every": "checkpoint_every",
-    "rollout.groups_per_step": "batch_size",
-}
+_SAME_NAMES = ("lr", "steps", "epochs", "betas", "warmup_steps", "schedule", "checkpoint_every")  # in [trainer]
 _NOT_LISTED = (
     "nats.",
     "s3.",
@@ -67,7 +58,8 @@ class OwnSection:
 
     @property
     def keys(self) -> dict[str, str]:
-        return {key: f"{self.section}.{name}" for key, name in _OWN_NAMES.items()}
+        names = {f"trainer.{name}": name for name in _SAME_NAMES} | {"rollout.groups_per_step": "batch_size"}
+        return {key: f"{self.section}.{name}" for key, name in names.items()}
 
     def chosen_settings(
         self, loaded: Loaded[TrainerSettings], overrides: Sequence[str]

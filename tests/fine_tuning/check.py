@@ -28,7 +28,11 @@ from penstock.trainer.settings import TrainerSettings
 ADAMW = {"batch_size": BATCH, "betas": [0.9, 0.999], "schedule": "linear"}
 SFT_LR, DPO_LR = 1e-3, 3e-4
 LONG_STEPS = 120
+WITH_DROPOUT: dict[str, Any] = {"model": {"lora": {"rank": 4, "dropout": 0.2}}, "data": {"shuffle": True}}
+LORA: dict[str, Any] = {"model": {"lora": {"rank": 4}}}
 WHOLE = ("sft", "dpo/sigmoid", "dpo/ipo", "rm")
+
+Way = tuple[str, str, dict[str, Any], dict[str, Any]]  # a name, the command, its section and other sections
 
 
 class StopAfter(threading.Event):
@@ -86,40 +90,31 @@ def checksum(path: Path) -> float:
 def curve(folder: Path, ranks: Ranks, name: str, *, is_whole: bool = False) -> dict[str, Any]:
     """Train as a recorded curve of TRL was made; unless ``is_whole``, all but four of them for 5 of the 50 steps."""
     kind, _, loss = name.partition("/")
-    is_whole = is_whole or name in WHOLE
-    stop = None if is_whole else 5
-    if kind == "dpo":
-        smoothing = {"robust": {"label_smoothing": 0.1}, "exo_pair": {"label_smoothing": 1e-3}}.get(loss, {})
-        own = {"loss": loss, "lr": DPO_LR, **smoothing}
-        chosen = settings(folder, f"trl-{loss.replace('_', '-')}", "dpo", own)
-        return train(ranks, "dpo", chosen, stop=stop)
-    if kind == "kto":
-        own = {
-            "lr": DPO_LR,
-            "loss": "kto",
-            "data": folder / "labelled.jsonl",
-            "eval_data": folder / "held_out_labelled.jsonl",
-            "eval_every": 5,
-        }
-        return train(ranks, "dpo", settings(folder, "trl-kto", "dpo", own), stop=stop)
-    if kind == "wpo":
-        chosen = settings(folder, "trl-wpo", "dpo", {"lr": DPO_LR, "weighting": "wpo"})
-        return train(ranks, "dpo", chosen, stop=stop)
-    if kind == "rm":
-        chosen = settings(
-            folder, "trl-rm", "rm", {"lr": DPO_LR, "center": 0.01, "eval_data": folder / "held_out_pairs.jsonl"}
-        )
-        return train(ranks, "rm", chosen, stop=stop)
-    own = {"lr": SFT_LR, "loss": "dft" if kind == "dft" else "nll"}
-    return train(ranks, "sft", settings(folder, f"trl-{kind}", "sft", own), stop=stop)
+    smoothing = {"robust": {"label_smoothing": 0.1}, "exo_pair": {"label_smoothing": 1e-3}}.get(loss, {})
+    labelled = {"data": folder / "labelled.jsonl", "eval_data": folder / "held_out_labelled.jsonl", "eval_every": 5}
+    section, own = {
+        "dpo": ("dpo", {"loss": loss, **smoothing}),
+        "kto": ("dpo", {"loss": "kto", **labelled}),
+        "wpo": ("dpo", {"weighting": "wpo"}),
+        "rm": ("rm", {"center": 0.01, "eval_data": folder / "held_out_pairs.jsonl"}),
+        "sft": ("sft", {"loss": "nll"}),
+        "dft": ("sft", {"loss": "dft"}),
+    }[kind]
+    own = {"lr": SFT_LR if section == "sft" else DPO_LR, **own}
+    chosen = settings(folder, f"trl-{(loss or kind).replace('_', '-')}", section, own)
+    return train(ranks, section, chosen, stop=None if is_whole or name in WHOLE else 5)
+
+
+def validated(folder: Path, **own: Any) -> dict[str, Any]:
+    """Return a section that keeps the weights of the lowest validation loss."""
+    return {"lr": SFT_LR, "eval_data": folder / "held_out.jsonl", "keep_best": True, **own}
 
 
 def resumed(folder: Path, ranks: Ranks) -> dict[str, Any]:
     """Train without interruption, and with two: after a checkpoint at step 3, and at step 5 after one more."""
-    own = {"lr": SFT_LR, "steps": 8, "eval_data": folder / "held_out.jsonl", "eval_every": 2, "keep_best": True}
-    other: dict[str, Any] = {"model": {"lora": {"rank": 4, "dropout": 0.2}}, "data": {"shuffle": True}}
-    whole = train(ranks, "sft", settings(folder, "whole", "sft", own, **other))
-    parted = settings(folder, "parted", "sft", own, **other)
+    own = validated(folder, steps=8, eval_every=2)
+    whole = train(ranks, "sft", settings(folder, "whole", "sft", own, **WITH_DROPOUT))
+    parted = settings(folder, "parted", "sft", own, **WITH_DROPOUT)
     first = train(ranks, "sft", parted, stop=3)
     second = train(ranks, "sft", parted, stop=2)
     last = train(ranks, "sft", parted)
@@ -128,21 +123,14 @@ def resumed(folder: Path, ranks: Ranks) -> dict[str, Any]:
 
 def killed(folder: Path, ranks: Ranks, point: str) -> dict[str, Any]:
     """Train as the uninterrupted run of `resumed`, with a checkpoint after each step; ends by SIGKILL at a point of one of them."""
-    own = {
-        "lr": SFT_LR, "steps": 8, "eval_data": folder / "held_out.jsonl", "eval_every": 2, "keep_best": True,
-        "checkpoint_every": 1,
-    }  # fmt: skip
-    other: dict[str, Any] = {"model": {"lora": {"rank": 4, "dropout": 0.2}}, "data": {"shuffle": True}}
+    own = validated(folder, steps=8, eval_every=2, checkpoint_every=1)
     crash_points.arm(point)
-    return train(ranks, "sft", settings(folder, "killed", "sft", own, **other))
+    return train(ranks, "sft", settings(folder, "killed", "sft", own, **WITH_DROPOUT))
 
 
 def long(folder: Path, ranks: Ranks, name: str) -> dict[str, Any]:
     """Train for many steps, with a checkpoint after each: to be killed at random moments."""
-    own = {
-        "lr": SFT_LR, "steps": LONG_STEPS, "eval_data": folder / "held_out.jsonl", "eval_every": 20, "keep_best": True,
-        "checkpoint_every": 1,
-    }  # fmt: skip
+    own = validated(folder, steps=LONG_STEPS, eval_every=20, checkpoint_every=1)
     chosen = settings(folder, name, "sft", own, trainer={"zero_stage": 2}, data={"shuffle": True})
     return train(ranks, "sft", chosen)
 
@@ -217,60 +205,42 @@ def merged(folder: Path, ranks: Ranks) -> dict[str, Any]:
 
 def early(folder: Path, ranks: Ranks) -> dict[str, Any]:
     """Train with a rate at which the validation loss rises, two validations longer than it falls."""
-    own = {
-        "lr": 0.5,
-        "epochs": 1.0,
-        "eval_data": folder / "held_out.jsonl",
-        "eval_every": 1,
-        "early_stop": 2,
-        "keep_best": True,
-    }
-    return train(ranks, "sft", settings(folder, "early", "sft", {**own, "schedule": "constant"}))
+    own = validated(folder, lr=0.5, epochs=1.0, eval_every=1, early_stop=2, schedule="constant")
+    return train(ranks, "sft", settings(folder, "early", "sft", own))
 
 
 def layouts(folder: Path, ranks: Ranks) -> dict[str, Any]:
     """Train in the ways whose losses need the whole batch, at each ZeRO stage."""
-    held_out = folder / "held_out_pairs.jsonl"
+    pairs, turns = ({"eval_data": folder / f"held_out{kind}.jsonl"} for kind in ("_pairs", ""))
     shared = {"num_ranks": ranks.num_ranks, "sequence_parallel": ranks.num_ranks}
-    ways: list[tuple[str, str, dict[str, Any], dict[str, Any]]] = [
-        ("sft-0", "sft", {"lr": SFT_LR, "eval_data": folder / "held_out.jsonl"}, {"trainer": {"zero_stage": 0}}),
-        ("sft-3", "sft", {"lr": SFT_LR}, {"trainer": {"zero_stage": 3}}),
-        ("lora-2", "sft", {"lr": SFT_LR}, {"trainer": {"zero_stage": 2}, "model": {"lora": {"rank": 4}}}),
-        ("aot-1", "dpo", {"lr": DPO_LR, "loss": "aot", "eval_data": held_out}, {}),
-        ("kto-2", "dpo", {"lr": DPO_LR, "loss": "kto"}, {"trainer": {"zero_stage": 2}}),
-        ("orpo-1", "dpo", {"lr": DPO_LR, "loss": "orpo"}, {}),
-        ("lora-dpo-3", "dpo", {"lr": DPO_LR}, {"trainer": {"zero_stage": 3}, "model": {"lora": {"rank": 4}}}),
-        ("live-1", "dpo", {"lr": DPO_LR, "reference": "live"}, {}),
-        ("rm-3", "rm", {"lr": DPO_LR}, {"trainer": {"zero_stage": 3}}),
-        ("wpo-shared-tokens", "dpo", {"lr": DPO_LR, "weighting": "wpo"}, {"trainer": shared}),
-        ("rm-shared-tokens", "rm", {"lr": DPO_LR}, {"trainer": shared}),
-        (
-            "sft-shared-tokens-0",
-            "sft",
-            {"lr": SFT_LR, "eval_data": folder / "held_out.jsonl"},
-            {"trainer": {**shared, "zero_stage": 0}},
-        ),
-        (
-            "lora-sft-shared-tokens-3",
-            "sft",
-            {"lr": SFT_LR},
-            {"trainer": {**shared, "zero_stage": 3}, "model": {"lora": {"rank": 4}}},
-        ),
-        ("aot-shared-tokens-2", "dpo", {"lr": DPO_LR, "loss": "aot"}, {"trainer": {**shared, "zero_stage": 2}}),
-        ("lora-rm-3", "rm", {"lr": DPO_LR}, {"trainer": {"zero_stage": 3}, "model": {"lora": {"rank": 4}}}),
-        ("lora-rm-0", "rm", {"lr": DPO_LR}, {"trainer": {"zero_stage": 0}, "model": {"lora": {"rank": 4}}}),
-        ("precomputed-1", "dpo", {"lr": DPO_LR, "reference": "precomputed"}, {}),
+    ways: list[Way] = [
+        ("sft-0", "sft", turns, {"trainer": {"zero_stage": 0}}),
+        ("sft-3", "sft", {}, {"trainer": {"zero_stage": 3}}),
+        ("lora-2", "sft", {}, {"trainer": {"zero_stage": 2}, **LORA}),
+        ("aot-1", "dpo", {"loss": "aot", **pairs}, {}),
+        ("kto-2", "dpo", {"loss": "kto"}, {"trainer": {"zero_stage": 2}}),
+        ("orpo-1", "dpo", {"loss": "orpo"}, {}),
+        ("lora-dpo-3", "dpo", {}, {"trainer": {"zero_stage": 3}, **LORA}),
+        ("live-1", "dpo", {"reference": "live"}, {}),
+        ("rm-3", "rm", {}, {"trainer": {"zero_stage": 3}}),
+        ("wpo-shared-tokens", "dpo", {"weighting": "wpo"}, {"trainer": shared}),
+        ("rm-shared-tokens", "rm", {}, {"trainer": shared}),
+        ("sft-shared-tokens-0", "sft", turns, {"trainer": {**shared, "zero_stage": 0}}),
+        ("lora-sft-shared-tokens-3", "sft", {}, {"trainer": {**shared, "zero_stage": 3}, **LORA}),
+        ("aot-shared-tokens-2", "dpo", {"loss": "aot"}, {"trainer": {**shared, "zero_stage": 2}}),
+        ("lora-rm-3", "rm", {}, {"trainer": {"zero_stage": 3}, **LORA}),
+        ("lora-rm-0", "rm", {}, {"trainer": {"zero_stage": 0}, **LORA}),
+        ("precomputed-1", "dpo", {"reference": "precomputed"}, {}),
     ]
     return trained_in(ways, folder, ranks)
 
 
-def trained_in(
-    ways: list[tuple[str, str, dict[str, Any], dict[str, Any]]], folder: Path, ranks: Ranks
-) -> dict[str, Any]:
-    """Make three steps in each way: its name, command, own section and other sections."""
+def trained_in(ways: list[Way], folder: Path, ranks: Ranks) -> dict[str, Any]:
+    """Make three steps in each way."""
     found = {}
     for name, section, own, other in ways:
-        chosen = settings(folder, f"{name}-on-{ranks.num_ranks}", section, {**own, "steps": 3}, **other)
+        own = {"lr": SFT_LR if section == "sft" else DPO_LR, "steps": 3, **own}
+        chosen = settings(folder, f"{name}-on-{ranks.num_ranks}", section, own, **other)
         found[name] = train(ranks, section, chosen)
     return found
 
@@ -281,19 +251,23 @@ def divided(folder: Path, ranks: Ranks) -> dict[str, Any]:
     One rank continues what two began.
     """
     shared = {"num_ranks": ranks.num_ranks, "tensor_parallel": ranks.num_ranks}
-    held_out = folder / "held_out_pairs.jsonl"
-    ways: list[tuple[str, str, dict[str, Any], dict[str, Any]]] = [
-        ("sft-0", "sft", {"lr": SFT_LR, "eval_data": folder / "held_out.jsonl"}, {"zero_stage": 0}),
-        ("sft-3", "sft", {"lr": SFT_LR}, {"zero_stage": 3}),
-        ("live-1", "dpo", {"lr": DPO_LR, "reference": "live", "eval_data": held_out}, {"zero_stage": 1}),
-        ("aot-2", "dpo", {"lr": DPO_LR, "loss": "aot"}, {"zero_stage": 2}),
-        ("rm-1", "rm", {"lr": DPO_LR, "eval_data": held_out}, {"zero_stage": 1}),
-        ("rm-3", "rm", {"lr": DPO_LR}, {"zero_stage": 3}),
+    pairs, turns = ({"eval_data": folder / f"held_out{kind}.jsonl"} for kind in ("_pairs", ""))
+    ways: list[tuple[str, str, dict[str, Any], int]] = [
+        ("sft-0", "sft", turns, 0),
+        ("sft-3", "sft", {}, 3),
+        ("live-1", "dpo", {"reference": "live", **pairs}, 1),
+        ("aot-2", "dpo", {"loss": "aot"}, 2),
+        ("rm-1", "rm", pairs, 1),
+        ("rm-3", "rm", {}, 3),
     ]
-    named = [
-        (f"{name}-shared-weights", section, own, {"trainer": {**shared, **stage}}) for name, section, own, stage in ways
-    ]
-    found = trained_in(named, folder, ranks)
+    found = trained_in(
+        [
+            (f"{name}-shared-weights", section, own, {"trainer": {**shared, "zero_stage": stage}})
+            for name, section, own, stage in ways
+        ],
+        folder,
+        ranks,
+    )
     own = {"lr": SFT_LR, "steps": 6}
     stop = 3 if ranks.num_ranks == 2 else None
     found["moved-weights"] = train(
@@ -318,16 +292,7 @@ def moved(folder: Path, ranks: Ranks) -> dict[str, Any]:
 def main(arguments: Sequence[str]) -> int:
     folder, *names = arguments
     ranks = Ranks()
-    cases = {
-        "resumed": resumed,
-        "early": early,
-        "layouts": layouts,
-        "lora_rm": lora_rm,
-        "moved": moved,
-        "divided": divided,
-        "broken_export": broken_export,
-        "merged": merged,
-    }
+    cases = {case.__name__: case for case in (resumed, early, layouts, lora_rm, moved, divided, broken_export, merged)}
     found = {}
     for name in names:
         kind, _, argument = name.partition("@")

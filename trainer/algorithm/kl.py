@@ -1,4 +1,4 @@
-"""KL to the reference policy: estimators, the exact sum over the vocabulary, the controller; pure.
+"""KL to the reference policy: estimators, the exact sum over the vocabulary, the controller; and the entropy; pure.
 
 With x = log p - log p_ref of a sampled token (joschu.net/blog/kl-approx.html):
 
@@ -59,16 +59,6 @@ def kl_estimate(current: Tensor, reference: Tensor, form: KlForm) -> Tensor:
             return ((-gap).exp() - 1.0 + gap).clamp(-_MAX_K3, _MAX_K3)
 
 
-def kl_penalty(current: Tensor, reference: Tensor, form: KlForm, *, ratio: Tensor | None = None) -> Tensor:
-    """Return the KL term of the loss, [N]; with a ratio (with gradient) corrected for stale samples as DeepSeek-V3.2.
-
-    On stale samples the plain estimate is biased; ``ratio * k3`` is not (arXiv 2512.02556; TRL's
-    ``use_bias_correction_kl``).
-    """
-    estimate = kl_estimate(current, reference, form)
-    return estimate if ratio is None else estimate * ratio
-
-
 def kl_full(logits: Tensor, reference_logits: Tensor) -> Tensor:
     """Return the exact KL(current || reference) of each position, [..., V] -> [...] (ROLL's `full`).
 
@@ -76,6 +66,13 @@ def kl_full(logits: Tensor, reference_logits: Tensor) -> Tensor:
     """
     mine, theirs = logits.log_softmax(-1), reference_logits.log_softmax(-1)
     return (mine.exp() * (mine - theirs)).sum(-1)
+
+
+def entropy(logits: Tensor) -> Tensor:
+    """Return the entropy of each position's distribution in nats, [..., V] -> [...]; computed in float32 at least."""
+    logits = logits.float() if logits.dtype in (torch.float16, torch.bfloat16) else logits
+    logprobs = logits.log_softmax(-1)
+    return -(logprobs.exp() * logprobs).sum(-1)
 
 
 @dataclass(slots=True)

@@ -21,7 +21,7 @@ from penstock.trainer.algorithm.corrections.ratios import (
     log_weights,
     weigh_negatives,
 )
-from penstock.trainer.algorithm.kl import AnyKlForm, DistillTerm, kl_estimate, kl_penalty, of_teacher
+from penstock.trainer.algorithm.kl import AnyKlForm, DistillTerm, kl_estimate, of_teacher
 from penstock.trainer.algorithm.losses.tokens import MAX_LOG_RATIO, LossTerms, PolicyLoss, Sequences, Tokens
 from penstock.trainer.algorithm.mismatch import mismatch_maxima, mismatch_sums
 
@@ -73,7 +73,7 @@ class Objective(Protocol):
 class KlTerm:
     form: AnyKlForm
     coefficient: float
-    unbiased: bool = False  # weigh by the ratio, for stale samples
+    unbiased: bool = False  # weigh by the ratio: on stale samples ``ratio * k3`` is unbiased (arXiv 2512.02556, TRL)
 
 
 @dataclass(frozen=True, slots=True)
@@ -241,8 +241,9 @@ def _kl_terms(term: KlTerm, logprobs: Tensor, batch: MicroBatch, full_kl: Tensor
         exact = _required(full_kl, "full KL")
         return exact, exact.detach()
     reference = _required(batch.reference_logprobs, "reference")
-    ratio = (logprobs - batch.behaviour_logprobs).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
-    penalty = kl_penalty(logprobs, reference, term.form, ratio=ratio if term.unbiased else None)
+    penalty = kl_estimate(logprobs, reference, term.form)
+    if term.unbiased:
+        penalty = penalty * (logprobs - batch.behaviour_logprobs).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
     return penalty, kl_estimate(logprobs.detach(), reference, "k3")
 
 

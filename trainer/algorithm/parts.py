@@ -25,6 +25,10 @@ class Options(Section):
 OptionsT_co = TypeVar("OptionsT_co", bound=Options, covariant=True)
 
 
+# Values of presets that change the loss of GRPO and nothing else.
+GRPO: Mapping[str, Any] = {"advantage": "grpo", "normalise_by_std": True, "aggregation": "token-mean"}
+
+
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Part(Generic[OptionsT_co]):
     """One part of an algorithm; calling it calls its function."""
@@ -80,6 +84,10 @@ class DualClip(Options):
         gt=1.0,
         description="Bound of the ratio for negative advantages, which keeps training on stale samples stable; none: off.",
     )
+
+
+class DualClipRange(DualClip, ClipRange):
+    """Both bounds of a ratio."""
 
 
 class WeightCap(Options):

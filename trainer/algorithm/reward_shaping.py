@@ -157,15 +157,6 @@ def efficiency(
     return adjustments
 
 
-def repetition_penalty(token_ids: list[int], *, ngram: int, factor: float) -> float:
-    """Return ``factor`` times the share of repeated n-grams (TRL's `get_repetition_penalty_reward`)."""
-    total = len(token_ids) - ngram + 1
-    if total < 1:
-        return 0.0
-    distinct = {tuple(token_ids[start : start + ngram]) for start in range(total)}
-    return factor * (1.0 - len(distinct) / total)
-
-
 def difficulty_weights(difficulty: Tensor) -> Tensor:
     """Return ``0.5 + 1.5 d`` for a difficulty d in [0, 1] (ROLL's `difficulty_loss_weight`), [B]."""
     return 0.5 + 1.5 * difficulty.clamp(0.0, 1.0)

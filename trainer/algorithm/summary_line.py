@@ -10,10 +10,8 @@ if TYPE_CHECKING:
     from penstock.trainer.algorithm.algorithm_settings import AlgorithmSettings
 
 _PARTS = frozenset({"name", "advantage", "loss", "aggregation", "filters", "group_filters", "corrections", "options"})
-_AGAINST_STALENESS = (
-    "dual_clip", "stale_negative_weight", "ess_level", "importance", "rejection", "m2po_budget", "opsm_delta", "veto",
-    "age_band_cap", "token_tis_cap",
-)  # fmt: skip
+_BY_SAMPLER = ("corrections", "importance", "rejection", "m2po_budget", "opsm_delta", "veto", "age_band_cap")
+_AGAINST_STALENESS = (*_BY_SAMPLER, "dual_clip", "stale_negative_weight", "ess_level", "token_tis_cap")
 _UNHARMED_STALENESS = 2  # benchmarks/staleness.md: at two versions of age the plain clip equals on-policy, at four not
 
 
@@ -33,12 +31,13 @@ def summary_line(algorithm: AlgorithmSettings, *, max_staleness: int) -> str:
         if value is not None
     }
     line = f"{algorithm.name}: {', '.join(parts)}{_listed(others | algorithm.options, '; ', '')}"
-    if max_staleness > _UNHARMED_STALENESS and not _is_protected(algorithm):
+    is_plain = algorithm.loss == "ppo_clip" and not _is_any_set(algorithm, _AGAINST_STALENESS)
+    if max_staleness > _UNHARMED_STALENESS and is_plain:
         line += (
             f"; nothing protects it from samples up to {max_staleness} versions old: "
             f'see algorithm.name = "{DEFAULT}", or lower rollout.max_staleness'
         )
-    if max_staleness > 0 and algorithm.uses_proximal and _weighs_nothing_by_sampler(algorithm):
+    if max_staleness > 0 and algorithm.uses_proximal and not _is_any_set(algorithm, _BY_SAMPLER):
         line += (
             "; its ratios are to the policy before the batch, so older samples count as new ones: "
             'set algorithm.importance = "token"'
@@ -46,19 +45,9 @@ def summary_line(algorithm: AlgorithmSettings, *, max_staleness: int) -> str:
     return line
 
 
-def _weighs_nothing_by_sampler(algorithm: AlgorithmSettings) -> bool:
+def _is_any_set(algorithm: AlgorithmSettings, names: tuple[str, ...]) -> bool:
     fields = type(algorithm).model_fields
-    switches = ("importance", "rejection", "m2po_budget", "opsm_delta", "veto", "age_band_cap")
-    return not algorithm.corrections and all(getattr(algorithm, name) == fields[name].default for name in switches)
-
-
-def _is_protected(algorithm: AlgorithmSettings) -> bool:
-    fields = type(algorithm).model_fields
-    return (
-        algorithm.loss != "ppo_clip"
-        or bool(algorithm.corrections)
-        or any(getattr(algorithm, name) != fields[name].default for name in _AGAINST_STALENESS)
-    )
+    return any(getattr(algorithm, name) != fields[name].default for name in names)
 
 
 def _listed(values: dict[str, object], before: str = " (", after: str = ")") -> str:

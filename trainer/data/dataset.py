@@ -24,17 +24,8 @@ from penstock.trainer.data.file_notes import FileNotes
 from penstock.trainer.data.messages import Chat, ImageRows, ReadImages
 from penstock.trainer.data.pairs import holds_pair
 from penstock.trainer.data.read_rows import PromptRow, form_of, prompt_row, read_row
-from penstock.trainer.data.row_checks import (
-    Located,
-    Problems,
-    batches,
-    encode_texts,
-    fits,
-    for_template,
-    located,
-    nothing_left,
-)
-from penstock.trainer.data.row_files import Row, RowFile, fingerprint, open_rows
+from penstock.trainer.data.row_checks import Located, Problems, RowSet, encode_texts, for_template
+from penstock.trainer.data.row_files import Row, RowFile, open_rows
 from penstock.trainer.errors import MalformedData
 from penstock.trainer.settings import DataSettings
 
@@ -56,7 +47,7 @@ class Prompt:
     image_files: tuple[AdmittedImage, ...] = ()  # what they are, each once
 
 
-class PromptSet:
+class PromptSet(RowSet[tuple[PromptRow, str]]):
     def __init__(
         self,
         files: Sequence[Path],
@@ -73,19 +64,16 @@ class PromptSet:
         ``max_new_tokens`` have to fit into the model's context after every prompt. Rows with two answers are refused unless
         ``skips_pairs``, which counts them. Rows with images are refused without a ``processor``, the model's.
         """
+        super().__init__(files, data, tokenizer, prompt_limit(data, tokenizer, max_new_tokens))
         self._files = [open_rows(path) for path in files]
         self._images = ImageRows(processor)
-        self._limit = prompt_limit(data, tokenizer, max_new_tokens)
-        self._data, self._reward, self._skips_pairs = data, reward, skips_pairs
-        self._tokenizer = tokenizer
+        self._reward, self._skips_pairs = reward, skips_pairs
         self._kept: OrderedDict[int, Prompt] = OrderedDict()  # the least recently used first
         self._num_kept_tokens = 0
         self._keeping = threading.Lock()
         self._file_numbers = array("l")
         self._row_numbers = array("q")
         self._image_hashes = array("Q")  # of the images of a prompt as they were at the start, 64 bits; 0: it has none
-        self.dropped: Counter[str] = Counter()
-        """Rows left out, by reason."""
         self.notes = [FileNotes(path, "grpo") for path in files]
         """What was read of each file."""
         self.rows_by_reward: Counter[str] = Counter()
@@ -93,9 +81,11 @@ class PromptSet:
         self.num_tokens = 0
         self.num_with_images = 0
         """Prompts with an image or several."""
-        self.fingerprint = fingerprint(files)
-        """sha256 of the files' contents, and of those of all images of their rows."""
-        self._check()
+        self._image_digest = hashlib.sha256()
+        self._check(self._files)
+        if self.num_with_images:  # their contents are no part of the files
+            digests = f"{self.fingerprint} {self._image_digest.hexdigest()}"
+            self.fingerprint = hashlib.sha256(digests.encode()).hexdigest()
 
     def __len__(self) -> int:
         return len(self._row_numbers)
@@ -119,7 +109,7 @@ class PromptSet:
         file = self._files[self._file_numbers[index]]
         number = self._row_numbers[index]
         try:
-            row = self._parse(file, number)
+            row = self._prompt_of(read_row(file, number, self._data))
             text = prompt_text(row, self._tokenizer, self._data)
             [token_ids] = encode_texts([text], [row.is_plain], self._tokenizer)
             read = self._images.read(row, token_ids, file.path.parent)
@@ -142,10 +132,7 @@ class PromptSet:
         self_play_reward = self._data.self_play_reward if row.is_self_play else None
         return self_play_reward or reward_name(self._reward, row.data_source)
 
-    def _parse(self, file: RowFile, number: int) -> PromptRow:
-        return self._read(read_row(file, number, self._data))
-
-    def _read(self, row: Row) -> PromptRow:
+    def _prompt_of(self, row: Row) -> PromptRow:
         read = prompt_row(row, self._data)
         for column in ("ground_truth", "data_source", "extra_info"):  # the template checks the prompt
             try:
@@ -156,56 +143,38 @@ class PromptSet:
                 ) from None
         return read
 
-    def _check(self) -> None:
-        problems = Problems()
-        images = hashlib.sha256()
-        for batch in batches(located(self._files, self._data.max_samples)):
-            kept: list[tuple[Located, str, str]] = []
-            rows: list[PromptRow] = []
-            for at in batch:
-                file = self._files[at.file_number]
-                try:
-                    row = read_row(file, at.row_number, self._data)
-                    if (read := self._prompt_of(row, at)) is None:
-                        continue
-                    name = self._reward_name(read)
-                    text = prompt_text(read, self._tokenizer, self._data)
-                except MalformedData as err:
-                    problems.add(at.place, str(err))
-                    continue
-                kept.append((at, name, text))
-                rows.append(read)
-                self.notes[at.file_number].add(row, form_of(row, self._data), read, self._data, text)
-                self.notes[at.file_number].add_text(text, self._tokenizer)
-            encoded = self._encoded(kept, rows, problems)
-            for (at, name, _), row, ids in zip(kept, rows, encoded, strict=True):
-                try:
-                    read = self._images.read(row, ids, self._files[at.file_number].path.parent)
-                except MalformedData as err:
-                    problems.add(at.place, str(err))
-                    continue
-                images.update(read.sha256)
-                self.notes[at.file_number].add_ids(ids, self._tokenizer)
-                length = len(read.token_ids)
-                if fits(length, self._data, self._limit, at.place, problems, self.dropped):
-                    self.rows_by_reward[name] += 1
-                    self._add(at, read)
-        problems.raise_if_any()
-        if self.num_with_images:  # their contents are no part of the files
-            self.fingerprint = hashlib.sha256(f"{self.fingerprint} {images.hexdigest()}".encode()).hexdigest()
-        if not len(self):
-            raise MalformedData(self._nothing_left())
-
-    def _prompt_of(self, row: Row, at: Located) -> PromptRow | None:
-        """Return a row as a prompt to answer; None, which is counted, if it is none."""
+    def _read(self, file: RowFile, at: Located) -> tuple[PromptRow, str] | None:
+        """Return a row as a prompt to answer, with its text."""
+        row = read_row(file, at.row_number, self._data)
+        notes = self.notes[at.file_number]
         if self._skips_pairs and holds_pair(row):
-            self.notes[at.file_number].num_pairs += 1
+            notes.num_pairs += 1
             return None
-        read = self._read(row)
-        if not read.is_blank:
-            return read
-        self.dropped["blank prompt"] += 1
-        return None
+        read = self._prompt_of(row)
+        if read.is_blank:
+            self.dropped["blank prompt"] += 1
+            return None
+        self._reward_name(read)  # raises MalformedData for a row that no reward scores
+        text = prompt_text(read, self._tokenizer, self._data)
+        notes.add(row, form_of(row, self._data), read, self._data, text)
+        notes.add_text(text, self._tokenizer)
+        return read, text
+
+    def _keep(self, rows: Sequence[tuple[Located, tuple[PromptRow, str]]], problems: Problems) -> None:
+        texts, places = [text for _, (_, text) in rows], [at.place for at, _ in rows]
+        are_plain = [row.is_plain for _, (row, _) in rows]
+        encoded = encode_texts(texts, are_plain, self._tokenizer, places=places, problems=problems)
+        for (at, (row, _)), ids in zip(rows, encoded, strict=True):
+            try:
+                read = self._images.read(row, ids, self._files[at.file_number].path.parent)
+            except MalformedData as err:
+                problems.add(at.place, str(err))
+                continue
+            self._image_digest.update(read.sha256)
+            self.notes[at.file_number].add_ids(ids, self._tokenizer)
+            if self._fits(len(read.token_ids), at.place, problems):
+                self.rows_by_reward[self._reward_name(row)] += 1
+                self._add(at, read)
 
     def _add(self, at: Located, read: ReadImages) -> None:
         self._file_numbers.append(at.file_number)
@@ -214,20 +183,12 @@ class PromptSet:
         self._image_hashes.append(_short(read.sha256))
         self.num_with_images += read.places is not None
 
-    def _encoded(
-        self, kept: Sequence[tuple[Located, str, str]], rows: Sequence[PromptRow], problems: Problems
-    ) -> list[list[int]]:
-        texts, places = [text for *_, text in kept], [at.place for at, *_ in kept]
-        are_plain = [row.is_plain for row in rows]
-        return encode_texts(texts, are_plain, self._tokenizer, places=places, problems=problems)
-
     def _nothing_left(self) -> str:
         if not self.dropped:
             return (
-                f"{', '.join(str(file.path) for file in self._files)}: every row is a pair of answers, and none a prompt to answer; "
-                "train on pairs alone with `penstock dpo`"
+                "every row is a pair of answers, and none a prompt to answer; train on pairs alone with `penstock dpo`"
             )
-        return nothing_left(self._files, self.dropped, self._limit)
+        return super()._nothing_left()
 
 
 def _short(sha256: bytes) -> int:

@@ -11,7 +11,7 @@ from typing import Any, Literal
 from penstock.protocol.chat_tokenizer import ChatTokenizer
 from penstock.trainer.data.messages import COLUMN, PYTHON_CHAT, chat_in_text, images_of, texts_of, unread_keys
 from penstock.trainer.data.null_padding import RenamedRow
-from penstock.trainer.data.read_rows import PromptRow, TurnRow
+from penstock.trainer.data.read_rows import PromptRow, TurnRow, truth_column
 from penstock.trainer.data.row_checks import as_setting, suggest
 from penstock.trainer.data.row_files import Row
 from penstock.trainer.row_format import RowFormat
@@ -31,27 +31,15 @@ def _use(name: str, row: Row, form: RowFormat, data: DataSettings, purpose: Purp
         return "prompt"
     if name == "tools" and data.use_tools:
         return "prompt"
-    answer = None if form.is_whole_chat else form.answer_column(row)
     if purpose == "sft":
-        return "answer" if name == answer else "unused"
+        return "answer" if not form.is_whole_chat and name == form.answer_column(row) else "unused"
     if name in ("data_source", form.data_source):
         return "data source" if name == "data_source" or "data_source" not in row else "unused"
-    if name == _truth_column(row, form, answer, data):
+    if name == truth_column(row, form, data):
         return "ground truth"
     if name == "reward_model":
         return "unused"
     return "unused" if name in form.reads and name != "extra_info" else "reward only"
-
-
-def _truth_column(row: Row, form: RowFormat, answer: str | None, data: DataSettings) -> str | None:
-    model = row.get("reward_model")
-    if isinstance(model, dict) and model.get("ground_truth") is not None:
-        return "reward_model"
-    if "ground_truth" in row:
-        return "ground_truth"
-    if form.ground_truth is not None and form.ground_truth in row:
-        return form.ground_truth
-    return answer if data.answer_is_ground_truth else None
 
 
 @dataclass(slots=True)
@@ -134,9 +122,6 @@ class FileNotes:
         return sorted(self.uses.get(use, ()))
 
     def columns_text(self) -> str:
-        return "; ".join(self._columns())
-
-    def _columns(self) -> Iterator[str]:
         words: dict[Use, str] = {
             "prompt": "prompt from",
             "answer": "answer from",
@@ -145,9 +130,8 @@ class FileNotes:
             "reward only": "for the reward only",
             "unused": "not used:",
         }
-        for use, word in words.items():
-            if use in self.uses:
-                yield f"{word} {', '.join(map(self._named, self.columns(use)))}"
+        used = {word: self.columns(use) for use, word in words.items() if use in self.uses}
+        return "; ".join(f"{word} {', '.join(map(self._named, columns))}" for word, columns in used.items())
 
     def _named(self, column: str) -> str:
         return f"{self.mapped[column]} (data.map.{column})" if column in self.mapped else column

@@ -21,7 +21,7 @@ import re
 from array import array
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -51,18 +51,16 @@ from penstock.trainer.data.read_rows import (
 from penstock.trainer.data.row_checks import (
     LABELLED,
     LABELS,
+    Located,
     Problems,
-    batches,
+    RowSet,
     encode_texts,
-    fits,
     labels_of,
-    located,
     mark_of,
-    nothing_left,
     refuse_media,
     whole_chat,
 )
-from penstock.trainer.data.row_files import Row, RowFile, fingerprint, open_rows
+from penstock.trainer.data.row_files import Row, RowFile, open_rows
 from penstock.trainer.data.turns import prompt_and_completion, until_end
 from penstock.trainer.errors import MalformedData
 from penstock.trainer.settings import DataSettings
@@ -119,28 +117,10 @@ def pair_row(row: Row, data: DataSettings) -> PairRow:
     prompt: Any = row.get("prompt")
     if isinstance(row["chosen"], dict):  # LLaMA-Factory's: two messages beside the chat before them
         prompt = prompt or row.get("conversations") or row.get("messages")
-    is_plain = data.text_prompts == "plain" and isinstance(prompt, str)
-    before = _chat(prompt, "prompt", data, "user") if prompt not in (None, "", []) else None
-    chats = [
-        _chat(
-            [row[name]] if isinstance(row[name], dict) else row[name],
-            name,
-            data,
-            "assistant" if before is not None else None,
-        )
-        for name in ("chosen", "rejected")
-    ]
-    chosen, rejected = (_whole(before, chat, name) for chat, name in zip(chats, ("chosen", "rejected"), strict=True))
-    if chosen[:-1] != rejected[:-1]:
+    chosen, rejected = (_turn(row, name, prompt, data) for name in ("chosen", "rejected"))
+    if chosen.chat[:-1] != rejected.chat[:-1]:
         refuse("rejected", "expected the same chat as in chosen before the last message", "another one")
-    if not is_plain:
-        chosen, rejected = (with_system(chat, row, data) for chat in (chosen, rejected))
-    tools = tools_of(row, data)
-    better, worse = (
-        TurnRow(chosen, is_plain, tools, column="chosen", left_out=mark_of(row)),
-        TurnRow(rejected, is_plain, tools, column="rejected"),
-    )
-    return PairRow(better, worse, _margin(row))
+    return PairRow(_with_system(chosen, row, data), _with_system(rejected, row, data), _margin(row))
 
 
 def is_labelled(row: Row) -> bool:
@@ -160,7 +140,12 @@ def _labelled(row: Row, data: DataSettings) -> PairRow:
     if label is None:
         name = next((name for name in LABELS if row.get(name) is not None), LABELS[0])
         refuse(name, "expected true for a desirable completion, or false", shown(row.get(name)))
-    turn = _answered(row, data) if "completion" in row else _last_turn(row, data)
+    if "completion" not in row:
+        turn = _last_turn(row, data)
+    elif row["completion"] in (None, "", []):
+        refuse("completion", "expected an answer", shown(row["completion"]))
+    else:
+        turn = _with_system(_turn(row, "completion", row.get("prompt"), data), row, data)
     return PairRow(turn, None) if label else PairRow(None, turn)
 
 
@@ -170,21 +155,17 @@ def _last_turn(row: Row, data: DataSettings) -> TurnRow:
     return every_turn(unlabelled, data)[-1]  # which the label is of, also if it is left out
 
 
-def _answered(row: Row, data: DataSettings) -> TurnRow:
-    if row["completion"] in (None, "", []):
-        refuse("completion", "expected an answer", shown(row["completion"]))
-    prompt: Any = row.get("prompt")
+def _turn(row: Row, column: str, prompt: Any, data: DataSettings) -> TurnRow:
+    """Return the answer of a column, after ``prompt`` or, without one, as the end of a whole chat."""
     before = _chat(prompt, "prompt", data, "user") if prompt not in (None, "", []) else None
-    answer = _chat(row["completion"], "completion", data, None if before is None else "assistant")
-    chat = _whole(before, answer, "completion")
+    answer = [row[column]] if isinstance(row[column], dict) else row[column]
+    chat = _whole(before, _chat(answer, column, data, None if before is None else "assistant"), column)
     is_plain = data.text_prompts == "plain" and isinstance(prompt, str)
-    return TurnRow(
-        chat if is_plain else with_system(chat, row, data),
-        is_plain,
-        tools_of(row, data),
-        column="completion",
-        left_out=mark_of(row),
-    )
+    return TurnRow(chat, is_plain, tools_of(row, data), column=column, left_out=mark_of(row))
+
+
+def _with_system(turn: TurnRow, row: Row, data: DataSettings) -> TurnRow:
+    return turn if turn.is_plain else replace(turn, chat=with_system(turn.chat, row, data))
 
 
 def _chat(value: Any, column: str, data: DataSettings, text_role: str | None) -> Chat:
@@ -266,7 +247,16 @@ class Pair:
         return len(self.prompt) + max(len(self.chosen), len(self.rejected))
 
 
-class PairSet:
+@dataclass(frozen=True, slots=True)
+class _PairTexts:
+    prompt: str
+    chosen: str  # empty if the row has the other answer alone
+    rejected: str
+    is_plain: bool
+    margin: float
+
+
+class PairSet(RowSet[_PairTexts]):
     def __init__(
         self,
         files: Sequence[Path],
@@ -284,19 +274,15 @@ class PairSet:
         receives it. Rows with one answer and a label are refused unless ``takes_one_answer``, and those without two answers unless
         ``skips_prompts``. Raises MalformedData listing the malformed rows, or if no row is left.
         """
-        rows = [open_rows(path) for path in files]
+        super().__init__(files, data, tokenizer, max_tokens)
         self._ends_at = ends
         self._takes_one_answer, self._skips_prompts = takes_one_answer, skips_prompts
-        self.dropped: Counter[str] = Counter()
-        """Rows left out, by reason."""
         self.num_rows = Counter[Path]()
         """Rows read, by file."""
-        self.fingerprint = fingerprint(files)
-        """sha256 of the files' contents."""
         self._token_ids = array("i")  # prompt, chosen, rejected, prompt, …
         self._ends = array("q")
         self._margins = array("d")
-        self._check(rows, data, tokenizer, max_tokens)
+        self._check([open_rows(path) for path in files])
 
     def __len__(self) -> int:
         return len(self._ends) // 3
@@ -307,80 +293,57 @@ class PairSet:
         parts = (self._token_ids[start:end] for start, end in zip(starts, ends, strict=True))
         return Pair(*(np.asarray(part, dtype=np.int32) for part in parts), margin=self._margins[index])
 
-    def _check(self, files: Sequence[RowFile], data: DataSettings, tokenizer: ChatTokenizer, max_tokens: int) -> None:
-        problems = Problems()
-        max_tokens = min(max_tokens, tokenizer.context_tokens or max_tokens)
-        for batch in batches(located(files, data.max_samples)):
-            places: list[str] = []
-            margins: list[float] = []
-            texts: list[str] = []  # prompt, chosen, rejected, prompt, …
-            begin_plain: list[bool] = []
-            for at in batch:
-                file = files[at.file_number]
-                try:
-                    if (pair := self._read(file, at.row_number, data)) is None:
-                        continue
-                    turn, prompt, chosen, rejected = self._texts(pair, tokenizer, data)
-                except MalformedData as err:
-                    problems.add(at.place, str(err))
-                    continue
-                self.num_rows[file.path] += 1
-                places.append(at.place)
-                margins.append(pair.margin)
-                texts += [prompt, chosen, rejected]
-                begin_plain += [turn.is_plain, False, False]
-            encoded = encode_texts(
-                texts, begin_plain, tokenizer, places=[place for place in places for _ in range(3)], problems=problems
-            )
-            for number, place in enumerate(places):
-                prompt_ids, *answers = encoded[3 * number : 3 * number + 3]
-                ended = [self._ended(answer, tokenizer) for answer in answers]
-                length = len(prompt_ids) + max(map(len, ended))
-                if not prompt_ids:
-                    problems.add(place, "column prompt: expected at least one token, got none")
-                elif ended[0] == ended[1]:  # two, as data of human labels have some of: nothing to prefer
-                    self.dropped["identical"] += 1
-                elif fits(length, data, max_tokens, place, problems, self.dropped):
-                    self._add(prompt_ids, *ended)
-                    self._margins.append(margins[number])
-        problems.raise_if_any()
-        if not len(self):
-            raise MalformedData(self._nothing_left(files, max_tokens))
-
-    def _read(self, file: RowFile, number: int, data: DataSettings) -> PairRow | None:
-        """Return a row; None for a prompt to answer, among which the pairs are, and for one that is left out."""
-        row = read_row(file, number, data)
+    def _read(self, file: RowFile, at: Located) -> _PairTexts | None:
+        row = read_row(file, at.row_number, self._data)
         if self._skips_prompts and not (self._takes_one_answer and is_labelled(row)) and not holds_pair(row):
-            return None
-        pair = pair_row(row, data)
+            return None  # a prompt to answer, among which the pairs are
+        pair = pair_row(row, self._data)
         if reason := pair.left_out:
             self.dropped[reason] += 1
             return None
-        return pair
+        texts = self._texts(pair)
+        self.num_rows[file.path] += 1
+        return texts
 
-    def _nothing_left(self, files: Sequence[RowFile], max_tokens: int) -> str:
-        if self._skips_prompts and not self.dropped:
-            return (
-                f"{', '.join(str(file.path) for file in files)}: no row has chosen and rejected, which algorithm.dpo_coefficient "
-                "trains on; set it to 0, or name the columns with data.map"
-            )
-        return nothing_left(files, self.dropped, max_tokens)
-
-    def _ended(self, answer: list[int], tokenizer: ChatTokenizer) -> list[int]:
-        return until_end(answer, tokenizer.eos_ids) if answer and self._ends_at == "end token" else answer
-
-    def _texts(self, pair: PairRow, tokenizer: ChatTokenizer, data: DataSettings) -> tuple[TurnRow, str, str, str]:
-        """Return a turn of the row, its prompt, and both answers; one that is not there is empty."""
-        turns = [turn for turn in (pair.chosen, pair.rejected) if turn is not None]
+    def _texts(self, pair: PairRow) -> _PairTexts:
+        both = (pair.chosen, pair.rejected)
+        turns = [turn for turn in both if turn is not None]
         if len(turns) < 2 and not self._takes_one_answer:
             raise MalformedData(
                 'column completion: one answer with a label, which `penstock dpo` trains on with dpo.loss = "kto" alone, and without '
                 "dpo.length_alpha and dpo.weighting; a preference has chosen and rejected"
             )
-        (prompt, answer), *others = (prompt_and_completion(turn, tokenizer, data) for turn in turns)
-        if others:
-            return turns[0], prompt, answer, others[0][1]
-        return (turns[0], prompt, answer, "") if pair.chosen is not None else (turns[0], prompt, "", answer)
+        rendered = [prompt_and_completion(turn, self._tokenizer, self._data) for turn in turns]
+        answers = iter([answer for _, answer in rendered])
+        chosen, rejected = ("" if turn is None else next(answers) for turn in both)
+        return _PairTexts(rendered[0][0], chosen, rejected, turns[0].is_plain, pair.margin)
+
+    def _keep(self, rows: Sequence[tuple[Located, _PairTexts]], problems: Problems) -> None:
+        encoded = encode_texts(
+            [text for _, row in rows for text in (row.prompt, row.chosen, row.rejected)],
+            [begins_plain for _, row in rows for begins_plain in (row.is_plain, False, False)],
+            self._tokenizer,
+            places=[at.place for at, _ in rows for _ in range(3)],
+            problems=problems,
+        )
+        for number, (at, row) in enumerate(rows):
+            prompt_ids, *answers = encoded[3 * number : 3 * number + 3]
+            ended = [self._ended(answer) for answer in answers]
+            if not prompt_ids:
+                problems.add(at.place, "column prompt: expected at least one token, got none")
+            elif ended[0] == ended[1]:  # two, as data of human labels have some of: nothing to prefer
+                self.dropped["identical"] += 1
+            elif self._fits(len(prompt_ids) + max(map(len, ended)), at.place, problems):
+                self._add(prompt_ids, *ended)
+                self._margins.append(row.margin)
+
+    def _nothing_left(self) -> str:
+        if self._skips_prompts and not self.dropped:
+            return "no row has chosen and rejected, which algorithm.dpo_coefficient trains on; set it to 0, or name the columns with data.map"
+        return super()._nothing_left()
+
+    def _ended(self, answer: list[int]) -> list[int]:
+        return until_end(answer, self._tokenizer.eos_ids) if answer and self._ends_at == "end token" else answer
 
     def _add(self, *parts: Sequence[int]) -> None:
         for ids in parts:

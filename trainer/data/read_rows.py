@@ -309,30 +309,31 @@ def _text(row: Row, column: str, *, default: str) -> str:
     return value if isinstance(value, str) else refuse(column, "expected a text", shown(value))
 
 
+def truth_column(row: Row, form: RowFormat, data: DataSettings) -> str | None:
+    """Return the column that holds the ground truth of a row; None if none does: that of a whole chat is its last message."""
+    model = row.get("reward_model")
+    if isinstance(model, dict) and model.get("ground_truth") is not None:
+        return "reward_model"
+    if (column := next((name for name in ("ground_truth", form.ground_truth) if name in row), None)) is not None:
+        return column
+    return form.answer_column(row) if data.answer_is_ground_truth and not form.is_whole_chat else None
+
+
 def _ground_truth(row: Row, form: RowFormat, answer: str | None, data: DataSettings) -> str | None:
-    if "reward_model" in row:
-        model = row["reward_model"]
-        if not isinstance(model, dict):
-            refuse("reward_model", "expected an object with style and ground_truth", shown(model))
-        truth = model.get("ground_truth")
-        if truth is None and model.get("style", "rule") == "rule" and "ground_truth" not in row:
-            refuse("reward_model.ground_truth", "expected the right answer, since style is rule", "nothing")
-        if truth is not None:
-            return json_text(truth, "reward_model.ground_truth")
-    if "ground_truth" in row:
-        return json_text(row["ground_truth"], "ground_truth")
-    if form.ground_truth is not None and form.ground_truth in row:
-        return json_text(row[form.ground_truth], form.ground_truth)
-    return _given_answer(row, form, answer, data) if data.answer_is_ground_truth else None
-
-
-def _given_answer(row: Row, form: RowFormat, answer: str | None, data: DataSettings) -> str | None:
-    column = None if form.is_whole_chat else form.answer_column(row)
-    if column is not None and column == form.calls:
+    model, column = row.get("reward_model", {}), truth_column(row, form, data)
+    if not isinstance(model, dict):
+        refuse("reward_model", "expected an object with style and ground_truth", shown(model))
+    if column == "reward_model":
+        return json_text(model["ground_truth"], "reward_model.ground_truth")
+    if "reward_model" in row and model.get("style", "rule") == "rule" and "ground_truth" not in row:
+        refuse("reward_model.ground_truth", "expected the right answer, since style is rule", "nothing")
+    if column is None:
+        return json_text(answer, form.prompt) if answer is not None and data.answer_is_ground_truth else None
+    if column in ("ground_truth", form.ground_truth):
+        return json_text(row[column], column)
+    if column == form.calls:
         return json_text(calls_of(row, column), column)
-    if column is not None:
-        answer = read_chat(row[column], column, roles=data.roles, text_role="assistant")[-1]["content"]
-    return None if answer is None else json_text(answer, column or form.prompt)
+    return json_text(read_chat(row[column], column, roles=data.roles, text_role="assistant")[-1]["content"], column)
 
 
 def _extra_info(row: Row, form: RowFormat) -> str:

@@ -9,18 +9,20 @@ from __future__ import annotations
 import json
 import math
 import re
+from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import date, time, timedelta
 from decimal import Decimal
 from itertools import islice
-from typing import Any
+from pathlib import Path
+from typing import Any, Generic, TypeVar
 from uuid import UUID
 
 from penstock.protocol.chat_tokenizer import ChatTokenizer
 from penstock.trainer.data.messages import COLUMN, Chat, refuse, shown, text_of, truth
-from penstock.trainer.data.row_files import Row, RowFile
+from penstock.trainer.data.row_files import Row, RowFile, fingerprint
 from penstock.trainer.errors import MalformedData
 from penstock.trainer.settings import DataSettings, TrainerSettings
 
@@ -92,42 +94,78 @@ class Problems:
             raise MalformedData("\n".join(self.lines()))
 
 
-def located(files: Sequence[RowFile], max_samples: int | None) -> Iterator[Located]:
-    rows = (
-        Located(file.place(number), file_number, number)
-        for file_number, file in enumerate(files)
-        for number in range(len(file))
-    )
-    return islice(rows, max_samples)
+RowT = TypeVar("RowT")
 
 
-def batches(rows: Iterator[Located]) -> Iterator[list[Located]]:
-    while batch := list(islice(rows, _BATCH_ROWS)):
-        yield batch
+class RowSet(ABC, Generic[RowT]):
+    """Rows of files, each read once when the set is opened: malformed ones are refused together, those left out are counted."""
 
+    def __init__(self, files: Sequence[Path], data: DataSettings, tokenizer: ChatTokenizer, max_tokens: int) -> None:
+        self._paths, self._data, self._tokenizer = files, data, tokenizer
+        self._max_tokens = min(max_tokens, tokenizer.context_tokens or max_tokens)
+        self.dropped: Counter[str] = Counter()
+        """Rows left out, by reason."""
+        self.fingerprint = ""
+        """sha256 of the files' contents; of prompts also of all images of their rows."""
 
-def fits(length: int, data: DataSettings, limit: int, place: str, problems: Problems, dropped: Counter[str]) -> bool:
-    if length <= limit:
-        return True
-    if data.overlong == "error":
-        problems.add(place, f'{length} tokens, the limit is {limit}; raise it, or set data.overlong = "drop"')
-    else:
-        dropped["overlong"] += 1
-    return False
+    @abstractmethod
+    def __len__(self) -> int: ...
 
+    @abstractmethod
+    def _read(self, file: RowFile, at: Located) -> RowT | None:
+        """Return a row; None for one that is left out; raises MalformedData."""
 
-def nothing_left(files: Sequence[RowFile], dropped: Counter[str], limit: int) -> str:
-    """Return what to say of files of which no row is left, with what to do about each reason."""
-    names = ", ".join(str(file.path) for file in files)
-    fixes = {
-        "overlong": f"{dropped['overlong']} are longer than the limit of {limit} tokens: raise the limit",
-        "identical": f"{dropped['identical']} have two equal answers: give two that differ",
-        "marked as not trained": f"{dropped['marked as not trained']} answers are marked as not trained: remove the marks",
-    }
-    if set(dropped) == {"overlong"}:
-        return f"{names}: no row is left: all {fixes['overlong']}"
-    reasons = [fixes.get(name, f"{count} of them: {name}") for name, count in dropped.items()]
-    return f"{names}: no row is left: {'; '.join(reasons) or 'none holds anything to train'}"
+    @abstractmethod
+    def _keep(self, rows: Sequence[tuple[Located, RowT]], problems: Problems) -> None:
+        """Tokenise rows, and keep those that fit."""
+
+    def _check(self, files: Sequence[RowFile]) -> None:
+        """Read ``data.max_samples`` rows of all files; raises MalformedData listing malformed ones, or if none is kept."""
+        self.fingerprint = fingerprint(self._paths)
+        problems = Problems()
+        places = (
+            Located(file.place(number), file_number, number)
+            for file_number, file in enumerate(files)
+            for number in range(len(file))
+        )
+        remaining = islice(places, self._data.max_samples)
+        while batch := list(islice(remaining, _BATCH_ROWS)):
+            rows: list[tuple[Located, RowT]] = []
+            for at in batch:
+                try:
+                    row = self._read(files[at.file_number], at)
+                except MalformedData as err:
+                    problems.add(at.place, str(err))
+                    continue
+                if row is not None:
+                    rows.append((at, row))
+            self._keep(rows, problems)
+        problems.raise_if_any()
+        if not len(self):
+            raise MalformedData(f"{', '.join(map(str, self._paths))}: {self._nothing_left()}")
+
+    def _fits(self, length: int, place: str, problems: Problems) -> bool:
+        if length <= self._max_tokens:
+            return True
+        if self._data.overlong == "error":
+            limit = self._max_tokens
+            problems.add(place, f'{length} tokens, the limit is {limit}; raise it, or set data.overlong = "drop"')
+        else:
+            self.dropped["overlong"] += 1
+        return False
+
+    def _nothing_left(self) -> str:
+        """Return what to do about each reason for which rows were left out."""
+        dropped = self.dropped
+        fixes = {
+            "overlong": f"{dropped['overlong']} are longer than the limit of {self._max_tokens} tokens: raise the limit",
+            "identical": f"{dropped['identical']} have two equal answers: give two that differ",
+            "marked as not trained": f"{dropped['marked as not trained']} answers are marked as not trained: remove the marks",
+        }
+        if set(dropped) == {"overlong"}:
+            return f"no row is left: all {fixes['overlong']}"
+        reasons = [fixes.get(name, f"{count} of them: {name}") for name, count in dropped.items()]
+        return f"no row is left: {'; '.join(reasons) or 'none holds anything to train'}"
 
 
 def encode_texts(

@@ -8,7 +8,6 @@ are trained; the parts are tokenised one by one, as they are sampled.
 from __future__ import annotations
 
 from array import array
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
@@ -20,8 +19,8 @@ import numpy.typing as npt
 from penstock.protocol.chat_tokenizer import ChatTokenizer
 from penstock.trainer.data.file_notes import FileNotes
 from penstock.trainer.data.read_rows import TurnRow, form_of, read_row, turn_rows
-from penstock.trainer.data.row_checks import Problems, batches, encode_texts, fits, for_template, located, nothing_left
-from penstock.trainer.data.row_files import RowFile, fingerprint, open_rows
+from penstock.trainer.data.row_checks import Located, Problems, RowSet, encode_texts, for_template
+from penstock.trainer.data.row_files import RowFile, open_rows
 from penstock.trainer.data_settings import TurnMasks
 from penstock.trainer.errors import MalformedData
 from penstock.trainer.settings import DataSettings
@@ -43,7 +42,7 @@ class _Example:
     is_marked: bool
 
 
-class TurnSet:
+class TurnSet(RowSet[list[_Example]]):
     def __init__(
         self,
         files: Sequence[Path],
@@ -54,20 +53,16 @@ class TurnSet:
         mask: TurnMasks = "turns",
     ) -> None:
         """Open files of examples of at most ``max_tokens``; raises MalformedData, also if none is left."""
-        rows = [open_rows(path) for path in files]
-        self.dropped: Counter[str] = Counter()
-        """Examples left out, by reason."""
+        super().__init__(files, data, tokenizer, max_tokens)
         self.num_endless = 0
         """Examples whose template marks no end token after an answer: the model does not learn to end it."""
         self.notes = [FileNotes(path, "sft") for path in files]
         """What was read of each file."""
-        self.fingerprint = fingerprint(files)
-        """sha256 of the files' contents."""
         self._uses_markers = mask == "markers" or (mask == "auto" and tokenizer.marks_answers)
         self._token_ids = array("i")  # of all examples, concatenated
         self._is_trained = array("b")
         self._ends = array("q")
-        self._check(rows, data, tokenizer, max_tokens)
+        self._check([open_rows(path) for path in files])
 
     def __len__(self) -> int:
         return len(self._ends)
@@ -77,68 +72,47 @@ class TurnSet:
         token_ids = np.asarray(self._token_ids[start:end], dtype=np.int32)
         return Turn(token_ids, np.asarray(self._is_trained[start:end], dtype=np.bool_))
 
-    def _check(self, files: Sequence[RowFile], data: DataSettings, tokenizer: ChatTokenizer, max_tokens: int) -> None:
-        problems = Problems()
-        if tokenizer.context_tokens is not None:
-            max_tokens = min(max_tokens, tokenizer.context_tokens)
-        for batch in batches(located(files, data.max_samples)):
-            examples: list[_Example] = []
-            for at in batch:
-                file = files[at.file_number]
-                try:
-                    row = read_row(file, at.row_number, data)
-                    turns = turn_rows(row, data, self.dropped)
-                    row_examples = self._examples(at.place, turns, tokenizer, data)
-                except MalformedData as err:
-                    problems.add(at.place, str(err))
-                    continue
-                examples += row_examples
-                if turns:
-                    text = "".join(text for text, _ in row_examples[-1].parts[:-1])
-                    self.notes[at.file_number].add(row, form_of(row, data), turns[-1], data, text)
-            for example, encoded in zip(examples, _encoded(examples, tokenizer, problems), strict=True):
-                self._add(example, encoded, tokenizer, data, max_tokens, problems)
-        problems.raise_if_any()
-        if not len(self):
-            raise MalformedData(nothing_left(files, self.dropped, max_tokens))
+    def _read(self, file: RowFile, at: Located) -> list[_Example]:
+        row = read_row(file, at.row_number, self._data)
+        turns = turn_rows(row, self._data, self.dropped)
+        examples = self._examples(at.place, turns)
+        if turns:
+            text = "".join(text for text, _ in examples[-1].parts[:-1])
+            self.notes[at.file_number].add(row, form_of(row, self._data), turns[-1], self._data, text)
+        return examples
 
-    def _examples(
-        self, place: str, turns: Sequence[TurnRow], tokenizer: ChatTokenizer, data: DataSettings
-    ) -> list[_Example]:
+    def _examples(self, place: str, turns: Sequence[TurnRow]) -> list[_Example]:
         if turns and self._uses_markers and not turns[-1].is_plain:
             last = turns[-1]
-            chat, tools = for_template(last.chat, last.tools, last.column, tokenizer, data)
-            parts = _without_untrained(tokenizer.render_marked(chat, tools=tools), last.trained)
+            chat, tools = for_template(last.chat, last.tools, last.column, self._tokenizer, self._data)
+            parts = _without_untrained(self._tokenizer.render_marked(chat, tools=tools), last.trained)
             if not any(is_trained and text.strip() for text, is_trained in parts):
                 raise MalformedData(
                     'the chat template marks no text of this chat, so nothing of it would be trained; set sft.mask = "turns"'
                 )
             return [_Example(place, parts, is_plain=False, is_marked=True)]
-        texts = [prompt_and_completion(turn, tokenizer, data) for turn in turns]
+        texts = [prompt_and_completion(turn, self._tokenizer, self._data) for turn in turns]
         return [
             _Example(place, [(prompt, False), (completion, True)], turn.is_plain, is_marked=False)
             for turn, (prompt, completion) in zip(turns, texts, strict=True)
         ]
 
-    def _add(
-        self,
-        example: _Example,
-        encoded: Sequence[list[int]],
-        tokenizer: ChatTokenizer,
-        data: DataSettings,
-        max_tokens: int,
-        problems: Problems,
-    ) -> None:
+    def _keep(self, rows: Sequence[tuple[Located, list[_Example]]], problems: Problems) -> None:
+        examples = [example for _, row_examples in rows for example in row_examples]
+        for example, encoded in zip(examples, _encoded(examples, self._tokenizer, problems), strict=True):
+            self._add(example, encoded, problems)
+
+    def _add(self, example: _Example, encoded: Sequence[list[int]], problems: Problems) -> None:
         """Add an example, up to its last trained token: no later one changes what is learned."""
+        eos_ids = self._tokenizer.eos_ids
         parts = list(zip(encoded, (is_trained for _, is_trained in example.parts), strict=True))
         if example.is_marked:
             while not (parts[-1][0] and parts[-1][1]):
                 parts.pop()
-            self.num_endless += any(ids[-1] not in tokenizer.eos_ids for ids, is_trained in parts if is_trained and ids)
+            self.num_endless += any(ids[-1] not in eos_ids for ids, is_trained in parts if is_trained and ids)
         else:
-            parts[-1] = (until_end(parts[-1][0], tokenizer.eos_ids), True)
-        length = sum(len(ids) for ids, _ in parts)
-        if not fits(length, data, max_tokens, example.place, problems, self.dropped):
+            parts[-1] = (until_end(parts[-1][0], eos_ids), True)
+        if not self._fits(sum(len(ids) for ids, _ in parts), example.place, problems):
             return
         first = len(self._token_ids)
         for ids, is_trained in parts:

@@ -17,8 +17,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from penstock.trainer.algorithm.batch import StreamImages
-from penstock.trainer.algorithm.kl import kl_from_teacher, kl_full
-from penstock.trainer.algorithm.losses.supervised import entropy
+from penstock.trainer.algorithm.kl import entropy, kl_from_teacher, kl_full
 from penstock.trainer.algorithm.packed_rows import Layout
 from penstock.trainer.errors import UnsupportedModel
 from penstock.trainer.learner import experts

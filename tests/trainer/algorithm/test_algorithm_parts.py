@@ -6,7 +6,6 @@ import dataclasses
 import json
 
 import pytest
-import torch
 from tests.trainer.groups.stored_groups import invent_group
 from tests.trainer.groups.test_batcher import Box
 from tests.trainer.learner.forks import Fork
@@ -15,10 +14,8 @@ from penstock.deploy.quickstart_task import write_model
 from penstock.protocol.groups import BlobRef, ScoredGroup
 from penstock.protocol.versions import PolicyVersion
 from penstock.trainer.algorithm.algorithm_settings import AlgorithmSettings
-from penstock.trainer.algorithm.batch import MicroBatch, build
 from penstock.trainer.algorithm.credit import Scored, credit_rule
-from penstock.trainer.algorithm.objective import build_objective
-from penstock.trainer.groups.batcher import group_rules, staleness_tokens
+from penstock.trainer.groups.batcher import staleness_tokens
 from penstock.trainer.groups.group_totals import DropReason
 from penstock.trainer.learner.learner import Learner
 from penstock.trainer.learner.step_plan import Capacity, ReadyGroup, StepPlan, make_plan, rows_of
@@ -171,18 +168,6 @@ def test_a_teacher_beside_a_correction_and_as_a_reference(trained: dict[str, lis
     assert "kl_teacher" not in remote["sums"]
 
 
-def test_dynamic_sampling_replaces_groups_without_a_signal() -> None:
-    """Such a group is dropped under its own reason."""
-    box = Box(groups_per_step=1, rules=group_rules(AlgorithmSettings(dynamic_sampling=True)))
-    drop = box.offer(ready(1, (1.0, 1.0)))
-    assert drop is not None
-    assert drop.reason == DropReason.NO_SIGNAL
-    assert drop.num_tokens == ready(1, (1.0, 1.0)).num_tokens
-    assert not box.holds("e0.p1.a0")
-    assert box.offer(ready(2, (1.0, 0.0))) is None
-    assert box.num_ready == 1
-
-
 def test_filtered_trajectories_are_not_in_the_plan_nor_in_its_denominators() -> None:
     groups = [ready(1, (1.0, 0.0, 0.0)), ready(2, (0.5, 0.5, 0.5))]
     plan = plan_of(groups, AlgorithmSettings(drop_zero_advantage=True))
@@ -190,14 +175,6 @@ def test_filtered_trajectories_are_not_in_the_plan_nor_in_its_denominators() -> 
     assert plan.skipped == (("zero_advantage", 3),)
     assert [r.weight for r in plan.rows] == [r.weight for r in alone.rows]
     assert [r.advantage for r in plan.rows] == [r.advantage for r in alone.rows]
-
-
-def test_a_batch_whose_every_trajectory_is_filtered_is_kept_whole_by_setting() -> None:
-    for empty_batch, num_rows in (("skip", 0), ("ignore_filters", 2)):
-        section = AlgorithmSettings(drop_zero_advantage=True, empty_batch=empty_batch)  # type: ignore[arg-type]
-        plan = plan_of([ready(1, (0.5, 0.5))], section)
-        assert [row.advantage for row in plan.rows] == [0.0] * num_rows
-        assert plan.skipped == ((("zero_advantage", 2),) if not num_rows else ())
 
 
 def test_rows_carry_token_ages_and_plans_are_unchanged_by_encoding() -> None:
@@ -277,43 +254,3 @@ def test_groups_without_a_baseline_are_issued_again_under_remax() -> None:
     assert drop is not None
     assert drop.reason is DropReason.NO_BASELINE
     assert box.offer(remax_group(2, (1.0, 0.0), 0.0)) is None
-
-
-def test_cut_answers_can_be_left_out() -> None:
-    found = credit_rule(AlgorithmSettings(mask_truncated=True), longest=10)(
-        [Scored([1.0, 0.0, 1.0], [3, 10, 3], [False, True, False])]
-    )
-    assert found.weights == [1.0, 0.0, 1.0]
-    assert found.skipped == {"truncated": 1}
-
-
-@pytest.mark.parametrize("name", ["grpo", "gspo", "topr", "dr_grpo"])
-@pytest.mark.parametrize("cut", [1, 5])
-def test_splitting_into_micro_batches_changes_no_loss_of_any_level(name: str, cut: int) -> None:
-    """Loss, gradient and sums of one micro-batch, with shared prompts, are those of two micro-batches together."""
-    settings = AlgorithmSettings(name=name)
-    groups = [ready(number, (1.0, 0.0, 1.0, 0.0)) for number in range(2)]
-    plan = plan_of(groups, settings)
-    held = {(r.pack, r.row_group): groups[n // 4].group for n, r in enumerate(plan.rows)}
-    rows = rows_of(plan, range(8), held)
-    whole = build(rows)
-    logprobs = whole.behaviour_logprobs + 0.3 * torch.randn(
-        len(whole.targets), generator=torch.Generator().manual_seed(0)
-    )
-    rule = build_objective(settings)
-
-    def outcome(batch: MicroBatch, values: torch.Tensor) -> tuple[float, torch.Tensor, dict[str, float]]:
-        leaf = values.clone().requires_grad_()
-        found = rule(leaf, batch)
-        found.loss.backward()
-        assert leaf.grad is not None
-        return float(found.loss.detach()), leaf.grad, {k: float(v) for k, v in found.sums.items()}
-
-    loss, grad, sums = outcome(whole, logprobs)
-    first, second = build(rows[:cut]), build(rows[cut:])
-    edge = len(first.targets)
-    pieces = [outcome(first, logprobs[:edge]), outcome(second, logprobs[edge:])]
-    assert loss == pytest.approx(sum(piece[0] for piece in pieces), rel=1e-5, abs=1e-7)
-    torch.testing.assert_close(grad, torch.cat([piece[1] for piece in pieces]))
-    for key, value in sums.items():
-        assert value == pytest.approx(sum(piece[2][key] for piece in pieces), rel=1e-5)

@@ -2,7 +2,7 @@
 
 `tests/data/conformance.json.gz` holds what they return. `ADAPTERS` maps each public function to the Penstock
 function and options it is compared with; `DISAGREEMENTS` lists the cases in which Penstock differs, with
-the reason; `OTHER_RULES` those that score answers. No other case may be left out.
+the reason; `NOT_OFFERED` what it does not do; `OTHER_RULES` those that score answers. No other case may be left out.
 """
 
 from __future__ import annotations
@@ -17,31 +17,29 @@ from typing import Any
 
 import pytest
 import torch
+from tests.trainer.algorithm.tokens import drift_of
 from torch import Tensor
 
 from penstock.trainer.algorithm import kl as kl_
 from penstock.trainer.algorithm import reward_shaping as shape
 from penstock.trainer.algorithm.aggregation import Denominators, sequence_weight
-from penstock.trainer.algorithm.corrections.age_band import inside_age_band
-from penstock.trainer.algorithm.corrections.importance import importance_weights
-from penstock.trainer.algorithm.corrections.m2po import m2po_mask
-from penstock.trainer.algorithm.corrections.opsm import off_policy_sequence_mask
+from penstock.trainer.algorithm.corrections.age_band import age_band
+from penstock.trainer.algorithm.corrections.importance import importance
+from penstock.trainer.algorithm.corrections.m2po import m2po_limit
+from penstock.trainer.algorithm.corrections.opsm import opsm
 from penstock.trainer.algorithm.corrections.ratios import (
     learning_rate_factor,
     log_weights,
 )
-from penstock.trainer.algorithm.corrections.rejection import inside
-from penstock.trainer.algorithm.corrections.veto import not_vetoed
+from penstock.trainer.algorithm.corrections.rejection import rejection
+from penstock.trainer.algorithm.corrections.veto import veto
 from penstock.trainer.algorithm.estimators.gae import gae_tokens
-from penstock.trainer.algorithm.estimators.gdpo import gdpo
 from penstock.trainer.algorithm.estimators.gpg import gpg
 from penstock.trainer.algorithm.estimators.grpo import grpo
 from penstock.trainer.algorithm.estimators.interface import Outcomes
 from penstock.trainer.algorithm.estimators.opo import opo
-from penstock.trainer.algorithm.estimators.optimal_token_baseline import optimal_token_baseline
 from penstock.trainer.algorithm.estimators.pass_at_k import pass_at_k
-from penstock.trainer.algorithm.estimators.reinforce_pp import reinforce_pp_baseline, reinforce_pp_tokens
-from penstock.trainer.algorithm.estimators.remax import remax_tokens
+from penstock.trainer.algorithm.estimators.reinforce_pp import reinforce_pp_baseline
 from penstock.trainer.algorithm.estimators.rloo import rloo
 from penstock.trainer.algorithm.group_filters.equal_rewards import rewards_differ
 from penstock.trainer.algorithm.losses.ce_gppo import ce_gppo
@@ -57,7 +55,6 @@ from penstock.trainer.algorithm.losses.ppo_clip import ppo_clip
 from penstock.trainer.algorithm.losses.product_clip import product_clip
 from penstock.trainer.algorithm.losses.reinforce import reinforce
 from penstock.trainer.algorithm.losses.sapo import sapo
-from penstock.trainer.algorithm.losses.supervised import cross_entropy, entropy
 from penstock.trainer.algorithm.losses.tokens import LossTerms, Sequences, Tokens
 from penstock.trainer.algorithm.losses.topr import topr
 from penstock.trainer.algorithm.losses.value import value_loss
@@ -79,20 +76,28 @@ DISAGREEMENTS = {
     "openrlhf/kl/k3": "the recorded output is that of k1, whatever the estimator",
     "verl/pg/clip_cov-rng/token-mean/base": "which candidates are drawn depends on torch's random state, theirs and ours differ",
 }
-NOT_OFFERED = {"areal/prox_approx/base": "the trainer recomputes the proximal log-probabilities"}
-# Rules for rewards, which are not losses: the reward service has its own, with tests of the differences.
-OTHER_RULES = {
-    "verl/reward/gsm8k-strict": "held by tests/reward_service/rewards/test_reward_conformance.py",
-    "verl/reward/gsm8k-flexible": "held by tests/reward_service/rewards/test_reward_conformance.py",
-    "verl/reward/math": "held by tests/reward_service/rewards/test_reward_conformance.py",
-    "verl/reward/math_dapo-boxed": "held by tests/reward_service/rewards/test_reward_conformance.py",
-    "verl/reward/math_dapo-answer": "held by tests/reward_service/rewards/test_reward_conformance.py",
-    "verl/reward/qa_em": "held by tests/reward_service/rewards/test_reward_conformance.py",
-    "verl/reward/normalize_answer": "held by tests/reward_service/rewards/test_reward_conformance.py",
-    "math_verify/verify": "held by tests/reward_service/rewards/test_reward_conformance.py",
-    "trl/reward/think_format": "held by tests/reward_service/rewards/test_reward_conformance.py",
-    "trl/reward/accuracy": "held by tests/reward_service/rewards/test_reward_conformance.py",
+_BY_TOKEN = "an estimator credits trajectories and turns; a reward for each token is a critic's"
+NOT_OFFERED = {
+    "areal/prox_approx/base": "the trainer recomputes the proximal log-probabilities",
+    "trl/reward/repetition/2": "a reward, for the user's own code",
+    "trl/reward/repetition/3": "a reward, for the user's own code",
+    "verl/adv/gdpo-multi/base": "the parts of a reward are one number before the trainer sees them",
+    "verl/adv/gdpo-single/base": "the parts of a reward are one number before the trainer sees them",
+    "verl/adv/optimal_token_baseline-zt0/base": _BY_TOKEN,
+    "verl/adv/optimal_token_baseline-zt1/base": _BY_TOKEN,
+    "verl/adv/reinforce_plus_plus-g0.9/base": _BY_TOKEN,
+    "verl/adv/reinforce_plus_plus-g1.0/base": _BY_TOKEN,
+    "verl/adv/remax/base": _BY_TOKEN,
+    "verl/adv/tir_optimal_token_baseline-zt0/base": _BY_TOKEN,
+    "verl/adv/tir_optimal_token_baseline-zt1/base": _BY_TOKEN,
+    "verl/logprobs_from_logits/base": "torch's own cross-entropy",
 }
+# Rules for rewards, which are not losses: the reward service has its own, with tests of the differences.
+OTHER_RULES = (
+    "verl/reward/gsm8k-strict", "verl/reward/gsm8k-flexible", "verl/reward/math", "verl/reward/math_dapo-boxed",
+    "verl/reward/math_dapo-answer", "verl/reward/qa_em", "verl/reward/normalize_answer", "math_verify/verify",
+    "trl/reward/think_format", "trl/reward/accuracy",
+)  # fmt: skip
 
 
 class Given:
@@ -167,34 +172,19 @@ def answers(*patterns: str) -> Callable[[Adapter], Adapter]:
 # --- advantages ---------------------------------------------------------------------------------------------------
 
 
-def _outcome(estimate: Callable[[Outcomes], Tensor], *, returns: str = "advantages") -> Adapter:
+def _outcome(estimate: Callable[..., Tensor]) -> Adapter:
     def adapter(given: Given) -> dict[str, Any]:
-        result = given.per_token(estimate(given.outcomes))
-        found = {"advantages": result}
-        if "returns" in given.case["outputs"] and returns == "advantages":
-            found["returns"] = result
-        return found
+        std = given.options.get("norm_adv_by_std_in_grpo")
+        result = given.per_token(estimate(given.outcomes, **({} if std is None else {"normalise_by_std": std})))
+        return {"advantages": result} | ({"returns": result} if "returns" in given.case["outputs"] else {})
 
     return adapter
 
 
-def _std(given: Given) -> bool:
-    return given.options["norm_adv_by_std_in_grpo"]
-
-
-@answers("verl/adv/grpo-", "verl/adv/grpo_vectorized-")
-def _grpo(given: Given) -> dict[str, Any]:
-    result = given.per_token(grpo(given.outcomes, normalise_by_std=_std(given)))
-    return {"advantages": result, "returns": result}
-
-
-@answers("verl/adv/grpo_passk-")
-def _pass_at_k(given: Given) -> dict[str, Any]:
-    result = given.per_token(pass_at_k(given.outcomes, normalise_by_std=_std(given)))
-    return {"advantages": result, "returns": result}
-
-
 ADAPTERS |= {
+    "verl/adv/grpo-": _outcome(grpo),
+    "verl/adv/grpo_vectorized-": _outcome(grpo),
+    "verl/adv/grpo_passk-": _outcome(pass_at_k),
     "verl/adv/reinforce_plus_plus_baseline/": _outcome(reinforce_pp_baseline),
     "verl/adv/rloo/": _outcome(rloo),
     "verl/adv/rloo_vectorized/": _outcome(rloo),
@@ -210,43 +200,6 @@ def _gae(given: Given) -> dict[str, Any]:
         gamma=given.options["gamma"], lam=given.options["lam"],
     )  # fmt: skip
     return {"advantages": found, "returns": returns}
-
-
-@answers("verl/adv/reinforce_plus_plus-")
-def _reinforce_pp(given: Given) -> dict[str, Any]:
-    found, returns = reinforce_pp_tokens(
-        given.flat("token_level_rewards"), given.sequences, gamma=given.options["gamma"]
-    )
-    return {"advantages": found, "returns": returns}
-
-
-@answers("verl/adv/remax/")
-def _remax(given: Given) -> dict[str, Any]:
-    found, returns = remax_tokens(given.flat("token_level_rewards"), given.sequences, given.whole["reward_baselines"])
-    return {"advantages": found, "returns": returns}
-
-
-@answers("verl/adv/optimal_token_baseline-", "verl/adv/tir_optimal_token_baseline-")
-def _optimal_token_baseline(given: Given) -> dict[str, Any]:
-    found, returns = optimal_token_baseline(
-        given.flat("token_level_rewards"), given.sequences, given.groups, given.flat("old_log_probs"),
-        given.flat("sum_pi_squared"), zero_tail=given.options["handle_zero_tail"],
-    )  # fmt: skip
-    return {"advantages": found, "returns": returns}
-
-
-@answers("verl/adv/gdpo-single/")
-def _gdpo_single(given: Given) -> dict[str, Any]:
-    outcomes = given.outcomes
-    result = given.per_token(gdpo([outcomes.rewards], outcomes, weights=[1.0]))
-    return {"advantages": result, "returns": result}
-
-
-@answers("verl/adv/gdpo-multi/")
-def _gdpo_multi(given: Given) -> dict[str, Any]:
-    parts = [given.whole["reward_format"], given.whole["reward_accuracy"]]
-    outcomes = Outcomes(torch.zeros(8, dtype=torch.float64), given.groups, given.mask.sum(1))
-    return {"advantages": given.per_token(gdpo(parts, outcomes, weights=given.options["weights"]))}
 
 
 # --- aggregation --------------------------------------------------------------------------------------------------
@@ -295,51 +248,54 @@ def _vanilla(given: Given) -> dict[str, Any]:
     }
 
 
-@answers("verl/pg/gspo/", "verl/pg/gspo-wide/")
-def _gspo(given: Given) -> dict[str, Any]:
-    options = given.options
-    terms = gspo(given.tokens(), clip_low=options["clip_ratio_low"], clip_high=options["clip_ratio_high"])
-    return _verl(terms, given)
+def _options(given: Given, names: dict[str, str]) -> dict[str, float]:
+    """Return options of ours by what the case calls them, also in its table ``policy_loss``."""
+    theirs = {**given.options, **given.options.get("policy_loss", {})}
+    return {name: theirs[theirs_name] for name, theirs_name in names.items()}
 
 
-@answers("verl/pg/gspo-tokadv/")
-def _gspo_token(given: Given) -> dict[str, Any]:
-    options = given.options
-    terms = gspo_token(given.tokens(), clip_low=options["clip_ratio_low"], clip_high=options["clip_ratio_high"])
-    return _verl(terms, given)
+def _verl_loss(loss: Callable[..., LossTerms], *, clipped: bool = True, **names: str) -> Adapter:
+    """Compare a loss; ``names`` are verl's of its options."""
+    return lambda given: _verl(loss(given.tokens(), **_options(given, names)), given, clipped=clipped)
+
+
+def _total(
+    loss: Callable[..., LossTerms],
+    others: dict[str, Callable[[LossTerms], Any]] | None = None,
+    *,
+    anchor: str = "old_log_prob",
+    mode: str | None = None,
+    **names: str,
+) -> Adapter:
+    """Compare a loss after aggregation, and ``others`` by the names of their outputs."""
+
+    def adapter(given: Given) -> dict[str, Any]:
+        terms = loss(given.tokens(anchor), **_options(given, names))
+        return {"loss": given.total(terms.loss, mode), **{name: of(terms) for name, of in (others or {}).items()}}
+
+    return adapter
+
+
+CLIP = {"clip_low": "clip_ratio_low", "clip_high": "clip_ratio_high"}
+COV = {"clip_cov_share": "clip_cov_ratio", "clip_cov_low": "clip_cov_lb", "clip_cov_high": "clip_cov_ub"}
+ADAPTERS |= {
+    "verl/pg/gspo/": _verl_loss(gspo, **CLIP),
+    "verl/pg/gspo-wide/": _verl_loss(gspo, **CLIP),
+    "verl/pg/gspo-tokadv/": _verl_loss(gspo_token, **CLIP),
+    "verl/pg/dro/": _verl_loss(dro, clipped=False, dro_beta="dro_beta"),
+    "verl/pg/gpg/": _verl_loss(reinforce, clipped=False),
+    "verl/pg/dppo_tv/": _verl_loss(dppo_tv, **CLIP, weight_cap="clip_ratio_c"),
+    "verl/pg/dppo_kl/": _verl_loss(dppo_kl, **CLIP, weight_cap="clip_ratio_c"),
+    "verl/pg/sapo": _verl_loss(sapo, tau_positive="tau_pos", tau_negative="tau_neg"),
+    "verl/pg/clip_cov/": _verl_loss(clip_cov, clipped=False, clip_low="clip_ratio", clip_high="clip_ratio", **COV),
+    "verl/pg/kl_cov/": _verl_loss(kl_cov, clipped=False, kl_cov_share="kl_cov_ratio", kl_cov_penalty="ppo_kl_coef"),
+}
 
 
 @answers("verl/pg/cispo")
 def _cispo(given: Given) -> dict[str, Any]:
     low, high = given.options["clip_ratio_low"], given.options["clip_ratio_high"]
     return _verl(cispo(given.tokens(), weight_cap=1 + high, floor=1 - low), given, clipped=False)
-
-
-@answers("verl/pg/dro/")
-def _dro(given: Given) -> dict[str, Any]:
-    return _verl(dro(given.tokens(), dro_beta=given.options["policy_loss"]["dro_beta"]), given, clipped=False)
-
-
-@answers("verl/pg/gpg/")
-def _gpg(given: Given) -> dict[str, Any]:
-    return _verl(reinforce(given.tokens()), given, clipped=False)
-
-
-@answers("verl/pg/dppo_tv/", "verl/pg/dppo_kl/")
-def _dppo(given: Given) -> dict[str, Any]:
-    options = given.options
-    loss = dppo_tv if "dppo_tv" in given.case["id"] else dppo_kl
-    terms = loss(
-        given.tokens(), clip_low=options["clip_ratio_low"], clip_high=options["clip_ratio_high"],
-        weight_cap=options["clip_ratio_c"],
-    )  # fmt: skip
-    return _verl(terms, given)
-
-
-@answers("verl/pg/sapo")
-def _sapo(given: Given) -> dict[str, Any]:
-    terms = sapo(given.tokens(), tau_positive=given.options["tau_pos"], tau_negative=given.options["tau_neg"])
-    return _verl(terms, given)
 
 
 @answers("verl/pg/geo_mean/", "verl/pg/geo_mean-w/")
@@ -350,23 +306,6 @@ def _gmpo(given: Given) -> dict[str, Any]:
         log_weight = (given.flat("rollout_is_weights") + 1e-10).log()
         losses = losses * given.per_token(given.sequences.mean(log_weight).exp())
     return {"loss": given.total(losses, "seq-mean-token-mean")}
-
-
-@answers("verl/pg/clip_cov/")
-def _clip_cov(given: Given) -> dict[str, Any]:
-    options, clip = given.options["policy_loss"], given.options["clip_ratio"]
-    terms = clip_cov(
-        given.tokens(), clip_low=clip, clip_high=clip, clip_cov_share=options["clip_cov_ratio"],
-        clip_cov_low=options["clip_cov_lb"], clip_cov_high=options["clip_cov_ub"],
-    )  # fmt: skip
-    return _verl(terms, given, clipped=False)
-
-
-@answers("verl/pg/kl_cov/")
-def _kl_cov(given: Given) -> dict[str, Any]:
-    options = given.options["policy_loss"]
-    terms = kl_cov(given.tokens(), kl_cov_share=options["kl_cov_ratio"], kl_cov_penalty=options["ppo_kl_coef"])
-    return _verl(terms, given, clipped=False)
 
 
 @answers("verl/pg/bypass-")
@@ -404,21 +343,16 @@ def _verl_value(given: Given) -> dict[str, Any]:
     return {"loss": given.total(losses), "clipfrac": _fraction(moved)}
 
 
-@answers("areal/value/")
-def _areal_value(given: Given) -> dict[str, Any]:
-    losses = value_loss(
-        given.flat("vpreds"), given.flat("values"), given.flat("returns"),
-        clip=given.options["value_eps_clip"], form=given.options["loss_fn_type"],
-    )  # fmt: skip
-    return {"loss": given.total(losses)}
+def _value(clip: str, form: str = "") -> Adapter:
+    def adapter(given: Given) -> dict[str, Any]:
+        values, old, returns = (given.flat(name) for name in ("vpreds", "values", "returns"))
+        form_ = {"form": given.options[form]} if form else {}
+        return {"loss": given.total(value_loss(values, old, returns, clip=given.options[clip], **form_))}
+
+    return adapter
 
 
-@answers("openrlhf/value/")
-def _openrlhf_value(given: Given) -> dict[str, Any]:
-    losses = value_loss(
-        given.flat("vpreds"), given.flat("values"), given.flat("returns"), clip=given.options["clip_eps"]
-    )
-    return {"loss": given.total(losses)}
+ADAPTERS |= {"areal/value/": _value("value_eps_clip", "loss_fn_type"), "openrlhf/value/": _value("clip_eps")}
 
 
 @answers("verl/kl/")
@@ -437,38 +371,31 @@ def _openrlhf_kl(given: Given) -> dict[str, Any]:
 @answers("slime/kl/unbiased-k3")
 def _slime_kl(given: Given) -> dict[str, Any]:
     ratio = (given.whole["log_probs"] - given.whole["old_log_prob"]).exp()
-    value = kl_.kl_penalty(given.whole["log_probs"], given.whole["log_probs_base"], "k3", ratio=ratio)
+    value = ratio * kl_.kl_estimate(given.whole["log_probs"], given.whole["log_probs_base"], "k3")
     return {"kl": value}
 
 
 @answers("verl/entropy/")
 def _entropy(given: Given) -> dict[str, Any]:
-    return {"loss": given.total(entropy(given.whole["logits"])[given.mask])}
+    return {"loss": given.total(kl_.entropy(given.whole["logits"])[given.mask])}
 
 
 @answers("verl/entropy_from_logits/")
 def _entropy_from_logits(given: Given) -> dict[str, Any]:
-    return {"entropy": entropy(given.whole["logits"])}
-
-
-@answers("verl/logprobs_from_logits/")
-def _logprobs(given: Given) -> dict[str, Any]:
-    logits, labels = given.whole["logits"], given.whole["labels"].long()
-    chosen = -torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none")
-    return {"log_prob": chosen.view(labels.shape)}
+    return {"entropy": kl_.entropy(given.whole["logits"])}
 
 
 @answers("torch/sft/")
 def _torch_sft(given: Given) -> dict[str, Any]:
     labels = given.whole["labels"].long()
     chosen = given.whole["logits"].log_softmax(-1).gather(-1, labels[..., None]).squeeze(-1)
-    return {"loss": given.total(cross_entropy(chosen[given.mask]), "token-mean")}
+    return {"loss": given.total(-chosen[given.mask], "token-mean")}
 
 
 @answers("openrlhf/sft/")
 def _openrlhf_sft(given: Given) -> dict[str, Any]:
     mode = "token-mean" if given.options["token_level_loss"] else "seq-mean-token-mean"
-    return {"loss": given.total(cross_entropy(given.flat("log_prob")), mode)}
+    return {"loss": given.total(-given.flat("log_prob"), mode)}
 
 
 @answers("verl/masked_whiten-")
@@ -503,6 +430,13 @@ def _adaptive_kl(given: Given) -> dict[str, Any]:
     return {"values": values}
 
 
+def importance_weights(
+    log_ratio: Tensor, sequences: Sequences, *, level: str, bound: str, high: float, low: float = 0.0
+) -> Tensor:
+    rule = importance.bind(importance=level, importance_bound=bound, importance_high=high, importance_low=low)
+    return rule(drift_of(log_ratio, sequences))
+
+
 # --- corrections --------------------------------------------------------------------------------------------------
 
 
@@ -519,7 +453,7 @@ def _verl_rejection(log_ratio: Tensor, given: Given, statistics: str, thresholds
     keep = torch.ones_like(log_ratio, dtype=torch.bool)
     for name, bound in zip(names, bounds, strict=True):
         low, high = _band(bound)
-        keep &= inside(log_ratio, given.sequences, name, high=high, low=low)  # type: ignore[arg-type]
+        keep &= rejection(drift_of(log_ratio, given.sequences), rejection=name, rejection_high=high, rejection_low=low)  # type: ignore[arg-type]
     return keep
 
 
@@ -530,8 +464,11 @@ def _verl_is(given: Given) -> dict[str, Any]:
     log_ratio = given.flat("old_log_prob") - given.flat("rollout_log_prob")
     weights = importance_weights(
         log_ratio, given.sequences, level=options["rollout_is"], bound="truncate" if low is None else "mask",
-        low=low or 0.0, high=high, normalise=options["rollout_is_batch_normalize"],
+        low=low or 0.0, high=high,
     )  # fmt: skip
+    if options["rollout_is_batch_normalize"]:  # which Penstock does not offer
+        by_token = options["rollout_is"] == "token"
+        weights = weights / (weights if by_token else given.sequences.mean(weights)).mean()
     return {"weights": weights, "metrics": {}}
 
 
@@ -588,21 +525,22 @@ def _slime_mis(given: Given) -> dict[str, Any]:
         keep &= importance_weights(
             log_ratio, given.sequences, level=options["rs_level"], bound="mask", low=low, high=high
         ) > 0  # fmt: skip
-        keep &= not_vetoed(log_ratio, given.sequences, options["rs_veto_threshold"])
+        keep &= veto(drift_of(log_ratio, given.sequences), veto=options["rs_veto_threshold"])
     return {"flat_weights": weights, "flat_mask": keep.double()}
 
 
 @answers("slime/opsm/")
 def _slime_opsm(given: Given) -> dict[str, Any]:
     log_ratio = given.flat("log_prob") - given.flat("old_log_prob")
-    keep = off_policy_sequence_mask(log_ratio, given.advantages(), given.sequences, given.options["opsm_delta"])
+    keep = opsm(drift_of(log_ratio, given.sequences, given.advantages()), opsm_delta=given.options["opsm_delta"])
     return {"flat_mask": keep.double()}
 
 
 @answers("areal/m2po_mask/")
 def _areal_m2po(given: Given) -> dict[str, Any]:
     log_ratio = given.flat("prox_logp") - given.flat("old_logp")
-    return {"mask": m2po_mask(log_ratio, budget=given.options["m2_threshold"]).double()}
+    squares = log_ratio.square()
+    return {"mask": (squares <= m2po_limit(squares, given.options["m2_threshold"])).double()}
 
 
 @answers("formula/ess/", "formula/ess-token/")
@@ -659,8 +597,8 @@ def _trl(given: Given) -> dict[str, Any]:
     losses = terms.loss
     if options["off_policy_mask_threshold"] is not None:  # TRL holds it against the engine's log-probabilities
         log_ratio = tokens.current - given.flat("rollout_log_prob")
-        losses = losses * off_policy_sequence_mask(
-            log_ratio, tokens.advantages, given.sequences, options["off_policy_mask_threshold"]
+        losses = losses * opsm(
+            drift_of(log_ratio, given.sequences, tokens.advantages), opsm_delta=options["off_policy_mask_threshold"]
         )
     if options["vllm_is"]:
         name, low, high = options["vllm_is"]
@@ -671,12 +609,11 @@ def _trl(given: Given) -> dict[str, Any]:
         )  # fmt: skip
     kl_mean = None
     if options["beta"]:
-        ratio = None
+        penalty = kl_.kl_estimate(tokens.current, given.flat("ref_log_prob"), "k3")
         if options["use_bias_correction_kl"]:
             of_sequence = options["importance_sampling_level"] == "sequence"
             log_ratio = given.per_token(tokens.sequence_log_ratio) if of_sequence else tokens.log_ratio
-            ratio = log_ratio.exp()
-        penalty = kl_.kl_penalty(tokens.current, given.flat("ref_log_prob"), "k3", ratio=ratio)
+            penalty = penalty * log_ratio.exp()
         kl_mean = penalty.mean().item()
         losses = losses + options["beta"] * penalty
     metrics = {} if kl_mean is None else {"kl": kl_mean}
@@ -741,59 +678,44 @@ def _trl_cpo(given: Given) -> dict[str, Any]:
     return {"loss": losses.mean()}
 
 
+def _overlong(given: Given, longest: str, buffer: str, factor: str = "") -> Tensor:
+    inputs, options = given.case["inputs"], given.options
+    return shape.overlong_penalty(
+        torch.tensor(inputs.get("response_lengths", inputs.get("lengths"))), longest=options[longest],
+        buffer=options[buffer], factor=options.get(factor, 1.0),
+    )  # fmt: skip
+
+
 @answers("trl/reward/soft_overlong/")
 def _trl_overlong(given: Given) -> dict[str, Any]:
-    lengths = torch.tensor(given.case["inputs"]["lengths"])
-    options = given.options
-    rewards = shape.overlong_penalty(
-        lengths, longest=options["max_completion_len"], buffer=options["soft_punish_cache"]
-    )
-    return {"rewards": rewards}
-
-
-@answers("trl/reward/repetition/")
-def _trl_repetition(given: Given) -> dict[str, Any]:
-    options = given.options
-    rewards = [
-        shape.repetition_penalty(ids, ngram=options["ngram_size"], factor=options["max_penalty"])
-        for ids in given.case["inputs"]["completion_ids"]
-    ]
-    return {"rewards": rewards}
+    return {"rewards": _overlong(given, "max_completion_len", "soft_punish_cache")}
 
 
 @answers("verl/dapo_overlong/")
 def _verl_overlong(given: Given) -> dict[str, Any]:
-    options = given.options
-    penalty = shape.overlong_penalty(
-        torch.tensor(given.case["inputs"]["response_lengths"]), longest=options["max_resp_len"],
-        buffer=options["overlong_buffer_len"], factor=options["penalty_factor"],
-    )  # fmt: skip
-    return {"overlong_reward": penalty, "reward": options["base_score"] + penalty}
+    penalty = _overlong(given, "max_resp_len", "overlong_buffer_len", "penalty_factor")
+    return {"overlong_reward": penalty, "reward": given.options["base_score"] + penalty}
 
 
 @answers("areal/overlong")
 def _areal_overlong(given: Given) -> dict[str, Any]:
-    options = given.options
-    penalty = shape.overlong_penalty(
-        torch.tensor(given.case["inputs"]["response_lengths"]), longest=options["max_response_length"],
-        buffer=options["overlong_tokens"], factor=options["overlong_penalty_factor"],
-    )  # fmt: skip
+    penalty = _overlong(given, "max_response_length", "overlong_tokens", "overlong_penalty_factor")
     return {"reward": 1.0 + penalty}
 
 
 # --- AReaL, OpenRLHF ----------------------------------------------------------------------------------------------
 
 
-def _areal_weights(given: Given, rejection: dict[str, Any]) -> tuple[Tensor, Tensor]:
+def _areal_weights(given: Given, rule: dict[str, Any]) -> tuple[Tensor, Tensor]:
     """Weights and the tokens they keep; AReaL's k3 is exp(-x) - 1 + x of x = log(proximal / behaviour)."""
     log_ratio = given.flat("old_log_prob") - given.flat("rollout_log_prob")
-    if rejection["metric"] != "ratio":
-        keep = inside(-log_ratio, given.sequences, "seq_mean_k3", high=rejection["upper"])
+    if rule["metric"] != "ratio":
+        keep = rejection(drift_of(-log_ratio, given.sequences), rejection="seq_mean_k3", rejection_high=rule["upper"])
         return log_ratio.exp() * keep, keep
     weights = importance_weights(
-        log_ratio, given.sequences, level="geometric" if rejection["level"] == "sequence" else "token",
-        bound="truncate" if rejection["action"] == "clamp" else "mask",
-        low=rejection.get("lower") or 0.0, high=rejection["upper"],
+        log_ratio, given.sequences, level="geometric" if rule["level"] == "sequence" else "token",
+        bound="truncate" if rule["action"] == "clamp" else "mask",
+        low=rule.get("lower") or 0.0, high=rule["upper"],
     )  # fmt: skip
     return weights, weights > 0
 
@@ -821,12 +743,6 @@ def _areal(given: Given) -> dict[str, Any]:
     found["clip_mask"][keep], found["dual_clip_mask"][keep] = terms.clipped, terms.dual_clipped
     loss = (terms.loss * weights[keep]).sum() / len(keep)
     return {"loss": loss} | found
-
-
-@answers("areal/sapo/")
-def _areal_sapo(given: Given) -> dict[str, Any]:
-    terms = sapo(given.tokens(), tau_positive=given.options["tau_pos"], tau_negative=given.options["tau_neg"])
-    return {"loss": given.total(terms.loss, "token-mean")}
 
 
 @answers("areal/dpo/")
@@ -968,24 +884,16 @@ def _agentrl(given: Given) -> dict[str, Any]:
     ratio = tokens.log_ratio.detach().exp()
     created = given.per_token(torch.tensor(VECTORS["inputs"]["base"]["versions"])[:, 0])
     age = (options["current_step"] - created).to(ratio.dtype) if "current_step" in options else torch.zeros_like(ratio)
-    keep = inside_age_band(
-        ratio, tokens.advantages, age, clip_low=options["epsilon"], clip_high=upper,
-        cap=1.0 if options.get("strict_in_bound") else options["importance_weight_cap_ratio"],
-        decay=options.get("out_of_date_decay", 0.0),
+    keep = age_band(
+        drift_of(tokens.log_ratio, tokens.sequences, tokens.advantages, age), clip_low=options["epsilon"], clip_high=upper,
+        age_band_cap=1.0 if options.get("strict_in_bound") else options["importance_weight_cap_ratio"],
+        age_band_decay=options.get("out_of_date_decay", 0.0),
     )  # fmt: skip
     if "minirl" in given.case["id"]:
         losses = cispo(tokens, weight_cap=math.inf).loss
     else:
         losses = ppo_clip(tokens, clip_low=options["epsilon"], clip_high=upper).loss
     return {"loss": given.total(losses * keep, "token-mean", num_tokens=int(keep.sum())), "kept": keep.double()}
-
-
-@answers("formula/double-sided-is/")
-def _double_sided(given: Given) -> dict[str, Any]:
-    terms = double_sided(
-        given.tokens("rollout_log_prob"), clip_low=given.options["eps_low"], clip_high=given.options["eps_high"]
-    )
-    return {"loss": given.total(terms.loss), "weight": terms.ratio * ~terms.clipped}
 
 
 @answers("formula/roll-dualclip/")
@@ -995,24 +903,21 @@ def _roll_dual_clip(given: Given) -> dict[str, Any]:
     return {"loss": given.total(terms.loss, "token-mean")}
 
 
-@answers("ce-gppo/")
-def _ce_gppo(given: Given) -> dict[str, Any]:
-    options = given.options
-    terms = ce_gppo(
-        given.tokens(), clip_low=options["cliprange_low"], clip_high=options["cliprange_high"],
-        beta_low=options["beta1"], beta_high=options["beta2"], dual_clip=options["clip_ratio_c"],
-    )  # fmt: skip
-    return {"loss": given.total(terms.loss), "clipfrac": _fraction(terms.clipped)}
-
-
-@answers("prime-rl/default/")
-def _prime_rl(given: Given) -> dict[str, Any]:
-    options = given.options
-    terms = dppo_tv_ratio(
-        given.tokens("rollout_log_prob"), clip_low=options["dppo_mask_low"], clip_high=options["dppo_mask_high"],
-        tv_drift=options["kl_tau"],
-    )  # fmt: skip
-    return {"loss": given.total(terms.loss, "token-mean")}
+ADAPTERS |= {
+    "areal/sapo/": _total(sapo, mode="token-mean", tau_positive="tau_pos", tau_negative="tau_neg"),
+    "ce-gppo/": _total(
+        ce_gppo, {"clipfrac": lambda terms: _fraction(terms.clipped)}, clip_low="cliprange_low",
+        clip_high="cliprange_high", beta_low="beta1", beta_high="beta2", dual_clip="clip_ratio_c",
+    ),
+    "formula/double-sided-is/": _total(
+        double_sided, {"weight": lambda terms: terms.ratio * ~terms.clipped}, anchor="rollout_log_prob",
+        clip_low="eps_low", clip_high="eps_high",
+    ),
+    "prime-rl/default/": _total(
+        dppo_tv_ratio, anchor="rollout_log_prob", mode="token-mean", clip_low="dppo_mask_low",
+        clip_high="dppo_mask_high", tv_drift="kl_tau",
+    ),
+}  # fmt: skip
 
 
 # --- the test -----------------------------------------------------------------------------------------------------

@@ -9,28 +9,20 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from tests.examples import examples
-from tests.trainer.algorithm.tokens import lengths, sample, seeds
+from tests.trainer.algorithm.tokens import drift_of, lengths, sample, seeds
 from torch import Tensor
 
 from penstock.trainer.algorithm import reward_shaping as shape
 from penstock.trainer.algorithm.aggregation import Denominators, sequence_weight
-from penstock.trainer.algorithm.corrections.importance import importance_weights
-from penstock.trainer.algorithm.corrections.interface import Drift
-from penstock.trainer.algorithm.corrections.m2po import (
-    m2po_clip,
-    m2po_clip_widths,
-    m2po_limit,
-    m2po_mask,
-    m2po_width,
-    moved_along,
-)
+from penstock.trainer.algorithm.corrections.importance import importance
+from penstock.trainer.algorithm.corrections.m2po import m2po_clip_widths, m2po_limit, m2po_width
 from penstock.trainer.algorithm.corrections.opsm import opsm
 from penstock.trainer.algorithm.corrections.ratios import (
     Level,
     learning_rate_factor,
     log_weights,
 )
-from penstock.trainer.algorithm.corrections.veto import not_vetoed
+from penstock.trainer.algorithm.corrections.veto import veto
 from penstock.trainer.algorithm.estimators.gae import gae_tokens
 from penstock.trainer.algorithm.estimators.gpg import gpg
 from penstock.trainer.algorithm.estimators.grpo import grpo
@@ -40,15 +32,16 @@ from penstock.trainer.algorithm.estimators.pass_at_k import pass_at_k
 from penstock.trainer.algorithm.estimators.reinforce import reinforce
 from penstock.trainer.algorithm.estimators.reinforce_pp import reinforce_pp, reinforce_pp_baseline
 from penstock.trainer.algorithm.estimators.rloo import rloo
-from penstock.trainer.algorithm.filters.drop_zero_advantage import drop_zero_advantage
+from penstock.trainer.algorithm.filters.advantage import (
+    drop_zero_advantage,
+    minimal_advantage,
+    skip_non_positive_advantage,
+)
 from penstock.trainer.algorithm.filters.interface import Candidate, Filter, Kept, keep
 from penstock.trainer.algorithm.filters.mask_truncated import mask_truncated
-from penstock.trainer.algorithm.filters.minimal_advantage import minimal_advantage
-from penstock.trainer.algorithm.filters.skip_non_positive_advantage import skip_non_positive_advantage
 from penstock.trainer.algorithm.group_filters.equal_rewards import rewards_differ
 from penstock.trainer.algorithm.kl import kl_estimate, kl_full
 from penstock.trainer.algorithm.losses.tokens import Sequences
-from penstock.trainer.groups.batcher import Reuse, ReuseRefused
 
 finite = st.floats(-1e3, 1e3, allow_nan=False)
 levels = st.sampled_from(["token", "sequence", "geometric", "root"])
@@ -107,12 +100,11 @@ def test_importance_weights_are_finite_bounded_and_independent_of_other_sequence
 ) -> None:
     data = sample(rows, seed, spread=300.0)
     log_ratio = data.current.detach() - data.behaviour
-    weights = importance_weights(log_ratio, data.sequences, level=level, bound="truncate", high=2.0)
+    rule = importance.bind(importance=level)  # truncated at 2
+    weights = rule(drift_of(log_ratio, data.sequences))
     assert ((weights >= 0) & (weights <= 2.0)).all()
     first = data.sequences.index == 0
-    alone = importance_weights(
-        log_ratio[first], Sequences.of_lengths(torch.tensor(rows[:1])), level=level, bound="truncate", high=2.0
-    )
+    alone = rule(drift_of(log_ratio[first], Sequences.of_lengths(torch.tensor(rows[:1]))))
     torch.testing.assert_close(alone, weights[first])
 
 
@@ -121,9 +113,8 @@ def test_moving_one_behaviour_logprob_moves_only_that_tokens_weight() -> None:
     log_ratio = data.current.detach() - data.behaviour
     moved = log_ratio.clone()
     moved[2] += 0.3
-    pick = {"level": "token", "bound": "truncate", "high": 5.0}
-    before = importance_weights(log_ratio, data.sequences, **pick)  # type: ignore[arg-type]
-    after = importance_weights(moved, data.sequences, **pick)  # type: ignore[arg-type]
+    rule = importance.bind(importance="token", importance_high=5.0)
+    before, after = (rule(drift_of(values, data.sequences)) for values in (log_ratio, moved))
     assert torch.nonzero(before != after).flatten().tolist() == [2]
 
 
@@ -151,43 +142,23 @@ def test_m2po_brings_the_second_moment_within_budget_and_drops_no_more_than_need
     """The kept tokens have a mean square within the budget, and would not with the smallest dropped one."""
     data = sample(rows, seed)
     log_ratio = data.current.detach() - data.behaviour
-    along = moved_along(log_ratio, data.advantages)
-    keep = m2po_mask(log_ratio, budget=budget, among=along)
-    assert keep[~along].all()
-    kept, dropped = log_ratio[keep & along].square(), log_ratio[~keep].square()
-    if len(dropped):
-        assert len(kept) == 1 or kept.mean() < budget
-        assert torch.cat([kept, dropped.min()[None]]).mean() >= budget
+    squares = log_ratio.square()
+    keep = squares <= m2po_limit(squares, budget)
+    if len(squares[~keep]):
+        assert keep.sum() == 0 or squares[keep].mean() < budget
+        assert torch.cat([squares[keep], squares[~keep].min()[None]]).mean() >= budget
 
 
-@examples(25)
-@given(rows=lengths, seed=seeds, budget=st.sampled_from([0.001, 0.04, 1.0]))
-def test_m2pos_limit_keeps_what_its_mask_keeps(rows: list[int], seed: int, budget: float) -> None:
-    data = sample(rows, seed)
-    log_ratio = data.current.detach() - data.behaviour
-    keep = m2po_mask(log_ratio, budget=budget)
-    limit = m2po_limit(log_ratio.square(), budget)
-    if keep.sum() > 1:
-        assert ((log_ratio.square() <= limit) == keep).all()
-
-
-def test_m2pos_released_clip_meets_the_budget() -> None:
+@pytest.mark.parametrize("budget", [0.001, 0.05, 0.3])
+def test_m2pos_released_clip_meets_the_budget(budget: float) -> None:
     """Clipped at the width it solves for, the second moment equals the budget; the floors hold."""
-    generator = torch.Generator().manual_seed(0)
-    log_ratio = torch.randn(500, generator=generator, dtype=torch.float64)
-    advantages = torch.ones(500, dtype=torch.float64)
-    low, high = m2po_clip(log_ratio, advantages, budget=0.3)
-    tau = math.log1p(high)
-    squares = log_ratio[log_ratio > 0].square().clamp(max=tau**2)
-    assert squares.mean().item() == pytest.approx(0.3)
-    assert low == pytest.approx(1 - math.exp(-tau))
-    squares = log_ratio.square()[moved_along(log_ratio, advantages)]
-    for budget in (0.001, 0.05, 0.3, 100.0):
-        exact = m2po_clip(log_ratio, advantages, budget=budget, floor_low=0.0, floor_high=0.0)
-        bisected = m2po_clip_widths(m2po_width(squares, budget), floor_low=0.0, floor_high=0.0)
-        assert bisected == pytest.approx(exact, rel=1e-4)
-    assert m2po_clip(log_ratio, advantages, budget=0.001) == (0.3, 0.5)
-    assert m2po_clip(log_ratio, advantages, budget=100.0) == (1.0, 1e5)
+    squares = torch.randn(500, generator=torch.Generator().manual_seed(0), dtype=torch.float64).square()
+    width = m2po_width(squares, budget)
+    assert squares.clamp(max=width).mean().item() == pytest.approx(budget)
+    low, high = m2po_clip_widths(width, floor_low=0.0, floor_high=0.0)
+    assert (math.log1p(-low), math.log1p(high)) == pytest.approx((-math.sqrt(width), math.sqrt(width)))
+    assert m2po_clip_widths(m2po_width(squares, 0.001), floor_low=0.3, floor_high=0.5) == (0.3, 0.5)
+    assert m2po_clip_widths(m2po_width(squares, 100.0), floor_low=0.3, floor_high=0.5) == (1.0, 1e5)
 
 
 def test_kl_full_is_the_expectation_of_k1() -> None:
@@ -289,17 +260,8 @@ def test_a_group_has_a_signal_when_its_rewards_differ() -> None:
     assert not rewards_differ([0.1 + 0.2, 0.3])
 
 
-def test_a_record_is_reused_within_its_limits() -> None:
-    """At most max_trained_count times, and at least retrained_interval steps apart."""
-    rule = Reuse(max_trained_count=2, retrained_interval=3)
-    assert rule.reason(0, None, 5) is None
-    assert rule.reason(1, 4, 5) is ReuseRefused.TRAINED_RECENTLY
-    assert rule.reason(1, 2, 5) is None
-    assert rule.reason(2, 0, 5) is ReuseRefused.TRAINED_OFTEN
-
-
 def _veto(log_ratio: Tensor) -> Tensor:
-    return not_vetoed(log_ratio, Sequences.of_lengths(torch.tensor([2, 2])), 1e-4)
+    return veto(drift_of(log_ratio, Sequences.of_lengths(torch.tensor([2, 2]))), veto=1e-4)
 
 
 def test_one_improbable_token_vetoes_its_whole_sequence_and_no_other() -> None:
@@ -324,7 +286,7 @@ def test_opsm_leaves_out_whole_sequences(advantages: list[float], moved: float, 
     """Beside a success, which stays; as a record without the key has it, only the tokens of negative advantage."""
     both = torch.tensor([*advantages, 1.0])
     sequences = Sequences(torch.tensor([0] * len(advantages) + [1]), 2)
-    drift = Drift(torch.zeros_like(both), torch.full_like(both, moved), both, torch.zeros_like(both), sequences)
+    drift = drift_of(torch.full_like(both, moved), sequences, both)
     assert opsm(drift, opsm_delta=0.5).tolist() == [*kept, True]
     by_token = [not (advantage < 0 and moved < 0) for advantage in advantages]
     assert opsm(drift, opsm_delta=0.5, opsm_level="token").tolist() == [*by_token, True]

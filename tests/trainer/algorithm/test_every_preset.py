@@ -27,11 +27,12 @@ from penstock.protocol.trajectory import Group, Trajectory
 from penstock.protocol.versions import PolicyVersion, VersionRun
 from penstock.trainer.algorithm.algorithm_settings import AlgorithmSettings
 from penstock.trainer.algorithm.batch import MicroBatch, Row, build, first_sampled
-from penstock.trainer.algorithm.chosen_parts import PRESETS
+from penstock.trainer.algorithm.chosen_parts import LOSSES, PRESETS
 from penstock.trainer.algorithm.corrections.m2po import m2po_limit, m2po_width, moved_along
 from penstock.trainer.algorithm.credit import credit_rule
 from penstock.trainer.algorithm.estimators.gae import gae
 from penstock.trainer.algorithm.kl import of_teacher, top_of_teacher
+from penstock.trainer.algorithm.mismatch import mismatch_metrics
 from penstock.trainer.algorithm.objective import Objective, Outcome, build_objective
 from penstock.trainer.algorithm.packed_rows import pack
 from penstock.trainer.learner.critic import TokenCredit
@@ -51,8 +52,17 @@ ALGORITHMS: dict[str, dict[str, Any]] = {name: {"name": name} for name in PRESET
     "an age band": {"age_band_cap": 2.0, "age_band_decay": 0.3},
     "weights by length and difficulty": {"length_weight": True, "difficulty_weight": True, "mask_truncated": True},
     "cross-entropy mixed in": {"sft_coefficient": 0.3},
+    "truncated ratios, dual clip": {"token_tis_cap": 2.0, "dual_clip": 1.5},
+    "gspo with a dual clip": {"name": "gspo", "dual_clip": 1.5},
 }
-ON_POLICY = [name for name in ALGORITHMS if name not in ("cross-entropy mixed in", "gkd")]
+# Losses of no preset; clip_cov and kl_cov look at a whole micro-batch by definition.
+ALGORITHMS |= {
+    name: {"name": "grpo", "loss": name}
+    for name in sorted(set(LOSSES.built_in) - {AlgorithmSettings(**keys).loss for keys in ALGORITHMS.values()})
+    if name not in ("clip_cov", "kl_cov")
+}
+# product_clip and luspo count a sequence's loss once for each of its tokens.
+ON_POLICY = [name for name in ALGORITHMS if name not in ("cross-entropy mixed in", "gkd", "product_clip", "luspo")]
 TOP = np.log([0.5, 0.3, 0.1]).astype(np.float32)  # of a teacher's likeliest tokens
 
 
@@ -228,6 +238,8 @@ def test_any_batch_gives_finite_numbers(name: str, batch: list[list[Sampled]], s
     assert "ratio" not in empty
     assert all(torch.isfinite(gradient).all() for gradient in found.gradients.values())
     assert np.isfinite(build_objective(section_of(name)).lr_factor(found.sums))
+    compared = mismatch_metrics(found.sums, found.maxima)
+    assert all(np.isfinite(value) for value in compared.values() if not isinstance(value, dict)), compared
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)

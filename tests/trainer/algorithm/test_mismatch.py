@@ -6,10 +6,6 @@ import math
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
-from tests.examples import examples
-from tests.trainer.algorithm.tokens import lengths, seeds
 from torch import Tensor
 
 from penstock.trainer.algorithm.losses.tokens import Sequences
@@ -34,33 +30,6 @@ def figures(*parts: About) -> dict:
     sums = {name: sum(one[name] for one in every) for name in every[0]}
     maxima = {name: max(top[name] for top in tops) for name in tops[0]}
     return mismatch_metrics({**sums, "tokens": sum(len(about[0]) for about in parts)}, maxima)
-
-
-def flattened(found: dict) -> dict[str, float]:
-    deep = {f"{k}.{inner}": v for k, values in found.items() if isinstance(values, dict) for inner, v in values.items()}
-    return deep | {k: v for k, v in found.items() if not isinstance(v, dict)}
-
-
-@examples(25)
-@given(rows=lengths, seed=seeds, cut=st.integers(0, 6), spread=st.sampled_from([0.0, 0.3, 400.0]))
-def test_splitting_a_batch_changes_no_figure(rows: list[int], seed: int, cut: int, spread: float) -> None:
-    current, behaviour, ages, _ = invented(rows, seed, spread)
-    edge = sum(rows[:cut])
-    first = (
-        current[:edge],
-        behaviour[:edge],
-        ages[:edge],
-        Sequences.of_lengths(torch.tensor(rows[:cut], dtype=torch.int64)),
-    )
-    second = (
-        current[edge:],
-        behaviour[edge:],
-        ages[edge:],
-        Sequences.of_lengths(torch.tensor(rows[cut:], dtype=torch.int64)),
-    )
-    whole = flattened(figures(invented(rows, seed, spread)))
-    assert all(math.isfinite(value) for value in whole.values())
-    assert flattened(figures(first, second)) == pytest.approx(whole, rel=1e-9, abs=1e-9)
 
 
 def test_equal_policies_have_no_distance() -> None:

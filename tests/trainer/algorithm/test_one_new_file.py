@@ -1,4 +1,7 @@
-"""A new loss, estimator, filter and correction are one file each: shown by writing them into a copy of the package."""
+"""The options and presets of a new file are keys of [algorithm]: shown by writing files into a copy of the package.
+
+`tests/test_extension_costs.py` has a file of each kind, without options.
+"""
 
 from __future__ import annotations
 
@@ -30,21 +33,6 @@ def tilted(tokens: Tokens, *, tilt: float) -> LossTerms:
     ratio = tokens.log_ratio.exp()
     return LossTerms(-tokens.advantages * ratio**tilt, ratio.detach(), none_of(ratio), none_of(ratio))
 ''',
-    "estimators/doubled.py": '''
-"""A multiple of the reward."""
-from __future__ import annotations
-from pydantic import Field
-from penstock.trainer.algorithm.estimators.interface import Options, Outcomes, advantage_estimator
-
-class DoubledOptions(Options):
-    """Options of `doubled`."""
-    reward_factor: float = Field(default=2.0, description="Factor on the reward.")
-
-@advantage_estimator(options=DoubledOptions, source="none")
-def doubled(outcomes: Outcomes, *, reward_factor: float):
-    """Multiply the reward."""
-    return outcomes.rewards * reward_factor
-''',
     "filters/short.py": '''
 """Short answers."""
 from __future__ import annotations
@@ -59,21 +47,6 @@ class ShortOptions(Options):
 def short(candidate: Candidate, *, least_tokens: int) -> bool:
     """Leave out short answers."""
     return candidate.num_tokens < least_tokens
-''',
-    "group_filters/small.py": '''
-"""Groups of few tokens."""
-from __future__ import annotations
-from pydantic import Field
-from penstock.trainer.algorithm.group_filters.interface import GroupCandidate, Options, group_filter
-
-class SmallOptions(Options):
-    """Options of `small`."""
-    least_group_tokens: int = Field(default=0, description="Groups of fewer sampled tokens are dropped.")
-
-@group_filter(options=SmallOptions, source="none", reason="small", switch="least_group_tokens")
-def small(group: GroupCandidate, *, least_group_tokens: int) -> bool:
-    """Drop small groups."""
-    return sum(group.lengths) < least_group_tokens
 ''',
     "corrections/half.py": '''
 """A constant weight."""
@@ -97,8 +70,8 @@ import json, sys
 from penstock.protocol.config.run_file import format_config, load
 from penstock.trainer.settings import TrainerSettings
 
-given = ["model.path=m", "algorithm.name=tilted_grpo", "algorithm.advantage=doubled", "algorithm.reward_factor=3.0",
-         "algorithm.least_tokens=2", "algorithm.least_group_tokens=5", 'algorithm.corrections=["half"]', "algorithm.half_weight=0.25"]
+given = ["model.path=m", "algorithm.name=tilted_grpo", "algorithm.normalise_by_std=false", "algorithm.least_tokens=2",
+         'algorithm.corrections=["half"]', "algorithm.half_weight=0.25"]
 loaded = load(TrainerSettings, overrides=given)
 settings = loaded.settings.algorithm
 shown = format_config(loaded)
@@ -107,7 +80,6 @@ import torch
 from penstock.trainer.algorithm.batch import MicroBatch
 from penstock.trainer.algorithm.objective import build_objective
 from penstock.trainer.algorithm.credit import Scored, credit_rule
-from penstock.trainer.groups.batcher import group_rules
 
 credit = credit_rule(settings, longest=9)([Scored([1.0, 0.5], [1, 2], [False, False])])
 ones = torch.ones(2)
@@ -116,14 +88,13 @@ batch = MicroBatch(torch.zeros(1, 2).long(), ones.long(), ones.long(), -ones, on
 outcome = build_objective(settings)((-ones + 0.8).requires_grad_(), batch)
 print(json.dumps({"shown": shown, "advantages": credit.advantages, "skipped": credit.skipped,
                   "weights": credit.weights, "loss": float(outcome.loss.detach()), "without_torch": without_torch,
-                  "rejected": float(outcome.sums["rejected_half"]),
-                  "group rules": [rule.reason for rule in group_rules(settings)]}))
+                  "rejected": float(outcome.sums["rejected_half"])}))
 """
 
 
 @pytest.fixture(scope="module")
 def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A copy of what the trainer consists of, with five files more and nothing else changed."""
+    """A copy of what the trainer consists of, with three files more and nothing else changed."""
     root = tmp_path_factory.mktemp("copy")
     package = root / "penstock"
     for name in ("protocol", "trainer"):
@@ -164,13 +135,12 @@ def test_one_file_is_a_choice_of_settings_objective_and_credit(copy: Path) -> No
         line.startswith("algorithm.tilt ") and line.endswith("# preset tilted_grpo")
         for line in found["shown"].splitlines()
     )
-    assert found["advantages"] == [3.0, 1.5]
+    assert found["advantages"] == [0.25, -0.25]
     assert found["skipped"] == {"short": 1}
     assert found["weights"][0] == 0.0
     ratio = 2.718281828**0.8
     assert found["loss"] == pytest.approx(0.25 * -2 * ratio**0.25, rel=1e-5)
     assert found["rejected"] == 0
-    assert found["group rules"] == ["small"]
 
 
 @pytest.mark.parametrize(
@@ -194,7 +164,7 @@ def test_the_check_of_the_page_names_what_is_missing(copy: Path) -> None:
     command = ("-m", "penstock.trainer.commands.algorithm_reference", "algorithms.md")
     before = run(copy, *command, "--check")
     assert before.returncode == 1
-    for name in ("tilted", "doubled", "short", "half", "tilt", "reward_factor", "least_tokens", "half_weight"):
+    for name in ("tilted", "short", "half", "tilt", "least_tokens", "half_weight"):
         assert f"| `{name}` |" in before.stderr
     assert run(copy, *command).returncode == 0
     assert run(copy, *command, "--check").returncode == 0

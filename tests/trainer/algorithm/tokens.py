@@ -8,6 +8,7 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
+from penstock.trainer.algorithm.corrections.interface import Drift
 from penstock.trainer.algorithm.losses.tokens import Sequences, Tokens
 
 
@@ -43,6 +44,14 @@ def sample(lengths: list[int], seed: int, *, spread: float = 0.5, stale: bool = 
     return Sample(
         current.requires_grad_(), anchor, behaviour, sequences.spread(by_sequence), by_sequence, sequences
     )  # fmt: skip
+
+
+def drift_of(
+    log_ratio: Tensor, sequences: Sequences, advantages: Tensor | None = None, ages: Tensor | None = None
+) -> Drift:
+    """Return what a correction sees of tokens with these log-ratios to what sampled them."""
+    zeros, held = torch.zeros_like(log_ratio), log_ratio.detach()
+    return Drift(held, held, zeros if advantages is None else advantages, zeros if ages is None else ages, sequences)
 
 
 lengths = st.lists(st.integers(0, 9), min_size=1, max_size=6).filter(lambda values: sum(values) > 0)

@@ -11,7 +11,6 @@ import pytest
 
 from penstock.deploy.quickstart_task import write_data, write_model
 from penstock.trainer.__main__ import main
-from penstock.trainer.data.row_checks import MAX_PROBLEMS_SHOWN, Problems
 
 
 @pytest.fixture
@@ -58,15 +57,6 @@ def test_bad_rows_are_listed_and_counted(tmp_path: Path, capsys: pytest.CaptureF
     assert "(and 11 more rows)" in printed
     assert main(["data-check", str(tmp_path / "nowhere")]) == 1
     assert "nowhere: not readable" in capsys.readouterr().out
-
-
-def test_of_many_different_problems_only_the_first_are_listed():
-    problems = Problems()
-    for number in range(MAX_PROBLEMS_SHOWN + 5):
-        problems.add(f"x:{number}", f"problem {number}")
-    assert len(problems.lines()) == MAX_PROBLEMS_SHOWN + 1
-    assert problems.lines()[-1] == "and 5 rows with other problems"
-    assert problems.count == MAX_PROBLEMS_SHOWN + 5
 
 
 def test_characters_that_the_tokenizer_does_not_know_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]):

@@ -11,10 +11,10 @@ from typing import Any
 import pyarrow as pa
 import pytest
 from pydantic import ValidationError
+from tests.trainer.data.row_sets import ANSWER, USER, prompt_set, turn_set, write_rows
 from tests.trainer.data.test_chat_template import PLAIN, write_folder
 
 from penstock.protocol.chat_tokenizer import ChatTokenizer
-from penstock.protocol.config.reward_settings import RewardSettings
 from penstock.protocol.config.run_file import load
 from penstock.protocol.errors import ConfigError
 from penstock.trainer.__main__ import main
@@ -22,13 +22,10 @@ from penstock.trainer.data.data_order import DataOrder
 from penstock.trainer.data.dataset import PromptSet
 from penstock.trainer.data.read_rows import detect, prompt_row, rename, turn_rows
 from penstock.trainer.data.row_files import open_rows
-from penstock.trainer.data.turns import TurnSet
 from penstock.trainer.errors import MalformedData, UnsupportedModel
 from penstock.trainer.preflight import open_data
 from penstock.trainer.settings import DataSettings, TrainerSettings
 
-USER = {"role": "user", "content": "q"}
-ANSWER = {"role": "assistant", "content": "a"}
 TEMPLATE = (
     "{{ '<think>' if enable_thinking }}{% for t in tools or [] %}{{ t.name }};{% endfor %}"
     "{% for m in messages if m.role != 'tool' %}[{{ m.role }}] {{ m.content }}\n{% endfor %}"
@@ -41,20 +38,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_folder(tmp_path_factory.mktemp("m") / "model", TEMPLATE)
 
 
-def write(folder: Path, *rows: Any) -> Path:
-    path = folder / "rows.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
-
-
-def opened(path: Path, model: Path, *, max_new_tokens: int = 1, **data: Any) -> PromptSet:
-    settings = DataSettings.model_validate(data)
-    tokenizer = ChatTokenizer.read(
-        model, arguments=settings.template_arguments, needs_template=settings.text_prompts == "chat"
-    )
-    return PromptSet(
-        [path], data=settings, reward=RewardSettings(name="r"), tokenizer=tokenizer, max_new_tokens=max_new_tokens
-    )
+def opened(path: Path, model: Path, **data: Any) -> PromptSet:
+    needs_template, arguments = data.get("text_prompts") != "plain", data.get("template_arguments", {})
+    return prompt_set(path, ChatTokenizer.read(model, arguments=arguments, needs_template=needs_template), **data)
 
 
 def read(row: dict[str, Any], **data: Any) -> Any:
@@ -118,11 +104,11 @@ def test_the_forms_of_other_projects_are_read(row, form, contents, truth, source
 )
 def test_what_cannot_be_read_is_refused_with_line_and_column(tmp_path: Path, model: Path, row: dict, reply: str):
     """Preferences, images, unknown roles: refused with file, line, column and the setting that reads the rest, for both uses."""
-    path = write(tmp_path, {"prompt": "fine", "completion": "x"}, row)
+    path = write_rows(tmp_path, {"prompt": "fine", "completion": "x"}, row)
     with pytest.raises(MalformedData, match=f"rows.jsonl:2: {reply}"):
         opened(path, model)
     with pytest.raises(MalformedData, match=f"rows.jsonl:2: {reply}"):
-        TurnSet([path], data=DataSettings(), tokenizer=ChatTokenizer.read(model), max_tokens=99)
+        turn_set(path, ChatTokenizer.read(model))
 
 
 def test_the_offered_settings_read_the_rest():
@@ -142,7 +128,7 @@ def test_the_offered_settings_read_the_rest():
 
 def test_a_last_answer_is_said_or_becomes_the_ground_truth(tmp_path: Path, model: Path):
     """Chats that end with an answer are counted as such; one setting makes the answer, or a completion, the ground truth."""
-    path = write(tmp_path, {"messages": [USER, ANSWER]}, {"messages": [USER]}, {"prompt": "q", "completion": "a"})
+    path = write_rows(tmp_path, {"messages": [USER, ANSWER]}, {"messages": [USER]}, {"prompt": "q", "completion": "a"})
     [notes] = opened(path, model).notes
     assert notes.answers_unused == 1
     assert "the last answer of 1 rows is not used" in "\n".join(notes.describe())
@@ -162,12 +148,12 @@ def test_every_column_has_its_use(tmp_path: Path, model: Path):
         "ground_truth": "g",
         "tools": [{"name": "f"}],
     }
-    [notes] = opened(write(tmp_path, row), model).notes
+    [notes] = opened(write_rows(tmp_path, row), model).notes
     assert notes.describe()[0] == (
         "format trl: prompt from prompt; ground truth from ground_truth; data source from data_source; "
         "for the reward only level, tools; not used: completion"
     )
-    turns = TurnSet([tmp_path / "rows.jsonl"], data=DataSettings(), tokenizer=ChatTokenizer.read(model), max_tokens=99)
+    turns = turn_set(tmp_path / "rows.jsonl", ChatTokenizer.read(model))
     assert turns.notes[0].columns("answer") == ["completion"]
     assert turns.notes[0].columns("unused") == ["data_source", "ground_truth", "level", "tools"]
     assert any("data.use_tools = true" in hint for hint in notes.hints())
@@ -176,14 +162,14 @@ def test_every_column_has_its_use(tmp_path: Path, model: Path):
 
 def test_texts_are_read_with_or_without_the_template(tmp_path: Path, model: Path):
     """A text is a user message, or with "plain" the prompt itself, for GRPO and SFT; the notes offer the other reading."""
-    path = write(tmp_path, {"prompt": "Once upon", "completion": " a time"})
+    path = write_rows(tmp_path, {"prompt": "Once upon", "completion": " a time"})
     templated = opened(path, model)
     assert templated[0].text == "[user] Once upon\n[assistant] "
     assert any('data.text_prompts = "plain"' in hint for hint in templated.notes[0].hints())
     plain = opened(path, model, text_prompts="plain")
     tokenizer = ChatTokenizer.read(model)
     assert (plain[0].text, list(plain[0].token_ids)) == ("Once upon", tokenizer.encode("Once upon"))
-    turn = TurnSet([path], data=DataSettings(text_prompts="plain"), tokenizer=tokenizer, max_tokens=99)[0]
+    turn = turn_set(path, tokenizer, text_prompts="plain")[0]
     assert turn.token_ids[~turn.loss_mask].tolist() == tokenizer.encode("Once upon")
     assert turn.token_ids[turn.loss_mask].tolist() == [*tokenizer.encode(" a time"), tokenizer.eos_ids[0]]
     with pytest.raises(MalformedData, match="column system: expected none beside a plain text prompt"):
@@ -193,7 +179,7 @@ def test_texts_are_read_with_or_without_the_template(tmp_path: Path, model: Path
 
 
 def test_a_json_text_of_a_chat_is_offered_as_a_chat(tmp_path: Path, model: Path):
-    path = write(tmp_path, {"prompt": json.dumps([USER])})
+    path = write_rows(tmp_path, {"prompt": json.dumps([USER])})
     loaded = opened(path, model)
     assert "role" in loaded[0].text
     assert any('data.map.messages = "prompt"' in hint for hint in loaded.notes[0].hints())
@@ -202,7 +188,7 @@ def test_a_json_text_of_a_chat_is_offered_as_a_chat(tmp_path: Path, model: Path)
 
 def test_arguments_reach_the_template(tmp_path: Path, model: Path):
     """data.template_arguments are the template's variables; one that it does not read, or that is taken, is refused."""
-    path = write(tmp_path, {"prompt": "q"})
+    path = write_rows(tmp_path, {"prompt": "q"})
     assert opened(path, model, template_arguments={"enable_thinking": True})[0].text.startswith("<think>")
     assert not opened(path, model, template_arguments={"enable_thinking": False})[0].text.startswith("<think>")
     with pytest.raises(
@@ -216,7 +202,7 @@ def test_arguments_reach_the_template(tmp_path: Path, model: Path):
 def test_a_message_that_the_template_leaves_out_is_said(tmp_path: Path, model: Path):
     row = {"messages": [USER, ANSWER, {"role": "tool", "content": "42"}, USER], "weight": 0}
     row["messages"][0] = {**USER, "weight": 0}
-    hints = opened(write(tmp_path, row), model).notes[0].hints()
+    hints = opened(write_rows(tmp_path, row), model).notes[0].hints()
     assert "the model's chat template leaves out the tool message of 1 rows, or changes its text" in hints
     assert "keys of messages that only the chat template may read: weight" in hints
 
@@ -229,10 +215,10 @@ def test_a_base_model_needs_no_template_for_plain_texts(tmp_path: Path):
     with pytest.raises(
         UnsupportedModel, match=r'no chat template; add .* data.text_prompts = "plain" needs no template'
     ):
-        opened(write(tmp_path, {"prompt": "q"}), model)
+        opened(write_rows(tmp_path, {"prompt": "q"}), model)
     assert opened(tmp_path / "rows.jsonl", model, text_prompts="plain")[0].text == "q"
     with pytest.raises(MalformedData, match=r"rows.jsonl:2: the prompt is a chat, and the model has no chat template"):
-        opened(write(tmp_path, {"prompt": "q"}, {"prompt": [USER]}), model, text_prompts="plain")
+        opened(write_rows(tmp_path, {"prompt": "q"}, {"prompt": [USER]}), model, text_prompts="plain")
 
 
 def with_context(folder: Path, model: Path, tokens: int) -> Path:
@@ -245,7 +231,7 @@ def with_context(folder: Path, model: Path, tokens: int) -> Path:
 def test_a_prompt_too_long_for_the_model_is_found(tmp_path: Path, model: Path, capsys: pytest.CaptureFixture[str]):
     """`data check --model` lists it as a bad row, or says how many rows training leaves out; training drops and counts it."""
     small = with_context(tmp_path / "small", model, 60)
-    path = write(tmp_path, {"prompt": "short"}, {"prompt": "long " * 60})
+    path = write_rows(tmp_path, {"prompt": "short"}, {"prompt": "long " * 60})
     assert main(["data-check", str(path), "--model", str(small)]) == 1
     assert "rows.jsonl:2: " in (printed := capsys.readouterr().out)
     assert "tokens, and the model's context has 60; shorten the prompt" in printed
@@ -261,7 +247,7 @@ def test_a_prompt_too_long_for_the_model_is_found(tmp_path: Path, model: Path, c
 def test_the_evaluation_set_is_not_cut(tmp_path: Path, model: Path):
     """data.max_samples counts training rows only, also as verl's data.train_max_samples."""
     with_context(tmp_path / "whole", model, 4096)
-    path = write(tmp_path, *[{"prompt": "q", "ground_truth": str(n), "data_source": "s"} for n in range(5)])
+    path = write_rows(tmp_path, *[{"prompt": "q", "ground_truth": str(n), "data_source": "s"} for n in range(5)])
     overrides = [
         f"model.path={tmp_path / 'whole'}",
         f"data.train={path}",
@@ -277,7 +263,7 @@ def test_the_evaluation_set_is_not_cut(tmp_path: Path, model: Path):
 
 def test_data_check_reads_a_run_file(tmp_path: Path, model: Path, capsys: pytest.CaptureFixture[str]):
     small = with_context(tmp_path / "small", model, 60)
-    path = write(tmp_path, {"prompt": "q" * 4}, {"prompt": [USER] * 6})
+    path = write_rows(tmp_path, {"prompt": "q" * 4}, {"prompt": [USER] * 6})
     run_file = tmp_path / "run.toml"
     run_file.write_text(f'[model]\npath = "{small}"\n[data]\ntrain = "{path}"\n[rollout]\nmax_new_tokens = 20\n')
     assert main(["data-check", "--run", str(run_file), "--json"]) == 0
@@ -329,7 +315,7 @@ def test_the_forms_read_before_are_read_as_before(tmp_path: Path, model: Path):
         {"question": "q", "answer": "a", "instruction": "z"},
         {"prompt": json.dumps([USER]), "response": "b", "conversations": [1], "images": []},
     )
-    loaded = opened(write(tmp_path, *rows), model)
+    loaded = opened(write_rows(tmp_path, *rows), model)
     order = DataOrder(len(loaded), seed=5)
     found = [
         (loaded[n].text, loaded[n].reward.model_dump_json()) for n in (order.at(k).prompt for k in range(len(rows)))

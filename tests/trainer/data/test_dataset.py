@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import csv
 import json
 from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 from tests.examples import examples
+from tests.trainer.data.row_sets import prompt_set, turn_set, write_rows
 
 from penstock.deploy.quickstart_task import write_model
 from penstock.protocol.chat_tokenizer import ChatTokenizer
@@ -24,7 +22,6 @@ from penstock.trainer.data.dataset import PromptSet, reward_name
 from penstock.trainer.data.read_rows import detect, prompt_row, rename, turn_rows
 from penstock.trainer.data.row_checks import MAX_PROBLEMS_SHOWN
 from penstock.trainer.data.row_files import fingerprint, open_rows
-from penstock.trainer.data.turns import TurnSet
 from penstock.trainer.errors import MalformedData
 from penstock.trainer.settings import DataSettings
 
@@ -51,36 +48,6 @@ def text_of(tokenizer: ChatTokenizer, token_ids: Any) -> str:
     return tokenizer._tokenizer.decode(list(token_ids), skip_special_tokens=False)
 
 
-def write(folder: Path, rows: list[Any], kind: str = "jsonl") -> Path:
-    path = folder / f"data.{kind}"
-    if kind == "jsonl":
-        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    elif kind == "json":
-        path.write_text(json.dumps(rows, indent=1))
-    elif kind == "parquet":
-        pq.write_table(pa.Table.from_pylist(rows), path)
-    else:
-        columns = list(rows[0])
-        with path.open("w", newline="") as file:
-            writer = csv.writer(file)
-            writer.writerow(columns)
-            for row in rows:
-                cells = [row[name] for name in columns]
-                writer.writerow([cell if isinstance(cell, str) else json.dumps(cell) for cell in cells])
-    return path
-
-
-def prompts(path: Path | list[Path], tokenizer: ChatTokenizer, *, reward: str | None = "r", **data: Any) -> PromptSet:
-    paths = path if isinstance(path, list) else [path]
-    return PromptSet(
-        paths, data=DataSettings.model_validate(data), reward=RewardSettings(name=reward), tokenizer=tokenizer
-    )
-
-
-def turns(path: Path, tokenizer: ChatTokenizer, *, max_tokens: int = 1000, **data: Any) -> TurnSet:
-    return TurnSet([path], data=DataSettings.model_validate(data), tokenizer=tokenizer, max_tokens=max_tokens)
-
-
 @pytest.mark.parametrize("kind", ["jsonl", "json", "csv", "parquet"])
 @pytest.mark.parametrize(
     ("row", "truth", "source"),
@@ -99,7 +66,7 @@ def test_every_format_in_every_kind_of_file_gives_the_same_prompt(
     tmp_path: Path, tokenizer: ChatTokenizer, kind: str, row: dict, truth: str | None, source: str
 ):
     """verl, TRL, messages, flat and question/answer rows are recognised in JSONL, JSON, CSV and Parquet."""
-    loaded = prompts(write(tmp_path, [row, row], kind), tokenizer)
+    loaded = prompt_set(write_rows(tmp_path, row, row, kind=kind), tokenizer)
     assert len(loaded) == 2
     prompt = loaded[1]
     assert prompt.index == 1
@@ -124,7 +91,7 @@ def test_every_format_in_every_kind_of_file_gives_the_same_prompt(
 )
 def test_every_format_gives_the_same_turn(tmp_path: Path, tokenizer: ChatTokenizer, kind: str, row: dict, data: dict):
     """The loss mask of a row covers exactly the answer and its end token, in every format."""
-    turn = turns(write(tmp_path, [row], kind), tokenizer, **data)[0]
+    turn = turn_set(write_rows(tmp_path, row, kind=kind), tokenizer, **data)[0]
     text = "<|im_start|>user\nsort 21<|im_end|>\n<|im_start|>assistant\n12<|im_end|>"
     assert turn.token_ids.dtype == np.int32
     assert turn.token_ids.tolist() == tokenizer.encode(text)
@@ -134,7 +101,7 @@ def test_every_format_gives_the_same_turn(tmp_path: Path, tokenizer: ChatTokeniz
 def test_every_assistant_turn_is_trained_once(tmp_path: Path, tokenizer: ChatTokenizer):
     """A conversation becomes one turn per answer, each after exactly the chat that inference would get."""
     chat = [*ANSWERED, {"role": "user", "content": "sort 43"}, {"role": "assistant", "content": "34"}]
-    loaded = turns(write(tmp_path, [{"messages": chat}]), tokenizer, system_prompt="be brief")
+    loaded = turn_set(write_rows(tmp_path, {"messages": chat}), tokenizer, system_prompt="be brief")
     trained = [text_of(tokenizer, t.token_ids[t.loss_mask]) for t in map(loaded.__getitem__, (0, 1))]
     assert trained == ["12<|im_end|>", "34<|im_end|>"]
     before = text_of(tokenizer, loaded[1].token_ids[~loaded[1].loss_mask])
@@ -145,9 +112,9 @@ def test_every_assistant_turn_is_trained_once(tmp_path: Path, tokenizer: ChatTok
 def test_other_columns_reach_the_reward(tmp_path: Path, tokenizer: ChatTokenizer):
     """extra_info holds the row's other columns and its own entries, which take precedence; dates and decimals as text."""
     row = {**FLAT, "level": 3, "index": 1, "price": Decimal("1.50"), "extra_info": {"index": 7}}
-    request = prompts(write(tmp_path, [row], "parquet"), tokenizer)[0].reward
+    request = prompt_set(write_rows(tmp_path, row, kind="parquet"), tokenizer)[0].reward
     assert json.loads(request.extra_info) == {"level": 3, "index": 7, "price": "1.50"}
-    verl = prompts(write(tmp_path, [VERL]), tokenizer)[0].reward
+    verl = prompt_set(write_rows(tmp_path, VERL), tokenizer)[0].reward
     assert json.loads(verl.extra_info) == {"ability": "math", "split": "train", "index": 3}
 
 
@@ -155,11 +122,11 @@ def test_columns_with_other_names_are_mapped(tmp_path: Path, tokenizer: ChatToke
     """data.map names columns, also nested ones, and a system prompt is put before chats without one."""
     row = {"q": "sort 21", "info": {"gold": [1, 2]}, "kind": "s"}
     mapping = {"prompt": "q", "ground_truth": "info.gold", "data_source": "kind"}
-    prompt = prompts(write(tmp_path, [row]), tokenizer, map=mapping, system_prompt="be brief")[0]
+    prompt = prompt_set(write_rows(tmp_path, row), tokenizer, map=mapping, system_prompt="be brief")[0]
     assert prompt.text.startswith("<|im_start|>system\nbe brief<|im_end|>\n<|im_start|>user\nsort 21")
     assert (prompt.reward.ground_truth, prompt.reward.data_source) == ("[1, 2]", "s")
     own = {"prompt": [{"role": "system", "content": "own"}, *CHAT]}
-    assert "brief" not in prompts(write(tmp_path, [own]), tokenizer, system_prompt="be brief")[0].text
+    assert "brief" not in prompt_set(write_rows(tmp_path, own), tokenizer, system_prompt="be brief")[0].text
 
 
 def test_reward_names_follow_source_then_name_then_service():
@@ -196,9 +163,9 @@ def test_reward_names_follow_source_then_name_then_service():
     ],
 )
 def test_a_malformed_row_is_reported_with_line_and_column(tmp_path: Path, tokenizer: ChatTokenizer, row, reply: str):
-    path = write(tmp_path, [FLAT, FLAT, row])
+    path = write_rows(tmp_path, FLAT, FLAT, row)
     with pytest.raises(MalformedData) as caught:
-        prompts(path, tokenizer)
+        prompt_set(path, tokenizer)
     assert str(caught.value).startswith(f"{path}:3: {reply}")
 
 
@@ -212,7 +179,7 @@ def test_a_malformed_row_is_reported_with_line_and_column(tmp_path: Path, tokeni
 )
 def test_a_row_without_an_answer_cannot_be_imitated(tmp_path: Path, tokenizer: ChatTokenizer, row, reply: str):
     with pytest.raises(MalformedData) as caught:
-        turns(write(tmp_path, [row]), tokenizer)
+        turn_set(write_rows(tmp_path, row), tokenizer)
     assert f":1: {reply}" in str(caught.value)
 
 
@@ -246,22 +213,22 @@ def test_a_broken_file_is_reported_with_its_position(
     path = tmp_path / name
     path.write_bytes(content)
     with pytest.raises(MalformedData) as caught:
-        prompts(path, tokenizer)
+        prompt_set(path, tokenizer)
     assert str(caught.value).startswith(f"{path}{reply}")
 
 
 def test_a_parquet_row_is_reported_by_its_number(tmp_path: Path, tokenizer: ChatTokenizer):
-    path = write(tmp_path, [VERL, {**VERL, "prompt": []}], "parquet")
-    with pytest.raises(MalformedData, match=r"data\.parquet: row 2: column prompt: expected"):
-        prompts(path, tokenizer)
+    path = write_rows(tmp_path, VERL, {**VERL, "prompt": []}, kind="parquet")
+    with pytest.raises(MalformedData, match=r"rows\.parquet: row 2: column prompt: expected"):
+        prompt_set(path, tokenizer)
 
 
 def test_all_malformed_rows_are_refused_together(tmp_path: Path, tokenizer: ChatTokenizer):
     """The first twenty are shown and the rest counted, over all files."""
-    bad = write(tmp_path, [{"prompt": n} for n in range(30)])
-    good = write(tmp_path, [FLAT], "json")
+    bad = write_rows(tmp_path, *[{"prompt": n} for n in range(30)])
+    good = write_rows(tmp_path, FLAT, kind="json")
     with pytest.raises(MalformedData) as caught:
-        prompts([good, bad], tokenizer)
+        prompt_set([good, bad], tokenizer)
     lines = str(caught.value).split("\n")
     assert len(lines) == MAX_PROBLEMS_SHOWN + 1
     assert lines[-1] == "and 10 rows with other problems"
@@ -269,39 +236,39 @@ def test_all_malformed_rows_are_refused_together(tmp_path: Path, tokenizer: Chat
 
 def test_a_missing_mapped_column_is_reported(tmp_path: Path, tokenizer: ChatTokenizer):
     with pytest.raises(MalformedData, match=r":1: column q: missing \(data.map.prompt\); the row has prompt"):
-        prompts(write(tmp_path, [{"prompt": "x"}]), tokenizer, map={"prompt": "q"})
+        prompt_set(write_rows(tmp_path, {"prompt": "x"}), tokenizer, map={"prompt": "q"})
     with pytest.raises(MalformedData, match=r"column reward_model: missing in a row of format verl"):
-        prompts(write(tmp_path, [FLAT]), tokenizer, format="verl")
+        prompt_set(write_rows(tmp_path, FLAT), tokenizer, format="verl")
 
 
 def test_long_prompts_are_dropped_and_counted_or_refused(tmp_path: Path, tokenizer: ChatTokenizer):
     """data.overlong decides; a set without remaining rows is refused in any case."""
-    path = write(tmp_path, [FLAT, {**FLAT, "prompt": "sort 12345678"}, FLAT])
-    loaded = prompts(path, tokenizer, max_prompt_tokens=16)
+    path = write_rows(tmp_path, FLAT, {**FLAT, "prompt": "sort 12345678"}, FLAT)
+    loaded = prompt_set(path, tokenizer, max_prompt_tokens=16)
     assert len(loaded) == 2
     assert loaded.dropped == {"overlong": 1}
     assert [loaded[i].index for i in (0, 1)] == [0, 1]
     with pytest.raises(MalformedData, match=r":2: 21 tokens, the limit is 16; raise it, or set data.overlong"):
-        prompts(path, tokenizer, max_prompt_tokens=16, overlong="error")
+        prompt_set(path, tokenizer, max_prompt_tokens=16, overlong="error")
     with pytest.raises(MalformedData, match="no row is left: all 3 are longer than the limit of 3 tokens"):
-        prompts(path, tokenizer, max_prompt_tokens=3)
-    answered = write(tmp_path, [{"prompt": "sort 21", "response": "12"}] * 2, "json")
+        prompt_set(path, tokenizer, max_prompt_tokens=3)
+    answered = write_rows(tmp_path, *[{"prompt": "sort 21", "response": "12"}] * 2, kind="json")
     with pytest.raises(MalformedData, match="no row is left: all 2 are longer than the limit of 10 tokens"):
-        turns(answered, tokenizer, max_tokens=10)
+        turn_set(answered, tokenizer, max_tokens=10)
 
 
 def test_only_the_first_samples_are_read(tmp_path: Path, tokenizer: ChatTokenizer):
     """data.max_samples counts rows over all files, in their order."""
-    first, second = write(tmp_path, [FLAT] * 3), write(tmp_path, [{**FLAT, "prompt": "b"}] * 3, "json")
-    loaded = prompts([first, second], tokenizer, max_samples=4)
+    first, second = write_rows(tmp_path, *[FLAT] * 3), write_rows(tmp_path, *[{**FLAT, "prompt": "b"}] * 3, kind="json")
+    loaded = prompt_set([first, second], tokenizer, max_samples=4)
     assert len(loaded) == 4
     assert "user\nb" in loaded[3].text
 
 
 def test_a_file_that_changes_during_the_run_is_detected(tmp_path: Path, tokenizer: ChatTokenizer):
     """A row that has become malformed since the start is refused, and other content has another fingerprint."""
-    path = write(tmp_path, [FLAT, FLAT])
-    loaded = prompts(path, tokenizer)
+    path = write_rows(tmp_path, FLAT, FLAT)
+    loaded = prompt_set(path, tokenizer)
     before = path.read_text()
     path.write_text(before.replace("prompt", "promqt"))
     with pytest.raises(MalformedData, match=r":2: no format .*the file has changed since the start"):
@@ -314,7 +281,7 @@ def test_a_file_that_changes_during_the_run_is_detected(tmp_path: Path, tokenize
 def test_the_prompts_used_last_are_not_read_again(
     tmp_path: Path, tokenizer: ChatTokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path = write(tmp_path, [FLAT | {"prompt": f"sort {number}"} for number in range(10, 20)])
+    path = write_rows(tmp_path, *[FLAT | {"prompt": f"sort {number}"} for number in range(10, 20)])
     prompts = PromptSet([path], data=DataSettings(), reward=RewardSettings(), tokenizer=tokenizer)
     numbers: list[int] = []
     read = prompts._read_again
@@ -333,9 +300,9 @@ def test_a_template_that_renders_answers_differently_is_refused(tmp_path: Path):
     (tmp_path / "chat_template.jinja").write_text(
         "{% for m in messages %}{{ m.content }}{% endfor %}{% if add_generation_prompt %}>{% endif %}"
     )
-    path = write(tmp_path, [{"prompt": "a", "response": "b"}])
+    path = write_rows(tmp_path, {"prompt": "a", "response": "b"})
     with pytest.raises(MalformedData, match="renders the answer differently from its own generation prompt"):
-        turns(path, ChatTokenizer.read(tmp_path))
+        turn_set(path, ChatTokenizer.read(tmp_path))
 
 
 def test_a_completion_always_ends(tmp_path: Path):
@@ -344,7 +311,7 @@ def test_a_completion_always_ends(tmp_path: Path):
         "{% for m in messages %}{{ m.role }}:{{ m.content }}{% endfor %}{% if add_generation_prompt %}assistant:{% endif %}"
     )
     tokenizer = ChatTokenizer.read(tmp_path)
-    turn = turns(write(tmp_path, [{"prompt": "a", "response": "b"}]), tokenizer)[0]
+    turn = turn_set(write_rows(tmp_path, {"prompt": "a", "response": "b"}), tokenizer)[0]
     assert text_of(tokenizer, turn.token_ids) == "user:aassistant:b<|im_end|>"
 
 
@@ -391,11 +358,11 @@ def test_json_rows_are_read_in_any_order(tmp_path: Path, rows: list[dict], as_ar
 @pytest.mark.parametrize("text", ["[1] is a list", '[{"a": 1}]', '{"role": "user"}', "[{'role': 'user'}]", "[{"])
 def test_prompts_that_look_like_json_stay_texts(tmp_path: Path, tokenizer: ChatTokenizer, text: str):
     """In CSV only a JSON text that is a chat is parsed; code and data in a prompt are not changed."""
-    [row] = [open_rows(write(tmp_path, [{"prompt": text}], "csv")).row(0)]
+    [row] = [open_rows(write_rows(tmp_path, {"prompt": text}, kind="csv")).row(0)]
     chat = prompt_row(rename(row, DataSettings(), nested_texts=True), DataSettings()).chat
     assert chat == ({"role": "user", "content": text},)
     with pytest.raises(MalformedData, match=r":2: column messages: expected a list of messages, got"):
-        prompts(write(tmp_path, [{"messages": text}], "csv"), tokenizer)
+        prompt_set(write_rows(tmp_path, {"messages": text}, kind="csv"), tokenizer)
 
 
 def test_detection_prefers_the_more_specific_format():

@@ -11,16 +11,13 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from tests.deadline import ends_within
+from tests.trainer.data.row_sets import prompt_set, turn_set
 
 from penstock.deploy.quickstart_task import write_model
 from penstock.protocol.chat_tokenizer import ChatTokenizer
-from penstock.protocol.config.reward_settings import RewardSettings
 from penstock.trainer.data import row_files
-from penstock.trainer.data.dataset import PromptSet
 from penstock.trainer.data.row_files import open_rows
-from penstock.trainer.data.turns import TurnSet
 from penstock.trainer.errors import MalformedData
-from penstock.trainer.settings import DataSettings
 
 Write = Callable[[Path], object]
 
@@ -146,7 +143,7 @@ def test_a_hostile_data_file_is_refused(
     monkeypatch.setattr(row_files, "_MAX_PARQUET_ROWS", 100)
     write(tmp_path / name)
     with pytest.raises(MalformedData, match=expected), ends_within(30):
-        PromptSet([tmp_path / name], data=DataSettings(), reward=RewardSettings(name="r"), tokenizer=tokenizer)
+        prompt_set(tmp_path / name, tokenizer)
 
 
 def test_a_repeated_text_is_held_once(tmp_path: Path) -> None:
@@ -175,4 +172,4 @@ def test_a_repeated_text_is_held_once(tmp_path: Path) -> None:
 def test_hostile_turns_are_refused(tmp_path: Path, tokenizer: ChatTokenizer, text: str) -> None:
     (tmp_path / "d.jsonl").write_text(text)
     with pytest.raises(MalformedData, match=r"d\.jsonl:1: "):
-        TurnSet([tmp_path / "d.jsonl"], data=DataSettings(), tokenizer=tokenizer, max_tokens=512)
+        turn_set(tmp_path / "d.jsonl", tokenizer)

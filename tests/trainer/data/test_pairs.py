@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.trainer.data.row_sets import pair_set, write_rows
 
 from penstock.deploy.quickstart_task import write_model
 from penstock.protocol.chat_tokenizer import ChatTokenizer
@@ -120,16 +121,16 @@ def test_pairs_are_tokenised_as_for_inference(tmp_path: Path) -> None:
     tokenizer = ChatTokenizer.read(tmp_path / "model")
     rows = [{**FORMS["texts"][0], "margin": 2}, {"prompt": QUESTION, "chosen": GOOD, "rejected": GOOD}]
     rows.append({"prompt": "sort " + "1" * 40, "chosen": GOOD, "rejected": BAD})
-    (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    path = write_rows(tmp_path, *rows)
     data = DataSettings(system_prompt="be brief")
-    pairs = PairSet([tmp_path / "pairs.jsonl"], data=data, tokenizer=tokenizer, max_tokens=50)
+    pairs = PairSet([path], data=data, tokenizer=tokenizer, max_tokens=50)
     assert (len(pairs), dict(pairs.dropped)) == (1, {"identical": 1, "overlong": 1})
     chat = [{"role": "system", "content": "be brief"}, USER]
     assert pairs[0].prompt.tolist() == tokenizer.encode(tokenizer.render(chat, add_generation_prompt=True))
     assert pairs[0].chosen.tolist() == [*tokenizer.encode(GOOD), tokenizer.eos_ids[0]]
     assert pairs[0].rejected.tolist() == [*tokenizer.encode(BAD), tokenizer.eos_ids[0]]
     assert pairs[0].margin == 2.0
-    whole = PairSet([tmp_path / "pairs.jsonl"], data=data, tokenizer=tokenizer, max_tokens=50, ends="chat")
+    whole = PairSet([path], data=data, tokenizer=tokenizer, max_tokens=50, ends="chat")
     rendered = tokenizer.render([*chat, answer(GOOD)], add_generation_prompt=False)
     assert [*whole[0].prompt, *whole[0].chosen] == tokenizer.encode(rendered)
 
@@ -144,13 +145,8 @@ def test_a_row_of_one_answer_is_read_where_the_loss_takes_it(tmp_path: Path) -> 
         {"completion": [USER, answer(BAD)], "label": 0},
         FORMS["texts"][0],
     ]
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-
-    def opened(*, takes_one_answer: bool) -> PairSet:
-        file, data = tmp_path / "rows.jsonl", DataSettings()
-        return PairSet([file], data=data, tokenizer=tokenizer, max_tokens=50, takes_one_answer=takes_one_answer)
-
-    pairs = opened(takes_one_answer=True)
+    path = write_rows(tmp_path, *rows)
+    pairs = pair_set(path, tokenizer)
     good, bad = ([*tokenizer.encode(text), tokenizer.eos_ids[0]] for text in (GOOD, BAD))
     assert [(pair.chosen.tolist(), pair.rejected.tolist()) for pair in (pairs[n] for n in range(4))] == [
         (good, []),
@@ -162,13 +158,13 @@ def test_a_row_of_one_answer_is_read_where_the_loss_takes_it(tmp_path: Path) -> 
     with pytest.raises(
         MalformedData, match=r'one answer with a label.* dpo.loss = "kto" alone, .* \(and 2 more rows\)'
     ):
-        opened(takes_one_answer=False)
+        pair_set(path, tokenizer, takes_one_answer=False)
 
 
 def test_rows_for_a_reward_are_taken_from_the_prompts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_model(tmp_path / "model", seed=0)
     rows = [FORMS["texts"][0] if number % 2 == 0 else {"prompt": f"p{number}"} for number in range(8)]
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_rows(tmp_path, *rows)
     (tmp_path / "run.toml").write_text(
         f'run.id = "r"\nmodel.path = "{tmp_path / "model"}"\ndata.train = "{tmp_path / "rows.jsonl"}"\n'
         "algorithm.dpo_coefficient = 1.0\n"
@@ -191,7 +187,7 @@ def test_one_file_holds_prompts_and_pairs(tmp_path: Path) -> None:
     file = tmp_path / "rows.jsonl"
 
     def prompts(data: DataSettings) -> PromptSet:
-        file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        write_rows(tmp_path, *rows)
         reward = RewardSettings(name="r")
         return PromptSet([file], data=data, reward=reward, tokenizer=tokenizer, skips_pairs=True)
 

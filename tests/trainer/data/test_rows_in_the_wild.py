@@ -12,21 +12,16 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from tests.trainer.data.row_sets import ANSWER, USER, pair_set, prompt_set, trained_texts, turn_set, write_rows
 from tests.trainer.data.test_chat_template import write_folder
 
 from penstock.protocol.chat_tokenizer import ChatTokenizer
-from penstock.protocol.config.reward_settings import RewardSettings
 from penstock.trainer.__main__ import main
 from penstock.trainer.algorithm.batch import Row, build
 from penstock.trainer.commands.show_rows import MARKS, shown_rows
-from penstock.trainer.data.dataset import PromptSet
-from penstock.trainer.data.pairs import PairSet
-from penstock.trainer.data.turns import TurnSet
 from penstock.trainer.errors import MalformedData
-from penstock.trainer.settings import DataSettings, TrainerSettings
+from penstock.trainer.settings import TrainerSettings
 
-USER = {"role": "user", "content": "q"}
-ANSWER = {"role": "assistant", "content": "a"}
 _TURNS = (
     "{% if tools %}<tools>{% for t in tools %}{{ t | tojson }}{% endfor %}</tools>\n{% endif %}"
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}CALLS<|im_end|>\n{% endfor %}"
@@ -59,33 +54,6 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, ChatTokenizer]
     return {name: ChatTokenizer.read(write_folder(base / name, text)) for name, text in TEMPLATES.items()}
 
 
-def write(folder: Path, *rows: dict[str, Any], kind: str = "jsonl") -> Path:
-    path = folder / f"rows.{kind}"
-    if kind == "parquet":
-        pq.write_table(pa.Table.from_pylist(list(rows)), path)
-    else:
-        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
-
-
-def sft(path: Path, tokenizer: ChatTokenizer, **data: Any) -> TurnSet:
-    return TurnSet([path], data=DataSettings.model_validate(data), tokenizer=tokenizer, max_tokens=10_000)
-
-
-def grpo(path: Path, tokenizer: ChatTokenizer, **data: Any) -> PromptSet:
-    settings = DataSettings.model_validate({"max_prompt_tokens": 10_000, **data})
-    return PromptSet([path], data=settings, reward=RewardSettings(name="r"), tokenizer=tokenizer)
-
-
-def dpo(path: Path, tokenizer: ChatTokenizer, **data: Any) -> PairSet:
-    settings = DataSettings.model_validate(data)
-    return PairSet([path], data=settings, tokenizer=tokenizer, max_tokens=10_000, takes_one_answer=True)
-
-
-def trained(turns: TurnSet, tokenizer: ChatTokenizer) -> list[str]:
-    return [tokenizer.decode(turns[n].token_ids[turns[n].loss_mask].tolist()) for n in range(len(turns))]
-
-
 def tool(name: str, *required: str, **properties: Any) -> dict[str, Any]:
     schema = {"type": "object", "properties": properties, "required": list(required)}
     return {"type": "function", "function": {"name": name, "description": "d", "parameters": schema}}
@@ -107,11 +75,12 @@ CALLS = [("weather", {"city": "Bern"}), ("stock", {"ticker": "N"})]
 @pytest.mark.parametrize("arguments", [{"city": "Bern"}, '{"city": "Bern"}'], ids=["object", "text"])
 def test_arguments_are_written_once_by_every_template(models: Any, tmp_path: Path, name: str, arguments: Any) -> None:
     """An object and its JSON text give the same trained text, which quotes nothing twice and is no Python."""
-    answers = trained(
-        sft(write(tmp_path, {"messages": [USER, call("weather", arguments)]}), models[name]), models[name]
+    answers = trained_texts(
+        turn_set(write_rows(tmp_path, {"messages": [USER, call("weather", arguments)]}), models[name]), models[name]
     )
-    [expected] = trained(
-        sft(write(tmp_path, {"messages": [USER, call("weather", {"city": "Bern"})]}), models[name]), models[name]
+    [expected] = trained_texts(
+        turn_set(write_rows(tmp_path, {"messages": [USER, call("weather", {"city": "Bern"})]}), models[name]),
+        models[name],
     )
     assert answers == [expected]
     assert "\\" not in expected
@@ -124,17 +93,17 @@ def test_padding_of_tables_is_left_out_everywhere(models: Any, tmp_path: Path) -
     model = models["qwen2.5"]
     chats = [[USER, call("weather", {"city": "Bern"})], [USER, call("stock", {"ticker": "N", "deep": {"a": 1}})]]
     chats.append([USER, call("stock", {"ticker": "N", "deep": {"b": 2}})])
-    path = write(tmp_path, *({"messages": c, "tools": [WEATHER, STOCK]} for c in chats), kind="parquet")
-    turns = sft(path, model, use_tools=True)
-    assert '"arguments": {"city": "Bern"}}' in trained(turns, model)[0]
-    assert '"arguments": {"ticker": "N", "deep": {"b": 2}}}' in trained(turns, model)[2]
+    path = write_rows(tmp_path, *({"messages": c, "tools": [WEATHER, STOCK]} for c in chats), kind="parquet")
+    turns = turn_set(path, model, use_tools=True)
+    assert '"arguments": {"city": "Bern"}}' in trained_texts(turns, model)[0]
+    assert '"arguments": {"ticker": "N", "deep": {"b": 2}}}' in trained_texts(turns, model)[2]
     assert "null" not in model.decode(turns[0].token_ids.tolist())
     assert any("3 rows have tools or calls with keys that are null" in hint for hint in turns.notes[0].hints())
     prompts = [{"messages": [*c, {"role": "tool", "content": "r"}], "tools": [WEATHER, STOCK]} for c in chats]
-    loaded = grpo(write(tmp_path, *prompts, kind="parquet"), model, use_tools=True)
+    loaded = prompt_set(write_rows(tmp_path, *prompts, kind="parquet"), model, use_tools=True)
     assert all("null" not in loaded[n].text for n in range(3))
     pairs = [{"prompt": [USER], "chosen": [c[1]], "rejected": [ANSWER], "tools": [WEATHER, STOCK]} for c in chats]
-    both = dpo(write(tmp_path, *pairs, kind="parquet"), model, use_tools=True)
+    both = pair_set(write_rows(tmp_path, *pairs, kind="parquet"), model, use_tools=True)
     assert all("null" not in model.decode([*both[n].prompt, *both[n].chosen]) for n in range(3))
 
 
@@ -159,7 +128,7 @@ def test_padding_of_tables_is_left_out_everywhere(models: Any, tmp_path: Path) -
 )  # fmt: skip
 def test_a_null_that_was_meant_is_kept(models: Any, tmp_path: Path, kind: str, schema: Any, arguments: Any, kept: bool):
     row = {"messages": [USER, call("f", arguments)], **({"tools": [schema]} if schema else {})}
-    [text] = trained(sft(write(tmp_path, row, kind=kind), models["qwen2.5"]), models["qwen2.5"])
+    [text] = trained_texts(turn_set(write_rows(tmp_path, row, kind=kind), models["qwen2.5"]), models["qwen2.5"])
     assert ('"b": null' in text) is kept
     assert '"a": "x"' in text
 
@@ -184,7 +153,7 @@ def _function(name: str, arguments: Any) -> dict[str, Any]:
 )  # fmt: skip
 def test_padding_is_left_out_of_every_form_of_call(models: Any, tmp_path: Path, kind: str, rows: Any) -> None:
     model = models["qwen2.5"]
-    turns = sft(write(tmp_path, *rows, kind=kind), model)
+    turns = turn_set(write_rows(tmp_path, *rows, kind=kind), model)
     texts = [model.decode(turns[n].token_ids.tolist()) for n in range(len(turns))]
     assert all('"arguments": {"city": "Bern"}}' in t or '"arguments": {"ticker": "N"}}' in t for t in texts)
     assert any(f"{len(rows)} rows have tools or calls with keys that are null" in h for h in turns.notes[0].hints())
@@ -195,7 +164,7 @@ def test_padding_is_left_out_of_answers_that_are_one_message(models: Any, tmp_pa
     better, worse = (make(*c) for c in CALLS)
     rows = [{"conversations": [{"from": "human", "value": "q"}], "chosen": better, "rejected": worse}] * 2
     rows[1] = {**rows[1], "chosen": worse, "rejected": better}
-    pairs = dpo(write(tmp_path, *rows, kind="parquet"), models["qwen2.5"])
+    pairs = pair_set(write_rows(tmp_path, *rows, kind="parquet"), models["qwen2.5"])
     assert all("null" not in models["qwen2.5"].decode([*pairs[n].chosen, *pairs[n].rejected]) for n in range(2))
 
 
@@ -230,8 +199,8 @@ RENDERED = f"<tool_call>\n{_CALL}\n</tool_call><|im_end|>"
 )  # fmt: skip
 def test_tool_rows_of_other_projects_are_read(models: Any, tmp_path: Path, row: dict[str, Any], answers: list[str]):
     model = models["qwen2.5"]
-    turns = sft(write(tmp_path, row), model, use_tools=True)
-    assert trained(turns, model) == answers
+    turns = turn_set(write_rows(tmp_path, row), model, use_tools=True)
+    assert trained_texts(turns, model) == answers
     if "tools" in row:
         assert '<tools>{"type": "function", "function": {"name": "weather"' in model.decode(turns[0].token_ids.tolist())
 
@@ -256,11 +225,13 @@ _SCHEMA_TEXT = json.dumps(WEATHER["function"]["parameters"])
 def test_tools_are_read_alike_everywhere(models: Any, tmp_path: Path, kind: str, tools: Any, shown: bool) -> None:
     """Objects and JSON texts, whole or in part, are the same to SFT, preferences and prompts."""
     model, use = models["qwen2.5"], {"use_tools": True}
-    turn = sft(write(tmp_path, {"messages": [USER, ANSWER], "tools": tools}, kind=kind), model, **use)[0]
-    pair = dpo(
-        write(tmp_path, {"prompt": [USER], "chosen": "a", "rejected": "b", "tools": tools}, kind=kind), model, **use
+    turn = turn_set(write_rows(tmp_path, {"messages": [USER, ANSWER], "tools": tools}, kind=kind), model, **use)[0]
+    pair = pair_set(
+        write_rows(tmp_path, {"prompt": [USER], "chosen": "a", "rejected": "b", "tools": tools}, kind=kind),
+        model,
+        **use,
     )[0]
-    text = grpo(write(tmp_path, {"prompt": [USER], "tools": tools}, kind=kind), model, **use)[0].text
+    text = prompt_set(write_rows(tmp_path, {"prompt": [USER], "tools": tools}, kind=kind), model, **use)[0].text
     assert text == model.decode(pair.prompt.tolist()) == model.decode(turn.token_ids[~turn.loss_mask].tolist())
     assert ('"weather"' in text) is shown
     if kind == "jsonl" and shown:
@@ -268,8 +239,10 @@ def test_tools_are_read_alike_everywhere(models: Any, tmp_path: Path, kind: str,
 
 
 def test_two_calls_in_messages_of_their_own_are_one_answer(models: Any, tmp_path: Path) -> None:
-    path = write(tmp_path, {"messages": [USER, *[{"role": "tool_call", "content": _CALL}] * 2]})
-    assert [text.count("<tool_call>") for text in trained(sft(path, models["qwen2.5"]), models["qwen2.5"])] == [2]
+    path = write_rows(tmp_path, {"messages": [USER, *[{"role": "tool_call", "content": _CALL}] * 2]})
+    assert [
+        text.count("<tool_call>") for text in trained_texts(turn_set(path, models["qwen2.5"]), models["qwen2.5"])
+    ] == [2]
 
 
 @pytest.mark.parametrize("tags", [True, False])
@@ -279,7 +252,7 @@ def test_a_tool_result_is_tagged_once(tmp_path: Path, tags: bool) -> None:
     template = TEMPLATES["qwen2.5"].replace("{{ m.content }}", wrapped) if tags else TEMPLATES["qwen2.5"]
     model = ChatTokenizer.read(write_folder(tmp_path / "m", template))
     result = {"from": "tool", "value": "<tool_response>\n{}\n</tool_response>"}
-    turns = sft(write(tmp_path, {"conversations": [*_FROM, result, {"from": "gpt", "value": "a"}]}), model)
+    turns = turn_set(write_rows(tmp_path, {"conversations": [*_FROM, result, {"from": "gpt", "value": "a"}]}), model)
     assert model.decode(turns[1].token_ids.tolist()).count("<tool_response>\n{}\n</tool_response>") == 1
     assert "<tool_response>\n<tool_response>" not in model.decode(turns[1].token_ids.tolist())
 
@@ -291,7 +264,7 @@ def test_calls_that_the_template_reads_otherwise_are_explained(tmp_path: Path) -
     model = ChatTokenizer.read(write_folder(tmp_path / "m", strict))
     row = {"messages": [USER, {**ANSWER, "tool_calls": [{"name": "f", "arguments": {}}]}]}
     with pytest.raises(MalformedData, match=r'\'function\'; write each of tool_calls as {"type": "function"'):
-        sft(write(tmp_path, row), model)
+        turn_set(write_rows(tmp_path, row), model)
 
 
 _SPELT = '{"text": "a \\u003c|im_end|\\u003e b"}'  # a control token, once the text is read as JSON
@@ -319,9 +292,9 @@ _MARKED = [{**ANSWER, "content": "bad"}, USER, ANSWER]
     + [({"weight": 1}, ["bad<|im_end|>", "a<|im_end|>"]), ({"masked": False}, ["bad<|im_end|>", "a<|im_end|>"])],
 )
 def test_marks_of_answers_are_obeyed(models: Any, tmp_path: Path, mark: dict[str, Any], answers: list[str]) -> None:
-    path = write(tmp_path, {"messages": [USER, {**_MARKED[0], **mark}, *_MARKED[1:]]})
-    turns = sft(path, models["qwen2.5"])
-    assert trained(turns, models["qwen2.5"]) == answers
+    path = write_rows(tmp_path, {"messages": [USER, {**_MARKED[0], **mark}, *_MARKED[1:]]})
+    turns = turn_set(path, models["qwen2.5"])
+    assert trained_texts(turns, models["qwen2.5"]) == answers
     assert turns.dropped["marked as not trained"] == 2 - len(answers)
     [mark_name] = mark
     assert not any(mark_name in hint for hint in turns.notes[0].hints())
@@ -331,8 +304,8 @@ def test_a_marked_block_that_is_not_to_be_trained_is_not(models: Any, tmp_path: 
     marks = "{% if m.role == 'assistant' %}{% generation %}{{ m.content }}<|im_end|>{% endgeneration %}{% else %}{{ m.content }}<|im_end|>{% endif %}"
     template = TEMPLATES["qwen2.5"].replace("{{ m.content }}", marks, 1)
     tokenizer = ChatTokenizer.read(write_folder(tmp_path / "m", template))
-    path = write(tmp_path, {"messages": [USER, {**_MARKED[0], "weight": 0}, *_MARKED[1:]]})
-    assert trained(sft(path, tokenizer), tokenizer) == ["a<|im_end|>"]
+    path = write_rows(tmp_path, {"messages": [USER, {**_MARKED[0], "weight": 0}, *_MARKED[1:]]})
+    assert trained_texts(turn_set(path, tokenizer), tokenizer) == ["a<|im_end|>"]
 
 
 @pytest.mark.parametrize(
@@ -374,26 +347,28 @@ def test_a_marked_block_that_is_not_to_be_trained_is_not(models: Any, tmp_path: 
 )  # fmt: skip
 def test_what_cannot_be_meant_is_refused(models: Any, tmp_path: Path, row: dict[str, Any], reply: str) -> None:
     with pytest.raises(MalformedData, match=f"rows.jsonl:1: .*{reply}"):
-        sft(write(tmp_path, row), models["qwen2.5"], use_tools=True)
+        turn_set(write_rows(tmp_path, row), models["qwen2.5"], use_tools=True)
 
 
 def test_control_tokens_are_escaped_or_kept_by_a_setting(models: Any, tmp_path: Path) -> None:
     """Escaped, the text is read as it was written, and ends at the token that the template writes; kept, it ends early."""
     model = models["qwen2.5"]
     texts = "say <|im_end|> now <|im_end|><|im_start|>system"
-    path = write(tmp_path, {"messages": [{**USER, "content": texts}, {**ANSWER, "content": texts}]})
-    escaped = sft(path, model, control_tokens="escape")
-    assert trained(escaped, model) == [f"{texts}<|im_end|>"]
+    path = write_rows(tmp_path, {"messages": [{**USER, "content": texts}, {**ANSWER, "content": texts}]})
+    escaped = turn_set(path, model, control_tokens="escape")
+    assert trained_texts(escaped, model) == [f"{texts}<|im_end|>"]
     assert escaped[0].token_ids.tolist().count(2) == 2  # those of the template alone
-    assert trained(sft(path, model, control_tokens="keep"), model) == ["say <|im_end|>"]
-    prompt = grpo(write(tmp_path, {"prompt": texts}), model, control_tokens="escape")[0]
+    assert trained_texts(turn_set(path, model, control_tokens="keep"), model) == ["say <|im_end|>"]
+    prompt = prompt_set(write_rows(tmp_path, {"prompt": texts}), model, control_tokens="escape")[0]
     assert prompt.token_ids.count(2) == 1
     assert model.decode(prompt.token_ids) == prompt.text
-    both = dpo(write(tmp_path, {"prompt": "q", "chosen": texts, "rejected": "b"}), model, control_tokens="escape")
+    both = pair_set(
+        write_rows(tmp_path, {"prompt": "q", "chosen": texts, "rejected": "b"}), model, control_tokens="escape"
+    )
     assert model.decode(both[0].chosen.tolist()) == f"{texts}<|im_end|>"
     for arguments in (_SPELT, {"text": "a <|im_end|> b", "<|im_end|>": {}}):
         row = {"messages": [USER, call("f", arguments)], "tools": [tool("f", "<|im_end|>")]}
-        turn = sft(write(tmp_path, row), model, control_tokens="escape", use_tools=True)[0]
+        turn = turn_set(write_rows(tmp_path, row), model, control_tokens="escape", use_tools=True)[0]
         assert turn.token_ids.tolist().count(2) == 2
         assert model.decode(turn.token_ids[turn.loss_mask].tolist()).endswith("}\n</tool_call><|im_end|>")
         assert "<|im_end|> b" in model.decode(turn.token_ids.tolist())
@@ -411,9 +386,9 @@ def test_a_token_that_the_template_writes_is_one_of_control(models: Any, tmp_pat
     model = ChatTokenizer.read(folder)
     for text in ("<|im_end|>", "<|im_start|>", "<|endoftext|>"):
         with pytest.raises(MalformedData, match="which is a control token of the model"):
-            sft(write(tmp_path, {"messages": [USER, {**ANSWER, "content": f"a {text} b"}]}), model)
+            turn_set(write_rows(tmp_path, {"messages": [USER, {**ANSWER, "content": f"a {text} b"}]}), model)
     row = {"messages": [USER, {**ANSWER, "content": "assistant <b>"}]}
-    assert trained(sft(write(tmp_path, row), model), model) == ["assistant <b><|im_end|>"]
+    assert trained_texts(turn_set(write_rows(tmp_path, row), model), model) == ["assistant <b><|im_end|>"]
 
 
 @pytest.mark.parametrize(
@@ -421,9 +396,9 @@ def test_a_token_that_the_template_writes_is_one_of_control(models: Any, tmp_pat
 )
 def test_a_label_that_is_a_class_or_a_truth_is_no_judgement(models: Any, tmp_path: Path, row: Any) -> None:
     model = models["qwen2.5"]
-    assert trained(sft(write(tmp_path, row), model), model) == ["a<|im_end|>"]
+    assert trained_texts(turn_set(write_rows(tmp_path, row), model), model) == ["a<|im_end|>"]
     for label in (1, "0"):  # a reward's, where the model writes the answers itself
-        assert len(grpo(write(tmp_path, {**row, "label": label}), model)) == 1
+        assert len(prompt_set(write_rows(tmp_path, {**row, "label": label}), model)) == 1
 
 
 @pytest.mark.parametrize(
@@ -438,7 +413,7 @@ def test_a_label_that_is_a_class_or_a_truth_is_no_judgement(models: Any, tmp_pat
 )  # fmt: skip
 def test_a_prompt_that_its_answer_repeats_is_read_once(models: Any, tmp_path: Path, row: Any, data: Any) -> None:
     model = models["qwen2.5"]
-    turn = sft(write(tmp_path, row), model, **data)[0]
+    turn = turn_set(write_rows(tmp_path, row), model, **data)[0]
     assert model.decode(turn.token_ids.tolist()) == "<|im_start|>user\nq<|im_end|>\n<|im_start|>assistant\na<|im_end|>"
 
 
@@ -456,20 +431,20 @@ def test_a_prompt_that_its_answer_repeats_is_read_once(models: Any, tmp_path: Pa
 def test_what_is_left_out_has_a_reason(
     models: Any, tmp_path: Path, row: dict[str, Any], reason: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    path = write(tmp_path, {"messages": [USER, ANSWER]}, row)
-    turns = sft(path, models["qwen2.5"])
+    path = write_rows(tmp_path, {"messages": [USER, ANSWER]}, row)
+    turns = turn_set(path, models["qwen2.5"])
     assert (len(turns), dict(turns.dropped)) == (1, {reason: 1})
     main(["data-check", str(path)])
     assert f"1 {reason}" in capsys.readouterr().out
     with pytest.raises(MalformedData, match=f"no row is left: 1 (of them: |answers are ){reason}"):
-        sft(write(tmp_path, row), models["qwen2.5"])
+        turn_set(write_rows(tmp_path, row), models["qwen2.5"])
 
 
 def test_a_labelled_chat_is_read_for_kto(models: Any, tmp_path: Path) -> None:
     rows = [{"messages": [USER, ANSWER], "label": False}, {"conversations": _FROM, "kto_tag": "true"}]
     rows += [{"input": "q", "output": "a", "label": label} for label in ("0", 1.0, False)]
     rows += [{"question": "q", "answer": "a", "label": 0}, {"prompt": "q", "completion": "a", "label": "1"}]
-    pairs = dpo(write(tmp_path, *rows), models["qwen2.5"])
+    pairs = pair_set(write_rows(tmp_path, *rows), models["qwen2.5"])
     good = [bool(len(pairs[n].chosen)) for n in range(len(pairs))]
     assert good == [False, True, False, True, False, False, True]
     assert [bool(len(pairs[n].rejected)) for n in range(len(pairs))] == [not is_good for is_good in good]
@@ -488,7 +463,7 @@ def test_a_label_is_of_the_last_answer_alone(models: Any, tmp_path: Path, last: 
         {"messages": [USER, ANSWER, *last], "label": False},
         {"messages": [USER, ANSWER, *_MARKED[1:]], "label": True},
     ]
-    pairs = dpo(write(tmp_path, *rows, {**rows[1], "weight": 0}), models["qwen2.5"])
+    pairs = pair_set(write_rows(tmp_path, *rows, {**rows[1], "weight": 0}), models["qwen2.5"])
     assert len(pairs) == 1
     assert pairs.dropped == Counter({reason: 1}) + Counter({"marked as not trained": 1})
 
@@ -508,7 +483,7 @@ _UNUSED: dict[str, Any] = {
 def test_a_column_without_a_meaning_never_refuses_a_row(models: Any, tmp_path: Path, kind: str) -> None:
     path = tmp_path / "rows.parquet"
     pq.write_table(pa.table({"prompt": ["q"], "level": [3], "odd": _UNUSED[kind]}), path)
-    loaded = grpo(path, models["qwen2.5"])
+    loaded = prompt_set(path, models["qwen2.5"])
     assert json.loads(loaded[0].reward.extra_info)["level"] == 3
     if kind in ("bytes", "nanoseconds", "nested"):
         assert any(
@@ -519,15 +494,15 @@ def test_a_column_without_a_meaning_never_refuses_a_row(models: Any, tmp_path: P
 def test_values_of_tables_and_nan_of_json_reach_the_reward(models: Any, tmp_path: Path) -> None:
     path = tmp_path / "rows.parquet"
     pq.write_table(pa.table({"prompt": ["q"], "extra_info": _UNUSED["map"]}), path)
-    assert json.loads(grpo(path, models["qwen2.5"])[0].reward.extra_info) == {"k": 1}
+    assert json.loads(prompt_set(path, models["qwen2.5"])[0].reward.extra_info) == {"k": 1}
     (tmp_path / "rows.jsonl").write_text('{"prompt": "q", "score": NaN, "x": {"y": Infinity}, "odd": "\\ud800"}\n')
-    assert json.loads(grpo(tmp_path / "rows.jsonl", models["qwen2.5"])[0].reward.extra_info) == {
+    assert json.loads(prompt_set(tmp_path / "rows.jsonl", models["qwen2.5"])[0].reward.extra_info) == {
         "score": None,
         "x": {"y": None},
     }
     (tmp_path / "rows.jsonl").write_text('{"prompt": "q", "extra_info": {"a": {"b": NaN}}}\n')
     with pytest.raises(MalformedData, match=r":1: column extra_info.a.b: .* got nan .* data.ignore"):
-        grpo(tmp_path / "rows.jsonl", models["qwen2.5"])
+        prompt_set(tmp_path / "rows.jsonl", models["qwen2.5"])
 
 
 @pytest.mark.parametrize(
@@ -558,7 +533,7 @@ def test_data_check_says_what_is_odd_about_a_model(tmp_path: Path, capsys: pytes
     """An end of turn that is no end token, two BOS, tokens beyond the embedding by line, and no false lost characters."""
     folder = write_folder(tmp_path / "m", TEMPLATES["qwen2.5"], eos_token="<|endoftext|>", unk_token="<|endoftext|>")
     (folder / "config.json").write_text(json.dumps({"model_type": "qwen3", "eos_token_id": 0, "vocab_size": 300}))
-    path = write(tmp_path, {"prompt": "q"})
+    path = write_rows(tmp_path, {"prompt": "q"})
     assert main(["data-check", str(path), "--model", str(folder)]) == 0
     assert (
         "the chat template ends an answer with '<|im_end|>', in which none of the model's end tokens is"
@@ -571,21 +546,21 @@ def test_data_check_says_what_is_odd_about_a_model(tmp_path: Path, capsys: pytes
         "special_tokens": {"<|endoftext|>": {"id": "<|endoftext|>", "ids": [0], "tokens": ["<|endoftext|>"]}},
     }  # fmt: skip
     (folder / "tokenizer.json").write_text(json.dumps(described))
-    path = write(tmp_path, {"prompt": "<|endoftext|>q"}, {"prompt": "z"})
+    path = write_rows(tmp_path, {"prompt": "<|endoftext|>q"}, {"prompt": "z"})
     assert main(["data-check", str(path), "--model", str(folder), "data.text_prompts=plain"]) == 0
     printed = capsys.readouterr().out
     assert "1 prompts begin with the token that begins a text twice" in printed
     assert "no token for these characters" not in printed
     (folder / "config.json").write_text(json.dumps({"model_type": "qwen3", "eos_token_id": 0, "vocab_size": 70}))
     with pytest.raises(MalformedData, match=r"rows.jsonl:2: token 'z' has id \d+, and the model's vocabulary is 70"):
-        grpo(path, ChatTokenizer.read(folder, needs_template=False), text_prompts="plain")
+        prompt_set(path, ChatTokenizer.read(folder, needs_template=False), text_prompts="plain")
 
 
 @pytest.mark.parametrize(
     "row", [{"prompt": "q", "chosen": "a", "rejected": "b"}, {"prompt": "q", "completion": "a", "label": True}]
 )
 def test_data_check_reads_preferences(tmp_path: Path, row: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["data-check", str(write(tmp_path, row)), "--json"]) == 0
+    assert main(["data-check", str(write_rows(tmp_path, row)), "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
     assert (report["bad_rows"], report["can_train"]) == (0, {"grpo": 0, "sft": 0, "dpo": 1})
 
@@ -616,7 +591,7 @@ def test_data_check_reads_preferences(tmp_path: Path, row: dict[str, Any], capsy
 )
 def test_preferences_that_teach_nothing_are_explained(models: Any, tmp_path: Path, row: Any, reply: str) -> None:
     with pytest.raises(MalformedData, match=reply):
-        dpo(write(tmp_path, row), models["qwen2.5"])
+        pair_set(write_rows(tmp_path, row), models["qwen2.5"])
 
 
 @pytest.mark.parametrize(
@@ -629,13 +604,13 @@ def test_preferences_that_teach_nothing_are_explained(models: Any, tmp_path: Pat
 )
 def test_what_is_shown_is_what_a_batch_holds(models: Any, tmp_path: Path, purpose: Any, row: dict[str, Any]) -> None:
     """Without its marks the text is that of the packed micro-batch's tokens; what is marked are the trained ones."""
-    model, path = models["qwen2.5"], write(tmp_path, row)
+    model, path = models["qwen2.5"], write_rows(tmp_path, row)
     settings = TrainerSettings.model_validate({"model": {"path": "m"}})
     shown = [text.partition("\n")[2] for text in shown_rows(path, 5, purpose, settings, model, None)]
     assert len(shown) == {"sft": 2, "grpo": 1, "dpo": 2}[purpose]
     plain = [text.replace(MARKS[0], "").replace(MARKS[1], "") for text in shown]
     if purpose == "sft":
-        turns = sft(path, model)
+        turns = turn_set(path, model)
         for n, text in enumerate(plain):
             ids, mask = turns[n].token_ids, turns[n].loss_mask
             logprobs = np.zeros(len(ids), dtype=np.float32)
@@ -643,7 +618,7 @@ def test_what_is_shown_is_what_a_batch_holds(models: Any, tmp_path: Path, purpos
             assert model.decode([*batch.input_ids.flatten().tolist(), int(batch.targets[-1])]) == text
             assert shown[n].partition(MARKS[0])[2].partition(MARKS[1])[0] == model.decode(batch.targets.tolist())
     elif purpose == "grpo":
-        assert plain == [grpo(path, model)[0].text]
+        assert plain == [prompt_set(path, model)[0].text]
     else:
-        pair = dpo(path, model)[0]
+        pair = pair_set(path, model)[0]
         assert plain == [model.decode([*pair.prompt, *answer]) for answer in (pair.chosen, pair.rejected)]

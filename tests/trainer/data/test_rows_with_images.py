@@ -7,10 +7,9 @@ import json
 from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 from tests.pictures import picture, picture_bytes
+from tests.trainer.data.row_sets import write_rows
 from tests.vision_model import write_vision_tokenizer
 
 from penstock.protocol.chat_tokenizer import ChatTokenizer
@@ -58,9 +57,7 @@ def opened(path: Path, processor: ImageProcessor | None, **data: Any) -> PromptS
 
 
 def prompt_of(folder: Path, processor: ImageProcessor | None, row: dict[str, Any], **data: Any) -> Prompt:
-    path = folder / "rows.jsonl"
-    path.write_text(json.dumps(row) + "\n")
-    return opened(path, processor, **data)[0]
+    return opened(write_rows(folder, row), processor, **data)[0]
 
 
 def parts(*content: Any) -> dict[str, Any]:
@@ -121,8 +118,7 @@ def test_a_parquet_file_of_a_hugging_face_data_set(folder: Path, processor: Imag
         {"prompt": "none", "images": [], "ground_truth": "b"},
         {"prompt": "<image>!", "images": [{"bytes": ONE, "path": None}], "ground_truth": "c"},
     ]
-    path = folder / "rows.parquet"
-    pq.write_table(pa.Table.from_pylist(rows), path)
+    path = write_rows(folder, *rows, kind="parquet")
     prompts = opened(path, processor)
     assert prompts.num_with_images == 2
     assert [one.images is not None for one in (prompts[0], prompts[1], prompts[2])] == [True, False, True]
@@ -134,10 +130,8 @@ def test_a_parquet_file_of_a_hugging_face_data_set(folder: Path, processor: Imag
 
 
 def test_the_same_words_about_another_picture_are_another_prompt(folder: Path, processor: ImageProcessor) -> None:
-    path = folder / "same.jsonl"
     names = ("one.png", "two.jpg", "one.png")
-    rows = [parts({"type": "image", "image": f"pictures/{name}"}, TEXT) for name in names]
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    path = write_rows(folder, *[parts({"type": "image", "image": f"pictures/{name}"}, TEXT) for name in names])
     for images in (None, ImageRows(processor)):
         report = check_file(path, DataSettings(), ChatTokenizer.read(folder), images=images)
         assert (report.num_grpo, report.num_repeated_prompts) == (3, 1)
@@ -186,9 +180,7 @@ def test_sft_reads_no_images(folder: Path) -> None:
 
 def test_a_picture_that_changes_during_the_run_is_noticed(folder: Path, processor: ImageProcessor) -> None:
     (folder / "pictures/own.png").write_bytes(ONE)
-    path = folder / "rows.jsonl"
-    path.write_text(json.dumps(parts({"type": "image", "image": "pictures/own.png"})) + "\n")
-    prompts = opened(path, processor)
+    prompts = opened(write_rows(folder, parts({"type": "image", "image": "pictures/own.png"})), processor)
     (folder / "pictures/own.png").write_bytes(b"broken")
     with pytest.raises(MalformedData, match="the file has changed since the start"):
         prompts[0]
@@ -207,19 +199,15 @@ def test_the_images_of_an_instruction_stay_before_its_input(folder: Path, proces
 
 
 def test_texts_around_an_image_are_not_said_to_be_left_out(folder: Path, processor: ImageProcessor) -> None:
-    path = folder / "rows.jsonl"
-    path.write_text(
-        json.dumps(parts({"type": "text", "text": "What is"}, FILE, {"type": "text", "text": "this?"})) + "\n"
-    )
+    path = write_rows(folder, parts({"type": "text", "text": "What is"}, FILE, {"type": "text", "text": "this?"}))
     assert not [hint for hint in opened(path, processor).notes[0].hints() if "leaves out" in hint]
 
 
 def test_another_picture_in_the_same_file_is_another_data_set(folder: Path, processor: ImageProcessor) -> None:
     """A run that goes on counts prompts of the data with which it began; within a run the row is refused by its line."""
-    own, path = folder / "pictures/own.png", folder / "rows.jsonl"
+    own = folder / "pictures/own.png"
     own.write_bytes(ONE)
-    row = parts({"type": "image", "image": "pictures/own.png"})
-    path.write_text(json.dumps(parts(TEXT)) + "\n" + json.dumps(row) + "\n")
+    path = write_rows(folder, parts(TEXT), parts({"type": "image", "image": "pictures/own.png"}))
     first = opened(path, processor)
     assert opened(path, processor).fingerprint == first.fingerprint
     own.write_bytes(picture_bytes(picture(16, 8, seed=2)))  # as large: the prompt has as many tokens
@@ -239,6 +227,5 @@ def test_another_picture_in_the_same_file_is_another_data_set(folder: Path, proc
 
 
 def test_a_file_without_images_keeps_its_fingerprint(folder: Path, processor: ImageProcessor) -> None:
-    path = folder / "rows.jsonl"
-    path.write_text(json.dumps(parts(TEXT)) + "\n")
+    path = write_rows(folder, parts(TEXT))
     assert opened(path, processor).fingerprint == fingerprint([path])

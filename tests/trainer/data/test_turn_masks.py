@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.trainer.data.row_sets import write_rows
 
 from penstock.deploy.quickstart_task import write_model
 from penstock.protocol.chat_template import ChatTemplate
@@ -48,8 +48,8 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, ChatTokenizer]
 
 
 def read(folder: Path, tokenizer: ChatTokenizer, mask: TurnMasks, rows: Any = None) -> TurnSet:
-    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows or [{"messages": CHAT}]))
-    return TurnSet([folder / "rows.jsonl"], data=DataSettings(), tokenizer=tokenizer, max_tokens=200, mask=mask)
+    path = write_rows(folder, *(rows or [{"messages": CHAT}]))
+    return TurnSet([path], data=DataSettings(), tokenizer=tokenizer, max_tokens=200, mask=mask)
 
 
 def trained(turns: TurnSet, tokenizer: ChatTokenizer) -> list[list[str]]:

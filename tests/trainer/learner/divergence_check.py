@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
-from tests.trainer.learner.pass_check import HOW
+from tests.trainer.learner.batch_check import HOW
 from torch import nn
 
 from penstock.trainer.errors import TrainingDiverged

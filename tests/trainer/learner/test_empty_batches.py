@@ -9,15 +9,10 @@ from itertools import product
 
 import pytest
 from tests.trainer.algorithm.test_algorithm_parts import ready
-from tests.trainer.groups.stored_groups import invent_group, store_scored
-from tests.trainer.learner.empty_check import BY_SETTINGS, CASES, REJECTED, cut
-from tests.trainer.learner.forks import Fork
+from tests.trainer.groups.stored_groups import invent_group
+from tests.trainer.learner.batch_check import BY_SETTINGS, CUT, REJECTED, cut, results_by_ranks
 
-from penstock.deploy.quickstart_task import write_model
-from penstock.protocol.config.connection import S3Settings
 from penstock.protocol.config.run_file import config_document, load
-from penstock.protocol.facts import encode
-from penstock.protocol.transport.blobs import Blobs
 from penstock.trainer.algorithm.algorithm_settings import AlgorithmSettings
 from penstock.trainer.algorithm.chosen_parts import PRESETS
 from penstock.trainer.algorithm.credit import Credit, Scored, credit_rule
@@ -117,25 +112,13 @@ def test_a_record_without_the_key_trains_on_the_batch_as_it_did() -> None:
 
 @pytest.fixture(scope="module")
 def results(s3_server, tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict]:
-    folder = tmp_path_factory.mktemp("empty")
-    settings: S3Settings = s3_server.settings
-    write_model(folder / "model", seed=0)
     groups = [invent_group(f"e0.p{i}.a0", version=min(i, 1), seed=i) for i in range(4)]
-    (folder / "empty.scored").write_bytes(encode(store_scored(Blobs(settings), "empty", "p0", groups, seed=3)))
-    connections = folder / "connections.json"
-    connections.write_text(json.dumps({**settings.model_dump(mode="json"), "secret_key": settings.secret_key}))
-    arguments = ("tests.trainer.learner.empty_check", str(folder / "model"), str(connections))
-    commands = {num: Fork(folder, *arguments, num_ranks=num) for num in (1, 2)}
-    try:
-        return {num: json.loads(command.wait().splitlines()[-1]) for num, command in commands.items()}
-    finally:
-        for command in commands.values():
-            command.kill()
+    return results_by_ranks(tmp_path_factory.mktemp("empty"), s3_server.settings, "empty", groups)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize(("num_ranks", "case"), [*product((1, 2), CASES)])
+@pytest.mark.parametrize(("num_ranks", "case"), [*product((1, 2), CUT)])
 def test_a_step_of_which_all_answers_are_cut_changes_nothing(
     results: dict[int, dict], num_ranks: int, case: str
 ) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tests.trainer.learner.pass_check import HOW
+from tests.trainer.learner.batch_check import HOW
 from torch.utils.flop_counter import FlopCounterMode
 
 from penstock.deploy.quickstart_task import write_model

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from statistics import fmean
 
@@ -13,14 +12,10 @@ from pydantic import TypeAdapter
 from pydantic_core import to_json
 from tests.examples import examples
 from tests.trainer.algorithm.test_algorithm_parts import ready
-from tests.trainer.groups.stored_groups import invent_group, store_scored
-from tests.trainer.learner.forks import Fork
+from tests.trainer.groups.stored_groups import invent_group
+from tests.trainer.learner.batch_check import results_by_ranks
 
-from penstock.deploy.quickstart_task import write_model
-from penstock.protocol.config.connection import S3Settings
-from penstock.protocol.facts import encode
 from penstock.protocol.packs.step_logprobs import CLIPPED
-from penstock.protocol.transport.blobs import Blobs
 from penstock.trainer.algorithm.algorithm_settings import AlgorithmSettings
 from penstock.trainer.algorithm.credit import credit_rule
 from penstock.trainer.learner.learner import Learner
@@ -149,25 +144,8 @@ def test_the_figures_of_a_batch_are_means_over_its_optimizer_steps() -> None:
 @pytest.fixture(scope="module")
 def results(s3_server, tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict]:
     """Batches of five groups, trained in several passes by one process and by two ranks."""
-    folder = tmp_path_factory.mktemp("passes")
-    settings: S3Settings = s3_server.settings
-    write_model(folder / "model", seed=0)
     groups = [invent_group(f"e0.p{i}.a0", seed=i) for i in range(NUM_GROUPS)]
-    (folder / "passes.scored").write_bytes(encode(store_scored(Blobs(settings), "passes", "p0", groups, seed=3)))
-    commands = {}
-    for num_ranks in (1, 2):
-        out = folder / f"out{num_ranks}"
-        out.mkdir()
-        (out / "setup.json").write_text(
-            json.dumps({**settings.model_dump(mode="json"), "secret_key": settings.secret_key})
-        )
-        arguments = [str(folder / "model"), str(out)]
-        commands[num_ranks] = Fork(folder, "tests.trainer.learner.pass_check", *arguments, num_ranks=num_ranks)
-    try:
-        return {ranks: json.loads(command.wait().splitlines()[-1]) for ranks, command in commands.items()}
-    finally:
-        for command in commands.values():
-            command.kill()
+    return results_by_ranks(tmp_path_factory.mktemp("passes"), s3_server.settings, "passes", groups)
 
 
 @pytest.mark.slow

@@ -9,7 +9,6 @@ from pydantic import Field, model_validator
 from penstock.trainer.algorithm.corrections.interface import Drift, Options, correction
 from penstock.trainer.algorithm.corrections.ratios import Level, log_weights
 from penstock.trainer.algorithm.lazy_torch import Tensor
-from penstock.trainer.algorithm.losses.tokens import Sequences
 
 Bound = Literal["truncate", "clip", "mask"]
 
@@ -38,52 +37,13 @@ class ImportanceOptions(Options):
 def importance(
     drift: Drift, *, importance: Level, importance_bound: Bound, importance_high: float, importance_low: float
 ) -> Tensor:
-    """Weigh tokens by the ratio of the trainer to the sampler, bounded, [N]."""
-    return importance_weights(
-        drift.mismatch,
-        drift.sequences,
-        level=importance,
-        bound=importance_bound,
-        high=importance_high,
-        low=importance_low,
-    )
+    """Weigh tokens by the ratio of the trainer to the sampler, bounded, [N].
 
-
-def importance_weights(
-    log_ratio: Tensor,
-    sequences: Sequences,
-    *,
-    level: Level,
-    bound: Bound,
-    high: float,
-    low: float = 0.0,
-    normalise: bool = False,
-) -> Tensor:
-    """Return bounded importance weights, one per token, [N].
-
-    `truncate`: min(w, high), truncated importance sampling (TIS). `clip`: also at least ``low``.
-    `mask`: w inside [low, high] and 0 outside: IcePop (arXiv 2510.18855) at token level, masked
-    importance sampling at sequence level.
-
-    Args:
-        log_ratio: [N] proximal or current minus behaviour log-probabilities.
-        sequences: Which token belongs where.
-        level: See the module.
-        bound: What happens outside the band.
-        high: Upper end of the band.
-        low: Lower end.
-        normalise: Divide by the mean weight of the tokens passed in (of the sequences, above token level).
+    `truncate`: min(w, importance_high), truncated importance sampling (TIS). `clip`: also at least importance_low.
+    `mask`: w inside [importance_low, importance_high] and 0 outside: IcePop (arXiv 2510.18855) at token level, masked
+    importance sampling at sequence level. The levels are those of `ratios.py`.
     """
-    weights = log_weights(log_ratio, sequences, level).exp()
-    if bound == "mask":
-        weights = weights * ((weights >= low) & (weights <= high))
-    else:
-        weights = weights.clamp(low if bound == "clip" else 0.0, high)
-    if not normalise or not len(weights):
-        return weights
-    if level == "token":
-        mean = weights.mean()
-    else:
-        present = sequences.lengths(weights) > 0
-        mean = sequences.mean(weights)[present].mean()
-    return weights / mean if mean > 1e-8 else weights
+    weights = log_weights(drift.mismatch, drift.sequences, importance).exp()
+    if importance_bound == "mask":
+        return weights * ((weights >= importance_low) & (weights <= importance_high))
+    return weights.clamp(importance_low if importance_bound == "clip" else 0.0, importance_high)

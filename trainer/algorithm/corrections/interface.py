@@ -8,9 +8,9 @@ from typing import Any
 
 from penstock.trainer.algorithm.lazy_torch import Tensor
 from penstock.trainer.algorithm.losses.tokens import Sequences
-from penstock.trainer.algorithm.parts import ClipRange, Options, OptionsT_co, Part
+from penstock.trainer.algorithm.parts import GRPO, ClipRange, Options, OptionsT_co, Part
 
-__all__ = ["ClipRange", "Correction", "CorrectionFunction", "Drift", "Options", "correction"]
+__all__ = ["GRPO", "ClipRange", "Correction", "CorrectionFunction", "Drift", "Options", "correction"]
 CorrectionFunction = Callable[..., Tensor | None]
 
 
@@ -47,16 +47,12 @@ def correction(
     repeats_ratio: bool = False,
 ) -> Callable[[CorrectionFunction], Correction[OptionsT_co]]:
     """Make a function a correction of the function's name; the arguments are the fields of `Correction`."""
-
-    def build(fn: CorrectionFunction) -> Correction[OptionsT_co]:
-        return Correction(
-            name=fn.__name__,
-            fn=fn,
-            options=options,
-            source=source,
-            presets=presets or {},
-            switch=switch,
-            repeats_ratio=repeats_ratio,
-        )
-
-    return build
+    return lambda fn: Correction(
+        name=fn.__name__,
+        fn=fn,
+        options=options,
+        source=source,
+        presets=presets or {},
+        switch=switch,
+        repeats_ratio=repeats_ratio,
+    )

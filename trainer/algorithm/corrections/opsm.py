@@ -6,9 +6,8 @@ from typing import Literal
 
 from pydantic import Field
 
-from penstock.trainer.algorithm.corrections.interface import Drift, Options, correction
+from penstock.trainer.algorithm.corrections.interface import GRPO, Drift, Options, correction
 from penstock.trainer.algorithm.lazy_torch import Tensor
-from penstock.trainer.algorithm.losses.tokens import Sequences
 
 
 class OpsmOptions(Options):
@@ -27,29 +26,15 @@ class OpsmOptions(Options):
     options=OpsmOptions,
     source="arXiv 2512.02556",
     switch="opsm_delta",
-    presets={
-        "opsm": {
-            "advantage": "grpo", "normalise_by_std": True, "loss": "ppo_clip", "clip_low": 0.2, "clip_high": 0.2,
-            "opsm_delta": 1e-4, "aggregation": "token-mean",
-        },
-    },
-)  # fmt: skip
+    presets={"opsm": {**GRPO, "loss": "ppo_clip", "clip_low": 0.2, "clip_high": 0.2, "opsm_delta": 1e-4}},
+)
 def opsm(drift: Drift, *, opsm_delta: float, opsm_level: str = "sequence") -> Tensor:
-    """Leave out failed sequences that became less likely by more than a bound (DeepSeek-V3.2), [N] bool."""
-    return off_policy_sequence_mask(
-        drift.to_behaviour, drift.advantages, drift.sequences, opsm_delta, by_token=opsm_level == "token"
-    )
-
-
-def off_policy_sequence_mask(
-    log_ratio: Tensor, advantages: Tensor, sequences: Sequences, delta: float, *, by_token: bool = False
-) -> Tensor:
-    """Return which tokens off-policy sequence masking keeps, [N] bool.
+    """Leave out failed sequences that became less likely by more than a bound (DeepSeek-V3.2), [N] bool.
 
     A sequence is left out whole where the mean of its A is below 0 and that of ``log behaviour - log current`` is above
-    ``delta``; ``by_token`` only its tokens of A < 0. Against a proximal policy that was recomputed for the same step it never fires.
+    ``opsm_delta``; at the level of tokens only its tokens of A < 0.
     """
-    drift = -sequences.mean(log_ratio.detach())
-    if not by_token:
+    sequences, advantages = drift.sequences, drift.advantages
+    if opsm_level == "sequence":
         advantages = sequences.spread(sequences.mean(advantages))
-    return ~((advantages < 0) & (sequences.spread(drift) > delta))
+    return ~((advantages < 0) & (sequences.spread(-sequences.mean(drift.to_behaviour)) > opsm_delta))

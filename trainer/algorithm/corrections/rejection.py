@@ -10,7 +10,6 @@ from pydantic import Field
 from penstock.trainer.algorithm.corrections.interface import Drift, Options, correction
 from penstock.trainer.algorithm.corrections.ratios import divergence
 from penstock.trainer.algorithm.lazy_torch import Tensor
-from penstock.trainer.algorithm.losses.tokens import Sequences
 
 Statistic = Literal[
     "token_k1", "token_k2", "token_k3",
@@ -32,34 +31,18 @@ class RejectionOptions(Options):
 def rejection(
     drift: Drift, *, rejection: Statistic, rejection_high: float, rejection_low: float | None = None
 ) -> Tensor:
-    """Leave out tokens or sequences that diverge too far from the sampler, [N] bool."""
-    return inside(drift.mismatch, drift.sequences, rejection, high=rejection_high, low=rejection_low)
+    """Leave out tokens or sequences that diverge too far from the sampler, [N] bool.
 
-
-def inside(
-    log_ratio: Tensor, sequences: Sequences, statistic: Statistic, *, high: float, low: float | None = None
-) -> Tensor:
-    """Return which tokens a rejection by divergence keeps, [N] bool (names as in verl).
-
-    The k1 statistics are ``-log r``, so their band, stated as ratios, bounds 1 / r; the others must not be
-    above ``high``.
-
-    Args:
-        log_ratio: [N] proximal minus behaviour log-probabilities.
-        sequences: Which token belongs where.
-        statistic: Divergence, per token or combined over the sequence.
-        high: Upper bound; a ratio for k1.
-        low: Lower bound of k1, a ratio; None: 1 / high.
+    The statistics have verl's names. Those of k1 are ``-log r``, so their band, stated as ratios, bounds 1 / r, below by
+    ``rejection_low`` (None: 1 / rejection_high); the others must not be above ``rejection_high``.
     """
-    scope, form = statistic.rsplit("_", 1)
-    values = divergence(log_ratio, form)  # type: ignore[arg-type]  the three forms
-    match scope:
-        case "seq_sum":
-            values = sequences.spread(sequences.sum(values))
-        case "seq_mean":
-            values = sequences.spread(sequences.mean(values))
-        case "seq_max":
-            values = sequences.spread(sequences.maximum(values))
+    sequences = drift.sequences
+    scope, form = rejection.rsplit("_", 1)
+    values = divergence(drift.mismatch, form)  # type: ignore[arg-type]  the three forms
+    combine = {"seq_sum": sequences.sum, "seq_mean": sequences.mean, "seq_max": sequences.maximum}.get(scope)
+    if combine is not None:
+        values = sequences.spread(combine(values))
     if form == "k1":
-        return (values >= math.log(1.0 / high if low is None else low)) & (values <= math.log(high))
-    return values <= high
+        least = 1.0 / rejection_high if rejection_low is None else rejection_low
+        return (values >= math.log(least)) & (values <= math.log(rejection_high))
+    return values <= rejection_high

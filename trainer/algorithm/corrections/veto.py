@@ -8,7 +8,6 @@ from pydantic import Field
 
 from penstock.trainer.algorithm.corrections.interface import Drift, Options, correction
 from penstock.trainer.algorithm.lazy_torch import Tensor
-from penstock.trainer.algorithm.losses.tokens import Sequences
 
 
 class VetoOptions(Options):
@@ -20,10 +19,5 @@ class VetoOptions(Options):
 @correction(options=VetoOptions, source="verl, ROLL", switch="veto")
 def veto(drift: Drift, *, veto: float) -> Tensor:
     """Leave out sequences in which any token's ratio is below a threshold, [N] bool."""
-    return not_vetoed(drift.mismatch, drift.sequences, veto)
-
-
-def not_vetoed(log_ratio: Tensor, sequences: Sequences, threshold: float) -> Tensor:
-    """Return False for every token of a sequence in which any token's ratio is below ``threshold``, [N]."""
-    catastrophic = (log_ratio.detach() < math.log(threshold)).to(log_ratio.dtype)
-    return sequences.spread(sequences.sum(catastrophic)) == 0
+    catastrophic = (drift.mismatch < math.log(veto)).to(drift.mismatch.dtype)
+    return drift.sequences.spread(drift.sequences.sum(catastrophic)) == 0

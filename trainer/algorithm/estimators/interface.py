@@ -69,9 +69,9 @@ class Outcomes:
 class Estimator(Part[OptionsT_co]):
     """An advantage estimator: ``fn(outcomes, **options)`` returns one advantage per trajectory, [B], or turn, [K]."""
 
-    needs_baseline: bool = False  # every group carries a greedy completion that is not trained on
+    needs_baseline: bool = False  # every group carries a greedy completion, not trained on: ``outcomes.baselines``
     group_relative: bool = False  # compares the completions of a group: a group of one has an advantage of 0
-    has_critic: bool = False  # a critic credits tokens; fn returns the rewards that it starts from
+    has_critic: bool = False  # `trainer/learner/critic.py` credits tokens; fn returns the rewards that it starts from
     by_turn: bool = False  # fn reads ``outcomes.turns`` and returns one advantage per turn
 
 
@@ -85,32 +85,18 @@ def advantage_estimator(
     has_critic: bool = False,
     by_turn: bool = False,
 ) -> Callable[[AdvantageFunction], Estimator[OptionsT_co]]:
-    """Make a function an advantage estimator of the function's name.
-
-    Args:
-        options: Its options; their names are the function's keyword-only parameters.
-        source: Paper or code.
-        presets: Settings of [algorithm] by the name of a preset; of a file of this package only.
-        needs_baseline: Whether ``outcomes.baselines`` must be set.
-        group_relative: Whether it compares the completions of a group, so that a group of one teaches nothing.
-        has_critic: Whether `trainer/learner/critic.py` turns the result into advantages by token.
-        by_turn: Whether the result is one advantage per turn of an episode.
-    """
-
-    def build(fn: AdvantageFunction) -> Estimator[OptionsT_co]:
-        return Estimator(
-            name=fn.__name__,
-            fn=fn,
-            options=options,
-            source=source,
-            presets=presets or {},
-            needs_baseline=needs_baseline,
-            group_relative=group_relative,
-            has_critic=has_critic,
-            by_turn=by_turn,
-        )
-
-    return build
+    """Make a function an advantage estimator of the function's name; the arguments are the fields of `Estimator`."""
+    return lambda fn: Estimator(
+        name=fn.__name__,
+        fn=fn,
+        options=options,
+        source=source,
+        presets=presets or {},
+        needs_baseline=needs_baseline,
+        group_relative=group_relative,
+        has_critic=has_critic,
+        by_turn=by_turn,
+    )
 
 
 def group_mean(outcomes: Outcomes, values: Tensor) -> Tensor:

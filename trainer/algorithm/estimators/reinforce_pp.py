@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from penstock.trainer.algorithm.estimators.interface import Outcomes, advantage_estimator, group_mean, group_sizes
-from penstock.trainer.algorithm.estimators.reinforce import reward_to_go
 from penstock.trainer.algorithm.lazy_torch import Tensor, torch
-from penstock.trainer.algorithm.losses.tokens import Sequences
 from penstock.trainer.algorithm.reward_shaping import whiten
 
 
@@ -30,9 +28,3 @@ def reinforce_pp_baseline(outcomes: Outcomes) -> Tensor:
         group_sizes(outcomes) > 1, group_mean(outcomes, outcomes.rewards), torch.zeros_like(outcomes.rewards)
     )
     return whiten(centred, weights=outcomes.lengths)
-
-
-def reinforce_pp_tokens(rewards: Tensor, sequences: Sequences, *, gamma: float = 1.0) -> tuple[Tensor, Tensor]:
-    """Return advantages and returns [N] of REINFORCE++ with a reward per token [N], the KL inside."""
-    returns = reward_to_go(rewards, sequences, gamma=gamma)
-    return whiten(returns), returns

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from penstock.trainer.algorithm.estimators.interface import Outcomes, advantage_estimator
-from penstock.trainer.algorithm.estimators.reinforce import reward_to_go
 from penstock.trainer.algorithm.lazy_torch import Tensor
-from penstock.trainer.algorithm.losses.tokens import Sequences
 
 
 @advantage_estimator(
@@ -18,9 +16,3 @@ def remax(outcomes: Outcomes) -> Tensor:
     if outcomes.baselines is None:
         raise ValueError("remax needs the reward of a greedy completion for every prompt, and there is none")
     return outcomes.rewards - outcomes.baselines
-
-
-def remax_tokens(rewards: Tensor, sequences: Sequences, baselines: Tensor) -> tuple[Tensor, Tensor]:
-    """Return advantages and returns [N] of ReMax with a reward per token [N] and baselines [S]."""
-    returns = reward_to_go(rewards, sequences)
-    return returns - sequences.spread(baselines), returns

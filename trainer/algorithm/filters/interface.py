@@ -42,20 +42,16 @@ def trajectory_filter(
     precedence: int = 100,
 ) -> Callable[[FilterFunction], Filter[OptionsT_co]]:
     """Make a function a trajectory filter of the function's name; the arguments are the fields of `Filter`."""
-
-    def build(fn: FilterFunction) -> Filter[OptionsT_co]:
-        return Filter(
-            name=fn.__name__,
-            fn=fn,
-            options=options,
-            source=source,
-            reason=reason,
-            switch=switch,
-            reads_advantage=reads_advantage,
-            precedence=precedence,
-        )
-
-    return build
+    return lambda fn: Filter(
+        name=fn.__name__,
+        fn=fn,
+        options=options,
+        source=source,
+        reason=reason,
+        switch=switch,
+        reads_advantage=reads_advantage,
+        precedence=precedence,
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -69,13 +69,9 @@ def group_filter(
     *, options: type[OptionsT_co] = Options, source: str, reason: str, switch: str = "", precedence: int = 100
 ) -> Callable[[GroupFilterFunction], GroupFilter[OptionsT_co]]:
     """Make a function a group filter of the function's name; the arguments are the fields of `GroupFilter`."""
-
-    def build(fn: GroupFilterFunction) -> GroupFilter[OptionsT_co]:
-        return GroupFilter(
-            name=fn.__name__, fn=fn, options=options, source=source, reason=reason, switch=switch, precedence=precedence
-        )
-
-    return build
+    return lambda fn: GroupFilter(
+        name=fn.__name__, fn=fn, options=options, source=source, reason=reason, switch=switch, precedence=precedence
+    )
 
 
 @dataclass(frozen=True, slots=True)

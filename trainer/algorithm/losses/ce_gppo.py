@@ -5,10 +5,10 @@ from __future__ import annotations
 from pydantic import Field
 
 from penstock.trainer.algorithm.lazy_torch import torch
-from penstock.trainer.algorithm.losses.interface import ClipRange, DualClip, LossTerms, Tokens, none_of, policy_loss
+from penstock.trainer.algorithm.losses.interface import GRPO, DualClipRange, LossTerms, Tokens, none_of, policy_loss
 
 
-class CeGppoOptions(DualClip, ClipRange):
+class CeGppoOptions(DualClipRange):
     beta_low: float = Field(default=0.75, ge=0.0, description="ce_gppo: share of gradient left below the clip.")
     beta_high: float = Field(default=1.0, ge=0.0, description="ce_gppo: share of gradient left above the clip.")
 
@@ -18,9 +18,8 @@ class CeGppoOptions(DualClip, ClipRange):
     source="arXiv 2509.20712",
     presets={
         "ce_gppo": {
-            "advantage": "grpo", "normalise_by_std": True, "loss": "ce_gppo", "clip_low": 0.2, "clip_high": 0.28,
-            "beta_low": 0.75, "beta_high": 1.0, "aggregation": "token-mean",
-        },
+            **GRPO, "loss": "ce_gppo", "clip_low": 0.2, "clip_high": 0.28, "beta_low": 0.75, "beta_high": 1.0,
+        }
     },
 )  # fmt: skip
 def ce_gppo(

@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-from penstock.trainer.algorithm.losses.interface import LossTerms, Tokens, WeightCap, none_of, policy_loss
+from penstock.trainer.algorithm.losses.interface import GRPO, LossTerms, Tokens, WeightCap, none_of, policy_loss
 
 
 @policy_loss(
     options=WeightCap,
     source="arXiv 2506.13585",
-    presets={
-        "cispo": {
-            "advantage": "grpo", "normalise_by_std": True, "loss": "cispo", "weight_cap": 4.0,
-            "aggregation": "token-mean",
-        },
-    },
-)  # fmt: skip
+    presets={"cispo": {**GRPO, "loss": "cispo", "weight_cap": 4.0}},
+)
 def cispo(tokens: Tokens, *, weight_cap: float, floor: float = 0.0) -> LossTerms:
     """Clip the importance weight, so that no token loses its gradient (MiniMax-M1).
 

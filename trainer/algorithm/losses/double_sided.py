@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-from penstock.trainer.algorithm.losses.interface import ClipRange, LossTerms, Tokens, none_of, policy_loss
+from penstock.trainer.algorithm.losses.interface import GRPO, ClipRange, LossTerms, Tokens, none_of, policy_loss
 
 
 @policy_loss(
     options=ClipRange,
     source="arXiv 2602.15763",
-    presets={
-        "double_sided": {
-            "advantage": "grpo", "normalise_by_std": True, "loss": "double_sided", "clip_low": 0.2, "clip_high": 0.28,
-            "aggregation": "token-mean",
-        },
-    },
-)  # fmt: skip
+    presets={"double_sided": {**GRPO, "loss": "double_sided", "clip_low": 0.2, "clip_high": 0.28}},
+)
 def double_sided(tokens: Tokens, *, clip_low: float, clip_high: float) -> LossTerms:
     """Weigh by the ratio inside a band and by 0 outside (GLM-5).
 

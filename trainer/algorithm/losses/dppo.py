@@ -5,7 +5,15 @@ from __future__ import annotations
 from pydantic import Field
 
 from penstock.trainer.algorithm.lazy_torch import Tensor, torch
-from penstock.trainer.algorithm.losses.interface import ClipRange, LossTerms, Tokens, WeightCap, none_of, policy_loss
+from penstock.trainer.algorithm.losses.interface import (
+    GRPO,
+    ClipRange,
+    LossTerms,
+    Tokens,
+    WeightCap,
+    none_of,
+    policy_loss,
+)
 
 
 class DppoOptions(WeightCap, ClipRange):
@@ -19,13 +27,8 @@ class DppoTvRatioOptions(ClipRange):
 @policy_loss(
     options=DppoOptions,
     source="arXiv 2602.04879",
-    presets={
-        "dppo": {
-            "advantage": "grpo", "normalise_by_std": True, "loss": "dppo_tv", "clip_low": 0.2, "clip_high": 0.2,
-            "weight_cap": 20.0, "aggregation": "token-mean",
-        },
-    },
-)  # fmt: skip
+    presets={"dppo": {**GRPO, "loss": "dppo_tv", "clip_low": 0.2, "clip_high": 0.2, "weight_cap": 20.0}},
+)
 def dppo_tv(tokens: Tokens, *, clip_low: float, clip_high: float, weight_cap: float | None = None) -> LossTerms:
     """Stop a token by how far its probability moved, not by its ratio.
 

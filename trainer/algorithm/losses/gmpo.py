@@ -3,19 +3,14 @@
 from __future__ import annotations
 
 from penstock.trainer.algorithm.lazy_torch import torch
-from penstock.trainer.algorithm.losses.interface import ClipRange, LossTerms, Tokens, none_of, policy_loss
+from penstock.trainer.algorithm.losses.interface import GRPO, ClipRange, LossTerms, Tokens, none_of, policy_loss
 
 
 @policy_loss(
     options=ClipRange,
     source="arXiv 2507.20673",
-    presets={
-        "gmpo": {
-            "advantage": "grpo", "normalise_by_std": True, "loss": "gmpo", "clip_low": 0.4, "clip_high": 0.4,
-            "aggregation": "seq-mean-token-mean",
-        },
-    },
-)  # fmt: skip
+    presets={"gmpo": {**GRPO, "loss": "gmpo", "clip_low": 0.4, "clip_high": 0.4, "aggregation": "seq-mean-token-mean"}},
+)
 def gmpo(tokens: Tokens, *, clip_low: float, clip_high: float) -> LossTerms:
     """Average clipped log-ratios over the sequence (geometric-mean policy optimisation).
 

@@ -8,17 +8,13 @@ from __future__ import annotations
 
 from pydantic import Field
 
-from penstock.trainer.algorithm.losses.interface import ClipRange, DualClip, LossTerms, Tokens, policy_loss
+from penstock.trainer.algorithm.losses.interface import GRPO, DualClipRange, LossTerms, Tokens, policy_loss
 from penstock.trainer.algorithm.losses.tokens import clip_terms
 
-
-class GspoOptions(DualClip, ClipRange):
-    """Options of `gspo` and `luspo`."""
+GSPO = {**GRPO, "clip_low": 3e-4, "clip_high": 4e-4, "aggregation": "seq-mean-token-mean"}
 
 
-class GspoTokenOptions(GspoOptions):
-    """Options of `gspo_token`."""
-
+class GspoTokenOptions(DualClipRange):
     gspo_token_limit: bool = Field(
         default=True,
         description="No gradient where a token's log-ratio is beyond ±20, as in gspo; false: as runs recorded without this key.",
@@ -26,15 +22,10 @@ class GspoTokenOptions(GspoOptions):
 
 
 @policy_loss(
-    options=GspoOptions,
+    options=DualClipRange,
     source="arXiv 2507.18071",
-    presets={
-        "gspo": {
-            "advantage": "grpo", "normalise_by_std": True, "loss": "gspo", "clip_low": 3e-4, "clip_high": 4e-4,
-            "aggregation": "seq-mean-token-mean",
-        },
-    },
-)  # fmt: skip
+    presets={"gspo": {**GSPO, "loss": "gspo"}},
+)
 def gspo(tokens: Tokens, *, clip_low: float, clip_high: float, dual_clip: float | None = None) -> LossTerms:
     """Clip the geometric mean of a sequence's ratios (group sequence policy optimisation).
 
@@ -49,13 +40,8 @@ def gspo(tokens: Tokens, *, clip_low: float, clip_high: float, dual_clip: float 
 @policy_loss(
     options=GspoTokenOptions,
     source="arXiv 2507.18071, eq. 13",
-    presets={
-        "gspo_token": {
-            "advantage": "grpo", "normalise_by_std": True, "loss": "gspo_token", "clip_low": 3e-4, "clip_high": 4e-4,
-            "aggregation": "seq-mean-token-mean",
-        },
-    },
-)  # fmt: skip
+    presets={"gspo_token": {**GSPO, "loss": "gspo_token"}},
+)
 def gspo_token(
     tokens: Tokens, *, clip_low: float, clip_high: float, dual_clip: float | None = None, gspo_token_limit: bool = True
 ) -> LossTerms:
@@ -69,7 +55,7 @@ def gspo_token(
     return clip_terms(ratio, tokens.advantages, clip_low=clip_low, clip_high=clip_high, dual_clip=dual_clip)
 
 
-@policy_loss(options=GspoOptions, source="arXiv 2602.05261")
+@policy_loss(options=DualClipRange, source="arXiv 2602.05261")
 def luspo(tokens: Tokens, *, clip_low: float, clip_high: float, dual_clip: float | None = None) -> LossTerms:
     """Multiply the loss of `gspo` by the length of the sequence (LUSPO)."""
     terms = gspo(tokens, clip_low=clip_low, clip_high=clip_high, dual_clip=dual_clip)

@@ -18,12 +18,23 @@ from dataclasses import dataclass
 from typing import Any
 
 from penstock.trainer.algorithm.losses.tokens import MAX_LOG_RATIO, LossTerms, PolicyLoss, Sequences, Tokens, none_of
-from penstock.trainer.algorithm.parts import ClipRange, DualClip, Options, OptionsT_co, Part, WeightCap
+from penstock.trainer.algorithm.parts import (
+    GRPO,
+    ClipRange,
+    DualClip,
+    DualClipRange,
+    Options,
+    OptionsT_co,
+    Part,
+    WeightCap,
+)
 
 __all__ = [
+    "GRPO",
     "MAX_LOG_RATIO",
     "ClipRange",
     "DualClip",
+    "DualClipRange",
     "Loss",
     "LossTerms",
     "Options",
@@ -39,7 +50,7 @@ __all__ = [
 class Loss(Part[OptionsT_co]):
     """A policy loss: ``fn(tokens, **options)`` returns one value per sampled token."""
 
-    uses_ratio: bool = True  # False: no importance ratio in it, so that a correction may weigh its tokens
+    uses_ratio: bool = True  # of current to anchor policy; False: a correction may weigh its tokens
 
 
 def policy_loss(
@@ -49,18 +60,7 @@ def policy_loss(
     presets: Mapping[str, Mapping[str, Any]] | None = None,
     uses_ratio: bool = True,
 ) -> Callable[[PolicyLoss], Loss[OptionsT_co]]:
-    """Make a function a policy loss of the function's name.
-
-    Args:
-        options: Its options; their names are the function's keyword-only parameters.
-        source: Paper or code.
-        presets: Settings of [algorithm] by the name of a preset; of a file of this package only.
-        uses_ratio: Whether the loss holds the ratio of current to anchor policy.
-    """
-
-    def build(fn: PolicyLoss) -> Loss[OptionsT_co]:
-        return Loss(
-            name=fn.__name__, fn=fn, options=options, source=source, presets=presets or {}, uses_ratio=uses_ratio
-        )
-
-    return build
+    """Make a function a policy loss of the function's name; the arguments are the fields of `Loss`."""
+    return lambda fn: Loss(
+        name=fn.__name__, fn=fn, options=options, source=source, presets=presets or {}, uses_ratio=uses_ratio
+    )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from penstock.trainer.algorithm.losses.interface import (
+    GRPO,
     MAX_LOG_RATIO,
     ClipRange,
     LossTerms,
@@ -23,9 +24,9 @@ class MinirlOptions(WeightCap, ClipRange):
     source="arXiv 2512.01374",
     presets={
         "minirl": {
-            "advantage": "grpo", "normalise_by_std": False, "loss": "minirl", "clip_low": 0.2, "clip_high": 0.27,
-            "weight_cap": 5.0, "aggregation": "seq-mean-token-sum",
-        },
+            **GRPO, "normalise_by_std": False, "loss": "minirl", "clip_low": 0.2, "clip_high": 0.27, "weight_cap": 5.0,
+            "aggregation": "seq-mean-token-sum",
+        }
     },
 )  # fmt: skip
 def minirl(tokens: Tokens, *, clip_low: float, clip_high: float, weight_cap: float) -> LossTerms:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from pydantic import Field
 
-from penstock.trainer.algorithm.losses.interface import ClipRange, DualClip, LossTerms, Tokens, policy_loss
+from penstock.trainer.algorithm.losses.interface import DualClipRange, LossTerms, Tokens, policy_loss
 from penstock.trainer.algorithm.losses.tokens import clip_terms
 
 
-class PpoClipOptions(DualClip, ClipRange):
+class PpoClipOptions(DualClipRange):
     token_tis_cap: float | None = Field(
         default=None, ge=1.0, description="Token-level truncation of the importance weight in the gradient; none: off."
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pydantic import Field
 
 from penstock.trainer.algorithm.lazy_torch import torch
-from penstock.trainer.algorithm.losses.interface import LossTerms, Options, Tokens, none_of, policy_loss
+from penstock.trainer.algorithm.losses.interface import GRPO, LossTerms, Options, Tokens, none_of, policy_loss
 
 
 class SapoOptions(Options):
@@ -18,9 +18,8 @@ class SapoOptions(Options):
     source="arXiv 2511.20347",
     presets={
         "sapo": {
-            "advantage": "grpo", "normalise_by_std": True, "loss": "sapo", "tau_positive": 1.0, "tau_negative": 1.05,
-            "aggregation": "seq-mean-token-mean",
-        },
+            **GRPO, "loss": "sapo", "tau_positive": 1.0, "tau_negative": 1.05, "aggregation": "seq-mean-token-mean",
+        }
     },
 )  # fmt: skip
 def sapo(tokens: Tokens, *, tau_positive: float, tau_negative: float) -> LossTerms:

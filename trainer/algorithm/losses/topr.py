@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from penstock.trainer.algorithm.lazy_torch import torch
 from penstock.trainer.algorithm.losses.interface import (
+    GRPO,
     MAX_LOG_RATIO,
     LossTerms,
     Tokens,
@@ -12,17 +13,14 @@ from penstock.trainer.algorithm.losses.interface import (
     policy_loss,
 )
 
+_PRESET = {**GRPO, "normalise_by_std": False, "weight_cap": 1.0}
+
 
 @policy_loss(
     options=WeightCap,
     source="arXiv 2503.14286",
-    presets={
-        "topr": {
-            "advantage": "grpo", "normalise_by_std": False, "loss": "topr", "weight_cap": 1.0,
-            "aggregation": "seq-mean-token-sum",
-        },
-    },
-)  # fmt: skip
+    presets={"topr": {**_PRESET, "loss": "topr", "aggregation": "seq-mean-token-sum"}},
+)
 def topr(tokens: Tokens, *, weight_cap: float = 1.0, floor: float = 0.0) -> LossTerms:
     """Weigh successes by 1 and failures by the product of their sequence's ratios, limited.
 
@@ -40,13 +38,8 @@ def topr(tokens: Tokens, *, weight_cap: float = 1.0, floor: float = 0.0) -> Loss
 @policy_loss(
     options=WeightCap,
     source="ROLL",
-    presets={
-        "topr_token": {
-            "advantage": "grpo", "normalise_by_std": False, "loss": "topr_token", "weight_cap": 1.0,
-            "aggregation": "token-mean",
-        },
-    },
-)  # fmt: skip
+    presets={"topr_token": {**_PRESET, "loss": "topr_token"}},
+)
 def topr_token(tokens: Tokens, *, weight_cap: float = 1.0) -> LossTerms:
     """Taper as `topr` does, with the ratio of each token instead of the sequence's product.
 

@@ -2,25 +2,16 @@
 
 from __future__ import annotations
 
-from penstock.trainer.algorithm.losses.interface import ClipRange, DualClip, LossTerms, Tokens, policy_loss
+from penstock.trainer.algorithm.losses.gspo import GSPO
+from penstock.trainer.algorithm.losses.interface import GRPO, DualClipRange, LossTerms, Tokens, policy_loss
 from penstock.trainer.algorithm.losses.tokens import clip_terms
 
 
-class TurnRatioOptions(DualClip, ClipRange):
-    """Options of `turn_ratio`."""
-
-
 @policy_loss(
-    options=TurnRatioOptions,
+    options=DualClipRange,
     source="ROLL ratio_type = segment; arXiv 2507.18071 by turn",
-    presets={
-        "segment": {"advantage": "grpo", "normalise_by_std": True, "loss": "turn_ratio", "aggregation": "token-mean"},
-        "gspo_turn": {
-            "advantage": "grpo", "normalise_by_std": True, "loss": "turn_ratio", "clip_low": 3e-4, "clip_high": 4e-4,
-            "aggregation": "seq-mean-token-mean",
-        },
-    },
-)  # fmt: skip
+    presets={"segment": {**GRPO, "loss": "turn_ratio"}, "gspo_turn": {**GSPO, "loss": "turn_ratio"}},
+)
 def turn_ratio(tokens: Tokens, *, clip_low: float, clip_high: float, dual_clip: float | None = None) -> LossTerms:
     """Clip the geometric mean of a turn's ratios, for every token of the turn.
 

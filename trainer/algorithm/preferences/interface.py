@@ -111,12 +111,12 @@ class Smoothing(Beta):
 class PreferenceLoss(Part[OptionsT_co]):
     """A loss on pairs: ``fn(pairs, **options)`` returns one value per pair."""
 
-    needs_reference: bool
-    couples_pairs: bool
-    uses_divergence: bool
-    needs_kl: bool
-    averages: bool
-    takes_one_answer: bool
+    needs_reference: bool  # it compares with the reference policy
+    couples_pairs: bool  # the loss of a pair depends on the other pairs of the batch
+    uses_divergence: bool  # it reads scores, so that dpo.divergence has an effect
+    needs_kl: bool  # it reads the KL that is estimated on the batch
+    averages: bool  # it reads means over an answer's tokens; the rewards are reported so
+    takes_one_answer: bool  # it judges each answer by itself, also one whose counterpart has 0 tokens
 
 
 def preference_loss(
@@ -130,34 +130,19 @@ def preference_loss(
     averages: bool = False,
     takes_one_answer: bool = False,
 ) -> Callable[[Callable[..., Tensor]], PreferenceLoss[OptionsT_co]]:
-    """Make a function a preference loss of the function's name.
-
-    Args:
-        options: Its options; their names are the function's keyword-only parameters.
-        source: Paper or code.
-        needs_reference: Whether it compares with the reference policy.
-        couples_pairs: Whether the loss of a pair depends on the other pairs of the batch.
-        uses_divergence: Whether it reads scores, so that dpo.divergence has an effect.
-        needs_kl: Whether it reads the KL that is estimated on the batch.
-        averages: Whether it reads means over an answer's tokens; the rewards are reported so.
-        takes_one_answer: Whether it judges each answer by itself, also one without its counterpart, whose number of tokens is 0.
-    """
-
-    def build(fn: Callable[..., Tensor]) -> PreferenceLoss[OptionsT_co]:
-        return PreferenceLoss(
-            name=fn.__name__,
-            fn=fn,
-            options=options,
-            source=source,
-            needs_reference=needs_reference,
-            couples_pairs=couples_pairs,
-            uses_divergence=uses_divergence,
-            needs_kl=needs_kl,
-            averages=averages,
-            takes_one_answer=takes_one_answer,
-        )
-
-    return build
+    """Make a function a preference loss of the function's name; the arguments are the fields of `PreferenceLoss`."""
+    return lambda fn: PreferenceLoss(
+        name=fn.__name__,
+        fn=fn,
+        options=options,
+        source=source,
+        needs_reference=needs_reference,
+        couples_pairs=couples_pairs,
+        uses_divergence=uses_divergence,
+        needs_kl=needs_kl,
+        averages=averages,
+        takes_one_answer=takes_one_answer,
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -79,3 +79,22 @@ def discopop(pairs: Pairs, *, beta: float, discopop_tau: float) -> Tensor:
     logits = beta * pairs.margin
     weight = torch.sigmoid(logits / discopop_tau)
     return -torch.nn.functional.logsigmoid(logits) * (1.0 - weight) + torch.exp(-logits) * weight
+
+
+# AOT: the chosen answers of a batch as a whole are to be better than the rejected ones. Values are sorted, so the loss of one
+# pair depends on the whole batch, over all micro-batches and ranks.
+
+
+@preference_loss(options=Smoothing, source="AOT, arXiv 2406.05882, paired", couples_pairs=True)
+def aot(pairs: Pairs, *, beta: float, label_smoothing: float = 0.0) -> Tensor:
+    """``-log sigmoid(beta d)`` of the differences d between the sorted margins of policy and reference."""
+    policy = (pairs.chosen - pairs.rejected).sort().values
+    reference = (pairs.reference_chosen - pairs.reference_rejected).sort().values
+    return smoothed(beta * (policy - reference), label_smoothing)
+
+
+@preference_loss(options=Smoothing, source="AOT, arXiv 2406.05882, unpaired", couples_pairs=True)
+def aot_unpaired(pairs: Pairs, *, beta: float, label_smoothing: float = 0.0) -> Tensor:
+    """``-log sigmoid(beta d)`` of the differences d between the sorted log-ratios of chosen and of rejected answers."""
+    delta = pairs.chosen_ratio.sort().values - pairs.rejected_ratio.sort().values
+    return smoothed(beta * delta, label_smoothing)
