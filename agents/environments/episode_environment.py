@@ -223,7 +223,7 @@ class EpisodeEnvironment(Environment):
 
     def _record(self, begun: Begun, index: int, attempt: Attempt) -> Episode | None:
         session, made, played = attempt.session, attempt.made, attempt.played
-        if played.status in ("failed", "expired") or played.time_spent_by == "tools" or not made.rows:
+        if played.status == "failed" or played.time_spent_by == "tools" or not made.rows:
             return None
         if made.scored != made.last and begun.task.reward.name != "environment" and not self._has_warned:
             self._has_warned = True

@@ -204,9 +204,8 @@ async def _play(
     while True:
         turn = await _answer(session, messages, play, played)
         if turn is None:
-            if session.truncated_by != "expired":
-                score = checked_score(await _timed(play.score, settings, executor, played))
-                played.rewards[max(played.rewards)] += score
+            score = checked_score(await _timed(play.score, settings, executor, played))
+            played.rewards[max(played.rewards)] += score
             return "done"
         reply = checked_reply(await _timed(functools.partial(play.step, turn.answer), settings, executor, played))
         _record(reply, turn, state, played)
@@ -235,7 +234,6 @@ async def _answer(
         turn = await session.answer(AgentRequest(messages, play.tools, conversation="main"), mark)
     except RequestRefused as err:
         if session.truncated_by and session.tree.turns:
-            played.problem = str(err) if session.truncated_by == "expired" else ""
             return None
         if err.code in ENGINE_CODES:
             raise EngineError(str(err)) from None

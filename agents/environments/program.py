@@ -87,7 +87,6 @@ def _problem(end: EpisodeEnd, happened: Happened, ended: Ended, seconds: tuple[f
     """Return why an episode is not trained, or ended at a deadline."""
     status = happened.exit_status
     reasons = {
-        "expired": "its tokens are of versions too far apart",
         "request_failed": f"its last request failed with {happened.failed_by}{_said(ended)}",
         "over_time": f"not over after {sum(seconds):.1f} s, {seconds[0]:.1f} s of them by the policy{_said(ended)}",
         "crashed": f"its program ended with {f'exit status {status}' if status > 0 else f'signal {-status}'}{_said(ended)}",
