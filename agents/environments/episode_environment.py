@@ -82,6 +82,10 @@ class RowUnfit(Exception):
     """No episode can be made of a row; trying again would not help."""
 
 
+class NotStarted(PenstockError):
+    """The episode could not be started; another attempt may succeed."""
+
+
 @dataclass(frozen=True, slots=True)
 class _Attempted:
     episode: Episode | None
@@ -125,6 +129,11 @@ class EpisodeEnvironment(Environment):
         other.name = name  # pyright: ignore[reportAttributeAccessIssue]  (a defined one has another name)
         other.settings, other.chosen = definition, chosen
         return other
+
+    def needs_definition(self, needed: str) -> str:
+        """Return what to write where an environment is named that plays nothing without options of the run file."""
+        kind = f'[environment.define.NAME] with type = "{self.name}" and {needed}'
+        return f"{self.name} is not played without options: write {kind}, and name that"
 
     @property
     def kept_staleness(self) -> int:

@@ -177,9 +177,7 @@ class Program(EpisodeEnvironment):
     async def attempt(self, site: Site, begun: Begun, sampler: Sampler) -> Attempt:
         served = self._served
         if self.chosen is None or served is None:
-            raise RowUnfit(
-                'program needs a command: write [environment.define.NAME] with type = "program" and name that'
-            )
+            raise RowUnfit(self.needs_definition("options.command"))
         try:
             Row.of(begun.task)
         except ValueError as err:

@@ -125,9 +125,7 @@ class Mcp(TurnEnvironment):
 
     def play(self, seed: int, row: Row, options: McpOptions) -> McpPlay:
         if self.chosen is None:
-            raise ValueError(
-                'mcp needs servers: write [environment.define.NAME] with type = "mcp" and options.servers, and name that'
-            )
+            raise ValueError(self.needs_definition("options.servers"))
         self._reached = self._reached or Reached.of(self.chosen, self.own_servers)  # tried without a model
         return McpPlay(seed, row, self.chosen, self._reached)
 

@@ -167,9 +167,7 @@ class Tools(TurnEnvironment):
 
     def play(self, seed: int, row: Row, options: PlayOptions) -> ToolsPlay:
         if self._toolbox is None:
-            raise ValueError(
-                'tools are chosen in the run file: write [environment.define.NAME] with type = "tools" and options.tools, and name that'
-            )
+            raise ValueError(self.needs_definition("options.tools"))
         if not row.messages or row.messages[-1].role != "user":
             raise ValueError("the row's prompt does not end with a message of the user")
         chosen: ToolsOptions = self.chosen  # the run file's alone: they have commands, which are run

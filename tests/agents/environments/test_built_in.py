@@ -8,15 +8,14 @@ from typing import Any
 
 import pytest
 
+from penstock.agents.environments.games.actions import DIRECTIONS, Place
 from penstock.agents.environments.games.arithmetic import evaluate
 from penstock.agents.environments.games.calculator import CALCULATOR, draw_expression
 from penstock.agents.environments.games.frozen_lake import FROZEN_LAKE, draw_lake, shortest_path
 from penstock.agents.environments.games.guess_number import GUESS_NUMBER
 from penstock.agents.environments.games.sokoban import (
-    DIRECTIONS,
     SOKOBAN,
     Level,
-    Place,
     SokobanOptions,
     SokobanPlay,
     draw_level,

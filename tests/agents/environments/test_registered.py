@@ -91,9 +91,10 @@ async def test_a_drained_server_ends_its_episodes_and_gets_no_others(
                 else:
                     old.draining = True
                     await keeper.renew()
-                assert own._servers is not None
+                assert own.sessions is not None
                 await until(
-                    lambda: [server.takes_new for server in own._servers._servers.values()] == [False, True], "a drain"
+                    lambda: [server.takes_new for server in own.sessions.servers._servers.values()] == [False, True],
+                    "a drain",
                 )
                 group = await play(model, own, ["a"] * 3, size=3, group="r:0:2")
                 assert [one.reward for one in group] == [0.75] * 3
@@ -126,9 +127,10 @@ async def test_a_new_version_takes_over_and_no_episode_is_lost(
         async with registered(store, name, Script(lambda: done(0.75)), version="2", replace=True):
             await keeper.renew()
             assert "is replaced by version 2: no new episodes come; 1 in progress" in capsys.readouterr().err
-            assert own._servers is not None
+            assert own.sessions is not None
             await until(
-                lambda: [server.takes_new for server in own._servers._servers.values()] == [False, True], "version 2"
+                lambda: [server.takes_new for server in own.sessions.servers._servers.values()] == [False, True],
+                "version 2",
             )
             (new,) = await play(model, own, ["a"], group="r:0:2")
             released.set()
@@ -177,8 +179,8 @@ async def test_a_registration_that_is_not_followed_by_its_server_costs_no_attemp
             assert f"registered environment '{name}': {url} (version 1): in service; " in str(found)
             assert "wrong_version: version '2' is played here, not '1'" in str(found)
             async with registered(store, name, Script(lambda: done(0.75))):
-                assert own._servers is not None
-                await until(lambda: len(own._servers._servers) == 2, "the second server")
+                assert own.sessions is not None
+                await until(lambda: len(own.sessions.servers._servers) == 2, "the second server")
                 (episode,) = await play(model, own, ["a"])
                 assert (episode.reward, episode.attempt) == (0.75, 0)
 

@@ -377,7 +377,7 @@ def test_rows_that_cannot_be_played_are_refused(tmp_path: Path) -> None:
         play_of(environment, None)
     with pytest.raises(ValueError, match="does not end with a message of the user"):
         environment.play(0, Row((), 1, {}, ""), environment.chosen)
-    with pytest.raises(ValueError, match="tools are chosen in the run file"):
+    with pytest.raises(ValueError, match="tools is not played without options"):
         Tools().play(0, EPISODE.row, environment.chosen)
 
 

@@ -137,8 +137,8 @@ async def test_episodes_of_a_killed_server_are_played_again_with_their_seed(
     try:
         async with worker(bus, model, name, attempts=2) as own:
             playing = asyncio.create_task(play(model, own, ["a"] * 40, size=4))
-            assert own._servers is not None
-            servers = own._servers._servers
+            assert own.sessions is not None
+            servers = own.sessions.servers._servers
             await until(
                 lambda: [server.running for server in servers.values()] == [4], "four episodes at the first server"
             )
