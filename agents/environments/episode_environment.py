@@ -13,7 +13,7 @@ import hashlib
 import os
 import time
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -47,7 +47,17 @@ _THREADS = 32  # plain methods of plays run on these; one that never returns kee
 
 
 class PlayOptions(Section):
-    """Base class of the options of an environment; this one has none. Its fields are keys of the run file."""
+    """Base class of the options of an environment or a tool; this one has none. Its fields are keys of the run file."""
+
+    @classmethod
+    def checked(cls, values: Mapping[str, Any], place: str, name: str) -> Self:
+        """Return the options that ``values`` are; raises ConfigError, which names their ``place`` and what ``name`` has."""
+        try:
+            return cls.model_validate(dict(values))
+        except ValidationError as err:
+            problems = (f"{'.'.join(map(str, error['loc'])) or 'options'}: {error['msg']}" for error in err.errors())
+            known = ", ".join(cls.model_fields) or "no options"
+            raise ConfigError(f"{place}: {'; '.join(problems)}; {name} has {known}") from None
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,14 +126,7 @@ class EpisodeEnvironment(Environment):
         """Return this environment under another name, with options and limits; raises ConfigError for wrong options."""
         where = f"environment.define.{name}.options"
         options = resolved(definition.options, where, os.environ, tuple(self.options.model_fields))
-        try:
-            chosen = self.options.model_validate(options)
-        except ValidationError as err:
-            problems = (f"{'.'.join(map(str, error['loc'])) or 'options'}: {error['msg']}" for error in err.errors())
-            raise ConfigError(
-                f"{where}: {'; '.join(problems)}; {self.name} has "
-                f"{', '.join(self.options.model_fields) or 'no options'}"
-            ) from None
+        chosen = self.options.checked(options, where, self.name)
         ANSWER_FORMATS.find(definition.answer_format)
         other = copy.copy(self)
         other.name = name  # pyright: ignore[reportAttributeAccessIssue]  (a defined one has another name)

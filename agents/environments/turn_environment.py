@@ -28,7 +28,7 @@ class PlayEnvironment(EpisodeEnvironment):
     """Plays each episode of a group turn by turn, all with the same seed."""
 
     @abstractmethod
-    async def begin(self, episode: str, attempt: int, seed: int, row: Row) -> Play:
+    async def begin_play(self, episode: str, attempt: int, seed: int, row: Row) -> Play:
         """Return the play of an attempt at an episode, before its time begins; raises NotStarted, or anything for an unfit row."""
 
     async def attempt(self, site: Site, begun: Begun, sampler: Sampler) -> Attempt:
@@ -36,7 +36,7 @@ class PlayEnvironment(EpisodeEnvironment):
             begun.name, site.model, sampler, begun.task.sampling, self.limits(), begun.sampling_seed, self._images
         )
         try:
-            play = await self.begin(begun.name, begun.attempt, begun.seed, Row.of(begun.task))
+            play = await self.begin_play(begun.name, begun.attempt, begun.seed, Row.of(begun.task))
         except NotStarted as err:
             return Attempt(session, session.end(), Played("failed", problem=str(err)))
         except RowUnfit:
@@ -60,7 +60,7 @@ class TurnEnvironment(PlayEnvironment):
         Raises ValueError for a row that no play can be made of: the group is dead-lettered with the text.
         """
 
-    async def begin(self, episode: str, attempt: int, seed: int, row: Row) -> Play:
+    async def begin_play(self, episode: str, attempt: int, seed: int, row: Row) -> Play:
         return self.play(seed, row, self.chosen or self.options())
 
 

@@ -27,7 +27,7 @@ from penstock.agents.environments.over_http.registry import (
 )
 from penstock.agents.environments.over_http.servers import EnvironmentClient, ServerUnreachable
 from penstock.agents.environments.over_http.wire import About
-from penstock.agents.environments.server_urls import checked_url
+from penstock.agents.environments.shared_options import checked_url
 from penstock.agents.hosting.commands import LEASE_S, LeaseOptions, TargetOptions
 from penstock.protocol import streams
 from penstock.protocol.config import run_file

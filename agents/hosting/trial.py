@@ -133,7 +133,7 @@ async def play_trial(environment: Environment, policy: Policy, seed: int, row: R
     try:
         began = time.perf_counter()
         try:
-            play = await environment.begin(f"trial.{seed}", 0, seed, row)
+            play = await environment.begin_play(f"trial.{seed}", 0, seed, row)
         except PenstockError:
             raise
         except Exception as err:

@@ -185,10 +185,7 @@ def counts_of(counts: Counter[str], made: TreeRows) -> tuple[tuple[str, int], ..
 
 
 def messages_json(messages: Sequence[Message]) -> str:
-    written = [
-        json.dumps(message.for_template() | _images_named(message) | _calls_as_sent(message), ensure_ascii=False)
-        for message in messages
-    ]
+    written = [json.dumps(message.as_dict(_named), ensure_ascii=False) for message in messages]
     size = 2
     for place in range(len(written) - 1, -1, -1):
         size += len(written[place]) + 2
@@ -198,18 +195,6 @@ def messages_json(messages: Sequence[Message]) -> str:
     return f"[{', '.join(written)}]"
 
 
-def _images_named(message: Message) -> dict[str, object]:
-    if not message.parts:
-        return {}
-    return {
-        "content": [
-            {"type": "image", "sha256": part.sha256}
-            if isinstance(part, AdmittedImage)
-            else {"type": "text", "text": part}
-            for part in message.parts
-        ]
-    }
-
-
-def _calls_as_sent(message: Message) -> dict[str, object]:
-    return {"tool_calls": [call.as_dict() for call in message.tool_calls]} if message.tool_calls else {}
+def _named(image: bytes | AdmittedImage) -> dict[str, str]:
+    assert isinstance(image, AdmittedImage)  # the session admits the images of every request
+    return {"type": "image", "sha256": image.sha256}

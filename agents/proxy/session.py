@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
+import time
 from collections import Counter, OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -91,6 +92,7 @@ class EpisodeSession:
         self._roots = SeenRoots()
         self.calls = Calls(grace_s=limits.retry_grace_s, kept=limits.kept_answers, kept_s=limits.kept_answers_s)
         self._num_running = 0
+        self._policy_s, self._running_since = 0.0, 0.0  # until the last time that no request was sampled; since then
         self._seed = seed
         self._images = images
         self._num_sampled = 0  # answers begun, each with a different seed
@@ -102,6 +104,11 @@ class EpisodeSession:
         """Sampled tokens that are in no turn, by cause; those of turns that are in no row are counted by `build_rows`."""
         prefix = "orphaned_tokens."
         return Counter({name.removeprefix(prefix): n for name, n in self.counts.items() if name.startswith(prefix)})
+
+    @property
+    def policy_s(self) -> float:
+        """Seconds in which the policy had a request to answer."""
+        return self._policy_s + (time.monotonic() - self._running_since if self._num_running else 0.0)
 
     async def answer(self, request: AgentRequest, mark: RetryMark) -> SampledTurn:
         """Return the policy's answer, or that of the running or finished call which this request repeats.
@@ -174,6 +181,8 @@ class EpisodeSession:
     async def _sampled(self, request: AgentRequest) -> SampledTurn:
         self._check_limits()
         request = self._prepared(request, self.counts)
+        if not self._num_running:
+            self._running_since = time.monotonic()
         self._num_running += 1
         try:
             plan = await self._plan(request)
@@ -183,6 +192,8 @@ class EpisodeSession:
             completion = await self._completion(plan, sampling)
         finally:
             self._num_running -= 1
+            if not self._num_running:
+                self._policy_s += time.monotonic() - self._running_since
         self.counts["sampled_tokens"] += len(completion.token_ids)
         if self.ended:
             self.counts["orphaned_tokens.after_end"] += len(completion.token_ids)

@@ -15,7 +15,7 @@ from typing import TypeVar
 
 from pydantic import Field, JsonValue, model_validator
 
-from penstock.agents.environments.episode_environment import NotStarted, PlayOptions, RowUnfit
+from penstock.agents.environments.episode_environment import NotStarted, RowUnfit
 from penstock.agents.environments.over_http import wire
 from penstock.agents.environments.over_http.registry import NAME_PATTERN, RegistryFollower
 from penstock.agents.environments.over_http.servers import (
@@ -28,7 +28,7 @@ from penstock.agents.environments.over_http.servers import (
     take_place,
 )
 from penstock.agents.environments.play import Play, Reply, Row
-from penstock.agents.environments.server_urls import AllowedTargets, ServerUrls, urls_of
+from penstock.agents.environments.shared_options import ServerUrls, TargetOptions, urls_of
 from penstock.agents.environments.turn_environment import PlayEnvironment
 from penstock.agents.proxy.messages import Message, RequestRefused
 from penstock.protocol.config.environment_settings import EpisodeSettings
@@ -38,7 +38,7 @@ from penstock.protocol.transport.key_value import KeyValue
 from penstock.rollout_service.environments.environment import ServerRegistry
 from penstock.serving import signature
 from penstock.serving.http_connections import HttpConnections
-from penstock.serving.target_policy import PRIVATE_TARGETS, OwnServer, TargetPolicy
+from penstock.serving.target_policy import OwnServer
 
 Answer = TypeVar("Answer", wire.Stepped, wire.Scored)
 
@@ -46,7 +46,7 @@ _END_S = 5.0
 _KEEP_S = 60.0  # an idle connection; a server that closes it earlier costs a repeated call, and no episode
 
 
-class HttpOptions(PlayOptions):
+class HttpOptions(TargetOptions):
     """Where an environment is served, and how."""
 
     url: ServerUrls = Field(
@@ -81,11 +81,6 @@ class HttpOptions(PlayOptions):
     max_reply_bytes: int = Field(
         4 * 1024 * 1024, ge=1024, le=64 * 1024 * 1024, description="Longest answer of a server that is read."
     )
-    allowed_targets: AllowedTargets = Field(
-        PRIVATE_TARGETS,
-        description="Networks (CIDR) and host names of servers that may be called; loopback and private ranges unless given. "
-        "Link-local and metadata addresses are always refused.",
-    )
 
     @model_validator(mode="after")
     def _has_servers(self) -> HttpOptions:
@@ -102,7 +97,7 @@ class Sessions:
 
     def __init__(self, options: HttpOptions, settings: EpisodeSettings, own_servers: Sequence[OwnServer]) -> None:
         connections = HttpConnections(
-            keep_s=_KEEP_S, policy=TargetPolicy(options.allowed_targets, own_servers, key="options.allowed_targets"),
+            keep_s=_KEEP_S, policy=options.policy(own_servers),
             max_answer_bytes=options.max_reply_bytes, ca_file=options.ca_file,
             ca_key="options.ca_file" if options.ca_file else tls.AUTHORITY,
         )  # fmt: skip
@@ -257,7 +252,7 @@ class Http(PlayEnvironment):
                 raise ConfigError(f"options.registered = {self.registered!r}: servers are found on NATS, in a run")
             self._registry.follow(self.registered, self.sessions.servers.read)
 
-    async def begin(self, episode: str, attempt: int, seed: int, row: Row) -> HttpPlay:
+    async def begin_play(self, episode: str, attempt: int, seed: int, row: Row) -> HttpPlay:
         if self.sessions is None:
             raise RowUnfit(self.needs_definition('options = { url = "http://..." }'))
         return await self.sessions.open(episode, attempt, seed, row)

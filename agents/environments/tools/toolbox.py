@@ -29,7 +29,8 @@ from pydantic import Field, ValidationError, model_validator
 
 from penstock.agents.environments.adapters.mcp_sessions import McpServer, ServerLimits, ServerName
 from penstock.agents.environments.games.actions import PatternOptions
-from penstock.agents.environments.tools.tool import Cut, Tool, ToolEpisode, ToolError, ToolUnavailable, shortened
+from penstock.agents.environments.shared_options import Cut, shortened
+from penstock.agents.environments.tools.tool import Tool, ToolEpisode, ToolError, ToolUnavailable
 from penstock.agents.proxy.messages import Message, ToolCall
 
 Scoring = Literal["none", "text", "number"]

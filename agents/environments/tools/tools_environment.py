@@ -18,7 +18,7 @@ from penstock.agents.environments.adapters.mcp_connection import LISTS_WITHIN_S
 from penstock.agents.environments.adapters.mcp_sessions import McpSessions, McpTool, Reached, ServerTool, sweep
 from penstock.agents.environments.episode_environment import PlayOptions, Site
 from penstock.agents.environments.games.actions import find_action
-from penstock.agents.environments.play import Play, Reply, Row
+from penstock.agents.environments.play import Play, Reply, Row, with_system_prompt
 from penstock.agents.environments.tools.tool import TOOLS, Tool, ToolEpisode
 from penstock.agents.environments.tools.toolbox import BAD_CALLS, CallLimits, Toolbox, ToolsOptions, is_right
 from penstock.agents.environments.turn_environment import TurnEnvironment
@@ -45,14 +45,8 @@ class ToolsPlay(Play):
         if self._servers is not None:
             self._own = self._chosen_of(await self._servers.open())
         self.tools = (*self._toolbox.schemas(), *(tool.schema() for tool in self._own.values()))
-        messages = self._episode.row.messages
-        if not self._options.system:
-            return messages
         schemas = "\n".join(json.dumps(schema, ensure_ascii=False) for schema in self.tools)
-        system = self._options.system.replace("{tools}", schemas)
-        if messages and messages[0].role == "system":
-            return (Message("system", f"{system}\n\n{messages[0].content}"), *messages[1:])
-        return (Message("system", system), *messages)
+        return with_system_prompt(self._episode.row.messages, self._options.system.replace("{tools}", schemas))
 
     async def close(self) -> None:
         if self._servers is not None:
@@ -168,8 +162,7 @@ class Tools(TurnEnvironment):
     def play(self, seed: int, row: Row, options: PlayOptions) -> ToolsPlay:
         if self._toolbox is None:
             raise ValueError(self.needs_definition("options.tools"))
-        if not row.messages or row.messages[-1].role != "user":
-            raise ValueError("the row's prompt does not end with a message of the user")
+        row.asked()
         chosen: ToolsOptions = self.chosen  # the run file's alone: they have commands, which are run
         if chosen.answer != "none":
             is_right("", row.ground_truth, chosen.answer)  # a row without a ground truth is refused before it is played

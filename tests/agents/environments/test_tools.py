@@ -16,6 +16,7 @@ import pytest
 from tests.agents.proxy.agent_model import QWEN25, Engine, write_model
 
 from penstock.agents.environments.play import Reply, Row
+from penstock.agents.environments.shared_options import shortened
 from penstock.agents.environments.tools.built_in.calculator import CALCULATOR_TOOL
 from penstock.agents.environments.tools.built_in.python import PYTHON_TOOL
 from penstock.agents.environments.tools.built_in.search import Bm25, Passage, divided, read_corpus
@@ -25,7 +26,6 @@ from penstock.agents.environments.tools.tool import (
     ToolEpisode,
     ToolError,
     ToolUnavailable,
-    shortened,
 )
 from penstock.agents.environments.tools.toolbox import CallLimits, Toolbox, is_right
 from penstock.agents.environments.tools.tools_environment import Tools, ToolsPlay
@@ -375,7 +375,7 @@ def test_rows_that_cannot_be_played_are_refused(tmp_path: Path) -> None:
         play_of(environment, "twelve")
     with pytest.raises(ValueError, match="ground_truth is 'None'"):
         play_of(environment, None)
-    with pytest.raises(ValueError, match="does not end with a message of the user"):
+    with pytest.raises(ValueError, match="do not end with one of the user"):
         environment.play(0, Row((), 1, {}, ""), environment.chosen)
     with pytest.raises(ValueError, match="tools is not played without options"):
         Tools().play(0, EPISODE.row, environment.chosen)
