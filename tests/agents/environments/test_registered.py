@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from pathlib import Path
 
 import pytest
+from tests.agents.environments.played import Script, task_of
 from tests.agents.environments.test_over_http import LosesAnswers
-from tests.agents.environments.test_turn_environment import Script, task_of
 from tests.rollout_service.registered import (
     LEASE,
     play,
@@ -47,25 +46,6 @@ async def test_a_worker_finds_the_servers_of_a_name(bus: Bus, store: KeyValue, m
             assert listed.registered is not None
             assert [server.url for server in listed.registered.servers] == [url]
         assert name not in await registry.list_environments(store)
-
-
-async def test_the_capacity_holds_for_all_workers_together(bus: Bus, store: KeyValue, model: Path, name: str) -> None:
-    """Two workers want twelve episodes of a server that plays three at once: each waits, and all are played."""
-    most = [0]
-
-    def step() -> Reply:
-        most[0] = max(most[0], episodes.running)
-        time.sleep(0.01)
-        return done(1.0)
-
-    async with (
-        registered(store, name, Script(step), capacity=3) as (_, episodes, _),
-        worker(bus, model, name) as one,
-        worker(bus, model, name) as other,
-    ):
-        groups = await asyncio.gather(play(model, one, ["a"] * 6, size=6), play(model, other, ["a"] * 6, size=6))
-    assert [episode.status for group in groups for episode in group] == ["done"] * 12
-    assert 1 <= most[0] <= 3
 
 
 async def test_a_drained_server_ends_its_episodes_and_gets_no_others(

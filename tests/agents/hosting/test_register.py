@@ -10,8 +10,8 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
+from tests.agents.environments.played import Script, task_of
 from tests.agents.environments.test_over_http import SECRET
-from tests.agents.environments.test_turn_environment import Script, task_of
 from tests.rollout_service.registered import LEASE, play, registered, start_server, until, where, worker
 
 from penstock.agents.environments.episode_environment import group_seed

@@ -97,17 +97,10 @@ def scores_aside(episode: EpisodeSession, made: TreeRows) -> bool:
 def store(episode: EpisodeSession, made: TreeRows) -> Episode:
     """Return an episode as packs store it; raises PackError for rows that contradict each other."""
     return Episode(
-        episode_id=episode.id,
-        group_id="g",
-        index=0,
-        environment="agent",
-        environment_version="",
-        seed=0,
-        status="done" if made.rows else "failed",
-        rows=stored_rows(made, episode.tree.turns),
-        messages=messages_json(episode.messages),
-        counts=counts_of(episode.counts, made),
-    )
+        episode_id=episode.id, group_id="g", index=0, environment="agent", environment_version="", seed=0,
+        status="done" if made.rows else "failed", rows=stored_rows(made, episode.tree.turns),
+        messages=messages_json(episode.messages), counts=counts_of(episode.counts, made),
+    )  # fmt: skip
 
 
 def _stretches(mask: np.ndarray) -> list[tuple[int, int]]:
@@ -239,7 +232,8 @@ class EmbeddedEngine:
         one = engine_sequence.Sequence("", tuple(prompt), asked)
 
         def on_done(error: Exception | None) -> None:
-            loop.call_soon_threadsafe(_end, done, error)
+            end = done.set_result if error is None else done.set_exception
+            loop.call_soon_threadsafe(lambda: done.done() or end(error))  # pyright: ignore[reportArgumentType]
 
         self._thread.submit(engine_sequence.Job([one], on_done))
         await done
@@ -265,15 +259,6 @@ class EmbeddedEngine:
 
     def stop(self) -> None:
         self._thread.stop()
-
-
-def _end(done: asyncio.Future[None], error: Exception | None) -> None:
-    if done.done():
-        return
-    if error is None:
-        done.set_result(None)
-    else:
-        done.set_exception(error)
 
 
 @dataclass(frozen=True, slots=True)
