@@ -24,8 +24,6 @@ from pydantic import ValidationError
 
 from penstock.agents.environments.play import Played
 from penstock.agents.proxy.answer_formats.answer_format import ANSWER_FORMATS
-from penstock.agents.proxy.plan_prompt import PromptPlanner
-from penstock.agents.proxy.renderer import ChatRenderer
 from penstock.agents.proxy.rows import TreeRows, counts_of, messages_json, stored_rows
 from penstock.agents.proxy.session import AgentModel, EpisodeLimits, EpisodeSession
 from penstock.protocol.chat_tokenizer import ChatTokenizer
@@ -170,11 +168,10 @@ class EpisodeEnvironment(Environment):
         return [group.result() for group in groups]
 
     def _prepare(self) -> Site:
-        tokenizer = ChatTokenizer.read(self._folder)
-        planner = PromptPlanner(ChatRenderer(tokenizer), frozenset(tokenizer.eos_ids), self.settings.thinking)
-        model = AgentModel(planner, ANSWER_FORMATS.find(self.settings.answer_format).value, self._context_tokens)
+        tokenizer, settings = ChatTokenizer.read(self._folder), self.settings
+        model = AgentModel.of(tokenizer, settings.answer_format, self._context_tokens, settings.thinking)
         executor = ThreadPoolExecutor(_THREADS, thread_name_prefix=f"environment-{self.name}")
-        return Site(model, asyncio.Semaphore(self.settings.max_running), executor)
+        return Site(model, asyncio.Semaphore(settings.max_running), executor)
 
     def _limited(self, task: Task) -> Task:
         most, sampling = self.settings.max_answer_tokens, task.sampling

@@ -96,5 +96,6 @@ def check_reply_deadline(
     if definition.reply_deadline_s <= least:
         raise ConfigError(
             f"environment.define.{name}.reply_deadline_s = {definition.reply_deadline_s:g}: expected more than {least:g}, which is "
-            f"options.call_deadline_s and {answers_within_s:g} s to see whether the server still answers"
+            f"options.call_deadline_s and {answers_within_s:g} s to see whether the server still answers; a call that takes too long "
+            "is an error for the policy, a reply that does begins the episode again"
         )

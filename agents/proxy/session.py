@@ -8,19 +8,21 @@ import time
 from collections import Counter, OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import Protocol, Self
 
 import structlog
 
-from penstock.agents.proxy.answer_formats.answer_format import AnswerFormat, split_reasoning
+from penstock.agents.proxy.answer_formats.answer_format import ANSWER_FORMATS, AnswerFormat, split_reasoning
 from penstock.agents.proxy.calls import Calls
 from penstock.agents.proxy.conversations import is_side_request, messages_of, recognised_turns, scored_turn
 from penstock.agents.proxy.messages import AgentRequest, Message, RequestRefused, RetryMark, ToolCall, invalid
 from penstock.agents.proxy.plan_prompt import PromptPlanner, SeenRoots
+from penstock.agents.proxy.renderer import ChatRenderer
 from penstock.agents.proxy.rows import TreeRows, build_rows
 from penstock.agents.proxy.system_messages import merged, without_lines
 from penstock.agents.proxy.tree import ConversationTree, PromptPlan, SampledTurn
-from penstock.protocol.config.environment_settings import RequestRules
+from penstock.protocol.chat_tokenizer import ChatTokenizer
+from penstock.protocol.config.environment_settings import RequestRules, Thinking
 from penstock.protocol.errors import BlobError, ImageRefused, MalformedData
 from penstock.protocol.groups import MAX_IMAGES, Sampling, derived_seed
 from penstock.protocol.images.processor import ImageProcessor
@@ -63,6 +65,13 @@ class AgentModel:
     planner: PromptPlanner
     answer_format: AnswerFormat
     context_tokens: int | None
+
+    @classmethod
+    def of(
+        cls, tokenizer: ChatTokenizer, answer_format: str, context_tokens: int | None, thinking: Thinking = "keep"
+    ) -> Self:
+        planner = PromptPlanner(ChatRenderer(tokenizer), frozenset(tokenizer.eos_ids), thinking)
+        return cls(planner, ANSWER_FORMATS.find(answer_format).value, context_tokens)
 
 
 class EpisodeSession:

@@ -20,8 +20,8 @@ from penstock.agents.environments.episode_environment import PlayOptions, Site
 from penstock.agents.environments.games.actions import find_action
 from penstock.agents.environments.play import Play, Reply, Row, with_system_prompt
 from penstock.agents.environments.tools.tool import TOOLS, Tool, ToolEpisode
-from penstock.agents.environments.tools.toolbox import BAD_CALLS, CallLimits, Toolbox, ToolsOptions, is_right
-from penstock.agents.environments.turn_environment import TurnEnvironment
+from penstock.agents.environments.tools.toolbox import BAD_CALLS, Toolbox, ToolsOptions, is_right
+from penstock.agents.environments.turn_environment import TurnEnvironment, check_reply_deadline
 from penstock.agents.proxy.messages import Message, ToolCall, canonical_arguments
 from penstock.protocol.config.environment_settings import EnvironmentDefinition
 from penstock.protocol.errors import ConfigError
@@ -134,14 +134,7 @@ class Tools(TurnEnvironment):
         made = super().defined(name, definition)
         chosen: ToolsOptions = made.chosen
         place = f"environment.define.{name}"
-        least = chosen.call_deadline_s + (LISTS_WITHIN_S if chosen.servers else 0.0)
-        if least >= definition.reply_deadline_s:
-            lists = f" and {LISTS_WITHIN_S:g} s to see whether an MCP server still answers" if chosen.servers else ""
-            raise ConfigError(
-                f"{place}.options.call_deadline_s = {chosen.call_deadline_s:g}{lists} must be below {place}.reply_deadline_s = "
-                f"{definition.reply_deadline_s:g}: a call that takes too long is an error for the policy, a reply that does begins "
-                "the episode again"
-            )
+        check_reply_deadline(name, definition, chosen.call_deadline_s, LISTS_WITHIN_S if chosen.servers else 0.0)
         tools: dict[str, Tool] = {}
         for reference, tool_options in chosen.tools.items():
             tool = TOOLS.find(reference).value.with_options(tool_options, f"{place}.options.tools.{reference}")
@@ -149,8 +142,7 @@ class Tools(TurnEnvironment):
                 raise ConfigError(
                     f"{place}.options.tools: two tools are named {tool.name!r}; rename the one of {reference}"
                 )
-        limits = CallLimits(chosen.call_deadline_s, chosen.max_output_chars, chosen.output_cut)
-        made._toolbox = Toolbox(tools, limits)
+        made._toolbox = Toolbox(tools, chosen)
         return made
 
     def use_model(self, folder: Path, context_tokens: int | None) -> None:

@@ -16,7 +16,7 @@ import pytest
 from tests.agents.environments.played import call, check_exact, engine_of, results, rolled, said, task_of
 
 from penstock.agents.environments.play import Reply, Row
-from penstock.agents.environments.shared_options import shortened
+from penstock.agents.environments.shared_options import CallOptions, shortened
 from penstock.agents.environments.tools.built_in.calculator import CALCULATOR_TOOL
 from penstock.agents.environments.tools.built_in.python import PYTHON_TOOL
 from penstock.agents.environments.tools.built_in.search import Bm25, Passage, divided, read_corpus
@@ -27,7 +27,7 @@ from penstock.agents.environments.tools.tool import (
     ToolError,
     ToolUnavailable,
 )
-from penstock.agents.environments.tools.toolbox import CallLimits, Toolbox, is_right
+from penstock.agents.environments.tools.toolbox import Toolbox, is_right
 from penstock.agents.environments.tools.tools_environment import Tools, ToolsPlay
 from penstock.agents.proxy.messages import Message, ToolCall
 from penstock.protocol.config.environment_settings import EnvironmentDefinition
@@ -92,7 +92,9 @@ def answered(
     tools: Sequence[Tool], answer: Message, allowed: int = 64, *, deadline_s: float = 60.0, longest: int = 200
 ) -> Any:
     """Return what a toolbox answers to the calls of an answer."""
-    toolbox = Toolbox({tool.name: tool for tool in tools}, CallLimits(deadline_s, longest, "end"))
+    toolbox = Toolbox(
+        {tool.name: tool for tool in tools}, CallOptions(call_deadline_s=deadline_s, max_output_chars=longest)
+    )
 
     async def run() -> Any:
         toolbox.prepare()
@@ -320,7 +322,11 @@ def test_penalties_limits_and_patterns(tmp_path: Path) -> None:
         ({"tools": {"calculator": {"digits": 3}}}, {}, r"options\.tools\.calculator: digits: .*has no options"),
         ({"tools": {"search": {}}}, {}, r"options\.tools\.search: corpus: Field required; search has corpus, top"),
         ({"tools": {}}, {}, "write tools, or servers that have some"),
-        ({}, {"reply_deadline_s": 30.0}, r"call_deadline_s = 30 must be below .*reply_deadline_s = 30"),
+        (
+            {},
+            {"reply_deadline_s": 30.0},
+            r"reply_deadline_s = 30: expected more than 30, which is options\.call_deadline_s",
+        ),
         ({"call_reward": 1.0}, {}, "call_reward"),
     ],
 )
