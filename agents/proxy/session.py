@@ -348,7 +348,6 @@ class AgentProxy:
         """Start without episodes; ``images`` stores those of their messages, None: they are refused."""
         self.limits = limits
         self._images = images
-        self.num_refused = 0  # requests with an unknown secret, or to an episode that has ended
         self._open: dict[str, EpisodeSession] = {}
         self._ended: OrderedDict[str, str] = OrderedDict()
 
@@ -371,7 +370,6 @@ class AgentProxy:
         episode = self._open.get(secret)
         if episode is not None:
             return episode
-        self.num_refused += 1
         ended = self._ended.get(secret)
         if ended is not None:
             raise episode_ended(ended)

@@ -63,7 +63,6 @@ class SampledTurn:
     logprobs: Float32s  # of the sampled tokens
     version_runs: tuple[VersionRun, ...]  # positions count from the first sampled token
     finish_reason: FinishReason
-    text: str
     answer: Message  # as it was sent to the client
     prompt_key: bytes  # of the messages that it answers
     in_reasoning: bool  # it was cut before its reasoning ended
@@ -234,7 +233,7 @@ class ConversationTree:
             number=len(self.turns), follows=plan.found.base, parent=base, parent_tokens=parent_tokens,
             context_ids=prompt_ids[parent_tokens:].copy(), token_ids=np.asarray(completion.token_ids, dtype=np.int32),
             logprobs=np.asarray(completion.logprobs, dtype=np.float32), version_runs=completion.version_runs,
-            finish_reason=completion.finish_reason, text=completion.text, answer=answer, prompt_key=plan.found.key,
+            finish_reason=completion.finish_reason, answer=answer, prompt_key=plan.found.key,
             in_reasoning=in_reasoning, images=plan.images, new_messages=plan.found.messages[plan.found.num_matched :],
         )  # fmt: skip
         if completion.experts is not None:

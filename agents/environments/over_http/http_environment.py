@@ -22,10 +22,11 @@ from penstock.agents.environments.over_http.servers import (
     AnswerUnfit,
     EnvironmentClient,
     Server,
+    ServerFull,
     ServerRefused,
     Servers,
     ServerUnreachable,
-    take_place,
+    open_session,
 )
 from penstock.agents.environments.play import Play, Reply, Row
 from penstock.agents.environments.shared_options import ServerUrls, TargetOptions, urls_of
@@ -108,62 +109,56 @@ class Sessions:
 
     async def open(self, episode: str, attempt: int, seed: int, row: Row) -> HttpPlay:
         """Start an episode at a server that has a place, and wait for one; raises NotStarted, or RowUnfit."""
-        place_s, last = self._options.place_deadline_s, ""
-        ends = time.monotonic() + place_s
-        while (server := await take_place(self.servers, ends)) is not None:
+
+        async def start(server: Server, undo: contextlib.AsyncExitStack) -> HttpPlay:
             body = wire.Start(
                 id=secrets.token_hex(16), episode=episode, attempt=attempt, seed=str(seed),
                 version=self._options.version or server.version,
                 deadline_s=self._options.start_deadline_s + self.settings.episode_deadline_s,
                 row=wire.WireRow.of(row), options=self._options.options,
             )  # fmt: skip
-            try:
-                return await self._start_at(server, body)
-            except ServerUnreachable as err:
-                server.failed(time.monotonic())
-                last = str(err)
-            except ServerRefused as err:
-                is_replaced = err.code == "wrong_version" and server.version and not self._options.version
-                if err.code == "row_refused":
-                    raise RowUnfit(str(err)) from None
-                if err.is_passing:
-                    server.is_full(time.monotonic(), err.retry_after_s or 1.0)
-                elif err.code and not is_replaced:  # of this episode, and no reason to keep others away
-                    raise NotStarted(str(err)) from None
-                else:  # its registration is old, or it is a gateway before servers that are being replaced
-                    server.failed(time.monotonic())
-                last = str(err)
-        raise NotStarted(
-            f"no server had a place within {place_s:g} s (place_deadline_s): {self.servers.why_none(last)}"
-        )
+            return await self._start_at(server, body, undo)
 
-    async def _start_at(self, server: Server, body: wire.Start) -> HttpPlay:
-        start_s, version = self._options.start_deadline_s, self._options.version
+        place_s = self._options.place_deadline_s
         try:
-            try:
-                async with asyncio.timeout(start_s):
-                    started = await self.client.call(
-                        "POST", f"{server.url}/episodes", f"{body.id}.start", body, wire.Started
-                    )
-            except TimeoutError:
-                raise ServerUnreachable(
-                    f"{server.url} did not start an episode within {start_s:g} s (start_deadline_s)"
-                ) from None
-            if version not in ("", started.version):
-                raise AnswerUnfit(
-                    f"{server.url} plays version {started.version!r}, and the run expects {version!r} (options.version)"
+            return await open_session(self.servers, start, place_s, NotStarted, rests=ServerUnreachable)
+        except PenstockError as err:
+            raise NotStarted(str(err)) from None
+
+    async def _start_at(self, server: Server, body: wire.Start, undo: contextlib.AsyncExitStack) -> HttpPlay:
+        start_s, version = self._options.start_deadline_s, self._options.version
+        undo.push_async_callback(self._end_quietly, server, body.id)  # it may have been started
+        try:
+            async with asyncio.timeout(start_s):
+                started = await self.client.call(
+                    "POST", f"{server.url}/episodes", f"{body.id}.start", body, wire.Started
                 )
-            play = HttpPlay(self, server, body.id, started)
-        except BaseException as err:
-            server.running -= 1
-            if not isinstance(err, ServerRefused):  # it may have been started
-                with contextlib.suppress(PenstockError):
-                    await self.end(server, body.id)
-            if isinstance(err, PenstockError) and not isinstance(err, (ServerRefused, ServerUnreachable)):
-                raise NotStarted(str(err)) from None
-            raise
-        server.works()
-        return play
+        except TimeoutError:
+            raise ServerUnreachable(
+                f"{server.url} did not start an episode within {start_s:g} s (start_deadline_s)"
+            ) from None
+        except ServerRefused as err:
+            undo.pop_all()
+            raise self._refused(err, server) from None
+        if version not in ("", started.version):
+            raise AnswerUnfit(
+                f"{server.url} plays version {started.version!r}, and the run expects {version!r} (options.version)"
+            )
+        return HttpPlay(self, server, body.id, started)
+
+    def _refused(self, err: ServerRefused, server: Server) -> Exception:
+        """Return what a refused start means: of the row, of this attempt, or of the server."""
+        if err.code == "row_refused":
+            return RowUnfit(str(err))
+        if err.is_passing:
+            return ServerFull(str(err), err.retry_after_s or None)
+        if not err.code or (err.code == "wrong_version" and server.version and not self._options.version):
+            return ServerUnreachable(str(err))  # a gateway before servers that are being replaced; an old registration
+        return NotStarted(str(err))
+
+    async def _end_quietly(self, server: Server, episode_id: str) -> None:
+        with contextlib.suppress(PenstockError):
+            await self.end(server, episode_id)
 
     async def end(self, server: Server, episode_id: str) -> None:
         url = f"{server.url}/episodes/{episode_id}"

@@ -192,7 +192,7 @@ async def test_an_episode_goes_to_a_server_that_works(model: Path) -> None:
         assert [one.reward for one in group] == [1.0] * 4
     found = await play(model, over_http(model, nobody, attempts=1, options={"place_deadline_s": 0.2}), [])
     assert isinstance(found, TaskRefused)
-    assert "no server had a place within 0.2 s (place_deadline_s): http://127.0.0.1:9/episodes: " in str(found)
+    assert "no session within 0.2 s (options.place_deadline_s): http://127.0.0.1:9/episodes: " in str(found)
 
 
 async def test_a_gateway_without_a_server_costs_no_attempt(model: Path) -> None:
@@ -407,6 +407,19 @@ def test_servers_share_the_episodes_and_rest_after_failures() -> None:
     assert full.rests_until == 9830.0
     full.works()
     assert (full.failures, full.rests_until) == (0, 0.0)
+
+
+async def test_a_compressed_answer_is_refused(model: Path) -> None:
+    """Nothing asks for one, and a small one may be a large one."""
+
+    async def compressed(scope: Any, receive: Any, send: Any) -> None:
+        headers = [(b"content-type", b"application/json"), (b"content-encoding", b"gzip")]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        await send({"type": "http.response.body", "body": json.dumps(STARTED).encode()})
+
+    async with serving_app(compressed, "127.0.0.1", 0, key="--port") as url:
+        found = await play(model, over_http(model, url, attempts=1), [])
+    assert "compresses its answer" in str(found)
 
 
 async def test_a_server_that_failed_rests_before_what_was_opened_on_it_is_closed() -> None:

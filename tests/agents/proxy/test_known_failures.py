@@ -126,7 +126,7 @@ async def test_9_edited_arguments_begin_a_branch(folder: Path) -> None:
     assert not extends(agent)
     assert agent.forks() == {"edited_history": 1}
     first, second = agent.end().rows
-    assert first.loss_mask.any()
+    assert first.trajectory.loss_mask.any()
     assert [span.turn for span in second.spans] == [1]  # the edited call is context
 
 
@@ -201,10 +201,10 @@ async def test_16_reasoning_that_the_prompt_opens(folder: Path) -> None:
     answer = await agent.ask()
     assert (answer["reasoning_content"], answer["content"]) == ("hm", "yes")
     row = agent.end().rows[0]
-    first = int(np.argmax(row.loss_mask))
-    shown = agent.bench.engine.tokenizer.decode(row.token_ids.tolist())
+    first = int(np.argmax(row.trajectory.loss_mask))
+    shown = agent.bench.engine.tokenizer.decode(row.trajectory.token_ids.tolist())
     assert shown.count("<think>") == 1
-    assert agent.bench.engine.tokenizer.decode(row.token_ids[:first].tolist()).endswith("<think>\n")
+    assert agent.bench.engine.tokenizer.decode(row.trajectory.token_ids[:first].tolist()).endswith("<think>\n")
 
 
 async def test_17_the_empty_reasoning_of_a_prompt_stays(folder: Path) -> None:
@@ -240,7 +240,7 @@ async def test_19_an_answer_that_was_cut_is_closed_as_context(folder: Path) -> N
     turns = agent.episode.tree.turns
     assert agent.bench.engine.tokenizer.decode(turns[1].context_ids.tolist()).startswith("<|im_end|>\n<|im_start|>user")
     row = agent.end().rows[0]
-    assert not row.loss_mask[turns[0].num_tokens : turns[1].prompt_tokens].any()
+    assert not row.trajectory.loss_mask[turns[0].num_tokens : turns[1].prompt_tokens].any()
 
 
 async def test_20_and_21_the_stop_token_is_there_once_and_what_follows_it_is_context(folder: Path) -> None:
@@ -288,7 +288,7 @@ async def test_25_the_results_of_two_calls_are_one_block_of_context(folder: Path
     added = agent.bench.engine.tokenizer.decode(turns[1].context_ids.tolist())
     assert added.count("<|im_start|>user") == 1
     row = agent.end().rows[0]
-    assert not row.loss_mask[turns[0].num_tokens : turns[1].prompt_tokens].any()
+    assert not row.trajectory.loss_mask[turns[0].num_tokens : turns[1].prompt_tokens].any()
 
 
 async def test_26_other_tools_begin_a_new_root(folder: Path) -> None:
@@ -474,9 +474,9 @@ async def test_40_and_41_every_token_has_its_version(folder: Path) -> None:
     agent.bench.engine.version = 9
     await agent.ask(user("more"))
     row = agent.end().rows[0]
-    assert {run.version for run in row.version_runs} <= {3, 4, 9, 10}
-    assert max(run.version for run in row.version_runs) >= 9
-    assert sum(run.end - run.start for run in row.version_runs) == np.count_nonzero(row.loss_mask)
+    assert {run.version for run in row.trajectory.version_runs} <= {3, 4, 9, 10}
+    assert max(run.version for run in row.trajectory.version_runs) >= 9
+    assert sum(run.end - run.start for run in row.trajectory.version_runs) == np.count_nonzero(row.trajectory.loss_mask)
 
 
 async def test_43_a_paused_engine_holds_the_request(folder: Path) -> None:
@@ -552,7 +552,7 @@ async def test_54_every_sampled_token_is_trained_once(folder: Path) -> None:
         await agent.ask(user(text))
         await agent.ask(user("on"))
     made = agent.end()
-    assert sum(int(row.loss_mask.sum()) for row in made.rows) == agent.episode.counts["sampled_tokens"]
+    assert sum(int(row.trajectory.loss_mask.sum()) for row in made.rows) == agent.episode.counts["sampled_tokens"]
 
 
 async def test_59_an_answer_that_ends_inside_a_character(folder: Path) -> None:

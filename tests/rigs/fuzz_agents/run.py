@@ -134,11 +134,11 @@ def rendered_rows(made: TreeRows, tokenizer: ChatTokenizer) -> TreeRows:
     """Return rows in which the text of each answer is tokenised again: a planted error."""
     rows = []
     for row in made.rows:
-        ids = row.token_ids.copy()
+        ids = row.trajectory.token_ids.copy()
         for span in row.spans:
             again = tokenizer.encode(tokenizer.decode(ids[span.start : span.end].tolist()))[: span.end - span.start]
             ids[span.start : span.start + len(again)] = again
-        rows.append(replace(row, token_ids=ids))
+        rows.append(replace(row, trajectory=replace(row.trajectory, token_ids=ids)))
     return replace(made, rows=tuple(rows))
 
 
