@@ -15,8 +15,9 @@ from penstock.agents.environments.over_http.http_environment import HTTP, Http
 from penstock.agents.environments.over_http.registry import Lease
 from penstock.agents.environments.turn_environment import TurnEnvironment
 from penstock.agents.hosting import registration, serve
+from penstock.agents.hosting.commands import LeaseOptions
 from penstock.agents.hosting.episodes import Episodes
-from penstock.agents.hosting.registration import Offer, Registrar, RegistrySettings
+from penstock.agents.hosting.registration import Registrar, RegistrySettings
 from penstock.protocol.config.connection import NatsSettings
 from penstock.protocol.config.environment_settings import EnvironmentDefinition
 from penstock.protocol.transport.bus import Bus
@@ -48,7 +49,7 @@ async def registered(
     try:
         async with serving_app(serve.build_app(episodes, secrets=secrets), host, 0, key="--port") as bound:
             url = bound.replace("0.0.0.0", "localhost")
-            keeper = Registrar(store, client, Offer(name, url, 60.0, replace))
+            keeper = Registrar(store, client, name, url, LeaseOptions(lease_s=60.0, replace=replace))
             async with keeper.registered():
                 yield url, episodes, keeper
     finally:

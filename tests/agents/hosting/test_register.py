@@ -21,7 +21,7 @@ from penstock.agents.environments.over_http.registry import RegisteredServer
 from penstock.agents.environments.play import done
 from penstock.agents.hosting import commands, registration, serve
 from penstock.agents.hosting.episodes import Episodes
-from penstock.agents.hosting.registration import Offer, Registrar, RegistrySettings
+from penstock.agents.hosting.registration import Registrar, RegistrySettings
 from penstock.deploy.certificates import write_certificates
 from penstock.protocol.command_line import run
 from penstock.protocol.config.connection import NatsSettings
@@ -77,14 +77,14 @@ async def test_a_server_that_is_none_is_not_registered(store: KeyValue, name: st
                 (f"{url}/nowhere", "answers HTTP 404"),
             ):
                 with pytest.raises(Exception, match=said):
-                    async with Registrar(store, client, Offer(name, offered)).registered():
+                    async with Registrar(store, client, name, offered, commands.LeaseOptions()).registered():
                         pass
             episodes.version, episodes.draining = "1", True
             with pytest.raises(registry.RegistrationRefused, match="it is stopping"):
-                async with Registrar(store, client, Offer(name, url)).registered():
+                async with Registrar(store, client, name, url, commands.LeaseOptions()).registered():
                     pass
             with pytest.raises(ConfigError, match="expected 3 to 3600"):
-                Registrar(store, client, Offer(name, url, 1.0))
+                Registrar(store, client, name, url, commands.LeaseOptions(lease_s=1.0))
     finally:
         await client.close()
         await episodes.close()
