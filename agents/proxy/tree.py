@@ -15,17 +15,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
-import numpy.typing as npt
 
 from penstock.agents.proxy.messages import Declared, Message, ToolCall, next_key, same_arguments, similar_arguments
 from penstock.protocol.groups import FinishReason, RowImages
 from penstock.protocol.token_annotations import ExpertChoices
+from penstock.protocol.trajectory import Float32s, Int32s
 from penstock.protocol.versions import VersionRun
 from penstock.rollout_service.engines.completion import Completion
 from penstock.rollout_service.errors import ReplyRefused
-
-Int32s = npt.NDArray[np.int32]
-Float32s = npt.NDArray[np.float32]
 
 
 def is_copy(sent: Message, received: Message) -> bool:
