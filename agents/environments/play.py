@@ -230,7 +230,7 @@ async def _play(
 ) -> Verdict:
     first = checked_messages(await _timed(play.start, settings, executor, played), is_first=True)
     messages = with_system_prompt(first, settings.system_prompt)
-    state = _state_of(messages)
+    state = state_of(messages)
     while True:
         turn = await _answer(session, messages, play, played)
         if turn is None:
@@ -243,7 +243,7 @@ async def _play(
             return "truncated" if reply.is_truncated else "done"
         new = checked_messages(reply.messages, is_first=False)
         messages = (*messages, turn.answer, *new)
-        state = reply.state or _state_of(new)
+        state = reply.state or state_of(new)
 
 
 def with_system_prompt(messages: tuple[Message, ...], text: str) -> tuple[Message, ...]:
@@ -285,7 +285,7 @@ async def _timed(function: Callable[[], Any], settings: EpisodeSettings, executo
         played.environment_s += time.monotonic() - started
 
 
-def _state_of(messages: Sequence[Message]) -> str:
+def state_of(messages: Sequence[Message]) -> str:
     digest = hashlib.blake2b(digest_size=12)
     for message in messages:
         digest.update(f"{message.role}\0{message.content}\0".encode("utf-8", "surrogatepass"))

@@ -7,7 +7,6 @@ answers by `answer_format`, outside the path of the tokens.
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import json
 from collections import Counter
 from collections.abc import Sequence
@@ -18,7 +17,7 @@ from penstock.agents.environments.adapters.mcp_connection import LISTS_WITHIN_S
 from penstock.agents.environments.adapters.mcp_sessions import McpSessions, McpTool, Reached, ServerTool, sweep
 from penstock.agents.environments.episode_environment import PlayOptions, Site
 from penstock.agents.environments.games.actions import find_action
-from penstock.agents.environments.play import Play, Reply, Row, with_system_prompt
+from penstock.agents.environments.play import Play, Reply, Row, state_of, with_system_prompt
 from penstock.agents.environments.tools.tool import TOOLS, Tool, ToolEpisode
 from penstock.agents.environments.tools.toolbox import BAD_CALLS, Toolbox, ToolsOptions, is_right
 from penstock.agents.environments.turn_environment import TurnEnvironment, check_reply_deadline
@@ -109,8 +108,7 @@ class ToolsPlay(Play):
         return bool(self._options.repeat_limit) and max(self._made[key] for key in keys) >= self._options.repeat_limit
 
     def _going_on(self, messages: tuple[Message, ...], reward: float, parts: dict[str, float]) -> Reply:
-        said = "\0".join(f"{message.role}\0{message.content}" for message in messages)
-        state = hashlib.blake2b(said.encode("utf-8", "surrogatepass"), digest_size=12).hexdigest()
+        state = state_of(messages)  # without the note, which counts the turns
         if self._options.note:
             left = str(max(self._max_turns - self._turn, 0))
             note = self._options.note.replace("{turns_left}", left).replace("{turn}", str(self._turn + 1))

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 from tests.agents.environments.played import Script, engine_of, once, rolled, said, task_of
 from tests.json_server import JsonServer
+from tests.pictures import picture, picture_bytes
 
 from penstock.agents.environments.episode_environment import group_seed
 from penstock.agents.environments.games.lookup import LOOKUP, value_of
@@ -23,12 +24,15 @@ from penstock.agents.environments.play import Reply, done, say
 from penstock.agents.environments.turn_environment import TurnEnvironment
 from penstock.agents.hosting import serve
 from penstock.agents.hosting.episodes import Episodes
+from penstock.agents.proxy.messages import Message
 from penstock.protocol.config.connection import NatsSettings, S3Settings
 from penstock.protocol.config.environment_settings import EnvironmentDefinition
 from penstock.protocol.errors import ConfigError, PenstockError
 from penstock.protocol.groups import Task
+from penstock.protocol.transport.blobs import Blobs
 from penstock.rollout_service.environments.environment import load_environments
 from penstock.rollout_service.errors import TaskRefused
+from penstock.rollout_service.run_images import RunImages
 from penstock.serving import target_policy
 from penstock.serving.http_connections import ConnectionFailed
 from penstock.serving.web_server import serving_app
@@ -407,6 +411,20 @@ def test_servers_share_the_episodes_and_rest_after_failures() -> None:
     assert full.rests_until == 9830.0
     full.works()
     assert (full.failures, full.rests_until) == (0, 0.0)
+
+
+async def test_an_image_of_a_server_is_shown_where_the_model_reads_images(
+    model: Path, blobs: Blobs, run_id: str
+) -> None:
+    """As one of an environment in the worker: this model reads text alone, and says so."""
+    images = RunImages(blobs, run_id)
+    images.use_model(model)
+    asked = Message.of_parts("user", "What is this?", picture_bytes(picture(24, 24)))
+    async with served(Script(start=lambda: [asked])) as (url, _):
+        own = over_http(model, url, attempts=1)
+        own.use_images(images)
+        found = await play(model, own, [])
+    assert "reads text alone" in str(found)
 
 
 async def test_a_compressed_answer_is_refused(model: Path) -> None:
