@@ -20,7 +20,7 @@ from penstock.agents.proxy.plan_prompt import PromptPlanner, SeenRoots
 from penstock.agents.proxy.renderer import ChatRenderer
 from penstock.agents.proxy.rows import TreeRows, build_rows
 from penstock.agents.proxy.system_messages import merged, without_lines
-from penstock.agents.proxy.tree import ConversationTree, PromptPlan, SampledTurn
+from penstock.agents.proxy.tree import ConversationTree, HistoryMatch, PromptPlan, SampledTurn
 from penstock.protocol.chat_tokenizer import ChatTokenizer
 from penstock.protocol.config.environment_settings import RequestRules, Thinking
 from penstock.protocol.errors import BlobError, ImageRefused, MalformedData
@@ -40,6 +40,7 @@ _LIMITS = {"context_length_exceeded": "context", "max_turns": "max_turns", "max_
 
 
 class EpisodeLimits(RequestRules):
+    history_match: HistoryMatch = "echo"  # when a client's copy of an answer is that answer (`tree.is_copy`)
     max_turns: int = 1000  # answers of one episode
     max_running: int = 64  # requests of one episode that are sampled at once
     max_messages: int = 4096  # of one request
@@ -88,7 +89,7 @@ class EpisodeSession:
         self.id = episode_id
         self.temperature = sampling.temperature
         self.secret = secrets.token_urlsafe(24)
-        self.tree = ConversationTree()
+        self.tree = ConversationTree(limits.history_match)
         self.counts: Counter[str] = Counter()
         # The limit that refused the last request, until a later one is within it; the code of the last failure, until one is answered.
         self.truncated_by = self.failed_by = ""

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from typing import Literal
 
 import numpy as np
 
@@ -24,25 +25,33 @@ from penstock.protocol.versions import VersionRun
 from penstock.rollout_service.engines.completion import Completion
 from penstock.rollout_service.errors import ReplyRefused
 
+HistoryMatch = Literal["strict", "json", "echo"]
 
-def is_copy(sent: Message, received: Message) -> bool:
+
+def is_copy(sent: Message, received: Message, rule: HistoryMatch) -> bool:
     """Return True if ``received`` is a copy of the answer ``sent``.
 
-    Outer white space may differ, arguments are compared as JSON, and the reasoning may be absent, as clients that do not know of it
-    leave it out. A call that has the id which the answer gave it may also differ in how scalars are written.
+    ``strict``: every text is equal. ``json``: arguments are equal as JSON, and everything else is. ``echo``: outer white space may differ
+    too, and the reasoning may be absent, as clients that do not know of it leave it out.
+
+    Under ``json`` and ``echo``, a call that has the id which the answer gave it may also differ in how scalars are written.
     """
     if received.role != "assistant" or len(sent.tool_calls) != len(received.tool_calls):
         return False
-    if sent.content.strip() != received.content.strip():
-        return False
-    if received.reasoning.strip() not in ("", sent.reasoning.strip()):
-        return False
-    return all(_is_same_call(*calls) for calls in zip(sent.tool_calls, received.tool_calls, strict=True))
+    if rule == "echo":
+        texts = sent.content.strip() == received.content.strip()
+        reasoning = not received.reasoning.strip() or sent.reasoning.strip() == received.reasoning.strip()
+    else:
+        texts, reasoning = sent.content == received.content, sent.reasoning == received.reasoning
+    calls = zip(sent.tool_calls, received.tool_calls, strict=True)
+    return texts and reasoning and all(_is_same_call(one, other, rule) for one, other in calls)
 
 
-def _is_same_call(sent: ToolCall, received: ToolCall) -> bool:
+def _is_same_call(sent: ToolCall, received: ToolCall, rule: HistoryMatch) -> bool:
     if sent.name != received.name:
         return False
+    if rule == "strict":
+        return sent.arguments == received.arguments and sent.id == received.id
     if same_arguments(sent.arguments, received.arguments):
         return True
     return sent.id == received.id and similar_arguments(sent.arguments, received.arguments)
@@ -167,6 +176,7 @@ class _Path:
 
 @dataclass(slots=True)
 class ConversationTree:
+    rule: HistoryMatch = "echo"
     turns: list[SampledTurn] = field(default_factory=list)
     num_stored_tokens: int = 0
     _by_prompt: dict[bytes, list[SampledTurn]] = field(default_factory=dict)
@@ -182,7 +192,7 @@ class ConversationTree:
             following: list[_Path] = []
             for path in paths:
                 sampled = self._by_prompt.get(path.key, ())
-                copies = [turn for turn in sampled if is_copy(turn.answer, message)]
+                copies = [turn for turn in sampled if is_copy(turn.answer, message, self.rule)]
                 for turn in copies[:-1]:
                     following.append(replace(path, messages=list(path.messages)))
                     following[-1].reach(turn)

@@ -44,6 +44,7 @@ from penstock.protocol.chat_tokenizer import ChatTokenizer
 from penstock.protocol.groups import Sampling
 
 TEMPLATES = ("qwen25", "qwen3", "opens_think", "rewrites", "glm", "smollm2", "llama")
+_RULES = ("echo", "json", "strict")
 _THINKING = ("keep", "tool_cycle", "strip")
 _TOGETHER = 16
 
@@ -94,7 +95,7 @@ class Fuzzer:
         planner = planner_type(self._renderers[template], frozenset(tokenizer.eos_ids), draw.choice(_THINKING))
         formats = "llama" if template == "llama" else draw.choice(("hermes", "hermes", "plain"))
         model = AgentModel(planner, ANSWER_FORMATS.find(formats).value, 2048)
-        proxy = AgentProxy(EpisodeLimits(retry_grace_s=0.0005))
+        proxy = AgentProxy(EpisodeLimits(history_match=draw.choice(_RULES), retry_grace_s=0.0005))
         engine = self._engine or FunctionEngine(tokenizer, self._seed + number)
         recorded = Recorded()
         episode = proxy.begin(
