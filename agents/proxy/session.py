@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Protocol, Self
 
 import structlog
+from pydantic import Field
 
 from penstock.agents.proxy.answer_formats.answer_format import ANSWER_FORMATS, AnswerFormat, split_reasoning
 from penstock.agents.proxy.calls import Calls
@@ -41,18 +42,21 @@ _LIMITS = {"context_length_exceeded": "context", "max_turns": "max_turns", "max_
 
 class EpisodeLimits(RequestRules):
     history_match: HistoryMatch = "echo"  # when a client's copy of an answer is that answer (`tree.is_copy`)
-    max_turns: int = 1000  # answers of one episode
-    max_running: int = 64  # requests of one episode that are sampled at once
-    max_messages: int = 4096  # of one request
-    max_body_bytes: int = 16 * 1024**2  # of one request
-    max_stored_tokens: int = 4_000_000  # that are recorded of one episode, at 8 to 12 bytes each
-    answer_deadline_s: float = 900.0
-    body_deadline_s: float = 60.0  # for a client to send a request
-    stream_wait_s: float = 60.0  # before the status 200 of a stream is sent; an error until then has its own status
-    stream_comment_s: float = 3.0  # between the comments that keep a stream open
-    retry_grace_s: float = 5.0  # that a call goes on after its client has disconnected, in which a retry may join it
-    kept_answers: int = 64  # finished ones that a retry may ask for again
-    kept_answers_s: float = 600.0  # for which it may
+    max_turns: int = Field(default=1000, ge=1)  # answers of one episode
+    max_running: int = Field(default=64, ge=1)  # requests of one episode that are sampled at once
+    max_messages: int = Field(default=4096, ge=1)  # of one request
+    max_body_bytes: int = Field(default=16 * 1024**2, ge=1)  # of one request
+    max_stored_tokens: int = Field(default=4_000_000, ge=1)  # that are recorded of one episode, at 8 to 12 bytes each
+    answer_deadline_s: float = Field(default=900.0, gt=0)
+    body_deadline_s: float = Field(default=60.0, gt=0)  # for a client to send a request
+    stream_wait_s: float = Field(
+        default=60.0, ge=0
+    )  # before the status 200 of a stream; an error until then has its own
+    stream_comment_s: float = Field(default=3.0, gt=0)  # between the comments that keep a stream open
+    # That a call goes on after its client has disconnected, in which a retry may join it.
+    retry_grace_s: float = Field(default=5.0, ge=0)
+    kept_answers: int = Field(default=64, ge=1)  # finished ones that a retry may ask for again
+    kept_answers_s: float = Field(default=600.0, ge=0)  # for which it may
 
 
 class Samples(Protocol):
