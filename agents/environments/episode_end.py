@@ -20,7 +20,7 @@ class Happened:
     """What happened in an episode. A refused request counts until a later one is accepted, a failed one until a later one is answered."""
 
     is_answered: bool = True  # an answer of the policy is trained
-    limit: str = ""  # that refused the last request: max_turns, context, max_stored_tokens or expired
+    limit: str = ""  # that refused the last request: max_turns, context or max_stored_tokens
     failed_by: str = ""  # error code with which the last request failed through no fault of the agent
     over_time: TimeSpender | None = None  # the deadline passed, and this is who spent most of the time
     exit_status: int = 0  # of a program, negative: the signal that ended it
@@ -29,7 +29,11 @@ class Happened:
 
     @property
     def is_killed(self) -> bool:
-        return self.exit_status < 0 or self.exit_status in _SHELL_SIGNALS
+        return self.over_time is None and (self.exit_status < 0 or self.exit_status in _SHELL_SIGNALS)
+
+    @property
+    def has_failed(self) -> bool:
+        return self.over_time is None and self.exit_status != 0 and not self.limit
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,15 +44,11 @@ class EpisodeEnd:
 
 
 _ENDS: tuple[tuple[Callable[[Happened], bool], EpisodeEnd], ...] = (  # the first that applies
-    (lambda it: it.limit == "expired", EpisodeEnd("expired", "expired", "restarted")),
     (lambda it: it.failed_by in ENGINE_CODES, EpisodeEnd("engine_failed", "failed", "requeued")),
     (lambda it: it.failed_by != "", EpisodeEnd("request_failed", "failed", "restarted")),
     (lambda it: it.over_time == "tools", EpisodeEnd("over_time", "timeout", "restarted")),
-    (lambda it: it.over_time is None and it.is_killed, EpisodeEnd("crashed", "failed", "restarted")),
-    (
-        lambda it: it.over_time is None and it.exit_status != 0 and not it.limit,
-        EpisodeEnd("crashed", "failed", "restarted"),
-    ),
+    (lambda it: it.is_killed, EpisodeEnd("crashed", "failed", "restarted")),
+    (lambda it: it.has_failed, EpisodeEnd("crashed", "failed", "restarted")),
     (lambda it: it.over_time is None and it.verdict == "failed", EpisodeEnd("environment", "failed", "restarted")),
     (lambda it: not it.is_answered, EpisodeEnd("no_answer", "failed", "restarted")),
     (lambda it: it.report == "wrong", EpisodeEnd("wrong_report", "failed", "restarted")),

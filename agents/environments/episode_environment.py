@@ -13,7 +13,7 @@ import hashlib
 import os
 import time
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -24,8 +24,6 @@ from pydantic import ValidationError
 
 from penstock.agents.environments.play import Played
 from penstock.agents.proxy.answer_formats.answer_format import ANSWER_FORMATS
-from penstock.agents.proxy.plan_prompt import PromptPlanner
-from penstock.agents.proxy.renderer import ChatRenderer
 from penstock.agents.proxy.rows import TreeRows, counts_of, messages_json, stored_rows
 from penstock.agents.proxy.session import AgentModel, EpisodeLimits, EpisodeSession
 from penstock.protocol.chat_tokenizer import ChatTokenizer
@@ -47,7 +45,17 @@ _THREADS = 32  # plain methods of plays run on these; one that never returns kee
 
 
 class PlayOptions(Section):
-    """Base class of the options of an environment; this one has none. Its fields are keys of the run file."""
+    """Base class of the options of an environment or a tool; this one has none. Its fields are keys of the run file."""
+
+    @classmethod
+    def checked(cls, values: Mapping[str, Any], place: str, name: str) -> Self:
+        """Return the options that ``values`` are; raises ConfigError, which names their ``place`` and what ``name`` has."""
+        try:
+            return cls.model_validate(dict(values))
+        except ValidationError as err:
+            problems = (f"{'.'.join(map(str, error['loc'])) or 'options'}: {error['msg']}" for error in err.errors())
+            known = ", ".join(cls.model_fields) or "no options"
+            raise ConfigError(f"{place}: {'; '.join(problems)}; {name} has {known}") from None
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +90,10 @@ class RowUnfit(Exception):
     """No episode can be made of a row; trying again would not help."""
 
 
+class NotStarted(PenstockError):
+    """The episode could not be started; another attempt may succeed."""
+
+
 @dataclass(frozen=True, slots=True)
 class _Attempted:
     episode: Episode | None
@@ -112,19 +124,17 @@ class EpisodeEnvironment(Environment):
         """Return this environment under another name, with options and limits; raises ConfigError for wrong options."""
         where = f"environment.define.{name}.options"
         options = resolved(definition.options, where, os.environ, tuple(self.options.model_fields))
-        try:
-            chosen = self.options.model_validate(options)
-        except ValidationError as err:
-            problems = (f"{'.'.join(map(str, error['loc'])) or 'options'}: {error['msg']}" for error in err.errors())
-            raise ConfigError(
-                f"{where}: {'; '.join(problems)}; {self.name} has "
-                f"{', '.join(self.options.model_fields) or 'no options'}"
-            ) from None
+        chosen = self.options.checked(options, where, self.name)
         ANSWER_FORMATS.find(definition.answer_format)
         other = copy.copy(self)
         other.name = name  # pyright: ignore[reportAttributeAccessIssue]  (a defined one has another name)
         other.settings, other.chosen = definition, chosen
         return other
+
+    def needs_definition(self, needed: str) -> str:
+        """Return what to write where an environment is named that plays nothing without options of the run file."""
+        kind = f'[environment.define.NAME] with type = "{self.name}" and {needed}'
+        return f"{self.name} is not played without options: write {kind}, and name that"
 
     @property
     def kept_staleness(self) -> int:
@@ -158,11 +168,10 @@ class EpisodeEnvironment(Environment):
         return [group.result() for group in groups]
 
     def _prepare(self) -> Site:
-        tokenizer = ChatTokenizer.read(self._folder)
-        planner = PromptPlanner(ChatRenderer(tokenizer), frozenset(tokenizer.eos_ids), self.settings.thinking)
-        model = AgentModel(planner, ANSWER_FORMATS.find(self.settings.answer_format).value, self._context_tokens)
+        tokenizer, settings = ChatTokenizer.read(self._folder), self.settings
+        model = AgentModel.of(tokenizer, settings.answer_format, self._context_tokens, settings.thinking)
         executor = ThreadPoolExecutor(_THREADS, thread_name_prefix=f"environment-{self.name}")
-        return Site(model, asyncio.Semaphore(self.settings.max_running), executor)
+        return Site(model, asyncio.Semaphore(settings.max_running), executor)
 
     def _limited(self, task: Task) -> Task:
         most, sampling = self.settings.max_answer_tokens, task.sampling
@@ -223,7 +232,7 @@ class EpisodeEnvironment(Environment):
 
     def _record(self, begun: Begun, index: int, attempt: Attempt) -> Episode | None:
         session, made, played = attempt.session, attempt.made, attempt.played
-        if played.status in ("failed", "expired") or played.time_spent_by == "tools" or not made.rows:
+        if played.status == "failed" or played.time_spent_by == "tools" or not made.rows:
             return None
         if made.scored != made.last and begun.task.reward.name != "environment" and not self._has_warned:
             self._has_warned = True

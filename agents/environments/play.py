@@ -26,11 +26,12 @@ from typing import TYPE_CHECKING, Any
 
 from penstock.agents.environments.episode_end import ENGINE_CODES, Happened, Verdict, end_of
 from penstock.agents.proxy.api.chat_completions import read_message
-from penstock.agents.proxy.messages import AgentRequest, Message, RequestRefused, RetryMark
+from penstock.agents.proxy.messages import AgentRequest, Message, RequestRefused, RetryMark, ToolCall
 from penstock.protocol.config.environment_settings import EpisodeSettings
 from penstock.protocol.episode import EndStatus, TimeSpender
 from penstock.protocol.groups import Task
 from penstock.rollout_service.errors import EngineError
+from penstock.serving import strict_json
 
 if TYPE_CHECKING:
     from penstock.agents.proxy.session import EpisodeSession  # imports what renders and counts tokens
@@ -55,6 +56,12 @@ class Row:
             json.loads(reward.extra_info),
             reward.data_source,
         )
+
+    def asked(self) -> tuple[Message, ...]:
+        """Return the prompt; raises ValueError unless it ends with a message of the user."""
+        if not self.messages or self.messages[-1].role != "user":
+            raise ValueError("its messages are none, or do not end with one of the user")
+        return self.messages
 
 
 def _messages(text: str) -> tuple[Message, ...]:
@@ -90,6 +97,30 @@ def say(text: str, reward: float = 0.0) -> Reply:
 
 def done(reward: float, **parts: float) -> Reply:
     return Reply(reward=reward, is_done=True, parts=parts)
+
+
+def called(
+    calls: Sequence[ToolCall], results: Sequence[tuple[str, bool]], reward: float = 0.0, *, is_done: bool = False
+) -> Reply:
+    """Return a reply with the text of each call, and whether that is an error, of which it counts how many there are."""
+    messages = [
+        Message("tool", text, tool_call_id=call.id, name=call.name)
+        for call, (text, _) in zip(calls, results, strict=False)
+    ]
+    num_errors = sum(is_error for _, is_error in results)
+    parts = {"tool_calls": float(len(results)), "tool_errors": float(num_errors)}
+    return Reply(tuple(messages), reward, is_done, parts)
+
+
+def read_arguments(call: ToolCall) -> dict[str, Any]:
+    """Return the arguments of a call; raises ValueError with a text for the policy."""
+    try:
+        arguments = strict_json.loads((call.arguments or "{}").encode("utf-8", "surrogatepass"))
+    except strict_json.AmbiguousJson as err:
+        raise ValueError(f"the arguments are no JSON: {err}") from None
+    if not isinstance(arguments, dict):
+        raise ValueError("the arguments are no JSON object")  # noqa: TRY004 - one kind of error, told to the policy
+    return arguments
 
 
 class Play(ABC):
@@ -169,7 +200,6 @@ class Played:
     rewards: dict[int, float] = field(default_factory=dict)  # by the number of the sampled turn
     states: dict[int, str] = field(default_factory=dict)
     parts: dict[str, float] = field(default_factory=dict)
-    policy_s: float = 0.0
     environment_s: float = 0.0
 
 
@@ -181,7 +211,7 @@ async def play_episode(session: EpisodeSession, play: Play, settings: EpisodeSet
         async with asyncio.timeout(settings.episode_deadline_s):
             verdict = await _play(session, play, settings, executor, played)
     except TimeoutError:
-        over_time = "policy" if played.policy_s >= played.environment_s else "tools"
+        over_time = "policy" if session.policy_s >= played.environment_s else "tools"
         played.problem = f"not over after {settings.episode_deadline_s:g} s"
     except EnvironmentFailed as err:
         verdict, played.problem = "failed", str(err)
@@ -200,13 +230,12 @@ async def _play(
 ) -> Verdict:
     first = checked_messages(await _timed(play.start, settings, executor, played), is_first=True)
     messages = with_system_prompt(first, settings.system_prompt)
-    state = _state_of(messages)
+    state = state_of(messages)
     while True:
         turn = await _answer(session, messages, play, played)
         if turn is None:
-            if session.truncated_by != "expired":
-                score = checked_score(await _timed(play.score, settings, executor, played))
-                played.rewards[max(played.rewards)] += score
+            score = checked_score(await _timed(play.score, settings, executor, played))
+            played.rewards[max(played.rewards)] += score
             return "done"
         reply = checked_reply(await _timed(functools.partial(play.step, turn.answer), settings, executor, played))
         _record(reply, turn, state, played)
@@ -214,7 +243,7 @@ async def _play(
             return "truncated" if reply.is_truncated else "done"
         new = checked_messages(reply.messages, is_first=False)
         messages = (*messages, turn.answer, *new)
-        state = reply.state or _state_of(new)
+        state = reply.state or state_of(new)
 
 
 def with_system_prompt(messages: tuple[Message, ...], text: str) -> tuple[Message, ...]:
@@ -229,19 +258,15 @@ def with_system_prompt(messages: tuple[Message, ...], text: str) -> tuple[Messag
 async def _answer(
     session: EpisodeSession, messages: tuple[Message, ...], play: Play, played: Played
 ) -> SampledTurn | None:
-    started = time.monotonic()
     mark = RetryMark(b"turn:%d" % len(session.tree.turns))
     try:
         turn = await session.answer(AgentRequest(messages, play.tools, conversation="main"), mark)
     except RequestRefused as err:
         if session.truncated_by and session.tree.turns:
-            played.problem = str(err) if session.truncated_by == "expired" else ""
             return None
         if err.code in ENGINE_CODES:
             raise EngineError(str(err)) from None
         raise EnvironmentFailed(f"its messages cannot be answered: {err}") from None
-    finally:
-        played.policy_s += time.monotonic() - started
     turn.delivered = True
     return turn
 
@@ -260,7 +285,7 @@ async def _timed(function: Callable[[], Any], settings: EpisodeSettings, executo
         played.environment_s += time.monotonic() - started
 
 
-def _state_of(messages: Sequence[Message]) -> str:
+def state_of(messages: Sequence[Message]) -> str:
     digest = hashlib.blake2b(digest_size=12)
     for message in messages:
         digest.update(f"{message.role}\0{message.content}\0".encode("utf-8", "surrogatepass"))

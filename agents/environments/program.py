@@ -13,7 +13,6 @@ import shutil
 import stat
 import tempfile
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Self
 
@@ -31,14 +30,13 @@ from penstock.agents.environments.episode_environment import (
 )
 from penstock.agents.environments.play import Played, Row
 from penstock.agents.environments.program_process import Ended
+from penstock.agents.environments.shared_options import ProcessOptions
 from penstock.agents.proxy.server import serving, serving_at
 from penstock.agents.proxy.session import AgentProxy, EpisodeSession, path
 from penstock.protocol.config.connection import Section
 from penstock.protocol.config.environment_settings import EnvironmentDefinition
 from penstock.protocol.episode import TimeSpender
 from penstock.protocol.errors import ConfigError
-from penstock.protocol.groups import Sampling
-from penstock.rollout_service.engines.completion import Completion
 from penstock.rollout_service.environments.environment import Sampler
 from penstock.rollout_service.errors import EngineError
 
@@ -74,7 +72,7 @@ def outcome(
             f"the engine failed in episode {session.id}, and its program ended with {ended.status}{_said(ended)}"
         )
     problem = report if isinstance(report, str) else _problem(end, happened, ended, seconds)
-    played = Played(end.status, problem=problem, policy_s=seconds[0], environment_s=seconds[1])
+    played = Played(end.status, problem=problem)
     if end.status == "timeout":
         played.time_spent_by = spender
     if end.then == "trained" and isinstance(report, ProgramResult) and last_turn is not None:
@@ -87,7 +85,6 @@ def _problem(end: EpisodeEnd, happened: Happened, ended: Ended, seconds: tuple[f
     """Return why an episode is not trained, or ended at a deadline."""
     status = happened.exit_status
     reasons = {
-        "expired": "its tokens are of versions too far apart",
         "request_failed": f"its last request failed with {happened.failed_by}{_said(ended)}",
         "over_time": f"not over after {sum(seconds):.1f} s, {seconds[0]:.1f} s of them by the policy{_said(ended)}",
         "crashed": f"its program ended with {f'exit status {status}' if status > 0 else f'signal {-status}'}{_said(ended)}",
@@ -114,15 +111,10 @@ def _said(ended: Ended) -> str:
     return f"; the end of its output:\n{ended.output}" if ended.output else "; it printed nothing"
 
 
-class ProgramOptions(PlayOptions):
+class ProgramOptions(ProcessOptions, PlayOptions):
     """What is run, and how."""
 
     command: list[str] = Field(min_length=1, description="Program and arguments; no shell reads them.")
-    folder: str = Field(".", description="Where it starts, relative to the worker's working folder.")
-    variables: dict[str, str] = Field(default_factory=dict, description="Its environment variables.")
-    pass_variables: list[str] = Field(
-        default_factory=list, description="Variables of the worker that it gets too; without them PATH, HOME and LANG."
-    )
     sandbox: bool = Field(
         False,
         description="Confine it with bubblewrap: no network but the episode's URL, nothing to write but TMPDIR, processes of its own.",
@@ -178,16 +170,14 @@ class Program(EpisodeEnvironment):
     async def attempt(self, site: Site, begun: Begun, sampler: Sampler) -> Attempt:
         served = self._served
         if self.chosen is None or served is None:
-            raise RowUnfit(
-                'program needs a command: write [environment.define.NAME] with type = "program" and name that'
-            )
+            raise RowUnfit(self.needs_definition("options.command"))
         try:
             Row.of(begun.task)
         except ValueError as err:
             raise RowUnfit(str(err)) from None
         url = await served.url(on_socket=self.chosen.sandbox)
-        timed, proxy = _TimedSampler(sampler), served.proxy
-        session = proxy.begin(begun.name, site.model, timed, begun.task.sampling, begun.sampling_seed)
+        proxy = served.proxy
+        session = proxy.begin(begun.name, site.model, sampler, begun.task.sampling, begun.sampling_seed)
         loop = asyncio.get_running_loop()
         folder = await loop.run_in_executor(site.executor, _write_task, begun)
         started = time.monotonic()
@@ -197,7 +187,7 @@ class Program(EpisodeEnvironment):
                 self._confined(folder) if self.chosen.sandbox else self.chosen.command, Path(self.chosen.folder),
                 variables, self.settings.episode_deadline_s,
             )  # fmt: skip
-            policy_s = timed.seconds()
+            policy_s = session.policy_s
         finally:
             made = proxy.end(session)
             result = _result_bytes(folder)
@@ -262,31 +252,6 @@ class _ServedProxy:
 
     async def close(self) -> None:
         await self._running.aclose()
-
-
-class _TimedSampler:
-    def __init__(self, sampler: Sampler) -> None:
-        self._sampler = sampler
-        self._running = 0
-        self._since = 0.0
-        self._seconds = 0.0
-
-    async def generate(
-        self, prompts: Sequence[Sequence[int]], sampling: Sampling, n: int, *, seeds: Sequence[int] | None = None
-    ) -> list[list[Completion]]:
-        if not self._running:
-            self._since = time.monotonic()
-        self._running += 1
-        try:
-            arguments = {} if seeds is None else {"seeds": seeds}
-            return await self._sampler.generate(prompts, sampling, n, **arguments)
-        finally:
-            self._running -= 1
-            if not self._running:
-                self._seconds += time.monotonic() - self._since
-
-    def seconds(self) -> float:
-        return self._seconds + (time.monotonic() - self._since if self._running else 0.0)
 
 
 def _write_task(begun: Begun) -> Path:

@@ -162,12 +162,12 @@ def episode_mark() -> str:
 
 def sweep(parent: Path) -> tuple[int, int]:
     """Kill programs and delete folders in ``parent`` of workers of this PID namespace that have exited; return how many."""
-    killed = _kill(_is_left)
-    deleted = 0
-    for folder in left_folders(parent):
+    killed, folders = _kill(_is_left), left_folders(parent)
+    for folder in folders:
         shutil.rmtree(folder, ignore_errors=True)
-        deleted += 1
-    return killed, deleted
+    if killed or folders:
+        log.warning("ended programs of a worker that has exited", processes_killed=killed, folders_deleted=len(folders))
+    return killed, len(folders)
 
 
 def _kill(applies: Callable[[str], bool]) -> int:
@@ -214,11 +214,7 @@ class Sweeper:
 
     def _run(self) -> None:
         while True:
-            killed, deleted = sweep(self._parent)
-            if killed or deleted:
-                log.warning(
-                    "ended programs of a worker that has exited", processes_killed=killed, folders_deleted=deleted
-                )
+            sweep(self._parent)
             if self._closed.wait(self._period_s):
                 return
 

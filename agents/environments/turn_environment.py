@@ -9,16 +9,49 @@ from abc import abstractmethod
 from pathlib import Path
 from typing import Any, ClassVar
 
-from penstock.agents.environments.episode_environment import Attempt, Begun, EpisodeEnvironment, RowUnfit, Site
-from penstock.agents.environments.play import Play, Row, play_episode
+from penstock.agents.environments.episode_environment import (
+    Attempt,
+    Begun,
+    EpisodeEnvironment,
+    NotStarted,
+    RowUnfit,
+    Site,
+)
+from penstock.agents.environments.play import Play, Played, Row, play_episode
 from penstock.agents.proxy.session import EpisodeSession
 from penstock.protocol.config.environment_settings import EnvironmentDefinition
 from penstock.protocol.errors import ConfigError
 from penstock.rollout_service.environments.environment import Sampler
 
 
-class TurnEnvironment(EpisodeEnvironment):
-    """Makes a play for each episode of a group, all with the same seed."""
+class PlayEnvironment(EpisodeEnvironment):
+    """Plays each episode of a group turn by turn, all with the same seed."""
+
+    @abstractmethod
+    async def begin_play(self, episode: str, attempt: int, seed: int, row: Row) -> Play:
+        """Return the play of an attempt at an episode, before its time begins; raises NotStarted, or anything for an unfit row."""
+
+    async def attempt(self, site: Site, begun: Begun, sampler: Sampler) -> Attempt:
+        session = EpisodeSession(
+            begun.name, site.model, sampler, begun.task.sampling, self.limits(), begun.sampling_seed, self._images
+        )
+        try:
+            play = await self.begin_play(begun.name, begun.attempt, begun.seed, Row.of(begun.task))
+        except NotStarted as err:
+            return Attempt(session, session.end(), Played("failed", problem=str(err)))
+        except RowUnfit:
+            raise
+        except Exception as err:  # noqa: BLE001 - an author's code, which gets rows of any kind
+            raise RowUnfit(f"{type(err).__name__}: {err}") from None
+        try:
+            played = await play_episode(session, play, self.settings, site.executor)
+        finally:
+            made = session.end()  # where it is cancelled too: what the engine samples for it is cancelled
+        return Attempt(session, made, played, play.version)
+
+
+class TurnEnvironment(PlayEnvironment):
+    """Makes a play for each episode of a group."""
 
     @abstractmethod
     def play(self, seed: int, row: Row, options: Any) -> Play:
@@ -27,19 +60,8 @@ class TurnEnvironment(EpisodeEnvironment):
         Raises ValueError for a row that no play can be made of: the group is dead-lettered with the text.
         """
 
-    async def attempt(self, site: Site, begun: Begun, sampler: Sampler) -> Attempt:
-        session = EpisodeSession(
-            begun.name, site.model, sampler, begun.task.sampling, self.limits(), begun.sampling_seed, self._images
-        )
-        try:
-            play = self.play(begun.seed, Row.of(begun.task), self.chosen or self.options())
-        except Exception as err:  # noqa: BLE001 - an author's code, which gets rows of any kind
-            raise RowUnfit(f"{type(err).__name__}: {err}") from None
-        try:
-            played = await play_episode(session, play, self.settings, site.executor)
-        finally:
-            made = session.end()  # where it is cancelled too: what the engine samples for it is cancelled
-        return Attempt(session, made, played, play.version)
+    async def begin_play(self, episode: str, attempt: int, seed: int, row: Row) -> Play:
+        return self.play(seed, row, self.chosen or self.options())
 
 
 class ServerEnvironment(TurnEnvironment):
@@ -59,10 +81,7 @@ class ServerEnvironment(TurnEnvironment):
 
     def play(self, seed: int, row: Row, options: Any) -> Play:
         if self.sessions is None:
-            raise ValueError(
-                f'{self.name} needs a server: write [environment.define.NAME] with type = "{self.name}" and options.url, '
-                "and name that"
-            )
+            raise ValueError(self.needs_definition("options.url"))
         return self.play_class(seed, row, options, self.sessions)
 
     async def close(self) -> None:
@@ -77,5 +96,6 @@ def check_reply_deadline(
     if definition.reply_deadline_s <= least:
         raise ConfigError(
             f"environment.define.{name}.reply_deadline_s = {definition.reply_deadline_s:g}: expected more than {least:g}, which is "
-            f"options.call_deadline_s and {answers_within_s:g} s to see whether the server still answers"
+            f"options.call_deadline_s and {answers_within_s:g} s to see whether the server still answers; a call that takes too long "
+            "is an error for the policy, a reply that does begins the episode again"
         )

@@ -10,6 +10,9 @@ from penstock.protocol.command_line import FLAT, Help, Json, RunArguments, appli
 
 LEASE_S = 15.0
 
+Registered = Annotated[str, Help("The name under which they are registered.")]
+OnlyUrl = Annotated[str | None, Help("Only the server at this URL; default all of the name.")]
+
 app = application("env", help="Serve, register, try and list environments of several turns.")
 
 
@@ -119,11 +122,7 @@ def register(
 
 
 @app.command
-def drain(
-    name: Annotated[str, Help("The name under which they are registered.")],
-    *settings: RunArguments,
-    url: Annotated[str | None, Help("Only the server at this URL; default all of the name.")] = None,
-) -> int:
+def drain(name: Registered, *settings: RunArguments, url: OnlyUrl = None) -> int:
     """Take the servers of a registered environment out of service; their episodes go on.
 
     Example:  penstock env drain guess run.toml
@@ -136,11 +135,7 @@ def drain(
 
 
 @app.command
-def resume(
-    name: Annotated[str, Help("The name under which they are registered.")],
-    *settings: RunArguments,
-    url: Annotated[str | None, Help("Only the server at this URL; default all of the name.")] = None,
-) -> int:
+def resume(name: Registered, *settings: RunArguments, url: OnlyUrl = None) -> int:
     """Put drained servers of a registered environment back into service.
 
     Example:  penstock env resume guess run.toml

@@ -7,7 +7,7 @@ import contextlib
 import functools
 import hashlib
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -122,13 +122,11 @@ class Episodes:
             raise Refused(500, "environment_failed", f"play(): {type(err).__name__}: {err}") from None
         self._held[body.id].play = play
         first = await self._call(play.start, body.episode)
-        try:
+        with _refusing("start()"):
             messages = checked_messages(first, is_first=True)
             written = [wire.written(message) for message in messages]
             scores = {"scores": True} if type(play).score is not Play.score else {}  # absent: as in `write_reply`
             return Started(messages=written, tools=list(play.tools), version=play.version or self.version, **scores)
-        except (EnvironmentFailed, ValidationError) as err:
-            raise Refused(500, "environment_failed", f"start(): {err}") from None
 
     async def step(self, episode_id: str, body: Step) -> Stepped:
         held, digest = self._started(episode_id), _digest(body)
@@ -151,13 +149,11 @@ class Episodes:
             raise Refused(400, "bad_request", f"message: {err}") from None
         held.is_over = True  # also where the environment fails: what became of its world is not known
         returned = await self._call(functools.partial(held.play.step, answer), episode_id)
-        try:
+        with _refusing("step()"):
             reply = checked_reply(returned)
             if not reply.is_done:
                 checked_messages(reply.messages, is_first=False)
             stepped = wire.write_reply(reply)
-        except (EnvironmentFailed, ValidationError) as err:
-            raise Refused(500, "environment_failed", f"step(): {err}") from None
         held.is_over = reply.is_done
         held.used = time.monotonic()
         return stepped
@@ -177,12 +173,9 @@ class Episodes:
     async def _score(self, held: _Held, episode_id: str) -> Scored:
         assert held.play is not None
         returned = await self._call(held.play.score, episode_id)
-        try:
+        held.used = time.monotonic()
+        with _refusing("score()"):
             return Scored(reward=checked_score(returned))
-        except (EnvironmentFailed, ValidationError) as err:
-            raise Refused(500, "environment_failed", f"score(): {err}") from None
-        finally:
-            held.used = time.monotonic()
 
     def _started(self, episode_id: str) -> _Held:
         held = self._held.get(episode_id)
@@ -232,6 +225,14 @@ class Episodes:
         for episode_id in list(self._held):
             await self.end(episode_id)
         self._executor.shutdown(wait=False, cancel_futures=True)
+
+
+@contextlib.contextmanager
+def _refusing(what: str) -> Iterator[None]:
+    try:
+        yield
+    except (EnvironmentFailed, ValidationError) as err:
+        raise Refused(500, "environment_failed", f"{what}: {err}") from None
 
 
 async def _result_of(task: asyncio.Task[Answer]) -> Answer:

@@ -79,17 +79,10 @@ def _registered(listed: Listed, now_s: float) -> dict[str, Any]:
     servers: list[dict[str, Any]] = []
     for server in registered.servers if registered is not None else ():
         lease = listed.leases.get(server.id)
-        about = {
-            "url": server.url,
-            "version": server.version,
-            "state": listed.state(server),
-            "capacity": server.capacity,
-        }
-        about |= {
-            "running": None if lease is None else lease.running,
-            "lease_s": None if lease is None else lease.lease_s,
-            "renewed_s_ago": None if lease is None else max(0.0, now_s - lease.at),
-        }
+        about = {"url": server.url, "version": server.version, "state": listed.state(server)}
+        about |= {"capacity": server.capacity, "running": None, "lease_s": None, "renewed_s_ago": None}
+        if lease is not None:
+            about |= {"running": lease.running, "lease_s": lease.lease_s, "renewed_s_ago": max(0.0, now_s - lease.at)}
         servers.append(about)
     return {"version": "" if registered is None else registered.version, "problem": listed.problem, "servers": servers}
 
@@ -99,14 +92,9 @@ def _about(environment: Environment) -> dict[str, Any]:
     text = text.removeprefix(f"`{environment.name}`: ")
     if not isinstance(environment, EpisodeEnvironment):
         return {"about": text, "version": "", "options": {}}
-    fields = environment.options.model_fields
-    options = {
-        name: {
-            "default": "needed"
-            if field.is_required()
-            else json.dumps(field.get_default(call_default_factory=True), default=str),
-            "description": field.description or "",
-        }
-        for name, field in fields.items()
-    }
+    options: dict[str, dict[str, str]] = {}
+    for name, field in environment.options.model_fields.items():
+        default = json.dumps(field.get_default(call_default_factory=True), default=str)
+        default = "needed" if field.is_required() else default
+        options[name] = {"default": default, "description": field.description or ""}
     return {"about": text, "version": environment.version, "options": options}

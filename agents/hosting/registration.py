@@ -12,7 +12,6 @@ import re
 import sys
 import time
 from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from pydantic import ValidationError
@@ -27,7 +26,7 @@ from penstock.agents.environments.over_http.registry import (
 )
 from penstock.agents.environments.over_http.servers import EnvironmentClient, ServerUnreachable
 from penstock.agents.environments.over_http.wire import About
-from penstock.agents.environments.server_urls import checked_url
+from penstock.agents.environments.shared_options import checked_url
 from penstock.agents.hosting.commands import LEASE_S, LeaseOptions, TargetOptions
 from penstock.protocol import streams
 from penstock.protocol.config import run_file
@@ -50,14 +49,6 @@ _MAX_ANSWER_BYTES = 1024 * 1024
 class RegistrySettings(Section):
     nats: NatsSettings = NatsSettings()  # pyright: ignore[reportCallIssue]
     s3: S3Settings = S3Settings()  # pyright: ignore[reportCallIssue]
-
-
-@dataclass(frozen=True, slots=True)
-class Offer:
-    name: str  # empty: as the server calls itself
-    url: str
-    lease_s: float = LEASE_S
-    replace: bool = False  # another version of the name
 
 
 def read_settings(arguments: Sequence[str], environ: dict[str, str]) -> RegistrySettings:
@@ -89,13 +80,14 @@ async def open_registry(bus: Bus) -> KeyValue:
 
 
 class Registrar:
-    def __init__(self, store: KeyValue, client: EnvironmentClient, offer: Offer) -> None:
-        if not LEAST_LEASE_S <= offer.lease_s <= LONGEST_LEASE_S:
-            raise ConfigError(f"--lease-s {offer.lease_s:g}: expected {LEAST_LEASE_S:g} to {LONGEST_LEASE_S:g}")
-        self._store, self._client, self._offer = store, client, offer
+    def __init__(self, store: KeyValue, client: EnvironmentClient, name: str, url: str, options: LeaseOptions) -> None:
+        """Without a ``name`` it is registered as the server calls itself."""
+        if not LEAST_LEASE_S <= options.lease_s <= LONGEST_LEASE_S:
+            raise ConfigError(f"--lease-s {options.lease_s:g}: expected {LEAST_LEASE_S:g} to {LONGEST_LEASE_S:g}")
+        self._store, self._client, self._url, self._options = store, client, url, options
         self._server: RegisteredServer | None = None
         self._renewals, self._said = lease.Renewals(), ""
-        self.name = offer.name
+        self.name = name
 
     @contextlib.asynccontextmanager
     async def registered(self) -> AsyncIterator[RegisteredServer]:
@@ -105,7 +97,7 @@ class Registrar:
             f'Next: [environment.define.{self.name}] type = "http", options = {{ registered = "{self.name}" }}\n'
         )
         sys.stdout.flush()
-        renewing = asyncio.create_task(lease.keep(self._offer.lease_s, self.renew))
+        renewing = asyncio.create_task(lease.keep(self._options.lease_s, self.renew))
         try:
             yield server
         finally:
@@ -128,9 +120,9 @@ class Registrar:
         except PenstockError as err:
             problem = str(err)
         self._renewals.tried(
-            f"environment {self.name} ({self._offer.url})",
+            f"environment {self.name} ({self._url})",
             problem,
-            f"It is out of service {self._offer.lease_s:g} s after the last renewal; it is tried again",
+            f"It is out of service {self._options.lease_s:g} s after the last renewal; it is tried again",
         )
         return True
 
@@ -145,13 +137,13 @@ class Registrar:
         if state in ("replaced", "drained") and state != self._said:
             by = f" by version {listed.registered.version}" if state == "replaced" and listed.registered else ""
             lease.say(
-                f"environment {self.name} at {self._offer.url} is {state}{by}: no new episodes come; {about.running} in progress"
+                f"environment {self.name} at {self._url} is {state}{by}: no new episodes come; {about.running} in progress"
             )
         self._said = state
 
     async def _ask(self) -> About:
-        url = f"{self._offer.url}/environment"
-        deadline_s = min(_ASK_S, self._offer.lease_s / lease.RENEWALS_PER_LEASE)
+        url = f"{self._url}/environment"
+        deadline_s = min(_ASK_S, self._options.lease_s / lease.RENEWALS_PER_LEASE)
         try:
             async with asyncio.timeout(deadline_s):
                 return await self._client.call("GET", url, "environment", None, About)
@@ -161,12 +153,12 @@ class Registrar:
     async def _register(self, about: About) -> RegisteredServer:
         self.name = self.name or about.name
         try:
-            server = RegisteredServer(url=self._offer.url, version=about.version, capacity=about.capacity)
+            server = RegisteredServer(url=self._url, version=about.version, capacity=about.capacity)
         except ValidationError as err:
-            raise RegistrationRefused(f"{self._offer.url} cannot be registered: {first_problem(err, 'it')}") from None
+            raise RegistrationRefused(f"{self._url} cannot be registered: {first_problem(err, 'it')}") from None
         if about.draining:
-            raise RegistrationRefused(f"{self._offer.url} cannot be registered: it is stopping (draining)")
-        await registry.register(self._store, self.name, server, self._lease(about), replace=self._offer.replace)
+            raise RegistrationRefused(f"{self._url} cannot be registered: it is stopping (draining)")
+        await registry.register(self._store, self.name, server, self._lease(about), replace=self._options.replace)
         self._server = server
         return server
 
@@ -179,7 +171,7 @@ class Registrar:
             lease.say(f"environment {self.name} was not unregistered: {err}; its lease will expire")
 
     def _lease(self, about: About) -> Lease:
-        return Lease(at=time.time(), lease_s=self._offer.lease_s, running=about.running, draining=about.draining)
+        return Lease(at=time.time(), lease_s=self._options.lease_s, running=about.running, draining=about.draining)
 
 
 def register_server(url: str, settings: Sequence[str], name: str, options: LeaseOptions, targets: TargetOptions) -> int:
@@ -209,23 +201,23 @@ async def registrar_of(
     ca_file: Path | None = None, allowed: Sequence[str],
 ) -> AsyncIterator[Registrar]:  # fmt: skip
     """Yield what registers the server at a URL on the NATS that ``arguments`` name, while it is connected; raises PenstockError."""
+    check_name(name)
     try:
-        offer = Offer(check_name(name), checked_url(url), options.lease_s, options.replace)
+        url = checked_url(url)
     except ValueError as err:
         raise ConfigError(str(err)) from None
     settings = read_settings(arguments, dict(os.environ))
     client = await client_of(settings, secrets=secrets, ca_file=ca_file, allowed=allowed)
     try:
         with Bus.connect(settings.nats, name=f"environment-{name or 'server'}") as bus:
-            yield Registrar(await open_registry(bus), client, offer)
+            yield Registrar(await open_registry(bus), client, name, url, options)
     finally:
         await client.close()
 
 
-def check_name(name: str) -> str:
+def check_name(name: str) -> None:
     if name and not re.fullmatch(NAME_PATTERN, name):
         raise ConfigError(f"name {name!r}: expected 1 to 64 letters, digits, '_' and '-', the first a letter or digit")
-    return name
 
 
 def set_drained(name: str, arguments: Sequence[str], url: str | None, *, drained: bool) -> int:

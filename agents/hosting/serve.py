@@ -37,22 +37,16 @@ from penstock.serving.web_server import allowed_hosts, serving_app, stopping_by_
 _MAX_REQUEST_BYTES = 16 * 1024 * 1024
 _RETRY_AFTER_S = 1
 _PROBLEMS: dict[int | str, dict[str, Any]] = {
-    400: {"model": wire.Problem, "description": "The body is not what the protocol says."},
-    401: {"model": wire.Problem, "description": "Not signed with a key of this server."},
-    404: {
-        "model": wire.Problem,
-        "description": "`unknown_episode`: the worker starts the episode again, with the same seed.",
-    },
-    409: {
-        "model": wire.Problem,
-        "description": "`step_refused`: out of order, or the same step with another answer; `wrong_version`: other rules are played here.",
-    },
-    422: {
-        "model": wire.Problem,
-        "description": "`row_refused`: no episode can be made of the row; it is not tried again.",
-    },
-    500: {"model": wire.Problem, "description": "`environment_failed`: the worker starts the episode again."},
-    503: {"model": wire.Problem, "description": "`full` or `draining`, with the header Retry-After in seconds."},
+    status: {"model": wire.Problem, "description": description}
+    for status, description in {
+        400: "The body is not what the protocol says.",
+        401: "Not signed with a key of this server.",
+        404: "`unknown_episode`: the worker starts the episode again, with the same seed.",
+        409: "`step_refused`: out of order, or the same step with another answer; `wrong_version`: other rules are played here.",
+        422: "`row_refused`: no episode can be made of the row; it is not tried again.",
+        500: "`environment_failed`: the worker starts the episode again.",
+        503: "`full` or `draining`, with the header Retry-After in seconds.",
+    }.items()
 }
 PathId = Annotated[wire.EpisodeId, fastapi.Path()]
 

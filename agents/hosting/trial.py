@@ -30,7 +30,7 @@ from penstock.agents.environments.play import (
     checked_reply,
     checked_score,
 )
-from penstock.agents.environments.turn_environment import TurnEnvironment
+from penstock.agents.environments.turn_environment import PlayEnvironment
 from penstock.agents.hosting.commands import TrialOptions
 from penstock.agents.proxy.answer_formats.answer_format import ANSWER_FORMATS
 from penstock.agents.proxy.messages import Message, ToolCall
@@ -125,14 +125,19 @@ class Trial:
 
 async def play_trial(environment: Environment, policy: Policy, seed: int, row: Row) -> Trial:
     """Play one episode; a failure of the environment is in the trial. Raises ConfigError for one that needs a model."""
-    if not isinstance(environment, (TurnEnvironment, Http)):
+    if not isinstance(environment, PlayEnvironment):
         raise ConfigError(f"{environment.name} cannot be tried without a model: it makes no plays")
     trial, settings = Trial(seed), environment.settings
     executor = ThreadPoolExecutor(1, thread_name_prefix="trial")
     play: Play | None = None
     try:
         began = time.perf_counter()
-        play = await _play(environment, seed, row)
+        try:
+            play = await environment.begin_play(f"trial.{seed}", 0, seed, row)
+        except PenstockError:
+            raise
+        except Exception as err:
+            raise EnvironmentFailed(f"play(): {type(err).__name__}: {err}") from err
         messages = await _call(play.start, settings, executor)
         trial.start_s = time.perf_counter() - began
         await _turns(trial, play, policy, checked_messages(messages, is_first=True), settings, executor)
@@ -148,15 +153,6 @@ async def play_trial(environment: Environment, policy: Policy, seed: int, row: R
         trial.end_s = time.perf_counter() - began
         executor.shutdown(wait=False)
     return trial
-
-
-async def _play(environment: TurnEnvironment | Http, seed: int, row: Row) -> Play:
-    if isinstance(environment, Http):
-        return await environment.start(f"trial.{seed}", 0, seed, row)
-    try:
-        return environment.play(seed, row, environment.chosen or environment.options())
-    except Exception as err:
-        raise EnvironmentFailed(f"play(): {type(err).__name__}: {err}") from err
 
 
 async def _turns(

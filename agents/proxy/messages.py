@@ -8,9 +8,10 @@ absent or one text part, and arguments of a tool call that are equal as JSON.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias
 
@@ -88,31 +89,29 @@ class Message:
     def images(self) -> tuple[bytes | AdmittedImage, ...]:
         return tuple([part for part in self.parts if not isinstance(part, str)])
 
-    def for_template(self, *, with_reasoning: bool = True) -> dict[str, Any]:
-        made: dict[str, Any] = {"role": self.role, "content": self.content}
+    def as_dict(self, written_image: Callable[[bytes | AdmittedImage], dict[str, Any]]) -> dict[str, Any]:
+        """Return the message as the chat completions API writes it, each image as ``written_image`` does."""
+        written: dict[str, Any] = {"role": self.role, "content": self.content}
         if self.parts:
-            made["content"] = [
-                {"type": "text", "text": part} if isinstance(part, str) else {"type": "image"} for part in self.parts
+            written["content"] = [
+                {"type": "text", "text": part} if isinstance(part, str) else written_image(part) for part in self.parts
             ]
-        if self.reasoning and with_reasoning:
-            made["reasoning_content"] = self.reasoning
+        if self.reasoning:
+            written["reasoning_content"] = self.reasoning
         if self.tool_calls:
-            made["tool_calls"] = [_call_for_template(call) for call in self.tool_calls]
-        if self.tool_call_id:
-            made["tool_call_id"] = self.tool_call_id
-        if self.name:
-            made["name"] = self.name
-        return made
+            written["tool_calls"] = [call.as_dict() for call in self.tool_calls]
+        optional = {"tool_call_id": self.tool_call_id, "name": self.name}
+        return written | {key: text for key, text in optional.items() if text}
 
-
-def _call_for_template(call: ToolCall) -> dict[str, Any]:
-    try:
-        arguments = json.loads(call.arguments)
-    except (ValueError, RecursionError):
-        arguments = call.arguments
-    if not isinstance(arguments, dict):
-        arguments = call.arguments
-    return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": arguments}}
+    def for_template(self) -> dict[str, Any]:
+        """Return the message as chat templates take it: arguments of calls as objects."""
+        written = self.as_dict(lambda _: {"type": "image"})
+        for call in written.get("tool_calls", ()):
+            with contextlib.suppress(ValueError, RecursionError):
+                arguments = json.loads(call["function"]["arguments"])
+                if isinstance(arguments, dict):
+                    call["function"]["arguments"] = arguments
+        return written
 
 
 def root_key(template: str, tools: Sequence[Any]) -> bytes:

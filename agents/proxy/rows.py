@@ -9,19 +9,16 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import numpy as np
-import numpy.typing as npt
 
 from penstock.agents.proxy.conversations import main_turns, scored_turn
 from penstock.agents.proxy.messages import Message
-from penstock.agents.proxy.tree import Float32s, Int32s, SampledTurn
+from penstock.agents.proxy.tree import SampledTurn
 from penstock.protocol.episode import MAIN, MAX_JSON_BYTES, EpisodeRow, Turn
-from penstock.protocol.groups import FinishReason, RowImages
 from penstock.protocol.images.admission import AdmittedImage
-from penstock.protocol.token_annotations import ExpertChoices
 from penstock.protocol.trajectory import Trajectory
 from penstock.protocol.versions import VersionRun
 
@@ -38,15 +35,8 @@ class TurnSpan:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TreeRow:
-    token_ids: Int32s
-    loss_mask: npt.NDArray[np.bool_]
-    logprobs: Float32s  # 0 where the mask is False
-    version_runs: tuple[VersionRun, ...]  # cover exactly the tokens with the mask True
-    finish_reason: FinishReason
-    text: str  # of the last answer
+    trajectory: Trajectory  # without a text
     spans: tuple[TurnSpan, ...]
-    images: RowImages | None = None  # by their positions in the row
-    experts: ExpertChoices | None = None  # of all tokens but the last, where they were asked for
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,8 +122,11 @@ def _build_row(last: SampledTurn, trained: dict[int, int]) -> TreeRow:
             spans.append(TurnSpan(turn.number, start, start + min(before, used), is_trained=False))
         if used > before:
             spans.append(TurnSpan(turn.number, start + before, end, is_trained=True))
-    made = (last.path(), mask, logprobs, tuple(runs), last.finish_reason, last.text, tuple(spans), last.images)
-    return TreeRow(*made, last.path_experts())
+    trajectory = Trajectory(
+        token_ids=last.path(), loss_mask=mask, behaviour_logprobs=logprobs, version_runs=tuple(runs),
+        finish_reason=last.finish_reason, completion_text="", images=last.images, experts=last.path_experts(),
+    )  # fmt: skip
+    return TreeRow(trajectory, tuple(spans))
 
 
 def _moved(runs: Sequence[VersionRun], offset: int, first: int, end: int) -> list[VersionRun]:
@@ -154,11 +147,7 @@ def stored_rows(made: TreeRows, turns: Sequence[SampledTurn]) -> tuple[EpisodeRo
     for row in made.rows:
         chain = [span.turn for span in row.spans]
         parent, prefix_len = _shared(row, made.rows, last_row_of)
-        trajectory = Trajectory(
-            token_ids=row.token_ids, loss_mask=row.loss_mask, behaviour_logprobs=row.logprobs,
-            version_runs=row.version_runs, finish_reason=row.finish_reason, completion_text="" if rows else text,
-            images=row.images, experts=row.experts,
-        )  # fmt: skip
+        trajectory = row.trajectory if rows else replace(row.trajectory, completion_text=text)
         placed = tuple(Turn(numbers[span.turn], span.start, span.end) for span in row.spans if span.is_trained)
         root = chain[0]
         name = MAIN if not rows or root == made.rows[0].spans[0].turn else f"root:{root}"
@@ -185,10 +174,7 @@ def counts_of(counts: Counter[str], made: TreeRows) -> tuple[tuple[str, int], ..
 
 
 def messages_json(messages: Sequence[Message]) -> str:
-    written = [
-        json.dumps(message.for_template() | _images_named(message) | _calls_as_sent(message), ensure_ascii=False)
-        for message in messages
-    ]
+    written = [json.dumps(message.as_dict(_named), ensure_ascii=False) for message in messages]
     size = 2
     for place in range(len(written) - 1, -1, -1):
         size += len(written[place]) + 2
@@ -198,18 +184,6 @@ def messages_json(messages: Sequence[Message]) -> str:
     return f"[{', '.join(written)}]"
 
 
-def _images_named(message: Message) -> dict[str, object]:
-    if not message.parts:
-        return {}
-    return {
-        "content": [
-            {"type": "image", "sha256": part.sha256}
-            if isinstance(part, AdmittedImage)
-            else {"type": "text", "text": part}
-            for part in message.parts
-        ]
-    }
-
-
-def _calls_as_sent(message: Message) -> dict[str, object]:
-    return {"tool_calls": [call.as_dict() for call in message.tool_calls]} if message.tool_calls else {}
+def _named(image: bytes | AdmittedImage) -> dict[str, str]:
+    assert isinstance(image, AdmittedImage)  # the session admits the images of every request
+    return {"type": "image", "sha256": image.sha256}

@@ -13,9 +13,9 @@ import secrets
 import socket
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import structlog
 
@@ -39,32 +39,20 @@ Receive = Callable[[], Awaitable[Mapping[str, Any]]]
 Send = Callable[[dict[str, Any]], Awaitable[None]]
 
 
-@dataclass(frozen=True, slots=True)
-class Api:
-    read: Callable[[Mapping[str, Any], float, Lenience], AgentRequest]
-    reply: Callable[[SampledTurn, str, int, str], dict[str, Any]]
-    events: Callable[[SampledTurn, Mapping[str, Any], str, int, str], Sequence[bytes]]
-    error: Callable[[RequestRefused], dict[str, Any]]
-    prefix: str  # of the ids of answers
+class Api(Protocol):
+    """A module of `api/`, each of which has the functions of the others."""
+
+    PREFIX: str
+
+    def read_request(self, body: Mapping[str, Any], temperature: float, lenience: Lenience) -> AgentRequest: ...
+    def reply(self, turn: SampledTurn, model: str, created: int, request_id: str) -> dict[str, Any]: ...
+    def events(
+        self, turn: SampledTurn, body: Mapping[str, Any], model: str, created: int, request_id: str
+    ) -> list[bytes]: ...
+    def error(self, refused: RequestRefused) -> dict[str, Any]: ...
 
 
-APIS: dict[str, Api] = {
-    "chat/completions": Api(
-        chat_completions.read_request,
-        chat_completions.reply,
-        chat_completions.events,
-        chat_completions.error,
-        "chatcmpl-",
-    ),
-    "responses": Api(responses.read_request, responses.reply, responses.events, chat_completions.error, "resp_"),
-    "messages": Api(
-        anthropic_messages.read_request,
-        anthropic_messages.reply,
-        anthropic_messages.events,
-        anthropic_messages.error,
-        "msg_",
-    ),
-}
+APIS: dict[str, Api] = {"chat/completions": chat_completions, "responses": responses, "messages": anthropic_messages}
 
 
 def _is_of_anthropic(name: str, scope: Scope) -> bool:
@@ -110,7 +98,7 @@ class ProxyApp:
             is_counted = name == _COUNT_TOKENS  # nothing is decoded, so that nothing constrains it
             lenience = Lenience(limits.unknown_tools == "drop", is_counted or limits.forced_choice == "auto")
             request = replace(
-                api.read(body, episode.temperature, lenience), conversation=_conversation(scope["headers"])
+                api.read_request(body, episode.temperature, lenience), conversation=_conversation(scope["headers"])
             )
             _check_messages(request, limits.max_messages, is_counted=is_counted)
         except RequestRefused as refused:
@@ -135,7 +123,7 @@ class _Exchange:
         self._body = body
         self._send = send
         self._receive = receive
-        self._id = api.prefix + secrets.token_hex(12)
+        self._id = api.PREFIX + secrets.token_hex(12)
 
     async def run(self, answering: Any, *, stream: bool, wait_s: float, comment_s: float) -> SampledTurn | None:
         gone = asyncio.create_task(self._disconnected())
@@ -260,14 +248,9 @@ async def _send_json(send: Send, status: int, value: Any) -> None:
     await send({"type": "http.response.body", "body": data})
 
 
-@contextlib.asynccontextmanager
-async def serving(proxy: AgentProxy, host: str = "127.0.0.1", port: int = 0) -> AsyncIterator[str]:
-    """Serve the proxy inside the block; yields its URL, to which `proxy.path` is appended.
-
-    Raises ConfigError when the address cannot be had.
-    """
-    async with web_server.serving_app(ProxyApp(proxy), host, port, key="the proxy's port") as url:
-        yield url
+def serving(proxy: AgentProxy) -> contextlib.AbstractAsyncContextManager[str]:
+    """Serve the proxy on the loopback inside the block; yields its URL, to which `session.path` is appended."""
+    return web_server.serving_app(ProxyApp(proxy), "127.0.0.1", 0, key="the proxy's port")
 
 
 @contextlib.asynccontextmanager

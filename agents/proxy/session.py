@@ -4,27 +4,29 @@ from __future__ import annotations
 
 import asyncio
 import secrets
+import time
 from collections import Counter, OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import Protocol, Self
 
 import structlog
 from pydantic import Field
 
-from penstock.agents.proxy.answer_formats.answer_format import AnswerFormat, split_reasoning
+from penstock.agents.proxy.answer_formats.answer_format import ANSWER_FORMATS, AnswerFormat, split_reasoning
 from penstock.agents.proxy.calls import Calls
 from penstock.agents.proxy.conversations import is_side_request, messages_of, recognised_turns, scored_turn
 from penstock.agents.proxy.messages import AgentRequest, Message, RequestRefused, RetryMark, ToolCall, invalid
 from penstock.agents.proxy.plan_prompt import PromptPlanner, SeenRoots
+from penstock.agents.proxy.renderer import ChatRenderer
 from penstock.agents.proxy.rows import TreeRows, build_rows
 from penstock.agents.proxy.system_messages import merged, without_lines
 from penstock.agents.proxy.tree import ConversationTree, HistoryMatch, PromptPlan, SampledTurn
-from penstock.protocol.config.environment_settings import RequestRules
+from penstock.protocol.chat_tokenizer import ChatTokenizer
+from penstock.protocol.config.environment_settings import RequestRules, Thinking
 from penstock.protocol.errors import BlobError, ImageRefused, MalformedData
 from penstock.protocol.groups import MAX_IMAGES, Sampling, derived_seed
 from penstock.protocol.images.processor import ImageProcessor
-from penstock.protocol.versions import PolicyVersion, VersionRun, is_fresh, newest, oldest
 from penstock.rollout_service.engines.completion import Completion
 from penstock.rollout_service.engines.engine_client import ImagePrompt
 from penstock.rollout_service.errors import EngineError, EngineTimeout, ReplyRefused, TaskRefused
@@ -35,43 +37,26 @@ _ENDED_KEPT = 4096  # secrets of ended episodes, so that late requests are told 
 _CHARACTERS_ON_THE_LOOP = 32_768  # longer prompts are rendered on a thread, so that other episodes go on
 _MAX_STOP_STRINGS = 16
 # The limits of an episode by the codes of their refusals.
-_LIMITS = {"context_length_exceeded": "context"} | {name: name for name in ("max_turns", "max_stored_tokens", "expired")}  # fmt: skip
+_LIMITS = {"context_length_exceeded": "context", "max_turns": "max_turns", "max_stored_tokens": "max_stored_tokens"}
 
 
 class EpisodeLimits(RequestRules):
-    history_match: HistoryMatch = Field(
-        "echo",
-        description="When a client's copy of an answer is that answer: strict (equal texts), json (arguments equal as JSON), "
-        "echo (outer white space may differ, and the reasoning may be left out).",
-    )
-    max_turns: int = Field(1000, ge=1, description="Answers of one episode.")
-    max_running: int = Field(64, ge=1, description="Requests of one episode that are sampled at once.")
-    max_messages: int = Field(4096, ge=1, description="Messages of one request.")
-    max_body_bytes: int = Field(16 * 1024**2, ge=1, description="Bytes of one request.")
-    max_stored_tokens: int = Field(
-        4_000_000, ge=1, description="Tokens that are recorded of one episode, at 8 to 12 bytes each."
-    )
-    max_staleness: int | None = Field(
-        None,
-        ge=0,
-        description="Versions between the oldest sampled token of an episode and the newest; beyond it requests are refused as expired, "
-        "before a reward is paid for. None: no limit.",
-    )
-    answer_deadline_s: float = Field(900.0, gt=0, description="Seconds for one answer.")
-    body_deadline_s: float = Field(60.0, gt=0, description="Seconds for a client to send a request.")
+    history_match: HistoryMatch = "echo"  # when a client's copy of an answer is that answer (`tree.is_copy`)
+    max_turns: int = Field(default=1000, ge=1)  # answers of one episode
+    max_running: int = Field(default=64, ge=1)  # requests of one episode that are sampled at once
+    max_messages: int = Field(default=4096, ge=1)  # of one request
+    max_body_bytes: int = Field(default=16 * 1024**2, ge=1)  # of one request
+    max_stored_tokens: int = Field(default=4_000_000, ge=1)  # that are recorded of one episode, at 8 to 12 bytes each
+    answer_deadline_s: float = Field(default=900.0, gt=0)
+    body_deadline_s: float = Field(default=60.0, gt=0)  # for a client to send a request
     stream_wait_s: float = Field(
-        60.0,
-        ge=0,
-        description="Seconds before the status 200 of a stream is sent; an error until then has its own status.",
-    )
-    stream_comment_s: float = Field(3.0, gt=0, description="Seconds between the comments that keep a stream open.")
-    retry_grace_s: float = Field(
-        5.0,
-        ge=0,
-        description="Seconds that a call goes on after its client has disconnected, in which a retry may join it.",
-    )
-    kept_answers: int = Field(64, ge=1, description="Finished answers that a retry may ask for again.")
-    kept_answers_s: float = Field(600.0, ge=0, description="Seconds for which it may.")
+        default=60.0, ge=0
+    )  # before the status 200 of a stream; an error until then has its own
+    stream_comment_s: float = Field(default=3.0, gt=0)  # between the comments that keep a stream open
+    # That a call goes on after its client has disconnected, in which a retry may join it.
+    retry_grace_s: float = Field(default=5.0, ge=0)
+    kept_answers: int = Field(default=64, ge=1)  # finished ones that a retry may ask for again
+    kept_answers_s: float = Field(default=600.0, ge=0)  # for which it may
 
 
 class Samples(Protocol):
@@ -85,6 +70,13 @@ class AgentModel:
     planner: PromptPlanner
     answer_format: AnswerFormat
     context_tokens: int | None
+
+    @classmethod
+    def of(
+        cls, tokenizer: ChatTokenizer, answer_format: str, context_tokens: int | None, thinking: Thinking = "keep"
+    ) -> Self:
+        planner = PromptPlanner(ChatRenderer(tokenizer), frozenset(tokenizer.eos_ids), thinking)
+        return cls(planner, ANSWER_FORMATS.find(answer_format).value, context_tokens)
 
 
 class EpisodeSession:
@@ -103,7 +95,6 @@ class EpisodeSession:
         self.secret = secrets.token_urlsafe(24)
         self.tree = ConversationTree(limits.history_match)
         self.counts: Counter[str] = Counter()
-        self.versions: tuple[PolicyVersion, PolicyVersion] | None = None  # oldest and newest that sampled a token
         # The limit that refused the last request, until a later one is within it; the code of the last failure, until one is answered.
         self.truncated_by = self.failed_by = ""
         self.ended = False
@@ -115,18 +106,23 @@ class EpisodeSession:
         self._roots = SeenRoots()
         self.calls = Calls(grace_s=limits.retry_grace_s, kept=limits.kept_answers, kept_s=limits.kept_answers_s)
         self._num_running = 0
+        self._policy_s, self._running_since = 0.0, 0.0  # until the last time that no request was sampled; since then
         self._seed = seed
         self._images = images
         self._num_sampled = 0  # answers begun, each with a different seed
-        self._num_requests = self._failed_request = self._answered_request = (
-            0  # begun; the last that failed, was answered
-        )
+        self._num_requests = 0  # begun
+        self._failed_request = self._answered_request = 0  # the last one
 
     @property
     def orphaned_tokens(self) -> Counter[str]:
         """Sampled tokens that are in no turn, by cause; those of turns that are in no row are counted by `build_rows`."""
         prefix = "orphaned_tokens."
         return Counter({name.removeprefix(prefix): n for name, n in self.counts.items() if name.startswith(prefix)})
+
+    @property
+    def policy_s(self) -> float:
+        """Seconds in which the policy had a request to answer."""
+        return self._policy_s + (time.monotonic() - self._running_since if self._num_running else 0.0)
 
     async def answer(self, request: AgentRequest, mark: RetryMark) -> SampledTurn:
         """Return the policy's answer, or that of the running or finished call which this request repeats.
@@ -172,9 +168,9 @@ class EpisodeSession:
 
     def _note_failure(self, request: AgentRequest, error: Exception, number: int) -> None:
         code, status = (error.code, error.status) if isinstance(error, RequestRefused) else ("internal_error", 500)
-        if code != "expired" and is_side_request(request, self.tree.turns):
+        if is_side_request(request, self.tree.turns):
             return
-        if code in _LIMITS and self.truncated_by != "expired":
+        if code in _LIMITS:
             self.truncated_by, self.failed_by = _LIMITS[code], ""
         elif status >= 500 and number > self._answered_request:
             self.failed_by, self._failed_request = code, max(self._failed_request, number)
@@ -199,15 +195,19 @@ class EpisodeSession:
     async def _sampled(self, request: AgentRequest) -> SampledTurn:
         self._check_limits()
         request = self._prepared(request, self.counts)
+        if not self._num_running:
+            self._running_since = time.monotonic()
         self._num_running += 1
         try:
             plan = await self._plan(request)
             sampling = self._sampling_of(request, len(plan.prompt_ids))
-            if self.truncated_by not in ("", "expired") and not is_side_request(request, self.tree.turns):
+            if self.truncated_by and not is_side_request(request, self.tree.turns):
                 self.truncated_by = ""  # the agent went on within the limits
             completion = await self._completion(plan, sampling)
         finally:
             self._num_running -= 1
+            if not self._num_running:
+                self._policy_s += time.monotonic() - self._running_since
         self.counts["sampled_tokens"] += len(completion.token_ids)
         if self.ended:
             self.counts["orphaned_tokens.after_end"] += len(completion.token_ids)
@@ -223,21 +223,12 @@ class EpisodeSession:
             raise RequestRefused(500, "answer_refused", str(err)) from None
         turn.stop_sequence = stop
         turn.tools_key, turn.declared = plan.found.root if request.tools else b"", request.conversation
-        self._note_versions(completion.version_runs)
         self.counts["unparsed_calls"] += answer.unparsed_calls
         if plan.fork:
             self.counts[f"forks.{plan.fork}"] += 1
         return turn
 
     def _check_limits(self) -> None:
-        limit = self._limits.max_staleness
-        if limit is not None and self.versions is not None and not is_fresh(self.versions[1], self.versions[0], limit):
-            raise RequestRefused(
-                400,
-                "expired",
-                f"episode {self.id} has tokens of version {self.versions[0]}, and version {self.versions[1]} is served; more than "
-                f"{limit} versions apart are not trained: end it",
-            )
         if len(self.tree.turns) + self._num_running >= self._limits.max_turns:
             raise RequestRefused(
                 400, "max_turns", f"episode {self.id} has had its {self._limits.max_turns} answers: end it"
@@ -246,10 +237,6 @@ class EpisodeSession:
             raise RequestRefused(
                 429, "too_many_requests", f"{self._num_running} requests of episode {self.id} are running: wait for one"
             )
-
-    def _note_versions(self, runs: Sequence[VersionRun]) -> None:
-        before = [VersionRun(version, 0, 1) for version in self.versions or ()]
-        self.versions = oldest([*before, *runs]), newest([*before, *runs])
 
     async def _plan(self, request: AgentRequest, roots: SeenRoots | None = None) -> PromptPlan:
         planner = self._model.planner
@@ -366,7 +353,6 @@ class AgentProxy:
         """Start without episodes; ``images`` stores those of their messages, None: they are refused."""
         self.limits = limits
         self._images = images
-        self.num_refused = 0  # requests with an unknown secret, or to an episode that has ended
         self._open: dict[str, EpisodeSession] = {}
         self._ended: OrderedDict[str, str] = OrderedDict()
 
@@ -389,7 +375,6 @@ class AgentProxy:
         episode = self._open.get(secret)
         if episode is not None:
             return episode
-        self.num_refused += 1
         ended = self._ended.get(secret)
         if ended is not None:
             raise episode_ended(ended)

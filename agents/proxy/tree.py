@@ -16,18 +16,16 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import numpy as np
-import numpy.typing as npt
 
 from penstock.agents.proxy.messages import Declared, Message, ToolCall, next_key, same_arguments, similar_arguments
 from penstock.protocol.groups import FinishReason, RowImages
 from penstock.protocol.token_annotations import ExpertChoices
+from penstock.protocol.trajectory import Float32s, Int32s
 from penstock.protocol.versions import VersionRun
 from penstock.rollout_service.engines.completion import Completion
 from penstock.rollout_service.errors import ReplyRefused
 
 HistoryMatch = Literal["strict", "json", "echo"]
-Int32s = npt.NDArray[np.int32]
-Float32s = npt.NDArray[np.float32]
 
 
 def is_copy(sent: Message, received: Message, rule: HistoryMatch) -> bool:
@@ -71,7 +69,6 @@ class SampledTurn:
     logprobs: Float32s  # of the sampled tokens
     version_runs: tuple[VersionRun, ...]  # positions count from the first sampled token
     finish_reason: FinishReason
-    text: str
     answer: Message  # as it was sent to the client
     prompt_key: bytes  # of the messages that it answers
     in_reasoning: bool  # it was cut before its reasoning ended
@@ -81,9 +78,8 @@ class SampledTurn:
     new_messages: tuple[Message, ...] = ()  # of the request, behind the answer of the turn that it follows
     tools_key: bytes = b""  # tells the tools of the request apart; empty: it had none
     declared: Declared = ""  # what the agent said of the conversation
-    experts: ExpertChoices | None = (
-        None  # of the tokens from `experts_start` on but the last, where they were asked for
-    )
+    # of the tokens from `experts_start` on but the last, where they were asked for
+    experts: ExpertChoices | None = None
 
     @property
     def key(self) -> bytes:
@@ -244,7 +240,7 @@ class ConversationTree:
             number=len(self.turns), follows=plan.found.base, parent=base, parent_tokens=parent_tokens,
             context_ids=prompt_ids[parent_tokens:].copy(), token_ids=np.asarray(completion.token_ids, dtype=np.int32),
             logprobs=np.asarray(completion.logprobs, dtype=np.float32), version_runs=completion.version_runs,
-            finish_reason=completion.finish_reason, text=completion.text, answer=answer, prompt_key=plan.found.key,
+            finish_reason=completion.finish_reason, answer=answer, prompt_key=plan.found.key,
             in_reasoning=in_reasoning, images=plan.images, new_messages=plan.found.messages[plan.found.num_matched :],
         )  # fmt: skip
         if completion.experts is not None:

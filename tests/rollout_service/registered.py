@@ -11,22 +11,20 @@ from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
-from penstock.agents.environments.over_http.http_environment import Http
+from penstock.agents.environments.over_http.http_environment import HTTP, Http
 from penstock.agents.environments.over_http.registry import Lease
 from penstock.agents.environments.turn_environment import TurnEnvironment
 from penstock.agents.hosting import registration, serve
+from penstock.agents.hosting.commands import LeaseOptions
 from penstock.agents.hosting.episodes import Episodes
-from penstock.agents.hosting.registration import Offer, Registrar, RegistrySettings
-from penstock.protocol.chat_tokenizer import ChatTokenizer
+from penstock.agents.hosting.registration import Registrar, RegistrySettings
 from penstock.protocol.config.connection import NatsSettings
 from penstock.protocol.config.environment_settings import EnvironmentDefinition
 from penstock.protocol.transport.bus import Bus
 from penstock.protocol.transport.key_value import KeyValue
 from penstock.rollout_service.__main__ import _registry
-from penstock.rollout_service.environments.environment import load_environments
 from penstock.serving.web_server import serving_app
-from tests.agents.environments.test_turn_environment import task_of
-from tests.agents.proxy.agent_model import Engine
+from tests.agents.environments.played import engine_of, task_of
 from tests.servers import secret_file
 
 LEASE = Lease(at=1.0, lease_s=60.0, running=0)
@@ -51,7 +49,7 @@ async def registered(
     try:
         async with serving_app(serve.build_app(episodes, secrets=secrets), host, 0, key="--port") as bound:
             url = bound.replace("0.0.0.0", "localhost")
-            keeper = Registrar(store, client, Offer(name, url, 60.0, replace))
+            keeper = Registrar(store, client, name, url, LeaseOptions(lease_s=60.0, replace=replace))
             async with keeper.registered():
                 yield url, episodes, keeper
     finally:
@@ -63,11 +61,8 @@ async def registered(
 async def worker(bus: Bus, model: Path, name: str, **settings: Any) -> AsyncIterator[Http]:
     """An environment of a worker that plays at the servers of a name, wired as a worker does it."""
     options = {"registered": name, **settings.pop("options", {})}
-    definition = EnvironmentDefinition.model_validate({"type": "http", "options": options, **settings})
-    environments = load_environments((), {"mine": definition})
-    own = environments["mine"]
-    assert isinstance(own, Http)
-    follower = await _registry(bus, environments.values())
+    own = HTTP.defined("mine", EnvironmentDefinition(type="http", options=options, **settings))
+    follower = await _registry(bus, [own])
     assert follower is not None
     own.use_model(model, 8192)
     async with follower.following():
@@ -77,8 +72,7 @@ async def worker(bus: Bus, model: Path, name: str, **settings: Any) -> AsyncIter
 
 async def play(model: Path, environment: Http, script: list[str], size: int = 1, group: str = "r:0:1") -> Any:
     """Play one task with an engine that answers with texts; return what became of it."""
-    engine = Engine(ChatTokenizer.read(model), script=[f"{text}<|im_end|>" for text in script])
-    (found,) = await environment.rollout([task_of(size=size).model_copy(update={"group_id": group})], engine)
+    (found,) = await environment.rollout([task_of(size=size, group=group)], engine_of(model, script))
     return found
 
 

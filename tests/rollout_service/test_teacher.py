@@ -149,17 +149,12 @@ class _Failing:
         self.num_asked += 1
         if self.failures:
             raise self.failures.pop(0)
-        empty = np.empty((0, 0))
         answers = []
         for number, question in enumerate(questions):
             size = len(question.token_ids) - question.first
             version = f"{self._version}{number}" if self._version == "changing" else self._version
-            answers.append(
-                Answer(np.full(size, self._logprob, np.float32), empty.reshape(0, 0).astype(np.int32), empty, version)
-            )
-            answers[-1] = replace(
-                answers[-1], top_ids=np.empty((size, 0), np.int32), top_logprobs=np.empty((size, 0), np.float32)
-            )
+            tops = np.empty((size, 0), np.int32), np.empty((size, 0), np.float32)
+            answers.append(Answer(np.full(size, self._logprob, np.float32), *tops, version))
         return answers
 
     async def close(self) -> None:

@@ -11,8 +11,8 @@ from typing import Any, cast
 import httpx
 import pytest
 from fastapi import FastAPI
+from tests.agents.environments.played import Script
 from tests.agents.environments.test_over_http import SECRET
-from tests.agents.environments.test_turn_environment import Script
 
 from penstock.agents.hosting import serve
 from penstock.agents.hosting.episodes import Episodes

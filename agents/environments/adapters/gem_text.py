@@ -11,20 +11,12 @@ import random
 import threading
 from collections.abc import Callable, Mapping
 from importlib import metadata
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 
-from penstock.agents.environments.adapters.text_steps import (
-    StepEnvironment,
-    StepOptions,
-    World,
-    checked_reward,
-    text_of,
-)
+from penstock.agents.environments.adapters.text_steps import StepEnvironment, StepOptions, World, text_of
 from penstock.protocol.errors import ConfigError
-
-Value = TypeVar("Value")
 
 _GENERATORS = threading.Lock()
 
@@ -33,32 +25,17 @@ class GemOptions(StepOptions):
     """Options of ``gem``."""
 
 
-class _GemWorld(World):
+class GemWorld(World):
     def __init__(self, options: GemOptions) -> None:
         first = random.Random(0).getstate()  # noqa: S311 - a game, no secret
         self._drawn: tuple[Any, Any] = (first, np.random.RandomState(0).get_state())
-        self._env = self._with_generators(lambda: _gem().make(options.id, **options.make))
-        self._id = options.id
-
-    @property
-    def version(self) -> str:
-        return f"{self._id}, gem-llm {metadata.version('gem-llm')}"
+        self.env = self.run(lambda: _gem().make(options.id, **options.make))
+        self.version = f"{options.id}, gem-llm {metadata.version('gem-llm')}"
 
     def reset(self, seed: int) -> str:
-        # numpy takes no more bits
-        observation, info = self._with_generators(lambda: self._env.reset(seed=seed % 2**32))
-        return _seen(observation, info)
+        return super().reset(seed % 2**32)  # numpy takes no more bits
 
-    def step(self, action: str) -> tuple[str, float, bool, bool, Mapping[str, Any]]:
-        observation, reward, terminated, truncated, info = self._with_generators(lambda: self._env.step(action))
-        return _seen(observation, info), checked_reward(reward), bool(terminated), bool(truncated), info
-
-    def close(self) -> None:
-        close = getattr(self._env, "close", None)
-        if close is not None:
-            close()
-
-    def _with_generators(self, call: Callable[[], Value]) -> Value:
+    def run(self, call: Callable[[], Any]) -> Any:
         with _GENERATORS:
             others = random.getstate(), np.random.get_state()
             random.setstate(self._drawn[0])
@@ -70,13 +47,12 @@ class _GemWorld(World):
                 random.setstate(others[0])
                 np.random.set_state(others[1])
 
-
-def _seen(observation: Any, info: Mapping[str, Any]) -> str:
-    """Return an observation between the prefix and the suffix of its info, as GEM's wrapper joins them."""
-    text = text_of(observation)
-    suffix = str(info.get("suffix", ""))
-    between = "\n" if suffix and text and not text.endswith("\n") else ""
-    return f"{info.get('prefix', '')}{text}{between}{suffix}"
+    def seen(self, observation: Any, info: Mapping[str, Any]) -> str:
+        """Return an observation between the prefix and the suffix of its info, as GEM's wrapper joins them."""
+        text = text_of(observation)
+        suffix = str(info.get("suffix", ""))
+        between = "\n" if suffix and text and not text.endswith("\n") else ""
+        return f"{info.get('prefix', '')}{text}{between}{suffix}"
 
 
 def _gem() -> Any:
@@ -91,9 +67,7 @@ def _gem() -> Any:
 class Gem(StepEnvironment):
     name = "gem"
     options = GemOptions
-
-    def make(self, options: GemOptions) -> World:
-        return _GemWorld(options)
+    world_class = GemWorld
 
 
 GEM = Gem()

@@ -18,7 +18,6 @@ from penstock.agents.environments.adapters.text_steps import (
     StepEnvironment,
     StepOptions,
     World,
-    checked_reward,
     text_of,
 )
 from penstock.protocol.errors import ConfigError
@@ -46,38 +45,24 @@ class GymnasiumOptions(StepOptions):
         return self
 
 
-class _GymnasiumWorld(World):
+class GymnasiumWorld(World):
     def __init__(self, options: GymnasiumOptions) -> None:
         """Make it; raises ConfigError for one whose actions cannot be written as text."""
         self._options = options
-        self._env = _gymnasium().make(options.id, **options.make)
+        library = _gymnasium()
+        self.env, self._spaces = library.make(options.id, **options.make), library.spaces
+        spec = self.env.spec
+        self.version = f"{spec.id if spec is not None else options.id}, gymnasium {library.__version__}"
         try:
-            self._spaces = _gymnasium().spaces
             self._check_actions()
         except BaseException:
-            self._env.close()
+            self.env.close()
             raise
 
-    @property
-    def version(self) -> str:
-        spec = self._env.spec
-        return f"{spec.id if spec is not None else self._options.id}, gymnasium {_gymnasium().__version__}"
-
-    def reset(self, seed: int) -> str:
-        observation, _ = self._env.reset(seed=seed)
-        return self._seen(observation)
-
-    def step(self, action: str) -> tuple[str, float, bool, bool, Mapping[str, Any]]:
-        observation, reward, terminated, truncated, info = self._env.step(self._action(action))
-        return self._seen(observation), checked_reward(reward), bool(terminated), bool(truncated), info
-
-    def close(self) -> None:
-        self._env.close()
-
-    def _seen(self, observation: Any) -> str:
+    def seen(self, observation: Any, info: Mapping[str, Any]) -> str:
         if self._options.observation == "observation":
             return text_of(observation)
-        shown = self._env.render()
+        shown = self.env.render()
         if not isinstance(shown, str):
             raise TypeError(
                 f'render() returns a {type(shown).__name__}, expected text; write make.render_mode = "ansi" if {self._options.id} has it'
@@ -85,28 +70,21 @@ class _GymnasiumWorld(World):
         return shown
 
     def _check_actions(self) -> None:
-        space, names = self._env.action_space, self._options.actions
+        space, names = self.env.action_space, self._options.actions
         if names:
             if not isinstance(space, self._spaces.Discrete) or space.n != len(names):
                 raise ConfigError(
                     f"options.actions has {len(names)} names, and the actions of {self._options.id} are {space}"
                 )
-        elif not isinstance(
-            space,
-            (
-                self._spaces.Text,
-                self._spaces.Discrete,
-                self._spaces.MultiDiscrete,
-                self._spaces.MultiBinary,
-                self._spaces.Box,
-            ),
-        ):
+            return
+        kinds = ("Text", "Discrete", "MultiDiscrete", "MultiBinary", "Box")
+        if not isinstance(space, tuple(getattr(self._spaces, kind) for kind in kinds)):
             raise ConfigError(
                 f"the actions of {self._options.id} are {space}, which no text of an answer can be; wrap it"
             )
 
-    def _action(self, text: str) -> Any:
-        space, names = self._env.action_space, self._options.actions
+    def action(self, text: str) -> Any:
+        space, names = self.env.action_space, self._options.actions
         if names:
             lowered = [name.strip().lower() for name in names]
             if text.lower() not in lowered:
@@ -145,9 +123,7 @@ def _gymnasium() -> Any:
 class Gymnasium(StepEnvironment):
     name = "gymnasium"
     options = GymnasiumOptions
-
-    def make(self, options: GymnasiumOptions) -> World:
-        return _GymnasiumWorld(options)
+    world_class = GymnasiumWorld
 
 
 GYMNASIUM = Gymnasium()

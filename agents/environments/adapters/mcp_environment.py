@@ -23,8 +23,7 @@ from penstock.agents.environments.adapters.mcp_sessions import (
     sweep,
 )
 from penstock.agents.environments.episode_environment import Attempt, Begun, RowUnfit, Site
-from penstock.agents.environments.play import Play, Reply, Row, done
-from penstock.agents.environments.tools.tool import shortened
+from penstock.agents.environments.play import Play, Reply, Row, called, done, read_arguments
 from penstock.agents.environments.turn_environment import TurnEnvironment, check_reply_deadline
 from penstock.agents.proxy.messages import Message, ToolCall
 from penstock.protocol.config.environment_settings import EnvironmentDefinition
@@ -34,9 +33,8 @@ from penstock.rollout_service.environments.environment import Sampler
 
 class McpPlay(Play):
     def __init__(self, seed: int, row: Row, options: McpOptions, reached: Reached) -> None:
-        if not row.messages or row.messages[-1].role != "user":
-            raise ValueError("its messages are none, or do not end with one of the user")
         self._row, self._options = row, options
+        self._prompt = row.asked()
         self._sessions = McpSessions(seed, options, reached)
         self._tools: dict[str, ServerTool] = {}
         self._reward: ServerTool | None = None
@@ -53,18 +51,14 @@ class McpPlay(Play):
         self._tools = {name: tools[name] for name in wanted}
         self._reward = tools.get(self._options.reward_tool)
         self.tools = tuple(tool.as_function(name) for name, tool in self._tools.items())
-        return self._row.messages
+        return self._prompt
 
     async def step(self, answer: Message) -> Reply:
         if not answer.tool_calls:
             return done(await self._rewarded(answer.content))
         results = await side_by_side(self._result(call, number) for number, call in enumerate(answer.tool_calls))
-        messages = [
-            Message("tool", self._cut(result.text), tool_call_id=call.id, name=call.name)
-            for call, result in zip(answer.tool_calls, results, strict=True)
-        ]
-        errors = sum(result.is_error for result in results)
-        return Reply(tuple(messages), parts={"tool_calls": float(len(results)), "tool_errors": float(errors)})
+        texts = [(self._options.shortened(result.text), result.is_error) for result in results]
+        return called(answer.tool_calls, texts)
 
     async def score(self) -> float:
         return await self._rewarded("")
@@ -79,11 +73,9 @@ class McpPlay(Play):
         if tool is None:
             return _error(f"there is no tool {call.name[:100]!r}; there are {', '.join(self._tools) or 'none'}")
         try:
-            arguments = json.loads(call.arguments or "{}")
-        except (ValueError, RecursionError) as err:
-            return _error(f"the arguments are no JSON: {str(err)[:200]}")
-        if not isinstance(arguments, dict):
-            return _error("the arguments are no JSON object")
+            arguments = read_arguments(call)
+        except ValueError as err:
+            return _error(str(err))
         return await tool.connection.call(tool.name, arguments)
 
     async def _rewarded(self, answer: str) -> float:
@@ -100,9 +92,6 @@ class McpPlay(Play):
                 f'the tool {self._options.reward_tool} returns no reward (a number, or {{"reward": NUMBER}}): {result.text[:200]!r}'
             )
         return value
-
-    def _cut(self, text: str) -> str:
-        return shortened(text, self._options.max_output_chars, self._options.output_cut)
 
 
 class Mcp(TurnEnvironment):
@@ -125,9 +114,7 @@ class Mcp(TurnEnvironment):
 
     def play(self, seed: int, row: Row, options: McpOptions) -> McpPlay:
         if self.chosen is None:
-            raise ValueError(
-                'mcp needs servers: write [environment.define.NAME] with type = "mcp" and options.servers, and name that'
-            )
+            raise ValueError(self.needs_definition("options.servers"))
         self._reached = self._reached or Reached.of(self.chosen, self.own_servers)  # tried without a model
         return McpPlay(seed, row, self.chosen, self._reached)
 

@@ -11,31 +11,30 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Protocol, Self, TypeVar
 
-import structlog
 from pydantic import AfterValidator, ConfigDict, Field, model_validator
 
 from penstock.agents.environments import program_process
 from penstock.agents.environments.adapters import mcp_connection
 from penstock.agents.environments.adapters.mcp_connection import McpConnection, Mode, ServerFailed
-from penstock.agents.environments.episode_environment import PlayOptions
-from penstock.agents.environments.server_urls import AllowedTargets, called_url, read_token
-from penstock.agents.environments.tools.tool import Cut, Tool, ToolArguments, ToolEpisode, ToolError, ToolUnavailable
-from penstock.protocol.config.connection import Section
+from penstock.agents.environments.shared_options import (
+    CallOptions,
+    ProcessOptions,
+    TargetOptions,
+    called_url,
+    read_token,
+)
+from penstock.agents.environments.tools.tool import Tool, ToolArguments, ToolEpisode, ToolError, ToolUnavailable
 from penstock.protocol.transport import tls
-from penstock.serving.target_policy import PRIVATE_TARGETS, OwnServer, TargetPolicy
+from penstock.serving.target_policy import OwnServer, TargetPolicy
 
-log = structlog.get_logger("rollout.mcp")
 _Value = TypeVar("_Value")
 
 
-class McpServer(Section):
+class McpServer(ProcessOptions):
     command: list[str] = Field(
         default_factory=list,
         description="Program and arguments of a server that talks over standard input and output; run for each episode.",
     )
-    folder: str = Field(".", description="Where it starts, relative to the worker's working folder.")
-    variables: dict[str, str] = Field(default_factory=dict, description="Its environment variables.")
-    pass_variables: list[str] = Field(default_factory=list, description="Variables of the worker that it gets too.")
     url: str = Field("", description="URL of a server that talks streamable HTTP; one session for each episode.")
     token_file: Path | None = Field(
         None, description="File with a token that is sent to the URL as `Authorization: Bearer`."
@@ -65,7 +64,7 @@ def _named(name: str) -> str:
 ServerName = Annotated[str, AfterValidator(_named)]
 
 
-class ServerLimits(PlayOptions):
+class ServerLimits(TargetOptions):
     """What an environment with MCP servers reads of them, and where it may call them."""
 
     max_message_bytes: int = Field(
@@ -73,13 +72,9 @@ class ServerLimits(PlayOptions):
         ge=65_536,
         description="Longest message of an MCP server that is read; one that sends a longer one has failed.",
     )
-    allowed_targets: AllowedTargets = Field(
-        PRIVATE_TARGETS,
-        description="Networks (CIDR) and host names of URLs that may be called; loopback and private ranges unless given.",
-    )
 
 
-class McpOptions(ServerLimits):
+class McpOptions(ServerLimits, CallOptions):
     servers: dict[ServerName, McpServer] = Field(
         min_length=1,
         max_length=16,
@@ -92,17 +87,10 @@ class McpOptions(ServerLimits):
         "",
         description='A tool that the policy cannot call: called at the end with what its schema has of answer and ground_truth; it returns a number, or {"reward": NUMBER}.',
     )
-    call_deadline_s: float = Field(
-        30.0, gt=0, description="Seconds of one call; then the policy reads that it had no answer."
-    )
     max_parallel_calls: int = Field(
         8, ge=1, le=256,
         description="Calls of one answer that are made, all at once; to the others an error is the answer.",
     )  # fmt: skip
-    max_output_chars: int = Field(
-        8192, ge=1, le=1_000_000, description="Characters of an answer of a tool that the policy reads."
-    )
-    output_cut: Cut = Field("end", description="Where a longer answer is shortened: end, middle, start.")
 
     @model_validator(mode="after")
     def _hides_the_reward(self) -> Self:
@@ -113,7 +101,9 @@ class McpOptions(ServerLimits):
         return self
 
 
-class SessionOptions(Protocol):
+class ReachedOptions(Protocol):
+    """What `mcp` and `tools` both say of their servers."""
+
     @property
     def servers(self) -> Mapping[str, McpServer]: ...
 
@@ -123,8 +113,7 @@ class SessionOptions(Protocol):
     @property
     def max_message_bytes(self) -> int: ...
 
-    @property
-    def allowed_targets(self) -> tuple[str, ...]: ...
+    def policy(self, own_servers: Sequence[OwnServer]) -> TargetPolicy: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,15 +123,14 @@ class Reached:
     tokens: Mapping[str, str]  # by the server's name
 
     @classmethod
-    def of(cls, options: SessionOptions, own_servers: Sequence[OwnServer]) -> Self:
+    def of(cls, options: ReachedOptions, own_servers: Sequence[OwnServer]) -> Self:
         mcp_connection.library()
         tokens = {
             name: read_token(server.token_file, f"options.servers.{name}.token_file")
             for name, server in options.servers.items()
             if server.token_file
         }
-        policy = TargetPolicy(options.allowed_targets, own_servers, key="options.allowed_targets")
-        return cls(policy, tls.trust_own_authority(ssl.create_default_context()), tokens)
+        return cls(options.policy(own_servers), tls.trust_own_authority(ssl.create_default_context()), tokens)
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,7 +150,7 @@ class ServerTool:
 
 
 class McpSessions:
-    def __init__(self, seed: int, options: SessionOptions, reached: Reached) -> None:
+    def __init__(self, seed: int, options: ReachedOptions, reached: Reached) -> None:
         self._connections = {
             name: _connection(name, server, seed, options, reached) for name, server in options.servers.items()
         }
@@ -180,9 +168,7 @@ class McpSessions:
 
 def sweep() -> None:
     """End servers of workers that have exited, with what these had started, and delete their folders."""
-    killed, deleted = program_process.sweep(Path(tempfile.gettempdir()))
-    if killed or deleted:
-        log.warning("ended servers of a worker that has exited", processes_killed=killed, folders_deleted=deleted)
+    program_process.sweep(Path(tempfile.gettempdir()))
 
 
 async def side_by_side(work: Iterable[Coroutine[Any, Any, _Value]]) -> list[_Value]:
@@ -195,7 +181,7 @@ async def side_by_side(work: Iterable[Coroutine[Any, Any, _Value]]) -> list[_Val
     return [task.result() for task in tasks]
 
 
-def _connection(name: str, server: McpServer, seed: int, options: SessionOptions, reached: Reached) -> McpConnection:
+def _connection(name: str, server: McpServer, seed: int, options: ReachedOptions, reached: Reached) -> McpConnection:
     known = mcp_connection.ServerProcess()
     if server.url:
         headers = {"Penstock-Seed": str(seed)}

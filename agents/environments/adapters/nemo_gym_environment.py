@@ -20,13 +20,11 @@ from penstock.agents.environments.adapters.nemo_gym_session import (
     Sessions,
     Verified,
 )
-from penstock.agents.environments.play import Play, Reply, Row
-from penstock.agents.environments.tools.tool import shortened
+from penstock.agents.environments.play import Play, Reply, Row, called, read_arguments
 from penstock.agents.environments.turn_environment import ServerEnvironment, check_reply_deadline
 from penstock.agents.proxy.api.responses import output_items, read_request
 from penstock.agents.proxy.messages import Message, RequestRefused, ToolCall
 from penstock.protocol.config.environment_settings import EnvironmentDefinition
-from penstock.serving import strict_json
 
 _PARAMS = "responses_create_params"
 # A tool's name is a path of its server, which has these for itself (`RESERVED_MCP_TOOL_NAMES` of NeMo-Gym).
@@ -131,20 +129,19 @@ class NemoGymPlay(Play):
     async def step(self, answer: Message) -> Reply:
         """Make the calls of an answer in turn; one without a call, and a tool that says so, end the episode. Raises GymFailed."""
         self._output += output_items(answer, f"{self._id}_{len(self._output)}")
-        messages: list[Message] = []
-        errors, is_done = 0, not answer.tool_calls
+        results: list[tuple[str, bool]] = []
+        is_done = not answer.tool_calls
         for number, call in enumerate(answer.tool_calls):
             whole, is_error = await self._result(call, number)
-            errors += is_error
             is_done = is_done or (self._options.use_done_flag and not is_error and _says_done(whole))
-            text = shortened(whole, self._options.max_output_chars, self._options.output_cut)
-            self._output.append({"type": "function_call_output", "call_id": call.id, "output": text})
-            messages.append(Message("tool", text, tool_call_id=call.id, name=call.name))
-        parts = {"tool_calls": float(len(messages)), "tool_errors": float(errors)} if messages else {}
+            results.append((self._options.shortened(whole), is_error))
+            self._output.append({"type": "function_call_output", "call_id": call.id, "output": results[-1][0]})
+        reply = called(answer.tool_calls, results)
         if not is_done:
-            return Reply(tuple(messages), parts=parts)
+            return reply
         verified = await self._verify()
-        return Reply(reward=verified.reward, is_done=True, parts={**verified.parts, **parts})
+        parts = {**verified.parts, **(reply.parts if results else {})}
+        return Reply(reward=verified.reward, is_done=True, parts=parts)
 
     async def score(self) -> float:
         return (await self._verify()).reward
@@ -165,11 +162,9 @@ class NemoGymPlay(Play):
             named = ", ".join(sorted(self._names)) or "none"
             return f"error: there is no tool {call.name[:100]!r}; there are {named}", True
         try:
-            arguments = strict_json.loads((call.arguments or "{}").encode("utf-8", "surrogatepass"))
-        except strict_json.AmbiguousJson as err:
-            return f"error: the arguments are no JSON: {err}", True
-        if not isinstance(arguments, dict):
-            return "error: the arguments are no JSON object", True
+            arguments = read_arguments(call)
+        except ValueError as err:
+            return f"error: {err}", True
         assert self._session is not None
         return await self._session.call(call.name, arguments)
 

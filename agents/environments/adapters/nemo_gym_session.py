@@ -25,14 +25,12 @@ from typing import Any
 
 from pydantic import Field
 
-from penstock.agents.environments.episode_environment import PlayOptions
 from penstock.agents.environments.over_http.servers import PASSING, Server, ServerFull, Servers, open_session
-from penstock.agents.environments.server_urls import AllowedTargets, ServerUrls, read_token, urls_of
-from penstock.agents.environments.tools.tool import Cut
+from penstock.agents.environments.shared_options import CallOptions, SessionOptions, read_token, urls_of
 from penstock.protocol.errors import PenstockError
 from penstock.serving import strict_json
 from penstock.serving.http_connections import Answer, HttpConnections
-from penstock.serving.target_policy import PRIVATE_TARGETS, OwnServer, TargetPolicy
+from penstock.serving.target_policy import OwnServer
 
 ALIVE_WITHIN_S = 10.0  # a server that has not answered a call answers anything within this time
 _KEEP_S = 60.0
@@ -43,42 +41,23 @@ _NO_ACCESS = (401, 403, 405, 407)  # the run file is wrong, not the policy
 _NO_PATH = {"detail": "Not Found"}  # FastAPI's answer where nothing is served; a 404 of a tool says what was not found
 
 
-class NemoGymOptions(PlayOptions):
+class NemoGymOptions(SessionOptions, CallOptions):
     """Options of ``nemo_gym``."""
 
-    url: ServerUrls = Field(
-        min_length=1,
-        description="URL of the resources server, or a list of the URLs of servers that play the same environment.",
-    )
     token_file: Path | None = Field(
         None, description="File with a token that is sent to the URLs as `Authorization: Bearer`."
-    )
-    call_deadline_s: float = Field(
-        30.0, gt=0, description="Seconds of one call; then the policy reads that it had no answer."
     )
     max_calls: int = Field(
         8, ge=1, le=256,
         description="Calls of one answer that are made, one after another; to the others an error is the answer. 1 for a row with parallel_tool_calls = false.",
     )  # fmt: skip
-    max_output_chars: int = Field(
-        8192, ge=1, le=1_000_000, description="Characters of an answer of a tool that the policy reads."
-    )
-    output_cut: Cut = Field("end", description="Where a longer answer is shortened: end, middle, start.")
     use_done_flag: bool = Field(
         False, description="An answer of a tool that is a JSON object with a true `done` ends the episode."
     )
-    place_deadline_s: float = Field(
-        50.0, gt=0, le=86_400,
-        description="Seconds that an episode waits for a server that takes it; less than reply_deadline_s.",
-    )  # fmt: skip
     max_message_bytes: int = Field(
         16 * 1024 * 1024, ge=1024, le=64 * 1024 * 1024,
         description="Longest answer of the server that is read; that of /verify holds the whole conversation again.",
     )  # fmt: skip
-    allowed_targets: AllowedTargets = Field(
-        PRIVATE_TARGETS,
-        description="Networks (CIDR) and host names that may be called; loopback and private ranges unless given.",
-    )
 
 
 class GymFailed(PenstockError):
@@ -192,7 +171,7 @@ class Sessions:
         self._connections = HttpConnections(
             keep_s=_KEEP_S,
             headers={"Authorization": f"Bearer {token}"} if token else {},
-            policy=TargetPolicy(options.allowed_targets, own_servers, key="options.allowed_targets"),
+            policy=options.policy(own_servers),
             max_answer_bytes=options.max_message_bytes,
         )
         self._servers = Servers(urls_of(options.url))

@@ -20,26 +20,24 @@ from pydantic import Field, JsonValue
 from penstock.agents.environments.adapters.text_steps import text_of
 from penstock.agents.environments.games.actions import ActionOptions, find_action, malformed, opening
 from penstock.agents.environments.over_http.servers import Server, ServerFull, Servers, open_session
-from penstock.agents.environments.play import Play, Reply, Row
-from penstock.agents.environments.server_urls import AllowedTargets, ServerUrls, urls_of
+from penstock.agents.environments.play import Play, Reply, Row, called, read_arguments
+from penstock.agents.environments.shared_options import SessionOptions, urls_of
 from penstock.agents.environments.turn_environment import ServerEnvironment
+from penstock.agents.proxy.api.fields import function_tool
 from penstock.agents.proxy.messages import Message, ToolCall
 from penstock.protocol.errors import PenstockError
 from penstock.serving import strict_json
 from penstock.serving.http_connections import ConnectionFailed, HttpConnections
-from penstock.serving.target_policy import PRIVATE_TARGETS, OwnServer, TargetPolicy
+from penstock.serving.target_policy import OwnServer
 
 _KEEP_S = 60.0
 _OPEN_S = 15.0  # to accept a session; its reset takes as long as a reply may
 _CLOSE_S = 5.0
 
 
-class OpenEnvOptions(ActionOptions):
+class OpenEnvOptions(SessionOptions, ActionOptions):
     """Options of ``openenv``."""
 
-    url: ServerUrls = Field(
-        min_length=1, description="URL of the server, without /ws, or a list of URLs that play the same environment."
-    )
     reset: dict[str, JsonValue] = Field(
         default_factory=dict, description="Arguments of reset besides seed and episode_id."
     )
@@ -62,16 +60,8 @@ class OpenEnvOptions(ActionOptions):
         False,
         description="The environment has tools: the policy calls them, and an answer without a call ends the episode.",
     )
-    place_deadline_s: float = Field(
-        50.0, gt=0, le=86_400,
-        description="Seconds that an episode waits for a free session; less than reply_deadline_s.",
-    )  # fmt: skip
     max_message_bytes: int = Field(
         4 * 1024 * 1024, ge=1024, le=64 * 1024 * 1024, description="Longest message of the server that is read."
-    )
-    allowed_targets: AllowedTargets = Field(
-        PRIVATE_TARGETS,
-        description="Networks (CIDR) and host names that may be called; loopback and private ranges unless given.",
     )
 
 
@@ -127,8 +117,7 @@ class OpenEnvSession:
 
 class Sessions:
     def __init__(self, options: OpenEnvOptions, own_servers: Sequence[OwnServer]) -> None:
-        policy = TargetPolicy(options.allowed_targets, own_servers, key="options.allowed_targets")
-        self._connections = HttpConnections(keep_s=_KEEP_S, policy=policy)
+        self._connections = HttpConnections(keep_s=_KEEP_S, policy=options.policy(own_servers))
         self._servers = Servers(urls_of(options.url))
         self._options = options
 
@@ -194,24 +183,21 @@ class OpenEnvPlay(Play):
         return Reply((Message("user", self._shown),), reward)
 
     async def _called(self, answer: Message) -> Reply:
-        messages: list[Message] = []
-        reward, errors, is_done = 0.0, 0, False
+        results: list[tuple[str, bool]] = []
+        reward, is_done = 0.0, not answer.tool_calls
         for call in answer.tool_calls:
             text, result = await self._result(call)
             reward += _reward(result)
-            errors += text.startswith("error: ")
-            messages.append(Message("tool", text, tool_call_id=call.id, name=call.name))
+            results.append((text, text.startswith("error: ")))
             if is_done := bool(result.get("done")):
                 break
-        parts = {"tool_calls": float(len(messages)), "tool_errors": float(errors)}
-        if is_done:
-            return Reply(reward=reward, is_done=True, parts=parts)
-        return Reply(tuple(messages), reward, is_done=not messages, parts=parts)
+        return called(answer.tool_calls, results, reward, is_done=is_done)
 
     async def _result(self, call: ToolCall) -> tuple[str, dict[str, Any]]:
-        arguments = _object(call.arguments or "{}")
-        if arguments is None:
-            return "error: the arguments are no JSON object", {}
+        try:
+            arguments = read_arguments(call)
+        except ValueError as err:
+            return f"error: {err}", {}
         try:
             result = await self._ask("step", {"type": "call_tool", "tool_name": call.name, "arguments": arguments})
         except ActionRefused as err:
@@ -229,18 +215,10 @@ class OpenEnvPlay(Play):
         tools = (answer.get("result") or {}).get("tools")
         if not isinstance(tools, list) or not tools:
             raise OpenEnvFailed(f"options.tools is true, and the environment lists no tools: {str(answer)[:300]}")
+        schemas = (tool.get("inputSchema") or tool.get("input_schema") or None for tool in tools)
         return tuple(
-            {
-                "type": "function",
-                "function": {
-                    "name": tool["name"],
-                    "description": tool.get("description") or "",
-                    "parameters": tool.get("inputSchema")
-                    or tool.get("input_schema")
-                    or {"type": "object", "properties": {}},
-                },
-            }
-            for tool in tools
+            function_tool(tool["name"], tool.get("description") or "", schema, "tools")
+            for tool, schema in zip(tools, schemas, strict=True)
         )
 
     async def _ask(self, kind: str, data: Mapping[str, Any]) -> dict[str, Any]:

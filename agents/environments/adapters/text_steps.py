@@ -11,7 +11,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from pydantic import Field
 
@@ -40,24 +40,39 @@ class NoAction(Exception):
 
 
 class World(ABC):
-    """One environment of another library. Its methods run on a thread, one after another."""
+    """One environment of another library, in ``env``. Its methods run on a thread, one after another."""
 
-    @property
-    @abstractmethod
-    def version(self) -> str:
-        """The environment and the library's version."""
+    env: Any
+    version: str  # the environment and the library's version
 
-    @abstractmethod
     def reset(self, seed: int) -> str:
         """Begin the episode that follows from the seed; return the first observation."""
+        observation, info = self.run(lambda: self.env.reset(seed=seed))
+        return self.seen(observation, info)
 
-    @abstractmethod
-    def step(self, action: str) -> tuple[str, float, bool, bool, Mapping[str, Any]]:
+    def step(self, text: str) -> tuple[str, float, bool, bool, Mapping[str, Any]]:
         """Return observation, reward, terminated, truncated and info; raises NoAction, after which nothing has moved."""
+        action = self.action(text)
+        observation, reward, terminated, truncated, info = self.run(lambda: self.env.step(action))
+        if not math.isfinite(reward := float(reward)):
+            raise ValueError(f"the environment's reward is {reward}, expected a finite number")
+        return self.seen(observation, info), reward, bool(terminated), bool(truncated), info
+
+    def close(self) -> None:
+        if hasattr(self.env, "close"):
+            self.env.close()
+
+    def run(self, call: Callable[[], Any]) -> Any:
+        """Return what a call of the library returns."""
+        return call()
+
+    def action(self, text: str) -> Any:
+        """Return the action that a text is; raises NoAction."""
+        return text
 
     @abstractmethod
-    def close(self) -> None:
-        """Give up what it holds."""
+    def seen(self, observation: Any, info: Mapping[str, Any]) -> str:
+        """Return what the policy reads of an observation."""
 
 
 class StepPlay(Play):
@@ -94,23 +109,23 @@ class StepPlay(Play):
 
 
 class StepEnvironment(TurnEnvironment):
-    @abstractmethod
-    def make(self, options: Any) -> World:
-        """Return a new world; raises ConfigError without the library, or for options that it cannot be made of."""
+    world_class: ClassVar[
+        Callable[[Any], World]
+    ]  # raises ConfigError without the library, or for options that do not fit
 
     def use_model(self, folder: Path, context_tokens: int | None) -> None:
         super().use_model(folder, context_tokens)
         if self.chosen is None:
             return
         try:
-            self.make(self.chosen).close()
+            type(self).world_class(self.chosen).close()
         except ConfigError as err:
             raise ConfigError(f"environment {self.name}: {err}") from None
         except Exception as err:
             raise ConfigError(f"environment {self.name}: {type(self).name}.make: {type(err).__name__}: {err}") from err
 
     def play(self, seed: int, row: Row, options: Any) -> StepPlay:
-        return StepPlay(seed, row, options, self.make)
+        return StepPlay(seed, row, options, type(self).world_class)
 
 
 def _number(info: Mapping[str, Any], name: str) -> float:
@@ -133,10 +148,3 @@ def _plain(value: Any) -> Any:
     if hasattr(value, "tolist"):
         return value.tolist()
     raise TypeError(f"an observation holds a {type(value).__name__}, which is neither text nor JSON")
-
-
-def checked_reward(value: Any) -> float:
-    reward = float(value)
-    if not math.isfinite(reward):
-        raise ValueError(f"the environment's reward is {reward}, expected a finite number")
-    return reward

@@ -20,7 +20,7 @@ from typing import Any
 from pydantic import Field
 
 from penstock.agents.environments.episode_environment import PlayOptions
-from penstock.agents.environments.play import Play, Reply, Row, done
+from penstock.agents.environments.play import Play, Reply, Row, called, done
 from penstock.agents.environments.turn_environment import TurnEnvironment
 from penstock.agents.proxy.messages import Message, ToolCall
 from penstock.protocol.errors import ConfigError
@@ -45,8 +45,7 @@ def methods_of(instance: Any) -> dict[str, Callable[..., Any]]:
 
 class TrlPlay(Play):
     def __init__(self, seed: int, row: Row, make: Callable[[], Any]) -> None:
-        if not row.messages or row.messages[-1].role != "user":
-            raise ValueError("its messages are none, or do not end with one of the user")
+        row.asked()
         self._seed, self._row, self._make = seed, row, make
         self._instance: Any = None
         self._methods: dict[str, Callable[..., Any]] = {}
@@ -66,13 +65,7 @@ class TrlPlay(Play):
     async def step(self, answer: Message) -> Reply:
         if not answer.tool_calls:
             return done(await self.score())
-        messages: list[Message] = []
-        failed = 0
-        for call in answer.tool_calls:
-            text, is_error = await self._result(call)
-            messages.append(Message("tool", text, tool_call_id=call.id, name=call.name))
-            failed += is_error
-        return Reply(tuple(messages), parts={"tool_calls": float(len(messages)), "tool_errors": float(failed)})
+        return called(answer.tool_calls, [await self._result(call) for call in answer.tool_calls])
 
     async def score(self) -> float:
         method = getattr(self._instance, "get_reward", None)

@@ -13,12 +13,13 @@ from pydantic import Field, JsonValue
 
 from penstock.agents.environments.episode_environment import PlayOptions
 from penstock.agents.environments.program import Program, ProgramOptions
+from penstock.agents.environments.shared_options import ProcessOptions
 from penstock.protocol.config.environment_settings import EnvironmentDefinition
 
 _RUNNER = Path(__file__).with_name("verifiers_runner.py")
 
 
-class VerifiersOptions(PlayOptions):
+class VerifiersOptions(ProcessOptions, PlayOptions):
     """What verifiers plays, and with which interpreter."""
 
     python: str = Field(
@@ -31,8 +32,6 @@ class VerifiersOptions(PlayOptions):
         ".",
         description="Where it starts, relative to the worker's working folder; tasksets are imported from there too.",
     )
-    variables: dict[str, str] = Field(default_factory=dict, description="Its environment variables.")
-    pass_variables: list[str] = Field(default_factory=list, description="Variables of the worker that it gets too.")
     version: str = Field("", max_length=200, description="Recorded with each episode; raise it when the tasks change.")
 
 

@@ -4,13 +4,28 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import Literal
+from typing import Any, ClassVar, Literal, NamedTuple
 
 from pydantic import Field, field_validator
 
 from penstock.agents.environments.episode_environment import PlayOptions
-from penstock.agents.environments.play import Reply, Row
+from penstock.agents.environments.play import Play, Reply, Row
+from penstock.agents.environments.turn_environment import TurnEnvironment
 from penstock.agents.proxy.messages import Message
+
+DIRECTIONS = {"left": (0, -1), "down": (1, 0), "right": (0, 1), "up": (-1, 0)}  # neighbours are at right angles
+_MOVES = {name[:end]: name for name in DIRECTIONS for end in (1, len(name))}
+
+
+class Place(NamedTuple):
+    """Row and column of a field, counted from the upper left corner."""
+
+    row: int
+    column: int
+
+    def moved(self, direction: str, fields: int = 1) -> Place:
+        down, right = DIRECTIONS[direction]
+        return Place(self.row + fields * down, self.column + fields * right)
 
 
 class PatternOptions(PlayOptions):
@@ -55,6 +70,11 @@ def find_action(answer: str, options: PatternOptions) -> str:
     return matches[-1].strip() if matches else ""
 
 
+def find_move(answer: str, options: PatternOptions) -> str | None:
+    """Return the direction that an answer names, by its word or its first letter; None: it names none."""
+    return _MOVES.get(find_action(answer, options).lower())
+
+
 def opening(row: Row, options: ActionOptions, rules: str, state: str) -> tuple[Message, ...]:
     system = tuple(message for message in row.messages if message.role == "system")
     prompt = row.messages[-1].content if row.messages else ""
@@ -64,3 +84,17 @@ def opening(row: Row, options: ActionOptions, rules: str, state: str) -> tuple[M
 
 def malformed(options: ActionOptions, text: str, state: str, parts: Mapping[str, float]) -> Reply:
     return Reply((Message("user", text),), options.format_penalty, False, {**parts, "malformed": 1.0}, state)
+
+
+def malformed_move(options: ActionOptions, state: str) -> Reply:
+    return malformed(options, f"Answer with left, right, up or down.\n{state}", state, {"success": 0.0})
+
+
+class Game(TurnEnvironment):
+    """A built-in game, whose ``play_class`` is made of seed, row and options."""
+
+    version = "1"
+    play_class: ClassVar[type[Any]]
+
+    def play(self, seed: int, row: Row, options: Any) -> Play:
+        return self.play_class(seed, row, options)

@@ -14,10 +14,9 @@ from typing import Any
 
 from pydantic import Field
 
-from penstock.agents.environments.games.actions import ActionOptions, find_action, opening
+from penstock.agents.environments.games.actions import ActionOptions, Game, find_action, opening
 from penstock.agents.environments.games.arithmetic import evaluate
 from penstock.agents.environments.play import Play, Reply, Row
-from penstock.agents.environments.turn_environment import TurnEnvironment
 from penstock.agents.proxy.messages import Message, ToolCall
 
 _NUMBER = re.compile(r"-?[0-9]{1,100}")
@@ -94,13 +93,10 @@ def _calculate(call: ToolCall) -> str:
     return str(evaluate(expression))
 
 
-class Calculator(TurnEnvironment):
+class Calculator(Game):
     name = "calculator"
-    version = "1"
     options = CalculatorOptions
-
-    def play(self, seed: int, row: Row, options: CalculatorOptions) -> CalculatorPlay:
-        return CalculatorPlay(seed, row, options)
+    play_class = CalculatorPlay
 
 
 CALCULATOR = Calculator()

@@ -8,22 +8,21 @@ from __future__ import annotations
 
 import random
 from collections import deque
-from typing import NamedTuple
 
 from pydantic import Field
 
-from penstock.agents.environments.games.actions import ActionOptions, find_action, malformed, opening
+from penstock.agents.environments.games.actions import (
+    DIRECTIONS,
+    ActionOptions,
+    Game,
+    Place,
+    find_move,
+    malformed_move,
+    opening,
+)
 from penstock.agents.environments.play import Play, Reply, Row
-from penstock.agents.environments.turn_environment import TurnEnvironment
 from penstock.agents.proxy.messages import Message
 
-_STEPS = {
-    "left": (0, -1),
-    "down": (1, 0),
-    "right": (0, 1),
-    "up": (-1, 0),
-}  # in turning order: neighbours are at right angles
-_MOVES = {name[:end]: name for name in _STEPS for end in (1, len(name))}
 _DRAWS = 10_000  # maps that are drawn before the options are refused
 _RULES = (
     "You are on a frozen lake. P is you, G the goal, O a hole, _ ice. Walk to the goal and into no hole. "
@@ -39,13 +38,6 @@ class FrozenLakeOptions(ActionOptions):
     is_slippery: bool = Field(
         False, description="A move goes to either side of where it was meant in two of three cases."
     )
-
-
-class Place(NamedTuple):
-    """Row and column of a field, counted from the upper left corner."""
-
-    row: int
-    column: int
 
 
 def draw_lake(seed: int, size: int, hole_chance: float) -> frozenset[Place]:
@@ -67,7 +59,7 @@ def shortest_path(holes: frozenset[Place], size: int) -> list[str] | None:
         at, path = waiting.popleft()
         if at == goal:
             return path
-        for move in _STEPS:
+        for move in DIRECTIONS:
             to = _moved(at, move, size)
             if to not in seen and to not in holes:
                 seen.add(to)
@@ -87,10 +79,9 @@ class FrozenLakePlay(Play):
         return opening(self._row, self._options, _RULES, self.lake())
 
     def step(self, answer: Message) -> Reply:
-        move = _MOVES.get(find_action(answer.content, self._options).lower())
+        move = find_move(answer.content, self._options)
         if move is None:
-            text = f"Answer with left, right, up or down.\n{self.lake()}"
-            return malformed(self._options, text, self.lake(), {"success": 0.0})
+            return malformed_move(self._options, self.lake())
         self._at = _moved(self._at, self._slipped(move), self._options.size)
         if self._at == self._goal:
             return Reply(reward=1.0, is_done=True, parts={"success": 1.0})
@@ -106,22 +97,18 @@ class FrozenLakePlay(Play):
     def _slipped(self, move: str) -> str:
         if not self._options.is_slippery:
             return move
-        names = list(_STEPS)
+        names = list(DIRECTIONS)
         return names[(names.index(move) + self._slips.choice((-1, 0, 1))) % 4]
 
 
 def _moved(at: Place, move: str, size: int) -> Place:
-    down, right = _STEPS[move]
-    return Place(min(max(at.row + down, 0), size - 1), min(max(at.column + right, 0), size - 1))
+    return Place(*(min(max(number, 0), size - 1) for number in at.moved(move)))
 
 
-class FrozenLake(TurnEnvironment):
+class FrozenLake(Game):
     name = "frozen_lake"
-    version = "1"
     options = FrozenLakeOptions
-
-    def play(self, seed: int, row: Row, options: FrozenLakeOptions) -> FrozenLakePlay:
-        return FrozenLakePlay(seed, row, options)
+    play_class = FrozenLakePlay
 
 
 FROZEN_LAKE = FrozenLake()

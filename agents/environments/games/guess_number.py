@@ -7,9 +7,8 @@ import re
 
 from pydantic import Field
 
-from penstock.agents.environments.games.actions import ActionOptions, find_action, malformed, opening
+from penstock.agents.environments.games.actions import ActionOptions, Game, find_action, malformed, opening
 from penstock.agents.environments.play import Play, Reply, Row
-from penstock.agents.environments.turn_environment import TurnEnvironment
 from penstock.agents.proxy.messages import Message
 
 _NUMBER = re.compile(r"[0-9]{1,9}")
@@ -50,13 +49,10 @@ class GuessNumberPlay(Play):
         return f"{self._low}-{self._high}"
 
 
-class GuessNumber(TurnEnvironment):
+class GuessNumber(Game):
     name = "guess_number"
-    version = "1"
     options = GuessNumberOptions
-
-    def play(self, seed: int, row: Row, options: GuessNumberOptions) -> GuessNumberPlay:
-        return GuessNumberPlay(seed, row, options)
+    play_class = GuessNumberPlay
 
 
 GUESS_NUMBER = GuessNumber()

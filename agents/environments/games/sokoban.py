@@ -7,11 +7,17 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from pydantic import Field
 
-from penstock.agents.environments.games.actions import ActionOptions, find_action, malformed, opening
+from penstock.agents.environments.games.actions import (
+    DIRECTIONS,
+    ActionOptions,
+    Place,
+    find_move,
+    malformed_move,
+    opening,
+)
 from penstock.agents.environments.play import Play, Reply, Row
 from penstock.agents.environments.turn_environment import TurnEnvironment
 from penstock.agents.proxy.messages import Message
@@ -19,23 +25,10 @@ from penstock.agents.proxy.messages import Message
 _DRAWS = 1_000  # rooms that are drawn before the options are refused
 _WALK = 60  # moves backwards from the solved room, for each box
 
-DIRECTIONS = {"left": (0, -1), "down": (1, 0), "right": (0, 1), "up": (-1, 0)}
-_MOVES = {name[:end]: name for name in DIRECTIONS for end in (1, len(name))}
 _RULES = (
     "Push every box onto a target. # is a wall, _ floor, O a target, X a box, * a box on a target, P you, S you on a target. "
     "You push a box by walking against it; it moves if the field behind it is free. Answer with one move: left, right, up or down."
 )
-
-
-class Place(NamedTuple):
-    """Row and column of a field, counted from the upper left corner."""
-
-    row: int
-    column: int
-
-    def moved(self, direction: str, fields: int = 1) -> Place:
-        down, right = DIRECTIONS[direction]
-        return Place(self.row + fields * down, self.column + fields * right)
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,10 +107,9 @@ class SokobanPlay(Play):
         return opening(self._row, self._options, _RULES, self.room())
 
     def step(self, answer: Message) -> Reply:
-        move = _MOVES.get(find_action(answer.content, self._options).lower())
+        move = find_move(answer.content, self._options)
         if move is None:
-            text = f"Answer with left, right, up or down.\n{self.room()}"
-            return malformed(self._options, text, self.room(), {"success": 0.0})
+            return malformed_move(self._options, self.room())
         before = len(self._boxes & self._level.targets)
         self._move(move)
         on_targets = len(self._boxes & self._level.targets)

@@ -10,42 +10,36 @@ import contextlib
 import secrets
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
 from pydantic import Field, JsonValue, model_validator
 
-from penstock.agents.environments.episode_environment import (
-    Attempt,
-    Begun,
-    EpisodeEnvironment,
-    PlayOptions,
-    RowUnfit,
-    Site,
-)
+from penstock.agents.environments.episode_environment import NotStarted, RowUnfit
 from penstock.agents.environments.over_http import wire
 from penstock.agents.environments.over_http.registry import NAME_PATTERN, RegistryFollower
 from penstock.agents.environments.over_http.servers import (
     AnswerUnfit,
     EnvironmentClient,
     Server,
+    ServerFull,
     ServerRefused,
     Servers,
     ServerUnreachable,
-    take_place,
+    open_session,
 )
-from penstock.agents.environments.play import Play, Played, Reply, Row, play_episode
-from penstock.agents.environments.server_urls import AllowedTargets, ServerUrls, urls_of
+from penstock.agents.environments.play import Play, Reply, Row
+from penstock.agents.environments.shared_options import ServerUrls, TargetOptions, urls_of
+from penstock.agents.environments.turn_environment import PlayEnvironment
 from penstock.agents.proxy.messages import Message, RequestRefused
-from penstock.agents.proxy.session import EpisodeSession
+from penstock.protocol.config.environment_settings import EpisodeSettings
 from penstock.protocol.errors import ConfigError, PenstockError
 from penstock.protocol.transport import tls
 from penstock.protocol.transport.key_value import KeyValue
-from penstock.rollout_service.environments.environment import Sampler, ServerRegistry
+from penstock.rollout_service.environments.environment import ServerRegistry
 from penstock.serving import signature
 from penstock.serving.http_connections import HttpConnections
-from penstock.serving.target_policy import PRIVATE_TARGETS, OwnServer, TargetPolicy
+from penstock.serving.target_policy import OwnServer
 
 Answer = TypeVar("Answer", wire.Stepped, wire.Scored)
 
@@ -53,160 +47,7 @@ _END_S = 5.0
 _KEEP_S = 60.0  # an idle connection; a server that closes it earlier costs a repeated call, and no episode
 
 
-class NotStarted(PenstockError):
-    """No server started the episode; another attempt may succeed."""
-
-
-class RowRefused(PenstockError):
-    """The server can make no episode of the row; another attempt would not help."""
-
-
-@dataclass(frozen=True, slots=True)
-class Wanted:
-    episode: str  # the same in every attempt
-    attempt: int
-    seed: int
-    row: Row
-    options: wire.Object
-    version: str  # of the rules; empty: any
-
-
-@dataclass(frozen=True, slots=True)
-class Limits:
-    """Seconds of each phase of an episode."""
-
-    place_s: float  # to find a server with a place
-    start_s: float  # of the server, for one start
-    reply_s: float  # of the server, for one step, its repetitions included
-    episode_s: float  # after the start
-
-
-class HttpPlay(Play):
-    def __init__(
-        self, client: EnvironmentClient, server: Server, episode_id: str, first: Sequence[Message], limits: Limits
-    ) -> None:
-        self.version = ""
-        self._client, self._server, self._id = client, server, episode_id
-        self._first, self._limits = first, limits
-        self._steps = 0
-        self.scores = False  # True: the server says what the last step gets where a limit of the run ended the episode
-
-    def start(self) -> Sequence[Message]:
-        return self._first
-
-    async def step(self, answer: Message) -> Reply:
-        self._steps += 1
-        body = wire.Step(step=self._steps, message=wire.written(answer))
-        url = f"{self._server.url}/episodes/{self._id}/step"
-        stepped = await self._call(url, f"{self._id}.{self._steps}", body, wire.Stepped)
-        try:
-            return wire.read_reply(stepped)
-        except RequestRefused as err:
-            raise AnswerUnfit(f"{url} answers messages that are none: {err}") from None
-
-    async def score(self) -> float:
-        if not self.scores:
-            return 0.0
-        url = f"{self._server.url}/episodes/{self._id}/score"
-        return (await self._call(url, f"{self._id}.score", wire.Score(step=self._steps), wire.Scored)).reward
-
-    async def _call(self, url: str, call_id: str, body: wire.Step | wire.Score, expected: type[Answer]) -> Answer:
-        try:
-            return await self._client.call_until_answered(
-                url, call_id, body, expected, self._limits.reply_s, lambda: self._server.is_leased
-            )
-        except ServerUnreachable:
-            self._server.failed(time.monotonic())
-            raise
-
-    async def close(self) -> None:
-        self._server.running -= 1
-        await end_episode(self._client, self._server, self._id)
-
-
-async def end_episode(client: EnvironmentClient, server: Server, episode_id: str) -> None:
-    url = f"{server.url}/episodes/{episode_id}"
-    try:
-        async with asyncio.timeout(_END_S):
-            await client.delete(url, f"{episode_id}.end")
-    except TimeoutError:
-        raise ServerUnreachable(f"{url} was not ended within {_END_S:g} s") from None
-
-
-async def start_episode(client: EnvironmentClient, servers: Servers, wanted: Wanted, limits: Limits) -> HttpPlay:
-    """Start an episode at a server that has a place, and wait for one; raises NotStarted, or RowRefused."""
-    ends, last = time.monotonic() + limits.place_s, ""
-    while True:
-        server = await take_place(servers, ends)
-        if server is None:
-            raise NotStarted(
-                f"no server had a place within {limits.place_s:g} s (place_deadline_s): {servers.why_none(last)}"
-            )
-        try:
-            return await _start_at(server, client, wanted, limits)
-        except ServerUnreachable as err:
-            server.failed(time.monotonic())
-            last = str(err)
-        except ServerRefused as err:
-            if err.code == "row_refused":
-                raise RowRefused(str(err)) from None
-            if err.is_passing:
-                server.is_full(time.monotonic(), err.retry_after_s or 1.0)
-            elif (
-                err.code == "wrong_version" and server.version and not wanted.version
-            ):  # it was replaced, not registered
-                server.failed(time.monotonic())
-            elif err.code:  # of this episode, and no reason to keep others away
-                raise NotStarted(str(err)) from None
-            else:  # of a gateway, before servers that are being replaced
-                server.failed(time.monotonic())
-            last = str(err)
-
-
-async def _start_at(server: Server, client: EnvironmentClient, wanted: Wanted, limits: Limits) -> HttpPlay:
-    body = wire.Start(
-        id=secrets.token_hex(16), episode=wanted.episode, attempt=wanted.attempt, seed=str(wanted.seed),
-        version=wanted.version or server.version, deadline_s=limits.start_s + limits.episode_s,
-        row=wire.WireRow.of(wanted.row), options=wanted.options,
-    )  # fmt: skip
-    try:
-        try:
-            async with asyncio.timeout(limits.start_s):
-                started = await client.call("POST", f"{server.url}/episodes", f"{body.id}.start", body, wire.Started)
-        except TimeoutError:
-            raise ServerUnreachable(
-                f"{server.url} did not start an episode within {limits.start_s:g} s (start_deadline_s)"
-            ) from None
-        play = _read_play(client, server, body.id, wanted.version, started, limits)
-    except BaseException as err:
-        server.running -= 1
-        if not isinstance(err, ServerRefused):  # it may have been started
-            with contextlib.suppress(PenstockError):
-                await end_episode(client, server, body.id)
-        if isinstance(err, PenstockError) and not isinstance(err, (ServerRefused, ServerUnreachable)):
-            raise NotStarted(str(err)) from None
-        raise
-    server.works()
-    return play
-
-
-def _read_play(
-    client: EnvironmentClient, server: Server, episode_id: str, version: str, started: wire.Started, limits: Limits
-) -> HttpPlay:
-    if version not in ("", started.version):
-        raise AnswerUnfit(
-            f"{server.url} plays version {started.version!r}, and the run expects {version!r} (options.version)"
-        )
-    try:
-        request = wire.read(started.messages, started.tools)
-    except RequestRefused as err:
-        raise AnswerUnfit(f"{server.url} starts with messages or tools that are none: {err}") from None
-    play = HttpPlay(client, server, episode_id, request.messages, limits)
-    play.tools, play.version, play.scores = request.tools, started.version, started.scores
-    return play
-
-
-class HttpOptions(PlayOptions):
+class HttpOptions(TargetOptions):
     """Where an environment is served, and how."""
 
     url: ServerUrls = Field(
@@ -241,11 +82,6 @@ class HttpOptions(PlayOptions):
     max_reply_bytes: int = Field(
         4 * 1024 * 1024, ge=1024, le=64 * 1024 * 1024, description="Longest answer of a server that is read."
     )
-    allowed_targets: AllowedTargets = Field(
-        PRIVATE_TARGETS,
-        description="Networks (CIDR) and host names of servers that may be called; loopback and private ranges unless given. "
-        "Link-local and metadata addresses are always refused.",
-    )
 
     @model_validator(mode="after")
     def _has_servers(self) -> HttpOptions:
@@ -257,19 +93,137 @@ class HttpOptions(PlayOptions):
         return () if self.secret_file is None else signature.read_secrets(self.secret_file, "options.secret_file")
 
 
-class Http(EpisodeEnvironment):
+class Sessions:
+    """The servers that play an environment, and the episodes that are started there."""
+
+    def __init__(self, options: HttpOptions, settings: EpisodeSettings, own_servers: Sequence[OwnServer]) -> None:
+        connections = HttpConnections(
+            keep_s=_KEEP_S, policy=options.policy(own_servers),
+            max_answer_bytes=options.max_reply_bytes, ca_file=options.ca_file,
+            ca_key="options.ca_file" if options.ca_file else tls.AUTHORITY,
+        )  # fmt: skip
+        self.client = EnvironmentClient(connections, options.secrets())
+        self.servers = Servers(urls_of(options.url), registered=options.registered, version=options.version)
+        self.settings = settings
+        self._options = options
+
+    async def open(self, episode: str, attempt: int, seed: int, row: Row) -> HttpPlay:
+        """Start an episode at a server that has a place, and wait for one; raises NotStarted, or RowUnfit."""
+
+        async def start(server: Server, undo: contextlib.AsyncExitStack) -> HttpPlay:
+            body = wire.Start(
+                id=secrets.token_hex(16), episode=episode, attempt=attempt, seed=str(seed),
+                version=self._options.version or server.version,
+                deadline_s=self._options.start_deadline_s + self.settings.episode_deadline_s,
+                row=wire.WireRow.of(row), options=self._options.options,
+            )  # fmt: skip
+            return await self._start_at(server, body, undo)
+
+        place_s = self._options.place_deadline_s
+        try:
+            return await open_session(self.servers, start, place_s, NotStarted, rests=ServerUnreachable)
+        except PenstockError as err:
+            raise NotStarted(str(err)) from None
+
+    async def _start_at(self, server: Server, body: wire.Start, undo: contextlib.AsyncExitStack) -> HttpPlay:
+        start_s, version = self._options.start_deadline_s, self._options.version
+        undo.push_async_callback(self._end_quietly, server, body.id)  # it may have been started
+        try:
+            async with asyncio.timeout(start_s):
+                started = await self.client.call(
+                    "POST", f"{server.url}/episodes", f"{body.id}.start", body, wire.Started
+                )
+        except TimeoutError:
+            raise ServerUnreachable(
+                f"{server.url} did not start an episode within {start_s:g} s (start_deadline_s)"
+            ) from None
+        except ServerRefused as err:
+            undo.pop_all()
+            raise self._refused(err, server) from None
+        if version not in ("", started.version):
+            raise AnswerUnfit(
+                f"{server.url} plays version {started.version!r}, and the run expects {version!r} (options.version)"
+            )
+        return HttpPlay(self, server, body.id, started)
+
+    def _refused(self, err: ServerRefused, server: Server) -> Exception:
+        """Return what a refused start means: of the row, of this attempt, or of the server."""
+        if err.code == "row_refused":
+            return RowUnfit(str(err))
+        if err.is_passing:
+            return ServerFull(str(err), err.retry_after_s or None)
+        if not err.code or (err.code == "wrong_version" and server.version and not self._options.version):
+            return ServerUnreachable(str(err))  # a gateway before servers that are being replaced; an old registration
+        return NotStarted(str(err))
+
+    async def _end_quietly(self, server: Server, episode_id: str) -> None:
+        with contextlib.suppress(PenstockError):
+            await self.end(server, episode_id)
+
+    async def end(self, server: Server, episode_id: str) -> None:
+        url = f"{server.url}/episodes/{episode_id}"
+        try:
+            async with asyncio.timeout(_END_S):
+                await self.client.delete(url, f"{episode_id}.end")
+        except TimeoutError:
+            raise ServerUnreachable(f"{url} was not ended within {_END_S:g} s") from None
+
+
+class HttpPlay(Play):
+    def __init__(self, sessions: Sessions, server: Server, episode_id: str, started: wire.Started) -> None:
+        """Take over an episode that was started; raises AnswerUnfit."""
+        try:
+            request = wire.read(started.messages, started.tools)
+        except RequestRefused as err:
+            raise AnswerUnfit(f"{server.url} starts with messages or tools that are none: {err}") from None
+        self._first, self.tools, self.version = request.messages, request.tools, started.version
+        self._scores = started.scores
+        self._sessions, self._server, self._id = sessions, server, episode_id
+        self._steps = 0
+
+    def start(self) -> Sequence[Message]:
+        return self._first
+
+    async def step(self, answer: Message) -> Reply:
+        self._steps += 1
+        body = wire.Step(step=self._steps, message=wire.written(answer))
+        stepped = await self._call("step", str(self._steps), body, wire.Stepped)
+        try:
+            return wire.read_reply(stepped)
+        except RequestRefused as err:
+            raise AnswerUnfit(f"{self._url('step')} answers messages that are none: {err}") from None
+
+    async def score(self) -> float:
+        if not self._scores:
+            return 0.0
+        return (await self._call("score", "score", wire.Score(step=self._steps), wire.Scored)).reward
+
+    def _url(self, action: str) -> str:
+        return f"{self._server.url}/episodes/{self._id}/{action}"
+
+    async def _call(self, action: str, call: str, body: wire.Step | wire.Score, expected: type[Answer]) -> Answer:
+        try:
+            return await self._sessions.client.call_until_answered(
+                self._url(action), f"{self._id}.{call}", body, expected, self._sessions.settings.reply_deadline_s,
+                lambda: self._server.is_leased,
+            )  # fmt: skip
+        except ServerUnreachable:
+            self._server.failed(time.monotonic())
+            raise
+
+    async def close(self) -> None:
+        self._server.running -= 1
+        await self._sessions.end(self._server, self._id)
+
+
+class Http(PlayEnvironment):
     name = "http"
     options = HttpOptions
 
     def __init__(self) -> None:
         super().__init__()
-        self._own: tuple[OwnServer, ...] = ()
         self._registry: ServerRegistry | None = None
-        self._servers: Servers | None = None
-        self._client: EnvironmentClient | None = None
-
-    def never_call(self, servers: Sequence[OwnServer]) -> None:
-        self._own = tuple(servers)
+        self.sessions: Sessions | None = None
 
     @property
     def registered(self) -> str:
@@ -287,57 +241,20 @@ class Http(EpisodeEnvironment):
             self.connect()
 
     def connect(self) -> None:
-        chosen: HttpOptions = self.chosen
-        connections = HttpConnections(
-            keep_s=_KEEP_S, policy=TargetPolicy(chosen.allowed_targets, self._own, key="options.allowed_targets"),
-            max_answer_bytes=chosen.max_reply_bytes, ca_file=chosen.ca_file,
-            ca_key="options.ca_file" if chosen.ca_file else tls.AUTHORITY,
-        )  # fmt: skip
-        self._client = EnvironmentClient(connections, chosen.secrets())
-        self._servers = Servers(urls_of(chosen.url), registered=chosen.registered, version=chosen.version)
-        if chosen.registered:
+        self.sessions = Sessions(self.chosen, self.settings, self.own_servers)
+        if self.registered:
             if self._registry is None:
-                raise ConfigError(f"options.registered = {chosen.registered!r}: servers are found on NATS, in a run")
-            self._registry.follow(chosen.registered, self._servers.read)
+                raise ConfigError(f"options.registered = {self.registered!r}: servers are found on NATS, in a run")
+            self._registry.follow(self.registered, self.sessions.servers.read)
 
-    async def attempt(self, site: Site, begun: Begun, sampler: Sampler) -> Attempt:
-        try:
-            row = Row.of(begun.task)
-        except ValueError as err:
-            raise RowUnfit(str(err)) from None
-        session = EpisodeSession(
-            begun.name, site.model, sampler, begun.task.sampling, self.limits(), begun.sampling_seed
-        )
-        version = ""
-        try:
-            play = await self.start(begun.name, begun.attempt, begun.seed, row)
-            version = play.version
-            played = await play_episode(session, play, self.settings, site.executor)
-        except RowRefused as err:
-            raise RowUnfit(str(err)) from None
-        except NotStarted as err:
-            played = Played("failed", problem=str(err))
-        finally:
-            made = session.end()
-        return Attempt(session, made, played, version)
-
-    async def start(self, episode: str, attempt: int, seed: int, row: Row) -> HttpPlay:
-        if self._client is None or self._servers is None:
-            raise RowUnfit(
-                'http needs a server: write [environment.define.NAME] with type = "http" and options = { url = "http://..." }, '
-                "and name that"
-            )
-        chosen: HttpOptions = self.chosen
-        limits = Limits(
-            chosen.place_deadline_s, chosen.start_deadline_s, self.settings.reply_deadline_s,
-            self.settings.episode_deadline_s,
-        )  # fmt: skip
-        wanted = Wanted(episode, attempt, seed, row, chosen.options, chosen.version)
-        return await start_episode(self._client, self._servers, wanted, limits)
+    async def begin_play(self, episode: str, attempt: int, seed: int, row: Row) -> HttpPlay:
+        if self.sessions is None:
+            raise RowUnfit(self.needs_definition('options = { url = "http://..." }'))
+        return await self.sessions.open(episode, attempt, seed, row)
 
     async def close(self) -> None:
-        if self._client is not None:
-            await self._client.close()
+        if self.sessions is not None:
+            await self.sessions.client.close()
 
 
 HTTP = Http()

@@ -16,12 +16,12 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Callable, Collection, Mapping
 from dataclasses import dataclass
-from typing import Annotated, Literal, TypeVar
+from typing import Annotated, Literal, Self
 
 import structlog
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
-from penstock.agents.environments.server_urls import checked_url
+from penstock.agents.environments.shared_options import checked_url
 from penstock.protocol.errors import PenstockError
 from penstock.protocol.groups import first_problem
 from penstock.protocol.transport.key_value import KeyValue, change_value
@@ -48,6 +48,18 @@ class NameTaken(RegistrationRefused):
 class _Stored(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
+    @classmethod
+    def read(cls, value: bytes) -> Self:
+        """Return what a value of the bucket holds; raises ValueError, which names the field at fault."""
+        strict_json.loads(value)  # raises for JSON with two readings
+        try:
+            return cls.model_validate_json(value)
+        except ValidationError as err:
+            raise ValueError(f"no {cls.__name__}: {first_problem(err, 'the value', most=200)}") from None
+
+    def to_json(self) -> bytes:
+        return self.model_dump_json().encode()
+
 
 class RegisteredServer(_Stored):
     url: Annotated[str, Field(max_length=2000), AfterValidator(checked_url)]
@@ -66,9 +78,6 @@ class Registered(_Stored):
     version: str = Field(min_length=1, max_length=100)  # the one that gets new episodes
     servers: tuple[RegisteredServer, ...] = Field(max_length=MAX_SERVERS)
 
-    def to_json(self) -> bytes:
-        return self.model_dump_json().encode()
-
 
 class Lease(_Stored):
     """What a server said when its lease was renewed."""
@@ -77,9 +86,6 @@ class Lease(_Stored):
     lease_s: float = Field(gt=0, allow_inf_nan=False)
     running: int = Field(ge=0)
     draining: bool = False  # by itself: it was asked to stop
-
-
-_Kind = TypeVar("_Kind", bound=_Stored)
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,22 +107,6 @@ class Listed:
 
 def key(name: str) -> str:
     return f"{ENVIRONMENT}{name}"
-
-
-def read_registered(value: bytes) -> Registered:
-    return _parsed(value, Registered)
-
-
-def read_lease(value: bytes) -> Lease:
-    return _parsed(value, Lease)
-
-
-def _parsed(value: bytes, kind: type[_Kind]) -> _Kind:
-    strict_json.loads(value)  # raises for JSON with two readings
-    try:
-        return kind.model_validate_json(value)
-    except ValidationError as err:
-        raise ValueError(f"no {kind.__name__}: {first_problem(err, 'the value', most=200)}") from None
 
 
 def admit(
@@ -163,41 +153,30 @@ async def list_environments(store: KeyValue) -> dict[str, Listed]:
     states: dict[str, tuple[Registered | None, str]] = {}
     leases: dict[str, dict[str, Lease]] = {}
     for entry in await store.entries():
-        try:
-            if entry.key.startswith(ENVIRONMENT):
-                states[entry.key.removeprefix(ENVIRONMENT)] = (None, "")
-                value = read_registered(entry.value)
-                states[entry.key.removeprefix(ENVIRONMENT)] = (value, "")
-            elif entry.key.startswith(PREFIX):
-                name, _, of_server = entry.key.removeprefix(PREFIX).rpartition(".")
-                leases.setdefault(name, {})[of_server] = read_lease(entry.value)
-        except ValueError as err:
-            problem = f"{store.bucket}/{entry.key} is unreadable: {err}"
-            if entry.key.startswith(ENVIRONMENT):
-                states[entry.key.removeprefix(ENVIRONMENT)] = (None, problem)
+        if entry.key.startswith(ENVIRONMENT):
+            try:
+                state = Registered.read(entry.value), ""
+            except ValueError as err:
+                state = None, f"{store.bucket}/{entry.key} is unreadable: {err}"
+            states[entry.key.removeprefix(ENVIRONMENT)] = state
+        elif entry.key.startswith(PREFIX):
+            name, _, of_server = entry.key.removeprefix(PREFIX).rpartition(".")
+            with contextlib.suppress(ValueError):  # as if there were none
+                leases.setdefault(name, {})[of_server] = Lease.read(entry.value)
     return {name: Listed(value, leases.get(name, {}), problem) for name, (value, problem) in states.items()}
 
 
 async def register(store: KeyValue, name: str, server: RegisteredServer, lease: Lease, *, replace: bool) -> None:
     """Register a server; raises NameTaken, or RegistrationRefused."""
     await _put_lease(store, name, server, lease)  # first, so that nobody sees it without one
-    leased: set[str] = set()
-    num_names = 0
 
-    async def read() -> tuple[Registered, int | None]:
-        nonlocal leased, num_names
-        entry = await _read(store, name)
-        leased = await _leased(store, name)  # after the servers: each has its lease by then
-        num_names = 0 if entry[1] is not None else len(await store.entries(ENVIRONMENT))
-        return entry
-
-    def admitted(state: Registered) -> Registered:
-        if num_names >= MAX_NAMES:
+    def admitted(state: Registered, leased: Collection[str], num_names: int) -> Registered:
+        if state is _EMPTY and num_names >= MAX_NAMES:
             raise RegistrationRefused(f"{MAX_NAMES} environments are registered; stop the servers of one first")
         return admit(name, None if state is _EMPTY else state, server, leased, replace=replace)
 
     try:
-        await change_value(store, key(name), read, admitted, Registered.to_json)
+        await _change(store, name, admitted)
     except PenstockError:
         await store.delete(lease_key(name, server.id))
         raise
@@ -213,34 +192,19 @@ async def renew(store: KeyValue, name: str, server: RegisteredServer, lease: Lea
 async def unregister(store: KeyValue, name: str, server: RegisteredServer) -> None:
     """Remove a server; the name goes with its last one."""
     await store.delete(lease_key(name, server.id))
-    leased: set[str] = set()
-
-    async def read() -> tuple[Registered, int | None]:
-        nonlocal leased
-        entry = await _read(store, name)
-        leased = await _leased(store, name)
-        return entry
-
-    state, _ = await change_value(
-        store, key(name), read, lambda state: without(state, server.id, leased), Registered.to_json
-    )
-    if not state.servers and state is not _EMPTY:
-        await _delete_if_empty(store, name)
+    state = await _change(store, name, lambda state, leased, _: without(state, server.id, leased))
+    if not state.servers and not (await _read(store, name))[0].servers:
+        await store.delete(key(name))
 
 
 async def drain(store: KeyValue, name: str, url: str | None, *, on: bool) -> list[str]:
     """Take the servers at a URL (None: all of the name) out of service, or put them back; return their URLs."""
-    state = await _change(store, name, lambda state: drained(state, url, on=on))
+    state = await _change(store, name, lambda state, *_: drained(state, url, on=on))
     return [server.url for server in state.servers if url in (None, server.url)]
 
 
-async def _leased(store: KeyValue, name: str) -> set[str]:
-    return {entry.key.rpartition(".")[2] for entry in await store.entries(f"{PREFIX}{name}.")}
-
-
 async def _put_lease(store: KeyValue, name: str, server: RegisteredServer, lease: Lease) -> None:
-    value = lease.model_dump_json().encode()
-    await store.put(lease_key(name, server.id), value, ttl_s=lease.lease_s)
+    await store.put(lease_key(name, server.id), lease.to_json(), ttl_s=lease.lease_s)
 
 
 async def _read(store: KeyValue, name: str) -> tuple[Registered, int | None]:
@@ -248,22 +212,32 @@ async def _read(store: KeyValue, name: str) -> tuple[Registered, int | None]:
     if entry is None:
         return _EMPTY, None
     try:
-        return read_registered(entry.value), entry.revision
+        return Registered.read(entry.value), entry.revision
     except ValueError as err:
         raise RegistrationRefused(
             f"{store.bucket}/{key(name)} is unreadable: {err}; remove it: nats kv purge {store.bucket} {key(name)}"
         ) from None
 
 
-async def _change(store: KeyValue, name: str, change: Callable[[Registered], Registered]) -> Registered:
-    state, _ = await change_value(store, key(name), lambda: _read(store, name), change, Registered.to_json)
+async def _change(
+    store: KeyValue, name: str, change: Callable[[Registered, Collection[str], int], Registered]
+) -> Registered:
+    """Change what is registered, given also the ids of servers with a valid lease, and how many names there are."""
+    leased: set[str] = set()
+    num_names = 0
+
+    async def read() -> tuple[Registered, int | None]:
+        nonlocal leased, num_names
+        entry = await _read(store, name)
+        leases = await store.entries(f"{PREFIX}{name}.")  # after the servers: each has its lease by then
+        leased = {lease.key.rpartition(".")[2] for lease in leases}
+        num_names = len(await store.entries(ENVIRONMENT)) if entry[1] is None else 0
+        return entry
+
+    state, _ = await change_value(
+        store, key(name), read, lambda state: change(state, leased, num_names), Registered.to_json
+    )
     return state
-
-
-async def _delete_if_empty(store: KeyValue, name: str) -> None:
-    state, _ = await _read(store, name)
-    if not state.servers:
-        await store.delete(key(name))
 
 
 class RegistryFollower:

@@ -36,6 +36,10 @@ class ServerUnreachable(PenstockError):
 class ServerFull(PenstockError):
     """It takes no session now."""
 
+    def __init__(self, text: str, rest_s: float | None = None) -> None:
+        super().__init__(text)
+        self.rest_s = rest_s  # as long as it says; None: it does not say
+
 
 class ServerRefused(PenstockError):
     def __init__(self, text: str, *, status: int, code: str, retry_after_s: float) -> None:
@@ -205,7 +209,7 @@ class Servers:
 
     def why_none(self, last: str) -> str:
         if not self._name:
-            return last
+            return last or "all servers rest"
         wanted = f", of which the run expects version {self._version!r} (options.version)" if self._version else ""
         state = self._problem or "not read yet"
         return f"registered environment {self._name!r}: {state}{wanted}{'; ' if last else ''}{last}"
@@ -234,13 +238,15 @@ async def open_session(
     start: Callable[[Server, contextlib.AsyncExitStack], Awaitable[Session]],
     place_deadline_s: float,
     failed: type[PenstockError],
+    rests: type[BaseException] = BaseException,
 ) -> Session:
     """Return what ``start`` returns of a server that takes a session, and wait for one; raises ``failed``.
 
-    Another server is asked where ``start`` raises ServerFull or ConnectionFailed. Where it raises, the place is freed and the
-    server rests first; what ``start`` pushed on its stack is closed then, which may take seconds.
+    Another server is asked where ``start`` raises ServerFull, ServerUnreachable or ConnectionFailed. Where it raises, the place is
+    freed, and after an error that ``rests`` is, which may be a cancellation, the server rests first; what ``start`` pushed on its
+    stack is closed then, which may take seconds.
     """
-    ends, last = time.monotonic() + place_deadline_s, "all servers rest"
+    ends, last = time.monotonic() + place_deadline_s, ""
     while (server := await take_place(servers, ends)) is not None:
         undo = contextlib.AsyncExitStack()
         try:
@@ -248,14 +254,14 @@ async def open_session(
         except BaseException as err:
             server.running -= 1
             if isinstance(err, ServerFull):
-                server.is_full(time.monotonic(), _FULL_S)
-            else:  # cancelled: it took longer than a reply may
+                server.is_full(time.monotonic(), err.rest_s or _FULL_S)
+            elif isinstance(err, rests):
                 server.failed(time.monotonic())
             await undo.aclose()
-            if not isinstance(err, (ServerFull, ConnectionFailed)):
+            if not isinstance(err, (ServerFull, ServerUnreachable, ConnectionFailed)):
                 raise
             last = str(err)
         else:
             server.works()
             return session
-    raise failed(f"no session within {place_deadline_s:g} s (options.place_deadline_s): {last}")
+    raise failed(f"no session within {place_deadline_s:g} s (options.place_deadline_s): {servers.why_none(last)}")

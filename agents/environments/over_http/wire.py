@@ -14,13 +14,14 @@ A score is asked of servers whose `Started` says ``scores``, where a limit of th
 from __future__ import annotations
 
 import base64
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, JsonValue
 
 from penstock.agents.environments.play import Reply, Row
 from penstock.agents.proxy.api.chat_completions import read_request
-from penstock.agents.proxy.messages import AgentRequest, Message, Part
+from penstock.agents.proxy.messages import AgentRequest, Message
+from penstock.protocol.images.admission import AdmittedImage
 
 _MOST = 1e9  # a sum over the turns of an episode stays finite
 
@@ -126,14 +127,12 @@ class Problem(_Body):
 
 
 def written(message: Message) -> Object:
-    made: dict[str, Any] = {"role": message.role, "content": message.content}
-    if message.parts:
-        made["content"] = [_written_part(part) for part in message.parts]
-    optional = {"reasoning_content": message.reasoning, "tool_call_id": message.tool_call_id, "name": message.name}
-    made |= {key: value for key, value in optional.items() if value}
-    if message.tool_calls:
-        made["tool_calls"] = [call.as_dict() for call in message.tool_calls]
-    return made
+    return message.as_dict(_data_url)
+
+
+def _data_url(image: bytes | AdmittedImage) -> Object:
+    data = base64.b64encode(image if isinstance(image, bytes) else image.data).decode()
+    return {"type": "image_url", "image_url": {"url": f"data:image/any;base64,{data}"}}
 
 
 def read(messages: list[Object], tools: list[Object] | None = None) -> AgentRequest:
@@ -154,10 +153,3 @@ def write_reply(reply: Reply) -> Stepped:
         state=reply.state,
         **({"truncated": True} if reply.is_truncated else {}),  # absent: older workers refuse fields they do not know
     )
-
-
-def _written_part(part: Part) -> Object:
-    if isinstance(part, str):
-        return {"type": "text", "text": part}
-    data = base64.b64encode(part if isinstance(part, bytes) else part.data).decode()
-    return {"type": "image_url", "image_url": {"url": f"data:image/any;base64,{data}"}}

@@ -10,30 +10,14 @@ import copy
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal, Self
+from typing import Any, ClassVar, Self
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict
 
 from penstock.agents.environments.episode_environment import PlayOptions
 from penstock.agents.environments.play import Row
-from penstock.protocol.errors import ConfigError, PenstockError
+from penstock.protocol.errors import PenstockError
 from penstock.protocol.extensions import Registry
-
-Cut = Literal["end", "middle", "start"]
-
-
-def shortened(text: str, limit: int, cut: Cut) -> str:
-    """Return a text of at most ``limit`` characters and one mark, which says how many were left out at its ``cut``."""
-    over = len(text) - limit
-    if over <= 0:
-        return text
-    mark = f"[{over} characters left out]"
-    if cut == "end":
-        return f"{text[:limit]}\n{mark}"
-    if cut == "start":
-        return f"{mark}\n{text[over:]}"
-    head = (limit + 1) // 2
-    return f"{text[:head]}\n{mark}\n{text[len(text) - (limit - head) :]}"
 
 
 class ToolError(PenstockError):
@@ -73,14 +57,8 @@ class Tool(ABC):
         self.chosen: Any = None  # an instance of ``options``; None: they are not set yet
 
     def with_options(self, values: Mapping[str, Any], place: str) -> Self:
-        try:
-            chosen = self.options.model_validate(dict(values))
-        except ValidationError as err:
-            problems = (f"{'.'.join(map(str, error['loc'])) or 'options'}: {error['msg']}" for error in err.errors())
-            known = ", ".join(self.options.model_fields) or "no options"
-            raise ConfigError(f"{place}: {'; '.join(problems)}; {self.name} has {known}") from None
         made = copy.copy(self)
-        made.chosen = chosen
+        made.chosen = self.options.checked(values, place, self.name)
         return made
 
     def prepare(self) -> None:  # noqa: B027 - most need nothing

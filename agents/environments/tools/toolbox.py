@@ -29,7 +29,8 @@ from pydantic import Field, ValidationError, model_validator
 
 from penstock.agents.environments.adapters.mcp_sessions import McpServer, ServerLimits, ServerName
 from penstock.agents.environments.games.actions import PatternOptions
-from penstock.agents.environments.tools.tool import Cut, Tool, ToolEpisode, ToolError, ToolUnavailable, shortened
+from penstock.agents.environments.shared_options import CallOptions
+from penstock.agents.environments.tools.tool import Tool, ToolEpisode, ToolError, ToolUnavailable
 from penstock.agents.proxy.messages import Message, ToolCall
 
 Scoring = Literal["none", "text", "number"]
@@ -80,7 +81,7 @@ class ToolServer(McpServer):
     )
 
 
-class ToolsOptions(PatternOptions, ServerLimits):
+class ToolsOptions(PatternOptions, ServerLimits, CallOptions):
     """Options of ``tools``."""
 
     tools: dict[str, dict[str, Any]] = Field(
@@ -124,26 +125,15 @@ class ToolsOptions(PatternOptions, ServerLimits):
         "",
         description="Text after each reply; {turn} in it becomes the number of the next answer, {turns_left} how many are left with it.",
     )
-    call_deadline_s: float = Field(
-        30.0, gt=0, description="Seconds of one call; less than reply_deadline_s of the environment."
-    )
     max_output_chars: int = Field(
         4000, ge=1, le=1_000_000, description="Characters of an answer of a tool that the policy reads."
     )
-    output_cut: Cut = Field("end", description="Where a longer answer is shortened: end, middle, start.")
 
     @model_validator(mode="after")
     def _has_tools(self) -> Self:
         if not (self.tools or self.servers):
             raise ValueError("write tools, or servers that have some")
         return self
-
-
-@dataclass(frozen=True, slots=True)
-class CallLimits:
-    deadline_s: float
-    max_output_chars: int
-    cut: Cut
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,7 +145,7 @@ class Answered:
 @dataclass(slots=True)
 class Toolbox:
     tools: dict[str, Tool]
-    limits: CallLimits
+    limits: CallOptions
     _places: dict[str, asyncio.Semaphore] = field(init=False, default_factory=dict)
     _threads: dict[str, ThreadPoolExecutor] = field(init=False, default_factory=dict)  # of plain tools
     _preparing: threading.Lock = field(init=False, default_factory=threading.Lock)
@@ -196,7 +186,7 @@ class Toolbox:
             text, problem = task.result()
             counts.update([problem] if problem else [])
             counts.update(["shortened_outputs"] if len(text) > self.limits.max_output_chars else [])
-            texts.append(shortened(text, self.limits.max_output_chars, self.limits.cut))
+            texts.append(self.limits.shortened(text))
         refused = len(calls) - len(tasks)
         if refused:
             counts["refused_calls"] = refused
@@ -215,7 +205,7 @@ class Toolbox:
         try:
             text = await self._call(tool, arguments, episode)
         except TimeoutError:
-            return f"error: {tool.name} gave no answer within {self.limits.deadline_s:g} s", "timed_out_calls"
+            return f"error: {tool.name} gave no answer within {self.limits.call_deadline_s:g} s", "timed_out_calls"
         except ToolUnavailable:
             raise
         except ToolError as err:
@@ -228,7 +218,7 @@ class Toolbox:
         place = self._places.setdefault(tool.name, asyncio.Semaphore(tool.max_running))
         await place.acquire()
         if inspect.iscoroutinefunction(tool.call):
-            deadline_s = None if tool.ends_calls else self.limits.deadline_s
+            deadline_s = None if tool.ends_calls else self.limits.call_deadline_s
             try:
                 return _checked(tool, await _within(tool.call(arguments, episode), deadline_s))
             finally:
@@ -238,7 +228,7 @@ class Toolbox:
         threads = self._threads[tool.name]
         running = asyncio.get_running_loop().run_in_executor(threads, tool.call, arguments, episode)
         running.add_done_callback(lambda done: _free(done, place))  # a thread that goes on keeps its place
-        return _checked(tool, await _within(asyncio.shield(running), self.limits.deadline_s))
+        return _checked(tool, await _within(asyncio.shield(running), self.limits.call_deadline_s))
 
 
 async def _within(answer: Any, deadline_s: float | None) -> Any:

@@ -7,7 +7,6 @@ answers by `answer_format`, outside the path of the tokens.
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import json
 from collections import Counter
 from collections.abc import Sequence
@@ -18,10 +17,10 @@ from penstock.agents.environments.adapters.mcp_connection import LISTS_WITHIN_S
 from penstock.agents.environments.adapters.mcp_sessions import McpSessions, McpTool, Reached, ServerTool, sweep
 from penstock.agents.environments.episode_environment import PlayOptions, Site
 from penstock.agents.environments.games.actions import find_action
-from penstock.agents.environments.play import Play, Reply, Row
+from penstock.agents.environments.play import Play, Reply, Row, state_of, with_system_prompt
 from penstock.agents.environments.tools.tool import TOOLS, Tool, ToolEpisode
-from penstock.agents.environments.tools.toolbox import BAD_CALLS, CallLimits, Toolbox, ToolsOptions, is_right
-from penstock.agents.environments.turn_environment import TurnEnvironment
+from penstock.agents.environments.tools.toolbox import BAD_CALLS, Toolbox, ToolsOptions, is_right
+from penstock.agents.environments.turn_environment import TurnEnvironment, check_reply_deadline
 from penstock.agents.proxy.messages import Message, ToolCall, canonical_arguments
 from penstock.protocol.config.environment_settings import EnvironmentDefinition
 from penstock.protocol.errors import ConfigError
@@ -45,14 +44,8 @@ class ToolsPlay(Play):
         if self._servers is not None:
             self._own = self._chosen_of(await self._servers.open())
         self.tools = (*self._toolbox.schemas(), *(tool.schema() for tool in self._own.values()))
-        messages = self._episode.row.messages
-        if not self._options.system:
-            return messages
         schemas = "\n".join(json.dumps(schema, ensure_ascii=False) for schema in self.tools)
-        system = self._options.system.replace("{tools}", schemas)
-        if messages and messages[0].role == "system":
-            return (Message("system", f"{system}\n\n{messages[0].content}"), *messages[1:])
-        return (Message("system", system), *messages)
+        return with_system_prompt(self._episode.row.messages, self._options.system.replace("{tools}", schemas))
 
     async def close(self) -> None:
         if self._servers is not None:
@@ -115,8 +108,7 @@ class ToolsPlay(Play):
         return bool(self._options.repeat_limit) and max(self._made[key] for key in keys) >= self._options.repeat_limit
 
     def _going_on(self, messages: tuple[Message, ...], reward: float, parts: dict[str, float]) -> Reply:
-        said = "\0".join(f"{message.role}\0{message.content}" for message in messages)
-        state = hashlib.blake2b(said.encode("utf-8", "surrogatepass"), digest_size=12).hexdigest()
+        state = state_of(messages)  # without the note, which counts the turns
         if self._options.note:
             left = str(max(self._max_turns - self._turn, 0))
             note = self._options.note.replace("{turns_left}", left).replace("{turn}", str(self._turn + 1))
@@ -140,14 +132,7 @@ class Tools(TurnEnvironment):
         made = super().defined(name, definition)
         chosen: ToolsOptions = made.chosen
         place = f"environment.define.{name}"
-        least = chosen.call_deadline_s + (LISTS_WITHIN_S if chosen.servers else 0.0)
-        if least >= definition.reply_deadline_s:
-            lists = f" and {LISTS_WITHIN_S:g} s to see whether an MCP server still answers" if chosen.servers else ""
-            raise ConfigError(
-                f"{place}.options.call_deadline_s = {chosen.call_deadline_s:g}{lists} must be below {place}.reply_deadline_s = "
-                f"{definition.reply_deadline_s:g}: a call that takes too long is an error for the policy, a reply that does begins "
-                "the episode again"
-            )
+        check_reply_deadline(name, definition, chosen.call_deadline_s, LISTS_WITHIN_S if chosen.servers else 0.0)
         tools: dict[str, Tool] = {}
         for reference, tool_options in chosen.tools.items():
             tool = TOOLS.find(reference).value.with_options(tool_options, f"{place}.options.tools.{reference}")
@@ -155,8 +140,7 @@ class Tools(TurnEnvironment):
                 raise ConfigError(
                     f"{place}.options.tools: two tools are named {tool.name!r}; rename the one of {reference}"
                 )
-        limits = CallLimits(chosen.call_deadline_s, chosen.max_output_chars, chosen.output_cut)
-        made._toolbox = Toolbox(tools, limits)
+        made._toolbox = Toolbox(tools, chosen)
         return made
 
     def use_model(self, folder: Path, context_tokens: int | None) -> None:
@@ -167,11 +151,8 @@ class Tools(TurnEnvironment):
 
     def play(self, seed: int, row: Row, options: PlayOptions) -> ToolsPlay:
         if self._toolbox is None:
-            raise ValueError(
-                'tools are chosen in the run file: write [environment.define.NAME] with type = "tools" and options.tools, and name that'
-            )
-        if not row.messages or row.messages[-1].role != "user":
-            raise ValueError("the row's prompt does not end with a message of the user")
+            raise ValueError(self.needs_definition("options.tools"))
+        row.asked()
         chosen: ToolsOptions = self.chosen  # the run file's alone: they have commands, which are run
         if chosen.answer != "none":
             is_right("", row.ground_truth, chosen.answer)  # a row without a ground truth is refused before it is played

@@ -19,6 +19,7 @@ from penstock.agents.proxy.messages import (
 )
 from penstock.agents.proxy.tree import SampledTurn
 
+PREFIX: str = "msg_"  # of the ids of answers
 _SIGNATURE = "penstock"
 
 
@@ -70,10 +71,7 @@ def _messages(value: Mapping[str, Any], where: str) -> list[Message]:
             inside = block.get("content")
             if isinstance(inside, list):
                 inside = [_as_text(one, at) if isinstance(one, dict) else one for one in inside]
-            if shown := fields.parts(inside, at):
-                messages.append(Message.of_parts("tool", *shown, tool_call_id=call_id))
-            else:
-                messages.append(Message("tool", fields.content(inside, at), tool_call_id=call_id))
+            messages.append(fields.message("tool", inside, at, tool_call_id=call_id))
         elif block.get("type") == "image" and role == "user":
             texts += fields.parts([block], at)
         else:
@@ -153,13 +151,8 @@ def reply(turn: SampledTurn, model: str, created: int, request_id: str) -> dict[
 def events(turn: SampledTurn, body: Mapping[str, Any], model: str, created: int, request_id: str) -> list[bytes]:
     del body
     whole = reply(turn, model, created, request_id)
-    begun = {
-        **whole,
-        "content": [],
-        "stop_reason": None,
-        "stop_sequence": None,
-        "usage": {**whole["usage"], "output_tokens": 0},
-    }
+    begun = {**whole, "content": [], "stop_reason": None, "stop_sequence": None}
+    begun["usage"] = {**whole["usage"], "output_tokens": 0}
     made: list[dict[str, Any]] = [{"type": "message_start", "message": begun}]
     for index, block in enumerate(whole["content"]):
         opened, deltas = _block_events(block)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
 from penstock.agents.proxy.api import fields
 from penstock.agents.proxy.messages import STRICT, AgentRequest, Lenience, Message, RequestRefused, invalid, unsupported
 from penstock.agents.proxy.tree import SampledTurn
 
+PREFIX: str = "chatcmpl-"  # of the ids of answers
 _ROLES = ("system", "developer", "user", "assistant", "tool")
 
 
@@ -47,24 +47,17 @@ def read_message(value: Mapping[str, Any], where: str) -> Message:
     role = value.get("role")
     if role not in _ROLES:
         raise invalid(f"{where}.role must be one of {', '.join(_ROLES)}, got {str(role)[:40]!r}", f"{where}.role")
-    shown = fields.parts(value.get("content"), f"{where}.content") if role in ("user", "tool") else ()
-    if shown:
-        call_id = fields.optional_text(value, "tool_call_id", f"{where}.") if role == "tool" else ""
-        name = fields.optional_text(value, "name", f"{where}.")
-        return replace(Message.of_parts(role, *shown, tool_call_id=call_id), name=name)
-    content = fields.content(value.get("content"), f"{where}.content")
+    content, at = value.get("content"), f"{where}."
     if role != "assistant":
-        return Message(
-            role="system" if role == "developer" else role,
-            content=content,
-            tool_call_id=fields.optional_text(value, "tool_call_id", f"{where}.") if role == "tool" else "",
-            name=fields.optional_text(value, "name", f"{where}."),
-        )
-    calls = fields.objects(value, "tool_calls", f"{where}.")
+        call_id = fields.optional_text(value, "tool_call_id", at) if role == "tool" else ""
+        name = fields.optional_text(value, "name", at)
+        role = "system" if role == "developer" else role
+        return fields.message(role, content, f"{at}content", tool_call_id=call_id, name=name)
+    calls = fields.objects(value, "tool_calls", at)
     reasoning = next((name for name in ("reasoning_content", "reasoning") if value.get(name) is not None), None)
     return Message(
-        role="assistant", content=content, reasoning=fields.text(value, reasoning, f"{where}.") if reasoning else "",
-        tool_calls=tuple(_call(call, f"{where}.tool_calls[{n}]") for n, call in enumerate(calls)),
+        "assistant", fields.content(content, f"{at}content"), fields.text(value, reasoning, at) if reasoning else "",
+        tuple(_call(call, f"{where}.tool_calls[{n}]") for n, call in enumerate(calls)),
     )  # fmt: skip
 
 

@@ -103,6 +103,15 @@ def parts(value: Any, where: str, *, kinds: tuple[str, ...] = ("text",)) -> tupl
     )
 
 
+def message(
+    role: str, value: Any, where: str, *, tool_call_id: str = "", name: str = "", kinds: tuple[str, ...] = ("text",)
+) -> Message:
+    """Return a message with the texts of a content, and with its images where the role may show some."""
+    if shown := parts(value, where, kinds=kinds) if role in ("user", "tool") else ():
+        return replace(Message.of_parts(role, *shown, tool_call_id=tool_call_id), name=name)
+    return Message(role, content(value, where, kinds=kinds), tool_call_id=tool_call_id, name=name)
+
+
 def _is_image(part: Any) -> bool:
     return isinstance(part, dict) and part.get("type") in admission.IMAGE_TYPES
 

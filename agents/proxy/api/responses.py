@@ -9,10 +9,12 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from penstock.agents.proxy.api import fields
-from penstock.agents.proxy.messages import STRICT, AgentRequest, Lenience, Message, ToolCall, invalid, unsupported
+from penstock.agents.proxy.api import chat_completions, fields
+from penstock.agents.proxy.messages import STRICT, AgentRequest, Lenience, Message, invalid, unsupported
 from penstock.agents.proxy.tree import SampledTurn
 
+PREFIX: str = "resp_"  # of the ids of answers
+error = chat_completions.error
 _TEXTS = ("input_text", "output_text", "text", "summary_text", "reasoning_text")
 
 
@@ -91,35 +93,29 @@ def _messages(items: list[tuple[str, dict[str, Any]]]) -> list[Message]:
 
 def _result(item: Mapping[str, Any], where: str) -> Message:
     call_id = fields.text(item, "call_id", f"{where}.")
-    if shown := fields.parts(item.get("output"), f"{where}.output", kinds=_TEXTS):
-        return Message.of_parts("tool", *shown, tool_call_id=call_id)
-    return Message("tool", fields.content(item.get("output"), f"{where}.output", kinds=_TEXTS), tool_call_id=call_id)
+    return fields.message("tool", item.get("output"), f"{where}.output", tool_call_id=call_id, kinds=_TEXTS)
 
 
 def _add_message(
     item: Mapping[str, Any], where: str, messages: list[Message], answer: dict[str, Any], end_answer: Any
 ) -> None:
-    role = item.get("role")
-    if role == "user" and (shown := fields.parts(item.get("content"), f"{where}.content", kinds=_TEXTS)):
-        end_answer()
-        messages.append(Message.of_parts("user", *shown))
-        return
-    content = fields.content(item.get("content"), f"{where}.content", kinds=_TEXTS)
+    role, content = item.get("role"), item.get("content")
     if role == "assistant":
         if answer.get("calls"):
             end_answer()
-        answer.setdefault("content", []).append(content)
+        answer.setdefault("content", []).append(fields.content(content, f"{where}.content", kinds=_TEXTS))
         return
     end_answer()
     if role not in ("user", "system", "developer"):
         raise invalid(f"{where}.role must be user, system, developer or assistant, got {str(role)[:40]!r}", where)
-    messages.append(Message("user" if role == "user" else "system", content))
+    role = "user" if role == "user" else "system"
+    messages.append(fields.message(role, content, f"{where}.content", kinds=_TEXTS))
 
 
 def reply(turn: SampledTurn, model: str, created: int, request_id: str) -> dict[str, Any]:
     is_cut = turn.finish_reason == "length"
     return {
-        **_head(model, created, request_id),
+        "id": request_id, "object": "response", "created_at": created, "model": model,
         "status": "incomplete" if is_cut else "completed",
         "incomplete_details": {"reason": "max_output_tokens"} if is_cut else None,
         "output": output_items(turn.answer, request_id),
@@ -130,14 +126,8 @@ def reply(turn: SampledTurn, model: str, created: int, request_id: str) -> dict[
             "output_tokens_details": {"reasoning_tokens": 0},
             "total_tokens": turn.num_tokens,
         },
-    }
-
-
-def _head(model: str, created: int, request_id: str) -> dict[str, Any]:
-    return {
-        "id": request_id, "object": "response", "created_at": created, "model": model, "error": None,
-        "instructions": None, "metadata": {}, "parallel_tool_calls": True, "temperature": None, "top_p": None,
-        "tool_choice": "auto", "tools": [],
+        "error": None, "instructions": None, "metadata": {}, "parallel_tool_calls": True, "temperature": None,
+        "top_p": None, "tool_choice": "auto", "tools": [],
     }  # fmt: skip
 
 
@@ -149,24 +139,12 @@ def output_items(answer: Message, of: str) -> list[dict[str, Any]]:
         items.append({"id": f"rs_{of}", "type": "reasoning", "summary": [], "content": content})
     if answer.content or not answer.tool_calls:
         content = [{"type": "output_text", "text": answer.content, "annotations": []}]
-        items.append(
-            {
-                "id": f"msg_{of}",
-                "type": "message",
-                "role": "assistant",
-                "status": "completed",
-                "content": content,
-            }
-        )
-    items += [_call_item(call) for call in answer.tool_calls]
+        head = {"id": f"msg_{of}", "type": "message", "role": "assistant"}
+        items.append({**head, "status": "completed", "content": content})
+    for call in answer.tool_calls:
+        head = {"id": f"fc_{call.id}", "type": "function_call", "call_id": call.id}
+        items.append({**head, "name": call.name, "arguments": call.arguments, "status": "completed"})
     return items
-
-
-def _call_item(call: ToolCall) -> dict[str, Any]:
-    return {
-        "id": f"fc_{call.id}", "type": "function_call", "call_id": call.id, "name": call.name,
-        "arguments": call.arguments, "status": "completed",
-    }  # fmt: skip
 
 
 def events(turn: SampledTurn, body: Mapping[str, Any], model: str, created: int, request_id: str) -> list[bytes]:
@@ -182,15 +160,10 @@ def events(turn: SampledTurn, body: Mapping[str, Any], model: str, created: int,
         opened = {**item, **empty[item["type"]], "status": "in_progress"}
         made.append({"type": "response.output_item.added", "output_index": index, "item": opened})
         if item["type"] == "function_call":
-            made.append({"type": "response.function_call_arguments.delta", **place, "delta": item["arguments"]})
-            made.append(
-                {
-                    "type": "response.function_call_arguments.done",
-                    **place,
-                    "arguments": item["arguments"],
-                    "name": item["name"],
-                }
-            )
+            arguments = item["arguments"]
+            done = {**place, "arguments": arguments, "name": item["name"]}
+            made.append({"type": "response.function_call_arguments.delta", **place, "delta": arguments})
+            made.append({"type": "response.function_call_arguments.done", **done})
         else:
             made += _text_events(item, {**place, "content_index": 0})
         made.append({"type": "response.output_item.done", "output_index": index, "item": item})

@@ -28,8 +28,6 @@ _DOCS = Path(__file__).parents[3] / "docs" / "environments.md"
 @pytest.mark.parametrize(
     ("happened", "status", "then"),
     [
-        ({"limit": "expired", "exit_status": 1}, "expired", "restarted"),
-        ({"limit": "expired", "over_time": "policy"}, "expired", "restarted"),
         ({"failed_by": "engine_error", "exit_status": 1}, "failed", "requeued"),
         ({"failed_by": "engine_timeout", "report": "given"}, "failed", "requeued"),
         ({"failed_by": "engine_error", "over_time": "policy"}, "failed", "requeued"),
@@ -59,10 +57,10 @@ def test_each_row_of_the_table(happened: dict[str, Any], status: str, then: str)
 
 def test_the_documented_table_says_what_every_combination_becomes() -> None:
     codes = ("", "engine_error", "answer_refused")
-    fields = ((True, False), ("", "expired", *LIMITS), codes, (None, "policy", "tools"), (0, 1, 137, -9), get_args(Verdict),
+    fields = ((True, False), ("", *LIMITS), codes, (None, "policy", "tools"), (0, 1, 137, -9), get_args(Verdict),
               ("given", "missing", "wrong", "not_needed"))  # fmt: skip
     ends = {end_of(Happened(*values)) for values in itertools.product(*fields)}
-    assert {end.status for end in ends} == set(get_args(EndStatus))
+    assert {end.status for end in ends} == set(get_args(EndStatus)) - {"expired"}  # of records of earlier versions
     table = _DOCS.read_text().partition("## How an episode ends")[2].partition("\n## ")[0]
     for end in ends:
         assert any(f"| `{end.cause}` | `{end.status}` |" in line and end.then in line for line in table.splitlines()), (

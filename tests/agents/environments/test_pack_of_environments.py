@@ -10,12 +10,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from tests.agents.environments.test_turn_environment import Script, playing, task_of
-from tests.agents.proxy.agent_model import SMOLLM2, Engine, write_model
+from tests.agents.environments.played import Script, engine_of, playing, task_of
 from tests.groups import make_task
 
 from penstock.agents.environments.play import done
-from penstock.protocol.chat_tokenizer import ChatTokenizer
 from penstock.protocol.groups import Sampling, Task
 from penstock.protocol.heartbeats import Activity
 from penstock.protocol.token_annotations import Routers
@@ -149,7 +147,7 @@ async def test_a_failure_of_the_engine_ends_every_environment_of_the_pack() -> N
     assert (stuck.cancelled, pack.health_checks, pack.refused) == (1, 1, {})
 
 
-async def test_a_cancelled_episode_closes_its_play_and_asks_no_more_of_the_engine(tmp_path: Path) -> None:
+async def test_a_cancelled_episode_closes_its_play_and_asks_no_more_of_the_engine(model: Path) -> None:
     sampling, cancelled = asyncio.Event(), asyncio.Event()
 
     async def hang() -> None:
@@ -159,10 +157,8 @@ async def test_a_cancelled_episode_closes_its_play_and_asks_no_more_of_the_engin
         finally:
             cancelled.set()
 
-    model = write_model(tmp_path, SMOLLM2)
     script = Script(lambda: done(1.0))
-    engine = Engine(ChatTokenizer.read(model), before=hang)
-    rolling = asyncio.create_task(playing(model, script).rollout([task_of(size=1)], engine))
+    rolling = asyncio.create_task(playing(model, script).rollout([task_of()], engine_of(model, before=hang)))
     async with asyncio.timeout(30):
         await sampling.wait()
         rolling.cancel()

@@ -4,31 +4,27 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import os
 import shutil
 import signal
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
-from tests.agents.proxy.agent_model import SMOLLM2, Engine, write_model
+from tests.agents.environments.played import check_exact, engine_of, play, said, task_of
+from tests.agents.proxy.agent_model import Engine
 from tests.servers import wait_for
 
 from penstock.agents.environments import process_reaper, program_process
 from penstock.agents.environments.episode_environment import group_seed
 from penstock.agents.environments.program import PROGRAM
-from penstock.protocol.chat_tokenizer import ChatTokenizer
 from penstock.protocol.config.environment_settings import EnvironmentDefinition
 from penstock.protocol.errors import ConfigError
-from penstock.protocol.groups import RewardRequest, Sampling, Task
-from penstock.rollout_service.environments.environment import load_environments
+from penstock.protocol.groups import Task
 from penstock.rollout_service.errors import EngineError, TaskRefused
 
 ROOT = Path(__file__).parents[3]
@@ -46,17 +42,8 @@ def result(text):
 """
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_model(tmp_path_factory.mktemp("model"), SMOLLM2)
-
-
-def task_of(reward: str = "environment") -> Task:
-    return Task(
-        group_id="r:0:1", prompt_ids=(1,), prompt_text="sun", group_size=1, sampling=Sampling(max_new_tokens=16),
-        reward=RewardRequest(name=reward, ground_truth='"star"'), split="train", environment="mine", issued_version=3,
-        messages=json.dumps([{"role": "user", "content": "what is sun"}]),
-    )  # fmt: skip
+def asked(reward: str = "environment") -> Task:
+    return task_of("what is sun", reward=reward, ground_truth='"star"')
 
 
 class Failing(Engine):
@@ -65,27 +52,11 @@ class Failing(Engine):
 
 
 def run(
-    model: Path,
-    command: Sequence[str],
-    script: Sequence[str] = ("a", "b", "c"),
-    task: Task | None = None,
-    **settings: Any,
+    model: Path, command: Sequence[str], script: Sequence[str] = ("a", "b", "c"), task: Task | None = None, **more: Any
 ) -> Any:
     """Run one episode of a command; return what became of its group, and the engine."""
-    options = {"command": list(command), "version": "7", **settings.pop("options", {})}
-    kind = settings.pop("engine", Engine)
-    engine = kind(ChatTokenizer.read(model), script=[f"{text}<|im_end|>" for text in script])
-
-    async def play() -> Any:
-        mine = PROGRAM.defined("mine", EnvironmentDefinition(type="program", options=options, **settings))
-        mine.use_model(model, 8192)
-        try:
-            (found,) = await mine.rollout([task or task_of()], engine)
-        finally:
-            await mine.close()
-        return found
-
-    return asyncio.run(play()), engine
+    options = {"command": list(command), "version": "7", **more.pop("options", {})}
+    return play(model, PROGRAM, script, task or asked(), options=options, **more)
 
 
 def python(code: str) -> list[str]:
@@ -95,21 +66,11 @@ def python(code: str) -> list[str]:
 def test_a_program_with_the_openai_package_is_recorded_as_it_was_sampled(model: Path) -> None:
     """The example, unchanged: two turns in one row, each under the tokens that the engine was given."""
     (episode,), engine = run(model, [sys.executable, str(ROOT / "examples" / "lookup_agent.py")], ["?sun", "star"])
-    assert (episode.status, episode.reward, episode.environment, episode.environment_version) == (
-        "done",
-        1.0,
-        "mine",
-        "7",
-    )
-    (row,) = episode.rows
-    tokens, tokenizer = row.trajectory, ChatTokenizer.read(model)
-    assert len(row.turns) == len(engine.prompts) == 2
-    for turn, prompt, text in zip(row.turns, engine.prompts, ("?sun", "star"), strict=True):
-        assert tokens.token_ids[: turn.start].tolist() == prompt
-        assert tokens.token_ids[turn.start : turn.end].tolist() == tokenizer.encode(f"{text}<|im_end|>")
-    assert np.count_nonzero(tokens.loss_mask) == sum(turn.end - turn.start for turn in row.turns)
-    assert [turn.reward for turn in row.turns] == [0.0, 1.0]
-    assert [load["content"] for load in json.loads(episode.messages)] == ["what is sun", "?sun", "star", "star"]
+    assert (episode.status, episode.reward) == ("done", 1.0)
+    assert (episode.environment, episode.environment_version) == ("mine", "7")
+    check_exact(episode, engine, model, ["?sun", "star"])
+    assert [turn.reward for turn in episode.rows[0].turns] == [0.0, 1.0]
+    assert [content for _, content in said(episode)] == ["what is sun", "?sun", "star", "star"]
 
 
 def test_a_program_gets_its_task_and_none_of_the_workers_logins(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -125,19 +86,19 @@ result(json.dumps({"reward": 0.5, "parts": {"seed": task["seed"] % 1000, "kept":
 """
     options = {"variables": {"OWN": "2"}, "pass_variables": ["PASSED"]}
     (episode,), _ = run(model, python(code), options=options, episode_deadline_s=60)
-    assert (episode.reward, episode.seed) == (0.5, group_seed(task_of()))
+    assert (episode.reward, episode.seed) == (0.5, group_seed(asked()))
     assert dict(episode.reward_parts)["seed"] == episode.seed % 1000
 
 
 def test_another_reward_needs_no_result(model: Path) -> None:
-    (episode,), _ = run(model, python('ask(task["messages"])'), task=task_of("exact_match"))
+    (episode,), _ = run(model, python('ask(task["messages"])'), task=asked("exact_match"))
     assert (episode.status, len(episode.turns)) == ("done", 1)
 
 
 def test_a_program_that_fails_once_is_begun_again_with_its_seed(model: Path) -> None:
     code = 'ask(task["messages"])\nif not task["attempt"]: sys.exit(3)\nresult(json.dumps({"reward": 1}))'
     (episode,), _ = run(model, python(code))
-    assert (episode.attempt, episode.reward, episode.seed) == (1, 1.0, group_seed(task_of()))
+    assert (episode.attempt, episode.reward, episode.seed) == (1, 1.0, group_seed(asked()))
 
 
 _ASKED = 'ask(task["messages"]); '
@@ -175,43 +136,6 @@ def test_the_end_of_the_turns_truncates(model: Path) -> None:
     assert (episode.status, len(episode.turns), episode.reward) == ("truncated", 1, 0.0)
 
 
-_OVERFLOWS = """
-ask(task["messages"])
-try:
-    ask([{"role": "user", "content": "hello " * 9000}])
-except urllib.error.HTTPError as err:
-    assert json.load(err)["error"]["code"] == "context_length_exceeded"
-"""
-_GOES_ON = _OVERFLOWS + 'ask([{"role": "user", "content": "so far: sun"}])\n'
-
-
-@pytest.mark.parametrize(
-    ("code", "status"),
-    [
-        (_GOES_ON + 'sys.exit("cannot reach docker daemon")', None),
-        (_GOES_ON + "os.kill(os.getpid(), 9)", None),
-        (_OVERFLOWS + "os.kill(os.getpid(), 9)", None),
-        (_GOES_ON + "result('{\"reward\": 1}')", "done"),
-        (_OVERFLOWS + "sys.exit(1)", "truncated"),
-    ],
-)
-def test_what_happened_last_decides(model: Path, code: str, status: str | None) -> None:
-    """A program that goes on after a refusal and then crashes has failed; one that ends because of it is trained."""
-    ended, _ = run(model, python(code), attempts=1)
-    if status is None:
-        assert isinstance(ended, TaskRefused)
-        return
-    (episode,) = ended
-    assert (episode.status, episode.reward) == (status, float(status == "done"))
-
-
-def test_a_title_is_not_scored(model: Path) -> None:
-    code = 'ask(task["messages"])\nask([{"role": "user", "content": "title: what is sun"}])'
-    (episode,), _ = run(model, python(code), ["star", "A title"], task=task_of("exact_match"))
-    assert episode.rows[0].trajectory.completion_text == "star"
-    assert dict(episode.counts)["last_answer_not_scored"] == 1
-
-
 def test_a_slow_program_is_no_slow_policy_and_all_of_its_processes_are_killed(model: Path, tmp_path: Path) -> None:
     noted = tmp_path / "pid"
     code = f"{_ASKED}other = subprocess.Popen(['sleep', '600']); open({str(noted)!r}, 'w').write(str(other.pid)); time.sleep(600)"
@@ -222,7 +146,7 @@ def test_a_slow_program_is_no_slow_policy_and_all_of_its_processes_are_killed(mo
 
 def test_a_failure_of_the_engine_requeues_the_pack(model: Path) -> None:
     with pytest.raises(EngineError, match="the engine failed in episode"):
-        run(model, python(_ASKED), engine=Failing)
+        run(model, python(_ASKED), engine=engine_of(model, kind=Failing))
 
 
 async def test_what_writes_on_after_the_program_is_not_read_for_ever() -> None:
@@ -240,15 +164,9 @@ async def test_what_writes_on_after_the_program_is_not_read_for_ever() -> None:
     assert output.text().endswith("y")
 
 
-def test_a_worker_that_never_had_a_model_closes_it() -> None:
-    asyncio.run(load_environments(())["program"].close())
-
-
 def test_options_are_checked() -> None:
     with pytest.raises(ConfigError, match="comand: Extra inputs"):
-        load_environments(
-            (), {"a": EnvironmentDefinition.model_validate({"type": "program", "options": {"comand": ["x"]}})}
-        )
+        PROGRAM.defined("a", EnvironmentDefinition(type="program", options={"comand": ["x"]}))
 
 
 _WORKER = """
@@ -401,9 +319,9 @@ def test_nothing_outlives_a_sandbox(model: Path) -> None:
     """Its exit status is known, a signal as a shell says it, and a process that left the group is gone with it."""
     name = f"600.{os.getpid()}"
     code = f"{_ASKED}subprocess.Popen(['setsid', 'sleep', '{name}']); time.sleep(0.2); "
-    for end, said in (("sys.exit(3)", "exit status 3"), ("os.kill(os.getpid(), 9)", "exit status 137")):
+    for end, expected in (("sys.exit(3)", "exit status 3"), ("os.kill(os.getpid(), 9)", "exit status 137")):
         found, _ = run(model, python(code + end), attempts=1, options={"sandbox": True, "folder": "/usr"})
-        assert said in str(found)
+        assert expected in str(found)
         wait_for(lambda: not sleeping(name), "the end of the process")
 
 
@@ -436,20 +354,15 @@ def test_a_sandbox_is_refused_before_the_first_episode(model: Path, monkeypatch:
 
 
 def read_pid(file: Path) -> int:
-    deadline = time.monotonic() + 20
-    while not (file.exists() and file.read_text().strip()):
-        assert time.monotonic() < deadline, f"no {file.name} after 20 s"
-        time.sleep(0.02)
+    wait_for(lambda: file.exists() and file.read_text().strip(), f"{file.name}")
     return int(file.read_text())
 
 
 def wait_until_ended(pid: int) -> None:
-    deadline = time.monotonic() + 20
-    while True:
+    def has_ended() -> bool:
         try:
-            if Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z":
-                return
+            return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
         except OSError:
-            return
-        assert time.monotonic() < deadline, f"process {pid} still runs after 20 s"
-        time.sleep(0.02)
+            return True
+
+    wait_for(has_ended, f"the end of process {pid}")

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from pathlib import Path
 
 import pytest
+from tests.agents.environments.played import Script, task_of
 from tests.agents.environments.test_over_http import LosesAnswers
-from tests.agents.environments.test_turn_environment import Script, task_of
 from tests.rollout_service.registered import (
     LEASE,
     play,
@@ -49,25 +48,6 @@ async def test_a_worker_finds_the_servers_of_a_name(bus: Bus, store: KeyValue, m
         assert name not in await registry.list_environments(store)
 
 
-async def test_the_capacity_holds_for_all_workers_together(bus: Bus, store: KeyValue, model: Path, name: str) -> None:
-    """Two workers want twelve episodes of a server that plays three at once: each waits, and all are played."""
-    most = [0]
-
-    def step() -> Reply:
-        most[0] = max(most[0], episodes.running)
-        time.sleep(0.01)
-        return done(1.0)
-
-    async with (
-        registered(store, name, Script(step), capacity=3) as (_, episodes, _),
-        worker(bus, model, name) as one,
-        worker(bus, model, name) as other,
-    ):
-        groups = await asyncio.gather(play(model, one, ["a"] * 6, size=6), play(model, other, ["a"] * 6, size=6))
-    assert [episode.status for group in groups for episode in group] == ["done"] * 12
-    assert 1 <= most[0] <= 3
-
-
 async def test_a_drained_server_ends_its_episodes_and_gets_no_others(
     bus: Bus, store: KeyValue, model: Path, name: str
 ) -> None:
@@ -91,9 +71,10 @@ async def test_a_drained_server_ends_its_episodes_and_gets_no_others(
                 else:
                     old.draining = True
                     await keeper.renew()
-                assert own._servers is not None
+                assert own.sessions is not None
                 await until(
-                    lambda: [server.takes_new for server in own._servers._servers.values()] == [False, True], "a drain"
+                    lambda: [server.takes_new for server in own.sessions.servers._servers.values()] == [False, True],
+                    "a drain",
                 )
                 group = await play(model, own, ["a"] * 3, size=3, group="r:0:2")
                 assert [one.reward for one in group] == [0.75] * 3
@@ -126,9 +107,10 @@ async def test_a_new_version_takes_over_and_no_episode_is_lost(
         async with registered(store, name, Script(lambda: done(0.75)), version="2", replace=True):
             await keeper.renew()
             assert "is replaced by version 2: no new episodes come; 1 in progress" in capsys.readouterr().err
-            assert own._servers is not None
+            assert own.sessions is not None
             await until(
-                lambda: [server.takes_new for server in own._servers._servers.values()] == [False, True], "version 2"
+                lambda: [server.takes_new for server in own.sessions.servers._servers.values()] == [False, True],
+                "version 2",
             )
             (new,) = await play(model, own, ["a"], group="r:0:2")
             released.set()
@@ -177,8 +159,8 @@ async def test_a_registration_that_is_not_followed_by_its_server_costs_no_attemp
             assert f"registered environment '{name}': {url} (version 1): in service; " in str(found)
             assert "wrong_version: version '2' is played here, not '1'" in str(found)
             async with registered(store, name, Script(lambda: done(0.75))):
-                assert own._servers is not None
-                await until(lambda: len(own._servers._servers) == 2, "the second server")
+                assert own.sessions is not None
+                await until(lambda: len(own.sessions.servers._servers) == 2, "the second server")
                 (episode,) = await play(model, own, ["a"])
                 assert (episode.reward, episode.attempt) == (0.75, 0)
 

@@ -37,7 +37,7 @@ def test_servers_of_one_version_share_a_name() -> None:
     assert [one.draining for one in state.servers] == [False, True]
     state = registry.admit("guess", state, server(2), ids(server(1), server(2)), replace=False)
     assert state == Registered(version="1", servers=(server(1), server(2)))
-    assert registry.read_registered(state.to_json()) == state
+    assert Registered.read(state.to_json()) == state
     assert registry.drained(state, None, on=True).servers == (server(1, draining=True), server(2, draining=True))
 
 
@@ -85,7 +85,7 @@ def test_a_registration_that_cannot_be_is_refused_by_its_readers(change: dict[st
     """Whoever wrote it; with the field at fault, and nothing of it is used."""
     value = {**GOOD, "servers": [{**GOOD["servers"][0], **change}]}
     with pytest.raises(ValueError, match=r"no Registered: servers\.0") as caught:
-        registry.read_registered(json.dumps(value).encode())
+        Registered.read(json.dumps(value).encode())
     assert said in str(caught.value)
 
 
@@ -94,10 +94,10 @@ def test_a_registration_that_cannot_be_is_refused_by_its_readers(change: dict[st
 )
 def test_a_value_that_is_none_is_refused(value: bytes) -> None:
     with pytest.raises(ValueError, match=r"."):
-        registry.read_registered(value)
+        Registered.read(value)
     for wrong in ({"at": 1, "lease_s": 0, "running": 0}, {"at": -1.0, "lease_s": 1.0, "running": 0}, {}):
         with pytest.raises(ValueError, match="no Lease"):
-            registry.read_lease(json.dumps(wrong).encode())
+            Lease.read(json.dumps(wrong).encode())
 
 
 def test_the_next_episode_goes_where_most_places_are_free() -> None:

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import json
 import math
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
-from tests.agents.proxy.agent_model import QWEN25, Engine, write_model
+from tests.agents.environments.played import call, check_exact, engine_of, results, rolled, said, task_of
 
 from penstock.agents.environments.play import Reply, Row
+from penstock.agents.environments.shared_options import CallOptions, shortened
 from penstock.agents.environments.tools.built_in.calculator import CALCULATOR_TOOL
 from penstock.agents.environments.tools.built_in.python import PYTHON_TOOL
 from penstock.agents.environments.tools.built_in.search import Bm25, Passage, divided, read_corpus
@@ -25,16 +26,12 @@ from penstock.agents.environments.tools.tool import (
     ToolEpisode,
     ToolError,
     ToolUnavailable,
-    shortened,
 )
-from penstock.agents.environments.tools.toolbox import CallLimits, Toolbox, is_right
+from penstock.agents.environments.tools.toolbox import Toolbox, is_right
 from penstock.agents.environments.tools.tools_environment import Tools, ToolsPlay
 from penstock.agents.proxy.messages import Message, ToolCall
-from penstock.protocol.chat_tokenizer import ChatTokenizer
 from penstock.protocol.config.environment_settings import EnvironmentDefinition
-from penstock.protocol.episode import Episode
 from penstock.protocol.errors import ConfigError
-from penstock.protocol.groups import RewardRequest, Sampling, Task
 from penstock.rollout_service.environments.environment import load_environments
 from penstock.rollout_service.errors import TaskRefused
 
@@ -91,25 +88,51 @@ def step(play: ToolsPlay, answer: Message | str) -> Reply:
     return asyncio.run(play.step(Message("assistant", answer) if isinstance(answer, str) else answer))
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_model(tmp_path_factory.mktemp("model"), QWEN25)
+def answered(
+    tools: Sequence[Tool], answer: Message, allowed: int = 64, *, deadline_s: float = 60.0, longest: int = 200
+) -> Any:
+    """Return what a toolbox answers to the calls of an answer."""
+    toolbox = Toolbox(
+        {tool.name: tool for tool in tools}, CallOptions(call_deadline_s=deadline_s, max_output_chars=longest)
+    )
+
+    async def run() -> Any:
+        toolbox.prepare()
+        try:
+            return await toolbox.answer(answer.tool_calls, allowed, EPISODE, {})
+        finally:
+            await toolbox.close()
+
+    return asyncio.run(run())
 
 
-def rollout(model: Path, environment: Tools, script: Sequence[str]) -> tuple[Any, Engine]:
-    """Play one task with an engine that answers with texts; return what became of it and the engine."""
-    engine = Engine(ChatTokenizer.read(model), script=[f"{text}<|im_end|>" for text in script])
-    environment.use_model(model, 8192)
-    task = Task(
-        group_id="r:0:1", prompt_ids=(1,), prompt_text="?", group_size=1, sampling=Sampling(max_new_tokens=256),
-        reward=RewardRequest(name="environment", ground_truth='"1810"', extra_info='{"Rigi": 1798}'), split="train",
-        environment="mine", issued_version=3, messages=json.dumps([{"role": "user", "content": "Rigi + 12?"}]),
-    )  # fmt: skip
-    (found,) = asyncio.run(environment.rollout([task], engine))
-    return found, engine
+def tool_of(name: str, function: Callable[[Any], Any], **more: Any) -> Tool:
+    """Return a tool without arguments that does what a function does, plain or as a coroutine."""
+
+    def plain(self: Tool, arguments: Any, episode: ToolEpisode) -> Any:
+        return function(arguments)
+
+    async def awaited(self: Tool, arguments: Any, episode: ToolEpisode) -> Any:
+        return await function(arguments)
+
+    method = awaited if inspect.iscoroutinefunction(function) else plain
+    return type(name, (Tool,), {"name": name, "description": "Do.", "call": method, **more})()
 
 
-def test_calls_are_answered_and_every_token_is_recorded_as_it_was_sampled(model: Path, tmp_path: Path) -> None:
+async def gone(_: Any) -> str:
+    raise ToolUnavailable("the server of the tool is gone")
+
+
+async def slow(_: Any) -> str:
+    await asyncio.sleep(60)
+    return ""
+
+
+SLOW = tool_of("slow", slow)
+TASK = task_of("Rigi + 12?", ground_truth='"1810"', extra_info='{"Rigi": 1798}')
+
+
+def test_calls_are_answered_and_every_token_is_recorded_as_it_was_sampled(tool_model: Path, tmp_path: Path) -> None:
     """Two calls at once in any spelling, a call that cannot be read, an answer: one row, sampled tokens alone are trained."""
     environment = define(tmp_path, {"answer": "number", "format_penalty": -0.25, "call_reward": -0.01}, max_turns=4)
     script = [
@@ -118,45 +141,35 @@ def test_calls_are_answered_and_every_token_is_recorded_as_it_was_sampled(model:
         '<tool_call>{"name": "calculator", </tool_call>',
         "1,810",
     ]
-    (episode,), engine = rollout(model, environment, script)
-    assert isinstance(episode, Episode)
+    engine = engine_of(tool_model, script)
+    environment.use_model(tool_model, 8192)
+    (episode,) = asyncio.run(rolled(environment, engine, TASK))
     assert (episode.status, round(episode.reward or 0, 9)) == ("done", 0.73)
     assert dict(episode.reward_parts) == {"calls": 2.0, "unparsed_calls": 1.0, "success": 1.0}
     (row,) = episode.rows
     assert [round(turn.reward, 9) for turn in row.turns] == [-0.02, -0.25, 1.0]
     assert len({turn.state for turn in row.turns}) == 3
-    tokens, tokenizer = row.trajectory, ChatTokenizer.read(model)
-    for turn, prompt, text in zip(row.turns, engine.prompts, script, strict=True):
-        assert tokens.token_ids[: turn.start].tolist() == prompt
-        assert tokens.token_ids[turn.start : turn.end].tolist() == tokenizer.encode(f"{text}<|im_end|>")
-    assert np.count_nonzero(tokens.loss_mask) == sum(turn.end - turn.start for turn in row.turns)
-    said = json.loads(episode.messages)
-    assert [one["role"] for one in said] == ["user", "assistant", "tool", "tool", "assistant", "user", "assistant"]
-    assert [one["content"] for one in said[2:4]] == ["1798", "1810"]
-    assert "cannot be read" in said[5]["content"]
-    prompt = ChatTokenizer.read(model).decode(engine.prompts[0])
+    check_exact(episode, engine, tool_model, script)
+    chat = said(episode)
+    assert [role for role, _ in chat] == ["user", "assistant", "tool", "tool", "assistant", "user", "assistant"]
+    assert results(episode) == ["1798", "1810"]
+    assert "cannot be read" in chat[5][1]
+    prompt = engine.tokenizer.decode(engine.prompts[0])
     assert '"name": "height"' in prompt
     assert '"expression"' in prompt
 
 
-def test_a_tool_that_cannot_answer_begins_the_episode_again(model: Path, tmp_path: Path) -> None:
+def test_a_tool_that_cannot_answer_begins_the_episode_again(tool_model: Path, tmp_path: Path) -> None:
     """An outage is no error of the policy; after all attempts the group has a reason, and no reward of 0."""
     environment = define(tmp_path, {}, attempts=2)
     assert environment._toolbox is not None
-    environment._toolbox.tools["calculator"] = Down()
-    script = ['<tool_call>{"name": "calculator", "arguments": {}}</tool_call>'] * 4
-    found, engine = rollout(model, environment, script)
+    environment._toolbox.tools["calculator"] = tool_of("calculator", gone)
+    environment.use_model(tool_model, 8192)
+    engine = engine_of(tool_model, [call("calculator")] * 4)
+    found = asyncio.run(rolled(environment, engine, TASK))
     assert isinstance(found, TaskRefused)
     assert "the server of the tool is gone" in str(found)
     assert len(engine.prompts) == 2
-
-
-class Down(Tool):
-    name = "calculator"
-    description = "Fail."
-
-    async def call(self, arguments: Any, episode: ToolEpisode) -> str:
-        raise ToolUnavailable("the server of the tool is gone")
 
 
 class Faulty(Tool):
@@ -184,18 +197,8 @@ class Faulty(Tool):
         return arguments.act * max(arguments.count, 1)
 
 
-class Slow(Tool):
-    name = "slow"
-    description = "Wait."
-
-    async def call(self, arguments: Any, episode: ToolEpisode) -> str:
-        episode.kept["slow"] = episode.kept.get("slow", 0) + 1
-        await asyncio.sleep(60)
-        return ""
-
-
 @pytest.mark.parametrize(
-    ("call", "text", "counted"),
+    ("made", "text", "counted"),
     [
         (("nothing", {}), "error: there is no tool 'nothing'; tools: faulty, slow", "unknown_tools"),
         (("faulty", "{"), "error: wrong arguments of faulty: all: Invalid JSON", "bad_arguments"),
@@ -210,11 +213,10 @@ class Slow(Tool):
         (("faulty", {"act": "surrogate"}), "?", ""),
     ],
 )
-def test_whatever_is_wrong_with_a_call_the_policy_reads_a_text(call: tuple[str, Any], text: str, counted: str) -> None:
+def test_whatever_is_wrong_with_a_call_the_policy_reads_a_text(made: tuple[str, Any], text: str, counted: str) -> None:
     """Beside it, a good call is answered; each kind is counted once."""
-    toolbox = Toolbox({"faulty": Faulty(), "slow": Slow()}, CallLimits(60.0, 20 if "left" in text else 200, "end"))
     good = ("faulty", {"act": "fine", "count": "1"})
-    found = asyncio.run(_answer(toolbox, calls(call, good).tool_calls, 8))
+    found = answered([Faulty(), SLOW], calls(made, good), longest=20 if "left" in text else 200)
     assert text in found.messages[0].content
     assert [message.tool_call_id for message in found.messages] == ["c0", "c1"]
     assert found.messages[1].content == "fine"
@@ -224,82 +226,45 @@ def test_whatever_is_wrong_with_a_call_the_policy_reads_a_text(call: tuple[str, 
 @pytest.mark.parametrize(("name", "given"), [("faulty", {"act": "hang"}), ("slow", {})])
 def test_a_call_that_takes_too_long_is_an_error(name: str, given: dict[str, Any]) -> None:
     Faulty.held.clear()
-    toolbox = Toolbox({"faulty": Faulty(), "slow": Slow()}, CallLimits(0.2, 200, "end"))
-    found = asyncio.run(_answer(toolbox, calls((name, given)).tool_calls, 8))
+    found = answered([Faulty(), SLOW], calls((name, given)), deadline_s=0.2)
     Faulty.held.set()
     assert found.messages[0].content == f"error: {name} gave no answer within 0.2 s"
     assert found.counts == {"calls": 1, "timed_out_calls": 1}
 
 
-async def _answer(toolbox: Toolbox, made: Sequence[ToolCall], allowed: int) -> Any:
-    try:
-        return await toolbox.answer(made, allowed, EPISODE, {})
-    finally:
-        await toolbox.close()
-
-
 def test_calls_of_one_answer_run_beside_each_other() -> None:
     meeting = threading.Barrier(2)
-
-    class Meets(Tool):
-        name = "meets"
-        description = "Wait for another call."
-
-        def call(self, arguments: Any, episode: ToolEpisode) -> str:
-            meeting.wait(60.0)
-            return "met"
-
-    toolbox = Toolbox({"meets": Meets()}, CallLimits(60.0, 100, "end"))
-    found = asyncio.run(_answer(toolbox, calls(*[("meets", {})] * 2).tool_calls, 2))
+    meets = tool_of("meets", lambda _: meeting.wait(60.0) is None or "met")
+    found = answered([meets], calls(*[("meets", {})] * 2))
     assert [message.content for message in found.messages] == ["met", "met"]
 
 
 def test_calls_beyond_the_limits_are_refused() -> None:
-    made = calls(*[("faulty", {"act": name}) for name in "abc"]).tool_calls
+    made: list[str] = []
+    counts = tool_of("faulty", lambda given: made.append(given.act) or given.act, arguments=Faulty.Arguments)
     for allowed in (0, 2):
-        episode_calls: list[str] = []
-
-        class Counts(Faulty):
-            def call(self, arguments: Any, episode: ToolEpisode) -> str:
-                episode_calls.append(arguments.act)  # noqa: B023
-                return arguments.act
-
-        toolbox = Toolbox({"faulty": Counts()}, CallLimits(20.0, 100, "end"))
-        found = asyncio.run(_answer(toolbox, made, allowed))
+        made.clear()
+        found = answered([counts], calls(*[("faulty", {"act": name}) for name in "abc"]), allowed)
         refused = ["error: not done, because there were too many calls"] * (3 - allowed)
         assert [message.content for message in found.messages] == [*"abc"[:allowed], *refused]
-        assert sorted(episode_calls) == [*"abc"[:allowed]]
+        assert sorted(made) == [*"abc"[:allowed]]
         assert found.counts == {"calls": 3, "refused_calls": 3 - allowed}
 
 
 def test_a_call_that_waits_for_a_place_is_not_out_of_time() -> None:
-    class Single(Tool):
-        name = "single"
-        description = "One at a time."
-        max_running = 1
+    async def wait(_: Any) -> str:
+        await asyncio.sleep(0.3)
+        return "done"
 
-        async def call(self, arguments: Any, episode: ToolEpisode) -> str:
-            await asyncio.sleep(0.3)
-            return "done"
-
-    toolbox = Toolbox({"single": Single()}, CallLimits(20.0, 100, "end"))
     began = time.monotonic()
-    found = asyncio.run(_answer(toolbox, calls(*[("single", {})] * 4).tool_calls, 4))
+    found = answered([tool_of("single", wait, max_running=1)], calls(*[("single", {})] * 4), deadline_s=20.0)
     assert time.monotonic() - began >= 1.1
     assert {message.content for message in found.messages} == {"done"}
 
 
 def test_a_tool_answers_with_a_text() -> None:
-    class Number(Tool):
-        name = "number"
-        description = "Return a number."
-
-        def call(self, arguments: Any, episode: ToolEpisode) -> Any:
-            return 3
-
-    toolbox = Toolbox({"number": Number()}, CallLimits(20.0, 100, "end"))
     with pytest.raises(ToolUnavailable, match="number returned int, expected a text"):
-        asyncio.run(_answer(toolbox, calls(("number", {})).tool_calls, 1))
+        answered([tool_of("number", lambda _: 3)], calls(("number", {})))
 
 
 def test_penalties_limits_and_patterns(tmp_path: Path) -> None:
@@ -357,7 +322,11 @@ def test_penalties_limits_and_patterns(tmp_path: Path) -> None:
         ({"tools": {"calculator": {"digits": 3}}}, {}, r"options\.tools\.calculator: digits: .*has no options"),
         ({"tools": {"search": {}}}, {}, r"options\.tools\.search: corpus: Field required; search has corpus, top"),
         ({"tools": {}}, {}, "write tools, or servers that have some"),
-        ({}, {"reply_deadline_s": 30.0}, r"call_deadline_s = 30 must be below .*reply_deadline_s = 30"),
+        (
+            {},
+            {"reply_deadline_s": 30.0},
+            r"reply_deadline_s = 30: expected more than 30, which is options\.call_deadline_s",
+        ),
         ({"call_reward": 1.0}, {}, "call_reward"),
     ],
 )
@@ -375,9 +344,9 @@ def test_rows_that_cannot_be_played_are_refused(tmp_path: Path) -> None:
         play_of(environment, "twelve")
     with pytest.raises(ValueError, match="ground_truth is 'None'"):
         play_of(environment, None)
-    with pytest.raises(ValueError, match="does not end with a message of the user"):
+    with pytest.raises(ValueError, match="do not end with one of the user"):
         environment.play(0, Row((), 1, {}, ""), environment.chosen)
-    with pytest.raises(ValueError, match="tools are chosen in the run file"):
+    with pytest.raises(ValueError, match="tools is not played without options"):
         Tools().play(0, EPISODE.row, environment.chosen)
 
 
@@ -500,10 +469,8 @@ PROGRAMS = {
 def programs() -> dict[str, str]:
     """What the tool `python` says to each program, in the sandbox that works here."""
     tool = PYTHON_TOOL.with_options({"cpu_s": 1, "memory_mb": 256}, "options")
-    toolbox = Toolbox({"python": tool}, CallLimits(120.0, 2000, "end"))
-    toolbox.prepare()
     made = calls(*[("python", {"code": code}) for code, _ in PROGRAMS.values()])
-    found = asyncio.run(_answer(toolbox, made.tool_calls, 64))
+    found = answered([tool], made, deadline_s=120.0, longest=2000)
     return dict(zip(PROGRAMS, (message.content for message in found.messages), strict=True))
 
 

@@ -10,8 +10,18 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
+from tests.agents.environments.played import (
+    Script,
+    check_exact,
+    engine_of,
+    once,
+    play,
+    playing,
+    rolled,
+    said,
+    task_of,
+)
 from tests.agents.proxy.agent_model import SMOLLM2, Engine, write_model
 
 from penstock.agents.environments.episode_environment import group_seed
@@ -19,7 +29,6 @@ from penstock.agents.environments.games.lookup import LOOKUP, value_of
 from penstock.agents.environments.play import Play, Reply, Row, done, say
 from penstock.agents.environments.turn_environment import TurnEnvironment
 from penstock.agents.proxy.messages import Message
-from penstock.protocol.chat_tokenizer import ChatTokenizer
 from penstock.protocol.config.environment_settings import EnvironmentDefinition
 from penstock.protocol.config.run_file import load
 from penstock.protocol.episode import Episode
@@ -32,52 +41,16 @@ from penstock.rollout_service.errors import EngineError, TaskRefused
 from penstock.rollout_service.settings import RolloutSettings
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_model(tmp_path_factory.mktemp("model"), SMOLLM2)
-
-
-def task_of(text: str = "get 37", *, size: int = 2, max_new: int = 16, **more: Any) -> Task:
-    return Task(
-        group_id="r:0:1", prompt_ids=(1,), prompt_text=text, group_size=size, sampling=Sampling(max_new_tokens=max_new),
-        reward=RewardRequest(name="environment"), split="train", environment="lookup", issued_version=3,
-        messages=json.dumps([{"role": "user", "content": text}]), **more,
-    )  # fmt: skip
-
-
-def playing(model: Path, environment: TurnEnvironment, **settings: Any) -> TurnEnvironment:
-    own = environment.defined("mine", EnvironmentDefinition(type=environment.name, **settings))
-    own.use_model(model, 8192)
-    return own
-
-
-def play(
-    model: Path, environment: TurnEnvironment, script: Sequence[str], task: Task | None = None, **settings: Any
-) -> Any:
-    """Play one task with an engine that answers with texts; return what became of it and the engine."""
-    engine = Engine(ChatTokenizer.read(model), script=[f"{text}<|im_end|>" for text in script])
-    (found,) = asyncio.run(playing(model, environment, **settings).rollout([task or task_of(size=1)], engine))
-    return found, engine
-
-
 def test_every_turn_is_recorded_as_it_was_sampled(model: Path) -> None:
     """A right question and a right answer: both turns are trained under the tokens that the engine was given."""
     value = value_of(group_seed(task_of()), "37")
     (episode,), engine = play(model, LOOKUP, ["?37", value])
     assert (episode.status, episode.reward, dict(episode.reward_parts)) == ("done", 1.0, {"asked": 1.0})
+    check_exact(episode, engine, model, ["?37", value])
     (row,) = episode.rows
-    tokens, tokenizer = row.trajectory, ChatTokenizer.read(model)
-    assert len(row.turns) == len(engine.prompts) == 2
-    for turn, prompt in zip(row.turns, engine.prompts, strict=True):
-        assert tokens.token_ids[: turn.start].tolist() == prompt
-        assert tokens.loss_mask[turn.start : turn.end].all()
-    sampled = [tokens.token_ids[turn.start : turn.end].tolist() for turn in row.turns]
-    assert sampled == [tokenizer.encode("?37<|im_end|>"), tokenizer.encode(f"{value}<|im_end|>")]
-    assert np.count_nonzero(tokens.loss_mask) == sum(map(len, sampled))
     assert [turn.reward for turn in row.turns] == [0.0, 1.0]
     assert len({turn.state for turn in row.turns}) == 2
-    said = [one["content"] for one in json.loads(episode.messages)]
-    assert said == ["get 37", "?37", value, value]
+    assert [content for _, content in said(episode)] == ["get 37", "?37", value, value]
 
 
 @pytest.mark.parametrize(
@@ -90,72 +63,12 @@ def test_another_question_or_answer_gets_nothing(model: Path, script: list[str],
     assert (episode.status, episode.reward, dict(episode.reward_parts)) == ("done", reward, {"asked": asked})
 
 
-class Script(TurnEnvironment):
-    """Counts its plays; each step does what it is told."""
-
-    name = "script"
-
-    def __init__(self, *steps: Callable[[], Any], start: Callable[[], Any] | None = None) -> None:
-        super().__init__()
-        self.steps, self.begin, self.seeds, self.closed = steps, start, [], []
-
-    def play(self, seed: int, row: Row, options: Any) -> Play:
-        self.seeds.append(seed)
-        return ScriptPlay(self, row)
-
-
-class ScriptPlay(Play):
-    def __init__(self, owner: Script, row: Row) -> None:
-        self.owner, self.row, self.at = owner, row, 0
-
-    def start(self) -> Any:
-        return self.row.messages if self.owner.begin is None else self.owner.begin()
-
-    def step(self, answer: Message) -> Any:
-        self.at += 1
-        return self.owner.steps[min(self.at, len(self.owner.steps)) - 1]()
-
-    def close(self) -> None:
-        self.owner.closed.append(self.at)
-
-
-class Scored(Script):
-    """As `Script`, with a score for an episode that the run ends; counts how often it is asked."""
-
-    def __init__(self, score: Callable[[], float], *steps: Callable[[], Any]) -> None:
-        super().__init__(*steps)
-        self.score, self.asked = score, 0
-
-    def play(self, seed: int, row: Row, options: Any) -> Play:
-        self.seeds.append(seed)
-        return ScoredPlay(self, row)
-
-
-class ScoredPlay(ScriptPlay):
-    owner: Scored
-
-    def score(self) -> float:
-        self.owner.asked += 1
-        return self.owner.score()
-
-
 def fails() -> Reply:
     raise OSError("the world is gone")
 
 
 def times_out() -> Reply:
     raise TimeoutError("the tool gave up")
-
-
-def once(failing: Callable[[], Any], after: Reply) -> Callable[[], Any]:
-    """Return a step that fails the first time it is called."""
-    calls: list[int] = []
-
-    def step() -> Any:
-        calls.append(1)
-        return failing() if len(calls) == 1 else after
-
-    return step
 
 
 def test_an_episode_whose_environment_fails_is_begun_again_with_its_seed(model: Path) -> None:
@@ -202,7 +115,8 @@ def test_a_play_that_fails_on_closing_has_been_played(model: Path) -> None:
 def test_enough_episodes_make_a_group(model: Path) -> None:
     """With ``min_episodes`` a group goes on without those that could not be played; indices stay."""
     environment = Script(once(fails, done(1.0)))
-    found, _ = play(model, environment, ["a"] * 9, task_of(size=3, min_episodes=2), attempts=1)
+    task = task_of(size=3).model_copy(update={"min_episodes": 2})
+    found, _ = play(model, environment, ["a"] * 9, task, attempts=1)
     assert len(found) == 2
     group = build_group(task_of(size=3), found)
     assert isinstance(group, Group)
@@ -234,11 +148,8 @@ def test_time_is_booked_to_who_spent_it(model: Path) -> None:
     async def slowly() -> None:
         await asyncio.sleep(0.6)
 
-    engine = Engine(ChatTokenizer.read(model), script=["a<|im_end|>"] * 9, before=slowly)
-    quick = playing(model, Script(lambda: say("on", 0.5)), episode_deadline_s=1.5)
-    (group,) = asyncio.run(quick.rollout([task_of(size=1)], engine))
-    assert not isinstance(group, TaskRefused)
-    (episode,) = group
+    engine, quick = engine_of(model, ["a"] * 9, before=slowly), Script(lambda: say("on", 0.5))
+    (episode,), _ = play(model, quick, [], engine=engine, episode_deadline_s=1.5)
     assert (episode.status, episode.time_spent_by, episode.is_trainable) == ("timeout", "policy", True)
     assert episode.reward == 0.5 * len(episode.turns)
 
@@ -249,7 +160,7 @@ def test_a_failure_of_the_engine_is_nobodys_reward(model: Path) -> None:
             raise EngineError("gone")
 
     with pytest.raises(EngineError, match="gone"):
-        asyncio.run(playing(model, LOOKUP).rollout([task_of(size=2), task_of(size=1)], Broken()))
+        asyncio.run(playing(model, LOOKUP).rollout([task_of(size=2), task_of()], Broken()))
 
 
 def test_no_more_episodes_are_played_at_once_than_allowed(model: Path) -> None:
@@ -261,8 +172,8 @@ def test_no_more_episodes_are_played_at_once_than_allowed(model: Path) -> None:
         await asyncio.sleep(0.01)
         running[0] -= 1
 
-    engine = Engine(ChatTokenizer.read(model), script=["a<|im_end|>"] * 9, before=count)
-    asyncio.run(playing(model, Script(lambda: done(1.0)), max_running=2).rollout([task_of(size=6)], engine))
+    engine = engine_of(model, ["a"] * 9, before=count)
+    play(model, Script(lambda: done(1.0)), [], task_of(size=6), engine, max_running=2)
     assert most == [2]
 
 
@@ -299,7 +210,7 @@ def test_episodes_of_all_environments_share_the_places_of_the_worker(model: Path
             self.num_left += 1
 
     async def play_both() -> Placing:
-        engine = Placing(ChatTokenizer.read(model), script=["a<|im_end|>"] * 12, before=answer)
+        engine = engine_of(model, ["a"] * 12, Placing, before=answer)
         places, nowhere = asyncio.Semaphore(3), Nowhere()
         environments = [playing(model, Waiting(tool)) for _ in range(2)]
         for environment in environments:
@@ -322,12 +233,6 @@ class Nowhere:
         pass
 
 
-def test_a_row_that_is_no_question_is_refused(model: Path) -> None:
-    found, _ = play(model, LOOKUP, ["a"], task_of("get", size=1))
-    assert isinstance(found, TaskRefused)
-    assert "the prompt names 0 keys, expected one number: 'get'" in str(found)
-
-
 @pytest.mark.parametrize(
     ("messages", "said"),
     [
@@ -340,7 +245,7 @@ def test_a_row_that_is_no_question_is_refused(model: Path) -> None:
     ],
 )
 def test_a_task_with_hostile_messages_is_refused(model: Path, messages: str, said: str) -> None:
-    found, engine = play(model, LOOKUP, ["a"], task_of(size=1).model_copy(update={"messages": messages}))
+    found, engine = play(model, LOOKUP, ["a"], task_of().model_copy(update={"messages": messages}))
     assert isinstance(found, TaskRefused)
     assert said in str(found)
     assert not engine.prompts
@@ -364,17 +269,10 @@ def test_a_row_brings_its_calls_of_tools(model: Path) -> None:
 def test_a_model_without_a_chat_template_is_refused_with_the_first_task(model: Path, tmp_path: Path) -> None:
     bare = write_model(tmp_path / "bare", SMOLLM2)
     (bare / "chat_template.jinja").unlink()
-    engine = Engine(ChatTokenizer.read(model))
+    engine = engine_of(model)
     found = asyncio.run(playing(bare, LOOKUP).rollout([task_of(), task_of()], engine))
     assert ["no chat template" in str(one) and isinstance(one, TaskRefused) for one in found] == [True, True]
     assert not engine.prompts
-
-
-def test_a_greedy_baseline_is_an_episode_too(model: Path) -> None:
-    seeds = {group_seed(task_of(size=2)), group_seed(task_of(size=1))}
-    assert len(seeds) == 1
-    (episode,), _ = play(model, LOOKUP, ["?37", "1"])
-    assert isinstance(episode, Episode)
 
 
 @pytest.mark.parametrize(
@@ -415,15 +313,10 @@ def test_the_documented_environment_plays_as_documented(
     settings = load(RolloutSettings, files=[tmp_path / "run.toml"]).settings
     small = load_environments(settings.worker.environments, settings.environment.define)["guess-small"]
     small.use_model(model, 8192)
-    engine = Engine(ChatTokenizer.read(model), script=["one<|im_end|>", *(f"{n}<|im_end|>" for n in range(1, 21))])
-    (group,) = asyncio.run(small.rollout([task_of(size=1)], engine))
-    assert not isinstance(group, TaskRefused)
-    (episode,) = group
-    assert isinstance(episode, Episode)
+    (episode,) = asyncio.run(rolled(small, engine_of(model, ["one", *map(str, range(1, 21))])))
     assert episode.status in ("done", "truncated")
-    chat = json.loads(episode.messages)
-    assert chat[0]["content"] == "Guess my number, from 1 to 20."
-    assert chat[2]["content"] == "Write a number and nothing else."
+    chat = [content for _, content in said(episode)]
+    assert (chat[0], chat[2]) == ("Guess my number, from 1 to 20.", "Write a number and nothing else.")
     assert episode.reward == (episode.status == "done")
 
 
@@ -447,17 +340,13 @@ def test_options_may_hold_tables(tmp_path: Path) -> None:
 
 def test_a_definition_says_something_first_and_shortens_answers(model: Path) -> None:
     """Its system prompt is the first message, or begins that of the environment; no answer is longer than its limit."""
-    (episode,), engine = play(
-        model, LOOKUP, ["?37", "0"], task_of(size=1), system_prompt="Be brief.", max_answer_tokens=3
-    )
-    first = json.loads(episode.messages)[0]
-    assert (first["role"], first["content"]) == ("system", "Be brief.")
-    assert "Be brief." in ChatTokenizer.read(model).decode(engine.prompts[0])
+    settings = {"system_prompt": "Be brief.", "max_answer_tokens": 3}
+    (episode,), engine = play(model, LOOKUP, ["?37", "0"], **settings)
+    assert said(episode)[0] == ("system", "Be brief.")
+    assert "Be brief." in engine.tokenizer.decode(engine.prompts[0])
     spoken = Script(lambda: done(1.0), start=lambda: [Message("system", "Rules."), Message("user", "go")])
-    (episode,), _ = play(
-        model, spoken, ["a b c d e f g"], task_of(size=1), system_prompt="Be brief.", max_answer_tokens=3
-    )
-    assert json.loads(episode.messages)[0]["content"] == "Be brief.\n\nRules."
+    (episode,), _ = play(model, spoken, ["a b c d e f g"], **settings)
+    assert said(episode)[0][1] == "Be brief.\n\nRules."
     assert [turn.end - turn.start for turn in episode.rows[0].turns] == [3]
     given = {"type": "program", "options": {"command": ["x"]}, "system_prompt": "Be brief."}
     definition = EnvironmentDefinition.model_validate(given)

@@ -16,15 +16,16 @@ from typing import Any
 
 import httpx
 import pytest
+from tests.agents.environments.played import Script, task_of
 from tests.agents.environments.test_over_http import SECRET, served
-from tests.agents.environments.test_turn_environment import Scored, Script
 
 from penstock.agents.environments.games.calculator import CALCULATOR
-from penstock.agents.environments.play import Reply, done, say
+from penstock.agents.environments.play import Reply, Row, done, say
 from penstock.agents.hosting import commands, serve
-from penstock.agents.hosting.trial import RandomPolicy, ScriptedPolicy
+from penstock.agents.hosting.trial import RandomPolicy, ScriptedPolicy, play_trial
 from penstock.agents.proxy.messages import Message
 from penstock.protocol.command_line import run
+from penstock.protocol.config.environment_settings import EpisodeSettings
 from penstock.protocol.config.run_file import load
 from penstock.protocol.errors import ConfigError
 from penstock.rollout_service.environments.environment import ENVIRONMENTS
@@ -36,6 +37,10 @@ ROW = {"messages": [{"role": "user", "content": "go"}]}
 START = {"id": ID, "seed": "7", "deadline_s": 60, "row": ROW}
 
 
+def client_of(url: str) -> httpx.AsyncClient:
+    return httpx.AsyncClient(base_url=url, timeout=60.0)
+
+
 def step(number: int, text: str = "x") -> dict[str, Any]:
     return {"step": number, "message": {"role": "assistant", "content": text}}
 
@@ -43,7 +48,7 @@ def step(number: int, text: str = "x") -> dict[str, Any]:
 async def test_a_step_is_taken_once_and_in_order() -> None:
     """Sent again it gets the same reply; out of order, with another answer, or after the end it is refused."""
     script = Script(lambda: say("on", 0.5), lambda: done(1.0))
-    async with served(script) as (url, episodes), httpx.AsyncClient(base_url=url, timeout=60.0) as http:
+    async with served(script) as (url, episodes), client_of(url) as http:
         first = await http.post("/episodes", json=START)
         assert first.json()["messages"] == [{"role": "user", "content": "go"}]
         assert (await http.post("/episodes", json=START)).json() == first.json()
@@ -67,8 +72,8 @@ async def test_a_step_is_taken_once_and_in_order() -> None:
 
 async def test_a_score_is_made_once_and_ends_the_steps() -> None:
     """After the last step that was answered; asked again it is the same, and a start says whether there is one."""
-    script = Scored(lambda: 0.5, lambda: say("on"), lambda: done(1.0))
-    async with served(script) as (url, _), httpx.AsyncClient(base_url=url, timeout=60.0) as http:
+    script = Script(lambda: say("on"), lambda: done(1.0), score=lambda: 0.5)
+    async with served(script) as (url, _), client_of(url) as http:
 
         async def asked(after: int) -> tuple[int, Any]:
             answer = await http.post(f"/episodes/{ID}/score", json={"step": after})
@@ -91,7 +96,7 @@ async def test_a_score_is_made_once_and_ends_the_steps() -> None:
         for number in (1, 2):
             await http.post(f"/episodes/{ID}/step", json=step(number))
         assert await asked(2) == (409, "the score after step 2 is out of order: the episode is over")
-    async with served(Script(lambda: done(1.0))) as (url, _), httpx.AsyncClient(base_url=url, timeout=60.0) as http:
+    async with served(Script(lambda: done(1.0))) as (url, _), client_of(url) as http:
         assert set((await http.post("/episodes", json=START)).json()) == {"messages", "tools", "version"}
 
 
@@ -113,7 +118,7 @@ async def test_a_body_that_is_none_is_refused(body: bytes, said: str) -> None:
     """With the field at fault; nothing is started."""
     async with (
         served(Script(lambda: done(1.0))) as (url, episodes),
-        httpx.AsyncClient(base_url=url, timeout=60.0) as http,
+        client_of(url) as http,
     ):
         refused = await http.post("/episodes", content=body, headers={"content-type": "application/json"})
         assert (refused.status_code, refused.json()["code"], episodes.running) == (400, "bad_request", 0)
@@ -123,7 +128,7 @@ async def test_a_body_that_is_none_is_refused(body: bytes, said: str) -> None:
 async def test_a_server_that_is_full_or_drains_says_when_to_come_again() -> None:
     """503 with Retry-After; a held episode goes on, and the drain ends with it."""
     script = Script(lambda: done(1.0))
-    async with served(script, capacity=1) as (url, episodes), httpx.AsyncClient(base_url=url, timeout=60.0) as http:
+    async with served(script, capacity=1) as (url, episodes), client_of(url) as http:
         await http.post("/episodes", json=START)
         other = {**START, "id": "f" * 32}
         full = await http.post("/episodes", json=other)
@@ -150,7 +155,7 @@ async def test_a_step_of_an_episode_that_is_ended_meanwhile_is_answered() -> Non
         released.wait(60)
         return done(1.0)
 
-    async with served(Script(hang)) as (url, episodes), httpx.AsyncClient(base_url=url, timeout=60.0) as http:
+    async with served(Script(hang)) as (url, episodes), client_of(url) as http:
         await http.post("/episodes", json=START)
         moving = asyncio.create_task(http.post(f"/episodes/{ID}/step", json=step(1)))
         await stepping.wait()
@@ -163,7 +168,7 @@ async def test_a_step_of_an_episode_that_is_ended_meanwhile_is_answered() -> Non
 async def test_an_episode_that_nobody_plays_is_closed() -> None:
     """Its worker was killed: no call for a while, or its time is over."""
     script = Script(lambda: done(1.0))
-    async with served(script, idle_s=0.05) as (url, episodes), httpx.AsyncClient(base_url=url, timeout=60.0) as http:
+    async with served(script, idle_s=0.05) as (url, episodes), client_of(url) as http:
         sweeping = asyncio.create_task(episodes.sweep())
         await http.post("/episodes", json=START)
         await episodes.drain(60.0)
@@ -182,15 +187,26 @@ async def test_what_an_environment_raises_or_returns_is_a_problem() -> None:
         (Script(lambda: done(1e300)), "reward"),
         (Script(lambda: None), "step() returns a Reply, got NoneType"),
     ):
-        async with served(script) as (url, episodes), httpx.AsyncClient(base_url=url, timeout=60.0) as http:
+        async with served(script) as (url, episodes), client_of(url) as http:
             await http.post("/episodes", json=START)
             failed = await http.post(f"/episodes/{ID}/step", json=step(1))
             assert (failed.status_code, failed.json()["code"]) == (500, "environment_failed")
             assert said in failed.json()["message"]
             assert (await http.post(f"/episodes/{ID}/step", json=step(2))).status_code == 409
-    async with served(Script(start=list)) as (url, episodes), httpx.AsyncClient(base_url=url, timeout=60.0) as http:
+    async with served(Script(start=list)) as (url, episodes), client_of(url) as http:
         failed = await http.post("/episodes", json=START)
         assert (failed.status_code, episodes.running) == (500, 0)
+    for score, said in (
+        (lambda: 1 / 0, "ZeroDivisionError"),
+        (lambda: 1e300, "score(): "),
+        (lambda: float("nan"), "a finite number"),
+    ):
+        script = Script(lambda: say("on"), score=score)
+        async with served(script) as (url, _), client_of(url) as http:
+            await http.post("/episodes", json=START)
+            await http.post(f"/episodes/{ID}/step", json=step(1))
+            failed = await http.post(f"/episodes/{ID}/score", json={"step": 1})
+            assert (failed.status_code, said in failed.json()["message"]) == (500, True)
 
 
 async def test_a_signature_opens_its_own_call_only() -> None:
@@ -201,7 +217,7 @@ async def test_a_signature_opens_its_own_call_only() -> None:
         return {"content-type": "application/json", **made}
 
     served_here = served(Script(lambda: done(1.0)), secrets=(SECRET,))
-    async with served_here as (url, episodes), httpx.AsyncClient(base_url=url, timeout=60.0) as http:
+    async with served_here as (url, episodes), client_of(url) as http:
         data = json.dumps(START).encode()
         for headers in ({}, signed(f"{ID}.start", data, 400), signed(f"{ID}.end", data), signed(f"{ID}.start")):
             assert (await http.post("/episodes", content=data, headers=headers)).status_code == 401
@@ -223,7 +239,7 @@ async def test_a_signature_opens_its_own_call_only() -> None:
 
 async def test_the_api_is_described() -> None:
     """For servers in other languages: the bodies of both directions, and the problems."""
-    async with served(CALCULATOR) as (url, _), httpx.AsyncClient(base_url=url, timeout=60.0) as http:
+    async with served(CALCULATOR) as (url, _), client_of(url) as http:
         document = (await http.get("/openapi.json")).json()
     of_one = {f"/episodes/{{id}}{action}" for action in ("", "/step", "/score")}
     assert set(document["paths"]) == {"/environment", "/episodes", *of_one}
@@ -299,37 +315,11 @@ def test_a_trial_finds_failures_and_worlds_that_do_not_follow_from_the_seed(
     assert "ANOTHER EPISODE: everything random must follow from the seed" in said
 
 
-SCORED = """
-from penstock import Message, Play, TurnEnvironment, say
-
-
-class Endless(Play):
-    def start(self):
-        return [Message("user", "go")]
-
-    def step(self, answer):
-        return say("on", 0.25)
-
-    def score(self):
-        return 0.5
-
-
-class Scored(TurnEnvironment):
-    name = "scored"
-
-    def play(self, seed, row, options):
-        return Endless()
-"""
-
-
-def test_a_trial_that_runs_out_of_turns_has_its_score(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "scored.py").write_text(SCORED)
-    monkeypatch.chdir(tmp_path)
-    assert run(commands.app, ["test", "scored.py:Scored", "--episodes", "1", "--max-turns", "2", "--json"]) == 0
-    (found,) = json.loads(capsys.readouterr().out)["policies"]
-    assert (found["ends"]["truncated"], found["reward"]["mean"]) == (1, 1.0)
+async def test_a_trial_that_runs_out_of_turns_has_its_score() -> None:
+    environment = Script(lambda: say("on", 0.25), score=lambda: 0.5)
+    environment.settings = EpisodeSettings(max_turns=2)
+    trial = await play_trial(environment, RandomPolicy(0), 0, Row.of(task_of()))
+    assert (trial.end, trial.reward) == ("truncated", 1.0)
 
 
 @pytest.mark.parametrize(
@@ -352,15 +342,7 @@ def test_a_trial_that_cannot_be_is_refused(arguments: list[str], said: str) -> N
 
 def test_environments_are_listed_with_their_options(guess: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The built-in ones, and those of a run file."""
-    assert (
-        run(
-            commands.app,
-            [
-                "list",
-            ],
-        )
-        == 0
-    )
+    assert run(commands.app, ["list"]) == 0
     said = capsys.readouterr().out
     assert "frozen_lake: walk from the upper left corner" in said
     assert "    url = []: URL of its server" in said

@@ -10,8 +10,8 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
+from tests.agents.environments.played import Script, task_of
 from tests.agents.environments.test_over_http import SECRET
-from tests.agents.environments.test_turn_environment import Script, task_of
 from tests.rollout_service.registered import LEASE, play, registered, start_server, until, where, worker
 
 from penstock.agents.environments.episode_environment import group_seed
@@ -21,7 +21,7 @@ from penstock.agents.environments.over_http.registry import RegisteredServer
 from penstock.agents.environments.play import done
 from penstock.agents.hosting import commands, registration, serve
 from penstock.agents.hosting.episodes import Episodes
-from penstock.agents.hosting.registration import Offer, Registrar, RegistrySettings
+from penstock.agents.hosting.registration import Registrar, RegistrySettings
 from penstock.deploy.certificates import write_certificates
 from penstock.protocol.command_line import run
 from penstock.protocol.config.connection import NatsSettings
@@ -77,14 +77,14 @@ async def test_a_server_that_is_none_is_not_registered(store: KeyValue, name: st
                 (f"{url}/nowhere", "answers HTTP 404"),
             ):
                 with pytest.raises(Exception, match=said):
-                    async with Registrar(store, client, Offer(name, offered)).registered():
+                    async with Registrar(store, client, name, offered, commands.LeaseOptions()).registered():
                         pass
             episodes.version, episodes.draining = "1", True
             with pytest.raises(registry.RegistrationRefused, match="it is stopping"):
-                async with Registrar(store, client, Offer(name, url)).registered():
+                async with Registrar(store, client, name, url, commands.LeaseOptions()).registered():
                     pass
             with pytest.raises(ConfigError, match="expected 3 to 3600"):
-                Registrar(store, client, Offer(name, url, 1.0))
+                Registrar(store, client, name, url, commands.LeaseOptions(lease_s=1.0))
     finally:
         await client.close()
         await episodes.close()
@@ -137,8 +137,8 @@ async def test_episodes_of_a_killed_server_are_played_again_with_their_seed(
     try:
         async with worker(bus, model, name, attempts=2) as own:
             playing = asyncio.create_task(play(model, own, ["a"] * 40, size=4))
-            assert own._servers is not None
-            servers = own._servers._servers
+            assert own.sessions is not None
+            servers = own.sessions.servers._servers
             await until(
                 lambda: [server.running for server in servers.values()] == [4], "four episodes at the first server"
             )

@@ -13,9 +13,7 @@ from pathlib import Path
 import numpy as np
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from penstock.agents.proxy.answer_formats.answer_format import ANSWER_FORMATS
-from penstock.agents.proxy.plan_prompt import PromptPlanner, Thinking
-from penstock.agents.proxy.renderer import ChatRenderer
+from penstock.agents.proxy.plan_prompt import Thinking
 from penstock.agents.proxy.session import AgentModel, AgentProxy, EpisodeLimits, EpisodeSession
 from penstock.protocol.chat_tokenizer import ChatTokenizer
 from penstock.protocol.groups import RouterShape, Sampling
@@ -107,15 +105,9 @@ REPEATS = QWEN25.replace(
     "{{- 'said: ' + message.content + '\n' }}{%- endif %}{%- endfor %}",
 )
 TEMPLATES = {
-    "repeats": REPEATS,
-    "smollm2": SMOLLM2,
-    "qwen25": QWEN25,
-    "qwen3": QWEN3,
-    "opens_think": OPENS_THINK,
-    "rewrites": REWRITES,
-    "glm": GLM,
-    "llama": LLAMA,
-}
+    "repeats": REPEATS, "smollm2": SMOLLM2, "qwen25": QWEN25, "qwen3": QWEN3, "opens_think": OPENS_THINK,
+    "rewrites": REWRITES, "glm": GLM, "llama": LLAMA,
+}  # fmt: skip
 
 
 @lru_cache(maxsize=1)
@@ -179,11 +171,8 @@ class Engine:
             finish = "length" if len(ids) == sampling.max_new_tokens else "stop"
         logprobs = logprobs_of(list(prompt), ids)
         middle = self.random.randrange(len(ids) + 1)
-        runs = [
-            VersionRun(PolicyVersion(self.version), 0, middle),
-            VersionRun(PolicyVersion(self.version + 1), middle, len(ids)),
-        ]
-        runs = tuple(run for run in runs if run.start < run.end)
+        edges = ((self.version, 0, middle), (self.version + 1, middle, len(ids)))
+        runs = tuple(VersionRun(PolicyVersion(version), *run) for version, *run in edges if run[0] < run[1])
         shape, number = sampling.routers, len(self.prompts) - 1
         experts = None if shape is None else chosen_by(shape, number, len(prompt) + len(ids) - 1)
         return [[Completion(ids, logprobs, runs, finish, "", experts)]]  # pyright: ignore[reportArgumentType]
@@ -234,27 +223,14 @@ _TOKENIZERS: dict[str, ChatTokenizer] = {}
 
 
 def bench(
-    folder: Path,
-    template: str = "qwen25",
-    *,
-    answer_format: str = "hermes",
-    thinking: Thinking = "keep",
-    script: Sequence[str | list[int]] = (),
-    max_new_tokens: int = 64,
-    context_tokens: int | None = 8192,
-    stop: tuple[str, ...] = (),
-    seed: int = 0,
-    routers: RouterShape | None = None,
-    **limits: object,
-) -> Bench:
+    folder: Path, template: str = "qwen25", *, answer_format: str = "hermes", thinking: Thinking = "keep",
+    script: Sequence[str | list[int]] = (), max_new_tokens: int = 64, context_tokens: int | None = 8192,
+    stop: tuple[str, ...] = (), seed: int = 0, routers: RouterShape | None = None, **limits: object,
+) -> Bench:  # fmt: skip
     if template not in _TOKENIZERS:
         _TOKENIZERS[template] = ChatTokenizer.read(write_model(folder / template, TEMPLATES[template]))
     tokenizer = _TOKENIZERS[template]
-    planner = PromptPlanner(ChatRenderer(tokenizer), frozenset(tokenizer.eos_ids), thinking)
-    model = AgentModel(planner, ANSWER_FORMATS.find(answer_format).value, context_tokens)
-    return Bench(
-        AgentProxy(EpisodeLimits.model_validate(limits)),
-        model,
-        Engine(tokenizer, seed=seed, script=list(script)),
-        Sampling(max_new_tokens=max_new_tokens, stop=stop, routers=routers),
-    )
+    model = AgentModel.of(tokenizer, answer_format, context_tokens, thinking)
+    sampling = Sampling(max_new_tokens=max_new_tokens, stop=stop, routers=routers)
+    engine = Engine(tokenizer, seed=seed, script=list(script))
+    return Bench(AgentProxy(EpisodeLimits.model_validate(limits)), model, engine, sampling)

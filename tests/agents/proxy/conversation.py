@@ -71,28 +71,30 @@ def check_rows(episode: EpisodeSession, made: TreeRows) -> None:
     """Check what holds for the rows of every episode: only sampled tokens are trained, each once, under its own context."""
     seen: dict[int, int] = {}
     for row in made.rows:
-        ids = row.token_ids.tolist()
+        ids = row.trajectory.token_ids.tolist()
         for span in row.spans:
             turn = episode.tree.turns[span.turn]
             offset = span.start - turn.prompt_tokens
             assert ids[span.start : span.end] == turn.token_ids[offset : offset + span.end - span.start].tolist()
             if span.is_trained:
-                assert row.loss_mask[span.start : span.end].all()
+                assert row.trajectory.loss_mask[span.start : span.end].all()
                 expected = logprobs_of(ids[: span.start], ids[span.start : span.end])
-                assert np.allclose(row.logprobs[span.start : span.end], expected, atol=1e-5)
+                assert np.allclose(row.trajectory.behaviour_logprobs[span.start : span.end], expected, atol=1e-5)
                 assert seen.get(span.turn, 0) == offset
                 seen[span.turn] = offset + span.end - span.start
-        assert np.count_nonzero(row.loss_mask) == sum(s.end - s.start for s in row.spans if s.is_trained)
-        assert not row.logprobs[~row.loss_mask].any()
-        assert sum(run.end - run.start for run in row.version_runs) == np.count_nonzero(row.loss_mask)
-        assert row.loss_mask.any()
+        assert np.count_nonzero(row.trajectory.loss_mask) == sum(s.end - s.start for s in row.spans if s.is_trained)
+        assert not row.trajectory.behaviour_logprobs[~row.trajectory.loss_mask].any()
+        assert sum(run.end - run.start for run in row.trajectory.version_runs) == np.count_nonzero(
+            row.trajectory.loss_mask
+        )
+        assert row.trajectory.loss_mask.any()
         if (
-            row.experts is not None
+            row.trajectory.experts is not None
         ):  # each token has those of the request that computed it first: its own, where it is trained
             chain, number = episode.tree.turns[row.spans[-1].turn].chain(), len(ids) - 1
             firsts = [next(turn.number for turn in chain if turn.num_tokens - 1 > at) for at in range(number)]
-            choices = {turn: chosen_by(row.experts.shape, turn, number).ids for turn in set(firsts)}
-            assert np.array_equal(row.experts.ids, [choices[turn][at] for at, turn in enumerate(firsts)])
+            choices = {turn: chosen_by(row.trajectory.experts.shape, turn, number).ids for turn in set(firsts)}
+            assert np.array_equal(row.trajectory.experts.ids, [choices[turn][at] for at, turn in enumerate(firsts)])
     orphaned = (made.orphaned_tokens + episode.orphaned_tokens).total()
     assert sum(seen.values()) == made.num_trained
     assert made.num_trained + orphaned == episode.counts["sampled_tokens"]

@@ -10,6 +10,7 @@ from tests.rigs.fuzz_agents.model import Recorded, _record_of
 from tests.rigs.fuzz_agents.run import Fuzzer
 
 from penstock.agents.proxy.rows import TreeRow
+from penstock.protocol.trajectory import Trajectory
 from penstock.protocol.versions import PolicyVersion, VersionRun
 
 
@@ -38,10 +39,10 @@ def test_of_two_answers_that_begin_alike_each_is_found() -> None:
     recorded.add([1, 2], [7], [-0.5])
     for sampled in reversed(recorded.by_prompt[np.asarray([1, 2], dtype=np.int32).tobytes()]):
         count = len(sampled.token_ids)
-        row = TreeRow(
+        trajectory = Trajectory(
             np.asarray([1, 2, *sampled.token_ids], dtype=np.int32), np.asarray([False, False] + [True] * count),
-            np.asarray([0, 0, *sampled.logprobs], dtype=np.float32), (VersionRun(PolicyVersion(3), 2, 2 + count),), "stop", "", (),
+            np.asarray([0, 0, *sampled.logprobs], dtype=np.float32), (VersionRun(PolicyVersion(3), 2, 2 + count),), "stop", "",
         )  # fmt: skip
-        found = _record_of(row, 2, 2 + count, recorded)
+        found = _record_of(TreeRow(trajectory, ()), 2, 2 + count, recorded)
         assert found is sampled
         found.num_trained = count

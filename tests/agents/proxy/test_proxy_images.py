@@ -15,11 +15,8 @@ from tests.pictures import picture, picture_bytes
 from tests.rollout_service.vision_folder import write_vision_folder
 
 from penstock.agents.environments.over_http.wire import written
-from penstock.agents.proxy.answer_formats.answer_format import ANSWER_FORMATS
 from penstock.agents.proxy.api import anthropic_messages, chat_completions, responses
 from penstock.agents.proxy.messages import AgentRequest, Message, RequestRefused, RetryMark
-from penstock.agents.proxy.plan_prompt import PromptPlanner
-from penstock.agents.proxy.renderer import ChatRenderer
 from penstock.agents.proxy.rows import messages_json, stored_rows
 from penstock.agents.proxy.session import AgentModel, AgentProxy, EpisodeLimits
 from penstock.agents.proxy.tree import Found, PromptPlan
@@ -56,10 +53,13 @@ def seeing(folder: Path, blobs: Blobs, run_id: str, *script: str | list[int]) ->
     images = RunImages(blobs, run_id)
     images.use_model(folder)
     tokenizer = ChatTokenizer.read(folder)
-    planner = PromptPlanner(ChatRenderer(tokenizer), frozenset(tokenizer.eos_ids), "keep")
-    model = AgentModel(planner, ANSWER_FORMATS.find("hermes").value, 8192)
-    proxy = AgentProxy(EpisodeLimits(), images)  # pyright: ignore[reportCallIssue]
-    return Bench(proxy, model, SeeingEngine(tokenizer, script=list(script)), Sampling(max_new_tokens=64))
+    model = AgentModel.of(tokenizer, "hermes", 8192)
+    return Bench(
+        AgentProxy(EpisodeLimits(), images),
+        model,
+        SeeingEngine(tokenizer, script=list(script)),
+        Sampling(max_new_tokens=64),
+    )
 
 
 def data_url(image: bytes) -> str:
@@ -216,7 +216,7 @@ async def test_images_of_other_roles_and_of_text_models_are_refused(
         await Agent(text, {"role": "user", "content": shown(CAT)}).ask()
     images = RunImages(blobs, run_id)
     images.use_model(tmp_path / "smollm2")
-    text.proxy = AgentProxy(EpisodeLimits(), images)  # pyright: ignore[reportCallIssue]
+    text.proxy = AgentProxy(EpisodeLimits(), images)
     with pytest.raises(RequestRefused, match="reads text alone"):
         await Agent(text, {"role": "user", "content": shown(CAT)}).ask()
     assert text.engine.prompts == []

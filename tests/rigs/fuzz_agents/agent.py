@@ -35,6 +35,11 @@ BROKEN = [
     b'{"messages": [{"role": "user", "content": {}}]}',
 ]
 
+KINDS = {  # of requests, and how often of 105
+    "go_on": 60, "edit": 6, "respell": 14, "rewind": 6, "compaction": 3, "sub_agent": 4, "tools": 2, "clock": 2, "side": 5,
+    "late_system": 1, "attributed": 2,
+}  # fmt: skip
+
 Messages = list[dict[str, Any]]
 
 
@@ -82,22 +87,7 @@ class RandomAgent:
     def _next_messages(self) -> Messages:
         draw = self._random
         head = draw.choice(self._heads)
-        kind = draw.choices(
-            [
-                "go_on",
-                "edit",
-                "respell",
-                "rewind",
-                "compaction",
-                "sub_agent",
-                "tools",
-                "clock",
-                "side",
-                "late_system",
-                "attributed",
-            ],
-            [60, 6, 14, 6, 3, 4, 2, 2, 5, 1, 2],
-        )[0]
+        kind = draw.choices(list(KINDS), list(KINDS.values()))[0]
         self.counts[kind] += 1
         if kind == "compaction":
             head = [*[one for one in head[:1] if one["role"] == "system"], self._user()]
@@ -172,7 +162,7 @@ class RandomAgent:
                 self.failures.append(f"{status}: {reply[:300]!r}")
             return
         if not is_side:
-            self._receive(messages, _read(reply))
+            self._receive(messages, read_message(reply))
 
     def _receive(self, messages: Messages, answer: dict[str, Any]) -> None:
         """Go on from an answer: with the results of its calls, or as a user."""
@@ -190,17 +180,15 @@ class RandomAgent:
         data, headers = self._random.choice(self._sent)
         kind = self._random.choice(["key", "count", "unmarked", "other_body"])
         self.counts[f"repeat_{kind}"] += 1
-        marks: dict[bytes, bytes] = {}
-        if kind in ("key", "other_body"):
-            marks = dict(headers)
+        marks = {} if kind == "unmarked" else dict(headers)
         if kind == "count":
-            marks = {**headers, b"x-stainless-retry-count": b"2"}
+            marks[b"x-stainless-retry-count"] = b"2"
         if kind == "other_body":
             data = data.replace(b'"model": "m"', b'"model": "other"')
         status, reply = await self._post(data, marks, cut=False)
         messages = json.loads(data)["messages"]
         if status == 200 and not messages[-1]["content"].startswith(SIDE):
-            self._receive(messages, _read(reply))
+            self._receive(messages, read_message(reply))
         elif status >= 500:
             self.failures.append(f"{status}: {reply[:300]!r}")
 
@@ -234,7 +222,7 @@ class RandomAgent:
             "type": "http",
             "method": "POST",
             "path": f"{self._path}/chat/completions",
-            "headers": list(headers.items()),
+            "headers": [*headers.items()],
         }
         await self._app(scope, receive, send)
         return status, b"".join(parts)
@@ -243,7 +231,7 @@ class RandomAgent:
         return {"role": "user", "content": self._random.choice(TEXTS)}
 
 
-def _read(reply: bytes) -> dict[str, Any]:
+def read_message(reply: bytes) -> dict[str, Any]:
     if reply[:1] == b"{":
         return json.loads(reply)["choices"][0]["message"]
     message: dict[str, Any] = {"role": "assistant", "content": ""}

@@ -51,7 +51,7 @@ def check_episode(episode: EpisodeSession, made: TreeRows, recorded: Recorded, e
     for number, row in enumerate(made.rows):
         where = f"episode {episode.id} row {number}"
         findings.rows += 1
-        for start, end in _stretches(row.loss_mask):
+        for start, end in _stretches(row.trajectory.loss_mask):
             sampled = _record_of(row, start, end, recorded)
             if sampled is None:
                 findings.problems.append(
@@ -63,11 +63,11 @@ def check_episode(episode: EpisodeSession, made: TreeRows, recorded: Recorded, e
                 findings.problems.append(f"{where}: tokens {start} to {end} are trained twice")
             sampled.num_trained = offset + end - start
             num_trained += end - start
-        if row.logprobs[~row.loss_mask].any():
+        if row.trajectory.behaviour_logprobs[~row.trajectory.loss_mask].any():
             findings.problems.append(f"{where}: tokens of the context have log-probabilities")
-        if row.loss_mask.any():
-            expected = engine.check(row.token_ids, row.loss_mask)
-            worst = float(np.abs(expected - row.logprobs[row.loss_mask]).max())
+        if row.trajectory.loss_mask.any():
+            expected = engine.check(row.trajectory.token_ids, row.trajectory.loss_mask)
+            worst = float(np.abs(expected - row.trajectory.behaviour_logprobs[row.trajectory.loss_mask]).max())
             findings.worst_logprob = max(findings.worst_logprob, worst)
             if not worst <= TOLERANCE:
                 findings.problems.append(
@@ -97,17 +97,10 @@ def scores_aside(episode: EpisodeSession, made: TreeRows) -> bool:
 def store(episode: EpisodeSession, made: TreeRows) -> Episode:
     """Return an episode as packs store it; raises PackError for rows that contradict each other."""
     return Episode(
-        episode_id=episode.id,
-        group_id="g",
-        index=0,
-        environment="agent",
-        environment_version="",
-        seed=0,
-        status="done" if made.rows else "failed",
-        rows=stored_rows(made, episode.tree.turns),
-        messages=messages_json(episode.messages),
-        counts=counts_of(episode.counts, made),
-    )
+        episode_id=episode.id, group_id="g", index=0, environment="agent", environment_version="", seed=0,
+        status="done" if made.rows else "failed", rows=stored_rows(made, episode.tree.turns),
+        messages=messages_json(episode.messages), counts=counts_of(episode.counts, made),
+    )  # fmt: skip
 
 
 def _stretches(mask: np.ndarray) -> list[tuple[int, int]]:
@@ -120,13 +113,17 @@ def _record_of(row: TreeRow, start: int, end: int, recorded: Recorded) -> Sample
 
     Of several that begin alike, the shortest: a longer one is another row's.
     """
-    ids = row.token_ids
+    ids = row.trajectory.token_ids
     for begin in range(start, max(-1, start - _LONGEST_ANSWER), -1):
         for sampled in sorted(recorded.by_prompt.get(ids[:begin].tobytes(), ()), key=lambda one: len(one.token_ids)):
             offset = start - begin
             same = sampled.token_ids[: end - begin] == ids[begin:end].tolist()
             logprobs = np.asarray(sampled.logprobs[offset : end - begin], dtype=np.float32)
-            if same and sampled.num_trained <= offset and np.array_equal(logprobs, row.logprobs[start:end]):
+            if (
+                same
+                and sampled.num_trained <= offset
+                and np.array_equal(logprobs, row.trajectory.behaviour_logprobs[start:end])
+            ):
                 return sampled
     return None
 
@@ -239,7 +236,8 @@ class EmbeddedEngine:
         one = engine_sequence.Sequence("", tuple(prompt), asked)
 
         def on_done(error: Exception | None) -> None:
-            loop.call_soon_threadsafe(_end, done, error)
+            end = done.set_result if error is None else done.set_exception
+            loop.call_soon_threadsafe(lambda: done.done() or end(error))  # pyright: ignore[reportArgumentType]
 
         self._thread.submit(engine_sequence.Job([one], on_done))
         await done
@@ -265,15 +263,6 @@ class EmbeddedEngine:
 
     def stop(self) -> None:
         self._thread.stop()
-
-
-def _end(done: asyncio.Future[None], error: Exception | None) -> None:
-    if done.done():
-        return
-    if error is None:
-        done.set_result(None)
-    else:
-        done.set_exception(error)
 
 
 @dataclass(frozen=True, slots=True)

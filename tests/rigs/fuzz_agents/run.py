@@ -44,8 +44,8 @@ from penstock.protocol.chat_tokenizer import ChatTokenizer
 from penstock.protocol.groups import Sampling
 
 TEMPLATES = ("qwen25", "qwen3", "opens_think", "rewrites", "glm", "smollm2", "llama")
-_THINKING = ("keep", "tool_cycle", "strip")
 _RULES = ("echo", "json", "strict")
+_THINKING = ("keep", "tool_cycle", "strip")
 _TOGETHER = 16
 
 
@@ -95,8 +95,7 @@ class Fuzzer:
         planner = planner_type(self._renderers[template], frozenset(tokenizer.eos_ids), draw.choice(_THINKING))
         formats = "llama" if template == "llama" else draw.choice(("hermes", "hermes", "plain"))
         model = AgentModel(planner, ANSWER_FORMATS.find(formats).value, 2048)
-        limits = EpisodeLimits.model_validate({"history_match": draw.choice(_RULES), "retry_grace_s": 0.0005})
-        proxy = AgentProxy(limits)
+        proxy = AgentProxy(EpisodeLimits(history_match=draw.choice(_RULES), retry_grace_s=0.0005))
         engine = self._engine or FunctionEngine(tokenizer, self._seed + number)
         recorded = Recorded()
         episode = proxy.begin(
@@ -136,11 +135,11 @@ def rendered_rows(made: TreeRows, tokenizer: ChatTokenizer) -> TreeRows:
     """Return rows in which the text of each answer is tokenised again: a planted error."""
     rows = []
     for row in made.rows:
-        ids = row.token_ids.copy()
+        ids = row.trajectory.token_ids.copy()
         for span in row.spans:
             again = tokenizer.encode(tokenizer.decode(ids[span.start : span.end].tolist()))[: span.end - span.start]
             ids[span.start : span.start + len(again)] = again
-        rows.append(replace(row, token_ids=ids))
+        rows.append(replace(row, trajectory=replace(row.trajectory, token_ids=ids)))
     return replace(made, rows=tuple(rows))
 
 

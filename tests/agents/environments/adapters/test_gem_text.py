@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.agents.environments.adapters.played import check_exact, play, said, task_of
+from tests.agents.environments.played import check_exact, play, said, task_of
 
 from penstock.agents.environments.adapters.gem_text import GEM
 from penstock.agents.environments.over_http.http_environment import HTTP
@@ -42,23 +42,14 @@ def options(url: str, name: str, **more: Any) -> dict[str, Any]:
 def test_a_game_is_played_with_the_groups_seed(model: Path, url: str) -> None:
     """Episodes that are played at once draw from generators of their own: the same number is found in all, and again."""
     guesses = ["\\boxed{12}"] * 12  # equal: which episode gets which answer is not certain
-    task = task_of(size=4)
+    task, drawn = task_of(size=4), options(url, "game:GuessTheNumber-v0-random")
     ends = []
     for _ in range(2):
-        found, _ = play(
-            model,
-            HTTP,
-            guesses,
-            task,
-            options=options(url, "game:GuessTheNumber-v0-random"),
-            max_turns=3,
-        )
+        found, _ = play(model, HTTP, guesses, task, options=drawn, max_turns=3)
         ends.append({(tuple(said(one)), one.reward, one.status) for one in found})
     assert ends[0] == ends[1]
     assert len(ends[0]) == 1
-    other, _ = play(
-        model, HTTP, guesses, task_of(group="r:0:2"), options=options(url, "game:GuessTheNumber-v0-random"), max_turns=3
-    )
+    other, _ = play(model, HTTP, guesses, task_of(group="r:0:2"), options=drawn, max_turns=3)
     assert said(other[0]) not in [list(one[0]) for one in ends[0]]
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import subprocess
 from collections.abc import Callable, Iterator
@@ -12,15 +11,12 @@ from typing import Any
 
 import pytest
 from aiohttp import web
-from tests.agents.environments.adapters.played import check_exact, play, said, task_of
+from tests.agents.environments.played import call, check_exact, play, results, said, task_of
 from tests.servers import wait_for
 
 from penstock.agents.environments.adapters import open_env
 from penstock.agents.environments.adapters.open_env import OPENENV, OpenEnvOptions
 from penstock.agents.environments.over_http import servers
-from penstock.protocol.config.environment_settings import EnvironmentDefinition
-from penstock.protocol.errors import ConfigError
-from penstock.rollout_service.environments.environment import load_environments
 from penstock.rollout_service.errors import TaskRefused
 
 PYTHON = os.environ.get("PENSTOCK_TEST_OPENENV_PYTHON", "")
@@ -95,45 +91,23 @@ def test_a_server_that_fails_is_no_reward(model: Path, serve: Callable[[str], st
 
 @needs_openenv
 def test_tools_are_called(tool_model: Path, serve: Callable[[str], str]) -> None:
-    calls = [
-        f"<tool_call>\n{json.dumps({'name': 'add', 'arguments': given})}\n</tool_call>"
-        for given in ({"a": 1, "b": 2}, {"a": 1})
-    ]
-    script = [*calls, "3"]
+    script = [call("add", a=1, b=2), call("add", a=1), "3"]
     options = {"url": serve("tools"), "tools": True, "instructions": "row"}
     (episode,), engine = play(tool_model, OPENENV, script, task_of("Add.", reward="exact_match"), options=options)
     check_exact(episode, engine, tool_model, script)
-    results = [content for role, content in said(episode) if role == "tool"]
-    assert results[0] == "3"
-    assert results[1].startswith("error: ")
+    right, wrong = results(episode)
+    assert (right, wrong[:7]) == ("3", "error: ")
     assert "Add two numbers." in engine.tokenizer.decode(engine.prompts[0])
     assert dict(episode.reward_parts) == {"tool_calls": 2.0, "tool_errors": 1.0}
 
 
 def test_a_server_that_is_none_is_named(model: Path) -> None:
-    refused, _ = play(model, OPENENV, [], options={"url": "http://127.0.0.1:9", "place_deadline_s": 0.2}, attempts=1)
-    assert "no session within 0.2 s (options.place_deadline_s): http://127.0.0.1:9/ws: " in str(refused)
-
-
-def test_a_metadata_address_is_never_called(model: Path) -> None:
-    refused, _ = play(model, OPENENV, [], options={"url": "http://169.254.169.254"}, attempts=1)
-    assert "metadata and multicast addresses are never called" in str(refused)
-
-
-@pytest.mark.parametrize(
-    ("options", "problem"),
-    [
-        ({}, "url: Field required"),
-        ({"url": []}, "at least 1 item"),
-        ({"url": ["http://a", "http://a/"]}, "1 to 256 different URLs"),
-        ({"url": "ws://a"}, "only http:// and https://"),
-        ({"url": "http://a", "allowed_targets": ["a b"]}, "neither a network"),
-    ],
-)
-def test_options_are_checked(options: dict[str, Any], problem: str) -> None:
-    with pytest.raises(ConfigError) as caught:
-        load_environments((), {"mine": EnvironmentDefinition.model_validate({"type": "openenv", "options": options})})
-    assert problem in str(caught.value)
+    for url, problem in (
+        ("http://127.0.0.1:9", "no session within 0.2 s (options.place_deadline_s): http://127.0.0.1:9/ws: "),
+        ("http://169.254.169.254", "metadata and multicast addresses are never called"),
+    ):
+        refused, _ = play(model, OPENENV, [], options={"url": url, "place_deadline_s": 0.2}, attempts=1)
+        assert problem in str(refused)
 
 
 async def test_a_server_that_fails_at_the_start_is_left_alone_for_a_while(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,10 +6,9 @@ import json
 import os
 import subprocess
 from pathlib import Path
-from typing import Any
 
 import pytest
-from tests.agents.environments.adapters.played import check_exact, play, said, task_of
+from tests.agents.environments.played import call, check_exact, play, said, task_of
 
 from penstock.agents.environments.adapters.trl_class import TRL
 from penstock.protocol.errors import ConfigError
@@ -17,10 +16,6 @@ from penstock.protocol.errors import ConfigError
 FOLDER = Path(__file__).parent
 COUNTER = {"factory": f"{FOLDER / 'counter.py'}:Counter"}
 PYTHON = os.environ.get("PENSTOCK_TEST_TRL_PYTHON", "")
-
-
-def call(name: str, **arguments: Any) -> str:
-    return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
 
 
 def test_a_class_is_played(tool_model: Path) -> None:

@@ -10,13 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.agents.environments.adapters.played import check_exact, play, said, task_of
+from tests.agents.environments.played import check_exact, play, said, task_of
 
 from penstock.agents.environments.adapters import verifiers_runner
 from penstock.agents.environments.adapters.verifiers_program import VERIFIERS
 from penstock.protocol.config.environment_settings import EnvironmentDefinition
 from penstock.protocol.errors import ConfigError
-from penstock.rollout_service.environments.environment import load_environments
 from penstock.rollout_service.errors import TaskRefused
 
 FOLDER = Path(__file__).parent
@@ -27,18 +26,10 @@ needs_verifiers = pytest.mark.skipif(
 
 
 def run(model: Path, script: list[str], task: Any, **settings: Any) -> Any:
-    config = {
-        "taskset": {"id": "reverse_text"},
-        "agent": {"harness": {"id": "null"}, "runtime": {"type": "subprocess"}},
-    }
+    agent = {"harness": {"id": "null"}, "runtime": {"type": "subprocess"}}
     path = f"{Path(PYTHON).parent}:{os.environ['PATH']}"  # uv prepares the harness
-    options = {
-        "python": PYTHON,
-        "folder": str(FOLDER),
-        "config": config,
-        "variables": {"PATH": path},
-        "pass_variables": ["SSL_CERT_FILE"],
-    }
+    options = {"python": PYTHON, "folder": str(FOLDER), "config": {"taskset": {"id": "reverse_text"}, "agent": agent}}
+    options |= {"variables": {"PATH": path}, "pass_variables": ["SSL_CERT_FILE"]}
     return play(model, VERIFIERS, script, task, options=options, episode_deadline_s=300, **settings)
 
 
@@ -73,13 +64,8 @@ def test_the_row_or_the_seed_chooses_the_task() -> None:
         return str(verifiers_runner.chosen(tasks, {"extra_info": extra_info, "seed": seed}))
 
     assert [chosen(Tasks("ab"), 7), chosen(Tasks("ab"), 7, task=0), chosen(Endless("abc"), task=2)] == ["b", "a", "c"]
-    for tasks, number in (
-        (Tasks("ab"), 2),
-        (Tasks("ab"), -1),
-        (Tasks("ab"), "0"),
-        (Endless("ab"), None),
-        (Tasks(), None),
-    ):
+    ab = Tasks("ab")
+    for tasks, number in ((ab, 2), (ab, -1), (ab, "0"), (Endless("ab"), None), (Tasks(), None)):
         with pytest.raises(LookupError, match="task"):
             chosen(tasks, **({} if number is None else {"task": number}))
 
@@ -100,6 +86,4 @@ def test_the_runner_imports_nothing_of_penstock() -> None:
 
 def test_options_are_checked() -> None:
     with pytest.raises(ConfigError, match="python: Field required"):
-        load_environments(
-            (), {"mine": EnvironmentDefinition.model_validate({"type": "verifiers", "options": {"config": {}}})}
-        )
+        VERIFIERS.defined("mine", EnvironmentDefinition(type="verifiers", options={"config": {}}))

@@ -1,4 +1,4 @@
-"""The values of arguments that a model writes as bare text, with the types that the tool's schema gives them."""
+"""Tool calls whose arguments a model writes as bare texts between tags; they become values by the schemas of the tools."""
 
 from __future__ import annotations
 
@@ -8,7 +8,84 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from penstock.agents.proxy.answer_formats.answer_format import Call, read_json, written_call
+from penstock.agents.proxy.answer_formats.answer_format import (
+    AnswerFormat,
+    Call,
+    ParsedAnswer,
+    calls_between,
+    read_json,
+    written_call,
+)
+
+_GLM_CALL = re.compile(  # a call; one that was begun, up to its end or the next; a mention
+    r"<tool_call>(\s*+[^\s<>{}]++\s*+(?:<arg_key>(?:(?!<arg_key>).)*?</arg_key>\s*+<arg_value>(?:(?!<arg_value>).)*?</arg_value>\s*+)*+)</tool_call>"
+    r"|<tool_call>[^<]*+<arg_key>.*?(?:</tool_call>|(?=<tool_call>)|$)|<tool_call>",
+    re.DOTALL,
+)
+_GLM_ARGUMENT = re.compile(r"\s*<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)</arg_value>", re.DOTALL)
+
+
+class Glm(AnswerFormat):
+    """Tool calls as GLM-4.5 to 4.7 write them: ``<tool_call>NAME<arg_key>KEY</arg_key><arg_value>TEXT</arg_value></tool_call>``."""
+
+    name = "glm"
+
+    def parse(self, text: str, tools: Sequence[Mapping[str, Any]] = ()) -> ParsedAnswer:
+        return calls_between(_GLM_CALL, text, lambda body: _glm_call(body, tools))
+
+
+def _glm_call(body: str, tools: Sequence[Mapping[str, Any]]) -> Call:
+    name, begun, rest = body.partition("<arg_key>")
+    if not name.strip() or re.search(r"[\s<>{}]", name.strip()):
+        raise ValueError("expected a name")
+    arguments = written_arguments(_GLM_ARGUMENT, begun + rest, ("<arg_key>", "<arg_value>"))
+    return typed_call(name.strip(), [(key.strip(), text) for key, text in arguments], tools)
+
+
+GLM = Glm()
+
+
+_QWEN_CALL = re.compile(  # a call; one that was begun, up to its end or the next; a mention
+    r"(?:<tool_call>\s*+)?<function=([^<>]*+>(?:\s*+<parameter=[^>\s]+>(?:(?!<parameter=).)*?</parameter>)*+\s*+)</function>(?:\s*+</tool_call>)?"
+    r"|(?:<tool_call>\s*+)?<function=[^<>]*+>\s*+<parameter=.*?(?:</function>|(?=<tool_call>)|$)"
+    r"|<tool_call>(?:\s*+<function=)?|<function=",
+    re.DOTALL,
+)
+_QUOTED = re.compile(r"\s*([\"']?)(.*?)\1\s*", re.DOTALL)
+_QWEN_PARAMETER = re.compile(r"\s*<parameter=([^>\s]+)>(.*?)</parameter>", re.DOTALL)
+
+
+class QwenXml(AnswerFormat):
+    """Tool calls as Qwen3-Coder and Qwen3.5 write them: ``<tool_call><function=NAME><parameter=KEY>TEXT</parameter></function></tool_call>``.
+
+    The model may leave out the outer tags.
+    """
+
+    name = "qwen_xml"
+
+    def parse(self, text: str, tools: Sequence[Mapping[str, Any]] = ()) -> ParsedAnswer:
+        return calls_between(_QWEN_CALL, text, lambda body: _qwen_call(body, tools))
+
+
+def _qwen_call(body: str, tools: Sequence[Mapping[str, Any]]) -> Call:
+    name, closed, rest = body.partition(">")
+    if not closed or not _unquoted(name) or "<" in name:
+        raise ValueError("expected a name")
+    arguments = [
+        (_unquoted(key), text.removeprefix("\n").removesuffix("\n"))
+        for key, text in written_arguments(_QWEN_PARAMETER, rest, ("<parameter=",))
+    ]
+    return typed_call(_unquoted(name), arguments, tools)
+
+
+def _unquoted(text: str) -> str:
+    """Return a name without the quotes that a model may write around it, as XML has them."""
+    match = _QUOTED.fullmatch(text)
+    return match[2] if match else text
+
+
+QWEN_XML = QwenXml()
+
 
 _INTEGER = re.compile(r"[+-]?\d{1,400}(?:\.0+)?")
 _MAX_DEPTH = 8
