@@ -5,18 +5,17 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import structlog
 
 from penstock.protocol.errors import PenstockError
 from penstock.reward_service.endpoints.endpoint import Endpoint
-from penstock.reward_service.endpoints.endpoint_queue import EndpointMetrics, EndpointQueue
+from penstock.reward_service.endpoints.endpoint_call import EndpointMetrics
+from penstock.reward_service.endpoints.endpoint_queue import EndpointQueue
 from penstock.reward_service.endpoints.endpoint_registry import EndpointRegistry, SecretStore
-from penstock.reward_service.endpoints.wire import CALL_HEADER, GroupToScore
+from penstock.reward_service.endpoints.wire import CALL_HEADER
 from penstock.reward_service.errors import RewardUnavailable
-from penstock.reward_service.metrics import Timings
-from penstock.reward_service.scores import Outcome
 from penstock.serving.http_connections import HttpConnections
 from penstock.serving.target_policy import TargetPolicy
 
@@ -72,50 +71,41 @@ class EndpointClient:
 
     def metrics(self, endpoint: Endpoint, state: str = "ok") -> EndpointMetrics:
         finishing = {
-            queue.endpoint.scorer: queue.num_in_progress
+            queue.endpoint.scorer: queue.counts.under_way
             for queue in self._finishing
-            if queue.endpoint.name == endpoint.name and queue.num_in_progress
+            if queue.endpoint.name == endpoint.name and queue.counts.under_way
         }
         return self.queue(endpoint).metrics().model_copy(update={"state": state, "finishing": finishing})
 
-    def timings(self, endpoint: Endpoint) -> Timings:
-        return self.queue(endpoint).timings
 
-    async def call(self, endpoint: Endpoint, groups: Sequence[GroupToScore]) -> list[Outcome]:
-        return await self.queue(endpoint).call_now(groups)
+async def check_health(registry: EndpointRegistry, client: EndpointClient, done: asyncio.Event) -> None:
+    """Request the health URLs of the endpoints in service until ``done``; the breaker of an unhealthy one opens."""
+    failed: Counter[str] = Counter()
 
-
-class HealthChecks:
-    def __init__(self, registry: EndpointRegistry, client: EndpointClient) -> None:
-        self._registry = registry
-        self._client = client
-        self._failed: Counter[str] = Counter()
-
-    async def run(self, done: asyncio.Event) -> None:
-        while not done.is_set():
-            endpoints = [endpoint for endpoint in self._registry.in_service().values() if endpoint.health_url]
-            await asyncio.gather(*(self._check(endpoint) for endpoint in endpoints))
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(done.wait(), PERIOD_S)
-
-    async def _check(self, endpoint: Endpoint) -> None:
-        problem = await self._problem(endpoint)
+    async def check(endpoint: Endpoint) -> None:
+        problem = await _problem(client.http, endpoint.health_url or "")
         if not problem:
-            self._failed.pop(endpoint.scorer, None)
-            self._client.queue(endpoint).healthy()
+            failed.pop(endpoint.scorer, None)
+            client.queue(endpoint).healthy()
             return
-        self._failed[endpoint.scorer] += 1
-        if self._failed[endpoint.scorer] == _FAILURES:
+        failed[endpoint.scorer] += 1
+        if failed[endpoint.scorer] == _FAILURES:
             log.warning("endpoint is unhealthy", endpoint=endpoint.scorer, problem=problem)
-        if self._failed[endpoint.scorer] >= _FAILURES:
-            self._client.queue(endpoint).unhealthy(problem)
+        if failed[endpoint.scorer] >= _FAILURES:
+            client.queue(endpoint).unhealthy(problem)
 
-    async def _problem(self, endpoint: Endpoint) -> str:
-        try:
-            async with asyncio.timeout(_DEADLINE_S):
-                answer = await self._client.http.send("GET", endpoint.health_url or "", headers={CALL_HEADER: "1"})
-        except TimeoutError:
-            return f"{endpoint.health_url} did not answer within {_DEADLINE_S:g} s"
-        except PenstockError as err:
-            return f"{endpoint.health_url}: {err}"
-        return "" if 200 <= answer.status < 300 else f"{endpoint.health_url}: HTTP {answer.status}"
+    while not done.is_set():
+        await asyncio.gather(*(check(endpoint) for endpoint in registry.in_service().values() if endpoint.health_url))
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(done.wait(), PERIOD_S)
+
+
+async def _problem(http: HttpConnections, url: str) -> str:
+    try:
+        async with asyncio.timeout(_DEADLINE_S):
+            answer = await http.send("GET", url, headers={CALL_HEADER: "1"})
+    except TimeoutError:
+        return f"{url} did not answer within {_DEADLINE_S:g} s"
+    except PenstockError as err:
+        return f"{url}: {err}"
+    return "" if 200 <= answer.status < 300 else f"{url}: HTTP {answer.status}"

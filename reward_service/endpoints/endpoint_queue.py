@@ -17,7 +17,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import structlog
-from pydantic import BaseModel
 
 from penstock.protocol.packs.group_pack import GroupTexts
 from penstock.protocol.traces.traces import Value
@@ -26,8 +25,8 @@ from penstock.reward_service.endpoints.endpoint import Endpoint
 from penstock.reward_service.endpoints.endpoint_call import (
     Breaker,
     BreakerState,
-    CallCounts,
     EndpointCaller,
+    EndpointMetrics,
     TokenBucket,
 )
 from penstock.reward_service.endpoints.endpoint_registry import NOTHING, EndpointSecrets
@@ -52,28 +51,6 @@ _BUSY_S = 0.5  # shortest wait before a rejected group is retried
 _QUEUE_FACTOR = 2  # size of the queue as a multiple of the groups that can be in progress
 
 
-class EndpointMetrics(BaseModel):
-    """Counters and latencies of one endpoint in this replica since its start; times in seconds."""
-
-    state: str = "ok"
-    calls: int = 0
-    errors: int = 0
-    error_rate: float = 0.0
-    under_way: int = 0
-    waiting: int = 0
-    turned_away: int = 0
-    retries: int = 0
-    hedges: int = 0
-    batch_limit: int = 0
-    breaker: BreakerState = BreakerState.CLOSED
-    breaker_opened: int = 0
-    retry_in_s: float = 0.0
-    latency_p50_s: float = 0.0
-    latency_p99_s: float = 0.0
-    last_error: str = ""
-    finishing: dict[str, int] = {}
-
-
 @dataclass(slots=True, eq=False)
 class QueuedGroup:
     group: GroupToScore
@@ -88,19 +65,15 @@ class EndpointQueue:
 
     def __init__(self, endpoint: Endpoint, secrets: EndpointSecrets | None, http: HttpConnections) -> None:
         self.endpoint = endpoint
-        self.counts = CallCounts()
+        self.counts = EndpointMetrics(batch_limit=endpoint.batch_size)
         self.breaker = Breaker()
         self.timings = Timings()
         self._caller = EndpointCaller(endpoint, secrets or NOTHING, http, self.counts)
         self._waiting: deque[QueuedGroup] = deque()
         self._calls: set[asyncio.Task[None]] = set()
-        self._num_in_progress = 0  # groups in calls
         self._bucket = TokenBucket(endpoint.rate_per_s, time.monotonic())
-        self._batch_limit = endpoint.batch_size
         self._most_waiting = _QUEUE_FACTOR * endpoint.concurrency * endpoint.batch_size
         self._timer: asyncio.TimerHandle | None = None
-        self._num_rejected = 0
-        self._last_error = ""
         self._unhealthy = False
 
     async def score(self, groups: Sequence[GroupTexts], *, attempt: int) -> list[Outcome]:
@@ -131,22 +104,16 @@ class EndpointQueue:
     def idle(self) -> bool:
         return not self._waiting and not self._calls
 
-    @property
-    def num_in_progress(self) -> int:
-        """Number of groups (single completions, where the dialect sends them so) in calls."""
-        return self._num_in_progress
-
     def metrics(self) -> EndpointMetrics:
-        now = time.monotonic()
-        return EndpointMetrics(
-            calls=self.timings.num_calls, errors=self.timings.num_failed,
-            error_rate=round(self.timings.num_failed / max(self.timings.num_calls, 1), 4),
-            under_way=self._num_in_progress, waiting=len(self._waiting), turned_away=self._num_rejected,
-            retries=self.counts.retries, hedges=self.counts.hedges, batch_limit=self._batch_limit,
-            breaker=self.breaker.state(now), breaker_opened=self.breaker.num_opened,
-            retry_in_s=round(self.breaker.retry_in_s(now), 3), latency_p50_s=round(self.timings.quantile(0.5), 6),
-            latency_p99_s=round(self.timings.quantile(0.99), 6), last_error=self._last_error,
-        )  # fmt: skip
+        now, timings = time.monotonic(), self.timings
+        computed = {
+            "calls": timings.num_calls, "errors": timings.num_failed, "waiting": len(self._waiting),
+            "error_rate": round(timings.num_failed / max(timings.num_calls, 1), 4),
+            "breaker": self.breaker.state(now), "breaker_opened": self.breaker.num_opened,
+            "retry_in_s": round(self.breaker.retry_in_s(now), 3),
+            "latency_p50_s": round(timings.quantile(0.5), 6), "latency_p99_s": round(timings.quantile(0.99), 6),
+        }  # fmt: skip
+        return self.counts.model_copy(update=computed)
 
     def transfer_to(self, to: EndpointQueue) -> None:
         """Move the queued groups to another version's queue; calls in progress finish here."""
@@ -167,7 +134,7 @@ class EndpointQueue:
 
     def unhealthy(self, problem: str) -> None:
         self._unhealthy = True
-        self._last_error = f"health check: {problem}"
+        self.counts.last_error = f"health check: {problem}"
         self.breaker.trip(time.monotonic())
         self.reject_waiting(self._breaker_open(time.monotonic()))
 
@@ -198,9 +165,9 @@ class EndpointQueue:
                 "map the right column with data.map"
             )
         if len(self._waiting) >= self._most_waiting:
-            self._num_rejected += 1
+            self.counts.turned_away += 1
             return EndpointBusy(
-                f"endpoint {self.endpoint.name} has {self._num_in_progress} groups in progress and {len(self._waiting)} queued, "
+                f"endpoint {self.endpoint.name} has {self.counts.under_way} groups in progress and {len(self._waiting)} queued, "
                 "which is its limit; the group is retried. Raise its concurrency, or start more instances",
                 retry_in_s=_BUSY_S,
             )
@@ -213,7 +180,7 @@ class EndpointQueue:
             if state is not BreakerState.CLOSED and not self.breaker.admit(now):
                 self.reject_waiting(self._breaker_open(now))
                 return
-            batch = self._next_batch(1 if state is BreakerState.HALF_OPEN else self._batch_limit)
+            batch = self._next_batch(1 if state is BreakerState.HALF_OPEN else self.counts.batch_limit)
             wait_s = self._bucket.take(now) if batch else 0.0
             if wait_s or not batch:
                 self.breaker.withdraw()
@@ -222,7 +189,7 @@ class EndpointQueue:
                     self._timer.cancel()
                 self._timer = asyncio.get_running_loop().call_later(wait_s, self._start_calls)
                 return
-            self._num_in_progress += len(batch)
+            self.counts.under_way += len(batch)
             self._calls.add(asyncio.create_task(self._call(batch)))
 
     def _next_batch(self, most: int) -> list[QueuedGroup]:
@@ -255,9 +222,9 @@ class EndpointQueue:
             )
             self._adapt(len(batch), failure)
             if opened:
-                log.warning("circuit breaker opened", endpoint=self.endpoint.scorer, reason=self._last_error)
+                log.warning("circuit breaker opened", endpoint=self.endpoint.scorer, reason=self.counts.last_error)
         finally:
-            self._num_in_progress -= len(batch)
+            self.counts.under_way -= len(batch)
             self._calls.discard(asyncio.current_task())  # type: ignore[arg-type]
         self._start_calls()
 
@@ -290,19 +257,19 @@ class EndpointQueue:
         error = next((outcome for outcome in outcomes if isinstance(outcome, RewardError)), None)
         self.timings.record(time.monotonic() - started, failed=error is not None)
         if error is not None:
-            self._last_error = f"{error.reason}: {error}"
+            self.counts.last_error = f"{error.reason}: {error}"
         return outcomes
 
     def _adapt(self, size: int, error: Outcome | None) -> None:
         if size > 1 and isinstance(error, EndpointFailed):
-            self._batch_limit = max(1, min(size, self._batch_limit) // 2)
-        elif error is None and size >= self._batch_limit:
-            self._batch_limit = min(self._batch_limit + 1, self.endpoint.batch_size)
+            self.counts.batch_limit = max(1, min(size, self.counts.batch_limit) // 2)
+        elif error is None and size >= self.counts.batch_limit:
+            self.counts.batch_limit = min(self.counts.batch_limit + 1, self.endpoint.batch_size)
 
     def _breaker_open(self, now: float) -> BreakerOpen:
         return BreakerOpen(
             f"endpoint {self.endpoint.name} ({self.endpoint.url}) fails too often; its circuit breaker is open. "
-            f"Last failure: {self._last_error}",
+            f"Last failure: {self.counts.last_error}",
             retry_in_s=self.breaker.retry_in_s(now),
         )
 

@@ -23,6 +23,7 @@ from transformers import (
 )
 
 from penstock.protocol.errors import ConfigError
+from penstock.reward_model.commands import ModelOptions
 from penstock.reward_model.served_model import Classifier, Reading, Unusable, batches, fingerprint
 from penstock.reward_service.endpoints.wire import GroupToScore
 from tests.contracts.tiny_model import VOCAB, build_model, write_tokenizer
@@ -62,8 +63,7 @@ def build(folder: Path, kind: str = "qwen3", *, num_labels: int = 1, pad: int | 
 
 
 def load(folder: Path, **changes: Any) -> Classifier:
-    given = {"dtype": "float32", "device": "cpu", "label": None, "max_length": None, "batch_tokens": 100}
-    return Classifier(folder, **(given | changes))
+    return Classifier(folder, ModelOptions(**{"batch_tokens": 100, **changes}))
 
 
 def alone(model: Any, folder: Path, texts: Sequence[str]) -> list[list[float]]:

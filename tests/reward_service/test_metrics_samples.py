@@ -6,9 +6,7 @@ from penstock.protocol.heartbeats import Activity
 from penstock.protocol.metrics.exporter import Exporter
 from penstock.protocol.metrics.table import METRICS, REQUEST_BUCKETS
 from penstock.reward_service.api import app
-from penstock.reward_service.api.app import EndpointState
-from penstock.reward_service.endpoints.endpoint_call import BreakerState
-from penstock.reward_service.endpoints.endpoint_queue import EndpointMetrics
+from penstock.reward_service.endpoints.endpoint_call import BreakerState, EndpointMetrics
 from penstock.reward_service.metrics import ServiceMetrics, Timings
 
 
@@ -30,7 +28,7 @@ def test_samples_are_the_counters_of_heartbeat_and_endpoints() -> None:
         service_id="r0",
         heartbeat=lambda: None,
         collect=lambda samples: app.collect_samples(
-            samples, metrics, Activity(), {"mine": EndpointState(live, timings)}, num_held=7
+            samples, metrics, Activity(), {"mine": (live, timings)}, num_held=7
         ),
     )
     samples = exporter.samples()

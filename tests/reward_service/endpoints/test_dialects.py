@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Literal
 import pytest
 from tests.reward_service.processes import EndpointServer
 
-from penstock.reward_service.endpoints.dialects.dialect import BadAnswer, Call, Dialect, DialectKind, Payload
+from penstock.reward_service.endpoints.dialects.dialect import BadAnswer, Call, Dialect, DialectKind
 from penstock.reward_service.endpoints.dialects.penstock import PenstockDialect
 from penstock.reward_service.endpoints.endpoint import DIALECTS, Endpoint
 from penstock.reward_service.endpoints.endpoint_client import EndpointClient
@@ -31,7 +31,7 @@ def answer(*groups: tuple[str, list[Any]]) -> bytes:
 def test_our_own_dialect_matches_results_by_group() -> None:
     """Results may come in any order; a score without a number carries its error."""
     call = Call("mine", "id-1", GROUPS)
-    sent = json.loads(PenstockDialect().request(call).body)
+    sent = json.loads(PenstockDialect().request(call))
     assert (sent["reward"], sent["request_id"]) == ("mine", "id-1")
     assert [group["completions"] for group in sent["groups"]] == [["x", "yy"], ["zzz"]]
     read = PenstockDialect().read(call, answer(("b", [{"error": "no"}]), ("a", [{"score": 1}, {"score": 0.5}])))
@@ -59,10 +59,10 @@ class LengthDialect(Dialect):
 
     carries: ClassVar[Literal["groups", "group", "completion"]] = "completion"
 
-    def request(self, call: Call) -> Payload:
+    def request(self, call: Call) -> bytes:
         (group,) = call.groups
         (text,) = group.completions
-        return Payload(json.dumps({"response": text, "label": group.ground_truth}).encode())
+        return json.dumps({"response": text, "label": group.ground_truth}).encode()
 
     def read(self, call: Call, answer: bytes) -> list[list[Score]]:
         return [[Score(score=float(answer))]]
