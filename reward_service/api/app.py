@@ -46,6 +46,7 @@ _REFUSALS: dict[int | str, dict[str, Any]] = {
         403: "The token's role does not allow it.",
         408: "The request did not arrive in time.",
         413: "The body is longer than reward_service.max_request_bytes.",
+        415: "Without tokens: the body is not called JSON.",
         422: "A value breaks a rule.",
         503: "NATS is unreachable, all connections are in use, or the bodies of other requests fill the memory for them.",
         508: "A reward service called this API as an endpoint.",

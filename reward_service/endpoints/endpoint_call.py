@@ -278,17 +278,26 @@ def request_id(endpoint: Endpoint, groups: Sequence[GroupToScore], attempt: int)
 
 def outcome(endpoint: Endpoint, group: GroupToScore, scores: Sequence[Score]) -> Outcome:
     who = f"endpoint {endpoint.name} ({endpoint.url}), group {group.group_id}"
+    try:
+        verdicts = verdicts_of(who, group, scores, EndpointNonsense)
+    except RewardError as err:
+        return err
+    for number, verdict in enumerate(verdicts):
+        if problem := _wrong_with(endpoint, verdict.reward, verdict.parts):
+            return EndpointNonsense(f"{who}, completion {number}: {problem}")
+    return GroupScores.of(verdicts, endpoint.scorer)
+
+
+def verdicts_of(who: str, group: GroupToScore, scores: Sequence[Score], malformed: type[RewardError]) -> list[Verdict]:
+    """Return the scores of a group's completions; raises ``malformed`` for another number of them, ScoreRefused for one that is missing."""
     if len(scores) != len(group.completions):
-        return EndpointNonsense(f"{who}: {len(scores)} scores for {len(group.completions)} completions")
+        raise malformed(f"{who}: {len(scores)} scores for {len(group.completions)} completions")
     verdicts = []
     for number, score in enumerate(scores):
         if score.score is None or score.error is not None:
-            return ScoreRefused(f"{who}, completion {number}: {(score.error or 'score is null')[:_MAX_TEXT]}")
-        problem = _wrong_with(endpoint, score.score, score.parts)
-        if problem:
-            return EndpointNonsense(f"{who}, completion {number}: {problem}")
+            raise ScoreRefused(f"{who}, completion {number}: {(score.error or 'score is null')[:_MAX_TEXT]}")
         verdicts.append(Verdict(score.score, score.parts))
-    return GroupScores.of(verdicts, endpoint.scorer)
+    return verdicts
 
 
 def _wrong_with(endpoint: Endpoint, score: float, parts: Mapping[str, float]) -> str:

@@ -17,7 +17,7 @@ from penstock.reward_service.errors import BadGroundTruth
 from penstock.reward_service.rewards import question_answer
 from penstock.reward_service.rewards.parsing import final_answer, latex
 from penstock.reward_service.rewards.parsing.final_answer import Where
-from penstock.reward_service.rewards.reward import PureReward, Verdict, truth_text
+from penstock.reward_service.rewards.reward import PureReward, Verdict, truth_text, verdicts_on
 
 NAME = "multiple_choice"
 _LEAD = re.compile(r"(?:(?:option|choice|answer|选项|选)\s{0,3}[:：]?\s{0,3})", re.IGNORECASE)
@@ -37,12 +37,9 @@ class Parameters(Section):
 def judge(parameters: Parameters, completions: tuple[str, ...], truth: Any) -> list[Verdict]:
     """Compare every completion's choice with the truth: a letter, by itself or before its text, or an object with choices."""
     gold, texts = _right(truth, parameters.letters)
-    verdicts = []
-    for completion in completions:
-        answer = final_answer.find(final_answer.spoken(completion), parameters.where)
-        letter = None if answer is None else _choice(answer, texts, parameters.letters)
-        verdicts.append(Verdict(float(letter == gold), {"has_answer": float(letter is not None)}))
-    return verdicts
+    found = (final_answer.find(final_answer.spoken(completion), parameters.where) for completion in completions)
+    letters = (None if answer is None else _choice(answer, texts, parameters.letters) for answer in found)
+    return verdicts_on(letters, gold.__eq__)
 
 
 def _right(truth: Any, letters: str) -> tuple[str, dict[str, str]]:

@@ -11,11 +11,15 @@ import threading
 from collections.abc import Callable, Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import httpx
+from fastapi import FastAPI
 
 from penstock.protocol.config.connection import NatsSettings, S3Settings
+from penstock.reward_service.api import app
+from penstock.reward_service.endpoints.endpoint import Access
 from tests.forked import ForkedProcess
 from tests.servers import wait_for
 
@@ -125,8 +129,17 @@ class Service(Process):
         return httpx.get(self.url + path, timeout=60).raise_for_status().json()
 
 
+def api_app(access: Access) -> FastAPI:
+    """Return the API of a reward service that knows nothing: what it refuses before its routes run."""
+    names = ("registry", "reward_registry", "client", "heartbeat", "spans", "certificates")
+    context = SimpleNamespace(run_id="r", replica="a", **dict.fromkeys(names))
+    return app.build(cast(Any, context), access=access, max_request_bytes=1024, max_requests_bytes=4096)
+
+
 Answer = tuple[int, dict[str, str], bytes]
 Behaviour = Callable[[dict[str, Any]], Answer]
+StartService = Callable[..., Service]
+StartEndpoint = Callable[[Behaviour], "EndpointServer"]
 
 
 class EndpointServer:
@@ -195,6 +208,18 @@ def good(score: float = 0.5) -> Behaviour:
         return 200, {"content-type": "application/json"}, json.dumps({"results": results}).encode()
 
     return behave
+
+
+def blocking(score: float) -> tuple[Behaviour, threading.Event, threading.Event]:
+    """An endpoint that signals each request and answers when the test allows it."""
+    asked, release = threading.Event(), threading.Event()
+
+    def behave(request: dict[str, Any]) -> Answer:
+        asked.set()
+        release.wait(60)
+        return good(score)(request)
+
+    return behave, asked, release
 
 
 def raw(body: str | bytes, status: int = 200, **headers: str) -> Behaviour:

@@ -12,7 +12,7 @@ import unicodedata
 from fractions import Fraction
 from typing import NamedTuple
 
-from penstock.reward_service.rewards.parsing import latex
+from penstock.reward_service.rewards.parsing import latex, notation
 from penstock.reward_service.rewards.parsing.latex import MAX_NUMBER_CHARS
 
 _TABLE: dict[str, tuple[tuple[str, Fraction], ...]] = {
@@ -65,7 +65,6 @@ _TABLE: dict[str, tuple[tuple[str, Fraction], ...]] = {
     ),
     "acceleration": (("m/s^2 m/s2", Fraction(1)),),
 }
-MULTIPLES = {"hundred": 10**2, "thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12, "dozen": 12}
 FOLDED = 4  # letters of the shortest name of a unit whose case does not count: mW is not MW
 MAX_EXPONENT = 400
 _DIGITS = r"(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)"
@@ -90,9 +89,7 @@ _GOES_ON = re.compile(  # with a second number, or as an expression: then the fi
 _COMPOUND = re.compile(  # 5 feet 10 inches
     r"\s{0,4}(?!(?:in|of|for|per|at|on|with|from|by|after|over|within|every|each|out)\s)[A-Za-z]{1,12}\s{1,4}[0-9.]{1,12}\s{0,4}[A-Za-z]{1,12}[.]?\s*$"
 )
-_MULTIPLE = re.compile(rf"({'|'.join(MULTIPLES)})s?\b", re.IGNORECASE)
-_SUPERSCRIPTS = re.compile("[⁻⁺]?[⁰¹²³⁴-⁹]+")
-_PLAIN_SCRIPT = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁻⁺", "0123456789-+")
+_MULTIPLE = re.compile(rf"({'|'.join(notation.MULTIPLES)})s?\b", re.IGNORECASE)
 _VULGAR = re.compile("[¼-¾⅐-⅞]")
 
 
@@ -155,11 +152,10 @@ def goes_on(after: str) -> bool:
 
 def _plain(text: str) -> str:
     """Return a number in one spelling. Superscripts become powers first, so that they are not read as digits."""
-    text = text.strip()[: 4 * MAX_NUMBER_CHARS]
-    text = _SUPERSCRIPTS.sub(lambda found: "^" + found[0].translate(_PLAIN_SCRIPT), text)
+    text = notation.with_powers(text.strip()[: 4 * MAX_NUMBER_CHARS])
     text = _VULGAR.sub(lambda found: " " + unicodedata.normalize("NFKC", found[0]), text).replace("⁄", "/")
     text = unicodedata.normalize("NFKC", text).replace("{,}", ",").replace(",\\!", ",").replace("\\,", " ")
-    text = latex.braced_fractions(re.sub(r"\\(?:left|right)(?![A-Za-z])", "", text))
+    text = notation.with_braces(re.sub(r"\\(?:left|right)(?![A-Za-z])", "", text))
     text = _TEX_FRACTION.sub(_spelt_fraction, text)
     return text.replace("\\$", "$").replace("\\%", "%").strip("*_` \t\n").removeprefix("$$").strip()
 
@@ -181,7 +177,7 @@ def _quantity(match: re.Match[str], after: str) -> Quantity | None:
     after = latex.plain_text(after).strip(" .;*_`$")
     multiple = _MULTIPLE.match(after)
     if multiple is not None:
-        number, after = number * MULTIPLES[multiple[1].casefold()], after[multiple.end() :].strip()
+        number, after = number * notation.MULTIPLES[multiple[1].casefold()], after[multiple.end() :].strip()
     is_percent = after.casefold().startswith(("%", "percent", "per cent"))
     return Quantity(number, is_percent, "" if is_percent else after)
 

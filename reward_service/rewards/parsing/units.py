@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from fractions import Fraction
 
-from penstock.reward_service.rewards.parsing import quantity
+from penstock.reward_service.rewards.parsing import notation, quantity
 
 _TEXT_UNIT = r"\\text\s*\{[^{}]*\}(?:\^\{?-?[0-9]\}?|\^\{-[0-9]\})?"
 _END = re.compile(
@@ -19,7 +19,7 @@ _PLAIN = re.compile(
 )
 _NO_UNIT = re.compile(
     r"(?:^|\W)(?:not|no|or|and|if|mod|than|base|to|plus|minus|times\W+\w+|where|for|is|are|but|more|less|over|factorial)(?:\W|$)|[0-9=<>+]"
-    rf"|^(?:squared|cubed|half|halves|thirds|tenths|hundredths|{'|'.join(quantity.MULTIPLES)})(?:\W|$)|^[万亿千百十多余成折半]|次方|分之|平方$",
+    rf"|^(?:squared|cubed|half|halves|thirds|tenths|hundredths|{'|'.join(notation.MULTIPLES)})(?:\W|$)|^[万亿千百十多余成折半]|次方|分之|平方$",
     re.IGNORECASE,
 )
 _TRIGONOMETRY = re.compile(r"\\(?:sin|cos|tan|cot|sec|csc)(?![A-Za-z])")

@@ -5,12 +5,12 @@
 from __future__ import annotations
 
 import json
-from typing import Any, ClassVar, Literal
+from typing import Any
 
 import pytest
-from tests.reward_service.processes import EndpointServer
+from tests.reward_service.processes import StartEndpoint
 
-from penstock.reward_service.endpoints.dialects.dialect import BadAnswer, Call, Dialect, DialectKind
+from penstock.reward_service.endpoints.dialects.dialect import BadAnswer, Call, CompletionDialect, DialectKind
 from penstock.reward_service.endpoints.dialects.penstock import PenstockDialect
 from penstock.reward_service.endpoints.endpoint import DIALECTS, Endpoint
 from penstock.reward_service.endpoints.endpoint_client import EndpointClient
@@ -54,29 +54,24 @@ def test_unknown_options_of_a_dialect_are_refused() -> None:
         Endpoint(name="x", url="http://127.0.0.1:1/", options={"temperature": 1})
 
 
-class LengthDialect(Dialect):
+class LengthDialect(CompletionDialect):
     """One number per request, like many reward servers."""
 
-    carries: ClassVar[Literal["groups", "group", "completion"]] = "completion"
+    def body(self, group: GroupToScore, text: str, request_id: str) -> dict[str, Any]:
+        return {"response": text, "label": group.ground_truth}
 
-    def request(self, call: Call) -> bytes:
-        (group,) = call.groups
-        (text,) = group.completions
-        return json.dumps({"response": text, "label": group.ground_truth}).encode()
-
-    def read(self, call: Call, answer: bytes) -> list[list[Score]]:
-        return [[Score(score=float(answer))]]
+    def score(self, value: Any) -> Score:
+        return Score(score=value)
 
 
-async def test_a_dialect_for_single_completions_is_asked_for_each_and_joined(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_dialect_for_single_completions_is_asked_for_each_and_joined(
+    monkeypatch: pytest.MonkeyPatch, start_endpoint: StartEndpoint
+) -> None:
     """The client splits groups into completions, sends one request for each, and joins the scores in their order."""
     monkeypatch.setitem(DIALECTS.built_in, "penstock", DialectKind("penstock", LengthDialect))
-    server = EndpointServer(lambda body: (200, {}, str(len(body["response"])).encode()))
-    try:
-        endpoint = Endpoint(name="length", url=server.url)
-        async with EndpointClient(TargetPolicy(PRIVATE_TARGETS), max_response_bytes=1000) as client:
-            outcomes = await client.queue(endpoint).score_groups(GROUPS, attempt=1)
-    finally:
-        server.close()
+    server = start_endpoint(lambda body: (200, {}, str(len(body["response"])).encode()))
+    endpoint = Endpoint(name="length", url=server.url)
+    async with EndpointClient(TargetPolicy(PRIVATE_TARGETS), max_response_bytes=1000) as client:
+        outcomes = await client.queue(endpoint).score_groups(GROUPS, attempt=1)
     assert [outcome.rewards for outcome in outcomes if isinstance(outcome, GroupScores)] == [(1.0, 2.0), (3.0,)]
     assert len(server.keys) == len(set(server.keys)) == 3

@@ -17,7 +17,13 @@ import httpx
 import pytest
 from tests.groups import make_group
 from tests.reward_service.conftest import Wire
-from tests.reward_service.processes import ROOT, Behaviour, EndpointServer, Process, Service, good
+from tests.reward_service.processes import (
+    ROOT,
+    Process,
+    StartEndpoint,
+    StartService,
+    good,
+)
 from tests.servers import require_package, secret_file, wait_for
 
 from penstock.reward_service.hosting import endpoint_kit
@@ -106,7 +112,7 @@ def test_the_kit_refuses_what_the_service_would_refuse() -> None:
 
 
 def test_a_registration_lasts_as_long_as_its_block(
-    wire: Wire, start_service: Callable[..., Service], start_endpoint: Callable[[Behaviour], EndpointServer]
+    wire: Wire, start_service: StartService, start_endpoint: StartEndpoint
 ) -> None:
     """The kit registers, renews in its own thread beyond the lease, and unregisters; a refusal is an error."""
     service = start_service()
@@ -143,7 +149,7 @@ def example(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[bytes]]]:
 
 @pytest.mark.parametrize("language", ["python", "node"])
 def test_an_example_registers_itself_and_scores_signed_requests(
-    language: str, wire: Wire, start_service: Callable[..., Service], example: Callable[..., subprocess.Popen[bytes]]
+    language: str, wire: Wire, start_service: StartService, example: Callable[..., subprocess.Popen[bytes]]
 ) -> None:
     """The examples in Python and Node score a run with signatures, refuse unsigned requests, and unregister on SIGINT."""
     if language == "node":
@@ -181,7 +187,7 @@ def test_an_example_registers_itself_and_scores_signed_requests(
 
 
 def test_a_served_file_checks_signatures_and_ends_when_its_calls_have(
-    wire: Wire, start_service: Callable[..., Service], tmp_path: Path
+    wire: Wire, start_service: StartService, tmp_path: Path
 ) -> None:
     """With --secret-file unsigned requests get 401; Ctrl-C unregisters the endpoint at once and its last call is answered."""
     service = start_service(f"reward_service.token_file={secret_file('right')}")

@@ -11,7 +11,7 @@ from penstock.reward_service.rewards.math_answer import Graded
 def test_a_grader_gets_no_settings(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PENSTOCK_NATS__PASSWORD", "hunter2")
     pool = GraderPool(2, cpu_s=1.0)
-    environments = [grader._process._environ for grader in pool._all]
+    environments = [grader._environ for grader in pool._all]
     assert len(environments) == 2
     assert not [name for environment in environments for name in environment if name.startswith("PENSTOCK_")]
     assert all("PATH" in environment for environment in environments)

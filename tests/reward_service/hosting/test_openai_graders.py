@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from tests.reward_service.conftest import Wire
-from tests.reward_service.processes import Answer, Behaviour, EndpointServer, Process, Service
+from tests.reward_service.processes import (
+    Answer,
+    Process,
+    StartEndpoint,
+    StartService,
+)
 from tests.servers import wait_for
 
 from penstock.protocol.errors import ConfigError
@@ -173,7 +177,7 @@ def said(text: str) -> Answer:
 
 
 async def test_a_model_scores_by_the_guides_response_format(
-    start_endpoint: Callable[[Behaviour], EndpointServer],
+    start_endpoint: StartEndpoint,
 ) -> None:
     """The filled messages, the sampling parameters and the schema are sent; prose and numbers out of range are errors."""
     texts = iter(['{"steps": [], "result": 7.5}', "7.5", '{"result": 11}', '{"result": true}', '{"result": NaN}'])
@@ -198,9 +202,7 @@ def test_a_model_grader_needs_a_chat_endpoint(tmp_path: Path) -> None:
         GraderReward(tmp_path / "g.json", "reference_answer", None)
 
 
-def test_the_example_is_served_by_one_command(
-    wire: Wire, start_service: Callable[..., Service], tmp_path: Path
-) -> None:
+def test_the_example_is_served_by_one_command(wire: Wire, start_service: StartService, tmp_path: Path) -> None:
     """The example's grader, registered by its command, scores through the service with its parts."""
     service = start_service()
     name = f"grader-{wire.run_id}"

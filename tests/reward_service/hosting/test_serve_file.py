@@ -11,7 +11,7 @@ import httpx
 import pytest
 from tests.groups import make_group
 from tests.reward_service.conftest import Wire
-from tests.reward_service.processes import Process, Service
+from tests.reward_service.processes import Process, StartService
 from tests.servers import secret_file, wait_for
 
 
@@ -37,7 +37,7 @@ def url_of(process: Process) -> str:
 
 
 def test_a_file_with_compute_score_scores_a_run(
-    wire: Wire, start_service: Callable[..., Service], serve: Callable[..., Process]
+    wire: Wire, start_service: StartService, serve: Callable[..., Process]
 ) -> None:
     service = start_service("reward_service.endpoint_attempts=50")
     name = f"mine-{wire.run_id}"
@@ -56,7 +56,7 @@ def test_a_file_with_compute_score_scores_a_run(
 
 
 def test_a_restarted_served_file_takes_over_its_name(
-    wire: Wire, start_service: Callable[..., Service], serve: Callable[..., Process]
+    wire: Wire, start_service: StartService, serve: Callable[..., Process]
 ) -> None:
     """After SIGKILL of the served file its groups wait; started again, on another port, it scores them."""
     service = start_service("reward_service.endpoint_attempts=50")
@@ -92,7 +92,7 @@ def test_user_code_runs_where_alarms_work_and_its_errors_name_the_line(
 
 
 def test_a_registration_that_is_refused_ends_the_command(
-    wire: Wire, start_service: Callable[..., Service], serve: Callable[..., Process], tmp_path: Path
+    wire: Wire, start_service: StartService, serve: Callable[..., Process], tmp_path: Path
 ) -> None:
     """A wrong token, a built-in's name and a file without a reward end the command with one line, no traceback."""
     service = start_service(f"reward_service.token_file={secret_file('right')}")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,7 @@ from typing import Any
 import pytest
 from tests.groups import make_group
 from tests.reward_service.conftest import Wire
-from tests.reward_service.processes import Behaviour, EndpointServer, Service, good
+from tests.reward_service.processes import StartEndpoint, StartService, good
 
 from penstock.protocol.config.reward_settings import RewardDefinition, RewardSettings
 from penstock.protocol.errors import ConfigError
@@ -59,8 +58,8 @@ def asking(group_id: str, reward: str, *texts: str, truth: str = '"4"') -> Group
 
 def test_parts_are_stored_with_their_sum_and_an_error_in_one_is_the_groups(
     wire: Wire,
-    start_service: Callable[..., Service],
-    start_endpoint: Callable[[Behaviour], EndpointServer],
+    start_service: StartService,
+    start_endpoint: StartEndpoint,
     tmp_path: Path,
 ) -> None:
     """Built-ins and an endpoint are summed, gates apply, every part is kept; a part without a score means no reward."""

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.reward_service.errors import BadGroundTruth
-from penstock.reward_service.rewards import exact_match, format, gsm8k, math_answer
+from penstock.reward_service.rewards import exact_match, gsm8k, math_answer, tags
 from penstock.reward_service.rewards.parsing import latex
 from penstock.reward_service.rewards.parsing.latex import read_number
 from penstock.reward_service.rewards.reward import Verdict
@@ -77,7 +77,7 @@ def test_exact_match_refuses_a_row_without_truth(truth: Any) -> None:
     ],
 )
 def test_format_requires_each_tag_once_and_nothing_outside(completion: str, reward: float) -> None:
-    assert format.judge((completion,), None) == [Verdict(reward)]
+    assert tags.judge_format((completion,), None) == [Verdict(reward)]
 
 
 @pytest.mark.parametrize(
@@ -97,7 +97,7 @@ def test_every_completion_is_judged_in_linear_time(attack: str) -> None:
     """Hostile completions of half a million characters are judged in linear time."""
     began = time.process_time()
     gsm8k.judge((attack,), "42")
-    format.judge((attack,), None)
+    tags.judge_format((attack,), None)
     latex.last_boxed(attack)
     latex.last_boxed("\\boxed{1} " + attack)
     assert time.process_time() - began < 5.0  # quadratic: minutes
@@ -109,20 +109,20 @@ def test_every_fraction_is_read_back(value: Any) -> None:
     assert read_number(written) == value
     assert gsm8k.judge((f"#### {written}",), written)[0].reward == 1.0
     tex = f"{'-' if value < 0 else ''}\\frac{{{abs(value.numerator)}}}{{{value.denominator}}}"
-    assert latex.plainly_equal(tex, written) is True
-    assert latex.plainly_equal(tex, f"{value.numerator + 1}/{value.denominator}") is False
+    assert math_answer.plainly_equal(tex, written) is True
+    assert math_answer.plainly_equal(tex, f"{value.numerator + 1}/{value.denominator}") is False
 
 
 @given(st.text(max_size=200), st.text(alphabet="\\{}boxedfrac12,%$^. ", max_size=80))
 def test_every_text_gets_a_finite_verdict(completion: str, latexish: str) -> None:
     for text in (completion, latexish, f"\\boxed{{{latexish}}}", f"#### {latexish}"):
         assert gsm8k.judge((text,), "1")[0].reward in {0.0, 1.0}
-        assert format.judge((text,), None)[0].reward in {0.0, 1.0}
+        assert tags.judge_format((text,), None)[0].reward in {0.0, 1.0}
         answer = latex.last_boxed(text)
         if answer is not None:
-            assert latex.plainly_equal("1", answer) in {True, False, None}
+            assert math_answer.plainly_equal("1", answer) in {True, False, None}
 
 
-@given(st.text(alphabet="\\abc{}$ 12", max_size=30).filter(lambda text: latex.normalise(text).strip() != ""))
+@given(st.text(alphabet="\\abc{}$ 12", max_size=30).filter(lambda text: latex.plain_text(text) != ""))
 def test_an_answer_equals_itself(answer: str) -> None:
-    assert latex.plainly_equal(answer, answer) is True
+    assert math_answer.plainly_equal(answer, answer) is True
