@@ -30,11 +30,11 @@ from penstock.reward_service.endpoints.endpoint_client import EndpointClient
 from penstock.reward_service.endpoints.endpoint_registry import EndpointRegistry
 from penstock.reward_service.endpoints.wire import example_groups
 from penstock.reward_service.errors import EndpointRefused, NotAllowed
+from penstock.reward_service.pack_scoring import score_groups
 from penstock.reward_service.registry import definitions
 from penstock.reward_service.registry.built_in import AUTO, BUILT_INS, BY_SOURCE
 from penstock.reward_service.registry.reward_registry import RewardRegistry
 from penstock.reward_service.rewards.reward import Reward
-from penstock.reward_service.scoring import score_groups
 from penstock.serving.request_checks import StrictRoute
 
 CALLER = "penstock.caller"  # key of the scope: the Caller of the request

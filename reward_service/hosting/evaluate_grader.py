@@ -11,9 +11,10 @@ words (Wu et al. 2016, https://arxiv.org/abs/1609.08144). Words are runs of lett
 from __future__ import annotations
 
 import json
+import operator
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from rapidfuzz import fuzz
@@ -26,6 +27,12 @@ from penstock.reward_service.hosting.chat_client import Chat, NoVerdict
 _WORD = re.compile(r"[^\W_]+")
 _LONGEST = 4
 _UNFIT = "sample_unfit"
+_OPERATIONS: dict[str, Callable[[str, str], bool]] = {
+    "eq": operator.eq,
+    "ne": operator.ne,
+    "like": operator.contains,
+    "ilike": lambda text, reference: reference.casefold() in text.casefold(),
+}
 _SCHEMA = {
     "type": "object",
     "properties": {
@@ -96,34 +103,19 @@ async def evaluate(grader: openai_grader.Grader, item: Mapping[str, Any], answer
 
 
 async def _single(
-    grader: openai_grader.StringCheck | openai_grader.TextSimilarity | openai_grader.ScoreModel,
-    item: Mapping[str, Any],
-    answer: str,
-    chat: Chat | None,
+    grader: openai_grader.Single, item: Mapping[str, Any], answer: str, chat: Chat | None
 ) -> tuple[float, bool]:
     try:
-        match grader:
-            case openai_grader.StringCheck() | openai_grader.TextSimilarity():
-                text = openai_grader.fill_variables(grader.input, item, answer)
-                return _compare(grader, text, openai_grader.fill_variables(grader.reference, item, answer)), False
-            case openai_grader.ScoreModel():
-                return await _ask(grader, item, answer, chat), False
+        if isinstance(grader, openai_grader.ScoreModel):
+            return await _ask(grader, item, answer, chat), False
+        text, reference = (
+            openai_grader.fill_variables(part, item, answer) for part in (grader.input, grader.reference)
+        )
     except openai_grader.SampleUnfit:
         return (grader.range[0] if isinstance(grader, openai_grader.ScoreModel) else 0.0), True
-
-
-def _compare(grader: openai_grader.StringCheck | openai_grader.TextSimilarity, text: str, reference: str) -> float:
     if isinstance(grader, openai_grader.TextSimilarity):
-        return similarity(grader.evaluation_metric, text, reference)
-    match grader.operation:
-        case "eq":
-            return float(text == reference)
-        case "ne":
-            return float(text != reference)
-        case "like":
-            return float(reference in text)
-        case "ilike":
-            return float(reference.casefold() in text.casefold())
+        return similarity(grader.evaluation_metric, text, reference), False
+    return float(_OPERATIONS[grader.operation](text, reference)), False
 
 
 async def _ask(grader: openai_grader.ScoreModel, item: Mapping[str, Any], answer: str, chat: Chat | None) -> float:

@@ -17,7 +17,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, model_validator
 
 from penstock.protocol.errors import ConfigError
 
@@ -51,7 +51,8 @@ class SampleUnfit(Exception):
     """The answer is not JSON, or lacks a key that the grader reads; caused by the policy."""
 
 
-def check_variables(text: str) -> None:
+def check_variables(text: str) -> str:
+    """Return a text whose variables can all be filled; raises ValueError for another."""
     for name in _VARIABLE.findall(text):
         path = _PATH.fullmatch(name)
         if path is None:
@@ -61,6 +62,7 @@ def check_variables(text: str) -> None:
         first = _STEP.match(path.group(2))
         if path.group(1) == "sample" and (first is None or first.group(1) not in _SAMPLE):
             raise ValueError(f"{{{{{name}}}}}: a sample has {' and '.join(_SAMPLE)} here")
+    return text
 
 
 def fill_variables(text: str, item: Mapping[str, Any], answer: str) -> str:
@@ -105,47 +107,50 @@ def _text(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 
-def check_formula(text: str, names: Collection[str]) -> None:
+Formula = Callable[[Mapping[str, float]], float]
+
+
+def check_formula(text: str, names: Collection[str]) -> Formula:
+    """Return what computes a formula from the scores of graders; raises ValueError for anything but arithmetic over ``names``.
+
+    OpenAI's guide writes powers as ^, which has another precedence in Python.
+    """
     try:
-        tree = _parsed(text)
-    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return _compiled(ast.parse(text.strip().replace("^", "**"), mode="eval").body, names)
+    except (SyntaxError, RecursionError, MemoryError):
         raise ValueError(f"calculate_output {text[:80]!r} is not an arithmetic expression") from None
-    called = {id(node.func) for node in ast.walk(tree) if isinstance(node, ast.Call)}
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Name) and id(node) not in called and node.id not in names:
-            raise ValueError(f"calculate_output: there is no grader {node.id!r}; the graders are {', '.join(names)}")
-        if not _allowed(node):
-            raise ValueError(
-                f"calculate_output: {type(node).__name__} is not allowed; it takes graders, numbers, + - * / ^ and "
-                f"{', '.join(_FUNCTIONS)}"
-            )
 
 
-def _parsed(text: str) -> ast.Expression:
-    """Return the syntax tree; OpenAI's guide writes powers as ^, which has another precedence in Python."""
-    return ast.parse(text.strip().replace("^", "**"), mode="eval")
-
-
-def _allowed(node: ast.AST) -> bool:
+def _compiled(node: ast.expr, names: Collection[str]) -> Formula:
     match node:
-        case ast.Constant():
-            return isinstance(node.value, int | float) and not isinstance(node.value, bool)
-        case ast.Call():
-            name = node.func.id if isinstance(node.func, ast.Name) else ""
-            fits = len(node.args) == 1 if name in _ONE_ARGUMENT else bool(node.args)
-            return name in _FUNCTIONS and fits and not node.keywords
-        case ast.BinOp():
-            return type(node.op) in _BINARY
-        case ast.UnaryOp():
-            return isinstance(node.op, ast.USub | ast.UAdd)
-        case _:
-            return isinstance(node, ast.Expression | ast.Name | ast.expr_context | ast.operator | ast.unaryop)
+        case ast.Constant(value=int() | float() as value) if not isinstance(value, bool):
+            return lambda _: float(value)
+        case ast.Name(id=name):
+            if name not in names:
+                raise ValueError(f"calculate_output: there is no grader {name!r}; the graders are {', '.join(names)}")
+            return lambda scores: scores[name]
+        case ast.UnaryOp(op=ast.USub() | ast.UAdd() as sign):
+            operand, factor = _compiled(node.operand, names), -1.0 if isinstance(sign, ast.USub) else 1.0
+            return lambda scores: factor * operand(scores)
+        case ast.BinOp(op=operation) if type(operation) in _BINARY:
+            left, right, compute = _compiled(node.left, names), _compiled(node.right, names), _BINARY[type(operation)]
+            return lambda scores: compute(left(scores), right(scores))
+        case ast.Call(func=ast.Name(id=name), args=[_, *more], keywords=[]) if name in _FUNCTIONS:
+            if not (more and name in _ONE_ARGUMENT):
+                arguments, function = [_compiled(argument, names) for argument in node.args], _FUNCTIONS[name]
+                if name in _ONE_ARGUMENT:
+                    return lambda scores: function(arguments[0](scores))
+                return lambda scores: function([argument(scores) for argument in arguments])
+    raise ValueError(
+        f"calculate_output: {type(node).__name__} is not allowed; it takes graders, numbers, + - * / ^ and "
+        f"{', '.join(_FUNCTIONS)}"
+    )
 
 
 def compute_formula(text: str, scores: Mapping[str, float]) -> float:
     """Return the value of a checked formula; raises ValueError when it is undefined (division by zero, overflow)."""
     try:
-        value = float(_value_of(_parsed(text).body, scores))
+        value = float(check_formula(text, scores)(scores))
     except (ArithmeticError, ValueError, TypeError) as err:
         raise ValueError(f"calculate_output has no value: {err}") from None
     if not math.isfinite(value):
@@ -153,39 +158,21 @@ def compute_formula(text: str, scores: Mapping[str, float]) -> float:
     return value
 
 
-def _value_of(node: ast.expr, scores: Mapping[str, float]) -> float:
-    match node:
-        case ast.Constant():
-            return float(node.value)  # type: ignore[arg-type]
-        case ast.Name():
-            return scores[node.id]
-        case ast.UnaryOp():
-            value = _value_of(node.operand, scores)
-            return -value if isinstance(node.op, ast.USub) else value
-        case ast.BinOp():
-            return _BINARY[type(node.op)](_value_of(node.left, scores), _value_of(node.right, scores))
-        case ast.Call(func=ast.Name(id=name)):
-            values = [_value_of(argument, scores) for argument in node.args]
-            return _FUNCTIONS[name](values) if name not in _ONE_ARGUMENT else _FUNCTIONS[name](*values)
-    raise TypeError(f"{type(node).__name__} is not arithmetic")
+Text = Annotated[str, AfterValidator(check_variables)]
 
 
-class _Grader(BaseModel):
+class _Part(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
+
+class _Grader(_Part):
     name: str = ""
     pass_threshold: float | None = None  # used by OpenAI's evals; the reward is the score itself
 
 
 class _Compares(_Grader):
-    input: str
-    reference: str
-
-    @model_validator(mode="after")
-    def _known_variables(self) -> _Compares:
-        for text in (self.input, self.reference):
-            check_variables(text)
-        return self
+    input: Text
+    reference: Text
 
 
 class StringCheck(_Compares):
@@ -202,25 +189,16 @@ class TextSimilarity(_Compares):
     evaluation_metric: Literal["fuzzy_match", "gleu", "rouge_1", "rouge_2", "rouge_3", "rouge_4", "rouge_5", "rouge_l"]
 
 
-class Message(BaseModel):
+class Message(_Part):
     """One message to the grading model."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
     role: Literal["system", "developer", "user", "assistant"]
-    content: str
+    content: Text
     type: Literal["message"] = "message"
 
-    @model_validator(mode="after")
-    def _known_variables(self) -> Message:
-        check_variables(self.content)
-        return self
 
-
-class Sampling(BaseModel):
+class Sampling(_Part):
     """Sampling parameters of the grading model."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None

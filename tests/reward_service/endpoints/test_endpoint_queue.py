@@ -208,29 +208,6 @@ async def test_answers_are_checked_against_the_registration(start_endpoint: Star
     assert "missing: style" in str(nonsense)
 
 
-async def test_a_new_version_takes_queued_groups_and_the_old_one_finishes_its_calls(
-    start_endpoint: StartEndpoint,
-) -> None:
-    slow, started, release = blocking(0.25)
-    old, new = start_endpoint(slow), start_endpoint(good(0.75))
-    limits: dict[str, Any] = {"concurrency": 1, "batch_size": 2}
-    first = Endpoint(name="e", version="1", url=old.url, **limits)
-    second = Endpoint(name="e", version="2", url=new.url, **limits)
-    async with EndpointClient(TargetPolicy(PRIVATE_TARGETS), max_response_bytes=10_000) as client:
-        under_way = asyncio.create_task(client.queue(first).score_groups(groups(2), attempt=1))
-        await asyncio.to_thread(started.wait, 10)
-        in_line = asyncio.create_task(client.queue(first).score_groups(groups(3), attempt=1))
-        await asyncio.sleep(0)
-        client.follow({"e": second})
-        assert rewards(await in_line) == [(0.75, 0.75)] * 3
-        assert client.metrics(second).finishing == {"e@1": 2}
-        release.set()
-        outcomes = await under_way
-        assert rewards(outcomes) == [(0.25, 0.25)] * 2
-        assert [outcome.scorer for outcome in outcomes if isinstance(outcome, GroupScores)] == ["e@1"] * 2
-        assert client.metrics(second).finishing == {}
-
-
 async def test_queued_groups_of_an_unregistered_endpoint_are_retried(
     start_endpoint: StartEndpoint,
 ) -> None:

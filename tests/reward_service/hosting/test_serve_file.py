@@ -136,11 +136,3 @@ def test_a_second_signal_exits_while_a_function_never_returns(tmp_path: Path, se
         wait_for(seen.exists, "the function to start")
         wait_for(interrupted, "the process to end")
         assert isinstance(answer.exception(), httpx.TransportError)
-
-
-def test_rewards_are_listed_on_the_command_line(tmp_path: Path) -> None:
-    """``python -m penstock.reward_service rewards`` names the built-in rewards and their data sets."""
-    listing = Process(["penstock.reward_service", "rewards"], tmp_path / "rewards.log")
-    assert listing.wait() == 0
-    for name in ("exact_match", "format", "gsm8k", "math", "openai/gsm8k"):
-        assert name in listing.output

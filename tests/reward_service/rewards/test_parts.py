@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from penstock.protocol import streams
 from penstock.protocol.config.run_file import load
 from penstock.protocol.errors import ConfigError
 from penstock.protocol.transport.bus import Bus
+from penstock.reward_service import pack_progress
 from penstock.reward_service.announce import hash_of
 from penstock.reward_service.endpoints.endpoint import Role
 from penstock.reward_service.errors import BreakerOpen, EndpointBusy
@@ -31,7 +33,9 @@ def test_a_delivery_without_a_call_does_not_count_as_an_attempt() -> None:
     waits = progress.not_called(["b"], now=10.0).not_called(["b", "c"], now=20.0)
     assert dict(waits.refused_since) == {"b": 10.0, "c": 20.0}
     assert dict(waits.called(["b"]).refused_since) == {"c": 20.0}
-    assert PackProgress.from_json(waits.to_json()) == waits
+    stored = pack_progress._STORED.dump_json(waits)
+    assert json.loads(stored).keys() == {"settled", "excused", "refused_since"}
+    assert pack_progress._STORED.validate_json(stored) == waits
 
 
 def test_progress_is_shared_by_replicas_and_bounded(bus: Bus, run_streams: str) -> None:

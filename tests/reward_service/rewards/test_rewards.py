@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from typing import Any
 
 import pytest
@@ -37,16 +36,10 @@ async def test_math_refuses_a_truth_that_is_no_answer(truth: Any) -> None:
 @pytest.mark.parametrize(
     ("completion", "truth", "reward"),
     [
-        ("1 2 3", "1 2 3", 1),
-        ("\n 1 2 3 \n", "1 2 3 ", 1),
-        ("1  2 3", "1 2 3", 0),
-        ("Yes", "yes", 0),
-        ("42", 42, 1),
-        ("b", ["a", "b"], 1),
-        ("c", ["a", "b"], 0),
-        ("", "", 1),
+        ("1 2 3", "1 2 3", 1), ("\n 1 2 3 \n", "1 2 3 ", 1), ("1  2 3", "1 2 3", 0), ("Yes", "yes", 0), ("42", 42, 1),
+        ("b", ["a", "b"], 1), ("c", ["a", "b"], 0), ("", "", 1),
     ],
-)
+)  # fmt: skip
 def test_exact_match_compares_without_the_white_space_around(completion: str, truth: Any, reward: float) -> None:
     assert exact_match.judge((completion,), truth) == [Verdict(reward)]
 
@@ -80,29 +73,6 @@ def test_format_requires_each_tag_once_and_nothing_outside(completion: str, rewa
     assert tags.judge_format((completion,), None) == [Verdict(reward)]
 
 
-@pytest.mark.parametrize(
-    "attack",
-    [
-        "\\boxed{" * 200_000,
-        "<think>" * 200_000,
-        "#### " * 200_000,
-        "\\boxed" + " " * 500_000,
-        "####" + " " * 500_000,
-        "#### 1" + ",1" * 200_000,
-        "{" * 500_000 + "}" * 500_000,
-        "\\frac" * 200_000,
-    ],
-)
-def test_every_completion_is_judged_in_linear_time(attack: str) -> None:
-    """Hostile completions of half a million characters are judged in linear time."""
-    began = time.process_time()
-    gsm8k.judge((attack,), "42")
-    tags.judge_format((attack,), None)
-    latex.last_boxed(attack)
-    latex.last_boxed("\\boxed{1} " + attack)
-    assert time.process_time() - began < 5.0  # quadratic: minutes
-
-
 @given(st.fractions(max_denominator=10**6))
 def test_every_fraction_is_read_back(value: Any) -> None:
     written = f"{value.numerator}/{value.denominator}"
@@ -111,16 +81,6 @@ def test_every_fraction_is_read_back(value: Any) -> None:
     tex = f"{'-' if value < 0 else ''}\\frac{{{abs(value.numerator)}}}{{{value.denominator}}}"
     assert math_answer.plainly_equal(tex, written) is True
     assert math_answer.plainly_equal(tex, f"{value.numerator + 1}/{value.denominator}") is False
-
-
-@given(st.text(max_size=200), st.text(alphabet="\\{}boxedfrac12,%$^. ", max_size=80))
-def test_every_text_gets_a_finite_verdict(completion: str, latexish: str) -> None:
-    for text in (completion, latexish, f"\\boxed{{{latexish}}}", f"#### {latexish}"):
-        assert gsm8k.judge((text,), "1")[0].reward in {0.0, 1.0}
-        assert tags.judge_format((text,), None)[0].reward in {0.0, 1.0}
-        answer = latex.last_boxed(text)
-        if answer is not None:
-            assert math_answer.plainly_equal("1", answer) in {True, False, None}
 
 
 @given(st.text(alphabet="\\abc{}$ 12", max_size=30).filter(lambda text: latex.plain_text(text) != ""))
