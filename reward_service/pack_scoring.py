@@ -194,7 +194,7 @@ async def score_pack(pack: Pack, context: ScoringContext, release_slot: Callable
     for group_id, err in failed.items():
         trace.failed(group_id, type(err).__name__, "dead-lettered" if group_id in dead else "requeued")
     context.metrics.packs.record(time.monotonic() - started, failed=bool(failed))
-    context.metrics.groups_waited(type(err).__name__ for err in waiting.values())
+    context.metrics.waited.update(type(err).__name__ for err in waiting.values())
     log.info(
         "pack", run_id=delivery.fact.run_id, pack_id=delivery.fact.pack_id, scored=len(groups) - len(failed),
         waiting=len(waiting), dead=len(dead), num_delivered=delivery.num_delivered,
@@ -294,5 +294,5 @@ async def _dead_letter(
             by_error.setdefault((type(err).__name__, str(err)), []).append(group)
     for (reason, detail), groups in by_error.items():
         await context.announcer.dead(delivery, groups, reason=reason, detail=detail)
-        context.metrics.groups_dead(reason, len(groups))
+        context.metrics.dead[reason] += len(groups)
         log.warning("dead", reason=reason, detail=detail, group_ids=[group.group_id for group in groups])

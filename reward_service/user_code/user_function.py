@@ -25,7 +25,12 @@ from pathlib import Path
 from typing import Any
 
 from penstock.reward_service.endpoints.dialects.dialect import rows_of
-from penstock.reward_service.endpoints.dialects.training_libraries import openrlhf_columns, trl_columns, verl_columns
+from penstock.reward_service.endpoints.dialects.training_libraries import (
+    openrlhf_columns,
+    trl_columns,
+    verl_columns,
+    verl_row,
+)
 from penstock.reward_service.endpoints.wire import MAX_PARTS, GroupToScore, Score
 from penstock.reward_service.errors import UserFileError
 
@@ -108,10 +113,7 @@ class UserReward:
         return await self._list_of_scores(columns, len(group.completions))
 
     async def _one(self, group: GroupToScore, completion: str) -> Score:
-        columns = {
-            "data_source": group.data_source, "solution_str": completion, "ground_truth": group.ground_truth,
-            "extra_info": group.extra_info, "prompt": group.prompt,
-        }  # fmt: skip
+        columns = {**verl_row(group, completion), "prompt": group.prompt}
         try:
             return _score_of(await self._call(columns))
         except (Exception, SystemExit) as err:  # noqa: BLE001 the user's code may raise anything; it becomes the score's error

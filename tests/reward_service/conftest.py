@@ -18,7 +18,16 @@ from penstock.protocol.transport.blobs import Blobs
 from penstock.protocol.transport.bus import Bus
 from penstock.protocol.transport.inbox import Inbox
 from tests import groups as builders
-from tests.reward_service.processes import ROOT, Behaviour, EndpointServer, Service, StartEndpoint, StartService
+from tests.reward_service.processes import (
+    ROOT,
+    Behaviour,
+    EndpointServer,
+    Serve,
+    Served,
+    Service,
+    StartEndpoint,
+    StartService,
+)
 from tests.servers import wait_for
 
 
@@ -67,6 +76,20 @@ def start_endpoint() -> Iterator[StartEndpoint]:
     yield start
     for server in started:
         server.close()
+
+
+@pytest.fixture
+def serve(tmp_path: Path) -> Iterator[Serve]:
+    """A factory of commands that serve a reward, such as ``serve``, killed after the test."""
+    started: list[Served] = []
+
+    def start(*arguments: str, module: str = "penstock.reward_service") -> Served:
+        started.append(Served([module, *arguments], tmp_path / f"serve{len(started)}.log"))
+        return started[-1]
+
+    yield start
+    for process in started:
+        process.kill()
 
 
 class Wire:

@@ -76,6 +76,17 @@ class Process:
         self._popen.wait(60)
 
 
+class Served(Process):
+    """A command that serves a reward, once it listens."""
+
+    @property
+    def url(self) -> str:
+        """Where it listens, from the line that it prints."""
+        wait_for(lambda: " Next: " in self.output or not self.alive(), "the line that says what to type next", 60)
+        assert self.alive(), self.output
+        return next(word for word in self.output.split() if word.startswith("http") and "/score" in word).rstrip(".,")
+
+
 class Service(Process):
     """``python -m penstock.reward_service`` for one run."""
 
@@ -125,6 +136,12 @@ class Service(Process):
         headers = {"authorization": f"Bearer {token}"} if token else {}
         return httpx.post(self.url + path, json=body, headers=headers, timeout=60)
 
+    def endpoints(self, token: str = "") -> dict[str, Any]:
+        """Return the registered endpoints by name."""
+        headers = {"authorization": f"Bearer {token}"} if token else {}
+        answer = httpx.get(f"{self.url}/v1/endpoints", headers=headers, timeout=60).raise_for_status()
+        return {row["endpoint"]["name"]: row["endpoint"] for row in answer.json()}
+
     def get(self, path: str) -> Any:
         return httpx.get(self.url + path, timeout=60).raise_for_status().json()
 
@@ -139,6 +156,7 @@ def api_app(access: Access) -> FastAPI:
 Answer = tuple[int, dict[str, str], bytes]
 Behaviour = Callable[[dict[str, Any]], Answer]
 StartService = Callable[..., Service]
+Serve = Callable[..., Served]
 StartEndpoint = Callable[[Behaviour], "EndpointServer"]
 
 

@@ -15,8 +15,8 @@ def test_samples_are_the_counters_of_heartbeat_and_endpoints() -> None:
     metrics, timings = ServiceMetrics(), Timings()
     metrics.scored.update({"exact_match": 3, "mine@2": 4})
     metrics.completions = 28
-    metrics.groups_dead("RewardCrashed", 2)
-    metrics.groups_waited(["EndpointBusy", "EndpointBusy", "BreakerOpen"])
+    metrics.dead["RewardCrashed"] += 2
+    metrics.waited.update(["EndpointBusy", "EndpointBusy", "BreakerOpen"])
     metrics.packs.record(0.5, failed=True)
     metrics.queue = 9
     for seconds, failed in ((0.002, False), (0.2, False), (40.0, True)):

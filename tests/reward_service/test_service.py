@@ -215,7 +215,7 @@ def test_a_killed_service_loses_no_group(
     endpoint.behaviour = good(0.75)
     second = start_service(replica="r1")
     assert wire.wait_scored("e0.p0.a0")["e0.p0.a0"][0].rewards == (0.75, 0.75)
-    assert [row["endpoint"]["name"] for row in second.get("/v1/endpoints")].count(name) == 1
+    assert name in second.endpoints()
     wire.wait_idle()
     assert not wire.dead
 

@@ -30,15 +30,14 @@ from penstock.reward_service.endpoints.dialects.dialect import (
 )
 from penstock.reward_service.endpoints.wire import MAX_PARTS, GroupToScore, Score
 
+_VERL_NAMES = ("data_source", "solution_str", "ground_truth", "extra_info")
+
 
 class VerlDialect(CompletionDialect):
     """One ``compute_score(data_source, solution_str, ground_truth, extra_info)``; it has no options."""
 
     def body(self, group: GroupToScore, text: str, request_id: str) -> dict[str, Any]:
-        return {
-            "data_source": group.data_source, "solution_str": text, "ground_truth": group.ground_truth,
-            "extra_info": group.extra_info,
-        }  # fmt: skip
+        return verl_row(group, text)
 
     def score(self, value: JsonValue) -> Score:
         return dialect.score_of(value, "body")
@@ -119,13 +118,16 @@ class SlimeDialect(CompletionDialect):
         return dialect.score_of(value, "body", key=self.reward_key)
 
 
-def verl_columns(rows: Sequence[Row]) -> dict[str, list[Any]]:
+def verl_row(group: GroupToScore, text: str) -> dict[str, Any]:
     return {
-        "data_sources": [group.data_source for group, _ in rows],
-        "solution_strs": [text for _, text in rows],
-        "ground_truths": [group.ground_truth for group, _ in rows],
-        "extra_infos": [group.extra_info for group, _ in rows],
-    }
+        "data_source": group.data_source, "solution_str": text, "ground_truth": group.ground_truth,
+        "extra_info": group.extra_info,
+    }  # fmt: skip
+
+
+def verl_columns(rows: Sequence[Row]) -> dict[str, list[Any]]:
+    named = [verl_row(group, text) for group, text in rows]
+    return {f"{name}s": [row[name] for row in named] for name in _VERL_NAMES}
 
 
 def openrlhf_columns(rows: Sequence[Row]) -> dict[str, list[Any]]:

@@ -14,8 +14,7 @@ import pytest
 from tests.contracts.engine_under_test import embedded_engine
 from tests.contracts.tiny_model import build_model
 from tests.reward_service.conftest import Wire
-from tests.reward_service.processes import Answer, Process, StartEndpoint, StartService
-from tests.servers import wait_for
+from tests.reward_service.processes import Answer, Serve, StartEndpoint, StartService
 
 from penstock.protocol.errors import ConfigError
 from penstock.reward_service.endpoints.wire import GroupToScore, Score
@@ -276,6 +275,7 @@ def test_a_judge_scores_a_run_and_reports_its_cost(
     wire: Wire,
     start_service: StartService,
     start_endpoint: StartEndpoint,
+    serve: Serve,
     tmp_path: Path,
 ) -> None:
     """The example's file, served and registered by one command, scores through the service; /healthz has the tokens."""
@@ -286,18 +286,13 @@ def test_a_judge_scores_a_run_and_reports_its_cost(
     (tmp_path / "judge.toml").write_text(source + "\nprice_in = 2.0\n")
     service = start_service()
     name = f"judge-{wire.run_id}"
-    command = ["serve-judge", str(tmp_path / "judge.toml"), "--name", name, "--register", service.url]
-    process = Process(["penstock.reward_service", *command], tmp_path / "judge.log")
-    try:
-        wait_for(lambda: " Next: " in process.output or not process.alive(), "the judge to be served", 60)
-        group = {"prompt": "Capital?", "completions": ["Paris", "no"], "ground_truth": "France's"}
-        answer = service.post("/v1/score", {"reward": name, "groups": [group]}).json()["results"][0]
-        assert [score["score"] for score in answer["scores"]] == [1.0, 0.0], answer
-        url = next(word for word in process.output.split() if "/score" in word).rstrip(",")
-        figures = httpx.get(url.replace("/score", "/healthz"), timeout=60).json()["figures"]
-        assert (figures["calls"], figures["tokens_in"], figures["price"]) == (2, 100, pytest.approx(0.0002))
-    finally:
-        process.kill()
+    process = serve("serve-judge", str(tmp_path / "judge.toml"), "--name", name, "--register", service.url)
+    url = process.url
+    group = {"prompt": "Capital?", "completions": ["Paris", "no"], "ground_truth": "France's"}
+    answer = service.post("/v1/score", {"reward": name, "groups": [group]}).json()["results"][0]
+    assert [score["score"] for score in answer["scores"]] == [1.0, 0.0], answer
+    figures = httpx.get(url.replace("/score", "/healthz"), timeout=60).json()["figures"]
+    assert (figures["calls"], figures["tokens_in"], figures["price"]) == (2, 100, pytest.approx(0.0002))
 
 
 def test_the_version_of_a_judge_is_that_of_its_settings(tmp_path: Path) -> None:

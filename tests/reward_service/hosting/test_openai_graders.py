@@ -8,13 +8,7 @@ from typing import Any
 
 import pytest
 from tests.reward_service.conftest import Wire
-from tests.reward_service.processes import (
-    Answer,
-    Process,
-    StartEndpoint,
-    StartService,
-)
-from tests.servers import wait_for
+from tests.reward_service.processes import Answer, Serve, StartEndpoint, StartService
 
 from penstock.protocol.errors import ConfigError
 from penstock.reward_service.endpoints.wire import GroupToScore, Score
@@ -202,25 +196,12 @@ def test_a_model_grader_needs_a_chat_endpoint(tmp_path: Path) -> None:
         GraderReward(tmp_path / "g.json", "reference_answer", None)
 
 
-def test_the_example_is_served_by_one_command(wire: Wire, start_service: StartService, tmp_path: Path) -> None:
+def test_the_example_is_served_by_one_command(wire: Wire, start_service: StartService, serve: Serve) -> None:
     """The example's grader, registered by its command, scores through the service with its parts."""
     service = start_service()
     name = f"grader-{wire.run_id}"
-    command = [
-        "penstock.reward_service",
-        "serve-grader",
-        "examples/grader.json",
-        "--name",
-        name,
-        "--register",
-        service.url,
-    ]
-    process = Process(command, tmp_path / "grader.log")
-    try:
-        wait_for(lambda: " Next: " in process.output or not process.alive(), "the grader to be served", 60)
-        group = GroupToScore(completions=["Paris", "Parks"], ground_truth="Paris").model_dump()
-        answer = service.post("/v1/score", {"reward": name, "groups": [group]}).json()["results"][0]
-        assert [one["score"] for one in answer["scores"]] == pytest.approx([1.0, 0.08])
-        assert answer["scores"][1]["parts"] == {"exact": 0.0, "near": pytest.approx(0.8)}
-    finally:
-        process.kill()
+    assert serve("serve-grader", "examples/grader.json", "--name", name, "--register", service.url).url
+    group = GroupToScore(completions=["Paris", "Parks"], ground_truth="Paris").model_dump()
+    answer = service.post("/v1/score", {"reward": name, "groups": [group]}).json()["results"][0]
+    assert [one["score"] for one in answer["scores"]] == pytest.approx([1.0, 0.08])
+    assert answer["scores"][1]["parts"] == {"exact": 0.0, "near": pytest.approx(0.8)}
