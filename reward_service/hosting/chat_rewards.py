@@ -16,7 +16,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 from pydantic import ValidationError
 
@@ -65,13 +65,7 @@ def read_winner(text: str) -> Winner:
     matched = _WINNER.fullmatch(_last_line(text))
     if matched is None:
         raise Unreadable(f"the judge's last line must be WINNER: A, B or TIE, got {_end(text)!r}")
-    match matched.group(1).lower():
-        case "a":
-            return "a"
-        case "b":
-            return "b"
-        case _:
-            return "tie"
+    return cast(Winner, matched.group(1).lower())
 
 
 def _last_line(text: str) -> str:
@@ -146,20 +140,15 @@ class Panel:
             for task in asked:  # one comparison failed, so the others are not needed
                 task.cancel()
             await asyncio.gather(*asked, return_exceptions=True)
-        won, met = [0.0] * len(texts), [0] * len(texts)
-        tokens_in, tokens_out = [0.0] * len(texts), [0.0] * len(texts)
+        won: list[list[float]] = [[] for _ in texts]  # of each comparison: 1, or 0.5 for a tie
+        parts = [dict.fromkeys(("comparisons", "tokens_in", "tokens_out"), 0.0) for _ in texts]
         for match, (winner, said) in zip(matches, results, strict=True):
-            won[match.first] += {"a": 1.0, "tie": 0.5, "b": 0.0}[winner]
-            won[match.second] += {"b": 1.0, "tie": 0.5, "a": 0.0}[winner]
-            for place in (match.first, match.second):
-                met[place] += 1
-                tokens_in[place] += said.tokens_in / 2
-                tokens_out[place] += said.tokens_out / 2
-        rows = zip(won, met, tokens_in, tokens_out, strict=True)
-        return [
-            Score(score=wins / num, parts={"comparisons": float(num), "tokens_in": sent, "tokens_out": got})
-            for wins, num, sent, got in rows
-        ]
+            for place, name in ((match.first, "a"), (match.second, "b")):
+                won[place].append(0.5 if winner == "tie" else float(winner == name))
+                parts[place]["comparisons"] += 1
+                parts[place]["tokens_in"] += said.tokens_in / 2
+                parts[place]["tokens_out"] += said.tokens_out / 2
+        return [Score(score=sum(wins) / len(wins), parts=own) for wins, own in zip(won, parts, strict=True)]
 
     async def _compare(self, group: GroupToScore, match: Match) -> tuple[Winner, Said]:
         first, second = group.completions[match.first], group.completions[match.second]

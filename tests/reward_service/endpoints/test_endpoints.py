@@ -43,6 +43,11 @@ BAD: dict[str, tuple[Behaviour, str, str]] = {
         "EndpointNonsense",
         "results are missing for other-group",
     ),
+    "twice": (
+        raw('{"results": [{"group_id": "twice", "scores": []}, {"group_id": "twice", "scores": []}]}'),
+        "EndpointNonsense",
+        "1 are for other groups or come twice",
+    ),
     "wrong-count": (_results([{"score": 1.0}]), "EndpointNonsense", "1 scores for 2 completions"),
     "nan": (_results([{"score": float("nan")}] * 2), "EndpointNonsense", "NaN is no JSON number"),
     "infinite": (_results([{"score": float("inf")}] * 2), "EndpointNonsense", "Infinity is no JSON number"),
