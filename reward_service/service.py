@@ -23,7 +23,7 @@ from penstock.protocol.transport.bus import Bus
 from penstock.reward_service import loop
 from penstock.reward_service.announce import Announcer
 from penstock.reward_service.api import app
-from penstock.reward_service.endpoints.endpoint_client import EndpointClient, check_health
+from penstock.reward_service.endpoints.endpoint_queue import EndpointClient, check_health
 from penstock.reward_service.endpoints.endpoint_registry import EndpointRegistry, SecretStore
 from penstock.reward_service.graders.grader_pool import GraderPool
 from penstock.reward_service.heartbeat import HeartbeatWriter

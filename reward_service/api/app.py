@@ -25,7 +25,7 @@ from penstock.reward_service.api import routes
 from penstock.reward_service.api.api_models import Refusal
 from penstock.reward_service.endpoints.endpoint import Access
 from penstock.reward_service.endpoints.endpoint_call import BreakerState, EndpointMetrics
-from penstock.reward_service.endpoints.endpoint_client import EndpointClient
+from penstock.reward_service.endpoints.endpoint_queue import EndpointClient
 from penstock.reward_service.endpoints.endpoint_registry import EndpointRegistry
 from penstock.reward_service.endpoints.wire import CALL_HEADER
 from penstock.reward_service.errors import EndpointRefused, NameTaken, NotAllowed

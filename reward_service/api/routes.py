@@ -26,7 +26,7 @@ from penstock.reward_service.api.api_models import (
     TestRequest,
 )
 from penstock.reward_service.endpoints.endpoint import NAME_PATTERN, Caller, Endpoint, Role
-from penstock.reward_service.endpoints.endpoint_client import EndpointClient
+from penstock.reward_service.endpoints.endpoint_queue import EndpointClient
 from penstock.reward_service.endpoints.endpoint_registry import EndpointRegistry
 from penstock.reward_service.endpoints.wire import example_groups
 from penstock.reward_service.errors import EndpointRefused, NotAllowed

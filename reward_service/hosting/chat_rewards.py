@@ -21,14 +21,13 @@ from typing import Any, Literal, cast
 from pydantic import ValidationError
 
 from penstock.protocol.errors import ConfigError
-from penstock.reward_service.endpoints.dialects.graders import item_of
+from penstock.reward_service.endpoints.dialects.libraries import item_of
 from penstock.reward_service.endpoints.wire import GroupToScore, Score
 from penstock.reward_service.hosting import judge_settings, openai_grader
 from penstock.reward_service.hosting.chat_client import Chat, NoVerdict, Said
 from penstock.reward_service.hosting.commands import ChatOptions
-from penstock.reward_service.hosting.evaluate_grader import evaluate
 from penstock.reward_service.hosting.judge_settings import JudgeSettings
-from penstock.reward_service.hosting.openai_grader import Multi, ScoreModel
+from penstock.reward_service.hosting.openai_grader import Multi, ScoreModel, evaluate
 from penstock.reward_service.hosting.served_reward import Hosted
 
 Winner = Literal["a", "b", "tie"]

@@ -19,8 +19,7 @@ from tests.reward_service.processes import Answer, EndpointServer, StartEndpoint
 
 from penstock.reward_service.endpoints.endpoint import Endpoint
 from penstock.reward_service.endpoints.endpoint_call import MIN_CALLS, BreakerState
-from penstock.reward_service.endpoints.endpoint_client import EndpointClient
-from penstock.reward_service.endpoints.endpoint_queue import EndpointQueue
+from penstock.reward_service.endpoints.endpoint_queue import EndpointClient, EndpointQueue
 from penstock.reward_service.endpoints.endpoint_registry import EndpointSecrets
 from penstock.reward_service.endpoints.wire import GroupToScore
 from penstock.reward_service.errors import (

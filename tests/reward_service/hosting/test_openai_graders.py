@@ -15,8 +15,8 @@ from penstock.reward_service.endpoints.wire import GroupToScore, Score
 from penstock.reward_service.hosting import openai_grader
 from penstock.reward_service.hosting.chat_client import Chat
 from penstock.reward_service.hosting.chat_rewards import GraderReward
-from penstock.reward_service.hosting.evaluate_grader import evaluate, similarity
 from penstock.reward_service.hosting.judge_settings import JudgeSettings
+from penstock.reward_service.hosting.openai_grader import evaluate, similarity
 
 ITEM = {"reference_answer": "Paris", "deep": {"list": [1, "two"]}}
 CHECK = {
