@@ -1,6 +1,6 @@
 """Graders in OpenAI's JSON form; a grader that cannot be evaluated here is refused, with the reason, when it is read.
 
-Source of the models:  the graders guide and API reference at developers.openai.com, and the types of its SDKs.
+Source of the models: the graders guide and API reference at developers.openai.com, and the types of its SDKs.
 
 Its texts have variables, ``{{ item.answer }}`` and ``{{ sample.output_text }}``. ``calculate_output`` is arithmetic over the scores of
 named graders, and nothing else is evaluated.
@@ -8,9 +8,9 @@ named graders, and nothing else is evaluated.
 If a grader reads ``sample.output_json`` and the answer is not JSON or lacks the key, the policy caused it: that grader
 gives its lowest score, with the part ``sample_unfit`` = 1. Every other failure is an error.
 
-Of the similarities of two texts, ``fuzzy_match`` is rapidfuzz's ratio (OpenAI names the library, not which of its functions). ``rouge_n`` and ``rouge_l`` are F1 over words
-(Lin 2004, https://aclanthology.org/W04-1013); ``gleu`` is the smaller of precision and recall over n-grams of 1 to 4
-words (Wu et al. 2016, https://arxiv.org/abs/1609.08144). Words are runs of letters and digits in lower case.
+Of the similarities of two texts, ``fuzzy_match`` is rapidfuzz's ratio (OpenAI names the library, not which of its functions).
+``rouge_n`` and ``rouge_l`` are F1 over words (Lin 2004, https://aclanthology.org/W04-1013); ``gleu`` is the smaller of precision and
+recall over n-grams of 1 to 4 words (Wu et al. 2016, https://arxiv.org/abs/1609.08144). Words are runs of lower-case letters and digits.
 """
 
 from __future__ import annotations

@@ -11,7 +11,8 @@ the completion alone is the cause. A truth that the parser cannot read equals
 its own text alone; one that is empty, does not close its brackets or exhausts the grader is BadGroundTruth, whatever the answers are.
 
 `answer_line` takes the last line that begins its answer with ``Answer:``, the format that DAPO's prompts ask for and verl's
-`math_dapo` reads, where texts are compared; if the line has a box, its content is the answer. `math_flexible` also takes an answer in ``<answer>`` tags, after ``####`` or "the answer is", or the last number.
+`math_dapo` reads, where texts are compared; if the line has a box, its content is the answer. `math_flexible` also takes an
+answer in ``<answer>`` tags, after ``####`` or "the answer is", or the last number.
 """
 
 from __future__ import annotations
@@ -42,8 +43,6 @@ _DATA_SETS = (
     "AI-MO/NuminaMath-CoT", "numina_aops_forum", "numina_synthetic_math", "numina_amc_aime", "numina_synthetic_amc",
     "numina_cn_k12", "numina_olympiads", "hiyouga/geometry3k", "amc23", "minerva_math", "olympiadbench",
 )  # fmt: skip
-
-
 _LINE_DATA_SETS = (
     "math_dapo", "math_dapo_reasoning", "BytedTsinghua-SIA/DAPO-Math-17k", "aime", "aime24", "aime2024", "aime2025",
     "aime25", "aime_2024", "aime_2025", "HuggingFaceH4/aime_2024",

@@ -5,10 +5,9 @@ exponential time on a text that a policy chose, so they run in grader processes 
 a completion that exhausts it twice counts as no match (part ``timeout``), because it alone is the cause. Answers
 longer than `MAX_CHARS` do not match either (part ``too_long``).
 
-`json_schema`: 1 when the answer is JSON and fits a JSON schema.
-The schema is in the run file (``schema_file`` or ``schema_text``) or is the row's ground truth. The answer is the last
-fenced block, the last ``<answer>`` tags, or the whole completion (``where = "auto"``). It is validated in grader
-processes with a CPU limit (`pattern_grader`): patterns inside a schema may take exponential time, references may be
+`json_schema`: 1 when the answer is JSON and fits a JSON schema, which is in the run file (``schema_file`` or ``schema_text``) or is
+the row's ground truth. The answer is the last fenced block, the last ``<answer>`` tags, or the whole completion
+(``where = "auto"``). It is validated in grader processes too: patterns inside a schema may take exponential time, references may be
 cyclic, and neither may block the service. References to other documents are not fetched.
 
 Part ``parses`` is 1 if the answer is JSON: NaN, Infinity and nesting deeper than Python's parser reads are not.

@@ -1,9 +1,10 @@
 """1 when a completion consists of the configured tags: each opened and closed once, in order, and nothing outside.
 
-`format` has the tags ``<think>`` and ``<answer>``; `think_format` looks at the beginning alone.
 ``partial = true`` gives the share of the rules that are kept instead: one for each tag (opened and closed exactly once,
 after the one before), and one for nothing outside. White space outside is allowed, an empty element is not. Read
 by ``str.find``, linear. No ground truth.
+
+`format` has the tags ``<think>`` and ``<answer>``; `think_format` looks at the beginning alone.
 """
 
 from __future__ import annotations
