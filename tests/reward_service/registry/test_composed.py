@@ -130,16 +130,6 @@ def test_an_invalid_run_file_stops_the_service_at_the_start(tmp_path: Path) -> N
     assert "Traceback" not in done.stderr
 
 
-def test_parameters_are_listed_by_name() -> None:
-    """`rewards NAME` shows a reward's parameters; an unknown name is an error with the nearest one."""
-    command = [sys.executable, "-m", "penstock.reward_service", "rewards"]
-    shown = subprocess.run([*command, "overlong"], capture_output=True, text=True, timeout=300, check=True).stdout
-    assert "longest      required: Length at which the full punishment is reached." in shown
-    failed = subprocess.run([*command, "nummeric"], capture_output=True, text=True, timeout=300, check=False)
-    assert failed.returncode == 1
-    assert "did you mean numeric" in failed.stderr
-
-
 def _define(**parts: dict[str, Any]) -> dict[str, RewardDefinition]:
     settings = RewardSettings.model_validate({"define": {"mine": {"parts": parts}}})
     return dict(settings.define)

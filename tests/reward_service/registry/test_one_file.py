@@ -93,8 +93,12 @@ def test_one_new_file_is_a_reward(wire: Wire, start_service: StartService, tmp_p
     assert scored["y"][0].parts["big.share"] == (1.0, 0.5)
 
 
-def test_a_secret_in_the_last_error_is_not_printed(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_reward_is_shown_by_its_name_and_no_secret_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["rewards", secret := "sk-" + "a1" * 12]) == 1
     error = capsys.readouterr().err
     assert "no built-in reward" in error
+    assert main(["rewards", "nummeric"]) == 1
+    assert "did you mean numeric" in capsys.readouterr().err
+    assert main(["rewards", "overlong"]) == 0
+    assert "longest      required: Length at which the full punishment is reached." in capsys.readouterr().out
     assert secret not in error

@@ -139,14 +139,6 @@ async def test_share_and_all(pool: SandboxPool) -> None:
     assert [verdict.reward for verdict in every] == [1.0, 0.0, 0.0, 0.0, 1.0]
 
 
-async def test_a_function_and_a_method_are_called(pool: SandboxPool) -> None:
-    tests = FunctionTests("add", ([1, 2], [[1], [2]]), (3, [1, 2]))
-    for program in ("def add(a, b): return a + b", "class Solution:\n    def add(self, a, b): return a + b"):
-        assert (await pool.grade(program, tests)).passed == 2
-    assert (await pool.grade("def add(a, b): return a", tests)).passed == 0
-    assert (await pool.grade("def other(): pass", tests)).reason is Reason.RAISED
-
-
 @pytest.mark.parametrize(
     ("program", "pieces", "passed"),
     [
@@ -154,7 +146,6 @@ async def test_a_function_and_a_method_are_called(pool: SandboxPool) -> None:
         ("def f(x): return (x, {x: {x}}, None, b'x', 2 ** 3000, float('inf'))",
          ["assert f(1) == (1, {1: {1}}, None, b'x', 2 ** 3000, float('inf'))"], 1),
         ("def f(x):\n    for i in range(x): yield i", ["assert list(f(3)) == [0, 1, 2]"], 1),
-        ("def f(x): x.sort()", ["x = [2, 1]\nf(x)\nassert x == [1, 2]"], 1),
         ("def f(x): raise KeyError(x)", ["try:\n    f(1)\n    assert False\nexcept KeyError: pass"], 1),
         ("class P:\n    def __init__(s, a): s.a = a\n    def get(s): return s.a\ndef f(p): return p.a",
          ["assert f(P(3)) == 3", "assert P(4).get() == 4", "assert P(5).a == 5"], 3),
