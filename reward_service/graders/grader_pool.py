@@ -109,8 +109,9 @@ class JsonProcess:
 class ProcessPool(Generic[ProcessT]):
     """Processes that are lent to one caller at a time; each starts at its first use."""
 
-    def __init__(self, processes: Sequence[ProcessT]) -> None:
-        self._all = processes
+    def __init__(self, processes: Sequence[ProcessT], *, exit_s: float = 0.0) -> None:
+        """``exit_s``: how long a process may take to exit when the pool is closed, before it is killed."""
+        self._all, self._exit_s = processes, exit_s
         self._idle: asyncio.LifoQueue[ProcessT] = asyncio.LifoQueue()
         for process in processes:
             self._idle.put_nowait(process)
@@ -128,7 +129,7 @@ class ProcessPool(Generic[ProcessT]):
             self._idle.put_nowait(process)
 
     async def close(self) -> None:
-        await asyncio.gather(*(process.kill(after_s=EXIT_S) for process in self._all))
+        await asyncio.gather(*(process.kill(after_s=self._exit_s) for process in self._all))
 
 
 def describe_exit(code: int | None) -> str:

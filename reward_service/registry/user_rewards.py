@@ -87,7 +87,7 @@ class _Worker(JsonProcess):
 
 class WorkerPool(ProcessPool[_Worker]):
     def __init__(self, name: str, parameters: Mapping[str, Any], *, num_workers: int, timeout_s: float) -> None:
-        super().__init__([_Worker(name, parameters) for _ in range(num_workers)])
+        super().__init__([_Worker(name, parameters) for _ in range(num_workers)], exit_s=EXIT_S)
         self._timeout_s = timeout_s
 
     async def check(self) -> str:
