@@ -140,7 +140,7 @@ class Panel:
                 task.cancel()
             await asyncio.gather(*asked, return_exceptions=True)
         won: list[list[float]] = [[] for _ in texts]  # of each comparison: 1, or 0.5 for a tie
-        parts = [dict.fromkeys(("comparisons", "tokens_in", "tokens_out"), 0.0) for _ in texts]
+        parts: list[dict[str, float]] = [{"comparisons": 0.0, "tokens_in": 0.0, "tokens_out": 0.0} for _ in texts]
         for match, (winner, said) in zip(matches, results, strict=True):
             for place, name in ((match.first, "a"), (match.second, "b")):
                 won[place].append(0.5 if winner == "tie" else float(winner == name))
