@@ -82,7 +82,7 @@ class Served(Process):
     @property
     def url(self) -> str:
         """Where it listens, from the line that it prints."""
-        wait_for(lambda: " Next: " in self.output or not self.alive(), "the line that says what to type next", 60)
+        wait_for(lambda: " Next: " in self.output or not self.alive(), "the line that says what to type next")
         assert self.alive(), self.output
         return next(word for word in self.output.split() if word.startswith("http") and "/score" in word).rstrip(".,")
 
