@@ -53,10 +53,8 @@ def serve_model(
         from penstock.reward_model.served_model import ModelReward
     except ModuleNotFoundError as err:
         raise ConfigError(f"{err.name} is not installed; pip install 'penstock[reward-model]'") from None
-    from penstock.reward_service.hosting.served_reward import address, serve_reward
+    from penstock.reward_service.hosting.served_reward import place_of, serve_reward
 
     name = path.resolve().name
-    address(options, name)  # refuses options before the model is loaded
-    reward = ModelReward(path, model)
-    reward.load()
-    return serve_reward(reward, name, options)
+    place_of(options, name)  # refuses options before the model is loaded
+    return serve_reward(ModelReward(path, model), name, options)

@@ -12,9 +12,10 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import torch
+from pydantic import BaseModel, Field, TypeAdapter, ValidationError
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from penstock.protocol.chat_template import ChatTemplate
@@ -24,13 +25,22 @@ from penstock.protocol.model_folder import check_folder
 from penstock.protocol.tokenizer_file import check_tokenizer
 from penstock.reward_model.commands import ModelOptions
 from penstock.reward_service.endpoints.wire import GroupToScore, Score
+from penstock.reward_service.hosting.served_reward import Hosted
 
 Form = Literal["chat", "plain"]
 Messages = list[dict[str, str]]
 Render = Callable[[Messages], str]
-
-Dtype = Literal["float32", "bfloat16"]
 _MAX_CONTEXT = 1_000_000  # tokenizers without a limit report 10**30
+
+
+class Message(BaseModel):
+    """A message of a row's column; other keys are ignored."""
+
+    role: str
+    content: str
+
+
+_QUESTION: TypeAdapter[str | list[Message]] = TypeAdapter(str | Annotated[list[Message], Field(min_length=1)])
 
 
 class Unusable(ValueError):
@@ -70,19 +80,13 @@ class Reading:
         if self.prompt_column not in row:
             there = ", ".join(sorted(row)) or "none"
             raise Unusable(f"the row has no column {self.prompt_column!r}; its columns are {there}")
-        question = row[self.prompt_column]
-        if isinstance(question, str):
-            return question
-        if (
-            isinstance(question, list)
-            and question
-            and all(
-                isinstance(item, Mapping) and isinstance(item.get("role"), str) and isinstance(item.get("content"), str)
-                for item in question
-            )
-        ):
-            return [{"role": str(item["role"]), "content": str(item["content"])} for item in question]  # type: ignore[index,call-overload]
-        raise Unusable(f"column {self.prompt_column!r} holds neither a text nor messages with role and content")
+        try:
+            question = _QUESTION.validate_python(row[self.prompt_column])
+        except ValidationError:
+            raise Unusable(
+                f"column {self.prompt_column!r} holds neither a text nor messages with role and content"
+            ) from None
+        return question if isinstance(question, str) else [message.model_dump() for message in question]
 
 
 def batches(lengths: Sequence[int], *, max_tokens: int) -> list[list[int]]:
@@ -104,10 +108,8 @@ class Scored:
 
 
 class Classifier:
-    def __init__(
-        self, folder: Path, *, dtype: Dtype, device: str, label: int | None, max_length: int | None, batch_tokens: int
-    ) -> None:
-        """Load a model; ``max_length`` in tokens, None for the model's limit. Raises ConfigError naming the problem."""
+    def __init__(self, folder: Path, options: ModelOptions) -> None:
+        """Load a model. Raises ConfigError naming the problem."""
         try:
             check_folder(folder)
             check_tokenizer(folder / "tokenizer.json")
@@ -118,7 +120,7 @@ class Classifier:
             # Without trust_remote_code=False, transformers asks on a terminal whether to run the folder's code.
             self._tokenizer: Any = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
             model, report = AutoModelForSequenceClassification.from_pretrained(
-                folder, local_files_only=True, trust_remote_code=False, use_safetensors=True, dtype=getattr(torch, dtype),
+                folder, local_files_only=True, trust_remote_code=False, use_safetensors=True, dtype=getattr(torch, options.dtype),
                 output_loading_info=True,
             )  # fmt: skip
         except (UnsupportedModel, TemplateRefused) as err:
@@ -130,15 +132,15 @@ class Classifier:
                 f"{folder}: the weights lack {', '.join(missing[:5])}; transformers would initialise them at random. "
                 "Is this a language model without a classification head?"
             )
-        self._model: Any = model.to(device).eval()
-        self._device = device
-        self._label = _checked_label(folder, int(model.config.num_labels), label)
+        self._model: Any = model.to(options.device).eval()
+        self._device = options.device
+        self._label = _checked_label(folder, int(model.config.num_labels), options.label)
         self._pad, self._pad_is_free = _padding(self._tokenizer)
         limit = min(int(getattr(model.config, "max_position_embeddings", None) or _MAX_CONTEXT), _MAX_CONTEXT)
-        if max_length is not None and max_length > limit:
-            raise ConfigError(f"--max-length {max_length} is beyond the model's own limit of {limit} tokens")
-        self.max_length = max_length or limit
-        self._batch_tokens = batch_tokens
+        if options.max_length is not None and options.max_length > limit:
+            raise ConfigError(f"--max-length {options.max_length} is beyond the model's own limit of {limit} tokens")
+        self.max_length = options.max_length or limit
+        self._batch_tokens = options.batch_tokens
 
     @property
     def has_chat_template(self) -> bool:
@@ -227,56 +229,26 @@ def _unused(rows: Sequence[Sequence[int]]) -> int:
     return next(token for token in range(len(used) + 1) if token not in used)
 
 
-class ModelReward:
-    batched = True
+class ModelReward(Hosted):
+    """Served in large batches with low concurrency, because one model computes one batch at a time."""
 
     def __init__(self, folder: Path, options: ModelOptions) -> None:
-        self._options, self._folder = options, folder
-        self._model: Any = None
-        self._reading: Reading | None = None
-        self._version = ""
+        """Load the model; raises ConfigError."""
+        model = self._model = Classifier(folder, options)
+        form: Form = options.form if options.form != "auto" else "chat" if model.has_chat_template else "plain"
+        if form == "chat" and not model.has_chat_template:
+            raise ConfigError(f"{folder}: the tokenizer has no chat template; use --form plain")
+        self._reading = Reading(form, model.render, options.prompt_column)
         self._num_texts = self._num_tokens = 0
-
-    @property
-    def title(self) -> str:
-        return f"{self._folder.name}: reward model in {self._options.dtype} on {self._options.device}"
-
-    @property
-    def version(self) -> str:
-        """Hash of the folder and of the options that change scores."""
-        return self._version
-
-    @property
-    def terms(self) -> Mapping[str, Any]:
-        """Large batches and low concurrency, because one model computes one batch at a time."""
-        return {"timeout_s": self._options.timeout_s, "batch_size": 16, "concurrency": 2}
+        self.title = f"{folder.name}: reward model in {options.dtype} on {options.device}"
+        self.version = f"{fingerprint(folder)}-{form}-{options.dtype}"
+        self.terms = {"timeout_s": options.timeout_s, "batch_size": 16, "concurrency": 2}
 
     @property
     def figures(self) -> Mapping[str, float]:
         return {"texts": self._num_texts, "tokens": self._num_tokens}
 
-    def load(self) -> None:
-        options = self._options
-        model = Classifier(
-            self._folder,
-            dtype=options.dtype,
-            device=options.device,
-            label=options.label,
-            max_length=options.max_length,
-            batch_tokens=options.batch_tokens,
-        )
-        form: Form = options.form if options.form != "auto" else "chat" if model.has_chat_template else "plain"
-        if form == "chat" and not model.has_chat_template:
-            raise ConfigError(f"{self._folder}: the tokenizer has no chat template; use --form plain")
-        self._model = model
-        self._reading = Reading(form, model.render, options.prompt_column)
-        self._version = f"{fingerprint(self._folder)}-{form}-{options.dtype}"
-
-    async def open(self) -> None:
-        """Do nothing: the model is loaded before the port is bound."""
-
     async def score(self, groups: Sequence[GroupToScore]) -> list[list[Score]]:
-        assert self._reading is not None
         texts: list[str] = []
         by_group: list[list[Score] | range] = []
         for group in groups:
@@ -293,11 +265,8 @@ class ModelReward:
         scores = [_score(entry) for entry in scored]
         return [[scores[place] for place in entry] if isinstance(entry, range) else entry for entry in by_group]
 
-    async def close(self) -> None:
-        """Do nothing: the process exits next."""
 
-
-def _score(scored: Any) -> Score:
+def _score(scored: Scored) -> Score:
     if scored.value is None:
         return Score(error=scored.error)
     if not math.isfinite(scored.value):

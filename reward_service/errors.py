@@ -1,29 +1,4 @@
-"""Errors of scoring and of the API, as one tree. Class names of RewardErrors are the reasons of dead letters.
-
-RewardError                  a group got no reward
-├── UnknownReward            no reward has this name                         permanent
-├── BadGroundTruth           the row's ground truth does not fit its reward  permanent
-├── LengthsUnknown           the reward counts tokens, and the group is text sent by hand  permanent
-├── RewardNotGiven           the environment gave an episode no reward, or there is none   permanent
-├── NotCalled                no endpoint was called: not an attempt, limited by `reward_service.patience_s`
-│   ├── RewardUnavailable    the endpoint was unregistered; it may be registered again
-│   ├── LeaseExpired         the endpoint stopped renewing its lease
-│   ├── EndpointDrained      the endpoint was taken out of service
-│   ├── BreakerOpen          the endpoint fails too often to be called now
-│   └── EndpointBusy         its queue is full; it works, so this wait has no limit
-├── EndpointFailed           no connection, time-out, or an error status
-├── EndpointNonsense         an answer that breaks the contract
-├── ScoreRefused             the endpoint or the user's function reported that it could not score a completion
-├── UserCodeFailed           the process of a user's reward ended or did not answer in time
-├── GraderFailed             a grader process failed, and the completion is not proven to be the cause
-├── SandboxUnavailable       no sandbox works on this machine, so that no program is run
-├── SandboxFailed            the sandbox failed, and the program is not proven to be the cause
-└── RewardCrashed            a built-in reward raised: an internal error, please report it
-EndpointRefused              a registration that breaks the rules; one of an address that is not allowed is a TargetRefused
-├── NameTaken                another endpoint has the name
-└── NotAllowed               the caller's token does not allow it
-UserFileError                a user's code holds no reward function that can be called
-"""
+"""Errors of scoring and of the API. Class names of RewardErrors are the reasons of dead letters."""
 
 from __future__ import annotations
 
@@ -33,7 +8,7 @@ from penstock.protocol.errors import PenstockError
 
 
 class RewardError(PenstockError):
-    """A group got no reward. ``permanent`` errors are dead-lettered at once."""
+    """A group got no reward. ``permanent`` errors are dead-lettered at once; others are tried again."""
 
     permanent: ClassVar[bool] = False
     counts_against_endpoint: bool = False  # a failure for its circuit breaker
@@ -44,6 +19,8 @@ class RewardError(PenstockError):
 
 
 class UnknownReward(RewardError):
+    """No reward has this name."""
+
     permanent = True
 
 
@@ -99,6 +76,8 @@ class EndpointBusy(NotCalled):
 
 
 class EndpointFailed(RewardError):
+    """No connection, time-out, or an error status."""
+
     def __init__(self, text: str, *, refused: bool = False) -> None:
         """``refused``: it answered with a status of 400 to 499, which does not count as a failure of the endpoint."""
         super().__init__(text)

@@ -46,12 +46,6 @@ class ServiceMetrics:
             self.scored[group.scorer] += 1
             self.completions += len(group.rewards)
 
-    def groups_waited(self, reasons: Iterable[str]) -> None:
-        self.waited.update(reasons)
-
-    def groups_dead(self, reason: str, num_groups: int) -> None:
-        self.dead[reason] += num_groups
-
     def as_dict(self) -> dict[str, float]:
         """Return the `figures` of a heartbeat; the keys are stored."""
         return {

@@ -7,13 +7,13 @@ recorded are announced again, and the trainer drops the duplicates by their ids.
 
 from __future__ import annotations
 
-import json
 import time
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
 import structlog
+from pydantic import TypeAdapter
 
 from penstock.protocol.errors import BusUnreachable
 from penstock.protocol.streams import pack_progress_key
@@ -53,20 +53,8 @@ class PackProgress:
             return self
         return replace(self, refused_since={k: v for k, v in self.refused_since.items() if k not in ids})
 
-    def to_json(self) -> bytes:
-        document = {
-            "settled": sorted(self.settled),
-            "excused": dict(self.excused),
-            "refused_since": dict(self.refused_since),
-        }
-        return json.dumps(document).encode()
 
-    @classmethod
-    def from_json(cls, value: bytes) -> PackProgress:
-        document = json.loads(value)
-        return cls(frozenset(document["settled"]), dict(document["excused"]), dict(document["refused_since"]))
-
-
+_STORED = TypeAdapter(PackProgress)
 _FRESH = PackProgress()
 
 
@@ -96,7 +84,7 @@ class ProgressStore:
         while len(self._messages) > self._max_messages:
             self._messages.popitem(last=False)
         try:
-            await self._store.put(pack_progress_key(sequence), progress.to_json())
+            await self._store.put(pack_progress_key(sequence), _STORED.dump_json(progress))
         except BusUnreachable as err:
             log.warning("NATS unreachable: progress kept in memory only", sequence=sequence, error=str(err))
 
@@ -130,7 +118,7 @@ def _newest(local: PackProgress, stored: PackProgress) -> PackProgress:
 
 def _decode(value: bytes) -> PackProgress:
     try:
-        return PackProgress.from_json(value)
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as err:
+        return _STORED.validate_json(value)
+    except ValueError as err:
         log.error("progress unreadable: the pack is scored from the start", error=str(err))  # noqa: TRY400
         return _FRESH

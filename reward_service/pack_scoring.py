@@ -10,7 +10,7 @@ import contextlib
 import dataclasses
 import random
 import time
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import structlog
@@ -31,13 +31,61 @@ from penstock.reward_service.metrics import ServiceMetrics
 from penstock.reward_service.pack_progress import PackProgress, ProgressStore
 from penstock.reward_service.pack_trace import CURRENT_TRACE, PackTrace
 from penstock.reward_service.registry.reward_registry import RewardRegistry
-from penstock.reward_service.scores import Outcome
-from penstock.reward_service.scoring import as_scored
+from penstock.reward_service.scores import Outcome, Scorer
 
+_TOGETHER_S = 0.1  # outcomes that are ready within this time are yielded together
 _MAX_DELAY_S = 60.0
 _NOT_CALLED_S = 0.5
 _NOT_CALLED_MAX_S = 8.0
 log = structlog.get_logger("reward_service.pack_scoring")
+
+
+async def score_groups(reward_registry: RewardRegistry, groups: Sequence[GroupTexts]) -> list[Outcome]:
+    outcomes: dict[int, Outcome] = {}
+    async for some in as_scored(reward_registry, groups, attempts=[1] * len(groups)):
+        outcomes |= some
+    return [outcomes[index] for index in range(len(groups))]
+
+
+async def as_scored(
+    reward_registry: RewardRegistry, groups: Sequence[GroupTexts], *, attempts: Sequence[int],
+    only_slow_left: Callable[[], None] = lambda: None,
+) -> AsyncGenerator[dict[int, Outcome], None]:  # fmt: skip
+    """Yield outcomes by the groups' indices as they get ready, so that no group waits for another's slow endpoint.
+
+    Groups of one reward at the same attempt (from 1) are scored together. ``only_slow_left`` is called as soon as all
+    that is left is waiting for other processes.
+    """
+    done: dict[int, Outcome] = {}
+    by_scorer: dict[tuple[Scorer, int], list[int]] = {}
+    for index, group in enumerate(groups):
+        try:
+            by_scorer.setdefault((await reward_registry.find(group.reward), attempts[index]), []).append(index)
+        except RewardError as err:
+            done[index] = err
+
+    async def score(scorer: Scorer, attempt: int, indices: list[int]) -> dict[int, Outcome]:
+        outcomes = await scorer.score([groups[index] for index in indices], attempt=attempt)
+        return dict(zip(indices, outcomes, strict=True))
+
+    under_way = {
+        asyncio.create_task(score(scorer, attempt, indices))
+        for (scorer, attempt), indices in by_scorer.items()
+        if scorer.slow
+    }
+    try:
+        for (scorer, attempt), indices in by_scorer.items():
+            if not scorer.slow:
+                done |= await score(scorer, attempt, indices)
+        only_slow_left()
+        ready, under_way = await asyncio.wait(under_way, timeout=_TOGETHER_S) if under_way else (set(), set())
+        yield done | {index: outcome for task in ready for index, outcome in task.result().items()}
+        while under_way:
+            ready, under_way = await asyncio.wait(under_way, return_when=asyncio.FIRST_COMPLETED)
+            yield {index: outcome for task in ready for index, outcome in task.result().items()}
+    finally:
+        for task in under_way:
+            task.cancel()
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,7 +194,7 @@ async def score_pack(pack: Pack, context: ScoringContext, release_slot: Callable
     for group_id, err in failed.items():
         trace.failed(group_id, type(err).__name__, "dead-lettered" if group_id in dead else "requeued")
     context.metrics.packs.record(time.monotonic() - started, failed=bool(failed))
-    context.metrics.groups_waited(type(err).__name__ for err in waiting.values())
+    context.metrics.waited.update(type(err).__name__ for err in waiting.values())
     log.info(
         "pack", run_id=delivery.fact.run_id, pack_id=delivery.fact.pack_id, scored=len(groups) - len(failed),
         waiting=len(waiting), dead=len(dead), num_delivered=delivery.num_delivered,
@@ -246,5 +294,5 @@ async def _dead_letter(
             by_error.setdefault((type(err).__name__, str(err)), []).append(group)
     for (reason, detail), groups in by_error.items():
         await context.announcer.dead(delivery, groups, reason=reason, detail=detail)
-        context.metrics.groups_dead(reason, len(groups))
+        context.metrics.dead[reason] += len(groups)
         log.warning("dead", reason=reason, detail=detail, group_ids=[group.group_id for group in groups])

@@ -31,24 +31,23 @@ class PackTrace:
         return trace
 
     def scored(self, group_id: str, attributes: Mapping[str, Value]) -> None:
-        self._end(group_id, attributes, "")
+        self._record("score", group_id, self.started, attributes)
 
     def failed(self, group_id: str, error: str, outcome: str) -> None:
-        self._end(group_id, {"outcome": outcome}, error)
+        self._record("score", group_id, self.started, {"outcome": outcome}, error)
 
     def requested(self, group_id: str, started: float, attributes: Mapping[str, Value], error: str) -> None:
-        if (spans := self._groups.get(group_id)) is not None:
-            first, scoring = spans
-            span_attributes = {**self.attributes, **attributes, "group_id": group_id}
-            self.traces.record(
-                "reward request", new_context(first.trace_id), scoring, started, span_attributes, error=error
-            )
+        self._record("reward request", group_id, started, attributes, error)
 
-    def _end(self, group_id: str, attributes: Mapping[str, Value], error: str) -> None:
+    def _record(
+        self, name: str, group_id: str, started: float, attributes: Mapping[str, Value], error: str = ""
+    ) -> None:
+        """Record the span of a group's scoring, below the group's first one, or of a request, below that of the scoring."""
         if (spans := self._groups.get(group_id)) is not None:
             first, scoring = spans
-            span_attributes = {**self.attributes, **attributes, "group_id": group_id}
-            self.traces.record("score", scoring, first, self.started, span_attributes, error=error)
+            context, parent = (scoring, first) if name == "score" else (new_context(first.trace_id), scoring)
+            about = {**self.attributes, **attributes, "group_id": group_id}
+            self.traces.record(name, context, parent, started, about, error=error)
 
 
 CURRENT_TRACE: ContextVar[PackTrace | None] = ContextVar("pack_trace", default=None)

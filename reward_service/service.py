@@ -23,7 +23,7 @@ from penstock.protocol.transport.bus import Bus
 from penstock.reward_service import loop
 from penstock.reward_service.announce import Announcer
 from penstock.reward_service.api import app
-from penstock.reward_service.endpoints.endpoint_client import EndpointClient, HealthChecks
+from penstock.reward_service.endpoints.endpoint_queue import EndpointClient, check_health
 from penstock.reward_service.endpoints.endpoint_registry import EndpointRegistry, SecretStore
 from penstock.reward_service.graders.grader_pool import GraderPool
 from penstock.reward_service.heartbeat import HeartbeatWriter
@@ -131,7 +131,7 @@ async def run(settings: RewardSettings, traces: Traces) -> None:
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(web_server.serve(api, bound, done))
             tasks.create_task(heartbeat.run(done))
-            tasks.create_task(HealthChecks(registry, client).run(done))
+            tasks.create_task(check_health(registry, client, done))
             slots = WorkSlots(section.concurrency, section.max_packs)
             await loop.run(inbox, context, slots=slots, stop=stop, drain_s=section.drain_s)
             done.set()

@@ -93,12 +93,16 @@ class HeadCheck:
         problem = None
         if scope["type"] == "http":
             request = HTTPConnection(scope)
-            problem = (
-                head_problem(scope)
-                or name_problem(request, self._hosts, self._fix)
-                or page_problem(request, is_signed=self._hosts is None)
-            )
+            problem = self.problem(scope, request)
         await (self._app if problem is None else self._answer(*problem))(scope, receive, send)
+
+    def problem(self, scope: Scope, request: HTTPConnection) -> tuple[int, str] | None:
+        """Return status and reason of a refusal; None for a request that may pass."""
+        return (
+            head_problem(scope)
+            or name_problem(request, self._hosts, self._fix)
+            or page_problem(request, is_signed=self._hosts is None)
+        )
 
 
 class _Body:

@@ -34,7 +34,7 @@ from penstock.protocol.config.run_file import load, split_arguments, toml_text
 from penstock.protocol.errors import ConfigError
 from penstock.protocol.files import replace
 from penstock.protocol.groups import Sampling
-from penstock.reward_service.rewards import answer_line, choice, gsm8k, math_answer
+from penstock.reward_service.rewards import choice, gsm8k, math_answer
 from penstock.reward_service.rewards.parsing import final_answer, latex, notation
 from penstock.reward_service.rewards.parsing.final_answer import Where
 from penstock.trainer.data.dataset import PromptSet
@@ -75,7 +75,7 @@ BY_REWARD: Mapping[str, tuple[str, Extract]] = MappingProxyType(
             "boxed, in tags, after ####, after a phrase, or the last number, grouped as `math` compares",
             _mathematical(math_answer.anywhere),
         ),
-        "answer_line": ("the last line 'Answer: ...' or box, grouped as `math` compares", _mathematical(answer_line.last_answer)),
+        "answer_line": ("the last line 'Answer: ...' or box, grouped as `math` compares", _mathematical(math_answer.on_last_line)),
         "multiple_choice": ("the letter chosen", _spoken(_chosen_letter)),
         "exact_match": ("the whole completion without surrounding white space", _spoken(str.strip)),
     }

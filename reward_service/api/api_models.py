@@ -10,7 +10,7 @@ from typing import Annotated
 from pydantic import BaseModel, ConfigDict, Field, SecretStr, field_validator, model_validator
 
 from penstock.reward_service.endpoints.endpoint import Endpoint, EndpointSpec
-from penstock.reward_service.endpoints.endpoint_queue import EndpointMetrics
+from penstock.reward_service.endpoints.endpoint_call import EndpointMetrics
 from penstock.reward_service.endpoints.endpoint_registry import EndpointSecrets
 from penstock.reward_service.endpoints.wire import GroupToScore
 from penstock.reward_service.scores import GroupScores, Outcome

@@ -8,14 +8,13 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Any
 
-from fastapi import Depends, FastAPI, HTTPException, Request, Response
+from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
-from fastapi.security import HTTPBearer
 from starlette.requests import HTTPConnection
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp, Scope
 
 from penstock.protocol.errors import BusError, TargetRefused
 from penstock.protocol.facts import Heartbeat
@@ -24,24 +23,21 @@ from penstock.protocol.metrics.exporter import Exporter
 from penstock.protocol.metrics.table import Samples
 from penstock.reward_service.api import routes
 from penstock.reward_service.api.api_models import Refusal
-from penstock.reward_service.endpoints.endpoint import Access, Caller, Role
-from penstock.reward_service.endpoints.endpoint_call import BreakerState
-from penstock.reward_service.endpoints.endpoint_client import EndpointClient
-from penstock.reward_service.endpoints.endpoint_queue import EndpointMetrics
+from penstock.reward_service.endpoints.endpoint import Access
+from penstock.reward_service.endpoints.endpoint_call import BreakerState, EndpointMetrics
+from penstock.reward_service.endpoints.endpoint_queue import EndpointClient
 from penstock.reward_service.endpoints.endpoint_registry import EndpointRegistry
 from penstock.reward_service.endpoints.wire import CALL_HEADER
 from penstock.reward_service.errors import EndpointRefused, NameTaken, NotAllowed
 from penstock.reward_service.metrics import ServiceMetrics, Timings
 from penstock.reward_service.registry.reward_registry import RewardRegistry
-from penstock.serving.request_checks import LOOPBACK_NAMES, BodyLimit, StrictRoute, head_problem, name_problem, refuse
+from penstock.serving.request_checks import BodyLimit, HeadCheck, StrictRoute, head_problem
 
 _PREFIX = "penstock_reward_"
-CALLER = "penstock.caller"  # key of the scope: the Caller of the request, for the routes' check of its role
 _OPEN = (
     "without tokens the Host header must be localhost or 127.0.0.1; set reward_service.tokens_file to allow other names"
 )
 _PUBLIC = frozenset({"/healthz", "/openapi.json", "/docs", "/docs/oauth2-redirect", "/redoc"})
-_SCHEME = HTTPBearer(auto_error=False, description="A token of reward_service.tokens_file or token_file.")
 _REFUSALS: dict[int | str, dict[str, Any]] = {
     status: {"model": Refusal, "description": text}
     for status, text in {
@@ -50,6 +46,7 @@ _REFUSALS: dict[int | str, dict[str, Any]] = {
         403: "The token's role does not allow it.",
         408: "The request did not arrive in time.",
         413: "The body is longer than reward_service.max_request_bytes.",
+        415: "Without tokens: the body is not called JSON.",
         422: "A value breaks a rule.",
         503: "NATS is unreachable, all connections are in use, or the bodies of other requests fill the memory for them.",
         508: "A reward service called this API as an endpoint.",
@@ -57,14 +54,8 @@ _REFUSALS: dict[int | str, dict[str, Any]] = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class EndpointState:
-    metrics: EndpointMetrics
-    timings: Timings
-
-
 def collect_samples(
-    samples: Samples, metrics: ServiceMetrics, activity: Activity, endpoints: Mapping[str, EndpointState], *,
+    samples: Samples, metrics: ServiceMetrics, activity: Activity, endpoints: Mapping[str, tuple[EndpointMetrics, Timings]], *,
     num_held: int,
 ) -> None:  # fmt: skip
     def add(name: str, value: float, **labels: str) -> None:
@@ -93,12 +84,11 @@ def collect_samples(
     add("busy_seconds_total", busy_s)
     add("idle_seconds_total", idle_s)
     add("cpu_seconds_total", cpu_seconds())
-    for name, state in endpoints.items():
-        _endpoint_samples(samples, name, state)
+    for name, (live, timings) in endpoints.items():
+        _endpoint_samples(samples, name, live, timings)
 
 
-def _endpoint_samples(samples: Samples, name: str, state: EndpointState) -> None:
-    live = state.metrics
+def _endpoint_samples(samples: Samples, name: str, live: EndpointMetrics, timings: Timings) -> None:
     for metric, value in {
         "calls_total": live.calls,
         "errors_total": live.errors,
@@ -112,36 +102,30 @@ def _endpoint_samples(samples: Samples, name: str, state: EndpointState) -> None
         samples.add(f"{_PREFIX}endpoint_{metric}", value, endpoint=name)
     quantiles = {"0.5": live.latency_p50_s, "0.99": live.latency_p99_s}
     samples.add_quantiles(f"{_PREFIX}endpoint_seconds", quantiles, endpoint=name)
-    for outcome, histogram in state.timings.by_outcome.items():
+    for outcome, histogram in timings.by_outcome.items():
         samples.add_histogram(f"{_PREFIX}request_seconds", histogram, endpoint=name, outcome=outcome)
 
 
-class AccessGate:
+class AccessGate(HeadCheck):
     """ASGI middleware: 401 without a known token, 403 for a foreign Host without tokens, 508 for calls of a service."""
 
     def __init__(self, app: ASGIApp, access: Access, hosts: Iterable[str]) -> None:
         """``hosts``: names of this machine besides those of loopback, used when there are no tokens."""
-        self._app = app
+        super().__init__(app, hosts if access.is_open else None, fix=_OPEN)
         self._access = access
-        self._hosts = LOOPBACK_NAMES | {*hosts}
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        refusal = self._refusal(scope, HTTPConnection(scope)) if scope["type"] == "http" else None
-        await (self._app if refusal is None else refuse(*refusal))(scope, receive, send)
-
-    def _refusal(self, scope: Scope, request: HTTPConnection) -> tuple[int, str] | None:
+    def problem(self, scope: Scope, request: HTTPConnection) -> tuple[int, str] | None:
         if CALL_HEADER in request.headers:
             text = "a reward service calls its own API, or another one's, as an endpoint; register another URL"
             return 508, text
-        problem = head_problem(scope)
-        if problem is not None or scope["path"] in _PUBLIC:
-            return problem
-        if problem := name_problem(request, self._hosts if self._access.is_open else None, _OPEN):
+        if scope["path"] in _PUBLIC:
+            return head_problem(scope)
+        if problem := super().problem(scope, request):
             return problem
         caller = self._access.caller(bearer(request.headers.getlist("authorization")))
         if caller is None:
             return 401, "a bearer token is needed: Authorization: Bearer ..."
-        scope[CALLER] = caller
+        scope[routes.CALLER] = caller
         return None
 
 
@@ -178,23 +162,10 @@ def build(
     app.add_middleware(AccessGate, access=access, hosts=hosts)  # the last one is the first that sees a request
     _answer_errors(app)
     _health(app, context)
-    _metrics(app, context, needs(Role.READ))
-    routes.add_endpoints(app, context.registry, context.client, needs)
-    routes.add_scoring(app, context.registry, context.reward_registry, needs)
+    _metrics(app, context)
+    routes.add_endpoints(app, context.registry, context.client)
+    routes.add_scoring(app, context.registry, context.reward_registry)
     return app
-
-
-def needs(role: Role) -> Callable[..., Caller]:
-    def check(request: Request, _scheme: Annotated[object, Depends(_SCHEME)]) -> Caller:
-        caller: Caller = request.scope[CALLER]
-        if caller.role < role:
-            raise HTTPException(
-                403,
-                f"the token {caller.name!r} has the role {caller.role.name.lower()}; this request needs {role.name.lower()}",
-            )
-        return caller
-
-    return check
 
 
 def _answer_errors(app: FastAPI) -> None:
@@ -226,10 +197,10 @@ def _health(app: FastAPI, context: ApiContext) -> None:
         return {"ok": not down_s, "replica": context.replica, "run_id": context.run_id, "reason": reason}
 
 
-def _metrics(app: FastAPI, context: ApiContext, may_read: Callable[..., Caller]) -> None:
+def _metrics(app: FastAPI, context: ApiContext) -> None:
     def collect(samples: Samples) -> None:
         endpoints = {
-            name: EndpointState(context.client.metrics(endpoint), context.client.timings(endpoint))
+            name: (context.client.metrics(endpoint), context.client.queue(endpoint).timings)
             for name, endpoint in context.registry.endpoints.items()
         }
         collect_samples(samples, context.metrics, context.activity, endpoints, num_held=context.num_held())
@@ -239,7 +210,7 @@ def _metrics(app: FastAPI, context: ApiContext, may_read: Callable[..., Caller])
         spans=context.spans, certificates=context.certificates,
     )  # fmt: skip
 
-    @app.get("/metrics", dependencies=[Depends(may_read)], response_class=Response)
+    @app.get("/metrics", dependencies=[routes.READING], response_class=Response)
     async def metrics(request: Request) -> Response:
         """Return the counters for Prometheus."""
         samples = exporter.samples()  # here, where nothing changes meanwhile; written in a thread

@@ -6,7 +6,8 @@ import json
 from collections.abc import Callable
 from typing import Annotated
 
-from fastapi import APIRouter, Depends, FastAPI, HTTPException, Path, Query
+from fastapi import APIRouter, Depends, FastAPI, HTTPException, Path, Query, Request
+from fastapi.security import HTTPBearer
 from pydantic import ValidationError
 
 from penstock.protocol.groups import RewardRequest
@@ -25,30 +26,46 @@ from penstock.reward_service.api.api_models import (
     TestRequest,
 )
 from penstock.reward_service.endpoints.endpoint import NAME_PATTERN, Caller, Endpoint, Role
-from penstock.reward_service.endpoints.endpoint_client import EndpointClient
+from penstock.reward_service.endpoints.endpoint_queue import EndpointClient
 from penstock.reward_service.endpoints.endpoint_registry import EndpointRegistry
 from penstock.reward_service.endpoints.wire import example_groups
 from penstock.reward_service.errors import EndpointRefused, NotAllowed
+from penstock.reward_service.pack_scoring import score_groups
 from penstock.reward_service.registry import definitions
 from penstock.reward_service.registry.built_in import AUTO, BUILT_INS, BY_SOURCE
 from penstock.reward_service.registry.reward_registry import RewardRegistry
 from penstock.reward_service.rewards.reward import Reward
-from penstock.reward_service.scoring import score_groups
 from penstock.serving.request_checks import StrictRoute
 
+CALLER = "penstock.caller"  # key of the scope: the Caller of the request
 Name = Annotated[str, Path(pattern=NAME_PATTERN)]
+_SCHEME = HTTPBearer(auto_error=False, description="A token of reward_service.tokens_file or token_file.")
 
 
-def add_endpoints(
-    app: FastAPI, registry: EndpointRegistry, client: EndpointClient, needs: Callable[[Role], Callable[..., Caller]]
-) -> None:
+def _needs(role: Role) -> Callable[..., Caller]:
+    def check(request: Request, _scheme: Annotated[object, Depends(_SCHEME)]) -> Caller:
+        caller: Caller = request.scope[CALLER]
+        if caller.role < role:
+            raise HTTPException(
+                403,
+                f"the token {caller.name!r} has the role {caller.role.name.lower()}; this request needs {role.name.lower()}",
+            )
+        return caller
+
+    return check
+
+
+READING, REGISTERING = Depends(_needs(Role.READ)), Depends(_needs(Role.REGISTER))
+
+
+def add_endpoints(app: FastAPI, registry: EndpointRegistry, client: EndpointClient) -> None:
     router = APIRouter(
         prefix="/v1/endpoints",
         route_class=StrictRoute,
         responses={404: {"model": Refusal, "description": "No such endpoint."}},
     )
-    _show(router, registry, client, needs)
-    _change(router, registry, client, needs)
+    _show(router, registry, client)
+    _change(router, registry, client)
     app.include_router(router)
 
 
@@ -68,41 +85,29 @@ async def _known(name: str, registry: EndpointRegistry) -> Endpoint:
     return endpoint
 
 
-def _show(
-    router: APIRouter,
-    registry: EndpointRegistry,
-    client: EndpointClient,
-    needs: Callable[[Role], Callable[..., Caller]],
-) -> None:
-    @router.get("", dependencies=[Depends(needs(Role.READ))])
+def _show(router: APIRouter, registry: EndpointRegistry, client: EndpointClient) -> None:
+    @router.get("", dependencies=[READING])
     async def list_endpoints() -> list[EndpointRecord]:
         """List the registered endpoints with their metrics in this replica."""
         await registry.refresh()
         return [_record(endpoint, registry, client) for _, endpoint in sorted(registry.endpoints.items())]
 
-    @router.get("/{name}", dependencies=[Depends(needs(Role.READ))])
+    @router.get("/{name}", dependencies=[READING])
     async def show(name: Name) -> EndpointRecord:
         """Show one endpoint."""
         return _record(await _known(name, registry), registry, client)
 
-    @router.post("/{name}/test", dependencies=[Depends(needs(Role.REGISTER))])
+    @router.post("/{name}/test", dependencies=[REGISTERING])
     async def test(name: Name, request: TestRequest) -> ScoreAnswer:
         """Call an endpoint with a few rows, as the service does, and return its scores and their distribution."""
         groups = request.groups or example_groups()
-        outcomes = await client.call(await _known(name, registry), groups)
+        outcomes = await client.queue(await _known(name, registry)).call_now(groups)
         return ScoreAnswer.of([group.group_id for group in groups], outcomes)
 
 
-def _change(
-    router: APIRouter,
-    registry: EndpointRegistry,
-    client: EndpointClient,
-    needs: Callable[[Role], Callable[..., Caller]],
-) -> None:
-    registering = Depends(needs(Role.REGISTER))
-
+def _change(router: APIRouter, registry: EndpointRegistry, client: EndpointClient) -> None:
     @router.post("", status_code=201, responses={409: {"model": Refusal, "description": "The name is taken."}})
-    async def register(registration: Registration, caller: Caller = registering) -> EndpointRecord:
+    async def register(registration: Registration, caller: Caller = REGISTERING) -> EndpointRecord:
         """Register an endpoint under a reward name, or a new version of it (``replace``); 409 when the name is taken."""
         endpoint = registration.endpoint(owner=_owner(registration, caller))
         _check(endpoint, caller)
@@ -117,7 +122,7 @@ def _change(
     @router.post(
         "/{name}/lease", responses={409: {"model": Refusal, "description": "Another version or URL has the name."}}
     )
-    async def renew(name: Name, renewal: LeaseRenewal, caller: Caller = registering) -> Lease:
+    async def renew(name: Name, renewal: LeaseRenewal, caller: Caller = REGISTERING) -> Lease:
         """Renew a lease; after 404 the endpoint must register again, after 409 it was replaced."""
         renewed = await registry.renew(name, version=renewal.version, url=renewal.url, caller=caller)
         if renewed is None:
@@ -126,13 +131,13 @@ def _change(
         return Lease(lease_s=renewed.lease_s)
 
     @router.post("/{name}/drain")
-    async def drain(name: Name, caller: Caller = registering) -> EndpointRecord:
+    async def drain(name: Name, caller: Caller = REGISTERING) -> EndpointRecord:
         """Take an endpoint out of service: calls in progress finish, its other groups wait."""
         await registry.drain(name, caller=caller, on=True)
         return _record(await _known(name, registry), registry, client)
 
     @router.post("/{name}/resume")
-    async def resume(name: Name, caller: Caller = registering) -> EndpointRecord:
+    async def resume(name: Name, caller: Caller = REGISTERING) -> EndpointRecord:
         """Put a drained endpoint back into service."""
         await registry.drain(name, caller=caller, on=False)
         return _record(await _known(name, registry), registry, client)
@@ -143,7 +148,7 @@ def _change(
     async def unregister(
         name: Name,
         url: Annotated[str | None, Query(description="Only if it is registered at this URL.")] = None,
-        caller: Caller = registering,
+        caller: Caller = REGISTERING,
     ) -> None:
         """Unregister an endpoint; groups that request it wait as for one that is down."""
         if not await registry.remove(name, caller=caller, url=url):
@@ -174,20 +179,15 @@ def _check(endpoint: Endpoint, caller: Caller) -> None:
         )
 
 
-def add_scoring(
-    app: FastAPI,
-    registry: EndpointRegistry,
-    reward_registry: RewardRegistry,
-    needs: Callable[[Role], Callable[..., Caller]],
-) -> None:
-    @app.get("/v1/rewards", dependencies=[Depends(needs(Role.READ))])
+def add_scoring(app: FastAPI, registry: EndpointRegistry, reward_registry: RewardRegistry) -> None:
+    @app.get("/v1/rewards", dependencies=[READING])
     async def rewards() -> RewardList:
         """List every reward that rows may request."""
         await registry.refresh()
         notes = {name: f"; {note}" for name, note in reward_registry.notes.items()}
         rows = [
             RewardRecord(
-                name=name, kind="built-in", description=reward.description + notes.get(name, "") + _needs(reward)
+                name=name, kind="built-in", description=reward.description + notes.get(name, "") + _parameters(reward)
             )
             for name, reward in BUILT_INS.items()
         ]
@@ -207,7 +207,7 @@ def add_scoring(
             rows.append(RewardRecord(name=endpoint.name, kind="endpoint", description=text))
         return RewardList(rewards=sorted(rows, key=lambda row: row.name), by_source=reward_registry.by_source())
 
-    @app.post("/v1/score", dependencies=[Depends(needs(Role.REGISTER))])
+    @app.post("/v1/score", dependencies=[REGISTERING])
     async def score(request: ScoreByHand) -> ScoreAnswer:
         """Score groups by any reward, by the same code that scores the run's groups."""
         texts = [_texts(request.reward, group) for group in request.groups]
@@ -215,7 +215,7 @@ def add_scoring(
         return ScoreAnswer.of([group.group_id for group in request.groups], outcomes)
 
 
-def _needs(reward: Reward) -> str:
+def _parameters(reward: Reward) -> str:
     return "; needs parameters (reward.define)" if reward.default is None else ""
 
 

@@ -160,29 +160,23 @@ class Caller:
 ANONYMOUS = Caller("", Role.ADMIN, has_token=False)
 
 
-@dataclass(frozen=True, slots=True)
-class _Token:
-    digest: bytes
-    caller: Caller
-
-
 class Access:
     def __init__(self, tokens: Sequence[tuple[str, Role, str]]) -> None:
         """``tokens``: name, role and token of each caller, or its hash; none: every caller is admin."""
-        self._tokens = [_Token(_digest_of(token), Caller(name, role)) for name, role, token in tokens]
+        self._callers = [(_digest_of(token), Caller(name, role)) for name, role, token in tokens]
 
     @property
     def is_open(self) -> bool:
-        return not self._tokens
+        return not self._callers
 
     def caller(self, token: str | None) -> Caller | None:
         """Return the caller with this token, compared in constant time; None for an unknown token."""
         if self.is_open:
             return ANONYMOUS
         digest, matched = _digest(token or ""), None
-        for known in self._tokens:
-            if hmac.compare_digest(known.digest, digest):
-                matched = known.caller
+        for known_digest, caller in self._callers:
+            if hmac.compare_digest(known_digest, digest):
+                matched = caller
         return matched
 
 

@@ -25,8 +25,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
+from pydantic import BaseModel
+
 from penstock.protocol.errors import TargetRefused
-from penstock.reward_service.endpoints.dialects.dialect import BadAnswer, Call, Payload
+from penstock.reward_service.endpoints.dialects.dialect import BadAnswer, Call
 from penstock.reward_service.endpoints.endpoint import Endpoint
 from penstock.reward_service.endpoints.endpoint_registry import EndpointSecrets
 from penstock.reward_service.endpoints.wire import CALL_HEADER, ERROR_HEADER, GroupToScore, Score
@@ -137,11 +139,26 @@ class TokenBucket:
         return (1.0 - self._tokens) / self._rate
 
 
-@dataclass(slots=True)
-class CallCounts:
-    requests: int = 0
+class EndpointMetrics(BaseModel):
+    """Counters and latencies of one endpoint in this replica since its start; times in seconds."""
+
+    state: str = "ok"
+    calls: int = 0
+    errors: int = 0
+    error_rate: float = 0.0
+    under_way: int = 0  # groups (single completions, where the dialect sends them so) in calls
+    waiting: int = 0
+    turned_away: int = 0
     retries: int = 0
     hedges: int = 0
+    batch_limit: int = 0
+    breaker: BreakerState = BreakerState.CLOSED
+    breaker_opened: int = 0
+    retry_in_s: float = 0.0
+    latency_p50_s: float = 0.0
+    latency_p99_s: float = 0.0
+    last_error: str = ""
+    finishing: dict[str, int] = {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,7 +166,7 @@ class EndpointCaller:
     endpoint: Endpoint
     secrets: EndpointSecrets
     http: HttpConnections
-    counts: CallCounts
+    counts: EndpointMetrics
 
     async def call(self, groups: Sequence[GroupToScore], *, attempt: int) -> list[Outcome]:
         """Return an outcome for every group; raises RewardError when the whole call failed."""
@@ -168,23 +185,23 @@ class EndpointCaller:
     def _who(self) -> str:
         return f"endpoint {self.endpoint.name} ({self.endpoint.url})"
 
-    async def _within_deadline(self, call: Call, payload: Payload) -> bytes:
+    async def _within_deadline(self, call: Call, body: bytes) -> bytes:
         problems: list[str] = []
         try:
             async with asyncio.timeout(self.endpoint.timeout_s):
-                return await self._tries(call, payload, problems)
+                return await self._tries(call, body, problems)
         except TimeoutError:
             earlier = f"; before that: {problems[-1]}" if problems else ""
             raise EndpointFailed(f"{self._who} gave no answer within {self.endpoint.timeout_s:g} s{earlier}") from None
         except EndpointNonsense as err:
             raise EndpointNonsense(f"endpoint {self.endpoint.name}: {err}") from None
 
-    async def _tries(self, call: Call, payload: Payload, problems: list[str]) -> bytes:
+    async def _tries(self, call: Call, body: bytes, problems: list[str]) -> bytes:
         for number in range(1 + self.endpoint.retries):
             if number:
                 self.counts.retries += 1
             try:
-                answer = await self._maybe_hedged(call, payload)
+                answer = await self._maybe_hedged(call, body)
             except ConnectionFailed as err:
                 problems.append(f"no answer ({err.reason})")
                 pause_s = 0.0
@@ -200,16 +217,16 @@ class EndpointCaller:
                 await asyncio.sleep(max(pause_s, jitter_s))
         raise EndpointFailed(f"{self._who}: {problems[-1]}")
 
-    async def _maybe_hedged(self, call: Call, payload: Payload) -> Answer:
+    async def _maybe_hedged(self, call: Call, body: bytes) -> Answer:
         """Send once; without an answer after ``hedge_after_s``, send again and take the first good answer."""
         if self.endpoint.hedge_after_s is None:
-            return await self._post(call, payload)
-        asked = {asyncio.create_task(self._post(call, payload))}
+            return await self._post(call, body)
+        asked = {asyncio.create_task(self._post(call, body))}
         try:
             done, asked = await asyncio.wait(asked, timeout=self.endpoint.hedge_after_s)
             if not done:
                 self.counts.hedges += 1
-                asked.add(asyncio.create_task(self._post(call, payload)))
+                asked.add(asyncio.create_task(self._post(call, body)))
             while asked:
                 more, asked = await asyncio.wait(asked, return_when=asyncio.FIRST_COMPLETED)
                 done |= more
@@ -223,10 +240,9 @@ class EndpointCaller:
         best = next((task for task in good if task.result().status == 200), good[0] if good else done.pop())
         return best.result()
 
-    async def _post(self, call: Call, payload: Payload) -> Answer:
-        self.counts.requests += 1
+    async def _post(self, call: Call, body: bytes) -> Answer:
         headers = {
-            "content-type": payload.content_type,
+            "content-type": "application/json",
             "accept": "application/json",
             "idempotency-key": call.request_id,
             CALL_HEADER: "1",
@@ -235,10 +251,10 @@ class EndpointCaller:
             headers["authorization"] = f"Bearer {self.secrets.api_key}"
         if self.secrets.signing:
             headers |= signature.headers(
-                self.secrets.signing, message_id=call.request_id, timestamp=int(time.time()), body=payload.body
+                self.secrets.signing, message_id=call.request_id, timestamp=int(time.time()), body=body
             )
         try:
-            return await self.http.send("POST", self.endpoint.url, payload.body, headers)
+            return await self.http.send("POST", self.endpoint.url, body, headers)
         except TargetRefused as err:
             raise EndpointFailed(f"{self.endpoint.url} may not be called: {err}") from None
         except AnswerRefused as err:
@@ -262,17 +278,26 @@ def request_id(endpoint: Endpoint, groups: Sequence[GroupToScore], attempt: int)
 
 def outcome(endpoint: Endpoint, group: GroupToScore, scores: Sequence[Score]) -> Outcome:
     who = f"endpoint {endpoint.name} ({endpoint.url}), group {group.group_id}"
+    try:
+        verdicts = verdicts_of(who, group, scores, EndpointNonsense)
+    except RewardError as err:
+        return err
+    for number, verdict in enumerate(verdicts):
+        if problem := _wrong_with(endpoint, verdict.reward, verdict.parts):
+            return EndpointNonsense(f"{who}, completion {number}: {problem}")
+    return GroupScores.of(verdicts, endpoint.scorer)
+
+
+def verdicts_of(who: str, group: GroupToScore, scores: Sequence[Score], malformed: type[RewardError]) -> list[Verdict]:
+    """Return the scores of a group's completions; raises ``malformed`` for another number of them, ScoreRefused for one that is missing."""
     if len(scores) != len(group.completions):
-        return EndpointNonsense(f"{who}: {len(scores)} scores for {len(group.completions)} completions")
+        raise malformed(f"{who}: {len(scores)} scores for {len(group.completions)} completions")
     verdicts = []
     for number, score in enumerate(scores):
         if score.score is None or score.error is not None:
-            return ScoreRefused(f"{who}, completion {number}: {(score.error or 'score is null')[:_MAX_TEXT]}")
-        problem = _wrong_with(endpoint, score.score, score.parts)
-        if problem:
-            return EndpointNonsense(f"{who}, completion {number}: {problem}")
+            raise ScoreRefused(f"{who}, completion {number}: {(score.error or 'score is null')[:_MAX_TEXT]}")
         verdicts.append(Verdict(score.score, score.parts))
-    return GroupScores.of(verdicts, endpoint.scorer)
+    return verdicts
 
 
 def _wrong_with(endpoint: Endpoint, score: float, parts: Mapping[str, float]) -> str:

@@ -1,24 +1,27 @@
-"""The queue of groups before one endpoint, and the calls made from it: the bulkhead of that endpoint.
+"""The queues of groups before the endpoints, and the calls made from them: the bulkhead of each endpoint.
 
-Groups of all packs share the queue. As soon as a call may be made (fewer than ``concurrency`` are in progress, the rate
-limit has a token, the breaker is closed) the first groups are sent in one batch, at most ``batch_size`` of them. A slow
+Groups of all packs share the queue of an endpoint. As soon as a call may be made (fewer than ``concurrency`` are in progress, the
+rate limit has a token, the breaker is closed) the first groups are sent in one batch, at most ``batch_size`` of them. A slow
 endpoint fills only its queue: what does not fit is rejected with EndpointBusy and waits at the broker.
 
 The batch limit adapts: it is halved when a call with several groups times out or is refused as too large, and grows by
 one with every full call that succeeds.
+
+`EndpointClient` holds the queues of this replica, and replaces one with its endpoint's version; `check_health` requests health URLs.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
-from collections import deque
-from collections.abc import Sequence
+from collections import Counter, deque
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import structlog
-from pydantic import BaseModel
 
+from penstock.protocol.errors import PenstockError
 from penstock.protocol.packs.group_pack import GroupTexts
 from penstock.protocol.traces.traces import Value
 from penstock.reward_service.endpoints import endpoint_call
@@ -26,12 +29,12 @@ from penstock.reward_service.endpoints.endpoint import Endpoint
 from penstock.reward_service.endpoints.endpoint_call import (
     Breaker,
     BreakerState,
-    CallCounts,
     EndpointCaller,
+    EndpointMetrics,
     TokenBucket,
 )
-from penstock.reward_service.endpoints.endpoint_registry import NOTHING, EndpointSecrets
-from penstock.reward_service.endpoints.wire import GroupToScore
+from penstock.reward_service.endpoints.endpoint_registry import NOTHING, EndpointRegistry, EndpointSecrets, SecretStore
+from penstock.reward_service.endpoints.wire import CALL_HEADER, GroupToScore
 from penstock.reward_service.errors import (
     BadGroundTruth,
     BreakerOpen,
@@ -40,38 +43,18 @@ from penstock.reward_service.errors import (
     NotCalled,
     RewardCrashed,
     RewardError,
+    RewardUnavailable,
 )
 from penstock.reward_service.metrics import Timings
 from penstock.reward_service.pack_trace import CURRENT_TRACE, PackTrace
 from penstock.reward_service.scores import Outcome
 from penstock.serving.http_connections import HttpConnections
+from penstock.serving.target_policy import TargetPolicy
 
 log = structlog.get_logger("reward_service.endpoint_queue")
 
 _BUSY_S = 0.5  # shortest wait before a rejected group is retried
 _QUEUE_FACTOR = 2  # size of the queue as a multiple of the groups that can be in progress
-
-
-class EndpointMetrics(BaseModel):
-    """Counters and latencies of one endpoint in this replica since its start; times in seconds."""
-
-    state: str = "ok"
-    calls: int = 0
-    errors: int = 0
-    error_rate: float = 0.0
-    under_way: int = 0
-    waiting: int = 0
-    turned_away: int = 0
-    retries: int = 0
-    hedges: int = 0
-    batch_limit: int = 0
-    breaker: BreakerState = BreakerState.CLOSED
-    breaker_opened: int = 0
-    retry_in_s: float = 0.0
-    latency_p50_s: float = 0.0
-    latency_p99_s: float = 0.0
-    last_error: str = ""
-    finishing: dict[str, int] = {}
 
 
 @dataclass(slots=True, eq=False)
@@ -88,19 +71,15 @@ class EndpointQueue:
 
     def __init__(self, endpoint: Endpoint, secrets: EndpointSecrets | None, http: HttpConnections) -> None:
         self.endpoint = endpoint
-        self.counts = CallCounts()
+        self.counts = EndpointMetrics(batch_limit=endpoint.batch_size)
         self.breaker = Breaker()
         self.timings = Timings()
         self._caller = EndpointCaller(endpoint, secrets or NOTHING, http, self.counts)
         self._waiting: deque[QueuedGroup] = deque()
         self._calls: set[asyncio.Task[None]] = set()
-        self._num_in_progress = 0  # groups in calls
         self._bucket = TokenBucket(endpoint.rate_per_s, time.monotonic())
-        self._batch_limit = endpoint.batch_size
         self._most_waiting = _QUEUE_FACTOR * endpoint.concurrency * endpoint.batch_size
         self._timer: asyncio.TimerHandle | None = None
-        self._num_rejected = 0
-        self._last_error = ""
         self._unhealthy = False
 
     async def score(self, groups: Sequence[GroupTexts], *, attempt: int) -> list[Outcome]:
@@ -131,22 +110,16 @@ class EndpointQueue:
     def idle(self) -> bool:
         return not self._waiting and not self._calls
 
-    @property
-    def num_in_progress(self) -> int:
-        """Number of groups (single completions, where the dialect sends them so) in calls."""
-        return self._num_in_progress
-
     def metrics(self) -> EndpointMetrics:
-        now = time.monotonic()
-        return EndpointMetrics(
-            calls=self.timings.num_calls, errors=self.timings.num_failed,
-            error_rate=round(self.timings.num_failed / max(self.timings.num_calls, 1), 4),
-            under_way=self._num_in_progress, waiting=len(self._waiting), turned_away=self._num_rejected,
-            retries=self.counts.retries, hedges=self.counts.hedges, batch_limit=self._batch_limit,
-            breaker=self.breaker.state(now), breaker_opened=self.breaker.num_opened,
-            retry_in_s=round(self.breaker.retry_in_s(now), 3), latency_p50_s=round(self.timings.quantile(0.5), 6),
-            latency_p99_s=round(self.timings.quantile(0.99), 6), last_error=self._last_error,
-        )  # fmt: skip
+        now, timings = time.monotonic(), self.timings
+        computed = {
+            "calls": timings.num_calls, "errors": timings.num_failed, "waiting": len(self._waiting),
+            "error_rate": round(timings.num_failed / max(timings.num_calls, 1), 4),
+            "breaker": self.breaker.state(now), "breaker_opened": self.breaker.num_opened,
+            "retry_in_s": round(self.breaker.retry_in_s(now), 3),
+            "latency_p50_s": round(timings.quantile(0.5), 6), "latency_p99_s": round(timings.quantile(0.99), 6),
+        }  # fmt: skip
+        return self.counts.model_copy(update=computed)
 
     def transfer_to(self, to: EndpointQueue) -> None:
         """Move the queued groups to another version's queue; calls in progress finish here."""
@@ -167,7 +140,7 @@ class EndpointQueue:
 
     def unhealthy(self, problem: str) -> None:
         self._unhealthy = True
-        self._last_error = f"health check: {problem}"
+        self.counts.last_error = f"health check: {problem}"
         self.breaker.trip(time.monotonic())
         self.reject_waiting(self._breaker_open(time.monotonic()))
 
@@ -198,9 +171,9 @@ class EndpointQueue:
                 "map the right column with data.map"
             )
         if len(self._waiting) >= self._most_waiting:
-            self._num_rejected += 1
+            self.counts.turned_away += 1
             return EndpointBusy(
-                f"endpoint {self.endpoint.name} has {self._num_in_progress} groups in progress and {len(self._waiting)} queued, "
+                f"endpoint {self.endpoint.name} has {self.counts.under_way} groups in progress and {len(self._waiting)} queued, "
                 "which is its limit; the group is retried. Raise its concurrency, or start more instances",
                 retry_in_s=_BUSY_S,
             )
@@ -213,7 +186,7 @@ class EndpointQueue:
             if state is not BreakerState.CLOSED and not self.breaker.admit(now):
                 self.reject_waiting(self._breaker_open(now))
                 return
-            batch = self._next_batch(1 if state is BreakerState.HALF_OPEN else self._batch_limit)
+            batch = self._next_batch(1 if state is BreakerState.HALF_OPEN else self.counts.batch_limit)
             wait_s = self._bucket.take(now) if batch else 0.0
             if wait_s or not batch:
                 self.breaker.withdraw()
@@ -222,7 +195,7 @@ class EndpointQueue:
                     self._timer.cancel()
                 self._timer = asyncio.get_running_loop().call_later(wait_s, self._start_calls)
                 return
-            self._num_in_progress += len(batch)
+            self.counts.under_way += len(batch)
             self._calls.add(asyncio.create_task(self._call(batch)))
 
     def _next_batch(self, most: int) -> list[QueuedGroup]:
@@ -255,9 +228,9 @@ class EndpointQueue:
             )
             self._adapt(len(batch), failure)
             if opened:
-                log.warning("circuit breaker opened", endpoint=self.endpoint.scorer, reason=self._last_error)
+                log.warning("circuit breaker opened", endpoint=self.endpoint.scorer, reason=self.counts.last_error)
         finally:
-            self._num_in_progress -= len(batch)
+            self.counts.under_way -= len(batch)
             self._calls.discard(asyncio.current_task())  # type: ignore[arg-type]
         self._start_calls()
 
@@ -290,19 +263,19 @@ class EndpointQueue:
         error = next((outcome for outcome in outcomes if isinstance(outcome, RewardError)), None)
         self.timings.record(time.monotonic() - started, failed=error is not None)
         if error is not None:
-            self._last_error = f"{error.reason}: {error}"
+            self.counts.last_error = f"{error.reason}: {error}"
         return outcomes
 
     def _adapt(self, size: int, error: Outcome | None) -> None:
         if size > 1 and isinstance(error, EndpointFailed):
-            self._batch_limit = max(1, min(size, self._batch_limit) // 2)
-        elif error is None and size >= self._batch_limit:
-            self._batch_limit = min(self._batch_limit + 1, self.endpoint.batch_size)
+            self.counts.batch_limit = max(1, min(size, self.counts.batch_limit) // 2)
+        elif error is None and size >= self.counts.batch_limit:
+            self.counts.batch_limit = min(self.counts.batch_limit + 1, self.endpoint.batch_size)
 
     def _breaker_open(self, now: float) -> BreakerOpen:
         return BreakerOpen(
             f"endpoint {self.endpoint.name} ({self.endpoint.url}) fails too often; its circuit breaker is open. "
-            f"Last failure: {self._last_error}",
+            f"Last failure: {self.counts.last_error}",
             retry_in_s=self.breaker.retry_in_s(now),
         )
 
@@ -310,3 +283,94 @@ class EndpointQueue:
     def _answer(waiting: QueuedGroup, outcome: Outcome) -> None:
         if not waiting.outcome.done():
             waiting.outcome.set_result(outcome)
+
+
+_KEEP_S = 5.0  # an idle connection
+PERIOD_S = 3.0
+_DEADLINE_S = 2.0
+_FAILURES = 2  # in a row before the breaker opens
+
+
+class EndpointClient:
+    def __init__(self, policy: TargetPolicy, *, max_response_bytes: int, secrets: SecretStore | None = None) -> None:
+        """``policy`` decides which addresses may be called; longer answers than the maximum are not read."""
+        self._secrets = secrets
+        self._queues: dict[str, EndpointQueue] = {}
+        self._finishing: list[EndpointQueue] = []  # earlier versions with calls in progress
+        self.http = HttpConnections(
+            keep_s=_KEEP_S, policy=policy, max_answer_bytes=max_response_bytes,
+            max_answer_key="reward_service.max_response_bytes",
+        )  # fmt: skip
+
+    async def __aenter__(self) -> EndpointClient:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        for queue in [*self._queues.values(), *self._finishing]:
+            await queue.close()
+        await self.http.close()
+
+    def follow(self, endpoints: Mapping[str, Endpoint]) -> None:
+        """Apply the registered endpoints: replace the queues of new versions, empty those of unregistered endpoints."""
+        for name, queue in list(self._queues.items()):
+            if name in endpoints:
+                self.queue(endpoints[name])
+            elif not queue.idle:
+                queue.reject_waiting(RewardUnavailable(f"endpoint {name} was unregistered or drained meanwhile"))
+
+    def queue(self, endpoint: Endpoint) -> EndpointQueue:
+        """Return the queue of an endpoint, the scorer of its groups.
+
+        A new version takes over the queue; calls in progress finish at the old one.
+        """
+        queue = self._queues.get(endpoint.name)
+        if queue is None or (queue.endpoint is not endpoint and queue.endpoint != endpoint):
+            secrets = self._secrets.of(endpoint) if self._secrets is not None else None
+            new = EndpointQueue(endpoint, secrets, self.http)
+            self._queues[endpoint.name] = new
+            if queue is not None:
+                self._finishing = [*(old for old in self._finishing if not old.idle), queue]
+                queue.transfer_to(new)
+            return new
+        return queue
+
+    def metrics(self, endpoint: Endpoint, state: str = "ok") -> EndpointMetrics:
+        finishing = {
+            queue.endpoint.scorer: queue.counts.under_way
+            for queue in self._finishing
+            if queue.endpoint.name == endpoint.name and queue.counts.under_way
+        }
+        return self.queue(endpoint).metrics().model_copy(update={"state": state, "finishing": finishing})
+
+
+async def check_health(registry: EndpointRegistry, client: EndpointClient, done: asyncio.Event) -> None:
+    """Request the health URLs of the endpoints in service until ``done``; the breaker of an unhealthy one opens."""
+    failed: Counter[str] = Counter()
+
+    async def check(endpoint: Endpoint) -> None:
+        problem = await _problem(client.http, endpoint.health_url or "")
+        if not problem:
+            failed.pop(endpoint.scorer, None)
+            client.queue(endpoint).healthy()
+            return
+        failed[endpoint.scorer] += 1
+        if failed[endpoint.scorer] == _FAILURES:
+            log.warning("endpoint is unhealthy", endpoint=endpoint.scorer, problem=problem)
+        if failed[endpoint.scorer] >= _FAILURES:
+            client.queue(endpoint).unhealthy(problem)
+
+    while not done.is_set():
+        await asyncio.gather(*(check(endpoint) for endpoint in registry.in_service().values() if endpoint.health_url))
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(done.wait(), PERIOD_S)
+
+
+async def _problem(http: HttpConnections, url: str) -> str:
+    try:
+        async with asyncio.timeout(_DEADLINE_S):
+            answer = await http.send("GET", url, headers={CALL_HEADER: "1"})
+    except TimeoutError:
+        return f"{url} did not answer within {_DEADLINE_S:g} s"
+    except PenstockError as err:
+        return f"{url}: {err}"
+    return "" if 200 <= answer.status < 300 else f"{url}: HTTP {answer.status}"

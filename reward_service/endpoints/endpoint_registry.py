@@ -14,11 +14,11 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Annotated, Any
 
 import structlog
-from pydantic import ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, PlainSerializer
 
 from penstock.protocol.transport.key_value import KeyValue, change_value
 from penstock.reward_service.endpoints.endpoint import Caller, Endpoint
@@ -92,29 +92,20 @@ def _identity(endpoint: Endpoint) -> tuple[str, str, str]:
     return (endpoint.name, endpoint.url, endpoint.secret_id)
 
 
-@dataclass(frozen=True, slots=True)
-class Directory:
-    endpoints: Mapping[str, Endpoint] = field(default_factory=dict)
-    retired: tuple[str, ...] = ()
+def _by_name(listed: Any) -> Any:
+    return listed if isinstance(listed, Mapping) else {row["name"]: row for row in listed}
+
+
+class Directory(BaseModel):
+    """All registrations, as they are stored."""
+
+    model_config = ConfigDict(frozen=True)
+
+    endpoints: Annotated[
+        Mapping[str, Endpoint], BeforeValidator(_by_name), PlainSerializer(lambda named: list(named.values()))
+    ]
+    retired: tuple[str, ...]
     draining: frozenset[str] = frozenset()
-
-    def to_json(self) -> bytes:
-        document = {
-            "endpoints": [endpoint.model_dump(mode="json") for endpoint in self.endpoints.values()],
-            "retired": list(self.retired),
-            "draining": sorted(self.draining),
-        }
-        return json.dumps(document).encode()
-
-    @classmethod
-    def from_json(cls, value: bytes) -> Directory:
-        document: dict[str, Any] = json.loads(value)
-        endpoints = [Endpoint.model_validate(row) for row in document["endpoints"]]
-        return cls(
-            endpoints={endpoint.name: endpoint for endpoint in endpoints},
-            retired=tuple(str(name) for name in document["retired"]),
-            draining=frozenset(str(name) for name in document.get("draining", ())),
-        )
 
     def with_endpoint(self, endpoint: Endpoint) -> Directory:
         return Directory(
@@ -130,6 +121,15 @@ class Directory:
             draining=self.draining - {name},
         )
 
+    def with_drained(self, names: frozenset[str]) -> Directory:
+        return self.model_copy(update={"draining": names})
+
+    def to_json(self) -> bytes:
+        return self.model_dump_json().encode()
+
+
+_EMPTY = Directory(endpoints={}, retired=())
+
 
 class EndpointRegistry:
     def __init__(
@@ -140,7 +140,7 @@ class EndpointRegistry:
         self._secrets = secrets
         self._on_change = on_change
         self._revision: int | None = None
-        self._directory = Directory()
+        self._directory = _EMPTY
         self._leases = lease.Leases()
 
     @property
@@ -173,11 +173,11 @@ class EndpointRegistry:
     async def refresh(self) -> None:
         entry = await self._store.get(KEY)
         if entry is None:
-            self._take(Directory(), None)
+            self._take(_EMPTY, None)
         elif entry.revision != self._revision:
             try:
-                directory = Directory.from_json(entry.value)
-            except (ValueError, KeyError, TypeError, AttributeError, RecursionError, ValidationError) as err:
+                directory = Directory.model_validate_json(entry.value)
+            except (ValueError, KeyError, TypeError) as err:
                 log.error("registry unreadable; keeping the last state", bucket=self._store.bucket, error=str(err))  # noqa: TRY400
                 self._revision = entry.revision  # so that the next registration replaces it
                 return
@@ -222,7 +222,7 @@ class EndpointRegistry:
             state = state.without(over[0].name)
         new_state = state.with_endpoint(endpoint)
         if known == endpoint:
-            new_state = replace(new_state, draining=state.draining)  # a renewal does not end a drain
+            new_state = new_state.with_drained(state.draining)  # a renewal does not end a drain
         if len(new_state.to_json()) > _MAX_BYTES:
             raise EndpointRefused(f"the registry would be larger than {_MAX_BYTES} bytes; delete an endpoint first")
         return new_state
@@ -277,7 +277,7 @@ class EndpointRegistry:
             if known is None:
                 return state
             caller.check_owns(known)
-            return replace(state, draining=state.draining | {name} if on else state.draining - {name})
+            return state.with_drained(state.draining | {name} if on else state.draining - {name})
 
         await self._change(change)
         return is_known

@@ -20,9 +20,9 @@ import os
 import signal
 import sys
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import structlog
 
@@ -34,7 +34,7 @@ _LINE_BYTES = 64 * 1024**2  # longest line that is read
 log = structlog.get_logger("reward_service.grader_pool")
 _WALL_FACTOR = 6.0  # wall seconds granted for each CPU second
 _WALL_MIN_S = 20.0
-_EXIT_S = 5.0  # from a closed pipe to the exit of its process
+EXIT_S = 5.0  # from a closed pipe to the exit of its process
 _TRIES = 2
 _GROUP_SHARE = 2.0  # the budget of a group, in limits of one answer
 _LEAST_SHARE = 0.1  # what an answer gets when the budget is spent
@@ -44,15 +44,19 @@ _KNOWN_CHARS = 16_384  # longer texts are not remembered
 _SETTINGS_PREFIX = "PENSTOCK_"  # of variables that may hold passwords; a grader reads what a policy wrote
 
 
+ProcessT = TypeVar("ProcessT", bound="JsonProcess")
+
+
 class JsonProcess:
-    """One child process. Its first line says that it is ready.
+    """One child process, without the settings of this one. Its first line says that it is ready.
 
     Every wait ends: `start` has a deadline, and the caller of `read` sets one.
     """
 
-    def __init__(self, command: Sequence[str], *, environ: Mapping[str, str]) -> None:
-        self._command = command
-        self._environ = environ
+    def __init__(self, command: Sequence[str], **environ: str) -> None:
+        """``environ``: further variables of its environment."""
+        ours = {name: value for name, value in os.environ.items() if not name.startswith(_SETTINGS_PREFIX)}
+        self._command, self._environ = command, {**ours, **environ}
         self._process: asyncio.subprocess.Process | None = None
 
     @property
@@ -64,7 +68,7 @@ class JsonProcess:
         async with asyncio.timeout(_START_S):
             self._process = await asyncio.create_subprocess_exec(
                 *self._command, stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE,
-                env=dict(self._environ), limit=_LINE_BYTES, start_new_session=True,
+                env=self._environ, limit=_LINE_BYTES, start_new_session=True,
             )  # fmt: skip
             return await self.read()
 
@@ -102,6 +106,32 @@ class JsonProcess:
         return await process.wait()
 
 
+class ProcessPool(Generic[ProcessT]):
+    """Processes that are lent to one caller at a time; each starts at its first use."""
+
+    def __init__(self, processes: Sequence[ProcessT], *, exit_s: float = 0.0) -> None:
+        """``exit_s``: how long a process may take to exit when the pool is closed, before it is killed."""
+        self._all, self._exit_s = processes, exit_s
+        self._idle: asyncio.LifoQueue[ProcessT] = asyncio.LifoQueue()
+        for process in processes:
+            self._idle.put_nowait(process)
+
+    @property
+    def pids(self) -> list[int]:
+        return [process.pid for process in self._all if process.pid]
+
+    @contextlib.asynccontextmanager
+    async def lend(self) -> AsyncIterator[ProcessT]:
+        process = await self._idle.get()
+        try:
+            yield process
+        finally:
+            self._idle.put_nowait(process)
+
+    async def close(self) -> None:
+        await asyncio.gather(*(process.kill(after_s=self._exit_s) for process in self._all))
+
+
 def describe_exit(code: int | None) -> str:
     if code is not None and code < 0:
         return f"was ended by {signal.Signals(-code).name}"
@@ -119,20 +149,47 @@ class _GraderEnded(Exception):
     how: str
 
 
-class GraderPool:
+class _Grader(JsonProcess):
+    async def grade(self, gold: str, answer: str, *, gold_cpu_s: float, cpu_s: float) -> tuple[Graded, float]:
+        gold_parsed = False
+        try:
+            if self.pid is None:
+                await self.start()
+            async with asyncio.timeout(2 * max(_WALL_MIN_S, _WALL_FACTOR * gold_cpu_s)):
+                await self.write({"gold": gold, "answer": answer, "gold_cpu_s": gold_cpu_s, "cpu_s": cpu_s})
+                if not (await self._said(gold_parsed=False))["gold"]:
+                    return Graded.GOLD_UNREADABLE, 0.0
+                gold_parsed = True
+                said = await self._said(gold_parsed=True)
+                if "exhausted" in said:
+                    return Graded.EXHAUSTED, said["cpu_s"]
+                return Graded.RIGHT if said["equal"] else Graded.WRONG, said["cpu_s"]
+        except _GraderEnded:
+            raise
+        except TimeoutError:
+            await self.kill()
+            raise _GraderEnded(gold_parsed, False, "did not answer in time and was killed") from None
+        except (EOFError, ConnectionError, ValueError, KeyError) as err:
+            code = await self.kill(after_s=EXIT_S)  # its exit code says who killed it
+            raise _GraderEnded(gold_parsed, False, f"{describe_exit(code)} ({type(err).__name__})") from None
+        except BaseException:  # cancelled before the answer came: its next line would answer the wrong question
+            await self.kill()
+            raise
+
+    async def _said(self, *, gold_parsed: bool) -> dict[str, Any]:
+        said = await self.read()
+        if "ended" in said:  # its child, which has a successor already
+            raise _GraderEnded(gold_parsed, said["ended"] in _BY_ANSWER, describe_exit(said["ended"]))
+        return said
+
+
+class GraderPool(ProcessPool[_Grader]):
     def __init__(self, num_workers: int, *, cpu_s: float, kind: str = "math") -> None:
         """Grant every answer ``cpu_s`` seconds of CPU time; ``graders/KIND_grader.py`` is what runs."""
+        super().__init__([_Grader(command(kind), PYTHONHASHSEED="0") for _ in range(num_workers)])
         self._cpu_s = cpu_s
         self._kind = kind
-        self._idle: asyncio.LifoQueue[_Grader] = asyncio.LifoQueue()
-        self._all = [_Grader(command(kind)) for _ in range(num_workers)]
-        for grader in self._all:
-            self._idle.put_nowait(grader)
         self._known: OrderedDict[tuple[str, str], Graded] = OrderedDict()
-
-    @property
-    def pids(self) -> list[int]:
-        return [grader.pid for grader in self._all if grader.pid]
 
     async def equal(self, gold: str, answer: str) -> Graded:
         graded, _ = await self.equal_within(gold, answer, self._cpu_s)
@@ -167,9 +224,9 @@ class GraderPool:
     async def _ask(self, gold: str, answer: str, cpu_s: float) -> tuple[Graded, float]:
         problem = ""
         for _ in range(_TRIES):
-            grader = await self._idle.get()
             try:
-                return await grader.grade(gold, answer, gold_cpu_s=self._cpu_s, cpu_s=cpu_s)
+                async with self.lend() as grader:
+                    return await grader.grade(gold, answer, gold_cpu_s=self._cpu_s, cpu_s=cpu_s)
             except _GraderEnded as end:
                 log.warning("grader ended", how=end.how, gold_parsed=end.gold_parsed, answer=answer[:200])
                 if not end.gold_parsed and end.by_answer:
@@ -177,57 +234,6 @@ class GraderPool:
                 if not (end.gold_parsed and end.by_answer):
                     part = "answer" if end.gold_parsed else "ground truth"
                     problem = f"{end.how} while grading the {part}"
-            finally:
-                self._idle.put_nowait(grader)
         if problem:
             raise GraderFailed(f"the {self._kind} grader {problem}; ground truth {gold[:80]!r}, answer {answer[:80]!r}")
         return Graded.EXHAUSTED, _TRIES * cpu_s
-
-    async def close(self) -> None:
-        for grader in self._all:
-            await grader.kill()
-
-
-class _Grader:
-    def __init__(self, command: Sequence[str]) -> None:
-        ours = {name: value for name, value in os.environ.items() if not name.startswith(_SETTINGS_PREFIX)}
-        self._process = JsonProcess(command, environ={**ours, "PYTHONHASHSEED": "0"})
-
-    @property
-    def pid(self) -> int | None:
-        return self._process.pid
-
-    async def grade(self, gold: str, answer: str, *, gold_cpu_s: float, cpu_s: float) -> tuple[Graded, float]:
-        gold_parsed = False
-        try:
-            if self._process.pid is None:
-                await self._process.start()
-            async with asyncio.timeout(2 * max(_WALL_MIN_S, _WALL_FACTOR * gold_cpu_s)):
-                await self._process.write({"gold": gold, "answer": answer, "gold_cpu_s": gold_cpu_s, "cpu_s": cpu_s})
-                if not (await self._said(gold_parsed=False))["gold"]:
-                    return Graded.GOLD_UNREADABLE, 0.0
-                gold_parsed = True
-                said = await self._said(gold_parsed=True)
-                if "exhausted" in said:
-                    return Graded.EXHAUSTED, said["cpu_s"]
-                return Graded.RIGHT if said["equal"] else Graded.WRONG, said["cpu_s"]
-        except _GraderEnded:
-            raise
-        except TimeoutError:
-            await self.kill()
-            raise _GraderEnded(gold_parsed, False, "did not answer in time and was killed") from None
-        except (EOFError, ConnectionError, ValueError, KeyError) as err:
-            code = await self._process.kill(after_s=_EXIT_S)  # its exit code says who killed it
-            raise _GraderEnded(gold_parsed, False, f"{describe_exit(code)} ({type(err).__name__})") from None
-        except BaseException:  # cancelled before the answer came: its next line would answer the wrong question
-            await self.kill()
-            raise
-
-    async def _said(self, *, gold_parsed: bool) -> dict[str, Any]:
-        said = await self._process.read()
-        if "ended" in said:  # its child, which has a successor already
-            raise _GraderEnded(gold_parsed, said["ended"] in _BY_ANSWER, describe_exit(said["ended"]))
-        return said
-
-    async def kill(self) -> None:
-        await self._process.kill()

@@ -20,7 +20,7 @@ from sympy.core.function import AppliedUndef
 from sympy.core.relational import Relational
 
 from penstock.reward_service.graders import grader_process
-from penstock.reward_service.rewards.parsing import latex, notation, units
+from penstock.reward_service.rewards.parsing import latex, notation, quantity
 
 _KNOWN = 512
 _MAX_ITEMS = 100
@@ -80,7 +80,7 @@ def is_equal(gold: Gold, answer: str) -> bool:
 def _leaves(text: str) -> Iterator[str]:
     values = _values(text)
     if values is None:
-        yield units.split(notation.named(text)[1])[0]
+        yield quantity.split_unit(notation.named(text)[1])[0]
     else:
         for item in values.items:
             yield from _leaves(notation.named(item)[1] if _values(item) is None else item)
@@ -188,14 +188,14 @@ def _equal_values(gold: str, answer: str, relative: Any) -> bool:
     numerals = notation.numeral(gold), notation.numeral(answer)
     if any(numerals) or notation.holds_numeral(gold) or notation.holds_numeral(answer):
         return None not in numerals and numerals[0] == numerals[1]
-    return _equal_quantities(units.split(gold, answer), units.split(answer, gold), relative)
+    return _equal_quantities(quantity.split_unit(gold, answer), quantity.split_unit(answer, gold), relative)
 
 
 def _equal_quantities(gold: tuple[str, str], answer: tuple[str, str], relative: Any) -> bool:
     """Compare values with units: converted when both have one, ignored when one has none."""
     (wanted, unit), (value, given) = gold, answer
     if unit and given:
-        factor = units.factor(given, unit)
+        factor = quantity.unit_factor(given, unit)
         if factor is None:
             return False
         value = value if factor == 1 else f"\\frac{{{factor.numerator}}}{{{factor.denominator}}}\\cdot({value})"
@@ -224,31 +224,10 @@ def _letters(text: str) -> set[str]:
     }
 
 
-_GREEK = frozenset(
-    [
-        "alpha",
-        "beta",
-        "gamma",
-        "delta",
-        "epsilon",
-        "zeta",
-        "eta",
-        "theta",
-        "iota",
-        "kappa",
-        "lambda",
-        "mu",
-        "nu",
-        "xi",
-        "rho",
-        "sigma",
-        "tau",
-        "phi",
-        "chi",
-        "psi",
-        "omega",
-    ]
-)
+_GREEK = frozenset([
+    "alpha", "beta", "gamma", "delta", "epsilon", "zeta", "eta", "theta", "iota", "kappa", "lambda", "mu", "nu", "xi", "rho",
+    "sigma", "tau", "phi", "chi", "psi", "omega",
+])  # fmt: skip
 
 
 def _equal_parsed(gold: str, answer: str, relative: Any) -> bool:

@@ -16,19 +16,19 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 from pydantic import ValidationError
 
 from penstock.protocol.errors import ConfigError
-from penstock.reward_service.endpoints.dialects.openai_grader import item_of
+from penstock.reward_service.endpoints.dialects.libraries import item_of
 from penstock.reward_service.endpoints.wire import GroupToScore, Score
 from penstock.reward_service.hosting import judge_settings, openai_grader
 from penstock.reward_service.hosting.chat_client import Chat, NoVerdict, Said
 from penstock.reward_service.hosting.commands import ChatOptions
-from penstock.reward_service.hosting.evaluate_grader import evaluate
 from penstock.reward_service.hosting.judge_settings import JudgeSettings
-from penstock.reward_service.hosting.openai_grader import Grader, Multi, ScoreModel
+from penstock.reward_service.hosting.openai_grader import Multi, ScoreModel, evaluate
+from penstock.reward_service.hosting.served_reward import Hosted
 
 Winner = Literal["a", "b", "tie"]
 
@@ -64,13 +64,7 @@ def read_winner(text: str) -> Winner:
     matched = _WINNER.fullmatch(_last_line(text))
     if matched is None:
         raise Unreadable(f"the judge's last line must be WINNER: A, B or TIE, got {_end(text)!r}")
-    match matched.group(1).lower():
-        case "a":
-            return "a"
-        case "b":
-            return "b"
-        case _:
-            return "tie"
+    return cast(Winner, matched.group(1).lower())
 
 
 def _last_line(text: str) -> str:
@@ -145,20 +139,15 @@ class Panel:
             for task in asked:  # one comparison failed, so the others are not needed
                 task.cancel()
             await asyncio.gather(*asked, return_exceptions=True)
-        won, met = [0.0] * len(texts), [0] * len(texts)
-        tokens_in, tokens_out = [0.0] * len(texts), [0.0] * len(texts)
+        won: list[list[float]] = [[] for _ in texts]  # of each comparison: 1, or 0.5 for a tie
+        parts: list[dict[str, float]] = [{"comparisons": 0.0, "tokens_in": 0.0, "tokens_out": 0.0} for _ in texts]
         for match, (winner, said) in zip(matches, results, strict=True):
-            won[match.first] += {"a": 1.0, "tie": 0.5, "b": 0.0}[winner]
-            won[match.second] += {"b": 1.0, "tie": 0.5, "a": 0.0}[winner]
-            for place in (match.first, match.second):
-                met[place] += 1
-                tokens_in[place] += said.tokens_in / 2
-                tokens_out[place] += said.tokens_out / 2
-        rows = zip(won, met, tokens_in, tokens_out, strict=True)
-        return [
-            Score(score=wins / num, parts={"comparisons": float(num), "tokens_in": sent, "tokens_out": got})
-            for wins, num, sent, got in rows
-        ]
+            for place, name in ((match.first, "a"), (match.second, "b")):
+                won[place].append(0.5 if winner == "tie" else float(winner == name))
+                parts[place]["comparisons"] += 1
+                parts[place]["tokens_in"] += said.tokens_in / 2
+                parts[place]["tokens_out"] += said.tokens_out / 2
+        return [Score(score=sum(wins) / len(wins), parts=own) for wins, own in zip(won, parts, strict=True)]
 
     async def _compare(self, group: GroupToScore, match: Match) -> tuple[Winner, Said]:
         first, second = group.completions[match.first], group.completions[match.second]
@@ -183,21 +172,15 @@ class Panel:
         return await self._chat.ask(question)
 
 
-class ChatReward:
+class ChatReward(Hosted):
     """A reward that may ask a chat endpoint, with long deadlines and small calls, because a model may take minutes."""
 
-    batched = True
-
-    def __init__(self, file: Path, settings: JudgeSettings | None) -> None:
-        self._file, self._settings = file, settings
+    def __init__(self, settings: JudgeSettings | None) -> None:
+        self._settings = settings
         self._key = settings.api_key() if settings is not None else ""
         self._chat: Chat | None = None
-
-    @property
-    def terms(self) -> Mapping[str, Any]:
-        if self._settings is None:
-            return {}
-        return {"timeout_s": min(3600.0, self._settings.timeout_s * _ROUNDS), "batch_size": 4}
+        if settings is not None:
+            self.terms = {"timeout_s": min(3600.0, settings.timeout_s * _ROUNDS), "batch_size": 4}
 
     @property
     def figures(self) -> Mapping[str, float]:
@@ -214,23 +197,13 @@ class ChatReward:
 
 class JudgeReward(ChatReward):
     def __init__(self, file: Path) -> None:
-        self._judge = judge_settings.load(file)
-        super().__init__(file, self._judge)
-
-    @property
-    def title(self) -> str:
-        return f"{self._file.name}: {self._judge.mode} judge {self._judge.model}"
-
-    @property
-    def version(self) -> str:
-        return hashlib.sha256(self._judge.model_dump_json().encode()).hexdigest()[:8]
-
-    @property
-    def terms(self) -> Mapping[str, Any]:
-        lowest, highest = self._judge.min_score, self._judge.max_score
-        if self._judge.scale or self._judge.mode == "pairwise":
-            lowest, highest = 0.0, 1.0
-        return {**super().terms, "min_score": lowest, "max_score": highest}
+        judge = self._judge = judge_settings.load(file)
+        super().__init__(judge)
+        is_share = judge.scale or judge.mode == "pairwise"
+        lowest, highest = (0.0, 1.0) if is_share else (judge.min_score, judge.max_score)
+        self.terms = {**self.terms, "min_score": lowest, "max_score": highest}
+        self.title = f"{file.name}: {judge.mode} judge {judge.model}"
+        self.version = hashlib.sha256(judge.model_dump_json().encode()).hexdigest()[:8]
 
     @property
     def figures(self) -> Mapping[str, float]:
@@ -248,19 +221,14 @@ class JudgeReward(ChatReward):
 class GraderReward(ChatReward):
     def __init__(self, file: Path, reference_key: str, model_settings: JudgeSettings | None) -> None:
         self._reference_key = reference_key
-        self._grader: Grader = openai_grader.load(file)
-        super().__init__(file, model_settings)
-        if _asks_a_model(self._grader) and model_settings is None:
+        grader = self._grader = openai_grader.load(file)
+        super().__init__(model_settings)
+        inner = grader.graders.values() if isinstance(grader, Multi) else [grader]
+        if model_settings is None and any(isinstance(part, ScoreModel) for part in inner):
             raise ConfigError(f"{file}: a score_model grader needs a chat endpoint: name it with --base-url")
-
-    @property
-    def title(self) -> str:
-        return f"{self._file.name}: {self._grader.type} grader"
-
-    @property
-    def version(self) -> str:
-        where = "" if self._settings is None else self._settings.base_url
-        return hashlib.sha256(f"{self._grader.model_dump_json()}\n{where}".encode()).hexdigest()[:8]
+        where = "" if model_settings is None else model_settings.base_url
+        self.title = f"{file.name}: {grader.type} grader"
+        self.version = hashlib.sha256(f"{grader.model_dump_json()}\n{where}".encode()).hexdigest()[:8]
 
     async def score(self, groups: Sequence[GroupToScore]) -> list[list[Score]]:
         return list(await asyncio.gather(*(self._group(group) for group in groups)))
@@ -269,11 +237,6 @@ class GraderReward(ChatReward):
         item = item_of(group, self._reference_key)
         graded = (evaluate(self._grader, item, text, self._chat) for text in group.completions)
         return list(await asyncio.gather(*graded))
-
-
-def _asks_a_model(grader: Grader) -> bool:
-    inner = grader.graders.values() if isinstance(grader, Multi) else [grader]
-    return any(isinstance(part, ScoreModel) for part in inner)
 
 
 def model_settings(options: ChatOptions) -> JudgeSettings | None:

@@ -1,9 +1,16 @@
 """Graders in OpenAI's JSON form; a grader that cannot be evaluated here is refused, with the reason, when it is read.
 
-Source of the models:  the graders guide and API reference at developers.openai.com, and the types of its SDKs.
+Source of the models: the graders guide and API reference at developers.openai.com, and the types of its SDKs.
 
 Its texts have variables, ``{{ item.answer }}`` and ``{{ sample.output_text }}``. ``calculate_output`` is arithmetic over the scores of
 named graders, and nothing else is evaluated.
+
+If a grader reads ``sample.output_json`` and the answer is not JSON or lacks the key, the policy caused it: that grader
+gives its lowest score, with the part ``sample_unfit`` = 1. Every other failure is an error.
+
+Of the similarities of two texts, ``fuzzy_match`` is rapidfuzz's ratio (OpenAI names the library, not which of its functions).
+``rouge_n`` and ``rouge_l`` are F1 over words (Lin 2004, https://aclanthology.org/W04-1013); ``gleu`` is the smaller of precision and
+recall over n-grams of 1 to 4 words (Wu et al. 2016, https://arxiv.org/abs/1609.08144). Words are runs of lower-case letters and digits.
 """
 
 from __future__ import annotations
@@ -13,13 +20,18 @@ import json
 import math
 import operator
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, model_validator
+from rapidfuzz import fuzz
+from rapidfuzz.distance import LCSseq
 
 from penstock.protocol.errors import ConfigError
+from penstock.reward_service.endpoints.wire import Score
+from penstock.reward_service.hosting.chat_client import Chat, NoVerdict
 
 _VARIABLE = re.compile(r"\{\{\s*([^{}]*?)\s*\}\}")
 _PATH = re.compile(r"(item|sample)((?:\.[A-Za-z_][A-Za-z0-9_-]*|\[\d+\])+)")
@@ -51,7 +63,8 @@ class SampleUnfit(Exception):
     """The answer is not JSON, or lacks a key that the grader reads; caused by the policy."""
 
 
-def check_variables(text: str) -> None:
+def check_variables(text: str) -> str:
+    """Return a text whose variables can all be filled; raises ValueError for another."""
     for name in _VARIABLE.findall(text):
         path = _PATH.fullmatch(name)
         if path is None:
@@ -61,6 +74,7 @@ def check_variables(text: str) -> None:
         first = _STEP.match(path.group(2))
         if path.group(1) == "sample" and (first is None or first.group(1) not in _SAMPLE):
             raise ValueError(f"{{{{{name}}}}}: a sample has {' and '.join(_SAMPLE)} here")
+    return text
 
 
 def fill_variables(text: str, item: Mapping[str, Any], answer: str) -> str:
@@ -105,47 +119,50 @@ def _text(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 
-def check_formula(text: str, names: Collection[str]) -> None:
+Formula = Callable[[Mapping[str, float]], float]
+
+
+def check_formula(text: str, names: Collection[str]) -> Formula:
+    """Return what computes a formula from the scores of graders; raises ValueError for anything but arithmetic over ``names``.
+
+    OpenAI's guide writes powers as ^, which has another precedence in Python.
+    """
     try:
-        tree = _parsed(text)
-    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return _compiled(ast.parse(text.strip().replace("^", "**"), mode="eval").body, names)
+    except (SyntaxError, RecursionError, MemoryError):
         raise ValueError(f"calculate_output {text[:80]!r} is not an arithmetic expression") from None
-    called = {id(node.func) for node in ast.walk(tree) if isinstance(node, ast.Call)}
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Name) and id(node) not in called and node.id not in names:
-            raise ValueError(f"calculate_output: there is no grader {node.id!r}; the graders are {', '.join(names)}")
-        if not _allowed(node):
-            raise ValueError(
-                f"calculate_output: {type(node).__name__} is not allowed; it takes graders, numbers, + - * / ^ and "
-                f"{', '.join(_FUNCTIONS)}"
-            )
 
 
-def _parsed(text: str) -> ast.Expression:
-    """Return the syntax tree; OpenAI's guide writes powers as ^, which has another precedence in Python."""
-    return ast.parse(text.strip().replace("^", "**"), mode="eval")
-
-
-def _allowed(node: ast.AST) -> bool:
+def _compiled(node: ast.expr, names: Collection[str]) -> Formula:
     match node:
-        case ast.Constant():
-            return isinstance(node.value, int | float) and not isinstance(node.value, bool)
-        case ast.Call():
-            name = node.func.id if isinstance(node.func, ast.Name) else ""
-            fits = len(node.args) == 1 if name in _ONE_ARGUMENT else bool(node.args)
-            return name in _FUNCTIONS and fits and not node.keywords
-        case ast.BinOp():
-            return type(node.op) in _BINARY
-        case ast.UnaryOp():
-            return isinstance(node.op, ast.USub | ast.UAdd)
-        case _:
-            return isinstance(node, ast.Expression | ast.Name | ast.expr_context | ast.operator | ast.unaryop)
+        case ast.Constant(value=int() | float() as value) if not isinstance(value, bool):
+            return lambda _: float(value)
+        case ast.Name(id=name):
+            if name not in names:
+                raise ValueError(f"calculate_output: there is no grader {name!r}; the graders are {', '.join(names)}")
+            return lambda scores: scores[name]
+        case ast.UnaryOp(op=ast.USub() | ast.UAdd() as sign):
+            operand, factor = _compiled(node.operand, names), -1.0 if isinstance(sign, ast.USub) else 1.0
+            return lambda scores: factor * operand(scores)
+        case ast.BinOp(op=operation) if type(operation) in _BINARY:
+            left, right, compute = _compiled(node.left, names), _compiled(node.right, names), _BINARY[type(operation)]
+            return lambda scores: compute(left(scores), right(scores))
+        case ast.Call(func=ast.Name(id=name), args=[_, *more], keywords=[]) if name in _FUNCTIONS:
+            if not (more and name in _ONE_ARGUMENT):
+                arguments, function = [_compiled(argument, names) for argument in node.args], _FUNCTIONS[name]
+                if name in _ONE_ARGUMENT:
+                    return lambda scores: function(arguments[0](scores))
+                return lambda scores: function([argument(scores) for argument in arguments])
+    raise ValueError(
+        f"calculate_output: {type(node).__name__} is not allowed; it takes graders, numbers, + - * / ^ and "
+        f"{', '.join(_FUNCTIONS)}"
+    )
 
 
 def compute_formula(text: str, scores: Mapping[str, float]) -> float:
     """Return the value of a checked formula; raises ValueError when it is undefined (division by zero, overflow)."""
     try:
-        value = float(_value_of(_parsed(text).body, scores))
+        value = float(check_formula(text, scores)(scores))
     except (ArithmeticError, ValueError, TypeError) as err:
         raise ValueError(f"calculate_output has no value: {err}") from None
     if not math.isfinite(value):
@@ -153,39 +170,21 @@ def compute_formula(text: str, scores: Mapping[str, float]) -> float:
     return value
 
 
-def _value_of(node: ast.expr, scores: Mapping[str, float]) -> float:
-    match node:
-        case ast.Constant():
-            return float(node.value)  # type: ignore[arg-type]
-        case ast.Name():
-            return scores[node.id]
-        case ast.UnaryOp():
-            value = _value_of(node.operand, scores)
-            return -value if isinstance(node.op, ast.USub) else value
-        case ast.BinOp():
-            return _BINARY[type(node.op)](_value_of(node.left, scores), _value_of(node.right, scores))
-        case ast.Call(func=ast.Name(id=name)):
-            values = [_value_of(argument, scores) for argument in node.args]
-            return _FUNCTIONS[name](values) if name not in _ONE_ARGUMENT else _FUNCTIONS[name](*values)
-    raise TypeError(f"{type(node).__name__} is not arithmetic")
+Text = Annotated[str, AfterValidator(check_variables)]
 
 
-class _Grader(BaseModel):
+class _Part(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
+
+class _Grader(_Part):
     name: str = ""
     pass_threshold: float | None = None  # used by OpenAI's evals; the reward is the score itself
 
 
 class _Compares(_Grader):
-    input: str
-    reference: str
-
-    @model_validator(mode="after")
-    def _known_variables(self) -> _Compares:
-        for text in (self.input, self.reference):
-            check_variables(text)
-        return self
+    input: Text
+    reference: Text
 
 
 class StringCheck(_Compares):
@@ -202,25 +201,16 @@ class TextSimilarity(_Compares):
     evaluation_metric: Literal["fuzzy_match", "gleu", "rouge_1", "rouge_2", "rouge_3", "rouge_4", "rouge_5", "rouge_l"]
 
 
-class Message(BaseModel):
+class Message(_Part):
     """One message to the grading model."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
     role: Literal["system", "developer", "user", "assistant"]
-    content: str
+    content: Text
     type: Literal["message"] = "message"
 
-    @model_validator(mode="after")
-    def _known_variables(self) -> Message:
-        check_variables(self.content)
-        return self
 
-
-class Sampling(BaseModel):
+class Sampling(_Part):
     """Sampling parameters of the grading model."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
@@ -295,3 +285,116 @@ def _kinds(document: Any) -> Iterator[tuple[str, str]]:
     for name, grader in inner.items() if isinstance(inner, dict) else ():
         if isinstance(grader, dict):
             yield f"graders.{name}", str(grader.get("type"))
+
+
+_WORD = re.compile(r"[^\W_]+")
+_LONGEST_GRAM = 4
+_UNFIT = "sample_unfit"
+_OPERATIONS: dict[str, Callable[[str, str], bool]] = {
+    "eq": operator.eq,
+    "ne": operator.ne,
+    "like": operator.contains,
+    "ilike": lambda text, reference: reference.casefold() in text.casefold(),
+}
+_SCHEMA = {
+    "type": "object",
+    "properties": {
+        "steps": {
+            "type": "array",
+            "items": {
+                "type": "object",
+                "properties": {"description": {"type": "string"}, "conclusion": {"type": "string"}},
+                "required": ["description", "conclusion"],
+                "additionalProperties": False,
+            },
+        },
+        "result": {"type": "number"},
+    },
+    "required": ["steps", "result"],
+    "additionalProperties": False,
+}
+
+
+def similarity(metric: str, text: str, reference: str) -> float:
+    """Return the similarity of two texts by a metric of `TextSimilarity`.
+
+    Except for ``fuzzy_match``, a text without words gives 1 if the other has none either, else 0.
+    """
+    if metric == "fuzzy_match":
+        return fuzz.ratio(text, reference) / 100.0
+    words, wanted = _words(text), _words(reference)
+    if not words or not wanted:
+        return float(words == wanted)
+    if metric == "rouge_l":
+        return _f1(LCSseq.similarity(words, wanted), len(words), len(wanted))
+    if metric == "gleu":
+        sizes = range(1, _LONGEST_GRAM + 1)
+        shared = sum((_grams(words, size) & _grams(wanted, size)).total() for size in sizes)
+        most = max(sum(_grams(tokens, size).total() for size in sizes) for tokens in (words, wanted))
+        return shared / most
+    size = int(metric.removeprefix("rouge_"))
+    actual, expected = _grams(words, size), _grams(wanted, size)
+    return _f1((actual & expected).total(), actual.total(), expected.total())
+
+
+def _words(text: str) -> list[str]:
+    return _WORD.findall(text.lower())
+
+
+def _grams(words: Sequence[str], size: int) -> Counter[tuple[str, ...]]:
+    return Counter(tuple(words[place : place + size]) for place in range(len(words) - size + 1))
+
+
+def _f1(shared: int, actual: int, expected: int) -> float:
+    return 2.0 * shared / (actual + expected) if shared else 0.0
+
+
+async def evaluate(grader: Grader, item: Mapping[str, Any], answer: str, chat: Chat | None) -> Score:
+    try:
+        if not isinstance(grader, Multi):
+            value, unfit = await _single(grader, item, answer, chat)
+            return Score(score=value, parts={_UNFIT: 1.0} if unfit else {})
+        scores, any_unfit = {}, False
+        for name, sub_grader in grader.graders.items():
+            scores[name], unfit = await _single(sub_grader, item, answer, chat)
+            any_unfit = any_unfit or unfit
+        total = compute_formula(grader.calculate_output, scores)
+        parts = {name[:64]: value for name, value in list(scores.items())[:31]}
+        return Score(score=total, parts={**parts, **({_UNFIT: 1.0} if any_unfit else {})})
+    except (NoSuchVariable, NoVerdict, ValueError) as err:
+        return Score(error=str(err)[:1000])
+
+
+async def _single(grader: Single, item: Mapping[str, Any], answer: str, chat: Chat | None) -> tuple[float, bool]:
+    try:
+        if isinstance(grader, ScoreModel):
+            return await _ask(grader, item, answer, chat), False
+        text, reference = (fill_variables(part, item, answer) for part in (grader.input, grader.reference))
+    except SampleUnfit:
+        return (grader.range[0] if isinstance(grader, ScoreModel) else 0.0), True
+    if isinstance(grader, TextSimilarity):
+        return similarity(grader.evaluation_metric, text, reference), False
+    return float(_OPERATIONS[grader.operation](text, reference)), False
+
+
+async def _ask(grader: ScoreModel, item: Mapping[str, Any], answer: str, chat: Chat | None) -> float:
+    if chat is None:
+        raise NoVerdict(f"score_model {grader.name or grader.model} needs a chat endpoint: --base-url")
+    messages = [
+        {"role": message.role, "content": fill_variables(message.content, item, answer)} for message in grader.input
+    ]
+    sampling = grader.sampling_params
+    more = sampling.model_dump(exclude_none=True, exclude={"max_completions_tokens"})
+    if sampling.max_completions_tokens is not None:
+        more["max_completion_tokens"] = sampling.max_completions_tokens
+    schema = {"name": "grade", "strict": True, "schema": _SCHEMA}
+    more["response_format"] = {"type": "json_schema", "json_schema": schema}
+    said = await chat.converse({"model": grader.model, "messages": messages, "temperature": 0.0, **more})
+    try:
+        value = json.loads(said.text)["result"]
+    except (ValueError, KeyError, TypeError):
+        raise NoVerdict(f"score_model answered {said.text[:160]!r}, expected JSON with 'result'") from None
+    lowest, highest = grader.range
+    if isinstance(value, bool) or not isinstance(value, int | float) or not lowest <= value <= highest:
+        raise NoVerdict(f"score_model answered result = {str(value)[:40]}, outside [{lowest:g}, {highest:g}]")
+    return float(value)

@@ -14,12 +14,13 @@ import asyncio
 import concurrent.futures
 import hashlib
 import re
+import socket
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from fastapi import FastAPI, HTTPException, Request
 from fastapi.responses import JSONResponse
@@ -51,23 +52,41 @@ _MAX_REQUEST_BYTES = 256 * 1024 * 1024
 _LEASE_S = 15.0  # a killed process is out of service after this time
 
 
-@dataclass(frozen=True, slots=True)
-class HostedFunction:
-    reward: UserReward
-    version: str  # a hash of the source that was loaded, whatever its file holds later
-    terms: Mapping[str, Any]
+class Hosted:
+    """A reward that is served; it is opened before it is registered.
 
-    @property
-    def title(self) -> str:
-        return f"{self.reward.file.name}: {self.reward.name}"
+    Attributes:
+        title: A description for messages and `/healthz`.
+        version: Stored with scored groups; different after every change of the reward.
+        batched: True if `score` takes all groups of a request at once, False for one group a call.
+        terms: Further fields of its registration, such as ``timeout_s`` or ``batch_size``.
+    """
 
-    @property
-    def batched(self) -> bool:
-        return self.reward.batched
+    title: str
+    version: str
+    batched: bool = True
+    terms: Mapping[str, Any] = MappingProxyType({})
 
     @property
     def figures(self) -> Mapping[str, float]:
+        """Numbers that `/healthz` shows."""
         return {}
+
+    async def open(self) -> None:
+        """Prepare, before it is registered; raises PenstockError."""
+
+    async def score(self, groups: Sequence[GroupToScore]) -> list[list[Score]]:
+        raise NotImplementedError
+
+    async def close(self) -> None:
+        """Release what `open` has prepared."""
+
+
+class HostedFunction(Hosted):
+    def __init__(self, reward: UserReward, version: str, terms: Mapping[str, Any]) -> None:
+        """``version``: a hash of the source that was loaded, whatever its file holds later."""
+        self.reward, self.version, self.terms = reward, version, terms
+        self.title, self.batched = f"{reward.file.name}: {reward.name}", reward.batched
 
     async def open(self) -> None:
         await self.reward.open()
@@ -155,97 +174,54 @@ def build_app(reward: Hosted, calls: Calls, *, secrets: Sequence[str], hosts: Se
     return app
 
 
-class Hosted(Protocol):
-    """The interface of a reward that is served."""
+class Place(NamedTuple):
+    """Under which name a reward is served, where it is registered, and the keys that sign its requests."""
 
-    @property
-    def title(self) -> str:
-        """A description for messages and `/healthz`."""
-        ...
-
-    @property
-    def version(self) -> str:
-        """The version stored with scored groups; different after every change of the reward."""
-        ...
-
-    @property
-    def batched(self) -> bool:
-        """True if `score` takes all groups of a request at once, False for one group a call."""
-        ...
-
-    @property
-    def terms(self) -> Mapping[str, Any]:
-        """Further fields of its registration, such as ``timeout_s`` or ``batch_size``."""
-        ...
-
-    @property
-    def figures(self) -> Mapping[str, float]: ...
-
-    async def open(self) -> None:
-        """Prepare, before it is registered; raises PenstockError."""
-        ...
-
-    async def score(self, groups: Sequence[GroupToScore]) -> list[list[Score]]: ...
-
-    async def close(self) -> None: ...
-
-
-@dataclass(frozen=True, slots=True)
-class Address:
     name: str
-    host: str
-    port: int
-    url: str
     service: ServiceAddress | None
-    drain_s: float
-    secrets: tuple[str, ...] = field(default=(), repr=False)
+    secrets: tuple[str, ...]
 
 
-def address(options: ServeOptions, default_name: str) -> Address:
+def place_of(options: ServeOptions, default_name: str) -> Place:
+    """Return the place that options mean; raises ConfigError for options that cannot work."""
     name = options.name or re.sub(r"[^A-Za-z0-9_.-]", "_", default_name)
     if not re.fullmatch(NAME_PATTERN, name):
         raise ConfigError(f"--name {name!r} must be letters, digits, '_', '.' and '-', starting with a letter or digit")
     if not options.drain_s >= 0:
         raise ConfigError(f"--drain-s {options.drain_s} must not be negative")
-    token = (
-        signature.read_text(options.token_file, f"--token-file {options.token_file}").strip()
-        if options.token_file is not None
-        else ""
-    )
+    file = options.token_file
+    token = "" if file is None else signature.read_text(file, f"--token-file {file}").strip()
     secrets = () if options.secret_file is None else signature.read_secrets(options.secret_file, "--secret-file")
-    service = ServiceAddress(options.register, token) if options.register else None
-    return Address(name, options.host, options.port, options.url, service, options.drain_s, secrets)
+    return Place(name, ServiceAddress(options.register, token) if options.register else None, secrets)
 
 
 def serve_reward(reward: Hosted, default_name: str, options: ServeOptions) -> int:
-    where = address(options, default_name)
-    with web_server.listen(where.host, where.port, key="--port") as bound:
-        url = where.url or f"{tls.scheme(where.host)}://{where.host}:{bound.getsockname()[1]}/score"
-        asyncio.run(_serve(reward, where, bound, url))
+    place = place_of(options, default_name)
+    with web_server.listen(options.host, options.port, key="--port") as bound:
+        asyncio.run(_serve(reward, place, options, bound))
     return 0
 
 
-async def _serve(reward: Hosted, where: Address, bound: Any, url: str) -> None:
+async def _serve(reward: Hosted, place: Place, options: ServeOptions, bound: socket.socket) -> None:
     stop = asyncio.Event()
     calls = Calls(asyncio.get_running_loop())
-    hosts = allowed_hosts(where.host, where.url, where.secrets)
-    app = build_app(reward, calls, secrets=where.secrets, hosts=hosts)
-    offer = Offer(
-        name=where.name, url=url, version=reward.version, lease_s=_LEASE_S, secrets=where.secrets, more=reward.terms
-    )
-    service = where.service
+    hosts = allowed_hosts(options.host, options.url, place.secrets)
+    app = build_app(reward, calls, secrets=place.secrets, hosts=hosts)
+    url = options.url or f"{tls.scheme(options.host)}://{options.host}:{bound.getsockname()[1]}/score"
+    offer = Offer(place.name, url, reward.version, lease_s=_LEASE_S, secrets=place.secrets, more=reward.terms)
+    service = place.service
     with stopping_by_signal(stop):
         await reward.open()
         try:
             with _http_thread(app, bound, service, offer) as renewing:
                 if service is not None:
                     await registration.register(service, offer)
-                _print_next_step(reward.title, where.name, url, service)
+                _print_next_step(reward.title, offer, service)
                 await stop.wait()
                 if service is not None:
                     renewing.cancel()  # a renewal that finds the name gone would register it again
                     await registration.unregister(service, offer)
-                await _drain(calls, where.drain_s)
+                await _drain(calls, options.drain_s)
         finally:
             await reward.close()
 
@@ -265,7 +241,7 @@ async def _drain(calls: Calls, drain_s: float) -> None:
 
 @contextmanager
 def _http_thread(
-    app: FastAPI, bound: Any, service: ServiceAddress | None, offer: Offer
+    app: FastAPI, bound: socket.socket, service: ServiceAddress | None, offer: Offer
 ) -> Iterator[concurrent.futures.Future[None]]:
     """Run the HTTP server, and the renewal of the lease, in a thread with a separate event loop; yields the renewal."""
     thread, done = LoopThread("http"), asyncio.Event()
@@ -279,12 +255,12 @@ def _http_thread(
         thread.stop()
 
 
-def _print_next_step(title: str, name: str, url: str, service: ServiceAddress | None) -> None:
-    what = f"{title} serves reward {name} at {url}"
+def _print_next_step(title: str, offer: Offer, service: ServiceAddress | None) -> None:
+    what = f"{title} serves reward {offer.name} at {offer.url}"
     if service is None:
         text = f"{what}. Next: start it with --register http://HOST:PORT of your reward service"
     else:
-        text = f"{what}, registered at {service.url}. Next: penstock train run.toml reward.name={name}"
+        text = f"{what}, registered at {service.url}. Next: penstock train run.toml reward.name={offer.name}"
     sys.stdout.write(text + "\n")
     sys.stdout.flush()
 

@@ -16,7 +16,7 @@ from penstock.protocol.config.reward_settings import RewardDefinition
 from penstock.protocol.groups import RewardRequest
 from penstock.protocol.packs.group_pack import GroupTexts
 from penstock.reward_service.endpoints.endpoint import Endpoint
-from penstock.reward_service.endpoints.endpoint_client import EndpointClient
+from penstock.reward_service.endpoints.endpoint_queue import EndpointClient
 from penstock.reward_service.endpoints.endpoint_registry import EndpointRegistry
 from penstock.reward_service.errors import NotCalled, RewardError, RewardUnavailable, SandboxUnavailable, UnknownReward
 from penstock.reward_service.registry.built_in import AUTO, BUILT_INS, BY_SOURCE

@@ -12,7 +12,7 @@ import asyncio
 import json
 import os
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import metadata
 from typing import Any
@@ -22,117 +22,85 @@ from pydantic import TypeAdapter, ValidationError
 from penstock.protocol.config.reward_settings import RewardSettings
 from penstock.protocol.errors import ConfigError
 from penstock.protocol.packs.group_pack import GroupTexts
+from penstock.reward_service.endpoints.endpoint_call import verdicts_of
 from penstock.reward_service.endpoints.wire import GroupToScore, Score
-from penstock.reward_service.errors import BadGroundTruth, RewardError, ScoreRefused, UserCodeFailed
-from penstock.reward_service.graders.grader_pool import JsonProcess, describe_exit
+from penstock.reward_service.errors import BadGroundTruth, RewardError, UserCodeFailed
+from penstock.reward_service.graders.grader_pool import EXIT_S, JsonProcess, ProcessPool, describe_exit
 from penstock.reward_service.registry.built_in import AUTO, BUILT_INS, BY_SOURCE, ENTRY_POINTS
-from penstock.reward_service.rewards.reward import Verdict
 from penstock.reward_service.scores import GroupScores, Outcome
 
-_SETTINGS_PREFIX = "PENSTOCK_"  # settings of the service, passwords among them
-_EXIT_S = 5.0  # from a closed pipe to the exit of its process
 _SCORES: TypeAdapter[list[Score]] = TypeAdapter(list[Score])
 
 
-@dataclass(frozen=True, slots=True)
-class UserScores:
-    scores: Sequence[Score]
-    digest: str
-
-
-class WorkerPool:
-    def __init__(self, name: str, parameters: Mapping[str, Any], *, num_workers: int, timeout_s: float) -> None:
-        self._name = name
-        self._timeout_s = timeout_s
-        self._idle: asyncio.LifoQueue[_Worker] = asyncio.LifoQueue()
-        self._all = [_Worker(name, parameters) for _ in range(num_workers)]
-        for worker in self._all:
-            self._idle.put_nowait(worker)
-
-    @property
-    def pids(self) -> list[int]:
-        return [worker.pid for worker in self._all if worker.pid]
-
-    async def check(self) -> str:
-        worker = await self._idle.get()
-        try:
-            return await worker.ready()
-        except UserCodeFailed as err:
-            raise ConfigError(str(err)) from None
-        finally:
-            self._idle.put_nowait(worker)
-
-    async def score(self, group: GroupToScore) -> UserScores:
-        worker = await self._idle.get()
-        try:
-            return await worker.score(group, self._timeout_s)
-        finally:
-            self._idle.put_nowait(worker)
-
-    async def close(self) -> None:
-        await asyncio.gather(*(worker.close() for worker in self._all))
-
-
-class _Worker:
+class _Worker(JsonProcess):
     def __init__(self, name: str, parameters: Mapping[str, Any]) -> None:
         module = "penstock.reward_service.user_code.worker"
-        command = [sys.executable, "-P", "-m", module, name, json.dumps(dict(parameters)), str(os.getpid())]
-        environ = {key: value for key, value in os.environ.items() if not key.startswith(_SETTINGS_PREFIX)}
+        super().__init__([sys.executable, "-P", "-m", module, name, json.dumps(dict(parameters)), str(os.getpid())])
         self._name = name
         self._digest = ""
-        self._process = JsonProcess(command, environ=environ)
-
-    @property
-    def pid(self) -> int | None:
-        return self._process.pid
 
     async def ready(self) -> str:
-        if self._process.pid is not None:
-            return self._digest
-        first = await self._guarded(self._process.start(), "loading its code")
-        if "digest" not in first:
-            await self._process.kill(after_s=_EXIT_S)
-            raise UserCodeFailed(str(first.get("refused", first)))
-        self._digest = str(first["digest"])
+        if self.pid is None:
+            first = await self._guarded(self.start(), "loading its code")
+            if "digest" not in first:
+                await self.kill(after_s=EXIT_S)
+                raise UserCodeFailed(str(first.get("refused", first)))
+            self._digest = str(first["digest"])
         return self._digest
 
-    async def score(self, group: GroupToScore, timeout_s: float) -> UserScores:
+    async def score(self, group: GroupToScore, timeout_s: float) -> tuple[list[Score], str]:
+        """Return a group's scores, and the digest of the code that gave them."""
         digest = await self.ready()
         answer = await self._guarded(self._ask(group, timeout_s), f"scoring group {group.group_id}")
         if "bad_ground_truth" in answer:
             raise BadGroundTruth(f"{self._name}: {answer['bad_ground_truth']}")
         try:
-            return UserScores(_SCORES.validate_python(answer.get("scores")), digest)
+            return _SCORES.validate_python(answer.get("scores")), digest
         except ValidationError as err:
             raise UserCodeFailed(f"reward {self._name!r} returned no scores: {err.errors()[0]['msg']}") from None
 
-    async def close(self) -> None:
-        await self._process.kill(after_s=_EXIT_S)
-
     async def _ask(self, group: GroupToScore, timeout_s: float) -> dict[str, Any]:
         async with asyncio.timeout(timeout_s):
-            await self._process.write(group.model_dump(mode="json"))
-            return await self._process.read()
+            await self.write(group.model_dump(mode="json"))
+            return await self.read()
 
-    async def _guarded(self, waiting: Any, doing: str) -> dict[str, Any]:
+    async def _guarded(self, waiting: Awaitable[dict[str, Any]], doing: str) -> dict[str, Any]:
         """Await an answer; whatever else happens kills the process, because its next line may be a late answer."""
         try:
             return await waiting
         except TimeoutError:
-            await self._process.kill()
+            await self.kill()
             raise UserCodeFailed(
                 f"reward {self._name!r} did not answer in time while {doing} and was killed; make it faster, or raise "
                 "reward_service.user_timeout_s"
             ) from None
         except (EOFError, ConnectionError, ValueError) as err:
-            code = await self._process.kill(after_s=_EXIT_S)
+            code = await self.kill(after_s=EXIT_S)
             raise UserCodeFailed(
                 f"the process of reward {self._name!r} {describe_exit(code)} while {doing} ({type(err).__name__}); "
                 "the service's stderr shows what it wrote"
             ) from None
         except BaseException:
-            await self._process.kill()
+            await self.kill()
             raise
+
+
+class WorkerPool(ProcessPool[_Worker]):
+    def __init__(self, name: str, parameters: Mapping[str, Any], *, num_workers: int, timeout_s: float) -> None:
+        super().__init__([_Worker(name, parameters) for _ in range(num_workers)], exit_s=EXIT_S)
+        self._timeout_s = timeout_s
+
+    async def check(self) -> str:
+        """Return the digest of the code; raises ConfigError for code that cannot be loaded."""
+        async with self.lend() as worker:
+            try:
+                return await worker.ready()
+            except UserCodeFailed as err:
+                raise ConfigError(str(err)) from None
+
+    async def score(self, group: GroupToScore) -> tuple[list[Score], str]:
+        async with self.lend() as worker:
+            return await worker.score(group, self._timeout_s)
 
 
 def import_path(name: str) -> str | None:
@@ -163,11 +131,12 @@ class UserScorer:
 
     async def _score(self, group: GroupToScore) -> Outcome:
         try:
-            answer = await self.pool.score(group)
+            scores, digest = await self.pool.score(group)
+            # the digest is that of the process that scored: a file that changes during a run shows in the record
+            verdicts = verdicts_of(f"reward {self.name}, group {group.group_id}", group, scores, UserCodeFailed)
         except RewardError as err:
             return err
-        # the digest is that of the process that scored: a file that changes during a run shows in the record
-        return _outcome(self.name, group, answer.scores, answer.digest)
+        return GroupScores.of(verdicts, f"{self.name}@{digest}")
 
 
 class UserRewards:
@@ -204,15 +173,3 @@ def _named(settings: RewardSettings) -> Iterator[tuple[str, Mapping[str, Any]]]:
 
 def _key(parameters: Mapping[str, Any]) -> str:
     return json.dumps(dict(parameters), sort_keys=True)
-
-
-def _outcome(name: str, group: GroupToScore, scores: Sequence[Score], digest: str) -> Outcome:
-    where = f"reward {name}, group {group.group_id}"
-    if len(scores) != len(group.completions):
-        return UserCodeFailed(f"{where}: {len(scores)} scores for {len(group.completions)} completions")
-    verdicts = []
-    for number, score in enumerate(scores):
-        if score.score is None or score.error is not None:
-            return ScoreRefused(f"{where}, completion {number}: {score.error or 'score is null'}")
-        verdicts.append(Verdict(score.score, score.parts))
-    return GroupScores.of(verdicts, f"{name}@{digest}")

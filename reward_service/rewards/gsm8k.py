@@ -15,7 +15,7 @@ from typing import Any
 from penstock.reward_service.errors import BadGroundTruth
 from penstock.reward_service.rewards.parsing import final_answer, quantity
 from penstock.reward_service.rewards.parsing.latex import NUMBER, read_number
-from penstock.reward_service.rewards.reward import PureReward, Verdict, truth_text
+from penstock.reward_service.rewards.reward import PureReward, Verdict, truth_text, verdicts_on
 
 NAME = "gsm8k"
 FLEXIBLE = "gsm8k_flexible"
@@ -38,14 +38,12 @@ def last_answer(text: str) -> Fraction | None:
 
 
 def judge(completions: tuple[str, ...], truth: Any) -> list[Verdict]:
-    gold = _gold(truth, NAME)
-    return [_verdict(last_answer(final_answer.spoken(completion)), gold) for completion in completions]
+    return verdicts_on(map(last_answer, map(final_answer.spoken, completions)), _gold(truth, NAME).__eq__)
 
 
 def judge_flexible(completions: tuple[str, ...], truth: Any) -> list[Verdict]:
     """Compare the last number of every completion, wherever it stands (verl's flexible method), by value."""
-    gold = _gold(truth, FLEXIBLE)
-    return [_verdict(last_number(final_answer.spoken(completion)), gold) for completion in completions]
+    return verdicts_on(map(last_number, map(final_answer.spoken, completions)), _gold(truth, FLEXIBLE).__eq__)
 
 
 def _gold(truth: Any, name: str) -> Fraction:
@@ -66,10 +64,6 @@ def last_number_text(text: str) -> str | None:
     for match in _ANY.finditer(text):
         last_match = match
     return None if last_match is None else last_match[0]
-
-
-def _verdict(answer: Fraction | None, gold: Fraction) -> Verdict:
-    return Verdict(float(answer == gold), {"has_answer": float(answer is not None)})
 
 
 REWARD = PureReward(

@@ -10,7 +10,9 @@ Part ``boxed`` is 1 if an answer was found. Part ``timeout`` is 1 for an answer 
 the completion alone is the cause. A truth that the parser cannot read equals
 its own text alone; one that is empty, does not close its brackets or exhausts the grader is BadGroundTruth, whatever the answers are.
 
-`math_flexible` also takes an answer in ``<answer>`` tags, after ``####`` or "the answer is", or the last number.
+`answer_line` takes the last line that begins its answer with ``Answer:``, the format that DAPO's prompts ask for and verl's
+`math_dapo` reads, where texts are compared; if the line has a box, its content is the answer. `math_flexible` also takes an
+answer in ``<answer>`` tags, after ``####`` or "the answer is", or the last number.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ import enum
 import json
 import re
 from collections.abc import Awaitable, Callable
+from fractions import Fraction
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -30,7 +33,7 @@ from penstock.reward_service.rewards import gsm8k
 from penstock.reward_service.rewards.parsing import final_answer, latex, notation
 from penstock.reward_service.rewards.reward import GradedReward, Verdict, truth_text
 
-NAME, FLEXIBLE = "math", "math_flexible"
+NAME, FLEXIBLE, LINE = "math", "math_flexible", "answer_line"
 MAX_ANSWER_CHARS = 2048  # bounds the input of a grader
 MAX_DEPTH = 40  # of a truth's brackets
 Find = Callable[[str], str | None]  # a completion's answer, None if it has none
@@ -40,6 +43,11 @@ _DATA_SETS = (
     "AI-MO/NuminaMath-CoT", "numina_aops_forum", "numina_synthetic_math", "numina_amc_aime", "numina_synthetic_amc",
     "numina_cn_k12", "numina_olympiads", "hiyouga/geometry3k", "amc23", "minerva_math", "olympiadbench",
 )  # fmt: skip
+_LINE_DATA_SETS = (
+    "math_dapo", "math_dapo_reasoning", "BytedTsinghua-SIA/DAPO-Math-17k", "aime", "aime24", "aime2024", "aime2025",
+    "aime25", "aime_2024", "aime_2025", "HuggingFaceH4/aime_2024",
+)  # fmt: skip
+_ANSWER_LINE = re.compile(r"\banswer\s*:[ \t*]*\n?([^\n]+)", re.IGNORECASE)
 
 
 class Graded(enum.Enum):
@@ -96,7 +104,7 @@ class _Gold(NamedTuple):
 
     @property
     def needs_grader(self) -> bool:
-        return not latex.is_prose(self.text) and latex.plain_value(self.text) is None
+        return not latex.is_prose(self.text) and notation.plain_value(notation.rewrite(self.text)) is None
 
 
 def _gold(truth: Any, relative: float) -> _Gold:
@@ -112,7 +120,7 @@ def _gold(truth: Any, relative: float) -> _Gold:
     if text.lstrip().startswith('["') and _are_texts(listed := _listed(text)):
         text = ", ".join(listed)
     gold = latex.last_boxed(text) if "\\boxed" in text or "\\fbox" in text else text
-    if gold is None or not latex.normalise(gold) or len(gold) > MAX_ANSWER_CHARS or not 0.0 <= relative < 1.0:
+    if gold is None or not latex.plain_text(gold) or len(gold) > MAX_ANSWER_CHARS or not 0.0 <= relative < 1.0:
         raise BadGroundTruth(f"math: the row's ground_truth must be an answer, got {text[:80]!r}")
     gold = gold.replace("\t", " ")
     label, gold = latex.label(gold), latex.without_label(gold)
@@ -152,6 +160,15 @@ def anywhere(completion: str) -> str | None:
     return gsm8k.last_number_text(completion)
 
 
+def on_last_line(text: str) -> str | None:
+    """Return the answer on the last ``Answer:`` line, else the one in the last box, else None."""
+    line = None
+    for match in _ANSWER_LINE.finditer(text):
+        line = match[1].strip().strip("*").strip()
+    boxed = latex.last_boxed(text if line is None else line)
+    return boxed if boxed is not None else line or None
+
+
 async def _verdict(answer: str | None, gold: _Gold, grade: Grade, part: str) -> Verdict:
     if answer is None:
         return Verdict(0.0, {part: 0.0, "timeout": 0.0})
@@ -165,8 +182,12 @@ async def _compare(gold: _Gold, answer: str, grade: Grade) -> Graded:
     """Compare an answer; of an equation the final side, and its numeric sides must not contradict it."""
     if latex.without_name(gold.text) == gold.text and "=" in gold.text:
         return await _equal(gold, answer, grade)
-    if gold.label and re.fullmatch(rf"\(?{gold.label}[).:]*", latex.plain_text(answer)):
-        return Graded.RIGHT
+    if gold.label and (
+        labelled := re.fullmatch(rf"\(?{gold.label}(?:[).:]+\s*(?P<text>.*))?", latex.plain_text(answer))
+    ):
+        if not labelled["text"]:
+            return Graded.RIGHT
+        answer = labelled["text"]
     equation = latex.read(answer if latex.is_prose(gold.text) else latex.without_label(answer))
     if not all(latex.is_rounding(number, equation.value) for number in equation.rounded):
         return Graded.WRONG
@@ -199,9 +220,7 @@ async def _rounds(equation: latex.Equation, grade: Grade) -> bool:
 
 
 async def _equal(gold: _Gold, answer: str, grade: Grade) -> Graded:
-    same = latex.plainly_equal(gold.text, answer, gold.relative)
-    if same is None and notation.rewrite(gold.text) == notation.rewrite(answer):
-        same = True
+    same = plainly_equal(gold.text, answer, gold.relative)
     if same is not None:
         return Graded.RIGHT if same else Graded.WRONG
     graded = await grade(gold.to_grader, answer)
@@ -210,6 +229,28 @@ async def _equal(gold: _Gold, answer: str, grade: Grade) -> Graded:
             f"math: the row's ground_truth cannot be read as mathematics: {gold.text[:80]!r}; correct the row"
         )
     return graded
+
+
+def plainly_equal(gold: str, answer: str, relative: float = 0.0) -> bool | None:
+    """Return True or False for prose, two plain numbers, or two answers of one notation; None if it takes algebra.
+
+    A percentage equals the fraction it denotes, and the same number without the sign if it is the truth that has one.
+    Only a truth that is prose is compared by words.
+    """
+    if not answer.strip():
+        return False
+    if latex.is_prose(gold):
+        return latex.said(gold) == latex.said(answer)
+    wanted_text, text = notation.rewrite(gold), notation.rewrite(answer)
+    if wanted_text == text:
+        return True
+    wanted, value = notation.plain_value(wanted_text), notation.plain_value(text)
+    if wanted is None or value is None:
+        return None
+    allowed = Fraction(relative)
+    number = value.number / 100 if wanted.is_percent < value.is_percent else value.number
+    truths = {wanted.number, wanted.number / 100} if wanted.is_percent > value.is_percent else {wanted.number}
+    return any(abs(number - truth) <= allowed * abs(truth) for truth in truths)
 
 
 REWARD = GradedReward(
@@ -234,6 +275,19 @@ FLEXIBLE_REWARD = GradedReward(
     grader="math",
     reads="answer",
     data_sources=("math_reasoning",),
+    parts=("has_answer", "timeout"),
+    notes="compared as `math` compares",
+    success=1.0,
+)
+
+LINE_REWARD = GradedReward(
+    name=LINE,
+    description="1 when the answer on the last line 'Answer: ...', else in the last \\boxed{}, equals the ground truth",
+    judge=partial(judge_with, find=on_last_line, part="has_answer"),
+    parameters=Parameters,
+    grader="math",
+    reads="answer",
+    data_sources=_LINE_DATA_SETS,
     parts=("has_answer", "timeout"),
     notes="compared as `math` compares",
     success=1.0,

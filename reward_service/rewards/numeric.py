@@ -8,6 +8,7 @@ of them contains a number, it is the last number of the completion (``where = "a
 from __future__ import annotations
 
 from fractions import Fraction
+from functools import partial
 from typing import Any, Literal
 
 from pydantic import Field
@@ -17,7 +18,7 @@ from penstock.reward_service.errors import BadGroundTruth
 from penstock.reward_service.rewards.parsing import final_answer, quantity
 from penstock.reward_service.rewards.parsing.final_answer import Where
 from penstock.reward_service.rewards.parsing.quantity import Quantity
-from penstock.reward_service.rewards.reward import PureReward, Verdict, truth_text
+from penstock.reward_service.rewards.reward import PureReward, Verdict, truth_text, verdicts_on
 
 NAME = "numeric"
 
@@ -46,12 +47,8 @@ def judge(parameters: Parameters, completions: tuple[str, ...], truth: Any) -> l
     gold = quantity.read(final_answer.after_hashes(text) or final_answer.find(text, "boxed") or text)
     if gold is None:
         raise BadGroundTruth(f"{NAME}: the row's ground_truth must be a number, got {text[:80]!r}")
-    verdicts = []
-    for completion in completions:
-        answer = _answer(final_answer.spoken(completion), parameters.where)
-        is_right = answer is not None and is_equal(parameters, gold, answer)
-        verdicts.append(Verdict(float(is_right), {"has_answer": float(answer is not None)}))
-    return verdicts
+    answers = (_answer(final_answer.spoken(completion), parameters.where) for completion in completions)
+    return verdicts_on(answers, partial(is_equal, parameters, gold))
 
 
 def is_equal(parameters: Parameters, gold: Quantity, answer: Quantity) -> bool:

@@ -26,7 +26,7 @@ from penstock.reward_service.errors import BadGroundTruth
 from penstock.reward_service.rewards.parsing import final_answer
 from penstock.reward_service.rewards.parsing.final_answer import Where
 from penstock.reward_service.rewards.parsing.final_answer import words as split
-from penstock.reward_service.rewards.reward import PureReward, Verdict, truth_text
+from penstock.reward_service.rewards.reward import PureReward, Verdict, truth_text, verdicts_on
 
 EXACT, INSIDE, F1 = "qa_em", "qa_subem", "qa_f1"
 _ARTICLES = frozenset({"a", "an", "the"})
@@ -52,24 +52,22 @@ class Parameters(Section):
 
 def judge_exact(parameters: Parameters, completions: tuple[str, ...], truth: Any, prompt: str = "") -> list[Verdict]:
     accepted = _accepted(truth, EXACT)
-    answers = _answers(completions, parameters, prompt)
-    return [_verdict(answer, float(not accepted.isdisjoint(_readings(answer, accepted)))) for answer in answers]
+    return verdicts_on(
+        _answers(completions, parameters, prompt), lambda answer: not accepted.isdisjoint(_readings(answer, accepted))
+    )
 
 
 def judge_inside(parameters: Parameters, completions: tuple[str, ...], truth: Any, prompt: str = "") -> list[Verdict]:
     accepted = _accepted(truth, INSIDE)
-    return [
-        _verdict(answer, float(answer is not None and any(_is_inside(key, answer) for key in accepted)))
-        for answer in _answers(completions, parameters, prompt, keeps_articles=True)
-    ]
+    answers = _answers(completions, parameters, prompt, keeps_articles=True)
+    return verdicts_on(answers, lambda answer: any(_is_inside(key, answer) for key in accepted))
 
 
 def judge_f1(parameters: Parameters, completions: tuple[str, ...], truth: Any, prompt: str = "") -> list[Verdict]:
     accepted = _accepted(truth, F1)
-    return [
-        _verdict(answer, 0.0 if answer is None else max(f1(key, answer) for key in accepted))
-        for answer in _answers(completions, parameters, prompt)
-    ]
+    return verdicts_on(
+        _answers(completions, parameters, prompt), lambda answer: max(f1(key, answer) for key in accepted)
+    )
 
 
 def f1(gold: str, answer: str) -> float:
@@ -134,11 +132,11 @@ def _answers(
     return answers
 
 
-def _readings(answer: str | None, accepted: frozenset[str]) -> set[str]:
+def _readings(answer: str, accepted: frozenset[str]) -> set[str]:
     """Return an answer, and for yes and no its first word, unless it says the opposite too."""
     if not answer:
         return set()
-    first, said = answer.split()[0], set(answer.split())
+    first, said = answer.split(maxsplit=1)[0], set(answer.split())
     is_plain = accepted <= _YES | _NO and first in _YES | _NO and not (said & _YES and said & _NO)
     return {answer, first} if is_plain else {answer}
 
@@ -150,10 +148,6 @@ def _is_inside(wanted: str, answer: str) -> bool:
     articles = "(?:(?:a|an|the) )*"
     pattern = f" {articles}".join(map(re.escape, split(wanted)))
     return re.search(rf"(?<!\S){pattern}(?!\S)", " ".join(split(answer))) is not None
-
-
-def _verdict(answer: str | None, reward: float) -> Verdict:
-    return Verdict(reward, {"has_answer": float(answer is not None)})
 
 
 EXACT_REWARD = PureReward(

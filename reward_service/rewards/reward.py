@@ -14,17 +14,19 @@ fit; any other exception is an error of the group. A reward with a ``parameters`
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from types import MappingProxyType
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeVar
 
 from pydantic import ValidationError
 
 from penstock.protocol.config.connection import Section
 from penstock.reward_service.errors import BadGroundTruth
 from penstock.reward_service.rewards.parsing import final_answer
+
+AnswerT = TypeVar("AnswerT")
 
 
 class Verdict(NamedTuple):
@@ -41,6 +43,14 @@ def truth_text(truth: Any, reward: str) -> str:
             "map the right column with data.map"
         )
     return truth if isinstance(truth, str) else repr(truth)
+
+
+def verdicts_on(answers: Iterable[AnswerT | None], compare: Callable[[AnswerT], float]) -> list[Verdict]:
+    """Return the verdict on each answer, None being 0; the part ``has_answer`` is 1 if there was one."""
+    return [
+        Verdict(0.0 if answer is None else float(compare(answer)), {"has_answer": float(answer is not None)})
+        for answer in answers
+    ]
 
 
 def _kind(truth: Any) -> str:
@@ -120,14 +130,7 @@ class AnswerReward(PureReward):
         return float(answer == truth_text(truth, self.name))
 
     def verdicts(self, completions: tuple[str, ...], truth: Any) -> list[Verdict]:
-        answers = [self.extract_answer(completion) for completion in completions]
-        return [
-            Verdict(
-                0.0 if answer is None else float(self.compare_answers(answer, truth)),
-                {"has_answer": float(answer is not None)},
-            )
-            for answer in answers
-        ]
+        return verdicts_on(map(self.extract_answer, completions), lambda answer: self.compare_answers(answer, truth))
 
 
 class LengthReward(Reward):

@@ -3,10 +3,13 @@
 ``partial = true`` gives the share of the rules that are kept instead: one for each tag (opened and closed exactly once,
 after the one before), and one for nothing outside. White space outside is allowed, an empty element is not. Read
 by ``str.find``, linear. No ground truth.
+
+`format` has the tags ``<think>`` and ``<answer>``; `think_format` looks at the beginning alone.
 """
 
 from __future__ import annotations
 
+import re
 from typing import Any, Literal
 
 from pydantic import Field, field_validator
@@ -14,7 +17,8 @@ from pydantic import Field, field_validator
 from penstock.protocol.config.connection import Section
 from penstock.reward_service.rewards.reward import PureReward, Verdict
 
-NAME = "tags"
+NAME, FORMAT, THINK = "tags", "format", "think_format"
+_THOUGHT = re.compile(r"<think>\s*(?!</think>|\s).*?</think>", re.DOTALL)
 
 
 class Parameters(Section):
@@ -37,6 +41,15 @@ class Parameters(Section):
 
 def judge(parameters: Parameters, completions: tuple[str, ...], truth: Any) -> list[Verdict]:
     return [Verdict(_score(parameters, completion)) for completion in completions]
+
+
+def judge_format(completions: tuple[str, ...], truth: Any) -> list[Verdict]:
+    return judge(Parameters(), completions, truth)
+
+
+def judge_think(completions: tuple[str, ...], truth: Any) -> list[Verdict]:
+    """1 when a completion begins with its only ``<think>`` and closes it (TRL's `think_format_reward`); an empty chain is 0."""
+    return [Verdict(float(text.count("<think>") == 1 and _THOUGHT.match(text) is not None)) for text in completions]
 
 
 def _score(parameters: Parameters, completion: str) -> float:
@@ -77,5 +90,21 @@ REWARD = PureReward(
     judge=judge,
     parameters=Parameters,
     notes="an empty element is wrong",
+    success=1.0,
+)
+
+FORMAT_REWARD = PureReward(
+    name=FORMAT,
+    description="1 when the completion is <think>...</think> then <answer>...</answer> and nothing else",
+    judge=judge_format,
+    notes="an empty chain or answer is wrong",
+    success=1.0,
+)
+
+THINK_REWARD = PureReward(
+    name=THINK,
+    description="1 when the completion begins with its only <think> and closes it (TRL)",
+    judge=judge_think,
+    notes="an empty chain is wrong; what follows is not checked",
     success=1.0,
 )

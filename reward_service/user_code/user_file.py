@@ -13,7 +13,7 @@ import os
 import sys
 import sysconfig
 import traceback
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import CodeType, FunctionType, MappingProxyType, ModuleType
 from typing import Any
@@ -109,16 +109,14 @@ def of(
     if conversational and style is not Style.GROUP:
         raise UserFileError(f"{file}: --conversational is for TRL-style functions; {name} takes {style}")
     _refuse_arguments(file, name, parameters, style, arguments)
-    _refuse_unfillable(file, name, {n: p for n, p in parameters.items() if n not in arguments}, style)
+    given_here = {n: p for n, p in parameters.items() if n not in arguments}
+    needed = tuple(n for n, p in given_here.items() if p.default is p.empty and p.kind in _BY_NAME)
+    _refuse_unfillable(file, name, given_here, needed, style)
     return UserReward(
         name=name,
         function=called,
         parameters=tuple(parameters),
-        needed=tuple(
-            p.name
-            for p in parameters.values()
-            if p.default is p.empty and p.kind in _BY_NAME and p.name not in arguments
-        ),
+        needed=needed,
         takes_any=style is Style.GROUP and any(p.kind is p.VAR_KEYWORD for p in parameters.values()),
         style=style,
         file=file.resolve() if file.exists() else file,
@@ -215,16 +213,14 @@ def _refuse_arguments(
         )
 
 
-def _refuse_unfillable(file: Path, name: str, parameters: Any, style: Style) -> None:
-    empty = inspect.Parameter.empty
-    needed = [p.name for p in parameters.values() if p.default is empty and p.kind in _BY_NAME]
+def _refuse_unfillable(
+    file: Path, name: str, parameters: Mapping[str, inspect.Parameter], needed: Sequence[str], style: Style
+) -> None:
     positional = [p.name for p in parameters.values() if p.kind is p.POSITIONAL_ONLY]
-    if style is Style.GROUP:
-        unknown = [n for n in needed if n in {"completion_ids", "prompt_ids"}]
-    else:
-        unknown = [n for n in needed if n not in _GIVEN[style]]
+    given = _GIVEN.get(style)
+    unknown = [n for n in needed if (n in {"completion_ids", "prompt_ids"} if given is None else n not in given)]
     if unknown or positional:
         raise UserFileError(
             f"{file}: {name} needs {', '.join(unknown + positional)}, which a reward service cannot give; "
-            f"{style} takes {', '.join(_GIVEN.get(style, ('prompts', 'completions', 'the columns of the row')))}"
+            f"{style} takes {', '.join(given or ('prompts', 'completions', 'the columns of the row'))}"
         )

@@ -24,7 +24,13 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
-from penstock.reward_service.endpoints.dialects.trl import columns_of
+from penstock.reward_service.endpoints.dialects.dialect import rows_of
+from penstock.reward_service.endpoints.dialects.libraries import (
+    openrlhf_columns,
+    trl_columns,
+    verl_columns,
+    verl_row,
+)
 from penstock.reward_service.endpoints.wire import MAX_PARTS, GroupToScore, Score
 from penstock.reward_service.errors import UserFileError
 
@@ -81,8 +87,12 @@ class UserReward:
     async def score_all(self, groups: Sequence[GroupToScore]) -> list[list[Score]]:
         if not self.batched:
             return [await self.score(group) for group in groups]
-        rows = [(group, text) for group in groups for text in group.completions]
-        columns = _queries(rows) if self.style is Style.QUERIES else _batch(rows)
+        rows = rows_of(groups)
+        columns = (
+            openrlhf_columns(rows)
+            if self.style is Style.QUERIES
+            else {**verl_columns(rows), "prompts": [group.prompt for group, _ in rows]}
+        )
         scores = iter(await self._list_of_scores(columns, len(rows)))
         return [[next(scores) for _ in group.completions] for group in groups]
 
@@ -91,7 +101,7 @@ class UserReward:
             return (await self.score_all([group]))[0]
         if self.style is Style.COMPLETION:
             return [await self._one(group, completion) for completion in group.completions]
-        columns = columns_of(group, conversational=self.conversational)
+        columns = trl_columns(group, conversational=self.conversational)
         if missing := [name for name in self.needed if name not in columns]:
             had = ", ".join(sorted(columns))
             shown = ", ".join(f'"{name}": VALUE' for name in missing)
@@ -103,10 +113,7 @@ class UserReward:
         return await self._list_of_scores(columns, len(group.completions))
 
     async def _one(self, group: GroupToScore, completion: str) -> Score:
-        columns = {
-            "data_source": group.data_source, "solution_str": completion, "ground_truth": group.ground_truth,
-            "extra_info": group.extra_info, "prompt": group.prompt,
-        }  # fmt: skip
+        columns = {**verl_row(group, completion), "prompt": group.prompt}
         try:
             return _score_of(await self._call(columns))
         except (Exception, SystemExit) as err:  # noqa: BLE001 the user's code may raise anything; it becomes the score's error
@@ -160,24 +167,6 @@ def _traceback_from(err: BaseException, file: Path) -> str:
         place = place.tb_next
     frames = [f"  {frame.filename}:{frame.lineno} {frame.name}: {frame.line}" for frame in traceback.extract_tb(place)]
     return "\n".join(frames)[-_MAX_TRACEBACK:]
-
-
-def _batch(rows: Sequence[tuple[GroupToScore, str]]) -> dict[str, Any]:
-    return {
-        "data_sources": [group.data_source for group, _ in rows],
-        "solution_strs": [text for _, text in rows],
-        "ground_truths": [group.ground_truth for group, _ in rows],
-        "extra_infos": [group.extra_info for group, _ in rows],
-        "prompts": [group.prompt for group, _ in rows],
-    }
-
-
-def _queries(rows: Sequence[tuple[GroupToScore, str]]) -> dict[str, Any]:
-    return {
-        "queries": [group.prompt + text for group, text in rows],
-        "prompts": [group.prompt for group, _ in rows],
-        "labels": ["" if group.ground_truth is None else group.ground_truth for group, _ in rows],
-    }
 
 
 def _listed(value: Any, *, openrlhf: bool) -> tuple[Any, dict[str, Any]]:

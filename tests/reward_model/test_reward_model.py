@@ -23,11 +23,11 @@ from transformers import (
 )
 
 from penstock.protocol.errors import ConfigError
+from penstock.reward_model.commands import ModelOptions
 from penstock.reward_model.served_model import Classifier, Reading, Unusable, batches, fingerprint
 from penstock.reward_service.endpoints.wire import GroupToScore
 from tests.contracts.tiny_model import VOCAB, build_model, write_tokenizer
-from tests.reward_service.processes import Process
-from tests.servers import wait_for
+from tests.reward_service.processes import Process, Served
 
 CONTEXT = 256
 TEXTS = ["a", "hello world, what is 1 + 1?", "The answer is 2." * 5, "", "x" * 60, "hello"]
@@ -62,8 +62,7 @@ def build(folder: Path, kind: str = "qwen3", *, num_labels: int = 1, pad: int | 
 
 
 def load(folder: Path, **changes: Any) -> Classifier:
-    given = {"dtype": "float32", "device": "cpu", "label": None, "max_length": None, "batch_tokens": 100}
-    return Classifier(folder, **(given | changes))
+    return Classifier(folder, ModelOptions(**{"batch_tokens": 100, **changes}))
 
 
 def alone(model: Any, folder: Path, texts: Sequence[str]) -> list[list[float]]:
@@ -210,12 +209,11 @@ def test_a_folder_is_served_by_one_command(tmp_path: Path) -> None:
     """HTTP in, the numbers of direct transformers out, by the chat template; a row without its column is an error."""
     model = build(tmp_path / "rm")
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "rm")
-    process = Process(
+    process = Served(
         ["penstock.reward_model", str(tmp_path / "rm"), "--prompt-column", "question"], tmp_path / "serve.log"
     )
     try:
-        wait_for(lambda: " Next: " in process.output or not process.alive(), "the model to be served")
-        url = next(word for word in process.output.split() if word.startswith("http")).rstrip(".,")
+        url = process.url
         rows = [{"question": "1+1?"}, {"question": "hello"}, {}]
         texts = ["2", "two"]
         groups = [

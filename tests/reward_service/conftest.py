@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -18,14 +18,23 @@ from penstock.protocol.transport.blobs import Blobs
 from penstock.protocol.transport.bus import Bus
 from penstock.protocol.transport.inbox import Inbox
 from tests import groups as builders
-from tests.reward_service.processes import ROOT, Behaviour, EndpointServer, Service
+from tests.reward_service.processes import (
+    ROOT,
+    Behaviour,
+    EndpointServer,
+    Serve,
+    Served,
+    Service,
+    StartEndpoint,
+    StartService,
+)
 from tests.servers import wait_for
 
 
 @pytest.fixture
 def start_service(
     run_streams: str, nats_settings: NatsSettings, s3_settings: S3Settings, tmp_path: Path
-) -> Iterator[Callable[..., Service]]:
+) -> Iterator[StartService]:
     """A factory of replicas of the reward service, killed after the test."""
     started: list[Service] = []
 
@@ -56,7 +65,7 @@ def shared_service(
 
 
 @pytest.fixture
-def start_endpoint() -> Iterator[Callable[[Behaviour], EndpointServer]]:
+def start_endpoint() -> Iterator[StartEndpoint]:
     """A factory of HTTP endpoints with a given behaviour, closed after the test."""
     started: list[EndpointServer] = []
 
@@ -67,6 +76,20 @@ def start_endpoint() -> Iterator[Callable[[Behaviour], EndpointServer]]:
     yield start
     for server in started:
         server.close()
+
+
+@pytest.fixture
+def serve(tmp_path: Path) -> Iterator[Serve]:
+    """A factory of commands that serve a reward, such as ``serve``, killed after the test."""
+    started: list[Served] = []
+
+    def start(*arguments: str, module: str = "penstock.reward_service") -> Served:
+        started.append(Served([module, *arguments], tmp_path / f"serve{len(started)}.log"))
+        return started[-1]
+
+    yield start
+    for process in started:
+        process.kill()
 
 
 class Wire:

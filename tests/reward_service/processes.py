@@ -11,11 +11,15 @@ import threading
 from collections.abc import Callable, Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import httpx
+from fastapi import FastAPI
 
 from penstock.protocol.config.connection import NatsSettings, S3Settings
+from penstock.reward_service.api import app
+from penstock.reward_service.endpoints.endpoint import Access
 from tests.forked import ForkedProcess
 from tests.servers import wait_for
 
@@ -72,6 +76,17 @@ class Process:
         self._popen.wait(60)
 
 
+class Served(Process):
+    """A command that serves a reward, once it listens."""
+
+    @property
+    def url(self) -> str:
+        """Where it listens, from the line that it prints."""
+        wait_for(lambda: " Next: " in self.output or not self.alive(), "the line that says what to type next")
+        assert self.alive(), self.output
+        return next(word for word in self.output.split() if word.startswith("http") and "/score" in word).rstrip(".,")
+
+
 class Service(Process):
     """``python -m penstock.reward_service`` for one run."""
 
@@ -121,12 +136,28 @@ class Service(Process):
         headers = {"authorization": f"Bearer {token}"} if token else {}
         return httpx.post(self.url + path, json=body, headers=headers, timeout=60)
 
+    def endpoints(self, token: str = "") -> dict[str, Any]:
+        """Return the registered endpoints by name."""
+        headers = {"authorization": f"Bearer {token}"} if token else {}
+        answer = httpx.get(f"{self.url}/v1/endpoints", headers=headers, timeout=60).raise_for_status()
+        return {row["endpoint"]["name"]: row["endpoint"] for row in answer.json()}
+
     def get(self, path: str) -> Any:
         return httpx.get(self.url + path, timeout=60).raise_for_status().json()
 
 
+def api_app(access: Access) -> FastAPI:
+    """Return the API of a reward service that knows nothing: what it refuses before its routes run."""
+    names = ("registry", "reward_registry", "client", "heartbeat", "spans", "certificates")
+    context = SimpleNamespace(run_id="r", replica="a", **dict.fromkeys(names))
+    return app.build(cast(Any, context), access=access, max_request_bytes=1024, max_requests_bytes=4096)
+
+
 Answer = tuple[int, dict[str, str], bytes]
 Behaviour = Callable[[dict[str, Any]], Answer]
+StartService = Callable[..., Service]
+Serve = Callable[..., Served]
+StartEndpoint = Callable[[Behaviour], "EndpointServer"]
 
 
 class EndpointServer:
@@ -195,6 +226,18 @@ def good(score: float = 0.5) -> Behaviour:
         return 200, {"content-type": "application/json"}, json.dumps({"results": results}).encode()
 
     return behave
+
+
+def blocking(score: float) -> tuple[Behaviour, threading.Event, threading.Event]:
+    """An endpoint that signals each request and answers when the test allows it."""
+    asked, release = threading.Event(), threading.Event()
+
+    def behave(request: dict[str, Any]) -> Answer:
+        asked.set()
+        release.wait(60)
+        return good(score)(request)
+
+    return behave, asked, release
 
 
 def raw(body: str | bytes, status: int = 200, **headers: str) -> Behaviour:

@@ -6,9 +6,7 @@ from penstock.protocol.heartbeats import Activity
 from penstock.protocol.metrics.exporter import Exporter
 from penstock.protocol.metrics.table import METRICS, REQUEST_BUCKETS
 from penstock.reward_service.api import app
-from penstock.reward_service.api.app import EndpointState
-from penstock.reward_service.endpoints.endpoint_call import BreakerState
-from penstock.reward_service.endpoints.endpoint_queue import EndpointMetrics
+from penstock.reward_service.endpoints.endpoint_call import BreakerState, EndpointMetrics
 from penstock.reward_service.metrics import ServiceMetrics, Timings
 
 
@@ -17,8 +15,8 @@ def test_samples_are_the_counters_of_heartbeat_and_endpoints() -> None:
     metrics, timings = ServiceMetrics(), Timings()
     metrics.scored.update({"exact_match": 3, "mine@2": 4})
     metrics.completions = 28
-    metrics.groups_dead("RewardCrashed", 2)
-    metrics.groups_waited(["EndpointBusy", "EndpointBusy", "BreakerOpen"])
+    metrics.dead["RewardCrashed"] += 2
+    metrics.waited.update(["EndpointBusy", "EndpointBusy", "BreakerOpen"])
     metrics.packs.record(0.5, failed=True)
     metrics.queue = 9
     for seconds, failed in ((0.002, False), (0.2, False), (40.0, True)):
@@ -30,7 +28,7 @@ def test_samples_are_the_counters_of_heartbeat_and_endpoints() -> None:
         service_id="r0",
         heartbeat=lambda: None,
         collect=lambda samples: app.collect_samples(
-            samples, metrics, Activity(), {"mine": EndpointState(live, timings)}, num_held=7
+            samples, metrics, Activity(), {"mine": (live, timings)}, num_held=7
         ),
     )
     samples = exporter.samples()

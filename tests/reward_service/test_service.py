@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import signal
-import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -32,15 +31,21 @@ from penstock.reward_service.scores import GroupScores
 from tests.groups import make_generated, make_group, make_groups, pack_bytes
 from tests.protocol.hostile_packs import HOSTILE
 from tests.reward_service.conftest import Wire
-from tests.reward_service.processes import Behaviour, EndpointServer, Service, good
-from tests.servers import secret_file, wait_for
+from tests.reward_service.processes import (
+    Service,
+    StartEndpoint,
+    StartService,
+    blocking,
+    good,
+)
+from tests.servers import wait_for
 
 TEXTS = ["1 2 3", " 1 2 3\n", "3 2 1", ""]
 
 
-def test_a_pack_is_scored_and_acknowledged(wire: Wire, start_service: Callable[..., Service]) -> None:
-    """Every group of a pack gets one reward for each completion, by the reward named in its task."""
-    start_service()
+def test_a_pack_is_scored_and_acknowledged(wire: Wire, start_service: StartService) -> None:
+    """Every group of a pack gets one reward for each completion, by the reward named in its task, and is counted in /metrics."""
+    service = start_service()
     wire.announce(
         [
             make_group("e0.p0.a0", size=4, texts=TEXTS),
@@ -57,11 +62,13 @@ def test_a_pack_is_scored_and_acknowledged(wire: Wire, start_service: Callable[.
     assert found["e0.p1.a0"][0].parts == {"has_answer": (1.0, 0.0)}
     assert found["e0.p2.a0"][0].scorer == "math"
     assert len(wire.scored) == 1, "a pack that is scored as a whole is one message"
+    counted = httpx.get(f"{service.url}/metrics", timeout=60).text
+    assert 'penstock_reward_groups_scored_total{scorer="exact_match"} 1' in counted
     wire.wait_idle()
     assert not wire.dead
 
 
-def test_groups_of_both_splits_go_to_their_own_readers(wire: Wire, start_service: Callable[..., Service]) -> None:
+def test_groups_of_both_splits_go_to_their_own_readers(wire: Wire, start_service: StartService) -> None:
     start_service()
     wire.announce([make_group("e0.p0.a0", texts=TEXTS, size=4), make_group("eval.v0.p0.s0", split="eval", size=3)])
     wire.wait_scored("e0.p0.a0", "eval.v0.p0.s0")
@@ -69,7 +76,7 @@ def test_groups_of_both_splits_go_to_their_own_readers(wire: Wire, start_service
 
 
 def test_groups_that_can_never_be_scored_are_dead_lettered_and_others_scored(
-    wire: Wire, start_service: Callable[..., Service]
+    wire: Wire, start_service: StartService
 ) -> None:
     """An unknown reward and a missing ground truth are dead letters that name only their groups, with the reason."""
     start_service()
@@ -94,9 +101,7 @@ def test_groups_that_can_never_be_scored_are_dead_lettered_and_others_scored(
     wait_for(lambda: len([event for event in wire.events if event.kind == "dead"]) == 3, "events of the dead letters")
 
 
-def test_a_pack_that_differs_from_its_message_is_dead_lettered(
-    wire: Wire, start_service: Callable[..., Service]
-) -> None:
+def test_a_pack_that_differs_from_its_message_is_dead_lettered(wire: Wire, start_service: StartService) -> None:
     """A missing, altered or foreign object is a dead letter with its reason, and no group of it gets a reward."""
     start_service()
     groups = [make_group("e0.p0.a0", texts=TEXTS, size=4)]
@@ -127,9 +132,7 @@ def test_a_pack_that_may_not_be_read_gets_the_attempts_of_other_failures() -> No
     assert not is_permanent(BlobDenied("it may not be read"))
 
 
-def test_hostile_packs_are_dead_lettered_and_the_next_is_scored(
-    wire: Wire, start_service: Callable[..., Service]
-) -> None:
+def test_hostile_packs_are_dead_lettered_and_the_next_is_scored(wire: Wire, start_service: StartService) -> None:
     """Wrong schemas, bombs and contradictions of the message end as letters with a reason; the service goes on."""
     start_service()
     names = ("token ids are a struct", "a text in a dictionary", "rows of two truths", "described with another reward")
@@ -147,7 +150,7 @@ def test_hostile_packs_are_dead_lettered_and_the_next_is_scored(
     wire.wait_idle()
 
 
-def test_a_hostile_ground_truth_fails_only_its_group(wire: Wire, start_service: Callable[..., Service]) -> None:
+def test_a_hostile_ground_truth_fails_only_its_group(wire: Wire, start_service: StartService) -> None:
     """Too deeply nested JSON is a dead letter at once; the service continues with other packs."""
     service = start_service()
     deep = RewardRequest.model_construct(
@@ -196,17 +199,11 @@ def test_a_wall_clock_step_does_not_end_a_wait(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_a_killed_service_loses_no_group(
-    wire: Wire, start_service: Callable[..., Service], start_endpoint: Callable[[Behaviour], EndpointServer]
+    wire: Wire, start_service: StartService, start_endpoint: StartEndpoint
 ) -> None:
     """SIGKILL in the middle of scoring: the pack is redelivered and scored by the restarted service, which knows the endpoint."""
     wire.bus.ensure_consumer(streams.generated_consumer(wire.run_id, StreamLimits(ack_wait_s=1.0))).wait()
-    asked, answer = threading.Event(), threading.Event()
-
-    def slow(request: dict) -> tuple[int, dict[str, str], bytes]:
-        asked.set()
-        answer.wait(30)
-        return good(0.75)(request)
-
+    slow, asked, answer = blocking(0.75)
     endpoint = start_endpoint(slow)
     first = start_service("reward_service.endpoint_attempts=1000")
     name = f"slow-{wire.run_id}"
@@ -218,7 +215,7 @@ def test_a_killed_service_loses_no_group(
     endpoint.behaviour = good(0.75)
     second = start_service(replica="r1")
     assert wire.wait_scored("e0.p0.a0")["e0.p0.a0"][0].rewards == (0.75, 0.75)
-    assert [row["endpoint"]["name"] for row in second.get("/v1/endpoints")].count(name) == 1
+    assert name in second.endpoints()
     wire.wait_idle()
     assert not wire.dead
 
@@ -248,15 +245,9 @@ def test_packs_wait_while_s3_is_unreachable(
 
 
 def test_sigterm_finishes_packs_in_progress(
-    wire: Wire, start_service: Callable[..., Service], start_endpoint: Callable[[Behaviour], EndpointServer]
+    wire: Wire, start_service: StartService, start_endpoint: StartEndpoint
 ) -> None:
-    asked, answer = threading.Event(), threading.Event()
-
-    def slow(request: dict) -> tuple[int, dict[str, str], bytes]:
-        asked.set()
-        answer.wait(30)
-        return good(0.25)(request)
-
+    slow, asked, answer = blocking(0.25)
     service = start_service("reward_service.drain_s=30")
     name = f"slow-{wire.run_id}"
     service.register(name, start_endpoint(slow).url)
@@ -273,16 +264,10 @@ def test_sigterm_finishes_packs_in_progress(
 
 
 def test_sigterm_requeues_unfinished_packs(
-    wire: Wire, start_service: Callable[..., Service], start_endpoint: Callable[[Behaviour], EndpointServer]
+    wire: Wire, start_service: StartService, start_endpoint: StartEndpoint
 ) -> None:
     """A pack that hangs beyond the drain time is requeued at once, for another replica."""
-    asked, answer = threading.Event(), threading.Event()
-
-    def slow(request: dict) -> tuple[int, dict[str, str], bytes]:
-        asked.set()
-        answer.wait(30)
-        return good(0.25)(request)
-
+    slow, asked, answer = blocking(0.25)
     service = start_service("reward_service.drain_s=0")
     name = f"slow-{wire.run_id}"
     endpoint = start_endpoint(slow)
@@ -297,7 +282,7 @@ def test_sigterm_requeues_unfinished_packs(
     assert wire.wait_scored("e0.p0.a0")["e0.p0.a0"][0].rewards == (0.5, 0.5)
 
 
-def test_replicas_share_the_work(wire: Wire, start_service: Callable[..., Service]) -> None:
+def test_replicas_share_the_work(wire: Wire, start_service: StartService) -> None:
     """Two replicas bound to one consumer score every pack once between them."""
     services = [start_service(replica="r0"), start_service(replica="r1")]
     ids = []
@@ -319,7 +304,7 @@ def test_replicas_share_the_work(wire: Wire, start_service: Callable[..., Servic
 
 
 def test_every_replica_offers_its_rewards_in_the_registry(
-    wire: Wire, start_service: Callable[..., Service], start_endpoint: Callable[[Behaviour], EndpointServer]
+    wire: Wire, start_service: StartService, start_endpoint: StartEndpoint
 ) -> None:
     """The registry bucket has the reward names available to a run, including endpoints registered at another replica."""
     first, _ = start_service(replica="r0"), start_service(replica="r1")
@@ -335,7 +320,7 @@ def test_every_replica_offers_its_rewards_in_the_registry(
     assert offers()[0].by_source["openai/gsm8k"] == "gsm8k"
 
 
-def test_the_record_of_a_replica_killed_long_ago_is_deleted(wire: Wire, start_service: Callable[..., Service]) -> None:
+def test_the_record_of_a_replica_killed_long_ago_is_deleted(wire: Wire, start_service: StartService) -> None:
     """A starting replica deletes the offers of replicas killed long ago, so that the shared bucket stays bounded."""
     registry = wire.bus.key_value(streams.registry_bucket().bucket).wait()
     key = rewards_offered.key(f"dead-{wire.run_id}")
@@ -347,7 +332,7 @@ def test_the_record_of_a_replica_killed_long_ago_is_deleted(wire: Wire, start_se
 
 def test_a_port_that_is_taken_is_named(
     wire: Wire,
-    start_service: Callable[..., Service],
+    start_service: StartService,
     tmp_path: Path,
     nats_settings: NatsSettings,
     s3_settings: S3Settings,
@@ -370,16 +355,3 @@ def test_a_run_that_was_not_bootstrapped_is_refused_with_the_fix(
     assert service.wait(60) == 1
     assert "penstock bootstrap" in service.output
     assert "Traceback" not in service.output
-
-
-def test_health_and_metrics_report_scored_groups(wire: Wire, start_service: Callable[..., Service]) -> None:
-    """/healthz answers without a token, /metrics counts groups by scorer in Prometheus' text format."""
-    service = start_service(f"reward_service.token_file={secret_file('secret')}")
-    wire.announce([make_group("e0.p0.a0", size=4, texts=TEXTS)])
-    wire.wait_scored("e0.p0.a0")
-    assert httpx.get(f"{service.url}/healthz", timeout=60).json()["ok"] is True
-    assert httpx.get(f"{service.url}/metrics", timeout=60).status_code == 401
-    assert httpx.get(f"{service.url}/metrics", headers={"authorization": "Bearer wrong"}, timeout=60).status_code == 401
-    text = httpx.get(f"{service.url}/metrics", headers={"authorization": "Bearer secret"}, timeout=60).text
-    assert 'penstock_reward_groups_scored_total{scorer="exact_match"} 1' in text
-    assert "penstock_reward_completions_scored_total 4" in text

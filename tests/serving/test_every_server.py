@@ -15,10 +15,12 @@ from typing import Any, cast
 import pytest
 import uvicorn
 from tests.console.web.control.api import Api
+from tests.reward_service.processes import api_app
 from tests.serving.test_hosted_servers import environment, reward
 
 from penstock.console.web import serve
 from penstock.protocol.transport import tls
+from penstock.reward_service.endpoints.endpoint import Access
 from penstock.rollout_service.embedded_engine.http.app import build_app
 from penstock.serving import web_server
 
@@ -35,6 +37,7 @@ SERVERS: dict[str, tuple[Build, str, str]] = {  # how it is built; a path that t
     "served reward": (lambda _: web_server.config_of(reward((), ()), lifespan="off"), "/score", "/metadata"),
     "served environment": (lambda _: web_server.config_of(environment((), ()), lifespan="off"), "/episodes", "/environment"),
     "embedded engine": (engine, "/update_weights_from_disk", "/flush_cache"),
+    "reward service": (lambda _: web_server.config_of(api_app(Access([])), lifespan="off"), "/v1/score", "/v1/nothing"),
     "console": (lambda folder: serve.server_for(Api(folder).context, ()).config, "/v1/runs", "/v1/runs"),
 }  # fmt: skip
 

@@ -1,1 +1,1 @@
-"""The request and response formats of endpoints, one file each; `DIALECTS` finds them by name."""
+"""The request and response formats of endpoints; `DIALECTS` finds them by name."""

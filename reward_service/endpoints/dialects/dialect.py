@@ -1,25 +1,30 @@
-"""The base class of a dialect: build a request body from groups, and read scores from the response. Pure.
+"""The base classes of a dialect: build a request body from groups, and read scores from the response. Pure.
 
-A dialect is a frozen model whose fields are the options a registration may give it (``options``), so
-that an unknown option is refused at registration. To add one: a file here with a subclass and a `DialectKind`
-at its top level. Everything else is the client's: deadlines, retries, signatures, the size limit of a
-response, and, after `Dialect.read`, checks of the number of scores, their range and the declared parts.
+A dialect is a frozen model whose fields are the options a registration may give it (``options``), so that an unknown option is
+refused at registration. To add one: a subclass and a `DialectKind` at the top level of a file here. Everything else is the
+client's: deadlines, retries, signatures, the size limit of a response, and, after `Dialect.read`, checks of the number of
+scores, their range and the declared parts.
+
+Libraries whose reward is a Python function let it return a number, a bool, or a dict with a number and details: `score_of`
+reads these as JSON. Every error names the place in the response.
 """
 
 from __future__ import annotations
 
+import json
+import math
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Literal, TypeVar
+from typing import Any, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, JsonValue
 
-from penstock.reward_service.endpoints.wire import GroupScore, GroupToScore, Score, ScoreResponse
+from penstock.reward_service.endpoints.wire import MAX_PARTS, GroupToScore, Score
 from penstock.serving import strict_json
 
-M = TypeVar("M", bound=BaseModel)
-_FIELDS = frozenset({*ScoreResponse.model_fields, *GroupScore.model_fields, *Score.model_fields})
+_MAX_PART_NAME = 64
+Row = tuple[GroupToScore, str]  # a completion with its group
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,12 +34,6 @@ class Call:
     reward: str
     request_id: str
     groups: Sequence[GroupToScore]
-
-
-@dataclass(frozen=True, slots=True)
-class Payload:
-    body: bytes
-    content_type: str = "application/json"
 
 
 class BadAnswer(ValueError):
@@ -57,8 +56,8 @@ class Dialect(BaseModel, ABC):
     """
 
     @abstractmethod
-    def request(self, call: Call) -> Payload:
-        """Return the request body for the call's groups."""
+    def request(self, call: Call) -> bytes:
+        """Return the request body, which is JSON, for the call's groups."""
 
     @abstractmethod
     def read(self, call: Call, answer: bytes) -> list[list[Score]]:
@@ -69,20 +68,126 @@ class Dialect(BaseModel, ABC):
         """
 
 
+class CompletionDialect(Dialect):
+    """A format in which a request carries one completion, and the answer its score."""
+
+    carries: ClassVar[Literal["groups", "group", "completion"]] = "completion"
+
+    @abstractmethod
+    def body(self, group: GroupToScore, text: str, request_id: str) -> dict[str, Any]: ...
+
+    @abstractmethod
+    def score(self, value: JsonValue) -> Score: ...
+
+    def request(self, call: Call) -> bytes:
+        (group,) = call.groups
+        (text,) = group.completions
+        return json.dumps(self.body(group, text, call.request_id)).encode()
+
+    def read(self, call: Call, answer: bytes) -> list[list[Score]]:
+        return [[self.score(parse(answer))]]
+
+
+class ColumnsDialect(Dialect):
+    """A format in which a request carries lists with an item for each completion of any number of groups, and the answer lists of scores."""
+
+    @abstractmethod
+    def columns(self, rows: Sequence[Row]) -> dict[str, list[Any]]: ...
+
+    @abstractmethod
+    def scores(self, value: JsonValue, size: int) -> list[Score]: ...
+
+    def request(self, call: Call) -> bytes:
+        return json.dumps(self.columns(rows_of(call.groups))).encode()
+
+    def read(self, call: Call, answer: bytes) -> list[list[Score]]:
+        scores = iter(self.scores(parse(answer), len(rows_of(call.groups))))
+        return [[next(scores) for _ in group.completions] for group in call.groups]
+
+
 @dataclass(frozen=True, slots=True)
 class DialectKind:
     name: str
     options: type[Dialect]  # validates a registration's options
 
 
-def read_json(model: type[M], answer: bytes) -> M:
-    """Validate an answer as JSON; raises BadAnswer naming the first field that does not fit, never its content."""
+def rows_of(groups: Sequence[GroupToScore]) -> list[Row]:
+    return [(group, text) for group in groups for text in group.completions]
+
+
+def parse(answer: bytes) -> JsonValue:
     try:
-        strict_json.loads(answer, strict_json.MAX_DEPTH)
-        return model.model_validate_json(answer)
+        return strict_json.loads(answer, strict_json.MAX_DEPTH)
     except strict_json.AmbiguousJson as err:
-        raise BadAnswer(f"does not answer as agreed: {err}") from None
-    except ValidationError as err:
-        first = err.errors(include_input=False, include_context=False)[0]
-        place = ".".join(str(step) if isinstance(step, int) or step in _FIELDS else "*" for step in first["loc"])
-        raise BadAnswer(f"does not answer as agreed: {place or 'body'}: {first['msg']}") from None
+        raise BadAnswer(f"answers with a body that cannot be read: {err}") from None
+
+
+def member(value: JsonValue, key: str) -> tuple[JsonValue, Mapping[str, JsonValue]]:
+    """Return the value under a key of an object, and the object."""
+    if not isinstance(value, dict) or key not in value:
+        raise BadAnswer(f"answers no object with {key!r}")
+    return value[key], value
+
+
+def number(value: object, where: str) -> float:
+    if not isinstance(value, int | float):
+        raise BadAnswer(f"answers {_kind(value)} at {where}, expected a number")
+    try:
+        score = float(value)
+    except OverflowError:
+        score = math.inf
+    if not math.isfinite(score):
+        raise BadAnswer(f"answers a number at {where} that is not finite, or too large")
+    return score
+
+
+def score_of(value: object, where: str, *, key: str = "score") -> Score:
+    """Return the score from a number, null, or an object with a number under ``key`` whose other numbers are parts.
+
+    Null means "not scored". Raises BadAnswer for anything else.
+    """
+    parts: dict[str, float] = {}
+    if isinstance(value, Mapping):
+        if key not in value:
+            raise BadAnswer(f"answers an object without {key!r} at {where}; it has {len(value)} other keys")
+        parts = parts_of({name: item for name, item in value.items() if name != key}, where)
+        value, where = value[key], f"{where}.{key}"
+    if value is None:
+        return Score(error=f"answers {where} = null: the endpoint did not score this completion")
+    return Score(score=number(value, where), parts=parts)
+
+
+def scores_of(value: object, size: int, where: str) -> list[Score]:
+    return [score_of(item, f"{where}[{place}]") for place, item in enumerate(list_of(value, size, where))]
+
+
+def with_parts(score: Score, parts: object, where: str) -> Score:
+    """Return a score with the numbers of an object as its parts; one without a number, or anything but an object, changes nothing."""
+    if score.score is None or not isinstance(parts, dict):
+        return score
+    return score.model_copy(update={"parts": parts_of(parts, where)})
+
+
+def parts_of(value: Mapping[str, Any], where: str) -> dict[str, float]:
+    """Return the numbers of an object as parts, at most the first `MAX_PARTS`; texts and lists are ignored.
+
+    Raises BadAnswer for a number that is not finite.
+    """
+    named = [(name, item) for name, item in value.items() if name and isinstance(item, int | float)]
+    return {name[:_MAX_PART_NAME]: number(item, f"{where}.{name}") for name, item in named[:MAX_PARTS]}
+
+
+def list_of(value: object, size: int, where: str) -> Sequence[Any]:
+    if not isinstance(value, list):
+        raise BadAnswer(f"answers {_kind(value)} at {where}, expected a list")
+    if len(value) != size:
+        raise BadAnswer(f"answers {len(value)} values at {where} for {size} completions")
+    return value
+
+
+def _kind(value: object) -> str:
+    """Name the JSON type of a value without its content."""
+    names: dict[type, str] = {
+        str: "a text", bool: "true or false", type(None): "null", dict: "an object", list: "a list",
+    }  # fmt: skip
+    return names.get(type(value), "a number")

@@ -1,4 +1,4 @@
-r"""Parse LaTeX answers and numbers exactly, and compare simple answers without a solver; answers are never compared as floats.
+r"""Read boxes, labels, prose, equations and numbers of answers exactly; answers are never compared as floats.
 
 Of an equation the final side is the answer, unless its other sides contradict it: ``x = 42``, ``6 \cdot 7 = 42`` and
 ``\pi \approx 3.14`` are answers; ``41 = 42`` contradicts itself. Sides with letters (``a + b = 42``) name what the value is of,
@@ -25,29 +25,15 @@ _MIXED = re.compile(r"\s*(?P<sign>[-+−]?)\s?(?P<whole>[0-9]+)\s+(?P<part>[0-9]
 _TOKEN = re.compile(r"\\(?:boxed|fbox)(?:\s*(?P<open>\{)|\s+(?P<bare>[^\s{}$\\]+))|\\.|(?P<brace>[{}])", re.DOTALL)
 _SPACING = re.compile(r"\\[,;:!> ]|~|\\(?:left|right|displaystyle|quad|qquad|bigl?|bigr|Bigl?|Bigr)(?![A-Za-z])")
 _TEXT = re.compile(r"\\(?:text|textbf|textit|textrm|mathrm|mathbf|mbox|textnormal|textsf|emph)\s*\{([^{}]*)\}")
-_ONLY_TEXT = re.compile(
-    r"\s*\\(?:text|textbf|textit|textrm|mathrm|mathbf|mbox|textnormal|textsf|emph)\s*\{([^{}]*)\}\s*"
-)
+_ONLY_TEXT = re.compile(rf"\s*{_TEXT.pattern}\s*")
 _LABEL = re.compile(
     r"^\s*\\(?:text|textbf|mathrm|mathbf)\s*\{\s*\(?(?P<letter>[A-E])\)?[.:]?\s*\}(?:\s|~|\\[ ,;:]|\\quad)*(?=[^\s_^+*/=<>,.-])"
 )
 _COUNTED = re.compile(r"[-+−]?[0-9][0-9.,]*\s*(?:[A-Za-z/^23 ]+|[一-龥]{1,4})")  # 5 cm, 12元
 _SIGNS = str.maketrans({"−": "-", "–": "-", "≤": r"\le ", "≥": r"\ge ", "≠": r"\ne ", "±": r"\pm ", "∞": r"\infty "})
 _LONG_SIGN = re.compile(r"\\(le|ge|ne)(?:q|qslant)(?![A-Za-z])")
-_DEGREES = re.compile(r"\^\s*(?:\{\s*\\circ\s*\}|\\circ)|\\degree|°")
-_SHORT_FRACTION = re.compile(r"\\frac(?:\s*([0-9])\s*([0-9])|\s*\{([^{}]*)\}\s*([0-9])|\s*([0-9])\s*\{([^{}]*)\})")
-_SHORT_ROOT = re.compile(r"\\sqrt\s*([0-9A-Za-z])")
-_FRACTION = re.compile(r"(?P<sign>[-+]?)\\frac\{(?P<top>[-+]?[0-9]+)\}\{(?P<bottom>[-+]?[0-9]+)\}")
-_ASSIGNMENT = re.compile(r"[A-Za-z](?:\([A-Za-z]\)|_\{?[0-9A-Za-z]\}?)?=(?P<value>[^=]+)")
-_POWER_OF_TEN = re.compile(r"(?P<number>-?[0-9]+\.?[0-9]*)(?:\\times|\\cdot|×)10\^\{?(?P<power>-?[0-9]{1,3})\}?")
 _OTHER_SCRIPT = re.compile(r"[À-ÖØ-öø-ʯЀ-῿぀-ヿ㐀-鿿가-힯]")
-_THOUSANDS = re.compile(r"[-+]?[0-9]{1,3}(?:,[0-9]{3})+(?:\.[0-9]*)?")
-_PLAIN_NUMBER = re.compile(PLAIN_NUMBER)
 _PROSE = re.compile(r"[A-Za-z]{2,}(?:[\s,.'-]+[A-Za-z]{2,})+[.!?]?")
-_SPACED_THOUSANDS = re.compile(r"[-+]?[0-9]{1,3}(?:\s[0-9]{3})+(?:\.[0-9]*)?")
-_SPACED_DIGITS = re.compile(r"[0-9]\s+[0-9]")
-_PERCENT = re.compile(r"(?:\s|\\[ ,])*(?:percent|per\s?cent)\s*$", re.IGNORECASE)
-_MAX_DIGITS = 200
 _ABOUT = r"\\(?:approx|simeq|sim|doteq|thickapprox)(?![A-Za-z])|≈|≃|≅"
 _EQUATION_TOKEN = re.compile(
     rf"(?P<open>[{{(\[])|(?P<close>[}})\]])|(?P<about>{_ABOUT})|(?P<other>\\[A-Za-z]+|\\.|[<>!:]=|==)|(?P<equal>=)|(?P<comma>,(?![0-9]{{3}}))"
@@ -86,11 +72,6 @@ def _fraction(digits: str) -> Fraction:
     return Fraction(digits.replace("−", "-").replace(",", "").replace(" ", "").rstrip("."))
 
 
-class Value(NamedTuple):
-    number: Fraction
-    is_percent: bool
-
-
 def last_boxed(text: str) -> str | None:
     r"""Return the content of the last ``\boxed{}`` (or ``\fbox{}``) whose braces balance, else None.
 
@@ -122,62 +103,8 @@ def is_shallow(text: str, most: int) -> bool:
     return True
 
 
-def normalise(answer: str) -> str:
-    r"""Return an answer in normal form: no spacing, ``\frac`` and ``\sqrt`` with braces, no degree or money units."""
-    answer = " ".join(answer.split()).replace("{,}", ",").replace(",\\!", ",").replace("−", "-")
-    answer = _SPACING.sub("", answer.replace("\\\\ ", "\\\\"))
-    answer = _DEGREES.sub("", re.sub(r"\\[dtc]frac", r"\\frac", answer)).replace("\\$", "").replace("$", "")
-    answer = answer.replace("\\%", "%").replace("\\varnothing", "\\emptyset")
-    answer = _PERCENT.sub("%", _TEXT.sub(r"\1", answer))
-    answer = _SHORT_FRACTION.sub(_braced, answer)
-    answer = re.sub(r"\s+", "", _SHORT_ROOT.sub(r"\\sqrt{\1}", answer))
-    assignment = _ASSIGNMENT.fullmatch(answer)
-    answer = assignment["value"] if assignment else answer
-    return answer.rstrip(".") if answer.count(".") == 1 or not answer.strip(".") else answer
-
-
 def plain_text(answer: str) -> str:
     return _SPACING.sub(" ", _TEXT.sub(r"\1", answer)).strip().strip("$").strip()
-
-
-def braced_fractions(text: str) -> str:
-    return _SHORT_FRACTION.sub(_braced, re.sub(r"\\[dtc]frac", r"\\frac", text))
-
-
-def plainly_equal(gold: str, answer: str, relative: float = 0.0) -> bool | None:
-    """Return True or False for prose, two plain numbers, or the same text twice; None if it takes algebra.
-
-    A percentage equals the fraction it denotes, and the same number without the sign if it is the truth that has one.
-    Only a truth that is prose is compared by words.
-    """
-    if not answer.strip():
-        return False
-    if is_prose(gold):
-        return _said(gold) == _said(answer)
-    if gold.strip() == answer.strip():
-        return True
-    wanted, value = plain_value(gold), plain_value(answer)
-    if wanted is None or value is None:
-        return None
-    allowed = Fraction(relative)
-    readings = (
-        {value.number / 100 if value.is_percent else value.number}
-        if wanted.is_percent < value.is_percent
-        else {value.number}
-    )
-    truths = {wanted.number, wanted.number / 100} if wanted.is_percent > value.is_percent else {wanted.number}
-    return any(abs(number - truth) <= allowed * abs(truth) for number in readings for truth in truths)
-
-
-def plain_value(answer: str) -> Value | None:
-    """Return the number that a text is, else None. Digits with spaces are thousands or a mixed number: ``4 2`` is not 42."""
-    if re.search(r",\s", answer) or _ASSIGNMENT.fullmatch(answer.replace(" ", "")):
-        return None
-    plain = _SPACING.sub(" ", answer).strip().strip("$").strip()
-    if _SPACED_DIGITS.search(plain):
-        number = read_number(re.sub(r"\s", "", plain) if _SPACED_THOUSANDS.fullmatch(plain) else plain)
-        return None if number is None else Value(number, False)
-    return _value(normalise(answer))
 
 
 def label(answer: str) -> str:
@@ -207,36 +134,12 @@ def is_prose(truth: str) -> bool:
     ) is not None and text.casefold() not in {"infinity", "infty"}
 
 
-def _said(text: str) -> str:
+def said(text: str) -> str:
     """Reduce prose to its words in small letters, ``(B)`` and ``B.`` to the same choice; operators stay."""
     plain = unicodedata.normalize("NFKC", _SPACING.sub(" ", _TEXT.sub(r"\1", text.translate(_SIGNS))).strip("$ "))
     plain = _LONG_SIGN.sub(r"\\\1 ", plain.replace("<=", r"\le ").replace(">=", r"\ge ")).casefold()
     signs = "".join(letter for letter in {*plain} if unicodedata.category(letter) == "Sm")
     return " ".join(re.findall(rf"\w+|[\\^*/%{re.escape(signs)}]|(?<!\w)-(?=\w)", plain))
-
-
-def _braced(match: re.Match[str]) -> str:
-    top, bottom = (group for group in match.groups() if group is not None)
-    return f"\\frac{{{top}}}{{{bottom}}}"
-
-
-def _value(answer: str) -> Value | None:
-    is_percent = answer.endswith("%")
-    answer = answer.removesuffix("%")
-    if len(answer) > _MAX_DIGITS:
-        return None
-    fraction, power = _FRACTION.fullmatch(answer), _POWER_OF_TEN.fullmatch(answer)
-    if fraction is not None:
-        bottom = int(fraction["bottom"])
-        number = Fraction(int(fraction["top"]), bottom) if bottom else None
-        number = -number if number is not None and fraction["sign"] == "-" else number
-    elif power is not None:
-        number = Fraction(power["number"].rstrip(".")) * Fraction(10) ** int(power["power"])
-    elif _THOUSANDS.fullmatch(answer) or _PLAIN_NUMBER.fullmatch(answer):
-        number = read_number(answer)
-    else:
-        number = None
-    return None if number is None else Value(number, is_percent)
 
 
 class Equation(NamedTuple):

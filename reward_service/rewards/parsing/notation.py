@@ -10,8 +10,9 @@ import unicodedata
 from fractions import Fraction
 from typing import NamedTuple
 
-from penstock.reward_service.rewards.parsing import quantity
+from penstock.reward_service.rewards.parsing import latex
 
+MULTIPLES = {"hundred": 10**2, "thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12, "dozen": 12}
 _UNICODE = str.maketrans(
     {
         "−": "-", "–": "-", "×": r"\times ", "·": r"\cdot ", "⋅": r"\cdot ", "÷": r"\div ", "π": r"\pi ", "∞": r"\infty ",
@@ -30,34 +31,9 @@ _TEXT = re.compile(
     r"\\(?:text|textrm|textbf|textit|emph|textnormal|textup|mathrm|mbox|hbox|operatorname\*?)\s*\{([^{}]*)\}"
 )
 _FUNCTIONS = [
-    "arcsin",
-    "arccos",
-    "arctan",
-    "arccot",
-    "sinh",
-    "cosh",
-    "tanh",
-    "coth",
-    "sin",
-    "cos",
-    "tan",
-    "cot",
-    "sec",
-    "csc",
-    "ln",
-    "log",
-    "lg",
-    "exp",
-    "max",
-    "min",
-    "gcd",
-    "det",
-    "arg",
-    "deg",
-    "lim",
-    "sup",
-    "inf",
-]
+    "arcsin", "arccos", "arctan", "arccot", "sinh", "cosh", "tanh", "coth", "sin", "cos", "tan", "cot", "sec", "csc",
+    "ln", "log", "lg", "exp", "max", "min", "gcd", "det", "arg", "deg", "lim", "sup", "inf",
+]  # fmt: skip
 _NAMES = {name: f"\\{name} " for name in [*_FUNCTIONS, "pi", "theta", "alpha", "beta", "infty"]} | {
     "arcsec": r"\arcsec ", "arccsc": r"\arccsc ", "infinity": r"\infty ", "lcm": r"\lcm ", "e": "e", "i": "i", "d": "d",
 }  # fmt: skip
@@ -104,6 +80,7 @@ _REPLACED = (
     (r"\\begin\s*\{[bB]matrix\}|\[\s*\\begin\s*\{array\}\s*(?:\{[^{}]*\})?|\(\s*\\begin\s*\{array\}\s*(?:\{[^{}]*\})?", r"\\begin{pmatrix}"),
     (r"\\end\s*\{[bB]matrix\}|\\end\s*\{array\}\s*[\])]", r"\\end{pmatrix}"),
 )  # fmt: skip
+_FRACTIONS = tuple((re.compile(pattern), into) for pattern, into in _REPLACED if "frac" in into)
 _REWRITES = tuple((re.compile(pattern), into) for pattern, into in _REPLACED)
 _PERCENT = re.compile(
     r"\s*(?:\\text\s*\{\s*(?:percent|per\s?cent|pct)\s*\}|(?<![A-Za-z])(?:percent|per\s?cent|pct))\s*$", re.IGNORECASE
@@ -111,29 +88,39 @@ _PERCENT = re.compile(
 _VULGAR = re.compile("([0-9]?)([¼-¾⅐-⅞])")
 _WORD = re.compile(r"(?<![\\A-Za-z])[A-Za-z]{3,}|\\text")
 _MULTIPLE = re.compile(
-    rf"(?<![0-9A-Za-z.,/_^{{}}])(?P<number>[0-9][0-9,]*(?:\.[0-9]+)?)\s*(?P<marked>\\text\s*\{{\s*)?(?P<word>{'|'.join(quantity.MULTIPLES)})s?\b\s*"
-    r"(?(marked)(?P<rest>[^{}]*)\})"
+    rf"(?<![0-9A-Za-z.,/_^{{}}])(?P<number>[0-9][0-9,]*(?:\.[0-9]+)?)\s*(?P<marked>\\text\s*\{{\s*)?(?P<word>{'|'.join(MULTIPLES)})s?\b"
+    r"(?(marked)\s*(?P<rest>[^{}]*)\})"
 )
-_BASE_TEN = re.compile(r"(?<![A-Za-z0-9_.}])([0-9]+)_(?:\{\s*10\s*\}|10(?![0-9]))")
+_BASE_TEN = re.compile(
+    r"(?<![A-Za-z0-9_.}])([0-9]+)_(?:10(?![0-9])|\{\s*(?:10|\\text\{(?:base\s)?(?:10|ten)\})\s*\}|\\text\{(?:base\s)?(?:10|ten)\})"
+)
 _TEXT_QUANTITY = re.compile(r"\\text\{(?P<number>[-+]?[0-9][0-9.,]*)\s*(?P<unit>[A-Za-z/^23 ]+)\}")
 _COUNTED = re.compile(r"(?<=[0-9])\s*([一-龥]{1,4})$")
+_FRACTION = re.compile(r"(?P<sign>[-+]?)\\frac\{(?P<top>[-+]?[0-9]+)\}\{(?P<bottom>[-+]?[0-9]+)\}")
+_POWER_OF_TEN = re.compile(r"(?P<number>-?[0-9]+\.?[0-9]*)\\(?:times|cdot) ?10\^\{?(?P<power>-?[0-9]{1,3})\}?")
+_PLAIN_THOUSANDS = re.compile(r"[-+]?[0-9]{1,3}(?:,[0-9]{3})+(?:\.[0-9]*)?")
+_PLAIN_NUMBER = re.compile(latex.PLAIN_NUMBER)
+_SPACED_THOUSANDS = re.compile(r"[-+]?[0-9]{1,3}(?:\s[0-9]{3})+(?:\.[0-9]*)?")
+_SPACED_DIGITS = re.compile(r"[0-9]\s+[0-9]")
+_MAX_DIGITS = 200
 _INSIDE_SPACE = re.compile(r"(?<![0-9A-Za-z])\s+|\s+(?![0-9A-Za-z])")
 
 
 def rewrite(answer: str) -> str:
     """Return an answer in one notation of LaTeX; two answers in the same notation are equal."""
     text = re.sub(r"(?<!\\)\\$|(?<=[ \t])[ \t]+", "", answer.strip()).translate(_UNICODE)
-    text = _SUPERSCRIPT.sub(lambda found: "^{" + found[0].translate(_SCRIPT).replace("+", "") + "}", text)
+    text = with_powers(text)
     text = _ROOT.sub(lambda found: f"\\sqrt{{{found[1] or found[2]}}}", text)
     text = _VULGAR.sub(_vulgar, text)
-    text = text.replace("{,}", ",").replace(",\\!", ",").replace("\\\\ ", "\\\\").replace("**", "^")
+    text = re.sub(r",\\!\s*", ",", text.replace("{,}", ",")).replace("\\\\ ", "\\\\").replace("**", "^")
     text = re.sub(r"(?<=[0-9]),\s+(?=[0-9]{3}(?![0-9]))", ";", text)  # 32, 349 are two numbers
-    text = _COUNTED.sub(r"\\text{\1}", _BASE_TEN.sub(r"\1", _MULTIPLE.sub(_multiplied, text)))
+    text = _COUNTED.sub(r"\\text{\1}", _MULTIPLE.sub(_multiplied, text))
     text = _MONEY.sub(lambda found: f"{found['number'] or found['after']}\\text{{dollars}}", text)
     for pattern, into in _REWRITES:
         text = pattern.sub(into, text)
     text = _FONT_SWITCH.sub("", _FONT_ARGUMENT.sub(r"{\g<inner>}", text))
-    text = _TEXT_QUANTITY.sub(r"\g<number>\\text{\g<unit>}", _TEXT.sub(_spelt, text))
+    text = _BASE_TEN.sub(r"\1", _TEXT.sub(_spelt, text))
+    text = _TEXT_QUANTITY.sub(r"\g<number>\\text{\g<unit>}", text)
     text = _E_NOTATION.sub(r"\1\\times 10^{\2}", _TIMES_TEN.sub(r"\1\\times 10^", text))
     text = _SPELT_ROOT.sub(r"\\sqrt{\1}", text)
     if not _WORD.search(_BARE_NAME.sub("", text)):  # a formula, no prose
@@ -145,8 +132,45 @@ def rewrite(answer: str) -> str:
     return ungrouped(_INSIDE_SPACE.sub("", text))
 
 
+def with_powers(text: str) -> str:
+    """Return a text with its superscripts as exponents, so that they are not read as digits."""
+    return _SUPERSCRIPT.sub(lambda found: "^{" + found[0].translate(_SCRIPT).replace("+", "") + "}", text)
+
+
+def with_braces(text: str) -> str:
+    """Return a text whose fractions have braces."""
+    for pattern, into in _FRACTIONS:
+        text = pattern.sub(into, text)
+    return text
+
+
+class Value(NamedTuple):
+    number: Fraction
+    is_percent: bool
+
+
+def plain_value(text: str) -> Value | None:
+    """Return the number that a rewritten answer is, else None. Digits with spaces are thousands or a mixed number: ``4 2`` is not 42."""
+    digits = text.removesuffix("%")
+    if len(digits) > _MAX_DIGITS:
+        return None
+    number: Fraction | None = None
+    if _SPACED_DIGITS.search(text):
+        number = latex.read_number(re.sub(r"\s", "", text) if _SPACED_THOUSANDS.fullmatch(text) else text)
+        return None if number is None else Value(number, False)
+    fraction, power = _FRACTION.fullmatch(digits), _POWER_OF_TEN.fullmatch(digits)
+    if fraction is not None and int(fraction["bottom"]):
+        number = Fraction(int(fraction["top"]), int(fraction["bottom"]))
+        number = -number if fraction["sign"] == "-" else number
+    elif power is not None:
+        number = Fraction(power["number"].rstrip(".")) * Fraction(10) ** int(power["power"])
+    elif _PLAIN_THOUSANDS.fullmatch(digits) or _PLAIN_NUMBER.fullmatch(digits):
+        number = latex.read_number(digits)
+    return None if number is None else Value(number, digits != text)
+
+
 def _multiplied(found: re.Match[str]) -> str:
-    number = str(Fraction(found["number"].replace(",", "")) * quantity.MULTIPLES[found["word"]])
+    number = str(Fraction(found["number"].replace(",", "")) * MULTIPLES[found["word"]])
     return number + (f"\\text{{{found['rest']}}}" if found["rest"] else "")
 
 
@@ -176,12 +200,8 @@ _THOUSANDS = re.compile(r"-?[0-9]{1,3}(?:,[0-9]{3})+(?:\.[0-9]+)?")
 _BASE = re.compile(
     r"\(?(?P<digits>(?=[A-Z]*[0-9])[0-9A-Z]+(?:\.[0-9A-Z]+)?)\)?_\{?\(?(?:\\text\{)?(?:base)?\s?(?P<base>[0-9]+|[a-z]+)\}?\)?\}?"
 )
-_BASE_WORDS = {
-    name: str(number)
-    for number, name in enumerate(
-        ["two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve"], 2
-    )
-}
+_BASE_NAMES = ("two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve")
+_BASE_WORDS = {name: str(number) for number, name in enumerate(_BASE_NAMES, 2)}
 _NAME = re.compile(r"\(?(?:\\?[A-Za-z]++(?:_\{?[0-9A-Za-z]++\}?)?'*+(?:\([A-Za-z0-9,]*+\))?[,:]?)++\)?")
 _IS = re.compile(r"\\[{}]|[{}()\[\]]|=|\\in(?![A-Za-z])|(?P<relation>\\(?:neq|le|ge|equiv|notin)(?![A-Za-z])|[<>]|:=)")
 

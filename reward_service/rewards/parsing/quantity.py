@@ -1,4 +1,4 @@
-"""Parse a number with its unit, exactly: thousands, mixed fractions, powers of ten, percent, other spellings.
+"""Parse a number with its unit, exactly: thousands, mixed fractions, powers of ten, percent, other spellings; convert units.
 
 Refused on purpose: a decimal comma (``1,5`` may be a list), digits of other scripts than Latin and full
 width, powers other than of ten (``9**9**9`` is not written as an answer), and numbers beyond
@@ -12,7 +12,7 @@ import unicodedata
 from fractions import Fraction
 from typing import NamedTuple
 
-from penstock.reward_service.rewards.parsing import latex
+from penstock.reward_service.rewards.parsing import latex, notation
 from penstock.reward_service.rewards.parsing.latex import MAX_NUMBER_CHARS
 
 _TABLE: dict[str, tuple[tuple[str, Fraction], ...]] = {
@@ -65,7 +65,6 @@ _TABLE: dict[str, tuple[tuple[str, Fraction], ...]] = {
     ),
     "acceleration": (("m/s^2 m/s2", Fraction(1)),),
 }
-MULTIPLES = {"hundred": 10**2, "thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12, "dozen": 12}
 FOLDED = 4  # letters of the shortest name of a unit whose case does not count: mW is not MW
 MAX_EXPONENT = 400
 _DIGITS = r"(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)"
@@ -90,10 +89,29 @@ _GOES_ON = re.compile(  # with a second number, or as an expression: then the fi
 _COMPOUND = re.compile(  # 5 feet 10 inches
     r"\s{0,4}(?!(?:in|of|for|per|at|on|with|from|by|after|over|within|every|each|out)\s)[A-Za-z]{1,12}\s{1,4}[0-9.]{1,12}\s{0,4}[A-Za-z]{1,12}[.]?\s*$"
 )
-_MULTIPLE = re.compile(rf"({'|'.join(MULTIPLES)})s?\b", re.IGNORECASE)
-_SUPERSCRIPTS = re.compile("[⁻⁺]?[⁰¹²³⁴-⁹]+")
-_PLAIN_SCRIPT = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁻⁺", "0123456789-+")
+_MULTIPLE = re.compile(rf"({'|'.join(notation.MULTIPLES)})s?\b", re.IGNORECASE)
 _VULGAR = re.compile("[¼-¾⅐-⅞]")
+
+
+_TEXT_UNIT = r"\\text\s*\{[^{}]*\}(?:\^\{?-?[0-9]\}?|\^\{-[0-9]\})?"
+_UNIT_AT_END = re.compile(
+    rf"(?P<value>.*?[0-9A-Za-z)}}\]!%])\s*"
+    rf"(?P<unit>(?:(?:{_TEXT_UNIT}|\^\\circ\s*(?:[CF](?![A-Za-z]))?)(?:\\cdot|[/·*\s])*)+(?:[0-9]|[A-Za-z](?![A-Za-z]))?)",
+    re.DOTALL,
+)
+_PLAIN_UNIT = re.compile(
+    r"(?P<value>[-+]?[0-9][0-9.,/]*(?:\\times\s*10\^\{-?[0-9]+\})?)(?:\s+|(?<=\}))"
+    r"(?P<unit>[A-Za-z][-A-Za-z .°/^{}0-9]*)|(?P<number>[-+]?[0-9][0-9.,]*)(?P<short>(?:km|cm|mm|kg|mi|ft)(?:\^\{?[23]\}?)?)"
+)
+_NO_UNIT = re.compile(
+    r"(?:^|\W)(?:not|no|or|and|if|mod|than|base|to|plus|minus|times\W+\w+|where|for|is|are|but|more|less|over|factorial)(?:\W|$)|[0-9=<>+]"
+    rf"|^(?:squared|cubed|half|halves|thirds|tenths|hundredths|{'|'.join(notation.MULTIPLES)})(?:\W|$)|^[万亿千百十多余成折半]|次方|分之|平方$",
+    re.IGNORECASE,
+)
+_TRIGONOMETRY = re.compile(r"\\(?:sin|cos|tan|cot|sec|csc)(?![A-Za-z])")
+_UNIT_TOKEN = re.compile(r"([A-Za-z$¢°Ωμ一-龥]+)\s*(?:\^?\{?(-?[0-9])\}?)?|(/)|(\\cdot|[·*])")
+_UNIT_WORDS = ((r"\bper\b", "/"), (r"\b(?:square|sq\.?)\s+([a-z]+)", r"\1^2"),
+    (r"\b(?:cubic|cu\.?)\s+([a-z]+)", r"\1^3"), (r"\b([a-z]+)\s+squared", r"\1^2"), (r"\b([a-z]+)\s+cubed", r"\1^3"))  # fmt: skip
 
 
 class Unit(NamedTuple):
@@ -155,11 +173,10 @@ def goes_on(after: str) -> bool:
 
 def _plain(text: str) -> str:
     """Return a number in one spelling. Superscripts become powers first, so that they are not read as digits."""
-    text = text.strip()[: 4 * MAX_NUMBER_CHARS]
-    text = _SUPERSCRIPTS.sub(lambda found: "^" + found[0].translate(_PLAIN_SCRIPT), text)
+    text = notation.with_powers(text.strip()[: 4 * MAX_NUMBER_CHARS])
     text = _VULGAR.sub(lambda found: " " + unicodedata.normalize("NFKC", found[0]), text).replace("⁄", "/")
     text = unicodedata.normalize("NFKC", text).replace("{,}", ",").replace(",\\!", ",").replace("\\,", " ")
-    text = latex.braced_fractions(re.sub(r"\\(?:left|right)(?![A-Za-z])", "", text))
+    text = notation.with_braces(re.sub(r"\\(?:left|right)(?![A-Za-z])", "", text))
     text = _TEX_FRACTION.sub(_spelt_fraction, text)
     return text.replace("\\$", "$").replace("\\%", "%").strip("*_` \t\n").removeprefix("$$").strip()
 
@@ -181,7 +198,7 @@ def _quantity(match: re.Match[str], after: str) -> Quantity | None:
     after = latex.plain_text(after).strip(" .;*_`$")
     multiple = _MULTIPLE.match(after)
     if multiple is not None:
-        number, after = number * MULTIPLES[multiple[1].casefold()], after[multiple.end() :].strip()
+        number, after = number * notation.MULTIPLES[multiple[1].casefold()], after[multiple.end() :].strip()
     is_percent = after.casefold().startswith(("%", "percent", "per cent"))
     return Quantity(number, is_percent, "" if is_percent else after)
 
@@ -200,3 +217,81 @@ def _value(match: re.Match[str]) -> Fraction | None:
         return Fraction(match["decimal"].replace(",", "").rstrip(".") or "0") * Fraction(10) ** exponent
     except (ValueError, ZeroDivisionError):
         return None
+
+
+def split_unit(text: str, other: str = "") -> tuple[str, str]:
+    r"""Return a value and its unit: ``42\text{km/h}``, ``90^\circ``, ``5 cm``; the unit is empty where there is none.
+
+    Letters without ``\text`` are a unit if they are known or a word; single letters only if the other text to compare has a unit.
+    """
+    match = _UNIT_AT_END.fullmatch(text) or _PLAIN_UNIT.fullmatch(text)
+    if match is None or (match.re is _PLAIN_UNIT and match["unit"] and not _is_unit(match["unit"], other)):
+        return text, ""
+    groups = match.groupdict()
+    value, unit = groups.get("value") or groups.get("number") or "", groups.get("unit") or groups.get("short") or ""
+    plain = re.sub(r"\\text\s*\{([^{}]*)\}", r"\1", unit).replace("^\\circ", "°").strip()
+    if (
+        _NO_UNIT.search(re.sub(r"\^?\{?-?[0-9]\}?", "", plain))
+        or ("°" in plain and _TRIGONOMETRY.search(value))
+        or "\\text" in value
+    ):
+        return text, ""
+    return value.strip(), "" if plain.casefold() in {
+        "unit",
+        "units",
+        "square units",
+        "sq units",
+        "cubic units",
+    } else plain
+
+
+def _is_unit(plain: str, other: str) -> bool:
+    if _UNIT_AT_END.fullmatch(other):
+        return True
+    names = re.findall(r"[A-Za-z]+", plain)
+    if any(len(name) > 1 and read_units(name) for name in names) or (
+        read_units(re.sub(r"[{}]", "", plain.strip())) and "/" in plain
+    ):
+        return True
+    if any(len(name) > 2 and name not in "abcdefghijklmnopqrstuvwxyz" for name in names):
+        return True
+    return all(read_units(name) for name in names) and split_unit(other)[1] != ""
+
+
+def unit_factor(unit: str, into: str) -> Fraction | None:
+    """Return the factor from a unit to another; None if their dimensions differ. Words that are no units are dimensions."""
+    (given, dimension), (wanted, other) = _dimension(unit), _dimension(into)
+    return given / wanted if dimension == other else None
+
+
+def _dimension(text: str) -> tuple[Fraction, dict[str, int]]:
+    known = read_units(text)
+    if known is not None:
+        return known.factor, _powers(known.dimension, 1)
+    for pattern, into in _UNIT_WORDS:
+        text = re.sub(pattern, into, text, flags=re.IGNORECASE)
+    size, dimension, sign = Fraction(1), dict[str, int](), 1
+    for name, power, slash, _ in _UNIT_TOKEN.findall(text.replace("\\cdot", "*")):
+        if slash or not name:
+            sign = -1 if slash else sign
+            continue
+        exponent = sign * int(power or 1)
+        token = read_units(name)
+        size *= Fraction(1) if token is None else token.factor**exponent
+        for base, count in _powers(_unit_word(name) if token is None else token.dimension, exponent).items():
+            dimension[base] = dimension.get(base, 0) + count
+    return size, {base: count for base, count in dimension.items() if count}
+
+
+def _unit_word(name: str) -> str:
+    return name if len(name) < FOLDED else name.casefold().rstrip("s")
+
+
+def _powers(dimension: str, exponent: int) -> dict[str, int]:
+    parts = {
+        "area": {"length": 2},
+        "volume": {"length": 3},
+        "speed": {"length": 1, "time": -1},
+        "acceleration": {"length": 1, "time": -2},
+    }
+    return {base: count * exponent for base, count in parts.get(dimension, {dimension: 1}).items()}

@@ -162,21 +162,11 @@ HTTP = [
 
 SCORE = b'{"reward": "gsm8k", "groups": [{"completions": ["1"], "ground_truth": "1", "ground_truth": "2"}]}'
 BODIES = [
-    Attack("key twice", {400}, posted(b'{"name": "attack-a", "name": "attack-b", "url": "http://127.0.0.1:9/"}'), "'name' twice"),
-    Attack("key twice, escaped", {400}, posted(b'{"name": "attack-a", "n\\u0061me": "attack-b", "url": "http://127.0.0.1:9/"}'), "twice"),
     Attack("key twice, inside", {400}, posted(SCORE, path="/v1/score"), "'ground_truth' twice"),
-    Attack("NaN", {400}, posted(b'{"name": "attack-a", "url": "http://127.0.0.1:9/", "timeout_s": NaN}'), "NaN"),
-    Attack("Infinity inside", {400}, posted(SCORE.replace(b'"2"', b"[Infinity]"), path="/v1/score"), "Infinity"),
     Attack("1e999", {422}, posted(registration().replace(b"}", b', "max_score": 1e999}')), "finite"),
-    Attack("integer of 5,000 digits", {400}, posted(registration().replace(b"}", b', "retries": ' + b"1" * 5000 + b"}")), "digits"),
     Attack("100,000 brackets", {400}, posted(b"[" * 100_000), "nested"),
     Attack("UTF-16", {400}, posted(registration().decode().encode("utf-16")), "UTF-8"),
-    Attack("byte order mark", {400}, posted(b"\xef\xbb\xbf" + registration()), "not JSON"),
-    Attack("invalid UTF-8", {400}, posted(registration().replace(b"attack-x", b"\xff")), "UTF-8"),
     Attack("half a surrogate pair as value", {422}, posted(registration(version="\ud800")), "unicode"),
-    Attack("half a surrogate pair as key", {400}, posted(registration(options={"\ud800": 1})), "surrogate"),
-    Attack("two documents", {400}, posted(registration() * 2), "not JSON"),
-    Attack("a comment", {400}, posted(b"// x\n" + registration()), "not JSON"),
     Attack("a list", {422}, posted(b"[]")),
     Attack("null", {422}, posted(b"null")),
     Attack("nothing", {422}, request("POST", "/v1/endpoints", length="0")),
@@ -300,21 +290,3 @@ def test_an_endpoint_that_is_no_reward_is_never_quoted(service: Service, nats_se
                 for secret in (shown["server_id"], shown["version"], "max_payload", "git_commit", "404 page"):
                     assert secret not in text, (dialect, path)
             httpx.delete(f"{service.url}/v1/endpoints/{name}", headers=bearer("register"), timeout=60)
-
-
-def test_half_sent_requests_keep_nobody_out(service: Service) -> None:
-    """With 600 connections that send half a request, whole requests are answered at once, and the oldest halves are closed."""
-    port = int(service.url.rsplit(":", 1)[1])
-    halves: list[socket.socket] = []
-    try:
-        for _ in range(600):  # each sends at once: a connection that is closed before its half was read is reset
-            halves.append(socket.create_connection(("127.0.0.1", port), timeout=30))
-            halves[-1].sendall(b"POST /v1/score HTTP/1.1\r\nhost: 127.0.0.1\r\ncontent-le")
-        assert httpx.get(f"{service.url}/healthz", timeout=9).status_code == 200
-        assert halves[0].recv(100).startswith(b"HTTP/1.1 503") or not halves[0].recv(1)
-        halves[-1].setblocking(False)
-        with pytest.raises(BlockingIOError):
-            halves[-1].recv(1)
-    finally:
-        for half in halves:
-            half.close()

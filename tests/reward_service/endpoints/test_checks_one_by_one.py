@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-from typing import cast
-
 import pytest
 from starlette.responses import PlainTextResponse
 from starlette.types import Message
+from tests.reward_service.processes import api_app
 
 from penstock.protocol.errors import TargetRefused
-from penstock.reward_service.api import app as api
 from penstock.reward_service.api.app import AccessGate
 from penstock.reward_service.endpoints.endpoint import Access, Role
 from penstock.serving import strict_json
@@ -64,24 +61,7 @@ async def test_a_url_is_refused_for_its_own_reason(url: str, reason: str) -> Non
 )
 async def test_the_token_is_checked_before_anything_of_the_body(headers: dict[str, str], status: int) -> None:
     """A stranger whose body is too long is told that a token is missing, and no byte of the body is asked for."""
-    app = api.build(
-        cast(
-            "api.ApiContext",
-            SimpleNamespace(
-                registry=None,
-                client=None,
-                reward_registry=None,
-                run_id="r",
-                replica="a",
-                heartbeat=None,
-                spans=None,
-                certificates=None,
-            ),
-        ),
-        access=Access([("a", Role.ADMIN, "right-0123456789abcdef")]),
-        max_request_bytes=1024,
-        max_requests_bytes=4096,
-    )
+    app = api_app(Access([TOKEN]))
     asked, sent = list[int](), list[Message]()
 
     async def receive() -> Message:

@@ -5,33 +5,17 @@ from __future__ import annotations
 import base64
 import json
 import threading
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import httpx
 from tests.groups import make_group, make_groups
 from tests.reward_service.conftest import Wire
-from tests.reward_service.processes import Answer, Behaviour, EndpointServer, Service, good, raw
+from tests.reward_service.processes import Answer, Service, StartEndpoint, StartService, blocking, good, raw
 from tests.servers import wait_for
 
 from penstock.protocol import streams
 from penstock.protocol.streams import StreamLimits
-
-StartService = Callable[..., Service]
-StartEndpoint = Callable[[Behaviour], EndpointServer]
-
-
-def blocking(score: float) -> tuple[Behaviour, threading.Event, threading.Event]:
-    """An endpoint that signals each request and answers when the test allows it."""
-    asked, release = threading.Event(), threading.Event()
-
-    def behave(request: dict[str, Any]) -> Answer:
-        asked.set()
-        release.wait(60)
-        return good(score)(request)
-
-    return behave, asked, release
 
 
 def test_a_hung_endpoint_slows_no_other_pack(
@@ -256,14 +240,9 @@ def test_secrets_are_used_and_never_shown(
     assert wire.bus.key_value(streams.secrets_bucket().bucket).wait().get(f"endpoint.{name}").wait() is None
 
 
-def test_without_tokens_secrets_and_requests_of_web_pages_are_refused(wire: Wire, shared_service: Service) -> None:
-    """On loopback without tokens everything but secrets is allowed, and only to requests whose Host is this machine."""
+def test_without_tokens_secrets_are_refused(wire: Wire, shared_service: Service) -> None:
+    """On loopback without tokens every program of the machine may register; secrets would be for any of them."""
     key = "whsec_" + base64.b64encode(b"s" * 32).decode()
     answer = shared_service.register(f"x-{wire.run_id}", "http://127.0.0.1:9/", secrets=[key])
     assert answer.status_code == 422
     assert "reward_service.tokens_file" in answer.json()["detail"]
-    rebound = httpx.get(f"{shared_service.url}/v1/endpoints", headers={"host": "evil.example:8700"}, timeout=60)
-    assert rebound.status_code == 403
-    assert (
-        httpx.get(f"{shared_service.url}/v1/endpoints", headers={"host": "localhost:1"}, timeout=60).status_code == 200
-    )

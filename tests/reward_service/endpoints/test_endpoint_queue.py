@@ -11,16 +11,15 @@ import hmac
 import itertools
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import pytest
-from tests.reward_service.processes import Answer, Behaviour, EndpointServer, good, raw
+from tests.reward_service.processes import Answer, EndpointServer, StartEndpoint, blocking, good, raw
 
 from penstock.reward_service.endpoints.endpoint import Endpoint
 from penstock.reward_service.endpoints.endpoint_call import MIN_CALLS, BreakerState
-from penstock.reward_service.endpoints.endpoint_client import EndpointClient
-from penstock.reward_service.endpoints.endpoint_queue import EndpointQueue
+from penstock.reward_service.endpoints.endpoint_queue import EndpointClient, EndpointQueue
 from penstock.reward_service.endpoints.endpoint_registry import EndpointSecrets
 from penstock.reward_service.endpoints.wire import GroupToScore
 from penstock.reward_service.errors import (
@@ -37,20 +36,6 @@ from penstock.serving.http_connections import HttpConnections
 from penstock.serving.target_policy import PRIVATE_TARGETS, TargetPolicy
 
 MakeLine = Callable[..., EndpointQueue]
-
-
-@pytest.fixture
-def serve() -> Iterator[Callable[[Behaviour], EndpointServer]]:
-    """A factory of endpoints, closed after the test."""
-    started: list[EndpointServer] = []
-
-    def start(behaviour: Behaviour) -> EndpointServer:
-        started.append(EndpointServer(behaviour))
-        return started[-1]
-
-    yield start
-    for server in started:
-        server.close()
 
 
 @pytest.fixture
@@ -82,17 +67,11 @@ def rewards(outcomes: list[Outcome]) -> list[tuple[float, ...]]:
 
 
 async def test_groups_of_many_packs_share_a_call_when_the_endpoint_is_slow(
-    serve: Callable[[Behaviour], EndpointServer], line: MakeLine
+    start_endpoint: StartEndpoint, line: MakeLine
 ) -> None:
     """Groups of any pack that arrive during a call wait and then go together in one call."""
-    started, release = threading.Event(), threading.Event()
-
-    def slow(request: dict[str, Any]) -> Answer:
-        started.set()
-        release.wait(20)
-        return good(0.5)(request)
-
-    server = serve(slow)
+    slow, started, release = blocking(0.5)
+    server = start_endpoint(slow)
     one = line(server, concurrency=1, batch_size=16)
     first = asyncio.create_task(one.score_groups(groups(1), attempt=1))
     await asyncio.to_thread(started.wait, 10)
@@ -107,28 +86,23 @@ async def test_groups_of_many_packs_share_a_call_when_the_endpoint_is_slow(
 
 
 async def test_a_batch_shrinks_when_calls_fail_and_grows_when_they_succeed(
-    serve: Callable[[Behaviour], EndpointServer], line: MakeLine
+    start_endpoint: StartEndpoint, line: MakeLine
 ) -> None:
     """An endpoint that cannot take sixteen groups at once soon gets fewer, and later more again."""
 
     def small(request: dict[str, Any]) -> Answer:
         return raw("too large", 413)(request) if len(request["groups"]) > 4 else good(0.5)(request)
 
-    one = line(serve(small), concurrency=1, batch_size=16)
+    one = line(start_endpoint(small), concurrency=1, batch_size=16)
     outcomes = await one.score_groups(groups(28), attempt=1)
     assert [isinstance(outcome, EndpointFailed) for outcome in outcomes] == [True] * 24 + [False] * 4
     assert one.metrics().batch_limit == 5
     assert one.metrics().breaker is BreakerState.CLOSED, "413 says nothing about other calls"
 
 
-async def test_a_full_queue_refuses_groups(serve: Callable[[Behaviour], EndpointServer], line: MakeLine) -> None:
-    release = threading.Event()
-
-    def slow(request: dict[str, Any]) -> Answer:
-        release.wait(20)
-        return good(0.5)(request)
-
-    one = line(serve(slow), concurrency=1, batch_size=2)
+async def test_a_full_queue_refuses_groups(start_endpoint: StartEndpoint, line: MakeLine) -> None:
+    slow, _, release = blocking(0.5)
+    one = line(start_endpoint(slow), concurrency=1, batch_size=2)
     waiting = asyncio.create_task(one.score_groups(groups(2), attempt=1))
     await asyncio.sleep(0)
     more = [asyncio.create_task(one.score_groups(groups(1), attempt=1)) for _ in range(6)]
@@ -142,7 +116,7 @@ async def test_a_full_queue_refuses_groups(serve: Callable[[Behaviour], Endpoint
     assert (one.metrics().errors, one.idle) == (0, True)
 
 
-async def test_a_hedge_wins_over_a_slow_answer(serve: Callable[[Behaviour], EndpointServer], line: MakeLine) -> None:
+async def test_a_hedge_wins_over_a_slow_answer(start_endpoint: StartEndpoint, line: MakeLine) -> None:
     """When the first request stalls, a second one with the same idempotency key is sent and its answer used."""
     numbers, release = itertools.count(), threading.Event()
 
@@ -151,7 +125,7 @@ async def test_a_hedge_wins_over_a_slow_answer(serve: Callable[[Behaviour], Endp
             release.wait(20)
         return good(0.5)(request)
 
-    server = serve(first_stalls)
+    server = start_endpoint(first_stalls)
     one = line(server, hedge_after_s=0.1, timeout_s=15)
     assert rewards(await one.score_groups(groups(1), attempt=1)) == [(0.5, 0.5)]
     assert one.metrics().hedges == 1
@@ -159,11 +133,9 @@ async def test_a_hedge_wins_over_a_slow_answer(serve: Callable[[Behaviour], Endp
     release.set()
 
 
-async def test_a_failing_endpoint_is_paused_and_tried_again(
-    serve: Callable[[Behaviour], EndpointServer], line: MakeLine
-) -> None:
+async def test_a_failing_endpoint_is_paused_and_tried_again(start_endpoint: StartEndpoint, line: MakeLine) -> None:
     """After five failed calls groups are refused at once; after the pause one group tries it, then all are sent again."""
-    server = serve(raw("out of order", 500))
+    server = start_endpoint(raw("out of order", 500))
     one = line(server, concurrency=8, batch_size=1, retries=0)
     outcomes = await one.score_groups(groups(MIN_CALLS), attempt=1)
     assert all(isinstance(outcome, EndpointFailed) for outcome in outcomes)
@@ -183,10 +155,8 @@ async def test_a_failing_endpoint_is_paused_and_tried_again(
     assert one.metrics().breaker_opened == 1
 
 
-async def test_health_checks_open_and_close_the_breaker(
-    serve: Callable[[Behaviour], EndpointServer], line: MakeLine
-) -> None:
-    one = line(serve(good(0.5)))
+async def test_health_checks_open_and_close_the_breaker(start_endpoint: StartEndpoint, line: MakeLine) -> None:
+    one = line(start_endpoint(good(0.5)))
     one.unhealthy("HTTP 503")
     (refused,) = await one.score_groups(groups(1), attempt=1)
     assert isinstance(refused, BreakerOpen)
@@ -195,9 +165,9 @@ async def test_health_checks_open_and_close_the_breaker(
     assert rewards(await one.score_groups(groups(1), attempt=1)) == [(0.5, 0.5)]
 
 
-async def test_a_rate_is_kept(serve: Callable[[Behaviour], EndpointServer], line: MakeLine) -> None:
+async def test_a_rate_is_kept(start_endpoint: StartEndpoint, line: MakeLine) -> None:
     """Twelve calls at ten a second, with a burst of ten, take at least the time of the other two."""
-    server = serve(good(0.5))
+    server = start_endpoint(good(0.5))
     one = line(server, rate_per_s=10, batch_size=1, concurrency=32)
     started = time.monotonic()
     await one.score_groups(groups(12), attempt=1)
@@ -205,14 +175,12 @@ async def test_a_rate_is_kept(serve: Callable[[Behaviour], EndpointServer], line
     assert len(server.requests) == 12
 
 
-async def test_requests_are_signed_and_carry_the_api_key(
-    serve: Callable[[Behaviour], EndpointServer], line: MakeLine
-) -> None:
+async def test_requests_are_signed_and_carry_the_api_key(start_endpoint: StartEndpoint, line: MakeLine) -> None:
     """The endpoint can check every try by Standard Webhooks: id, time and body under its key."""
     key = b"k" * 32
     secret = signature.PREFIX + base64.b64encode(key).decode()
     answers = [raw("busy", 503), good(1.0)]
-    server = serve(lambda request: answers.pop(0)(request))  # noqa: PLW0108 a behaviour is taken at each request
+    server = start_endpoint(lambda request: answers.pop(0)(request))  # noqa: PLW0108 a behaviour is taken at each request
     one = line(server, EndpointSecrets((secret,), "sk-123"))
     await one.score_groups(groups(1), attempt=1)
     assert len(server.headers) == 2
@@ -226,11 +194,9 @@ async def test_requests_are_signed_and_carry_the_api_key(
     assert server.keys[0] == server.keys[1]
 
 
-async def test_answers_are_checked_against_the_registration(
-    serve: Callable[[Behaviour], EndpointServer], line: MakeLine
-) -> None:
+async def test_answers_are_checked_against_the_registration(start_endpoint: StartEndpoint, line: MakeLine) -> None:
     """A row without ground truth is refused without a call; a score without a declared part is a malformed answer."""
-    server = serve(good(0.5))
+    server = start_endpoint(good(0.5))
     (refused,) = await line(server, needs_ground_truth=True).score_groups(groups(1), attempt=1)
     assert isinstance(refused, BadGroundTruth)
     assert not server.requests
@@ -241,46 +207,11 @@ async def test_answers_are_checked_against_the_registration(
     assert "missing: style" in str(nonsense)
 
 
-async def test_a_new_version_takes_queued_groups_and_the_old_one_finishes_its_calls(
-    serve: Callable[[Behaviour], EndpointServer],
-) -> None:
-    started, release = threading.Event(), threading.Event()
-
-    def slow(request: dict[str, Any]) -> Answer:
-        started.set()
-        release.wait(20)
-        return good(0.25)(request)
-
-    old, new = serve(slow), serve(good(0.75))
-    limits: dict[str, Any] = {"concurrency": 1, "batch_size": 2}
-    first = Endpoint(name="e", version="1", url=old.url, **limits)
-    second = Endpoint(name="e", version="2", url=new.url, **limits)
-    async with EndpointClient(TargetPolicy(PRIVATE_TARGETS), max_response_bytes=10_000) as client:
-        under_way = asyncio.create_task(client.queue(first).score_groups(groups(2), attempt=1))
-        await asyncio.to_thread(started.wait, 10)
-        in_line = asyncio.create_task(client.queue(first).score_groups(groups(3), attempt=1))
-        await asyncio.sleep(0)
-        client.follow({"e": second})
-        assert rewards(await in_line) == [(0.75, 0.75)] * 3
-        assert client.metrics(second).finishing == {"e@1": 2}
-        release.set()
-        outcomes = await under_way
-        assert rewards(outcomes) == [(0.25, 0.25)] * 2
-        assert [outcome.scorer for outcome in outcomes if isinstance(outcome, GroupScores)] == ["e@1"] * 2
-        assert client.metrics(second).finishing == {}
-
-
 async def test_queued_groups_of_an_unregistered_endpoint_are_retried(
-    serve: Callable[[Behaviour], EndpointServer],
+    start_endpoint: StartEndpoint,
 ) -> None:
-    started, release = threading.Event(), threading.Event()
-
-    def slow(request: dict[str, Any]) -> Answer:
-        started.set()
-        release.wait(20)
-        return good(0.25)(request)
-
-    endpoint = Endpoint(name="e", url=serve(slow).url, concurrency=1, batch_size=1)
+    slow, started, release = blocking(0.25)
+    endpoint = Endpoint(name="e", url=start_endpoint(slow).url, concurrency=1, batch_size=1)
     async with EndpointClient(TargetPolicy(PRIVATE_TARGETS), max_response_bytes=10_000) as client:
         under_way = asyncio.create_task(client.queue(endpoint).score_groups(groups(1), attempt=1))
         await asyncio.to_thread(started.wait, 10)

@@ -4,13 +4,20 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Callable
 from typing import Any
 
 import httpx
 from tests.groups import make_group
 from tests.reward_service.conftest import Wire
-from tests.reward_service.processes import Answer, Behaviour, EndpointServer, Service, good, raw
+from tests.reward_service.processes import (
+    Answer,
+    Behaviour,
+    Service,
+    StartEndpoint,
+    StartService,
+    good,
+    raw,
+)
 from tests.servers import wait_for
 
 
@@ -36,6 +43,11 @@ BAD: dict[str, tuple[Behaviour, str, str]] = {
         "EndpointNonsense",
         "results are missing for other-group",
     ),
+    "twice": (
+        raw('{"results": [{"group_id": "twice", "scores": []}, {"group_id": "twice", "scores": []}]}'),
+        "EndpointNonsense",
+        "1 are for other groups or come twice",
+    ),
     "wrong-count": (_results([{"score": 1.0}]), "EndpointNonsense", "1 scores for 2 completions"),
     "nan": (_results([{"score": float("nan")}] * 2), "EndpointNonsense", "NaN is no JSON number"),
     "infinite": (_results([{"score": float("inf")}] * 2), "EndpointNonsense", "Infinity is no JSON number"),
@@ -54,7 +66,7 @@ BAD: dict[str, tuple[Behaviour, str, str]] = {
 
 
 def test_no_failure_of_an_endpoint_becomes_a_reward(
-    wire: Wire, start_service: Callable[..., Service], start_endpoint: Callable[[Behaviour], EndpointServer]
+    wire: Wire, start_service: StartService, start_endpoint: StartEndpoint
 ) -> None:
     """Every kind of failure is retried and then dead-lettered with a reason that names the endpoint."""
     service = start_service("reward_service.endpoint_attempts=2", "reward_service.max_response_bytes=100000")
@@ -104,7 +116,7 @@ def test_no_failure_of_an_endpoint_becomes_a_reward(
 
 
 def test_a_group_waits_for_its_endpoint_and_is_scored_once(
-    wire: Wire, start_service: Callable[..., Service], start_endpoint: Callable[[Behaviour], EndpointServer]
+    wire: Wire, start_service: StartService, start_endpoint: StartEndpoint
 ) -> None:
     service = start_service("reward_service.endpoint_attempts=50")
     endpoint = start_endpoint(raw("starting", 400))
@@ -126,7 +138,7 @@ def test_a_group_waits_for_its_endpoint_and_is_scored_once(
 
 
 def test_transient_failures_are_retried_within_one_delivery(
-    wire: Wire, start_service: Callable[..., Service], start_endpoint: Callable[[Behaviour], EndpointServer]
+    wire: Wire, start_service: StartService, start_endpoint: StartEndpoint
 ) -> None:
     """429 and 5xx are retried immediately with the same idempotency key, without a redelivery."""
     service = start_service("reward_service.endpoint_attempts=1")
@@ -159,7 +171,7 @@ def test_transient_failures_are_retried_within_one_delivery(
 
 
 def test_one_bad_group_of_a_batch_finally_fails_alone(
-    wire: Wire, start_service: Callable[..., Service], start_endpoint: Callable[[Behaviour], EndpointServer]
+    wire: Wire, start_service: StartService, start_endpoint: StartEndpoint
 ) -> None:
     """A batch that fails as a whole is sent group by group on redelivery, so that the other groups are scored."""
 
@@ -183,7 +195,7 @@ def test_one_bad_group_of_a_batch_finally_fails_alone(
 
 
 def test_an_unregistered_endpoint_may_come_back(
-    wire: Wire, start_service: Callable[..., Service], start_endpoint: Callable[[Behaviour], EndpointServer]
+    wire: Wire, start_service: StartService, start_endpoint: StartEndpoint
 ) -> None:
     service = start_service("reward_service.endpoint_attempts=50")
     endpoint = start_endpoint(good(0.5))
@@ -199,7 +211,7 @@ def test_an_unregistered_endpoint_may_come_back(
 
 
 def test_a_reward_with_too_many_parts_is_dead_lettered_and_others_are_scored(
-    wire: Wire, start_service: Callable[..., Service], start_endpoint: Callable[[Behaviour], EndpointServer]
+    wire: Wire, start_service: StartService, start_endpoint: StartEndpoint
 ) -> None:
     """Rewards too large for any message are dead letters; a pack that is too large is announced in pieces."""
 
@@ -226,7 +238,7 @@ def service_delete(service: Service, name: str) -> int:
 
 
 def test_an_endpoint_is_resolved_by_name_and_gets_its_host_header(
-    wire: Wire, start_service: Callable[..., Service], start_endpoint: Callable[[Behaviour], EndpointServer]
+    wire: Wire, start_service: StartService, start_endpoint: StartEndpoint
 ) -> None:
     service = start_service('reward_service.allowed_targets=["localhost"]')
     endpoint = start_endpoint(good(0.5))

@@ -17,7 +17,7 @@ import httpx
 import pytest
 from tests.groups import make_group
 from tests.reward_service.conftest import Wire
-from tests.reward_service.processes import ROOT, Behaviour, EndpointServer, Process, Service, good
+from tests.reward_service.processes import ROOT, Serve, StartEndpoint, StartService, good
 from tests.servers import require_package, secret_file, wait_for
 
 from penstock.reward_service.hosting import endpoint_kit
@@ -106,7 +106,7 @@ def test_the_kit_refuses_what_the_service_would_refuse() -> None:
 
 
 def test_a_registration_lasts_as_long_as_its_block(
-    wire: Wire, start_service: Callable[..., Service], start_endpoint: Callable[[Behaviour], EndpointServer]
+    wire: Wire, start_service: StartService, start_endpoint: StartEndpoint
 ) -> None:
     """The kit registers, renews in its own thread beyond the lease, and unregisters; a refusal is an error."""
     service = start_service()
@@ -116,7 +116,7 @@ def test_a_registration_lasts_as_long_as_its_block(
         ends = time.monotonic() + 2.5
         wait_for(lambda: time.monotonic() > ends, "more than two leases to pass")
         assert service.get(f"/v1/endpoints/{name}")["live"]["state"] == "in service"
-    assert name not in {row["endpoint"]["name"] for row in service.get("/v1/endpoints")}
+    assert name not in service.endpoints()
     with (
         pytest.raises(endpoint_kit.NotRegistered, match="built-in"),
         endpoint_kit.registered(ServiceAddress(service.url), Offer(name="gsm8k", url=endpoint.url, version="1")),
@@ -143,7 +143,7 @@ def example(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[bytes]]]:
 
 @pytest.mark.parametrize("language", ["python", "node"])
 def test_an_example_registers_itself_and_scores_signed_requests(
-    language: str, wire: Wire, start_service: Callable[..., Service], example: Callable[..., subprocess.Popen[bytes]]
+    language: str, wire: Wire, start_service: StartService, example: Callable[..., subprocess.Popen[bytes]]
 ) -> None:
     """The examples in Python and Node score a run with signatures, refuse unsigned requests, and unregister on SIGINT."""
     if language == "node":
@@ -155,13 +155,7 @@ def test_an_example_registers_itself_and_scores_signed_requests(
     }
     name = {"python": "short_answers", "node": "balanced"}[language]
     process = example(*commands[language], REWARD_TOKEN="right", REWARD_SECRET=SECRET)
-    read = {"authorization": "Bearer right"}
-
-    def records() -> dict[str, str]:
-        listed = httpx.get(service.url + "/v1/endpoints", headers=read, timeout=60).raise_for_status().json()
-        return {row["endpoint"]["name"]: row["endpoint"]["url"] for row in listed}
-
-    wait_for(lambda: name in records(), f"{name} to be registered", 60)
+    wait_for(lambda: name in service.endpoints("right"), f"{name} to be registered", 60)
     texts = {"python": ["1 2", "3", "1"], "node": ["(a)", "([)]", "((("]}[language]
     wire.announce([make_group("g", size=3, texts=texts, reward_name=name, ground_truth="1")])
     scored = wire.wait_scored("g")["g"][0]
@@ -169,7 +163,7 @@ def test_an_example_registers_itself_and_scores_signed_requests(
     assert scored.scorer == f"{name}@1"
     assert set(scored.parts) == {"python": {"right", "num_words"}, "node": {"brackets"}}[language]
 
-    stranger = httpx.post(records()[name], json=REQUEST, timeout=60)
+    stranger = httpx.post(service.endpoints("right")[name]["url"], json=REQUEST, timeout=60)
     assert stranger.status_code == 401
     asked = {"groups": [{"group_id": "g", "completions": ["no"], "ground_truth": 1}]}
     answer = service.post(f"/v1/endpoints/{name}/test", asked, token="right").json()
@@ -177,11 +171,11 @@ def test_an_example_registers_itself_and_scores_signed_requests(
 
     process.send_signal(signal.SIGINT)
     assert process.wait(20) == 0
-    assert name not in records()
+    assert name not in service.endpoints("right")
 
 
 def test_a_served_file_checks_signatures_and_ends_when_its_calls_have(
-    wire: Wire, start_service: Callable[..., Service], tmp_path: Path
+    wire: Wire, start_service: StartService, serve: Serve, tmp_path: Path
 ) -> None:
     """With --secret-file unsigned requests get 401; Ctrl-C unregisters the endpoint at once and its last call is answered."""
     service = start_service(f"reward_service.token_file={secret_file('right')}")
@@ -197,38 +191,20 @@ def test_a_served_file_checks_signatures_and_ends_when_its_calls_have(
     )
     name = f"slow-{wire.run_id}"
     files = ["--token-file", str(tmp_path / "token"), "--secret-file", str(tmp_path / "secret")]
-    command = [
-        "penstock.reward_service",
-        "serve",
-        str(tmp_path / "slow.py"),
-        "--name",
-        name,
-        "--register",
-        service.url,
-        *files,
-    ]
-    process = Process(command, tmp_path / "serve.log")
-    try:
-        wait_for(lambda: " Next: " in process.output or not process.alive(), "the file to be served", 60)
-        url = next(word for word in process.output.split() if word.startswith("http") and "/score" in word).rstrip(",")
-        assert httpx.post(url, content=BODY, timeout=60).status_code == 401
-        answers: list[httpx.Response] = []
-        headers = {"authorization": "Bearer right"}
-        body = {"groups": [{"group_id": "g", "completions": ["abc"]}]}
-        test_url = f"{service.url}/v1/endpoints/{name}/test"
-        calling = threading.Thread(
-            target=lambda: answers.append(httpx.post(test_url, json=body, headers=headers, timeout=60))
-        )
-        calling.start()
-        wait_for(entered.exists, "the call to arrive")
-        process.signal(signal.SIGINT)
-        listed = lambda: httpx.get(service.url + "/v1/endpoints", headers=headers, timeout=60).json()  # noqa: E731
-        wait_for(lambda: name not in {row["endpoint"]["name"] for row in listed()}, "the endpoint to unregister")
-        assert process.alive()
-        wait_for(lambda: "1 calls in progress" in process.output, "the command to say what it waits for")
-        may_end.touch()
-        calling.join(60)
-        assert answers[0].json()["results"][0]["scores"][0]["score"] == 3.0
-        assert process.wait(20) == 0, process.output
-    finally:
-        process.kill()
+    process = serve("serve", str(tmp_path / "slow.py"), "--name", name, "--register", service.url, *files)
+    assert httpx.post(process.url, content=BODY, timeout=60).status_code == 401
+    answers: list[httpx.Response] = []
+    body = {"groups": [{"group_id": "g", "completions": ["abc"]}]}
+    calling = threading.Thread(
+        target=lambda: answers.append(service.post(f"/v1/endpoints/{name}/test", body, token="right"))
+    )
+    calling.start()
+    wait_for(entered.exists, "the call to arrive")
+    process.signal(signal.SIGINT)
+    wait_for(lambda: name not in service.endpoints("right"), "the endpoint to unregister")
+    assert process.alive()
+    wait_for(lambda: "1 calls in progress" in process.output, "the command to say what it waits for")
+    may_end.touch()
+    calling.join(60)
+    assert answers[0].json()["results"][0]["scores"][0]["score"] == 3.0
+    assert process.wait(20) == 0, process.output

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +14,7 @@ import pytest
 from tests.contracts.engine_under_test import embedded_engine
 from tests.contracts.tiny_model import build_model
 from tests.reward_service.conftest import Wire
-from tests.reward_service.processes import Answer, Behaviour, EndpointServer, Process, Service
-from tests.servers import wait_for
+from tests.reward_service.processes import Answer, Serve, StartEndpoint, StartService
 
 from penstock.protocol.errors import ConfigError
 from penstock.reward_service.endpoints.wire import GroupToScore, Score
@@ -35,20 +34,6 @@ def said(text: str | None, *, finish: str = "stop", **message: Any) -> Answer:
     return 200, {"content-type": "application/json"}, json.dumps(body).encode()
 
 
-@pytest.fixture
-def scripted() -> Iterator[Callable[[Behaviour], EndpointServer]]:
-    """A factory of chat servers with scripted answers."""
-    started: list[EndpointServer] = []
-
-    def start(behaviour: Behaviour) -> EndpointServer:
-        started.append(EndpointServer(behaviour))
-        return started[-1]
-
-    yield start
-    for server in started:
-        server.close()
-
-
 async def judge(url: str, groups: Sequence[GroupToScore] = (GROUP,), key: str = "", **given: Any) -> list[list[Score]]:
     settings = JudgeSettings(base_url=url, model="m", **{"retries": 0, **given})
     chat = Chat(settings, key)
@@ -65,7 +50,7 @@ def between_marks(question: str, place: str) -> str:
 
 
 async def test_every_answer_gets_the_number_the_judge_wrote_last(
-    scripted: Callable[[Behaviour], EndpointServer],
+    start_endpoint: StartEndpoint,
 ) -> None:
     """Scores are scaled to 0..1, the raw one and the tokens are parts; the request is deterministic and keyed."""
 
@@ -73,7 +58,7 @@ async def test_every_answer_gets_the_number_the_judge_wrote_last(
         text = between_marks(body["messages"][1]["content"], "answer")
         return said(f"Score: 3 at first.\n**SCORE: {10 if text == '4' else 2.5}/10**\n")
 
-    server = scripted(behave)
+    server = start_endpoint(behave)
     (scores,) = await judge(server.url.removesuffix("/score"), key="sk-secret", max_tokens=33)
     assert [score.score for score in scores] == [1.0, 0.25, 0.25]
     assert scores[0].parts == {"judge_score": 10.0, "tokens_in": 50.0, "tokens_out": 7.0}
@@ -103,17 +88,17 @@ UNREADABLE: dict[str, tuple[Answer, str]] = {
 
 
 @pytest.mark.parametrize("case", UNREADABLE)
-async def test_a_missing_verdict_is_an_error(case: str, scripted: Callable[[Behaviour], EndpointServer]) -> None:
+async def test_a_missing_verdict_is_an_error(case: str, start_endpoint: StartEndpoint) -> None:
     """Prose, another scale, a cut-off, a refusal, a filter and an HTTP error are errors, and none shows the key."""
     answer, text = UNREADABLE[case]
-    (scores,) = await judge(scripted(lambda _: answer).url, key="sk-secret")
+    (scores,) = await judge(start_endpoint(lambda _: answer).url, key="sk-secret")
     for score in scores:
         assert score.score is None
         assert text in (score.error or "")
         assert "sk-secret" not in (score.error or "")
 
 
-async def test_a_busy_judge_is_retried(scripted: Callable[[Behaviour], EndpointServer]) -> None:
+async def test_a_busy_judge_is_retried(start_endpoint: StartEndpoint) -> None:
     """429 and 5xx are retried; the number of concurrent questions is bounded."""
     calls, busy, most = [0], [0], [0]
 
@@ -126,7 +111,7 @@ async def test_a_busy_judge_is_retried(scripted: Callable[[Behaviour], EndpointS
         busy[0] -= 1
         return (429, {"retry-after": "0.01"}, b"later") if number <= 2 else said("SCORE: 5")
 
-    (scores,) = await judge(scripted(behave).url, retries=5, concurrency=2)
+    (scores,) = await judge(start_endpoint(behave).url, retries=5, concurrency=2)
     assert [score.score for score in scores] == [0.5] * 3
     assert most[0] <= 2
 
@@ -162,7 +147,7 @@ def test_pairs_are_compared_equally_often_and_in_both_orders(num: int) -> None:
     assert len(pairs(num, opponents=None, both_orders=False)) == num * (num - 1) // 2
 
 
-async def test_pairs_become_shares_of_comparisons_won(scripted: Callable[[Behaviour], EndpointServer]) -> None:
+async def test_pairs_become_shares_of_comparisons_won(start_endpoint: StartEndpoint) -> None:
     """The longer answer wins, equal texts tie without a question, both orders cancel a judge's preference for a position."""
 
     def longer(body: dict[str, Any]) -> Answer:
@@ -171,27 +156,27 @@ async def test_pairs_become_shares_of_comparisons_won(scripted: Callable[[Behavi
         return said(f"WINNER: {'A' if len(a) > len(b) else 'B' if len(b) > len(a) else 'TIE'}")
 
     group = GROUP.model_copy(update={"completions": ["a", "bbb", "cc", "a"]})
-    server = scripted(longer)
+    server = start_endpoint(longer)
     (scores,) = await judge(server.url, [group], mode="pairwise")
     assert [score.score for score in scores] == pytest.approx([1 / 6, 1.0, 2 / 3, 1 / 6])
     assert len(server.requests) == 10  # 12 orders of 6 pairs, of which one pair is equal
     assert scores[1].parts["comparisons"] == 6
     assert sum(score.parts["tokens_in"] for score in scores) == 500
-    (biased,) = await judge(scripted(lambda _: said("WINNER: A")).url, [group], mode="pairwise")
+    (biased,) = await judge(start_endpoint(lambda _: said("WINNER: A")).url, [group], mode="pairwise")
     assert [score.score for score in biased] == [0.5] * 4
     (alone,) = await judge(server.url, [GROUP.model_copy(update={"completions": ["x"]})], mode="pairwise")
     assert "two answers or more" in (alone[0].error or "")
 
 
 async def test_one_unreadable_comparison_leaves_the_group_without_scores(
-    scripted: Callable[[Behaviour], EndpointServer],
+    start_endpoint: StartEndpoint,
 ) -> None:
     """A win rate with a comparison missing is a different quantity, so the group waits."""
 
     def behave(body: dict[str, Any]) -> Answer:
         return said("both are fine" if "five" in body["messages"][1]["content"] else "WINNER: A")
 
-    (scores,) = await judge(scripted(behave).url, mode="pairwise")
+    (scores,) = await judge(start_endpoint(behave).url, mode="pairwise")
     assert all(score.score is None and "WINNER" in (score.error or "") for score in scores)
 
 
@@ -241,10 +226,12 @@ def test_a_judge_that_cannot_work_is_refused_at_the_start(changes: dict[str, Any
 
 
 async def test_columns_are_taken_from_the_row_and_long_answers_are_not_judged(
-    scripted: Callable[[Behaviour], EndpointServer],
+    start_endpoint: StartEndpoint,
 ) -> None:
     """A template may use the row's own columns; a row without one, and an answer beyond the limit, are errors."""
-    server = scripted(lambda body: said(f"SCORE: {between_marks(body['messages'][1]['content'], 'extra-info-level')}"))
+    server = start_endpoint(
+        lambda body: said(f"SCORE: {between_marks(body['messages'][1]['content'], 'extra-info-level')}")
+    )
     template = "{{answer}} {{extra_info.level}}"
     (scores,) = await judge(server.url, template=template, scale=False)
     assert scores[0].score == 3.0
@@ -286,28 +273,26 @@ async def test_the_embedded_engine_is_asked_as_a_judge(tmp_path: Path) -> None:
 
 def test_a_judge_scores_a_run_and_reports_its_cost(
     wire: Wire,
-    start_service: Callable[..., Service],
-    scripted: Callable[[Behaviour], EndpointServer],
+    start_service: StartService,
+    start_endpoint: StartEndpoint,
+    serve: Serve,
     tmp_path: Path,
 ) -> None:
     """The example's file, served and registered by one command, scores through the service; /healthz has the tokens."""
-    server = scripted(lambda body: said("SCORE: 10" if "\nParis\n" in body["messages"][1]["content"] else "SCORE: 0"))
+    server = start_endpoint(
+        lambda body: said("SCORE: 10" if "\nParis\n" in body["messages"][1]["content"] else "SCORE: 0")
+    )
     source = Path("examples/judge.toml").read_text().replace("http://127.0.0.1:30000/v1", server.url)
     (tmp_path / "judge.toml").write_text(source + "\nprice_in = 2.0\n")
     service = start_service()
     name = f"judge-{wire.run_id}"
-    command = ["serve-judge", str(tmp_path / "judge.toml"), "--name", name, "--register", service.url]
-    process = Process(["penstock.reward_service", *command], tmp_path / "judge.log")
-    try:
-        wait_for(lambda: " Next: " in process.output or not process.alive(), "the judge to be served", 60)
-        group = {"prompt": "Capital?", "completions": ["Paris", "no"], "ground_truth": "France's"}
-        answer = service.post("/v1/score", {"reward": name, "groups": [group]}).json()["results"][0]
-        assert [score["score"] for score in answer["scores"]] == [1.0, 0.0], answer
-        url = next(word for word in process.output.split() if "/score" in word).rstrip(",")
-        figures = httpx.get(url.replace("/score", "/healthz"), timeout=60).json()["figures"]
-        assert (figures["calls"], figures["tokens_in"], figures["price"]) == (2, 100, pytest.approx(0.0002))
-    finally:
-        process.kill()
+    process = serve("serve-judge", str(tmp_path / "judge.toml"), "--name", name, "--register", service.url)
+    url = process.url
+    group = {"prompt": "Capital?", "completions": ["Paris", "no"], "ground_truth": "France's"}
+    answer = service.post("/v1/score", {"reward": name, "groups": [group]}).json()["results"][0]
+    assert [score["score"] for score in answer["scores"]] == [1.0, 0.0], answer
+    figures = httpx.get(url.replace("/score", "/healthz"), timeout=60).json()["figures"]
+    assert (figures["calls"], figures["tokens_in"], figures["price"]) == (2, 100, pytest.approx(0.0002))
 
 
 def test_the_version_of_a_judge_is_that_of_its_settings(tmp_path: Path) -> None:

@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from tests.reward_service.conftest import Wire
-from tests.reward_service.processes import Answer, Behaviour, EndpointServer, Process, Service
-from tests.servers import wait_for
+from tests.reward_service.processes import Answer, Serve, StartEndpoint, StartService
 
 from penstock.protocol.errors import ConfigError
 from penstock.reward_service.endpoints.wire import GroupToScore, Score
 from penstock.reward_service.hosting import openai_grader
 from penstock.reward_service.hosting.chat_client import Chat
 from penstock.reward_service.hosting.chat_rewards import GraderReward
-from penstock.reward_service.hosting.evaluate_grader import evaluate, similarity
 from penstock.reward_service.hosting.judge_settings import JudgeSettings
+from penstock.reward_service.hosting.openai_grader import evaluate, similarity
 
 ITEM = {"reference_answer": "Paris", "deep": {"list": [1, "two"]}}
 CHECK = {
@@ -173,7 +171,7 @@ def said(text: str) -> Answer:
 
 
 async def test_a_model_scores_by_the_guides_response_format(
-    start_endpoint: Callable[[Behaviour], EndpointServer],
+    start_endpoint: StartEndpoint,
 ) -> None:
     """The filled messages, the sampling parameters and the schema are sent; prose and numbers out of range are errors."""
     texts = iter(['{"steps": [], "result": 7.5}', "7.5", '{"result": 11}', '{"result": true}', '{"result": NaN}'])
@@ -198,27 +196,12 @@ def test_a_model_grader_needs_a_chat_endpoint(tmp_path: Path) -> None:
         GraderReward(tmp_path / "g.json", "reference_answer", None)
 
 
-def test_the_example_is_served_by_one_command(
-    wire: Wire, start_service: Callable[..., Service], tmp_path: Path
-) -> None:
+def test_the_example_is_served_by_one_command(wire: Wire, start_service: StartService, serve: Serve) -> None:
     """The example's grader, registered by its command, scores through the service with its parts."""
     service = start_service()
     name = f"grader-{wire.run_id}"
-    command = [
-        "penstock.reward_service",
-        "serve-grader",
-        "examples/grader.json",
-        "--name",
-        name,
-        "--register",
-        service.url,
-    ]
-    process = Process(command, tmp_path / "grader.log")
-    try:
-        wait_for(lambda: " Next: " in process.output or not process.alive(), "the grader to be served", 60)
-        group = GroupToScore(completions=["Paris", "Parks"], ground_truth="Paris").model_dump()
-        answer = service.post("/v1/score", {"reward": name, "groups": [group]}).json()["results"][0]
-        assert [one["score"] for one in answer["scores"]] == pytest.approx([1.0, 0.08])
-        assert answer["scores"][1]["parts"] == {"exact": 0.0, "near": pytest.approx(0.8)}
-    finally:
-        process.kill()
+    assert serve("serve-grader", "examples/grader.json", "--name", name, "--register", service.url).url
+    group = GroupToScore(completions=["Paris", "Parks"], ground_truth="Paris").model_dump()
+    answer = service.post("/v1/score", {"reward": name, "groups": [group]}).json()["results"][0]
+    assert [one["score"] for one in answer["scores"]] == pytest.approx([1.0, 0.08])
+    assert answer["scores"][1]["parts"] == {"exact": 0.0, "near": pytest.approx(0.8)}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -11,38 +10,15 @@ import httpx
 import pytest
 from tests.groups import make_group
 from tests.reward_service.conftest import Wire
-from tests.reward_service.processes import Process, Service
+from tests.reward_service.processes import Serve, StartService
 from tests.servers import secret_file, wait_for
 
 
-@pytest.fixture
-def serve(tmp_path: Path) -> Iterator[Callable[..., Process]]:
-    """A factory of served files, killed after the test."""
-    started: list[Process] = []
-
-    def start(*arguments: str) -> Process:
-        started.append(Process(["penstock.reward_service", "serve", *arguments], tmp_path / f"serve{len(started)}.log"))
-        return started[-1]
-
-    yield start
-    for process in started:
-        process.kill()
-
-
-def url_of(process: Process) -> str:
-    """Where a served file listens, from the line it prints."""
-    wait_for(lambda: " Next: " in process.output or not process.alive(), "the line that says what to type next")
-    assert process.alive(), process.output
-    return next(word for word in process.output.split() if word.startswith("http")).rstrip(".,")
-
-
-def test_a_file_with_compute_score_scores_a_run(
-    wire: Wire, start_service: Callable[..., Service], serve: Callable[..., Process]
-) -> None:
+def test_a_file_with_compute_score_scores_a_run(wire: Wire, start_service: StartService, serve: Serve) -> None:
     service = start_service("reward_service.endpoint_attempts=50")
     name = f"mine-{wire.run_id}"
-    served = serve("examples/my_reward.py", "--name", name, "--register", service.url)
-    url_of(served)
+    served = serve("serve", "examples/my_reward.py", "--name", name, "--register", service.url)
+    assert served.url
     assert f"Next: penstock train run.toml reward.name={name}" in served.output
     wire.announce([make_group("g", size=2, texts=["1 2 3", "1 3 2"], reward_name=name)])
     scored = wire.wait_scored("g")["g"][0]
@@ -52,28 +28,24 @@ def test_a_file_with_compute_score_scores_a_run(
 
     served.signal(signal.SIGTERM)
     assert served.wait() == 0, served.output
-    assert name not in {row["endpoint"]["name"] for row in service.get("/v1/endpoints")}
+    assert name not in service.endpoints()
 
 
-def test_a_restarted_served_file_takes_over_its_name(
-    wire: Wire, start_service: Callable[..., Service], serve: Callable[..., Process]
-) -> None:
+def test_a_restarted_served_file_takes_over_its_name(wire: Wire, start_service: StartService, serve: Serve) -> None:
     """After SIGKILL of the served file its groups wait; started again, on another port, it scores them."""
     service = start_service("reward_service.endpoint_attempts=50")
     name = f"mine-{wire.run_id}"
-    first = serve("examples/my_reward.py", "--name", name, "--register", service.url)
-    url_of(first)
+    first = serve("serve", "examples/my_reward.py", "--name", name, "--register", service.url)
+    assert first.url
     first.kill()
     wire.announce([make_group("g", size=1, texts=["1 2 3"], reward_name=name)])
     wait_for(lambda: any(event.kind == "reward_error" for event in wire.events), "the group to wait")
-    url_of(serve("examples/my_reward.py", "--name", name, "--register", service.url))
+    assert serve("serve", "examples/my_reward.py", "--name", name, "--register", service.url).url
     assert wire.wait_scored("g")["g"][0].rewards == (1.0,)
     assert not wire.dead
 
 
-def test_user_code_runs_where_alarms_work_and_its_errors_name_the_line(
-    tmp_path: Path, serve: Callable[..., Process]
-) -> None:
+def test_user_code_runs_where_alarms_work_and_its_errors_name_the_line(tmp_path: Path, serve: Serve) -> None:
     """The function runs on the main thread, one score's exception is that score's error with file and line."""
     file = tmp_path / "alarming.py"
     file.write_text(
@@ -82,7 +54,7 @@ def test_user_code_runs_where_alarms_work_and_its_errors_name_the_line(
         "    signal.signal(signal.SIGALRM, lambda *_: None)\n"
         "    return 1 / len(solution_str)\n"
     )
-    url = url_of(serve(str(file)))
+    url = serve("serve", str(file)).url
     body = {"reward": "alarming", "groups": [{"group_id": "g", "completions": ["ab", ""], "ground_truth": "x"}]}
     (result,) = httpx.post(url, json=body, timeout=60).raise_for_status().json()["results"]
     assert result["scores"][0]["score"] == 0.5
@@ -92,7 +64,7 @@ def test_user_code_runs_where_alarms_work_and_its_errors_name_the_line(
 
 
 def test_a_registration_that_is_refused_ends_the_command(
-    wire: Wire, start_service: Callable[..., Service], serve: Callable[..., Process], tmp_path: Path
+    wire: Wire, start_service: StartService, serve: Serve, tmp_path: Path
 ) -> None:
     """A wrong token, a built-in's name and a file without a reward end the command with one line, no traceback."""
     service = start_service(f"reward_service.token_file={secret_file('right')}")
@@ -100,22 +72,22 @@ def test_a_registration_that_is_refused_ends_the_command(
     token.write_text("wrong")
     example = "examples/my_reward.py"
     refusals = {
-        "401": serve(example, "--register", service.url, "--token-file", str(token)),
-        "letters, digits": serve(example, "--name", "a b"),
-        "no such file": serve("examples/absent.py"),
+        "401": serve("serve", example, "--register", service.url, "--token-file", str(token)),
+        "letters, digits": serve("serve", example, "--name", "a b"),
+        "no such file": serve("serve", "examples/absent.py"),
     }
     for text, process in refusals.items():
         assert process.wait() == 1
         assert text in process.output
         assert "Traceback" not in process.output
     token.write_text("right\n")
-    named = serve(example, "--name", "exact_match", "--register", service.url, "--token-file", str(token))
+    named = serve("serve", example, "--name", "exact_match", "--register", service.url, "--token-file", str(token))
     assert named.wait() == 1
     assert "built-in" in named.output
     assert wire.run_id
 
 
-def test_a_second_signal_exits_while_a_function_never_returns(tmp_path: Path, serve: Callable[..., Process]) -> None:
+def test_a_second_signal_exits_while_a_function_never_returns(tmp_path: Path, serve: Serve) -> None:
     """Two Ctrl-C end the process even during an endless loop of the user."""
     file, seen = tmp_path / "endless.py", tmp_path / "seen"
     file.write_text(
@@ -123,8 +95,8 @@ def test_a_second_signal_exits_while_a_function_never_returns(tmp_path: Path, se
         f"    open({str(seen)!r}, 'w').close()\n"
         "    while True:\n        pass\n"
     )
-    process = serve(str(file))
-    url = url_of(process)
+    process = serve("serve", str(file))
+    url = process.url
     body = {"reward": "endless", "groups": [{"completions": ["a"]}]}
 
     def interrupted() -> bool:
@@ -136,11 +108,3 @@ def test_a_second_signal_exits_while_a_function_never_returns(tmp_path: Path, se
         wait_for(seen.exists, "the function to start")
         wait_for(interrupted, "the process to end")
         assert isinstance(answer.exception(), httpx.TransportError)
-
-
-def test_rewards_are_listed_on_the_command_line(tmp_path: Path) -> None:
-    """``python -m penstock.reward_service rewards`` names the built-in rewards and their data sets."""
-    listing = Process(["penstock.reward_service", "rewards"], tmp_path / "rewards.log")
-    assert listing.wait() == 0
-    for name in ("exact_match", "format", "gsm8k", "math", "openai/gsm8k"):
-        assert name in listing.output

@@ -349,11 +349,18 @@ DOC = 'def f():\n    """Use:\n%s```\n%sf()\n%s```\n    """\n    return 1\n'
 @pytest.mark.parametrize(
     ("completion", "program"),
     [
+        ("print(1)", "print(1)"),
+        ("Here:\n```python\nprint(1)\n```\nDone.", "print(1)\n"),
+        ("```py\na\n```\n```python\nb\n```\n```\nc\n```", "b\n"),
+        ("```\na\n```\ntext\n```\nb\n```", "b\n"),
+        ("```text\nno\n```", None),
+        ("```cpp\nint main() {}\n```", None),
+        ("```python\nnever closed", "never closed\n"),
+        ("````python\ns = '''\n```\n'''\n````", "s = '''\n```\n'''\n"),
+        ("   \n", None),
+        ("x" * (code_blocks.MAX_PROGRAM_CHARS + 1), None),
         ("print(1)\n```", "print(1)\n"),
-        (
-            "n = 1\nfor i in x:\n    print(i)\n```\nThis works:\n```python\nexample()\n```",
-            "n = 1\nfor i in x:\n    print(i)\n",
-        ),
+        ("n = 1\nfor i in x:\n    print(i)\n```\nThis works:\n```python\nexample()\n```", "n = 1\nfor i in x:\n    print(i)\n"),
         ("Here:\n```\nprint(1)", "print(1)\n"),
         ("OK\n```\na = 1\n```", "a = 1\n"),
         ("The answer is x = 5\n```\na = 1\n```", "a = 1\n"),
@@ -383,15 +390,8 @@ DOC = 'def f():\n    """Use:\n%s```\n%sf()\n%s```\n    """\n    return 1\n'
         *(
             (f"{prose}\n```\nprint(1)\n```", "print(1)\n")
             for prose in (
-                "O(n) solution:",
-                "f(n) = 2n, so:\n",
-                "return double the input",
-                '"Double" is the answer.',
-                "x = 2*n.",
-                "for each test: print it",
-                "class of problems: y",
-                "Solution(s):",
-                "# Hi\n\nn = int(input()) reads it:",
+                "O(n) solution:", "f(n) = 2n, so:\n", "return double the input", '"Double" is the answer.', "x = 2*n.",
+                "for each test: print it", "class of problems: y", "Solution(s):", "# Hi\n\nn = int(input()) reads it:",
             )
         ),
         ("f(x) doubles x.\n```\n2 -> 4\n```\n```python\na()\n```", "a()\n"),
@@ -405,6 +405,6 @@ DOC = 'def f():\n    """Use:\n%s```\n%sf()\n%s```\n    """\n    return 1\n'
         ("```python\ns = '<think>'\nt = '</think>'  # </think>\n```", "s = '<think>'\nt = '</think>'  # </think>\n"),
         ("<think>\n```python\ndraft\n</think>\n```python\ns = '<think>'\n```", "s = '<think>'\n"),
     ],
-)
+)  # fmt: skip
 def test_the_program_is_found_as_commonmark_reads_the_completion(completion: str, program: str | None) -> None:
     assert code_blocks.program(completion) == program

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,7 @@ from typing import Any
 import pytest
 from tests.groups import make_group
 from tests.reward_service.conftest import Wire
-from tests.reward_service.processes import Behaviour, EndpointServer, Service, good
+from tests.reward_service.processes import StartEndpoint, StartService, good
 
 from penstock.protocol.config.reward_settings import RewardDefinition, RewardSettings
 from penstock.protocol.errors import ConfigError
@@ -59,8 +58,8 @@ def asking(group_id: str, reward: str, *texts: str, truth: str = '"4"') -> Group
 
 def test_parts_are_stored_with_their_sum_and_an_error_in_one_is_the_groups(
     wire: Wire,
-    start_service: Callable[..., Service],
-    start_endpoint: Callable[[Behaviour], EndpointServer],
+    start_service: StartService,
+    start_endpoint: StartEndpoint,
     tmp_path: Path,
 ) -> None:
     """Built-ins and an endpoint are summed, gates apply, every part is kept; a part without a score means no reward."""
@@ -129,16 +128,6 @@ def test_an_invalid_run_file_stops_the_service_at_the_start(tmp_path: Path) -> N
     assert "did you mean relative?" in done.stderr
     assert "buffer = 500 is more than longest = 100" in done.stderr
     assert "Traceback" not in done.stderr
-
-
-def test_parameters_are_listed_by_name() -> None:
-    """`rewards NAME` shows a reward's parameters; an unknown name is an error with the nearest one."""
-    command = [sys.executable, "-m", "penstock.reward_service", "rewards"]
-    shown = subprocess.run([*command, "overlong"], capture_output=True, text=True, timeout=300, check=True).stdout
-    assert "longest      required: Length at which the full punishment is reached." in shown
-    failed = subprocess.run([*command, "nummeric"], capture_output=True, text=True, timeout=300, check=False)
-    assert failed.returncode == 1
-    assert "did you mean numeric" in failed.stderr
 
 
 def _define(**parts: dict[str, Any]) -> dict[str, RewardDefinition]:

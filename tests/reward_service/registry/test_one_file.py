@@ -5,14 +5,13 @@ from __future__ import annotations
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from tests.groups import make_group
 from tests.reward_service.conftest import Wire
-from tests.reward_service.processes import ROOT, Service
+from tests.reward_service.processes import ROOT, StartService
 
 from penstock.protocol.groups import RewardRequest
 from penstock.reward_service.__main__ import main
@@ -68,7 +67,7 @@ def copy_of_the_package(folder: Path) -> Path:
     return package.parent
 
 
-def test_one_new_file_is_a_reward(wire: Wire, start_service: Callable[..., Service], tmp_path: Path) -> None:
+def test_one_new_file_is_a_reward(wire: Wire, start_service: StartService, tmp_path: Path) -> None:
     """With only the file added, the reward is listed with its parameters, fits its data set, and can be a part of definitions."""
     site = copy_of_the_package(tmp_path)
     (site / "penstock" / "reward_service" / "rewards" / "capitals.py").write_text(NEW_REWARD)
@@ -94,8 +93,12 @@ def test_one_new_file_is_a_reward(wire: Wire, start_service: Callable[..., Servi
     assert scored["y"][0].parts["big.share"] == (1.0, 0.5)
 
 
-def test_a_secret_in_the_last_error_is_not_printed(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_reward_is_shown_by_its_name_and_no_secret_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["rewards", secret := "sk-" + "a1" * 12]) == 1
     error = capsys.readouterr().err
     assert "no built-in reward" in error
+    assert main(["rewards", "nummeric"]) == 1
+    assert "did you mean numeric" in capsys.readouterr().err
+    assert main(["rewards", "overlong"]) == 0
+    assert "longest      required: Length at which the full punishment is reached." in capsys.readouterr().out
     assert secret not in error

@@ -20,7 +20,7 @@ from penstock.protocol.groups import RewardRequest
 from penstock.protocol.packs.group_pack import GroupTexts
 from penstock.reward_service.graders.grader_pool import GraderPool
 from penstock.reward_service.registry.built_in import BUILT_INS, Graders, scorer
-from penstock.reward_service.rewards import choice, classification, numeric
+from penstock.reward_service.rewards import choice, gsm8k, math_answer, numeric, tags
 from penstock.reward_service.rewards.math_answer import Graded
 from penstock.reward_service.rewards.parsing import quantity
 from penstock.reward_service.scores import GroupScores
@@ -42,7 +42,7 @@ def test_the_table_is_large_and_gives_reasons() -> None:
     """At least 200 different answers, each with its reason, for every built-in reward that reads an answer's text."""
     assert len({json.dumps(row, sort_keys=True) for row in TABLE}) == len(TABLE) >= 200
     assert all(row["why"] for row in TABLE)
-    assert {row["reward"] for row in TABLE} == BUILT_INS.keys() - {"code", "format", "environment"}
+    assert {row["reward"] for row in TABLE} == BUILT_INS.keys() - {"code", "environment"}
     assert all(Counter(row["score"] > 0 for row in TABLE).values())
 
 
@@ -101,6 +101,10 @@ HOSTILE = {
     "phrases": "answer is answer: " * 10_000,
     "Chinese phrases": "答案是" * 37_000,
     "hashes": "#### " * 25_000,
+    "spaces after hashes": "####" + " " * 125_000,
+    "thousands after hashes": "#### 1" + ",1" * 60_000,
+    "spaces in a box": "\\boxed{1} \\boxed" + " " * 125_000,
+    "braces": "{" * 60_000 + "}" * 60_000,
     "tags": "<think>" * 17_000 + "<answer>" * 15_000,
     "closing tags": "</answer>" * 15_000,
     "fences": "```" * 37_000,
@@ -153,6 +157,9 @@ async def test_no_completion_costs_a_reward_more_than_its_length(attack: str) ->
 @given(st.text(max_size=60), st.text(alphabet="0123456789,./%$ -+^x×{}\\fracboxed()eE½⁵", max_size=40))
 def test_every_text_gets_a_verdict_on_numbers_letters_and_labels(text: str, number: str) -> None:
     for completion in (text, number, f"<answer>{number}</answer>", f"The answer is {number}", f"\\boxed{{{text}}}"):
+        for judge in (gsm8k.judge, tags.judge_format):
+            assert judge((completion,), "1")[0].reward in {0.0, 1.0}
+        assert math_answer.plainly_equal("1", completion) in {True, False, None}
         for parameters in (
             numeric.Parameters(),
             numeric.Parameters(units="convert", percent="value", where="last_number"),
@@ -160,8 +167,8 @@ def test_every_text_gets_a_verdict_on_numbers_letters_and_labels(text: str, numb
             (verdict,) = numeric.judge(parameters, (completion,), "50% ")
             assert verdict.reward in {0.0, 1.0}
         assert choice.judge(choice.Parameters(), (completion,), "B")[0].reward in {0.0, 1.0}
-        labels = classification.Parameters(labels=("yes", "no"))
-        assert classification.judge(labels, (completion,), "yes")[0].reward in {0.0, 1.0}
+        labels = choice.LabelParameters(labels=("yes", "no"))
+        assert choice.judge_labels(labels, (completion,), "yes")[0].reward in {0.0, 1.0}
 
 
 @given(

@@ -20,7 +20,7 @@ from tests.reward_service.program_tests.conftest import descendants
 from tests.servers import wait_for
 
 from penstock.reward_service.errors import BadGroundTruth, SandboxFailed
-from penstock.reward_service.program_tests import code_blocks, grade, tests_of_row
+from penstock.reward_service.program_tests import grade, tests_of_row
 from penstock.reward_service.program_tests import grade as sandbox_pool
 from penstock.reward_service.program_tests.grade import Graded, SandboxPool
 from penstock.reward_service.program_tests.tests_of_row import Assertions, FunctionTests, StdinTests
@@ -45,69 +45,39 @@ async def pool() -> AsyncIterator[SandboxPool]:
 
 
 @pytest.mark.parametrize(
-    ("completion", "program"),
-    [
-        ("print(1)", "print(1)"),
-        ("Here:\n```python\nprint(1)\n```\nDone.", "print(1)\n"),
-        ("```py\na\n```\n```python\nb\n```\n```\nc\n```", "b\n"),
-        ("```\na\n```\ntext\n```\nb\n```", "b\n"),
-        ("```text\nno\n```", None),
-        ("```cpp\nint main() {}\n```", None),
-        ("```python\nnever closed", "never closed\n"),
-        ("````python\ns = '''\n```\n'''\n````", "s = '''\n```\n'''\n"),
-        ("   \n", None),
-        ("x" * (code_blocks.MAX_PROGRAM_CHARS + 1), None),
-    ],
-)
-def test_the_program_is_the_last_python_block(completion: str, program: str | None) -> None:
-    """The last Python block, else the last block without a language, else the whole text; never another language."""
-    assert code_blocks.program(completion) == program
-
-
-@pytest.mark.parametrize(
     ("printed", "expected", "same"),
     [
-        ("4\n", "4", True),
-        ("  4  \r\n\n", "4\n", True),
-        ("1 2\n3", "1  2 \n 3", True),
-        ("1 2 3", "1 2\n3", False),
-        ("0.3333333333", "0.33333333", True),
-        ("0.3334", "0.3333", False),
-        ("4.0", "4", True),
-        ("1e3", "1000", True),
-        ("10000000000000001", "10000000000000000", False),
-        ("007", "7", True),
-        ("yes", "YES", False),
-        ("nan", "nan", True),
-        ("nan", "1", False),
-        ("inf", "1e400", False),
-        ("", "", True),
-        ("", "0", False),
-        ("1\n2", "1", False),
-        ("9" * 5000, "9" * 5001, False),
+        ("4\n", "4", True), ("  4  \r\n\n", "4\n", True), ("1 2\n3", "1  2 \n 3", True), ("1 2 3", "1 2\n3", False),
+        ("0.3333333333", "0.33333333", True), ("0.3334", "0.3333", False), ("4.0", "4", True), ("1e3", "1000", True),
+        ("10000000000000001", "10000000000000000", False), ("007", "7", True), ("yes", "YES", False), ("nan", "nan", True),
+        ("nan", "1", False), ("inf", "1e400", False), ("", "", True), ("", "0", False), ("1\n2", "1", False),
+        ("9" * 5000, "9" * 5001, False), ("1e999", "9" * 309, False), ("1e999", "1" + "0" * 399, False), ("1e999", "1e999", True),
+        ("1e400", "1E+400", True), ("2e999", "1e999", False), ("inf", "9" * 309, False), ("-1e999", "-" + "9" * 309, False),
+        ("1.2345678901234567e19", "12345678901234567890", False), ("123456789000.0", "123456789012", False),
+        ("1e16", "10000000000000001", False), ("1e16", "10000000000000000", True), ("10000000000000000.0", "10000000000000001", False),
+        ("1.9999999999", "2", True), ("1.9999", "2", False), ("1000000000.5", "1000000000.4999999", True), ("1e-9999", "0.0", True),
+        ("٣", "3", False), ("1_000", "1000", False), ("0x10", "16", False), ("1+0j", "1", False), ("1/2", "0.5", False),
+        ("50%", "50", False), ("nan", "0", False), ("-0", "0", True),
     ],
-)
+)  # fmt: skip
 def test_outputs_are_compared_by_words_and_numbers(printed: str, expected: str, same: bool) -> None:
-    """White space at ends does not count, numbers compare by value, integers exactly, lines must match."""
+    """White space at ends does not count, numbers in ASCII digits compare by value, integers exactly, lines must match."""
     assert tests_of_row.same_output(printed, expected) is same
+
+
+INF, NAN = float("inf"), float("nan")
 
 
 @pytest.mark.parametrize(
     ("result", "expected", "same"),
     [
-        (3, 3, True),
-        (3.0, 3, True),
-        (True, 1, False),
-        ([1, 2], [1, 2], True),
-        (7, [7], True),
-        ([7], [[7]], True),
-        ([1], [1, 2], False),
-        ({"a": [0.1]}, {"a": [0.1000000001]}, True),
-        ("1", 1, False),
-        (None, None, True),
-        (10**400, 1.5, False),
+        (3, 3, True), (3.0, 3, True), (True, 1, False), ([1, 2], [1, 2], True), (7, [7], True), ([7], [[7]], True),
+        ([1], [1, 2], False), ({"a": [0.1]}, {"a": [0.1000000001]}, True), ("1", 1, False), (None, None, True),
+        (10**400, 1.5, False), (INF, 10**400, False), (1e19, 10**19, True), (1e19, 10**19 + 1, False),
+        (123456789000.0, 123456789012, False), (3.0000000001, 3, True), (10**400, 1e308, False), (10**400, 10**400, True),
+        (NAN, NAN, True), (NAN, 3, False), (NAN, 3.0, False), (INF, INF, True), (INF, -INF, False), ("3", 3, False),
     ],
-)
+)  # fmt: skip
 def test_results_are_compared_by_value(result: Any, expected: Any, same: bool) -> None:
     """JSON results compare by type and value, numbers within the tolerance, booleans only with booleans."""
     assert tests_of_row.same_result(result, expected) is same
@@ -169,14 +139,6 @@ async def test_share_and_all(pool: SandboxPool) -> None:
     assert [verdict.reward for verdict in every] == [1.0, 0.0, 0.0, 0.0, 1.0]
 
 
-async def test_a_function_and_a_method_are_called(pool: SandboxPool) -> None:
-    tests = FunctionTests("add", ([1, 2], [[1], [2]]), (3, [1, 2]))
-    for program in ("def add(a, b): return a + b", "class Solution:\n    def add(self, a, b): return a + b"):
-        assert (await pool.grade(program, tests)).passed == 2
-    assert (await pool.grade("def add(a, b): return a", tests)).passed == 0
-    assert (await pool.grade("def other(): pass", tests)).reason is Reason.RAISED
-
-
 @pytest.mark.parametrize(
     ("program", "pieces", "passed"),
     [
@@ -184,7 +146,6 @@ async def test_a_function_and_a_method_are_called(pool: SandboxPool) -> None:
         ("def f(x): return (x, {x: {x}}, None, b'x', 2 ** 3000, float('inf'))",
          ["assert f(1) == (1, {1: {1}}, None, b'x', 2 ** 3000, float('inf'))"], 1),
         ("def f(x):\n    for i in range(x): yield i", ["assert list(f(3)) == [0, 1, 2]"], 1),
-        ("def f(x): x.sort()", ["x = [2, 1]\nf(x)\nassert x == [1, 2]"], 1),
         ("def f(x): raise KeyError(x)", ["try:\n    f(1)\n    assert False\nexcept KeyError: pass"], 1),
         ("class P:\n    def __init__(s, a): s.a = a\n    def get(s): return s.a\ndef f(p): return p.a",
          ["assert f(P(3)) == 3", "assert P(4).get() == 4", "assert P(5).a == 5"], 3),

@@ -62,9 +62,8 @@ def equal(truth: str, answer: str) -> bool:
     return gold is not None and math_grader.is_equal(gold, answer)
 
 
-VALUES = [
-    pair for pair in MATH if not any(mark in pair[0] + pair[1] for mark in "=%")
-]  # names and % are forgiven in one direction
+# Names and percentages are forgiven in one direction.
+VALUES = [pair for pair in MATH if not any(mark in pair[0] + pair[1] for mark in ("=", "%", "percent"))]
 
 
 def test_equality_is_reflexive_and_symmetric() -> None:

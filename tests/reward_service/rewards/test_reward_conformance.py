@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from penstock.reward_service.graders.grader_pool import GraderPool
-from penstock.reward_service.rewards import answer_line, format, gsm8k, math_answer, question_answer
+from penstock.reward_service.rewards import gsm8k, math_answer, question_answer, tags
 
 VECTORS = json.loads(gzip.decompress((Path(__file__).parents[2] / "data" / "conformance.json.gz").read_bytes()))
 CASE = next(case for case in VECTORS["cases"] if case["id"] == "verl/reward/gsm8k-strict")
@@ -65,7 +65,7 @@ def test_words_are_normalised_as_verl_does() -> None:
 
 def test_the_think_format_equals_trls() -> None:
     case = recorded("trl/reward/think_format")
-    assert [v.reward for v in format.judge_think(tuple(case["inputs"]["texts"]), None)] == case["outputs"]["rewards"]
+    assert [v.reward for v in tags.judge_think(tuple(case["inputs"]["texts"]), None)] == case["outputs"]["rewards"]
 
 
 # Where our math rule takes another side than the one recorded: it reads the last box alone, and by value.
@@ -111,7 +111,7 @@ async def test_the_answer_line_equals_verls() -> None:
         ending.push_async_callback(pool.close)
         for (text, truth), theirs in zip(case["inputs"]["pairs"], case["outputs"]["results"], strict=True):
             [ours] = await math_answer.judge(
-                (text,), truth, pool.equal, find=answer_line.last_answer, part="has_answer"
+                (text,), truth, pool.equal, find=math_answer.on_last_line, part="has_answer"
             )  # fmt: skip
             assert ours.reward == float(theirs["acc"]), text
             assert ours.parts["has_answer"] == float(theirs["pred"] != "[INVALID]"), text
@@ -132,4 +132,4 @@ async def test_the_answer_line_equals_verls() -> None:
 )
 def test_which_answer_a_line_gives(text: str, answer: str | None) -> None:
     """The last line counts, without emphasis and unit; a box on it counts, or without such a line the last box."""
-    assert answer_line.last_answer(text) == answer
+    assert math_answer.on_last_line(text) == answer

@@ -8,14 +8,13 @@ import signal
 import subprocess
 import sys
 import tomllib
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from tests.groups import make_group
 from tests.reward_service.conftest import Wire
-from tests.reward_service.processes import Service
+from tests.reward_service.processes import StartService
 from tests.servers import wait_for
 
 from penstock.protocol.config.reward_settings import RewardSettings
@@ -114,7 +113,7 @@ def asking(group_id: str, reward: str, *texts: str, truth: str | None = '"4"') -
 
 
 def test_code_of_the_run_file_scores_and_its_digest_is_recorded(
-    wire: Wire, start_service: Callable[..., Service], code: Path
+    wire: Wire, start_service: StartService, code: Path
 ) -> None:
     """By file, also in a folder, by module and with parameters: rewards, parts and the digest of the source are in the scored group."""
     service = start_service(str(code / "run.toml"), cwd=code)
@@ -151,9 +150,7 @@ def test_code_of_the_run_file_scores_and_its_digest_is_recorded(
     assert "the run file of this reward service does not name" in refused["detail"]
 
 
-def test_code_that_fails_is_an_error_of_its_group_only(
-    wire: Wire, start_service: Callable[..., Service], code: Path
-) -> None:
+def test_code_that_fails_is_an_error_of_its_group_only(wire: Wire, start_service: StartService, code: Path) -> None:
     """A call that hangs, ends its process or raises is dead-lettered with its reason; other groups are scored."""
     service = start_service(
         str(code / "run.toml"), "reward_service.endpoint_attempts=2", "reward_service.user_timeout_s=3", cwd=code
@@ -171,7 +168,7 @@ def test_code_that_fails_is_an_error_of_its_group_only(
     assert service.alive()
 
 
-def test_workers_exit_with_a_killed_service(wire: Wire, start_service: Callable[..., Service], code: Path) -> None:
+def test_workers_exit_with_a_killed_service(wire: Wire, start_service: StartService, code: Path) -> None:
     service = start_service(str(code / "run.toml"), cwd=code)
     wire.announce([asking("file", "my_rewards.py:tilted", "4")])
     (scored,) = wire.wait_scored("file")["file"]
@@ -212,7 +209,7 @@ async def test_code_that_cannot_be_used_is_refused_at_the_start(
 
 
 def test_the_service_does_not_start_with_code_that_cannot_be_loaded(
-    wire: Wire, start_service: Callable[..., Service], code: Path
+    wire: Wire, start_service: StartService, code: Path
 ) -> None:
     (code / "my_module.py").write_text("1 / 0\n")
     with pytest.raises(AssertionError, match="ZeroDivisionError"):
@@ -248,7 +245,7 @@ async def test_a_worker_that_is_killed_is_replaced(code: Path, monkeypatch: pyte
     monkeypatch.chdir(code)
     pool = WorkerPool("my_rewards.py:tilted", {}, num_workers=1, timeout_s=20.0)
     group = GroupToScore.model_validate({"completions": ["4"], "ground_truth": "4"})
-    first = await pool.score(group)
+    _, digest = await pool.score(group)
     (pid,) = pool.pids
     slow = asyncio.create_task(pool.score(GroupToScore.model_validate({"completions": ["hang"]})))
     await asyncio.sleep(0)
@@ -256,9 +253,9 @@ async def test_a_worker_that_is_killed_is_replaced(code: Path, monkeypatch: pyte
     with pytest.raises(UserCodeFailed, match="was ended by SIGKILL"):
         await slow
     (code / "my_rewards.py").write_text(MODULE + "# changed\n")
-    again = await pool.score(group)
-    assert again.scores[0].score == 1.0
-    assert again.digest != first.digest
+    (score,), changed = await pool.score(group)
+    assert score.score == 1.0
+    assert changed != digest
     (pid,) = pool.pids
     await pool.close()
     with pytest.raises(ProcessLookupError):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from pathlib import Path
 
 import pytest
@@ -12,9 +13,12 @@ from hypothesis import strategies as st
 from penstock.protocol import streams
 from penstock.protocol.config.run_file import load
 from penstock.protocol.errors import ConfigError
+from penstock.protocol.streams import BucketSpec
 from penstock.protocol.transport.bus import Bus
+from penstock.reward_service import pack_progress
 from penstock.reward_service.announce import hash_of
-from penstock.reward_service.endpoints.endpoint import Role
+from penstock.reward_service.endpoints.endpoint import ANONYMOUS, Endpoint, Role
+from penstock.reward_service.endpoints.endpoint_registry import KEY, EndpointRegistry, SecretStore
 from penstock.reward_service.errors import BreakerOpen, EndpointBusy
 from penstock.reward_service.metrics import WINDOW, Timings
 from penstock.reward_service.pack_progress import PackProgress, ProgressStore
@@ -31,7 +35,9 @@ def test_a_delivery_without_a_call_does_not_count_as_an_attempt() -> None:
     waits = progress.not_called(["b"], now=10.0).not_called(["b", "c"], now=20.0)
     assert dict(waits.refused_since) == {"b": 10.0, "c": 20.0}
     assert dict(waits.called(["b"]).refused_since) == {"c": 20.0}
-    assert PackProgress.from_json(waits.to_json()) == waits
+    stored = pack_progress._STORED.dump_json(waits)
+    assert json.loads(stored).keys() == {"settled", "excused", "refused_since"}
+    assert pack_progress._STORED.validate_json(stored) == waits
 
 
 def test_progress_is_shared_by_replicas_and_bounded(bus: Bus, run_streams: str) -> None:
@@ -138,3 +144,22 @@ def test_the_roles_come_from_their_file(tmp_path: Path) -> None:
     file.write_text("lab register\n")
     with pytest.raises(ConfigError, match=r"tokens: line 1 is not NAME ROLE TOKEN"):
         settings.access()
+
+
+@pytest.mark.parametrize(
+    "damaged", [b"", b"[1]", b"\xff\x00", b"null", b'{"endpoints": 7, "retired": []}', b"[" * 3000]
+)
+async def test_a_damaged_registry_takes_registrations(bus: Bus, run_id: str, damaged: bytes) -> None:
+    """A replica that starts beside a damaged value registers an endpoint, and another replica then reads it."""
+    bucket = BucketSpec(f"{run_id}-registry")
+    await bus.ensure_bucket(bucket)
+    store = await bus.key_value(bucket.bucket)
+    await store.put(KEY, damaged)
+    first = EndpointRegistry(store, SecretStore(store))
+    await first.refresh()
+    endpoint = Endpoint(name="digits", url="http://127.0.0.1:9/score", version="1")
+    await first.add(endpoint, replace_other=False, caller=ANONYMOUS)
+    second = EndpointRegistry(store, SecretStore(store))
+    await second.refresh()
+    assert list(second.endpoints) == ["digits"]
+    await bus.delete_stream(f"KV_{bucket.bucket}")
