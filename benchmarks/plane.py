@@ -207,9 +207,6 @@ class _EveryGroup:
     def promise(self, group_id: str) -> TaskPromise:
         return self._promises[GroupKey.parse(group_id).prompt % len(self._promises)]
 
-    def is_late(self, version: PolicyVersion) -> bool:
-        return False
-
     def accept(self, group_id: str) -> None:
         self._groups.issue([group_id])
 

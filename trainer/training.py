@@ -26,7 +26,7 @@ from penstock.trainer.errors import EngineMismatch, PolicyCollapsed, TrainerErro
 from penstock.trainer.evaluation.evaluation_schedule import EarlyStop, EvaluationSchedule
 from penstock.trainer.groups.batcher import sampling_versions, staleness_tokens
 from penstock.trainer.groups.collect import Collector
-from penstock.trainer.groups.group_source import StoredCollector, StoredIssuer
+from penstock.trainer.groups.group_source import StoredGroups
 from penstock.trainer.groups.issue import Issuer
 from penstock.trainer.groups.rolled_back import RolledBackSteps
 from penstock.trainer.learner.flops import peak_of
@@ -56,8 +56,8 @@ class Training:
     settings: TrainerSettings
     learner: Learner
     planner: Planner
-    issuer: Issuer | StoredIssuer
-    collector: Collector | StoredCollector
+    issuer: Issuer | StoredGroups
+    collector: Collector | StoredGroups
     publisher: Publisher
     submitter: WeightSubmitter
     evaluations: EvaluationSchedule

@@ -80,8 +80,6 @@ def group_rules(settings: AlgorithmSettings) -> tuple[GroupRule, ...]:
 class IssuedGroups(Protocol):
     def accept(self, group_id: str, *, is_preferred: bool = False) -> DropReason | None: ...
 
-    def is_late(self, trainer_version: PolicyVersion) -> bool: ...
-
     def drop(self, drop: Drop) -> object: ...
 
 
@@ -204,7 +202,7 @@ class Batcher:
 
         They are under way, as is a group whose pack is being read. False while there is no full batch.
         """
-        return not self._repeated and self.is_full(version) and self._issued.is_late(version)
+        return not self._repeated and self.is_full(version) and self._groups.is_late(version)
 
     def take(self, version: PolicyVersion) -> list[ReadyGroup]:
         """Return the batch to train at ``version``, or nothing while it is not full; drop what is too old.

@@ -49,9 +49,6 @@ class Box:
     def accept(self, group_id: str, *, is_preferred: bool = False) -> None:
         return None
 
-    def is_late(self, version: PolicyVersion) -> bool:
-        return False
-
     def drop(self, drop: Drop) -> None:
         self.groups.drop(drop)
         self._drops.append(drop)

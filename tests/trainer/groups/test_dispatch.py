@@ -616,4 +616,4 @@ def test_a_group_is_late_exactly_while_it_is_under_way_and_too_old_for_the_next_
             note(dispatch.next_packs(version))
         under_way = set(dispatch.groups.outstanding()) - {g.group_id for g in dispatch.groups.held(State.READY)}
         expected = any(issued[group_id] == version - limit for group_id in under_way)
-        assert dispatch.is_late(version) == expected
+        assert dispatch.groups.is_late(version) == expected

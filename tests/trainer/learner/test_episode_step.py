@@ -155,9 +155,6 @@ class Issued:
     def accept(self, group_id: str, *, is_preferred: bool = False) -> None:
         """Every group is wanted."""
 
-    def is_late(self, version: PolicyVersion) -> bool:
-        return False
-
     def pause(self, is_paused: bool) -> None:
         """Nothing is issued."""
 
