@@ -33,7 +33,7 @@ from penstock.trainer.connections import Connections
 from penstock.trainer.data.data_order import DataOrder
 from penstock.trainer.data.dataset import PromptSet
 from penstock.trainer.errors import CheckpointError
-from penstock.trainer.groups.batcher import Batcher, Reuse, group_rules
+from penstock.trainer.groups.batcher import Batcher, group_rules
 from penstock.trainer.groups.collect import Collector
 from penstock.trainer.groups.dispatch import Dispatch, RunGroups
 from penstock.trainer.groups.group_totals import Drop, DropReason
@@ -235,20 +235,10 @@ def open_generated(
         log.warning(
             "issued.log does not say under which settings an earlier session issued groups: their size and length are not checked"
         )
-    batcher = Batcher(
-        groups.train,
-        issuer,
-        groups_per_step=rollout.groups_per_step,
-        max_staleness=rollout.max_staleness,
-        rules=group_rules(algorithm),
-        needs_baseline=algorithm.needs_baseline,
-        reuse=Reuse(algorithm.max_trained_count, algorithm.retrained_interval),
-        max_dead=rollout.max_outstanding,
-    )
     collector = Collector(
         connections,
         groups=groups,
-        batcher=batcher,
+        batcher=Batcher(groups.train, issuer, rollout, algorithm),
         issuer=issuer,
         deadline_s=settings.trainer.collect_deadline_s,
         reader=open_reader(settings, connections, tokenizer, settings.run.folder, never_published),
