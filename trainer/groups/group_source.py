@@ -186,27 +186,23 @@ class GroupSource:
     issued_before: IssuedBefore  # by earlier sessions
 
 
-def open_stored(
-    settings: TrainerSettings, connections: Connections, groups: RunGroups, resumed: CheckpointState | None
-) -> GroupSource:
-    stored = StoredGroups(settings, connections.blobs, groups)
-    mark_use_of_input(stored.input.run_id, connections.run_id, connections.blobs)
-    if resumed is not None:
-        stored.resume(resumed.dispatch)
-    return GroupSource(stored, stored, (), IssuedBefore())
-
-
-def open_generated(
+def open_source(
     settings: TrainerSettings,
     connections: Connections,
     groups: RunGroups,
     resumed: CheckpointState | None,
     *,
-    prompts: PromptSet,
+    prompts: PromptSet | None,
     tokenizer: ChatTokenizer,
     never_published: NeverPublished,
 ) -> GroupSource:
-    """Return the group source of a run whose groups are generated while it trains; raises CheckpointError, MissingStream."""
+    """Open the source of a run's groups: those of a stored run where there are no prompts; raises CheckpointError, MissingStream."""
+    if prompts is None:
+        stored = StoredGroups(settings, connections.blobs, groups)
+        mark_use_of_input(stored.input.run_id, connections.run_id, connections.blobs)
+        if resumed is not None:
+            stored.resume(resumed.dispatch)
+        return GroupSource(stored, stored, (), IssuedBefore())
     rollout, algorithm = settings.rollout, settings.algorithm
     routers = _routers(settings)
     dispatch = Dispatch(
