@@ -69,11 +69,11 @@ def test_a_batch_is_never_replayed_on_weights_of_another_run(
     WeightsSource(bus, blobs, run_streams, tmp_path / "model").publish(
         0, load_file(tmp_path / "model" / "model.safetensors")
     )
-    home = tmp_path / "home"
+    home = tmp_path / run_streams
     config = {"settings": {"run": {"id": run_streams}, "model": {"path": str(tmp_path / "model")}, "algorithm": {}}}
     folder = saved(home, run_streams, step=3, version=3, config=json.dumps(config).encode())
     ranks: Any = None
-    run = RunSettings(id=run_streams, dir=home)
+    run = RunSettings(id=run_streams, dir=tmp_path)
     with pytest.raises(ConfigError, match=f"a batch of run {run_streams}, not of run mine: .*run.dir"):
         BatchReplay(run.model_copy(update={"id": "mine"}), folder, ranks, Wanted())
     replay = BatchReplay(run, folder, ranks, Wanted())
