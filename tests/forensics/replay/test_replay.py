@@ -201,11 +201,13 @@ def test_a_part_is_replayed_from_a_stored_checkpoint(run: StoredRun) -> None:
 
 
 @contextmanager
-def altered(run: StoredRun, blob: BlobRef, edit: Callable[[bytes], bytes | None]) -> Iterator[None]:
-    """Have a stored object replaced by what `edit` makes of it, and then as it was."""
+def altered(run: StoredRun, blob: BlobRef, edit: Callable[[bytes], bytes]) -> Iterator[None]:
+    """Have a stored object replaced by what `edit` makes of it, or deleted where that is empty, and then as it was."""
     data = run.blobs.get(blob)
-    if (other := edit(data)) is not None:
+    if other := edit(data):
         run.blobs.put(blob.key, other)
+    else:
+        run.blobs.delete([blob.key])
     try:
         yield
     finally:
@@ -226,7 +228,7 @@ def test_an_altered_pack_is_reported(run: StoredRun) -> None:
 
 def test_a_missing_pack_is_reported_before_training(run: StoredRun) -> None:
     pack = run.record.steps[-1].packs[0]
-    with altered(run, pack, lambda _: run.blobs.delete([pack.key])):
+    with altered(run, pack, lambda _: b""):
         verdict = run.replay(expected=1)
     assert [pack.key in line and "needs its groups e0.p" in line for line in verdict["findings"]] == [True]
     assert verdict["num_steps"] == 0
