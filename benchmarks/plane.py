@@ -51,6 +51,7 @@ from penstock.protocol.versions import PolicyVersion, VersionRun
 from penstock.rollout_service.engines.engine_process import process_cpu_seconds
 from penstock.rollout_service.metrics import WorkerMetrics
 from penstock.rollout_service.packs.settlement import PackAnnouncer
+from penstock.trainer.algorithm.algorithm_settings import AlgorithmSettings
 from penstock.trainer.connections import Connections
 from penstock.trainer.groups.batcher import Batcher
 from penstock.trainer.groups.collect import Collector
@@ -58,6 +59,7 @@ from penstock.trainer.groups.dispatch import RunGroups
 from penstock.trainer.groups.group_totals import Drop
 from penstock.trainer.groups.pack_reader import PackReader, ReadingMark
 from penstock.trainer.groups.prompt_cursor import GroupKey
+from penstock.trainer.rollout_settings import RolloutSettings
 
 #: name: (trajectories, tokens of each, of these prompt tokens, characters of a completion)
 SIZES = {"long": (8, 4096, 512, 14_000), "tiny": (8, 24, 15, 9)}
@@ -207,9 +209,6 @@ class _EveryGroup:
     def promise(self, group_id: str) -> TaskPromise:
         return self._promises[GroupKey.parse(group_id).prompt % len(self._promises)]
 
-    def is_late(self, version: PolicyVersion) -> bool:
-        return False
-
     def accept(self, group_id: str) -> None:
         self._groups.issue([group_id])
 
@@ -232,7 +231,8 @@ def consume(bus: Bus, s3: S3Settings, folder: Path, *, size: str, num_groups: in
     """Take batches as the trainer does, commit their ids, acknowledge; raises when a group comes twice or not at all."""
     groups = RunGroups.of(None, max_staleness=_NEVER_STALE)
     issuer: Any = _EveryGroup(size, groups)
-    batcher = Batcher(groups.train, issuer, groups_per_step=GROUPS_PER_STEP, max_staleness=_NEVER_STALE, max_dead=1)
+    rollout = RolloutSettings(groups_per_step=GROUPS_PER_STEP, max_staleness=_NEVER_STALE)
+    batcher = Batcher(groups.train, issuer, rollout, AlgorithmSettings(), max_dead=1)
     seen: set[str] = set()
     commit_s = 0.0
     blobs = Blobs(s3)

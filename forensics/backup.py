@@ -31,7 +31,7 @@ from penstock.protocol.config.run_file import load, split_arguments
 from penstock.protocol.errors import BlobError, ConfigError, MissingStream, PenstockError
 from penstock.protocol.facts import decode
 from penstock.protocol.files import read_regular
-from penstock.protocol.groups import Sha256
+from penstock.protocol.groups import BlobRef, Sha256
 from penstock.protocol.record.lineage import CheckpointCommitted
 from penstock.protocol.secret_values import scrub
 from penstock.protocol.streams import StreamLimits
@@ -64,16 +64,6 @@ class SavedStream(BaseModel):
     sha256: Sha256
 
 
-class SavedObject(BaseModel):
-    """One object; ``sha256`` is also the name of its file."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    key: str
-    size_bytes: Annotated[int, Field(ge=0)]
-    sha256: Sha256
-
-
 class SavedRun(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -82,7 +72,7 @@ class SavedRun(BaseModel):
     penstock: str  # version that made it
     made_at: str  # ISO 8601, UTC
     streams: tuple[SavedStream, ...]
-    objects: tuple[SavedObject, ...]
+    objects: tuple[BlobRef, ...]  # the sha256 of each is the name of its file
 
     @field_validator("run_id")
     @classmethod
@@ -224,7 +214,7 @@ def _require_stopped(run: str, bus: Bus) -> None:
         )
 
 
-def _known_objects(run: str, folder: Path) -> dict[str, SavedObject]:
+def _known_objects(run: str, folder: Path) -> dict[str, BlobRef]:
     if not (folder / CONTENTS).exists():
         if folder.is_dir() and any(entry.name not in {"streams", "objects"} for entry in folder.iterdir()):
             raise ConfigError(f"{folder} holds other files and no {CONTENTS}; name a new folder")
@@ -256,17 +246,17 @@ def _save_stream(name: str, bus: Bus, folder: Path) -> SavedStream | None:
 
 
 def _save_objects(
-    stats: list[BlobStat], known: dict[str, SavedObject], blobs: Blobs, folder: Path, report: Report
-) -> Iterable[SavedObject]:
-    def copy(stat: BlobStat) -> SavedObject:
+    stats: list[BlobStat], known: dict[str, BlobRef], blobs: Blobs, folder: Path, report: Report
+) -> Iterable[BlobRef]:
+    def copy(stat: BlobStat) -> BlobRef:
         if (same := known.get(stat.key)) is not None and same.size_bytes == stat.size_bytes:
             return same
         partial = folder / "objects" / f"partial.{hashlib.sha256(stat.key.encode()).hexdigest()}"
         ref = blobs.fetch_file(stat, partial)
         files.replace(partial, object_file(folder, ref.sha256))
-        return SavedObject(key=ref.key, size_bytes=ref.size_bytes, sha256=ref.sha256)
+        return ref
 
-    saved = list[SavedObject]()
+    saved = list[BlobRef]()
     with ThreadPoolExecutor(COPIES_AT_ONCE) as pool:
         for copied in pool.map(copy, stats):
             saved.append(copied)
@@ -323,12 +313,10 @@ def _restore_objects(saved: SavedRun, blobs: Blobs, folder: Path, report: Report
                 f"another run's. Remove it first: penstock runs rm {saved.run_id}"
             )
 
-    def copy(saved_object: SavedObject) -> None:
-        blobs.put_file(saved_object.key, object_file(folder, saved_object.sha256))
-
     missing = [saved_object for saved_object in saved.objects if saved_object.key not in there]
     with ThreadPoolExecutor(COPIES_AT_ONCE) as pool:
-        for number, _ in enumerate(pool.map(copy, missing), start=1):
+        copies = pool.map(lambda one: blobs.put_file(one.key, object_file(folder, one.sha256)), missing)
+        for number, _ in enumerate(copies, start=1):
             report(f"{number} of {len(missing)} objects")
 
 

@@ -35,7 +35,7 @@ from penstock.trainer.evaluation.eval_result import EvalResult, LostEvaluation, 
 from penstock.trainer.evaluation.evaluate import Evaluator
 from penstock.trainer.evaluation.evaluation_schedule import EarlyStop, EvaluationLog, EvaluationSchedule, stored_scores
 from penstock.trainer.groups.dispatch import RunGroups
-from penstock.trainer.groups.group_source import GroupSource, open_generated, open_reader, open_stored
+from penstock.trainer.groups.group_source import open_reader, open_source
 from penstock.trainer.groups.rolled_back import take_rolled_back
 from penstock.trainer.groups.task_packs import Mixture
 from penstock.trainer.learner.learner import Learner, build_learner
@@ -266,7 +266,15 @@ def _training(
         coordinator=coordinator,
         signing_key=settings.trainer.signing_key(),
     )
-    source = _group_source(session, publisher, groups, resumed)
+    source = open_source(
+        settings,
+        connections,
+        groups,
+        resumed,
+        prompts=session.data.train,
+        tokenizer=session.data.tokenizer,
+        never_published=publisher.never_published,
+    )
     weight_gc = _weight_gc(session, publisher, groups)
     best = settings.eval.best(has_data_eval=bool(settings.data.eval_files))
     early_stop = EarlyStop(settings.eval.early_stop, stored_scores(settings.run.folder / METRICS_FILE, best))
@@ -332,23 +340,6 @@ def _training(
         yield training, evaluation_log
         if training.is_done and not session.stop.is_set():
             weight_gc.run_is_finished()
-
-
-def _group_source(
-    session: _Session, publisher: Publisher, groups: RunGroups, resumed: CheckpointState | None
-) -> GroupSource:
-    settings, connections, data = session.settings, session.connections, session.data
-    if data.train is None:
-        return open_stored(settings, connections, groups, resumed)
-    return open_generated(
-        settings,
-        connections,
-        groups,
-        resumed,
-        prompts=data.train,
-        tokenizer=data.tokenizer,
-        never_published=publisher.never_published,
-    )
 
 
 def _weight_gc(session: _Session, publisher: Publisher, groups: RunGroups) -> WeightGc:

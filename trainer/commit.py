@@ -36,7 +36,7 @@ from penstock.trainer.crash_points import CrashPoint
 from penstock.trainer.errors import CheckpointError
 from penstock.trainer.evaluation.evaluate import Evaluator
 from penstock.trainer.groups.collect import Collector
-from penstock.trainer.groups.group_source import StoredCollector, StoredIssuer
+from penstock.trainer.groups.group_source import StoredGroups
 from penstock.trainer.groups.issue import Issuer
 from penstock.trainer.learner.learner import Learner
 from penstock.trainer.learner.planning import Planner
@@ -213,8 +213,8 @@ class Committer:
     learner: Learner
     writer: CheckpointWriter
     planner: Planner
-    issuer: Issuer | StoredIssuer
-    collector: Collector | StoredCollector
+    issuer: Issuer | StoredGroups
+    collector: Collector | StoredGroups
     evaluator: Evaluator | None
     lease: HeldLease
     record_writer: RunRecordWriter

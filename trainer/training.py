@@ -26,7 +26,7 @@ from penstock.trainer.errors import EngineMismatch, PolicyCollapsed, TrainerErro
 from penstock.trainer.evaluation.evaluation_schedule import EarlyStop, EvaluationSchedule
 from penstock.trainer.groups.batcher import sampling_versions, staleness_tokens
 from penstock.trainer.groups.collect import Collector
-from penstock.trainer.groups.group_source import StoredCollector, StoredIssuer
+from penstock.trainer.groups.group_source import StoredGroups
 from penstock.trainer.groups.issue import Issuer
 from penstock.trainer.groups.rolled_back import RolledBackSteps
 from penstock.trainer.learner.flops import peak_of
@@ -37,7 +37,7 @@ from penstock.trainer.publishing.publication import Publication, UnchangedVersio
 from penstock.trainer.publishing.publish import Publisher
 from penstock.trainer.recovery.held_messages import HeldBound, sizes
 from penstock.trainer.recovery.lease import HeldLease
-from penstock.trainer.recovery.run_record_writer import RunRecordWriter, Stop, save_batch
+from penstock.trainer.recovery.run_record_writer import RunRecordWriter, save_batch
 from penstock.trainer.settings import TrainerSettings
 from penstock.trainer.telemetry.event_writer import EventWriter, HeartbeatWriter, StepReporter
 from penstock.trainer.telemetry.logprob_writer import LogprobWriter, StepNumbers
@@ -56,8 +56,8 @@ class Training:
     settings: TrainerSettings
     learner: Learner
     planner: Planner
-    issuer: Issuer | StoredIssuer
-    collector: Collector | StoredCollector
+    issuer: Issuer | StoredGroups
+    collector: Collector | StoredGroups
     publisher: Publisher
     submitter: WeightSubmitter
     evaluations: EvaluationSchedule
@@ -361,9 +361,10 @@ class Training:
         """
         step, folder = self.num_steps_done + (1 if isinstance(err, TrainingDiverged) else 0), self.settings.run.folder
         try:
-            run_id, epoch = self.settings.run.id, self.lease.epoch
-            stop = Stop(run_id, step, self.version, err, epoch, algorithm, self._ages(batch))
-            saved = save_batch(folder, batch, stop, config=self.config)
+            saved = save_batch(
+                folder, batch, err, config=self.config, run_id=self.settings.run.id, step=step, version=self.version,
+                epoch=self.lease.epoch, algorithm=dict(algorithm), ages=tuple(self._ages(batch).items()),
+            )  # fmt: skip
         except OSError as problem:
             return type(err)(f"{err}. The batch of step {step} could not be saved below {folder}: {problem}")
         try:

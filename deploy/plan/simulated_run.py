@@ -34,6 +34,7 @@ from penstock.rollout_service.engines.redundancy import Redundancy, RedundantGro
 from penstock.rollout_service.packs.pack_loops import SAMPLE_S, EngineLoad, PackLimit
 from penstock.rollout_service.weights.weight_follower import ISSUED_VERSION_DEADLINE_S
 from penstock.rollout_service.weights.weight_swap import NEEDS_PERMIT_S, num_permits
+from penstock.trainer.algorithm.algorithm_settings import AlgorithmSettings
 from penstock.trainer.data.data_order import DataOrder
 from penstock.trainer.groups.batcher import Batcher
 from penstock.trainer.groups.collect import OvertakeBackoff
@@ -66,12 +67,7 @@ class SimulatedRun:
         self._dispatch = Dispatch(
             prompts, order=DataOrder(len(prompts), seed=seed), rollout=rollout, stop_token_ids=(0,)
         )
-        self._batcher = Batcher(
-            self._dispatch.groups,
-            self._dispatch,
-            groups_per_step=rollout.groups_per_step,
-            max_staleness=rollout.max_staleness,
-        )
+        self._batcher = Batcher(self._dispatch.groups, self._dispatch, rollout, AlgorithmSettings())
         self.outcome.dropped = self._batcher.dropped
         self._backoff = OvertakeBackoff()
         self._now = 0.0

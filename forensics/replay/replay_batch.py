@@ -21,7 +21,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from penstock.forensics.replay.replay_findings import BatchVerdict, group_metrics
+from penstock.forensics.replay.replay_run import Wanted, learner_of, with_model
 from penstock.protocol import blob_keys
+from penstock.protocol.config.connection import RunSettings
 from penstock.protocol.errors import BlobMissing, ConfigError, MalformedFact, PackError, SignatureRefused, WireError
 from penstock.protocol.groups import BlobRef
 from penstock.protocol.record.checkpoint_state import CheckpointState, committed
@@ -35,12 +37,10 @@ from penstock.trainer.algorithm.mismatch import compare_fresh_tokens
 from penstock.trainer.algorithm.stop_checks import EngineCheck
 from penstock.trainer.errors import EngineMismatch, PolicyCollapsed, TrainingDiverged
 from penstock.trainer.groups.batcher import staleness_tokens
-from penstock.trainer.learner.learner import Learner, build_learner
-from penstock.trainer.learner.pair_planner import open_mixed_pairs
+from penstock.trainer.learner.learner import Learner
 from penstock.trainer.learner.planning import Planner, learn
 from penstock.trainer.learner.step_metrics import StepMetrics
 from penstock.trainer.learner.step_plan import ReadyGroup
-from penstock.trainer.parallel_dims import ParallelDims
 from penstock.trainer.ranks import Ranks
 from penstock.trainer.recovery.checkpoint import CHECKPOINTS, verify_files
 from penstock.trainer.recovery.resume_checks import named_code, read_settings
@@ -114,25 +114,13 @@ def fetch_published(
 class BatchReplay:
     """Rank 0's part; the other ranks run `follow`."""
 
-    def __init__(
-        self,
-        run_folder: Path,
-        folder: Path,
-        ranks: Ranks,
-        *,
-        run_id: str,
-        model: Path | None,
-        user_code: bool,
-        trusted_keys: TrustedKeys | None = None,
-    ) -> None:
-        """Read the batch of run ``run_id`` in ``folder`` with its settings; ``model`` is where the initial model has moved to.
+    def __init__(self, run: RunSettings, folder: Path, ranks: Ranks, wanted: Wanted) -> None:
+        """Read the batch of a run in ``folder`` with its settings.
 
-        One of ``trusted_keys`` must have signed the weights if they are read as they were published; None: not verified.
         Raises ConfigError for a damaged batch, for one of another run, or for code that its settings name by path unless
-        ``user_code``.
+        it is ``wanted``.
         """
-        self._run_folder, self._folder, self._ranks, self._model = run_folder, folder, ranks, model
-        self._trusted_keys = trusted_keys
+        self._run_folder, self._folder, self._ranks, self._wanted = run.folder, folder, ranks, wanted
         try:
             self._batch, groups = read_batch(folder)
             self._document = (folder / SETTINGS).read_bytes()
@@ -143,12 +131,12 @@ class BatchReplay:
         except (MalformedFact, PackError, OSError) as err:
             raise ConfigError(f"{folder} cannot be read ({err}); restore it") from None
         self._ages = dict(self._batch.ages)
-        if self._batch.run_id != run_id:
+        if self._batch.run_id != run.id:
             raise ConfigError(
-                f"{folder} is a batch of run {self._batch.run_id}, not of run {run_id}: the weights before it are that run's; name it, with "
+                f"{folder} is a batch of run {self._batch.run_id}, not of run {run.id}: the weights before it are that run's; name it, with "
                 "the run.dir that holds its folder"
             )
-        if (names := named_code(self._document)) and not user_code:
+        if (names := named_code(self._document)) and not wanted.user_code:
             raise ConfigError(
                 f"the settings of {folder} name user code, which a replay runs: {', '.join(names)[:400]!r}; read it, then add --user-code"
             )
@@ -237,7 +225,7 @@ class BatchReplay:
                 f"only, and there is none of version {version}; with trainer.checkpoint_every = 1 a run has one before every step"
             )
         folder, described = scratch / "model", f"version {version} as it was published"
-        if fetch_published(self._batch, folder, store=store, trusted_keys=self._trusted_keys):
+        if fetch_published(self._batch, folder, store=store, trusted_keys=self._wanted.trusted_keys):
             return _Weights(described, adapter=folder)
         if self._settings.model.lora.rank:  # the optimizer's step is then another one: A is new, and B is 0
             described += ", merged: adapters begin anew on it"
@@ -252,7 +240,7 @@ class BatchReplay:
             "settings": self._document.decode(),
             "model": str(weights.model.absolute()) if weights.model else None,
             "adapter": str(weights.adapter.absolute()) if weights.adapter else None,
-            "initial": str(self._model.absolute()) if self._model else None,
+            "initial": str(self._wanted.model.absolute()) if self._wanted.model else None,
             "folder": str(self._folder.absolute()),
             "steps_done": self._steps_before,
         }
@@ -273,19 +261,11 @@ def follow(ranks: Ranks) -> None:
 def _build_by_order(order: Mapping[str, Any], ranks: Ranks) -> Learner:
     settings, _ = read_settings(order["settings"].encode(), where="the saved settings")
     initial = Path(order["initial"]) if order["initial"] else settings.model.path
-    path = Path(order["model"]) if order["model"] else initial
-    settings = settings.model_copy(update={"model": settings.model.model_copy(update={"path": path})})
+    settings = with_model(settings, Path(order["model"]) if order["model"] else initial)
     if order["model"] and settings.needs_reference and settings.algorithm.reference_path is None:
         algorithm = settings.algorithm.model_copy(update={"reference_path": initial})
         settings = settings.model_copy(update={"algorithm": algorithm})
-    if settings.trainer.num_ranks != ranks.num_ranks:
-        raise ConfigError(
-            f"the run had trainer.num_ranks = {settings.trainer.num_ranks}, but {ranks.num_ranks} process(es) were started; use "
-            "`penstock replay`, which starts the right number"
-        )
-    dims = ParallelDims(ranks, settings.trainer.layout)
-    packs = StoppedPacks(Path(order["folder"]))
     adapter = Path(order["adapter"]) if order["adapter"] else None
-    learner = build_learner(settings, dims, packs, open_mixed_pairs(settings), adapter=adapter)
+    learner = learner_of(settings, ranks, StoppedPacks(Path(order["folder"])), adapter)
     learner.policy.steps_done = order["steps_done"]  # pairs and mini-batches follow from it
     return learner

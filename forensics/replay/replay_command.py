@@ -27,6 +27,7 @@ from penstock.protocol.transport.bus import Bus
 from penstock.trainer.learner.gguf_model import model_folder
 
 if TYPE_CHECKING:
+    from penstock.forensics.replay.replay_run import Wanted
     from penstock.protocol.weights.signature import TrustedKeys
     from penstock.trainer.ranks import Ranks
 
@@ -67,8 +68,10 @@ def replay(run: str, *arguments: RunArguments, options: Annotated[ReplayOptions,
     ranks = Ranks()
     code = 0
     try:
-        lead, others = (_lead_batch, _follow_batch) if options.batch else (_lead, _follow)
-        code = ranks.broadcast(lead(options, settings, files, ranks) if ranks.is_leader else others(settings, ranks))
+        lead = _lead_batch if options.batch else _lead
+        code = ranks.broadcast(
+            lead(options, settings, files, ranks) if ranks.is_leader else _follow(options, settings, ranks)
+        )
     except (BlobMissing, BlobCorrupt, WireError, RecordBroken) as err:
         sys.stderr.write(scrub(f"the record cannot be replayed: {err}\n"))
         code = DIFFERS
@@ -83,7 +86,7 @@ main = program("penstock replay", replay, error=None)
 
 
 def _lead(options: ReplayOptions, settings: RunLocation, files: Sequence[Path], ranks: Ranks) -> int:
-    from penstock.forensics.replay.replay_run import Replay, Wanted  # noqa: PLC0415  as above
+    from penstock.forensics.replay.replay_run import Replay  # noqa: PLC0415  as above
 
     blobs = Blobs(settings.s3, deadline_s=30.0)
     blobs.check(settings.run.id)
@@ -96,14 +99,12 @@ def _lead(options: ReplayOptions, settings: RunLocation, files: Sequence[Path], 
             return None if entry is None else entry.value
 
     record = StoredRecord.read(settings.run.id, end_of_record(settings.run.id, settings.run.folder, pointer), blobs.get)
-    model = model_folder(options.model) if options.model else None
-    wanted = Wanted(options.first, options.last, model, tuple(files), options.user_code, _keys(options.trusted_keys))
 
     def show(version: int) -> None:
         if not options.json and sys.stderr.isatty():
             sys.stderr.write(f"\rversion {version} is identical\x1b[K")
 
-    verdict = Replay(record, blobs, ranks, settings.run.folder, wanted).run(show)
+    verdict = Replay(record, blobs, ranks, settings.run.folder, _wanted(options, files)).run(show)
     if options.json:
         sys.stdout.write(json.dumps(verdict.to_document()) + "\n")
     else:
@@ -116,28 +117,18 @@ def _lead_batch(options: ReplayOptions, settings: RunLocation, files: Sequence[P
     from penstock.forensics.replay.replay_batch import BatchReplay  # noqa: PLC0415
     from penstock.forensics.replay.replay_findings import describe_batch  # noqa: PLC0415  as above
 
-    del files  # they say where the run is
     folder = find_batch(settings.run.folder, options.batch or "")
-    model = model_folder(options.model) if options.model else None
-    keys = _keys(options.trusted_keys)
-    replay = BatchReplay(
-        settings.run.folder,
-        folder,
-        ranks,
-        run_id=settings.run.id,
-        model=model,
-        user_code=options.user_code,
-        trusted_keys=keys,
-    )
+    replay = BatchReplay(settings.run, folder, ranks, _wanted(options, files))
     verdict = replay.run(Blobs(settings.s3, deadline_s=30.0))
     sys.stdout.write(json.dumps(verdict.to_document()) + "\n" if options.json else describe_batch(verdict))
     return 0 if verdict.is_reproduced else DIFFERS
 
 
-def _follow_batch(_: RunLocation, ranks: Ranks) -> None:
-    from penstock.forensics.replay.replay_batch import follow  # noqa: PLC0415  as above
+def _wanted(options: ReplayOptions, files: Sequence[Path]) -> Wanted:
+    from penstock.forensics.replay.replay_run import Wanted  # noqa: PLC0415  as above
 
-    follow(ranks)
+    model = model_folder(options.model) if options.model else None
+    return Wanted(options.first, options.last, model, tuple(files), options.user_code, _keys(options.trusted_keys))
 
 
 def _keys(keys_file: Path | None) -> TrustedKeys | None:
@@ -150,7 +141,7 @@ def _keys(keys_file: Path | None) -> TrustedKeys | None:
     return TrustedKeys.from_file(file, "--trusted-keys" if keys_file else _TRUSTED_KEYS)
 
 
-def _follow(settings: RunLocation, ranks: Ranks) -> None:
-    from penstock.forensics.replay.replay_run import follow  # noqa: PLC0415  as above
+def _follow(options: ReplayOptions, settings: RunLocation, ranks: Ranks) -> None:
+    from penstock.forensics.replay import replay_batch, replay_run  # noqa: PLC0415  as above
 
-    follow(ranks, Blobs(settings.s3))
+    replay_batch.follow(ranks) if options.batch else replay_run.follow(ranks, Blobs(settings.s3))

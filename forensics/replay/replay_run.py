@@ -43,6 +43,7 @@ from penstock.trainer.groups.pack_reader import ready_groups
 from penstock.trainer.learner.learner import Learner, build_learner
 from penstock.trainer.learner.pair_planner import open_mixed_pairs
 from penstock.trainer.learner.planning import Planner, learn
+from penstock.trainer.learner.step_plan import PackStore
 from penstock.trainer.parallel_dims import ParallelDims
 from penstock.trainer.ranks import Ranks
 from penstock.trainer.recovery import run_record_writer
@@ -296,13 +297,21 @@ def follow(ranks: Ranks, blobs: Blobs) -> None:
 def _build_by_order(order: Mapping[str, Any], ranks: Ranks, blobs: Blobs) -> Learner:
     settings, _ = read_settings(order["settings"].encode(), where="the record's settings")
     if order["model"] is not None:
-        model = settings.model.model_copy(update={"path": Path(order["model"])})
-        settings = settings.model_copy(update={"model": model})
+        settings = with_model(settings, Path(order["model"]))
+    torch.set_num_threads(order["threads"])
+    return learner_of(settings, ranks, blobs)
+
+
+def with_model(settings: TrainerSettings, path: Path) -> TrainerSettings:
+    return settings.model_copy(update={"model": settings.model.model_copy(update={"path": path})})
+
+
+def learner_of(settings: TrainerSettings, ranks: Ranks, packs: PackStore, adapter: Path | None = None) -> Learner:
+    """Build the learner of a run anew; raises ConfigError for another number of processes than the run had."""
     if settings.trainer.num_ranks != ranks.num_ranks:
         raise ConfigError(
             f"the run had trainer.num_ranks = {settings.trainer.num_ranks}, but {ranks.num_ranks} process(es) were started; "
             "use `penstock replay`, which starts the right number, or torchrun --nproc-per-node N -m penstock.forensics.replay"
         )
-    torch.set_num_threads(order["threads"])
     dims = ParallelDims(ranks, settings.trainer.layout)
-    return build_learner(settings, dims, blobs, open_mixed_pairs(settings))
+    return build_learner(settings, dims, packs, open_mixed_pairs(settings), adapter=adapter)

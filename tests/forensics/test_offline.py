@@ -24,6 +24,7 @@ from penstock.protocol.record.stored_record import (
     users_of_input,
 )
 from penstock.protocol.transport.bus import Bus
+from penstock.trainer.groups.dispatch import RunGroups
 from penstock.trainer.groups.group_source import StoredGroups
 from penstock.trainer.settings import TrainerSettings
 
@@ -137,7 +138,7 @@ def test_settings_that_do_not_fit_the_input_are_refused(run: StoredRun, override
     given = [f"data.from_run={AGAIN}", *TRAINING, override]
     settings = load(TrainerSettings, files=[run.run_file], overrides=given).settings
     with pytest.raises(ConfigError, match=says):
-        StoredGroups(settings, run.blobs)
+        StoredGroups(settings, run.blobs, RunGroups())
 
 
 @pytest.mark.usefixtures("scored_again")

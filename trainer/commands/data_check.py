@@ -6,6 +6,7 @@ import json
 import os
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from penstock.protocol.chat_tokenizer import ChatTokenizer
@@ -150,192 +151,165 @@ def check_file(
         return report
     report.num_pairs = 0 if has_pairs else None
     report.notes = [FileNotes(path, "grpo"), FileNotes(path, "sft")]
-    limit = None if tokenizer is None else prompt_limit(data, tokenizer, max_new_tokens)
     report.model_note = "" if tokenizer is None else end_of_turn_note(tokenizer)
-    seen: dict[int, str | None] = {}
+    check = _FileCheck(rows, data, tokenizer, images, report)
+    limit = None if tokenizer is None else prompt_limit(data, tokenizer, max_new_tokens)
     for number in range(len(rows) if most is None else min(len(rows), most)):
         report.num_rows += 1
         try:
-            if not _check_row(rows, number, data, tokenizer, images, report, seen):
-                continue
-            if limit is not None:
-                _check_length(rows.place(number), report, data, limit)
+            if check.row(number) and limit is not None:
+                check.length(rows.place(number), limit)
         except MalformedData as err:
             report.problems.add(rows.place(number), str(err))
     report.repeated_keys = rows.repeated_keys
     return report
 
 
-def _check_length(place: str, report: FileReport, data: DataSettings, limit: int) -> None:
-    """Count a prompt that training would drop; one that no setting makes fit into the model's context is a bad row."""
-    length, context = report.prompt_lengths[-1], report.context_tokens
-    if context is not None and length >= context:
-        raise MalformedData(f"{length} tokens, and the model's context has {context}; shorten the prompt")
-    if length > limit:
-        reason = (
-            "data.max_prompt_tokens" if limit == data.max_prompt_tokens else "the model's context less the completion"
-        )
-        report.overlong = report.overlong or f"{reason} = {limit}, the first is {place} with {length}"
-        report.num_overlong += 1
+@dataclass(slots=True)
+class _FileCheck:
+    """The rows of one file, as they are read for a report."""
 
+    rows: RowFile
+    data: DataSettings
+    tokenizer: ChatTokenizer | None
+    images: ImageRows | None
+    report: FileReport
+    seen: dict[int, str | None] = field(default_factory=dict)  # ground truth of each prompt, by its hash
 
-def _check_row(
-    rows: RowFile,
-    number: int,
-    data: DataSettings,
-    tokenizer: ChatTokenizer | None,
-    images: ImageRows | None,
-    report: FileReport,
-    seen: dict[int, str | None],
-) -> bool:
-    row = read_row(rows, number, data)
-    if report.num_pairs is not None and holds_pair(row):
-        pair_row(row, data)
-        report.num_pairs += 1
-        return False
-    if (labels_of(row) and is_labelled(row)) or all(row.get(name) is not None for name in ("chosen", "rejected")):
-        return _check_answers(pair_row(row, data), tokenizer, data, report)
-    try:
-        form = form_of(row, data)
-    except MalformedData:
-        report.suggested_map = report.suggested_map or suggest(row)
-        raise
-    place = rows.place(number)
-    prompt, turns = _read(row, form, data, place, report)
-    turns = _imitable(turns, tokenizer, data, place, report, has_prompt=prompt is not None)
-    if prompt is None and not turns:
-        return False
-    text = _prompt_text(prompt, turns, tokenizer, data)
-    ids: Sequence[int] = ()
-    if tokenizer is not None:
-        [ids] = encode_texts([text], [prompt is not None and prompt.is_plain], tokenizer)
-    for notes, read in zip(report.notes, (prompt, turns[-1] if turns else None), strict=True):
-        if read is not None:
-            _note(notes, row, read, data, text, ids, tokenizer, is_prompt=read is prompt)
-    if prompt is not None and images is not None and tokenizer is not None:
-        ids = images.read(prompt, ids, rows.path.parent).token_ids
-    report.prompt_lengths.append(len(text) if tokenizer is None else len(ids))
-    answers = [text_of(turn.chat[-1]["content"]) for turn in turns]
-    report.completion_lengths += [len(tokenizer.encode(answer)) if tokenizer else len(answer) for answer in answers]
-    report.formats[form.name] += 1
-    report.num_sft += bool(turns)
-    _count_prompt(prompt, text, place, report, seen)
-    return True
+    def length(self, place: str, limit: int) -> None:
+        """Count a prompt that training would drop; one that no setting makes fit into the model's context is a bad row."""
+        report, length, context = self.report, self.report.prompt_lengths[-1], self.report.context_tokens
+        if context is not None and length >= context:
+            raise MalformedData(f"{length} tokens, and the model's context has {context}; shorten the prompt")
+        if length > limit:
+            is_set = limit == self.data.max_prompt_tokens
+            reason = "data.max_prompt_tokens" if is_set else "the model's context less the completion"
+            report.overlong = report.overlong or f"{reason} = {limit}, the first is {place} with {length}"
+            report.num_overlong += 1
 
-
-def _note(
-    notes: FileNotes,
-    row: Row,
-    read: PromptRow | TurnRow,
-    data: DataSettings,
-    text: str,
-    ids: Sequence[int],
-    tokenizer: ChatTokenizer | None,
-    *,
-    is_prompt: bool,
-) -> None:
-    notes.add(row, form_of(row, data), read, data, text if tokenizer and is_prompt else None)
-    if tokenizer is not None:
-        notes.add_text(text, tokenizer)
-        notes.add_ids(ids, tokenizer)
-
-
-def _count_prompt(
-    prompt: PromptRow | None, text: str, place: str, report: FileReport, seen: dict[int, str | None]
-) -> None:
-    shown = hash((text, repr(prompt.images) if prompt is not None else ""))  # pictures differ where texts may not
-    report.num_repeated_prompts += shown in seen
-    truth = None if prompt is None else prompt.ground_truth
-    if seen.setdefault(shown, truth) != truth:
-        report.num_contradicted += 1
-        report.first_contradicted = report.first_contradicted or place
-    if prompt is not None:
-        report.num_grpo += 1
-        report.data_sources[prompt.data_source] += 1
-        report.num_ground_truths[prompt.data_source] += prompt.ground_truth not in _NO_TRUTHS
-        if data_rows.may_hold_tests(prompt.ground_truth, prompt.extra_info):
-            report.rows_with_tests.append(as_reward_input(place, prompt))
-
-
-def _imitable(
-    turns: list[TurnRow],
-    tokenizer: ChatTokenizer | None,
-    data: DataSettings,
-    place: str,
-    report: FileReport,
-    *,
-    has_prompt: bool,
-) -> list[TurnRow]:
-    """Return the turns of a row; none, which is noted, if SFT would refuse it and it has a prompt to answer."""
-    if tokenizer is None or not turns:
-        return turns
-    try:
-        last = turns[-1]
-        for_template(last.chat, last.tools, last.column, tokenizer, data, is_plain=last.is_plain)
-    except MalformedData as err:
-        if not has_prompt:
+    def row(self, number: int) -> bool:
+        """Read one row; return False for one that has no prompt whose length counts."""
+        data, report, tokenizer, place = self.data, self.report, self.tokenizer, self.rows.place(number)
+        row = read_row(self.rows, number, data)
+        if report.num_pairs is not None and holds_pair(row):
+            pair_row(row, data)
+            report.num_pairs += 1
+            return False
+        if (labels_of(row) and is_labelled(row)) or all(row.get(name) is not None for name in ("chosen", "rejected")):
+            return self._answers(pair_row(row, data))
+        try:
+            form = form_of(row, data)
+        except MalformedData:
+            report.suggested_map = report.suggested_map or suggest(row)
             raise
-        report.no_sft = report.no_sft or f"{place}: {err}"
-        return []
-    return turns
+        prompt, turns = self._read(row, form, place)
+        turns = self._imitable(turns, place, has_prompt=prompt is not None)
+        if prompt is None and not turns:
+            return False
+        text = self._prompt_text(prompt, turns)
+        ids: Sequence[int] = ()
+        if tokenizer is not None:
+            [ids] = encode_texts([text], [prompt is not None and prompt.is_plain], tokenizer)
+        for notes, read in zip(report.notes, (prompt, turns[-1] if turns else None), strict=True):
+            if read is not None:
+                notes.add(row, form, read, data, text if tokenizer and read is prompt else None)
+                if tokenizer is not None:
+                    notes.add_text(text, tokenizer)
+                    notes.add_ids(ids, tokenizer)
+        if prompt is not None and self.images is not None and tokenizer is not None:
+            ids = self.images.read(prompt, ids, self.rows.path.parent).token_ids
+        report.prompt_lengths.append(len(text) if tokenizer is None else len(ids))
+        answers = [text_of(turn.chat[-1]["content"]) for turn in turns]
+        report.completion_lengths += [len(tokenizer.encode(answer)) if tokenizer else len(answer) for answer in answers]
+        report.formats[form.name] += 1
+        report.num_sft += bool(turns)
+        self._count_prompt(prompt, text, place)
+        return True
 
+    def _count_prompt(self, prompt: PromptRow | None, text: str, place: str) -> None:
+        report = self.report
+        shown = hash((text, repr(prompt.images) if prompt is not None else ""))  # pictures differ where texts may not
+        report.num_repeated_prompts += shown in self.seen
+        truth = None if prompt is None else prompt.ground_truth
+        if self.seen.setdefault(shown, truth) != truth:
+            report.num_contradicted += 1
+            report.first_contradicted = report.first_contradicted or place
+        if prompt is not None:
+            report.num_grpo += 1
+            report.data_sources[prompt.data_source] += 1
+            report.num_ground_truths[prompt.data_source] += prompt.ground_truth not in _NO_TRUTHS
+            if data_rows.may_hold_tests(prompt.ground_truth, prompt.extra_info):
+                report.rows_with_tests.append(as_reward_input(place, prompt))
 
-def _check_answers(pair: PairRow, tokenizer: ChatTokenizer | None, data: DataSettings, report: FileReport) -> bool:
-    turns = [turn for turn in (pair.chosen, pair.rejected) if turn is not None]
-    if reason := pair.left_out:
-        report.dropped[reason] += 1
-        return False
-    report.num_dpo += 1
-    report.formats["preference" if len(turns) == 2 else "labelled answer"] += 1
-    texts = [
-        ("\n".join(text_of(message["content"]) for message in turn.chat[:-1]), text_of(turn.chat[-1]["content"]))
-        if tokenizer is None
-        else prompt_and_completion(turn, tokenizer, data)
-        for turn in turns
-    ]
-    report.prompt_lengths.append(_length(texts[0][0], tokenizer))
-    report.completion_lengths += [_length(answer, tokenizer) for _, answer in texts]
-    return True
+    def _imitable(self, turns: list[TurnRow], place: str, *, has_prompt: bool) -> list[TurnRow]:
+        """Return the turns of a row; none, which is noted, if SFT would refuse it and it has a prompt to answer."""
+        if self.tokenizer is None or not turns:
+            return turns
+        try:
+            last = turns[-1]
+            for_template(last.chat, last.tools, last.column, self.tokenizer, self.data, is_plain=last.is_plain)
+        except MalformedData as err:
+            if not has_prompt:
+                raise
+            self.report.no_sft = self.report.no_sft or f"{place}: {err}"
+            return []
+        return turns
+
+    def _answers(self, pair: PairRow) -> bool:
+        report, tokenizer = self.report, self.tokenizer
+        turns = [turn for turn in (pair.chosen, pair.rejected) if turn is not None]
+        if reason := pair.left_out:
+            report.dropped[reason] += 1
+            return False
+        report.num_dpo += 1
+        report.formats["preference" if len(turns) == 2 else "labelled answer"] += 1
+        texts = [
+            ("\n".join(text_of(message["content"]) for message in turn.chat[:-1]), text_of(turn.chat[-1]["content"]))
+            if tokenizer is None
+            else prompt_and_completion(turn, tokenizer, self.data)
+            for turn in turns
+        ]
+        report.prompt_lengths.append(_length(texts[0][0], tokenizer))
+        report.completion_lengths += [_length(answer, tokenizer) for _, answer in texts]
+        return True
+
+    def _read(self, row: Row, form: RowFormat, place: str) -> tuple[PromptRow | None, list[TurnRow]]:
+        data, report = self.data, self.report
+        prompt, problem = None, None
+        try:
+            prompt = prompt_row(row, data)
+        except MalformedData as err:
+            problem = err
+        has_images = prompt is not None and bool(prompt.images)
+        turns: list[TurnRow] = []
+        try:
+            if can_imitate(row, form, data) and not has_images:
+                turns = turn_rows(row, data, report.dropped)
+        except MalformedData as err:
+            if prompt is None or not labels_of(row):
+                raise
+            report.no_sft = report.no_sft or f"{place}: {err}"
+        if problem is not None:
+            if not turns:
+                raise problem
+            report.no_grpo = report.no_grpo or f"{place}: {problem}"
+        if prompt is not None and prompt.is_blank:
+            report.dropped.update(
+                [] if can_imitate(row, form, data) else ["blank prompt"]
+            )  # else its answer is counted
+            prompt = None
+        return prompt, turns
+
+    def _prompt_text(self, prompt: PromptRow | None, turns: Sequence[TurnRow]) -> str:
+        tokenizer, data = self.tokenizer, self.data
+        chat = prompt.chat if prompt is not None else turns[0].chat[:-1]
+        if tokenizer is not None and prompt is not None:
+            return prompt_text(prompt, tokenizer, data)
+        if tokenizer is not None and not turns[0].is_plain:
+            chat, tools = for_template(chat, turns[0].tools, turns[0].column, tokenizer, data)
+            return tokenizer.render(chat, add_generation_prompt=True, tools=tools)
+        return "\n".join(text_of(message["content"]) for message in chat)
 
 
 def _length(text: str, tokenizer: ChatTokenizer | None) -> int:
     return len(text) if tokenizer is None else len(encode_texts([text], [False], tokenizer)[0])
-
-
-def _read(
-    row: Row, form: RowFormat, data: DataSettings, place: str, report: FileReport
-) -> tuple[PromptRow | None, list[TurnRow]]:
-    prompt, problem = None, None
-    try:
-        prompt = prompt_row(row, data)
-    except MalformedData as err:
-        problem = err
-    has_images = prompt is not None and bool(prompt.images)
-    turns: list[TurnRow] = []
-    try:
-        if can_imitate(row, form, data) and not has_images:
-            turns = turn_rows(row, data, report.dropped)
-    except MalformedData as err:
-        if prompt is None or not labels_of(row):
-            raise
-        report.no_sft = report.no_sft or f"{place}: {err}"
-    if problem is not None:
-        if not turns:
-            raise problem
-        report.no_grpo = report.no_grpo or f"{place}: {problem}"
-    if prompt is not None and prompt.is_blank:
-        report.dropped.update([] if can_imitate(row, form, data) else ["blank prompt"])  # else its answer is counted
-        prompt = None
-    return prompt, turns
-
-
-def _prompt_text(
-    prompt: PromptRow | None, turns: Sequence[TurnRow], tokenizer: ChatTokenizer | None, data: DataSettings
-) -> str:
-    chat = prompt.chat if prompt is not None else turns[0].chat[:-1]
-    if tokenizer is not None and prompt is not None:
-        return prompt_text(prompt, tokenizer, data)
-    if tokenizer is not None and not turns[0].is_plain:
-        chat, tools = for_template(chat, turns[0].tools, turns[0].column, tokenizer, data)
-        return tokenizer.render(chat, add_generation_prompt=True, tools=tools)
-    return "\n".join(text_of(message["content"]) for message in chat)

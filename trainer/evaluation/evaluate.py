@@ -17,12 +17,11 @@ from dataclasses import replace
 
 import structlog
 
-from penstock.protocol import blob_keys, streams, subjects
+from penstock.protocol import streams, subjects
 from penstock.protocol.errors import BlobCorrupt, BlobMissing, PackError, ReaderKilled
 from penstock.protocol.facts import DeadLetter, GroupScored
 from penstock.protocol.groups import SINGLE_TURN, BlobRef, ScoredGroup, Task
 from penstock.protocol.packs.task_promise import TaskPromise, TaskSettings
-from penstock.protocol.trace_context import new_trace
 from penstock.protocol.transport.delivery import Delivery
 from penstock.protocol.transport.inbox import Inbox
 from penstock.protocol.versions import PolicyVersion
@@ -45,7 +44,7 @@ from penstock.trainer.groups import collect
 from penstock.trainer.groups.dispatch import RunGroups
 from penstock.trainer.groups.group_totals import Drop, DropReason, claimed_tokens
 from penstock.trainer.groups.pack_reader import PackReader
-from penstock.trainer.groups.task_packs import ImageUploads, Mixture, in_environment, make_task, pack_tasks, seeded
+from penstock.trainer.groups.task_packs import Mixture, TaskPublisher, in_environment, make_task, pack_tasks, seeded
 from penstock.trainer.publishing.publish import Publisher
 
 log = structlog.get_logger("trainer.evaluation.evaluate")
@@ -79,9 +78,8 @@ class Evaluator:
         when nothing has arrived for ``silent_s``. Without a ``reader`` packs are read with no vocabulary and no mark; without a
         ``seed`` (``run.seed``) samples are random. ``settings_before`` are those under which earlier sessions issued evaluations.
         """
-        self._run_id, self._bus, self._blobs = connections.run_id, connections.bus, connections.blobs
-        self._images = ImageUploads(connections.blobs, connections.run_id)
-        self._traced = connections.traced
+        self._run_id, self._bus, self._traced = connections.run_id, connections.bus, connections.traced
+        self._tasks = TaskPublisher(connections, "eval")
         self._sources = NumberedSources(sources)
         self._publisher = publisher
         self._deadline_s, self._silent_s = deadline_s, silent_s
@@ -240,14 +238,7 @@ class Evaluator:
             prompts = [(number, self._sources.prompt(evaluation.source, number)) for number in range(first, last)]
             tasks = [self._task(evaluation, number, prompt) for number, prompt in prompts]
             pack = pack_tasks(tasks, (image for _, prompt in prompts for image in prompt.image_files))
-            self._images.store(pack.images)
-            key = blob_keys.task_list(self._run_id, pack.pack_id)
-            stored = self._blobs.put(key, pack.blob) if pack.blob else None
-            message = pack.announced(self._run_id, stored)
-            subject = subjects.tasks(self._run_id, "eval")
-            started, traceparent = time.time(), new_trace()
-            published.append(self._bus.publish(subject, message, msg_id=pack.pack_id, traceparent=traceparent))
-            self._traced.issued(traceparent, tasks, pack_id=pack.pack_id, started=started)
+            published.append(self._tasks.publish(pack))
         for pending in published:
             pending.wait()
         evaluation.is_issued = True

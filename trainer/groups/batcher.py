@@ -38,9 +38,9 @@ from penstock.trainer.groups.group_totals import Drop, DropReason, claimed_token
 from penstock.trainer.groups.prompt_cursor import GroupKey
 from penstock.trainer.groups.rolled_back import RolledBackSteps
 from penstock.trainer.learner.step_plan import NO_AGES, ReadyGroup
+from penstock.trainer.rollout_settings import RolloutSettings
 
 _OWN_STAGE = "scored"
-_NO_LIMIT = 10**9
 
 
 class ReuseRefused(StrEnum):
@@ -63,9 +63,6 @@ class Reuse:
         return None
 
 
-ONCE = Reuse()
-
-
 def group_rules(settings: AlgorithmSettings) -> tuple[GroupRule, ...]:
     return tuple(
         GroupRule(
@@ -80,8 +77,6 @@ def group_rules(settings: AlgorithmSettings) -> tuple[GroupRule, ...]:
 class IssuedGroups(Protocol):
     def accept(self, group_id: str, *, is_preferred: bool = False) -> DropReason | None: ...
 
-    def is_late(self, trainer_version: PolicyVersion) -> bool: ...
-
     def drop(self, drop: Drop) -> object: ...
 
 
@@ -92,23 +87,21 @@ class Batcher:
         self,
         groups: GroupStates,
         issued: IssuedGroups,
+        rollout: RolloutSettings,
+        algorithm: AlgorithmSettings,
         *,
-        groups_per_step: int,
-        max_staleness: int,
-        rules: Sequence[GroupRule] = (),
-        needs_baseline: bool = False,
-        reuse: Reuse = ONCE,
-        max_dead: int = _NO_LIMIT,
+        max_dead: int | None = None,
     ) -> None:
         """Start with the groups of a checkpoint; no other object may record that they arrive, are offered or are taken.
 
-        ``max_dead`` are the consecutive dead-lettered groups, without one that arrives, that end a run.
+        ``max_dead`` are the consecutive dead-lettered groups, without one that arrives, that end a run; None: as many as may be
+        outstanding.
         """
         self._groups, self._issued = groups, issued
-        self._reuse = reuse
-        self._rules, self._needs_baseline = rules, needs_baseline
-        self._groups_per_step, self._max_staleness = groups_per_step, max_staleness
-        self._max_dead = max_dead
+        self._reuse = Reuse(algorithm.max_trained_count, algorithm.retrained_interval)
+        self._rules, self._needs_baseline = group_rules(algorithm), algorithm.needs_baseline
+        self._groups_per_step, self._max_staleness = rollout.groups_per_step, rollout.max_staleness
+        self._max_dead = rollout.max_outstanding if max_dead is None else max_dead
         self._excess_dead = 0  # dead-lettered groups minus arrived ones, since it was last 0
         self.dead_in_a_row = 0  # dead-lettered groups since the last one that arrived
         self.last_letter = ""  # the reason of the newest dead letter
@@ -204,7 +197,7 @@ class Batcher:
 
         They are under way, as is a group whose pack is being read. False while there is no full batch.
         """
-        return not self._repeated and self.is_full(version) and self._issued.is_late(version)
+        return not self._repeated and self.is_full(version) and self._groups.is_late(version)
 
     def take(self, version: PolicyVersion) -> list[ReadyGroup]:
         """Return the batch to train at ``version``, or nothing while it is not full; drop what is too old.

@@ -14,7 +14,7 @@ from penstock.protocol.groups import RouterShape, Split, Task
 from penstock.protocol.packs.task_promise import TaskPromise, TaskSettings
 from penstock.protocol.record.checkpoint_state import CheckpointState
 from penstock.protocol.record.lineage import AccountState
-from penstock.protocol.versions import Branch, PolicyVersion, Remade, last_chance_version, staleness
+from penstock.protocol.versions import Branch, PolicyVersion, Remade, staleness
 from penstock.trainer.data.data_order import DataOrder
 from penstock.trainer.data.dataset import Prompt
 from penstock.trainer.errors import CheckpointError
@@ -161,16 +161,6 @@ class Dispatch:
 
     def pack_again(self, group_ids: Iterable[str], version: PolicyVersion) -> TaskPack:
         return self._pack([GroupKey.parse(group_id) for group_id in group_ids], version)
-
-    def is_late(self, trainer_version: PolicyVersion) -> bool:
-        """Return True if a group under way may be too old for every step after the one at ``trainer_version``.
-
-        A worker may have sampled such a group with the version it was issued for. Under way is what is outstanding and not
-        read yet. Groups that an earlier session issued are not considered, since the version they were issued for is not
-        stored.
-        """
-        version = last_chance_version(trainer_version, self._rollout.max_staleness)
-        return self.groups.num_under_way(version) > 0
 
     def accept(self, group_id: str, *, is_preferred: bool = False) -> DropReason | None:
         return self.cursor.accept(group_id, is_preferred=is_preferred)

@@ -1,7 +1,7 @@
 """Builds the source of a run's groups: issuer and collector, or the groups of a stored run.
 
 Stored groups were scored again: no task is issued, nothing is generated, no engine is needed.
-With ``data.from_run`` two classes replace collector and issuer. Every group is used once, in the order in which the
+With ``data.from_run`` `StoredGroups` replaces collector and issuer. Every group is used once, in the order in which the
 source run used it; the position is part of the checkpoint. No version of this run sampled anything: every token counts
 as at least one version old, so that the loss treats it as stale.
 """
@@ -27,20 +27,19 @@ from penstock.protocol.record.lineage import RecordedGroup
 from penstock.protocol.record.stored_record import RescoredInput, find_input, mark_use_of_input, pieces_of_input
 from penstock.protocol.transport.blobs import Blobs
 from penstock.protocol.transport.delivery import Delivery
-from penstock.protocol.versions import Branch, PolicyVersion, VersionTree
+from penstock.protocol.versions import PolicyVersion, VersionTree
 from penstock.trainer.algorithm.group_filters.interface import drop_reason
 from penstock.trainer.connections import Connections
 from penstock.trainer.data.data_order import DataOrder
 from penstock.trainer.data.dataset import PromptSet
 from penstock.trainer.errors import CheckpointError
-from penstock.trainer.groups.batcher import Batcher, Reuse, group_rules
+from penstock.trainer.groups.batcher import Batcher, group_rules
 from penstock.trainer.groups.collect import Collector
 from penstock.trainer.groups.dispatch import Dispatch, RunGroups
 from penstock.trainer.groups.group_totals import Drop, DropReason
 from penstock.trainer.groups.issue import Issuer, IssuerState, outcomes
 from penstock.trainer.groups.issue_log import IssuedBefore, IssueLog, SessionSettings
 from penstock.trainer.groups.pack_reader import CompletionTexts, NeverPublished, PackReader, ReadingMark, ready_groups
-from penstock.trainer.groups.rolled_back import RolledBackSteps
 from penstock.trainer.groups.task_packs import Mixture
 from penstock.trainer.learner.model_folder_check import check_routers
 from penstock.trainer.learner.step_plan import ReadyGroup
@@ -55,15 +54,21 @@ StoredGroup = tuple[RecordedGroup, BlobRef]  # and the pack that holds it
 
 
 class StoredGroups:
-    def __init__(self, settings: TrainerSettings, blobs: Blobs) -> None:
+    """Issuer and collector of a run on stored groups: no task is issued, and no message is received."""
+
+    def __init__(self, settings: TrainerSettings, blobs: Blobs, groups: RunGroups) -> None:
         """Read the list of groups, without their tokens; raises RecordBroken, BlobError or ConfigError."""
         assert settings.data.from_run is not None
         self.input, self._sha256 = find_input(settings.data.from_run, blobs)
         self._stored: list[StoredGroup] = [
             (group, piece.packs[group.pack]) for piece in pieces_of_input(self.input, blobs) for group in piece.groups
         ]
+        self._blobs, self._groups, self._count = blobs, groups, settings.rollout.groups_per_step
         self._algorithm, self._rules = settings.algorithm, group_rules(settings.algorithm)
-        self.position = 0
+        self._position = 0
+        self._draining = False
+        self.versions = VersionTree()
+        self.held: dict[int, Delivery[GroupScored]] = {}
         _check(settings, self.input, sum(self._reason(group) is None for group, _ in self._stored))
 
     def resume(self, document: Mapping[str, Any]) -> None:
@@ -73,20 +78,73 @@ class StoredGroups:
                 f"{_STATE_TAG}, got {document.get('schema_tag')!r} of {str(document.get('input'))[:16]}…; restore data.from_run, "
                 "or start over with another run.id"
             )
-        self.position = int(document["position"])
+        self._position = int(document["position"])
 
-    def to_document(self) -> dict[str, Any]:
-        return {"schema_tag": _STATE_TAG, "input": self._sha256, "position": self.position}
+    def collect(
+        self, version: PolicyVersion, should_stop: Callable[[], bool] = lambda: False, *, overtake_wait_s: float = 0.0
+    ) -> list[ReadyGroup]:
+        """Return the next batch, [] to stop; raises BlobMissing, BlobCorrupt or PackError."""
+        if should_stop() or self._draining:
+            return []
+        taken, drops = self._take()
+        packs = list(dict.fromkeys(pack for _, pack in taken))
+        groups = [group.model_copy(update={"pack": packs.index(pack)}) for group, pack in taken]
+        batch = ready_groups(packs, groups, self._blobs.get)
+        with self._groups.lock:
+            train, ids = self._groups.train, [group.group_id for group in batch]
+            train.issue([*ids, *(drop.group_id for drop in drops)])
+            train.totals.num_scored += len(drops)
+            for drop in drops:
+                train.drop(drop)
+            for group in batch:
+                train.arrive(group.group_id, 0)
+                train.offer(group)
+            train.take(ids)
+        return batch
 
-    def take(self, count: int) -> tuple[list[StoredGroup], list[Drop]]:
+    def mark_trained(
+        self,
+        batch: Sequence[ReadyGroup],
+        staleness_tokens: Mapping[int, int],
+        *,
+        version: PolicyVersion,
+        made: PolicyVersion,
+    ) -> dict[str, int]:
+        with self._groups.lock:
+            return self._groups.train.train(version, batch, staleness_tokens)
+
+    def take_state(self) -> IssuerState:
+        document = {"schema_tag": _STATE_TAG, "input": self._sha256, "position": self._position}
+        with self._groups.lock:
+            return IssuerState.of(self._groups, document)
+
+    def totals(self) -> dict[str, Any]:
+        with self._groups.lock:
+            return self._groups.train.totals.counts_document()
+
+    def groups(self) -> dict[str, Any]:
+        with self._groups.lock:
+            return outcomes(self._groups.train)
+
+    def drain(self) -> None:
+        self._draining = True
+
+    def settled(self) -> list[Delivery[GroupScored]]:
+        return []
+
+    def _nothing(self, *_: object) -> None:
+        """Do nothing: no thread runs, no task is issued, no message is received, and no version of this run sampled."""
+
+    advance = check = stop = begin_session = acknowledge = close = _nothing
+
+    def _take(self) -> tuple[list[StoredGroup], list[Drop]]:
         """Return the next groups to train on, and the drops of those skipped before them."""
         taken: list[StoredGroup] = []
         drops: list[Drop] = []
-        while len(taken) < count and self.position < len(self._stored):
-            group, pack = self._stored[self.position]
-            self.position += 1
-            reason = self._reason(group)
-            if reason is None:
+        while len(taken) < self._count and self._position < len(self._stored):
+            group, pack = self._stored[self._position]
+            self._position += 1
+            if (reason := self._reason(group)) is None:
                 taken.append((group, pack))
             else:
                 drops.append(Drop(group.group_id, reason, group.num_tokens, pack))
@@ -120,138 +178,31 @@ def _check(settings: TrainerSettings, of: RescoredInput, num_usable: int) -> Non
         )
 
 
-class StoredIssuer:
-    def __init__(self, stored: StoredGroups, groups: RunGroups) -> None:
-        self._stored, self._groups = stored, groups
-
-    def take(self, batch: Sequence[ReadyGroup], drops: Sequence[Drop]) -> None:
-        with self._groups.lock:
-            train, ids = self._groups.train, [group.group_id for group in batch]
-            train.issue([*ids, *(drop.group_id for drop in drops)])
-            train.totals.num_scored += len(drops)
-            for drop in drops:
-                train.drop(drop)
-            for group in batch:
-                train.arrive(group.group_id, 0)
-                train.offer(group)
-            train.take(ids)
-
-    def mark_trained(
-        self,
-        batch: Sequence[ReadyGroup],
-        staleness_tokens: Mapping[int, int],
-        *,
-        version: PolicyVersion,
-        made: PolicyVersion,
-    ) -> dict[str, int]:
-        with self._groups.lock:
-            return self._groups.train.train(version, batch, staleness_tokens)
-
-    def take_state(self) -> IssuerState:
-        with self._groups.lock:
-            return IssuerState(
-                dispatch=self._stored.to_document(),
-                ledger=self._groups.train.rows(),
-                totals=self._groups.train.totals.counts_document(),
-                unsent=(),
-                letters_read=0,
-                entries=self._groups.take_entries(),
-            )
-
-    def totals(self) -> dict[str, Any]:
-        with self._groups.lock:
-            return self._groups.train.totals.counts_document()
-
-    def groups(self) -> dict[str, Any]:
-        with self._groups.lock:
-            return outcomes(self._groups.train)
-
-    def advance(self, version: PolicyVersion, groups_wanted: int) -> None:
-        """Do nothing: no task is issued."""
-
-    def check(self) -> None:
-        """Do nothing: there is no thread that could fail."""
-
-    def drain(self) -> None:
-        """Do nothing: no task is issued."""
-
-    def stop(self) -> None:
-        """Do nothing: no task is issued."""
-
-
-class StoredCollector:
-    def __init__(self, groups: StoredGroups, issuer: StoredIssuer, blobs: Blobs, groups_per_step: int) -> None:
-        self._groups, self._issuer, self._blobs, self._count = groups, issuer, blobs, groups_per_step
-        self._draining = False
-        self.versions = VersionTree()
-        self.held: dict[int, Delivery[GroupScored]] = {}  # none: no messages are received
-
-    def collect(
-        self, version: PolicyVersion, should_stop: Callable[[], bool] = lambda: False, *, overtake_wait_s: float = 0.0
-    ) -> list[ReadyGroup]:
-        """Return the next batch, [] to stop; raises BlobMissing, BlobCorrupt or PackError."""
-        if should_stop() or self._draining:
-            return []
-        batch, drops = self._groups.take(self._count)
-        packs = list(dict.fromkeys(pack for _, pack in batch))
-        groups = [group.model_copy(update={"pack": packs.index(pack)}) for group, pack in batch]
-        ready = ready_groups(packs, groups, self._blobs.get)
-        self._issuer.take(ready, drops)
-        return ready
-
-    def begin_session(
-        self,
-        version: PolicyVersion,
-        steps: Mapping[PolicyVersion, int],
-        branch: Branch | None,
-        rolled_back: RolledBackSteps,
-    ) -> None:
-        """Do nothing: no version of this run sampled a stored group."""
-
-    def drain(self) -> None:
-        self._draining = True
-
-    def settled(self) -> list[Delivery[GroupScored]]:
-        return []
-
-    def acknowledge(self, deliveries: Sequence[Delivery[GroupScored]]) -> None:
-        """Do nothing: no messages are received."""
-
-    def close(self) -> None:
-        """Do nothing: no groups are kept."""
-
-
 @dataclass(frozen=True, slots=True)
 class GroupSource:
-    issuer: Issuer | StoredIssuer
-    collector: Collector | StoredCollector
+    issuer: Issuer | StoredGroups
+    collector: Collector | StoredGroups
     threads: tuple[AbstractContextManager[Any], ...]
     issued_before: IssuedBefore  # by earlier sessions
 
 
-def open_stored(
-    settings: TrainerSettings, connections: Connections, groups: RunGroups, resumed: CheckpointState | None
-) -> GroupSource:
-    stored = StoredGroups(settings, connections.blobs)
-    mark_use_of_input(stored.input.run_id, connections.run_id, connections.blobs)
-    if resumed is not None:
-        stored.resume(resumed.dispatch)
-    issuer = StoredIssuer(stored, groups)
-    collector = StoredCollector(stored, issuer, connections.blobs, settings.rollout.groups_per_step)
-    return GroupSource(issuer, collector, (), IssuedBefore())
-
-
-def open_generated(
+def open_source(
     settings: TrainerSettings,
     connections: Connections,
     groups: RunGroups,
     resumed: CheckpointState | None,
     *,
-    prompts: PromptSet,
+    prompts: PromptSet | None,
     tokenizer: ChatTokenizer,
     never_published: NeverPublished,
 ) -> GroupSource:
-    """Return the group source of a run whose groups are generated while it trains; raises CheckpointError, MissingStream."""
+    """Open the source of a run's groups: those of a stored run where there are no prompts; raises CheckpointError, MissingStream."""
+    if prompts is None:
+        stored = StoredGroups(settings, connections.blobs, groups)
+        mark_use_of_input(stored.input.run_id, connections.run_id, connections.blobs)
+        if resumed is not None:
+            stored.resume(resumed.dispatch)
+        return GroupSource(stored, stored, (), IssuedBefore())
     rollout, algorithm = settings.rollout, settings.algorithm
     routers = _routers(settings)
     dispatch = Dispatch(
@@ -280,20 +231,10 @@ def open_generated(
         log.warning(
             "issued.log does not say under which settings an earlier session issued groups: their size and length are not checked"
         )
-    batcher = Batcher(
-        groups.train,
-        issuer,
-        groups_per_step=rollout.groups_per_step,
-        max_staleness=rollout.max_staleness,
-        rules=group_rules(algorithm),
-        needs_baseline=algorithm.needs_baseline,
-        reuse=Reuse(algorithm.max_trained_count, algorithm.retrained_interval),
-        max_dead=rollout.max_outstanding,
-    )
     collector = Collector(
         connections,
         groups=groups,
-        batcher=batcher,
+        batcher=Batcher(groups.train, issuer, rollout, algorithm),
         issuer=issuer,
         deadline_s=settings.trainer.collect_deadline_s,
         reader=open_reader(settings, connections, tokenizer, settings.run.folder, never_published),

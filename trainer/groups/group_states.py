@@ -22,7 +22,7 @@ from enum import StrEnum
 
 from penstock.protocol.groups import BlobRef
 from penstock.protocol.packs.task_promise import TaskPromise
-from penstock.protocol.versions import PolicyVersion, VersionTree
+from penstock.protocol.versions import PolicyVersion, VersionTree, last_chance_version
 from penstock.trainer.errors import GroupStateError
 from penstock.trainer.groups.group_totals import Drop, DropReason, GroupTotals
 from penstock.trainer.learner.step_plan import ReadyGroup
@@ -258,8 +258,14 @@ class GroupStates:
     def held(self, state: State) -> list[ReadyGroup]:
         return [record.content for record in self._by_state[state].values() if record.content is not None]
 
-    def num_under_way(self, version: PolicyVersion) -> int:
-        return self._under_way[version]
+    def is_late(self, trainer_version: PolicyVersion) -> bool:
+        """Return True if a group under way may be too old for every step after the one at ``trainer_version``.
+
+        A worker may have sampled such a group with the version it was issued for. Under way is what is outstanding and not
+        read yet. Groups that an earlier session issued are not considered, since the version they were issued for is not
+        stored.
+        """
+        return self._under_way[last_chance_version(trainer_version, self._max_staleness)] > 0
 
     def dead(self) -> list[str]:
         return [group_id for group_id, record in self._by_state[State.CLOSED].items() if record.is_dead]

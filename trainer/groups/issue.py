@@ -6,26 +6,21 @@ What is issued, and what becomes of it, is decided by `Dispatch` and recorded by
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import structlog
 
-from penstock.protocol import blob_keys, subjects
 from penstock.protocol.packs.task_promise import TaskPromise
 from penstock.protocol.record.checkpoint_state import CheckpointState
-from penstock.protocol.trace_context import new_trace
-from penstock.protocol.transport.fact_publisher import Receipt
-from penstock.protocol.transport.loop_thread import Pending
 from penstock.protocol.versions import PolicyVersion, is_newer
 from penstock.trainer.connections import Connections
 from penstock.trainer.groups.dispatch import Dispatch, RunGroups
 from penstock.trainer.groups.group_states import GroupStates
 from penstock.trainer.groups.group_totals import Drop, DropReason, Entries
 from penstock.trainer.groups.issue_log import IssueLog
-from penstock.trainer.groups.task_packs import ImageUploads, TaskPack
+from penstock.trainer.groups.task_packs import TaskPack, TaskPublisher
 from penstock.trainer.learner.step_plan import ReadyGroup
 
 log = structlog.get_logger("trainer.groups.issue")
@@ -39,6 +34,13 @@ class IssuerState:
     unsent: tuple[tuple[str, ...], ...]  # packs that are issued but not known to be on the stream
     letters_read: int  # sequence number of the last dead letter that is included
     entries: Entries
+
+    @classmethod
+    def of(cls, groups: RunGroups, dispatch: dict[str, Any], unsent: Sequence[tuple[str, ...]] = ()) -> IssuerState:
+        """Return the state of a run's groups, with the entries since the last chapter; to be called with `RunGroups.lock` held."""
+        train = groups.train
+        counts, entries = train.totals.counts_document(), groups.take_entries()
+        return cls(dispatch, train.rows(), counts, tuple(unsent), train.letters_read, entries)
 
     def is_in(self, state: CheckpointState) -> bool:
         """Return True if a checkpoint holds exactly this state.
@@ -77,9 +79,7 @@ class Issuer:
         self._log: IssueLog | None = None
         self._paused = False
         self._draining = False
-        self._run_id, self._bus, self._blobs = connections.run_id, connections.bus, connections.blobs
-        self._images = ImageUploads(connections.blobs, connections.run_id)
-        self._traced = connections.traced
+        self._tasks, self._traced = TaskPublisher(connections, "train"), connections.traced
         self._version = PolicyVersion(0)  # the newest that workers can fetch
         self._trainer_version = PolicyVersion(0)  # the version that the next step starts from
         self._most_outstanding = 0
@@ -131,10 +131,6 @@ class Issuer:
     def promise(self, group_id: str) -> TaskPromise:
         with self._changed:
             return self._dispatch.promise(group_id)
-
-    def is_late(self, trainer_version: PolicyVersion) -> bool:
-        with self._changed:
-            return self._dispatch.is_late(trainer_version)
 
     def mark_trained(
         self,
@@ -209,14 +205,7 @@ class Issuer:
 
     def take_state(self) -> IssuerState:
         with self._changed:
-            return IssuerState(
-                dispatch=self._dispatch.cursor.to_document(),
-                ledger=self._groups.train.rows(),
-                totals=self._groups.train.totals.counts_document(),
-                unsent=tuple(self._unsent),
-                letters_read=self._groups.train.letters_read,
-                entries=self._groups.take_entries(),
-            )
+            return IssuerState.of(self._groups, self._dispatch.cursor.to_document(), self._unsent)
 
     def totals(self) -> dict[str, Any]:
         with self._changed:
@@ -247,19 +236,6 @@ class Issuer:
                     self._changed.wait()
                     continue
             self.log_issue(packs)
-            for pending in [self._publish(pack) for pack in packs]:
+            for pending in [self._tasks.publish(pack) for pack in packs]:
                 pending.wait()
             self.mark_sent()
-
-    def _publish(self, pack: TaskPack) -> Pending[Receipt]:
-        started, traceparent = time.time(), new_trace()
-        self._images.store(pack.images)
-        stored = self._blobs.put(blob_keys.task_list(self._run_id, pack.pack_id), pack.blob) if pack.blob else None
-        pending = self._bus.publish(
-            subjects.tasks(self._run_id, "train"),
-            pack.announced(self._run_id, stored),
-            msg_id=pack.pack_id,
-            traceparent=traceparent,
-        )
-        self._traced.issued(traceparent, pack.tasks, pack_id=pack.pack_id, started=started)
-        return pending

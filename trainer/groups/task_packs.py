@@ -1,4 +1,4 @@
-"""Tasks, and how many of them share one message; pure.
+"""Tasks, and how many of them share one message; pure, but for `TaskPublisher`.
 
 Small groups share a message, because one message and one object per group would cost more than training a tiny model.
 A pack too large for a message is stored as an object and announced by reference.
@@ -14,16 +14,20 @@ import hashlib
 import json
 import math
 import random
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from penstock.protocol import blob_keys
+from penstock.protocol import blob_keys, subjects
 from penstock.protocol.config.environment_settings import MIXTURE, EnvironmentSettings
 from penstock.protocol.facts import MAX_FACT_BYTES, TaskIssued, TaskList, encode_unbounded
 from penstock.protocol.groups import SINGLE_TURN, BlobRef, RouterShape, Sampling, Split, Task, derived_seed
 from penstock.protocol.images.admission import AdmittedImage
-from penstock.protocol.transport.blobs import Blobs
+from penstock.protocol.trace_context import new_trace
+from penstock.protocol.transport.fact_publisher import Receipt
+from penstock.protocol.transport.loop_thread import Pending
 from penstock.protocol.versions import PolicyVersion
+from penstock.trainer.connections import Connections
 from penstock.trainer.data.dataset import Prompt
 from penstock.trainer.data_settings import EvalSettings
 from penstock.trainer.errors import MalformedData
@@ -188,16 +192,25 @@ def choose_groups_per_message(rollout: RolloutSettings, *, prompt_tokens: float,
     return -(-rollout.groups_per_step // num_packs)  # packs of a step as equal in size as possible
 
 
-class ImageUploads:
-    """The images of a run that this process has stored; for one thread."""
+class TaskPublisher:
+    """Publishes packs of one split, after what their messages refer to; for one thread."""
 
-    def __init__(self, blobs: Blobs, run_id: str) -> None:
-        self._blobs, self._run_id = blobs, run_id
-        self._stored: set[str] = set()
+    def __init__(self, connections: Connections, split: Split) -> None:
+        self._run_id, self._blobs, self._bus = connections.run_id, connections.blobs, connections.bus
+        self._traced, self._subject = connections.traced, subjects.tasks(connections.run_id, split)
+        self._stored_images: set[str] = (
+            set()
+        )  # by this object; their keys are their hashes: a repetition changes nothing
 
-    def store(self, images: Iterable[AdmittedImage]) -> None:
-        """Store images that are not stored yet; raises BlobError. Their keys are their hashes, so that a repetition changes nothing."""
-        for image in images:
-            if image.sha256 not in self._stored:
+    def publish(self, pack: TaskPack) -> Pending[Receipt]:
+        """Store images that are not stored yet and the list of a large pack, and send the message; raises BlobError."""
+        started, traceparent = time.time(), new_trace()
+        for image in pack.images:
+            if image.sha256 not in self._stored_images:
                 self._blobs.put(blob_keys.image(self._run_id, image.sha256), image.data)
-                self._stored.add(image.sha256)
+                self._stored_images.add(image.sha256)
+        stored = self._blobs.put(blob_keys.task_list(self._run_id, pack.pack_id), pack.blob) if pack.blob else None
+        message = pack.announced(self._run_id, stored)
+        pending = self._bus.publish(self._subject, message, msg_id=pack.pack_id, traceparent=traceparent)
+        self._traced.issued(traceparent, pack.tasks, pack_id=pack.pack_id, started=started)
+        return pending

@@ -21,7 +21,6 @@ import platform
 import secrets
 import shutil
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -250,41 +249,23 @@ class RunRecordWriter:
             self._open_step = None
 
 
-@dataclass(frozen=True, slots=True)
-class Stop:
-    run_id: str
-    step: int  # number of the step that was to be made
-    version: int  # of the weights before it
-    error: Exception
-    epoch: int = 0  # of the trainer's lease
-    algorithm: Mapping[str, Any] = field(default_factory=dict)  # the algorithm's state before the step
-    ages: Mapping[int, int] = field(default_factory=dict)  # as in `RecordedStep`
-
-
-def save_batch(run_folder: Path, batch: Sequence[ReadyGroup], stop: Stop, *, config: bytes) -> Path:
+def save_batch(
+    run_folder: Path, batch: Sequence[ReadyGroup], error: Exception, *, config: bytes, **fields: Any
+) -> Path:
     """Save the groups of a batch below a run's folder, in the order of their use, and return where; raises OSError.
 
-    ``config`` are the session's settings as JSON, with which `penstock replay RUN --batch` trains on the batch again.
+    ``config`` are the session's settings as JSON, with which `penstock replay RUN --batch` trains on the batch again; ``fields``
+    are the other fields of `StoppedBatch`.
     """
-    folder = run_folder / FOLDER / f"step{stop.step:08d}"
-    partial = folder.with_name(folder.name + _PARTIAL)
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
     scored = tuple(
         group.scored.model_copy(update={"generated": group.scored.generated.model_copy(update={"row_group": number})})
         for number, group in enumerate(batch)
     )
-    document = StoppedBatch(
-        run_id=stop.run_id,
-        step=stop.step,
-        version=stop.version,
-        reason=str(stop.error),
-        error=type(stop.error).__name__,
-        epoch=stop.epoch,
-        algorithm=dict(stop.algorithm),
-        ages=tuple(stop.ages.items()),
-        groups=scored,
-    )
+    document = StoppedBatch(reason=str(error), error=type(error).__name__, groups=scored, **fields)
+    folder = run_folder / FOLDER / f"step{document.step:08d}"
+    partial = folder.with_name(folder.name + _PARTIAL)
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
     files.atomic_write(partial / SETTINGS, config, sync=True)
     files.atomic_write(partial / GROUPS, group_pack.encode([group.group for group in batch]), sync=True)
     files.atomic_write(partial / BATCH, document.model_dump_json(indent=1).encode() + b"\n", sync=True)

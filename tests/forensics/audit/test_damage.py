@@ -7,8 +7,8 @@ import io
 import json
 import shutil
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import pytest
 from rich.console import Console
@@ -222,42 +222,43 @@ EDITS: dict[str, tuple[Callable[[Chapters], Chapters], str, str, str]] = {
 }  # fmt: skip
 
 
-def forge(run: MadeRun, edit: Callable[[Chapters], Chapters]) -> Callable[[], None]:
-    """Rewrite the record, state.json and the checkpoint key in NATS, each consistent; return how to undo it."""
-    keys = [key for name, key in run.objects.items() if name.startswith("chapter")]
-    objects = {key: run.blobs.get_unverified(key) for key in keys}
+@contextmanager
+def forged(run: MadeRun, edit: Callable[[Chapters], Chapters]) -> Iterator[None]:
+    """Have the record, state.json and the checkpoint key in NATS rewritten, each consistent, and then as they were."""
     state, named = run.state_file.read_bytes(), made_run.pointer(run, {})
     bucket = run.bus.key_value(streams.state_bucket(RUN).bucket).wait()
     last = edit(run.chapters)[-1]
-    end: dict[str, Any] = {
-        "step": last.step,
-        "version": last.version,
-        "chapter": last.number,
-        "record": run.rewrite(edit),
-    }
-    forged = made_run.replaced(run, end)
-    run.state_file.write_bytes(forged)
-    pointer = made_run.pointer(run, {**end, "state_sha256": hashlib.sha256(forged).hexdigest()})
-    bucket.put(streams.CHECKPOINT_KEY, pointer).wait()
+    with kept_chapters(run):
+        end = {"step": last.step, "version": last.version, "chapter": last.number, "record": run.rewrite(edit)}
+        altered = made_run.replaced(run, end)
+        run.state_file.write_bytes(altered)
+        pointer = made_run.pointer(run, {**end, "state_sha256": hashlib.sha256(altered).hexdigest()})
+        bucket.put(streams.CHECKPOINT_KEY, pointer).wait()
+        try:
+            yield
+        finally:
+            run.state_file.write_bytes(state)
+            bucket.put(streams.CHECKPOINT_KEY, named).wait()
 
-    def undo() -> None:
-        run.state_file.write_bytes(state)
-        bucket.put(streams.CHECKPOINT_KEY, named).wait()
+
+@contextmanager
+def kept_chapters(run: MadeRun) -> Iterator[None]:
+    """Restore the chapters of the record at the end of the block."""
+    keys = [key for name, key in run.objects.items() if name.startswith("chapter")]
+    objects = {key: run.blobs.get_unverified(key) for key in keys}
+    try:
+        yield
+    finally:
         for key, data in objects.items():
             run.blobs.put(key, data)
-
-    return undo
 
 
 @pytest.mark.parametrize("name", EDITS)
 def test_a_rewritten_record_differs_from_the_reports_of_its_steps(run: MadeRun, name: str, tmp_path: Path) -> None:
     """With every hash of the record forged, up to the key in NATS, the event and the line of metrics name step and group."""
     edit, kind, group_id, detail = EDITS[name]
-    undo = forge(run, edit)
-    try:
+    with forged(run, edit):
         result, elsewhere = run.audit(), run.audit(folder=tmp_path)
-    finally:
-        undo()
     for audit, sources in ((result, ("its event", "metrics.jsonl")), (elsewhere, ("its event",))):
         details = [b.detail for b in audit.breaches if (b.kind, b.group_id) == (kind, group_id)]
         for source in sources:
@@ -268,45 +269,31 @@ def test_a_rewritten_record_differs_from_the_reports_of_its_steps(run: MadeRun, 
 def test_a_flipped_reward_or_another_order_is_seen_by_the_reports_alone(run: MadeRun) -> None:
     """No other check sees them once the hashes are forged: the accounting by itself balances."""
     for name in ("a flipped reward", "another order of the groups"):
-        undo = forge(run, EDITS[name][0])
-        try:
+        with forged(run, EDITS[name][0]):
             assert {kind for kind, _ in found(run.audit())} == {"differs from its report"}
-        finally:
-            undo()
 
 
 def test_another_valid_pack_of_the_same_group_differs(run: MadeRun) -> None:
     """The digest contains the pack's sha256: tokens that were not trained are found, though the object is as recorded."""
     other = run.pack("other", trained(2), 1, seed=99)
-    undo = forge(run, lambda c: with_step(c, 2, lambda s: s.model_copy(update={"packs": (other[0].pack,)})))
-    try:
+    with forged(run, lambda c: with_step(c, 2, lambda s: s.model_copy(update={"packs": (other[0].pack,)}))):
         result = run.audit()
-    finally:
-        undo()
         run.blobs.delete([run.objects.pop("pack of other")])
     assert found(result) == {("differs from its report", group_id) for group_id in trained(2)}
 
 
 def test_a_removed_and_an_added_last_step_differ_from_the_metrics(run: MadeRun) -> None:
     for edit, kind, step in ((end_earlier, "reported but not recorded", 4), (add_step, "recorded but not reported", 5)):
-        undo = forge(run, edit)
-        try:
+        with forged(run, edit):
             breaches = run.audit().breaches
-        finally:
-            undo()
         assert any(b.kind == kind and f"step {step} " in b.detail for b in breaches), breaches
 
 
 def test_a_record_that_only_the_object_store_was_forged_in(run: MadeRun, tmp_path: Path) -> None:
     """Without rights in NATS the end has another sha256; the altered chapters are read on, and the group is named."""
-    keys = [key for name, key in run.objects.items() if name.startswith("chapter")]
-    objects = {key: run.blobs.get_unverified(key) for key in keys}
-    run.rewrite(swap_rewards)
-    try:
+    with kept_chapters(run):
+        run.rewrite(swap_rewards)
         results = [run.audit(), run.audit(folder=tmp_path)]
-    finally:
-        for key, data in objects.items():
-            run.blobs.put(key, data)
     for result in results:
         assert {("record altered", ""), ("differs from its report", trained(2)[1])} == found(result)
         assert run.objects["chapter 4"] in text_of(result)
@@ -315,26 +302,20 @@ def test_a_record_that_only_the_object_store_was_forged_in(run: MadeRun, tmp_pat
 def test_a_forged_chapter_names_what_it_must_not(run: MadeRun, monkeypatch: pytest.MonkeyPatch) -> None:
     """A parent that comes later ends the reading, as does an object that grew; a chapter of another run is named."""
     key = run.objects["chapter 1"]
-    data = run.blobs.get_unverified(key)
     first = run.chapters[0]
     cases = {
         "chapter 4 is chapter 4, and chapter 1 names it as its parent": {"parent": run.state.record},
         f"{key} is a chapter of run other": {"run_id": "other"},
     }
     for expected, update in cases.items():
-        run.blobs.put(key, made_run.encode_unbounded(first.model_copy(update=update)))
-        try:
+        with kept_chapters(run):
+            run.blobs.put(key, made_run.encode_unbounded(first.model_copy(update=update)))
             result = run.audit()
-        finally:
-            run.blobs.put(key, data)
         assert expected.replace("chapter 4 is", f"{run.objects['chapter 4']} is") in text_of(result)
-    run.blobs.put(key, data + bytes(2**21))
-    try:
-        with monkeypatch.context() as patch:
-            patch.setattr(run.blobs, "get_unverified", pytest.fail)
-            assert key in text_of(run.audit())
-    finally:
-        run.blobs.put(key, data)
+    with kept_chapters(run), monkeypatch.context() as patch:
+        run.blobs.put(key, run.blobs.get_unverified(key) + bytes(2**21))
+        patch.setattr(run.blobs, "get_unverified", pytest.fail)
+        assert key in text_of(run.audit())
 
 
 @pytest.mark.parametrize("key", ["x", "runs/../groups/x", "runs/a/b/groups/x", "runs/\x00/groups/x", "/" * 300])
@@ -343,17 +324,11 @@ def test_a_recorded_pack_of_any_key_is_reported(run: MadeRun, key: str, monkeypa
     listed, list_objects = set[str](), run.blobs.list
     monkeypatch.setattr(run.blobs, "list", lambda prefix: (listed.add(prefix), list_objects(prefix))[1])
     hostile = BlobRef(key=key, size_bytes=1, sha256="0" * 64)
-    undo = forge(run, lambda c: with_step(c, 2, lambda s: s.model_copy(update={"packs": (hostile,)})))
-    try:
+    with forged(run, lambda c: with_step(c, 2, lambda s: s.model_copy(update={"packs": (hostile,)}))):
         assert ("pack missing", trained(2)[0]) in found(run.audit())
-    finally:
-        undo()
     assert listed <= {blob_keys.groups_prefix(RUN), blob_keys.groups_prefix("x")}  # ids that a run can have
-    undo = forge(run, lambda c: [c[0], c[1].model_copy(update={"closed_packs": (hostile,)}), *c[2:]])
-    try:
+    with forged(run, lambda c: [c[0], c[1].model_copy(update={"closed_packs": (hostile,)}), *c[2:]]):
         assert {("pack unclear", EVALUATED)} == found(run.audit())
-    finally:
-        undo()
 
 
 def test_a_forged_checkpoint_one_ahead_of_nats(run: MadeRun) -> None:
@@ -385,12 +360,9 @@ def test_a_forged_checkpoint_one_ahead_of_nats(run: MadeRun) -> None:
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_rewards_that_are_no_numbers_are_no_record(run: MadeRun, value: float) -> None:
     """A chapter with such a reward does not decode; its key and field are named."""
-    undo = forge(run, lambda c: c)
-    run.rewrite(lambda c: with_step(c, 4, lambda s: with_rewards(s, 0, (value, 0.0))))
-    try:
+    with forged(run, lambda c: c):
+        run.rewrite(lambda c: with_step(c, 4, lambda s: with_rewards(s, 0, (value, 0.0))))
         result = run.audit()
-    finally:
-        undo()
     text = text_of(result)
     assert not result.closes
     assert run.objects["chapter 4"] in text

@@ -5,6 +5,8 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -198,16 +200,26 @@ def test_a_part_is_replayed_from_a_stored_checkpoint(run: StoredRun) -> None:
     assert "no version 99 in its record" in run.refusal("--to", "99", expected=1)
 
 
+@contextmanager
+def altered(run: StoredRun, blob: BlobRef, edit: Callable[[bytes], bytes]) -> Iterator[None]:
+    """Have a stored object replaced by what `edit` makes of it, or deleted where that is empty, and then as it was."""
+    data = run.blobs.get(blob)
+    if other := edit(data):
+        run.blobs.put(blob.key, other)
+    else:
+        run.blobs.delete([blob.key])
+    try:
+        yield
+    finally:
+        run.blobs.put(blob.key, data)
+
+
 def test_an_altered_pack_is_reported(run: StoredRun) -> None:
     """One flipped bit of a stored group ends the replay at the step that used it, after the versions before it."""
     step = run.record.steps[4]
     pack = step.packs[0]
-    data = run.blobs.get(pack)
-    run.blobs.put(pack.key, data[:200] + bytes([data[200] ^ 1]) + data[201:])
-    try:
+    with altered(run, pack, lambda data: data[:200] + bytes([data[200] ^ 1]) + data[201:]):
         verdict = run.replay(expected=1)
-    finally:
-        run.blobs.put(pack.key, data)
     assert len(verdict["findings"]) == 1
     assert "step " in verdict["findings"][0]
     assert pack.key in verdict["findings"][0]
@@ -216,12 +228,8 @@ def test_an_altered_pack_is_reported(run: StoredRun) -> None:
 
 def test_a_missing_pack_is_reported_before_training(run: StoredRun) -> None:
     pack = run.record.steps[-1].packs[0]
-    data = run.blobs.get(pack)
-    run.blobs.delete([pack.key])
-    try:
+    with altered(run, pack, lambda _: b""):
         verdict = run.replay(expected=1)
-    finally:
-        run.blobs.put(pack.key, data)
     assert [pack.key in line and "needs its groups e0.p" in line for line in verdict["findings"]] == [True]
     assert verdict["num_steps"] == 0
 
@@ -230,12 +238,8 @@ def test_an_altered_record_is_reported(run: StoredRun) -> None:
     """A chapter that was rewritten does not have the hash that the next chapter names."""
     second = run.record.chapters[1].parent
     assert second is not None
-    data = run.blobs.get(second)
-    run.blobs.put(second.key, data.replace(b"replayed", b"rewriten"))
-    try:
+    with altered(run, second, lambda data: data.replace(b"replayed", b"rewriten")):
         assert second.key in run.refusal(expected=1)
-    finally:
-        run.blobs.put(second.key, data)
 
 
 def test_changed_settings_are_reported(run: StoredRun) -> None:

@@ -19,6 +19,8 @@ from penstock.console.record import stored_run
 from penstock.deploy.certificates import signing_key
 from penstock.deploy.quickstart_task import write_model
 from penstock.forensics.replay.replay_batch import BatchReplay, fetch_published
+from penstock.forensics.replay.replay_run import Wanted
+from penstock.protocol.config.connection import RunSettings
 from penstock.protocol.errors import ConfigError
 from penstock.protocol.groups import BlobRef, ScoredGroup
 from penstock.protocol.record.stopped_batch import StoppedBatch, find_batch, read_batch
@@ -28,14 +30,15 @@ from penstock.protocol.weights.signature import SigningKey, TrustedKeys
 from penstock.trainer.errors import TrainingDiverged
 from penstock.trainer.learner.step_plan import ReadyGroup
 from penstock.trainer.recovery import checkpoint
-from penstock.trainer.recovery.run_record_writer import Stop, save_batch
+from penstock.trainer.recovery.run_record_writer import save_batch
 
 
 def saved(home: Path, run_id: str, *, step: int, version: int, config: bytes = b"{}") -> Path:
     group = invent_group("e0.p1.a0", seed=1)
     scored = ScoredGroup(generated=group.summary(0), rewards=(1.0, 0.0, 1.0, 0.5), scorer="mine")
     ready = ReadyGroup(scored, BlobRef(key="k", size_bytes=1, sha256="0" * 64), group)
-    return save_batch(home, [ready], Stop(run_id, step, version, TrainingDiverged("it is nan")), config=config)
+    error = TrainingDiverged("it is nan")
+    return save_batch(home, [ready], error, config=config, run_id=run_id, step=step, version=version)
 
 
 def test_a_batch_is_replayed_on_weights_that_a_trusted_key_has_signed(
@@ -66,13 +69,14 @@ def test_a_batch_is_never_replayed_on_weights_of_another_run(
     WeightsSource(bus, blobs, run_streams, tmp_path / "model").publish(
         0, load_file(tmp_path / "model" / "model.safetensors")
     )
-    home = tmp_path / "home"
+    home = tmp_path / run_streams
     config = {"settings": {"run": {"id": run_streams}, "model": {"path": str(tmp_path / "model")}, "algorithm": {}}}
     folder = saved(home, run_streams, step=3, version=3, config=json.dumps(config).encode())
     ranks: Any = None
+    run = RunSettings(id=run_streams, dir=tmp_path)
     with pytest.raises(ConfigError, match=f"a batch of run {run_streams}, not of run mine: .*run.dir"):
-        BatchReplay(home, folder, ranks, run_id="mine", model=None, user_code=False)
-    replay = BatchReplay(home, folder, ranks, run_id=run_streams, model=None, user_code=False)
+        BatchReplay(run.model_copy(update={"id": "mine"}), folder, ranks, Wanted())
+    replay = BatchReplay(run, folder, ranks, Wanted())
     checkpoint.commit(home / "checkpoints", state(2, "other"), lambda _: None, keep=1)
     with pytest.raises(ConfigError, match=f"step00000002 is a checkpoint of run other, not of run {run_streams}"):
         replay._find_weights(blobs, tmp_path / "scratch")

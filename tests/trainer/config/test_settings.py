@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -68,169 +70,114 @@ def test_foreign_names_lead_to_settings_that_exist():
                 assert not inner or inner in nested.model_fields, f"{name} -> {target}"  # type: ignore[union-attr]
 
 
-@pytest.mark.parametrize(
-    ("overrides", "reply"),
-    [
-        (["trainer.micro_batch_tokens=100"], "raise it to at least 1280"),
-        ([*PAIRS, "data.from_run=other"], "is not read with data.from_run; leave one out"),
-        (
-            [*PAIRS, "rollout.temperature=0.7"],
-            "compares log-probabilities at temperature 1; set rollout.temperature = 1",
-        ),
-        (
-            [*PAIRS, "algorithm.epochs=2"],
-            "belong to one optimizer step, and a batch would have several; set algorithm.epochs = 1",
-        ),
-        (
-            [*PAIRS, "algorithm.minibatches=2"],
-            "belong to one optimizer step, and a batch would have several; set algorithm.minibatches = 1",
-        ),
-        ([*PAIRS, "algorithm.name=ppo"], "it gives no values to them; choose an algorithm without a critic"),
-        ([*PAIRS, "algorithm.m2po_budget=0.04"], "pairs were sampled by none; leave one out"),
-        (
-            [*PAIRS, "algorithm.name=gkd", TEACHER, "teacher.top_k=4"],
-            "and pairs have none; set algorithm.distill_form",
-        ),
-        ([*PAIRS, "dpo.reference_path=other"], "a run has one reference; set algorithm.reference_path instead"),
-        ([*PAIRS, "dpo.reference=precomputed"], "a resumed run could not compute it again; leave it out"),
-        (
-            [*PAIRS, "algorithm.kl_coefficient=0.1", REMOTE, TEACHER],
-            "not about pairs; set algorithm.reference_device",
-        ),
-        (
-            [*PAIRS, "dpo.loss=orpo", "algorithm.reference_path=other"],
-            "there is no KL, and dpo.loss = orpo has no reference; leave them out",
-        ),
-        (["rollout.redundant_wait=0.5"], "does nothing without rollout.redundant_completions"),
-        (["rollout.redundant_completions=4089"], "at most 4096 completions of a prompt are started; lower one of them"),
-        (["rollout.redundant_completions=-1"], "rollout.redundant_completions"),
-        (
-            ["rollout.redundant_completions=2", "rollout.environment=maze"],
-            "is possible in single_turn only, not in the episodes of rollout.environment = 'maze'",
-        ),
-        (
-            ["rollout.redundant_completions=2", "data.from_run=other"],
-            "does nothing with data.from_run: stored groups are trained as they are",
-        ),
-        (["rollout.groups_per_message=64"], "a message never spans steps: lower it, or set it to 0"),
-        (
-            ["rollout.groups_per_step=1", "rollout.group_size=1", "trainer.num_ranks=2"],
-            "lower trainer.num_ranks, so that every rank has one",
-        ),
-        (
-            ["rollout.group_size=1"],
-            "rollout.group_size = 1 with algorithm.advantage = grpo, which compares the completions of a prompt",
-        ),
-        (["rollout.group_size=1", "algorithm.name=rloo"], "every advantage would be 0 and nothing would be learned"),
-        (
-            ["rollout.group_size=1", "algorithm.name=reinforce_pp", "algorithm.dynamic_sampling=true"],
-            "rollout.group_size = 1 with algorithm.dynamic_sampling = true",
-        ),
-        (
-            ["rollout.group_size=1", "algorithm.name=reinforce_pp", "algorithm.reward_norm=group"],
-            "rollout.group_size = 1 with algorithm.reward_norm = group",
-        ),
-        (["rollout.max_staleness=8"], "raise it to at least 10"),
-        (["eval.every=5"], "set data.eval, or eval.every = 0"),
-        (["eval.samples=4"], "set eval.temperature above 0 or eval.samples = 1"),
-        (["trainer.warmup_steps=200"], "trainer.warmup_steps = 200 is more than trainer.steps = 100"),
-        (["sft.warmup_steps=200"], "sft.warmup_steps is more than sft.steps"),
-        (["data.map.promt=x"], "data.map.promt maps a column that is not read"),
-        (["reward.name=my reward"], "should match pattern"),
-        (["rollout.temperature=0"], "expected greater than 0"),
-        (["algorithm.dual_clip=1"], "expected greater than 1"),
-        (["model.lora.alpha=8"], "does nothing while model.lora.rank is 0"),
-        (["model.lora.publish=merged"], "does nothing while model.lora.rank is 0"),
-        (["algorithm.kl_coefficient=0.1", "algorithm.reference_device=cpu"], "expected 'same', 'parked' or 'remote'"),
-        (
-            ["model.lora.rank=8", "algorithm.kl_coefficient=0.1", "algorithm.reference_device=parked"],
-            "the reference is the policy with its adapters switched off",
-        ),
-        (["trainer.sequence_parallel=2"], "trainer.num_ranks = 1 is not a multiple of trainer.sequence_parallel = 2"),
-        (
-            ["trainer.num_ranks=6", "trainer.tensor_parallel=2", "trainer.sequence_parallel=2"],
-            "is not a multiple of trainer.sequence_parallel = 2 x trainer.tensor_parallel = 2",
-        ),
-        (
-            ["trainer.num_ranks=2", "trainer.tensor_parallel=2", "algorithm.name=ppo"],
-            "a critic whose weights ranks share was never compared",
-        ),
-        (
-            ["trainer.num_ranks=2", "trainer.tensor_parallel=2", "model.lora.rank=8"],
-            "does not divide layers that have adapters",
-        ),
-        (["trainer.num_ranks=6", "trainer.sequence_parallel=4"], "it counts all processes: set it to a multiple"),
-        (
-            [
-                "rollout.groups_per_step=1",
-                "rollout.group_size=2",
-                "trainer.num_ranks=12",
-                "trainer.sequence_parallel=4",
-            ],
-            "a step has 2 trajectories",
-        ),
-        (["algorithm.name=opd"], "algorithm.distill_coefficient needs a teacher; set teacher.url"),
-        ([TEACHER], "teacher.url does nothing without algorithm.distill_coefficient"),
-        (["teacher.attempts=2"], "teacher.attempts does nothing while teacher.url is empty"),
-        (["teacher.url=10.0.0.1:30000"], "expected an address such as http://127.0.0.1:30000"),
-        (["teacher.url=http://me:secret@host"], "without a password in it"),
-        (["algorithm.name=opd", TEACHER, "teacher.top_k=8"], "teacher.top_k = 8 does nothing"),
-        (["algorithm.name=gkd", TEACHER], "set teacher.top_k, such as 16"),
-        (["algorithm.name=opd", TEACHER, "rollout.temperature=0.7"], "set rollout.temperature = 1"),
-        (
-            ["algorithm.distill_clip=2"],
-            "algorithm.distill_clip does nothing while algorithm.distill_coefficient is off",
-        ),
-        (["algorithm.name=gkd", TEACHER, "teacher.top_k=8", "algorithm.distill_clip=2"], "bounds an advantage"),
-        (["algorithm.advantage=zero"], "learns nothing from rewards"),
-        (["algorithm.name=opd", TEACHER, "algorithm.dynamic_sampling=true"], "would leave out every group"),
-        (["algorithm.name=opd", TEACHER, "algorithm.drop_zero_advantage=true"], "would leave out every group"),
-        (
-            ["algorithm.kl_coefficient=0.1", "algorithm.reference_device=remote"],
-            "reference_device = remote needs a teacher",
-        ),
-        (["algorithm.kl_coefficient=0.1", REMOTE, "algorithm.kl_form=full", TEACHER], "needs whole distributions"),
-        (["algorithm.kl_coefficient=0.1", REMOTE, "algorithm.reference_path=r", TEACHER], "leave one out"),
-        (["trainer.zero_stage=4"], "expected 0, 1, 2 or 3, got 4"),
-        (["trainer.zero_stage=0", "model.dtype=bfloat16"], "set trainer.zero_stage = 1"),
-        (["trainer.gradient_dtype=as-trained"], "does nothing with model.dtype = float32"),
-        (["trainer.zero_stage=0", "trainer.offload=optimizer"], "needs trainer.zero_stage >= 1, got 0"),
-        (["trainer.zero_stage=2", "trainer.offload=parameters"], "needs trainer.zero_stage >= 3, got 2"),
-        (
-            ["trainer.zero_stage=3", "trainer.offload=nvme"],
-            "expected 'none', 'optimizer' or 'parameters', got \"nvme\"",
-        ),
-        (["model.activation_offload=true"], "model.gradient_checkpointing is false"),
-        (["critic.lr=1e-3"], 'needs no critic; set algorithm.name = "ppo"'),
-        (["algorithm.name=ppo", "critic.value_clip=0.2"], "raise critic.updates"),
-        (["algorithm.name=ppo", "critic.head_start_steps=100"], "leaves none of trainer.steps"),
-        (["algorithm.name=ppo", "algorithm.drop_zero_advantage=true"], "every token has its own"),
-        (["algorithm.name=CrossEntropy"], "supervised fine-tuning is `penstock sft`"),
-        (["algorithm.name=gppo2"], "unknown algorithm 'gppo2'; did you mean ce_gppo? known are async_grpo, "),
-        (["algorithm.name=grop"], "unknown algorithm 'grop'; did you mean grpo?"),
-        (["algorithm.name=xyz"], "unknown algorithm 'xyz'; known are"),
-        (["algorithm.loss=gpso"], "unknown loss 'gpso'; did you mean 'gspo'?"),
-        (["algorithm.advantage=grop"], "unknown advantage estimator 'grop'; did you mean 'grpo'?"),
-        (["algorithm.name=cispo", "algorithm.clip_low=0.1"], "clip_low does nothing with algorithm.loss = cispo"),
-        (["algorithm.name=rloo", "algorithm.normalise_by_std=false"], "does nothing with algorithm.advantage = rloo"),
-        (["algorithm.rejection_high=3.0"], "does nothing while algorithm.rejection is off"),
-        (["algorithm.kl_form=k2"], "does nothing while algorithm.kl_coefficient is off"),
-        (
-            ["algorithm.name=gspo", "algorithm.m2po_budget=0.04", "algorithm.m2po_form=clip"],
-            "sets the clip of ppo_clip",
-        ),
-        (["algorithm.whiten_rewards=true"], "whiten_rewards does nothing with algorithm.advantage = grpo"),
-        (
-            ["algorithm.kl_coefficient=0.1", "algorithm.kl_form=full", "algorithm.kl_unbiased=true"],
-            "weighs an estimate by its token's ratio",
-        ),
-        (["algorithm.m2po_form=clip"], "does nothing while algorithm.m2po_budget is off"),
-        (["algorithm.importance=token"], "would weigh the ratio of ppo_clip twice"),
-    ],
-)
-def test_errors_about_contradictions_contain_the_fix(overrides: list[str], reply: str):
+# overrides -> a piece of the error; {NAME} stands for the overrides of that name
+CONTRADICTIONS = """
+trainer.micro_batch_tokens=100 -> raise it to at least 1280
+{PAIRS} data.from_run=other -> is not read with data.from_run; leave one out
+{PAIRS} rollout.temperature=0.7 -> compares log-probabilities at temperature 1; set rollout.temperature = 1
+{PAIRS} algorithm.epochs=2 -> belong to one optimizer step, and a batch would have several; set algorithm.epochs = 1
+{PAIRS} algorithm.minibatches=2 ->
+    belong to one optimizer step, and a batch would have several; set algorithm.minibatches = 1
+{PAIRS} algorithm.name=ppo -> it gives no values to them; choose an algorithm without a critic
+{PAIRS} algorithm.m2po_budget=0.04 -> pairs were sampled by none; leave one out
+{PAIRS} algorithm.name=gkd {TEACHER} teacher.top_k=4 -> and pairs have none; set algorithm.distill_form
+{PAIRS} dpo.reference_path=other -> a run has one reference; set algorithm.reference_path instead
+{PAIRS} dpo.reference=precomputed -> a resumed run could not compute it again; leave it out
+{PAIRS} algorithm.kl_coefficient=0.1 {REMOTE} {TEACHER} -> not about pairs; set algorithm.reference_device
+{PAIRS} dpo.loss=orpo algorithm.reference_path=other ->
+    there is no KL, and dpo.loss = orpo has no reference; leave them out
+rollout.redundant_wait=0.5 -> does nothing without rollout.redundant_completions
+rollout.redundant_completions=4089 -> at most 4096 completions of a prompt are started; lower one of them
+rollout.redundant_completions=-1 -> rollout.redundant_completions
+rollout.redundant_completions=2 rollout.environment=maze ->
+    is possible in single_turn only, not in the episodes of rollout.environment = 'maze'
+rollout.redundant_completions=2 data.from_run=other ->
+    does nothing with data.from_run: stored groups are trained as they are
+rollout.groups_per_message=64 -> a message never spans steps: lower it, or set it to 0
+rollout.groups_per_step=1 rollout.group_size=1 trainer.num_ranks=2 ->
+    lower trainer.num_ranks, so that every rank has one
+rollout.group_size=1 ->
+    rollout.group_size = 1 with algorithm.advantage = grpo, which compares the completions of a prompt
+rollout.group_size=1 algorithm.name=rloo -> every advantage would be 0 and nothing would be learned
+rollout.group_size=1 algorithm.name=reinforce_pp algorithm.dynamic_sampling=true ->
+    rollout.group_size = 1 with algorithm.dynamic_sampling = true
+rollout.group_size=1 algorithm.name=reinforce_pp algorithm.reward_norm=group ->
+    rollout.group_size = 1 with algorithm.reward_norm = group
+rollout.max_staleness=8 -> raise it to at least 10
+eval.every=5 -> set data.eval, or eval.every = 0
+eval.samples=4 -> set eval.temperature above 0 or eval.samples = 1
+trainer.warmup_steps=200 -> trainer.warmup_steps = 200 is more than trainer.steps = 100
+sft.warmup_steps=200 -> sft.warmup_steps is more than sft.steps
+data.map.promt=x -> data.map.promt maps a column that is not read
+'reward.name=my reward' -> should match pattern
+rollout.temperature=0 -> expected greater than 0
+algorithm.dual_clip=1 -> expected greater than 1
+model.lora.alpha=8 -> does nothing while model.lora.rank is 0
+model.lora.publish=merged -> does nothing while model.lora.rank is 0
+algorithm.kl_coefficient=0.1 algorithm.reference_device=cpu -> expected 'same', 'parked' or 'remote'
+model.lora.rank=8 algorithm.kl_coefficient=0.1 algorithm.reference_device=parked ->
+    the reference is the policy with its adapters switched off
+trainer.sequence_parallel=2 -> trainer.num_ranks = 1 is not a multiple of trainer.sequence_parallel = 2
+trainer.num_ranks=6 trainer.tensor_parallel=2 trainer.sequence_parallel=2 ->
+    is not a multiple of trainer.sequence_parallel = 2 x trainer.tensor_parallel = 2
+trainer.num_ranks=2 trainer.tensor_parallel=2 algorithm.name=ppo ->
+    a critic whose weights ranks share was never compared
+trainer.num_ranks=2 trainer.tensor_parallel=2 model.lora.rank=8 -> does not divide layers that have adapters
+trainer.num_ranks=6 trainer.sequence_parallel=4 -> it counts all processes: set it to a multiple
+rollout.groups_per_step=1 rollout.group_size=2 trainer.num_ranks=12 trainer.sequence_parallel=4 ->
+    a step has 2 trajectories
+algorithm.name=opd -> algorithm.distill_coefficient needs a teacher; set teacher.url
+{TEACHER} -> teacher.url does nothing without algorithm.distill_coefficient
+teacher.attempts=2 -> teacher.attempts does nothing while teacher.url is empty
+teacher.url=10.0.0.1:30000 -> expected an address such as http://127.0.0.1:30000
+teacher.url=http://me:secret@host -> without a password in it
+algorithm.name=opd {TEACHER} teacher.top_k=8 -> teacher.top_k = 8 does nothing
+algorithm.name=gkd {TEACHER} -> set teacher.top_k, such as 16
+algorithm.name=opd {TEACHER} rollout.temperature=0.7 -> set rollout.temperature = 1
+algorithm.distill_clip=2 -> algorithm.distill_clip does nothing while algorithm.distill_coefficient is off
+algorithm.name=gkd {TEACHER} teacher.top_k=8 algorithm.distill_clip=2 -> bounds an advantage
+algorithm.advantage=zero -> learns nothing from rewards
+algorithm.name=opd {TEACHER} algorithm.dynamic_sampling=true -> would leave out every group
+algorithm.name=opd {TEACHER} algorithm.drop_zero_advantage=true -> would leave out every group
+algorithm.kl_coefficient=0.1 algorithm.reference_device=remote -> reference_device = remote needs a teacher
+algorithm.kl_coefficient=0.1 {REMOTE} algorithm.kl_form=full {TEACHER} -> needs whole distributions
+algorithm.kl_coefficient=0.1 {REMOTE} algorithm.reference_path=r {TEACHER} -> leave one out
+trainer.zero_stage=4 -> expected 0, 1, 2 or 3, got 4
+trainer.zero_stage=0 model.dtype=bfloat16 -> set trainer.zero_stage = 1
+trainer.gradient_dtype=as-trained -> does nothing with model.dtype = float32
+trainer.zero_stage=0 trainer.offload=optimizer -> needs trainer.zero_stage >= 1, got 0
+trainer.zero_stage=2 trainer.offload=parameters -> needs trainer.zero_stage >= 3, got 2
+trainer.zero_stage=3 trainer.offload=nvme -> expected 'none', 'optimizer' or 'parameters', got "nvme"
+model.activation_offload=true -> model.gradient_checkpointing is false
+critic.lr=1e-3 -> needs no critic; set algorithm.name = "ppo"
+algorithm.name=ppo critic.value_clip=0.2 -> raise critic.updates
+algorithm.name=ppo critic.head_start_steps=100 -> leaves none of trainer.steps
+algorithm.name=ppo algorithm.drop_zero_advantage=true -> every token has its own
+algorithm.name=CrossEntropy -> supervised fine-tuning is `penstock sft`
+algorithm.name=gppo2 -> unknown algorithm 'gppo2'; did you mean ce_gppo? known are async_grpo,
+algorithm.name=grop -> unknown algorithm 'grop'; did you mean grpo?
+algorithm.name=xyz -> unknown algorithm 'xyz'; known are
+algorithm.loss=gpso -> unknown loss 'gpso'; did you mean 'gspo'?
+algorithm.advantage=grop -> unknown advantage estimator 'grop'; did you mean 'grpo'?
+algorithm.name=cispo algorithm.clip_low=0.1 -> clip_low does nothing with algorithm.loss = cispo
+algorithm.name=rloo algorithm.normalise_by_std=false -> does nothing with algorithm.advantage = rloo
+algorithm.rejection_high=3.0 -> does nothing while algorithm.rejection is off
+algorithm.kl_form=k2 -> does nothing while algorithm.kl_coefficient is off
+algorithm.name=gspo algorithm.m2po_budget=0.04 algorithm.m2po_form=clip -> sets the clip of ppo_clip
+algorithm.whiten_rewards=true -> whiten_rewards does nothing with algorithm.advantage = grpo
+algorithm.kl_coefficient=0.1 algorithm.kl_form=full algorithm.kl_unbiased=true ->
+    weighs an estimate by its token's ratio
+algorithm.m2po_form=clip -> does nothing while algorithm.m2po_budget is off
+algorithm.importance=token -> would weigh the ratio of ppo_clip twice
+"""
+
+
+@pytest.mark.parametrize("line", re.split(r"\n(?=\S)", CONTRADICTIONS.strip()))
+def test_errors_about_contradictions_contain_the_fix(line: str):
+    overrides, _, reply = " ".join(line.split()).partition(" -> ")
+    named = overrides.format(PAIRS=" ".join(PAIRS), TEACHER=TEACHER, REMOTE=REMOTE)
     with pytest.raises(ConfigError) as caught:
-        settings(*overrides)
+        settings(*shlex.split(named))
     assert reply in str(caught.value)
 
 

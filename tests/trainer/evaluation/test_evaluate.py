@@ -30,6 +30,7 @@ from penstock.trainer.errors import EvaluationFailed
 from penstock.trainer.evaluation.eval_result import (
     EvalResult,
     EvaluatedSource,
+    Evaluation,
     LostEvaluation,
     SuccessRules,
     pass_at_k,
@@ -42,6 +43,7 @@ from penstock.trainer.publishing.weight_buckets import ModelWeights, Snapshot, c
 from penstock.trainer.settings import DataSettings
 
 V3, V4 = PolicyVersion(3), PolicyVersion(4)
+HELD_OUT = [f"eval.v3.p{index}" for index in range(70)]
 
 
 class Scene:
@@ -84,21 +86,40 @@ class Scene:
             self.at_end.append((self.publisher.pinned(), self.groups.held_out.num_outstanding))
             self.results.append(end)
 
-    def publish(self, version: PolicyVersion) -> None:
-        self.publisher.submit(
-            Snapshot(version, 3, ModelWeights(copy_to_buckets({"a": torch.zeros(2)})), "float32", must_publish=True)
-        )
+    def publish(self, version: PolicyVersion, *, wait: bool = False) -> None:
+        weights = ModelWeights(copy_to_buckets({"a": torch.zeros(2)}))
+        self.publisher.submit(Snapshot(version, 3, weights, "float32", must_publish=True))
+        if wait:
+            self.publisher.wait_until_published(version, 180.0)
+
+    def start(self) -> None:
+        self.publish(V3)
+        self.evaluator.start(V3, 3)
+
+    @property
+    def evaluation(self) -> Evaluation:
+        return self.evaluator._evaluations[V3, "eval"]
 
 
 @pytest.fixture
 def scene(
-    bus: Bus, blobs: Blobs, run_streams: str, nats_settings: NatsSettings, s3_settings: S3Settings, tmp_path: Path
-) -> Iterator[Scene]:
+    request: pytest.FixtureRequest, bus: Bus, blobs: Blobs, run_streams: str, nats_settings: NatsSettings,
+    s3_settings: S3Settings, tmp_path: Path,
+) -> Iterator[Scene]:  # fmt: skip
     with ScriptedProducer(nats_settings, s3_settings, run_streams) as producer:
-        scene = Scene(Connections(run_streams, bus, blobs), tmp_path, producer)
+        scene = Scene(Connections(run_streams, bus, blobs), tmp_path, producer, *getattr(request, "param", ()))
         with scene.evaluator:
             yield scene
         scene.publisher.close()
+
+
+def hard(prompts: PromptSet, settings: EvalSettings) -> list[EvaluatedSource]:
+    own = settings.model_copy(update={"samples": 4, "num_prompts": 4})
+    return [EvaluatedSource("hard", prompts, own, Sampling(max_new_tokens=4, temperature=1.0))]
+
+
+# a second source of the first four prompts, four samples each
+two_sources = pytest.mark.parametrize("scene", [(hard,)], indirect=True, ids=["two sources"])
 
 
 def half_right(task: Task, version: PolicyVersion) -> Answer:
@@ -110,8 +131,7 @@ def test_an_evaluation_is_sampled_by_its_version_and_summarised(scene: Scene) ->
     """Every prompt is sampled by the pinned version although a newer one is published; accuracy counts full rewards."""
     scene.producer.author = half_right
     scene.evaluator.start(V3, 3)  # not published yet: nothing is issued before
-    scene.publish(V3)
-    scene.publisher.wait_until_published(V3, 180.0)
+    scene.publish(V3, wait=True)
     scene.publish(V4)
     scene.evaluator.wait(V3)
     wait_for(lambda: scene.results, "the result")
@@ -135,17 +155,15 @@ def test_a_prompt_is_read_once_for_its_task(scene: Scene, monkeypatch: pytest.Mo
     plain = PromptSet.__getitem__
     monkeypatch.setattr(PromptSet, "__getitem__", lambda self, index: read.append(index) or plain(self, index))
     scene.producer.limit = 0  # nothing comes back, which is held against its prompt
-    scene.publish(V3)
-    scene.evaluator.start(V3, 3)
-    wait_for(lambda: scene.evaluator._evaluations[V3, "eval"].is_issued, "the tasks")
+    scene.start()
+    wait_for(lambda: scene.evaluation.is_issued, "the tasks")
     assert sorted(read) == list(range(70))
 
 
 def test_an_answer_of_another_version_is_refused(scene: Scene) -> None:
     """A worker that ignores the pin makes the evaluation fail with that reason; no result is reported."""
     scene.producer.author = lambda task, version: recite(task, PolicyVersion(version - 1))
-    scene.publish(V3)
-    scene.evaluator.start(V3, 3)
+    scene.start()
     with pytest.raises(EvaluationFailed, match=r"sampled by versions 2 to 2; the worker ignored the pin"):
         scene.evaluator.wait(V3)
     assert not scene.results
@@ -155,13 +173,12 @@ def test_an_answer_of_another_version_is_refused(scene: Scene) -> None:
 
 def test_a_forged_group_of_another_version_does_not_end_an_evaluation(scene: Scene) -> None:
     scene.producer.limit = 0
-    scene.publish(V3)
-    scene.evaluator.start(V3, 3)
+    scene.start()
     scene.publisher.wait_until_published(V3, 180.0)
-    task = scene.evaluator._task(scene.evaluator._evaluations[V3, "eval"], 0, scene.sources[0].prompts[0])
+    task = scene.evaluator._task(scene.evaluation, 0, scene.sources[0].prompts[0])
     message = TaskIssued(run_id=scene.connections.run_id, pack_id="forged", tasks=(task,))
     scene.producer.announce(scene.producer.store(message, [recite(task, PolicyVersion(2))], V3), msg_id="forged")
-    wait_for(lambda: scene.evaluator._evaluations[V3, "eval"].dead_lettered, "the dead letter")
+    wait_for(lambda: scene.evaluation.dead_lettered, "the dead letter")
     scene.producer.limit = None
     scene.evaluator.wait(V3)
     assert [(result.version, result.num_prompts) for result in scene.results] == [(3, 70)]
@@ -189,8 +206,7 @@ def test_an_answer_to_another_task_is_refused(scene: Scene, author: Author, reas
     subject = subjects.dead(connections.run_id, "scored")
     connections.bus.tail(f"{connections.run_id}-dead", subject, DeadLetter, letters.append).wait()
     scene.producer.author = author
-    scene.publish(V3)
-    scene.evaluator.start(V3, 3)
+    scene.start()
     with pytest.raises(EvaluationFailed, match=reason):
         scene.evaluator.wait(V3)
     assert not scene.results
@@ -201,10 +217,9 @@ def test_an_answer_to_another_task_is_refused(scene: Scene, author: Author, reas
 def test_an_evaluation_in_progress_at_a_crash_continues_in_the_next_session(scene: Scene) -> None:
     """Its version is older than the checkpoint's and still stored: its result has its own step, and it is unpinned."""
     for version in (V3, V4):
-        scene.publish(version)
-        scene.publisher.wait_until_published(version, 180.0)
+        scene.publish(version, wait=True)
         scene.publisher.unpin(version)
-    scene.groups.held_out.issue([f"eval.v3.p{index}" for index in range(70)])  # by the session before
+    scene.groups.held_out.issue(HELD_OUT)  # by the session before
     published = subjects.weights_published(scene.connections.run_id)
     no_weights = Heartbeat(role="rollout", service_id="x", at=0.0, state="generating")
     scene.connections.bus.publish(published, no_weights, msg_id="x").wait()  # and something that is no announcement
@@ -219,9 +234,8 @@ def test_an_evaluation_in_progress_at_a_crash_continues_in_the_next_session(scen
 
 def test_groups_of_an_earlier_sessions_evaluation_are_held_against_its_settings(scene: Scene) -> None:
     scene.evaluator._settings_before = (TaskSettings(2, 8, "maze"), TaskSettings(3, 8, "maze"))
-    scene.publish(V3)
-    scene.publisher.wait_until_published(V3, 180.0)
-    scene.groups.held_out.issue([f"eval.v3.p{index}" for index in range(70)])
+    scene.publish(V3, wait=True)
+    scene.groups.held_out.issue(HELD_OUT)
     scene.producer.author = _one_completion
     scene.evaluator.start(V3, 3)
     with pytest.raises(EvaluationFailed, match="1 trajectories, its task asked for 2"):
@@ -231,7 +245,7 @@ def test_groups_of_an_earlier_sessions_evaluation_are_held_against_its_settings(
 
 def test_the_weights_of_the_checkpoint_are_evaluated_under_their_new_number(scene: Scene) -> None:
     """Published again as another version, they are evaluated as that version: nothing is lost."""
-    scene.groups.held_out.issue([f"eval.v3.p{index}" for index in range(70)])
+    scene.groups.held_out.issue(HELD_OUT)
     assert scene.evaluator.resume(V3, now=V4, step=3)
     assert not scene.groups.held_out.num_outstanding
     assert not scene.lost
@@ -244,12 +258,11 @@ def test_an_evaluation_that_cannot_continue_is_reported(
     scene: Scene, is_stored: bool, num_groups: int, reason: str
 ) -> None:
     """Without its weights, or with only some of its groups, it is lost with the reason; its groups are closed."""
-    scene.publish(V3)
-    scene.publisher.wait_until_published(V3, 180.0)
+    scene.publish(V3, wait=True)
     if not is_stored:
         prefix = blob_keys.weights_prefix(scene.connections.run_id, V3)
         scene.connections.blobs.delete([stat.key for stat in scene.connections.blobs.list(prefix)])
-    scene.groups.held_out.issue([f"eval.v3.p{index}" for index in range(num_groups)])
+    scene.groups.held_out.issue(HELD_OUT[:num_groups])
     assert not scene.evaluator.resume(V4, now=V4, step=4)
     (lost,) = scene.lost
     assert (lost.version, lost.step) == (3, 3 if is_stored else None)
@@ -268,15 +281,14 @@ def _say_dead(scene: Scene, *group_ids: str) -> None:
 
 def test_dead_lettered_groups_make_the_evaluation_fail(scene: Scene) -> None:
     scene.producer.limit = 0
-    scene.publish(V3)
-    scene.evaluator.start(V3, 3)
+    scene.start()
     bus, taken = scene.connections.bus, 0
     tasks = bus.inbox(streams.tasks_consumer(scene.connections.run_id, "eval"), TaskIssued).wait()
     while taken < 70:  # a worker that dead-letters its tasks has taken them out of the queue
         for delivery in tasks.fetch(16, 1.0).wait():
             taken += len(delivery.fact.tasks)
             delivery.ack().wait()
-    _say_dead(scene, *(f"eval.v3.p{index}" for index in range(70)))
+    _say_dead(scene, *HELD_OUT)
     with pytest.raises(EvaluationFailed, match=r"70 of 70 groups were dead-lettered, .*VersionGone: no weights of 3"):
         scene.evaluator.wait(V3)
     wait_for(lambda: scene.evaluator.num_failed == 1, "the failure to be counted")
@@ -285,12 +297,11 @@ def test_dead_lettered_groups_make_the_evaluation_fail(scene: Scene) -> None:
 def test_a_dead_letter_of_a_group_that_is_on_its_way_is_not_believed(scene: Scene) -> None:
     """Any service may write one; the groups that it names are waited for while tasks are in the queue."""
     scene.producer.limit = 0
-    scene.publish(V3)
-    scene.evaluator.start(V3, 3)
+    scene.start()
     scene.publisher.wait_until_published(V3, 180.0)
-    wait_for(lambda: scene.evaluator._evaluations[V3, "eval"].is_issued, "the tasks")
-    _say_dead(scene, *(f"eval.v3.p{index}" for index in range(70)))
-    wait_for(lambda: scene.evaluator._evaluations[V3, "eval"].dead_lettered, "the dead letter")
+    wait_for(lambda: scene.evaluation.is_issued, "the tasks")
+    _say_dead(scene, *HELD_OUT)
+    wait_for(lambda: scene.evaluation.dead_lettered, "the dead letter")
     time.sleep(1.0)  # longer than `silent_s`
     scene.producer.limit = None
     scene.evaluator.wait(V3)
@@ -306,27 +317,9 @@ def test_pass_at_k_is_unbiased() -> None:
     assert pass_at_k(4, 3, 4) == 1.0
 
 
-@pytest.fixture
-def two_sources(
-    bus: Bus, blobs: Blobs, run_streams: str, nats_settings: NatsSettings, s3_settings: S3Settings, tmp_path: Path
-) -> Iterator[Scene]:
-    """As `scene`, with a second source of the first four prompts, four samples each."""
-
-    def hard(prompts: PromptSet, settings: EvalSettings) -> list[EvaluatedSource]:
-        own = settings.model_copy(update={"samples": 4, "num_prompts": 4})
-        return [EvaluatedSource("hard", prompts, own, Sampling(max_new_tokens=4, temperature=1.0))]
-
-    with ScriptedProducer(nats_settings, s3_settings, run_streams) as producer:
-        scene = Scene(Connections(run_streams, bus, blobs), tmp_path, producer, hard)
-        with scene.evaluator:
-            yield scene
-        scene.publisher.close()
-
-
-def test_every_source_has_its_own_prompts_samples_and_result(two_sources: Scene) -> None:
-    scene = two_sources
-    scene.publish(V3)
-    scene.evaluator.start(V3, 3)
+@two_sources
+def test_every_source_has_its_own_prompts_samples_and_result(scene: Scene) -> None:
+    scene.start()
     scene.evaluator.wait(V3)
     found = {result.split: (result.version, result.num_prompts, result.num_samples) for result in scene.results}
     assert found == {"eval": (3, 70, 2), "hard": (3, 4, 4)}
@@ -335,9 +328,10 @@ def test_every_source_has_its_own_prompts_samples_and_result(two_sources: Scene)
     assert not scene.groups.held_out.num_outstanding
 
 
-def test_only_the_sources_that_are_due_are_evaluated(two_sources: Scene) -> None:
+@two_sources
+def test_only_the_sources_that_are_due_are_evaluated(scene: Scene) -> None:
     settings = EvalSettings(every=4, source={"hard": EvalSource(data=[Path("x")], every=6)})
-    schedule = EvaluationSchedule(two_sources.evaluator, settings, ["eval", "hard"], num_steps=13)
+    schedule = EvaluationSchedule(scene.evaluator, settings, ["eval", "hard"], num_steps=13)
     due = {step: schedule._due(step) for step in range(14) if schedule.is_due(step)}
     assert due == {
         0: ["eval", "hard"],
@@ -347,17 +341,16 @@ def test_only_the_sources_that_are_due_are_evaluated(two_sources: Scene) -> None
         12: ["eval", "hard"],
         13: ["eval", "hard"],
     }
-    two_sources.publish(V3)
+    scene.publish(V3)
     schedule.start(V3, 6)
     schedule.wait_for_newest(lambda: False)
-    assert [result.split for result in two_sources.results] == ["hard"]
+    assert [result.split for result in scene.results] == ["hard"]
 
 
-def test_only_the_unfinished_source_of_a_version_is_continued(two_sources: Scene) -> None:
+@two_sources
+def test_only_the_unfinished_source_of_a_version_is_continued(scene: Scene) -> None:
     """Its groups were in flight when the trainer exited; the other source, due at that step, was over."""
-    scene = two_sources
-    scene.publish(V3)
-    scene.publisher.wait_until_published(V3, 180.0)
+    scene.publish(V3, wait=True)
     scene.groups.held_out.issue([f"eval.v3.p{number}" for number in range(70, 74)])
     settings = EvalSettings(every=5, source={"hard": EvalSource(data=[Path("x")], every=4)})
     schedule = EvaluationSchedule(scene.evaluator, settings, ["eval", "hard"], num_steps=13)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Iterable, Sequence
-from typing import Any
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -16,11 +15,13 @@ from penstock.protocol.facts import DeadLetter
 from penstock.protocol.groups import BlobRef, ScoredGroup
 from penstock.protocol.record.lineage import GROUP_DIGITS, group_digest
 from penstock.protocol.versions import Branch, PolicyVersion, VersionRun
-from penstock.trainer.groups.batcher import ONCE, Batcher, Reuse, staleness_tokens
+from penstock.trainer.algorithm.algorithm_settings import RECORDED, AlgorithmSettings
+from penstock.trainer.groups.batcher import Batcher, Reuse, staleness_tokens
 from penstock.trainer.groups.group_states import GroupStates, State
 from penstock.trainer.groups.group_totals import Drop, DropReason
 from penstock.trainer.groups.rolled_back import RolledBackSteps
 from penstock.trainer.learner.step_plan import ReadyGroup
+from penstock.trainer.rollout_settings import RolloutSettings
 
 PACK = BlobRef(key="pack", size_bytes=1, sha256="0" * 64)
 
@@ -35,22 +36,19 @@ class Box:
     """A batcher and the states of its groups, used as the trainer does; every group that arrives was issued."""
 
     def __init__(
-        self, *, groups_per_step: int = 2, max_staleness: int = 2, reuse: Reuse = ONCE, max_dead: int = 100,
-        ledger: Iterable[tuple[int, Sequence[str]]] = (), **rules: Any,
+        self, *, groups_per_step: int = 2, max_staleness: int = 2, reuse: Reuse | None = None, max_dead: int = 100,
+        ledger: Iterable[tuple[int, Sequence[str]]] = (),
     ) -> None:  # fmt: skip
+        reuse = reuse or Reuse()
         self.groups = GroupStates(max_staleness=max_staleness, max_trained_count=reuse.max_trained_count, ledger=ledger)
-        self.batcher = Batcher(
-            self.groups, self, groups_per_step=groups_per_step, max_staleness=max_staleness, reuse=reuse,
-            max_dead=max_dead, **rules,
-        )  # fmt: skip
+        rollout = RolloutSettings(groups_per_step=groups_per_step, max_staleness=max_staleness)
+        algorithm = AlgorithmSettings.model_validate(dataclasses.asdict(reuse), context=RECORDED)
+        self.batcher = Batcher(self.groups, self, rollout, algorithm, max_dead=max_dead)
         self._drops: list[Drop] = []
         self._messages = itertools.count(1)
 
     def accept(self, group_id: str, *, is_preferred: bool = False) -> None:
         return None
-
-    def is_late(self, version: PolicyVersion) -> bool:
-        return False
 
     def drop(self, drop: Drop) -> None:
         self.groups.drop(drop)
@@ -84,13 +82,9 @@ class Box:
         return [group.group_id for group in batch]
 
 
-def batcher(**settings: Any) -> Box:
-    return Box(**settings)
-
-
 def test_the_oldest_samples_go_first() -> None:
     """A batch takes the groups that become stale first, sorted by id."""
-    box = batcher()
+    box = Box()
     for number, version in ((1, 5), (2, 4), (3, 3)):
         box.offer(ready(number, version))
     batch, drops = box.take(PolicyVersion(5))
@@ -104,7 +98,7 @@ def test_the_oldest_samples_go_first() -> None:
 
 def test_staleness_is_measured_at_the_time_of_use() -> None:
     """A group that was fresh on arrival is dropped as stale at a later version, with its tokens."""
-    box = batcher(groups_per_step=1)
+    box = Box(groups_per_step=1)
     box.offer(ready(1, 0))
     box.offer(ready(2, 3))
     batch, drops = box.take(PolicyVersion(3))
@@ -116,7 +110,7 @@ def test_staleness_is_measured_at_the_time_of_use() -> None:
 
 def test_samples_of_a_version_not_reached_are_dropped() -> None:
     """A group from a session that was rolled back is not trained on."""
-    box = batcher(groups_per_step=1)
+    box = Box(groups_per_step=1)
     box.offer(ready(1, 9))
     batch, drops = box.take(PolicyVersion(3))
     assert not batch
@@ -154,7 +148,7 @@ def reasons(drops: Iterable[Drop]) -> dict[str, str]:
 
 def test_samples_of_rolled_back_versions_are_as_old_as_the_way_through_the_branch_point() -> None:
     """Version 9 has the weights of version 4: 3 is 1 update away, 6 is 2, and 7 is 3, whatever their numbers say."""
-    box = batcher(groups_per_step=9)
+    box = Box(groups_per_step=9)
     now = rolled_back(box, steps=8, to=4)
     for number, version in enumerate((1, 2, 3, 4, 5, 6, 7, 8, 9)):
         box.offer(ready(number, version))
@@ -170,7 +164,7 @@ def test_samples_of_rolled_back_versions_are_as_old_as_the_way_through_the_branc
 
 def test_a_group_trained_before_a_crash_is_known_as_long_as_its_samples_are_fresh() -> None:
     """Version 9 has the weights of 4: a second message of a group trained at 3, sampled by 3, is one update old."""
-    box = batcher(groups_per_step=1, ledger=((3, ("e0.p0.a0",)),))
+    box = Box(groups_per_step=1, ledger=((3, ("e0.p0.a0",)),))
     now = rolled_back(box, steps=8, to=4)
     for number in (1, 2, 3, 4):
         assert box.is_spent("e0.p0.a0") == (number < 4)
@@ -180,7 +174,7 @@ def test_a_group_trained_before_a_crash_is_known_as_long_as_its_samples_are_fres
 
 
 def test_the_bound_0_leaves_the_samples_of_the_branch_point() -> None:
-    box = batcher(groups_per_step=2, max_staleness=0)
+    box = Box(groups_per_step=2, max_staleness=0)
     now = rolled_back(box, steps=8, to=4)
     for number, version in enumerate((3, 4, 5, 9)):
         box.offer(ready(number, version))
@@ -191,7 +185,7 @@ def test_the_bound_0_leaves_the_samples_of_the_branch_point() -> None:
 
 def test_a_version_of_a_rolled_back_session_that_was_never_announced_is_of_the_future() -> None:
     """So is one that this session has not reached."""
-    box = batcher(groups_per_step=3)
+    box = Box(groups_per_step=3)
     now = rolled_back(box, steps=8, to=4)
     del box.groups.versions.steps[PolicyVersion(6)]
     for number, group in enumerate((ready(0, 6), ready(1, 10), mixed(2, 6, 9), ready(3, 5))):
@@ -201,7 +195,7 @@ def test_a_version_of_a_rolled_back_session_that_was_never_announced_is_of_the_f
 
 
 def test_the_oldest_samples_go_first_by_their_age() -> None:
-    box = batcher()
+    box = Box()
     now = rolled_back(box, steps=8, to=4)
     for number, version in enumerate((4, 9, 6, 3)):
         box.offer(ready(number, version))
@@ -216,7 +210,7 @@ def test_rolled_back_steps_are_made_again_of_their_groups_and_nothing_is_dropped
     """Far beyond the bound through the branch point: but the same groups make the same weights, and no sample is older than it was."""
     groups = [ready(number, 4 + number // 2) for number in range(9)]
     batches = [digests(groups[0:2]), digests(groups[2:4]), digests(groups[4:6]), digests(groups[6:8])]
-    box = batcher(max_staleness=0)
+    box = Box(max_staleness=0)
     now = rolled_back(box, steps=8, to=4)
     box.batcher.repeat(RolledBackSteps(tuple(batches), ((None, 4),)), now)
     for group in reversed(groups):
@@ -236,7 +230,7 @@ def test_rolled_back_steps_are_made_again_of_their_groups_and_nothing_is_dropped
 
 def test_where_a_group_of_a_rolled_back_step_does_not_come_the_others_count_as_of_a_branch() -> None:
     groups = [ready(number, 4 + number // 2) for number in range(8)]
-    box = batcher(max_staleness=1)
+    box = Box(max_staleness=1)
     now = rolled_back(box, steps=8, to=4)
     steps = RolledBackSteps((digests(groups[0:2]), digests(groups[2:4]), digests(groups[4:6])), ((None, 4),))
     box.batcher.repeat(steps, now)
@@ -255,7 +249,7 @@ def test_where_a_group_of_a_rolled_back_step_does_not_come_the_others_count_as_o
 
 def test_less_than_a_batch_waits() -> None:
     """Too few fresh groups give no batch, and remain ready."""
-    box = batcher()
+    box = Box()
     box.offer(ready(1, 0))
     assert box.take(PolicyVersion(0)) == ([], [])
     assert box.num_ready == 1
@@ -263,20 +257,20 @@ def test_less_than_a_batch_waits() -> None:
 
 def test_a_trained_group_is_known_within_the_window_and_forgotten_after_it() -> None:
     """Trained groups are refused as long as they could still be fresh, also after a resume, and are known no longer."""
-    box = batcher(groups_per_step=1)
+    box = Box(groups_per_step=1)
     for version in range(100):
         box.offer(ready(version, version))
         box.train(version)
     assert [box.groups.state(f"e0.p{number}.a0") for number in (99, 97, 96)] == [State.CLOSED, State.CLOSED, None]
     assert box.groups.rows() == tuple((version, (f"e0.p{version}.a0",)) for version in (97, 98, 99))
-    again = batcher(ledger=box.groups.rows())
+    again = Box(ledger=box.groups.rows())
     assert again.groups.rows() == box.groups.rows()
     assert again.is_spent("e0.p98.a0")
     assert not again.is_spent("e0.p96.a0")
 
 
 def test_letters_stop_the_issue_and_empty_queues_end_the_run() -> None:
-    box = batcher(max_dead=4)
+    box = Box(max_dead=4)
     kill(box, range(4), "500")
     assert not box.batcher.stops_issue
     kill(box, [4], "501")
@@ -288,7 +282,7 @@ def test_letters_stop_the_issue_and_empty_queues_end_the_run() -> None:
 
 def test_a_group_that_arrives_keeps_the_run() -> None:
     """Each that arrives admits one more; where queues are empty all the same, issue goes on without an end."""
-    box = batcher(max_dead=4)
+    box = Box(max_dead=4)
     kill(box, range(10), "500")
     for number in range(20, 25):
         box.offer(ready(number, 0))
@@ -325,7 +319,7 @@ def test_tokens_are_counted_by_age() -> None:
 @given(arrivals=st.lists(st.tuples(st.integers(0, 5), st.integers(0, 3)), max_size=30), max_staleness=st.integers(0, 3))
 def test_every_group_is_trained_or_dropped_or_waiting(arrivals: list[tuple[int, int]], max_staleness: int) -> None:
     """However groups arrive while the version grows, each has one outcome, and no batch holds a stale one."""
-    box = batcher(max_staleness=max_staleness)
+    box = Box(max_staleness=max_staleness)
     trained, dropped = [], []
     version = 0
     for number, (age, growth) in enumerate(arrivals):

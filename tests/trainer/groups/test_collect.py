@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from tests.servers import wait_for
-from tests.trainer.producer import ScriptedProducer, recite
+from tests.trainer.producer import Answer, ScriptedProducer, recite
 
 from penstock.deploy.bootstrap import bootstrap
 from penstock.deploy.processes.servers import NatsServer, S3Server
@@ -24,7 +24,7 @@ from penstock.protocol.config.connection import NatsSettings, S3Settings
 from penstock.protocol.config.reward_settings import RewardSettings
 from penstock.protocol.errors import BlobStoreUnreachable
 from penstock.protocol.facts import DeadLetter, GroupScored, TaskIssued
-from penstock.protocol.groups import RewardRequest
+from penstock.protocol.groups import RewardRequest, ScoredGroup
 from penstock.protocol.record.lineage import AccountState
 from penstock.protocol.trajectory import Trajectory
 from penstock.protocol.transport.blobs import Blobs
@@ -36,7 +36,7 @@ from penstock.trainer.connections import Connections
 from penstock.trainer.data.data_order import DataOrder
 from penstock.trainer.data.dataset import PromptSet
 from penstock.trainer.errors import CollectTimeout, TooManyDeadLetters
-from penstock.trainer.groups.batcher import Batcher, Reuse, group_rules
+from penstock.trainer.groups.batcher import Batcher
 from penstock.trainer.groups.collect import Collector
 from penstock.trainer.groups.dispatch import Dispatch, RunGroups
 from penstock.trainer.groups.group_states import GroupStates
@@ -94,10 +94,8 @@ class Session:
         if log is not None:
             cursor = self.dispatch.cursor
             self.issuer.keep_log(IssueLog(log, cursor.order_id, may_arrive=cursor.may_arrive))
-        batcher = Batcher(
-            groups, self.issuer, groups_per_step=ROLLOUT.groups_per_step, max_staleness=ROLLOUT.max_staleness,
-            reuse=Reuse(uses), rules=group_rules(AlgorithmSettings(dynamic_sampling=dynamic_sampling)), max_dead=max_dead,
-        )  # fmt: skip
+        algorithm = AlgorithmSettings(dynamic_sampling=dynamic_sampling, max_trained_count=uses)
+        batcher = Batcher(groups, self.issuer, ROLLOUT, algorithm, max_dead=max_dead)
         settings: dict[str, Any] = {"deadline_s": 20.0, "silent_s": 30.0, **options}
         self.collector = Collector(connections, groups=run_groups, batcher=batcher, issuer=self.issuer, **settings)
 
@@ -119,24 +117,24 @@ class Session:
         return ids
 
 
-@pytest.fixture
-def connections(bus: Bus, blobs: Blobs, run_streams: str) -> Connections:
-    """A bootstrapped run."""
-    return Connections(run_streams, bus, blobs)
+class Run:
+    """A bootstrapped run, whose tasks a test answers when it wants to."""
 
+    def __init__(self, connections: Connections, prompts: PromptSet, producer: ScriptedProducer) -> None:
+        self.connections, self.id, self._prompts, self.producer = connections, connections.run_id, prompts, producer
+        self.inbox = connections.bus.inbox(streams.tasks_consumer(self.id, "train"), TaskIssued).wait()
 
-class ManualAnswers:
-    """Answer the tasks of a run when a test requests it."""
+    def session(self, saved: IssuerState | None = None, **options: Any) -> Session:
+        return Session(self.connections, self._prompts, saved, **options)
 
-    def __init__(self, connections: Connections, producer: ScriptedProducer) -> None:
-        self._inbox = connections.bus.inbox(streams.tasks_consumer(connections.run_id, "train"), TaskIssued).wait()
-        self._producer = producer
+    def num_messages(self, stage: str) -> int:
+        return self.connections.bus.stream_state(f"{self.id}-{stage}").wait().num_messages
 
     def tasks(self, num_packs: int) -> list[TaskIssued]:
         taken: list[TaskIssued] = []
 
         def are_taken() -> bool:
-            for delivery in self._inbox.fetch(num_packs - len(taken), 0.2).wait():
+            for delivery in self.inbox.fetch(num_packs - len(taken), 0.2).wait():
                 taken.append(delivery.fact)
                 delivery.ack().wait()
             return len(taken) >= num_packs
@@ -145,97 +143,115 @@ class ManualAnswers:
         return taken
 
     def scored(self, message: TaskIssued, version: PolicyVersion = V0) -> GroupScored:
-        return self._producer.store(message, [recite(task, version) for task in message.tasks], version)
+        return self.store(message, [recite(task, version) for task in message.tasks], version)
 
-    def answer(self, message: TaskIssued, version: PolicyVersion = V0) -> None:
-        self._producer.announce(self.scored(message, version))
+    def store(self, message: TaskIssued, answers: Sequence[Answer], version: PolicyVersion = V0) -> GroupScored:
+        return self.producer.store(message, list(answers), version)
+
+    def announce(self, scored: GroupScored, msg_id: str = "", **changed: object) -> None:
+        self.producer.announce(scored.model_copy(update=changed), msg_id=msg_id)
+
+    def answer(self, *messages: TaskIssued, version: PolicyVersion = V0) -> None:
+        for message in messages:
+            self.announce(self.scored(message, version))
+
+    def dead_letter(self, group_ids: TaskIssued | Sequence[str], msg_id: str, **changed: object) -> None:
+        """Publish a dead letter of the reward service for all groups of a message, with other fields as ``changed``."""
+        ids = tuple(t.group_id for t in group_ids.tasks) if isinstance(group_ids, TaskIssued) else tuple(group_ids)
+        letter = DeadLetter(
+            run_id=self.id,
+            stage="generated",
+            subject="x",
+            reason="RewardFailed",
+            detail="500",
+            group_ids=ids,
+            num_delivered=5,
+        ).model_copy(update=changed)
+        stage = "tasks" if "stage" in changed else "generated"
+        self.connections.bus.publish(subjects.dead(self.id, stage), letter, msg_id=msg_id).wait()
+
+    def letters(self) -> list[DeadLetter]:
+        """Return a list that each dead letter is added to from now on."""
+        letters: list[DeadLetter] = []
+        self.connections.bus.tail(f"{self.id}-dead", subjects.dead(self.id), DeadLetter, letters.append).wait()
+        return letters
+
+
+def renamed(scored: GroupScored, names: Sequence[str], **changed: object) -> tuple[ScoredGroup, ...]:
+    """Return the groups of a message under other ids."""
+    return tuple(
+        group.model_copy(update={"generated": group.generated.model_copy(update={"group_id": name, **changed})})
+        for group, name in zip(scored.groups, names, strict=True)
+    )
+
+
+def firsts(start: int, stop: int) -> list[str]:
+    """Return the ids of the first attempts at these prompts."""
+    return [f"e0.p{i}.a0" for i in range(start, stop)]
 
 
 @pytest.fixture
-def manual(connections: Connections, nats_settings: NatsSettings, s3_settings: S3Settings) -> Iterator[ManualAnswers]:
-    """Answers under the test's control."""
-    producer = ScriptedProducer(nats_settings, s3_settings, connections.run_id)
-    yield ManualAnswers(connections, producer)
+def run(
+    bus: Bus, blobs: Blobs, run_streams: str, prompts: PromptSet, nats_settings: NatsSettings, s3_settings: S3Settings
+) -> Iterator[Run]:
+    producer = ScriptedProducer(nats_settings, s3_settings, run_streams)
+    yield Run(Connections(run_streams, bus, blobs), prompts, producer)
     producer.close()
 
 
-def test_groups_are_issued_as_soon_as_the_bound_admits_them(
-    connections: Connections, prompts: PromptSet, manual: ManualAnswers
-) -> None:
+def test_groups_are_issued_as_soon_as_the_bound_admits_them(run: Run) -> None:
     """At most two steps' groups are outstanding; after a batch the next groups are issued once its version is announced."""
-    with Session(connections, prompts) as session:
+    with run.session() as session:
         session.issuer.advance(V0, 100)
-        first = manual.tasks(4)
+        first = run.tasks(4)
         assert len(session.issuer.outstanding()) == 8
-        for message in first:
-            manual.answer(message)
-        trained = session.train(V0)
-        assert trained == [f"e0.p{i}.a0" for i in range(4)]
+        run.answer(*first)
+        assert session.train(V0) == firsts(0, 4)
         session.issuer.advance(V1, 100)
-        second = manual.tasks(2)
+        second = run.tasks(2)
         assert {task.issued_version for message in second for task in message.tasks} == {1}
         assert session.issuer.groups()["outstanding"] == 8
 
 
-def test_near_the_end_no_more_is_issued_than_the_run_needs(
-    connections: Connections, prompts: PromptSet, manual: ManualAnswers
-) -> None:
-    """With one step left, only one step's groups are issued although the bound admits two."""
-    with Session(connections, prompts) as session:
-        session.issuer.advance(V0, 4)
-        manual.tasks(2)
-        assert len(session.issuer.outstanding()) == 4
-        assert connections.bus.stream_state(f"{connections.run_id}-tasks").wait().num_messages == 0
-
-
-def test_a_drop_near_the_end_issues_one_group_again_and_no_other(
-    connections: Connections, prompts: PromptSet, manual: ManualAnswers
-) -> None:
-    with Session(connections, prompts) as session:
+def test_a_drop_near_the_end_issues_one_group_again_and_no_other(run: Run) -> None:
+    with run.session() as session:
         session.issuer.advance(V0, 8)  # two steps to go
-        for message in manual.tasks(4):
-            manual.answer(message)
+        run.answer(*run.tasks(4))
         session.train(V0)
         session.issuer.drop(Drop("e0.p4.a0", DropReason.STALE, 3))
-        (again,) = manual.tasks(1)
+        (again,) = run.tasks(1)
         assert [task.group_id for task in again.tasks] == ["e0.p4.a1"]
         assert len(session.issuer.outstanding()) == 4
+        assert run.num_messages("tasks") == 0
 
 
-def test_messages_are_acknowledged_only_when_a_checkpoint_covers_them(
-    connections: Connections, prompts: PromptSet, manual: ManualAnswers
-) -> None:
+def test_messages_are_acknowledged_only_when_a_checkpoint_covers_them(run: Run) -> None:
     """Until then a restarted trainer receives them again, and refuses by id what its ledger holds."""
-    spec = streams.scored_consumer(connections.run_id, "train")
-    with Session(connections, prompts) as session:
+    with run.session() as session:
         session.issuer.advance(V0, 100)
-        for message in manual.tasks(4):
-            manual.answer(message)
+        run.answer(*run.tasks(4))
         session.train(V0)
         covered = session.collector.settled()
         assert len(covered) == 2
-        assert connections.bus.stream_state(spec.stream).wait().num_messages == 4
+        assert run.num_messages("scored") == 4
         saved = session.issuer.take_state()  # the checkpoint; then the crash
-    with Session(connections, prompts, saved) as resumed:
+    with run.session(saved) as resumed:
         resumed.issuer.advance(V1, 100)
-        assert resumed.train(V1) == [f"e0.p{i}.a0" for i in range(4, 8)]
+        assert resumed.train(V1) == firsts(4, 8)
         wait_for(lambda: resumed.counters.dropped_groups["duplicate"] == 4, "the trained groups to be refused")
         resumed.collector.acknowledge(resumed.collector.settled())
-        assert connections.bus.stream_state(spec.stream).wait().num_messages == 0
+        assert run.num_messages("scored") == 0
 
 
-def test_a_group_kept_for_another_use_stays_unacknowledged_and_survives_a_crash(
-    connections: Connections, prompts: PromptSet, manual: ManualAnswers
-) -> None:
+def test_a_group_kept_for_another_use_stays_unacknowledged_and_survives_a_crash(run: Run) -> None:
     """Trained once before a crash, it is delivered and trained again, and only then settled; counted as reuse."""
-    with Session(connections, prompts, uses=2) as session:
+    with run.session(uses=2) as session:
         session.issuer.advance(V0, 4)
-        for message in manual.tasks(2):
-            manual.answer(message)
+        run.answer(*run.tasks(2))
         first = session.train(V0)
         assert session.collector.settled() == []
         saved = session.issuer.take_state()  # the checkpoint; then the crash
-    with Session(connections, prompts, saved, uses=2) as resumed:
+    with run.session(saved, uses=2) as resumed:
         assert resumed.train(V1) == first
         assert len(resumed.collector.settled()) == 2
         assert (resumed.counters.sums.used, resumed.counters.num_reused) == (4, 4)  # each is counted once
@@ -244,165 +260,123 @@ def test_a_group_kept_for_another_use_stays_unacknowledged_and_survives_a_crash(
         assert resumed.issuer.take_state().entries.account.totals["train"].used == 4
 
 
-def test_at_the_end_no_group_is_kept_for_another_use(
-    connections: Connections, prompts: PromptSet, manual: ManualAnswers
-) -> None:
+def test_at_the_end_no_group_is_kept_for_another_use(run: Run) -> None:
     """Kept groups are settled without another use; redelivered to a later session they are duplicates, settled immediately."""
-    spec = streams.scored_consumer(connections.run_id, "train")
-    with Session(connections, prompts, uses=3) as session:
+    with run.session(uses=3) as session:
         session.issuer.advance(V0, 4)
-        for message in manual.tasks(2):
-            manual.answer(message)
+        run.answer(*run.tasks(2))
         session.train(V0)
         assert session.collector.settled() == []
         session.collector.close()
         assert len(session.collector.settled()) == 2
         saved = session.issuer.take_state()  # the checkpoint; the crash before it acknowledges
-    with Session(connections, prompts, saved, uses=3) as resumed:
+    with run.session(saved, uses=3) as resumed:
         resumed.collector.close()
         wait_for(lambda: len(resumed.collector.settled()) == 2, "the messages to be delivered again")
         resumed.collector.acknowledge(resumed.collector.settled())
-        assert connections.bus.stream_state(spec.stream).wait().num_messages == 0
+        assert run.num_messages("scored") == 0
 
 
-def test_a_group_that_is_delivered_twice_is_trained_once(
-    connections: Connections, prompts: PromptSet, manual: ManualAnswers
-) -> None:
+def test_a_group_that_is_delivered_twice_is_trained_once(run: Run) -> None:
     """A second message about a ready group is counted as a duplicate, and does not settle the first message."""
-    with Session(connections, prompts) as session:
+    with run.session() as session:
         session.issuer.advance(V0, 100)
-        messages = manual.tasks(4)
-        scored = manual.scored(messages[0])
-        manual._producer.announce(scored)
-        manual._producer.announce(scored, msg_id="late-retry")
+        messages = run.tasks(4)
+        scored = run.scored(messages[0])
+        run.announce(scored)
+        run.announce(scored, msg_id="late-retry")
         wait_for(lambda: session.counters.dropped_groups["duplicate"] == 2, "the duplicates")
         assert len(session.collector.settled()) == 1  # the copy alone
-        manual.answer(messages[1])
+        run.answer(messages[1])
         assert len(session.train(V0)) == 4
         assert len(session.collector.settled()) == 3
 
 
-def test_stale_groups_are_dropped_and_their_prompts_issued_again(
-    connections: Connections, prompts: PromptSet, manual: ManualAnswers
-) -> None:
+def test_stale_groups_are_dropped_and_their_prompts_issued_again(run: Run) -> None:
     """A group too old at the time of use is counted in groups and tokens, and is issued again as the next attempt."""
-    with Session(connections, prompts) as session:
+    with run.session() as session:
         session.issuer.advance(V0, 100)
-        messages = manual.tasks(4)
-        for message in messages[:2]:
-            manual.answer(message, V0)
+        messages = run.tasks(4)
+        run.answer(*messages[:2], version=V0)
         wait_for(lambda: session.counters.num_scored == 4, "four scored groups")
         assert session.collector.collect(V2, lambda: session.counters.dropped_groups["stale"] == 4) == []
         assert session.counters.dropped_tokens["stale"] > 0
-        again = manual.tasks(2)
+        again = run.tasks(2)
         assert [task.group_id for message in again for task in message.tasks] == [f"e0.p{i}.a1" for i in range(4)]
-        for message in again:
-            manual.answer(message, V2)
+        run.answer(*again, version=V2)
         assert session.train(V2) == [f"e0.p{i}.a1" for i in range(4)]
 
 
-def test_a_full_batch_waits_for_groups_that_would_be_too_old_after_it(
-    connections: Connections, prompts: PromptSet, manual: ManualAnswers
-) -> None:
+def younger_batch(run: Run, session: Session) -> list[TaskIssued]:
+    """Train one step and have a full batch for the next; return the messages of older groups that have not arrived."""
+    session.issuer.advance(V0, 100)
+    first = run.tasks(4)
+    run.answer(*first[:2])
+    session.train(V0)
+    session.issuer.advance(V1, 100)
+    run.answer(*run.tasks(2), version=V1)
+    wait_for(lambda: session.counters.num_scored == 8, "a full batch of the younger groups")
+    return first[2:]
+
+
+def test_a_full_batch_waits_for_groups_that_would_be_too_old_after_it(run: Run) -> None:
     """Younger groups make a full batch; it waits for the oldest, for which this step is the last, and trains them."""
-    with Session(connections, prompts) as session:
-        session.issuer.advance(V0, 100)
-        first = manual.tasks(4)
-        for message in first[:2]:
-            manual.answer(message)
-        session.train(V0)
-        session.issuer.advance(V1, 100)
-        for message in manual.tasks(2):
-            manual.answer(message, V1)
-        wait_for(lambda: session.counters.num_scored == 8, "a full batch of the younger groups")
+    with run.session() as session:
+        late = younger_batch(run, session)
         num_calls = 0
 
         def answer_the_others() -> bool:  # called once per check: the batch was full at the first, and was not taken
             nonlocal num_calls
             num_calls += 1
             if num_calls == 2:
-                for message in first[2:]:
-                    manual.answer(message)
+                run.answer(*late)
             return False
 
         batch = session.collector.collect(V1, answer_the_others, overtake_wait_s=60.0)
-        assert [group.group_id for group in batch] == [f"e0.p{i}.a0" for i in range(4, 8)]
+        assert [group.group_id for group in batch] == firsts(4, 8)
         assert not session.counters.dropped_groups
 
 
-def test_the_wait_for_the_oldest_groups_ends(
-    connections: Connections, prompts: PromptSet, manual: ManualAnswers
-) -> None:
+def test_the_wait_for_the_oldest_groups_ends(run: Run) -> None:
     """When they do not arrive in time, the younger groups are trained; late ones are dropped and issued again."""
-    with Session(connections, prompts) as session:
-        session.issuer.advance(V0, 100)
-        first = manual.tasks(4)
-        for message in first[:2]:
-            manual.answer(message)
-        session.train(V0)
-        session.issuer.advance(V1, 100)
-        for message in manual.tasks(2):
-            manual.answer(message, V1)
-        wait_for(lambda: session.counters.num_scored == 8, "a full batch of the younger groups")
-        assert set(session.train(V1, overtake_wait_s=0.2)) == {f"e0.p{i}.a0" for i in range(8, 12)}
+    with run.session() as session:
+        late = younger_batch(run, session)
+        assert set(session.train(V1, overtake_wait_s=0.2)) == set(firsts(8, 12))
         session.issuer.advance(V2, 100)
-        for message in first[2:]:
-            manual.answer(message)
+        run.answer(*late)
         session.collector.collect(V2, lambda: session.counters.dropped_groups["stale"] == 4, overtake_wait_s=60.0)
 
 
-def test_a_prompt_that_is_always_stale_is_skipped(
-    connections: Connections, prompts: PromptSet, manual: ManualAnswers
-) -> None:
-    """After max_attempts the prompt is not issued again, and counted."""
-    with Session(connections, prompts) as session:
-        session.issuer.advance(V0, 4)
-        for attempt in range(ROLLOUT.max_attempts):
-            for message in manual.tasks(2):
-                manual.answer(message, V0)
-            wait_for(lambda attempt=attempt: session.counters.num_scored == 4 * (attempt + 1), "scored groups")
-            stale = 4 * (attempt + 1)
-            session.collector.collect(V2, lambda stale=stale: session.counters.dropped_groups["stale"] == stale)
-        assert session.issuer.groups()["given_up"] == 4
-
-
-def test_a_corrupt_pack_is_dead_lettered_and_its_groups_are_issued_again(
-    connections: Connections, prompts: PromptSet, manual: ManualAnswers
-) -> None:
+def test_a_corrupt_pack_is_dead_lettered_and_its_groups_are_issued_again(run: Run) -> None:
     """An object that differs from its message is never trained on; the rest of the batch is."""
-    letters = dead_letters(connections)
-    with Session(connections, prompts) as session:
+    letters = run.letters()
+    with run.session() as session:
         session.issuer.advance(V0, 100)
-        messages = manual.tasks(4)
-        good = manual.scored(messages[0])
-        corrupt = good.pack.model_copy(update={"sha256": "f" * 64})
-        manual._producer.announce(good.model_copy(update={"pack": corrupt}))
-        other = manual.scored(messages[1])  # the object holds other groups than the message says
-        manual._producer.announce(other.model_copy(update={"pack": manual.scored(messages[2]).pack}))
+        messages = run.tasks(4)
+        good = run.scored(messages[0])
+        run.announce(good, pack=good.pack.model_copy(update={"sha256": "f" * 64}))
+        run.announce(run.scored(messages[1]), pack=run.scored(messages[2]).pack)  # which holds other groups
         wait_for(lambda: len(letters) == 2, "the dead letters")
         assert {letter.reason for letter in letters} == {"BlobCorrupt", "PackError"}
         assert session.counters.dropped_groups["unreadable"] == 4
-        for message in [messages[2], *manual.tasks(2)]:
-            manual.answer(message)
+        run.answer(messages[2], *run.tasks(2))
         assert session.train(V0) == ["e0.p0.a1", "e0.p1.a1", "e0.p4.a0", "e0.p5.a0"]
 
 
-def test_hostile_packs_are_dead_lettered_and_their_groups_trained_at_the_next_attempt(
-    connections: Connections, prompts: PromptSet, manual: ManualAnswers
-) -> None:
+def test_hostile_packs_are_dead_lettered_and_their_groups_trained_at_the_next_attempt(run: Run) -> None:
     """A struct for the token ids, a swapped truth, half a group and an id beyond the vocabulary stop nobody."""
-    letters = dead_letters(connections)
-    reader = PackReader(connections.blobs.get, vocab_size=60)
-    with Session(connections, prompts, reader=reader) as session:
+    letters = run.letters()
+    reader = PackReader(run.connections.blobs.get, vocab_size=60)
+    with run.session(reader=reader) as session:
         session.issuer.advance(V0, 8)
-        messages = manual.tasks(4)
-        honest = [manual.scored(message) for message in messages]
-        table = pq.read_table(pa.BufferReader(connections.blobs.get(honest[0].pack)))
+        messages = run.tasks(4)
+        honest = [run.scored(message) for message in messages]
+        table = pq.read_table(pa.BufferReader(run.connections.blobs.get(honest[0].pack)))
         structs = pa.array([{"element": 1}] * len(table), pa.struct([pa.field("element", pa.int32(), nullable=False)]))
         sink = pa.BufferOutputStream()
         pq.write_table(table.set_column(6, pa.field("token_ids", structs.type), structs), sink, row_group_size=2)
-        ref = connections.blobs.put(f"runs/{connections.run_id}/hostile", sink.getvalue().to_pybytes())
-        manual._producer.announce(honest[0].model_copy(update={"pack": ref}))
+        ref = run.connections.blobs.put(f"runs/{run.id}/hostile", sink.getvalue().to_pybytes())
+        run.announce(honest[0], pack=ref)
         reward = RewardRequest(name="exact_match", ground_truth='"text"')
         for message, change in zip(
             messages[1:],
@@ -416,40 +390,32 @@ def test_hostile_packs_are_dead_lettered_and_their_groups_trained_at_the_next_at
             answers = [recite(task, V0) for task in message.tasks]
             changed = [change(group) for group, _ in answers]
             rewards = [values[: len(group.trajectories)] for group, (_, values) in zip(changed, answers, strict=True)]
-            manual._producer.announce(manual._producer.store(message, list(zip(changed, rewards, strict=True)), V0))
+            run.announce(run.store(message, list(zip(changed, rewards, strict=True)), V0))
         wait_for(lambda: len(letters) == 4, "the dead letters")
         assert {letter.reason for letter in letters} == {"PackError"}
         assert session.counters.dropped_groups["unreadable"] == 8
-        for message in manual.tasks(4):
-            manual.answer(message)
+        run.answer(*run.tasks(4))
         assert session.train(V0) == [f"e0.p{i}.a1" for i in range(4)]
         totals = session.issuer.take_state().entries.account.totals["train"]
         assert (totals.issued, totals.used, sum(totals.dropped.values())) == (16, 4, 8)
         assert len(session.issuer.outstanding()) == 4
 
 
-def test_a_text_that_its_tokens_do_not_say_is_not_trained(
-    connections: Connections, prompts: PromptSet, manual: ManualAnswers
-) -> None:
+def test_a_text_that_its_tokens_do_not_say_is_not_trained(run: Run) -> None:
     """It was scored instead of them: a dead letter with that reason, and the groups are issued again."""
-    letters = dead_letters(connections)
+    letters = run.letters()
     texts = CompletionTexts(lambda rows, _: ["said"] * len(rows), rows=1)
-    with Session(connections, prompts, reader=PackReader(connections.blobs.get, texts=texts)) as session:
+    with run.session(reader=PackReader(run.connections.blobs.get, texts=texts)) as session:
         session.issuer.advance(V0, 4)
-        for message, text in zip(manual.tasks(2), ("the right answer", "said"), strict=True):
+        for message, text in zip(run.tasks(2), ("the right answer", "said"), strict=True):
             answers = [recite(task, V0) for task in message.tasks]
-            told = [
-                (
-                    replace(group, trajectories=tuple(replace(t, completion_text=text) for t in group.trajectories)),
-                    rewards,
-                )
-                for group, rewards in answers
-            ]
-            manual._producer.announce(manual._producer.store(message, told, V0))
+            rows = [tuple(replace(t, completion_text=text) for t in group.trajectories) for group, _ in answers]
+            told = [(replace(g, trajectories=row), rewards) for (g, rewards), row in zip(answers, rows, strict=True)]
+            run.announce(run.store(message, told))
         wait_for(lambda: letters, "the dead letter")
         assert [letter.reason for letter in letters] == ["TextMismatch"]
         assert session.counters.dropped_groups["unreadable"] == 2
-        manual.answer(manual.tasks(1)[0])
+        run.answer(run.tasks(1)[0])
         assert sorted(session.train(V0)) == ["e0.p0.a1", "e0.p1.a1", "e0.p2.a0", "e0.p3.a0"]
 
 
@@ -459,228 +425,160 @@ def _with_token(row: Trajectory, token: int) -> Trajectory:
     return replace(row, token_ids=ids)
 
 
-def test_a_pack_that_killed_two_trainers_is_not_read_and_its_groups_are_issued_again(
-    connections: Connections, prompts: PromptSet, manual: ManualAnswers, tmp_path: Path
-) -> None:
+def test_a_pack_that_killed_two_trainers_is_not_read_and_its_groups_are_issued_again(run: Run, tmp_path: Path) -> None:
     """The trainer's own mark and a letter of another service mean the same: quarantined, and issued under a new id."""
-    with Session(connections, prompts, reader=PackReader(connections.blobs.get)) as session:
+    with run.session(reader=PackReader(run.connections.blobs.get)) as session:
         session.issuer.advance(V0, 4)
-        poisonous, of_worker = manual.tasks(2)
-        scored = manual.scored(poisonous)
+        poisonous, of_worker = run.tasks(2)
+        scored = run.scored(poisonous)
         for _ in range(2):
             ReadingMark(tmp_path).set(scored.pack)
-        session.collector._reader = PackReader(connections.blobs.get, mark=ReadingMark(tmp_path))
-        manual._producer.announce(scored)
-        letter = DeadLetter(
-            run_id=connections.run_id, stage="tasks", subject="x", reason="ReaderKilled", detail="x", num_delivered=3,
-            group_ids=tuple(task.group_id for task in of_worker.tasks),
-        )  # fmt: skip
-        connections.bus.publish(subjects.dead(connections.run_id, "tasks"), letter, msg_id="killed").wait()
-        for message in manual.tasks(2):
-            manual.answer(message)
+        session.collector._reader = PackReader(run.connections.blobs.get, mark=ReadingMark(tmp_path))
+        run.announce(scored)
+        run.dead_letter(of_worker, "killed", stage="tasks", reason="ReaderKilled")
+        run.answer(*run.tasks(2))
         assert session.train(V0) == [f"e0.p{i}.a1" for i in range(4)]
         assert session.counters.dropped_groups["quarantined"] == 4
 
 
-def test_groups_that_never_arrive_are_issued_again(
-    connections: Connections, prompts: PromptSet, manual: ManualAnswers
-) -> None:
+def test_groups_that_never_arrive_are_issued_again(run: Run) -> None:
     """When every queue is empty and groups are outstanding, they are counted as lost and issued again."""
-    with Session(connections, prompts, silent_s=0.5) as session:
+    with run.session(silent_s=0.5) as session:
         session.issuer.advance(V0, 4)
-        messages = manual.tasks(2)  # received, acknowledged, and never answered
-        manual.answer(messages[0])
-        again = manual.tasks(1)
+        messages = run.tasks(2)  # received, acknowledged, and never answered
+        run.answer(messages[0])
+        again = run.tasks(1)
         assert [task.group_id for task in again[0].tasks] == ["e0.p2.a1", "e0.p3.a1"]
         assert session.counters.dropped_groups["lost"] == 2
-        manual.answer(again[0])
+        run.answer(again[0])
         assert session.train(V0) == ["e0.p0.a0", "e0.p1.a0", "e0.p2.a1", "e0.p3.a1"]
 
 
-def test_dead_lettered_groups_are_replaced_and_too_many_end_the_run(
-    connections: Connections, prompts: PromptSet, manual: ManualAnswers
-) -> None:
+def test_dead_lettered_groups_are_replaced_and_too_many_end_the_run(run: Run) -> None:
     """Dead-lettered groups are no longer outstanding; when no other is on its way, the error gives the last reason."""
-    with Session(connections, prompts, max_dead=4, silent_s=0.5) as session:
+    with run.session(max_dead=4, silent_s=0.5) as session:
         session.issuer.advance(V0, 100)
-        messages = manual.tasks(4)
+        messages = run.tasks(4)
         for number, message in enumerate(messages[:2]):
-            letter = DeadLetter(
-                run_id=connections.run_id, stage="generated", subject="x", reason="RewardFailed",
-                detail="endpoint answered 500", group_ids=tuple(t.group_id for t in message.tasks), num_delivered=5,
-            )  # fmt: skip
-            connections.bus.publish(subjects.dead(connections.run_id, "generated"), letter, msg_id=f"d{number}").wait()
+            run.dead_letter(message, f"d{number}", detail="endpoint answered 500")
         wait_for(lambda: session.counters.dropped_groups["dead"] == 4, "the dead letters")
-        manual.tasks(2)  # new prompts are issued in their place
+        run.tasks(2)  # new prompts are issued in their place
         with pytest.raises(TooManyDeadLetters, match="RewardFailed: endpoint answered 500"):
             session.collector.collect(V0)
 
 
-def test_untrue_dead_letters_end_no_run_while_groups_arrive(
-    connections: Connections, prompts: PromptSet, manual: ManualAnswers
-) -> None:
+def test_untrue_dead_letters_end_no_run_while_groups_arrive(run: Run) -> None:
     """Letters name every group that is issued: no more than twice the bound is issued, and each group that arrives is trained."""
-    held: dict[
-        str, Delivery[TaskIssued]
-    ] = {}  # a worker is at them: they are not acknowledged, and may be delivered again
+    held: dict[str, Delivery[TaskIssued]] = {}  # by a worker: not acknowledged, and may be delivered again
 
-    def receive(timeout_s: float) -> None:
-        held.update({one.fact.pack_id: one for one in manual._inbox.fetch(8, timeout_s).wait()})
+    def num_held(wait_s: float = 0.05) -> int:
+        held.update({one.fact.pack_id: one for one in run.inbox.fetch(8, wait_s).wait()})
+        return len(held)
 
-    def receives(num_packs: int) -> Callable[[], bool]:
-        def is_received() -> bool:
-            receive(0.05)
-            return len(held) >= num_packs
-
-        return is_received
-
-    with Session(connections, prompts, max_dead=8, silent_s=0.3) as session:
+    with run.session(max_dead=8, silent_s=0.3) as session:
         session.issuer.advance(V0, 100)
         for number in range(8):  # the issue stops when more than 8 groups are dead
-            wait_for(receives(number + 1), "another task pack")
-            dead_letter(connections, list(held.values())[number].fact, f"forged{number}")
+            wait_for(lambda number=number: num_held() > number, "another task pack")
+            run.dead_letter(list(held.values())[number].fact, f"forged{number}")
         wait_for(lambda: session.counters.dropped_groups["dead"] == 16, "the forged letters")
-        assert session.collector.collect(V0, stop_after(1.2)) == []  # four times as long as empty queues would take
-        receive(0.2)
-        assert len(held) == 8
+        end = time.monotonic() + 1.2  # four times as long as empty queues would take
+        assert session.collector.collect(V0, lambda: time.monotonic() > end) == []
+        assert num_held(0.2) == 8
         for delivery in held.values():
-            manual.answer(delivery.fact)
+            run.answer(delivery.fact)
             delivery.ack().wait()
-        assert session.train(V0) == [f"e0.p{i}.a0" for i in range(4)]
+        assert session.train(V0) == firsts(0, 4)
         wait_for(lambda: session.counters.dropped_groups["dead"] == 0, "the late groups")
         assert session.counters.num_scored == 16
         assert not session.issuer._paused
 
 
-def test_dead_letters_that_were_true_stop_the_issue_until_the_queues_are_empty(
-    connections: Connections, prompts: PromptSet, manual: ManualAnswers
-) -> None:
+def test_dead_letters_that_were_true_stop_the_issue_until_the_queues_are_empty(run: Run) -> None:
     """A service that fails for most groups slows the run down and does not end it: some arrive, and issue goes on."""
-    with Session(connections, prompts, max_dead=2, silent_s=0.3) as session:
+    with run.session(max_dead=2, silent_s=0.3) as session:
         session.issuer.advance(V0, 8)
-        first = manual.tasks(4)
-        dead_letter(connections, first[0], "d0")
-        messages = [*first[1:], *manual.tasks(1)]  # one pack in place of the first; then the issue stops
+        first = run.tasks(4)
+        run.dead_letter(first[0], "d0")
+        messages = [*first[1:], *run.tasks(1)]  # one pack in place of the first; then the issue stops
         for number in (0, 1, 3):
-            dead_letter(connections, messages[number], f"later{number}")
+            run.dead_letter(messages[number], f"later{number}")
         wait_for(lambda: session.counters.dropped_groups["dead"] == 8, "the dead letters")
         assert session.issuer._paused
-        manual.answer(messages[2])  # all others are dead: no further group is on its way
-        for message in manual.tasks(3):
-            manual.answer(message)
+        run.answer(messages[2])  # all others are dead: no further group is on its way
+        run.answer(*run.tasks(3))
         assert len(session.train(V0)) == 4
         assert not session.issuer._paused
 
 
-def stop_after(seconds: float) -> Callable[[], bool]:
-    end = time.monotonic() + seconds
-    return lambda: time.monotonic() > end
-
-
-def test_a_dead_letter_of_another_stage_or_run_closes_nothing(
-    connections: Connections, prompts: PromptSet, manual: ManualAnswers
-) -> None:
+def test_a_dead_letter_of_another_stage_or_run_closes_nothing(run: Run) -> None:
     """A login may write letters of its own stage only; one that states the trainer's would have its groups issued again."""
-    with Session(connections, prompts) as session:
+    with run.session() as session:
         session.issuer.advance(V0, 4)
-        messages = manual.tasks(2)
+        messages = run.tasks(2)
         ids = tuple(task.group_id for message in messages for task in message.tasks)
-        true = DeadLetter(
-            run_id=connections.run_id, stage="scored", subject="x", reason="PackError", detail="", group_ids=ids,
-            num_delivered=1,
-        )  # fmt: skip
-        of_other_run = true.model_copy(update={"stage": "tasks", "run_id": "other"})
-        last = true.model_copy(update={"stage": "tasks", "group_ids": ids[:1]})
-        for number, letter in enumerate((true, of_other_run, last)):
-            connections.bus.publish(subjects.dead(connections.run_id, "tasks"), letter, msg_id=f"d{number}").wait()
+        run.dead_letter(ids, "d0", stage="scored")
+        run.dead_letter(ids, "d1", stage="tasks", run_id="other")
+        run.dead_letter(ids[:1], "d2", stage="tasks")
         wait_for(lambda: session.counters.dropped_groups["dead"] == 1, "the letter that may be true")
         assert session.issuer.take_state().letters_read == 3
         assert not session.counters.dropped_groups["unreadable"]
         wait_for(lambda: len(session.issuer.outstanding()) == 4, "the issue in place of it")  # by the issuer's thread
 
 
-def test_groups_that_a_killed_session_issued_are_used_and_others_are_foreign(
-    connections: Connections, prompts: PromptSet, manual: ManualAnswers, tmp_path: Path
-) -> None:
+def test_groups_that_a_killed_session_issued_are_used_and_others_are_foreign(run: Run, tmp_path: Path) -> None:
     """The checkpoint is of the time before; what is in the log is trained, and what no session issued is refused."""
-    with Session(connections, prompts, log=tmp_path) as session:
+    with run.session(log=tmp_path) as session:
         saved = session.issuer.take_state()  # the checkpoint; then groups are issued; then the crash
         session.issuer.advance(V0, 4)
-        messages = manual.tasks(2)
-    with Session(connections, prompts, saved=saved, log=tmp_path) as resumed:
-        forged = [manual.scored(message) for message in messages]
-        for number, scored in enumerate(forged):
-            renamed = tuple(
-                g.model_copy(update={"generated": g.generated.model_copy(update={"group_id": f"e0.p{n}.a{number}"})})
-                for n, g in enumerate(scored.groups, start=9 - 7 * number)
-            )  # e0.p9.a0 and e0.p10.a0, then e0.p2.a1 and e0.p3.a1
-            manual._producer.announce(scored.model_copy(update={"groups": renamed}), msg_id=f"forged{number}")
+        messages = run.tasks(2)
+    with run.session(saved, log=tmp_path) as resumed:
+        for number, names in enumerate((["e0.p9.a0", "e0.p10.a0"], ["e0.p2.a1", "e0.p3.a1"])):
+            scored = run.scored(messages[number])
+            run.announce(scored, f"forged{number}", groups=renamed(scored, names))
         wait_for(lambda: resumed.counters.dropped_groups["foreign"] == 4, "the refusal")
-        for message in messages:
-            manual.answer(message)
-        assert resumed.train(V0) == [f"e0.p{i}.a0" for i in range(4)]
+        run.answer(*messages)
+        assert resumed.train(V0) == firsts(0, 4)
         totals = resumed.issuer.take_state().entries.account.totals["train"]
         assert (totals.issued, totals.used, totals.refused) == (4, 4, {"foreign": 4})
 
 
-def dead_letters(connections: Connections) -> list[DeadLetter]:
-    letters: list[DeadLetter] = []
-    stream = f"{connections.run_id}-dead"
-    connections.bus.tail(stream, subjects.dead(connections.run_id), DeadLetter, letters.append).wait()
-    return letters
-
-
-def dead_letter(connections: Connections, message: TaskIssued, msg_id: str) -> None:
-    """Publish a dead letter of the reward service for all groups of a message."""
-    letter = DeadLetter(
-        run_id=connections.run_id, stage="generated", subject="x", reason="RewardFailed", detail="500",
-        group_ids=tuple(t.group_id for t in message.tasks), num_delivered=5,
-    )  # fmt: skip
-    connections.bus.publish(subjects.dead(connections.run_id, "generated"), letter, msg_id=msg_id).wait()
-
-
-def test_a_dead_lettered_group_that_arrives_is_outstanding_again(
-    connections: Connections, prompts: PromptSet, manual: ManualAnswers
-) -> None:
+def test_a_dead_lettered_group_that_arrives_is_outstanding_again(run: Run) -> None:
     """Its dead letter was sent again: it is trained under its id, and the accounting no longer counts it as dropped."""
-    with Session(connections, prompts) as session:
+    with run.session() as session:
         session.issuer.advance(V0, 4)
-        messages = manual.tasks(2)
-        dead_letter(connections, messages[0], "d0")
+        messages = run.tasks(2)
+        run.dead_letter(messages[0], "d0")
         wait_for(lambda: session.counters.dropped_groups["dead"] == 2, "the dead letter")
-        for message in messages:
-            manual.answer(message)
-        assert session.train(V0) == [f"e0.p{i}.a0" for i in range(4)]
+        run.answer(*messages)
+        assert session.train(V0) == firsts(0, 4)
         entries = session.issuer.take_state().entries
     assert session.counters.dropped_groups["dead"] == 0
     assert (entries.account.totals["train"].used, entries.dropped, entries.reopened) == (4, (), ())
 
 
-def test_a_dead_letter_in_the_checkpoint_is_not_read_twice(
-    connections: Connections, prompts: PromptSet, manual: ManualAnswers
-) -> None:
+def test_a_dead_letter_in_the_checkpoint_is_not_read_twice(run: Run) -> None:
     """A group that was dead-lettered, sent again and ready at the checkpoint stays outstanding in the next session."""
-    with Session(connections, prompts) as session:
+    with run.session() as session:
         session.issuer.advance(V0, 4)
-        messages = manual.tasks(2)
-        dead_letter(connections, messages[0], "d0")
+        messages = run.tasks(2)
+        run.dead_letter(messages[0], "d0")
         wait_for(lambda: session.counters.dropped_groups["dead"] == 2, "the dead letter")
         session.issuer.take_state()  # a chapter that includes the drop
-        manual.answer(messages[0])
+        run.answer(messages[0])
         wait_for(lambda: session.counters.num_scored == 2, "the groups that were sent again")
         saved = session.issuer.take_state()
     assert saved.entries.reopened == ("e0.p0.a0", "e0.p1.a0")
-    with Session(connections, prompts, saved=saved) as resumed:
-        manual.answer(messages[1])
-        assert resumed.train(V0) == [f"e0.p{i}.a0" for i in range(4)]
+    with run.session(saved) as resumed:
+        run.answer(messages[1])
+        assert resumed.train(V0) == firsts(0, 4)
         assert resumed.issuer.take_state().entries.dropped == ()
 
 
-def test_the_deadline_of_a_batch_names_what_is_missing(connections: Connections, prompts: PromptSet) -> None:
+def test_the_deadline_of_a_batch_names_what_is_missing(run: Run) -> None:
     """The error names what is ready and outstanding, the queue depths, and that no worker sends heartbeats."""
-    with Session(connections, prompts, deadline_s=0.5) as session:
+    with run.session(deadline_s=0.5) as session:
         session.issuer.advance(V0, 100)
-        wait_for(lambda: connections.bus.stream_state(f"{connections.run_id}-tasks").wait().num_messages == 4, "tasks")
+        wait_for(lambda: run.num_messages("tasks") == 4, "tasks")
         with pytest.raises(CollectTimeout) as caught:
             session.collector.collect(V0)
     text = str(caught.value)
@@ -689,16 +587,14 @@ def test_the_deadline_of_a_batch_names_what_is_missing(connections: Connections,
     assert "rollout workers alive: NONE" in text
 
 
-def test_the_deadline_of_a_batch_names_the_groups_dropped_without_signal(
-    connections: Connections, prompts: PromptSet, manual: ManualAnswers
-) -> None:
+def test_the_deadline_of_a_batch_names_the_groups_dropped_without_signal(run: Run) -> None:
     """With dynamic sampling and a reward that never differs: how many were dropped, for which reason, and what to do."""
-    with Session(connections, prompts, deadline_s=0.5, dynamic_sampling=True) as session:
+    with run.session(deadline_s=0.5, dynamic_sampling=True) as session:
         session.issuer.advance(V0, 4)
-        for message in manual.tasks(2):
-            scored = manual.scored(message)
+        for message in run.tasks(2):
+            scored = run.scored(message)
             equal = tuple(g.model_copy(update={"rewards": (1.0,) * len(g.rewards)}) for g in scored.groups)
-            manual._producer.announce(scored.model_copy(update={"groups": equal}))
+            run.announce(scored, groups=equal)
         wait_for(lambda: session.counters.dropped_groups["no_signal"] == 4, "the drops")
         with pytest.raises(
             CollectTimeout, match=r"Groups dropped since the last batch: 4 no_signal \(all rewards of each"
@@ -707,37 +603,12 @@ def test_the_deadline_of_a_batch_names_the_groups_dropped_without_signal(
     assert "algorithm.dynamic_sampling = false" in str(caught.value)
 
 
-def test_a_foreign_group_is_counted_and_refused(
-    connections: Connections, prompts: PromptSet, manual: ManualAnswers
-) -> None:
-    """A group whose id is not one of this run's data is refused with a reason."""
-    with Session(connections, prompts) as session:
-        session.issuer.advance(V0, 100)
-        scored = manual.scored(manual.tasks(1)[0])
-        renamed = tuple(
-            g.model_copy(update={"generated": g.generated.model_copy(update={"group_id": f"foreign{i}"})})
-            for i, g in enumerate(scored.groups)
-        )
-        manual._producer.announce(scored.model_copy(update={"groups": renamed}))
-        wait_for(lambda: session.counters.dropped_groups["foreign"] == 2, "the refusal")
-
-
-def test_token_counts_of_refused_messages_keep_the_checkpoint_readable(
-    connections: Connections, prompts: PromptSet, manual: ManualAnswers
-) -> None:
+def test_token_counts_of_refused_messages_keep_the_checkpoint_readable(run: Run) -> None:
     """A refused message states any number of tokens; the totals of the checkpoint stay within the range of a count."""
-    with Session(connections, prompts) as session:
+    with run.session() as session:
         session.issuer.advance(V0, 100)
-        scored = manual.scored(manual.tasks(1)[0])
-        forged = tuple(
-            g.model_copy(
-                update={
-                    "generated": g.generated.model_copy(update={"group_id": f"x{i}", "completion_tokens": (2**53,) * 2})
-                }
-            )
-            for i, g in enumerate(scored.groups)
-        )
-        manual._producer.announce(scored.model_copy(update={"groups": forged}))
+        scored = run.scored(run.tasks(1)[0])
+        run.announce(scored, groups=renamed(scored, ["x0", "x1"], completion_tokens=(2**53,) * 2))
         wait_for(lambda: session.counters.dropped_groups["foreign"] == 2, "the refusal")
         account = session.issuer.take_state().entries.account
         assert account.totals["train"].refused_tokens == {"foreign": 2 * MAX_CLAIMED_TOKENS}
@@ -745,16 +616,16 @@ def test_token_counts_of_refused_messages_keep_the_checkpoint_readable(
 
 
 def test_an_unreachable_object_store_ends_the_wait_with_its_endpoint(
-    connections: Connections, prompts: PromptSet, manual: ManualAnswers, own_s3: Callable
+    run: Run, prompts: PromptSet, own_s3: Callable
 ) -> None:
     """When packs cannot be fetched, the training thread gets the object store's error, not a timeout."""
     storage = own_s3()
-    unreachable = Connections(connections.run_id, connections.bus, Blobs(storage.settings, deadline_s=0.5))
+    unreachable = Connections(run.id, run.connections.bus, Blobs(storage.settings, deadline_s=0.5))
     with Session(unreachable, prompts) as session:
         session.issuer.advance(V0, 100)
-        messages = manual.tasks(1)
+        messages = run.tasks(1)
         storage.kill()
-        manual.answer(messages[0])
+        run.answer(messages[0])
         with pytest.raises(BlobStoreUnreachable, match=storage.settings.endpoint):
             session.collector.collect(V0)
 
@@ -765,101 +636,88 @@ OUTAGE_S = float(os.environ.get("PENSTOCK_TEST_OUTAGE_S", "2"))
 
 
 @pytest.fixture
-def own_connections(
-    own_nats: Callable, own_s3: Callable, run_id: str
-) -> Iterator[tuple[Connections, NatsServer, S3Server]]:
+def own_run(
+    own_nats: Callable, own_s3: Callable, run_id: str, prompts: PromptSet
+) -> Iterator[tuple[Run, NatsServer, S3Server]]:
     """A bootstrapped run on servers that may be killed, with connections that wait for them."""
     nats, storage = own_nats(), own_s3()
     with Bus.connect(nats.settings, name="trainer") as bus:
         blobs = Blobs(storage.settings, deadline_s=120.0)
         bootstrap(bus, blobs, run_id)
-        yield Connections(run_id, bus, blobs), nats, storage
+        producer = ScriptedProducer(nats.settings, storage.settings, run_id)
+        yield Run(Connections(run_id, bus, blobs), prompts, producer), nats, storage
+        producer.close()
 
 
 def test_an_outage_of_nats_delays_groups_and_loses_none(
-    own_connections: tuple[Connections, NatsServer, S3Server], prompts: PromptSet, capsys: pytest.CaptureFixture[str]
+    own_run: tuple[Run, NatsServer, S3Server], capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Killed with messages held and packs unsent, restarted on the same store: every group is trained once, then acknowledged."""
-    connections, nats, storage = own_connections
-    producer = ScriptedProducer(nats.settings, storage.settings, connections.run_id)
-    manual = ManualAnswers(connections, producer)
-    with Session(connections, prompts, deadline_s=300.0) as session:
+    run, nats, _ = own_run
+    with run.session(deadline_s=300.0) as session:
         session.issuer.advance(V0, 100)
-        messages = manual.tasks(4)
-        manual.answer(messages[0])
+        messages = run.tasks(4)
+        run.answer(messages[0])
         wait_for(lambda: session.counters.num_scored == 2, "the first pack")
         nats.kill()
-        wait_for(lambda: connections.bus.down_s > OUTAGE_S, "the outage", deadline_s=OUTAGE_S + 30)
+        wait_for(lambda: run.connections.bus.down_s > OUTAGE_S, "the outage", deadline_s=OUTAGE_S + 30)
         nats.restart()
-        for message in messages[1:]:
-            manual.answer(message)
-        assert session.train(V0) == [f"e0.p{i}.a0" for i in range(4)]
+        run.answer(*messages[1:])
+        assert session.train(V0) == firsts(0, 4)
         session.issuer.advance(V1, 100)
-        assert len(manual.tasks(2)) == 2
-        assert session.train(V1) == [f"e0.p{i}.a0" for i in range(4, 8)]
+        assert len(run.tasks(2)) == 2
+        assert session.train(V1) == firsts(4, 8)
         session.collector.acknowledge(session.collector.settled())
         assert not session.counters.dropped_groups
-        assert connections.bus.stream_state(f"{connections.run_id}-scored").wait().num_messages == 0
-    producer.close()
+        assert run.num_messages("scored") == 0
     said = capsys.readouterr()
     assert "NATS unreachable" in said.out + said.err
 
 
-def test_an_outage_of_s3_delays_groups_and_loses_none(
-    own_connections: tuple[Connections, NatsServer, S3Server], prompts: PromptSet
-) -> None:
+def test_an_outage_of_s3_delays_groups_and_loses_none(own_run: tuple[Run, NatsServer, S3Server]) -> None:
     """Killed before the packs are fetched, restarted on the same store: the collector continues with the same packs."""
-    connections, nats, storage = own_connections
-    producer = ScriptedProducer(nats.settings, storage.settings, connections.run_id)
-    manual = ManualAnswers(connections, producer)
-    with Session(connections, prompts, deadline_s=300.0) as session:
+    run, _, storage = own_run
+    with run.session(deadline_s=300.0) as session:
         session.issuer.advance(V0, 100)
-        answers = [manual.scored(message) for message in manual.tasks(4)]
+        answers = [run.scored(message) for message in run.tasks(4)]
         storage.kill()
         started = time.monotonic()
         for answer in answers:
-            producer.announce(answer)
+            run.announce(answer)
         wait_for(lambda: time.monotonic() - started > OUTAGE_S, "the outage", deadline_s=OUTAGE_S + 30)
         assert session.counters.sums.used == 0
         assert session.collector.settled() == []
         storage.restart()
-        assert session.train(V0) == [f"e0.p{i}.a0" for i in range(4)]
-        assert session.train(V1) == [f"e0.p{i}.a0" for i in range(4, 8)]
+        assert session.train(V0) == firsts(0, 4)
+        assert session.train(V1) == firsts(4, 8)
         assert not session.counters.dropped_groups
-    producer.close()
 
 
-def test_a_run_that_drains_trains_what_is_under_way_and_issues_nothing(
-    connections: Connections, prompts: PromptSet, manual: ManualAnswers
-) -> None:
+def test_a_run_that_drains_trains_what_is_under_way_and_issues_nothing(run: Run) -> None:
     """Two steps' groups are under way: both are trained, in full batches, and then `collect` returns an empty batch."""
-    with Session(connections, prompts) as session:
+    with run.session() as session:
         session.issuer.advance(V0, 100)
-        messages = manual.tasks(4)
+        messages = run.tasks(4)
         session.issuer.drain()
         session.collector.drain()
-        for message in messages:
-            manual.answer(message)
+        run.answer(*messages)
         assert len(session.train(V0)) == 4
         session.issuer.advance(V1, 96)  # its version is announced: this would admit more
         assert len(session.train(V1)) == 4
         assert session.collector.collect(V2) == []
         assert session.issuer.outstanding() == ()
         assert session.issuer.groups()["issued"] == 8
-        assert connections.bus.stream_state(f"{connections.run_id}-tasks").wait().num_messages == 0
+        assert run.num_messages("tasks") == 0
 
 
-def test_what_is_no_full_batch_stays_for_the_session_that_resumes(
-    connections: Connections, prompts: PromptSet, manual: ManualAnswers
-) -> None:
+def test_what_is_no_full_batch_stays_for_the_session_that_resumes(run: Run) -> None:
     """Three scored groups and one to be issued again wait; the next session trains all four, and every group once."""
-    with Session(connections, prompts) as session:
+    with run.session() as session:
         session.issuer.advance(V0, 100)
-        messages = manual.tasks(4)
+        messages = run.tasks(4)
         session.issuer.drain()
         session.collector.drain()
-        for message in messages[:3]:
-            manual.answer(message)
+        run.answer(*messages[:3])
         assert len(session.train(V0)) == 4
         session.collector.acknowledge(session.collector.settled())
         session.issuer.drop(Drop("e0.p6.a0", DropReason.STALE, 3))
@@ -867,21 +725,19 @@ def test_what_is_no_full_batch_stays_for_the_session_that_resumes(
         assert session.collector.collect(V1) == []
         assert session.issuer.outstanding() == ("e0.p4.a0", "e0.p5.a0")
         saved = session.issuer.take_state()
-    with Session(connections, prompts, saved) as resumed:
+    with run.session(saved) as resumed:
         resumed.issuer.advance(V1, 4)
-        (again,) = manual.tasks(1)
+        (again,) = run.tasks(1)
         assert [task.group_id for task in again.tasks] == ["e0.p6.a1", "e0.p7.a1"]
-        manual.answer(again, V1)
+        run.answer(again, version=V1)
         assert sorted(resumed.train(V1)) == ["e0.p4.a0", "e0.p5.a0", "e0.p6.a1", "e0.p7.a1"]
 
 
-def test_draining_waits_for_a_group_under_way_but_not_without_end(
-    connections: Connections, prompts: PromptSet, manual: ManualAnswers, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_draining_waits_for_a_group_under_way_but_not_without_end(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     """Workers that are gone deliver nothing: what they had stays in the queues, and outstanding."""
-    with Session(connections, prompts) as session:
+    with run.session() as session:
         session.issuer.advance(V0, 4)
-        manual.tasks(2)
+        run.tasks(2)
         session.issuer.drain()
         session.collector.drain()
         stops = iter([False, False, True])

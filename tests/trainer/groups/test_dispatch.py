@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import json
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,17 +12,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, multiple, rule
 from tests.examples import examples
-from tests.trainer.groups.dispatch_values import (
-    DispatchState,
-    accept,
-    plan,
-    refuse_attempt,
-    send_back,
-    settle,
-    was_issued,
-)
 
 from penstock.deploy.quickstart_task import write_data, write_model
 from penstock.protocol.chat_tokenizer import ChatTokenizer
@@ -31,14 +23,16 @@ from penstock.protocol.groups import BlobRef, GeneratedGroup, RewardRequest, Sam
 from penstock.protocol.packs.task_promise import TaskPromise, TaskSettings
 from penstock.protocol.record.lineage import SplitTotals
 from penstock.protocol.versions import PolicyVersion
+from penstock.trainer.connections import Connections
 from penstock.trainer.data.data_order import DataOrder
 from penstock.trainer.data.dataset import Prompt, PromptSet
 from penstock.trainer.errors import CheckpointError
-from penstock.trainer.groups.dispatch import Dispatch
+from penstock.trainer.groups.dispatch import Dispatch, RunGroups
 from penstock.trainer.groups.group_states import GroupStates, State
 from penstock.trainer.groups.group_totals import Drop, DropReason, GroupTotals
+from penstock.trainer.groups.issue import Issuer
 from penstock.trainer.groups.issue_log import IssuedBefore, IssuedRange, IssueLog, SessionSettings
-from penstock.trainer.groups.prompt_cursor import GroupKey, order_id
+from penstock.trainer.groups.prompt_cursor import NOTHING_BEFORE, GroupKey, PromptCursor, order_id
 from penstock.trainer.groups.task_packs import (
     choose_groups_per_message,
     evaluation_sampling,
@@ -50,101 +44,40 @@ from penstock.trainer.groups.task_packs import (
 from penstock.trainer.learner.step_plan import ReadyGroup
 from penstock.trainer.settings import DataSettings, EvalSettings, RolloutSettings
 
-START = DispatchState("order")
-
 
 def rollout(**changes: object) -> RolloutSettings:
     return RolloutSettings.model_validate({"groups_per_step": 4, "max_staleness": 1, "group_size": 2, **changes})
 
 
-class DispatchMachine(RuleBasedStateMachine):
-    """A trainer that issues, trains, sends back, checkpoints and crashes; a broker that keeps issued groups."""
+class Issuing:
+    """A cursor and the states of its groups, without a checkpoint or with what earlier sessions issued."""
 
-    in_flight: Bundle[str] = Bundle("in_flight")
+    def __init__(self, limits: RolloutSettings, order: DataOrder, before: IssuedBefore = NOTHING_BEFORE) -> None:
+        self.limits, self.groups = limits, GroupStates()
+        self.cursor = PromptCursor(order, "order", self.groups)
+        self.cursor.before = before
 
-    @initialize(
-        num_prompts=st.integers(1, 12),
-        groups_per_step=st.integers(1, 6),
-        max_staleness=st.integers(0, 3),
-        groups_per_message=st.integers(1, 6),
-        max_attempts=st.integers(1, 3),
-    )
-    def begin(self, num_prompts, groups_per_step, max_staleness, groups_per_message, max_attempts):
-        self.rollout = rollout(groups_per_step=groups_per_step, max_staleness=max_staleness, max_attempts=max_attempts)
-        self.groups_per_message = min(groups_per_message, groups_per_step)
-        self.order = DataOrder(num_prompts, seed=1)
-        self.state = START
-        self.saved = (START, [])
-        self.log, self.before = IssuedBefore(), IssuedBefore()  # all that was issued; what earlier sessions issued
-        self.done: list[str] = []  # trained or dropped at the last attempt, since the run began; rolled back by a crash
-        self.issued_this_session: list[str] = []
+    @property
+    def outstanding(self) -> list[str]:
+        return self.cursor.outstanding()
 
-    def _plan(self):
-        return plan(self.state, order=self.order, rollout=self.rollout, groups_per_message=self.groups_per_message)
+    def plan(self, groups_per_message: int, *, lag: int = 0) -> list[tuple[GroupKey, ...]]:
+        return self.cursor.plan(self.limits, groups_per_message, lag=lag)
 
-    @rule(target=in_flight)
-    def issue(self):
-        before = len(self.state.outstanding)
-        packs, self.state = self._plan()
-        ids = [str(key) for pack in packs for key in pack]
-        later = {i for i in ids if not i.endswith(".a0")}
-        self.log = IssuedBefore(max(self.log.position, self.state.position), self.log.later | later)
-        assert all(0 < len(pack) <= self.groups_per_message for pack in packs)
-        assert not set(ids) & set(self.issued_this_session)
-        assert not set(ids) & set(self.done)
-        if before < self.rollout.groups_per_step and ids:
-            assert len(self.state.outstanding) >= self.rollout.groups_per_step  # the next step can be filled
-        self.issued_this_session += ids
-        return multiple(*ids)
+    def settle(self, group_ids: Iterable[str]) -> None:
+        for group_id in group_ids:
+            self.groups.drop(Drop(group_id, DropReason.NO_SIGNAL, 0))
+            self.cursor.close([group_id])
 
-    @rule(group_id=consumes(in_flight), stale=st.booleans())
-    def arrive(self, group_id: str, stale: bool):
-        accepted = accept(self.state, group_id, order=self.order, before=self.before)
-        assert was_issued(self.state, group_id, order=self.order, before=self.before)
-        if accepted is None:
-            same_prompt = {GroupKey.parse(done).place for done in self.done} | {
-                key.place for key in (*self.state.outstanding, *self.state.again)
-            }
-            assert GroupKey.parse(group_id).place in same_prompt  # refused only because it is handled already
-            return
-        self.state = accepted
-        if stale:
-            self.state, given_up = send_back(self.state, [group_id], max_attempts=self.rollout.max_attempts)
-            self.done += given_up
-        else:
-            self.state = settle(self.state, [group_id])
-            self.done.append(group_id)
+    def send_back(self, *group_ids: str) -> list[bool]:
+        """Drop groups as stale; return of each whether its prompt is issued again."""
+        for group_id in group_ids:
+            self.groups.drop(Drop(group_id, DropReason.STALE, 0))
+        return [self.cursor.queue_again(group_id, max_attempts=self.limits.max_attempts) for group_id in group_ids]
 
-    @rule()
-    def checkpoint(self):
-        self.saved = (self.state, list(self.done))
-
-    @rule(target=in_flight)
-    def crash(self):
-        """The broker delivers everything again that was not acknowledged: all that is not in the checkpoint."""
-        state, done = self.saved
-        document = json.loads(json.dumps(state.to_document()))
-        lost = [group_id for group_id in self.done if group_id not in done]
-        self.state = DispatchState.from_document(document, order_id="order")
-        self.before = self.log
-        assert self.state == state
-        self.done = list(done)
-        self.issued_this_session = []
-        return multiple(*lost)
-
-    @invariant()
-    def bounded_and_complete(self):
-        if not hasattr(self, "state"):
-            return
-        places = [GroupKey.parse(group_id).place for group_id in self.done]
-        assert len(places) == len(set(places))  # every prompt closed at most once per epoch
-        open_places = {key.place for key in (*self.state.outstanding, *self.state.again)}
-        behind = {self.order.at(position) for position in range(self.state.position)}
-        assert behind <= open_places | set(places)  # every prompt before the position is open or closed
-
-
-TestDispatchMachine = DispatchMachine.TestCase
-TestDispatchMachine.settings = examples(60, stateful_step_count=40)
+    def refusal(self, group_id: str) -> DropReason | None:
+        """Return why a group would not be accepted now; nothing changes."""
+        return copy.deepcopy(self.cursor).accept(group_id)
 
 
 @given(
@@ -157,13 +90,14 @@ TestDispatchMachine.settings = examples(60, stateful_step_count=40)
 def test_outstanding_groups_never_exceed_the_staleness_bound(per_step, staleness, per_message, closings, num_prompts):
     """In any order of training, at most (max_staleness + 1) * groups_per_step groups are outstanding."""
     limits = rollout(groups_per_step=per_step, max_staleness=staleness)
-    order = DataOrder(num_prompts, seed=0)
-    state = START
+    issuing, issued = Issuing(limits, DataOrder(num_prompts, seed=0)), set[GroupKey]()
     for closing in closings:
-        packs, state = plan(state, order=order, rollout=limits, groups_per_message=min(per_message, per_step))
-        assert all(packs)
-        assert per_step <= len(state.outstanding) <= limits.max_outstanding
-        state = settle(state, [str(key) for key in sorted(state.outstanding)[:closing]])
+        packs = issuing.plan(min(per_message, per_step))
+        assert all(0 < len(pack) <= per_message for pack in packs)
+        assert issued.isdisjoint(key for pack in packs for key in pack)
+        issued.update(key for pack in packs for key in pack)
+        assert per_step <= len(issuing.outstanding) <= limits.max_outstanding
+        issuing.settle(issuing.outstanding[:closing])
 
 
 @given(
@@ -175,17 +109,15 @@ def test_outstanding_groups_never_exceed_the_staleness_bound(per_step, staleness
 def test_however_late_versions_are_announced_nothing_trained_in_order_is_too_old(per_step, limit, per_message, acts):
     """Sampled by the version they were issued for and trained in order of arrival, all groups are within the bound."""
     limits = rollout(groups_per_step=per_step, max_staleness=limit)
-    order = DataOrder(7, seed=0)
-    state, queue, version, announced = START, [], 0, 0
+    issuing = Issuing(limits, DataOrder(7, seed=0))
+    queue, version, announced = [], 0, 0
     for trains, announces in acts:
-        packs, state = plan(
-            state, order=order, rollout=limits, groups_per_message=min(per_message, per_step), lag=version - announced
-        )
+        packs = issuing.plan(min(per_message, per_step), lag=version - announced)
         queue += [(key, announced) for pack in packs for key in pack]
         if trains and len(queue) >= per_step:
             batch, queue = queue[:per_step], queue[per_step:]
             assert all(version - issued_for <= limit for _, issued_for in batch)
-            state = settle(state, [str(key) for key, _ in batch])
+            issuing.settle(str(key) for key, _ in batch)
             version += 1
         if announces or not queue:
             announced = version
@@ -195,12 +127,10 @@ def test_however_late_versions_are_announced_nothing_trained_in_order_is_too_old
 def test_every_prompt_is_issued_once_per_epoch(num_prompts: int, per_step: int, staleness: int):
     """Issuing and training in turn uses the whole data set before any prompt is issued again."""
     limits = rollout(groups_per_step=per_step, max_staleness=staleness)
-    order = DataOrder(num_prompts, seed=5)
-    state, issued = START, []
+    issuing, issued = Issuing(limits, DataOrder(num_prompts, seed=5)), []
     while len(issued) < 3 * num_prompts:
-        packs, state = plan(state, order=order, rollout=limits, groups_per_message=per_step)
-        issued += [key for pack in packs for key in pack]
-        state = settle(state, [str(key) for key in sorted(state.outstanding)[:per_step]])
+        issued += [key for pack in issuing.plan(per_step) for key in pack]
+        issuing.settle(issuing.outstanding[:per_step])
     assert len(set(issued)) == len(issued)
     for epoch in range(3):
         prompts = [key.prompt for key in issued[epoch * num_prompts : (epoch + 1) * num_prompts]]
@@ -209,96 +139,77 @@ def test_every_prompt_is_issued_once_per_epoch(num_prompts: int, per_step: int, 
 
 def test_packs_of_a_step_are_whole():
     """A step's groups are cut into packs of the chosen size; the remainder of a bound waits for a whole pack."""
-    limits = rollout(groups_per_step=10, max_staleness=1)
-    order = DataOrder(100, seed=0)
-    packs, state = plan(START, order=order, rollout=limits, groups_per_message=4)
+    issuing = Issuing(rollout(groups_per_step=10, max_staleness=1), DataOrder(100, seed=0))
+    packs = issuing.plan(4)
     assert [len(pack) for pack in packs] == [4, 4, 2, 4, 4, 2]
-    state = settle(state, [str(packs[0][0])])
-    assert plan(state, order=order, rollout=limits, groups_per_message=4) == ([], state)
-    state = settle(state, [str(key) for key in packs[0][1:]])
-    packs, _ = plan(state, order=order, rollout=limits, groups_per_message=4)
-    assert [len(pack) for pack in packs] == [4]
+    issuing.settle([str(packs[0][0])])
+    assert issuing.plan(4) == []
+    issuing.settle(str(key) for key in packs[0][1:])
+    assert [len(pack) for pack in issuing.plan(4)] == [4]
 
 
 def test_a_pack_is_cut_short_rather_than_starving_the_trainer():
     """With no staleness allowed, one dropped group is replaced by one group in a separate pack."""
-    limits = rollout(groups_per_step=8, max_staleness=0)
-    order = DataOrder(100, seed=0)
-    packs, state = plan(START, order=order, rollout=limits, groups_per_message=8)
-    state = settle(state, [str(packs[0][3])])
-    packs, state = plan(state, order=order, rollout=limits, groups_per_message=8)
-    assert [len(pack) for pack in packs] == [1]
-    assert len(state.outstanding) == 8
+    issuing = Issuing(rollout(groups_per_step=8, max_staleness=0), DataOrder(100, seed=0))
+    issuing.settle([str(issuing.plan(8)[0][3])])
+    assert [len(pack) for pack in issuing.plan(8)] == [1]
+    assert len(issuing.outstanding) == 8
+
+
+def in_order(num_prompts: int, *, max_attempts: int = 3, before: IssuedBefore = NOTHING_BEFORE) -> Issuing:
+    """Two groups a step and none ahead, of prompts that are not shuffled."""
+    limits = rollout(groups_per_step=2, max_staleness=0, max_attempts=max_attempts)
+    return Issuing(limits, DataOrder(num_prompts, seed=0, shuffle=False), before)
 
 
 def test_stale_groups_are_issued_again_before_new_prompts_a_bounded_number_of_times():
     """A stale group is issued as the next attempt; after the last one its prompt is skipped."""
-    limits = rollout(groups_per_step=2, max_staleness=0, max_attempts=2)
-    order = DataOrder(10, seed=0, shuffle=False)
-    _, state = plan(START, order=order, rollout=limits, groups_per_message=2)
-    state, given_up = send_back(state, ["e0.p1.a0"], max_attempts=2)
-    assert given_up == ()
-    packs, state = plan(state, order=order, rollout=limits, groups_per_message=2)
-    assert packs == [(GroupKey(0, 1, 1),)]
-    state, given_up = send_back(state, ["e0.p1.a1"], max_attempts=2)
-    assert given_up == ("e0.p1.a1",)
-    assert (state.num_issued, state.num_issued_again, state.num_given_up) == (3, 1, 1)
-    with pytest.raises(ValueError, match=r"group e0\.p1\.a1 is not outstanding"):
-        settle(state, ["e0.p1.a1"])
+    issuing = in_order(10, max_attempts=2)
+    issuing.plan(2)
+    assert issuing.send_back("e0.p1.a0") == [True]
+    assert issuing.plan(2) == [(GroupKey(0, 1, 1),)]
+    assert issuing.send_back("e0.p1.a1") == [False]
+    document = issuing.cursor.to_document()
+    assert [document[f"num_{name}"] for name in ("issued", "issued_again", "given_up")] == [3, 1, 1]
 
 
 def test_a_group_of_an_earlier_session_counts_once():
     """A group issued after the checkpoint is used when it arrives, and its prompt is not issued again."""
-    limits = rollout(groups_per_step=2, max_staleness=0)
-    order = DataOrder(4, seed=0, shuffle=False)
-    before = IssuedBefore(position=2)
-    state = accept(START, "e0.p1.a0", order=order, before=before)
-    assert state is not None
-    assert accept(settle(state, ["e0.p1.a0"]), "e0.p1.a0", order=order, before=before) is None
-    assert accept(START, "e0.p9.a0", order=order, before=before) is None  # no such prompt
-    state = settle(state, ["e0.p1.a0"])
-    packs, state = plan(state, order=order, rollout=limits, groups_per_message=2)
-    assert [str(key) for pack in packs for key in pack] == ["e0.p0.a0", "e0.p2.a0"]
-    assert not state.ahead
-    assert accept(state, "e0.p1.a0", order=order, before=before) is None
+    issuing = in_order(4, before=IssuedBefore(position=2))
+    assert issuing.cursor.accept("e0.p1.a0") is None
+    assert issuing.refusal("e0.p9.a0") is DropReason.FOREIGN  # no such prompt
+    issuing.settle(["e0.p1.a0"])
+    assert issuing.refusal("e0.p1.a0") is DropReason.DUPLICATE
+    assert [str(key) for pack in issuing.plan(2) for key in pack] == ["e0.p0.a0", "e0.p2.a0"]
+    assert not issuing.cursor.ahead
+    assert issuing.refusal("e0.p1.a0") is DropReason.DUPLICATE
 
 
 def test_a_group_that_was_never_issued_is_foreign():
     """Beyond what any session reached, and a later attempt that none issued: neither is used, and neither has an effect."""
-    limits = rollout(groups_per_step=2, max_staleness=0, max_attempts=3)
-    order = DataOrder(8, seed=0, shuffle=False)
-    _, state = plan(START, order=order, rollout=limits, groups_per_message=2)
-    state, _ = send_back(state, ["e0.p1.a0"], max_attempts=3)
-    before = IssuedBefore(position=4, later=frozenset({"e0.p2.a1"}))
+    issuing = in_order(8)
+    issuing.plan(2)
+    issuing.send_back("e0.p1.a0")
+    assert issuing.refusal("e0.p2.a0") is DropReason.FOREIGN
+    issuing.cursor.before = IssuedBefore(position=4, later=frozenset({"e0.p2.a1"}))
     for group_id in ("e0.p4.a0", "e1.p0.a0", "e0.p0.a1", "e0.p1.a1", "e0.p1.a2", "e0.p3.a1", "e0.p8.a0"):
-        assert accept(state, group_id, order=order, before=before) is None
-        assert not was_issued(state, group_id, order=order, before=before)
+        assert issuing.refusal(group_id) is DropReason.FOREIGN
     for group_id in ("e0.p2.a0", "e0.p3.a0", "e0.p2.a1"):
-        assert accept(state, group_id, order=order, before=before) is not None
-        assert accept(state, group_id, order=order) is None
-    assert was_issued(state, "e0.p1.a0", order=order)
-    assert was_issued(settle(state, ["e0.p0.a0"]), "e0.p0.a0", order=order)
+        assert issuing.refusal(group_id) is None
+    assert issuing.refusal("e0.p1.a0") is DropReason.DUPLICATE
+    issuing.settle(["e0.p0.a0"])
+    assert issuing.refusal("e0.p0.a0") is DropReason.DUPLICATE
 
 
 def test_state_of_other_data_is_refused():
     """A checkpoint whose data, order or form differ is refused, with the settings to restore."""
     order = DataOrder(4, seed=0)
     assert len({order_id(order, "a"), order_id(order, "b"), order_id(replace(order, seed=1), "a")}) == 3
+    another = PromptCursor(order, "another", GroupStates())
     with pytest.raises(CheckpointError, match=r"prompts of other data .* trainer.resume = false"):
-        DispatchState.from_document(START.to_document(), order_id="another")
+        another.resume(in_order(4).cursor.to_document())
     with pytest.raises(CheckpointError, match=r"expected dispatch_state\.v1"):
-        DispatchState.from_document({}, order_id="order")
-
-
-@pytest.mark.parametrize(
-    "text",
-    ["e0.p1", "eval.v1.p2.s0", "e0.p1.a-1", "e0.p1.a0 ", "e0.p01.a0", "e00.p1.a0", "e0.p1.a00", "e0.p1.a" + "9" * 19],
-)
-def test_only_ids_of_training_groups_are_read(text: str):
-    """Anything but e<epoch>.p<prompt>.a<attempt> is refused, and so is a second text of an id: it would name the same group."""
-    with pytest.raises(ValueError, match="is not the id of a training group"):
-        GroupKey.parse(text)
-    assert GroupKey.parse("e1.p23.a4") == GroupKey(1, 23, 4)
+        another.resume({})
 
 
 def prompt(num_tokens: int = 21, text: str = "sort", truth: str = '"1"') -> Prompt:
@@ -431,57 +342,52 @@ def test_dispatch_issues_the_quickstarts_prompts_and_resumes(tmp_path: Path):
 
 def test_an_attempt_that_was_refused_is_not_issued_again_under_its_id():
     """The broker would discard it as a duplicate: the next attempt skips its number, or the prompt is skipped."""
-    limits = rollout(groups_per_step=2, max_staleness=0, max_attempts=3)
-    order = DataOrder(10, seed=0, shuffle=False)
-    _, state = plan(START, order=order, rollout=limits, groups_per_message=2)
-    state = refuse_attempt(state, "e0.p1.a1")
-    assert refuse_attempt(state, "e0.p7.a1") is state
-    resumed = DispatchState.from_document(json.loads(json.dumps(state.to_document())), order_id=state.order_id)
-    assert resumed == state
-    again, given_up = send_back(resumed, ["e0.p0.a0", "e0.p1.a0"], max_attempts=3)
-    assert again.again == (GroupKey(0, 0, 1), GroupKey(0, 1, 2))
-    assert given_up == ()
-    assert not again.refused
-    _, given_up = send_back(resumed, ["e0.p1.a0"], max_attempts=2)
-    assert given_up == ("e0.p1.a0",)
-    assert not settle(resumed, ["e0.p1.a0"]).refused
+    for max_attempts, again in ((3, [GroupKey(0, 0, 1), GroupKey(0, 1, 2)]), (2, [GroupKey(0, 0, 1)])):
+        issuing = in_order(10, max_attempts=max_attempts, before=IssuedBefore(later=frozenset({"e0.p1.a1"})))
+        issuing.plan(2)
+        issuing.groups.arrive("e0.p1.a0", 1)  # before the attempt of an earlier session, which had dropped it
+        assert issuing.cursor.accept("e0.p1.a1") is DropReason.DUPLICATE
+        resumed = Issuing(issuing.limits, issuing.cursor.order)
+        resumed.groups.issue(issuing.outstanding)
+        resumed.cursor.resume(document := json.loads(json.dumps(issuing.cursor.to_document())))
+        assert resumed.cursor.to_document() == document
+        assert resumed.send_back("e0.p0.a0", "e0.p1.a0") == [True, max_attempts == 3]
+        assert resumed.cursor.again == again
+        assert not resumed.cursor.refused
 
 
 def test_the_next_attempt_from_an_earlier_session_supersedes_the_older():
     """A session that was killed had dropped a group and issued its prompt again: the newer is used, the older closed."""
-    limits = rollout(groups_per_step=2, max_staleness=0, max_attempts=3)
-    order = DataOrder(10, seed=0, shuffle=False)
-    _, state = plan(START, order=order, rollout=limits, groups_per_message=2)
-    before = IssuedBefore(position=2, later=frozenset({"e0.p1.a1"}))
-    newer = accept(state, "e0.p1.a1", order=order, before=before)
-    assert newer is not None
-    assert newer.outstanding == {GroupKey(0, 0, 0), GroupKey(0, 1, 1)}
-    assert accept(newer, "e0.p1.a0", order=order, before=before) is None
-    holds_older = {"holds": lambda group_id: group_id == "e0.p1.a0"}
-    assert accept(state, "e0.p1.a1", order=order, before=before, **holds_older) is None
-    state, _ = send_back(state, ["e0.p1.a0"], max_attempts=3)  # queued, when its next attempt arrives unasked
-    ahead = accept(state, "e0.p1.a1", order=order, before=before)
-    assert ahead is not None
-    assert ahead.again == ()
-    assert ahead.outstanding == {GroupKey(0, 0, 0), GroupKey(0, 1, 1)}
+    issuing = in_order(10, before=IssuedBefore(position=2, later=frozenset({"e0.p1.a1"})))
+    issuing.plan(2)
+    queued, held = copy.deepcopy(issuing), copy.deepcopy(issuing)
+    assert issuing.cursor.accept("e0.p1.a1") is None
+    assert issuing.outstanding == ["e0.p0.a0", "e0.p1.a1"]
+    assert issuing.refusal("e0.p1.a0") is DropReason.DUPLICATE
+    held.groups.arrive("e0.p1.a0", 1)
+    assert held.refusal("e0.p1.a1") is DropReason.DUPLICATE
+    queued.send_back("e0.p1.a0")  # queued, when its next attempt arrives unasked
+    assert queued.cursor.accept("e0.p1.a1") is None
+    assert (queued.cursor.again, queued.outstanding) == ([], ["e0.p0.a0", "e0.p1.a1"])
 
 
 @pytest.mark.parametrize(
     "group_id",
-    ["e00.p1.a0", "e0.p01.a0", "e0.p1.a00", "e٠.p1.a0", "e0.p1.a0\n", " e0.p1.a0", "e0.p1.a-1", f"e0.p{'9' * 50}.a0"],
+    [
+        *("e0.p1", "eval.v1.p2.s0", "e0.p1.a-1", "e0.p1.a0 ", " e0.p1.a0", "e0.p1.a0\n", "e٠.p1.a0"),
+        *("e00.p1.a0", "e0.p01.a0", "e0.p1.a00", "e0.p1.a" + "9" * 19, f"e0.p{'9' * 50}.a0"),
+    ],
 )
 def test_a_group_has_one_id(group_id: str) -> None:
-    """Another spelling of an id is foreign: it would be a second group, trained beside the first."""
+    """Anything but e<epoch>.p<prompt>.a<attempt> is foreign, as is another spelling: it would be a second group of its prompt."""
     with pytest.raises(ValueError, match="is not the id of a training group"):
         GroupKey.parse(group_id)
+    assert GroupKey.parse("e1.p23.a4") == GroupKey(1, 23, 4)
 
 
 def test_a_refused_forged_attempt_takes_no_attempt_from_its_prompt() -> None:
     """A later attempt that was never issued is foreign, and the next attempt keeps its number."""
-    prompts = [replace(prompt(text=f"sort {n}"), index=n) for n in range(8)]
-    dispatch = Dispatch(
-        _Prompts(prompts), order=DataOrder(8, seed=0, shuffle=False), rollout=rollout(), stop_token_ids=(2,)  # type: ignore[arg-type]
-    )  # fmt: skip
+    dispatch = dispatch_of(rollout(), num_prompts=8, shuffle=False)
     dispatch.next_packs(PolicyVersion(0))
     for forged in ("e0.p0.a1", "e0.p0.a7", "e3.p0.a0"):
         assert dispatch.accept(forged) is DropReason.FOREIGN
@@ -498,6 +404,15 @@ class _Prompts(list[Prompt]):
     num_tokens = 100
 
 
+def numbered(num_prompts: int) -> list[Prompt]:
+    return [replace(prompt(text=f"sort {n}"), index=n) for n in range(num_prompts)]
+
+
+def dispatch_of(limits: RolloutSettings, *, num_prompts: int = 12, shuffle: bool = True) -> Dispatch:
+    order = DataOrder(num_prompts, seed=1, shuffle=shuffle)
+    return Dispatch(_Prompts(numbered(num_prompts)), order=order, rollout=limits, stop_token_ids=(2,))  # type: ignore[arg-type]
+
+
 def test_a_prompt_is_read_once_for_its_task() -> None:
     """With its images, which the message needs too: to read and decode them again would double the work of issuing."""
     read: list[int] = []
@@ -507,8 +422,7 @@ def test_a_prompt_is_read_once_for_its_task() -> None:
             read.append(index)
             return super().__getitem__(index)
 
-    prompts = Prompts([replace(prompt(text=f"sort {n}"), index=n) for n in range(12)])
-    dispatch = Dispatch(prompts, order=DataOrder(12, seed=1), rollout=rollout(), stop_token_ids=(2,))  # type: ignore[arg-type]
+    dispatch = Dispatch(Prompts(numbered(12)), order=DataOrder(12, seed=1), rollout=rollout(), stop_token_ids=(2,))  # type: ignore[arg-type]
     read.clear()
     issued = [task.group_id for pack in dispatch.next_packs(PolicyVersion(0)) for task in pack.tasks]
     assert sorted(read) == sorted(GroupKey.parse(group_id).prompt for group_id in issued)
@@ -516,11 +430,7 @@ def test_a_prompt_is_read_once_for_its_task() -> None:
 
 def test_what_was_asked_for_is_known_until_the_group_is_closed() -> None:
     """Of a task of this session all is known; of an earlier one's its prompt and reward, and the settings if recorded."""
-    prompts = [replace(prompt(text=f"sort {n}"), index=n) for n in range(12)]
-    first, later = (
-        Dispatch(_Prompts(prompts), order=DataOrder(12, seed=1), rollout=rollout(), stop_token_ids=(2,))  # type: ignore[arg-type]
-        for _ in range(2)
-    )
+    first, later = dispatch_of(rollout()), dispatch_of(rollout())
     issued = first.next_packs(PolicyVersion(0))[0].tasks[0]
     assert first.promise(issued.group_id) == TaskPromise.of(issued)
     assert first.promise(issued.group_id).settings[0].group_size == 2
@@ -541,8 +451,7 @@ def test_what_was_asked_for_is_known_until_the_group_is_closed() -> None:
 
 def test_a_dead_lettered_group_is_held_against_its_task_when_it_arrives() -> None:
     """Its letter may be sent again, after other groups were issued: its size and length are those it was asked for."""
-    prompts = [replace(prompt(text=f"sort {n}"), index=n) for n in range(12)]
-    dispatch = Dispatch(_Prompts(prompts), order=DataOrder(12, seed=1), rollout=rollout(), stop_token_ids=(2,))  # type: ignore[arg-type]
+    dispatch = dispatch_of(rollout())
     dead, trained, *_ = (task.group_id for pack in dispatch.next_packs(PolicyVersion(0)) for task in pack.tasks)
     asked_for = dispatch.promise(dead)
     dispatch.drop(Drop(dead, DropReason.DEAD, 0, is_final=True))
@@ -557,11 +466,7 @@ def test_a_dead_lettered_group_is_held_against_its_task_when_it_arrives() -> Non
 
 def test_a_group_of_an_earlier_session_is_held_against_the_settings_it_was_issued_under(tmp_path: Path) -> None:
     """Its size and length are those of that session, whatever the settings are now; a stolen login cannot choose them."""
-    prompts = [replace(prompt(text=f"sort {n}"), index=n) for n in range(12)]
-    first, later = (
-        Dispatch(_Prompts(prompts), order=DataOrder(12, seed=1), rollout=rollout(group_size=n), stop_token_ids=(2,))  # type: ignore[arg-type]
-        for n in (4, 2)
-    )
+    first, later = dispatch_of(rollout(group_size=4)), dispatch_of(rollout(group_size=2))
     settings = SessionSettings(TaskSettings(4, 64, "single_turn"), TaskSettings(1, 64, "single_turn"))
     log = IssueLog(tmp_path, first.cursor.order_id, settings=settings, first=0)
     issued = first.next_packs(PolicyVersion(0))[0].tasks[0]
@@ -586,9 +491,7 @@ def test_a_group_of_an_earlier_session_is_held_against_the_settings_it_was_issue
 @examples(40)
 def test_a_group_is_late_exactly_while_it_is_under_way_and_too_old_for_the_next_step(limit, acts):
     """Whatever arrived, was closed, came back or was packed again: asked as often as it may be, it says what a search of all says."""
-    prompts = [replace(prompt(text=f"sort {n}"), index=n) for n in range(12)]
-    rules = rollout(max_staleness=limit)
-    dispatch = Dispatch(_Prompts(prompts), order=DataOrder(12, seed=1), rollout=rules, stop_token_ids=(2,))  # type: ignore[arg-type]
+    dispatch = dispatch_of(rollout(max_staleness=limit))
     issued: dict[str, PolicyVersion] = {}
     version = PolicyVersion(0)
 
@@ -616,4 +519,23 @@ def test_a_group_is_late_exactly_while_it_is_under_way_and_too_old_for_the_next_
             note(dispatch.next_packs(version))
         under_way = set(dispatch.groups.outstanding()) - {g.group_id for g in dispatch.groups.held(State.READY)}
         expected = any(issued[group_id] == version - limit for group_id in under_way)
-        assert dispatch.is_late(version) == expected
+        assert dispatch.groups.is_late(version) == expected
+
+
+def test_tasks_name_the_environment_of_the_run_file() -> None:
+    """`rollout.environment` is in every task, so that workers choose the environment by it."""
+    dispatch = dispatch_of(rollout(groups_per_step=3, max_staleness=0, environment="maze"))
+    tasks = [task for pack in dispatch.next_packs(PolicyVersion(0)) for task in pack.tasks]
+    assert [task.environment for task in tasks] == ["maze"] * 3
+
+
+def test_an_unexpected_error_of_the_issuing_thread_is_raised_by_check() -> None:
+    """Without a bus the thread ends with AttributeError, and the next `check` raises it."""
+    dispatch = dispatch_of(rollout())
+    issuer = Issuer(Connections("run", None, None), dispatch, RunGroups(dispatch.groups))  # type: ignore[arg-type]
+    issuer.check()
+    with issuer:
+        issuer.advance(PolicyVersion(0), 10)
+        issuer._thread.join(20.0)
+    with pytest.raises(AttributeError, match="publish"):
+        issuer.check()

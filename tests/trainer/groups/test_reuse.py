@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
 from itertools import pairwise
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -17,10 +17,8 @@ from penstock.trainer.groups.batcher import Reuse
 from penstock.trainer.settings import TrainerSettings
 
 
-def box(
-    reuse: Reuse, *, max_staleness: int = 3, size: int = 2, ledger: Iterable[tuple[int, Sequence[str]]] = ()
-) -> Box:
-    return Box(reuse=reuse, max_staleness=max_staleness, groups_per_step=size, ledger=ledger)
+def box(reuse: Reuse, *, max_staleness: int = 3, size: int = 2, **more: Any) -> Box:
+    return Box(reuse=reuse, max_staleness=max_staleness, groups_per_step=size, **more)
 
 
 def test_a_kept_group_fills_a_batch_that_would_wait() -> None:
@@ -83,7 +81,7 @@ def test_for_any_arrivals_and_crash_no_group_is_used_too_often_too_soon_or_too_o
     count: int, interval: int, staleness: int, arrivals: list[int], crash: int
 ) -> None:
     """Uses and intervals are within the settings, every use is within the staleness bound, used-up groups are not held."""
-    reuse = Reuse(count, interval)
+    reuse = Reuse(count, interval if count > 1 else 1)
     trained = box(reuse, max_staleness=staleness)
     uses: dict[str, list[int]] = {}
     made: dict[str, int] = {}

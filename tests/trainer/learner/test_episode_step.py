@@ -45,6 +45,7 @@ from penstock.rollout_service.metrics import WorkerMetrics
 from penstock.rollout_service.packs.generate_pack import PackGenerator
 from penstock.rollout_service.packs.pack_loops import ReceivedPack
 from penstock.rollout_service.packs.settlement import PackAnnouncer
+from penstock.trainer.algorithm.algorithm_settings import AlgorithmSettings
 from penstock.trainer.algorithm.objective import build_objective
 from penstock.trainer.connections import Connections
 from penstock.trainer.groups.batcher import Batcher, staleness_tokens
@@ -55,7 +56,7 @@ from penstock.trainer.learner.logprobs import CompletionScorer
 from penstock.trainer.learner.planning import Planner, learn
 from penstock.trainer.learner.policy import Policy
 from penstock.trainer.learner.step_plan import ReadyGroup
-from penstock.trainer.settings import TrainerSettings
+from penstock.trainer.settings import RolloutSettings, TrainerSettings
 
 LR = 0.5
 TOOL = [9, 10]
@@ -154,9 +155,6 @@ class Issued:
 
     def accept(self, group_id: str, *, is_preferred: bool = False) -> None:
         """Every group is wanted."""
-
-    def is_late(self, version: PolicyVersion) -> bool:
-        return False
 
     def pause(self, is_paused: bool) -> None:
         """Nothing is issued."""
@@ -276,7 +274,7 @@ async def test_a_step_on_episodes_of_several_rows_equals_a_computation_by_hand(
     issued: Any = Issued(tasks)
     groups = RunGroups()
     groups.train.issue(issued.tasks)
-    batcher = Batcher(groups.train, issued, groups_per_step=2, max_staleness=0)
+    batcher = Batcher(groups.train, issued, RolloutSettings(groups_per_step=2, max_staleness=0), AlgorithmSettings())
     connections = Connections(run_streams, bus, blobs)
     with Collector(connections, groups=groups, batcher=batcher, issuer=issued, deadline_s=20.0) as collector:
         batch = collector.collect(PolicyVersion(0))

@@ -33,6 +33,12 @@ def write(folder: Path) -> None:
     (folder / "engine" / "weights.bin").write_bytes(b"weights")
 
 
+def newest(folder: Path) -> tuple[Path, CheckpointState]:
+    found = checkpoint.newest(folder, "r")
+    assert found is not None
+    return found
+
+
 def stored(committed: CheckpointState) -> CheckpointState:
     return committed.model_copy(update={"files": {"engine/weights.bin": hashlib.sha256(b"weights").hexdigest()}})
 
@@ -40,8 +46,7 @@ def stored(committed: CheckpointState) -> CheckpointState:
 def test_the_newest_checkpoint_is_read_back(tmp_path: Path) -> None:
     for step in (2, 4, 12):
         checkpoint.commit(tmp_path, state(step), write, keep=2)
-    found = checkpoint.newest(tmp_path, "r")
-    assert found is not None
+    found = newest(tmp_path)
     assert found[1] == stored(state(12))
     assert (found[0] / "engine" / "weights.bin").read_bytes() == b"weights"
     assert sorted(p.name for p in tmp_path.iterdir()) == ["step00000004", "step00000012"]
@@ -58,9 +63,7 @@ def test_a_state_that_could_not_be_read_again_is_not_written(tmp_path: Path) -> 
             CheckpointError, match=rf"after step {attempt.step} is not valid .* account\.totals\.train\.issued"
         ):
             checkpoint.commit(tmp_path, attempt.model_copy(update={"account": too_many}), write, keep=2)
-    found = checkpoint.newest(tmp_path, "r")
-    assert found is not None
-    assert found[1] == stored(state(2))
+    assert newest(tmp_path)[1] == stored(state(2))
 
 
 def test_a_crash_while_writing_leaves_the_older_checkpoint(tmp_path: Path) -> None:
@@ -73,9 +76,7 @@ def test_a_crash_while_writing_leaves_the_older_checkpoint(tmp_path: Path) -> No
     with pytest.raises(KeyboardInterrupt):
         checkpoint.commit(tmp_path, state(4), crash, keep=2)
     assert checkpoint.partial_of(tmp_path, state(4)).exists()
-    found = checkpoint.newest(tmp_path, "r")
-    assert found is not None
-    assert found[1].step == 2
+    assert newest(tmp_path)[1].step == 2
     assert not checkpoint.partial_of(tmp_path, state(4)).exists()
 
 
@@ -94,9 +95,7 @@ def test_a_crash_while_an_old_checkpoint_is_removed_leaves_the_newer_ones(
         half_way.setattr(checkpoint.shutil, "rmtree", crash)
         with pytest.raises(KeyboardInterrupt):
             checkpoint.commit(tmp_path, state(6), write, keep=2)
-    found = checkpoint.newest(tmp_path, "r")
-    assert found is not None
-    assert found[1].step == 6
+    assert newest(tmp_path)[1].step == 6
     assert sorted(p.name for p in tmp_path.iterdir()) == ["step00000004", "step00000006"]
 
 
@@ -105,8 +104,7 @@ def test_a_chapter_without_a_step_replaces_the_state(tmp_path: Path) -> None:
     checkpoint.commit(tmp_path, state(2), write, keep=2)
     later = state(2, epoch=2, chapter=2)
     checkpoint.commit(tmp_path, later, lambda _: pytest.fail("written again"), keep=2)
-    found = checkpoint.newest(tmp_path, "r")
-    assert found is not None
+    found = newest(tmp_path)
     assert found[1] == stored(later)
     assert (found[0] / "engine" / "weights.bin").read_bytes() == b"weights"
 
@@ -121,9 +119,7 @@ def test_a_lost_lease_leaves_the_previous_checkpoint(tmp_path: Path) -> None:
     for attempt in (state(2, chapter=2), state(4)):
         with pytest.raises(LeaseLost):
             checkpoint.commit(tmp_path, attempt, write, keep=2, confirm=refuse)
-        found = checkpoint.newest(tmp_path, "r")
-        assert found is not None
-        assert found[1] == stored(state(2))
+        assert newest(tmp_path)[1] == stored(state(2))
 
 
 def test_a_folder_of_an_older_epoch_is_replaced(tmp_path: Path) -> None:
@@ -132,9 +128,7 @@ def test_a_folder_of_an_older_epoch_is_replaced(tmp_path: Path) -> None:
     checkpoint.commit(tmp_path, state(12, epoch=1, weights="b"), write, keep=3)  # resumed in the middle of a commit
     newer = state(12, epoch=2)
     checkpoint.commit(tmp_path, newer, write, keep=3)
-    found = checkpoint.newest(tmp_path, "r")
-    assert found is not None
-    assert found[1] == stored(newer)
+    assert newest(tmp_path)[1] == stored(newer)
     with pytest.raises(LeaseLost, match=r"epoch 2, this is 1"):
         checkpoint.commit(tmp_path, state(12, epoch=1, chapter=2), write, keep=3)
 
@@ -190,7 +184,5 @@ def test_a_full_disk_leaves_the_older_checkpoint_and_names_the_fix(small_disk: P
     ):
         checkpoint.commit(small_disk, state(4), write_too_much, keep=2)
     assert [path.name for path in small_disk.iterdir()] == ["step00000002"]
-    found = checkpoint.newest(small_disk, "r")
-    assert found is not None
-    assert found[1] == stored(state(2))
+    assert newest(small_disk)[1] == stored(state(2))
     checkpoint.commit(small_disk, state(4), write, keep=2)

@@ -13,12 +13,11 @@ from pathlib import Path
 import pytest
 from tests.servers import wait_for
 from tests.trainer.learner.forks import Command
-from tests.trainer.recovery.test_crash_points import GROUPS_PER_STEP, Scene, scene
+from tests.trainer.recovery.test_crash_points import GROUPS_PER_STEP, Run, run, scene
 
-from penstock.deploy.bootstrap import delete_run
 from penstock.protocol.record.checkpoint_state import PARTIAL, committed
 
-__all__ = ["scene"]
+__all__ = ["run", "scene"]
 pytestmark = [pytest.mark.slow, pytest.mark.chaos, pytest.mark.timeout(3600)]
 
 STEPS = 50
@@ -54,11 +53,9 @@ def kill_in_a_checkpoint(trainer: Command, folder: Path, rng: random.Random) -> 
 
 
 @pytest.mark.parametrize(("num_ranks", "num_kills"), [(1, 25), (2, 30)])
-def test_random_kills_while_checkpoints_are_written_change_nothing(
-    scene: Scene, run_id: str, num_ranks: int, num_kills: int
-) -> None:
+def test_random_kills_while_checkpoints_are_written_change_nothing(run: Run, num_ranks: int, num_kills: int) -> None:
     """The accounting closes after each kill; at the end each group counts once, and a replay makes the same versions."""
-    run_file, rng = scene.run_file(run_id), random.Random(f"{num_ranks} ranks")
+    rng, kills = random.Random(f"{num_ranks} ranks"), Counter[str]()
     layout = (
         f"trainer.num_ranks={num_ranks}",
         "trainer.zero_stage=2",
@@ -66,34 +63,20 @@ def test_random_kills_while_checkpoints_are_written_change_nothing(
         "eval.every=0",
         "trainer.max_mismatch=None",
     )
-    folder, kills = scene.checkpoints(run_id), Counter[str]()
-    trainer = None
-    try:
-        with scene.producer(run_id):
-            for number in range(num_kills):
-                trainer = Command(run_file.parent, "train", str(run_file), *layout, num_ranks=num_ranks)
-                rank, where = kill_in_a_checkpoint(trainer, folder, rng)
-                kills[f"rank {rank}, {where}"] += 1
-                if newest(folder):
-                    proof = scene.audit(run_id)
-                    assert proof.closes, (number, rank, where, proof.breaches)
-                print(
-                    f"{time.strftime('%X')} kill {number + 1}: rank {rank}, {where}, step {newest(folder)}", flush=True
-                )
-            trainer = Command(run_file.parent, "train", str(run_file), *layout, num_ranks=num_ranks)
-            trainer.wait(deadline_s=900.0)
-        proof = scene.audit(run_id)
-        assert proof.closes, proof.breaches
-        assert proof.splits[0].used == STEPS * GROUPS_PER_STEP
-        trainer = Command(run_file.parent, "replay", run_id, str(run_file), "--json", num_ranks=num_ranks)
-        replayed = json.loads(trainer.wait(deadline_s=900.0).splitlines()[-1])
-    finally:
-        if trainer is not None:
-            trainer.kill()
+    with run.producer():
+        for number in range(num_kills):
+            rank, where = kill_in_a_checkpoint(run.start(*layout, num_ranks=num_ranks), run.checkpoints, rng)
+            kills[f"rank {rank}, {where}"] += 1
+            if newest(run.checkpoints):
+                run.assert_balanced((number, rank, where))
+            print(f"{time.strftime('%X')} kill {number + 1}: rank {rank}, {where}", flush=True)
+        run.start(*layout, num_ranks=num_ranks).wait(deadline_s=900.0)
+    train = run.assert_balanced().splits[0]
+    assert train.used == STEPS * GROUPS_PER_STEP
+    replay = run.start(command="replay", num_ranks=num_ranks)
+    replayed = json.loads(replay.wait(deadline_s=900.0).splitlines()[-1])
     assert replayed["holds"], replayed
-    train = proof.splits[0]
     print(
         f"{num_ranks} rank(s): {sum(kills.values())} kills ({dict(kills)}); groups issued {train.issued}, trained {train.used}, dropped "
         f"{dict(train.dropped)}, trained twice 0, lost {train.dropped.get('lost', 0)}; {len(replayed['same'])} versions replayed with the same hash"
     )
-    delete_run(scene.bus, run_id)

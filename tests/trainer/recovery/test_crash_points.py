@@ -8,8 +8,9 @@ import signal
 import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tests.servers import wait_for
@@ -47,12 +48,14 @@ SECOND = {
 # Passed only where checkpoints are in the object store; a fetch also needs one whose files are not all on the disk.
 STORED_ALONE = ("trainer.store_checkpoints=true", "trainer.local_checkpoints=false")
 OF_A_CHECKPOINT = list(CrashPoint)[1 : list(CrashPoint).index(CrashPoint.ACKNOWLEDGED) + 1]
-STORED = dict.fromkeys((CrashPoint.COPIED, CrashPoint.REMOVING, CrashPoint.FETCHED), STORED_ALONE)
+STORED: dict[CrashPoint, tuple[str, ...]] = dict.fromkeys(
+    (CrashPoint.COPIED, CrashPoint.REMOVING, CrashPoint.FETCHED), STORED_ALONE
+)
 
 
 @dataclass
 class Scene:
-    """Small runs on real servers; the one called undisturbed is not killed."""
+    """Small runs on real servers."""
 
     folder: Path
     bus: Bus
@@ -60,9 +63,11 @@ class Scene:
     nats: NatsServer
     s3: S3Server
 
-    def run_file(self, run_id: str) -> Path:
+    @contextmanager
+    def run(self, run_id: str) -> Iterator[Run]:
+        """Bootstrap a run; kill its processes and delete it in the end."""
         bootstrap(self.bus, self.blobs, run_id)
-        return write_run_file(
+        run_file = write_run_file(
             self.folder / f"{run_id}.toml", nats=self.nats.settings, s3=self.s3.settings,
             sections={
                 "run": {"id": run_id, "dir": str(self.folder / "runs"), "seed": 3},
@@ -81,161 +86,173 @@ class Scene:
                 "eval": {"at_start": False, "num_prompts": EVALUATED},
             },
         )  # fmt: skip
+        run = Run(self, run_id, run_file)
+        try:
+            yield run
+        finally:
+            for session in run.sessions:
+                session.kill()
+        delete_run(self.bus, run_id)
 
-    def checkpoints(self, run_id: str) -> Path:
-        return self.folder / "runs" / run_id / "checkpoints"
 
-    def state(self, run_id: str) -> CheckpointState:
-        return committed(self.checkpoints(run_id))[-1][1]
+@dataclass
+class Run:
+    scene: Scene
+    id: str
+    file: Path
+    sessions: list[Command] = field(default_factory=list)
 
-    def audit(self, run_id: str) -> AuditResult:
-        return check_record(gather(run_id, self.bus, self.blobs, self.checkpoints(run_id), reads_packs=True))
+    @property
+    def checkpoints(self) -> Path:
+        return self.scene.folder / "runs" / self.id / "checkpoints"
 
-    def producer(self, run_id: str) -> ScriptedProducer:
-        return ScriptedProducer(self.nats.settings, self.s3.settings, run_id)
+    @property
+    def state(self) -> CheckpointState:
+        return committed(self.checkpoints)[-1][1]
+
+    @property
+    def steps(self) -> list[tuple[list[int], str]]:
+        """The prompts of each recorded step, and the digest of the weights it made."""
+        parts = reversed(list(chapters(self.state.record, self.scene.blobs.get)))
+        return [([group.prompt for group in step.groups], step.weights_digest) for part in parts for step in part.steps]
+
+    def audit(self, checkpoints: Path | None = None) -> AuditResult:
+        scene, folder = self.scene, checkpoints or self.checkpoints
+        return check_record(gather(self.id, scene.bus, scene.blobs, folder, reads_packs=True))
+
+    def producer(self) -> ScriptedProducer:
+        return ScriptedProducer(self.scene.nats.settings, self.scene.s3.settings, self.id)
+
+    def start(self, *overrides: str, command: str = "train", num_ranks: int = 1) -> Command:
+        arguments = (
+            (str(self.file), *overrides) if command == "train" else (self.id, str(self.file), "--json", *overrides)
+        )
+        self.sessions.append(Command(self.file.parent, command, *arguments, num_ranks=num_ranks))
+        return self.sessions[-1]
+
+    def train(self, *overrides: str, expected: int = 0) -> Command:
+        session = self.start(*overrides)
+        session.wait(expected=expected)
+        return session
+
+    def kill(self, point: str, *overrides: str) -> None:
+        """Train until the process kills itself at a crash point, such as ``committed:2``."""
+        self.train(*overrides, f"trainer.kill_at={point}", expected=-9)
+
+    def replay(self, *options: str) -> dict[str, Any]:
+        replayed = json.loads(self.start(*options, command="replay").wait().splitlines()[-1])
+        assert replayed["holds"], replayed
+        return replayed
+
+    def assert_balanced(self, where: object = "") -> AuditResult:
+        proof = self.audit()
+        assert proof.closes, (where, proof.breaches)
+        return proof
+
+    def assert_whole(self) -> None:
+        """The accounting closes, and every group that a step needed counts once."""
+        train, held_out = self.assert_balanced().splits
+        assert (train.used, held_out.used) == (STEPS * GROUPS_PER_STEP, EVALUATED)
+        assert not any(train.in_flight.values())
+        assert not any(held_out.in_flight.values())
 
 
 @pytest.fixture(scope="module")
 def scene(tmp_path_factory: pytest.TempPathFactory, nats_server: NatsServer, s3_server: S3Server) -> Iterator[Scene]:
-    """The quickstart's model and data, and one run of it without a crash."""
+    """The quickstart's model and data."""
     folder = tmp_path_factory.mktemp("crash")
     write_model(folder / "model", seed=0)
     write_data(folder, seed=0, num_sft=1, num_train=60, num_eval=EVALUATED)
     with Bus.connect(nats_server.settings, name="audit") as bus:
-        scene = Scene(folder, bus, Blobs(s3_server.settings), nats_server, s3_server)
-        run_file = scene.run_file("undisturbed")
-        with scene.producer("undisturbed"):
-            undisturbed = start(run_file)
-            try:
-                undisturbed.wait()
-            finally:
-                undisturbed.kill()
-        yield scene
-        delete_run(bus, "undisturbed")
+        yield Scene(folder, bus, Blobs(s3_server.settings), nats_server, s3_server)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(scene: Scene) -> Iterator[Run]:
+    """A run that is not killed."""
+    with scene.run("undisturbed") as run:
+        with run.producer():
+            run.train()
+        yield run
 
 
 @pytest.fixture
-def sessions() -> Iterator[list[Command]]:
-    """Trainer processes that are killed at the end of a test."""
-    started: list[Command] = []
-    yield started
-    for command in started:
-        command.kill()
-
-
-def start(run_file: Path, *overrides: str) -> Command:
-    return Command(run_file.parent, "train", str(run_file), *overrides)
-
-
-def steps_of(scene: Scene, run_id: str) -> list[tuple[list[int], str]]:
-    """Return the prompts of each recorded step, and the digest of the weights it made."""
-    found = reversed(list(chapters(scene.state(run_id).record, scene.blobs.get)))
-    return [([group.prompt for group in step.groups], step.weights_digest) for part in found for step in part.steps]
-
-
-def assert_whole(scene: Scene, run_id: str) -> None:
-    """The accounting closes, and every group that a step needed counts once."""
-    proof = scene.audit(run_id)
-    assert proof.closes, proof.breaches
-    train, held_out = proof.splits
-    assert train.used == STEPS * GROUPS_PER_STEP
-    assert held_out.used == EVALUATED
-    assert not any(train.in_flight.values())
-    assert not any(held_out.in_flight.values())
+def run(scene: Scene, run_id: str) -> Iterator[Run]:
+    with scene.run(run_id) as run:
+        yield run
 
 
 @pytest.mark.chaos
 @pytest.mark.timeout(900)
-def test_kills_at_every_point_in_turn_change_nothing(scene: Scene, run_id: str, sessions: list[Command]) -> None:
+def test_kills_at_every_point_in_turn_change_nothing(run: Run) -> None:
     """One session is killed at each point; the accounting closes after each, and at the end each group counts once.
 
     Groups that killed sessions issued arrive in any order, so the order of groups in steps differs from other runs.
     """
-    run_file = scene.run_file(run_id)
     # Few bytes change per version: only then are patches sparse, and full snapshots stored in addition.
     sparse = ("trainer.publish_dtype=bfloat16", "trainer.lr=1e-5", "trainer.anchor_every=1")
-    with scene.producer(run_id):
+    with run.producer():
         for point in CrashPoint:
             more = ("algorithm.minibatches=2",) if point is CrashPoint.UPDATED else STORED.get(point, ())
-            sessions.append(start(run_file, *sparse, *more, f"trainer.kill_at={point}:{2 if point in SECOND else 1}"))
-            sessions[-1].wait(expected=-9)
-            proof = scene.audit(run_id)
-            assert proof.closes, (point, proof.breaches)
-        sessions.append(start(run_file, *sparse))
-        sessions[-1].wait()
-    assert_whole(scene, run_id)
-    assert scene.state(run_id).epoch == len(CrashPoint) + 1
-    delete_run(scene.bus, run_id)
+            run.kill(f"{point}:{2 if point in SECOND else 1}", *sparse, *more)
+            run.assert_balanced(point)
+        run.train(*sparse)
+    run.assert_whole()
+    assert run.state.epoch == len(CrashPoint) + 1
 
 
 @pytest.mark.parametrize("point", [CrashPoint.WRITTEN, pytest.param(CrashPoint.COMMITTED, marks=pytest.mark.chaos)])
-def test_one_kill_changes_no_weight(scene: Scene, run_id: str, sessions: list[Command], point: CrashPoint) -> None:
+def test_one_kill_changes_no_weight(run: Run, undisturbed: Run, point: CrashPoint) -> None:
     """Before or after the rename: the steps equal the undisturbed run's, and so does every version's hash.
 
     Groups that the killed session issued after its checkpoint are known from the log: none is refused as foreign.
     """
-    run_file = scene.run_file(run_id)
-    with scene.producer(run_id):
-        sessions.append(start(run_file, f"trainer.kill_at={point}:2"))
-        sessions[-1].wait(expected=-9)
-        sessions.append(start(run_file))
-        sessions[-1].wait()
-    assert_whole(scene, run_id)
-    assert steps_of(scene, run_id) == steps_of(scene, "undisturbed")
-    assert "foreign" not in scene.state(run_id).account.totals["train"].refused
-    delete_run(scene.bus, run_id)
+    with run.producer():
+        run.kill(f"{point}:2")
+        run.train()
+    run.assert_whole()
+    assert run.steps == undisturbed.steps
+    assert "foreign" not in run.state.account.totals["train"].refused
 
 
-def test_a_crash_of_the_trainer_discards_nothing_that_was_sampled(
-    scene: Scene, run_id: str, sessions: list[Command]
-) -> None:
+def test_a_crash_of_the_trainer_discards_nothing_that_was_sampled(run: Run, undisturbed: Run) -> None:
     """With a bound of 0: killed before the first checkpoint, while it makes these steps again, and 3 steps after a checkpoint.
 
     All steps equal the undisturbed run's, though other sessions published the versions that sampled for them. The record says
     which these are, and a replay makes the same weights.
     """
-    run_file, rare = scene.run_file(run_id), "trainer.checkpoint_every=6"
-    with scene.producer(run_id):
+    rare = "trainer.checkpoint_every=6"
+    with run.producer():
         for times in (5, 3, 9):
-            sessions.append(start(run_file, rare, f"trainer.kill_at={CrashPoint.STEPPED}:{times}"))
-            sessions[-1].wait(expected=-9)
-        sessions.append(start(run_file, rare))
-        sessions[-1].wait()
-    assert_whole(scene, run_id)
-    state = scene.state(run_id)
+            run.kill(f"{CrashPoint.STEPPED}:{times}", rare)
+        run.train(rare)
+    run.assert_whole()
+    state = run.state
     assert state.account.totals["train"].dropped == {}
-    assert steps_of(scene, run_id) == steps_of(scene, "undisturbed")
+    assert run.steps == undisturbed.steps
     assert {until for until, _, _ in state.remade} == {until for _, until in state.abandoned}
-    record = StoredRecord.read(run_id, state.record, scene.blobs.get)
+    record = StoredRecord.read(run.id, state.record, run.scene.blobs.get)
     sampled_by = [member for step in record.steps for member in version_lineage(record, step.made_version).groups]
     assert {member.staleness for member in sampled_by} == {0}
     abandoned = next(member.oldest_version for member in sampled_by if member.rolled_back)
     with pytest.raises(RecordBroken, match="is of a session that was rolled back"):
         version_lineage(record, abandoned)
-    sessions.append(Command(run_file.parent, "replay", run_id, str(run_file), "--json"))
-    replayed = json.loads(sessions[-1].wait().splitlines()[-1])
-    assert replayed["holds"], replayed
-    delete_run(scene.bus, run_id)
+    run.replay()
 
 
-def test_a_trainer_without_the_folder_resumes_from_the_object_store(
-    scene: Scene, run_id: str, sessions: list[Command]
-) -> None:
+def test_a_trainer_without_the_folder_resumes_from_the_object_store(run: Run) -> None:
     """Killed with a checkpoint copied and not yet named, and moved without its folder: no group is lost or counted twice."""
-    run_file, stored = scene.run_file(run_id), "trainer.store_checkpoints=true"
-    with scene.producer(run_id):
-        sessions.append(start(run_file, stored, f"trainer.kill_at={CrashPoint.COPIED}:3"))
-        sessions[-1].wait(expected=-9)
-        shutil.rmtree(scene.checkpoints(run_id).parent)
-        sessions.append(start(run_file, stored))
-        sessions[-1].wait()
-    assert "fetching the checkpoint from the object store" in sessions[-1].err
-    ((after, until),) = scene.state(run_id).abandoned  # what the killed session published is known to later ones
+    stored = "trainer.store_checkpoints=true"
+    with run.producer():
+        run.kill(f"{CrashPoint.COPIED}:3", stored)
+        shutil.rmtree(run.checkpoints.parent)
+        resumed = run.train(stored)
+    assert "fetching the checkpoint from the object store" in resumed.err
+    ((after, until),) = run.state.abandoned  # what the killed session published is known to later ones
     assert until > after + 1
-    assert_whole(scene, run_id)
-    metrics = (scene.checkpoints(run_id).parent / "metrics.jsonl").read_text().splitlines()
+    run.assert_whole()
+    metrics = (run.checkpoints.parent / "metrics.jsonl").read_text().splitlines()
     assert [line["step"] for line in map(json.loads, metrics) if line["kind"] == "step"] == list(range(1, STEPS + 1))
-    delete_run(scene.bus, run_id)
 
 
 @pytest.mark.parametrize(
@@ -249,14 +266,12 @@ def test_a_trainer_without_the_folder_resumes_from_the_object_store(
         ),
     ],
 )
-def test_checkpoints_in_the_object_store_alone_lose_nothing_and_fill_no_disk(
-    scene: Scene, run_id: str, sessions: list[Command], points: tuple[str, ...]
-) -> None:
+def test_checkpoints_in_the_object_store_alone_lose_nothing_and_fill_no_disk(run: Run, points: tuple[str, ...]) -> None:
     """Killed at each point: the accounting closes, and at most one checkpoint has files on the disk; in the end none has.
 
     A replay of the last versions fetches the checkpoint that it begins with, and makes the same weights.
     """
-    run_file, folder = scene.run_file(run_id), scene.checkpoints(run_id)
+    folder = run.checkpoints
 
     def on_the_disk() -> set[str]:
         return {
@@ -265,64 +280,49 @@ def test_checkpoints_in_the_object_store_alone_lose_nothing_and_fill_no_disk(
             if path.is_file() and path.name != STATE_FILE
         }
 
-    with scene.producer(run_id):
+    with run.producer():
         for point in points:
-            sessions.append(start(run_file, *STORED_ALONE, f"trainer.kill_at={point}"))
-            sessions[-1].wait(expected=-9)
+            run.kill(f"{point}", *STORED_ALONE)
             assert len(on_the_disk()) <= 1, point
             if folder.is_dir() and committed(folder):
-                assert (proof := scene.audit(run_id)).closes, (point, proof.breaches)
-        sessions.append(start(run_file, *STORED_ALONE))
-        sessions[-1].wait()
-    assert_whole(scene, run_id)
+                run.assert_balanced(point)
+        run.train(*STORED_ALONE)
+    run.assert_whole()
     assert on_the_disk() == set()
-    newest = scene.state(run_id)
-    sessions.append(Command(run_file.parent, "replay", run_id, str(run_file), "--json", "--from", str(newest.version)))
-    replayed = json.loads(sessions[-1].wait().splitlines()[-1])
-    assert replayed["holds"], replayed
+    newest = run.state
+    replayed = run.replay("--from", str(newest.version))
     assert replayed["began_from"] == f"the checkpoint {folder_name(newest.step)}"
     assert on_the_disk() == set()
-    delete_run(scene.bus, run_id)
 
 
-def test_whatever_ends_a_trainer_while_it_writes_a_checkpoint_the_one_before_counts(
-    scene: Scene, run_id: str, sessions: list[Command]
-) -> None:
+def test_whatever_ends_a_trainer_while_it_writes_a_checkpoint_the_one_before_counts(run: Run) -> None:
     """Killed with a copy in memory, with a shard on the disk, and before the first acknowledgement; then the disk is full.
 
     Each session resumes from the newest whole checkpoint, and the accounting closes after each. The error of the thread
     that writes ends the trainer with its cause, and no group of that checkpoint is acknowledged.
     """
-    run_file = scene.run_file(run_id)
-    (disk := scene.checkpoints(run_id)).mkdir(parents=True)
-    scored = streams.scored_consumer(run_id, "train").stream
-    whole = {
-        CrashPoint.CAPTURED: 1,
-        CrashPoint.SHARD_WRITTEN: 2,
-        CrashPoint.POINTED: 4,
-    }  # each session makes one step more
-    with scene.producer(run_id):
+    (disk := run.checkpoints).mkdir(parents=True)
+    scored = streams.scored_consumer(run.id, "train").stream
+    # Each session makes one step more.
+    whole = {CrashPoint.CAPTURED: 1, CrashPoint.SHARD_WRITTEN: 2, CrashPoint.POINTED: 4}
+    with run.producer():
         for point, step in whole.items():
-            sessions.append(start(run_file, f"trainer.kill_at={point}:2"))
-            sessions[-1].wait(expected=-9)
-            assert scene.state(run_id).step == step
-            assert (proof := scene.audit(run_id)).closes, (point, proof.breaches)
+            run.kill(f"{point}:2")
+            assert run.state.step == step
+            run.assert_balanced(point)
         size = sum(path.stat().st_size for path in disk.rglob("*") if path.is_file())
         with full_disk(disk, size * 5 // 4):
-            sessions.append(start(run_file))
-            sessions[-1].wait(expected=2)
-            ended = scene.state(run_id)
-            assert "could not be written below" in sessions[-1].err
-            assert "No space left on device" in sessions[-1].err
+            failed = run.train(expected=2)
+            ended = run.state
+            assert "could not be written below" in failed.err
+            assert "No space left on device" in failed.err
             assert not list(disk.glob("*.partial"))
-            unacknowledged = scene.bus.stream_state(scored).wait().num_messages * 2
+            unacknowledged = run.scene.bus.stream_state(scored).wait().num_messages * 2
             assert unacknowledged >= GROUPS_PER_STEP, "a group of a checkpoint that was not written is acknowledged"
-            assert (proof := scene.audit(run_id)).closes, proof.breaches
-        sessions.append(start(run_file))
-        sessions[-1].wait()
+            run.assert_balanced()
+        run.train()
     assert ended.step >= whole[CrashPoint.POINTED]
-    assert_whole(scene, run_id)
-    delete_run(scene.bus, run_id)
+    run.assert_whole()
 
 
 @contextmanager
@@ -344,71 +344,60 @@ def full_disk(folder: Path, size_bytes: int) -> Iterator[None]:
     kept.rename(folder)
 
 
-def test_without_the_ids_a_redelivery_is_trained_again_and_the_audit_fails(
-    scene: Scene, run_id: str, sessions: list[Command]
-) -> None:
+def test_without_the_ids_a_redelivery_is_trained_again_and_the_audit_fails(run: Run) -> None:
     """Negative control: with the ids removed from a checkpoint before its acknowledgements, groups are trained twice."""
-    run_file = scene.run_file(run_id)
-    with scene.producer(run_id):
-        sessions.append(start(run_file, "rollout.max_staleness=1", f"trainer.kill_at={CrashPoint.COMMITTED}"))
-        sessions[-1].wait(expected=-9)
-        path = scene.checkpoints(run_id) / folder_name(1) / STATE_FILE
+    with run.producer():
+        run.kill(f"{CrashPoint.COMMITTED}", "rollout.max_staleness=1")
+        path = run.checkpoints / folder_name(1) / STATE_FILE
         state = json.loads(path.read_text())
         ids = [group_id for _, row in state["ledger"] for group_id in row]
         state["ledger"] = []
         state["dispatch"]["outstanding"] += ids
         state["account"]["in_flight"]["train"] += ids
         path.write_text(json.dumps(state))
-        sessions.append(start(run_file, "rollout.max_staleness=1"))
-        sessions[-1].wait()
-    proof = scene.audit(run_id)
+        run.train("rollout.max_staleness=1")
+    proof = run.audit()
     assert not proof.closes
     assert {breach.group_id for breach in proof.breaches if breach.kind == "trained twice"} == set(ids)
-    delete_run(scene.bus, run_id)
 
 
-def test_a_suspended_trainer_that_resumes_changes_nothing(scene: Scene, run_id: str, sessions: list[Command]) -> None:
+def test_a_suspended_trainer_that_resumes_changes_nothing(run: Run) -> None:
     """Suspended for longer than its lease, it loses the run; resumed, it exits without effect. A third trainer is refused."""
-    run_file = scene.run_file(run_id)
-    with scene.producer(run_id) as producer:
+    with run.producer() as producer:
         producer.limit = 2 * GROUPS_PER_STEP
-        sessions.append(first := start(run_file))
-        wait_for(lambda: folder_name(2) in str(list(scene.checkpoints(run_id).glob("*"))), "two steps", 60.0)
+        first = run.start()
+        wait_for(lambda: folder_name(2) in str(list(run.checkpoints.glob("*"))), "two steps", 60.0)
         first.signal(signal.SIGSTOP)
-        sessions.append(second := start(run_file))
+        second = run.start()
         wait_for(lambda: '"event": "training"' in second.err, "the second trainer", 60.0)
-        taken = scene.nats.settings.url.rpartition(":")[2]  # on one machine the first has the port of the run's metrics
-        sessions.append(third := start(run_file, f"metrics.trainer_port={taken}"))
-        third.wait(expected=2)
+        taken = run.scene.nats.settings.url.rpartition(":")[
+            2
+        ]  # by NATS; the first trainer has the run's on this machine
+        third = run.train(f"metrics.trainer_port={taken}", expected=2)
         assert "is held by trainer-" in third.err
         first.signal(signal.SIGCONT)
         first.wait(expected=2)
         assert "lost its lease of the run" in first.err
         producer.limit = None
         second.wait()
-    assert_whole(scene, run_id)
-    assert scene.state(run_id).epoch == 2
-    delete_run(scene.bus, run_id)
+    run.assert_whole()
+    assert run.state.epoch == 2
 
 
-def kinds(proof: AuditResult) -> set[str]:
-    assert not proof.closes
-    return {breach.kind for breach in proof.breaches}
-
-
-def test_the_audit_fails_when_ids_are_removed_from_the_checkpoint(scene: Scene, tmp_path: Path) -> None:
+def test_the_audit_fails_when_ids_are_removed_from_the_checkpoint(undisturbed: Run, tmp_path: Path) -> None:
     """A ledger without its groups differs from the committed record; the audit names every missing id."""
-    shutil.copytree(scene.checkpoints("undisturbed"), tmp_path / "checkpoints")
+    shutil.copytree(undisturbed.checkpoints, tmp_path / "checkpoints")
     folder, state = committed(tmp_path / "checkpoints")[-1]
     ids = {group_id for _, row in state.ledger for group_id in row}
     (folder / STATE_FILE).write_text(state.model_copy(update={"ledger": ()}).model_dump_json())
-    proof = check_record(gather("undisturbed", scene.bus, scene.blobs, tmp_path / "checkpoints", reads_packs=False))
-    assert kinds(proof) == {"checkpoint altered", "not in the ledger"}
+    proof = undisturbed.audit(tmp_path / "checkpoints")
+    assert not proof.closes
+    assert {breach.kind for breach in proof.breaches} == {"checkpoint altered", "not in the ledger"}
     assert {breach.group_id for breach in proof.breaches} - {""} == ids
 
 
-def test_the_audit_command_prints_a_table_or_json(scene: Scene, capfd: pytest.CaptureFixture[str]) -> None:
-    arguments = [str(scene.folder / "undisturbed.toml")]
+def test_the_audit_command_prints_a_table_or_json(undisturbed: Run, capfd: pytest.CaptureFixture[str]) -> None:
+    arguments = [str(undisturbed.file)]
     assert audit_run("undisturbed", arguments, {}, fast=False, as_json=False) == 0
     assert "the accounting balances" in capfd.readouterr().out
     assert audit_run("undisturbed", arguments, {}, fast=True, as_json=True) == 0

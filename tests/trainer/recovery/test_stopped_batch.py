@@ -15,7 +15,7 @@ from penstock.protocol.groups import BlobRef, ScoredGroup
 from penstock.protocol.record.stopped_batch import BATCH, stopped_batches
 from penstock.trainer.errors import TrainingDiverged
 from penstock.trainer.learner.step_plan import ReadyGroup
-from penstock.trainer.recovery.run_record_writer import Stop, save_batch
+from penstock.trainer.recovery.run_record_writer import save_batch
 
 
 def ready(number: int, reward: float) -> ReadyGroup:
@@ -28,8 +28,8 @@ def test_a_saved_batch_is_shown_and_a_damaged_one_refused(tmp_path: Path, capsys
     """The newest one, or that of a step; saving it again replaces it, and what is far out is marked."""
     home = tmp_path / "mine"
     for step, reward in ((7, 1.0), (12, 1.0), (12, 1e25)):
-        stop = Stop("mine", step, step - 1, TrainingDiverged("it is nan"))
-        save_batch(home, [ready(1, 0.0), ready(2, reward)], stop, config=b"{}")
+        batch, error = [ready(1, 0.0), ready(2, reward)], TrainingDiverged("it is nan")
+        save_batch(home, batch, error, config=b"{}", run_id="mine", step=step, version=step - 1)
     assert [folder.name for folder in stopped_batches(home)] == ["step00000007", "step00000012"]
     given = [f"run.dir={tmp_path}"]
 

@@ -31,10 +31,11 @@ from penstock.protocol.groups import BlobRef, GeneratedGroup, ScoredGroup
 from penstock.protocol.record.checkpoint_state import CheckpointState
 from penstock.protocol.record.lineage import GROUP_DIGITS, STEP_DIGEST, LineageChapter, StepDigest, group_digest
 from penstock.protocol.versions import Branch, PolicyVersion, next_version, staleness
+from penstock.trainer.algorithm.algorithm_settings import AlgorithmSettings
 from penstock.trainer.connections import Connections
 from penstock.trainer.data.data_order import DataOrder
 from penstock.trainer.data.dataset import Prompt, PromptSet
-from penstock.trainer.groups.batcher import Batcher, Reuse
+from penstock.trainer.groups.batcher import Batcher
 from penstock.trainer.groups.dispatch import Dispatch, RunGroups
 from penstock.trainer.groups.issue import Issuer, IssuerState
 from penstock.trainer.groups.issue_log import IssueLog
@@ -178,10 +179,7 @@ class TrainerMachine(RuleBasedStateMachine):
             self.log.close()  # as the kernel does when a process is killed
         self.log = IssueLog(self.commits.folder, dispatch.cursor.order_id, may_arrive=dispatch.cursor.may_arrive)
         self.issuer.keep_log(self.log)
-        self.tracker = Batcher(
-            groups.train, self.issuer, groups_per_step=self.rollout.groups_per_step,
-            max_staleness=self.rollout.max_staleness, reuse=Reuse(self.uses),
-        )  # fmt: skip
+        self.tracker = Batcher(groups.train, self.issuer, self.rollout, AlgorithmSettings(max_trained_count=self.uses))
         self.acks = DelayedAcks(self.tracker, self.covered)
         self.commits.begin(self.version)
         self.fetching: dict[int, list[ScoredGroup]] = {}
@@ -485,6 +483,15 @@ class TrainerMachine(RuleBasedStateMachine):
         assert all(n >= 0 for n in totals.dropped.values())
         dead, outstanding = ({GroupKey.parse(i).place for i in ids} for ids in (self.groups.dead(), in_flight))
         assert not dead & outstanding
+
+    @invariant()
+    def no_prompt_is_passed_over(self):
+        """Every prompt before the position was issued, by this session or an earlier one."""
+        if not hasattr(self, "issuer"):
+            return
+        cursor = self.dispatch.cursor
+        issued = {GroupKey.parse(group_id).place for group_id in self.published}
+        assert {cursor.order.at(position) for position in range(cursor.position)} <= issued
 
     @invariant()
     def the_ledger_forgets_only_stale_groups(self):
