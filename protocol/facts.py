@@ -87,25 +87,24 @@ class TaskList(Fact):
     tasks: Annotated[tuple[Task, ...], Field(min_length=1)]
 
 
-class GroupGenerated(Fact):
+class _OfPack(Fact):
+    run_id: Identifier
+    pack_id: Identifier
+    worker_id: Identifier
+    pack: BlobRef
+
+
+class GroupGenerated(_OfPack):
     """Written by a rollout worker, read by the reward service: these groups are in S3, verified."""
 
     schema_tag = "group_generated.v1"
-    run_id: Identifier
-    pack_id: Identifier
-    worker_id: Identifier
-    pack: BlobRef
     groups: Annotated[tuple[GeneratedGroup, ...], Field(min_length=1)]
 
 
-class GroupScored(Fact):
+class GroupScored(_OfPack):
     """Written by the reward service, read by the trainer: the same groups with their rewards."""
 
     schema_tag = "group_scored.v1"
-    run_id: Identifier
-    pack_id: Identifier
-    worker_id: Identifier
-    pack: BlobRef
     groups: Annotated[tuple[ScoredGroup, ...], Field(min_length=1)]
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -11,6 +10,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 from tests.groups import make_group, make_task
+from tests.protocol.packs.written_packs import table_of, written
 
 from penstock.protocol.groups import AbandonedCompletion, GeneratedGroup, Task
 from penstock.protocol.packs import group_pack
@@ -64,17 +64,12 @@ def honest() -> Hostile:
 
 
 def _table() -> pa.Table:
-    return pq.read_table(pa.BufferReader(honest().data))
+    return table_of(honest_group())
 
 
 def _stored(table: pa.Table, **options: Any) -> Hostile:
     """Write any table as a pack with the right tag, described as the honest one is."""
-    sink = io.BytesIO()
-    given = {"compression": "lz4", "use_dictionary": False, "write_statistics": False, "store_schema": False} | options
-    with pq.ParquetWriter(sink, table.schema, **given) as writer:
-        writer.write_table(table, row_group_size=max(1, len(table)))
-        writer.add_key_value_metadata({"schema": group_pack.SCHEMA_TAG})
-    return replace(honest(), data=sink.getvalue())
+    return replace(honest(), data=written(table, **options))
 
 
 def _with_column(name: str, values: pa.Array, *, nullable: bool = False) -> Hostile:

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from tests.episodes import forked, group_of, one_turn
 from tests.groups import make_group
+from tests.protocol.packs.written_packs import altered, table_of
 from tests.trainer.groups.stored_groups import taught
 
 from penstock.protocol.episode import Episode
@@ -80,8 +81,9 @@ def test_a_pack_gives_back_which_experts_computed_each_token(shape: RouterShape)
 def test_the_choices_of_a_prompt_are_stored_once() -> None:
     """Rows whose first tokens have the same experts as those of the first row refer to it; where they differ they do not."""
     whole = routed(group(), SMALL)
-    layers, top_k, experts, shared, stored = (column.to_pylist() for column in optional_columns.expert_columns([whole]))
-    assert (layers[0], top_k[0], experts[0]) == (3, 2, 8)
+    columns = table_of(whole).to_pydict()
+    shared, stored = columns["experts_shared"], columns["experts"]
+    assert [columns[name][0] for name in ("expert_layers", "expert_top_k", "num_experts")] == [3, 2, 8]
     assert shared[0] == 0
     assert all(count >= len(PROMPT) for count in shared[1:])
     for row, count, one in zip(whole.trajectories, shared, stored, strict=True):
@@ -92,7 +94,7 @@ def test_the_choices_of_a_prompt_are_stored_once() -> None:
     ids[2, 0] = [6, 7] if ids[2, 0].tolist() != [6, 7] else [0, 1]
     rows = (whole.trajectories[0], replace(whole.trajectories[1], experts=ExpertChoices(SMALL, ids)))
     changed = replace(whole, trajectories=rows)
-    assert optional_columns.expert_columns([changed])[3].to_pylist() == [0, 2]
+    assert table_of(changed)["experts_shared"].to_pylist() == [0, 2]
     (found,) = group_pack.decode(group_pack.encode([changed]))
     assert found.trajectories[1].experts is not None
     np.testing.assert_array_equal(found.trajectories[1].experts.ids, ids)
@@ -104,9 +106,9 @@ def test_rows_of_an_episode_share_the_choices_of_the_row_that_they_continue() ->
     episodes = [routed_episode(one, SMALL, random) for one in (forked(), one_turn(2))]
     whole = group_of(*episodes)
     assert whole.routers == SMALL
-    shared = optional_columns.expert_columns([whole])[3].to_pylist()
+    shared = table_of(whole)["experts_shared"].to_pylist()
     assert shared[:2] == [0, 5]  # the fork is behind the fifth token of the first row
-    assert optional_columns.expert_columns([taught(whole, 2)])[3].to_pylist() == shared
+    assert table_of(taught(whole, 2))["experts_shared"].to_pylist() == shared
     kept = [taught(whole, 2), routed(group(1), LARGE), group(2)]
     found = group_pack.decode(group_pack.encode(kept), described=[one.summary(n) for n, one in enumerate(kept)])
     assert [one.routers for one in found] == [SMALL, LARGE, None]
@@ -202,23 +204,10 @@ def test_what_no_router_can_choose_is_refused(change: Callable[[np.ndarray], np.
         ("num_experts", lambda values: [0, 0, 0], "num_experts"),
     ],
 )
-def test_a_hostile_pack_of_experts_is_refused(
-    monkeypatch: pytest.MonkeyPatch, column: str, change: Callable[[list], list], words: str
-) -> None:
+def test_a_hostile_pack_of_experts_is_refused(column: str, change: Callable[[list], list], words: str) -> None:
     """A worker can write anything; a reader names what does not fit."""
-    whole, real = routed(group(), SMALL), optional_columns.expert_columns
-    place = [field.name for field in optional_columns.EXPERT_FIELDS].index(column)
-
-    def columns(groups: list[Group]) -> list:
-        found = real(groups)
-        found[place] = type(found[place]).from_pandas(change(found[place].to_pylist()), type=found[place].type)
-        return found
-
-    with monkeypatch.context() as hostile:
-        hostile.setattr(optional_columns, "expert_columns", columns)
-        data = group_pack.encode([whole])
     with pytest.raises(PackError, match=words):
-        group_pack.decode(data)
+        group_pack.decode(altered(routed(group(), SMALL), column, change))
 
 
 def asking(group: Group) -> Task:
