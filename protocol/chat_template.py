@@ -66,7 +66,7 @@ class ChatTemplate:
             try:
                 return _process_of(self._text).ask(request)
             except _ProcessEnded:  # by the kernel or by somebody else, while it was idle: the template may be blameless
-                return _asked_again(self._text, request)
+                return _process_of(self._text).ask(request)
 
     def render_marked(self, messages: Sequence[Mapping[str, Any]], **names: Any) -> list[tuple[str, bool]]:
         """Return the texts that make up a chat, each with whether it is inside a ``{% generation %}`` block.
@@ -87,7 +87,7 @@ class ChatTemplate:
         return segments
 
 
-class _ProcessEnded(Exception):
+class _ProcessEnded(TemplateRefused):
     """The process has ended, and not by a limit."""
 
 
@@ -182,21 +182,11 @@ _PROCESSES: OrderedDict[str, _Process] = OrderedDict()  # by the template's text
 def _process_of(text: str) -> _Process:
     process = _PROCESSES.pop(text, None)
     if process is None or not process.stop.alive:
-        try:
-            process = _Process(text)
-        except _ProcessEnded as err:
-            raise TemplateRefused(str(err)) from None
+        process = _Process(text)
     _PROCESSES[text] = process
     while len(_PROCESSES) > _NUM_KEPT:
         _PROCESSES.popitem(last=False)[1].stop()
     return process
-
-
-def _asked_again(text: str, request: bytes) -> str:
-    try:
-        return _process_of(text).ask(request)
-    except _ProcessEnded as err:
-        raise TemplateRefused(str(err)) from None
 
 
 def _forget() -> None:

@@ -24,12 +24,12 @@ from penstock.protocol.call_arguments import ArgumentsForm, arguments_form, with
 from penstock.protocol.chat_template import MAX_TEMPLATE_CHARS, ChatTemplate
 from penstock.protocol.control_tokens import ControlTokens
 from penstock.protocol.errors import MalformedData, TemplateRefused, UnsupportedModel
+from penstock.protocol.model_folder import read_object
 from penstock.protocol.tokenizer_file import load_tokenizer
 
 Message = Mapping[str, Any]
 _T = TypeVar("_T")
 
-_MAX_CONFIG_BYTES = 64 * 1024**2
 _MAX_TOKEN_IDS = 2**31
 
 _ORDINARY_TAGS = re.compile(
@@ -273,21 +273,7 @@ def _refusing_panics() -> Iterator[None]:
         raise MalformedData(f"the model's tokenizer fails ({str(err)[:200]}); use another tokenizer or text") from None
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """Return a JSON object, or an empty one without the file; raises UnsupportedModel."""
-    if not path.is_file():
-        return {}
-    if path.stat().st_size > _MAX_CONFIG_BYTES:
-        raise UnsupportedModel(
-            f"{path}: {path.stat().st_size} bytes, the limit is {_MAX_CONFIG_BYTES}; restore the file"
-        )
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as err:
-        raise UnsupportedModel(f"{path}: not JSON ({err}); restore the file") from None
-    if not isinstance(content, dict):
-        raise UnsupportedModel(f"{path}: expected a JSON object, got {type(content).__name__}; restore the file")
-    return content
+read_json = partial(read_object, limit=64 * 1024**2, optional=True)
 
 
 def special_tokens_of(config: Mapping[str, Any], folder: Path) -> dict[str, str]:
