@@ -141,36 +141,19 @@ def test_messages_without_experts_are_what_they_were() -> None:
     assert known.routers == SMALL
 
 
-def _outside(ids: np.ndarray) -> np.ndarray:
-    ids[1, 0, -1] = 8
+def _with(ids: np.ndarray, place: tuple[int, ...], expert: int) -> np.ndarray:
+    ids[place] = expert
     return ids
-
-
-def _twice(ids: np.ndarray) -> np.ndarray:
-    ids[0, 2] = 3
-    return ids
-
-
-def _short(ids: np.ndarray) -> np.ndarray:
-    return ids[:-1]
-
-
-def _wide(ids: np.ndarray) -> np.ndarray:
-    return ids.astype(np.uint16)
-
-
-def _flat(ids: np.ndarray) -> np.ndarray:
-    return ids[:, :1]
 
 
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (_outside, "expert 8, expected one of 0 to 7"),
-        (_twice, "the same expert twice"),
-        (_short, r"experts of \d+ tokens in a trajectory of \d+, expected \d+: all but the last"),
-        (_wide, r"uint16 of shape .*, expected uint8"),
-        (_flat, r"of shape \(\d+, 1, 2\), expected uint8 of shape \(tokens, 3, 2\)"),
+        (lambda ids: _with(ids, (1, 0, -1), 8), "expert 8, expected one of 0 to 7"),
+        (lambda ids: _with(ids, (0, 2), 3), "the same expert twice"),
+        (lambda ids: ids[:-1], r"experts of \d+ tokens in a trajectory of \d+, expected \d+: all but the last"),
+        (lambda ids: ids.astype(np.uint16), r"uint16 of shape .*, expected uint8"),
+        (lambda ids: ids[:, :1], r"of shape \(\d+, 1, 2\), expected uint8 of shape \(tokens, 3, 2\)"),
     ],
 )
 def test_what_no_router_can_choose_is_refused(change: Callable[[np.ndarray], np.ndarray], words: str) -> None:

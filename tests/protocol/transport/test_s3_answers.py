@@ -146,6 +146,7 @@ UNREADABLE: dict[str, Callable[[Answer], Answer]] = {
     "random bytes as an error": lambda _: (400, "application/xml", _chance.randbytes(50), {}),
     "cut": lambda right: (right[0], right[1], right[2][: len(right[2]) // 2], {}),
     "an error with status 200": lambda _: xml(ERROR.format("InternalError", "We encountered an internal error")),
+    "an internal error": lambda _: (500, "text/plain", b"try again", {}),
     "an unknown error": lambda _: xml(ERROR.format("QuiteNew", "of a later version"), 418),
 }  # fmt: skip
 
@@ -288,6 +289,7 @@ def test_an_object_may_be_stored_as_html_and_its_head_has_any_type(serve: Callab
 @pytest.mark.parametrize(
     ("code", "says", "never"),
     [
+        ("InsufficientStorage", "full, or the quota", "access key"),
         ("QuotaExceeded", "quota of bucket or user", "access key"),
         ("XMinioAdminBucketQuotaExceeded", "quota of bucket or user", "access key"),
         ("InvalidObjectState", "is archived", "access key"),
