@@ -18,7 +18,11 @@ from penstock.protocol.groups import (
     AbandonedCompletion,
     BlobRef,
     GeneratedGroup,
+    ImageRef,
+    RouterShape,
+    RowImages,
     ScoredGroup,
+    Wire,
 )
 
 BLOB = BlobRef(key="runs/r/groups/v00000001/p.a.parquet", size_bytes=10, sha256="0" * 64)
@@ -141,27 +145,41 @@ def test_a_flipped_byte_never_escapes_the_error_tree(fact: facts.Fact, data: st.
         assert isinstance(facts.decode(bytes(raw), type(fact)), type(fact))
 
 
-def test_a_task_of_one_turn_is_written_as_before_episodes():
-    """Workers of earlier releases read it: ``messages`` is left out where it is empty."""
-    assert "messages" not in TASK.model_dump()
-    assert "seed" not in TASK.model_dump()
-    assert TASK.model_copy(update={"seed": 0}).model_dump()["seed"] == 0
-    chat = TASK.model_copy(update={"environment": "lookup", "messages": '[{"role": "user", "content": "get 3"}]'})
-    both = facts.TaskList(tasks=(TASK, chat))
-    assert facts.decode(facts.encode(both), facts.TaskList) == both
+ROUTERS = RouterShape(num_layers=3, num_experts=8, top_k=2)
+IMAGES = RowImages(
+    processor="a" * 64,
+    refs=(ImageRef(position=1, num_tokens=1, grid_thw=(1, 2, 2), sha256="b" * 64, size_bytes=77),),
+)
+ABANDONED = AbandonedCompletion(reason="surplus", num_tokens=7)
 
 
-def test_redundant_completions_are_written_only_where_there_are_any():
-    """Tasks and groups without them are those that earlier releases read and write; abandoned ones are never episodes'."""
-    for name in ("redundant_completions", "redundant_wait"):
-        assert name not in TASK.model_dump()
-    task = TASK.model_copy(update={"redundant_completions": 2, "redundant_wait": 0.5})
-    assert facts.decode(facts.encode(facts.TaskList(tasks=(task,))), facts.TaskList).tasks == (task,)
-    generated = make_group("e0.p0.a0").summary(0)
-    assert "abandoned" not in generated.model_dump()
-    one = AbandonedCompletion(reason="surplus", num_tokens=7)
-    document = generated.model_dump() | {"abandoned": (one.model_dump(),)}
-    assert GeneratedGroup.model_validate(document).abandoned == (one,)
-    episodes = {"rows": (1,) * len(generated.completion_tokens), "row_tokens": 100}
+@pytest.mark.parametrize(
+    ("model", "name", "value"),
+    [
+        (TASK, "messages", '[{"role": "user", "content": "get 3"}]'),
+        (TASK, "seed", 0),
+        (TASK, "images", IMAGES),
+        (TASK, "teacher_top_k", 0),
+        (TASK, "redundant_completions", 2),
+        (TASK, "redundant_wait", 0.5),
+        (TASK.sampling, "routers", ROUTERS),
+        (GENERATED, "abandoned", (ABANDONED,)),
+        (GENERATED, "teacher_top_k", 0),
+        (GENERATED, "routers", ROUTERS),
+        (GENERATED, "image_processor", "a" * 64),
+    ],
+)
+def test_a_field_of_a_later_release_is_written_only_where_it_is_used(model: Wire, name: str, value: object):
+    """Services of an earlier release read messages without it, and a step's digest, which leaves defaults out, stays the same."""
+    for document in (model.model_dump(), model.model_dump(exclude_defaults=True)):
+        assert name not in document
+    used = model.model_copy(update={name: value})
+    assert name in used.model_dump()
+    assert type(model).model_validate(used.model_dump(), strict=True) == used
+
+
+def test_no_completion_of_a_group_of_episodes_is_abandoned():
+    episodes = {"rows": (1,) * len(GENERATED.completion_tokens), "row_tokens": 100}
+    document = GENERATED.model_dump() | {"abandoned": (ABANDONED.model_dump(),)} | episodes
     with pytest.raises(ValidationError, match="1 abandoned completions in a group of episodes, expected none"):
-        GeneratedGroup.model_validate(document | episodes)
+        GeneratedGroup.model_validate(document)

@@ -14,7 +14,7 @@ from tests.trainer.groups.stored_groups import taught
 
 from penstock.protocol.episode import Episode
 from penstock.protocol.errors import PackError
-from penstock.protocol.groups import GeneratedGroup, RouterShape, Sampling, Task
+from penstock.protocol.groups import RouterShape, Sampling, Task
 from penstock.protocol.packs import group_pack, optional_columns, pack_bounds
 from penstock.protocol.packs.task_promise import TaskPromise, TaskSettings
 from penstock.protocol.token_annotations import ExpertChoices, dtype_of
@@ -129,16 +129,6 @@ def test_choices_that_no_reader_would_hold_are_refused(monkeypatch: pytest.Monke
     for refused in (lambda: group_pack.encode([whole]), lambda: group_pack.decode(data)):
         with pytest.raises(PackError, match=r"experts of 19 tokens in 3 rows have 114 bytes, at most 113: 2 of 8"):
             refused()
-
-
-def test_messages_without_experts_are_what_they_were() -> None:
-    """Services of an earlier release read them: they have no field that these do not know."""
-    plain = group().summary(0)
-    assert "routers" not in plain.model_dump()
-    assert "routers" not in plain.model_dump(exclude_defaults=True)  # as a step's digest does it
-    assert "routers" not in Sampling(max_new_tokens=3).model_dump()
-    known = GeneratedGroup.model_validate(routed(group(), SMALL).summary(0).model_dump(), strict=True)
-    assert known.routers == SMALL
 
 
 def _with(ids: np.ndarray, place: tuple[int, ...], expert: int) -> np.ndarray:

@@ -17,7 +17,7 @@ from tests.trainer.groups.stored_groups import taught
 
 from penstock.protocol.episode import EpisodeRow
 from penstock.protocol.errors import PackError
-from penstock.protocol.groups import GeneratedGroup, ImageRef, RowImages, Task
+from penstock.protocol.groups import ImageRef, RowImages, Task
 from penstock.protocol.packs import group_pack, pack_bounds
 from penstock.protocol.packs.task_promise import TaskPromise
 from penstock.protocol.trajectory import Group
@@ -50,16 +50,6 @@ def test_a_pack_gives_back_where_the_images_are() -> None:
         (one,) = group_pack.decode(data, [2])
         assert one.trajectories[0].images == IMAGES.before(3)
     assert "image_processor" not in table_of(group(1, None)).schema.names
-
-
-def test_messages_without_images_are_what_they_were() -> None:
-    """Services of an earlier release read them: they have no field that these do not know."""
-    assert "image_processor" not in group(0, None).summary(0).model_dump()
-    assert "images" not in make_task().model_dump()
-    known = GeneratedGroup.model_validate(group().summary(0).model_dump(), strict=True)
-    assert known.image_processor == "a" * 64
-    task = task_of(IMAGES)
-    assert Task.model_validate(task.model_dump(), strict=True) == task
 
 
 def task_of(images: RowImages | None) -> Task:

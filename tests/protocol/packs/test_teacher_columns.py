@@ -11,7 +11,7 @@ from tests.episodes import forked, group_of, one_turn
 from tests.trainer.groups.stored_groups import invent_group, taught
 
 from penstock.protocol.errors import PackError
-from penstock.protocol.groups import GeneratedGroup, RewardRequest, Sampling, Task
+from penstock.protocol.groups import RewardRequest, Sampling, Task
 from penstock.protocol.packs import group_pack, pack_bounds
 from penstock.protocol.packs.task_promise import TaskPromise, TaskSettings
 from penstock.protocol.token_annotations import TeacherRow, TeacherScores
@@ -55,14 +55,6 @@ def test_episodes_have_a_teacher_too() -> None:
     counts = [len(row.logprobs) for row in found.teacher.rows]
     assert counts == [int(row.loss_mask.sum()) for row in found.trajectories]
     assert [row.top_ids.tolist() for row in found.teacher.rows] == [row.top_ids.tolist() for row in whole.teacher.rows]
-
-
-def test_messages_without_a_teacher_are_what_they_were() -> None:
-    """Services of an earlier release read them: they have no field that these do not know."""
-    summary = group().summary(0)
-    assert "teacher_top_k" not in summary.model_dump()
-    assert "teacher_top_k" not in summary.model_dump(exclude_defaults=True)  # as a step's digest does it
-    assert GeneratedGroup.model_validate(taught(group(), 2).summary(0).model_dump(), strict=True).teacher_top_k == 2
 
 
 @pytest.mark.parametrize(

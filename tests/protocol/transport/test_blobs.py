@@ -72,7 +72,7 @@ def test_a_large_file_of_another_size_is_not_fetched(
     """An object that is larger than its message states would fill the disk before its hash is known."""
     ref = blobs.put(f"runs/{run_id}/large", b"x" * 1000)
     monkeypatch.setattr("penstock.protocol.transport.blobs._CHUNK_BYTES", 1)
-    monkeypatch.setattr(blobs._requests, "get_file", lambda *_: pytest.fail("it is fetched"))
+    monkeypatch.setattr(blobs, "_fetch_large", lambda *_: pytest.fail("it is fetched"))
     with pytest.raises(BlobCorrupt, match="1000 bytes, expected 500"):
         blobs.get_file(ref.model_copy(update={"size_bytes": 500}), tmp_path / "target")
     assert list(tmp_path.iterdir()) == []

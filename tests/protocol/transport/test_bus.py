@@ -69,9 +69,9 @@ def issue(bus: Bus, run: str, number: int, *, split: str = "train") -> bool:
     return issuing(bus, run, number, split).wait().duplicate
 
 
-def issuing(bus: Bus, run: str, number: int, split: str = "train") -> Pending[Receipt]:
+def issuing(bus: Bus, run: str, number: int, split: str = "train", *, deadline_s: float = 120.0) -> Pending[Receipt]:
     fact = make_task_issued(run, f"p{number}", [make_task(f"e0.p{number}.a0")])
-    return bus.publish(subjects.tasks(run, split), fact, msg_id=f"p{number}")
+    return bus.publish(subjects.tasks(run, split), fact, msg_id=f"p{number}", deadline_s=deadline_s)
 
 
 def task_inbox(bus: Bus, run: str, limits: StreamLimits | None = None) -> Inbox[TaskIssued]:
@@ -443,6 +443,9 @@ def test_a_missing_stream_is_named_with_its_remedy(bus: Bus, run_id: str) -> Non
         bus.stream_state(f"{run_id}-tasks").wait()
     with pytest.raises(MissingStream, match=rf"no stream {run_id}-events"):
         bus.tail(f"{run_id}-events", subjects.events(run_id), RunEvent, print).wait()
+    bus.ensure_stream(streams.streams(run_id)[0]).wait()
+    with pytest.raises(MissingStream, match=rf"consumer rollout-train of {run_id}-tasks.*penstock bootstrap"):
+        bus.consumer_state(streams.tasks_consumer(run_id, "train")).wait()
 
 
 @pytest.mark.parametrize("max_messages", [1, 10])

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 from nats.js import api
-from tests.groups import make_task, make_task_issued
+from tests.protocol.transport.test_bus import issuing
 from tests.servers import NatsCluster, wait_for
 
 from penstock.deploy.bootstrap import bootstrap
@@ -77,9 +77,7 @@ def write(state: KeyValue, value: bytes) -> int:
 
 def issue(bus: Bus, run: str, number: int, *, deadline_s: float = 120.0) -> int:
     """Publish task pack ``number``; returns its sequence number."""
-    fact = make_task_issued(run, f"p{number}", [make_task(f"e0.p{number}.a0")])
-    subject = subjects.tasks(run, "train")
-    return bus.publish(subject, fact, msg_id=f"p{number}", deadline_s=deadline_s).wait().sequence
+    return issuing(bus, run, number, deadline_s=deadline_s).wait().sequence
 
 
 # ── replicas ──────────────────────────────────────────────────────────────────────────────────────
@@ -367,9 +365,8 @@ def test_a_publication_that_is_under_way_is_no_refusal(cluster: NatsCluster, clu
     """A leader without followers has the first try in its hands when the second comes: it says so, and the caller waits."""
     clustered.ensure_stream(streams.streams(run_id)[0]).wait()
     issue(clustered, run_id, 0)
-    fact = make_task_issued(run_id, "p1", [make_task("e0.p1.a0")])
     with stopped_followers(cluster, clustered, streams.stream_name(run_id, "tasks")):
-        published = clustered.publish(subjects.tasks(run_id, "train"), fact, msg_id="p1", deadline_s=120.0)
+        published = issuing(clustered, run_id, 1)
         time.sleep(ATTEMPT_S + 2.0)
         assert not published.done(), "no majority has the message, so it cannot be stored"
     assert published.wait().sequence == 2

@@ -23,7 +23,6 @@ from penstock.protocol.errors import (
 )
 from penstock.protocol.groups import BlobRef
 from penstock.protocol.transport.blobs import Blobs
-from penstock.protocol.transport.s3_client import S3Requests
 
 DATA = b"a pack of groups"
 KEY = "runs/r/groups/x.parquet"
@@ -112,18 +111,17 @@ def operations(settings: S3Settings, folder: Path, deadline_s: float) -> dict[st
     blobs = Blobs(settings, deadline_s=deadline_s, run_id="r")
     large = folder / "large"
     large.write_bytes(bytes(6 << 20))  # two parts
-    requests = S3Requests(settings, None, deadline_s=deadline_s)
     return {
         "put": lambda: blobs.put(KEY, DATA),
         "put_file": lambda: blobs.put_file(KEY, large),
         "get": lambda: blobs.get(REF),
         "get_unverified": lambda: blobs.get_unverified(KEY),
-        "get_file": lambda: requests.get_file(KEY, folder / "got"),
-        "size": lambda: requests.size_bytes(KEY),
+        "get_file": lambda: blobs._fetch_large(KEY, folder / "got"),
+        "size": lambda: blobs.exists(KEY),
         "list": lambda: list(blobs.list("runs/r/")),
         "delete": lambda: blobs.delete([KEY]),
         "check": lambda: blobs.check("r", deadline_s=deadline_s),
-        "bucket": lambda: requests.bucket_exists(deadline_s=deadline_s),
+        "bucket": lambda: blobs._requests.call("check", lambda client, bucket: client.bucket_exists(bucket)),
     }  # fmt: skip
 
 
