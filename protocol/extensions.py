@@ -103,10 +103,7 @@ class Registry(Generic[Kind]):
         )
 
     def _load(self, name: str, module_name: str, attribute: str) -> Extension[Kind]:
-        module = _import(module_name, f"{self.kind} {name!r}")
-        value = getattr(module, attribute, None)
-        if value is None:
-            raise ConfigError(f"{self.kind} {name!r}: {module.__file__} has no attribute {attribute!r}")
+        module, value = _imported(module_name, attribute, f"{self.kind} {name!r}")
         if isinstance(value, type) and issubclass(value, self._expected):
             try:
                 value = value()
@@ -128,10 +125,7 @@ def load_attribute(reference: str, what: str) -> object:
     module_name, _, attribute = reference.rpartition(":")
     if not module_name or not attribute:
         raise ConfigError(f"{what} {reference!r}: expected module:attribute or file.py:attribute")
-    module = _import(module_name, f"{what} {reference!r}")
-    if not hasattr(module, attribute):
-        raise ConfigError(f"{what} {reference!r}: {module.__file__} has no attribute {attribute!r}")
-    return getattr(module, attribute)
+    return _imported(module_name, attribute, f"{what} {reference!r}")[1]
 
 
 def source_digest(module: ModuleType) -> str:
@@ -152,13 +146,17 @@ def _modules(package: str) -> Iterator[ModuleType]:
         yield importlib.import_module(info.name)
 
 
-def _import(name: str, what: str) -> ModuleType:
+def _imported(name: str, attribute: str, what: str) -> tuple[ModuleType, object]:
+    """Return a module and one of its attributes; raises ConfigError that begins with ``what``."""
     try:
-        return _from_file(Path(name)) if name.endswith(".py") else _from_module(name)
+        module = _from_file(Path(name)) if name.endswith(".py") else _from_module(name)
     except ConfigError as err:
         raise ConfigError(f"{what}: {err}") from None
     except Exception as err:
         raise ConfigError(f"{what}: importing {name} failed: {type(err).__name__}: {err}") from err
+    if not hasattr(module, attribute):
+        raise ConfigError(f"{what}: {module.__file__} has no attribute {attribute!r}")
+    return module, getattr(module, attribute)
 
 
 def _from_file(path: Path) -> ModuleType:
