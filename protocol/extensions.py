@@ -1,14 +1,7 @@
 """Extensions by name: built in, by import path, or by entry point of an installed package.
 
-A run file names an extension in one of four ways:
-
-| written                     | is                                                                                 |
-|-----------------------------|------------------------------------------------------------------------------------|
-| ``ppo_clip``                | built in: one file of a package of Penstock, or of a package in it                 |
-| ``my_pkg.losses:tilted``    | the attribute ``tilted`` of an importable module                                   |
-| ``my_losses.py:tilted``     | the attribute ``tilted`` of a file, relative to the working directory              |
-| ``tilted``                  | an entry point of that name, in the group of its kind (such as ``penstock.losses``) |
-
+A run file names an extension in one of the four ways of docs/extending.md: ``ppo_clip`` (built in: a file of a package of Penstock, or of
+a package in it), ``my_pkg.losses:tilted``, ``my_losses.py:tilted`` and ``tilted``, an entry point in the group of its kind.
 An attribute that is a class stands for an instance of it, made without arguments.
 What comes from outside Penstock carries a digest of its source, which a run records: replay reports when it changed.
 The working directory is searched for the module that was named, after everything that is installed, and for nothing else.

@@ -93,7 +93,6 @@ def _set(name: str, *values: Any) -> Hostile:
 
 
 def _sample_nothing(columns: Columns) -> None:
-    """Take the mask, log-probabilities and runs of the first trajectory out."""
     length = len(columns["token_ids"][0])
     columns["loss_mask"][0], columns["behaviour_logprobs"][0] = [False] * length, [0.0] * length
     columns["version_runs"][0] = []
@@ -215,20 +214,10 @@ def _wide_schema() -> Hostile:
     return _stored(table)
 
 
-def _nan_payload() -> Hostile:
-    logprobs = _table().to_pydict()["behaviour_logprobs"]
-    logprobs[1][-1] = float("nan")
-    return _set("behaviour_logprobs", *logprobs)
-
-
 def _moved_mask() -> Hostile:
     masks = _table().to_pydict()["loss_mask"]
     masks[1][0], masks[1][-1] = True, False
     return _set("loss_mask", *masks)
-
-
-def _one_trajectory_of(group: Group) -> Group:
-    return replace(group, trajectories=group.trajectories[:1])
 
 
 def _with_prompt(group: Group) -> Group:
@@ -245,12 +234,18 @@ def _with_reward(**fields: Any) -> Callable[[Group], Group]:
 
 
 STRUCT = pa.struct([pa.field("element", pa.int32(), nullable=False)])
+LIST_OF_STRUCTS = pa.list_(pa.field("element", STRUCT, nullable=False))
 
 # Hostile packs by name; `TRAINER_ONLY` are those that show only in columns which the reward service does not read, or against a task,
 # which it does not know.
 _OF_BOTH: dict[str, Callable[[], Hostile]] = {
     # schema
     "token ids are a struct": lambda: _with_type("token_ids", STRUCT, {"element": 1}),
+    "token ids are lists of structs": lambda: _with_type("token_ids", LIST_OF_STRUCTS, [{"element": 1}]),
+    "token ids are uint32": lambda: _with_type("token_ids", pa.list_(pa.uint32()), [1, 2]),
+    "the group id is a number": lambda: _with_type("group_id", pa.int64(), 7),
+    "log-probabilities are text": lambda: _with_type("behaviour_logprobs", pa.list_(pa.string()), ["-1"]),
+    "the number of prompt tokens is text": lambda: _with_type("num_prompt_tokens", pa.string(), "4"),
     "token ids are one number": lambda: _with_type("token_ids", pa.int32(), 1),
     "token ids are int64": lambda: _with_type("token_ids", pa.list_(pa.int64()), [1, 2]),
     "token ids are floats": lambda: _with_type("token_ids", pa.list_(pa.float32()), [1.0]),
@@ -314,7 +309,7 @@ TRAINER_ONLY: dict[str, Callable[[], Hostile]] = {
     # values
     "a negative token id": lambda: _set_token("token_ids", -1, -1),
     "a token id beyond the vocabulary": lambda: _set_token("token_ids", -1, VOCABULARY),
-    "a log-probability of NaN": _nan_payload,
+    "a log-probability of NaN": lambda: _set_token("behaviour_logprobs", -1, float("nan")),
     "a log-probability of infinity": lambda: _set_token("behaviour_logprobs", -1, float("inf")),
     "a log-probability of minus infinity": lambda: _set_token("behaviour_logprobs", -1, float("-inf")),
     "a log-probability above 0": lambda: _set_token("behaviour_logprobs", -1, 0.5),
@@ -350,7 +345,7 @@ TRAINER_ONLY: dict[str, Callable[[], Hostile]] = {
     "described as issued for another version": lambda: _described(issued_version=0),
     "described as another attempt": lambda: _described(attempt=3),
     # the task
-    "one trajectory instead of the group": lambda: _group_of(_one_trajectory_of),
+    "one trajectory instead of the group": lambda: _group_of(lambda g: replace(g, trajectories=g.trajectories[:1])),
     "another prompt than the task's": lambda: _group_of(_with_prompt),
     "the prompt's text is another": lambda: _group_of(lambda g: replace(g, prompt_text="say 1 2 3")),
     "a truth that the task did not give": lambda: _group_of(_with_reward(ground_truth='"abc"')),
