@@ -36,14 +36,14 @@ def test_the_third_reader_does_not_get_it(bus: Bus, run: str, nats_settings: Nat
     assert [_take_and_die(nats_settings, run) for _ in range(2)] == [1, 2]
     inbox = task_inbox(bus, run, SHORT)
     wait_for(
-        lambda: not inbox.fetch(1, 0.2).wait() and bus.stream_state(f"{run}-tasks").wait().num_messages == 0,
+        lambda: inbox.fetch(1, 0.2).wait() or bus.stream_state(f"{run}-tasks").wait().num_messages == 0,
         "an empty queue",
     )
+    assert inbox.num_held == 0
     letters = dead_letters(bus, run, 1)
     assert [(letter.reason, letter.stage, letter.group_ids) for letter in letters] == [
         ("ReaderKilled", "tasks", ("e0.p1.a0",))
     ]
-    assert inbox.num_held == 0
 
 
 def test_returns_and_one_killed_reader_quarantine_nothing(bus: Bus, run: str, nats_settings: NatsSettings) -> None:
