@@ -345,10 +345,12 @@ def test_undecodable_messages_of_every_kind_are_dead_lettered_in_every_queue(
     for data in poison:
         bus._connection.call(bus._connection.js.publish(subject, data), "poison").wait()
     inbox = bus.inbox(consumer(run), kind).wait()
-    wait_for(
-        lambda: not inbox.fetch(9, 0.1).wait() and bus.stream_state(f"{run}-{stage}").wait().num_messages == 0,
-        "an empty queue",
-    )
+
+    def is_empty() -> bool:
+        assert inbox.fetch(9, 0.1).wait() == []
+        return bus.stream_state(f"{run}-{stage}").wait().num_messages == 0
+
+    wait_for(is_empty, "an empty queue")
     letters = dead_letters(bus, run, len(poison))
     assert sorted(letter.payload for letter in letters) == sorted(poison)
     assert {letter.reason for letter in letters} == {"MalformedFact", "UnknownSchema"}
