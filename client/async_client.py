@@ -93,7 +93,7 @@ class AsyncRun(_AsyncHandle[Run]):
 
     async def events(self) -> AsyncIterator[Event]:
         """See `Run.events`."""
-        arriving = self._handle._arriving()
+        arriving = self._handle._backend.events()
         over = object()
         while (event := await asyncio.to_thread(next, arriving, over)) is not over:
             if isinstance(event, Event):

@@ -161,11 +161,7 @@ class Run(_Handle[RunBackend]):
 
         Of a run that is over already, its steps and evaluations.
         """
-        return (event for event in self._arriving() if event is not None)
-
-    def _arriving(self) -> Iterator[Event | None]:
-        """Yield what `events` does, and None several times a second while none arrives."""
-        return self._backend.events()
+        return (event for event in self._backend.events() if event is not None)
 
     def pause(self) -> None:
         """Pause the run: no new work is issued, what is under way is trained, a checkpoint is written."""

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from penstock.protocol.config.run_file import toml_text
+from penstock.protocol.config.run_file import toml_key, toml_text
+from penstock.protocol.config.sources import put
 from penstock.protocol.errors import ConfigError
 
 Values = dict[tuple[str, ...], Any]
@@ -18,7 +18,6 @@ DATA = frozenset(
 REWARD = ("reward", "name")
 MODEL = ("model", "path")
 
-_BARE_KEY = re.compile(r"[A-Za-z0-9_-]+")
 _HEAD = "# Written by penstock.Client. To continue this run: {command}\n"
 
 
@@ -61,21 +60,18 @@ def nested(values: Values) -> dict[str, Any]:
     """Return the values as sections, as the Runs API takes them."""
     sections: dict[str, Any] = {}
     for path, value in values.items():
-        place = sections
-        for part in path[:-1]:
-            place = place.setdefault(part, {})
-        place[path[-1]] = value
+        put(sections, path, value)
     return sections
 
 
 def overrides(values: Values) -> list[str]:
-    return [f"{_key(path)}={toml_text(value)}" for path, value in values.items()]
+    return [f"{toml_key(path)}={toml_text(value)}" for path, value in values.items()]
 
 
 def run_file_text(values: Values, command: str) -> str:
     """Return the run file; ``command`` is the shell command that continues the run."""
     return _HEAD.format(command=command) + "".join(
-        f"{_key(path)} = {toml_text(value)}\n" for path, value in values.items()
+        f"{toml_key(path)} = {toml_text(value)}\n" for path, value in values.items()
     )
 
 
@@ -104,7 +100,3 @@ def _plain(path: tuple[str, ...], value: Any) -> Any:
     raise ConfigError(
         f"{'.'.join(path)}: expected a number, a text, True, False, None, a list or a dictionary, got {type(value).__name__}"
     )
-
-
-def _key(path: tuple[str, ...]) -> str:
-    return ".".join(part if _BARE_KEY.fullmatch(part) else toml_text(part) for part in path)

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import io
 import sys
-import textwrap
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from pydantic import BaseModel
 from rich.console import Console
@@ -71,13 +70,30 @@ def data_forms() -> str:
 
 
 def errors() -> str:
-    """Return the trees of errors, a section for each package, as the modules that define them draw them."""
+    """Return the trees of errors, a section for each package, of the classes that its module defines."""
     parts = []
     for name, module in _TREES.items():
-        summary, _, rest = (module.__doc__ or "").partition("\n\n")
-        body = f"\n```text\n{textwrap.dedent(rest).strip()}\n```\n" if rest else ""
-        parts.append(f"## {name}\n\n{summary.strip()}\n{body}")
+        classes = [
+            kind
+            for kind in vars(module).values()
+            if isinstance(kind, type) and issubclass(kind, Exception) and kind.__module__ == module.__name__
+        ]
+        roots = {kind.__bases__[0]: None for kind in classes if kind.__bases__[0] not in classes}
+        lines = [line for root in roots for line in (root.__name__, *_below(root, classes))]
+        summary = (module.__doc__ or "").partition("\n\n")[0]
+        parts.append(f"## {name}\n\n{summary.strip()}\n\n```text\n{chr(10).join(lines)}\n```\n")
     return "\n".join(parts)
+
+
+def _below(base: type, classes: Sequence[type], indent: str = "") -> list[str]:
+    """Return the lines of a tree of the classes below a base, each with the first sentence of its docstring."""
+    children = [kind for kind in classes if kind.__bases__[0] is base]
+    lines = []
+    for kind in children:
+        mark, further = ("└── ", "    ") if kind is children[-1] else ("├── ", "│   ")
+        summary = " ".join((kind.__doc__ or "").partition("\n\n")[0].split())
+        lines += [f"{indent + mark + kind.__name__:<34}{summary}", *_below(kind, classes, indent + further)]
+    return lines
 
 
 def facts() -> str:

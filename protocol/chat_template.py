@@ -12,8 +12,8 @@ import marshal
 import os
 import re
 import secrets
-import select
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -66,7 +66,7 @@ class ChatTemplate:
             try:
                 return _process_of(self._text).ask(request)
             except _ProcessEnded:  # by the kernel or by somebody else, while it was idle: the template may be blameless
-                return _asked_again(self._text, request)
+                return _process_of(self._text).ask(request)
 
     def render_marked(self, messages: Sequence[Mapping[str, Any]], **names: Any) -> list[tuple[str, bool]]:
         """Return the texts that make up a chat, each with whether it is inside a ``{% generation %}`` block.
@@ -87,7 +87,7 @@ class ChatTemplate:
         return segments
 
 
-class _ProcessEnded(Exception):
+class _ProcessEnded(TemplateRefused):
     """The process has ended, and not by a limit."""
 
 
@@ -96,19 +96,13 @@ class _Process:
 
     def __init__(self, text: str) -> None:
         """Start it and compile; raises TemplateRefused for invalid Jinja."""
-        self._process = subprocess.Popen(
-            [sys.executable, "-P", str(_PROGRAM), str(MAX_BYTES), str(MAX_CHARS)],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, process_group=0, bufsize=0,
-        )  # fmt: skip
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        self._stdin, self._stdout = self._process.stdin.fileno(), self._process.stdout.fileno()
-        os.set_blocking(self._stdin, False)
-        os.set_blocking(self._stdout, False)
-        self._poll = {fd: select.poll() for fd in (self._stdin, self._stdout)}
-        self._poll[self._stdin].register(self._stdin, select.POLLOUT)
-        self._poll[self._stdout].register(self._stdout, select.POLLIN)
-        self.stop = weakref.finalize(self, _stop, self._process)
+        self._connection, theirs = socket.socketpair()
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, "-P", str(_PROGRAM), str(MAX_BYTES), str(MAX_CHARS)],
+                stdin=theirs.fileno(), stdout=theirs.fileno(), stderr=subprocess.DEVNULL, process_group=0,
+            )  # fmt: skip
+        self.stop = weakref.finalize(self, _stop, self._process, self._connection)
         try:
             self.ask(marshal.dumps((MAX_CPU_S, text)))
         except TemplateRefused as err:
@@ -119,13 +113,17 @@ class _Process:
         """Return the answer to a request; raises TemplateRefused, and _ProcessEnded where the process is gone."""
         deadline = time.monotonic() + _MAX_WALL_S
         try:
-            self._write(len(request).to_bytes(8, "little") + request, deadline)
+            self._connection.settimeout(_MAX_WALL_S)
+            self._connection.sendall(len(request).to_bytes(8, "little") + request)
             size = int.from_bytes(self._read(8, deadline), "little")
             if not 0 < size <= 1 + 4 * MAX_CHARS:
-                raise BrokenPipeError
+                raise EOFError
             answer = self._read(size, deadline)
-        except (BrokenPipeError, EOFError):
+        except (ConnectionError, EOFError):
             raise self._ended() from None
+        except TimeoutError:
+            self.stop()
+            raise TemplateRefused(f"the rendering did not end within {_MAX_WALL_S:.0f} s") from None
         except BaseException:  # too late, or interrupted: what comes next would be the answer to this request
             self.stop()
             raise
@@ -144,35 +142,21 @@ class _Process:
             return TemplateRefused(f"the rendering uses more than {MAX_CPU_S:g} s of CPU time")
         return _ProcessEnded(f"the process that renders it ended with code {code}")
 
-    def _write(self, data: bytes, deadline: float) -> None:
-        left = memoryview(data)
-        while left:
-            try:
-                left = left[os.write(self._stdin, left) :]
-            except BlockingIOError:
-                self._wait(self._stdin, deadline)
-
     def _read(self, size: int, deadline: float) -> bytearray:
         data = bytearray()
         while len(data) < size:
-            self._wait(self._stdout, deadline)
-            part = os.read(self._stdout, size - len(data))
+            self._connection.settimeout(max(0.001, deadline - time.monotonic()))
+            part = self._connection.recv(size - len(data))
             if not part:
                 raise EOFError
             data += part
         return data
 
-    def _wait(self, fd: int, deadline: float) -> None:
-        if not self._poll[fd].poll(1000 * max(0.0, deadline - time.monotonic())):
-            raise TemplateRefused(f"the rendering did not end within {_MAX_WALL_S:.0f} s")
 
-
-def _stop(process: subprocess.Popen[bytes]) -> None:
+def _stop(process: subprocess.Popen[bytes], connection: socket.socket) -> None:
     process.kill()
     process.wait()
-    for pipe in (process.stdin, process.stdout):
-        assert pipe is not None
-        pipe.close()
+    connection.close()
 
 
 _LOCK = threading.RLock()
@@ -182,21 +166,11 @@ _PROCESSES: OrderedDict[str, _Process] = OrderedDict()  # by the template's text
 def _process_of(text: str) -> _Process:
     process = _PROCESSES.pop(text, None)
     if process is None or not process.stop.alive:
-        try:
-            process = _Process(text)
-        except _ProcessEnded as err:
-            raise TemplateRefused(str(err)) from None
+        process = _Process(text)
     _PROCESSES[text] = process
     while len(_PROCESSES) > _NUM_KEPT:
         _PROCESSES.popitem(last=False)[1].stop()
     return process
-
-
-def _asked_again(text: str, request: bytes) -> str:
-    try:
-        return _process_of(text).ask(request)
-    except _ProcessEnded as err:
-        raise TemplateRefused(str(err)) from None
 
 
 def _forget() -> None:

@@ -24,13 +24,14 @@ from penstock.protocol.call_arguments import ArgumentsForm, arguments_form, with
 from penstock.protocol.chat_template import MAX_TEMPLATE_CHARS, ChatTemplate
 from penstock.protocol.control_tokens import ControlTokens
 from penstock.protocol.errors import MalformedData, TemplateRefused, UnsupportedModel
+from penstock.protocol.model_folder import read_object
 from penstock.protocol.tokenizer_file import load_tokenizer
 
 Message = Mapping[str, Any]
 _T = TypeVar("_T")
 
-_MAX_CONFIG_BYTES = 64 * 1024**2
 _MAX_TOKEN_IDS = 2**31
+_ANSWER = {"role": "assistant", "content": "SEAM"}
 
 _ORDINARY_TAGS = re.compile(
     r"think|tool_call|tool_response|image", re.IGNORECASE
@@ -111,10 +112,9 @@ class ChatTokenizer:
     def _filled(
         self, render: Callable[..., _T], messages: Sequence[Message], tools: Sequence[Any], *, prompt: bool
     ) -> _T:
-        names = {**self._special_tokens, **self._arguments}
         messages = self.with_arguments(messages)
-        try:  # as in transformers, tools are None without any: a template may tell that from an empty list
-            return render(messages, tools=list(tools) or None, documents=None, add_generation_prompt=prompt, **names)
+        try:
+            return render(messages, **self._names(tools, prompt=prompt))
         except TemplateRefused as err:
             is_bare = "has no attribute 'function'" in str(err)
             fix = (
@@ -123,6 +123,14 @@ class ChatTokenizer:
                 else ""
             )
             raise MalformedData(f"the model's chat template refuses the chat: {err}{fix}") from None
+
+    def _names(self, tools: Sequence[Any] = (), *, prompt: bool = False) -> dict[str, Any]:
+        """Return what a template reads besides the messages.
+
+        As in transformers, tools are None without any: a template may tell that from an empty list.
+        """
+        of_call = {"tools": list(tools) or None, "documents": None, "add_generation_prompt": prompt}
+        return {**of_call, **self._special_tokens, **self._arguments}
 
     def with_arguments(self, messages: Sequence[Message]) -> Sequence[Message]:
         """Return messages whose calls have their arguments in the form that the template writes, an object or a JSON text."""
@@ -133,31 +141,18 @@ class ChatTokenizer:
     @cached_property
     def _arguments_form(self) -> ArgumentsForm:
         assert self._template is not None
-        names = {
-            "tools": None,
-            "documents": None,
-            "add_generation_prompt": False,
-            **self._special_tokens,
-            **self._arguments,
-        }
-        return arguments_form(partial(self._template.render, **names))
+        return arguments_form(partial(self._template.render, **self._names()))
 
     @cached_property
     def tags_tool_results(self) -> bool:
         """Whether the template writes a tool's result between ``<tool_response>`` tags."""
-        result = {"role": "tool", "content": "SEAM", "tool_call_id": "call00001"}
-        try:
-            return "<tool_response>" in self.render(
-                [{"role": "user", "content": "u"}, result], add_generation_prompt=False
-            )
-        except MalformedData:
-            return False
+        return "<tool_response>" in self._shown({"role": "tool", "content": "SEAM", "tool_call_id": "call00001"})
 
     @cached_property
     def control_tokens(self) -> ControlTokens:
         """Those of the added tokens that are marked as special, end a text, or are written by the template around its messages."""
         ids = (*self.eos_ids, *map(self._tokenizer.token_to_id, self._special_tokens.values()))
-        chat = self._answered_chat()
+        chat = self._shown(_ANSWER)
         texts = [
             token.content
             for number, token in self._tokenizer.get_added_tokens_decoder().items()
@@ -213,17 +208,14 @@ class ChatTokenizer:
 
     def endless_turn(self) -> str:
         """Return what the template writes after an answer, if no end token is in it; empty if one is, or it cannot be seen."""
-        _, marker, behind = self._answered_chat().rpartition("SEAM")
+        _, marker, behind = self._shown(_ANSWER).rpartition("SEAM")
         is_ended = not marker or not behind.strip() or any(token in self.eos_ids for token in self.encode(behind))
         return "" if is_ended else behind.strip()
 
-    def _answered_chat(self) -> str:
-        """Return a chat of two messages as the template writes it, of which the answer is SEAM; empty if it refuses it."""
+    def _shown(self, second: Message) -> str:
+        """Return a chat of a user's message and a second one as the template writes it; empty if it refuses it."""
         try:
-            return self.render(
-                [{"role": "user", "content": "u"}, {"role": "assistant", "content": "SEAM"}],
-                add_generation_prompt=False,
-            )
+            return self.render([{"role": "user", "content": "u"}, second], add_generation_prompt=False)
         except MalformedData:
             return ""
 
@@ -273,21 +265,7 @@ def _refusing_panics() -> Iterator[None]:
         raise MalformedData(f"the model's tokenizer fails ({str(err)[:200]}); use another tokenizer or text") from None
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """Return a JSON object, or an empty one without the file; raises UnsupportedModel."""
-    if not path.is_file():
-        return {}
-    if path.stat().st_size > _MAX_CONFIG_BYTES:
-        raise UnsupportedModel(
-            f"{path}: {path.stat().st_size} bytes, the limit is {_MAX_CONFIG_BYTES}; restore the file"
-        )
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as err:
-        raise UnsupportedModel(f"{path}: not JSON ({err}); restore the file") from None
-    if not isinstance(content, dict):
-        raise UnsupportedModel(f"{path}: expected a JSON object, got {type(content).__name__}; restore the file")
-    return content
+read_json = partial(read_object, limit=64 * 1024**2, optional=True)
 
 
 def special_tokens_of(config: Mapping[str, Any], folder: Path) -> dict[str, str]:

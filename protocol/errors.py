@@ -1,40 +1,4 @@
-"""Every situation in which the protocol refuses to go on, drawn as one tree.
-
-    PenstockError
-    ├── WireError                 a message from outside is not what it claims to be
-    │   ├── UnknownSchema         no such fact, or a version this build does not read
-    │   ├── MalformedFact         the fields do not fit the schema
-    │   └── MessageTooLarge       above the 64 KB every message keeps
-    ├── ReaderKilled             two readers were killed while they processed this message
-    ├── PackError                 a group pack, or a step's log-probabilities, is not readable or not what it should be
-    │   ├── TextMismatch          the text that was scored is not that of the tokens to train on
-    │   └── UnpublishedVersion    tokens are said to be sampled by a version that was never published
-    ├── TemplateRefused           a model's chat template is invalid, refuses a chat, or exceeds a limit
-    ├── UnsupportedModel          the model folder is missing, unreadable or of a kind that would be trained wrongly
-    ├── MalformedData             rows of a data file, or messages of a chat, are malformed
-    ├── ImageRefused              an image does not decode, exceeds a limit, or is another than its row says
-    ├── MalformedWeights          weights are not the safetensors or the adapter that they should be
-    ├── SegmentRefused            a patch segment is damaged, hostile, or meant for another bucket
-    ├── ChainBroken               manifests do not continue one another: wrong parent, epoch, layout or base
-    ├── StateMismatch             a version was put together, and its bytes are not what its manifest promised
-    ├── RecordBroken              a run's record is not there, or its chapters do not follow on one another
-    ├── BusError
-    │   ├── BusUnreachable        no NATS server, or it did not answer within the deadline
-    │   │   └── StorageFull       its storage, an account or a bucket is full
-    │   ├── BusRefused            wrong credentials or missing permission
-    │   ├── MissingStream         the run was not bootstrapped
-    │   ├── StreamFull            back-pressure lasted longer than the deadline
-    │   └── CompareAndSwapFailed  another writer changed the key first
-    ├── BlobError
-    │   ├── BlobStoreUnreachable  no S3 server, or it did not answer within the deadline
-    │   │   └── BlobLoginRefused  wrong or ended credentials, a wrong region: also a BlobStoreRefused
-    │   ├── BlobStoreRefused      missing bucket, wrong certificate
-    │   ├── BlobMissing           the key named by a message does not exist
-    │   │   └── BlobDenied        or may not be read by a login that is accepted
-    │   └── BlobCorrupt           size or sha256 differs from the message
-    ├── TargetRefused             a URL or an address that may not be called
-    └── ConfigError               the run file is wrong; lists every problem with file and line
-        └── UntrustedFolder       what a file in a run's folder names is not used: this user did not write it there
+"""Every situation in which the protocol refuses to go on: the classes are one tree.
 
 Texts say what happened, which id, expected and got, and the fix. A new error belongs where a caller
 would catch it; an error that no caller catches separately needs no separate class.
@@ -60,11 +24,11 @@ class MalformedFact(WireError):
 
 
 class MessageTooLarge(WireError):
-    """The encoded message exceeds the limit; large payloads belong in the object store."""
+    """The encoded message exceeds the 64 KB of every message; large payloads belong in the object store."""
 
 
 class PackError(PenstockError):
-    """A group pack cannot be read, or does not match its message; or so the stored log-probabilities of a step."""
+    """A group pack, or the stored log-probabilities of a step, cannot be read or does not match its message."""
 
 
 class UnpublishedVersion(PackError):
@@ -136,11 +100,11 @@ class BusRefused(BusError):
 
 
 class MissingStream(BusError):
-    """The stream, consumer or bucket of this run does not exist."""
+    """The stream, consumer or bucket of this run does not exist: the run was not bootstrapped."""
 
 
 class StreamFull(BusError):
-    """The stream stayed full until the deadline: its readers are down or too slow."""
+    """The stream stayed full until the deadline (back-pressure): its readers are down or too slow."""
 
 
 class CompareAndSwapFailed(BusError):

@@ -1,14 +1,7 @@
 """Extensions by name: built in, by import path, or by entry point of an installed package.
 
-A run file names an extension in one of four ways:
-
-| written                     | is                                                                                 |
-|-----------------------------|------------------------------------------------------------------------------------|
-| ``ppo_clip``                | built in: one file of a package of Penstock, or of a package in it                 |
-| ``my_pkg.losses:tilted``    | the attribute ``tilted`` of an importable module                                   |
-| ``my_losses.py:tilted``     | the attribute ``tilted`` of a file, relative to the working directory              |
-| ``tilted``                  | an entry point of that name, in the group of its kind (such as ``penstock.losses``) |
-
+A run file names an extension in one of the four ways of docs/extending.md: ``ppo_clip`` (built in: a file of a package of Penstock, or of
+a package in it), ``my_pkg.losses:tilted``, ``my_losses.py:tilted`` and ``tilted``, an entry point in the group of its kind.
 An attribute that is a class stands for an instance of it, made without arguments.
 What comes from outside Penstock carries a digest of its source, which a run records: replay reports when it changed.
 The working directory is searched for the module that was named, after everything that is installed, and for nothing else.
@@ -103,10 +96,7 @@ class Registry(Generic[Kind]):
         )
 
     def _load(self, name: str, module_name: str, attribute: str) -> Extension[Kind]:
-        module = _import(module_name, f"{self.kind} {name!r}")
-        value = getattr(module, attribute, None)
-        if value is None:
-            raise ConfigError(f"{self.kind} {name!r}: {module.__file__} has no attribute {attribute!r}")
+        module, value = _imported(module_name, attribute, f"{self.kind} {name!r}")
         if isinstance(value, type) and issubclass(value, self._expected):
             try:
                 value = value()
@@ -128,10 +118,7 @@ def load_attribute(reference: str, what: str) -> object:
     module_name, _, attribute = reference.rpartition(":")
     if not module_name or not attribute:
         raise ConfigError(f"{what} {reference!r}: expected module:attribute or file.py:attribute")
-    module = _import(module_name, f"{what} {reference!r}")
-    if not hasattr(module, attribute):
-        raise ConfigError(f"{what} {reference!r}: {module.__file__} has no attribute {attribute!r}")
-    return getattr(module, attribute)
+    return _imported(module_name, attribute, f"{what} {reference!r}")[1]
 
 
 def source_digest(module: ModuleType) -> str:
@@ -152,13 +139,17 @@ def _modules(package: str) -> Iterator[ModuleType]:
         yield importlib.import_module(info.name)
 
 
-def _import(name: str, what: str) -> ModuleType:
+def _imported(name: str, attribute: str, what: str) -> tuple[ModuleType, object]:
+    """Return a module and one of its attributes; raises ConfigError that begins with ``what``."""
     try:
-        return _from_file(Path(name)) if name.endswith(".py") else _from_module(name)
+        module = _from_file(Path(name)) if name.endswith(".py") else _from_module(name)
     except ConfigError as err:
         raise ConfigError(f"{what}: {err}") from None
     except Exception as err:
         raise ConfigError(f"{what}: importing {name} failed: {type(err).__name__}: {err}") from err
+    if not hasattr(module, attribute):
+        raise ConfigError(f"{what}: {module.__file__} has no attribute {attribute!r}")
+    return module, getattr(module, attribute)
 
 
 def _from_file(path: Path) -> ModuleType:

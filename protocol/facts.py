@@ -3,22 +3,6 @@
 A fact states something that happened; it is written once and never changed. Payloads
 (trajectories, weights) are objects in S3; a fact carries their key, size and sha256.
 
-| fact               | written by     | read by                 | means                                   |
-|--------------------|----------------|-------------------------|-----------------------------------------|
-| `TaskIssued`       | trainer        | rollout worker          | generate these groups                   |
-| `GroupGenerated`   | rollout worker | reward service          | these groups are in S3, verified        |
-| `GroupScored`      | reward service | trainer                 | the same groups, one reward a trajectory|
-| `WeightsPublished` | trainer        | rollout worker          | version v is complete in S3             |
-| `WeightsApplied`   | rollout worker | workers, console        | this engine now serves version v        |
-| `WeightsRefused`   | rollout worker | trainer, console        | version v cannot be used on this host   |
-| `RunEvent`         | every service  | console                 | a metric or a change of state           |
-| `DeadLetter`       | every service  | people                  | an unprocessable message and its reason |
-| `Heartbeat`        | every service  | console (KV, with TTL)  | state, version and load of a service    |
-| `Head`             | trainer        | rollout worker (KV)     | the newest complete version             |
-| `Lease`            | trainer        | trainer (KV)            | the one trainer of this run             |
-| `RetirementFloor`  | trainer        | console (KV)            | no weights are kept below this version  |
-| `KeptVersions`     | trainer        | trainer, console (KV)   | but these versions are                  |
-
 The group stays the unit of identity, scoring, staleness and accounting. Small groups travel
 together: one message and one object for a *pack* of them, because a message and an object for
 each costs more than training a tiny model (measured, see `benchmarks/`).
@@ -87,25 +71,24 @@ class TaskList(Fact):
     tasks: Annotated[tuple[Task, ...], Field(min_length=1)]
 
 
-class GroupGenerated(Fact):
+class _OfPack(Fact):
+    run_id: Identifier
+    pack_id: Identifier
+    worker_id: Identifier
+    pack: BlobRef
+
+
+class GroupGenerated(_OfPack):
     """Written by a rollout worker, read by the reward service: these groups are in S3, verified."""
 
     schema_tag = "group_generated.v1"
-    run_id: Identifier
-    pack_id: Identifier
-    worker_id: Identifier
-    pack: BlobRef
     groups: Annotated[tuple[GeneratedGroup, ...], Field(min_length=1)]
 
 
-class GroupScored(Fact):
+class GroupScored(_OfPack):
     """Written by the reward service, read by the trainer: the same groups with their rewards."""
 
     schema_tag = "group_scored.v1"
-    run_id: Identifier
-    pack_id: Identifier
-    worker_id: Identifier
-    pack: BlobRef
     groups: Annotated[tuple[ScoredGroup, ...], Field(min_length=1)]
 
 
@@ -121,7 +104,7 @@ class WeightsPublished(Fact):
 
 
 class WeightsApplied(Fact):
-    """Written by a rollout worker after its engine confirmed that it serves ``version``.
+    """Written by a rollout worker after its engine confirmed that it serves ``version``; read by workers and the console.
 
     ``checksum`` is the engine's checksum of the weights it serves; two engines are compared only
     when ``layout`` is equal, because it depends on how an engine fuses and shards its tensors.
@@ -140,7 +123,7 @@ class WeightsApplied(Fact):
 
 
 class WeightsRefused(Fact):
-    """Written by a rollout worker that cannot use a version: its objects are missing, corrupt or contradict each other."""
+    """Written by a rollout worker, read by trainer and console: a version's objects are missing, corrupt or contradict each other."""
 
     schema_tag = "weights_refused.v1"
     run_id: Identifier
@@ -152,7 +135,7 @@ class WeightsRefused(Fact):
 
 
 class Head(Fact):
-    """The newest complete version, in the KV bucket under ``head``; late joiners read it first.
+    """The newest complete version, in the KV bucket under ``head``, written by the trainer; workers that join late read it first.
 
     ``epoch`` is that of the trainer's lease: a trainer that takes the lease over writes the head again under
     its epoch, so that the former holder can no longer change it.
@@ -183,7 +166,7 @@ class Lease(Fact):
 
 
 class RetirementFloor(Fact):
-    """Below ``version`` no weights are kept, in the KV bucket under ``floor``; it only rises."""
+    """Below ``version`` no weights are kept, in the KV bucket under ``floor``, written by the trainer; it only rises."""
 
     schema_tag = "retirement_floor.v1"
     version: Count
@@ -200,7 +183,7 @@ class KeptVersion(Wire):
 
 
 class KeptVersions(Fact):
-    """Versions whose objects are not deleted, in the KV bucket under ``kept``; written before they would be."""
+    """Versions whose objects are not deleted, in the KV bucket under ``kept``; the trainer writes it before they would be."""
 
     schema_tag = "kept_versions.v1"
     best: tuple[KeptVersion, ...] = ()  # by their evaluations, best first
@@ -208,7 +191,7 @@ class KeptVersions(Fact):
 
 
 class Heartbeat(Fact):
-    """A service's record in the live bucket; it expires when the service stops renewing it."""
+    """A service's record in the live bucket, for the console; it expires when the service stops renewing it."""
 
     schema_tag = "heartbeat.v1"
     role: Literal["rollout", "reward", "trainer"]
@@ -226,7 +209,7 @@ class Heartbeat(Fact):
 
 
 class RunEvent(Fact):
-    """A metric or a change of state; kinds are `step`, `eval`, `weights`, `drop`, `log`, `state`."""
+    """A metric or a change of state of any service, for the console; kinds are `step`, `eval`, `weights`, `drop`, `log`, `state`."""
 
     schema_tag = "run_event.v1"
     run_id: Identifier
@@ -237,7 +220,7 @@ class RunEvent(Fact):
 
 
 class DeadLetter(Fact):
-    """A message that could not be processed, with the reason and its bytes, so that it can be sent again."""
+    """A message that a service could not process, for people: the reason and its bytes, so that it can be sent again."""
 
     schema_tag = "dead_letter.v1"
     max_bytes = MAX_LETTER_BYTES

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import json
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import (
     BaseModel,
     ConfigDict,
     Field,
-    SerializerFunctionWrapHandler,
     ValidationError,
-    model_serializer,
     model_validator,
 )
 
@@ -53,9 +51,9 @@ class Wire(BaseModel):
     model_config = ConfigDict(frozen=True, strict=True, extra="forbid")
 
 
-def without_empty(document: dict[str, Any], *names: str) -> dict[str, Any]:
-    """Return the fields of a model without those of ``names`` that are empty: readers of earlier releases do not know them."""
-    return {name: value for name, value in document.items() if value or name not in names}
+# A field that readers of earlier releases do not know is left out of what is written, unless it is used.
+UNLESS_EMPTY = Field(exclude_if=lambda value: not value)
+UNLESS_NONE = Field(exclude_if=lambda value: value is None)
 
 
 def first_problem(err: ValidationError, whole: str = "body", *, most: int | None = None) -> str:
@@ -160,12 +158,8 @@ class Sampling(Wire):
     top_k: Annotated[int, Field(ge=-1)] = -1
     stop_token_ids: tuple[int, ...] = ()
     stop: StopStrings = ()
-    routers: RouterShape | None = None  # return the experts that these choose for every token; None: do not
-
-    @model_serializer(mode="wrap")
-    def _without_unused(self, fields: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Leave out what a worker of an earlier release would not know, unless it is used."""
-        return without_empty(fields(self), "routers")
+    # Return the experts that these choose for every token; None: do not.
+    routers: Annotated[RouterShape | None, UNLESS_EMPTY] = None
 
 
 class RewardRequest(Wire):
@@ -209,17 +203,18 @@ class Task(Wire):
     issued_version: Count
     pinned_version: Count | None = None  # evaluation: every token must come from this version
     with_baseline: bool = False  # ReMax: the greedy completion's reward is the baseline of the others
-    redundant_completions: Annotated[int, Field(ge=0, lt=MAX_COMPLETIONS)] = (
-        0  # started besides; ``group_size`` are enough
-    )
-    redundant_wait: Annotated[float, Field(ge=0.0, le=1000.0, allow_inf_nan=False)] = 0.0  # for these, see `Redundancy`
+    # started besides; ``group_size`` are enough
+    redundant_completions: Annotated[int, Field(ge=0, lt=MAX_COMPLETIONS), UNLESS_EMPTY] = 0
+    # for these, see `Redundancy`
+    redundant_wait: Annotated[float, Field(ge=0.0, le=1000.0, allow_inf_nan=False), UNLESS_EMPTY] = 0.0
     min_episodes: Count | None = None  # fewest episodes of a group, where others failed in every attempt; None: all
-    messages: str = ""  # the row's chat as JSON, for environments that render it themselves; "": single_turn
-    teacher_top_k: TopK | None = (
-        None  # likeliest tokens that the teacher is to name, 0: none but those sampled; None: no teacher
-    )
-    seed: Annotated[int, Field(ge=0, le=MAX_SEED)] | None = None  # of its samples and episodes; None: random
-    images: RowImages | None = None  # of the prompt; ``prompt_ids`` hold all of their tokens
+    # the row's chat as JSON, for environments that render it themselves; "": single_turn
+    messages: Annotated[str, UNLESS_EMPTY] = ""
+    # likeliest tokens that the teacher is to name, 0: none but those sampled; None: no teacher
+    teacher_top_k: Annotated[TopK | None, UNLESS_NONE] = None
+    # of its samples and episodes; None: random
+    seed: Annotated[Annotated[int, Field(ge=0, le=MAX_SEED)] | None, UNLESS_NONE] = None
+    images: Annotated[RowImages | None, UNLESS_NONE] = None  # of the prompt; ``prompt_ids`` hold all of their tokens
 
     @model_validator(mode="after")
     def _images_in_prompt(self) -> Task:
@@ -230,17 +225,6 @@ class Task(Wire):
                     "one token, repeated"
                 )
         return self
-
-    @model_serializer(mode="wrap")
-    def _without_unused(self, fields: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Leave out what a worker of an earlier release would not know, unless it is used."""
-        document = without_empty(fields(self), "messages", "redundant_completions", "redundant_wait")
-        if self.teacher_top_k is None:
-            document.pop("teacher_top_k", None)  # not there where defaults are left out
-        for name in ("seed", "images"):
-            if getattr(self, name) is None:
-                document.pop(name, None)
-        return document
 
 
 class AbandonedCompletion(Wire):
@@ -275,20 +259,13 @@ class GeneratedGroup(Wire):
     has_baseline: bool = False  # the last trajectory is the greedy one that is not trained on
     rows: tuple[Count, ...] = ()  # of each episode; none: every trajectory is one row, and no episode is described
     row_tokens: Count | None = None  # of all rows of episodes together, context and shared beginnings included
-    teacher_top_k: TopK | None = (
-        None  # a teacher's log-probabilities are in the pack, with so many likeliest tokens each
-    )
-    abandoned: Annotated[tuple[AbandonedCompletion, ...], Field(max_length=MAX_COMPLETIONS)] = ()
-    routers: RouterShape | None = None  # the experts that the engine's routers chose for each token are in the pack
-    image_processor: Sha256 | None = None  # `RowImages.processor` of its rows; None: no row has an image
-
-    @model_serializer(mode="wrap")
-    def _without_unused(self, fields: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Leave out what services of an earlier release would not know, unless it is used."""
-        document = without_empty(fields(self), "abandoned", "routers", "image_processor")
-        if self.teacher_top_k is None:
-            document.pop("teacher_top_k", None)  # not there where defaults are left out
-        return document
+    # a teacher's log-probabilities are in the pack, with so many likeliest tokens each
+    teacher_top_k: Annotated[TopK | None, UNLESS_NONE] = None
+    abandoned: Annotated[tuple[AbandonedCompletion, ...], Field(max_length=MAX_COMPLETIONS), UNLESS_EMPTY] = ()
+    # the experts that the engine's routers chose for each token are in the pack
+    routers: Annotated[RouterShape | None, UNLESS_EMPTY] = None
+    # `RowImages.processor` of its rows; None: no row has an image
+    image_processor: Annotated[Sha256 | None, UNLESS_EMPTY] = None
 
     @property
     def num_rows(self) -> int:

@@ -1,13 +1,8 @@
 """Heartbeats of services: how often they are written, when one counts as lost, and what they report of busy time and CPU.
 
 A heartbeat announces its period, and readers decide by it. All workers of a run together write about
-`TOTAL_PER_S` heartbeats a second: the more there are, the longer the period of each.
-
-| after the last heartbeat                     | then                                                     |
-|----------------------------------------------|----------------------------------------------------------|
-| `lost_after_s`: 4 periods                    | a reader that watches reports the service as lost         |
-| state `EXITED`                               | it exited regularly: it is not lost                      |
-| `expires_after_s`: 6 periods, 10 s or more   | its key expires: the service no longer counts as running  |
+`TOTAL_PER_S` heartbeats a second: the more there are, the longer the period of each. A reader reports a service as lost after
+`lost_after_s`, unless its last state is `EXITED`; after `expires_after_s` its key is gone, and it no longer counts as running.
 
 A role is *busy* while at least one piece of its work is under way (a request in the engine, a group being scored, an optimizer step) and
 *idle* while it waits for another role. The idle shares of a run show which role is the bottleneck.

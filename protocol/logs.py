@@ -27,6 +27,11 @@ class _Stderr:
 
 
 _STDERR = cast(TextIO, _Stderr())
+_OF_EVERY_LINE = (
+    structlog.contextvars.merge_contextvars,
+    structlog.processors.add_log_level,
+    structlog.processors.TimeStamper(fmt="iso", utc=True),
+)
 
 
 def configure(service: str, *, level: str = "info") -> None:
@@ -36,14 +41,7 @@ def configure(service: str, *, level: str = "info") -> None:
         structlog.processors.JSONRenderer() if as_json else structlog.dev.ConsoleRenderer()
     )
     structlog.configure(
-        processors=[
-            structlog.contextvars.merge_contextvars,
-            structlog.processors.add_log_level,
-            structlog.processors.TimeStamper(fmt="iso", utc=True),
-            structlog.processors.format_exc_info,
-            _without_secrets,
-            renderer,
-        ],
+        processors=[*_OF_EVERY_LINE, structlog.processors.format_exc_info, _without_secrets, renderer],
         wrapper_class=structlog.make_filtering_bound_logger(getattr(logging, level.upper())),
         logger_factory=structlog.PrintLoggerFactory(file=_STDERR),
         cache_logger_on_first_use=True,
@@ -80,12 +78,7 @@ def _concerns_us(record: logging.LogRecord) -> bool:
 def _json_format() -> logging.Formatter:
     """Return the format that makes a library's line, its traceback included, one JSON line like ours."""
     return structlog.stdlib.ProcessorFormatter(
-        foreign_pre_chain=[
-            structlog.contextvars.merge_contextvars,
-            structlog.stdlib.add_log_level,
-            structlog.stdlib.add_logger_name,
-            structlog.processors.TimeStamper(fmt="iso", utc=True),
-        ],
+        foreign_pre_chain=[*_OF_EVERY_LINE, structlog.stdlib.add_logger_name],
         processors=[
             structlog.stdlib.ProcessorFormatter.remove_processors_meta,
             structlog.processors.format_exc_info,

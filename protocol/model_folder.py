@@ -105,12 +105,16 @@ def _data_bytes(header: dict[str, Any]) -> int:
     )
 
 
-def read_object(path: Path, limit: int = MAX_JSON_BYTES) -> dict[str, Any]:
-    """Return a JSON object of a file; raises UnsupportedModel."""
-    if path.stat().st_size > limit:
-        raise UnsupportedModel(f"{path}: {path.stat().st_size} bytes, the limit is {limit}; restore the file")
+def read_object(path: Path, limit: int = MAX_JSON_BYTES, *, optional: bool = False) -> dict[str, Any]:
+    """Return a JSON object of a file, or an empty one without a file that is ``optional``; raises UnsupportedModel."""
+    if optional and not path.is_file():
+        return {}
     try:
+        if (size := path.stat().st_size) > limit:
+            raise UnsupportedModel(f"{path}: {size} bytes, the limit is {limit}; restore the file")
         content = json.loads(path.read_bytes())
+    except OSError as err:
+        raise UnsupportedModel(f"{path}: not readable ({err.strerror}); restore the file") from None
     except (ValueError, RecursionError) as err:
         raise UnsupportedModel(f"{path}: not JSON ({err}); restore the file") from None
     if not isinstance(content, dict):

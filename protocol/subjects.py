@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from typing import get_args
+from typing import Protocol, get_args
 
 from penstock.protocol.errors import ConfigError
 from penstock.protocol.groups import Split
@@ -38,17 +38,25 @@ def reader(subject: str) -> str:
     return _READERS.get(stage, f"a reader of {subject}")
 
 
-def tasks(run_id: str, split: Split | str = "*") -> str:
-    """Return the subject of `TaskIssued`; `*` for both splits."""
-    return f"{PREFIX}.{run_id}.tasks.{split}"
+class _Subject(Protocol):
+    def __call__(self, run_id: str, part: str = "*") -> str: ...
 
 
-def generated(run_id: str, split: Split | str = "*") -> str:
-    return f"{PREFIX}.{run_id}.generated.{split}"
+def _of_stage(stage: str) -> _Subject:
+    """Return the function from a run's id to a stage's subject of a split or a kind; ``*``, the default, for all of them."""
+
+    def subject(run_id: str, part: str = "*") -> str:
+        return f"{PREFIX}.{run_id}.{stage}.{part}"
+
+    return subject
 
 
-def scored(run_id: str, split: Split | str = "*") -> str:
-    return f"{PREFIX}.{run_id}.scored.{split}"
+tasks = _of_stage("tasks")  # of `TaskIssued`, by split
+generated = _of_stage("generated")
+scored = _of_stage("scored")
+weights = _of_stage("weights")
+events = _of_stage("events")  # by kind
+dead = _of_stage("dead")  # of `DeadLetter`, by the stage `tasks`, `generated` or `scored`
 
 
 def of_every_split(subject: Callable[[str, Split], str], run_id: str) -> tuple[str, ...]:
@@ -57,33 +65,20 @@ def of_every_split(subject: Callable[[str, Split], str], run_id: str) -> tuple[s
 
 
 def weights_published(run_id: str) -> str:
-    return f"{PREFIX}.{run_id}.weights.published"
+    return weights(run_id, "published")
 
 
 def weights_applied(run_id: str) -> str:
-    return f"{PREFIX}.{run_id}.weights.applied"
+    return weights(run_id, "applied")
 
 
 def weights_refused(run_id: str) -> str:
-    return f"{PREFIX}.{run_id}.weights.refused"
-
-
-def weights(run_id: str) -> str:
-    return f"{PREFIX}.{run_id}.weights.*"
-
-
-def events(run_id: str, kind: str = "*") -> str:
-    return f"{PREFIX}.{run_id}.events.{kind}"
+    return weights(run_id, "refused")
 
 
 def kind_of_event(subject: str) -> str:
     """Return the kind of event that a subject is for; a login may publish some kinds only."""
     return subject.rpartition(".")[2]
-
-
-def dead(run_id: str, stage: str = "*") -> str:
-    """Return the subject of `DeadLetter`; a stage is `tasks`, `generated` or `scored`."""
-    return f"{PREFIX}.{run_id}.dead.{stage}"
 
 
 def stored(subject: str) -> str:

@@ -87,16 +87,11 @@ class Trajectory:
         """
         _check_runs(version_runs, loss_mask, behaviour_logprobs)
         _check_images(images, token_ids, loss_mask)
-        new, put = object.__new__(cls), object.__setattr__
-        put(new, "token_ids", token_ids)
-        put(new, "loss_mask", loss_mask)
-        put(new, "behaviour_logprobs", behaviour_logprobs)
-        put(new, "version_runs", version_runs)
-        put(new, "finish_reason", finish_reason)
-        put(new, "completion_text", completion_text)
-        put(new, "is_baseline", is_baseline)
-        put(new, "experts", experts)
-        put(new, "images", images)
+        new = object.__new__(cls)
+        of_row = (finish_reason, completion_text, is_baseline, experts, images)
+        values = (token_ids, loss_mask, behaviour_logprobs, version_runs, *of_row)
+        for name, value in zip(cls.__slots__, values, strict=True):
+            object.__setattr__(new, name, value)
         if experts is not None:
             experts.check_length(len(token_ids))
         return new

@@ -27,17 +27,17 @@ def oldest(runs: Iterable[VersionRun]) -> PolicyVersion:
 
     Raises ValueError when there is no run: tokens of an unknown version are never trained on.
     """
-    versions = [run.version for run in runs]
-    if not versions:
-        raise ValueError("no version run: a trajectory must say which policy sampled its tokens")
-    return min(versions)
+    return min(_versions(runs))
 
 
 def newest(runs: Iterable[VersionRun]) -> PolicyVersion:
-    versions = [run.version for run in runs]
-    if not versions:
-        raise ValueError("no version run: a trajectory must say which policy sampled its tokens")
-    return max(versions)
+    return max(_versions(runs))
+
+
+def _versions(runs: Iterable[VersionRun]) -> list[PolicyVersion]:
+    if versions := [run.version for run in runs]:
+        return versions
+    raise ValueError("no version run: a trajectory must say which policy sampled its tokens")
 
 
 def staleness(trainer_version: PolicyVersion, oldest_version: PolicyVersion) -> int:

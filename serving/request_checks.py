@@ -235,23 +235,21 @@ class StrictRequest(Request):
 class StrictRoute(APIRoute):
     """Use it as ``route_class`` of a router; it needs no change to the routes."""
 
+    max_depth: int | None = None
+
+    async def check(self, request: StrictRequest) -> None:
+        """Raise for a request that is refused before its body is parsed."""
+
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
-        return _strict(super().get_route_handler())
+        handler = super().get_route_handler()
 
+        async def strict(request: Request) -> Response:
+            read = StrictRequest(request.scope, request.receive)
+            read.max_depth = self.max_depth
+            await self.check(read)
+            return await handler(read)
 
-def _strict(
-    handler: Callable[[Request], Coroutine[Any, Any, Response]],
-    check: Callable[[StrictRequest], Awaitable[None]] | None = None,
-    max_depth: int | None = None,
-) -> Callable[[Request], Coroutine[Any, Any, Response]]:
-    async def strict(request: Request) -> Response:
-        read = StrictRequest(request.scope, request.receive)
-        read.max_depth = max_depth
-        if check is not None:
-            await check(read)
-        return await handler(read)
-
-    return strict
+        return strict
 
 
 def guard(
@@ -268,12 +266,8 @@ def guard(
         max_depth: How often the body's lists and objects may be nested; None: as often as Python can read.
         answer: Makes the answer to a request that is refused before it is routed.
     """
-
-    class CheckedRoute(APIRoute):
-        def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
-            return _strict(super().get_route_handler(), check, max_depth)
-
-    app.router.route_class = CheckedRoute
+    members = {"check": staticmethod(check), "max_depth": max_depth}
+    app.router.route_class = type("CheckedRoute", (StrictRoute,), members)
     guard_heads(app, max_bytes=max_bytes, hosts=hosts, answer=answer)
 
 

@@ -48,6 +48,10 @@ _UNITS = (
 )
 _NUMBERS = {int: "whole number", float: "number"}
 _NAMES: dict[Any, str] = {**_NUMBERS, bool: "true or false", str: "text", Path: "path", Any: "any value"}
+_LIMITS = {  # by the name of the constraint
+    "ge": "at least {}", "gt": "above {}", "le": "at most {}", "lt": "below {}", "min_length": "at least {} {}",
+    "max_length": "at most {} {}", "pattern": "matching {}",
+}  # fmt: skip
 _CHOICE_PATTERN = re.compile(r"^\^\(([a-z|_]+)\)\$$")
 
 
@@ -175,26 +179,12 @@ def _type_name(annotation: Any, *, many: bool = False) -> str:
 
 
 def _limits(metadata: Sequence[Any], counted: str) -> str:
-    words = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below"}
-    limits = [
-        f"{word} {value:g}" if isinstance(value, float) else f"{word} {value}"
+    return ", ".join(
+        text.format(f"{value:g}" if isinstance(value, float) else value, counted)
+        for name, text in _LIMITS.items()
         for constraint in metadata
-        for name, word in words.items()
         if (value := getattr(constraint, name, None)) is not None
-    ]
-    lengths = {"min_length": "at least", "max_length": "at most"}
-    limits += [
-        f"{word} {value} {counted}"
-        for constraint in metadata
-        for name, word in lengths.items()
-        if (value := getattr(constraint, name, None)) is not None
-    ]
-    limits += [
-        f"matching {pattern}"
-        for constraint in metadata
-        if (pattern := getattr(constraint, "pattern", None)) is not None
-    ]
-    return ", ".join(limits)
+    )
 
 
 def _inner_metadata(annotation: Any) -> Iterator[Sequence[Any]]:

@@ -98,15 +98,12 @@ ESTIMATOR = _alias("$estimator")
 
 
 def _joined(order: list[ForeignSystem]) -> tuple[dict[str, Alias], dict[str, str], dict[str, str]]:
-    aliases: dict[str, Alias] = {}
-    renamed: dict[str, str] = {}
-    absent: dict[str, str] = {}
+    tables: tuple[dict[str, Any], dict[str, Any], dict[str, Any]] = ({}, {}, {})
     for system in order:
-        known = {*aliases, *renamed, *absent}
-        aliases |= {key: entry for key, entry in system.taken.items() if key not in known}
-        renamed |= {key: entry for key, entry in system.renamed.items() if key not in known}
-        absent |= {key: entry for key, entry in system.absent.items() if key not in known}
-    return aliases, renamed, absent
+        known = set[str]().union(*tables)
+        for table, theirs in zip(tables, (system.taken, system.renamed, system.absent), strict=True):
+            table.update({key: entry for key, entry in theirs.items() if key not in known})
+    return tables
 
 
 ALIASES, RENAMED, ABSENT = _joined(list(SYSTEMS.values()))

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Annotated, Any
 
 from pydantic import Field, StringConstraints, model_validator
@@ -71,11 +71,7 @@ class RewardDefinition(Section):
         The first part, in the order of the definition, whose score is below its ``needs`` decides alone: the reward is its
         ``otherwise``. Otherwise the reward is the sum of weight times score.
         """
-        missing = [name for name in self.parts if name not in scores]
-        if missing:
-            raise ConfigError(
-                f"no score of the part {', '.join(missing)}; there are {', '.join(sorted(scores)) or 'none'}"
-            )
+        self._require_all(scores, "score")
         closed = next((part for name, part in self.parts.items() if not part.is_open(scores[name])), None)
         if closed is not None:
             return closed.otherwise
@@ -86,16 +82,17 @@ class RewardDefinition(Section):
 
         Other parts are ignored. Raises ConfigError if a part is missing, or the parts are not equally long.
         """
-        missing = [name for name in self.parts if name not in parts]
-        if missing:
-            raise ConfigError(
-                f"no scores of the part {', '.join(missing)}; there are {', '.join(sorted(parts)) or 'none'}"
-            )
+        self._require_all(parts, "scores")
         columns = [parts[name] for name in self.parts]
         if len({len(column) for column in columns}) != 1:
             lengths = ", ".join(f"{name} {len(parts[name])}" for name in self.parts)
             raise ConfigError(f"the parts of a group need one score for each completion, got {lengths}")
         return tuple(self.total(dict(zip(self.parts, row, strict=True))) for row in zip(*columns, strict=True))
+
+    def _require_all(self, names: Collection[str], what: str) -> None:
+        if missing := [name for name in self.parts if name not in names]:
+            there = ", ".join(sorted(names)) or "none"
+            raise ConfigError(f"no {what} of the part {', '.join(missing)}; there are {there}")
 
     def reweighted(self, weights: Mapping[str, float]) -> RewardDefinition:
         """Return the same definition with other weights; raises ConfigError for a part it does not have."""

@@ -41,6 +41,7 @@ from penstock.protocol.config.sources import (
     from_files,
     from_overrides,
     leaves,
+    put,
     split_arguments,
     unusable,
 )
@@ -49,7 +50,7 @@ from penstock.protocol.secret_values import MASK, hide, scrub
 
 __all__ = [
     "SECTIONS", "Loaded", "config_document", "format_config", "is_secret", "load", "refuse_masks", "split_arguments",
-    "toml_text", "values_of",
+    "toml_key", "toml_text", "values_of",
 ]  # fmt: skip
 
 _LISTS = ("tracker",)  # sections that are lists: [[tracker]]
@@ -144,7 +145,7 @@ def format_config(loaded: Loaded[Any]) -> str:
     """Return every value with its origin as TOML that `load` reads back; secrets are masked."""
     rows: list[tuple[str, str]] = []
     for path, value in values_of(loaded.settings):
-        key = ".".join(map(_toml_key, path))
+        key = toml_key(path)
         rows.append((f"{key} = {toml_text(_shown(loaded.settings, path, value))}", loaded.origins[".".join(path)]))
     width = min(60, max((len(assignment) for assignment, _ in rows), default=0))
     return "".join(f"{assignment:<{width}}  # {origin}\n" for assignment, origin in rows)
@@ -158,13 +159,12 @@ def config_document(loaded: Loaded[Any]) -> dict[str, Any]:
     """
     document: dict[str, Any] = {"settings": {}, "origins": loaded.origins}
     for path, value in values_of(loaded.settings):
-        node, key = document["settings"], ".".join(path)
-        for part in path[:-1]:
-            node = node.setdefault(part, {})
+        key = ".".join(path)
         is_declared = bool(value) and is_secret(type(loaded.settings), path)
         plain = MASK if is_declared else to_jsonable_python(_plain(value))
-        node[path[-1]] = hide(path, plain, with_texts=False) if path[0] == _SET_ELSEWHERE else plain
-        if node[path[-1]] != plain:
+        shown = hide(path, plain, with_texts=False) if path[0] == _SET_ELSEWHERE else plain
+        put(document["settings"], path, shown)
+        if shown != plain:
             document.setdefault("digests", {})[key] = seals.digest(key, json.dumps(plain, sort_keys=True))
         elif not is_declared and MASK in json.dumps(plain):
             document.setdefault("literal", []).append(key)
@@ -193,8 +193,8 @@ def _plain(value: Any) -> Any:
     return value
 
 
-def _toml_key(part: str) -> str:
-    return part if _BARE_KEY.fullmatch(part) else toml_text(part)
+def toml_key(path: KeyPath) -> str:
+    return ".".join(part if _BARE_KEY.fullmatch(part) else toml_text(part) for part in path)
 
 
 def toml_text(value: Any) -> str:
@@ -204,7 +204,7 @@ def toml_text(value: Any) -> str:
     if isinstance(value, BaseModel):
         return toml_text(value.model_dump(mode="json", exclude_defaults=True))
     if isinstance(value, dict):
-        pairs = (f"{_toml_key(name)} = {toml_text(item)}" for name, item in value.items() if item is not None)
+        pairs = (f"{toml_key((name,))} = {toml_text(item)}" for name, item in value.items() if item is not None)
         return f"{{{', '.join(pairs)}}}"
     if isinstance(value, (list, tuple)):
         return f"[{', '.join(toml_text(item) for item in value)}]"
@@ -294,10 +294,7 @@ def _is_text_only(members: tuple[Any, ...]) -> bool:
 def _tree(settings_class: type[BaseModel], chosen: Mapping[KeyPath, Given]) -> dict[str, Any]:
     tree: dict[str, Any] = {name: {} for name, field in settings_class.model_fields.items() if field.is_required()}
     for path, entry in chosen.items():
-        node = tree
-        for part in path[:-1]:
-            node = node.setdefault(part, {})
-        node[path[-1]] = entry.value
+        put(tree, path, entry.value)
     return tree
 
 

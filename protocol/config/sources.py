@@ -180,6 +180,13 @@ def _key_paths(content: Any, prefix: KeyPath = ()) -> Iterator[KeyPath]:
             yield from _key_paths(value, (*prefix, key))
 
 
+def put(tree: dict[str, Any], path: KeyPath, value: Any) -> None:
+    """Set the value at a path of nested tables, which are made where they are missing."""
+    for part in path[:-1]:
+        tree = tree.setdefault(part, {})
+    tree[path[-1]] = value
+
+
 def leaves(value: Any, prefix: KeyPath = ()) -> Iterator[tuple[KeyPath, Any]]:
     if isinstance(value, dict) and value:
         for key, item in value.items():

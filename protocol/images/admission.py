@@ -10,11 +10,12 @@ disagree (orientation in EXIF, transparency, a palette, more than 8 bits, CMYK).
 from __future__ import annotations
 
 import base64
+import contextlib
 import functools
 import hashlib
 import io
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -115,13 +116,10 @@ def _open(data: bytes) -> Any:
     if not 0 < len(data) <= MAX_IMAGE_BYTES:
         raise ImageRefused(f"an image of {len(data)} bytes, expected 1 to {MAX_IMAGE_BYTES}")
     module = _pillow()
-    try:  # warnings are left alone: their filters are the whole process's, and images are decoded beside a training step
+    # Warnings are left alone: their filters are the whole process's, and images are decoded beside a training step.
+    with _refusing(f"{len(data)} bytes are no image in {', '.join(FORMATS)}", "; convert it to one of these"):
         image = module.open(io.BytesIO(data), formats=FORMATS)
         frames = getattr(image, "n_frames", 1)
-    except Exception as err:  # noqa: BLE001  whatever Pillow raises for bytes from outside
-        raise ImageRefused(
-            f"{len(data)} bytes are no image in {', '.join(FORMATS)} ({_one_line(err)}); convert it to one of these"
-        ) from None
     width, height = image.size
     if width * height > MAX_PIXELS or min(width, height) < 1 or max(width, height) > MAX_RATIO * min(width, height):
         image.close()
@@ -136,19 +134,13 @@ def _open(data: bytes) -> Any:
 
 
 def _load(image: Any) -> None:
-    try:
+    with _refusing(f"an image of {image.width} x {image.height} pixels does not decode"):
         image.load()
-    except Exception as err:  # noqa: BLE001  whatever Pillow raises for bytes from outside
-        raise ImageRefused(
-            f"an image of {image.width} x {image.height} pixels does not decode ({_one_line(err)})"
-        ) from None
 
 
 def _orientation(image: Any) -> int:
-    try:
+    with _refusing("the EXIF data of an image are not readable", "; remove them"):
         orientation = image.getexif().get(_ORIENTATION, 1)
-    except Exception as err:  # noqa: BLE001  EXIF from outside
-        raise ImageRefused(f"the EXIF data of an image are not readable ({_one_line(err)}); remove them") from None
     return next((number for number in range(1, 9) if number == orientation), 1)  # it may be written as a fraction
 
 
@@ -177,8 +169,14 @@ def _on_white(image: Any) -> Any:
     return image.convert("RGB")
 
 
-def _one_line(err: Exception) -> str:
-    return f"{type(err).__name__}: {' '.join(str(err).split())[:200]}"
+@contextlib.contextmanager
+def _refusing(problem: str, fix: str = "") -> Iterator[None]:
+    """Raise ImageRefused for whatever Pillow raises in the block for bytes from outside."""
+    try:
+        yield
+    except Exception as err:  # noqa: BLE001
+        reason = f"{type(err).__name__}: {' '.join(str(err).split())[:200]}"
+        raise ImageRefused(f"{problem} ({reason}){fix}") from None
 
 
 def take_images(messages: Sequence[Mapping[str, Any]]) -> tuple[list[dict[str, Any]], list[Source]]:

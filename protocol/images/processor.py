@@ -14,7 +14,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -26,12 +26,21 @@ from penstock.protocol.errors import ImageRefused, UnsupportedModel
 from penstock.protocol.groups import MAX_IMAGES, ImageRef, RowImages
 from penstock.protocol.images import admission
 from penstock.protocol.images.admission import AdmittedImage
+from penstock.protocol.model_folder import read_object
 
 FAMILIES = ("qwen2_5_vl",)  # model_type whose processor and positions are compared with transformers' in tests
 VISION_MODELS = ("vision_config", "image_token_id", "image_token_index")  # keys of a config.json that reads images
 _VERSION = 1  # of what this file computes
-_CLASSES = ("Qwen2VLImageProcessor", "Qwen2VLImageProcessorFast", "Qwen2VLImageProcessorPil")
-_BICUBIC = 3
+_FIXED: dict[str, tuple[Any, ...]] = {  # values of the configuration that are computed here; the first is the default
+    "image_processor_type": ("Qwen2VLImageProcessor", "Qwen2VLImageProcessorFast", "Qwen2VLImageProcessorPil", None),
+    **dict.fromkeys(("do_resize", "do_rescale", "do_normalize", "do_convert_rgb"), (True,)),
+    "resample": (3,),  # bicubic
+}
+_OF_TOWER = {  # the processor's numbers by their names in vision_config
+    "patch_size": "patch_size",
+    "temporal_patch_size": "temporal_patch_size",
+    "merge_size": "spatial_merge_size",
+}
 _MAX_SIZE = 2**31
 
 
@@ -125,7 +134,7 @@ def read_processor(folder: Path) -> ImageProcessor | None:
     """
     if not (folder / "config.json").is_file():
         return None
-    config = _read(folder / "config.json")
+    config = read_object(folder / "config.json")
     if not reads_images(config):
         return None
     if config.get("model_type") not in FAMILIES:
@@ -134,7 +143,14 @@ def read_processor(folder: Path) -> ImageProcessor | None:
             "model of this family, or one that reads text"
         )
     processor_config = _own_config(folder)
-    _check_fixed(processor_config, folder)
+    for name, allowed in _FIXED.items():
+        _checked(
+            name,
+            processor_config.get(name, allowed[0]),
+            lambda value, of=allowed: value in of,
+            repr(allowed[0]),
+            folder,
+        )
     size = processor_config.get("size") or {}
     numbers = {
         "patch_size": processor_config.get("patch_size", 14),
@@ -145,8 +161,7 @@ def read_processor(folder: Path) -> ImageProcessor | None:
         "image_token_id": config.get("image_token_id"),
     }
     for name, value in numbers.items():
-        if type(value) is not int or not 0 < value < _MAX_SIZE:
-            raise UnsupportedModel(f"{folder}: {name} = {value!r} of its image processor, expected a positive number")
+        _checked(name, value, lambda value: type(value) is int and 0 < value < _MAX_SIZE, "a positive number", folder)
     _check_tower(config.get("vision_config"), numbers, folder)
     factor = numbers["patch_size"] * numbers["merge_size"]
     if not factor**2 <= numbers["min_pixels"] <= numbers["max_pixels"]:
@@ -156,16 +171,16 @@ def read_processor(folder: Path) -> ImageProcessor | None:
         )
     return ImageProcessor(
         **numbers,
-        rescale_factor=_number(processor_config.get("rescale_factor", 1 / 255), "rescale_factor", folder),
-        mean=_colours(processor_config, "image_mean", (0.48145466, 0.4578275, 0.40821073), folder),
-        std=_colours(processor_config, "image_std", (0.26862954, 0.26130258, 0.27577711), folder),
+        rescale_factor=_positive("rescale_factor", processor_config.get("rescale_factor", 1 / 255), folder),
+        mean=_colours("image_mean", processor_config.get("image_mean", (0.48145466, 0.4578275, 0.40821073)), folder),
+        std=_colours("image_std", processor_config.get("image_std", (0.26862954, 0.26130258, 0.27577711)), folder),
     )
 
 
 def _own_config(folder: Path) -> dict[str, Any]:
     for name, part in (("preprocessor_config.json", None), ("processor_config.json", "image_processor")):
         if (folder / name).is_file():
-            config = _read(folder / name)
+            config = read_object(folder / name)
             processor_config = config if part is None else config.get(part)
             if isinstance(processor_config, dict):
                 return processor_config
@@ -174,28 +189,14 @@ def _own_config(folder: Path) -> dict[str, Any]:
     )
 
 
-def _check_fixed(processor_config: Mapping[str, Any], folder: Path) -> None:
-    expected: dict[str, tuple[Any, ...]] = {
-        "image_processor_type": (*_CLASSES, None),
-        "do_resize": (True,),
-        "do_rescale": (True,),
-        "do_normalize": (True,),
-        "do_convert_rgb": (True,),
-        "resample": (_BICUBIC,),
-    }
-    for name, allowed in expected.items():
-        value = processor_config.get(name, allowed[0])
-        if value not in allowed:
-            raise UnsupportedModel(f"{folder}: {name} = {value!r} of its image processor, expected {allowed[0]!r}")
+def _checked(name: str, value: Any, is_valid: Callable[[Any], bool], expected: str, folder: Path) -> Any:
+    if not is_valid(value):
+        raise UnsupportedModel(f"{folder}: {name} = {value!r} of its image processor, expected {expected}")
+    return value
 
 
 def _check_tower(tower: Any, numbers: Mapping[str, int], folder: Path) -> None:
-    names = {
-        "patch_size": "patch_size",
-        "temporal_patch_size": "temporal_patch_size",
-        "merge_size": "spatial_merge_size",
-    }
-    for key, name in names.items():
+    for key, name in _OF_TOWER.items():
         value = tower.get(name, numbers[key]) if isinstance(tower, dict) else None
         if value != numbers[key]:
             raise UnsupportedModel(
@@ -204,30 +205,19 @@ def _check_tower(tower: Any, numbers: Mapping[str, int], folder: Path) -> None:
             )
 
 
-def _number(value: Any, name: str, folder: Path) -> float:
-    if type(value) not in (int, float) or not math.isfinite(value) or value <= 0:
-        raise UnsupportedModel(f"{folder}: {name} = {value!r} of its image processor, expected a positive number")
-    return float(value)
+def _positive(name: str, value: Any, folder: Path) -> float:
+    def is_valid(number: Any) -> bool:
+        return type(number) in (int, float) and math.isfinite(number) and number > 0
+
+    return float(_checked(name, value, is_valid, "a positive number", folder))
 
 
-def _colours(
-    processor_config: Mapping[str, Any], name: str, default: tuple[float, float, float], folder: Path
-) -> tuple[float, float, float]:
-    value = processor_config.get(name, default)
-    if not isinstance(value, list | tuple) or len(value) != 3:
-        raise UnsupportedModel(f"{folder}: {name} = {value!r} of its image processor, expected three numbers")
-    red, green, blue = (_number(number, name, folder) for number in value)
+def _colours(name: str, value: Any, folder: Path) -> tuple[float, float, float]:
+    _checked(
+        name, value, lambda colours: isinstance(colours, list | tuple) and len(colours) == 3, "three numbers", folder
+    )
+    red, green, blue = (_positive(name, number, folder) for number in value)
     return red, green, blue
-
-
-def _read(path: Path) -> dict[str, Any]:
-    try:
-        document = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as err:
-        raise UnsupportedModel(f"{path}: not readable as JSON ({err}); restore the file") from None
-    if not isinstance(document, dict):
-        raise UnsupportedModel(f"{path}: expected a JSON object, got {type(document).__name__}; restore the file")
-    return document
 
 
 def expanded(

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from prometheus_client.exposition import choose_encoder
 from prometheus_client.metrics_core import Metric as Family
 from prometheus_client.registry import Collector, CollectorRegistry
 from prometheus_client.utils import floatToGoString
 
-from penstock.protocol.metrics.table import METRICS, Labels, Samples
+from penstock.protocol.metrics.table import METRICS, Histogram, Samples
 
 
 def page(samples: Samples, accept: str) -> tuple[bytes, str]:
@@ -27,32 +27,25 @@ class _Families(Collector):
         return []
 
     def collect(self) -> Iterator[Family]:
-        for name, series in self._samples.numbers.items():
+        for name, series in self._samples.series.items():
             metric = METRICS[name]
             # The family of a counter is named without the ending of its samples.
             family = Family(name.removesuffix("_total") if metric.kind == "counter" else name, metric.help, metric.kind)
-            for values, number in series.items():
-                family.add_sample(name, _labels(name, values), number)
-            yield family
-        for name, series in self._samples.histograms.items():
-            family = Family(name, METRICS[name].help, "histogram")
-            for values, histogram in series.items():
-                labels = _labels(name, values)
-                for bound, count in histogram.cumulative():
-                    family.add_sample(f"{name}_bucket", {**labels, "le": floatToGoString(bound)}, count)
-                family.add_sample(f"{name}_sum", labels, histogram.total)
-                family.add_sample(f"{name}_count", labels, histogram.count)
-            yield family
-        for name, series in self._samples.quantiles.items():
-            family = Family(name, METRICS[name].help, "summary")
-            for values, quantiles in series.items():
-                labels = _labels(name, values)
-                for quantile, value in quantiles.items():
-                    is_total = quantile in ("sum", "count")
-                    row = (f"{name}_{quantile}", labels) if is_total else (name, {**labels, "quantile": quantile})
-                    family.add_sample(*row, value)
+            for values, value in series.items():
+                labels = dict(zip(metric.labels, values, strict=True))
+                for suffix, more, number in _rows(value):
+                    family.add_sample(name + suffix, {**labels, **more}, number)
             yield family
 
 
-def _labels(name: str, values: Labels) -> dict[str, str]:
-    return dict(zip(METRICS[name].labels, values, strict=True))
+def _rows(value: float | Histogram | Mapping[str, float]) -> Iterator[tuple[str, dict[str, str], float]]:
+    """Yield the samples of one series: the ending of the name, further labels, the number."""
+    if isinstance(value, Histogram):
+        for bound, count in value.cumulative():
+            yield "_bucket", {"le": floatToGoString(bound)}, count
+        yield from (("_sum", {}, value.total), ("_count", {}, value.count))
+    elif isinstance(value, Mapping):
+        for quantile, number in value.items():
+            yield (f"_{quantile}", {}, number) if quantile in ("sum", "count") else ("", {"quantile": quantile}, number)
+    else:
+        yield "", {}, value

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from types import MappingProxyType
-from typing import Literal
+from typing import Any, Literal
 
 Kind = Literal["counter", "gauge", "histogram", "summary"]
 Service = Literal["trainer", "rollout", "reward"]
@@ -199,10 +199,8 @@ class Histogram:
         self._counts = [mine + theirs for mine, theirs in zip(self._counts, other._counts, strict=True)]
         self.total += other.total
 
-    def copy(self) -> Histogram:
-        copied = Histogram(self.bounds)
-        copied.add(self)
-        return copied
+
+_KINDS_OF_VALUES: Mapping[type, tuple[Kind, ...]] = MappingProxyType({Histogram: ("histogram",), dict: ("summary",)})
 
 
 class LabelValues:
@@ -228,44 +226,27 @@ class Samples:
     def __init__(self, service: Service, values: LabelValues) -> None:
         self._service = service
         self._values = values
-        self.numbers: dict[str, dict[Labels, float]] = {}
-        self.histograms: dict[str, dict[Labels, Histogram]] = {}
-        self.quantiles: dict[str, dict[Labels, Mapping[str, float]]] = {}
+        self.series: dict[str, dict[Labels, Any]] = {}  # of each metric its values, of the type that `add` takes
 
-    def add(self, name: str, value: float, **labels: str) -> None:
-        """Add the value of a counter or gauge. Raises ValueError for a metric or labels that the table does not have."""
-        metric, shown = self._checked(name, labels, ("counter", "gauge"))
-        series = self.numbers.setdefault(name, {})
-        if metric.kind == "counter":
-            series[shown] = series.get(shown, 0.0) + value
-        elif not self._is_other(metric, shown):  # a sum of gauges would have no meaning
-            series[shown] = value
+    def add(self, name: str, value: float | Histogram | Mapping[str, float], **labels: str) -> None:
+        """Add a sample: the number of a counter or gauge, a histogram, or a summary.
 
-    def add_histogram(self, name: str, histogram: Histogram, **labels: str) -> None:
-        _, shown = self._checked(name, labels, ("histogram",))
-        series = self.histograms.setdefault(name, {})
-        if shown in series:
-            series[shown].add(histogram)
-        else:
-            series[shown] = histogram.copy()
-
-    def add_quantiles(self, name: str, quantiles: Mapping[str, float], **labels: str) -> None:
-        """Add a summary: values by quantile, and its ``sum`` and ``count`` where they are known."""
-        metric, shown = self._checked(name, labels, ("summary",))
-        series = self.quantiles.setdefault(name, {})
-        if not self._is_other(metric, shown):
-            series[shown] = dict(quantiles)
-
-    def _checked(self, name: str, labels: Mapping[str, str], kinds: tuple[str, ...]) -> tuple[Metric, Labels]:
+        A summary is its values by quantile, and its ``sum`` and ``count`` where they are known. Values of one series are
+        added up. Raises ValueError for a metric, labels or a kind of value that the table does not have.
+        """
         metric = METRICS.get(name)
+        kinds = _KINDS_OF_VALUES.get(type(value), ("counter", "gauge"))
         if metric is None or self._service not in metric.services or metric.kind not in kinds:
             raise ValueError(
                 f"the {self._service} service has no {' or '.join(kinds)} {name}; add it to metrics/table.py"
             )
         if set(labels) != set(metric.labels):
             raise ValueError(f"{name} has the labels {metric.labels}, got {tuple(labels)}")
-        return metric, tuple(self._values.bounded(metric, label, labels[label]) for label in metric.labels)
-
-    @staticmethod
-    def _is_other(metric: Metric, shown: Labels) -> bool:
-        return any(value == OTHER for label, value in zip(metric.labels, shown, strict=True) if label in OPEN_LABELS)
+        shown = tuple(self._values.bounded(metric, label, labels[label]) for label in metric.labels)
+        series = self.series.setdefault(name, {})
+        if isinstance(value, Histogram):
+            series.setdefault(shown, Histogram(value.bounds)).add(value)
+        elif metric.kind == "counter":
+            series[shown] = series.get(shown, 0.0) + value
+        elif not any(text == OTHER for label, text in zip(metric.labels, shown, strict=True) if label in OPEN_LABELS):
+            series[shown] = value  # a sum of gauges or summaries would have no meaning

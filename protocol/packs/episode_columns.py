@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -20,104 +20,99 @@ import pyarrow as pa
 from penstock.protocol.episode import Episode, EpisodeRow, Turn
 from penstock.protocol.errors import PackError
 from penstock.protocol.packs.pack_bounds import MAX_ROW_TOKENS
-from penstock.protocol.packs.pack_rows import Rows, list_of, lists
-from penstock.protocol.trajectory import Group, Trajectory
+from penstock.protocol.packs.pack_rows import NONE, Column, Rows, StoredRow, column, list_of
+from penstock.protocol.trajectory import Trajectory
 
-_NONE = -1
-FIELDS = tuple(
-    pa.field(name, kind, nullable=name == "episode_reward")
-    for name, kind in {
-        "episode_number": pa.int32(),  # among the episodes of the group that the pack holds; -1: no episode
-        "episode_id": pa.string(),
-        "episode_index": pa.int32(),
-        "episode_attempt": pa.int32(),
-        "environment": pa.string(),
-        "environment_version": pa.string(),
-        "seed": pa.int64(),
-        "end_status": pa.string(),
-        "time_spent_by": pa.string(),  # "" unless the status is timeout
-        "episode_reward": pa.float64(),
-        "reward_parts": pa.string(),  # JSON
-        "counts": pa.string(),  # JSON
-        "messages": pa.string(),  # JSON
-        "root": pa.string(),
-        "parent_row": pa.int32(),  # of the episode; -1: none
-        "prefix_len": pa.int32(),
-        "turn_numbers": list_of(pa.int32()),
-        "turn_spans": list_of(pa.int32()),  # start, end, start, …
-        "turn_rewards": list_of(pa.float64()),
-        "turn_states": list_of(pa.string()),
-    }.items()
+
+def named_numbers(text: str) -> tuple[tuple[str, float], ...]:
+    numbers = json.loads(text)
+    if not isinstance(numbers, dict) or any(type(number) not in (int, float) for number in numbers.values()):
+        raise PackError(f"expected a JSON object of numbers, got {text[:200]!r}")
+    return tuple(numbers.items())
+
+
+class _Value(NamedTuple):
+    """A column that holds one attribute of an `Episode` or an `EpisodeRow`."""
+
+    column: str
+    kind: pa.DataType
+    attribute: str
+    stored: Callable[[Any], Any] = lambda value: value
+    read: Callable[[Any], Any] = lambda value: value
+
+
+def _as_json(pairs: Sequence[tuple[str, float]]) -> str:
+    return json.dumps(dict(pairs))
+
+
+_OF_EPISODE = (  # repeated in its rows
+    _Value("episode_id", pa.string(), "episode_id"),
+    _Value("episode_index", pa.int32(), "index"),
+    _Value("episode_attempt", pa.int32(), "attempt"),
+    _Value("environment", pa.string(), "environment"),
+    _Value("environment_version", pa.string(), "environment_version"),
+    _Value("seed", pa.int64(), "seed"),
+    _Value("end_status", pa.string(), "status"),
+    # "" unless the status is timeout
+    _Value("time_spent_by", pa.string(), "time_spent_by", lambda who: who or "", lambda text: text or None),
+    _Value("episode_reward", pa.float64(), "reward"),
+    _Value("reward_parts", pa.string(), "reward_parts", _as_json, named_numbers),
+    _Value("counts", pa.string(), "counts", _as_json, lambda text: tuple((n, int(v)) for n, v in named_numbers(text))),
+)
+_OF_ROW = (
+    _Value("root", pa.string(), "root"),
+    _Value(  # of the episode
+        "parent_row",
+        pa.int32(),
+        "parent",
+        lambda row: NONE if row is None else row,
+        lambda row: None if row == NONE else row,
+    ),
+    _Value("prefix_len", pa.int32(), "prefix_len"),
 )
 MAY_BE_NULL = ("episode_reward",)
 TEXT_COLUMNS = ("episode_number", "end_status", "episode_reward", "reward_parts", "messages")  # that a reward needs
-_OF_EPISODE = (
-    "episode_id", "episode_index", "episode_attempt", "environment", "environment_version", "seed", "end_status",
-    "time_spent_by", "episode_reward", "reward_parts", "counts",
-)  # fmt: skip
 
 
-def shared_tokens(group: Group) -> list[int]:
-    """Return for each row of a group how many of its first tokens are stored with another row."""
-    if not group.episodes:
-        return [0] * len(group.trajectories)
-    return [row.prefix_len for episode in group.episodes for row in episode.rows]
+def _column(name: str, kind: pa.DataType, value_of: Callable[[Episode, EpisodeRow], Any]) -> Column:
+    nullable = name in MAY_BE_NULL
+    if pa.types.is_list(kind):
+        absent: Any = np.empty(0, dtype=kind.value_type.to_pandas_dtype())
+    else:
+        absent = "" if pa.types.is_string(kind) else None if nullable else NONE
+
+    def value(stored: StoredRow) -> Any:
+        if stored.episode is None or stored.path is None:
+            return absent
+        return value_of(stored.episode, stored.path)
+
+    return column(name, kind, value, nullable=nullable)
 
 
-def columns(groups: Sequence[Group]) -> list[pa.Array]:
-    column_values: dict[str, list[Any]] = {field.name: [] for field in FIELDS}
-    for values in itertools.chain.from_iterable(map(_row_values, groups)):
-        for name, value in values.items():
-            column_values[name].append(value)
-    return [
-        lists(column_values[field.name], field.type.value_type)
-        if pa.types.is_list(field.type)
-        else pa.array(column_values[field.name], field.type)
-        for field in FIELDS
-    ]
+def _of_turns(dtype: Any, attribute: str) -> Callable[[Episode, EpisodeRow], np.ndarray]:
+    return lambda _, row: np.array([getattr(turn, attribute) for turn in row.turns], dtype=dtype)
 
 
-def _row_values(group: Group) -> Iterator[dict[str, Any]]:
-    if not group.episodes:
-        empty = {
-            field.name: np.empty(0, dtype=field.type.value_type.to_pandas_dtype())
-            if pa.types.is_list(field.type)
-            else ""
-            if pa.types.is_string(field.type)
-            else None
-            if field.nullable
-            else _NONE
-            for field in FIELDS
-        }
-        yield from (empty for _ in group.trajectories)
-    for number, episode in enumerate(group.episodes):
-        for place, row in enumerate(episode.rows):
-            yield {
-                "episode_number": number,
-                "episode_id": episode.episode_id,
-                "episode_index": episode.index,
-                "episode_attempt": episode.attempt,
-                "environment": episode.environment,
-                "environment_version": episode.environment_version,
-                "seed": episode.seed,
-                "end_status": episode.status,
-                "time_spent_by": episode.time_spent_by or "",
-                "episode_reward": episode.reward,
-                "reward_parts": json.dumps(dict(episode.reward_parts)),
-                "counts": json.dumps(dict(episode.counts)),
-                "messages": "" if place else episode.messages,
-                "root": row.root,
-                "parent_row": _NONE if row.parent is None else row.parent,
-                "prefix_len": row.prefix_len,
-                "turn_numbers": np.array([turn.number for turn in row.turns], dtype=np.int32),
-                "turn_spans": np.array([(turn.start, turn.end) for turn in row.turns], dtype=np.int32).reshape(-1),
-                "turn_rewards": np.array([turn.reward for turn in row.turns], dtype=np.float64),
-                "turn_states": np.array([turn.state for turn in row.turns], dtype=object),
-            }
-
-
-def has_episodes(rows: Rows) -> bool:
-    return "episode_number" in rows.table.column_names
+COLUMNS = (
+    column("episode_number", pa.int32(), lambda stored: stored.episode_number),  # of those of the group in the pack
+    *(
+        _column(value.column, value.kind, lambda episode, _, v=value: v.stored(getattr(episode, v.attribute)))
+        for value in _OF_EPISODE
+    ),
+    _column("messages", pa.string(), lambda episode, row: episode.messages if row is episode.rows[0] else ""),  # JSON
+    *(
+        _column(value.column, value.kind, lambda _, row, v=value: v.stored(getattr(row, v.attribute)))
+        for value in _OF_ROW
+    ),
+    _column("turn_numbers", list_of(pa.int32()), _of_turns(np.int32, "number")),
+    _column(  # start, end, start, …
+        "turn_spans",
+        list_of(pa.int32()),
+        lambda _, row: np.array([(turn.start, turn.end) for turn in row.turns], dtype=np.int32).reshape(-1),
+    ),
+    _column("turn_rewards", list_of(pa.float64()), _of_turns(np.float64, "reward")),
+    _column("turn_states", list_of(pa.string()), _of_turns(object, "state")),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,11 +125,13 @@ class EpisodeSpan:
 
 def spans(rows: Rows) -> list[list[EpisodeSpan]]:
     """Return the episodes of each group; raises PackError unless they are numbered 0, 1, … with their rows together."""
+    if not rows.has("episode_number"):
+        return [[] for _ in rows.starts[1:]]
     numbers = rows.values("episode_number")
     groups = []
     for start, end in itertools.pairwise(rows.starts):
         group_numbers = numbers[start:end]
-        if group_numbers.count(_NONE) == len(group_numbers):
+        if group_numbers.count(NONE) == len(group_numbers):
             groups.append([])
             continue
         starts = [start + i for i, number in enumerate(group_numbers) if not i or number != group_numbers[i - 1]]
@@ -159,11 +156,13 @@ class Sharing:
         Raises PackError for a parent that is no earlier row of the episode, or has fewer tokens than are shared, and for
         more tokens together than a reader allocates.
         """
+        parents, totals = [NONE] * len(stored), [*stored]
+        if not any(groups):
+            return cls(parents, [0] * len(stored), totals)
         named, lengths = rows.values("parent_row"), rows.values("prefix_len")
-        parents, totals = [_NONE] * len(named), [*stored]
         for span in itertools.chain.from_iterable(groups):
             for row in range(span.start, span.end):
-                if named[row] == _NONE and lengths[row] == 0:
+                if named[row] == NONE and lengths[row] == 0:
                     continue
                 parent = span.start + named[row]
                 if not (span.start <= parent < row and 0 < lengths[row] <= totals[parent]):
@@ -179,11 +178,11 @@ class Sharing:
 
     def restore(self, stored: Sequence[np.ndarray], whole: Sequence[np.ndarray], row: int) -> np.ndarray:
         parent = self.parents[row]
-        return stored[row] if parent == _NONE else np.concatenate([whole[parent][: self.lengths[row]], stored[row]])
+        return stored[row] if parent == NONE else np.concatenate([whole[parent][: self.lengths[row]], stored[row]])
 
     def context(self, stored: np.ndarray, row: int) -> np.ndarray:
         """Return per-token values of a row with 0 for the shared tokens: they were sampled, if at all, in another row."""
-        length = self.lengths[row] if self.parents[row] != _NONE else 0
+        length = self.lengths[row] if self.parents[row] != NONE else 0
         return np.concatenate([np.zeros(length, dtype=stored.dtype), stored]) if length else stored
 
 
@@ -194,33 +193,23 @@ class Episodes:
     _columns: dict[str, list[Any]] = field(init=False)
 
     def __post_init__(self) -> None:
-        names = (*_OF_EPISODE, "messages", "root", "parent_row", "prefix_len")
+        names = ("messages", *(value.column for value in (*_OF_EPISODE, *_OF_ROW)))
         self._columns = {name: self.rows.values(name) for name in names}
+        for name in ("turn_numbers", "turn_spans", "turn_rewards", "turn_states"):
+            values, at = self.rows.lists(name)
+            plain = values.tolist()
+            self._columns[name] = [plain[a:b] for a, b in itertools.pairwise(at)]
 
     def build(self, group_id: str, episodes: Sequence[EpisodeSpan]) -> tuple[Episode, ...]:
         return tuple([self._episode(group_id, span) for span in episodes])
 
     def _episode(self, group_id: str, span: EpisodeSpan) -> Episode:
-        value = {name: self._shared(name, span) for name in _OF_EPISODE}
+        values = {value.attribute: value.read(self._shared(value.column, span)) for value in _OF_EPISODE}
         messages = self._columns["messages"][span.start : span.end]
         if any(messages[1:]):
-            raise PackError(f"episode {value['episode_id']}: a row that is not the first has messages")
-        return Episode(
-            episode_id=value["episode_id"],
-            group_id=group_id,
-            index=value["episode_index"],
-            environment=value["environment"],
-            environment_version=value["environment_version"],
-            seed=value["seed"],
-            status=value["end_status"],
-            rows=tuple([self._row(row) for row in range(span.start, span.end)]),
-            attempt=value["episode_attempt"],
-            time_spent_by=value["time_spent_by"] or None,
-            reward=value["episode_reward"],
-            reward_parts=named_numbers(value["reward_parts"]),
-            messages=messages[0],
-            counts=tuple([(name, int(number)) for name, number in named_numbers(value["counts"])]),
-        )
+            raise PackError(f"episode {values['episode_id']}: a row that is not the first has messages")
+        rows = tuple([self._row(row) for row in range(span.start, span.end)])
+        return Episode(group_id=group_id, rows=rows, messages=messages[0], **values)
 
     def _shared(self, name: str, span: EpisodeSpan) -> Any:
         values = self._columns[name][span.start : span.end]
@@ -229,32 +218,12 @@ class Episodes:
         return values[0]
 
     def _row(self, row: int) -> EpisodeRow:
-        parent = self._columns["parent_row"][row]
-        return EpisodeRow(
-            trajectory=self.trajectories[row],
-            turns=self._turns(row),
-            root=self._columns["root"][row],
-            parent=None if parent == _NONE else parent,
-            prefix_len=self._columns["prefix_len"][row],
-        )
+        values = {value.attribute: value.read(self._columns[value.column][row]) for value in _OF_ROW}
+        return EpisodeRow(trajectory=self.trajectories[row], turns=self._turns(row), **values)
 
     def _turns(self, row: int) -> tuple[Turn, ...]:
         numbers, spans_, rewards, states = (
-            self._list(name, row) for name in ("turn_numbers", "turn_spans", "turn_rewards", "turn_states")
+            self._columns[name][row] for name in ("turn_numbers", "turn_spans", "turn_rewards", "turn_states")
         )
         pairs = zip(spans_[::2], spans_[1::2], strict=True)
         return tuple([Turn(n, s, e, r, st) for n, (s, e), r, st in zip(numbers, pairs, rewards, states, strict=True)])
-
-    def _list(self, name: str, row: int) -> list[Any]:
-        if name not in self._columns:
-            values, at = self.rows.lists(name)
-            plain = values.tolist()
-            self._columns[name] = [plain[a:b] for a, b in itertools.pairwise(at)]
-        return self._columns[name][row]
-
-
-def named_numbers(text: str) -> tuple[tuple[str, float], ...]:
-    numbers = json.loads(text)
-    if not isinstance(numbers, dict) or any(type(number) not in (int, float) for number in numbers.values()):
-        raise PackError(f"expected a JSON object of numbers, got {text[:200]!r}")
-    return tuple(numbers.items())

@@ -29,7 +29,7 @@ from penstock.protocol.errors import PackError
 from penstock.protocol.groups import GeneratedGroup
 from penstock.protocol.packs import episode_columns, optional_columns, pack_bounds, pack_footer
 from penstock.protocol.packs.group_texts import TEXT_COLUMNS, GroupTexts, rewards_of, texts_of
-from penstock.protocol.packs.pack_rows import Rows, list_of, lists
+from penstock.protocol.packs.pack_rows import Column, Rows, column, list_of, rows_of
 from penstock.protocol.trajectory import Group, Trajectory, check_token_values
 from penstock.protocol.versions import PolicyVersion, VersionRun
 
@@ -47,38 +47,48 @@ _COMMON = (  # columns with equal, or nearly equal, values in the rows of a grou
     "extra_info",
 )
 
-
-SCHEMA = pa.schema(
-    [
-        pa.field("group_id", pa.string(), nullable=False),
-        pa.field("trajectory_index", pa.int32(), nullable=False),
-        pa.field("split", pa.string(), nullable=False),
-        pa.field("attempt", pa.int32(), nullable=False),
-        pa.field("issued_version", pa.int64(), nullable=False),
-        pa.field("num_prompt_tokens", pa.int32(), nullable=False),
-        pa.field("token_ids", list_of(pa.int32()), nullable=False),
-        pa.field("loss_mask", list_of(pa.bool_()), nullable=False),
-        pa.field("behaviour_logprobs", list_of(pa.float32()), nullable=False),
-        pa.field("version_runs", list_of(pa.int64()), nullable=False),  # version, start, end, version, ...
-        pa.field("prompt_text", pa.string(), nullable=False),
-        pa.field("completion_text", pa.string(), nullable=False),
-        pa.field("finish_reason", pa.string(), nullable=False),
-        pa.field("reward_name", pa.string(), nullable=False),
-        pa.field("data_source", pa.string(), nullable=False),
-        pa.field("ground_truth", pa.string(), nullable=True),  # JSON
-        pa.field("extra_info", pa.string(), nullable=False),  # JSON
-        pa.field("is_baseline", pa.bool_(), nullable=False),  # greedy, scored and not trained on; absent: none is
-    ],
-    metadata={b"schema": SCHEMA_TAG.encode()},
+_COLUMNS = (
+    column("group_id", pa.string(), lambda stored: stored.group.group_id),
+    column("trajectory_index", pa.int32(), lambda stored: stored.index),
+    column("split", pa.string(), lambda stored: stored.group.split),
+    column("attempt", pa.int32(), lambda stored: stored.group.attempt),
+    column("issued_version", pa.int64(), lambda stored: stored.group.issued_version),
+    column("num_prompt_tokens", pa.int32(), lambda stored: stored.group.num_prompt_tokens),
+    column("token_ids", list_of(pa.int32()), lambda stored: stored.row.token_ids[stored.shared :]),
+    column("loss_mask", list_of(pa.bool_()), lambda stored: stored.row.loss_mask[stored.shared :]),
+    column("behaviour_logprobs", list_of(pa.float32()), lambda stored: stored.row.behaviour_logprobs[stored.shared :]),
+    column(  # version, start, end, version, ...
+        "version_runs",
+        list_of(pa.int64()),
+        lambda stored: np.array(stored.row.version_runs, dtype=np.int64).reshape(-1),
+    ),
+    column("prompt_text", pa.string(), lambda stored: stored.group.prompt_text),
+    column("completion_text", pa.string(), lambda stored: stored.row.completion_text),
+    column("finish_reason", pa.string(), lambda stored: stored.row.finish_reason),
+    column("reward_name", pa.string(), lambda stored: stored.group.reward.name),
+    column("data_source", pa.string(), lambda stored: stored.group.reward.data_source),
+    column("ground_truth", pa.string(), lambda stored: stored.group.reward.ground_truth, nullable=True),  # JSON
+    column("extra_info", pa.string(), lambda stored: stored.group.reward.extra_info),  # JSON
+    # greedy, scored and not trained on; absent: none is
+    column("is_baseline", pa.bool_(), lambda stored: stored.row.is_baseline),
 )
+_OF_GROUP = ("group_id", "split", "attempt", "issued_version", "prompt_text", "num_prompt_tokens")
+SCHEMA = pa.schema([entry.field for entry in _COLUMNS], metadata={b"schema": SCHEMA_TAG.encode()})
 _FURTHER = (
-    episode_columns.FIELDS,
-    optional_columns.TEACHER_FIELDS,
-    optional_columns.EXPERT_FIELDS,
-    optional_columns.IMAGE_FIELDS,
+    episode_columns.COLUMNS,
+    optional_columns.TEACHER_COLUMNS,
+    optional_columns.EXPERT_COLUMNS,
+    optional_columns.IMAGE_COLUMNS,
 )
-SCHEMAS = {  # by whether there are episodes, a teacher, experts and images, which never are both
-    present: pa.schema([*SCHEMA, *itertools.chain(*itertools.compress(_FURTHER, present))], SCHEMA.metadata)
+
+
+def _columns(present: Sequence[bool]) -> list[Column]:
+    """Return all columns of a pack; ``present``: whether there are episodes, a teacher, experts and images."""
+    return [*_COLUMNS, *itertools.chain(*itertools.compress(_FURTHER, present))]
+
+
+SCHEMAS = {  # experts and images are never both present
+    present: pa.schema([entry.field for entry in _columns(present)], SCHEMA.metadata)
     for present in itertools.product((False, True), repeat=len(_FURTHER))
     if not (present[2] and present[3])
 }
@@ -122,47 +132,20 @@ def encode(groups: Sequence[Group]) -> bytes:
 
 
 def _table(groups: Sequence[Group]) -> pa.Table:
-    rows = [(group, index, row) for group in groups for index, row in enumerate(group.trajectories)]
-    owners = [group for group, _, _ in rows]
-    trajectories = [row for _, _, row in rows]
-    shared = [n for g in groups for n in episode_columns.shared_tokens(g)]  # stored with an earlier row
-    runs = [np.array(row.version_runs, dtype=np.int64).reshape(-1) for row in trajectories]
-    columns: list[Any] = [
-        pa.array([group.group_id for group in owners], pa.string()),
-        pa.array([index for _, index, _ in rows], pa.int32()),
-        pa.array([group.split for group in owners], pa.string()),
-        pa.array([group.attempt for group in owners], pa.int32()),
-        pa.array([group.issued_version for group in owners], pa.int64()),
-        pa.array([group.num_prompt_tokens for group in owners], pa.int32()),
-        lists([row.token_ids[n:] for row, n in zip(trajectories, shared, strict=True)], pa.int32()),
-        lists([row.loss_mask[n:] for row, n in zip(trajectories, shared, strict=True)], pa.bool_()),
-        lists([row.behaviour_logprobs[n:] for row, n in zip(trajectories, shared, strict=True)], pa.float32()),
-        lists(runs, pa.int64()),
-        pa.array([group.prompt_text for group in owners], pa.string()),
-        pa.array([row.completion_text for row in trajectories], pa.string()),
-        pa.array([row.finish_reason for row in trajectories], pa.string()),
-        pa.array([group.reward.name for group in owners], pa.string()),
-        pa.array([group.reward.data_source for group in owners], pa.string()),
-        pa.array([group.reward.ground_truth for group in owners], pa.string()),
-        pa.array([group.reward.extra_info for group in owners], pa.string()),
-        pa.array([row.is_baseline for row in trajectories], pa.bool_()),
-    ]
-    has_episodes, has_teacher = any(g.episodes for g in groups), any(g.teacher is not None for g in groups)
-    has_experts = any(g.routers is not None for g in groups)
-    has_images = any(g.image_processor is not None for g in groups)
-    if has_experts and has_images:
+    present = (
+        any(group.episodes for group in groups),
+        any(group.teacher is not None for group in groups),
+        any(group.routers is not None for group in groups),
+        any(group.image_processor is not None for group in groups),
+    )
+    if present not in SCHEMAS:
         raise PackError(
             f"group {groups[0].group_id} and {len(groups) - 1} more: rows with images have no experts of their tokens"
         )
-    if has_episodes:
-        columns += episode_columns.columns(groups)
-    if has_teacher:
-        columns += optional_columns.teacher_columns(groups)
-    if has_experts:
-        columns += optional_columns.expert_columns(groups)
-    if has_images:
-        columns += optional_columns.image_columns(groups)
-    return pa.Table.from_arrays(columns, schema=SCHEMAS[has_episodes, has_teacher, has_experts, has_images])
+    for group in groups:
+        optional_columns.check(group)
+    rows = list(rows_of(groups))
+    return pa.Table.from_arrays([entry.array(rows) for entry in _columns(present)], schema=SCHEMAS[present])
 
 
 def decode(
@@ -243,43 +226,31 @@ def _accepted() -> tuple[pa.Schema, ...]:
 
 
 def _groups(rows: Rows, vocab_size: int | None) -> list[Group]:
-    spans = episode_columns.spans(rows) if episode_columns.has_episodes(rows) else [[] for _ in rows.starts[1:]]
+    spans = episode_columns.spans(rows)
     trajectories = _trajectories(rows, vocab_size, spans)
     episodes = episode_columns.Episodes(rows, trajectories) if any(spans) else None
     columns = zip(
         spans,
         optional_columns.teachers_of_groups(rows, trajectories, vocab_size),
-        rows.of_groups("group_id"),
-        rows.of_groups("split"),
-        rows.of_groups("attempt"),
-        rows.of_groups("issued_version"),
-        rows.of_groups("prompt_text"),
-        rows.of_groups("num_prompt_tokens"),
+        rows.each_group(*_OF_GROUP),
         rewards_of(rows),
         itertools.pairwise(rows.starts),
         strict=True,
     )
     numbers = rows.values("trajectory_index")
     groups = []
-    for group_spans, teacher, group_id, split, attempt, issued, text, num_prompt_tokens, reward, (
-        start,
-        end,
-    ) in columns:
+    for group_spans, teacher, of_group, reward, (start, end) in columns:
+        group_id = of_group["group_id"]
         if numbers[start:end] != list(range(end - start)):
             raise PackError(
                 f"{group_id}: its trajectories are numbered {numbers[start:end][:8]}, expected 0 to {end - start - 1}"
             )
         group = Group(
-            group_id=group_id,
-            split=split,
-            attempt=attempt,
-            issued_version=issued,
-            prompt_text=text,
-            num_prompt_tokens=num_prompt_tokens,
             reward=reward,
             trajectories=tuple(trajectories[start:end]),
-            episodes=episodes.build(group_id, group_spans) if episodes is not None and group_spans else (),
+            episodes=episodes.build(group_id, group_spans) if episodes is not None else (),
             teacher=teacher,
+            **of_group,
         )
         groups.append(group)
     return groups
@@ -295,27 +266,24 @@ def _trajectories(
     if not at == mask_at == logprobs_at:
         raise PackError("token_ids, loss_mask and behaviour_logprobs have lists of different lengths")
     check_token_values(tokens, logprobs, vocab_size)
-    sharing = None
-    if any(episodes):
-        sharing = episode_columns.Sharing.of(rows, episodes, [b - a for a, b in itertools.pairwise(at)])
+    sharing = episode_columns.Sharing.of(rows, episodes, [b - a for a, b in itertools.pairwise(at)])
     numbers = runs.tolist()
     stored = [tokens[a:b] for a, b in itertools.pairwise(at)]
     whole: list[np.ndarray] = []
     texts, reasons = rows.values("completion_text"), rows.values("finish_reason")
-    baselines = rows.values("is_baseline") if "is_baseline" in rows.table.column_names else [False] * len(texts)
-    lengths = [b - a for a, b in itertools.pairwise(at)] if sharing is None else sharing.totals
-    experts = optional_columns.experts_of_rows(rows, lengths, None if sharing is None else sharing.parents)
+    baselines = rows.values("is_baseline") if rows.has("is_baseline") else [False] * len(texts)
+    experts = optional_columns.experts_of_rows(rows, sharing.totals, sharing.parents)
     images = optional_columns.images_of_rows(rows)
     trajectories = []
     for i, text in enumerate(texts):
         span = slice(at[i], at[i + 1])
         threes = iter(numbers[runs_at[i] : runs_at[i + 1]])
-        whole.append(stored[i] if sharing is None else sharing.restore(stored, whole, i))
+        whole.append(sharing.restore(stored, whole, i))
         trajectories.append(
             Trajectory.of_checked_values(
                 whole[i],
-                masks[span] if sharing is None else sharing.context(masks[span], i),
-                logprobs[span] if sharing is None else sharing.context(logprobs[span], i),
+                sharing.context(masks[span], i),
+                sharing.context(logprobs[span], i),
                 tuple([VersionRun(PolicyVersion(v), s, e) for v, s, e in zip(threes, threes, threes, strict=True)]),
                 reasons[i],
                 text,

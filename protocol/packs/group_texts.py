@@ -27,9 +27,8 @@ TEXT_COLUMNS = (
 
 
 def rewards_of(rows: Rows) -> list[RewardRequest]:
-    names = ("reward_name", "data_source", "ground_truth", "extra_info")
-    columns = zip(*(rows.of_groups(name) for name in names), strict=True)
-    return [RewardRequest(name=n, data_source=d, ground_truth=g, extra_info=e) for n, d, g, e in columns]
+    values = rows.each_group("reward_name", "data_source", "ground_truth", "extra_info")
+    return [RewardRequest(name=of_group.pop("reward_name"), **of_group) for of_group in values]
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,40 +65,37 @@ class GroupTexts:
 
 def texts_of(rows: Rows) -> list[GroupTexts]:
     completions, reasons = rows.values("completion_text"), rows.values("finish_reason")
-    episodes = _episode_texts(rows) if episode_columns.has_episodes(rows) else [[] for _ in rows.starts[1:]]
     columns = zip(
-        episodes,
-        rows.of_groups("group_id"),
-        rows.of_groups("prompt_text"),
-        rows.of_groups("num_prompt_tokens"),
+        _episode_texts(rows),
+        rows.each_group("group_id", "prompt_text", "num_prompt_tokens"),
         rewards_of(rows),
         itertools.pairwise(rows.starts),
         strict=True,
     )
     return [
         GroupTexts(
-            group_id=group_id,
-            prompt_text=prompt_text,
             completions=tuple([completions[span.start] for span, _ in group_episodes] or completions[start:end]),
             finish_reasons=tuple(
                 ["stop" if episode.end_status == "done" else "length" for _, episode in group_episodes]
                 or reasons[start:end]
             ),
             reward=reward,
-            num_prompt_tokens=num_prompt_tokens,
             given=tuple([episode for _, episode in group_episodes]),
+            **of_group,
         )
-        for group_episodes, group_id, prompt_text, num_prompt_tokens, reward, (start, end) in columns
+        for group_episodes, of_group, reward, (start, end) in columns
     ]
 
 
 def _episode_texts(rows: Rows) -> list[list[tuple[episode_columns.EpisodeSpan, EpisodeTexts]]]:
-    columns = {name: rows.values(name) for name in ("end_status", "episode_reward", "reward_parts", "messages")}
+    spans = episode_columns.spans(rows)
+    names = ("end_status", "episode_reward", "reward_parts", "messages") if any(spans) else ()
+    columns = [rows.values(name) for name in names]
     groups = []
-    for spans in episode_columns.spans(rows):
+    for group_spans in spans:
         texts = []
-        for span in spans:
-            status, reward, parts, messages = (values[span.start] for values in columns.values())
+        for span in group_spans:
+            status, reward, parts, messages = (values[span.start] for values in columns)
             episode = EpisodeTexts(
                 span.end - span.start, status, reward, episode_columns.named_numbers(parts), messages
             )

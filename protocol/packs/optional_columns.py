@@ -24,48 +24,81 @@ from pydantic import ValidationError
 
 from penstock.protocol.errors import PackError
 from penstock.protocol.groups import ImageRef, RouterShape, RowImages
-from penstock.protocol.packs.pack_rows import Rows, list_of, lists
+from penstock.protocol.packs.pack_rows import Column, Rows, StoredRow, column, list_of
 from penstock.protocol.token_annotations import ExpertChoices, TeacherRow, TeacherScores, dtype_of
 from penstock.protocol.trajectory import Group, Trajectory
 
-IMAGE_FIELDS = (
-    pa.field("image_processor", pa.string(), nullable=False),  # "": the row has no image
-    pa.field("image_numbers", list_of(pa.int64()), nullable=False),
-    pa.field("image_sha256", list_of(pa.string()), nullable=False),
-)
-_NUMBERS_OF_IMAGE = 6
-TEACHER_FIELDS = (
-    pa.field("teacher", pa.string(), nullable=False),  # which model of which version; "": none
-    pa.field("teacher_top_k", pa.int32(), nullable=False),
-    pa.field("teacher_logprobs", list_of(pa.float32()), nullable=False),
-    pa.field("teacher_top_ids", list_of(pa.int32()), nullable=False),
-    pa.field("teacher_top_logprobs", list_of(pa.float32()), nullable=False),
-)
-_NO_TEACHER = TeacherRow(np.empty(0, np.float32), np.empty((0, 0), np.int32), np.empty((0, 0), np.float32))
 EXPERTS = "experts"
 MAX_EXPANDED_BYTES = 4 * 1024**3  # of the choices of a group's rows, those that rows share counted in each
-EXPERT_FIELDS = (
-    pa.field("expert_layers", pa.int32(), nullable=False),  # 0: the group does not say
-    pa.field("expert_top_k", pa.int32(), nullable=False),
-    pa.field("num_experts", pa.int32(), nullable=False),
-    pa.field("experts_shared", pa.int32(), nullable=False),
-    pa.field(EXPERTS, pa.binary(), nullable=False),
+_NUMBERS_OF_IMAGE = 6
+_NO_TEACHER = TeacherRow(np.empty(0, np.float32), np.empty((0, 0), np.int32), np.empty((0, 0), np.float32))
+
+
+def _images_of(stored: StoredRow) -> tuple[ImageRef, ...]:
+    return stored.row.images.refs if stored.row.images is not None else ()
+
+
+def _numbers_of_images(stored: StoredRow) -> np.ndarray:
+    numbers = [(r.position, r.num_tokens, *r.grid_thw, r.size_bytes) for r in _images_of(stored)]
+    return np.array(numbers, dtype=np.int64).reshape(-1)
+
+
+IMAGE_COLUMNS = (
+    # "": the row has no image
+    column("image_processor", pa.string(), lambda stored: stored.row.images.processor if stored.row.images else ""),
+    column("image_numbers", list_of(pa.int64()), _numbers_of_images),
+    column(
+        "image_sha256",
+        list_of(pa.string()),
+        lambda stored: np.array([ref.sha256 for ref in _images_of(stored)], dtype=object),
+    ),
 )
 
 
-def image_columns(groups: Sequence[Group]) -> list[pa.Array]:
-    row_images = [row.images for group in groups for row in group.trajectories]
-    refs = [images.refs if images is not None else () for images in row_images]
-    numbers = [[(r.position, r.num_tokens, *r.grid_thw, r.size_bytes) for r in some] for some in refs]
-    return [
-        pa.array([images.processor if images is not None else "" for images in row_images], pa.string()),
-        lists([np.array(some, dtype=np.int64).reshape(-1) for some in numbers], pa.int64()),
-        lists([np.array([ref.sha256 for ref in some], dtype=object) for some in refs], pa.string()),
-    ]
+def _taught(stored: StoredRow) -> TeacherRow:
+    return stored.group.teacher.rows[stored.index] if stored.group.teacher is not None else _NO_TEACHER
+
+
+TEACHER_COLUMNS = (
+    # which model of which version; "": none
+    column("teacher", pa.string(), lambda stored: stored.group.teacher.model if stored.group.teacher else ""),
+    column("teacher_top_k", pa.int32(), lambda stored: stored.group.teacher_top_k or 0),
+    column("teacher_logprobs", list_of(pa.float32()), lambda stored: _taught(stored).logprobs),
+    column("teacher_top_ids", list_of(pa.int32()), lambda stored: _taught(stored).top_ids.reshape(-1)),
+    column("teacher_top_logprobs", list_of(pa.float32()), lambda stored: _taught(stored).top_logprobs.reshape(-1)),
+)
+
+
+def _of_routers(name: str, attribute: str) -> Column:
+    return column(name, pa.int32(), lambda stored: getattr(stored.group.routers, attribute, 0))
+
+
+def _choices_of(stored: StoredRow) -> bytes:
+    choices = stored.row.experts
+    if choices is None:
+        return b""
+    return np.ascontiguousarray(choices.ids[stored.experts_shared :]).astype(_stored(choices.shape)).tobytes()
+
+
+EXPERT_COLUMNS = (
+    _of_routers("expert_layers", "num_layers"),  # 0: the group does not say
+    _of_routers("expert_top_k", "top_k"),
+    _of_routers("num_experts", "num_experts"),
+    column("experts_shared", pa.int32(), lambda stored: stored.experts_shared),
+    column(EXPERTS, pa.binary(), _choices_of),
+)
+
+
+def check(group: Group) -> None:
+    """Raise PackError for a teacher's log-probabilities that none can give, and for more experts than a reader takes."""
+    if group.teacher is not None:
+        group.teacher.check(num_sampled(group.trajectories), None)
+    if group.routers is not None:
+        _check_size(group.routers, [len(row.token_ids) for row in group.trajectories])
 
 
 def images_of_rows(rows: Rows) -> list[RowImages | None]:
-    if "image_processor" not in rows.table.column_names:
+    if not rows.has("image_processor"):
         return [None] * rows.starts[-1]
     values, at = rows.lists("image_numbers")
     hashes, hashes_at = rows.lists("image_sha256")
@@ -100,28 +133,10 @@ def _images(processor: str, numbers: Sequence[int], names: Sequence[Any]) -> Row
         raise PackError(f"a row's images: {err.errors()[0]['msg']}") from None
 
 
-def teacher_columns(groups: Sequence[Group]) -> list[Any]:
-    for group in groups:
-        if group.teacher is not None:
-            group.teacher.check(num_sampled(group.trajectories), None)
-    teacher_rows = [
-        (group.teacher, row)
-        for group in groups
-        for row in (group.teacher.rows if group.teacher is not None else [_NO_TEACHER] * len(group.trajectories))
-    ]
-    return [
-        pa.array([teacher.model if teacher is not None else "" for teacher, _ in teacher_rows], pa.string()),
-        pa.array([teacher.top_k if teacher is not None else 0 for teacher, _ in teacher_rows], pa.int32()),
-        lists([row.logprobs for _, row in teacher_rows], pa.float32()),
-        lists([row.top_ids.reshape(-1) for _, row in teacher_rows], pa.int32()),
-        lists([row.top_logprobs.reshape(-1) for _, row in teacher_rows], pa.float32()),
-    ]
-
-
 def teachers_of_groups(
     rows: Rows, trajectories: Sequence[Trajectory], vocab_size: int | None
 ) -> list[TeacherScores | None]:
-    if "teacher" not in rows.table.column_names:
+    if not rows.has("teacher"):
         return [None] * (len(rows.starts) - 1)
     logprobs, at = rows.lists("teacher_logprobs")
     (ids, ids_at), (tops, tops_at) = rows.lists("teacher_top_ids"), rows.lists("teacher_top_logprobs")
@@ -158,47 +173,12 @@ def num_sampled(trajectories: Sequence[Trajectory]) -> list[int]:
     return [0 if trajectory.is_baseline else trajectory.num_completion_tokens for trajectory in trajectories]
 
 
-def expert_columns(groups: Sequence[Group]) -> list[Any]:
-    shapes, shared, stored = [], [], []
-    for group in groups:
-        if group.routers is not None:
-            _check_size(group.routers, [len(row.token_ids) for row in group.trajectories])
-        for row, earlier in zip(group.trajectories, _earlier_rows(group), strict=True):
-            same = 0
-            if row.experts is None:
-                stored.append(b"")
-            else:
-                other = None if earlier is None else group.trajectories[earlier].experts
-                same = 0 if other is None else _same(other.ids, row.experts.ids)
-                stored.append(np.ascontiguousarray(row.experts.ids[same:]).astype(_stored(row.experts.shape)).tobytes())
-            shapes.append(group.routers)
-            shared.append(same)
-    return [
-        pa.array([shape.num_layers if shape else 0 for shape in shapes], pa.int32()),
-        pa.array([shape.top_k if shape else 0 for shape in shapes], pa.int32()),
-        pa.array([shape.num_experts if shape else 0 for shape in shapes], pa.int32()),
-        pa.array(shared, pa.int32()),
-        pa.array(stored, pa.binary()),
-    ]
-
-
-def _earlier_rows(group: Group) -> list[int | None]:
-    parents: list[int | None] = [None if not number else 0 for number in range(len(group.trajectories))]
-    for place, episode in zip(group.rows_of, group.episodes, strict=False):
-        for number, row in zip(place, episode.rows, strict=True):
-            if row.parent is not None:
-                parents[number] = place.start + row.parent
-    return parents
-
-
-def experts_of_rows(
-    rows: Rows, lengths: Sequence[int], parents: Sequence[int] | None = None
-) -> list[ExpertChoices | None]:
+def experts_of_rows(rows: Rows, lengths: Sequence[int], parents: Sequence[int]) -> list[ExpertChoices | None]:
     """Return the choices of each row, checked; raises PackError.
 
-    ``lengths`` are the tokens of each row, ``parents`` the number of the row that it continues, -1 for none; None: none does.
+    ``lengths`` are the tokens of each row, ``parents`` the number of the row that it continues, -1 for none.
     """
-    if EXPERTS not in rows.table.column_names:
+    if not rows.has(EXPERTS):
         return [None] * len(lengths)
     shared, stored = rows.values("experts_shared"), rows.values(EXPERTS)
     choices: list[ExpertChoices | None] = []
@@ -213,8 +193,7 @@ def experts_of_rows(
         _check_size(shape, lengths[start:end])
         whole: dict[int, np.ndarray] = {}
         for row in range(start, end):
-            parent = -1 if parents is None else parents[row]
-            earlier = whole.get(start if parent < 0 else parent)
+            earlier = whole.get(start if parents[row] < 0 else parents[row])
             whole[row] = _choices_of_row(shape, stored[row], lengths[row] - 1, shared[row], earlier)
             choices.append(ExpertChoices(shape, whole[row]))
     return choices
@@ -248,9 +227,3 @@ def _choices_of_row(
 
 def _stored(shape: RouterShape) -> np.dtype[np.unsignedinteger]:
     return dtype_of(shape).newbyteorder("<")
-
-
-def _same(choices: np.ndarray, other: np.ndarray) -> int:
-    shortest = min(len(choices), len(other))
-    differ = np.flatnonzero((choices[:shortest] != other[:shortest]).any(axis=(1, 2)))
-    return int(differ[0]) if len(differ) else shortest

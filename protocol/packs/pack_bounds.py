@@ -19,7 +19,7 @@ import pyarrow.parquet as pq
 
 from penstock.protocol.errors import PackError
 from penstock.protocol.groups import BlobRef, GeneratedGroup
-from penstock.protocol.packs.pack_footer import Chunk, RowGroup, StoredColumn
+from penstock.protocol.packs.pack_footer import Chunk, RowGroup, StoredColumn, unsigned
 
 MAX_ROWS = 4097  # of a group: the largest group_size of a task, and its baseline; of episodes, all their rows together
 MAX_ROW_TOKENS = 2**25  # of all rows of a group's episodes, shared beginnings counted in each
@@ -238,14 +238,10 @@ def _page(header: bytes) -> _Page:
 
 
 def _unsigned(varint: bytes) -> int:
-    number = _varint(varint)
+    number = unsigned(varint)
     if number & 1:
         raise PackError("a page header holds a negative size")
     return number >> 1
-
-
-def _varint(varint: bytes) -> int:
-    return sum((byte & 0x7F) << (7 * place) for place, byte in enumerate(varint))
 
 
 def _end_of_statistics(data: bytes, position: int) -> int:
@@ -256,7 +252,7 @@ def _end_of_statistics(data: bytes, position: int) -> int:
             varint = _ONE_VARINT.match(data, position)
             if varint is None:
                 break
-            position = varint.end() + (_varint(varint[0]) if kind == 8 else 0)
+            position = varint.end() + (unsigned(varint[0]) if kind == 8 else 0)
         elif kind not in (1, 2):
             break
     if data[position : position + 3] != b"\x00\x00\x00":

@@ -198,15 +198,20 @@ class _Fields:
 def _written_chunk(match: re.Match[bytes]) -> Chunk:
     num_values, size, data_page, dictionary_page = match.groups()
     return Chunk(
-        _integer(num_values),
-        _integer(size),
-        _integer(data_page),
-        None if dictionary_page is None else _integer(dictionary_page),
+        signed(num_values),
+        signed(size),
+        signed(data_page),
+        None if dictionary_page is None else signed(dictionary_page),
     )
 
 
-def _integer(varint: bytes) -> int:
+def unsigned(varint: bytes) -> int:
     number = 0
     for byte in reversed(varint):
         number = number << 7 | byte & 0x7F
+    return number
+
+
+def signed(varint: bytes) -> int:
+    number = unsigned(varint)
     return number >> 1 ^ -(number & 1)

@@ -16,6 +16,7 @@ neighbouring versions differ. So a token costs five bytes.
 from __future__ import annotations
 
 import json
+import math
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -89,11 +90,8 @@ def encode(step_logprobs: StepLogprobs) -> bytes:
     except _Refused as err:
         raise PackError(f"log-probabilities of step {step_logprobs.header.step} are not written: {err}") from None
     tensors = {name: getattr(step_logprobs, name).astype(dtype, copy=False) for name, (_, dtype) in _DTYPES.items()}
-    header: dict[str, Any] = {"__metadata__": {"schema": SCHEMA_TAG, "step": step_logprobs.header.model_dump_json()}}
-    at = 0
-    for name, tensor in tensors.items():
-        entry = {"dtype": _DTYPES[name][0], "shape": list(tensor.shape), "data_offsets": [at, at + tensor.nbytes]}
-        header[name], at = entry, at + tensor.nbytes
+    metadata = {"schema": SCHEMA_TAG, "step": step_logprobs.header.model_dump_json()}
+    header = {"__metadata__": metadata, **_entries(len(step_logprobs.rows), len(step_logprobs.logprobs))}
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     return b"".join([struct.pack("<Q", len(text)), text, *(tensor.tobytes() for tensor in tensors.values())])
@@ -120,9 +118,7 @@ def _decode(data: bytes, run_id: str, step: int) -> StepLogprobs:
     header, document = _header(data[8 : 8 + size])
     if (header.run_id, header.step) != (run_id, step):
         raise _Refused(f"they are of step {header.step} of run {header.run_id}")
-    num_rows, num_tokens = _sizes(document)
-    tensors = _tensors(data, 8 + size, document, {"rows": (num_rows, 3), "logprobs": (num_tokens,), "outcomes": (num_tokens,)})  # fmt: skip
-    decoded = StepLogprobs(header, tensors["rows"], tensors["logprobs"], tensors["outcomes"])
+    decoded = StepLogprobs(header, **_tensors(data, 8 + size, document))
     _check(decoded)
     return decoded
 
@@ -152,20 +148,25 @@ def _sizes(document: Mapping[str, Any]) -> tuple[int, int]:
     return num_rows, num_tokens
 
 
-def _tensors(
-    data: bytes, begin: int, document: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]
-) -> dict[str, npt.NDArray[Any]]:
-    tensors, at = {}, 0
+def _entries(num_rows: int, num_tokens: int) -> dict[str, dict[str, Any]]:
+    """Return the header's entry for each tensor: they lie one behind the other."""
+    entries, at = {}, 0
     for name, (code, dtype) in _DTYPES.items():
-        count = int(np.prod(shapes[name]))
-        end = at + count * dtype.itemsize
-        entry = {"dtype": code, "shape": list(shapes[name]), "data_offsets": [at, end]}
-        if document[name] != entry or begin + end > len(data):
+        shape = [num_rows, 3] if name == "rows" else [num_tokens]
+        end = at + math.prod(shape) * dtype.itemsize
+        entries[name], at = {"dtype": code, "shape": shape, "data_offsets": [at, end]}, end
+    return entries
+
+
+def _tensors(data: bytes, begin: int, document: Mapping[str, Any]) -> dict[str, npt.NDArray[Any]]:
+    tensors, end = {}, begin
+    for name, entry in _entries(*_sizes(document)).items():
+        start, end = (begin + offset for offset in entry["data_offsets"])
+        if document[name] != entry or end > len(data):
             raise _Refused(f"tensor {name} has another dtype, shape or place than {entry}, or its bytes are missing")
-        tensors[name] = np.frombuffer(data, dtype, count, begin + at).reshape(shapes[name])
-        at = end
-    if begin + at != len(data):
-        raise _Refused(f"{len(data) - begin - at} bytes after its tensors")
+        tensors[name] = np.frombuffer(data, _DTYPES[name][1], math.prod(entry["shape"]), start).reshape(entry["shape"])
+    if end != len(data):
+        raise _Refused(f"{len(data) - end} bytes after its tensors")
     return tensors
 
 

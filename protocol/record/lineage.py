@@ -32,10 +32,11 @@ import json
 from collections.abc import Callable, Iterator, Sequence
 from typing import Annotated, Any
 
-from pydantic import Field, SerializerFunctionWrapHandler, model_serializer, model_validator
+from pydantic import Field, model_validator
 
 from penstock.protocol.facts import Fact, decode
 from penstock.protocol.groups import (
+    UNLESS_EMPTY,
     AbandonedCompletion,
     BlobRef,
     Count,
@@ -45,7 +46,6 @@ from penstock.protocol.groups import (
     Sha256,
     Split,
     Wire,
-    without_empty,
 )
 
 STEP_DIGEST = "groups_digest"  # key of the step's event and line that holds a `StepDigest`
@@ -88,15 +88,11 @@ class RecordedStep(Wire):
     updates: tuple[Annotated[tuple[Count, ...], Field(min_length=1)], ...] = ()
     left_out: tuple[Count, ...] = ()  # numbers of the optimizer steps, from 0, that were not made and changed nothing
     # (version, staleness) where that is not ``trained_version`` minus the version: a session was rolled back in between
-    ages: tuple[tuple[Count, Count], ...] = ()
+    ages: Annotated[tuple[tuple[Count, Count], ...], UNLESS_EMPTY] = ()
 
     def staleness(self, group: RecordedGroup) -> int:
         generated, ages = group.scored.generated, dict(self.ages)
         return max(ages.get(v, self.trained_version - v) for v in (generated.oldest_version, generated.newest_version))
-
-    @model_serializer(mode="wrap")
-    def _without_unused(self, fields: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        return without_empty(fields(self), "ages")
 
     @model_validator(mode="after")
     def _updates_are_of_its_groups(self) -> RecordedStep:
@@ -145,11 +141,8 @@ class DroppedGroup(Wire):
     reason: Identifier
     num_tokens: Count
     pack: Count | None = None
-    abandoned: tuple[AbandonedCompletion, ...] = ()  # completions of it that were started and not kept
-
-    @model_serializer(mode="wrap")
-    def _without_unused(self, fields: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        return without_empty(fields(self), "abandoned")
+    # completions of it that were started and not kept
+    abandoned: Annotated[tuple[AbandonedCompletion, ...], UNLESS_EMPTY] = ()
 
 
 class EvaluatedGroup(Wire):
@@ -175,13 +168,9 @@ class SplitTotals(Wire):
     dropped_tokens: dict[str, Count] = Field(default={})
     refused: dict[str, Count] = Field(default={})
     refused_tokens: dict[str, Count] = Field(default={})
-    abandoned: dict[str, Count] = Field(default={})
-    abandoned_tokens: dict[str, Count] = Field(default={})
+    abandoned: Annotated[dict[str, Count], UNLESS_EMPTY] = Field(default={})
+    abandoned_tokens: Annotated[dict[str, Count], UNLESS_EMPTY] = Field(default={})
     in_flight: Count = 0
-
-    @model_serializer(mode="wrap")
-    def _without_unused(self, fields: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        return without_empty(fields(self), "abandoned", "abandoned_tokens")
 
 
 class AccountState(Wire):

@@ -14,7 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import structlog
 
@@ -228,8 +228,7 @@ def _open(environ: Mapping[str, str], role: Role, service_id: str, run_id: str) 
     return SpanRecorder(exporter.export, exporter.shut_down)
 
 
-@dataclass(frozen=True, slots=True)
-class _Held:
+class _Held(NamedTuple):
     context: SpanContext
     since: float
 
@@ -243,8 +242,6 @@ class HeldGroups:
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def issued(self, traceparent: str, tasks: Iterable[Task], *, pack_id: str, started: float) -> None:
-        if not self.traces.is_on:
-            return
         for task in tasks:
             if (context := self.traces.group(traceparent, task.group_id)) is not None:
                 attributes: dict[str, Value] = {
@@ -259,8 +256,6 @@ class HeldGroups:
                 self.traces.record("issue", context, None, started, attributes)
 
     def arrived(self, traceparent: str, group_ids: Iterable[str]) -> None:
-        if not self.traces.is_on:
-            return
         now = time.time()
         with self._lock:
             for group_id in group_ids:
@@ -270,15 +265,12 @@ class HeldGroups:
                 del self._groups[next(iter(self._groups))]
 
     def ended(self, group_id: str, outcome: str, **attributes: Value) -> None:
-        if self.traces.is_on:
-            with self._lock:
-                held = self._groups.pop(group_id, None)
-            if held is not None:
-                self.traces.record_in_group(outcome, held.context, held.since, {"group_id": group_id, **attributes})
+        with self._lock:
+            held = self._groups.pop(group_id, None)
+        if held is not None:
+            self.traces.record_in_group(outcome, held.context, held.since, {"group_id": group_id, **attributes})
 
     def trained(self, group_ids: Iterable[str], started: float, attributes: Mapping[str, Value]) -> None:
-        if not self.traces.is_on:
-            return
         with self._lock:
             held = {group_id: self._groups.get(group_id) for group_id in group_ids}
         traced = {group_id: group for group_id, group in held.items() if group is not None}

@@ -71,8 +71,8 @@ class Blobs:
 
     def ensure_bucket(self) -> None:
         """Create the bucket unless it exists (deploy/bootstrap only)."""
-        if not self._requests.bucket_exists(deadline_s=30.0):
-            self._requests.make_bucket(deadline_s=30.0)
+        if not self._requests.call("check", lambda client, bucket: client.bucket_exists(bucket), deadline_s=30.0):
+            self._requests.call("make bucket", lambda client, bucket: client.make_bucket(bucket), deadline_s=30.0)
 
     def put(self, key: str, data: bytes) -> BlobRef:
         sha256 = hashlib.sha256(data).hexdigest()
@@ -85,7 +85,7 @@ class Blobs:
             while chunk := file.read(_CHUNK_BYTES):
                 digest.update(chunk)
                 size += len(chunk)
-        self._requests.put_file(key, path)
+        self._requests.call(f"put {key}", lambda client, bucket: client.fput_object(bucket, key, str(path)))
         return BlobRef(key=key, size_bytes=size, sha256=digest.hexdigest())
 
     def get(self, ref: BlobRef, *, is_expected: bool = True) -> bytes:
@@ -117,7 +117,7 @@ class Blobs:
         if ref.size_bytes <= 64 * _CHUNK_BYTES:
             partial.write_bytes(self.get(ref))
         else:
-            stored_bytes = self._requests.size_bytes(ref.key)
+            stored_bytes = self._size_bytes(ref.key)
             if stored_bytes != ref.size_bytes:  # a larger one would fill the disk first
                 raise BlobCorrupt(f"{ref.key}: {stored_bytes} bytes, expected {ref.size_bytes}")
             before: set[str] = set()
@@ -129,7 +129,7 @@ class Blobs:
         files.replace(partial, path)
 
     def _fetch_large(self, key: str, path: Path) -> str:
-        self._requests.get_file(key, path)
+        self._requests.call(f"get {key}", lambda client, bucket: client.fget_object(bucket, key, str(path)))
         with path.open("rb") as file:
             return hashlib.file_digest(file, "sha256").hexdigest()
 
@@ -142,10 +142,13 @@ class Blobs:
 
     def exists(self, key: str) -> bool:
         try:
-            self._requests.size_bytes(key)
+            self._size_bytes(key)
         except BlobMissing:
             return False
         return True
+
+    def _size_bytes(self, key: str) -> int:
+        return self._requests.call(f"stat {key}", lambda client, bucket: client.stat_object(bucket, key)).size or 0
 
     def list(self, prefix: str) -> Iterator[BlobStat]:
         stats = self._requests.list(prefix)

@@ -7,7 +7,7 @@ import collections
 import contextlib
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import Any, Generic, TypeVar
 
 import nats.errors
@@ -243,10 +243,7 @@ class Inbox(Generic[F]):
             f"{delivery.sequence} of {self.spec.stream}; it is not processed again. Look into their logs, then send it again "
             "with `penstock dead-letters`"
         )
-        try:
-            await delivery.dead_letter(ReaderKilled.__name__, text)
-        except BusError as err:  # it is redelivered after ack_wait, and this is tried again
-            log.warning("could not store a dead letter", sequence=delivery.sequence, error=str(err))
+        await _stored(delivery.dead_letter(ReaderKilled.__name__, text), delivery.msg)
 
     def _renews(self, msg: Msg) -> bool:
         held = self._held.get(msg.metadata.sequence.stream)
@@ -264,7 +261,8 @@ class Inbox(Generic[F]):
                 raise MalformedFact(f"a message of run {run_id!r} in a stream of run {self.spec.run_id!r}")
         except WireError as err:
             log.warning("message does not decode", subject=msg.subject, error=str(err))
-            self._connection.spawn(self._dead_letter_undecodable(msg, err))
+            letter = (lambda: msg, type(err).__name__, str(err))
+            self._connection.spawn(_stored(store_dead_letter(self._connection, self.spec, self._acks, *letter), msg))
             return None
         delivery = Delivery(self._connection, self.spec, self._acks, msg, fact, self._release, self._marks)
         self._held[delivery.sequence] = delivery
@@ -273,14 +271,6 @@ class Inbox(Generic[F]):
     def _release(self, delivery: Delivery[F]) -> None:
         if self._held.get(delivery.sequence) is delivery:  # given back, it may have been redelivered already
             del self._held[delivery.sequence]
-
-    async def _dead_letter_undecodable(self, msg: Msg, error: WireError) -> None:
-        try:
-            await store_dead_letter(
-                self._connection, self.spec, self._acks, lambda: msg, type(error).__name__, str(error)
-            )
-        except BusError as err:  # it is redelivered after ack_wait, and this is tried again
-            log.warning("could not store a dead letter", subject=msg.subject, error=str(err))
 
     async def _keep_alive(self) -> None:
         period = self.spec.ack_wait_s / KEEPALIVES_PER_ACK_WAIT
@@ -293,3 +283,10 @@ class Inbox(Generic[F]):
                 if self._connection.is_up:
                     with contextlib.suppress(nats.errors.Error):
                         await msg.in_progress()
+
+
+async def _stored(letter: Awaitable[None], msg: Msg) -> None:
+    try:
+        await letter
+    except BusError as err:  # the message is redelivered after ack_wait, and this is tried again
+        log.warning("could not store a dead letter", subject=msg.subject, error=str(err))

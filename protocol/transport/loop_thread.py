@@ -88,23 +88,19 @@ class Pending(Generic[T]):
         return self._future.done()
 
 
-class CallThread:
+class CallThread(LoopThread):
     """A thread with an event loop that takes calls until it is closed, which cancels them."""
 
     def __init__(self, name: str) -> None:
-        self._thread = LoopThread(name)
         self._tasks: set[asyncio.Task[Any]] = set()
-        self._closing = False
-
-    @property
-    def is_closing(self) -> bool:
-        return self._closing
+        self.is_closing = False
+        super().__init__(name)
 
     def call(self, action: Coroutine[Any, Any, T], what: str, deadline_s: float) -> Pending[T]:
-        if self._closing:
+        if self.is_closing:
             action.close()
             raise BusUnreachable(f"{what}: the bus is closed")
-        return Pending(self._thread.start(self._run(action, what)), what, deadline_s + _LOOP_GRACE_S)
+        return Pending(self.start(self._called(action, what)), what, deadline_s + _LOOP_GRACE_S)
 
     def spawn(self, action: Coroutine[Any, Any, None]) -> None:
         """Run a coroutine as a task of the loop, on which this is called, until it returns or the thread is closed."""
@@ -114,21 +110,21 @@ class CallThread:
 
     def close(self, drain: Callable[[], Awaitable[None]]) -> None:
         """Cancel all calls and tasks, run ``drain``, then stop the loop and the thread; idempotent."""
-        if self._closing:
+        if self.is_closing:
             return
-        self._closing = True
+        self.is_closing = True
         with contextlib.suppress(Exception):
-            self._thread.start(self._shut(drain)).result(_DRAIN_S)
-        self._thread.stop()
+            self.start(self._shut(drain)).result(_DRAIN_S)
+        self.stop()
 
-    async def _run(self, action: Coroutine[Any, Any, T], what: str) -> T:
+    async def _called(self, action: Coroutine[Any, Any, T], what: str) -> T:
         task = asyncio.current_task()
         assert task is not None
         self._tasks.add(task)
         try:
             return await action
         except asyncio.CancelledError:
-            if self._closing:
+            if self.is_closing:
                 raise BusUnreachable(f"{what}: the bus was closed during the call") from None
             raise
         finally:

@@ -181,9 +181,7 @@ class Connection:
         try:
             yield
         finally:
-            self._waited_for[name] -= 1
-            if not self._waited_for[name]:
-                del self._waited_for[name]
+            self._waited_for -= collections.Counter([name])  # what is at 0 is left out
 
     def call(self, action: Coroutine[Any, Any, T], what: str, deadline_s: float = CALL_S) -> Pending[T]:
         return self._thread.call(action, what, deadline_s)

@@ -12,7 +12,6 @@ import re
 import ssl
 import time
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
@@ -99,27 +98,14 @@ class S3Requests:
             http_client=self._pool,
         )
 
-    @property
-    def bucket(self) -> str:
-        return self._settings.bucket
-
-    def bucket_exists(self, *, deadline_s: float) -> bool:
-        return self._retry(lambda: self._client.bucket_exists(self.bucket), "check", deadline_s=deadline_s)
-
-    def make_bucket(self, *, deadline_s: float) -> None:
-        self._retry(lambda: self._client.make_bucket(self.bucket), "make bucket", deadline_s=deadline_s)
-
     def put(self, key: str, data: bytes) -> None:
         """Store an object; one of more than 64 MiB is sent in parts."""
 
-        def once() -> None:
-            stored = self._client.put_object(self.bucket, key, io.BytesIO(data), len(data), part_size=_PART_BYTES)
+        def once(client: Minio, bucket: str) -> None:
+            stored = client.put_object(bucket, key, io.BytesIO(data), len(data), part_size=_PART_BYTES)
             self._check_etag(data, stored)
 
-        self._retry(once, f"put {key}")
-
-    def put_file(self, key: str, path: Path) -> None:
-        self._retry(lambda: self._client.fput_object(self.bucket, key, str(path)), f"put {key}")
+        self.call(f"put {key}", once)
 
     def get(
         self,
@@ -136,8 +122,8 @@ class S3Requests:
         ``accept`` raises UnreadableAnswer for bytes that are fetched again; a denied read is tried for ``denied_s``.
         """
 
-        def once() -> bytes:
-            response = self._client.get_object(self.bucket, key, offset=offset, length=size_bytes)
+        def once(client: Minio, bucket: str) -> bytes:
+            response = client.get_object(bucket, key, offset=offset, length=size_bytes)
             try:
                 data = response.read() if most is None else response.read(most)
             finally:
@@ -146,27 +132,19 @@ class S3Requests:
             accept(data)
             return data
 
-        return self._retry(once, f"get {key}", denied_s=denied_s)
-
-    def get_file(self, key: str, path: Path) -> None:
-        self._retry(lambda: self._client.fget_object(self.bucket, key, str(path)), f"get {key}")
-
-    def size_bytes(self, key: str) -> int:
-        return self._retry(lambda: self._client.stat_object(self.bucket, key), f"stat {key}").size or 0
+        return self.call(f"get {key}", once, denied_s=denied_s)
 
     def list(self, prefix: str, *, deadline_s: float | None = None) -> list[Object]:
-        return self._retry(
-            lambda: list(self._client.list_objects(self.bucket, prefix=prefix, recursive=True)),
-            f"list {prefix}",
-            deadline_s=deadline_s,
-        )
+        def once(client: Minio, bucket: str) -> list[Object]:
+            return list(client.list_objects(bucket, prefix=prefix, recursive=True))
+
+        return self.call(f"list {prefix}", once, deadline_s=deadline_s)
 
     def delete(self, keys: Sequence[str]) -> list[DeleteError]:
         """Delete objects, at most a thousand; return those that were not."""
         batch = [DeleteObject(key) for key in keys]
-        return self._retry(
-            lambda: list(self._client.remove_objects(self.bucket, batch)), f"delete {len(batch)} objects"
-        )
+        what = f"delete {len(batch)} objects"
+        return self.call(what, lambda client, bucket: list(client.remove_objects(bucket, batch)))
 
     def _check_etag(self, data: bytes, stored: ObjectWriteResult) -> None:
         """Raise UnreadableAnswer for the ETag of other bytes, of a server whose ETags are MD5 digests; some have others."""
@@ -182,16 +160,24 @@ class S3Requests:
         elif self._etags_are_md5:
             raise UnreadableAnswer(f"ETag {stored.etag} for bytes with MD5 {digest}: it is of another object")
 
-    def _retry(
-        self, attempt: Callable[[], T], what: str, deadline_s: float | None = None, denied_s: float = _DENIED_S
+    def call(
+        self,
+        what: str,
+        attempt: Callable[[Minio, str], T],
+        *,
+        deadline_s: float | None = None,
+        denied_s: float = _DENIED_S,
     ) -> T:
-        """Try a request until it succeeds or fails for good; every other answer, also one that cannot be read, is tried again."""
+        """Return what ``attempt`` returns of the client and the bucket; ``what`` is the verb and the key.
+
+        It is tried until it succeeds or fails for good: every other answer, also one that cannot be read, is tried again.
+        """
         started = time.monotonic()
         limit_s, has_warned, pause = deadline_s or self._deadline_s, False, _RETRY_S
         while True:
             self._pool.start(started + limit_s if what.startswith("list ") else float("inf"))
             try:
-                return attempt()
+                return attempt(self._client, self._settings.bucket)
             except PenstockError:
                 raise
             except Exception as err:  # noqa: BLE001  minio raises any error for an answer that it cannot read
@@ -253,12 +239,12 @@ class S3Requests:
 
     def _raise_final(self, code: str, what: str) -> None:
         if code in _MISSING and what.startswith(_READS):
-            raise BlobMissing(f"{what}: no such object in bucket {self.bucket} ({code})")
+            raise BlobMissing(f"{what}: no such object in bucket {self._settings.bucket} ({code})")
         if code == _TOO_SHORT:
             raise BlobCorrupt(f"{what}: the object is shorter than its manifest says")
         if code == "NoSuchBucket":
             raise BlobStoreRefused(
-                f"{what}: no bucket {self.bucket!r} at {self._settings.endpoint}; create it with: penstock bootstrap run.toml, "
+                f"{what}: no bucket {self._settings.bucket!r} at {self._settings.endpoint}; create it with: penstock bootstrap run.toml, "
                 "or correct s3.bucket"
             )
 
@@ -273,7 +259,7 @@ class S3Requests:
             # Any message may name any key: what a login that is accepted may not read is as good as not there, and ends no service.
             # A store also answers so for a key that does not exist when the login may not list its bucket.
             return BlobDenied(
-                f"{what}: no such object in bucket {self.bucket}, or it may not be read: {endpoint} {failure.problem}"
+                f"{what}: no such object in bucket {self._settings.bucket}, or it may not be read: {endpoint} {failure.problem}"
             )
         return BlobLoginRefused(f"{what}: {endpoint} {failure.problem} (tried for {waited_s:.0f} s)")
 

@@ -17,9 +17,8 @@ import ipaddress
 import os
 import socket
 import ssl
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from penstock.protocol.errors import ConfigError
 
@@ -102,14 +101,9 @@ def listen(host: str, port: int, *, key: str, backlog: int) -> socket.socket:
     return bound
 
 
-@dataclass(frozen=True, slots=True)
-class ServerFiles:
+class ServerFiles(NamedTuple):
     certificate: str
     key: str
-
-    @property
-    def options(self) -> dict[str, Any]:
-        return {"ssl_certfile": self.certificate, "ssl_keyfile": self.key}
 
     def context(self) -> ssl.SSLContext:
         context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
@@ -143,7 +137,7 @@ def server_files(host: str) -> ServerFiles | None:
 def server_options(host: str) -> dict[str, Any]:
     """Return uvicorn's options for a server that listens on ``host``; empty without TLS. Raises as `server_files`."""
     files = server_files(host)
-    return {} if files is None else files.options
+    return {} if files is None else {"ssl_certfile": files.certificate, "ssl_keyfile": files.key}
 
 
 def scheme(host: str) -> str:

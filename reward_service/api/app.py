@@ -74,7 +74,7 @@ def collect_samples(
     packs = metrics.packs
     add("packs_total", packs.num_calls)
     add("pack_errors_total", packs.num_failed + metrics.num_errors)
-    samples.add_quantiles(
+    samples.add(
         f"{_PREFIX}pack_seconds",
         {"0.5": packs.quantile(0.5), "0.99": packs.quantile(0.99), "sum": packs.total_s, "count": packs.num_calls},
     )
@@ -101,9 +101,9 @@ def _endpoint_samples(samples: Samples, name: str, live: EndpointMetrics, timing
     }.items():
         samples.add(f"{_PREFIX}endpoint_{metric}", value, endpoint=name)
     quantiles = {"0.5": live.latency_p50_s, "0.99": live.latency_p99_s}
-    samples.add_quantiles(f"{_PREFIX}endpoint_seconds", quantiles, endpoint=name)
+    samples.add(f"{_PREFIX}endpoint_seconds", quantiles, endpoint=name)
     for outcome, histogram in timings.by_outcome.items():
-        samples.add_histogram(f"{_PREFIX}request_seconds", histogram, endpoint=name, outcome=outcome)
+        samples.add(f"{_PREFIX}request_seconds", histogram, endpoint=name, outcome=outcome)
 
 
 class AccessGate(HeadCheck):

@@ -22,14 +22,13 @@ from penstock.console.web.app import create_app
 from penstock.console.web.context import WebContext
 from penstock.console.web.jobs import queue
 from penstock.deploy import quickstart_task
-from penstock.protocol import subjects
 from penstock.protocol.config.connection import NatsSettings
 from penstock.protocol.errors import ConfigError, PenstockError
-from penstock.protocol.facts import RunEvent
 from penstock.protocol.record import run_folder
 from penstock.protocol.transport.bus import Bus
 from penstock.protocol.transport.loop_thread import LoopThread
 from penstock.serving import web_server
+from tests.client.test_events import next_event, publish
 from tests.json_server import JsonServer
 from tests.servers import secret_file
 
@@ -250,11 +249,6 @@ def test_a_console_elsewhere_gets_neither_rows_nor_functions(console: Console, m
     assert [RunsApi(url, None).is_here for url in places] == [True, True, True, False, False]
 
 
-def publish(bus: Bus, run: str, number: int) -> None:
-    event = RunEvent(run_id=run, source="trainer", kind="step", at=float(number), data={"step": number})
-    bus.publish(subjects.events(run, "step"), event, msg_id=f"e{number}").wait()
-
-
 def test_events_go_on_after_a_restart_of_the_console_until_the_run_is_over(
     start_console: Callable[[int], Console], bus: Bus, run_streams: str
 ) -> None:
@@ -278,13 +272,6 @@ def test_events_go_on_after_a_restart_of_the_console_until_the_run_is_over(
     assert run.wait(60.0)
     assert list(run.events()) == [Event("step", "trainer", 1.0, {"step": 1, "loss": 0.5})]
     assert not [thread.name for thread in threading.enumerate() if thread.name == "client-events"]
-
-
-def next_event(arriving: Iterator[Event | None]) -> Event:
-    deadline = time.monotonic() + 30.0
-    while (event := next(arriving)) is None:
-        assert time.monotonic() < deadline
-    return event
 
 
 class FarAway(RunsApi):

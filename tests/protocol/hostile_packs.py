@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -11,6 +10,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 from tests.groups import make_group, make_task
+from tests.protocol.packs.written_packs import table_of, written
 
 from penstock.protocol.groups import AbandonedCompletion, GeneratedGroup, Task
 from penstock.protocol.packs import group_pack
@@ -64,17 +64,12 @@ def honest() -> Hostile:
 
 
 def _table() -> pa.Table:
-    return pq.read_table(pa.BufferReader(honest().data))
+    return table_of(honest_group())
 
 
 def _stored(table: pa.Table, **options: Any) -> Hostile:
     """Write any table as a pack with the right tag, described as the honest one is."""
-    sink = io.BytesIO()
-    given = {"compression": "lz4", "use_dictionary": False, "write_statistics": False, "store_schema": False} | options
-    with pq.ParquetWriter(sink, table.schema, **given) as writer:
-        writer.write_table(table, row_group_size=max(1, len(table)))
-        writer.add_key_value_metadata({"schema": group_pack.SCHEMA_TAG})
-    return replace(honest(), data=sink.getvalue())
+    return replace(honest(), data=written(table, **options))
 
 
 def _with_column(name: str, values: pa.Array, *, nullable: bool = False) -> Hostile:
@@ -98,7 +93,6 @@ def _set(name: str, *values: Any) -> Hostile:
 
 
 def _sample_nothing(columns: Columns) -> None:
-    """Take the mask, log-probabilities and runs of the first trajectory out."""
     length = len(columns["token_ids"][0])
     columns["loss_mask"][0], columns["behaviour_logprobs"][0] = [False] * length, [0.0] * length
     columns["version_runs"][0] = []
@@ -186,17 +180,6 @@ def _page_claims(name: str, *, num_values: int) -> Hostile:
     return replace(good, data=data)
 
 
-def _page_size_claims(name: str, size: int) -> Hostile:
-    """The header of a page claims another uncompressed size, in as many bytes."""
-    good = honest()
-    at = _chunk(good.data, name).data_page_offset
-    assert good.data[at : at + 3] == b"\x15\x00\x15"
-    end = at + 3
-    while good.data[end] & 0x80:
-        end += 1
-    return replace(good, data=good.data[: at + 3] + _varint(size, end - at - 2) + good.data[end + 1 :])
-
-
 def _page_bytes(name: str, offset: int, value: int) -> Hostile:
     good = honest()
     at = _chunk(good.data, name).data_page_offset + offset
@@ -231,20 +214,10 @@ def _wide_schema() -> Hostile:
     return _stored(table)
 
 
-def _nan_payload() -> Hostile:
-    logprobs = _table().to_pydict()["behaviour_logprobs"]
-    logprobs[1][-1] = float("nan")
-    return _set("behaviour_logprobs", *logprobs)
-
-
 def _moved_mask() -> Hostile:
     masks = _table().to_pydict()["loss_mask"]
     masks[1][0], masks[1][-1] = True, False
     return _set("loss_mask", *masks)
-
-
-def _one_trajectory_of(group: Group) -> Group:
-    return replace(group, trajectories=group.trajectories[:1])
 
 
 def _with_prompt(group: Group) -> Group:
@@ -260,35 +233,25 @@ def _with_reward(**fields: Any) -> Callable[[Group], Group]:
     return lambda group: replace(group, reward=group.reward.model_copy(update=fields))
 
 
-LIST = pa.list_(pa.field("element", pa.int32(), nullable=False))
 STRUCT = pa.struct([pa.field("element", pa.int32(), nullable=False)])
 LIST_OF_STRUCTS = pa.list_(pa.field("element", STRUCT, nullable=False))
 
-#: name: a hostile pack.
-HOSTILE: dict[str, Callable[[], Hostile]] = {
+# Hostile packs by name; `TRAINER_ONLY` are those that show only in columns which the reward service does not read, or against a task,
+# which it does not know.
+_OF_BOTH: dict[str, Callable[[], Hostile]] = {
     # schema
     "token ids are a struct": lambda: _with_type("token_ids", STRUCT, {"element": 1}),
     "token ids are lists of structs": lambda: _with_type("token_ids", LIST_OF_STRUCTS, [{"element": 1}]),
-    "token ids are lists of lists": lambda: _with_type("token_ids", pa.list_(LIST), [[1]]),
+    "token ids are uint32": lambda: _with_type("token_ids", pa.list_(pa.uint32()), [1, 2]),
+    "the completion is a timestamp": lambda: _with_type("completion_text", pa.timestamp("us"), 0),
     "token ids are one number": lambda: _with_type("token_ids", pa.int32(), 1),
     "token ids are int64": lambda: _with_type("token_ids", pa.list_(pa.int64()), [1, 2]),
-    "token ids are uint32": lambda: _with_type("token_ids", pa.list_(pa.uint32()), [1, 2]),
     "token ids are floats": lambda: _with_type("token_ids", pa.list_(pa.float32()), [1.0]),
     "token ids are text": lambda: _with_type("token_ids", pa.string(), "1 2 3"),
-    "token ids are a map": lambda: _with_type("token_ids", pa.map_(pa.int32(), pa.int32()), {1: 2}),
     "log-probabilities are doubles": lambda: _with_type("behaviour_logprobs", pa.list_(pa.float64()), [-1.0]),
-    "log-probabilities are halves": lambda: _with_type("behaviour_logprobs", pa.list_(pa.float16()), [np.float16(-1)]),
-    "log-probabilities are text": lambda: _with_type("behaviour_logprobs", pa.list_(pa.string()), ["-1"]),
     "the mask is of integers": lambda: _with_type("loss_mask", pa.list_(pa.int8()), [1, 1]),
-    "the version runs are decimals": lambda: _with_type("version_runs", pa.list_(pa.decimal128(5, 0)), [1, 0, 1]),
-    "the group id is a number": lambda: _with_type("group_id", pa.int64(), 7),
     "the group id is binary": lambda: _with_type("group_id", pa.binary(), b"\xff\xfe"),
-    "the completion is a list": lambda: _with_type("completion_text", pa.list_(pa.string()), ["a"]),
-    "the completion is a timestamp": lambda: _with_type("completion_text", pa.timestamp("us"), 0),
-    "the truth is a struct": lambda: _with_type("ground_truth", pa.struct([("a", pa.int32())]), {"a": 1}),
-    "the number of prompt tokens is text": lambda: _with_type("num_prompt_tokens", pa.string(), "4"),
     "a column is missing": lambda: _stored(_table().drop_columns(["completion_text"])),
-    "the token ids are missing": lambda: _stored(_table().drop_columns(["token_ids"])),
     "a column too many": lambda: _stored(_table().append_column("extra", pa.array([0] * SIZE))),
     "a column twice": lambda: _stored(_table().append_column("token_ids", _table().column("token_ids"))),
     "columns in another order": lambda: _stored(_table().select(sorted(group_pack.SCHEMA.names))),
@@ -308,23 +271,15 @@ HOSTILE: dict[str, Callable[[], Hostile]] = {
     "half a file": lambda: replace(honest(), data=honest().data[: len(honest().data) // 2]),
     "a footer larger than the file": lambda: _footer(2**31),
     "a footer of no bytes": lambda: _footer(0),
-    "zeros of 90 MB in 2 kB": lambda: _bomb(SIZE, 1_000_000, compression="zstd"),
-    "zeros without compression levels": lambda: _bomb(SIZE, 1_000_000, compression="lz4"),
-    "tokens in a dictionary of one entry": lambda: _bomb(SIZE, 1_200_000, compression="zstd", use_dictionary=True),
     "a text in a dictionary": _dictionary_bomb,
-    "a page claims two billion values": lambda: _page_claims("attempt", num_values=63),
-    "a page of a list claims more values": lambda: _page_claims("token_ids", num_values=60),
-    "a page claims another size than it has": lambda: _page_size_claims("completion_text", 2**13 - 1),
     "a page of another type": lambda: _page_bytes("prompt_text", 1, 6),
     "a page with another encoding": lambda: _page_bytes("reward_name", 10, 12),
-    "delta encodings": lambda: _stored(_table(), column_encoding={"attempt": "DELTA_BINARY_PACKED"}),
     "delta encoded texts": lambda: _stored(_table(), column_encoding={"completion_text": "DELTA_BYTE_ARRAY"}),
     "pages of version 2": lambda: _stored(_table(), data_page_version="2.0"),
     "page checksums": lambda: _stored(_table(), write_page_checksum=True),
     # rows
     "fewer rows than described": lambda: _stored(_table().slice(0, 2)),
     "more rows than described": lambda: _stored(pa.concat_tables([_table(), _table()])),
-    "rows numbered twice": lambda: _set("trajectory_index", 0, 0, 2),
     "rows of two groups": lambda: _set("group_id", GROUP_ID, "e0.p8.a0"),
     "rows of two prompts": lambda: _set("prompt_text", "one", "two"),
     "rows of two truths": lambda: _set("ground_truth", '"a"', '"b"'),
@@ -332,9 +287,27 @@ HOSTILE: dict[str, Callable[[], Hostile]] = {
     "a reward without a name": lambda: _set("reward_name", *[""] * SIZE),
     "an extra_info nested a million deep": lambda: _set("extra_info", *["[" * 10**6] * SIZE),
     # values
+    "a reason to stop that nobody knows": lambda: _set("finish_reason", "bored"),
+    # the message
+    "described as another group": lambda: _described(group_id="e0.p9.a0"),
+    "described as another row group": lambda: _described(row_group=1),
+    "described as row group 10^15": lambda: _described(row_group=10**15),
+    "described with other reasons": lambda: _described(finish_reasons=("length",) * SIZE),
+    "described with another reward": lambda: _described(reward_name="math"),
+}
+TRAINER_ONLY: dict[str, Callable[[], Hostile]] = {
+    # footer and pages
+    "zeros of 90 MB in 2 kB": lambda: _bomb(SIZE, 1_000_000, compression="zstd"),
+    "zeros without compression levels": lambda: _bomb(SIZE, 1_000_000, compression="lz4"),
+    "tokens in a dictionary of one entry": lambda: _bomb(SIZE, 1_200_000, compression="zstd", use_dictionary=True),
+    "a page of a list claims more values": lambda: _page_claims("token_ids", num_values=60),
+    "delta encodings": lambda: _stored(_table(), column_encoding={"attempt": "DELTA_BINARY_PACKED"}),
+    # rows
+    "rows numbered twice": lambda: _set("trajectory_index", 0, 0, 2),
+    # values
     "a negative token id": lambda: _set_token("token_ids", -1, -1),
     "a token id beyond the vocabulary": lambda: _set_token("token_ids", -1, VOCABULARY),
-    "a log-probability of NaN": _nan_payload,
+    "a log-probability of NaN": lambda: _set_token("behaviour_logprobs", -1, float("nan")),
     "a log-probability of infinity": lambda: _set_token("behaviour_logprobs", -1, float("inf")),
     "a log-probability of minus infinity": lambda: _set_token("behaviour_logprobs", -1, float("-inf")),
     "a log-probability above 0": lambda: _set_token("behaviour_logprobs", -1, 0.5),
@@ -358,7 +331,6 @@ HOSTILE: dict[str, Callable[[], Hostile]] = {
     "a version of the future": lambda: _set_token("version_runs", 0, 2**62),
     "two baselines": lambda: _set("is_baseline", True, True, True),
     "a baseline that is not the last": lambda: _set("is_baseline", True),
-    "a reason to stop that nobody knows": lambda: _set("finish_reason", "bored"),
     "a trajectory with another prompt": lambda: _set_token("token_ids", 1, 50),
     "a split that does not exist": lambda: _set("split", *["test"] * SIZE),
     "no prompt": lambda: _prompt_of(0),
@@ -366,17 +338,12 @@ HOSTILE: dict[str, Callable[[], Hostile]] = {
     "a prompt longer than the trajectory": lambda: _prompt_of(500),
     # the message
     "described with other lengths": lambda: _described(completion_tokens=(1, 2, 3)),
-    "described as another group": lambda: _described(group_id="e0.p9.a0"),
-    "described as another row group": lambda: _described(row_group=1),
-    "described as row group 10^15": lambda: _described(row_group=10**15),
     "described with a baseline": lambda: _described(has_baseline=True),
-    "described with other reasons": lambda: _described(finish_reasons=("length",) * SIZE),
-    "described with another reward": lambda: _described(reward_name="math"),
     "described with other versions": lambda: _described(oldest_version=0),
     "described as issued for another version": lambda: _described(issued_version=0),
     "described as another attempt": lambda: _described(attempt=3),
     # the task
-    "one trajectory instead of the group": lambda: _group_of(_one_trajectory_of),
+    "one trajectory instead of the group": lambda: _group_of(lambda g: replace(g, trajectories=g.trajectories[:1])),
     "another prompt than the task's": lambda: _group_of(_with_prompt),
     "the prompt's text is another": lambda: _group_of(lambda g: replace(g, prompt_text="say 1 2 3")),
     "a truth that the task did not give": lambda: _group_of(_with_reward(ground_truth='"abc"')),
@@ -396,36 +363,4 @@ HOSTILE: dict[str, Callable[[], Hostile]] = {
     ),  # one more than enough, and the rest is aborted at once
     "a larger group was asked for": lambda: _asked(group_size=SIZE + 1),
 }
-
-#: The variants that show only in columns which the reward service does not read, or against a task, which it does not know.
-TRAINER_ONLY = frozenset(
-    name
-    for name, hostile in HOSTILE.items()
-    if name.startswith(("a log-probability", "a mask", "a version", "version runs", "half a version", "no version"))
-) | {
-    "a negative token id",
-    "a token id beyond the vocabulary",
-    "arrays of different lengths",
-    "another version than described",
-    "a negative version",
-    "rows numbered twice",
-    "two baselines",
-    "a baseline that is not the last",
-    "a trajectory with another prompt",
-    "a split that does not exist",
-    "described with a baseline",
-    "described with other versions",
-    "described as issued for another version",
-    "described as another attempt",
-    "described with other lengths",
-    "no prompt",
-    "a prompt that was sampled",
-    "a prompt longer than the trajectory",
-    "zeros of 90 MB in 2 kB",
-    "zeros without compression levels",
-    "tokens in a dictionary of one entry",
-    "a page of a list claims more values",
-    "a page claims two billion values",
-    "delta encodings",
-    *list(HOSTILE)[list(HOSTILE).index("one trajectory instead of the group") :],
-}  # fmt: skip
+HOSTILE = _OF_BOTH | TRAINER_ONLY

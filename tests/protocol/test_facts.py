@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 from tests.examples import examples
-from tests.groups import make_group
+from tests.groups import make_group, make_task
 
 from penstock.protocol import facts
 from penstock.protocol.errors import MalformedFact, MessageTooLarge, UnknownSchema, WireError
@@ -18,55 +18,30 @@ from penstock.protocol.groups import (
     AbandonedCompletion,
     BlobRef,
     GeneratedGroup,
-    RewardRequest,
-    Sampling,
+    ImageRef,
+    RouterShape,
+    RowImages,
     ScoredGroup,
-    Task,
+    Wire,
 )
 
 BLOB = BlobRef(key="runs/r/groups/v00000001/p.a.parquet", size_bytes=10, sha256="0" * 64)
 
 
-def _generated(group_id: str = "e0.p1.a0", trajectories: int = 2) -> GeneratedGroup:
-    return GeneratedGroup(
-        group_id=group_id,
-        row_group=0,
-        split="train",
-        attempt=0,
-        reward_name="exact_match",
-        issued_version=1,
-        oldest_version=1,
-        newest_version=2,
-        prompt_tokens=3,
-        completion_tokens=(4,) * trajectories,
-        finish_reasons=("stop",) * trajectories,
-    )
-
-
-def _task(prompt: int = 3) -> Task:
-    return Task(
-        group_id="e0.p1.a0",
-        prompt_ids=tuple(range(prompt)),
-        prompt_text="sort 31",
-        group_size=8,
-        sampling=Sampling(max_new_tokens=9, stop_token_ids=(2,)),
-        reward=RewardRequest(name="exact_match", ground_truth='"13"', extra_info='{"a": [1]}'),
-        split="train",
-        issued_version=1,
-    )
-
+GENERATED = make_group("e0.p1.a0", size=2).summary(0)
+TASK = make_task("e0.p1.a0")
 
 EVERY_FACT = [
-    facts.TaskIssued(run_id="r", pack_id="p", tasks=(_task(),)),
+    facts.TaskIssued(run_id="r", pack_id="p", tasks=(TASK,)),
     facts.TaskIssued(run_id="r", pack_id="p", tasks_blob=BLOB),
-    facts.TaskList(tasks=(_task(),)),
-    facts.GroupGenerated(run_id="r", pack_id="p", worker_id="w", pack=BLOB, groups=(_generated(),)),
+    facts.TaskList(tasks=(TASK,)),
+    facts.GroupGenerated(run_id="r", pack_id="p", worker_id="w", pack=BLOB, groups=(GENERATED,)),
     facts.GroupScored(
         run_id="r",
         pack_id="p",
         worker_id="w",
         pack=BLOB,
-        groups=(ScoredGroup(generated=_generated(), rewards=(1.0, 0.5), parts={"x": (0.0, 1.0)}, scorer="s@1"),),
+        groups=(ScoredGroup(generated=GENERATED, rewards=(1.0, 0.5), parts={"x": (0.0, 1.0)}, scorer="s@1"),),
     ),
     facts.WeightsPublished(run_id="r", version=3, step=3, manifest=BLOB, num_bytes=5),
     facts.WeightsApplied(
@@ -127,20 +102,20 @@ def test_a_wrong_field_is_named(fields: dict, complaint: str):
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_a_reward_must_be_a_finite_number(value: float):
     with pytest.raises(ValueError, match="finite"):
-        ScoredGroup(generated=_generated(), rewards=(value, 0.0), scorer="s")
+        ScoredGroup(generated=GENERATED, rewards=(value, 0.0), scorer="s")
 
 
 def test_a_group_has_one_reward_for_each_trajectory():
     """Too few rewards, or too few values of a part, are refused."""
     with pytest.raises(ValueError, match="1 values in rewards, expected one for each of 2"):
-        ScoredGroup(generated=_generated(), rewards=(1.0,), scorer="s")
+        ScoredGroup(generated=GENERATED, rewards=(1.0,), scorer="s")
     with pytest.raises(ValueError, match="1 values in format"):
-        ScoredGroup(generated=_generated(), rewards=(1.0, 0.0), parts={"format": (1.0,)}, scorer="s")
+        ScoredGroup(generated=GENERATED, rewards=(1.0, 0.0), parts={"format": (1.0,)}, scorer="s")
 
 
 def test_an_oversized_message_is_refused_before_it_is_sent():
     with pytest.raises(MessageTooLarge, match="groups_per_message"):
-        facts.encode(facts.TaskIssued(run_id="r", pack_id="p", tasks=(_task(40_000),)))
+        facts.encode(facts.TaskIssued(run_id="r", pack_id="p", tasks=(make_task(prompt_ids=range(40_000)),)))
 
 
 def test_deep_nesting_is_refused():
@@ -170,27 +145,41 @@ def test_a_flipped_byte_never_escapes_the_error_tree(fact: facts.Fact, data: st.
         assert isinstance(facts.decode(bytes(raw), type(fact)), type(fact))
 
 
-def test_a_task_of_one_turn_is_written_as_before_episodes():
-    """Workers of earlier releases read it: ``messages`` is left out where it is empty."""
-    assert "messages" not in _task().model_dump()
-    assert "seed" not in _task().model_dump()
-    assert _task().model_copy(update={"seed": 0}).model_dump()["seed"] == 0
-    chat = _task().model_copy(update={"environment": "lookup", "messages": '[{"role": "user", "content": "get 3"}]'})
-    both = facts.TaskList(tasks=(_task(), chat))
-    assert facts.decode(facts.encode(both), facts.TaskList) == both
+ROUTERS = RouterShape(num_layers=3, num_experts=8, top_k=2)
+IMAGES = RowImages(
+    processor="a" * 64,
+    refs=(ImageRef(position=1, num_tokens=1, grid_thw=(1, 2, 2), sha256="b" * 64, size_bytes=77),),
+)
+ABANDONED = AbandonedCompletion(reason="surplus", num_tokens=7)
 
 
-def test_redundant_completions_are_written_only_where_there_are_any():
-    """Tasks and groups without them are those that earlier releases read and write; abandoned ones are never episodes'."""
-    for name in ("redundant_completions", "redundant_wait"):
-        assert name not in _task().model_dump()
-    task = _task().model_copy(update={"redundant_completions": 2, "redundant_wait": 0.5})
-    assert facts.decode(facts.encode(facts.TaskList(tasks=(task,))), facts.TaskList).tasks == (task,)
-    generated = make_group("e0.p0.a0").summary(0)
-    assert "abandoned" not in generated.model_dump()
-    one = AbandonedCompletion(reason="surplus", num_tokens=7)
-    document = generated.model_dump() | {"abandoned": (one.model_dump(),)}
-    assert GeneratedGroup.model_validate(document).abandoned == (one,)
-    episodes = {"rows": (1,) * len(generated.completion_tokens), "row_tokens": 100}
+@pytest.mark.parametrize(
+    ("model", "name", "value"),
+    [
+        (TASK, "messages", '[{"role": "user", "content": "get 3"}]'),
+        (TASK, "seed", 0),
+        (TASK, "images", IMAGES),
+        (TASK, "teacher_top_k", 0),
+        (TASK, "redundant_completions", 2),
+        (TASK, "redundant_wait", 0.5),
+        (TASK.sampling, "routers", ROUTERS),
+        (GENERATED, "abandoned", (ABANDONED,)),
+        (GENERATED, "teacher_top_k", 0),
+        (GENERATED, "routers", ROUTERS),
+        (GENERATED, "image_processor", "a" * 64),
+    ],
+)
+def test_a_field_of_a_later_release_is_written_only_where_it_is_used(model: Wire, name: str, value: object):
+    """Services of an earlier release read messages without it, and a step's digest, which leaves defaults out, stays the same."""
+    for document in (model.model_dump(), model.model_dump(exclude_defaults=True)):
+        assert name not in document
+    used = model.model_copy(update={name: value})
+    assert name in used.model_dump()
+    assert type(model).model_validate(used.model_dump(), strict=True) == used
+
+
+def test_no_completion_of_a_group_of_episodes_is_abandoned():
+    episodes = {"rows": (1,) * len(GENERATED.completion_tokens), "row_tokens": 100}
+    document = GENERATED.model_dump() | {"abandoned": (ABANDONED.model_dump(),)} | episodes
     with pytest.raises(ValidationError, match="1 abandoned completions in a group of episodes, expected none"):
-        GeneratedGroup.model_validate(document | episodes)
+        GeneratedGroup.model_validate(document)

@@ -32,7 +32,11 @@ def test_samples_are_the_counters_of_heartbeat_and_endpoints() -> None:
         ),
     )
     samples = exporter.samples()
-    numbers = {name: sum(series.values()) for name, series in samples.numbers.items()}
+    numbers = {
+        name: sum(series.values())
+        for name, series in samples.series.items()
+        if METRICS[name].kind in ("counter", "gauge")
+    }
     beat = metrics.as_dict()
     assert numbers["penstock_reward_groups_scored_total"] == beat["groups_scored"] == 7
     assert numbers["penstock_reward_completions_scored_total"] == beat["completions_scored"]
@@ -41,16 +45,16 @@ def test_samples_are_the_counters_of_heartbeat_and_endpoints() -> None:
     assert numbers["penstock_reward_packs_total"] == beat["packs"]
     assert numbers["penstock_reward_pack_errors_total"] == beat["errors"]
     assert numbers["penstock_reward_packs_waiting"] == beat["queue"]
-    assert samples.numbers["penstock_groups_total"] == {
+    assert samples.series["penstock_groups_total"] == {
         ("scored", ""): 7, ("dead_lettered", "RewardCrashed"): 2, ("requeued", "EndpointBusy"): 2,
         ("requeued", "BreakerOpen"): 1,
     }  # fmt: skip
-    assert samples.numbers["penstock_reward_endpoint_breaker_open"] == {("mine",): 1.0}
-    requests = samples.histograms["penstock_reward_request_seconds"]
+    assert samples.series["penstock_reward_endpoint_breaker_open"] == {("mine",): 1.0}
+    requests = samples.series["penstock_reward_request_seconds"]
     assert requests["mine", "ok"].count + requests["mine", "failed"].count == live.calls
     assert requests["mine", "failed"].count == live.errors
     assert requests["mine", "ok"].cumulative()[0] == (REQUEST_BUCKETS[0], 1)
     expected = {name for name, metric in METRICS.items() if "reward" in metric.services}
     of_heartbeat = {name for name in expected if "role" in METRICS[name].labels} - {"penstock_service_info"}
-    shown = {*samples.numbers, *samples.histograms, *samples.quantiles}
+    shown = {*samples.series}
     assert shown == expected - of_heartbeat - {"penstock_trace_spans_total"}, "no span; no certificate is in use"

@@ -34,21 +34,21 @@ def test_every_figure_of_the_heartbeat_is_a_metric(tmp_path: Path) -> None:
         folders={"worker.cache_dir": tmp_path, "not.yet": tmp_path / "none"},
     )
     samples = exporter.samples()
-    assert set(samples.numbers.pop("penstock_store_errors_total")) == {
+    assert set(samples.series.pop("penstock_store_errors_total")) == {
         ("nats", "full"),
         ("s3", "full"),
         ("s3", "error"),
     }
-    free = samples.numbers.pop("penstock_disk_free_ratio")
+    free = samples.series.pop("penstock_disk_free_ratio")
     assert set(free) == {("rollout", "w", "worker.cache_dir")}, "a folder that is not there yet is left out"
     assert 0.0 < free["rollout", "w", "worker.cache_dir"] <= 1.0
-    shown = sorted(value for name, series in samples.numbers.items() for value in series.values())
+    shown = sorted(value for name, series in samples.series.items() for value in series.values())
     assert shown == sorted([*figures.values(), 1.0, 5.0, 1.0, 2.0, 3.0, 3.0]), (
         "each figure once; info, time, busy, idle, cpu, version"
     )
-    assert samples.numbers["penstock_weights_version"] == {("rollout", "w"): 3.0}
+    assert samples.series["penstock_weights_version"] == {("rollout", "w"): 3.0}
     expected = {name for name, metric in METRICS.items() if "rollout" in metric.services}
-    assert expected - set(samples.numbers) == {
+    assert expected - set(samples.series) == {
         "penstock_trace_spans_total", "penstock_disk_free_ratio", "penstock_store_errors_total",
         "penstock_certificate_expiry_timestamp_seconds",
     }  # fmt: skip
@@ -56,4 +56,4 @@ def test_every_figure_of_the_heartbeat_is_a_metric(tmp_path: Path) -> None:
 
 def test_a_worker_without_heartbeat_shows_its_name_only() -> None:
     exporter = Exporter("rollout", run_id="r", service_id="w", heartbeat=lambda: None, collect=lambda _samples: None)
-    assert set(exporter.samples().numbers) == {"penstock_service_info", "penstock_store_errors_total"}
+    assert set(exporter.samples().series) == {"penstock_service_info", "penstock_store_errors_total"}

@@ -109,12 +109,8 @@ def test_promtool_finds_nothing_wrong_with_any_metric(service: ServiceName) -> N
     for metric in METRICS.values():
         if service in metric.services:
             labels = dict.fromkeys(metric.labels, 'a"b\\c\n')
-            if metric.kind == "histogram":
-                samples.add_histogram(metric.name, Histogram(metric.buckets), **labels)
-            elif metric.kind == "summary":
-                samples.add_quantiles(metric.name, {"0.5": 1.0, "sum": 2.0, "count": 2.0}, **labels)
-            else:
-                samples.add(metric.name, 1.5, **labels)
+            values = {"histogram": Histogram(metric.buckets), "summary": {"0.5": 1.0, "sum": 2.0, "count": 2.0}}
+            samples.add(metric.name, values.get(metric.kind, 1.5), **labels)
     page, _ = exposition.page(samples, "")
     checked = subprocess.run(["promtool", "check", "metrics"], input=page, capture_output=True, check=False)
     assert (checked.returncode, checked.stderr.decode()) == (0, "")

@@ -108,8 +108,8 @@ class TrainerMetrics:
             self._collect_step(samples)
             self._collect_evaluation(samples)
             for phase, histogram in self._seconds.items():
-                samples.add_histogram(_STEP_SECONDS, histogram, phase=phase)
-            samples.add_histogram(_STALENESS, self._staleness)
+                samples.add(_STEP_SECONDS, histogram, phase=phase)
+            samples.add(_STALENESS, self._staleness)
             for kind, (versions, num_bytes) in self._published.items():
                 samples.add("penstock_weights_published_total", versions, kind=kind)
                 samples.add("penstock_weights_published_bytes_total", num_bytes, kind=kind)

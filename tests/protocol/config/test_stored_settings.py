@@ -31,8 +31,8 @@ KEYS = [  # one text or list of every section that holds texts
 ]  # fmt: skip
 
 
-def loaded(*more: str) -> Any:
-    return load(TrainerSettings, overrides=["model.path=m", "data.train=d", *more], environ={})
+def loaded(*more: str, **options: Any) -> Any:
+    return load(TrainerSettings, overrides=["model.path=m", "data.train=d", *more], **options)
 
 
 def given(key: str, text: str) -> list[str]:
@@ -49,10 +49,7 @@ def test_a_text_is_stored_as_it_is(key: str, text: str, tmp_path: Path) -> None:
         value = value[part]
     assert value == ([text] if key == "rollout.stop" else text)
     settings, _ = read_settings(json.dumps(document).encode(), where="here")
-    assert (
-        config_document(load(TrainerSettings, overrides=["model.path=m", "data.train=d"]))["settings"].keys()
-        == document["settings"].keys()
-    )
+    assert config_document(loaded())["settings"].keys() == document["settings"].keys()
     assert list(settings.rollout.stop) == (value if key == "rollout.stop" else [])
     seals.write(tmp_path / "config.json", json.dumps(document))
     assert scoring._recorded_rewards(tmp_path / "config.json") == document["settings"]["reward"]
@@ -60,9 +57,7 @@ def test_a_text_is_stored_as_it_is(key: str, text: str, tmp_path: Path) -> None:
         target.Target("r", tmp_path, "x", recorded=tmp_path / "config.json"), with_reward=True
     )
     (tmp_path / "recorded.toml").write_text(recorded)
-    again = load(
-        TrainerSettings, files=[tmp_path / "recorded.toml"], overrides=["model.path=m", "data.train=d"], environ={}
-    )
+    again = loaded(files=[tmp_path / "recorded.toml"])
     for section in ("reward", "data"):
         assert config_document(again)["settings"][section] == document["settings"][section]
 
@@ -111,11 +106,7 @@ def test_settings_that_were_stored_masked_are_refused_where_they_are_used(tmp_pa
     file = tmp_path / "run.toml"
     file.write_text('[data]\nsystem_prompt = "token=A"\n')
     assert "system_prompt" in target.recorded_settings(run, with_reward=False, files=[file])
-    secret = config_document(
-        load(
-            TrainerSettings, overrides=["model.path=m", "data.train=d"], environ={"PENSTOCK_NATS__PASSWORD": "hunter2"}
-        )
-    )
+    secret = config_document(loaded(environ={"PENSTOCK_NATS__PASSWORD": "hunter2"}))
     assert secret["settings"]["nats"]["password"] == MASK
     read_settings(json.dumps(secret).encode(), where="here")
 

@@ -68,7 +68,7 @@ def test_a_service_shows_those_that_it_uses(tmp_path: Path) -> None:
     exporter = Exporter(
         "reward", run_id="r", service_id="r0", heartbeat=lambda: None, collect=lambda _: None, certificates=ends
     )
-    shown = exporter.samples().numbers["penstock_certificate_expiry_timestamp_seconds"]
+    shown = exporter.samples().series["penstock_certificate_expiry_timestamp_seconds"]
     files = {"nats.ca_file", "s3.ca_file", "PENSTOCK_TLS_CERTIFICATE_FILE", "PENSTOCK_TLS_CA_FILE"}
     assert set(shown) == {("reward", "r0", file) for file in files}
     own = datetime.fromtimestamp(shown["reward", "r0", "PENSTOCK_TLS_CERTIFICATE_FILE"], UTC)

@@ -75,10 +75,10 @@ def test_figures_have_names_for_prometheus() -> None:
     samples = Samples("rollout", LabelValues())
     gpu.add_samples(BOTH, samples, role="rollout", worker="w0")
     gpu.add_samples({"tokens_per_s": 1.0}, samples, role="rollout", worker="w1")
-    assert samples.numbers["penstock_gpus"] == {("rollout", "w0"): 2.0}
-    assert samples.numbers["penstock_gpu_utilisation_ratio"] == {
+    assert samples.series["penstock_gpus"] == {("rollout", "w0"): 2.0}
+    assert samples.series["penstock_gpu_utilisation_ratio"] == {
         ("rollout", "w0", "min"): 0.3,
         ("rollout", "w0", "mean"): 0.6,
         ("rollout", "w0", "max"): 0.9,
     }
-    assert samples.numbers["penstock_gpu_power_watts"]["rollout", "w0", "max"] == 312.5
+    assert samples.series["penstock_gpu_power_watts"]["rollout", "w0", "max"] == 312.5

@@ -20,15 +20,27 @@ def served(port: int = 0) -> MetricsServer:
     )
 
 
-def ask(running: MetricsServer, request: bytes, *, wait_s: float = 60.0) -> bytes:
+SCRAPE = b"GET /metrics HTTP/1.1\r\nHost: localhost\r\n\r\n"
+
+
+def connected(running: MetricsServer) -> socket.socket:
     port = int(running.url.rsplit(":", 1)[1].split("/")[0])
-    with socket.create_connection(("127.0.0.1", port), timeout=wait_s) as client:
-        parts: list[bytes] = []
-        with contextlib.suppress(ConnectionResetError):  # closed while it still sent
+    return socket.create_connection(("127.0.0.1", port), timeout=60)
+
+
+def received(client: socket.socket) -> bytes:
+    parts: list[bytes] = []
+    with contextlib.suppress(ConnectionResetError):  # closed while it still sent
+        while part := client.recv(1 << 20):
+            parts.append(part)
+    return b"".join(parts)
+
+
+def ask(running: MetricsServer, request: bytes = SCRAPE) -> bytes:
+    with connected(running) as client:
+        with contextlib.suppress(ConnectionError):
             client.sendall(request)
-            while part := client.recv(65536):
-                parts.append(part)
-        return b"".join(parts)
+        return received(client)
 
 
 @pytest.mark.parametrize(
@@ -56,17 +68,15 @@ def test_only_get_metrics_of_this_machine_is_answered(request_line: str, headers
 def test_clients_that_send_nothing_do_not_keep_others_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
     """Slow and excessive connections are closed; a scrape is answered meanwhile, and afterwards."""
     monkeypatch.setattr(server, "_REQUEST_S", 2.0)
-    scrape = b"GET /metrics HTTP/1.1\r\nHost: localhost\r\n\r\n"
     with served() as running:
-        port = int(running.url.rsplit(":", 1)[1].split("/")[0])
-        idle = [socket.create_connection(("127.0.0.1", port), timeout=60) for _ in range(8)]
-        assert ask(running, scrape).startswith(b"HTTP/1.1 200")
-        idle += [socket.create_connection(("127.0.0.1", port), timeout=60) for _ in range(40)]
+        idle = [connected(running) for _ in range(8)]
+        assert ask(running).startswith(b"HTTP/1.1 200")
+        idle += [connected(running) for _ in range(40)]
         assert ask(running, b"GET /" + b"x" * 40_000 + b" HTTP/1.1\r\n\r\n") == b"", "too long a head is closed"
         for client in idle:
             assert client.recv(1) == b"", "closed after the deadline"
             client.close()
-        assert ask(running, scrape).startswith(b"HTTP/1.1 200")
+        assert ask(running).startswith(b"HTTP/1.1 200")
 
 
 def test_a_taken_port_is_an_error_with_the_fix() -> None:
@@ -87,18 +97,15 @@ def test_a_page_that_cannot_be_made_is_an_error_of_that_scrape_only() -> None:
         return b"x 1\n", "text/plain"
 
     with MetricsServer("127.0.0.1", 0, page, key="trainer_port") as running:
-        scrape = b"GET /metrics HTTP/1.1\r\nHost: localhost\r\n\r\n"
-        assert ask(running, scrape).startswith(b"HTTP/1.1 500")
-        assert ask(running, scrape).endswith(b"x 1\n")
+        assert ask(running).startswith(b"HTTP/1.1 500")
+        assert ask(running).endswith(b"x 1\n")
 
 
 def test_stopping_does_not_wait_for_a_client(monkeypatch: pytest.MonkeyPatch) -> None:
     """A service ends at once although a client holds a connection open."""
     monkeypatch.setattr(server, "_REQUEST_S", 120.0)
-    running = served()
-    with running:
-        port = int(running.url.rsplit(":", 1)[1].split("/")[0])
-        client = socket.create_connection(("127.0.0.1", port), timeout=60)
+    with served() as running:
+        client = connected(running)
         started = time.monotonic()
     assert time.monotonic() - started < 100
     client.close()
@@ -108,8 +115,7 @@ def test_a_client_that_connects_while_the_server_stops_is_closed() -> None:
     """No socket of such a client stays open in the service: pytest reports one that does."""
     for _ in range(30):
         with served() as running:
-            port = int(running.url.rsplit(":", 1)[1].split("/")[0])
-            clients = [socket.create_connection(("127.0.0.1", port), timeout=60) for _ in range(3)]
+            clients = [connected(running) for _ in range(3)]
         for client in clients:
             client.close()
         gc.collect()
@@ -119,24 +125,18 @@ def test_a_client_that_does_not_read_is_cut_off(monkeypatch: pytest.MonkeyPatch)
     """What a client did not take within the deadline is not kept for it: it gets a part of the page and a reset."""
     monkeypatch.setattr(server, "_REQUEST_S", 0.2)
     size = 30_000_000
-    with MetricsServer("127.0.0.1", 0, lambda _accept: (b"x" * size, "text/plain"), key="trainer_port") as running:
-        port = int(running.url.rsplit(":", 1)[1].split("/")[0])
-        with socket.create_connection(("127.0.0.1", port), timeout=60) as client:
-            client.sendall(b"GET /metrics HTTP/1.1\r\nHost: localhost\r\n\r\n")
-            time.sleep(0.6)
-            num_bytes = 0
-            with contextlib.suppress(ConnectionResetError):
-                while part := client.recv(1 << 20):
-                    num_bytes += len(part)
-    assert num_bytes < size
+    large = MetricsServer("127.0.0.1", 0, lambda _accept: (b"x" * size, "text/plain"), key="trainer_port")
+    with large as running, connected(running) as client:
+        client.sendall(SCRAPE)
+        time.sleep(0.6)
+        assert len(received(client)) < size
 
 
 def test_more_clients_than_allowed_are_closed(monkeypatch: pytest.MonkeyPatch) -> None:
     """The seventeenth connection at a time is closed at once, long before the deadline of the others."""
     monkeypatch.setattr(server, "_REQUEST_S", 120.0)
     with served() as running:
-        port = int(running.url.rsplit(":", 1)[1].split("/")[0])
-        idle = [socket.create_connection(("127.0.0.1", port), timeout=60) for _ in range(17)]
+        idle = [connected(running) for _ in range(17)]
         assert idle[-1].recv(1) == b""
         for client in idle:
             client.close()

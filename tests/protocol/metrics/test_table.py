@@ -70,15 +70,15 @@ def test_hostile_labels_make_no_unbounded_series_and_no_broken_page() -> None:
         for number in range(10_000):
             samples.add("penstock_reward_endpoint_calls_total", 1.0, endpoint=f"e{number}")
             samples.add("penstock_reward_endpoint_waiting", 7.0, endpoint=f"e{number}")
-        series = samples.numbers["penstock_reward_endpoint_calls_total"]
+        series = samples.series["penstock_reward_endpoint_calls_total"]
         assert len(series) == MAX_VALUES + 1
         assert sum(series.values()) == 10_000
         assert series[(OTHER,)] == 10_000 - MAX_VALUES
-        assert len(samples.numbers["penstock_reward_endpoint_waiting"]) == MAX_VALUES, "a sum of gauges means nothing"
+        assert len(samples.series["penstock_reward_endpoint_waiting"]) == MAX_VALUES, "a sum of gauges means nothing"
     late = Samples("reward", values)
     late.add("penstock_reward_endpoint_calls_total", 1.0, endpoint="e5")
     late.add("penstock_reward_endpoint_calls_total", 1.0, endpoint="new")
-    assert set(late.numbers["penstock_reward_endpoint_calls_total"]) == {("e5",), (OTHER,)}, "the first keep theirs"
+    assert set(late.series["penstock_reward_endpoint_calls_total"]) == {("e5",), (OTHER,)}, "the first keep theirs"
 
 
 @pytest.mark.parametrize(
@@ -108,7 +108,7 @@ def test_what_the_table_does_not_have_is_refused() -> None:
         with pytest.raises(ValueError, match="penstock_"):
             samples.add(name, 1.0, **labels)
     with pytest.raises(ValueError, match="no histogram"):
-        samples.add_histogram("penstock_rollout_packs_held", Histogram([1.0]))
+        samples.add("penstock_rollout_packs_held", Histogram([1.0]))
 
 
 def test_a_histogram_counts_by_upper_bound() -> None:
@@ -120,6 +120,7 @@ def test_a_histogram_counts_by_upper_bound() -> None:
     histogram.observe(9.0, 3)
     assert histogram.cumulative() == [(0.0, 5), (1.0, 7), (4.0, 8), (float("inf"), 11)]
     assert (histogram.count, histogram.total) == (11, 30.5)
-    copy = histogram.copy()
-    copy.add(histogram)
-    assert (copy.count, copy.total, histogram.count) == (22, 61.0, 11)
+    both = Histogram(histogram.bounds)
+    both.add(histogram)
+    both.add(histogram)
+    assert (both.count, both.total, histogram.count) == (22, 61.0, 11)

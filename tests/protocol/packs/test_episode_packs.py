@@ -2,50 +2,25 @@
 
 from __future__ import annotations
 
-import io
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 from pydantic import ValidationError
 from tests.episodes import forked, group_of, make_row, one_turn
 from tests.groups import make_group
+from tests.protocol.packs.written_packs import altered, table_of
 
 from penstock.protocol.errors import PackError
 from penstock.protocol.groups import BlobRef, RewardRequest, Sampling, Task
 from penstock.protocol.packs import group_pack, pack_bounds
 from penstock.protocol.packs.task_promise import TaskPromise
-from penstock.protocol.trajectory import Group
-
-WITH_EPISODES = group_pack.SCHEMAS[True, False, False, False]
-
 
 FORKED = forked(
     reward_parts=(("found", 1.0), ("format", -0.5)), messages='[{"role": "user"}]', counts=(("retries", 2),)
 )
 GROUP = group_of(FORKED, one_turn(2, status="timeout", time_spent_by="policy", reward=None))
-
-
-def _decoded(group: Group, *, table: Callable[[pa.Table], pa.Table] = lambda table: table, **changes: Any) -> Group:
-    data = group_pack.encode([group])
-    stored = table(pq.read_table(io.BytesIO(data)))
-    sink = io.BytesIO()
-    with pq.ParquetWriter(
-        sink,
-        WITH_EPISODES,
-        compression="lz4",
-        use_dictionary=False,
-        write_statistics=False,
-        store_schema=False,
-    ) as writer:
-        writer.write_table(stored.cast(WITH_EPISODES))
-        writer.add_key_value_metadata({"schema": group_pack.SCHEMA_TAG})
-    described = group.summary(0).model_copy(update=changes)
-    return group_pack.decode(sink.getvalue(), [0], described=[described])[0]
 
 
 def test_episodes_come_back_as_they_were_written() -> None:
@@ -70,14 +45,12 @@ def test_episodes_come_back_as_they_were_written() -> None:
 
 
 def test_a_shared_prefix_is_stored_once() -> None:
-    table = pq.read_table(io.BytesIO(group_pack.encode([GROUP])))
-    assert [len(ids) for ids in table["token_ids"].to_pylist()] == [8, 3, 3, 5]
+    assert [len(ids) for ids in table_of(GROUP)["token_ids"].to_pylist()] == [8, 3, 3, 5]
     assert GROUP.summary(0).row_tokens == 8 + 8 + 3 + 5
 
 
 def test_a_pack_without_episodes_is_what_it_was() -> None:
-    data = group_pack.encode([make_group(size=2)])
-    assert pq.read_schema(io.BytesIO(data)).names == group_pack.SCHEMA.names
+    assert table_of(make_group(size=2)).schema.names == group_pack.SCHEMA.names
 
 
 def test_the_message_counts_episodes() -> None:
@@ -158,14 +131,6 @@ def test_a_failure_has_no_rows_to_give() -> None:
     assert not forked(status="timeout", time_spent_by="tools", reward=None).is_trainable
 
 
-def _set(name: str, values: list[Any]) -> Callable[[pa.Table], pa.Table]:
-    def change(table: pa.Table) -> pa.Table:
-        place = table.schema.get_field_index(name)
-        return table.set_column(place, table.schema.field(place), pa.array(values, table.schema.field(place).type))
-
-    return change
-
-
 HOSTILE = {
     "episode number": ("episode_number", [0, 0, 0, 2], "episode numbers"),
     "episodes mixed": ("episode_number", [0, 1, 0, 1], "episode numbers"),
@@ -186,20 +151,20 @@ HOSTILE = {
 def test_a_hostile_pack_of_episodes_is_refused(what: str) -> None:
     name, values, found = HOSTILE[what]
     with pytest.raises(PackError, match=found):
-        _decoded(GROUP, table=_set(name, values))
+        group_pack.decode(altered(GROUP, name, lambda _: values), described=[GROUP.summary(0)])
 
 
 def test_rows_that_stand_for_too_many_tokens_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """A few stored tokens must not become gigabytes: the sum is bounded before anything is put together."""
     monkeypatch.setattr("penstock.protocol.packs.episode_columns.MAX_ROW_TOKENS", 23)
     with pytest.raises(PackError, match="24 tokens together, at most 23"):
-        _decoded(GROUP)
+        group_pack.decode(altered(GROUP), described=[GROUP.summary(0)])
 
 
 @pytest.mark.parametrize("changes", [{"rows": (2, 2)}, {"row_tokens": 25}], ids=str)
 def test_a_pack_that_its_message_describes_otherwise_is_refused(changes: dict[str, Any]) -> None:
     with pytest.raises(PackError, match=next(iter(changes))):
-        _decoded(GROUP, **changes)
+        group_pack.decode(altered(GROUP), described=[GROUP.summary(0).model_copy(update=changes)])
 
 
 def test_a_reward_reads_no_episode_that_its_message_does_not_name() -> None:
@@ -246,14 +211,9 @@ def test_a_group_of_episodes_is_held_against_its_task() -> None:
 
 
 def test_a_given_reward_that_is_not_finite_is_refused_where_texts_are_read() -> None:
-    table = _set("episode_reward", [float("inf")] * 3 + [0.0])(pq.read_table(io.BytesIO(group_pack.encode([GROUP]))))
-    sink = io.BytesIO()
-    options: Any = {"compression": "lz4", "use_dictionary": False, "write_statistics": False, "store_schema": False}
-    with pq.ParquetWriter(sink, WITH_EPISODES, **options) as writer:
-        writer.write_table(table.cast(WITH_EPISODES))
-        writer.add_key_value_metadata({"schema": group_pack.SCHEMA_TAG})
+    data = altered(GROUP, "episode_reward", lambda _: [float("inf")] * 3 + [0.0])
     with pytest.raises(PackError, match="expected finite"):
-        group_pack.decode_texts(sink.getvalue(), [0])
+        group_pack.decode_texts(data, [0])
 
 
 def test_messages_have_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:

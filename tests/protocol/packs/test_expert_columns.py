@@ -9,11 +9,12 @@ import numpy as np
 import pytest
 from tests.episodes import forked, group_of, one_turn
 from tests.groups import make_group
+from tests.protocol.packs.written_packs import altered, table_of
 from tests.trainer.groups.stored_groups import taught
 
 from penstock.protocol.episode import Episode
 from penstock.protocol.errors import PackError
-from penstock.protocol.groups import GeneratedGroup, RouterShape, Sampling, Task
+from penstock.protocol.groups import RouterShape, Sampling, Task
 from penstock.protocol.packs import group_pack, optional_columns, pack_bounds
 from penstock.protocol.packs.task_promise import TaskPromise, TaskSettings
 from penstock.protocol.token_annotations import ExpertChoices, dtype_of
@@ -80,8 +81,9 @@ def test_a_pack_gives_back_which_experts_computed_each_token(shape: RouterShape)
 def test_the_choices_of_a_prompt_are_stored_once() -> None:
     """Rows whose first tokens have the same experts as those of the first row refer to it; where they differ they do not."""
     whole = routed(group(), SMALL)
-    layers, top_k, experts, shared, stored = (column.to_pylist() for column in optional_columns.expert_columns([whole]))
-    assert (layers[0], top_k[0], experts[0]) == (3, 2, 8)
+    columns = table_of(whole).to_pydict()
+    shared, stored = columns["experts_shared"], columns["experts"]
+    assert [columns[name][0] for name in ("expert_layers", "expert_top_k", "num_experts")] == [3, 2, 8]
     assert shared[0] == 0
     assert all(count >= len(PROMPT) for count in shared[1:])
     for row, count, one in zip(whole.trajectories, shared, stored, strict=True):
@@ -92,7 +94,7 @@ def test_the_choices_of_a_prompt_are_stored_once() -> None:
     ids[2, 0] = [6, 7] if ids[2, 0].tolist() != [6, 7] else [0, 1]
     rows = (whole.trajectories[0], replace(whole.trajectories[1], experts=ExpertChoices(SMALL, ids)))
     changed = replace(whole, trajectories=rows)
-    assert optional_columns.expert_columns([changed])[3].to_pylist() == [0, 2]
+    assert table_of(changed)["experts_shared"].to_pylist() == [0, 2]
     (found,) = group_pack.decode(group_pack.encode([changed]))
     assert found.trajectories[1].experts is not None
     np.testing.assert_array_equal(found.trajectories[1].experts.ids, ids)
@@ -104,9 +106,9 @@ def test_rows_of_an_episode_share_the_choices_of_the_row_that_they_continue() ->
     episodes = [routed_episode(one, SMALL, random) for one in (forked(), one_turn(2))]
     whole = group_of(*episodes)
     assert whole.routers == SMALL
-    shared = optional_columns.expert_columns([whole])[3].to_pylist()
+    shared = table_of(whole)["experts_shared"].to_pylist()
     assert shared[:2] == [0, 5]  # the fork is behind the fifth token of the first row
-    assert optional_columns.expert_columns([taught(whole, 2)])[3].to_pylist() == shared
+    assert table_of(taught(whole, 2))["experts_shared"].to_pylist() == shared
     kept = [taught(whole, 2), routed(group(1), LARGE), group(2)]
     found = group_pack.decode(group_pack.encode(kept), described=[one.summary(n) for n, one in enumerate(kept)])
     assert [one.routers for one in found] == [SMALL, LARGE, None]
@@ -129,46 +131,19 @@ def test_choices_that_no_reader_would_hold_are_refused(monkeypatch: pytest.Monke
             refused()
 
 
-def test_messages_without_experts_are_what_they_were() -> None:
-    """Services of an earlier release read them: they have no field that these do not know."""
-    plain = group().summary(0)
-    assert "routers" not in plain.model_dump()
-    assert "routers" not in plain.model_dump(exclude_defaults=True)  # as a step's digest does it
-    assert "routers" not in Sampling(max_new_tokens=3).model_dump()
-    known = GeneratedGroup.model_validate(routed(group(), SMALL).summary(0).model_dump(), strict=True)
-    assert known.routers == SMALL
-
-
-def _outside(ids: np.ndarray) -> np.ndarray:
-    ids[1, 0, -1] = 8
+def _with(ids: np.ndarray, place: tuple[int, ...], expert: int) -> np.ndarray:
+    ids[place] = expert
     return ids
-
-
-def _twice(ids: np.ndarray) -> np.ndarray:
-    ids[0, 2] = 3
-    return ids
-
-
-def _short(ids: np.ndarray) -> np.ndarray:
-    return ids[:-1]
-
-
-def _wide(ids: np.ndarray) -> np.ndarray:
-    return ids.astype(np.uint16)
-
-
-def _flat(ids: np.ndarray) -> np.ndarray:
-    return ids[:, :1]
 
 
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (_outside, "expert 8, expected one of 0 to 7"),
-        (_twice, "the same expert twice"),
-        (_short, r"experts of \d+ tokens in a trajectory of \d+, expected \d+: all but the last"),
-        (_wide, r"uint16 of shape .*, expected uint8"),
-        (_flat, r"of shape \(\d+, 1, 2\), expected uint8 of shape \(tokens, 3, 2\)"),
+        (lambda ids: _with(ids, (1, 0, -1), 8), "expert 8, expected one of 0 to 7"),
+        (lambda ids: _with(ids, (0, 2), 3), "the same expert twice"),
+        (lambda ids: ids[:-1], r"experts of \d+ tokens in a trajectory of \d+, expected \d+: all but the last"),
+        (lambda ids: ids.astype(np.uint16), r"uint16 of shape .*, expected uint8"),
+        (lambda ids: ids[:, :1], r"of shape \(\d+, 1, 2\), expected uint8 of shape \(tokens, 3, 2\)"),
     ],
 )
 def test_what_no_router_can_choose_is_refused(change: Callable[[np.ndarray], np.ndarray], words: str) -> None:
@@ -202,23 +177,10 @@ def test_what_no_router_can_choose_is_refused(change: Callable[[np.ndarray], np.
         ("num_experts", lambda values: [0, 0, 0], "num_experts"),
     ],
 )
-def test_a_hostile_pack_of_experts_is_refused(
-    monkeypatch: pytest.MonkeyPatch, column: str, change: Callable[[list], list], words: str
-) -> None:
+def test_a_hostile_pack_of_experts_is_refused(column: str, change: Callable[[list], list], words: str) -> None:
     """A worker can write anything; a reader names what does not fit."""
-    whole, real = routed(group(), SMALL), optional_columns.expert_columns
-    place = [field.name for field in optional_columns.EXPERT_FIELDS].index(column)
-
-    def columns(groups: list[Group]) -> list:
-        found = real(groups)
-        found[place] = type(found[place]).from_pandas(change(found[place].to_pylist()), type=found[place].type)
-        return found
-
-    with monkeypatch.context() as hostile:
-        hostile.setattr(optional_columns, "expert_columns", columns)
-        data = group_pack.encode([whole])
     with pytest.raises(PackError, match=words):
-        group_pack.decode(data)
+        group_pack.decode(altered(routed(group(), SMALL), column, change))
 
 
 def asking(group: Group) -> Task:

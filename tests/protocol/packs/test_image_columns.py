@@ -7,17 +7,17 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from pydantic import ValidationError
 from tests.episodes import make_row, one_turn
 from tests.groups import make_group, make_task
+from tests.protocol.packs.written_packs import altered, table_of
 from tests.trainer.groups.stored_groups import taught
 
 from penstock.protocol.episode import EpisodeRow
 from penstock.protocol.errors import PackError
-from penstock.protocol.groups import GeneratedGroup, ImageRef, RowImages, Task
+from penstock.protocol.groups import ImageRef, RowImages, Task
 from penstock.protocol.packs import group_pack, pack_bounds
 from penstock.protocol.packs.task_promise import TaskPromise
 from penstock.protocol.trajectory import Group
@@ -49,17 +49,7 @@ def test_a_pack_gives_back_where_the_images_are() -> None:
         assert group_pack.decode_texts(data, [0])[0].group_id == "e0.p0.a0"
         (one,) = group_pack.decode(data, [2])
         assert one.trajectories[0].images == IMAGES.before(3)
-    assert "image_processor" not in pq.read_schema(io.BytesIO(group_pack.encode([group(1, None)]))).names
-
-
-def test_messages_without_images_are_what_they_were() -> None:
-    """Services of an earlier release read them: they have no field that these do not know."""
-    assert "image_processor" not in group(0, None).summary(0).model_dump()
-    assert "images" not in make_task().model_dump()
-    known = GeneratedGroup.model_validate(group().summary(0).model_dump(), strict=True)
-    assert known.image_processor == "a" * 64
-    task = task_of(IMAGES)
-    assert Task.model_validate(task.model_dump(), strict=True) == task
+    assert "image_processor" not in table_of(group(1, None)).schema.names
 
 
 def task_of(images: RowImages | None) -> Task:
@@ -108,20 +98,6 @@ def test_tokens_of_an_image_are_never_sampled() -> None:
             replace(row, images=RowImages(processor="a" * 64, refs=(ref,)))
 
 
-def _changed(column: str, change: Callable[[list[Any]], list[Any]]) -> bytes:
-    table = pq.read_table(io.BytesIO(group_pack.encode([group()])))
-    schema = group_pack.SCHEMAS[False, False, False, True]
-    place = schema.get_field_index(column)
-    columns = [table.column(name).combine_chunks() for name in schema.names]
-    columns[place] = pa.array(change(columns[place].to_pylist()), schema.field(place).type)
-    sink = io.BytesIO()
-    options = {"write_statistics": False, "store_schema": False, "compression": "lz4", "use_dictionary": False}
-    with pq.ParquetWriter(sink, schema, **options) as writer:
-        writer.write_table(pa.Table.from_arrays(columns, schema=schema))
-        writer.add_key_value_metadata({"schema": group_pack.SCHEMA_TAG})
-    return sink.getvalue()
-
-
 @pytest.mark.parametrize(
     ("column", "change", "words"),
     [
@@ -139,7 +115,7 @@ def test_columns_that_contradict_one_another_are_refused(
     column: str, change: Callable[[list[Any]], list[Any]], words: str
 ) -> None:
     with pytest.raises(PackError, match=words):
-        group_pack.decode(_changed(column, change))
+        group_pack.decode(altered(group(), column, change))
 
 
 def test_all_columns_fit_into_the_bounds() -> None:

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import hashlib
-import http.client
 import socket
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from urllib.parse import urlsplit
 
 import pytest
 from tests.refusing_s3 import RefusingS3
@@ -23,6 +20,13 @@ from penstock.protocol.errors import BlobCorrupt, BlobLoginRefused, BlobMissing,
 from penstock.protocol.groups import BlobRef
 from penstock.protocol.transport import store_errors
 from penstock.protocol.transport.blobs import Blobs
+
+
+@pytest.fixture
+def refusing(s3_settings: S3Settings) -> Iterator[RefusingS3]:
+    """The session's S3 server, behind a proxy that can refuse writes."""
+    with RefusingS3(s3_settings) as proxy:
+        yield proxy
 
 
 def test_stored_objects_are_read_back(blobs: Blobs, run_id: str) -> None:
@@ -43,14 +47,10 @@ def test_files_of_many_parts_are_read_back(blobs: Blobs, run_id: str, tmp_path: 
     assert sorted(p.name for p in tmp_path.iterdir()) == ["source", "target"]
 
 
-def tampered_path(server: S3Server, settings: S3Settings, key: str) -> Path:
-    return server.store / settings.bucket / key
-
-
 def test_an_altered_object_is_corrupt(blobs: Blobs, s3_server: S3Server, run_id: str, tmp_path: Path) -> None:
     """One changed byte below the server is found out on reading, with key, sizes and hashes; no file is left."""
     ref = blobs.put(f"runs/{run_id}/x", b"payload of a group")
-    tampered_path(s3_server, s3_server.settings, ref.key).write_bytes(b"payload of a grouq")
+    (s3_server.store / s3_server.settings.bucket / ref.key).write_bytes(b"payload of a grouq")
     with pytest.raises(BlobCorrupt, match=rf"{ref.key}: expected 18 bytes with sha256 {ref.sha256[:12]}.*got 18 bytes"):
         blobs.get(ref)
     with pytest.raises(BlobCorrupt, match=ref.key):
@@ -72,7 +72,7 @@ def test_a_large_file_of_another_size_is_not_fetched(
     """An object that is larger than its message states would fill the disk before its hash is known."""
     ref = blobs.put(f"runs/{run_id}/large", b"x" * 1000)
     monkeypatch.setattr("penstock.protocol.transport.blobs._CHUNK_BYTES", 1)
-    monkeypatch.setattr(blobs._requests, "get_file", lambda *_: pytest.fail("it is fetched"))
+    monkeypatch.setattr(blobs, "_fetch_large", lambda *_: pytest.fail("it is fetched"))
     with pytest.raises(BlobCorrupt, match="1000 bytes, expected 500"):
         blobs.get_file(ref.model_copy(update={"size_bytes": 500}), tmp_path / "target")
     assert list(tmp_path.iterdir()) == []
@@ -147,16 +147,15 @@ def test_a_part_of_an_object_is_verified_alone(blobs: Blobs, run_id: str) -> Non
 
 
 @pytest.mark.parametrize("says_partial", [True, False])
-def test_a_part_takes_one_request_whatever_its_status(s3_settings: S3Settings, run_id: str, says_partial: bool) -> None:
+def test_a_part_takes_one_request_whatever_its_status(refusing: RefusingS3, run_id: str, says_partial: bool) -> None:
     data = bytes(range(256)) * 10
-    with RefusingS3(s3_settings) as proxy:
-        proxy.says_partial = says_partial
-        blobs = Blobs(proxy.settings)
-        ref = blobs.put(f"runs/{run_id}/parts", data)
-        for offset, size in ((100, 100), (256, 700), (0, len(data))):
-            digest = hashlib.sha256(data[offset : offset + size]).hexdigest()
-            assert blobs.get_range(ref, offset, size, digest) == data[offset : offset + size]
-        assert proxy.num_gets == 3
+    refusing.says_partial = says_partial
+    blobs = Blobs(refusing.settings)
+    ref = blobs.put(f"runs/{run_id}/parts", data)
+    for offset, size in ((100, 100), (256, 700), (0, len(data))):
+        digest = hashlib.sha256(data[offset : offset + size]).hexdigest()
+        assert blobs.get_range(ref, offset, size, digest) == data[offset : offset + size]
+    assert refusing.num_gets == 3
 
 
 def test_a_listing_contains_the_objects_below_its_prefix(blobs: Blobs, run_id: str) -> None:
@@ -214,18 +213,13 @@ def test_a_missing_bucket_is_named_with_its_remedy(s3_settings: S3Settings, blob
     other.check("x")
 
 
-def test_no_server_is_an_error_within_the_deadline(own_s3: Callable[[], S3Server]) -> None:
-    server = own_s3()
-    server.stop()
-    with pytest.raises(BlobStoreUnreachable, match=rf"put x: {server.settings.endpoint} gave no valid answer within 1"):
-        Blobs(server.settings, deadline_s=1.0).put("x", b"data")
-
-
-def test_a_server_that_never_answers_is_an_error_within_the_deadline(s3_settings: S3Settings) -> None:
+def test_no_server_and_one_that_never_answers_are_errors_within_the_deadline(s3_settings: S3Settings) -> None:
     with socket.create_server((HOST, 0)) as silent:
         settings = s3_settings.model_copy(update={"endpoint": f"http://{HOST}:{silent.getsockname()[1]}"})
-        with pytest.raises(BlobStoreUnreachable, match="gave no valid answer within 1"):
+        with pytest.raises(BlobStoreUnreachable, match=rf"put x: {settings.endpoint} gave no valid answer within 1"):
             Blobs(settings, deadline_s=1.0).put("x", b"data")
+    with pytest.raises(BlobStoreUnreachable, match=rf"put x: {settings.endpoint} gave no valid answer within 1"):
+        Blobs(settings, deadline_s=1.0).put("x", b"data")
 
 
 def test_a_call_waits_for_a_server_restart(own_s3: Callable[[], S3Server]) -> None:
@@ -240,79 +234,7 @@ def test_a_call_waits_for_a_server_restart(own_s3: Callable[[], S3Server]) -> No
     starter.join()
 
 
-class _Front(BaseHTTPRequestHandler):
-    """Answers 500 to the first requests of each method, then forwards all to the real server."""
-
-    protocol_version = "HTTP/1.1"
-    upstream = ""
-    failures: dict[str, int]
-
-    def _serve(self) -> None:
-        body = self.rfile.read(int(self.headers.get("content-length", 0)))
-        if self.failures.get(self.command, 0) > 0:
-            self.failures[self.command] -= 1
-            self._answer(500, {"content-type": "text/plain"}, b"try again")
-            return
-        upstream = http.client.HTTPConnection(self.upstream)
-        upstream.request(self.command, self.path, body, dict(self.headers.items()))
-        answer = upstream.getresponse()
-        data = answer.read()
-        kept = {k: v for k, v in answer.getheaders() if k.lower() not in {"content-length", "transfer-encoding"}}
-        self._answer(answer.status, kept, data)
-        upstream.close()
-
-    def _answer(self, status: int, headers: dict[str, str], data: bytes) -> None:
-        self.send_response_only(status)
-        for name, value in {**headers, "Content-Length": str(len(data))}.items():
-            self.send_header(name, value)
-        self.end_headers()
-        self.wfile.write(data)
-
-    do_GET = do_PUT = do_POST = do_HEAD = do_DELETE = _serve  # noqa: N815 - the base class's names
-
-    def log_message(self, format: str, *args: object) -> None:
-        pass
-
-
-@pytest.fixture
-def flaky(s3_settings: S3Settings) -> Iterator[Callable[[dict[str, int]], S3Settings]]:
-    """Settings of a front that fails the given number of requests of each method first."""
-    fronts: list[ThreadingHTTPServer] = []
-
-    def front(failures: dict[str, int]) -> S3Settings:
-        handler = type("Front", (_Front,), {"upstream": urlsplit(s3_settings.endpoint).netloc, "failures": failures})
-        fronts.append(ThreadingHTTPServer((HOST, 0), handler))
-        threading.Thread(target=fronts[-1].serve_forever, daemon=True).start()
-        return s3_settings.model_copy(update={"endpoint": f"http://{HOST}:{fronts[-1].server_port}"})
-
-    yield front
-    for server in fronts:
-        server.shutdown()
-        server.server_close()
-
-
-def test_internal_errors_of_the_server_are_retried(flaky: Callable[[dict[str, int]], S3Settings], run_id: str) -> None:
-    """A PUT and a GET that are answered 500 twice succeed the third time."""
-    failures = {"PUT": 2, "GET": 2}
-    blobs = Blobs(flaky(failures))
-    assert blobs.get(blobs.put(f"runs/{run_id}/x", b"data")) == b"data"
-    assert failures == {"PUT": 0, "GET": 0}
-
-
-def test_a_server_that_only_fails_is_given_up(flaky: Callable[[dict[str, int]], S3Settings]) -> None:
-    """Repeated 500s end at the deadline with the server's answer."""
-    with pytest.raises(BlobStoreUnreachable, match=r"gave no valid answer within 1 s.*500"):
-        Blobs(flaky({"PUT": 10_000}), deadline_s=1.0).put("x", b"data")
-
-
 # ── a server that refuses what writes ─────────────────────────────────────────────────────────────
-
-
-@pytest.fixture
-def refusing(s3_settings: S3Settings) -> Iterator[RefusingS3]:
-    """The session's S3 server, behind a proxy that can refuse writes."""
-    with RefusingS3(s3_settings) as proxy:
-        yield proxy
 
 
 @pytest.mark.parametrize(
@@ -342,22 +264,3 @@ def test_a_write_is_retried_while_the_store_is_full_or_clocks_differ(
     more = {cause: number - counted[cause] for cause, number in store_errors.counts().items()}
     assert more.pop(("s3", reason)) >= 1
     assert not any(more.values())
-
-
-def test_a_store_that_stays_full_is_named(refusing: RefusingS3, run_id: str) -> None:
-    refusing.refusal = (507, "InsufficientStorage")
-    with pytest.raises(
-        BlobStoreUnreachable, match=rf"put runs/{run_id}/x: {refusing.settings.endpoint}.*InsufficientStorage"
-    ):
-        Blobs(refusing.settings, deadline_s=0.5).put(f"runs/{run_id}/x", b"payload")
-
-
-def test_a_forbidden_write_is_tried_until_it_is_allowed(refusing: RefusingS3, run_id: str) -> None:
-    """A policy takes effect with a delay; one that never does is named with the key to check."""
-    refusing.refusal = (403, "AccessDenied")
-    with pytest.raises(BlobLoginRefused, match=r"AccessDenied: no; check s3\.access_key"):
-        Blobs(refusing.settings, deadline_s=0.3).put(f"runs/{run_id}/x", b"payload")
-    allow = threading.Timer(0.5, setattr, (refusing, "refusal", None))
-    allow.start()
-    Blobs(refusing.settings, deadline_s=30.0).put(f"runs/{run_id}/x", b"payload")
-    allow.join()

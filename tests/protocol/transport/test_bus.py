@@ -42,6 +42,7 @@ from penstock.protocol.facts import (
     decode,
     encode,
 )
+from penstock.protocol.groups import BlobRef
 from penstock.protocol.streams import BucketSpec, ConsumerSpec, StreamLimits, StreamSpec
 from penstock.protocol.transport.blobs import Blobs
 from penstock.protocol.transport.bus import Bus
@@ -65,17 +66,21 @@ def short_run(bus: Bus, blobs: Blobs, run_id: str) -> str:
 
 def issue(bus: Bus, run: str, number: int, *, split: str = "train") -> bool:
     """Publish task pack ``number``; returns True if it is a duplicate for the server."""
+    return issuing(bus, run, number, split).wait().duplicate
+
+
+def issuing(bus: Bus, run: str, number: int, split: str = "train", *, deadline_s: float = 120.0) -> Pending[Receipt]:
     fact = make_task_issued(run, f"p{number}", [make_task(f"e0.p{number}.a0")])
-    return bus.publish(subjects.tasks(run, split), fact, msg_id=f"p{number}").wait().duplicate
+    return bus.publish(subjects.tasks(run, split), fact, msg_id=f"p{number}", deadline_s=deadline_s)
 
 
 def task_inbox(bus: Bus, run: str, limits: StreamLimits | None = None) -> Inbox[TaskIssued]:
     return bus.inbox(streams.tasks_consumer(run, "train", limits), TaskIssued).wait()
 
 
-def num_waiting(bus: Bus, run: str) -> int | None:
+def consumer_info(bus: Bus, run: str) -> api.ConsumerInfo:
     asked = bus._connection.js.consumer_info(f"{run}-tasks", "rollout-train")
-    return bus._connection.call(asked, "test").wait().num_waiting
+    return bus._connection.call(asked, "test").wait()
 
 
 def take_one(inbox: Inbox[TaskIssued], deadline_s: float = 60.0) -> Delivery[TaskIssued]:
@@ -199,7 +204,7 @@ def test_an_ended_fetch_keeps_no_message_from_others(bus: Bus, run_streams: str,
 def test_a_waiting_fetch_is_one_request(bus: Bus, run_streams: str) -> None:
     """A reader without messages does not poll: it sends nothing more while it waits."""
     waiting = task_inbox(bus, run_streams).fetch(1, 60.0)
-    wait_for(lambda: num_waiting(bus, run_streams) == 1, "the request")
+    wait_for(lambda: consumer_info(bus, run_streams).num_waiting == 1, "the request")
     sent = bus._connection.client.stats["out_msgs"]
     time.sleep(1.2)
     assert bus._connection.client.stats["out_msgs"] <= sent + 1
@@ -209,14 +214,8 @@ def test_a_waiting_fetch_is_one_request(bus: Bus, run_streams: str) -> None:
 
 def test_a_queue_has_room_for_the_requests_of_thousands_of_workers(bus: Bus, run_streams: str) -> None:
     """The server's default of 512 waiting requests is raised; a consumer that is there keeps what it has."""
-    consumer = streams.tasks_consumer(run_streams, "train")
-
-    def max_waiting() -> int | None:
-        asked = bus._connection.js.consumer_info(consumer.stream, consumer.durable)
-        return bus._connection.call(asked, "test").wait().config.max_waiting
-
-    assert max_waiting() == 20_000
-    js = bus._connection.js
+    consumer, js = streams.tasks_consumer(run_streams, "train"), bus._connection.js
+    assert consumer_info(bus, run_streams).config.max_waiting == 20_000
     bus._connection.call(js.delete_consumer(consumer.stream, consumer.durable), "test").wait()
     older = api.ConsumerConfig(
         durable_name=consumer.durable,
@@ -227,7 +226,7 @@ def test_a_queue_has_room_for_the_requests_of_thousands_of_workers(bus: Bus, run
     )
     bus._connection.call(js.add_consumer(consumer.stream, older), "test").wait()
     bus.ensure_consumer(consumer).wait()
-    assert max_waiting() == 512
+    assert consumer_info(bus, run_streams).config.max_waiting == 512
 
 
 def test_splits_have_consumers_of_their_own(bus: Bus, run_streams: str) -> None:
@@ -235,20 +234,6 @@ def test_splits_have_consumers_of_their_own(bus: Bus, run_streams: str) -> None:
     assert task_inbox(bus, run_streams).fetch(1, 0.1).wait() == []
     evaluation = bus.inbox(streams.tasks_consumer(run_streams, "eval"), TaskIssued).wait()
     assert len(evaluation.fetch(1, 30.0).wait()) == 1
-
-
-def test_every_call_can_be_awaited(bus: Bus, run_streams: str) -> None:
-    """Coroutines on another event loop await the same calls that threads wait for."""
-
-    async def travel() -> str:
-        inbox = await bus.inbox(streams.tasks_consumer(run_streams, "train"), TaskIssued)
-        fact = make_task_issued(run_streams, "p7")
-        await bus.publish(subjects.tasks(run_streams, "train"), fact, msg_id="p7")
-        (delivery,) = await inbox.fetch(1, 30.0)
-        await delivery.ack()
-        return delivery.fact.pack_id
-
-    assert asyncio.run(travel()) == "p7"
 
 
 # ── redelivery ────────────────────────────────────────────────────────────────────────────────────
@@ -360,10 +345,12 @@ def test_undecodable_messages_of_every_kind_are_dead_lettered_in_every_queue(
     for data in poison:
         bus._connection.call(bus._connection.js.publish(subject, data), "poison").wait()
     inbox = bus.inbox(consumer(run), kind).wait()
-    wait_for(
-        lambda: not inbox.fetch(9, 0.1).wait() and bus.stream_state(f"{run}-{stage}").wait().num_messages == 0,
-        "an empty queue",
-    )
+
+    def is_empty() -> bool:
+        assert inbox.fetch(9, 0.1).wait() == []
+        return bus.stream_state(f"{run}-{stage}").wait().num_messages == 0
+
+    wait_for(is_empty, "an empty queue")
     letters = dead_letters(bus, run, len(poison))
     assert sorted(letter.payload for letter in letters) == sorted(poison)
     assert {letter.reason for letter in letters} == {"MalformedFact", "UnknownSchema"}
@@ -415,9 +402,7 @@ def test_a_full_stream_makes_the_publisher_wait(bus: Bus, blobs: Blobs, run_id: 
     bootstrap(bus, blobs, run_id, StreamLimits(max_tasks=3))
     for number in range(3):
         issue(bus, run_id, number)
-    fourth = bus.publish(
-        subjects.tasks(run_id, "train"), make_task_issued(run_id, "p3", [make_task("e0.p3.a0")]), msg_id="p3"
-    )
+    fourth = issuing(bus, run_id, 3)
     inbox = task_inbox(bus, run_id)
     held = inbox.fetch(10, 30.0).wait()
     assert not fourth.done()
@@ -460,6 +445,9 @@ def test_a_missing_stream_is_named_with_its_remedy(bus: Bus, run_id: str) -> Non
         bus.stream_state(f"{run_id}-tasks").wait()
     with pytest.raises(MissingStream, match=rf"no stream {run_id}-events"):
         bus.tail(f"{run_id}-events", subjects.events(run_id), RunEvent, print).wait()
+    bus.ensure_stream(streams.streams(run_id)[0]).wait()
+    with pytest.raises(MissingStream, match=rf"consumer rollout-train of {run_id}-tasks.*penstock bootstrap"):
+        bus.consumer_state(streams.tasks_consumer(run_id, "train")).wait()
 
 
 @pytest.mark.parametrize("max_messages", [1, 10])
@@ -537,12 +525,12 @@ def test_a_value_expires_before_its_bucket(bus: Bus, run_streams: str) -> None:
     assert [entry.key for entry in store.entries().wait()] == ["long", "bucket"]
 
 
-def persist_mode(bus: Bus, bucket: str) -> api.PersistMode | None:
-    return bus._connection.call(bus._connection.js.stream_info(f"KV_{bucket}"), "test").wait().config.persist_mode
+def config_of(bus: Bus, bucket: str) -> api.StreamConfig:
+    return bus._connection.call(bus._connection.js.stream_info(f"KV_{bucket}"), "test").wait().config
 
 
 def test_only_heartbeats_do_not_wait_for_the_disk(bus: Bus, run_streams: str) -> None:
-    unsynced = [spec for spec in streams.buckets(run_streams) if persist_mode(bus, spec.bucket) is not None]
+    unsynced = [spec for spec in streams.buckets(run_streams) if config_of(bus, spec.bucket).persist_mode is not None]
     assert unsynced == [streams.live_bucket(run_streams)]
 
 
@@ -553,7 +541,7 @@ def test_the_synced_bucket_of_heartbeats_of_an_older_version_is_made_again(bus: 
     store = bus.key_value(spec.bucket).wait()
     store.put("rollout.w0", b"1").wait()
     bus.ensure_bucket(spec).wait()
-    assert persist_mode(bus, spec.bucket) == api.PersistMode.ASYNC
+    assert config_of(bus, spec.bucket).persist_mode == api.PersistMode.ASYNC
     assert store.state().wait() == BucketState(0, spec.ttl_s)
     store.put("rollout.w0", b"2").wait()
     bus.ensure_bucket(spec).wait()
@@ -563,21 +551,17 @@ def test_the_synced_bucket_of_heartbeats_of_an_older_version_is_made_again(bus: 
 
 def test_a_bucket_of_an_older_version_gets_its_size_unless_that_is_too_small(bus: Bus, run_id: str) -> None:
     spec = streams.state_bucket(run_id)
-
-    def max_bytes() -> int | None:
-        return bus._connection.call(bus._connection.js.stream_info(f"KV_{spec.bucket}"), "test").wait().config.max_bytes
-
     former = BucketSpec(spec.bucket)
     bus.ensure_bucket(former).wait()
-    assert max_bytes() == former.max_bytes > spec.max_bytes
+    assert config_of(bus, spec.bucket).max_bytes == former.max_bytes > spec.max_bytes
     bus.key_value(spec.bucket).wait().put("head", b"1").wait()
     bus.ensure_bucket(replace(spec, max_bytes=50)).wait()  # less than twice what is stored
-    assert max_bytes() == former.max_bytes
+    assert config_of(bus, spec.bucket).max_bytes == former.max_bytes
     bus.ensure_bucket(spec).wait()
-    assert max_bytes() == spec.max_bytes
+    assert config_of(bus, spec.bucket).max_bytes == spec.max_bytes
     assert [entry.value for entry in bus.key_value(spec.bucket).wait().entries().wait()] == [b"1"]
     bus.ensure_bucket(replace(spec, max_bytes=2 * spec.max_bytes)).wait()
-    assert max_bytes() == spec.max_bytes
+    assert config_of(bus, spec.bucket).max_bytes == spec.max_bytes
     bus.delete_stream(f"KV_{spec.bucket}").wait()
 
 
@@ -593,7 +577,7 @@ def test_heartbeats_continue_after_a_server_is_killed(own_nats: Callable[[], Nat
         server.restart()
         store.put("rollout.w1", b"2", ttl_s=30.0).wait()
         assert "rollout.w1" in {entry.key for entry in store.entries().wait()}
-        assert persist_mode(bus, spec.bucket) == api.PersistMode.ASYNC
+        assert config_of(bus, spec.bucket).persist_mode == api.PersistMode.ASYNC
 
 
 # ── tails ─────────────────────────────────────────────────────────────────────────────────────────
@@ -607,19 +591,19 @@ def publish_event(bus: Bus, run: str, number: int) -> None:
     bus.publish(subjects.events(run, "log"), event(run, number), msg_id=f"e{number}").wait()
 
 
+def watched(bus: Bus, run: str, **options: Any) -> list[float]:
+    """Tail a run's events; returns the list to which the number of each is added."""
+    seen: list[float] = []
+    bus.tail(f"{run}-events", subjects.events(run), RunEvent, lambda fact: seen.append(fact.at), **options).wait()
+    return seen
+
+
 def test_a_tail_yields_everything_in_order_from_the_start(bus: Bus, run_streams: str) -> None:
     """Earlier and later messages arrive once and in order; undecodable ones are skipped."""
     for number in range(5):
         publish_event(bus, run_streams, number)
     bus.publish(subjects.events(run_streams, "log"), make_task_issued(run_streams), msg_id="odd").wait()
-    seen: list[float] = []
-    bus.tail(
-        f"{run_streams}-events",
-        subjects.events(run_streams),
-        RunEvent,
-        lambda fact: seen.append(fact.at),
-        from_start=True,
-    ).wait()
+    seen = watched(bus, run_streams, from_start=True)
     wait_for(lambda: len(seen) == 5, "the old events")
     for number in range(5, 10):
         publish_event(bus, run_streams, number)
@@ -630,8 +614,7 @@ def test_a_tail_yields_everything_in_order_from_the_start(bus: Bus, run_streams:
 def test_a_tail_from_now_on_yields_only_later_messages(bus: Bus, run_streams: str) -> None:
     """Without from_start nothing old is delivered, and nothing published after the call is missed."""
     publish_event(bus, run_streams, 1)
-    seen: list[float] = []
-    bus.tail(f"{run_streams}-events", subjects.events(run_streams), RunEvent, lambda fact: seen.append(fact.at)).wait()
+    seen = watched(bus, run_streams)
     publish_event(bus, run_streams, 2)
     wait_for(lambda: seen, "the new event")
     assert seen == [2.0]
@@ -648,9 +631,7 @@ def test_a_tail_that_gathers_reads_many_messages_by_one_request(
         return await direct_get(connection, stream, request)
 
     monkeypatch.setattr("penstock.protocol.transport.tail.direct_get", counted)
-    seen: list[float] = []
-    stream, subject = f"{run_streams}-events", subjects.events(run_streams)
-    bus.tail(stream, subject, RunEvent, lambda fact: seen.append(fact.at), gather_s=2.0).wait()
+    seen = watched(bus, run_streams, gather_s=2.0)
     for number in range(20):
         publish_event(bus, run_streams, number)
     wait_for(lambda: len(seen) == 20, "the events")
@@ -678,16 +659,11 @@ def test_a_reader_that_fails_on_one_message_gets_the_next_ones(bus: Bus, run_str
 
 def test_a_tail_reads_more_than_one_answer_holds(bus: Bus, run_streams: str) -> None:
     """A watcher that starts late gets every stored message in order, however many there are."""
-    published = [
-        bus.publish(subjects.events(run_streams, "log"), event(run_streams, n), msg_id=f"e{n}") for n in range(600)
-    ]
+    subject, seen = subjects.events(run_streams), list[int]()
+    published = [bus.publish(subject[:-1] + "log", event(run_streams, n), msg_id=f"e{n}") for n in range(600)]
     for publication in published:
         publication.wait()
-    seen: list[int] = []
-    stream = f"{run_streams}-events"
-    bus.follow(
-        stream, subjects.events(run_streams), RunEvent, lambda _, number, __: seen.append(number), after=10
-    ).wait()
+    bus.follow(f"{run_streams}-events", subject, RunEvent, lambda _, number, __: seen.append(number), after=10).wait()
     wait_for(lambda: len(seen) >= 590, "the stored events")
     assert seen == list(range(11, 601))
 
@@ -715,15 +691,8 @@ def test_a_tail_can_watch_one_subject_of_a_stream(bus: Bus, run_streams: str) ->
         from_start=True,
     ).wait()
     bus.publish(subjects.weights_applied(run_streams), event(run_streams, 1), msg_id="1").wait()
-    from penstock.protocol.groups import BlobRef
-
-    fact = WeightsPublished(
-        run_id=run_streams,
-        version=1,
-        step=1,
-        manifest=BlobRef(key="k", size_bytes=1, sha256="0" * 64),
-        num_bytes=1,
-    )
+    manifest = BlobRef(key="k", size_bytes=1, sha256="0" * 64)
+    fact = WeightsPublished(run_id=run_streams, version=1, step=1, manifest=manifest, num_bytes=1)
     bus.publish(subjects.weights_published(run_streams), fact, msg_id="2").wait()
     wait_for(lambda: seen, "the published version")
     assert seen == [fact]
@@ -732,29 +701,31 @@ def test_a_tail_can_watch_one_subject_of_a_stream(bus: Bus, run_streams: str) ->
 # ── a server that is killed ───────────────────────────────────────────────────────────────────────
 
 
+def reader_of_tasks(bus: Bus, run: str, num: int) -> Inbox[TaskIssued]:
+    """The inbox of a consumer of a run's tasks, of which ``num`` are issued."""
+    for spec in streams.streams(run):
+        bus.ensure_stream(spec).wait()
+    consumer = ConsumerSpec(f"{run}-tasks", "reader", subjects.tasks(run), 30.0, 1000, run, "tasks")
+    bus.ensure_consumer(consumer).wait()
+    for number in range(num):
+        issue(bus, run, number)
+    return bus.inbox(consumer, TaskIssued).wait()
+
+
 def test_a_server_killed_during_publishing_loses_and_duplicates_nothing(
     own_nats: Callable[[], NatsServer], run_id: str
 ) -> None:
     """Three SIGKILLs among 600 publications: afterwards every message is there exactly once."""
     server = own_nats()
     with Bus.connect(server.settings, name="test") as bus:
-        bus.ensure_stream(
-            StreamSpec(f"{run_id}-tasks", (subjects.tasks(run_id),), "workqueue", 10_000, 50_000_000)
-        ).wait()
+        bus.ensure_stream(streams.streams(run_id)[0]).wait()
         pending: list[Pending[Receipt]] = []
 
         def num_done() -> int:
             return sum(p.done() for p in pending)
 
         for life in range(3):
-            pending += [
-                bus.publish(
-                    subjects.tasks(run_id, "train"),
-                    make_task_issued(run_id, f"p{number}", [make_task(f"e0.p{number}.a0")]),
-                    msg_id=f"p{number}",
-                )
-                for number in range(200 * life, 200 * life + 200)
-            ]
+            pending += [issuing(bus, run_id, number) for number in range(200 * life, 200 * life + 200)]
             wait_for(lambda enough=200 * life + 20: num_done() > enough, "some acknowledgements")
             server.kill()
             wait_for(lambda: bus.down_s > 0.0, "the loss to be noticed")
@@ -763,9 +734,7 @@ def test_a_server_killed_during_publishing_loses_and_duplicates_nothing(
         assert len({receipt.sequence for receipt in receipts}) == 600
         assert bus.stream_state(f"{run_id}-tasks").wait().num_messages == 600
         assert bus.down_s == 0.0
-        spec = ConsumerSpec(f"{run_id}-tasks", "reader", subjects.tasks(run_id), 30.0, 1000, run_id, "tasks")
-        bus.ensure_consumer(spec).wait()
-        inbox = bus.inbox(spec, TaskIssued).wait()
+        inbox = reader_of_tasks(bus, run_id, 0)
         seen: list[str] = []
         while len(seen) < 600:
             found = inbox.fetch(100, 30.0).wait()
@@ -781,13 +750,7 @@ def test_acknowledgements_are_repeated_after_a_server_is_killed(
 ) -> None:
     server = own_nats()
     with Bus.connect(server.settings, name="test") as bus:
-        for spec in streams.streams(run_id):
-            bus.ensure_stream(spec).wait()
-        spec = ConsumerSpec(f"{run_id}-tasks", "reader", subjects.tasks(run_id), 30.0, 1000, run_id, "tasks")
-        bus.ensure_consumer(spec).wait()
-        for number in range(90):
-            issue(bus, run_id, number)
-        inbox = bus.inbox(spec, TaskIssued).wait()
+        inbox = reader_of_tasks(bus, run_id, 90)
         found = inbox.fetch(90, 30.0).wait()
         assert len(found) == 90
         Delivery.ack_all(found[:30])
@@ -809,13 +772,7 @@ def test_a_server_that_lost_its_deliveries_gets_the_acknowledgements(
     """A consumer whose state was lost with its server confirms held messages, and delivers the others once."""
     server = own_nats()
     with Bus.connect(server.settings, name="test") as bus:
-        for spec in streams.streams(run_id):
-            bus.ensure_stream(spec).wait()
-        spec = ConsumerSpec(f"{run_id}-tasks", "reader", subjects.tasks(run_id), 30.0, 1000, run_id, "tasks")
-        bus.ensure_consumer(spec).wait()
-        for number in range(12):
-            issue(bus, run_id, number)
-        inbox = bus.inbox(spec, TaskIssued).wait()
+        inbox = reader_of_tasks(bus, run_id, 12)
         held = inbox.fetch(10, 30.0).wait()
         assert len(held) == 10
         server.kill()
@@ -841,14 +798,7 @@ def test_readers_continue_after_a_server_is_killed(own_nats: Callable[[], NatsSe
             bus.ensure_bucket(spec).wait()
         for spec in streams.consumers(run_id, SHORT):
             bus.ensure_consumer(spec).wait()
-        seen: list[float] = []
-        bus.tail(
-            f"{run_id}-events",
-            subjects.events(run_id),
-            RunEvent,
-            lambda fact: seen.append(fact.at),
-            from_start=True,
-        ).wait()
+        seen = watched(bus, run_id, from_start=True)
         publish_event(bus, run_id, 1)
         wait_for(lambda: seen, "the first event")
         store = bus.key_value(f"{run_id}-state").wait()

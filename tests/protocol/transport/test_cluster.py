@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 from nats.js import api
-from tests.groups import make_task, make_task_issued
+from tests.protocol.transport.test_bus import issuing
 from tests.servers import NatsCluster, wait_for
 
 from penstock.deploy.bootstrap import bootstrap
@@ -25,7 +25,9 @@ from penstock.protocol.groups import BlobRef
 from penstock.protocol.transport import tail
 from penstock.protocol.transport.blobs import Blobs
 from penstock.protocol.transport.bus import Bus
+from penstock.protocol.transport.fact_publisher import Receipt
 from penstock.protocol.transport.key_value import KeyValue
+from penstock.protocol.transport.loop_thread import Pending
 from penstock.protocol.transport.nats_connection import ATTEMPT_S, REQUEST_S
 from penstock.trainer.publishing.publication import HeadKey
 
@@ -77,9 +79,7 @@ def write(state: KeyValue, value: bytes) -> int:
 
 def issue(bus: Bus, run: str, number: int, *, deadline_s: float = 120.0) -> int:
     """Publish task pack ``number``; returns its sequence number."""
-    fact = make_task_issued(run, f"p{number}", [make_task(f"e0.p{number}.a0")])
-    subject = subjects.tasks(run, "train")
-    return bus.publish(subject, fact, msg_id=f"p{number}", deadline_s=deadline_s).wait().sequence
+    return issuing(bus, run, number, deadline_s=deadline_s).wait().sequence
 
 
 # ── replicas ──────────────────────────────────────────────────────────────────────────────────────
@@ -251,40 +251,6 @@ def test_a_key_is_read_from_its_leader_unless_it_may_lag(
 # ── servers that are killed ───────────────────────────────────────────────────────────────────────
 
 
-class Publisher:
-    """Publishes packs one after the other in a thread; use as a context manager."""
-
-    def __init__(self, bus: Bus, run: str) -> None:
-        self.sequences: list[int] = []
-        self._bus, self._run = bus, run
-        self._stop = threading.Event()
-        self._failure: BaseException | None = None
-        self._thread = threading.Thread(target=self._work, name="publisher")
-
-    def __enter__(self) -> Publisher:
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._stop.set()
-        self._thread.join(150.0)
-        assert not self._thread.is_alive()
-        assert self._failure is None
-
-    def wait_for_more(self, what: str) -> None:
-        enough = len(self.sequences) + 10
-        wait_for(lambda: len(self.sequences) >= enough or self._failure, f"publications {what}", 120.0)
-        assert self._failure is None
-
-    def _work(self) -> None:
-        try:
-            while not self._stop.is_set():
-                self.sequences.append(issue(self._bus, self._run, len(self.sequences)))
-                self._stop.wait(0.01)
-        except BaseException as err:  # noqa: BLE001 the test raises it
-            self._failure = err
-
-
 def test_killed_servers_lose_and_double_nothing(cluster: NatsCluster, clustered: Bus, run_id: str) -> None:
     """A follower, the leader, then two of three are killed and come back, while packs are published, read and acknowledged."""
     clustered.ensure_stream(streams.streams(run_id)[0]).wait()
@@ -294,6 +260,13 @@ def test_killed_servers_lose_and_double_nothing(cluster: NatsCluster, clustered:
     inbox = clustered.inbox(spec, TaskIssued).wait()
     state = clustered.key_value(streams.state_bucket(run_id).bucket).wait()
     done: list[tuple[str, int]] = []
+    publishing: list[Pending[Receipt]] = []
+
+    def publish_more() -> None:
+        publishing.extend([issuing(clustered, run_id, len(publishing) + number) for number in range(30)])
+
+    def wait_for_publications(what: str) -> None:
+        wait_for(lambda: all(publication.done() for publication in publishing), f"publications {what}", 120.0)
 
     def consume(most: int) -> None:
         found = inbox.fetch(most, 1.0).wait()
@@ -301,37 +274,42 @@ def test_killed_servers_lose_and_double_nothing(cluster: NatsCluster, clustered:
             ack.wait()
         done.extend((delivery.fact.pack_id, delivery.sequence) for delivery in found)
 
-    with Publisher(clustered, run_id) as publisher:
-        publisher.wait_for_more("at the start")
-        for victim in ("a follower", "the leader"):
-            leader = leader_of(clustered, spec.stream)
-            name = leader if victim == "the leader" else next(n for n in cluster.nodes if n != leader)
-            cluster.nodes[name].kill()
-            publisher.wait_for_more(f"without {victim}")
-            consume(5)
-            revision = write(state, victim.encode())
-            entry = state.get("head").wait()
-            assert entry is not None
-            assert (entry.value, entry.revision) == (victim.encode(), revision)
-            cluster.start(name)
+    publish_more()
+    wait_for_publications("at the start")
+    for victim in ("a follower", "the leader"):
         leader = leader_of(clustered, spec.stream)
-        victims = [leader, next(n for n in cluster.nodes if n != leader)]
-        for name in victims:
-            cluster.nodes[name].kill()
-        try:
-            with pytest.raises(
-                BusUnreachable, match=rf"no answer to publication to penstock\.{run_id}\.tasks\.train within 3 s"
-            ):
-                issue(clustered, run_id, 1_000_000, deadline_s=3.0)
-            with pytest.raises(BusUnreachable, match=f"write {run_id}-state/head"):
-                state.put("head", b"never").wait()
-            for delivery in inbox.fetch(1, 0.5).wait():  # what had arrived before; nothing is raised
-                delivery.give_back(0.0).wait()
-        finally:
-            cluster.start(*victims)
-        publisher.wait_for_more("after two servers came back")
-    published = [f"p{number}" for number in range(len(publisher.sequences))]
-    assert len(set(publisher.sequences)) == len(published)
+        name = leader if victim == "the leader" else next(n for n in cluster.nodes if n != leader)
+        publish_more()  # under way when the server is killed
+        cluster.nodes[name].kill()
+        publish_more()
+        wait_for_publications(f"without {victim}")
+        consume(5)
+        revision = write(state, victim.encode())
+        entry = state.get("head").wait()
+        assert entry is not None
+        assert (entry.value, entry.revision) == (victim.encode(), revision)
+        cluster.start(name)
+    leader = leader_of(clustered, spec.stream)
+    victims = [leader, next(n for n in cluster.nodes if n != leader)]
+    publish_more()
+    for name in victims:
+        cluster.nodes[name].kill()
+    publish_more()
+    try:
+        with pytest.raises(
+            BusUnreachable, match=rf"no answer to publication to penstock\.{run_id}\.tasks\.train within 3 s"
+        ):
+            issue(clustered, run_id, 1_000_000, deadline_s=3.0)
+        with pytest.raises(BusUnreachable, match=f"write {run_id}-state/head"):
+            state.put("head", b"never").wait()
+        for delivery in inbox.fetch(1, 0.5).wait():  # what had arrived before; nothing is raised
+            delivery.give_back(0.0).wait()
+    finally:
+        cluster.start(*victims)
+    wait_for_publications("after two servers came back")
+    sequences = {publication.wait().sequence for publication in publishing}
+    published = [f"p{number}" for number in range(len(publishing))]
+    assert len(sequences) == len(published)
     wait_for(
         lambda: [consume(100), clustered.stream_state(spec.stream).wait().num_messages == 0][1], "an empty queue", 120.0
     )
@@ -367,9 +345,8 @@ def test_a_publication_that_is_under_way_is_no_refusal(cluster: NatsCluster, clu
     """A leader without followers has the first try in its hands when the second comes: it says so, and the caller waits."""
     clustered.ensure_stream(streams.streams(run_id)[0]).wait()
     issue(clustered, run_id, 0)
-    fact = make_task_issued(run_id, "p1", [make_task("e0.p1.a0")])
     with stopped_followers(cluster, clustered, streams.stream_name(run_id, "tasks")):
-        published = clustered.publish(subjects.tasks(run_id, "train"), fact, msg_id="p1", deadline_s=120.0)
+        published = issuing(clustered, run_id, 1)
         time.sleep(ATTEMPT_S + 2.0)
         assert not published.done(), "no majority has the message, so it cannot be stored"
     assert published.wait().sequence == 2

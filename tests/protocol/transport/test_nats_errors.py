@@ -16,7 +16,7 @@ from penstock.deploy.processes.servers import NatsServer
 from penstock.protocol import streams, subjects
 from penstock.protocol.errors import BusError, BusRefused, BusUnreachable, MissingStream, PenstockError, StorageFull
 from penstock.protocol.facts import TaskIssued
-from penstock.protocol.streams import BucketSpec, ConsumerSpec, StreamSpec
+from penstock.protocol.streams import BucketSpec, StreamSpec
 from penstock.protocol.transport import store_errors
 from penstock.protocol.transport.bus import Bus
 from penstock.protocol.transport.nats_connection import refusal
@@ -72,16 +72,6 @@ def test_a_store_without_space_for_a_run_is_an_error(small_nats: NatsServer, run
         ):
             with pytest.raises(StorageFull, match=rf"{run_id}.*10047.*penstock runs rm RUN.*max_file_store"):
                 create()
-
-
-def test_a_missing_stream_or_consumer_is_named(bus: Bus, run_id: str) -> None:
-    """Errors 10059 and 10014: the stream, or the consumer of an existing stream, with the command that creates it."""
-    with pytest.raises(MissingStream, match=rf"stream {run_id}.*penstock bootstrap"):
-        bus.stream_state(run_id).wait()
-    bus.ensure_stream(StreamSpec(run_id, (f"{run_id}.>",), "limits", 10, 1024)).wait()
-    with pytest.raises(MissingStream, match=rf"consumer reader of {run_id}.*penstock bootstrap"):
-        bus.consumer_state(ConsumerSpec(run_id, "reader", f"{run_id}.>", 1.0, 1, run_id, "tasks")).wait()
-    bus.delete_stream(run_id).wait()
 
 
 @pytest.mark.parametrize("what", ["consumer", "stream"])

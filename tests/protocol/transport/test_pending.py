@@ -10,11 +10,25 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from penstock.protocol.errors import BusUnreachable
-from penstock.protocol.transport.loop_thread import CallThread
+from penstock.protocol.transport.loop_thread import CallThread, LoopThread
 
 
 async def _nothing() -> None:
     pass
+
+
+class Endless:
+    """An action that does not end by itself."""
+
+    def __init__(self) -> None:
+        self.started, self.cancelled = threading.Event(), threading.Event()
+
+    async def run(self) -> None:
+        self.started.set()
+        try:
+            await asyncio.sleep(3600)
+        finally:
+            self.cancelled.set()
 
 
 @pytest.fixture
@@ -69,35 +83,40 @@ def test_an_error_is_raised_where_the_result_is_awaited(thread: CallThread) -> N
 
 def test_a_cancelled_caller_cancels_the_call(thread: CallThread) -> None:
     """What nobody waits for any more does not go on, as a fetch that would hold messages."""
-    started, cancelled = threading.Event(), threading.Event()
-
-    async def endless() -> None:
-        started.set()
-        try:
-            await asyncio.sleep(3600)
-        finally:
-            cancelled.set()
+    endless = Endless()
 
     async def run() -> None:
         with pytest.raises(TimeoutError):
             async with asyncio.timeout(0.05):
-                await thread.call(endless(), "sleep", 30.0)
+                await thread.call(endless.run(), "sleep", 30.0)
 
     asyncio.run(run())
-    assert cancelled.wait(60.0) or not started.is_set()
+    assert endless.cancelled.wait(60.0) or not endless.started.is_set()
 
 
 def test_a_closed_thread_refuses_calls_and_ends_those_that_run(thread: CallThread) -> None:
-    started = threading.Event()
-
-    async def endless() -> None:
-        started.set()
-        await asyncio.sleep(3600)
-
-    running = thread.call(endless(), "a long call", 30.0)
-    assert started.wait(60.0)
+    endless = Endless()
+    running = thread.call(endless.run(), "a long call", 30.0)
+    assert endless.started.wait(60.0)
     thread.close(_nothing)
     with pytest.raises(BusUnreachable, match="a long call: the bus was closed during the call"):
         running.wait()
     with pytest.raises(BusUnreachable, match="a late call: the bus is closed"):
         thread.call(_nothing(), "a late call", 30.0)
+
+
+def test_a_stopped_thread_has_cancelled_what_ran() -> None:
+    """A result arrives in the calling thread; the end cancels an endless action, and may be asked for twice."""
+    thread, endless = LoopThread("test"), Endless()
+    assert thread.start(_add(1, 2)).result(30) == 3
+    thread.start(endless.run())
+    assert endless.started.wait(60.0)
+    assert thread.is_running
+    thread.stop()
+    thread.stop()
+    assert endless.cancelled.is_set()
+    assert not thread.is_running
+    late = _add(1, 2)
+    with pytest.raises(RuntimeError, match="closed"):
+        thread.start(late)
+    late.close()

@@ -23,7 +23,6 @@ from penstock.protocol.errors import (
 )
 from penstock.protocol.groups import BlobRef
 from penstock.protocol.transport.blobs import Blobs
-from penstock.protocol.transport.s3_client import S3Requests
 
 DATA = b"a pack of groups"
 KEY = "runs/r/groups/x.parquet"
@@ -112,18 +111,17 @@ def operations(settings: S3Settings, folder: Path, deadline_s: float) -> dict[st
     blobs = Blobs(settings, deadline_s=deadline_s, run_id="r")
     large = folder / "large"
     large.write_bytes(bytes(6 << 20))  # two parts
-    requests = S3Requests(settings, None, deadline_s=deadline_s)
     return {
         "put": lambda: blobs.put(KEY, DATA),
         "put_file": lambda: blobs.put_file(KEY, large),
         "get": lambda: blobs.get(REF),
         "get_unverified": lambda: blobs.get_unverified(KEY),
-        "get_file": lambda: requests.get_file(KEY, folder / "got"),
-        "size": lambda: requests.size_bytes(KEY),
+        "get_file": lambda: blobs._fetch_large(KEY, folder / "got"),
+        "size": lambda: blobs.exists(KEY),
         "list": lambda: list(blobs.list("runs/r/")),
         "delete": lambda: blobs.delete([KEY]),
         "check": lambda: blobs.check("r", deadline_s=deadline_s),
-        "bucket": lambda: requests.bucket_exists(deadline_s=deadline_s),
+        "bucket": lambda: blobs._requests.call("check", lambda client, bucket: client.bucket_exists(bucket)),
     }  # fmt: skip
 
 
@@ -146,6 +144,7 @@ UNREADABLE: dict[str, Callable[[Answer], Answer]] = {
     "random bytes as an error": lambda _: (400, "application/xml", _chance.randbytes(50), {}),
     "cut": lambda right: (right[0], right[1], right[2][: len(right[2]) // 2], {}),
     "an error with status 200": lambda _: xml(ERROR.format("InternalError", "We encountered an internal error")),
+    "an internal error": lambda _: (500, "text/plain", b"try again", {}),
     "an unknown error": lambda _: xml(ERROR.format("QuiteNew", "of a later version"), 418),
 }  # fmt: skip
 
@@ -288,6 +287,7 @@ def test_an_object_may_be_stored_as_html_and_its_head_has_any_type(serve: Callab
 @pytest.mark.parametrize(
     ("code", "says", "never"),
     [
+        ("InsufficientStorage", "full, or the quota", "access key"),
         ("QuotaExceeded", "quota of bucket or user", "access key"),
         ("XMinioAdminBucketQuotaExceeded", "quota of bucket or user", "access key"),
         ("InvalidObjectState", "is archived", "access key"),

@@ -157,5 +157,5 @@ def test_a_step_that_could_not_be_compared_leaves_the_last_comparison() -> None:
         metrics.observe("step", {**STEP, "groups": GROUPS, "mismatch": mismatch})
         samples = Samples("trainer", LabelValues())
         metrics.collect(samples)
-        found.append(list(samples.numbers.get("penstock_trainer_engine_mismatch_nats", {}).values()))
+        found.append(list(samples.series.get("penstock_trainer_engine_mismatch_nats", {}).values()))
     assert found == [[], [0.08], [0.08]]
