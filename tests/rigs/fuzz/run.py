@@ -43,11 +43,13 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from tests.rigs.fuzz.attacks import DEFENDED, NOT_DEFENDED, Attack, Attacker
+from tests.deploy.nats_roles import RunOfRoles
+from tests.rigs.fuzz.attack import Attack, Attacker
+from tests.rigs.fuzz.attacks import CLASSES, NOT_DEFENDED, makers
 from tests.rigs.fuzz.capture import Corpus
 from tests.rigs.fuzz.judge import Evidence, Judge, announcements, remove_undecodable
 from tests.rigs.fuzz.report import Finding, Outcome, Recorded, as_line, from_line, show
-from tests.rigs.fuzz.sender import SecuredRun, Sender, Servers
+from tests.rigs.fuzz.sender import RULE, Sender, Servers
 
 from penstock.deploy import quickstart_task
 from penstock.deploy.local import connection_environment
@@ -126,10 +128,11 @@ class FuzzRun:
     def go(self, seconds: float, recorded: Sequence[Attack] = ()) -> Outcome:
         started = time.monotonic()
         with Servers(self.folder, self.run_id, self._on_event) as servers:
-            run = SecuredRun([str(self.run_file)], servers, reward_files=[REWARD_FILE])
+            run = RunOfRoles(
+                [str(self.run_file)], servers.nats, servers.s3.settings, reward_files=[REWARD_FILE], rule=RULE
+            )
             corpus, blobs = Corpus(self.run_id), Blobs(servers.s3.settings, deadline_s=20.0)
-            kinds = self.kinds or {"bytes"}
-            attacker: Any = Recorded(recorded) if recorded else Attacker(corpus, blobs, kinds, self.seed)
+            attacker: Any = Recorded(recorded) if recorded else Attacker(corpus, blobs, makers(self.kinds), self.seed)
             with run:
                 run.listen(self._on_event)
                 run.start_services()
@@ -166,7 +169,7 @@ class FuzzRun:
 
     # ── attack ────────────────────────────────────────────────────────────────────────────────
 
-    def _attack(self, run: SecuredRun, servers: Servers, end: float) -> None:
+    def _attack(self, run: RunOfRoles, servers: Servers, end: float) -> None:
         next_kill = time.monotonic() + self.options.kill_every
         next_line = time.monotonic() + 15.0
         while time.monotonic() < end and not self._is_over(run):
@@ -182,7 +185,7 @@ class FuzzRun:
                 )
                 next_line += 15.0
 
-    def _kill(self, run: SecuredRun, servers: Servers, victim: str) -> None:
+    def _kill(self, run: RunOfRoles, servers: Servers, victim: str) -> None:
         self._killed[victim] = time.time()
         self.outcome.kills[victim] = self.outcome.kills.get(victim, 0) + 1
         if victim in {NatsServer.name, S3Server.name}:
@@ -190,15 +193,15 @@ class FuzzRun:
         else:
             run.kill(victim)
 
-    def _is_over(self, run: SecuredRun) -> bool:
+    def _is_over(self, run: RunOfRoles) -> bool:
         return any(e.kind in {"gave_up", "exited"} for e in self._events) or run.wait(0.0) is not None
 
-    def _wait(self, run: SecuredRun, condition: Callable[[], bool], deadline_s: float) -> None:
+    def _wait(self, run: RunOfRoles, condition: Callable[[], bool], deadline_s: float) -> None:
         deadline = time.monotonic() + deadline_s
         while not condition() and time.monotonic() < deadline and not self._is_over(run):
             time.sleep(0.1)
 
-    def _stop_trainer(self, run: SecuredRun) -> None:
+    def _stop_trainer(self, run: RunOfRoles) -> None:
         pid = next(view.pid for view in run.processes() if view.name == TRAINER)
         self._killed[TRAINER] = time.time() + _STOP_S
         with contextlib.suppress(ProcessLookupError):  # it has just ended by itself: a finding already
@@ -273,7 +276,7 @@ class FuzzRun:
 
     # ── proof ─────────────────────────────────────────────────────────────────────────────────
 
-    def _judge(self, run: SecuredRun, corpus: Corpus, blobs: Blobs, bus: Bus, sender: Sender) -> None:
+    def _judge(self, run: RunOfRoles, corpus: Corpus, blobs: Blobs, bus: Bus, sender: Sender) -> None:
         outcome = self.outcome
         outcome.sent, outcome.skipped = sender.num_sent, sender.num_skipped
         outcome.problems = dict(sender.problems)
@@ -312,7 +315,7 @@ class FuzzRun:
         except Exception as err:  # noqa: BLE001  a proof that cannot be made is a finding
             self._find(f"the proof failed: {type(err).__name__}: {err}", TRAINER, traceback.format_exc())
 
-    def _calm_services(self, run: SecuredRun) -> None:
+    def _calm_services(self, run: RunOfRoles) -> None:
         """Stop all services: nothing is dead-lettered any more while the run is cleaned and audited."""
         now = time.time() + _STOP_S
         self._killed.update((view.name, now) for view in run.processes())
@@ -361,10 +364,10 @@ def main() -> int:
     parser.add_argument("--classes", action="store_true", help="list the classes of attacks and exit")
     options = parser.parse_args()
     if options.classes:
-        print("\n".join(f"{name:<14} {text}" for name, text in (DEFENDED | NOT_DEFENDED).items()))
+        print("\n".join(f"{name:<14} {text}" for name, (_, _, text) in CLASSES.items()))
         return 0
-    kinds = set(options.only) or (set(DEFENDED) | set(options.and_also)) - set(options.without)
-    if unknown := (kinds | set(options.without)) - set(DEFENDED | NOT_DEFENDED):
+    kinds = set(options.only) or ((CLASSES.keys() - NOT_DEFENDED) | set(options.and_also)) - set(options.without)
+    if unknown := (kinds | set(options.without)) - CLASSES.keys():
         parser.error(f"no class {', '.join(sorted(unknown))}; --classes lists them")
     recorded = [from_line(line) for line in options.send.read_text().splitlines()] if options.send else []
     if recorded:
