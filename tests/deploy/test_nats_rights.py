@@ -14,9 +14,9 @@ from tests.deploy.live_processes import processes_of
 from tests.deploy.nats_roles import NatsRoles, RunOfRoles
 from tests.groups import make_generated, make_groups, make_scored, make_task_issued
 from tests.servers import require, wait_for
+from tests.small_run import write_small_run
 
 from penstock.console.tools.removal import find_holdings, remove_holdings
-from penstock.deploy import quickstart_task
 from penstock.deploy.bootstrap import bootstrap, delete_run
 from penstock.deploy.health import has_heartbeat
 from penstock.deploy.local_run import REWARD, TRAINER, worker_name
@@ -181,20 +181,11 @@ def test_a_whole_run_needs_no_other_right_though_a_worker_is_killed(
 ) -> None:
     """Each service as its own user: NATS refuses nothing, all groups are trained, the killed worker is restarted, and no process is left."""
     require("rclone")
-    quickstart_task.write_data(tmp_path / "data", seed=0, num_sft=1, num_train=64, num_eval=8)
-    quickstart_task.write_model(tmp_path / "model", seed=0)
-    settings = {
-        "run": {"id": run_id, "dir": str(tmp_path / "runs")},
-        "model": {"path": str(tmp_path / "model")},
-        "data": {"train": str(tmp_path / "data" / "train.jsonl"), "eval": str(tmp_path / "data" / "eval.jsonl")},
-        "rollout": {"groups_per_step": 4, "group_size": 4, "max_new_tokens": 10},
-        "reward": {"name": "exact_match"},
-        "trainer": {"steps": 10, "lr": 1e-4, "keep_versions": 4},
-        "eval": {"every": 4},
-    }
-    overrides = [f"{name}.{key}={value}" for name, values in settings.items() for key, value in values.items()]
+    run_file = write_small_run(
+        tmp_path, run_id, num_train=64, trainer={"steps": 10, "keep_versions": 4}, eval={"every": 4}
+    )
     before = roles.violations()
-    with RunOfRoles(overrides, roles, s3_settings) as run:
+    with RunOfRoles([str(run_file)], roles, s3_settings) as run:
         run.start()
         assert {view.name for view in run.processes()} == {REWARD, TRAINER, *WORKERS}
         wait_for(lambda: len(processes_of(tmp_path, word="embedded_engine")) == 2, "both engines", 150.0)

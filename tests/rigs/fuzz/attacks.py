@@ -325,7 +325,7 @@ def _dead_letters(attacker: Attacker, rng: random.Random) -> Attack:
     subject, (_, fields) = attacker.real_fields(rng, rng.choice(("generated", "tasks")))
     letter = {
         "run_id": attacker.run_id, "stage": "tasks", "subject": subject, "reason": "fuzz", "detail": "", "num_delivered": 1,
-        "group_ids": [group["group_id"] for group in fields.get("groups") or fields.get("tasks") or ()],
+        "group_ids": tuple(group["group_id"] for group in fields.get("groups") or fields.get("tasks") or ()),
     }  # fmt: skip
     data = mutate_facts.pack([DeadLetter.schema_tag, DeadLetter(**letter).model_dump(mode="python")])
     return sent(rng, "real ids", "rollout", subjects.dead(attacker.run_id, "tasks"), data)

@@ -31,7 +31,6 @@ import json
 import os
 import random
 import signal
-import subprocess
 import sys
 import tempfile
 import threading
@@ -50,8 +49,8 @@ from tests.rigs.fuzz.capture import Corpus
 from tests.rigs.fuzz.judge import Evidence, Judge, announcements, remove_undecodable
 from tests.rigs.fuzz.report import Finding, Outcome, Recorded, as_line, from_line, show
 from tests.rigs.fuzz.sender import RULE, Sender, Servers
+from tests.small_run import report_of, write_small_run
 
-from penstock.deploy import quickstart_task
 from penstock.deploy.local import connection_environment
 from penstock.deploy.local_run import REWARD, TRAINER, endpoint_name, worker_name
 from penstock.deploy.processes.child import DeployError
@@ -80,32 +79,6 @@ _OWN_KILL_S = 5.0  # a process that this command killed is reported within this 
 _LEAST_ROUND_S = 30.0
 _STOPPED = (0, 128 + signal.SIGTERM)  # exit codes of a trainer that was asked to stop
 
-_RUN_FILE = """\
-run = {{ id = "{run_id}", dir = "{folder}/runs", seed = {seed} }}
-model = {{ path = "{folder}/model"{lora} }}
-reward = {{ name = "chaos_reward" }}
-eval = {{ every = 20, at_start = false, at_end = false }}
-
-[data]
-train = "{folder}/data/train.jsonl"
-eval = "{folder}/data/eval.jsonl"
-max_prompt_tokens = 32
-
-[rollout]
-groups_per_step = {groups_per_step}
-group_size = {group_size}
-groups_per_message = 2
-max_staleness = 4
-max_new_tokens = {max_new_tokens}
-
-[trainer]
-steps = 100000
-lr = 1e-4
-lease_s = 3
-checkpoint_every = 3
-keep_versions = 100000
-"""
-
 
 class FuzzRun:
     def __init__(self, folder: Path, *, seed: int, kinds: set[str], options: argparse.Namespace) -> None:
@@ -115,15 +88,23 @@ class FuzzRun:
         self._killed: dict[str, float] = {}
         self._events: list[ProcessEvent] = []
         self._rng = random.Random(f"kills {seed}")
-        quickstart_task.write_data(folder / "data", seed=seed, num_sft=1, num_train=20_000, num_eval=8)
-        quickstart_task.write_model(folder / "model", seed=seed)
-        self.run_file = folder / "run.toml"
-        self.run_file.write_text(
-            _RUN_FILE.format(
-                run_id=self.run_id, folder=folder, seed=seed, groups_per_step=GROUPS_PER_STEP, group_size=GROUP_SIZE,
-                max_new_tokens=quickstart_task.MAX_NEW_TOKENS, lora=", lora = { rank = 4 }" if options.lora else "",
-            )
-        )  # fmt: skip
+        adapters = {"lora": {"rank": 4}} if options.lora else {}
+        self.run_file = write_small_run(
+            folder,
+            self.run_id,
+            seed=seed,
+            num_train=20_000,
+            model=adapters,
+            reward={"name": REWARD_FILE.stem},
+            eval={"every": 20, "at_start": False, "at_end": False},
+            rollout={
+                "groups_per_step": GROUPS_PER_STEP,
+                "group_size": GROUP_SIZE,
+                "groups_per_message": 2,
+                "max_staleness": 4,
+            },
+            trainer={"steps": 100_000, "lease_s": 3, "checkpoint_every": 3, "keep_versions": 100_000},
+        )
 
     def go(self, seconds: float, recorded: Sequence[Attack] = ()) -> Outcome:
         started = time.monotonic()
@@ -325,18 +306,11 @@ class FuzzRun:
         if not self.outcome.audit:
             return {}
         with Servers(self.folder, self.run_id, lambda _: None) as again:
-            environ = {
-                **os.environ,
-                **connection_environment(again.nats.login("admin"), again.s3.settings),
-                "OMP_NUM_THREADS": "1",
-            }
-            done = subprocess.run(
-                [sys.executable, "-P", "-m", "penstock", "replay", self.run_id, f"run.dir={self.folder / 'runs'}", "--json"],
-                capture_output=True, text=True, timeout=1800, check=False, env=environ,
-            )  # fmt: skip
-        if not done.stdout.strip():
-            return {"holds": False, "difference": done.stderr[-1500:]}
-        return json.loads(done.stdout.splitlines()[-1])
+            environ = {**os.environ, **connection_environment(again.nats.login("admin"), again.s3.settings)}
+            try:
+                return report_of("replay", self.run_id, self.folder / "runs", environ)
+            except DeployError as err:
+                return {"holds": False, "difference": str(err)}
 
 
 def main() -> int:

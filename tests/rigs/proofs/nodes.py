@@ -17,7 +17,8 @@ import sys
 import threading
 from pathlib import Path
 
-from tests.rigs.proofs.proof import Proof, folder_of, write_inputs
+from tests.rigs.proofs.proof import Proof, folder_of
+from tests.small_run import write_small_run
 
 from penstock.deploy.local import connection_environment
 from penstock.deploy.processes.child import Child
@@ -26,15 +27,6 @@ from penstock.deploy.processes.servers import NatsServer, S3Server
 _STEPS, _BEFORE, _AGAIN = 24, 8, 16
 _GATEWAY = "10.77.0.254"
 _ADDRESSES = ("10.77.0.1", "10.77.0.2")
-_RUN_FILE = """
-run = { id = "nodes" }
-model.path = "model"
-data = { train = "data/train.jsonl", eval = "data/eval.jsonl" }
-reward = { name = "exact_match" }
-rollout = { groups_per_step = 4, group_size = 4, max_new_tokens = 10 }
-trainer = { steps = %d, lr = 1e-4, num_ranks = 2, zero_stage = 2, checkpoint_every = 5 }
-eval.every = 0
-"""
 
 
 class Namespaces:
@@ -112,7 +104,8 @@ def main() -> int:
     """Return 1 when a step of the proof does not hold."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # the namespaces are removed then, too
     base = folder_of("nodes")
-    write_inputs(base, _RUN_FILE % _STEPS)
+    trainer = {"steps": _STEPS, "num_ranks": 2, "zero_stage": 2, "checkpoint_every": 5}
+    write_small_run(base, "nodes", num_train=1000, trainer=trainer)
     os.chdir(base)
     nats, s3 = NatsServer(base / "nats", log=base / "nats.log"), S3Server(base / "s3", log=base / "s3.log")
     nats.start()
