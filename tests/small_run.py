@@ -35,20 +35,39 @@ def write_small_run(
     """
     write_data(folder / "data", seed=seed, num_sft=1, num_train=num_train, num_eval=num_eval)
     quickstart_task.write_model(folder / "model", seed=seed)
-    data = {"train": str(folder / "data" / "train.jsonl"), "eval": str(folder / "data" / "eval.jsonl")}
-    settings: dict[str, Mapping[str, Any]] = {
-        "run": {"id": run_id, "dir": str(folder / "runs"), "seed": seed},
-        "model": {"path": str(folder / "model")},
-        "data": {**data, "max_prompt_tokens": 32},
+    files = {name: str(folder / "data" / f"{name}.jsonl") for name in ("train", "eval")}
+    defaults: dict[str, Mapping[str, Any]] = {
+        "run": {"seed": seed},
+        "data": {**files, "max_prompt_tokens": 32},
         "rollout": {"groups_per_step": 4, "group_size": 4, "max_new_tokens": quickstart_task.MAX_NEW_TOKENS},
         "reward": {"name": "exact_match"},
-        "trainer": {"lr": 1e-4},
         "eval": {"every": 0},
+    }
+    names = dict.fromkeys((*defaults, *sections))
+    return write_run_file(folder, run_id, **{n: {**defaults.get(n, {}), **sections.get(n, {})} for n in names})
+
+
+def write_run_file(folder: Path, run_id: str, **sections: Mapping[str, Any]) -> Path:
+    """Write the run file of a folder with the model ``model``, below which the run is; return it."""
+    settings: dict[str, Mapping[str, Any]] = {
+        "run": {"id": run_id, "dir": str(folder / "runs")},
+        "model": {"path": str(folder / "model")},
+        "trainer": {"lr": 1e-4},
     }
     settings |= {name: {**settings.get(name, {}), **section} for name, section in sections.items()}
     file = folder / "run.toml"
     file.write_text("".join(f"{name} = {toml_text(section)}\n" for name, section in settings.items()))
     return file
+
+
+def train_local(run_file: Path, *words: str) -> dict[str, Any]:
+    """Train a run to its end with all services here, one of them a worker; return the summary of the command."""
+    done = subprocess.run(
+        [*PENSTOCK, "train", str(run_file), "--local", "--workers", "1", "--json", *words],
+        cwd=run_file.parent, capture_output=True, text=True, timeout=500, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-4000:]
+    return json.loads(done.stdout.splitlines()[-1])
 
 
 def steps_of(runs: Path, run_id: str) -> list[int]:
@@ -67,6 +86,19 @@ def report_of(verb: str, run_id: str, runs: Path, environ: Mapping[str, str] | N
     if not done.stdout.strip():
         raise DeployError(f"penstock {verb} ended with exit code {done.returncode}:\n{done.stderr[-4000:]}")
     return {**json.loads(done.stdout.splitlines()[-1]), "exit_code": done.returncode}
+
+
+def check_run(runs: Path, run_id: str, *, num_steps: int, num_groups: int) -> list[dict[str, Any]]:
+    """Check that a run made its steps of so many groups, that its audit closes and its replay holds; return its steps."""
+    lines = (runs / run_id / "metrics.jsonl").read_text().splitlines()
+    steps = [row for row in map(json.loads, lines) if row["kind"] == "step"]
+    assert [step["step"] for step in steps] == list(range(1, num_steps + 1))
+    totals = json.loads((runs / run_id / "trainer.json").read_text())
+    assert totals["groups"]["trained"] == num_groups
+    assert report_of("audit", run_id, runs)["exit_code"] == 0
+    replay = report_of("replay", run_id, runs)
+    assert (replay["difference"], replay["findings"], replay["num_steps"]) == (None, [], num_steps)
+    return steps
 
 
 def audit_failures(audit: AuditResult, trained: int) -> list[str]:
