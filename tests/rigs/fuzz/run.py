@@ -281,16 +281,9 @@ class FuzzRun:
             outcome.audit = proof.to_document()
             with tempfile.TemporaryDirectory() as scratch:
                 evidence = Evidence(
-                    run_id=self.run_id,
-                    corpus=corpus,
-                    blobs=blobs,
-                    model=self.folder / "model",
-                    data=self.folder / "data" / "train.jsonl",
-                    group_size=GROUP_SIZE,
-                    announced=announcements(self.run_id, bus),
-                    forged=sender.forged,
+                    self.run_id, corpus, blobs, self.folder, GROUP_SIZE, announcements(self.run_id, bus), sender.forged,
                     captures_all=NatsServer.name not in outcome.kills,
-                )
+                )  # fmt: skip
                 judge = Judge(evidence, Path(scratch))
                 outcome.trained = judge.judge(list(chapters(found[-1][1].record, blobs.get))[::-1])
         except Exception as err:  # noqa: BLE001  a proof that cannot be made is a finding
