@@ -23,8 +23,8 @@ from statistics import fmean
 from benchmarks.rig import machine
 from tests.rigs import simulated_trainer
 from tests.rigs.simulated_engine import SimulatedOptions, engine_shares
+from tests.small_run import write_small_run
 
-from penstock.deploy import quickstart_task
 from penstock.deploy.local_run import TRAINER, LocalRun
 from penstock.deploy.processes.child import Child, DeployError
 from penstock.protocol import logs
@@ -32,41 +32,6 @@ from penstock.trainer.rollout_settings import RolloutSettings
 
 GROUP_SIZE = 8
 _CONTEXT = 2048  # positions of the tiny model
-_RUN_FILE = """\
-run = {{ id = "{run_id}", dir = "{folder}/runs", seed = 0 }}
-model = {{ path = "{folder}/model" }}
-reward = {{ name = "exact_match" }}
-
-[data]
-train = "{folder}/data/train.jsonl"
-max_prompt_tokens = 32
-[rollout]
-groups_per_step = {groups_per_step}
-group_size = {group_size}
-groups_per_message = 1
-max_staleness = {max_staleness}
-max_new_tokens = {longest}
-max_attempts = 100
-
-[trainer]
-steps = {steps}
-lr = 1e-6
-checkpoint_every = 100000
-checkpoint_every_s = 0.0
-check_texts = 0
-store_logprobs = 0
-keep_versions = {keep_versions}
-micro_batch_tokens = 4096
-max_mismatch = 1000.0
-
-[worker]
-engine = "tests.rigs.simulated_engine:SIMULATED"
-engine_options = {{ {options} }}
-packs_in_flight = {packs_in_flight}
-update_mode = "{update_mode}"
-"""
-
-
 _HEADER = (
     "| workers | mode | trained tokens/s | over synchronous | ideal over synchronous | trainer idle | engines idle "
     "| slots used | staleness mean, most | dropped of trained groups | s of a step | mean tokens trained "
@@ -151,25 +116,28 @@ def steps_around(mode: Mode) -> tuple[int, int]:
     return (2, 0) if mode.max_staleness == 0 else (mode.max_staleness + 3, mode.max_staleness + 1)
 
 
-def write_inputs(folder: Path, mode: Mode, *, steps: int, groups_per_step: int) -> None:
-    num_prompts = (steps + mode.max_staleness + 2) * groups_per_step
-    quickstart_task.write_data(folder / "data", seed=0, num_sft=1, num_train=num_prompts, num_eval=1)
-    quickstart_task.write_model(folder / "model", seed=0)
+def write_run(folder: Path, job: Job, mode: Mode) -> Path:
+    traced = job.engine.model_copy(update={"trace": str(folder / "trace")})
+    run_file = write_small_run(
+        folder,
+        "asynchrony",
+        num_train=(job.steps + mode.max_staleness + 2) * job.groups_per_step,
+        data={"eval": []},
+        rollout={
+            "groups_per_step": job.groups_per_step, "group_size": GROUP_SIZE, "groups_per_message": 1,
+            "max_staleness": mode.max_staleness, "max_new_tokens": job.engine.longest_tokens, "max_attempts": 100,
+        },
+        trainer={
+            "steps": job.steps, "lr": 1e-6, "checkpoint_every": 100_000, "checkpoint_every_s": 0.0, "check_texts": 0,
+            "store_logprobs": 0, "keep_versions": mode.max_staleness + 8, "micro_batch_tokens": 4096, "max_mismatch": 1000.0,
+        },
+        worker={
+            "engine": "tests.rigs.simulated_engine:SIMULATED", "engine_options": traced.model_dump(),
+            "packs_in_flight": job.packs_in_flight, "update_mode": mode.update_mode,
+        },
+    )  # fmt: skip
     config = folder / "model" / "config.json"
     config.write_text(json.dumps(json.loads(config.read_text()) | {"max_position_embeddings": _CONTEXT}))
-
-
-def write_run(folder: Path, job: Job, mode: Mode) -> Path:
-    write_inputs(folder, mode, steps=job.steps, groups_per_step=job.groups_per_step)
-    traced = job.engine.model_copy(update={"trace": str(folder / "trace")})
-    run_file = folder / "run.toml"
-    options = ", ".join(f"{key} = {json.dumps(value)}" for key, value in traced.model_dump().items())
-    run_file.write_text(
-        _RUN_FILE.format(
-            run_id="asynchrony", folder=folder, groups_per_step=job.groups_per_step, group_size=GROUP_SIZE, max_staleness=mode.max_staleness, longest=job.engine.longest_tokens, steps=job.steps, options=options,
-            packs_in_flight=job.packs_in_flight, keep_versions=mode.max_staleness + 8, update_mode=mode.update_mode,
-        )
-    )  # fmt: skip
     return run_file
 
 

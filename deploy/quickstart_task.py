@@ -13,6 +13,7 @@ the reinforcement learning begins.
 
 from __future__ import annotations
 
+import itertools
 import json
 import zlib
 from collections.abc import Callable, Iterable, Iterator
@@ -24,6 +25,7 @@ import numpy as np
 from safetensors.numpy import save_file
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 
+Row = dict[str, Any]
 NUM_DIGITS = 8
 MAX_NEW_TOKENS = NUM_DIGITS + 1  # the digits and the end of turn
 
@@ -65,35 +67,40 @@ def problems(seed: int, *, held_out: bool) -> Iterator[str]:
 
 def write_data(folder: Path, *, seed: int, num_sft: int, num_train: int, num_eval: int) -> None:
     """Write ``sft.jsonl``, ``train.jsonl`` and ``eval.jsonl``; warm-up and training share no problem."""
-    folder.mkdir(parents=True, exist_ok=True)
     seen = problems(seed, held_out=False)
-    write_rows(folder / "sft.jsonl", (_chat_row(next(seen)) for _ in range(num_sft)))
-    write_rows(folder / "train.jsonl", (_prompt_row(next(seen)) for _ in range(num_train)))
-    # The same held-out problems for every seed, so that runs can be compared.
-    held_out = problems(0, held_out=True)
-    write_rows(folder / "eval.jsonl", (_prompt_row(next(held_out)) for _ in range(num_eval)))
-
-
-def _question(digits: str) -> dict[str, str]:
-    return {"role": "user", "content": f"sort {digits}"}
+    unseen = problems(0, held_out=True)  # the same for every seed, so that runs can be compared
+    write_files(
+        folder,
+        sft=(chat_row(f"sort {digits}", _answer(digits)) for digits in itertools.islice(seen, num_sft)),
+        train=map(_sort_row, itertools.islice(seen, num_train)),
+        held_out=map(_sort_row, itertools.islice(unseen, num_eval)),
+    )
 
 
 def _answer(digits: str) -> str:
     return "".join(sorted(digits))
 
 
-def _chat_row(digits: str) -> dict[str, Any]:
-    return {"messages": [_question(digits), {"role": "assistant", "content": _answer(digits)}]}
+def _sort_row(digits: str) -> Row:
+    return prompt_row(f"sort {digits}", "sort_digits", _answer(digits))
 
 
-def _prompt_row(digits: str) -> dict[str, Any]:
-    return {"prompt": [_question(digits)], "ground_truth": _answer(digits), "data_source": "sort_digits"}
+def prompt_row(question: str, data_source: str, ground_truth: str | None = None) -> Row:
+    truth = {} if ground_truth is None else {"ground_truth": ground_truth}
+    return {"prompt": [{"role": "user", "content": question}], **truth, "data_source": data_source}
 
 
-def write_rows(path: Path, rows: Iterable[dict[str, Any]]) -> None:
-    with path.open("w") as file:
-        for row in rows:
-            file.write(json.dumps(row) + "\n")
+def chat_row(*texts: str) -> Row:
+    """Return a conversation whose texts are the user's and the model's in turn."""
+    return {"messages": [{"role": ("user", "assistant")[turn % 2], "content": text} for turn, text in enumerate(texts)]}
+
+
+def write_files(folder: Path, *, sft: Iterable[Row], train: Iterable[Row], held_out: Iterable[Row]) -> None:
+    """Write ``sft.jsonl``, ``train.jsonl`` and ``eval.jsonl``, in this order."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, rows in (("sft", sft), ("train", train), ("eval", held_out)):
+        with (folder / f"{name}.jsonl").open("w") as file:
+            file.writelines(json.dumps(row) + "\n" for row in rows)
 
 
 def write_model(folder: Path, *, seed: int) -> int:
@@ -168,30 +175,24 @@ def _random_weights(rng: np.random.Generator) -> dict[str, np.ndarray]:
 
 def write_tools_data(folder: Path, *, seed: int, num_sft: int, num_train: int, num_eval: int) -> None:
     """Write ``sft.jsonl``, ``train.jsonl`` and ``eval.jsonl``; what a key's value is follows from a group's seed, not from these."""
-    folder.mkdir(parents=True, exist_ok=True)
     rng = np.random.default_rng([seed, 2])
-    write_rows(folder / "sft.jsonl", (_tools_example(rng) for _ in range(num_sft)))
-    write_rows(folder / "train.jsonl", (_tools_prompt(int(key)) for key in rng.integers(NUM_KEYS, size=num_train)))
-    write_rows(folder / "eval.jsonl", (_tools_prompt(number % NUM_KEYS) for number in range(num_eval)))
+    examples = [_tools_example(rng) for _ in range(num_sft)]  # before the keys: both are drawn from one generator
+    keys = rng.integers(NUM_KEYS, size=num_train)
+    held_out = (number % NUM_KEYS for number in range(num_eval))
+    write_files(folder, sft=examples, train=map(_tools_prompt, keys), held_out=map(_tools_prompt, held_out))
 
 
-def _tools_prompt(key: int) -> dict[str, Any]:
-    return {"prompt": [{"role": "user", "content": f"get {key:02d}"}], "data_source": "lookup"}
+def _tools_prompt(key: int) -> Row:
+    return prompt_row(f"get {key:02d}", "lookup")
 
 
-def _tools_example(rng: np.random.Generator) -> dict[str, Any]:
+def _tools_example(rng: np.random.Generator) -> Row:
     key, asked, value, said = (int(number) for number in rng.integers(NUM_KEYS, size=4))
     if rng.random() < _TOOLS_RIGHT:
         asked = key
     if rng.random() < _TOOLS_RIGHT:
         said = value
-    texts = (
-        ("user", f"get {key:02d}"),
-        ("assistant", f"?{asked:02d}"),
-        ("user", f"{value:02d}"),
-        ("assistant", f"{said:02d}"),
-    )
-    return {"messages": [{"role": role, "content": text} for role, text in texts]}
+    return chat_row(f"get {key:02d}", f"?{asked:02d}", f"{value:02d}", f"{said:02d}")
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from penstock.deploy.quickstart_task import write_rows
+from penstock.deploy.quickstart_task import Row, chat_row, prompt_row, write_files
 from penstock.protocol.errors import ConfigError
 
 REWARD = "penstock.deploy.reasoning_gym_tasks:score"
@@ -104,10 +104,12 @@ def write_data(folder: Path, task: Task, *, seed: int, num_train: int, num_eval:
             f"the task {task.name} with these options has too few different questions: {len(held_out)} held out (wanted {num_eval}), "
             f"{len(train)} to train on; choose options with more of them"
         )
-    folder.mkdir(parents=True, exist_ok=True)
-    write_rows(folder / "eval.jsonl", (_prompt(task, entry) for entry in held_out))
-    write_rows(folder / "train.jsonl", (_prompt(task, entry) for entry in train))
-    write_rows(folder / "sft.jsonl", map(_example, warm_up))
+    write_files(
+        folder,
+        sft=(chat_row(entry["question"], entry["answer"]) for entry in warm_up),
+        train=(_prompt(task, entry) for entry in train),
+        held_out=(_prompt(task, entry) for entry in held_out),
+    )
     everything = [*held_out, *warm_up, *train]
     return Written(
         len(train),
@@ -177,14 +179,8 @@ def _truth(task: Task, entry: Mapping[str, Any]) -> str:
     return json.dumps({"task": task.name, "options": dict(task.options), "entry": entry})
 
 
-def _prompt(task: Task, entry: Mapping[str, Any]) -> dict[str, Any]:
-    prompt = [{"role": "user", "content": entry["question"]}]
-    return {"prompt": prompt, "ground_truth": _truth(task, entry), "data_source": DATA_SOURCE}
-
-
-def _example(entry: Mapping[str, Any]) -> dict[str, Any]:
-    roles = (("user", entry["question"]), ("assistant", entry["answer"]))
-    return {"messages": [{"role": role, "content": content} for role, content in roles]}
+def _prompt(task: Task, entry: Mapping[str, Any]) -> Row:
+    return prompt_row(entry["question"], DATA_SOURCE, _truth(task, entry))
 
 
 def _check_name(name: str) -> str:

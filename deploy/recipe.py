@@ -26,13 +26,12 @@ import zipfile
 import zlib
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from penstock.console import launch
 from penstock.console.cli.options import RecipeOptions
 from penstock.deploy import reasoning_gym_tasks
 from penstock.deploy.processes.child import DeployError, exit_status
-from penstock.deploy.quickstart_task import write_rows
+from penstock.deploy.quickstart_task import Row, chat_row, prompt_row, write_files
 from penstock.protocol import files
 from penstock.protocol.errors import ConfigError, PenstockError
 from penstock.protocol.secret_values import scrub
@@ -124,23 +123,16 @@ def write_sums(folder: Path, *, seed: int, num_eval: int) -> int:
 
     The held-out sums are the same for every seed, so that runs can be compared.
     """
-    folder.mkdir(parents=True, exist_ok=True)
     seen, unseen = sums(held_out=False), sums(held_out=True)
     random.Random(seed).shuffle(seen)  # noqa: S311 - data, not secrets
     random.Random(_EVAL_SEED).shuffle(unseen)  # noqa: S311 - the same
-    write_rows(folder / "sft.jsonl", (_example(a, b) for a in range(10) for b in range(10)))
-    write_rows(folder / "train.jsonl", (_prompt(*pair) for pair in seen))
-    write_rows(folder / "eval.jsonl", (_prompt(*pair) for pair in unseen[:num_eval]))
+    examples = (chat_row(sum_question(a, b), str(a + b)) for a in range(10) for b in range(10))
+    write_files(folder, sft=examples, train=map(_prompt, seen), held_out=map(_prompt, unseen[:num_eval]))
     return len(seen)
 
 
-def _example(a: int, b: int) -> dict[str, Any]:
-    return {"messages": [{"role": "user", "content": sum_question(a, b)}, {"role": "assistant", "content": str(a + b)}]}
-
-
-def _prompt(a: int, b: int) -> dict[str, Any]:
-    prompt = [{"role": "user", "content": sum_question(a, b)}]
-    return {"prompt": prompt, "ground_truth": str(a + b), "data_source": "exact_match"}
+def _prompt(pair: tuple[int, int]) -> Row:
+    return prompt_row(sum_question(*pair), "exact_match", str(sum(pair)))
 
 
 def fetch_model(folder: Path) -> Path:

@@ -11,7 +11,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -25,7 +24,7 @@ from penstock.console import connections, launch
 from penstock.deploy.bootstrap import ConnectionSettings
 from penstock.deploy.monitoring.dashboards import FOLDER
 from penstock.deploy.processes.child import Child, DeployError
-from penstock.deploy.processes.servers import HOST, Server
+from penstock.deploy.processes.servers import HOST, Server, free_port
 from penstock.protocol.command_line import Help, RunArguments, program
 from penstock.protocol.config.run_file import load, split_arguments
 
@@ -43,7 +42,7 @@ class Prometheus(Server):
         self, folder: Path, *, port: int = 0, scrape_s: int = _SCRAPE_S, rules: Path = FOLDER / "rules.yml"
     ) -> None:
         """Its data, log, configuration and `targets.json` are in ``folder``; port 0 takes a free one."""
-        super().__init__(folder, folder / "prometheus.log", port or _free_port(), ())
+        super().__init__(folder, folder / "prometheus.log", port or free_port(), ())
         self._rules = rules
         self.targets = self.store / "targets.json"
         self._scrape_s = scrape_s
@@ -125,12 +124,6 @@ def _run(rest: Sequence[str], folder: Path, run_id: str, port: int) -> int:
         if writer is not None:
             writer.stop()
         prometheus.stop()
-
-
-def _free_port() -> int:
-    with socket.socket() as bound:
-        bound.bind((HOST, 0))
-        return int(bound.getsockname()[1])
 
 
 if __name__ == "__main__":

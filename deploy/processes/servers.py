@@ -332,6 +332,12 @@ def port_is_free(port: int) -> bool:
     return True
 
 
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind((HOST, 0))
+        return int(probe.getsockname()[1])
+
+
 def remove_stale_uploads(store: Path) -> int:
     removed = 0
     for path in store.rglob(".rclone_temp_*"):

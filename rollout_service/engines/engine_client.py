@@ -76,14 +76,18 @@ def mode_of(
 ) -> UpdateMode:
     """Return the mode for an update from one version to another: always ``drain`` to an older one.
 
-    ``longest`` is the most tokens that a running completion may have, ``modes`` are those that the engine has. An older version is loaded for an evaluation that is pinned to it. Running generations are for training: tokens
+    ``longest`` is the most tokens that a running completion may have, ``modes`` are those that the engine has.
+
+    An older version is loaded for an evaluation that is pinned to it. Running generations are for training: tokens
     that they sampled from the older version would already be stale.
     """
     if serving is None or not is_newer(version, serving):
         return "drain"
     if wanted != "auto":
         return wanted
-    return next((mode for mode in _WITHOUT_WAITING if mode in modes), "drain") if longest > LONG_TOKENS else "drain"
+    if longest <= LONG_TOKENS:
+        return "drain"
+    return next((mode for mode in _WITHOUT_WAITING if mode in modes), "drain")
 
 
 @dataclass(frozen=True, slots=True, eq=False)

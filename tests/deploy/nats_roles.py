@@ -5,61 +5,60 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
+import os
 import re
 import shutil
-import signal
 import socket
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from tests.servers import wait_for
-
+from penstock.deploy.local import connection_environment
+from penstock.deploy.local_run import REWARD, TRAINER, LocalRun
 from penstock.deploy.make_secrets import make_secrets
 from penstock.deploy.processes.child import Child
-from penstock.deploy.processes.servers import find_program
-from penstock.protocol.config.connection import NatsSettings
+from penstock.deploy.processes.servers import HOST, NatsServer
+from penstock.protocol.config.connection import NatsSettings, S3Settings
 from penstock.protocol.transport.bus import Bus
 from penstock.protocol.transport.tls import client_context
 
 _ANSWER_S = 10.0
 
 
-class NatsRoles:
-    """A nats-server with a configuration of `deploy/nats_config.py`, moved to a free port of the loopback."""
+class NatsRoles(NatsServer):
+    """A nats-server with a configuration of `deploy/nats_config.py` on a free port of the loopback, which it keeps when restarted."""
 
-    def __init__(self, folder: Path, config: str) -> None:
+    def __init__(self, folder: Path, config: str, *, log: Path | None = None) -> None:
+        super().__init__(folder / "nats", log=log or folder / "log")
         self.one_run = False  # whether the rights are for a single run
         self.secrets = folder / "secrets"
-        self.log = folder / "log"
+        self.log = self._log
         make_secrets(self.secrets)
-        shutil.copy(self.secrets / "nats_passwords.conf", folder / "passwords.conf")
+        self._config = config
+        self._ca_file = self.secrets / "tls" / "ca.pem" if "tls {" in config else None
+        self._buses: dict[str, Bus] = {}
+
+    def _new_child(self) -> Child:
+        child = super()._new_child()
+        config = self._config
         for old, new in (
-            ("listen: 0.0.0.0:4222", f'listen: "127.0.0.1:-1"\nports_file_dir: "{folder}"'),
-            ("http: 127.0.0.1:8222", 'http: "127.0.0.1:-1"'),
-            ("store_dir: /data/jetstream", f'store_dir: "{folder}/js"'),
-            *([("/etc/nats/tls", str(self.secrets / "tls"))] if "tls {" in config else []),
+            ("listen: 0.0.0.0:4222", f'listen: "{HOST}:{self.port or -1}"\nports_file_dir: "{self.store}"'),
+            ("http: 127.0.0.1:8222", f'http: "{HOST}:-1"'),
+            ("store_dir: /data/jetstream", f'store_dir: "{self.store}/jetstream-store"'),
+            *([("/etc/nats/tls", str(self.secrets / "tls"))] if self._ca_file else []),
         ):
             assert old in config
             config = config.replace(old, new)
-        self._ca_file = self.secrets / "tls" / "ca.pem" if "tls {" in config else None
-        (folder / "nats.conf").write_text(config)
-        self.server = Child(
-            "nats-server",
-            [find_program("nats-server"), "-c", str(folder / "nats.conf")],
-            log=self.log,
-            death_signal=signal.SIGTERM,
-        )
-        self.server.start()
-        ports = folder / f"nats-server_{self.server.pid}.ports"
-        wait_for(
-            lambda: ports.exists() and ports.read_text().endswith("}"), f"nats-server: {self.server.log_tail()}", 10.0
-        )
-        self.url = json.loads(ports.read_text())["nats"][0]
-        self._buses: dict[str, Bus] = {}
+        shutil.copy(self.secrets / "nats_passwords.conf", self.store / "passwords.conf")
+        (self.store / "nats.conf").write_text(config)
+        return child
 
-    def settings(self, role: str) -> NatsSettings:
+    @property
+    def url(self) -> str:
+        return f"{'tls' if self._ca_file else 'nats'}://{HOST}:{self.port}"
+
+    def login(self, role: str) -> NatsSettings:
         return NatsSettings(url=self.url, user=role, password_file=self.secrets / f"nats_{role}", ca_file=self._ca_file)
 
     @property
@@ -72,7 +71,7 @@ class NatsRoles:
     def bus(self, role: str) -> Bus:
         """A connection as the role, by the code that services use."""
         if role not in self._buses:
-            self._buses[role] = Bus.connect(self.settings(role), name=role)
+            self._buses[role] = Bus.connect(self.login(role), name=role)
         return self._buses[role]
 
     def refused(self, role: str, *, publish: Iterable[str] = (), subscribe: Iterable[str] = ()) -> set[str]:
@@ -96,7 +95,7 @@ class NatsRoles:
         """Log in as the role, send lines of the client protocol, and return the server's lines until its PONG or its end."""
         login = {
             "user": role,
-            "pass": self.settings(role).secret(),
+            "pass": self.login(role).secret(),
             "verbose": False,
             "pedantic": False,
             "headers": True,
@@ -120,4 +119,22 @@ class NatsRoles:
     def close(self) -> None:
         for bus in self._buses.values():
             bus.close()
-        self.server.stop()
+        self.stop()
+
+
+class RunOfRoles(LocalRun):
+    """A run whose services connect with the NATS user of their own role, to a server with the rights of roles."""
+
+    def __init__(self, arguments: Sequence[str], roles: NatsRoles, s3: S3Settings, **options: Any) -> None:
+        environ = {**os.environ, **connection_environment(roles.login("admin"), s3)}
+        super().__init__(arguments, environ=environ, **options)
+        self._roles = roles
+
+    def _service(self, name: str, command: Sequence[str], *, waits: bool = False) -> Child:
+        admin = self.nats
+        role = "rollout" if name.startswith("worker-") else name if name in {TRAINER, REWARD} else "viewer"
+        self.nats = self._roles.login(role)
+        try:
+            return super()._service(name, command, waits=waits)
+        finally:
+            self.nats = admin

@@ -11,8 +11,8 @@ import httpx
 import pytest
 from tests.deploy.live_processes import processes_of
 from tests.servers import require, secret_file, wait_for
+from tests.small_run import write_small_run
 
-from penstock.deploy import quickstart_task
 from penstock.deploy.local_run import (
     REWARD,
     LocalRun,
@@ -41,20 +41,7 @@ def _programs() -> None:
 @pytest.fixture
 def run_file(tmp_path: Path, run_id: str) -> Path:
     """A run of a few steps of a tiny model."""
-    quickstart_task.write_data(tmp_path / "data", seed=0, num_sft=1, num_train=200, num_eval=8)
-    quickstart_task.write_model(tmp_path / "model", seed=0)
-    path = tmp_path / "run.toml"
-    path.write_text(
-        f"""
-        run = {{ id = "{run_id}", dir = "{tmp_path}/runs" }}
-        model = {{ path = "{tmp_path}/model" }}
-        data = {{ train = "{tmp_path}/data/train.jsonl", eval = "{tmp_path}/data/eval.jsonl" }}
-        rollout = {{ groups_per_step = 4, group_size = 4, max_new_tokens = 10 }}
-        reward = {{ name = "exact_match" }}
-        trainer = {{ steps = 12, lr = 1e-4 }}
-        """
-    )
-    return path
+    return write_small_run(tmp_path, run_id, trainer={"steps": 12})
 
 
 def test_sglang_servers_of_a_run_load_the_adapters_that_it_trains(run_file: Path) -> None:

@@ -114,6 +114,7 @@ def roles(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     require("nats-server")
     text = nats_config([] if request.param == "any run" else [RUN])
     started = NatsRoles(tmp_path_factory.mktemp("roles"), text)
+    started.start()
     started.one_run = request.param == "one run"
     yield started
     started.close()
@@ -242,7 +243,7 @@ def test_every_request_that_is_not_a_right_is_refused(roles: NatsRoles, role: st
 async def as_role(roles: NatsRoles, role: str) -> AsyncIterator[Client]:
     async def ignore(_: Exception) -> None: ...
 
-    secret = roles.settings(role).secret()
+    secret = roles.login(role).secret()
     client = await nats.connect(
         roles.url,
         user=role,
@@ -367,6 +368,7 @@ def test_a_role_cannot_use_up_what_others_need(tmp_path: Path) -> None:
     config = nats_config()
     assert "max_connections: 500," in config
     started = NatsRoles(tmp_path, config.replace("max_connections: 500,", "max_connections: 2,"))
+    started.start()
 
     async def attack() -> list[bytes]:
         async with as_role(started, "viewer"), as_role(started, "viewer"):

@@ -3,26 +3,23 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from nats.js.errors import APIError
 from tests.deploy.live_processes import processes_of
-from tests.deploy.nats_roles import NatsRoles
+from tests.deploy.nats_roles import NatsRoles, RunOfRoles
 from tests.groups import make_generated, make_groups, make_scored, make_task_issued
 from tests.servers import require, wait_for
+from tests.small_run import write_small_run
 
 from penstock.console.tools.removal import find_holdings, remove_holdings
-from penstock.deploy import quickstart_task
 from penstock.deploy.bootstrap import bootstrap, delete_run
 from penstock.deploy.health import has_heartbeat
-from penstock.deploy.local import connection_environment
-from penstock.deploy.local_run import REWARD, TRAINER, LocalRun, worker_name
-from penstock.deploy.processes.child import Child
+from penstock.deploy.local_run import REWARD, TRAINER, worker_name
 from penstock.protocol import streams, subjects
 from penstock.protocol.config.connection import S3Settings
 from penstock.protocol.errors import BusRefused
@@ -32,12 +29,8 @@ from penstock.protocol.facts import (
     Heartbeat,
     RunEvent,
     TaskIssued,
-    WeightsApplied,
-    WeightsPublished,
-    WeightsRefused,
     encode,
 )
-from penstock.protocol.groups import BlobRef
 from penstock.protocol.rights import ANY_KEY, Rights, rights
 from penstock.protocol.transport.blobs import Blobs
 from penstock.protocol.transport.bus import Bus
@@ -51,6 +44,7 @@ WORKERS = [worker_name(0), worker_name(1)]
 def roles(tmp_path_factory: pytest.TempPathFactory) -> Iterator[NatsRoles]:
     require("nats-server")
     started = NatsRoles(tmp_path_factory.mktemp("roles"), CONFIG.read_text())
+    started.start()
     yield started
     started.close()
 
@@ -75,71 +69,11 @@ def test_the_trainer_sees_how_full_the_account_is(roles: NatsRoles) -> None:
     assert 0 <= state.used < state.limit == 100 * 1024**3
 
 
-def test_a_group_passes_every_service(roles: NatsRoles, secured_run: str) -> None:
-    """Task, generation, scoring, training, weights, heartbeats and events, each with its role's own user."""
-    run = secured_run
-    trainer, rollout, reward, viewer = (roles.bus(user) for user in ("trainer", "rollout", "reward", "viewer"))
-    manifest = BlobRef(key="k", size_bytes=1, sha256="0" * 64)
-    groups = make_groups(2, size=2)
-    seen: list[object] = []
-    rollout.tail(f"{run}-weights", subjects.weights_published(run), WeightsPublished, seen.append).wait()
-    viewer.tail(f"{run}-events", subjects.events(run), RunEvent, seen.append).wait()
-
-    trainer.publish(subjects.tasks(run, "train"), make_task_issued(run), msg_id="p0").wait()
-    (task,) = rollout.inbox(streams.tasks_consumer(run, "train"), TaskIssued).wait().fetch(1, 30.0).wait()
-    generated = make_generated(run, groups)
-    rollout.publish(subjects.generated(run, "train"), generated, msg_id="g:p0").wait()
-    task.ack().wait()
-
-    (to_score,) = reward.inbox(streams.generated_consumer(run), GroupGenerated).wait().fetch(5, 30.0).wait()
-    reward.publish(subjects.scored(run, "train"), make_scored(generated), msg_id="s:p0").wait()
-    to_score.ack().wait()
-    offers = reward.key_value(streams.registry_bucket().bucket).wait()
-    revision = offers.swap(f"r-{run}", b"endpoint", None).wait()
-    assert [e.revision for e in offers.entries().wait() if e.key == f"r-{run}"] == [revision]
-    offers.delete(f"r-{run}").wait()
-
-    spec = streams.scored_consumer(run, "train")
-    inbox = trainer.inbox(spec, GroupScored).wait()
-    trainer.reset_consumer(spec).wait()
-    (scored,) = inbox.fetch(5, 30.0).wait()
-    scored.ack().wait()
-    trainer.key_value(streams.state_bucket(run).bucket).wait().swap(streams.HEAD_KEY, b"1", None).wait()
-    published = WeightsPublished(run_id=run, version=1, step=1, manifest=manifest, num_bytes=1)
-    trainer.publish(subjects.weights_published(run), published, msg_id="w1").wait()
-    head = rollout.key_value(streams.state_bucket(run).bucket).wait().get(streams.HEAD_KEY).wait()
-    assert head is not None
-    applied = WeightsApplied(
-        run_id=run,
-        worker_id="w0",
-        version=1,
-        previous_version=None,
-        pause_s=0.0,
-        fetch_s=0.0,
-        num_bytes=1,
-        checksum="",
-        layout="mirror",
-    )
-    rollout.publish(subjects.weights_applied(run), applied, msg_id="a1").wait()
-    rollout.tail(f"{run}-weights", subjects.weights_applied(run), WeightsApplied, lambda _: None).wait()
-    refused = WeightsRefused(run_id=run, worker_id="w0", version=1, manifest=manifest, serving=None, reason="sha256")
-    rollout.publish(subjects.weights_refused(run), refused, msg_id="r1").wait()
-    trainer.tail(f"{run}-weights", subjects.weights_refused(run), WeightsRefused, lambda _: None).wait()
-    leases = {
-        role: bus.key_value(streams.lease_bucket(run).bucket).wait() for role, bus in (("r", rollout), ("t", trainer))
-    }
-    leases["r"].swap(streams.swap_permit_key(0), b"w0", None).wait()
-    leases["t"].swap(streams.GARBAGE_LEASE, b"t", None).wait()
-    for bus, role in ((trainer, "trainer"), (rollout, "rollout"), (reward, "reward")):
-        beat(bus, run, role, "x-1")
-        event = RunEvent(run_id=run, source=role, kind="log", at=0.0)
-        bus.publish(subjects.events(run, "log"), event, msg_id=role).wait()
-        assert has_heartbeat(viewer, run, role, "x-")
-        assert not has_heartbeat(viewer, run, role, "y-")
-    wait_for(lambda: len(seen) == 4, "the published version and three events")
-    assert f"{run}-events" in viewer.stream_names().wait()
-    for name in ("tasks", "generated", "scored"):
-        assert viewer.stream_state(f"{run}-{name}").wait().num_messages == 0
+def test_a_heartbeat_of_a_role_is_found_by_the_start_of_its_id(roles: NatsRoles, secured_run: str) -> None:
+    for role in ("trainer", "rollout", "reward"):
+        beat(roles.bus(role), secured_run, role, "x-1")
+        assert has_heartbeat(roles.bus("viewer"), secured_run, role, "x-")
+        assert not has_heartbeat(roles.bus("viewer"), secured_run, role, "y-")
 
 
 def test_every_role_dead_letters_what_it_cannot_decode(roles: NatsRoles, secured_run: str) -> None:
@@ -241,42 +175,17 @@ def test_every_right_works_through_the_code_of_the_services(
         assert set(streams.stream_names(run)) <= set(bus.stream_names().wait())
 
 
-class _RunOfRoles(LocalRun):
-    """A run of two workers whose services connect with the NATS user of their own role."""
-
-    def __init__(self, arguments: Sequence[str], roles: NatsRoles, s3: S3Settings) -> None:
-        super().__init__(arguments, environ={**os.environ, **connection_environment(roles.settings("admin"), s3)})
-        self._roles = roles
-
-    def _service(self, name: str, command: Sequence[str], *, waits: bool = False) -> Child:
-        admin = self.nats
-        self.nats = self._roles.settings("rollout" if name in WORKERS else name)
-        try:
-            return super()._service(name, command, waits=waits)
-        finally:
-            self.nats = admin
-
-
 @pytest.mark.slow
 def test_a_whole_run_needs_no_other_right_though_a_worker_is_killed(
     roles: NatsRoles, s3_settings: S3Settings, tmp_path: Path, run_id: str
 ) -> None:
     """Each service as its own user: NATS refuses nothing, all groups are trained, the killed worker is restarted, and no process is left."""
     require("rclone")
-    quickstart_task.write_data(tmp_path / "data", seed=0, num_sft=1, num_train=64, num_eval=8)
-    quickstart_task.write_model(tmp_path / "model", seed=0)
-    settings = {
-        "run": {"id": run_id, "dir": str(tmp_path / "runs")},
-        "model": {"path": str(tmp_path / "model")},
-        "data": {"train": str(tmp_path / "data" / "train.jsonl"), "eval": str(tmp_path / "data" / "eval.jsonl")},
-        "rollout": {"groups_per_step": 4, "group_size": 4, "max_new_tokens": 10},
-        "reward": {"name": "exact_match"},
-        "trainer": {"steps": 10, "lr": 1e-4, "keep_versions": 4},
-        "eval": {"every": 4},
-    }
-    overrides = [f"{name}.{key}={value}" for name, values in settings.items() for key, value in values.items()]
+    run_file = write_small_run(
+        tmp_path, run_id, num_train=64, trainer={"steps": 10, "keep_versions": 4}, eval={"every": 4}
+    )
     before = roles.violations()
-    with _RunOfRoles(overrides, roles, s3_settings) as run:
+    with RunOfRoles([str(run_file)], roles, s3_settings) as run:
         run.start()
         assert {view.name for view in run.processes()} == {REWARD, TRAINER, *WORKERS}
         wait_for(lambda: len(processes_of(tmp_path, word="embedded_engine")) == 2, "both engines", 150.0)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +23,7 @@ from penstock.protocol.errors import BlobDenied, BlobStoreRefused, ConfigError
 from penstock.protocol.groups import BlobRef
 from penstock.protocol.rights import Role
 from penstock.protocol.transport.blobs import Blobs
+from penstock.protocol.transport.s3_client import S3Admin
 from penstock.protocol.versions import PolicyVersion
 
 RUN, OTHER = "mine", "other"
@@ -173,26 +175,30 @@ def store(s3_server, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Store
 
 @pytest.mark.parametrize("role", ROLES)
 def test_each_role_reads_and_writes_what_it_needs(store: Store, role: Role) -> None:
+    """Each role's own user, by the S3 protocol: what its policy does not allow is refused, and says so."""
     blobs = store.blobs(role)
     blobs.check(RUN)
     sha256 = Blobs(store.root).put("runs/scratch", b"data").sha256
-    readable, writable, problems = set(), set(), set()
+    done, problems = {action: set[str]() for action in MAY[role]}, set[str]()
     for kind, key in KEYS.items():
-        try:
-            assert blobs.get(BlobRef(key=key, size_bytes=4, sha256=sha256)) == b"data"
-            readable.add(kind)
-        except BlobDenied as err:
-            problems.add(str(err).partition("read: ")[2].partition(" ")[2])
-        try:
-            blobs.put(key, b"data")
-            writable.add(kind)
-        except BlobStoreRefused as err:
-            problems.add(str(err).partition(": ")[2].partition(" ")[2].partition(" (tried")[0])
-    assert readable == MAY[role]["s3:GetObject"]
-    assert writable == MAY[role]["s3:PutObject"]
-    assert {problem.partition(";")[0] for problem in problems} == {
-        f"refused access key {access_key(role)}: AccessDenied: refused by the proxy of the tests"
-    }
+        ref = BlobRef(key=key, size_bytes=4, sha256=sha256)
+        for action, attempt, refusal in (  # what may not be read counts as missing
+            ("s3:GetObject", lambda ref=ref: blobs.get(ref), BlobDenied),
+            ("s3:PutObject", lambda key=key: blobs.put(key, b"data"), BlobStoreRefused),
+            ("s3:DeleteObject", lambda key=key: blobs.delete([key]), BlobStoreRefused),
+        ):
+            try:
+                attempt()
+                done[action].add(kind)
+            except refusal as err:
+                problems.add(re.sub(r".*(refused access key \S+ \w+): .*", r"\1", str(err)))
+        Blobs(store.root).put(key, b"data")
+    assert done == MAY[role]
+    assert problems == {f"refused access key {access_key(role)}: AccessDenied"}
+    with pytest.raises(BlobStoreRefused, match="AccessDenied"):
+        list(blobs.list(blob_keys.run_prefix(OTHER)))
+    with pytest.raises(BlobStoreRefused, match=r"403, AccessDenied"):
+        S3Admin(store.settings(role)).put_user("own-user", "own-secret-key", policy="penstock-trainer")
 
 
 def test_a_user_is_updated_and_a_wrong_secret_refused(store: Store, tmp_path: Path) -> None:

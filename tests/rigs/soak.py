@@ -39,11 +39,11 @@ import psutil
 
 from penstock.console.live.panel import LivePanel
 from penstock.console.live.run_snapshot import Snapshot
-from penstock.deploy import quickstart_task
 from penstock.deploy.local_run import TRAINER, LocalRun
 from penstock.deploy.processes.child import Child, DeployError
 from penstock.protocol import logs
 from penstock.protocol.transport.bus import Bus
+from tests.small_run import write_small_run
 
 _PATTERNS = (
     ("objects: weights", r"objects/[^/]+/runs/[^/]+/weights/"),
@@ -205,43 +205,20 @@ _START_S = 300.0
 _SAMPLES = 240  # over the whole run
 _RETENTION_SHARE = 1 / 12
 
-_RUN_FILE = """\
-run = {{ id = "soak", dir = "{folder}/runs", seed = 0 }}
-model = {{ path = "{folder}/model" }}
-reward = {{ name = "exact_match" }}
-eval = {{ every = 100, at_start = false }}
-retention = {{ trained_packs_h = {hours}, unused_packs_h = 1.0 }}
-
-[data]
-train = "{folder}/data/train.jsonl"
-eval = "{folder}/data/eval.jsonl"
-max_prompt_tokens = 32
-
-[rollout]
-groups_per_step = 24
-group_size = 8
-groups_per_message = 6
-max_staleness = 2
-max_new_tokens = {max_new_tokens}
-
-[trainer]
-steps = 10000000
-lr = 5e-4
-checkpoint_every = 10
-weights_grace_s = {grace_s}
-"""
-
 
 def soak(folder: Path, seconds: float, overrides: Sequence[str] = ()) -> list[Sample]:
     """Run for so long after the first step; return the samples. Raises DeployError when the run ends before."""
-    quickstart_task.write_data(folder / "data", seed=0, num_sft=1, num_train=_NUM_PROMPTS, num_eval=24)
-    quickstart_task.write_model(folder / "model", seed=0)
-    run_file = folder / "run.toml"
     kept_s = seconds * _RETENTION_SHARE
-    text = _RUN_FILE.format(
-        folder=folder, hours=kept_s / 3600, grace_s=kept_s, max_new_tokens=quickstart_task.MAX_NEW_TOKENS
+    run_file = write_small_run(
+        folder,
+        "soak",
+        num_train=_NUM_PROMPTS,
+        num_eval=24,
+        eval={"every": 100, "at_start": False},
+        retention={"trained_packs_h": kept_s / 3600, "unused_packs_h": 1.0},
+        rollout={"groups_per_step": 24, "group_size": 8, "groups_per_message": 6, "max_staleness": 2},
+        trainer={"steps": 10_000_000, "lr": 5e-4, "checkpoint_every": 10, "weights_grace_s": kept_s},
     )
-    run_file.write_text(text)
     samples = []
     with LocalRun([str(run_file), *overrides]) as run:
         run.start()

@@ -88,26 +88,15 @@ def record_curves() -> dict[str, Any]:
 def run_sft(model: Path, rows: list[dict[str, Any]], **options: Any) -> dict[str, Any]:
     from trl import SFTConfig, SFTTrainer
 
-    class Recorded(SFTTrainer):
-        def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
-            return recorded(self, super().compute_loss(*args, **kwargs))
-
     config = SFTConfig(**common(LR), max_length=None, completion_only_loss=True, **options)
-    return curve(Recorded, model, config, rows, average=False)
+    return curve(SFTTrainer, model, config, rows, average=False)
 
 
 def run_dpo(model: Path, rows: list[dict[str, Any]], **options: Any) -> dict[str, Any]:
     from trl import DPOConfig, DPOTrainer
 
-    class Recorded(DPOTrainer):
-        def _prepare_dataset(self, dataset: Any, *_: Any, **__: Any) -> Any:
-            return dataset
-
-        def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
-            return recorded(self, super().compute_loss(*args, **kwargs))
-
     config = DPOConfig(**common(DPO_LR), max_length=None, **options)
-    return curve(Recorded, model, config, rows, average=True)
+    return curve(DPOTrainer, model, config, rows, average=True, is_tokenised=True)
 
 
 def run_kto(model: Path, rows: list[dict[str, Any]], **options: Any) -> dict[str, Any]:
@@ -116,19 +105,12 @@ def run_kto(model: Path, rows: list[dict[str, Any]], **options: Any) -> dict[str
 
     from tests.fine_tuning.trl_rows import BATCH
 
-    class Recorded(KTOTrainer):
-        def _prepare_dataset(self, dataset: Any, *_: Any, **__: Any) -> Any:
-            return dataset
-
-        def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
-            return recorded(self, super().compute_loss(*args, **kwargs))
-
     for number, row in enumerate(rows):
         before = number - 1 if number % BATCH else number + BATCH - 1
         row["KL_completion_ids"] = rows[before]["completion_ids"]
     settings = common(DPO_LR) | {"per_device_train_batch_size": BATCH, "gradient_accumulation_steps": 1}
     config = KTOConfig(**settings, max_length=None, **options)
-    return curve(Recorded, model, config, rows, average=True, num_parts=1)
+    return curve(KTOTrainer, model, config, rows, average=True, num_parts=1, is_tokenised=True)
 
 
 def run_rm(model: Path, rows: list[dict[str, Any]], **options: Any) -> dict[str, Any]:
@@ -136,15 +118,11 @@ def run_rm(model: Path, rows: list[dict[str, Any]], **options: Any) -> dict[str,
     from transformers import AutoModelForSequenceClassification
     from trl import RewardConfig, RewardTrainer
 
-    class Recorded(RewardTrainer):
-        def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
-            return recorded(self, super().compute_loss(*args, **kwargs))
-
     config = RewardConfig(**common(DPO_LR), max_length=None, **options)
     classifier = AutoModelForSequenceClassification.from_pretrained(model, num_labels=1, dtype=torch.float32)
     with torch.no_grad():
         classifier.score.weight.zero_()
-    return curve(Recorded, model, config, rows, average=True, loaded=classifier)
+    return curve(RewardTrainer, model, config, rows, average=True, loaded=classifier)
 
 
 def common(lr: float) -> dict[str, Any]:
@@ -158,9 +136,19 @@ def common(lr: float) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def recorded(trainer: Any, loss: Any) -> Any:
-    trainer.__dict__.setdefault("losses", []).append(float(loss[0] if isinstance(loss, tuple) else loss))
-    return loss
+def recording(trainer: Any, *, is_tokenised: bool) -> Any:
+    """Return a class of trainers that keep every loss, and take rows as they are if these are tokenised."""
+
+    class Recorded(trainer):
+        def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+            loss = super().compute_loss(*args, **kwargs)
+            self.__dict__.setdefault("losses", []).append(float(loss[0] if isinstance(loss, tuple) else loss))
+            return loss
+
+        def _prepare_dataset(self, dataset: Any, *args: Any, **kwargs: Any) -> Any:
+            return dataset if is_tokenised else super()._prepare_dataset(dataset, *args, **kwargs)
+
+    return Recorded
 
 
 def curve(
@@ -172,6 +160,7 @@ def curve(
     average: bool,
     loaded: Any = None,
     num_parts: int = 2,  # micro-batches of a step: MICRO_BATCHES
+    is_tokenised: bool = False,
 ) -> dict[str, Any]:
     """Return the loss and the gradient norm of each step."""
     import torch
@@ -179,7 +168,7 @@ def curve(
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     network = loaded or AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
-    trainer = kind(
+    trainer = recording(kind, is_tokenised=is_tokenised)(
         model=network,
         args=config,
         train_dataset=Dataset.from_list(rows),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import socket
 import subprocess
 import time
 from collections.abc import Callable, Iterator
@@ -13,6 +12,7 @@ from typing import Any
 import httpx
 import pytest
 
+from penstock.deploy.processes.servers import free_port
 from penstock.protocol import streams
 from penstock.protocol.facts import Heartbeat, decode
 from penstock.protocol.metrics import exposition
@@ -22,12 +22,6 @@ from tests import servers
 from tests.groups import make_group
 from tests.reward_service.conftest import Wire, start_endpoint, start_service, wire  # noqa: F401  fixtures
 from tests.reward_service.processes import Behaviour, EndpointServer, Service, good
-
-
-def free_port() -> int:
-    with socket.socket() as bound:
-        bound.bind(("127.0.0.1", 0))
-        return bound.getsockname()[1]
 
 
 @pytest.fixture

@@ -18,6 +18,7 @@ from penstock.protocol.facts import decode
 from penstock.protocol.record.lineage import LineageChapter
 from tests.reward_service.processes import Answer, Behaviour, EndpointServer
 from tests.servers import require, wait_for
+from tests.small_run import write_run_file
 
 ROOT = Path(__file__).parents[2]
 STEPS = 8
@@ -52,18 +53,14 @@ def run_file(tmp_path: Path, run_id: str) -> Path:
     quickstart_task.write_model(tmp_path / "model", seed=0)
     rows = [{"prompt": f"{n} + {n}", "ground_truth": str(2 * n), "data_source": "sums"} for n in range(40)]
     (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    path = tmp_path / "run.toml"
-    path.write_text(
-        f"""
-        run = {{ id = "{run_id}", dir = "{tmp_path}/runs" }}
-        model = {{ path = "{tmp_path}/model" }}
-        data = {{ train = "{tmp_path}/train.jsonl", max_prompt_tokens = 64 }}
-        rollout = {{ groups_per_step = 4, group_size = 2, max_new_tokens = 12 }}
-        reward = {{ name = "mine" }}
-        trainer = {{ steps = {STEPS}, lr = 1e-4, checkpoint_every = 1 }}
-        """
+    return write_run_file(
+        tmp_path,
+        run_id,
+        data={"train": str(tmp_path / "train.jsonl"), "max_prompt_tokens": 64},
+        rollout={"groups_per_step": 4, "group_size": 2, "max_new_tokens": 12},
+        reward={"name": "mine"},
+        trainer={"steps": STEPS, "checkpoint_every": 1},
     )
-    return path
 
 
 @pytest.mark.slow

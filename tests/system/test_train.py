@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,8 +15,7 @@ from penstock.deploy import quickstart_task
 from tests import otlp_receiver
 from tests.otlp_receiver import Receiver, attributes
 from tests.servers import require
-
-ROOT = Path(__file__).parents[2]
+from tests.small_run import train_local, write_run_file
 
 
 @pytest.fixture
@@ -38,18 +35,18 @@ def run_file(tmp_path: Path, run_id: str) -> Path:
     quickstart_task.write_model(tmp_path / "model", seed=0)
     for name, rows in (("train", range(40)), ("test", range(40, 44))):
         pq.write_table(pa.Table.from_pylist([_verl_row(n, name) for n in rows]), tmp_path / f"{name}.parquet")
-    path = tmp_path / "run.toml"
-    path.write_text(
-        f"""
-        run = {{ id = "{run_id}", dir = "{tmp_path}/runs" }}
-        model = {{ path = "{tmp_path}/model" }}
-        data = {{ train = "{tmp_path}/train.parquet", eval = "{tmp_path}/test.parquet", max_prompt_tokens = 64 }}
-        rollout = {{ groups_per_step = 4, group_size = 2, max_new_tokens = 12 }}
-        reward = {{ name = "math" }}
-        trainer = {{ steps = 3, lr = 1e-4, checkpoint_every = 2 }}
-        """
+    return write_run_file(
+        tmp_path,
+        run_id,
+        data={
+            "train": str(tmp_path / "train.parquet"),
+            "eval": str(tmp_path / "test.parquet"),
+            "max_prompt_tokens": 64,
+        },
+        rollout={"groups_per_step": 4, "group_size": 2, "max_new_tokens": 12},
+        reward={"name": "math"},
+        trainer={"steps": 3, "checkpoint_every": 2},
     )
-    return path
 
 
 def _verl_row(number: int, split: str) -> dict:
@@ -62,15 +59,6 @@ def _verl_row(number: int, split: str) -> dict:
     }
 
 
-def _train(run_file: Path, *overrides: str) -> dict:
-    done = subprocess.run(
-        [sys.executable, "-m", "penstock", "train", str(run_file), "--local", "--workers", "1", "--json", *overrides],
-        cwd=ROOT, capture_output=True, text=True, timeout=200, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-4000:]
-    return json.loads(done.stdout.splitlines()[-1])
-
-
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_a_verl_parquet_is_trained_to_the_end_and_resumed(
@@ -81,8 +69,8 @@ def test_a_verl_parquet_is_trained_to_the_end_and_resumed(
     The last three are ReMax's: worker, reward service and trainer carry a greedy baseline in every group. With the extra
     `traces`, each trained group has one trace through all three services.
     """
-    assert _train(run_file)["steps"] == 3
-    assert _train(run_file, "trainer.steps=6", "algorithm.name=remax")["steps"] == 6
+    assert train_local(run_file)["steps"] == 3
+    assert train_local(run_file, "trainer.steps=6", "algorithm.name=remax")["steps"] == 6
     folder = tmp_path / "runs" / run_id
     log = (folder / "logs" / "trainer.log").read_text()
     assert log.count("async_grpo: grpo advantages, ppo_clip") == 1

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.agents.proxy.agent_model import QWEN25, write_model
 from tests.servers import require
+from tests.small_run import report_of, train_local, write_run_file
 
 ROOT = Path(__file__).parents[2]
 pytestmark = [
@@ -22,15 +23,18 @@ pytestmark = [
     pytest.mark.timeout(600),
 ]
 SERVER = ROOT / "tests" / "agents" / "environments" / "adapters" / "tool_server.py"
-DEFINED = {
-    "dictionary": f"""
-        type = "program"
-        options = {{ command = ["{sys.executable}", "{ROOT}/examples/dictionary_agent.py"], variables = {{ OPENAI_AGENTS_DISABLE_TRACING = "1" }} }}
-    """,
-    "notes": f"""
-        type = "mcp"
-        options = {{ reward_tool = "judge", servers.notes = {{ command = ["{sys.executable}", "{SERVER}"] }} }}
-    """,
+DEFINED: dict[str, dict[str, Any]] = {
+    "dictionary": {
+        "type": "program",
+        "options": {
+            "command": [sys.executable, f"{ROOT}/examples/dictionary_agent.py"],
+            "variables": {"OPENAI_AGENTS_DISABLE_TRACING": "1"},
+        },
+    },
+    "notes": {
+        "type": "mcp",
+        "options": {"reward_tool": "judge", "servers": {"notes": {"command": [sys.executable, str(SERVER)]}}},
+    },
 }
 
 
@@ -63,31 +67,17 @@ def test_a_step_is_trained(environment: str, model: Path, tmp_path: Path, run_id
     require("rclone")
     rows = [{"prompt": [{"role": "user", "content": "what is sun"}], "ground_truth": "star"}] * 4
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    run_file = tmp_path / "run.toml"
-    run_file.write_text(
-        f"""
-        run = {{ id = "{run_id}", dir = "{tmp_path}/runs" }}
-        model = {{ path = "{model}" }}
-        data = {{ train = "{tmp_path}/rows.jsonl", max_prompt_tokens = 64 }}
-        rollout = {{ groups_per_step = 2, group_size = 2, max_new_tokens = 12, environment = "{environment}" }}
-        reward = {{ name = "environment" }}
-        trainer = {{ steps = 1, lr = 1e-4 }}
-        [environment.define.{environment}]
-        {DEFINED[environment]}
-        """
+    run_file = write_run_file(
+        tmp_path,
+        run_id,
+        model={"path": str(model)},
+        data={"train": str(tmp_path / "rows.jsonl"), "max_prompt_tokens": 64},
+        rollout={"groups_per_step": 2, "group_size": 2, "max_new_tokens": 12, "environment": environment},
+        reward={"name": "environment"},
+        trainer={"steps": 1},
+        environment={"define": {environment: DEFINED[environment]}},
     )
-    words = [sys.executable, "-m", "penstock", "train", str(run_file), "--local", "--workers", "1", "--json"]
-    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=500, check=False)
-    assert done.returncode == 0, done.stderr[-4000:]
-    assert json.loads(done.stdout.splitlines()[-1])["steps"] == 1
+    assert train_local(run_file)["steps"] == 1
     folder = tmp_path / "runs" / run_id
     assert json.loads((folder / "trainer.json").read_text())["groups"]["trained"] == 2
-    audit = subprocess.run(
-        [sys.executable, "-m", "penstock", "audit", run_id, f"run.dir={tmp_path}/runs"],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=200,
-        check=False,
-    )
-    assert audit.returncode == 0, audit.stdout + audit.stderr
+    assert report_of("audit", run_id, tmp_path / "runs")["closes"]

@@ -5,8 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import subprocess
-import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +15,11 @@ import pytest
 
 from tests.pictures import picture, picture_bytes
 from tests.servers import require
+from tests.small_run import check_run, train_local, write_run_file
 from tests.vision_model import build_vision_model
 
-ROOT = Path(__file__).parents[2]
-STEPS, GROUPS, SIZE = 3, 2, 4
+STEPS, GROUPS = 3, 2
+ROLLOUT = {"groups_per_step": GROUPS, "group_size": 4, "max_new_tokens": 8, "max_staleness": 1}
 REWARD = """
 def compute_score(data_source, solution_str, ground_truth, extra_info=None):
     return float(len(solution_str) % 5)
@@ -62,15 +62,6 @@ LOOK = Look()
 """
 
 
-def penstock(folder: Path, *words: str) -> str:
-    """Run a command to its end; return what it printed."""
-    done = subprocess.run(
-        [sys.executable, "-m", "penstock", *words], cwd=folder, capture_output=True, text=True, timeout=400, check=False
-    )
-    assert done.returncode == 0, f"{words}: {done.stdout[-2000:]}{done.stderr[-4000:]}"
-    return done.stdout
-
-
 def rows() -> list[dict[str, Any]]:
     """Questions about pictures, as verl writes them; some show two, and one shows none."""
     made = []
@@ -88,32 +79,21 @@ def rows() -> list[dict[str, Any]]:
     return made
 
 
-def train(folder: Path, run_id: str, sections: str) -> None:
-    run_file = f"{run_id}.toml"
-    (folder / run_file).write_text(
-        f"""
-        run = {{ id = "{run_id}", dir = "{folder}/runs" }}
-        model = {{ path = "{folder}/model", dtype = "float32" }}
-        trainer = {{ steps = {STEPS}, lr = 1e-3, checkpoint_every = 2 }}
-        {sections}
-        """
+def train(folder: Path, run_id: str, **sections: Mapping[str, Any]) -> None:
+    run_file = write_run_file(
+        folder,
+        run_id,
+        model={"dtype": "float32"},
+        trainer={"steps": STEPS, "lr": 1e-3, "checkpoint_every": 2},
+        **sections,
     )
-    words = ("train", run_file, "--local", "--workers", "1", "--serve", "lengths.py", "--json")
-    assert json.loads(penstock(folder, *words).splitlines()[-1])["steps"] == STEPS
-    totals = json.loads((folder / "runs" / run_id / "trainer.json").read_text())
-    assert totals["groups"]["trained"] == STEPS * GROUPS
-    events = map(json.loads, (folder / "runs" / run_id / "metrics.jsonl").read_text().splitlines())
-    steps = [event for event in events if event["kind"] == "step"]
-    assert [event["step"] for event in steps] == list(range(1, STEPS + 1))
+    assert train_local(run_file, "--serve", "lengths.py")["steps"] == STEPS
+    steps = check_run(folder / "runs", run_id, num_steps=STEPS, num_groups=STEPS * GROUPS)
     mismatch = steps[0]["mismatch"]  # of tokens that the weights in training sampled
     assert mismatch["max_abs"] < 1e-4, "engine and trainer compute the same prompts, pictures included"
     stored = list((folder / "runs" / run_id / "store").rglob(f"{run_id}/images/*"))
     assert len(stored) > 1, "pictures were shown, and each is stored under its hash"
     assert all(hashlib.sha256(path.read_bytes()).hexdigest() == path.name for path in stored)
-    penstock(folder, "audit", run_id, f"run.dir={folder}/runs")
-    verdict = json.loads(penstock(folder, "replay", run_id, f"run.dir={folder}/runs", "--json").splitlines()[-1])
-    assert verdict["difference"] is None
-    assert (verdict["findings"], verdict["num_steps"]) == ([], STEPS)
 
 
 @pytest.fixture
@@ -131,25 +111,20 @@ def folder(tmp_path: Path) -> Path:
 @pytest.mark.timeout(900)
 def test_rows_with_images_are_trained_and_replayed(folder: Path, run_id: str) -> None:
     pq.write_table(pa.Table.from_pylist(rows()), folder / "train.parquet")
-    sections = f"""
-        data = {{ train = "{folder}/train.parquet", max_prompt_tokens = 256 }}
-        rollout = {{ groups_per_step = {GROUPS}, group_size = {SIZE}, max_new_tokens = 8, max_staleness = 1 }}
-        reward = {{ name = "lengths" }}
-        """
-    train(folder, run_id, sections)
+    data = {"train": str(folder / "train.parquet"), "max_prompt_tokens": 256}
+    train(folder, run_id, data=data, rollout=ROLLOUT, reward={"name": "lengths"})
 
 
 @pytest.mark.timeout(900)
 def test_episodes_that_show_images_are_trained_and_replayed(folder: Path, run_id: str) -> None:
     (folder / "look.py").write_text(ENVIRONMENT)
     (folder / "train.jsonl").write_text(f"{json.dumps({'prompt': 'look'})}\n" * 8)
-    sections = f"""
-        data = {{ train = "{folder}/train.jsonl", max_prompt_tokens = 64 }}
-        rollout = {{ groups_per_step = {GROUPS}, group_size = {SIZE}, max_new_tokens = 8, max_staleness = 1, environment = "looks" }}
-        reward = {{ name = "environment" }}
-        [worker]
-        environments = ["{folder}/look.py:LOOK"]
-        [environment.define.looks]
-        type = "look"
-        """
-    train(folder, run_id, sections)
+    train(
+        folder,
+        run_id,
+        data={"train": str(folder / "train.jsonl"), "max_prompt_tokens": 64},
+        rollout={**ROLLOUT, "environment": "looks"},
+        reward={"name": "environment"},
+        worker={"environments": [f"{folder}/look.py:LOOK"]},
+        environment={"define": {"looks": {"type": "look"}}},
+    )

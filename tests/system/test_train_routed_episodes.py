@@ -10,9 +10,9 @@ import pytest
 
 from tests.contracts.tiny_model import MIXTURE, build_model
 from tests.servers import require
-from tests.system.test_train_images import penstock
+from tests.small_run import check_run, train_local, write_run_file
 
-STEPS, GROUPS, SIZE = 4, 2, 4
+STEPS, GROUPS = 4, 2
 ENVIRONMENT = """
 from penstock import Message, Play, Reply, TurnEnvironment, done
 
@@ -52,28 +52,25 @@ def test_episodes_of_experts_are_trained_and_replayed(tmp_path: Path, run_id: st
     build_model(tmp_path / "model", "qwen3_moe", **MIXTURE)
     (tmp_path / "ask.py").write_text(ENVIRONMENT)
     (tmp_path / "train.jsonl").write_text(f"{json.dumps({'prompt': 'ask'})}\n" * 8)
-    (tmp_path / "run.toml").write_text(
-        f"""
-        run = {{ id = "{run_id}", dir = "{tmp_path}/runs" }}
-        model = {{ path = "{tmp_path}/model", dtype = "float32" }}
-        trainer = {{ steps = {STEPS}, lr = 3e-3, checkpoint_every = 2, router_replay = true }}
-        data = {{ train = "{tmp_path}/train.jsonl", max_prompt_tokens = 64 }}
-        rollout = {{ groups_per_step = {GROUPS}, group_size = {SIZE}, max_new_tokens = 8, max_staleness = 1, environment = "asks" }}
-        reward = {{ name = "environment" }}
-        [worker]
-        environments = ["{tmp_path}/ask.py:ASK"]
-        [environment.define.asks]
-        type = "ask"
-        """
+    run_file = write_run_file(
+        tmp_path,
+        run_id,
+        model={"dtype": "float32"},
+        trainer={"steps": STEPS, "lr": 3e-3, "checkpoint_every": 2, "router_replay": True},
+        data={"train": str(tmp_path / "train.jsonl"), "max_prompt_tokens": 64},
+        rollout={
+            "groups_per_step": GROUPS,
+            "group_size": 4,
+            "max_new_tokens": 8,
+            "max_staleness": 1,
+            "environment": "asks",
+        },
+        reward={"name": "environment"},
+        worker={"environments": [f"{tmp_path}/ask.py:ASK"]},
+        environment={"define": {"asks": {"type": "ask"}}},
     )
-    words = ("train", "run.toml", "--local", "--workers", "1", "--json")
-    assert json.loads(penstock(tmp_path, *words).splitlines()[-1])["steps"] == STEPS
-    events = map(json.loads, (tmp_path / "runs" / run_id / "metrics.jsonl").read_text().splitlines())
-    steps = [event for event in events if event["kind"] == "step"]
-    assert [event["step"] for event in steps] == list(range(1, STEPS + 1))
+    assert train_local(run_file)["steps"] == STEPS
+    steps = check_run(tmp_path / "runs", run_id, num_steps=STEPS, num_groups=STEPS * GROUPS)
     assert steps[0]["mismatch"]["max_abs"] < 1e-4
     assert steps[0]["rerouted_fraction"] == 0.0
-    assert max(event["rerouted_fraction"] for event in steps) > 0.0, "some tokens had other experts in the engine"
-    penstock(tmp_path, "audit", run_id, f"run.dir={tmp_path}/runs")
-    verdict = json.loads(penstock(tmp_path, "replay", run_id, f"run.dir={tmp_path}/runs", "--json").splitlines()[-1])
-    assert (verdict["difference"], verdict["findings"], verdict["num_steps"]) == (None, [], STEPS)
+    assert max(step["rerouted_fraction"] for step in steps) > 0.0, "some tokens had other experts in the engine"

@@ -9,7 +9,7 @@ and `zero/stage3.py`. `benchmarks/trainer_memory.md` has the estimates beside me
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from penstock.deploy.plan.memory.model_shape import FLOAT32, Method, ModelShape, Needs
 from penstock.trainer.attention_choice import matrix_bytes
@@ -26,10 +26,10 @@ _WITHOUT_ENTROPY, _WITH_ENTROPY = 3, 6  # tensors of the size of the logits
 @dataclass(frozen=True, slots=True)
 class ZeroStates:
     held: Needs  # all the time
-    later_passes: Needs  # besides, in the passes of every micro-batch but the first
-    backward: Needs  # besides, at the end of a backward pass
-    reduction: Needs  # besides, while ranks add up the gradients of a bucket
-    step: Needs  # besides, in the optimizer step
+    later_passes: Needs = field(default_factory=Needs)  # besides, in the passes of every micro-batch but the first
+    backward: Needs = field(default_factory=Needs)  # besides, at the end of a backward pass
+    reduction: Needs = field(default_factory=Needs)  # besides, while ranks add up the gradients of a bucket
+    step: Needs = field(default_factory=Needs)  # besides, in the optimizer step
 
 
 def zero_states(trained: int, largest: int, method: Method, *, several: bool) -> ZeroStates:
@@ -58,13 +58,7 @@ def zero_states(trained: int, largest: int, method: Method, *, several: bool) ->
 def _with_whole_sums(trained: int, method: Method) -> ZeroStates:
     """BF16_Optimizer: every rank holds the sums of all gradients, and a gradient is added as soon as it is there."""
     master = FLOAT32 * trained // method.zero_ranks
-    return ZeroStates(
-        held=Needs({**_optimizer(master), "gradients": FLOAT32 * trained}),
-        later_passes=Needs(),
-        backward=Needs(),
-        reduction=Needs(),
-        step=Needs(_temporary(master)),
-    )
+    return ZeroStates(Needs({**_optimizer(master), "gradients": FLOAT32 * trained}), step=Needs(_temporary(master)))
 
 
 def _of_stages_1_and_2(trained: int, largest: int, method: Method, *, several: bool) -> ZeroStates:
@@ -117,20 +111,10 @@ def _of_stage_3(trained: int, method: Method) -> ZeroStates:
     reduction = Needs({"copy for the reduction": copied}, cpu={"copy that gloo makes": copied})
     in_float32 = {"gradients in float32": master}
     if method.offload != "none":
-        return ZeroStates(
-            held=Needs(bucket, {**_optimizer(master), **gradient_shard, **in_float32}),
-            later_passes=Needs(),
-            backward=Needs(),
-            reduction=reduction,
-            step=Needs({}, _temporary(master)),
-        )
-    return ZeroStates(
-        held=Needs({**_optimizer(master), **gradient_shard, **bucket}),
-        later_passes=Needs(),
-        backward=Needs(),
-        reduction=reduction,
-        step=Needs({**in_float32, **_temporary(master)}),
-    )
+        held = Needs(bucket, {**_optimizer(master), **gradient_shard, **in_float32})
+        return ZeroStates(held, reduction=reduction, step=Needs({}, _temporary(master)))
+    held = Needs({**_optimizer(master), **gradient_shard, **bucket})
+    return ZeroStates(held, reduction=reduction, step=Needs({**in_float32, **_temporary(master)}))
 
 
 def _optimizer(master: int) -> dict[str, int]:

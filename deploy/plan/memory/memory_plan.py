@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any
 
 from penstock.deploy.plan.memory.estimate import LOSS, MAX_LOGITS, Network, Pass, checkpoint_copy, network
 from penstock.deploy.plan.memory.model_shape import FLOAT32, Method, ModelShape, Needs, Sizes
@@ -173,6 +174,30 @@ class _Change:
         return _Change(tuple(values.values()), step.inputs)
 
 
+_SETTINGS = {  # of the fields of a method
+    "sequence_parallel": "trainer.sequence_parallel",
+    "tensor_parallel": "trainer.tensor_parallel",
+    "checkpointing": "model.gradient_checkpointing",
+    "activation_offload": "model.activation_offload",
+    "num_ranks": "trainer.num_ranks",
+    "offload": "trainer.offload",
+    "dtype": "model.dtype",
+    "zero_stage": "trainer.zero_stage",
+    "gradient_dtype": "trainer.gradient_dtype",
+    "lora_rank": "model.lora.rank",
+}
+
+
+def _change(inputs: PlanInputs, **fields: Any) -> _Change:
+    """Return a change of the method, with a setting for each field that gets another value than it has."""
+    settings = (
+        f"{_SETTINGS[name]}={str(value).lower()}"
+        for name, value in fields.items()
+        if getattr(inputs.method, name) != value
+    )
+    return _Change(tuple(settings), replace(inputs, method=replace(inputs.method, **fields)))
+
+
 def suggestions(inputs: PlanInputs, limit: int, *, on_gpu: bool) -> list[Suggestion]:
     """Return what makes a run fit: every single setting that does, else the shortest combination; none: nothing known does.
 
@@ -211,94 +236,52 @@ def _changes(inputs: PlanInputs, *, on_gpu: bool) -> Iterator[list[_Change]]:
         budget = max(inputs.row_tokens, budget // 2)
         budgets.append(_Change((f"trainer.micro_batch_tokens={budget}",), replace(inputs, budget_tokens=budget)))
     yield budgets
-    yield list(_with_shared_tokens(inputs))
-    yield list(_with_shared_weights(inputs))
-    yield list(_with_checkpointing(inputs, on_gpu=on_gpu))
-    yield [
-        _Change((f"trainer.zero_stage={stage}",), replace(inputs, method=replace(method, zero_stage=stage)))
-        for stage in range(method.zero_stage + 1, 4)
-        if method.num_ranks > 1
-    ]
-    yield list(_with_offload(inputs)) if on_gpu else []
-    yield [_with_bfloat16(inputs)] if method.dtype == "float32" else []
-    yield list(_more_ranks(inputs))
-    yield list(_with_adapters(inputs))
-    yield [_with_rounded_sums(inputs)] if method.sums_apart else []
+    yield [_change(inputs, sequence_parallel=ranks) for ranks in _shares_of_tokens(inputs)]
+    yield [_change(inputs, tensor_parallel=ranks) for ranks in _shares_of_weights(inputs)]
+    checkpointing = [] if method.checkpointing else [_change(inputs, checkpointing=True)]
+    if on_gpu:
+        checkpointing.append(_change(inputs, checkpointing=True, activation_offload=True))
+    yield [] if method.activation_offload else checkpointing
+    yield [_change(inputs, zero_stage=stage) for stage in range(method.zero_stage + 1, 4) if method.num_ranks > 1]
+    stage = max(1, method.zero_stage)
+    offloads = [] if method.offload != "none" else [_change(inputs, offload="optimizer", zero_stage=stage)]
+    if method.offload != "parameters":
+        offloads.append(_change(inputs, offload="parameters", zero_stage=3))
+    yield offloads if on_gpu else []
+    yield [_change(inputs, dtype="bfloat16", zero_stage=stage)] if method.dtype == "float32" else []
+    doubled = (method.num_ranks * 2**power for power in range(1, _MOST_RANKS.bit_length()))
+    most = min(_MOST_RANKS, inputs.batch.num_groups * inputs.batch.group_size)
+    yield [_change(inputs, num_ranks=ranks, zero_stage=3) for ranks in doubled if ranks <= most]
+    yield [] if method.lora_rank or method.tensor_parallel > 1 else [_with_adapters(inputs)]
+    yield [_change(inputs, gradient_dtype="as-trained")] if method.sums_apart else []
 
 
-def _with_shared_tokens(inputs: PlanInputs) -> Iterator[_Change]:
+def _shares_of_tokens(inputs: PlanInputs) -> Iterator[int]:
+    """Yield numbers of ranks that can share the tokens of a micro-batch, more than now."""
     method = inputs.method
     for ranks in range(method.sequence_parallel + 1, method.zero_ranks + 1):
-        layout = ParallelLayout(ranks, method.tensor_parallel)
         repeats = inputs.rank_shape.kv_heads % ranks  # key heads: allowed, and seldom worth it
-        if method.zero_ranks % ranks or repeats or not layout.allows(inputs.shape.config):
-            continue
-        shared = replace(method, sequence_parallel=ranks)
-        yield _Change((f"trainer.sequence_parallel={ranks}",), replace(inputs, method=shared))
+        layout = ParallelLayout(ranks, method.tensor_parallel)
+        if not method.zero_ranks % ranks and not repeats and layout.allows(inputs.shape.config):
+            yield ranks
 
 
-def _with_shared_weights(inputs: PlanInputs) -> Iterator[_Change]:
+def _shares_of_weights(inputs: PlanInputs) -> Iterator[int]:
+    """Yield numbers of ranks that can share the weights, more than now."""
     method = inputs.method
-    if method.lora_rank:
-        return
-    for ranks in range(method.tensor_parallel + 1, method.num_ranks // method.sequence_parallel + 1):
+    shapes = [shape for shape in (inputs.shape, inputs.reference, inputs.critic) if shape is not None]
+    most = 0 if method.lora_rank else method.num_ranks // method.sequence_parallel
+    for ranks in range(method.tensor_parallel + 1, most + 1):
         layout = ParallelLayout(method.sequence_parallel, ranks)
-        shapes = [shape for shape in (inputs.shape, inputs.reference, inputs.critic) if shape is not None]
         if method.num_ranks % layout.ranks_of_rows == 0 and all(layout.allows(shape.config) for shape in shapes):
-            shared = replace(method, tensor_parallel=ranks)
-            yield _Change((f"trainer.tensor_parallel={ranks}",), replace(inputs, method=shared))
+            yield ranks
 
 
-def _with_checkpointing(inputs: PlanInputs, *, on_gpu: bool) -> Iterator[_Change]:
-    if inputs.method.activation_offload:
-        return
-    settings: tuple[str, ...] = ()
-    if not inputs.method.checkpointing:
-        settings = ("model.gradient_checkpointing=true",)
-        yield _Change(settings, replace(inputs, method=replace(inputs.method, checkpointing=True)))
-    if on_gpu:
-        method = replace(inputs.method, checkpointing=True, activation_offload=True)
-        yield _Change((*settings, "model.activation_offload=true"), replace(inputs, method=method))
-
-
-def _with_offload(inputs: PlanInputs) -> Iterator[_Change]:
-    method = inputs.method
-    if method.offload == "none":
-        stage = max(1, method.zero_stage)
-        settings = ("trainer.offload=optimizer", *((f"trainer.zero_stage={stage}",) if not method.zero_stage else ()))
-        yield _Change(settings, replace(inputs, method=replace(method, offload="optimizer", zero_stage=stage)))
-    if method.offload != "parameters":
-        settings = ("trainer.offload=parameters", *(("trainer.zero_stage=3",) if method.zero_stage < 3 else ()))
-        yield _Change(settings, replace(inputs, method=replace(method, offload="parameters", zero_stage=3)))
-
-
-def _with_rounded_sums(inputs: PlanInputs) -> _Change:
-    method = replace(inputs.method, gradient_dtype="as-trained")
-    return _Change(("trainer.gradient_dtype=as-trained",), replace(inputs, method=method))
-
-
-def _with_bfloat16(inputs: PlanInputs) -> _Change:
-    stage = max(1, inputs.method.zero_stage)
-    method = replace(inputs.method, dtype="bfloat16", zero_stage=stage)
-    settings = ("model.dtype=bfloat16", *((f"trainer.zero_stage={stage}",) if not inputs.method.zero_stage else ()))
-    return _Change(settings, replace(inputs, method=method))
-
-
-def _with_adapters(inputs: PlanInputs) -> Iterator[_Change]:
-    if inputs.method.lora_rank or inputs.method.tensor_parallel > 1:
-        return
-    method, settings = replace(inputs.method, lora_rank=_LORA_RANK), [f"model.lora.rank={_LORA_RANK}"]
-    changed = replace(inputs, method=method, publishes_adapter=True)
-    if inputs.reference is not None and inputs.reference_is_initial:
-        changed = replace(changed, reference=None, reference_on_host=False)
-        if inputs.reference_on_host:  # which is refused beside adapters, whose reference needs no memory
-            settings.append("algorithm.reference_device=same")
-    yield _Change(tuple(settings), changed)
-
-
-def _more_ranks(inputs: PlanInputs) -> Iterator[_Change]:
-    ranks = inputs.method.num_ranks * 2
-    while ranks <= min(_MOST_RANKS, inputs.batch.num_groups * inputs.batch.group_size):
-        method = replace(inputs.method, num_ranks=ranks, zero_stage=3)
-        yield _Change((f"trainer.num_ranks={ranks}", "trainer.zero_stage=3"), replace(inputs, method=method))
-        ranks *= 2
+def _with_adapters(inputs: PlanInputs) -> _Change:
+    change = _change(replace(inputs, publishes_adapter=True), lora_rank=_LORA_RANK)
+    if inputs.reference is None or not inputs.reference_is_initial:
+        return change
+    # Beside adapters the initial policy needs no memory, and no other place for it is accepted.
+    settings = ("algorithm.reference_device=same",) if inputs.reference_on_host else ()
+    without = replace(change.inputs, reference=None, reference_on_host=False)
+    return _Change((*change.settings, *settings), without)

@@ -19,11 +19,12 @@ import random
 import threading
 import time
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from penstock.deploy.local_run import REWARD, TRAINER
+from penstock.deploy.local_run import REWARD, TRAINER, LocalRun
+from penstock.deploy.processes.child import DeployError
 from penstock.deploy.processes.supervise import ProcessEvent
 from penstock.protocol import streams, subjects
 from penstock.protocol.errors import BusError
@@ -78,6 +79,7 @@ def plan_points(seed: int, num_points: int) -> list[tuple[CrashPoint, int]]:
 
 
 _POLL_S = 0.25
+_ALIVE_DEADLINE_S = 60.0
 _WORKER, _ENDPOINT = "worker-", "endpoint-"
 _FIGURE = {"rollout": "groups_generated", "reward": "groups_scored"}
 
@@ -164,6 +166,49 @@ class Observer:
 
     def _time_of(self, at: float) -> float:
         return time.time() if self._own_clock else at
+
+
+def carry_out(
+    planned: Sequence[PlannedKill], run: LocalRun, seen: Seen, kill: Callable[[LocalRun, str], None], deadline_s: float
+) -> int:
+    """Kill as planned until the trainer ends by itself; return how many of the kills came before that.
+
+    ``kill`` gets the run and a victim that is alive, if it is a process of the run. Raises DeployError at the deadline, and for
+    another end of the trainer than exit code 0.
+    """
+    give_up = time.monotonic() + deadline_s
+    code, num_made = None, 0
+    for planned_kill in planned:
+        victim = planned_kill.victim
+
+        def is_due(step: int = planned_kill.step) -> bool:
+            return seen.newest_step >= step
+
+        def is_alive(victim: str = victim) -> bool:
+            return all(child.alive for child in run.processes() if child.name == victim)
+
+        if (code := _wait(run, is_due, give_up)) is not None:
+            break
+        time.sleep(planned_kill.delay_s)
+        if (code := _wait(run, is_alive, min(give_up, time.monotonic() + _ALIVE_DEADLINE_S))) is not None:
+            break
+        kill(run, victim)
+        num_made += 1
+    if code is None:
+        code = _wait(run, lambda: False, give_up)
+    if code:
+        raise DeployError(f"the trainer ended with exit code {code}:\n{run.log_tail(TRAINER)}")
+    return num_made
+
+
+def _wait(run: LocalRun, condition: Callable[[], bool], give_up: float) -> int | None:
+    """Wait for a condition; return the trainer's exit code if it ends first. Raises DeployError at the time ``give_up``."""
+    while not condition():
+        if (code := run.wait(0.02)) is not None:
+            return code
+        if time.monotonic() > give_up:
+            raise DeployError(f"waited in vain; the trainer's log ends with\n{run.log_tail(TRAINER)}")
+    return None
 
 
 DETECTED_WITHIN_S = 10.0

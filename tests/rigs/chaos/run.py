@@ -26,8 +26,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import subprocess
 import sys
 import tempfile
 import time
@@ -35,7 +33,6 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 from safetensors.torch import load_file
 from tests.rigs.chaos import unguarded_trainer
@@ -46,6 +43,7 @@ from tests.rigs.chaos.kills import (
     Outcome,
     PlannedKill,
     Seen,
+    carry_out,
     late_ones,
     measure,
     notice_silence,
@@ -53,11 +51,11 @@ from tests.rigs.chaos.kills import (
     plan_points,
     show,
 )
+from tests.small_run import audit_failures, replay_failures, report_of, write_small_run
 
 from penstock.console.live.panel import LivePanel
-from penstock.deploy import quickstart_task
 from penstock.deploy.local_run import REWARD, TRAINER, LocalRun, endpoint_name, worker_name
-from penstock.deploy.processes.child import Child, DeployError, wait_until
+from penstock.deploy.processes.child import Child, DeployError
 from penstock.deploy.processes.servers import NatsServer, S3Server
 from penstock.deploy.processes.supervise import ProcessEvent, RestartRule
 from penstock.forensics.audit.audit_checks import AuditResult, check_record
@@ -77,33 +75,8 @@ VICTIMS = (
 GROUPS_PER_STEP = 24
 _EVAL_PROMPTS = 24
 _LEAST_SHARE = 30 / 35  # of the planned kills: the last ones may come after a fast machine's last step
-_ALIVE_DEADLINE_S = 60.0
 # The trainer is killed so often on purpose that the default rule would stop the restarts.
 _RULE = RestartRule(max_crashes=20)
-
-_RUN_FILE = """\
-run = {{ id = "{run_id}", dir = "{folder}/runs", seed = {seed} }}
-model = {{ path = "{folder}/model" }}
-reward = {{ name = "chaos_reward" }}
-eval = {{ every = {eval_every}, at_start = false }}
-
-[data]
-train = "{folder}/data/train.jsonl"
-eval = "{folder}/data/eval.jsonl"
-max_prompt_tokens = 32
-
-[rollout]
-groups_per_step = {groups_per_step}
-group_size = 8
-groups_per_message = 6
-max_staleness = 2
-max_new_tokens = {max_new_tokens}
-
-[trainer]
-steps = {steps}
-lr = 5e-4
-checkpoint_every = 2
-"""
 
 
 class UnguardedRun(LocalRun):
@@ -146,17 +119,17 @@ class ChaosRun:
         self.seen = Seen()
         self._armed: tuple[CrashPoint, int] | None = None
         self._killed = False  # whether this trainer process was killed by this benchmark
-        quickstart_task.write_data(
-            folder / "data", seed=seed, num_sft=1, num_train=4 * steps * GROUPS_PER_STEP, num_eval=_EVAL_PROMPTS
+        self.run_file = write_small_run(
+            folder,
+            self.run_id,
+            seed=seed,
+            num_train=4 * steps * GROUPS_PER_STEP,
+            num_eval=_EVAL_PROMPTS,
+            reward={"name": REWARD_FILE.stem},
+            eval={"every": max(1, steps // 3), "at_start": False},
+            rollout={"groups_per_step": GROUPS_PER_STEP, "group_size": 8, "groups_per_message": 6, "max_staleness": 2},
+            trainer={"steps": steps, "lr": 5e-4, "checkpoint_every": 2},
         )
-        quickstart_task.write_model(folder / "model", seed=seed)
-        self.run_file = folder / "run.toml"
-        self.run_file.write_text(
-            _RUN_FILE.format(
-                run_id=self.run_id, folder=folder, seed=seed, steps=steps, groups_per_step=GROUPS_PER_STEP,
-                max_new_tokens=quickstart_task.MAX_NEW_TOKENS, eval_every=max(1, steps // 3),
-            )
-        )  # fmt: skip
 
     def go(self, deadline_s: float) -> Outcome:
         """Run to the end with kills and check the result."""
@@ -174,9 +147,7 @@ class ChaosRun:
                 with LivePanel(self.run_id, bus, total_steps=self.steps, mode="quiet") as panel:
                     run.listen(self._on_event)
                     run.start_trainer()
-                    code = self._kill_as_planned(run, deadline_s)
-                if code:
-                    raise DeployError(f"the trainer ended with exit code {code}:\n{run.log_tail(TRAINER)}")
+                    carry_out(self.planned, run, self.seen, self._kill, deadline_s)
                 blobs = Blobs(run.s3)
                 proof = check_record(gather(self.run_id, bus, blobs, run.folder / "checkpoints", reads_packs=True))
                 state = committed(run.folder / "checkpoints")[-1][1]
@@ -193,7 +164,7 @@ class ChaosRun:
         if self.is_control:
             outcome.failures = _control_failures(proof)
         else:
-            outcome.replay = self._replay()
+            outcome.replay = report_of("replay", self.run_id, self.folder / "runs")
             outcome.failures = _failures(self, outcome, proof)
             made = ModelWeights(copy_to_buckets(load_file(run.folder / "model" / "model.safetensors"))).root()
             if made != state.weights_digest:
@@ -202,33 +173,11 @@ class ChaosRun:
                 )
         return outcome
 
-    def _kill_as_planned(self, run: LocalRun, deadline_s: float) -> int:
-        """Kill as planned until the trainer ends; return its exit code. Raises DeployError at the deadline."""
-        give_up = time.monotonic() + deadline_s
-        for planned in self.planned:
-            while self.seen.newest_step < planned.step:
-                code = run.wait(0.02)
-                if code is not None:
-                    return code
-                if time.monotonic() > give_up:
-                    raise DeployError(f"step {self.seen.newest_step} after {deadline_s:.0f} s\n{run.log_tail(TRAINER)}")
-            time.sleep(planned.delay_s)
-            self._kill(run, planned)
-        code = run.wait(max(1.0, give_up - time.monotonic()))
-        if code is None:
-            raise DeployError(f"step {self.seen.newest_step} after {deadline_s:.0f} s\n{run.log_tail(TRAINER)}")
-        return code
-
-    def _kill(self, run: LocalRun, planned: PlannedKill) -> None:
-        views = {view.name: view for view in run.processes()}
-        if not views[planned.victim].alive and not wait_until(
-            lambda: {v.name: v.alive for v in run.processes()}[planned.victim], _ALIVE_DEADLINE_S
-        ):
-            raise DeployError(f"{planned.victim} was not restarted within {_ALIVE_DEADLINE_S:.0f} s")
-        if planned.victim == TRAINER:
+    def _kill(self, run: LocalRun, victim: str) -> None:
+        if victim == TRAINER:
             self._killed = True
-        self.kills.append(Kill(planned.victim, "random", time.time(), self.seen.newest_step))
-        run.kill(planned.victim)
+        self.kills.append(Kill(victim, "random", time.time(), self.seen.newest_step))
+        run.kill(victim)
 
     def _on_event(self, event: ProcessEvent) -> None:
         """Record the trainer's exit at a crash point (on the supervisor's thread)."""
@@ -244,17 +193,6 @@ class ChaosRun:
             take_ids_out(self.folder / "runs" / self.run_id / "checkpoints")
         self._armed = self.points[0] if self.points else None
         return [f"trainer.kill_at={self._armed[0]}:{self._armed[1]}"] if self._armed else []
-
-    def _replay(self) -> dict[str, Any]:
-        """Replay the run from the stored record without faults; only its servers run."""
-        done = subprocess.run(
-            [sys.executable, "-m", "penstock", "replay", self.run_id, f"run.dir={self.folder / 'runs'}", "--json"],
-            capture_output=True, text=True, timeout=1800, check=False,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-        )  # fmt: skip
-        if not done.stdout.strip():
-            raise DeployError(f"the replay ended with exit code {done.returncode}:\n{done.stderr[-4000:]}")
-        return json.loads(done.stdout.splitlines()[-1])
 
 
 def take_ids_out(checkpoints: Path) -> None:
@@ -278,20 +216,13 @@ def _num_issued_again(lineage: Sequence[LineageChapter]) -> int:
 
 
 def _failures(run: ChaosRun, outcome: Outcome, proof: AuditResult) -> list[str]:
-    failures = [f"{breach.kind}: {breach.group_id} {breach.detail}" for breach in proof.breaches]
-    if not proof.closes:
-        failures.append("the audit does not close")
-    train = proof.splits[0]
-    if train.used != run.steps * GROUPS_PER_STEP:
-        failures.append(f"{train.used} groups trained, expected {run.steps * GROUPS_PER_STEP}")
+    failures = audit_failures(proof, run.steps * GROUPS_PER_STEP)
     if run.points:
         failures.append(f"never killed at {', '.join(point for point, _ in run.points)}")
     made = sum(kill.cause == "random" for kill in outcome.kills)
     if made < _LEAST_SHARE * len(run.planned):
         failures.append(f"the run ended after {made} of {len(run.planned)} kills")
-    if not outcome.replay["holds"]:
-        failures.append(f"the replay differs: {outcome.replay['difference']}, {outcome.replay['findings']}")
-    return failures
+    return failures + replay_failures(outcome.replay)
 
 
 def _control_failures(proof: AuditResult) -> list[str]:

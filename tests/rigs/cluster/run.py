@@ -22,7 +22,6 @@ import json
 import os
 import signal
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -48,8 +47,8 @@ from tests.rigs.cluster.network import (
     plan,
 )
 from tests.rigs.cluster.stack import Stack
+from tests.small_run import report_of, write_small_run
 
-from penstock.deploy import quickstart_task
 from penstock.deploy.processes.child import DeployError, adopt_orphans, wait_until
 from penstock.deploy.processes.servers import NatsServer
 from penstock.protocol import logs
@@ -61,15 +60,6 @@ _GIVE_UP_S = 180.0  # without progress
 _STOP_S = 120.0
 _FIRST_STEPS = 3
 _RUN_ID = "cluster"
-_RUN_FILE = """\
-run = {{ id = "cluster", dir = "{folder}/runs", seed = {seed} }}
-model = {{ path = "{folder}/model" }}
-data = {{ train = "{folder}/data/train.jsonl", max_prompt_tokens = 32 }}
-reward = {{ name = "exact_match" }}
-eval = {{ every = 0 }}
-rollout = {{ groups_per_step = 8, group_size = 4, groups_per_message = 2, max_staleness = 2, max_new_tokens = {max_new_tokens} }}
-trainer = {{ steps = 1000000, lr = 1e-4, checkpoint_every = 5 }}
-"""
 
 
 @dataclass(slots=True)
@@ -165,10 +155,14 @@ def go(
 ) -> Result:
     """Run, and check the account and the replay; returns the ``result`` with what was found."""
     seed, started = result.seed, time.monotonic()
-    quickstart_task.write_data(folder / "data", seed=seed, num_sft=1, num_train=4096, num_eval=1)
-    quickstart_task.write_model(folder / "model", seed=seed)
-    run_file = folder / "run.toml"
-    run_file.write_text(_RUN_FILE.format(folder=folder, seed=seed, max_new_tokens=quickstart_task.MAX_NEW_TOKENS))
+    run_file = write_small_run(
+        folder,
+        _RUN_ID,
+        seed=seed,
+        num_train=4096,
+        rollout={"groups_per_step": 8, "groups_per_message": 2, "max_staleness": 2},
+        trainer={"steps": 1_000_000, "checkpoint_every": 5},
+    )
     os.chdir(folder)
     skews = bool(set(kinds) & set(SKEWS))
     with Network(HOSTS) as network, Stack(folder, network, run_file, skews=skews) as stack:
@@ -200,21 +194,14 @@ def _stop_trainer(stack: Stack) -> None:
 
 def _check(stack: Stack, result: Result) -> None:
     """Audit and replay with the login of a viewer; add what does not hold."""
-    environ = stack.environment("viewer")
     for verb in ("audit", "replay"):
-        done = subprocess.run(
-            [sys.executable, "-P", "-m", "penstock", verb, _RUN_ID, f"run.dir={stack.folder}/runs", "--json"],
-            env=environ, capture_output=True, text=True, timeout=3600, check=False,
-        )  # fmt: skip
-        found = json.loads(done.stdout.splitlines()[-1]) if done.stdout.strip() else {}
+        report = report_of(verb, _RUN_ID, stack.folder / "runs", stack.environment("viewer"))
         if verb == "audit":
-            result.audit = found
+            result.audit = report
         else:
-            result.replayed = len(found.get("same", []))
-        if done.returncode:
-            result.failures.append(
-                f"{verb}: exit code {done.returncode}: {(done.stderr or done.stdout).strip()[-600:]}"
-            )
+            result.replayed = len(report.get("same", []))
+        if report["exit_code"]:
+            result.failures.append(f"{verb}: exit code {report['exit_code']}: {json.dumps(report)[-600:]}")
 
 
 def table(faults: Sequence[Outcome]) -> str:

@@ -25,6 +25,11 @@ _REPOSITORY = Path(__file__).parents[3]
 _INIT = '"$@" & child=$!; trap "kill -TERM $child" TERM; trap "kill -INT $child" INT; while :; do wait $child; code=$?; kill -0 $child 2>/dev/null || exit $code; done'
 
 
+def interface(number: int) -> str:
+    """Return the name of the network interface in the namespace of that number."""
+    return f"psc{number}"
+
+
 class Network:
     """A bridge to which every container is connected, in a subnet of its own."""
 
@@ -45,7 +50,8 @@ class Network:
         subprocess.run(["ip", "link", "delete", self.bridge], check=False, capture_output=True)
 
     def add(self, number: int) -> str:
-        name, near, far = f"psn{os.getpid()}x{number}", f"psh{os.getpid()}x{number}"[-15:], f"psc{number}"
+        """Return the name of a new namespace with the subnet's address of that number."""
+        name, near, far = f"psn{os.getpid()}x{number}", f"psh{os.getpid()}x{number}"[-15:], interface(number)
         _run("ip", "netns", "add", name)
         self._namespaces.append(name)
         _run("ip", "link", "add", near, "type", "veth", "peer", "name", far, "netns", name)
@@ -121,17 +127,8 @@ class Container:
         pid = self._pid()
         if pid is None:
             return 125, "not running"
-        enter = [
-            "nsenter",
-            f"--target={pid}",
-            "--mount",
-            "--uts",
-            "--ipc",
-            "--net",
-            "--pid",
-            f"--root=/proc/{pid}/root",
-            "--wd=/",
-        ]
+        spaces = ("--mount", "--uts", "--ipc", "--net", "--pid")
+        enter = ["nsenter", f"--target={pid}", *spaces, f"--root=/proc/{pid}/root", "--wd=/"]
         try:
             done = subprocess.run(
                 [*enter, *self._as_user(), *command], stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=timeout_s, check=False
@@ -156,17 +153,8 @@ class Container:
 
     def _as_user(self) -> list[str]:
         """Return a command line that drops all rights that the container has not, and this machine's variables."""
-        rights = []
-        if self.image.user == USER:
-            rights = [
-                "setpriv",
-                f"--reuid={USER}",
-                f"--regid={USER}",
-                "--clear-groups",
-                "--inh-caps=-all",
-                "--bounding-set=-all",
-                "--no-new-privs",
-            ]
+        none = ("--clear-groups", "--inh-caps=-all", "--bounding-set=-all", "--no-new-privs")
+        rights = ["setpriv", f"--reuid={USER}", f"--regid={USER}", *none] if self.image.user == USER else []
         return [*rights, "env", "-i", *(f"{key}={value}" for key, value in self.environment.items())]
 
     def _script(self, hosts: Mapping[str, Sequence[str]]) -> str:

@@ -1,23 +1,31 @@
 """The attacks: what each role's login publishes, by class; a class can be switched off by its name.
 
-A class says in `DEFENDED` that the run must withstand it. What no check can tell from the truth, because the login
-is allowed to say it, is in `NOT_DEFENDED`: off unless `--with` names it, to measure what a stolen login can do.
+The run must withstand every class but those that `NOT_DEFENDED` names: what no check can tell from the truth, because the login
+is allowed to say it. They are off unless `--with` names them, to measure what a stolen login can do.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
 import random
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import Any
 
 from tests.rigs.fuzz import forgeries, mutate_facts, mutate_packs, values
-from tests.rigs.fuzz.capture import Corpus
+from tests.rigs.fuzz.attack import (
+    ROLES,
+    Attack,
+    Attacker,
+    Document,
+    Maker,
+    NothingToAttack,
+    as_json,
+    change,
+    reference,
+    sent,
+)
 
 from penstock.protocol import streams, subjects
-from penstock.protocol.errors import WireError
 from penstock.protocol.facts import (
     DeadLetter,
     Fact,
@@ -29,138 +37,8 @@ from penstock.protocol.facts import (
     WeightsApplied,
     WeightsPublished,
     WeightsRefused,
-    decode,
-    encode,
 )
-from penstock.protocol.transport.blobs import Blobs
 
-ROLES = ("rollout", "reward", "trainer", "viewer")
-DEFENDED = {
-    "bytes": "messages of damaged or random bytes",
-    "fields": "fields of another type, size or depth; added, removed, renamed",
-    "model": "messages drawn from the pydantic models",
-    "lies": "messages that the schema accepts and that are not true",
-    "replay": "real messages again, late, out of order, with and without their ids",
-    "foreign": "messages of and to another run",
-    "subjects": "unknown last tokens of a stream's subjects",
-    "headers": "headers that JetStream obeys (rollup, TTL, expected sequence) and hostile ones",
-    "pack-schema": "packs of another Arrow schema",
-    "pack-values": "packs of values that no engine reports or that no task asks for",
-    "pack-bytes": "packs of damaged bytes",
-    "never-issued": "packs of real prompts under attempts and epochs that were not issued",
-    "pack-bombs": "small packs that decode to much",
-    "dead-letters": "dead letters of real, outstanding groups",
-    "task-lists": "objects of task lists, damaged or drawn from the model",
-    "manifests": "manifests, patches and layouts, damaged, under real announcements",
-    "heartbeats": "heartbeats, damaged and invented",
-    "leases": "permits to swap and leases for clearing up",
-    "progress": "records of partly scored packs",
-    "marks": "records of readers that were killed with a message",
-    "registry": "the registry of reward endpoints",
-    "weights": "well-formed manifests of versions that the trainer has not made",
-    "votes": "checksums of engines, in the name of many workers",
-    "adapters": "adapters with forged factors, layouts, configurations and bases, under real and later announcements",
-    "refusals": "refusals of versions, in the name of real and invented workers",
-    "taken-ids": "messages under the ids that other messages will have",
-    "events": "events of kinds and figures that another role reports, under every subject that the login may use",
-    "wrong-role": "what another role may publish; the server must refuse it",
-    "js-api": "requests that change streams and consumers; the server must refuse them",
-}
-NOT_DEFENDED = {
-    "plausible": "packs that only the model can tell from real ones",
-    "rewards": "other rewards for real packs",
-    "acks": "acknowledgements of messages that other processes hold",
-    "state": "head, lease, floor and checkpoint of the run",
-}
-MUST_BE_REFUSED = {"wrong-role", "js-api"}
-
-
-@dataclass(slots=True)
-class Attack:
-    """One message as a login sends it; ``stored`` are objects that are put into S3 before."""
-
-    number: int
-    kind: str
-    name: str
-    role: str
-    subject: str
-    data: bytes
-    headers: dict[str, str] = field(default_factory=dict)
-    stored: list[tuple[str, bytes]] = field(default_factory=list)
-    outcome: str = "unanswered"
-    stream: str = ""
-    sequence: int = 0
-
-    @property
-    def stage(self) -> str:
-        parts = self.subject.split(".")
-        return parts[2] if parts[0] == subjects.PREFIX and len(parts) > 2 else parts[0]
-
-
-class Attacker:
-    """Draws one attack after another from a seed, the corpus and the run's present state."""
-
-    def __init__(self, corpus: Corpus, blobs: Blobs, kinds: set[str], seed: int) -> None:
-        """Attack a run that is under way with the given classes."""
-        self._corpus, self._blobs, self._seed = corpus, blobs, seed
-        self.run_id = corpus.run_id
-        self._votes = "votes" in kinds
-        self._makers = [(kind, weight, make) for kind, weight, make in _MAKERS if kind in kinds]
-        self._weights = [weight for _, weight, _ in self._makers]
-
-    def draw(self, number: int) -> Attack | None:
-        """Return attack ``number``; None if the run has sent nothing yet that it could start from."""
-        rng = random.Random(f"{self._seed}:{number}")
-        kind, _, make = rng.choices(self._makers, self._weights)[0]
-        made = make(self, rng)
-        if made is not None:
-            made.number, made.kind = number, kind
-            if not self._votes and made.subject == subjects.weights_applied(self.run_id) and kind != "replay":
-                made.data = _without_vote(made.data)
-            made.headers.setdefault("X-Fuzz", str(number))
-        return made
-
-    # ── what the makers share ─────────────────────────────────────────────────────────────────
-
-    def real(self, rng: random.Random, kind: str) -> tuple[str, bytes] | None:
-        return self._corpus.draw(rng, kind)
-
-    def rows(self, rng: random.Random) -> tuple[dict[str, Any], bytes] | None:
-        """Return a real announcement of a pack, as fields, and the pack's bytes."""
-        found = self._corpus.draw(rng, "generated")
-        if found is None:
-            return None
-        fields = mutate_facts.unpack(found[1])[1]
-        data = self._corpus.fetch(fields["pack"], self._blobs)
-        return None if data is None else (fields, data)
-
-    def manifest(self, rng: random.Random) -> tuple[Any, bytes] | None:
-        """Return a real announcement of weights, unpacked, and the manifest that it names."""
-        found = self._corpus.draw(rng, "weights.published")
-        if found is None:
-            return None
-        tree = mutate_facts.unpack(found[1])
-        data = self.fetch(tree[1]["manifest"])
-        return None if data is None else (tree, data)
-
-    def number_near(self, rng: random.Random) -> int:
-        """Return a number like those of the next messages of a stream, or of the next step."""
-        return rng.choice((self._corpus.newest_step, self._corpus.num_seen // 8)) + rng.randrange(-3, 40)
-
-    def fetch(self, ref: dict[str, Any]) -> bytes | None:
-        return self._corpus.fetch(ref, self._blobs)
-
-
-def _without_vote(data: bytes) -> bytes:
-    """Return a valid `WeightsApplied` of a layout that no engine has, so that nothing is compared with it."""
-    try:
-        fact = decode(data, WeightsApplied)
-    except WireError:
-        return data
-    return encode(fact.model_copy(update={"layout": "fuzz"}))
-
-
-Maker = Callable[[Attacker, random.Random], Attack | None]
 # role -> stage -> the fact it publishes there
 _FACTS: dict[str, dict[str, type[Fact]]] = {
     "rollout": {"generated": GroupGenerated, "weights.applied": WeightsApplied, "weights.refused": WeightsRefused, "events": RunEvent, "dead": DeadLetter},
@@ -182,6 +60,15 @@ def _fact(rng: random.Random) -> tuple[str, str, type[Fact]]:
     return role, stage, _FACTS[role][stage]
 
 
+def _real_fact(attacker: Attacker, rng: random.Random, *, dead: bool = True) -> tuple[str, str, str, bytes]:
+    """Return role, stage, subject and bytes of a real message; ``dead``: it may be a dead letter."""
+    role, stage, _ = _fact(rng)
+    subject, data = attacker.real(rng, stage)
+    if stage == "dead" and not dead:
+        raise NothingToAttack
+    return role, stage, subject, data
+
+
 def _subject(attacker: Attacker, role: str, stage: str, rng: random.Random) -> str:
     run_id = attacker.run_id
     if stage == "dead":
@@ -194,34 +81,25 @@ def _subject(attacker: Attacker, role: str, stage: str, rng: random.Random) -> s
     return f"{subjects.PREFIX}.{run_id}.{stage}.{rng.choice(splits)}"
 
 
-def _attack(rng: random.Random, name: str, role: str, subject: str, data: bytes) -> Attack:
-    headers = {"Nats-Msg-Id": f"fuzz-{rng.getrandbits(60):x}"} if rng.random() < 0.7 else {}
-    return Attack(0, "", name, role, subject, data, headers)
+# ── messages ──────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def _of_real(change: Callable[[random.Random, bytes, bytes], tuple[str, bytes]], *, lies: bool = False) -> Maker:
-    def make(attacker: Attacker, rng: random.Random) -> Attack | None:
-        role, stage, _ = _fact(rng)
-        if rng.random() > _LOUD.get(stage, 1.0) or (lies and stage == "dead"):
-            return None
-        found, other = attacker.real(rng, stage), attacker.real(rng, stage)
-        if found is None or other is None:
-            return None
-        name, data = change(rng, found[1], other[1])
-        return _attack(rng, f"{stage} {name}", role, _subject(attacker, role, stage, rng), data)
+def _of_real(mutate: Callable[[random.Random, bytes, bytes], tuple[str, bytes]], *, dead: bool = True) -> Maker:
+    def make(attacker: Attacker, rng: random.Random) -> Attack:
+        role, stage, _, data = _real_fact(attacker, rng, dead=dead)
+        if rng.random() > _LOUD.get(stage, 1.0):
+            raise NothingToAttack
+        name, data = mutate(rng, data, attacker.real(rng, stage)[1])
+        return sent(rng, f"{stage} {name}", role, _subject(attacker, role, stage, rng), data)
 
     return make
-
-
-def _bytes(rng: random.Random, data: bytes, other: bytes) -> tuple[str, bytes]:
-    return mutate_facts.bytes_of(rng, data, other)
 
 
 def _fields(rng: random.Random, data: bytes, _: bytes) -> tuple[str, bytes]:
     return mutate_facts.fields_of(rng, data)
 
 
-def _model(attacker: Attacker, rng: random.Random) -> Attack | None:
+def _model(attacker: Attacker, rng: random.Random) -> Attack:
     role, stage, model = _fact(rng)
     data = mutate_facts.generated_fact(rng, model)
     if rng.random() < 0.7:
@@ -229,38 +107,29 @@ def _model(attacker: Attacker, rng: random.Random) -> Attack | None:
         if "run_id" in tree[1]:
             tree[1]["run_id"] = attacker.run_id
         data = mutate_facts.pack(tree)
-    return _attack(rng, stage, role, _subject(attacker, role, stage, rng), data)
+    return sent(rng, stage, role, _subject(attacker, role, stage, rng), data)
 
 
-def _replay(attacker: Attacker, rng: random.Random) -> Attack | None:
-    role, stage, _ = _fact(rng)
-    found = attacker.real(rng, stage)
-    if found is None or stage == "dead" or rng.random() > _LOUD.get(stage, 1.0):
-        return None
-    return _attack(rng, stage, role, found[0], found[1])
+def _replay(attacker: Attacker, rng: random.Random) -> Attack:
+    role, stage, subject, data = _real_fact(attacker, rng, dead=False)
+    if rng.random() > _LOUD.get(stage, 1.0):
+        raise NothingToAttack
+    return sent(rng, stage, role, subject, data)
 
 
-def _foreign(attacker: Attacker, rng: random.Random) -> Attack | None:
-    role, stage, _ = _fact(rng)
-    found = attacker.real(rng, stage)
-    if found is None:
-        return None
+def _foreign(attacker: Attacker, rng: random.Random) -> Attack:
+    role, stage, subject, data = _real_fact(attacker, rng)
     if rng.random() < 0.3:
-        return _attack(rng, f"{stage} to another run", role, found[0].replace(attacker.run_id, "other-run"), found[1])
-    tree = mutate_facts.unpack(found[1])
+        return sent(rng, f"{stage} to another run", role, subject.replace(attacker.run_id, "other-run"), data)
+    tree = mutate_facts.unpack(data)
     tree[1]["run_id"] = rng.choice(("other-run", attacker.run_id.upper(), attacker.run_id + "0", ""))
-    return _attack(rng, f"{stage} of another run", role, found[0], mutate_facts.pack(tree))
+    return sent(rng, f"{stage} of another run", role, subject, mutate_facts.pack(tree))
 
 
-def _odd_subjects(attacker: Attacker, rng: random.Random) -> Attack | None:
-    role, stage, _ = _fact(rng)
-    found = attacker.real(rng, stage)
-    if found is None or stage == "dead":
-        return None
-    subject = (
-        found[0].rpartition(".")[0] + "." + rng.choice(("other", "TRAIN", "*", ">", "train.x", "0", "x" * 200, "é"))
-    )
-    return _attack(rng, f"{stage} to {subject.rpartition('.')[2][:8]}", role, subject, found[1])
+def _odd_subjects(attacker: Attacker, rng: random.Random) -> Attack:
+    role, stage, subject, data = _real_fact(attacker, rng, dead=False)
+    last = rng.choice(("other", "TRAIN", "*", ">", "train.x", "0", "x" * 200, "é"))
+    return sent(rng, f"{stage} to {last[:8]}", role, f"{subject.rpartition('.')[0]}.{last}", data)
 
 
 _HEADERS = (
@@ -270,239 +139,141 @@ _HEADERS = (
 )  # fmt: skip
 
 
-def _headers(attacker: Attacker, rng: random.Random) -> Attack | None:
+def _headers(attacker: Attacker, rng: random.Random) -> Attack:
     headers = dict(rng.choice(_HEADERS))
-    role, stage, _ = _fact(rng)
-    if rng.random() < 0.3 and role != "viewer":
+    if rng.random() < 0.3:
+        role = _fact(rng)[0]
         key = streams.heartbeat_key(role, f"fuzz-{rng.randrange(4)}")
-        made = _attack(rng, f"heartbeat {next(iter(headers))}", role, f"$KV.{attacker.run_id}-live.{key}", b"")
+        made = sent(rng, f"heartbeat {next(iter(headers))}", role, f"$KV.{attacker.run_id}-live.{key}", b"")
     else:
-        found = attacker.real(rng, stage)
-        if found is None or stage == "dead":
-            return None
+        role, stage, subject, data = _real_fact(attacker, rng, dead=False)
         empty = "Status" in headers and rng.random() < 0.8  # looks like a status message of the server
-        made = _attack(rng, f"{stage} {next(iter(headers))}", role, found[0], b"" if empty else found[1])
+        made = sent(rng, f"{stage} {next(iter(headers))}", role, subject, b"" if empty else data)
     made.headers |= headers
     return made
 
 
-# ── packs ─────────────────────────────────────────────────────────────────────────────────────────────────
+# ── packs and other objects ───────────────────────────────────────────────────────────────────────────────
 
 
 def _announced(
-    attacker: Attacker, rng: random.Random, name: str, fields: dict[str, Any], data: bytes, groups: Any
+    attacker: Attacker, rng: random.Random, name: str, fields: Document, data: bytes, groups: Any = None
 ) -> Attack:
-    sha256 = hashlib.sha256(data).hexdigest()
-    key = f"{fields['pack']['key'].rpartition('/')[0]}/fuzz-{sha256[:20]}.parquet"
-    if groups is None:
-        fields["pack"] = {"key": key, "size_bytes": len(data), "sha256": sha256}
-    else:
-        fields = mutate_packs.described(fields, groups, key, data, sha256)
-    fields["pack_id"] = f"fuzz-{sha256[:16]}"
+    ref = reference(fields["pack"]["key"].rpartition("/")[0], data, ".parquet")
+    if groups is not None:
+        fields = mutate_packs.described(fields, groups)
+    fields |= {"pack": ref, "pack_id": f"fuzz-{ref['sha256'][:16]}"}
     subject = subjects.generated(attacker.run_id, "train")
-    made = _attack(rng, name, "rollout", subject, mutate_facts.pack([GroupGenerated.schema_tag, fields]))
-    made.stored = [(key, data)]
+    made = sent(rng, name, "rollout", subject, mutate_facts.pack([GroupGenerated.schema_tag, fields]))
+    made.stored = [(ref["key"], data)]
     return made
 
 
-def _pack_schema(attacker: Attacker, rng: random.Random) -> Attack | None:
-    if (found := attacker.rows(rng)) is None:
-        return None
-    name, data = mutate_packs.schema_of(rng, mutate_packs.read(found[1]))
-    return _announced(attacker, rng, name, found[0], data, None)
+def _changed_bytes(mutate: Callable[[random.Random, bytes, bytes], tuple[str, bytes]]) -> Maker:
+    """Return attacks by packs whose bytes are changed under the announcement of a real one."""
+
+    def make(attacker: Attacker, rng: random.Random) -> Attack:
+        fields, data = attacker.rows(rng)
+        name, data = mutate(rng, data, attacker.rows(rng)[1])
+        return _announced(attacker, rng, name, fields, data)
+
+    return make
 
 
-def _pack_values(attacker: Attacker, rng: random.Random) -> Attack | None:
-    found, other = attacker.rows(rng), attacker.rows(rng)
-    if found is None or other is None:
-        return None
-    name, groups = mutate_packs.values_of(rng, mutate_packs.read(found[1]), mutate_packs.read(other[1]))
-    return _announced(attacker, rng, name, found[0], mutate_packs.write_rows(groups), groups)
+def _changed_rows(mutate: Callable[[random.Random, mutate_packs.Groups, mutate_packs.Groups], str]) -> Maker:
+    """Return attacks by packs whose rows are changed in place, under an announcement that agrees with them."""
+
+    def make(attacker: Attacker, rng: random.Random) -> Attack:
+        fields, data = attacker.rows(rng)
+        groups, spare = mutate_packs.read(data), mutate_packs.read(attacker.rows(rng)[1])
+        name = mutate(rng, groups, spare)
+        return _announced(attacker, rng, name, fields, mutate_packs.write_rows(groups), groups)
+
+    return make
 
 
-def _plausible(attacker: Attacker, rng: random.Random) -> Attack | None:
-    if (found := attacker.rows(rng)) is None:
-        return None
-    name, groups = mutate_packs.plausible_of(rng, mutate_packs.read(found[1]))
-    return _announced(attacker, rng, name, found[0], mutate_packs.write_rows(groups), groups)
+def _never_issued(rng: random.Random, groups: mutate_packs.Groups, _: mutate_packs.Groups) -> str:
+    if not groups[0][0]["group_id"].startswith("e") or groups[0][0]["split"] == "eval":
+        raise NothingToAttack
+    return mutate_packs.never_issued_of(rng, groups)
 
 
-def _never_issued(attacker: Attacker, rng: random.Random) -> Attack | None:
-    if (found := attacker.rows(rng)) is None or not found[0]["groups"][0]["group_id"].startswith("e"):
-        return None
-    try:
-        name, groups = mutate_packs.never_issued_of(rng, mutate_packs.read(found[1]))
-    except ValueError:  # a pack of an evaluation
-        return None
-    return _announced(attacker, rng, name, found[0], mutate_packs.write_rows(groups), groups)
-
-
-def _pack_bytes(attacker: Attacker, rng: random.Random) -> Attack | None:
-    found, other = attacker.rows(rng), attacker.rows(rng)
-    if found is None or other is None:
-        return None
-    name, data = mutate_packs.bytes_of(rng, found[1], other[1])
-    return _announced(attacker, rng, name, found[0], data, None)
-
-
-def _pack_bombs(attacker: Attacker, rng: random.Random) -> Attack | None:
-    if (found := attacker.rows(rng)) is None:
-        return None
-    name, data = mutate_packs.bombs(rng, mutate_packs.read(found[1]))
-    return _announced(attacker, rng, name, found[0], data, None)
-
-
-def _task_lists(attacker: Attacker, rng: random.Random) -> Attack | None:
-    found = attacker.real(rng, "tasks")
-    if found is None:
-        return None
-    tasks = mutate_facts.unpack(found[1])[1]["tasks"]
-    whole = mutate_facts.pack(["task_list.v1", {"tasks": tasks}])
-    name, data = (
-        mutate_facts.fields_of(rng, whole) if rng.random() < 0.6 else mutate_facts.bytes_of(rng, whole, found[1])
-    )
-    sha256 = hashlib.sha256(data).hexdigest()
-    key = f"runs/{attacker.run_id}/tasks/fuzz-{sha256[:20]}.msgpack"
-    ref = {"key": key, "size_bytes": len(data), "sha256": sha256}
-    fields = {"run_id": attacker.run_id, "pack_id": f"fuzz-{sha256[:16]}", "tasks": [], "tasks_blob": ref}
-    made = _attack(
-        rng, name, "trainer", subjects.tasks(attacker.run_id, "train"), mutate_facts.pack(["task_issued.v1", fields])
-    )
-    made.stored = [(key, data)]
+def _task_lists(attacker: Attacker, rng: random.Random) -> Attack:
+    _, message = attacker.real(rng, "tasks")
+    whole = mutate_facts.pack(["task_list.v1", {"tasks": mutate_facts.unpack(message)[1]["tasks"]}])
+    damage = rng.random() >= 0.6
+    name, data = mutate_facts.bytes_of(rng, whole, message) if damage else mutate_facts.fields_of(rng, whole)
+    ref = reference(f"runs/{attacker.run_id}/tasks", data, ".msgpack")
+    fields = {"run_id": attacker.run_id, "pack_id": f"fuzz-{ref['sha256'][:16]}", "tasks": [], "tasks_blob": ref}
+    subject = subjects.tasks(attacker.run_id, "train")
+    made = sent(rng, name, "trainer", subject, mutate_facts.pack([TaskIssued.schema_tag, fields]))
+    made.stored = [(ref["key"], data)]
     return made
-
-
-def _manifests(attacker: Attacker, rng: random.Random) -> Attack | None:
-    """Announce a damaged manifest: of the newest version again, or of the one after it."""
-    found = attacker.manifest(rng)
-    if found is None:
-        return None
-    tree, data = found
-    document = json.loads(data)
-    name = rng.choice(("bytes", "fields", "objects", "cut"))
-    if name == "bytes":
-        data = bytes(mutate_facts.bytes_of(rng, data, data)[1])
-    elif name == "fields":
-        data = _as_json(_changed_document(rng, document))
-    elif name == "objects" and document["objects"]:
-        document["objects"][0]["sha256"] = "0" * 64
-        data = _as_json(document)
-    else:
-        data = data[: rng.randrange(len(data))]
-    return _announced_weights(attacker, rng, name, tree, data)
-
-
-def _announced_weights(attacker: Attacker, rng: random.Random, name: str, tree: Any, data: bytes) -> Attack:
-    sha256, fields = hashlib.sha256(data).hexdigest(), tree[1]
-    key = f"runs/{attacker.run_id}/weights/v{fields['version']:08d}/fuzz/{sha256[:20]}.json"
-    fields["manifest"] = {"key": key, "size_bytes": len(data), "sha256": sha256}
-    made = _attack(rng, name, "trainer", subjects.weights_published(attacker.run_id), mutate_facts.pack(tree))
-    made.stored = [(key, data)]
-    return made
-
-
-def _weights(attacker: Attacker, rng: random.Random) -> Attack | None:
-    """Announce real weights under the number of a later version."""
-    found = attacker.manifest(rng)
-    if found is None:
-        return None
-    tree, data = found
-    document = json.loads(data)
-    tree[1]["version"] = document["version"] = document["version"] + rng.choice((1, 2, 1000))
-    return _announced_weights(attacker, rng, "later version", tree, _as_json(document))
-
-
-def _changed_document(rng: random.Random, document: dict[str, Any]) -> dict[str, Any]:
-    container, key = rng.choice(mutate_facts.places(["", document]))
-    container[key] = rng.choice(
-        (values.integer(rng), values.text(rng), None, [], {}, values.same_type(rng, container[key]))
-    )
-    return document
-
-
-def _as_json(document: Any) -> bytes:
-    return json.dumps(document).encode("utf-8", "replace")
 
 
 # ── keys ──────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def _heartbeats(attacker: Attacker, rng: random.Random) -> Attack | None:
+def _heartbeats(attacker: Attacker, rng: random.Random) -> Attack:
     role = rng.choice(("rollout", "reward", "trainer"))
-    found = attacker.real(rng, f"kv.live.{role}")
-    if found is None:
-        return None
-    change = rng.randrange(4)
-    if change == 0:
-        name, data = mutate_facts.bytes_of(rng, found[1], found[1])
-    elif change == 1:
-        name, data = mutate_facts.fields_of(rng, found[1])
-    elif change == 2:
-        name, data = "model", mutate_facts.generated_fact(rng, Heartbeat)
-    else:
-        name, data = mutate_facts.lies_of(rng, found[1], found[1])
-    key = found[0] if rng.random() < 0.5 else f"$KV.{attacker.run_id}-live.{role}.fuzz-{rng.randrange(50)}"
-    return _attack(rng, name, role, key, data)
-
-
-def _leases(attacker: Attacker, rng: random.Random) -> Attack | None:
-    role, key = rng.choice(
+    real_key, real = attacker.real(rng, f"kv.live.{role}")
+    name, data = rng.choice(
         (
-            ("rollout", streams.swap_permit_key(rng.randrange(3))),
-            ("trainer", streams.GARBAGE_LEASE),
-            ("trainer", streams.EXPIRY_LEASE),
+            lambda: mutate_facts.bytes_of(rng, real, real),
+            lambda: mutate_facts.fields_of(rng, real),
+            lambda: ("model", mutate_facts.generated_fact(rng, Heartbeat)),
+            lambda: mutate_facts.lies_of(rng, real, real),
         )
-    )
+    )()
+    key = real_key if rng.random() < 0.5 else f"$KV.{attacker.run_id}-live.{role}.fuzz-{rng.randrange(50)}"
+    return sent(rng, name, role, key, data)
+
+
+def _leases(attacker: Attacker, rng: random.Random) -> Attack:
+    permit = ("rollout", streams.swap_permit_key(rng.randrange(3)))
+    role, key = rng.choice((permit, ("trainer", streams.GARBAGE_LEASE), ("trainer", streams.EXPIRY_LEASE)))
     data = rng.choice((b"", b"worker-0", b"worker-1", rng.randbytes(20), mutate_facts.pack(values.leaf(rng))))
-    return _attack(rng, key, role, f"$KV.{attacker.run_id}-leases.{key}", data)
+    return sent(rng, key, role, f"$KV.{attacker.run_id}-leases.{key}", data)
 
 
-def _progress(attacker: Attacker, rng: random.Random) -> Attack | None:
-    number = rng.choice((rng.randrange(1, 3000), 2**63))
+def _progress(attacker: Attacker, rng: random.Random) -> Attack:
+    key = streams.pack_progress_key(rng.choice((rng.randrange(1, 3000), 2**63)))
+    hostile = ([1], ["e0.p0.a0"], {"e0.p0.a0": 10**9}, {"a": "b"}, {"a": [1]}, None, 7, "x", {"e0.p1.a0": -5})
     document = {"settled": [], "excused": {}, "refused_since": {}}
     for name in document:
         if rng.random() < 0.5:
-            document[name] = rng.choice(
-                ([1], ["e0.p0.a0"], {"e0.p0.a0": 10**9}, {"a": "b"}, {"a": [1]}, None, 7, "x", {"e0.p1.a0": -5})
-            )
+            document[name] = rng.choice(hostile)
     data = rng.choice(
-        (b"", rng.randbytes(30), _as_json(document), _as_json(values.nested(900)), _as_json([]), b'{"settled":NaN}')
+        (b"", rng.randbytes(30), as_json(document), as_json(values.nested(900)), as_json([]), b'{"settled":NaN}')
     )
-    return _attack(
-        rng,
-        "record",
-        "reward",
-        f"$KV.{streams.scoring_bucket(attacker.run_id).bucket}.{streams.pack_progress_key(number)}",
-        data,
-    )
+    return sent(rng, "record", "reward", f"$KV.{streams.scoring_bucket(attacker.run_id).bucket}.{key}", data)
 
 
-def _registry(attacker: Attacker, rng: random.Random) -> Attack | None:
-    bucket = streams.registry_bucket().bucket
-    found = attacker.real(rng, "kv.rewards.endpoints") or attacker.real(rng, "kv.rewards.directory")
-    if found is None or rng.random() < 0.5:
-        key = rng.choice(("lease.x", "lease.00", "fuzz", "offers.reward-9"))
-        return _attack(
-            rng, "key", "reward", f"$KV.{bucket}.{key}", rng.choice((b"", rng.randbytes(40), b"{}", b"[]", b"null"))
-        )
+def _registry(attacker: Attacker, rng: random.Random) -> Attack:
     try:
-        document = json.loads(found[1])
+        subject, real = attacker.real(rng, "kv.rewards.endpoints", "kv.rewards.directory")
+    except NothingToAttack:
+        subject, real = "", b""
+    if not subject or rng.random() < 0.5:
+        key = rng.choice(("lease.x", "lease.00", "fuzz", "offers.reward-9"))
+        data = rng.choice((b"", rng.randbytes(40), b"{}", b"[]", b"null"))
+        return sent(rng, "key", "reward", f"$KV.{streams.registry_bucket().bucket}.{key}", data)
+    try:
+        document = {"d": json.loads(real)}
     except ValueError:
-        return None
-    data = rng.choice((rng.randbytes(40), b"{}", b"[1]", _as_json(_changed_document(rng, {"d": document})["d"])))
-    return _attack(rng, "directory", "reward", found[0], data)
+        raise NothingToAttack from None
+    change(rng, document)
+    return sent(
+        rng, "directory", "reward", subject, rng.choice((rng.randbytes(40), b"{}", b"[1]", as_json(document["d"])))
+    )
 
 
 # ── what the server must refuse ───────────────────────────────────────────────────────────────────────────
 
 
-def _wrong_role(attacker: Attacker, rng: random.Random) -> Attack | None:
-    writer, stage, _ = _fact(rng)
+def _wrong_role(attacker: Attacker, rng: random.Random) -> Attack:
+    writer, stage, subject, data = _real_fact(attacker, rng)
     role = rng.choice([role for role in ROLES if role != writer])
-    found = attacker.real(rng, stage)
-    if found is None:
-        return None
-    subject = found[0]
     if stage == "events":
         role = rng.choice(("rollout", "reward", "viewer"))
         others = sorted({*_EVENTS["trainer"], *_EVENTS["reward"], "any"} - set(_EVENTS.get(role, ())))
@@ -514,19 +285,18 @@ def _wrong_role(attacker: Attacker, rng: random.Random) -> Attack | None:
         subject = subjects.dead(attacker.run_id, _DEAD_STAGE[writer])
     elif rng.random() < 0.3 and role != "trainer":
         subject = f"$KV.{attacker.run_id}-state.{rng.choice(('head', 'lease', 'floor', 'checkpoint'))}"
-    return _attack(rng, f"{role} publishes {stage}", role, subject, found[1])
+    return sent(rng, f"{role} publishes {stage}", role, subject, data)
 
 
-def _js_api(attacker: Attacker, rng: random.Random) -> Attack | None:
+def _js_api(attacker: Attacker, rng: random.Random) -> Attack:
     run_id, role = attacker.run_id, rng.choice(ROLES)
     stream = rng.choice((*streams.stream_names(run_id), *(f"KV_{b.bucket}" for b in streams.buckets(run_id))))
     spec = rng.choice(streams.consumers(run_id))
     config = {"durable_name": spec.durable, "name": spec.durable, "filter_subject": spec.filter_subject, "ack_policy": "explicit",
               "ack_wait": 10**6, "max_ack_pending": 1}  # fmt: skip
     body = json.dumps({"stream_name": spec.stream, "config": config})
-    other = json.dumps(
-        {"stream_name": stream, "config": {"durable_name": "fuzz", "name": "fuzz", "ack_policy": "explicit"}}
-    )
+    new = {"durable_name": "fuzz", "name": "fuzz", "ack_policy": "explicit"}
+    other = json.dumps({"stream_name": stream, "config": new})
     verb, data = rng.choice(
         (
             (f"STREAM.DELETE.{stream}", ""), (f"STREAM.PURGE.{stream}", ""), (f"STREAM.CREATE.fuzz-{rng.randrange(9)}", '{"name":"fuzz"}'),
@@ -538,108 +308,90 @@ def _js_api(attacker: Attacker, rng: random.Random) -> Attack | None:
             (f"CONSUMER.CREATE.{stream}.fuzz", other), (f"CONSUMER.CREATE.{stream}.fuzz.>", other), (f"CONSUMER.CREATE.{stream}", other),
         )
     )  # fmt: skip
-    return Attack(0, "", f"{role} {'.'.join(verb.split('.')[:2])}", role, f"$JS.API.{verb}", data.encode())
+    return Attack(f"{role} {'.'.join(verb.split('.')[:2])}", role, f"$JS.API.{verb}", data.encode())
 
 
-# ── what is not defended ──────────────────────────────────────────────────────────────────────────────────
+# ── what is not defended, but for dead letters and votes ──────────────────────────────────────────────────
 
 
-def _rewards(attacker: Attacker, rng: random.Random) -> Attack | None:
-    found = attacker.real(rng, "scored")
-    if found is None:
-        return None
-    tree = mutate_facts.unpack(found[1])
+def _rewards(attacker: Attacker, rng: random.Random) -> Attack:
+    subject, tree = attacker.real_fields(rng, "scored")
     for group in tree[1]["groups"]:
         group["rewards"] = [rng.choice((0.0, 1.0, 1e300)) for _ in group["rewards"]]
-    return _attack(rng, "rewards", "reward", found[0], mutate_facts.pack(tree))
+    return sent(rng, "rewards", "reward", subject, mutate_facts.pack(tree))
 
 
-def _dead_letters(attacker: Attacker, rng: random.Random) -> Attack | None:
-    found = attacker.real(rng, rng.choice(("generated", "tasks")))
-    if found is None:
-        return None
-    fields = mutate_facts.unpack(found[1])[1]
-    ids = [group["group_id"] for group in fields.get("groups") or fields.get("tasks") or ()]
-    letter = DeadLetter(
-        run_id=attacker.run_id,
-        stage="tasks",
-        subject=found[0],
-        reason="fuzz",
-        detail="",
-        group_ids=tuple(ids),
-        num_delivered=1,
-    )
-    data = mutate_facts.pack([DeadLetter.schema_tag, letter.model_dump(mode="python")])
-    return _attack(rng, "real ids", "rollout", subjects.dead(attacker.run_id, "tasks"), data)
+def _dead_letters(attacker: Attacker, rng: random.Random) -> Attack:
+    subject, (_, fields) = attacker.real_fields(rng, rng.choice(("generated", "tasks")))
+    letter = {
+        "run_id": attacker.run_id, "stage": "tasks", "subject": subject, "reason": "fuzz", "detail": "", "num_delivered": 1,
+        "group_ids": tuple(group["group_id"] for group in fields.get("groups") or fields.get("tasks") or ()),
+    }  # fmt: skip
+    data = mutate_facts.pack([DeadLetter.schema_tag, DeadLetter(**letter).model_dump(mode="python")])
+    return sent(rng, "real ids", "rollout", subjects.dead(attacker.run_id, "tasks"), data)
 
 
-def _acks(attacker: Attacker, rng: random.Random) -> Attack | None:
-    role, spec = rng.choice(
-        (
-            ("rollout", streams.tasks_consumer(attacker.run_id, "train")),
-            ("reward", streams.generated_consumer(attacker.run_id)),
-        )
-    )
+def _acks(attacker: Attacker, rng: random.Random) -> Attack:
+    of_worker = ("rollout", streams.tasks_consumer(attacker.run_id, "train"))
+    role, spec = rng.choice((of_worker, ("reward", streams.generated_consumer(attacker.run_id))))
     number = rng.randrange(1, 3000)
     reply = f"$JS.ACK.{spec.stream}.{spec.durable}.1.{number}.{number}.1700000000000000000.0"
-    return Attack(0, "", f"{spec.durable}", role, reply, rng.choice((b"+ACK", b"+TERM", b"-NAK", b"+WPI")))
+    return Attack(spec.durable, role, reply, rng.choice((b"+ACK", b"+TERM", b"-NAK", b"+WPI")))
 
 
-def _votes(attacker: Attacker, rng: random.Random) -> Attack | None:
-    found = attacker.real(rng, "weights.applied")
-    if found is None:
-        return None
-    tree = mutate_facts.unpack(found[1])
-    tree[1] |= {
-        "worker_id": f"fuzz-{rng.randrange(9)}",
-        "version": tree[1]["version"] + rng.randrange(9),
-        "checksum": "0" * 64,
-    }
-    return _attack(rng, "vote", "rollout", found[0], mutate_facts.pack(tree))
+def _votes(attacker: Attacker, rng: random.Random) -> Attack:
+    subject, tree = attacker.real_fields(rng, "weights.applied")
+    version = tree[1]["version"] + rng.randrange(9)
+    tree[1] |= {"worker_id": f"fuzz-{rng.randrange(9)}", "version": version, "checksum": "0" * 64}
+    return sent(rng, "vote", "rollout", subject, mutate_facts.pack(tree))
 
 
-def _state(attacker: Attacker, rng: random.Random) -> Attack | None:
+def _state(attacker: Attacker, rng: random.Random) -> Attack:
     key = rng.choice((streams.HEAD_KEY, streams.LEASE_KEY, streams.FLOOR_KEY, streams.CHECKPOINT_KEY))
-    found = attacker.real(rng, f"kv.state.{key}")
-    if found is None:
-        return None
-    change = rng.choice((_bytes, _fields, mutate_facts.lies_of))
-    name, data = change(rng, found[1], found[1])
-    return _attack(rng, f"{key} {name}", "trainer", found[0], data)
+    subject, real = attacker.real(rng, f"kv.state.{key}")
+    name, data = rng.choice((mutate_facts.bytes_of, _fields, mutate_facts.lies_of))(rng, real, real)
+    return sent(rng, f"{key} {name}", "trainer", subject, data)
 
 
-_MAKERS: tuple[tuple[str, float, Maker], ...] = (
-    ("adapters", 2, forgeries.adapters),
-    ("marks", 3, forgeries.marks),
-    ("refusals", 4, forgeries.refusals),
-    ("taken-ids", 5, forgeries.taken_ids),
-    ("events", 4, forgeries.events),
-    ("bytes", 14, _of_real(_bytes)),
-    ("fields", 22, _of_real(_fields)),
-    ("model", 8, _model),
-    ("lies", 16, _of_real(mutate_facts.lies_of, lies=True)),
-    ("replay", 8, _replay),
-    ("foreign", 5, _foreign),
-    ("subjects", 1, _odd_subjects),
-    ("headers", 3, _headers),
-    ("pack-schema", 4, _pack_schema),
-    ("pack-values", 6, _pack_values),
-    ("pack-bytes", 3, _pack_bytes),
-    ("never-issued", 3, _never_issued),
-    ("pack-bombs", 0.15, _pack_bombs),
-    ("task-lists", 1, _task_lists),
-    ("manifests", 1.5, _manifests),
-    ("heartbeats", 14, _heartbeats),
-    ("leases", 3, _leases),
-    ("progress", 3, _progress),
-    ("registry", 1, _registry),
-    ("wrong-role", 8, _wrong_role),
-    ("js-api", 4, _js_api),
-    ("plausible", 3, _plausible),
-    ("rewards", 3, _rewards),
-    ("dead-letters", 3, _dead_letters),
-    ("acks", 3, _acks),
-    ("state", 1, _state),
-    ("votes", 1, _votes),
-    ("weights", 1, _weights),
-)
+# name: how often it is drawn, its attacks, and what it sends
+CLASSES: dict[str, tuple[float, Maker, str]] = {
+    "bytes": (14, _of_real(mutate_facts.bytes_of), "messages of damaged or random bytes"),
+    "fields": (22, _of_real(_fields), "fields of another type, size or depth; added, removed, renamed"),
+    "model": (8, _model, "messages drawn from the pydantic models"),
+    "lies": (16, _of_real(mutate_facts.lies_of, dead=False), "messages that the schema accepts and that are not true"),
+    "replay": (8, _replay, "real messages again, late, out of order, with and without their ids"),
+    "foreign": (5, _foreign, "messages of and to another run"),
+    "subjects": (1, _odd_subjects, "unknown last tokens of a stream's subjects"),
+    "headers": (3, _headers, "headers that JetStream obeys (rollup, TTL, expected sequence) and hostile ones"),
+    "pack-schema": (4, _changed_bytes(mutate_packs.schema_of), "packs of another Arrow schema"),
+    "pack-values": (6, _changed_rows(mutate_packs.values_of), "packs of values that no engine reports or that no task asks for"),
+    "pack-bytes": (3, _changed_bytes(mutate_packs.bytes_of), "packs of damaged bytes"),
+    "never-issued": (3, _changed_rows(_never_issued), "packs of real prompts under attempts and epochs that were not issued"),
+    "pack-bombs": (0.15, _changed_bytes(mutate_packs.bombs), "small packs that decode to much"),
+    "dead-letters": (3, _dead_letters, "dead letters of real, outstanding groups"),
+    "task-lists": (1, _task_lists, "objects of task lists, damaged or drawn from the model"),
+    "manifests": (1.5, forgeries.manifests, "manifests, patches and layouts, damaged, under real announcements"),
+    "heartbeats": (14, _heartbeats, "heartbeats, damaged and invented"),
+    "leases": (3, _leases, "permits to swap and leases for clearing up"),
+    "progress": (3, _progress, "records of partly scored packs"),
+    "marks": (3, forgeries.marks, "records of readers that were killed with a message"),
+    "registry": (1, _registry, "the registry of reward endpoints"),
+    "weights": (1, forgeries.later_weights, "well-formed manifests of versions that the trainer has not made"),
+    "votes": (1, _votes, "checksums of engines, in the name of many workers"),
+    "adapters": (2, forgeries.adapters, "adapters with forged factors, layouts, configurations and bases, under real and later announcements"),
+    "refusals": (4, forgeries.refusals, "refusals of versions, in the name of real and invented workers"),
+    "taken-ids": (5, forgeries.taken_ids, "messages under the ids that other messages will have"),
+    "events": (4, forgeries.events, "events of kinds and figures that another role reports, under every subject that the login may use"),
+    "wrong-role": (8, _wrong_role, "what another role may publish; the server must refuse it"),
+    "js-api": (4, _js_api, "requests that change streams and consumers; the server must refuse them"),
+    "plausible": (3, _changed_rows(mutate_packs.plausible_of), "packs that only the model can tell from real ones"),
+    "rewards": (3, _rewards, "other rewards for real packs"),
+    "acks": (3, _acks, "acknowledgements of messages that other processes hold"),
+    "state": (1, _state, "head, lease, floor and checkpoint of the run"),
+}  # fmt: skip
+NOT_DEFENDED = {"plausible", "rewards", "acks", "state"}
+MUST_BE_REFUSED = {"wrong-role", "js-api"}
+
+
+def makers(kinds: set[str]) -> dict[str, tuple[float, Maker]]:
+    return {kind: (weight, make) for kind, (weight, make, _) in CLASSES.items() if kind in kinds}

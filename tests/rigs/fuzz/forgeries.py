@@ -1,16 +1,14 @@
-"""Attacks that forge adapters, refusals, message ids and events; each starts from what the run has sent."""
+"""Attacks that forge weights, adapters, refusals, message ids, marks and events; each starts from what the run has sent."""
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
 import random
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from tests.rigs.fuzz import mutate_facts, values
+from tests.rigs.fuzz.attack import Attack, Attacker, Document, announced_weights, as_json, change, reference, sent
 
 from penstock.protocol import streams, subjects
 from penstock.protocol.facts import RunEvent, WeightsRefused
@@ -18,63 +16,67 @@ from penstock.protocol.weights import bucket_codec
 from penstock.protocol.weights.adapter_format import ADAPTER_CONFIG, AdapterConfig, adapter_digest, published_name
 from penstock.protocol.weights.layout import TensorSpec, bucket_digests, build_layout, shard_header
 
-if TYPE_CHECKING:
-    from tests.rigs.fuzz.attacks import Attack, Attacker
 
-Document = dict[str, Any]
+def manifests(attacker: Attacker, rng: random.Random) -> Attack:
+    """Announce a damaged manifest: of the newest version again, or of the one after it."""
+    tree, data = attacker.manifest(rng)
+    document = json.loads(data)
+    name = rng.choice(("bytes", "fields", "objects", "cut"))
+    if name == "bytes":
+        data = mutate_facts.bytes_of(rng, data, data)[1]
+    elif name == "fields":
+        change(rng, document)
+        data = as_json(document)
+    elif name == "objects" and document["objects"]:
+        document["objects"][0]["sha256"] = "0" * 64
+        data = as_json(document)
+    else:
+        data = data[: rng.randrange(len(data))]
+    return announced_weights(attacker, rng, name, tree, data)
 
 
-def _attack(rng: random.Random, name: str, role: str, subject: str, data: bytes) -> Attack:
-    from tests.rigs.fuzz.attacks import Attack
-
-    headers = {"Nats-Msg-Id": f"fuzz-{rng.getrandbits(60):x}"}
-    return Attack(0, "", name, role, subject, data, headers)
-
-
-# ── adapters ──────────────────────────────────────────────────────────────────────────────────────────────
+def later_weights(attacker: Attacker, rng: random.Random) -> Attack:
+    """Announce real weights under the number of a later version."""
+    tree, data = attacker.manifest(rng)
+    document = json.loads(data)
+    tree[1]["version"] = document["version"] = document["version"] + rng.choice((1, 2, 1000))
+    return announced_weights(attacker, rng, "later version", tree, as_json(document))
 
 
-def adapters(attacker: Attacker, rng: random.Random) -> Attack | None:
+def adapters(attacker: Attacker, rng: random.Random) -> Attack:
     """Announce an adapter of a real version, whose hashes are all those of what is stored, and that lies in one thing."""
-    found = attacker.manifest(rng)
-    if found is None:
-        return None
-    tree, data = found
+    tree, data = attacker.manifest(rng)
     fields, real = tree[1], json.loads(data)
-    layout = attacker.fetch(real["layout"])
-    if layout is None:
-        return None
-    tensors = [tensor for bucket in json.loads(layout)["buckets"] for tensor in bucket["tensors"]]
-    base, reference = real, fields["manifest"]
+    layout = json.loads(attacker.fetch(real["layout"]))
+    tensors = [tensor for bucket in layout["buckets"] for tensor in bucket["tensors"]]
+    base, of_base = real, fields["manifest"]
     if real["kind"] == "adapter":
-        base, reference = {**real, **real["anchor"]}, real["anchor"]["manifest"]
+        base, of_base = {**real, **real["anchor"]}, real["anchor"]["manifest"]
         tensors = _adapted({tensor["name"]: tensor["shape"] for tensor in tensors})
     weights = [tensor for tensor in tensors if len(tensor["shape"]) == 2]
-    name, stored, document = _forged_adapter(rng, attacker.run_id, base, reference, rng.choice(weights))
+    name, stored, document = _forged_adapter(rng, attacker.run_id, base, of_base, rng.choice(weights))
     if real["kind"] == "adapter":
         document["version"] = real["version"] + rng.choice((0, 0, 1, 2))
-    manifest = json.dumps(document, default=repr).encode("utf-8", "replace")
     fields["version"] = document["version"] if isinstance(document["version"], int) else fields["version"] + 1
-    sha256 = hashlib.sha256(manifest).hexdigest()
-    key = f"runs/{attacker.run_id}/weights/v{fields['version']:08d}/fuzz/{sha256[:20]}.json"
-    fields["manifest"] = {"key": key, "size_bytes": len(manifest), "sha256": sha256}
-    made = _attack(rng, name, "trainer", subjects.weights_published(attacker.run_id), mutate_facts.pack(tree))
-    made.stored = [*stored, (key, manifest)]
+    made = announced_weights(attacker, rng, name, tree, as_json(document))
+    made.stored += stored
     return made
 
 
 def _adapted(shapes: dict[str, list[int]]) -> list[Document]:
-    found = list[Document]()
-    for name, shape in shapes.items():
-        if name.endswith(".lora_B.weight"):
-            layer = name.removeprefix("base_model.model.").removesuffix(".lora_B.weight")
-            width = shapes[name.replace(".lora_B.", ".lora_A.")][1]
-            found.append({"name": f"{layer}.weight", "shape": [shape[0], width]})
-    return found
+    """Return the weights that an adapter is of, from the shapes of its factors."""
+    return [
+        {
+            "name": f"{name.removeprefix('base_model.model.').removesuffix('.lora_B.weight')}.weight",
+            "shape": [shape[0], shapes[name.replace(".lora_B.", ".lora_A.")][1]],
+        }
+        for name, shape in shapes.items()
+        if name.endswith(".lora_B.weight")
+    ]
 
 
 def _forged_adapter(
-    rng: random.Random, run_id: str, base: Document, reference: Document, weight: Document
+    rng: random.Random, run_id: str, base: Document, of_base: Document, weight: Document
 ) -> tuple[str, list[tuple[str, bytes]], Document]:
     rank = rng.choice((1, 2, 8))
     layer = weight["name"].removesuffix(".weight")
@@ -84,41 +86,31 @@ def _forged_adapter(
     ]
     bucket = build_layout(specs).buckets[0]
     raw = np.random.default_rng(rng.getrandbits(32)).standard_normal(bucket.num_words, np.float32)
-    config: Document = json.loads(
-        AdapterConfig(r=rank, lora_alpha=8.0, target_modules=(layer.rpartition(".")[2],)).to_json()
-    )
+    target = layer.rpartition(".")[2]
+    config: Document = json.loads(AdapterConfig(r=rank, lora_alpha=8.0, target_modules=(target,)).to_json())
     layout: Document = {"buckets": [bucket.model_dump(mode="json")], "tied": {}}
     header = shard_header(bucket)
     name = rng.choice(("values", "layout", "config", "header", "base", "size", "manifest"))
     if name == "values":
         raw[rng.randrange(len(raw))] = rng.choice((math.nan, math.inf, -math.inf))
     elif name == "layout":
-        _change(rng, layout["buckets"][0])
+        change(rng, layout["buckets"][0])
+    elif name == "config" and rng.random() < 0.5:
+        key = rng.choice(("use_rslora", "rank_pattern", "modules_to_save", "base_model_name_or_path", "auto_mapping"))
+        config[key] = rng.choice((True, {"x": 1}, ["x"], "evil/model", values.leaf(rng)))
     elif name == "config":
-        _change(
-            rng, config, ("use_rslora", "rank_pattern", "modules_to_save", "base_model_name_or_path", "auto_mapping")
-        )
+        change(rng, config)
     elif name == "header":
-        header = rng.choice(
-            (b"", (2**63).to_bytes(8, "little"), header[: len(header) // 2], rng.randbytes(len(header)))
-        )
+        half = header[: len(header) // 2]
+        header = rng.choice((b"", (2**63).to_bytes(8, "little"), half, rng.randbytes(len(header))))
     elif name == "size":
         layout["buckets"][0]["tensors"][0]["shape"][1] = 2 ** rng.choice((31, 40, 52))
-    objects = {
-        "layout": json.dumps(layout, default=repr).encode("utf-8", "replace"),
-        "factors": header + raw.tobytes(),
-        "config": json.dumps(config, default=repr).encode("utf-8", "replace"),
-    }
-    refs = {what: _ref(run_id, what, data) for what, data in objects.items()}
+    objects = {"layout": as_json(layout), "factors": header + raw.tobytes(), "config": as_json(config)}
+    refs = {what: reference(f"runs/{run_id}/weights/{what}", data) for what, data in objects.items()}
     stored = [(str(refs[what]["key"]), data) for what, data in objects.items()]
-    anchor = {
-        "version": base["version"],
-        "manifest": reference,
-        "state_root": base["state_root"],
-        "num_bytes": 1,
-    }
+    anchor = {"version": base["version"], "manifest": of_base, "state_root": base["state_root"], "num_bytes": 1}
     if name == "base":
-        _change(rng, anchor)
+        change(rng, anchor)
     size, sha256 = refs["factors"]["size_bytes"], refs["factors"]["sha256"]
     digests = bucket_digests(bucket, raw.view(np.uint8).data)
     document = {
@@ -132,34 +124,13 @@ def _forged_adapter(
         "model_files": [{"name": ADAPTER_CONFIG, "blob": refs["config"]}],
     }  # fmt: skip
     if name == "manifest":
-        _change(rng, document)
+        change(rng, document)
     return name, stored, document
 
 
-def _ref(run_id: str, what: str, data: bytes) -> Document:
-    sha256 = hashlib.sha256(data).hexdigest()
-    return {"key": f"runs/{run_id}/weights/fuzz/{what}.{sha256[:20]}", "size_bytes": len(data), "sha256": sha256}
-
-
-def _change(rng: random.Random, document: Document, more: tuple[str, ...] = ()) -> None:
-    if more and rng.random() < 0.5:
-        document[rng.choice(more)] = rng.choice((True, {"x": 1}, ["x"], "evil/model", values.leaf(rng)))
-        return
-    container, key = rng.choice(mutate_facts.places(["", document]))
-    container[key] = rng.choice(
-        (values.integer(rng), values.text(rng), None, [], {}, values.same_type(rng, container[key]))
-    )
-
-
-# ── refusals ──────────────────────────────────────────────────────────────────────────────────────────────
-
-
-def refusals(attacker: Attacker, rng: random.Random) -> Attack | None:
+def refusals(attacker: Attacker, rng: random.Random) -> Attack:
     """Refuse a real, an old or an invented version, in the name of a real or an invented worker."""
-    found = attacker.real(rng, "weights.published")
-    if found is None:
-        return None
-    fields = mutate_facts.unpack(found[1])[1]
+    _, (_, fields) = attacker.real_fields(rng, "weights.published")
     manifest, version = fields["manifest"], fields["version"]
     if rng.random() < 0.3:
         manifest = {**manifest, "sha256": f"{rng.getrandbits(256):064x}"}
@@ -169,41 +140,31 @@ def refusals(attacker: Attacker, rng: random.Random) -> Attack | None:
         "manifest": manifest, "serving": rng.choice((None, 0, version)), "reason": rng.choice(("gone", "x" * 20_000, "\x1b[2J\n\0")),
     }  # fmt: skip
     data = mutate_facts.pack([WeightsRefused.schema_tag, refusal])
-    return _attack(rng, "refusal", "rollout", subjects.weights_refused(attacker.run_id), data)
+    return sent(rng, "refusal", "rollout", subjects.weights_refused(attacker.run_id), data, id_share=1.0)
 
 
-# ── message ids ───────────────────────────────────────────────────────────────────────────────────────────
-
-
-def taken_ids(attacker: Attacker, rng: random.Random) -> Attack | None:
+def taken_ids(attacker: Attacker, rng: random.Random) -> Attack:
     """Publish under the id that the next message of a service would have if ids followed from what is known."""
     run_id = attacker.run_id
-    task, published = attacker.real(rng, "tasks"), attacker.real(rng, "weights.published")
-    generated = attacker.real(rng, "generated")
-    if task is None or published is None or generated is None:
-        return None
-    pack_id = mutate_facts.unpack(task[1])[1]["pack_id"]
-    announced = mutate_facts.unpack(published[1])[1]
+    pack_id = attacker.real_fields(rng, "tasks")[1][1]["pack_id"]
+    announced = attacker.real_fields(rng, "weights.published")[1][1]
     number = attacker.number_near(rng)
-    guess: Callable[[str], str] = rng.choice(
-        (lambda i: i, lambda i: f"{i}:", lambda i: f"{i}:{rng.getrandbits(128):032x}")
-    )
-    data = rng.choice((b"", generated[1], rng.randbytes(20)))
+    more = rng.choice(("", ":", f":{rng.getrandbits(128):032x}"))
+    data = rng.choice((b"", attacker.real(rng, "generated")[1], rng.randbytes(20)))
     role, subject, msg_id = rng.choice(
         (
-            ("rollout", subjects.generated(run_id, "train"), guess(f"g:{pack_id}")),
-            ("rollout", subjects.generated(run_id, "train"), guess(f"g:{_next(pack_id, rng)}")),
-            ("rollout", subjects.dead(run_id, "tasks"), guess(f"{run_id}-{rng.choice(('tasks', 'generated', 'scored'))}:{number}")),
-            ("rollout", subjects.dead(run_id, "tasks"), guess(f"dead:{number}")),
-            ("reward", subjects.dead(run_id, "generated"), guess(f"{run_id}-scored:{number}")),
-            ("reward", subjects.scored(run_id, "train"), guess(f"s:{number}:{pack_id}")),
+            ("rollout", subjects.generated(run_id, "train"), f"g:{pack_id}" + more),
+            ("rollout", subjects.generated(run_id, "train"), f"g:{_next(pack_id, rng)}" + more),
+            ("rollout", subjects.dead(run_id, "tasks"), f"{run_id}-{rng.choice(('tasks', 'generated', 'scored'))}:{number}" + more),
+            ("rollout", subjects.dead(run_id, "tasks"), f"dead:{number}" + more),
+            ("reward", subjects.dead(run_id, "generated"), f"{run_id}-scored:{number}" + more),
+            ("reward", subjects.scored(run_id, "train"), f"s:{number}:{pack_id}" + more),
             ("rollout", subjects.weights_refused(run_id), f"w:{announced['version'] + 1}:{announced['manifest']['sha256'][:16]}"),
             ("rollout", subjects.events(run_id, "log"), f"trainer:{rng.getrandbits(32):08x}:{number}"),
         )
     )  # fmt: skip
-    made = _attack(
-        rng, f"id of {subject.split('.')[2]} {msg_id.split(':')[0].removeprefix(run_id)}", role, subject, data
-    )
+    what = f"id of {subject.split('.')[2]} {msg_id.split(':')[0].removeprefix(run_id)}"
+    made = sent(rng, what, role, subject, data, id_share=1.0)
     made.headers["Nats-Msg-Id"] = msg_id
     return made
 
@@ -214,31 +175,22 @@ def _next(pack_id: str, rng: random.Random) -> str:
     return pack_id.replace(number, str(int(number) + rng.randrange(1, 9)), 1)
 
 
-# ── marks ─────────────────────────────────────────────────────────────────────────────────────────────────
-
-
-def marks(attacker: Attacker, rng: random.Random) -> Attack | None:
+def marks(attacker: Attacker, rng: random.Random) -> Attack:
     """Write what a worker or a reward service would after its reader was killed, or what is no such record."""
     role, stage = rng.choice((("rollout", "tasks"), ("reward", "generated")))
     data = rng.choice(
         (
             b'{"killed": 1, "started": true}', b'{"killed": Infinity, "started": false}', b'{"killed": -9, "started": true}', b"", b"[]",
-            b'{"killed": {}, "started": []}', b"[" * 5000, rng.randbytes(20), json.dumps(values.leaf(rng), default=str).encode("utf-8", "replace"),
+            b'{"killed": {}, "started": []}', b"[" * 5000, rng.randbytes(20), as_json(values.leaf(rng)),
         )
     )  # fmt: skip
     key = streams.kill_mark_key(stage, attacker.number_near(rng))
-    return _attack(rng, stage, role, f"$KV.{streams.scoring_bucket(attacker.run_id).bucket}.{key}", data)
+    return sent(rng, stage, role, f"$KV.{streams.scoring_bucket(attacker.run_id).bucket}.{key}", data, id_share=1.0)
 
 
-# ── events ────────────────────────────────────────────────────────────────────────────────────────────────
-
-
-def events(attacker: Attacker, rng: random.Random) -> Attack | None:
+def events(attacker: Attacker, rng: random.Random) -> Attack:
     """Report a step, an evaluation or the end of the run in the name of the trainer, as a worker or a reward service."""
-    found = attacker.real(rng, "events")
-    if found is None:
-        return None
-    fields = mutate_facts.unpack(found[1])[1]
+    _, (_, fields) = attacker.real_fields(rng, "events")
     role = rng.choice(("rollout", "reward"))
     allowed = subjects.EVENTS_OF_WORKERS if role == "rollout" else subjects.EVENTS_OF_REWARD_SERVICES
     kind = rng.choice((*allowed, "step", "eval", "state", "weights", "evaluation_lost"))
@@ -250,4 +202,6 @@ def events(attacker: Attacker, rng: random.Random) -> Attack | None:
     if kind == "state" and rng.random() < 0.5:
         fields["data"] |= {"text": "finished", "finished": True, "total_steps": 1}
     data = mutate_facts.pack([RunEvent.schema_tag, fields])
-    return _attack(rng, f"{kind} as {role}", role, subjects.events(attacker.run_id, rng.choice(allowed)), data)
+    return sent(
+        rng, f"{kind} as {role}", role, subjects.events(attacker.run_id, rng.choice(allowed)), data, id_share=1.0
+    )

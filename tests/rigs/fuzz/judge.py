@@ -76,7 +76,11 @@ class Trained:
     by_fault: dict[str, int] = field(default_factory=dict)
     not_defended: dict[str, int] = field(default_factory=dict)  # groups with a fault that is declared as not defended
 
-    def add(self, fault: str, text: str) -> None:
+    def add(self, fault: str, text: str, *, is_declared: bool = False) -> None:
+        """Count a fault; ``is_declared``: as one that is not defended."""
+        if is_declared:
+            self.not_defended[fault] = self.not_defended.get(fault, 0) + 1
+            return
         self.by_fault[fault] = self.by_fault.get(fault, 0) + 1
         if len(self.foreign) < _SHOWN:
             self.foreign.append(f"{fault}: {text}")
@@ -98,8 +102,7 @@ class Evidence:
         run_id: The run.
         corpus: Its captured messages: tasks as the trainer issued them.
         blobs: Its object store.
-        model: The folder of the initial model.
-        data: The file of training prompts, for tasks that were not captured.
+        folder: The folder of the initial model, and of training prompts for tasks that were not captured.
         group_size: Trajectories of a group.
         announced: All announcements of weights, forged ones too: the record says which are real.
         forged: Objects of attackers, by sha256.
@@ -109,8 +112,7 @@ class Evidence:
     run_id: str
     corpus: Corpus
     blobs: Blobs
-    model: Path
-    data: Path
+    folder: Path
     group_size: int
     announced: Sequence[WeightsPublished]
     forged: Mapping[str, Sent]
@@ -120,9 +122,10 @@ class Evidence:
 class Judge:
     def __init__(self, evidence: Evidence, scratch: Path) -> None:
         """Judge by the tasks as they were captured; export weights into ``scratch``."""
-        self._evidence, self._scratch, self._blobs, model = evidence, scratch, evidence.blobs, evidence.model
+        self._evidence, self._scratch, self._blobs = evidence, scratch, evidence.blobs
+        model = evidence.folder / "model"
         self._prompts = PromptSet(
-            [evidence.data],
+            [evidence.folder / "data" / "train.jsonl"],
             data=DataSettings(max_prompt_tokens=32),
             reward=RewardSettings(name="chaos_reward"),
             tokenizer=ChatTokenizer.read(model),
@@ -132,9 +135,7 @@ class Judge:
         self._roots: dict[int, str] = {}
         self._reader = WeightReader(evidence.blobs, evidence.run_id)
         self.found = Trained()
-        self._forged_groups: set[tuple[str, bytes]] = (
-            set()
-        )  # by the rollout login: id, and tokens of the first trajectory
+        self._forged_groups = set[tuple[str, bytes]]()  # by the rollout login: id, and tokens of the first trajectory
 
     def judge(self, chapters: Sequence[LineageChapter]) -> Trained:
         """Return what is foreign among the groups of a record's chapters, the oldest first."""
@@ -193,13 +194,13 @@ class Judge:
         if longest > len(prompt) + task["sampling"]["max_new_tokens"]:
             self.found.add("too long", f"{group.group_id}: {longest} tokens ({where})")
         truth = json.loads(task["reward"]["ground_truth"])
-        expected = [self._reward(row.completion_text, truth) for row in group.trajectories]
+        expected = [compute_score("", row.completion_text, truth) for row in group.trajectories]
         if list(rewards) != expected:
             self.found.add("other rewards", f"{group.group_id}: {list(rewards)[:4]} for {expected[:4]} ({where})")
         sampled = [(row, row.token_ids[len(prompt) :].tolist()) for row in group.trajectories]
         if others := [(row, ids) for row, ids in sampled if row.completion_text != self._decode(ids)]:
             row, ids = others[0]
-            self._add(
+            self.found.add(
                 "other text",
                 f"{group.group_id}: {row.completion_text!r} for {self._decode(ids)!r} ({where})",
                 is_declared=all(
@@ -212,12 +213,6 @@ class Judge:
 
     def _is_forged(self, group: Group) -> bool:
         return _identity(group) in self._forged_groups
-
-    def _add(self, fault: str, text: str, *, is_declared: bool) -> None:
-        if is_declared:
-            self.found.not_defended[fault] = self.found.not_defended.get(fault, 0) + 1
-        else:
-            self.found.add(fault, text)
 
     def _task_of_data(self, group_id: str) -> dict[str, Any] | None:
         try:
@@ -235,10 +230,6 @@ class Judge:
             issued_version=PolicyVersion(0),
         )
         return task.model_dump()
-
-    @staticmethod
-    def _reward(text: str, truth: Any) -> float:
-        return compute_score("", text, truth)
 
     def _manifests(self, version: int) -> dict[BlobRef, None]:
         """Return the announced manifests of a version, and those stored: an announcement may be lost, or too old to be kept."""
@@ -284,15 +275,12 @@ class Judge:
         for number, row in enumerate(group.trajectories):
             for run in row.version_runs:
                 if run.version == version:
-                    off = float(
-                        np.abs(
-                            logprobs[number, run.start - 1 : run.end - 1] - row.behaviour_logprobs[run.start : run.end]
-                        ).max()
-                    )
+                    stated = row.behaviour_logprobs[run.start : run.end]
+                    off = float(np.abs(logprobs[number, run.start - 1 : run.end - 1] - stated).max())
                     if not self._is_forged(group):
                         self.found.worst = max(self.found.worst, off)
                     if off > TOLERANCE:
-                        self._add(
+                        self.found.add(
                             "other log-probabilities",
                             f"{group.group_id} by {off:.3g} nats, version {version}",
                             is_declared=self._is_forged(group) and is_believable(group),

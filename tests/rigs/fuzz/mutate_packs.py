@@ -26,10 +26,11 @@ from tests.rigs.fuzz import values
 from penstock.protocol.packs.group_pack import SCHEMA, SCHEMA_TAG
 
 Row = dict[str, Any]
+Groups = list[list[Row]]
 _BOMB_TOKENS = 4_000_000
 
 
-def read(data: bytes) -> list[list[Row]]:
+def read(data: bytes) -> Groups:
     file = pq.ParquetFile(pa.BufferReader(data))
     return [file.read_row_group(number).to_pylist() for number in range(file.num_row_groups)]
 
@@ -44,38 +45,11 @@ def write(tables: list[pa.Table], **options: Any) -> bytes:
     return sink.getvalue()
 
 
-def write_rows(groups: list[list[Row]], schema: pa.Schema = SCHEMA) -> bytes:
-    return write([pa.Table.from_pylist(rows, schema=schema) for rows in groups])
+def write_rows(groups: Groups, **options: Any) -> bytes:
+    return write([pa.Table.from_pylist(rows, schema=SCHEMA) for rows in groups], **options)
 
 
 # ── schema ────────────────────────────────────────────────────────────────────────────────────────────────
-
-
-def _as_struct(value: Any) -> Any:
-    return {"a": value}
-
-
-_COLUMNS: dict[str, Callable[[list[Any]], pa.Array]] = {
-    "struct": lambda column: pa.array([_as_struct(value) for value in column]),
-    "structs": lambda column: pa.array([[{"a": 1}] if isinstance(value, list) else {"b": "x"} for value in column]),
-    "int64": lambda column: pa.array([list(map(_int, v)) if isinstance(v, list) else _int(v) for v in column]),
-    "double": lambda column: pa.array([[float(_int(x)) for x in v] if isinstance(v, list) else 0.5 for v in column]),
-    "text": lambda column: pa.array([[str(x) for x in v] if isinstance(v, list) else str(v) for v in column]),
-    "binary": lambda column: pa.array([str(value).encode() for value in column], pa.binary()),
-    "large-list": lambda column: pa.array([v if isinstance(v, list) else [v] for v in column], _large(column)),
-    "nested-list": lambda column: pa.array([[value] for value in column]),
-    "nulls": lambda column: pa.array([None] * len(column), pa.string()),
-    "null-type": lambda column: pa.array([None] * len(column), pa.int32()),
-    "null-items": lambda column: pa.array([[None, *v[1:]] if isinstance(v, list) and v else None for v in column]),
-    "dictionary": lambda column: pa.array([str(value) for value in column]).dictionary_encode(),
-    "map": lambda column: pa.array([[("k", 1)] for _ in column], pa.map_(pa.string(), pa.int32())),
-    "boolean": lambda column: pa.array([True for _ in column]),
-    "timestamp": lambda column: pa.array([1 for _ in column], pa.timestamp("ns")),
-    "fixed-list": lambda column: pa.array([[1, 2] for _ in column], pa.list_(pa.int32(), 2)),
-    "float16": lambda column: pa.array([np.float16(1.0) for _ in column], pa.float16()),
-    "decimal": lambda column: pa.array([1 for _ in column], pa.decimal128(30, 2)),
-    "uint64": lambda column: pa.array([2**64 - 1 for _ in column], pa.uint64()),
-}
 
 
 def _int(value: Any) -> int:
@@ -90,34 +64,55 @@ def _large(column: list[Any]) -> pa.DataType:
     return pa.large_list(pa.array(first).type)
 
 
-def schema_of(rng: random.Random, groups: list[list[Row]]) -> tuple[str, bytes]:
-    tables = [pa.Table.from_pylist(rows, schema=SCHEMA) for rows in groups]
-    name = rng.choice([*_COLUMNS, *_COLUMNS, "drop", "repeat", "add", "rename", "order", "tag", "no-rows", "nullable"])
-    column = rng.choice(
-        SCHEMA.names if rng.random() < 0.4 else ["token_ids", "loss_mask", "behaviour_logprobs", "version_runs"]
-    )
-    at = SCHEMA.names.index(column)
-    if name in _COLUMNS:
-        tables = [t.set_column(at, column, _COLUMNS[name](t.column(at).to_pylist())) for t in tables]
-    elif name == "drop":
-        tables = [t.remove_column(at) for t in tables]
-    elif name == "repeat":
-        tables = [t.append_column(column, t.column(at)) for t in tables]
-    elif name == "add":
-        added = rng.choice(("rewards", "x" * 300, ""))
-        tables = [t.append_column(added, pa.array([1] * t.num_rows)) for t in tables]
-    elif name == "rename":
-        tables = [t.rename_columns([n + "_" if n == column else n for n in t.column_names]) for t in tables]
-    elif name == "order":
-        names = rng.sample(SCHEMA.names, len(SCHEMA.names))
-        tables = [t.select(names) for t in tables]
-    elif name == "tag":
+def _same(value: Any, kind: pa.DataType) -> Callable[[list[Any]], pa.Array]:
+    return lambda column: pa.array([value] * len(column), kind)
+
+
+_COLUMNS: dict[str, Callable[[list[Any]], pa.Array]] = {
+    "struct": lambda column: pa.array([{"a": value} for value in column]),
+    "structs": lambda column: pa.array([[{"a": 1}] if isinstance(value, list) else {"b": "x"} for value in column]),
+    "int64": lambda column: pa.array([list(map(_int, v)) if isinstance(v, list) else _int(v) for v in column]),
+    "double": lambda column: pa.array([[float(_int(x)) for x in v] if isinstance(v, list) else 0.5 for v in column]),
+    "text": lambda column: pa.array([[str(x) for x in v] if isinstance(v, list) else str(v) for v in column]),
+    "binary": lambda column: pa.array([str(value).encode() for value in column], pa.binary()),
+    "large-list": lambda column: pa.array([v if isinstance(v, list) else [v] for v in column], _large(column)),
+    "nested-list": lambda column: pa.array([[value] for value in column]),
+    "null-items": lambda column: pa.array([[None, *v[1:]] if isinstance(v, list) and v else None for v in column]),
+    "dictionary": lambda column: pa.array([str(value) for value in column]).dictionary_encode(),
+    "nulls": _same(None, pa.string()),
+    "null-type": _same(None, pa.int32()),
+    "map": _same([("k", 1)], pa.map_(pa.string(), pa.int32())),
+    "boolean": _same(True, pa.bool_()),
+    "timestamp": _same(1, pa.timestamp("ns")),
+    "fixed-list": _same([1, 2], pa.list_(pa.int32(), 2)),
+    "float16": _same(np.float16(1.0), pa.float16()),
+    "decimal": _same(1, pa.decimal128(30, 2)),
+    "uint64": _same(2**64 - 1, pa.uint64()),
+}
+
+
+def schema_of(rng: random.Random, data: bytes, _: bytes) -> tuple[str, bytes]:
+    tables = [pa.Table.from_pylist(rows, schema=SCHEMA) for rows in read(data)]
+    of_tokens = ("token_ids", "loss_mask", "behaviour_logprobs", "version_runs")
+    column = rng.choice(SCHEMA.names if rng.random() < 0.4 else of_tokens)
+    order, added = rng.sample(SCHEMA.names, len(SCHEMA.names)), rng.choice(("rewards", "x" * 300, ""))
+    changes: dict[str, Callable[[pa.Table], pa.Table]] = {
+        "drop": lambda table: table.drop_columns(column),
+        "repeat": lambda table: table.append_column(column, table[column]),
+        "add": lambda table: table.append_column(added, pa.array([1] * table.num_rows)),
+        "rename": lambda table: table.rename_columns({column: f"{column}_"}),
+        "order": lambda table: table.select(order),
+        "no-rows": lambda table: table.slice(0, 0),
+        "nullable": lambda table: pa.Table.from_arrays(table.columns, names=table.column_names),
+    }
+    name = rng.choice([*_COLUMNS, *_COLUMNS, *changes, "tag"])
+    if name == "tag":
         return name, write(tables).replace(SCHEMA_TAG.encode(), rng.choice((b"group_pack.v2", b"\xff" * 13)))
-    elif name == "no-rows":
-        tables = [t.slice(0, 0) for t in tables]
-    else:
-        tables = [pa.Table.from_arrays(t.columns, names=t.column_names) for t in tables]
-    return f"{name} {column}" if name in _COLUMNS else name, write(tables)
+    if name in changes:
+        return name, write([changes[name](table) for table in tables])
+    at = SCHEMA.names.index(column)
+    tables = [table.set_column(at, column, _COLUMNS[name](table[column].to_pylist())) for table in tables]
+    return f"{name} {column}", write(tables)
 
 
 # ── values ────────────────────────────────────────────────────────────────────────────────────────────────
@@ -227,18 +222,19 @@ _GROUP_CHANGES = (
 )
 
 
-def values_of(rng: random.Random, groups: list[list[Row]], spare: list[list[Row]]) -> tuple[str, list[list[Row]]]:
+def values_of(rng: random.Random, groups: Groups, spare: Groups) -> str:
+    """Change one group in place; return the name of the change."""
     name = rng.choice([*_ROW_CHANGES, *_GROUP_CHANGES])
     at = rng.randrange(len(groups))
     rows = groups[at]
     if name in _ROW_CHANGES:
         for row in rows if rng.random() < 0.4 else [rng.choice(rows)]:
             _ROW_CHANGES[name](rng, row)
+    elif name == "swap-groups":
+        rng.shuffle(groups)
     else:
         groups[at] = _changed_group(rng, name, rows, spare[rng.randrange(len(spare))])
-        if name == "swap-groups":
-            rng.shuffle(groups)
-    return name, groups
+    return name
 
 
 def _changed_group(rng: random.Random, name: str, rows: list[Row], others: list[Row]) -> list[Row]:
@@ -262,8 +258,8 @@ def _changed_group(rng: random.Random, name: str, rows: list[Row], others: list[
     return rows
 
 
-def plausible_of(rng: random.Random, groups: list[list[Row]]) -> tuple[str, list[list[Row]]]:
-    """Return rows that only the model can tell from real ones: other tokens, or other log-probabilities."""
+def plausible_of(rng: random.Random, groups: Groups, _: Groups) -> str:
+    """Make rows in place that only the model can tell from real ones: of other tokens, or other log-probabilities."""
     name = rng.choice(("other-tokens", "other-logprobs"))
     for row in groups[rng.randrange(len(groups))]:
         _, start, end = row["version_runs"][:3]
@@ -272,11 +268,11 @@ def plausible_of(rng: random.Random, groups: list[list[Row]]) -> tuple[str, list
                 row["token_ids"][place] = rng.randint(20, 40)
             else:
                 row["behaviour_logprobs"][place] -= 0.05
-    return name, groups
+    return name
 
 
-def never_issued_of(rng: random.Random, groups: list[list[Row]]) -> tuple[str, list[list[Row]]]:
-    """Return rows of the same prompts under ids that were not issued: later attempts, and later epochs."""
+def never_issued_of(rng: random.Random, groups: Groups) -> str:
+    """Give rows in place ids that were not issued: later attempts at the same prompts, and later epochs."""
     name = rng.choice(("later-attempt", "later-epoch"))
     later = rng.choice((1, 1, 2, 30))
     for rows in groups:
@@ -287,33 +283,34 @@ def never_issued_of(rng: random.Random, groups: list[list[Row]]) -> tuple[str, l
             epoch, attempt = epoch + later, 0
         for row in rows:
             row["group_id"], row["attempt"] = f"e{epoch}.p{prompt}.a{attempt}", attempt
-    return name, groups
+    return name
 
 
 # ── size and bytes ────────────────────────────────────────────────────────────────────────────────────────
 
 
-def bombs(rng: random.Random, groups: list[list[Row]]) -> tuple[str, bytes]:
-    name = rng.choice(("tokens", "text", "rows", "row-groups", "columns", "dictionary"))
-    rows = groups[0]
-    if name == "tokens":
-        row = rows[0]
-        row["token_ids"], row["loss_mask"] = [0] * _BOMB_TOKENS, [False] * _BOMB_TOKENS
-        return name, write([pa.Table.from_pylist([row], schema=SCHEMA)], compression="zstd")
-    if name == "text":
-        rows[0]["completion_text"] = "a" * 30_000_000
-        return name, write([pa.Table.from_pylist(rows, schema=SCHEMA)], compression="zstd")
-    if name == "rows":
-        return name, write([pa.Table.from_pylist(rows[:1] * 20_000, schema=SCHEMA)], compression="zstd")
-    if name == "row-groups":
-        return name, write([pa.Table.from_pylist(rows[:1], schema=SCHEMA)] * 500, compression="zstd")
-    table = pa.Table.from_pylist(rows, schema=SCHEMA)
-    if name == "columns":
-        for number in range(1500):
-            table = table.append_column(f"c{number}", pa.array([0] * table.num_rows))
-        return name, write([table])
-    rows[0]["ground_truth"] = '"' + "b" * 20_000_000 + '"'
-    return name, write([pa.Table.from_pylist(rows, schema=SCHEMA)], compression="zstd", use_dictionary=True)
+def bombs(rng: random.Random, data: bytes, _: bytes) -> tuple[str, bytes]:
+    name, rows = rng.choice(("tokens", "text", "rows", "row-groups", "columns", "dictionary")), read(data)[0]
+    match name:
+        case "tokens":
+            rows[0]["token_ids"], rows[0]["loss_mask"] = [0] * _BOMB_TOKENS, [False] * _BOMB_TOKENS
+            groups = [rows[:1]]
+        case "rows":
+            groups = [rows[:1] * 20_000]
+        case "row-groups":
+            groups = [rows[:1]] * 500
+        case "columns":
+            table = pa.Table.from_pylist(rows, schema=SCHEMA)
+            for number in range(1500):
+                table = table.append_column(f"c{number}", pa.array([0] * table.num_rows))
+            return name, write([table])
+        case "text":
+            rows[0]["completion_text"] = "a" * 30_000_000
+            groups = [rows]
+        case _:
+            rows[0]["ground_truth"] = '"' + "b" * 20_000_000 + '"'
+            groups = [rows]
+    return name, write_rows(groups, compression="zstd")
 
 
 def bytes_of(rng: random.Random, data: bytes, other: bytes) -> tuple[str, bytes]:
@@ -341,11 +338,11 @@ def bytes_of(rng: random.Random, data: bytes, other: bytes) -> tuple[str, bytes]
     return name, bytes(raw)
 
 
-def described(fields: dict[str, Any], groups: list[list[Row]], key: str, data: bytes, sha256: str) -> dict[str, Any]:
-    fields["pack"] = {"key": key, "size_bytes": len(data), "sha256": sha256}
+def described(fields: dict[str, Any], groups: Groups) -> dict[str, Any]:
+    """Return the fields of an announcement with summaries that are those of the groups."""
     for number, (summary, rows) in enumerate(zip(fields["groups"], groups, strict=False)):
-        runs = [_triples(row["version_runs"]) for row in rows]
-        found = [version for row in runs for version, _, _ in row]
+        runs = [list(zip(*(row["version_runs"][part::3] for part in range(3)), strict=False)) for row in rows]
+        versions = [version for row in runs for version, _, _ in row]
         summary.update(
             group_id=rows[0]["group_id"],
             row_group=number,
@@ -358,10 +355,6 @@ def described(fields: dict[str, Any], groups: list[list[Row]], key: str, data: b
             split=rows[0]["split"],
             has_baseline=bool(rows[-1]["is_baseline"]),
         )
-        if found:
-            summary.update(oldest_version=min(found), newest_version=max(found))
+        if versions:
+            summary.update(oldest_version=min(versions), newest_version=max(versions))
     return fields
-
-
-def _triples(runs: list[int]) -> list[tuple[int, int, int]]:
-    return [(runs[i], runs[i + 1], runs[i + 2]) for i in range(0, len(runs) - 2, 3)]

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from tests.rigs.fuzz.attacks import Attack
+from tests.rigs.fuzz.attack import Attack
 from tests.rigs.fuzz.judge import Trained
 from tests.rigs.fuzz.sender import Sender
 
@@ -176,6 +176,6 @@ def from_line(line: str) -> Attack:
     found = json.loads(line)
     stored = [(key, base64.b64decode(data)) for key, data in found["stored"]]
     return Attack(
-        found["number"], found["kind"], found["name"], found["role"], found["subject"], base64.b64decode(found["data"]),
-        found["headers"], stored,
+        found["name"], found["role"], found["subject"], base64.b64decode(found["data"]), found["headers"], stored,
+        found["number"], found["kind"],
     )  # fmt: skip

@@ -31,7 +31,6 @@ import json
 import os
 import random
 import signal
-import subprocess
 import sys
 import tempfile
 import threading
@@ -43,13 +42,15 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from tests.rigs.fuzz.attacks import DEFENDED, NOT_DEFENDED, Attack, Attacker
+from tests.deploy.nats_roles import RunOfRoles
+from tests.rigs.fuzz.attack import Attack, Attacker
+from tests.rigs.fuzz.attacks import CLASSES, NOT_DEFENDED, makers
 from tests.rigs.fuzz.capture import Corpus
 from tests.rigs.fuzz.judge import Evidence, Judge, announcements, remove_undecodable
 from tests.rigs.fuzz.report import Finding, Outcome, Recorded, as_line, from_line, show
-from tests.rigs.fuzz.sender import SecuredRun, Sender, Servers
+from tests.rigs.fuzz.sender import RULE, Sender, Servers
+from tests.small_run import report_of, write_small_run
 
-from penstock.deploy import quickstart_task
 from penstock.deploy.local import connection_environment
 from penstock.deploy.local_run import REWARD, TRAINER, endpoint_name, worker_name
 from penstock.deploy.processes.child import DeployError
@@ -78,32 +79,6 @@ _OWN_KILL_S = 5.0  # a process that this command killed is reported within this 
 _LEAST_ROUND_S = 30.0
 _STOPPED = (0, 128 + signal.SIGTERM)  # exit codes of a trainer that was asked to stop
 
-_RUN_FILE = """\
-run = {{ id = "{run_id}", dir = "{folder}/runs", seed = {seed} }}
-model = {{ path = "{folder}/model"{lora} }}
-reward = {{ name = "chaos_reward" }}
-eval = {{ every = 20, at_start = false, at_end = false }}
-
-[data]
-train = "{folder}/data/train.jsonl"
-eval = "{folder}/data/eval.jsonl"
-max_prompt_tokens = 32
-
-[rollout]
-groups_per_step = {groups_per_step}
-group_size = {group_size}
-groups_per_message = 2
-max_staleness = 4
-max_new_tokens = {max_new_tokens}
-
-[trainer]
-steps = 100000
-lr = 1e-4
-lease_s = 3
-checkpoint_every = 3
-keep_versions = 100000
-"""
-
 
 class FuzzRun:
     def __init__(self, folder: Path, *, seed: int, kinds: set[str], options: argparse.Namespace) -> None:
@@ -113,23 +88,32 @@ class FuzzRun:
         self._killed: dict[str, float] = {}
         self._events: list[ProcessEvent] = []
         self._rng = random.Random(f"kills {seed}")
-        quickstart_task.write_data(folder / "data", seed=seed, num_sft=1, num_train=20_000, num_eval=8)
-        quickstart_task.write_model(folder / "model", seed=seed)
-        self.run_file = folder / "run.toml"
-        self.run_file.write_text(
-            _RUN_FILE.format(
-                run_id=self.run_id, folder=folder, seed=seed, groups_per_step=GROUPS_PER_STEP, group_size=GROUP_SIZE,
-                max_new_tokens=quickstart_task.MAX_NEW_TOKENS, lora=", lora = { rank = 4 }" if options.lora else "",
-            )
-        )  # fmt: skip
+        adapters = {"lora": {"rank": 4}} if options.lora else {}
+        self.run_file = write_small_run(
+            folder,
+            self.run_id,
+            seed=seed,
+            num_train=20_000,
+            model=adapters,
+            reward={"name": REWARD_FILE.stem},
+            eval={"every": 20, "at_start": False, "at_end": False},
+            rollout={
+                "groups_per_step": GROUPS_PER_STEP,
+                "group_size": GROUP_SIZE,
+                "groups_per_message": 2,
+                "max_staleness": 4,
+            },
+            trainer={"steps": 100_000, "lease_s": 3, "checkpoint_every": 3, "keep_versions": 100_000},
+        )
 
     def go(self, seconds: float, recorded: Sequence[Attack] = ()) -> Outcome:
         started = time.monotonic()
         with Servers(self.folder, self.run_id, self._on_event) as servers:
-            run = SecuredRun([str(self.run_file)], servers, reward_files=[REWARD_FILE])
+            run = RunOfRoles(
+                [str(self.run_file)], servers.nats, servers.s3.settings, reward_files=[REWARD_FILE], rule=RULE
+            )
             corpus, blobs = Corpus(self.run_id), Blobs(servers.s3.settings, deadline_s=20.0)
-            kinds = self.kinds or {"bytes"}
-            attacker: Any = Recorded(recorded) if recorded else Attacker(corpus, blobs, kinds, self.seed)
+            attacker: Any = Recorded(recorded) if recorded else Attacker(corpus, blobs, makers(self.kinds), self.seed)
             with run:
                 run.listen(self._on_event)
                 run.start_services()
@@ -166,7 +150,7 @@ class FuzzRun:
 
     # ── attack ────────────────────────────────────────────────────────────────────────────────
 
-    def _attack(self, run: SecuredRun, servers: Servers, end: float) -> None:
+    def _attack(self, run: RunOfRoles, servers: Servers, end: float) -> None:
         next_kill = time.monotonic() + self.options.kill_every
         next_line = time.monotonic() + 15.0
         while time.monotonic() < end and not self._is_over(run):
@@ -182,7 +166,7 @@ class FuzzRun:
                 )
                 next_line += 15.0
 
-    def _kill(self, run: SecuredRun, servers: Servers, victim: str) -> None:
+    def _kill(self, run: RunOfRoles, servers: Servers, victim: str) -> None:
         self._killed[victim] = time.time()
         self.outcome.kills[victim] = self.outcome.kills.get(victim, 0) + 1
         if victim in {NatsServer.name, S3Server.name}:
@@ -190,15 +174,15 @@ class FuzzRun:
         else:
             run.kill(victim)
 
-    def _is_over(self, run: SecuredRun) -> bool:
+    def _is_over(self, run: RunOfRoles) -> bool:
         return any(e.kind in {"gave_up", "exited"} for e in self._events) or run.wait(0.0) is not None
 
-    def _wait(self, run: SecuredRun, condition: Callable[[], bool], deadline_s: float) -> None:
+    def _wait(self, run: RunOfRoles, condition: Callable[[], bool], deadline_s: float) -> None:
         deadline = time.monotonic() + deadline_s
         while not condition() and time.monotonic() < deadline and not self._is_over(run):
             time.sleep(0.1)
 
-    def _stop_trainer(self, run: SecuredRun) -> None:
+    def _stop_trainer(self, run: RunOfRoles) -> None:
         pid = next(view.pid for view in run.processes() if view.name == TRAINER)
         self._killed[TRAINER] = time.time() + _STOP_S
         with contextlib.suppress(ProcessLookupError):  # it has just ended by itself: a finding already
@@ -273,7 +257,7 @@ class FuzzRun:
 
     # ── proof ─────────────────────────────────────────────────────────────────────────────────
 
-    def _judge(self, run: SecuredRun, corpus: Corpus, blobs: Blobs, bus: Bus, sender: Sender) -> None:
+    def _judge(self, run: RunOfRoles, corpus: Corpus, blobs: Blobs, bus: Bus, sender: Sender) -> None:
         outcome = self.outcome
         outcome.sent, outcome.skipped = sender.num_sent, sender.num_skipped
         outcome.problems = dict(sender.problems)
@@ -297,22 +281,15 @@ class FuzzRun:
             outcome.audit = proof.to_document()
             with tempfile.TemporaryDirectory() as scratch:
                 evidence = Evidence(
-                    run_id=self.run_id,
-                    corpus=corpus,
-                    blobs=blobs,
-                    model=self.folder / "model",
-                    data=self.folder / "data" / "train.jsonl",
-                    group_size=GROUP_SIZE,
-                    announced=announcements(self.run_id, bus),
-                    forged=sender.forged,
+                    self.run_id, corpus, blobs, self.folder, GROUP_SIZE, announcements(self.run_id, bus), sender.forged,
                     captures_all=NatsServer.name not in outcome.kills,
-                )
+                )  # fmt: skip
                 judge = Judge(evidence, Path(scratch))
                 outcome.trained = judge.judge(list(chapters(found[-1][1].record, blobs.get))[::-1])
         except Exception as err:  # noqa: BLE001  a proof that cannot be made is a finding
             self._find(f"the proof failed: {type(err).__name__}: {err}", TRAINER, traceback.format_exc())
 
-    def _calm_services(self, run: SecuredRun) -> None:
+    def _calm_services(self, run: RunOfRoles) -> None:
         """Stop all services: nothing is dead-lettered any more while the run is cleaned and audited."""
         now = time.time() + _STOP_S
         self._killed.update((view.name, now) for view in run.processes())
@@ -322,18 +299,11 @@ class FuzzRun:
         if not self.outcome.audit:
             return {}
         with Servers(self.folder, self.run_id, lambda _: None) as again:
-            environ = {
-                **os.environ,
-                **connection_environment(again.nats.login("admin"), again.s3.settings),
-                "OMP_NUM_THREADS": "1",
-            }
-            done = subprocess.run(
-                [sys.executable, "-P", "-m", "penstock", "replay", self.run_id, f"run.dir={self.folder / 'runs'}", "--json"],
-                capture_output=True, text=True, timeout=1800, check=False, env=environ,
-            )  # fmt: skip
-        if not done.stdout.strip():
-            return {"holds": False, "difference": done.stderr[-1500:]}
-        return json.loads(done.stdout.splitlines()[-1])
+            environ = {**os.environ, **connection_environment(again.nats.login("admin"), again.s3.settings)}
+            try:
+                return report_of("replay", self.run_id, self.folder / "runs", environ)
+            except DeployError as err:
+                return {"holds": False, "difference": str(err)}
 
 
 def main() -> int:
@@ -361,10 +331,10 @@ def main() -> int:
     parser.add_argument("--classes", action="store_true", help="list the classes of attacks and exit")
     options = parser.parse_args()
     if options.classes:
-        print("\n".join(f"{name:<14} {text}" for name, text in (DEFENDED | NOT_DEFENDED).items()))
+        print("\n".join(f"{name:<14} {text}" for name, (_, _, text) in CLASSES.items()))
         return 0
-    kinds = set(options.only) or (set(DEFENDED) | set(options.and_also)) - set(options.without)
-    if unknown := (kinds | set(options.without)) - set(DEFENDED | NOT_DEFENDED):
+    kinds = set(options.only) or ((CLASSES.keys() - NOT_DEFENDED) | set(options.and_also)) - set(options.without)
+    if unknown := (kinds | set(options.without)) - CLASSES.keys():
         parser.error(f"no class {', '.join(sorted(unknown))}; --classes lists them")
     recorded = [from_line(line) for line in options.send.read_text().splitlines()] if options.send else []
     if recorded:

@@ -15,12 +15,11 @@ import asyncio
 import contextlib
 import itertools
 import json
-import os
 import re
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -29,18 +28,15 @@ import nats.errors
 import nats.js.errors
 from nats.aio.client import Client
 from nats.aio.msg import Msg
-from tests.rigs.fuzz.attacks import MUST_BE_REFUSED, ROLES, Attack, Attacker
+from tests.deploy.nats_roles import NatsRoles
+from tests.rigs.fuzz.attack import ROLES, Attack, Attacker
+from tests.rigs.fuzz.attacks import MUST_BE_REFUSED
 from tests.rigs.fuzz.capture import Corpus
 
-from penstock.deploy.local import connection_environment
-from penstock.deploy.local_run import REWARD, TRAINER, LocalRun
-from penstock.deploy.make_secrets import make_secrets
 from penstock.deploy.nats_config import nats_config
-from penstock.deploy.processes.child import Child
-from penstock.deploy.processes.servers import NatsServer, S3Server
+from penstock.deploy.processes.servers import S3Server
 from penstock.deploy.processes.supervise import ProcessEvent, RestartRule, Supervisor
 from penstock.protocol import streams, subjects
-from penstock.protocol.config.connection import NatsSettings, S3Settings
 from penstock.protocol.facts import DeadLetter, decode
 from penstock.protocol.transport.blobs import Blobs
 
@@ -48,39 +44,12 @@ from penstock.protocol.transport.blobs import Blobs
 RULE = RestartRule(max_crashes=20)
 
 
-class SecuredNats(NatsServer):
-    """nats-server with the configuration of `deploy/nats_config.py` for one run, on a free port of the loopback."""
-
-    def __init__(self, folder: Path, run_id: str, *, log: Path) -> None:
-        super().__init__(folder / "nats", log=log)
-        self.secrets = folder / "secrets"
-        self._run_id = run_id
-        make_secrets(self.secrets)
-
-    def login(self, role: str) -> NatsSettings:
-        return NatsSettings(url=self.settings.url, user=role, password_file=self.secrets / f"nats_{role}")
-
-    def _new_child(self) -> Child:
-        child = super()._new_child()
-        text = nats_config((self._run_id,))
-        for old, new in (
-            ('include "passwords.conf"', (self.secrets / "nats_passwords.conf").read_text()),
-            ("listen: 0.0.0.0:4222", f'listen: "127.0.0.1:{self.port or -1}"\nports_file_dir: "{self.store}"'),
-            ("http: 127.0.0.1:8222", 'http: "127.0.0.1:-1"'),
-            ("store_dir: /data/jetstream", f'store_dir: "{self.store}/jetstream-store"'),
-        ):
-            assert text.count(old) == 1, f"{old} in the generated configuration"
-            text = text.replace(old, new)
-        (self.store / "nats.conf").write_text(text)
-        return child
-
-
 class Servers:
     """nats-server and S3 server, restarted when they are killed. Use as a context manager."""
 
     def __init__(self, folder: Path, run_id: str, on_event: Callable[[ProcessEvent], None]) -> None:
         """Prepare; nothing runs before the block is entered."""
-        self.nats = SecuredNats(folder, run_id, log=folder / "logs" / "nats-server.log")
+        self.nats = NatsRoles(folder, nats_config((run_id,)), log=folder / "logs" / "nats-server.log")
         self.s3 = S3Server(folder / "objects", log=folder / "logs" / "s3-server.log")
         self.supervisor = Supervisor(rule=RULE, on_event=on_event)
 
@@ -95,32 +64,6 @@ class Servers:
         self.supervisor.close()
         self.nats.stop()
         self.s3.stop()
-
-
-class SecuredRun(LocalRun):
-    """A run whose services use the login of their own role."""
-
-    def __init__(self, arguments: Sequence[str], servers: Servers, *, reward_files: Sequence[Path]) -> None:
-        """Use servers that are running; the streams are created as administrator."""
-        environ = {**os.environ, **connection_environment(servers.nats.login("admin"), servers.s3.settings)}
-        super().__init__(arguments, reward_files=reward_files, environ=environ, rule=RULE)
-        self._servers = servers
-
-    def _service(self, name: str, command: Sequence[str], **options: int) -> Child:
-        admin, role = (
-            self.nats,
-            "rollout" if name.startswith("worker-") else name if name in {TRAINER, REWARD} else "viewer",
-        )
-        self.nats = self._servers.nats.login(role)
-        try:
-            return super()._service(name, command, **options)
-        finally:
-            self.nats = admin
-
-
-def s3_settings(servers: Servers) -> S3Settings:
-    """Return how everything connects to the object store: S3 has one login for all roles."""
-    return servers.s3.settings
 
 
 _BATCH = 64
@@ -144,7 +87,7 @@ class Sender:
         self,
         attacker: Attacker,
         corpus: Corpus,
-        nats_server: SecuredNats,
+        nats_server: NatsRoles,
         blobs: Blobs,
         *,
         rate: float,

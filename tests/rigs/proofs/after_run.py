@@ -13,18 +13,9 @@ import sys
 import time
 from pathlib import Path
 
-from tests.rigs.proofs.proof import Proof, folder_of, plain_environ, write_inputs
+from tests.rigs.proofs.proof import Proof, folder_of, plain_environ
+from tests.small_run import write_small_run
 
-_STEPS = 12
-_RUN_FILE = """
-run.id = "first"
-model.path = "model"
-data = { train = "data/train.jsonl", eval = "data/eval.jsonl" }
-reward = { name = "exact_match" }
-rollout = { groups_per_step = 4, group_size = 4, max_new_tokens = 10 }
-trainer = { steps = 12, lr = 1e-4, milestone_every = 2 }
-eval.every = 4
-"""
 _REWARD = """
 def compute_score(data_source, solution_str, ground_truth, extra_info=None):
     return sum(a == b for a, b in zip(solution_str, ground_truth)) / 8
@@ -76,7 +67,13 @@ _COMMANDS: tuple[tuple[str, int, str], ...] = (
 def main() -> int:
     folder = folder_of("after-run")
     if not (folder / "run.toml").exists():
-        write_inputs(folder, _RUN_FILE, num_train=200)
+        write_small_run(
+            folder,
+            "first",
+            trainer={"steps": 12, "milestone_every": 2},
+            eval={"every": 4},
+            rollout={"max_new_tokens": 10},
+        )
         (folder / "strict.py").write_text(_REWARD)
         (folder / "grader.json").write_text(json.dumps(_GRADER))
     failed = _run(folder, "train run.toml --local", 0, "report:")

@@ -21,24 +21,23 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import re
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from tests.rigs.chaos.kills import Observer, plan_kills
+from tests.rigs.chaos.kills import Observer, carry_out, plan_kills
+from tests.small_run import audit_failures, replay_failures, report_of, write_small_run
 
 from penstock.agents.environments import program_process
 from penstock.deploy import quickstart_task
-from penstock.deploy.local_run import TRAINER, LocalRun, worker_name
+from penstock.deploy.local_run import LocalRun, worker_name
+from penstock.deploy.processes.servers import free_port
 from penstock.deploy.processes.supervise import RestartRule
 from penstock.forensics.audit.audit_checks import check_record
 from penstock.forensics.audit.audit_inputs import gather
@@ -114,42 +113,13 @@ for turn in range(TURNS):
 json.dump({"reward": reward_of(answers)}, open(os.environ["PENSTOCK_RESULT"], "w"))
 """
 )
-_RUN_FILE = """\
-run = {{ id = "{run_id}", dir = "{folder}/runs", seed = {seed} }}
-model = {{ path = "{folder}/model" }}
-reward = {{ name = "environment" }}
-
-[data]
-train = "{folder}/data/train.jsonl"
-max_prompt_tokens = 32
-
-[environment.define.ask]
-{environment}
-max_turns = {turns}
-keep_after_s = 0
-kept_staleness = 2
-
-[rollout]
-environment = "ask"
-groups_per_step = {groups_per_step}
-group_size = {group_size}
-groups_per_message = 2
-max_staleness = 2
-max_new_tokens = {max_new_tokens}
-
-[trainer]
-steps = {steps}
-lr = 5e-4
-checkpoint_every = 2
-"""
 
 
 class EnvironmentServer:
     """`penstock env serve` at a fixed port; started again as soon as it was killed."""
 
     def __init__(self, file: Path) -> None:
-        with socket.create_server(("127.0.0.1", 0)) as probe:
-            self.port = probe.getsockname()[1]
+        self.port = free_port()
         self._command = [sys.executable, "-m", "penstock", "env", "serve", f"{file}:Ask", "--port", str(self.port)]
         self._process = self._start()
 
@@ -169,57 +139,52 @@ class EnvironmentServer:
 def prove(kind: str, folder: Path, given: argparse.Namespace) -> dict[str, Any]:
     """Make one run with kills; return its figures, with what failed under ``failures``."""
     seed, steps = given.seed, given.steps
-    quickstart_task.write_tools_data(
-        folder / "data", seed=seed, num_sft=1, num_train=8 * steps * GROUPS_PER_STEP, num_eval=1
-    )
-    quickstart_task.write_model(folder / "model", seed=seed)
     agent = folder / "agent"
     agent.mkdir()
     server = None
     if kind == "http":
         (agent / "ask.py").write_text(_ENVIRONMENT)
         server = EnvironmentServer(agent / "ask.py")
-        environment = f'type = "http"\noptions = {{ url = "http://127.0.0.1:{server.port}" }}'
+        environment = {"type": "http", "options": {"url": f"http://127.0.0.1:{server.port}"}}
     else:
         (agent / "ask.py").write_text(_PROGRAM)
-        options = {"command": [sys.executable, "-I", "-S", str(agent / "ask.py")], "folder": str(agent)}
-        sandbox = "true" if shutil.which("bwrap") else "false"
-        values = ", ".join(f"{name} = {json.dumps(value)}" for name, value in options.items())
-        environment = f'type = "program"\noptions = {{ {values}, sandbox = {sandbox} }}'
+        command = [sys.executable, "-I", "-S", str(agent / "ask.py")]
+        options = {"command": command, "folder": str(agent), "sandbox": shutil.which("bwrap") is not None}
+        environment = {"type": "program", "options": options}
     run_id = f"agents-{kind}-{seed}"
-    (folder / "run.toml").write_text(
-        _RUN_FILE.format(
-            run_id=run_id, folder=folder, seed=seed, environment=environment, turns=TURNS, steps=steps,
-            groups_per_step=GROUPS_PER_STEP, group_size=GROUP_SIZE, max_new_tokens=quickstart_task.TOOLS_MAX_NEW_TOKENS,
-        )
+    ask = {**environment, "max_turns": TURNS, "keep_after_s": 0, "kept_staleness": 2}
+    run_file = write_small_run(
+        folder,
+        run_id,
+        seed=seed,
+        num_train=8 * steps * GROUPS_PER_STEP,
+        write_data=quickstart_task.write_tools_data,
+        reward={"name": "environment"},
+        environment={"define": {"ask": ask}},
+        rollout={
+            "environment": "ask", "groups_per_step": GROUPS_PER_STEP, "group_size": GROUP_SIZE, "groups_per_message": 2,
+            "max_staleness": 2, "max_new_tokens": quickstart_task.TOOLS_MAX_NEW_TOKENS,
+        },
+        trainer={"steps": steps, "lr": 5e-4, "checkpoint_every": 2},
     )  # fmt: skip
     victims = (worker_name(0), worker_name(1), *([SERVER] if server else []))
     planned = plan_kills(seed, victims, num_kills=given.kills, steps=steps)
     kills: dict[str, int] = dict.fromkeys(victims, 0)
     began = time.monotonic()
+
+    def kill(run: LocalRun, victim: str) -> None:
+        kills[victim] += 1
+        if victim == SERVER and server is not None:
+            server.kill()
+        else:
+            run.kill(victim)
+
     try:
-        with LocalRun([str(folder / "run.toml")], rule=_RULE) as run:
+        with LocalRun([str(run_file)], rule=_RULE) as run:
             run.start_services()
             with Bus.connect(run.nats, name="proof") as bus, Observer(run_id, bus) as observer:
                 run.start_trainer()
-                give_up = time.monotonic() + given.deadline_s
-                for kill in planned:
-                    until(lambda kill=kill: observer.seen.newest_step >= kill.step, f"step {kill.step}", give_up, run)
-                    time.sleep(kill.delay_s)
-                    if kill.victim == SERVER and server is not None:
-                        server.kill()
-                    else:
-                        alive = {view.name: view.alive for view in run.processes()}
-                        until(
-                            lambda kill=kill: {view.name: view.alive for view in run.processes()}[kill.victim],
-                            f"{kill.victim} (alive: {alive})", give_up, run,
-                        )  # fmt: skip
-                        run.kill(kill.victim)
-                    kills[kill.victim] += 1
-                code = run.wait(max(1.0, give_up - time.monotonic()))
-                if code != 0:
-                    ended = f"ended with {code}" if code is not None else f"did not end within {given.deadline_s:g} s"
-                    raise SystemExit(f"the trainer {ended}:\n{run.log_tail(TRAINER)}")
+                num_made = carry_out(planned, run, observer.seen, kill, given.deadline_s)
                 blobs = Blobs(run.s3)
                 proof = check_record(gather(run_id, bus, blobs, run.folder / "checkpoints", reads_packs=True))
                 left = [stat.key for stat in blobs.list(blob_keys.all_finished_episodes_prefix(run_id))]
@@ -230,13 +195,10 @@ def prove(kind: str, folder: Path, given: argparse.Namespace) -> dict[str, Any]:
             server.stop()
     lines = [line for text in texts for line in text.splitlines() if "finished episodes continued" in line]
     continued = sum(int(found[1]) for line in lines if (found := re.search(r"num_episodes\W+(\d+)", line)))
-    train, replay = proof.splits[0], replayed(run_id, folder)
-    failures = [f"{breach.kind}: {breach.group_id} {breach.detail}" for breach in proof.breaches]
-    failures += [] if proof.closes else ["the audit does not close"]
-    if train.used != steps * GROUPS_PER_STEP:
-        failures.append(f"{train.used} groups trained, expected {steps * GROUPS_PER_STEP}")
-    if not replay["holds"]:
-        failures.append(f"the replay differs: {replay['difference']}, {replay['findings']}")
+    train, replay = proof.splits[0], report_of("replay", run_id, folder / "runs")
+    failures = audit_failures(proof, steps * GROUPS_PER_STEP) + replay_failures(replay)
+    if num_made < len(planned):
+        failures.append(f"the run ended after {num_made} of {len(planned)} kills")
     if not continued:
         failures.append("no ended episode was continued by another worker: the kills came at the wrong moments")
     deadline = time.monotonic() + _SWEPT_S
@@ -258,25 +220,6 @@ def prove(kind: str, folder: Path, given: argparse.Namespace) -> dict[str, Any]:
         "wall_s": round(time.monotonic() - began, 1),
         "failures": failures,
     }
-
-
-def until(condition: Callable[[], object], what: str, give_up: float, run: LocalRun) -> None:
-    while not condition():
-        code = run.wait(0.05)
-        if code is not None:
-            raise SystemExit(f"the trainer ended with {code} before {what}:\n{run.log_tail(TRAINER)}")
-        if time.monotonic() > give_up:
-            raise SystemExit(f"waited in vain for {what}:\n{run.log_tail(TRAINER)}")
-
-
-def replayed(run_id: str, folder: Path) -> dict[str, Any]:
-    done = subprocess.run(
-        [sys.executable, "-m", "penstock", "replay", run_id, f"run.dir={folder / 'runs'}", "--json"],
-        capture_output=True, text=True, timeout=1800, check=False, env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )  # fmt: skip
-    if not done.stdout.strip():
-        raise SystemExit(f"the replay ended with exit code {done.returncode}:\n{done.stderr[-4000:]}")
-    return json.loads(done.stdout.splitlines()[-1])
 
 
 def left_behind() -> list[str]:

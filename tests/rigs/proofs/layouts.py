@@ -17,9 +17,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tests.rigs.proofs.proof import Proof, folder_of, write_inputs
+from tests.rigs.proofs.proof import Proof, folder_of
+from tests.small_run import write_small_run
 from tests.trainer.learner.forks import Fork
 from transformers import AutoConfig, AutoModelForCausalLM
+
+from penstock.deploy.quickstart_task import write_model
 
 _DEADLINE_S = 600.0
 _LOSS, _NORM, _WEIGHT = 2e-6, 5e-5, 1e-4
@@ -30,15 +33,6 @@ _RUNS = (
     "num_ranks=2 tensor_parallel=2 zero_stage=3",
     "num_ranks=4 tensor_parallel=2 sequence_parallel=2 zero_stage=2",
 )
-_RUN_FILE = """
-run.id = "%s"
-model.path = "model"
-data.train = "data/train.jsonl"
-reward = { name = "exact_match" }
-rollout = { groups_per_step = 4, group_size = 4, max_new_tokens = 10 }
-trainer = { steps = 6, lr = 1e-4, checkpoint_every = 3 }
-eval.every = 0
-"""
 
 
 class Layouts(Proof):
@@ -79,7 +73,7 @@ class Layouts(Proof):
 
     def run(self, number: int, layout: str) -> None:
         run_id = f"layout{number}"
-        (self.base / "run.toml").write_text(_RUN_FILE % run_id)
+        write_small_run(self.base, run_id, trainer={"steps": 6, "checkpoint_every": 3})
         overrides = [f"trainer.{one}" for one in layout.split()]
         train = self._type("train", "--local", "run.toml", *overrides)
         self.check(f"a run on {layout}", train.returncode == 0)
@@ -109,7 +103,7 @@ def random_model(family: str, folder: Path) -> Path:
 def main() -> int:
     base = folder_of("layouts")
     proof = Layouts(base, {**os.environ, "OMP_NUM_THREADS": "1"}, deadline_s=_DEADLINE_S)
-    write_inputs(base, "", num_train=200)
+    write_model(base / "model", seed=0)
     proof.compare("qwen3", base / "model", _LAYOUTS)
     for family in ("llama", "qwen2"):
         proof.compare(family, random_model(family, base / family), _OF_OTHERS)

@@ -15,57 +15,21 @@ import signal
 import subprocess
 import sys
 import threading
+from collections.abc import Sequence
 from pathlib import Path
 
-from tests.rigs.proofs.proof import Proof, folder_of, write_inputs
+from tests.rigs.compose.container import Network, interface
+from tests.rigs.proofs.proof import Proof, folder_of
+from tests.small_run import write_small_run
 
 from penstock.deploy.local import connection_environment
 from penstock.deploy.processes.child import Child
 from penstock.deploy.processes.servers import NatsServer, S3Server
 
 _STEPS, _BEFORE, _AGAIN = 24, 8, 16
-_GATEWAY = "10.77.0.254"
-_ADDRESSES = ("10.77.0.1", "10.77.0.2")
-_RUN_FILE = """
-run = { id = "nodes" }
-model.path = "model"
-data = { train = "data/train.jsonl", eval = "data/eval.jsonl" }
-reward = { name = "exact_match" }
-rollout = { groups_per_step = 4, group_size = 4, max_new_tokens = 10 }
-trainer = { steps = %d, lr = 1e-4, num_ranks = 2, zero_stage = 2, checkpoint_every = 5 }
-eval.every = 0
-"""
-
-
-class Namespaces:
-    """Two network namespaces on one bridge; use it as a context manager."""
-
-    def __init__(self) -> None:
-        """Choose names that no other process of this machine has."""
-        self.names = tuple(f"pn{os.getpid()}x{number}" for number in range(len(_ADDRESSES)))
-        self._bridge = f"pb{os.getpid()}"
-
-    def __enter__(self) -> Namespaces:
-        _ip("link", "add", self._bridge, "type", "bridge")
-        _ip("addr", "add", f"{_GATEWAY}/24", "dev", self._bridge)
-        _ip("link", "set", self._bridge, "up")
-        for name, address in zip(self.names, _ADDRESSES, strict=True):
-            _ip("netns", "add", name)
-            _ip("link", "add", f"{name}h", "type", "veth", "peer", "name", "eth0", "netns", name)
-            _ip("link", "set", f"{name}h", "master", self._bridge, "up")
-            _ip("-n", name, "addr", "add", f"{address}/24", "dev", "eth0")
-            _ip("-n", name, "link", "set", "eth0", "up")
-            _ip("-n", name, "link", "set", "lo", "up")
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for name in self.names:
-            _ip("netns", "delete", name)
-        _ip("link", "delete", self._bridge)
-
-
-def _ip(*arguments: str) -> None:
-    subprocess.run(["ip", *arguments], check=True, capture_output=True, timeout=20)
+_SUBNET = "10.77.0"
+_GATEWAY = f"{_SUBNET}.1"  # this machine
+_HOSTS = (2, 3)
 
 
 def forward(port: int) -> None:
@@ -97,14 +61,14 @@ def forward(port: int) -> None:
 
 
 class Nodes(Proof):
-    def __init__(self, base: Path, names: tuple[str, ...], environ: dict[str, str]) -> None:
+    def __init__(self, base: Path, names: Sequence[str], environ: dict[str, str]) -> None:
         super().__init__(base, environ)
         self.names = names
 
     def node(self, number: int, attempt: str, *overrides: str) -> Child:
-        place = ("--nodes", "2", "--node-rank", str(number), "--rdzv", f"{_ADDRESSES[0]}:29500")
+        place = ("--nodes", "2", "--node-rank", str(number), "--rdzv", f"{_SUBNET}.{_HOSTS[0]}:29500")
         # both namespaces have this machine's name, which stands for the loopback: gloo is told the interface
-        where = ["ip", "netns", "exec", self.names[number], "env", "GLOO_SOCKET_IFNAME=eth0"]
+        where = ["ip", "netns", "exec", self.names[number], "env", f"GLOO_SOCKET_IFNAME={interface(_HOSTS[number])}"]
         return self.start(f"{attempt}-node{number}", "train", "run.toml", *place, *overrides, before=where)
 
 
@@ -112,17 +76,18 @@ def main() -> int:
     """Return 1 when a step of the proof does not hold."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # the namespaces are removed then, too
     base = folder_of("nodes")
-    write_inputs(base, _RUN_FILE % _STEPS)
+    trainer = {"steps": _STEPS, "num_ranks": 2, "zero_stage": 2, "checkpoint_every": 5}
+    write_small_run(base, "nodes", num_train=1000, trainer=trainer)
     os.chdir(base)
     nats, s3 = NatsServer(base / "nats", log=base / "nats.log"), S3Server(base / "s3", log=base / "s3.log")
     nats.start()
     s3.start()
-    with Namespaces() as namespaces:
+    with Network(_SUBNET) as network:
         forward(nats.port)
         forward(s3.port)
         inside = connection_environment(nats.settings, s3.settings)
         environ = {name: value.replace("127.0.0.1", _GATEWAY) for name, value in inside.items()}
-        proof = Nodes(base, namespaces.names, {**os.environ, **environ, "OMP_NUM_THREADS": "1"})
+        proof = Nodes(base, [network.add(host) for host in _HOSTS], {**os.environ, **environ, "OMP_NUM_THREADS": "1"})
         try:
             _prove(proof)
         finally:

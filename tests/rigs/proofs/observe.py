@@ -26,7 +26,8 @@ from typing import Any
 
 import httpx
 from tests.alert_rules import rules
-from tests.rigs.proofs.proof import Proof, folder_of, write_inputs
+from tests.rigs.proofs.proof import Proof, folder_of
+from tests.small_run import write_small_run
 
 from penstock.deploy.local_run import LocalRun
 from penstock.deploy.monitoring.alerts import ALERTS
@@ -34,16 +35,6 @@ from penstock.deploy.monitoring.dashboards import read_boards
 from penstock.deploy.monitoring.observe import METRICS_ON, Prometheus, target_writer
 from penstock.protocol import logs
 
-_RUN_FILE = """
-run = { id = "observed" }
-model.path = "model"
-data = { train = "data/train.jsonl", eval = "data/eval.jsonl" }
-reward = { name = "strict" }
-rollout = { groups_per_step = 4, group_size = 4, max_new_tokens = 10 }
-trainer = { steps = 100000, lr = 1e-4, checkpoint_every_s = 20 }
-eval.every = 20
-worker.engine = "flawed.py:kind"
-"""
 _REWARD = """
 from pathlib import Path
 
@@ -103,7 +94,15 @@ def main() -> int:
     base = folder_of("observe")
     os.chdir(base)
     if not (base / "run.toml").exists():
-        write_inputs(base, _RUN_FILE, num_train=4000)
+        write_small_run(
+            base,
+            "observed",
+            num_train=4000,
+            reward={"name": "strict"},
+            trainer={"steps": 100_000, "checkpoint_every_s": 20},
+            eval={"every": 20},
+            worker={"engine": "flawed.py:kind"},
+        )
         (base / "strict.py").write_text(_REWARD.replace("FOLDER", repr(str(base))))
         (base / "flawed.py").write_text(_ENGINE.replace("FOLDER", repr(str(base))))
     logs.configure("proof", level="warning")

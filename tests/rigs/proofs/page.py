@@ -33,17 +33,18 @@ from collections.abc import Callable
 from pathlib import Path
 
 from tests.rigs.proofs.page_in_browser import (
+    DEADLINE_S,
     LATER,
-    PENSTOCK,
-    Console,
     Meter,
     Window,
     compare_panels,
+    last_step,
     pause,
-    steps_of,
     training,
-    wait,
 )
+from tests.rigs.proofs.proof import Console
+from tests.servers import wait_for
+from tests.small_run import PENSTOCK
 
 from penstock.deploy.local_run import TRAINER
 from penstock.deploy.processes.child import Child
@@ -105,7 +106,7 @@ def quiet(
         run.start_trainer()
         os.sched_setaffinity(0, apart[1])
         pause(base, run, steps)
-        say(f"{steps_of(base, run_id)} steps without page, tracker and kills; the audit closes")
+        say(f"{last_step(base, run_id)} steps without page, tracker and kills; the audit closes")
         return meter
 
 
@@ -114,7 +115,7 @@ def restarts_and_panels(base: Path, steps: int, chance: random.Random, say: Call
     chance.shuffle(order)
     with training(base, "restarts") as run:
         run.start_trainer()
-        console = Console(base)
+        console = Console(base, role="read", before=LATER)
         window = Window(console, "restarts")
         try:
             window.wait_for_step(2)
@@ -128,7 +129,7 @@ def restarts_and_panels(base: Path, steps: int, chance: random.Random, say: Call
                 else:
                     run.kill(name)
                 killed_at = time.monotonic()
-                made = max(before, steps_of(base, "restarts"))
+                made = max(before, last_step(base, "restarts"))
                 window.wait_for_step(made + 2)  # one step may have been under way
                 window.page.wait_for_selector("#banner[hidden]", state="attached")
                 say(
@@ -136,7 +137,7 @@ def restarts_and_panels(base: Path, steps: int, chance: random.Random, say: Call
                     f"{time.monotonic() - killed_at:.1f} s"
                 )
             pause(base, run, steps)
-            window.wait_for_step(steps_of(base, "restarts"))
+            window.wait_for_step(last_step(base, "restarts"))
             while_down = window.browser.complaints[:]
             wrong = [one for one in while_down if not _WHILE_DOWN.fullmatch(one)]
             assert not wrong, wrong
@@ -168,12 +169,12 @@ def random_kills(
     with training(base, run_id) as run, Meter(base, run) as meter:
         run.start_trainer()
         os.sched_setaffinity(0, apart[1])  # of this thread, and of what it starts from here on
-        console = Console(base)
-        tracker = Child("tracker", ["nice", "-n", str(LATER), *track], log=base / "tracker.log")
+        console = Console(base, role="read", before=LATER)
+        tracker = Child("tracker", [*LATER, *track], log=base / "tracker.log")
         tracker.start()
         window = Window(console, run_id)
         try:
-            wait(lambda: steps_of(base, run_id) >= 1, "the first step")
+            wait_for(lambda: last_step(base, run_id) >= 1, "the first step", DEADLINE_S)
             for name in order:
                 time.sleep(chance.uniform(0.0, 2 * _PAUSE_S))
                 if name == "console":
@@ -185,9 +186,9 @@ def random_kills(
                 else:
                     window.kill()
                     window = Window(console, run_id)
-            killed_until = steps_of(base, run_id)
+            killed_until = last_step(base, run_id)
             pause(base, run, max(steps, killed_until))
-            made = steps_of(base, run_id)
+            made = last_step(base, run_id)
             window.wait_for_step(made)
             tracker.kill()
             done = subprocess.run([*track, "--once"], capture_output=True, text=True, timeout=600, check=False)

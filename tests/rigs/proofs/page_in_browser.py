@@ -3,26 +3,24 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import re
-import socket
-import subprocess
-import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import psutil
 from tests.console.web.browsing import CHROMIUM, OVERVIEW_CHARTS, Browser
+from tests.rigs.proofs.proof import Console
+from tests.servers import wait_for
+from tests.small_run import report_of, steps_of
 
 from penstock.deploy import quickstart, quickstart_task
 from penstock.deploy.local_run import TRAINER, LocalRun
 from penstock.protocol.record import run_folder
 
 DEADLINE_S = 900.0
-PENSTOCK = [sys.executable, "-P", "-m", "penstock"]
 _RUN_S = 1800.0  # for the steps of a run
 _STEPS = 20_000  # more than a run makes before it is paused
 _PROMPTS = 20_000
@@ -55,7 +53,7 @@ class Meter:
                 with contextlib.suppress(psutil.Error):
                     times = psutil.Process(process.pid).cpu_times()
                     self._cpu_s[process.pid] = sum(times[:4])  # its own and its children's, user and system
-            if step := steps_of(self._base, self._run.run_id):
+            if step := last_step(self._base, self._run.run_id):
                 self._at.setdefault(step, (time.monotonic() - self._begun, sum(self._cpu_s.values())))
 
     def until(self, step: int) -> tuple[float, float]:
@@ -83,34 +81,18 @@ def training(base: Path, run_id: str) -> Iterator[LocalRun]:
         yield run
 
 
+def last_step(base: Path, run_id: str) -> int:
+    return max(steps_of(base / "runs", run_id), default=0)
+
+
 def pause(base: Path, run: LocalRun, steps: int) -> None:
     """Have a run end once it has made its steps: what is under way is trained first. Its accounting must close."""
-    wait(lambda: steps_of(base, run.run_id) >= steps, f"step {steps}", deadline_s=_RUN_S)
+    wait_for(lambda: last_step(base, run.run_id) >= steps, f"step {steps}", _RUN_S)
     run_folder.request_pause(run.folder)
     code = run.wait(DEADLINE_S)
     assert code == 0, f"the trainer ended with {code}\n{run.log_tail(TRAINER)}"
-    audit(base, run.run_id)
-
-
-def steps_of(base: Path, run: str) -> int:
-    path = base / "runs" / run / "metrics.jsonl"
-    whole = path.read_text().rpartition("\n")[0] if path.exists() else ""
-    return max((row["step"] for row in map(json.loads, whole.splitlines()) if row["kind"] == "step"), default=0)
-
-
-def audit(base: Path, run: str) -> None:
-    """Audit a run; fails unless its accounting closes."""
-    command = [*PENSTOCK, "audit", run, "--json", f"run.dir={base / 'runs'}"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=600)
-    assert done.returncode == 0, (done.stdout[-2000:], done.stderr[-2000:])
-    assert json.loads(done.stdout.splitlines()[-1])["closes"], done.stdout
-
-
-def wait(condition: Callable[[], bool], what: str, *, deadline_s: float = DEADLINE_S) -> None:
-    deadline = time.monotonic() + deadline_s
-    while not condition():
-        assert time.monotonic() < deadline, f"waited in vain for {what}"
-        time.sleep(0.1)
+    audit = report_of("audit", run.run_id, base / "runs")
+    assert audit["closes"], audit
 
 
 def compare_panels(window: Window) -> int:
@@ -174,37 +156,9 @@ def all_groups(window: Window, step_from: int) -> list[dict[str, Any]]:
             return found
 
 
-LATER = 19  # niceness of what a run does not need
+_NICENESS = 19  # of what a run does not need
+LATER = ("nice", "-n", str(_NICENESS))
 _STEP_TILE = "(document.querySelector('[data-tile=step] b') || {}).textContent || ''"
-
-
-class Console:
-    """`penstock console` on one port, which is killed and started anew; every browser logs in with the same token."""
-
-    def __init__(self, base: Path) -> None:
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            self._port = free.getsockname()[1]
-        self._base = base
-        self.start()
-        directory = f"run.dir={base / 'runs'}"
-        made = [*PENSTOCK, "console", "token", f"proof-{self._port}", "--role", "read", directory]
-        self.token = subprocess.run(made, capture_output=True, text=True, check=True).stdout.strip()
-
-    def start(self) -> None:
-        command = [*PENSTOCK, "console", "--port", str(self._port), "--json", f"run.dir={self._base / 'runs'}"]
-        with (self._base / "console.log").open("a") as log:
-            self._process = subprocess.Popen(
-                ["nice", "-n", str(LATER), *command], stdout=subprocess.PIPE, stderr=log, text=True, cwd=self._base
-            )
-        assert self._process.stdout is not None
-        line = self._process.stdout.readline()
-        assert line, f"the console did not start: {self._base / 'console.log'}"
-        self.url = json.loads(line)["url"]
-
-    def kill(self) -> None:
-        self._process.kill()
-        self._process.communicate()
 
 
 class Window:
@@ -214,7 +168,7 @@ class Window:
         before = set(psutil.Process().children(recursive=True))
         self._playwright = sync_playwright().start()
         for process in set(psutil.Process().children(recursive=True)) - before:
-            process.nice(LATER)  # Playwright's driver, which starts the browser
+            process.nice(_NICENESS)  # Playwright's driver, which starts the browser
         self._chromium = self._playwright.chromium.launch(
             executable_path=CHROMIUM, args=["--no-sandbox", "--disable-dev-shm-usage"]
         )

@@ -12,8 +12,10 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from penstock.deploy import quickstart_task
+from tests.small_run import PENSTOCK, steps_of
+
 from penstock.deploy.processes.child import Child
+from penstock.deploy.processes.servers import free_port
 
 
 def folder_of(name: str) -> Path:
@@ -27,12 +29,6 @@ def folder_of(name: str) -> Path:
     base = Path(parser.parse_args().folder or tempfile.mkdtemp(prefix=f"{name}-")).absolute()
     base.mkdir(parents=True, exist_ok=True)
     return base
-
-
-def write_inputs(base: Path, run_file: str, *, num_train: int = 1000) -> None:
-    quickstart_task.write_data(base / "data", seed=0, num_sft=1, num_train=num_train, num_eval=8)
-    quickstart_task.write_model(base / "model", seed=0)
-    (base / "run.toml").write_text(run_file)
 
 
 def plain_environ() -> dict[str, str]:
@@ -64,7 +60,7 @@ class Proof:
     def ask(self, *arguments: str, python: str | Path = sys.executable) -> subprocess.CompletedProcess[str]:
         """Run a command of penstock to its end."""
         return subprocess.run(
-            [python, "-P", "-m", "penstock", *arguments],
+            [python, *PENSTOCK[1:], *arguments],
             env=self.environ, cwd=self.base, capture_output=True, text=True, check=False, timeout=self.deadline_s,
         )  # fmt: skip
 
@@ -72,7 +68,7 @@ class Proof:
         self, name: str, *arguments: str, before: Sequence[str] = (), python: str | Path = sys.executable
     ) -> Child:
         """Start a command of penstock, with words ``before`` it; its output is in ``<name>.log``."""
-        command = [*before, str(python), "-P", "-m", "penstock", *arguments]
+        command = [*before, str(python), *PENSTOCK[1:], *arguments]
         child = Child(name, command, log=self.base / f"{name}.log", environ=self.environ)
         child.start()
         self.started.append(child)
@@ -83,12 +79,36 @@ class Proof:
             child.stop()
 
     def steps(self, run_id: str) -> list[int]:
-        file = self.runs / run_id / "metrics.jsonl"
-        lines = file.read_text().splitlines() if file.exists() else []
-        rows = [json.loads(line) for line in lines if line.endswith("}")]
-        return [row["step"] for row in rows if row["kind"] == "step"]
+        return steps_of(self.runs, run_id)
 
     def end(self) -> int:
         """Print how many steps do not hold; return the exit code."""
         print(f"{self.num_failed} steps of the proof do not hold; {self.base}")
         return int(self.num_failed > 0)
+
+
+class Console:
+    """`penstock console` on the runs of a folder, on one port, which is killed and started anew."""
+
+    def __init__(self, base: Path, *, role: str, before: Sequence[str] = ()) -> None:
+        """``role`` is that of its token, ``before`` words before its command line."""
+        self._base, self._port, self._before = base, free_port(), before
+        self._directory = f"run.dir={base / 'runs'}"
+        self.num_starts = 0
+        self.start()
+        made = [*PENSTOCK, "console", "token", f"proof-{self._port}", "--role", role, self._directory]
+        self.token = subprocess.run(made, capture_output=True, text=True, check=True).stdout.strip()
+
+    def start(self) -> None:
+        self.num_starts += 1
+        command = [*self._before, *PENSTOCK, "console", "--port", str(self._port), "--json", self._directory]
+        with (self._base / "console.log").open("a") as log:
+            self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True, cwd=self._base)
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        assert line, f"the console did not start: {self._base / 'console.log'}"
+        self.url = json.loads(line)["url"]
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.communicate()

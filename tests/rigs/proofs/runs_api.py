@@ -11,47 +11,30 @@ when one does not hold.
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pyarrow as pa
 import pyarrow.parquet as pq
-from tests.rigs.proofs.proof import folder_of
+from tests.rigs.proofs.proof import Console, folder_of
+from tests.servers import wait_for
+from tests.small_run import report_of, steps_of
 
 from penstock.deploy import quickstart_task
 
 _DEADLINE_S = 240.0
 STEPS = 120
-_PENSTOCK = [sys.executable, "-P", "-m", "penstock"]
 
 
-class Console:
-    """`penstock console` on a folder, which is killed and started anew."""
+class RunsApi(Console):
+    """The Runs API of a console that is killed and started anew."""
 
     def __init__(self, base: Path) -> None:
-        self.base = base
-        self.dir = f"run.dir={base / 'runs'}"
-        self.num_starts = 0
-        self.start()
-        made = [*_PENSTOCK, "console", "token", "proof", "--role", "admin", self.dir]
-        self.token = subprocess.run(made, capture_output=True, text=True, check=True).stdout.strip()
-
-    def start(self) -> None:
-        self.num_starts += 1
-        command = [*_PENSTOCK, "console", "--port", "0", "--json", self.dir]
-        with (self.base / "console.log").open("a") as log:
-            self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True, cwd=self.base)
-        assert self.process.stdout is not None
-        self.url = json.loads(self.process.stdout.readline())["url"]
-
-    def kill(self) -> None:
-        self.process.kill()
-        self.process.communicate()
+        self.runs = base / "runs"
+        super().__init__(base, role="admin")
 
     def ask(self, method: str, path: str, expected: int = 200, **more: Any) -> Any:
         headers = {"authorization": f"Bearer {self.token}"}
@@ -68,44 +51,30 @@ class Console:
             assert status["state"] != "failed", status
             return status["state"] in states
 
-        wait(is_there, f"{run} {states}")
+        wait_for(is_there, f"{run} {states}", _DEADLINE_S)
         return status
 
     def audit(self, run: str) -> dict[str, Any]:
-        done = subprocess.run(
-            [*_PENSTOCK, "audit", run, "--json", self.dir], capture_output=True, text=True, check=False, timeout=120
-        )
-        found = json.loads(done.stdout.splitlines()[-1])
-        assert done.returncode == 0, (found, done.stderr)
-        assert found["closes"], found
-        return found
+        report = report_of("audit", run, self.runs)
+        assert report["closes"], report
+        return report
 
     def steps(self, run: str) -> list[int]:
-        path = self.base / "runs" / run / "metrics.jsonl"
-        whole = path.read_text().rpartition("\n")[0] if path.exists() else ""
-        return [row["step"] for row in map(json.loads, whole.splitlines()) if row["kind"] == "step"]
+        return steps_of(self.runs, run)
 
     def has_steps(self, run: str, count: int) -> bool:
         """Whether a run has made so many steps; fails when it ended before, by the files alone: the console may be dead."""
-        launch = self.base / "runs" / run / "launch.json"
+        launch = self.runs / run / "launch.json"
         code = json.loads(launch.read_text()).get("exit_code") if launch.exists() else None
         assert code is None or len(self.steps(run)) >= count, f"{run} ended with {code}"
         return len(self.steps(run)) >= count
-
-
-def wait(condition: Callable[[], bool], what: str) -> None:
-    """Wait for a condition; AssertionError after the deadline."""
-    deadline = time.monotonic() + _DEADLINE_S
-    while not condition():
-        assert time.monotonic() < deadline, f"waited in vain for {what}"
-        time.sleep(0.2)
 
 
 def main() -> int:
     base = folder_of("runs-api")
     quickstart_task.write_model(base / "model", seed=0)
     pq.write_table(pa.Table.from_pylist([_row(n) for n in range(40)]), base / "train.parquet")
-    console = Console(base)
+    console = RunsApi(base)
     try:
         prove(console, base)
     finally:
@@ -127,7 +96,7 @@ def _row(number: int) -> dict[str, Any]:
     }
 
 
-def prove(console: Console, base: Path) -> None:
+def prove(console: RunsApi, base: Path) -> None:
     started = time.monotonic()
 
     def say(text: str) -> None:
@@ -146,11 +115,11 @@ def prove(console: Console, base: Path) -> None:
     second = console.ask("POST", "/v1/runs", 201, json={**job, "name": "second", "num_epochs": 0.2})
     assert (second["state"], second["position"]) == ("queued", 0), second
     say("created and started two runs: one runs, one is queued")
-    wait(lambda: console.has_steps("first", 2), "steps")
+    wait_for(lambda: console.has_steps("first", 2), "steps", _DEADLINE_S)
     for _ in range(2):
         before = len(console.steps("first"))
         console.kill()
-        wait(lambda count=before: console.has_steps("first", count + 1), "steps without a console")
+        wait_for(lambda count=before: console.has_steps("first", count + 1), "steps without a console", _DEADLINE_S)
         console.start()
         assert console.ask("GET", "/v1/runs/first")["state"] == "running"
         assert console.ask("GET", "/v1/runs/second")["state"] == "queued"

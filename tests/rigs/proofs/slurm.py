@@ -18,23 +18,16 @@ import sys
 import time
 from pathlib import Path
 
-from tests.rigs.proofs.proof import Proof, folder_of, write_inputs
+from tests.rigs.proofs.proof import Proof, folder_of
+from tests.small_run import write_small_run
 
 from penstock.deploy.processes.child import Child
+from penstock.deploy.processes.servers import free_port
 
 _SCRIPT = Path(__file__).parents[3] / "deploy" / "slurm" / "penstock.sbatch"
 _PROGRAMS = {"munged": "munge", "slurmctld": "slurmctld", "slurmd": "slurmd", "sbatch": "slurm-client"}
 _STEPS, _BEFORE = 40, 8
 _DEADLINE_S = 240.0
-_RUN_FILE = f"""
-run = {{ id = "queued" }}
-model.path = "model"
-data = {{ train = "data/train.jsonl", eval = "data/eval.jsonl" }}
-reward = {{ name = "exact_match" }}
-rollout = {{ groups_per_step = 4, group_size = 4, max_new_tokens = 10 }}
-trainer = {{ steps = {_STEPS}, lr = 1e-4, checkpoint_every_s = 600 }}
-eval.every = 0
-"""
 _CONFIG = """
 ClusterName=proof
 SlurmctldHost={host}(127.0.0.1)
@@ -98,13 +91,13 @@ def main() -> int:
 def _prepare(base: Path) -> None:
     for folder in (base / "state", base / "spool"):
         folder.mkdir(parents=True, exist_ok=True)
-    write_inputs(base, _RUN_FILE)
+    write_small_run(base, "queued", num_train=1000, trainer={"steps": _STEPS, "checkpoint_every_s": 600})
     (base / "munge.key").write_bytes(os.urandom(1024))
     (base / "munge.key").chmod(0o600)
     (base / "penstock").write_text(f'#!/bin/sh\nexec {sys.executable} -P -m penstock "$@"\n')
     (base / "penstock").chmod(0o755)
     host = socket.gethostname().split(".")[0]
-    ports = {"ctld": _free_port(), "slurmd": _free_port()}
+    ports = {"ctld": free_port(), "slurmd": free_port()}
     (base / "slurm.conf").write_text(_CONFIG.format(host=host, base=base, cpus=os.cpu_count(), **ports))
 
 
@@ -159,12 +152,6 @@ def _prove(proof: Queued) -> None:
     audit = proof.type(str(proof.base / "penstock"), "audit", "queued")
     print("    " + audit.replace("\n", "\n    "))
     print(f"{time.monotonic() - started:.0f} s from the submission to the end")
-
-
-def _free_port() -> int:
-    with socket.socket() as bound:
-        bound.bind(("127.0.0.1", 0))
-        return int(bound.getsockname()[1])
 
 
 if __name__ == "__main__":

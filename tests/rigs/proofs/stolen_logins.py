@@ -20,9 +20,10 @@ import nats.errors
 import nats.js.errors
 from nats.aio.client import Client
 from nats.js.client import JetStreamContext
-from tests.rigs.fuzz.sender import SecuredNats
+from tests.deploy.nats_roles import NatsRoles
 
 from penstock.deploy.bootstrap import bootstrap
+from penstock.deploy.nats_config import nats_config
 from penstock.deploy.processes.servers import S3Server
 from penstock.protocol import logs, streams, subjects
 from penstock.protocol.transport.blobs import Blobs
@@ -35,7 +36,7 @@ _PIPELINE = 128
 class Attack:
     """One login against a run whose streams hold one message of each other role."""
 
-    def __init__(self, server: SecuredNats, seconds: float) -> None:
+    def __init__(self, server: NatsRoles, seconds: float) -> None:
         self._server, self._seconds = server, seconds
 
     async def connect(self, role: str) -> Client:
@@ -180,7 +181,7 @@ def main() -> None:
         with tempfile.TemporaryDirectory(prefix="stolen-") as scratch:
             folder = Path(scratch)
             server, s3 = (
-                SecuredNats(folder, RUN, log=folder / "nats.log"),
+                NatsRoles(folder, nats_config((RUN,))),
                 S3Server(folder / "s3", log=folder / "s3.log"),
             )
             with contextlib.ExitStack() as stack:

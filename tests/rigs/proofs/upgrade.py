@@ -23,7 +23,8 @@ from pathlib import Path
 
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
-from tests.rigs.proofs.proof import Proof, plain_environ, write_inputs
+from tests.rigs.proofs.proof import Proof, plain_environ
+from tests.small_run import write_small_run
 
 from penstock.console.tools.removal import running_services
 from penstock.deploy.processes.child import Child
@@ -33,15 +34,6 @@ from penstock.protocol.transport.bus import Bus
 _ROOT = Path(__file__).parents[3]
 _STEPS = 1000  # never reached: the run is stopped when all services are replaced
 _MORE = 8  # steps that services have to train together
-_RUN_FILE = """
-run = { id = "upgraded" }
-model.path = "model"
-data = { train = "data/train.jsonl", eval = "data/eval.jsonl" }
-reward = { name = "exact_match" }
-rollout = { groups_per_step = 8, group_size = 8, max_new_tokens = 10, max_staleness = 2 }
-trainer = { steps = %d, lr = 1e-4, checkpoint_every = 5, keep_versions = 64, store_checkpoints = true }
-eval.every = 10
-"""
 
 
 class Upgrade(Proof):
@@ -102,7 +94,14 @@ def main() -> int:
     base = (options.folder or Path(tempfile.mkdtemp(prefix="upgrade-"))).absolute()
     base.mkdir(parents=True, exist_ok=True)
     old = _old_interpreter(options.revision, base)
-    write_inputs(base, _RUN_FILE % _STEPS, num_train=2000)
+    write_small_run(
+        base,
+        "upgraded",
+        num_train=2000,
+        rollout={"groups_per_step": 8, "group_size": 8, "max_staleness": 2},
+        trainer={"steps": _STEPS, "checkpoint_every": 5, "keep_versions": 64, "store_checkpoints": True},
+        eval={"every": 10},
+    )
     os.chdir(base)
     servers = [NatsServer(base / f"nats{i}", log=base / f"nats{i}.log") for i in (0, 1)]
     stores = [S3Server(base / f"s3-{i}", log=base / f"s3-{i}.log") for i in (0, 1)]
