@@ -85,9 +85,8 @@ def mode_of(
         return "drain"
     if wanted != "auto":
         return wanted
-    if longest <= LONG_TOKENS:
-        return "drain"
-    return next((mode for mode in _WITHOUT_WAITING if mode in modes), "drain")
+    others = [mode for mode in _WITHOUT_WAITING if mode in modes] if longest > LONG_TOKENS else []
+    return others[0] if others else "drain"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
