@@ -85,8 +85,10 @@ def mode_of(
         return "drain"
     if wanted != "auto":
         return wanted
-    others = [mode for mode in _WITHOUT_WAITING if mode in modes] if longest > LONG_TOKENS else []
-    return others[0] if others else "drain"
+    for mode in _WITHOUT_WAITING:
+        if longest > LONG_TOKENS and mode in modes:
+            return mode
+    return "drain"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
