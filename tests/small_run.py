@@ -39,7 +39,12 @@ def write_small_run(
     defaults: dict[str, Mapping[str, Any]] = {
         "run": {"seed": seed},
         "data": {**files, "max_prompt_tokens": 32},
-        "rollout": {"groups_per_step": 4, "group_size": 4, "max_new_tokens": quickstart_task.MAX_NEW_TOKENS},
+        "rollout": {
+            "groups_per_step": 4,
+            "max_staleness": 2,
+            "group_size": 4,
+            "max_new_tokens": quickstart_task.MAX_NEW_TOKENS,
+        },
         "reward": {"name": "exact_match"},
         "eval": {"every": 0},
     }

@@ -35,7 +35,7 @@ def test_changed_settings_are_listed_for_a_run_with_a_checkpoint(tmp_path: Path)
     assert resumption.start_notes(now, {}) == []
     (tmp_path / "r" / "checkpoints" / "step00000001").mkdir(parents=True)
     assert resumption.start_notes(now, {}) == [
-        "changed since the last session: rollout.max_staleness = 1, was 2",
+        "changed since the last session: rollout.max_staleness = 1, was 4",
         "changed since the last session: trainer.lr = 0.0002, was 0.0001",
     ]
     assert resumption.start_notes(before, {}) == []

@@ -140,6 +140,7 @@ def lora_rm(folder: Path, ranks: Ranks) -> dict[str, Any]:
     from peft import PeftModel
     from transformers import AutoModelForSequenceClassification
 
+    from penstock.reward_model.commands import ModelOptions
     from penstock.reward_model.served_model import Classifier
 
     own = {"lr": 3e-3, "steps": 6, "eval_data": folder / "held_out_pairs.jsonl"}
@@ -155,7 +156,7 @@ def lora_rm(folder: Path, ranks: Ranks) -> dict[str, Any]:
     )
     adapted = PeftModel.from_pretrained(base, home / "rm-adapter").eval()
     texts = ["2+3=", "7+7=14", "9+1=0"]
-    served = Classifier(home / "rm", dtype="float32", device="cpu", label=None, max_length=None, batch_tokens=64)
+    served = Classifier(home / "rm", ModelOptions(dtype="float32", device="cpu", batch_tokens=64))
     ids = [served._tokenizer(text, return_tensors="pt")["input_ids"] for text in texts]
     with torch.no_grad():
         scores = [[float(model(input_ids=one).logits) for one in ids] for model in (adapted, merged.eval())]

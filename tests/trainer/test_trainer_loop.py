@@ -60,7 +60,7 @@ class Run:
             "run": {"id": self.id, "dir": str(self.folder / "runs"), "seed": 3},
             "model": {"path": str(self.folder / "model")},
             "data": {"train": [str(self.folder / "train.jsonl")], "max_prompt_tokens": 64},
-            "rollout": {"group_size": 4, "groups_per_step": 4, "max_new_tokens": 8},
+            "rollout": {"group_size": 4, "groups_per_step": 4, "max_new_tokens": 8, "max_staleness": 2},
             # recited completions were not sampled from the policy: their log-probabilities are arbitrary
             "trainer": {"steps": steps, "lr": 1e-3, "micro_batch_tokens": 512, "max_mismatch": "None"},
         }
