@@ -11,7 +11,7 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
@@ -23,6 +23,7 @@ from penstock.protocol.errors import SegmentRefused
 from penstock.protocol.weights import patch_segment
 from penstock.protocol.weights.patch_segment import (
     Bytes,
+    Difference,
     Parsed,
     Readable,
     as_bytes,
@@ -77,15 +78,22 @@ def encode(old: Readable, new: Readable, word_bytes: int, *, bucket: int = 0) ->
     """
     num_words = num_words_of(new, word_bytes)
     num_changed = count_if_dense(old, new, word_bytes, above=DENSE_ABOVE)
-    if num_changed is None:
-        patch = difference(old, new, word_bytes)
-        num_changed = patch.num_changed
-        if num_changed == 0:
-            return Encoded("none", b"", 0)
-        if num_changed <= DENSE_ABOVE * num_words:
-            return Encoded("gapabs1", patch_segment.pack(patch, num_words, bucket=bucket), num_changed)
-    segment = encode_whole(new, word_bytes, bucket=bucket, num_changed=num_changed)
-    return Encoded("raw_zstd", segment, num_changed)
+    if num_changed is not None:
+        return _encoded_whole(new, word_bytes, bucket, num_changed)
+    return encode_found(difference(old, new, word_bytes), num_words, lambda: new, bucket=bucket)
+
+
+def encode_found(found: Difference, num_words: int, new: Callable[[], Readable], *, bucket: int = 0) -> Encoded:
+    """Encode as `encode` does what is known to have changed; ``new`` gives the bucket, where most of it changed."""
+    if found.num_changed == 0:
+        return Encoded("none", b"", 0)
+    if found.num_changed <= DENSE_ABOVE * num_words:
+        return Encoded("gapabs1", patch_segment.pack(found, num_words, bucket=bucket), found.num_changed)
+    return _encoded_whole(new(), len(found.planes), bucket, found.num_changed)
+
+
+def _encoded_whole(new: Readable, word_bytes: int, bucket: int, num_changed: int) -> Encoded:
+    return Encoded("raw_zstd", encode_whole(new, word_bytes, bucket=bucket, num_changed=num_changed), num_changed)
 
 
 def parse(codec: str, data: Readable, *, num_words: int, word_bytes: int, bucket: int = 0) -> Change:

@@ -30,7 +30,7 @@ Bytes: TypeAlias = NDArray[np.uint8]
 Readable: TypeAlias = bytes | bytearray | memoryview | np.ndarray
 
 WORD_BYTES = (1, 2, 4, 8)
-_WORDS = {1: np.dtype("<u1"), 2: np.dtype("<u2"), 4: np.dtype("<u4"), 8: np.dtype("<u8")}
+WORDS = {1: np.dtype("<u1"), 2: np.dtype("<u2"), 4: np.dtype("<u4"), 8: np.dtype("<u8")}
 _COMPARED = 1 << 17  # eight-byte words compared at once; smaller blocks need more calls, larger ones exceed the cache
 _SAMPLED_WORDS = 4096
 MAGIC = b"GAB1"
@@ -81,9 +81,13 @@ def difference(old: Readable, new: Readable, word_bytes: int) -> Difference:
     num_words_of(new, word_bytes)
     if before.size != after.size:
         raise ValueError(f"old has {before.size} bytes, new {after.size}; a patch needs the same layout on both sides")
-    indices, deltas, words = _changed_words(before, after, _WORDS[word_bytes])
+    return changed_planes(*changed_words(before.view(WORDS[word_bytes]), after.view(WORDS[word_bytes])))
+
+
+def changed_planes(indices: NDArray[np.int64], deltas: np.ndarray, words: np.ndarray) -> Difference:
+    """Return the changed bytes of new ``words`` [n] at ``indices`` that increase; ``deltas`` are old XOR new, none of them 0."""
     planes = []
-    for number in range(word_bytes):
+    for number in range(words.itemsize):
         now, delta = ((array >> (8 * number)).astype(np.uint8) for array in (words, deltas))
         if np.count_nonzero(delta) == delta.size:
             planes.append(Changes(indices, now))
@@ -103,7 +107,7 @@ def count_if_dense(old: Readable, new: Readable, word_bytes: int, *, above: floa
     num_words = num_words_of(new, word_bytes)
     if before.size != after.size:
         raise ValueError(f"old has {before.size} bytes, new {after.size}; a patch needs the same layout on both sides")
-    old_words, new_words = before.view(_WORDS[word_bytes]), after.view(_WORDS[word_bytes])
+    old_words, new_words = before.view(WORDS[word_bytes]), after.view(WORDS[word_bytes])
     step = max(1, num_words // _SAMPLED_WORDS)
     sample = old_words[::step] != new_words[::step]
     if np.count_nonzero(sample) <= above * sample.size:
@@ -115,7 +119,9 @@ def count_if_dense(old: Readable, new: Readable, word_bytes: int, *, above: floa
     return num_changed if num_changed > above * num_words else None
 
 
-def _changed_words(before: Bytes, after: Bytes, dtype: np.dtype) -> tuple[NDArray[np.int64], np.ndarray, np.ndarray]:
+def changed_words(old: np.ndarray, new: np.ndarray) -> tuple[NDArray[np.int64], np.ndarray, np.ndarray]:
+    """Return where two arrays of as many integers differ, ``old ^ new`` there, and the words of ``new``."""
+    before, after, dtype = as_bytes(old), as_bytes(new), new.dtype
     whole = before.size // 8 * 8
     before_64, after_64 = before[:whole].view(np.uint64), after[:whole].view(np.uint64)
     mask = np.zeros(min(_COMPARED, before_64.size + 7 & ~7), dtype=np.bool_)

@@ -27,7 +27,8 @@ from penstock.trainer.learner import adapter
 from penstock.trainer.learner.load_model import from_folder
 from penstock.trainer.learner.policy import Policy
 from penstock.trainer.parallel_dims import ParallelDims
-from penstock.trainer.publishing.weight_buckets import MAX_SHARD_BYTES, ModelFiles, assign_buckets, write_small_files
+from penstock.trainer.publishing.model_files import MAX_SHARD_BYTES, ModelFiles, write_small_files
+from penstock.trainer.publishing.weight_buckets import assign_buckets
 
 log = structlog.get_logger("trainer.export")
 

@@ -20,7 +20,6 @@ from penstock.protocol import blob_keys
 from penstock.protocol.groups import BlobRef
 from penstock.protocol.transport.blobs import Blobs
 from penstock.protocol.versions import PolicyVersion
-from penstock.protocol.weights import bucket_codec
 from penstock.protocol.weights.bucket_codec import Encoded
 from penstock.protocol.weights.layout import TensorDigest, shard_header, shard_name, weights_digest
 from penstock.protocol.weights.manifest import BucketState, StoredRange
@@ -77,6 +76,8 @@ class RankPublisher:
     def discard(self, wanted: Collection[int]) -> None:
         with self._changed:
             self._copies = {copy_id: copy for copy_id, copy in self._copies.items() if copy_id in wanted}
+            if self._committed is not None:
+                self._committed.forget(wanted)
 
     @order
     def digests(self, copy_id: int) -> list[TensorDigest]:
@@ -101,11 +102,7 @@ class RankPublisher:
         """Encode what differs between a copy and the committed buckets."""
         copy, base = self._copy(copy_id), self._committed
         assert base is not None
-        self._changes = {}
-        for number, raw in copy.raw.items():
-            word_bytes = copy.layout.buckets[number].word_bytes
-            self._changes[number] = encoded = bucket_codec.encode(base.raw[number], raw, word_bytes, bucket=number)
-            copy.set_xxh3(number, base.xxh3(number) if encoded.codec == "none" else None)
+        self._changes = {number: copy.encoded_since(base, number) for number in copy.raw}
         changes = self._changes.values()
         return PatchSize(num_bytes=sum(len(e.data) for e in changes), num_changed=sum(e.num_changed for e in changes))
 
@@ -149,11 +146,11 @@ class RankPublisher:
         buckets = self._copy(copy_id) if source == "copy" else held[source]
         assert buckets is not None
         objects, states = [], []
-        for number, raw in buckets.raw.items():
+        for number in buckets.raw:
             bucket = buckets.layout.buckets[number]
             name = file_name or shard_name(number, len(buckets.layout.buckets))
             key = blob_keys.weights_shard(self._run_id, version, attempt, name)
-            blob = self._put(key, shard_header(bucket) + raw.tobytes())
+            blob = self._put(key, shard_header(bucket) + buckets.words(number).data)
             stored = StoredRange(object=len(objects), offset=0, size_bytes=blob.size_bytes, sha256=blob.sha256)
             objects.append(blob)
             states.append(

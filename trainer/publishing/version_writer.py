@@ -28,8 +28,9 @@ from penstock.trainer import crash_points
 from penstock.trainer.connections import Connections
 from penstock.trainer.crash_points import CrashPoint
 from penstock.trainer.errors import PublicationFailed
+from penstock.trainer.publishing.model_files import small_files
 from penstock.trainer.publishing.rank_publisher import PublishCoordinator, RankPublisher, StoredObjects
-from penstock.trainer.publishing.weight_buckets import AdapterBase, AdapterWeights, Snapshot, small_files
+from penstock.trainer.publishing.weight_buckets import AdapterBase, AdapterWeights, Snapshot
 
 if TYPE_CHECKING:
     from penstock.protocol.weights.signature import SigningKey  # its library is imported where a key is configured

@@ -19,7 +19,8 @@ from penstock.trainer.learner.logprobs import CompletionScorer
 from penstock.trainer.learner.optimizer_state import deepspeed_config, lr_factor
 from penstock.trainer.learner.trainable import Optimisation
 from penstock.trainer.parallel_dims import ParallelDims
-from penstock.trainer.publishing.weight_buckets import ModelFiles, layout_of, write_small_files
+from penstock.trainer.publishing.model_files import ModelFiles, write_small_files
+from penstock.trainer.publishing.weight_buckets import layout_of
 from penstock.trainer.ranks import Ranks
 
 
