@@ -298,6 +298,8 @@ def nudge(policy: Policy, *, frozen: bool = True) -> None:
     """Change a few values of every parameter that this rank holds; the same ones where all ranks hold all."""
     for parameter in policy._scorer.parameters():
         if frozen or parameter.requires_grad:
+            if hasattr(parameter, "ds_id"):
+                parameter.partition()  # else a gathered one would keep its values
             getattr(parameter, "ds_tensor", parameter).data.view(-1)[:2] *= 1.5
 
 
