@@ -40,7 +40,7 @@ class Model(nn.Module):
     def __init__(self, num_bytes: int) -> None:
         super().__init__()
         rows = [_WIDTH] * (num_bytes // (2 * _WIDTH * _WIDTH)) or [num_bytes // (2 * _WIDTH)]
-        self.language_model = nn.Module()
+        self.language_model: Any = nn.Module()
         self.language_model.weights = nn.ParameterList(torch.randn(n, _WIDTH).bfloat16() for n in rows)
         self.language_model.base_model = None
         self.language_model.config = SimpleNamespace(get_text_config=lambda: SimpleNamespace(model_type="qwen3"))

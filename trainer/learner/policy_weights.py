@@ -273,7 +273,7 @@ class WeightCopies:
     def _copy_whole(self, buckets: WeightBuckets) -> None:
         with self._stream.reading():
             self._policy.weights.copy_to(buckets)
-            if self._policy.weights.has_own_parts:
+            if self._group is not None:
                 for tensor, start, words in self._words_of(buckets):
                     self._read_words.keep(tensor, start, words)
 

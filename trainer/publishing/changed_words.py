@@ -100,7 +100,7 @@ class ReadWords:
         pieces = []
         for found in find(tensor, start, before, words):
             pieces.append(found.on_host())
-            if kept is before:
+            if kept is not None and kept is before:
                 _overwrite(kept, start, found)
             elif kept is not None:
                 self._late.append((kept, start, pieces[-1]))

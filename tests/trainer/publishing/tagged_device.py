@@ -23,6 +23,8 @@ def reset() -> None:
 
 
 class Tagged(torch.Tensor):
+    on_cpu: torch.Tensor
+
     @staticmethod
     def __new__(cls, inner: torch.Tensor) -> Tagged:
         return torch.Tensor._make_wrapper_subclass(
@@ -30,7 +32,7 @@ class Tagged(torch.Tensor):
         )
 
     def __init__(self, inner: torch.Tensor) -> None:
-        self.inner = inner
+        self.on_cpu = inner
 
     def numpy(self, *_: Any, **__: Any) -> Any:
         raise TypeError("a tensor of a device has no array")
@@ -48,7 +50,7 @@ class Device(TorchDispatchMode):
 
 
 def _inner(value: Any) -> Any:
-    return value.inner if isinstance(value, Tagged) else value
+    return value.on_cpu if isinstance(value, Tagged) else value
 
 
 def run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:

@@ -32,7 +32,7 @@ BUCKET_BYTES = 60_000
 class Held(PolicyWeights):
     """Weights as a policy publishes them, without a network."""
 
-    is_gathered = has_own_parts = False
+    is_gathered = has_own_parts = False  # type: ignore[assignment]
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
         self.tensors = tensors
@@ -176,5 +176,5 @@ def test_what_was_found_is_the_same_on_another_rank() -> None:
     for sent, got in zip(found, received, strict=True):
         assert torch.equal(sent.words, got.words)
         assert (sent.positions is None) == (got.positions is None)
-        assert sent.positions is None or torch.equal(sent.positions, got.positions)
+        assert sent.positions is None or sent.positions.tolist() == got.positions.tolist()  # type: ignore[union-attr]
     assert changed_words.unpack(changed_words.pack([]), []) == []
