@@ -30,7 +30,7 @@ Bytes: TypeAlias = NDArray[np.uint8]
 Readable: TypeAlias = bytes | bytearray | memoryview | np.ndarray
 
 WORD_BYTES = (1, 2, 4, 8)
-WORDS = {1: np.dtype("<u1"), 2: np.dtype("<u2"), 4: np.dtype("<u4"), 8: np.dtype("<u8")}
+_WORDS = {1: np.dtype("<u1"), 2: np.dtype("<u2"), 4: np.dtype("<u4"), 8: np.dtype("<u8")}
 _COMPARED = 1 << 17  # eight-byte words compared at once; smaller blocks need more calls, larger ones exceed the cache
 _SAMPLED_WORDS = 4096
 MAGIC = b"GAB1"
@@ -81,7 +81,7 @@ def difference(old: Readable, new: Readable, word_bytes: int) -> Difference:
     num_words_of(new, word_bytes)
     if before.size != after.size:
         raise ValueError(f"old has {before.size} bytes, new {after.size}; a patch needs the same layout on both sides")
-    return changed_planes(*changed_words(before.view(WORDS[word_bytes]), after.view(WORDS[word_bytes])))
+    return changed_planes(*changed_words(before.view(_WORDS[word_bytes]), after.view(_WORDS[word_bytes])))
 
 
 def changed_planes(indices: NDArray[np.int64], deltas: np.ndarray, words: np.ndarray) -> Difference:
@@ -107,7 +107,7 @@ def count_if_dense(old: Readable, new: Readable, word_bytes: int, *, above: floa
     num_words = num_words_of(new, word_bytes)
     if before.size != after.size:
         raise ValueError(f"old has {before.size} bytes, new {after.size}; a patch needs the same layout on both sides")
-    old_words, new_words = before.view(WORDS[word_bytes]), after.view(WORDS[word_bytes])
+    old_words, new_words = before.view(_WORDS[word_bytes]), after.view(_WORDS[word_bytes])
     step = max(1, num_words // _SAMPLED_WORDS)
     sample = old_words[::step] != new_words[::step]
     if np.count_nonzero(sample) <= above * sample.size:

@@ -203,7 +203,7 @@ class WeightCopies:
         self._newest: WeightBuckets | None = None
         self._source: tuple[str | None, int] | None = None  # dtype and bucket size of the newest
         self._base: tuple[str | None, AdapterBase] | None = None  # dtype that it was rounded to, and the copy
-        self._read_words = ReadWords(kept_on_device)
+        self._kept_on_device, self._read_words = kept_on_device, ReadWords(kept_on_device)
         self._stream = ReadStream(policy.device)
         self._group: RankSubgroup | None = None
         self._thread = ThreadPoolExecutor(1, "weights")
@@ -251,35 +251,36 @@ class WeightCopies:
         if self._group is None and weights.has_own_parts and self._dims.buckets.count > 1:
             self._group = self._dims.ranks.subgroup(self._dims.buckets.count)
         if before is None or self._source != (dtype, bucket_bytes):
-            self._newest = None  # releases the words before while these are copied
+            self._newest = before = None  # releases the words before while these are copied
             self._newest, self._source = self._empty_buckets(dtype, bucket_bytes), (dtype, bucket_bytes)
-            self._read(self._copy_whole, self._newest)
+            self._read_words = ReadWords(self._kept_on_device)
+            self._read(self._copy_whole, self._newest, apart=not weights.is_gathered)
             self._newest.seal(self._thread)
             return self._newest
-        self._newest = before.successor(self._read(self._find, before), self._thread, copy_id=self._num_copies)
+        found = self._read(self._find, before, apart=not weights.is_gathered or weights.has_own_parts)
+        self._newest = before.successor(found, self._thread, copy_id=self._num_copies)
         return self._newest
 
-    def _read(self, read: Callable[[WeightBuckets], R], buckets: WeightBuckets) -> Future[R]:
-        """Read the weights in the thread, or here if all ranks have to gather them in the same order as they train."""
-        weights = self._policy.weights
-        if weights.is_gathered and not (weights.has_own_parts and read == self._find):
+    def _read(self, read: Callable[[WeightBuckets, bool], R], buckets: WeightBuckets, *, apart: bool) -> Future[R]:
+        """Read the weights in the thread, or here if all ranks have to gather them in the order in which they train."""
+        if not apart:
             future: Future[R] = Future()
-            future.set_result(read(buckets))
+            future.set_result(read(buckets, apart))
             return future
-        future = self._thread.submit(read, buckets)
-        weights.read_in(future)
+        future = self._thread.submit(read, buckets, apart)
+        self._policy.weights.read_in(future)
         return future
 
-    def _copy_whole(self, buckets: WeightBuckets) -> None:
-        with self._stream.reading():
+    def _copy_whole(self, buckets: WeightBuckets, apart: bool) -> None:
+        with self._stream.reading(apart=apart):
             self._policy.weights.copy_to(buckets)
             if self._group is not None:
                 for tensor, start, words in self._words_of(buckets):
                     self._read_words.keep(tensor, start, words)
 
-    def _find(self, before: WeightBuckets) -> list[Found]:
+    def _find(self, before: WeightBuckets, apart: bool) -> list[Found]:
         before.wait_until_written()
-        with self._stream.reading():
+        with self._stream.reading(apart=apart):
             found = [
                 piece
                 for tensor, start, words in self._words_of(before)

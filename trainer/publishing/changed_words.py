@@ -36,17 +36,18 @@ class Found:
     words: Tensor  # [n]
     before: Tensor | None = None  # the words [n] that they replace, where they were at hand
 
-    def positions_from(self, first: int) -> NDArray[np.int64]:
-        """Return the positions where word ``start`` is number ``first``."""
+    def positions_from(self, first: int) -> Tensor:
+        """Return the positions, int64 [n] on the host, where word ``start`` is number ``first``."""
         if self.positions is None:
-            return np.arange(first, first + self.words.numel())
-        return self.positions.numpy() + np.int64(first)
+            return torch.arange(first, first + self.words.numel())
+        return self.positions.long().add_(first)
 
     def on_host(self) -> Found:
         """Return it in host memory; from a device it is there when the stream was waited for."""
-        return Found(
-            self.tensor, self.start, None if self.positions is None else _on_host(self.positions), _on_host(self.words)
-        )
+        if self.words.device.type == "cpu":
+            return self
+        positions = None if self.positions is None else _on_host(self.positions)
+        return Found(self.tensor, self.start, positions, _on_host(self.words))
 
 
 def as_words(values: Tensor, dtype: torch.dtype) -> Tensor:
@@ -80,12 +81,10 @@ class ReadWords:
 
     def __init__(self, kept_on_device: bool) -> None:
         self._kept_on_device = kept_on_device
-        self._kept: dict[
-            tuple[int, int], Tensor
-        ] = {}  # by tensor and first word; of others the buckets in host memory are read
+        self._kept: dict[tuple[int, int], Tensor] = {}  # by tensor and first word; others are read in their buckets
         self._late: list[
             tuple[Tensor, int, Found]
-        ] = []  # not overwritten yet: what was found is on its way to the host
+        ] = []  # what was found, on its way to the host, of words that are kept there
 
     def keep(self, tensor: int, start: int, words: Tensor) -> None:
         on_host = words if self._kept_on_device else _on_host(words)
@@ -140,12 +139,12 @@ class ReadStream:
             self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
 
     @contextlib.contextmanager
-    def reading(self) -> Iterator[None]:
-        """Submit the block's work to the stream, and wait for it at the end."""
-        with torch.no_grad(), torch.cuda.stream(self._stream):
+    def reading(self, *, apart: bool) -> Iterator[None]:
+        """Submit the block's work to the stream, or unless it is ``apart`` to the caller's; and wait for it at the end."""
+        with torch.no_grad(), torch.cuda.stream(self._stream if apart else None):
             yield
-        if self._stream is not None:
-            self._stream.synchronize()
+            if self._stream is not None:
+                torch.cuda.current_stream(self._stream.device).synchronize()
 
 
 def pack(found: Sequence[Found]) -> Bytes:

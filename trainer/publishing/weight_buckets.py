@@ -36,7 +36,7 @@ from penstock.protocol.weights.layout import (
     weights_digest,
 )
 from penstock.protocol.weights.manifest_chain import CatchUp
-from penstock.protocol.weights.patch_segment import WORDS, Bytes
+from penstock.protocol.weights.patch_segment import Bytes
 from penstock.protocol.weights.version_reader import WeightReader, for_buckets
 from penstock.trainer.publishing.changed_words import ChangedWords, Found, as_words, merged
 
@@ -67,10 +67,9 @@ class WeightBuckets:
         self._names = [tensor.name for _, _, tensor in layout.placed()]
         self._lock = threading.RLock()  # of all that share the memory
         self._next: WeightBuckets | None = None
-        self._replaced: dict[
-            int, ChangedWords | Bytes
-        ] = {}  # by `_next`, where it changed a bucket; whole where it changed much
-        self._written: Future[None] | None = None  # None: when it is sealed
+        # What `_next` replaced in a bucket: the words that it changed, or all of them where it changed many.
+        self._replaced: dict[int, ChangedWords | Bytes] = {}
+        self._written: Future[None] | None = None  # None: when it is hashed
         self._digests: Future[list[TensorDigest]] | None = None
         self._xxh3: dict[int, str] = {}
 
@@ -91,11 +90,21 @@ class WeightBuckets:
 
     def successor(self, found: Future[list[Found]], thread: Executor, *, copy_id: int) -> WeightBuckets:
         """Return the next version, which ``thread`` writes when it is known what was ``found`` to have changed, and hashes."""
-        assert self._next is None, "a version has one successor"
-        after = self._next = copy.copy(self)
+        after = copy.copy(self)
         after.copy_id, after._next, after._replaced, after._xxh3 = copy_id, None, {}, {}
-        after._written = thread.submit(lambda: self._overwrite(found.result()))
-        after._digests = thread.submit(after._hash_changed, self, after._written, found)
+        after._written, after._digests = written, hashed = Future(), Future()
+
+        def follow() -> None:
+            try:
+                self._overwrite(after, found.result())
+                written.set_result(None)
+                hashed.set_result(after._hash_changed(self, found.result()))
+            except BaseException as err:  # noqa: BLE001  who waits for them raises it
+                for future in (written, hashed):
+                    if not future.done():
+                        future.set_exception(err)
+
+        thread.submit(follow)
         return after
 
     @property
@@ -114,10 +123,10 @@ class WeightBuckets:
         """Return a copy of a bucket as it is in this version."""
         self.wait_until_written()
         with self._lock:
-            raw, words = self.raw[number].copy(), WORDS[self.layout.buckets[number].word_bytes]
+            raw = self.raw[number].copy()
             for replaced in reversed(self._changes(None, number)):
                 if isinstance(replaced, ChangedWords):
-                    raw.view(words)[replaced.positions] = replaced.before
+                    raw.view(replaced.before.dtype)[replaced.positions] = replaced.before
                 else:
                     raw = replaced.copy()
         return raw
@@ -186,24 +195,25 @@ class WeightBuckets:
             return both
         return self.words(number)
 
-    def _overwrite(self, found: list[Found]) -> None:
+    def _overwrite(self, after: WeightBuckets, found: list[Found]) -> None:
         """Write what the next version changed, and keep what was there."""
         self.digests()
+        with self._lock:
+            self._next = after
         placed = list(self.layout.placed())
         by_bucket: dict[int, list[Found]] = {}
         for piece in found:
             by_bucket.setdefault(placed[piece.tensor][0], []).append(piece)
         for number, pieces in by_bucket.items():
-            word_bytes = self.layout.buckets[number].word_bytes
-            words = self.raw[number].view(WORDS[word_bytes])
-            places = [(placed[piece.tensor][2].byte_offset // word_bytes + piece.start, piece) for piece in pieces]
-            places.sort(key=lambda place: place[0])
-            positions = np.concatenate([piece.positions_from(start) for start, piece in places])
-            after = np.concatenate([piece.words.numpy() for _, piece in places]).view(words.dtype)
-            known = [piece.before.numpy() for _, piece in places if piece.before is not None]
-            before = np.concatenate(known).view(words.dtype) if len(known) == len(places) else words[positions]
-            with self._lock:
-                changed = ChangedWords(positions, before, after)
+            words = torch.from_numpy(self.raw[number]).view(pieces[0].words.dtype)
+            first = {piece: placed[piece.tensor][2].byte_offset // words.itemsize + piece.start for piece in pieces}
+            pieces.sort(key=first.__getitem__)
+            positions = torch.cat([piece.positions_from(first[piece]) for piece in pieces])
+            known = [piece.before for piece in pieces if piece.before is not None]
+            before = torch.cat(known) if len(known) == len(pieces) else words.index_select(0, positions)
+            after = torch.cat([piece.words for piece in pieces])
+            changed = ChangedWords(positions.numpy(), before.numpy(), after.numpy())
+            with self._lock:  # torch writes in as many threads as it has, and lets others run
                 self._replaced[number] = changed if changed.nbytes <= words.nbytes else self.raw[number].copy()
                 words[positions] = after
 
@@ -215,22 +225,19 @@ class WeightBuckets:
             self._xxh3[number] = hashes.xxh3
         return [digests[name] for name in self._places]
 
-    def _hash_changed(
-        self, previous: WeightBuckets, written: Future[None], found: Future[list[Found]]
-    ) -> list[TensorDigest]:
-        written.result()
+    def _hash_changed(self, previous: WeightBuckets, found: list[Found]) -> list[TensorDigest]:
         placed = list(self.layout.placed())
         changed: dict[int, dict[str, PlacedTensor]] = {}
-        for number, _, tensor in (placed[piece.tensor] for piece in found.result()):
+        for number, _, tensor in (placed[piece.tensor] for piece in found):
             changed.setdefault(number, {})[tensor.name] = tensor
         self._xxh3 = dict(previous._xxh3)
         return self._hash({number: tensors.values() for number, tensors in changed.items()}, previous.digests())
 
 
 def _empty(num_bytes: int, pinned: bool) -> Bytes:
-    return (
-        torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True).numpy() if pinned else np.empty(num_bytes, np.uint8)
-    )
+    if pinned:
+        return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True).numpy()
+    return np.empty(num_bytes, np.uint8)
 
 
 def _submit(thread: Executor | None, call: Callable[..., T], *arguments: Any) -> Future[T]:
