@@ -211,11 +211,11 @@ class WeightBuckets:
             positions = torch.cat([piece.positions_from(first[piece]) for piece in pieces])
             known = [piece.before for piece in pieces if piece.before is not None]
             before = torch.cat(known) if len(known) == len(pieces) else words.index_select(0, positions)
-            after = torch.cat([piece.words for piece in pieces])
-            changed = ChangedWords(positions.numpy(), before.numpy(), after.numpy())
+            changed_to = torch.cat([piece.words for piece in pieces])
+            changed = ChangedWords(positions.numpy(), before.numpy(), changed_to.numpy())
             with self._lock:  # torch writes in as many threads as it has, and lets others run
                 self._replaced[number] = changed if changed.nbytes <= words.nbytes else self.raw[number].copy()
-                words[positions] = after
+                words[positions] = changed_to
 
     def _hash(self, changed: Mapping[int, Iterable[PlacedTensor]], known: Iterable[TensorDigest]) -> list[TensorDigest]:
         digests = {digest.name: digest for digest in known}
