@@ -2,8 +2,9 @@
 
     python -m benchmarks.weights.host_part --mb 512 --changed 0.01 --versions 7
 
-Prints medians over the patches: the training thread's part, and until the version is stored, in seconds of wall-clock and of CPU time of
-the process; beside a memcpy of the weights in the same run. Objects are hashed and kept nowhere, so the object store is not in the figures.
+Prints medians over the patches: seconds that the training thread waits (submit), until the version is stored, and of CPU time of the process,
+beside a memcpy of the weights in the same run; and the peak of the process's memory in sizes of the model. Objects are hashed and kept
+nowhere, so the object store is not in the figures.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
+import resource
 import statistics
 import time
 from types import SimpleNamespace
@@ -100,11 +102,12 @@ def measure(num_bytes: int, changed: float, num_versions: int) -> dict[str, floa
         else:
             weights.root()
         coordinator.commit(copy_id, retain=False)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     target, source = (torch.empty(num_bytes, dtype=torch.uint8).fill_(1) for _ in range(2))
     started = time.process_time()
     target.copy_(source)
     medians = {name: statistics.median(row[name] for row in rows) for name in rows[0]}
-    return {**medians, "memcpy_cpu": time.process_time() - started}
+    return {**medians, "peak": peak / num_bytes, "memcpy_cpu": time.process_time() - started}
 
 
 def main() -> None:
