@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Container, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -42,6 +43,7 @@ if TYPE_CHECKING:
     from penstock.trainer.ranks import RankSubgroup
 
 R = TypeVar("R")
+_SENT_AT_ONCE = 4 * 1024**3  # bytes of the buckets whose changes ranks exchange at once
 _PREFIX = "language_model."  # of parameter names, added by wrapping the model
 
 
@@ -302,13 +304,18 @@ class WeightCopies:
         """Send what was found in this rank's parts to the ranks of its buckets, and return what the others found in this one's."""
         shares = assign_buckets(layout, group.size)
         rank_of = {number: rank for rank, numbers in enumerate(shares) for number in numbers}
-        placed = list(layout.placed())
-        parts: list[list[Found]] = [[] for _ in shares]
-        for piece in found:
-            parts[rank_of[placed[piece.tensor][0]]].append(piece)
-        received = group.exchange_bytes([torch.from_numpy(changed_words.pack(part)) for part in parts])
-        word_bytes = [bucket.word_bytes for _, bucket, _ in placed]
-        return [piece for part in received for piece in changed_words.unpack(part.numpy(), word_bytes)]
+        bucket_of = [number for number, _, _ in layout.placed()]
+        word_bytes = [bucket.word_bytes for _, bucket, _ in layout.placed()]
+        ends = list(itertools.accumulate(bucket.num_bytes for bucket in layout.buckets))
+        received: list[Found] = []
+        for turn in range(ends[-1] // _SENT_AT_ONCE + 1):
+            parts: list[list[Found]] = [[] for _ in shares]
+            for piece in found:
+                if ends[bucket_of[piece.tensor]] // _SENT_AT_ONCE == turn:
+                    parts[rank_of[bucket_of[piece.tensor]]].append(piece)
+            for data in group.exchange_bytes([torch.from_numpy(changed_words.pack(part)) for part in parts]):
+                received += changed_words.unpack(data.numpy(), word_bytes)
+        return received
 
     def _empty_buckets(self, dtype: str | None, bucket_bytes: int) -> WeightBuckets:
         layout = self._policy.weights.layout(dtype_of(dtype), bucket_bytes=bucket_bytes)

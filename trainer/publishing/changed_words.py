@@ -20,6 +20,7 @@ from penstock.protocol.weights import patch_segment
 from penstock.protocol.weights.patch_segment import Bytes, Difference
 
 _WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+# Words compared at once: on a device each takes a byte for the result and, from host memory, its own size, and each time is one wait.
 _COMPARED = (
     1 << 25
 )  # words compared at once; on a device each takes a byte for the result, and one wait for the number of changes
@@ -57,9 +58,10 @@ def as_words(values: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def find(tensor: int, start: int, before: Tensor, now: Tensor) -> Iterator[Found]:
-    """Yield what differs between the words of a tensor from ``start`` on, both [n] on one device."""
+    """Yield what differs between the words of a tensor from ``start`` on, both [n]; ``before`` may be in host memory."""
     for first in range(0, now.numel(), _COMPARED):
-        old, new = before[first : first + _COMPARED], now[first : first + _COMPARED]
+        new = now[first : first + _COMPARED]
+        old = before[first : first + _COMPARED].to(new.device, non_blocking=True)
         found = _changed(tensor, start + first, old, new)
         if found.words.numel() * (_POSITION_BYTES + new.element_size()) > new.nbytes:
             yield Found(tensor, start + first, None, new.clone())
@@ -93,13 +95,12 @@ class ReadWords:
     def changed(self, tensor: int, start: int, words: Tensor, place: Callable[[int], Tensor]) -> list[Found]:
         """Return what changed since the words were read last, on its way to host memory; ``place`` has those that are not kept."""
         kept = self._kept.get((tensor, start))
-        before = (place(tensor) if kept is None else kept).to(words.device, non_blocking=True)
         if kept is None and self._kept_on_device and words.device.type != "cpu":
-            kept = self._kept[tensor, start] = before
+            kept = self._kept[tensor, start] = place(tensor).to(words.device)
         pieces = []
-        for found in find(tensor, start, before, words):
+        for found in find(tensor, start, place(tensor) if kept is None else kept, words):
             pieces.append(found.on_host())
-            if kept is not None and kept is before:
+            if kept is not None and kept.device == words.device:
                 _overwrite(kept, start, found)
             elif kept is not None:
                 self._late.append((kept, start, pieces[-1]))

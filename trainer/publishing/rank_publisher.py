@@ -13,7 +13,7 @@ import hashlib
 import secrets
 import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, TypeVar
 
@@ -69,6 +69,8 @@ class RankPublisher:
         self._retained: WeightBuckets | None = None  # what a full snapshot is being written from
         self._changes: dict[int, Encoded] = {}  # of the copy that was compared last, by bucket
         self._changed = threading.Condition()
+        self._thread = ThreadPoolExecutor(1, "forget")
+        self._forgotten: Future[None] | None = None
 
     def hold(self, buckets: WeightBuckets, *, permanently: bool = False) -> None:
         with self._changed:
@@ -77,9 +79,13 @@ class RankPublisher:
 
     def discard(self, wanted: Collection[int]) -> None:
         with self._changed:
+            newest = max(self._copies, default=0)
             self._copies = {copy_id: copy for copy_id, copy in self._copies.items() if copy_id in wanted}
-            if self._committed is not None:
-                self._committed.forget(wanted)
+            if self._committed is None or (self._forgotten is not None and not self._forgotten.done()):
+                return
+            if self._forgotten is not None:
+                self._forgotten.result()
+            self._forgotten = self._thread.submit(self._committed.forget, frozenset(wanted), before=newest)
 
     @order
     def digests(self, copy_id: int) -> list[TensorDigest]:

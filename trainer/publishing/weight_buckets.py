@@ -147,17 +147,22 @@ class WeightBuckets:
             return bucket_codec.encode_found(found, num_words, lambda: self.words(number), bucket=number)
         return bucket_codec.encode(base.words(number), self.words(number), word_bytes, bucket=number)
 
-    def forget(self, wanted: Collection[int]) -> None:
-        """Forget the versions after this one whose copy ids are not ``wanted``, but the newest: what they changed counts to the next."""
-        with self._lock:
-            version = self
-            while (after := version._next) is not None and after._next is not None:
-                if after.copy_id in wanted or not (after.hashed.done() and after._next.hashed.done()):
-                    version = after
-                    continue
-                for number in after._replaced:
-                    version._replaced[number] = version._replaced_with(number, after._replaced[number])
-                version._next = after._next
+    def forget(self, wanted: Collection[int], *, before: int) -> None:
+        """Forget the versions after this one with copy ids below ``before`` that are not ``wanted``: what they changed counts to the next.
+
+        One thread at a time.
+        """
+        version = self
+        while (after := version._next) is not None and (following := after._next) is not None:
+            if after.copy_id >= before or not (after.hashed.done() and following.hashed.done()):
+                return
+            if after.copy_id in wanted:
+                version = after
+                continue
+            both = {number: version._replaced_with(number, replaced) for number, replaced in after._replaced.items()}
+            with self._lock:
+                version._replaced.update(both)
+                version._next = following
 
     def tensors(self) -> dict[str, Tensor]:
         """Return the tensors as views of the buckets; they must not be written to."""

@@ -63,6 +63,7 @@ def copies_of(weights: Held, *, kept_on_device: bool = False) -> WeightCopies:
 def copied(copies: WeightCopies, publisher: RankPublisher, dtype: str | None, *wanted: int) -> WeightBuckets:
     buckets = copies.copy(dtype, publisher, as_adapter=False, wanted=wanted, bucket_bytes=BUCKET_BYTES).buckets
     copies._policy.weights.wait_until_read()
+    publisher._thread.submit(bool).result()  # older versions are forgotten
     return buckets
 
 
