@@ -263,10 +263,3 @@ def hash_bucket(bucket: Bucket, data: memoryview, tensors: Iterable[PlacedTensor
         if is_wanted:
             digests.append(TensorDigest(tensor.name, bucket.dtype, tensor.shape, apart.hexdigest()))
     return BucketHashes(digests, whole.hexdigest())
-
-
-def state_root(layout: WeightLayout, buckets: Iterable[memoryview]) -> str:
-    digests: list[TensorDigest] = []
-    for bucket, data in zip(layout.buckets, buckets, strict=True):
-        digests.extend(bucket_digests(bucket, data))
-    return weights_digest(digests)

@@ -16,7 +16,7 @@ examined. Comparison is by bits: -0, NaN payloads and denormals are plain bytes.
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -32,7 +32,6 @@ Readable: TypeAlias = bytes | bytearray | memoryview | np.ndarray
 WORD_BYTES = (1, 2, 4, 8)
 _WORDS = {1: np.dtype("<u1"), 2: np.dtype("<u2"), 4: np.dtype("<u4"), 8: np.dtype("<u8")}
 _COMPARED = 1 << 17  # eight-byte words compared at once; smaller blocks need more calls, larger ones exceed the cache
-_SAMPLED_WORDS = 4096
 MAGIC = b"GAB1"
 FILLER = 65535  # a gap entry of this value advances so many words and carries no value
 _HEADER = struct.Struct("<4sB3xIIQQ")  # magic, word_bytes, bucket, zero, n_words, n_changed
@@ -95,28 +94,6 @@ def changed_planes(indices: NDArray[np.int64], deltas: np.ndarray, words: np.nda
             chosen = (delta != 0).nonzero()[0]
             planes.append(Changes(indices[chosen], now[chosen]))
     return Difference(tuple(planes), indices.size)
-
-
-def count_if_dense(old: Readable, new: Readable, word_bytes: int, *, above: float) -> int | None:
-    """Return how many words differ, when it is more than the share ``above`` of them; None when it is not, or barely.
-
-    A sample decides whether all words are compared, so that sparse changes do not pay for it.
-    Raises ValueError as `difference` does.
-    """
-    before, after = as_bytes(old), as_bytes(new)
-    num_words = num_words_of(new, word_bytes)
-    if before.size != after.size:
-        raise ValueError(f"old has {before.size} bytes, new {after.size}; a patch needs the same layout on both sides")
-    old_words, new_words = before.view(_WORDS[word_bytes]), after.view(_WORDS[word_bytes])
-    step = max(1, num_words // _SAMPLED_WORDS)
-    sample = old_words[::step] != new_words[::step]
-    if np.count_nonzero(sample) <= above * sample.size:
-        return None
-    num_changed = sum(
-        int(np.count_nonzero(old_words[start : start + _COMPARED] != new_words[start : start + _COMPARED]))
-        for start in range(0, num_words, _COMPARED)
-    )
-    return num_changed if num_changed > above * num_words else None
 
 
 def changed_words(old: np.ndarray, new: np.ndarray) -> tuple[NDArray[np.int64], np.ndarray, np.ndarray]:
@@ -266,22 +243,6 @@ def apply(parsed: Parsed, target: Readable) -> None:
             bytes_of_plane[block.indices] = block.values
 
 
-def squash(parsed: Sequence[Parsed]) -> tuple[bytes, int]:
-    """Merge segments of one bucket, oldest first, into one with the same effect: by index, the later wins.
-
-    Returns the segment and the number of words it changes.
-
-    Raises ValueError when there is none, or they are of different buckets.
-    """
-    if not parsed or len({(p.bucket, p.word_bytes, p.num_words) for p in parsed}) != 1:
-        raise ValueError("squash needs at least one segment, and all of the same bucket")
-    first = parsed[0]
-    planes = [_merge([p.planes[number] for p in parsed]) for number in range(first.word_bytes)]
-    filled = [plane.indices for plane in planes if plane.indices.size]
-    words = np.unique(np.concatenate(filled)).size if len(filled) > 1 else sum(map(len, filled))
-    return pack(Difference(tuple(planes), words), first.num_words, bucket=first.bucket), words
-
-
 def read_frame(decompressor: zstandard.ZstdDecompressor, frame: memoryview, expected: int) -> Bytes:
     """Decompress one zstd frame of exactly ``expected`` bytes; raises SegmentRefused before it allocates more."""
     if expected == 0:
@@ -352,15 +313,3 @@ def _verified(plane: Plane, num_words: int, number: int) -> Plane:
     if last >= num_words:
         raise SegmentRefused(f"segment: plane {number} reaches word {last}, the bucket has {num_words}")
     return plane
-
-
-def _merge(planes: Sequence[Plane]) -> Changes:
-    blocks = [block for plane in planes for block in plane.blocks()]
-    if not blocks:
-        return Changes(np.empty(0, np.int64), np.empty(0, np.uint8))
-    indices = np.concatenate([block.indices for block in blocks])
-    values = np.concatenate([block.values for block in blocks])
-    order = np.argsort(indices, kind="stable")  # a timsort: the runs are sorted already
-    indices = indices[order]
-    last = np.append(indices[1:] != indices[:-1], True)
-    return Changes(indices[last], values[order[last]])

@@ -305,7 +305,6 @@ class WeightCopies:
         shares = assign_buckets(layout, group.size)
         rank_of = {number: rank for rank, numbers in enumerate(shares) for number in numbers}
         bucket_of = [number for number, _, _ in layout.placed()]
-        word_bytes = [bucket.word_bytes for _, bucket, _ in layout.placed()]
         ends = list(itertools.accumulate(bucket.num_bytes for bucket in layout.buckets))
         received: list[Found] = []
         for turn in range(ends[-1] // _SENT_AT_ONCE + 1):
@@ -313,8 +312,8 @@ class WeightCopies:
             for piece in found:
                 if ends[bucket_of[piece.tensor]] // _SENT_AT_ONCE == turn:
                     parts[rank_of[bucket_of[piece.tensor]]].append(piece)
-            for data in group.exchange_bytes([torch.from_numpy(changed_words.pack(part)) for part in parts]):
-                received += changed_words.unpack(data.numpy(), word_bytes)
+            for data in group.exchange_bytes([changed_words.pack(part) for part in parts]):
+                received += changed_words.unpack(data)
         return received
 
     def _empty_buckets(self, dtype: str | None, bucket_bytes: int) -> WeightBuckets:

@@ -8,22 +8,21 @@ in host memory, or a copy of them on the device.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
+import msgpack
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
 from penstock.protocol.weights import patch_segment
-from penstock.protocol.weights.patch_segment import Bytes, Difference
+from penstock.protocol.weights.patch_segment import Difference
 
 _WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 # Words compared at once: on a device each takes a byte for the result and, from host memory, its own size, and each time is one wait.
-_COMPARED = (
-    1 << 25
-)  # words compared at once; on a device each takes a byte for the result, and one wait for the number of changes
+_COMPARED = 1 << 25
 _POSITION_BYTES = 4
 
 
@@ -148,34 +147,25 @@ class ReadStream:
                 torch.cuda.current_stream(self._stream.device).synchronize()
 
 
-def pack(found: Sequence[Found]) -> Bytes:
-    """Return what another rank needs of what was found, as bytes."""
-    heads = [(f.tensor, f.start, -1 if f.positions is None else f.positions.numel(), f.words.numel()) for f in found]
-    arrays = [f.positions for f in found if f.positions is not None], [f.words for f in found]
-    table = np.array([(len(found), 0, 0, 0), *heads], np.int64)
-    parts = [table, *(array.numpy() for kind in arrays for array in kind)]
-    return np.concatenate([part.reshape(-1).view(np.uint8) for part in parts])
+def pack(found: Iterable[Found]) -> bytes:
+    """Return what another rank needs of what was found, as MessagePack."""
+    rows = [(f.tensor, f.start, f.positions, f.words) for f in found]
+    data = msgpack.packb(
+        [[n, start, p if p is None else p.numpy().data, w.itemsize, w.numpy().data] for n, start, p, w in rows]
+    )
+    assert data is not None
+    return data
 
 
-def unpack(data: Bytes, word_bytes: Sequence[int]) -> list[Found]:
-    """Return what `pack` was given; ``word_bytes`` are those of the layout's tensors."""
-    (count,) = data[:8].view(np.int64).tolist()
-    heads = data[: 32 * (count + 1)].view(np.int64).reshape(-1, 4)[1:].tolist()
-    offset, found = 32 * (count + 1), []
-    positions: list[Tensor | None] = []
-    for _, _, num_positions, _ in heads:
-        size = _POSITION_BYTES * max(0, num_positions)
-        positions.append(None if num_positions < 0 else _tensor(data[offset : offset + size], _POSITION_BYTES))
-        offset += size
-    for (tensor, start, _, num_words), where in zip(heads, positions, strict=True):
-        size = word_bytes[tensor] * num_words
-        found.append(Found(tensor, start, where, _tensor(data[offset : offset + size], word_bytes[tensor])))
-        offset += size
-    return found
+def unpack(data: bytes) -> list[Found]:
+    return [
+        Found(tensor, start, positions and _tensor(positions, torch.int32), _tensor(words, _WORDS[size]))
+        for tensor, start, positions, size, words in msgpack.unpackb(data)
+    ]
 
 
-def _tensor(data: Bytes, word_bytes: int) -> Tensor:
-    return torch.from_numpy(data.copy()).view(_WORDS[word_bytes])
+def _tensor(data: bytes, dtype: torch.dtype) -> Tensor:
+    return torch.frombuffer(bytearray(data), dtype=dtype)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -202,11 +192,3 @@ class ChangedWords:
         before[own], after[others] = self.before, later.after
         kept = before != after
         return ChangedWords(positions[kept], before[kept], after[kept])
-
-
-def merged(changes: Iterable[ChangedWords]) -> ChangedWords:
-    """Return what versions change together, oldest first; at least one."""
-    first, *others = changes
-    for later in others:
-        first = first.followed_by(later)
-    return first

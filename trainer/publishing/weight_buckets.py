@@ -9,6 +9,7 @@ adapters submits the low-rank factors alone, complete on rank 0; the model that 
 from __future__ import annotations
 
 import copy
+import functools
 import hashlib
 import sys
 import threading
@@ -38,7 +39,7 @@ from penstock.protocol.weights.layout import (
 from penstock.protocol.weights.manifest_chain import CatchUp
 from penstock.protocol.weights.patch_segment import Bytes
 from penstock.protocol.weights.version_reader import WeightReader, for_buckets
-from penstock.trainer.publishing.changed_words import ChangedWords, Found, as_words, merged
+from penstock.trainer.publishing.changed_words import ChangedWords, Found, as_words
 
 T = TypeVar("T")
 
@@ -142,7 +143,7 @@ class WeightBuckets:
         if changes is not None and all(isinstance(change, ChangedWords) for change in changes):
             if not changes:
                 return Encoded("none", b"", 0)
-            found = merged(changes).difference()  # type: ignore[arg-type]
+            found = functools.reduce(ChangedWords.followed_by, changes).difference()  # type: ignore[arg-type]
             num_words = self.layout.buckets[number].num_words
             return bucket_codec.encode_found(found, num_words, lambda: self.words(number), bucket=number)
         return bucket_codec.encode(base.words(number), self.words(number), word_bytes, bucket=number)
