@@ -98,54 +98,34 @@ def changed_planes(indices: NDArray[np.int64], deltas: np.ndarray, words: np.nda
 
 def changed_words(old: np.ndarray, new: np.ndarray) -> tuple[NDArray[np.int64], np.ndarray, np.ndarray]:
     """Return where two arrays of as many integers differ, ``old ^ new`` there, and the words of ``new``."""
-    before, after, dtype = as_bytes(old), as_bytes(new), new.dtype
-    whole = before.size // 8 * 8
-    before_64, after_64 = before[:whole].view(np.uint64), after[:whole].view(np.uint64)
-    mask = np.zeros(min(_COMPARED, before_64.size + 7 & ~7), dtype=np.bool_)
-    per_eight, parts = 8 // dtype.itemsize, []
-    for start in range(0, before_64.size, _COMPARED):
-        old_words, new_words = before_64[start : start + _COMPARED], after_64[start : start + _COMPARED]
-        np.not_equal(old_words, new_words, out=mask[: old_words.size])
-        mask[old_words.size :] = False
-        if np.count_nonzero(mask) * 4 > mask.size:
-            parts.append(_every(old_words.view(dtype), new_words.view(dtype), start * per_eight))
-            continue
-        hits = _where(mask)
-        now = new_words[hits]
-        parts.append(_closer(hits + start, (old_words[hits] ^ now).view(dtype), now.view(dtype)))
-    parts.append(_every(before[whole:].view(dtype), after[whole:].view(dtype), whole // dtype.itemsize))
+    before, after, per_eight = as_bytes(old), as_bytes(new), 8 // new.itemsize
+    whole, shift, parts = before.size // 8, per_eight.bit_length() - 1, []
+    before_64, after_64 = before[: 8 * whole].view(np.uint64), after[: 8 * whole].view(np.uint64)
+    for start in range(0, whole, _COMPARED):
+        old_64, new_64 = before_64[start : start + _COMPARED], after_64[start : start + _COMPARED]
+        hits = _where(old_64 != new_64)
+        now = new_64[hits]
+        deltas = (old_64[hits] ^ now).view(new.dtype)
+        changed = (deltas != 0).nonzero()[0]
+        places = ((hits[changed >> shift] + start) << shift) + (changed & (per_eight - 1))
+        parts.append((places, deltas[changed], now.view(new.dtype)[changed]))
+    rest = before[8 * whole :].view(new.dtype) ^ after[8 * whole :].view(new.dtype)
+    changed = rest.nonzero()[0]
+    parts.append((changed + whole * per_eight, rest[changed], after[8 * whole :].view(new.dtype)[changed]))
     indices, deltas, words = (np.concatenate(part) for part in zip(*parts, strict=True))
     return indices, deltas, words
 
 
-def _every(
-    old_words: np.ndarray, new_words: np.ndarray, offset: int
-) -> tuple[NDArray[np.int64], np.ndarray, np.ndarray]:
-    """Compare word by word, which is fastest where most words changed."""
-    changed = (old_words != new_words).nonzero()[0]
-    now = new_words[changed]
-    return changed + offset, old_words[changed] ^ now, now
-
-
 def _where(mask: NDArray[np.bool_]) -> NDArray[np.int64]:
-    """Return where a mask is true; its size is a multiple of 8. Fast when few groups of eight hold a true value."""
+    """Return where a mask is true. Fast when few groups of eight hold a true value."""
+    if mask.size % 8:
+        return mask.nonzero()[0]
     by_eight = mask.view(np.uint64)
     groups = (by_eight != 0).nonzero()[0]
     if groups.size * 16 > mask.size:
         return mask.nonzero()[0]
     changed = by_eight[groups].view(np.bool_).nonzero()[0]
     return (groups[changed >> 3] << 3) + (changed & 7)
-
-
-def _closer(
-    hits: NDArray[np.int64], deltas: np.ndarray, words: np.ndarray
-) -> tuple[NDArray[np.int64], np.ndarray, np.ndarray]:
-    per_hit = 8 // words.itemsize
-    if per_hit == 1:
-        return hits, deltas, words
-    changed = (deltas != 0).nonzero()[0]
-    shift = per_hit.bit_length() - 1
-    return (hits[changed >> shift] << shift) + (changed & (per_hit - 1)), deltas[changed], words[changed]
 
 
 @dataclass(frozen=True, slots=True)
