@@ -129,6 +129,7 @@ bench.async := benchmarks.asynchrony
 bench.in-place := benchmarks.in_place
 bench.reward := benchmarks.reward_load --rate 25
 bench.staleness := benchmarks.staleness --all --report
+bench.weights := benchmarks.weights.host_part --mb 1024 --versions 5
 bench: $(STAMP)  ## measure one thing, beside a baseline: NAME=plane, engine, reward, ...
 	$(call named,bench)
 	$(BIN)/python -m $(bench.$(NAME)) $(ARGS)

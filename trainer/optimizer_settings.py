@@ -322,6 +322,12 @@ class OptimizerSettings(Section):
         default="as-trained",
         description="Number format of published weights; bfloat16 halves their size and suits engines on GPUs.",
     )
+    published_words: Literal["host", "device"] = Field(
+        default="host",
+        description="Where the weights that were published last are compared from, if a GPU trains. host: from pinned host memory, which "
+        "passes to the GPU for each version while training goes on; device: from a copy in its memory, so that only what changed passes "
+        "between the two (memory: `penstock plan`). A CPU compares in host memory.",
+    )
     keep_versions: int = Field(
         default=8,
         ge=2,

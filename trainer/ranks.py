@@ -134,6 +134,15 @@ class RankSubgroup:
         dist.all_to_all_single(received, sent, group=self._group)
         return received
 
+    def exchange_bytes(self, parts: Sequence[bytes]) -> list[bytes]:
+        """Send ``parts[n]``, none empty, to rank n of the group, and return what each sent to this one."""
+        own_sizes = [len(part) for part in parts]
+        sizes = self.exchange(torch.tensor(own_sizes)).tolist()
+        received = torch.empty(sum(sizes), dtype=torch.uint8)
+        sent = torch.frombuffer(bytearray().join(parts), dtype=torch.uint8)
+        dist.all_to_all_single(received, sent, sizes, own_sizes, group=self._group)
+        return [part.numpy().tobytes() for part in received.split(sizes)]
+
     def gather(self, values: torch.Tensor, dim: int) -> torch.Tensor:
         """Return the ``values`` of all ranks, of one shape, next to each other in dimension ``dim``."""
         sent = values.contiguous()

@@ -11,7 +11,7 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
@@ -23,10 +23,10 @@ from penstock.protocol.errors import SegmentRefused
 from penstock.protocol.weights import patch_segment
 from penstock.protocol.weights.patch_segment import (
     Bytes,
+    Difference,
     Parsed,
     Readable,
     as_bytes,
-    count_if_dense,
     difference,
     num_words_of,
     read_frame,
@@ -75,17 +75,17 @@ def encode(old: Readable, new: Readable, word_bytes: int, *, bucket: int = 0) ->
 
     Raises ValueError when the sizes differ or are no multiple of ``word_bytes``.
     """
-    num_words = num_words_of(new, word_bytes)
-    num_changed = count_if_dense(old, new, word_bytes, above=DENSE_ABOVE)
-    if num_changed is None:
-        patch = difference(old, new, word_bytes)
-        num_changed = patch.num_changed
-        if num_changed == 0:
-            return Encoded("none", b"", 0)
-        if num_changed <= DENSE_ABOVE * num_words:
-            return Encoded("gapabs1", patch_segment.pack(patch, num_words, bucket=bucket), num_changed)
-    segment = encode_whole(new, word_bytes, bucket=bucket, num_changed=num_changed)
-    return Encoded("raw_zstd", segment, num_changed)
+    return encode_found(difference(old, new, word_bytes), num_words_of(new, word_bytes), lambda: new, bucket=bucket)
+
+
+def encode_found(found: Difference, num_words: int, new: Callable[[], Readable], *, bucket: int = 0) -> Encoded:
+    """Encode as `encode` does what is known to have changed; ``new`` gives the bucket, where most of it changed."""
+    if found.num_changed == 0:
+        return Encoded("none", b"", 0)
+    if found.num_changed <= DENSE_ABOVE * num_words:
+        return Encoded("gapabs1", patch_segment.pack(found, num_words, bucket=bucket), found.num_changed)
+    whole = encode_whole(new(), len(found.planes), bucket=bucket, num_changed=found.num_changed)
+    return Encoded("raw_zstd", whole, found.num_changed)
 
 
 def parse(codec: str, data: Readable, *, num_words: int, word_bytes: int, bucket: int = 0) -> Change:
@@ -105,27 +105,6 @@ def apply(change: Change, target: Readable) -> None:
         patch_segment.apply(change, target)
     else:
         apply_whole(change, target)
-
-
-def squash(changes: Sequence[Change]) -> Encoded:
-    """Merge the changes of one bucket, oldest first, into one with the same effect.
-
-    Changes before a whole bucket are dropped; changes after it are written into it.
-    Raises ValueError when there is none, or they are of different buckets.
-    """
-    if not changes or len({(c.bucket, c.word_bytes, c.num_words) for c in changes}) != 1:
-        raise ValueError("squash needs at least one change, and all of the same bucket")
-    whole = [index for index, change in enumerate(changes) if isinstance(change, ParsedRaw)]
-    if whole:
-        base = changes[whole[-1]]
-        state = np.empty(base.num_words * base.word_bytes, np.uint8)
-        for change in changes[whole[-1] :]:
-            apply(change, state)
-        num_changed = min(base.num_words, sum(change.num_changed for change in changes))
-        data = encode_whole(state, base.word_bytes, bucket=base.bucket, num_changed=num_changed)
-        return Encoded("raw_zstd", data, num_changed)
-    data, num_changed = patch_segment.squash([change for change in changes if isinstance(change, Parsed)])
-    return Encoded("gapabs1", data, num_changed)
 
 
 def encode_whole(new: Readable, word_bytes: int, *, bucket: int = 0, num_changed: int) -> bytes:

@@ -47,6 +47,7 @@ SAFETENSORS_DTYPES = {
 BUCKET_BYTES = 64 * 1024**2
 MAX_LAYOUT_BYTES = 256 * 1024**2
 _MAX_DIMS = 16  # the product of millions of sizes takes hours
+_HASHED_AT_ONCE = 256 * 1024  # bytes, which stay in the cache of a core
 _ALIGNMENT = 64  # the data of a shard file begins at a multiple of it, so that a mapped file has aligned words
 _DTYPES = {dtype: (code, num_bytes) for code, (dtype, num_bytes) in SAFETENSORS_DTYPES.items()}
 TensorName = Annotated[str, Field(min_length=1, max_length=1000, pattern=r"^[^\x00\n]+$")]
@@ -244,8 +245,21 @@ def bucket_digests(bucket: Bucket, data: memoryview) -> list[TensorDigest]:
     ]
 
 
-def state_root(layout: WeightLayout, buckets: Iterable[memoryview]) -> str:
-    digests: list[TensorDigest] = []
-    for bucket, data in zip(layout.buckets, buckets, strict=True):
-        digests.extend(bucket_digests(bucket, data))
-    return weights_digest(digests)
+class BucketHashes(NamedTuple):
+    digests: list[TensorDigest]
+    xxh3: str  # of the whole bucket
+
+
+def hash_bucket(bucket: Bucket, data: memoryview, tensors: Iterable[PlacedTensor]) -> BucketHashes:
+    """Hash a bucket and some of its tensors, in their order, in one pass over its memory."""
+    view, whole, wanted, digests = memoryview(data).cast("B"), xxhash.xxh3_128(), {t.name for t in tensors}, []
+    for tensor in bucket.tensors:
+        is_wanted, apart, end = tensor.name in wanted, xxhash.xxh3_128(), tensor.byte_offset + tensor.num_bytes
+        for start in range(tensor.byte_offset, end, _HASHED_AT_ONCE):
+            block = view[start : min(end, start + _HASHED_AT_ONCE)]
+            whole.update(block)
+            if is_wanted:
+                apart.update(block)  # while the block is in the cache
+        if is_wanted:
+            digests.append(TensorDigest(tensor.name, bucket.dtype, tensor.shape, apart.hexdigest()))
+    return BucketHashes(digests, whole.hexdigest())

@@ -16,7 +16,7 @@ examined. Comparison is by bits: -0, NaN payloads and denormals are plain bytes.
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -32,7 +32,6 @@ Readable: TypeAlias = bytes | bytearray | memoryview | np.ndarray
 WORD_BYTES = (1, 2, 4, 8)
 _WORDS = {1: np.dtype("<u1"), 2: np.dtype("<u2"), 4: np.dtype("<u4"), 8: np.dtype("<u8")}
 _COMPARED = 1 << 17  # eight-byte words compared at once; smaller blocks need more calls, larger ones exceed the cache
-_SAMPLED_WORDS = 4096
 MAGIC = b"GAB1"
 FILLER = 65535  # a gap entry of this value advances so many words and carries no value
 _HEADER = struct.Struct("<4sB3xIIQQ")  # magic, word_bytes, bucket, zero, n_words, n_changed
@@ -81,9 +80,13 @@ def difference(old: Readable, new: Readable, word_bytes: int) -> Difference:
     num_words_of(new, word_bytes)
     if before.size != after.size:
         raise ValueError(f"old has {before.size} bytes, new {after.size}; a patch needs the same layout on both sides")
-    indices, deltas, words = _changed_words(before, after, _WORDS[word_bytes])
+    return changed_planes(*changed_words(before.view(_WORDS[word_bytes]), after.view(_WORDS[word_bytes])))
+
+
+def changed_planes(indices: NDArray[np.int64], deltas: np.ndarray, words: np.ndarray) -> Difference:
+    """Return the changed bytes of new ``words`` [n] at ``indices`` that increase; ``deltas`` are old XOR new, none of them 0."""
     planes = []
-    for number in range(word_bytes):
+    for number in range(words.itemsize):
         now, delta = ((array >> (8 * number)).astype(np.uint8) for array in (words, deltas))
         if np.count_nonzero(delta) == delta.size:
             planes.append(Changes(indices, now))
@@ -93,76 +96,36 @@ def difference(old: Readable, new: Readable, word_bytes: int) -> Difference:
     return Difference(tuple(planes), indices.size)
 
 
-def count_if_dense(old: Readable, new: Readable, word_bytes: int, *, above: float) -> int | None:
-    """Return how many words differ, when it is more than the share ``above`` of them; None when it is not, or barely.
-
-    A sample decides whether all words are compared, so that sparse changes do not pay for it.
-    Raises ValueError as `difference` does.
-    """
-    before, after = as_bytes(old), as_bytes(new)
-    num_words = num_words_of(new, word_bytes)
-    if before.size != after.size:
-        raise ValueError(f"old has {before.size} bytes, new {after.size}; a patch needs the same layout on both sides")
-    old_words, new_words = before.view(_WORDS[word_bytes]), after.view(_WORDS[word_bytes])
-    step = max(1, num_words // _SAMPLED_WORDS)
-    sample = old_words[::step] != new_words[::step]
-    if np.count_nonzero(sample) <= above * sample.size:
-        return None
-    num_changed = sum(
-        int(np.count_nonzero(old_words[start : start + _COMPARED] != new_words[start : start + _COMPARED]))
-        for start in range(0, num_words, _COMPARED)
-    )
-    return num_changed if num_changed > above * num_words else None
-
-
-def _changed_words(before: Bytes, after: Bytes, dtype: np.dtype) -> tuple[NDArray[np.int64], np.ndarray, np.ndarray]:
-    whole = before.size // 8 * 8
-    before_64, after_64 = before[:whole].view(np.uint64), after[:whole].view(np.uint64)
-    mask = np.zeros(min(_COMPARED, before_64.size + 7 & ~7), dtype=np.bool_)
-    per_eight, parts = 8 // dtype.itemsize, []
-    for start in range(0, before_64.size, _COMPARED):
-        old_words, new_words = before_64[start : start + _COMPARED], after_64[start : start + _COMPARED]
-        np.not_equal(old_words, new_words, out=mask[: old_words.size])
-        mask[old_words.size :] = False
-        if np.count_nonzero(mask) * 4 > mask.size:
-            parts.append(_every(old_words.view(dtype), new_words.view(dtype), start * per_eight))
-            continue
-        hits = _where(mask)
-        now = new_words[hits]
-        parts.append(_closer(hits + start, (old_words[hits] ^ now).view(dtype), now.view(dtype)))
-    parts.append(_every(before[whole:].view(dtype), after[whole:].view(dtype), whole // dtype.itemsize))
+def changed_words(old: np.ndarray, new: np.ndarray) -> tuple[NDArray[np.int64], np.ndarray, np.ndarray]:
+    """Return where two arrays of as many integers differ, ``old ^ new`` there, and the words of ``new``."""
+    before, after, per_eight = as_bytes(old), as_bytes(new), 8 // new.itemsize
+    whole, shift, parts = before.size // 8, per_eight.bit_length() - 1, []
+    before_64, after_64 = before[: 8 * whole].view(np.uint64), after[: 8 * whole].view(np.uint64)
+    for start in range(0, whole, _COMPARED):
+        old_64, new_64 = before_64[start : start + _COMPARED], after_64[start : start + _COMPARED]
+        hits = _where(old_64 != new_64)
+        now = new_64[hits]
+        deltas = (old_64[hits] ^ now).view(new.dtype)
+        changed = (deltas != 0).nonzero()[0]
+        places = ((hits[changed >> shift] + start) << shift) + (changed & (per_eight - 1))
+        parts.append((places, deltas[changed], now.view(new.dtype)[changed]))
+    rest = before[8 * whole :].view(new.dtype) ^ after[8 * whole :].view(new.dtype)
+    changed = rest.nonzero()[0]
+    parts.append((changed + whole * per_eight, rest[changed], after[8 * whole :].view(new.dtype)[changed]))
     indices, deltas, words = (np.concatenate(part) for part in zip(*parts, strict=True))
     return indices, deltas, words
 
 
-def _every(
-    old_words: np.ndarray, new_words: np.ndarray, offset: int
-) -> tuple[NDArray[np.int64], np.ndarray, np.ndarray]:
-    """Compare word by word, which is fastest where most words changed."""
-    changed = (old_words != new_words).nonzero()[0]
-    now = new_words[changed]
-    return changed + offset, old_words[changed] ^ now, now
-
-
 def _where(mask: NDArray[np.bool_]) -> NDArray[np.int64]:
-    """Return where a mask is true; its size is a multiple of 8. Fast when few groups of eight hold a true value."""
+    """Return where a mask is true. Fast when few groups of eight hold a true value."""
+    if mask.size % 8:
+        return mask.nonzero()[0]
     by_eight = mask.view(np.uint64)
     groups = (by_eight != 0).nonzero()[0]
     if groups.size * 16 > mask.size:
         return mask.nonzero()[0]
     changed = by_eight[groups].view(np.bool_).nonzero()[0]
     return (groups[changed >> 3] << 3) + (changed & 7)
-
-
-def _closer(
-    hits: NDArray[np.int64], deltas: np.ndarray, words: np.ndarray
-) -> tuple[NDArray[np.int64], np.ndarray, np.ndarray]:
-    per_hit = 8 // words.itemsize
-    if per_hit == 1:
-        return hits, deltas, words
-    changed = (deltas != 0).nonzero()[0]
-    shift = per_hit.bit_length() - 1
-    return (hits[changed >> shift] << shift) + (changed & (per_hit - 1)), deltas[changed], words[changed]
 
 
 @dataclass(frozen=True, slots=True)
@@ -260,22 +223,6 @@ def apply(parsed: Parsed, target: Readable) -> None:
             bytes_of_plane[block.indices] = block.values
 
 
-def squash(parsed: Sequence[Parsed]) -> tuple[bytes, int]:
-    """Merge segments of one bucket, oldest first, into one with the same effect: by index, the later wins.
-
-    Returns the segment and the number of words it changes.
-
-    Raises ValueError when there is none, or they are of different buckets.
-    """
-    if not parsed or len({(p.bucket, p.word_bytes, p.num_words) for p in parsed}) != 1:
-        raise ValueError("squash needs at least one segment, and all of the same bucket")
-    first = parsed[0]
-    planes = [_merge([p.planes[number] for p in parsed]) for number in range(first.word_bytes)]
-    filled = [plane.indices for plane in planes if plane.indices.size]
-    words = np.unique(np.concatenate(filled)).size if len(filled) > 1 else sum(map(len, filled))
-    return pack(Difference(tuple(planes), words), first.num_words, bucket=first.bucket), words
-
-
 def read_frame(decompressor: zstandard.ZstdDecompressor, frame: memoryview, expected: int) -> Bytes:
     """Decompress one zstd frame of exactly ``expected`` bytes; raises SegmentRefused before it allocates more."""
     if expected == 0:
@@ -346,15 +293,3 @@ def _verified(plane: Plane, num_words: int, number: int) -> Plane:
     if last >= num_words:
         raise SegmentRefused(f"segment: plane {number} reaches word {last}, the bucket has {num_words}")
     return plane
-
-
-def _merge(planes: Sequence[Plane]) -> Changes:
-    blocks = [block for plane in planes for block in plane.blocks()]
-    if not blocks:
-        return Changes(np.empty(0, np.int64), np.empty(0, np.uint8))
-    indices = np.concatenate([block.indices for block in blocks])
-    values = np.concatenate([block.values for block in blocks])
-    order = np.argsort(indices, kind="stable")  # a timsort: the runs are sorted already
-    indices = indices[order]
-    last = np.append(indices[1:] != indices[:-1], True)
-    return Changes(indices[last], values[order[last]])

@@ -21,7 +21,7 @@ from penstock.fine_tuning import dpo, loop, rm, sft
 from penstock.trainer import crash_points
 from penstock.trainer.errors import ExportFailed
 from penstock.trainer.learner import adapter
-from penstock.trainer.publishing.weight_buckets import ModelFiles
+from penstock.trainer.learner.export import ModelFiles
 from penstock.trainer.ranks import Ranks
 from penstock.trainer.settings import TrainerSettings
 

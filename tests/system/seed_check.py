@@ -32,7 +32,7 @@ from penstock.trainer.learner.learner import build_learner
 from penstock.trainer.learner.planning import Planner, learn
 from penstock.trainer.learner.step_plan import ReadyGroup
 from penstock.trainer.parallel_dims import ParallelDims
-from penstock.trainer.publishing.weight_buckets import small_files
+from penstock.trainer.publishing.version_writer import small_files
 from penstock.trainer.ranks import Ranks
 from penstock.trainer.settings import TrainerSettings
 

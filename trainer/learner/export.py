@@ -9,10 +9,12 @@ which 8 bits are kept. So they are compared beside that noise, measured on the s
 
 from __future__ import annotations
 
+import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Collection, Iterable, Mapping
+from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 import structlog
@@ -21,15 +23,19 @@ from torch import Tensor, nn
 
 from penstock.protocol import files
 from penstock.protocol.errors import UnsupportedModel
+from penstock.protocol.weights.layout import WeightLayout, shard_header, shard_index, shard_name
 from penstock.trainer.algorithm.batch import MicroBatch, Row, build
 from penstock.trainer.errors import ExportFailed
 from penstock.trainer.learner import adapter
 from penstock.trainer.learner.load_model import from_folder
 from penstock.trainer.learner.policy import Policy
 from penstock.trainer.parallel_dims import ParallelDims
-from penstock.trainer.publishing.weight_buckets import MAX_SHARD_BYTES, ModelFiles, assign_buckets, write_small_files
+from penstock.trainer.publishing.version_writer import small_files
+from penstock.trainer.publishing.weight_buckets import assign_buckets
 
 log = structlog.get_logger("trainer.export")
+
+MAX_SHARD_BYTES = 1024**3
 
 _ROWS, _TOKENS = 4, 24  # of the texts whose log-probabilities are compared
 _TOLERANCE = 1e-3  # mean difference of a log-probability that other kernels explain
@@ -137,3 +143,52 @@ def _score(scorer: nn.Module, batch: MicroBatch) -> Tensor:
         return scorer(
             batch.input_ids, batch.predictors, batch.targets, position_ids=batch.position_ids, layout=batch.layout
         )
+
+
+class ModelFiles:
+    """Some of a folder's files of weights, a bucket each, written tensor by tensor; a context manager."""
+
+    def __init__(self, folder: Path, layout: WeightLayout, numbers: Iterable[int]) -> None:
+        self._folder, self._layout = folder, layout
+        self._places = {t.name: (n, t) for n in numbers for t in layout.buckets[n].tensors}
+        self._files: dict[int, tuple[BinaryIO, int]] = {}  # with the length of its header
+        self._opened = ExitStack()
+
+    def __enter__(self) -> ModelFiles:
+        for number in sorted({number for number, _ in self._places.values()}):
+            file = self._opened.enter_context((self._folder / _file_name(self._layout, number)).open("wb"))
+            header = shard_header(self._layout.buckets[number])
+            file.write(header)
+            self._files[number] = file, len(header)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        with self._opened:
+            for file, _header_bytes in self._files.values():
+                file.flush()
+                os.fsync(file.fileno())
+
+    @property
+    def names(self) -> Collection[str]:
+        return self._places.keys()
+
+    def put(self, name: str, tensor: Tensor) -> None:
+        number, placed = self._places[name]
+        file, header_bytes = self._files[number]
+        dtype = getattr(torch, self._layout.buckets[number].dtype)
+        whole = tensor.detach().to(dtype).to("cpu").contiguous().reshape(-1).view(torch.uint8)
+        file.seek(header_bytes + placed.byte_offset)
+        file.write(whole.numpy().data)
+
+
+def _file_name(layout: WeightLayout, number: int) -> str:
+    count = len(layout.buckets)
+    return "model.safetensors" if count == 1 else shard_name(number, count)
+
+
+def write_small_files(
+    folder: Path, layout: WeightLayout, *, like: Path, dtype: str, changed: Mapping[str, Any] | None = None
+) -> None:
+    index = {"model.safetensors.index.json": shard_index(layout)} if len(layout.buckets) > 1 else {}
+    for name, data in {**small_files(like, dtype, changed), **index}.items():
+        files.atomic_write(folder / name, data, sync=True)

@@ -75,6 +75,10 @@ class Learner(RankProgram):
         self._publisher: RankPublisher | None = None
         self._copies = WeightCopies(policy, dims, self.copied_root)
 
+    def keep_words_on_device(self) -> None:
+        """Have copies of the weights compared with words that the device keeps; called before the first copy."""
+        self._copies = WeightCopies(self.policy, self._dims, self.copied_root, kept_on_device=True)
+
     @property
     def num_steps_done(self) -> int:
         return self.policy.steps_done
@@ -149,8 +153,8 @@ class Learner(RankProgram):
     def weights(self, dtype: str | None = None, *, as_adapter: bool = False, wanted: Sequence[int] = ()) -> Weights:
         """Copy what is published of the policy to the CPUs of all ranks, each its buckets; rounded to ``dtype``, if set.
 
-        The other ranks hold their buckets under the same copy id, besides the copies that are still ``wanted``. No rank
-        holds more than its buckets and one tensor, even if weights have to be gathered. ``as_adapter`` copies the
+        The other ranks hold their buckets under the same copy id, besides the copies that are still ``wanted``. From the second copy on a thread
+        reads what changed, before the next optimizer step. ``as_adapter`` copies the
         adapters to rank 0, and once the base that they are applied to. Before the first step the base is published.
         """
         return self._copies.copy(
@@ -311,7 +315,10 @@ def build_learner(
     critic = _critic(settings, how, dims) if algorithm.has_critic else None
     mixed = _mixed(settings, pairs, policy, dims, reference) if pairs is not None else None
     images = image_reader(packs.get, settings.model.path)
-    return Learner(policy, dims, packs, build_objective(algorithm), reference, critic, mixed, images)
+    learner = Learner(policy, dims, packs, build_objective(algorithm), reference, critic, mixed, images)
+    if trainer.published_words == "device":
+        learner.keep_words_on_device()
+    return learner
 
 
 def _mixed(

@@ -111,6 +111,7 @@ class Policy:
             )
         lr_factor = objective.lr_factor(sums)
         trains = objective.trains(sums)
+        self.weights.wait_until_read()
         update = self._trainable.update(lr_factor, ends_batch=ends_batch, is_left_out=not trains)
         reason = ALL_REJECTED if not trains else OUTLIER_STEP if update.is_left_out else ""
         self.steps_done += ends_batch
@@ -165,6 +166,7 @@ class Policy:
 
     def load(self, folder: Path) -> None:
         """Read what any number of ranks wrote; raises CheckpointError for a broken folder; collective."""
+        self.weights.wait_until_read()
         state = self._trainable.load(folder / _TAG)
         path = folder / random_state_name(self._dims.ranks.rank)
         try:

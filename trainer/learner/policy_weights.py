@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future
-from typing import TYPE_CHECKING, Any
+import itertools
+import math
+from collections.abc import Callable, Container, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgpack
 import torch
@@ -23,6 +25,8 @@ from penstock.trainer.learner import adapter, experts, vision
 from penstock.trainer.learner.logprobs import CompletionScorer
 from penstock.trainer.learner.trainable import Trainable
 from penstock.trainer.parallel_dims import ParallelDims
+from penstock.trainer.publishing import changed_words
+from penstock.trainer.publishing.changed_words import Found, ReadStream, ReadWords, as_words
 from penstock.trainer.publishing.rank_publisher import RankPublisher
 from penstock.trainer.publishing.weight_buckets import (
     AdapterBase,
@@ -36,7 +40,10 @@ from penstock.trainer.publishing.weight_buckets import (
 
 if TYPE_CHECKING:
     from penstock.trainer.learner.policy import Policy
+    from penstock.trainer.ranks import RankSubgroup
 
+R = TypeVar("R")
+_SENT_AT_ONCE = 4 * 1024**3  # bytes of the buckets whose changes ranks exchange at once
 _PREFIX = "language_model."  # of parameter names, added by wrapping the model
 
 
@@ -45,6 +52,7 @@ class PolicyWeights:
 
     def __init__(self, trainable: Trainable, scorer: CompletionScorer, dims: ParallelDims) -> None:
         self._trainable, self._scorer, self._dims = trainable, scorer, dims
+        self._read: Future[Any] | None = None
         self._family = str(scorer.language_model.config.get_text_config().model_type)
 
     def snapshot(self, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
@@ -53,27 +61,66 @@ class PolicyWeights:
         Collective under ZeRO-3, which gathers one parameter at a time. Floating-point tensors are rounded to
         ``dtype`` on their device first, so that only the smaller copy is transferred.
         """
-        copies: dict[str, Tensor] = {}
-        self._visit(
-            lambda _: self._dims.writes_files, lambda name, tensor: copies.__setitem__(name, _to_cpu(tensor, dtype))
-        )
-        return copies
+        wanted = {spec.name for spec in self._specs(dtype)} if self._dims.writes_files else set[str]()
+        return {name: _to_cpu(values, dtype) for name, _, values in self.whole_tensors(wanted)}
 
     def layout(self, dtype: torch.dtype | None = None, *, bucket_bytes: int = BUCKET_BYTES) -> WeightLayout:
-        specs = []
+        return build_layout(self._specs(dtype), bucket_bytes=bucket_bytes)
+
+    def _specs(self, dtype: torch.dtype | None) -> Iterator[TensorSpec]:
         for name, tensor, _ in self._published():
             rounded = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
             dtype_name = str(rounded).removeprefix("torch.")
             for own_name, shape in experts.published(name, tuple(self._trainable.whole_shape(tensor)), self._family):
-                specs.append(TensorSpec(own_name, dtype_name, shape))
-        return build_layout(specs, bucket_bytes=bucket_bytes)
+                yield TensorSpec(own_name, dtype_name, shape)
 
     def copy_to(self, sink: TensorSink, *, merge: bool = True, rounding: adapter.Rounding | None = None) -> None:
         """Give a sink its tensors, whole, one after the other. Collective under ZeRO-3, as `snapshot`.
 
         Adapters are merged, or omitted if ``merge`` is False. ``rounding`` counts the sink's merged weights.
         """
-        self._visit(sink.names.__contains__, sink.put, merge=merge, rounding=rounding)
+        for name, _, values in self.whole_tensors(sink.names, merge=merge, rounding=rounding):
+            sink.put(name, values)
+
+    @property
+    def is_gathered(self) -> bool:
+        """True if `copy_to` is collective."""
+        return self._trainable.is_gathered
+
+    @property
+    def has_own_parts(self) -> bool:
+        """True if `own_parts` can stand for `copy_to`: each rank has a part of each parameter, and nothing has to be merged."""
+        is_whole = self.adapter_config() is None and self._trainable.is_partitioned
+        return is_whole and self._dims.weight_group is None
+
+    def own_parts(self, buffers: Container[str]) -> Iterator[tuple[str, int, Tensor]]:
+        """Yield the part of each published tensor that this rank holds under ZeRO-3: name, first value, values [n].
+
+        ``buffers``, of which each rank has all, are those that this one yields.
+        """
+        for name, tensor, _ in self._published():
+            if not hasattr(tensor, "ds_id"):
+                if name in buffers:
+                    yield name, 0, tensor
+                continue
+            start, part = self._trainable.own_part(tensor)
+            offset = 0
+            for own_name, shape in experts.published(name, tuple(self._trainable.whole_shape(tensor)), self._family):
+                size = math.prod(shape)
+                first, end = max(start, offset), min(start + part.numel(), offset + size)
+                if first < end:
+                    yield own_name, first - offset, part[first - start : end - start]
+                offset += size
+
+    def read_in(self, read: Future[Any]) -> None:
+        """Have `wait_until_read` wait for what a thread reads of the weights."""
+        self._read = read
+
+    def wait_until_read(self) -> None:
+        """Wait until nothing reads the weights that were copied last; whatever changes weights calls it before."""
+        if self._read is not None:
+            self._read.result()
+            self._read = None
 
     def adapter_config(self) -> AdapterConfig | None:
         return adapter.config(self._scorer)
@@ -124,23 +171,19 @@ class PolicyWeights:
     def _saved_name(self, name: str) -> str:
         return vision.saved_name(self._scorer.language_model, name.removeprefix(_PREFIX))
 
-    def _visit(
-        self,
-        wanted: Callable[[str], bool],
-        take: Callable[[str, Tensor], None],
-        *,
-        merge: bool = True,
-        rounding: adapter.Rounding | None = None,
-    ) -> None:
+    def whole_tensors(
+        self, wanted: Container[str], *, merge: bool = True, rounding: adapter.Rounding | None = None
+    ) -> Iterator[tuple[str, int, Tensor]]:
+        """Yield the published tensors that are ``wanted``, each until the next: name, 0, values. Collective, as `copy_to`."""
         for name, tensor, low_rank in self._published(merge=merge):
             with self._trainable.whole(tensor, *(low_rank[:2] if low_rank else ())) as (whole, *_):
                 if low_rank:
-                    if wanted(name):
-                        take(name, adapter.merged(whole, *low_rank, rounding=rounding))
+                    if name in wanted:
+                        yield name, 0, adapter.merged(whole, *low_rank, rounding=rounding)
                     continue
                 for own_name, part in experts.parts(name, whole, self._family):
-                    if wanted(own_name):
-                        take(own_name, part)
+                    if own_name in wanted:
+                        yield own_name, 0, part
 
 
 def _to_cpu(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
@@ -151,11 +194,21 @@ def _to_cpu(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
 
 
 class WeightCopies:
-    def __init__(self, policy: Policy, dims: ParallelDims, all_ranks_root: Callable[[], str]) -> None:
+    """Copies what is published: a whole model once, from then on the words that changed, read by a thread while training goes on."""
+
+    def __init__(
+        self, policy: Policy, dims: ParallelDims, all_ranks_root: Callable[[], str], *, kept_on_device: bool = False
+    ) -> None:
+        """``kept_on_device`` are the words that the next copy is compared with; else they are sent there from host memory each time."""
         self._policy, self._dims, self._all_ranks_root = policy, dims, all_ranks_root
         self._num_copies = 0
-        self._hashed: Future[list[TensorDigest]] | None = None  # of the model that was copied last
+        self._newest: WeightBuckets | None = None
+        self._source: tuple[str | None, int] | None = None  # dtype and bucket size of the newest
         self._base: tuple[str | None, AdapterBase] | None = None  # dtype that it was rounded to, and the copy
+        self._kept_on_device, self._read_words = kept_on_device, ReadWords(kept_on_device)
+        self._stream = ReadStream(policy.device)
+        self._group: RankSubgroup | None = None
+        self._thread = ThreadPoolExecutor(1, "weights")
 
     def copy(
         self,
@@ -172,15 +225,15 @@ class WeightCopies:
         if publisher is not None:
             publisher.discard(wanted)
         if config is None:
-            self._hashed = None  # releases the copy before while this one is made
-            buckets = self._copy_buckets(dtype, bucket_bytes, merge=True)
-            self._hashed = buckets.hashed
+            buckets = self._copy_changed(dtype, bucket_bytes)
             if publisher is not None:
                 publisher.hold(buckets)
             return ModelWeights(buckets, self._all_ranks_root)
         if self._base is None or self._base[0] != dtype:
-            buckets = self._copy_buckets(dtype, bucket_bytes, merge=False)
-            self._base = dtype, AdapterBase(buckets, config, self._gather_root(buckets.hashed))
+            buckets = self._empty_buckets(dtype, bucket_bytes)
+            weights.copy_to(buckets, merge=False)
+            buckets.seal()
+            self._base = dtype, AdapterBase(buckets, config, self._gather_root(buckets))
             if publisher is not None:
                 publisher.hold(buckets, permanently=True)
         base = self._base[1]
@@ -190,19 +243,87 @@ class WeightCopies:
         return AdapterWeights.of(factors, base, copy_id=self._num_copies)
 
     def root(self) -> str:
-        return self._gather_root(self._hashed)
+        assert self._newest is not None, "weights are copied before their root is computed"
+        return self._gather_root(self._newest)
 
-    def _copy_buckets(self, dtype: str | None, bucket_bytes: int, *, merge: bool) -> WeightBuckets:
+    def _copy_changed(self, dtype: str | None, bucket_bytes: int) -> WeightBuckets:
+        weights, before = self._policy.weights, self._newest
+        weights.wait_until_read()
+        self._stream.follow()
+        if self._group is None and weights.has_own_parts and self._dims.buckets.count > 1:
+            self._group = self._dims.ranks.subgroup(self._dims.buckets.count)
+        if before is None or self._source != (dtype, bucket_bytes):
+            self._newest = before = None  # releases the words before while these are copied
+            self._newest, self._source = self._empty_buckets(dtype, bucket_bytes), (dtype, bucket_bytes)
+            self._read_words = ReadWords(self._kept_on_device)
+            self._read(self._copy_whole, self._newest, apart=not weights.is_gathered)
+            self._newest.seal(self._thread)
+            return self._newest
+        found = self._read(self._find, before, apart=not weights.is_gathered or weights.has_own_parts)
+        self._newest = before.successor(found, self._thread, copy_id=self._num_copies)
+        return self._newest
+
+    def _read(self, read: Callable[[WeightBuckets, bool], R], buckets: WeightBuckets, *, apart: bool) -> Future[R]:
+        """Read the weights in the thread, or here if all ranks have to gather them in the order in which they train."""
+        if not apart:
+            future: Future[R] = Future()
+            future.set_result(read(buckets, apart))
+            return future
+        future = self._thread.submit(read, buckets, apart)
+        self._policy.weights.read_in(future)
+        return future
+
+    def _copy_whole(self, buckets: WeightBuckets, apart: bool) -> None:
+        with self._stream.reading(apart=apart):
+            self._policy.weights.copy_to(buckets)
+            if self._group is not None:
+                for tensor, start, words in self._words_of(buckets):
+                    self._read_words.keep(tensor, start, words)
+
+    def _find(self, before: WeightBuckets, apart: bool) -> list[Found]:
+        before.wait_until_written()
+        with self._stream.reading(apart=apart):
+            found = [
+                piece
+                for tensor, start, words in self._words_of(before)
+                for piece in self._read_words.changed(tensor, start, words, before.word_place)
+            ]
+        self._read_words.settle()
+        return found if self._group is None else self._exchange(found, before.layout, self._group)
+
+    def _words_of(self, buckets: WeightBuckets) -> Iterator[tuple[int, int, Tensor]]:
+        """Yield the words that this rank reads: number of the tensor in the layout, first word, words [n] on their device."""
+        weights, placed = self._policy.weights, list(buckets.layout.placed())
+        numbers = {tensor.name: number for number, (_, _, tensor) in enumerate(placed)}
+        read = weights.own_parts(buckets.names) if weights.has_own_parts else weights.whole_tensors(buckets.names)
+        for name, start, values in read:
+            number = numbers[name]
+            yield number, start, as_words(values, getattr(torch, placed[number][1].dtype))
+
+    def _exchange(self, found: Sequence[Found], layout: WeightLayout, group: RankSubgroup) -> list[Found]:
+        """Send what was found in this rank's parts to the ranks of its buckets, and return what the others found in this one's."""
+        shares = assign_buckets(layout, group.size)
+        rank_of = {number: rank for rank, numbers in enumerate(shares) for number in numbers}
+        bucket_of = [number for number, _, _ in layout.placed()]
+        ends = list(itertools.accumulate(bucket.num_bytes for bucket in layout.buckets))
+        received: list[Found] = []
+        for turn in range(ends[-1] // _SENT_AT_ONCE + 1):
+            parts: list[list[Found]] = [[] for _ in shares]
+            for piece in found:
+                if ends[bucket_of[piece.tensor]] // _SENT_AT_ONCE == turn:
+                    parts[rank_of[bucket_of[piece.tensor]]].append(piece)
+            for data in group.exchange_bytes([changed_words.pack(part) for part in parts]):
+                received += changed_words.unpack(data)
+        return received
+
+    def _empty_buckets(self, dtype: str | None, bucket_bytes: int) -> WeightBuckets:
         layout = self._policy.weights.layout(dtype_of(dtype), bucket_bytes=bucket_bytes)
-        share = self._dims.buckets
-        buckets = WeightBuckets(layout, assign_buckets(layout, share.count)[share.index], copy_id=self._num_copies)
-        self._policy.weights.copy_to(buckets, merge=merge)
-        buckets.seal()
-        return buckets
+        share, pinned = self._dims.buckets, self._policy.device.type == "cuda"
+        numbers = assign_buckets(layout, share.count)[share.index]
+        return WeightBuckets(layout, numbers, copy_id=self._num_copies, pinned=pinned)
 
-    def _gather_root(self, hashed: Future[list[TensorDigest]] | None) -> str:
-        assert hashed is not None, "weights are copied before their root is computed"
-        rows = msgpack.packb([[d.name, d.dtype, d.shape, d.xxh3] for d in hashed.result()])
+    def _gather_root(self, buckets: WeightBuckets) -> str:
+        rows = msgpack.packb([[d.name, d.dtype, d.shape, d.xxh3] for d in buckets.digests()])
         assert rows is not None
         gathered = [row for data in self._dims.ranks.gather(rows) for row in msgpack.unpackb(data)]
         return weights_digest(TensorDigest(name, dtype, tuple(shape), xxh3) for name, dtype, shape, xxh3 in gathered)

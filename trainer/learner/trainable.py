@@ -239,6 +239,23 @@ class Trainable:
         with deepspeed.zero.GatheredParameters(list(parameters), enabled=is_partitioned):
             yield tuple(map(self._weights.whole, parameters))
 
+    @property
+    def is_partitioned(self) -> bool:
+        """True if a rank holds a part of each parameter (ZeRO-3)."""
+        return self._engine.zero_optimization_stage() == 3
+
+    @property
+    def is_gathered(self) -> bool:
+        """True if `whole` is collective."""
+        return self.is_partitioned or self._dims.weight_group is not None
+
+    def own_part(self, parameter: Tensor) -> tuple[int, Tensor]:
+        """Return this rank's part of a parameter under ZeRO-3, [n] of the flattened parameter, and where it begins."""
+        part: Tensor = parameter.ds_tensor  # type: ignore[attr-defined]
+        start = part.numel() * self._dims.states.index
+        within = max(0, min(part.numel(), parameter.ds_numel - start))  # type: ignore[attr-defined]
+        return start, part.detach().view(-1)[:within]  # the rest is padding
+
     def whole_shape(self, parameter: Tensor) -> tuple[int, ...]:
         return self._weights.whole_shape(parameter)
 

@@ -12,19 +12,19 @@ from __future__ import annotations
 import hashlib
 import secrets
 import threading
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, TypeVar
 
 from penstock.protocol import blob_keys
 from penstock.protocol.groups import BlobRef
 from penstock.protocol.transport.blobs import Blobs
 from penstock.protocol.versions import PolicyVersion
-from penstock.protocol.weights import bucket_codec
 from penstock.protocol.weights.bucket_codec import Encoded
 from penstock.protocol.weights.layout import TensorDigest, shard_header, shard_name, weights_digest
 from penstock.protocol.weights.manifest import BucketState, StoredRange
-from penstock.protocol.weights.version_reader import UNUSABLE, WeightReader
+from penstock.protocol.weights.version_reader import PARALLEL_BUCKETS, UNUSABLE, WeightReader
 from penstock.trainer import crash_points
 from penstock.trainer.crash_points import CrashPoint
 from penstock.trainer.errors import PublicationFailed
@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from penstock.protocol.weights.signature import TrustedKeys  # its library is imported where keys are configured
 
 
+T = TypeVar("T")
 Source = Literal["copy", "committed", "retained"]
 _COPY_DEADLINE_S = 600.0  # a rank that trails rank 0 by more than this is stuck
 
@@ -68,6 +69,8 @@ class RankPublisher:
         self._retained: WeightBuckets | None = None  # what a full snapshot is being written from
         self._changes: dict[int, Encoded] = {}  # of the copy that was compared last, by bucket
         self._changed = threading.Condition()
+        self._thread = ThreadPoolExecutor(1, "forget")
+        self._forgotten: Future[None] | None = None
 
     def hold(self, buckets: WeightBuckets, *, permanently: bool = False) -> None:
         with self._changed:
@@ -76,7 +79,13 @@ class RankPublisher:
 
     def discard(self, wanted: Collection[int]) -> None:
         with self._changed:
+            newest = max(self._copies, default=0)
             self._copies = {copy_id: copy for copy_id, copy in self._copies.items() if copy_id in wanted}
+            if self._committed is None or (self._forgotten is not None and not self._forgotten.done()):
+                return
+            if self._forgotten is not None:
+                self._forgotten.result()
+            self._forgotten = self._thread.submit(self._committed.forget, frozenset(wanted), before=newest)
 
     @order
     def digests(self, copy_id: int) -> list[TensorDigest]:
@@ -101,11 +110,8 @@ class RankPublisher:
         """Encode what differs between a copy and the committed buckets."""
         copy, base = self._copy(copy_id), self._committed
         assert base is not None
-        self._changes = {}
-        for number, raw in copy.raw.items():
-            word_bytes = copy.layout.buckets[number].word_bytes
-            self._changes[number] = encoded = bucket_codec.encode(base.raw[number], raw, word_bytes, bucket=number)
-            copy.set_xxh3(number, base.xxh3(number) if encoded.codec == "none" else None)
+        encoded = _in_parallel(lambda number: copy.encoded_since(base, number), copy.raw)
+        self._changes = dict(zip(copy.raw, encoded, strict=True))
         changes = self._changes.values()
         return PatchSize(num_bytes=sum(len(e.data) for e in changes), num_changed=sum(e.num_changed for e in changes))
 
@@ -134,7 +140,8 @@ class RankPublisher:
         objects: tuple[BlobRef, ...] = ()
         if offset:
             key = blob_keys.weights_pack(self._run_id, version, attempt, self._share.index)
-            objects = (self._put(key, b"".join(encoded.data for encoded in self._changes.values())),)
+            objects = (self._blobs.put(key, b"".join(encoded.data for encoded in self._changes.values())),)
+            crash_points.reach(CrashPoint.OBJECT_STORED)
         return StoredBuckets(objects, tuple(self._changes), tuple(states))
 
     @order
@@ -148,20 +155,25 @@ class RankPublisher:
         held = {"committed": self._committed, "retained": self._retained}
         buckets = self._copy(copy_id) if source == "copy" else held[source]
         assert buckets is not None
-        objects, states = [], []
-        for number, raw in buckets.raw.items():
-            bucket = buckets.layout.buckets[number]
-            name = file_name or shard_name(number, len(buckets.layout.buckets))
+        num_files = len(buckets.layout.buckets)
+
+        def put(number: int) -> BlobRef:
+            name = file_name or shard_name(number, num_files)
             key = blob_keys.weights_shard(self._run_id, version, attempt, name)
-            blob = self._put(key, shard_header(bucket) + raw.tobytes())
+            return self._blobs.put(key, shard_header(buckets.layout.buckets[number]) + buckets.words(number).data)
+
+        objects, states = [], []
+        for number, blob in zip(buckets.raw, _in_parallel(put, buckets.raw), strict=True):
+            crash_points.reach(CrashPoint.OBJECT_STORED)
+            num_words = buckets.layout.buckets[number].num_words
             stored = StoredRange(object=len(objects), offset=0, size_bytes=blob.size_bytes, sha256=blob.sha256)
             objects.append(blob)
             states.append(
                 BucketState(
                     codec="safetensors",
                     stored=stored,
-                    num_words=bucket.num_words,
-                    num_changed=bucket.num_words,
+                    num_words=num_words,
+                    num_changed=num_words,
                     new_xxh3=buckets.xxh3(number),
                 )
             )
@@ -182,11 +194,6 @@ class RankPublisher:
         """Release what was retained: the full snapshot is written, or has failed."""
         self._retained = None
 
-    def _put(self, key: str, data: bytes) -> BlobRef:
-        reference = self._blobs.put(key, data)
-        crash_points.reach(CrashPoint.OBJECT_STORED)
-        return reference
-
     def _copy(self, copy_id: int) -> WeightBuckets:
         """Return a copy, waiting for it: this rank may still be making what rank 0 has made already."""
         with self._changed:
@@ -198,6 +205,11 @@ class RankPublisher:
                     "of this rank is behind rank 0; look for a slow or stuck rank"
                 )
             return self._copies[copy_id] if copy_id in self._copies else self._permanent[copy_id]
+
+
+def _in_parallel(call: Callable[[int], T], numbers: Iterable[int]) -> Iterator[T]:
+    with ThreadPoolExecutor(PARALLEL_BUCKETS, "bucket") as pool:
+        yield from pool.map(call, numbers)
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,32 +9,39 @@ An adapter is stored by rank 0: its small factors whole, applied to a base that 
 from __future__ import annotations
 
 import hashlib
+import json
+import re
 import secrets
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import structlog
 
 from penstock.protocol import blob_keys
 from penstock.protocol.errors import BlobCorrupt, BlobMissing
+from penstock.protocol.files import target_outside
 from penstock.protocol.groups import BlobRef
 from penstock.protocol.versions import PolicyVersion
 from penstock.protocol.weights.adapter_format import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from penstock.protocol.weights.layout import WeightLayout
-from penstock.protocol.weights.manifest import Ancestor, AnchorRef, ModelFile, VersionManifest
+from penstock.protocol.weights.manifest import SMALL_FILE, Ancestor, AnchorRef, ModelFile, VersionManifest
 from penstock.protocol.weights.version_reader import UNUSABLE, WeightReader
 from penstock.trainer import crash_points
 from penstock.trainer.connections import Connections
 from penstock.trainer.crash_points import CrashPoint
-from penstock.trainer.errors import PublicationFailed
+from penstock.trainer.errors import PublicationFailed, UnsupportedModel
 from penstock.trainer.publishing.rank_publisher import PublishCoordinator, RankPublisher, StoredObjects
-from penstock.trainer.publishing.weight_buckets import AdapterBase, AdapterWeights, Snapshot, small_files
+from penstock.trainer.publishing.weight_buckets import AdapterBase, AdapterWeights, Snapshot
 
 if TYPE_CHECKING:
     from penstock.protocol.weights.signature import SigningKey  # its library is imported where a key is configured
 
 log = structlog.get_logger("trainer.published_base")
+
+_MAX_SMALL_FILE_BYTES = 64 * 1024**2
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
 
 
 @dataclass(frozen=True, slots=True)
@@ -256,3 +263,34 @@ class AdapterVersions:
             parent=parent,
             anchor=base,
         )
+
+
+def small_files(model_folder: Path, dtype: str, changed: Mapping[str, Any] | None = None) -> dict[str, bytes]:
+    """Return the files of a model folder besides its weights that a manifest may name: config, tokenizer, templates.
+
+    ``config.json`` gets the ``dtype`` of the new weights, and what else has ``changed``. Raises UnsupportedModel for a link out of the folder: what it
+    links to would be published.
+    """
+    files = {
+        path.name: path.read_bytes()
+        for path in sorted(model_folder.iterdir())
+        if path.is_file()
+        and _NAME.fullmatch(path.name)
+        and SMALL_FILE.fullmatch(path.name)
+        and path.stat().st_size <= _MAX_SMALL_FILE_BYTES
+        and _is_own(path)
+    }
+    config = json.loads(files["config.json"])
+    config.pop("torch_dtype", None)
+    config |= {"dtype": dtype, **(changed or {})}
+    files["config.json"] = json.dumps(config, indent=2).encode()
+    return files
+
+
+def _is_own(path: Path) -> bool:
+    if (target := target_outside(path, path.parent)) is None:
+        return True
+    raise UnsupportedModel(
+        f"{path} links to {target}, outside of the model folder, and would be published with the model; copy the file there, "
+        "or remove the link"
+    )

@@ -1,58 +1,47 @@
 """Some or all buckets of one version, each as the contiguous bytes that are published.
 
-A model is copied straight into its buckets. The same memory is compared, hashed, stored and kept as the base of
-the next patch, so it is never written to once it is sealed.
+A model is copied straight into its buckets once. From then on only what changed is written to them, and what was there is kept beside.
 
 A `Snapshot` is what the training thread submits: the weights of one version on the CPU, as they were when the step ended. A run that publishes
 adapters submits the low-rank factors alone, complete on rank 0; the model that they are applied to, their base, is published once.
-
-A Hugging Face model folder has shards of safetensors, their index, and small files, which are the same in a published version and in
-the exported model.
 """
 
 from __future__ import annotations
 
+import copy
+import functools
 import hashlib
-import json
-import os
-import re
 import sys
+import threading
 from collections.abc import Callable, Collection, Iterable, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, BinaryIO, Generic, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from penstock.protocol.files import atomic_write, target_outside
 from penstock.protocol.versions import PolicyVersion
+from penstock.protocol.weights import bucket_codec
 from penstock.protocol.weights.adapter_format import AdapterConfig, adapter_digest
-from penstock.protocol.weights.bucket_codec import bucket_xxh3
+from penstock.protocol.weights.bucket_codec import Encoded
 from penstock.protocol.weights.layout import (
     BUCKET_BYTES,
+    PlacedTensor,
     TensorDigest,
     TensorSpec,
     WeightLayout,
-    bucket_digests,
     build_layout,
-    shard_header,
-    shard_index,
-    shard_name,
+    hash_bucket,
     weights_digest,
 )
-from penstock.protocol.weights.manifest import SMALL_FILE
 from penstock.protocol.weights.manifest_chain import CatchUp
 from penstock.protocol.weights.patch_segment import Bytes
 from penstock.protocol.weights.version_reader import WeightReader, for_buckets
-from penstock.trainer.errors import UnsupportedModel
+from penstock.trainer.publishing.changed_words import ChangedWords, Found, as_words
 
-MAX_SHARD_BYTES = 1024**3
-_MAX_SMALL_FILE_BYTES = 64 * 1024**2
-_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
+T = TypeVar("T")
 
 
 class TensorSink(Protocol):
@@ -65,12 +54,23 @@ class TensorSink(Protocol):
 
 
 class WeightBuckets:
-    """Buckets ``numbers`` of a layout. Written by one thread, then sealed, then read by any."""
+    """Buckets ``numbers`` of one version of a layout. A whole copy is written by one thread, then sealed, then read by any.
 
-    def __init__(self, layout: WeightLayout, numbers: Iterable[int], *, copy_id: int = 0) -> None:
+    A `successor` shares the memory of the version before, whose changed words it overwrites. Each version keeps the words that the next one
+    replaced, as long as anybody holds it, so `words`, and what changed since an earlier version, can be had of every version that is held.
+    """
+
+    def __init__(self, layout: WeightLayout, numbers: Iterable[int], *, copy_id: int = 0, pinned: bool = False) -> None:
+        """``pinned`` is host memory that a CUDA device reads and writes by itself."""
         self.layout, self.copy_id = layout, copy_id
-        self.raw: dict[int, Bytes] = {n: np.empty(layout.buckets[n].num_bytes, np.uint8) for n in numbers}
+        self.raw: dict[int, Bytes] = {n: _empty(layout.buckets[n].num_bytes, pinned) for n in numbers}  # of the newest
         self._places = {t.name: (n, t) for n in self.raw for t in layout.buckets[n].tensors}
+        self._names = [tensor.name for _, _, tensor in layout.placed()]
+        self._lock = threading.RLock()  # of all that share the memory
+        self._next: WeightBuckets | None = None
+        # What `_next` replaced in a bucket: the words that it changed, or all of them where it changed many.
+        self._replaced: dict[int, ChangedWords | Bytes] = {}
+        self._written: Future[None] | None = None  # None: when it is hashed
         self._digests: Future[list[TensorDigest]] | None = None
         self._xxh3: dict[int, str] = {}
 
@@ -85,12 +85,28 @@ class WeightBuckets:
             source = source.to(place.dtype)  # so that only the smaller copy is transferred
         place.copy_(source)
 
-    def seal(self) -> None:
-        pool = ThreadPoolExecutor(1, "digest")
-        self._digests = pool.submit(
-            lambda: [d for n, raw in self.raw.items() for d in bucket_digests(self.layout.buckets[n], raw.data)]
-        )
-        pool.shutdown(wait=False)
+    def seal(self, thread: Executor | None = None) -> None:
+        """Hash the copy, in a thread."""
+        self._digests = _submit(thread, self._hash, {n: self.layout.buckets[n].tensors for n in self.raw}, [])
+
+    def successor(self, found: Future[list[Found]], thread: Executor, *, copy_id: int) -> WeightBuckets:
+        """Return the next version, which ``thread`` writes when it is known what was ``found`` to have changed, and hashes."""
+        after = copy.copy(self)
+        after.copy_id, after._next, after._replaced, after._xxh3 = copy_id, None, {}, {}
+        after._written, after._digests = written, hashed = Future(), Future()
+
+        def follow() -> None:
+            try:
+                self._overwrite(after, found.result())
+                written.set_result(None)
+                hashed.set_result(after._hash_changed(self, found.result()))
+            except BaseException as err:  # noqa: BLE001  who waits for them raises it
+                for future in (written, hashed):
+                    if not future.done():
+                        future.set_exception(err)
+
+        thread.submit(follow)
+        return after
 
     @property
     def hashed(self) -> Future[list[TensorDigest]]:
@@ -100,25 +116,143 @@ class WeightBuckets:
     def digests(self) -> list[TensorDigest]:
         return self.hashed.result()
 
+    def xxh3(self, number: int) -> str:
+        self.digests()
+        return self._xxh3[number]
+
+    def words(self, number: int) -> Bytes:
+        """Return a copy of a bucket as it is in this version."""
+        self.wait_until_written()
+        with self._lock:
+            raw = self.raw[number].copy()
+            for replaced in reversed(self._changes(None, number)):
+                if isinstance(replaced, ChangedWords):
+                    raw.view(replaced.before.dtype)[replaced.positions] = replaced.before
+                else:
+                    raw = replaced.copy()
+        return raw
+
+    def encoded_since(self, base: WeightBuckets, number: int) -> Encoded:
+        """Encode what turns a bucket of ``base`` into this version's."""
+        self.wait_until_written()
+        word_bytes = self.layout.buckets[number].word_bytes
+        changes: list[ChangedWords | Bytes] | None = None
+        if base.raw is self.raw:
+            with self._lock:
+                changes = base._changes(self, number)
+        if changes is not None and all(isinstance(change, ChangedWords) for change in changes):
+            if not changes:
+                return Encoded("none", b"", 0)
+            found = functools.reduce(ChangedWords.followed_by, changes).difference()  # type: ignore[arg-type]
+            num_words = self.layout.buckets[number].num_words
+            return bucket_codec.encode_found(found, num_words, lambda: self.words(number), bucket=number)
+        return bucket_codec.encode(base.words(number), self.words(number), word_bytes, bucket=number)
+
+    def forget(self, wanted: Collection[int], *, before: int) -> None:
+        """Forget the versions after this one with copy ids below ``before`` that are not ``wanted``: what they changed counts to the next.
+
+        One thread at a time.
+        """
+        version = self
+        while (after := version._next) is not None and (following := after._next) is not None:
+            if after.copy_id >= before or not (after.hashed.done() and following.hashed.done()):
+                return
+            if after.copy_id in wanted:
+                version = after
+                continue
+            both = {number: version._replaced_with(number, replaced) for number, replaced in after._replaced.items()}
+            with self._lock:
+                version._replaced.update(both)
+                version._next = following
+
     def tensors(self) -> dict[str, Tensor]:
         """Return the tensors as views of the buckets; they must not be written to."""
         return {name: self._place(name) for name in self._places}
 
-    def xxh3(self, number: int) -> str:
-        if number not in self._xxh3:
-            self._xxh3[number] = bucket_xxh3(self.raw[number])
-        return self._xxh3[number]
-
-    def set_xxh3(self, number: int, known: str | None) -> None:
-        if known is None:
-            self.xxh3(number)
-        else:
-            self._xxh3[number] = known
+    def word_place(self, tensor: int) -> Tensor:
+        """Return the words [n] of the tensor of this number, as they are in the newest version: a view."""
+        place = self._place(self._names[tensor])
+        return as_words(place, place.dtype)
 
     def _place(self, name: str) -> Tensor:
         number, placed = self._places[name]
         raw = torch.from_numpy(self.raw[number])[placed.byte_offset : placed.byte_offset + placed.num_bytes]
         return raw.view(getattr(torch, self.layout.buckets[number].dtype)).view(placed.shape)
+
+    def wait_until_written(self) -> None:
+        (self.hashed if self._written is None else self._written).result()
+
+    def _changes(self, until: WeightBuckets | None, number: int) -> list[ChangedWords | Bytes]:
+        """Return what replaced words of a bucket from this version on, oldest first; None: up to the newest."""
+        version, changes = self, []
+        while version is not until and version._next is not None:
+            if number in version._replaced:
+                changes.append(version._replaced[number])
+            version = version._next
+        assert until is None or version is until, "a version that is compared is held"
+        return changes
+
+    def _replaced_with(self, number: int, later: ChangedWords | Bytes) -> ChangedWords | Bytes:
+        earlier = self._replaced.get(number)
+        if not isinstance(earlier, ChangedWords):
+            return later if earlier is None else earlier
+        both = earlier.followed_by(later) if isinstance(later, ChangedWords) else None
+        if both is not None and both.nbytes <= self.raw[number].size:
+            return both
+        return self.words(number)
+
+    def _overwrite(self, after: WeightBuckets, found: list[Found]) -> None:
+        """Write what the next version changed, and keep what was there."""
+        self.digests()
+        with self._lock:
+            self._next = after
+        placed = list(self.layout.placed())
+        by_bucket: dict[int, list[Found]] = {}
+        for piece in found:
+            by_bucket.setdefault(placed[piece.tensor][0], []).append(piece)
+        for number, pieces in by_bucket.items():
+            words = torch.from_numpy(self.raw[number]).view(pieces[0].words.dtype)
+            first = {piece: placed[piece.tensor][2].byte_offset // words.itemsize + piece.start for piece in pieces}
+            pieces.sort(key=first.__getitem__)
+            positions = torch.cat([piece.positions_from(first[piece]) for piece in pieces])
+            known = [piece.before for piece in pieces if piece.before is not None]
+            before = torch.cat(known) if len(known) == len(pieces) else words.index_select(0, positions)
+            changed_to = torch.cat([piece.words for piece in pieces])
+            changed = ChangedWords(positions.numpy(), before.numpy(), changed_to.numpy())
+            with self._lock:  # torch writes in as many threads as it has, and lets others run
+                self._replaced[number] = changed if changed.nbytes <= words.nbytes else self.raw[number].copy()
+                words[positions] = changed_to
+
+    def _hash(self, changed: Mapping[int, Iterable[PlacedTensor]], known: Iterable[TensorDigest]) -> list[TensorDigest]:
+        digests = {digest.name: digest for digest in known}
+        for number, tensors in changed.items():
+            hashes = hash_bucket(self.layout.buckets[number], self.raw[number].data, tensors)
+            digests |= {digest.name: digest for digest in hashes.digests}
+            self._xxh3[number] = hashes.xxh3
+        return [digests[name] for name in self._places]
+
+    def _hash_changed(self, previous: WeightBuckets, found: list[Found]) -> list[TensorDigest]:
+        placed = list(self.layout.placed())
+        changed: dict[int, dict[str, PlacedTensor]] = {}
+        for number, _, tensor in (placed[piece.tensor] for piece in found):
+            changed.setdefault(number, {})[tensor.name] = tensor
+        self._xxh3 = dict(previous._xxh3)
+        return self._hash({number: tensors.values() for number, tensors in changed.items()}, previous.digests())
+
+
+def _empty(num_bytes: int, pinned: bool) -> Bytes:
+    if pinned:
+        return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True).numpy()
+    return np.empty(num_bytes, np.uint8)
+
+
+def _submit(thread: Executor | None, call: Callable[..., T], *arguments: Any) -> Future[T]:
+    if thread is not None:
+        return thread.submit(call, *arguments)
+    pool = ThreadPoolExecutor(1, "digest")
+    future = pool.submit(call, *arguments)
+    pool.shutdown(wait=False)
+    return future
 
 
 def assign_buckets(layout: WeightLayout, num_shares: int) -> list[list[int]]:
@@ -221,83 +355,3 @@ class Snapshot(Generic[W]):
     weights: W
     dtype: str
     must_publish: bool = False  # never skipped: an evaluation needs this version, or it is the last
-
-
-class ModelFiles:
-    """Some of a folder's files of weights, a bucket each, written tensor by tensor; a context manager."""
-
-    def __init__(self, folder: Path, layout: WeightLayout, numbers: Iterable[int]) -> None:
-        self._folder, self._layout = folder, layout
-        self._places = {t.name: (n, t) for n in numbers for t in layout.buckets[n].tensors}
-        self._files: dict[int, tuple[BinaryIO, int]] = {}  # with the length of its header
-        self._opened = ExitStack()
-
-    def __enter__(self) -> ModelFiles:
-        for number in sorted({number for number, _ in self._places.values()}):
-            file = self._opened.enter_context((self._folder / _file_name(self._layout, number)).open("wb"))
-            header = shard_header(self._layout.buckets[number])
-            file.write(header)
-            self._files[number] = file, len(header)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        with self._opened:
-            for file, _header_bytes in self._files.values():
-                file.flush()
-                os.fsync(file.fileno())
-
-    @property
-    def names(self) -> Collection[str]:
-        return self._places.keys()
-
-    def put(self, name: str, tensor: Tensor) -> None:
-        number, placed = self._places[name]
-        file, header_bytes = self._files[number]
-        dtype = getattr(torch, self._layout.buckets[number].dtype)
-        whole = tensor.detach().to(dtype).to("cpu").contiguous().reshape(-1).view(torch.uint8)
-        file.seek(header_bytes + placed.byte_offset)
-        file.write(whole.numpy().data)
-
-
-def _file_name(layout: WeightLayout, number: int) -> str:
-    count = len(layout.buckets)
-    return "model.safetensors" if count == 1 else shard_name(number, count)
-
-
-def write_small_files(
-    folder: Path, layout: WeightLayout, *, like: Path, dtype: str, changed: Mapping[str, Any] | None = None
-) -> None:
-    index = {"model.safetensors.index.json": shard_index(layout)} if len(layout.buckets) > 1 else {}
-    for name, data in {**small_files(like, dtype, changed), **index}.items():
-        atomic_write(folder / name, data, sync=True)
-
-
-def small_files(model_folder: Path, dtype: str, changed: Mapping[str, Any] | None = None) -> dict[str, bytes]:
-    """Return the files of a model folder besides its weights that a manifest may name: config, tokenizer, templates.
-
-    ``config.json`` gets the ``dtype`` of the new weights, and what else has ``changed``. Raises UnsupportedModel for a link out of the folder: what it
-    links to would be published.
-    """
-    files = {
-        path.name: path.read_bytes()
-        for path in sorted(model_folder.iterdir())
-        if path.is_file()
-        and _NAME.fullmatch(path.name)
-        and SMALL_FILE.fullmatch(path.name)
-        and path.stat().st_size <= _MAX_SMALL_FILE_BYTES
-        and _is_own(path)
-    }
-    config = json.loads(files["config.json"])
-    config.pop("torch_dtype", None)
-    config |= {"dtype": dtype, **(changed or {})}
-    files["config.json"] = json.dumps(config, indent=2).encode()
-    return files
-
-
-def _is_own(path: Path) -> bool:
-    if (target := target_outside(path, path.parent)) is None:
-        return True
-    raise UnsupportedModel(
-        f"{path} links to {target}, outside of the model folder, and would be published with the model; copy the file there, "
-        "or remove the link"
-    )

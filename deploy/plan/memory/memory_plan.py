@@ -13,7 +13,8 @@ from penstock.deploy.plan.memory.plan_inputs import PlanInputs
 from penstock.protocol.weights.layout import BUCKET_BYTES
 from penstock.trainer.parallel_dims import ParallelLayout
 
-_COPIES = 2  # of the weights: the newest published one, which the next patch is made against, and the one on its way
+# Of the weights: the newest words, and at most as many that versions on their way replaced. Where few words change it is little more than one.
+_COPIES = 2
 # What libraries hold on a CPU besides tensors, measured: half of it is code that oneDNN compiles for each shape of a product. Experts have
 # as many shapes in the smallest model as the trainer keeps code of (`process_memory`), which is measured as part of the libraries.
 _FLOAT32_KERNELS, _BFLOAT16_KERNELS, _BFLOAT16_KERNELS_OF_ADAPTERS = 10_000_000, 35_000_000, 55_000_000
@@ -21,6 +22,7 @@ _KERNELS_OF_EXPERTS = 10_000_000
 COPY = "copy of the weights"
 LAST_RANK = f"{LOSS} on the last rank"  # which samples the most of shared tokens, and copies no weights where there are few buckets
 _HELD_COPIES = "copies of the weights"
+READ_LAST = "words that were published last"
 PARKED = "log-probabilities of the parked reference"
 CHECKPOINT = "copy for a checkpoint"  # of weights and optimizer states, until a thread has written it
 _LORA_RANK = 16
@@ -82,6 +84,7 @@ class MemoryPlan:
         (host if self.inputs.reference_on_host else device)["reference"] = self._reference
         copies = 1 if self.inputs.publishes_adapter else _COPIES  # of the adapters' base, which is never copied again
         host[_HELD_COPIES] = copies * self._copy
+        (device if self.inputs.words_on_device else host)[READ_LAST] = self._read_last
         host[CHECKPOINT] = checkpoint_copy(self.inputs.rank_shape, self.inputs.method)
         if self.inputs.critic is not None:
             host[CHECKPOINT] += checkpoint_copy(*self._critics)
@@ -139,6 +142,16 @@ class MemoryPlan:
         whole = shape.parameters * width
         of_rank = -(-self._buckets // self.inputs.method.num_ranks)
         return max(whole * of_rank // self._buckets, shape.table * width)
+
+    @property
+    def _read_last(self) -> int:
+        """Bytes that the next version is compared with, besides the copies: a rank's part under ZeRO-3, and what the device keeps."""
+        inputs, method = self.inputs, self.inputs.method
+        if inputs.publishes_adapter:
+            return 0
+        if method.zero_stage == 3 and method.num_ranks > 1 and not method.lora_rank and method.tensor_parallel == 1:
+            return inputs.shape.parameters * inputs.published_width // method.num_ranks
+        return self._copy if inputs.words_on_device else 0
 
     @property
     def _buckets(self) -> int:

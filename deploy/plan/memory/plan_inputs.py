@@ -31,6 +31,7 @@ class PlanInputs:
     attention: Attention = "auto"
     publish_dtype: Literal["as-trained", "float32", "bfloat16"] = "as-trained"
     publishes_adapter: bool = False
+    words_on_device: bool = False  # those that were published last, with which a version is compared
     reference: ModelShape | None = None  # a whole model besides the policy, from which a KL is measured
     reference_on_host: bool = False
     reference_is_initial: bool = False  # the policy before its first step, which adapters keep without a copy
@@ -140,6 +141,7 @@ def plan_inputs(
         attention=settings.trainer.attention,
         publish_dtype=settings.trainer.publish_dtype,
         publishes_adapter=settings.publishes_adapters,
+        words_on_device=settings.trainer.published_words == "device",
         reference=(reference or shape) if copied else None,
         reference_on_host=algorithm.reference_device == "parked",
         reference_is_initial=algorithm.reference_path is None,

@@ -11,7 +11,7 @@ from penstock.protocol.groups import BlobRef
 from penstock.protocol.versions import PolicyVersion
 from penstock.protocol.weights import bucket_codec
 from penstock.protocol.weights.adapter_format import ADAPTER_CONFIG, AdapterConfig, published_name
-from penstock.protocol.weights.layout import TensorSpec, bucket_digests, build_layout, shard_header, state_root
+from penstock.protocol.weights.layout import TensorSpec, bucket_digests, build_layout, shard_header, weights_digest
 from penstock.protocol.weights.manifest import Ancestor, AnchorRef, BucketState, ModelFile, StoredRange, VersionManifest
 from penstock.protocol.weights.manifest_chain import CatchUp, FetchManifest, Held, plan_catch_up
 
@@ -50,7 +50,8 @@ def changed_state(state: State, rng: np.random.Generator, density: float) -> Sta
 
 
 def root_of(state: State) -> str:
-    return state_root(LAYOUT, [raw.data for raw in state])
+    digests = [bucket_digests(bucket, raw.data) for bucket, raw in zip(LAYOUT.buckets, state, strict=True)]
+    return weights_digest(digest for of_bucket in digests for digest in of_bucket)
 
 
 def ref_of(key: str, data: bytes) -> BlobRef:

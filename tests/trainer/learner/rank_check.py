@@ -5,8 +5,10 @@ Arguments: MODEL FOLDER (FOLDER/setup.json: connections and run).
 
 from __future__ import annotations
 
+import contextlib
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -107,8 +109,10 @@ class TwoWays:
         """Publish the next version by both methods; returns the contents of its manifests."""
         self._version += 1
         version = PolicyVersion(self._version)
-        own = learner.weights(wanted=self._together.drop_overtaken())
-        assert isinstance(own, ModelWeights)
+        with counting_gathers(learner.policy) as gathered:
+            own = learner.weights(wanted=self._together.drop_overtaken())
+            assert isinstance(own, ModelWeights)
+            own.buckets.wait_until_written()
         whole = ModelWeights(copy_to_buckets(learner.snapshot(), copy_id=version, bucket_bytes=BUCKET_BYTES))
         found = []
         for publisher, weights in ((self._together, own), (self._alone, whole)):
@@ -122,6 +126,7 @@ class TwoWays:
         return {
             "same": [_seen(together), together.state_root] == [_seen(alone), alone.state_root],
             "digests": len({together.state_root, whole.root(), learner.copied_root()}),
+            "gathered": len(gathered),
             "kind": together.kind,
             "num_buckets": len(together.buckets),
             "num_changed": together.num_changed,
@@ -142,6 +147,22 @@ def refusals(learner: Learner, writer: CheckpointWriter, folder: Path, num_ranks
         except OSError as err:
             found.append(str(err))
     return found
+
+
+@contextlib.contextmanager
+def counting_gathers(policy: Policy) -> Iterator[list[int]]:
+    """Count on this rank how often parameters are made whole."""
+    gathered, whole = list[int](), policy._trainable.whole
+
+    def counted(*parameters: torch.Tensor) -> AbstractContextManager[tuple[torch.Tensor, ...]]:
+        gathered.append(len(parameters))
+        return whole(*parameters)
+
+    policy._trainable.whole = counted  # type: ignore[method-assign]
+    try:
+        yield gathered
+    finally:
+        del policy._trainable.whole
 
 
 def num_bytes(weights: ModelWeights) -> int:
@@ -298,6 +319,8 @@ def nudge(policy: Policy, *, frozen: bool = True) -> None:
     """Change a few values of every parameter that this rank holds; the same ones where all ranks hold all."""
     for parameter in policy._scorer.parameters():
         if frozen or parameter.requires_grad:
+            if hasattr(parameter, "ds_id"):
+                parameter.partition()  # type: ignore[attr-defined]  # else a gathered one would keep its values
             getattr(parameter, "ds_tensor", parameter).data.view(-1)[:2] *= 1.5
 
 

@@ -24,6 +24,7 @@ from penstock.trainer.learner.load_model import load_language_model
 from penstock.trainer.learner.logprobs import CompletionScorer
 from penstock.trainer.learner.policy import Policy
 from penstock.trainer.learner.step_metrics import KINDS, WINDOW, Outliers, layer_groups
+from penstock.trainer.learner.trainable import Update
 from penstock.trainer.parallel_dims import ParallelDims
 from penstock.trainer.telemetry.metrics import speed_fields
 
@@ -170,6 +171,33 @@ def test_a_loss_that_is_not_finite_makes_no_step(folder: Path) -> None:
     with pytest.raises(TrainingDiverged, match=r"the loss of step 1 is nan, not a finite number"):
         policy.train_step([build([row])], build_objective(AlgorithmSettings()))
     assert policy.steps_done == 0
+
+
+class _Steps(_Stub):
+    """A trainable whose optimizer step is only noted."""
+
+    def __init__(self, scorer: CompletionScorer, events: list[str]) -> None:
+        super().__init__(scorer)
+        self.events = events
+
+    def backward(self, loss: torch.Tensor) -> None:
+        self.events.append("backward")
+
+    def update(self, *_: object, **__: object) -> Update:
+        self.events.append("update")
+        return Update(1.0, 1e-3)
+
+
+def test_weights_that_a_thread_reads_change_when_they_are_read(folder: Path) -> None:
+    """The passes of a step go on meanwhile; its update waits."""
+    scorer, events = CompletionScorer(load_language_model(folder, HOW, ALONE), 1.0), list[str]()
+    alone: Any = SimpleNamespace(sum=list, maximum=list)
+    policy = Policy(_Steps(scorer, events), scorer, alone)  # type: ignore[arg-type]
+    policy.weights.read_in(SimpleNamespace(result=lambda: events.append("read")))  # type: ignore[arg-type]
+    row = Row(np.arange(3, 9, dtype=np.int32), np.arange(6) > 2, np.zeros(6, np.float32), 1.0, 1.0)
+    for _ in range(2):
+        policy.train_step([build([row])], build_objective(AlgorithmSettings()))
+    assert events == ["backward", "read", "update", "backward", "update"]
 
 
 def test_an_entropy_below_the_limit_ends_the_run_after_three_steps() -> None:

@@ -20,7 +20,7 @@ from penstock.rollout_service.embedded_engine.model.weights import _files_of
 from penstock.trainer.errors import UnsupportedModel
 from penstock.trainer.learner.load_model import load_language_model
 from penstock.trainer.parallel_dims import ParallelDims
-from penstock.trainer.publishing.weight_buckets import small_files
+from penstock.trainer.publishing.version_writer import small_files
 from penstock.trainer.ranks import Ranks
 
 HOW: Any = SimpleNamespace(dtype="float32", gradient_checkpointing=False)

@@ -14,12 +14,13 @@ from penstock.deploy.quickstart_task import write_model
 from penstock.protocol.errors import ConfigError
 from penstock.trainer.algorithm.batch import Row, build
 from penstock.trainer.errors import UnsupportedModel
+from penstock.trainer.learner.export import ModelFiles, write_small_files
 from penstock.trainer.learner.load_model import load_policy
 from penstock.trainer.learner.logprobs import CompletionScorer
 from penstock.trainer.learner.optimizer_state import deepspeed_config, lr_factor
 from penstock.trainer.learner.trainable import Optimisation
 from penstock.trainer.parallel_dims import ParallelDims
-from penstock.trainer.publishing.weight_buckets import ModelFiles, layout_of, write_small_files
+from penstock.trainer.publishing.weight_buckets import layout_of
 from penstock.trainer.ranks import Ranks
 
 

@@ -1,0 +1,181 @@
+"""What changed is found where the weights are: every version equals a whole copy, and little of it passes to the host."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Container, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from itertools import pairwise
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tests.trainer.publishing import tagged_device
+from tests.trainer.publishing.tagged_device import DEVICE, Device, Tagged
+from torch import Tensor
+
+from penstock.protocol.weights import bucket_codec
+from penstock.protocol.weights.bucket_codec import bucket_xxh3
+from penstock.protocol.weights.layout import WeightLayout
+from penstock.trainer.learner.policy_weights import PolicyWeights, WeightCopies
+from penstock.trainer.parallel_dims import Share
+from penstock.trainer.publishing import changed_words
+from penstock.trainer.publishing.changed_words import Found
+from penstock.trainer.publishing.rank_publisher import RankPublisher
+from penstock.trainer.publishing.weight_buckets import WeightBuckets, copy_to_buckets, layout_of
+
+BUCKET_BYTES = 60_000
+
+
+class Held(PolicyWeights):
+    """Weights as a policy publishes them, without a network."""
+
+    is_gathered = has_own_parts = False  # type: ignore[assignment]
+
+    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
+        self.tensors = tensors
+        self.may_read = threading.Event()
+        self.may_read.set()
+        self._read: Future[Any] | None = None
+
+    def adapter_config(self) -> None:
+        return None
+
+    def layout(self, dtype: torch.dtype | None = None, *, bucket_bytes: int = BUCKET_BYTES) -> WeightLayout:
+        return layout_of({name: t if dtype is None else t.to(dtype) for name, t in self.tensors.items()}, bucket_bytes)
+
+    def whole_tensors(self, wanted: Container[str], **_: object) -> Iterator[tuple[str, int, Tensor]]:
+        assert self.may_read.wait(30.0)
+        for name, tensor in self.tensors.items():
+            if name in wanted:
+                yield name, 0, tensor
+
+
+def copies_of(weights: Held, *, kept_on_device: bool = False) -> WeightCopies:
+    device = next(iter(weights.tensors.values())).device
+    policy: Any = SimpleNamespace(weights=weights, steps_done=1, device=device)
+    dims: Any = SimpleNamespace(buckets=Share(), ranks=None)
+    return WeightCopies(policy, dims, str, kept_on_device=kept_on_device)
+
+
+def copied(copies: WeightCopies, publisher: RankPublisher, dtype: str | None, *wanted: int) -> WeightBuckets:
+    buckets = copies.copy(dtype, publisher, as_adapter=False, wanted=wanted, bucket_bytes=BUCKET_BYTES).buckets
+    copies._policy.weights.wait_until_read()
+    publisher._thread.submit(bool).result()  # older versions are forgotten
+    return buckets
+
+
+def model(dtype: torch.dtype = torch.bfloat16) -> dict[str, Tensor]:
+    random = torch.Generator().manual_seed(0)
+    shapes = {"z.weight": (300, 64), "a.weight": (100, 64), "m.bias": (7,), "b.table": (900, 64), "c.scale": ()}
+    return {name: torch.randn(shape, generator=random).to(dtype) for name, shape in shapes.items()}
+
+
+def change(tensors: Mapping[str, Tensor], share: float, random: np.random.Generator, but: str = "") -> None:
+    for name, tensor in tensors.items():
+        if name != but:
+            words = tensor.view(-1).view(torch.uint8).numpy()
+            words[np.flatnonzero(random.random(words.size) < share)] ^= 1 << int(random.integers(8))
+
+
+def assert_is(buckets: WeightBuckets, expected: WeightBuckets) -> None:
+    assert buckets.digests() == expected.digests()
+    for number, raw in expected.raw.items():
+        assert bytes(buckets.words(number)) == bytes(raw)
+        assert buckets.xxh3(number) == bucket_xxh3(raw)
+
+
+@pytest.mark.parametrize(
+    ("held", "published"),
+    [(torch.bfloat16, None), (torch.float32, None), (torch.float32, "bfloat16"), (torch.float16, None)],
+)
+def test_every_version_equals_a_whole_copy(held: torch.dtype, published: str | None) -> None:
+    """Words, hashes and segments, whatever share of the words changed, and where versions between are forgotten or kept."""
+    tensors, random, publisher = model(held), np.random.default_rng(0), RankPublisher(None, "run")  # type: ignore[arg-type]
+    copies, versions, wholes = copies_of(Held(tensors)), list[WeightBuckets](), list[WeightBuckets]()
+    for version, share in enumerate([0.0, 0.01, 0.0, 0.002, 0.5, 0.01, 0.9, 0.01, 0.02, 0.02]):
+        if version == 8:
+            publisher._committed = versions[4]
+        change(tensors, share, random, but="b.table" if version % 2 else "")
+        versions.append(copied(copies, publisher, published, versions[6].copy_id if version > 6 else 0))
+        rounded = (
+            tensors if published is None else {name: t.to(getattr(torch, published)) for name, t in tensors.items()}
+        )
+        wholes.append(copy_to_buckets(rounded, bucket_bytes=BUCKET_BYTES))
+        assert_is(versions[-1], wholes[-1])
+    for old, new in pairwise([0, 1, 2, 3, 4, 6, 8, 9]):
+        assert_is(versions[old], wholes[old])
+        for number, raw in wholes[new].raw.items():
+            word_bytes = versions[new].layout.buckets[number].word_bytes
+            expected = bucket_codec.encode(wholes[old].raw[number], raw, word_bytes, bucket=number)
+            assert versions[new].encoded_since(versions[old], number) == expected
+    assert versions[4]._next is versions[6]
+    assert versions[6]._next is versions[8]  # which was the newest when others were forgotten
+
+
+@pytest.mark.parametrize("kept_on_device", [False, True])
+def test_only_positions_and_words_leave_the_device(kept_on_device: bool) -> None:
+    """Six bytes for each changed word, by the thread that reads; what was read last goes to the device again unless it is kept there."""
+    plain, random, publisher = model(), np.random.default_rng(0), RankPublisher(None, "run")  # type: ignore[arg-type]
+    num_bytes = sum(tensor.nbytes for tensor in plain.values())
+    weights = Held({name: Tagged(tensor) for name, tensor in plain.items()})
+    copies = copies_of(weights, kept_on_device=kept_on_device)
+    copies._thread = ThreadPoolExecutor(1, "weights", initializer=lambda: Device().__enter__())
+    before = copied(copies, publisher, None)
+    assert tagged_device.to_host == {"weights": num_bytes}
+    for version in range(3):
+        tagged_device.reset()
+        change(plain, 0.01, random)
+        after = copied(copies, publisher, None)
+        assert_is(after, copy_to_buckets(plain, bucket_bytes=BUCKET_BYTES))
+        num_changed = sum(after.encoded_since(before, number).num_changed for number in after.raw)
+        assert num_changed > 0.01 * num_bytes / 2
+        assert tagged_device.to_host == {"weights": 6 * num_changed}
+        is_sent = version == 0 or not kept_on_device
+        assert tagged_device.to_device == ({"weights": num_bytes} if is_sent else {})
+        assert tagged_device.waits == {"weights": len(plain)}
+        before = after
+    assert {tensor.device for tensor in weights.tensors.values()} == {DEVICE}
+    tagged_device.reset()
+
+
+def test_weights_are_read_before_they_change() -> None:
+    """A copy returns before anything is read; who changes the weights waits for the thread that reads them."""
+    tensors, publisher = model(), RankPublisher(None, "run")  # type: ignore[arg-type]
+    weights = Held(tensors)
+    copies = copies_of(weights)
+    copied(copies, publisher, None)
+    expected = copy_to_buckets(tensors, bucket_bytes=BUCKET_BYTES)
+    weights.may_read.clear()
+    buckets = copies.copy(None, publisher, as_adapter=False, wanted=(), bucket_bytes=BUCKET_BYTES).buckets
+    changed: list[bool] = []
+
+    def update() -> None:
+        weights.wait_until_read()
+        changed.append(weights.may_read.is_set())
+        change(tensors, 0.5, np.random.default_rng(0))
+
+    thread = threading.Thread(target=update)
+    thread.start()
+    weights.may_read.set()
+    thread.join()
+    assert changed == [True]
+    assert_is(buckets, expected)
+
+
+def test_what_was_found_is_the_same_on_another_rank() -> None:
+    words = [torch.arange(5, dtype=torch.int16), torch.arange(3, dtype=torch.int32), torch.arange(2, dtype=torch.int16)]
+    found = [
+        Found(2, 7, torch.tensor([0, 3, 4, 8, 9], dtype=torch.int32), words[0]),
+        Found(0, 1, None, words[1]),
+        Found(1, 0, torch.tensor([1, 2], dtype=torch.int32), words[2]),
+    ]
+    received = changed_words.unpack(changed_words.pack(found))
+    assert [(f.tensor, f.start) for f in received] == [(2, 7), (0, 1), (1, 0)]
+    for sent, got in zip(found, received, strict=True):
+        assert torch.equal(sent.words, got.words)
+        assert (sent.positions is None) == (got.positions is None)
+        assert sent.positions is None or sent.positions.tolist() == got.positions.tolist()  # type: ignore[union-attr]
+    assert changed_words.unpack(changed_words.pack([])) == []
