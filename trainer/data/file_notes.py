@@ -67,12 +67,14 @@ class FileNotes:
     )  # prompts, answers and truths that are a word for nothing, such as nan
     begun_twice: int = 0  # prompts with two BOS
     mapped: dict[str, str] = field(default_factory=dict)  # the file's name of a column, by the one it is read as
+    map_key: str = "data.map"
 
     def add(self, row: Row, form: RowFormat, read: PromptRow | TurnRow, data: DataSettings, text: str | None) -> None:
         """Count a renamed row; ``text`` is its prompt as the model gets it, None: not known."""
         self.num_rows += 1
         self.formats[form.name] += 1
         self.mapped.update(data.map)
+        self.map_key = data.map_key
         for name, use in column_uses(row, form, data, self.purpose).items():
             self.uses.setdefault(use, Counter())[name] += 1
         value: Any = row[form.prompt]
@@ -134,7 +136,7 @@ class FileNotes:
         return "; ".join(f"{word} {', '.join(map(self._named, columns))}" for word, columns in used.items())
 
     def _named(self, column: str) -> str:
-        return f"{self.mapped[column]} (data.map.{column})" if column in self.mapped else column
+        return f"{self.mapped[column]} ({self.map_key}.{column})" if column in self.mapped else column
 
     @property
     def suggested_map(self) -> dict[str, str]:
@@ -166,7 +168,7 @@ class FileNotes:
         if self.chats_in_text:
             yield (
                 f"{self.chats_in_text} prompts are the JSON text of a chat, used as a text; "
-                'data.map.messages = "prompt" reads the chat'
+                f'{self.map_key}.messages = "prompt" reads the chat'
             )
         if "tools" in self.columns("reward only") + self.columns("unused"):
             yield "tools: not given to the chat template; data.use_tools = true gives them"
@@ -215,7 +217,7 @@ class FileNotes:
     def _truth_hint(self) -> str:
         return (
             f"no column is read as the ground truth; if {', '.join(self.suggested_map.values())} holds it, set "
-            f"{as_setting(self.suggested_map)}"
+            f"{as_setting(self.suggested_map, self.map_key)}"
         )
 
 

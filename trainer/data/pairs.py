@@ -108,11 +108,11 @@ def pair_row(row: Row, data: DataSettings) -> PairRow:
         if row.get(name) in (None, "", []):
             if name in row:
                 raise MalformedData(
-                    f"column {name}: missing: its text is empty; remove the row, or set data.map.{name} to another column"
+                    f"column {name}: missing: its text is empty; remove the row, or set {data.map_key}.{name} to another column"
                 )
             raise MalformedData(
                 f"column {name}: missing; a preference has prompt, chosen and rejected, and this row has "
-                f'{", ".join(sorted(key for key, value in row.items() if value is not None))}; name it as data.map.{name} = "NAME"'
+                f'{", ".join(sorted(key for key, value in row.items() if value is not None))}; name it as {data.map_key}.{name} = "NAME"'
             )
     prompt: Any = row.get("prompt")
     if isinstance(row["chosen"], dict):  # LLaMA-Factory's: two messages beside the chat before them

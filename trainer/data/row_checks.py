@@ -54,8 +54,8 @@ def suggest(columns: Collection[str]) -> dict[str, str]:
     return suggestions
 
 
-def as_setting(mapping: Mapping[str, str]) -> str:
-    return " and ".join(f'data.map.{column} = "{name}"' for column, name in mapping.items())
+def as_setting(mapping: Mapping[str, str], key: str) -> str:
+    return " and ".join(f'{key}.{column} = "{name}"' for column, name in mapping.items())
 
 
 def _plain(name: str) -> str:
@@ -274,7 +274,7 @@ def refuse_unread(
         raise MalformedData(
             f"column {columns[0]}: a preference, which `penstock dpo` trains on, and `penstock train` with algorithm.dpo_coefficient; set data.ignore = {json.dumps(columns)} to "
             "train on the prompt alone; for SFT on the chosen answers set also "
-            'data.map.response = "chosen" and ignore only rejected'
+            'sft.map.response = "chosen" and ignore only rejected'
         )
     labels = [
         name
