@@ -24,7 +24,7 @@ from penstock.trainer.data.inputs import data_files, model_folder, resolve_input
 from penstock.trainer.data.messages import ImageRows, text_of
 from penstock.trainer.data.pairs import PairRow, holds_pair, is_labelled, pair_row
 from penstock.trainer.data.read_rows import PromptRow, TurnRow, can_imitate, form_of, prompt_row, read_row, turn_rows
-from penstock.trainer.data.row_checks import encode_texts, for_template, labels_of, suggest
+from penstock.trainer.data.row_checks import REJECTED, encode_texts, for_template, labels_of, suggest
 from penstock.trainer.data.row_files import Row, RowFile, open_rows
 from penstock.trainer.data.turns import prompt_and_completion
 from penstock.trainer.data_settings import DATA_EVAL, listed
@@ -210,7 +210,8 @@ class _FileCheck:
             pair_row(row, data)
             report.num_pairs += 1
             return False
-        if (labels_of(row) and is_labelled(row)) or all(row.get(name) is not None for name in ("chosen", "rejected")):
+        is_pair = all(row.get(name) is not None for name in ("chosen", "rejected")) or any(map(row.get, REJECTED))
+        if is_pair or (labels_of(row) and is_labelled(row)):
             return self._answers(pair_row(row, data))
         try:
             form = form_of(row, data)

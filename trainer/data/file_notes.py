@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from penstock.protocol.chat_tokenizer import ChatTokenizer
-from penstock.trainer.data.messages import COLUMN, PYTHON_CHAT, chat_in_text, images_of, texts_of, unread_keys
+from penstock.trainer.data.messages import COLUMN, PYTHON_CHAT, chat_in_text, images_of, json_of, texts_of, unread_keys
 from penstock.trainer.data.null_padding import RenamedRow
 from penstock.trainer.data.read_rows import PromptRow, TurnRow, truth_column
 from penstock.trainer.data.row_checks import as_setting, suggest
@@ -18,6 +18,9 @@ from penstock.trainer.row_format import RowFormat
 from penstock.trainer.settings import DataSettings
 
 _NO_VALUES = frozenset({"none", "nan", "null", "<na>", "n/a", "undefined"})
+_BESIDE_PROMPTS = {  # columns of public data sets that a prompt may need, and what they can be read as
+    "context": "", "passage": "", "choices": "", "options": "", "starter_code": "", "system_prompt": "system",
+}  # fmt: skip
 Use = Literal["prompt", "answer", "ground truth", "data source", "reward only", "unused"]
 Purpose = Literal["grpo", "sft"]
 
@@ -65,6 +68,7 @@ class FileNotes:
     no_values: Counter[str] = field(
         default_factory=Counter
     )  # prompts, answers and truths that are a word for nothing, such as nan
+    listed_texts: int = 0  # prompts whose text is the JSON of a list of texts
     begun_twice: int = 0  # prompts with two BOS
     mapped: dict[str, str] = field(default_factory=dict)  # the file's name of a column, by the one it is read as
     map_key: str = "data.map"
@@ -82,6 +86,8 @@ class FileNotes:
             self.plain_texts += read.is_plain
             self.templated_texts += not read.is_plain
             self.chats_in_text += chat_in_text(value) is not value
+            listed = json_of(value)
+            self.listed_texts += isinstance(listed, list) and all(isinstance(text, str) for text in listed)
         answer = None if form.is_whole_chat or self.purpose != "sft" else form.answer_column(row)
         for what, text_value in (("prompt", value), ("answer", row.get(answer or ""))):
             if isinstance(text_value, str):
@@ -186,6 +192,17 @@ class FileNotes:
             )
         if changes:
             yield f"left out, as the reward's input cannot hold it in some rows: {', '.join(sorted(changes))}"
+        for column in sorted(_BESIDE_PROMPTS.keys() & {*self.columns("reward only"), *self.columns("unused")}):
+            if self.templated_texts or self.plain_texts or column == "system_prompt":
+                meaning = "input" if column == "context" and "alpaca" in self.formats else _BESIDE_PROMPTS[column]
+                remedy = (
+                    f'{self.map_key}.{meaning} = "{column}" gives it to the model'
+                    if meaning
+                    else "write it into the prompt if it is needed"
+                )
+                yield f"{column}: not part of the prompt; {remedy}"
+        if self.listed_texts:
+            yield f"{self.listed_texts} prompts are the JSON text of a list, used as a text; write one prompt in a row"
         yield from self.odd_texts()
         if self.begun_twice:
             yield (

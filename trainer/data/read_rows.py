@@ -254,7 +254,9 @@ def can_imitate(row: Row, form: RowFormat, data: DataSettings) -> bool:
     if form.is_whole_chat:
         messages = row[form.prompt]
         return isinstance(messages, list) and any(is_answer(message, data.roles) for message in messages)
-    return form.answer_column(row) is not None
+    answer = form.answer_column(row)
+    is_truth_alone = answer is not None and not isinstance(row[answer], str | list) and truth_column(row, form, data)
+    return answer is not None and not is_truth_alone
 
 
 def _prompt_chat(row: Row, form: RowFormat, data: DataSettings, *, reads_images: bool = False) -> Chat:
