@@ -12,9 +12,10 @@ import pytest
 from penstock.deploy.quickstart_task import write_model
 from penstock.fine_tuning import dpo, rm, sections, sft
 from penstock.protocol.config.run_file import load
+from penstock.protocol.errors import ConfigError
 from penstock.trainer.__main__ import main
 from penstock.trainer.parallel_dims import ParallelDims
-from penstock.trainer.preflight import _open_source
+from penstock.trainer.preflight import _open_source, open_data
 from penstock.trainer.settings import GivenAnswersSettings, TrainerSettings
 
 ALONE = ParallelDims(SimpleNamespace(is_leader=False))  # type: ignore[arg-type]
@@ -111,7 +112,7 @@ def test_a_map_of_other_rows_is_refused(tmp_path: Path, model: Path) -> None:
     _, unread = sections.SFT.chosen_settings(loaded(run), [])
     assert {"data.map.prompt", "data.map.ground_truth"} <= set(unread)
     override = "data.map.prompt=x"
-    with pytest.raises(Exception, match=r"data.map.prompt is not read by `penstock sft`; .* use sft.map"):
+    with pytest.raises(ConfigError, match=r"data.map.prompt is not read by `penstock sft`; .* use sft.map"):
         sections.SFT.chosen_settings(loaded(run, override), [override])
     (tmp_path / "one.toml").write_text(f'[model]\npath = "{model}"\n[data]\ntrain = "x"\nmap = {{prompt = "p"}}\n')
     settings, unread = sections.SFT.chosen_settings(loaded(tmp_path / "one.toml"), [])
@@ -125,5 +126,18 @@ def test_a_map_of_other_rows_is_refused(tmp_path: Path, model: Path) -> None:
 def test_names_for_pairs_beside_groups_are_refused(tmp_path: Path, model: Path) -> None:
     run = write_run(tmp_path, model)
     overrides = ["algorithm.dpo_coefficient=1.0", "dpo.data=[]"]
-    with pytest.raises(Exception, match=r"by data.map, not by dpo.map"):
+    with pytest.raises(ConfigError, match=r"by data.map, not by dpo.map"):
         load(TrainerSettings, files=[run], overrides=overrides, environ={})
+
+
+def test_names_for_no_held_out_prompts_are_refused(tmp_path: Path, model: Path) -> None:
+    run = tmp_path / "run.toml"
+    (tmp_path / "rl.jsonl").write_text(json.dumps({"prompt": "sort 21", "ground_truth": "12"}) + "\n")
+    run.write_text(
+        f'[model]\npath = "{model}"\n[data]\ntrain = "{tmp_path}/rl.jsonl"\n[rollout]\nmax_new_tokens = 16\n'
+    )
+    settings = load(TrainerSettings, files=[run], overrides=["reward.name=exact"], environ={}).settings
+    assert [len(prompts) for prompts in open_data(settings).sets] == [1]
+    settings = load(TrainerSettings, files=[run], overrides=["eval.map.prompt=q"], environ={}).settings
+    with pytest.raises(ConfigError, match=r"eval.map names columns of held-out prompts, and there are none"):
+        open_data(settings)

@@ -15,11 +15,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+from docs.generate import WILD, wild_rows
 from tests.trainer.data.row_sets import trained_texts, write_rows
 from tests.trainer.data.test_chat_template import write_folder
 from tests.trainer.data.test_rows_in_the_wild import TEMPLATES
 
-from docs.generate import WILD, wild_rows
 from penstock.protocol.chat_tokenizer import ChatTokenizer
 from penstock.protocol.config.reward_settings import RewardSettings
 from penstock.trainer.algorithm.batch import Row, build
