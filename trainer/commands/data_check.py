@@ -105,7 +105,9 @@ def _sources(settings: TrainerSettings, files: Sequence[Path]) -> list[tuple[Pat
         named.append((settings.data_of(name), (*rows, *section.eval_files)))
     sources: list[tuple[Path, DataSettings]] = []
     for file in files or dict.fromkeys(path for _, paths in named for path in paths) or settings.data.train_files:
-        readings = {repr(data.map): data for data, paths in reversed(named) if file in paths}
+        readings = {
+            repr(data.map): data for data, paths in reversed(named) if file.absolute() in map(Path.absolute, paths)
+        }
         sources += [(file, data) for data in reversed((readings or {"": settings.data}).values())]
     return sources
 
