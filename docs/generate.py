@@ -81,8 +81,7 @@ def wild_rows() -> str:
         columns = [f"map.{name} = {json.dumps(column)}" for name, column in settings.pop("map", {}).items()]
         needed = ", ".join(f"`{text}`" for text in [*columns, *(f"{k} = {json.dumps(v)}" for k, v in settings.items())])
         verbs_that_read = ", ".join(verb for verb in ("train", "sft", "dpo") if verb in entry)
-        reason = entry.get("refused", "").replace("|", "\\|").replace("<", "&lt;")
-        rows.append((entry["name"], entry["kind"], needed, verbs_that_read or f"refused: {reason}"))
+        rows.append((entry["name"], entry["kind"], needed, verbs_that_read or f"refused: {entry['refused']}"))
     return table("data set", "kind", "settings in `[data]`", "read by", rows=rows)
 
 
