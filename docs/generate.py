@@ -7,8 +7,10 @@ Each is the function of that name, here or in `schemas.py`, and returns Markdown
 from __future__ import annotations
 
 import io
+import json
 import sys
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 from pydantic import BaseModel
 from rich.console import Console
@@ -39,6 +41,8 @@ _TREES = {
     "rollout_service": rollout_errors,
     "reward_service": reward_errors,
 }
+WILD = Path(__file__).parents[1] / "tests" / "data" / "wild" / "rows.jsonl"
+"""A row in the schema of each of many public data sets, with what it must be read as."""
 _RUN = "RUN"
 _TITLES = {
     ("trainer", "rollout", "reward"): "Every service",
@@ -67,6 +71,18 @@ def data_forms() -> str:
     rows = [(f"`{form.name}`", form.columns, form.trains) for form in formats]
     columns = ", ".join(f"`{name}`" for name in COLUMNS)
     return f"{table('format', 'columns', 'can train', rows=rows)}\n\n{_EVERY_FORMAT}\n\nColumns that `data.map` may name: {columns}.\n"
+
+
+def wild_rows() -> str:
+    """Return a table of public data sets: which verbs read their rows, with which settings, or why none does."""
+    rows: list[tuple[object, ...]] = []
+    for entry in map(json.loads, WILD.read_text().splitlines()):
+        settings = dict(entry.get("settings", {}))
+        columns = [f"map.{name} = {json.dumps(column)}" for name, column in settings.pop("map", {}).items()]
+        needed = ", ".join(f"`{text}`" for text in [*columns, *(f"{k} = {json.dumps(v)}" for k, v in settings.items())])
+        verbs_that_read = ", ".join(verb for verb in ("train", "sft", "dpo") if verb in entry)
+        rows.append((entry["name"], entry["kind"], needed, verbs_that_read or f"refused: {entry['refused']}"))
+    return table("data set", "kind", "settings in `[data]`", "read by", rows=rows)
 
 
 def errors() -> str:
@@ -240,7 +256,7 @@ def help_text(words: tuple[str, ...]) -> str:
 _REFERENCES = {
     function.__name__: function
     for function in (
-        alerts, commands, data_forms, diagnoses, errors, facts, http_apis, metrics, prometheus, settings,
+        alerts, commands, data_forms, diagnoses, errors, facts, http_apis, metrics, prometheus, settings, wild_rows,
     )
 }  # fmt: skip
 NAMES = tuple(_REFERENCES)

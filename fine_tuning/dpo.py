@@ -82,7 +82,7 @@ def open_task(plan: Plan, rows: PairSet, held_out: PairSet | None) -> Preference
 
 def open_rows(settings: TrainerSettings, files: Sequence[Path], dims: ParallelDims) -> PairSet:
     """Open preference rows, and log what was read; raises MalformedData or ConfigError."""
-    data = settings.data
+    data = settings.data_of("dpo")
     longest = settings.trainer.micro_batch_tokens // 2  # both answers of a pair are in one micro-batch
     one_answer = settings.dpo.takes_one_answer
     pairs = PairSet(

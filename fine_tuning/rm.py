@@ -203,7 +203,7 @@ def open_task(plan: Plan, rows: PairSet, held_out: PairSet | None) -> RewardTask
 
 
 def open_rows(settings: TrainerSettings, files: Sequence[Path], dims: ParallelDims) -> PairSet:
-    data = settings.data
+    data = settings.data_of("rm")
     longest = settings.trainer.micro_batch_tokens // 2 - 1  # both texts of a pair are in one micro-batch
     pairs = PairSet(files, data=data, tokenizer=read_tokenizer(settings), max_tokens=longest, ends="chat")
     if dims.writes_files:

@@ -41,6 +41,7 @@ _INSTEAD = {
     "data.eval": "rows for the validation loss are {section}.eval_data; remove it",
     "data.max_prompt_tokens": "prompt and answer together have at most trainer.micro_batch_tokens tokens",
     "data.from_run": "use {section}.data",
+    "data.map": "it names the columns of data.train, and the rows are {section}.data: use {section}.map",
     "model.lora.publish": "the result is a model folder and, beside it, the adapter's; remove it",
 }
 
@@ -75,8 +76,10 @@ class OwnSection:
             for key, origin in loaded.origins.items()
         )
         unread: list[str] = []
+        has_map = loaded.settings.data_of(self.section).map_key != "data.map"
+        read = self.read - {"data.map"} if has_map else self.read
         for key, origin in _changed(loaded):
-            is_read = any(key == name or key.startswith(f"{name}.") for name in self.read)
+            is_read = any(key == name or key.startswith(f"{name}.") for name in read)
             if is_read or (key in self.keys and _is_override(origin)):
                 continue
             if not _is_override(origin) and (is_shared or key.startswith(_NOT_LISTED)):

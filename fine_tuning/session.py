@@ -98,6 +98,8 @@ class Plan:
         chosen = {key: value for key, value in values.items() if key in section_keys or key.startswith(_FIXED)}
         if chosen["data.control_tokens"] == "refuse":
             del chosen["data.control_tokens"]  # checkpoints of earlier releases do not have it
+        if not self.section.map:
+            chosen.pop(f"{name}.map", None)  # nor this one
         self.fixed = json.loads(json.dumps(chosen, default=str))
         self.data = {f"{name}.data": rows.fingerprint}  # sha256 of the rows' files
         if held_out is not None:

@@ -78,7 +78,7 @@ def open_task(plan: Plan, rows: TurnSet, held_out: TurnSet | None) -> SftTask:
 
 
 def open_rows(settings: TrainerSettings, files: Sequence[Path], dims: ParallelDims) -> TurnSet:
-    data, tokenizer = settings.data, read_tokenizer(settings)
+    data, tokenizer = settings.data_of("sft"), read_tokenizer(settings)
     turns = TurnSet(
         files,
         data=data,

@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 from typing import Annotated, Literal, NamedTuple
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import AfterValidator, Field, PrivateAttr, field_validator, model_validator
 
 from penstock.protocol.config.connection import Section
 from penstock.protocol.errors import ConfigError
@@ -48,6 +48,15 @@ COLUMNS = (
 _TEMPLATE_NAMES = {"messages", "tools", "documents", "add_generation_prompt"}  # set by Penstock
 
 
+def _known_columns(columns: dict[str, str]) -> dict[str, str]:
+    if unknown := sorted(set(columns) - set(COLUMNS)):
+        raise ValueError(f"{unknown[0]} is no column that is read; use one of {', '.join(COLUMNS)}")
+    return columns
+
+
+ColumnNames = Annotated[dict[str, str], AfterValidator(_known_columns)]
+
+
 def listed(files: Files) -> tuple[Path, ...]:
     return tuple(files) if isinstance(files, list) else (files,)
 
@@ -58,6 +67,11 @@ class FineTuningSettings(Section):
     data: Files = Field(default=[], description="Rows to train on; none: data.train.")
     eval_data: Files = Field(
         default=[], description="Held-out rows of the same forms, for the validation loss; none: no validation."
+    )
+    map: ColumnNames = Field(
+        default={},
+        description='Columns of these rows with other names, as in data.map: sft.map.response = "solution". None: data.map where the rows '
+        "are data.train, or there is no data.train.",
     )
     steps: int = Field(default=100, ge=1, description="Optimizer steps.")
     epochs: float | None = Field(
@@ -142,6 +156,7 @@ class EvalSource(Section):
     """One source of held-out prompts; what is not set is as in [eval]."""
 
     data: Files = Field(description="Held-out prompts, same forms as data.eval.")
+    map: ColumnNames = Field(default={}, description="Columns with other names, as in data.map; none: eval.map.")
     every: int | None = Field(default=None, ge=0, description="Steps between evaluations; none: eval.every.")
     num_prompts: int | None = Field(
         default=None, ge=0, description="Only the first prompts, 0: all; none: eval.num_prompts."
@@ -166,6 +181,9 @@ class EvalSource(Section):
 class EvalSettings(Section):
     """Evaluation on held-out prompts, each pinned to one version."""
 
+    map: ColumnNames = Field(
+        default={}, description="Columns of held-out prompts with other names, as in data.map; none: data.map."
+    )
     every: int = Field(default=0, ge=0, description="Steps between evaluations; 0: only at start and end.")
     num_prompts: int = Field(default=0, ge=0, description="Only the first prompts of data.eval; 0: all.")
     at_start: bool = Field(default=True, description="Evaluate version 0, when there is data.eval or a source.")
@@ -270,8 +288,10 @@ class DataSettings(Section):
         description="Form of the rows: auto recognises it by the columns; verl, trl, messages, flat, question_answer, sharegpt, "
         "alpaca, openrlhf, xlam, or your own as my_format.py:my_format.",
     )
-    map: dict[str, str] = Field(
-        default={}, description='Columns with other names, as expected = "actual": data.map.prompt = "instruction".'
+    map: ColumnNames = Field(
+        default={},
+        description='Columns with other names, as expected = "actual": data.map.prompt = "instruction". Rows of another section have '
+        "a map of their own: sft.map, dpo.map, rm.map, eval.map.",
     )
     system_prompt: str = Field(default="", description="Prepended to every prompt that has no system message.")
     max_prompt_tokens: int = Field(default=1024, ge=1, description="Longest prompt, template included, in tokens.")
@@ -318,6 +338,7 @@ class DataSettings(Section):
         default=[], description="Columns to leave out, as named in the file; no reward sees them."
     )
     shuffle: bool = Field(default=True, description="Another order in every epoch, made from run.seed alone.")
+    _map_key: str = PrivateAttr(default="data.map")
 
     @field_validator("format")
     @classmethod
@@ -327,14 +348,6 @@ class DataSettings(Section):
                 ROW_FORMATS.find(value)
             except ConfigError as err:
                 raise ValueError(str(err)) from None
-        return value
-
-    @field_validator("map")
-    @classmethod
-    def _known_columns(cls, value: dict[str, str]) -> dict[str, str]:
-        unknown = sorted(set(value) - set(COLUMNS))
-        if unknown:
-            raise ValueError(f"data.map.{unknown[0]} maps a column that is not read; use one of {', '.join(COLUMNS)}")
         return value
 
     @field_validator("template_arguments")
@@ -351,6 +364,17 @@ class DataSettings(Section):
         if self.text_prompts == "plain" and self.system_prompt:
             raise ValueError('data.system_prompt has no place with data.text_prompts = "plain"; remove one of them')
         return self
+
+    @property
+    def map_key(self) -> str:
+        """The setting that ``map`` comes from, which messages about columns name."""
+        return self._map_key
+
+    def with_map(self, columns: dict[str, str], key: str) -> DataSettings:
+        """Return the same reading of rows whose columns have the names of another section."""
+        data = self.model_copy(update={"map": columns})
+        data._map_key = key
+        return data
 
     @property
     def least_age(self) -> int:

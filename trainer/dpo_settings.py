@@ -193,6 +193,8 @@ def check_pairs(
         return
     if data.from_run is not None:
         raise ValueError(f"{named} trains on pairs of data.train, which is not read with data.from_run; leave one out")
+    if dpo.map and not dpo.files:
+        raise ValueError(f"{named} reads pairs among data.train by data.map, not by dpo.map; set data.map, or dpo.data")
     if rollout.temperature != 1.0:
         raise ValueError(
             f"{named} with rollout.temperature = {rollout.temperature:g}: the trainer divides all its logits by it, and a "

@@ -290,6 +290,8 @@ def open_data(settings: TrainerSettings) -> RunData:
     tokenizer = read_tokenizer(settings, renders_chats=settings.data.from_run is None)
     if settings.data.from_run is not None:  # nothing is generated: no prompts are needed, and none can be evaluated
         return RunData(None, (), tokenizer)
+    if settings.eval.map and not settings.evaluated:
+        raise ConfigError("eval.map names columns of held-out prompts, and there are none; set data.eval, or remove it")
     evaluated = tuple(_open_source(settings, name, tokenizer) for name in settings.evaluated)
     train = _open_prompts(
         settings,
@@ -309,7 +311,7 @@ def _open_source(settings: TrainerSettings, name: str, tokenizer: ChatTokenizer)
     files, reward = settings.data.eval_files, None
     if name != DATA_EVAL:
         files, reward = settings.eval.source[name].files, settings.eval.source[name].reward
-    update: dict[str, Any] = {"data": settings.data.model_copy(update={"max_samples": None})}
+    update: dict[str, Any] = {"data": settings.data_of(name).model_copy(update={"max_samples": None})}
     if reward:
         update["reward"] = settings.reward.model_copy(update={"name": reward, "by_source": {}})
     longest = section.max_new_tokens or settings.rollout.max_new_tokens

@@ -13,7 +13,15 @@ from penstock.protocol.config.environment_settings import MIXTURE, EnvironmentSe
 from penstock.protocol.config.reward_settings import RewardSettings
 from penstock.protocol.config.shared_sections import MetricsSettings, RetentionSettings, TeacherSettings
 from penstock.trainer.algorithm.algorithm_settings import RECORDED, AlgorithmSettings
-from penstock.trainer.data_settings import COLUMNS, DataSettings, EvalSettings, RmSettings, SftSettings
+from penstock.trainer.data_settings import (
+    COLUMNS,
+    DataSettings,
+    EvalSettings,
+    FineTuningSettings,
+    RmSettings,
+    SftSettings,
+    listed,
+)
 from penstock.trainer.dpo_settings import DpoSettings, check_pairs
 from penstock.trainer.optimizer_settings import CriticSettings, ModelSettings, OptimizerSettings
 from penstock.trainer.rollout_settings import RolloutSettings
@@ -113,6 +121,17 @@ class TrainerSettings(Section):
                 "set trainer.steps"
             )
         return self
+
+    def data_of(self, section: str) -> DataSettings:
+        """Return how the rows of sft, dpo, rm, or of a source of evaluation are read: by the names of columns that are meant for them."""
+        if section in ("sft", "dpo", "rm"):
+            rows: FineTuningSettings = getattr(self, section)
+            has_rows = bool(rows.files or rows.eval_files) and bool(listed(self.data.train))
+            return self.data.with_map(rows.map, f"{section}.map") if rows.map or has_rows else self.data
+        source = self.eval.source.get(section)
+        if source is not None and source.map:
+            return self.data.with_map(source.map, f"eval.source.{section}.map")
+        return self.data.with_map(self.eval.map, "eval.map") if self.eval.map else self.data
 
     def _check_mixture(self) -> None:
         used = MIXTURE in (self.rollout.environment, *(self.eval.of(name).environment for name in self.evaluated))

@@ -39,6 +39,7 @@ from penstock.reward_service.rewards.parsing import final_answer, latex, notatio
 from penstock.reward_service.rewards.parsing.final_answer import Where
 from penstock.trainer.data.dataset import PromptSet
 from penstock.trainer.data.inputs import data_files
+from penstock.trainer.data_settings import DATA_EVAL
 from penstock.trainer.groups.task_packs import evaluation_sampling
 from penstock.trainer.learner.model_folder_check import refuse_vision
 from penstock.trainer.settings import TrainerSettings
@@ -210,7 +211,7 @@ def prepare(name: str, rest: Sequence[str], options: EvalOptions, cleaned: conte
 
 
 def _opened(file: Path, settings: TrainerSettings, tokenizer: ChatTokenizer) -> PromptSet:
-    all_rows = settings.data.model_copy(update={"max_samples": None})
+    all_rows = settings.data_of(DATA_EVAL).model_copy(update={"max_samples": None})
     longest = settings.eval.max_new_tokens or settings.rollout.max_new_tokens
     prompts = PromptSet([file], data=all_rows, reward=settings.reward, tokenizer=tokenizer, max_new_tokens=longest)
     for reason, count in prompts.dropped.items():
@@ -277,7 +278,7 @@ def _evaluation_id(
         "sampling": sampling.model_dump(mode="json"),
         "environment": settings.eval.environment or settings.rollout.environment,
         "reward": settings.reward.model_dump(mode="json"),
-        "prompt": settings.data.model_dump(mode="json", exclude=set(target.OWN_DATA)),
+        "prompt": settings.data_of(DATA_EVAL).model_dump(mode="json", exclude=set(target.OWN_DATA)),
     }
     digest = hashlib.sha256(json.dumps(about, sort_keys=True, default=str).encode()).hexdigest()[:12]
     return f"{'model' if evaluated.version is None else f'v{evaluated.version}'}-{digest}"

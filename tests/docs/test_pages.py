@@ -22,7 +22,7 @@ from penstock.protocol.config.schema_keys import SECTIONS
 from tests.docs.pages import PAGES, READMES, ROOT, Block, blocks, inline_code, penstock_commands
 
 _KEY = re.compile(rf"^({'|'.join(SECTIONS)})\.[a-z_]+(\.[a-z_]+)*$")
-_OPEN = ("reward.define.", "reward.by_source.", "reward.success.", "data.map.", "data.roles.", "data.template_arguments.", "algorithm.options.", "worker.engine_options.", "sglang.environ.", "vllm.environ.")  # fmt: skip
+_OPEN = ("reward.define.", "reward.by_source.", "reward.success.", "data.map.", "sft.map.", "dpo.map.", "rm.map.", "eval.map.", "data.roles.", "data.template_arguments.", "algorithm.options.", "worker.engine_options.", "sglang.environ.", "vllm.environ.")  # fmt: skip
 FOREIGN = ALIASES.keys() | RENAMED.keys() | ABSENT.keys()  # of other systems: the settings loader has an answer
 _NO_KEYS = (".py", ".md", ".json", ".jsonl", ".conf", ".toml")  # files named like a section
 _VERBS = {" ".join(words) for words, _ in generate.verbs()}

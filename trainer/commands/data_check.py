@@ -24,9 +24,10 @@ from penstock.trainer.data.inputs import data_files, model_folder, resolve_input
 from penstock.trainer.data.messages import ImageRows, text_of
 from penstock.trainer.data.pairs import PairRow, holds_pair, is_labelled, pair_row
 from penstock.trainer.data.read_rows import PromptRow, TurnRow, can_imitate, form_of, prompt_row, read_row, turn_rows
-from penstock.trainer.data.row_checks import encode_texts, for_template, labels_of, suggest
+from penstock.trainer.data.row_checks import REJECTED, encode_texts, for_template, labels_of, suggest
 from penstock.trainer.data.row_files import Row, RowFile, open_rows
 from penstock.trainer.data.turns import prompt_and_completion
+from penstock.trainer.data_settings import DATA_EVAL, listed
 from penstock.trainer.errors import MalformedData
 from penstock.trainer.learner import gguf_model
 from penstock.trainer.row_format import RowFormat
@@ -43,31 +44,28 @@ def check_data(paths: Sequence[Path], reading: Reading, *, as_json: bool, runs_t
             f"--map takes COLUMN=NAME with COLUMN one of {', '.join(COLUMNS)}; got {' '.join(reading.map)}"
         )
     settings, files = _settings(paths, reading.run)
-    update = {
-        **({} if reading.format == "auto" else {"format": reading.format}),
-        **({"map": mapping} if mapping else {}),
-    }
-    data = settings.data.model_copy(update=update)
+    data = settings.data
     if reading.show and not (reading.model or reading.run):
         raise UsageError("--show needs the model whose template renders the rows; add --model or --run")
     tokenizer, images = _model(reading, settings.model.path, data)
-    settings = settings.model_copy(update={"data": data})
     max_new_tokens = settings.rollout.max_new_tokens if reading.run else 1
     has_pairs = settings.algorithm.dpo_coefficient > 0.0
+    sources = [(path, _with_options(data, reading.format, mapping)) for path, data in _sources(settings, files)]
     reports = [
         check_file(
             path, data, tokenizer, max_new_tokens=max_new_tokens, most=reading.first, has_pairs=has_pairs, images=images
         )
-        for path in files
+        for path, data in sources
     ]
     if runs_tests:
         _run_tests(reports)
-    for report in reports:
+    for report, (_, data) in zip(reports, sources, strict=True):
         sys.stdout.write(json.dumps(report.to_document()) + "\n" if as_json else describe(report))
         if reading.show and tokenizer is not None and not as_json:
             processor = images.processor if images is not None else None
-            purpose = _purpose(report, settings)
-            rows = shown_rows(Path(report.file), reading.show, purpose, settings, tokenizer, processor)
+            purpose = _purpose(report, settings, data)
+            shown = settings.model_copy(update={"data": data})
+            rows = shown_rows(Path(report.file), reading.show, purpose, shown, tokenizer, processor)
             sys.stdout.write("\n".join(rows) + "\n")
     return 1 if any(report.problems.count for report in reports) else 0
 
@@ -92,10 +90,32 @@ def _run_tests(reports: Sequence[FileReport]) -> None:
                 report.problems.add(place, problem)
 
 
-def _purpose(report: FileReport, settings: TrainerSettings) -> Purpose:
+def _with_options(data: DataSettings, row_format: str, mapping: dict[str, str]) -> DataSettings:
+    data = data if row_format == "auto" else data.model_copy(update={"format": row_format})
+    return data.with_map(mapping, "data.map") if mapping else data
+
+
+def _sources(settings: TrainerSettings, files: Sequence[Path]) -> list[tuple[Path, DataSettings]]:
+    """Return each file with the reading of rows of each section that names it, whose names of columns may differ."""
+    eval_names = {DATA_EVAL: settings.data.eval_files, **{n: s.files for n, s in settings.eval.source.items()}}
+    named = [(settings.data, listed(settings.data.train))]
+    named += [(settings.data_of(name), paths) for name, paths in eval_names.items()]
+    for name, section in (("sft", settings.sft), ("dpo", settings.dpo), ("rm", settings.rm)):
+        rows = section.files or (listed(settings.data.train) if section.map else ())
+        named.append((settings.data_of(name), (*rows, *section.eval_files)))
+    sources: list[tuple[Path, DataSettings]] = []
+    for file in files or dict.fromkeys(path for _, paths in named for path in paths) or settings.data.train_files:
+        readings = {
+            repr(data.map): data for data, paths in reversed(named) if file.absolute() in map(Path.absolute, paths)
+        }
+        sources += [(file, data) for data in reversed((readings or {"": settings.data}).values())]
+    return sources
+
+
+def _purpose(report: FileReport, settings: TrainerSettings, data: DataSettings) -> Purpose:
     """Return what a file's rows are shown for: what the run file names it for, or else what they can train, most specific first."""
     file = Path(report.file)
-    if file in settings.sft.files:
+    if file in settings.sft.files or data.map_key == "sft.map":
         return "sft"
     if report.num_dpo or report.num_pairs:
         return "dpo"
@@ -118,10 +138,7 @@ def _settings(files: Sequence[Path], run: Path | None) -> tuple[TrainerSettings,
         settings = resolve_inputs(
             load(GivenAnswersSettings, files=[run], overrides=overrides, environ=os.environ).settings
         )
-        configured = [*settings.data.train_files, *settings.data.eval_files]
-        for section in (settings.sft, settings.dpo, settings.rm):
-            configured += [*section.files, *section.eval_files]
-        return settings, data_files(paths, "FILE", "train") or list(dict.fromkeys(configured))
+        return settings, data_files(paths, "FILE", "train")
     if not paths:
         raise UsageError("name a data file, or a run file with --run")
     settings = load(TrainerSettings, overrides=["model.path=unknown", *overrides]).settings
@@ -195,7 +212,8 @@ class _FileCheck:
             pair_row(row, data)
             report.num_pairs += 1
             return False
-        if (labels_of(row) and is_labelled(row)) or all(row.get(name) is not None for name in ("chosen", "rejected")):
+        is_pair = all(row.get(name) is not None for name in ("chosen", "rejected")) or any(map(row.get, REJECTED))
+        if is_pair or (labels_of(row) and is_labelled(row)):
             return self._answers(pair_row(row, data))
         try:
             form = form_of(row, data)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from penstock.protocol.chat_tokenizer import ChatTokenizer
-from penstock.trainer.data.messages import COLUMN, PYTHON_CHAT, chat_in_text, images_of, texts_of, unread_keys
+from penstock.trainer.data.messages import COLUMN, PYTHON_CHAT, chat_in_text, images_of, json_of, texts_of, unread_keys
 from penstock.trainer.data.null_padding import RenamedRow
 from penstock.trainer.data.read_rows import PromptRow, TurnRow, truth_column
 from penstock.trainer.data.row_checks import as_setting, suggest
@@ -18,6 +18,9 @@ from penstock.trainer.row_format import RowFormat
 from penstock.trainer.settings import DataSettings
 
 _NO_VALUES = frozenset({"none", "nan", "null", "<na>", "n/a", "undefined"})
+_BESIDE_PROMPTS = {  # columns of public data sets that a prompt may need, and what they can be read as
+    "context": "", "passage": "", "choices": "", "options": "", "starter_code": "", "system_prompt": "system",
+}  # fmt: skip
 Use = Literal["prompt", "answer", "ground truth", "data source", "reward only", "unused"]
 Purpose = Literal["grpo", "sft"]
 
@@ -65,14 +68,17 @@ class FileNotes:
     no_values: Counter[str] = field(
         default_factory=Counter
     )  # prompts, answers and truths that are a word for nothing, such as nan
+    listed_texts: int = 0  # prompts whose text is the JSON of a list of texts
     begun_twice: int = 0  # prompts with two BOS
     mapped: dict[str, str] = field(default_factory=dict)  # the file's name of a column, by the one it is read as
+    map_key: str = "data.map"
 
     def add(self, row: Row, form: RowFormat, read: PromptRow | TurnRow, data: DataSettings, text: str | None) -> None:
         """Count a renamed row; ``text`` is its prompt as the model gets it, None: not known."""
         self.num_rows += 1
         self.formats[form.name] += 1
         self.mapped.update(data.map)
+        self.map_key = data.map_key
         for name, use in column_uses(row, form, data, self.purpose).items():
             self.uses.setdefault(use, Counter())[name] += 1
         value: Any = row[form.prompt]
@@ -80,6 +86,8 @@ class FileNotes:
             self.plain_texts += read.is_plain
             self.templated_texts += not read.is_plain
             self.chats_in_text += chat_in_text(value) is not value
+            listed = json_of(value)
+            self.listed_texts += isinstance(listed, list) and all(isinstance(text, str) for text in listed)
         answer = None if form.is_whole_chat or self.purpose != "sft" else form.answer_column(row)
         for what, text_value in (("prompt", value), ("answer", row.get(answer or ""))):
             if isinstance(text_value, str):
@@ -134,7 +142,7 @@ class FileNotes:
         return "; ".join(f"{word} {', '.join(map(self._named, columns))}" for word, columns in used.items())
 
     def _named(self, column: str) -> str:
-        return f"{self.mapped[column]} (data.map.{column})" if column in self.mapped else column
+        return f"{self.mapped[column]} ({self.map_key}.{column})" if column in self.mapped else column
 
     @property
     def suggested_map(self) -> dict[str, str]:
@@ -166,7 +174,7 @@ class FileNotes:
         if self.chats_in_text:
             yield (
                 f"{self.chats_in_text} prompts are the JSON text of a chat, used as a text; "
-                'data.map.messages = "prompt" reads the chat'
+                f'{self.map_key}.messages = "prompt" reads the chat'
             )
         if "tools" in self.columns("reward only") + self.columns("unused"):
             yield "tools: not given to the chat template; data.use_tools = true gives them"
@@ -184,6 +192,17 @@ class FileNotes:
             )
         if changes:
             yield f"left out, as the reward's input cannot hold it in some rows: {', '.join(sorted(changes))}"
+        for column in sorted(_BESIDE_PROMPTS.keys() & {*self.columns("reward only"), *self.columns("unused")}):
+            if self.templated_texts or self.plain_texts or column == "system_prompt":
+                meaning = "input" if column == "context" and "alpaca" in self.formats else _BESIDE_PROMPTS[column]
+                remedy = (
+                    f'{self.map_key}.{meaning} = "{column}" gives it to the model'
+                    if meaning
+                    else "write it into the prompt if it is needed"
+                )
+                yield f"{column}: not part of the prompt; {remedy}"
+        if self.listed_texts:
+            yield f"{self.listed_texts} prompts are the JSON text of a list, used as a text; write one prompt in a row"
         yield from self.odd_texts()
         if self.begun_twice:
             yield (
@@ -215,7 +234,7 @@ class FileNotes:
     def _truth_hint(self) -> str:
         return (
             f"no column is read as the ground truth; if {', '.join(self.suggested_map.values())} holds it, set "
-            f"{as_setting(self.suggested_map)}"
+            f"{as_setting(self.suggested_map, self.map_key)}"
         )
 
 

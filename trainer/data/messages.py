@@ -7,7 +7,7 @@ placeholders in the messages:
 |----------------|------------------------|------------------------------------------------------------|
 | transformers   | -                      | parts `{"type": "image", "image": …}` (or path, base64)    |
 | OpenAI         | -                      | parts `{"type": "image_url", "image_url": {"url": …}}`     |
-| TRL            | list of images         | parts `{"type": "image"}`                                  |
+| TRL            | list of images         | parts `{"type": "image"}`, or none: before the first user  |
 | verl           | list of images         | `<image>` in the texts                                     |
 
 An image is bytes, base64, a path below the folder of the data file, or the object with bytes and path that Hugging Face
@@ -321,6 +321,10 @@ def with_images(chat: Chat, column_images: list[Source]) -> tuple[Chat, tuple[So
     """
     if column_images:
         chat = tuple(_with_parts(message) for message in chat)
+        at = next((number for number, message in enumerate(chat) if message["role"] == "user"), None)
+        if at is not None and all(isinstance(message["content"], str) for message in chat):
+            parts = [*[{"type": "image"}] * len(column_images), {"type": "text", "text": chat[at]["content"]}]
+            chat = (*chat[:at], {**chat[at], "content": parts}, *chat[at + 1 :])
     remaining = iter(column_images)
     num_places = 0
     filled = []

@@ -19,7 +19,7 @@ from penstock.trainer.data.row_files import Row
 Parameters = Mapping[str, Mapping[str, Any]]  # the JSON schema of a tool's arguments, by its name
 
 _MAY_CALL = {  # columns that may hold calls of tools
-    "prompt", "completion", "response", "messages", "conversations", "chosen", "rejected", "input", "question",
+    "prompt", "completion", "response", "messages", "conversations", "chosen", "rejected", "rejected_messages", "input", "question",
 }  # fmt: skip
 _VALUES = frozenset({"default", "const", "example"})  # keywords whose null is a value, in JSON
 
@@ -77,7 +77,7 @@ def _parameters_of(tools: Iterable[Any]) -> dict[str, Mapping[str, Any]]:
 def without_padding(row: RenamedRow, roles: Mapping[str, str]) -> RenamedRow:
     """Leave padding out of the calls in the messages of a row, and note it there; ``roles`` as for `read_chat`."""
     for name in _MAY_CALL & row.keys():
-        value = chat_in_text(row[name], ("role", "from")) if name in ("chosen", "rejected") else row[name]
+        value = chat_in_text(row[name], ("role", "from")) if "chosen" in name or "rejected" in name else row[name]
         messages = value if isinstance(value, list) else [value]  # LLaMA-Factory's answers of a pair are one message
         cleaned = [_message(message, row.parameters, is_table=row.is_table, roles=roles) for message in messages]
         if cleaned != messages:

@@ -6,6 +6,7 @@ A row is a prompt with a chosen and a rejected answer, or with one of them, in t
 |---------------------|----------------------------------------------------------------------------------------------|
 | explicit            | prompt (text or chat), chosen and rejected (text, or chat of one assistant message)           |
 | implicit            | chosen and rejected are whole chats that begin alike and differ in the last message           |
+| ms-swift            | messages with the chosen answer, rejected_response (text) or rejected_messages (chat)          |
 | LLaMA-Factory       | chosen and rejected are two messages after the chat in conversations or messages              |
 | HH                  | chosen and rejected are texts with "\n\nHuman:" and "\n\nAssistant:" before each turn          |
 | one answer          | prompt, completion (as chosen), label: true if the answer is desirable; for `dpo.loss = "kto"`   |
@@ -51,10 +52,12 @@ from penstock.trainer.data.read_rows import (
 from penstock.trainer.data.row_checks import (
     LABELLED,
     LABELS,
+    REJECTED,
     Located,
     Problems,
     RowSet,
     encode_texts,
+    is_given,
     labels_of,
     mark_of,
     refuse_media,
@@ -90,6 +93,8 @@ class PairRow:
 
 def holds_pair(row: Row) -> bool:
     """Return True for a renamed row with two answers; raises MalformedData for one of chosen and rejected alone."""
+    if any(is_given(row.get(name)) for name in REJECTED):
+        return True
     present = [name for name in ("chosen", "rejected") if row.get(name) not in (None, "", [])]
     if len(present) == 1:
         [other] = {"chosen", "rejected"} - set(present)
@@ -102,17 +107,18 @@ def holds_pair(row: Row) -> bool:
 
 def pair_row(row: Row, data: DataSettings) -> PairRow:
     refuse_media(row)
+    row = _with_both_answers(row)
     if is_labelled(row):
         return _labelled(row, data)
     for name in ("chosen", "rejected"):
         if row.get(name) in (None, "", []):
             if name in row:
                 raise MalformedData(
-                    f"column {name}: missing: its text is empty; remove the row, or set data.map.{name} to another column"
+                    f"column {name}: missing: its text is empty; remove the row, or set {data.map_key}.{name} to another column"
                 )
             raise MalformedData(
                 f"column {name}: missing; a preference has prompt, chosen and rejected, and this row has "
-                f'{", ".join(sorted(key for key, value in row.items() if value is not None))}; name it as data.map.{name} = "NAME"'
+                f'{", ".join(sorted(key for key, value in row.items() if value is not None))}; name it as {data.map_key}.{name} = "NAME"'
             )
     prompt: Any = row.get("prompt")
     if isinstance(row["chosen"], dict):  # LLaMA-Factory's: two messages beside the chat before them
@@ -123,6 +129,20 @@ def pair_row(row: Row, data: DataSettings) -> PairRow:
     return PairRow(_with_system(chosen, row, data), _with_system(rejected, row, data), _margin(row))
 
 
+def _with_both_answers(row: Row) -> Row:
+    """Return a row of ms-swift with its chats as chosen and rejected; any other row as it is."""
+    name = next((name for name in reversed(REJECTED) if is_given(row.get(name))), None)
+    if name is None or is_given(row.get("chosen")):
+        return row
+    chat, other = row.get("messages") or row.get("conversations"), chat_in_text(row[name], ("role", "from"))
+    if not isinstance(chat, list):
+        refuse(name, "expected a chat that ends with the chosen answer in messages", shown(chat))
+    if isinstance(other, str):
+        other = [*chat[:-1], {"role": "assistant", "content": other}]
+    is_table = isinstance(row, RenamedRow) and row.is_table
+    return RenamedRow({**row, "prompt": None, "chosen": chat, "rejected": other}, is_table=is_table)
+
+
 def is_labelled(row: Row) -> bool:
     """Return True for a renamed row with one answer, and a label that tells whether it is desirable."""
     has_label = any(row.get(name) is not None for name in LABELS)
@@ -130,7 +150,7 @@ def is_labelled(row: Row) -> bool:
         "question",
         "answer",
     } <= row.keys()  # else label may be the truth
-    return not {"chosen", "rejected"} & row.keys() and (
+    return not {"chosen", "rejected", *REJECTED} & row.keys() and (
         "completion" in row or (has_label and bool(LABELLED & row.keys())) or (is_answered and bool(labels_of(row)))
     )
 
@@ -139,7 +159,7 @@ def _labelled(row: Row, data: DataSettings) -> PairRow:
     label = next(iter(labels_of(row).values()), None)
     if label is None:
         name = next((name for name in LABELS if row.get(name) is not None), LABELS[0])
-        refuse(name, "expected true for a desirable completion, or false", shown(row.get(name)))
+        refuse(name, "expected true for a desirable completion, or false, or good or bad", shown(row.get(name)))
     if "completion" not in row:
         turn = _last_turn(row, data)
     elif row["completion"] in (None, "", []):
@@ -170,7 +190,8 @@ def _with_system(turn: TurnRow, row: Row, data: DataSettings) -> TurnRow:
 
 def _chat(value: Any, column: str, data: DataSettings, text_role: str | None) -> Chat:
     value = chat_in_text(value, ("role", "from"))
-    if isinstance(value, str) and text_role is None:
+    is_hh = text_role is None or (text_role == "user" and data.text_prompts == "chat" and _HH_TURN.match(str(value)))
+    if isinstance(value, str) and is_hh:
         return _hh_chat(value, column)
     if isinstance(value, str) and PYTHON_CHAT.match(value):
         refuse(
@@ -187,6 +208,8 @@ def _hh_chat(text: str, column: str) -> Chat:
         refuse(
             column, 'without a column prompt, expected a chat, or a text that begins with "\\n\\nHuman:"', shown(text)
         )
+    if len(parts) > 2 and column == "prompt" and not parts[-1].strip():  # it ends where the answer begins
+        parts = parts[:-2]
     turns = zip(parts[::2], parts[1::2], strict=True)
     return tuple({"role": _HH_ROLES[who], "content": said.strip()} for who, said in turns)
 

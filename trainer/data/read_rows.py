@@ -92,9 +92,9 @@ def form_of(row: Row, data: DataSettings) -> RowFormat:
                 ) from None
             guess = suggest(row)
             fix = (
-                f"if they hold them, set {as_setting(guess)}"
+                f"if they hold them, set {as_setting(guess, data.map_key)}"
                 if "prompt" in guess
-                else 'name other columns as data.map.prompt = "NAME"'
+                else f'name other columns as {data.map_key}.prompt = "NAME"'
             )
             raise MalformedData(f"{err}; {fix}") from None
     form = ROW_FORMATS.find(data.format).value
@@ -102,7 +102,7 @@ def form_of(row: Row, data: DataSettings) -> RowFormat:
     if missing:
         raise MalformedData(
             f"column {missing[0]}: missing in a row of format {form.name}; the row has {', '.join(sorted(row)) or 'none'}; "
-            f'name it as data.map.{missing[0]} = "NAME", or set data.format'
+            f'name it as {data.map_key}.{missing[0]} = "NAME", or set data.format'
         )
     return form
 
@@ -122,7 +122,7 @@ def rename(row: Row, data: DataSettings, *, nested_texts: bool, is_table: bool =
         for key in [source] if source in row else source.split("."):
             if not isinstance(value, Mapping) or key not in value:
                 raise MalformedData(
-                    f"column {source}: missing (data.map.{column}); the row has {', '.join(sorted(row)) or 'no columns'}"
+                    f"column {source}: missing ({data.map_key}.{column}); the row has {', '.join(sorted(row)) or 'no columns'}"
                 )
             value = value[key]
         renamed.pop(source, None)
@@ -206,7 +206,7 @@ def every_turn(row: Row, data: DataSettings) -> list[TurnRow]:
         if answer is None:
             raise MalformedData(
                 f"column response: missing, nothing to imitate; the row has {', '.join(sorted(row))}; "
-                'name the column as data.map.response = "NAME"'
+                f'name the column as {data.map_key}.response = "NAME"'
             )
         chat = _answered(chat, _answer(row, form, answer, data), answer)
     whole = chat if is_plain else with_system(chat, row, data)
@@ -254,7 +254,9 @@ def can_imitate(row: Row, form: RowFormat, data: DataSettings) -> bool:
     if form.is_whole_chat:
         messages = row[form.prompt]
         return isinstance(messages, list) and any(is_answer(message, data.roles) for message in messages)
-    return form.answer_column(row) is not None
+    answer = form.answer_column(row)
+    is_truth_alone = answer is not None and not isinstance(row[answer], str | list) and truth_column(row, form, data)
+    return answer is not None and not is_truth_alone
 
 
 def _prompt_chat(row: Row, form: RowFormat, data: DataSettings, *, reads_images: bool = False) -> Chat:

@@ -41,7 +41,12 @@ _BATCH_ROWS = 512  # rows that are tokenised together
 LABELS = ("label", "kto_tag")  # of an answer, TRL's and LLaMA-Factory's
 LABELLED = {"completion", "response", "messages", "conversations", "instruction"}
 _ROW_MARKS = ("weight", "train", "trainable")
-_PAIR = ("chosen", "rejected")
+_LABEL_WORDS = {
+    "good": True, "desirable": True, "chosen": True, "preferred": True, "accepted": True, "thumbs_up": True,
+    "bad": False, "undesirable": False, "rejected": False, "dispreferred": False, "thumbs_down": False,
+}  # fmt: skip
+REJECTED = ("rejected_response", "rejected_messages")  # ms-swift's, beside a chat that ends with the chosen answer
+_PAIR = ("chosen", "rejected", *REJECTED)
 _MEDIA = ("image", "images", "video", "videos", "audio", "audios")
 
 
@@ -54,8 +59,8 @@ def suggest(columns: Collection[str]) -> dict[str, str]:
     return suggestions
 
 
-def as_setting(mapping: Mapping[str, str]) -> str:
-    return " and ".join(f'data.map.{column} = "{name}"' for column, name in mapping.items())
+def as_setting(mapping: Mapping[str, str], key: str) -> str:
+    return " and ".join(f'{key}.{column} = "{name}"' for column, name in mapping.items())
 
 
 def _plain(name: str) -> str:
@@ -247,8 +252,14 @@ def read_tokenizer(settings: TrainerSettings, *, renders_chats: bool = True) -> 
 
 
 def labels_of(row: Row) -> dict[str, bool]:
-    """Return whether the answer of a row is desirable, by the columns that say so with true or false, 1 or 0, or the text of one."""
-    return {name: label for name in LABELS if (label := truth(row.get(name))) is not None}
+    """Return whether the answer of a row is desirable, by the columns that say so with true, 1, the text of one, or a word such as good."""
+    labels = {name: _label(row.get(name)) for name in LABELS}
+    return {name: label for name, label in labels.items() if label is not None}
+
+
+def _label(value: Any) -> bool | None:
+    word = _plain(value) if isinstance(value, str) else ""
+    return truth(value) if word not in _LABEL_WORDS else _LABEL_WORDS[word]
 
 
 def mark_of(row: Row) -> str | None:
@@ -270,17 +281,20 @@ def refuse_unread(
     row: Row, *, imitates: bool = False, reads_self_play: bool = False, reads_images: bool = False
 ) -> None:
     """Raise MalformedData for a column that other training reads; a prompt to answer may have a ``label`` of 0 or 1 as its truth."""
-    if columns := [name for name in _PAIR if _is_given(row.get(name))]:
+    if columns := [name for name in _PAIR if is_given(row.get(name))]:
+        rest = (
+            "train on the chat, which ends with the chosen answer"
+            if columns[0] in REJECTED
+            else 'train on the prompt alone; for SFT on the chosen answers set also sft.map.response = "chosen" and ignore only rejected'
+        )
         raise MalformedData(
-            f"column {columns[0]}: a preference, which `penstock dpo` trains on, and `penstock train` with algorithm.dpo_coefficient; set data.ignore = {json.dumps(columns)} to "
-            "train on the prompt alone; for SFT on the chosen answers set also "
-            'data.map.response = "chosen" and ignore only rejected'
+            f"column {columns[0]}: a preference, which `penstock dpo` trains on, and `penstock train` with algorithm.dpo_coefficient; set data.ignore = {json.dumps(columns)} to {rest}"
         )
     labels = [
         name
         for name in labels_of(row)
         if imitates
-        or (LABELLED & row.keys() and (name != "label" or str(row[name]).strip().lower() in ("true", "false")))
+        or (LABELLED & row.keys() and (name != "label" or _plain(str(row[name])) in ("true", "false", *_LABEL_WORDS)))
     ]
     if labels:
         raise MalformedData(
@@ -297,14 +311,14 @@ def refuse_unread(
 
 
 def refuse_media(row: Row, *, reads_images: bool = False) -> None:
-    if columns := [name for name in _MEDIA if _is_given(row.get(name)) and not (reads_images and name == COLUMN)]:
+    if columns := [name for name in _MEDIA if is_given(row.get(name)) and not (reads_images and name == COLUMN)]:
         reads = 'images in the column "images" (data.map.images)' if reads_images else "text alone"
         raise MalformedData(
             f"column {columns[0]}: what is read is {reads}; leave the row out, or set data.ignore = {json.dumps(columns)} to train on the rest"
         )
 
 
-def _is_given(value: Any) -> bool:
+def is_given(value: Any) -> bool:
     return value is not None and value not in ([], "")
 
 

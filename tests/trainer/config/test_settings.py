@@ -108,7 +108,8 @@ eval.every=5 -> set data.eval, or eval.every = 0
 eval.samples=4 -> set eval.temperature above 0 or eval.samples = 1
 trainer.warmup_steps=200 -> trainer.warmup_steps = 200 is more than trainer.steps = 100
 sft.warmup_steps=200 -> sft.warmup_steps is more than sft.steps
-data.map.promt=x -> data.map.promt maps a column that is not read
+data.map.promt=x -> data.map: promt is no column that is read
+sft.map.promt=x -> sft.map: promt is no column that is read
 'reward.name=my reward' -> should match pattern
 rollout.temperature=0 -> expected greater than 0
 algorithm.dual_clip=1 -> expected greater than 1

@@ -96,7 +96,7 @@ def test_all_forms_are_read_as_the_same_pair(form: str) -> None:
         ({"prompt": QUESTION, "chosen": GOOD, "rejected": BAD, "margin": "2"}, "column margin: expected a number"),
         ({"prompt": 5, "chosen": GOOD, "rejected": BAD}, "column prompt: expected a text or a list of messages"),
         ({"prompt": QUESTION, "completion": GOOD}, "column label: expected true for a desirable completion, or false"),
-        ({"prompt": QUESTION, "completion": GOOD, "label": "good"}, "column label: expected true"),
+        ({"prompt": QUESTION, "completion": GOOD, "label": "fine"}, "column label: expected true"),
         ({"prompt": QUESTION, "completion": "", "label": True}, "column completion: expected an answer"),
         ({"prompt": QUESTION, "completion": GOOD, "label": True, "rejected": BAD}, "column chosen: missing"),
         (

@@ -145,7 +145,10 @@ def test_the_same_words_about_another_picture_are_another_prompt(folder: Path, p
         (parts({"type": "image", "image": "gone.png"}), "no such file"),
         (parts({"type": "image", "base64": "AAAA"}), "no image in PNG"),
         (parts({"type": "image"}), "expected an image for each of 1 places .* got 0"),
-        (parts(TEXT) | {"images": ["pictures/one.png"]}, "expected an image for each of 0 places .* got 1"),
+        (
+            parts({"type": "image"}) | {"images": ["pictures/one.png"] * 2},
+            "expected an image for each of 1 places .* got 2",
+        ),
         (parts(*[FILE] * 9), "9 images, a row may have 8"),
         (parts(FILE, {"type": "text", "text": "<|image_pad|>"}), "2 placeholders of images"),
         (parts({"type": "video", "video": "a.mp4"}), "expected a part of type text or image"),
