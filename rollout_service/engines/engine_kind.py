@@ -112,11 +112,16 @@ class StartedServerSettings(Section):
 
     def flags(self) -> list[str]:
         words = ["--host", "127.0.0.1", "--port", "{port}"]
-        for name, setting in type(self).model_fields.items():
-            flag, value = _FLAG.match(setting.description or ""), getattr(self, name)
+        for name in type(self).model_fields:
+            flag, value = self.flag_of(name), getattr(self, name)
             if flag is not None and value is not None:
-                words += [flag[1], str(value)]
+                words += [flag, str(value)]
         return words
+
+    @classmethod
+    def flag_of(cls, name: str) -> str | None:
+        flag = _FLAG.match(cls.model_fields[name].description or "")
+        return None if flag is None else flag[1]
 
 
 class NoOptions(Section):
