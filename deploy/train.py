@@ -31,6 +31,7 @@ from penstock.deploy.bootstrap import bootstrap
 from penstock.deploy.early_checks import check_inputs, missing_rewards
 from penstock.deploy.local import connection_environment, stop_on_signals
 from penstock.deploy.local_run import TRAINER, LocalRun, death_signal, seal_run_file
+from penstock.deploy.plan.memory.report import RankMemory
 from penstock.deploy.processes.child import Child, exit_status
 from penstock.deploy.processes.page_and_trackers import PageProcess, TrackerProcesses
 from penstock.deploy.processes.supervise import Supervisor
@@ -38,6 +39,7 @@ from penstock.protocol import logs, streams
 from penstock.protocol.config.connection import RunSettings
 from penstock.protocol.config.run_file import load, split_arguments
 from penstock.protocol.errors import BlobStoreRefused, BusRefused, MissingStream, PenstockError
+from penstock.protocol.hardware_errors import GPU_MEMORY, HardwareFault
 from penstock.protocol.record import run_folder
 from penstock.protocol.secret_values import scrub
 from penstock.protocol.transport.blobs import Blobs
@@ -103,7 +105,7 @@ def _train_local(
             code, summary = _watch_local(run, page, trackers, stop_requested, quiet=as_json)
             if code == 0:
                 trackers.wait_until_read()
-            log_tail = run.log_tail(TRAINER)
+            log_tail, fault = run.log_tail(TRAINER), run.newest_trainer and run.newest_trainer.fault()
     except PenstockError as err:
         say(str(err))
         return 1
@@ -111,7 +113,7 @@ def _train_local(
         say(resumption.stopped("train", again))
         return _STOPPED_ON_REQUEST
     if code:
-        say(f"the trainer ended with exit code {code}; its log ends with\n{log_tail}")
+        say(f"the trainer ended with exit code {code}; its log ends with\n{log_tail}{fault_note(run.settings, fault)}")
         return exit_status(code)
     say(f"{run.usage.wall_s:.1f} s of wall time, {run.usage.cpu_s:.1f} s of CPU time")
     write_report(run.folder, summary, as_json=as_json)
@@ -177,6 +179,7 @@ def train_attached(arguments: Sequence[str], nodes: Nodes | None, *, as_json: bo
         loaded = load(TrainerSettings, files=files, overrides=overrides, environ=os.environ)
         settings, steps = loaded.settings, known_steps(loaded)
         command = launch.trainer(settings.trainer.num_ranks, "train", *arguments, nodes=nodes)
+        launch.give_ranks_threads(command)
         if nodes is not None:
             print(
                 f"node {nodes.rank} of {nodes.count}: the nodes meet at {nodes.rdzv}, within {JOIN_S} s",
@@ -222,8 +225,22 @@ def _ending(
     if code == 0 and run_folder.is_pause_requested(settings.run.folder):
         return resumption.paused("train", again)
     if code and trainer.is_logged:
-        return f"the trainer ended with exit code {code}; its log ends with\n{trainer.log_tail}"
+        note = fault_note(settings, trainer.fault)
+        return f"the trainer ended with exit code {code}; its log ends with\n{trainer.log_tail}{note}"
     return ""
+
+
+def fault_note(settings: TrainerSettings, fault: HardwareFault | None) -> str:
+    """Return lines that name an error of the hardware; of GPU memory with what `penstock plan` estimates for this card."""
+    if fault is None:
+        return ""
+    advice = ""
+    if fault.name == GPU_MEMORY and (limit := fault.usable_bytes):
+        try:
+            advice = f"\npenstock plan: {RankMemory(settings, limit=limit, on_gpu=True).advice()}"
+        except PenstockError as err:
+            advice = f"\npenstock plan has no estimate: {err}"
+    return f"\n{fault.text()}{advice}"
 
 
 def create_what_is_missing(settings: TrainerSettings) -> None:
@@ -274,6 +291,10 @@ class AttachedTrainer:
     def log_tail(self) -> str:
         return self._child.log_tail()
 
+    @property
+    def fault(self) -> HardwareFault | None:
+        return self._child.fault()
+
     def wait(self, deadline_s: float) -> int | None:
         """Wait for the exit code; None after ``deadline_s``. Raises DeployError when it was killed too often."""
         exited = self._supervisor.wait_exit(deadline_s)
@@ -289,7 +310,7 @@ class AttachedTrainer:
         if self.stop_requested:
             return False
         if code != OUTAGE:
-            return code < 0
+            return self._child.may_continue
         now = time.monotonic()
         if now - self._outage_seen > _APART_S:
             self._outage_since = now
