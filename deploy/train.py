@@ -3,8 +3,8 @@
 With ``--local`` every service runs on this machine. Without, the other services run elsewhere, and what the run lacks on NATS
 and S3 is created, if this user may. On a terminal the panel is shown, and the trainer's output goes to
 ``runs/<id>/logs/trainer.log``; elsewhere an attached trainer writes to this process's output, as in a container. A trainer that
-a signal killed is started again and resumes; so is an attached one that ended because NATS or the object store does not answer,
-for up to an hour. A run that cannot be watched is trained all the same. Of several nodes the first does all this; on the others
+a signal killed, or that by its log ended for an error of the hardware that can be transient, is started again and resumes; so is
+an attached one that ended because NATS or the object store does not answer, for up to an hour. A run that cannot be watched is trained all the same. Of several nodes the first does all this; on the others
 this process becomes their torchrun.
 """
 

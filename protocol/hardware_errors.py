@@ -55,7 +55,7 @@ class HardwareFault:
             parts.append(f"{_size(card[1])} of {_size(card[0])} free")
         if others:
             parts.append(f"{_size(others)} in use by other processes, which `nvidia-smi` lists")
-        if self.tokens is not None:
+        if self.tokens is not None and self.name.endswith("memory"):
             parts.append(f"in a micro-batch of {self.tokens} tokens")
         device = re.search(r"\b(?:GPU|[Dd]evice) (\d+)\b", self.line)
         places = [f"GPU {device[1]}" if device else "", "" if self.rank is None else f"rank {self.rank}"]

@@ -179,7 +179,8 @@ class Training:
             else:
                 log.warning("filters left no completion of the batch to train on", skipped=dict(learned.skipped))
         except (EngineMismatch, PolicyCollapsed, TrainingDiverged, RuntimeError, MemoryError) as err:
-            saved = self._save_batch(batch, self._stop_reason(err), algorithm)
+            reason = err if isinstance(err, TrainerError) else self._hardware_failed(err)
+            saved = self._save_batch(batch, reason, algorithm)
             self.events.write("alarm", {"text": str(saved)})
             raise saved from err
         self._step_s = time.monotonic() - started
@@ -355,10 +356,8 @@ class Training:
         self.schedule.written(started=started, now=finished)
         self._checkpoint_s += finished - started
 
-    def _stop_reason(self, err: Exception) -> TrainerError:
-        """Return what the run stops by; raises ``err`` again if it is an internal error."""
-        if isinstance(err, TrainerError):
-            return err
+    def _hardware_failed(self, err: Exception) -> HardwareFailed:
+        """Name what failed in a step; raises ``err`` again if it is an internal error."""
         if (fault := fault_of(err, rank=0 if self.settings.trainer.num_ranks > 1 else None)) is None:
             raise err
         log.error("the step failed", exc_info=err)
@@ -369,10 +368,8 @@ class Training:
 
         The weights before it are on their way to the object store, from where a replay of the batch takes them.
         """
-        step, folder = (
-            self.num_steps_done + isinstance(err, TrainingDiverged | HardwareFailed),
-            self.settings.run.folder,
-        )
+        step = self.num_steps_done + isinstance(err, TrainingDiverged | HardwareFailed)
+        folder = self.settings.run.folder
         try:
             saved = save_batch(
                 folder, batch, err, config=self.config, run_id=self.settings.run.id, step=step, version=self.version,

@@ -157,9 +157,7 @@ class EngineProcess:
                 os.killpg(self.pid, signal.SIGKILL)
         how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with status {code}"
         tail = self._tail()
-        fault = (
-            fault_in(tail) if code != -signal.SIGKILL else None
-        )  # by the worker, or by the kernel, which logs nothing
+        fault = fault_in(tail) if code != -signal.SIGKILL else None  # which no log explains
         named = "" if fault is None else f": {fault.text(self._kind)}"
         return f"the engine (pid {self.pid}) {how}{named}; end of {self._log}:\n{tail}"
 

@@ -131,7 +131,13 @@ def test_numbers_places_and_settings_are_read_from_the_text() -> None:
 
 def test_other_exceptions_are_not_of_the_hardware() -> None:
     """Nor are Penstock's own errors, whose texts name their fix, whatever they quote."""
-    others = [RuntimeError("shape mismatch"), ValueError(OOM), OSError(errno.ENOENT, "none"), BlobCorrupt(OOM), KeyError()]
+    others = [
+        RuntimeError("shape mismatch"),
+        ValueError(OOM),
+        OSError(errno.ENOENT, "none"),
+        BlobCorrupt(OOM),
+        KeyError(),
+    ]
     assert [fault_of(err) for err in others] == [None] * len(others)
     assert fault_in("everything is well\n") is None
     assert fault_in("") is None

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
+from tests.fine_tuning.trl_rows import write_pairs
 from tests.protocol.test_hardware_errors import ASYNC, OOM
 from tests.trainer.learner.forks import Command
 from tests.trainer.test_trainer_loop import Run, unbootstrapped
@@ -30,8 +30,9 @@ class Broken(torch.autograd.Function):
     def backward(ctx, gradient):
         raise torch.AcceleratorError({"CUDA error: uncorrectable ECC error encountered" + ASYNC!r})
 
-def terms(tokens):
-    return LossTerms(-tokens.advantages * tokens.log_ratio.exp(), tokens.log_ratio.exp().detach(), *[none_of(tokens.log_ratio)] * 2)
+def terms(tokens, log_ratio):
+    ratio = tokens.log_ratio.detach().exp()
+    return LossTerms(-tokens.advantages * log_ratio, ratio, none_of(ratio), none_of(ratio))
 
 @policy_loss(source="none")
 def forward(tokens):
@@ -39,15 +40,17 @@ def forward(tokens):
 
 @policy_loss(source="none")
 def backward(tokens):
-    found = terms(tokens)
-    return LossTerms(Broken.apply(tokens.log_ratio) * 1.0, *list(vars(found).values())[1:]) if hasattr(found, "__dict__") else (
-        LossTerms(Broken.apply(tokens.log_ratio), tokens.log_ratio.exp().detach(), *[none_of(tokens.log_ratio)] * 2))
+    return terms(tokens, Broken.apply(tokens.log_ratio))
 
 @policy_loss(source="none")
 def second_rank(tokens):
     if os.environ["RANK"] == "1":
         raise torch.OutOfMemoryError({OOM!r})
-    return terms(tokens)
+    return terms(tokens, tokens.log_ratio)
+
+@preference_loss(source="none")
+def unpaired(pairs):
+    raise torch.OutOfMemoryError({OOM!r})
 
 @policy_loss(source="none")
 def mistaken(tokens):
@@ -80,7 +83,7 @@ def test_errors_of_the_hardware_save_the_batch_and_a_resume_continues(run: Run) 
             assert f"The batch of step 1 is saved in {folder}: `penstock runs stopped {run.id}` shows it" in stopped.err
             assert "internal error" not in stopped.err
             batch, groups = read_batch(folder)
-            assert (batch.error, batch.step, batch.version, len(groups)) == ("HardwareFailed", 1, 0, 4)
+            assert (batch.error, batch.step, len(groups)) == ("HardwareFailed", 1, 4)
             assert ("tokens)" in batch.reason) == (loss == "forward")
         mistaken = run.start(f"algorithm.loss={run.folder / 'mine.py'}:mistaken")
         mistaken.wait(expected=1)
@@ -97,3 +100,20 @@ def test_a_rank_that_ends_is_named_by_itself_and_by_rank_0(run: Run) -> None:
     assert "another rank exited, or its connection broke on rank 0 (" in stopped.err
     assert read_batch(run.home / "stopped" / "step00000001")[0].error == "HardwareFailed"
     assert "internal error" not in stopped.err
+
+
+def test_fine_tuning_names_them_and_goes_on_from_its_checkpoint(unbootstrapped: Run) -> None:
+    folder = unbootstrapped.folder
+    (folder / "mine.py").write_text(LOSSES)
+    write_pairs(folder / "pairs.jsonl")
+    settings = (
+        f"run.dir={folder / 'runs'}", "run.id=dpo", f"model.path={folder / 'model'}", f"dpo.data={folder / 'pairs.jsonl'}",
+        "dpo.batch_size=2", "dpo.steps=1", "trainer.micro_batch_tokens=512",
+    )  # fmt: skip
+    stopped = Command(folder, "dpo", *settings, f"dpo.loss={folder / 'mine.py'}:unpaired")
+    stopped.wait(expected=2)
+    assert stopped.err.splitlines()[-1].startswith(
+        "out of GPU memory on GPU 3 (22.78 GiB requested, 12.73 GiB of 79.11 GiB"
+    )
+    assert "Traceback" in stopped.err
+    Command(folder, "dpo", *settings).wait()

@@ -165,7 +165,7 @@ _EXITS_WHEN_ASKED = """
 import socket, sys
 server = socket.create_server(("127.0.0.1", int(sys.argv[sys.argv.index("--port") + 1])))
 server.accept()
-print("CUDA out of memory")
+print("torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB. GPU 1 has a total capacity of 79.11 GiB of which 1.02 GiB is free.")
 raise SystemExit(1)
 """
 
@@ -177,8 +177,10 @@ async def test_a_server_that_exits_before_it_answers_shows_the_end_of_its_log(tm
         SglangClient,
         log_file=tmp_path / "engine.log",
         start_deadline_s=600,
+        kind="sglang",
     )
-    with pytest.raises(EngineUnreachable, match=r"(?s)ended before it answered.*status 1.*CUDA out of memory"):
+    named = r"status 1: out of GPU memory on GPU 1 \(2\.00 GiB requested, .*\); set sglang\.mem_fraction_static down"
+    with pytest.raises(EngineUnreachable, match=rf"(?s)ended before it answered.*{named}.*CUDA out of memory"):
         await asyncio.wait_for(engine.load(tmp_path, V7), 30)
     with pytest.raises(EngineUnreachable, match="client has been closed"):
         await engine.client.served_version()
