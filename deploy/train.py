@@ -4,8 +4,8 @@ With ``--local`` every service runs on this machine. Without, the other services
 and S3 is created, if this user may. On a terminal the panel is shown, and the trainer's output goes to
 ``runs/<id>/logs/trainer.log``; elsewhere an attached trainer writes to this process's output, as in a container. A trainer that
 a signal killed, or that by its log ended for an error of the hardware that can be transient, is started again and resumes; so is
-an attached one that ended because NATS or the object store does not answer, for up to an hour. A run that cannot be watched is trained all the same. Of several nodes the first does all this; on the others
-this process becomes their torchrun.
+an attached one that ended because NATS or the object store does not answer, for up to an hour. A run that cannot be watched is
+trained all the same. Of several nodes the first does all this; on the others this process becomes their torchrun.
 """
 
 from __future__ import annotations
@@ -225,8 +225,8 @@ def _ending(
     if code == 0 and run_folder.is_pause_requested(settings.run.folder):
         return resumption.paused("train", again)
     if code and trainer.is_logged:
-        note = fault_note(settings, trainer.fault)
-        return f"the trainer ended with exit code {code}; its log ends with\n{trainer.log_tail}{note}"
+        log_tail, note = trainer.child.log_tail(), fault_note(settings, trainer.child.fault())
+        return f"the trainer ended with exit code {code}; its log ends with\n{log_tail}{note}"
     return ""
 
 
@@ -265,7 +265,7 @@ class AttachedTrainer:
         self.is_logged = sys.stderr.isatty()
         self.stop_requested = False
         self.log = run.folder.absolute() / "logs" / f"{TRAINER}.log"
-        self._child = Child(
+        self.child = Child(
             TRAINER, command, log=self.log, death_signal=death_signal(command), inherit_output=not self.is_logged
         )
         self._supervisor = Supervisor(on_event=lambda _: None)
@@ -274,32 +274,24 @@ class AttachedTrainer:
 
     def __enter__(self) -> AttachedTrainer:
         try:
-            self._child.start()
+            self.child.start()
         except BaseException:
             self._supervisor.close()
             raise
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, self._forward)
-        self._supervisor.watch(self._child, self._child.relaunch, is_crash=self._is_crash)
+        self._supervisor.watch(self.child, self.child.relaunch, is_crash=self._is_crash)
         return self
 
     def __exit__(self, *_: object) -> None:
         self._supervisor.close()
-        self._child.kill()
-
-    @property
-    def log_tail(self) -> str:
-        return self._child.log_tail()
-
-    @property
-    def fault(self) -> HardwareFault | None:
-        return self._child.fault()
+        self.child.kill()
 
     def wait(self, deadline_s: float) -> int | None:
         """Wait for the exit code; None after ``deadline_s``. Raises DeployError when it was killed too often."""
         exited = self._supervisor.wait_exit(deadline_s)
         # with a request to stop, the signal may have come between a crash and the restart
-        return self._child.returncode if exited or (self.stop_requested and not self._child.alive) else None
+        return self.child.returncode if exited or (self.stop_requested and not self.child.alive) else None
 
     def on_incident(self, note: Callable[[str], object]) -> None:
         """Call ``note`` for every crash and restart from now on, on the supervisor's thread."""
@@ -310,7 +302,7 @@ class AttachedTrainer:
         if self.stop_requested:
             return False
         if code != OUTAGE:
-            return self._child.may_continue
+            return self.child.may_continue
         now = time.monotonic()
         if now - self._outage_seen > _APART_S:
             self._outage_since = now
@@ -321,7 +313,7 @@ class AttachedTrainer:
         """Pass the signal on: the first makes the trainer write a checkpoint and stop, the second ends it at once."""
         self.stop_requested = True
         with contextlib.suppress(ProcessLookupError):
-            os.kill(self._child.pid, number)
+            os.kill(self.child.pid, number)
 
 
 def _watch_attached(

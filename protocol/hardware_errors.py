@@ -109,12 +109,8 @@ def fault_in(text: str) -> HardwareFault | None:
             line = " ".join(text[start : None if end < 0 else end].split())
             rank = re.search(r"(?:\[rank|\b[Rr]ank |local_rank: )(\d+)[\] ]", line)
             tokens = re.search(r"^micro-batch of (\d+) tokens$", text[start:], re.MULTILINE)
-            return HardwareFault(
-                situation["name"],
-                line if line != "MemoryError:" else "",
-                None if rank is None else int(rank[1]),
-                None if tokens is None else int(tokens[1]),
-            )
+            line = "" if line == "MemoryError:" else line
+            return HardwareFault(situation["name"], line, rank and int(rank[1]), tokens and int(tokens[1]))
     return None
 
 
@@ -124,5 +120,4 @@ def _bytes(size: str) -> int:
 
 
 def _size(num_bytes: int) -> str:
-    unit = next((unit for unit in ("TiB", "GiB", "MiB") if num_bytes >= _UNITS[unit]), "KiB")
-    return f"{num_bytes / _UNITS[unit]:.2f} {unit}"
+    return f"{num_bytes / 2**30:.2f} GiB"
