@@ -93,6 +93,18 @@ def given(arguments: Sequence[str], environ: Mapping[str, str], *path: str) -> G
     )
 
 
+def threads_of_process(num_processes: int) -> str:
+    """Return OMP_NUM_THREADS for each of the processes that share this machine's cores."""
+    return str(max(1, len(os.sched_getaffinity(0)) // num_processes))
+
+
+def give_ranks_threads(command: Sequence[str]) -> None:
+    """Let the ranks of this node share its cores, unless OMP_NUM_THREADS is set: torchrun by itself gives each one thread."""
+    for word in command:
+        if word.startswith("--nproc-per-node="):
+            os.environ.setdefault("OMP_NUM_THREADS", threads_of_process(int(word.partition("=")[2])))
+
+
 def give_ranks_time() -> None:
     """Let a torchrun below this process give its ranks time for a checkpoint: by itself it kills them 30 s after it was asked to stop."""
     os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", _TORCHRUN_STOP_S)
@@ -100,6 +112,7 @@ def give_ranks_time() -> None:
 
 def replace_process(command: Sequence[str]) -> None:
     give_ranks_time()
+    give_ranks_threads(command)
     sys.stdout.flush()
     sys.stderr.flush()
     os.execv(command[0], list(command))  # noqa: S606 - no shell is the point

@@ -3,7 +3,8 @@
 Starts nats-server and the S3 server (unless the run file names others), creates the run's streams,
 then starts the reward service, the rollout workers and the trainer at the same time, each a separate
 process with a log in ``runs/<id>/logs``. A worker, the reward service, an endpoint or a server that
-exits is restarted, and so is a trainer that was killed by a signal: it resumes from the newest checkpoint.
+exits is restarted, and so is a trainer that was killed by a signal, or ended by an error of the hardware that can be
+transient (`protocol/hardware_errors.py`): it resumes from the newest checkpoint.
 One that keeps exiting ends the run, except a worker while another one runs. A run on a rescored input
 (`data.from_run`) has no workers and no reward service, and gets a copy of the input from the store of the run beside it.
 When the trainer exits by itself the run is over. All of them stop when this process exits.
@@ -110,6 +111,7 @@ class LocalRun:
         self._supervisor: Supervisor | None = None
         self._services: list[Child] = []
         self._prepared_trainer: Child | None = None
+        self.newest_trainer: Child | None = None
         self._started_at = 0.0
         self._stopped_at: float | None = None
         self._cpu_before = 0.0
@@ -183,11 +185,11 @@ class LocalRun:
             self._prepared_trainer.start()
 
     def start_trainer(self) -> None:
-        """Start the trainer. It is restarted when a signal killed it; when it exits by itself the run is over."""
+        """Start the trainer. It is restarted when a signal or a broken peer ended it; when it exits by itself the run is over."""
         child, self._prepared_trainer = self._prepared_trainer, None
         if child is None or not child.begin():
             child = self._trainer()
-        self._launch(child, restart=lambda: self._trainer().relaunch(), is_crash=lambda code: code < 0)
+        self._launch(child, restart=lambda: self._trainer().relaunch(), is_crash=self._is_trainer_crash)
 
     def _launch(
         self,
@@ -322,13 +324,18 @@ class LocalRun:
         command = launch.trainer_command([*self._local.arguments, *overrides], self._environ)
         if waits:
             command.insert(command.index("train"), "--prepare")
-        return self._service(TRAINER, command, waits=waits)
+        self.newest_trainer = self._service(TRAINER, command, waits=waits)
+        return self.newest_trainer
+
+    def _is_trainer_crash(self, code: int) -> bool:
+        return code != 0 and self.newest_trainer is not None and self.newest_trainer.may_continue
 
     def _service(self, name: str, command: Sequence[str], *, waits: bool = False) -> Child:
         stack = None if self._stack is None or self._local.names_keys else self._stack.environment()
         environ = {**self._environ, **(stack or connection_environment(self.nats, self.s3))}
         # else torch uses all cores in every process, and they wait for one another
-        environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // (self._local.num_workers + 1))))
+        num_processes = self._local.num_workers + self.settings.trainer.num_ranks
+        environ.setdefault("OMP_NUM_THREADS", launch.threads_of_process(num_processes))
         return Child(
             name, command, log=self.log(name), environ=environ, death_signal=death_signal(command), waits=waits
         )

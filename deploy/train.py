@@ -3,9 +3,9 @@
 With ``--local`` every service runs on this machine. Without, the other services run elsewhere, and what the run lacks on NATS
 and S3 is created, if this user may. On a terminal the panel is shown, and the trainer's output goes to
 ``runs/<id>/logs/trainer.log``; elsewhere an attached trainer writes to this process's output, as in a container. A trainer that
-a signal killed is started again and resumes; so is an attached one that ended because NATS or the object store does not answer,
-for up to an hour. A run that cannot be watched is trained all the same. Of several nodes the first does all this; on the others
-this process becomes their torchrun.
+a signal killed, or that by its log ended for an error of the hardware that can be transient, is started again and resumes; so is
+an attached one that ended because NATS or the object store does not answer, for up to an hour. A run that cannot be watched is
+trained all the same. Of several nodes the first does all this; on the others this process becomes their torchrun.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from penstock.deploy.bootstrap import bootstrap
 from penstock.deploy.early_checks import check_inputs, missing_rewards
 from penstock.deploy.local import connection_environment, stop_on_signals
 from penstock.deploy.local_run import TRAINER, LocalRun, death_signal, seal_run_file
+from penstock.deploy.plan.memory.report import RankMemory
 from penstock.deploy.processes.child import Child, exit_status
 from penstock.deploy.processes.page_and_trackers import PageProcess, TrackerProcesses
 from penstock.deploy.processes.supervise import Supervisor
@@ -38,6 +39,7 @@ from penstock.protocol import logs, streams
 from penstock.protocol.config.connection import RunSettings
 from penstock.protocol.config.run_file import load, split_arguments
 from penstock.protocol.errors import BlobStoreRefused, BusRefused, MissingStream, PenstockError
+from penstock.protocol.hardware_errors import GPU_MEMORY, HardwareFault
 from penstock.protocol.record import run_folder
 from penstock.protocol.secret_values import scrub
 from penstock.protocol.transport.blobs import Blobs
@@ -103,7 +105,7 @@ def _train_local(
             code, summary = _watch_local(run, page, trackers, stop_requested, quiet=as_json)
             if code == 0:
                 trackers.wait_until_read()
-            log_tail = run.log_tail(TRAINER)
+            log_tail, fault = run.log_tail(TRAINER), run.newest_trainer and run.newest_trainer.fault()
     except PenstockError as err:
         say(str(err))
         return 1
@@ -111,7 +113,7 @@ def _train_local(
         say(resumption.stopped("train", again))
         return _STOPPED_ON_REQUEST
     if code:
-        say(f"the trainer ended with exit code {code}; its log ends with\n{log_tail}")
+        say(f"the trainer ended with exit code {code}; its log ends with\n{log_tail}{fault_note(run.settings, fault)}")
         return exit_status(code)
     say(f"{run.usage.wall_s:.1f} s of wall time, {run.usage.cpu_s:.1f} s of CPU time")
     write_report(run.folder, summary, as_json=as_json)
@@ -177,6 +179,7 @@ def train_attached(arguments: Sequence[str], nodes: Nodes | None, *, as_json: bo
         loaded = load(TrainerSettings, files=files, overrides=overrides, environ=os.environ)
         settings, steps = loaded.settings, known_steps(loaded)
         command = launch.trainer(settings.trainer.num_ranks, "train", *arguments, nodes=nodes)
+        launch.give_ranks_threads(command)
         if nodes is not None:
             print(
                 f"node {nodes.rank} of {nodes.count}: the nodes meet at {nodes.rdzv}, within {JOIN_S} s",
@@ -222,8 +225,22 @@ def _ending(
     if code == 0 and run_folder.is_pause_requested(settings.run.folder):
         return resumption.paused("train", again)
     if code and trainer.is_logged:
-        return f"the trainer ended with exit code {code}; its log ends with\n{trainer.log_tail}"
+        log_tail, note = trainer.child.log_tail(), fault_note(settings, trainer.child.fault())
+        return f"the trainer ended with exit code {code}; its log ends with\n{log_tail}{note}"
     return ""
+
+
+def fault_note(settings: TrainerSettings, fault: HardwareFault | None) -> str:
+    """Return lines that name an error of the hardware; of GPU memory with what `penstock plan` estimates for this card."""
+    if fault is None:
+        return ""
+    advice = ""
+    if fault.name == GPU_MEMORY and (limit := fault.usable_bytes):
+        try:
+            advice = f"\npenstock plan: {RankMemory(settings, limit=limit, on_gpu=True).advice()}"
+        except PenstockError as err:
+            advice = f"\npenstock plan has no estimate: {err}"
+    return f"\n{fault.text()}{advice}"
 
 
 def create_what_is_missing(settings: TrainerSettings) -> None:
@@ -248,7 +265,7 @@ class AttachedTrainer:
         self.is_logged = sys.stderr.isatty()
         self.stop_requested = False
         self.log = run.folder.absolute() / "logs" / f"{TRAINER}.log"
-        self._child = Child(
+        self.child = Child(
             TRAINER, command, log=self.log, death_signal=death_signal(command), inherit_output=not self.is_logged
         )
         self._supervisor = Supervisor(on_event=lambda _: None)
@@ -257,28 +274,24 @@ class AttachedTrainer:
 
     def __enter__(self) -> AttachedTrainer:
         try:
-            self._child.start()
+            self.child.start()
         except BaseException:
             self._supervisor.close()
             raise
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, self._forward)
-        self._supervisor.watch(self._child, self._child.relaunch, is_crash=self._is_crash)
+        self._supervisor.watch(self.child, self.child.relaunch, is_crash=self._is_crash)
         return self
 
     def __exit__(self, *_: object) -> None:
         self._supervisor.close()
-        self._child.kill()
-
-    @property
-    def log_tail(self) -> str:
-        return self._child.log_tail()
+        self.child.kill()
 
     def wait(self, deadline_s: float) -> int | None:
         """Wait for the exit code; None after ``deadline_s``. Raises DeployError when it was killed too often."""
         exited = self._supervisor.wait_exit(deadline_s)
         # with a request to stop, the signal may have come between a crash and the restart
-        return self._child.returncode if exited or (self.stop_requested and not self._child.alive) else None
+        return self.child.returncode if exited or (self.stop_requested and not self.child.alive) else None
 
     def on_incident(self, note: Callable[[str], object]) -> None:
         """Call ``note`` for every crash and restart from now on, on the supervisor's thread."""
@@ -289,7 +302,7 @@ class AttachedTrainer:
         if self.stop_requested:
             return False
         if code != OUTAGE:
-            return code < 0
+            return self.child.may_continue
         now = time.monotonic()
         if now - self._outage_seen > _APART_S:
             self._outage_since = now
@@ -300,7 +313,7 @@ class AttachedTrainer:
         """Pass the signal on: the first makes the trainer write a checkpoint and stop, the second ends it at once."""
         self.stop_requested = True
         with contextlib.suppress(ProcessLookupError):
-            os.kill(self._child.pid, number)
+            os.kill(self.child.pid, number)
 
 
 def _watch_attached(

@@ -15,11 +15,15 @@ import structlog
 from penstock.fine_tuning.sections import DPO, RM, SFT, OwnSection, check_ranks
 from penstock.protocol import logs
 from penstock.protocol.config.run_file import Loaded, load, split_arguments
-from penstock.protocol.errors import PenstockError
 from penstock.protocol.process_end import ends_quietly
 from penstock.protocol.record import run_folder
-from penstock.protocol.secret_values import scrub
-from penstock.trainer.commands.run_command import end_with_torchrun, run_command, start_process, stop_on_signals
+from penstock.trainer.commands.run_command import (
+    end_with_torchrun,
+    explained,
+    run_command,
+    start_process,
+    stop_on_signals,
+)
 from penstock.trainer.data.inputs import resolve_inputs
 from penstock.trainer.learner.gguf_model import with_model_folders
 from penstock.trainer.learner.model_folder_check import check_adapters, refuse_vision
@@ -72,9 +76,10 @@ def fine_tune(command: OwnSection, arguments: Sequence[str]) -> int:
             sys.stdout.write("" if result is None else f"{result.folder}\n")
             ended = "" if result is not None else "stopped on request" if code else "paused"
             sys.stderr.write(f"{ended}; start it again to continue from its checkpoint\n" if ended else "")
-    except PenstockError as err:
+    except Exception as err:
+        text = explained(err)
         log.debug("training failed", exc_info=True)
-        sys.stderr.write(scrub(f"{err}\n"))
+        sys.stderr.write(text)
         code = _ERROR
     ranks.leave(code)
     return code

@@ -1,12 +1,11 @@
 """How the output of a process ends: with one line for people after an unexpected exception, and without a traceback when its reader has ended.
 
 Errors of Penstock are printed without a traceback by each command. Anything else that reaches the top of a process is either
-a full disk, which has a fix, or an internal error, which is to be reported.
+one of the hardware, which has a fix (`hardware_errors.py`), or an internal error, which is to be reported.
 """
 
 from __future__ import annotations
 
-import errno
 import functools
 import os
 import select
@@ -17,9 +16,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 
+from penstock.protocol.hardware_errors import fault_of
 from penstock.protocol.secret_values import scrub
 
-_DISK_FULL = {errno.ENOSPC, errno.EDQUOT}
 _PACKAGE = Path(__file__).parent.parent  # its files are named relative to it
 EXIT_CODE = 128 + 13  # as a shell reports a process that SIGPIPE ended
 
@@ -30,13 +29,11 @@ def install(service: str) -> None:
 
 def explain(service: str, err: BaseException) -> str:
     """Return one line: which process, what happened, where, and what to do; of a group its first error."""
+    if (fault := fault_of(err)) is not None:
+        return scrub(f"penstock {service}: {fault.text(service)}")
     while isinstance(err, BaseExceptionGroup):
         err = err.exceptions[0]
     what = " ".join(scrub(f"{type(err).__name__}: {err}").split())[:500]
-    if isinstance(err, OSError) and err.errno in _DISK_FULL:
-        return f"penstock {service}: the disk is full ({what}); free disk space and start it again"
-    if isinstance(err, MemoryError):
-        return f"penstock {service}: out of memory{_place(err)}; start it where more memory is free"
     return f"penstock {service}: internal error, please report it with the traceback above: {what}{_place(err)}"
 
 

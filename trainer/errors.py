@@ -13,6 +13,7 @@ PenstockError
     ├── RunIsHeld             another trainer holds the lease of this run and is alive
     ├── LeaseLost             another trainer took the lease while this one was suspended or disconnected
     ├── TrainingDiverged      a loss or gradient is not a finite number
+    ├── HardwareFailed        memory, GPU, driver or another rank failed in a step; `protocol/hardware_errors.py` names it
     ├── PolicyCollapsed       the policy samples with less entropy than trainer.min_entropy
     ├── GroupStateError       a group is in a state that does not allow what happens to it: an internal error
     ├── CheckpointError       a checkpoint is incomplete, or belongs to another run or world size
@@ -74,6 +75,10 @@ class LeaseLost(TrainerError):
 
 class TrainingDiverged(TrainerError):
     """A loss or a gradient is not a finite number any more; the text gives the step."""
+
+
+class HardwareFailed(TrainerError):
+    """Memory ran out, or a GPU, its driver or another rank failed; the text names it, with the setting that helps."""
 
 
 class PolicyCollapsed(TrainerError):

@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass, field
 import structlog
 
 from penstock.protocol.errors import PenstockError
+from penstock.protocol.hardware_errors import fault_of
 from penstock.protocol.heartbeats import Activity
 from penstock.protocol.record import run_folder
 from penstock.protocol.record.checkpoint_state import CheckpointState
@@ -22,7 +23,7 @@ from penstock.trainer.algorithm.mismatch import compare_fresh_tokens
 from penstock.trainer.algorithm.stop_checks import CollapseCheck, EngineCheck
 from penstock.trainer.commit import PUBLICATION_DEADLINE_S, CheckpointSchedule, Committer, WeightSubmitter
 from penstock.trainer.crash_points import CrashPoint
-from penstock.trainer.errors import EngineMismatch, PolicyCollapsed, TrainerError, TrainingDiverged
+from penstock.trainer.errors import EngineMismatch, HardwareFailed, PolicyCollapsed, TrainerError, TrainingDiverged
 from penstock.trainer.evaluation.evaluation_schedule import EarlyStop, EvaluationSchedule
 from penstock.trainer.groups.batcher import sampling_versions, staleness_tokens
 from penstock.trainer.groups.collect import Collector
@@ -163,7 +164,7 @@ class Training:
         return batch
 
     def train(self, batch: list[ReadyGroup]) -> Learned:
-        """Train on a batch; raises TrainingDiverged, EngineMismatch or PolicyCollapsed before publishing."""
+        """Train on a batch; raises TrainingDiverged, HardwareFailed, EngineMismatch or PolicyCollapsed before publishing."""
         started = time.monotonic()
         algorithm = self.planner.document()
         try:
@@ -177,8 +178,9 @@ class Training:
                 self.collapse_check.check(sums["surprise"] / sums["tokens"], self.num_steps_done)
             else:
                 log.warning("filters left no completion of the batch to train on", skipped=dict(learned.skipped))
-        except (EngineMismatch, PolicyCollapsed, TrainingDiverged) as err:
-            saved = self._save_batch(batch, err, algorithm)
+        except (EngineMismatch, PolicyCollapsed, TrainingDiverged, RuntimeError, MemoryError) as err:
+            reason = err if isinstance(err, TrainerError) else self._hardware_failed(err)
+            saved = self._save_batch(batch, reason, algorithm)
             self.events.write("alarm", {"text": str(saved)})
             raise saved from err
         self._step_s = time.monotonic() - started
@@ -354,12 +356,20 @@ class Training:
         self.schedule.written(started=started, now=finished)
         self._checkpoint_s += finished - started
 
+    def _hardware_failed(self, err: Exception) -> HardwareFailed:
+        """Name what failed in a step; raises ``err`` again if it is an internal error."""
+        if (fault := fault_of(err, rank=0 if self.settings.trainer.num_ranks > 1 else None)) is None:
+            raise err
+        log.error("the step failed", exc_info=err)
+        return HardwareFailed(fault.text())
+
     def _save_batch(self, batch: list[ReadyGroup], err: TrainerError, algorithm: Mapping[str, object]) -> TrainerError:
         """Save the batch of a step that stops the run; return the error with where it is.
 
         The weights before it are on their way to the object store, from where a replay of the batch takes them.
         """
-        step, folder = self.num_steps_done + (1 if isinstance(err, TrainingDiverged) else 0), self.settings.run.folder
+        step = self.num_steps_done + isinstance(err, TrainingDiverged | HardwareFailed)
+        folder = self.settings.run.folder
         try:
             saved = save_batch(
                 folder, batch, err, config=self.config, run_id=self.settings.run.id, step=step, version=self.version,

@@ -16,6 +16,7 @@ from pathlib import Path
 
 from penstock.protocol import parent_death
 from penstock.protocol.errors import PenstockError
+from penstock.protocol.hardware_errors import KILLED, HardwareFault, fault_in
 
 # The kernel sends the parent-death signal when the *thread* that forked exits. So all children are
 # started by this one thread, which runs until the process exits.
@@ -64,6 +65,7 @@ class Child:
         self._waits = waits
         self._process: subprocess.Popen[bytes] | None = None
         self._group_may_run = False
+        self._oom_kills = 0  # before the last process
         self._log_start = 0  # bytes of the log before the last process wrote to it
 
     def start(self) -> None:
@@ -71,6 +73,7 @@ class Child:
         if self.alive:
             raise DeployError(f"{self.name} is already running (pid {self.pid})")
         self.log.parent.mkdir(parents=True, exist_ok=True)
+        self._oom_kills = _oom_kills()
         self._process = _starter.submit(self._popen).result()
         self._group_may_run = True
 
@@ -168,22 +171,40 @@ class Child:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.pid, number)
 
-    def log_tail(self, num_lines: int = 15) -> str:
+    def fault(self) -> HardwareFault | None:
+        """Return the error of hardware or memory that ended the process, by its log or the kernel's count; None for any other end."""
+        code = self.returncode
+        if code == -signal.SIGKILL:
+            return HardwareFault(KILLED) if _oom_kills() > self._oom_kills else None
+        return fault_in(self._log_end()) if code and not self._inherits_output else None
+
+    @property
+    def may_continue(self) -> bool:
+        """Whether the same command may succeed: it was killed by a signal, or ended by an error that can be transient."""
+        code = self.returncode
+        return code is not None and (code < 0 or ((fault := self.fault()) is not None and fault.is_transient))
+
+    def _log_end(self) -> str:
         try:
             with self.log.open("rb") as file:
                 file.seek(max(self._log_start, self.log.stat().st_size - 16_384))
-                lines = file.read().decode("utf-8", "replace").splitlines()[-num_lines:]
+                return file.read().decode("utf-8", "replace")
         except OSError:
-            lines = []
+            return ""
+
+    def log_tail(self, num_lines: int = 15) -> str:
+        lines = self._log_end().splitlines()[-num_lines:]
         return "\n".join(f"    {line}" for line in lines) or f"    ({_EMPTY_LOG})"
 
     def reason(self) -> str:
         """Return why the process exited: the last line of its log that is not a JSON line, and whether the disk is full.
 
-        Empty after a signal, which no log explains, unless the disk is full.
+        Empty after a signal, which no log explains, unless memory ran out or the disk is full.
         """
-        code = self.returncode
+        code, fault = self.returncode, self.fault()
         line = "" if code is None or code <= 0 else _last_plain_line(self.log_tail().splitlines())
+        if fault is not None and not any(map(str.isalpha, line)):  # after torchrun's last line, or a signal
+            line = fault.happened
         return "; ".join(part for part in (line, full_disk(self.log.parent)) if part)
 
     def failure(self, what: str) -> DeployError:
@@ -193,6 +214,14 @@ class Child:
         return DeployError(
             f"{self.name} {what}; it {end}. {full + '. ' if full else ''}Last lines of {self.log}:\n{self.log_tail()}"
         )
+
+
+def _oom_kills() -> int:
+    """Return how many processes the kernel of this machine has killed because memory ran out; 0 where it does not count."""
+    with contextlib.suppress(OSError, ValueError):
+        counts = dict(line.split() for line in Path("/proc/vmstat").read_text().splitlines())
+        return int(counts.get("oom_kill", "0"))
+    return 0
 
 
 def full_disk(folder: Path) -> str:

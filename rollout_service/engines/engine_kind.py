@@ -193,6 +193,7 @@ def _managed(kind: EngineKind, launches: Sequence[ServerLaunch], site: EngineSit
             environ=launch.environ,
             context_length=launch.context_length,
             prepare=launch.prepare,
+            kind=kind.name,
         )
         for launch in launches
     ]

@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from penstock.protocol import parent_death
+from penstock.protocol.hardware_errors import fault_in
 from penstock.protocol.versions import PolicyVersion
 from penstock.rollout_service.errors import EngineUnreachable
 
@@ -87,8 +88,9 @@ def child_environ(environ: Mapping[str, str]) -> dict[str, str]:
 class EngineProcess:
     """One process of an engine. It leads a separate process group, which is killed when it exits."""
 
-    def __init__(self, process: asyncio.subprocess.Process, log: Path, log_start: int) -> None:
+    def __init__(self, process: asyncio.subprocess.Process, log: Path, log_start: int, kind: str = "") -> None:
         self._process = process
+        self._kind = kind  # such as sglang
         self._log = log
         self._log_start = log_start
         self._members = [process.pid]
@@ -105,6 +107,7 @@ class EngineProcess:
         deadline_s: float,
         environ: Mapping[str, str] | None = None,
         prepared: PreparedProcess | None = None,
+        kind: str = "",
     ) -> tuple[EngineProcess, str]:
         """Start an engine on a model folder and wait until it has a port; returns it and its URL.
 
@@ -115,7 +118,7 @@ class EngineProcess:
         port_file.unlink(missing_ok=True)
         words = command(folder, version, port_file)
         if prepared is not None and (process := await prepared.become(words)) is not None:
-            engine = cls(process, log, prepared.log_start)
+            engine = cls(process, log, prepared.log_start, kind)
         else:
             with log.open("ab") as output:
                 log_start = output.tell()
@@ -127,7 +130,7 @@ class EngineProcess:
                     env=environ,
                     start_new_session=True,  # Ctrl-C reaches the worker only, which stops it after the packs in flight
                 )
-            engine = cls(process, log, log_start)
+            engine = cls(process, log, log_start, kind)
         try:
             port = await engine._read_port(port_file, deadline_s)
         except BaseException:
@@ -153,7 +156,10 @@ class EngineProcess:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self.pid, signal.SIGKILL)
         how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with status {code}"
-        return f"the engine (pid {self.pid}) {how}; end of {self._log}:\n{self._tail()}"
+        tail = self._tail()
+        fault = fault_in(tail) if code != -signal.SIGKILL else None  # which no log explains
+        named = "" if fault is None else f": {fault.text(self._kind)}"
+        return f"the engine (pid {self.pid}) {how}{named}; end of {self._log}:\n{tail}"
 
     def kill(self) -> None:
         if self._process.returncode is None:

@@ -52,11 +52,13 @@ class ManagedEngine(SingleEngine):
         environ: Mapping[str, str] | None = None,
         context_length: int | None = None,
         prepare: Sequence[str] = (),
+        kind: str = "",
     ) -> None:
         """``command`` returns the command line, ``connect`` a client of a URL; the first `load` starts the process.
 
         ``environ`` is the engine's whole environment (None: the worker's); ``context_length`` is the limit it is
-        started with, where that is less than the model's; ``prepare`` is the command of a `PreparedProcess`.
+        started with, where that is less than the model's; ``prepare`` is the command of a `PreparedProcess`;
+        ``kind`` is the engine's, for the settings that an error names.
         """
         super().__init__()
         self._command = command
@@ -66,6 +68,7 @@ class ManagedEngine(SingleEngine):
         self._log_file = log_file
         self._start_deadline_s = start_deadline_s
         self._prepare = prepare
+        self._kind = kind
         self._prepared: PreparedProcess | None = None
         self._process: EngineProcess | None = None
         self._discarded = False  # killed by this worker, and not replaced yet
@@ -266,6 +269,7 @@ class ManagedEngine(SingleEngine):
                 deadline_s=self._start_deadline_s,
                 environ=self._environ,
                 prepared=self._prepared,
+                kind=self._kind,
             )
         finally:
             # Only now: its CPU seconds count at every moment, or the worker would seem to have restarted.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
@@ -42,6 +43,21 @@ def _programs() -> None:
 def run_file(tmp_path: Path, run_id: str) -> Path:
     """A run of a few steps of a tiny model."""
     return write_small_run(tmp_path, run_id, trainer={"steps": 12})
+
+
+def test_workers_and_ranks_share_the_cores(run_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A number that is set counts."""
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(192)))
+    environ = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
+
+    def threads(*arguments: str, **more: str) -> str:
+        run = LocalRun([str(run_file), *arguments], environ=environ | more)
+        child = run._service("trainer", [])
+        assert child._environ is not None
+        return child._environ["OMP_NUM_THREADS"]
+
+    assert [threads(), threads("trainer.num_ranks=8")] == ["64", "19"]
+    assert threads("trainer.num_ranks=8", OMP_NUM_THREADS="5") == "5"
 
 
 def test_sglang_servers_of_a_run_load_the_adapters_that_it_trains(run_file: Path) -> None:

@@ -73,6 +73,19 @@ def test_a_trainer_that_a_signal_killed_is_started_again(tmp_path: Path) -> None
 
 
 @pytest.mark.usefixtures("keep_handlers")
+@pytest.mark.parametrize(("line", "starts"), [("ncclRemoteError", "xx"), ("CUDA out of memory", "x")])
+def test_a_trainer_that_another_rank_ended_is_started_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, line: str, starts: str
+) -> None:
+    """What would fail again is not; the log that names it is the trainer's own, on a terminal."""
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    then = f"mark.read_text() == 'x' and sys.exit(print({line!r}) or 2)"
+    with AttachedTrainer(program(tmp_path, then), RunSettings(dir=tmp_path)) as trainer:
+        assert trainer.wait(60.0) == (0 if starts == "xx" else 2)
+    assert (tmp_path / "starts").read_text() == starts
+
+
+@pytest.mark.usefixtures("keep_handlers")
 def test_a_trainer_that_ends_in_an_outage_is_started_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Not in the first minute, when an address may be wrong, and for an hour at most."""
     then = "sys.exit(75 if len(mark.read_text()) < 3 else 0)"

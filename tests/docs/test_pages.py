@@ -16,6 +16,7 @@ from docs.self_contained import loads
 
 from penstock.console.cli.main import app
 from penstock.console.report import diagnoses as rules
+from penstock.protocol import hardware_errors
 from penstock.protocol.command_line import arguments_of
 from penstock.protocol.config.foreign_config import ABSENT, ALIASES, RENAMED
 from penstock.protocol.config.schema_keys import SECTIONS
@@ -129,7 +130,8 @@ def test_quoted_messages_are_the_program_s():
     text = (ROOT / "docs" / "troubleshooting.md").read_text(encoding="utf-8")
     quoted = re.findall(r"^\| `([^`]+)` \|", text, re.MULTILINE)
     assert len(quoted) >= 15
-    assert [one for one in quoted if not any(_contains(message, one) for message in _messages())] == []
+    messages = [*_messages(), *(situation["what"] for situation in hardware_errors.table()["situation"])]
+    assert [one for one in quoted if not any(_contains(message, one) for message in messages)] == []
 
 
 def test_every_generated_reference_has_a_page_and_every_mark_a_module():

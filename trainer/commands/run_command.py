@@ -10,10 +10,12 @@ import shlex
 import signal
 import sys
 import threading
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 
 from penstock.protocol import process_end
 from penstock.protocol.errors import PenstockError
+from penstock.protocol.hardware_errors import fault_of
 from penstock.protocol.parent_death import end_with_parent
 from penstock.protocol.secret_values import scrub
 from penstock.trainer import process_memory
@@ -38,6 +40,16 @@ def stop_on_signals(stop: threading.Event, *, is_leader: bool) -> list[int]:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, request_stop if is_leader else signal.SIG_IGN)
     return received
+
+
+def explained(err: Exception) -> str:
+    """Return the text of an error that has a fix, below the traceback if it is one of the hardware; raises any other again."""
+    if isinstance(err, PenstockError):
+        return scrub(f"{err}\n")
+    fault = fault_of(err, rank=int(os.environ["RANK"]) if os.environ.get("WORLD_SIZE", "1") != "1" else None)
+    if fault is None:
+        raise err
+    return scrub(f"{''.join(traceback.format_exception(err))}{fault.text()}\n")
 
 
 def end_with_torchrun(environ: Mapping[str, str]) -> None:

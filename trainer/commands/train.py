@@ -18,7 +18,7 @@ from penstock.protocol.secret_values import scrub
 from penstock.protocol.transport.blobs import Blobs
 from penstock.protocol.transport.bus import Bus
 from penstock.trainer.algorithm.summary_line import summary_line
-from penstock.trainer.commands.run_command import stop_on_signals
+from penstock.trainer.commands.run_command import explained, stop_on_signals
 from penstock.trainer.data.data_order import with_steps
 from penstock.trainer.data.inputs import resolve_inputs
 from penstock.trainer.learner.gguf_model import with_model_folders
@@ -80,9 +80,10 @@ def _train(loaded: Loaded[TrainerSettings], watched: Callable[[], Unchanged | No
     try:
         train(settings, config, ranks, stop, watched, environ=os.environ)
         code = 128 + signals[0] if signals else 0
-    except PenstockError as err:
+    except Exception as err:
+        text = explained(err)
         log.debug("run failed", exc_info=True)
-        sys.stderr.write(scrub(f"{err}\n"))
+        sys.stderr.write(text)
         code = OUTAGE if ranks.is_leader and _is_outage(settings) else ERROR
     ranks.leave(code)
     return code

@@ -134,10 +134,15 @@ class Policy:
             for number, batch in enumerate(micro_batches, start=1):
                 if learns:
                     self._trainable.begin(is_last=number == len(micro_batches))
-                outcome = self._outcome(batch.to(self.device), objective, reference)
-                step.add(outcome)
+                try:
+                    outcome = self._outcome(batch.to(self.device), objective, reference)
+                    step.add(outcome)
+                    if learns:
+                        self._trainable.backward(outcome.loss)
+                except (RuntimeError, MemoryError) as err:
+                    err.add_note(f"micro-batch of {batch.input_ids.numel()} tokens")  # as `hardware_errors` reads it
+                    raise
                 if learns:
-                    self._trainable.backward(outcome.loss)
                     self._work = self._work.plus(self._cost.backward(self._load(batch)))
                 if observe is not None:
                     observe(outcome.tokens, batch)

@@ -54,6 +54,21 @@ class RankMemory:
     def fits(self) -> bool:
         return self._limit is None or self._peak <= self._limit
 
+    def advice(self) -> str:
+        """Return one line for a rank that ran out of memory although the limit was all of its GPU."""
+        if self._limit is None or self.fits:
+            return (
+                f"a rank needs {size(self._peak)}, which fits: set PYTORCH_ALLOC_CONF=expandable_segments:True, "
+                f"or trainer.micro_batch_tokens={self._plan.inputs.budget_tokens // 2}"
+            )
+        need = f"a rank needs {size(self._peak)} of a GPU with {size(self._limit)} for it"
+        settings = [" ".join(suggestion.settings) for suggestion in self._suggestions[:2]]
+        return (
+            f"{need}; it fits with {', or with '.join(settings)}"
+            if settings
+            else f"{need}; no known setting makes it fit"
+        )
+
     def text(self) -> str:
         return "".join(f"{line}\n" for line in self._lines())
 

@@ -98,6 +98,21 @@ def test_local_is_one_machine() -> None:
         )
 
 
+@pytest.mark.parametrize(
+    ("option", "environ", "expected"),
+    [("--nproc-per-node=4", {}, "3"), ("--nproc-per-node=64", {}, "1"), ("--nproc-per-node=4", {"OMP_NUM_THREADS": "7"}, "7"), ("-u", {}, "")],
+)  # fmt: skip
+def test_the_ranks_of_a_node_share_its_cores(
+    monkeypatch: pytest.MonkeyPatch, option: str, environ: dict[str, str], expected: str
+) -> None:
+    """Torchrun by itself gives each one thread; one rank without torchrun has all cores by torch's default."""
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(12)))
+    monkeypatch.setattr(os, "environ", dict(environ))
+    monkeypatch.setattr(os, "execv", lambda *_: None)
+    launch.replace_process(["torchrun", option])
+    assert os.environ.get("OMP_NUM_THREADS", "") == expected
+
+
 @pytest.mark.parametrize(("given", "expected"), [({}, "900"), ({"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "60"}, "60")])
 def test_torchrun_gives_its_ranks_time_for_a_checkpoint(given: dict[str, str], expected: str) -> None:
     """By itself it kills them 30 s after it was asked to stop; a time of one's own counts."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,9 @@ import pytest
 
 from penstock.console.cli.main import run
 from penstock.deploy.plan.memory.report import RankMemory
+from penstock.deploy.train import fault_note
 from penstock.protocol.config.run_file import load
+from penstock.protocol.hardware_errors import fault_in
 from penstock.trainer.settings import TrainerSettings
 
 RUN_FILE = """
@@ -101,6 +104,32 @@ def test_the_settings_that_make_it_fit_do(run_file: str, model: str, limit: int,
     for one in memory["fits_with"]:
         changed = estimated(*one["settings"])
         assert (changed["fits"], changed["peak"]) == (True, one["peak"]), one["settings"]
+
+
+@pytest.mark.parametrize(
+    ("free", "advice"),
+    [
+        ("1.00", r"a rank needs [\d.]+ GB of a GPU with 9\.66 GB for it; it fits with trainer\.micro_batch_tokens=\d+ "),
+        ("90.00", r"a rank needs [\d.]+ GB, which fits: set PYTORCH_ALLOC_CONF=expandable_segments:True, or trainer\.micro_batch_tokens=8192"),
+    ],
+)  # fmt: skip
+def test_out_of_memory_is_explained_by_the_plan_for_this_card(
+    run_file: str, model: str, free: str, advice: str
+) -> None:
+    """For what is free and what PyTorch holds, without what other processes have; a disk has no plan, nor an unknown model."""
+    line = (
+        f"torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 99.00 GiB of which "
+        f"{free} GiB is free. Process 7 has 70.00 GiB memory in use. Of the allocated memory 7.00 GiB is allocated by PyTorch, "
+        "and 1.00 GiB is reserved by PyTorch but unallocated."
+    )
+    settings = load(TrainerSettings, files=[Path(run_file)], overrides=[model], environ={}).settings
+    note = fault_note(settings, fault_in(line))
+    assert note.startswith("\nout of GPU memory on GPU 0 (2.00 GiB requested, ")
+    assert re.search(rf"\npenstock plan: {advice}", note)
+    unknown = load(TrainerSettings, files=[Path(run_file)], overrides=[], environ={}).settings
+    assert "\npenstock plan has no estimate: " in fault_note(unknown, fault_in(line))
+    assert "penstock plan" not in fault_note(settings, fault_in("No space left on device"))
+    assert fault_note(settings, None) == ""
 
 
 def test_a_run_that_does_not_fit_ends_with_1(run_file: str, model: str, capsys: pytest.CaptureFixture[str]) -> None:

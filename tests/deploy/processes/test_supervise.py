@@ -95,6 +95,47 @@ def test_a_crash_names_what_the_process_wrote_last(supervisor: Supervisor, tmp_p
     ]  # fmt: skip
 
 
+ENDS = {
+    "raise SystemExit(0)": (False, ""),
+    "print('[rank1]: RuntimeError: [pair.cc:547] Connection closed by peer [::1]:9'); raise SystemExit(2)": (
+        True,
+        "[rank1]",
+    ),
+    "print('(exitcode: -9) local_rank: 1 (pid: 7)\\n' + 80 * '='); raise SystemExit(1)": (
+        True,
+        "a process was killed: SIGKILL",
+    ),
+    "print('CUDA out of memory'); raise SystemExit(2)": (False, "CUDA out of memory"),
+    "print('no such setting'); raise SystemExit(2)": (False, "no such setting"),
+    "import os; os.abort()": (True, ""),
+}
+
+
+@pytest.mark.parametrize(("code", "expected"), ENDS.items())
+def test_what_may_continue_is_what_a_signal_or_another_rank_ended(
+    tmp_path: Path, code: str, expected: tuple[bool, str]
+) -> None:
+    child = Child("trainer", [sys.executable, "-c", code], log=tmp_path / "log")
+    child.start()
+    child.wait(60.0)
+    may_continue, reason = expected
+    assert child.may_continue is may_continue
+    assert child.reason().startswith(reason)
+    assert bool(child.reason()) is bool(reason)
+
+
+def test_a_process_that_the_kernel_killed_for_memory_is_said_to_be(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the kernel's own count, since nothing is written to a log; a SIGKILL without it has no reason."""
+    child = Child("trainer", SLEEP, log=tmp_path / "log")
+    child.start()
+    child.kill()
+    assert (child.may_continue, child.reason()) == (True, "")
+    monkeypatch.setattr("penstock.deploy.processes.child._oom_kills", lambda: child._oom_kills + 1)
+    assert child.reason() == "a process was killed: SIGKILL by the kernel if memory ran out, SIGABRT by NCCL's watchdog"
+
+
 def test_a_full_disk_is_named_with_a_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The logs cannot say it, because they cannot be written either."""
     child = Child("worker", [sys.executable, "-c", "raise SystemExit(1)"], log=tmp_path / "log")

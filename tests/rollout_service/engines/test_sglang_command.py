@@ -7,13 +7,16 @@ import itertools
 import os
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from penstock.deploy.quickstart_task import write_model
 from penstock.protocol.config.run_file import load
 from penstock.protocol.errors import ConfigError
 from penstock.protocol.versions import PolicyVersion
+from penstock.rollout_service.engines.embedded import EmbeddedClient, embedded_command
 from penstock.rollout_service.engines.engine_process import EngineProcess, group_members
 from penstock.rollout_service.engines.managed_engine import ManagedEngine
 from penstock.rollout_service.engines.sglang.client import SglangClient
@@ -165,7 +168,7 @@ _EXITS_WHEN_ASKED = """
 import socket, sys
 server = socket.create_server(("127.0.0.1", int(sys.argv[sys.argv.index("--port") + 1])))
 server.accept()
-print("CUDA out of memory")
+print("torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB. GPU 1 has a total capacity of 79.11 GiB of which 1.02 GiB is free.")
 raise SystemExit(1)
 """
 
@@ -177,11 +180,30 @@ async def test_a_server_that_exits_before_it_answers_shows_the_end_of_its_log(tm
         SglangClient,
         log_file=tmp_path / "engine.log",
         start_deadline_s=600,
+        kind="sglang",
     )
-    with pytest.raises(EngineUnreachable, match=r"(?s)ended before it answered.*status 1.*CUDA out of memory"):
+    named = r"status 1: out of GPU memory on GPU 1 \(2\.00 GiB requested, .*\); set sglang\.mem_fraction_static down"
+    with pytest.raises(EngineUnreachable, match=rf"(?s)ended before it answered.*{named}.*CUDA out of memory"):
         await asyncio.wait_for(engine.load(tmp_path, V7), 30)
     with pytest.raises(EngineUnreachable, match="client has been closed"):
         await engine.client.served_version()
+
+
+async def test_the_embedded_engine_names_a_gpu_that_its_torch_cannot_use(tmp_path: Path):
+    write_model(tmp_path / "model", seed=0)
+    options: Any = SimpleNamespace(max_running=2, kept_tokens=None, device="cuda", dtype="float32")
+    engine = ManagedEngine(
+        embedded_command(options),
+        EmbeddedClient,
+        log_file=tmp_path / "engine.log",
+        start_deadline_s=60,
+        environ={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
+        kind="embedded",
+    )
+    named = r"status 1: (this PyTorch has no code for the GPU|no GPU is visible|there is no usable NVIDIA driver) \("
+    with pytest.raises(EngineUnreachable, match=named) as raised:
+        await asyncio.wait_for(engine.load(tmp_path / "model", V7), 90)
+    assert "internal error" not in str(raised.value)
 
 
 async def test_a_program_that_is_not_there_is_named(tmp_path: Path):
