@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from typing import Any
+from unittest.mock import AsyncMock
 
 import pytest
 
@@ -132,3 +133,10 @@ def test_the_next_episode_goes_where_most_places_are_free() -> None:
     other.read(Listed(state, {one.id: LEASE for one in state.servers}))
     assert other.choose(0.0) is None
     assert "of which the run expects version '2' (options.version)" in other.why_none("")
+
+
+async def test_a_server_of_a_name_that_is_not_registered_takes_its_lease_away_and_nothing_else() -> None:
+    """Another server may register the name at that moment."""
+    store = AsyncMock(bucket="environments", **{"get.return_value": None, "entries.return_value": []})
+    await registry.unregister(store, "guess", server(1))
+    store.delete.assert_awaited_once_with(registry.lease_key("guess", server(1).id))
