@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import json
-from typing import Any
-from unittest.mock import AsyncMock
+from typing import Any, cast
 
 import pytest
 
@@ -18,6 +17,7 @@ from penstock.agents.environments.over_http.registry import (
     RegistrationRefused,
 )
 from penstock.agents.environments.over_http.servers import Servers
+from penstock.protocol.transport.key_value import Entry, KeyValue
 
 LEASE = Lease(at=1.0, lease_s=15.0, running=0)
 
@@ -135,8 +135,25 @@ def test_the_next_episode_goes_where_most_places_are_free() -> None:
     assert "of which the run expects version '2' (options.version)" in other.why_none("")
 
 
-async def test_a_server_of_a_name_that_is_not_registered_takes_its_lease_away_and_nothing_else() -> None:
-    """Another server may register the name at that moment."""
-    store = AsyncMock(bucket="environments", **{"get.return_value": None, "entries.return_value": []})
-    await registry.unregister(store, "guess", server(1))
-    store.delete.assert_awaited_once_with(registry.lease_key("guess", server(1).id))
+class EmptyStore:
+    """A bucket without keys, which notes what is deleted."""
+
+    bucket = "environments"
+
+    def __init__(self) -> None:
+        self.deleted: list[str] = []
+
+    async def get(self, key: str) -> None: ...
+
+    async def entries(self, prefix: str = "") -> list[Entry]:
+        return []
+
+    async def delete(self, key: str) -> None:
+        self.deleted.append(key)
+
+
+async def test_unregistering_from_a_name_that_is_not_registered_deletes_the_lease_alone() -> None:
+    """The name may be registered by another server at that moment."""
+    store = EmptyStore()
+    await registry.unregister(cast("KeyValue", store), "guess", server(1))
+    assert store.deleted == [registry.lease_key("guess", server(1).id)]
