@@ -11,9 +11,10 @@ import time
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from typing import Annotated
 
 import structlog
-from pydantic import TypeAdapter
+from pydantic import PlainSerializer, TypeAdapter
 
 from penstock.protocol.errors import BusUnreachable
 from penstock.protocol.streams import pack_progress_key
@@ -29,7 +30,7 @@ _CLOCK_SET = time.time() - time.monotonic()
 class PackProgress:
     """The record of one message; times are seconds since the epoch. Field names are the stored keys."""
 
-    settled: frozenset[str] = frozenset()
+    settled: Annotated[frozenset[str], PlainSerializer(sorted)] = frozenset()
     excused: Mapping[str, int] = field(default_factory=dict)  # deliveries that do not count as attempts, by group
     refused_since: Mapping[str, float] = field(default_factory=dict)  # since when no endpoint was called for a group
 

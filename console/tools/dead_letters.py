@@ -150,11 +150,19 @@ class _Mark(BaseModel):
     at: str = Field(default="", max_length=100)
 
 
-class _Limits(BaseModel):
-    """The limits among the settings of a session."""
+class _Trainer(BaseModel):
+    steps: int | None = None
 
-    steps: int | None = Field(None, validation_alias=AliasPath("settings", "trainer", "steps"))
-    max_staleness: int | None = Field(None, validation_alias=AliasPath("settings", "rollout", "max_staleness"))
+
+class _Rollout(BaseModel):
+    max_staleness: int | None = None
+
+
+class _Limits(BaseModel):
+    """The limits among the settings of a session; a limit may be missing, its section may not."""
+
+    trainer: _Trainer = Field(validation_alias=AliasPath("settings", "trainer"))
+    rollout: _Rollout = Field(validation_alias=AliasPath("settings", "rollout"))
 
 
 class DeadLetters:
@@ -224,7 +232,7 @@ class DeadLetters:
             for chapter in chapters(committed.record, self.blobs.get):
                 for session in chapter.lives[-1:]:
                     limits = _Limits.model_validate_json(self.blobs.get(session.config))
-                    return RunProgress(version, committed.step, limits.steps, limits.max_staleness)
+                    return RunProgress(version, committed.step, limits.trainer.steps, limits.rollout.max_staleness)
         except (WireError, BlobMissing, BlobCorrupt, ValidationError) as err:
             self.problems.append(
                 f"the limits of the run cannot be read ({type(err).__name__}: {err}): age is not checked"

@@ -21,9 +21,10 @@ import random
 import re
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import partial
 
 from pydantic import BaseModel
 
@@ -279,17 +280,20 @@ def request_id(endpoint: Endpoint, groups: Sequence[GroupToScore], attempt: int)
 def outcome(endpoint: Endpoint, group: GroupToScore, scores: Sequence[Score]) -> Outcome:
     who = f"endpoint {endpoint.name} ({endpoint.url}), group {group.group_id}"
     try:
-        verdicts = verdicts_of(who, group, scores, EndpointNonsense)
+        verdicts = verdicts_of(who, group, scores, EndpointNonsense, partial(_wrong_with, endpoint))
     except RewardError as err:
         return err
-    for number, verdict in enumerate(verdicts):
-        if problem := _wrong_with(endpoint, verdict.reward, verdict.parts):
-            return EndpointNonsense(f"{who}, completion {number}: {problem}")
     return GroupScores.of(verdicts, endpoint.scorer)
 
 
-def verdicts_of(who: str, group: GroupToScore, scores: Sequence[Score], malformed: type[RewardError]) -> list[Verdict]:
-    """Return the scores of a group's completions; raises ``malformed`` for another number of them, ScoreRefused for one that is missing."""
+def verdicts_of(
+    who: str, group: GroupToScore, scores: Sequence[Score], malformed: type[RewardError],
+    wrong_with: Callable[[Verdict], str] = lambda _: "",
+) -> list[Verdict]:  # fmt: skip
+    """Return the scores of a group's completions; raises an error of the first that is none.
+
+    It is ``malformed`` for another number of scores and where ``wrong_with`` names a problem, ScoreRefused for one that is missing.
+    """
     if len(scores) != len(group.completions):
         raise malformed(f"{who}: {len(scores)} scores for {len(group.completions)} completions")
     verdicts = []
@@ -297,13 +301,15 @@ def verdicts_of(who: str, group: GroupToScore, scores: Sequence[Score], malforme
         if score.score is None or score.error is not None:
             raise ScoreRefused(f"{who}, completion {number}: {(score.error or 'score is null')[:_MAX_TEXT]}")
         verdicts.append(Verdict(score.score, score.parts))
+        if problem := wrong_with(verdicts[-1]):
+            raise malformed(f"{who}, completion {number}: {problem}")
     return verdicts
 
 
-def _wrong_with(endpoint: Endpoint, score: float, parts: Mapping[str, float]) -> str:
-    if not endpoint.min_score <= score <= endpoint.max_score:
-        return f"score {score:g} is outside [{endpoint.min_score:g}, {endpoint.max_score:g}]"
-    if missing := [part for part in endpoint.returns_parts if part not in parts]:
+def _wrong_with(endpoint: Endpoint, verdict: Verdict) -> str:
+    if not endpoint.min_score <= verdict.reward <= endpoint.max_score:
+        return f"score {verdict.reward:g} is outside [{endpoint.min_score:g}, {endpoint.max_score:g}]"
+    if missing := [part for part in endpoint.returns_parts if part not in verdict.parts]:
         return (
             f"it was registered to return the parts {', '.join(endpoint.returns_parts)}; missing: {', '.join(missing)}"
         )

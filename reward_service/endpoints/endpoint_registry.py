@@ -105,7 +105,7 @@ class Directory(BaseModel):
         Mapping[str, Endpoint], BeforeValidator(_by_name), PlainSerializer(lambda named: list(named.values()))
     ]
     retired: tuple[str, ...]
-    draining: frozenset[str] = frozenset()
+    draining: Annotated[frozenset[str], PlainSerializer(sorted)] = frozenset()
 
     def with_endpoint(self, endpoint: Endpoint) -> Directory:
         return Directory(

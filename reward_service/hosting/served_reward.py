@@ -18,9 +18,10 @@ import socket
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from fastapi import FastAPI, HTTPException, Request
 from fastapi.responses import JSONResponse
@@ -174,12 +175,13 @@ def build_app(reward: Hosted, calls: Calls, *, secrets: Sequence[str], hosts: Se
     return app
 
 
-class Place(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Place:
     """Under which name a reward is served, where it is registered, and the keys that sign its requests."""
 
     name: str
     service: ServiceAddress | None
-    secrets: tuple[str, ...]
+    secrets: tuple[str, ...] = field(repr=False)
 
 
 def place_of(options: ServeOptions, default_name: str) -> Place:

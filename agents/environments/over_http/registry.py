@@ -193,7 +193,7 @@ async def unregister(store: KeyValue, name: str, server: RegisteredServer) -> No
     """Remove a server; the name goes with its last one."""
     await store.delete(lease_key(name, server.id))
     state = await _change(store, name, lambda state, leased, _: without(state, server.id, leased))
-    if not state.servers and not (await _read(store, name))[0].servers:
+    if not state.servers and state is not _EMPTY and not (await _read(store, name))[0].servers:
         await store.delete(key(name))
 
 

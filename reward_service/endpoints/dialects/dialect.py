@@ -146,15 +146,15 @@ def score_of(value: object, where: str, *, key: str = "score") -> Score:
 
     Null means "not scored". Raises BadAnswer for anything else.
     """
-    parts: dict[str, float] = {}
+    others, place = {}, where
     if isinstance(value, Mapping):
         if key not in value:
             raise BadAnswer(f"answers an object without {key!r} at {where}; it has {len(value)} other keys")
-        parts = parts_of({name: item for name, item in value.items() if name != key}, where)
-        value, where = value[key], f"{where}.{key}"
+        others = {name: item for name, item in value.items() if name != key}
+        value, place = value[key], f"{where}.{key}"
     if value is None:
-        return Score(error=f"answers {where} = null: the endpoint did not score this completion")
-    return Score(score=number(value, where), parts=parts)
+        return Score(error=f"answers {place} = null: the endpoint did not score this completion")
+    return Score(score=number(value, place), parts=parts_of(others, where))
 
 
 def scores_of(value: object, size: int, where: str) -> list[Score]:

@@ -132,9 +132,9 @@ def rewrite(answer: str) -> str:
     return ungrouped(_INSIDE_SPACE.sub("", text))
 
 
-def with_powers(text: str) -> str:
+def with_powers(text: str, form: str = "^{%s}") -> str:
     """Return a text with its superscripts as exponents, so that they are not read as digits."""
-    return _SUPERSCRIPT.sub(lambda found: "^{" + found[0].translate(_SCRIPT).replace("+", "") + "}", text)
+    return _SUPERSCRIPT.sub(lambda found: form % found[0].translate(_SCRIPT).replace("+", ""), text)
 
 
 def with_braces(text: str) -> str:

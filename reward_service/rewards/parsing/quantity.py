@@ -173,7 +173,7 @@ def goes_on(after: str) -> bool:
 
 def _plain(text: str) -> str:
     """Return a number in one spelling. Superscripts become powers first, so that they are not read as digits."""
-    text = notation.with_powers(text.strip()[: 4 * MAX_NUMBER_CHARS])
+    text = notation.with_powers(text.strip()[: 4 * MAX_NUMBER_CHARS], "^%s")  # as units are written
     text = _VULGAR.sub(lambda found: " " + unicodedata.normalize("NFKC", found[0]), text).replace("⁄", "/")
     text = unicodedata.normalize("NFKC", text).replace("{,}", ",").replace(",\\!", ",").replace("\\,", " ")
     text = notation.with_braces(re.sub(r"\\(?:left|right)(?![A-Za-z])", "", text))

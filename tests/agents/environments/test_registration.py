@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -17,6 +17,7 @@ from penstock.agents.environments.over_http.registry import (
     RegistrationRefused,
 )
 from penstock.agents.environments.over_http.servers import Servers
+from penstock.protocol.transport.key_value import Entry, KeyValue
 
 LEASE = Lease(at=1.0, lease_s=15.0, running=0)
 
@@ -132,3 +133,27 @@ def test_the_next_episode_goes_where_most_places_are_free() -> None:
     other.read(Listed(state, {one.id: LEASE for one in state.servers}))
     assert other.choose(0.0) is None
     assert "of which the run expects version '2' (options.version)" in other.why_none("")
+
+
+class EmptyStore:
+    """A bucket without keys, which notes what is deleted."""
+
+    bucket = "environments"
+
+    def __init__(self) -> None:
+        self.deleted: list[str] = []
+
+    async def get(self, key: str) -> None: ...
+
+    async def entries(self, prefix: str = "") -> list[Entry]:
+        return []
+
+    async def delete(self, key: str) -> None:
+        self.deleted.append(key)
+
+
+async def test_unregistering_from_a_name_that_is_not_registered_deletes_the_lease_alone() -> None:
+    """The name may be registered by another server at that moment."""
+    store = EmptyStore()
+    await registry.unregister(cast("KeyValue", store), "guess", server(1))
+    assert store.deleted == [registry.lease_key("guess", server(1).id)]

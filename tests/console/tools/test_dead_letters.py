@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 import pytest
+from pydantic import ValidationError
 from tests.console.command import penstock
 from tests.groups import make_generated, make_group, make_scored, make_task, make_task_issued
 
@@ -150,7 +152,15 @@ def test_the_progress_of_the_run_is_read_from_its_record(
 @pytest.mark.parametrize(("trainer", "rollout"), [({}, {"max_staleness": 2}), ({"steps": 10}, {})])
 def test_a_limit_that_a_session_did_not_record_leaves_the_other(trainer: dict[str, int], rollout: dict[str, int]):
     limits = dead_letters._Limits.model_validate({"settings": {"trainer": trainer, "rollout": rollout}})
-    assert (limits.steps, limits.max_staleness) == (trainer.get("steps"), rollout.get("max_staleness"))
+    assert (limits.trainer.steps, limits.rollout.max_staleness) == (trainer.get("steps"), rollout.get("max_staleness"))
+
+
+@pytest.mark.parametrize(
+    "config", [{}, {"settings": None}, {"settings": {"rollout": {}}}, {"settings": {"trainer": 1, "rollout": {}}}]
+)
+def test_settings_without_the_sections_of_the_limits_cannot_be_read(config: dict[str, Any]):
+    with pytest.raises(ValidationError, match=r"settings\.trainer"):
+        dead_letters._Limits.model_validate(config)
 
 
 def test_an_unreadable_message_is_shown_as_bytes(bus: Bus, run_streams: str, typed: list[str], tmp_path: Path):

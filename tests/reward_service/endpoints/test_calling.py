@@ -19,8 +19,10 @@ from penstock.reward_service.endpoints.endpoint_call import (
     Breaker,
     BreakerState,
     TokenBucket,
+    outcome,
 )
-from penstock.reward_service.errors import NotAllowed
+from penstock.reward_service.endpoints.wire import GroupToScore, Score
+from penstock.reward_service.errors import EndpointNonsense, NotAllowed, ScoreRefused
 from penstock.serving import signature
 from penstock.serving.lease import Leases
 
@@ -175,3 +177,13 @@ def test_a_wrong_line_of_tokens_is_named_without_its_token(line: str) -> None:
         read_tokens(line)
     assert "aaaaaaaaaaaaaaaa" not in str(err.value)
     assert "bbbbbbbbbbbbbbbb" not in str(err.value)
+
+
+def test_the_first_completion_without_a_valid_score_is_named() -> None:
+    """A score out of its range counts against the endpoint, also where it refuses a later completion."""
+    endpoint = Endpoint(name="x", url="http://127.0.0.1:1/", min_score=0, max_score=1)
+    group = GroupToScore(group_id="g", completions=["a", "b"])
+    beyond, refused = Score(score=5.0), Score(error="no")
+    first = outcome(endpoint, group, [beyond, refused])
+    assert (type(first), "completion 0: score 5 is outside [0, 1]" in str(first)) == (EndpointNonsense, True)
+    assert isinstance(outcome(endpoint, group, [refused, beyond]), ScoreRefused)

@@ -213,6 +213,7 @@ MALFORMED = [
     ("verl", '{"score": 1, "acc": NaN}', "NaN is no JSON number"),
     ("verl", "1e999", "a number at body that is not finite"),
     ("verl", "null", "body = null"),
+    ("verl", '{"score": null, "acc": 1e999}', "body.score = null"),
     ("verl-batch", "[1]", "1 values at body for 2 completions"),
     ("verl-batch", '[1, "x"]', "a text at body[1], expected a number"),
     ("trl", "1.0", "a number at body, expected a list"),

@@ -179,3 +179,10 @@ def test_a_fraction_is_read_in_every_spelling(value: Fraction, form: str) -> Non
     read = quantity.read(written)
     assert read is not None
     assert read.number == value
+
+
+@pytest.mark.parametrize("truth", ["5 m^2", "5 m²", "50000 cm²"])
+def test_a_superscript_of_a_unit_is_its_power(truth: str) -> None:
+    answers = ("\\boxed{5 m²}", "\\boxed{50000 cm²}", "\\boxed{5 m³}", "\\boxed{5 m}")
+    verdicts = numeric.judge(numeric.Parameters(units="convert"), answers, truth)
+    assert [verdict.reward for verdict in verdicts] == [1.0, 1.0, 0.0, 0.0]
