@@ -1,6 +1,7 @@
 """`penstock config import FILE`: turn a configuration of another system into a run file, with a report.
 
-Every service accepts the run file: settings that a service refuses are left out and reported.
+Settings that a service refuses are left out and reported, except those that decide what is trained: with these the run file is
+refused until a person has decided.
 """
 
 from __future__ import annotations
@@ -15,8 +16,9 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from penstock.deploy.config_import.foreign_file import Found, differing, read_json, read_shell, read_yaml
+from penstock.deploy.config_import.foreign_file import Found, read_json, read_shell, read_yaml
 from penstock.deploy.config_import.rule_forms import Kind, Line, Translation
+from penstock.deploy.config_import.source_defaults import differing
 from penstock.deploy.config_import.translate import detect, own_section, translate
 from penstock.deploy.config_show import as_document, load_all
 from penstock.protocol.config.foreign_config import SYSTEMS
@@ -27,11 +29,26 @@ from penstock.protocol.secret_values import scrub
 
 PLACEHOLDER = "FOLDER-OF-THE-MODEL"
 _DECIDE, _ERROR = 1, 2  # exit codes
+# What decides what is trained: never left out.
+_DECIDING = (
+    "algorithm.name", "algorithm.minibatches", "rollout.group_size", "rollout.groups_per_step", "rollout.max_new_tokens",
+    "rollout.environment", "environment.", "reward.", "data.train", "data.max_prompt_tokens", "model.path", "model.dtype",
+)  # fmt: skip
+_OF_A_KL = (
+    "algorithm.kl_form",
+    "algorithm.reward_kl_form",
+    "algorithm.kl_target",
+    "algorithm.kl_horizon",
+    "algorithm.kl_unbiased",
+)
+_FOLLOWERS = {
+    "algorithm.reward_kl_coefficient": ("algorithm.reward_kl_form", "algorithm.kl_target", "algorithm.kl_horizon")
+}
 _NAMES = [name for name in SYSTEMS if name != "shared"]
 _TITLES: dict[Kind, str] = {
     "decide": "needs a decision",
     "unknown": "unknown",
-    "silent": "not in the file: what its system does then, and the run file does not (it has them as comments)",
+    "silent": "not in the file: what its system does then, written into the run file",
     "translated": "translated",
     "taken": "taken",
     "ignored": "ignored",
@@ -42,12 +59,14 @@ def known_keys() -> set[str]:
     return {key for service in load_all([], [f"model.path={PLACEHOLDER}"], {}) for key in service.origins}
 
 
-def run_file_text(settings: Mapping[str, Any], offered: Mapping[str, tuple[Any, str]] = MappingProxyType({})) -> str:
+def run_file_text(settings: Mapping[str, Any], remarks: Mapping[str, str] = MappingProxyType({})) -> str:
     lists = [f"{key} = {toml_text(value)}" for key, value in settings.items() if "." not in key]
     blocks = ["\n".join(lists)] if lists else []  # before the first table, or they would belong to it
     for section in SECTIONS:
-        rows = [f"{_name(key)} = {toml_text(settings[key])}" for key in sorted(_of(section, settings))]
-        rows += [f"# {_name(key)} = {toml_text(offered[key][0])}  # {offered[key][1]}" for key in _of(section, offered)]
+        rows = [
+            f"{_name(key)} = {toml_text(settings[key])}" + (f"  # {remarks[key]}" if key in remarks else "")
+            for key in sorted(_of(section, settings))
+        ]
         if rows:
             blocks.append("\n".join([f"[{section}]", *rows]))
     return "\n\n".join(blocks) + "\n"
@@ -61,16 +80,47 @@ def decisions(done: Translation) -> str:
     return "".join(["# Needs a decision before the first run:\n", *rows, "\n"])
 
 
-def offer_silent_defaults(done: Translation, named: Mapping[str, Any]) -> None:
-    """Report what the system does for keys that its file does not name, where the run file does something else."""
-    effective = _effective(done.settings)
-    for default, others in differing(done.system, named, effective):
-        texts = []
-        for ours, value in others.items():
-            here = toml_text(effective.get(ours))
-            done.offered[ours] = (value, f"{done.system}'s default; here {here}")
-            texts.append(f"{ours} = {toml_text(value)} does the same; here {here}")
-        done.lines.append(Line("silent", default.key, toml_text(default.value).strip('"'), "; ".join(texts)))
+def take_silent_defaults(done: Translation, named: Mapping[str, Any]) -> None:
+    """Set what the system does for keys that its file does not name, where Penstock does something else; report each.
+
+    The algorithm is set first: it decides what the other settings are here.
+    """
+    for is_algorithm in (True, False):
+        effective = _effective(done.settings)
+        for default, others in differing(done.system, named, done.settings, effective):
+            if is_algorithm != ("algorithm.name" in others):
+                continue
+            if default.ask:
+                done.lines.append(Line("decide", default.key, default.value, f"{done.system}'s default: {default.ask}"))
+            texts = []
+            for ours, value in others.items():
+                done.settings[ours] = value
+                done.remarks[ours] = f"{done.system}'s default"
+                texts.append(f"{ours} = {toml_text(value)}; without it {toml_text(effective.get(ours))}")
+            if texts:
+                done.lines.append(Line("silent", default.key, toml_text(default.value).strip('"'), "; ".join(texts)))
+
+
+def name_what_is_missing(done: Translation) -> None:
+    """Open a decision for each part without which a run file trains nothing: an algorithm, data, a reward."""
+    settings = done.settings
+    asked = " ".join(line.text for line in done.lines if line.kind in ("decide", "unknown"))
+    if "algorithm.name" not in settings:
+        done.lines.append(
+            Line("decide", "algorithm.name", "", "no algorithm is named: without one the run is async_grpo")
+        )
+    if not settings.get("data.train") and "data.train" not in asked:
+        text = "the file names no data, and no run starts without: set data.train"
+        done.lines.append(Line("decide", "data.train", "", text))
+    has_reward = any(key.startswith("reward.") for key in settings) or "rollout.environment" in settings
+    if has_reward or "reward.name" in asked:
+        return
+    if done.system == "verl":
+        text = "each row's data_source names its reward, as in verl (docs/rewards.md)"
+        done.lines.append(Line("translated", "reward by data_source", "", text))
+    else:
+        text = "the file names no reward: set reward.name; without it each row needs a data_source that names one"
+        done.lines.append(Line("decide", "reward.name", "", text))
 
 
 def _of(section: str, settings: Mapping[str, Any]) -> list[str]:
@@ -95,19 +145,51 @@ def _written(settings: Mapping[str, Any]) -> Iterator[Path]:
         yield file
 
 
-def leave_out_refused(done: Translation) -> None:
-    """Remove what the services refuse, one setting at a time, and report each with the reason."""
+def leave_out_refused(done: Translation) -> bool:
+    """Remove the settings that services refuse, the subject of each refusal first; report each, and return False if one stays.
+
+    What decides what is trained stays, even where it is refused: the run then starts only after a person has decided.
+    """
     if "model.path" not in done.settings:
         done.settings["model.path"] = PLACEHOLDER
         done.lines.append(Line("decide", "model.path", "", "the file names no model: set model.path"))
     while problem := _refused(done.settings):
-        named = [key for key in done.settings if re.search(rf"\b{re.escape(key)}\b", problem) and key != "model.path"]
-        if not named:
+        places = {
+            key: match.start() for key in done.settings if (match := re.search(rf"\b{re.escape(key)}\b", problem))
+        }
+        named = sorted((key for key in places if not key.startswith(_DECIDING)), key=lambda key: places[key])
+        if not places:
             raise ConfigError(f"the translated settings are refused, and by none that can be left out: {problem}")
-        culprit = named[0]
-        value = done.settings.pop(culprit)
-        kind = "ignored" if " does nothing " in problem else "decide"
-        done.lines.append(Line(kind, culprit, value, f"left out, because it is refused: {problem}"))
+        if not named:
+            subject = min(places, key=lambda key: places[key])
+            done.lines.append(
+                Line("decide", subject, done.settings[subject], f"refused, no run starts with it: {problem}")
+            )
+            return False
+        _leave_out(done, named[0], problem)
+    return True
+
+
+def _leave_out(done: Translation, subject: str, problem: str) -> None:
+    value = done.settings.pop(subject)
+    for follower in _FOLLOWERS.get(subject, ()):
+        done.settings.pop(follower, None)
+    does_nothing = " does nothing " in problem
+    if does_nothing and done.remarks.pop(subject, None):  # a default of that system, which has no effect here
+        return
+    kind: Kind = "ignored" if does_nothing and _has_no_effect_there(done, subject, value) else "decide"
+    done.lines.append(Line(kind, subject, value, f"left out, because it is refused: {problem}"))
+
+
+def _has_no_effect_there(done: Translation, subject: str, value: Any) -> bool:
+    """Return True for a setting that, beside the others, does nothing in the other system either."""
+    if subject == "critic.gamma":  # ROLL and OpenRLHF discount the tokens of a completion without a critic too
+        return value == 1 or (
+            done.system == "verl" and not str(done.settings.get("algorithm.name")).startswith("reinforce")
+        )
+    if subject in _OF_A_KL:
+        return not any(key in done.settings for key in ("algorithm.kl_coefficient", "algorithm.reward_kl_coefficient"))
+    return subject.startswith(("critic.", "model.lora."))
 
 
 def _refused(settings: Mapping[str, Any]) -> str:
@@ -150,13 +232,15 @@ def import_config(file: Path, system: str | None, to: Path, *, as_json: bool) ->
                 f"{file}: no key of {', '.join(_NAMES)} found in {len(foreign_config.values)} keys; name the system with --from"
             )
         done = translate(foreign_config, system, known_keys())
-        leave_out_refused(done)
+        if leave_out_refused(done) and own_section(foreign_config) is None:
+            take_silent_defaults(done, foreign_config.values)
+            leave_out_refused(done)
         if own_section(foreign_config) is None:
-            offer_silent_defaults(done, foreign_config.values)
+            name_what_is_missing(done)
         if to.exists():
             raise ConfigError(f"{to} exists; name another file with --to")
         header = f"# Imported from {file.name} ({system}) by `penstock config import`.\n\n"
-        to.write_text(header + decisions(done) + run_file_text(done.settings, done.offered), encoding="utf-8")
+        to.write_text(header + decisions(done) + run_file_text(done.settings, done.remarks), encoding="utf-8")
     except (ConfigError, OSError) as err:
         sys.stderr.write(scrub(f"{err}\n"))
         return _ERROR

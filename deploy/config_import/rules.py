@@ -108,12 +108,6 @@ def resume_from(value: Any, values: Values) -> Outcome:
     return set_to(trainer__resume=bool(value))
 
 
-def generation_batch(value: Any, values: Values) -> Outcome:
-    if "per_device_train_batch_size" in values:
-        return ignored(f"{READ} per_device_train_batch_size")
-    return set_to(rollout__groups_per_step=max(1, value // first(values, "num_generations", default=8)))
-
-
 def batch_size(value: Any, values: Values) -> Outcome:
     if values.get("algorithm") == "sft":
         return set_to(sft__batch_size=value)
@@ -204,6 +198,8 @@ def completions_per_step(value: Any, values: Values) -> Outcome:
 def trl_batch(value: Any, values: Values) -> Outcome:
     accumulated = first(values, "gradient_accumulation_steps", default=1)
     processes = first(values, "num_processes", "nproc_per_node", default=1)
+    for division in ("tp_size", "pp_size", "cp_size"):  # of AgentRL: these ranks share their rows
+        processes = max(1, processes // first(values, division, default=1))
     n = first(values, "num_generations", default=8)
     if not all(isinstance(number, int) and number > 0 for number in (value, accumulated, processes, n)):
         return decide("set rollout.groups_per_step: prompts of one optimizer step")
@@ -228,12 +224,6 @@ def betas(value: Any, values: Values) -> Outcome:
 
 
 def clip_low(value: Any, values: Values) -> Outcome:
-    if (more := values.get("epsilon_higher")) is not None:
-        return set_to(
-            "epsilon_higher is added to epsilon",
-            algorithm__clip_low=value,
-            algorithm__clip_high=round(value + more, 12),
-        )
     high = values.get("epsilon_high")
     return set_to(algorithm__clip_low=value, algorithm__clip_high=value if high is None else high)
 
@@ -297,6 +287,22 @@ def truncation(value: Any, values: Values) -> Outcome:
 def dual_clip_rule(value: Any, values: Values) -> Outcome:
     clip = first(values, "pg_clip", default=0.2)
     return set_to(f"1 + 2 x {clip}", algorithm__dual_clip=round(1 + 2 * clip, 6)) if is_on(value) else ignored(OFF)
+
+
+def pg_clip(value: Any, values: Values) -> Outcome:
+    if is_on(values.get("use_pg_clip_range")):
+        return ignored(f"{READ} pg_clip_low and pg_clip_high, which replace it")
+    return set_to(algorithm__clip_low=value, algorithm__clip_high=value)
+
+
+def tracker(value: Any, values: Values) -> Outcome:
+    """Turn on the trackers whose switches (``use_wandb``) are on; OpenRLHF's has the key of the account as its value."""
+    named = [
+        name
+        for name in ("wandb", "tensorboard", "mlflow")
+        if values.get(f"use_{name}") not in (None, False, "", "False", "false")
+    ]
+    return set_to(tracker=named) if named else ignored(OFF)
 
 
 def scaling_rule(value: Any, values: Values) -> Outcome:

@@ -2,7 +2,8 @@
 
 For users who migrate a configuration. The table is `foreign_keys.json`: for each system the keys that are ``taken`` (exactly the
 same meaning: the settings that it sets), ``renamed`` (another meaning or other values: the setting to use), ``absent`` (why there
-is none, and what does its work) and the ``prefixes`` of keys with one answer. `penstock config import` asks its ``rules`` first,
+is none, and what does its work) and the ``prefixes`` of keys with one answer. Of the absent keys and prefixes, ``harmless`` names
+those that change nothing in what their system trains either; every other one is a decision in an import. `penstock config import` asks its ``rules`` first,
 which derive settings from a value and the keys beside it (`deploy/config_import/rules.py`). A text ``$name`` stands for an entry of ``texts``,
 ``values`` or ``aliases``. A key that several systems have is answered as the first of `SYSTEMS` has it; `penstock config import`
 reads the table of the file's system first. Keys that are similar but not equal are refused with advice: nothing is guessed.
@@ -70,6 +71,7 @@ class ForeignSystem:
     renamed: Mapping[str, str]
     absent: Mapping[str, str]
     prefixes: Mapping[str, str]
+    harmless: frozenset[str]  # absent keys, and prefixes, that change nothing in what that system trains either
     rules: Mapping[str, Any]  # of `penstock config import` alone
 
 
@@ -90,7 +92,10 @@ def _texts(answers: Mapping[str, str]) -> dict[str, str]:
 def _system(table: Mapping[str, Any]) -> ForeignSystem:
     taken = {key: _alias(form) for key, form in table["taken"].items()}
     renamed, absent, prefixes = (_texts(table[part]) for part in ("renamed", "absent", "prefixes"))
-    return ForeignSystem(taken, renamed, absent, prefixes, table.get("rules", {}))
+    named = (table["absent"] | table["prefixes"]).items()
+    without_effect = {key for key, text in named if text.startswith("$") and text[1:] in _TABLE["harmless_texts"]}
+    harmless = frozenset({*table.get("harmless", ()), *without_effect})
+    return ForeignSystem(taken, renamed, absent, prefixes, harmless, table.get("rules", {}))
 
 
 SYSTEMS: dict[str, ForeignSystem] = {name: _system(table) for name, table in _TABLE["systems"].items()}
@@ -131,5 +136,12 @@ def ending_in(last: str) -> str | None:
 
 def prefix_advice(dotted: str, prefixes: Mapping[str, str]) -> str | None:
     """Return the answer for all keys that begin as this one does, by the longest such beginning."""
-    fitting = [prefix for prefix in prefixes if dotted.startswith(prefix) or dotted + "." == prefix]
-    return prefixes[max(fitting, key=len)] if fitting else None
+    prefix = prefix_of(dotted, prefixes)
+    return prefixes[prefix] if prefix else None
+
+
+def prefix_of(dotted: str, prefixes: Mapping[str, str]) -> str:
+    """Return the longest prefix in a table that a key begins with; empty for none."""
+    return max(
+        (prefix for prefix in prefixes if dotted.startswith(prefix) or dotted + "." == prefix), key=len, default=""
+    )

@@ -1,0 +1,181 @@
+"""The rules of keys that one system alone has, or reads in its own way; pure."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from penstock.deploy.config_import.rule_forms import READ, Outcome, Rule, Values, decide, first, ignored, is_on, set_to
+from penstock.deploy.config_import.rules import estimator
+
+_OF_A_WORKER = re.compile(r"rewards\.([^.]+)\.(.+)")  # of ROLL
+_ROLL_REWARDS: Mapping[str, str] = {"MathRuleRewardWorker": "math"}
+_OF_A_RULE = (
+    "model_args.",
+    "data_args.",
+    "strategy_args.",
+    "world_size",
+    "infer_batch_size",
+    "device_mapping",
+    "use_local",
+)
+_RANGE = re.compile(r"(?:list\()?range\((\d+),(\d+)\)\)?")
+_ACTOR = "actor_train.training_args"
+_DIVISIONS = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
+_TRL_REWARDS: Mapping[str, str] = {"think_format_reward": "think_format"}
+_CODE = re.compile(r"[A-Za-z0-9_./-]+\.py:[A-Za-z_]\w*")
+
+
+def roll_estimator(value: Any, values: Values) -> Outcome:
+    """Return the algorithm of ROLL, whose loss is PPO's clipped one with every estimator."""
+    if is_on(values.get("use_topr_loss")):
+        return ignored(f"{READ} use_topr_loss")
+    if str(value) == "reinforce":
+        text = "ROLL clips the ratio with every estimator; its reinforce takes rewards as they are"
+        return set_to(text, algorithm__name="grpo", algorithm__advantage="reinforce")
+    if str(value) not in ("gae", "grpo", "gigpo", "step_reinforce"):
+        return decide(f"set algorithm.name and algorithm.advantage: {value} has no rule")
+    return estimator(value, values)
+
+
+def roll_batch(value: Any, values: Values) -> Outcome:
+    """Return the prompts of a batch and its optimizer steps; an agentic pipeline counts episodes."""
+    per_prompt = first(
+        values, "num_return_sequences_in_group", "actor_infer.generating_args.num_return_sequences", default=1
+    )
+    text = "prompts"
+    if _is_agentic(values):
+        per_prompt = first(values, "train_env_manager.group_size", default=1)
+        text = f"{value} episodes, {per_prompt} of each start"
+    samples = value if _is_agentic(values) else value * per_prompt
+    groups = max(1, samples // per_prompt)
+    update = _samples_of_an_update(values)
+    if update is None:
+        asked = "set algorithm.minibatches: the samples of a batch / (per_device_train_batch_size x accumulation x data parallel ranks)"
+        return Outcome("decide", {"rollout.groups_per_step": groups}, asked)
+    steps = max(1, samples // update)
+    if steps == 1:
+        return set_to(text, rollout__groups_per_step=groups)
+    text = f"{text}, in optimizer steps of {update} samples"
+    return set_to(text, rollout__groups_per_step=groups, algorithm__minibatches=min(steps, groups))
+
+
+def _is_agentic(values: Values) -> bool:
+    return any(key.startswith(("train_env_manager.", "custom_envs.")) for key in values)
+
+
+def _samples_of_an_update(values: Values) -> int | None:
+    gpus = values.get("actor_train.device_mapping")
+    mapping = _RANGE.fullmatch(str(gpus).replace(" ", ""))
+    size = len(gpus) if isinstance(gpus, list) else int(mapping[2]) - int(mapping[1]) if mapping else 0
+    parallel = [values.get(f"actor_train.strategy_args.strategy_config.{key}") or 1 for key in _DIVISIONS]
+    ranks = size // (parallel[0] * parallel[1] * parallel[2])
+    per_device = first(values, f"{_ACTOR}.per_device_train_batch_size", default=8)
+    return per_device * first(values, f"{_ACTOR}.gradient_accumulation_steps", default=1) * ranks or None
+
+
+def roll_gamma(value: Any, values: Values) -> Outcome:
+    if first(values, "adv_estimator", default="gae") == "gae":
+        return set_to(critic__gamma=value)
+    if value == 1:
+        return ignored("1: no token is discounted")
+    return decide(f"ROLL discounts the tokens of a completion by {value} without a critic too; here they stay equal")
+
+
+def roll_completions(value: Any, values: Values) -> Outcome:
+    if _is_agentic(values):
+        return ignored("ROLL sets it to 1 in agentic pipelines; the group is train_env_manager.group_size")
+    return set_to(rollout__group_size=value)
+
+
+def roll_reference(value: Any, values: Values) -> Outcome:
+    if value == first(values, "pretrain", "actor_train.model_args.model_name_or_path"):
+        return ignored("the reference is the model as the run started")
+    return set_to(algorithm__reference_path=value)
+
+
+def roll_betas(value: Any, values: Values) -> Outcome:
+    low = first(values, f"{_ACTOR}.adam_beta1", default=0.9)
+    return set_to(trainer__betas=[low, first(values, f"{_ACTOR}.adam_beta2", default=0.999)])
+
+
+def roll_reward(key: str) -> Rule | None:
+    """Return the rule for a key of one of ROLL's reward workers; None for any other key."""
+    matched = _OF_A_WORKER.fullmatch(key)
+    if matched is None:
+        return None
+    worker, rest = matched[1], matched[2]
+
+    def rule(value: Any, values: Values) -> Outcome:
+        name = _ROLL_REWARDS.get(_class(worker, values))
+        tags = values.get(f"rewards.{worker}.tag_included")
+        if rest == "worker_cls":
+            if name is None:
+                return decide(
+                    f"name a reward for the rows of tag {tags} in reward.by_source: {_class(worker, values)} is not one here"
+                )
+            return ignored(f"{READ} rewards.{worker}.tag_included") if tags else set_to(reward__name=name)
+        if rest == "tag_included" and name is not None:
+            by_source = {tag: ours for tag, ours in _by_source(values) if ours}
+            settings = {"reward.by_source": by_source, "data.map.data_source": "tag"}
+            return Outcome("translated", settings, "the column tag chooses the reward")
+        if rest.startswith(_OF_A_RULE) and (name is not None or "Judge" not in _class(worker, values)):
+            return ignored("a reward by rule has no model")
+        return decide("a part of a reward: reward.define, or a judge behind an endpoint (docs/rewards.md)")
+
+    return rule
+
+
+def _class(worker: str, values: Values) -> str:
+    return str(values.get(f"rewards.{worker}.worker_cls")).rpartition(".")[2]
+
+
+def _by_source(values: Values) -> list[tuple[str, str | None]]:
+    workers = [match[1] for key in values if (match := _OF_A_WORKER.fullmatch(key)) and match[2] == "tag_included"]
+    return [
+        (str(tag), _ROLL_REWARDS.get(_class(worker, values)))
+        for worker in workers
+        for tag in values[f"rewards.{worker}.tag_included"]
+    ]
+
+
+def agentrl_loss(value: Any, values: Values) -> Outcome:
+    """Return the algorithm of AgentRL, which turns CE-GPPO on by its two coefficients."""
+    if str(value).upper() == "GRPO" and "beta1" in values and "beta2" in values:
+        return set_to("GRPO with beta1 and beta2", algorithm__name="ce_gppo")
+    return set_to(algorithm__name=value)
+
+
+def agentrl_clip(value: Any, values: Values) -> Outcome:
+    high = round(value + first(values, "epsilon_higher", default=0.1), 12)
+    return set_to("epsilon_higher is added to epsilon", algorithm__clip_low=value, algorithm__clip_high=high)
+
+
+def optim_args(value: Any, values: Values) -> Outcome:
+    """Return the optimizer's options of transformers, such as ``beta1=0.9,beta2=0.98``."""
+    pairs = dict(part.strip().split("=", 1) for part in str(value).split(",") if "=" in part)
+    if not pairs or set(pairs) - {"beta1", "beta2"}:
+        return decide("set trainer.betas and trainer.weight_decay; AdamW has no other option here")
+    return set_to(trainer__betas=[float(pairs.get("beta1", 0.9)), float(pairs.get("beta2", 0.999))])
+
+
+def reward_functions(value: Any, values: Values) -> Outcome:
+    """Return the reward of TRL's functions: built-in ones and those named FILE.py:FUNCTION, added up with their weights."""
+    listed = value if isinstance(value, list) else [value]
+    names = [_TRL_REWARDS.get(str(name), str(name)) for name in listed]
+    if unknown := [name for name in names if name not in _TRL_REWARDS.values() and not _CODE.fullmatch(name)]:
+        return decide(
+            f"set reward.name, and reward.define for several: {', '.join(unknown)} is the name of no file (FILE.py:FUNCTION)"
+        )
+    if len(names) == 1 and "reward_weights" not in values:
+        return set_to(reward__name=names[0])
+    weights = first(values, "reward_weights", default=[1.0] * len(names))
+    parts = {f"part{place}": (name, weight) for place, (name, weight) in enumerate(zip(names, weights, strict=True))}
+    settings: dict[str, Any] = {"reward.name": "trl"}
+    for part, (name, weight) in parts.items():
+        settings |= {
+            f"reward.define.trl.parts.{part}.reward": name,
+            f"reward.define.trl.parts.{part}.weight": float(weight),
+        }
+    return Outcome("translated", settings, "the weighted sum of the functions")
