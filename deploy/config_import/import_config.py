@@ -18,7 +18,7 @@ from typing import Any
 
 from penstock.deploy.config_import.foreign_file import Found, read_json, read_shell, read_yaml
 from penstock.deploy.config_import.rule_forms import Kind, Line, Translation
-from penstock.deploy.config_import.source_defaults import differing
+from penstock.deploy.config_import.source_defaults import SilentDefault, differing, silent_defaults
 from penstock.deploy.config_import.translate import detect, own_section, translate
 from penstock.deploy.config_show import as_document, load_all
 from penstock.protocol.config.foreign_config import SYSTEMS
@@ -80,30 +80,50 @@ def decisions(done: Translation) -> str:
     return "".join(["# Needs a decision before the first run:\n", *rows, "\n"])
 
 
-def take_silent_defaults(done: Translation, named: Mapping[str, Any]) -> None:
-    """Set what the system does for keys that its file does not name, where Penstock does something else; report each.
+def complete(done: Translation, named: Mapping[str, Any]) -> None:
+    """Add what the system does by itself, leave out what is refused, and open a decision for what is missing."""
+    take_default_algorithm(done, named)
+    if leave_out_refused(done):
+        take_silent_defaults(done, named)
+        leave_out_refused(done)
+    name_what_is_missing(done)
 
-    The algorithm is set first: it decides what the other settings are here.
-    """
-    for is_algorithm in (True, False):
-        effective = _effective(done.settings)
-        for default, others in differing(done.system, named, done.settings, effective):
-            if is_algorithm != ("algorithm.name" in others):
-                continue
-            if default.ask:
-                done.lines.append(Line("decide", default.key, default.value, f"{done.system}'s default: {default.ask}"))
-            texts = []
-            for ours, value in others.items():
-                done.settings[ours] = value
-                done.remarks[ours] = f"{done.system}'s default"
-                texts.append(f"{ours} = {toml_text(value)}; without it {toml_text(effective.get(ours))}")
-            if texts:
-                done.lines.append(Line("silent", default.key, toml_text(default.value).strip('"'), "; ".join(texts)))
+
+def take_default_algorithm(done: Translation, named: Mapping[str, Any]) -> None:
+    """Set the algorithm of a system whose file names none: the other settings are refused or not by what it is."""
+    for default in silent_defaults().get(done.system, ()):
+        if "algorithm.name" in default.settings and "algorithm.name" not in done.settings and default.key not in named:
+            _take(done, default, default.settings, {})
+
+
+def take_silent_defaults(done: Translation, named: Mapping[str, Any]) -> None:
+    """Set what the system does for keys that its file does not name, where Penstock does something else; report each."""
+    effective = _effective(done.settings)
+    for default, others in differing(done.system, named, done.settings, effective):
+        if default.ask:
+            done.lines.append(Line("decide", default.key, default.value, f"{done.system}'s default: {default.ask}"))
+        if others:
+            _take(done, default, others, effective)
+
+
+def _take(done: Translation, default: SilentDefault, settings: Mapping[str, Any], effective: Mapping[str, Any]) -> None:
+    texts = []
+    for ours, value in settings.items():
+        done.settings[ours] = value
+        done.remarks[ours] = f"{done.system}'s default"
+        here = f"; without it {toml_text(effective[ours])}" if ours in effective else ""
+        texts.append(f"{ours} = {toml_text(value)}{here}")
+    done.lines.append(Line("silent", default.key, toml_text(default.value).strip('"'), "; ".join(texts)))
 
 
 def name_what_is_missing(done: Translation) -> None:
     """Open a decision for each part without which a run file trains nothing: an algorithm, data, a reward."""
     settings = done.settings
+    is_agentic = any(line.key.startswith(("train_env_manager.", "custom_envs.")) for line in done.lines)
+    if is_agentic and "rollout.environment" not in settings:  # ROLL's: it gives the starts and the reward
+        text = "set rollout.environment, [environment.define.NAME] (frozen_lake, sokoban are built in) and data.train, a row for each start"
+        done.lines.append(Line("decide", "environment", "", text))
+        return
     asked = " ".join(line.text for line in done.lines if line.kind in ("decide", "unknown"))
     if "algorithm.name" not in settings:
         done.lines.append(
@@ -232,11 +252,10 @@ def import_config(file: Path, system: str | None, to: Path, *, as_json: bool) ->
                 f"{file}: no key of {', '.join(_NAMES)} found in {len(foreign_config.values)} keys; name the system with --from"
             )
         done = translate(foreign_config, system, known_keys())
-        if leave_out_refused(done) and own_section(foreign_config) is None:
-            take_silent_defaults(done, foreign_config.values)
-            leave_out_refused(done)
         if own_section(foreign_config) is None:
-            name_what_is_missing(done)
+            complete(done, foreign_config.values)
+        else:
+            leave_out_refused(done)
         if to.exists():
             raise ConfigError(f"{to} exists; name another file with --to")
         header = f"# Imported from {file.name} ({system}) by `penstock config import`.\n\n"

@@ -102,11 +102,11 @@ def translate(foreign_config: Found, system: str, known: Collection[str]) -> Tra
         outcome = _read(key, value, foreign_config, system, known, command)
         if key in untouched and not outcome.settings:
             continue
-        outcome = _asked_once(outcome, key, system, asked)
         settings = dict(outcome.settings)
-        if names := unassigned(value):
+        if (names := unassigned(value)) and (settings or outcome.kind != "decide"):
             settings = {ours: readable(setting_value) for ours, setting_value in settings.items() if ours in _PATHS}
             outcome = Outcome("decide", settings, f"{', '.join(names)}: not assigned in the file")
+        outcome = _asked_once(outcome, key, system, asked)
         is_general = len(settings) > 1 and outcome.kind == "taken"
         for ours, setting_value in settings.items():
             if is_general and ours in done.settings and ours not in general:

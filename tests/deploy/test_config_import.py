@@ -153,10 +153,11 @@ def test_the_documented_run_files_are_what_an_import_writes(
     form, theirs, ours = documented()[system]
     file = tmp_path / {"bash": "a.sh", "json": "a.json", "yaml": "a.yaml"}[form]
     file.write_text(theirs)
-    _, report = imported(file, tmp_path / "run.toml", capsys=capsys)
+    code, report = imported(file, tmp_path / "run.toml", capsys=capsys)
     assert report["system"] == system
     undecided = {one["key"] for one in report["keys"] if one["kind"] in ("decide", "unknown")}
     assert undecided <= {"data.train", "reward.name"}
+    assert code == (1 if undecided else 0)
     chosen = re.sub(rf"^.*  # {system}'s default\n", "", (tmp_path / "run.toml").read_text(), flags=re.MULTILINE)
     assert {name: table for name, table in tomllib.loads(chosen).items() if table} == tomllib.loads(ours)
 
