@@ -56,10 +56,6 @@ def use_lora(value: Any, values: Values) -> Outcome:
     return ignored(OFF) if not is_on(value) or "lora_r" in values else set_to(model__lora__rank=16)
 
 
-def param_dtype(value: Any, values: Values) -> Outcome:
-    return set_to(model__dtype={"bf16": "bfloat16", "fp32": "float32"}.get(value, value))
-
-
 def optimizer(value: Any, values: Values) -> Outcome:
     return ignored(OFF) if "adam" in str(value).lower() else decide("the optimizer is AdamW")
 
@@ -80,14 +76,6 @@ def vllm_mode(value: Any, values: Values) -> Outcome:
     return set_to(worker__engine="vllm-url", worker__engine_url=url)
 
 
-def gpus_per_node(value: Any, values: Values) -> Outcome:
-    return set_to(trainer__num_ranks=1) if value == 1 else gpus(value, values)
-
-
-def nodes(value: Any, values: Values) -> Outcome:
-    return ignored("one machine") if value == 1 else gpus(value, values)
-
-
 def processes(value: Any, values: Values) -> Outcome:
     if "num_generations" in values:
         return ignored(f"{READ} per_device_train_batch_size")
@@ -98,14 +86,6 @@ def project_name(value: Any, values: Values) -> Outcome:
     if values.get("trainer.experiment_name"):
         return ignored("the run is named by trainer.experiment_name")
     return run_name(value, values)
-
-
-def resume_mode(value: Any, values: Values) -> Outcome:
-    return set_to(trainer__resume=str(value) != "disable")
-
-
-def resume_from(value: Any, values: Values) -> Outcome:
-    return set_to(trainer__resume=bool(value))
 
 
 def batch_size(value: Any, values: Values) -> Outcome:
@@ -122,10 +102,6 @@ def context_length(value: Any, values: Values) -> Outcome:
 
 def eval_prompt_data(value: Any, values: Values) -> Outcome:
     return set_to(data__eval=value[1::2] if isinstance(value, list) and len(value) > 1 else value)
-
-
-def chat_template(value: Any, values: Values) -> Outcome:
-    return set_to(data__text_prompts="chat" if is_on(value) else "plain")
 
 
 def run_name(value: Any, values: Values) -> Outcome:
@@ -261,6 +237,8 @@ def reward_code(path: Any, values: Values) -> Outcome:
 
 
 def gpus(value: Any, values: Values) -> Outcome:
+    if value == 1:
+        return set_to(trainer__num_ranks=1)
     if "model.partial_pretrain" in values:  # supervised: no GPU generates
         return set_to(trainer__num_ranks=value)
     return decide(

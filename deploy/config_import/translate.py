@@ -32,7 +32,6 @@ _WORDS = {
 }
 _SECRET = re.compile(r"(^|[_.])(password|secret|token|api_key|use_wandb)$")
 _IN_URL = re.compile(r"(?<=:)//[^/@\s]+@")
-_IN_TURNS = ("trl", "verl", "roll", "openrlhf")  # systems that generate and train in turns unless told otherwise
 # By the end of a key: the values with which it changes nothing. Off (false, 0, empty) is one of them but for `_ON_THERE`.
 _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "top_p": (1,), "top_k": (-1, 0), "repetition_penalty": (1,), "num_beams": (1,), "eps": (1e-8,), "adam_epsilon": (1e-8,),
@@ -42,7 +41,6 @@ _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "split": ("train",), "update_weights_interval": (1,), "nnodes": (1,), "num_nodes": (1,), "sequence_parallel": (True,),
 }  # fmt: skip
 _ON_THERE = ("do_sample", "enable_sampling", "gamma")  # off is the choice that changes something
-_GROUP_RELATIVE = ("trl",)  # systems whose keys name no estimator, because there is only this one
 _IMPLIED: Mapping[str, Mapping[str, Any]] = {
     "trl": {"per_device_train_batch_size": 8}
 }  # defaults that rules compute with
@@ -117,7 +115,8 @@ def translate(foreign_config: Found, system: str, known: Collection[str]) -> Tra
     if left_out := len(untouched) - sum(line.key in untouched for line in done.lines):
         text = f"{system}'s defaults, and without a counterpart that differs: as if they were not in the file"
         done.lines.append(Line("ignored", f"{left_out} other keys", "", text))
-    _take_for_granted(done, command, known)
+    if command is not None:
+        _move(done, command, known)
     _make_room(done)
     return done
 
@@ -131,22 +130,14 @@ def _asked_once(outcome: Outcome, key: str, system: str, asked: dict[tuple[str, 
     return outcome if earlier == key else Outcome("translated", {}, f"part of the decision on {earlier}")
 
 
-def _take_for_granted(done: Translation, command: OwnSection | None, known: Collection[str]) -> None:
-    """Set what the system does without a key for it, and move the settings of a command to its section."""
-    if done.system in _IN_TURNS and command is None and "rollout.max_staleness" not in done.settings:
-        done.settings["rollout.max_staleness"] = 0
-        text = "rollout.max_staleness = 0, as there; 1 or 2 let them overlap (docs/hyperparameters.md)"
-        done.lines.append(Line("translated", "generation and training in turns", "", text))
-    if done.system in _GROUP_RELATIVE and "algorithm.name" not in done.settings:
-        done.settings["algorithm.name"] = "grpo"
-    if command is not None:
-        keys = dict(command.keys)
-        if f"{command.section}.eval_data" in known:
-            keys["data.eval"] = f"{command.section}.eval_data"
-        done.settings = {keys.get(key, key): value for key, value in done.settings.items()}
-        done.settings.pop("algorithm.name", None)
-        theirs = re.compile("|".join(map(re.escape, keys)))
-        done.lines = [replace(line, text=theirs.sub(lambda key: keys[key[0]], line.text)) for line in done.lines]
+def _move(done: Translation, command: OwnSection, known: Collection[str]) -> None:
+    """Move the settings of a command to its section."""
+    keys = dict(command.keys)
+    if f"{command.section}.eval_data" in known:
+        keys["data.eval"] = f"{command.section}.eval_data"
+    done.settings = {keys.get(key, key): value for key, value in done.settings.items() if key != "algorithm.name"}
+    theirs = re.compile("|".join(map(re.escape, keys)))
+    done.lines = [replace(line, text=theirs.sub(lambda key: keys[key[0]], line.text)) for line in done.lines]
 
 
 def _read(

@@ -186,6 +186,7 @@ def test_what_a_silent_file_means_there_is_written_and_said(tmp_path: Path, caps
         "weight_decay": "trainer.weight_decay = 0.01; without it 0.0",
         "clip_ratio_c": 'algorithm.dual_clip = 3.0; without it "none"',
         "dtype": 'model.dtype = "bfloat16"; without it "float32"',
+        "generation and training in turns": "rollout.max_staleness = 0; without it 4",
     }
     text = to.read_text()
     assert "# - trainer.n_gpus_per_node=8: 8: workers and trainer have GPUs of their own here" in text
@@ -239,7 +240,7 @@ def test_every_key_of_a_file_is_in_the_report(tmp_path: Path, capsys: pytest.Cap
     found = {one["key"]: one["kind"] for one in report["keys"]}
     assert found == {
         "num_generations": "taken", "top_p": "decide", "beta": "ignored", "tf32": "ignored", "hub_token": "ignored",
-        "odd": "unknown", "model.path": "decide", "generation and training in turns": "translated", "adam_beta2": "silent",
+        "odd": "unknown", "model.path": "decide", "generation and training in turns": "silent", "GRPOTrainer": "silent", "adam_beta2": "silent",
         "lr_scheduler_type": "silent", "max_completion_length": "silent", "num_train_epochs": "silent", "bf16": "silent",
         "seed": "silent", "per_device_train_batch_size": "translated", "data.train": "decide", "reward.name": "decide",
     }  # fmt: skip
