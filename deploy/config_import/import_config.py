@@ -34,16 +34,7 @@ _DECIDING = (
     "algorithm.name", "algorithm.minibatches", "rollout.group_size", "rollout.groups_per_step", "rollout.max_new_tokens",
     "rollout.environment", "environment.", "reward.", "data.train", "data.max_prompt_tokens", "model.path", "model.dtype",
 )  # fmt: skip
-_OF_A_KL = (
-    "algorithm.kl_form",
-    "algorithm.reward_kl_form",
-    "algorithm.kl_target",
-    "algorithm.kl_horizon",
-    "algorithm.kl_unbiased",
-)
-_FOLLOWERS = {
-    "algorithm.reward_kl_coefficient": ("algorithm.reward_kl_form", "algorithm.kl_target", "algorithm.kl_horizon")
-}
+_OF_A_KL = tuple(f"algorithm.{key}" for key in ("kl_form", "reward_kl_form", "kl_target", "kl_horizon", "kl_unbiased"))
 _NAMES = [name for name in SYSTEMS if name != "shared"]
 _TITLES: dict[Kind, str] = {
     "decide": "needs a decision",
@@ -82,18 +73,13 @@ def decisions(done: Translation) -> str:
 
 def complete(done: Translation, named: Mapping[str, Any]) -> None:
     """Add what the system does by itself, leave out what is refused, and open a decision for what is missing."""
-    take_default_algorithm(done, named)
+    for default in silent_defaults().get(done.system, ()):  # what is refused depends on the algorithm
+        if "algorithm.name" in default.settings and "algorithm.name" not in done.settings and default.key not in named:
+            _take(done, default, default.settings, {})
     if leave_out_refused(done):
         take_silent_defaults(done, named)
         leave_out_refused(done)
     name_what_is_missing(done)
-
-
-def take_default_algorithm(done: Translation, named: Mapping[str, Any]) -> None:
-    """Set the algorithm of a system whose file names none: the other settings are refused or not by what it is."""
-    for default in silent_defaults().get(done.system, ()):
-        if "algorithm.name" in default.settings and "algorithm.name" not in done.settings and default.key not in named:
-            _take(done, default, default.settings, {})
 
 
 def take_silent_defaults(done: Translation, named: Mapping[str, Any]) -> None:
@@ -126,9 +112,7 @@ def name_what_is_missing(done: Translation) -> None:
         return
     asked = " ".join(line.text for line in done.lines if line.kind in ("decide", "unknown"))
     if "algorithm.name" not in settings:
-        done.lines.append(
-            Line("decide", "algorithm.name", "", "no algorithm is named: without one the run is async_grpo")
-        )
+        done.lines.append(Line("decide", "algorithm.name", "", "no algorithm is named: the run would be async_grpo"))
     if not settings.get("data.train") and "data.train" not in asked:
         text = "the file names no data, and no run starts without: set data.train"
         done.lines.append(Line("decide", "data.train", "", text))
@@ -174,28 +158,27 @@ def leave_out_refused(done: Translation) -> bool:
         done.settings["model.path"] = PLACEHOLDER
         done.lines.append(Line("decide", "model.path", "", "the file names no model: set model.path"))
     while problem := _refused(done.settings):
-        places = {
-            key: match.start() for key in done.settings if (match := re.search(rf"\b{re.escape(key)}\b", problem))
-        }
-        named = sorted((key for key in places if not key.startswith(_DECIDING)), key=lambda key: places[key])
-        if not places:
-            raise ConfigError(f"the translated settings are refused, and by none that can be left out: {problem}")
+        named = re.findall(
+            rf"\b(?:{'|'.join(map(re.escape, sorted(done.settings, key=len, reverse=True)))})\b", problem
+        )
+        subject = next((key for key in named if not key.startswith(_DECIDING)), None)
         if not named:
-            subject = min(places, key=lambda key: places[key])
-            done.lines.append(
-                Line("decide", subject, done.settings[subject], f"refused, no run starts with it: {problem}")
-            )
+            raise ConfigError(f"the translated settings are refused, and by none that can be left out: {problem}")
+        if subject is None:
+            text = f"refused, no run starts with it: {problem}"
+            done.lines.append(Line("decide", named[0], done.settings[named[0]], text))
             return False
-        _leave_out(done, named[0], problem)
+        _leave_out(done, subject, problem)
     return True
 
 
 def _leave_out(done: Translation, subject: str, problem: str) -> None:
     value = done.settings.pop(subject)
-    for follower in _FOLLOWERS.get(subject, ()):
-        done.settings.pop(follower, None)
     does_nothing = " does nothing " in problem
-    if does_nothing and done.remarks.pop(subject, None):  # a default of that system, which has no effect here
+    if done.remarks.pop(subject, None) and does_nothing:  # a default of that system, which has no effect here
+        done.lines = [
+            line for line in done.lines if not (line.kind == "silent" and line.text.startswith(f"{subject} ="))
+        ]
         return
     kind: Kind = "ignored" if does_nothing and _has_no_effect_there(done, subject, value) else "decide"
     done.lines.append(Line(kind, subject, value, f"left out, because it is refused: {problem}"))
@@ -204,9 +187,7 @@ def _leave_out(done: Translation, subject: str, problem: str) -> None:
 def _has_no_effect_there(done: Translation, subject: str, value: Any) -> bool:
     """Return True for a setting that, beside the others, does nothing in the other system either."""
     if subject == "critic.gamma":  # ROLL and OpenRLHF discount the tokens of a completion without a critic too
-        return value == 1 or (
-            done.system == "verl" and not str(done.settings.get("algorithm.name")).startswith("reinforce")
-        )
+        return value == 1 or (done.system == "verl" and "reinforce" not in done.settings["algorithm.name"])
     if subject in _OF_A_KL:
         return not any(key in done.settings for key in ("algorithm.kl_coefficient", "algorithm.reward_kl_coefficient"))
     return subject.startswith(("critic.", "model.lora."))

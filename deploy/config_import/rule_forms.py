@@ -193,10 +193,6 @@ def with_switch(switch: str, setting: str) -> Rule:
     )
 
 
-def read_if_on(switch: str) -> Rule:
-    return lambda given, values: ignored(f"{READ} {switch}" if is_on(values.get(switch)) else f"{switch} is off")
-
-
 def plain_text(setting: str) -> Rule:
     """Return a rule for a column of texts that are prompts as they are, without a chat template."""
     return lambda given, values: Outcome("translated", {setting: given, "data.text_prompts": "plain"})

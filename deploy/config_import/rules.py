@@ -56,10 +56,6 @@ def use_lora(value: Any, values: Values) -> Outcome:
     return ignored(OFF) if not is_on(value) or "lora_r" in values else set_to(model__lora__rank=16)
 
 
-def optimizer(value: Any, values: Values) -> Outcome:
-    return ignored(OFF) if "adam" in str(value).lower() else decide("the optimizer is AdamW")
-
-
 def engine_name(value: Any, values: Values) -> Outcome:
     return set_to(worker__engine=engine(value))
 
@@ -80,12 +76,6 @@ def processes(value: Any, values: Values) -> Outcome:
     if "num_generations" in values:
         return ignored(f"{READ} per_device_train_batch_size")
     return gpus(value, values)
-
-
-def project_name(value: Any, values: Values) -> Outcome:
-    if values.get("trainer.experiment_name"):
-        return ignored("the run is named by trainer.experiment_name")
-    return run_name(value, values)
 
 
 def batch_size(value: Any, values: Values) -> Outcome:
@@ -196,22 +186,13 @@ def trl_batch(value: Any, values: Values) -> Outcome:
 
 
 def betas(value: Any, values: Values) -> Outcome:
-    return set_to(trainer__betas=[first(values, "adam_beta1", default=0.9), first(values, "adam_beta2", default=0.999)])
+    low, high = ([key, f"actor_train.training_args.{key}"] for key in ("adam_beta1", "adam_beta2"))  # of TRL, of ROLL
+    return set_to(trainer__betas=[first(values, *low, default=0.9), first(values, *high, default=0.999)])
 
 
 def clip_low(value: Any, values: Values) -> Outcome:
     high = values.get("epsilon_high")
     return set_to(algorithm__clip_low=value, algorithm__clip_high=value if high is None else high)
-
-
-def reward_file(value: Any, values: Values) -> Outcome:
-    if not value:
-        return ignored(OFF)
-    file = str(value).rpartition("/")[2]
-    return decide(
-        f'set reward.name = "{value}:FUNCTION"; or start `penstock reward serve {value}`, whose reward is called like the file: '
-        f"{file.removesuffix('.py')}"
-    )
 
 
 def reward_code(path: Any, values: Values) -> Outcome:

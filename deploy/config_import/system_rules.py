@@ -83,21 +83,10 @@ def roll_gamma(value: Any, values: Values) -> Outcome:
     return decide(f"ROLL discounts the tokens of a completion by {value} without a critic too; here they stay equal")
 
 
-def roll_completions(value: Any, values: Values) -> Outcome:
-    if _is_agentic(values):
-        return ignored("ROLL sets it to 1 in agentic pipelines; the group is train_env_manager.group_size")
-    return set_to(rollout__group_size=value)
-
-
 def roll_reference(value: Any, values: Values) -> Outcome:
     if value == first(values, "pretrain", "actor_train.model_args.model_name_or_path"):
         return ignored("the reference is the model as the run started")
     return set_to(algorithm__reference_path=value)
-
-
-def roll_betas(value: Any, values: Values) -> Outcome:
-    low = first(values, f"{_ACTOR}.adam_beta1", default=0.9)
-    return set_to(trainer__betas=[low, first(values, f"{_ACTOR}.adam_beta2", default=0.999)])
 
 
 def roll_reward(key: str) -> Rule | None:
@@ -116,9 +105,8 @@ def roll_reward(key: str) -> Rule | None:
                     f"name a reward for the rows of tag {tags} in reward.by_source: {_class(worker, values)} is not one here"
                 )
             return ignored(f"{READ} rewards.{worker}.tag_included") if tags else set_to(reward__name=name)
-        if rest == "tag_included" and name is not None:
-            by_source = {tag: ours for tag, ours in _by_source(values) if ours}
-            settings = {"reward.by_source": by_source, "data.map.data_source": "tag"}
+        if rest == "tag_included" and name is not None and all(re.fullmatch(r"[\w-]+", tag) for tag in value):
+            settings = {"data.map.data_source": "tag", **{f"reward.by_source.{tag}": name for tag in value}}
             return Outcome("translated", settings, "the column tag chooses the reward")
         if rest.startswith(_OF_A_RULE) and (name is not None or "Judge" not in _class(worker, values)):
             return ignored("a reward by rule has no model")
@@ -129,15 +117,6 @@ def roll_reward(key: str) -> Rule | None:
 
 def _class(worker: str, values: Values) -> str:
     return str(values.get(f"rewards.{worker}.worker_cls")).rpartition(".")[2]
-
-
-def _by_source(values: Values) -> list[tuple[str, str | None]]:
-    workers = [match[1] for key in values if (match := _OF_A_WORKER.fullmatch(key)) and match[2] == "tag_included"]
-    return [
-        (str(tag), _ROLL_REWARDS.get(_class(worker, values)))
-        for worker in workers
-        for tag in values[f"rewards.{worker}.tag_included"]
-    ]
 
 
 def agentrl_loss(value: Any, values: Values) -> Outcome:

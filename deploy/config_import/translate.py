@@ -12,14 +12,7 @@ from penstock.deploy.config_import.foreign_file import UNASSIGNED, Found, readab
 from penstock.deploy.config_import.rule_forms import Line, Outcome, Rule, Translation
 from penstock.deploy.config_import.source_defaults import at_default
 from penstock.fine_tuning.sections import DPO, SFT, OwnSection
-from penstock.protocol.config.foreign_config import (
-    ALIASES,
-    SYSTEMS,
-    Alias,
-    ForeignSystem,
-    prefix_advice,
-    prefix_of,
-)
+from penstock.protocol.config.foreign_config import ALIASES, SYSTEMS, Alias, ForeignSystem, prefix_advice, prefix_of
 
 _PATHS = ("model.path", "data.train", "data.eval", "critic.path", "run.dir", "algorithm.reference_path")
 _WORDS = {
