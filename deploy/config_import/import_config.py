@@ -34,7 +34,10 @@ _DECIDING = (
     "algorithm.name", "algorithm.minibatches", "rollout.group_size", "rollout.groups_per_step", "rollout.max_new_tokens",
     "rollout.environment", "environment.", "reward.", "data.train", "data.max_prompt_tokens", "model.path", "model.dtype",
 )  # fmt: skip
-_OF_A_KL = tuple(f"algorithm.{key}" for key in ("kl_form", "reward_kl_form", "kl_target", "kl_horizon", "kl_unbiased"))
+_OF_A_KL = tuple(
+    f"algorithm.{key}"
+    for key in ("kl_form", "reward_kl_form", "kl_target", "kl_horizon", "kl_unbiased", "reference_path")
+)
 _NAMES = [name for name in SYSTEMS if name != "shared"]
 _TITLES: dict[Kind, str] = {
     "decide": "needs a decision",

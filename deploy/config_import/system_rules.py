@@ -75,20 +75,6 @@ def _samples_of_an_update(values: Values) -> int | None:
     return per_device * first(values, f"{_ACTOR}.gradient_accumulation_steps", default=1) * ranks or None
 
 
-def roll_gamma(value: Any, values: Values) -> Outcome:
-    if first(values, "adv_estimator", default="gae") == "gae":
-        return set_to(critic__gamma=value)
-    if value == 1:
-        return ignored("1: no token is discounted")
-    return decide(f"ROLL discounts the tokens of a completion by {value} without a critic too; here they stay equal")
-
-
-def roll_reference(value: Any, values: Values) -> Outcome:
-    if value == first(values, "pretrain", "actor_train.model_args.model_name_or_path"):
-        return ignored("the reference is the model as the run started")
-    return set_to(algorithm__reference_path=value)
-
-
 def roll_reward(key: str) -> Rule | None:
     """Return the rule for a key of one of ROLL's reward workers; None for any other key."""
     matched = _OF_A_WORKER.fullmatch(key)
@@ -101,9 +87,7 @@ def roll_reward(key: str) -> Rule | None:
         tags = values.get(f"rewards.{worker}.tag_included")
         if rest == "worker_cls":
             if name is None:
-                return decide(
-                    f"name a reward for the rows of tag {tags} in reward.by_source: {_class(worker, values)} is not one here"
-                )
+                return decide(f"set reward.by_source for the tags {tags}: {_class(worker, values)} is no reward here")
             return ignored(f"{READ} rewards.{worker}.tag_included") if tags else set_to(reward__name=name)
         if rest == "tag_included" and name is not None and all(re.fullmatch(r"[\w-]+", tag) for tag in value):
             settings = {"data.map.data_source": "tag", **{f"reward.by_source.{tag}": name for tag in value}}
@@ -144,17 +128,11 @@ def reward_functions(value: Any, values: Values) -> Outcome:
     listed = value if isinstance(value, list) else [value]
     names = [_TRL_REWARDS.get(str(name), str(name)) for name in listed]
     if unknown := [name for name in names if name not in _TRL_REWARDS.values() and not _CODE.fullmatch(name)]:
-        return decide(
-            f"set reward.name, and reward.define for several: {', '.join(unknown)} is the name of no file (FILE.py:FUNCTION)"
-        )
+        return decide(f"set reward.name, and reward.define for several: no FILE.py:FUNCTION: {', '.join(unknown)}")
     if len(names) == 1 and "reward_weights" not in values:
         return set_to(reward__name=names[0])
-    weights = first(values, "reward_weights", default=[1.0] * len(names))
-    parts = {f"part{place}": (name, weight) for place, (name, weight) in enumerate(zip(names, weights, strict=True))}
     settings: dict[str, Any] = {"reward.name": "trl"}
-    for part, (name, weight) in parts.items():
-        settings |= {
-            f"reward.define.trl.parts.{part}.reward": name,
-            f"reward.define.trl.parts.{part}.weight": float(weight),
-        }
+    for place, weight in enumerate(first(values, "reward_weights", default=[1.0] * len(names))):
+        part = f"reward.define.trl.parts.part{place}"
+        settings |= {f"{part}.reward": names[place], f"{part}.weight": float(weight)}
     return Outcome("translated", settings, "the weighted sum of the functions")

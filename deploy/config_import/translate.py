@@ -12,7 +12,15 @@ from penstock.deploy.config_import.foreign_file import UNASSIGNED, Found, readab
 from penstock.deploy.config_import.rule_forms import Line, Outcome, Rule, Translation
 from penstock.deploy.config_import.source_defaults import at_default
 from penstock.fine_tuning.sections import DPO, SFT, OwnSection
-from penstock.protocol.config.foreign_config import ALIASES, SYSTEMS, Alias, ForeignSystem, prefix_advice, prefix_of
+from penstock.protocol.config.foreign_config import (
+    ALIASES,
+    NEUTRAL,
+    SYSTEMS,
+    Alias,
+    ForeignSystem,
+    prefix_advice,
+    prefix_of,
+)
 
 _PATHS = ("model.path", "data.train", "data.eval", "critic.path", "run.dir", "algorithm.reference_path")
 _WORDS = {
@@ -25,14 +33,6 @@ _WORDS = {
 }
 _SECRET = re.compile(r"(^|[_.])(password|secret|token|api_key|use_wandb)$")
 _IN_URL = re.compile(r"(?<=:)//[^/@\s]+@")
-# By the end of a key: the values with which it changes nothing. Off (false, 0, empty) is one of them but for `_ON_THERE`.
-_NEUTRAL: Mapping[str, tuple[Any, ...]] = {
-    "top_p": (1,), "top_k": (-1, 0), "repetition_penalty": (1,), "num_beams": (1,), "eps": (1e-8,), "adam_epsilon": (1e-8,),
-    "model_update_frequency": (1,), "weight_sync_interval": (1,), "freeze_vision_tower": (True,), "template": ("native",),
-    "optimizer": ("AdamW", "adamw", "adam"), "image_key": ("images",), "video_key": ("videos",), "total_training_steps": (-1,),
-    "rl_loss_coef": (1,), "tp_size": (1,), "cp_size": (1,), "pp_size": (1,), "ep_size": (1,), "ring_attn_size": (1,),
-    "split": ("train",), "update_weights_interval": (1,), "nnodes": (1,), "num_nodes": (1,), "sequence_parallel": (True,),
-}  # fmt: skip
 _ON_THERE = ("do_sample", "enable_sampling", "gamma")  # off is the choice that changes something
 _IMPLIED: Mapping[str, Mapping[str, Any]] = {
     "trl": {"per_device_train_batch_size": 8}
@@ -206,7 +206,7 @@ def _is_neutral(key: str, value: Any) -> bool:
     if last.endswith("parallel_size"):
         return value in (1, 0)
     is_off = value in (False, 0, "", [], {}) or str(value).lower() == "false"
-    return value in _NEUTRAL.get(last, ()) or (is_off and last not in _ON_THERE)
+    return value in NEUTRAL.get(last, ()) or (is_off and last not in _ON_THERE)
 
 
 def _said(settings: Mapping[str, Any], text: str) -> str:

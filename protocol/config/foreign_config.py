@@ -100,6 +100,7 @@ def _system(table: Mapping[str, Any]) -> ForeignSystem:
 
 SYSTEMS: dict[str, ForeignSystem] = {name: _system(table) for name, table in _TABLE["systems"].items()}
 ESTIMATOR = _alias("$estimator")
+NEUTRAL: Mapping[str, list[Any]] = _TABLE["neutral"]  # by the end of a key: values with which it changes nothing
 
 
 def _joined(order: list[ForeignSystem]) -> tuple[dict[str, Alias], dict[str, str], dict[str, str]]:

@@ -169,7 +169,7 @@ TABLE: dict[str, tuple[str, str, dict[str, Any]]] = {
         "rollout.groups_per_step": 128, "rollout.group_size": 8, "algorithm.minibatches": 2, "rollout.max_new_tokens": 128,
         "data.max_prompt_tokens": 1024, "algorithm.kl_coefficient": 0.001, "algorithm.dual_clip": "none", "trainer.schedule": "cosine",
         "trainer.betas": [0.9, 0.999], "run.seed": 42, "model.dtype": "bfloat16", "trainer.steps": 100, "rollout.temperature": 0.99,
-        "gamma": ASKED("gamma"), "environment": ASKED("environment"), "tags": ASKED("train_env_manager.format_penalty"),
+        "gamma": ASKED("critic.gamma"), "environment": ASKED("environment"), "tags": ASKED("train_env_manager.format_penalty"),
         "evaluation": ASKED("val_env_manager.num_env_groups"), "custom": ASKED("custom_envs.FrozenLake"),
     }),
     "roll_gae": ("yaml", ROLL_GAE, {
@@ -236,7 +236,7 @@ def test_a_run_file_does_what_its_source_does_or_asks(
 
 REFUSED = {
     "rollout.group_size": "{pretrain: /m, rollout_batch_size: 64, num_return_sequences_in_group: 1, adv_estimator: grpo}",
-    "gamma": "{pretrain: /m, rollout_batch_size: 64, num_return_sequences_in_group: 8, adv_estimator: grpo, gamma: 0.99, lambd: 0.95}",
+    "critic.gamma": "{pretrain: /m, rollout_batch_size: 64, num_return_sequences_in_group: 8, adv_estimator: grpo, gamma: 0.99, lambd: 0.95}",
     "algorithm.kl_target": "{pretrain: /m, rollout_batch_size: 8, num_return_sequences_in_group: 8, adv_estimator: grpo, "
     "add_token_level_kl: true, init_kl_coef: 0.1, target_kl: 0.1, use_kl_loss: true, kl_loss_coef: 0.01}",
 }
