@@ -75,34 +75,29 @@ def decisions(done: Translation) -> str:
 
 
 def complete(done: Translation, named: Mapping[str, Any]) -> None:
-    """Add what the system does by itself, leave out what is refused, and open a decision for what is missing."""
+    """Add what the system does where its file is silent, leave out what is refused, and open a decision for what is missing."""
     for default in silent_defaults().get(done.system, ()):  # what is refused depends on the algorithm
         if "algorithm.name" in default.settings and "algorithm.name" not in done.settings and default.key not in named:
             _take(done, default, default.settings, {})
     if leave_out_refused(done):
-        take_silent_defaults(done, named)
+        effective = _effective(done.settings)
+        for default, others in differing(done.system, named, done.settings, effective):
+            _take(done, default, others, effective)
         leave_out_refused(done)
     name_what_is_missing(done)
 
 
-def take_silent_defaults(done: Translation, named: Mapping[str, Any]) -> None:
-    """Set what the system does for keys that its file does not name, where Penstock does something else; report each."""
-    effective = _effective(done.settings)
-    for default, others in differing(done.system, named, done.settings, effective):
-        if default.ask:
-            done.lines.append(Line("decide", default.key, default.value, f"{done.system}'s default: {default.ask}"))
-        if others:
-            _take(done, default, others, effective)
-
-
 def _take(done: Translation, default: SilentDefault, settings: Mapping[str, Any], effective: Mapping[str, Any]) -> None:
+    if default.ask:
+        done.lines.append(Line("decide", default.key, default.value, f"{done.system}'s default: {default.ask}"))
     texts = []
     for ours, value in settings.items():
         done.settings[ours] = value
         done.remarks[ours] = f"{done.system}'s default"
         here = f"; without it {toml_text(effective[ours])}" if ours in effective else ""
         texts.append(f"{ours} = {toml_text(value)}{here}")
-    done.lines.append(Line("silent", default.key, toml_text(default.value).strip('"'), "; ".join(texts)))
+    if texts:
+        done.lines.append(Line("silent", default.key, toml_text(default.value).strip('"'), "; ".join(texts)))
 
 
 def name_what_is_missing(done: Translation) -> None:

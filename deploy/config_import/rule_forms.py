@@ -93,10 +93,6 @@ def chosen(setting: str, ours: Mapping[str, Any], otherwise: str) -> Rule:
     )
 
 
-def unless_on(setting: str, value: Any) -> Rule:
-    return lambda given, values: ignored(OFF) if is_on(given) else Outcome("translated", {setting: value})
-
-
 def as_rule(setting: str, text: str = "") -> Rule:
     return lambda given, values: Outcome("translated", {setting: given}, text)
 
@@ -104,10 +100,6 @@ def as_rule(setting: str, text: str = "") -> Rule:
 def only(harmless: Sequence[Any], text: str) -> Rule:
     """Return a rule for a key whose other values cannot be had."""
     return lambda given, values: ignored(OFF) if given in harmless else decide(text)
-
-
-def with_rule(*keys: str) -> Rule:
-    return lambda given, values: ignored(f"{READ} {' and '.join(keys)}")
 
 
 def engine(theirs: str) -> str:

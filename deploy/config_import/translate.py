@@ -34,12 +34,10 @@ _WORDS = {
 _SECRET = re.compile(r"(^|[_.])(password|secret|token|api_key|use_wandb)$")
 _IN_URL = re.compile(r"(?<=:)//[^/@\s]+@")
 _ON_THERE = ("do_sample", "enable_sampling", "gamma")  # off is the choice that changes something
-_IMPLIED: Mapping[str, Mapping[str, Any]] = {
-    "trl": {"per_device_train_batch_size": 8}
-}  # defaults that rules compute with
+_IMPLIED = {"trl": {"per_device_train_batch_size": 8}}  # defaults that rules compute with
 _ESTIMATORS = ("algorithm.adv_estimator", "adv_estimator", "advantage_estimator")
 _CRITIC = re.compile(
-    r"critic[._]|reward_pretrain$|num_critic_only_steps$|freezing_actor_steps$|lambd$|value_clip$|algorithm\.lam$"
+    r"critic[._]|(reward_pretrain|num_critic_only_steps|freezing_actor_steps|lambd|value_clip|algorithm\.lam)$"
 )
 _COMMANDS = (
     (SFT, ("sft_trainer", "trl sft", "train_sft", "sft.py")),
