@@ -146,10 +146,7 @@ def share_of_steps(setting: str) -> Rule:
 
 
 def batch_rule(prompts: str, rows: str, default: int | None = None) -> Rule:
-    """Return a rule for prompts that are generated together, and trained on in smaller optimizer steps of ``rows``.
-
-    ``default`` is what that system takes for ``rows`` where a file does not name it.
-    """
+    """Return a rule for prompts that are generated together, and trained on in optimizer steps of ``rows``, or of its default."""
 
     def rule(value: Any, values: Values) -> Outcome:
         size, per_prompt = values.get(rows, default), 1

@@ -256,11 +256,8 @@ def pg_clip(value: Any, values: Values) -> Outcome:
 
 def tracker(value: Any, values: Values) -> Outcome:
     """Turn on the trackers whose switches (``use_wandb``) are on; OpenRLHF's has the key of the account as its value."""
-    named = [
-        name
-        for name in ("wandb", "tensorboard", "mlflow")
-        if values.get(f"use_{name}") not in (None, False, "", "False", "false")
-    ]
+    off = (None, False, "", "False", "false")
+    named = [name for name in ("wandb", "tensorboard", "mlflow") if values.get(f"use_{name}") not in off]
     return set_to(tracker=named) if named else ignored(OFF)
 
 

@@ -41,24 +41,17 @@ def roll_estimator(value: Any, values: Values) -> Outcome:
 
 def roll_batch(value: Any, values: Values) -> Outcome:
     """Return the prompts of a batch and its optimizer steps; an agentic pipeline counts episodes."""
-    per_prompt = first(
-        values, "num_return_sequences_in_group", "actor_infer.generating_args.num_return_sequences", default=1
-    )
-    text = "prompts"
-    if _is_agentic(values):
-        per_prompt = first(values, "train_env_manager.group_size", default=1)
-        text = f"{value} episodes, {per_prompt} of each start"
-    samples = value if _is_agentic(values) else value * per_prompt
-    groups = max(1, samples // per_prompt)
-    update = _samples_of_an_update(values)
-    if update is None:
+    keys = ("num_return_sequences_in_group", "actor_infer.generating_args.num_return_sequences")
+    is_agentic = _is_agentic(values)
+    per_prompt = first(values, *(("train_env_manager.group_size",) if is_agentic else keys), default=1)
+    groups = max(1, value // per_prompt) if is_agentic else value
+    if (update := _samples_of_an_update(values)) is None:
         asked = "set algorithm.minibatches: the samples of a batch / (per_device_train_batch_size x accumulation x data parallel ranks)"
         return Outcome("decide", {"rollout.groups_per_step": groups}, asked)
-    steps = max(1, samples // update)
-    if steps == 1:
-        return set_to(text, rollout__groups_per_step=groups)
-    text = f"{text}, in optimizer steps of {update} samples"
-    return set_to(text, rollout__groups_per_step=groups, algorithm__minibatches=min(steps, groups))
+    steps = min(groups, max(1, groups * per_prompt // update))
+    minibatches = {"algorithm.minibatches": steps} if steps > 1 else {}
+    text = f"{value} {'episodes' if is_agentic else 'prompts'} in optimizer steps of {update} samples"
+    return Outcome("translated", {"rollout.groups_per_step": groups, **minibatches}, text)
 
 
 def _is_agentic(values: Values) -> bool:
@@ -111,8 +104,10 @@ def agentrl_loss(value: Any, values: Values) -> Outcome:
 
 
 def agentrl_clip(value: Any, values: Values) -> Outcome:
-    high = round(value + first(values, "epsilon_higher", default=0.1), 12)
-    return set_to("epsilon_higher is added to epsilon", algorithm__clip_low=value, algorithm__clip_high=high)
+    low, more = first(values, "epsilon", default=0.2), first(values, "epsilon_higher", default=0.1)
+    return set_to(
+        "epsilon_higher is added to epsilon", algorithm__clip_low=low, algorithm__clip_high=round(low + more, 12)
+    )
 
 
 def optim_args(value: Any, values: Values) -> Outcome:

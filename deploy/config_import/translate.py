@@ -162,10 +162,7 @@ def _outcome(key: str, value: Any, values: Mapping[str, Any], system: str, known
 
 
 def _has_critic(system: str, values: Mapping[str, Any]) -> bool:
-    """Return True for a file whose system trains a critic: by its estimator, or by the default of systems that have GAE."""
-    if system in ("trl", "agentrl"):
-        return str(values.get("algorithm", "")).lower() == "ppo" or "loss_calculater" in values
-    default = "grpo" if system == "slime" else "gae"
+    default = "gae" if system in ("verl", "roll", "openrlhf") else str(values.get("algorithm", "grpo")).lower()
     estimator = next((str(values[key]).lower() for key in _ESTIMATORS if key in values), default)
     return estimator in ("gae", "ppo") or UNASSIGNED in estimator
 
