@@ -114,8 +114,7 @@ def name_what_is_missing(done: Translation) -> None:
     if not settings.get("data.train") and "data.train" not in asked:
         text = "the file names no data, and no run starts without: set data.train"
         done.lines.append(Line("decide", "data.train", "", text))
-    has_reward = any(key.startswith("reward.") for key in settings) or "rollout.environment" in settings
-    if has_reward or "reward.name" in asked:
+    if "reward.name" in asked or any(key.startswith(("reward.", "rollout.environment")) for key in settings):
         return
     if done.system == "verl":
         text = "each row's data_source names its reward, as in verl (docs/rewards.md)"

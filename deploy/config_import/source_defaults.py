@@ -2,8 +2,7 @@
 
 ``trl_defaults.json`` has what TRL 1.16's ``GRPOConfig(...).to_dict()`` holds for arguments that were not set.
 ``silent_defaults.json`` has the defaults that differ from those here: of verl's `_generated_ppo_trainer.yaml` (January 2026), TRL 1.16's
-`GRPOConfig`, OpenRLHF's `train_ppo_ray.py` (2025), ROLL 0.3's `base_config.py` and `training_args.py`, slime's `arguments.py` (August
-2026) with Megatron's, and AgentRL's `configs.py` (February 2026).
+`GRPOConfig`, OpenRLHF's `train_ppo_ray.py` (2025), ROLL 0.3, slime (August 2026) with Megatron's, AgentRL (February 2026).
 """
 
 from __future__ import annotations

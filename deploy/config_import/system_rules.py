@@ -70,30 +70,26 @@ def _samples_of_an_update(values: Values) -> int | None:
 
 def roll_reward(key: str) -> Rule | None:
     """Return the rule for a key of one of ROLL's reward workers; None for any other key."""
-    matched = _OF_A_WORKER.fullmatch(key)
-    if matched is None:
+    if (matched := _OF_A_WORKER.fullmatch(key)) is None:
         return None
     worker, rest = matched[1], matched[2]
 
     def rule(value: Any, values: Values) -> Outcome:
-        name = _ROLL_REWARDS.get(_class(worker, values))
+        kind = str(values.get(f"rewards.{worker}.worker_cls")).rpartition(".")[2]
+        name = _ROLL_REWARDS.get(kind)
         tags = values.get(f"rewards.{worker}.tag_included")
         if rest == "worker_cls":
             if name is None:
-                return decide(f"set reward.by_source for the tags {tags}: {_class(worker, values)} is no reward here")
+                return decide(f"set reward.by_source for the tags {tags}: {kind} is no reward here")
             return ignored(f"{READ} rewards.{worker}.tag_included") if tags else set_to(reward__name=name)
         if rest == "tag_included" and name is not None and all(re.fullmatch(r"[\w-]+", tag) for tag in value):
             settings = {"data.map.data_source": "tag", **{f"reward.by_source.{tag}": name for tag in value}}
             return Outcome("translated", settings, "the column tag chooses the reward")
-        if rest.startswith(_OF_A_RULE) and (name is not None or "Judge" not in _class(worker, values)):
+        if rest.startswith(_OF_A_RULE) and (name is not None or "Judge" not in kind):
             return ignored("a reward by rule has no model")
         return decide("a part of a reward: reward.define, or a judge behind an endpoint (docs/rewards.md)")
 
     return rule
-
-
-def _class(worker: str, values: Values) -> str:
-    return str(values.get(f"rewards.{worker}.worker_cls")).rpartition(".")[2]
 
 
 def agentrl_loss(value: Any, values: Values) -> Outcome:

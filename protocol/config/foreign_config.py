@@ -92,10 +92,11 @@ def _texts(answers: Mapping[str, str]) -> dict[str, str]:
 def _system(table: Mapping[str, Any]) -> ForeignSystem:
     taken = {key: _alias(form) for key, form in table["taken"].items()}
     renamed, absent, prefixes = (_texts(table[part]) for part in ("renamed", "absent", "prefixes"))
-    named = (table["absent"] | table["prefixes"]).items()
-    without_effect = {key for key, text in named if text.startswith("$") and text[1:] in _TABLE["harmless_texts"]}
-    harmless = frozenset({*table.get("harmless", ()), *without_effect})
-    return ForeignSystem(taken, renamed, absent, prefixes, harmless, table.get("rules", {}))
+    without_effect = {f"${name}" for name in _TABLE["harmless_texts"]}
+    harmless = [key for part in ("absent", "prefixes") for key, text in table[part].items() if text in without_effect]
+    return ForeignSystem(
+        taken, renamed, absent, prefixes, frozenset(harmless + table["harmless"]), table.get("rules", {})
+    )
 
 
 SYSTEMS: dict[str, ForeignSystem] = {name: _system(table) for name, table in _TABLE["systems"].items()}
