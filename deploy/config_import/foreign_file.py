@@ -1,12 +1,8 @@
-"""Read a configuration file of another system: keys with values, and what the system does where the file is silent.
+"""Read a configuration file of another system: keys with values.
 
 Files are YAML, JSON or launch scripts of a shell, whose assignments, arrays and commands are read and never executed. Variables
 that a script assigns are substituted, with their defaults (``${N:-8}``) and integer arithmetic; what comes from outside
 (``$HOME``, ``$1``) or from a command (``$(…)``) is marked, to be named in the report.
-
-``trl_defaults.json`` has what TRL 1.16's ``GRPOConfig(...).to_dict()`` holds for arguments that were not set.
-``silent_defaults.json`` has the defaults of verl's `_generated_ppo_trainer.yaml` (2025), TRL 1.16's `GRPOConfig` and OpenRLHF's
-`train_ppo_ray.py` (2025), where they differ from those here. ROLL, slime and AgentRL leave most of them to Megatron or to the file.
 """
 
 from __future__ import annotations
@@ -16,10 +12,8 @@ import json
 import operator
 import re
 import shlex
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from functools import cache
-from pathlib import Path
 from typing import Any
 
 import yaml
@@ -45,9 +39,6 @@ _OPERATORS: dict[type[ast.operator], Callable[[int, int], int]] = {
     ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.FloorDiv: operator.floordiv,
     ast.Div: operator.floordiv, ast.Mod: operator.mod,
 }  # fmt: skip
-_FOLDER = Path(__file__).parent
-_FILES = {"trl": "trl_defaults.json"}
-_WHOLE = 60  # so many keys at their defaults are a configuration that was written out; fewer were typed by a person
 
 
 @dataclass(slots=True)
@@ -277,6 +268,8 @@ def _options(words: list[str], foreign_config: Found) -> None:
 
 
 def _is_value(word: str) -> bool:
+    if re.fullmatch(r"\w+=[^,=]*(,\w+=[^,=]*)+", word):  # transformers' --optim_args "beta1=0.9,beta2=0.95"
+        return True
     return not (word.startswith(("--", ">", "2>", "1>")) or word in _ENDS or _OVERRIDE.match(word))
 
 
@@ -341,60 +334,3 @@ def _computed(text: str, variables: dict[str, str]) -> str:
         return str(of(ast.parse(plain.strip(), mode="eval").body))
     except (KeyError, ValueError, SyntaxError, ZeroDivisionError, RecursionError):
         return marked("$((" + "".join(text.split()) + "))")
-
-
-def at_default(system: str, values: Mapping[str, Any]) -> frozenset[str]:
-    """Return the keys at their defaults, or without a value, in a file with all of them; none for a file of chosen keys."""
-    known = _defaults(system)
-    default_keys = frozenset(
-        k for k, value in values.items() if value is None or (k in known and _same(value, known[k]))
-    )
-    return default_keys if len(default_keys) >= _WHOLE else frozenset()
-
-
-@cache
-def _defaults(system: str) -> Mapping[str, Any]:
-    if system not in _FILES:
-        return {}
-    return json.loads((_FOLDER / _FILES[system]).read_text(encoding="utf-8"))
-
-
-def _same(value: Any, default: Any) -> bool:
-    return value == default and isinstance(value, bool) == isinstance(default, bool)
-
-
-@dataclass(frozen=True, slots=True)
-class SilentDefault:
-    """A key that a file does not name: what its system does then, and the settings that do the same here."""
-
-    key: str
-    value: Any
-    settings: Mapping[str, Any]
-    also: Sequence[str] = ()  # other keys of that system that decide the same
-
-
-@cache
-def silent_defaults() -> Mapping[str, Sequence[SilentDefault]]:
-    by_system = json.loads((_FOLDER / "silent_defaults.json").read_text(encoding="utf-8"))
-    return {system: [SilentDefault(**default) for default in defaults] for system, defaults in by_system.items()}
-
-
-def differing(
-    system: str, named: Mapping[str, Any], effective: Mapping[str, Any]
-) -> list[tuple[SilentDefault, Mapping[str, Any]]]:
-    """Return the defaults that a file does not name and that hold otherwise in the run file, with the settings that differ.
-
-    ``named`` are the keys of the file, ``effective`` all settings of the run file by dotted key.
-    """
-    differences, has_critic = [], effective.get("algorithm.advantage") == "gae"
-    for default in silent_defaults().get(system, ()):
-        if any(key in named for key in (default.key, *default.also)):
-            continue
-        others = {
-            ours: value
-            for ours, value in default.settings.items()
-            if effective.get(ours) != value and (has_critic or not ours.startswith("critic."))
-        }
-        if others:
-            differences.append((default, others))
-    return differences

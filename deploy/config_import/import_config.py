@@ -1,6 +1,7 @@
 """`penstock config import FILE`: turn a configuration of another system into a run file, with a report.
 
-Every service accepts the run file: settings that a service refuses are left out and reported.
+Settings that a service refuses are left out and reported, except those that decide what is trained: with these the run file is
+refused until a person has decided.
 """
 
 from __future__ import annotations
@@ -15,8 +16,9 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from penstock.deploy.config_import.foreign_file import Found, differing, read_json, read_shell, read_yaml
+from penstock.deploy.config_import.foreign_file import Found, read_json, read_shell, read_yaml
 from penstock.deploy.config_import.rule_forms import Kind, Line, Translation
+from penstock.deploy.config_import.source_defaults import SilentDefault, differing, silent_defaults
 from penstock.deploy.config_import.translate import detect, own_section, translate
 from penstock.deploy.config_show import as_document, load_all
 from penstock.protocol.config.foreign_config import SYSTEMS
@@ -27,11 +29,20 @@ from penstock.protocol.secret_values import scrub
 
 PLACEHOLDER = "FOLDER-OF-THE-MODEL"
 _DECIDE, _ERROR = 1, 2  # exit codes
+# What decides what is trained: never left out.
+_DECIDING = (
+    "algorithm.name", "algorithm.minibatches", "rollout.group_size", "rollout.groups_per_step", "rollout.max_new_tokens",
+    "rollout.environment", "environment.", "reward.", "data.train", "data.max_prompt_tokens", "model.path", "model.dtype",
+)  # fmt: skip
+_OF_A_KL = tuple(
+    f"algorithm.{key}"
+    for key in ("kl_form", "reward_kl_form", "kl_target", "kl_horizon", "kl_unbiased", "reference_path")
+)
 _NAMES = [name for name in SYSTEMS if name != "shared"]
 _TITLES: dict[Kind, str] = {
     "decide": "needs a decision",
     "unknown": "unknown",
-    "silent": "not in the file: what its system does then, and the run file does not (it has them as comments)",
+    "silent": "not in the file: what its system does then, written into the run file",
     "translated": "translated",
     "taken": "taken",
     "ignored": "ignored",
@@ -42,12 +53,14 @@ def known_keys() -> set[str]:
     return {key for service in load_all([], [f"model.path={PLACEHOLDER}"], {}) for key in service.origins}
 
 
-def run_file_text(settings: Mapping[str, Any], offered: Mapping[str, tuple[Any, str]] = MappingProxyType({})) -> str:
+def run_file_text(settings: Mapping[str, Any], remarks: Mapping[str, str] = MappingProxyType({})) -> str:
     lists = [f"{key} = {toml_text(value)}" for key, value in settings.items() if "." not in key]
     blocks = ["\n".join(lists)] if lists else []  # before the first table, or they would belong to it
     for section in SECTIONS:
-        rows = [f"{_name(key)} = {toml_text(settings[key])}" for key in sorted(_of(section, settings))]
-        rows += [f"# {_name(key)} = {toml_text(offered[key][0])}  # {offered[key][1]}" for key in _of(section, offered)]
+        rows = [
+            f"{_name(key)} = {toml_text(settings[key])}" + (f"  # {remarks[key]}" if key in remarks else "")
+            for key in sorted(_of(section, settings))
+        ]
         if rows:
             blocks.append("\n".join([f"[{section}]", *rows]))
     return "\n\n".join(blocks) + "\n"
@@ -61,16 +74,54 @@ def decisions(done: Translation) -> str:
     return "".join(["# Needs a decision before the first run:\n", *rows, "\n"])
 
 
-def offer_silent_defaults(done: Translation, named: Mapping[str, Any]) -> None:
-    """Report what the system does for keys that its file does not name, where the run file does something else."""
-    effective = _effective(done.settings)
-    for default, others in differing(done.system, named, effective):
-        texts = []
-        for ours, value in others.items():
-            here = toml_text(effective.get(ours))
-            done.offered[ours] = (value, f"{done.system}'s default; here {here}")
-            texts.append(f"{ours} = {toml_text(value)} does the same; here {here}")
+def complete(done: Translation, named: Mapping[str, Any]) -> None:
+    """Add what the system does where its file is silent, leave out what is refused, and open a decision for what is missing."""
+    for default in silent_defaults().get(done.system, ()):  # what is refused depends on the algorithm
+        if "algorithm.name" in default.settings and "algorithm.name" not in done.settings and default.key not in named:
+            _take(done, default, default.settings, {})
+    if leave_out_refused(done):
+        effective = _effective(done.settings)
+        for default, others in differing(done.system, named, done.settings, effective):
+            _take(done, default, others, effective)
+        leave_out_refused(done)
+    name_what_is_missing(done)
+
+
+def _take(done: Translation, default: SilentDefault, settings: Mapping[str, Any], effective: Mapping[str, Any]) -> None:
+    if default.ask:
+        done.lines.append(Line("decide", default.key, default.value, f"{done.system}'s default: {default.ask}"))
+    texts = []
+    for ours, value in settings.items():
+        done.settings[ours] = value
+        done.remarks[ours] = f"{done.system}'s default"
+        here = f"; without it {toml_text(effective[ours])}" if ours in effective else ""
+        texts.append(f"{ours} = {toml_text(value)}{here}")
+    if texts:
         done.lines.append(Line("silent", default.key, toml_text(default.value).strip('"'), "; ".join(texts)))
+
+
+def name_what_is_missing(done: Translation) -> None:
+    """Open a decision for each part without which a run file trains nothing: an algorithm, data, a reward."""
+    settings = done.settings
+    is_agentic = any(line.key.startswith(("train_env_manager.", "custom_envs.")) for line in done.lines)
+    if is_agentic and "rollout.environment" not in settings:  # ROLL's: it gives the starts and the reward
+        text = "set rollout.environment, [environment.define.NAME] (frozen_lake, sokoban are built in) and data.train, a row for each start"
+        done.lines.append(Line("decide", "environment", "", text))
+        return
+    asked = " ".join(line.text for line in done.lines if line.kind in ("decide", "unknown"))
+    if "algorithm.name" not in settings:
+        done.lines.append(Line("decide", "algorithm.name", "", "no algorithm is named: the run would be async_grpo"))
+    if not settings.get("data.train") and "data.train" not in asked:
+        text = "the file names no data, and no run starts without: set data.train"
+        done.lines.append(Line("decide", "data.train", "", text))
+    if "reward.name" in asked or any(key.startswith(("reward.", "rollout.environment")) for key in settings):
+        return
+    if done.system == "verl":
+        text = "each row's data_source names its reward, as in verl (docs/rewards.md)"
+        done.lines.append(Line("translated", "reward by data_source", "", text))
+    else:
+        text = "the file names no reward: set reward.name; without it each row needs a data_source that names one"
+        done.lines.append(Line("decide", "reward.name", "", text))
 
 
 def _of(section: str, settings: Mapping[str, Any]) -> list[str]:
@@ -95,19 +146,48 @@ def _written(settings: Mapping[str, Any]) -> Iterator[Path]:
         yield file
 
 
-def leave_out_refused(done: Translation) -> None:
-    """Remove what the services refuse, one setting at a time, and report each with the reason."""
+def leave_out_refused(done: Translation) -> bool:
+    """Remove the settings that services refuse, the subject of each refusal first; report each, and return False if one stays.
+
+    What decides what is trained stays, even where it is refused: the run then starts only after a person has decided.
+    """
     if "model.path" not in done.settings:
         done.settings["model.path"] = PLACEHOLDER
         done.lines.append(Line("decide", "model.path", "", "the file names no model: set model.path"))
     while problem := _refused(done.settings):
-        named = [key for key in done.settings if re.search(rf"\b{re.escape(key)}\b", problem) and key != "model.path"]
+        named = re.findall(
+            rf"\b(?:{'|'.join(map(re.escape, sorted(done.settings, key=len, reverse=True)))})\b", problem
+        )
+        subject = next((key for key in named if not key.startswith(_DECIDING)), None)
         if not named:
             raise ConfigError(f"the translated settings are refused, and by none that can be left out: {problem}")
-        culprit = named[0]
-        value = done.settings.pop(culprit)
-        kind = "ignored" if " does nothing " in problem else "decide"
-        done.lines.append(Line(kind, culprit, value, f"left out, because it is refused: {problem}"))
+        if subject is None:
+            text = f"refused, no run starts with it: {problem}"
+            done.lines.append(Line("decide", named[0], done.settings[named[0]], text))
+            return False
+        _leave_out(done, subject, problem)
+    return True
+
+
+def _leave_out(done: Translation, subject: str, problem: str) -> None:
+    value = done.settings.pop(subject)
+    does_nothing = " does nothing " in problem
+    if done.remarks.pop(subject, None) and does_nothing:  # a default of that system, which has no effect here
+        done.lines = [
+            line for line in done.lines if not (line.kind == "silent" and line.text.startswith(f"{subject} ="))
+        ]
+        return
+    kind: Kind = "ignored" if does_nothing and _has_no_effect_there(done, subject, value) else "decide"
+    done.lines.append(Line(kind, subject, value, f"left out, because it is refused: {problem}"))
+
+
+def _has_no_effect_there(done: Translation, subject: str, value: Any) -> bool:
+    """Return True for a setting that, beside the others, does nothing in the other system either."""
+    if subject == "critic.gamma":  # ROLL and OpenRLHF discount the tokens of a completion without a critic too
+        return value == 1 or (done.system == "verl" and "reinforce" not in done.settings["algorithm.name"])
+    if subject in _OF_A_KL:
+        return not any(key in done.settings for key in ("algorithm.kl_coefficient", "algorithm.reward_kl_coefficient"))
+    return subject.startswith(("critic.", "model.lora."))
 
 
 def _refused(settings: Mapping[str, Any]) -> str:
@@ -150,13 +230,14 @@ def import_config(file: Path, system: str | None, to: Path, *, as_json: bool) ->
                 f"{file}: no key of {', '.join(_NAMES)} found in {len(foreign_config.values)} keys; name the system with --from"
             )
         done = translate(foreign_config, system, known_keys())
-        leave_out_refused(done)
         if own_section(foreign_config) is None:
-            offer_silent_defaults(done, foreign_config.values)
+            complete(done, foreign_config.values)
+        else:
+            leave_out_refused(done)
         if to.exists():
             raise ConfigError(f"{to} exists; name another file with --to")
         header = f"# Imported from {file.name} ({system}) by `penstock config import`.\n\n"
-        to.write_text(header + decisions(done) + run_file_text(done.settings, done.offered), encoding="utf-8")
+        to.write_text(header + decisions(done) + run_file_text(done.settings, done.remarks), encoding="utf-8")
     except (ConfigError, OSError) as err:
         sys.stderr.write(scrub(f"{err}\n"))
         return _ERROR

@@ -40,8 +40,8 @@ class Translation:
     system: str
     settings: dict[str, Any] = field(default_factory=dict)
     lines: list[Line] = field(default_factory=list)
-    offered: dict[str, tuple[Any, str]] = field(default_factory=dict)
-    """Settings that the run file holds as comments: the value, and why someone might want it."""
+    remarks: dict[str, str] = field(default_factory=dict)
+    """What the run file says beside a setting: whose default it is."""
 
     @property
     def needs_decision(self) -> bool:
@@ -93,10 +93,6 @@ def chosen(setting: str, ours: Mapping[str, Any], otherwise: str) -> Rule:
     )
 
 
-def unless_on(setting: str, value: Any) -> Rule:
-    return lambda given, values: ignored(OFF) if is_on(given) else Outcome("translated", {setting: value})
-
-
 def as_rule(setting: str, text: str = "") -> Rule:
     return lambda given, values: Outcome("translated", {setting: given}, text)
 
@@ -104,10 +100,6 @@ def as_rule(setting: str, text: str = "") -> Rule:
 def only(harmless: Sequence[Any], text: str) -> Rule:
     """Return a rule for a key whose other values cannot be had."""
     return lambda given, values: ignored(OFF) if given in harmless else decide(text)
-
-
-def with_rule(*keys: str) -> Rule:
-    return lambda given, values: ignored(f"{READ} {' and '.join(keys)}")
 
 
 def engine(theirs: str) -> str:
@@ -153,11 +145,11 @@ def share_of_steps(setting: str) -> Rule:
     return rule
 
 
-def batch_rule(prompts: str, rows: str) -> Rule:
-    """Return a rule for prompts that are generated together, and trained on in smaller optimizer steps of ``rows``."""
+def batch_rule(prompts: str, rows: str, default: int | None = None) -> Rule:
+    """Return a rule for prompts that are generated together, and trained on in optimizer steps of ``rows``, or of its default."""
 
     def rule(value: Any, values: Values) -> Outcome:
-        size, per_prompt = values.get(rows), 1
+        size, per_prompt = values.get(rows, default), 1
         if rows in ("train_batch_size", "global_batch_size"):  # counts completions
             per_prompt = first(values, "n_samples_per_prompt", default=1)
         groups = size // per_prompt if isinstance(size, int) and isinstance(per_prompt, int) and per_prompt else None
@@ -181,6 +173,18 @@ def unless_given(other: str, setting: str) -> Rule:
     return lambda given, values: (
         ignored(f"{READ} {other}") if other in values else Outcome("translated", {setting: given})
     )
+
+
+def with_switch(switch: str, setting: str) -> Rule:
+    """Return a rule for a number that only counts where a switch beside it is on."""
+    return lambda given, values: (
+        Outcome("translated", {setting: given}) if is_on(values.get(switch)) else ignored(f"{switch} is off")
+    )
+
+
+def plain_text(setting: str) -> Rule:
+    """Return a rule for a column of texts that are prompts as they are, without a chat template."""
+    return lambda given, values: Outcome("translated", {setting: given, "data.text_prompts": "plain"})
 
 
 def ignore(text: str) -> Rule:

@@ -56,14 +56,6 @@ def use_lora(value: Any, values: Values) -> Outcome:
     return ignored(OFF) if not is_on(value) or "lora_r" in values else set_to(model__lora__rank=16)
 
 
-def param_dtype(value: Any, values: Values) -> Outcome:
-    return set_to(model__dtype={"bf16": "bfloat16", "fp32": "float32"}.get(value, value))
-
-
-def optimizer(value: Any, values: Values) -> Outcome:
-    return ignored(OFF) if "adam" in str(value).lower() else decide("the optimizer is AdamW")
-
-
 def engine_name(value: Any, values: Values) -> Outcome:
     return set_to(worker__engine=engine(value))
 
@@ -80,38 +72,10 @@ def vllm_mode(value: Any, values: Values) -> Outcome:
     return set_to(worker__engine="vllm-url", worker__engine_url=url)
 
 
-def gpus_per_node(value: Any, values: Values) -> Outcome:
-    return set_to(trainer__num_ranks=1) if value == 1 else gpus(value, values)
-
-
-def nodes(value: Any, values: Values) -> Outcome:
-    return ignored("one machine") if value == 1 else gpus(value, values)
-
-
 def processes(value: Any, values: Values) -> Outcome:
     if "num_generations" in values:
         return ignored(f"{READ} per_device_train_batch_size")
     return gpus(value, values)
-
-
-def project_name(value: Any, values: Values) -> Outcome:
-    if values.get("trainer.experiment_name"):
-        return ignored("the run is named by trainer.experiment_name")
-    return run_name(value, values)
-
-
-def resume_mode(value: Any, values: Values) -> Outcome:
-    return set_to(trainer__resume=str(value) != "disable")
-
-
-def resume_from(value: Any, values: Values) -> Outcome:
-    return set_to(trainer__resume=bool(value))
-
-
-def generation_batch(value: Any, values: Values) -> Outcome:
-    if "per_device_train_batch_size" in values:
-        return ignored(f"{READ} per_device_train_batch_size")
-    return set_to(rollout__groups_per_step=max(1, value // first(values, "num_generations", default=8)))
 
 
 def batch_size(value: Any, values: Values) -> Outcome:
@@ -128,10 +92,6 @@ def context_length(value: Any, values: Values) -> Outcome:
 
 def eval_prompt_data(value: Any, values: Values) -> Outcome:
     return set_to(data__eval=value[1::2] if isinstance(value, list) and len(value) > 1 else value)
-
-
-def chat_template(value: Any, values: Values) -> Outcome:
-    return set_to(data__text_prompts="chat" if is_on(value) else "plain")
 
 
 def run_name(value: Any, values: Values) -> Outcome:
@@ -204,6 +164,8 @@ def completions_per_step(value: Any, values: Values) -> Outcome:
 def trl_batch(value: Any, values: Values) -> Outcome:
     accumulated = first(values, "gradient_accumulation_steps", default=1)
     processes = first(values, "num_processes", "nproc_per_node", default=1)
+    for division in ("tp_size", "pp_size", "cp_size"):  # of AgentRL: these ranks share their rows
+        processes = max(1, processes // first(values, division, default=1))
     n = first(values, "num_generations", default=8)
     if not all(isinstance(number, int) and number > 0 for number in (value, accumulated, processes, n)):
         return decide("set rollout.groups_per_step: prompts of one optimizer step")
@@ -224,28 +186,13 @@ def trl_batch(value: Any, values: Values) -> Outcome:
 
 
 def betas(value: Any, values: Values) -> Outcome:
-    return set_to(trainer__betas=[first(values, "adam_beta1", default=0.9), first(values, "adam_beta2", default=0.999)])
+    low, high = ([key, f"actor_train.training_args.{key}"] for key in ("adam_beta1", "adam_beta2"))  # of TRL, of ROLL
+    return set_to(trainer__betas=[first(values, *low, default=0.9), first(values, *high, default=0.999)])
 
 
 def clip_low(value: Any, values: Values) -> Outcome:
-    if (more := values.get("epsilon_higher")) is not None:
-        return set_to(
-            "epsilon_higher is added to epsilon",
-            algorithm__clip_low=value,
-            algorithm__clip_high=round(value + more, 12),
-        )
     high = values.get("epsilon_high")
     return set_to(algorithm__clip_low=value, algorithm__clip_high=value if high is None else high)
-
-
-def reward_file(value: Any, values: Values) -> Outcome:
-    if not value:
-        return ignored(OFF)
-    file = str(value).rpartition("/")[2]
-    return decide(
-        f'set reward.name = "{value}:FUNCTION"; or start `penstock reward serve {value}`, whose reward is called like the file: '
-        f"{file.removesuffix('.py')}"
-    )
 
 
 def reward_code(path: Any, values: Values) -> Outcome:
@@ -271,6 +218,8 @@ def reward_code(path: Any, values: Values) -> Outcome:
 
 
 def gpus(value: Any, values: Values) -> Outcome:
+    if value == 1:
+        return set_to(trainer__num_ranks=1)
     if "model.partial_pretrain" in values:  # supervised: no GPU generates
         return set_to(trainer__num_ranks=value)
     return decide(
@@ -297,6 +246,19 @@ def truncation(value: Any, values: Values) -> Outcome:
 def dual_clip_rule(value: Any, values: Values) -> Outcome:
     clip = first(values, "pg_clip", default=0.2)
     return set_to(f"1 + 2 x {clip}", algorithm__dual_clip=round(1 + 2 * clip, 6)) if is_on(value) else ignored(OFF)
+
+
+def pg_clip(value: Any, values: Values) -> Outcome:
+    if is_on(values.get("use_pg_clip_range")):
+        return ignored(f"{READ} pg_clip_low and pg_clip_high, which replace it")
+    return set_to(algorithm__clip_low=value, algorithm__clip_high=value)
+
+
+def tracker(value: Any, values: Values) -> Outcome:
+    """Turn on the trackers whose switches (``use_wandb``) are on; OpenRLHF's has the key of the account as its value."""
+    off = (None, False, "", "False", "false")
+    named = [name for name in ("wandb", "tensorboard", "mlflow") if values.get(f"use_{name}") not in off]
+    return set_to(tracker=named) if named else ignored(OFF)
 
 
 def scaling_rule(value: Any, values: Values) -> Outcome:

@@ -7,11 +7,20 @@ from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import Any
 
-from penstock.deploy.config_import import rule_forms, rules
-from penstock.deploy.config_import.foreign_file import Found, at_default, readable, unassigned
+from penstock.deploy.config_import import rule_forms, rules, system_rules
+from penstock.deploy.config_import.foreign_file import UNASSIGNED, Found, readable, unassigned
 from penstock.deploy.config_import.rule_forms import Line, Outcome, Rule, Translation
+from penstock.deploy.config_import.source_defaults import at_default
 from penstock.fine_tuning.sections import DPO, SFT, OwnSection
-from penstock.protocol.config.foreign_config import ALIASES, RENAMED, SYSTEMS, Alias, advice, prefix_advice
+from penstock.protocol.config.foreign_config import (
+    ALIASES,
+    NEUTRAL,
+    SYSTEMS,
+    Alias,
+    ForeignSystem,
+    prefix_advice,
+    prefix_of,
+)
 
 _PATHS = ("model.path", "data.train", "data.eval", "critic.path", "run.dir", "algorithm.reference_path")
 _WORDS = {
@@ -22,10 +31,14 @@ _WORDS = {
     "roll": ("start_rlvr", "start_agentic"),
     "agentrl": ("--loss_calculater", "--inf_tp_size"),
 }
-_SECRET = re.compile(r"(^|[_.])(password|secret|token|api_key)$")
+_SECRET = re.compile(r"(^|[_.])(password|secret|token|api_key|use_wandb)$")
 _IN_URL = re.compile(r"(?<=:)//[^/@\s]+@")
-_IN_TURNS = ("trl", "verl", "roll", "openrlhf")  # systems that generate and train in turns unless told otherwise
-_GROUP_RELATIVE = ("trl",)  # systems whose keys name no estimator, because there is only this one
+_ON_THERE = ("do_sample", "enable_sampling", "gamma")  # off is the choice that changes something
+_IMPLIED = {"trl": {"per_device_train_batch_size": 8}}  # defaults that rules compute with
+_ESTIMATORS = ("algorithm.adv_estimator", "adv_estimator", "advantage_estimator")
+_CRITIC = re.compile(
+    r"critic[._]|(reward_pretrain|num_critic_only_steps|freezing_actor_steps|lambd|value_clip|algorithm\.lam)$"
+)
 _COMMANDS = (
     (SFT, ("sft_trainer", "trl sft", "train_sft", "sft.py")),
     (DPO, ("dpo_trainer", "trl dpo", "train_dpo", "dpo.py")),
@@ -69,16 +82,20 @@ def own_section(foreign_config: Found) -> OwnSection | None:
 def translate(foreign_config: Found, system: str, known: Collection[str]) -> Translation:
     done = Translation(system)
     command = own_section(foreign_config)
+    for key, value in _IMPLIED.get(system, {}).items() if command is None else ():
+        foreign_config.values.setdefault(key, value)
     untouched = at_default(system, foreign_config.values)
+    asked: dict[tuple[str, str], str] = {}  # the prefix of keys with one answer, and it: the key that has the decision
     general: set[str] = set()  # set by a key of several settings, which one of a single setting overrules
     for key, value in foreign_config.values.items():
         outcome = _read(key, value, foreign_config, system, known, command)
         if key in untouched and not outcome.settings:
             continue
         settings = dict(outcome.settings)
-        if names := unassigned(value):
+        if (names := unassigned(value)) and (settings or outcome.kind != "decide"):
             settings = {ours: readable(setting_value) for ours, setting_value in settings.items() if ours in _PATHS}
             outcome = Outcome("decide", settings, f"{', '.join(names)}: not assigned in the file")
+        outcome = _asked_once(outcome, key, system, asked)
         is_general = len(settings) > 1 and outcome.kind == "taken"
         for ours, setting_value in settings.items():
             if is_general and ours in done.settings and ours not in general:
@@ -89,19 +106,29 @@ def translate(foreign_config: Found, system: str, known: Collection[str]) -> Tra
     if left_out := len(untouched) - sum(line.key in untouched for line in done.lines):
         text = f"{system}'s defaults, and without a counterpart that differs: as if they were not in the file"
         done.lines.append(Line("ignored", f"{left_out} other keys", "", text))
-    if system in _IN_TURNS and command is None and "rollout.max_staleness" not in done.settings:
-        done.settings["rollout.max_staleness"] = 0
-        text = "rollout.max_staleness = 0, as there; 1 or 2 let them overlap (docs/hyperparameters.md)"
-        done.lines.append(Line("translated", "generation and training in turns", "", text))
-    if system in _GROUP_RELATIVE and "algorithm.name" not in done.settings:
-        done.settings["algorithm.name"] = "grpo"
     if command is not None:
-        done.settings = {command.keys.get(key, key): value for key, value in done.settings.items()}
-        done.settings.pop("algorithm.name", None)
-        keys, theirs = command.keys, re.compile("|".join(map(re.escape, command.keys)))
-        done.lines = [replace(line, text=theirs.sub(lambda key: keys[key[0]], line.text)) for line in done.lines]
+        _move(done, command, known)
     _make_room(done)
     return done
+
+
+def _asked_once(outcome: Outcome, key: str, system: str, asked: dict[tuple[str, str], str]) -> Outcome:
+    """Return the outcome of a key, or that its decision is the one of an earlier key of the same part."""
+    part = prefix_of(key, SYSTEMS[system].prefixes)
+    if outcome.kind != "decide" or not part:
+        return outcome
+    earlier = asked.setdefault((part, outcome.text), key)
+    return outcome if earlier == key else Outcome("translated", {}, f"part of the decision on {earlier}")
+
+
+def _move(done: Translation, command: OwnSection, known: Collection[str]) -> None:
+    """Move the settings of a command to its section."""
+    keys = dict(command.keys)
+    if f"{command.section}.eval_data" in known:
+        keys["data.eval"] = f"{command.section}.eval_data"
+    done.settings = {keys.get(key, key): value for key, value in done.settings.items() if key != "algorithm.name"}
+    theirs = re.compile("|".join(map(re.escape, keys)))
+    done.lines = [replace(line, text=theirs.sub(lambda key: keys[key[0]], line.text)) for line in done.lines]
 
 
 def _read(
@@ -117,47 +144,64 @@ def _read(
 
 
 def _outcome(key: str, value: Any, values: Mapping[str, Any], system: str, known: Collection[str]) -> Outcome:
+    if _CRITIC.match(key) and not _has_critic(system, values):
+        return Outcome("ignored", {}, "no critic is trained: only GAE has one")
     if rule := _rule_for(system, key):
         try:
             return rule(value, values)
         except (TypeError, ValueError, ZeroDivisionError):
             return Outcome("decide", {}, "a value of another type than that system documents")
-    foreign_system = SYSTEMS[system]
     return (
-        _answered(
-            key,
-            value,
-            foreign_system.taken,
-            foreign_system.renamed,
-            foreign_system.absent.get(key) or prefix_advice(key, foreign_system.prefixes),
-        )
-        or _answered(key, value, ALIASES, {}, None)
+        _taken(key, value, SYSTEMS[system].taken)
+        or _answered(key, value, SYSTEMS[system])
+        or _taken(key, value, ALIASES)
         or (Outcome("taken", {key: value}) if key in known else None)
-        or _answered(key, value, {}, RENAMED, advice(key))
+        or next((outcome for other in SYSTEMS.values() if (outcome := _answered(key, value, other))), None)
         or Outcome("unknown", {}, "no key of any system that is known here")
     )
+
+
+def _has_critic(system: str, values: Mapping[str, Any]) -> bool:
+    default = "gae" if system in ("verl", "roll", "openrlhf") else str(values.get("algorithm", "grpo")).lower()
+    estimator = next((str(values[key]).lower() for key in _ESTIMATORS if key in values), default)
+    return estimator in ("gae", "ppo") or UNASSIGNED in estimator
 
 
 def _rule_for(system: str, key: str) -> Rule | None:
     if key.startswith(rules.REWARD_ARGUMENTS):
         return rule_forms.reward_argument(key.removeprefix(rules.REWARD_ARGUMENTS))
+    if system == "roll" and (rule := system_rules.roll_reward(key)):
+        return rule
     form = SYSTEMS[system].rules.get(key) or SYSTEMS["shared"].rules.get(key)
     if form is None or isinstance(form, str):
-        return None if form is None else getattr(rules, form)
+        return None if form is None else getattr(system_rules if hasattr(system_rules, form) else rules, form)
     name, *arguments = form
     return getattr(rule_forms, name)(*arguments)
 
 
-def _answered(
-    key: str, value: Any, taken: Mapping[str, Alias], renamed: Mapping[str, str], why: str | None
-) -> Outcome | None:
-    if key in taken:
-        return Outcome("taken", dict.fromkeys(taken[key].keys, taken[key].value(value)))
-    if key in renamed:
-        return Outcome("decide", {}, f"use {renamed[key]}")
-    if why and why.startswith("use "):
-        return Outcome("decide", {}, why)
-    return Outcome("ignored", {}, why) if why else None
+def _taken(key: str, value: Any, taken: Mapping[str, Alias]) -> Outcome | None:
+    return Outcome("taken", dict.fromkeys(taken[key].keys, taken[key].value(value))) if key in taken else None
+
+
+def _answered(key: str, value: Any, system: ForeignSystem) -> Outcome | None:
+    """Return the answer for a key without a setting: ignored if it changes nothing in its system either, else a decision."""
+    if key in system.renamed:
+        return Outcome("ignored" if key in system.harmless else "decide", {}, f"use {system.renamed[key]}")
+    prefix = "" if key in system.absent else prefix_of(key, system.prefixes)
+    why = system.absent.get(key) or system.prefixes.get(prefix)
+    if not why:
+        return None
+    if (prefix or key) in system.harmless or key in system.harmless:
+        return Outcome("ignored", {}, why)
+    return Outcome("ignored", {}, rule_forms.OFF) if _is_neutral(key, value) else Outcome("decide", {}, why)
+
+
+def _is_neutral(key: str, value: Any) -> bool:
+    last = key.rpartition(".")[2]
+    if last.endswith("parallel_size"):
+        return value in (1, 0)
+    is_off = value in (False, 0, "", [], {}) or str(value).lower() == "false"
+    return value in NEUTRAL.get(last, ()) or (is_off and last not in _ON_THERE)
 
 
 def _said(settings: Mapping[str, Any], text: str) -> str:

@@ -2,7 +2,8 @@
 
 For users who migrate a configuration. The table is `foreign_keys.json`: for each system the keys that are ``taken`` (exactly the
 same meaning: the settings that it sets), ``renamed`` (another meaning or other values: the setting to use), ``absent`` (why there
-is none, and what does its work) and the ``prefixes`` of keys with one answer. `penstock config import` asks its ``rules`` first,
+is none, and what does its work) and the ``prefixes`` of keys with one answer. Of the absent keys and prefixes, ``harmless`` names
+those that change nothing in what their system trains either; every other one is a decision in an import. `penstock config import` asks its ``rules`` first,
 which derive settings from a value and the keys beside it (`deploy/config_import/rules.py`). A text ``$name`` stands for an entry of ``texts``,
 ``values`` or ``aliases``. A key that several systems have is answered as the first of `SYSTEMS` has it; `penstock config import`
 reads the table of the file's system first. Keys that are similar but not equal are refused with advice: nothing is guessed.
@@ -70,6 +71,7 @@ class ForeignSystem:
     renamed: Mapping[str, str]
     absent: Mapping[str, str]
     prefixes: Mapping[str, str]
+    harmless: frozenset[str]  # absent keys, and prefixes, that change nothing in what that system trains either
     rules: Mapping[str, Any]  # of `penstock config import` alone
 
 
@@ -90,11 +92,16 @@ def _texts(answers: Mapping[str, str]) -> dict[str, str]:
 def _system(table: Mapping[str, Any]) -> ForeignSystem:
     taken = {key: _alias(form) for key, form in table["taken"].items()}
     renamed, absent, prefixes = (_texts(table[part]) for part in ("renamed", "absent", "prefixes"))
-    return ForeignSystem(taken, renamed, absent, prefixes, table.get("rules", {}))
+    without_effect = {f"${name}" for name in _TABLE["harmless_texts"]}
+    harmless = [key for part in ("absent", "prefixes") for key, text in table[part].items() if text in without_effect]
+    return ForeignSystem(
+        taken, renamed, absent, prefixes, frozenset(harmless + table["harmless"]), table.get("rules", {})
+    )
 
 
 SYSTEMS: dict[str, ForeignSystem] = {name: _system(table) for name, table in _TABLE["systems"].items()}
 ESTIMATOR = _alias("$estimator")
+NEUTRAL: Mapping[str, list[Any]] = _TABLE["neutral"]  # by the end of a key: values with which it changes nothing
 
 
 def _joined(order: list[ForeignSystem]) -> tuple[dict[str, Alias], dict[str, str], dict[str, str]]:
@@ -131,5 +138,12 @@ def ending_in(last: str) -> str | None:
 
 def prefix_advice(dotted: str, prefixes: Mapping[str, str]) -> str | None:
     """Return the answer for all keys that begin as this one does, by the longest such beginning."""
-    fitting = [prefix for prefix in prefixes if dotted.startswith(prefix) or dotted + "." == prefix]
-    return prefixes[max(fitting, key=len)] if fitting else None
+    prefix = prefix_of(dotted, prefixes)
+    return prefixes[prefix] if prefix else None
+
+
+def prefix_of(dotted: str, prefixes: Mapping[str, str]) -> str:
+    """Return the longest prefix in a table that a key begins with; empty for none."""
+    return max(
+        (prefix for prefix in prefixes if dotted.startswith(prefix) or dotted + "." == prefix), key=len, default=""
+    )

@@ -1,0 +1,129 @@
+"""The rules of keys that one system alone has, or reads in its own way; pure."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from penstock.deploy.config_import.rule_forms import READ, Outcome, Rule, Values, decide, first, ignored, is_on, set_to
+from penstock.deploy.config_import.rules import estimator
+
+_OF_A_WORKER = re.compile(r"rewards\.([^.]+)\.(.+)")  # of ROLL
+_ROLL_REWARDS: Mapping[str, str] = {"MathRuleRewardWorker": "math"}
+_OF_A_RULE = (
+    "model_args.",
+    "data_args.",
+    "strategy_args.",
+    "world_size",
+    "infer_batch_size",
+    "device_mapping",
+    "use_local",
+)
+_RANGE = re.compile(r"(?:list\()?range\((\d+),(\d+)\)\)?")
+_ACTOR = "actor_train.training_args"
+_DIVISIONS = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
+_TRL_REWARDS: Mapping[str, str] = {"think_format_reward": "think_format"}
+_CODE = re.compile(r"[A-Za-z0-9_./-]+\.py:[A-Za-z_]\w*")
+
+
+def roll_estimator(value: Any, values: Values) -> Outcome:
+    """Return the algorithm of ROLL, whose loss is PPO's clipped one with every estimator."""
+    if is_on(values.get("use_topr_loss")):
+        return ignored(f"{READ} use_topr_loss")
+    if str(value) == "reinforce":
+        text = "ROLL clips the ratio with every estimator; its reinforce takes rewards as they are"
+        return set_to(text, algorithm__name="grpo", algorithm__advantage="reinforce")
+    if str(value) not in ("gae", "grpo", "gigpo", "step_reinforce"):
+        return decide(f"set algorithm.name and algorithm.advantage: {value} has no rule")
+    return estimator(value, values)
+
+
+def roll_batch(value: Any, values: Values) -> Outcome:
+    """Return the prompts of a batch and its optimizer steps; an agentic pipeline counts episodes."""
+    keys = ("num_return_sequences_in_group", "actor_infer.generating_args.num_return_sequences")
+    is_agentic = _is_agentic(values)
+    per_prompt = first(values, *(("train_env_manager.group_size",) if is_agentic else keys), default=1)
+    groups = max(1, value // per_prompt) if is_agentic else value
+    if (update := _samples_of_an_update(values)) is None:
+        asked = "set algorithm.minibatches: the samples of a batch / (per_device_train_batch_size x accumulation x data parallel ranks)"
+        return Outcome("decide", {"rollout.groups_per_step": groups}, asked)
+    steps = min(groups, max(1, groups * per_prompt // update))
+    minibatches = {"algorithm.minibatches": steps} if steps > 1 else {}
+    text = f"{value} {'episodes' if is_agentic else 'prompts'} in optimizer steps of {update} samples"
+    return Outcome("translated", {"rollout.groups_per_step": groups, **minibatches}, text)
+
+
+def _is_agentic(values: Values) -> bool:
+    return any(key.startswith(("train_env_manager.", "custom_envs.")) for key in values)
+
+
+def _samples_of_an_update(values: Values) -> int | None:
+    gpus = values.get("actor_train.device_mapping")
+    mapping = _RANGE.fullmatch(str(gpus).replace(" ", ""))
+    size = len(gpus) if isinstance(gpus, list) else int(mapping[2]) - int(mapping[1]) if mapping else 0
+    parallel = [values.get(f"actor_train.strategy_args.strategy_config.{key}") or 1 for key in _DIVISIONS]
+    ranks = size // (parallel[0] * parallel[1] * parallel[2])
+    per_device = first(values, f"{_ACTOR}.per_device_train_batch_size", default=8)
+    return per_device * first(values, f"{_ACTOR}.gradient_accumulation_steps", default=1) * ranks or None
+
+
+def roll_reward(key: str) -> Rule | None:
+    """Return the rule for a key of one of ROLL's reward workers; None for any other key."""
+    if (matched := _OF_A_WORKER.fullmatch(key)) is None:
+        return None
+    worker, rest = matched[1], matched[2]
+
+    def rule(value: Any, values: Values) -> Outcome:
+        kind = str(values.get(f"rewards.{worker}.worker_cls")).rpartition(".")[2]
+        name = _ROLL_REWARDS.get(kind)
+        tags = values.get(f"rewards.{worker}.tag_included")
+        if rest == "worker_cls":
+            if name is None:
+                return decide(f"set reward.by_source for the tags {tags}: {kind} is no reward here")
+            return ignored(f"{READ} rewards.{worker}.tag_included") if tags else set_to(reward__name=name)
+        if rest == "tag_included" and name is not None and all(re.fullmatch(r"[\w-]+", tag) for tag in value):
+            settings = {"data.map.data_source": "tag", **{f"reward.by_source.{tag}": name for tag in value}}
+            return Outcome("translated", settings, "the column tag chooses the reward")
+        if rest.startswith(_OF_A_RULE) and (name is not None or "Judge" not in kind):
+            return ignored("a reward by rule has no model")
+        return decide("a part of a reward: reward.define, or a judge behind an endpoint (docs/rewards.md)")
+
+    return rule
+
+
+def agentrl_loss(value: Any, values: Values) -> Outcome:
+    """Return the algorithm of AgentRL, which turns CE-GPPO on by its two coefficients."""
+    if str(value).upper() == "GRPO" and "beta1" in values and "beta2" in values:
+        return set_to("GRPO with beta1 and beta2", algorithm__name="ce_gppo")
+    return set_to(algorithm__name=value)
+
+
+def agentrl_clip(value: Any, values: Values) -> Outcome:
+    low, more = first(values, "epsilon", default=0.2), first(values, "epsilon_higher", default=0.1)
+    return set_to(
+        "epsilon_higher is added to epsilon", algorithm__clip_low=low, algorithm__clip_high=round(low + more, 12)
+    )
+
+
+def optim_args(value: Any, values: Values) -> Outcome:
+    """Return the optimizer's options of transformers, such as ``beta1=0.9,beta2=0.98``."""
+    pairs = dict(part.strip().split("=", 1) for part in str(value).split(",") if "=" in part)
+    if not pairs or set(pairs) - {"beta1", "beta2"}:
+        return decide("set trainer.betas and trainer.weight_decay; AdamW has no other option here")
+    return set_to(trainer__betas=[float(pairs.get("beta1", 0.9)), float(pairs.get("beta2", 0.999))])
+
+
+def reward_functions(value: Any, values: Values) -> Outcome:
+    """Return the reward of TRL's functions: built-in ones and those named FILE.py:FUNCTION, added up with their weights."""
+    listed = value if isinstance(value, list) else [value]
+    names = [_TRL_REWARDS.get(str(name), str(name)) for name in listed]
+    if unknown := [name for name in names if name not in _TRL_REWARDS.values() and not _CODE.fullmatch(name)]:
+        return decide(f"set reward.name, and reward.define for several: no FILE.py:FUNCTION: {', '.join(unknown)}")
+    if len(names) == 1 and "reward_weights" not in values:
+        return set_to(reward__name=names[0])
+    settings: dict[str, Any] = {"reward.name": "trl"}
+    for place, weight in enumerate(first(values, "reward_weights", default=[1.0] * len(names))):
+        part = f"reward.define.trl.parts.part{place}"
+        settings |= {f"{part}.reward": names[place], f"{part}.weight": float(weight)}
+    return Outcome("translated", settings, "the weighted sum of the functions")
