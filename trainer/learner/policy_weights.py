@@ -256,8 +256,8 @@ class WeightCopies:
             self._newest = before = None  # releases the words before while these are copied
             self._newest, self._source = self._empty_buckets(dtype, bucket_bytes), (dtype, bucket_bytes)
             self._read_words = ReadWords(self._kept_on_device)
-            self._read(self._copy_whole, self._newest, apart=not weights.is_gathered)
-            self._newest.seal(self._thread)
+            copied = self._read(self._copy_whole, self._newest, apart=not weights.is_gathered)
+            self._newest.seal(self._thread, copied)
             return self._newest
         found = self._read(self._find, before, apart=not weights.is_gathered or weights.has_own_parts)
         self._newest = before.successor(found, self._thread, copy_id=self._num_copies)

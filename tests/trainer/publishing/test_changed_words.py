@@ -179,3 +179,39 @@ def test_what_was_found_is_the_same_on_another_rank() -> None:
         assert (sent.positions is None) == (got.positions is None)
         assert sent.positions is None or sent.positions.tolist() == got.positions.tolist()  # type: ignore[union-attr]
     assert changed_words.unpack(changed_words.pack([])) == []
+
+
+def test_a_copy_that_failed_is_not_published() -> None:
+    """The thread that reads may run out of the device's memory: what it did not copy is no version."""
+
+    class Broken(Held):
+        def whole_tensors(self, wanted: Container[str], **_: object) -> Iterator[tuple[str, int, Tensor]]:
+            yield next(super().whole_tensors(wanted))
+            raise RuntimeError("out of memory")
+
+    copies, publisher = copies_of(Broken(model())), RankPublisher(None, "run")  # type: ignore[arg-type]
+    buckets = copies.copy(None, publisher, as_adapter=False, wanted=(), bucket_bytes=BUCKET_BYTES).buckets
+    with pytest.raises(RuntimeError, match="out of memory"):
+        publisher.digests(buckets.copy_id)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        buckets.words(0)
+
+
+def test_versions_behind_which_a_full_snapshot_is_written_do_not_add_up() -> None:
+    """However many versions are committed meanwhile, what they replaced takes less than two models."""
+    tensors, random, publisher = model(), np.random.default_rng(0), RankPublisher(None, "run")  # type: ignore[arg-type]
+    copies, retained = copies_of(Held(tensors)), copy_to_buckets(tensors, bucket_bytes=BUCKET_BYTES)
+    first = copied(copies, publisher, None)
+    publisher.commit(first.copy_id, retain=True)
+    for _ in range(20):
+        change(tensors, 0.02, random)
+        publisher.commit(copied(copies, publisher, None).copy_id, retain=False)
+    num_bytes, version = 0, publisher._retained
+    while version is not None:
+        num_bytes += sum(replaced.nbytes for replaced in version._replaced.values())
+        version = version._next
+    assert num_bytes < 2 * first.layout.num_bytes
+    assert_is(first, retained)
+    newest = publisher._committed
+    assert newest is not None
+    assert_is(newest, copy_to_buckets(tensors, bucket_bytes=BUCKET_BYTES))
