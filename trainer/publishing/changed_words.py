@@ -190,5 +190,11 @@ class ChangedWords:
         own, others = (np.searchsorted(positions, changed.positions) for changed in (self, later))
         before[others], after[own] = later.before, self.after
         before[own], after[others] = self.before, later.after
-        kept = before != after
-        return ChangedWords(positions[kept], before[kept], after[kept])
+        return ChangedWords(positions, before, after).without_unchanged()
+
+    def without_unchanged(self) -> ChangedWords:
+        """Return those that differ from what they replaced; a segment that counts others is refused."""
+        differs = self.before != self.after
+        return (
+            self if differs.all() else ChangedWords(self.positions[differs], self.before[differs], self.after[differs])
+        )

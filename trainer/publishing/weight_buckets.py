@@ -225,7 +225,8 @@ class WeightBuckets:
             known = [piece.before for piece in pieces if piece.before is not None]
             before = torch.cat(known) if len(known) == len(pieces) else words.index_select(0, positions)
             changed_to = torch.cat([piece.words for piece in pieces])
-            changed = ChangedWords(positions.numpy(), before.numpy(), changed_to.numpy())
+            written = ChangedWords(positions.numpy(), before.numpy(), changed_to.numpy())
+            changed = written.without_unchanged()  # of a part that changed in many places all words are written
             with self._lock:  # torch writes in as many threads as it has, and lets others run
                 self._replaced[number] = changed if changed.nbytes <= words.nbytes else self.raw[number].copy()
                 words[positions] = changed_to

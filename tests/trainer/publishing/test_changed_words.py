@@ -215,3 +215,19 @@ def test_versions_behind_which_a_full_snapshot_is_written_do_not_add_up() -> Non
     newest = publisher._committed
     assert newest is not None
     assert_is(newest, copy_to_buckets(tensors, bucket_bytes=BUCKET_BYTES))
+
+
+def test_a_tensor_of_which_half_changed_counts_only_what_changed() -> None:
+    """All its words are brought to the host; a worker refuses a segment that counts words whose bytes are all equal."""
+    tensors, random = model(), np.random.default_rng(0)
+    copies, copy = copies_of(Held(tensors)), {"as_adapter": False, "wanted": (), "bucket_bytes": 10 * BUCKET_BYTES}
+    before = copies.copy(None, None, **copy).buckets  # type: ignore[arg-type]
+    copies._policy.weights.wait_until_read()
+    for name, share in {"a.weight": 0.5, "b.table": 0.02}.items():
+        words = tensors[name].view(-1).view(torch.int16).numpy()
+        words[random.random(words.size) < share] ^= 1
+    after = copies.copy(None, None, **copy).buckets  # type: ignore[arg-type]
+    (bucket,) = after.layout.buckets
+    encoded = after.encoded_since(before, 0)
+    assert encoded == bucket_codec.encode(before.words(0), after.words(0), 2)
+    bucket_codec.parse(encoded.codec, encoded.data, num_words=bucket.num_words, word_bytes=2)
