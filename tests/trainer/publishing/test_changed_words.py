@@ -19,6 +19,7 @@ from torch import Tensor
 from penstock.protocol.weights import bucket_codec
 from penstock.protocol.weights.bucket_codec import bucket_xxh3
 from penstock.protocol.weights.layout import WeightLayout
+from penstock.trainer.errors import PublicationFailed
 from penstock.trainer.learner.policy_weights import PolicyWeights, WeightCopies
 from penstock.trainer.parallel_dims import Share
 from penstock.trainer.publishing import changed_words
@@ -231,3 +232,62 @@ def test_a_tensor_of_which_half_changed_counts_only_what_changed() -> None:
     encoded = after.encoded_since(before, 0)
     assert encoded == bucket_codec.encode(before.words(0), after.words(0), 2)
     bucket_codec.parse(encoded.codec, encoded.data, num_words=bucket.num_words, word_bytes=2)
+
+
+class Parts(Held):
+    """One of two ranks' halves of each tensor; the words that they find are exchanged between threads."""
+
+    is_gathered = has_own_parts = True  # type: ignore[assignment]
+    fails = False
+
+    def __init__(self, tensors: Mapping[str, Tensor], rank: int) -> None:
+        super().__init__(tensors)
+        self.rank = rank
+
+    def own_parts(self, buffers: Container[str]) -> Iterator[tuple[str, int, Tensor]]:
+        for name, tensor in self.tensors.items():
+            if self.fails:
+                raise RuntimeError("out of memory")
+            halves = tensor.view(-1).tensor_split(2)
+            yield name, halves[0].numel() * self.rank, halves[self.rank]
+
+
+class Exchange:
+    size = 2
+
+    def __init__(self, rank: int, sent: list[list[bytes]], barrier: threading.Barrier) -> None:
+        self._rank, self._sent, self._barrier = rank, sent, barrier
+
+    def exchange_bytes(self, parts: list[bytes]) -> list[bytes]:
+        self._sent[self._rank] = parts
+        self._barrier.wait(30.0)
+        received = [sent[self._rank] for sent in self._sent]
+        self._barrier.wait(30.0)
+        return received
+
+
+def test_a_rank_whose_reading_failed_says_so_to_those_that_wait_for_its_part() -> None:
+    """Else they wait for its part for a day while its training thread waits for rank 0."""
+    tensors, sent, barrier = model(), [list[bytes](), list[bytes]()], threading.Barrier(2)
+    weights = [Parts(tensors, rank) for rank in range(2)]
+    copies = [copies_of(part) for part in weights]
+    for rank, of_rank in enumerate(copies):
+        dims: Any = of_rank._dims
+        dims.buckets = Share(rank, 2)
+        dims.ranks = SimpleNamespace(subgroup=lambda _, rank=rank: Exchange(rank, sent, barrier))
+
+    def copy() -> list[WeightBuckets]:
+        how: Any = {"as_adapter": False, "wanted": (), "bucket_bytes": BUCKET_BYTES}
+        return [of_rank.copy(None, None, **how).buckets for of_rank in copies]  # type: ignore[misc]
+
+    for share in (0.0, 0.01):
+        change(tensors, share, np.random.default_rng(0))
+        for buckets in copy():
+            whole = copy_to_buckets(tensors, bucket_bytes=BUCKET_BYTES)
+            assert all(bytes(buckets.words(number)) == bytes(whole.raw[number]) for number in buckets.raw)
+    weights[1].fails = True
+    leader, other = copy()
+    with pytest.raises(PublicationFailed, match="rank 1 could not read its part of the weights: RuntimeError: out of"):
+        leader.hashed.result(60.0)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        other.hashed.result(60.0)
