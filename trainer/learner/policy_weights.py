@@ -256,8 +256,8 @@ class WeightCopies:
             self._newest = before = None  # releases the words before while these are copied
             self._newest, self._source = self._empty_buckets(dtype, bucket_bytes), (dtype, bucket_bytes)
             self._read_words = ReadWords(self._kept_on_device)
-            self._read(self._copy_whole, self._newest, apart=not weights.is_gathered)
-            self._newest.seal(self._thread)
+            copied = self._read(self._copy_whole, self._newest, apart=not weights.is_gathered)
+            self._newest.seal(self._thread, copied)
             return self._newest
         found = self._read(self._find, before, apart=not weights.is_gathered or weights.has_own_parts)
         self._newest = before.successor(found, self._thread, copy_id=self._num_copies)
@@ -281,6 +281,16 @@ class WeightCopies:
                     self._read_words.keep(tensor, start, words)
 
     def _find(self, before: WeightBuckets, apart: bool) -> list[Found]:
+        if self._group is None:
+            return self._find_own(before, apart)
+        try:
+            found = self._find_own(before, apart)
+        except Exception as err:  # the other ranks would wait for this one's part
+            self._group.exchange_bytes([changed_words.pack_failure(err)] * self._group.size)
+            raise
+        return self._exchange(found, before.layout, self._group)
+
+    def _find_own(self, before: WeightBuckets, apart: bool) -> list[Found]:
         before.wait_until_written()
         with self._stream.reading(apart=apart):
             found = [
@@ -289,7 +299,7 @@ class WeightCopies:
                 for piece in self._read_words.changed(tensor, start, words, before.word_place)
             ]
         self._read_words.settle()
-        return found if self._group is None else self._exchange(found, before.layout, self._group)
+        return found
 
     def _words_of(self, buckets: WeightBuckets) -> Iterator[tuple[int, int, Tensor]]:
         """Yield the words that this rank reads: number of the tensor in the layout, first word, words [n] on their device."""
@@ -312,8 +322,8 @@ class WeightCopies:
             for piece in found:
                 if ends[bucket_of[piece.tensor]] // _SENT_AT_ONCE == turn:
                     parts[rank_of[bucket_of[piece.tensor]]].append(piece)
-            for data in group.exchange_bytes([changed_words.pack(part) for part in parts]):
-                received += changed_words.unpack(data)
+            for rank, data in enumerate(group.exchange_bytes([changed_words.pack(part) for part in parts])):
+                received += changed_words.unpack(data, rank)
         return received
 
     def _empty_buckets(self, dtype: str | None, bucket_bytes: int) -> WeightBuckets:

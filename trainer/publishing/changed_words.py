@@ -19,6 +19,7 @@ from torch import Tensor
 
 from penstock.protocol.weights import patch_segment
 from penstock.protocol.weights.patch_segment import Difference
+from penstock.trainer.errors import PublicationFailed
 
 _WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 # Words compared at once: on a device each takes a byte for the result and, from host memory, its own size, and each time is one wait.
@@ -157,10 +158,23 @@ def pack(found: Iterable[Found]) -> bytes:
     return data
 
 
-def unpack(data: bytes) -> list[Found]:
+def pack_failure(error: Exception) -> bytes:
+    """Return what the other ranks get instead from a rank that could not read its words."""
+    data = msgpack.packb(f"{type(error).__name__}: {error}")
+    assert data is not None
+    return data
+
+
+def unpack(data: bytes, rank: int = 0) -> list[Found]:
+    """Return what ``rank`` packed; raises PublicationFailed if it could not read its words."""
+    rows = msgpack.unpackb(data)
+    if isinstance(rows, str):
+        raise PublicationFailed(
+            f"rank {rank} could not read its part of the weights: {rows}; see its log, then start the trainer again"
+        )
     return [
         Found(tensor, start, positions and _tensor(positions, torch.int32), _tensor(words, _WORDS[size]))
-        for tensor, start, positions, size, words in msgpack.unpackb(data)
+        for tensor, start, positions, size, words in rows
     ]
 
 
@@ -190,5 +204,11 @@ class ChangedWords:
         own, others = (np.searchsorted(positions, changed.positions) for changed in (self, later))
         before[others], after[own] = later.before, self.after
         before[own], after[others] = self.before, later.after
-        kept = before != after
-        return ChangedWords(positions[kept], before[kept], after[kept])
+        return ChangedWords(positions, before, after).without_unchanged()
+
+    def without_unchanged(self) -> ChangedWords:
+        """Return those that differ from what they replaced; a segment that counts others is refused."""
+        differs = self.before != self.after
+        return (
+            self if differs.all() else ChangedWords(self.positions[differs], self.before[differs], self.after[differs])
+        )

@@ -78,14 +78,17 @@ class RankPublisher:
             self._changed.notify_all()
 
     def discard(self, wanted: Collection[int]) -> None:
+        """Release the copies except the ``wanted`` ids, and what only the others need of the words that versions replaced."""
         with self._changed:
-            newest = max(self._copies, default=0)
-            self._copies = {copy_id: copy for copy_id, copy in self._copies.items() if copy_id in wanted}
-            if self._committed is None or (self._forgotten is not None and not self._forgotten.done()):
+            held, committed = self._copies, self._committed
+            self._copies = {copy_id: copy for copy_id, copy in held.items() if copy_id in wanted}
+            if committed is None or (self._forgotten is not None and not self._forgotten.done()):
                 return
             if self._forgotten is not None:
                 self._forgotten.result()
-            self._forgotten = self._thread.submit(self._committed.forget, frozenset(wanted), before=newest)
+            oldest, newest = self._retained or committed, max((committed.copy_id, *held))
+            needed = frozenset({*wanted, committed.copy_id})
+            self._forgotten = self._thread.submit(oldest.forget, needed, before=newest)
 
     @order
     def digests(self, copy_id: int) -> list[TensorDigest]:

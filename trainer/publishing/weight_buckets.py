@@ -16,7 +16,7 @@ import threading
 from collections.abc import Callable, Collection, Iterable, Mapping
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Generic, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -85,9 +85,16 @@ class WeightBuckets:
             source = source.to(place.dtype)  # so that only the smaller copy is transferred
         place.copy_(source)
 
-    def seal(self, thread: Executor | None = None) -> None:
-        """Hash the copy, in a thread."""
-        self._digests = _submit(thread, self._hash, {n: self.layout.buckets[n].tensors for n in self.raw}, [])
+    def seal(self, thread: Executor | None = None, copied: Future[None] | None = None) -> None:
+        """Hash the copy, in a thread; one that could not be ``copied`` whole has no digests, and so it is not published."""
+        tensors = {n: self.layout.buckets[n].tensors for n in self.raw}
+
+        def hash_copy() -> list[TensorDigest]:
+            if copied is not None:
+                copied.result()
+            return self._hash(tensors, [])
+
+        self._digests = _submit(thread, hash_copy)
 
     def successor(self, found: Future[list[Found]], thread: Executor, *, copy_id: int) -> WeightBuckets:
         """Return the next version, which ``thread`` writes when it is known what was ``found`` to have changed, and hashes."""
@@ -218,7 +225,8 @@ class WeightBuckets:
             known = [piece.before for piece in pieces if piece.before is not None]
             before = torch.cat(known) if len(known) == len(pieces) else words.index_select(0, positions)
             changed_to = torch.cat([piece.words for piece in pieces])
-            changed = ChangedWords(positions.numpy(), before.numpy(), changed_to.numpy())
+            written = ChangedWords(positions.numpy(), before.numpy(), changed_to.numpy())
+            changed = written.without_unchanged()  # of a part that changed in many places all words are written
             with self._lock:  # torch writes in as many threads as it has, and lets others run
                 self._replaced[number] = changed if changed.nbytes <= words.nbytes else self.raw[number].copy()
                 words[positions] = changed_to
@@ -246,11 +254,11 @@ def _empty(num_bytes: int, pinned: bool) -> Bytes:
     return np.empty(num_bytes, np.uint8)
 
 
-def _submit(thread: Executor | None, call: Callable[..., T], *arguments: Any) -> Future[T]:
+def _submit(thread: Executor | None, call: Callable[[], T]) -> Future[T]:
     if thread is not None:
-        return thread.submit(call, *arguments)
+        return thread.submit(call)
     pool = ThreadPoolExecutor(1, "digest")
-    future = pool.submit(call, *arguments)
+    future = pool.submit(call)
     pool.shutdown(wait=False)
     return future
 

@@ -19,6 +19,7 @@ from torch import Tensor
 from penstock.protocol.weights import bucket_codec
 from penstock.protocol.weights.bucket_codec import bucket_xxh3
 from penstock.protocol.weights.layout import WeightLayout
+from penstock.trainer.errors import PublicationFailed
 from penstock.trainer.learner.policy_weights import PolicyWeights, WeightCopies
 from penstock.trainer.parallel_dims import Share
 from penstock.trainer.publishing import changed_words
@@ -179,3 +180,114 @@ def test_what_was_found_is_the_same_on_another_rank() -> None:
         assert (sent.positions is None) == (got.positions is None)
         assert sent.positions is None or sent.positions.tolist() == got.positions.tolist()  # type: ignore[union-attr]
     assert changed_words.unpack(changed_words.pack([])) == []
+
+
+def test_a_copy_that_failed_is_not_published() -> None:
+    """The thread that reads may run out of the device's memory: what it did not copy is no version."""
+
+    class Broken(Held):
+        def whole_tensors(self, wanted: Container[str], **_: object) -> Iterator[tuple[str, int, Tensor]]:
+            yield next(super().whole_tensors(wanted))
+            raise RuntimeError("out of memory")
+
+    copies, publisher = copies_of(Broken(model())), RankPublisher(None, "run")  # type: ignore[arg-type]
+    buckets = copies.copy(None, publisher, as_adapter=False, wanted=(), bucket_bytes=BUCKET_BYTES).buckets
+    with pytest.raises(RuntimeError, match="out of memory"):
+        publisher.digests(buckets.copy_id)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        buckets.words(0)
+
+
+def test_versions_behind_which_a_full_snapshot_is_written_do_not_add_up() -> None:
+    """However many versions are committed meanwhile, what they replaced takes less than two models."""
+    tensors, random, publisher = model(), np.random.default_rng(0), RankPublisher(None, "run")  # type: ignore[arg-type]
+    copies, retained = copies_of(Held(tensors)), copy_to_buckets(tensors, bucket_bytes=BUCKET_BYTES)
+    first = copied(copies, publisher, None)
+    publisher.commit(first.copy_id, retain=True)
+    for _ in range(20):
+        change(tensors, 0.02, random)
+        publisher.commit(copied(copies, publisher, None).copy_id, retain=False)
+    num_bytes, version = 0, publisher._retained
+    while version is not None:
+        num_bytes += sum(replaced.nbytes for replaced in version._replaced.values())
+        version = version._next
+    assert num_bytes < 2 * first.layout.num_bytes
+    assert_is(first, retained)
+    newest = publisher._committed
+    assert newest is not None
+    assert_is(newest, copy_to_buckets(tensors, bucket_bytes=BUCKET_BYTES))
+
+
+def test_a_tensor_of_which_half_changed_counts_only_what_changed() -> None:
+    """All its words are brought to the host; a worker refuses a segment that counts words whose bytes are all equal."""
+    tensors, random = model(), np.random.default_rng(0)
+    copies, copy = copies_of(Held(tensors)), {"as_adapter": False, "wanted": (), "bucket_bytes": 10 * BUCKET_BYTES}
+    before = copies.copy(None, None, **copy).buckets  # type: ignore[arg-type]
+    copies._policy.weights.wait_until_read()
+    for name, share in {"a.weight": 0.5, "b.table": 0.02}.items():
+        words = tensors[name].view(-1).view(torch.int16).numpy()
+        words[random.random(words.size) < share] ^= 1
+    after = copies.copy(None, None, **copy).buckets  # type: ignore[arg-type]
+    (bucket,) = after.layout.buckets
+    encoded = after.encoded_since(before, 0)
+    assert encoded == bucket_codec.encode(before.words(0), after.words(0), 2)
+    bucket_codec.parse(encoded.codec, encoded.data, num_words=bucket.num_words, word_bytes=2)
+
+
+class Parts(Held):
+    """One of two ranks' halves of each tensor; the words that they find are exchanged between threads."""
+
+    is_gathered = has_own_parts = True  # type: ignore[assignment]
+    fails = False
+
+    def __init__(self, tensors: Mapping[str, Tensor], rank: int) -> None:
+        super().__init__(tensors)
+        self.rank = rank
+
+    def own_parts(self, buffers: Container[str]) -> Iterator[tuple[str, int, Tensor]]:
+        for name, tensor in self.tensors.items():
+            if self.fails:
+                raise RuntimeError("out of memory")
+            halves = tensor.view(-1).tensor_split(2)
+            yield name, halves[0].numel() * self.rank, halves[self.rank]
+
+
+class Exchange:
+    size = 2
+
+    def __init__(self, rank: int, sent: list[list[bytes]], barrier: threading.Barrier) -> None:
+        self._rank, self._sent, self._barrier = rank, sent, barrier
+
+    def exchange_bytes(self, parts: list[bytes]) -> list[bytes]:
+        self._sent[self._rank] = parts
+        self._barrier.wait(30.0)
+        received = [sent[self._rank] for sent in self._sent]
+        self._barrier.wait(30.0)
+        return received
+
+
+def test_a_rank_whose_reading_failed_says_so_to_those_that_wait_for_its_part() -> None:
+    """Else they wait for its part for a day while its training thread waits for rank 0."""
+    tensors, sent, barrier = model(), [list[bytes](), list[bytes]()], threading.Barrier(2)
+    weights = [Parts(tensors, rank) for rank in range(2)]
+    copies = [copies_of(part) for part in weights]
+    for rank, of_rank in enumerate(copies):
+        dims: Any = of_rank._dims
+        dims.buckets = Share(rank, 2)
+        dims.ranks = SimpleNamespace(subgroup=lambda _, rank=rank: Exchange(rank, sent, barrier))
+
+    def copy() -> list[WeightBuckets]:
+        how: Any = {"as_adapter": False, "wanted": (), "bucket_bytes": BUCKET_BYTES}
+        return [of_rank.copy(None, None, **how).buckets for of_rank in copies]  # type: ignore[misc]
+
+    for share in (0.0, 0.01):
+        change(tensors, share, np.random.default_rng(0))
+        for buckets in copy():
+            whole = copy_to_buckets(tensors, bucket_bytes=BUCKET_BYTES)
+            assert all(bytes(buckets.words(number)) == bytes(whole.raw[number]) for number in buckets.raw)
+    weights[1].fails = True
+    leader, other = copy()
+    with pytest.raises(PublicationFailed, match="rank 1 could not read its part of the weights: RuntimeError: out of"):
+        leader.hashed.result(60.0)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        other.hashed.result(60.0)
