@@ -105,10 +105,10 @@ class StartedServerSettings(Section):
             raise ValueError(f"{name}.{unused[0]} has no effect without {name}.max_lora_rank; set that too")
         return self
 
-    def start_words(self, port_file: Path, *module: str) -> list[str]:
-        """Return the words that start the server, which ends with this worker; ``module`` is run by its Python."""
-        program = self.command or (str(self.python or sys.executable), "-m", *module)
-        return [*with_parent(os.getpid(), port_file), *program]
+    def start_words(self, port_file: Path, *program: str) -> list[str]:
+        """Return the words that start the server, which ends with this worker; ``program`` is what its Python runs."""
+        start = self.command or (str(self.python or sys.executable), *program)
+        return [*with_parent(os.getpid(), port_file), *start]
 
     def flags(self) -> list[str]:
         words = ["--host", "127.0.0.1", "--port", "{port}"]

@@ -84,7 +84,7 @@ class SglangSettings(StartedServerSettings):
 
 def sglang_command(settings: SglangSettings, number: int = 0) -> LaunchCommand:
     def command(folder: Path, version: PolicyVersion, port_file: Path) -> list[str]:
-        words = settings.start_words(port_file, "sglang.launch_server")
+        words = settings.start_words(port_file, "-m", "sglang.launch_server")
         return [*words, "--model-path", str(folder), "--weight-version", str(version), *_flags(settings, number)]
 
     return command

@@ -52,7 +52,7 @@ def vllm_command(settings: VllmSettings) -> LaunchCommand:
     """Return how a server is started. vLLM takes no version label: `VllmClient.started_with` sets it."""
 
     def command(folder: Path, version: PolicyVersion, port_file: Path) -> list[str]:
-        words = settings.start_words(port_file, "vllm.entrypoints.cli.main", "serve")
+        words = settings.start_words(port_file, "-m", "vllm.entrypoints.cli.main", "serve")
         return [*words, str(folder), *_flags(settings)]
 
     return command
