@@ -249,7 +249,7 @@ def test_a_baseline_is_shaped_like_the_rewards_it_is_compared_with() -> None:
 
 def test_groups_without_a_baseline_are_issued_again_under_remax() -> None:
     """Groups that another algorithm issued before the run was resumed are dropped under a reason that is not final."""
-    box = Box(groups_per_step=1, needs_baseline=True)
+    box = Box(groups_per_step=1, algorithm=AlgorithmSettings(name="remax"))
     drop = box.offer(ready(1, (1.0, 0.0)))
     assert drop is not None
     assert drop.reason is DropReason.NO_BASELINE

@@ -130,7 +130,7 @@ def test_a_group_filter_of_a_users_file_drops_whole_groups_under_its_reason(code
     assert [(rule.name, rule.reason) for rule in group_rules(chosen)] == [
         ("equal_rewards", "no_signal"), (f"{code}:spread", "small_spread"),
     ]  # fmt: skip
-    box = Box(groups_per_step=1, rules=group_rules(chosen))
+    box = Box(groups_per_step=1, algorithm=chosen)
     drops = [box.offer(rewarded(number, rewards)) for number, rewards in enumerate([(1, 1), (1, 0.7), (1, 0.5)])]
     assert [drop and (drop.reason, drop.is_final) for drop in drops] == [
         ("no_signal", True), ("small_spread", True), None,
@@ -139,7 +139,7 @@ def test_a_group_filter_of_a_users_file_drops_whole_groups_under_its_reason(code
     bad = settings(f'algorithm.group_filters=["{code}:failing"]').settings.algorithm
     assert set(bad.extension_digests) == {f"extension group filter {code}:failing"}
     with pytest.raises(ConfigError, match=rf"group filter {code}:failing failed for group e0\.p9\.a0: AttributeError"):
-        Box(rules=group_rules(bad)).offer(rewarded(9, (1, 0)))
+        Box(algorithm=bad).offer(rewarded(9, (1, 0)))
 
 
 def rewarded(number: int, rewards: tuple[float, float]) -> ReadyGroup:

@@ -37,12 +37,12 @@ class Box:
 
     def __init__(
         self, *, groups_per_step: int = 2, max_staleness: int = 2, reuse: Reuse | None = None, max_dead: int = 100,
-        ledger: Iterable[tuple[int, Sequence[str]]] = (),
+        ledger: Iterable[tuple[int, Sequence[str]]] = (), algorithm: AlgorithmSettings | None = None,
     ) -> None:  # fmt: skip
         reuse = reuse or Reuse()
         self.groups = GroupStates(max_staleness=max_staleness, max_trained_count=reuse.max_trained_count, ledger=ledger)
         rollout = RolloutSettings(groups_per_step=groups_per_step, max_staleness=max_staleness)
-        algorithm = AlgorithmSettings.model_validate(dataclasses.asdict(reuse), context=RECORDED)
+        algorithm = algorithm or AlgorithmSettings.model_validate(dataclasses.asdict(reuse), context=RECORDED)
         self.batcher = Batcher(self.groups, self, rollout, algorithm, max_dead=max_dead)
         self._drops: list[Drop] = []
         self._messages = itertools.count(1)
