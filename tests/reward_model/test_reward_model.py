@@ -124,7 +124,7 @@ def test_bfloat16_is_near_float32(tmp_path: Path) -> None:
 
 def test_a_folder_without_a_reward_model_is_refused(tmp_path: Path) -> None:
     """No folder, no head (transformers would initialise one at random) and a length beyond the model are errors at the start."""
-    with pytest.raises(ConfigError, match="config.json: not readable"):
+    with pytest.raises(ConfigError, match=r"config\.json: not readable"):
         load(tmp_path / "absent")
     build_model(tmp_path / "policy")
     with pytest.raises(ConfigError, match=r"the weights lack score\.weight"):
