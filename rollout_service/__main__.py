@@ -208,7 +208,7 @@ def _weights(
         metrics=metrics,
         check_every=worker.check_weights_every,
         update_mode=worker.update_mode,
-        modes=worker.kind.update_modes,
+        long_mode=worker.kind.long_mode if worker.kind.long_mode in worker.kind.update_modes else "drain",
     )
     return WeightFollower(
         bus=bus,

@@ -125,7 +125,8 @@ class WorkerSettings(Section):
         description="What happens to running generations when a newer version is loaded: 'drain': the load waits for "
         "them; 'retract': they are recomputed under the new weights and continue; 'in_place': they continue with the "
         "keys and values of the old weights; 'abort': the engine returns what they have, the worker requests the rest; "
-        f"'auto': 'drain' while none may have more than {LONG_TOKENS} tokens, else 'in_place'.",
+        f"'auto': 'drain' while none may have more than {LONG_TOKENS} tokens, else 'in_place' with the embedded engine and 'retract' "
+        "with SGLang and vLLM.",
     )
     check_weights_every: int = Field(
         1,

@@ -57,4 +57,6 @@ def _launches(options: EmbeddedOptions, environ: Mapping[str, str]) -> list[Serv
     return [ServerLaunch(embedded_command(options), "engine.log", environment, prepare=PREPARE, api_key=key)]
 
 
-EMBEDDED = EngineKind("embedded", EmbeddedClient, _launches, section="worker", returns_experts=True)
+EMBEDDED = EngineKind(
+    "embedded", EmbeddedClient, _launches, section="worker", long_mode="in_place", returns_experts=True
+)

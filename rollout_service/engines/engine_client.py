@@ -12,8 +12,8 @@ Update modes: what happens to running generations when an engine loads new weigh
 | `in_place` | pause during the load and continue where they were          | the weights that computed each of them            |
 | `abort`    | return what they have; the worker requests the rest         | the new weights                                   |
 
-``auto`` drains while no running completion may have more than `LONG_TOKENS` tokens, else it updates ``in_place``, or in the
-first other mode that the engine has. In every mode a token keeps the log-probability and the version that it was sampled with.
+``auto`` drains while no running completion may have more than `LONG_TOKENS` tokens, else it is the engine's ``long_mode``
+(`engine_kind.py`): the cheapest of its modes in which every token is known to be of one version. In every mode a token keeps the log-probability and the version that it was sampled with.
 
 Metrics, by the worker's names; an engine that does not report one leaves it out.
 
@@ -61,7 +61,6 @@ if TYPE_CHECKING:
 
 UpdateMode = Literal["drain", "retract", "in_place", "abort"]
 LONG_TOKENS = 128  # a completion that may be longer is not waited for by an update in the mode ``auto``
-_WITHOUT_WAITING: tuple[UpdateMode, ...] = ("in_place", "retract", "abort")  # the cheapest first
 _SHARES = frozenset({"engine_kv_usage", "engine_cache_hit_rate"})
 _SAMPLE = re.compile(r"^(\w+):(\w+)(?:\{.*\})? (\S+)", re.MULTILINE)
 
@@ -72,11 +71,11 @@ def mode_of(
     version: PolicyVersion,
     *,
     longest: int,
-    modes: Sequence[UpdateMode] = ("in_place",),
+    long_mode: UpdateMode,
 ) -> UpdateMode:
     """Return the mode for an update from one version to another: always ``drain`` to an older one.
 
-    ``longest`` is the most tokens that a running completion may have, ``modes`` are those that the engine has.
+    ``longest`` is the most tokens that a running completion may have, ``long_mode`` what ``auto`` is where that is many.
 
     An older version is loaded for an evaluation that is pinned to it. Running generations are for training: tokens
     that they sampled from the older version would already be stale.
@@ -85,10 +84,7 @@ def mode_of(
         return "drain"
     if wanted != "auto":
         return wanted
-    for mode in _WITHOUT_WAITING:
-        if longest > LONG_TOKENS and mode in modes:
-            return mode
-    return "drain"
+    return long_mode if longest > LONG_TOKENS else "drain"
 
 
 @dataclass(frozen=True, slots=True, eq=False)

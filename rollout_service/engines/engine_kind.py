@@ -137,6 +137,9 @@ class EngineKind:
     options: type[Section] = NoOptions  # validates worker.engine_options
     section: str = ""  # section of the run file that holds the options instead
     update_modes: tuple[UpdateMode, ...] = get_args(UpdateMode)
+    long_mode: UpdateMode = (
+        "retract"  # of worker.update_mode = "auto" while long completions run, where it has that mode
+    )
     # Its client says which experts of a mixture computed each token, where a request asks for it.
     returns_experts: bool = False
 

@@ -11,7 +11,7 @@ import contextlib
 import math
 import random
 import time
-from collections.abc import AsyncIterator, Callable, Collection, Sequence
+from collections.abc import AsyncIterator, Callable, Collection
 from dataclasses import dataclass
 from typing import Literal
 
@@ -152,7 +152,7 @@ class WeightSwap:
     metrics: WorkerMetrics
     check_every: int  # versions, after which the engine is asked for its checksum; 0: never
     update_mode: UpdateMode | Literal["auto"]  # of running generations, when a newer version is loaded
-    modes: Sequence[UpdateMode] = ("in_place",)  # that the engine has
+    long_mode: UpdateMode = "retract"  # of ``auto``, while long completions run
 
     def __post_init__(self) -> None:
         self._loading = asyncio.Lock()
@@ -211,7 +211,7 @@ class WeightSwap:
         async with self.semaphore.permit() if self._pause_s > NEEDS_PERMIT_S else contextlib.nullcontext():
             started = time.monotonic()
             longest = self.servable.longest_running
-            mode = mode_of(self.update_mode, previous, mirrored.version, longest=longest, modes=self.modes)
+            mode = mode_of(self.update_mode, previous, mirrored.version, longest=longest, long_mode=self.long_mode)
             await self.engine.load(mirrored.folder, mirrored.version, mode)
             self._pause_s = time.monotonic() - started
         self.servable.set_model(mirrored.version)

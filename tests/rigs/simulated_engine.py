@@ -93,7 +93,7 @@ def _launches(options: SimulatedOptions, environ: Mapping[str, str]) -> list[Ser
     return [ServerLaunch(command, f"engine-{number}.log") for number in range(options.engines)]
 
 
-SIMULATED = EngineKind("simulated", SglangClient, _launches, options=SimulatedOptions)
+SIMULATED = EngineKind("simulated", SglangClient, _launches, options=SimulatedOptions, long_mode="in_place")
 
 
 @dataclass(frozen=True, slots=True)

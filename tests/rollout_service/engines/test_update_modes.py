@@ -16,8 +16,11 @@ from tests.rollout_service.engines.faulty_engine import FaultyEngine
 from penstock.protocol.groups import Sampling
 from penstock.protocol.versions import PolicyVersion, VersionRun
 from penstock.rollout_service.engines.completion import Completion, Resumption
+from penstock.rollout_service.engines.embedded import EMBEDDED
 from penstock.rollout_service.engines.engine_client import LONG_TOKENS, UpdateMode, mode_of
 from penstock.rollout_service.engines.sglang.client import SglangClient
+from penstock.rollout_service.engines.sglang.kind import SGLANG, SGLANG_URL
+from penstock.rollout_service.engines.vllm.kind import VLLM, VLLM_URL
 from penstock.rollout_service.errors import EngineAborted, EngineMisconfigured, WeightsNotApplied
 
 V1, V2 = PolicyVersion(1), PolicyVersion(2)
@@ -57,27 +60,31 @@ def cut(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def test_going_back_to_an_older_version_waits_for_what_runs():
     """A training generation never continues with an older version; the first load interrupts nothing."""
-    assert mode_of("retract", V1, V2, longest=8) == "retract"
-    assert mode_of("retract", V2, V1, longest=8) == "drain"
-    assert mode_of("abort", None, V1, longest=8) == "drain"
-    assert mode_of("in_place", V1, V1, longest=8) == "drain"
+    assert mode_of("retract", V1, V2, longest=8, long_mode="retract") == "retract"
+    assert mode_of("retract", V2, V1, longest=8, long_mode="retract") == "drain"
+    assert mode_of("abort", None, V1, longest=8, long_mode="retract") == "drain"
+    assert mode_of("in_place", V1, V1, longest=8, long_mode="retract") == "drain"
 
 
 @pytest.mark.parametrize(
-    ("longest", "modes", "chosen"),
+    ("longest", "long_mode", "chosen"),
     [
-        (LONG_TOKENS, ("drain", "in_place"), "drain"),
-        (LONG_TOKENS + 1, ("drain", "retract", "in_place"), "in_place"),
-        (32_768, ("drain", "retract"), "retract"),
-        (32_768, ("drain", "abort"), "abort"),
-        (32_768, ("drain",), "drain"),
+        (LONG_TOKENS, "in_place", "drain"),
+        (LONG_TOKENS + 1, "in_place", "in_place"),
+        (32_768, "retract", "retract"),
+        (32_768, "drain", "drain"),
     ],
 )
-def test_an_update_does_not_wait_for_long_completions(
-    longest: int, modes: tuple[UpdateMode, ...], chosen: UpdateMode
-) -> None:
-    assert mode_of("auto", V1, V2, longest=longest, modes=modes) == chosen
-    assert mode_of("auto", V2, V1, longest=longest, modes=modes) == "drain"
+def test_an_update_does_not_wait_for_long_completions(longest: int, long_mode: UpdateMode, chosen: UpdateMode) -> None:
+    assert mode_of("auto", V1, V2, longest=longest, long_mode=long_mode) == chosen
+    assert mode_of("auto", V2, V1, longest=longest, long_mode=long_mode) == "drain"
+
+
+def test_only_an_engine_whose_tokens_stay_exact_is_updated_in_place_by_default() -> None:
+    """SGLang's scheduler may still compute a step while weights are written in place (docs/sglang.md)."""
+    assert {kind.name: kind.long_mode for kind in (EMBEDDED, SGLANG, SGLANG_URL, VLLM, VLLM_URL)} == {
+        "embedded": "in_place", "sglang": "retract", "sglang-url": "retract", "vllm": "retract", "vllm-url": "retract",
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize("mode", ["retract", "in_place", "abort"])

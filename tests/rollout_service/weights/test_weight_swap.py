@@ -76,9 +76,9 @@ async def test_auto_waits_only_for_short_completions() -> None:
     await swap.load(mirrored(0))
     for version, running, mode in (
         (1, [8], "drain"),
-        (2, [8, 4096], "in_place"),
+        (2, [8, 4096], "retract"),
         (3, [], "drain"),
-        (4, [4096], "in_place"),
+        (4, [4096], "retract"),
     ):
         with contextlib.ExitStack() as requests:
             for longest in running:
