@@ -52,7 +52,8 @@ trainer = {{ steps = {steps}, lr = 1e-4, checkpoint_every = 3 }}
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.rigs.compose.run", allow_abbrev=False)
     parser.add_argument("--scale", type=int, default=2, help="workers (default: 2)")
-    parser.add_argument("--steps", type=int, default=12, help="steps of the trainer (default: 12)")
+    # Prometheus must read the trainer between its restart and its end
+    parser.add_argument("--steps", type=int, default=200, help="steps of the trainer (default: 200)")
     parser.add_argument("--keep", action="store_true", help="keep the folder, with every container's log")
     options = parser.parse_args(arguments)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that containers and namespaces are removed
