@@ -95,7 +95,8 @@ def given(arguments: Sequence[str], environ: Mapping[str, str], *path: str) -> G
 
 def threads_of_process(num_processes: int) -> str:
     """Return OMP_NUM_THREADS for each of the processes that share this machine's cores."""
-    return str(max(1, len(os.sched_getaffinity(0)) // num_processes))
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1  # Linux has it
+    return str(max(1, cores // num_processes))
 
 
 def give_ranks_threads(command: Sequence[str]) -> None:

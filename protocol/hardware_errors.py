@@ -26,7 +26,7 @@ GPU_MEMORY, KILLED = "gpu_memory", "killed"
 
 @functools.cache
 def table() -> Any:
-    return tomllib.loads(Path(__file__).with_suffix(".toml").read_text())
+    return tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
 
 
 @dataclass(frozen=True, slots=True)

@@ -71,13 +71,16 @@ class Ranks:
         dist.gather(mine, gathered, dst=0)
         return [t[: int(size)].numpy().tobytes() for t, size in zip(gathered or [], sizes, strict=False)]
 
-    def subgroup(self, size: int, stride: int = 1) -> RankSubgroup:
-        """Return the group of ``size`` ranks, each ``stride`` after the one before, that this one is in; called on all ranks, in the same order."""
+    def subgroup(self, size: int, stride: int = 1, *, deadline: timedelta = _DEADLINE) -> RankSubgroup:
+        """Return the group of ``size`` ranks, each ``stride`` after the one before, that this one is in; called on all ranks, in the same order.
+
+        ``deadline`` is that of one collective.
+        """
         rank_group = None
         for block in range(0, self.num_ranks, size * stride):
             for first in range(block, block + stride):
                 members = list(range(first, first + size * stride, stride))
-                group = dist.new_group(members, timeout=_DEADLINE)
+                group = dist.new_group(members, timeout=deadline)
                 if self.rank in members:
                     rank_group = RankSubgroup(group, members.index(self.rank), size)
         assert rank_group is not None

@@ -75,17 +75,19 @@ def encode(old: Readable, new: Readable, word_bytes: int, *, bucket: int = 0) ->
 
     Raises ValueError when the sizes differ or are no multiple of ``word_bytes``.
     """
-    return encode_found(difference(old, new, word_bytes), num_words_of(new, word_bytes), lambda: new, bucket=bucket)
+    return encode_difference(
+        difference(old, new, word_bytes), num_words_of(new, word_bytes), lambda: new, bucket=bucket
+    )
 
 
-def encode_found(found: Difference, num_words: int, new: Callable[[], Readable], *, bucket: int = 0) -> Encoded:
+def encode_difference(changes: Difference, num_words: int, new: Callable[[], Readable], *, bucket: int = 0) -> Encoded:
     """Encode as `encode` does what is known to have changed; ``new`` gives the bucket, where most of it changed."""
-    if found.num_changed == 0:
+    if changes.num_changed == 0:
         return Encoded("none", b"", 0)
-    if found.num_changed <= DENSE_ABOVE * num_words:
-        return Encoded("gapabs1", patch_segment.pack(found, num_words, bucket=bucket), found.num_changed)
-    whole = encode_whole(new(), len(found.planes), bucket=bucket, num_changed=found.num_changed)
-    return Encoded("raw_zstd", whole, found.num_changed)
+    if changes.num_changed <= DENSE_ABOVE * num_words:
+        return Encoded("gapabs1", patch_segment.pack(changes, num_words, bucket=bucket), changes.num_changed)
+    whole = encode_whole(new(), len(changes.planes), bucket=bucket, num_changed=changes.num_changed)
+    return Encoded("raw_zstd", whole, changes.num_changed)
 
 
 def parse(codec: str, data: Readable, *, num_words: int, word_bytes: int, bucket: int = 0) -> Change:

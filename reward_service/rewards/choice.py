@@ -3,16 +3,11 @@ r"""1 when the letter chosen is the ground truth's: multiple choice.
 The choice is the start of the final answer: ``B``, ``(B)``, ``B. Paris``, ``\text{(B)}``, ``option B``. An answer that
 names several letters chooses none. The text of a choice counts as its letter where the truth has it: ``B. Paris``, or
 ``{"answer": "B", "choices": ["Rome", "Paris"]}``. Part ``has_answer`` is 1 if a choice was found.
-
-`classification`: the final answer (tags, box, phrase or last line) gives a label if it equals one, ignoring case and punctuation, or
-if exactly one label is mentioned in it, as a whole word and not after a negation. Several labels count as none (part
-``ambiguous`` is 1). Part ``has_answer`` is 1 if a label was found.
 """
 
 from __future__ import annotations
 
 import re
-from functools import lru_cache
 from typing import Any
 
 from pydantic import Field
@@ -133,73 +128,5 @@ REWARD = PureReward(
     notes="the text of the choice counts where the truth has it (`B. Paris`); "
     "an answer with several letters chooses none; a ground truth that is a number is refused, because it may count "
     "from 0 or from 1",
-    success=1.0,
-)
-
-
-CLASSIFICATION = "classification"
-_NEGATIONS = frozenset({"not", "no", "non", "never", "neither", "nor", "isn't", "isnt", "wasn't", "cannot", "without"})
-_MAX_LABEL_CHARS = 2000
-
-
-class LabelParameters(Section):
-    labels: tuple[str, ...] = Field(
-        default=(), max_length=1000, description="All labels; none: only an answer that is exactly the label counts."
-    )
-    where: Where = Field(default="auto", description="Place of the answer; auto: boxed, tags, ####, phrase, last line.")
-
-
-def judge_labels(parameters: LabelParameters, completions: tuple[str, ...], truth: Any) -> list[Verdict]:
-    text = truth_text(truth, CLASSIFICATION)
-    gold, labels = plain(text), tuple(plain(label) for label in parameters.labels)
-    if not gold or (labels and gold not in labels):
-        known = f" of {', '.join(parameters.labels[:10])}" if labels else ""
-        raise BadGroundTruth(f"{CLASSIFICATION}: the row's ground_truth must be a label{known}, got {text[:80]!r}")
-    return [
-        _verdict(final_answer.find(final_answer.spoken(completion), parameters.where), gold, labels)
-        for completion in completions
-    ]
-
-
-def plain(label: str) -> str:
-    """Return a label's words in lower case, without surrounding punctuation, separated by single spaces."""
-    return re.sub(r"[^\w'+#&/-]+", " ", label.casefold().replace("_", " ")).strip(" '-/")
-
-
-def mentioned(answer: str, labels: tuple[str, ...]) -> set[str]:
-    """Return the labels that an answer mentions; of two that overlap only the longer one, and no negated ones."""
-    mentions = set()
-    for match in _pattern(labels).finditer(answer):
-        before = answer[: match.start()].split()[-3:]
-        if not _NEGATIONS.intersection(before) and not answer[: match.start()].endswith(("non-", "un-")):
-            mentions.add(match[0])
-    return mentions
-
-
-def _verdict(answer: str | None, gold: str, labels: tuple[str, ...]) -> Verdict:
-    said = plain(latex.plain_text(answer[:_MAX_LABEL_CHARS])) if answer else ""
-    if not labels or said in labels:
-        return Verdict(float(said == gold), {"has_answer": float(bool(said)), "ambiguous": 0.0})
-    mentions = mentioned(said, labels)
-    return Verdict(
-        float(mentions == {gold}), {"has_answer": float(len(mentions) == 1), "ambiguous": float(len(mentions) > 1)}
-    )
-
-
-@lru_cache(64)
-def _pattern(labels: tuple[str, ...]) -> re.Pattern[str]:
-    longest_first = sorted(labels, key=len, reverse=True)
-    return re.compile(rf"(?<!\w)(?:{'|'.join(map(re.escape, longest_first))})(?!\w)")
-
-
-LABEL_REWARD = PureReward(
-    name=CLASSIFICATION,
-    description="1 when the label is the ground truth's; an answer with several labels has none",
-    judge=judge_labels,
-    reads="answer",
-    parameters=LabelParameters,
-    data_sources=("classification",),
-    parts=("has_answer", "ambiguous"),
-    notes='without `labels` the whole answer is compared; a label after "not", "no" or "non-" does not count',
     success=1.0,
 )

@@ -6,6 +6,7 @@ import itertools
 import math
 from collections.abc import Callable, Container, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgpack
@@ -26,7 +27,7 @@ from penstock.trainer.learner.logprobs import CompletionScorer
 from penstock.trainer.learner.trainable import Trainable
 from penstock.trainer.parallel_dims import ParallelDims
 from penstock.trainer.publishing import changed_words
-from penstock.trainer.publishing.changed_words import Found, ReadStream, ReadWords, as_words
+from penstock.trainer.publishing.changed_words import ChangedPiece, ReadStream, ReadWords, as_words
 from penstock.trainer.publishing.rank_publisher import RankPublisher
 from penstock.trainer.publishing.weight_buckets import (
     AdapterBase,
@@ -43,6 +44,7 @@ if TYPE_CHECKING:
     from penstock.trainer.ranks import RankSubgroup
 
 R = TypeVar("R")
+_EXCHANGE_DEADLINE = timedelta(minutes=30)  # ranks compare as long as each other; a rank that hangs ends the run
 _SENT_AT_ONCE = 4 * 1024**3  # bytes of the buckets whose changes ranks exchange at once
 _PREFIX = "language_model."  # of parameter names, added by wrapping the model
 
@@ -251,7 +253,7 @@ class WeightCopies:
         weights.wait_until_read()
         self._stream.follow()
         if self._group is None and weights.has_own_parts and self._dims.buckets.count > 1:
-            self._group = self._dims.ranks.subgroup(self._dims.buckets.count)
+            self._group = self._dims.ranks.subgroup(self._dims.buckets.count, deadline=_EXCHANGE_DEADLINE)
         if before is None or self._source != (dtype, bucket_bytes):
             self._newest = before = None  # releases the words before while these are copied
             self._newest, self._source = self._empty_buckets(dtype, bucket_bytes), (dtype, bucket_bytes)
@@ -259,8 +261,8 @@ class WeightCopies:
             copied = self._read(self._copy_whole, self._newest, apart=not weights.is_gathered)
             self._newest.seal(self._thread, copied)
             return self._newest
-        found = self._read(self._find, before, apart=not weights.is_gathered or weights.has_own_parts)
-        self._newest = before.successor(found, self._thread, copy_id=self._num_copies)
+        changed_pieces = self._read(self._find, before, apart=not weights.is_gathered or weights.has_own_parts)
+        self._newest = before.successor(changed_pieces, self._thread, copy_id=self._num_copies)
         return self._newest
 
     def _read(self, read: Callable[[WeightBuckets, bool], R], buckets: WeightBuckets, *, apart: bool) -> Future[R]:
@@ -280,26 +282,26 @@ class WeightCopies:
                 for tensor, start, words in self._words_of(buckets):
                     self._read_words.keep(tensor, start, words)
 
-    def _find(self, before: WeightBuckets, apart: bool) -> list[Found]:
+    def _find(self, before: WeightBuckets, apart: bool) -> list[ChangedPiece]:
         if self._group is None:
             return self._find_own(before, apart)
         try:
-            found = self._find_own(before, apart)
+            changed_pieces = self._find_own(before, apart)
         except Exception as err:  # the other ranks would wait for this one's part
             self._group.exchange_bytes([changed_words.pack_failure(err)] * self._group.size)
             raise
-        return self._exchange(found, before.layout, self._group)
+        return self._exchange(changed_pieces, before.layout, self._group)
 
-    def _find_own(self, before: WeightBuckets, apart: bool) -> list[Found]:
+    def _find_own(self, before: WeightBuckets, apart: bool) -> list[ChangedPiece]:
         before.wait_until_written()
         with self._stream.reading(apart=apart):
-            found = [
+            changed_pieces = [
                 piece
                 for tensor, start, words in self._words_of(before)
                 for piece in self._read_words.changed(tensor, start, words, before.word_place)
             ]
         self._read_words.settle()
-        return found
+        return changed_pieces
 
     def _words_of(self, buckets: WeightBuckets) -> Iterator[tuple[int, int, Tensor]]:
         """Yield the words that this rank reads: number of the tensor in the layout, first word, words [n] on their device."""
@@ -310,16 +312,18 @@ class WeightCopies:
             number = numbers[name]
             yield number, start, as_words(values, getattr(torch, placed[number][1].dtype))
 
-    def _exchange(self, found: Sequence[Found], layout: WeightLayout, group: RankSubgroup) -> list[Found]:
+    def _exchange(
+        self, changed_pieces: Sequence[ChangedPiece], layout: WeightLayout, group: RankSubgroup
+    ) -> list[ChangedPiece]:
         """Send what was found in this rank's parts to the ranks of its buckets, and return what the others found in this one's."""
         shares = assign_buckets(layout, group.size)
         rank_of = {number: rank for rank, numbers in enumerate(shares) for number in numbers}
         bucket_of = [number for number, _, _ in layout.placed()]
         ends = list(itertools.accumulate(bucket.num_bytes for bucket in layout.buckets))
-        received: list[Found] = []
+        received: list[ChangedPiece] = []
         for turn in range(ends[-1] // _SENT_AT_ONCE + 1):
-            parts: list[list[Found]] = [[] for _ in shares]
-            for piece in found:
+            parts: list[list[ChangedPiece]] = [[] for _ in shares]
+            for piece in changed_pieces:
                 if ends[bucket_of[piece.tensor]] // _SENT_AT_ONCE == turn:
                     parts[rank_of[bucket_of[piece.tensor]]].append(piece)
             for rank, data in enumerate(group.exchange_bytes([changed_words.pack(part) for part in parts])):

@@ -28,7 +28,7 @@ _POSITION_BYTES = 4
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Found:
+class ChangedPiece:
     """Words of one tensor that changed, beginning at word ``start``: at int32 ``positions`` [n], or all of them where it is None."""
 
     tensor: int  # its number in the layout
@@ -43,12 +43,12 @@ class Found:
             return torch.arange(first, first + self.words.numel())
         return self.positions.long().add_(first)
 
-    def on_host(self) -> Found:
+    def on_host(self) -> ChangedPiece:
         """Return it in host memory; from a device it is there when the stream was waited for."""
         if self.words.device.type == "cpu":
             return self
         positions = None if self.positions is None else _on_host(self.positions)
-        return Found(self.tensor, self.start, positions, _on_host(self.words))
+        return ChangedPiece(self.tensor, self.start, positions, _on_host(self.words))
 
 
 def as_words(values: Tensor, dtype: torch.dtype) -> Tensor:
@@ -57,25 +57,27 @@ def as_words(values: Tensor, dtype: torch.dtype) -> Tensor:
     return rounded.view(_WORDS[rounded.element_size()])
 
 
-def find(tensor: int, start: int, before: Tensor, now: Tensor) -> Iterator[Found]:
+def find(tensor: int, start: int, before: Tensor, now: Tensor) -> Iterator[ChangedPiece]:
     """Yield what differs between the words of a tensor from ``start`` on, both [n]; ``before`` may be in host memory."""
     for first in range(0, now.numel(), _COMPARED):
         new = now[first : first + _COMPARED]
         old = before[first : first + _COMPARED].to(new.device, non_blocking=True)
-        found = _changed(tensor, start + first, old, new)
-        if found.words.numel() * (_POSITION_BYTES + new.element_size()) > new.nbytes:
-            yield Found(tensor, start + first, None, new.clone())
-        elif found.words.numel():
-            yield found
+        piece = _changed(tensor, start + first, old, new)
+        if piece.words.numel() * (_POSITION_BYTES + new.element_size()) > new.nbytes:
+            yield ChangedPiece(tensor, start + first, None, new.clone())
+        elif piece.words.numel():
+            yield piece
 
 
-def _changed(tensor: int, start: int, before: Tensor, now: Tensor) -> Found:
+def _changed(tensor: int, start: int, before: Tensor, now: Tensor) -> ChangedPiece:
     if now.device.type == "cpu":
         positions, deltas, words = patch_segment.changed_words(before.numpy(), now.numpy())
         replaced = torch.from_numpy(words ^ deltas)
-        return Found(tensor, start, torch.from_numpy(positions.astype(np.int32)), torch.from_numpy(words), replaced)
+        return ChangedPiece(
+            tensor, start, torch.from_numpy(positions.astype(np.int32)), torch.from_numpy(words), replaced
+        )
     where = (before != now).nonzero().squeeze(1)
-    return Found(tensor, start, where.to(torch.int32), now.index_select(0, where))
+    return ChangedPiece(tensor, start, where.to(torch.int32), now.index_select(0, where))
 
 
 class ReadWords:
@@ -85,39 +87,39 @@ class ReadWords:
         self._kept_on_device = kept_on_device
         self._kept: dict[tuple[int, int], Tensor] = {}  # by tensor and first word; others are read in their buckets
         self._late: list[
-            tuple[Tensor, int, Found]
+            tuple[Tensor, int, ChangedPiece]
         ] = []  # what was found, on its way to the host, of words that are kept there
 
     def keep(self, tensor: int, start: int, words: Tensor) -> None:
         on_host = words if self._kept_on_device else _on_host(words)
         self._kept[tensor, start] = on_host.clone() if on_host is words else on_host
 
-    def changed(self, tensor: int, start: int, words: Tensor, place: Callable[[int], Tensor]) -> list[Found]:
+    def changed(self, tensor: int, start: int, words: Tensor, place: Callable[[int], Tensor]) -> list[ChangedPiece]:
         """Return what changed since the words were read last, on its way to host memory; ``place`` has those that are not kept."""
         kept = self._kept.get((tensor, start))
         if kept is None and self._kept_on_device and words.device.type != "cpu":
             kept = self._kept[tensor, start] = place(tensor).to(words.device)
         pieces = []
-        for found in find(tensor, start, place(tensor) if kept is None else kept, words):
-            pieces.append(found.on_host())
+        for piece in find(tensor, start, place(tensor) if kept is None else kept, words):
+            pieces.append(piece.on_host())
             if kept is not None and kept.device == words.device:
-                _overwrite(kept, start, found)
+                _overwrite(kept, start, piece)
             elif kept is not None:
                 self._late.append((kept, start, pieces[-1]))
         return pieces
 
     def settle(self) -> None:
         """Keep what was found; called when the stream was waited for."""
-        for kept, start, found in self._late:
-            _overwrite(kept, start, found)
+        for kept, start, piece in self._late:
+            _overwrite(kept, start, piece)
         self._late = []
 
 
-def _overwrite(words: Tensor, first: int, found: Found) -> None:
-    if found.positions is None:
-        words[found.start - first :][: found.words.numel()] = found.words
+def _overwrite(words: Tensor, first: int, piece: ChangedPiece) -> None:
+    if piece.positions is None:
+        words[piece.start - first :][: piece.words.numel()] = piece.words
     else:
-        words.index_copy_(0, found.positions.long() + (found.start - first), found.words)
+        words.index_copy_(0, piece.positions.long() + (piece.start - first), piece.words)
 
 
 def _on_host(values: Tensor) -> Tensor:
@@ -148,9 +150,9 @@ class ReadStream:
                 torch.cuda.current_stream(self._stream.device).synchronize()
 
 
-def pack(found: Iterable[Found]) -> bytes:
+def pack(pieces: Iterable[ChangedPiece]) -> bytes:
     """Return what another rank needs of what was found, as MessagePack."""
-    rows = [(f.tensor, f.start, f.positions, f.words) for f in found]
+    rows = [(piece.tensor, piece.start, piece.positions, piece.words) for piece in pieces]
     data = msgpack.packb(
         [[n, start, p if p is None else p.numpy().data, w.itemsize, w.numpy().data] for n, start, p, w in rows]
     )
@@ -165,7 +167,7 @@ def pack_failure(error: Exception) -> bytes:
     return data
 
 
-def unpack(data: bytes, rank: int = 0) -> list[Found]:
+def unpack(data: bytes, rank: int = 0) -> list[ChangedPiece]:
     """Return what ``rank`` packed; raises PublicationFailed if it could not read its words."""
     rows = msgpack.unpackb(data)
     if isinstance(rows, str):
@@ -173,7 +175,7 @@ def unpack(data: bytes, rank: int = 0) -> list[Found]:
             f"rank {rank} could not read its part of the weights: {rows}; see its log, then start the trainer again"
         )
     return [
-        Found(tensor, start, positions and _tensor(positions, torch.int32), _tensor(words, _WORDS[size]))
+        ChangedPiece(tensor, start, positions and _tensor(positions, torch.int32), _tensor(words, _WORDS[size]))
         for tensor, start, positions, size, words in rows
     ]
 

@@ -39,7 +39,7 @@ from penstock.protocol.weights.layout import (
 from penstock.protocol.weights.manifest_chain import CatchUp
 from penstock.protocol.weights.patch_segment import Bytes
 from penstock.protocol.weights.version_reader import WeightReader, for_buckets
-from penstock.trainer.publishing.changed_words import ChangedWords, Found, as_words
+from penstock.trainer.publishing.changed_words import ChangedPiece, ChangedWords, as_words
 
 T = TypeVar("T")
 
@@ -96,17 +96,17 @@ class WeightBuckets:
 
         self._digests = _submit(thread, hash_copy)
 
-    def successor(self, found: Future[list[Found]], thread: Executor, *, copy_id: int) -> WeightBuckets:
-        """Return the next version, which ``thread`` writes when it is known what was ``found`` to have changed, and hashes."""
+    def successor(self, changed_pieces: Future[list[ChangedPiece]], thread: Executor, *, copy_id: int) -> WeightBuckets:
+        """Return the next version, which ``thread`` writes and hashes when its ``changed_pieces`` are known."""
         after = copy.copy(self)
         after.copy_id, after._next, after._replaced, after._xxh3 = copy_id, None, {}, {}
         after._written, after._digests = written, hashed = Future(), Future()
 
         def follow() -> None:
             try:
-                self._overwrite(after, found.result())
+                self._overwrite(after, changed_pieces.result())
                 written.set_result(None)
-                hashed.set_result(after._hash_changed(self, found.result()))
+                hashed.set_result(after._hash_changed(self, changed_pieces.result()))
             except BaseException as err:  # noqa: BLE001  who waits for them raises it
                 for future in (written, hashed):
                     if not future.done():
@@ -150,9 +150,9 @@ class WeightBuckets:
         if changes is not None and all(isinstance(change, ChangedWords) for change in changes):
             if not changes:
                 return Encoded("none", b"", 0)
-            found = functools.reduce(ChangedWords.followed_by, changes).difference()  # type: ignore[arg-type]
+            difference = functools.reduce(ChangedWords.followed_by, changes).difference()  # type: ignore[arg-type]
             num_words = self.layout.buckets[number].num_words
-            return bucket_codec.encode_found(found, num_words, lambda: self.words(number), bucket=number)
+            return bucket_codec.encode_difference(difference, num_words, lambda: self.words(number), bucket=number)
         return bucket_codec.encode(base.words(number), self.words(number), word_bytes, bucket=number)
 
     def forget(self, wanted: Collection[int], *, before: int) -> None:
@@ -208,14 +208,14 @@ class WeightBuckets:
             return both
         return self.words(number)
 
-    def _overwrite(self, after: WeightBuckets, found: list[Found]) -> None:
+    def _overwrite(self, after: WeightBuckets, changed_pieces: list[ChangedPiece]) -> None:
         """Write what the next version changed, and keep what was there."""
         self.digests()
         with self._lock:
             self._next = after
         placed = list(self.layout.placed())
-        by_bucket: dict[int, list[Found]] = {}
-        for piece in found:
+        by_bucket: dict[int, list[ChangedPiece]] = {}
+        for piece in changed_pieces:
             by_bucket.setdefault(placed[piece.tensor][0], []).append(piece)
         for number, pieces in by_bucket.items():
             words = torch.from_numpy(self.raw[number]).view(pieces[0].words.dtype)
@@ -239,10 +239,10 @@ class WeightBuckets:
             self._xxh3[number] = hashes.xxh3
         return [digests[name] for name in self._places]
 
-    def _hash_changed(self, previous: WeightBuckets, found: list[Found]) -> list[TensorDigest]:
+    def _hash_changed(self, previous: WeightBuckets, changed_pieces: list[ChangedPiece]) -> list[TensorDigest]:
         placed = list(self.layout.placed())
         changed: dict[int, dict[str, PlacedTensor]] = {}
-        for number, _, tensor in (placed[piece.tensor] for piece in found):
+        for number, _, tensor in (placed[piece.tensor] for piece in changed_pieces):
             changed.setdefault(number, {})[tensor.name] = tensor
         self._xxh3 = dict(previous._xxh3)
         return self._hash({number: tensors.values() for number, tensors in changed.items()}, previous.digests())

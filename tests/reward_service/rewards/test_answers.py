@@ -20,7 +20,7 @@ from penstock.protocol.groups import RewardRequest
 from penstock.protocol.packs.group_pack import GroupTexts
 from penstock.reward_service.graders.grader_pool import GraderPool
 from penstock.reward_service.registry.built_in import BUILT_INS, Graders, scorer
-from penstock.reward_service.rewards import choice, gsm8k, math_answer, numeric, tags
+from penstock.reward_service.rewards import choice, classification, gsm8k, math_answer, numeric, tags
 from penstock.reward_service.rewards.math_answer import Graded
 from penstock.reward_service.rewards.parsing import quantity
 from penstock.reward_service.scores import GroupScores
@@ -167,8 +167,8 @@ def test_every_text_gets_a_verdict_on_numbers_letters_and_labels(text: str, numb
             (verdict,) = numeric.judge(parameters, (completion,), "50% ")
             assert verdict.reward in {0.0, 1.0}
         assert choice.judge(choice.Parameters(), (completion,), "B")[0].reward in {0.0, 1.0}
-        labels = choice.LabelParameters(labels=("yes", "no"))
-        assert choice.judge_labels(labels, (completion,), "yes")[0].reward in {0.0, 1.0}
+        labels = classification.Parameters(labels=("yes", "no"))
+        assert classification.judge(labels, (completion,), "yes")[0].reward in {0.0, 1.0}
 
 
 @given(

@@ -23,7 +23,7 @@ from penstock.trainer.errors import PublicationFailed
 from penstock.trainer.learner.policy_weights import PolicyWeights, WeightCopies
 from penstock.trainer.parallel_dims import Share
 from penstock.trainer.publishing import changed_words
-from penstock.trainer.publishing.changed_words import Found
+from penstock.trainer.publishing.changed_words import ChangedPiece
 from penstock.trainer.publishing.rank_publisher import RankPublisher
 from penstock.trainer.publishing.weight_buckets import WeightBuckets, copy_to_buckets, layout_of
 
@@ -168,14 +168,14 @@ def test_weights_are_read_before_they_change() -> None:
 
 def test_what_was_found_is_the_same_on_another_rank() -> None:
     words = [torch.arange(5, dtype=torch.int16), torch.arange(3, dtype=torch.int32), torch.arange(2, dtype=torch.int16)]
-    found = [
-        Found(2, 7, torch.tensor([0, 3, 4, 8, 9], dtype=torch.int32), words[0]),
-        Found(0, 1, None, words[1]),
-        Found(1, 0, torch.tensor([1, 2], dtype=torch.int32), words[2]),
+    pieces = [
+        ChangedPiece(2, 7, torch.tensor([0, 3, 4, 8, 9], dtype=torch.int32), words[0]),
+        ChangedPiece(0, 1, None, words[1]),
+        ChangedPiece(1, 0, torch.tensor([1, 2], dtype=torch.int32), words[2]),
     ]
-    received = changed_words.unpack(changed_words.pack(found))
+    received = changed_words.unpack(changed_words.pack(pieces))
     assert [(f.tensor, f.start) for f in received] == [(2, 7), (0, 1), (1, 0)]
-    for sent, got in zip(found, received, strict=True):
+    for sent, got in zip(pieces, received, strict=True):
         assert torch.equal(sent.words, got.words)
         assert (sent.positions is None) == (got.positions is None)
         assert sent.positions is None or sent.positions.tolist() == got.positions.tolist()  # type: ignore[union-attr]
@@ -274,7 +274,7 @@ def test_a_rank_whose_reading_failed_says_so_to_those_that_wait_for_its_part() -
     for rank, of_rank in enumerate(copies):
         dims: Any = of_rank._dims
         dims.buckets = Share(rank, 2)
-        dims.ranks = SimpleNamespace(subgroup=lambda _, rank=rank: Exchange(rank, sent, barrier))
+        dims.ranks = SimpleNamespace(subgroup=lambda _, deadline, rank=rank: Exchange(rank, sent, barrier))
 
     def copy() -> list[WeightBuckets]:
         how: Any = {"as_adapter": False, "wanted": (), "bucket_bytes": BUCKET_BYTES}
