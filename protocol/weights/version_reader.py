@@ -33,7 +33,7 @@ from penstock.protocol.weights import bucket_codec
 from penstock.protocol.weights.layout import MAX_LAYOUT_BYTES, WeightLayout, shard_header
 from penstock.protocol.weights.manifest import MAX_MANIFEST_BYTES, BucketState, VersionManifest
 from penstock.protocol.weights.manifest_chain import MAX_HOPS, CatchUp, FetchManifest, Held, plan_catch_up, verify_base
-from penstock.protocol.weights.patch_segment import Bytes, as_bytes
+from penstock.protocol.weights.patch_segment import Bytes, as_bytes, union
 
 if TYPE_CHECKING:
     from penstock.protocol.weights.signature import TrustedKeys  # its library is imported where keys are configured
@@ -153,12 +153,13 @@ class WeightReader:
 
     def changed_words(self, plan: CatchUp, number: int) -> NDArray[np.int64]:
         """Return the words of a bucket that the plan writes, strictly increasing; all of them where one of its changes is whole."""
-        indices: list[NDArray[np.int64]] = []
+        words = np.empty(0, np.int64)
         for change in self._changes(plan, number):
             if not isinstance(change, bucket_codec.Parsed):
                 return np.arange(self.layout(plan.target).buckets[number].num_words)
-            indices += [block.indices for plane in change.planes for block in plane.blocks()]
-        return np.unique(np.concatenate(indices)) if indices else np.empty(0, np.int64)
+            for plane in change.planes:
+                words = union(words, np.concatenate([words[:0], *(block.indices for block in plane.blocks())]))
+        return words
 
     def _changes(self, plan: CatchUp, number: int) -> list[bucket_codec.Change | Bytes]:
         """Return the changes of a bucket, fetched and verified; of a full snapshot the raw bytes."""
@@ -222,10 +223,11 @@ class WeightReader:
         return len(header)
 
 
-def for_buckets(numbers: Sequence[int], action: Callable[[int], None]) -> None:
+def for_buckets(numbers: Sequence[int], action: Callable[[int], None], *, at_once: int = PARALLEL_BUCKETS) -> None:
+    """Do one thing for each number, so many at once; raises the first error, in the order of the numbers, once all have ended."""
     if len(numbers) == 1:
         action(numbers[0])
         return
-    with ThreadPoolExecutor(PARALLEL_BUCKETS, thread_name_prefix="bucket") as pool:
+    with ThreadPoolExecutor(at_once, thread_name_prefix="bucket") as pool:
         for done in [pool.submit(action, number) for number in numbers]:
             done.result()

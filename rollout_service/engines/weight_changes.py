@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol, TypeAlias, runtime_checkable
 
@@ -20,6 +21,11 @@ LOAD_WAYS = (
 )  # of a version: by patch, or why from its folder
 # Why a version cannot be a patch: no stored patches lead to it from the served one, or too many words changed.
 NoChanges: TypeAlias = Literal["chain", "dense"]
+
+
+NUM_THREADS = min(
+    16, os.cpu_count() or 1
+)  # that find and place changes; each holds little memory, unlike a bucket that is fetched
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,9 +11,10 @@ before it serves it.
 
 from __future__ import annotations
 
+import itertools
 import os
 import shutil
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -40,7 +41,7 @@ from penstock.protocol.weights.manifest import ModelFile, VersionManifest
 from penstock.protocol.weights.manifest_chain import CatchUp, Held
 from penstock.protocol.weights.patch_segment import Bytes
 from penstock.protocol.weights.version_reader import WeightReader, for_buckets
-from penstock.rollout_service.engines.weight_changes import NoChanges, TensorChange, WeightChanges
+from penstock.rollout_service.engines.weight_changes import NUM_THREADS, NoChanges, TensorChange, WeightChanges
 
 NUM_REGULAR_SLOTS = 2  # the version that is served, and the next one; further slots hold pinned versions
 _INDEX = "model.safetensors.index.json"
@@ -240,25 +241,32 @@ def changes_between(reader: WeightReader, base: Slot, target: Slot, limit: float
     layout = reader.layout(manifest)
     if sum(patch.num_changed for patch in plan.patches) > limit * layout.num_words:
         return "dense"
-    tensors: list[TensorChange] = []
-    for number, bucket in enumerate(layout.buckets):
-        if plan.changes_of(number):
-            old, new = base.words(layout, number), target.words(layout, number)
-            tensors += _tensor_changes(bucket, reader.changed_words(plan, number), old, new)
+    of_buckets: dict[int, Sequence[TensorChange]] = {}
+
+    def find(number: int) -> None:
+        old, new = base.words(layout, number), target.words(layout, number)
+        of_buckets[number] = _tensor_changes(layout.buckets[number], reader.changed_words(plan, number), old, new)
+
+    numbers = [number for number in range(len(layout.buckets)) if plan.changes_of(number)]
+    for_buckets(numbers, find, at_once=NUM_THREADS)
+    tensors = itertools.chain.from_iterable(of_buckets[number] for number in numbers)
     return WeightChanges(base.base.version, PolicyVersion(holds.version), layout.num_words, tuple(tensors))
 
 
 def _tensor_changes(
     bucket: Bucket, words: NDArray[np.int64], before: NDArray[Any], after: NDArray[Any]
-) -> Iterator[TensorChange]:
+) -> list[TensorChange]:
     old, new = before[words], after[words]
     differs = old != new
-    words, old, new = words[differs], old[differs], new[differs]
+    if not differs.all():
+        words, old, new = words[differs], old[differs], new[differs]
     starts = [tensor.byte_offset // bucket.word_bytes for tensor in bucket.tensors]
     cuts = [*np.searchsorted(words, starts), len(words)]
-    for tensor, start, first, end in zip(bucket.tensors, starts, cuts, cuts[1:], strict=False):
-        if end > first:
-            yield TensorChange(tensor.name, bucket.dtype, words[first:end] - start, new[first:end], old[first:end])
+    return [
+        TensorChange(tensor.name, bucket.dtype, words[first:end] - start, new[first:end], old[first:end])
+        for tensor, start, first, end in zip(bucket.tensors, starts, cuts, cuts[1:], strict=False)
+        if end > first
+    ]
 
 
 def _read(journal: Path) -> SlotState:

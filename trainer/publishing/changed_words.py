@@ -201,7 +201,7 @@ class ChangedWords:
 
     def followed_by(self, later: ChangedWords) -> ChangedWords:
         """Return what both change together; a word that the later one changes back is not among it."""
-        positions = np.union1d(self.positions, later.positions)
+        positions = patch_segment.union(self.positions, later.positions)
         before, after = (np.empty(positions.size, self.before.dtype) for _ in range(2))
         own, others = (np.searchsorted(positions, changed.positions) for changed in (self, later))
         before[others], after[own] = later.before, self.after

@@ -20,7 +20,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.protocol.versions import PolicyVersion
-from penstock.rollout_service.engines.weight_changes import LOAD_WAYS, NoChanges, WeightChanges
+from penstock.protocol.weights.version_reader import for_buckets
+from penstock.rollout_service.engines.weight_changes import (
+    LOAD_WAYS,
+    NUM_THREADS,
+    NoChanges,
+    TensorChange,
+    WeightChanges,
+)
 
 # Of the words, by device: above, a folder is loaded faster. On a CPU measured with models of 0.1 to 0.5 billion values
 # (`benchmarks/in_place.md`): a reload is one memcpy there. On a GPU, where it crosses the bus, an estimate.
@@ -82,68 +89,96 @@ class RankMap:
         return cls(blocks, document["signatures"])
 
 
+Words = tuple[NDArray[Any], ...]  # of a parameter, each [n]: positions, new words, old words
+
+
 def write_patches(changes: WeightChanges, maps: Sequence[RankMap], prefix: Path) -> None:
     """Write ``PREFIX.RANK`` for each rank, in the format that the plugin's `read_patch` documents.
 
-    Raises Unmapped when a changed value is in no rank's map, or at a place beyond 2^32 of a parameter.
+    Tensors and then parameters are done several at once. Raises Unmapped when a changed value is in no rank's map, or at a place beyond
+    2^32 of a parameter.
     """
-    parts: list[dict[tuple[str, str], list[tuple[NDArray[Any], ...]]]] = [{} for _ in maps]
-    for change in changes.tensors:
-        placed = np.zeros(len(change.positions), np.bool_)
-        for of_rank, rank_map in zip(parts, maps, strict=True):
-            for block in rank_map.blocks.get(change.name, ()):
-                chosen, places = block.place(change.positions)
-                placed[chosen] = True
-                if len(places):
-                    words = (places, change.new[chosen], change.old[chosen])
-                    of_rank.setdefault((block.parameter, change.dtype), []).append(words)
-        if not placed.all():
-            raise Unmapped(f"{np.count_nonzero(~placed)} changed values of {change.name} have no known place")
+    parts: list[dict[tuple[str, str], list[Words]]] = [{} for _ in maps]
+    placed: list[list[tuple[int, str, Words]]] = [[] for _ in changes.tensors]
+    for_buckets(
+        range(len(changes.tensors)),
+        lambda number: _place(changes.tensors[number], maps, placed[number]),
+        at_once=NUM_THREADS,
+    )
+    for change, words_of_ranks in zip(changes.tensors, placed, strict=True):
+        for rank, parameter, words in words_of_ranks:
+            parts[rank].setdefault((parameter, change.dtype), []).append(words)
     prefix.parent.mkdir(exist_ok=True)
     for rank, (of_rank, rank_map) in enumerate(zip(parts, maps, strict=True)):
-        segments = [_segment(*key, of_parameter) for key, of_parameter in of_rank.items()]
-        Path(f"{prefix}.{rank}").write_bytes(_encode(changes, segments, rank_map.signatures))
+        _write(Path(f"{prefix}.{rank}"), changes, list(of_rank.items()), rank_map.signatures)
 
 
-@dataclass(frozen=True, slots=True)
-class _Segment:
-    parameter: str
-    dtype: str
-    arrays: tuple[NDArray[Any], ...]  # positions as u32 [n], new and old words [n]
+def _place(change: TensorChange, maps: Sequence[RankMap], placed: list[tuple[int, str, Words]]) -> None:
+    """Append each part of a tensor's changes with its rank and parameter."""
+    has_place = np.zeros(len(change.positions), np.bool_)
+    for rank, rank_map in enumerate(maps):
+        for block in rank_map.blocks.get(change.name, ()):
+            chosen, places = block.place(change.positions)
+            has_place[chosen] = True
+            if len(places):
+                placed.append((rank, block.parameter, (places, change.new[chosen], change.old[chosen])))
+    if not has_place.all():
+        raise Unmapped(f"{np.count_nonzero(~has_place)} changed values of {change.name} have no known place")
 
 
-def _segment(parameter: str, dtype: str, parts: Sequence[tuple[NDArray[Any], ...]]) -> _Segment:
-    """Join the words of one parameter, such as those of q, k and v, in the order of their places."""
+def _joined(parameter: str, parts: Sequence[Words]) -> Words:
+    """Join the words of one parameter, such as those of q, k and v, in the order of their places, and make positions u32."""
     places, new, old = (np.concatenate(arrays) for arrays in zip(*parts, strict=True))
     if (places[1:] <= places[:-1]).any():
         order = np.argsort(places)
         places, new, old = places[order], new[order], old[order]
     if int(places[-1]) >= _POSITION_LIMIT:
         raise Unmapped(f"{parameter} has more than {_POSITION_LIMIT} values")
-    return _Segment(parameter, dtype, (places.astype(np.uint32), new, old))
+    return places.astype(np.uint32), new, old
 
 
-def _encode(changes: WeightChanges, segments: Sequence[_Segment], signatures: Mapping[str, str]) -> bytes:
-    pieces: list[bytes] = []
-    rows: list[list[object]] = []
-    size = 0
-    for segment in segments:
-        name = segment.parameter
-        rows.append([name, signatures[name], segment.dtype, len(segment.arrays[0]), size])
-        for array in segment.arrays:
-            data = array.tobytes()
-            pieces += [data, bytes(-len(data) % 8)]
-            size += len(data) + -len(data) % 8
-    payload = b"".join(pieces)
+def _write(
+    path: Path,
+    changes: WeightChanges,
+    segments: Sequence[tuple[tuple[str, str], Sequence[Words]]],
+    signatures: Mapping[str, str],
+) -> None:
+    sizes = [
+        [_aligned(sum(len(part[0]) for part in parts) * width) for width in (4, *(a.itemsize for a in parts[0][1:]))]
+        for _, parts in segments
+    ]
+    offsets = [0, *itertools.accumulate(map(sum, sizes))]
+    payload = np.empty(offsets[-1], np.uint8)
+    sums = np.zeros(len(segments), np.uint64)
+
+    def fill(number: int) -> None:
+        (parameter, _), parts = segments[number]
+        offset = offsets[number]
+        for array, size in zip(_joined(parameter, parts), sizes[number], strict=True):
+            payload[offset : offset + array.nbytes] = array.view(np.uint8)
+            payload[offset + array.nbytes : offset + size] = 0
+            offset += size
+        sums[number] = np.add.reduce(payload[offsets[number] : offset].view(np.uint64), dtype=np.uint64)
+
+    for_buckets(range(len(segments)), fill, at_once=NUM_THREADS)
     header = {
         "base": str(changes.base),
         "version": str(changes.version),
-        "checksum": int(np.add.reduce(np.frombuffer(payload, np.uint64), dtype=np.uint64)),
-        "segments": rows,
+        "checksum": int(np.add.reduce(sums, dtype=np.uint64)),
+        "segments": [
+            [name, signatures[name], dtype, sum(len(part[0]) for part in parts), offset]
+            for ((name, dtype), parts), offset in zip(segments, offsets, strict=False)
+        ],
     }
     text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    return _MAGIC + len(text).to_bytes(4, "little") + text + payload
+    text += b" " * (_aligned(len(text)) - len(text))
+    with path.open("wb") as file:
+        file.write(_MAGIC + len(text).to_bytes(4, "little") + text)
+        file.write(payload)
+
+
+def _aligned(size: int) -> int:
+    return size + -size % 8
 
 
 @dataclass(frozen=True, slots=True)

@@ -58,6 +58,14 @@ def test_a_torn_bucket_heals(seed: int, num_words: int, word_bytes: int, density
     )
 
 
+@given(st.sets(st.integers(0, 300), max_size=80), st.sets(st.integers(0, 300), max_size=80))
+@examples(100)
+def test_words_of_either_of_two_changes(first: set[int], second: set[int]):
+    both = patch_segment.union(*(np.array(sorted(words), np.int64) for words in (first, second)))
+    assert both.dtype == np.int64
+    assert both.tolist() == sorted(first | second)
+
+
 @pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64])
 def test_special_values_are_only_bits(dtype: type):
     """Zeros change their sign, NaNs their payload, and equal NaNs count as unchanged."""
