@@ -1,14 +1,13 @@
-"""Read a configuration file of another system: keys with values.
+"""Read a launch script of another system: keys with values. `foreign_tree.py` reads YAML and JSON.
 
-Files are YAML, JSON or launch scripts of a shell, whose assignments, arrays and commands are read and never executed. Variables
-that a script assigns are substituted, with their defaults (``${N:-8}``) and integer arithmetic; what comes from outside
-(``$HOME``, ``$1``) or from a command (``$(…)``) is marked, to be named in the report.
+Assignments, arrays and commands are read and never executed. Variables that a script assigns are substituted, with their defaults
+(``${N:-8}``) and integer arithmetic; what comes from outside (``$HOME``, ``$1``) or from a command (``$(…)``) is marked, to be named
+in the report.
 """
 
 from __future__ import annotations
 
 import ast
-import json
 import operator
 import re
 import shlex
@@ -16,16 +15,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-import yaml
-
-from penstock.protocol.config.sources import leaves, scalar
+from penstock.protocol.config.sources import scalar
 from penstock.protocol.errors import ConfigError
 
 UNASSIGNED = "\ue001"  # stands around the name of a variable that the file does not assign
-_EXPONENT = re.compile(r"[+-]?\d+(\.\d*)?[eE][+-]?\d+")  # YAML 1.1 reads 1e-6 as a text
-_REFERENCE = re.compile(r"\$\{([^${}]*)\}")
-_MAX_ROUNDS = 20  # references to references
-_MAX_VALUES = 100_000  # of a YAML file, those of an alias counted at each use
 _MAX_CHARS = 1024**2  # that variables and references become
 _ASSIGNMENT = re.compile(r"(?:export\s+|declare\s+(?:-\w+\s+)?|local\s+|readonly\s+)?([A-Za-z_]\w*)(\+?)=")
 _VARIABLE = re.compile(r"\$(?:\{([A-Za-z_]\w*)(\[@\]|\[\*\])?(?::?-([^{}]*))?\}|([A-Za-z_]\w*)|([@*#?0-9]))")
@@ -47,6 +40,10 @@ class Found:
 
     values: dict[str, Any] = field(default_factory=dict)
     commands: list[str] = field(default_factory=list)
+    variables: set[str] = field(
+        default_factory=set
+    )  # keys, and tables with a dot at their end, that other keys refer to
+    inherited: set[str] = field(default_factory=set)  # keys of the files that it names, and not of itself
 
     def add(self, key: str, value: Any) -> None:
         """Set a key; a later value replaces an earlier one. hydra's +key sets, ~key removes."""
@@ -87,56 +84,7 @@ def readable(value: Any) -> Any:
     return "".join(parts)
 
 
-def read_json(name: str, text: str) -> Found:
-    try:
-        return _flat(name, json.loads(text))
-    except (ValueError, RecursionError) as err:
-        raise ConfigError(f"{name}: not valid JSON: {err}") from None
-
-
-def read_yaml(name: str, text: str) -> Found:
-    """Read a YAML mapping with the safe loader, which builds plain values only; raises ConfigError."""
-    try:
-        return _flat(name, _loaded(text))
-    except (yaml.YAMLError, RecursionError, ValueError) as err:
-        raise ConfigError(f"{name}: not valid YAML: {' '.join(str(err).split())}") from None
-
-
-def _loaded(text: str) -> Any:
-    """Return what a YAML text holds; raises ValueError where aliases repeat more than `_MAX_VALUES` values, or one holds itself."""
-    loader = yaml.SafeLoader(text)
-    try:
-        node = loader.get_single_node()
-        if node is not None and _expanded(node, {}) > _MAX_VALUES:
-            raise ValueError(f"its aliases repeat more than {_MAX_VALUES} values")
-        return None if node is None else loader.construct_document(node)
-    finally:
-        loader.dispose()
-
-
-def _expanded(node: yaml.Node, sizes: dict[int, int]) -> int:
-    if id(node) not in sizes:
-        sizes[id(node)] = _MAX_VALUES + 1  # while it is counted: what holds itself has no end
-        parts = [part for pair in node.value for part in pair] if isinstance(node, yaml.MappingNode) else node.value
-        sizes[id(node)] = 1 if isinstance(node, yaml.ScalarNode) else 1 + sum(_expanded(part, sizes) for part in parts)
-    return sizes[id(node)]
-
-
-def _flat(name: str, content: Any) -> Found:
-    if not isinstance(content, dict):
-        raise ConfigError(f"{name}: expected keys with values, got {type(content).__name__}")
-    foreign_config = Found()
-    for path, value in leaves(content):
-        foreign_config.add(".".join(map(str, path)), value)
-    raw, budget = dict(foreign_config.values), _Budget()
-    try:
-        foreign_config.values.update({key: _resolved(value, key, raw, budget) for key, value in raw.items()})
-    except ValueError as err:
-        raise ConfigError(f"{name}: {err}") from None
-    return foreign_config
-
-
-class _Budget:
+class Budget:
     """The characters that variables and references of a file may still become."""
 
     _left = _MAX_CHARS
@@ -148,37 +96,12 @@ class _Budget:
         return text
 
 
-def _resolved(value: Any, key: str, values: dict[str, Any], budget: _Budget) -> Any:
-    if isinstance(value, list):
-        return [_resolved(item, key, values, budget) for item in value]
-    for _ in range(_MAX_ROUNDS):
-        if not isinstance(value, str) or not (reference := _REFERENCE.search(value)):
-            break
-        inner = _looked_up(reference[1].strip(), key, values)
-        text = budget.take(str(inner), value.count(reference[0]))
-        value = inner if reference[0] == value else value.replace(reference[0], text)
-    if isinstance(value, str) and _EXPONENT.fullmatch(value):
-        return float(value)
-    return value
-
-
-def _looked_up(name: str, key: str, values: dict[str, Any]) -> Any:
-    default: Any = None
-    if name.startswith(("oc.select:", "oc.env:", "oc.decode:")):
-        name, has_default, text = name.partition(":")[2].partition(",")
-        default = text.strip().strip("\"'") if has_default else None
-    if name.startswith("."):
-        name = f"{key.rpartition('.')[0]}{name}".lstrip(".")
-    resolved = values.get(name.replace("-", "_"), default)
-    return marked(name) if resolved is None else resolved
-
-
 def read_shell(name: str, text: str) -> Found:
     """Read the options of every command that starts a training; raises ConfigError for quotes that never end."""
     foreign_config = Found()
     variables: dict[str, str] = {}
     arrays: dict[str, list[str]] = {}
-    budget = _Budget()
+    budget = Budget()
     for number, statement in _statements(text):
         try:
             _read(statement, foreign_config, variables, arrays, budget)
@@ -212,7 +135,7 @@ def _statements(text: str) -> Iterator[tuple[int, str]]:
 
 
 def _read(
-    statement: str, foreign_config: Found, variables: dict[str, str], arrays: dict[str, list[str]], budget: _Budget
+    statement: str, foreign_config: Found, variables: dict[str, str], arrays: dict[str, list[str]], budget: Budget
 ) -> None:
     assignment = _ASSIGNMENT.match(statement)
     if assignment and statement[assignment.end() :].startswith("("):
@@ -280,7 +203,7 @@ def _parsed(text: str) -> object:
     return value
 
 
-def _words(text: str, variables: dict[str, str], arrays: dict[str, list[str]], budget: _Budget) -> list[str]:
+def _words(text: str, variables: dict[str, str], arrays: dict[str, list[str]], budget: Budget) -> list[str]:
     text = _SUM.sub(lambda one: _computed(one[1], variables), _with_literals(text))
     text = _COMMAND.sub(lambda one: marked("$(...)"), text)
     words: list[str] = []
@@ -305,7 +228,7 @@ def _with_literals(text: str) -> str:
     return "".join(out)
 
 
-def _substituted(word: str, variables: dict[str, str], budget: _Budget) -> str:
+def _substituted(word: str, variables: dict[str, str], budget: Budget) -> str:
     def value(match: re.Match[str]) -> str:
         name = match[1] or match[4] or match[5]
         if name in variables:

@@ -16,7 +16,8 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from penstock.deploy.config_import.foreign_file import Found, read_json, read_shell, read_yaml
+from penstock.deploy.config_import.foreign_file import Found, read_shell
+from penstock.deploy.config_import.foreign_tree import read_json, read_yaml
 from penstock.deploy.config_import.rule_forms import Kind, Line, Translation
 from penstock.deploy.config_import.source_defaults import SilentDefault, differing, silent_defaults
 from penstock.deploy.config_import.translate import detect, own_section, translate
@@ -112,7 +113,8 @@ def name_what_is_missing(done: Translation) -> None:
     if "algorithm.name" not in settings:
         done.lines.append(Line("decide", "algorithm.name", "", "no algorithm is named: the run would be async_grpo"))
     if not settings.get("data.train") and "data.train" not in asked:
-        text = "the file names no data, and no run starts without: set data.train"
+        rows = ", a row for each start of an episode, and data.eval" if "rollout.environment" in settings else ""
+        text = f"the file names no data, and no run starts without: set data.train{rows}"
         done.lines.append(Line("decide", "data.train", "", text))
     if "reward.name" in asked or any(key.startswith(("reward.", "rollout.environment")) for key in settings):
         return
@@ -200,19 +202,32 @@ def _refused(settings: Mapping[str, Any]) -> str:
     return ""
 
 
-def read_foreign_file(file: Path) -> Found:
-    """Read a file by the end of its name: .yaml, .yml, .json, else a shell script; raises ConfigError."""
+def _text(file: Path) -> str:
     try:
         if file.is_file() and file.stat().st_size > MAX_FILE_BYTES:
             raise ConfigError(f"{file}: {file.stat().st_size} bytes, the limit is {MAX_FILE_BYTES}")
-        text = file.read_text(encoding="utf-8")
+        return file.read_text(encoding="utf-8")
     except OSError as err:
         raise ConfigError(f"{file}: not readable ({err.strerror})") from None
     except UnicodeDecodeError as err:
         raise ConfigError(f"{file}: not UTF-8 text (at byte {err.start})") from None
+
+
+def read_foreign_file(file: Path) -> Found:
+    """Read a file by the end of its name: .yaml, .yml, .json, else a shell script; raises ConfigError.
+
+    Files that a YAML names in ``defaults`` are read with it, if they are below the folder above its own.
+    """
+
+    def beside(name: str) -> str | None:
+        other = (file.parent / name).resolve()
+        is_near = other.is_relative_to(file.resolve().parent.parent)
+        return _text(other) if is_near and other.is_file() else None
+
+    text = _text(file)
     suffix = file.suffix.lower()
     if suffix in (".yaml", ".yml"):
-        return read_yaml(str(file), text)
+        return read_yaml(str(file), text, beside)
     if suffix == ".json":
         return read_json(str(file), text)
     if suffix in (".py", ".toml", ".ipynb"):

@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import Any
 
-from penstock.deploy.config_import import rule_forms, rules, system_rules
+from penstock.deploy.config_import import roll_environments, rule_forms, rules, system_rules
 from penstock.deploy.config_import.foreign_file import UNASSIGNED, Found, readable, unassigned
 from penstock.deploy.config_import.rule_forms import Line, Outcome, Rule, Translation
 from penstock.deploy.config_import.source_defaults import at_default
@@ -82,6 +82,8 @@ def own_section(foreign_config: Found) -> OwnSection | None:
 def translate(foreign_config: Found, system: str, known: Collection[str]) -> Translation:
     done = Translation(system)
     command = own_section(foreign_config)
+    if system == "roll":
+        roll_environments.add_published(foreign_config)
     for key, value in _IMPLIED.get(system, {}).items() if command is None else ():
         foreign_config.values.setdefault(key, value)
     untouched = at_default(system, foreign_config.values)
@@ -136,10 +138,21 @@ def _read(
 ) -> Outcome:
     if "@" in key or value is None or str(value).lower() in ("null", "none", "???"):
         return Outcome("ignored", {}, "not set")
-    return (
+    outcome = (
         _of_epochs(key, value, foreign_config.values, command)
         or _of_pairs(key, value, command)
         or _outcome(key, value, foreign_config.values, system, known)
+    )
+    if outcome.kind != "unknown":
+        return outcome
+    if key in foreign_config.variables or key.startswith(
+        tuple(one for one in foreign_config.variables if one[-1] == ".")
+    ):
+        return Outcome("ignored", {}, "a variable of the file: what refers to it has its value")
+    return (
+        Outcome("ignored", {}, "of a file in its defaults, and nothing takes it")
+        if key in foreign_config.inherited
+        else outcome
     )
 
 
@@ -170,7 +183,7 @@ def _has_critic(system: str, values: Mapping[str, Any]) -> bool:
 def _rule_for(system: str, key: str) -> Rule | None:
     if key.startswith(rules.REWARD_ARGUMENTS):
         return rule_forms.reward_argument(key.removeprefix(rules.REWARD_ARGUMENTS))
-    if system == "roll" and (rule := system_rules.roll_reward(key)):
+    if system == "roll" and (rule := system_rules.roll_reward(key) or roll_environments.rule_of(key)):
         return rule
     form = SYSTEMS[system].rules.get(key) or SYSTEMS["shared"].rules.get(key)
     if form is None or isinstance(form, str):

@@ -12,7 +12,8 @@ import pytest
 from tests.deadline import ends_within
 
 from penstock.console.cli.main import run
-from penstock.deploy.config_import.foreign_file import read_shell, read_yaml
+from penstock.deploy.config_import.foreign_file import read_shell
+from penstock.deploy.config_import.foreign_tree import read_yaml
 from penstock.deploy.config_show import load_all
 from penstock.protocol.errors import ConfigError
 

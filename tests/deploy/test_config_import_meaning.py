@@ -80,15 +80,20 @@ kl_loss_coef: 0.001
 pretrain: Qwen/Qwen2.5-0.5B-Instruct
 reward_normalization: {grouping: traj_group_id, method: mean_std}
 actor_train:
+  strategy_args: {strategy_name: deepspeed_train, strategy_config: "${deepspeed_zero3_cpuoffload}"}
   model_args: {dtype: bf16}
   training_args: {learning_rate: 1.0e-6, per_device_train_batch_size: 2, gradient_accumulation_steps: 64, lr_scheduler_type: cosine}
   device_mapping: list(range(0,4))
 actor_infer:
   generating_args: {max_new_tokens: 128, top_p: 1.0, top_k: -1, temperature: 0.99, num_return_sequences: 1}
   strategy_args: {strategy_name: vllm}
-train_env_manager: {format_penalty: -0.15, num_env_groups: 128, group_size: 8, tags: [FrozenLake]}
+max_tokens_per_step: 64
+train_env_manager: {format_penalty: -0.15, num_env_groups: 128, group_size: 8, tags: [FrozenLake, Pairs], num_groups_partition: [96, 32]}
 val_env_manager: {num_env_groups: 64, group_size: 1, tags: [SimpleSokoban]}
-custom_envs: {FrozenLake: "${custom_env.FrozenLake}"}
+custom_envs: {FrozenLake: "${custom_env.FrozenLake}", SimpleSokoban: "${custom_env.SimpleSokoban}", Pairs: "${mine.Pairs}"}
+mine:
+  Pairs: {env_type: sokoban, max_steps: 20, use_thread_lock: true, env_manager_cls: a.b.TrajEnvManager, agent_system_template: Push.,
+    env_config: {dim_room: [8, 8], num_boxes: 2, format_penalty: -0.2, grid_lookup: {0: W}}}
 """
 ROLL_GAE = """
 exp_name: ppo
@@ -169,8 +174,17 @@ TABLE: dict[str, tuple[str, str, dict[str, Any]]] = {
         "rollout.groups_per_step": 128, "rollout.group_size": 8, "algorithm.minibatches": 2, "rollout.max_new_tokens": 128,
         "data.max_prompt_tokens": 1024, "algorithm.kl_coefficient": 0.001, "algorithm.dual_clip": "none", "trainer.schedule": "cosine",
         "trainer.betas": [0.9, 0.999], "run.seed": 42, "model.dtype": "bfloat16", "trainer.steps": 100, "rollout.temperature": 0.99,
-        "gamma": ASKED("critic.gamma"), "environment": ASKED("environment"), "tags": ASKED("train_env_manager.format_penalty"),
-        "evaluation": ASKED("val_env_manager.num_env_groups"), "custom": ASKED("custom_envs.FrozenLake"),
+        "trainer.zero_stage": 3, "trainer.offload": "optimizer", "gamma": ASKED("critic.gamma"), "rollout.environment": "mixture", "reward.name": "environment",
+        "environment.define.FrozenLake.type": "frozen_lake", "environment.define.FrozenLake.weight": 96,
+        "environment.define.FrozenLake.options.is_slippery": False, "environment.define.FrozenLake.options.hole_chance": 0.2,
+        "environment.define.FrozenLake.options.format_penalty": -0.01, "environment.define.FrozenLake.max_turns": 10,
+        "environment.define.FrozenLake.options.action_pattern": "<answer>(.*?)</answer>", "environment.define.FrozenLake.max_answer_tokens": 64,
+        "environment.define.Pairs.type": "sokoban", "environment.define.Pairs.weight": 32, "environment.define.Pairs.options.size": 8,
+        "environment.define.Pairs.options.boxes": 2, "environment.define.Pairs.options.format_penalty": -0.2,
+        "environment.define.Pairs.max_turns": 20, "environment.define.Pairs.system_prompt": "Push.",
+        "eval.environment": "SimpleSokoban", "environment.define.SimpleSokoban.options.size": 6,
+        "drawn otherwise": ASKED("custom_envs.Pairs.env_config.grid_lookup.0"), "words": ASKED("custom_envs.FrozenLake.agent_template"),
+        "data": ASKED("data.train"),
     }),
     "roll_gae": ("yaml", ROLL_GAE, {
         "algorithm.name": "ppo", "algorithm.advantage": "gae", "critic.gamma": 0.99, "critic.lam": 0.9, "critic.path": "/c",
@@ -252,3 +266,40 @@ def test_what_decides_a_run_is_never_left_out(subject: str, tmp_path: Path, caps
     assert subject in {line["key"] for line in report["keys"] if line["kind"] == "decide"}
     assert report["settings"]["algorithm.name"] == "grpo"
     assert report["settings"]["rollout.group_size"] == (1 if subject == "rollout.group_size" else 8)
+
+
+def test_the_files_of_a_hydra_configuration_are_read_with_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What ``defaults`` name beside a file is under it, in their packages; a file elsewhere is not read, and its name stays a decision."""
+    (tmp_path / "secret.yaml").write_text("seed: 7\n")
+    examples, shared = tmp_path / "roll" / "examples", tmp_path / "roll" / "config"
+    for folder in (examples, shared):
+        folder.mkdir(parents=True)
+    (shared / "envs.yaml").write_text(
+        "steps: 12\nlimit: 99\nrunner: null\nunused: 1\ngame: {GuessTheNumber: {env_type: 'game:GuessTheNumber-v0', max_steps: '${steps}', "
+        "agent_runner_cls: '${runner}', env_config: {max_number: 20}}, Other: {env_type: webshop}}\n"
+    )
+    (shared / "zero.yaml").write_text("zero_optimization: {stage: 3}\n")
+    file, to = examples / "a.yaml", tmp_path / "run.toml"
+    file.write_text(
+        "defaults: [../config/envs@_here_, ../config/zero@deepspeed_zero3, ../../secret@_here_, _self_]\nexp_name: x\nsteps: 9\n"
+        "rollout_batch_size: 8\nadv_estimator: step_reinforce\nreward_normalization: {grouping: batch, method: mean_std}\n"
+        "train_env_manager: {group_size: 1, tags: [GuessTheNumber], generating_args: {max_new_tokens: 64, top_p: 1.0}}\n"
+        "custom_envs: {GuessTheNumber: '${game.GuessTheNumber}'}\n"
+        "actor_train: {strategy_args: {strategy_name: deepspeed_train, strategy_config: '${deepspeed_zero3}'}}\n"
+    )
+    assert run(["config", "import", str(file), "--to", str(to), "--json", "--from", "roll"]) == 1
+    report = json.loads(capsys.readouterr().out)
+    done, asked = (
+        report["settings"],
+        {line["key"]: line["value"] for line in report["keys"] if line["kind"] in ("decide", "unknown")},
+    )
+    game = "environment.define.GuessTheNumber"
+    assert {key: done[key] for key in done if key.startswith(game)} == {
+        f"{game}.type": "gem", f"{game}.options.id": "game:GuessTheNumber-v0", f"{game}.options.make.max_number": 20, f"{game}.max_turns": 9,
+    }  # fmt: skip
+    assert (done["rollout.group_size"], done["algorithm.turn_baseline"], done["trainer.zero_stage"]) == (1, "batch", 3)
+    assert (done["run.seed"], done["rollout.max_new_tokens"]) == (42, 64)
+    assert asked["defaults"] == ["../../secret@_here_"]
+    assert not [key for key in asked if key.startswith(("game.", "deepspeed_zero3", "unused", "limit", "steps"))]

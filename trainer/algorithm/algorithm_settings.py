@@ -358,7 +358,9 @@ class AlgorithmSettings(_AllSettings):
             return "algorithm.dynamic_sampling = true"
         if self.reward_norm == "group" and self.reward_shift:
             return "algorithm.reward_norm = group"
-        return f"algorithm.advantage = {self.advantage}" if ESTIMATORS.find(self.advantage).value.group_relative else ""
+        estimator = ESTIMATORS.find(self.advantage).value
+        alone = estimator.group_relative and not estimator.beyond_groups(self.options_of(estimator))
+        return f"algorithm.advantage = {self.advantage}" if alone else ""
 
     @property
     def has_critic(self) -> bool:

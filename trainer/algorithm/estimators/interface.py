@@ -73,6 +73,7 @@ class Estimator(Part[OptionsT_co]):
     group_relative: bool = False  # compares the completions of a group: a group of one has an advantage of 0
     has_critic: bool = False  # `trainer/learner/critic.py` credits tokens; fn returns the rewards that it starts from
     by_turn: bool = False  # fn reads ``outcomes.turns`` and returns one advantage per turn
+    beyond_groups: Callable[[OptionsT_co], bool] = lambda _: False  # options with which it compares more than a group
 
 
 def advantage_estimator(
@@ -84,6 +85,7 @@ def advantage_estimator(
     group_relative: bool = False,
     has_critic: bool = False,
     by_turn: bool = False,
+    beyond_groups: Callable[[OptionsT_co], bool] = lambda _: False,
 ) -> Callable[[AdvantageFunction], Estimator[OptionsT_co]]:
     """Make a function an advantage estimator of the function's name; the arguments are the fields of `Estimator`."""
     return lambda fn: Estimator(
@@ -96,6 +98,7 @@ def advantage_estimator(
         group_relative=group_relative,
         has_critic=has_critic,
         by_turn=by_turn,
+        beyond_groups=beyond_groups,
     )
 
 

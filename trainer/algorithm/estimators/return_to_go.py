@@ -46,6 +46,7 @@ class ReturnToGoOptions(TurnDiscount):
     },
     group_relative=True,
     by_turn=True,
+    beyond_groups=lambda options: options.turn_baseline in ("source", "batch"),
 )  # fmt: skip
 def return_to_go(
     outcomes: Outcomes, *, turn_discount: float = 1.0, turn_baseline: str = "turn", turn_scale: bool = False

@@ -1,0 +1,154 @@
+"""Read a YAML or JSON configuration of another system: keys with values, after Hydra's ``defaults`` and references ``${…}`` are resolved."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from typing import Any
+
+import yaml
+
+from penstock.deploy.config_import.foreign_file import Budget, Found, marked
+from penstock.protocol.config.sources import leaves
+from penstock.protocol.errors import ConfigError
+
+_EXPONENT = re.compile(r"[+-]?\d+(\.\d*)?[eE][+-]?\d+")  # YAML 1.1 reads 1e-6 as a text
+_REFERENCE = re.compile(r"\$\{([^${}]*)\}")
+_MAX_DEFAULTS = 32  # files that a configuration of Hydra names
+_MAX_ROUNDS = 20  # references to references
+_MAX_VALUES = 100_000  # of a YAML file, those of an alias counted at each use
+
+
+def read_json(name: str, text: str) -> Found:
+    try:
+        return _flat(name, json.loads(text))
+    except (ValueError, RecursionError) as err:
+        raise ConfigError(f"{name}: not valid JSON: {err}") from None
+
+
+def read_yaml(name: str, text: str, beside: Callable[[str], str | None] = lambda _: None) -> Found:
+    """Read a YAML mapping with the safe loader, which builds plain values only; raises ConfigError.
+
+    ``beside`` returns the text of another file by its name in Hydra's ``defaults``, relative to this one; None: it is not there, and stays in them.
+    """
+    try:
+        content = _loaded(text)
+        composed = _flat(name, _with_defaults(content, beside))
+    except (yaml.YAMLError, RecursionError, ValueError) as err:
+        raise ConfigError(f"{name}: not valid YAML: {' '.join(str(err).split())}") from None
+    own = {".".join(map(str, path)).replace("-", "_") for path, _ in leaves(content)}
+    composed.inherited = {
+        key for key in composed.values if not any(key == one or key.startswith(f"{one}.") for one in own)
+    }
+    return composed
+
+
+def _with_defaults(content: Any, beside: Callable[[str], str | None]) -> Any:
+    """Put the files of Hydra's ``defaults`` under a configuration, whose values overrule theirs, as Hydra 1.1 composes them."""
+    listed = content.get("defaults") if isinstance(content, dict) else None
+    if not isinstance(listed, list):
+        return content
+    composed: dict[str, Any] = {}
+    missing = []
+    for item in listed[:_MAX_DEFAULTS]:
+        path, _, package = item.partition("@") if isinstance(item, str) else ("", "", "")
+        text = beside(f"{path.removesuffix('.yaml')}.yaml") if path and path != "_self_" else None
+        if text is None:
+            missing += [item] if item != "_self_" else []
+            continue
+        part = _loaded(text)
+        for name in [] if package in ("", "_here_", "_global_") else reversed(package.split(".")):
+            part = {name: part}
+        composed = _merged(composed, part)
+    rest = {key: value for key, value in content.items() if key != "defaults"}
+    return _merged({"defaults": missing} if missing else {}, _merged(composed, rest))
+
+
+def _merged(lower: Any, upper: Any) -> Any:
+    if not (isinstance(lower, dict) and isinstance(upper, dict)):
+        return upper
+    return lower | {key: _merged(lower[key], value) if key in lower else value for key, value in upper.items()}
+
+
+def _loaded(text: str) -> Any:
+    """Return what a YAML text holds; raises ValueError where aliases repeat more than `_MAX_VALUES` values, or one holds itself."""
+    loader = yaml.SafeLoader(text)
+    try:
+        node = loader.get_single_node()
+        if node is not None and _expanded(node, {}) > _MAX_VALUES:
+            raise ValueError(f"its aliases repeat more than {_MAX_VALUES} values")
+        return None if node is None else loader.construct_document(node)
+    finally:
+        loader.dispose()
+
+
+def _expanded(node: yaml.Node, sizes: dict[int, int]) -> int:
+    if id(node) not in sizes:
+        sizes[id(node)] = _MAX_VALUES + 1  # while it is counted: what holds itself has no end
+        parts = [part for pair in node.value for part in pair] if isinstance(node, yaml.MappingNode) else node.value
+        sizes[id(node)] = 1 if isinstance(node, yaml.ScalarNode) else 1 + sum(_expanded(part, sizes) for part in parts)
+    return sizes[id(node)]
+
+
+def _flat(name: str, content: Any) -> Found:
+    if not isinstance(content, dict):
+        raise ConfigError(f"{name}: expected keys with values, got {type(content).__name__}")
+    foreign_config = Found()
+    for path, value in leaves(content):
+        foreign_config.add(".".join(map(str, path)), value)
+    budget = Budget()
+    try:
+        foreign_config.values = raw = _with_tables(foreign_config)
+        foreign_config.values = dict(raw)
+        foreign_config.values.update({key: _resolved(value, key, raw, budget) for key, value in raw.items()})
+    except ValueError as err:
+        raise ConfigError(f"{name}: {err}") from None
+    return foreign_config
+
+
+def _with_tables(found: Found) -> dict[str, Any]:
+    """Put the keys of a table in the place of ``${its.name}``; raises ValueError where they become more than `_MAX_VALUES`."""
+    values = found.values
+    for _ in range(_MAX_ROUNDS):
+        expanded: dict[str, Any] = {}
+        for key, value in values.items():
+            names = (
+                [one.strip().replace("-", "_") for one in _REFERENCE.findall(value)] if isinstance(value, str) else []
+            )
+            found.variables |= {*names, *(f"{name}." for name in names)}
+            table = f"{names[0]}." if names and _REFERENCE.fullmatch(value) else "\0"
+            expanded |= {
+                key + name[len(table) - 1 :]: part for name, part in values.items() if name.startswith(table)
+            } or {key: value}
+            if len(expanded) > _MAX_VALUES:
+                raise ValueError(f"its references repeat more than {_MAX_VALUES} values")
+        if expanded == values:
+            break
+        values = expanded
+    return values
+
+
+def _resolved(value: Any, key: str, values: dict[str, Any], budget: Budget) -> Any:
+    if isinstance(value, list):
+        return [_resolved(item, key, values, budget) for item in value]
+    for _ in range(_MAX_ROUNDS):
+        if not isinstance(value, str) or not (reference := _REFERENCE.search(value)):
+            break
+        inner = _looked_up(reference[1].strip(), key, values)
+        text = budget.take(str(inner), value.count(reference[0]))
+        value = inner if reference[0] == value else value.replace(reference[0], text)
+    if isinstance(value, str) and _EXPONENT.fullmatch(value):
+        return float(value)
+    return value
+
+
+def _looked_up(name: str, key: str, values: dict[str, Any]) -> Any:
+    default: Any = None
+    if name.startswith(("oc.select:", "oc.env:", "oc.decode:")):
+        name, has_default, text = name.partition(":")[2].partition(",")
+        default = text.strip().strip("\"'") if has_default else None
+    if name.startswith("."):
+        name = f"{key.rpartition('.')[0]}{name}".lstrip(".")
+    spelt = name.replace("-", "_")
+    return values[spelt] if spelt in values else marked(name) if default is None else default

@@ -1,0 +1,201 @@
+"""ROLL's agentic pipelines: ``custom_envs`` and the tags of its env managers become ``[environment.define.TAG]``; pure.
+
+Read from ROLL 0.3 (roll/pipeline/agentic/agentic_config.py, its environments, examples/config/traj_envs.yaml).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from penstock.deploy.config_import.foreign_file import Found, unassigned
+from penstock.deploy.config_import.rule_forms import READ, Outcome, Rule, Values, as_rule, decide, ignore, ignored
+
+_DEFINITION = re.compile(r"custom_envs\.([^.]+)\.(.+)")
+_OF_GEM = re.compile(r"(game|math|qa|code|rg|eval):")  # names that gem.make() knows
+_ZERO = re.compile(r"deepspeed_zero([0-3])(_cpuoffload)?")  # tables of examples/config/
+_CONFIG = "env_config."
+_MANAGERS = ("train_env_manager", "val_env_manager")
+_ONE_GROUP = r"<answer>(.*?)</answer>"
+_LAKE = {"env_type": "frozen_lake", "env_config.action_pattern": _ONE_GROUP, "env_config.format_penalty": -0.01}
+_SOKOBAN = {"env_type": "sokoban", "env_config.action_pattern": _ONE_GROUP, "env_config.format_penalty": -0.15}
+# What examples/config/traj_envs.yaml defines, which configurations name and do not hold.
+_PUBLISHED: Mapping[str, Mapping[str, Any]] = {
+    "FrozenLake": _LAKE | {"env_config.is_slippery": False},
+    "SimpleSokoban": _SOKOBAN | {"env_config.dim_room": [6, 6], "env_config.num_boxes": 1},
+    "LargerSokoban": _SOKOBAN | {"env_config.dim_room": [10, 10], "env_config.num_boxes": 2},
+}
+_OF_ALL = {"max_steps": 10, "max_tokens_per_step": 128, "agent_template": "that of traj_envs.yaml"}
+_VARIABLES = {
+    "max_steps": "max_actions_per_traj"
+}  # of the file, by which it changes those definitions; others have the same name
+# Options of a game: ROLL's name, ours, and what ROLL does where it is not given.
+_OPTIONS: Mapping[str, tuple[tuple[str, str, Any], ...]] = {
+    "frozen_lake": (("size", "size", 4), ("p", "hole_chance", 0.8), ("is_slippery", "is_slippery", True)),
+    "sokoban": (("dim_room", "size", [10, 10]), ("num_boxes", "boxes", 4)),
+}
+_SHARED_OPTIONS = (("format_penalty", "format_penalty", 0.0), ("action_pattern", "action_pattern", _ONE_GROUP))
+_LIMITS = {
+    "max_steps": "max_turns",
+    "max_tokens_per_step": "max_answer_tokens",
+    "agent_system_template": "system_prompt",
+}
+_OWN_WORDS = (
+    "the game is the same, and words its turns itself instead of by agent_template; a lake's start and goal are opposite corners, in ROLL any "
+    "two fields: keep it, or write an environment (docs/environments.md)"
+)
+_WITHOUT_EFFECT = ("use_thread_lock", "max_env_step_concurrent", "env_config.max_steps", "env_config.search_depth")
+
+
+def add_published(found: Found) -> None:
+    """Put ROLL's own tables in the place of ``${custom_env.TAG}`` and ``${deepspeed_zero2}``, if the file does not hold them.
+
+    Arguments of generation that only the env manager has are those of the policy's workers, as in ROLL.
+    """
+    values: dict[str, Any] = {}
+    of_manager, of_workers = "train_env_manager.generating_args.", "actor_infer.generating_args."
+    if not any(key.startswith(of_workers) for key in found.values):
+        found.values = {key.replace(of_manager, of_workers): value for key, value in found.values.items()}
+    for key, value in found.values.items():
+        tag = key.removeprefix("custom_envs.")
+        if tag in _PUBLISHED and unassigned(value) == [f"custom_env.{tag}"]:
+            limits = {name: found.values.get(_VARIABLES.get(name, name), default) for name, default in _OF_ALL.items()}
+            values |= {f"{key}.{name}": part for name, part in (_PUBLISHED[tag] | limits).items()}
+        elif matched := _ZERO.fullmatch("".join(unassigned(value))):
+            values[f"{key}.zero_optimization.stage"] = int(matched[1])
+            if matched[2]:
+                values[f"{key}.zero_optimization.offload_optimizer.device"] = "cpu"
+        else:
+            values[key] = value
+    found.values = values
+
+
+def rule_of(key: str) -> Rule | None:
+    """Return the rule for a key of an environment or of an env manager; None for any other key."""
+    if key.startswith("custom_env."):
+        return ignore("custom_envs takes what it names of it")
+    if key in ("max_tokens_per_step", "max_actions_per_traj"):
+        return _variable
+    if matched := _DEFINITION.fullmatch(key):
+        return _part_of_definition(matched[1], matched[2])
+    manager, _, rest = key.partition(".")
+    if manager not in _MANAGERS:
+        return None
+    return _OF_A_MANAGER.get(rest) if key not in _OF_ONE else _OF_ONE[key]
+
+
+def _variable(value: Any, values: Values) -> Outcome:
+    if any(key.startswith("custom_envs.") for key in values):
+        return ignored(f"{READ} custom_envs")
+    return decide("set environment.max_turns and environment.max_answer_tokens")
+
+
+def _part_of_definition(tag: str, part: str) -> Rule:
+    def rule(value: Any, values: Values) -> Outcome:
+        if tag not in [name for manager in _MANAGERS for name in _listed(values.get(f"{manager}.tags"))]:
+            return ignored("no env manager has this tag")
+        kind = str(values.get(f"custom_envs.{tag}.env_type"))
+        if part == "env_type":
+            return _definition(tag, kind, values)
+        if part in _WITHOUT_EFFECT:
+            return ignored("threads, or a limit that max_steps beside it is, too")
+        if part == "env_manager_cls" and str(value).endswith(".TrajEnvManager"):
+            return ignored("an episode is one dialogue here, too")
+        is_known = kind in _OPTIONS or _OF_GEM.match(kind) is not None
+        if part == "agent_template" and is_known:
+            return decide(_OWN_WORDS)
+        if part in _LIMITS or (_OF_GEM.match(kind) and part.startswith(_CONFIG)):
+            return ignored(f"{READ} custom_envs.{tag}.env_type")
+        known = {*_LIMITS, *(f"env_config.{theirs}" for theirs, _, _ in (*_OPTIONS.get(kind, ()), *_SHARED_OPTIONS))}
+        if part in known and kind in _OPTIONS:
+            return ignored(f"{READ} custom_envs.{tag}.env_type")
+        return decide(
+            f"no option of [environment.define.{tag}]: an environment of yours (docs/environments.md) may have it"
+        )
+
+    return rule
+
+
+def _definition(tag: str, kind: str, values: Values) -> Outcome:
+    given = {
+        key.removeprefix(f"custom_envs.{tag}."): value
+        for key, value in values.items()
+        if key.startswith(f"custom_envs.{tag}.")
+    }
+    definition = f"environment.define.{tag}"
+    limits = {
+        f"{definition}.{ours}": given[theirs] for theirs, ours in _LIMITS.items() if given.get(theirs) is not None
+    }
+    if _OF_GEM.match(kind):
+        made = {
+            f"{definition}.options.make.{key.removeprefix(_CONFIG)}": value
+            for key, value in given.items()
+            if key.startswith(_CONFIG)
+        }
+        return Outcome(
+            "translated",
+            {f"{definition}.type": "gem", f"{definition}.options.id": kind, **made, **limits},
+            "pip install gem-llm",
+        )
+    if kind not in _OPTIONS:
+        return decide(f"set [environment.define.{tag}]: {kind} is no environment here (docs/environments_of_others.md)")
+    options: dict[str, Any] = {}
+    for theirs, ours, default in (*_OPTIONS[kind], *_SHARED_OPTIONS):
+        value = given.get(f"env_config.{theirs}", default)
+        options[ours] = round(1 - value, 12) if theirs == "p" else value
+    if isinstance(options["size"], list):
+        rows, columns = options["size"]
+        if rows != columns:
+            return decide(f"set [environment.define.{tag}]: a room of {rows} x {columns}, and rooms are square here")
+        options["size"] = rows
+    if re.compile(options["action_pattern"]).groups != 1:
+        return decide(
+            f"set environment.define.{tag}.options.action_pattern with one group, the action: {options['action_pattern']}"
+        )
+    settings = {f"{definition}.type": kind} | {f"{definition}.options.{name}": value for name, value in options.items()}
+    return Outcome("translated", settings | limits)
+
+
+def _train_tags(value: Any, values: Values) -> Outcome:
+    tags = _listed(value)
+    chosen = {"reward.name": "environment"}
+    if len(tags) == 1:
+        return Outcome("translated", {"rollout.environment": tags[0], **chosen})
+    weights = values.get("train_env_manager.num_groups_partition") or [1] * len(tags)
+    if len(weights) != len(tags):
+        return decide(f"set environment.define.TAG.weight: {len(tags)} tags and {len(weights)} numbers of groups")
+    shares = {f"environment.define.{tag}.weight": weight for tag, weight in zip(tags, weights, strict=True)}
+    return Outcome("translated", {"rollout.environment": "mixture", **shares, **chosen}, "by the numbers of groups")
+
+
+def _eval_tags(value: Any, values: Values) -> Outcome:
+    tags = _listed(value)
+    if tags == _listed(values.get("train_env_manager.tags")):
+        environment = tags[0] if len(tags) == 1 else "mixture"
+        return Outcome("translated", {"eval.environment": environment})
+    if len(tags) == 1:
+        return Outcome("translated", {"eval.environment": tags[0]})
+    return decide(f"set eval.source.TAG.environment and eval.source.TAG.data for each of {', '.join(tags)}")
+
+
+def _listed(value: Any) -> list[str]:
+    return [str(tag) for tag in value] if isinstance(value, list) else [] if value is None else [str(value)]
+
+
+_PROCESSES = ignore("how ROLL spreads episodes over processes; a worker plays environment.max_running at once")
+_OF_A_MANAGER: Mapping[str, Rule] = {
+    "num_groups_partition": ignore(f"{READ} the tags beside it"),
+    "format_penalty": ignore("environments of ROLL read the one in env_config"),
+    **dict.fromkeys(
+        ("max_env_num_per_worker", "num_env_groups", "max_traj_per_env", "world_size", "worker_cls"), _PROCESSES
+    ),
+}
+_OF_ONE: Mapping[str, Rule] = {
+    "train_env_manager.tags": _train_tags,
+    "val_env_manager.tags": _eval_tags,
+    "val_env_manager.group_size": as_rule("eval.samples"),
+    "val_env_manager.generating_args.temperature": as_rule("eval.temperature"),
+    "val_env_manager.generating_args.max_new_tokens": as_rule("eval.max_new_tokens"),
+    "val_env_manager.generating_args.num_return_sequences": ignore("ROLL sets it to 1"),
+}
