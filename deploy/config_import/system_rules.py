@@ -6,7 +6,18 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from penstock.deploy.config_import.rule_forms import READ, Outcome, Rule, Values, decide, first, ignored, is_on, set_to
+from penstock.deploy.config_import.rule_forms import (
+    OFF,
+    READ,
+    Outcome,
+    Rule,
+    Values,
+    decide,
+    first,
+    ignored,
+    is_on,
+    set_to,
+)
 from penstock.deploy.config_import.rules import estimator
 
 _OF_A_WORKER = re.compile(r"rewards\.([^.]+)\.(.+)")  # of ROLL
@@ -66,6 +77,16 @@ def _samples_of_an_update(values: Values) -> int | None:
     ranks = size // (parallel[0] * parallel[1] * parallel[2])
     per_device = first(values, f"{_ACTOR}.per_device_train_batch_size", default=8)
     return per_device * first(values, f"{_ACTOR}.gradient_accumulation_steps", default=1) * ranks or None
+
+
+def difficulty_mask(value: Any, values: Values) -> Outcome:
+    if not is_on(value):
+        return ignored(OFF)
+    bounds = [
+        first(values, f"difficulty_{end}_threshold", default=default) for end, default in (("low", 0.0), ("high", 1.0))
+    ]
+    text = "other prompts take the place of the groups outside, where ROLL trains a smaller batch: keep it, or leave it out"
+    return Outcome("decide", {"algorithm.group_mean_range": bounds}, text)
 
 
 def roll_reward(key: str) -> Rule | None:

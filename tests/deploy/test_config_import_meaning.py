@@ -166,7 +166,7 @@ TABLE: dict[str, tuple[str, str, dict[str, Any]]] = {
         "algorithm.whiten_advantages": True, "algorithm.mask_truncated": True, "reward.by_source.deepmath": "math",
         "reward.by_source.aime": "math", "data.map.data_source": "tag", "trainer.steps": 500, "trainer.schedule": "linear",
         "trainer.min_lr_ratio": 0.0, "trainer.betas": [0.9, 0.999], "trainer.warmup_steps": 20, "model.dtype": "bfloat16",
-        "difficulty": ASKED("difficulty_mask"), "code": ASKED("rewards.code_sandbox.worker_cls"),
+        "algorithm.group_mean_range": [0.0, 1.0], "difficulty": ASKED("difficulty_mask"), "code": ASKED("rewards.code_sandbox.worker_cls"),
         "mixture": ASKED("actor_train.data_args.domain_interleave_probs.math_rule"), "top_p": ASKED("actor_infer.generating_args.top_p"),
     }),
     "roll_agentic": ("yaml", ROLL_AGENTIC, {

@@ -41,6 +41,8 @@ _CURES: dict[str, str] = {
     "algorithm.dynamic_sampling = false",
     "all_truncated": "all answers of each were cut, and algorithm.drop_truncated_groups waits for others: raise rollout.max_new_tokens, or set "
     "algorithm.drop_truncated_groups = false",
+    "mean_out_of_range": "their mean reward is outside of algorithm.group_mean_range: use easier or harder prompts, or widen it",
+    "small_spread": "their rewards differ by less than algorithm.min_reward_spread: raise rollout.group_size or rollout.temperature, or lower it",
     DropReason.STALE: "older than rollout.max_staleness: raise it, or lower rollout.groups_per_step",
     DropReason.UNREADABLE: "their objects are missing or corrupt: check the object store with `penstock audit`",
     DropReason.LOST: "they were in no queue any more: look for workers and reward services that were stopped",

@@ -89,6 +89,32 @@ def test_groups_of_cut_answers_can_be_replaced_on_arrival(
         assert [rule.reason for rule in rules if rule.drops(group)] == ["all_truncated"] * (dropped and is_on)
 
 
+@pytest.mark.parametrize(
+    ("rewards", "has_baseline", "reasons"),
+    [
+        ((0.0, 0.0), False, ["mean_out_of_range", "small_spread"]),
+        ((1.0, 1.0), False, ["mean_out_of_range", "small_spread"]),
+        ((0.0, 1.0), False, []),
+        ((0.5, 0.55), False, ["small_spread"]),
+        (
+            (1.0, 1.0, 0.0),
+            True,
+            ["mean_out_of_range", "small_spread"],
+        ),  # the baseline, which is not trained, does not count
+        ((0.0, 1.0, 5.0), True, []),
+    ],
+)
+def test_groups_that_teach_little_can_be_replaced_on_arrival(
+    rewards: tuple[float, ...], has_baseline: bool, reasons: list[str]
+) -> None:
+    group = GroupCandidate(rewards, (3,) * len(rewards), ("stop",) * len(rewards), has_baseline, 0, 0, "", None)
+    rules = group_rules(AlgorithmSettings(group_mean_range=(0.0, 1.0), min_reward_spread=0.1))  # type: ignore[call-arg]
+    assert [rule.reason for rule in rules if rule.drops(group)] == reasons
+    assert group_rules(AlgorithmSettings()) == group_rules(AlgorithmSettings(min_reward_spread=0.0))  # type: ignore[call-arg]
+    with pytest.raises(ValueError, match="the lower one first"):
+        AlgorithmSettings(group_mean_range=(1.0, 0.0))  # type: ignore[call-arg]
+
+
 def test_a_batch_without_groups_has_an_empty_plan() -> None:
     for preset in PRESETS:
         assert credit_rule(AlgorithmSettings(name=preset), longest=10)([]).weights == []
