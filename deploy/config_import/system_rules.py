@@ -79,6 +79,18 @@ def _samples_of_an_update(values: Values) -> int | None:
     return per_device * first(values, f"{_ACTOR}.gradient_accumulation_steps", default=1) * ranks or None
 
 
+def roll_template(value: Any, values: Values) -> Outcome:
+    """Ignore a template of the model's family: ROLL's texts are those of the folder's chat template then."""
+    family, model = (
+        re.sub(r"[^a-z0-9]", "", str(text).lower()) for text in (value, first(values, "pretrain", default=""))
+    )
+    if family == "native" or (family and family in model):
+        return ignored("the chat template of the model's folder")
+    return decide(
+        f"prompts are written by the chat template of the model's folder, not by {value}: data.chat_template names another"
+    )
+
+
 def difficulty_mask(value: Any, values: Values) -> Outcome:
     if not is_on(value):
         return ignored(OFF)

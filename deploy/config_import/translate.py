@@ -116,7 +116,7 @@ def translate(foreign_config: Found, system: str, known: Collection[str]) -> Tra
 
 def _asked_once(outcome: Outcome, key: str, system: str, asked: dict[tuple[str, str], str]) -> Outcome:
     """Return the outcome of a key, or that its decision is the one of an earlier key of the same part."""
-    part = prefix_of(key, SYSTEMS[system].prefixes)
+    part = prefix_of(key, SYSTEMS[system].prefixes) or key.rpartition(".")[0]
     if outcome.kind != "decide" or not part:
         return outcome
     earlier = asked.setdefault((part, outcome.text), key)

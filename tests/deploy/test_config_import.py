@@ -79,7 +79,7 @@ EXPECTED: dict[str, tuple[str, int, dict[str, Any], list[str]]] = {
         "run.id": "agentic-pipeline", "rollout.max_new_tokens": 4096, "rollout.stop": ["</answer>"], "algorithm.dual_clip": 1.4,
         "algorithm.reward_norm": "group", "model.dtype": "bfloat16", "model.gradient_checkpointing": True, "trainer.warmup_steps": 20,
         "worker.engine": "vllm", "vllm.max_model_len": 8000, "trainer.resume": False,
-    }, ["defaults", "system_envs.USE_MODELSCOPE", "num_gpus_per_node", "eval.every", "actor_infer.generating_args.top_p",
+    }, ["defaults", "num_gpus_per_node", "eval.every", "actor_infer.generating_args.top_p",
         "actor_infer.generating_args.top_k", "reward.name"]),
     "agentrl.sh": ("agentrl", 1, {
         "algorithm.name": "GRPO", "algorithm.clip_high": 0.28, "rollout.groups_per_step": 8, "worker.engine": "sglang",
