@@ -67,7 +67,7 @@ class Client:
         reward: Rewards,
         algorithm: str | Settings = "async_grpo",
         run_id: str | None = None,
-        workers: int = 2,
+        workers: int | None = None,
         **settings: Any,
     ) -> Run:
         """Start a run of reinforcement learning and return its handle; the run trains in the background.
@@ -81,7 +81,7 @@ class Client:
                 process; an exception is a failure of its group (`penstock reward errors RUN`), never a reward of 0.
             algorithm: Name of an algorithm (docs/algorithms.md).
             run_id: Name of the run; None: the first free one of run, run-2, …. A run that was stopped is continued.
-            workers: Rollout workers.
+            workers: Rollout workers; None: 2, with engines on GPUs one for all of them.
             settings: Any other keys of the run file, nested or with dotted names: ``trainer={"steps": 100}`` or
                 ``**{"trainer.steps": 100}``.
 

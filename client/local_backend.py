@@ -30,7 +30,7 @@ _VERB_S = 600.0  # of `penstock weights`, which may start the run's servers and 
 
 class LocalBackend:
     def __init__(
-        self, run_id: str, folder: Path, *, workers: int, reward: ServedFunction | RegisteredReward | None = None
+        self, run_id: str, folder: Path, *, workers: int | None, reward: ServedFunction | RegisteredReward | None = None
     ) -> None:
         """Describe the run whose run file is in ``folder``; `start` starts it."""
         self.run_id = run_id
@@ -56,8 +56,8 @@ class LocalBackend:
                 )
             self._reward_port.unlink(missing_ok=True)
             run_folder.withdraw_pause(self.folder)
-            local = ("--local", "--workers", str(self._workers))
-            command = launch.module("penstock", "train", *run_file, *local)
+            number = () if self._workers is None else ("--workers", str(self._workers))
+            command = launch.module("penstock", "train", *run_file, "--local", *number)
             self._process = LocalProcess(f"run {self.run_id}", command, self.folder / "logs" / _LOG)
         if self._reward is not None:
             try:

@@ -36,7 +36,7 @@ _COMMANDS = {"sft": SFT, "dpo": DPO}
 _LATER = "chosen-later"  # stands for what is written once the other settings are right
 
 
-def train(values: Values, runs: Path, *, workers: int) -> LocalBackend:
+def train(values: Values, runs: Path, *, workers: int | None) -> LocalBackend:
     """Start a run; raises ConfigError, UserFileError or another PenstockError, and leaves no process then.
 
     ``values`` are those of the run file; a reward may be a function, data rows, and a model "quickstart".
@@ -74,7 +74,7 @@ def existing(run_id: str, runs: Path) -> LocalBackend:
     folder = runs / check_run_id(run_id)
     if not folder.is_dir():
         raise unknown_run(run_id, runs)
-    return LocalBackend(run_id, folder, workers=2)
+    return LocalBackend(run_id, folder, workers=None)
 
 
 def fine_tune(verb: str, values: Values, runs: Path) -> LocalTraining:

@@ -27,6 +27,7 @@ from penstock.deploy import local_settings
 from penstock.deploy.bootstrap import bootstrap
 from penstock.deploy.early_checks import check_engine, check_engine_is_installed, check_inputs, check_metrics_ports
 from penstock.deploy.local import LocalStack, connection_environment
+from penstock.deploy.placement.run_placement import place_run
 from penstock.deploy.processes.child import (
     Child,
     DeployError,
@@ -69,28 +70,33 @@ class LocalRun:
         self,
         arguments: Sequence[str],
         *,
-        num_workers: int = 2,
+        num_workers: int | None = None,
         reward_files: Sequence[Path] = (),
         environ: Mapping[str, str] | None = None,
         rule: RestartRule | None = None,
         trainer_overrides: Callable[[int], Sequence[str]] = lambda _: (),
-        own_servers: bool | None = None,
         tls: bool = False,
+        evaluates: bool = False,
     ) -> None:
-        """Check the settings of all services; start nothing. Raises ConfigError, with file and line.
+        """Check the settings of all services; start nothing. Raises ConfigError, with file and line, also where GPUs do not suffice.
 
         ``arguments`` are run files and overrides, as every service takes them; each of the Python files ``reward_files`` is
-        served as an HTTP endpoint by a process. ``rule`` says when a process that crashes is restarted, ``trainer_overrides``
-        gives further overrides for the trainer's n-th session (from 0). ``own_servers``: start NATS and S3 even if the run file
-        names others (None: unless it does); ``tls``: these take encrypted connections only.
+        served as an HTTP endpoint by a process. ``num_workers``: None: as the GPUs say, 2 without. ``trains``: False: the engines get
+        the trainer's GPUs too. ``rule`` says when a process that crashes is restarted, ``trainer_overrides``
+        gives further overrides for the trainer's n-th session (from 0). ``tls``: servers that are started take encrypted connections
+        only. ``num_workers``: None: as the GPUs say, 2 without. ``evaluates``: no trainer follows, so that the engines get its GPUs
+        too, and NATS and S3 are started even if the run file names others.
         """
         self._environ = dict(os.environ if environ is None else environ)
+        self.placed = place_run(
+            arguments, self._environ, role="engines" if evaluates else "both", workers=num_workers, fetch=True
+        )
         self._local = local_settings.read_local_settings(
-            arguments,
+            [*arguments, *self.placed.overrides],
             self._environ,
-            num_workers=num_workers,
+            num_workers=self.placed.num_workers if num_workers is None else num_workers,
             reward_files=reward_files,
-            starts_servers=own_servers,
+            starts_servers=True if evaluates else None,
             tls=tls,
         )
         self.settings = self._local.trainer
@@ -150,6 +156,7 @@ class LocalRun:
     def start_services(self) -> None:
         self._lock.enter_context(run_folder.hold_lock(self.folder))
         seal_run_file(self._local.arguments, self.folder)
+        self.placed.write(self.folder)
         adopt_orphans()
         self._started_at = time.monotonic()
         self._cpu_before = _cpu_s()
@@ -167,9 +174,14 @@ class LocalRun:
             if self._input is None:
                 self._launch(self._reward(), restart=lambda: self._reward().relaunch())
             names = [worker_name(index) for index in range(self._local.num_workers)]
-            for name in names:
-                words = [*self._local.arguments, *self._local.worker_overrides, f"worker.id={name}"]
-                self._launch(self._service(name, launch.module("penstock.rollout_service", *words)), replicas=names)
+            for index, name in enumerate(names):
+                words = launch.module(
+                    "penstock.rollout_service",
+                    *self._local.arguments,
+                    *self._local.worker_overrides,
+                    f"worker.id={name}",
+                )
+                self._launch(self._service(name, words, self.placed.of_worker(index)), replicas=names)
             for child in self._endpoints():
                 self._launch(
                     child, is_crash=lambda code, name=child.name: not fails_at_first_start(name, code, self.events)
@@ -298,7 +310,8 @@ class LocalRun:
         extra = [f"reward_service.port_file={self._reward_port_file}"]
         if self._local.chooses_reward_port:
             extra.append(f"reward_service.port={self._last_reward_port()}")
-        return self._service(REWARD, launch.module("penstock.reward_service", *self._local.arguments, *extra))
+        words = launch.module("penstock.reward_service", *self._local.arguments, *extra)
+        return self._service(REWARD, words, self.placed.of_others())
 
     def _last_reward_port(self) -> int:
         with contextlib.suppress(OSError, ValueError):
@@ -314,7 +327,11 @@ class LocalRun:
             raise reward.failure(f"did not listen within {_REWARD_DEADLINE_S:.0f} s")
         register = ["--register", str(self.reward_url)]
         return [
-            self._service(endpoint_name(file), launch.module("penstock.reward_service", "serve", str(file), *register))
+            self._service(
+                endpoint_name(file),
+                launch.module("penstock.reward_service", "serve", str(file), *register),
+                self.placed.of_others(),
+            )
             for file in self._local.reward_files
         ]
 
@@ -324,17 +341,19 @@ class LocalRun:
         command = launch.trainer_command([*self._local.arguments, *overrides], self._environ)
         if waits:
             command.insert(command.index("train"), "--prepare")
-        self.newest_trainer = self._service(TRAINER, command, waits=waits)
+        self.newest_trainer = self._service(TRAINER, command, self.placed.of_trainer(), waits=waits)
         return self.newest_trainer
 
     def _is_trainer_crash(self, code: int) -> bool:
         return code != 0 and self.newest_trainer is not None and self.newest_trainer.may_continue
 
-    def _service(self, name: str, command: Sequence[str], *, waits: bool = False) -> Child:
+    def _service(
+        self, name: str, command: Sequence[str], gpus: Mapping[str, str] | None = None, *, waits: bool = False
+    ) -> Child:
         stack = None if self._stack is None or self._local.names_keys else self._stack.environment()
-        environ = {**self._environ, **(stack or connection_environment(self.nats, self.s3))}
+        environ = {**self._environ, **(stack or connection_environment(self.nats, self.s3)), **(gpus or {})}
         # else torch uses all cores in every process, and they wait for one another
-        num_processes = self._local.num_workers + self.settings.trainer.num_ranks
+        num_processes = self.placed.num_processes + self.settings.trainer.num_ranks
         environ.setdefault("OMP_NUM_THREADS", launch.threads_of_process(num_processes))
         return Child(
             name, command, log=self.log(name), environ=environ, death_signal=death_signal(command), waits=waits

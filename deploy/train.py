@@ -31,6 +31,7 @@ from penstock.deploy.bootstrap import bootstrap
 from penstock.deploy.early_checks import check_inputs, missing_rewards
 from penstock.deploy.local import connection_environment, stop_on_signals
 from penstock.deploy.local_run import TRAINER, LocalRun, death_signal, seal_run_file
+from penstock.deploy.placement.run_placement import RunPlacement, place_run
 from penstock.deploy.plan.memory.report import RankMemory
 from penstock.deploy.processes.child import Child, exit_status
 from penstock.deploy.processes.page_and_trackers import PageProcess, TrackerProcesses
@@ -97,7 +98,7 @@ def _train_local(
                 print(note, file=sys.stderr)
             run_folder.withdraw_pause(run.folder)
             print(f"run {run.run_id}: logs in {run.folder / 'logs'}", file=sys.stderr)
-            print(f"algorithm {run.algorithm}", file=sys.stderr)
+            print(f"algorithm {run.algorithm}", *run.placed.placement.lines(), sep="\n", file=sys.stderr)
             page.start()
             run.start_services()
             print(f"live page: {page.notice()}", file=sys.stderr)
@@ -175,6 +176,8 @@ def train_attached(arguments: Sequence[str], nodes: Nodes | None, *, as_json: bo
     """
     logs.configure("train", level="warning")
     try:
+        placed = _placed_trainer(arguments, nodes)
+        arguments = [*arguments, *placed.overrides]
         files, overrides = split_arguments(arguments)
         loaded = load(TrainerSettings, files=files, overrides=overrides, environ=os.environ)
         settings, steps = loaded.settings, known_steps(loaded)
@@ -199,6 +202,7 @@ def train_attached(arguments: Sequence[str], nodes: Nodes | None, *, as_json: bo
             run_folder.withdraw_pause(settings.run.folder)
             seal_run_file(arguments, settings.run.folder)
             with run_folder.hold_lock(settings.run.folder), AttachedTrainer(command, settings.run) as trainer:
+                placed.write(settings.run.folder)
                 trackers.start()
                 if trainer.is_logged:
                     print(f"run {settings.run.id}: the trainer's log is {trainer.log}", file=sys.stderr)
@@ -215,6 +219,15 @@ def train_attached(arguments: Sequence[str], nodes: Nodes | None, *, as_json: bo
     if ending := _ending(trainer, code, settings, again, is_done=is_done):
         say(ending)
     return exit_status(code)
+
+
+def _placed_trainer(arguments: Sequence[str], nodes: Nodes | None) -> RunPlacement:
+    """Return where this node's ranks go, print it, and let the processes that start from here see these GPUs alone."""
+    placed = place_run(arguments, os.environ, role="trainer", nodes=1 if nodes is None else nodes.count, fetch=True)
+    os.environ.update(placed.of_trainer())
+    for line in placed.placement.lines():
+        print(line, file=sys.stderr)
+    return placed
 
 
 def _ending(

@@ -147,5 +147,9 @@ class ConfigError(PenstockError):
     """The run file is wrong; the text lists every problem with file, line and the nearest valid name."""
 
 
+class GpusUnknown(PenstockError):
+    """The driver of this machine's GPUs does not answer, or refuses, so that no process can be given one."""
+
+
 class UntrustedFolder(ConfigError):
     """A file in the folder of a run was not sealed there by this user, so that what it names is not used; the text has the command."""

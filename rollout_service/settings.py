@@ -14,7 +14,7 @@ from pydantic import Field, ValidationError, field_validator, model_validator
 
 from penstock.protocol.config.connection import NatsSettings, RunSettings, S3Settings, Section, secret_of
 from penstock.protocol.config.environment_settings import EnvironmentSettings
-from penstock.protocol.config.shared_sections import MetricsSettings, TeacherSettings
+from penstock.protocol.config.shared_sections import MetricsSettings, PlacementSettings, TeacherSettings
 from penstock.protocol.errors import ConfigError
 from penstock.protocol.groups import Split
 from penstock.rollout_service.engines.engine_client import LONG_TOKENS, UpdateMode
@@ -240,6 +240,7 @@ class RolloutSettings(Section):
     environment: EnvironmentSettings = EnvironmentSettings()  # pyright: ignore[reportCallIssue]
     teacher: TeacherSettings = TeacherSettings()  # pyright: ignore[reportCallIssue]
     metrics: MetricsSettings = MetricsSettings()  # pyright: ignore[reportCallIssue]
+    placement: PlacementSettings = PlacementSettings()  # pyright: ignore[reportCallIssue]
 
     @model_validator(mode="after")
     def _environments_are_defined(self) -> RolloutSettings:

@@ -11,7 +11,12 @@ from pydantic import Field, ValidationInfo, model_validator
 from penstock.protocol.config.connection import NatsSettings, RunSettings, S3Settings, Section
 from penstock.protocol.config.environment_settings import MIXTURE, EnvironmentSettings
 from penstock.protocol.config.reward_settings import RewardSettings
-from penstock.protocol.config.shared_sections import MetricsSettings, RetentionSettings, TeacherSettings
+from penstock.protocol.config.shared_sections import (
+    MetricsSettings,
+    PlacementSettings,
+    RetentionSettings,
+    TeacherSettings,
+)
 from penstock.trainer.algorithm.algorithm_settings import RECORDED, AlgorithmSettings
 from penstock.trainer.data_settings import (
     COLUMNS,
@@ -65,6 +70,7 @@ class TrainerSettings(Section):
     rm: RmSettings = Field(default_factory=RmSettings)
     retention: RetentionSettings = Field(default_factory=RetentionSettings)
     metrics: MetricsSettings = Field(default_factory=MetricsSettings)
+    placement: PlacementSettings = Field(default_factory=PlacementSettings)
 
     @model_validator(mode="after")
     def _consistent(self) -> TrainerSettings:

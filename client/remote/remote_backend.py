@@ -182,7 +182,7 @@ _CONFLICT = 409
 _FILES = ".client"  # rows of calls, in the folder of runs: the folder of a run is made by the API
 
 
-def train(api: RunsApi, values: Values, runs: Path, *, workers: int) -> RemoteBackend:
+def train(api: RunsApi, values: Values, runs: Path, *, workers: int | None) -> RemoteBackend:
     """Create a run and start it; raises ApiRefused or another PenstockError, and starts nothing then."""
     reward_value = values.get(REWARD)
     if not api.is_here:
@@ -193,7 +193,8 @@ def train(api: RunsApi, values: Values, runs: Path, *, workers: int) -> RemoteBa
         name = reward_name(reward_value)
         reward = ServedFunction(reward_of(reward_value), name)
     try:
-        run_id = _create(api, {**_with_files(values, runs), REWARD: name}, "run", workers=workers)
+        more = {} if workers is None else {"workers": workers}
+        run_id = _create(api, {**_with_files(values, runs), REWARD: name}, "run", **more)
         return RemoteBackend(api, run_id, reward=reward)
     except BaseException:
         if reward is not None:

@@ -57,12 +57,13 @@ def doctor(*arguments: RunArguments, json: Json = False) -> int:
     """Check this machine and list each problem with a fix.
 
     Example:  penstock doctor
-              penstock doctor run.toml     also check the NATS and S3 of a run file
+              penstock doctor run.toml     also check the NATS, S3 and GPUs of a run file
     Then:     penstock quickstart
     """
     from penstock.console.tools.checks import report
+    from penstock.deploy.placement.show import finding
 
-    return report(arguments, os.environ, as_json=json)
+    return report(arguments, os.environ, as_json=json, of_run=finding)
 
 
 @app.command(group=INSPECT)

@@ -78,7 +78,10 @@ class RecipeOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class LocalOptions:
-    workers: Annotated[int, Help("With --local: number of rollout workers.")] = 2
+    workers: Annotated[
+        int | None,
+        Help("With --local: number of rollout workers; default 2, with engines on GPUs one for all of them."),
+    ] = None
     serve: Annotated[
         tuple[Path, ...],
         Help("With --local: also serve this reward file as an HTTP endpoint, in a process of its own; repeatable."),
@@ -109,6 +112,10 @@ class PlanOptions:
         str | None, Help("Memory of a rank, such as 80GB: print which settings make the run fit.")
     ] = None
     gpu: Annotated[bool, Help("Count the memory of the GPU alone, without the host's.")] = False
+    gpus: Annotated[
+        str | None,
+        Help("GPUs of one machine, such as 8x80GB: place engines and trainer on them, and count their memory."),
+    ] = None
     json: Json = False
 
 

@@ -20,7 +20,8 @@ Tokens = Annotated[Path | None, Help("File of the tokens; default console-tokens
 def rollout(*arguments: RunArguments) -> None:
     """Start a rollout worker, which generates groups and loads new weights as they are published.
 
-    Start any number on any machines. A worker needs NATS, S3 and the run's name; it can be killed at any time.
+    Start any number on any machines. A worker needs NATS, S3 and the run's name; it can be killed at any time. Servers that it starts
+    use every GPU that it sees, or what [placement] gives to engines.
 
     Example:  penstock rollout run.toml worker.device=cuda
     Then:     penstock watch RUN
@@ -28,7 +29,13 @@ def rollout(*arguments: RunArguments) -> None:
     from penstock.console.connections import require_servers
 
     require_servers(arguments, os.environ)
-    launch.replace_process(launch.module("penstock.rollout_service", *arguments))
+    from penstock.deploy.placement.run_placement import place_run
+
+    placed = place_run(arguments, os.environ, role="engines")
+    for line in placed.placement.lines():
+        print(line, file=sys.stderr)
+    os.environ.update(placed.of_worker(0))
+    launch.replace_process(launch.module("penstock.rollout_service", *arguments, *placed.overrides))
 
 
 @app.command(group=SERVE)

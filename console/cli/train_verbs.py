@@ -19,7 +19,7 @@ from penstock.console.cli.options import (
     RecipeOptions,
 )
 from penstock.console.launch import NodeOptions, find_nodes
-from penstock.protocol.command_line import FLAT, Help, Json, Parameter, RunArguments, application, typed
+from penstock.protocol.command_line import FLAT, Help, Json, Least, Parameter, RunArguments, application, typed
 from penstock.protocol.errors import ConfigError
 from penstock.trainer.commands.data_commands import data_check
 
@@ -122,6 +122,35 @@ def plan(*arguments: RunArguments, options: Annotated[PlanOptions, FLAT] = PlanO
     from penstock.deploy.plan.plan_run import plan_run
 
     return plan_run(arguments, options)
+
+
+@app.command(group=TRAIN)
+def placement(
+    *arguments: RunArguments,
+    gpus: Annotated[
+        str | None, Help("Plan for these GPUs, such as 8x80GB; default: those that this command sees.")
+    ] = None,
+    workers: Annotated[int | None, Help("Rollout workers; default: as many as follow."), Least(1)] = None,
+    env: Annotated[
+        Literal["trainer", "rollout", "compose", "kubernetes"] | None,
+        Help(
+            "Print variables of a process, or of deploy/compose.yaml, or patches for Kubernetes, instead of sentences."
+        ),
+    ] = None,
+    json: Json = False,
+) -> int:
+    """Say which GPUs of this machine engines and trainer of a run use, and why; exit code 1 if they do not fit.
+
+    `penstock train` and `rollout` decide in the same way when they start. Starts no process; reads the model's config.json.
+
+    Example:  penstock placement run.toml
+              penstock placement run.toml --gpus 8x80GB model.gradient_checkpointing=true
+              penstock placement run.toml --env compose >> deploy/.env
+    Then:     penstock train run.toml --local
+    """
+    from penstock.deploy.placement.show import show_placement
+
+    return show_placement(arguments, gpus=gpus, workers=workers, env=env, as_json=json)
 
 
 @app.command(group=TRAIN)
@@ -248,7 +277,7 @@ def init(  # noqa: PLR0913 - each is an option of the command
     reward: Annotated[
         str | None, Help("A built-in reward, an endpoint, your FILE.py, or none: by the data_source of each row.")
     ] = None,
-    gpus: Annotated[int | None, Help("GPUs of this machine to use; 0: the CPU.")] = None,
+    gpus: Annotated[str | None, Help("GPUs to use, such as 2, or 8x80GB where they are not here; 0: the CPU.")] = None,
     steps: Annotated[int | None, Help("Optimizer steps.")] = None,
     run: Annotated[str | None, Help("Name of the run; default: that of the file.")] = None,
     algorithm: Annotated[str | None, Help("Algorithm; default async_grpo.")] = None,
@@ -260,15 +289,16 @@ def init(  # noqa: PLR0913 - each is an option of the command
 
     Example:  penstock init
               penstock init gsm8k.toml --model Qwen3-0.6B --data train.parquet --reward gsm8k
-              penstock init --model Qwen3-0.6B --data train.jsonl --reward my_reward.py --gpus 1
+              penstock init --model Qwen3-0.6B --data train.jsonl --reward my_reward.py --gpus 8x80GB
     Then:     penstock config show run.toml
     """
     from penstock.console.tools.init_run_file import Answers
     from penstock.console.tools.init_run_file import init as write
+    from penstock.deploy.placement.show import settings_that_fit
 
     answers = Answers(model, data, eval, reward, gpus, steps, run, algorithm)
     ask = input if sys.stdin.isatty() and sys.stdout.isatty() else None
-    return write(file, answers, schema=not no_schema, ask=ask)
+    return write(file, answers, schema=not no_schema, ask=ask, fit=settings_that_fit)
 
 
 @app.command(group=START)

@@ -226,6 +226,7 @@ def _details(s: Snapshot, *, is_wide: bool) -> list[RenderableType]:
         ("reward of", learning.reward_parts(s.learning)),
         ("engine gap", engine),
         ("attention", attention_text(s.attention)),
+        ("placement", s.placement),
     ]
     return [_line(Text.assemble((f"{name:<11}", "dim"), one_line(text))) for name, text in rows if text]
 

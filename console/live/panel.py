@@ -80,6 +80,8 @@ class LivePanel:
         self._has_caught_up = False
         self._problem = ""  # the last one shown
         self._folder = folder
+        if folder is not None:
+            self.show_placement(folder)
         if folder is not None and (earlier := run_snapshot.load_totals(folder)) is not None:
             self._view.restore(earlier)
 
@@ -104,6 +106,10 @@ class LivePanel:
         self._show(last=True)
         if self._live is not None:
             self._live.stop()
+
+    def show_placement(self, folder: Path) -> None:
+        """Show which GPUs the processes of a run have, where its folder is here and says so."""
+        self._view.placement = run_snapshot.load_placement(folder)
 
     def note(self, text: str) -> None:
         self._notes.put((time.time(), text))
@@ -241,6 +247,7 @@ def watch_run(run: NamedRun, *, plain: bool, as_json: bool) -> int:
     code = 0
     with Bus.connect(settings.nats, name="watch", deadline_s=5.0) as bus:
         panel = LivePanel(run.id, bus, mode=mode, stream=sys.stderr if as_json else sys.stdout)
+        panel.show_placement(settings.run.folder)
         try:
             with panel:
                 panel.wait(lambda snapshot: has_ended(snapshot) or is_cut_off(snapshot))

@@ -59,6 +59,7 @@ class RunFold:
         self.queues = QueueDepths()
         self.state = "waiting for the services"
         self.attention = ""  # what computes it in the trainer
+        self.placement = ""  # which GPUs do what, where that is known
         self.disconnected_s = 0.0
         self.finished = False
         self._fleet = Fleet()

@@ -6,6 +6,7 @@ folder (``watched.json``) while it watches, and continues with them when the run
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,6 +19,7 @@ from penstock.console.report.learning import Evaluation, HeldOut
 from penstock.console.report.run_summary import Diagnosis
 from penstock.protocol.facts import Heartbeat
 from penstock.protocol.files import atomic_write, read_regular
+from penstock.protocol.record.run_folder import PLACEMENT
 
 _SERVICE_NAMES = {"reward": "reward service", "rollout": "rollout worker"}
 log = structlog.get_logger("console.watched_totals")
@@ -142,6 +144,7 @@ class Snapshot:
     disconnected_s: float  # since the connection to NATS was lost; 0.0 while connected
     finished: bool
     attention: str = ""  # what computes it in the trainer
+    placement: str = ""  # which GPUs do what
     pauses: tuple[Pause, ...] = ()
     evaluated_at: dict[int, float] = field(default_factory=dict)  # by step, of the primary split
 
@@ -193,6 +196,14 @@ class WatchedTotals(_Frozen):
     slot_s: tuple[float, float] = (0.0, 0.0)  # of the engines' slots: used, and there
     services: tuple[ServiceTotals, ...] = ()
     incidents: tuple[Incident, ...] = ()  # those that no stored event repeats
+
+
+def load_placement(folder: Path) -> str:
+    """Return which GPUs engines and trainer of the newest session here have; "" where none were given out."""
+    try:
+        return str(json.loads(read_regular(folder / PLACEMENT))["says"][0]).partition(": ")[0]
+    except (OSError, ValueError, LookupError, TypeError):
+        return ""
 
 
 def load_totals(folder: Path) -> WatchedTotals | None:

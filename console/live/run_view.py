@@ -77,6 +77,7 @@ class RunView(RunFold):
             disconnected_s=self.disconnected_s,
             finished=self.finished,
             attention=self.attention,
+            placement=self.placement,
             pauses=tuple(self._pauses),
             evaluated_at={point.step: point.at for point in primary},
         )

@@ -28,6 +28,7 @@ from penstock.protocol import logs
 from penstock.protocol.config.run_file import Loaded
 from penstock.protocol.config.sources import split_arguments
 from penstock.protocol.errors import PenstockError
+from penstock.protocol.metrics.gpu import Gpu, visible_gpus
 from penstock.protocol.transport.blobs import Blobs
 from penstock.protocol.transport.bus import Bus
 
@@ -68,9 +69,13 @@ def machine(folder: Path, environ: Mapping[str, str]) -> Iterator[Finding]:
     for program, purpose in _PROGRAMS.items():
         yield runnable(program, purpose)
     yield sandbox()
-    gpu_finding = gpu()
+    try:
+        gpus = visible_gpus(environ)
+        gpu_finding = gpu(gpus)
+    except PenstockError as err:
+        gpus, gpu_finding = [], Finding("gpu", "fail", str(err), "check the driver: run nvidia-smi")
     yield gpu_finding
-    yield attention(has_gpu=shutil.which("nvidia-smi") is not None and gpu_finding.level == "ok")
+    yield attention(has_gpu=bool(gpus) and gpu_finding.level == "ok")
     yield from memory()
     yield disk(folder)
     yield loopback()
@@ -157,18 +162,15 @@ def sandbox() -> Finding:
     return Finding("sandbox", level, printed[-1][:500], fix)
 
 
-def gpu() -> Finding:
-    path = shutil.which("nvidia-smi")
-    if path is None:
+def gpu(gpus: Sequence[Gpu]) -> Finding:
+    if not gpus:
         return Finding("gpu", "ok", "none; the quickstart and small models run on the CPU")
-    answer = _run([path, "--query-gpu=name,memory.total", "--format=csv,noheader"])
-    if isinstance(answer, Exception) or answer.returncode:
-        detail = f"nvidia-smi does not answer: {_failure(answer)}"
-        return Finding("gpu", "fail", detail, "check the driver: run nvidia-smi")
-    names = answer.stdout.strip().splitlines()
+    detail = "; ".join(
+        f"{gpu.number}: {gpu.name}, {gpu.used / _GIB:.1f} of {gpu.total / _GIB:.1f} GiB used" for gpu in gpus
+    )
     if "+cpu" in (package_version("torch") or ""):
-        return Finding("gpu", "warn", "; ".join(names), "this torch has no CUDA: install a CUDA build of torch")
-    return Finding("gpu", "ok", "; ".join(names) or "none")
+        return Finding("gpu", "warn", detail, "this torch has no CUDA: install a CUDA build of torch")
+    return Finding("gpu", "ok", detail)
 
 
 def attention(has_gpu: bool) -> Finding:
@@ -267,11 +269,17 @@ def _meminfo(field: str) -> int | None:
     return next((int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{field}:")), None)
 
 
-def report(arguments: Sequence[str], environ: Mapping[str, str], *, as_json: bool) -> int:
-    """Run all checks and print the findings; return 1 when a check failed, else 0. Raises ConfigError."""
+def report(
+    arguments: Sequence[str],
+    environ: Mapping[str, str],
+    *,
+    as_json: bool,
+    of_run: Callable[[Sequence[str], Mapping[str, str]], Iterator[Finding]],
+) -> int:
+    """Run all checks, and those of a run file, and print the findings; return 1 when a check failed, else 0. Raises ConfigError."""
     loaded = connections.find(arguments, environ)
     logs.configure("doctor", level="critical")  # problems are reported as findings
-    here = [*machine(loaded.settings.run.dir, environ), *engine(arguments, environ)]
+    here = [*machine(loaded.settings.run.dir, environ), *of_run(arguments, environ), *engine(arguments, environ)]
     findings = [*here, *services(loaded)]
     failed = [finding for finding in findings if finding.level == "fail"]
     if as_json:

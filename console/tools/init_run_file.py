@@ -24,6 +24,9 @@ SCHEMA_NAME = "run.schema.json"
 BY_DATA_SOURCE = "none"
 _MAX_PROMPT, _MAX_NEW = 1024, 256  # tokens
 Ask = Callable[[str], str]
+# GPUs, and settings as SECTION.KEY=VALUE → further settings with which the run fits on them, and lines that say so
+Fit = Callable[[str, Sequence[str]], tuple[list[str], list[str]]]
+_OF_MEMORY = ("model", "rollout", "worker")  # and data.max_prompt_tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +100,7 @@ class Answers:
     data: str | None = None
     eval: str | None = None
     reward: str | None = None  # built in, an endpoint, FILE.py, FILE.py:FUNCTION, or BY_DATA_SOURCE
-    gpus: int | None = None
+    gpus: str | None = None  # how many, or 8x80GB
     steps: int | None = None
     run_id: str | None = None
     algorithm: str | None = None
@@ -112,12 +115,11 @@ class Answers:
         return Path(self.served_file).stem if self.served_file else str(self.reward)
 
     @property
-    def num_ranks(self) -> int:
-        """Processes that train: half of the GPUs, since the others generate."""
-        return max(1, int(self.gpus or 0) // 2)
+    def uses_gpus(self) -> bool:
+        return str(self.gpus or "0") != "0"
 
 
-def init(file: Path, answers: Answers, *, schema: bool, ask: Ask | None) -> int:
+def init(file: Path, answers: Answers, *, schema: bool, ask: Ask | None, fit: Fit) -> int:
     """Write the run file, and the schema that editors read beside it; print the next commands.
 
     Args:
@@ -125,6 +127,7 @@ def init(file: Path, answers: Answers, *, schema: bool, ask: Ask | None) -> int:
         answers: What is known already.
         schema: Whether the schema is written too, where there is none.
         ask: Asks for what is missing; None: what has no default must be among the answers.
+        fit: Says with which settings the run fits on GPUs.
 
     Raises:
         ConfigError: The file exists, cannot be written, or an answer is missing or wrong.
@@ -133,7 +136,10 @@ def init(file: Path, answers: Answers, *, schema: bool, ask: Ask | None) -> int:
         raise ConfigError(f"{file} exists and is not overwritten; name another file: penstock init other.toml")
     answers = check_answers(complete(answers, file, ask))
     sample = read_sample(str(answers.data), answers.model)
-    texts = {file: "".join(f"{line}\n" for line in run_file(answers, file, sample or DataSample(), schema=schema))}
+    values = list(_values(answers, sample or DataSample()))
+    more, placed = fit(str(answers.gpus), _settings_of_memory(values)) if answers.uses_gpus else ([], [])
+    values += [_value(setting) for setting in more]
+    texts = {file: "".join(f"{line}\n" for line in run_file(answers, file, values, placed, schema=schema))}
     if schema and not file.with_name(SCHEMA_NAME).exists():
         texts[file.with_name(SCHEMA_NAME)] = json.dumps(explain_settings.run_file_schema(), ensure_ascii=False) + "\n"
     try:
@@ -143,7 +149,7 @@ def init(file: Path, answers: Answers, *, schema: bool, ask: Ask | None) -> int:
     except OSError as err:
         raise ConfigError(f"{err.filename} cannot be written ({err.strerror}); choose another folder") from None
     print(f"wrote {' and '.join(map(str, texts))}")
-    for note in [*notes(answers), *(sample_notes(sample) if sample else ())]:
+    for note in [*notes(answers), *(sample_notes(sample) if sample else ()), *placed]:
         print(f"note: {note}", file=sys.stderr)
     print(f"next: {_check(file)}")
     if answers.served_file or ":" in answers.reward_name or answers.reward in _builtin_rewards():
@@ -177,7 +183,7 @@ def complete(answers: Answers, file: Path, ask: Ask | None) -> Answers:
             while not (text := ask(f"{question}{f' [{default}]' if default else ''}: ").strip() or (default or "")):
                 if default is not None:
                     break
-        answers = replace(answers, **{name: _number(name, text) if name in ("gpus", "steps") else text})
+        answers = replace(answers, **{name: _number(name, text) if name == "steps" else text})
     return answers
 
 
@@ -199,8 +205,8 @@ def check_answers(answers: Answers) -> Answers:
         near = difflib.get_close_matches(str(answers.algorithm), presets, n=1)
         hint = f"did you mean {near[0]}?" if near else f"known are {', '.join(presets)}"
         raise ConfigError(f"no algorithm is named {answers.algorithm}; {hint}")
-    if int(answers.gpus or 0) < 0 or int(answers.steps or 0) < 1:
-        raise ConfigError("--gpus must be at least 0 and --steps at least 1")
+    if int(answers.steps or 0) < 1:
+        raise ConfigError("--steps must be at least 1")
     name = answers.reward_name
     if not re.fullmatch(r"[A-Za-z0-9_.:#-]{1,200}", name):
         raise ConfigError(
@@ -210,35 +216,48 @@ def check_answers(answers: Answers) -> Answers:
     return answers
 
 
-def run_file(answers: Answers, file: Path, sample: DataSample, *, schema: bool) -> Iterator[str]:
-    """Yield the lines of the run file; columns and lengths are those of the data's first rows."""
+def run_file(
+    answers: Answers, file: Path, values: Sequence[tuple[str, object]], placed: Sequence[str], *, schema: bool
+) -> Iterator[str]:
+    """Yield the lines of the run file: ``values`` by section, a later one of a key in the place of an earlier one."""
     if schema:
         yield f"#:schema ./{SCHEMA_NAME}"
     yield f"# Train:    {_train(answers, file)}"
-    if int(answers.gpus or 0) > 1:
-        ranks, gpus = answers.num_ranks, int(answers.gpus or 0)
-        trained, generated = ",".join(map(str, range(ranks))), ",".join(map(str, range(ranks, gpus)))
-        yield f"#           after `penstock up` in another terminal, with its settings loaded; {ranks} of {gpus} GPUs train:"
-        yield f"#           CUDA_VISIBLE_DEVICES={generated} {_line('penstock', 'rollout', str(file))}"
-        yield f"#           CUDA_VISIBLE_DEVICES={trained} is that of the trainer; `penstock reward service {file}` needs none"
+    yield from (f"# GPUs:     {line}" for line in placed)
     yield f"# Check:    {_check(file)}"
     yield f"# Show:     {_line('penstock', 'config', 'show', str(file))}"
     yield "# Explain:  penstock settings SECTION.KEY"
-    section = ""
-    for key, value in _values(answers, sample):
-        if key.rpartition(".")[0] != section:
-            section = key.rpartition(".")[0]
-            yield ""
-            yield f"[{section}]"
-        yield from _entry(key, value)
+    sections: dict[str, dict[str, object]] = {}
+    for key, value in values:
+        sections.setdefault(key.rpartition(".")[0], {})[key] = value
+    for section, entries in sections.items():
+        yield ""
+        yield f"[{section}]"
+        for key, value in entries.items():
+            yield from _entry(key, value)
+
+
+def _settings_of_memory(values: Sequence[tuple[str, object]]) -> list[str]:
+    return [
+        f"{key}={json.dumps(value) if isinstance(value, bool) else value}"
+        for key, value in values
+        if value is not None and (key.partition(".")[0] in _OF_MEMORY or key == "data.max_prompt_tokens")
+    ]
+
+
+def _value(setting: str) -> tuple[str, object]:
+    """Return the key and the value of SECTION.KEY=VALUE."""
+    key, _, text = setting.partition("=")
+    return key, json.loads(text) if text in ("true", "false") or text.isdecimal() else text
 
 
 def _values(answers: Answers, sample: DataSample) -> Iterator[tuple[str, object]]:
-    """Yield keys and values; None: the default, written as a comment."""
-    gpus = int(answers.gpus or 0)
-    steps = int(answers.steps or 1)
+    """Yield keys and values; None: the default, written as a comment. On GPUs, ranks and engines follow from the placement."""
+    steps, on_gpus = int(answers.steps or 1), answers.uses_gpus
     yield from (("run.id", answers.run_id), ("run.seed", None))
-    yield from (("model.path", answers.model), ("model.dtype", "bfloat16" if gpus else "float32"))
+    yield from (("model.path", answers.model), ("model.dtype", "bfloat16" if on_gpus else "float32"))
+    if on_gpus:
+        yield ("model.gradient_checkpointing", True)
     yield from (("data.train", answers.data), ("data.eval", answers.eval or None))
     if sample.mapping:
         yield ("data.map", dict(sample.mapping))
@@ -250,14 +269,13 @@ def _values(answers: Answers, sample: DataSample) -> Iterator[tuple[str, object]
     yield from (("rollout.group_size", 8), ("rollout.groups_per_step", 32), ("rollout.max_new_tokens", max_new))
     yield from (("rollout.max_staleness", None), ("rollout.temperature", None))
     yield from (("trainer.steps", steps), ("trainer.lr", 1e-6), ("trainer.warmup_steps", None))
-    yield ("trainer.num_ranks", answers.num_ranks if gpus > 1 else None)
+    yield ("trainer.num_ranks", None)
     yield ("trainer.checkpoint_every_s", None)
     yield from (("eval.every", max(1, steps // 10) if answers.eval else None), ("eval.num_prompts", None))
-    if gpus > 1:
-        yield from (("worker.engine", "sglang"), ("sglang.python", None), ("sglang.engines", gpus - answers.num_ranks))
+    if on_gpus:
+        yield from (("worker.engine", "sglang"), ("sglang.python", None), ("sglang.engines", None))
     else:
-        yield ("worker.device", "cuda" if gpus else "cpu")
-        yield ("worker.dtype", "bfloat16" if gpus else "float32")
+        yield from (("worker.device", "cpu"), ("worker.dtype", "float32"))
 
 
 def _entry(key: str, value: object) -> Iterator[str]:
@@ -300,7 +318,7 @@ def notes(answers: Answers) -> Iterator[str]:
             yield f"{what}: there is no {path} yet"
     if answers.served_file and not Path(answers.served_file).exists():
         yield f"reward: there is no {answers.served_file} yet"
-    if int(answers.gpus or 0) > 1:
+    if answers.uses_gpus:
         yield "the engines are SGLang servers: set sglang.python to the Python that has it (docs/sglang.md)"
 
 
@@ -309,12 +327,8 @@ def _check(file: Path) -> str:
 
 
 def _train(answers: Answers, file: Path) -> str:
-    words = ["penstock", "train", str(file)]
-    if int(answers.gpus or 0) > 1:
-        return _line(*words)
     serve = ["--serve", answers.served_file] if answers.served_file else []
-    workers = ["--workers", "1"] if answers.gpus else []
-    return _line(*words, "--local", *workers, *serve)
+    return _line("penstock", "train", str(file), "--local", *serve)
 
 
 def _line(*words: str) -> str:

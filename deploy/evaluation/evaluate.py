@@ -104,7 +104,7 @@ def _sample(
         num_workers=options.workers,
         reward_files=options.serve,
         environ=own_environ(),
-        own_servers=True,
+        evaluates=True,
     ) as run:
         run.check()
         print(f"penstock eval: logs in {folder / WORK / 'logs'}", file=sys.stderr)

@@ -9,9 +9,12 @@ import sys
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from penstock.console.cli.options import PlanOptions
+from penstock.deploy.placement.needs import trainer_on_gpu
+from penstock.deploy.placement.placement import DoesNotFit
+from penstock.deploy.placement.planner import planned
+from penstock.deploy.placement.run_placement import RunPlacement, parse_gpus, place_run
 from penstock.deploy.plan.memory.report import RankMemory, parse_size
 from penstock.deploy.plan.simulated_run import SimulatedRun
 from penstock.deploy.plan.simulation import Durations, EnginePace, Fleet, LengthMix, Outcome
@@ -161,8 +164,12 @@ def describe_held(trainer: TrainerSettings, groups_per_message: int) -> str:
 def plan_run(arguments: Sequence[str], options: PlanOptions) -> int:
     """Print the plan; returns 1 if a rank needs more than its limit, 2 after the reason why settings or figures are refused."""
     try:
-        files, overrides = split_arguments(arguments)
-        trainer = _trainer(files, overrides, on_gpu=options.gpu)
+        placed = None if options.gpus is None else place_run(arguments, os.environ, gpus=parse_gpus(options.gpus))
+        files, overrides = split_arguments([*arguments, *(placed.overrides if placed else ())])
+        if options.gpu or placed is not None:
+            trainer = trainer_on_gpu(files, overrides, os.environ).settings
+        else:
+            trainer = load(TrainerSettings, files=files, overrides=overrides, environ=os.environ).settings
         worker = load(WorkerSettings, files=files, overrides=overrides, environ=os.environ).settings
         per_message = choose_groups_per_message(
             trainer.rollout, prompt_tokens=_PROMPT_TOKENS, bytes_per_task=_TASK_BYTES
@@ -180,11 +187,11 @@ def plan_run(arguments: Sequence[str], options: PlanOptions) -> int:
             drains=_drains(worker.worker.update_mode, trainer.rollout.max_new_tokens),
         )
         rows = _simulate(options, trainer, rollout, fleet)
-        memory = _memory(options, trainer)
+        memory = _memory(options, trainer, placed)
         held = describe_held(trainer, per_message)
     except (ConfigError, NotEstimated, ValueError) as err:
         sys.stderr.write(scrub(f"penstock plan: {err}\n"))
-        return _ERROR
+        return _DOES_NOT_FIT if isinstance(err, DoesNotFit) else _ERROR
     chosen = trainer.rollout.max_staleness
     now = next(row for row in rows if row.max_staleness == chosen)
     sentences = describe_waits(now, rows, fleet, rollout.groups_per_message * rollout.started_completions)
@@ -192,8 +199,12 @@ def plan_run(arguments: Sequence[str], options: PlanOptions) -> int:
     if options.json:
         of_rank = {"not_estimated": memory} if isinstance(memory, str) else memory.document()
         waits = [dataclasses.asdict(row) for row in rows]
-        sys.stdout.write(json.dumps({"waits": waits, "says": sentences, "memory": of_rank}) + "\n")
+        document = {"waits": waits, "says": sentences, "memory": of_rank}
+        document |= {} if placed is None else {"placement": placed.document()}
+        sys.stdout.write(json.dumps(document) + "\n")
     else:
+        if placed is not None:
+            sys.stdout.write("".join(f"{line}\n" for line in placed.placement.lines()) + "\n")
         sys.stdout.write(
             f"who waits for whom ({options.workers} workers, * the run file's bound)\n\n{waits_table(rows, chosen)}\n\n"
         )
@@ -203,24 +214,16 @@ def plan_run(arguments: Sequence[str], options: PlanOptions) -> int:
     return 0 if isinstance(memory, str) or memory.fits else _DOES_NOT_FIT
 
 
-def _trainer(files: Sequence[Path], overrides: Sequence[str], *, on_gpu: bool) -> TrainerSettings:
-    """Return the trainer's settings; where none says otherwise, model.dtype is what the trainer takes on a GPU. Raises ConfigError."""
-    loaded = load(TrainerSettings, files=files, overrides=overrides, environ=os.environ)
-    if not on_gpu or loaded.origins["model.dtype"] != "default":
-        return loaded.settings
-    return load(
-        TrainerSettings, files=files, overrides=[*overrides, "model.dtype=bfloat16"], environ=os.environ
-    ).settings
-
-
-def _memory(options: PlanOptions, trainer: TrainerSettings) -> RankMemory | str:
+def _memory(options: PlanOptions, trainer: TrainerSettings, placed: RunPlacement | None) -> RankMemory | str:
     """Return the memory of a rank, or why it is not estimated.
 
     Raises ConfigError for a limit that is no size, and NotEstimated if there is a limit and no estimate.
     """
     limit = None if options.rank_memory is None else parse_size(options.rank_memory, "--rank-memory")
+    if placed is not None and limit is None:
+        limit = min(map(planned, placed.placement.trainer))
     try:
-        return RankMemory(trainer, limit=limit, on_gpu=options.gpu)
+        return RankMemory(trainer, limit=limit, on_gpu=options.gpu or placed is not None)
     except NotEstimated as err:
         if limit is not None:
             raise

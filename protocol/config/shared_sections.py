@@ -1,7 +1,8 @@
-"""Sections of the run file that several services read: ``[metrics]``, ``[retention]`` and ``[teacher]``.
+"""Sections of the run file that several services read: ``[metrics]``, ``[placement]``, ``[retention]`` and ``[teacher]``.
 
-``[metrics]`` says where trainer and rollout workers answer Prometheus, ``[teacher]`` which model workers ask about sampled tokens,
-``[retention]`` how long each part of a run is kept. The rules are pure; the trainer with the lease deletes.
+``[metrics]`` says where trainer and rollout workers answer Prometheus, ``[placement]`` which GPUs of a machine they use, ``[teacher]``
+which model workers ask about sampled tokens, ``[retention]`` how long each part of a run is kept. The rules are pure; the trainer with
+the lease deletes.
 
 | what                          | how long                                                            |
 |-------------------------------|---------------------------------------------------------------------|
@@ -22,7 +23,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable
 from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from pydantic import Field, field_validator, model_validator
 
@@ -54,6 +55,41 @@ class MetricsSettings(Section):
         description="Port of a rollout worker's /metrics; 0 takes any free one, as several workers of one machine need; "
         "None is off.",
     )
+
+
+class PlacementSettings(Section):
+    """Which GPUs of this machine engines and trainer use; what is not set is decided by their memory (penstock placement)."""
+
+    engines: int | tuple[int, ...] | None = Field(
+        default=None,
+        description="GPUs of the engines: how many, or which, [0, 1], by their places among those that the command sees "
+        "(CUDA_VISIBLE_DEVICES). None: those that the trainer leaves.",
+    )
+    trainer: int | tuple[int, ...] | None = Field(
+        default=None,
+        description="GPUs of the trainer, likewise. None: as many as trainer.num_ranks says, else as few as its memory fits on.",
+    )
+    shared: Literal["auto", "never", "always"] = Field(
+        default="auto",
+        description="Whether engines and trainer use the same GPUs at once, each with a part of the memory. auto: where there is one GPU.",
+    )
+
+    @model_validator(mode="after")
+    def _can_be_had(self) -> PlacementSettings:
+        for key in ("engines", "trainer"):
+            wish = getattr(self, key)
+            listed = () if wish is None or isinstance(wish, int) else wish
+            if wish is not None and (wish == () or min(listed, default=1) < 0 or (isinstance(wish, int) and wish < 1)):
+                raise ValueError(f"placement.{key} = {wish}: expected a number of at least 1, or a list of GPUs from 0")
+            if len(set(listed)) < len(listed):
+                raise ValueError(f"placement.{key} = {list(listed)} names a GPU twice; name each once")
+        both = [set(wish) for wish in (self.engines, self.trainer) if isinstance(wish, tuple)]
+        if len(both) == 2 and both[0] & both[1] and (self.shared != "always" or both[0] != both[1]):
+            raise ValueError(
+                f"placement.engines and placement.trainer both name GPU {min(both[0] & both[1])}: give each GPU to one of them, or all to "
+                'both with placement.shared = "always"'
+            )
+        return self
 
 
 class RetentionSettings(Section):

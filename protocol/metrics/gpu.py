@@ -1,4 +1,4 @@
-"""What the GPUs of a service do: the adapter of NVML (package `nvidia-ml-py`, extra `gpu`), and its metrics.
+"""Which GPUs a process sees, and what they do: the adapter of NVML (package `nvidia-ml-py`), and its metrics.
 
 A service samples the GPUs that it may use (``CUDA_VISIBLE_DEVICES``) on a separate thread, since a driver may hang; heartbeat,
 page and Prometheus get the newest sample. Without GPU, driver or package there are no figures, and no error.
@@ -7,23 +7,31 @@ page and Prometheus get the newest sample. Without GPU, driver or package there 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import importlib
 import os
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
 import structlog
 
+from penstock.protocol.errors import ConfigError, GpusUnknown
 from penstock.protocol.metrics.table import Samples
 
 log = structlog.get_logger("gpu")
 
 PERIOD_S = 5.0
 _OLD_S = 3 * PERIOD_S  # a sample that is older is no figure of now
-_VISIBLE = "CUDA_VISIBLE_DEVICES"
+VISIBLE, ORDER, PCI_ORDER = (
+    "CUDA_VISIBLE_DEVICES",
+    "CUDA_DEVICE_ORDER",
+    "PCI_BUS_ID",
+)  # CUDA's own; the last is NVML's order
+_DRIVER_S = 30.0  # for the driver to list its GPUs; without its persistence daemon it first loads, which takes seconds
 _STATISTICS: Mapping[str, Callable[[Sequence[float]], float]] = MappingProxyType(
     {"min": min, "mean": lambda values: sum(values) / len(values), "max": max}
 )
@@ -45,7 +53,7 @@ class GpuSampler:
         self, nvml: Any | None = None, *, visible: str | None = None, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self._nvml = nvml if nvml is not None else _package()
-        self._visible = os.environ.get(_VISIBLE) if visible is None else visible
+        self._visible = os.environ.get(VISIBLE) if visible is None else visible
         self._clock = clock
         self._newest: tuple[float, dict[str, float]] = (0.0, {})
         self._stop = threading.Event()
@@ -69,7 +77,7 @@ class GpuSampler:
     def _work(self, nvml: Any) -> None:
         try:
             nvml.nvmlInit()
-            devices = _devices(nvml, self._visible)
+            devices = [handle for _, handle, _ in _found(nvml, self._visible)]
         except nvml.NVMLError as err:  # no driver, which is no error on a machine without GPUs
             log.debug("no GPU figures", error=str(err))
             return
@@ -101,27 +109,141 @@ def add_samples(figures: Mapping[str, float], samples: Samples, **who: str) -> N
                 samples.add(metric, value, statistic=statistic, **who)
 
 
-def _package() -> Any | None:
+@dataclass(frozen=True, slots=True)
+class Gpu:
+    """A GPU that CUDA shows to this process, or a part of one that MIG made; sizes in bytes."""
+
+    number: int  # its place among those that this process sees, as CUDA counts
+    id: str  # what CUDA_VISIBLE_DEVICES calls it: its number on this machine, or a UUID
+    name: str
+    total: int
+    used: int  # by all processes, and by the driver
+    is_mig: bool = False
+
+    @property
+    def free(self) -> int:
+        return self.total - self.used
+
+
+def visible_gpus(environ: Mapping[str, str], nvml: Any | None = None) -> list[Gpu]:
+    """Return the GPUs that CUDA shows to a process with these variables; [] without a driver. Waits at most 30 s for it.
+
+    Without ``CUDA_VISIBLE_DEVICES`` these are all of the machine, and all parts of those that MIG divides. Numbers count in the
+    order of the PCI bus, so a process that gets some of them needs ``CUDA_DEVICE_ORDER=PCI_BUS_ID`` beside their ids.
+
+    Raises:
+        GpusUnknown: The driver does not answer, or refuses.
+        ConfigError: A GPU is named twice, or the order that is set does not say which GPU a number means.
+    """
+    visible = environ.get(VISIBLE)
+    if visible is not None and visible.strip() in ("", "-1", "NoDevFiles"):  # the last is Slurm's
+        return []
+    nvml = nvml if nvml is not None else _package(needed=True)
+    if nvml is None:
+        return []
+    gpus = _within_deadline(lambda: _listed(nvml, visible))
+    if len({gpu.id for gpu in gpus}) < len(gpus):
+        raise ConfigError(f"{VISIBLE}={visible} names a GPU twice, and CUDA shows none then; name each once")
+    by_number = any(gpu.id.isdecimal() for gpu in gpus) and len({gpu.name for gpu in gpus}) > 1
+    if by_number and environ.get(ORDER, PCI_ORDER) != PCI_ORDER:
+        raise ConfigError(
+            f"{ORDER}={environ[ORDER]} counts GPUs of several kinds in another order than the driver; set it to {PCI_ORDER}, or name "
+            f"GPUs in {VISIBLE} by the UUIDs that nvidia-smi -L prints"
+        )
+    return gpus
+
+
+def _listed(nvml: Any, visible: str | None) -> list[Gpu]:
+    try:
+        nvml.nvmlInit()
+    except nvml.NVMLError as err:
+        if err.value in (nvml.NVML_ERROR_DRIVER_NOT_LOADED, nvml.NVML_ERROR_LIBRARY_NOT_FOUND):
+            return []
+        raise GpusUnknown(
+            f"the NVIDIA driver refuses to list the GPUs ({err}); run nvidia-smi, and repair the driver"
+        ) from None
+    try:
+        gpus = []
+        for number, (name, handle, is_mig) in enumerate(_found(nvml, visible)):
+            memory = nvml.nvmlDeviceGetMemoryInfo(handle)
+            gpus.append(Gpu(number, name, str(nvml.nvmlDeviceGetName(handle)), memory.total, memory.used, is_mig))
+    except nvml.NVMLError as err:
+        raise GpusUnknown(
+            f"the NVIDIA driver does not describe the GPUs of {VISIBLE}={visible} ({err}); run nvidia-smi, and leave out a broken one"
+        ) from None
+    finally:
+        with contextlib.suppress(nvml.NVMLError):
+            nvml.nvmlShutdown()
+    return gpus
+
+
+def _within_deadline(call: Callable[[], list[Gpu]]) -> list[Gpu]:
+    """Return what a call returns on a thread of its own, which is left behind if the driver hangs."""
+    answer: list[list[Gpu] | BaseException] = []
+
+    def work() -> None:
+        try:
+            answer.append(call())
+        except BaseException as err:  # noqa: BLE001 - it is raised by the thread that waits
+            answer.append(err)
+
+    thread = threading.Thread(target=work, name="gpus", daemon=True)
+    thread.start()
+    thread.join(_DRIVER_S)
+    if not answer:
+        raise GpusUnknown(
+            f"the NVIDIA driver did not list its GPUs within {_DRIVER_S:.0f} s; run nvidia-smi, and reset or restart it"
+        )
+    if isinstance(answer[0], BaseException):
+        raise answer[0]
+    return answer[0]
+
+
+def _package(*, needed: bool = False) -> Any | None:
+    """Return the package, None without a driver: its import takes 50 ms. ``needed``: raise GpusUnknown where only the package is missing."""
+    try:
+        ctypes.CDLL("libnvidia-ml.so.1")
+    except OSError:
+        return None
     try:
         return importlib.import_module("pynvml")
     except ModuleNotFoundError:
+        if needed:
+            raise GpusUnknown(
+                "this machine has an NVIDIA driver, and no package that asks it: pip install nvidia-ml-py"
+            ) from None
         return None
 
 
-def _devices(nvml: Any, visible: str | None) -> list[Any]:
-    """Return the GPUs that CUDA shows to this process: numbers or UUIDs up to the first that does not exist."""
+def _found(nvml: Any, visible: str | None) -> Iterator[tuple[str, Any, bool]]:
+    """Yield name, handle, and whether MIG made it, of the GPUs that CUDA shows: up to the first name that no GPU has."""
+    cards = [nvml.nvmlDeviceGetHandleByIndex(number) for number in range(nvml.nvmlDeviceGetCount())]
+    parts = [list(_mig_parts(nvml, card)) for card in cards]
     if visible is None:
-        return [nvml.nvmlDeviceGetHandleByIndex(number) for number in range(nvml.nvmlDeviceGetCount())]
-    devices: list[Any] = []
-    for name in filter(None, (part.strip() for part in visible.split(","))):
-        try:
-            if name.isdecimal():
-                devices.append(nvml.nvmlDeviceGetHandleByIndex(int(name)))
-            else:
-                devices.append(nvml.nvmlDeviceGetHandleByUUID(name))
-        except nvml.NVMLError:
-            break
-    return devices
+        for number, card in enumerate(cards):
+            yield from parts[number] or [(str(number), card, False)]
+        return
+    by_uuid = [(nvml.nvmlDeviceGetUUID(card), card, False) for card in cards] + [
+        part for of_card in parts for part in of_card
+    ]
+    for name in (part.strip() for part in visible.split(",")):
+        if name.isdecimal() and int(name) < len(cards):  # of a card that is divided CUDA shows the first part
+            yield parts[int(name)][0] if parts[int(name)] else (name, cards[int(name)], False)
+            continue
+        matching = [one for one in by_uuid if name.startswith(("GPU-", "MIG-")) and one[0].startswith(name)]
+        if len(matching) != 1:  # CUDA takes the beginning of a UUID if one GPU alone has it
+            return
+        yield matching[0]
+
+
+def _mig_parts(nvml: Any, card: Any) -> Iterator[tuple[str, Any, bool]]:
+    with contextlib.suppress(nvml.NVMLError):  # a card that cannot be divided
+        if not nvml.nvmlDeviceGetMigMode(card)[0]:
+            return
+        for number in range(nvml.nvmlDeviceGetMaxMigDeviceCount(card)):
+            with contextlib.suppress(nvml.NVMLError):  # numbers without a part
+                part = nvml.nvmlDeviceGetMigDeviceHandleByIndex(card, number)
+                yield nvml.nvmlDeviceGetUUID(part), part, True
 
 
 def _used(memory: Any) -> float:

@@ -19,9 +19,10 @@ from penstock.protocol.errors import ConfigError
 
 RUN_LOCK = "run.lock"
 PAUSE = "pause-requested"
+PLACEMENT = "placement.json"  # which GPUs of this machine the processes of the newest session got
 WRITTEN = frozenset({  # names in a run's folder that its processes write or make
     "client.log", "config.json", "curve.png", "evaluations", "issued.log", "job.json", "job.lock", "launch.json", "launch.lock", "launch.log",
-    "metrics.jsonl", PAUSE, "planned-config.json", "readers_killed.json", "reading", "report.json", "report.md", "reward.port",
+    "metrics.jsonl", PAUSE, PLACEMENT, "planned-config.json", "readers_killed.json", "reading", "report.json", "report.md", "reward.port",
     "rolled_back.json", RUN_LOCK, "run.toml", "trainer.json", "watched.json",
 })  # fmt: skip
 

@@ -7,6 +7,8 @@ entry point in the group ``penstock.engines``, or in any file that a run names a
 from __future__ import annotations
 
 import functools
+import itertools
+import math
 import os
 import re
 import sys
@@ -59,6 +61,9 @@ class StartedServerSettings(Section):
     section: ClassVar[str]
     reserved: ClassVar[frozenset[str]]  # flags that the worker sets, and flags that the contract forbids
     of_adapters: ClassVar[tuple[str, ...]]  # settings without effect unless ``max_lora_rank`` is set
+    size_key: ClassVar[str]  # the setting of how many GPUs share every layer
+    fraction_key: ClassVar[str]  # the setting of the share of a GPU's memory for weights, keys and values
+    multiplying_flags: ClassVar[tuple[str, ...]] = ()  # of extra_args, by whose value a server has more GPUs
 
     python: Path | None = Field(
         None,
@@ -104,6 +109,20 @@ class StartedServerSettings(Section):
         if unused and self.max_lora_rank is None:
             raise ValueError(f"{name}.{unused[0]} has no effect without {name}.max_lora_rank; set that too")
         return self
+
+    @property
+    def gpus(self) -> int:
+        """GPUs of one server."""
+        return getattr(self, self.size_key) * self._times_of_flags()
+
+    @property
+    def fraction(self) -> float | None:
+        return getattr(self, self.fraction_key)
+
+    def _times_of_flags(self) -> int:
+        words = [part for word in self.extra_args for part in word.split("=", 1)]
+        values = (value for flag, value in itertools.pairwise(words) if flag in self.multiplying_flags)
+        return math.prod(int(value) for value in values if value.isdecimal())
 
     def start_words(self, port_file: Path, *program: str) -> list[str]:
         """Return the words that start the server, which ends with this worker; ``program`` is what its Python runs."""

@@ -88,7 +88,7 @@ def create(web: WebContext, request: RunRequest) -> Path:
     command = request.command_name
     if command != job_file.TRAIN:
         refuse_rollouts(request, command)
-    if request.serve and not request.workers:
+    if request.serve and request.workers == 0:
         fix = "serve them where the reward service runs (penstock reward serve), or set workers to 1 or more"
         raise Problem(422, "serve comes with workers = 0", expected="workers of at least 1", got="workers = 0", fix=fix)
     content, settings = _parsed_run_file(request)

@@ -55,7 +55,7 @@ class Job(BaseModel):
     launcher: str = "local"
     options: dict[str, Any] = Field(default={}, description="Options of the launcher.")
     command: str = Field(default=TRAIN, description="The command of penstock that trains: train, sft, dpo or rm.")
-    workers: int = 2
+    workers: int | None = None  # None: as penstock train decides
     serve: tuple[str, ...] = ()
     num_gpus: int = 0
     description: str = ""

@@ -87,11 +87,12 @@ class RunRequest(BaseModel):
         "local", description="Where it runs.", json_schema_extra={"enum": [*launchers.LAUNCHERS.names()]}
     )
     launcher_options: dict[str, Any] = Field({}, description="Options of the launcher.")
-    workers: int = Field(
-        2,
+    workers: int | None = Field(
+        None,
         ge=0,
         le=256,
-        description="Rollout workers on the trainer's machine; 0: the trainer alone, with NATS, S3 and the other services elsewhere.",
+        description="Rollout workers on the trainer's machine; 0: the trainer alone, with NATS, S3 and the other services elsewhere. "
+        "Default: 2, with engines on GPUs one for all of them.",
     )
     serve: tuple[_PATH, ...] = Field((), max_length=16, description="Reward files to serve, as penstock train --serve.")
     description: str = Field("", max_length=10_000)

@@ -98,8 +98,8 @@ def command(web: WebContext, folder: Path, job: Job) -> list[str]:
     words = run_arguments(web.arguments, folder / RUN_FILE, folder.name, folder.parent, job.command)
     if job.command != job_file.TRAIN:
         return command_line.trainer_command(words, web.environ, job.command)
-    if job.workers:
-        words += ["--local", "--workers", str(job.workers)]
+    if job.workers != 0:
+        words += ["--local", *(() if job.workers is None else ("--workers", str(job.workers)))]
     for file in job.serve:
         words += ["--serve", file]
     return command_line.module("penstock", "train", *words)

@@ -211,25 +211,27 @@ def _change(inputs: PlanInputs, **fields: Any) -> _Change:
     return _Change(tuple(settings), replace(inputs, method=replace(inputs.method, **fields)))
 
 
-def suggestions(inputs: PlanInputs, limit: int, *, on_gpu: bool) -> list[Suggestion]:
+def suggestions(inputs: PlanInputs, limit: int, *, on_gpu: bool, may_add_ranks: bool = True) -> list[Suggestion]:
     """Return what makes a run fit: every single setting that does, else the shortest combination; none: nothing known does.
 
     Args:
         inputs: The run.
         limit: Bytes that it may need.
         on_gpu: Count the memory of the device that trains only.
+        may_add_ranks: Try more ranks too, which need more GPUs.
     """
 
     def tried(change: _Change) -> Suggestion:
         return Suggestion(change.settings, MemoryPlan(change.inputs).peak(on_gpu=on_gpu))
 
-    kinds = list(_changes(inputs, on_gpu=on_gpu))
+    most_ranks = _MOST_RANKS if may_add_ranks else 0
+    kinds = list(_changes(inputs, most_ranks, on_gpu=on_gpu))
     alone = [suggestion for changes in kinds if (suggestion := _first(map(tried, changes), limit))]
     if alone:
         return alone
     combined = _Change((), inputs)
     for number in range(len(kinds)):
-        steps = [combined.then(step) for step in list(_changes(combined.inputs, on_gpu=on_gpu))[number]]
+        steps = [combined.then(step) for step in list(_changes(combined.inputs, most_ranks, on_gpu=on_gpu))[number]]
         if suggestion := _first(map(tried, steps), limit):
             return [suggestion]
         combined = min([combined, *steps], key=lambda change: tried(change).peak)
@@ -240,7 +242,7 @@ def _first(tried: Iterator[Suggestion], limit: int) -> Suggestion | None:
     return next((suggestion for suggestion in tried if suggestion.peak <= limit), None)
 
 
-def _changes(inputs: PlanInputs, *, on_gpu: bool) -> Iterator[list[_Change]]:
+def _changes(inputs: PlanInputs, most_ranks: int, *, on_gpu: bool) -> Iterator[list[_Change]]:
     """Yield the forms of each setting, the mildest first; empty where it is set already, or cannot help."""
     method = inputs.method
     budgets = []
@@ -263,7 +265,7 @@ def _changes(inputs: PlanInputs, *, on_gpu: bool) -> Iterator[list[_Change]]:
     yield offloads if on_gpu else []
     yield [_change(inputs, dtype="bfloat16", zero_stage=stage)] if method.dtype == "float32" else []
     doubled = (method.num_ranks * 2**power for power in range(1, _MOST_RANKS.bit_length()))
-    most = min(_MOST_RANKS, inputs.batch.num_groups * inputs.batch.group_size)
+    most = min(most_ranks, inputs.batch.num_groups * inputs.batch.group_size)
     yield [_change(inputs, num_ranks=ranks, zero_stage=3) for ranks in doubled if ranks <= most]
     yield [] if method.lora_rank or method.tensor_parallel > 1 else [_with_adapters(inputs)]
     yield [_change(inputs, gradient_dtype="as-trained")] if method.sums_apart else []

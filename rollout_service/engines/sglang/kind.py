@@ -30,6 +30,8 @@ class SglangSettings(StartedServerSettings):
 
     section = "sglang"
     reserved = _RESERVED
+    size_key, fraction_key = "tp_size", "mem_fraction_static"
+    multiplying_flags = ("--pp-size", "--pipeline-parallel-size")
     of_adapters = ("lora_target_modules", "max_loras_per_batch", "max_loaded_loras", "lora_backend")
 
     device: str | None = Field(None, description="--device: 'cuda', 'cpu', …; none: what SGLang finds.")
@@ -37,7 +39,9 @@ class SglangSettings(StartedServerSettings):
     ep_size: int = Field(1, ge=1, description="--ep-size: GPUs that share a mixture's experts.")
     dp_size: int = Field(1, ge=1, description="--dp-size: replicas behind one server.")
     gpus_per_engine: int | None = Field(
-        None, ge=1, description="GPUs between the first ones of two servers; none: tp_size x dp_size."
+        None,
+        ge=1,
+        description="GPUs between the first ones of two servers; none: tp_size x dp_size, and as many more as --pp-size in extra_args.",
     )
     mem_fraction_static: float | None = Field(
         None,
@@ -81,6 +85,12 @@ class SglangSettings(StartedServerSettings):
             )
         return self
 
+    @property
+    def gpus(self) -> int:
+        """GPUs of one server; with attention in replicas (--enable-dp-attention) these are among those of the layers."""
+        replicas = 1 if "--enable-dp-attention" in self.extra_args else self.dp_size
+        return self.gpus_per_engine or super().gpus * replicas
+
 
 def sglang_command(settings: SglangSettings, number: int = 0) -> LaunchCommand:
     def command(folder: Path, version: PolicyVersion, port_file: Path) -> list[str]:
@@ -111,7 +121,7 @@ def _flags(settings: SglangSettings, number: int) -> list[str]:
         # Without strict loading, a tensor of an adapter that no layer takes would be ignored without an error.
         flags += ["--enable-lora", "--lora-strict-loading", "--lora-target-modules", *settings.lora_target_modules]
     if number:
-        flags += ["--base-gpu-id", str(number * (settings.gpus_per_engine or settings.tp_size * settings.dp_size))]
+        flags += ["--base-gpu-id", str(number * settings.gpus)]
     return [*flags, *settings.extra_args]
 
 

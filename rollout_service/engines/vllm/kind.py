@@ -31,6 +31,8 @@ class VllmSettings(StartedServerSettings):
 
     section = "vllm"
     reserved = _RESERVED
+    size_key, fraction_key = "tensor_parallel_size", "gpu_memory_utilization"
+    multiplying_flags = ("--pipeline-parallel-size", "-pp", "--data-parallel-size", "-dp")
     of_adapters = ("max_loras", "max_cpu_loras")
 
     tensor_parallel_size: int = Field(1, ge=1, description="--tensor-parallel-size: GPUs that share every layer.")
@@ -61,11 +63,11 @@ def vllm_command(settings: VllmSettings) -> LaunchCommand:
 def vllm_environ(settings: VllmSettings, number: int, environ: Mapping[str, str]) -> dict[str, str]:
     """Return the environment of server ``number``: the worker's without its own variables, plus what the settings add.
 
-    Server ``number`` sees the GPUs from ``number * tensor_parallel_size`` on.
+    Server ``number`` sees its part of the worker's GPUs, in their order.
     """
     passed = child_environ(environ) | _SWITCHES
     if number or settings.engines > 1:
-        size = settings.tensor_parallel_size
+        size = settings.gpus
         visible = [gpu for gpu in environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if gpu]
         gpus = visible or [str(gpu) for gpu in range(settings.engines * size)]
         passed["CUDA_VISIBLE_DEVICES"] = ",".join(gpus[number * size : (number + 1) * size])

@@ -8,14 +8,18 @@ import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
+import pynvml
 import pytest
 from tests.console.command import penstock, started
+from tests.protocol.metrics.nvml import Nvml
 from tests.servers import secret_file
 
 from penstock.console import launch
 from penstock.console.tools import checks
 from penstock.console.tools.checks import package_version
 from penstock.protocol.config.connection import NatsSettings
+from penstock.protocol.metrics import gpu
+from penstock.protocol.metrics.gpu import Gpu
 from penstock.trainer.attention_choice import NAMES
 
 
@@ -108,13 +112,16 @@ def test_the_sandbox_of_code_rewards_is_named(monkeypatch: pytest.MonkeyPatch):
     assert checks.sandbox().level == "warn"
 
 
-def test_a_broken_driver_is_a_failure_and_a_torch_without_cuda_a_warning(program: Callable[[str, str], Path]):
-    program("nvidia-smi", "exit 9")
-    assert checks.gpu().level == "fail"
-    program("nvidia-smi", "echo 'NVIDIA H200, 143771 MiB'")
-    found = checks.gpu()
-    assert "NVIDIA H200" in found.detail
+def test_a_broken_driver_is_a_failure_and_a_torch_without_cuda_a_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    found = checks.gpu([Gpu(0, "0", "NVIDIA H200", 141 * 2**30, 2**30)])
+    assert found.detail == "0: NVIDIA H200, 1.0 of 141.0 GiB used"
     assert found.level == ("warn" if "+cpu" in (package_version("torch") or "") else "ok")
+    monkeypatch.setattr(gpu, "_package", lambda **_: Nvml(init_error=pynvml.NVML_ERROR_UNKNOWN))
+    monkeypatch.setattr(checks, "_run", lambda *_, **__: OSError("not started"))
+    (found,) = (one for one in checks.machine(tmp_path, {}) if one.name == "gpu")
+    assert (found.level, "refuses to list the GPUs" in found.detail) == ("fail", True)
 
 
 def test_a_port_in_use_is_reported_with_its_setting():

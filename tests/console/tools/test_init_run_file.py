@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import product
 from pathlib import Path
 
@@ -17,43 +17,44 @@ from penstock.trainer.__main__ import main as check_data
 GIVEN = Answers(model="models/Qwen", data='d "1".jsonl', reward="gsm8k")
 
 
+def fits(gpus: str, settings: Sequence[str]) -> tuple[list[str], list[str]]:
+    assert {"model.path=m", "model.gradient_checkpointing=true", "worker.engine=sglang"} <= set(settings)
+    return ["model.lora.rank=16", "model.activation_offload=true"], [f"placed on {gpus}"]
+
+
 def settings_of(file: Path) -> dict[str, object]:
     trainer, rollout, *_ = (one.settings for one in load_all([file], [], {}))
     return {
         "id": trainer.run.id, "model": trainer.model.path, "data": trainer.data.train_files, "reward": trainer.reward.name,
-        "ranks": trainer.trainer.num_ranks, "engine": rollout.worker.engine, "device": rollout.worker.device,
+        "dtype": trainer.model.dtype, "engine": rollout.worker.engine,
     }  # fmt: skip
 
 
 @pytest.mark.parametrize(
     ("reward", "gpus", "evaluation"),
-    list(product(["gsm8k", "my_reward.py", "pkg.rewards:fn", "none"], [0, 1, 3], [None, "e"])),
+    list(product(["gsm8k", "my_reward.py", "pkg.rewards:fn", "none"], ["0", "1", "3x24GB"], [None, "e"])),
 )
 def test_every_combination_is_accepted(
-    tmp_path: Path, reward: str, gpus: int, evaluation: str | None, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, reward: str, gpus: str, evaluation: str | None, capsys: pytest.CaptureFixture[str]
 ):
-    """By trainer, worker and reward service; with one GPU both share it, with several half of them train."""
+    """By trainer, worker and reward service; on GPUs the engines are SGLang servers, and settings with which the run fits are added."""
     file = tmp_path / "math-run.toml"
-    assert init(file, Answers("m", "d", evaluation, reward, gpus), schema=False, ask=None) == 0
+    assert init(file, Answers("m", "d", evaluation, reward, gpus), schema=False, ask=None, fit=fits) == 0
     found = settings_of(file)
     assert found["id"] == "math-run"
     assert found["reward"] == {"my_reward.py": "my_reward", "none": None}.get(reward, reward)
-    assert (found["ranks"], found["engine"], found["device"]) == {
-        0: (1, "embedded", "cpu"),
-        1: (1, "embedded", "cuda"),
-        3: (1, "sglang", "cpu"),
-    }[gpus]
+    assert (found["engine"], found["dtype"]) == (("embedded", "float32") if gpus == "0" else ("sglang", "bfloat16"))
+    text = file.read_text()
+    assert ("[model.lora]" in text, f"# GPUs:     placed on {gpus}\n" in text) == (gpus != "0", gpus != "0")
     out = capsys.readouterr().out
-    assert ("--local --serve my_reward.py" in out.replace("--workers 1 ", "")) == (
-        reward == "my_reward.py" and gpus < 2
-    )
+    assert f"--local{' --serve my_reward.py' if reward == 'my_reward.py' else ''}\n" in out
     tried = {"my_reward.py": "my_reward --serve my_reward.py", "none": None}.get(reward, reward)
     assert (f"next: penstock reward test {tried} --run-file {file}" in out) == (reward != "none")
 
 
 def test_settings_have_comments_and_other_keys_are_there_to_uncomment(tmp_path: Path):
     file = tmp_path / "run.toml"
-    init(file, GIVEN, schema=False, ask=None)
+    init(file, GIVEN, schema=False, ask=None, fit=fits)
     text = file.read_text()
     assert settings_of(file)["data"] == (Path('d "1".jsonl'),)
     assert "# Peak learning rate of AdamW\nlr = 1e-06\n" in text
@@ -87,7 +88,7 @@ def test_the_data_is_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     data = tmp_path / "odd.jsonl"
     data.write_text('{"problem": "sort 31", "solution": "13", "level": 2}\n' * 3)
     file = tmp_path / "run.toml"
-    init(file, Answers(str(tmp_path / "m"), str(data), None, "exact_match"), schema=False, ask=None)
+    init(file, Answers(str(tmp_path / "m"), str(data), None, "exact_match"), schema=False, ask=None, fit=fits)
     trainer = load_all([file], [], {})[0].settings
     assert trainer.data.map == {"prompt": "problem", "ground_truth": "solution"}
     assert trainer.data.max_prompt_tokens + trainer.rollout.max_new_tokens <= 128
@@ -101,7 +102,7 @@ def test_data_that_cannot_be_read_is_said(tmp_path: Path, capsys: pytest.Capture
     """The run file is written all the same, without a map; the first problem is named."""
     data = tmp_path / "x.jsonl"
     data.write_text('{"aa": 1}\n')
-    init(tmp_path / "run.toml", Answers("m", str(data), None, "exact_match"), schema=False, ask=None)
+    init(tmp_path / "run.toml", Answers("m", str(data), None, "exact_match"), schema=False, ask=None, fit=fits)
     assert "map = " not in (tmp_path / "run.toml").read_text()
     assert "x.jsonl:1: no format recognised from the columns aa" in capsys.readouterr().err
 
@@ -111,10 +112,10 @@ def test_nothing_is_overwritten(tmp_path: Path):
     file, schema = tmp_path / "run.toml", tmp_path / SCHEMA_NAME
     file.write_text("mine")
     with pytest.raises(ConfigError, match=r"run.toml exists and is not overwritten"):
-        init(file, GIVEN, schema=True, ask=None)
+        init(file, GIVEN, schema=True, ask=None, fit=fits)
     assert (file.read_text(), schema.exists()) == ("mine", False)
     schema.write_text("mine too")
-    init(tmp_path / "other.toml", GIVEN, schema=True, ask=None)
+    init(tmp_path / "other.toml", GIVEN, schema=True, ask=None, fit=fits)
     assert schema.read_text() == "mine too"
     assert (tmp_path / "other.toml").read_text().startswith(f"#:schema ./{SCHEMA_NAME}\n")
 
@@ -127,7 +128,13 @@ def test_a_file_that_appears_while_it_asks_is_not_overwritten(tmp_path: Path):
         return "x"
 
     with pytest.raises(ConfigError, match=r"run\.toml cannot be written \(File exists\)"):
-        init(tmp_path / "run.toml", Answers("m", "d", "e", "gsm8k", 0, 5, algorithm="grpo"), schema=True, ask=ask)
+        init(
+            tmp_path / "run.toml",
+            Answers("m", "d", "e", "gsm8k", "0", 5, algorithm="grpo"),
+            schema=True,
+            ask=ask,
+            fit=fits,
+        )
     assert (tmp_path / "run.toml").read_text() == "theirs"
 
 
@@ -139,7 +146,7 @@ def test_on_a_terminal_it_asks_for_what_is_missing(tmp_path: Path):
         asked.append(question.split(maxsplit=1)[0])
         return next(answers)
 
-    init(tmp_path / "run.toml", Answers(), schema=False, ask=ask)
+    init(tmp_path / "run.toml", Answers(), schema=False, ask=ask, fit=fits)
     assert asked == ["Model", "Model", "Training", "Held-out", "Reward:", "GPUs", "Optimizer", "Name", "Algorithm"]
     assert "steps = 7\n" in (tmp_path / "run.toml").read_text()
     assert settings_of(tmp_path / "run.toml")["reward"] == "exact_match"
@@ -152,10 +159,10 @@ def test_on_a_terminal_it_asks_for_what_is_missing(tmp_path: Path):
         (Answers("m", "d", reward="gsm8k", algorithm="grop"), "no algorithm is named grop; did you mean grpo"),
         (Answers("m", "d", reward="my rewards/x:f"), "is no name that a run file can hold"),
         (Answers("m", "d", reward="gsm8k", run_id="My Run"), "run"),
-        (Answers("m", "d", reward="gsm8k", gpus=-1), "--gpus must be at least 0"),
+        (Answers("m", "d", reward="gsm8k", steps=0), "--steps must be at least 1"),
     ],
 )
 def test_wrong_answers_write_nothing(tmp_path: Path, answers: Answers, problem: str):
     with pytest.raises(ConfigError, match=problem):
-        init(tmp_path / "run.toml", answers, schema=True, ask=None)
+        init(tmp_path / "run.toml", answers, schema=True, ask=None, fit=fits)
     assert list(tmp_path.iterdir()) == []

@@ -210,7 +210,7 @@ def test_sglang_is_started_as_under_compose(rendered: dict[str, list[Object]]) -
     pod = pods(rendered["gpu"])["rollout"]
     engine, worker = containers(pod)
     compose = yaml.safe_load((DEPLOY / "compose.yaml").read_text())["services"]["sglang"]["command"]
-    own = ("--model-path", "--host", "--port", "--tp-size", "--dp-size")
+    own = ("--model-path", "--host", "--port", "--tp-size", "--dp-size", "--mem-fraction-static")
     assert {one for one in engine["args"] if not one.startswith(own)} == {
         one for one in compose if one.startswith("--") and not one.startswith(own)
     }

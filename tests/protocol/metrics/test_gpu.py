@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import threading
 
+import pynvml
 import pytest
-from tests.protocol.metrics.nvml import Nvml
+from tests.protocol.metrics.nvml import Card, Nvml
 from tests.servers import wait_for
 
+from penstock.protocol.errors import ConfigError, GpusUnknown, PenstockError
 from penstock.protocol.metrics import gpu
-from penstock.protocol.metrics.gpu import GpuSampler
+from penstock.protocol.metrics.gpu import GpuSampler, visible_gpus
 from penstock.protocol.metrics.table import LabelValues, Samples
 
 FIRST = {
@@ -51,7 +53,7 @@ def test_a_service_without_gpus_has_no_figures(visible: str) -> None:
 
 def test_a_machine_without_a_driver_has_no_figures() -> None:
     """Neither an error nor a thread that goes on; the real package says the same here if there is no driver."""
-    with GpuSampler(Nvml(has_driver=False)) as gpus:
+    with GpuSampler(Nvml(init_error=pynvml.NVML_ERROR_DRIVER_NOT_LOADED)) as gpus:
         wait_for(lambda: not any(one.name == "gpu" for one in threading.enumerate()), "the thread to end")
         assert gpus.figures() == {}
 
@@ -82,3 +84,59 @@ def test_figures_have_names_for_prometheus() -> None:
         ("rollout", "w0", "max"): 0.9,
     }
     assert samples.series["penstock_gpu_power_watts"]["rollout", "w0", "max"] == 312.5
+
+
+MIXED = (
+    Card("GPU-1a"),
+    Card("GPU-1b", parts=(Card("MIG-b0", total=20), Card("MIG-b1", total=40))),
+    Card("GPU-2c", name="NVIDIA A10G", total=24),
+)
+
+
+@pytest.mark.parametrize(
+    ("visible", "expected"),
+    [
+        (None, ["0", "MIG-b0", "MIG-b1", "2"]),
+        ("", []),
+        ("-1", []),
+        ("NoDevFiles", []),
+        ("2, 0", ["2", "0"]),
+        ("2,7,0", ["2"]),
+        ("0,-1,2", ["0"]),
+        ("1", ["MIG-b0"]),
+        ("GPU-2c,MIG-b1", ["GPU-2c", "MIG-b1"]),
+        ("GPU-2,GPU-1a", ["GPU-2c", "GPU-1a"]),
+        ("GPU-1", []),
+    ],
+)
+def test_a_command_sees_the_gpus_that_cuda_shows(visible: str | None, expected: list[str]) -> None:
+    """By number, UUID or its unambiguous beginning, up to the first that there is not; parts of a divided card in its place."""
+    environ = {} if visible is None else {gpu.VISIBLE: visible}
+    gpus = visible_gpus(environ, Nvml(MIXED))
+    assert [one.id for one in gpus] == expected
+    assert [one.number for one in gpus] == list(range(len(gpus)))
+    assert all(one.is_mig == one.id.startswith("MIG-") for one in gpus)
+    assert [one.total for one in gpus if one.id == "MIG-b1"] == [40 * 2**30] * expected.count("MIG-b1")
+
+
+@pytest.mark.parametrize(
+    ("environ", "init_error", "error", "words"),
+    [
+        ({"CUDA_VISIBLE_DEVICES": "0,2,0"}, None, ConfigError, "names a GPU twice"),
+        ({"CUDA_DEVICE_ORDER": "FASTEST_FIRST"}, None, ConfigError, "set it to PCI_BUS_ID"),
+        ({}, pynvml.NVML_ERROR_NO_PERMISSION, GpusUnknown, "refuses to list the GPUs"),
+    ],
+)
+def test_gpus_that_cannot_be_told_apart_are_refused(
+    environ: dict[str, str], init_error: int | None, error: type[PenstockError], words: str
+) -> None:
+    with pytest.raises(error, match=words):
+        visible_gpus(environ, Nvml(MIXED, init_error=init_error))
+
+
+def test_a_driver_that_hangs_is_named_after_its_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu, "_DRIVER_S", 0.05)
+    nvml = Nvml()
+    nvml.hangs.set()
+    with pytest.raises(GpusUnknown, match="did not list its GPUs within"):
+        visible_gpus({}, nvml)
