@@ -39,7 +39,6 @@ def carried(tmp_path: Path) -> tuple[Path, Path]:
     return tmp_path / "out/tree", tmp_path / "venv/bin/python"
 
 
-@pytest.mark.timeout(300)
 def test_each_part_gives_its_figures_where_only_what_is_carried_is(carried: tuple[Path, Path], tmp_path: Path) -> None:
     """One file or wheel less than needed, and a part fails; what the last part starts is imported only: `make gpu-carry` says how it is run."""
     tree, python = carried
