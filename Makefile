@@ -79,6 +79,9 @@ sglang-env: $(SGLANG)/.installed  ## install SGLang for CPUs in a separate envir
 gpu-check: $(STAMP)  ## what only a GPU can show, in parts with deadlines: attention, steps, publication, a run (nine minutes; ARGS=--toy: on the CPU)
 	$(BIN)/python -m tests.rigs.gpu_check $(ARGS)
 
+gpu-carry: $(STAMP)  ## files, wheels and script of gpu-check for a machine without network: OUT=folder (ARGS=--help)
+	$(BIN)/python -m tests.rigs.gpu_carry $(OUT) --wheels $(ARGS)
+
 wheel-test: $(STAMP)  ## install only the wheel in an empty environment and run the quickstart (two minutes)
 	$(BIN)/python -m tests.packaging.wheel_quickstart
 

@@ -204,12 +204,13 @@ class SimulatedRun(LocalRun):
         return child
 
 
-def run_mode(folder: Path, job: Job, mode: Mode) -> Measured:
+def run_mode(folder: Path, job: Job, mode: Mode, settings: Sequence[str] = ()) -> Measured:
+    """Measure one run; ``settings`` are added to those of the mode, as SECTION.KEY=VALUE."""
     job = job.for_mode(mode)
     run_file, steps_file = write_run(folder, job, mode), folder / "steps.jsonl"
     simulated = {"trace": str(steps_file), "token_s": job.token_s, "step_s": job.step_s}
     environ = {**os.environ, simulated_trainer.VARIABLE: json.dumps(simulated), "OMP_NUM_THREADS": "1"}
-    with SimulatedRun([str(run_file)], num_workers=job.num_workers, environ=environ) as run:
+    with SimulatedRun([str(run_file), *settings], num_workers=job.num_workers, environ=environ) as run:
         run.start()
         code = run.wait(_RUN_S)
         if code != 0:

@@ -15,7 +15,7 @@ import os
 import re
 import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 from penstock.protocol.errors import WireError
@@ -23,6 +23,9 @@ from penstock.protocol.facts import Heartbeat, decode
 
 THREAD_CPU = "thread_cpu_s:"  # prefix of a heartbeat's figures: CPU seconds of the threads of one name
 ENGINE_CPU = "engine_cpu_s"  # a worker's figure: CPU seconds of the engine processes that it started
+# What a worker does with a version, one after the other: fetch it, apply it to its copy and verify that; find values that are not finite; prepare
+# the changes for the engine; wait for a permit to pause; pause, which includes the wait for running completions; ask for the engine's checksum.
+APPLY_STAGES = ("fetch", "check", "stage", "permit", "pause", "checksum")
 _NUMBERED = re.compile(r"(?:[-_]\d+)+$")
 _MAX_NAMES = 16
 EXITED = "exited"  # the state in the last heartbeat of a service that was asked to stop, or has finished
@@ -33,6 +36,19 @@ LIVE_TTL_S = 60.0  # of the bucket: the longest that a key may last
 _LOST_PERIODS = 4
 _EXPIRY_PERIODS = 6
 _LEAST_EXPIRY_S = 10.0  # a service that is suspended for seconds still counts
+
+
+def apply_figure(stage: str) -> str:
+    """Return the name of a worker's figure: the seconds of a stage, of all versions that its process applied."""
+    return f"weights_{stage}_s"
+
+
+def apply_means(figures: Mapping[str, float]) -> dict[str, float]:
+    """Return the mean seconds of a version by stage, from the figures of a worker's heartbeat; empty for one that reports none."""
+    num = figures.get("weights_applied", 0.0)
+    return {
+        stage: figures[apply_figure(stage)] / num for stage in APPLY_STAGES if num and apply_figure(stage) in figures
+    }
 
 
 class Activity:

@@ -39,6 +39,7 @@ from penstock.rollout_service.packs.settlement import PackAnnouncer, Settlement
 from penstock.rollout_service.run_images import RunImages
 from penstock.rollout_service.settings import RolloutSettings
 from penstock.rollout_service.teachers.teacher import Teacher
+from penstock.rollout_service.weights.cache_folder import MemoryFolder
 from penstock.rollout_service.weights.mirror import Mirror
 from penstock.rollout_service.weights.servable_versions import ServableVersions, VersionGate
 from penstock.rollout_service.weights.weight_announcements import WeightAnnouncements
@@ -90,19 +91,21 @@ async def _serve(settings: RolloutSettings) -> None:
         GpuSampler() as gpus,
     ):
         await asyncio.to_thread(blobs.check, run_id)
-        mirror = Mirror(blobs, settings.cache_dir, run_id, settings.worker.trusted_keys())
+        in_memory = MemoryFolder(settings.cache_dir)
+        in_memory.clear_abandoned(keep_own=settings.may_use_memory)
+        memory = in_memory if settings.may_use_memory else None
+        mirror = Mirror(blobs, settings.cache_dir, run_id, settings.worker.trusted_keys(), memory)
         engine = _engine(settings)
         try:
             await engine.prepare()
             worker = await _wire(settings, bus, blobs, mirror, engine, stop, traces, gpus)
-            folders = {"worker.cache_dir": settings.cache_dir}
             with heartbeat.serving(
                 settings.metrics,
                 run_id,
                 worker_id,
                 worker.heartbeat,
                 traces.counts,
-                folders=folders,
+                folders=mirror.folders,
                 certificates=certificate_ends(settings.nats, settings.s3),
             ):
                 gc.freeze()  # not scanning what is imported by now saves a tenth of a pack's CPU time

@@ -48,6 +48,10 @@ _FIGURES: Mapping[str, tuple[str, Mapping[str, str]]] = MappingProxyType(
         "completions_abandoned": ("penstock_rollout_abandoned_completions_total", {}),
         "tokens_abandoned": ("penstock_tokens_total", {"outcome": "abandoned"}),
         "weights_applied": ("penstock_rollout_weights_applied_total", {}),
+        **{
+            heartbeats.apply_figure(stage): ("penstock_rollout_weights_seconds_total", {"stage": stage})
+            for stage in heartbeats.APPLY_STAGES
+        },
         "episodes_stored": ("penstock_rollout_episodes_total", {"outcome": "stored"}),
         "episodes_not_stored": ("penstock_rollout_episodes_total", {"outcome": "not_stored"}),
         "episodes_continued": ("penstock_rollout_episodes_total", {"outcome": "continued"}),

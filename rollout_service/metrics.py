@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass, field, fields
+
+from penstock.protocol.heartbeats import APPLY_STAGES, apply_figure
 
 _WINDOW = 10  # snapshots over which the speed is measured: ten seconds of heartbeats
 
@@ -23,9 +27,19 @@ class WorkerMetrics:
     episodes_stored: int = 0  # ended, and protected until their pack is announced
     episodes_not_stored: int = 0  # of those that should have been
     episodes_continued: int = 0  # that an earlier delivery of their pack had played
+    apply_s: dict[str, float] = field(default_factory=lambda: dict.fromkeys(APPLY_STAGES, 0.0), repr=False)
     _token_counts: collections.deque[tuple[float, int]] = field(
         default_factory=lambda: collections.deque(maxlen=_WINDOW), repr=False
     )
+
+    @contextlib.contextmanager
+    def applying(self, stage: str) -> Iterator[None]:
+        """Count the seconds of the block as those of a stage of `heartbeats.APPLY_STAGES`."""
+        started = time.monotonic()
+        try:
+            yield
+        finally:
+            self.apply_s[stage] += time.monotonic() - started
 
     def snapshot(self, now: float | None = None) -> dict[str, float]:
         """Return all metrics; ``tokens_per_s`` is the mean over about the last ten snapshots."""
@@ -34,4 +48,5 @@ class WorkerMetrics:
         since, then = self._token_counts[0]
         elapsed = now - since
         counters = {counter.name: getattr(self, counter.name) for counter in fields(self) if counter.repr}
-        return {**counters, "tokens_per_s": (self.tokens_generated - then) / elapsed if elapsed > 0 else 0.0}
+        seconds = {apply_figure(stage): spent_s for stage, spent_s in self.apply_s.items()}
+        return {**counters, **seconds, "tokens_per_s": (self.tokens_generated - then) / elapsed if elapsed > 0 else 0.0}

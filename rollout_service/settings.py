@@ -93,10 +93,11 @@ class WorkerSettings(Section):
     )
     device: str = Field("cpu", description="Where the embedded engine computes: 'cpu' or 'cuda'.")
     dtype: Literal["float32", "bfloat16"] = Field("float32", description="Number format of the embedded engine.")
-    cache_dir: Path | None = Field(
-        None,
-        description="Folder for local copies of weights; the engine's server must see the same path. "
-        "Default: 'cache' in the run's folder.",
+    cache_dir: Literal["auto"] | Path = Field(
+        "auto",
+        description="Folder for local copies of weights, two of the model; the engine's server must see the same path. 'auto': in /dev/shm "
+        "where the copies of all workers of the host fit into half of the free memory, and the worker starts its engines itself "
+        "without a command of yours; else 'cache' in the run's folder.",
     )
     trusted_keys_file: Path | None = Field(
         None,
@@ -279,9 +280,15 @@ class RolloutSettings(Section):
 
     @property
     def cache_dir(self) -> Path:
-        """Folder of this worker's copies of weights; no other worker uses it."""
-        base = self.worker.cache_dir or self.run.folder / "cache"
+        """Folder of this worker on disk, with its copies of weights unless they are in memory; no other worker uses it."""
+        base = self.run.folder / "cache" if self.worker.cache_dir == "auto" else self.worker.cache_dir
         return (base / self.run.id / self.worker.id).absolute()
+
+    @property
+    def may_use_memory(self) -> bool:
+        """Whether the worker's engines see what it writes into /dev/shm: a server at a URL, or of a command, may be in a container."""
+        is_own = not self.worker.kind.is_attached and not getattr(self.engine_options, "command", ())
+        return is_own and self.worker.cache_dir == "auto"
 
     @property
     def engine_options(self) -> Section:

@@ -202,7 +202,7 @@ class Training:
             **step_fields(self.num_steps_done, self.version, learned.metrics, batch, ages),
             "wait_s": self._wait_s,
             "step_s": self._step_s,
-            "publish_s": self.publisher.publish_s,
+            **self.publisher.seconds,
             "mismatch_unseen_steps": self.engine_check.steps_since,
             "skipped": skipped,
             **({"updates_left_out": len(learned.left_out)} if learned.left_out else {}),

@@ -97,16 +97,26 @@ class LocalOptions:
 class PlanOptions:
     """Options of `penstock plan`; rates are in tokens per second, durations in seconds."""
 
-    workers: Annotated[int, Help("Rollout workers, each with one engine.")] = 2
-    slots: Annotated[int, Help("Sequences that an engine decodes at once.")] = 64
-    engine_rate: Annotated[float, Help("Tokens per second of an engine with all slots in use.")] = 2000.0
+    workers: Annotated[int, Help("Rollout workers, each with the servers that the run file gives it.")] = 2
+    gpu_kind: Annotated[
+        str | None,
+        Help(
+            "A100, H100 or H200: take rates that are not given below from public figures for this GPU and the model; implies --gpu."
+        ),
+    ] = None
+    slots: Annotated[int | None, Help("Sequences that an engine decodes at once; default 64.")] = None
+    engine_rate: Annotated[
+        float | None, Help("Tokens per second of an engine with all slots in use; default 2000.")
+    ] = None
     lone_rate: Annotated[
         float | None, Help("Tokens per second of a single sequence; default three times its share of a full engine.")
     ] = None
-    trainer_rate: Annotated[float, Help("Sampled tokens that the trainer trains in a second.")] = 4000.0
+    trainer_rate: Annotated[float | None, Help("Sampled tokens that the trainer trains in a second; default 4000.")] = (
+        None
+    )
     median: Annotated[float | None, Help("Median tokens of a completion; default rollout.max_new_tokens / 20.")] = None
-    load: Annotated[float, Help("Seconds that an engine takes to load a version.")] = 1.0
-    publish: Annotated[float, Help("Seconds from a step to its version at the workers.")] = 1.0
+    load: Annotated[float | None, Help("Seconds that an engine takes to load a version; default 1.")] = None
+    publish: Annotated[float | None, Help("Seconds from a step to its version at the workers; default 1.")] = None
     score: Annotated[float, Help("Seconds that scoring a pack takes.")] = 1.0
     rank_memory: Annotated[
         str | None, Help("Memory of a rank, such as 80GB: print which settings make the run fit.")

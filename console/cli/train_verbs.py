@@ -111,12 +111,12 @@ def plan(*arguments: RunArguments, options: Annotated[PlanOptions, FLAT] = PlanO
     """Say who will wait for whom in a run and what memory a trainer's rank needs, before it starts.
 
     Starts no service; reads the model's config.json and no weights. The rates are those of your engines and of your trainer,
-    as `penstock watch` shows them during a short run. Lengths are log-normal with a long tail, up to rollout.max_new_tokens.
+    as `penstock watch` shows them during a short run, or public ones of --gpu-kind. Lengths are log-normal with a long tail, up to rollout.max_new_tokens.
     With --rank-memory it names the settings that make the run fit, and ends with 1 if it does not.
 
     Example:  penstock plan run.toml --workers 8 --engine-rate 2500 --trainer-rate 12000
               penstock plan run.toml --workers 32 rollout.max_staleness=4 worker.update_mode=in_place
-              penstock plan run.toml --rank-memory 80GB --gpu
+              penstock plan run.toml --gpu-kind H100 --rank-memory 80GB
     Then:     penstock train run.toml
     """
     from penstock.deploy.plan.plan_run import plan_run

@@ -104,6 +104,8 @@ class PublicationFields(EventFields):
     raw_bytes: _Count = 0
     sent_bytes: _Count = 0
     density: _Figure = None
+    diff_s: _Figure = None
+    upload_s: _Figure = None
     publish_s: _Figure = None
 
 

@@ -77,6 +77,7 @@ def machine(folder: Path, environ: Mapping[str, str]) -> Iterator[Finding]:
     yield gpu_finding
     yield attention(has_gpu=bool(gpus) and gpu_finding.level == "ok")
     yield from memory()
+    yield copies_of_weights()
     yield disk(folder)
     yield loopback()
     for port, key in _PORTS.items():
@@ -211,6 +212,16 @@ def memory() -> Iterator[Finding]:
     shared = Path("/dev/shm")  # noqa: S108 - its size is the question
     if shared.exists() and shutil.disk_usage(shared).total < _GIB // 4:
         yield Finding("shared memory", "warn", "below 256 MiB; several ranks need more", "docker run --shm-size=2g")
+
+
+def copies_of_weights() -> Finding:
+    """Check where a worker that starts its own engines would keep its copies (worker.cache_dir = auto)."""
+    answer = _run(launch.module("penstock.rollout_service.weights.cache_folder"), _SANDBOX_S)
+    if isinstance(answer, Exception) or answer.returncode:
+        return Finding(
+            "copies of weights", "warn", f"the check did not finish: {_failure(answer)}", "set worker.cache_dir"
+        )
+    return Finding("copies of weights", "ok", answer.stdout.strip())
 
 
 def disk(folder: Path) -> Finding:

@@ -24,7 +24,7 @@ from penstock.console.report.event_fields import number
 from penstock.console.terminal import console, print_table
 from penstock.console.tools.runs import existing_folder
 from penstock.protocol.errors import ConfigError
-from penstock.protocol.heartbeats import ENGINE_CPU, THREAD_CPU
+from penstock.protocol.heartbeats import ENGINE_CPU, THREAD_CPU, apply_means
 
 OTHER = "other"
 # Phases of the training thread, one after the other: field of the step's line -> name.
@@ -63,6 +63,7 @@ class ServiceProfile:
     waiting_s: float  # for another service
     cpu_s: float
     cpu_parts: Mapping[str, float]  # of the newest process: threads by name, "engine"; the largest first
+    apply_s: Mapping[str, float]  # of a worker's newest process: mean of a version by stage, `heartbeats.APPLY_STAGES`
 
     @property
     def waiting_share(self) -> float | None:
@@ -79,6 +80,7 @@ class RunProfile:
     step_wall_s: float  # from the start of the first step to the end of the last, without the time between sessions
     phases: tuple[Phase, ...]
     publish_s: float | None  # mean of a version, beside the steps
+    publish_stages_s: Mapping[str, float]  # the same by stage: compare, upload, announce; empty in older runs
     before_s: float | None  # from the first service to the first step: start-up and the first evaluation
     after_s: float | None  # from the last step on: export and the last evaluation
     services: tuple[ServiceProfile, ...]
@@ -103,10 +105,21 @@ def profile(rows: Iterable[Mapping[str, Any]], watched: WatchedTotals | None) ->
         step_wall_s=wall_s,
         phases=tuple(Phase(name, s, s / wall_s if wall_s > 0.0 else 0.0) for name, s in seconds.items()),
         publish_s=sum(published) / len(published) if published else None,
+        publish_stages_s=_means([step.get("publish_stages_s") for step in steps]),
         before_s=max(0.0, times[0] - first_s - since) if times and since is not None else None,
         after_s=max(0.0, until - times[-1]) if times and until is not None else None,
         services=tuple(sorted(map(_service, watched.services if watched is not None else ()), key=_order)),
     )
+
+
+def _means(found: Iterable[Any]) -> dict[str, float]:
+    """Return the mean of each key of these objects; anything else among them is left out."""
+    values: dict[str, list[float]] = {}
+    for one in found:
+        for name, value in one.items() if isinstance(one, Mapping) else ():
+            if (seconds := number(value)) is not None:
+                values.setdefault(str(name), []).append(seconds)
+    return {name: sum(each) / len(each) for name, each in values.items()}
 
 
 def limits(run_profile: RunProfile) -> list[str]:
@@ -187,6 +200,7 @@ def _service(totals: ServiceTotals) -> ServiceProfile:
         working_s=totals.busy_s,
         waiting_s=totals.idle_s,
         cpu_s=totals.earlier_cpu_s + totals.beat.cpu_s,
+        apply_s=apply_means(figures),
         cpu_parts=dict(sorted(parts.items(), key=lambda part: part[1], reverse=True)),
     )
 
@@ -231,7 +245,14 @@ def _print(run: str, run_profile: RunProfile) -> None:
         numbers = ("ms a step", "s", "share")
         print_table(("trainer", *numbers), (_phase(phase, run_profile) for phase in run_profile.phases), right=numbers)
     if run_profile.publish_s is not None:
-        out.print(f"\nbeside the steps: {run_profile.publish_s * 1000:.0f} ms to publish a version", highlight=False)
+        out.print(
+            f"\nbeside the steps: {run_profile.publish_s * 1000:.0f} ms to publish a version"
+            f"{_stages(run_profile.publish_stages_s)}",
+            highlight=False,
+        )
+    workers = [service.apply_s for service in run_profile.services]
+    if means := _means(workers):
+        out.print(f"a version at a worker: {sum(means.values()) * 1000:.0f} ms{_stages(means)}", highlight=False)
     if run_profile.services:
         out.print()
         numbers, parts = ("works s", "waits s", "waits", "CPU s", "CPU share"), "of its newest process"
@@ -245,6 +266,10 @@ def _print(run: str, run_profile: RunProfile) -> None:
         )
     for line in ("", *(f"- {text}" for text in limits(run_profile))):
         out.print(line, markup=False, highlight=False)
+
+
+def _stages(seconds: Mapping[str, float]) -> str:
+    return f": {', '.join(f'{name} {spent_s * 1000:.0f}' for name, spent_s in seconds.items())}" if seconds else ""
 
 
 def _around(run_profile: RunProfile) -> str:

@@ -7,22 +7,28 @@ import json
 import os
 import sys
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+
+from pydantic import ValidationError
 
 from penstock.console.cli.options import PlanOptions
 from penstock.deploy.placement.needs import trainer_on_gpu
 from penstock.deploy.placement.placement import DoesNotFit
 from penstock.deploy.placement.planner import planned
 from penstock.deploy.placement.run_placement import RunPlacement, parse_gpus, place_run
+from penstock.deploy.plan.assumed_rates import PROMPT_TOKENS, AssumedRates, assumed_rates, describe_rates, phases
+from penstock.deploy.plan.memory.model_shape import read_shape
+from penstock.deploy.plan.memory.plan_inputs import plan_inputs
 from penstock.deploy.plan.memory.report import RankMemory, parse_size
 from penstock.deploy.plan.simulated_run import SimulatedRun
-from penstock.deploy.plan.simulation import Durations, EnginePace, Fleet, LengthMix, Outcome
+from penstock.deploy.plan.simulation import Durations, Fleet, Outcome
 from penstock.protocol.config.run_file import load, split_arguments
 from penstock.protocol.errors import ConfigError
 from penstock.protocol.secret_values import scrub
-from penstock.rollout_service.engines.engine_client import LONG_TOKENS
 from penstock.rollout_service.settings import RolloutSettings as WorkerSettings
+from penstock.rollout_service.weights.cache_folder import SHARE, SHARED_MEMORY
+from penstock.rollout_service.weights.mirror_slot import NUM_REGULAR_SLOTS
 from penstock.trainer.errors import NotEstimated
 from penstock.trainer.groups.task_packs import choose_groups_per_message
 from penstock.trainer.recovery.held_messages import HeldBound
@@ -31,7 +37,7 @@ from penstock.trainer.settings import RolloutSettings, TrainerSettings
 _IDLE = 0.05  # a share of the time that is not worth a sentence
 _BOUNDS = (0, 1, 2, 4, 8)
 _MEASURED = 10  # steps
-_PROMPT_TOKENS, _TASK_BYTES = 256.0, 2048.0  # of a usual prompt; they decide how many groups share a message
+_TASK_BYTES = 2048.0  # of a usual prompt; how many groups share a message depends on it
 _DOES_NOT_FIT, _ERROR = 1, 2  # exit codes: of a rank that needs more than --rank-memory, of settings that are refused
 
 
@@ -93,18 +99,36 @@ def num_steps(max_staleness: int, num: int) -> int:
     return max_staleness + 3 + num + max_staleness + 1
 
 
-def _drains(update_mode: str, max_new_tokens: int) -> bool:
-    return update_mode == "drain" or (update_mode == "auto" and max_new_tokens <= LONG_TOKENS)
+@dataclass(frozen=True, slots=True)
+class Advice:
+    """A change of the run file that trains more, by the plan's own simulation."""
+
+    settings: tuple[str, ...]  # as SECTION.KEY=VALUE
+    waits: Waits  # with it
+
+    def text(self, now: Waits) -> str:
+        return (
+            f"{' '.join(self.settings)} would train {self.waits.tokens_per_s / now.tokens_per_s:.2f} times as many tokens, "
+            f"{self.waits.staleness_mean:.1f} versions old on average"
+        )
 
 
-def describe_waits(now: Waits, others: list[Waits], fleet: Fleet, sequences_per_pack: int) -> list[str]:
+def advise(now: Waits, candidates: Sequence[Advice]) -> list[Advice]:
+    """Return what trains over 5 % more: the candidate with the lowest bound on staleness, and the fastest."""
+    better = [one for one in candidates if one.waits.tokens_per_s > now.tokens_per_s * (1.0 + _IDLE)]
+    if not better:
+        return []
+    least = min(better, key=lambda one: (one.waits.max_staleness, len(one.settings)))
+    return list(dict.fromkeys((least, max(better, key=lambda one: one.waits.tokens_per_s))))
+
+
+def describe_waits(now: Waits, advice: Sequence[Advice], fleet: Fleet, sequences_per_pack: int) -> list[str]:
     lines = []
     in_flight = fleet.packs_in_flight * sequences_per_pack
     if now.max_staleness and 0 < in_flight < 2 * fleet.pace.slots and now.slots_used < 1.0 - _IDLE:
-        needed = -(-2 * fleet.pace.slots // sequences_per_pack)
         lines.append(
             f"worker.packs_in_flight = {fleet.packs_in_flight} keeps at most {in_flight} sequences for the {fleet.pace.slots} "
-            f"slots of an engine, and fewer when the short ones of a group have ended; try {needed}, or 0: as many as the engine makes use of"
+            "slots of a worker's engines, and fewer when the short ones of a group have ended; 0: as many as the engines make use of"
         )
     if now.trainer_idle > _IDLE:
         lines.append(f"the trainer waits for rollouts {now.trainer_idle:.0%} of the time")
@@ -123,15 +147,7 @@ def describe_waits(now: Waits, others: list[Waits], fleet: Fleet, sequences_per_
         lines.append(
             f"{now.dropped} of {now.dropped + now.trained} groups are too old when they arrive: dropped, and sampled again"
         )
-    better = [other for other in others if other.tokens_per_s > now.tokens_per_s * (1.0 + _IDLE)]
-    if better:
-        least = min(better, key=lambda one: one.max_staleness)
-        most = max(better, key=lambda one: one.tokens_per_s)
-        for waits in dict.fromkeys((least, most)):
-            lines.append(
-                f"rollout.max_staleness = {waits.max_staleness} would train {waits.tokens_per_s / now.tokens_per_s:.2f} times as "
-                f"many tokens, {waits.staleness_mean:.1f} versions old on average"
-            )
+    lines += [one.text(now) for one in advice]
     if not lines:
         lines.append("no service waits for long: no other bound on staleness trains more than 5 % faster")
     return lines
@@ -165,48 +181,46 @@ def plan_run(arguments: Sequence[str], options: PlanOptions) -> int:
     """Print the plan; returns 1 if a rank needs more than its limit, 2 after the reason why settings or figures are refused."""
     try:
         placed = None if options.gpus is None else place_run(arguments, os.environ, gpus=parse_gpus(options.gpus))
+        on_gpu = options.gpu or options.gpu_kind is not None or placed is not None
         files, overrides = split_arguments([*arguments, *(placed.overrides if placed else ())])
-        if options.gpu or placed is not None:
+        if on_gpu:
             trainer = trainer_on_gpu(files, overrides, os.environ).settings
         else:
             trainer = load(TrainerSettings, files=files, overrides=overrides, environ=os.environ).settings
         worker = load(WorkerSettings, files=files, overrides=overrides, environ=os.environ).settings
         per_message = choose_groups_per_message(
-            trainer.rollout, prompt_tokens=_PROMPT_TOKENS, bytes_per_task=_TASK_BYTES
+            trainer.rollout, prompt_tokens=PROMPT_TOKENS, bytes_per_task=_TASK_BYTES
         )
         rollout = trainer.rollout.model_copy(update={"groups_per_message": per_message})
-        for name in ("workers", "slots", "engine_rate", "trainer_rate"):
-            if getattr(options, name) <= 0:
-                raise ConfigError(f"--{name.replace('_', '-')} {getattr(options, name)}: expected a number above 0")
-        full_s = options.slots / options.engine_rate
-        alone_s = 1.0 / options.lone_rate if options.lone_rate else full_s / 3
-        fleet = Fleet(
-            num_workers=options.workers,
-            pace=EnginePace(options.slots, min(alone_s, full_s), full_s),
-            packs_in_flight=worker.worker.packs_in_flight,
-            drains=_drains(worker.worker.update_mode, trainer.rollout.max_new_tokens),
-        )
-        rows = _simulate(options, trainer, rollout, fleet)
-        memory = _memory(options, trainer, placed)
+        rates = assumed_rates(options, trainer, worker)
+        rows = _simulate(trainer, rollout, rates, rates.fleet, _BOUNDS)
+        now = next(row for row in rows if row.max_staleness == rollout.max_staleness)
+        advice = advise(now, _candidates(trainer, rollout, rates, rows))
+        memory = _memory(options, trainer, placed, on_gpu=on_gpu)
         held = describe_held(trainer, per_message)
     except (ConfigError, NotEstimated, ValueError) as err:
         sys.stderr.write(scrub(f"penstock plan: {err}\n"))
         return _DOES_NOT_FIT if isinstance(err, DoesNotFit) else _ERROR
-    chosen = trainer.rollout.max_staleness
-    now = next(row for row in rows if row.max_staleness == chosen)
-    sentences = describe_waits(now, rows, fleet, rollout.groups_per_message * rollout.started_completions)
-    sentences.append(held)
+    tokens_per_step = now.tokens_per_s * now.step_s
+    sentences = describe_rates(rates, options, tokens_per_step)
+    sentences += describe_waits(now, advice, rates.fleet, rollout.groups_per_message * rollout.started_completions)
+    sentences += [held, *_describe_copies(trainer, options)]
     if options.json:
-        of_rank = {"not_estimated": memory} if isinstance(memory, str) else memory.document()
-        waits = [dataclasses.asdict(row) for row in rows]
-        document = {"waits": waits, "says": sentences, "memory": of_rank}
-        document |= {} if placed is None else {"placement": placed.document()}
+        document = {
+            "waits": [dataclasses.asdict(row) for row in rows],
+            "says": sentences,
+            "proposes": [{"settings": one.settings, "waits": dataclasses.asdict(one.waits)} for one in advice],
+            "phases": phases(rates, tokens_per_step),
+            "trainer": None if rates.trainer is None else dataclasses.asdict(rates.trainer),
+            "publication": rates.publication,
+            "memory": {"not_estimated": memory} if isinstance(memory, str) else memory.document(),
+        } | ({} if placed is None else {"placement": placed.document()})
         sys.stdout.write(json.dumps(document) + "\n")
     else:
         if placed is not None:
             sys.stdout.write("".join(f"{line}\n" for line in placed.placement.lines()) + "\n")
         sys.stdout.write(
-            f"who waits for whom ({options.workers} workers, * the run file's bound)\n\n{waits_table(rows, chosen)}\n\n"
+            f"who waits for whom ({options.workers} workers, * the run file's bound)\n\n{waits_table(rows, rollout.max_staleness)}\n\n"
         )
         sys.stdout.write("".join(f"- {line}\n" for line in sentences))
         of_rank = f"memory of a rank: not estimated\n\n- {memory}\n" if isinstance(memory, str) else memory.text()
@@ -214,7 +228,9 @@ def plan_run(arguments: Sequence[str], options: PlanOptions) -> int:
     return 0 if isinstance(memory, str) or memory.fits else _DOES_NOT_FIT
 
 
-def _memory(options: PlanOptions, trainer: TrainerSettings, placed: RunPlacement | None) -> RankMemory | str:
+def _memory(
+    options: PlanOptions, trainer: TrainerSettings, placed: RunPlacement | None, *, on_gpu: bool
+) -> RankMemory | str:
     """Return the memory of a rank, or why it is not estimated.
 
     Raises ConfigError for a limit that is no size, and NotEstimated if there is a limit and no estimate.
@@ -223,31 +239,77 @@ def _memory(options: PlanOptions, trainer: TrainerSettings, placed: RunPlacement
     if placed is not None and limit is None:
         limit = min(map(planned, placed.placement.trainer))
     try:
-        return RankMemory(trainer, limit=limit, on_gpu=options.gpu or placed is not None)
+        return RankMemory(trainer, limit=limit, on_gpu=on_gpu)
     except NotEstimated as err:
         if limit is not None:
             raise
         return str(err)
 
 
-def _simulate(options: PlanOptions, trainer: TrainerSettings, rollout: RolloutSettings, fleet: Fleet) -> list[Waits]:
-    mix = LengthMix(options.median or max(1.0, rollout.max_new_tokens / 20), rollout.max_new_tokens)
-    durations = Durations(
-        token_s=1.0 / options.trainer_rate, score_s=options.score, publish_s=options.publish, load_s=options.load
-    )
+def _simulate(
+    trainer: TrainerSettings, rollout: RolloutSettings, rates: AssumedRates, fleet: Fleet, bounds: Iterable[int]
+) -> list[Waits]:
     rows = []
-    for bound in sorted({*_BOUNDS, rollout.max_staleness}):
+    for bound in sorted({*bounds, rollout.max_staleness}):
         run = SimulatedRun(
             rollout.model_copy(update={"max_staleness": bound}),
             fleet,
-            durations,
-            mix,
+            rates.durations,
+            rates.mix,
             steps=num_steps(bound, _MEASURED),
             seed=trainer.run.seed,
             oldest_patience=trainer.trainer.oldest_patience,
         )
-        rows.append(simulate(run, fleet, durations, max_staleness=bound, num=_MEASURED))
+        rows.append(simulate(run, fleet, rates.durations, max_staleness=bound, num=_MEASURED))
     return rows
+
+
+def _candidates(
+    trainer: TrainerSettings, rollout: RolloutSettings, rates: AssumedRates, rows: list[Waits]
+) -> list[Advice]:
+    """Return the changes that are simulated: other bounds on staleness, and no fixed number of packs in flight, with the fastest bound too."""
+    chosen = rollout.max_staleness
+    found = [Advice(_with_bound(trainer, row.max_staleness), row) for row in rows]
+    if rates.fleet.packs_in_flight:
+        fastest = max(rows, key=lambda row: row.tokens_per_s).max_staleness
+        free = dataclasses.replace(rates.fleet, packs_in_flight=0)
+        rows = _simulate(trainer, rollout, rates, free, (fastest,))
+        found += [Advice(("worker.packs_in_flight=0", *_with_bound(trainer, row.max_staleness)), row) for row in rows]
+    return [one for one in found if one.settings and (one.waits.max_staleness == chosen or _is_accepted(trainer, one))]
+
+
+def _with_bound(trainer: TrainerSettings, bound: int) -> tuple[str, ...]:
+    """Return the settings of another bound on staleness: versions that may still be fetched must be kept."""
+    if bound == trainer.rollout.max_staleness:
+        return ()
+    kept = (f"trainer.keep_versions={bound + 2}",) if trainer.trainer.keep_versions < bound + 2 else ()
+    return (f"rollout.max_staleness={bound}", *kept)
+
+
+def _is_accepted(trainer: TrainerSettings, advice: Advice) -> bool:
+    """Return True if the other settings of the run allow that bound, as its trainer checks them."""
+    bound = advice.waits.max_staleness
+    changed = trainer.model_dump()
+    changed["rollout"]["max_staleness"] = bound
+    changed["trainer"]["keep_versions"] = max(bound + 2, trainer.trainer.keep_versions)
+    try:
+        TrainerSettings.model_validate(changed)
+    except ValidationError:
+        return False
+    return True
+
+
+def _describe_copies(trainer: TrainerSettings, options: PlanOptions) -> list[str]:
+    """Return what the copies of the weights need on the hosts of workers, if the model's shape is known."""
+    try:
+        num_bytes = plan_inputs(trainer, read_shape(trainer.model.path, "model.path")).published_bytes
+    except NotEstimated:
+        return []
+    most = NUM_REGULAR_SLOTS * num_bytes
+    return [
+        f"each worker keeps {NUM_REGULAR_SLOTS} copies of {num_bytes / 1e9:.2f} GB of weights: a host with {options.workers} workers keeps them in "
+        f"{SHARED_MEMORY} if {options.workers * most / SHARE / 1e9:.1f} GB of it and of its memory are free, else in the run's folder"
+    ]
 
 
 if __name__ == "__main__":

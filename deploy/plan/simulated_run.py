@@ -78,7 +78,7 @@ class SimulatedRun:
         self._held = [0] * fleet.num_workers  # packs in flight
         self._requests = deque(range(fleet.num_workers))  # workers that ask for a pack, the longest waiting first
         self._asking = set(self._requests)
-        self._limits = [fleet.packs_in_flight or PackLimit() for _ in range(fleet.num_workers)]
+        self._limits = [fleet.packs_in_flight or PackLimit(fleet.num_servers) for _ in range(fleet.num_workers)]
         self._num_permits = num_permits(fleet.num_workers, fleet.max_paused_share)
         self._permits: set[int] = set()  # workers that hold one
         self._waiting_for_permit: deque[int] = deque()

@@ -112,10 +112,11 @@ class Durations:
 @dataclass(frozen=True, kw_only=True)
 class Fleet:
     num_workers: int
-    pace: EnginePace
+    pace: EnginePace  # of all servers of a worker together
     packs_in_flight: int  # 0: as many as an engine makes use of, as `worker.packs_in_flight`
     drains: bool  # whether a swap waits for running sequences, else they go on with the new weights
     max_paused_share: float = 0.5  # `worker.max_paused_share`
+    num_servers: int = 1  # of a worker
 
 
 @dataclass(slots=True)

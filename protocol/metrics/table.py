@@ -124,6 +124,7 @@ _ROLLOUT = _rows(
     ("penstock_rollout_packs_unverified_total", "counter", "packs", "", "Of the requeued packs, those of which it was unknown which weights sampled them."),
     ("penstock_rollout_packs_held", "gauge", "packs", "", "Packs received and not settled."),
     ("penstock_rollout_weights_applied_total", "counter", "versions", "", "Versions that the engine loaded."),
+    ("penstock_rollout_weights_seconds_total", "counter", "s", "stage", "Time of a version at the worker: fetch (and verify its copy), check (finite values), stage (changes for the engine), permit (to pause), pause, checksum."),
     ("penstock_rollout_abandoned_completions_total", "counter", "completions", "", "Started and not kept, since enough of their group had ended (rollout.redundant_completions)."),
     ("penstock_rollout_episodes_total", "counter", "episodes", "outcome", "Long episodes that ended before their pack: stored, not_stored (S3 failed), and continued from an earlier delivery of the pack."),
     ("penstock_rollout_tokens_per_second", "gauge", "tokens/s", "", "Mean over about ten heartbeats."),

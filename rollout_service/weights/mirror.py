@@ -3,7 +3,7 @@
 Models are kept in two folders, called slots, to which patches are applied in turn. An engine reads its folder at moments the worker does
 not choose: when it restarts, or when it rolls a failed update back. So the folder that an engine received is never written to: the next
 version is written to the other slot, and the engine receives that path. Both paths stay the same while the worker runs. This costs twice the
-disk space, and each patch is fetched once and applied twice; the alternative, a lock, would need the inference server to respect it.
+space, and each patch is fetched once and applied twice; the alternative, a lock, would need the inference server to respect it.
 
 An evaluation may pin an older version. When neither slot holds it, a further slot is filled from a full snapshot and its patches, and
 removed afterwards. A worker that restarts does not reuse adapter folders, which are small. A worker's cache folder:
@@ -14,16 +14,13 @@ removed afterwards. A worker that restarts does not reuse adapter folders, which
     <cache>/patches/         what engines are about to change in the weights they serve; files of a moment
     <cache>/lock             locked while the worker's process runs
 
-A killed worker cannot remove its copies, and its id may never be used again. So a worker that starts clears the folders beside its own that
-no running process has locked.
+Where it is, in memory or on a disk, is decided when the first version says how large the model is (`cache_folder.py`).
 """
 
 from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
-import io
 import os
 import shutil
 import time
@@ -44,6 +41,7 @@ from penstock.protocol.weights.manifest_chain import CatchUp, verify_head
 from penstock.protocol.weights.version_reader import UNUSABLE, WeightReader
 from penstock.rollout_service.engines.weight_changes import NoChanges, WeightChanges
 from penstock.rollout_service.errors import MirrorFull, WeightsUnusable
+from penstock.rollout_service.weights.cache_folder import CacheFolder, MemoryFolder
 from penstock.rollout_service.weights.mirror_slot import (
     NUM_REGULAR_SLOTS,
     Slot,
@@ -56,82 +54,9 @@ if TYPE_CHECKING:
     from penstock.protocol.weights.signature import TrustedKeys
 
 
-_SLOTS = ("a", "b", "c", "d")
-_FILES = "files"
-_ADAPTERS = "adapters"
-_PATCHES = "patches"
-_LOCK = "lock"
 log = structlog.get_logger("rollout.model_mirror")
 CACHED_SEGMENT_BYTES = 1024**3  # patches fetched for one slot, kept in memory for the other
 _DISK_FULL = {errno.ENOSPC, errno.EDQUOT}
-
-
-class CacheFolder:
-    """Exclusive use of one folder below ``worker.cache_dir``."""
-
-    def __init__(self, path: Path) -> None:
-        """Make and lock the folder, and clear those of workers that no longer run.
-
-        Model folders of an earlier process with this worker id stay; its adapters are removed. Raises ConfigError when
-        the folder cannot be made, or a running worker with the same id uses it.
-        """
-        self.path = path
-        self.slots = tuple(path / name for name in _SLOTS)
-        self.files = path / _FILES
-        self.adapters = path / _ADAPTERS
-        try:
-            path.mkdir(parents=True, exist_ok=True)
-            lock = _lock(path)
-            if lock is None:
-                raise ConfigError(
-                    f"another worker with the same worker.id is running and uses {path}; choose another worker.id"
-                )
-            self._lock = lock
-            for sibling in path.parent.iterdir():
-                _clear_abandoned(sibling)
-            self.files.mkdir(exist_ok=True)
-            for name in (_ADAPTERS, _PATCHES):
-                shutil.rmtree(path / name, ignore_errors=True)
-        except OSError as err:
-            raise ConfigError(
-                f"worker.cache_dir: cannot create {path} ({err.strerror}); choose a folder that can be written to"
-            ) from None
-
-    def free_bytes(self) -> int:
-        return shutil.disk_usage(self.path).free
-
-    def close(self) -> None:
-        if not self._lock.closed:
-            _clear(self.path)
-            self.unlock()
-
-    def unlock(self) -> None:
-        self._lock.close()
-
-
-def _lock(folder: Path) -> io.FileIO | None:
-    """Lock a folder for as long as the returned file is open; None when another process has locked it."""
-    file = io.FileIO(folder / _LOCK, "a")
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        file.close()
-        return None
-    return file
-
-
-def _clear_abandoned(folder: Path) -> None:
-    if (folder / _LOCK).exists():
-        lock = _lock(folder)
-        if lock is not None:
-            _clear(folder)
-            lock.close()
-
-
-def _clear(folder: Path) -> None:
-    for name in (_FILES, _ADAPTERS, _PATCHES, *_SLOTS):
-        shutil.rmtree(folder / name, ignore_errors=True)
-        (folder / name).with_suffix(".json").unlink(missing_ok=True)
 
 
 class AdapterMirror:
@@ -292,19 +217,44 @@ class _Start:
 class Mirror:
     """One worker's copies. Blocking: coroutines call it through ``asyncio.to_thread``, one at a time."""
 
-    def __init__(self, blobs: Blobs, folder: Path, run_id: str, trusted_keys: TrustedKeys | None = None) -> None:
-        """Reuse the models that an earlier process of this worker left in ``folder``.
+    def __init__(
+        self,
+        blobs: Blobs,
+        folder: Path,
+        run_id: str,
+        trusted_keys: TrustedKeys | None = None,
+        memory: MemoryFolder | None = None,
+    ) -> None:
+        """Reuse the models that an earlier process of this worker left in ``folder``, or in ``memory`` where they have room.
 
         With ``trusted_keys``, a version whose manifest none of them has signed is unusable.
 
         Raises ConfigError when the folder cannot be made, or a running worker with the same id uses it.
         """
-        self._run_id = run_id
-        self._cache = CacheFolder(folder)
+        self._run_id, self._blobs = run_id, blobs
+        self._on_disk, self._memory = CacheFolder(folder), memory
         self._reader = WeightReader(blobs, run_id, cache_bytes=CACHED_SEGMENT_BYTES, trusted_keys=trusted_keys)
-        self._models = ModelMirror(self._reader, blobs, slots=self._cache.slots, files=self._cache.files)
-        self._adapters = AdapterMirror(self._reader, blobs, folder=self._cache.adapters)
         self._epoch = 0
+        self.folders: dict[str, Path] = {}  # whose disk may fill, by setting
+        self._use(self._on_disk)
+
+    def _use(self, cache: CacheFolder) -> None:
+        self._cache = cache
+        self._models = ModelMirror(self._reader, self._blobs, slots=cache.slots, files=cache.files)
+        self._adapters = AdapterMirror(self._reader, self._blobs, folder=cache.adapters)
+        self.folders["worker.cache_dir"] = cache.path
+
+    def _place(self, model: VersionManifest) -> None:
+        """Choose the folder, once: when the first version says how large the model is."""
+        if self._memory is None:
+            return
+        num_bytes = self._reader.layout(model).num_bytes
+        in_memory, reason = self._memory.take(num_bytes)
+        self._memory = None
+        if in_memory is not None:
+            self._on_disk.clear()
+            self._use(in_memory)
+        log.info("chose where the copies of the weights are", folder=str(self._cache.path), reason=reason)
 
     def fetch(
         self,
@@ -327,9 +277,10 @@ class Mirror:
             if newest:
                 verify_head(target, run_id=self._run_id, version=version, epoch=self._epoch)
                 self._epoch = target.epoch
+            model = target if target.base is None else self._reader.base(target)
+            self._place(model)
             if target.base is None:
                 return self._mirrored(target, self._models.fetch(target, manifest_ref, keep), start)
-            model = self._reader.base(target)
             base = self._mirrored(model, self._models.fetch(model, target.base.manifest, keep), start)
             return self._mirrored(target, self._adapters.fetch(target), start, base)
 
@@ -358,7 +309,8 @@ class Mirror:
         return min((version for version in needed if version is not None), default=None)
 
     def close(self) -> None:
-        self._cache.close()
+        for cache in {self._cache, self._on_disk}:
+            cache.close()
 
     def _mirrored(
         self, manifest: VersionManifest, folder: Path, start: _Start, base: MirroredVersion | None = None
@@ -377,17 +329,17 @@ class Mirror:
 
     @contextlib.contextmanager
     def _translating_errors(self, version: PolicyVersion) -> Iterator[None]:
-        folder = self._cache.path
         try:
             yield
         except UNUSABLE as err:
             raise WeightsUnusable(f"version {version}: {err}") from None
         except OSError as err:
+            folder = self._cache.path
             if err.errno in _DISK_FULL:
                 raise MirrorFull(
                     f"worker.cache_dir: {folder} has no space for version {version} ({err.strerror}; "
                     f"{self._cache.free_bytes() / 1e6:.1f} MB free). Two copies of the model are kept there: "
-                    "free disk space, or choose another folder"
+                    "free space there, or choose another folder"
                 ) from None
             raise ConfigError(
                 f"worker.cache_dir: cannot write version {version} to {folder} ({err.strerror}); "

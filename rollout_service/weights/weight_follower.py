@@ -121,9 +121,10 @@ class WeightFollower:
         """Let the engine prepare the change from the weights it serves, while it generates; else it loads the folder."""
         served, limit = self.engine.version, max_changed_share(self.engine)
         if served is not None and mirrored.base is None and limit > 0.0:
-            async with self._fetching:
-                changes = await asyncio.to_thread(self.mirror.changes, served, mirrored.version, limit)
-            await stage_changes(self.engine, changes)
+            with self.swap.metrics.applying("stage"):
+                async with self._fetching:
+                    changes = await asyncio.to_thread(self.mirror.changes, served, mirrored.version, limit)
+                await stage_changes(self.engine, changes)
 
     async def _check_engine(self, disagreement: Disagreement) -> None:
         """Have the engine load its files again; raises EngineDisagrees if its checksum was another one before.
@@ -264,9 +265,11 @@ class WeightFollower:
         manifest = self._published.manifest(version)
 
         def fetch() -> MirroredVersion:
-            mirrored = self.mirror.fetch(version, manifest, keep=self._in_use(), newest=newest)
+            with self.swap.metrics.applying("fetch"):
+                mirrored = self.mirror.fetch(version, manifest, keep=self._in_use(), newest=newest)
             model = mirrored.base or mirrored
-            self._check.check(model.folder, model.version)
+            with self.swap.metrics.applying("check"):
+                self._check.check(model.folder, model.version)
             return mirrored
 
         async def attempt() -> MirroredVersion:

@@ -208,11 +208,15 @@ class WeightSwap:
             await self.engine.load(mirrored.folder, mirrored.version)
             self.servable.set_model(mirrored.version)
             return 0.0
-        async with self.semaphore.permit() if self._pause_s > NEEDS_PERMIT_S else contextlib.nullcontext():
+        async with contextlib.AsyncExitStack() as held:
+            if self._pause_s > NEEDS_PERMIT_S:
+                with self.metrics.applying("permit"):
+                    await held.enter_async_context(self.semaphore.permit())
             started = time.monotonic()
             longest = self.servable.longest_running
             mode = mode_of(self.update_mode, previous, mirrored.version, longest=longest, long_mode=self.long_mode)
-            await self.engine.load(mirrored.folder, mirrored.version, mode)
+            with self.metrics.applying("pause"):
+                await self.engine.load(mirrored.folder, mirrored.version, mode)
             self._pause_s = time.monotonic() - started
         self.servable.set_model(mirrored.version)
         return self._pause_s
@@ -229,7 +233,8 @@ class WeightSwap:
             fetch_s=round(mirrored.fetch_s, 4),
             num_bytes=mirrored.num_bytes,
         )
-        checksum = await self._checksum(mirrored)
+        with self.metrics.applying("checksum"):
+            checksum = await self._checksum(mirrored)
         await self.announcements.announce_applied(
             WeightsApplied(
                 run_id=self.announcements.run_id,

@@ -40,6 +40,7 @@ from penstock.deploy.plan.memory.memory_plan import MemoryPlan
 from penstock.protocol.files import atomic_write
 from penstock.trainer.algorithm.packed_rows import Layout, pack
 from penstock.trainer.learner.attention import backends
+from penstock.trainer.learner.flops import peak_of
 from penstock.trainer.learner.trainable import import_deepspeed
 from penstock.trainer.parallel_dims import ParallelDims, ParallelLayout
 from penstock.trainer.ranks import Ranks
@@ -53,7 +54,6 @@ QWEN25_7B = Configuration(
     tied=False, dtype="bfloat16", checkpointing=True, prompt=1024, answer=1920, group_size=8, groups=1, budget=16_384,
 )  # fmt: skip
 HEADS = ((64, 2), (96, 1), (128, 2), (128, 8), (256, 2))  # dimensions, and query heads for each key head
-PEAK_TFLOPS = {"H100": 989.0, "H200": 989.0, "A100": 312.0}  # bfloat16 without sparsity, from NVIDIA's data sheets
 _ENDED = "gpu-check "  # what comes before a part's JSON on its last line
 
 
@@ -168,9 +168,8 @@ class Check:
 
     def _mfu(self, flops: float) -> float | None:
         """Return the share of the device's peak; None for a device whose peak is not known here."""
-        name = torch.cuda.get_device_name() if self.device.type == "cuda" else ""
-        peak = next((value for known, value in PEAK_TFLOPS.items() if known in name), None)
-        return None if peak is None else round(flops / (peak * 1e12), 3)
+        peak = peak_of(torch.cuda.get_device_name(), "bfloat16") if self.device.type == "cuda" else None
+        return None if peak is None else round(flops / peak, 3)
 
     def _kernels(self, work: Callable[[], Any]) -> dict[str, float]:
         """Return the milliseconds of the ten slowest operations."""

@@ -133,6 +133,12 @@ class Publication:
     publish_s: float  # in total, with the head and the announcement
     is_unchanged: bool = False  # engines serve the same as with the head before
 
+    @property
+    def stages_s(self) -> dict[str, float]:
+        """Seconds by stage, one after the other: ``publish_s`` in all."""
+        announce_s = self.publish_s - self.diff_s - self.upload_s
+        return {"compare": self.diff_s, "upload": self.upload_s, "announce": announce_s}
+
 
 class UnchangedVersions:
     """Notices versions in a row that equal the one before although optimizer steps lie between them; thread-safe."""

@@ -143,7 +143,7 @@ class Publisher:
         self._changed = threading.Condition()
         self.num_published = 0
         self.num_skipped = 0
-        self.publish_s = 0.0  # of the newest publication
+        self.seconds: dict[str, Any] = {"publish_s": 0.0, "publish_stages_s": {}}  # of the newest publication
         refused = subjects.weights_refused(connections.run_id)
         connections.bus.tail(f"{connections.run_id}-weights", refused, WeightsRefused, self._on_refusal).wait()
         self._thread = threading.Thread(target=self._work, name="publisher", daemon=True)
@@ -279,7 +279,7 @@ class Publisher:
     def _record(self, publication: Publication) -> None:
         log.info("published", **{k: round(v, 5) if isinstance(v, float) else v for k, v in asdict(publication).items()})
         with self._changed:
-            self.publish_s = publication.publish_s
+            self.seconds = {"publish_s": publication.publish_s, "publish_stages_s": publication.stages_s}
             self.num_published += 1
             self._published.add(publication.version)
             self._changed.notify_all()

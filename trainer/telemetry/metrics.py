@@ -64,6 +64,7 @@ Where a batch has several optimizer steps, its metrics are means over them, each
 | `mfu`                      | share    | of the devices' peak; where that is known                          |
 | `wait_s`, `step_s`         | s        | wait for the batch; plan, forward, backward and update             |
 | `publish_s`                | s        | of the newest publication, which runs in parallel                  |
+| `publish_stages_s`         | s        | the same by stage: compare (and encode), upload, announce          |
 | `record_s`, `submit_s`     | s        | enter the step in the run record; copy the new weights             |
 | `checkpoint_s`             | s        | that training stood still for a checkpoint before this step, if any|
 

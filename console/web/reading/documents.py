@@ -10,6 +10,7 @@ from typing import Any
 from penstock.console.live.run_snapshot import ServiceLine, Snapshot
 from penstock.console.report.learning import LABELS, held_out, mean
 from penstock.console.web.reading.page_view import PageView, VersionNotes, histogram
+from penstock.protocol.heartbeats import apply_means
 
 MAX_TEXT = 2000  # characters of a message of an error, a state or an incident
 _MAX_WORKERS = 200  # of one version
@@ -149,6 +150,11 @@ def versions(view: PageView, *, before: int | None, limit: int) -> dict[str, Any
         "next": shown[-1] if len(numbers) > limit else None,
         "num_versions": len(view.versions),
         "serving": view.serving(),
+        "apply_s": {
+            worker: means
+            for (role, worker), beat in sorted(view.beats.items())
+            if role == "rollout" and (means := apply_means(beat.figures))
+        },
         "newest": max(view.published, default=None),
     }
 
@@ -166,6 +172,8 @@ def _version(view: PageView, number: int, notes: VersionNotes) -> dict[str, Any]
         "published_at": notes.announced_at,
         "kind": publication.kind if publication else "",
         "publish_s": publication.publish_s if publication else None,
+        "compare_s": publication.diff_s if publication else None,
+        "upload_s": publication.upload_s if publication else None,
         "raw_bytes": publication.raw_bytes if publication else None,
         "sent_bytes": publication.sent_bytes if publication else notes.num_bytes,
         "density": publication.density if publication else None,

@@ -22,6 +22,23 @@ class Batch:
     num_groups: int  # of one optimizer step
 
 
+@dataclass(frozen=True, slots=True)
+class Work:
+    """Floating-point operations of one rank in an optimizer step."""
+
+    layers: float  # forward and backward
+    recomputed: float  # of them, by gradient checkpointing
+    head: float
+    predictors: float  # sampled tokens, for which the head is computed
+
+    @property
+    def operations(self) -> float:
+        return self.layers + self.recomputed + self.head
+
+    def of_sequence_rank(self, ranks: int) -> Work:
+        return Work(self.layers / ranks, self.recomputed / ranks, self.head / ranks, self.predictors / ranks)
+
+
 @dataclass(frozen=True)
 class PlanInputs:
     shape: ModelShape
@@ -41,6 +58,10 @@ class PlanInputs:
     def published_width(self) -> int:
         dtype = self.method.dtype if self.publish_dtype == "as-trained" else self.publish_dtype
         return FLOAT32 if dtype == "float32" else BFLOAT16
+
+    @property
+    def published_bytes(self) -> int:
+        return self.shape.parameters * self.published_width
 
     @property
     def rank_shape(self) -> ModelShape:
@@ -82,27 +103,33 @@ class PlanInputs:
             return largest
         return replace(largest, predictors=min(largest.predictors, max(0, largest.tokens - self.batch.prompt_tokens)))
 
-    @property
-    def operations(self) -> float:
-        """Floating-point operations of an optimizer step on the rank that has the most, without the critic's.
+    @cached_property
+    def work(self) -> Work:
+        """The operations of an optimizer step on the rank that has the most, without the critic's.
 
         For each parameter of a block that computes a token (of experts, those of the token) 2 in the forward pass, 4 in the backward pass (2 where it is frozen) and 2 where
         layers are recomputed; for each pair of a query and a key 4 · width in the forward pass and twice that in the backward.
         """
         method, shape = self.method, self.rank_shape
-        passes = (2 if method.lora_rank else 4) + (4 if method.checkpointing else 2)
-        pair_passes = 4 if method.checkpointing else 3
-        of_head = (4 if method.lora_rank else 6) * shape.table
-        num_operations = []
+        passes = 4 if method.lora_rank else 6
+        found = []
         for bins in self._passes:
             tokens, predictors = sum(num_tokens for num_tokens, _ in bins), sum(sampled for _, sampled in bins)
-            pairs = tokens * self.row_tokens / 2
-            num_operations.append(
-                passes * shape.active_body * tokens
-                + of_head * predictors
-                + pair_passes * 4 * shape.layers * shape.query * pairs
+            pairs = 4 * shape.layers * shape.query * tokens * self.row_tokens / 2
+            of_tokens = shape.active_body * tokens
+            found.append(
+                Work(
+                    layers=passes * of_tokens + 3 * pairs,
+                    recomputed=2 * of_tokens + pairs if method.checkpointing else 0.0,
+                    head=passes * shape.table * predictors,
+                    predictors=predictors,
+                )
             )
-        return max(num_operations) / method.sequence_parallel
+        return max(found, key=lambda work: work.operations).of_sequence_rank(method.sequence_parallel)
+
+    @property
+    def operations(self) -> float:
+        return self.work.operations
 
 
 def plan_inputs(

@@ -12,10 +12,10 @@ from tests.console.record import recorded_run as recorded
 
 from penstock.console.live import run_snapshot
 from penstock.console.tools.profile import OTHER, limits, profile
-from penstock.protocol.heartbeats import ENGINE_CPU, THREAD_CPU, thread_cpu_seconds
+from penstock.protocol.heartbeats import ENGINE_CPU, THREAD_CPU, apply_figure, thread_cpu_seconds
 
 
-def line(step: int, at: float, **seconds: float) -> dict[str, Any]:
+def line(step: int, at: float, **seconds: Any) -> dict[str, Any]:
     return {"kind": "step", "step": step, "at": at, "wait_s": 0.1, "step_s": 0.4, "publish_s": 0.05, **seconds}
 
 
@@ -62,6 +62,23 @@ def test_the_parts_of_the_cpu_are_threads_and_the_engine():
     one = run_snapshot.ServiceTotals(beat=beat, num_starts=1, earlier_cpu_s=0.0, earlier={}, busy_s=1.0, idle_s=1.0)
     (found,) = profile([], run_snapshot.WatchedTotals(until=5.0, services=(one,))).services
     assert list(found.cpu_parts.items()) == [("engine", 6.0), ("main", 2.0), ("bus", 0.5)]
+
+
+def test_a_version_has_its_stages_at_the_trainer_and_at_a_worker():
+    """Means: of the steps that name them, and of the versions that a worker's process applied; older runs have none."""
+    beat = recorded.beat(
+        "rollout", "w", 5.0, busy_s=1.0, idle_s=1.0, cpu_s=1.0, weights_applied=4.0,
+        **{apply_figure("fetch"): 2.0, apply_figure("pause"): 1.0},
+    )  # fmt: skip
+    one = run_snapshot.ServiceTotals(beat=beat, num_starts=1, earlier_cpu_s=0.0, earlier={}, busy_s=1.0, idle_s=1.0)
+    stages = [{"publish_stages_s": {"compare": 0.1 * n, "upload": 0.2}} for n in (1, 3)]
+    found = profile(
+        [line(n, float(n), **seconds) for n, seconds in enumerate([{}, *stages], start=1)],
+        run_snapshot.WatchedTotals(until=5.0, services=(one,)),
+    )
+    assert found.publish_stages_s == pytest.approx({"compare": 0.2, "upload": 0.2})
+    assert found.services[0].apply_s == {"fetch": 0.5, "pause": 0.25}
+    assert profile([line(1, 1.0)], None).publish_stages_s == {}
 
 
 @pytest.mark.parametrize(

@@ -83,7 +83,13 @@ class ShownRun:
         say(recorded.event("state", recorded.START, text="training", total_steps=steps + 100))
         for number in range(1, steps + 1):
             self.publish_step(number)
-            sent = {"raw_bytes": 900_000, "sent_bytes": 10_000 + number, "density": 0.01, "publish_s": 0.05}
+            sent = {
+                "raw_bytes": 900_000,
+                "sent_bytes": 10_000 + number,
+                "density": 0.01,
+                "publish_s": 0.05,
+                "diff_s": 0.03,
+            }
             data = {"version": number, "kind": "patch", **sent}
             event = recorded.event("weights", recorded.START + number).model_copy(update={"data": data})
             say(recorded.published(number), event)

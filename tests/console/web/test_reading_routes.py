@@ -94,6 +94,7 @@ def test_versions_show_what_each_worker_took_to_adopt_them_a_page_at_a_time(show
     assert [one["version"] for one in first["versions"] + second["versions"]] == list(range(STEPS, STEPS - 20, -1))
     newest = first["versions"][0]
     assert (newest["sent_bytes"], newest["kind"], newest["num_adopted"]) == (10_000 + STEPS, "patch", 2)
+    assert (newest["publish_s"], newest["compare_s"], newest["upload_s"]) == (0.05, 0.03, None)
     assert newest["pause_s"] == {"min": 0.02, "mean": pytest.approx(0.03), "max": 0.04, "num": 2}
     assert first["serving"] == {"rollout-0": STEPS, "rollout-1": STEPS}
 

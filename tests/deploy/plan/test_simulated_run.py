@@ -8,7 +8,7 @@ from statistics import fmean
 
 import pytest
 
-from penstock.deploy.plan.plan_run import Waits, describe_waits, measure_waits, num_steps
+from penstock.deploy.plan.plan_run import Advice, Waits, advise, describe_waits, measure_waits, num_steps
 from penstock.deploy.plan.simulated_run import SimulatedRun
 from penstock.deploy.plan.simulation import Durations, EnginePace, Fleet, LengthMix, Outcome
 from penstock.rollout_service.engines.redundancy import Redundancy
@@ -197,14 +197,18 @@ def sums_of_groups(outcome: Outcome) -> set[int]:
 def test_the_plan_says_what_limits_a_run() -> None:
     """The trainer that waits, the bound that would help, and too few packs in flight."""
     rows = [waits_of(bound) for bound in (1, 8)]
-    said = " / ".join(describe_waits(rows[0], rows, fleet(), GROUP_SIZE))
+    advice = advise(
+        rows[0], [Advice(("rollout.max_staleness=8",), rows[1]), Advice(("worker.packs_in_flight=0",), rows[0])]
+    )
+    said = " / ".join(describe_waits(rows[0], advice, fleet(), GROUP_SIZE))
     assert "the trainer waits for rollouts" in said
-    assert "rollout.max_staleness = 8 would train" in said
+    assert "rollout.max_staleness=8 would train" in said
+    assert "worker.packs_in_flight=0 would" not in said
     assert "packs_in_flight = 1 keeps at most 8 sequences" in " ".join(
-        describe_waits(rows[0], rows, fleet(packs_in_flight=1), GROUP_SIZE)
+        describe_waits(rows[0], (), fleet(packs_in_flight=1), GROUP_SIZE)
     )
     busy = replace(rows[1], trainer_idle=0.01, slots_used=0.99)
-    assert describe_waits(busy, [rows[0], busy], fleet(), GROUP_SIZE) == [
+    assert describe_waits(busy, (), fleet(), GROUP_SIZE) == [
         "no service waits for long: no other bound on staleness trains more than 5 % faster"
     ]
 

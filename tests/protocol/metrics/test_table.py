@@ -30,6 +30,7 @@ FIXED_LABELS = {
     "statistic",
     "kind",
     "phase",
+    "stage",
     "stream",
     "consumer",
     "folder",

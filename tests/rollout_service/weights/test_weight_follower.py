@@ -17,6 +17,7 @@ from tests.system.rollout_and_reward import fill, small_disk
 
 from penstock.deploy.processes.child import Child
 from penstock.protocol import subjects
+from penstock.protocol.heartbeats import apply_means
 from penstock.protocol.trajectory import Group
 from penstock.protocol.transport.key_value import Entry, KeyValue
 from penstock.rollout_service.weights.servable_versions import ServableVersions
@@ -94,6 +95,15 @@ def test_versions_are_followed(trainer_side: TrainerSide, start_worker: StartWor
     assert applied_by(trainer_side, "w0") == [0, 1, 2, 3]
     checksums = {(fact.version, fact.checksum) for fact in trainer_side.applied}
     assert len(checksums) == 4
+    measured = ("fetch", "check", "pause", "checksum")
+
+    def stages() -> dict[str, float]:
+        beat = trainer_side.heartbeat("w0")
+        return apply_means(beat.figures) if beat is not None else {}
+
+    wait_for(
+        lambda: all(stages().get(stage, 0.0) > 0.0 for stage in measured), "a heartbeat with the time of each stage"
+    )
 
 
 def test_a_pack_is_sampled_by_the_version_it_was_issued_for(

@@ -2,23 +2,55 @@
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
 import sys
+import venv
+from importlib import metadata
+from pathlib import Path
 
 import pytest
 import torch
-from tests.rigs import gpu_check
+from tests.packaging.test_extras import SERVICES
+from tests.rigs import gpu_carry, gpu_check
+
+PARTS = {
+    "publish": {"fresh", "reused", "pinned", "compared on the device", "compared on the host"},
+    "segments": {"losses", "norms", "tokens_per_s", "mfu", "peak_gb", "planned_gb", "kernels"},
+}
+_OF_THE_RUN = ("", "console", "engine", "reward", "rollout", "trainer")
 
 
-@pytest.mark.parametrize(
-    ("part", "figures"),
-    [
-        ("publish", {"fresh", "reused", "pinned", "compared on the device", "compared on the host"}),
-        ("segments", {"losses", "norms", "tokens_per_s", "mfu", "peak_gb", "planned_gb", "kernels"}),
-    ],
-)
-def test_a_part_gives_its_figures(part: str, figures: set[str]) -> None:
-    found = gpu_check.measure(part, toy=True)
-    assert found.keys() == {*figures, "wall_s"}, found
+@pytest.fixture
+def carried(tmp_path: Path) -> tuple[Path, Path]:
+    """The tree that is carried, and a Python that sees it, torch and transformers, and what is on the list of wheels; nothing else."""
+    gpu_carry.carry(tmp_path / "out")
+    listed = {line.partition("==")[0] for line in (tmp_path / "out/wheels.txt").read_text().split()}
+    visible = listed | gpu_carry.WITH_TRANSFORMERS | gpu_carry.required(["torch", "transformers"])
+    venv.create(tmp_path / "venv", with_pip=False)
+    packages = next((tmp_path / "venv").glob("lib/python*/site-packages"))
+    for name in visible:
+        for file in metadata.distribution(name).files or ():
+            top, source = packages / file.parts[0], Path(str(metadata.distribution(name).locate_file(file.parts[0])))
+            if file.parts[0] not in ("..", "__pycache__") and not top.exists():
+                top.symlink_to(source.resolve())
+    (packages / "penstock.pth").write_text(str(tmp_path / "out/tree/src"))
+    return tmp_path / "out/tree", tmp_path / "venv/bin/python"
+
+
+def test_each_part_gives_its_figures_where_only_what_is_carried_is(carried: tuple[Path, Path], tmp_path: Path) -> None:
+    """One file or wheel less than needed, and a part fails; what the last part starts is imported only: `make gpu-carry` says how it is run."""
+    tree, python = carried
+    words = [str(python), "-m", "tests.rigs.gpu_check", "--toy", "--out", str(tmp_path), "--only", *PARTS]
+    environ = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "PENSTOCK_"))}
+    services = "; ".join(f"import penstock.{module}" for extra in _OF_THE_RUN for module in SERVICES[extra])
+    subprocess.run([str(python), "-c", services], cwd=tree, env=environ, check=True)
+    child = subprocess.run(words, cwd=tree, env=environ, capture_output=True, text=True, check=False)
+    found = json.loads((tmp_path / "gpu-check.json").read_text())["parts"]
+    assert child.returncode == 0, (found, child.stderr[-2000:])
+    assert {part: figures.keys() - {"wall_s"} for part, figures in found.items()} == PARTS
+    assert not (tree / "docs").exists()
 
 
 def test_each_head_size_has_a_backend(monkeypatch: pytest.MonkeyPatch) -> None:

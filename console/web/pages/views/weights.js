@@ -37,14 +37,14 @@ export function open(holder, { run }) {
     fetch.set([line("fetch", "fetch_s")]);
     const sent = ordered.map((one) => one.sent_bytes);
     size.set([{ label: "sent", steps, mean: sent, min: sent, max: sent }]);
-    const served = Object.entries(newest.serving).map(([worker, version]) => ({ worker, version, lag: (newest.newest ?? version) - version }));
+    const served = Object.entries(newest.serving).map(([worker, version]) => ({ worker, version, lag: (newest.newest ?? version) - version, stages: stages(newest.apply_s[worker] ?? {}) }));
     replaceIfChanged(serving, served, () => table("Served now", [
-      ["worker", (row) => row.worker], ["version", (row) => number(row.version), "num"], ["behind", (row) => number(row.lag), "num"],
+      ["worker", (row) => row.worker], ["version", (row) => number(row.version), "num"], ["behind", (row) => number(row.lag), "num"], ["mean of a version, by stage", (row) => row.stages || "–", "text"],
     ], served));
     replaceIfChanged(list, rows, () => table("Versions", [
       ["version", (row) => el("a", { href: `#/run/${encodeURIComponent(run)}/lineage?version=${row.version}` }, String(row.version))],
       ["step", (row) => number(row.step), "num"], ["published", (row) => clock(row.published_at)], ["kind", (row) => row.kind || "–"],
-      ["sent", (row) => bytes(row.sent_bytes), "num"], ["publishing", (row) => seconds(row.publish_s), "num"],
+      ["sent", (row) => bytes(row.sent_bytes), "num"], ["publishing", (row) => seconds(row.publish_s), "num"], ["of it", (row) => stages({ compare: row.compare_s, upload: row.upload_s }) || "–", "text"],
       ["workers", (row) => el("details", {}, el("summary", {}, number(row.num_adopted)), table(`Workers of version ${row.version}`, [
         ["worker", (one) => one.worker], ["from", (one) => number(one.from), "num"], ["fetch", (one) => seconds(one.fetch_s), "num"], ["pause", (one) => seconds(one.pause_s), "num"], ["bytes", (one) => bytes(one.bytes), "num"],
       ], row.workers)), "num"],
@@ -59,6 +59,10 @@ export function open(holder, { run }) {
       for (const one of [pause, fetch, size]) one.destroy();
     },
   };
+}
+
+function stages(found) {
+  return Object.entries(found).filter(([, value]) => value !== null).map(([stage, value]) => `${stage} ${seconds(value)}`).join(", ");
 }
 
 function spread(one) {
