@@ -1,0 +1,75 @@
+"""The families of `families.toml`, written as model folders with random weights under the names of published ones."""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+WIDTH = 64
+
+
+@dataclass(frozen=True, eq=False)
+class Family:
+    name: str
+    config: dict[str, Any]  # of config.json
+    rows: str = "packed"
+    engine: str = ""
+    lora: str = ""
+    plan: bool = False
+
+    @property
+    def is_refused(self) -> bool:
+        return self.rows.startswith("refused: ")
+
+
+def _read() -> dict[str, Family]:
+    with Path(__file__).with_suffix(".toml").open("rb") as file:
+        tables = tomllib.load(file)
+    return {name: Family(name, _config(table), **table["expected"]) for name, table in tables.items()}
+
+
+def _config(table: dict[str, Any]) -> dict[str, Any]:
+    config = {"hidden_size": WIDTH, "num_hidden_layers": 2, **table}
+    del config["expected"]
+    config |= dict.fromkeys(config.pop("null", ()))  # TOML has none
+    scaling = config.get("rope_scaling") or {}
+    for name in ("short_factor", "long_factor"):  # one number for each pair of dimensions, of which the file says how many
+        if name in scaling:
+            slope = 0.02 if name == "short_factor" else 0.5
+            config["rope_scaling"] = config["rope_scaling"] | {name: [1 + slope * n for n in range(scaling[name])]}
+    return config
+
+
+FAMILIES = _read()
+
+
+def write(family: Family, folder: Path) -> Path:
+    """Write the folder of a family: config.json as it is published, float32 weights that nothing hides behind zeros and ones."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text(json.dumps(family.config))
+    config = AutoConfig.from_pretrained(folder)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    model.to_empty(device="cpu")
+    model.tie_weights()
+    generator = torch.Generator().manual_seed(0)
+    for name, weight in [*model.named_parameters(), *model.named_buffers()]:
+        fill(name, weight.data, generator)
+    model.save_pretrained(folder)
+    (folder / "config.json").write_text(json.dumps(family.config))
+    return folder
+
+
+def fill(name: str, weight: torch.Tensor, generator: torch.Generator) -> None:
+    if weight.dim() > 1:
+        nn.init.normal_(weight, std=0.8 * weight.shape[-1] ** -0.5 if "embed" not in name else 0.2, generator=generator)
+    else:
+        nn.init.normal_(weight, mean=1.0 if "norm" in name else 0.0, std=0.1, generator=generator)
