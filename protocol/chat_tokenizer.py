@@ -360,7 +360,9 @@ def _vocabulary(folder: Path) -> int | None:
     return size
 
 
-LENGTH_DEPENDENT = frozenset({"dynamic", "longrope", "su"})  # types of rotary embeddings; su is an older name of longrope
+LENGTH_DEPENDENT = frozenset(
+    {"dynamic", "longrope", "su"}
+)  # types of rotary embeddings; su is an older name of longrope
 
 
 def model_context_tokens(folder: Path) -> int | None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import tomllib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,7 @@ import torch
 from torch import nn
 
 WIDTH = 64
+WHOLE = "PENSTOCK_TEST_ZOO" in os.environ  # as `make test-more NAME=zoo` sets it
 
 
 @dataclass(frozen=True, eq=False)
@@ -27,6 +30,14 @@ class Family:
     def is_refused(self) -> bool:
         return self.rows.startswith("refused: ")
 
+    @cached_property
+    def with_few_tokens(self) -> Family:
+        """The same with a vocabulary of 4,096, for what does not depend on its size; with PENSTOCK_TEST_ZOO itself."""
+        if WHOLE:
+            return self
+        outside = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
+        return replace(self, config={**self.config, **outside, "vocab_size": 4096})
+
 
 def _read() -> dict[str, Family]:
     with Path(__file__).with_suffix(".toml").open("rb") as file:
@@ -39,7 +50,10 @@ def _config(table: dict[str, Any]) -> dict[str, Any]:
     del config["expected"]
     config |= dict.fromkeys(config.pop("null", ()))  # TOML has none
     scaling = config.get("rope_scaling") or {}
-    for name in ("short_factor", "long_factor"):  # one number for each pair of dimensions, of which the file says how many
+    for name in (
+        "short_factor",
+        "long_factor",
+    ):  # one number for each pair of dimensions, of which the file says how many
         if name in scaling:
             slope = 0.02 if name == "short_factor" else 0.5
             config["rope_scaling"] = config["rope_scaling"] | {name: [1 + slope * n for n in range(scaling[name])]}
@@ -62,14 +76,14 @@ def write(family: Family, folder: Path) -> Path:
     model.tie_weights()
     generator = torch.Generator().manual_seed(0)
     for name, weight in [*model.named_parameters(), *model.named_buffers()]:
-        fill(name, weight.data, generator)
+        _fill(name, weight.data, generator, of_norm=0.0 if "gemma" in family.name else 1.0)
     model.save_pretrained(folder)
     (folder / "config.json").write_text(json.dumps(family.config))
     return folder
 
 
-def fill(name: str, weight: torch.Tensor, generator: torch.Generator) -> None:
+def _fill(name: str, weight: torch.Tensor, generator: torch.Generator, *, of_norm: float) -> None:
     if weight.dim() > 1:
-        nn.init.normal_(weight, std=0.8 * weight.shape[-1] ** -0.5 if "embed" not in name else 0.2, generator=generator)
+        nn.init.normal_(weight, std=0.2 if "embed" in name else 0.8 * weight.shape[-1] ** -0.5, generator=generator)
     else:
-        nn.init.normal_(weight, mean=1.0 if "norm" in name else 0.0, std=0.1, generator=generator)
+        nn.init.normal_(weight, mean=of_norm if "norm" in name else 0.0, std=0.1, generator=generator)
