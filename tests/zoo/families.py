@@ -42,22 +42,11 @@ class Family:
 def _read() -> dict[str, Family]:
     with Path(__file__).with_suffix(".toml").open("rb") as file:
         tables = tomllib.load(file)
-    return {name: Family(name, _config(table), **table["expected"]) for name, table in tables.items()}
-
-
-def _config(table: dict[str, Any]) -> dict[str, Any]:
-    config = {"hidden_size": WIDTH, "num_hidden_layers": 2, **table}
-    del config["expected"]
-    config |= dict.fromkeys(config.pop("null", ()))  # TOML has none
-    scaling = config.get("rope_scaling") or {}
-    for name in (
-        "short_factor",
-        "long_factor",
-    ):  # one number for each pair of dimensions, of which the file says how many
-        if name in scaling:
-            slope = 0.02 if name == "short_factor" else 0.5
-            config["rope_scaling"] = config["rope_scaling"] | {name: [1 + slope * n for n in range(scaling[name])]}
-    return config
+    families = {}
+    for name, config in tables.items():
+        expected, nulls = config.pop("expected"), dict.fromkeys(config.pop("null", ()))  # TOML has none
+        families[name] = Family(name, {"hidden_size": WIDTH, "num_hidden_layers": 2, **config, **nulls}, **expected)
+    return families
 
 
 FAMILIES = _read()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -169,15 +168,20 @@ def test_a_row_beyond_the_lengths_of_its_rotary_embeddings_is_refused(folder_of:
 
 
 @each_trained
-def test_bfloat16_is_computed_by_the_fast_attention(
+def test_bfloat16_is_computed_by_the_fast_attention_and_a_prompt_once(
     family: Family, folder_of: Folders, dims: ParallelDims, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As float32 is, above: never by the definition with its [T, T] matrices, and never padded without a reason."""
-    few = family.with_few_tokens
+    """Never by the definition with its [T, T] matrices; padded, and each row with its prompt, for the reason of the table alone."""
+    few, num_tokens = family.with_few_tokens, []
     scorer, batch = scorer_of(folder_of(few), dims, "bfloat16"), batch_of(few)
     _refuse_the_definition(scorer, family, dims, monkeypatch)
+    first = scorer.language_model.base_model.layers[0]
+    first.register_forward_pre_hook(lambda _, inputs: num_tokens.append(inputs[0].shape[0] * inputs[0].shape[1]))
     logprobs(scorer, batch).sum().backward()
     assert all(bool(torch.isfinite(weight.grad).all()) for weight in scorer.parameters())
+    shared = sum(prompt + (new - 1) * rows for prompt, new, rows in PROMPTS)
+    padded = sum(rows for *_, rows in PROMPTS) * max(prompt + new - 1 for prompt, new, _ in PROMPTS)
+    assert num_tokens == [shared if family.rows == "packed" else padded]
 
 
 def _refuse_the_definition(
@@ -187,20 +191,6 @@ def _refuse_the_definition(
     used = check_attention(scorer.language_model, scorer.padding_reason, torch.device("cpu"), dims)
     assert used == ("cpu-flash" if family.rows == "packed" else "padded")
     monkeypatch.setattr(DenseMask, "attend", None)
-
-
-@each_trained
-def test_a_shared_prompt_is_computed_once(family: Family, folder_of: Folders, dims: ParallelDims) -> None:
-    """Where rows are padded, each is computed with its prompt, as the reason says."""
-    few, num_tokens = family.with_few_tokens, []
-    scorer, batch = scorer_of(folder_of(few), dims), batch_of(few)
-    layer = scorer.language_model.base_model.layers[0]
-    layer.register_forward_pre_hook(lambda _, inputs: num_tokens.append(inputs[0].shape[0] * inputs[0].shape[1]))
-    with torch.no_grad():
-        logprobs(scorer, replace(batch, predictors=batch.predictors[:1], targets=batch.targets[:1]))
-    shared = sum(prompt + (new - 1) * rows for prompt, new, rows in PROMPTS)
-    padded = sum(rows for *_, rows in PROMPTS) * max(prompt + new - 1 for prompt, new, _ in PROMPTS)
-    assert num_tokens == [shared if family.rows == "packed" else padded]
 
 
 @each_family
