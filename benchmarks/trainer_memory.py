@@ -109,6 +109,11 @@ class Configuration:
         return "; ".join(filter(None, parts))
 
 
+OF_FAMILIES: dict[str, dict[str, Any]] = {  # what their models have, and the defaults of transformers have not
+    "mistral": {"sliding_window": None},
+    "seed_oss": {"attention_dropout": 0.0, "residual_dropout": 0.0},
+    "glm4": {"attention_bias": True},
+}
 RECORD = Path(__file__).with_suffix(".json")
 CONFIGURATIONS = {
     name: Configuration(**record["configuration"])
@@ -133,7 +138,10 @@ def fields_of(chosen: Configuration) -> dict[str, Any]:
             "moe_intermediate_size": chosen.intermediate, "num_experts": chosen.experts, "num_experts_per_tok": chosen.top_k,
             "norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": [],
         }  # fmt: skip
-    return experts | {
+    no_tokens = dict.fromkeys(
+        ("bos_token_id", "eos_token_id", "pad_token_id")
+    )  # of families, beyond a small vocabulary
+    return OF_FAMILIES.get(chosen.family, {}) | no_tokens | experts | {
         "model_type": chosen.family, "vocab_size": chosen.vocabulary, "hidden_size": chosen.hidden,
         "intermediate_size": chosen.intermediate, "num_hidden_layers": chosen.layers, "num_attention_heads": chosen.heads,
         "num_key_value_heads": chosen.kv_heads, "head_dim": chosen.head_size, "tie_word_embeddings": chosen.tied,

@@ -57,7 +57,7 @@ def check_inputs(trainer: TrainerSettings) -> None:
         if context is not None and longest >= context:
             raise ConfigError(
                 f"rollout.max_new_tokens = {longest} leaves no room for a prompt in the context of {context} tokens of model.path = "
-                f"{folder} (max_position_embeddings in its config.json); set rollout.max_new_tokens to less than {context}"
+                f"{folder} (in its config.json); set rollout.max_new_tokens to less than {context}"
             )
     check_same_model(trainer.run.folder, trainer.model.path)
     check_same_ranks(trainer.run.folder, trainer.trainer.num_ranks)

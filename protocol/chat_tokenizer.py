@@ -360,11 +360,22 @@ def _vocabulary(folder: Path) -> int | None:
     return size
 
 
+LENGTH_DEPENDENT = frozenset(
+    {"dynamic", "longrope", "su"}
+)  # types of rotary embeddings; su is an older name of longrope
+
+
 def model_context_tokens(folder: Path) -> int | None:
-    """Return how many tokens a prompt and its completion may have; None if the configuration does not say."""
+    """Return how many tokens a prompt and its completion may have; None if the configuration does not say.
+
+    Where rotary embeddings depend on the length, those of the lengths that the model was trained with first.
+    """
     config = read_json(folder / "config.json")
     text_config = config.get("text_config")
-    inner = text_config if isinstance(text_config, dict) else {}
-    names = ("max_position_embeddings", "n_positions")
-    size = next((part[name] for part in (config, inner) for name in names if name in part), None)
+    parts = (config, text_config if isinstance(text_config, dict) else {})
+    scaling = next((part[name] for part in parts for name in ("rope_parameters", "rope_scaling") if part.get(name)), {})
+    names: tuple[str, ...] = ("max_position_embeddings", "n_positions")
+    if isinstance(scaling, dict) and (scaling.get("rope_type") or scaling.get("type")) in LENGTH_DEPENDENT:
+        parts, names = (scaling, *parts), ("original_max_position_embeddings", *names)
+    size = next((part[name] for name in names for part in parts if name in part), None)
     return size if type(size) is int and size > 0 else None

@@ -60,6 +60,7 @@ def pytest_collection(session: pytest.Session) -> Generator[None, object, object
 _LONGEST = (
     "tests/contracts/test_client_contract.py",
     "tests/trainer/algorithm/test_every_preset.py",
+    "tests/zoo/test_zoo.py",
     "tests/rollout_service/embedded_engine/test_embedded_engine.py",
     "tests/trainer/learner/test_attention.py",
     "tests/fine_tuning/test_fine_tuning.py",

@@ -31,14 +31,14 @@ def build_vision_model(folder: Path, *, seed: int = 0, **changes: Any) -> Qwen2_
     torch.manual_seed(seed)
     text = {
         "vocab_size": max(VOCAB, *ids.values()) + 1,
-        "hidden_size": 64,
+        "hidden_size": 256,
         "intermediate_size": 96,
         "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
+        "num_attention_heads": 2,  # of 128 dimensions, as in the published models
+        "num_key_value_heads": 1,
         "max_position_embeddings": CONTEXT,
-        "initializer_range": 0.1,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0, "mrope_section": [2, 3, 3]},
+        "initializer_range": 0.05,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0, "mrope_section": [16, 24, 24]},
         "eos_token_id": END_TOKEN,
         "pad_token_id": 0,
         "bos_token_id": None,
@@ -46,16 +46,16 @@ def build_vision_model(folder: Path, *, seed: int = 0, **changes: Any) -> Qwen2_
     }
     vision = {
         "depth": 2,
-        "hidden_size": 32,
+        "hidden_size": 160,
         "intermediate_size": 48,
-        "num_heads": 2,
-        "out_hidden_size": 64,
+        "num_heads": 2,  # of 80
+        "out_hidden_size": 256,
         "patch_size": PATCH,
         "spatial_merge_size": 2,
         "temporal_patch_size": 2,
         "window_size": 4 * PATCH,
         "fullatt_block_indexes": [1],
-        "initializer_range": 0.1,
+        "initializer_range": 0.05,
     }
     config = Qwen2_5_VLConfig(
         text_config=text | changes,

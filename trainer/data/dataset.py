@@ -226,6 +226,6 @@ def prompt_limit(data: DataSettings, tokenizer: ChatTokenizer, max_new_tokens: i
     if room < 1:
         raise MalformedData(
             f"rollout.max_new_tokens = {max_new_tokens} leaves no room for a prompt in the model's context of "
-            f"{tokenizer.context_tokens} tokens (max_position_embeddings in its config.json); lower it"
+            f"{tokenizer.context_tokens} tokens (in its config.json); lower it"
         )
     return min(data.max_prompt_tokens, room)

@@ -131,8 +131,8 @@ def from_folder(
 ) -> tuple[Any, dict[str, Any]]:
     """Load a folder with the class ``loader`` of `transformers`; returns the model and what was found.
 
-    Code in the folder is never executed. What a model does not allow in the layout of ``dims`` is refused before its weights are
-    read. Raises UnsupportedModel and ConfigError.
+    Code in the folder is never executed, and dropout is off. What a model does not allow in the layout of ``dims`` is refused before
+    its weights are read. Raises UnsupportedModel and ConfigError.
     """
     if not (folder / "config.json").is_file():
         raise UnsupportedModel(f"model.path = {folder}: no config.json found; set it to a Hugging Face model folder")
@@ -142,17 +142,20 @@ def from_folder(
 
     transformers_logging.disable_progress_bar()
     transformers_logging.set_verbosity_error()  # `check_loaded` reports what is missing
+    from_files: dict[str, Any] = {"trust_remote_code": False, "local_files_only": True}  # else it asks on a terminal
     try:
+        config = transformers.AutoConfig.from_pretrained(folder, **from_files, **options)
+        for part in (config, config.get_text_config()):
+            _set_dropout_to_zero(part)
         if dims is not None and dims.layout.ranks_of_rows > 1:
-            _check_layout(getattr(transformers, loader), folder, dims, **options)
+            _check_layout(getattr(transformers, loader), config, folder, dims)
         return getattr(transformers, loader).from_pretrained(
             folder,
+            config=config,
             dtype=getattr(torch, dtype),
-            trust_remote_code=False,  # otherwise it asks on a terminal
             use_safetensors=True,
-            local_files_only=True,
             output_loading_info=True,
-            **options,
+            **from_files,
         )
     except ConfigError:
         raise
@@ -163,11 +166,15 @@ def from_folder(
         ) from None
 
 
-def _check_layout(loader: Any, folder: Path, dims: ParallelDims, **options: object) -> None:
-    """Raise ConfigError if the model in a folder, made without weights, cannot be computed by several ranks together."""
-    from transformers import AutoConfig  # noqa: PLC0415
+def _set_dropout_to_zero(config: Any) -> None:
+    """Set every probability of dropout in a config to 0: with one, the trained policy is not the one that the engine samples from."""
+    for name, value in config.to_dict().items():
+        if "drop" in name and type(value) is float and value > 0.0:
+            setattr(config, name, 0.0)
 
-    config = AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True, **options)
+
+def _check_layout(loader: Any, config: Any, folder: Path, dims: ParallelDims) -> None:
+    """Raise ConfigError if a folder's model, made without weights, cannot be computed by several ranks together."""
     dims.layout.check(config.to_dict(), str(folder))
     text = config.get_text_config()
     heads = text.num_attention_heads

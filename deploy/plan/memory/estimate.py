@@ -238,13 +238,17 @@ def _kept_of_token(shape: ModelShape, method: Method) -> int:
     b, trains_norms = method.width, not method.lora_rank
     # A norm keeps its input in float32, and what its weight multiplies.
     normalised = FLOAT32 + (b if trains_norms else 0)
-    of_heads = normalised if shape.has_head_norms else 0
-    kept = 2 * shape.hidden * (normalised + b)  # two norms, and their outputs as inputs of linear layers
+    norms = shape.traits.query_norms
+    of_heads = normalised if norms != "none" else 0
+    kept = (
+        2 * shape.hidden * b + shape.traits.norms * shape.hidden * normalised
+    )  # inputs of linear layers, and of norms
     kept += 4 * shape.intermediate * b  # gate, its activation, up, their product
     kept += (shape.query + shape.key_value) * (of_heads + 2 * b)  # rotated queries and keys, values, the output
-    kept += FLOAT32 * (2 + shape.heads)  # scales of the norms, log-sum-exp of attention
-    if shape.has_head_norms:
-        kept += FLOAT32 * (shape.heads + shape.kv_heads)
+    if "qkv_proj" in shape.traits.fused:  # values are a part of it, which keeps the whole
+        kept += (shape.query + shape.key_value) * b
+    kept += FLOAT32 * (shape.traits.norms + shape.heads)  # scales of the norms, log-sum-exp of attention
+    kept += FLOAT32 * {"none": 0, "head": shape.heads + shape.kv_heads, "width": 2}[norms]
     if (
         method.sequence_parallel > 1
     ):  # the output again, by tokens; and key heads are repeated where there are fewer than ranks

@@ -14,13 +14,31 @@ from penstock.trainer.errors import NotEstimated
 FLOAT32 = 4
 BFLOAT16 = 2
 Sizes = Mapping[str, int]
-FAMILIES = (
-    "llama",
-    "qwen2",
-    "qwen3",
-    "qwen3_moe",
-)  # model_type in config.json; measured, see benchmarks/trainer_memory.md
 _MAX_BYTES = 10_000_000
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """What the layers of a family have, besides grouped-query attention and a gated MLP, that changes memory."""
+
+    query_norms: Literal["none", "head", "width"] = (
+        "none"  # of queries and keys: with a weight for a head's size, or for all heads
+    )
+    norms: int = 2  # of a layer's width
+    ties: bool = False  # embedding and output head, where config.json does not say
+    fused: tuple[
+        Literal["qkv_proj", "gate_up_proj"], ...
+    ] = ()  # linear layers that stand for q, k and v, or for gate and up
+
+
+FAMILIES = {  # by model_type in config.json; measured, see benchmarks/trainer_memory.md
+    **dict.fromkeys(("granite", "llama", "mistral", "qwen2", "seed_oss"), Family()),
+    "smollm3": Family(ties=True),
+    **dict.fromkeys(("qwen3", "qwen3_moe"), Family(query_norms="head")),
+    "olmo2": Family(query_norms="width"),
+    "phi3": Family(fused=("qkv_proj", "gate_up_proj")),
+    "glm4": Family(norms=4, fused=("gate_up_proj",)),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +112,7 @@ class ModelShape:
     intermediate: int
     vocabulary: int
     tied: bool  # embedding and output head are one tensor
+    has_biases: bool = False  # of queries, keys and values
     mixture: ExpertShape | None = None  # None: every layer has a gated MLP
 
     @property
@@ -114,8 +133,8 @@ class ModelShape:
         return self.kv_heads * self.head_dim
 
     @property
-    def has_head_norms(self) -> bool:
-        return self.family in ("qwen3", "qwen3_moe")
+    def traits(self) -> Family:
+        return FAMILIES[self.family]
 
     @property
     def table(self) -> int:
@@ -123,21 +142,22 @@ class ModelShape:
 
     @property
     def linears(self) -> Mapping[str, tuple[int, int]]:
-        return {
-            "q_proj": (self.hidden, self.query),
-            "k_proj": (self.hidden, self.key_value),
-            "v_proj": (self.hidden, self.key_value),
-            "o_proj": (self.query, self.hidden),
-            "gate_proj": (self.hidden, self.intermediate),
-            "up_proj": (self.hidden, self.intermediate),
-            "down_proj": (self.intermediate, self.hidden),
+        outputs = {
+            "qkv_proj": {"q_proj": self.query, "k_proj": self.key_value, "v_proj": self.key_value},
+            "gate_up_proj": {"gate_proj": self.intermediate, "up_proj": self.intermediate},
         }
+        found = {"o_proj": (self.query, self.hidden), "down_proj": (self.intermediate, self.hidden)}
+        for fused, parts in outputs.items():
+            sizes = {fused: sum(parts.values())} if fused in self.traits.fused else parts
+            found |= {name: (self.hidden, size) for name, size in sizes.items()}
+        return found
 
     @property
     def block(self) -> int:
         weights = sum(inputs * outputs for inputs, outputs in self.linears.values())
-        biases = self.query + 2 * self.key_value if self.family == "qwen2" else 0
-        norms = 2 * self.hidden + (2 * self.head_dim if self.has_head_norms else 0)
+        biases = self.query + 2 * self.key_value if self.has_biases else 0
+        of_queries = {"none": 0, "head": 2 * self.head_dim, "width": self.query + self.key_value}
+        norms = self.traits.norms * self.hidden + of_queries[self.traits.query_norms]
         return weights + biases + norms
 
     @property
@@ -215,7 +235,8 @@ def shape_of(config: Mapping[str, Any], where: str) -> ModelShape:
         head_dim=_count(config, "head_dim", where) if config.get("head_dim") else hidden // heads,
         intermediate=_count(config, "intermediate_size", where),
         vocabulary=_count(config, "vocab_size", where),
-        tied=bool(config.get("tie_word_embeddings", False)),
+        tied=bool(config.get("tie_word_embeddings", FAMILIES[family].ties)),
+        has_biases=family == "qwen2" or bool(config.get("attention_bias", False)),
         mixture=_mixture(config, where) if family == "qwen3_moe" else None,
     )
 

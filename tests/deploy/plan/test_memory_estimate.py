@@ -13,7 +13,7 @@ import pytest
 
 from penstock.deploy.plan.memory import estimate
 from penstock.deploy.plan.memory.memory_plan import CHECKPOINT, COPY, PARKED, READ_LAST, MemoryPlan, suggestions
-from penstock.deploy.plan.memory.model_shape import Method, read_shape, shape_of
+from penstock.deploy.plan.memory.model_shape import FAMILIES, Method, read_shape, shape_of
 from penstock.deploy.plan.memory.plan_inputs import Batch, PlanInputs, plan_inputs
 from penstock.protocol.config.run_file import load
 from penstock.protocol.errors import ConfigError
@@ -52,7 +52,7 @@ def test_what_is_recorded() -> None:
     """Without these a wrong formula could agree with the few that are there."""
     chosen = [one["configuration"] for one in MEASURED.values()]
     assert len({one["fields"]["hidden_size"] for one in MEASURED.values()}) >= 3
-    assert {one["fields"]["model_type"] for one in MEASURED.values()} == {"llama", "qwen2", "qwen3", "qwen3_moe"}
+    assert {one["fields"]["model_type"] for one in MEASURED.values()} == set(FAMILIES)
     layouts = {
         (one["zero_stage"], one["num_ranks"], one["offload"] != "none") for one in chosen if one["dtype"] == "bfloat16"
     }
@@ -253,7 +253,7 @@ def test_nothing_is_suggested_where_nothing_fits() -> None:
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"model_type": "mixtral"}, "model_type = mixtral: memory is estimated for llama, qwen2, qwen3"),
+        ({"model_type": "mixtral"}, "model_type = mixtral: memory is estimated for granite, llama, mistral"),
         ({"hidden_size": None}, "hidden_size = None: expected a positive number"),
         ({"num_hidden_layers": -2}, "num_hidden_layers = -2: expected a positive number"),
         ({"vocab_size": True}, "vocab_size = True: expected a positive number"),

@@ -26,7 +26,6 @@ from penstock.protocol.weights.adapter_format import (
     ADAPTER_WEIGHTS,
     AdapterConfig,
     factor_names,
-    published_name,
 )
 from penstock.protocol.weights.export import export_adapter, export_version
 from penstock.protocol.weights.manifest import VersionManifest
@@ -252,35 +251,6 @@ def test_old_adapters_are_collected_and_their_base_is_kept(
     gc.sweep(GRACE_S)
     assert versions(connections) == {0, 8, 9}
     assert_served(connections, head_manifest(connections), base, tmp_path)
-
-
-@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
-def test_peft_reads_what_is_published(model_folder: Path, tmp_path: Path) -> None:
-    """The folder is in PEFT's format: its model, with the base, computes what the trained module computes."""
-    from peft import PeftModel
-    from transformers import AutoModelForCausalLM
-
-    def model() -> Any:
-        return AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32)
-
-    trained = model()
-    adapter.attach(trained, Lora(rank=3, alpha=8.0, targets=("q_proj", "down_proj")))
-    found = {}
-    for name, (down, up, _) in adapter.factors(trained).items():
-        torch.nn.init.normal_(up, std=0.5)
-        layer = name.removesuffix(".base_layer.weight")
-        found[published_name(f"{layer}.lora_A.weight")] = down.detach()
-        found[published_name(f"{layer}.lora_B.weight")] = up.detach()
-    config = adapter.config(trained)
-    assert config is not None
-    save_file(found, tmp_path / "adapter_model.safetensors")
-    (tmp_path / "adapter_config.json").write_bytes(config.to_json())
-    served = PeftModel.from_pretrained(model(), str(tmp_path))
-    ids = torch.arange(12).reshape(1, 12)
-    with torch.no_grad():
-        plain, expected, got = (one(input_ids=ids).logits for one in (model(), trained, served))
-    torch.testing.assert_close(got, expected)
-    assert (got - plain).abs().max() > 0.1
 
 
 def refuse(connections: Connections, manifest: BlobRef) -> None:

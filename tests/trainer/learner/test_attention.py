@@ -19,8 +19,7 @@ from penstock.trainer.errors import NoAttentionKernel
 from penstock.trainer.learner.attention import backends, flash
 from penstock.trainer.learner.attention.backends import DenseMask, Flex, Sdpa
 from penstock.trainer.learner.attention.flash import CpuFlash, CudaFlash
-from penstock.trainer.learner.attention.models import attention_of, head_sizes
-from penstock.trainer.learner.logprobs import CompletionScorer
+from penstock.trainer.learner.attention.models import head_sizes
 
 
 def _given(layout: Layout, dtype: torch.dtype = torch.float32) -> list[Tensor]:
@@ -361,47 +360,3 @@ def test_the_first_call_may_come_from_a_checkpointed_layer() -> None:
     ((used, _),) = backends._choice.checked.values()
     assert used is not None
     assert used.name == CpuFlash.name
-
-
-@pytest.mark.parametrize(
-    ("family", "heads", "kv_heads", "size"),
-    [
-        ("qwen3", 16, 8, 128),
-        ("qwen2", 14, 2, 64),
-        ("qwen2", 28, 4, 128),
-        ("llama", 32, 8, 128),
-        ("gemma", 8, 1, 256),
-        ("phi3", 32, 32, 96),
-    ],
-)
-@pytest.mark.filterwarnings("ignore:.gradient_checkpointing_enable")
-@pytest.mark.usefixtures("fresh")
-def test_models_with_the_heads_that_people_train_are_computed_by_the_fast_kernel(
-    family: str, heads: int, kv_heads: int, size: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Two layers in bfloat16 with checkpointing: the definition is used for the comparison at the start and never for a model."""
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    config = AutoConfig.for_model(
-        family, hidden_size=heads * size if family == "phi3" else 64, intermediate_size=96, num_hidden_layers=2,
-        num_attention_heads=heads, num_key_value_heads=kv_heads, head_dim=size, vocab_size=128, pad_token_id=0,
-    )  # fmt: skip
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-    assert attention_of(model, torch.device("cpu")) == "cpu-flash"
-    scorer = CompletionScorer(model, 1.0)
-    assert scorer.padding_reason is None
-    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    monkeypatch.setattr(DenseMask, "attend", None)
-    prompt = np.arange(40, dtype=np.int32)
-    rows = [np.append(prompt, np.arange(20, dtype=np.int32) + n) for n in range(3)]
-    packed = pack(rows, [40] * 3)
-    ids = torch.from_numpy(packed.token_ids)
-    found = scorer(
-        ids[None],
-        torch.arange(40, 59),
-        ids[41:60],
-        position_ids=torch.from_numpy(packed.layout.depths)[None],
-        layout=packed.layout,
-    )
-    found.sum().backward()
-    assert bool(torch.isfinite(model.get_input_embeddings().weight.grad).all())

@@ -144,24 +144,15 @@ def test_learned_positions_and_gradient_checkpointing() -> None:
     _assert_rows_are_apart(scorer.train(), _some_rows())
 
 
-def test_models_for_which_packing_is_not_exact_are_named_and_padded() -> None:
-    """Sliding windows, dropout in attention, rotary embeddings that grow, other layers: rows are padded, and exact."""
-    mistral = _tiny(MistralForCausalLM, MistralConfig, sliding_window=4)
-    assert why_not_packed(mistral) == "MistralForCausalLM has sliding windows of 4 tokens"
-    assert why_not_packed(_tiny(MistralForCausalLM, MistralConfig, sliding_window=64)) is None
-    scorer = CompletionScorer(mistral.double(), 1.0)
-    assert scorer.padding_reason is not None
-    _assert_rows_are_apart(scorer, _some_rows())
-    for config, reason in (
-        ({"attention_dropout": 0.1}, "has dropout in its attention"),
-        ({"layer_types": ["linear_attention", "full_attention"]}, "has layers of linear_attention"),
-        ({"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}}, "embeddings of type dynamic"),
-    ):
-        SCORER.language_model.config, held = Qwen3Config(num_hidden_layers=2, **config), SCORER.language_model.config
-        try:
-            assert reason in str(why_not_packed(SCORER.language_model))
-        finally:
-            SCORER.language_model.config = held
+def test_layers_of_other_kinds_are_named() -> None:
+    SCORER.language_model.config, held = (
+        Qwen3Config(num_hidden_layers=2, layer_types=["linear_attention", "full_attention"]),
+        SCORER.language_model.config,
+    )
+    try:
+        assert "has layers of linear_attention" in str(why_not_packed(SCORER.language_model))
+    finally:
+        SCORER.language_model.config = held
 
 
 def test_an_attention_with_other_terms_is_refused_by_name() -> None:
@@ -186,11 +177,3 @@ def test_a_row_longer_than_a_sliding_window_is_refused() -> None:
     _read(scorer, build([_row([1, 2], [3, 4, 5], 1.0)]))
     with pytest.raises(UnsupportedModel, match="sliding_window = 8, which would not be exact for 10 tokens"):
         _read(scorer, build([_row([1, 2], [3] * 9, 1.0)]))
-
-
-def test_short_groups_share_their_prompt() -> None:
-    """Eight completions of one prompt use one copy of it; its end predicts every first token."""
-    rows = [_row(list(range(9)), [1, 2, 3, n], 1.0) for n in range(8)]
-    micro_batch = build([*rows, _row([3, 4], list(range(8)), 1.0)])
-    assert micro_batch.input_ids.shape == (1, 9 + 3 + 9)  # the last token predicts nothing, so all eight are equal
-    assert micro_batch.predictors[:32:4].tolist() == [8] * 8

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from penstock.protocol.chat_tokenizer import LENGTH_DEPENDENT
 from penstock.trainer.algorithm.packed_rows import Layout
 from penstock.trainer.errors import UnsupportedModel
 from penstock.trainer.learner import experts
@@ -66,14 +67,10 @@ def _obstacles(model: Any, config: Any) -> Iterator[str]:
     if window and window < config.max_position_embeddings:
         yield f"has sliding windows of {window} tokens"
     rope = getattr(config, "rope_parameters", None) or {}
-    if rope.get("rope_type") in ("dynamic", "longrope"):
-        yield f"has rotary embeddings of type {rope['rope_type']}, which depend on the longest row"
     if "mrope_section" in rope and tower_of(model) is None:
         yield "has positions in several dimensions"
     if getattr(config, "attn_logit_softcapping", None):
         yield "caps its attention scores"
-    if getattr(config, "attention_dropout", 0.0):
-        yield "has dropout in its attention"
     if getattr(config, "alibi", False):
         yield "has attention scores with a bias by distance"
 
@@ -144,6 +141,7 @@ def read_rows(
         tokens, position_ids = {"input_ids": shares.own(input_ids)}, shares.own(position_ids)
     if layout is None:
         return body(**tokens, use_cache=False, **experts.given(routing)).last_hidden_state[0]
+    _check_length(body.config.get_text_config(), layout)
     if not packed:
         assert routing is None, "refused when the model was loaded"
         assert embedded is None, "models that read images are computed as packed rows"
@@ -158,6 +156,20 @@ def read_rows(
             "its rows would not be computed apart; use another model, and report this one"
         )
     return hidden[0]
+
+
+def _check_length(config: Any, layout: Layout) -> None:
+    """Raise UnsupportedModel for a row whose length changes the rotary embeddings of all rows, and of its own tokens once more."""
+    rope = getattr(config, "rope_parameters", None) or {}
+    if (kind := rope.get("rope_type")) not in LENGTH_DEPENDENT:
+        return
+    limit = rope.get("original_max_position_embeddings") or config.max_position_embeddings
+    if layout.longest_row > limit:
+        raise UnsupportedModel(
+            f"a row of {layout.longest_row:,} tokens, and the rotary embeddings of this model ({kind}) are others beyond {limit:,}, for all "
+            "of its tokens: engines computed the first ones without; set data.max_prompt_tokens and rollout.max_new_tokens to at most that "
+            "in all"
+        )
 
 
 def _read_padded(body: Any, input_ids: Tensor, layout: Layout) -> Tensor:
