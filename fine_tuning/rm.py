@@ -105,7 +105,7 @@ def load_reward_model(folder: Path, how: Optimisation, dims: ParallelDims) -> tu
     if f"{_HEAD}.weight" in missing:
         with torch.no_grad():
             model.score.weight.zero_()
-    prepare(model, how)
+    prepare(model, how, dims)
     attach_adapters(model, how, head=_HEAD)
     scorer = RewardScorer(model, TokenShares(dims.token_group))
     changed = {

@@ -122,7 +122,7 @@ def load_language_model(folder: Path, how: Optimisation, dims: ParallelDims) -> 
     experts.check_family(model, str(model.config.get_text_config().model_type))
     if not how.train_vision_tower:
         vision.freeze_tower(model)
-    prepare(model, how)
+    prepare(model, how, dims)
     return model
 
 
@@ -183,8 +183,11 @@ def _check_layout(loader: Any, folder: Path, dims: ParallelDims, **options: obje
         )
 
 
-def prepare(model: Any, how: Optimisation) -> None:
+def prepare(model: Any, how: Optimisation, dims: ParallelDims) -> None:
+    """Set up a loaded model for training; its own dropout is off, as engines sample without it. That of adapters comes later."""
     backends.use(how.attention)
+    if (dropout := switch_off_dropout(model)) and dims.writes_files:
+        log.info("the model's own dropout is off", dropout=dropout)
     model.config.use_cache = False
     if how.gradient_checkpointing:
         # transformers renamed the method, and warns about the former name.
@@ -192,6 +195,18 @@ def prepare(model: Any, how: Optimisation) -> None:
         enable({"use_reentrant": False})
     if how.activation_offload:
         offload_activations(model.base_model)
+
+
+def switch_off_dropout(model: nn.Module) -> dict[str, float]:
+    """Set every probability of dropout in a model's modules to 0; returns those that were not, by their names in the modules."""
+    found = {}
+    for module in model.modules():
+        for name, value in list(vars(module).items()):
+            is_dropout = "dropout" in name or name.endswith("pdrop") or (name == "p" and isinstance(module, nn.Dropout))
+            if is_dropout and isinstance(value, float) and value > 0:
+                found[name] = value
+                setattr(module, name, 0.0)
+    return found
 
 
 def attach_adapters(model: Any, how: Optimisation, *, head: str | None = None) -> None:

@@ -16,15 +16,15 @@ from transformers import (
     GPT2LMHeadModel,
     GptOssConfig,
     GptOssForCausalLM,
-    MistralConfig,
-    MistralForCausalLM,
+    MinistralConfig,
+    MinistralForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
 )
 
 from penstock.trainer.algorithm.batch import MicroBatch, Row, build
 from penstock.trainer.errors import UnsupportedModel
-from penstock.trainer.learner.attention import flash
+from penstock.trainer.learner.attention import cpu_flash
 from penstock.trainer.learner.attention.models import why_not_packed
 from penstock.trainer.learner.logprobs import CompletionScorer
 
@@ -112,7 +112,7 @@ def test_a_micro_batch_equals_its_rows_one_by_one(rows: list[Row], in_parts: boo
     """For trees of rows of several turns, whether small trees are computed by their nodes or as one."""
     with pytest.MonkeyPatch.context() as patch:
         if in_parts:
-            patch.setattr(flash, "_SMALL_TREE", 0)
+            patch.setattr(cpu_flash, "_SMALL_TREE", 0)
         _assert_rows_are_apart(SCORER, rows)
 
 
@@ -145,47 +145,42 @@ def test_learned_positions_and_gradient_checkpointing() -> None:
 
 
 def test_models_for_which_packing_is_not_exact_are_named_and_padded() -> None:
-    """Sliding windows, dropout in attention, rotary embeddings that grow, other layers: rows are padded, and exact."""
-    mistral = _tiny(MistralForCausalLM, MistralConfig, sliding_window=4)
-    assert why_not_packed(mistral) == "MistralForCausalLM has sliding windows of 4 tokens"
-    assert why_not_packed(_tiny(MistralForCausalLM, MistralConfig, sliding_window=64)) is None
-    scorer = CompletionScorer(mistral.double(), 1.0)
+    """Rotary embeddings that grow, in all layers or one type of them, and other layers: rows are padded, and exact."""
+    dynamic = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
+    scorer = CompletionScorer(_tiny(Qwen3ForCausalLM, Qwen3Config, rope_parameters=dynamic).double(), 1.0)
     assert scorer.padding_reason is not None
     _assert_rows_are_apart(scorer, _some_rows())
-    for config, reason in (
-        ({"attention_dropout": 0.1}, "has dropout in its attention"),
-        ({"layer_types": ["linear_attention", "full_attention"]}, "has layers of linear_attention"),
-        ({"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}}, "embeddings of type dynamic"),
+    for name, value, reason in (
+        ("layer_types", ["linear_attention", "full_attention"], "has layers of linear_attention"),
+        ("rope_parameters", dynamic, "embeddings of type dynamic"),
+        ("rope_parameters", {"full_attention": dynamic}, "embeddings of type dynamic"),
     ):
-        SCORER.language_model.config, held = Qwen3Config(num_hidden_layers=2, **config), SCORER.language_model.config
-        try:
-            assert reason in str(why_not_packed(SCORER.language_model))
-        finally:
-            SCORER.language_model.config = held
+        model = _scorer().language_model
+        setattr(model.config, name, value)
+        assert reason in str(why_not_packed(model))
 
 
-def test_an_attention_with_other_terms_is_refused_by_name() -> None:
-    """Attention sinks, which the kernels do not add, end the first forward pass instead of being left out."""
-    model = _tiny(GptOssForCausalLM, GptOssConfig, layer_types=["full_attention"] * 2, num_local_experts=2)
-    with pytest.raises(UnsupportedModel, match=r"GptOssAttention asks for .* with s_aux, which would not be exact"):
+def test_sinks_that_are_not_those_of_the_heads_are_refused() -> None:
+    """As with weights that tensor parallelism cuts and sinks that it does not."""
+    model = _tiny(GptOssForCausalLM, GptOssConfig, layer_types=["full_attention"] * 2)
+    model.model.layers[1].self_attn.sinks = torch.nn.Parameter(torch.zeros(3))
+    with pytest.raises(UnsupportedModel, match=r"GptOssAttention asks for .* with s_aux = 3 sinks for 4 heads"):
         _read(CompletionScorer(model, 1.0), build(_some_rows()))
 
 
-def test_a_model_that_keeps_the_layout_from_its_attention_is_refused() -> None:
-    """Without the layout, rows would attend to one another; the number of calls shows it."""
+def test_a_model_whose_attention_is_not_that_of_its_config_is_refused() -> None:
+    """Layers that keep the layout from their attention, whose rows would attend to one another, or have other windows."""
     scorer = _scorer()
     body, micro_batch = scorer.language_model.base_model, build(_some_rows())
     body.layers[1].forward = lambda hidden_states, **_: hidden_states
-    with pytest.raises(UnsupportedModel, match="called the attention function 1 times for 2 layers"):
+    with pytest.raises(UnsupportedModel, match=r"called the attention function 1 times, .* for 2 layers"):
         _read(scorer, micro_batch)
-
-
-def test_a_row_longer_than_a_sliding_window_is_refused() -> None:
-    model = _tiny(MistralForCausalLM, MistralConfig, sliding_window=8, max_position_embeddings=8)
-    scorer = CompletionScorer(model, 1.0)
-    _read(scorer, build([_row([1, 2], [3, 4, 5], 1.0)]))
-    with pytest.raises(UnsupportedModel, match="sliding_window = 8, which would not be exact for 10 tokens"):
-        _read(scorer, build([_row([1, 2], [3] * 9, 1.0)]))
+    layers = ["sliding_attention", "full_attention"]
+    scorer = CompletionScorer(_tiny(MinistralForCausalLM, MinistralConfig, sliding_window=4, layer_types=layers), 1.0)
+    _read(scorer, micro_batch)
+    scorer.language_model.config.sliding_window = 5
+    with pytest.raises(UnsupportedModel, match="windows 4 x 1, None x 1, for 2 layers, which have 5 x 1, None x 1"):
+        _read(scorer, micro_batch)
 
 
 def test_short_groups_share_their_prompt() -> None:
