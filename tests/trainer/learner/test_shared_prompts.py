@@ -20,12 +20,15 @@ from transformers import (
     MinistralForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
+    SeedOssConfig,
+    SeedOssForCausalLM,
 )
 
 from penstock.trainer.algorithm.batch import MicroBatch, Row, build
 from penstock.trainer.errors import UnsupportedModel
 from penstock.trainer.learner.attention import cpu_flash
 from penstock.trainer.learner.attention.models import why_not_packed
+from penstock.trainer.learner.load_model import switch_off_dropout
 from penstock.trainer.learner.logprobs import CompletionScorer
 
 VOCABULARY = 17
@@ -181,6 +184,17 @@ def test_a_model_whose_attention_is_not_that_of_its_config_is_refused() -> None:
     scorer.language_model.config.sliding_window = 5
     with pytest.raises(UnsupportedModel, match="windows 4 x 1, None x 1, for 2 layers, which have 5 x 1, None x 1"):
         _read(scorer, micro_batch)
+
+
+@pytest.mark.parametrize(("of", "config"), [(SeedOssForCausalLM, SeedOssConfig), (GPT2LMHeadModel, GPT2Config)])
+def test_a_model_s_own_dropout_is_off(of: Any, config: Any) -> None:
+    """That of Seed-OSS is in functions and that of GPT-2 in modules; its config, which is exported, stays as it was."""
+    model = _tiny(of, config, embd_pdrop=0.5, resid_pdrop=0.5, residual_dropout=0.5)
+    before, found = model.config.to_dict(), switch_off_dropout(model.train())
+    assert 0.5 in found.values()
+    ids = torch.arange(8)[None]
+    assert torch.equal(model(input_ids=ids).logits, model.eval()(input_ids=ids).logits)
+    assert model.config.to_dict() == before
 
 
 def test_short_groups_share_their_prompt() -> None:
