@@ -26,9 +26,11 @@ from penstock.protocol.images.processor import rope_positions
 from penstock.protocol.token_annotations import TeacherRow
 from penstock.trainer.algorithm.losses.tokens import Sequences
 from penstock.trainer.algorithm.packed_rows import (
+    NO_PAIR_COST,
     Experts,
     Layout,
     PackedRows,
+    PairCost,
     Prefixes,
     Tokens,
     balanced,
@@ -224,7 +226,7 @@ def plan_micro_batches(
     budget_tokens: int,
     num_ranks: int = 1,
     prefixes: Prefixes | None = None,
-    pair_cost: float = 0.0,
+    pair_cost: PairCost = NO_PAIR_COST,
     padded: bool = False,
 ) -> list[list[list[int]]]:
     """Distribute rows over ranks and micro-batches.
@@ -238,7 +240,7 @@ def plan_micro_batches(
         budget_tokens: Most tokens of a micro-batch; a shared prefix counts once.
         num_ranks: Number of ranks.
         prefixes: What rows share; None: nothing.
-        pair_cost: Cost of one token that attends to one, relative to a token's other computation.
+        pair_cost: Of one token that attends to one.
         padded: Share nothing, and count every row as long as its micro-batch's longest: for a model whose rows are padded.
 
     Returns:

@@ -11,7 +11,7 @@ A position is a token's place in its row. No key or value is repeated, and no ma
 from __future__ import annotations
 
 import heapq
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import count, pairwise
@@ -36,6 +36,15 @@ class Node(NamedTuple):
     subtree_end: int
 
 
+class Band(NamedTuple):
+    """Queries ``[start, end)`` of a node, and the tokens they attend to: ``before`` of their row, and themselves."""
+
+    start: int
+    end: int
+    keys: tuple[tuple[int, int], ...]  # ranges of the stream, in the order of the row
+    before: int
+
+
 @dataclass(slots=True, eq=False)
 class Layout:
     """Which tokens of a stream attend to which; passed through a model to the attention function."""
@@ -43,7 +52,9 @@ class Layout:
     nodes: tuple[Node, ...]  # in the order of the stream, which they cover
     depths: npt.NDArray[np.int64]  # [T] place of each token in its row
     prepared: dict[Any, Any] = field(default_factory=dict)  # what a backend derives from it, by the backend's key
-    num_calls: int = 0  # of the attention function in the last forward pass
+    windows: list[int | None] = field(
+        default_factory=list
+    )  # of each call of the attention function since the last pass began
 
     @property
     def num_tokens(self) -> int:
@@ -63,13 +74,32 @@ class Layout:
             forest[-1].append(node)
         return forest
 
-    def mask(self) -> npt.NDArray[np.bool_]:
-        """Return which token attends to which, [T, T]; for small trees, and as the definition in tests."""
+    def mask(self, window: int | None = None) -> npt.NDArray[np.bool_]:
+        """Return which token attends to which, [T, T], in its row's last ``window`` tokens; for small trees, and as the definition."""
         mask = np.zeros((self.num_tokens, self.num_tokens), dtype=np.bool_)
         for start, end, subtree_end in self.nodes:
             mask[start:end, start:end] = np.tri(end - start, dtype=np.bool_)
             mask[end:subtree_end, start:end] = True
-        return mask
+        return mask if window is None else mask & (self.depths[:, None] - self.depths[None] < window)
+
+    def bands(self, window: int | None, most_queries: int) -> Iterator[Band]:
+        """Yield the tokens of each node, at most so many at once, with the keys of their row that they attend to."""
+        path: list[Node] = []
+        for node in self.nodes:
+            while path and path[-1].subtree_end <= node.start:
+                path.pop()
+            for start in range(node.start, node.end, most_queries):
+                depth = int(self.depths[start])
+                before = missing = depth if window is None else min(depth, window - 1)
+                end = min(start + most_queries, node.end)
+                keys = [(start, end)]
+                for some in (Node(node.start, start, start), *reversed(path)):
+                    if taken := min(missing, some.end - some.start):
+                        missing -= taken
+                        after = keys.pop() if some.end == keys[-1][0] else None
+                        keys.append((some.end - taken, after[1] if after else some.end))
+                yield Band(start, end, tuple(reversed(keys)), before)
+            path.append(node)
 
     def rows(self) -> list[npt.NDArray[np.int64]]:
         row_positions, path = [], []
@@ -191,6 +221,33 @@ def _nodes(runs: list[_Run], size: int) -> tuple[Node, ...]:
     return tuple(Node(run.start, run.end, end) for run, end in zip(runs, ends, strict=True))
 
 
+def num_pairs(length: int, window: int | None = None) -> int:
+    """Return how many pairs of tokens attend to each other in a row."""
+    if window is None or length <= window:
+        return length * (length + 1) // 2
+    return window * (window + 1) // 2 + (length - window) * window
+
+
+@dataclass(frozen=True, slots=True)
+class PairCost:
+    """Cost of one token that attends to one in all layers, relative to a token's other computation."""
+
+    whole: float = 0.0  # in the layers in which tokens attend to all before them
+    windowed: float = 0.0  # in those with sliding windows
+    window: int | None = None
+
+    def of(self, lengths: Sequence[int], common: Sequence[int]) -> float:
+        """Return the cost of rows of which each shares its first ``common`` tokens with the one before."""
+        whole, windowed = (
+            sum(num_pairs(n, window) - num_pairs(c, window) for n, c in zip(lengths, common, strict=True))
+            for window in (None, self.window)
+        )
+        return self.whole * whole + self.windowed * windowed
+
+
+NO_PAIR_COST = PairCost()
+
+
 @dataclass(frozen=True)
 class Unit:
     """Rows that are in one micro-batch; each but the first shares a prefix with the one before it."""
@@ -198,7 +255,7 @@ class Unit:
     rows: tuple[int, ...]
     lengths: tuple[int, ...]  # tokens that are computed
     common: tuple[int, ...]  # first tokens that each shares with the one before; 0 for the first
-    pair_cost: float
+    pair_cost: PairCost
 
     @cached_property
     def num_tokens(self) -> int:
@@ -206,8 +263,7 @@ class Unit:
 
     @cached_property
     def cost(self) -> float:
-        pairs = sum(n * (n + 1) - c * (c + 1) for n, c in zip(self.lengths, self.common, strict=True)) / 2
-        return self.num_tokens + self.pair_cost * pairs
+        return self.num_tokens + self.pair_cost.of(self.lengths, self.common)
 
     def split(self, num: int) -> list[Unit]:
         """Return at most so many pieces with few tokens each; every piece computes its prefix again."""
@@ -247,7 +303,7 @@ class Bin:
         return [row for unit in self.units for row in unit.rows]
 
 
-def units_of(lengths: Sequence[int], prefixes: Prefixes, pair_cost: float) -> list[Unit]:
+def units_of(lengths: Sequence[int], prefixes: Prefixes, pair_cost: PairCost) -> list[Unit]:
     """Return the rows in runs that share something; a row's last token predicts nothing and is not computed."""
     runs: list[list[tuple[int, int, int]]] = []
     for row, common in zip(prefixes.order, prefixes.common, strict=True):
@@ -277,7 +333,7 @@ def balanced(units: Sequence[Unit], budget_tokens: int, num_ranks: int) -> list[
     return plan
 
 
-def padded_bins(lengths: Sequence[int], budget_tokens: int, num_ranks: int, pair_cost: float) -> list[list[Bin]]:
+def padded_bins(lengths: Sequence[int], budget_tokens: int, num_ranks: int, pair_cost: PairCost) -> list[list[Bin]]:
     """Return the bins of each rank, with rows of similar length together and each counted as its bin's longest."""
     order = sorted(range(len(lengths)), key=lambda row: (-lengths[row], row))
     pieces: list[list[int]] = [[]]

@@ -9,6 +9,8 @@ vision tower of a model that reads images, which computes no token of a row.
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -57,7 +59,7 @@ class Load:
     """What one pass computes: T tokens, pairs of tokens that attend to each other, N tokens through the output head."""
 
     tokens: int
-    pairs: int
+    pairs: int  # of all layers
     predicted: int
 
 
@@ -69,7 +71,8 @@ class PassCost:
     learning: float  # those of them that have a gradient
     head: float  # of the output head
     head_learns: bool
-    attended: int  # layers times the width of all query heads
+    attended: int  # width of all query heads
+    windows: tuple[int | None, ...]  # of each layer
 
     def forward(self, load: Load) -> float:
         return 2 * self.layers * load.tokens + 2 * self.head * load.predicted + 4 * self.attended * load.pairs
@@ -100,24 +103,30 @@ def pass_cost(model: Any) -> PassCost:
         learning=learning,
         head=0.0 if head is None else float(np.prod(getattr(head.weight, "ds_shape", head.weight.shape))),
         head_learns=head is not None and bool(head.weight.requires_grad),
-        attended=config.num_hidden_layers * width,
+        attended=width,
+        windows=windows_of(config),
     )
 
 
-def load_of(layout: Layout | None, num_tokens: int, predicted: int, *, padded: bool) -> Load:
-    if layout is None:
-        return Load(num_tokens, _triangle(num_tokens), predicted)
-    if padded:
-        rows = [len(row) for row in layout.rows()]
-        return Load(len(rows) * max(rows), len(rows) * _triangle(max(rows)), predicted)
+def windows_of(config: Any) -> tuple[int | None, ...]:
+    """Return of each layer to how many tokens of its row, itself included, a token attends; None: to all before it."""
+    window = getattr(config, "sliding_window", None) or None
+    layers = getattr(config, "layer_types", None) or ["sliding_attention"] * config.num_hidden_layers
+    return tuple(window if layer == "sliding_attention" else None for layer in layers)
+
+
+def load_of(
+    layout: Layout | None, num_tokens: int, predicted: int, *, padded: bool, windows: Sequence[int | None]
+) -> Load:
+    rows, depths = 1, np.arange(num_tokens) if layout is None else layout.depths
+    if layout is not None and padded:
+        rows, depths = len(layout.rows()), np.arange(layout.longest_row)
+    attended = depths + 1
     pairs = sum(
-        _triangle(end - start) + (end - start) * (subtree_end - end) for start, end, subtree_end in layout.nodes
+        layers * int((attended if window is None else np.minimum(attended, window)).sum())
+        for window, layers in Counter(windows).items()
     )
-    return Load(layout.num_tokens, pairs, predicted)
-
-
-def _triangle(num: int) -> int:
-    return num * (num + 1) // 2
+    return Load(rows * len(depths), rows * pairs, predicted)
 
 
 def share_of_experts(config: Any) -> float:

@@ -145,11 +145,9 @@ def from_folder(
     from_files: dict[str, Any] = {"trust_remote_code": False, "local_files_only": True}  # else it asks on a terminal
     try:
         config = transformers.AutoConfig.from_pretrained(folder, **from_files, **options)
-        for part in (config, config.get_text_config()):
-            _set_dropout_to_zero(part)
         if dims is not None and dims.layout.ranks_of_rows > 1:
             _check_layout(getattr(transformers, loader), config, folder, dims)
-        return getattr(transformers, loader).from_pretrained(
+        model, report = getattr(transformers, loader).from_pretrained(
             folder,
             config=config,
             dtype=getattr(torch, dtype),
@@ -164,13 +162,9 @@ def from_folder(
             f"model.path = {folder} is not {kind} ({type(err).__name__}: {err}); set it to a Hugging Face model "
             "folder of an architecture that transformers has: code in the folder is never executed"
         ) from None
-
-
-def _set_dropout_to_zero(config: Any) -> None:
-    """Set every probability of dropout in a config to 0: with one, the trained policy is not the one that the engine samples from."""
-    for name, value in config.to_dict().items():
-        if "drop" in name and type(value) is float and value > 0.0:
-            setattr(config, name, 0.0)
+    if (dropout := switch_off_dropout(model)) and (dims is None or dims.writes_files):
+        log.info("the model's own dropout is off", dropout=dropout)
+    return model, report
 
 
 def _check_layout(loader: Any, config: Any, folder: Path, dims: ParallelDims) -> None:
@@ -199,6 +193,21 @@ def prepare(model: Any, how: Optimisation) -> None:
         enable({"use_reentrant": False})
     if how.activation_offload:
         offload_activations(model.base_model)
+
+
+def switch_off_dropout(model: nn.Module) -> dict[str, float]:
+    """Set every probability of dropout in a model's modules to 0, as engines sample without it; returns those that were not, by name.
+
+    That of adapters, which are attached later, stays.
+    """
+    found = {}
+    for module in model.modules():
+        for name, value in list(vars(module).items()):
+            is_dropout = "dropout" in name or name.endswith("pdrop") or (name == "p" and isinstance(module, nn.Dropout))
+            if is_dropout and isinstance(value, float) and value > 0:
+                found[name] = value
+                setattr(module, name, 0.0)
+    return found
 
 
 def attach_adapters(model: Any, how: Optimisation, *, head: str | None = None) -> None:

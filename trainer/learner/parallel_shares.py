@@ -165,6 +165,10 @@ class TokenShares:
             states = states.repeat_interleave(size // heads, dim=1)
         return _ByHeads.apply(states, self.group)[:, :, :num_tokens]  # type: ignore[index]
 
+    def of_heads(self, values: Tensor) -> Tensor:
+        """Return those of this rank's heads, [H / S], of values [H]."""
+        return values if self.group is None else values.unflatten(0, (self.group.size, -1))[self.group.index]
+
     def by_tokens(self, states: Tensor) -> Tensor:
         """Exchange all tokens of this rank's heads [1, H / S, T, D] for this rank's tokens of all heads [1, H, W, D]; collective."""
         if self.group is None:

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from penstock.trainer.algorithm.batch import MicroBatch
 from penstock.trainer.algorithm.kl import top_of_teacher
 from penstock.trainer.algorithm.objective import Objective, Outcome, TokenOutcomes
+from penstock.trainer.algorithm.packed_rows import PairCost
 from penstock.trainer.errors import CheckpointError, TrainingDiverged, UnsupportedModel
 from penstock.trainer.learner import adapter
 from penstock.trainer.learner.flops import NO_WORK, Load, Work, load_of
@@ -74,8 +75,7 @@ class Policy:
         return torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else self.device.type
 
     @property
-    def pair_cost(self) -> float:
-        """Computation of one token attending to one, relative to a token's other computation."""
+    def pair_cost(self) -> PairCost:
         return self._scorer.pair_cost
 
     @property
@@ -236,7 +236,8 @@ class Policy:
         return replace(outcome, sums={**outcome.sums, "routed": total, "rerouted": changed})
 
     def _load(self, batch: MicroBatch) -> Load:
-        return load_of(batch.layout, batch.input_ids.shape[1], len(batch.targets), padded=self.pads_rows)
+        num_tokens, windows = batch.input_ids.shape[1], self._cost.windows
+        return load_of(batch.layout, num_tokens, len(batch.targets), padded=self.pads_rows, windows=windows)
 
     def _read(self, batch: MicroBatch, *, replays: bool = True, **what: Any) -> Tensor:
         """Return the output of `CompletionScorer`; ``what`` are its options.

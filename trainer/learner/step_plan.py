@@ -31,6 +31,7 @@ from penstock.protocol.trajectory import Group, Trajectory
 from penstock.trainer.algorithm.aggregation import Aggregation, Denominators, sequence_weight
 from penstock.trainer.algorithm.batch import MicroBatch, PlacedImages, Row, build, plan_micro_batches, prefixes_of
 from penstock.trainer.algorithm.credit import Credit, CreditRule, Scored
+from penstock.trainer.algorithm.packed_rows import NO_PAIR_COST, PairCost
 from penstock.trainer.learner.vision import ImageReader
 
 NO_AGES: Mapping[int, int] = MappingProxyType({})  # each is the difference of the versions' numbers
@@ -105,7 +106,7 @@ class ReadyGroup:
 class Capacity:
     budget_tokens: int  # most tokens of a micro-batch
     num_shares: int = 1  # shares of the rows, one for each rank that computes rows
-    pair_cost: float = 0.0  # of a token attending to one, relative to a token's other computation
+    pair_cost: PairCost = NO_PAIR_COST
     padded: bool = False  # the model cannot compute rows as one stream
 
 

@@ -114,6 +114,8 @@ class ModelShape:
     tied: bool  # embedding and output head are one tensor
     has_biases: bool = False  # of queries, keys and values
     mixture: ExpertShape | None = None  # None: every layer has a gated MLP
+    window: int | None = None  # tokens that a token attends to in some layers; None: all before it in each
+    windowed_layers: int = 0
 
     @property
     def config(self) -> Mapping[str, Any]:
@@ -238,7 +240,19 @@ def shape_of(config: Mapping[str, Any], where: str) -> ModelShape:
         tied=bool(config.get("tie_word_embeddings", FAMILIES[family].ties)),
         has_biases=family == "qwen2" or bool(config.get("attention_bias", False)),
         mixture=_mixture(config, where) if family == "qwen3_moe" else None,
+        **_windows(config, where),
     )
+
+
+def _windows(config: Mapping[str, Any], where: str) -> dict[str, int]:
+    if config.get("model_type") == "llama" or not config.get("use_sliding_window") or not config.get("sliding_window"):
+        return {}
+    layers = _count(config, "num_hidden_layers", where)
+    if isinstance(kinds := config.get("layer_types"), list):
+        windowed = kinds.count("sliding_attention")
+    else:  # as older releases of transformers write it
+        windowed = layers - (0 if config.get("max_window_layers") == 0 else _count(config, "max_window_layers", where))
+    return {"window": _count(config, "sliding_window", where), "windowed_layers": max(0, windowed)}
 
 
 def _mixture(config: Mapping[str, Any], where: str) -> ExpertShape | None:

@@ -8,7 +8,7 @@ from typing import Literal
 
 from penstock.deploy.plan.memory.estimate import Pass
 from penstock.deploy.plan.memory.model_shape import BFLOAT16, FLOAT32, Method, ModelShape
-from penstock.trainer.algorithm.packed_rows import Prefixes, balanced, units_of
+from penstock.trainer.algorithm.packed_rows import PairCost, Prefixes, balanced, num_pairs, units_of
 from penstock.trainer.attention_choice import Attention, expected_backend
 from penstock.trainer.errors import NotEstimated
 from penstock.trainer.settings import TrainerSettings
@@ -82,8 +82,12 @@ class PlanInputs:
         num_rows = batch.num_groups * batch.group_size
         shared = [0 if row % batch.group_size == 0 else batch.prompt_tokens for row in range(num_rows)]
         prefixes = Prefixes(list(range(num_rows)), shared)
-        # Of a token that attends to one, relative to a token's other computation, as in `attention/models.py`.
-        pair_cost = 2 * self.shape.layers * self.shape.query / self.shape.active_body
+        # As in `attention/models.py`.
+        whole, windowed = (
+            2 * layers * self.shape.query / self.shape.active_body
+            for layers in (self.shape.layers - self.shape.windowed_layers, self.shape.windowed_layers)
+        )
+        pair_cost = PairCost(whole, windowed, self.shape.window)
         units = units_of([self.row_tokens] * num_rows, prefixes, pair_cost)
         plan = balanced(units, self.budget_tokens, self.method.zero_ranks // self.method.sequence_parallel)
         return [[(held.num_tokens, len(held.rows) * batch.completion_tokens) for held in bins] for bins in plan]
@@ -115,7 +119,9 @@ class PlanInputs:
         found = []
         for bins in self._passes:
             tokens, predictors = sum(num_tokens for num_tokens, _ in bins), sum(sampled for _, sampled in bins)
-            pairs = 4 * shape.layers * shape.query * tokens * self.row_tokens / 2
+            whole = (shape.layers - shape.windowed_layers) * self.row_tokens / 2
+            windowed = shape.windowed_layers * num_pairs(self.row_tokens, shape.window) / self.row_tokens
+            pairs = 4 * shape.query * (whole + windowed) * tokens
             of_tokens = shape.active_body * tokens
             found.append(
                 Work(

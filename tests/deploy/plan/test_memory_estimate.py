@@ -209,6 +209,25 @@ def test_a_layout_that_the_heads_do_not_allow_is_not_planned() -> None:
         plan_inputs(settings, shape_of(QWEN3, "m"))
 
 
+@pytest.mark.parametrize(
+    "layers", [{"max_window_layers": 1}, {"layer_types": ["full_attention", *["sliding_attention"] * 27]}]
+)
+def test_pairs_beyond_a_window_are_no_operations(layers: dict[str, Any]) -> None:
+    """A long prompt costs about its tokens in 27 of 28 layers; a window that is not used changes nothing."""
+    method = Method(dtype="bfloat16", zero_stage=1)
+    windows = {**QWEN3, "num_hidden_layers": 28, "sliding_window": 512, **layers}
+
+    def operations(**more: Any) -> float:
+        shape = shape_of({**windows, **more}, "m")
+        return PlanInputs(shape, method, Batch(40_000, 1, 1, 1), 50_000).operations
+
+    whole = operations()
+    pairs = 27 * 3 * 4 * 40_001 * (40_001 / 2 - 512 + 512**2 / 80_002)
+    width = QWEN3["num_attention_heads"] * QWEN3["head_dim"]
+    assert operations(use_sliding_window=True) == pytest.approx(whole - pairs * width, rel=1e-3)
+    assert operations(use_sliding_window=False) == whole
+
+
 def test_an_offload_moves_states_from_the_device_to_the_host() -> None:
     """All of them: master weights and moments, then the parameters, then what checkpointing keeps; in all nothing is saved."""
     plain = MemoryPlan(_inputs("short-stage-3-2-ranks"))

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from tests.examples import examples
 
 from penstock.trainer.algorithm.batch import Row, build, plan_micro_batches, prefixes_of
-from penstock.trainer.algorithm.packed_rows import Prefixes
+from penstock.trainer.algorithm.packed_rows import PairCost, Prefixes
 from penstock.trainer.errors import BatchDoesNotFit
 
 
@@ -71,7 +71,9 @@ def test_a_shared_prompt_counts_once(
     rows = _rows(groups)
     lengths = [len(row.token_ids) for row in rows]
     prefixes = prefixes_of([row.token_ids for row in rows], [row.loss_mask for row in rows])
-    plan = plan_micro_batches(lengths, budget_tokens=budget, num_ranks=num_ranks, prefixes=prefixes, pair_cost=0.1)
+    plan = plan_micro_batches(
+        lengths, budget_tokens=budget, num_ranks=num_ranks, prefixes=prefixes, pair_cost=PairCost(0.1)
+    )
     pieces = [piece for rank in plan for piece in rank]
     assert sorted(row for piece in pieces for row in piece) == list(range(len(rows)))
     assert len({len(rank) for rank in plan}) == 1
@@ -109,7 +111,11 @@ def test_one_group_is_divided_over_ranks() -> None:
 def test_plan_balances_cost_over_ranks() -> None:
     """One row of 1,000 tokens costs as much as twenty-one of 100 where attention weighs as much as the rest at 910."""
     lengths = [1001] + [101] * 40
-    for pair_cost, expected in ((0.0, [25, 16]), (2 / 910, [29, 12])):
+    for pair_cost, expected in (
+        (PairCost(), [25, 16]),
+        (PairCost(2 / 910), [29, 12]),
+        (PairCost(windowed=2 / 910, window=101), [25, 16]),
+    ):
         plan = plan_micro_batches(lengths, budget_tokens=10_000, num_ranks=2, pair_cost=pair_cost)
         assert sorted((len(piece) for [piece] in plan), reverse=True) == expected
     ragged = [1000, 10, 10, 500, 480, 20, 300, 700] * 4

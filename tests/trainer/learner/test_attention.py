@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import given
+from hypothesis import strategies as st
 from tests.examples import examples
 from tests.trainer.algorithm.test_packed_rows import trees
 from torch import Tensor
@@ -16,56 +18,89 @@ from torch.utils.checkpoint import checkpoint
 from penstock.trainer.algorithm.packed_rows import Layout, pack
 from penstock.trainer.attention_choice import MAX_MATRIX_BYTES, NAMES, expected_backend, matrix_bytes
 from penstock.trainer.errors import NoAttentionKernel
-from penstock.trainer.learner.attention import backends, flash
+from penstock.trainer.learner.attention import backends, capped_scores, cpu_flash, cuda_flash
 from penstock.trainer.learner.attention.backends import DenseMask, Flex, Sdpa
-from penstock.trainer.learner.attention.flash import CpuFlash, CudaFlash
+from penstock.trainer.learner.attention.cpu_flash import CpuFlash
+from penstock.trainer.learner.attention.cuda_flash import CudaFlash
 from penstock.trainer.learner.attention.models import head_sizes
+from penstock.trainer.learner.attention.variant import PLAIN, Variant
 
 
-def _given(layout: Layout, dtype: torch.dtype = torch.float32) -> list[Tensor]:
+def _given(layout: Layout, dtype: torch.dtype = torch.float32, variant: Variant = PLAIN) -> list[Tensor]:
     draw = torch.Generator().manual_seed(layout.num_tokens)
     sizes = [(1, heads, layout.num_tokens, 8) for heads in (4, 2, 2)]
-    return [torch.randn(size, generator=draw).to(dtype).requires_grad_() for size in sizes]
+    given = [torch.randn(size, generator=draw) for size in sizes]
+    return [held.to(dtype).requires_grad_() for held in (*given, *([] if variant.sinks is None else [variant.sinks]))]
 
 
-def _results(attend: Any, given: list[Tensor], layout: Layout) -> list[Tensor]:
-    out = attend(*given, layout, 0.6)
+def _results(attend: Any, given: list[Tensor], layout: Layout, variant: Variant = PLAIN) -> list[Tensor]:
+    out = attend(*given[:3], layout, 0.6, replace(variant, sinks=given[3] if len(given) > 3 else None))
     gradients = torch.autograd.grad((out.double() * torch.arange(8).sin()).sum(), given)
     return [held.detach().double() for held in (out, *gradients)]
 
 
+windows = st.sampled_from([None, 1, 2, 3, 5, 9])
+sinks = st.sampled_from([None, torch.tensor([-3.0, 0.0, 0.5, 2.0])])
+variants = st.builds(Variant, windows, st.sampled_from([None, 0.7]), sinks)
+
+
+def _assert_exact(attend: Any, layout: Layout, variant: Variant) -> None:
+    given = _given(layout, variant=variant)
+    found, true = (_results(some, given, layout, variant) for some in (attend, DenseMask().attend))
+    for one, other in zip(found, true, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=3e-6)
+
+
 @pytest.mark.parametrize(("small_tree", "short_node"), [(10**9, 10**9), (0, 10**9), (0, 0), (30, 5)])
 @examples(12)
-@given(drawn=trees())
-def test_the_flash_kernel_of_the_cpu_equals_the_definition(drawn: Any, small_tree: int, short_node: int) -> None:
-    """As masked trees, as batches of short nodes, node by node, and as a mixture of these."""
-    layout = pack(*drawn).layout
-    given = _given(layout)
+@given(drawn=trees(), variant=variants, band=st.sampled_from([3, 128]))
+def test_the_flash_kernel_of_the_cpu_equals_the_definition(
+    drawn: Any, variant: Variant, band: int, small_tree: int, short_node: int
+) -> None:
+    """As masked trees, as batches of short nodes, node by node, and as a mixture of these; windows in bands of queries."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(flash, "_SMALL_TREE", small_tree)
-        patch.setattr(flash, "_SHORT_NODE", short_node)
-        found = _results(CpuFlash().attend, given, layout)
-    for some, true in zip(found, _results(DenseMask().attend, given, layout), strict=True):
-        torch.testing.assert_close(some, true, rtol=1e-4, atol=3e-6)
+        patch.setattr(cpu_flash, "_SMALL_TREE", small_tree)
+        patch.setattr(cpu_flash, "_SHORT_NODE", short_node)
+        patch.setattr(cpu_flash, "_BAND_QUERIES", band)
+        patch.setattr(capped_scores, "_QUERIES", band)
+        _assert_exact(CpuFlash().attend, pack(*drawn).layout, variant)
 
 
-def _dense(query: Tensor, key: Tensor, bounds: tuple[Tensor, Tensor], is_causal: bool, scale: float) -> Tensor:
-    """Scores [H, Q, K] of a variable-length call, -inf where a query does not attend."""
+@examples(12)
+@given(drawn=trees(), window=windows)
+def test_the_definition_equals_every_row_alone(drawn: Any, window: int | None) -> None:
+    """A window counts places in the row, not in the stream: a prompt is near to each of its answers."""
+    packed = pack(*drawn)
+    query, key, value = (held.detach() for held in _given(packed.layout))
+    found = DenseMask().attend(query, key, value, packed.layout, 0.6, Variant(window))
+    for where in map(torch.from_numpy, packed.positions):
+        places = torch.arange(len(where))
+        distances = places[:, None] - places
+        mask = (distances >= 0) & (distances < (window or len(where)))
+        row = [held[:, :, where] for held in (query, key, value)]
+        alone = torch.nn.functional.scaled_dot_product_attention(*row, attn_mask=mask, scale=0.6, enable_gqa=True)
+        torch.testing.assert_close(found[:, :, where], alone, rtol=1e-4, atol=3e-6)
+
+
+def _dense(query: Tensor, key: Tensor, part: Any, scale: float) -> Tensor:
+    """Scores [H, Q, K] of a variable-length call, -inf where a query does not attend: sequences are aligned at their ends."""
     groups = query.shape[1] // key.shape[1]
     scores = torch.einsum("qhd,khd->hqk", query, key.repeat_interleave(groups, 1)) * scale
-    sequence = [
-        torch.bucketize(torch.arange(len(t)), b[1:], right=True) for t, b in zip((query, key), bounds, strict=True)
-    ]
-    allowed = sequence[0][:, None] == sequence[1][None]
-    if is_causal:
-        allowed &= torch.arange(len(query))[:, None] >= torch.arange(len(key))[None]
+    sequences, places = [], []
+    for tokens, bounds in ((query, part.query_bounds), (key, part.key_bounds)):
+        numbers = torch.arange(len(tokens))
+        sequences.append(torch.bucketize(numbers, bounds[1:], right=True))
+        places.append(bounds[1:][sequences[-1]] - numbers)  # from the end
+    distances = places[1][None] - places[0][:, None]
+    before, after = (size if size >= 0 else len(key) + len(query) for size in part.window)
+    allowed = (sequences[0][:, None] == sequences[1][None]) & (distances <= before) & (distances >= -after)
     return scores.masked_fill(~allowed, float("-inf"))
 
 
 def _varlen(query: Tensor, key: Tensor, value: Tensor, part: Any, scale: float) -> tuple[Tensor, Tensor]:
     """Torch's `varlen_attn` with its log-sum-exp, as it documents itself, in float32 as the kernels compute."""
     wide = [held.to(torch.promote_types(held.dtype, torch.float32)) for held in (query, key, value)]
-    scores = _dense(wide[0], wide[1], (part.query_bounds, part.key_bounds), part.is_causal, scale)
+    scores = _dense(wide[0], wide[1], part, scale)
     groups = query.shape[1] // key.shape[1]
     weights = scores.softmax(-1).to(query.dtype).to(wide[0].dtype)  # kernels round the probabilities
     out = torch.einsum("hqk,khd->qhd", weights, wide[2].repeat_interleave(groups, 1))
@@ -81,7 +116,7 @@ def _varlen_backward(
         held.to(torch.promote_types(held.dtype, torch.float32)) for held in (grad, query, key, value, out)
     )
     groups = query.shape[1] // key.shape[1]
-    p = (_dense(query, key, (part.query_bounds, part.key_bounds), part.is_causal, scale) - lse.unsqueeze(-1)).exp()
+    p = (_dense(query, key, part, scale) - lse.unsqueeze(-1)).exp()
     wide_k, wide_v = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
     ds = p * (torch.einsum("qhd,khd->hqk", grad, wide_v) - (grad * out).sum(-1).T.unsqueeze(-1))
     ds, p = ds.to(dtype).to(grad.dtype), p.to(dtype).to(grad.dtype)
@@ -91,17 +126,16 @@ def _varlen_backward(
 
 
 @examples(20)
-@given(drawn=trees())
-def test_the_parts_and_merging_for_cuda_equal_the_definition(drawn: Any) -> None:
+@given(drawn=trees(), window=windows, sinks=sinks, copies=st.sampled_from([1, 4]))
+def test_the_parts_and_merging_for_cuda_equal_the_definition(
+    drawn: Any, window: int | None, sinks: Tensor | None, copies: int
+) -> None:
     """With the kernels' arithmetic in place of the kernels, which need a GPU: one call for nodes, one per level of links."""
-    layout = pack(*drawn).layout
-    given = _given(layout)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(flash, "_cuda_kernel", _varlen)
-        patch.setattr(flash, "_cuda_kernel_backward", _varlen_backward)
-        found = _results(CudaFlash().attend, given, layout)
-    for some, true in zip(found, _results(DenseMask().attend, given, layout), strict=True):
-        torch.testing.assert_close(some, true, rtol=1e-4, atol=3e-6)
+        patch.setattr(cuda_flash, "_MOST_COPIES", copies)
+        patch.setattr(cuda_flash, "_cuda_kernel", _varlen)
+        patch.setattr(cuda_flash, "_cuda_kernel_backward", _varlen_backward)
+        _assert_exact(CudaFlash().attend, pack(*drawn).layout, Variant(window, None, sinks))
 
 
 def test_bfloat16_parts_are_added_in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -119,42 +153,42 @@ def test_bfloat16_parts_are_added_in_float32(monkeypatch: pytest.MonkeyPatch) ->
         return [float((some - true).norm() / true.norm()) for some, true in zip(found, exact, strict=True)]
 
     in_parts = errors()
-    monkeypatch.setattr(flash, "_SMALL_TREE", 10**9)
+    monkeypatch.setattr(cpu_flash, "_SMALL_TREE", 10**9)
     for parts, one_call in zip(in_parts, errors(), strict=True):
         assert parts < 1.25 * one_call
 
 
 @examples(20)
-@given(drawn=trees())
-def test_torch_s_own_attention_for_each_node_equals_the_definition(drawn: Any) -> None:
+@given(drawn=trees(), window=windows, band=st.sampled_from([3, 1024]))
+def test_torch_s_own_attention_for_each_node_equals_the_definition(drawn: Any, window: int | None, band: int) -> None:
     """With a causal bias that is aligned to the lower right where a node continues others."""
-    layout = pack(*drawn).layout
-    given = _given(layout)
-    for some, true in zip(
-        _results(Sdpa().attend, given, layout), _results(DenseMask().attend, given, layout), strict=True
-    ):
-        torch.testing.assert_close(some, true, rtol=1e-4, atol=3e-6)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(backends, "_BAND_QUERIES", band)
+        _assert_exact(Sdpa().attend, pack(*drawn).layout, Variant(window))
 
 
 @examples(20)
-@given(drawn=trees())
-def test_the_mask_and_the_blocks_of_flex_attention_equal_the_definition(drawn: Any) -> None:
+@given(drawn=trees(), variant=variants)
+def test_the_mask_and_the_blocks_of_flex_attention_equal_the_definition(drawn: Any, variant: Variant) -> None:
     """Not compiled, and without gradients, which it does not offer on a CPU: its mask, and the tables of the mask's blocks."""
     layout = pack(*drawn).layout
     query, key, value = (held.detach() for held in _given(layout))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(backends, "BLOCK", 8)
         patch.setattr(backends, "_compiled", lambda: backends.flex_attention)
-        found = Flex().attend(query, key, value, layout, 0.6)
-        mixed, full = backends.block_tables(backends.subtree_ends(layout))
-        kept = backends.block_mask(layout, torch.device("cpu"))
-    torch.testing.assert_close(found, DenseMask().attend(query, key, value, layout, 0.6), rtol=1e-4, atol=3e-6)
-    mask = layout.mask()
+        found = Flex().attend(query, key, value, layout, 0.6, variant)
+        mixed, full = backends.block_tables(layout, variant.window)
+        kept = backends.block_mask(layout, torch.device("cpu"), variant.window)
+    torch.testing.assert_close(found, DenseMask().attend(query, key, value, layout, 0.6, variant), rtol=1e-4, atol=3e-6)
+    mask = layout.mask(variant.window)
     for q in range(len(full)):
         for k in range(len(full)):
             block = mask[q * 8 : q * 8 + 8, k * 8 : k * 8 + 8]
             is_full = bool(block.all()) and q != k  # a block of one token is computed with its mask
-            assert (bool(full[q, k]), bool(mixed[q, k])) == (is_full, bool(block.any()) and not is_full)
+            if variant.window is None:
+                assert (bool(full[q, k]), bool(mixed[q, k])) == (is_full, bool(block.any()) and not is_full)
+            else:  # one that is called mixed is computed with its mask
+                assert (full[q, k] <= is_full, full[q, k] | mixed[q, k] >= block.any()) == (True, True)
             assert int(full[q].sum()) == int(kept.full_kv_num_blocks[0, 0, q])  # type: ignore[index]
             assert int(mixed[q].sum()) == int(kept.kv_num_blocks[0, 0, q])
 
@@ -165,46 +199,59 @@ def test_exact_kernels_are_used_at_the_head_sizes_and_ratios_that_people_train(
     size: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Qwen3, Llama 3 and Mistral have heads of 128, Gemma of 256; up to 16 query heads share a key head."""
-    monkeypatch.setattr(flash, "_activate", lambda implementation: None)
-    monkeypatch.setattr(flash, "_cuda_kernel", _varlen)
-    monkeypatch.setattr(flash, "_cuda_kernel_backward", _varlen_backward)
+    monkeypatch.setattr(cuda_flash, "_activate", lambda implementation: None)
+    monkeypatch.setattr(cuda_flash, "_cuda_kernel", _varlen)
+    monkeypatch.setattr(cuda_flash, "_cuda_kernel_backward", _varlen_backward)
     query = torch.empty(1, 1, 1, size, dtype=dtype)
+    added = (PLAIN, Variant(512), Variant(128, None, torch.zeros(1)), Variant(512, 50.0))
     for ratio in (1, 7, 16) if size == 128 else (2,):
         for backend in (CudaFlash(), CpuFlash(), Sdpa()):
-            if isinstance(backend, CpuFlash) and backend.supports(query, query):
-                continue
-            assert backends.why_not_exact(backend, query, query, ratio) is None, backend.name
+            for variant in added if size in (64, 96, 128, 256) and ratio in (2, 7) else added[:1]:
+                reason = backend.supports(query, query, variant)
+                if reason is None or (isinstance(backend, CudaFlash) and variant.softcap is None):
+                    reason = backends.why_not_exact(backend, query, query, ratio, variant)
+                    assert reason is None, (backend.name, variant, reason)
 
 
 class _Wrong(CpuFlash):
     name = "flash"
 
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, layout: Layout, scale: float) -> Tensor:
+    def attend(
+        self, query: Tensor, key: Tensor, value: Tensor, layout: Layout, scale: float, variant: Variant = PLAIN
+    ) -> Tensor:
         whole = Layout((layout.nodes[0]._replace(end=layout.num_tokens, subtree_end=layout.num_tokens),), layout.depths)
-        return super().attend(query, key, value, whole, scale)
+        return super().attend(query, key, value, whole, scale, variant)
 
 
 class _Scaled(CpuFlash):
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, layout: Layout, scale: float) -> Tensor:
-        return super().attend(query, key, value, layout, scale * 1.05)
+    def attend(
+        self, query: Tensor, key: Tensor, value: Tensor, layout: Layout, scale: float, variant: Variant = PLAIN
+    ) -> Tensor:
+        return super().attend(query, key, value, layout, scale * 1.05, variant)
 
 
 class _SwapsKeyHeads(CpuFlash):
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, layout: Layout, scale: float) -> Tensor:
-        return super().attend(query, key.flip(1), value.flip(1), layout, scale)
+    def attend(
+        self, query: Tensor, key: Tensor, value: Tensor, layout: Layout, scale: float, variant: Variant = PLAIN
+    ) -> Tensor:
+        return super().attend(query, key.flip(1), value.flip(1), layout, scale, variant)
 
 
 class _RoughGradient(CpuFlash):
     """Gradients of queries go through float8, as in a kernel that keeps too few digits; values are exact."""
 
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, layout: Layout, scale: float) -> Tensor:
+    def attend(
+        self, query: Tensor, key: Tensor, value: Tensor, layout: Layout, scale: float, variant: Variant = PLAIN
+    ) -> Tensor:
         rough = query.clone()
         rough.register_hook(lambda grad: grad.to(torch.float8_e4m3fn).to(grad.dtype))
-        return super().attend(rough, key, value, layout, scale)
+        return super().attend(rough, key, value, layout, scale, variant)
 
 
 class _Broken(CpuFlash):
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, layout: Layout, scale: float) -> Tensor:
+    def attend(
+        self, query: Tensor, key: Tensor, value: Tensor, layout: Layout, scale: float, variant: Variant = PLAIN
+    ) -> Tensor:
         raise RuntimeError("no kernel for this")
 
 
@@ -222,7 +269,7 @@ def test_a_backend_that_fails_or_is_not_exact_is_refused_at_every_head_size(faul
 
 def test_the_comparison_reports_a_device_without_memory_as_such() -> None:
     class Full(CpuFlash):
-        def attend(self, query: Tensor, key: Tensor, value: Tensor, layout: Layout, scale: float) -> Tensor:
+        def attend(self, *given: Any) -> Tensor:
             raise torch.OutOfMemoryError("CUDA out of memory")
 
     query = torch.empty(1, 1, 1, 16)
@@ -293,11 +340,11 @@ def test_the_kernels_for_cuda_take_the_arguments_that_they_are_given() -> None:
     bounds = torch.tensor([0, 3, 10], dtype=torch.int32, device="meta")
     query = torch.empty(10, 8, 128, dtype=torch.bfloat16, device="meta")
     key = torch.empty(14, 2, 128, dtype=torch.bfloat16, device="meta")
-    for is_causal in (True, False):
-        part = flash._CudaPart(None, None, bounds, bounds, 7, 9, is_causal)
-        out, lse = flash._cuda_kernel(query, key, key, part, 0.1)
+    for window in (cuda_flash._CAUSAL, cuda_flash._FULL, (511, 0)):
+        part = cuda_flash._CudaPart(slice(None), slice(None), bounds, bounds, 7, 9, window)
+        out, lse = cuda_flash._cuda_kernel(query, key, key, part, 0.1)
         assert (out.shape, out.dtype, lse.shape, lse.dtype) == (query.shape, query.dtype, (8, 10), torch.float32)
-        found = flash._cuda_kernel_backward(out, query, key, key, out, lse, part, 0.1)
+        found = cuda_flash._cuda_kernel_backward(out, query, key, key, out, lse, part, 0.1)
         assert [held.shape for held in found] == [query.shape, key.shape, key.shape]
 
 
@@ -338,9 +385,12 @@ def test_memory_grows_with_the_tokens_and_not_with_their_square() -> None:
     for size in (1000, 4000):
         rows = [np.append(np.zeros(size), np.full(100, n + 1)).astype(np.int32) for n in range(8)]
         layout = pack(rows, [size] * 8).layout
-        parts = flash._cpu_parts(layout, torch.float32)
+        parts = cpu_flash._cpu_parts(layout, torch.float32)
         kept = [batch.mask for batch in parts.batches if batch.mask is not None]
         assert (len(parts.spans), len(parts.links), kept) == (9, 1, [])
+        bands = cpu_flash._cpu_parts(layout, torch.float32, 512).bands
+        assert max(mask.numel() for _, mask in bands if mask is not None) < 128 * (128 + 512)
+        assert sum(end - start for band, _ in bands for start, end in band.keys) < layout.num_tokens * (1 + 512 / 100)
 
 
 @pytest.mark.usefixtures("fresh")

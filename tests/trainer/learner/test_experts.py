@@ -217,7 +217,7 @@ def test_a_plan_counts_all_experts_in_memory_and_those_of_a_token_in_operations(
     cost = pass_cost(model)
     norms = sum(one.numel() for name, one in model.named_parameters() if "norm" in name)
     assert shape.active_body == cost.layers + norms
-    assert pair_cost(model) == pytest.approx(2 * 3 * 16 / shape.active_body)
+    assert pair_cost(model).whole == pytest.approx(2 * 3 * 16 / shape.active_body)
     lora = adapter.Lora(rank=2, alpha=4.0)
     adapter.attach(model, lora)
     assert shape.adapter(2, ()) == sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)

@@ -92,16 +92,17 @@ def test_operations_are_those_of_the_matrix_products(folder: Path) -> None:
         mask = np.arange(len(tokens)) >= len(prompt)
         rows.append(Row(tokens, mask, np.zeros(len(tokens), np.float32), 1.0, 1.0))
     batch = build(rows)
-    load = load_of(batch.layout, batch.input_ids.shape[1], len(batch.targets), padded=False)
+    load = load_of(batch.layout, batch.input_ids.shape[1], len(batch.targets), padded=False, windows=(None, 9, 9))
     answers = (2, 4, 7)  # the last token of each row is not computed
     assert (load.tokens, load.predicted) == (17 + sum(answers), 16)
-    assert load.pairs == 17 * 18 // 2 + sum(n * (n + 1) // 2 + 17 * n for n in answers)
-    assert load_of(batch.layout, load.tokens, 16, padded=True) == Load(3 * 24, 3 * 24 * 25 // 2, 16)
-    assert load_of(None, 6, 2, padded=False) == Load(6, 21, 2)
+    whole = 17 * 18 // 2 + sum(n * (n + 1) // 2 + 17 * n for n in answers)
+    assert load.pairs == whole + 2 * 9 * (load.tokens - 4)  # windows are full from the ninth token on
+    assert load_of(batch.layout, 1, 16, padded=True, windows=(None,)) == Load(3 * 24, 3 * 24 * 25 // 2, 16)
+    assert load_of(None, 6, 2, padded=False, windows=(None, 2)) == Load(6, 21 + 11, 2)
     cost, shape = pass_cost(model), model.config
     body = sum(p.numel() for name, p in model.named_parameters() if p.ndim > 1 and "embed" not in name)
     table, query = shape.vocab_size * shape.hidden_size, shape.num_attention_heads * shape.head_dim
-    expected = 6 * body * load.tokens + 6 * table * 16 + 12 * shape.num_hidden_layers * query * load.pairs
+    expected = 6 * body * load.tokens + 6 * table * 16 + 12 * query * load.pairs
     assert cost.forward(load) + cost.backward(load) == expected
     with FlopCounterMode(display=False) as counter:
         scorer(

@@ -16,16 +16,19 @@ from transformers import (
     GPT2LMHeadModel,
     GptOssConfig,
     GptOssForCausalLM,
-    MistralConfig,
-    MistralForCausalLM,
+    MinistralConfig,
+    MinistralForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
+    SeedOssConfig,
+    SeedOssForCausalLM,
 )
 
 from penstock.trainer.algorithm.batch import MicroBatch, Row, build
 from penstock.trainer.errors import UnsupportedModel
-from penstock.trainer.learner.attention import flash
+from penstock.trainer.learner.attention import cpu_flash
 from penstock.trainer.learner.attention.models import why_not_packed
+from penstock.trainer.learner.load_model import switch_off_dropout
 from penstock.trainer.learner.logprobs import CompletionScorer
 
 VOCABULARY = 17
@@ -112,7 +115,7 @@ def test_a_micro_batch_equals_its_rows_one_by_one(rows: list[Row], in_parts: boo
     """For trees of rows of several turns, whether small trees are computed by their nodes or as one."""
     with pytest.MonkeyPatch.context() as patch:
         if in_parts:
-            patch.setattr(flash, "_SMALL_TREE", 0)
+            patch.setattr(cpu_flash, "_SMALL_TREE", 0)
         _assert_rows_are_apart(SCORER, rows)
 
 
@@ -145,35 +148,40 @@ def test_learned_positions_and_gradient_checkpointing() -> None:
 
 
 def test_layers_of_other_kinds_are_named() -> None:
-    SCORER.language_model.config, held = (
-        Qwen3Config(num_hidden_layers=2, layer_types=["linear_attention", "full_attention"]),
-        SCORER.language_model.config,
-    )
-    try:
-        assert "has layers of linear_attention" in str(why_not_packed(SCORER.language_model))
-    finally:
-        SCORER.language_model.config = held
+    model = _scorer().language_model
+    model.config.layer_types = ["linear_attention", "full_attention"]
+    assert "has layers of linear_attention" in str(why_not_packed(model))
 
 
-def test_an_attention_with_other_terms_is_refused_by_name() -> None:
-    """Attention sinks, which the kernels do not add, end the first forward pass instead of being left out."""
-    model = _tiny(GptOssForCausalLM, GptOssConfig, layer_types=["full_attention"] * 2, num_local_experts=2)
-    with pytest.raises(UnsupportedModel, match=r"GptOssAttention asks for .* with s_aux, which would not be exact"):
+def test_sinks_that_are_not_those_of_the_heads_are_refused() -> None:
+    """As with weights that tensor parallelism cuts and sinks that it does not."""
+    model = _tiny(GptOssForCausalLM, GptOssConfig, layer_types=["full_attention"] * 2)
+    model.model.layers[1].self_attn.sinks = torch.nn.Parameter(torch.zeros(3))
+    with pytest.raises(UnsupportedModel, match=r"GptOssAttention asks for .* with s_aux = 3 sinks for 4 heads"):
         _read(CompletionScorer(model, 1.0), build(_some_rows()))
 
 
-def test_a_model_that_keeps_the_layout_from_its_attention_is_refused() -> None:
-    """Without the layout, rows would attend to one another; the number of calls shows it."""
+def test_a_model_whose_attention_is_not_that_of_its_config_is_refused() -> None:
+    """Layers that keep the layout from their attention, whose rows would attend to one another, or have other windows."""
     scorer = _scorer()
     body, micro_batch = scorer.language_model.base_model, build(_some_rows())
     body.layers[1].forward = lambda hidden_states, **_: hidden_states
-    with pytest.raises(UnsupportedModel, match="called the attention function 1 times for 2 layers"):
+    with pytest.raises(UnsupportedModel, match=r"called the attention function 1 times, .* for 2 layers"):
+        _read(scorer, micro_batch)
+    layers = ["sliding_attention", "full_attention"]
+    scorer = CompletionScorer(_tiny(MinistralForCausalLM, MinistralConfig, sliding_window=4, layer_types=layers), 1.0)
+    _read(scorer, micro_batch)
+    scorer.language_model.config.sliding_window = 5
+    with pytest.raises(UnsupportedModel, match="windows 4 x 1, None x 1, for 2 layers, which have 5 x 1, None x 1"):
         _read(scorer, micro_batch)
 
 
-def test_a_row_longer_than_a_sliding_window_is_refused() -> None:
-    model = _tiny(MistralForCausalLM, MistralConfig, sliding_window=8, max_position_embeddings=8)
-    scorer = CompletionScorer(model, 1.0)
-    _read(scorer, build([_row([1, 2], [3, 4, 5], 1.0)]))
-    with pytest.raises(UnsupportedModel, match="sliding_window = 8, which would not be exact for 10 tokens"):
-        _read(scorer, build([_row([1, 2], [3] * 9, 1.0)]))
+@pytest.mark.parametrize(("of", "config"), [(SeedOssForCausalLM, SeedOssConfig), (GPT2LMHeadModel, GPT2Config)])
+def test_a_model_s_own_dropout_is_off(of: Any, config: Any) -> None:
+    """That of Seed-OSS is in functions and that of GPT-2 in modules; its config, which is exported, stays as it was."""
+    model = _tiny(of, config, embd_pdrop=0.5, resid_pdrop=0.5, residual_dropout=0.5)
+    before, found = model.config.to_dict(), switch_off_dropout(model.train())
+    assert 0.5 in found.values()
+    ids = torch.arange(8)[None]
+    assert torch.equal(model(input_ids=ids).logits, model.eval()(input_ids=ids).logits)
+    assert model.config.to_dict() == before
