@@ -16,6 +16,16 @@ def use_huge_pages(environ: MutableMapping[str, str]) -> None:
     environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
 
 
+def expand_segments(environ: MutableMapping[str, str]) -> str:
+    """Let torch, imported later, map a GPU's memory in segments that grow, unless its allocator is configured; returns the configuration.
+
+    Packed rows have another length in each micro-batch. Blocks of fixed segments, which no later tensor fits, would stay reserved.
+    """
+    if (configured := environ.get("PYTORCH_CUDA_ALLOC_CONF")) is not None:  # its former name, which torch still reads
+        return f"PYTORCH_CUDA_ALLOC_CONF={configured}"
+    return f"PYTORCH_ALLOC_CONF={environ.setdefault('PYTORCH_ALLOC_CONF', 'expandable_segments:True')}"
+
+
 def keep_few_compiled_products(environ: MutableMapping[str, str]) -> None:
     """Let torch, imported later, keep the code of the last 64 products of bfloat16 matrices that a CPU computes, unless set otherwise.
 

@@ -30,6 +30,7 @@ from penstock.protocol.config.sources import split_arguments
 from penstock.protocol.errors import PenstockError
 from penstock.protocol.transport.blobs import Blobs
 from penstock.protocol.transport.bus import Bus
+from penstock.trainer.process_memory import expand_segments
 
 Level = Literal["ok", "warn", "fail"]
 
@@ -68,7 +69,7 @@ def machine(folder: Path, environ: Mapping[str, str]) -> Iterator[Finding]:
     for program, purpose in _PROGRAMS.items():
         yield runnable(program, purpose)
     yield sandbox()
-    gpu_finding = gpu()
+    gpu_finding = gpu(environ)
     yield gpu_finding
     yield attention(has_gpu=shutil.which("nvidia-smi") is not None and gpu_finding.level == "ok")
     yield from memory()
@@ -157,7 +158,7 @@ def sandbox() -> Finding:
     return Finding("sandbox", level, printed[-1][:500], fix)
 
 
-def gpu() -> Finding:
+def gpu(environ: Mapping[str, str]) -> Finding:
     path = shutil.which("nvidia-smi")
     if path is None:
         return Finding("gpu", "ok", "none; the quickstart and small models run on the CPU")
@@ -168,7 +169,7 @@ def gpu() -> Finding:
     names = answer.stdout.strip().splitlines()
     if "+cpu" in (package_version("torch") or ""):
         return Finding("gpu", "warn", "; ".join(names), "this torch has no CUDA: install a CUDA build of torch")
-    return Finding("gpu", "ok", "; ".join(names) or "none")
+    return Finding("gpu", "ok", "; ".join([*names, f"trainers allocate with {expand_segments(dict(environ))}"]))
 
 
 def attention(has_gpu: bool) -> Finding:

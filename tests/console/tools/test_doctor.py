@@ -108,13 +108,20 @@ def test_the_sandbox_of_code_rewards_is_named(monkeypatch: pytest.MonkeyPatch):
     assert checks.sandbox().level == "warn"
 
 
-def test_a_broken_driver_is_a_failure_and_a_torch_without_cuda_a_warning(program: Callable[[str, str], Path]):
+def test_a_broken_driver_is_a_failure_and_a_torch_without_cuda_a_warning(
+    program: Callable[[str, str], Path], monkeypatch: pytest.MonkeyPatch
+):
     program("nvidia-smi", "exit 9")
-    assert checks.gpu().level == "fail"
+    assert checks.gpu({}).level == "fail"
     program("nvidia-smi", "echo 'NVIDIA H200, 143771 MiB'")
-    found = checks.gpu()
+    found = checks.gpu({})
     assert "NVIDIA H200" in found.detail
     assert found.level == ("warn" if "+cpu" in (package_version("torch") or "") else "ok")
+    monkeypatch.setattr(checks, "package_version", lambda _: "2.13.0+cu130")
+    assert checks.gpu({}).detail.endswith("trainers allocate with PYTORCH_ALLOC_CONF=expandable_segments:True")
+    assert checks.gpu({"PYTORCH_CUDA_ALLOC_CONF": "backend:native"}).detail.endswith(
+        "PYTORCH_CUDA_ALLOC_CONF=backend:native"
+    )
 
 
 def test_a_port_in_use_is_reported_with_its_setting():
