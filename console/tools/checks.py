@@ -30,7 +30,6 @@ from penstock.protocol.config.sources import split_arguments
 from penstock.protocol.errors import PenstockError
 from penstock.protocol.transport.blobs import Blobs
 from penstock.protocol.transport.bus import Bus
-from penstock.trainer.process_memory import expand_segments
 
 Level = Literal["ok", "warn", "fail"]
 
@@ -169,7 +168,13 @@ def gpu(environ: Mapping[str, str]) -> Finding:
     names = answer.stdout.strip().splitlines()
     if "+cpu" in (package_version("torch") or ""):
         return Finding("gpu", "warn", "; ".join(names), "this torch has no CUDA: install a CUDA build of torch")
-    return Finding("gpu", "ok", "; ".join([*names, f"trainers allocate with {expand_segments(dict(environ))}"]))
+    return Finding("gpu", "ok", "; ".join([*names, f"trainers allocate with {_allocator(environ)}"]))
+
+
+def _allocator(environ: Mapping[str, str]) -> str:
+    """Return what configures the memory of a trainer's GPU, as `trainer/process_memory.py` sets it unless it is set."""
+    given = (f"{name}={environ[name]}" for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF") if name in environ)
+    return next(given, "PYTORCH_ALLOC_CONF=expandable_segments:True")
 
 
 def attention(has_gpu: bool) -> Finding:

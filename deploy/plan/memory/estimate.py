@@ -91,7 +91,7 @@ def _of_stages_1_and_2(trained: int, largest: int, method: Method, *, several: b
             backward=Needs(backward),
             reduction=Needs(reduction),
             step=Needs(
-                {**left, **({"own gradients": gradient_shard} if method.sums_apart else {})}, _temporary(master)
+                {**left, **({"own gradients": gradient_shard} if method.sums_apart else {})}, cpu=_temporary(master)
             ),
         )
     return ZeroStates(
@@ -113,7 +113,7 @@ def _of_stage_3(trained: int, method: Method) -> ZeroStates:
     in_float32 = {"gradients in float32": master}
     if method.offload != "none":
         held = Needs(bucket, {**_optimizer(master), **gradient_shard, **in_float32})
-        return ZeroStates(held, reduction=reduction, step=Needs({}, _temporary(master)))
+        return ZeroStates(held, reduction=reduction, step=Needs(cpu=_temporary(master)))
     held = Needs({**_optimizer(master), **gradient_shard, **bucket})
     return ZeroStates(held, reduction=reduction, step=Needs(in_float32, cpu=_temporary(master)))
 
@@ -123,7 +123,7 @@ def _optimizer(master: int) -> dict[str, int]:
 
 
 def _temporary(master: int) -> dict[str, int]:
-    """Return what AdamW needs besides where a CPU steps; on a GPU it is one kernel without temporary tensors."""
+    """Return what AdamW needs besides where a CPU trains; beside a GPU it is one kernel without temporary tensors."""
     return {"temporary tensors": _ADAMW_TEMPORARY * master}
 
 
