@@ -146,6 +146,26 @@ def communicated(folder: Path, dims: ParallelDims) -> list[list[float]]:
     return found
 
 
+def resumed(folder: Path, stage: int, dims: ParallelDims) -> bool:
+    """Return True if a step of the fused AdamW, which a GPU uses, is bit for bit the same after its checkpoint was read."""
+    plain = torch.optim.AdamW
+    torch.optim.AdamW = lambda *given, **settings: plain(*given, **{**settings, "fused": True})  # type: ignore[assignment,misc]
+    try:
+        policy = load_policy(folder, how(zero_stage=stage), dims, temperature=1.0)
+    finally:
+        torch.optim.AdamW = plain  # type: ignore[misc]
+    assert policy._trainable._optimizer_state().base.defaults["fused"]
+    policy.train_step([rows(40)], CrossEntropy())
+    policy.save(folder / f"fused-{stage}")
+    weights = []
+    for is_resumed in (False, True):
+        if is_resumed:
+            policy.load(folder / f"fused-{stage}")
+        ratios = policy.train_step([rows(70)], CrossEntropy()).layers
+        weights.append({**policy.weights.snapshot(), "ratio": torch.tensor(ratios["all"].update_ratio)})
+    return all(torch.equal(tensor, weights[1][name]) for name, tensor in weights[0].items())
+
+
 def main(arguments: Sequence[str]) -> int:
     folder, ranks = Path(arguments[0]), Ranks()
     dims = ParallelDims(ranks)
@@ -158,6 +178,7 @@ def main(arguments: Sequence[str]) -> int:
         results.update({name: refusal(folder / name, dims) for name in BROKEN})
         results["reference"] = reference_scores(folder / UNTIED, dims)
         results.update({case: traced(folder / TIED, changes, dims) for case, changes in TRACED.items()})
+        results["resumed"] = [resumed(folder / UNTIED, stage, dims) for stage in (1, 3)]
         results["communication"] = communicated(folder / UNTIED, dims)
     (folder / f"{ranks.num_ranks}-{ranks.rank}.json").write_text(json.dumps(results))
     ranks.leave(0)

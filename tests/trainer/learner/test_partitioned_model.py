@@ -62,6 +62,10 @@ def test_parameters_are_fetched_ahead_for_rows_of_any_length(results: Results, c
         assert all(one[case])
 
 
+def test_a_fused_step_is_the_same_after_a_checkpoint(results: Results) -> None:
+    assert all(one["resumed"] == [True, True] for one in results[2])
+
+
 def test_settings_of_communication_change_no_number(results: Results) -> None:
     for one in results[2]:
         plain_2, changed_2, plain_3, *changed_3 = one["communication"]
