@@ -28,7 +28,7 @@ from penstock.trainer.ranks import Ranks
 
 TIED, UNTIED, EXPERTS = "tied", "untied", "experts"
 BROKEN = {"not-finite": "has NaN", "missing": "the files have no", "not-tied": "tie_word_embeddings"}
-VOCABULARY = 1009  # no multiple of the ranks, so that parts are padded
+VOCABULARY = 1009
 TRACED: dict[str, dict[str, Any]] = {
     "plain": {},
     "adapters": {"lora": Lora(4, 8.0), "gradient_checkpointing": True, "offload": "parameters"},
