@@ -91,13 +91,17 @@ def load_reward_model(folder: Path, how: Optimisation, dims: ParallelDims) -> tu
         ConfigError: The model cannot be computed in the layout of the ranks.
     """
     model, report = from_folder(
-        "AutoModelForSequenceClassification", "a usable sequence classifier", folder, how.dtype, dims, num_labels=1
+        "AutoModelForSequenceClassification",
+        "a usable sequence classifier",
+        folder,
+        how.dtype,
+        dims,
+        zero=how,
+        num_labels=1,
     )
-    missing = set(report["missing_keys"])
-    if not hasattr(model, "score") or tuple(model.score.weight.shape) != (
-        1,
-        model.config.get_text_config().hidden_size,
-    ):
+    missing, weight = set(report["missing_keys"]), getattr(getattr(model, "score", None), "weight", None)
+    width = model.config.get_text_config().hidden_size
+    if weight is None or tuple(getattr(weight, "ds_shape", weight.shape)) != (1, width):
         raise UnsupportedModel(
             f"model.path = {folder}: {type(model).__name__} has no linear score; use a decoder model"
         )

@@ -12,6 +12,7 @@ from penstock.protocol.config.connection import Section
 from penstock.trainer.attention_choice import Attention
 from penstock.trainer.data_settings import Beta, Schedule
 from penstock.trainer.parallel_dims import ParallelLayout
+from penstock.trainer.zero_settings import ZeroSettings
 
 if TYPE_CHECKING:
     from penstock.protocol.weights.signature import SigningKey, TrustedKeys
@@ -137,7 +138,7 @@ class ModelSettings(Section):
         return self
 
 
-class OptimizerSettings(Section):
+class OptimizerSettings(ZeroSettings):
     """Optimizer, ranks, checkpoints, deadlines."""
 
     steps: int = Field(
@@ -159,20 +160,6 @@ class OptimizerSettings(Section):
     schedule: Schedule = Field(default="constant", description="Learning rate after the warm-up.")
     min_lr_ratio: float = Field(default=0.1, ge=0.0, le=1.0, description="End of linear and cosine, as a share of lr.")
     max_grad_norm: float = Field(default=1.0, gt=0.0, description="Gradients are clipped to this norm.")
-    zero_stage: Literal[0, 1, 2, 3] = Field(
-        default=1, description="ZeRO: 0 nothing sharded, 1 optimizer, 2 also gradients, 3 also parameters."
-    )
-    offload: Literal["none", "optimizer", "parameters"] = Field(
-        default="none",
-        description="Held in host memory: optimizer, the master weights and states of AdamW, which steps there (ZeRO 1 to 3); "
-        "parameters, also the parameters, a layer at a time on the device (ZeRO 3). Saves nothing where the CPU trains. NVMe is not "
-        "offered: DeepSpeed compiles its access to it at the start, which was never run here.",
-    )
-    gradient_dtype: Literal["float32", "as-trained"] = Field(
-        default="float32",
-        description="In which gradients are summed over micro-batches and ranks with model.dtype = bfloat16; as-trained needs "
-        "half the memory and drops small terms.",
-    )
     num_ranks: int = Field(default=1, ge=1, description="Processes that train together, under torchrun when above 1.")
     sequence_parallel: int = Field(
         default=1,
@@ -388,10 +375,14 @@ class OptimizerSettings(Section):
             raise ValueError(
                 f"trainer.num_ranks = {self.num_ranks} is not a multiple of {self.layout}; it counts all processes: set it to a multiple"
             )
-        needed = {"none": 0, "optimizer": 1, "parameters": 3}[self.offload]
-        if self.zero_stage < needed:
+        if self.num_ranks % self.hpz_partition_size:
             raise ValueError(
-                f"trainer.offload = {self.offload} needs trainer.zero_stage >= {needed}, got {self.zero_stage}; DeepSpeed offloads "
-                f"only what its stage shards: set trainer.zero_stage = {needed}"
+                f"trainer.hpz_partition_size = {self.hpz_partition_size} does not divide trainer.num_ranks = {self.num_ranks}; set it to "
+                "the ranks of one node"
+            )
+        if self.hpz_partition_size > 1 and (self.tensor_parallel > 1 or self.offload == "parameters"):
+            raise ValueError(
+                f"trainer.hpz_partition_size = {self.hpz_partition_size} keeps a copy of the parameters on the devices of ranks that have all "
+                "of them in parts; set trainer.tensor_parallel = 1, and trainer.offload to none or optimizer"
             )
         return self

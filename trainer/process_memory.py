@@ -16,6 +16,15 @@ def use_huge_pages(environ: MutableMapping[str, str]) -> None:
     environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
 
 
+def expand_segments(environ: MutableMapping[str, str]) -> None:
+    """Let torch, imported later, map a GPU's memory in segments that grow, unless its allocator is configured.
+
+    Packed rows have another length in each micro-batch. Blocks of fixed segments, which no later tensor fits, would stay reserved.
+    """
+    if "PYTORCH_CUDA_ALLOC_CONF" not in environ:  # the former name, which torch still reads
+        environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
+
+
 def keep_few_compiled_products(environ: MutableMapping[str, str]) -> None:
     """Let torch, imported later, keep the code of the last 64 products of bfloat16 matrices that a CPU computes, unless set otherwise.
 

@@ -71,7 +71,7 @@ def machine(folder: Path, environ: Mapping[str, str]) -> Iterator[Finding]:
     yield sandbox()
     try:
         gpus = visible_gpus(environ)
-        gpu_finding = gpu(gpus)
+        gpu_finding = gpu(gpus, environ)
     except PenstockError as err:
         gpus, gpu_finding = [], Finding("gpu", "fail", str(err), "check the driver: run nvidia-smi")
     yield gpu_finding
@@ -163,7 +163,7 @@ def sandbox() -> Finding:
     return Finding("sandbox", level, printed[-1][:500], fix)
 
 
-def gpu(gpus: Sequence[Gpu]) -> Finding:
+def gpu(gpus: Sequence[Gpu], environ: Mapping[str, str]) -> Finding:
     if not gpus:
         return Finding("gpu", "ok", "none; the quickstart and small models run on the CPU")
     detail = "; ".join(
@@ -171,7 +171,13 @@ def gpu(gpus: Sequence[Gpu]) -> Finding:
     )
     if "+cpu" in (package_version("torch") or ""):
         return Finding("gpu", "warn", detail, "this torch has no CUDA: install a CUDA build of torch")
-    return Finding("gpu", "ok", detail)
+    return Finding("gpu", "ok", f"{detail}; trainers allocate with {_allocator(environ)}")
+
+
+def _allocator(environ: Mapping[str, str]) -> str:
+    """Return what configures the memory of a trainer's GPU, as `trainer/process_memory.py` sets it unless it is set."""
+    given = (f"{name}={environ[name]}" for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF") if name in environ)
+    return next(given, "PYTORCH_ALLOC_CONF=expandable_segments:True")
 
 
 def attention(has_gpu: bool) -> Finding:

@@ -50,6 +50,8 @@ _MULTIPLIES = """
 import sys
 from penstock.trainer.__main__ import main
 assert main([]) == 2
+import os
+assert os.environ["PYTORCH_ALLOC_CONF"] == "expandable_segments:True" and "torch" not in sys.modules
 import psutil, torch
 weight = torch.zeros(256, 512, dtype=torch.bfloat16)
 for tokens in range(40, 240):

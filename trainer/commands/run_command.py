@@ -64,6 +64,7 @@ def start_process() -> None:
     """Report internal errors, and set what torch reads when it is imported; to be called before anything else."""
     process_end.install("trainer")
     process_memory.use_huge_pages(os.environ)
+    process_memory.expand_segments(os.environ)
     process_memory.keep_few_compiled_products(os.environ)
 
 

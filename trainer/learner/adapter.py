@@ -180,16 +180,25 @@ def merged(weight: Tensor, down: Tensor, up: Tensor, scale: float, rounding: Rou
 def switched_off(module: nn.Module) -> Iterator[None]:
     """Return a context in which the module computes without adapters.
 
-    peft's switch also disables gradients, which breaks the hooks that shard them.
+    peft's switch also disables gradients, which breaks the hooks that shard them. Adapters that ZeRO 3 has divided are computed, without
+    dropout, and multiplied by 0: DeepSpeed fetches parameters ahead only while modules are called in the order that it recorded.
     """
     layers = [layer for _, layer in _layers(module)]
+    divided = [layer for layer in layers if hasattr(layer.lora_A[_NAME].weight, "ds_id")]
+    kept = [(layer, layer.scaling[_NAME], layer.lora_dropout[_NAME].training) for layer in divided]
     for layer in layers:
         layer._disable_adapters = True
+    for layer in divided:
+        layer._disable_adapters, layer.scaling[_NAME] = False, 0.0
+        layer.lora_dropout[_NAME].eval()
     try:
         yield
     finally:
         for layer in layers:
             layer._disable_adapters = False
+        for layer, scale, trains in kept:
+            layer.scaling[_NAME] = scale
+            layer.lora_dropout[_NAME].train(trains)
 
 
 def _layers(module: nn.Module) -> Iterator[tuple[str, Any]]:

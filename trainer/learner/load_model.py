@@ -5,8 +5,10 @@ transformers gives random numbers to tensors that are missing, and reads NaN wit
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +25,11 @@ from penstock.trainer.learner.attention.models import attention_of, why_not_pack
 from penstock.trainer.learner.logprobs import CompletionScorer
 from penstock.trainer.learner.model_folder_check import check_folder, check_routers
 from penstock.trainer.learner.parallel_shares import TokenShares
+from penstock.trainer.learner.partitioned_model import PartitionedParameters, is_finite, not_finite
 from penstock.trainer.learner.policy import Policy
 from penstock.trainer.learner.reference import Reference
 from penstock.trainer.learner.step_metrics import layer_groups
-from penstock.trainer.learner.trainable import Optimisation, Trainable
+from penstock.trainer.learner.trainable import Optimisation, Trainable, frozen, zero_config
 from penstock.trainer.parallel_dims import ParallelDims
 
 check_log = structlog.get_logger("trainer.loaded_model_check")
@@ -50,8 +53,8 @@ def check_loaded(model: nn.Module, report: Mapping[str, Any], folder: Path) -> N
     if unused:
         check_log.warning("tensors of the model folder are not used", num_tensors=len(unused), first=unused[:_SHOWN])
     for name, parameter in model.named_parameters():
-        if not torch.isfinite(parameter.detach().sum(dtype=torch.float32)) and not torch.isfinite(parameter).all():
-            raise UnsupportedModel(f"model.path = {folder}: {name} has NaN or infinite numbers; restore the file")
+        if not is_finite(parameter):
+            raise not_finite(folder, name)
 
 
 def offload_activations(body: nn.Module) -> None:
@@ -105,19 +108,25 @@ def load_reference(
     temperature: float,
     parked: bool = False,
 ) -> Reference:
-    """Load a frozen reference, in host memory if ``parked``; raises UnsupportedModel and ConfigError."""
+    """Load a frozen reference, in host memory if ``parked``; divided among the ranks as the policy is, which makes it collective.
+
+    Raises UnsupportedModel and ConfigError.
+    """
+    how = replace(how, offload="parameters" if parked else "none")
     model = load_language_model(folder, how, dims)
     scorer = CompletionScorer(model, temperature, shares=TokenShares(dims.token_group))
+    if is_partitioned(how, dims):
+        return Reference(scorer, device, run=frozen(scorer.requires_grad_(False), how))
     return Reference(scorer, device, parked=parked)
 
 
 def load_language_model(folder: Path, how: Optimisation, dims: ParallelDims) -> nn.Module:
     """Load a causal language model for training; raises UnsupportedModel and ConfigError as `load_policy` does."""
     if read_processor(folder) is None:
-        model, report = from_folder("AutoModelForCausalLM", "a usable causal language model", folder, how.dtype, dims)
+        loader, kind = "AutoModelForCausalLM", "a usable causal language model"
     else:
-        kind = "a usable language model that reads images"
-        model, report = from_folder("AutoModelForImageTextToText", kind, folder, how.dtype, dims)
+        loader, kind = "AutoModelForImageTextToText", "a usable language model that reads images"
+    model, report = from_folder(loader, kind, folder, how.dtype, dims, zero=how)
     check_loaded(model, report, folder)
     experts.check_family(model, str(model.config.get_text_config().model_type))
     if not how.train_vision_tower:
@@ -127,12 +136,19 @@ def load_language_model(folder: Path, how: Optimisation, dims: ParallelDims) -> 
 
 
 def from_folder(
-    loader: str, kind: str, folder: Path, dtype: str, dims: ParallelDims | None = None, **options: object
+    loader: str,
+    kind: str,
+    folder: Path,
+    dtype: str,
+    dims: ParallelDims | None = None,
+    zero: Optimisation | None = None,
+    **options: object,
 ) -> tuple[Any, dict[str, Any]]:
     """Load a folder with the class ``loader`` of `transformers`; returns the model and what was found.
 
     Code in the folder is never executed, and dropout is off. What a model does not allow in the layout of ``dims`` is refused before
-    its weights are read. Raises UnsupportedModel and ConfigError.
+    its weights are read. Parameters are divided among the ranks as they are read if ``zero`` does so: collective. Raises UnsupportedModel
+    and ConfigError.
     """
     if not (folder / "config.json").is_file():
         raise UnsupportedModel(f"model.path = {folder}: no config.json found; set it to a Hugging Face model folder")
@@ -147,15 +163,13 @@ def from_folder(
         config = transformers.AutoConfig.from_pretrained(folder, **from_files, **options)
         if dims is not None and dims.layout.ranks_of_rows > 1:
             _check_layout(getattr(transformers, loader), config, folder, dims)
-        model, report = getattr(transformers, loader).from_pretrained(
-            folder,
-            config=config,
-            dtype=getattr(torch, dtype),
-            use_safetensors=True,
-            output_loading_info=True,
-            **from_files,
+        parts = None
+        if zero is not None and dims is not None and is_partitioned(zero, dims):
+            parts = PartitionedParameters(zero_config(zero), getattr(torch, dtype))
+        model, report = _read(
+            getattr(transformers, loader), folder, getattr(torch, dtype), parts, from_files | {"config": config}
         )
-    except ConfigError:
+    except (ConfigError, UnsupportedModel):
         raise
     except Exception as err:  # noqa: BLE001 - files from outside: transformers raises errors of every kind
         raise UnsupportedModel(
@@ -165,6 +179,23 @@ def from_folder(
     if (dropout := switch_off_dropout(model)) and (dims is None or dims.writes_files):
         log.info("the model's own dropout is off", dropout=dropout)
     return model, report
+
+
+def _read(
+    loader: Any, folder: Path, dtype: torch.dtype, parts: PartitionedParameters | None, options: Mapping[str, object]
+) -> tuple[Any, dict[str, Any]]:
+    with contextlib.nullcontext() if parts is None else parts.of_next_model():
+        model, report = loader.from_pretrained(
+            folder, dtype=dtype, use_safetensors=True, output_loading_info=True, **options
+        )
+    if parts is not None:
+        parts.check(model, folder)
+    return model, report
+
+
+def is_partitioned(how: Optimisation, dims: ParallelDims) -> bool:
+    """Return True if parameters are divided while they are read. AutoTP cuts whole ones, so ranks that share weights read all."""
+    return how.zero_stage == 3 and dims.weight_group is None
 
 
 def _check_layout(loader: Any, config: Any, folder: Path, dims: ParallelDims) -> None:

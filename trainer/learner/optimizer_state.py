@@ -32,9 +32,33 @@ from penstock.trainer.parallel_dims import Share
 from penstock.trainer.settings import BFLOAT16_UNSHARDED
 
 KEEP_WHOLE_BELOW = 100_000  # DeepSpeed's default: smaller parameters are not partitioned by ZeRO-3
+_PREFETCHED = 50_000_000  # elements, DeepSpeed's default
 _WEIGHTS_ONLY = "TORCH_FORCE_WEIGHTS_ONLY_LOAD"  # a setting of torch that stands above what its caller asks for
 MOMENTS = ("exp_avg", "exp_avg_sq")  # of AdamW, besides its number of steps
 _STEPS = "optimizer_steps"
+
+
+@dataclass(frozen=True, slots=True)
+class Communication:
+    """What ranks send each other under ZeRO, in elements."""
+
+    overlap_comm: bool | None = None  # None: at stage 3
+    reduce_bucket_size: int = 500_000_000
+    prefetch_bucket_size: int | None = None  # None: of one layer
+    max_live_parameters: int = 1_000_000_000
+    hpz_partition_size: int = 1
+
+    def config(self, stage: int, layer_size: int) -> dict[str, Any]:
+        of_all = {"reduce_bucket_size": self.reduce_bucket_size, "overlap_comm": self.overlap_comm}
+        if stage < 3:
+            return of_all if stage == 2 else {}
+        ahead = self.prefetch_bucket_size
+        return {
+            **of_all,
+            "stage3_prefetch_bucket_size": max(_PREFETCHED, layer_size) if ahead is None else ahead,
+            "stage3_max_live_parameters": self.max_live_parameters,
+            "zero_hpz_partition_size": self.hpz_partition_size,
+        }
 
 
 def lr_factor(step: int, *, schedule: Schedule, num_steps: int, warmup_steps: int, min_lr_ratio: float) -> float:
@@ -60,12 +84,14 @@ def deepspeed_config(
     keep_whole_below: int = KEEP_WHOLE_BELOW,
     offload: Literal["none", "optimizer", "parameters"] = "none",
     gradient_dtype: Literal["float32", "as-trained"] = "float32",
+    communication: Communication = Communication(),
+    layer_size: int = 0,
 ) -> dict[str, Any]:
     """Return DeepSpeed's configuration.
 
     Gradient accumulation is 1 for any number of micro-batches: that number varies from step to step, so
     `Trainable` sets the boundary itself, and the loss is already divided by the whole batch's denominators.
-    The optimizer is PyTorch's AdamW, so that no operator is compiled, also where it steps in host memory.
+    A layer has ``layer_size`` parameters. The optimizer is PyTorch's AdamW, so that no operator is compiled, also where it steps in host memory.
 
     Gradients of a bfloat16 model are added up in float32 by default, over micro-batches and over ranks: each of DeepSpeed's two
     settings alone leaves the other sum in bfloat16.
@@ -79,7 +105,7 @@ def deepspeed_config(
         "gradient_accumulation_steps": 1,
         "gradient_clipping": max_grad_norm,
         "bf16": {"enabled": dtype == "bfloat16"},
-        "zero_optimization": {"stage": zero_stage},
+        "zero_optimization": {"stage": zero_stage, **communication.config(zero_stage, layer_size)},
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,
         "steps_per_print": 1_000_000_000,
@@ -218,12 +244,23 @@ class OptimizerState:
         param_state = self.base.state[place.stepped]
         for kind in MOMENTS:
             if kind in kinds and kind not in param_state:
-                param_state["step"] = torch.zeros((), dtype=torch.float32)
+                param_state["step"] = torch.zeros((), dtype=torch.float32, device=self._step_device(place.stepped))
                 param_state[kind] = torch.zeros_like(place.stepped).detach()
             if kind in param_state:
                 part_of(param_state[kind], place).copy_(stored(kind) if kind in kinds else torch.zeros(place.num))
         if param_state:
             param_state["step"].fill_(float(files.state[_STEPS]))
+
+    def place_steps(self) -> None:
+        """Put AdamW's numbers of steps where it expects them: a checkpoint that DeepSpeed wrote may have come from another device."""
+        for stepped, param_state in self.base.state.items():
+            if "step" in param_state:
+                param_state["step"] = torch.as_tensor(param_state["step"], dtype=torch.float32).to(
+                    self._step_device(stepped)
+                )
+
+    def _step_device(self, stepped: Tensor) -> torch.device:
+        return stepped.device if self.base.defaults["fused"] else torch.device("cpu")
 
     def _check_shapes(self, files: ShardFiles) -> None:
         model_shapes = {name: list(self._weights.whole_shape(p)) for name, p in self._named.items()}

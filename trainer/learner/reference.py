@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -83,14 +84,23 @@ class WithoutAdapter:
 
 
 class Reference:
-    """A frozen model without optimizer; every rank has a separate copy."""
+    """A frozen model without optimizer; every rank has a separate copy, or a part of it, which makes every method collective."""
 
-    def __init__(self, scorer: CompletionScorer, device: torch.device, *, parked: bool = False) -> None:
+    def __init__(
+        self,
+        scorer: CompletionScorer,
+        device: torch.device,
+        *,
+        parked: bool = False,
+        run: Callable[..., Any] | None = None,
+    ) -> None:
+        """``run`` computes a scorer of which this rank has a part; None: this rank has all of it."""
         self._scorer = scorer.requires_grad_(False).eval()
         self._device = device
+        self._run = run or scorer
         if parked:
             park(self._scorer, device)
-        else:
+        elif run is None:
             self._scorer.to(device)
 
     def logprobs(self, batch: MicroBatch) -> Tensor:
@@ -109,7 +119,7 @@ class Reference:
 
     def _read(self, batch: MicroBatch, *, hidden_only: bool = False) -> Tensor:
         moved = batch.to(self._device)
-        return self._scorer(
+        return self._run(
             moved.input_ids,
             moved.predictors,
             moved.targets,

@@ -167,7 +167,9 @@ class StepWatch:
                 group["params"] = taken
             return
         stepped = list(self._stepped())
-        measured = [self._moved(place, group) for place, group in stepped]
+        steps = [self._optimizer.state[place.stepped]["step"] for place, _ in stepped]
+        counts = torch.stack(steps).tolist() if steps else []  # one transfer, where the device keeps them
+        measured = [self._moved(place, group, count) for (place, group), count in zip(stepped, counts, strict=True)]
         places = [place for place, _ in stepped]
         self._add(places, 1, [update for update, _ in measured])
         self._add(places, 2, [weights for _, weights in measured])
@@ -179,10 +181,10 @@ class StepWatch:
             if place.is_written and place.stepped.grad is not None and id(place.stepped) in groups:
                 yield place, groups[id(place.stepped)]
 
-    def _moved(self, place: Place, group: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
-        """Return the squared norms of a step's change of a part, and of the part before it."""
+    def _moved(self, place: Place, group: Mapping[str, Any], count: float) -> tuple[Tensor, Tensor]:
+        """Return the squared norms of the change of a part by step number ``count``, and of the part before it."""
         state, lr, decay = self._optimizer.state[place.stepped], group["lr"], group["lr"] * group["weight_decay"]
-        count, (beta1, beta2) = float(state["step"]), group["betas"]
+        beta1, beta2 = group["betas"]
         rate, root = lr / (1 - beta1**count), math.sqrt(1 - beta2**count)
         weights = part_of(place.stepped, place)
         first, second = (part_of(state[moment], place) for moment in MOMENTS)

@@ -29,6 +29,7 @@ from penstock.trainer.errors import TrainingDiverged
 from penstock.trainer.learner.adapter import Lora
 from penstock.trainer.learner.optimizer_state import (
     KEEP_WHOLE_BELOW,
+    Communication,
     OptimizerState,
     another_model,
     deepspeed_config,
@@ -65,6 +66,7 @@ class Optimisation:
     offload: Literal["none", "optimizer", "parameters"] = "none"  # to host memory
     gradient_dtype: Literal["float32", "as-trained"] = "float32"  # of sums over micro-batches and ranks
     keep_whole_below: int = KEEP_WHOLE_BELOW
+    communication: Communication = field(default_factory=Communication)
     router_replay: bool = False  # compute tokens with the experts that the engine chose
     train_vision_tower: bool = False  # of a model that reads images; else it is frozen
     lora: Lora | None = None  # adapters learn, the model stays; None: the model learns
@@ -93,6 +95,13 @@ def optimisation(
         activation_offload=model.activation_offload,
         offload=trainer.offload,
         gradient_dtype=trainer.gradient_dtype,
+        communication=Communication(
+            overlap_comm=trainer.overlap_comm,
+            reduce_bucket_size=trainer.reduce_bucket_size,
+            prefetch_bucket_size=trainer.prefetch_bucket_size,
+            max_live_parameters=trainer.max_live_parameters,
+            hpz_partition_size=trainer.hpz_partition_size,
+        ),
         lora=Lora(lora.rank, lora.alpha, lora.dropout, tuple(lora.targets), settings.first_seed) if lora.rank else None,
     )
 
@@ -140,20 +149,16 @@ class Trainable:
         """
         self._weights = WeightShares(dims.weight_group)
         self._weights.expose_plan(module, model)
-        config = self._weights.config() | deepspeed_config(
-            zero_stage=how.zero_stage,
-            dtype=how.dtype,
-            max_grad_norm=how.max_grad_norm,
-            keep_whole_below=how.keep_whole_below,
-            offload=how.offload,
-            gradient_dtype=how.gradient_dtype,
-        )
+        config = self._weights.config() | zero_config(how, module)
         deepspeed = import_deepspeed()
         optimizer = torch.optim.AdamW(
             (p for p in module.parameters() if p.requires_grad),
             lr=how.lr,
             betas=how.betas,
             weight_decay=how.weight_decay,
+            # One kernel, without temporary tensors as large as what is stepped, of the GPU or, offloaded, of the CPU: there 13 times
+            # faster than the plain form, whose rounding a CPU that trains keeps.
+            fused=torch.cuda.is_available(),
         )
         factor = functools.partial(
             lr_factor,
@@ -280,9 +285,11 @@ class Trainable:
         broken folder. A checkpoint of a release that let DeepSpeed write it needs the same number of ranks.
         """
         if not has_shards(folder):
-            return load_written_by_deepspeed(
+            state = load_written_by_deepspeed(
                 self._engine, folder, num_ranks=self._dims.ranks.num_ranks, strict=not self._has_frozen
             )
+            self._optimizer_state().place_steps()
+            return state
         with ShardFiles(folder) as files:
             try:
                 self._optimizer_state().restore(files, self._to_change)
@@ -316,6 +323,33 @@ class Trainable:
     def _plain_grad_norm(self) -> float:
         """Global gradient norm where DeepSpeed reports none (stage 0: every rank holds all gradients)."""
         return self._weights.norm([(p, p.grad) for p in self.module.parameters() if p.grad is not None])
+
+
+def zero_config(how: Optimisation, module: nn.Module | None = None) -> dict[str, Any]:
+    """Return DeepSpeed's configuration for a module; None: for one that is still to be read."""
+    layers = (
+        [layer for one in module.modules() if isinstance(one, nn.ModuleList) for layer in one]
+        if module is not None
+        else []
+    )
+    return deepspeed_config(
+        zero_stage=how.zero_stage,
+        dtype=how.dtype,
+        max_grad_norm=how.max_grad_norm,
+        keep_whole_below=how.keep_whole_below,
+        offload=how.offload,
+        gradient_dtype=how.gradient_dtype,
+        communication=how.communication,
+        layer_size=max(
+            (sum(getattr(p, "ds_numel", p.numel()) for p in layer.parameters()) for layer in layers), default=0
+        ),
+    )
+
+
+def frozen(module: nn.Module, how: Optimisation) -> Any:
+    """Put a module that does not learn under ZeRO 3; returns what computes it, collective."""
+    engine, *_ = import_deepspeed().initialize(model=module, config=zero_config(how, module))
+    return engine.eval()
 
 
 def _diverged(norm: float, optimizer_step: int) -> TrainingDiverged:

@@ -9,16 +9,14 @@ and `zero/stage3.py`. `benchmarks/trainer_memory.md` has the estimates beside me
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from penstock.deploy.plan.memory.model_shape import FLOAT32, Method, ModelShape, Needs
 from penstock.trainer.attention_choice import matrix_bytes
 
-REDUCE_BUCKET = 500_000_000  # elements, DeepSpeed's default
 _ADAMW_TEMPORARY = 2  # tensors as large as what is stepped: the denominator, and its square root
 MAX_LOGITS = 32 * 1024 * 1024  # elements of logits in one chunk, as in `learner/logprobs.py`
 LOSS = "log-probabilities and loss"
-_MOST_GATHERED = 1_000_000_000  # parameters, DeepSpeed's default
 _INT64 = 8
 _WITHOUT_ENTROPY, _WITH_ENTROPY = 3, 6  # tensors of the size of the logits
 
@@ -45,7 +43,7 @@ def zero_states(trained: int, largest: int, method: Method, *, several: bool) ->
                 later_passes=Needs(gradients),
                 backward=Needs(gradients),
                 reduction=Needs(gradients),
-                step=Needs({**gradients, "temporary tensors": _ADAMW_TEMPORARY * FLOAT32 * largest}),
+                step=Needs(gradients, cpu=_temporary(FLOAT32 * largest)),
             )
         case 3:
             return _of_stage_3(trained, method)
@@ -58,14 +56,14 @@ def zero_states(trained: int, largest: int, method: Method, *, several: bool) ->
 def _with_whole_sums(trained: int, method: Method) -> ZeroStates:
     """BF16_Optimizer: every rank holds the sums of all gradients, and a gradient is added as soon as it is there."""
     master = FLOAT32 * trained // method.zero_ranks
-    return ZeroStates(Needs({**_optimizer(master), "gradients": FLOAT32 * trained}), step=Needs(_temporary(master)))
+    return ZeroStates(Needs({**_optimizer(master), "gradients": FLOAT32 * trained}), step=Needs(cpu=_temporary(master)))
 
 
 def _of_stages_1_and_2(trained: int, largest: int, method: Method, *, several: bool) -> ZeroStates:
     """Gradients move into a bucket, of which the reduction makes a copy, and the rank's share out of it."""
     is_offloaded = method.offload != "none"
     master, width = FLOAT32 * trained // method.zero_ranks, method.width
-    bucket = min(trained, REDUCE_BUCKET)
+    bucket = min(trained, method.reduce_bucket_size)
     gradient_shard = method.gradient_width * trained // method.zero_ranks
     accumulated: Mapping[str, int] = {}  # on the host, where it is offloaded
     if method.zero_stage == 1:
@@ -77,7 +75,10 @@ def _of_stages_1_and_2(trained: int, largest: int, method: Method, *, several: b
         passes = {} if is_offloaded and not method.sums_apart else {"own gradients": gradient_shard}
         if is_offloaded and several and not method.sums_apart:
             accumulated = {"accumulated gradients": gradient_shard}
-        backward = {**(passes if several else {}), "reduction bucket": width * bucket}
+        backward = {
+            **(passes if several else {}),
+            "reduction bucket": width * bucket * (2 if method.overlap_comm else 1),
+        }
         copies = width + (FLOAT32 if method.sums_apart else 0)  # as it is, and in the dtype of the sums
         reduction = {**passes, **backward, "copies for the reduction": copies * bucket}
     if is_offloaded:
@@ -90,7 +91,7 @@ def _of_stages_1_and_2(trained: int, largest: int, method: Method, *, several: b
             backward=Needs(backward),
             reduction=Needs(reduction),
             step=Needs(
-                {**left, **({"own gradients": gradient_shard} if method.sums_apart else {})}, _temporary(master)
+                {**left, **({"own gradients": gradient_shard} if method.sums_apart else {})}, cpu=_temporary(master)
             ),
         )
     return ZeroStates(
@@ -98,23 +99,23 @@ def _of_stages_1_and_2(trained: int, largest: int, method: Method, *, several: b
         later_passes=Needs(passes),
         backward=Needs(backward),
         reduction=Needs(reduction),
-        step=Needs({"gradients in float32": master, **_temporary(master)}),
+        step=Needs({"gradients in float32": master}, cpu=_temporary(master)),
     )
 
 
 def _of_stage_3(trained: int, method: Method) -> ZeroStates:
     """The bucket and the rank's share of the gradients are never freed."""
     master = FLOAT32 * trained // method.zero_ranks
-    bucket = {"reduction bucket": method.gradient_width * min(trained, REDUCE_BUCKET)}
+    bucket = {"reduction bucket": method.gradient_width * min(trained, method.reduce_bucket_size)}
     gradient_shard = {"gradients": method.gradient_width * trained // method.zero_ranks}
     copied = bucket["reduction bucket"]
     reduction = Needs({"copy for the reduction": copied}, cpu={"copy that gloo makes": copied})
     in_float32 = {"gradients in float32": master}
     if method.offload != "none":
         held = Needs(bucket, {**_optimizer(master), **gradient_shard, **in_float32})
-        return ZeroStates(held, reduction=reduction, step=Needs({}, _temporary(master)))
+        return ZeroStates(held, reduction=reduction, step=Needs(cpu=_temporary(master)))
     held = Needs({**_optimizer(master), **gradient_shard, **bucket})
-    return ZeroStates(held, reduction=reduction, step=Needs({**in_float32, **_temporary(master)}))
+    return ZeroStates(held, reduction=reduction, step=Needs(in_float32, cpu=_temporary(master)))
 
 
 def _optimizer(master: int) -> dict[str, int]:
@@ -122,6 +123,7 @@ def _optimizer(master: int) -> dict[str, int]:
 
 
 def _temporary(master: int) -> dict[str, int]:
+    """Return what AdamW needs besides where a CPU trains; beside a GPU it is one kernel without temporary tensors."""
     return {"temporary tensors": _ADAMW_TEMPORARY * master}
 
 
@@ -148,13 +150,15 @@ def network(shape: ModelShape, method: Method, largest: Pass) -> Network:
     kept_on_host = {"activations": kept} if method.activation_offload else {}
     on_device = 0 if method.activation_offload else kept
     parameters = {"parameters": (shape.parameters + _adapters(shape, method)) * method.width // method.shares(3)}
+    if method.hpz_partition_size > 1:
+        parameters["parameters for the backward"] = shape.parameters * method.width // method.hpz_partition_size
     live = {}
     if method.zero_stage == 3:  # up to DeepSpeed's limit they stay, once gathered
-        live["gathered parameters"] = min(shape.parameters, _MOST_GATHERED) * method.width
+        live["gathered parameters"] = min(shape.parameters, method.max_live_parameters) * method.width
     # In a first micro-batch gradients appear as activations go; from the second on, they are there from the start.
     before = {**(states.later_passes.device if several else {}), **live}
     # From stage 2 on, gradients that do not fit into one bucket are reduced while there are layers before them.
-    left = max(0, trained - REDUCE_BUCKET) if method.zero_stage >= 2 else 0
+    left = max(0, trained - method.reduce_bucket_size) if method.zero_stage >= 2 else 0
     during = {**live, "activations": on_device * left // trained} if left else {}
     on_host = method.offload == "parameters"
     return Network(
@@ -172,6 +176,15 @@ def network(shape: ModelShape, method: Method, largest: Pass) -> Network:
             "optimizer step": states.step,
         },
     )
+
+
+def loading(shape: ModelShape, method: Method) -> tuple[int, int]:
+    """Return what the device and the host of a rank hold while the model is read: all of it, or the rank's part and the largest tensor."""
+    whole = shape.parameters * method.width
+    if not method.is_read_in_parts:
+        return whole, whole  # DeepSpeed moves it to the device, and divides it there
+    part, tensor = whole // method.zero_ranks, _largest_tensor(shape, replace(method, lora_rank=0)) * method.width
+    return (tensor, part + tensor) if method.offload == "parameters" else (part + tensor, tensor)
 
 
 def checkpoint_copy(shape: ModelShape, method: Method) -> int:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
-from penstock.deploy.plan.memory.estimate import LOSS, MAX_LOGITS, Network, Pass, checkpoint_copy, network
+from penstock.deploy.plan.memory.estimate import LOSS, MAX_LOGITS, Network, Pass, checkpoint_copy, loading, network
 from penstock.deploy.plan.memory.model_shape import FLOAT32, Method, ModelShape, Needs, Sizes
 from penstock.deploy.plan.memory.plan_inputs import PlanInputs
 from penstock.protocol.weights.layout import BUCKET_BYTES
@@ -20,6 +20,7 @@ _COPIES = 2
 _FLOAT32_KERNELS, _BFLOAT16_KERNELS, _BFLOAT16_KERNELS_OF_ADAPTERS = 10_000_000, 35_000_000, 55_000_000
 _KERNELS_OF_EXPERTS = 10_000_000
 COPY = "copy of the weights"
+LOADING = "loading of the model"
 LAST_RANK = f"{LOSS} on the last rank"  # which samples the most of shared tokens, and copies no weights where there are few buckets
 _HELD_COPIES = "copies of the weights"
 READ_LAST = "words that were published last"
@@ -102,7 +103,14 @@ class MemoryPlan:
         """Return the most bytes that are needed at once: of the device, or of the process where the CPU trains."""
         return max(phase.on_device if on_gpu else phase.total for phase in self.phases)
 
+    @cached_property
+    def loading_host(self) -> int:
+        """Bytes that a rank which trains on a GPU holds in host memory while the models are read, one after the other."""
+        models = [model for model in (self.inputs.shape, self.inputs.reference, self.inputs.critic) if model]
+        return max(loading(model, self.inputs.method)[1] for model in models)
+
     def _phases(self) -> Iterator[Phase]:
+        yield Phase(LOADING, Needs({"parameters": loading(self.inputs.shape, self.inputs.method)[0]}), Needs())
         yield from (Phase(name, needs, self.held) for name, needs in self._policy.phases.items())
         if self._largest != self.inputs.largest:
             others = network(self.inputs.rank_shape, self.inputs.method, self.inputs.largest)
@@ -163,7 +171,10 @@ class MemoryPlan:
 
     @property
     def _reference(self) -> int:
-        return self.inputs.reference.parameters * self.inputs.method.width if self.inputs.reference else 0
+        if self.inputs.reference is None:
+            return 0
+        shares = self.inputs.method.zero_ranks if self.inputs.method.is_read_in_parts else 1
+        return self.inputs.reference.parameters * self.inputs.method.width // shares
 
 
 def _present(sizes: Mapping[str, int]) -> Sizes:

@@ -61,6 +61,10 @@ class Method:
     activation_offload: bool = False  # of what checkpointing keeps
     gradient_dtype: Literal["float32", "as-trained"] = "float32"  # of sums
     offload: Literal["none", "optimizer", "parameters"] = "none"
+    overlap_comm: bool = False  # with a second bucket
+    reduce_bucket_size: int = 500_000_000  # elements
+    max_live_parameters: int = 1_000_000_000
+    hpz_partition_size: int = 1
     lora_rank: int = 0
     lora_targets: tuple[str, ...] = ()
     dense_attention: bool = False  # by its definition, with matrices [H, T, T]
@@ -83,6 +87,11 @@ class Method:
     @property
     def sums_apart(self) -> bool:
         return self.gradient_width > self.width
+
+    @property
+    def is_read_in_parts(self) -> bool:
+        """True if parameters are divided while they are read; ranks that share weights read all of them."""
+        return self.zero_stage == 3 and self.tensor_parallel == 1
 
     def shares(self, stage: int) -> int:
         return self.zero_ranks if self.zero_stage >= stage else 1

@@ -16,6 +16,7 @@ from penstock.trainer.attention_choice import matrix_bytes
 from penstock.trainer.settings import TrainerSettings
 
 _GB = 1e9
+_GPUS_OF_NODE = 8
 _UNITS = {"MB": 10**6, "MiB": 2**20, "GB": 10**9, "GiB": 2**30, "TB": 10**12, "TiB": 2**40}
 
 
@@ -57,10 +58,7 @@ class RankMemory:
     def advice(self) -> str:
         """Return one line for a rank that ran out of memory although the limit was all of its GPU."""
         if self._limit is None or self.fits:
-            return (
-                f"a rank needs {size(self._peak)}, which fits: set PYTORCH_ALLOC_CONF=expandable_segments:True, "
-                f"or trainer.micro_batch_tokens={self._plan.inputs.budget_tokens // 2}"
-            )
+            return f"a rank needs {size(self._peak)}, which fits: set trainer.micro_batch_tokens={self._plan.inputs.budget_tokens // 2}"
         need = f"a rank needs {size(self._peak)} of a GPU with {size(self._limit)} for it"
         settings = [" ".join(suggestion.settings) for suggestion in self._suggestions[:2]]
         return (
@@ -85,6 +83,7 @@ class RankMemory:
                 phase.name: {**asdict(phase.needs), "on_device": phase.on_device, "total": phase.total}
                 for phase in self._plan.phases
             },
+            "loading_host": {"rank": self._plan.loading_host, "node": self._node_ranks * self._plan.loading_host},
             "largest_phase": self._largest.name,
             "peak": self._peak,
             "limit": self._limit,
@@ -123,6 +122,9 @@ class RankMemory:
             yield f"  {phase.name:<34}{size(self._size(phase)):>10}  with {parts}{mark}"
         yield ""
         yield f"- a rank needs {size(self._peak)}"
+        if self._on_gpu:
+            host, ranks = self._plan.loading_host, self._node_ranks
+            yield f"- while models are read it holds {size(host)} in host memory; {ranks} rank(s) on one node {size(ranks * host)}"
         if self._limit is None:
             return
         if self.fits:
@@ -133,6 +135,10 @@ class RankMemory:
             yield "- no setting that is known here makes it fit: use a smaller model or shorter rows"
         for suggestion in self._suggestions:
             yield f"- it fits with {' '.join(suggestion.settings)}: {size(suggestion.peak)}"
+
+    @property
+    def _node_ranks(self) -> int:
+        return min(self._plan.inputs.method.num_ranks, _GPUS_OF_NODE)
 
     def _attention(self) -> str:
         inputs, where = self._plan.inputs, "a GPU" if self._on_gpu else "a CPU"

@@ -115,9 +115,17 @@ def test_the_sandbox_of_code_rewards_is_named(monkeypatch: pytest.MonkeyPatch):
 def test_a_broken_driver_is_a_failure_and_a_torch_without_cuda_a_warning(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    found = checks.gpu([Gpu(0, "0", "NVIDIA H200", 141 * 2**30, 2**30)])
-    assert found.detail == "0: NVIDIA H200, 1.0 of 141.0 GiB used"
+    gpus = [Gpu(0, "0", "NVIDIA H200", 141 * 2**30, 2**30)]
+    found = checks.gpu(gpus, {})
+    assert found.detail.startswith("0: NVIDIA H200, 1.0 of 141.0 GiB used")
     assert found.level == ("warn" if "+cpu" in (package_version("torch") or "") else "ok")
+    with monkeypatch.context() as patched:
+        patched.setattr(checks, "package_version", lambda _: "2.13.0+cu130")
+        assert checks.gpu(gpus, {}).detail.endswith(
+            "trainers allocate with PYTORCH_ALLOC_CONF=expandable_segments:True"
+        )
+        native = {"PYTORCH_CUDA_ALLOC_CONF": "backend:native"}
+        assert checks.gpu(gpus, native).detail.endswith("PYTORCH_CUDA_ALLOC_CONF=backend:native")
     monkeypatch.setattr(gpu, "_package", lambda **_: Nvml(init_error=pynvml.NVML_ERROR_UNKNOWN))
     monkeypatch.setattr(checks, "_run", lambda *_, **__: OSError("not started"))
     (found,) = (one for one in checks.machine(tmp_path, {}) if one.name == "gpu")

@@ -12,7 +12,15 @@ from typing import Any
 import pytest
 
 from penstock.deploy.plan.memory import estimate
-from penstock.deploy.plan.memory.memory_plan import CHECKPOINT, COPY, PARKED, READ_LAST, MemoryPlan, suggestions
+from penstock.deploy.plan.memory.memory_plan import (
+    CHECKPOINT,
+    COPY,
+    LOADING,
+    PARKED,
+    READ_LAST,
+    MemoryPlan,
+    suggestions,
+)
 from penstock.deploy.plan.memory.model_shape import FAMILIES, Method, read_shape, shape_of
 from penstock.deploy.plan.memory.plan_inputs import Batch, PlanInputs, plan_inputs
 from penstock.protocol.config.run_file import load
@@ -252,7 +260,7 @@ def test_an_offload_moves_states_from_the_device_to_the_host() -> None:
 def test_an_offload_is_suggested_where_it_helps_and_only_there() -> None:
     """With the ZeRO stage that it needs; never where the CPU trains."""
     inputs = _inputs("short")
-    found = suggestions(inputs, int(0.6 * MemoryPlan(inputs).peak(on_gpu=True)), on_gpu=True)
+    found = suggestions(inputs, int(0.75 * MemoryPlan(inputs).peak(on_gpu=True)), on_gpu=True)
     assert ("trainer.offload=optimizer",) in [one.settings for one in found]
     inputs = replace(inputs, method=replace(inputs.method, zero_stage=3, offload="optimizer"))
     found = suggestions(inputs, int(0.95 * MemoryPlan(inputs).peak(on_gpu=True)), on_gpu=True)
@@ -263,6 +271,29 @@ def test_an_offload_is_suggested_where_it_helps_and_only_there() -> None:
     for share in (0.9, 0.6, 0.3):
         on_cpu = suggestions(inputs, int(share * MemoryPlan(inputs).peak(on_gpu=False)), on_gpu=False)
         assert not any("offload" in setting for one in on_cpu for setting in one.settings)
+
+
+@pytest.mark.parametrize(
+    ("changes", "on_device", "on_host"),
+    [
+        ({"zero_stage": 2}, (1, 0), (1, 0)),
+        ({"zero_stage": 3}, (1 / 4, 1), (0, 1)),
+        ({"zero_stage": 3, "offload": "parameters"}, (0, 1), (1 / 4, 1)),
+        ({"zero_stage": 3, "tensor_parallel": 2}, (1, 0), (1, 0)),
+    ],
+)
+def test_what_is_held_while_a_model_is_read(
+    changes: dict[str, Any], on_device: tuple[float, int], on_host: tuple[float, int]
+) -> None:
+    """Shares of the model, and the largest tensor: at ZeRO 3 a rank's part and one tensor, unless ranks share weights."""
+    plan = MemoryPlan(_inputs("standard", num_ranks=4, **changes))
+    whole = plan.inputs.shape.parameters * plan.inputs.method.width
+    tensor = (
+        max(plan.inputs.shape.table, *(a * b for a, b in plan.inputs.shape.linears.values())) * plan.inputs.method.width
+    )
+    (phase,) = [phase for phase in plan.phases if phase.name == LOADING]
+    assert phase.on_device == int(on_device[0] * whole) + on_device[1] * tensor
+    assert plan.loading_host == int(on_host[0] * whole) + on_host[1] * tensor
 
 
 def test_nothing_is_suggested_where_nothing_fits() -> None:

@@ -110,7 +110,7 @@ def test_the_settings_that_make_it_fit_do(run_file: str, model: str, limit: int,
     ("free", "advice"),
     [
         ("1.00", r"a rank needs [\d.]+ GB of a GPU with 9\.66 GB for it; it fits with trainer\.micro_batch_tokens=\d+ "),
-        ("90.00", r"a rank needs [\d.]+ GB, which fits: set PYTORCH_ALLOC_CONF=expandable_segments:True, or trainer\.micro_batch_tokens=8192"),
+        ("90.00", r"a rank needs [\d.]+ GB, which fits: set trainer\.micro_batch_tokens=8192"),
     ],
 )  # fmt: skip
 def test_out_of_memory_is_explained_by_the_plan_for_this_card(

@@ -148,6 +148,10 @@ trainer.zero_stage=0 model.dtype=bfloat16 -> set trainer.zero_stage = 1
 trainer.gradient_dtype=as-trained -> does nothing with model.dtype = float32
 trainer.zero_stage=0 trainer.offload=optimizer -> needs trainer.zero_stage >= 1, got 0
 trainer.zero_stage=2 trainer.offload=parameters -> needs trainer.zero_stage >= 3, got 2
+trainer.reduce_bucket_size=1000000 -> leave it out, or set trainer.zero_stage = 2
+trainer.zero_stage=2 trainer.max_live_parameters=0 -> leave it out, or set trainer.zero_stage = 3
+trainer.zero_stage=3 trainer.num_ranks=4 trainer.hpz_partition_size=3 -> does not divide trainer.num_ranks = 4
+trainer.zero_stage=3 trainer.num_ranks=2 trainer.hpz_partition_size=2 trainer.offload=parameters -> trainer.offload to none or optimizer
 trainer.zero_stage=3 trainer.offload=nvme -> expected 'none', 'optimizer' or 'parameters', got "nvme"
 model.activation_offload=true -> model.gradient_checkpointing is false
 critic.lr=1e-3 -> needs no critic; set algorithm.name = "ppo"

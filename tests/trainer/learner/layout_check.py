@@ -257,7 +257,7 @@ def same_fragments(one: Sequence[Fragment], other: Sequence[Fragment]) -> bool:
 def by_hand(model: Path, how: Optimisation, objective: Any) -> dict[str, float]:
     """Return the gradient norm of each group of layers on the first batch, without DeepSpeed or ranks."""
     alone = ParallelDims(SimpleNamespace(rank=0, num_ranks=1))  # type: ignore[arg-type]
-    module = load_language_model(model, how, alone)
+    module = load_language_model(model, replace(how, zero_stage=0), alone)
     if how.lora is not None:
         attach(module, how.lora)
     scorer = CompletionScorer(module, 1.0)
