@@ -54,5 +54,5 @@ def test_a_parked_reference_is_the_reference(device: str) -> None:
     )
     batch = build([row_of([1, 2, 3], [4, 5, 6, 7], 1.0), row_of([1, 2, 3], [8, 9, 2, 0], 1.0)]).to(torch.device(device))
     assert torch.equal(here.logprobs(batch), parked.logprobs(batch))
-    assert torch.equal(here.logits(batch)(2, 7), parked.logits(batch)(2, 7))
+    assert torch.equal(here.hidden_states(batch).logits(), parked.hidden_states(batch).logits())
     assert {str(p.device) for p in parked._scorer.parameters()} == {"cpu"}
