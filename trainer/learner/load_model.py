@@ -87,7 +87,7 @@ def load_policy(
     attach_adapters(model, how)
     if adapters is not None:
         adapter.load(model, adapters)
-    scorer = CompletionScorer(model, temperature, shares=TokenShares(dims.token_group))
+    scorer = _scorer(model, how, dims, temperature)
     if how.router_replay:
         scorer.replay_routers()
     layers = layer_groups(name for name, parameter in scorer.named_parameters() if parameter.requires_grad)
@@ -107,8 +107,18 @@ def load_reference(
 ) -> Reference:
     """Load a frozen reference, in host memory if ``parked``; raises UnsupportedModel and ConfigError."""
     model = load_language_model(folder, how, dims)
-    scorer = CompletionScorer(model, temperature, shares=TokenShares(dims.token_group))
+    scorer = _scorer(model, how, dims, temperature)
     return Reference(scorer, device, parked=parked)
+
+
+def _scorer(model: Any, how: Optimisation, dims: ParallelDims, temperature: float) -> CompletionScorer:
+    return CompletionScorer(
+        model,
+        temperature,
+        how.max_logits,
+        TokenShares(dims.token_group),
+        head_in_float32=how.head_dtype == "float32",
+    )
 
 
 def load_language_model(folder: Path, how: Optimisation, dims: ParallelDims) -> nn.Module:

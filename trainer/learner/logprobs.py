@@ -38,6 +38,7 @@ from penstock.trainer.learner.vision import ImageEmbeddings, text_body, tower_of
 
 Top = tuple[Tensor, Tensor]  # a teacher's likeliest tokens and their log-probabilities, both [N, k]
 
+
 @dataclass(frozen=True, slots=True)
 class HiddenStates:
     """What the output head of a frozen policy receives for sampled tokens, [n, H], and the scorer with that head."""

@@ -43,7 +43,12 @@ _TRANSFORMS: dict[str, tuple[float | None, frozenset[str], Callable[[Tensor, flo
     ),
     "logit_scale": (1.0, frozenset({"cohere", "cohere2"}), lambda logits, scale: logits * scale),
 }
-_NOT_COMPUTED = {"logits_soft_cap": None, "output_logit_soft_cap": None, "lm_head_multiplier": 1.0, "output_multiplier": 1.0}
+_NOT_COMPUTED = {
+    "logits_soft_cap": None,
+    "output_logit_soft_cap": None,
+    "lm_head_multiplier": 1.0,
+    "output_multiplier": 1.0,
+}
 
 
 def logit_transform(config: Any) -> Callable[[Tensor], Tensor] | None:
@@ -118,7 +123,7 @@ class Product:
 
 def take_float32_gradient(head: Any) -> None:
     """Let the weight of an output head keep the gradient that `score_in_chunks` gives it; before torch 2.10 it is rounded once."""
-    if hasattr(head.weight, "grad_dtype"):
+    if head.weight.dtype in (torch.bfloat16, torch.float16) and hasattr(head.weight, "grad_dtype"):
         head.weight.grad_dtype = torch.float32
 
 
@@ -172,6 +177,10 @@ class _Work:
         hidden, weight, bias, low, up = tensors
         return Product(hidden, weight, bias, self.in_float32, low, up, self.scale)
 
+    def take_logits(self, product: Product, start: int, end: int) -> Tensor:
+        logits, self.last = self.last, None
+        return (product(start, end) if logits is None else logits).float()
+
     def pieces(self, num_tokens: int) -> list[tuple[int, int]]:
         return [(start, min(start + self.chunk, num_tokens)) for start in range(0, max(1, num_tokens), self.chunk)]
 
@@ -199,17 +208,33 @@ class _Chunks(torch.autograd.Function):
 
         def add_all(reference: Logits | None) -> Tensor:
             for start, end in reversed(work.pieces(len(product.hidden))):
-                logits, work.last = product(start, end) if work.last is None else work.last, None
+                found: list[Tensor] = []
                 with torch.enable_grad():
-                    logits = logits.float().detach().requires_grad_()
+                    begin = torch.zeros((), requires_grad=True)
+                    logits = _Differentiable.apply(begin, work.take_logits(product, start, end), found)
                     scores = work.score(logits, start, end, reference)
-                (of_logits,) = torch.autograd.grad(scores, logits, grads[0][..., start:end])
-                del logits, scores
-                sums.add(of_logits, start, end)
+                del logits
+                torch.autograd.grad(scores, begin, grads[0][..., start:end], allow_unused=True)
+                sums.add(found.pop(), start, end)
             return product.hidden
 
         work.beside(product, add_all)
         return None, *sums.all()
+
+
+class _Differentiable(torch.autograd.Function):
+    """Logits that autograd does not hold: a leaf would stay as long as its gradient is computed, beside what the scores keep."""
+
+    @staticmethod
+    def forward(ctx: Any, begin: Tensor, logits: Tensor, found: list[Tensor]) -> Tensor:
+        del begin
+        ctx.found = found
+        return logits
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        ctx.found.append(grads[0])
+        return None, None, None
 
 
 class _Gradients:
@@ -235,7 +260,7 @@ class _Gradients:
         if self._needed[values]:
             if values not in self._sums:
                 self._sums[values] = torch.empty_like(inputs)
-            torch.mm(rounded, matrix, out=self._sums[values][start:end])
+            _of_inputs(rounded, matrix, self._sums[values][start:end])
         if self._needed[weight]:
             self._add(weight, _outer(of_logits, rounded, inputs[start:end]))
 
@@ -246,10 +271,19 @@ class _Gradients:
         return [self._sums.get(name) for name in _TENSORS]
 
 
+def _of_inputs(of_logits: Tensor, weight: Tensor, out: Tensor) -> None:
+    """Write the gradient [n, H] of inputs, of a gradient [n, V] in the weight's dtype."""
+    if out.device.type == "cpu" and out.dtype == torch.bfloat16:  # oneDNN is 30 times slower with both as they are
+        out.copy_((weight.t() @ of_logits.t().contiguous()).t())
+    else:
+        torch.mm(of_logits, weight, out=out)
+
+
 def _outer(of_logits: Tensor, rounded: Tensor, inputs: Tensor) -> Tensor:
     """Return [V, H] float32, of a gradient [n, V] and of inputs [n, H]; sums and products are those of float32."""
-    if inputs.device.type != "cuda" or inputs.dtype == torch.float32:
-        return of_logits.t().mm(inputs.float())
+    exact = torch.promote_types(inputs.dtype, torch.float32)
+    if inputs.device.type != "cuda" or inputs.dtype == exact:
+        return of_logits.to(exact).t().mm(inputs.to(exact))
     # Half-precision products of two parts of the gradient, which together have twice its bits, are faster than one of float32.
     rest = (of_logits - rounded).to(rounded.dtype)
     return torch.mm(torch.cat([rounded, rest]).t(), torch.cat([inputs, inputs]), out_dtype=torch.float32)

@@ -163,6 +163,7 @@ def _method(settings: TrainerSettings) -> Method:
         offload=settings.trainer.offload,
         lora_rank=lora.rank,
         lora_targets=tuple(lora.targets),
+        max_logits=settings.trainer.max_logits,
         dense_attention=settings.trainer.attention == "dense",
         with_entropy=algorithm.entropy_coefficient > 0.0
         or (algorithm.distill_coefficient > 0.0 and algorithm.distill_form == "forward"),

@@ -74,16 +74,6 @@ def test_logprobs_equal_a_dense_forward(model: torch.nn.Module, temperature: flo
     torch.testing.assert_close(found[0], found[1], rtol=1e-4, atol=1e-5)
 
 
-def test_a_head_with_softcapping_is_refused(model: torch.nn.Module) -> None:
-    """A model that transforms logits after the head is refused, since the engine's log-probabilities would differ."""
-    model.config.final_logit_softcapping = 30.0
-    try:
-        with pytest.raises(UnsupportedModel, match="final_logit_softcapping = 30"):
-            CompletionScorer(model, 1.0)
-    finally:
-        del model.config.final_logit_softcapping
-
-
 def test_learning_rate_follows_the_schedule() -> None:
     """Warm-up starts above 0 and ends at the peak; linear and cosine end at the ratio, constant at the peak."""
     shape = {"num_steps": 11, "warmup_steps": 4, "min_lr_ratio": 0.1}
