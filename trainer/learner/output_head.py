@@ -209,9 +209,10 @@ class _Chunks(torch.autograd.Function):
         def add_all(reference: Logits | None) -> Tensor:
             for start, end in reversed(work.pieces(len(product.hidden))):
                 found: list[Tensor] = []
+                logits = work.take_logits(product, start, end)
                 with torch.enable_grad():
-                    begin = torch.zeros((), requires_grad=True)
-                    logits = _Differentiable.apply(begin, work.take_logits(product, start, end), found)
+                    begin = torch.zeros((), device=logits.device, requires_grad=True)
+                    logits = _Differentiable.apply(begin, logits, found)
                     scores = work.score(logits, start, end, reference)
                 del logits
                 torch.autograd.grad(scores, begin, grads[0][..., start:end], allow_unused=True)
