@@ -85,20 +85,24 @@ def read_local_settings(
         reward_files=served,
         starts_servers=starts,
         chooses_reward_port=reward.origins["reward_service.port"] == "default",
-        worker_overrides=tuple(adapter_overrides(trainer, rollout)),
+        worker_overrides=tuple(worker_overrides(trainer, rollout)),
         names_keys=names_keys,
     )
 
 
-def adapter_overrides(trainer: TrainerSettings, rollout: RolloutSettings) -> list[str]:
-    """Return overrides that let the workers' SGLang servers load the adapters that the trainer publishes.
+def worker_overrides(trainer: TrainerSettings, rollout: RolloutSettings) -> list[str]:
+    """Return overrides that let the workers' SGLang servers load the adapters that the trainer publishes, and compute logits as it does.
 
-    A worker does not read the trainer's settings, but this process reads both. Empty when the run file sets the rank.
+    A worker does not read the trainer's settings, but this process reads both. What the run file sets stays.
     """
-    is_set = rollout.sglang.max_lora_rank is not None
-    if not trainer.publishes_adapters or rollout.worker.engine != "sglang" or is_set:
+    if rollout.worker.engine != "sglang":
         return []
-    return [f"sglang.max_lora_rank={trainer.model.lora.rank}"]
+    found = []
+    if trainer.publishes_adapters and rollout.sglang.max_lora_rank is None:
+        found.append(f"sglang.max_lora_rank={trainer.model.lora.rank}")
+    if trainer.model.head_dtype == "float32" and "fp32_lm_head" not in rollout.sglang.model_fields_set:
+        found.append("sglang.fp32_lm_head=true")
+    return found
 
 
 def _names_keys(trainer: TrainerSettings, rollout: RolloutSettings) -> bool:

@@ -171,14 +171,15 @@ def _is_override(origin: str) -> bool:
     return origin == OVERRIDE or origin.startswith(f"{OVERRIDE} ")
 
 
+_OUTPUT_HEAD = frozenset({"model.head_dtype", "trainer.max_logits"})  # a reward model has none
 SFT = OwnSection(
     section="sft",
-    also_read=frozenset({"model.lora.dropout"}),
+    also_read=_OUTPUT_HEAD | {"model.lora.dropout"},
     instead={"data.answer_is_ground_truth": "answers are what is imitated; remove it"},
 )
 DPO = OwnSection(
     section="dpo",
-    also_read=frozenset(),
+    also_read=_OUTPUT_HEAD,
     instead={
         "data.answer_is_ground_truth": "a preference has no ground truth; remove it",
         "model.lora.dropout": "preferences are trained without dropout, so that policy and reference differ by their weights alone; remove it",

@@ -112,6 +112,11 @@ class ModelSettings(Section):
         description="Of forward and backward. Without it bfloat16 where the trainer sees a GPU, and float32, with which the embedded "
         "engine agrees, where it does not. In float32 a GPU has neither tensor cores nor flash attention.",
     )
+    head_dtype: Literal["as-trained", "float32"] = Field(
+        default="as-trained",
+        description="Of the logits with dtype = bfloat16: as-trained, rounded to it; float32, not rounded, as with SGLang's "
+        "--enable-fp32-lm-head (sglang.fp32_lm_head), so that both compute the same.",
+    )
     gradient_checkpointing: bool = Field(
         default=False,
         description="Recompute activations in the backward pass: less memory, about a third more compute.",
@@ -192,6 +197,12 @@ class OptimizerSettings(ZeroSettings):
         ge=1,
         description="Most tokens of one forward and backward pass on a rank, or on those of trainer.sequence_parallel together; a "
         "prompt that completions share counts once.",
+    )
+    max_logits: int | None = Field(
+        default=None,
+        ge=1,
+        description="Most logits, tokens times vocabulary, that the output head computes at once. None: 32 Mi on a CPU; on a GPU so many "
+        "that they take a quarter of its free memory, 32 Mi to 512 Mi.",
     )
     checkpoint_every: int = Field(
         default=50, ge=1, description="Steps between checkpoints; the last step makes one too."

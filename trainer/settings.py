@@ -197,6 +197,11 @@ class TrainerSettings(Section):
                 "trainer.gradient_dtype = as-trained does nothing with model.dtype = float32; set model.dtype = bfloat16, or leave it out"
             )
 
+        if self.model.dtype == "float32" and self.model.head_dtype == "float32":
+            raise ValueError(
+                "model.head_dtype = float32 does nothing with model.dtype = float32; set model.dtype = bfloat16, or leave it out"
+            )
+
     def _check_warmup(self) -> None:
         for name, section in (("sft", self.sft), ("dpo", self.dpo), ("rm", self.rm)):
             if section.epochs is None and section.warmup_steps > section.steps:

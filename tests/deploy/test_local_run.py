@@ -21,7 +21,7 @@ from penstock.deploy.local_run import (
     fails_at_first_start,
     worker_name,
 )
-from penstock.deploy.local_settings import adapter_overrides
+from penstock.deploy.local_settings import worker_overrides
 from penstock.deploy.processes.supervise import ProcessEvent
 from penstock.protocol.config.connection import NatsSettings, S3Settings
 from penstock.protocol.config.run_file import load
@@ -60,16 +60,20 @@ def test_workers_and_ranks_share_the_cores(run_file: Path, monkeypatch: pytest.M
     assert threads("trainer.num_ranks=8", OMP_NUM_THREADS="5") == "5"
 
 
-def test_sglang_servers_of_a_run_load_the_adapters_that_it_trains(run_file: Path) -> None:
-    """The rank is passed on to SGLang where versions are adapters, unless the run file sets another; in every other case there is no override."""
+def test_sglang_servers_of_a_run_follow_its_adapters_and_head(run_file: Path) -> None:
+    """The rank of adapters and a head in float32 are passed on to SGLang, unless the run file sets them there."""
 
     def overrides(*arguments: str) -> list[str]:
         trainer = load(TrainerSettings, files=[run_file], overrides=arguments, environ={}).settings
         rollout = load(RolloutSettings, files=[run_file], overrides=arguments, environ={}).settings
-        return adapter_overrides(trainer, rollout)
+        return worker_overrides(trainer, rollout)
 
     assert overrides("model.lora.rank=8", "worker.engine=sglang") == ["sglang.max_lora_rank=8"]
+    in_float32 = ("model.dtype=bfloat16", "model.head_dtype=float32")
+    assert overrides(*in_float32, "worker.engine=sglang") == ["sglang.fp32_lm_head=true"]
     for others in (
+        [*in_float32],
+        [*in_float32, "worker.engine=sglang", "sglang.fp32_lm_head=false"],
         ["model.lora.rank=8"],
         ["worker.engine=sglang"],
         ["model.lora.rank=8", "worker.engine=sglang", "sglang.max_lora_rank=64"],

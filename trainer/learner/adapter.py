@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,16 @@ _NAME = "default"  # peft's name of an adapter without a name
 _ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")  # what is adapted of a mixture of experts
 _EXPERTS = frozenset({"gate_proj", "up_proj", "down_proj", "gate_up_proj", "gate", "experts", "router"})
 _BASE, _ADAPTER = ".base_layer.", ".lora_"
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """Of an adapted layer: it computes ``base(x) + scale up(low(x))``."""
+
+    base: nn.Module
+    low: Callable[[Tensor], Tensor]  # A, behind the dropout
+    up: nn.Module | None  # B; None: the adapter is switched off
+    scale: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,6 +209,15 @@ def switched_off(module: nn.Module) -> Iterator[None]:
         for layer, scale, trains in kept:
             layer.scaling[_NAME] = scale
             layer.lora_dropout[_NAME].train(trains)
+
+
+def parts_of(layer: Any) -> Parts | None:
+    """Return the parts of an adapted layer; None for a layer without an adapter."""
+    if not hasattr(layer, "lora_A"):
+        return None
+    up = None if layer._disable_adapters else layer.lora_B[_NAME]
+    down, dropout = layer.lora_A[_NAME], layer.lora_dropout[_NAME]
+    return Parts(layer.base_layer, lambda values: down(dropout(values)), up, float(layer.scaling[_NAME]))
 
 
 def _layers(module: nn.Module) -> Iterator[tuple[str, Any]]:

@@ -90,7 +90,7 @@ def load_policy(
     attach_adapters(model, how)
     if adapters is not None:
         adapter.load(model, adapters)
-    scorer = CompletionScorer(model, temperature, shares=TokenShares(dims.token_group))
+    scorer = _scorer(model, how, dims, temperature)
     if how.router_replay:
         scorer.replay_routers()
     layers = layer_groups(name for name, parameter in scorer.named_parameters() if parameter.requires_grad)
@@ -114,10 +114,20 @@ def load_reference(
     """
     how = replace(how, offload="parameters" if parked else "none")
     model = load_language_model(folder, how, dims)
-    scorer = CompletionScorer(model, temperature, shares=TokenShares(dims.token_group))
+    scorer = _scorer(model, how, dims, temperature)
     if is_partitioned(how, dims):
         return Reference(scorer, device, run=frozen(scorer.requires_grad_(False), how))
     return Reference(scorer, device, parked=parked)
+
+
+def _scorer(model: Any, how: Optimisation, dims: ParallelDims, temperature: float) -> CompletionScorer:
+    return CompletionScorer(
+        model,
+        temperature,
+        how.max_logits,
+        TokenShares(dims.token_group),
+        head_in_float32=how.head_dtype == "float32",
+    )
 
 
 def load_language_model(folder: Path, how: Optimisation, dims: ParallelDims) -> nn.Module:

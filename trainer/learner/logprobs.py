@@ -8,13 +8,13 @@ together, are never held whole, neither forward nor backward.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F  # noqa: N812  torch's name for it
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from penstock.trainer.algorithm.batch import StreamImages
 from penstock.trainer.algorithm.kl import entropy, kl_from_teacher, kl_full
@@ -24,17 +24,31 @@ from penstock.trainer.learner import experts
 from penstock.trainer.learner.attention.models import WHOLE, pair_cost, read_rows, use_packed_rows
 from penstock.trainer.learner.experts import Routing
 from penstock.trainer.learner.flops import pass_cost
+from penstock.trainer.learner.output_head import (
+    Logits,
+    Product,
+    logit_transform,
+    logits_at_once,
+    of_head,
+    score_in_chunks,
+    take_float32_gradient,
+)
 from penstock.trainer.learner.parallel_shares import TokenShares
 from penstock.trainer.learner.vision import ImageEmbeddings, text_body, tower_of
 
 Top = tuple[Tensor, Tensor]  # a teacher's likeliest tokens and their log-probabilities, both [N, k]
-Logits = Callable[[int, int], Tensor]  # (start, end) -> logits of those sampled tokens, [n, V] float32, no gradient
 
-MAX_LOGITS = 32 * 1024 * 1024  # elements of one chunk: 128 MiB in float32
 
-# Settings of a model's config that change its logits after the output head. If one is active, the log-probabilities
-# of the engine differ from the trainer's without any warning.
-_HEAD_SETTINGS = {"final_logit_softcapping": None, "logits_scaling": 1.0, "logit_scale": 1.0}
+@dataclass(frozen=True, slots=True)
+class HiddenStates:
+    """What the output head of a frozen policy receives for sampled tokens, [n, H], and the scorer with that head."""
+
+    values: Tensor
+    scorer: CompletionScorer
+
+    def logits(self) -> Tensor:
+        """Return the logits of all, [n, V] float32."""
+        return self.scorer.with_logits(self.values, lambda logits: logits(0, len(self.values)))
 
 
 class CompletionScorer(nn.Module):
@@ -43,25 +57,27 @@ class CompletionScorer(nn.Module):
     language_model: Any  # a transformers causal language model; their classes are typed loosely
 
     def __init__(
-        self, language_model: nn.Module, temperature: float, max_logits: int = MAX_LOGITS, shares: TokenShares = WHOLE
+        self,
+        language_model: nn.Module,
+        temperature: float,
+        max_logits: int | None = None,
+        shares: TokenShares = WHOLE,
+        *,
+        head_in_float32: bool = False,
     ) -> None:
+        """``max_logits`` are those of a chunk; None: as many as the memory of the device allows (`logits_at_once`)."""
         super().__init__()
         config: Any = language_model.config
-        for name, neutral in _HEAD_SETTINGS.items():
-            value = getattr(config, name, neutral)
-            if value is not None and value != neutral:
-                raise UnsupportedModel(
-                    f"{type(language_model).__name__} has {name} = {value}: its logits are transformed after the "
-                    "output head, which the trainer does not do; use another model"
-                )
+        self._transform = logit_transform(config.get_text_config())
+        self._max_logits, self._head_in_float32 = max_logits, head_in_float32
         self.language_model = language_model
+        take_float32_gradient(language_model.get_output_embeddings())
         self._embeddings = ImageEmbeddings(language_model) if tower_of(language_model) is not None else None
         self.padding_reason = use_packed_rows(language_model)  # why rows are padded; None: they are one stream
         self.pair_cost, self.pass_cost = pair_cost(language_model), pass_cost(language_model)  # of the whole model
         self._temperature = temperature
         self.routing: Routing | None = None  # of the last forward pass that received experts
         self._shares = shares  # of a stream's tokens; with several, every call is collective
-        self._chunk_tokens = max(1, max_logits // config.get_text_config().vocab_size)
 
     def forward(  # noqa: PLR0913  what a policy reads, and what more it wants of the distributions
         self,
@@ -72,7 +88,7 @@ class CompletionScorer(nn.Module):
         position_ids: Tensor | None = None,
         layout: Layout | None = None,
         with_entropy: bool = False,
-        kl_to: Logits | None = None,
+        kl_to: HiddenStates | None = None,
         kl_from: Top | None = None,
         hidden_only: bool = False,
         experts: Tensor | None = None,
@@ -87,10 +103,10 @@ class CompletionScorer(nn.Module):
             position_ids: [1, T] int64, place of each token in its row, or [3, 1, T] with images; None: 0, 1, 2, …
             layout: Which token attends to which; None: the stream is one row.
             with_entropy: Also return the entropy of every position's distribution, in nats.
-            kl_to: Also return the exact KL of every position's distribution to the one with these logits, which are of the tokens
-                that ``hidden_only`` returns hidden states of.
+            kl_to: Also return the exact KL of every position's distribution to the one of these hidden states, which are of the tokens
+                that ``hidden_only`` returns those of.
             kl_from: Also return the KL from a teacher over these likeliest tokens of it (`kl_from_teacher`).
-            hidden_only: Return what the output head receives and nothing else, for `logits`.
+            hidden_only: Return what the output head receives and nothing else, for `HiddenStates`.
             experts: [T, layers, k], which compute each token, after `replay_routers`; None: those that the routers choose.
             images: Those of the rows; only for a model that reads images.
 
@@ -141,7 +157,9 @@ class CompletionScorer(nn.Module):
         return self._shares.sum(self.routing.figures())
 
     def around(self, language_model: nn.Module) -> CompletionScorer:
-        return CompletionScorer(language_model, self._temperature)
+        return CompletionScorer(
+            language_model, self._temperature, self._max_logits, head_in_float32=self._head_in_float32
+        )
 
     def scores(
         self,
@@ -149,20 +167,24 @@ class CompletionScorer(nn.Module):
         targets: Tensor,
         *,
         with_entropy: bool = False,
-        kl_to: Logits | None = None,
+        kl_to: HiddenStates | None = None,
         kl_from: Top | None = None,
     ) -> Tensor:
-        pieces = self._pieces(hidden, targets)
-        if len(pieces) == 1:
-            return self._score(hidden, targets, with_entropy, kl_to and partial(kl_to, 0, len(targets)), kl_from)
-        chunks, start = [], 0
-        for pair in pieces:
-            end = start + len(pair[1])
-            reference_logits = kl_to and partial(kl_to, start, end)
-            top = kl_from and (kl_from[0][start:end], kl_from[1][start:end])
-            chunks.append(checkpoint(self._score, *pair, with_entropy, reference_logits, top, use_reentrant=False))
-            start = end
-        return torch.cat(chunks, dim=-1)
+        def score(logits: Tensor, start: int, end: int, reference: Logits | None) -> Tensor:
+            logits = self._logits_of(logits)
+            scores = [-F.cross_entropy(logits, targets[start:end], reduction="none")]
+            if with_entropy:
+                scores.append(entropy(logits))
+            if reference is not None:
+                scores.append(kl_full(logits, reference(start, end).to(logits.device)))
+            if kl_from is not None:
+                scores.append(kl_from_teacher(logits, *(of_top[start:end] for of_top in kl_from)))
+            return torch.stack(scores) if len(scores) > 1 else scores[0]
+
+        def of_product(product: Product) -> Tensor:
+            return score_in_chunks(product, score, partial(self._with_reference, kl_to), self._chunk(hidden))
+
+        return self._of_head(hidden, of_product)
 
     def collisions(self, hidden: Tensor, predictors: Tensor, targets: Tensor, num_tokens: int) -> Tensor:
         """Return log-probabilities and logs of the sum of squared probabilities, [2, N] float32, without a gradient.
@@ -171,56 +193,48 @@ class CompletionScorer(nn.Module):
         """
         _, places = self._shares.own_predictors(predictors, num_tokens)
         own_targets = targets if places is None else targets[places]
-        pieces = []
+
+        def score(logits: Tensor, start: int, end: int, _: Logits | None) -> Tensor:
+            logprobs = F.log_softmax(self._logits_of(logits), dim=-1)
+            chosen = logprobs.gather(1, own_targets[start:end, None])[:, 0]
+            return torch.stack([chosen, torch.logsumexp(2.0 * logprobs, dim=-1)])
+
+        def of_product(product: Product) -> Tensor:
+            return score_in_chunks(product, score, partial(self._with_reference, None), self._chunk(hidden))
+
         with torch.no_grad():
-            for some_hidden, some_targets in self._pieces(hidden, own_targets):
-                logprobs = F.log_softmax(self.logits(some_hidden), dim=-1)
-                chosen = logprobs.gather(1, some_targets[:, None])[:, 0]
-                pieces.append(torch.stack([chosen, torch.logsumexp(2.0 * logprobs, dim=-1)]))
-        return self._shares.whole(torch.cat(pieces, dim=1), places, len(targets))
+            return self._shares.whole(self._of_head(hidden, of_product), places, len(targets))
 
-    def _pieces(self, hidden: Tensor, targets: Tensor) -> list[tuple[Tensor, Tensor]]:
-        """Return what goes through the output head together: as many pieces on every rank, the last ones empty."""
-        size, num_chunks = len(targets), self._num_chunks(len(targets), hidden.device)
-        if num_chunks == 1:
-            return [(hidden, targets)]
-        hiddens, some_targets = list(hidden.split(self._chunk_tokens)), list(targets.split(self._chunk_tokens))
-        missing = num_chunks - len(hiddens)
-        return list(zip(hiddens + [hidden[size:]] * missing, some_targets + [targets[size:]] * missing, strict=True))
+    def with_logits(self, hidden: Tensor, use: Callable[[Logits], Tensor]) -> Tensor:
+        """Return ``use`` of the logits of hidden states [n, H], without gradient, while the head is whole and on its device."""
+        with torch.no_grad():
+            return self._of_head(hidden, lambda product: use(self._logits(product)))
 
-    def _num_chunks(self, num_tokens: int, device: torch.device) -> int:
-        """Return the number of chunks in which the tokens go through the output head.
+    def _of_head(self, hidden: Tensor, use: Callable[[Product], Tensor]) -> Tensor:
+        return of_head(self.language_model.get_output_embeddings(), hidden, use, in_float32=self._head_in_float32)
 
-        A head that ZeRO-3 shards is gathered by all ranks together, once for each chunk. So they agree on the
-        largest number, and a rank with fewer tokens adds empty chunks.
-        """
-        count = max(1, -(-num_tokens // self._chunk_tokens))
-        head = self.language_model.get_output_embeddings()
-        if not hasattr(head.weight, "ds_id") or not torch.distributed.is_initialized():
-            return count
-        most = torch.tensor(count, device=device)
-        torch.distributed.all_reduce(most, torch.distributed.ReduceOp.MAX)
-        return int(most)
+    def _with_reference(
+        self, states: HiddenStates | None, product: Product, use: Callable[[Logits | None], Tensor]
+    ) -> Tensor:
+        if states is None:
+            return use(None)
+        if states.scorer is self:  # without the adapter; the head is called already, and is the same one
+            return use(self._logits(replace(product, hidden=states.values, low=None, up=None)))
+        return states.scorer.with_logits(states.values, use)
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        """Return logits [n, V] float32, divided by the temperature, of hidden states [n, H]."""
-        logits = self.language_model.get_output_embeddings()(hidden).float()
+    def _logits(self, product: Product) -> Logits:
+        def logits(start: int, end: int) -> Tensor:
+            with torch.no_grad():
+                return self._logits_of(product(start, end).float())
+
+        return logits
+
+    def _logits_of(self, logits: Tensor) -> Tensor:
+        """Return what is sampled from, of what the output head returns; both [n, V] float32."""
+        logits = logits if self._transform is None else self._transform(logits)
         return logits if self._temperature == 1.0 else logits / self._temperature
 
-    def _score(
-        self,
-        hidden: Tensor,
-        targets: Tensor,
-        with_entropy: bool,
-        reference_logits: Callable[[], Tensor] | None,
-        top: Top | None,
-    ) -> Tensor:
-        logits = self.logits(hidden)
-        scores = [-F.cross_entropy(logits, targets, reduction="none")]
-        if with_entropy:
-            scores.append(entropy(logits))
-        if reference_logits is not None:
-            scores.append(kl_full(logits, reference_logits()))
-        if top is not None:
-            scores.append(kl_from_teacher(logits, *top))
-        return torch.stack(scores) if len(scores) > 1 else scores[0]
+    def _chunk(self, hidden: Tensor) -> int:
+        """Return how many tokens go through the output head together."""
+        max_logits = logits_at_once(hidden.device) if self._max_logits is None else self._max_logits
+        return max(1, max_logits // self.language_model.config.get_text_config().vocab_size)

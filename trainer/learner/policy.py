@@ -22,7 +22,7 @@ from penstock.trainer.algorithm.packed_rows import PairCost
 from penstock.trainer.errors import CheckpointError, TrainingDiverged, UnsupportedModel
 from penstock.trainer.learner import adapter
 from penstock.trainer.learner.flops import NO_WORK, Load, Work, load_of
-from penstock.trainer.learner.logprobs import CompletionScorer, Logits
+from penstock.trainer.learner.logprobs import CompletionScorer, HiddenStates
 from penstock.trainer.learner.policy_weights import PolicyWeights
 from penstock.trainer.learner.reference import ReferencePolicy
 from penstock.trainer.learner.shard_files import CapturedPart, random_state_name
@@ -200,32 +200,26 @@ class Policy:
         """Return the exact KL to a reference where each sampled token was chosen, without a gradient; [N] float32."""
         moved = batch.to(self.device)
         with torch.no_grad():
-            return self._read(moved, kl_to=reference.logits(moved))[1]
+            return self._read(moved, kl_to=reference.hidden_states(moved))[1]
 
     def logprobs_without_adapter(self, batch: MicroBatch) -> Tensor:
         """Score a micro-batch under the model that training started from; [N] float32."""
         with adapter.switched_off(self._scorer):
             return self.logprobs(batch, replays=False)
 
-    def logits_without_adapter(self, batch: MicroBatch) -> Logits:
+    def hidden_states_without_adapter(self, batch: MicroBatch) -> HiddenStates:
         with torch.no_grad(), adapter.switched_off(self._scorer):
-            hidden = self._read(batch.to(self.device), replays=False, hidden_only=True)
-
-        def logits(start: int, end: int) -> Tensor:
-            with torch.no_grad(), adapter.switched_off(self._scorer):
-                return self._scorer.logits(hidden[start:end])
-
-        return logits
+            return HiddenStates(self._read(batch.to(self.device), replays=False, hidden_only=True), self._scorer)
 
     def _outcome(self, batch: MicroBatch, objective: Objective, reference: ReferencePolicy | None) -> Outcome:
-        logits = None
+        states = None
         if objective.needs_full_kl:
             if reference is None:
                 raise ValueError("the objective has a KL to a reference, and no reference was given")
-            logits = reference.logits(batch)
+            states = reference.hidden_states(batch)
         top = top_of_teacher(batch) if objective.needs_teacher_kl else None
-        read = self._read(batch, with_entropy=objective.needs_entropy, kl_to=logits, kl_from=top)
-        is_read = {"entropies": objective.needs_entropy, "full_kl": logits is not None, "teacher_kl": top is not None}
+        read = self._read(batch, with_entropy=objective.needs_entropy, kl_to=states, kl_from=top)
+        is_read = {"entropies": objective.needs_entropy, "full_kl": states is not None, "teacher_kl": top is not None}
         logprobs, *scores = torch.atleast_2d(read)
         names = [name for name, is_on in is_read.items() if is_on]
         outcome = objective(logprobs, batch, **dict(zip(names, scores, strict=True)))

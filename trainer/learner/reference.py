@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from penstock.trainer.algorithm.batch import MicroBatch
 from penstock.trainer.algorithm.kl import of_teacher
-from penstock.trainer.learner.logprobs import CompletionScorer, Logits
+from penstock.trainer.learner.logprobs import CompletionScorer, HiddenStates
 
 if TYPE_CHECKING:
     from penstock.trainer.learner.policy import Policy
@@ -56,7 +56,7 @@ class ReferencePolicy(Protocol):
         """Score a micro-batch; [N] float32 on the batch's device."""
         ...
 
-    def logits(self, batch: MicroBatch) -> Logits: ...
+    def hidden_states(self, batch: MicroBatch) -> HiddenStates: ...
 
 
 class RemoteReference:
@@ -65,7 +65,7 @@ class RemoteReference:
     def logprobs(self, batch: MicroBatch) -> Tensor:
         return of_teacher(batch)
 
-    def logits(self, batch: MicroBatch) -> Logits:
+    def hidden_states(self, batch: MicroBatch) -> HiddenStates:
         """Raise ValueError: packs store no whole distributions. The settings refuse what needs them."""
         raise ValueError("whole distributions of a remote reference are not stored; use another form of the KL")
 
@@ -79,8 +79,8 @@ class WithoutAdapter:
     def logprobs(self, batch: MicroBatch) -> Tensor:
         return self._policy.logprobs_without_adapter(batch).to(batch.input_ids.device)
 
-    def logits(self, batch: MicroBatch) -> Logits:
-        return self._policy.logits_without_adapter(batch)
+    def hidden_states(self, batch: MicroBatch) -> HiddenStates:
+        return self._policy.hidden_states_without_adapter(batch)
 
 
 class Reference:
@@ -107,15 +107,9 @@ class Reference:
         with torch.no_grad():
             return self._read(batch).to(batch.input_ids.device)
 
-    def logits(self, batch: MicroBatch) -> Logits:
+    def hidden_states(self, batch: MicroBatch) -> HiddenStates:
         with torch.no_grad():
-            hidden = self._read(batch, hidden_only=True)
-
-        def logits(start: int, end: int) -> Tensor:
-            with torch.no_grad():
-                return self._scorer.logits(hidden[start:end]).to(batch.input_ids.device)
-
-        return logits
+            return HiddenStates(self._read(batch, hidden_only=True), self._scorer)
 
     def _read(self, batch: MicroBatch, *, hidden_only: bool = False) -> Tensor:
         moved = batch.to(self._device)

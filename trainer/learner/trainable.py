@@ -61,6 +61,8 @@ class Optimisation:
     zero_stage: int
     dtype: Literal["float32", "bfloat16"]
     attention: Attention = "auto"  # over packed rows
+    head_dtype: Literal["as-trained", "float32"] = "as-trained"  # of logits
+    max_logits: int | None = None  # of a chunk; None: as the device's memory allows
     gradient_checkpointing: bool = False
     activation_offload: bool = False  # of what gradient checkpointing keeps
     offload: Literal["none", "optimizer", "parameters"] = "none"  # to host memory
@@ -91,6 +93,8 @@ def optimisation(
         zero_stage=trainer.zero_stage,
         dtype=model.dtype,
         attention=trainer.attention,
+        head_dtype=model.head_dtype,
+        max_logits=trainer.max_logits,
         gradient_checkpointing=model.gradient_checkpointing,
         activation_offload=model.activation_offload,
         offload=trainer.offload,

@@ -15,7 +15,9 @@ from penstock.deploy.plan.memory.model_shape import FLOAT32, Method, ModelShape,
 from penstock.trainer.attention_choice import matrix_bytes
 
 _ADAMW_TEMPORARY = 2  # tensors as large as what is stepped: the denominator, and its square root
-MAX_LOGITS = 32 * 1024 * 1024  # elements of logits in one chunk, as in `learner/logprobs.py`
+MAX_LOGITS = (
+    32 * 1024 * 1024
+)  # elements of logits in one chunk, as in `learner/output_head.py`; on a GPU more, of what is free
 LOSS = "log-probabilities and loss"
 _INT64 = 8
 _WITHOUT_ENTROPY, _WITH_ENTROPY = 3, 6  # tensors of the size of the logits
@@ -272,8 +274,8 @@ def _kept_of_token(shape: ModelShape, method: Method) -> int:
 
 def _logits(shape: ModelShape, method: Method, largest: Pass) -> int:
     """Return the tensors as large as a chunk of logits, in float32: log-probabilities and gradients."""
-    chunk = max(1, MAX_LOGITS // shape.vocabulary)
+    chunk = max(1, (method.max_logits or MAX_LOGITS) // shape.vocabulary)
     tensors = _WITH_ENTROPY if method.with_entropy else _WITHOUT_ENTROPY
     logits = tensors * FLOAT32 * min(chunk, largest.predictors) * shape.vocabulary
     adds_up = largest.predictors > chunk and not method.lora_rank  # the head's gradient, over the chunks
-    return logits + (shape.table * method.width if adds_up else 0)
+    return logits + (shape.table * FLOAT32 if adds_up else 0)

@@ -67,6 +67,7 @@ class Method:
     hpz_partition_size: int = 1
     lora_rank: int = 0
     lora_targets: tuple[str, ...] = ()
+    max_logits: int | None = None  # of a chunk of the output head; None: the smallest that the trainer chooses
     dense_attention: bool = False  # by its definition, with matrices [H, T, T]
     with_entropy: bool = False  # of every distribution, in the loss, or the KL from a teacher over its likeliest tokens
 

@@ -200,6 +200,7 @@ def _method(settings: TrainerSettings) -> Method:
         hpz_partition_size=settings.trainer.hpz_partition_size,
         lora_rank=lora.rank,
         lora_targets=tuple(lora.targets),
+        max_logits=settings.trainer.max_logits,
         dense_attention=settings.trainer.attention == "dense",
         with_entropy=algorithm.entropy_coefficient > 0.0
         or (algorithm.distill_coefficient > 0.0 and algorithm.distill_form == "forward"),

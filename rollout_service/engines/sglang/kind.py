@@ -70,6 +70,10 @@ class SglangSettings(StartedServerSettings):
         description="--max-loaded-loras: adapters held; beyond, the one used longest ago is loaded again when asked for.",
     )
     lora_backend: str | None = Field(None, description="--lora-backend: 'csgmv', 'triton', 'torch_native', …")
+    fp32_lm_head: bool = Field(
+        False,
+        description="--enable-fp32-lm-head; for a run with model.head_dtype = 'float32', of which `penstock train --local` sets it.",
+    )
     metrics: bool = Field(True, description="--enable-metrics; the worker reports them in its heartbeat.")
     patches: Literal["auto", "off"] = Field(
         "auto",
@@ -115,6 +119,8 @@ def _flags(settings: SglangSettings, number: int) -> list[str]:
     # "openai" keeps a model's generation_config.json from changing the distribution that is sampled.
     constant = ["--load-format", "auto", "--tokenizer-worker-num", "1", "--sampling-defaults", "openai"]
     flags = [*constant, *settings.flags()]
+    if settings.fp32_lm_head:
+        flags.append("--enable-fp32-lm-head")
     if settings.metrics:
         flags.append("--enable-metrics")
     if settings.max_lora_rank is not None:

@@ -26,7 +26,7 @@ from penstock.deploy.plan.memory.plan_inputs import Batch, PlanInputs, plan_inpu
 from penstock.protocol.config.run_file import load
 from penstock.protocol.errors import ConfigError
 from penstock.trainer.errors import NotEstimated
-from penstock.trainer.learner import logprobs
+from penstock.trainer.learner import output_head
 from penstock.trainer.settings import TrainerSettings
 
 RECORD = json.loads((Path(__file__).parents[3] / "benchmarks/trainer_memory.json").read_text())
@@ -98,7 +98,7 @@ def test_an_estimate_that_ignored_a_setting_would_be_wrong(name: str, ignored: d
 
 
 def test_the_chunk_of_logits_is_the_trainers() -> None:
-    assert estimate.MAX_LOGITS == logprobs.MAX_LOGITS
+    assert estimate.MAX_LOGITS == output_head.MAX_LOGITS
 
 
 def test_ranks_share_what_their_stage_shards() -> None:

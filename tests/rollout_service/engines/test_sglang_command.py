@@ -40,7 +40,7 @@ def pairs(words: list[str]) -> set[tuple[str, str]]:
 def test_settings_become_flags():
     words = flags(
         python="/opt/sglang/bin/python", tp_size=4, ep_size=2, dp_size=2, mem_fraction_static=0.8, dtype="bfloat16",
-        context_length=4096, attention_backend="fa3", quantization="fp8", extra_args=("--enable-fp32-lm-head",),
+        context_length=4096, attention_backend="fa3", quantization="fp8", fp32_lm_head=True, extra_args=("--disable-radix-cache",),
     )  # fmt: skip
     assert pairs(words) >= {
         ("--model-path", "/cache/v7"), ("--weight-version", "7"), ("--tp-size", "4"), ("--ep-size", "2"),
@@ -48,8 +48,8 @@ def test_settings_become_flags():
         ("--attention-backend", "fa3"), ("--quantization", "fp8"), ("--load-format", "auto"),
         ("--tokenizer-worker-num", "1"), ("--sampling-defaults", "openai"), ("--port", "{port}"),
     }  # fmt: skip
-    assert "--enable-metrics" in words
-    assert words[-1] == "--enable-fp32-lm-head"
+    assert {"--enable-metrics", "--enable-fp32-lm-head"} < set(words)
+    assert words[-1] == "--disable-radix-cache"
 
 
 def test_a_server_gets_the_plugin_for_patches():
@@ -98,7 +98,14 @@ def test_settings_of_adapters_that_cannot_work_are_refused(given: dict[str, Any]
 def test_unset_options_are_left_to_sglang():
     """No flag is passed for a setting that is not given, and metrics can be off."""
     words = flags(metrics=False)
-    assert not {"--mem-fraction-static", "--quantization", "--device", "--enable-metrics", "--base-gpu-id"} & set(words)
+    assert not {
+        "--mem-fraction-static",
+        "--quantization",
+        "--device",
+        "--enable-metrics",
+        "--enable-fp32-lm-head",
+        "--base-gpu-id",
+    } & set(words)
 
 
 def test_a_second_engine_takes_the_next_gpus():

@@ -20,7 +20,7 @@ from penstock.trainer.algorithm.algorithm_settings import AlgorithmSettings
 from penstock.trainer.algorithm.batch import MicroBatch, build
 from penstock.trainer.algorithm.kl import kl_from_teacher, kl_full
 from penstock.trainer.algorithm.objective import build_objective
-from penstock.trainer.learner.logprobs import CompletionScorer
+from penstock.trainer.learner.logprobs import CompletionScorer, HiddenStates
 
 
 def _tables(seed: int, *, size: int = 7) -> tuple[Tensor, Tensor, Tensor]:
@@ -110,7 +110,7 @@ def _taught(k: int) -> MicroBatch:
     for row in rows:
         one = build([row])
         with torch.no_grad():
-            logprobs = scorer.logits(_read(scorer, one, hidden_only=True)).log_softmax(-1)
+            logprobs = HiddenStates(_read(scorer, one, hidden_only=True), scorer).logits().log_softmax(-1)
         tops, ids = logprobs.topk(k)
         own = logprobs.gather(1, one.targets[:, None])[:, 0]
         found.append(
@@ -132,7 +132,7 @@ def test_over_the_whole_vocabulary_it_is_the_exact_kl_of_two_models(chunk: int) 
     outcome.loss.backward()
     mine = CompletionScorer(copy.deepcopy(POLICY), 1.0)
     teacher = torch.zeros(len(batch.targets), VOCABULARY).scatter(1, batch.teacher_top_ids, batch.teacher_top_logprobs)
-    logits = mine.logits(_read(mine, batch, hidden_only=True))
+    logits = mine.language_model.lm_head(_read(mine, batch, hidden_only=True))
     exact = (teacher.exp() * (teacher - logits.log_softmax(-1))).sum(-1)
     (2.0 * exact * batch.weights).sum().backward()
     torch.testing.assert_close(kl, exact, rtol=1e-4, atol=1e-6)

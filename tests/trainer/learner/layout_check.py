@@ -16,9 +16,11 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from deepspeed.utils import safe_get_full_grad
 from safetensors.torch import load_file, save_file
 from tests.servers import wait_for
 from torch import Tensor, nn
+from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from penstock.trainer.algorithm.algorithm_settings import AlgorithmSettings
 from penstock.trainer.algorithm.batch import MicroBatch, Row, build, plan_micro_batches, prefixes_of
@@ -41,22 +43,29 @@ HOW = Optimisation(
     max_grad_norm=1.0, zero_stage=1, dtype="float32", keep_whole_below=0,
 )  # fmt: skip
 PLAIN = "plain"
+_CHUNKS = {"max_logits": 7 * 55}  # seven tokens go through the output head at once
 OFFLOADS: dict[str, dict[str, Any]] = {
     "offload-1": {"offload": "optimizer"},
     "offload-2": {"offload": "optimizer", "zero_stage": 2},
-    "offload-3": {"offload": "parameters", "zero_stage": 3, "gradient_checkpointing": True, "activation_offload": True},
+    "offload-3": {
+        "offload": "parameters",
+        "zero_stage": 3,
+        "gradient_checkpointing": True,
+        "activation_offload": True,
+        **_CHUNKS,
+    },
     "activations-2": {"gradient_checkpointing": True, "activation_offload": True, "zero_stage": 2},
 }
 SEQUENCE: dict[str, dict[str, Any]] = {  # both ranks compute the same rows
     "sequence-0": {"zero_stage": 0},
     "sequence-1": {},
     "sequence-2": {"zero_stage": 2, "gradient_checkpointing": True},
-    "sequence-3": {"zero_stage": 3},
+    "sequence-3": {"zero_stage": 3, **_CHUNKS},
 }
 MEASURED_SEQUENCE, MEASURED_DIVIDED = "measured-sequence", "measured-divided"
 TENSOR: dict[str, dict[str, Any]] = {  # both ranks have a part of the weights
     "tensor-0": {"zero_stage": 0},
-    "tensor-1": {},
+    "tensor-1": {**_CHUNKS},
     "tensor-2": {"zero_stage": 2, "gradient_checkpointing": True},
     "tensor-3": {"zero_stage": 3},
 }
@@ -191,6 +200,28 @@ def error_of_sum(how: Optimisation, dims: ParallelDims) -> float:
     return abs(trainable.update().grad_norm / float(true.norm()) - 1)
 
 
+def error_of_head(how: Optimisation, dims: ParallelDims) -> float:
+    """Return how far the gradient of an output head is from float64, in seven chunks of a vocabulary of 2,000."""
+    count, vocabulary = 140, 2_000
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        vocab_size=vocabulary, hidden_size=64, intermediate_size=64, num_hidden_layers=2, num_attention_heads=1, num_key_value_heads=1,
+        head_dim=64, tie_word_embeddings=False,
+    )  # fmt: skip
+    model = Qwen3ForCausalLM(config).to(torch.bfloat16)
+    ids, weights = torch.randint(0, vocabulary, (1, count + 1)), torch.randn(count)
+    weight, asked = model.lm_head.weight.detach().double(), (ids, torch.arange(count), ids[0, 1:])
+    trainable = Trainable(CompletionScorer(model, 1.0, max_logits=20 * vocabulary), how, dims)
+    with torch.no_grad():
+        hidden = trainable(*asked, hidden_only=True).double()
+    chances = (hidden @ weight.T).softmax(-1)
+    of_logits = weights.double()[:, None] * (torch.nn.functional.one_hot(ids[0, 1:], vocabulary) - chances)
+    true = of_logits.T @ hidden
+    trainable.begin(is_last=True)
+    trainable.backward((trainable(*asked) * weights).sum() / dims.states.count)
+    return float((safe_get_full_grad(model.lm_head.weight).double() - true).norm() / true.norm())
+
+
 def measured(model: Path, folder: Path, how: Optimisation, dims: ParallelDims) -> dict[str, Any]:
     """Make two steps, an outlier and another step; return what was measured, and what the outlier changed."""
     policy = load_policy(model, replace(how, skip_above=5.0, skip_after=2), dims, temperature=1.0)
@@ -308,6 +339,7 @@ class Cases:
         for stage in (1, 2, 3):
             how = replace(HOW, dtype="bfloat16", zero_stage=stage)
             self.results[f"sum-{stage}"] = error_of_sum(how, self.dims)
+            self.results[f"head-{stage}"] = error_of_head(how, self.dims)
             self.results[f"offloaded-sum-{stage}"] = error_of_sum(replace(how, offload="optimizer"), self.dims)
             self.results[f"rounded-sum-{stage}"] = error_of_sum(replace(how, gradient_dtype="as-trained"), self.dims)
 

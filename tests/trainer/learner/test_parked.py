@@ -6,7 +6,7 @@ import copy
 
 import pytest
 import torch
-from tests.trainer.algorithm.test_full_kl import OTHER
+from tests.trainer.algorithm.test_full_kl import OTHER, POLICY
 from tests.trainer.learner.test_shared_prompts import _row as row_of
 from torch import nn
 
@@ -54,5 +54,19 @@ def test_a_parked_reference_is_the_reference(device: str) -> None:
     )
     batch = build([row_of([1, 2, 3], [4, 5, 6, 7], 1.0), row_of([1, 2, 3], [8, 9, 2, 0], 1.0)]).to(torch.device(device))
     assert torch.equal(here.logprobs(batch), parked.logprobs(batch))
-    assert torch.equal(here.logits(batch)(2, 7), parked.logits(batch)(2, 7))
+    assert torch.equal(here.hidden_states(batch).logits(), parked.hidden_states(batch).logits())
     assert {str(p.device) for p in parked._scorer.parameters()} == {"cpu"}
+
+
+def test_the_head_is_transferred_once_for_a_pass() -> None:
+    """Not once for a chunk: log-probabilities take one transfer, and a KL in the loss one forward and one backward."""
+    policy, parked = (CompletionScorer(copy.deepcopy(model), 1.0, max_logits=2 * 17) for model in (POLICY, OTHER))
+    reference, transfers = Reference(parked, torch.device("cpu"), parked=True), list[str]()
+    parked.language_model.lm_head.register_forward_pre_hook(lambda *_: transfers.append("head"))
+    batch = build([row_of([1, 2, 3], [4, 5, 6, 7, 8, 9], 1.0)])
+    reference.logprobs(batch)
+    assert len(transfers) == 1
+    _, kl = policy(batch.input_ids, batch.predictors, batch.targets, kl_to=reference.hidden_states(batch))
+    assert len(transfers) == 2
+    kl.sum().backward()
+    assert len(transfers) == 3
