@@ -137,7 +137,7 @@ class CompletionScorer(nn.Module):
     def routing_figures(self) -> Tensor:
         """Return `Routing.figures` of the last forward pass, of all shares; zeros if it received no experts. Collective as `forward`."""
         if self.routing is None:
-            return torch.zeros(2, dtype=torch.float64)
+            return torch.zeros(2, dtype=torch.float64, device=self.language_model.device)
         return self._shares.sum(self.routing.figures())
 
     def around(self, language_model: nn.Module) -> CompletionScorer:
@@ -181,14 +181,14 @@ class CompletionScorer(nn.Module):
 
     def _pieces(self, hidden: Tensor, targets: Tensor) -> list[tuple[Tensor, Tensor]]:
         """Return what goes through the output head together: as many pieces on every rank, the last ones empty."""
-        size, num_chunks = len(targets), self._num_chunks(len(targets), hidden.device)
+        size, num_chunks = len(targets), self._num_chunks(len(targets))
         if num_chunks == 1:
             return [(hidden, targets)]
         hiddens, some_targets = list(hidden.split(self._chunk_tokens)), list(targets.split(self._chunk_tokens))
         missing = num_chunks - len(hiddens)
         return list(zip(hiddens + [hidden[size:]] * missing, some_targets + [targets[size:]] * missing, strict=True))
 
-    def _num_chunks(self, num_tokens: int, device: torch.device) -> int:
+    def _num_chunks(self, num_tokens: int) -> int:
         """Return the number of chunks in which the tokens go through the output head.
 
         A head that ZeRO-3 shards is gathered by all ranks together, once for each chunk. So they agree on the
@@ -198,7 +198,7 @@ class CompletionScorer(nn.Module):
         head = self.language_model.get_output_embeddings()
         if not hasattr(head.weight, "ds_id") or not torch.distributed.is_initialized():
             return count
-        most = torch.tensor(count, device=device)
+        most = torch.tensor(count)  # exchanged by the hosts: none waits for its device
         torch.distributed.all_reduce(most, torch.distributed.ReduceOp.MAX)
         return int(most)
 

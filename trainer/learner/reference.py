@@ -52,7 +52,7 @@ class _Hooks:
 
 class ReferencePolicy(Protocol):
     def logprobs(self, batch: MicroBatch) -> Tensor:
-        """Score a micro-batch; [N] float32 on the batch's device."""
+        """Score a micro-batch; [N] float32, on the device that computed it."""
         ...
 
     def logits(self, batch: MicroBatch) -> Logits: ...
@@ -76,7 +76,7 @@ class WithoutAdapter:
         self._policy = policy
 
     def logprobs(self, batch: MicroBatch) -> Tensor:
-        return self._policy.logprobs_without_adapter(batch).to(batch.input_ids.device)
+        return self._policy.logprobs_without_adapter(batch)
 
     def logits(self, batch: MicroBatch) -> Logits:
         return self._policy.logits_without_adapter(batch)
@@ -95,7 +95,7 @@ class Reference:
 
     def logprobs(self, batch: MicroBatch) -> Tensor:
         with torch.no_grad():
-            return self._read(batch).to(batch.input_ids.device)
+            return self._read(batch)
 
     def logits(self, batch: MicroBatch) -> Logits:
         with torch.no_grad():
@@ -103,7 +103,7 @@ class Reference:
 
         def logits(start: int, end: int) -> Tensor:
             with torch.no_grad():
-                return self._scorer.logits(hidden[start:end]).to(batch.input_ids.device)
+                return self._scorer.logits(hidden[start:end])
 
         return logits
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given
 from tests.examples import examples
+from tests.tagged_device import varlen, varlen_backward
 from tests.trainer.algorithm.test_packed_rows import trees
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
@@ -50,47 +51,6 @@ def test_the_flash_kernel_of_the_cpu_equals_the_definition(drawn: Any, small_tre
         torch.testing.assert_close(some, true, rtol=1e-4, atol=3e-6)
 
 
-def _dense(query: Tensor, key: Tensor, bounds: tuple[Tensor, Tensor], is_causal: bool, scale: float) -> Tensor:
-    """Scores [H, Q, K] of a variable-length call, -inf where a query does not attend."""
-    groups = query.shape[1] // key.shape[1]
-    scores = torch.einsum("qhd,khd->hqk", query, key.repeat_interleave(groups, 1)) * scale
-    sequence = [
-        torch.bucketize(torch.arange(len(t)), b[1:], right=True) for t, b in zip((query, key), bounds, strict=True)
-    ]
-    allowed = sequence[0][:, None] == sequence[1][None]
-    if is_causal:
-        allowed &= torch.arange(len(query))[:, None] >= torch.arange(len(key))[None]
-    return scores.masked_fill(~allowed, float("-inf"))
-
-
-def _varlen(query: Tensor, key: Tensor, value: Tensor, part: Any, scale: float) -> tuple[Tensor, Tensor]:
-    """Torch's `varlen_attn` with its log-sum-exp, as it documents itself, in float32 as the kernels compute."""
-    wide = [held.to(torch.promote_types(held.dtype, torch.float32)) for held in (query, key, value)]
-    scores = _dense(wide[0], wide[1], (part.query_bounds, part.key_bounds), part.is_causal, scale)
-    groups = query.shape[1] // key.shape[1]
-    weights = scores.softmax(-1).to(query.dtype).to(wide[0].dtype)  # kernels round the probabilities
-    out = torch.einsum("hqk,khd->qhd", weights, wide[2].repeat_interleave(groups, 1))
-    return out.to(query.dtype), scores.logsumexp(-1)
-
-
-def _varlen_backward(
-    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, part: Any, scale: float
-) -> tuple[Tensor, ...]:
-    """Torch's `_flash_attention_backward`: probabilities from the log-sum-exp that it is given."""
-    dtype = query.dtype
-    grad, query, key, value, out = (
-        held.to(torch.promote_types(held.dtype, torch.float32)) for held in (grad, query, key, value, out)
-    )
-    groups = query.shape[1] // key.shape[1]
-    p = (_dense(query, key, (part.query_bounds, part.key_bounds), part.is_causal, scale) - lse.unsqueeze(-1)).exp()
-    wide_k, wide_v = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
-    ds = p * (torch.einsum("qhd,khd->hqk", grad, wide_v) - (grad * out).sum(-1).T.unsqueeze(-1))
-    ds, p = ds.to(dtype).to(grad.dtype), p.to(dtype).to(grad.dtype)
-    found = (torch.einsum("hqk,qhd->khd", ds, query) * scale, torch.einsum("hqk,qhd->khd", p, grad))
-    dk, dv = (held.unflatten(1, (key.shape[1], groups)).sum(2) for held in found)
-    return tuple(held.to(dtype) for held in (torch.einsum("hqk,khd->qhd", ds, wide_k) * scale, dk, dv))
-
-
 @examples(20)
 @given(drawn=trees())
 def test_the_parts_and_merging_for_cuda_equal_the_definition(drawn: Any) -> None:
@@ -98,8 +58,8 @@ def test_the_parts_and_merging_for_cuda_equal_the_definition(drawn: Any) -> None
     layout = pack(*drawn).layout
     given = _given(layout)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(flash, "_cuda_kernel", _varlen)
-        patch.setattr(flash, "_cuda_kernel_backward", _varlen_backward)
+        patch.setattr(flash, "_cuda_kernel", varlen)
+        patch.setattr(flash, "_cuda_kernel_backward", varlen_backward)
         found = _results(CudaFlash().attend, given, layout)
     for some, true in zip(found, _results(DenseMask().attend, given, layout), strict=True):
         torch.testing.assert_close(some, true, rtol=1e-4, atol=3e-6)
@@ -167,8 +127,8 @@ def test_exact_kernels_are_used_at_the_head_sizes_and_ratios_that_people_train(
 ) -> None:
     """Qwen3, Llama 3 and Mistral have heads of 128, Gemma of 256; up to 16 query heads share a key head."""
     monkeypatch.setattr(flash, "_activate", lambda implementation: None)
-    monkeypatch.setattr(flash, "_cuda_kernel", _varlen)
-    monkeypatch.setattr(flash, "_cuda_kernel_backward", _varlen_backward)
+    monkeypatch.setattr(flash, "_cuda_kernel", varlen)
+    monkeypatch.setattr(flash, "_cuda_kernel_backward", varlen_backward)
     query = torch.empty(1, 1, 1, size, dtype=dtype)
     for ratio in (1, 7, 16) if size == 128 else (2,):
         for backend in (CudaFlash(), CpuFlash(), Sdpa()):

@@ -29,6 +29,7 @@ import torch.nn.functional as F  # noqa: N812  torch's name for it
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
+from penstock.trainer.algorithm.device_copy import copied_together
 from penstock.trainer.algorithm.packed_rows import Layout, Node, pack
 from penstock.trainer.attention_choice import MAX_MATRIX_BYTES, Attention, matrix_bytes
 from penstock.trainer.errors import NoAttentionKernel
@@ -110,16 +111,15 @@ class Flex:
 
 def block_mask(layout: Layout, device: torch.device) -> BlockMask:
     ends = subtree_ends(layout)
-    mixed, full = block_tables(ends)
-    on_device = torch.from_numpy(ends).to(device)
+    tables = [part for table in block_tables(ends) for part in _ordered(table)]
+    on_device, *blocks = copied_together([torch.from_numpy(ends), *tables], device)
 
     def attends(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         del batch, head
         return (key <= query) & (query < on_device[key])
 
-    tables = [part.to(device) for table in (mixed, full) for part in _ordered(table)]
     size = (layout.num_tokens, layout.num_tokens)
-    return BlockMask.from_kv_blocks(*tables, BLOCK_SIZE=BLOCK, mask_mod=attends, seq_lengths=size)
+    return BlockMask.from_kv_blocks(*blocks, BLOCK_SIZE=BLOCK, mask_mod=attends, seq_lengths=size)
 
 
 def subtree_ends(layout: Layout) -> npt.NDArray[np.int64]:

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 from torch.nn import attention
 
+from penstock.trainer.algorithm.device_copy import copied_together
 from penstock.trainer.algorithm.packed_rows import Layout, Node
 from penstock.trainer.attention_choice import MAX_FLASH_HEAD
 
@@ -355,23 +356,19 @@ def _cuda_parts(layout: Layout, device: torch.device) -> list[_CudaPart]:
     if (known := layout.prepared.get(("flash", device))) is not None:
         return known
     starts = np.array([node.start for node in layout.nodes] + [layout.num_tokens])
+    links = [
+        ([np.arange(node.end, node.subtree_end) for node in nodes], [np.arange(node.start, node.end) for node in nodes])
+        for nodes in _links_by_level(layout)
+    ]
+    tables = [torch.from_numpy(starts).int()]
+    for link in links:
+        tables += [*(torch.from_numpy(np.concatenate(some)) for some in link), *map(_bounds, link)]
+    bounds, *rest = copied_together(tables, device)
     longest = int(np.diff(starts).max())
-    bounds = torch.from_numpy(starts).int().to(device)
     parts = [_CudaPart(None, None, bounds, bounds, longest, longest, True)]
-    for nodes in _links_by_level(layout):
-        queries = [np.arange(node.end, node.subtree_end) for node in nodes]
-        keys = [np.arange(node.start, node.end) for node in nodes]
-        parts.append(
-            _CudaPart(
-                torch.from_numpy(np.concatenate(queries)).to(device),
-                torch.from_numpy(np.concatenate(keys)).to(device),
-                _bounds(queries).to(device),
-                _bounds(keys).to(device),
-                max(map(len, queries)),
-                max(map(len, keys)),
-                False,
-            )
-        )
+    for number, (queries, keys) in enumerate(links):
+        of_link = rest[4 * number : 4 * number + 4]
+        parts.append(_CudaPart(*of_link, max(map(len, queries)), max(map(len, keys)), False))
     layout.prepared["flash", device] = parts
     return parts
 

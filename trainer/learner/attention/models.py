@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from penstock.trainer.algorithm.device_copy import copied_together
 from penstock.trainer.algorithm.packed_rows import Layout
 from penstock.trainer.errors import UnsupportedModel
 from penstock.trainer.learner import experts
@@ -39,10 +40,10 @@ def use_packed_rows(model: Any) -> str | None:
     """Let a causal language model compute packed rows; otherwise leave it as it is, and return the reason."""
     reason = why_not_packed(model)
     if reason is None:
-        from transformers import AttentionInterface, AttentionMaskInterface  # noqa: PLC0415  seconds of import
+        from transformers import AttentionInterface  # noqa: PLC0415  seconds of import
 
+        # It gets no mask of transformers, which would compare positions on the device to make one, and wait for the result.
         AttentionInterface.register(NAME, _attention)
-        AttentionMaskInterface.register(NAME, _mask)
         text_body(model).set_attn_implementation(NAME)  # a vision tower attends within images, in both directions
     return reason
 
@@ -169,9 +170,10 @@ def _read_padded(body: Any, input_ids: Tensor, layout: Layout) -> Tensor:
     for number, row in enumerate(rows):
         index[number, : len(row)] = row
         places[row] = number * width + np.arange(len(row))
-    padded = input_ids[0][torch.from_numpy(index).to(input_ids.device)]
+    on_device, where = copied_together([torch.from_numpy(index), torch.from_numpy(places)], input_ids.device)
+    padded = input_ids[0][on_device]
     hidden = body(input_ids=padded, use_cache=False).last_hidden_state.flatten(0, 1)
-    return hidden.index_select(0, torch.from_numpy(places).to(hidden.device))
+    return hidden.index_select(0, where)
 
 
 def _attention(
@@ -215,11 +217,3 @@ def _not_exact(options: Mapping[str, Any], layout: Layout) -> list[str]:
     return [
         f"{name} = {value}" if isinstance(value, (int, float)) else name for name, value in sorted(unsupported.items())
     ]
-
-
-def _mask(*args: Any, attention_mask: Tensor | None = None, **kwargs: Any) -> Any:
-    if attention_mask is None:
-        return None
-    from transformers.masking_utils import sdpa_mask  # noqa: PLC0415
-
-    return sdpa_mask(*args, attention_mask=attention_mask, **kwargs)
