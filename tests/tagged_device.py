@@ -113,7 +113,7 @@ class Tagged(torch.Tensor):
         _note("to host", "tolist", self.nbytes)
         return self.on_cpu.tolist()
 
-    def new_tensor(self, data: Any, dtype: torch.dtype | None = None, **_: Any) -> Tensor:
+    def new_tensor(self, data: Any, dtype: torch.dtype | None = None, **_: Any) -> Tensor:  # type: ignore[override]
         return _sent(torch.tensor(data, dtype=dtype or self.dtype))
 
     @classmethod

@@ -322,7 +322,7 @@ class Numbers:
 def pairs_of() -> list[Pair]:
     random = np.random.default_rng(0)
     return [
-        Pair(*(random.integers(3, 90, size, dtype=np.int32) for size in sizes))
+        Pair(*(random.integers(3, 90, size, dtype=np.int32) for size in sizes))  # type: ignore[arg-type]
         for sizes in ((4, 5, 3), (6, 2, 7), (3, 4, 4))
     ]
 
@@ -421,7 +421,7 @@ def test_the_generator_of_a_gpu_is_in_a_checkpoint(tmp_path: Path, monkeypatch: 
     generators = torch.Generator(), torch.Generator()  # in place of those of two GPUs
     monkeypatch.setattr(torch.cuda, "default_generators", generators)
     policy = policy_of(dense(vocab_size=1000), on_device=False)
-    policy._trainable = SimpleNamespace(
+    policy._trainable = SimpleNamespace(  # type: ignore[assignment]
         capture=lambda state: Shard(0, 1, {}, [], state), load=lambda folder: {"steps_done": 3}
     )  # type: ignore[assignment]
     policy.capture().write(tmp_path / "cpu")

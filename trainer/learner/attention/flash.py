@@ -367,8 +367,9 @@ def _cuda_parts(layout: Layout, device: torch.device) -> list[_CudaPart]:
     longest = int(np.diff(starts).max())
     parts = [_CudaPart(None, None, bounds, bounds, longest, longest, True)]
     for number, (queries, keys) in enumerate(links):
-        of_link = rest[4 * number : 4 * number + 4]
-        parts.append(_CudaPart(*of_link, max(map(len, queries)), max(map(len, keys)), False))
+        at, keys_at, query_bounds, key_bounds = rest[4 * number : 4 * number + 4]
+        longest_query, longest_key = max(map(len, queries)), max(map(len, keys))
+        parts.append(_CudaPart(at, keys_at, query_bounds, key_bounds, longest_query, longest_key, False))
     layout.prepared["flash", device] = parts
     return parts
 
