@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -24,6 +24,7 @@ from torch import Tensor
 from penstock.protocol.groups import ImageRef, RowImages
 from penstock.protocol.images.processor import rope_positions
 from penstock.protocol.token_annotations import TeacherRow
+from penstock.trainer.algorithm.device_copy import copied_together
 from penstock.trainer.algorithm.losses.tokens import Sequences
 from penstock.trainer.algorithm.packed_rows import (
     NO_PAIR_COST,
@@ -72,12 +73,6 @@ class StreamImages:
         if self.read is None:
             raise ValueError("internal error, please report: images of a micro-batch without their pixel values")
         return torch.from_numpy(np.concatenate([self.read(image) for image in self.images]))
-
-    def to(self, device: torch.device) -> StreamImages:
-        """Move the indices to a device; patches are computed when they are asked for."""
-        return replace(
-            self, grid_thw=self.grid_thw.to(device), places=self.places.to(device), parts=self.parts.to(device)
-        )
 
 
 def number_parts(rows: Sequence[Tokens], images: Sequence[PlacedImages | None]) -> ImageParts:
@@ -188,9 +183,19 @@ class MicroBatch:
     def turns(self) -> Sequences:
         return self.sequences if self.turn is None else Sequences(self.turn, self.num_turns)
 
-    def to(self, device: torch.device) -> MicroBatch:
-        held = {f.name: getattr(self, f.name) for f in fields(self)}
-        return replace(self, **{n: v.to(device) for n, v in held.items() if isinstance(v, Tensor | StreamImages)})
+    def to(self, device: torch.device) -> Self:
+        """Move to a device in one copy; the patches of images follow when they are asked for."""
+        own, of_images = _tensors_of(self), _tensors_of(self.images)
+        moved = copied_together([*own.values(), *of_images.values()], device)
+        changes: dict[str, Any] = dict(zip(own, moved, strict=False))
+        if self.images is not None:
+            changes["images"] = replace(self.images, **dict(zip(of_images, moved[len(own) :], strict=True)))
+        return replace(self, **changes)
+
+
+def _tensors_of(holder: MicroBatch | StreamImages | None) -> dict[str, Tensor]:
+    held = () if holder is None else ((field.name, getattr(holder, field.name)) for field in fields(holder))
+    return {name: value for name, value in held if isinstance(value, Tensor)}
 
 
 def first_sampled(loss_mask: npt.NDArray[np.bool_]) -> int:

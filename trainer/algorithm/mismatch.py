@@ -32,6 +32,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cache
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -62,47 +63,71 @@ class Mismatch:
     kl_k3: float
 
 
-def mismatch_sums(current: Tensor, behaviour: Tensor, ages: Tensor, sequences: Sequences) -> dict[str, float]:
-    """Return the sums that figures are computed from, by name; all tensors [N], ``ages`` in versions."""
+Figures = dict[str, Tensor | float]
+
+
+def mismatch_figures(current: Tensor, behaviour: Tensor, ages: Tensor, sequences: Sequences) -> tuple[Figures, Figures]:
+    """Return the sums and the maxima that figures are computed from, by name; all tensors [N], ``ages`` in versions.
+
+    What a sum leaves out counts 0 in it: to select the rest, the host would have to wait for its number.
+    """
     current, behaviour = current.detach().double(), behaviour.double()
     gap = current - behaviour
-    bounded = gap.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
-    k3 = divergence(gap, "k3")
-    fresh = ages <= 0
-    present = sequences.lengths(gap) > 0
-    mine, theirs = -sequences.mean(current)[present], -sequences.mean(behaviour)[present]
-    product = sequences.sum(gap)[present].clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
-    values = {
-        "gap_k1": -gap.sum(), "gap_k3": k3.sum(), "gap_abs": gap.abs().sum(),
-        "gap_square": (2.0 * bounded).exp().sum(),
-        "fresh_tokens": fresh.sum(), "fresh_k1": -gap[fresh].sum(), "fresh_k3": k3[fresh].sum(),
-        "fresh_abs": gap[fresh].abs().sum(),
+    distance, k3, bounded = gap.abs(), divergence(gap, "k3"), gap.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    lengths = sequences.lengths(gap)
+    fresh, present, divisors = ages <= 0, lengths > 0, lengths.clamp(min=1.0)
+    mine, theirs = -sequences.sum(current) / divisors, -sequences.sum(behaviour) / divisors  # 0 without tokens
+    whole = sequences.sum(gap)
+    product = whole.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+
+    def of_fresh(values: Tensor) -> Tensor:
+        return torch.where(fresh, values, 0.0).sum()
+
+    def of_present(values: Tensor) -> Tensor:
+        return torch.where(present, values, 0.0).sum()
+
+    sums: Figures = {
+        "gap_k1": -gap.sum(), "gap_k3": k3.sum(), "gap_abs": distance.sum(), "gap_square": (2.0 * bounded).exp().sum(),
+        "fresh_tokens": fresh.sum(), "fresh_k1": -of_fresh(gap), "fresh_k3": of_fresh(k3), "fresh_abs": of_fresh(distance),
         "sequences": present.sum(), "sequence_mine": mine.sum(), "sequence_theirs": theirs.sum(),
-        "sequence_mine_exp": _exp(mine).sum(), "sequence_theirs_exp": _exp(theirs).sum(),
+        "sequence_mine_exp": of_present(_exp(mine)), "sequence_theirs_exp": of_present(_exp(theirs)),
         "sequence_gap": (mine - theirs).sum(), "sequence_gap_abs": (mine - theirs).abs().sum(),
-        "sequence_gap_exp": _exp(mine - theirs).sum(),
-        "product": product.exp().sum(), "product_square": (2.0 * product).exp().sum(),
+        "sequence_gap_exp": of_present(_exp(mine - theirs)),
+        "product": of_present(product.exp()), "product_square": of_present((2.0 * product).exp()),
     }  # fmt: skip
-    for name, (low, high) in _AGES.items():
-        among = (ages >= low) & (ages <= high)
-        values |= {f"age_{name}": among.sum(), f"age_{name}_k3": k3[among].sum()}
-    edges = torch.tensor(_EDGES[1:-1], dtype=bounded.dtype, device=bounded.device)
-    counts = torch.bincount(torch.bucketize(bounded, edges), minlength=len(_EDGES) - 1)
-    flat = torch.cat([torch.stack([value.double() for value in values.values()]), counts.double()]).tolist()
-    return dict(zip([*values, *_bins()], flat, strict=True))
+    edges, last_ages = _limits(gap.device)
+    by_age = torch.bucketize(ages.double(), last_ages)
+    counts, divergences, bins = (
+        values.new_zeros(len(limits) + 1).index_add(0, where, values).unbind()
+        for values, where, limits in (
+            (torch.ones_like(gap), by_age, last_ages),
+            (k3, by_age, last_ages),
+            (torch.ones_like(gap), torch.bucketize(bounded, edges), edges),
+        )
+    )
+    for name, count, of_age in zip(_AGES, counts[1:], divergences[1:], strict=True):
+        sums |= {f"age_{name}": count, f"age_{name}_k3": of_age}
+    return sums | dict(zip(_bins(), bins, strict=True)), _maxima(distance, fresh, -whole / divisors, present)
 
 
-def mismatch_maxima(current: Tensor, behaviour: Tensor, ages: Tensor, sequences: Sequences) -> dict[str, float]:
-    gap = (current.detach() - behaviour).double()
-    present = sequences.lengths(gap) > 0
-    by_sequence = -sequences.mean(gap)[present]
-    measures = {
-        "gap_abs": gap.abs(),
-        "fresh_abs": gap.abs()[ages <= 0],
-        "sequence_gap": by_sequence,
-        "sequence_below": -by_sequence,
+def _maxima(distance: Tensor, fresh: Tensor, below: Tensor, present: Tensor) -> Figures:
+    none = float("-inf")
+    if not len(distance):
+        return dict.fromkeys(("gap_abs", "fresh_abs", "sequence_gap", "sequence_below"), none)
+    return {
+        "gap_abs": distance.max(),
+        "fresh_abs": torch.where(fresh, distance, none).max(),
+        "sequence_gap": torch.where(present, below, none).max(),
+        "sequence_below": torch.where(present, -below, none).max(),
     }
-    return {name: float(values.max()) if len(values) else float("-inf") for name, values in measures.items()}
+
+
+@cache
+def _limits(device: torch.device) -> tuple[Tensor, Tensor]:
+    """Return the inner edges of the histogram and the last ages of `_AGES`, on a device once for all micro-batches."""
+    limits = _EDGES[1:-1], (-1, *(last for _, last in list(_AGES.values())[:-1]))
+    edges, last_ages = (torch.tensor(some, dtype=torch.float64, device=device) for some in limits)
+    return edges, last_ages
 
 
 def mismatch_metrics(sums: Mapping[str, float], maxima: Mapping[str, float]) -> dict[str, Any]:

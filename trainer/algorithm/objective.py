@@ -23,7 +23,7 @@ from penstock.trainer.algorithm.corrections.ratios import (
 )
 from penstock.trainer.algorithm.kl import AnyKlForm, DistillTerm, kl_estimate, of_teacher
 from penstock.trainer.algorithm.losses.tokens import MAX_LOG_RATIO, LossTerms, PolicyLoss, Sequences, Tokens
-from penstock.trainer.algorithm.mismatch import mismatch_maxima, mismatch_sums
+from penstock.trainer.algorithm.mismatch import mismatch_figures
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -164,11 +164,11 @@ class PolicyGradient:
         weights, kept = self._corrected(held, batch, sequences)
         keep = torch.stack(list(kept.values())).all(0) if kept else torch.ones_like(weights, dtype=torch.bool)
         losses = terms.loss * (weights * keep)
-        arguments = (held, batch.behaviour_logprobs, batch.ages, sequences)
-        sums = {
+        compared, maxima = mismatch_figures(held, batch.behaviour_logprobs, batch.ages, sequences)
+        sums: dict[str, Tensor | float] = {
             **_figures(terms, batch, keep),
             **{f"rejected_{name}": (~those).sum() for name, those in kept.items()},
-            **mismatch_sums(*arguments),
+            **compared,
         }
         if self.skips_rejected:
             sums["kept"] = (keep | (batch.sft_weights != 0.0)).sum()
@@ -194,7 +194,7 @@ class PolicyGradient:
         return Outcome(
             loss=(losses * batch.weights).sum() - (logprobs * batch.sft_weights).sum(),
             sums=sums,
-            maxima={"ratio": ratio.max() if len(ratio) else torch.tensor(0.0), **mismatch_maxima(*arguments)},
+            maxima={"ratio": ratio.max() if len(ratio) else 0.0, **maxima},
             tokens=TokenOutcomes(held, terms.clipped, terms.dual_clipped, keep),
         )
 
@@ -256,7 +256,7 @@ def _required(values: Tensor | None, whose: str) -> Tensor:
 def _figures(terms: LossTerms, batch: MicroBatch, keep: Tensor) -> dict[str, Tensor | float]:
     ratio = terms.ratio
     return {
-        "tokens": torch.tensor(float(len(ratio))),
+        "tokens": float(len(ratio)),
         "clipped": terms.clipped.sum(),
         "dual_clipped": terms.dual_clipped.sum(),
         "rejected": (~keep).sum(),
@@ -266,13 +266,13 @@ def _figures(terms: LossTerms, batch: MicroBatch, keep: Tensor) -> dict[str, Ten
     }
 
 
-def _effective_sums(to_behaviour: Tensor, sequences: Sequences, level: Level) -> dict[str, Tensor]:
+def _effective_sums(to_behaviour: Tensor, sequences: Sequences, level: Level) -> dict[str, Tensor | float]:
     weights = log_weights(to_behaviour.double(), sequences, level).exp()
     if level != "token":
         present = sequences.lengths(weights) > 0
         weights = sequences.mean(weights)[present]
     return {
-        "ess_count": torch.tensor(float(len(weights))),
+        "ess_count": float(len(weights)),
         "ess_weight": weights.sum(),
         "ess_weight_squared": weights.square().sum(),
     }
@@ -299,7 +299,7 @@ class CrossEntropy(PlainObjective):
 
     def __call__(self, logprobs: Tensor, batch: MicroBatch, **scores: Tensor) -> Outcome:
         weights = batch.weights if self._form == "nll" else batch.weights * logprobs.detach().exp()
-        return Outcome(loss=-(logprobs * weights).sum(), sums={"tokens": torch.tensor(float(len(logprobs)))}, maxima={})
+        return Outcome(loss=-(logprobs * weights).sum(), sums={"tokens": float(len(logprobs))}, maxima={})
 
 
 def build_objective(settings: AlgorithmSettings) -> PolicyGradient:

@@ -24,6 +24,7 @@ import torch.nn.functional as F  # noqa: N812  torch's name for it
 from torch import Tensor, nn
 
 from penstock.trainer.algorithm.batch import MicroBatch
+from penstock.trainer.algorithm.device_copy import copied_together
 from penstock.trainer.algorithm.estimators.gae import gae_tokens
 from penstock.trainer.algorithm.kl import AnyKlForm, kl_estimate
 from penstock.trainer.algorithm.losses.value import value_loss
@@ -206,21 +207,22 @@ class Critic:
 
     def credit(self, micro_batches: Sequence[MicroBatch], kl_coefficient: float) -> CreditedBatch:
         with torch.no_grad():
-            values = [self._values(batch).cpu() for batch in micro_batches]
+            values = [self._values(batch) for batch in micro_batches]
+        values = list(torch.cat(values).cpu().split(list(map(len, values)))) if values else []
         return self._credit(micro_batches, values, self._dims.sum, kl_coefficient=kl_coefficient)
 
     def learn(self, batch: CreditedBatch) -> dict[str, float]:
         losses, norm, lr = [], 0.0, 0.0
         num_micro_batches = len(batch.micro_batches)
         for _ in range(self._regression.updates):
-            loss = 0.0
+            pieces = []
             for number, pair in enumerate(zip(batch.micro_batches, batch.targets, strict=True), start=1):
                 self._trainable.begin(is_last=number == num_micro_batches)
                 piece = self._loss(*pair)
                 self._trainable.backward(piece)
-                loss += float(piece.detach())
+                pieces.append(piece.detach())
             update = self._trainable.update()
-            losses.append(loss)
+            losses.append(sum(torch.stack(pieces).tolist()))
             norm, lr = update.grad_norm, update.lr
         (first,) = self._dims.sum(losses[:1])
         return {"value_loss": first, "critic_grad_norm": norm, "critic_lr": lr, **batch.figures}
@@ -248,7 +250,8 @@ class Critic:
     def _loss(self, batch: MicroBatch, target: ValueTargets) -> Tensor:
         values = self._values(batch)
         how = self._regression
-        losses = value_loss(values, target.values.to(values), target.returns.to(values), clip=how.clip, form=how.form)
+        before, returns = copied_together([target.values, target.returns], values.device)
+        losses = value_loss(values, before, returns, clip=how.clip, form=how.form)
         return how.coefficient * target.weight * losses.sum()
 
 

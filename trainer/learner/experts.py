@@ -81,10 +81,9 @@ class Routing:
 
     def figures(self) -> Tensor:
         """Return [2] float64: (token, layer) pairs whose router would choose other experts now, and all of them."""
-        totals = self.chosen.new_zeros(2, dtype=torch.float64)
-        for changed in self.changed.values():
-            totals += torch.stack([changed.sum(), changed.new_tensor(len(changed), dtype=torch.int64)])
-        return totals
+        changed = [layer.sum(dtype=torch.float64) for layer in self.changed.values()]
+        total = self.chosen.new_full((), sum(map(len, self.changed.values())), dtype=torch.float64)
+        return torch.stack([torch.stack(changed).sum() if changed else torch.zeros_like(total), total])
 
 
 def install(model: Any) -> None:

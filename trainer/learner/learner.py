@@ -135,7 +135,7 @@ class Learner(RankProgram):
             if form == "full":
                 kl = self.policy.full_kl(batch, self._reference).cpu().double()
             else:
-                kl = kl_estimate(batch.behaviour_logprobs, self._reference.logprobs(batch), form).double()
+                kl = kl_estimate(batch.behaviour_logprobs, self._reference.logprobs(batch).cpu(), form).double()
             for number, gap in zip(numbers, batch.sequences.sum(kl).tolist(), strict=False):  # no rows: one empty
                 gaps[number] = gap
         return self._dims.sum(gaps)
@@ -215,7 +215,7 @@ class Learner(RankProgram):
 
     def _complete(self, batch: MicroBatch, objective: PolicyGradient, priced: AnyKlForm | None) -> MicroBatch:
         if objective.needs_proximal:
-            batch = replace(batch, proximal_logprobs=self.policy.logprobs(batch).cpu())
+            batch = replace(batch, proximal_logprobs=self.policy.logprobs(batch))
         if self._reference is None:
             return batch
         if objective.needs_reference or priced not in (None, "full"):

@@ -153,7 +153,7 @@ class CompletionScorer(nn.Module):
     def routing_figures(self) -> Tensor:
         """Return `Routing.figures` of the last forward pass, of all shares; zeros if it received no experts. Collective as `forward`."""
         if self.routing is None:
-            return torch.zeros(2, dtype=torch.float64)
+            return torch.zeros(2, dtype=torch.float64, device=self.language_model.device)
         return self._shares.sum(self.routing.figures())
 
     def around(self, language_model: nn.Module) -> CompletionScorer:

@@ -163,7 +163,8 @@ class Policy:
 
     def capture(self) -> CapturedPart:
         shard = self._trainable.capture({"steps_done": self.steps_done})
-        return CapturedPart(_TAG, shard, torch.get_rng_state().numpy().tobytes())
+        states = {name: generator.get_state() for name, generator in self._generators().items()}
+        return CapturedPart(_TAG, shard, {name: state.numpy().tobytes() for name, state in states.items()})
 
     def save(self, folder: Path) -> None:
         self.capture().write(folder)
@@ -173,13 +174,23 @@ class Policy:
         """Read what any number of ranks wrote; raises CheckpointError for a broken folder; collective."""
         self.weights.wait_until_read()
         state = self._trainable.load(folder / _TAG)
-        path = folder / random_state_name(self._dims.ranks.rank)
         try:
-            if path.exists() or self._dims.ranks.is_leader:
-                torch.set_rng_state(torch.frombuffer(bytearray(path.read_bytes()), dtype=torch.uint8))
+            for name, generator in self._generators().items():
+                path = folder / name
+                # A rank that joined has none, nor has a GPU in a checkpoint of an earlier release.
+                if path.exists() or (self._dims.ranks.is_leader and generator is torch.default_generator):
+                    generator.set_state(torch.frombuffer(bytearray(path.read_bytes()), dtype=torch.uint8))
         except (OSError, ValueError, RuntimeError) as err:
             raise CheckpointError(f"checkpoint {folder} is not readable ({type(err).__name__}: {err})") from err
         self.steps_done = int(state["steps_done"])
+
+    def _generators(self) -> dict[str, torch.Generator]:
+        """Return what this rank's dropout draws from, by the files of their states in a checkpoint."""
+        name = random_state_name(self._dims.ranks.rank)
+        generators = {name: torch.default_generator}
+        if self.device.type == "cuda":
+            generators[f"cuda_{name}"] = torch.cuda.default_generators[self.device.index or 0]
+        return generators
 
     def without_dropout(self) -> AbstractContextManager[None]:
         return self._trainable.without_dropout()

@@ -53,7 +53,7 @@ class _Hooks:
 
 class ReferencePolicy(Protocol):
     def logprobs(self, batch: MicroBatch) -> Tensor:
-        """Score a micro-batch; [N] float32 on the batch's device."""
+        """Score a micro-batch; [N] float32, on the device that computed it."""
         ...
 
     def hidden_states(self, batch: MicroBatch) -> HiddenStates: ...
@@ -77,7 +77,7 @@ class WithoutAdapter:
         self._policy = policy
 
     def logprobs(self, batch: MicroBatch) -> Tensor:
-        return self._policy.logprobs_without_adapter(batch).to(batch.input_ids.device)
+        return self._policy.logprobs_without_adapter(batch)
 
     def hidden_states(self, batch: MicroBatch) -> HiddenStates:
         return self._policy.hidden_states_without_adapter(batch)
@@ -105,7 +105,7 @@ class Reference:
 
     def logprobs(self, batch: MicroBatch) -> Tensor:
         with torch.no_grad():
-            return self._read(batch).to(batch.input_ids.device)
+            return self._read(batch)
 
     def hidden_states(self, batch: MicroBatch) -> HiddenStates:
         with torch.no_grad():

@@ -227,12 +227,14 @@ def has_shards(folder: Path) -> bool:
 class CapturedPart:
     tag: str  # its folder in the checkpoint
     shard: Shard
-    random_state: bytes = b""  # of this rank; empty: another part has it
+    random_states: Mapping[str, bytes] = field(
+        default_factory=dict
+    )  # of this rank, by file; none: another part has them
 
     def write(self, folder: Path) -> None:
         self.shard.write(folder / self.tag)
-        if self.random_state:
-            (folder / random_state_name(self.shard.rank)).write_bytes(self.random_state)
+        for name, state in self.random_states.items():
+            (folder / name).write_bytes(state)
 
 
 @dataclass(frozen=True, slots=True)

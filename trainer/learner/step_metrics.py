@@ -243,26 +243,29 @@ class RowRecorder:
     def __init__(self, micro_batches: Sequence[Sequence[int]], num_rows: int) -> None:
         self._micro_batches = iter(micro_batches)
         self._num_rows = num_rows
-        self._parts: list[KeptRows] = []
+        self._parts: list[tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], Tensor, Tensor]] = []
 
     def __call__(self, tokens: TokenOutcomes | None, batch: MicroBatch) -> None:
         if tokens is None:
             return
         rows = np.array(next(self._micro_batches), np.int64)
-        if not (wanted := rows < self._num_rows).any():
+        if not (rows < self._num_rows).any():
             return
         counts = torch.bincount(batch.sequence, minlength=len(rows)).numpy()
         outcomes = tokens.clipped.byte() * CLIPPED + tokens.dual_clipped.byte() * DUAL_CLIPPED
-        outcomes = outcomes + (~tokens.kept).byte() * REJECTED
-        logprobs, outcomes = tokens.logprobs.float().cpu().numpy(), outcomes.cpu().numpy()
-        if not wanted.all():
-            of_tokens = np.repeat(wanted, counts)
-            rows, counts, logprobs, outcomes = rows[wanted], counts[wanted], logprobs[of_tokens], outcomes[of_tokens]
-        self._parts.append(KeptRows(rows, counts, logprobs, outcomes))
+        self._parts.append((rows, counts, tokens.logprobs.float(), outcomes + (~tokens.kept).byte() * REJECTED))
 
     def gather(self, dims: ParallelDims) -> KeptRows:
-        parts = dims.gather(KeptRows.joined(self._parts).to_bytes())
-        return KeptRows.joined([KeptRows.from_bytes(part) for part in parts])
+        """Return the rows of all ranks, on rank 0; those of this rank come from the device in two copies."""
+        own = KeptRows.joined([])
+        if self._parts:
+            of_rows, of_counts, of_logprobs, of_outcomes = zip(*self._parts, strict=True)
+            rows, counts = np.concatenate(of_rows), np.concatenate(of_counts)
+            wanted = rows < self._num_rows
+            of_tokens = np.repeat(wanted, counts)
+            logprobs, outcomes = (torch.cat(some).cpu().numpy()[of_tokens] for some in (of_logprobs, of_outcomes))
+            own = KeptRows(rows[wanted], counts[wanted], logprobs, outcomes)
+        return KeptRows.joined([KeptRows.from_bytes(part) for part in dims.gather(own.to_bytes())])
 
 
 @dataclass(frozen=True, slots=True)
@@ -292,23 +295,32 @@ class StepMetrics:
         return self.lr > 0.0 and self.grad_norm > 0.0 and not (self.left_out and all(self.left_out))
 
 
-@dataclass(slots=True)
 class StepSums:
-    loss: float = 0.0
-    sums: dict[str, float] = field(default_factory=dict)
-    maxima: dict[str, float] = field(default_factory=dict)
+    """The loss, sums and maxima of micro-batches; the host waits for the device once, in `over`."""
+
+    def __init__(self) -> None:
+        self._added: list[
+            tuple[list[str], list[str], Tensor]
+        ] = []  # names of sums and maxima; all figures, the loss first
 
     def add(self, outcome: Outcome) -> None:
-        self.loss += float(outcome.loss.detach())
-        for name, value in outcome.sums.items():
-            self.sums[name] = self.sums.get(name, 0.0) + float(value)
-        for name, value in outcome.maxima.items():
-            self.maxima[name] = max(self.maxima.get(name, float("-inf")), float(value))
+        loss = outcome.loss.detach().double()
+        figures = [*outcome.sums.values(), *outcome.maxima.values()]
+        held = [value if isinstance(value, Tensor) else loss.new_full((), value) for value in figures]
+        self._added.append((list(outcome.sums), list(outcome.maxima), torch.stack([loss, *held])))
 
     def over(self, dims: ParallelDims) -> tuple[float, dict[str, float], dict[str, float]]:
-        loss, *sums = dims.sum([self.loss, *self.sums.values()])
-        top = dims.maximum(list(self.maxima.values()))
-        return loss, dict(zip(self.sums, sums, strict=True)), dict(zip(self.maxima, top, strict=True))
+        loss, sums, maxima = 0.0, dict[str, float](), dict[str, float]()
+        figures = iter(torch.cat([added for *_, added in self._added]).tolist() if self._added else [])
+        for names, of_maxima, _ in self._added:
+            loss += next(figures)
+            for name in names:
+                sums[name] = sums.get(name, 0.0) + next(figures)
+            for name in of_maxima:
+                maxima[name] = max(maxima.get(name, float("-inf")), next(figures))
+        loss, *summed = dims.sum([loss, *sums.values()])
+        top = dims.maximum(list(maxima.values()))
+        return loss, dict(zip(sums, summed, strict=True)), dict(zip(maxima, top, strict=True))
 
 
 def pass_metrics(steps: Sequence[StepMetrics]) -> PassMetrics:

@@ -27,6 +27,7 @@ from penstock.protocol.groups import BlobRef
 from penstock.protocol.images.processor import ImageProcessor, ProcessedImage, read_processor
 from penstock.protocol.trajectory import Group, Trajectory
 from penstock.trainer.algorithm.batch import StoredImage, StreamImages
+from penstock.trainer.algorithm.device_copy import copied_together
 from penstock.trainer.errors import UnsupportedModel
 
 MAX_PATCH_BYTES = 512 * 1024**2  # of patches that are kept: ten pictures of 1,920 x 1,080 pixels
@@ -84,7 +85,8 @@ class ImageEmbeddings:
             if images is None:
                 features = self._features(*self._nothing(words.device))
             else:
-                features = self._features(images.pixel_values().to(words.device), images.grid_thw)
+                (pixel_values,) = copied_together([images.pixel_values()], words.device)
+                features = self._features(pixel_values, images.grid_thw)
         if images is None:
             return words + 0.0 * features.sum().to(words.dtype)
         return words.index_copy(1, images.places, features.index_select(0, images.parts).to(words.dtype)[None])

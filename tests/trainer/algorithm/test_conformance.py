@@ -59,7 +59,7 @@ from penstock.trainer.algorithm.losses.tokens import LossTerms, Sequences, Token
 from penstock.trainer.algorithm.losses.topr import topr
 from penstock.trainer.algorithm.losses.value import value_loss
 from penstock.trainer.algorithm.losses.vespo import vespo
-from penstock.trainer.algorithm.mismatch import mismatch_maxima, mismatch_metrics, mismatch_sums
+from penstock.trainer.algorithm.mismatch import mismatch_figures, mismatch_metrics
 from penstock.trainer.algorithm.preferences.answers import apo_zero, kto
 from penstock.trainer.algorithm.preferences.interface import Pairs
 from penstock.trainer.algorithm.preferences.margins import hinge, ipo, sigmoid
@@ -486,7 +486,8 @@ def _verl_rs(given: Given) -> dict[str, Any]:
 def _offpolicy_metrics(given: Given) -> dict[str, Any]:
     ages = torch.ones(int(given.mask.sum()))
     about = (given.flat("old_log_prob"), given.flat("rollout_log_prob"), ages, given.sequences)
-    ours = mismatch_metrics({**mismatch_sums(*about), "tokens": len(ages)}, mismatch_maxima(*about))
+    sums, maxima = ({name: float(value) for name, value in found.items()} for found in mismatch_figures(*about))
+    ours = mismatch_metrics({**sums, "tokens": len(ages)}, maxima)
     theirs = {
         "training_ppl": "perplexity",
         "training_log_ppl": "log_perplexity",

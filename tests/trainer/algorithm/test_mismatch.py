@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from penstock.trainer.algorithm.losses.tokens import Sequences
-from penstock.trainer.algorithm.mismatch import compare_fresh_tokens, mismatch_maxima, mismatch_metrics, mismatch_sums
+from penstock.trainer.algorithm.mismatch import compare_fresh_tokens, mismatch_figures, mismatch_metrics
 
 About = tuple[Tensor, Tensor, Tensor, Sequences]
 
@@ -23,12 +23,15 @@ def invented(rows: list[int], seed: int, spread: float = 0.3) -> About:
     return current, behaviour, ages, Sequences.of_lengths(torch.tensor(rows, dtype=torch.int64))
 
 
+def floats(about: About) -> list[dict[str, float]]:
+    return [{name: float(value) for name, value in found.items()} for found in mismatch_figures(*about)]
+
+
 def figures(*parts: About) -> dict:
     """Of several micro-batches, summed as the policy sums them."""
-    every = [mismatch_sums(*about) for about in parts]
-    tops = [mismatch_maxima(*about) for about in parts]
-    sums = {name: sum(one[name] for one in every) for name in every[0]}
-    maxima = {name: max(top[name] for top in tops) for name in tops[0]}
+    every = [floats(about) for about in parts]
+    sums = {name: sum(one[name] for one, _ in every) for name in every[0][0]}
+    maxima = {name: max(top[name] for _, top in every) for name in every[0][1]}
     return mismatch_metrics({**sums, "tokens": sum(len(about[0]) for about in parts)}, maxima)
 
 
@@ -55,7 +58,7 @@ def test_fresh_tokens_are_compared_apart_from_stale_ones() -> None:
     current = torch.tensor([-0.5, -1.5, -3.0, -1.0], dtype=torch.float64)
     ages = torch.tensor([0.0, 0.0, 2.0, 3.0])
     about = (current, behaviour, ages, Sequences.of_lengths(torch.tensor([2, 2])))
-    same = compare_fresh_tokens(mismatch_sums(*about), mismatch_maxima(*about))
+    same = compare_fresh_tokens(*floats(about))
     assert same is not None
     assert (same.num_tokens, same.mean_abs, same.max_abs, same.kl_k1) == (2, 0.5, 0.5, 0.0)
     assert same.kl_k3 == pytest.approx((math.expm1(0.5) - 0.5 + math.expm1(-0.5) + 0.5) / 2)
@@ -64,5 +67,5 @@ def test_fresh_tokens_are_compared_apart_from_stale_ones() -> None:
     assert found["kl_by_age"].keys() == {"0", "2", "3-4"}
     assert found["kl_by_age"]["2"] == pytest.approx(math.exp(-2) - 1 + 2)
     stale = (current[2:], behaviour[2:], ages[2:], Sequences.of_lengths(torch.tensor([2])))
-    assert compare_fresh_tokens(mismatch_sums(*stale), mismatch_maxima(*stale)) is None
+    assert compare_fresh_tokens(*floats(stale)) is None
     assert "mismatch" not in figures(stale)

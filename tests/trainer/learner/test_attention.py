@@ -11,6 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from tests.examples import examples
+from tests.tagged_device import varlen, varlen_backward
 from tests.trainer.algorithm.test_packed_rows import trees
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
@@ -82,49 +83,6 @@ def test_the_definition_equals_every_row_alone(drawn: Any, window: int | None) -
         torch.testing.assert_close(found[:, :, where], alone, rtol=1e-4, atol=3e-6)
 
 
-def _dense(query: Tensor, key: Tensor, part: Any, scale: float) -> Tensor:
-    """Scores [H, Q, K] of a variable-length call, -inf where a query does not attend: sequences are aligned at their ends."""
-    groups = query.shape[1] // key.shape[1]
-    scores = torch.einsum("qhd,khd->hqk", query, key.repeat_interleave(groups, 1)) * scale
-    sequences, places = [], []
-    for tokens, bounds in ((query, part.query_bounds), (key, part.key_bounds)):
-        numbers = torch.arange(len(tokens))
-        sequences.append(torch.bucketize(numbers, bounds[1:], right=True))
-        places.append(bounds[1:][sequences[-1]] - numbers)  # from the end
-    distances = places[1][None] - places[0][:, None]
-    before, after = (size if size >= 0 else len(key) + len(query) for size in part.window)
-    allowed = (sequences[0][:, None] == sequences[1][None]) & (distances <= before) & (distances >= -after)
-    return scores.masked_fill(~allowed, float("-inf"))
-
-
-def _varlen(query: Tensor, key: Tensor, value: Tensor, part: Any, scale: float) -> tuple[Tensor, Tensor]:
-    """Torch's `varlen_attn` with its log-sum-exp, as it documents itself, in float32 as the kernels compute."""
-    wide = [held.to(torch.promote_types(held.dtype, torch.float32)) for held in (query, key, value)]
-    scores = _dense(wide[0], wide[1], part, scale)
-    groups = query.shape[1] // key.shape[1]
-    weights = scores.softmax(-1).to(query.dtype).to(wide[0].dtype)  # kernels round the probabilities
-    out = torch.einsum("hqk,khd->qhd", weights, wide[2].repeat_interleave(groups, 1))
-    return out.to(query.dtype), scores.logsumexp(-1)
-
-
-def _varlen_backward(
-    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, part: Any, scale: float
-) -> tuple[Tensor, ...]:
-    """Torch's `_flash_attention_backward`: probabilities from the log-sum-exp that it is given."""
-    dtype = query.dtype
-    grad, query, key, value, out = (
-        held.to(torch.promote_types(held.dtype, torch.float32)) for held in (grad, query, key, value, out)
-    )
-    groups = query.shape[1] // key.shape[1]
-    p = (_dense(query, key, part, scale) - lse.unsqueeze(-1)).exp()
-    wide_k, wide_v = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
-    ds = p * (torch.einsum("qhd,khd->hqk", grad, wide_v) - (grad * out).sum(-1).T.unsqueeze(-1))
-    ds, p = ds.to(dtype).to(grad.dtype), p.to(dtype).to(grad.dtype)
-    found = (torch.einsum("hqk,qhd->khd", ds, query) * scale, torch.einsum("hqk,qhd->khd", p, grad))
-    dk, dv = (held.unflatten(1, (key.shape[1], groups)).sum(2) for held in found)
-    return tuple(held.to(dtype) for held in (torch.einsum("hqk,khd->qhd", ds, wide_k) * scale, dk, dv))
-
-
 @examples(20)
 @given(drawn=trees(), window=windows, sinks=sinks, copies=st.sampled_from([1, 4]))
 def test_the_parts_and_merging_for_cuda_equal_the_definition(
@@ -133,8 +91,8 @@ def test_the_parts_and_merging_for_cuda_equal_the_definition(
     """With the kernels' arithmetic in place of the kernels, which need a GPU: one call for nodes, one per level of links."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(cuda_flash, "_MOST_COPIES", copies)
-        patch.setattr(cuda_flash, "_cuda_kernel", _varlen)
-        patch.setattr(cuda_flash, "_cuda_kernel_backward", _varlen_backward)
+        patch.setattr(cuda_flash, "_cuda_kernel", varlen)
+        patch.setattr(cuda_flash, "_cuda_kernel_backward", varlen_backward)
         _assert_exact(CudaFlash().attend, pack(*drawn).layout, Variant(window, None, sinks))
 
 
@@ -200,8 +158,8 @@ def test_exact_kernels_are_used_at_the_head_sizes_and_ratios_that_people_train(
 ) -> None:
     """Qwen3, Llama 3 and Mistral have heads of 128, Gemma of 256; up to 16 query heads share a key head."""
     monkeypatch.setattr(cuda_flash, "_activate", lambda implementation: None)
-    monkeypatch.setattr(cuda_flash, "_cuda_kernel", _varlen)
-    monkeypatch.setattr(cuda_flash, "_cuda_kernel_backward", _varlen_backward)
+    monkeypatch.setattr(cuda_flash, "_cuda_kernel", varlen)
+    monkeypatch.setattr(cuda_flash, "_cuda_kernel_backward", varlen_backward)
     query = torch.empty(1, 1, 1, size, dtype=dtype)
     added = (PLAIN, Variant(512), Variant(128, None, torch.zeros(1)), Variant(512, 50.0))
     for ratio in (1, 7, 16) if size == 128 else (2,):

@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tests.trainer.publishing import tagged_device
-from tests.trainer.publishing.tagged_device import DEVICE, Device, Tagged
+from tests import tagged_device
+from tests.tagged_device import DEVICE, Device, Tagged, by_thread
 from torch import Tensor
 
 from penstock.protocol.weights import bucket_codec
@@ -119,27 +119,29 @@ def test_every_version_equals_a_whole_copy(held: torch.dtype, published: str | N
 @pytest.mark.parametrize("kept_on_device", [False, True])
 def test_only_positions_and_words_leave_the_device(kept_on_device: bool) -> None:
     """Six bytes for each changed word, by the thread that reads; what was read last goes to the device again unless it is kept there."""
+    tagged_device.events.clear()
     plain, random, publisher = model(), np.random.default_rng(0), RankPublisher(None, "run")  # type: ignore[arg-type]
     num_bytes = sum(tensor.nbytes for tensor in plain.values())
     weights = Held({name: Tagged(tensor) for name, tensor in plain.items()})
     copies = copies_of(weights, kept_on_device=kept_on_device)
     copies._thread = ThreadPoolExecutor(1, "weights", initializer=lambda: Device().__enter__())
     before = copied(copies, publisher, None)
-    assert tagged_device.to_host == {"weights": num_bytes}
+    assert by_thread("to host") == {"weights": num_bytes}
     for version in range(3):
-        tagged_device.reset()
+        tagged_device.events.clear()
         change(plain, 0.01, random)
         after = copied(copies, publisher, None)
         assert_is(after, copy_to_buckets(plain, bucket_bytes=BUCKET_BYTES))
         num_changed = sum(after.encoded_since(before, number).num_changed for number in after.raw)
         assert num_changed > 0.01 * num_bytes / 2
-        assert tagged_device.to_host == {"weights": 6 * num_changed}
+        assert by_thread("to host") == {"weights": 6 * num_changed}
         is_sent = version == 0 or not kept_on_device
-        assert tagged_device.to_device == ({"weights": num_bytes} if is_sent else {})
-        assert tagged_device.waits == {"weights": len(plain)}
+        assert by_thread("to device") == ({"weights": num_bytes} if is_sent else {})
+        assert {event.thread for event in tagged_device.events} == {"weights"}
+        assert sum(event.kind == "sync" for event in tagged_device.events) == len(plain)
+        assert not any(event.kind == "mix" for event in tagged_device.events)
         before = after
     assert {tensor.device for tensor in weights.tensors.values()} == {DEVICE}
-    tagged_device.reset()
 
 
 def test_weights_are_read_before_they_change() -> None:

@@ -59,7 +59,7 @@ class Sequences:
     def place(self) -> Tensor:
         """Return every token's place in its sequence, [N] int64; tokens of a sequence are in order."""
         order = torch.argsort(self.index, stable=True)
-        lengths = torch.bincount(self.index, minlength=self.count)
+        lengths = self.lengths(self.index)
         starts = lengths.cumsum(0) - lengths
         places = torch.empty_like(self.index)
         places[order] = torch.arange(len(order), device=order.device) - starts.index_select(0, self.index[order])

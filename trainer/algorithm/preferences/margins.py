@@ -68,7 +68,7 @@ def robust(pairs: Pairs, *, beta: float, label_smoothing: float = 0.0) -> Tensor
 def exo_pair(pairs: Pairs, *, beta: float, label_smoothing: float = 0.0) -> Tensor:
     """``KL((sigmoid(beta m), sigmoid(-beta m)) || (1 - e, e))``: the reverse KL to the labels; e must be above 0."""
     log_sigmoid, logits = torch.nn.functional.logsigmoid, beta * pairs.margin
-    labels = torch.tensor([1.0 - label_smoothing, label_smoothing], dtype=logits.dtype, device=logits.device).log()
+    labels = torch.tensor([1.0 - label_smoothing, label_smoothing], dtype=logits.dtype).log()
     wins, loses = log_sigmoid(logits), log_sigmoid(-logits)
     return wins.exp() * (wins - labels[0]) + loses.exp() * (loses - labels[1])
 

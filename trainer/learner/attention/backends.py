@@ -30,6 +30,7 @@ import torch.nn.functional as F  # noqa: N812  torch's name for it
 from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
+from penstock.trainer.algorithm.device_copy import copied_together
 from penstock.trainer.algorithm.packed_rows import Layout, pack
 from penstock.trainer.attention_choice import MAX_MATRIX_BYTES, Attention, matrix_bytes
 from penstock.trainer.errors import NoAttentionKernel
@@ -142,17 +143,18 @@ class Flex:
 
 def block_mask(layout: Layout, device: torch.device, window: int | None = None) -> BlockMask:
     ends = subtree_ends(layout)
-    mixed, full = block_tables(layout, window)
-    on_device, depths = torch.from_numpy(ends).to(device), torch.from_numpy(layout.depths).to(device)
+    tables = [part for table in block_tables(layout, window) for part in _ordered(table)]
+    on_device, depths, *blocks = copied_together(
+        [torch.from_numpy(ends), torch.from_numpy(layout.depths), *tables], device
+    )
 
     def attends(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         del batch, head
         allowed = (key <= query) & (query < on_device[key])
         return allowed if window is None else allowed & (depths[query] - depths[key] < window)
 
-    tables = [part.to(device) for table in (mixed, full) for part in _ordered(table)]
     size = (layout.num_tokens, layout.num_tokens)
-    return BlockMask.from_kv_blocks(*tables, BLOCK_SIZE=BLOCK, mask_mod=attends, seq_lengths=size)
+    return BlockMask.from_kv_blocks(*blocks, BLOCK_SIZE=BLOCK, mask_mod=attends, seq_lengths=size)
 
 
 def subtree_ends(layout: Layout) -> npt.NDArray[np.int64]:

@@ -17,11 +17,13 @@ import torch
 from torch import Tensor
 from torch.nn import attention
 
+from penstock.trainer.algorithm.device_copy import copied_together
 from penstock.trainer.algorithm.packed_rows import Band, Layout, Node
 from penstock.trainer.attention_choice import MAX_FLASH_HEAD
 from penstock.trainer.learner.attention.variant import PLAIN, Variant, gradient_of_sinks, share_beside_sinks
 
 _CAUSAL, _FULL = (-1, 0), (-1, -1)  # windows: tokens before and after that a query attends to; -1: all
+_TABLES = ("queries", "keys", "query_bounds", "key_bounds")  # of a part, which the device reads
 _MOST_COPIES = 4  # keys of a call with windows, for each token of the stream
 
 
@@ -162,22 +164,28 @@ def _taken(query: Tensor, key: Tensor, value: Tensor, part: _CudaPart) -> tuple[
 def _cuda_parts(layout: Layout, device: torch.device, window: int | None = None) -> list[_CudaPart]:
     known = layout.prepared.get(("flash", device, window))
     if known is None:
-        known = list(_parts_of(layout, device) if window is None else _windowed(layout, device, window))
+        known = _on_device(list(_parts_of(layout) if window is None else _windowed(layout, window)), device)
         layout.prepared["flash", device, window] = known
     return known
 
 
-def _parts_of(layout: Layout, device: torch.device) -> Iterator[_CudaPart]:
+def _on_device(parts: list[_CudaPart], device: torch.device) -> list[_CudaPart]:
+    tables = [{name: held for name in _TABLES if isinstance(held := getattr(part, name), Tensor)} for part in parts]
+    copies = iter(copied_together([held for table in tables for held in table.values()], device))
+    return [replace(part, **{name: next(copies) for name in table}) for part, table in zip(parts, tables, strict=True)]
+
+
+def _parts_of(layout: Layout) -> Iterator[_CudaPart]:
     starts = np.array([node.start for node in layout.nodes] + [layout.num_tokens])
     longest = int(np.diff(starts).max())
-    bounds = torch.from_numpy(starts).int().to(device)
+    bounds = torch.from_numpy(starts).int()
     yield _CudaPart(slice(None), slice(None), bounds, bounds, longest, longest, _CAUSAL)
     for nodes in _links_by_level(layout):
         queries = [np.arange(node.end, node.subtree_end) for node in nodes]
-        yield _part(queries, [np.arange(node.start, node.end) for node in nodes], device, _FULL)
+        yield _part(queries, [np.arange(node.start, node.end) for node in nodes], _FULL)
 
 
-def _windowed(layout: Layout, device: torch.device, window: int) -> Iterator[_CudaPart]:
+def _windowed(layout: Layout, window: int) -> Iterator[_CudaPart]:
     """Yield calls of nodes with the keys in their windows, each with few copies of keys."""
     held: list[Band] = []
     copies = 0
@@ -185,7 +193,7 @@ def _windowed(layout: Layout, device: torch.device, window: int) -> Iterator[_Cu
         if band is None or (held and copies + band.before > _MOST_COPIES * layout.num_tokens):
             queries = [np.arange(some.start, some.end) for some in held]
             keys = [np.concatenate([np.arange(*ends) for ends in some.keys]) for some in held]
-            part = _part(queries, keys, device, (window - 1, 0))
+            part = _part(queries, keys, (window - 1, 0))
             yield replace(part, queries=slice(held[0].start, held[-1].end))
             held, copies = [], 0
         if band is not None:
@@ -193,14 +201,12 @@ def _windowed(layout: Layout, device: torch.device, window: int) -> Iterator[_Cu
             copies += band.before
 
 
-def _part(
-    queries: list[np.ndarray], keys: list[np.ndarray], device: torch.device, window: tuple[int, int]
-) -> _CudaPart:
+def _part(queries: list[np.ndarray], keys: list[np.ndarray], window: tuple[int, int]) -> _CudaPart:
     return _CudaPart(
-        torch.from_numpy(np.concatenate(queries)).to(device),
-        torch.from_numpy(np.concatenate(keys)).to(device),
-        _bounds(queries).to(device),
-        _bounds(keys).to(device),
+        torch.from_numpy(np.concatenate(queries)),
+        torch.from_numpy(np.concatenate(keys)),
+        _bounds(queries),
+        _bounds(keys),
         max(map(len, queries)),
         max(map(len, keys)),
         window,

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from penstock.protocol.chat_tokenizer import LENGTH_DEPENDENT
+from penstock.trainer.algorithm.device_copy import copied_together
 from penstock.trainer.algorithm.packed_rows import Layout, Node, PairCost
 from penstock.trainer.errors import UnsupportedModel
 from penstock.trainer.learner import experts
@@ -27,6 +28,7 @@ from penstock.trainer.learner.parallel_shares import TokenShares
 from penstock.trainer.learner.vision import is_of_tower, text_body, tower_of
 
 NAME = "penstock_packed"
+WITH_WINDOWS = "penstock_packed_windows"  # some models tell their attention its window by the mask alone
 WHOLE = TokenShares()
 _TOKENS_AT_START = 4096  # a run whose attention would not be computed at this length is refused before its first step
 
@@ -45,8 +47,11 @@ def use_packed_rows(model: Any) -> str | None:
         from transformers import AttentionInterface, AttentionMaskInterface  # noqa: PLC0415  seconds of import
 
         AttentionInterface.register(NAME, _attention)
-        AttentionMaskInterface.register(NAME, _mask)
-        text_body(model).set_attn_implementation(NAME)  # a vision tower attends within images, in both directions
+        AttentionInterface.register(WITH_WINDOWS, _attention)
+        AttentionMaskInterface.register(WITH_WINDOWS, _mask)
+        # Others get no mask of transformers, which would compare positions on the device to make one, and wait for the result.
+        name = WITH_WINDOWS if any(windows_of(model.config.get_text_config())) else NAME
+        text_body(model).set_attn_implementation(name)  # a vision tower attends within images, in both directions
     return reason
 
 
@@ -199,9 +204,10 @@ def _read_padded(body: Any, input_ids: Tensor, layout: Layout) -> Tensor:
     for number, row in enumerate(rows):
         index[number, : len(row)] = row
         places[row] = number * width + np.arange(len(row))
-    padded = input_ids[0][torch.from_numpy(index).to(input_ids.device)]
+    on_device, where = copied_together([torch.from_numpy(index), torch.from_numpy(places)], input_ids.device)
+    padded = input_ids[0][on_device]
     hidden = body(input_ids=padded, use_cache=False).last_hidden_state.flatten(0, 1)
-    return hidden.index_select(0, torch.from_numpy(places).to(hidden.device))
+    return hidden.index_select(0, where)
 
 
 def _attention(  # noqa: PLR0913  the arguments of transformers' interface
