@@ -295,7 +295,7 @@ def test_default_adapters_are_of_the_right_layers_and_change_what_is_served(
     with torch.no_grad():
         expected = _row_by_row(PeftModel.from_pretrained(plain, str(served)), batch)
     torch.testing.assert_close(policy.logprobs(batch), expected, rtol=0, atol=5e-5)
-    assert float((expected - before).abs().max()) > 0.05
+    assert float((expected - before).abs().max()) > 5e-3  # logits of Granite are divided by 8
 
 
 @each_family

@@ -175,6 +175,12 @@ def adapted() -> Any:
 
 
 def padded() -> Any:
+    """A model with attention scores that change with the distance, which no kernel here computes."""
+    torch.manual_seed(0)
+    return transformers.MistralForCausalLM(transformers.MistralConfig(**QWEN, alibi=True))
+
+
+def windowed() -> Any:
     torch.manual_seed(0)
     return transformers.MistralForCausalLM(transformers.MistralConfig(**QWEN, sliding_window=64))
 
@@ -196,6 +202,7 @@ MODELS: dict[str, tuple[Callable[[], Any], dict[str, Any], dict[str, int]]] = {
     "dense": (dense, {}, {}),
     "adapters": (adapted, {}, {}),
     "padded": (padded, {}, {"sync: trainer/learner/attention/models.py _read_padded": 1}),
+    "windowed": (windowed, {}, {"sync: trainer/learner/attention/models.py read_rows": 1}),
     "routed": (routed, {"replays": True}, {}),
     "tokens shared": (
         dense,
