@@ -61,7 +61,7 @@ def add_published(found: Found) -> None:
         tag = key.removeprefix("custom_envs.")
         if tag in _PUBLISHED and unassigned(value) == [f"custom_env.{tag}"]:
             limits = {name: found.values.get(_VARIABLES.get(name, name), default) for name, default in _OF_ALL.items()}
-            values |= {f"{key}.{name}": part for name, part in (_PUBLISHED[tag] | limits).items()}
+            values |= {f"{key}.{name}": part for name, part in {**_PUBLISHED[tag], **limits}.items()}
         elif matched := _ZERO.fullmatch("".join(unassigned(value))):
             values[f"{key}.zero_optimization.stage"] = int(matched[1])
             if matched[2]:

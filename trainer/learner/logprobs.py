@@ -71,7 +71,7 @@ class CompletionScorer(nn.Module):
         self._transform = logit_transform(config.get_text_config())
         self._max_logits, self._head_in_float32 = max_logits, head_in_float32
         self.language_model = language_model
-        take_float32_gradient(language_model.get_output_embeddings())
+        take_float32_gradient(self.language_model.get_output_embeddings())
         self._embeddings = ImageEmbeddings(language_model) if tower_of(language_model) is not None else None
         self.padding_reason = use_packed_rows(language_model)  # why rows are padded; None: they are one stream
         self.pair_cost, self.pass_cost = pair_cost(language_model), pass_cost(language_model)  # of the whole model

@@ -174,7 +174,7 @@ def _write(
     text += b" " * (_aligned(len(text)) - len(text))
     with path.open("wb") as file:
         file.write(_MAGIC + len(text).to_bytes(4, "little") + text)
-        file.write(payload)
+        file.write(payload.data)
 
 
 def _aligned(size: int) -> int:
