@@ -222,9 +222,14 @@ def gpus(value: Any, values: Values) -> Outcome:
         return set_to(trainer__num_ranks=1)
     if "model.partial_pretrain" in values:  # supervised: no GPU generates
         return set_to(trainer__num_ranks=value)
-    return decide(
-        f"{value}: workers and trainer have GPUs of their own here; set trainer.num_ranks to the trainer's, and start workers "
-        "on the others (CUDA_VISIBLE_DEVICES)"
+    if first(values, "trainer.nnodes", "actor_num_nodes", "num_nodes", default=1) != 1:
+        return decide(
+            f"{value} on each of several machines: set trainer.num_ranks, and start workers on the other machines"
+        )
+    return Outcome(
+        "translated",
+        {},
+        "engines and trainer divide the GPUs that `penstock train --local` sees, or as [placement] says",
     )
 
 

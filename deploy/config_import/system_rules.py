@@ -69,10 +69,27 @@ def _is_agentic(values: Values) -> bool:
     return any(key.startswith(("train_env_manager.", "custom_envs.")) for key in values)
 
 
+def roll_devices(value: Any, values: Values) -> Outcome:
+    """Return how many GPUs a role has, if engines and trainer have others."""
+    trainer, engines = (_gpus(values.get(f"{role}.device_mapping")) for role in ("actor_train", "actor_infer"))
+    if not trainer or not engines or set(trainer) & set(engines):
+        return Outcome(
+            "translated",
+            {},
+            "engines and trainer divide the GPUs that `penstock train --local` sees, or as [placement] says",
+        )
+    return (
+        set_to(placement__trainer=len(trainer)) if _gpus(value) == trainer else set_to(placement__engines=len(engines))
+    )
+
+
+def _gpus(mapping: Any) -> list[Any]:
+    matched = _RANGE.fullmatch(str(mapping).replace(" ", ""))
+    return mapping if isinstance(mapping, list) else list(range(int(matched[1]), int(matched[2]))) if matched else []
+
+
 def _samples_of_an_update(values: Values) -> int | None:
-    gpus = values.get("actor_train.device_mapping")
-    mapping = _RANGE.fullmatch(str(gpus).replace(" ", ""))
-    size = len(gpus) if isinstance(gpus, list) else int(mapping[2]) - int(mapping[1]) if mapping else 0
+    size = len(_gpus(values.get("actor_train.device_mapping")))
     parallel = [values.get(f"actor_train.strategy_args.strategy_config.{key}") or 1 for key in _DIVISIONS]
     ranks = size // (parallel[0] * parallel[1] * parallel[2])
     per_device = first(values, f"{_ACTOR}.per_device_train_batch_size", default=8)

@@ -66,7 +66,7 @@ EXPECTED: dict[str, tuple[str, int, dict[str, Any], list[str]]] = {
         "algorithm.kl_coefficient": 0.001, "algorithm.kl_form": "k3", "algorithm.clip_low": 0.2, "algorithm.clip_high": 0.28,
         "data.overlong": "drop", "worker.engine": "vllm", "vllm.tensor_parallel_size": 2, "vllm.gpu_memory_utilization": 0.6,
         "run.id": "qwen25-7b", "eval.every": 5, "trainer.lr": 1e-6, "model.gradient_checkpointing": True,
-    }, ["data.train_files", "actor_rollout_ref.actor.fsdp_config.param_offload", "trainer.n_gpus_per_node"]),
+    }, ["data.train_files", "actor_rollout_ref.actor.fsdp_config.param_offload"]),
     "verl_sft.sh": ("verl", 1, {
         "sft.lr": 1e-5, "model.lora.rank": 32, "model.lora.alpha": 64, "data.map.response": "response", "trainer.num_ranks": 4,
         "run.id": "qwen7b-sft", "sft.epochs": 3, "sft.eval_data": "/data/sft_val.parquet",
@@ -79,7 +79,7 @@ EXPECTED: dict[str, tuple[str, int, dict[str, Any], list[str]]] = {
         "run.id": "agentic-pipeline", "rollout.max_new_tokens": 4096, "rollout.stop": ["</answer>"], "algorithm.dual_clip": 1.4,
         "algorithm.reward_norm": "group", "model.dtype": "bfloat16", "model.gradient_checkpointing": True, "trainer.warmup_steps": 20,
         "worker.engine": "vllm", "vllm.max_model_len": 8000, "trainer.resume": False,
-    }, ["defaults", "num_gpus_per_node", "eval.every", "actor_infer.generating_args.top_p",
+    }, ["defaults", "eval.every", "actor_infer.generating_args.top_p",
         "actor_infer.generating_args.top_k", "reward.name"]),
     "agentrl.sh": ("agentrl", 1, {
         "algorithm.name": "GRPO", "algorithm.clip_high": 0.28, "rollout.groups_per_step": 8, "worker.engine": "sglang",
@@ -100,7 +100,7 @@ EXPECTED: dict[str, tuple[str, int, dict[str, Any], list[str]]] = {
     }, []),
     "platform_job.json": ("agentrl", 1, {
         "algorithm.name": "grpo", "run.id": "qwen7b-grpo-math", "data.eval": "/data/gsm8k/test.parquet", "rollout.groups_per_step": 1024,
-    }, ["num_gpus", "context_length", "reward.name"]),
+    }, ["context_length", "reward.name"]),
     "openrlhf.sh": ("openrlhf", 1, {
         "algorithm.name": "grpo", "rollout.groups_per_step": 64, "algorithm.minibatches": 4, "algorithm.clip_high": 0.28,
         "algorithm.kl_coefficient": 1e-3, "algorithm.kl_form": "k3", "trainer.num_ranks": 4, "vllm.engines": 4, "trainer.zero_stage": 3,
@@ -190,7 +190,7 @@ def test_what_a_silent_file_means_there_is_written_and_said(tmp_path: Path, caps
         "generation and training in turns": "rollout.max_staleness = 0; without it 4",
     }
     text = to.read_text()
-    assert "# - trainer.n_gpus_per_node=8: 8: workers and trainer have GPUs of their own here" in text
+    assert "# - actor_rollout_ref.actor.fsdp_config.param_offload=" in text
     assert "betas = [0.9, 0.999]  # verl's default" in text
     written = tomllib.loads(text)
     assert written["trainer"]["betas"] == [0.9, 0.999]

@@ -85,6 +85,7 @@ actor_train:
   training_args: {learning_rate: 1.0e-6, per_device_train_batch_size: 2, gradient_accumulation_steps: 64, lr_scheduler_type: cosine}
   device_mapping: list(range(0,4))
 actor_infer:
+  device_mapping: [4, 5, 6]
   generating_args: {max_new_tokens: 128, top_p: 1.0, top_k: -1, temperature: 0.99, num_return_sequences: 1}
   strategy_args: {strategy_name: vllm}
 max_tokens_per_step: 64
@@ -149,7 +150,6 @@ TABLE: dict[str, tuple[str, str, dict[str, Any]]] = {
         "data.max_prompt_tokens": 512, "rollout.max_new_tokens": 1024, "data.overlong": "drop", "rollout.temperature": 1.0,
         "rollout.max_staleness": 0, "trainer.betas": [0.9, 0.999], "trainer.weight_decay": 0.01, "trainer.schedule": "constant",
         "trainer.max_grad_norm": 1.0, "trainer.epochs": 15, "model.dtype": "bfloat16", "reward.name": "none",
-        "trainer.num_ranks": ASKED("trainer.n_gpus_per_node"),
     }),
     "verl_ppo": ("sh", VERL_PPO, {
         "algorithm.name": "ppo", "algorithm.advantage": "gae", "critic.gamma": 1.0, "critic.lam": 1.0, "critic.lr": 1e-5,
@@ -174,7 +174,7 @@ TABLE: dict[str, tuple[str, str, dict[str, Any]]] = {
         "rollout.groups_per_step": 128, "rollout.group_size": 8, "algorithm.minibatches": 2, "rollout.max_new_tokens": 128,
         "data.max_prompt_tokens": 1024, "algorithm.kl_coefficient": 0.001, "algorithm.dual_clip": "none", "trainer.schedule": "cosine",
         "trainer.betas": [0.9, 0.999], "run.seed": 42, "model.dtype": "bfloat16", "trainer.steps": 100, "rollout.temperature": 0.99,
-        "trainer.zero_stage": 3, "trainer.offload": "optimizer", "gamma": ASKED("critic.gamma"), "rollout.environment": "mixture", "reward.name": "environment",
+        "trainer.zero_stage": 3, "trainer.offload": "optimizer", "placement.trainer": 4, "placement.engines": 3, "gamma": ASKED("critic.gamma"), "rollout.environment": "mixture", "reward.name": "environment",
         "environment.define.FrozenLake.type": "frozen_lake", "environment.define.FrozenLake.weight": 96,
         "environment.define.FrozenLake.options.is_slippery": False, "environment.define.FrozenLake.options.hole_chance": 0.2,
         "environment.define.FrozenLake.options.format_penalty": -0.01, "environment.define.FrozenLake.max_turns": 10,
