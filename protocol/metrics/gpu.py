@@ -162,7 +162,7 @@ def _listed(nvml: Any, visible: str | None) -> list[Gpu]:
         ) from None
     try:
         gpus, found = [], list(_found(nvml, visible))
-        if len({nvml.nvmlDeviceGetUUID(handle) for _, handle, _ in found}) < len(found):
+        if visible is not None and len({nvml.nvmlDeviceGetUUID(handle) for _, handle, _ in found}) < len(found):
             raise ConfigError(f"{VISIBLE}={visible} names a GPU twice, and CUDA shows none then; name each once")
         if not found and nvml.nvmlDeviceGetCount():
             raise ConfigError(

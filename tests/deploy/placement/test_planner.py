@@ -61,7 +61,7 @@ def test_gpus_are_divided_by_memory(
 @pytest.mark.parametrize(
     ("shape", "gpus", "settings", "words"),
     [
-        ("7B", "2x80GB", [], r"a rank of the trainer needs 198\.0 GB on 1 GPU\(s\) with ZeRO 1, and 73\.6 GB of each can be used; it fits with"),
+        ("7B", "2x80GB", [], r"a rank of the trainer needs 145\.7 GB on 1 GPU\(s\) with ZeRO 1, and 73\.6 GB of each can be used; it fits with"),
         ("7B", "1x80GB", ["placement.shared=never", LORA], "an engine needs 1 GPUs and the trainer one|0 of 1 are left"),
         ("7B", "1x24GB", [LORA], r"a rank needs 24\.4 GB, an engine 15\.8 GB .* and 22\.1 GB can be used"),
         ("0.6B", "2x80GB", ["sglang.engines=2"], r"1 worker\(s\) with 2 engine\(s\) of 1 GPU\(s\) need 2 GPUs, and 1 of 2 are left for engines"),
