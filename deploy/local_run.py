@@ -81,8 +81,7 @@ class LocalRun:
         """Check the settings of all services; start nothing. Raises ConfigError, with file and line, also where GPUs do not suffice.
 
         ``arguments`` are run files and overrides, as every service takes them; each of the Python files ``reward_files`` is
-        served as an HTTP endpoint by a process. ``num_workers``: None: as the GPUs say, 2 without. ``trains``: False: the engines get
-        the trainer's GPUs too. ``rule`` says when a process that crashes is restarted, ``trainer_overrides``
+        served as an HTTP endpoint by a process. ``rule`` says when a process that crashes is restarted, ``trainer_overrides``
         gives further overrides for the trainer's n-th session (from 0). ``tls``: servers that are started take encrypted connections
         only. ``num_workers``: None: as the GPUs say, 2 without. ``evaluates``: no trainer follows, so that the engines get its GPUs
         too, and NATS and S3 are started even if the run file names others.

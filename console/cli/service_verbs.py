@@ -31,7 +31,7 @@ def rollout(*arguments: RunArguments) -> None:
     require_servers(arguments, os.environ)
     from penstock.deploy.placement.run_placement import place_run
 
-    placed = place_run(arguments, os.environ, role="engines")
+    placed = place_run(arguments, os.environ, role="engines", workers=1)
     for line in placed.placement.lines():
         print(line, file=sys.stderr)
     os.environ.update(placed.of_worker(0))

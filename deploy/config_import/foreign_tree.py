@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import posixpath
 import re
 from collections.abc import Callable
 from typing import Any
@@ -15,7 +16,7 @@ from penstock.protocol.errors import ConfigError
 
 _EXPONENT = re.compile(r"[+-]?\d+(\.\d*)?[eE][+-]?\d+")  # YAML 1.1 reads 1e-6 as a text
 _REFERENCE = re.compile(r"\$\{([^${}]*)\}")
-_MAX_DEFAULTS = 32  # files that a configuration of Hydra names
+_MAX_DEFAULTS = 128  # files that a configuration of Hydra and those in its defaults name
 _MAX_ROUNDS = 20  # references to references
 _MAX_VALUES = 100_000  # of a YAML file, those of an alias counted at each use
 
@@ -34,35 +35,60 @@ def read_yaml(name: str, text: str, beside: Callable[[str], str | None] = lambda
     """
     try:
         content = _loaded(text)
-        composed = _flat(name, _with_defaults(content, beside))
+        composed = _flat(name, _with_defaults(content, beside, []))
     except (yaml.YAMLError, RecursionError, ValueError) as err:
         raise ConfigError(f"{name}: not valid YAML: {' '.join(str(err).split())}") from None
     own = {".".join(map(str, path)).replace("-", "_") for path, _ in leaves(content)}
     composed.inherited = {
-        key for key in composed.values if not any(key == one or key.startswith(f"{one}.") for one in own)
+        key for key in composed.values if not any(key[: dot.start()] in own for dot in re.finditer(r"\.|$", key))
     }
     return composed
 
 
-def _with_defaults(content: Any, beside: Callable[[str], str | None]) -> Any:
-    """Put the files of Hydra's ``defaults`` under a configuration, whose values overrule theirs, as Hydra 1.1 composes them."""
+def _with_defaults(
+    content: Any, beside: Callable[[str], str | None], read: list[str], within: tuple[str, ...] = ()
+) -> Any:
+    """Compose a configuration with the files of Hydra's ``defaults``, and theirs, in their order, as Hydra 1.1 does; ``_self_`` is last.
+
+    ``read``: files so far; ``within``: those that name one another down to this one. What is not read stays in ``defaults``.
+    """
     listed = content.get("defaults") if isinstance(content, dict) else None
     if not isinstance(listed, list):
         return content
     composed: dict[str, Any] = {}
     missing = []
-    for item in listed[:_MAX_DEFAULTS]:
-        path, _, package = item.partition("@") if isinstance(item, str) else ("", "", "")
-        text = beside(f"{path.removesuffix('.yaml')}.yaml") if path and path != "_self_" else None
-        if text is None:
-            missing += [item] if item != "_self_" else []
+    for item in listed if "_self_" in listed else [*listed, "_self_"]:
+        if item == "_self_":
+            composed = _merged(composed, {key: value for key, value in content.items() if key != "defaults"})
             continue
-        part = _loaded(text)
-        for name in [] if package in ("", "_here_", "_global_") else reversed(package.split(".")):
+        path, package = _named(item)
+        file = posixpath.join(posixpath.dirname(within[-1]) if within else "", f"{path}.yaml")
+        text = beside(file) if path and file not in within and len(read) < _MAX_DEFAULTS else None
+        if text is None:
+            missing.append(item)
+            continue
+        read.append(file)
+        part = _with_defaults(_loaded(text), beside, read, (*within, file)) or {}
+        if not isinstance(part, dict):
+            raise ConfigError(f"{file} of its defaults: expected keys with values, got {type(part).__name__}")
+        for name in reversed(package):
             part = {name: part}
         composed = _merged(composed, part)
-    rest = {key: value for key, value in content.items() if key != "defaults"}
-    return _merged({"defaults": missing} if missing else {}, _merged(composed, rest))
+    return _merged({"defaults": missing} if missing else {}, composed)
+
+
+def _named(item: Any) -> tuple[str, list[str]]:
+    """Return the path without ``.yaml``, and the package, of FOLDER/FILE@PACKAGE or {FOLDER@PACKAGE: FILE}; else an empty path."""
+    if isinstance(item, dict) and len(item) == 1:
+        [(folder, name)] = item.items()
+        folder, _, package = str(folder).removeprefix("optional ").partition("@")
+        path = f"{folder}/{name}" if isinstance(name, str) else ""
+    else:
+        path, _, package = item.partition("@") if isinstance(item, str) else ("", "", "")
+        folder = posixpath.dirname(path)
+    if not package and ".." not in folder.split("/"):
+        package = folder.replace("/", ".")
+    return path.removesuffix(".yaml"), [] if package in ("", "_here_", "_global_") else package.split(".")
 
 
 def _merged(lower: Any, upper: Any) -> Any:
@@ -108,19 +134,25 @@ def _flat(name: str, content: Any) -> Found:
 
 
 def _with_tables(found: Found) -> dict[str, Any]:
-    """Put the keys of a table in the place of ``${its.name}``; raises ValueError where they become more than `_MAX_VALUES`."""
+    """Put the keys of a table in the place of ``${its.name}``, but not within itself; raises ValueError above `_MAX_VALUES`."""
     values = found.values
     for _ in range(_MAX_ROUNDS):
-        expanded: dict[str, Any] = {}
+        tables: dict[str, str] = {}
         for key, value in values.items():
             names = (
                 [one.strip().replace("-", "_") for one in _REFERENCE.findall(value)] if isinstance(value, str) else []
             )
             found.variables |= {*names, *(f"{name}." for name in names)}
-            table = f"{names[0]}." if names and _REFERENCE.fullmatch(value) else "\0"
-            expanded |= {
-                key + name[len(table) - 1 :]: part for name, part in values.items() if name.startswith(table)
-            } or {key: value}
+            if names and _REFERENCE.fullmatch(value) and not f"{key}.".startswith(f"{names[0]}."):
+                tables[key] = names[0]
+        parts: dict[str, list[tuple[str, Any]]] = {name: [] for name in tables.values()}
+        for key, value in values.items():
+            for dot in re.finditer(r"\.", key):
+                if key[: dot.start()] in parts:
+                    parts[key[: dot.start()]].append((key[dot.start() :], value))
+        expanded: dict[str, Any] = {}
+        for key, value in values.items():
+            expanded |= {key + rest: part for rest, part in parts.get(tables.get(key, "\0"), ())} or {key: value}
             if len(expanded) > _MAX_VALUES:
                 raise ValueError(f"its references repeat more than {_MAX_VALUES} values")
         if expanded == values:

@@ -92,7 +92,7 @@ def trainer_need(loaded: Loaded[TrainerSettings], *, nodes: int = 1, takes_all: 
     is_set = nodes > 1 or loaded.origins["trainer.num_ranks"] != "default"
     layout, rows = settings.trainer.layout, settings.rollout.groups_per_step * settings.rollout.group_size
     return TrainerNeed(
-        ranks=settings.trainer.num_ranks // nodes if is_set else None,
+        ranks=max(1, settings.trainer.num_ranks // nodes) if is_set else None,
         stages=_stages(loaded),
         peak=functools.partial(_peak, settings, nodes),
         advice=functools.partial(_advice, settings, nodes),
@@ -157,4 +157,12 @@ def _advice(settings: TrainerSettings, nodes: int, ranks: int, stage: int, limit
     """Return settings with which a rank fits into ``limit`` bytes on the same GPUs; () if none are known."""
     inputs = _plan(settings, nodes, ranks, stage).inputs
     found = suggestions(inputs, limit, on_gpu=True, may_add_ranks=False)
-    return found[0].settings if found else ()
+    if not found:
+        return ()
+    text = " ".join(found[0].settings)
+    taken = []  # from the layout that was tried, for settings that the program refuses beside the one that is set
+    if "trainer.offload=" in text and "trainer.zero_stage=" not in text and stage != settings.trainer.zero_stage:
+        taken.append(f"trainer.zero_stage={stage}")
+    if "_parallel=" in text and ranks * nodes != settings.trainer.num_ranks:
+        taken.append(f"trainer.num_ranks={ranks * nodes}")
+    return (*found[0].settings, *taken)

@@ -105,7 +105,7 @@ def place_run(
     from_run = trains is not None and trains.settings.data.from_run is not None
     engine = trainer = None
     if (both or role == "engines") and not from_run:
-        engine = engine_need(engines, trains and trains.settings, workers if role == "both" else 1)
+        engine = engine_need(engines, trains and trains.settings, workers)
     if trains is not None and (both or role == "trainer"):
         trainer = trainer_need(trains, nodes=nodes, takes_all=not both)
     placement = place(seen, wishes, engine, trainer, role)

@@ -16,6 +16,14 @@ from penstock.rollout_service.settings import RolloutSettings as WorkerSettings
 from penstock.trainer.settings import TrainerSettings
 
 PROMPT_TOKENS = 256.0  # of a usual prompt
+# The time of the simulation grows with workers, and with seconds at a low rate.
+_RATE, _SECONDS = (1, 1e9), (0, 86_400)
+_BOUNDS = {  # of options
+    **dict.fromkeys(("engine_rate", "lone_rate", "trainer_rate"), _RATE),
+    **dict.fromkeys(("load", "publish", "score"), _SECONDS),
+    "workers": (1, 1000),
+    "slots": (1, 10_000),
+}
 _SLOTS, _ENGINE_RATE, _TRAINER_RATE, _SECOND = 64, 2000.0, 4000.0, 1.0
 
 
@@ -32,16 +40,16 @@ class AssumedRates:
 
 
 def assumed_rates(options: PlanOptions, trainer: TrainerSettings, worker: WorkerSettings) -> AssumedRates:
-    """Return the rates; raises ConfigError for one that is not above 0, and for a kind of GPU that is not known or too small.
+    """Return the rates; raises ConfigError for a value that is not possible, and for a kind of GPU that is not known or too small.
 
     Raises NotEstimated for a model whose shape is not known, where a kind of GPU is given.
     """
-    for name in ("workers", "slots", "engine_rate", "trainer_rate"):
-        value = getattr(options, name)
-        if value is not None and value <= 0:
-            raise ConfigError(f"--{name.replace('_', '-')} {value}: expected a number above 0")
     longest = trainer.rollout.max_new_tokens
-    mix = LengthMix(options.median or max(1.0, longest / 20), longest)
+    for name, (least, most) in {**_BOUNDS, "median": (1, longest)}.items():
+        value = getattr(options, name)
+        if value is not None and not least <= value <= most:  # also NaN
+            raise ConfigError(f"--{name.replace('_', '-')} {value:g}: expected a number of {least:g} to {most:g}")
+    mix = LengthMix(max(1.0, longest / 20) if options.median is None else options.median, longest)
     servers, gpus = servers_of(worker)
     slots, engine_rate, trainer_rate = options.slots, options.engine_rate, options.trainer_rate
     publish_s, load_s, lone_rate, prompt_s = options.publish, options.load, options.lone_rate, 0.0

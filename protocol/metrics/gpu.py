@@ -133,17 +133,15 @@ def visible_gpus(environ: Mapping[str, str], nvml: Any | None = None) -> list[Gp
 
     Raises:
         GpusUnknown: The driver does not answer, or refuses.
-        ConfigError: A GPU is named twice, or the order that is set does not say which GPU a number means.
+        ConfigError: A GPU is named twice, the first name is of none, or the order that is set does not say which GPU a number means.
     """
     visible = environ.get(VISIBLE)
-    if visible is not None and visible.strip() in ("", "-1", "NoDevFiles"):  # the last is Slurm's
+    if visible is not None and visible.strip() in ("", "-1", "none", "NoDevFiles"):  # the last is Slurm's
         return []
     nvml = nvml if nvml is not None else _package(needed=True)
     if nvml is None:
         return []
     gpus = _within_deadline(lambda: _listed(nvml, visible))
-    if len({gpu.id for gpu in gpus}) < len(gpus):
-        raise ConfigError(f"{VISIBLE}={visible} names a GPU twice, and CUDA shows none then; name each once")
     by_number = any(gpu.id.isdecimal() for gpu in gpus) and len({gpu.name for gpu in gpus}) > 1
     if by_number and environ.get(ORDER, PCI_ORDER) != PCI_ORDER:
         raise ConfigError(
@@ -163,8 +161,15 @@ def _listed(nvml: Any, visible: str | None) -> list[Gpu]:
             f"the NVIDIA driver refuses to list the GPUs ({err}); run nvidia-smi, and repair the driver"
         ) from None
     try:
-        gpus = []
-        for number, (name, handle, is_mig) in enumerate(_found(nvml, visible)):
+        gpus, found = [], list(_found(nvml, visible))
+        if visible is not None and len({nvml.nvmlDeviceGetUUID(handle) for _, handle, _ in found}) < len(found):
+            raise ConfigError(f"{VISIBLE}={visible} names a GPU twice, and CUDA shows none then; name each once")
+        if not found and nvml.nvmlDeviceGetCount():
+            raise ConfigError(
+                f"{VISIBLE}={visible}: its first name is that of no GPU here, and CUDA shows none then; nvidia-smi -L prints their names, "
+                "and -1 means the CPU"
+            )
+        for number, (name, handle, is_mig) in enumerate(found):
             memory = nvml.nvmlDeviceGetMemoryInfo(handle)
             gpus.append(Gpu(number, name, str(nvml.nvmlDeviceGetName(handle)), memory.total, memory.used, is_mig))
     except nvml.NVMLError as err:
@@ -228,7 +233,8 @@ def _found(nvml: Any, visible: str | None) -> Iterator[tuple[str, Any, bool]]:
     ]
     for name in (part.strip() for part in visible.split(",")):
         if name.isdecimal() and int(name) < len(cards):  # of a card that is divided CUDA shows the first part
-            yield parts[int(name)][0] if parts[int(name)] else (name, cards[int(name)], False)
+            number = int(name)
+            yield parts[number][0] if parts[number] else (str(number), cards[number], False)
             continue
         matching = [one for one in by_uuid if name.startswith(("GPU-", "MIG-")) and one[0].startswith(name)]
         if len(matching) != 1:  # CUDA takes the beginning of a UUID if one GPU alone has it

@@ -46,20 +46,20 @@ _GB = 1e9
 class CacheFolder:
     """Exclusive use of one folder of copies."""
 
-    def __init__(self, path: Path, *, in_memory: bool = False) -> None:
+    def __init__(self, path: Path, memory: MemoryFolder | None = None) -> None:
         """Make and lock the folder, and clear those of workers that no longer run.
 
         Model folders of an earlier process with this worker id stay; its adapters are removed. Raises ConfigError when
         the folder cannot be made, or a running worker with the same id uses it.
         """
-        self.path, self._in_memory = path, in_memory
+        self.path, self._memory = path, memory
         self.slots = tuple(path / name for name in _SLOTS)
         self.files = path / _FILES
         self.adapters = path / _ADAPTERS
         try:
             self._lock = _own_lock(path)
             for sibling in path.parent.iterdir():
-                _clear_abandoned(sibling, whole=in_memory)
+                _clear_abandoned(sibling, whole=memory is not None)
             self.files.mkdir(exist_ok=True)
             for name in (_ADAPTERS, _PATCHES):
                 shutil.rmtree(path / name, ignore_errors=True)
@@ -77,11 +77,14 @@ class CacheFolder:
 
     def close(self) -> None:
         if not self._lock.closed:
-            if self._in_memory:
-                shutil.rmtree(self.path, ignore_errors=True)
-            else:
+            if self._memory is None:
                 _clear(self.path)
+                self.unlock()
+                return
+            shutil.rmtree(self.path, ignore_errors=True)
             self.unlock()
+            with self._memory.locked():  # which removes the folder above where it is empty
+                pass
 
     def unlock(self) -> None:
         self._lock.close()
@@ -105,18 +108,33 @@ def _lock(folder: Path) -> io.FileIO | None:
     file = io.FileIO(folder / _LOCK, "a")
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        if os.path.samestat(os.fstat(file.fileno()), (folder / _LOCK).stat()):
+        if _is_at(file.fileno(), folder / _LOCK):
             return file
-    except (BlockingIOError, FileNotFoundError):
+    except BlockingIOError:
         pass
     file.close()
     return None
 
 
+def _is_at(file: int, path: Path) -> bool:
+    """Return True if an open file still has this path."""
+    try:
+        return os.path.samestat(os.fstat(file), path.lstat())
+    except FileNotFoundError:
+        return False
+
+
 def _clear_abandoned(folder: Path, *, whole: bool) -> None:
-    """Empty a folder that no running worker uses; of one on disk the logs of its engines stay."""
+    """Empty a folder that no running worker uses; of one on disk the logs of its engines stay.
+
+    ``whole``: remove it. The caller then holds the lock of all decisions, so that a folder without a lock is none that is being made, but
+    what a worker left that was killed while it made or removed it.
+    """
     with contextlib.suppress(FileNotFoundError):  # another worker removed it
-        if (folder / _LOCK).exists() and (lock := _lock(folder)) is not None:
+        if not (folder / _LOCK).exists():
+            if whole:
+                shutil.rmtree(folder, ignore_errors=True)
+        elif (lock := _lock(folder)) is not None:
             if whole:
                 shutil.rmtree(folder, ignore_errors=True)
             else:
@@ -170,8 +188,11 @@ class MemoryFolder:
         self.path = self.parent / f"{run}-{worker}-{hashlib.sha256(os.fsencode(home)).hexdigest()[:12]}"
 
     @contextlib.contextmanager
-    def _locked(self) -> Iterator[str]:
-        """Hold the lock of the decisions of this user's workers, and give an empty text; else the reason why there is no folder in memory."""
+    def locked(self) -> Iterator[str]:
+        """Hold the lock of the decisions of this user's workers, and give an empty text; else the reason why there is no folder in memory.
+
+        In the end a folder without copies is removed.
+        """
         try:
             self.parent.mkdir(mode=0o700, exist_ok=True)
             file = os.open(self.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
@@ -184,8 +205,12 @@ class MemoryFolder:
                 yield f"{self.parent} is not a folder of this user alone"
             elif not _locked_within(file, _DECISION_DEADLINE_S):
                 yield f"another worker has decided for more than {_DECISION_DEADLINE_S:.0f} s about {self.parent}"
+            elif not _is_at(file, self.parent):
+                yield f"another worker that ended has just removed {self.parent}"
             else:
                 yield ""
+                with contextlib.suppress(OSError):  # not empty
+                    self.parent.rmdir()
         finally:
             os.close(file)
 
@@ -193,7 +218,7 @@ class MemoryFolder:
         """Return what is free; folders of workers that do not run must have been cleared."""
         needed = written = 0
         for folder in self.parent.iterdir():
-            written += sum(file.stat().st_blocks * 512 for file in folder.rglob("*") if file.is_file())
+            written += _written(folder)
             if folder != self.path:
                 with contextlib.suppress(OSError, ValueError):
                     needed += int((folder / _NEEDS).read_text())
@@ -202,20 +227,20 @@ class MemoryFolder:
     def clear_abandoned(self, *, keep_own: bool) -> None:
         """Remove the folders of workers that no longer run; ``keep_own``: but this worker's own, which it may use again."""
         if self.parent.exists():
-            with self._locked() as problem:
+            with self.locked() as problem:
                 if not problem:
                     self._clear_abandoned(keep_own=keep_own)
 
     def take(self, num_bytes: int) -> tuple[CacheFolder | None, str]:
         """Return the worker's folder in memory for a model of so many bytes, or None if it belongs on disk, and why."""
-        with self._locked() as problem:
+        with self.locked() as problem:
             if problem:
                 return None, f"on disk: {problem}"
             self._clear_abandoned(keep_own=True)
             fits, reason = choose(num_bytes, self._room())
             try:
                 if fits:
-                    folder = CacheFolder(self.path, in_memory=True)
+                    folder = CacheFolder(self.path, self)
                     (self.path / _NEEDS).write_text(str(NUM_REGULAR_SLOTS * num_bytes))
                     return folder, reason
             except (ConfigError, OSError) as err:
@@ -225,7 +250,7 @@ class MemoryFolder:
 
     def describe(self) -> str:
         """Return what would be kept in memory now."""
-        with self._locked() as problem:
+        with self.locked() as problem:
             if problem:
                 return f"copies of weights are kept in the run's folder: {problem}"
             room = self._room()
@@ -236,6 +261,16 @@ class MemoryFolder:
         for folder in self.parent.iterdir():
             if folder != self.path or not keep_own:
                 _clear_abandoned(folder, whole=True)
+
+
+def _written(folder: Path) -> int:
+    """Return the bytes of the files in a folder, which a worker may be writing and removing."""
+    num_bytes = 0
+    for inside, _, names in os.walk(folder):
+        for name in names:
+            with contextlib.suppress(FileNotFoundError):
+                num_bytes += os.lstat(os.path.join(inside, name)).st_blocks * 512  # noqa: PTH118 - for each of many files
+    return num_bytes
 
 
 def _locked_within(file: int, deadline_s: float) -> bool:

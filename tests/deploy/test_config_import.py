@@ -406,6 +406,29 @@ def test_shell_variables_are_substituted_and_nothing_is_executed(tmp_path: Path)
     assert not target.exists()
 
 
+def test_the_defaults_of_a_hydra_configuration_have_its_order_and_packages() -> None:
+    """``_self_`` overrules what stands before it; a group is its own package; a file may be empty, and name others, itself too."""
+    beside = {
+        "first.yaml": "a: 1\nb: 1\n",
+        "empty.yaml": "# nothing yet\n",
+        "last.yaml": "b: 3\n",
+        "actor/dp.yaml": "defaults: [../optim@optim: fsdp, ../actor/dp, _self_]\nlr: 2\n",
+        "actor/../optim/fsdp.yaml": "clip: 1.0\n",
+    }
+    found = read_yaml(
+        "x.yaml",
+        "defaults: [first, empty, _self_, last, actor@role.actor: dp, actor/dp, model: null]\na: 2\nb: 2\n",
+        beside.get,
+    )
+    assert found.values == {
+        "a": 2, "b": 3, "defaults": [{"model": None}],
+        **{f"{package}.{key}": value for package in ("role.actor", "actor")
+           for key, value in (("defaults", ["../actor/dp"]), ("optim.clip", 1.0), ("lr", 2))},
+    }  # fmt: skip
+    with pytest.raises(ConfigError, match=r"last\.yaml of its defaults: expected keys with values, got list"):
+        read_yaml("x.yaml", "defaults: [last]\n", {"last.yaml": "[1]\n"}.get)
+
+
 def test_references_between_keys_of_a_yaml_file_are_resolved() -> None:
     """Absolute, relative and with a default; a reference to nothing is marked, a circle ends."""
     found = read_yaml(
@@ -416,5 +439,8 @@ def test_references_between_keys_of_a_yaml_file_are_resolved() -> None:
         "b": 5, "c.d": "x-5", "c.e": "x-5", "c.f": "7", "j": 1e-6,
     }  # fmt: skip
     assert found.values["g"] == "\ue001nowhere\ue001"
+    with ends_within(20.0):  # tables that hold one another, and many that hold one
+        found = read_yaml("c.yaml", "a: {x: '${b}', y: 1}\nb: {x: '${a}', z: 2}\nt: {k: 3}\n" + "".join(f"t{n}: ${{t}}\n" for n in range(3000)))  # fmt: skip
+    assert (found.values["a.x.z"], found.values["t2999.k"]) == (2, 3)
     with pytest.raises(ConfigError):
         read_yaml("b.yaml", "a: b: c")

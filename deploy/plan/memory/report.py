@@ -119,7 +119,7 @@ class RankMemory:
                 if value
             )
             mark = "  <- largest" if phase is self._largest else ""
-            yield f"  {phase.name:<34}{size(self._size(phase)):>10}  with {parts}{mark}"
+            yield f"  {phase.name:<34}{size(self._size(phase)):>10}{f'  with {parts}' if parts else ''}{mark}"
         yield ""
         yield f"- a rank needs {size(self._peak)}"
         if self._on_gpu:

@@ -27,7 +27,7 @@ def placed(
 @pytest.mark.parametrize(
     ("shape", "gpus", "settings", "line", "overrides"),
     [
-        ("0.6B", "1x80GB", [], "GPU 0 engines (1 x tp 1, 0.68 of the memory), GPU 0 trainer (1 rank, ZeRO 1)", ["sglang.mem_fraction_static=0.68"]),
+        ("0.6B", "1x80GB", [], "GPU 0 engines (1 x tp 1, 0.71 of the memory), GPU 0 trainer (1 rank, ZeRO 1)", ["sglang.mem_fraction_static=0.71"]),
         ("0.6B", "2x80GB", [], "GPU 0 engines (1 x tp 1), GPU 1 trainer (1 rank, ZeRO 1)", []),
         ("0.6B", "8x80GB", [], "GPU 0-6 engines (7 x tp 1), GPU 7 trainer (1 rank, ZeRO 1)", ["sglang.engines=7"]),
         ("7B", "1x80GB", [LORA], "GPU 0 engines (1 x tp 1, 0.57 of the memory), GPU 0 trainer (1 rank, ZeRO 1)", ["sglang.mem_fraction_static=0.57"]),
@@ -61,7 +61,7 @@ def test_gpus_are_divided_by_memory(
 @pytest.mark.parametrize(
     ("shape", "gpus", "settings", "words"),
     [
-        ("7B", "2x80GB", [], r"a rank of the trainer needs 198\.0 GB on 1 GPU\(s\) with ZeRO 1, and 73\.6 GB of each can be used; it fits with"),
+        ("7B", "2x80GB", [], r"a rank of the trainer needs 145\.7 GB on 1 GPU\(s\) with ZeRO 1, and 73\.6 GB of each can be used; it fits with"),
         ("7B", "1x80GB", ["placement.shared=never", LORA], "an engine needs 1 GPUs and the trainer one|0 of 1 are left"),
         ("7B", "1x24GB", [LORA], r"a rank needs 24\.4 GB, an engine 15\.8 GB .* and 22\.1 GB can be used"),
         ("0.6B", "2x80GB", ["sglang.engines=2"], r"1 worker\(s\) with 2 engine\(s\) of 1 GPU\(s\) need 2 GPUs, and 1 of 2 are left for engines"),
@@ -93,10 +93,24 @@ def test_a_gpu_is_given_out_once(tmp_path: Path, settings: list[str], words: str
 
 
 def test_the_settings_of_a_refusal_make_the_run_fit(tmp_path: Path) -> None:
-    for shape, gpus in (("7B", "2x80GB"), ("7B", "1x80GB"), ("32B", "8x80GB"), ("0.6B", "1x24GB")):
+    """And the program takes them, also where they need the stage or the ranks of the layout that was tried."""
+    dense = ["worker.engine=sglang"]
+    cases: list[tuple[str, str, list[str], dict[str, object]]] = [
+        ("7B", "2x80GB", [], {}), ("7B", "1x80GB", [], {}), ("32B", "8x80GB", [], {}), ("0.6B", "1x20GB", [], {}),
+        ("32B", "8x80GB", ["trainer.num_ranks=2"], {"engine": dense}),
+        ("32B", "8x80GB", ["placement.engines=2"], {"engine": dense, "role": "trainer"}),
+    ]  # fmt: skip
+    for shape, gpus, settings, more in cases:
         with pytest.raises(DoesNotFit) as refused:
-            placed(tmp_path, shape, gpus)
-        assert placed(tmp_path, shape, gpus, *refused.value.settings).placement.trainer
+            placed(tmp_path, shape, gpus, *settings, **more)  # type: ignore[arg-type]
+        found = placed(tmp_path, shape, gpus, *settings, *refused.value.settings, **more)  # type: ignore[arg-type]
+        assert found.placement.trainer
+
+
+def test_the_workers_of_an_evaluation_divide_all_gpus(tmp_path: Path) -> None:
+    found = placed(tmp_path, "0.6B", "8x80GB", role="engines", workers=2)
+    assert [len(found.placement.of_worker(number)) for number in (0, 1)] == [4, 4]
+    assert "sglang.engines=4" in found.overrides
 
 
 def test_gpus_in_use_are_left_out_unless_the_run_file_lists_them(tmp_path: Path) -> None:

@@ -45,8 +45,10 @@ def test_the_plan_has_the_run_files_bound_and_others(run_file: str, capsys: pyte
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--workers", "0"], "--workers 0: expected a number above 0"),
-        (["--median", "500"], "at most longest_tokens = 400"),
+        (["--workers", "0"], "--workers 0: expected a number of 1 to 1000"),
+        (["--median", "500"], "--median 500: expected a number of 1 to 400"),
+        (["--score", "nan"], "--score nan: expected a number of 0 to 86400"),
+        (["--lone-rate", "-1"], "--lone-rate -1: expected a number of 1 to 1e+09"),
         (["rollout.max_staleness=-1"], "rollout.max_staleness"),
     ],
 )

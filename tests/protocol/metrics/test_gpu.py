@@ -106,7 +106,7 @@ MIXED = (
         ("1", ["MIG-b0"]),
         ("GPU-2c,MIG-b1", ["GPU-2c", "MIG-b1"]),
         ("GPU-2,GPU-1a", ["GPU-2c", "GPU-1a"]),
-        ("GPU-1", []),
+        ("none", []),
     ],
 )
 def test_a_command_sees_the_gpus_that_cuda_shows(visible: str | None, expected: list[str]) -> None:
@@ -123,6 +123,8 @@ def test_a_command_sees_the_gpus_that_cuda_shows(visible: str | None, expected: 
     ("environ", "init_error", "error", "words"),
     [
         ({"CUDA_VISIBLE_DEVICES": "0,2,0"}, None, ConfigError, "names a GPU twice"),
+        ({"CUDA_VISIBLE_DEVICES": "2,GPU-2c"}, None, ConfigError, "names a GPU twice"),
+        ({"CUDA_VISIBLE_DEVICES": "GPU-1"}, None, ConfigError, "its first name is that of no GPU here"),
         ({"CUDA_DEVICE_ORDER": "FASTEST_FIRST"}, None, ConfigError, "set it to PCI_BUS_ID"),
         ({}, pynvml.NVML_ERROR_NO_PERMISSION, GpusUnknown, "refuses to list the GPUs"),
     ],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -88,10 +89,25 @@ def test_copies_in_memory_outlive_a_kill_and_go_when_their_owner_does_not_come_b
     assert mirrored.num_bytes < 2 * run.facts[1].num_bytes < run.facts[0].num_bytes, "its copies are used again"
     assert mirrored.folder.is_relative_to(tmp_path / "shm")
     kill(again)
+    (
+        tmp_path / "shm" / again._cache.path.parent.name / "run-w8-0"
+    ).mkdir()  # of a worker that was killed before it had its lock
     MemoryFolder(tmp_path / "disk" / "r" / "w9", tmp_path / "shm").clear_abandoned(keep_own=True)
     assert folders(tmp_path) == ["w1"]
     second.close()
-    assert not folders(tmp_path)
+    assert not list((tmp_path / "shm").iterdir())
+
+
+def test_a_decision_meets_files_that_another_worker_removes(
+    run: Run, opened: OpenMirror, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They vanish while what is written is counted; the weights are in memory all the same."""
+    run.fetch(opened("w0"), 0)
+    walk = os.walk
+    monkeypatch.setattr(
+        os, "walk", lambda folder: ((at, inside, [*names, "removed.part"]) for at, inside, names in walk(folder))
+    )
+    assert run.fetch(opened("w1"), 0).folder.is_relative_to(tmp_path / "shm")
 
 
 def test_a_worker_without_room_in_memory_uses_the_disk(
@@ -102,7 +118,8 @@ def test_a_worker_without_room_in_memory_uses_the_disk(
     on_disk = run.fetch(opened("w0"), 0)
     run.assert_is(on_disk, 0)
     monkeypatch.undo()
-    (parent,) = (tmp_path / "shm").iterdir()
+    parent = MemoryFolder(tmp_path / "disk", tmp_path / "shm").parent
+    parent.mkdir()
     parent.chmod(0o777)
     other = run.fetch(opened("w1"), 0)
     assert all(mirrored.folder.is_relative_to(tmp_path / "disk") for mirrored in (on_disk, other))
