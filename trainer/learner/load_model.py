@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from penstock.protocol.errors import ConfigError
+from penstock.protocol.hardware_errors import fault_of
 from penstock.protocol.images.processor import read_processor
 from penstock.trainer.errors import UnsupportedModel
 from penstock.trainer.learner import adapter, experts, vision
@@ -168,12 +169,12 @@ def from_folder(
 
     transformers_logging.disable_progress_bar()
     transformers_logging.set_verbosity_error()  # `check_loaded` reports what is missing
+    parts = None
     from_files: dict[str, Any] = {"trust_remote_code": False, "local_files_only": True}  # else it asks on a terminal
     try:
         config = transformers.AutoConfig.from_pretrained(folder, **from_files, **options)
         if dims is not None and dims.layout.ranks_of_rows > 1:
             _check_layout(getattr(transformers, loader), config, folder, dims)
-        parts = None
         if zero is not None and dims is not None and is_partitioned(zero, dims):
             parts = PartitionedParameters(zero_config(zero), getattr(torch, dtype))
         model, report = _read(
@@ -181,7 +182,9 @@ def from_folder(
         )
     except (ConfigError, UnsupportedModel):
         raise
-    except Exception as err:  # noqa: BLE001 - files from outside: transformers raises errors of every kind
+    except Exception as err:
+        if parts is not None and fault_of(err) is not None:  # of the device, or of another rank
+            raise
         raise UnsupportedModel(
             f"model.path = {folder} is not {kind} ({type(err).__name__}: {err}); set it to a Hugging Face model "
             "folder of an architecture that transformers has: code in the folder is never executed"

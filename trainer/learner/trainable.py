@@ -191,7 +191,14 @@ class Trainable:
         return str(next(self.module.parameters()).dtype).removeprefix("torch.")
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._engine(*args, **kwargs)
+        found = self._engine(*args, **kwargs)
+        if self.is_partitioned and not torch.is_grad_enabled():
+            # DeepSpeed fetches ahead by the order of the layers in the pass that it recorded: every backward pass would end that of one
+            # without a gradient, while such a pass is the beginning of one with it.
+            coordinator = self._engine.optimizer.parameter_offload.get_param_coordinator()
+            if coordinator.is_record_trace():
+                coordinator._invalidate_trace()
+        return found
 
     def begin(self, *, is_last: bool) -> None:
         self._engine.set_gradient_accumulation_boundary(is_last)

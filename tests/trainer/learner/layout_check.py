@@ -155,7 +155,6 @@ def with_one_key_head(model: Path, folder: Path) -> Path:
 def trained(model: Path, folder: Path, plain: Path, how: Optimisation, dims: ParallelDims) -> dict[str, Any]:
     """Make a few steps, and the last one again from the checkpoint before it and from that of the plain layout."""
     policy = load_policy(model, how, dims, temperature=1.0)
-    policy._scorer._chunk_tokens = 7
     objective = build_objective(AlgorithmSettings(entropy_coefficient=0.01))
     batches = micro_batches(dims, replays=how.router_replay)
     steps = [policy.train_step(batches, objective) for _ in range(NUM_STEPS - 1)]

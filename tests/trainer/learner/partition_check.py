@@ -22,6 +22,8 @@ from penstock.trainer.errors import UnsupportedModel
 from penstock.trainer.learner.adapter import Lora
 from penstock.trainer.learner.load_model import from_folder, load_language_model, load_policy, load_reference
 from penstock.trainer.learner.optimizer_state import Communication
+from penstock.trainer.learner.partitioned_model import PartitionedParameters
+from penstock.trainer.learner.reference import WithoutAdapter
 from penstock.trainer.learner.trainable import Optimisation
 from penstock.trainer.parallel_dims import ParallelDims
 from penstock.trainer.ranks import Ranks
@@ -97,6 +99,23 @@ def refusal(folder: Path, dims: ParallelDims) -> str:
     return "accepted"
 
 
+def out_of_memory(folder: Path, dims: ParallelDims) -> str:
+    """Return the kind of the error of a device that is full while a model is read in parts."""
+    partition = PartitionedParameters._partition
+
+    def full(*_: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1.16 GiB")
+
+    PartitionedParameters._partition = full  # type: ignore[method-assign]
+    try:
+        load_language_model(folder, how(), dims)
+    except (torch.OutOfMemoryError, UnsupportedModel) as err:
+        return type(err).__name__
+    finally:
+        PartitionedParameters._partition = partition  # type: ignore[method-assign]
+    return "read"
+
+
 def rows(num_sampled: int) -> MicroBatch:
     tokens = np.random.default_rng(num_sampled).integers(0, VOCABULARY, 50 + num_sampled).astype(np.int32)
     sampled = np.arange(len(tokens)) >= 50
@@ -104,18 +123,22 @@ def rows(num_sampled: int) -> MicroBatch:
 
 
 def traced(folder: Path, changes: Mapping[str, Any], dims: ParallelDims) -> list[bool]:
-    """Return whether DeepSpeed still knows the order of the layers after passes over rows of other lengths than those that it recorded."""
-    policy = load_policy(folder, how(**changes), dims, temperature=1.0)
+    """Return whether DeepSpeed knows the order of the layers after passes of other kinds, over rows of other lengths, in other chunks.
+
+    Each step has one micro-batch, and passes without a gradient before it, as those of a reference without adapters.
+    """
+    policy = load_policy(folder, how(max_logits=64 * VOCABULARY, **changes), dims, temperature=1.0)
     coordinator = policy._trainable._engine.optimizer.parameter_offload.get_param_coordinator()
-    policy.train_step([rows(100), rows(100)], CrossEntropy())
-    complete = [coordinator.is_complete_trace()]
-    policy.logprobs(rows(700))
-    complete.append(coordinator.is_complete_trace())
-    if "lora" in changes:
-        policy.logprobs_without_adapter(rows(200))
+    complete = []
+    for num_sampled in (100, 700, 1500):
+        policy.logprobs(rows(200))
+        if "lora" in changes:
+            policy.logprobs_without_adapter(rows(200))
+            policy.full_kl(rows(300), WithoutAdapter(policy))
         complete.append(coordinator.is_complete_trace())
-    policy.train_step([rows(700), rows(1500)], CrossEntropy())
-    return [*complete, coordinator.is_complete_trace()]
+        policy.train_step([rows(num_sampled)], CrossEntropy())
+        complete.append(coordinator.is_complete_trace())
+    return complete[2:]  # the first step is recorded
 
 
 def reference_scores(folder: Path, dims: ParallelDims) -> bool:
@@ -131,7 +154,10 @@ def reference_scores(folder: Path, dims: ParallelDims) -> bool:
 
 
 def communicated(folder: Path, dims: ParallelDims) -> list[list[float]]:
-    """Return losses and norms of two steps with DeepSpeed's own communication, and with each setting changed."""
+    """Return losses and norms of two steps with DeepSpeed's own communication, and with each setting changed.
+
+    In float32 at stage 2, whose bucket rounds the output head's gradient to bfloat16, unless the head is larger than it.
+    """
     found = []
     for stage, changed in (
         (2, {}), (2, {"overlap_comm": True, "reduce_bucket_size": 10_000}), (3, {}),
@@ -139,7 +165,12 @@ def communicated(folder: Path, dims: ParallelDims) -> list[list[float]]:
         (3, {"hpz_partition_size": dims.ranks.num_ranks}),
     ):  # fmt: skip
         policy = load_policy(
-            folder, how(zero_stage=stage, communication=Communication(**changed)), dims, temperature=1.0
+            folder,
+            how(
+                zero_stage=stage, dtype="float32" if stage == 2 else "bfloat16", communication=Communication(**changed)
+            ),
+            dims,
+            temperature=1.0,
         )
         steps = [policy.train_step([rows(40), rows(70)], CrossEntropy()) for _ in range(2)]
         found.append([value for step in steps for value in (step.loss, step.grad_norm)])
@@ -176,6 +207,7 @@ def main(arguments: Sequence[str]) -> int:
     }
     if ranks.num_ranks == 2:
         results.update({name: refusal(folder / name, dims) for name in BROKEN})
+        results["memory"] = out_of_memory(folder / TIED, dims)
         results["reference"] = reference_scores(folder / UNTIED, dims)
         results.update({case: traced(folder / TIED, changes, dims) for case, changes in TRACED.items()})
         results["resumed"] = [resumed(folder / UNTIED, stage, dims) for stage in (1, 3)]

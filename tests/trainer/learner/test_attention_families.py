@@ -116,3 +116,15 @@ def test_packed_rows_equal_plain_transformers_row_by_row(family: str, monkeypatc
     with torch.no_grad():
         stream = _packed(rough.base_model, packed)
     assert _error([stream[places] for places in where], true) < 1.25 * plain_error
+
+
+def test_padded_rows_of_a_model_without_a_longest_position_equal_plain_transformers() -> None:
+    """The config.json of BLOOM, whose scores have a bias by distance, has no max_position_embeddings."""
+    torch.manual_seed(0)
+    config = AutoConfig.for_model("bloom", hidden_size=128, n_layer=2, n_head=2, vocab_size=128)
+    model, (rows, starts) = AutoModelForCausalLM.from_config(config).eval(), _rows()
+    packed = pack(rows, starts)
+    assert use_packed_rows(model) is not None
+    stream = read_rows(model.base_model, torch.from_numpy(packed.token_ids)[None], None, packed.layout, packed=False)
+    found = [stream[torch.from_numpy(row[start:])] for row, start in zip(packed.positions, starts, strict=True)]
+    assert _error(found, _plain(model, rows, starts)) < 1e-5

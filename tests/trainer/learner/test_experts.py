@@ -196,12 +196,12 @@ def test_what_cannot_be_replayed_is_refused(folder: Path, tmp_path: Path) -> Non
         check_routers(tmp_path / "dense", router_replay=True)
     with pytest.raises(UnsupportedModel, match="has routers of no kind"):
         experts.install(loaded(tmp_path / "dense"))
-    sliding = loaded(folder).config
-    sliding.use_sliding_window, sliding.sliding_window = True, 8
+    padded = loaded(folder)
+    padded.config.layer_types = ["full_attention", "chunked_attention"]
     with pytest.raises(
-        UnsupportedModel, match=r"has sliding windows of 8 tokens, so that its rows are padded; set it to"
+        UnsupportedModel, match=r"has layers of chunked_attention, so that its rows are padded; set it to"
     ):
-        CompletionScorer(transformers.Qwen3MoeForCausalLM(sliding), 1.0).replay_routers()
+        CompletionScorer(padded, 1.0).replay_routers()
     given = {"model": {"path": folder}, "data": {"train": "rows.jsonl"}, "trainer": {"router_replay": True}}
     assert TrainerSettings.model_validate({**given, "rollout": {"environment": "lookup"}}).trainer.router_replay
     with pytest.raises(

@@ -23,7 +23,7 @@ from penstock.trainer.parallel_dims import ParallelDims
 from penstock.trainer.publishing.version_writer import small_files
 from penstock.trainer.ranks import Ranks
 
-HOW: Any = SimpleNamespace(dtype="float32", gradient_checkpointing=False)
+HOW: Any = SimpleNamespace(dtype="float32", gradient_checkpointing=False, zero_stage=1)
 FIRST = "model.embed_tokens.weight"
 Change = Callable[[Path], object]
 

@@ -70,11 +70,9 @@ def test_a_model_whose_rows_are_padded_is_refused_before_its_weights_are_read(tm
     write_model(tmp_path / "model", seed=0)
     path = tmp_path / "model" / "config.json"
     config = json.loads(path.read_text())
-    path.write_text(
-        json.dumps({**config, "rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}})
-    )
+    path.write_text(json.dumps({**config, "layer_types": ["chunked_attention"] * config["num_hidden_layers"]}))
     with pytest.raises(
-        ConfigError, match=r"sequence_parallel = 2 needs rows in one stream.*embeddings of type dynamic"
+        ConfigError, match=r"sequence_parallel = 2 needs rows in one stream.*layers of chunked_attention"
     ):
         load_policy(tmp_path / "model", HOW, dims(0, 2, 2), temperature=1.0)
     path.write_text(json.dumps(config))

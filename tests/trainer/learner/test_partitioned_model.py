@@ -51,6 +51,11 @@ def test_a_broken_model_is_refused_on_every_rank(results: Results, name: str) ->
         assert name == "not-tied" or "model.layers.1.mlp.up_proj.weight" in one[name]
 
 
+def test_a_full_device_is_not_a_fault_of_the_model(results: Results) -> None:
+    """What is known of the hardware, or of other ranks, is said as such, while all ranks read a model together."""
+    assert all(one["memory"] == "OutOfMemoryError" for one in results[2])
+
+
 def test_a_reference_in_parts_scores_as_a_whole_one(results: Results) -> None:
     assert all(one["reference"] for one in results[2])
 

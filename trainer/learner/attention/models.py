@@ -186,7 +186,7 @@ def _rotary_embeddings(config: Any) -> list[dict[str, Any]]:
 def _check_length(config: Any, layout: Layout) -> None:
     """Raise UnsupportedModel for a row whose length changes the rotary embeddings of all rows, and of its own tokens once more."""
     for rope in _rotary_embeddings(config):
-        limit = rope.get("original_max_position_embeddings") or config.max_position_embeddings
+        limit: Any = rope.get("original_max_position_embeddings") or getattr(config, "max_position_embeddings", None)
         if rope.get("rope_type") in LENGTH_DEPENDENT and layout.longest_row > limit:
             raise UnsupportedModel(
                 f"a row of {layout.longest_row:,} tokens, and the rotary embeddings of this model ({rope['rope_type']}) are others beyond "
