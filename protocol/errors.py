@@ -147,5 +147,13 @@ class ConfigError(PenstockError):
     """The run file is wrong; the text lists every problem with file, line and the nearest valid name."""
 
 
+class DeviceTaken(ConfigError):
+    """Another run uses a GPU that this process is to share with processes of its own run."""
+
+
+class DeviceNotFreed(PenstockError):
+    """The turn on a shared GPU did not come within ``placement.turn_deadline_s``; the text names who has it."""
+
+
 class UntrustedFolder(ConfigError):
     """A file in the folder of a run was not sealed there by this user, so that what it names is not used; the text has the command."""

@@ -14,6 +14,7 @@ from pydantic import Field, ValidationError, field_validator, model_validator
 
 from penstock.protocol.config.connection import NatsSettings, RunSettings, S3Settings, Section, secret_of
 from penstock.protocol.config.environment_settings import EnvironmentSettings
+from penstock.protocol.config.placement_settings import PlacementSettings
 from penstock.protocol.config.shared_sections import MetricsSettings, TeacherSettings
 from penstock.protocol.errors import ConfigError
 from penstock.protocol.groups import Split
@@ -240,12 +241,30 @@ class RolloutSettings(Section):
     environment: EnvironmentSettings = EnvironmentSettings()  # pyright: ignore[reportCallIssue]
     teacher: TeacherSettings = TeacherSettings()  # pyright: ignore[reportCallIssue]
     metrics: MetricsSettings = MetricsSettings()  # pyright: ignore[reportCallIssue]
+    placement: PlacementSettings = PlacementSettings()  # pyright: ignore[reportCallIssue]
 
     @model_validator(mode="after")
     def _environments_are_defined(self) -> RolloutSettings:
         if self.environment.define:
             with _config_errors():
                 load_environments(self.worker.environments, self.environment.define)
+        return self
+
+    @model_validator(mode="after")
+    def _engine_takes_turns(self) -> RolloutSettings:
+        if not self.placement.takes_turns:
+            return self
+        if not self.worker.kind.may_release:
+            raise ValueError(
+                f'placement.shared = "turns" is not possible with worker.engine = {self.worker.engine}: its server does not release the '
+                'GPU\'s memory, or outlives the worker; set worker.engine = "sglang", "vllm" or "embedded", or give it another GPU and '
+                'set placement.shared = "never"'
+            )
+        if self.worker.kind.section == "vllm" and self.vllm.max_lora_rank is not None:
+            raise ValueError(
+                'placement.shared = "turns" with vllm.max_lora_rank: vLLM does not restore adapters after it has released its memory; use '
+                'worker.engine = "sglang", or set model.lora.publish = "model" and leave vllm.max_lora_rank out'
+            )
         return self
 
     @model_validator(mode="after")
@@ -286,5 +305,7 @@ class RolloutSettings(Section):
     def engine_options(self) -> Section:
         kind = self.worker.kind
         if kind.section:
-            return getattr(self, kind.section)
+            options: Section = getattr(self, kind.section)
+            saves = self.placement.takes_turns and "memory_saver" in type(options).model_fields
+            return options.model_copy(update={"memory_saver": True}) if saves else options
         return kind.options.model_validate(self.worker.engine_options)

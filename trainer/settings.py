@@ -10,6 +10,7 @@ from pydantic import Field, ValidationInfo, model_validator
 
 from penstock.protocol.config.connection import NatsSettings, RunSettings, S3Settings, Section
 from penstock.protocol.config.environment_settings import MIXTURE, EnvironmentSettings
+from penstock.protocol.config.placement_settings import PlacementSettings
 from penstock.protocol.config.reward_settings import RewardSettings
 from penstock.protocol.config.shared_sections import MetricsSettings, RetentionSettings, TeacherSettings
 from penstock.trainer.algorithm.algorithm_settings import RECORDED, AlgorithmSettings
@@ -65,6 +66,7 @@ class TrainerSettings(Section):
     rm: RmSettings = Field(default_factory=RmSettings)
     retention: RetentionSettings = Field(default_factory=RetentionSettings)
     metrics: MetricsSettings = Field(default_factory=MetricsSettings)
+    placement: PlacementSettings = Field(default_factory=PlacementSettings)
 
     @model_validator(mode="after")
     def _consistent(self) -> TrainerSettings:
@@ -113,6 +115,11 @@ class TrainerSettings(Section):
         check_pairs(self.algorithm, self.dpo, self.rollout, self.data, needs_reference=self.needs_reference)
         self._check_router_replay()
         self._check_warmup()
+        if self.placement.takes_turns and self.trainer.published_words == "device":
+            raise ValueError(
+                'trainer.published_words = "device" keeps a copy of the weights on the GPU that placement.shared = "turns" gives to an '
+                'engine; set it to "host"'
+            )
         if self.trainer.epochs is None and (problem := self.problem_of_length()):
             raise ValueError(problem)
         if self.trainer.epochs is not None and self.data.from_run is not None:

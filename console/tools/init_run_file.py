@@ -258,6 +258,8 @@ def _values(answers: Answers, sample: DataSample) -> Iterator[tuple[str, object]
     else:
         yield ("worker.device", "cuda" if gpus else "cpu")
         yield ("worker.dtype", "bfloat16" if gpus else "float32")
+    if gpus == 1:
+        yield ("placement.shared", "turns")
 
 
 def _entry(key: str, value: object) -> Iterator[str]:

@@ -7,7 +7,7 @@ import json
 import os
 import sys
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -189,6 +189,7 @@ def plan_run(arguments: Sequence[str], options: PlanOptions) -> int:
     now = next(row for row in rows if row.max_staleness == chosen)
     sentences = describe_waits(now, rows, fleet, rollout.groups_per_message * rollout.started_completions)
     sentences.append(held)
+    sentences += _of_shared_gpu(memory, trainer, now, options)
     if options.json:
         of_rank = {"not_estimated": memory} if isinstance(memory, str) else memory.document()
         waits = [dataclasses.asdict(row) for row in rows]
@@ -201,6 +202,20 @@ def plan_run(arguments: Sequence[str], options: PlanOptions) -> int:
         of_rank = f"memory of a rank: not estimated\n\n- {memory}\n" if isinstance(memory, str) else memory.text()
         sys.stdout.write(f"\n{of_rank}")
     return 0 if isinstance(memory, str) or memory.fits else _DOES_NOT_FIT
+
+
+def _of_shared_gpu(
+    memory: RankMemory | str, trainer: TrainerSettings, now: Waits, options: PlanOptions
+) -> Iterator[str]:
+    gpu = None if isinstance(memory, str) else memory.shared_gpu()
+    if gpu is not None and trainer.placement.shared != "never":
+        tokens = trainer.rollout.groups_per_step * trainer.rollout.group_size * now.mean_trained
+        shares = gpu.shares(
+            train_s=tokens / options.trainer_rate,
+            sample_s=tokens / options.engine_rate,
+            max_staleness=trainer.rollout.max_staleness,
+        )
+        yield from gpu.lines(trainer.placement.shared, shares)
 
 
 def _trainer(files: Sequence[Path], overrides: Sequence[str], *, on_gpu: bool) -> TrainerSettings:

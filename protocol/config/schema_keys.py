@@ -15,7 +15,7 @@ from penstock.protocol.config.sources import KeyPath
 SECTIONS = (
     "run", "nats", "s3", "model", "data", "rollout", "reward", "algorithm", "critic", "trainer", "eval", "metrics",
     "sft", "dpo", "rm", "worker", "teacher", "environment", "sglang", "vllm", "reward_service", "retention", "tracker",
-    "tracking",
+    "tracking", "placement",
 )  # fmt: skip
 _NEAR = 0.75  # of two dotted keys, whose sections alone make many of them alike
 

@@ -101,6 +101,19 @@ def add_samples(figures: Mapping[str, float], samples: Samples, **who: str) -> N
                 samples.add(metric, value, statistic=statistic, **who)
 
 
+def device_ids(nvml: Any | None = None, visible: str | None = None) -> tuple[str, ...]:
+    """Return the UUIDs of the GPUs that CUDA shows to this process, in its order; none without driver or package."""
+    nvml = nvml if nvml is not None else _package()
+    if nvml is None:
+        return ()
+    try:
+        nvml.nvmlInit()
+        devices = _devices(nvml, os.environ.get(_VISIBLE) if visible is None else visible)
+        return tuple(str(nvml.nvmlDeviceGetUUID(device)) for device in devices)
+    except nvml.NVMLError:
+        return ()
+
+
 def _package() -> Any | None:
     try:
         return importlib.import_module("pynvml")

@@ -11,6 +11,7 @@ from typing import Any
 from penstock.deploy.plan.memory.memory_plan import MemoryPlan, Phase, suggestions
 from penstock.deploy.plan.memory.model_shape import ModelShape, Needs, read_shape
 from penstock.deploy.plan.memory.plan_inputs import plan_inputs
+from penstock.deploy.plan.memory.shared_gpu import SharedGpu
 from penstock.protocol.errors import ConfigError
 from penstock.trainer.attention_choice import matrix_bytes
 from penstock.trainer.settings import TrainerSettings
@@ -53,6 +54,20 @@ class RankMemory:
     @property
     def fits(self) -> bool:
         return self._limit is None or self._peak <= self._limit
+
+    def shared_gpu(self) -> SharedGpu | None:
+        """Return what a GPU of the limit is for this rank and an engine; None where no GPU trains, or without a limit."""
+        if self._limit is None or not self._on_gpu:
+            return None
+        inputs, shape = self._plan.inputs, self._plan.inputs.shape
+        return SharedGpu(
+            card=self._limit,
+            rank=self._peak,
+            moved=sum(self._plan.held.device.values()),
+            weights=shape.parameters * inputs.published_width,
+            row=inputs.row_tokens * 2 * shape.layers * shape.key_value * inputs.published_width,
+            group_size=inputs.batch.group_size,
+        )
 
     def advice(self) -> str:
         """Return one line for a rank that ran out of memory although the limit was all of its GPU."""
