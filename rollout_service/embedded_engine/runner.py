@@ -148,8 +148,8 @@ class Runner:
             self._weights = None
         if "kv_cache" in tags:
             self._cache.release()
-        self.kept.clear()
-        self._features.clear()
+        for computed in (self.kept, self._features):
+            computed.clear()
         if self._device.type == "cuda":
             torch.cuda.empty_cache()  # else the allocator would keep it from other processes
 

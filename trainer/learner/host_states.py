@@ -20,46 +20,49 @@ class HostStates:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._moved: dict[int, torch.UntypedStorage] = {}  # by the address of the storage's object, which stays
+        # By the address of the storage's object, which stays. What was moved out, with its bytes:
+        self._moved: dict[int, tuple[torch.UntypedStorage, int]] = {}
         self._copies: dict[int, Tensor] = {}  # [bytes] uint8 in host memory, pinned for a GPU; kept between two moves
 
-    def move_out(self, *roots: object) -> int:
-        """Copy every storage that is reached from ``roots`` and free it on the device; return the bytes. Nothing may read them until `move_back`."""
-        for tensor in tensors_of(*roots):
+    def move_out(self, *roots: object, scratch: Iterable[Tensor] = ()) -> int:
+        """Copy every storage that is reached from ``roots`` and free it on the device; return the bytes that were copied.
+
+        ``scratch`` is freed without a copy, and has arbitrary values afterwards. Nothing may read either until `move_back`.
+        """
+        unused = {tensor.untyped_storage()._cdata for tensor in scratch}
+        for tensor in tensors_of(*roots, *scratch):
             storage = tensor.untyped_storage()
             size, address = storage.nbytes(), storage._cdata
-            if (
-                tensor.device != self._device
-                or size < _SMALLEST_BYTES
-                or address in self._moved
-                or not storage.resizable()
-            ):
+            if address in self._moved or tensor.device != self._device:
                 continue
-            copy = self._copies.get(address)
-            if copy is None or len(copy) != size:
-                copy = torch.empty(size, dtype=_BYTE, pin_memory=self._device.type == "cuda")
-            self._copies[address] = copy.copy_(_bytes_of(storage), non_blocking=True)
-            self._moved[address] = storage
+            if size < _SMALLEST_BYTES or not storage.resizable():
+                continue
+            self._moved[address] = storage, size
+            if address not in unused:
+                copy = self._copies.get(address)
+                if copy is None or len(copy) != size:
+                    copy = torch.empty(size, dtype=_BYTE, pin_memory=self._device.type == "cuda")
+                self._copies[address] = copy.copy_(_bytes_of(storage), non_blocking=True)
         self._synchronize()
-        for storage in self._moved.values():
+        for storage, _ in self._moved.values():
             storage.resize_(0)
-        self._copies = {address: self._copies[address] for address in self._moved}
+        self._copies = {address: copy for address, copy in self._copies.items() if address in self._moved}
         if self._device.type == "cuda":
             torch.cuda.empty_cache()  # else the allocator would keep the memory from the engine
         return sum(map(len, self._copies.values()))
 
     def move_back(self) -> None:
-        for address, storage in self._moved.items():
-            copy = self._copies[address]
-            storage.resize_(len(copy))
-            _bytes_of(storage).copy_(copy, non_blocking=True)
+        for address, (storage, size) in self._moved.items():
+            storage.resize_(size)
+            if (copy := self._copies.get(address)) is not None:
+                _bytes_of(storage).copy_(copy, non_blocking=True)
         self._synchronize()
         self._moved.clear()
 
     def readable(self, tensor: Tensor) -> Tensor:
         """Return a tensor, or while its storage is moved out the same values in host memory."""
         address = tensor.untyped_storage()._cdata
-        if address not in self._moved:
+        if address not in self._moved or address not in self._copies:
             return tensor
         copy = self._copies[address].untyped_storage()
         return torch.empty(0, dtype=tensor.dtype).set_(copy, tensor.storage_offset(), tensor.shape, tensor.stride())

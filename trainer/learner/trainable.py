@@ -278,7 +278,11 @@ class Trainable:
 
     def leave_device(self) -> int:
         """Move parameters, gradients and the optimizer's state to host memory; return the bytes. Only `capture` may follow."""
-        return self._host.move_out(self.module, self._engine.optimizer)
+        buckets = self._engine.optimizer.ipg_buckets.values() if self.is_partitioned else ()
+        scratch = [
+            bucket.buffer for bucket in buckets if bucket.buffer is not None
+        ]  # of gradients on their way to other ranks
+        return self._host.move_out(self.module, self._engine.optimizer, scratch=scratch)
 
     def enter_device(self) -> None:
         self._host.move_back()
