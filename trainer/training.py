@@ -158,9 +158,11 @@ class Training:
         started = time.monotonic()
         self.activity.state = "waiting for groups"
         overtake_wait_s = self.settings.trainer.oldest_patience * self._step_s
-        may_take = (lambda: True) if self.turns is None else lambda: self.turns.is_held
         batch = self.collector.collect(
-            self.version, self._should_stop, overtake_wait_s=overtake_wait_s, may_take=may_take
+            self.version,
+            self._should_stop,
+            overtake_wait_s=overtake_wait_s,
+            may_take=lambda turns=self.turns: turns is None or turns.is_held,
         )
         self._wait_s = time.monotonic() - started
         if self._is_pausing and not batch:
