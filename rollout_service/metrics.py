@@ -28,6 +28,9 @@ class WorkerMetrics:
     episodes_not_stored: int = 0  # of those that should have been
     episodes_continued: int = 0  # that an earlier delivery of their pack had played
     apply_s: dict[str, float] = field(default_factory=lambda: dict.fromkeys(APPLY_STAGES, 0.0), repr=False)
+    turns: int = 0  # on GPUs that the trainer uses too
+    turn_wait_s: float = 0.0  # for them
+    turn_move_s: float = 0.0  # releasing memory, and loading weights again
     _token_counts: collections.deque[tuple[float, int]] = field(
         default_factory=lambda: collections.deque(maxlen=_WINDOW), repr=False
     )

@@ -119,6 +119,7 @@ class Gpu:
     total: int
     used: int  # by all processes, and by the driver
     is_mig: bool = False
+    uuid: str = ""  # by its driver
 
     @property
     def free(self) -> int:
@@ -165,8 +166,9 @@ def _listed(nvml: Any, visible: str | None) -> list[Gpu]:
     try:
         gpus = []
         for number, (name, handle, is_mig) in enumerate(_found(nvml, visible)):
-            memory = nvml.nvmlDeviceGetMemoryInfo(handle)
-            gpus.append(Gpu(number, name, str(nvml.nvmlDeviceGetName(handle)), memory.total, memory.used, is_mig))
+            memory, uuid = nvml.nvmlDeviceGetMemoryInfo(handle), str(nvml.nvmlDeviceGetUUID(handle))
+            kind = str(nvml.nvmlDeviceGetName(handle))
+            gpus.append(Gpu(number, name, kind, memory.total, memory.used, is_mig, uuid))
     except nvml.NVMLError as err:
         raise GpusUnknown(
             f"the NVIDIA driver does not describe the GPUs of {VISIBLE}={visible} ({err}); run nvidia-smi, and leave out a broken one"

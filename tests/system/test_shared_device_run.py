@@ -1,0 +1,85 @@
+"""A whole run whose engine and trainer share one device, and have room for one of them: processes are killed in each of their turns."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests.servers import wait_for
+from tests.small_run import PENSTOCK, report_of, steps_of, write_small_run
+from tests.system import accounted_device
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
+_STEPS = 8
+# whose turn it is, and who is killed in it
+_KILLS = [
+    ("engine", "engine"),
+    ("trainer", "trainer"),
+    ("engine", "worker"),
+    ("trainer", "worker"),
+    ("engine", "trainer"),
+]
+
+
+class _Turns:
+    def __init__(self, locks: Path) -> None:
+        self._locks = locks
+
+    def holder(self, role: str) -> int | None:
+        """Return the process id of the worker or trainer that has the device."""
+        for path in self._locks.glob("card.*.json"):
+            try:
+                record = json.loads(path.read_text())
+            except (OSError, ValueError):
+                continue
+            if record["role"] == role and Path(f"/proc/{record['pid']}").exists():
+                return int(record["pid"])
+        return None
+
+
+def _child_of(pid: int) -> int:
+    [child] = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    return int(child)
+
+
+def _kill(turn: str, who: str, turns: _Turns, pids: dict[str, int]) -> None:
+    wait_for(lambda: turns.holder(turn), f"a turn of the {turn}", deadline_s=500)
+    pid = turns.holder(turn)
+    assert pid is not None
+    pids["worker" if turn == "engine" else "trainer"] = pid
+    victim = _child_of(pid) if who == "engine" else pids[who]
+    os.kill(victim, signal.SIGKILL)
+
+
+def test_never_are_both_on_the_device_whatever_is_killed(tmp_path: Path) -> None:
+    """Every step is made once, of groups that are accounted for."""
+    locks, account = tmp_path / "locks", tmp_path / "account.json"
+    file = write_small_run(
+        tmp_path, "card", worker={"engine": f"{accounted_device.__file__}:ACCOUNTED"},
+        algorithm={"loss": f"{accounted_device.__file__}:accounted", "advantage": "grpo"},
+        placement={"shared": "turns", "devices": ["card"], "lock_dir": str(locks), "turn_deadline_s": 300.0},
+        trainer={"steps": _STEPS, "checkpoint_every": 2, "lr": 1e-4},
+    )  # fmt: skip
+    words = [*PENSTOCK, "train", str(file), "--local", "--workers", "1", "--json"]
+    environ = {**os.environ, accounted_device.VARIABLE: str(account), "OMP_NUM_THREADS": "1"}
+    with (tmp_path / "out").open("w") as out, (tmp_path / "err").open("w") as err:
+        process = subprocess.Popen(words, cwd=tmp_path, env=environ, stdout=out, stderr=err)
+    turns, pids = _Turns(locks), dict[str, int]()
+    try:
+        for turn, who in _KILLS:
+            _kill(turn, who, turns, pids)
+        assert process.wait(900) == 0, (tmp_path / "err").read_text()[-4000:]
+    finally:
+        process.kill()
+        process.wait()
+    accounts = json.loads(account.read_text())
+    assert accounts["refused"] == []
+    assert steps_of(tmp_path / "runs", "card") == list(range(1, _STEPS + 1))
+    totals = json.loads((tmp_path / "runs" / "card" / "trainer.json").read_text())
+    assert totals["groups"]["trained"] == 4 * _STEPS
+    assert report_of("audit", "card", tmp_path / "runs")["exit_code"] == 0
