@@ -199,10 +199,10 @@ def _shared_so(case: _Case, own: Sequence[Gpu], stage: int, *, beside: bool) -> 
     assert trainer is not None
     engines, workers = _engines(case, own)
     peak, limit, total = trainer.peak(len(own), stage), min(map(planned, own)), min(gpu.total for gpu in own)
-    if beside and peak is None and engine.fraction is None:
+    if peak is None and engine.fraction is None and case.wishes.shared != "turns":
         raise DoesNotFit(
             "engines and trainer share a GPU, and the trainer's memory cannot be estimated for this model: set the engine's part in "
-            f"[{engine.section}], or use a GPU for each"
+            f"[{engine.section}], or placement.shared = turns, or use a GPU for each"
         )
     need = ((engine.weights or 0) + engine.cache) / len(engines[0])
     # An engine's part is a share of what is free when it starts, and the trainer may hold its memory by then.
@@ -219,7 +219,9 @@ def _shared_so(case: _Case, own: Sequence[Gpu], stage: int, *, beside: bool) -> 
         )
     fraction = int(part * 100) / 100 if engine.fraction is None and engine.takes_fraction else engine.fraction
     how = "shared" if beside else "shared in turns"
-    reason = f"{how}; {_trainer_reason(trainer, len(own), peak, limit, _engine_reason(engine, engines))}"
+    reason = (
+        f"{how}; {_trainer_reason(trainer, len(own), peak, limit, _engine_reason(engine, engines), is_shared=True)}"
+    )
     return Placement(case.gpus, engines, tuple(own), workers, stage, True, not beside, fraction, reason, case.notes)
 
 
@@ -321,9 +323,12 @@ def _with(settings: Sequence[str]) -> str:
     )
 
 
-def _trainer_reason(trainer: TrainerNeed, ranks: int, peak: int | None, limit: int, engines: str) -> str:
+def _trainer_reason(
+    trainer: TrainerNeed, ranks: int, peak: int | None, limit: int, engines: str, *, is_shared: bool = False
+) -> str:
     if peak is None:
-        return f"its memory is not estimated for this model{'' if trainer.ranks else ', so that each role gets half'}"
+        halves = "" if trainer.ranks or is_shared else ", so that each role gets half"
+        return f"its memory is not estimated for this model{halves}"
     fewest = ", the fewest ranks that fit" if trainer.ranks is None and ranks > 1 and not trainer.takes_all else ""
     return f"a rank needs {gb(peak)} of {gb(limit)}{fewest}{f'; {engines}' if engines else ''}"
 

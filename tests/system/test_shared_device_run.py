@@ -15,14 +15,14 @@ from tests.small_run import PENSTOCK, report_of, steps_of, write_small_run
 from tests.system import accounted_device
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
-_STEPS = 8
-# whose turn it is, and who is killed in it
+_STEPS = 16
+# Whose turn it is, and who is killed in it: a process that had its last turn, so that it is known, and has not been killed since.
 _KILLS = [
     ("engine", "engine"),
-    ("trainer", "trainer"),
-    ("engine", "worker"),
     ("trainer", "worker"),
     ("engine", "trainer"),
+    ("trainer", "trainer"),
+    ("engine", "worker"),
 ]
 
 
@@ -42,9 +42,10 @@ class _Turns:
         return None
 
 
-def _child_of(pid: int) -> int:
-    [child] = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-    return int(child)
+def _engine_of(worker: int) -> int:
+    children = Path(f"/proc/{worker}/task/{worker}/children")
+    wait_for(lambda: children.read_text().split(), "the engine of a worker that has the device", deadline_s=200)
+    return int(children.read_text().split()[0])
 
 
 def _kill(turn: str, who: str, turns: _Turns, pids: dict[str, int]) -> None:
@@ -52,7 +53,7 @@ def _kill(turn: str, who: str, turns: _Turns, pids: dict[str, int]) -> None:
     pid = turns.holder(turn)
     assert pid is not None
     pids["worker" if turn == "engine" else "trainer"] = pid
-    victim = _child_of(pid) if who == "engine" else pids[who]
+    victim = _engine_of(pid) if who == "engine" else pids[who]
     os.kill(victim, signal.SIGKILL)
 
 

@@ -236,7 +236,7 @@ class Critic:
         return self._trainable.leave_device()
 
     def enter_device(self) -> None:
-        self._trainable.enter_device()
+        self._trainable.host.move_back()
 
     def capture(self) -> CapturedPart:
         return CapturedPart(_TAG, self._trainable.capture({}))

@@ -24,11 +24,12 @@ class HostStates:
         self._moved: dict[int, tuple[torch.UntypedStorage, int]] = {}
         self._copies: dict[int, Tensor] = {}  # [bytes] uint8 in host memory, pinned for a GPU; kept between two moves
 
-    def move_out(self, *roots: object, scratch: Iterable[Tensor] = ()) -> int:
+    def move_out(self, *roots: object, scratch: Iterable[Tensor | None] = ()) -> int:
         """Copy every storage that is reached from ``roots`` and free it on the device; return the bytes that were copied.
 
         ``scratch`` is freed without a copy, and has arbitrary values afterwards. Nothing may read either until `move_back`.
         """
+        scratch = [tensor for tensor in scratch if tensor is not None]
         unused = {tensor.untyped_storage()._cdata for tensor in scratch}
         for tensor in tensors_of(*roots, *scratch):
             storage = tensor.untyped_storage()
@@ -87,7 +88,8 @@ def tensors_of(*roots: object) -> Iterator[Tensor]:
         seen[id(item)] = item
         if isinstance(item, Tensor):
             yield item
-            stack += [item.grad if item.is_leaf else None, getattr(item, "ds_tensor", None)]
+            # DeepSpeed keeps partitions, and sums of gradients, as attributes of parameters.
+            stack += [item.grad if item.is_leaf else None, *getattr(item, "__dict__", {}).values()]
         else:
             stack += _held_by(item)
 

@@ -166,7 +166,7 @@ class Policy:
         return self._trainable.leave_device()
 
     def enter_device(self) -> None:
-        self._trainable.enter_device()
+        self._trainable.host.move_back()
 
     def capture(self) -> CapturedPart:
         shard = self._trainable.capture({"steps_done": self.steps_done})

@@ -48,7 +48,7 @@ def large_bytes() -> int:
     """Return the bytes of all large storages of this process that tensors refer to."""
     gc.collect()
     tensors = [
-        item for item in gc.get_objects() if issubclass(type(item), Tensor)
+        item for item in gc.get_objects() if issubclass(type(item), Tensor) and not item.is_meta
     ]  # isinstance asks objects for their class
     held = {tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() for tensor in tensors}
     return sum(size for size in held.values() if size >= LARGE)
@@ -71,7 +71,7 @@ def train(ranks: Ranks, how: Optimisation, *, moves: bool) -> dict[str, object]:
             # what is left beside the copies in host memory and those of the checkpoint
             shard = sum(t.nbytes for f in captured.fragments for t in f.tensors.values() if t.nbytes >= LARGE)
             seen["left"] = large_bytes() - before - seen["moved"] - shard
-            trainable.enter_device()
+            trainable.host.move_back()
     after = trainable.capture({})
     same = captured is None or all(
         torch.equal(one.tensors[kind], other.tensors[kind])
