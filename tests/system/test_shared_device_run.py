@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -16,7 +17,7 @@ from tests.system import accounted_device
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 _STEPS = 16
-# Whose turn it is, and who is killed in it: a process that had its last turn, so that it is known, and has not been killed since.
+# Whose turn it is, and who is killed in it.
 _KILLS = [
     ("engine", "engine"),
     ("trainer", "worker"),
@@ -42,19 +43,32 @@ class _Turns:
         return None
 
 
-def _engine_of(worker: int) -> int:
-    children = Path(f"/proc/{worker}/task/{worker}/children")
-    wait_for(lambda: children.read_text().split(), "the engine of a worker that has the device", deadline_s=200)
-    return int(children.read_text().split()[0])
+_MODULES = {"worker": "penstock.rollout_service", "trainer": "penstock.trainer"}
 
 
-def _kill(turn: str, who: str, turns: _Turns, pids: dict[str, int]) -> None:
+def _children(pid: int, word: str) -> list[int]:
+    """Return the children of a process whose command line has a word."""
+    found = []
+    for thread in Path(f"/proc/{pid}/task").glob("*/children"):
+        with contextlib.suppress(OSError):
+            children = thread.read_text().split()
+            found += [int(child) for child in children if word in Path(f"/proc/{child}/cmdline").read_text()]
+    return found
+
+
+def _kill(turn: str, who: str, turns: _Turns, train: int) -> None:
     wait_for(lambda: turns.holder(turn), f"a turn of the {turn}", deadline_s=500)
-    pid = turns.holder(turn)
-    assert pid is not None
-    pids["worker" if turn == "engine" else "trainer"] = pid
-    victim = _engine_of(pid) if who == "engine" else pids[who]
-    os.kill(victim, signal.SIGKILL)
+    of_worker = _children(train, "penstock.rollout_service")
+    parent, word = (of_worker[0], "accounted_device") if who == "engine" else (train, _MODULES[who])
+
+    def kill() -> bool:
+        with contextlib.suppress(ProcessLookupError):
+            for pid in (found := _children(parent, word)):
+                os.kill(pid, signal.SIGKILL)
+            return bool(found)
+        return False
+
+    wait_for(kill, f"the {who} in a turn of the {turn}", deadline_s=200)
 
 
 def test_never_are_both_on_the_device_whatever_is_killed(tmp_path: Path) -> None:
@@ -70,10 +84,10 @@ def test_never_are_both_on_the_device_whatever_is_killed(tmp_path: Path) -> None
     environ = {**os.environ, accounted_device.VARIABLE: str(account), "OMP_NUM_THREADS": "1"}
     with (tmp_path / "out").open("w") as out, (tmp_path / "err").open("w") as err:
         process = subprocess.Popen(words, cwd=tmp_path, env=environ, stdout=out, stderr=err)
-    turns, pids = _Turns(locks), dict[str, int]()
+    turns = _Turns(locks)
     try:
         for turn, who in _KILLS:
-            _kill(turn, who, turns, pids)
+            _kill(turn, who, turns, process.pid)
         assert process.wait(900) == 0, (tmp_path / "err").read_text()[-4000:]
     finally:
         process.kill()
