@@ -22,7 +22,7 @@ with SharedDevices(devices, Path(folder), role=role, run_id=run_id) as shared:
     taken = (role == "engine" or shared.try_want()) and shared.try_take()
     server = None
     if role == "engine":
-        server = subprocess.Popen(["sleep", "600"], pass_fds=shared.inherited)
+        server = subprocess.Popen(["sleep", "600"], pass_fds=shared.inherited, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
     print(int(taken), server.pid if server else 0, flush=True)
     sys.stdin.read()
 """

@@ -15,7 +15,7 @@ def test_what_was_moved_out_and_back_trains_on_bit_for_bit(tmp_path: Path, num_r
     """At every ZeRO stage the device is free of it meanwhile, and a checkpoint is captured from the copies."""
     process = Fork(tmp_path, "tests.trainer.learner.host_states_check", num_ranks=num_ranks)
     try:
-        results = json.loads(process.wait(deadline_s=300.0).splitlines()[-1])
+        results = json.loads(process.wait(deadline_s=800.0).splitlines()[-1])
     finally:
         process.kill()
     assert results.keys() == CASES.keys()
