@@ -177,14 +177,15 @@ def _separate(case: _Case) -> Placement:
 
 
 def _shared(case: _Case) -> Placement:
-    engine, wished = case.engine, case.wishes.shared
+    engine, trainer, wished = case.engine, case.trainer, case.wishes.shared
     assert engine is not None
+    assert trainer is not None
     both = case.listed("trainer") or case.listed("engines") or list(case.usable)
     may_turn = wished == "turns" or (wished == "auto" and engine.may_release)
     ways = [beside for beside in (True, False) if (beside and wished != "turns") or (not beside and may_turn)]
     refusals: list[DoesNotFit] = []
     for beside in ways:
-        for ranks, stage in _layouts(case, case.trainer, len(both), takes_all=True):
+        for ranks, stage in _layouts(case, trainer, len(both), takes_all=True):
             try:
                 return _shared_so(case, both[:ranks], stage, beside=beside)
             except DoesNotFit as err:

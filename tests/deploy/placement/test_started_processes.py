@@ -95,7 +95,7 @@ def test_the_plan_and_the_doctor_show_the_same_placement(
     """As text and JSON; a run that does not fit ends the plan with 1, and the doctor with a line that fails."""
     see(monkeypatch, cards(8, used=0))
     file = run_file(tmp_path, "7B", "8")
-    line = "GPU 0-3 engines (4 x tp 1), GPU 4-7 trainer (4 ranks, ZeRO 2): a rank needs 60.9 GB of"
+    line = "GPU 0-3 engines (4 x tp 1), GPU 4-7 trainer (4 ranks, ZeRO 1): a rank needs 75.5 GB of"
     assert re.sub(r"\s+", " ", file.read_text()).count(f"# GPUs: {line}") == 1
     capsys.readouterr()
     assert penstock(["plan", str(file), "--gpus", "8x85.899GB", "--json"]) == 0
