@@ -28,6 +28,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config
 
 from penstock.deploy import sglang_cpu
 from penstock.protocol.versions import PolicyVersion
+from penstock.rollout_service.engines.engine_process import Inherited
 from penstock.rollout_service.engines.managed_engine import ManagedEngine
 from penstock.rollout_service.engines.sglang import weight_patch
 from penstock.rollout_service.engines.sglang.client import SglangClient
@@ -125,7 +126,7 @@ async def run(model: str, densities: list[float], swaps: int, scratch: Path) -> 
     settings = SglangSettings(**{**section, "max_total_tokens": 4096, "max_running_requests": 8})
     engine = ManagedEngine(
         sglang_command(settings), SglangClient, log_file=scratch / "log", start_deadline_s=900.0,
-        environ=sglang_environ(settings, os.environ),
+        inherited=Inherited(sglang_environ(settings, os.environ)),
     )  # fmt: skip
     version = 0
     try:

@@ -151,5 +151,13 @@ class GpusUnknown(PenstockError):
     """The driver of this machine's GPUs does not answer, or refuses, so that no process can be given one."""
 
 
+class DeviceTaken(ConfigError):
+    """Another run uses a GPU that this process is to share with processes of its own run."""
+
+
+class DeviceNotFreed(PenstockError):
+    """The turn on a shared GPU did not come within ``placement.turn_deadline_s``; the text names who has it."""
+
+
 class UntrustedFolder(ConfigError):
     """A file in the folder of a run was not sealed there by this user, so that what it names is not used; the text has the command."""

@@ -15,18 +15,20 @@ import structlog
 
 from penstock.protocol import streams
 from penstock.protocol.config import run_file
-from penstock.protocol.errors import PenstockError
+from penstock.protocol.errors import ConfigError, PenstockError
 from penstock.protocol.facts import TaskIssued
 from penstock.protocol.groups import Split
 from penstock.protocol.heartbeats import Activity
 from penstock.protocol.logs import configure
 from penstock.protocol.metrics.exporter import certificate_ends
-from penstock.protocol.metrics.gpu import GpuSampler
+from penstock.protocol.metrics.gpu import GpuSampler, visible_gpus
+from penstock.protocol.shared_device import SharedDevices
 from penstock.protocol.traces.traces import Traces, recording
 from penstock.protocol.transport.blobs import Blobs
 from penstock.protocol.transport.bus import Bus
 from penstock.protocol.transport.inbox import Inbox
 from penstock.rollout_service import heartbeat, loop
+from penstock.rollout_service.device_turns import EngineTurns
 from penstock.rollout_service.engines.engine import Engine
 from penstock.rollout_service.engines.engine_kind import EngineSite, create_engine
 from penstock.rollout_service.environments.environment import Environment, ServerRegistry, load_environments
@@ -95,10 +97,11 @@ async def _serve(settings: RolloutSettings) -> None:
         in_memory.clear_abandoned(keep_own=settings.may_use_memory)
         memory = in_memory if settings.may_use_memory else None
         mirror = Mirror(blobs, settings.cache_dir, run_id, settings.worker.trusted_keys(), memory)
-        engine = _engine(settings)
+        devices = _shared_devices(settings)
+        engine = _engine(settings, devices)
         try:
             await engine.prepare()
-            worker = await _wire(settings, bus, blobs, mirror, engine, stop, traces, gpus)
+            worker = await _wire(settings, bus, blobs, mirror, engine, stop, traces, gpus, devices)
             with heartbeat.serving(
                 settings.metrics,
                 run_id,
@@ -113,9 +116,11 @@ async def _serve(settings: RolloutSettings) -> None:
         finally:
             await engine.stop()
             mirror.close()
+            if devices is not None:
+                devices.close()
 
 
-async def _wire(
+async def _wire(  # noqa: PLR0913, PLR0917  the parts that it joins
     settings: RolloutSettings,
     bus: Bus,
     blobs: Blobs,
@@ -124,11 +129,13 @@ async def _wire(
     stop: asyncio.Event,
     traces: Traces,
     gpus: GpuSampler,
+    devices: SharedDevices | None,
 ) -> loop.Worker:
     ids = {"run_id": settings.run.id, "worker_id": settings.worker.id}
     metrics, activity, gate, servable = WorkerMetrics(), Activity(), VersionGate(), ServableVersions(engine)
+    turns = EngineTurns(devices, metrics, deadline_s=settings.placement.turn_deadline_s)
     tasks = await _tasks(settings, bus, engine, stop, lambda: heartbeat.period_s)
-    weights = _weights(settings, bus, mirror, engine, servable, gate, metrics)
+    weights = _weights(settings, bus, mirror, engine, servable, gate, metrics, turns)
     settlement = _settlement(settings, bus, metrics, traces)
     images = RunImages(blobs, settings.run.id)
     episodes = FinishedEpisodes(blobs, engine, metrics, run_id=settings.run.id, images=images)
@@ -148,7 +155,13 @@ async def _wire(
     )
     figures = partial(_figures, metrics, tasks, gpus)
     heartbeat = HeartbeatWriter(
-        bus=bus, engine=engine, activity=activity, figures=figures, needs_version=lambda: mirror.oldest_needed, **ids
+        bus=bus,
+        engine=engine,
+        activity=activity,
+        figures=figures,
+        needs_version=lambda: mirror.oldest_needed,
+        has_turn=lambda: turns.is_held,
+        **ids,
     )
     return loop.Worker(
         engine=engine,
@@ -160,6 +173,7 @@ async def _wire(
         settlement=settlement,
         heartbeat=heartbeat,
         activity=activity,
+        turns=turns,
         packs_in_flight=settings.worker.packs_in_flight,
         finish_s=settings.worker.finish_s,
         start_deadline_s=settings.worker.start_deadline_s,
@@ -200,6 +214,7 @@ def _weights(
     servable: ServableVersions,
     gate: VersionGate,
     metrics: WorkerMetrics,
+    turns: EngineTurns,
 ) -> WeightFollower:
     run_id, worker = settings.run.id, settings.worker
     announcements = WeightAnnouncements(bus, run_id=run_id, worker_id=worker.id)
@@ -211,6 +226,7 @@ def _weights(
         metrics=metrics,
         check_every=worker.check_weights_every,
         update_mode=worker.update_mode,
+        turns=turns,
         long_mode=worker.kind.long_mode if worker.kind.long_mode in worker.kind.update_modes else "drain",
     )
     return WeightFollower(
@@ -250,7 +266,20 @@ async def _registry(bus: Bus, environments: Iterable[Environment]) -> ServerRegi
     return registry
 
 
-def _engine(settings: RolloutSettings) -> Engine:
+def _shared_devices(settings: RolloutSettings) -> SharedDevices | None:
+    """Claim the GPUs on which this worker's engines and the trainer take turns; raises ConfigError and DeviceTaken."""
+    placement = settings.placement
+    if not placement.takes_turns:
+        return None
+    devices = placement.devices or tuple(gpu.uuid for gpu in visible_gpus(os.environ))
+    if not devices:
+        raise ConfigError(
+            'placement.shared = "turns": no GPU is known to this worker; set placement.devices to the UUIDs that `nvidia-smi -L` lists'
+        )
+    return SharedDevices(devices, placement.lock_folder, role="engine", run_id=settings.run.id).__enter__()
+
+
+def _engine(settings: RolloutSettings, devices: SharedDevices | None) -> Engine:
     worker = settings.worker
     site = EngineSite(
         urls=worker.engine_urls,
@@ -259,6 +288,7 @@ def _engine(settings: RolloutSettings) -> Engine:
         request_deadline_s=worker.request_deadline_s,
         start_deadline_s=worker.start_deadline_s,
         environ=os.environ,
+        inherited=devices.inherited if devices is not None else (),
     )
     return create_engine(worker.kind, settings.engine_options, site)
 

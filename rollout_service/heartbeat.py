@@ -55,6 +55,9 @@ _FIGURES: Mapping[str, tuple[str, Mapping[str, str]]] = MappingProxyType(
         "episodes_stored": ("penstock_rollout_episodes_total", {"outcome": "stored"}),
         "episodes_not_stored": ("penstock_rollout_episodes_total", {"outcome": "not_stored"}),
         "episodes_continued": ("penstock_rollout_episodes_total", {"outcome": "continued"}),
+        "turns": ("penstock_device_turns_total", {"role": "engine"}),
+        "turn_wait_s": ("penstock_device_turn_seconds_total", {"role": "engine", "what": "wait"}),
+        "turn_move_s": ("penstock_device_turn_seconds_total", {"role": "engine", "what": "move"}),
         "tokens_per_s": ("penstock_rollout_tokens_per_second", {}),
         "packs_held": ("penstock_rollout_packs_held", {}),
         "engine_running": ("penstock_engine_running", {}),
@@ -84,6 +87,7 @@ class HeartbeatWriter:
     needs_version: Callable[[], PolicyVersion | None]
     run_id: str
     worker_id: str
+    has_turn: Callable[[], bool] = lambda: True  # on a GPU that the trainer uses too
 
     def __post_init__(self) -> None:
         self.period_s = heartbeats.PERIOD_S  # adapted to the number of services
@@ -146,6 +150,8 @@ class HeartbeatWriter:
         return self.newest
 
     def _state(self) -> str:
+        if not self.has_turn():
+            return "waiting for its turn on the GPU"
         if not self.engine.ready.is_set():
             return "waiting for the engine"
         if reader := self.bus.waits_for:

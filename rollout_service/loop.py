@@ -5,6 +5,7 @@
 | work     | TaskIssued (eval, train) | a pack; an engine that is ready   | the trainer; the engine  |
 | weights  | head, WeightsPublished   | a newer version                   | the trainer publishing   |
 | engine   | the engine's process     | its exit                          | a failure of the engine  |
+| turns    | a GPU of the trainer too | the trainer to want or free it    | the trainer              |
 | registry | environment servers      | a second, where they are used     | time                     |
 
 If one of them fails, all are cancelled and the process exits with the error.
@@ -20,6 +21,7 @@ from functools import partial
 import structlog
 
 from penstock.protocol.heartbeats import Activity
+from penstock.rollout_service.device_turns import EngineTurns
 from penstock.rollout_service.engines.engine import Engine
 from penstock.rollout_service.environments.environment import ServerRegistry
 from penstock.rollout_service.heartbeat import HeartbeatWriter
@@ -42,6 +44,7 @@ class Worker:
     settlement: Settlement
     heartbeat: HeartbeatWriter
     activity: Activity
+    turns: EngineTurns
     packs_in_flight: int  # 0: as many as the engine makes use of
     start_deadline_s: float  # for a teacher to answer
     finish_s: float  # time for the packs in flight after ``stop`` is set
@@ -71,7 +74,8 @@ async def _start_and_work(worker: Worker) -> None:
     worker.activity.restart()
     log.info("working", policy_version=first.version)
     async with asyncio.TaskGroup() as tasks:
-        watching = [tasks.create_task(worker.weights.run()), tasks.create_task(worker.engine.run())]
+        turns = worker.turns.run(worker.weights.swap.release, worker.weights.resume)
+        watching = [tasks.create_task(work) for work in (worker.weights.run(), worker.engine.run(), turns)]
         await PackLoops(worker.tasks, worker.engine, partial(_work, worker), worker.packs_in_flight).run()
         for task in watching:
             task.cancel()

@@ -251,6 +251,12 @@ class RolloutSettings(Section):
         return self
 
     @model_validator(mode="after")
+    def _engine_takes_turns(self) -> RolloutSettings:
+        if self.placement.takes_turns and (problem := self.problem_of_turns):
+            raise ValueError(f'placement.shared = "turns" is not possible with {problem}')
+        return self
+
+    @model_validator(mode="after")
     def _teacher_is_known(self) -> RolloutSettings:
         with _config_errors():
             TEACHERS.find(self.teacher.kind)
@@ -291,8 +297,25 @@ class RolloutSettings(Section):
         return is_own and self.worker.cache_dir == "auto"
 
     @property
+    def problem_of_turns(self) -> str | None:
+        """Return why the engines cannot have their GPUs in turns with the trainer, and the fix; None: they can."""
+        if not self.worker.kind.may_release:
+            return (
+                f"worker.engine = {self.worker.engine}: its server does not release the GPU's memory, or outlives the worker; set "
+                'worker.engine = "sglang", "vllm" or "embedded", or give it another GPU and set placement.shared = "never"'
+            )
+        if self.worker.kind.section == "vllm" and self.vllm.max_lora_rank is not None:
+            return (
+                "vllm.max_lora_rank: vLLM does not restore adapters after it has released its memory; use "
+                'worker.engine = "sglang", or set model.lora.publish = "model" and leave vllm.max_lora_rank out'
+            )
+        return None
+
+    @property
     def engine_options(self) -> Section:
         kind = self.worker.kind
         if kind.section:
-            return getattr(self, kind.section)
+            options: Section = getattr(self, kind.section)
+            saves = self.placement.takes_turns and "memory_saver" in type(options).model_fields
+            return options.model_copy(update={"memory_saver": True}) if saves else options
         return kind.options.model_validate(self.worker.engine_options)

@@ -31,11 +31,14 @@ from penstock.trainer import crash_points, loop, process_memory
 from penstock.trainer.commit import Committer, WeightSubmitter
 from penstock.trainer.connections import Connections
 from penstock.trainer.data.pairs import PairSet
+from penstock.trainer.device_turns import TrainerTurns
 from penstock.trainer.evaluation.eval_result import EvalResult, LostEvaluation, SuccessRules
 from penstock.trainer.evaluation.evaluate import Evaluator
 from penstock.trainer.evaluation.evaluation_schedule import EarlyStop, EvaluationLog, EvaluationSchedule, stored_scores
 from penstock.trainer.groups.dispatch import RunGroups
-from penstock.trainer.groups.group_source import open_reader, open_source
+from penstock.trainer.groups.group_source import StoredGroups, open_reader, open_source
+from penstock.trainer.groups.issue import Issuer
+from penstock.trainer.groups.queue_depths import num_to_sample
 from penstock.trainer.groups.rolled_back import take_rolled_back
 from penstock.trainer.groups.task_packs import Mixture
 from penstock.trainer.learner.learner import Learner, build_learner
@@ -49,6 +52,7 @@ from penstock.trainer.publishing.publish import Publisher
 from penstock.trainer.publishing.rank_publisher import PublishCoordinator, RankPublisher
 from penstock.trainer.publishing.weight_gc import ORPHAN_AGE_S, Retention, WeightGc
 from penstock.trainer.publishing.weight_retention import FullSnapshotPolicy, KeepRule
+from penstock.trainer.rank_device import RankDevice
 from penstock.trainer.rank_orders import RankWatch, answer_watch, end_process
 from penstock.trainer.ranks import Ranks
 from penstock.trainer.recovery import checkpoint, lease
@@ -113,7 +117,11 @@ def _on_every_rank(
     settings: TrainerSettings, ranks: Ranks, blobs: Blobs, pairs: PairSet | None
 ) -> tuple[Learner, RankPublisher, PublishCoordinator, CheckpointWriter]:
     dims = ParallelDims(ranks, settings.trainer.layout)
+    device = RankDevice.of(settings.placement, settings.run.id, ranks)
+    if device is not None:
+        device.wait()  # before anything is allocated there
     learner = build_learner(settings, dims, blobs, pairs)
+    learner.device = device
     learner.policy.weights.check_adapters(settings.model.lora.targets)
     publisher = RankPublisher(blobs, settings.run.id, dims.buckets, settings.trainer.trusted_keys())
     return learner, publisher, PublishCoordinator(publisher, ranks), CheckpointWriter(learner.captured, ranks)
@@ -327,6 +335,7 @@ def _training(
         resumed=resumed,
         scored_stream=bus.stream_state(streams.stream_name(run_id, "scored")).wait(),
         rolled_back=repeated,
+        turns=_turns(session, learner, source.issuer, activity),
     )
     group_gc = GroupGc(connections, settings.retention, holder=session.lease.holder, clock=lambda: datetime.now(UTC))
     threads = [gpus, heartbeat, *source.threads, weight_gc, group_gc, logprobs]
@@ -340,6 +349,17 @@ def _training(
         yield training, evaluation_log
         if training.is_done and not session.stop.is_set():
             weight_gc.run_is_finished()
+
+
+def _turns(
+    session: _Session, learner: Learner, issuer: Issuer | StoredGroups, activity: Activity
+) -> TrainerTurns | None:
+    if learner.device is None or not isinstance(issuer, Issuer):  # stored groups need no engine
+        return None
+    bus, run_id, per_step = session.connections.bus, session.settings.run.id, session.settings.rollout.groups_per_step
+    return TrainerTurns(
+        learner, learner.device, lambda: num_to_sample(bus, run_id, issuer.groups_per_message), per_step, activity
+    )
 
 
 def _weight_gc(session: _Session, publisher: Publisher, groups: RunGroups) -> WeightGc:

@@ -34,6 +34,7 @@ class Ranks:
         """Join the world that torchrun describes in the environment; without torchrun, a world of size 1."""
         self.rank = int(os.environ.get("RANK", "0"))
         self.num_ranks = int(os.environ.get("WORLD_SIZE", "1"))
+        self.local_rank = int(os.environ.get("LOCAL_RANK", "0"))  # of those on this host
         backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
         if self.num_ranks > 1:
             dist.init_process_group(backend, timeout=_DEADLINE)

@@ -119,6 +119,11 @@ class TrainerSettings(Section):
         check_pairs(self.algorithm, self.dpo, self.rollout, self.data, needs_reference=self.needs_reference)
         self._check_router_replay()
         self._check_warmup()
+        if self.placement.takes_turns and self.trainer.published_words == "device":
+            raise ValueError(
+                'trainer.published_words = "device" keeps a copy of the weights on the GPU that placement.shared = "turns" gives to an '
+                'engine; set it to "host"'
+            )
         if self.trainer.epochs is None and (problem := self.problem_of_length()):
             raise ValueError(problem)
         if self.trainer.epochs is not None and self.data.from_run is not None:

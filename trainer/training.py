@@ -10,7 +10,6 @@ from dataclasses import asdict, dataclass, field
 import structlog
 
 from penstock.protocol.errors import PenstockError
-from penstock.protocol.hardware_errors import fault_of
 from penstock.protocol.heartbeats import Activity
 from penstock.protocol.record import run_folder
 from penstock.protocol.record.checkpoint_state import CheckpointState
@@ -20,9 +19,10 @@ from penstock.protocol.transport.stream_admin import StreamState
 from penstock.protocol.versions import Branch, PolicyVersion, next_version
 from penstock.trainer import crash_points
 from penstock.trainer.algorithm.mismatch import compare_fresh_tokens
-from penstock.trainer.algorithm.stop_checks import CollapseCheck, EngineCheck
+from penstock.trainer.algorithm.stop_checks import CollapseCheck, EngineCheck, hardware_failed
 from penstock.trainer.commit import PUBLICATION_DEADLINE_S, CheckpointSchedule, Committer, WeightSubmitter
 from penstock.trainer.crash_points import CrashPoint
+from penstock.trainer.device_turns import TrainerTurns
 from penstock.trainer.errors import EngineMismatch, HardwareFailed, PolicyCollapsed, TrainerError, TrainingDiverged
 from penstock.trainer.evaluation.evaluation_schedule import EarlyStop, EvaluationSchedule
 from penstock.trainer.groups.batcher import sampling_versions, staleness_tokens
@@ -30,7 +30,7 @@ from penstock.trainer.groups.collect import Collector
 from penstock.trainer.groups.group_source import StoredGroups
 from penstock.trainer.groups.issue import Issuer
 from penstock.trainer.groups.rolled_back import RolledBackSteps
-from penstock.trainer.learner.flops import peak_of
+from penstock.trainer.learner.flops import peak_of_ranks
 from penstock.trainer.learner.learner import Learner
 from penstock.trainer.learner.planning import Learned, Planner, learn
 from penstock.trainer.learner.step_plan import ReadyGroup
@@ -79,6 +79,7 @@ class Training:
     resumed: CheckpointState | None
     scored_stream: StreamState
     rolled_back: RolledBackSteps
+    turns: TrainerTurns | None = None  # on GPUs that engines use too
     version: PolicyVersion = field(init=False)
     engine_check: EngineCheck = field(init=False)
     collapse_check: CollapseCheck = field(init=False)
@@ -146,7 +147,7 @@ class Training:
         self.admit(self.version)
         if at_start:
             self._set_state("evaluating before the first step")
-            self.evaluations.wait_for_newest(lambda: self._should_stop() or self._is_crowded())
+            self.evaluations.wait_for_newest(lambda: self._should_stop(awaits_engine=True) or self._is_crowded())
         elif is_new and not evaluates:
             self.publisher.unpin(self.version)
         self._set_state("training")
@@ -157,7 +158,12 @@ class Training:
         started = time.monotonic()
         self.activity.state = "waiting for groups"
         overtake_wait_s = self.settings.trainer.oldest_patience * self._step_s
-        batch = self.collector.collect(self.version, self._should_stop, overtake_wait_s=overtake_wait_s)
+        batch = self.collector.collect(
+            self.version,
+            self._should_stop,
+            overtake_wait_s=overtake_wait_s,
+            may_take=lambda turns=self.turns: turns is None or turns.is_held,
+        )
         self._wait_s = time.monotonic() - started
         if self._is_pausing and not batch:
             self.stop.set()
@@ -179,7 +185,7 @@ class Training:
             else:
                 log.warning("filters left no completion of the batch to train on", skipped=dict(learned.skipped))
         except (EngineMismatch, PolicyCollapsed, TrainingDiverged, RuntimeError, MemoryError) as err:
-            reason = err if isinstance(err, TrainerError) else self._hardware_failed(err)
+            reason = err if isinstance(err, TrainerError) else hardware_failed(err, self.settings.trainer.num_ranks)
             saved = self._save_batch(batch, reason, algorithm)
             self.events.write("alarm", {"text": str(saved)})
             raise saved from err
@@ -207,11 +213,15 @@ class Training:
             "skipped": skipped,
             **({"updates_left_out": len(learned.left_out)} if learned.left_out else {}),
             **speed_fields(
-                learned.metrics.work, num_tokens=sum(ages.values()), step_s=self._step_s, peak=self._peak_flops()
+                learned.metrics.work,
+                num_tokens=sum(ages.values()),
+                step_s=self._step_s,
+                peak=peak_of_ranks(self.settings.trainer, self.learner.policy),
             ),
             **learned.reported,
             "reused_groups": sum(count > 1 for count in uses.values()),
             "logprobs_lost": self.logprobs.num_lost,
+            **(self.turns.take_figures() if self.turns is not None else {}),
         }
         digests = [group_digest(group.scored, group.pack, uses[group.group_id]) for group in batch]
         digest = step_digest(self.lease.epoch, self.num_steps_done, self.version, made, digests)
@@ -266,7 +276,7 @@ class Training:
         if self.is_done:
             self.collector.close()
         self._checkpoint(waits=True)
-        if not self.stop.is_set():
+        if not self.stop.is_set() and (self.turns is None or self.turns.take(self.stop.is_set)):
             folder = self.settings.run.folder / "model"
             verify = self.settings.trainer.verify_export
             self.learner.export(folder, like=self.settings.model.path, verify=verify)
@@ -274,9 +284,9 @@ class Training:
             self.publisher.wait_until_published(self.version, PUBLICATION_DEADLINE_S)
             if self.evaluations.is_newest(self.version):
                 self._set_state("evaluating after the last step")
-                self.evaluations.wait_for_newest(self._should_stop)
+                self.evaluations.wait_for_newest(lambda: self._should_stop(awaits_engine=True))
             if self.evaluations.is_enabled:
-                self.evaluations.wait_for_all(self._should_stop)
+                self.evaluations.wait_for_all(lambda: self._should_stop(awaits_engine=True))
                 self._checkpoint(waits=True)  # acknowledges the groups of evaluations too
         self.publisher.close()
         ended = "finished" if not self.stop.is_set() else "paused" if self._is_pausing else "stopped"
@@ -309,13 +319,15 @@ class Training:
             return False
         return self.evaluations.resume(PolicyVersion(self.resumed.version), now=self.version, step=self.num_steps_done)
 
-    def _should_stop(self) -> bool:
+    def _should_stop(self, *, awaits_engine: bool = False) -> bool:
         self.lease.check()
         self.publisher.check()
         self.issuer.check()
         self.committer.thread.check()
         self._pause_if_requested()
         self._make_room()
+        if self.turns is not None:
+            self.turns.follow(self.stop.is_set, self.collector.has_batch(self.version), awaits_engine=awaits_engine)
         return self.stop.is_set()
 
     def _make_room(self) -> None:
@@ -356,13 +368,6 @@ class Training:
         self.schedule.written(started=started, now=finished)
         self._checkpoint_s += finished - started
 
-    def _hardware_failed(self, err: Exception) -> HardwareFailed:
-        """Name what failed in a step; raises ``err`` again if it is an internal error."""
-        if (fault := fault_of(err, rank=0 if self.settings.trainer.num_ranks > 1 else None)) is None:
-            raise err
-        log.error("the step failed", exc_info=err)
-        return HardwareFailed(fault.text())
-
     def _save_batch(self, batch: list[ReadyGroup], err: TrainerError, algorithm: Mapping[str, object]) -> TrainerError:
         """Save the batch of a step that stops the run; return the error with where it is.
 
@@ -388,11 +393,6 @@ class Training:
 
     def _ages(self, batch: list[ReadyGroup]) -> dict[int, int]:
         return self.collector.versions.ages(self.version, sampling_versions(batch))
-
-    def _peak_flops(self) -> float | None:
-        trainer, policy = self.settings.trainer, self.learner.policy
-        peak = trainer.peak_flops or peak_of(policy.device_name, policy.dtype)
-        return peak and peak * trainer.num_ranks
 
     def _set_state(self, text: str, **more: object) -> None:
         self.activity.state = text

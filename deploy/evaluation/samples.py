@@ -27,7 +27,7 @@ from penstock.protocol.trajectory import Group
 from penstock.protocol.transport.delivery import Delivery
 from penstock.trainer.connections import Connections
 from penstock.trainer.data.dataset import Prompt
-from penstock.trainer.groups import collect
+from penstock.trainer.groups import queue_depths
 from penstock.trainer.groups.pack_reader import PackReader
 from penstock.trainer.groups.task_packs import make_task, pack_tasks
 
@@ -107,7 +107,7 @@ class Sampler:
             if self._waiting and silent_s > self._how.deadline_s:
                 return (
                     f"{len(self._waiting)} of {len(self._planned)} prompts are missing: nothing arrived for "
-                    f"{self._how.deadline_s:.0f} s. {collect.describe_queues(self._bus, self._run_id)}"
+                    f"{self._how.deadline_s:.0f} s. {queue_depths.describe_queues(self._bus, self._run_id)}"
                 )
         return ""
 

@@ -69,6 +69,7 @@ def engine_need(
             weights=_weights(shape, trainer, _width(servers)),
             cache=group * _bytes_of_token(shape),
             fraction=servers.fraction,
+            may_release=rollout.problem_of_turns is None,
         )
     worker = rollout.worker
     if worker.engine != "embedded" or not worker.device.startswith("cuda"):
@@ -83,6 +84,7 @@ def engine_need(
         fraction=None,
         takes_fraction=False,
         one_of_worker=True,
+        may_release=rollout.problem_of_turns is None,
     )
 
 

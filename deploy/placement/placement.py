@@ -31,6 +31,7 @@ class Placement:
     num_workers: int | None = None  # None: engines need no GPU, so that it does not depend on them
     zero_stage: int | None = None
     is_shared: bool = False
+    takes_turns: bool = False  # on the shared GPUs
     engine_fraction: float | None = None  # of the memory of a shared GPU, for weights, keys and values
     reason: str = ""
     notes: tuple[str, ...] = ()
@@ -83,6 +84,7 @@ class Placement:
             "workers": self.num_workers,
             "zero_stage": self.zero_stage,
             "is_shared": self.is_shared,
+            "takes_turns": self.takes_turns,
             "engine_fraction": self.engine_fraction,
             "says": self.lines(),
         }

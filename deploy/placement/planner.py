@@ -3,7 +3,7 @@
 | case                        | decision                                                                                          |
 |-----------------------------|---------------------------------------------------------------------------------------------------|
 | both roles, several GPUs    | the trainer gets the fewest ranks that fit (at most half before ZeRO 3, before more), engines the rest; engines first |
-| both roles, one GPU         | both at once, each with a part of the memory, where both fit beside each other                     |
+| both roles, one GPU         | beside each other, each with a part of the memory, where both fit; else in turns, where each fits alone |
 | one role                    | its GPUs: those of ``[placement]``, else all                                                       |
 | memory cannot be estimated  | half for each                                                                                     |
 
@@ -17,12 +17,15 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from penstock.deploy.placement.placement import DoesNotFit, Placement, gb, numbers
-from penstock.protocol.config.shared_sections import PlacementSettings
+from penstock.protocol.config.shared_sections import SHARED, PlacementSettings
 from penstock.protocol.metrics.gpu import Gpu
 
 _PLANNED = 0.92  # of a GPU's free memory: the rest is CUDA's context, and room between allocations that none fits into
 _IN_USE = 0.1  # of a GPU's memory: with more, other processes use it; a driver alone and a desktop hold less
 _BESIDE = 3_000_000_000  # bytes of an engine besides weights, keys and values: its CUDA context, graphs and activations
+_LEFT = (
+    1_000_000_000  # bytes of a rank whose states are in host memory: its CUDA context, and the allocator's small blocks
+)
 _MOST_ENGINES = 64  # of one worker
 _MIG = "parts of a divided GPU (MIG) do not work together, and a process sees one of them"
 Role = Literal["both", "trainer", "engines"]
@@ -41,6 +44,7 @@ class EngineNeed:
     fraction: float | None  # of the GPU's memory, as set
     takes_fraction: bool = True
     one_of_worker: bool = False  # each worker has one engine
+    may_release: bool = False  # its memory, so that it can have the GPU in turns with the trainer
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +82,8 @@ def place(
         raise DoesNotFit(
             f"[placement] names GPU {max(listed)}, and this command sees {len(gpus)}: numbers go from 0 to {len(gpus) - 1}"
         )
-    given = [replace(gpu, used=0) for gpu in gpus] if role != "both" and is_wished else list(gpus)
+    may_run = role != "both" and (is_wished or wishes.shared in SHARED)  # the other role, already
+    given = [replace(gpu, used=0) for gpu in gpus] if may_run else list(gpus)
     in_use = [] if is_wished else [gpu for gpu in given if _is_in_use(gpu)]
     usable = [gpu for gpu in given if gpu not in in_use]
     notes = tuple(f"{_in_use_text([gpu])}: left out" for gpu in in_use)
@@ -87,7 +92,7 @@ def place(
     case = _Case(tuple(given), usable, wishes, engine, trainer, notes)
     alone = wishes.shared == "auto" and len(usable) == 1
     both_need = engine is not None and trainer is not None
-    placement = (_shared if both_need and (alone or wishes.shared == "always") else _separate)(case)
+    placement = (_shared if both_need and (alone or wishes.shared in SHARED) else _separate)(case)
     return _of_role(placement, gpus, role)
 
 
@@ -172,39 +177,53 @@ def _separate(case: _Case) -> Placement:
 
 
 def _shared(case: _Case) -> Placement:
-    engine, trainer = case.engine, case.trainer
+    engine, trainer, wished = case.engine, case.trainer, case.wishes.shared
     assert engine is not None
     assert trainer is not None
     both = case.listed("trainer") or case.listed("engines") or list(case.usable)
-    refusal: DoesNotFit | None = None
-    for ranks, stage in _layouts(case, trainer, len(both), takes_all=True):
-        own = both[:ranks]
-        engines, workers = _engines(case, own)
-        peak, limit = trainer.peak(ranks, stage), min(map(planned, own))
-        if peak is None and engine.fraction is None:
-            raise DoesNotFit(
-                "engines and trainer share a GPU, and the trainer's memory cannot be estimated for this model: set the engine's part in "
-                f"[{engine.section}], or use a GPU for each"
-            )
-        total = min(gpu.total for gpu in own)
-        need = ((engine.weights or 0) + engine.cache) / len(engines[0])
-        # An engine's part is a share of what is free when it starts, and the trainer may hold its memory by then.
-        part = max(0, limit - (peak or 0) - _BESIDE) / total
-        if engine.fraction is None and part * max(0, total - (peak or 0)) < need:
-            fits = trainer.advice(ranks, stage, int(_most_of_rank(limit - _BESIDE, total, need)))
-            refusal = DoesNotFit(
-                f"engines and trainer do not fit on {numbers(own)} at once: a rank needs {gb(peak or 0)}, an engine {gb(need)} for weights, "
-                f"keys and values and {gb(_BESIDE)} besides, and {gb(limit)} can be used; {_with(fits)}",
-                fits,
-            )
-            continue
-        fraction = int(part * 100) / 100 if engine.fraction is None and engine.takes_fraction else engine.fraction
-        reason = _trainer_reason(trainer, ranks, peak, limit, _engine_reason(engine, engines))
-        return Placement(
-            case.gpus, engines, tuple(own), workers, stage, True, fraction, f"shared; {reason}", case.notes
+    may_turn = wished == "turns" or (wished == "auto" and engine.may_release)
+    ways = [beside for beside in (True, False) if (beside and wished != "turns") or (not beside and may_turn)]
+    refusals: list[DoesNotFit] = []
+    for beside in ways:
+        for ranks, stage in _layouts(case, trainer, len(both), takes_all=True):
+            try:
+                return _shared_so(case, both[:ranks], stage, beside=beside)
+            except DoesNotFit as err:
+                refusals.append(err)
+    raise refusals[-1]
+
+
+def _shared_so(case: _Case, own: Sequence[Gpu], stage: int, *, beside: bool) -> Placement:
+    """Share GPUs beside each other, or in turns; raises DoesNotFit."""
+    engine, trainer = case.engine, case.trainer
+    assert engine is not None
+    assert trainer is not None
+    engines, workers = _engines(case, own)
+    peak, limit, total = trainer.peak(len(own), stage), min(map(planned, own)), min(gpu.total for gpu in own)
+    if peak is None and engine.fraction is None and case.wishes.shared != "turns":
+        raise DoesNotFit(
+            "engines and trainer share a GPU, and the trainer's memory cannot be estimated for this model: set the engine's part in "
+            f"[{engine.section}], or placement.shared = turns, or use a GPU for each"
         )
-    assert refusal is not None
-    raise refusal
+    need = ((engine.weights or 0) + engine.cache) / len(engines[0])
+    # An engine's part is a share of what is free when it starts, and the trainer may hold its memory by then.
+    held = (peak or 0) if beside else _LEFT
+    part = max(0, limit - held - _BESIDE) / total
+    engine_fits = engine.fraction is not None or part * max(0, total - held) >= need
+    if not engine_fits or (not beside and (peak or 0) + _BESIDE > limit):
+        most = limit - _BESIDE
+        fits = trainer.advice(len(own), stage, int(_most_of_rank(most, total, need) if beside else most))
+        raise DoesNotFit(
+            f"engines and trainer do not fit on {numbers(own)} {'at once' if beside else 'in turns'}: a rank needs {gb(peak or 0)}, an engine "
+            f"{gb(need)} for weights, keys and values and {gb(_BESIDE)} besides, and {gb(limit)} can be used; {_with(fits)}",
+            fits,
+        )
+    fraction = int(part * 100) / 100 if engine.fraction is None and engine.takes_fraction else engine.fraction
+    how = "shared" if beside else "shared in turns"
+    reason = (
+        f"{how}; {_trainer_reason(trainer, len(own), peak, limit, _engine_reason(engine, engines), is_shared=True)}"
+    )
+    return Placement(case.gpus, engines, tuple(own), workers, stage, True, not beside, fraction, reason, case.notes)
 
 
 def _most_of_rank(limit: float, total: float, need: float) -> float:
@@ -305,9 +324,12 @@ def _with(settings: Sequence[str]) -> str:
     )
 
 
-def _trainer_reason(trainer: TrainerNeed, ranks: int, peak: int | None, limit: int, engines: str) -> str:
+def _trainer_reason(
+    trainer: TrainerNeed, ranks: int, peak: int | None, limit: int, engines: str, *, is_shared: bool = False
+) -> str:
     if peak is None:
-        return f"its memory is not estimated for this model{'' if trainer.ranks else ', so that each role gets half'}"
+        halves = "" if trainer.ranks or is_shared else ", so that each role gets half"
+        return f"its memory is not estimated for this model{halves}"
     fewest = ", the fewest ranks that fit" if trainer.ranks is None and ranks > 1 and not trainer.takes_all else ""
     return f"a rank needs {gb(peak)} of {gb(limit)}{fewest}{f'; {engines}' if engines else ''}"
 

@@ -20,6 +20,7 @@ from penstock.deploy.placement.planner import Role, place
 from penstock.deploy.plan.memory.report import parse_size
 from penstock.protocol import files
 from penstock.protocol.config.run_file import Loaded, load, split_arguments
+from penstock.protocol.config.shared_sections import SHARED
 from penstock.protocol.errors import ConfigError
 from penstock.protocol.metrics.gpu import ORDER, PCI_ORDER, VISIBLE, Gpu, visible_gpus
 from penstock.protocol.record.run_folder import PLACEMENT
@@ -101,7 +102,7 @@ def place_run(
     if fetch and trains is not None:
         trains = _fetched(trains)
     wishes = engines.settings.placement
-    both = role == "both" or wishes.engines is not None or wishes.trainer is not None or wishes.shared == "always"
+    both = role == "both" or wishes.engines is not None or wishes.trainer is not None or wishes.shared in SHARED
     from_run = trains is not None and trains.settings.data.from_run is not None
     engine = trainer = None
     if (both or role == "engines") and not from_run:
@@ -146,6 +147,8 @@ def _overrides(
         for key, value in follow.items():
             if trains.origins[f"trainer.{key}"] == "default" and getattr(trains.settings.trainer, key) != value:
                 yield f"trainer.{key}={value}"
+    if placement.takes_turns and not engines.settings.placement.takes_turns:
+        yield "placement.shared=turns"
     servers = server_settings(engines.settings)
     if not placement.engines or servers is None:
         return

@@ -64,6 +64,10 @@ def show_placement(
             raise DoesNotFit(
                 "this command sees no GPU to give out; run it on the machine of the run, or give --gpus 8x80GB"
             )
+        if is_container and placed.placement.takes_turns:
+            raise DoesNotFit(
+                "engine and trainer fit on one GPU only in turns, which servers in containers of their own do not take; add a GPU"
+            )
         if env == "kubernetes" and placed.placement.is_shared:
             raise DoesNotFit(
                 "in Kubernetes engine and trainer have a GPU each, and there is one; add a GPU, or a node with one"

@@ -204,6 +204,10 @@ def plan_run(arguments: Sequence[str], options: PlanOptions) -> int:
     tokens_per_step = now.tokens_per_s * now.step_s
     sentences = describe_rates(rates, options, tokens_per_step)
     sentences += describe_waits(now, advice, rates.fleet, rollout.groups_per_message * rollout.started_completions)
+    if placed is not None and placed.placement.takes_turns and not isinstance(memory, str):
+        alone = phases(rates, tokens_per_step)
+        turns = memory.turns(max_staleness=rollout.max_staleness, sample_s=alone["sample"], train_s=alone["train"])
+        sentences.append(turns.text())
     sentences += [held, *_describe_copies(trainer, options)]
     if options.json:
         document = {

@@ -20,6 +20,8 @@ With the defaults a finished run can be replayed.
 
 from __future__ import annotations
 
+import os
+import tempfile
 from collections.abc import Collection, Iterable
 from datetime import datetime
 from pathlib import Path
@@ -57,6 +59,9 @@ class MetricsSettings(Section):
     )
 
 
+SHARED = ("beside", "turns")
+
+
 class PlacementSettings(Section):
     """Which GPUs of this machine engines and trainer use; what is not set is decided by their memory (penstock placement)."""
 
@@ -69,10 +74,35 @@ class PlacementSettings(Section):
         default=None,
         description="GPUs of the trainer, likewise. None: as many as trainer.num_ranks says, else as few as its memory fits on.",
     )
-    shared: Literal["auto", "never", "always"] = Field(
+    shared: Literal["auto", "beside", "turns", "never"] = Field(
         default="auto",
-        description="Whether engines and trainer use the same GPUs at once, each with a part of the memory. auto: where there is one GPU.",
+        description="Whether engines and trainer use the same GPUs. 'beside': at once, each with a part of the memory; 'turns': one has its "
+        "memory there at a time, the engines release weights, keys and values, the trainer moves its states to host memory. 'auto': on a "
+        "single GPU, beside each other where both fit, else in turns.",
     )
+    devices: tuple[str, ...] = Field(
+        default=(),
+        description="UUIDs of the GPUs that this process shares in turns, in the order of CUDA_VISIBLE_DEVICES: the trainer's local rank r "
+        "has the r-th, a worker all of them. None: those that it sees, as their driver names them.",
+    )
+    lock_dir: Path | None = Field(
+        default=None,
+        description="Folder for the locks of GPUs that are shared in turns, which every process of the host that uses one must see: "
+        "containers need a common mount. Default: a folder of the user's in the system's folder for temporary files.",
+    )
+    turn_deadline_s: float = Field(
+        default=3600.0,
+        gt=0,
+        description="Seconds to wait for the turn on a shared GPU before the error that names who has it.",
+    )
+
+    @property
+    def takes_turns(self) -> bool:
+        return self.shared == "turns"
+
+    @property
+    def lock_folder(self) -> Path:
+        return self.lock_dir or Path(tempfile.gettempdir()) / f"penstock-gpus-{os.getuid()}"
 
     @model_validator(mode="after")
     def _can_be_had(self) -> PlacementSettings:
@@ -84,10 +114,10 @@ class PlacementSettings(Section):
             if len(set(listed)) < len(listed):
                 raise ValueError(f"placement.{key} = {list(listed)} names a GPU twice; name each once")
         both = [set(wish) for wish in (self.engines, self.trainer) if isinstance(wish, tuple)]
-        if len(both) == 2 and both[0] & both[1] and (self.shared != "always" or both[0] != both[1]):
+        if len(both) == 2 and both[0] & both[1] and (self.shared not in SHARED or both[0] != both[1]):
             raise ValueError(
                 f"placement.engines and placement.trainer both name GPU {min(both[0] & both[1])}: give each GPU to one of them, or all to "
-                'both with placement.shared = "always"'
+                'both with placement.shared = "beside" or "turns"'
             )
         return self
 

@@ -119,6 +119,7 @@ class Gpu:
     total: int
     used: int  # by all processes, and by the driver
     is_mig: bool = False
+    uuid: str = ""  # by its driver
 
     @property
     def free(self) -> int:
@@ -162,16 +163,18 @@ def _listed(nvml: Any, visible: str | None) -> list[Gpu]:
         ) from None
     try:
         gpus, found = [], list(_found(nvml, visible))
-        if visible is not None and len({nvml.nvmlDeviceGetUUID(handle) for _, handle, _ in found}) < len(found):
+        uuids = [str(nvml.nvmlDeviceGetUUID(handle)) for _, handle, _ in found]
+        if visible is not None and len(set(uuids)) < len(found):
             raise ConfigError(f"{VISIBLE}={visible} names a GPU twice, and CUDA shows none then; name each once")
         if not found and nvml.nvmlDeviceGetCount():
             raise ConfigError(
                 f"{VISIBLE}={visible}: its first name is that of no GPU here, and CUDA shows none then; nvidia-smi -L prints their names, "
                 "and -1 means the CPU"
             )
-        for number, (name, handle, is_mig) in enumerate(found):
+        for number, ((name, handle, is_mig), uuid) in enumerate(zip(found, uuids, strict=True)):
             memory = nvml.nvmlDeviceGetMemoryInfo(handle)
-            gpus.append(Gpu(number, name, str(nvml.nvmlDeviceGetName(handle)), memory.total, memory.used, is_mig))
+            kind = str(nvml.nvmlDeviceGetName(handle))
+            gpus.append(Gpu(number, name, kind, memory.total, memory.used, is_mig, uuid))
     except nvml.NVMLError as err:
         raise GpusUnknown(
             f"the NVIDIA driver does not describe the GPUs of {VISIBLE}={visible} ({err}); run nvidia-smi, and leave out a broken one"

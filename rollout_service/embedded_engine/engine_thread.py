@@ -12,7 +12,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -81,6 +81,7 @@ class EngineThread:
         self.model_path = model_path
         self.limits = limits
         self.paused = False
+        self.released: frozenset[str] = frozenset()  # of ``weights`` and ``kv_cache``: not in memory
         self.metrics = EngineMetrics()
         self.failure: Exception | None = None
         self._runner = runner
@@ -185,6 +186,26 @@ class EngineThread:
 
         return self._command(command)
 
+    def release(self, tags: Collection[str]) -> Future[bool]:
+        """Free the memory of ``tags``; return False, and free nothing, while sequences run or wait."""
+
+        def command() -> bool:
+            is_idle = not (self._runner.running or self._waiting or self._inbox)
+            if is_idle:
+                self.released |= frozenset(tags)
+                self._runner.release(self.released)
+            return is_idle
+
+        return self._command(command)
+
+    def reoccupy(self, tags: Collection[str]) -> Future[None]:
+        """Let what was released be used again; weights are there after the next `update`."""
+
+        def command() -> None:
+            self.released -= frozenset(tags)
+
+        return self._command(command)
+
     def drop_adapter(self, adapter: Adapter) -> Future[None]:
         return self._command(lambda: self._runner.drop_adapter(adapter))
 
@@ -222,7 +243,8 @@ class EngineThread:
         return not self._stopping
 
     def _can_compute(self) -> bool:
-        return not self.paused and bool(self._runner.running or self._waiting)
+        can_run = not self.paused and not self.released and self._runner.has_weights
+        return can_run and bool(self._runner.running or self._waiting)
 
     def _iterate(self) -> None:
         started = time.monotonic()

@@ -113,7 +113,7 @@ class Runner:
         Keys and values of up to ``max_kept_tokens`` tokens are kept for sequences that begin alike.
         """
         self.kept = PrefixCache(max_kept_tokens)
-        self._weights = weights
+        self._weights: Weights | None = weights  # None: released
         self._num_weights = 1  # sets of weights since the start
         self.running: list[Sequence] = []
         self._model = model
@@ -128,6 +128,7 @@ class Runner:
     @property
     def weights(self) -> Weights:
         """What the next token is computed with; setting it drops what others computed, except of running sequences."""
+        assert self._weights is not None  # else nothing is computed
         return self._weights
 
     @weights.setter
@@ -136,6 +137,21 @@ class Runner:
         self._num_weights += 1
         self.kept.clear()
         self._features.clear()
+
+    @property
+    def has_weights(self) -> bool:
+        return self._weights is not None
+
+    def release(self, tags: Collection[str]) -> None:
+        """Free the memory of weights, keys and values while nothing runs; what is computed next allocates it again."""
+        if "weights" in tags:
+            self._weights = None
+        if "kv_cache" in tags:
+            self._cache.release()
+        for computed in (self.kept, self._features):
+            computed.clear()
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()  # else the allocator would keep it from other processes
 
     @property
     def num_stored_tokens(self) -> int:

@@ -87,6 +87,10 @@ class AttachedEngine(SingleEngine):
         if report.takes_adapters and self._serving.base is None:
             await self.client.drop_adapters()  # of a previous worker
 
+    async def release(self, mode: UpdateMode) -> None:
+        """Raise EngineMisconfigured: the server's memory outlives this worker, and nothing would free it after a crash."""
+        raise EngineMisconfigured(f"{self.client.url} was not started by this worker, and cannot share a GPU in turns")
+
     async def check_health(self) -> None:
         await self._check()
 

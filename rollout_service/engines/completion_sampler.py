@@ -1,11 +1,5 @@
 """Requests → whole completions, for the client of any engine: continues what an update interrupts, refuses unverified weights, applies stop strings.
 
-A completion ends with the first token that completes a stop string. Engines end a generation there, but not always: SGLang searches only
-as many tokens as its spelling of the string has, reports the limit of tokens first, and no engine sees a string that began before an
-update of the weights interrupted the request. Tokens after the end are dropped here. What remains was sampled exactly as if the engine had
-ended there, since a token depends on none after it. A stop string is searched in the text with special tokens, so that the text of one,
-such as "<|im_end|>", can be a stop string.
-
 `AdapterTable` holds the LoRA adapters of one server, whichever engine it runs: which it confirmed, and which requests use them.
 """
 
@@ -15,18 +9,17 @@ import asyncio
 import contextlib
 import time
 from abc import ABC, abstractmethod
-from bisect import bisect_left
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import KW_ONLY, dataclass, field, replace
 from pathlib import Path
 from typing import Protocol
 
 from penstock.protocol.groups import Sampling
-from penstock.protocol.token_annotations import ExpertChoices
-from penstock.protocol.versions import PolicyVersion, VersionRun
+from penstock.protocol.versions import PolicyVersion
 from penstock.protocol.weights.adapter_format import adapter_name, version_of
 from penstock.rollout_service.checks.check_task import ModelLimits, check_request
 from penstock.rollout_service.engines.completion import Completion, Resumption, sampled_by_adapter
+from penstock.rollout_service.engines.stop_strings import Detokenizer, ended_at, first_end
 from penstock.rollout_service.errors import (
     EngineMisconfigured,
     EngineRefused,
@@ -38,7 +31,6 @@ from penstock.rollout_service.errors import (
 _TIMES_THE_MEAN = 4.0  # a request may take so many times the mean time of its tokens
 _FEWEST_MEASURED = 16  # tokens of a completion whose time counts: in a shorter one the prompt's time is most of it
 _WEIGHT = 0.2  # of a new measurement in the mean
-Decode = Callable[[Sequence[int]], str]  # of token ids, special tokens included
 
 
 @dataclass(slots=True)
@@ -79,6 +71,11 @@ class AdapterTable:
     def versions(self) -> list[PolicyVersion]:
         """The loaded versions, those that are being unloaded included."""
         return list(self._entries)
+
+    @property
+    def bases(self) -> set[PolicyVersion]:
+        """The weights on which those were loaded."""
+        return {entry.base for entry in self._entries.values()}
 
     def confirm(self, version: PolicyVersion, base: PolicyVersion) -> None:
         entry = self._entries[version] = _Entry(base)
@@ -187,56 +184,6 @@ class AdapterLoader:
         return {version for name in await self.calls.list_names() if (version := version_of(name)) is not None}
 
 
-def first_end(token_ids: Sequence[int], stop: Sequence[str], decode: Decode) -> int | None:
-    """Return the number of tokens up to the end of the first stop string; None when the text holds none."""
-
-    def holds(count: int) -> bool:
-        text = decode(token_ids[:count])
-        return any(stop_string in text for stop_string in stop)
-
-    count = len(token_ids)
-    if not holds(count):
-        return None
-    if not holds(count - 1):  # the engine ended there
-        return count
-    return bisect_left(range(count), True, key=holds)
-
-
-def ended_at(completion: Completion, count: int) -> Completion:
-    runs = [
-        VersionRun(run.version, run.start, min(run.end, count)) for run in completion.version_runs if run.start < count
-    ]
-    return replace(
-        completion,
-        token_ids=completion.token_ids[:count],
-        logprobs=completion.logprobs[:count],
-        version_runs=tuple(runs),
-        finish_reason="stop",
-        experts=_without_last(completion.experts, len(completion.token_ids) - count),
-    )
-
-
-def _without_last(experts: ExpertChoices | None, num: int) -> ExpertChoices | None:
-    return experts if experts is None or not num else replace(experts, ids=experts.ids[:-num])
-
-
-class Detokenizer:
-    def __init__(self, folder: Path) -> None:
-        from penstock.protocol.tokenizer_file import load_tokenizer  # noqa: PLC0415  (most workers never decode)
-
-        path = folder / "tokenizer.json"
-        self._tokenizer = load_tokenizer(path) if path.is_file() else None
-
-    @property
-    def has_tokenizer(self) -> bool:
-        return self._tokenizer is not None
-
-    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        if self._tokenizer is None:
-            return ""
-        return self._tokenizer.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
-
-
 @dataclass(slots=True)
 class SingleRequest:
     name: str
@@ -269,6 +216,10 @@ class CompletionSampler:
 
     def __post_init__(self) -> None:
         self.folder: Path | None = None  # of the last weights, whose tokenizer decodes
+        self.may_send = asyncio.Event()  # cleared while the engine's memory is released
+        self.may_send.set()
+        self._num_sent = 0  # requests that the engine computes
+        self._all_answered = asyncio.Event()
         self._num_unverified = 0
         self._unverified_reason: str | None = None
         self._detokenizer: Detokenizer | None = None
@@ -276,6 +227,7 @@ class CompletionSampler:
     def mark_unverified(self, reason: str) -> None:
         self._num_unverified += 1
         self._unverified_reason = reason
+        self.may_send.set()  # what waits is refused at once
 
     def mark_verified(self) -> None:
         self._unverified_reason = None
@@ -315,9 +267,10 @@ class CompletionSampler:
         num_unverified, adapter, started = self._num_unverified, request.adapter, time.monotonic()
         try:
             with self.adapters.using(adapter) if adapter is not None else contextlib.nullcontext() as base:
-                async with asyncio.timeout(request.deadline_s):
+                async with asyncio.timeout(request.deadline_s) as limit:
                     unfinished = sequences
                     while unfinished:
+                        started += await self._wait_until_sendable(limit)
                         await self._add_parts(unfinished, request, base, num_unverified)
                         request = replace(request, n=1)
                         is_over = request.single is not None and request.single.is_abandoned
@@ -326,11 +279,38 @@ class CompletionSampler:
             raise EngineTimeout(f"{self.url} gave no answer within {request.deadline_s:g} s") from None
         self.deadline.measure(max(len(sequence.sampled) for sequence in sequences), time.monotonic() - started)
 
+    async def wait_until_answered(self, deadline_s: float) -> None:
+        """Return once no request is at the engine; raises EngineTimeout."""
+        try:
+            async with asyncio.timeout(deadline_s):
+                while self._num_sent:
+                    self._all_answered.clear()
+                    await self._all_answered.wait()
+        except TimeoutError:
+            raise EngineTimeout(f"{self._num_sent} requests to {self.url} still run after {deadline_s:g} s") from None
+
+    async def _wait_until_sendable(self, limit: asyncio.Timeout) -> float:
+        """Wait while the engine's memory is released, which no deadline counts; return the seconds."""
+        if self.may_send.is_set():
+            return 0.0
+        now, deadline = asyncio.get_running_loop().time, limit.when()
+        started = now()
+        limit.reschedule(None)
+        await self.may_send.wait()
+        waited_s = now() - started
+        limit.reschedule(None if deadline is None else deadline + waited_s)
+        return waited_s
+
     async def _add_parts(
         self, sequences: Sequence[Resumption], request: SampleRequest, base: PolicyVersion | None, num_unverified: int
     ) -> None:
         self._refuse_if_unverified(num_unverified)
-        parts = await self.sample(sequences, request)
+        self._num_sent += 1
+        try:
+            parts = await self.sample(sequences, request)
+        finally:
+            self._num_sent -= 1
+            self._all_answered.set()
         self._refuse_if_unverified(num_unverified)
         for sequence, part in zip(sequences, parts, strict=True):
             if request.adapter is not None:

@@ -86,6 +86,18 @@ class Engine(Protocol):
         """Unload a version's adapter once no request uses it; one that is not loaded is fine."""
         ...
 
+    @property
+    def is_released(self) -> bool:
+        """True from `release` to the next `load`: it is not ready, and its device's memory is free."""
+        ...
+
+    async def release(self, mode: UpdateMode) -> None:
+        """Free the device's memory, or end the server; ``mode`` is what happens to running sequences, as `ReleasesMemory` says.
+
+        The next `load` resumes it with that version, and with the adapters of its weights.
+        """
+        ...
+
     async def weights_checksum(self) -> EngineChecksum | None:
         """Return the engine's checksum of its weights; None when it reports none."""
         ...
@@ -193,6 +205,7 @@ class SingleEngine:
         self._serving = ServedVersion()
         self.applied: set[PolicyVersion] = set()
         self.ready = asyncio.Event()
+        self.is_released = False
 
     @property
     def version(self) -> PolicyVersion | None:

@@ -218,6 +218,20 @@ class ServerReport:
     takes_adapters: bool = False
 
 
+@runtime_checkable
+class ReleasesMemory(Protocol):
+    """An engine, or the client of one, that can free the memory of its device between two turns."""
+
+    async def release(self, mode: UpdateMode) -> None:
+        """Free the memory of weights, keys and values; the next load of weights allocates it again.
+
+        New requests wait meanwhile, outside of their deadlines. Running ones end first in the mode ``drain``; in others they return
+        what they have, and the rest is asked for after the load. Raises EngineError when the memory may not be free: then the
+        server has to be killed.
+        """
+        ...
+
+
 class EngineClient(Generates, Protocol):
     """One inference server. Requests run concurrently; weight operations run one at a time."""
 

@@ -97,6 +97,7 @@ class HttpEngineClient(ABC):
         self._sampler = CompletionSampler(
             url, self._sample, self._adapters.table, self._deadline, returns_text=self.returns_text
         )
+        self._released = False  # its weights, keys and values are not in the device's memory
         self._aborting = False  # an update that aborts running requests is under way
         self._num_aborts = 0  # incremented when such an update begins and when it ends
 
@@ -144,6 +145,19 @@ class HttpEngineClient(ABC):
     async def forget_lost_adapters(self) -> None:
         await self._adapters.forget_lost()
 
+    async def _prepare_load(self, version: PolicyVersion) -> None:
+        """Unload the adapters that were loaded on other weights than those of ``version``; nothing else may use them."""
+        bases = self._adapters.table.bases
+        if not bases or (
+            self._released and bases == {version}
+        ):  # loaded again as they were, they stay what adapters change
+            return
+        if self._released:  # what waits for the load names an adapter that it will not find
+            self._sampler.mark_unverified("its base weights changed while its memory was released")
+            self._sampler.may_send.clear()
+            await asyncio.sleep(0)
+        await self._adapters.drop_all()
+
     async def _read_version(self) -> PolicyVersion | None:
         info = await self._http.call("GET", self.version_page, None, PROBE_S)
         return read_version(info.get("weight_version") if isinstance(info, dict) else None)
@@ -158,3 +172,27 @@ class HttpEngineClient(ABC):
         finally:
             self._num_aborts += self._aborting
             self._aborting = False
+
+
+class ReleasingHttpClient(HttpEngineClient):
+    """The client of a server that can free its device's memory; see `ReleasesMemory`. Its `load_weights` allocates it again."""
+
+    async def release(self, mode: UpdateMode) -> None:
+        """Free the memory of weights, keys and values; see `ReleasesMemory.release`."""
+        self._sampler.may_send.clear()
+        async with self._adapters.turn, self._weights_turn:
+            if mode != "drain":
+                with self._pausing("abort"):
+                    await self._end_requests()
+                    await self._sampler.wait_until_answered(self._load_s)
+            await self._sampler.wait_until_answered(self._load_s)
+            await self._release()
+            self._released = True
+
+    @abstractmethod
+    async def _end_requests(self) -> None:
+        """Have the server return what its running requests have sampled."""
+
+    @abstractmethod
+    async def _release(self) -> None:
+        """Free the memory of an idle server."""

@@ -26,10 +26,11 @@ from penstock.rollout_service.engines.engine import Engine
 from penstock.rollout_service.engines.engine_client import (
     EngineClient,
     GeneratesRedundantly,
+    ReleasesMemory,
     UpdateMode,
 )
 from penstock.rollout_service.engines.engine_pool import EnginePool
-from penstock.rollout_service.engines.engine_process import LaunchCommand, with_parent
+from penstock.rollout_service.engines.engine_process import Inherited, LaunchCommand, with_parent
 from penstock.rollout_service.engines.managed_engine import ManagedEngine
 
 _FLAG = re.compile(r"(--[a-z-]+): ")
@@ -82,6 +83,11 @@ class StartedServerSettings(Section):
         "auto", description="--dtype: that of the weights."
     )
     quantization: str | None = Field(None, description="--quantization: 'fp8', 'w8a8_int8', …")
+    memory_saver: bool = Field(
+        False,
+        description="Start servers so that they can release their GPU's memory (SGLang: --enable-memory-saver, vLLM: "
+        "--enable-sleep-mode); on where placement.shared = 'turns'.",
+    )
     max_lora_rank: int | None = Field(
         None,
         ge=1,
@@ -167,6 +173,13 @@ class EngineKind:
         return self.launches is None
 
     @property
+    def may_release(self) -> bool:
+        """Whether its servers can take turns with a trainer on a GPU: the worker starts them, and their client can free memory."""
+        if self.is_attached:
+            return False
+        return not isinstance(self.connect, type) or issubclass(self.connect, ReleasesMemory)
+
+    @property
     def may_abandon(self) -> bool:
         """Whether its client can end single completions, as redundant ones need; True also where only a running client can tell."""
         return not isinstance(self.connect, type) or issubclass(self.connect, GeneratesRedundantly)
@@ -182,6 +195,7 @@ class EngineSite:
     request_deadline_s: float
     start_deadline_s: float
     environ: Mapping[str, str]  # the worker's
+    inherited: Sequence[int] = ()  # open files that every server's process inherits: its locks of shared GPUs
 
 
 ENGINES = Registry("engine", EngineKind, package="penstock.rollout_service.engines", group="penstock.engines")
@@ -212,7 +226,7 @@ def _managed(kind: EngineKind, launches: Sequence[ServerLaunch], site: EngineSit
             functools.partial(kind.connect, api_key=launch.api_key, request_deadline_s=site.request_deadline_s),
             log_file=site.cache_dir / launch.log_name,
             start_deadline_s=site.start_deadline_s,
-            environ=launch.environ,
+            inherited=Inherited(launch.environ, site.inherited),
             context_length=launch.context_length,
             prepare=launch.prepare,
             kind=kind.name,

@@ -78,6 +78,13 @@ class EnginePool:
     async def unload_adapter(self, version: PolicyVersion) -> None:
         await asyncio.gather(*(engine.unload_adapter(version) for engine in self._engines))
 
+    @property
+    def is_released(self) -> bool:
+        return any(engine.is_released for engine in self._engines)
+
+    async def release(self, mode: UpdateMode) -> None:
+        await _all_of(engine.release(mode) for engine in self._engines)
+
     async def weights_checksum(self) -> EngineChecksum | None:
         """Return their common checksum; None when one reports none, or they are sharded differently.
 

@@ -13,6 +13,7 @@ import os
 import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from penstock.protocol import parent_death
@@ -20,6 +21,16 @@ from penstock.protocol.hardware_errors import fault_in
 from penstock.protocol.versions import PolicyVersion
 from penstock.rollout_service.errors import EngineUnreachable
 
+
+@dataclass(frozen=True, slots=True)
+class Inherited:
+    """What the process of an engine has of its worker."""
+
+    environ: Mapping[str, str] | None = None  # its whole environment; None: the worker's
+    files: Sequence[int] = ()  # open files
+
+
+NOTHING_MORE = Inherited()
 LaunchCommand = Callable[[Path, PolicyVersion, Path], list[str]]  # model folder, version, port file → command
 _NOT_PASSED = ("PYTHON", "PENSTOCK_", "VIRTUAL_ENV")  # the worker's import path, its passwords, its environment
 _POLL_S = 0.02
@@ -36,12 +47,18 @@ class PreparedProcess:
         self.log_start = log_start  # bytes of the log before it wrote to it
 
     @classmethod
-    async def start(cls, words: Sequence[str], *, log: Path, environ: Mapping[str, str] | None) -> PreparedProcess:
+    async def start(cls, words: Sequence[str], *, log: Path, inherited: Inherited) -> PreparedProcess:
         """Start it; its output goes to the end of the log."""
         with log.open("ab") as output:
             log_start = output.tell()
             process = await asyncio.create_subprocess_exec(
-                *words, stdin=asyncio.subprocess.PIPE, stdout=output, stderr=output, env=environ, start_new_session=True
+                *words,
+                stdin=asyncio.subprocess.PIPE,
+                stdout=output,
+                stderr=output,
+                env=inherited.environ,
+                start_new_session=True,
+                pass_fds=inherited.files,
             )
         return cls(process, words, log_start)
 
@@ -105,13 +122,13 @@ class EngineProcess:
         *,
         log: Path,
         deadline_s: float,
-        environ: Mapping[str, str] | None = None,
+        inherited: Inherited = NOTHING_MORE,
         prepared: PreparedProcess | None = None,
         kind: str = "",
     ) -> tuple[EngineProcess, str]:
         """Start an engine on a model folder and wait until it has a port; returns it and its URL.
 
-        ``environ`` is its whole environment (None: the worker's). ``prepared`` becomes the engine if it still runs. Raises EngineUnreachable, with the tail of its
+        ``prepared`` becomes the engine if it still runs. Raises EngineUnreachable, with the tail of its
         log, when it exits or opens no port within the deadline.
         """
         port_file = log.with_suffix(".port")
@@ -127,7 +144,8 @@ class EngineProcess:
                     stdin=asyncio.subprocess.DEVNULL,
                     stdout=output,
                     stderr=output,
-                    env=environ,
+                    env=inherited.environ,
+                    pass_fds=inherited.files,
                     start_new_session=True,  # Ctrl-C reaches the worker only, which stops it after the packs in flight
                 )
             engine = cls(process, log, log_start, kind)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import collections
 import time
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,15 +16,18 @@ from penstock.protocol.versions import PolicyVersion
 from penstock.rollout_service.checks.check_task import ModelLimits
 from penstock.rollout_service.checks.check_weights import check_adapter
 from penstock.rollout_service.engines.engine import SingleEngine, wait_until_it_answers
-from penstock.rollout_service.engines.engine_client import EngineClient, UpdateMode
+from penstock.rollout_service.engines.engine_client import EngineClient, ReleasesMemory, UpdateMode
 from penstock.rollout_service.engines.engine_process import (
+    NOTHING_MORE,
     EngineProcess,
+    Inherited,
     LaunchCommand,
     PreparedProcess,
     process_cpu_seconds,
 )
 from penstock.rollout_service.errors import (
     EngineError,
+    EngineMisconfigured,
     EngineRestartLimit,
     EngineUnreachable,
     WeightsNotApplied,
@@ -49,21 +52,20 @@ class ManagedEngine(SingleEngine):
         *,
         log_file: Path,
         start_deadline_s: float,
-        environ: Mapping[str, str] | None = None,
+        inherited: Inherited = NOTHING_MORE,
         context_length: int | None = None,
         prepare: Sequence[str] = (),
         kind: str = "",
     ) -> None:
         """``command`` returns the command line, ``connect`` a client of a URL; the first `load` starts the process.
 
-        ``environ`` is the engine's whole environment (None: the worker's); ``context_length`` is the limit it is
+        ``inherited`` is what its process has of the worker; ``context_length`` is the limit it is
         started with, where that is less than the model's; ``prepare`` is the command of a `PreparedProcess`;
         ``kind`` is the engine's, for the settings that an error names.
         """
         super().__init__()
         self._command = command
         self._connect = connect
-        self._environ = environ
         self._context_length = context_length
         self._log_file = log_file
         self._start_deadline_s = start_deadline_s
@@ -75,10 +77,14 @@ class ManagedEngine(SingleEngine):
         self._served: tuple[Path, PolicyVersion] | None = None  # what it confirmed last
         self._wanted: tuple[Path, PolicyVersion] | None = None
         self._restarts: collections.deque[float] = collections.deque(maxlen=MAX_RESTARTS)
+        self._inherited = inherited
+        self._starting = asyncio.Lock()
+        self._may_start = asyncio.Event()  # cleared while its memory is released
+        self._may_start.set()
 
     async def prepare(self) -> None:
         if self._prepare and self._process is None:
-            self._prepared = await PreparedProcess.start(self._prepare, log=self._log_file, environ=self._environ)
+            self._prepared = await PreparedProcess.start(self._prepare, log=self._log_file, inherited=self._inherited)
 
     async def load(self, folder: Path, version: PolicyVersion, mode: UpdateMode = "drain") -> None:
         """Serve ``version`` from a model folder, starting the engine if there is none.
@@ -93,6 +99,8 @@ class ManagedEngine(SingleEngine):
         self.applied.add(version)
         if self._process is None:
             await self._start()
+            return
+        if self.is_released and await self._resume(folder, version):
             return
         process = self._process
         for _ in range(2):
@@ -115,6 +123,41 @@ class ManagedEngine(SingleEngine):
             raise WeightsUnusable(
                 f"the engine neither loaded version {version} nor started with it; see {self._log_file}"
             )
+
+    async def release(self, mode: UpdateMode) -> None:
+        """Free the device's memory; a server that does not is killed. No other is started before the next `load`."""
+        self._may_start.clear()
+        async with self._starting:  # a start that is under way ends first
+            self.ready.clear()
+            self.is_released = True
+            if self._process is None:
+                return
+            try:
+                if not isinstance(self.client, ReleasesMemory):
+                    raise EngineMisconfigured(f"{type(self.client).__name__} cannot release memory")
+                await self.client.release(mode)
+            except EngineError as err:
+                log.warning("engine did not release its memory; killing it", error=str(err))
+                self._discard()
+                await self._process.wait()
+
+    async def _resume(self, folder: Path, version: PolicyVersion) -> bool:
+        """Have the released server load a version; False if it must be restarted, which has begun."""
+        self._may_start.set()
+        self.is_released = False
+        client = self.client
+        try:
+            await client.load_weights(folder, version)
+        except EngineError as err:
+            client.mark_unverified(f"version {version} was not applied: {err}")
+            log.warning(
+                "the released engine did not load weights; restarting it", policy_version=version, error=str(err)
+            )
+            self._discard()
+            return False
+        self._confirm(version)
+        self.ready.set()
+        return True
 
     async def load_adapter(self, folder: Path, version: PolicyVersion) -> None:
         """Serve ``version`` as an adapter of the weights that are served, next to all others; nothing pauses.
@@ -174,7 +217,7 @@ class ManagedEngine(SingleEngine):
                 log.warning("engine does not answer; killing and restarting it", error=str(err))
                 self._discard()
         else:
-            if client is self.client and not self._discarded:
+            if client is self.client and not self._discarded and not self.is_released:
                 self.ready.set()
 
     async def run(self) -> None:
@@ -258,6 +301,14 @@ class ManagedEngine(SingleEngine):
         return 0.0 if recent < 2 else min(FIRST_BACK_OFF_S * 2 ** (recent - 2), _LONGEST_BACK_OFF_S)
 
     async def _start(self) -> None:
+        while True:
+            await self._may_start.wait()
+            async with self._starting:
+                if self._may_start.is_set():
+                    await self._start_now()
+                    return
+
+    async def _start_now(self) -> None:
         assert self._wanted is not None
         folder, version = self._wanted
         try:
@@ -267,9 +318,9 @@ class ManagedEngine(SingleEngine):
                 version,
                 log=self._log_file,
                 deadline_s=self._start_deadline_s,
-                environ=self._environ,
                 prepared=self._prepared,
                 kind=self._kind,
+                inherited=self._inherited,
             )
         finally:
             # Only now: its CPU seconds count at every moment, or the worker would seem to have restarted.

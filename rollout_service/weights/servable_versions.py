@@ -58,6 +58,11 @@ class VersionGate:
         self._changed = asyncio.Event()
 
     @property
+    def pin(self) -> PolicyVersion | None:
+        """The version that is held now."""
+        return self._pin if self._num_pinned else None
+
+    @property
     def serves_older(self) -> bool:
         """True from a pin to an older version until the swap to the newest: ordinary generation waits."""
         return self._serves_older

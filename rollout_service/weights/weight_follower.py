@@ -90,6 +90,8 @@ class WeightFollower:
         while True:
             await self._read_head(state)
             mirrored = await self._fetch_newest()
+            if mirrored is not None:
+                await self.swap.turns.take()
             if mirrored is not None and await self._apply_or_refuse(mirrored):
                 self._next = None
                 return mirrored
@@ -107,15 +109,24 @@ class WeightFollower:
                 await self._read_head(self._state)
             if self._published.newest() != self.engine.version or self.gate.serves_older:
                 mirrored = await self._fetch_newest()
-                if mirrored is not None:
+                if mirrored is not None and self.swap.turns.is_held:  # else it is loaded when the engine resumes
                     await self._stage(mirrored)
                     keeps_model = self.servable.shares_model(mirrored) and not self.gate.serves_older
                     async with contextlib.nullcontext() if keeps_model else self.gate.swap():
                         await self._apply_or_refuse(mirrored)
                     self._next = None
-            if (disagreement := self.announcements.take_disagreement()) is not None:
+            if self.swap.turns.is_held and (disagreement := self.announcements.take_disagreement()) is not None:
                 await self._check_engine(disagreement)
             await self._remove_unused()
+
+    async def resume(self) -> bool:
+        """Load the version that an evaluation holds, or the newest, into an engine that released its memory; False if none can be.
+
+        Not by way of the gate: what waits for the engine may be an evaluation, for whose end a swap would wait.
+        """
+        pin = self.gate.pin
+        mirrored = await self._fetch_newest() if pin is None else await self._fetch(pin)
+        return mirrored is not None and await self._apply_or_refuse(mirrored)
 
     async def _stage(self, mirrored: MirroredVersion) -> None:
         """Let the engine prepare the change from the weights it serves, while it generates; else it loads the folder."""

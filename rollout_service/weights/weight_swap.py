@@ -12,7 +12,7 @@ import math
 import random
 import time
 from collections.abc import AsyncIterator, Callable, Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 import structlog
@@ -23,9 +23,10 @@ from penstock.protocol.facts import WeightsApplied
 from penstock.protocol.transport.bus import Bus
 from penstock.protocol.transport.key_value import KeyValue
 from penstock.protocol.versions import PolicyVersion, is_newer
+from penstock.rollout_service.device_turns import EngineTurns
 from penstock.rollout_service.engines.completion import EngineChecksum
 from penstock.rollout_service.engines.engine import Engine
-from penstock.rollout_service.engines.engine_client import UpdateMode, mode_of
+from penstock.rollout_service.engines.engine_client import LONG_TOKENS, UpdateMode, mode_of
 from penstock.rollout_service.errors import EngineDisagrees, EngineError, WeightsNotApplied, WeightsUnusable
 from penstock.rollout_service.metrics import WorkerMetrics
 from penstock.rollout_service.weights.mirror import MirroredVersion
@@ -152,6 +153,7 @@ class WeightSwap:
     metrics: WorkerMetrics
     check_every: int  # versions, after which the engine is asked for its checksum; 0: never
     update_mode: UpdateMode | Literal["auto"]  # of running generations, when a newer version is loaded
+    turns: EngineTurns = field(default_factory=EngineTurns)
     long_mode: UpdateMode = "retract"  # of ``auto``, while long completions run
 
     def __post_init__(self) -> None:
@@ -162,10 +164,14 @@ class WeightSwap:
         """Have the engine serve a version; returns None unless the newest version that it serves changed.
 
         An adapter pauses the engine only when its base model has to be loaded first. Raises WeightsUnusable for an adapter
-        that the engine refuses.
+        that the engine refuses. Waits for the engine's turn on a shared GPU; an engine whose memory was released is resumed.
         """
-        async with self._loading:
+        async with self._in_turn():
             previous = self.engine.version
+            if self.engine.is_released:
+                resume_s = await self._resume(mirrored)
+                if mirrored.base is None:
+                    return None if previous == mirrored.version else Swapped(mirrored, previous, resume_s)
             if mirrored.base is None:
                 if previous == mirrored.version or (self.servable.adapters and self.servable.shares_model(mirrored)):
                     return None
@@ -179,15 +185,41 @@ class WeightSwap:
             return None if is_here or not is_newer(mirrored.version, previous) else Swapped(mirrored, previous, pause_s)
 
     async def is_as_loaded(self, mirrored: MirroredVersion) -> bool:
-        async with self._loading:
+        async with self._in_turn():
             before = await self.engine.weights_checksum()
             await self.engine.load(mirrored.folder, mirrored.version)
             after = await self.engine.weights_checksum()
         return before is None or after is None or before.layout != after.layout or before.value == after.value
 
+    async def release(self) -> None:
+        """Have the engine free its memory, once no load is under way."""
+        async with self._loading:
+            waits = self.update_mode == "drain" or (
+                self.update_mode == "auto" and self.servable.longest_running <= LONG_TOKENS
+            )
+            await self.engine.release("drain" if waits else "abort")
+
+    @contextlib.asynccontextmanager
+    async def _in_turn(self) -> AsyncIterator[None]:
+        while True:
+            await self.turns.wait()
+            async with self._loading:
+                if self.turns.is_held:
+                    yield
+                    return
+
+    async def _resume(self, mirrored: MirroredVersion) -> float:
+        started, model = time.monotonic(), mirrored.base or mirrored
+        await self.engine.load(model.folder, model.version)
+        if not self.servable.shares_model(mirrored):
+            self.servable.set_model(model.version)
+        return time.monotonic() - started
+
     async def unload_unused(self, needed: Callable[[], Collection[PolicyVersion]]) -> None:
         """Unload the adapters that no request uses and that are not ``needed``; the next call retries a failure."""
         async with self._loading:
+            if not self.turns.is_held:
+                return
             for version in self.servable.unused_adapters(needed()):
                 self.servable.remove_adapter(version)
                 try:

@@ -137,6 +137,14 @@ class FakeVllm(JsonServer):
             self._paused = ""
         return 200, {"status": "resumed"}
 
+    def _sleep(self, body: Any, query: dict[str, str]) -> Answer:
+        assert self._paused, "the worker pauses before it has the server sleep"
+        assert query == {"level": "2"}  # nothing of the weights is kept
+        return self._engine.post("/release_memory_occupation", json={}).status_code, ""
+
+    def _wake_up(self, body: Any, query: dict[str, str]) -> Answer:
+        return self._engine.post("/resume_memory_occupation", json={"tags": [query["tags"]]}).status_code, ""
+
     def _is_paused(self, body: Any, query: dict[str, str]) -> Answer:
         return 200, {"is_paused": bool(self._paused)}
 

@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 from penstock.deploy import sglang_cpu
 from penstock.protocol.versions import PolicyVersion
+from penstock.rollout_service.engines.engine_process import Inherited
 from penstock.rollout_service.engines.managed_engine import ManagedEngine
 from penstock.rollout_service.engines.sglang.client import SglangClient
 from penstock.rollout_service.engines.sglang.kind import SglangSettings, sglang_command, sglang_environ
@@ -38,7 +39,7 @@ def managed_sglang(log_file: Path, **changes: Any) -> ManagedEngine:
         functools.partial(SglangClient, request_deadline_s=120.0),
         log_file=log_file,
         start_deadline_s=START_S,
-        environ=sglang_environ(settings, os.environ),
+        inherited=Inherited(sglang_environ(settings, os.environ)),
         context_length=settings.context_length,
     )
 

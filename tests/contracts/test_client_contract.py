@@ -13,10 +13,15 @@ from penstock.protocol.groups import Sampling
 from penstock.protocol.versions import PolicyVersion, VersionRun
 from penstock.rollout_service.checks.check_task import ModelLimits
 from penstock.rollout_service.engines.completion import Completion
-from penstock.rollout_service.engines.completion_sampler import Detokenizer
-from penstock.rollout_service.engines.engine_client import EngineClient, UpdateMode, able_to_abandon
+from penstock.rollout_service.engines.engine_client import (
+    EngineClient,
+    ReleasesMemory,
+    UpdateMode,
+    able_to_abandon,
+)
 from penstock.rollout_service.engines.redundancy import Redundancy
-from penstock.rollout_service.errors import EngineRefused, TaskRefused, WeightsNotApplied
+from penstock.rollout_service.engines.stop_strings import Detokenizer
+from penstock.rollout_service.errors import EngineRefused, TaskRefused, WeightsNotApplied, WeightsUnverified
 from tests.contracts.engine_under_test import DEADLINE_S
 from tests.contracts.servers_under_test import KINDS, ServerUnderTest, running_server
 from tests.contracts.tiny_model import (
@@ -279,6 +284,54 @@ async def test_requests_during_an_update_wait_for_its_end(
     await loading
     assert {run.version for group in await under_way for one in group for run in one.version_runs} == {V0}
     assert {run.version for run in later.version_runs} <= {V0, V1}
+
+
+@pytest.mark.parametrize("mode", ["drain", "abort"])
+async def test_what_is_asked_of_a_released_server_waits_for_the_next_load(
+    client: EngineClient, server: ServerUnderTest, dense: Dense, tmp_path: Path, mode: UpdateMode
+) -> None:
+    """Running completions end, or continue after it; a real SGLang without a GPU answers, and frees nothing."""
+    assert isinstance(client, ReleasesMemory)
+    folder = write_changed_copy(server.model, tmp_path / "v1", seed=1)
+    running = asyncio.create_task(client.generate(PROMPTS, SAMPLING, NUM_SAMPLES))
+    await wait_until_generating(client)
+    await client.release(mode)
+    waiting = asyncio.create_task(client.generate(PROMPTS[:1], GREEDY, 1))
+    figures = await client.metrics()
+    assert figures["engine_running"] == figures["engine_queued"] == 0
+    assert not waiting.done()
+    await client.load_weights(folder, V1)
+    models = {0: dense, 1: Dense(folder)}
+    pairs = [(prompt, one) for prompt, group in zip(PROMPTS, await running, strict=True) for one in group]
+    assert any(len(one.version_runs) > 1 for _, one in pairs) == (mode == "abort")
+    for prompt, one in pairs:
+        check_versions(server, models, prompt, one, mode)
+    [[later]] = await waiting
+    assert {run.version for run in later.version_runs} == {V1}
+
+
+async def test_adapters_stay_loaded_while_the_memory_is_released(
+    client: EngineClient, server: ServerUnderTest, tmp_path: Path
+) -> None:
+    """A request with one waits for its base weights; under other base weights it is refused, and never sampled."""
+    if not server.speaks_sglang:
+        pytest.skip("vLLM restores no adapters: the settings refuse them with shared GPUs")
+    assert isinstance(client, ReleasesMemory)
+    await client.load_adapter(Adapter.random(server.model, tmp_path / "v2", seed=2).write().folder, V2)
+    [[before]] = await client.generate(PROMPTS[:1], GREEDY, 1, V2)
+    for folder, version in ((server.model, V0), (write_changed_copy(server.model, tmp_path / "v1", seed=1), V1)):
+        await client.release("abort")
+        waiting = asyncio.create_task(client.generate(PROMPTS[:1], GREEDY, 1, V2))
+        await client.metrics()
+        await client.load_weights(folder, version)
+        if version == V0:
+            [[again]] = await waiting
+            assert again.version_runs == before.version_runs
+            assert again == before or not server.computes
+        else:
+            with pytest.raises(WeightsUnverified, match="base weights changed"):
+                await waiting
+    client.mark_verified()
 
 
 async def test_a_server_that_was_left_paused_generates_again(

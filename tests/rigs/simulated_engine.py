@@ -119,7 +119,7 @@ class SimulatedRunner:
         vocab_size: int,
         find_stop_string: Callable[[Sequence], str | None],
     ) -> None:
-        self.weights = weights
+        self.weights: SimulatedWeights | None = weights  # None: released
         self.kept = PrefixCache(0)
         self.running: list[Sequence] = []
         self.count_tokens: Callable[[int], None] = lambda _: None
@@ -132,6 +132,14 @@ class SimulatedRunner:
         self._computed: deque[Prefix] = deque(maxlen=_CACHED_PROMPTS)
         self._ends: dict[int, int] = {}  # completion tokens of each running sequence at its end, by id()
         self._trace = _Trace(Path(options.trace), self._pace.slots) if options.trace else None
+
+    @property
+    def has_weights(self) -> bool:
+        return self.weights is not None
+
+    def release(self, tags: Collection[str]) -> None:
+        if "weights" in tags:
+            self.weights = None
 
     @property
     def num_stored_tokens(self) -> int:

@@ -6,8 +6,9 @@ import math
 
 import structlog
 
+from penstock.protocol.hardware_errors import fault_of
 from penstock.trainer.algorithm.mismatch import Mismatch
-from penstock.trainer.errors import EngineMismatch, PolicyCollapsed
+from penstock.trainer.errors import EngineMismatch, HardwareFailed, PolicyCollapsed
 
 log = structlog.get_logger("trainer.engine")
 
@@ -80,3 +81,11 @@ class CollapseCheck:
                 "new is tried. Lower trainer.lr, set algorithm.entropy_coefficient, keep rollout.temperature at 1, or lower "
                 "trainer.min_entropy if the reward is as high as you want"
             )
+
+
+def hardware_failed(err: Exception, num_ranks: int) -> HardwareFailed:
+    """Return what failed in a step of rank 0; raises ``err`` again if it is an internal error."""
+    if (fault := fault_of(err, rank=0 if num_ranks > 1 else None)) is None:
+        raise err
+    structlog.get_logger("trainer.training").error("the step failed", exc_info=err)
+    return HardwareFailed(fault.text())

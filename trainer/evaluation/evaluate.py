@@ -40,7 +40,7 @@ from penstock.trainer.evaluation.eval_result import (
     summarise,
     version_of,
 )
-from penstock.trainer.groups import collect
+from penstock.trainer.groups import queue_depths
 from penstock.trainer.groups.dispatch import RunGroups
 from penstock.trainer.groups.group_totals import Drop, DropReason, claimed_tokens
 from penstock.trainer.groups.pack_reader import PackReader
@@ -323,7 +323,7 @@ class Evaluator:
     def _finish(self, evaluation: Evaluation) -> None:
         elapsed_s = time.monotonic() - evaluation.started
         if not evaluation.is_over and elapsed_s > self._deadline_s:
-            queues = collect.describe_queues(
+            queues = queue_depths.describe_queues(
                 self._bus, self._run_id
             )  # without the lock, since the bus's thread needs it
             evaluation.failure = f"{evaluation.missing} did not arrive within {self._deadline_s:.0f} s. {queues}"

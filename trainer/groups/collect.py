@@ -19,17 +19,14 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 
 import structlog
 
-from penstock.protocol import heartbeats, streams, subjects
+from penstock.protocol import streams, subjects
 from penstock.protocol.errors import BlobCorrupt, BlobMissing, BusUnreachable, PackError, PenstockError, ReaderKilled
 from penstock.protocol.facts import DeadLetter, GroupScored
-from penstock.protocol.transport.bus import Bus
 from penstock.protocol.transport.delivery import Delivery
 from penstock.protocol.transport.inbox import Inbox
-from penstock.protocol.transport.stream_admin import ConsumerState
 from penstock.protocol.versions import Branch, PolicyVersion, VersionTree
 from penstock.trainer.connections import Connections
 from penstock.trainer.errors import CollectTimeout, TooManyDeadLetters
@@ -39,6 +36,7 @@ from penstock.trainer.groups.group_states import State
 from penstock.trainer.groups.group_totals import DropReason, describe_drops
 from penstock.trainer.groups.issue import Issuer
 from penstock.trainer.groups.pack_reader import PackReader
+from penstock.trainer.groups.queue_depths import describe_queues, read_pipe
 from penstock.trainer.groups.rolled_back import RolledBackSteps
 from penstock.trainer.learner.step_plan import ReadyGroup
 
@@ -49,49 +47,6 @@ _FETCH_WAIT_S = 0.5
 _DRAIN_S = 300.0  # a run that pauses waits no longer for the next group; the rest stays in the queues
 _SILENT_S = 5.0  # all queues empty for so long: outstanding groups are lost
 _REPEAT_S = 60.0  # longest wait for the groups of a step that a crash rolled back; less where nothing arrives
-
-
-@dataclass(frozen=True, slots=True)
-class PipeState:
-    tasks: ConsumerState
-    generated: ConsumerState
-    scored: ConsumerState
-
-    def is_empty(self, held_by_us: int) -> bool:
-        upstream = (self.tasks, self.generated)
-        return (
-            not any(state.num_pending or state.num_ack_pending for state in upstream)
-            and not self.scored.num_pending
-            and self.scored.num_ack_pending <= held_by_us
-        )
-
-
-def read_pipe(bus: Bus, run_id: str) -> PipeState:
-    specs = (
-        streams.tasks_consumer(run_id, "train"),
-        streams.generated_consumer(run_id),
-        streams.scored_consumer(run_id, "train"),
-    )
-    tasks, generated, scored = [asked.wait() for asked in [bus.consumer_state(spec) for spec in specs]]
-    return PipeState(tasks, generated, scored)
-
-
-def describe_queues(bus: Bus, run_id: str) -> str:
-    """Describe queue depths and services alive, for error messages; never raises."""
-    try:
-        pipe = read_pipe(bus, run_id)
-        beats = bus.key_value(streams.live_bucket(run_id).bucket).wait().entries().wait()
-        services = heartbeats.readable(entry.value for entry in beats)
-    except PenstockError as err:
-        return f"queue depths unknown: {err}"
-    stages = "; ".join(
-        f"{name}: {state.num_pending} messages waiting, {state.num_ack_pending} in work"
-        for name, state in (("tasks", pipe.tasks), ("generated", pipe.generated), ("scored", pipe.scored))
-    )
-    workers = [f"{b.service_id} ({b.state}, version {b.version})" for b in services if b.role == "rollout"]
-    rewards = [f"{b.service_id} ({b.state})" for b in services if b.role == "reward"]
-    alive = f"rollout workers alive: {', '.join(sorted(workers)) or 'NONE'}"
-    return f"{stages}; {alive}; reward services alive: {', '.join(sorted(rewards)) or 'NONE'}"
 
 
 class OvertakeBackoff:
@@ -174,13 +129,18 @@ class Collector:
             self._reader.close()
 
     def collect(
-        self, version: PolicyVersion, should_stop: Callable[[], bool] = lambda: False, *, overtake_wait_s: float = 0.0
+        self,
+        version: PolicyVersion,
+        should_stop: Callable[[], bool] = lambda: False,
+        *,
+        overtake_wait_s: float = 0.0,
+        may_take: Callable[[], bool] = lambda: True,
     ) -> list[ReadyGroup]:
         """Return the batch to train at ``version``; empty when ``should_stop`` returns True while it waits, or all is drained.
 
         A full batch waits ``overtake_wait_s`` for groups under way that would be too old for the next one, and less
         after waits without result (`OvertakeBackoff`): otherwise they would be dropped on arrival, and sampled again by
-        workers that are late already.
+        workers that are late already. None is taken before ``may_take`` returns True.
 
         Raises CollectTimeout after the deadline, TooManyDeadLetters when all groups are dead-lettered and nothing is in the
         queues, and the exception that ended the collecting thread.
@@ -191,7 +151,7 @@ class Collector:
                 self._raise_failure()
                 overtakes = overtake_wait_s > 0.0 and self._batcher.overtakes(version)
                 rest_s = self._backoff.rest_s(overtake_wait_s, overtakes=overtakes, now=time.monotonic())
-                if rest_s <= 0.0 and (batch := self._batcher.take(version)):
+                if rest_s <= 0.0 and may_take() and (batch := self._batcher.take(version)):
                     self._backoff.record(overtook=overtakes)
                     self._dropped_at_last_batch = self._batcher.dropped.copy()
                     return batch
@@ -213,6 +173,11 @@ class Collector:
                     f"{self._dead_lettered()}{self._dropped_since_last_batch()}"
                 )
         return []
+
+    def has_batch(self, version: PolicyVersion) -> bool:
+        """Return True if `collect` would return a batch to train at ``version`` without waiting for groups."""
+        with self._changed:
+            return self._batcher.is_full(version)
 
     @property
     def versions(self) -> VersionTree:

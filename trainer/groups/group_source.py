@@ -81,7 +81,12 @@ class StoredGroups:
         self._position = int(document["position"])
 
     def collect(
-        self, version: PolicyVersion, should_stop: Callable[[], bool] = lambda: False, *, overtake_wait_s: float = 0.0
+        self,
+        version: PolicyVersion,
+        should_stop: Callable[[], bool] = lambda: False,
+        *,
+        overtake_wait_s: float = 0.0,
+        may_take: Callable[[], bool] = lambda: True,
     ) -> list[ReadyGroup]:
         """Return the next batch, [] to stop; raises BlobMissing, BlobCorrupt or PackError."""
         if should_stop() or self._draining:
@@ -125,6 +130,9 @@ class StoredGroups:
     def groups(self) -> dict[str, Any]:
         with self._groups.lock:
             return outcomes(self._groups.train)
+
+    def has_batch(self, version: PolicyVersion) -> bool:
+        return True
 
     def drain(self) -> None:
         self._draining = True

@@ -116,6 +116,10 @@ class Issuer:
             self._closing = True
             self._changed.notify_all()
 
+    @property
+    def groups_per_message(self) -> int:
+        return self._dispatch.groups_per_message
+
     def outstanding(self) -> tuple[str, ...]:
         with self._changed:
             return tuple(self._dispatch.cursor.outstanding())

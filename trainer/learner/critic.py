@@ -232,6 +232,12 @@ class Critic:
             self._trainable.skip_update()
         return {"value_loss": 0.0, "critic_grad_norm": 0.0, "critic_lr": 0.0, **batch.figures}
 
+    def leave_device(self) -> int:
+        return self._trainable.leave_device()
+
+    def enter_device(self) -> None:
+        self._trainable.host.move_back()
+
     def capture(self) -> CapturedPart:
         return CapturedPart(_TAG, self._trainable.capture({}))
 

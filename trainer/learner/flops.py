@@ -12,12 +12,16 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from penstock.trainer.algorithm.packed_rows import Layout
 from penstock.trainer.learner.vision import is_of_tower
+from penstock.trainer.optimizer_settings import OptimizerSettings
+
+if TYPE_CHECKING:
+    from penstock.trainer.learner.policy import Policy
 
 # Part of the name that CUDA reports -> FLOP/s. A longer part is looked for first: an "H100 PCIe" is not an "H100".
 _BFLOAT16 = {
@@ -147,6 +151,12 @@ def peak_of(device: str, dtype: str) -> float | None:
         if _stands_in(part.split(), words):
             return _BFLOAT16[part]
     return None
+
+
+def peak_of_ranks(settings: OptimizerSettings, policy: Policy) -> float | None:
+    """Return the peak in FLOP/s of all ranks together; None where it is neither set nor known."""
+    peak = settings.peak_flops or peak_of(policy.device_name, policy.dtype)
+    return peak and peak * settings.num_ranks
 
 
 def _stands_in(part: list[str], words: list[str]) -> bool:

@@ -30,7 +30,7 @@ from penstock.trainer.learner.load_model import load_policy, load_reference
 from penstock.trainer.learner.pair_planner import MixedPairs, PairPlanner
 from penstock.trainer.learner.policy import Observer, Policy
 from penstock.trainer.learner.policy_weights import WeightCopies
-from penstock.trainer.learner.reference import ReferencePolicy, RemoteReference, WithoutAdapter
+from penstock.trainer.learner.reference import Reference, ReferencePolicy, RemoteReference, WithoutAdapter
 from penstock.trainer.learner.shard_files import CapturedState, CaptureSlot
 from penstock.trainer.learner.step_metrics import RowRecorder, StepMetrics, batch_metrics, pass_metrics
 from penstock.trainer.learner.step_plan import (
@@ -48,6 +48,7 @@ from penstock.trainer.learner.vision import ImageReader, image_reader
 from penstock.trainer.parallel_dims import ParallelDims
 from penstock.trainer.publishing.rank_publisher import RankPublisher
 from penstock.trainer.publishing.weight_buckets import Weights
+from penstock.trainer.rank_device import RankDevice
 from penstock.trainer.rank_orders import LeaderOnly, RankProgram, on_all_ranks
 from penstock.trainer.settings import TrainerSettings
 
@@ -72,6 +73,7 @@ class Learner(RankProgram):
         self._critic, self._pairs, self._images = critic, pairs, images
         self.bucket_bytes = BUCKET_BYTES  # of copies: the unit of comparison, and of a full snapshot's files
         self.captured = CaptureSlot()
+        self.device: RankDevice | None = None  # that this rank shares with engines
         self._publisher: RankPublisher | None = None
         self._copies = WeightCopies(policy, dims, self.copied_root)
 
@@ -167,6 +169,25 @@ class Learner(RankProgram):
         return self._copies.root()
 
     @on_all_ranks
+    def leave_device(self) -> int:
+        """Move what is on this rank's device to host memory, and give the device to engines; return the bytes of one rank.
+
+        Until `enter_device` nothing but `capture` may be called.
+        """
+        num_bytes = sum(network.leave_device() for network in self._on_device())
+        if self.device is not None:
+            self.device.devices.give()
+        return num_bytes
+
+    @on_all_ranks
+    def enter_device(self) -> None:
+        """Wait for this rank's turn on its device, and move everything back; raises DeviceNotFreed."""
+        if self.device is not None:
+            self.device.wait()
+        for network in self._on_device():
+            network.enter_device()
+
+    @on_all_ranks
     def capture(self) -> None:
         """Copy every rank's part of a checkpoint in memory, for `CheckpointWriter`."""
         self.captured.put(self._capture())
@@ -184,6 +205,10 @@ class Learner(RankProgram):
         if self._critic is not None:
             self._critic.load(folder)
         self.policy.load(folder)
+
+    def _on_device(self) -> list[Policy | Critic | Reference]:
+        held = [self.policy, self._critic, self._reference]
+        return [network for network in held if isinstance(network, Policy | Critic | Reference)]
 
     def _capture(self) -> CapturedState:
         critic = [self._critic.capture()] if self._critic is not None else []

@@ -15,7 +15,7 @@ from __future__ import annotations
 import contextlib
 import math
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -200,7 +200,8 @@ class OptimizerState:
             name: Part(cut, weights.share.index) for name, p in self._named.items() if (cut := cut_of(p)) is not None
         }
 
-    def capture(self, state: Mapping[str, Any]) -> Shard:
+    def capture(self, state: Mapping[str, Any], readable: Callable[[Tensor], Tensor]) -> Shard:
+        """Copy this rank's shard; ``readable`` returns a tensor whose values may be in host memory at the moment."""
         steps, fragments = 0.0, []
         for place in self.places():
             param_state = self.base.state.get(place.stepped, {})
@@ -211,7 +212,8 @@ class OptimizerState:
                     **{kind: param_state[kind] for kind in MOMENTS if kind in param_state},
                 }
                 copies = {
-                    kind: part_of(tensor, place).to("cpu", torch.float32, copy=True) for kind, tensor in tensors.items()
+                    kind: part_of(readable(tensor), place).to("cpu", torch.float32, copy=True)
+                    for kind, tensor in tensors.items()
                 }
                 fragments.append(Fragment(place.name, place.start, copies))
         shapes = {name: self._weights.whole_shape(p) for name, p in self._named.items()}

@@ -161,6 +161,13 @@ class Policy:
     def skip_update(self) -> None:
         self._trainable.skip_update()
 
+    def leave_device(self) -> int:
+        self.weights.wait_until_read()
+        return self._trainable.leave_device()
+
+    def enter_device(self) -> None:
+        self._trainable.host.move_back()
+
     def capture(self) -> CapturedPart:
         shard = self._trainable.capture({"steps_done": self.steps_done})
         states = {name: generator.get_state() for name, generator in self._generators().items()}

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from penstock.trainer.algorithm.batch import MicroBatch
 from penstock.trainer.algorithm.kl import of_teacher
+from penstock.trainer.learner.host_states import HostStates
 from penstock.trainer.learner.logprobs import CompletionScorer, HiddenStates
 
 if TYPE_CHECKING:
@@ -102,6 +103,13 @@ class Reference:
             park(self._scorer, device)
         elif run is None:
             self._scorer.to(device)
+        self._host = HostStates(device)
+
+    def leave_device(self) -> int:
+        return self._host.move_out(self._scorer)
+
+    def enter_device(self) -> None:
+        self._host.move_back()
 
     def logprobs(self, batch: MicroBatch) -> Tensor:
         with torch.no_grad():

@@ -27,6 +27,7 @@ from penstock.trainer.attention_choice import Attention
 from penstock.trainer.data_settings import FineTuningSettings, Schedule
 from penstock.trainer.errors import TrainingDiverged
 from penstock.trainer.learner.adapter import Lora
+from penstock.trainer.learner.host_states import HostStates
 from penstock.trainer.learner.optimizer_state import (
     KEEP_WHOLE_BELOW,
     Communication,
@@ -180,6 +181,7 @@ class Trainable:
         self._has_frozen = any(not p.requires_grad for p in module.parameters())
         self.module = module
         self.device: torch.device = self._engine.device
+        self.host = HostStates(self.device)  # `move_back` ends what `leave_device` began
         self._own_norm = 0.0  # at stage 0, of the step that is being made
         self._is_empty = False  # that step is left out, whatever its norm
         self._outliers = None if how.skip_above is None else Outliers(how.skip_above, how.skip_after)
@@ -285,9 +287,14 @@ class Trainable:
 
     def capture(self, state: Mapping[str, Any]) -> Shard:
         counts = {name: int(getattr(self._engine, name)) for name in _COUNTS}
-        schedule = self._engine.lr_scheduler.last_epoch
         norms = {_NORMS: list(self._outliers.norms)} if self._outliers is not None else {}
-        return self._optimizer_state().capture({**state, **norms, "counts": counts, "schedule": schedule})
+        state = {**state, **norms, "counts": counts, "schedule": self._engine.lr_scheduler.last_epoch}
+        return self._optimizer_state().capture(state, self.host.readable)
+
+    def leave_device(self) -> int:
+        """Move parameters, gradients and the optimizer's state to host memory; return the bytes. Only `capture` may follow."""
+        buckets = self._engine.optimizer.ipg_buckets.values() if self.is_partitioned else ()  # of gradients under way
+        return self.host.move_out(self.module, self._engine.optimizer, scratch=[bucket.buffer for bucket in buckets])
 
     def load(self, folder: Path) -> dict[str, Any]:
         """Read the shards that `capture` and `Shard.write` left in ``folder``, and return their state; collective.

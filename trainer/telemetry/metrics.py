@@ -63,6 +63,8 @@ Where a batch has several optimizer steps, its metrics are means over them, each
 | `flops_per_s`              | FLOP/s   | of the policy's passes, over all ranks, by `step_s`: `flops.py`    |
 | `mfu`                      | share    | of the devices' peak; where that is known                          |
 | `wait_s`, `step_s`         | s        | wait for the batch; plan, forward, backward and update             |
+| `turns`                    |          | of the trainer on GPUs that engines use too, in this session       |
+| `turn_wait_s`, `turn_move_s` | s      | waits for these turns since the step before; moves of its states   |
 | `publish_s`                | s        | of the newest publication, which runs in parallel                  |
 | `publish_stages_s`         | s        | the same by stage: compare (and encode), upload, announce          |
 | `record_s`, `submit_s`     | s        | enter the step in the run record; copy the new weights             |

@@ -84,6 +84,7 @@ class TrainerMetrics:
         self._staleness = Histogram(METRICS[_STALENESS].buckets)
         self.queues: Mapping[tuple[str, str], Mapping[str, int]] = {}  # (stream, consumer) -> counts; set as a whole
         self.nats_store: StoreState | None = None
+        self._turn_s = {"wait": 0.0, "move": 0.0}  # of the turns on shared GPUs
         self.heartbeat: Callable[[], Heartbeat | None] = lambda: None
         self.url: str | None = None  # where they are served
 
@@ -106,6 +107,10 @@ class TrainerMetrics:
     def collect(self, samples: Samples) -> None:
         with self._lock:
             self._collect_step(samples)
+            if "turns" in self._step:
+                samples.add("penstock_device_turns_total", self._step["turns"], role="trainer")
+                for what, seconds in self._turn_s.items():
+                    samples.add("penstock_device_turn_seconds_total", seconds, role="trainer", what=what)
             self._collect_evaluation(samples)
             for phase, histogram in self._seconds.items():
                 samples.add(_STEP_SECONDS, histogram, phase=phase)
@@ -129,6 +134,8 @@ class TrainerMetrics:
         self._seconds["train"].observe(data["step_s"])
         self._tokens_trained += data["tokens_trained"]
         self._updates_left_out += data.get("updates_left_out", 0)
+        for what in self._turn_s:
+            self._turn_s[what] += data.get(f"turn_{what}_s", 0.0)
         if (mismatch := data.get("mismatch")) is not None:  # a step without tokens of its version says nothing new
             self._mismatch = mismatch["mean_abs"]
         for age, tokens in data["staleness_tokens"].items():

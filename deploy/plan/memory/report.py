@@ -11,6 +11,7 @@ from typing import Any
 from penstock.deploy.plan.memory.memory_plan import MemoryPlan, Phase, suggestions
 from penstock.deploy.plan.memory.model_shape import ModelShape, Needs, read_shape
 from penstock.deploy.plan.memory.plan_inputs import plan_inputs
+from penstock.deploy.plan.memory.turns import Turns
 from penstock.protocol.errors import ConfigError
 from penstock.trainer.attention_choice import matrix_bytes
 from penstock.trainer.settings import TrainerSettings
@@ -54,6 +55,11 @@ class RankMemory:
     @property
     def fits(self) -> bool:
         return self._limit is None or self._peak <= self._limit
+
+    def turns(self, *, max_staleness: int, sample_s: float, train_s: float) -> Turns:
+        """Return what turns of this rank with an engine cost; sampling and training of a step take these seconds."""
+        inputs, moved = self._plan.inputs, sum(self._plan.held.device.values())
+        return Turns(moved, inputs.published_bytes, max_staleness, sample_s, train_s)
 
     def advice(self) -> str:
         """Return one line for a rank that ran out of memory although the limit was all of its GPU."""

@@ -29,6 +29,7 @@ from penstock.rollout_service.embedded_engine.http.bodies import (
     ContinueBody,
     GenerateBody,
     LoadAdapterBody,
+    OccupationBody,
     PauseBody,
     SamplingParams,
     UnloadAdapterBody,
@@ -53,6 +54,7 @@ _MAX_BODY_BYTES = 512 * 1024**2  # a batch of prompts with images
 _WITHOUT_KEY = frozenset(
     {"/health", "/health_generate", "/ready", "/metrics", "/v1/loads", "/v1/models"}
 )  # they change nothing
+_RELEASABLE = ("weights", "kv_cache")
 _HEALTH_DEADLINE_S = 20.0  # SGLang's
 
 
@@ -194,6 +196,19 @@ async def continue_generation(request: Request) -> Response:
     return json_response({"message": "Generation continued successfully.", "status": "ok"})
 
 
+async def release_memory_occupation(request: Request) -> Response:
+    body = await read_body(request, OccupationBody)
+    if not await asyncio.wrap_future(server_of(request).engine.release(body.tags or _RELEASABLE)):
+        raise RequestRefused("sequences run or wait: end them, or wait for them, and release then")
+    return Response(status_code=200)
+
+
+async def resume_memory_occupation(request: Request) -> Response:
+    body = await read_body(request, OccupationBody)
+    await asyncio.wrap_future(server_of(request).engine.reoccupy(body.tags or _RELEASABLE))
+    return Response(status_code=200)
+
+
 async def abort_request(request: Request) -> Response:
     body = await read_body(request, AbortBody)
     if not body.rid and not body.abort_all:
@@ -279,6 +294,8 @@ def build_app(server: ServerState, key: str = "") -> Starlette:
             route("/v1/chat/completions", generate_endpoints.chat_completions, "POST"),
             route("/pause_generation", pause_generation, "POST"),
             route("/continue_generation", continue_generation, "POST"),
+            route("/release_memory_occupation", release_memory_occupation, "POST"),
+            route("/resume_memory_occupation", resume_memory_occupation, "POST"),
             route("/abort_request", abort_request, "POST"),
             route("/update_weights_from_disk", update_weights_from_disk, "POST"),
             route("/load_lora_adapter", load_lora_adapter, "POST"),

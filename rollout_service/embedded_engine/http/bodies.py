@@ -142,6 +142,10 @@ class ContinueBody(Body):
     torch_empty_cache: Literal[True] = True
 
 
+class OccupationBody(Body):
+    tags: tuple[Literal["weights", "kv_cache"], ...] | None = None  # None: all
+
+
 class AbortBody(Body):
     """Body of ``/abort_request``: a prefix of rids, or everything."""
 

@@ -72,6 +72,11 @@ class KVCache:
         old_experts, self.experts = self.experts, self._no_experts(rows, columns, old.device)
         self.experts[:kept_rows, :kept_columns] = old_experts[:kept_rows, :kept_columns]
 
+    def release(self) -> None:
+        """Free all rows; what is stored is lost."""
+        device, dtype = self.data.device, self.data.dtype
+        self.data, self.experts = self._zeros(0, 0, device, dtype), self._no_experts(0, 0, device)
+
     def fill_rows(self, row: int, num_rows: int, parts: Sequence[Computed]) -> None:
         column = 0
         for part in parts:

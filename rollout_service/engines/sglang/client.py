@@ -13,7 +13,7 @@ import contextlib
 import uuid
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import structlog
 
@@ -23,7 +23,7 @@ from penstock.protocol.weights.adapter_format import adapter_name
 from penstock.rollout_service.engines.completion import Completion, EngineChecksum, Resumption, read_version, shorten
 from penstock.rollout_service.engines.completion_sampler import SampleRequest
 from penstock.rollout_service.engines.engine_client import KeptCompletions, ServerReport, UpdateMode
-from penstock.rollout_service.engines.engine_http import LOAD_S, PROBE_S, HttpAdapterCalls, HttpEngineClient
+from penstock.rollout_service.engines.engine_http import LOAD_S, PROBE_S, HttpAdapterCalls, ReleasingHttpClient
 from penstock.rollout_service.engines.redundancy import Redundancy, generate_redundantly
 from penstock.rollout_service.engines.sglang.messages import (
     check_expanded,
@@ -80,7 +80,7 @@ def _fix(refusal: str) -> str:
     )
 
 
-class SglangClient(HttpEngineClient):
+class SglangClient(ReleasingHttpClient):
     adapter_calls = _AdapterCalls
     version_page = "/model_info"
     takes_image_positions: ClassVar[bool] = False  # its server is told which tokens are placeholders of images
@@ -212,10 +212,11 @@ class SglangClient(HttpEngineClient):
         The server flushes its prefix cache, except ``in_place``: then later requests carry the version as a cache key.
         A staged patch that the server refuses has changed nothing: the folder is loaded in the same pause.
         """
-        if self._adapters.table.versions:  # they change the weights on which they were loaded, and no others
-            await self._adapters.drop_all()
+        await self._prepare_load(version)
         async with self._adapters.turn, self._weights_turn:
             self._sampler.folder = folder
+            if was_released := self._released:
+                await self._occupy("resume", "weights")
             if mode != "drain":
                 await self._pause(mode)
             elif self._may_be_paused:
@@ -226,8 +227,23 @@ class SglangClient(HttpEngineClient):
                 await self._map_parameters(folder, version, flush=flush)
             self._patcher.loaded()
             self._cache_key = str(version) if mode == "in_place" else None
+            if was_released:
+                await self._occupy("resume", "kv_cache")
+                self._released = False
+                self._sampler.may_send.set()
             if mode != "drain":
                 await self._continue()
+
+    async def _end_requests(self) -> None:
+        await self._http.call("POST", "/abort_request", {"rid": "", "abort_all": True}, PROBE_S, parse=False)
+
+    async def _release(self) -> None:
+        self._patcher.forget_staged()
+        await self._occupy("release", "kv_cache", "weights")
+
+    async def _occupy(self, what: Literal["release", "resume"], *tags: str) -> None:
+        """Free the memory of ``tags``, or allocate it again, without its contents: a server started with --enable-memory-saver."""
+        await self._http.call("POST", f"/{what}_memory_occupation", {"tags": tags}, self._load_s, parse=False)
 
     async def _patch(self, folder: Path, version: PolicyVersion, *, flush: bool) -> bool:
         prefix = self._patcher.take(version)

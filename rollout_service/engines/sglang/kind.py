@@ -19,7 +19,7 @@ from penstock.rollout_service.engines.sglang.weight_patch import PLUGIN, PLUGIN_
 _RESERVED = frozenset({
     "--model-path", "--model", "--host", "--port", "--weight-version", "--load-format", "--tokenizer-worker-num",
     "--skip-tokenizer-init", "--sampling-defaults", "--preferred-sampling-params", "--enable-lora", "--lora-paths",
-    "--incremental-streaming-output", "--nnodes", "--node-rank", "--dist-init-addr",
+    "--enable-memory-saver", "--incremental-streaming-output", "--nnodes", "--node-rank", "--dist-init-addr",
 })  # fmt: skip
 _LAYERS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 SGLANG_URL = EngineKind("sglang-url", SglangClient, returns_experts=True)
@@ -123,6 +123,8 @@ def _flags(settings: SglangSettings, number: int) -> list[str]:
         flags.append("--enable-fp32-lm-head")
     if settings.metrics:
         flags.append("--enable-metrics")
+    if settings.memory_saver:
+        flags.append("--enable-memory-saver")
     if settings.max_lora_rank is not None:
         # Without strict loading, a tensor of an adapter that no layer takes would be ignored without an error.
         flags += ["--enable-lora", "--lora-strict-loading", "--lora-target-modules", *settings.lora_target_modules]

@@ -31,7 +31,7 @@ from penstock.rollout_service.engines.completion import (
 )
 from penstock.rollout_service.engines.completion_sampler import SampleRequest
 from penstock.rollout_service.engines.engine_client import ServerReport, UpdateMode, read_samples, refuse_images
-from penstock.rollout_service.engines.engine_http import LOAD_S, PROBE_S, HttpAdapterCalls, HttpEngineClient
+from penstock.rollout_service.engines.engine_http import LOAD_S, PROBE_S, HttpAdapterCalls, ReleasingHttpClient
 from penstock.rollout_service.errors import EngineAborted, EngineError, EngineRefused, ReplyRefused, WeightsNotApplied
 
 _INFO_S = 60.0  # the first server_info lists the machine's packages, which takes a quarter of a minute
@@ -74,7 +74,7 @@ def _fix(refusal: EngineRefused) -> str:
     )
 
 
-class VllmClient(HttpEngineClient):
+class VllmClient(ReleasingHttpClient):
     adapter_calls = _AdapterCalls
     version_page = "/weight_info"
     returns_text = False
@@ -170,10 +170,17 @@ class VllmClient(HttpEngineClient):
         after ``in_place`` later requests carry the version as a cache salt. A failed load leaves vLLM without usable
         weights: it crashes at the next request.
         """
-        if self._adapters.table.versions:  # they change the weights on which they were loaded, and no others
-            await self._adapters.drop_all()
+        await self._prepare_load(version)
         async with self._adapters.turn, self._weights_turn:
             self._sampler.folder = folder
+            if self._released:
+                await self._http.call("POST", "/wake_up?tags=weights", None, self._load_s, parse=False)
+                await self._reload(folder, version)
+                await self._http.call("POST", "/wake_up?tags=kv_cache", None, self._load_s, parse=False)
+                await self._http.call("POST", "/resume", None, _PAUSE_S)
+                self._released, self._cache_salt = False, None
+                self._sampler.may_send.set()
+                return
             try:
                 await self._pause(mode)
                 await self._reload(folder, version)
@@ -183,6 +190,14 @@ class VllmClient(HttpEngineClient):
                 await self._http.call("POST", "/resume", None, _PAUSE_S)
             finally:
                 self._accepting.set()
+
+    async def _end_requests(self) -> None:
+        await self._http.call("POST", "/pause?mode=abort", None, self._load_s)
+
+    async def _release(self) -> None:
+        """Discard weights, keys and values (sleep level 2), of a server started with --enable-sleep-mode."""
+        await self._http.call("POST", "/pause?mode=wait", None, self._load_s)
+        await self._http.call("POST", "/sleep?level=2", None, self._load_s, parse=False)
 
     async def _pause(self, mode: UpdateMode) -> None:
         self._num_pauses += 1

@@ -17,6 +17,7 @@ _RESERVED = frozenset({
     "--model", "--host", "--port", "--load-format", "--logprobs-mode", "--generation-config",
     "--override-generation-config", "--enable-scale-out", "--tokens-only", "--skip-tokenizer-init",
     "--served-model-name", "--enable-lora", "--lora-modules", "--api-server-count", "--headless", "--api-key",
+    "--enable-sleep-mode",
 })  # fmt: skip
 _SWITCHES = {
     "VLLM_SERVER_DEV_MODE": "1",  # the routes for pauses, weights and the prefix cache
@@ -81,6 +82,8 @@ def _flags(settings: VllmSettings) -> list[str]:
     flags = [*constant, *settings.flags()]
     if settings.max_lora_rank is not None:
         flags.append("--enable-lora")
+    if settings.memory_saver:
+        flags.append("--enable-sleep-mode")
     return [*flags, *settings.extra_args]
 
 

@@ -28,6 +28,8 @@ def placed(
     ("shape", "gpus", "settings", "line", "overrides"),
     [
         ("0.6B", "1x80GB", [], "GPU 0 engines (1 x tp 1, 0.71 of the memory), GPU 0 trainer (1 rank, ZeRO 1)", ["sglang.mem_fraction_static=0.71"]),
+        ("0.6B", "1x18GB", [], "GPU 0 engines (1 x tp 1, 0.69 of the memory), GPU 0 trainer (1 rank, ZeRO 1): shared in turns", ["placement.shared=turns", "sglang.mem_fraction_static=0.69"]),
+        ("unknown", "1x80GB", ["placement.shared=turns"], "GPU 0 engines (1 x tp 1, 0.87 of the memory), GPU 0 trainer (1 rank, ZeRO 1): shared in turns", ["sglang.mem_fraction_static=0.87"]),
         ("0.6B", "2x80GB", [], "GPU 0 engines (1 x tp 1), GPU 1 trainer (1 rank, ZeRO 1)", []),
         ("0.6B", "8x80GB", [], "GPU 0-6 engines (7 x tp 1), GPU 7 trainer (1 rank, ZeRO 1)", ["sglang.engines=7"]),
         ("7B", "1x80GB", [LORA], "GPU 0 engines (1 x tp 1, 0.57 of the memory), GPU 0 trainer (1 rank, ZeRO 1)", ["sglang.mem_fraction_static=0.57"]),
@@ -37,7 +39,7 @@ def placed(
         ("7B", "8x80GB", ["sglang.extra_args=['--pp-size=2']"], "GPU 0-3 engines (2 x tp 2), GPU 4-7 trainer (4 ranks, ZeRO 2)", ["trainer.num_ranks=4", "trainer.zero_stage=2", "sglang.engines=2"]),
         ("7B", "8x80GB", ["placement.engines=[1,0]", "placement.trainer=[4,5,6,7]"], "GPU 0-1 engines (2 x tp 1), GPU 4-7 trainer (4 ranks, ZeRO 2)", ["trainer.num_ranks=4", "trainer.zero_stage=2", "sglang.engines=2"]),
         ("7B", "8x80GB", ["placement.engines=2"], "GPU 0-1 engines (2 x tp 1), GPU 4-7 trainer (4 ranks, ZeRO 2)", ["trainer.num_ranks=4", "trainer.zero_stage=2", "sglang.engines=2"]),
-        ("7B", "4x80GB", [LORA, "placement.shared=always"], "GPU 0-3 engines (4 x tp 1, 0.60 of the memory), GPU 0-3 trainer (4 ranks, ZeRO 1)", ["trainer.num_ranks=4", "sglang.engines=4", "sglang.mem_fraction_static=0.6"]),
+        ("7B", "4x80GB", [LORA, "placement.shared=beside"], "GPU 0-3 engines (4 x tp 1, 0.60 of the memory), GPU 0-3 trainer (4 ranks, ZeRO 1)", ["trainer.num_ranks=4", "sglang.engines=4", "sglang.mem_fraction_static=0.6"]),
         ("32B", "8x80GB", [LORA], "GPU 0-5 engines (3 x tp 2), GPU 6-7 trainer (2 ranks, ZeRO 3)", ["trainer.num_ranks=2", "trainer.zero_stage=3", "sglang.engines=3", "sglang.tp_size=2"]),
         ("unknown", "8x80GB", [], "GPU 0-3 engines (4 x tp 1), GPU 4-7 trainer (4 ranks, ZeRO 1)", ["trainer.num_ranks=4", "sglang.engines=4"]),
     ],
@@ -69,6 +71,8 @@ def test_gpus_are_divided_by_memory(
         ("0.6B", "2x80GB", ["placement.trainer=[2]"], "names GPU 2, and this command sees 2"),
         ("0.6B", "2x80GB", ["trainer.num_ranks=4"], "the trainer needs 4 GPUs, and 1 of 2 are left for it"),
         ("0.6B", "4x80GB", ["trainer.num_ranks=4", "placement.trainer=2"], "placement.trainer has 2 GPUs and trainer.num_ranks = 4"),
+        ("0.6B", "1x18GB", ["placement.shared=beside"], "do not fit on GPU 0 at once: a rank needs 13.1 GB"),
+        ("0.6B", "1x16GB", [], "do not fit on GPU 0 in turns: a rank needs 13.1 GB, an engine 2.4 GB"),
         ("unknown", "1x80GB", [], "the trainer's memory cannot be estimated for this model"),
     ],
 )  # fmt: skip
@@ -96,7 +100,7 @@ def test_the_settings_of_a_refusal_make_the_run_fit(tmp_path: Path) -> None:
     """And the program takes them, also where they need the stage or the ranks of the layout that was tried."""
     dense = ["worker.engine=sglang"]
     cases: list[tuple[str, str, list[str], dict[str, object]]] = [
-        ("7B", "2x80GB", [], {}), ("7B", "1x80GB", [], {}), ("32B", "8x80GB", [], {}), ("0.6B", "1x20GB", [], {}),
+        ("7B", "2x80GB", [], {}), ("7B", "1x80GB", [], {}), ("32B", "8x80GB", [], {}),
         ("32B", "8x80GB", ["trainer.num_ranks=2"], {"engine": dense}),
         ("32B", "8x80GB", ["placement.engines=2"], {"engine": dense, "role": "trainer"}),
     ]  # fmt: skip

@@ -91,6 +91,27 @@ def test_the_plan_has_the_memory_of_a_rank(run_file: str, model: str, capsys: py
     assert f"a rank needs {memory['peak'] / 1e9:.2f} GB" in said
 
 
+def test_the_plan_of_a_gpu_that_is_used_in_turns_has_their_cost(
+    run_file: str, model: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Only where engine and trainer do not fit beside each other; 596 million parameters are 1.19 GB of weights."""
+    arguments = ["plan", run_file, model, "worker.engine=sglang", "model.gradient_checkpointing=true", "--json"]
+    assert run([*arguments, "--gpus", "1x80GB"]) == 0
+    assert "in turns" not in capsys.readouterr().out
+    assert run([*arguments, "--gpus", "1x80GB", "placement.shared=turns"]) == 0
+    said = json.loads(capsys.readouterr().out)
+    assert said["placement"]["takes_turns"]
+    [line] = [line for line in said["says"] if line.startswith("in turns")]
+    found = re.search(
+        r"4 batches .* about (\S+) s for (\S+) GB .* and 1\.19 GB of weights .*: trainer (\d+)%.* engine (\d+)%, changes (\d+)%",
+        line,
+    )
+    assert found is not None, line
+    change_s, moved, *shares = map(float, found.groups())
+    assert change_s == pytest.approx(2 * moved / 20 + 1.19 / 4, abs=0.06)
+    assert sum(shares) == pytest.approx(100, abs=1)
+
+
 @pytest.mark.parametrize("limit", [40, 9, 5])
 @pytest.mark.parametrize("reference", [(), ("algorithm.kl_coefficient=0.1", "algorithm.reference_device=parked")])
 def test_the_settings_that_make_it_fit_do(run_file: str, model: str, limit: int, reference: tuple[str, ...]) -> None:

@@ -7,6 +7,7 @@ nothing else.
 
 from __future__ import annotations
 
+import os
 import sys
 import threading
 from collections.abc import Callable, Mapping
@@ -35,6 +36,7 @@ class FaultyEngine(JsonServer):
         self.info: dict[str, Any] = {}  # the content of server_info
         self.status = 200  # /generate answers this
         self.rewrite: Rewrite = lambda rows: rows  # changes a valid reply before it is sent
+        self.keeps_memory = bool(os.environ.get("FAULTY_ENGINE_KEEPS_MEMORY"))  # it cannot release it
         self.checksum = ""  # its weights checksum; empty: not supported
         self.next_checksum = ""  # once it loads the version that it serves again; empty: the same
         self.sharding: dict[str, Any] = {"tp_size": 1}
@@ -99,6 +101,8 @@ class FaultyEngine(JsonServer):
                 self._paused = path == "/pause_generation"
                 self._drained.notify_all()
             return 200, {"status": "ok"}
+        if path == "/abort_request" or (path.endswith("_memory_occupation") and not self.keeps_memory):
+            return 200, {}
         if path == "/weights_checker" and self.checksum:
             ranks = [{"parallelism_info": self.sharding}]
             return 200, {"success": True, "ranks": ranks, "per_engine_checksum": self.checksum}

@@ -17,7 +17,7 @@ from penstock.protocol.config.run_file import load
 from penstock.protocol.errors import ConfigError
 from penstock.protocol.versions import PolicyVersion
 from penstock.rollout_service.engines.embedded import EmbeddedClient, embedded_command
-from penstock.rollout_service.engines.engine_process import EngineProcess, group_members
+from penstock.rollout_service.engines.engine_process import EngineProcess, Inherited, group_members
 from penstock.rollout_service.engines.managed_engine import ManagedEngine
 from penstock.rollout_service.engines.sglang.client import SglangClient
 from penstock.rollout_service.engines.sglang.kind import SglangSettings, sglang_command, sglang_environ
@@ -204,7 +204,7 @@ async def test_the_embedded_engine_names_a_gpu_that_its_torch_cannot_use(tmp_pat
         EmbeddedClient,
         log_file=tmp_path / "engine.log",
         start_deadline_s=60,
-        environ={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
+        inherited=Inherited({**os.environ, "CUDA_VISIBLE_DEVICES": ""}),
         kind="embedded",
     )
     named = r"status 1: (this PyTorch has no code for the GPU|no GPU is visible|there is no usable NVIDIA driver) \("

@@ -15,11 +15,10 @@ from penstock.rollout_service.engines.completion import Completion, Resumption
 from penstock.rollout_service.engines.completion_sampler import (
     AdapterTable,
     CompletionSampler,
-    Detokenizer,
     RequestDeadline,
     SampleRequest,
-    first_end,
 )
+from penstock.rollout_service.engines.stop_strings import Detokenizer, first_end
 from penstock.rollout_service.errors import EngineMisconfigured
 
 EOS = 2  # "<|im_end|>", a special token

@@ -98,10 +98,35 @@ def child_of(engine: ManagedEngine) -> int:
     return engine._process.pid
 
 
+def exists(pid: int) -> bool:
+    return Path(f"/proc/{pid}").exists()
+
+
 def is_stopped(pid: int) -> bool:
     """Whether SIGSTOP has reached every thread of a process."""
     threads = [path.read_text().rpartition(")")[2].split()[0] for path in Path(f"/proc/{pid}/task").glob("*/stat")]
     return set(threads) == {"T"}
+
+
+@pytest.mark.parametrize("keeps_memory", [False, True])
+async def test_a_released_engine_serves_the_version_of_the_next_load(
+    tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch, keeps_memory: bool
+) -> None:
+    """One that does not release its memory is killed, so that it is free in any case, and started with that load alone."""
+    monkeypatch.setenv("FAULTY_ENGINE_KEEPS_MEMORY", "1" if keeps_memory else "")
+    engine = build(faulty_engine_command, tmp_path)
+    async with running(engine, model):
+        first = child_of(engine)
+        await engine.release("abort")
+        assert (engine.is_released, engine.ready.is_set()) == (True, False)
+        assert exists(first) != keeps_memory
+        await engine.check_health()
+        await asyncio.sleep(0.1)  # in which a restart would begin
+        assert child_of(engine) == first
+        assert not engine.ready.is_set()
+        await engine.load(model, V1)
+        assert (engine.is_released, engine.ready.is_set(), engine.version) == (False, True, V1)
+        assert (child_of(engine) != first) == keeps_memory
 
 
 async def test_an_engine_starts_with_its_version_and_follows(tmp_path: Path, model: Path):

@@ -24,6 +24,7 @@ class _Engine:
 
     def __init__(self) -> None:
         self.version: PolicyVersion | None = None
+        self.is_released = False
         self.calls: list[tuple[str, int | None]] = []
         self.fails: EngineError | None = None
         self.client = self

@@ -20,6 +20,7 @@ from penstock.rollout_service.weights.weight_swap import WeightSwap
 class _Engine:
     version: PolicyVersion | None = None
     mode = "none"
+    is_released = False
 
     async def load(self, folder: Path, version: PolicyVersion, mode: str = "drain") -> None:
         self.version, self.mode = version, mode

@@ -139,7 +139,8 @@ def test_a_scrape_shows_the_events_and_the_heartbeat(bus: Bus, run_streams: str,
     assert found["penstock_nats_store_used_bytes"] > 0
     absent = {"penstock_trace_spans_total", "penstock_disk_free_ratio", "penstock_nats_store_limit_bytes"}
     absent |= {"penstock_certificate_expiry_timestamp_seconds"}
-    assert shown == expected - absent, "no span, folder or certificate given, and an account without a limit"
+    absent |= {"penstock_device_turns_total", "penstock_device_turn_seconds_total"}
+    assert shown == expected - absent, "no span, folder, certificate or turn given, and an account without a limit"
 
 
 def test_no_port_is_opened_unless_one_is_set(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -159,3 +160,12 @@ def test_a_step_that_could_not_be_compared_leaves_the_last_comparison() -> None:
         metrics.collect(samples)
         found.append(list(samples.series.get("penstock_trainer_engine_mismatch_nats", {}).values()))
     assert found == [[], [0.08], [0.08]]
+
+
+def test_the_turns_of_a_shared_gpu_add_up() -> None:
+    metrics, samples = trainer_metrics.TrainerMetrics(lambda: 1000.0), Samples("trainer", LabelValues())
+    for turns in (1.0, 2.0):
+        metrics.observe("step", {**STEP, "groups": GROUPS, "turns": turns, "turn_wait_s": 3.0, "turn_move_s": 0.5})
+    metrics.collect(samples)
+    assert list(samples.series["penstock_device_turns_total"].values()) == [2.0]
+    assert list(samples.series["penstock_device_turn_seconds_total"].values()) == [6.0, 1.0]
