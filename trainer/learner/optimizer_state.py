@@ -22,6 +22,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
+from torch.optim.lr_scheduler import LambdaLR
 
 from penstock.protocol.errors import ConfigError
 from penstock.trainer.data_settings import Schedule
@@ -59,6 +60,26 @@ class Communication:
             "stage3_max_live_parameters": self.max_live_parameters,
             "zero_hpz_partition_size": self.hpz_partition_size,
         }
+
+
+class RateSchedule(LambdaLR):
+    """The learning rate of each batch, which may have several optimizer steps."""
+
+    def step(self, epoch: int | None = None, *, ends_batch: bool = True) -> None:
+        """Set the next batch's rate or, within a batch, this one's again, without the factor of the last optimizer step."""
+        if ends_batch:
+            super().step(epoch)
+            return
+        for group, rate in zip(self.optimizer.param_groups, self.get_last_lr(), strict=True):
+            group["lr"] = rate
+
+    def continue_after(self, num_batches: int) -> None:
+        self.last_epoch, self._step_count = num_batches, num_batches + 1
+        self._last_lr = [
+            base * factor(num_batches) for factor, base in zip(self.lr_lambdas, self.base_lrs, strict=True)
+        ]
+        for group, rate in zip(self.optimizer.param_groups, self._last_lr, strict=True):
+            group["lr"] = rate
 
 
 def lr_factor(step: int, *, schedule: Schedule, num_steps: int, warmup_steps: int, min_lr_ratio: float) -> float:

@@ -21,7 +21,6 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.optim.lr_scheduler import LambdaLR
 
 from penstock.trainer.attention_choice import Attention
 from penstock.trainer.data_settings import FineTuningSettings, Schedule
@@ -32,6 +31,7 @@ from penstock.trainer.learner.optimizer_state import (
     KEEP_WHOLE_BELOW,
     Communication,
     OptimizerState,
+    RateSchedule,
     another_model,
     deepspeed_config,
     load_written_by_deepspeed,
@@ -119,24 +119,6 @@ class Update:
     is_left_out: bool = False  # nothing has changed
 
 
-class _Schedule(LambdaLR):
-    def step(self, epoch: int | None = None, *, ends_batch: bool = True) -> None:
-        """Set the next batch's rate or, within a batch, this one's again, without the factor of the last optimizer step."""
-        if ends_batch:
-            super().step(epoch)
-            return
-        for group, rate in zip(self.optimizer.param_groups, self.get_last_lr(), strict=True):
-            group["lr"] = rate
-
-    def continue_after(self, num_batches: int) -> None:
-        self.last_epoch, self._step_count = num_batches, num_batches + 1
-        self._last_lr = [
-            base * factor(num_batches) for factor, base in zip(self.lr_lambdas, self.base_lrs, strict=True)
-        ]
-        for group, rate in zip(self.optimizer.param_groups, self._last_lr, strict=True):
-            group["lr"] = rate
-
-
 class Trainable:
     def __init__(
         self,
@@ -173,7 +155,7 @@ class Trainable:
             min_lr_ratio=how.min_lr_ratio,
         )
         self._engine, *_ = deepspeed.initialize(
-            model=module, optimizer=optimizer, lr_scheduler=lambda wrapped: _Schedule(wrapped, factor), config=config
+            model=module, optimizer=optimizer, lr_scheduler=lambda wrapped: RateSchedule(wrapped, factor), config=config
         )
         self._weights.check(self._engine, module)
         self._engine.train()
