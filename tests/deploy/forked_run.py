@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from tests.forked import ForkedProcess
@@ -31,7 +31,9 @@ class ForkedService(Child):
 class ForkedRun(LocalRun):
     """Starts trainer, workers, reward service and endpoints so that each costs a tenth of what a new interpreter does."""
 
-    def _service(self, name: str, command: Sequence[str], *, waits: bool = False) -> Child:
-        made = super()._service(name, command, waits=waits)
+    def _service(
+        self, name: str, command: Sequence[str], gpus: Mapping[str, str] | None = None, *, waits: bool = False
+    ) -> Child:
+        made = super()._service(name, command, gpus, waits=waits)
         assert not waits
         return ForkedService(name, made.command, log=made.log, environ=made._environ)

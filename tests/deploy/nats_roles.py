@@ -9,7 +9,7 @@ import os
 import re
 import shutil
 import socket
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -130,11 +130,13 @@ class RunOfRoles(LocalRun):
         super().__init__(arguments, environ=environ, **options)
         self._roles = roles
 
-    def _service(self, name: str, command: Sequence[str], *, waits: bool = False) -> Child:
+    def _service(
+        self, name: str, command: Sequence[str], gpus: Mapping[str, str] | None = None, *, waits: bool = False
+    ) -> Child:
         admin = self.nats
         role = "rollout" if name.startswith("worker-") else name if name in {TRAINER, REWARD} else "viewer"
         self.nats = self._roles.login(role)
         try:
-            return super()._service(name, command, waits=waits)
+            return super()._service(name, command, gpus, waits=waits)
         finally:
             self.nats = admin
