@@ -123,7 +123,7 @@ from tests.deploy.placement import hosts
 from tests.protocol.metrics.nvml import Nvml
 from penstock.console.cli.main import run
 from penstock.protocol.metrics import gpu
-gpu._package = lambda **_: Nvml([*hosts.cards(2), hosts.Card("GPU-busy", used=60), *hosts.cards(5)])
+gpu._package = lambda **_: Nvml([*hosts.cards(2), hosts.Card("GPU-busy", used=60), *hosts.cards(7)[2:]])
 sys.executable = {stand_in!r}
 sys.exit(run(sys.argv[1:]))
 """
@@ -147,7 +147,7 @@ def test_a_node_of_a_job_uses_the_gpus_of_its_allocation(tmp_path: Path) -> None
     words = [SBATCH, str(run_file(tmp_path, "7B", "8x80GB")), "trainer.num_ranks=8", "trainer.zero_stage=3"]
     job = machine(tmp_path, "bash", *words, SLURM_JOB_NUM_NODES="2", CUDA_VISIBLE_DEVICES="1,3,4,6")
     assert job.returncode == 0, job.stdout + job.stderr
-    assert "GPU 0-3 trainer (4 ranks, ZeRO 3): a rank needs 30.6 GB of" in job.stderr
+    assert "GPU 0-3 trainer (4 ranks, ZeRO 3): a rank needs 28.1 GB of" in job.stderr
     (trainer,) = started(tmp_path, 1)
     assert (trainer.visible, trainer.ranks) == (["1", "3", "4", "6"], 4)
 
