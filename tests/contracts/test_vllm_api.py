@@ -72,6 +72,8 @@ async def test_every_exchange_is_of_vllms_own_form(fake: FakeVllm, client: VllmC
     await client.generate([PROMPT], Sampling(max_new_tokens=4), 1, V1)
     await client.unload_adapter(V1)
     await client.weights_checksum()
+    await client.release("drain")
+    await client.load_weights(model, V0, "drain")
     await client.metrics()
     await client.health()
     seen = {(method, urlsplit(path).path) for method, path, *_ in fake.exchanges}
