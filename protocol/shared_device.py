@@ -20,6 +20,7 @@ import fcntl
 import json
 import os
 import re
+import stat
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -48,6 +49,12 @@ class SharedDevices:
         """Claim the devices for the run; raises DeviceTaken where another run has one, ConfigError for a folder that is not writable."""
         try:
             self._folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+            found = self._folder.lstat()
+            if not stat.S_ISDIR(found.st_mode) or found.st_uid not in (0, os.geteuid()):
+                raise ConfigError(
+                    f"{self._folder} is a link, or a folder of another user, who could hold up its locks; remove it, or set placement.lock_dir "
+                    "to a folder of this user"
+                )
             for name in self._names:
                 for kind in ("run", "wanted", "held"):
                     path = self._folder / f"{name}.{kind}"
@@ -59,7 +66,7 @@ class SharedDevices:
                 f"the locks of shared GPUs in {self._folder} cannot be used ({err.strerror}); set placement.lock_dir to a folder on a "
                 "local disk that this user can write"
             ) from None
-        except DeviceTaken:
+        except (ConfigError, DeviceTaken):
             self.close()
             raise
         return self

@@ -77,6 +77,8 @@ def place(
                 "[placement] gives out GPUs, and this command sees none; take the section out, or set CUDA_VISIBLE_DEVICES"
             )
         return Placement()
+    if engine is None and trainer is None:
+        return Placement()
     listed = [number for wish in (wishes.engines, wishes.trainer) if isinstance(wish, tuple) for number in wish]
     if listed and max(listed) >= len(gpus):
         raise DoesNotFit(
@@ -87,7 +89,7 @@ def place(
     in_use = [] if is_wished else [gpu for gpu in given if _is_in_use(gpu)]
     usable = [gpu for gpu in given if gpu not in in_use]
     notes = tuple(f"{_in_use_text([gpu])}: left out" for gpu in in_use)
-    if not usable and (engine or trainer):
+    if not usable:
         raise DoesNotFit("; ".join(notes) + "; end them, or set CUDA_VISIBLE_DEVICES to GPUs that are free")
     case = _Case(tuple(given), usable, wishes, engine, trainer, notes)
     alone = wishes.shared == "auto" and len(usable) == 1

@@ -17,10 +17,10 @@ from penstock.deploy.placement.needs import trainer_on_gpu
 from penstock.deploy.placement.placement import DoesNotFit
 from penstock.deploy.placement.planner import planned
 from penstock.deploy.placement.run_placement import RunPlacement, parse_gpus, place_run
-from penstock.deploy.plan.assumed_rates import PROMPT_TOKENS, AssumedRates, assumed_rates, describe_rates, phases
 from penstock.deploy.plan.memory.model_shape import read_shape
 from penstock.deploy.plan.memory.plan_inputs import plan_inputs
 from penstock.deploy.plan.memory.report import RankMemory, parse_size
+from penstock.deploy.plan.rates import PROMPT_TOKENS, AssumedRates, assumed_rates, describe_rates, phases
 from penstock.deploy.plan.simulated_run import SimulatedRun
 from penstock.deploy.plan.simulation import Durations, Fleet, Outcome
 from penstock.protocol.config.run_file import load, split_arguments

@@ -106,7 +106,8 @@ def test_a_trainer_that_ends_in_an_outage_is_started_again(tmp_path: Path, monke
 def test_a_signal_to_the_command_is_passed_to_the_trainer(tmp_path: Path) -> None:
     """The trainer writes its checkpoint and ends with its own exit code; it is not started again."""
     with AttachedTrainer(program(tmp_path, "time.sleep(60)"), RunSettings(dir=tmp_path)) as trainer:
-        wait_for((tmp_path / "starts").exists, "the start")
+        starts = tmp_path / "starts"
+        wait_for(lambda: starts.exists() and starts.read_text() == "x", "the start")
         os.kill(os.getpid(), signal.SIGTERM)
         assert trainer.wait(60.0) == 143
     assert trainer.stop_requested

@@ -28,7 +28,7 @@ def describe(value: Any) -> list[str]:
     signature = "" if issubclass(value, Exception) else str(inspect.signature(value))
     # typing caches Annotated types, and Gt(0) equals Gt(0.0): either may be shown
     signature = re.sub(r"(?<=[=(])(-?[0-9]+)[.]0(?=[),])", r"\1", signature)
-    lines = [f"{kind}({bases}) {signature}".strip()]
+    lines = [f"{kind}({bases}) {_without_addresses(signature)}".strip()]
     for name in sorted(name for name in dir(value) if not name.startswith("_")):
         member = inspect.getattr_static(value, name)
         if (owner := _owner(value, name)) is None or not owner.__module__.startswith("penstock."):
@@ -45,7 +45,12 @@ def _owner(cls: type, name: str) -> type | None:
 
 
 def _signature(name: str, function: Any) -> str:
-    return f"{name}{inspect.signature(function)}"
+    return _without_addresses(f"{name}{inspect.signature(function)}")
+
+
+def _without_addresses(text: str) -> str:
+    """Return a signature without the addresses of functions that are defaults, which vary."""
+    return re.sub(r" at 0x[0-9a-f]+>", ">", text)
 
 
 def listing() -> list[str]:

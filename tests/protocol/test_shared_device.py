@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -125,7 +126,20 @@ def test_a_run_takes_over_a_device_that_no_process_of_another_uses(opened: Open)
     assert opened("engine", "a", run_id="second").try_take()
 
 
-def test_a_folder_of_locks_that_cannot_be_used_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "locks").write_text("a file")
+@pytest.mark.parametrize("kind", ["file", "link", "folder of another user"])
+def test_a_folder_of_locks_that_cannot_be_used_is_refused(kind: str, tmp_path: Path) -> None:
+    """In the system's folder for temporary files another user may have made it first; nothing is written there."""
+    folder, target = tmp_path / "locks", tmp_path / "target"
+    target.mkdir()
+    if kind == "file":
+        folder.write_text("a file")
+    elif kind == "link":
+        folder.symlink_to(target)
+    else:
+        if os.geteuid() != 0:
+            pytest.skip("only root makes folders of others")
+        folder.mkdir()
+        os.chown(folder, 12345, 12345)
     with pytest.raises(ConfigError, match=r"placement\.lock_dir"):
-        SharedDevices(["a"], tmp_path / "locks", role="engine", run_id="r").__enter__()
+        SharedDevices(["a"], folder, role="engine", run_id="r").__enter__()
+    assert not list(target.iterdir())

@@ -49,7 +49,7 @@ from tests.contracts.engine_under_test import embedded_engine
 from tests.contracts.tiny_model import write_tokenizer
 from tests.zoo.families import FAMILIES, WHOLE, Family, write
 
-PROMPTS = ((24, 4, 3), (9, 6, 2))  # tokens of a prompt, of each of its completions, and their number
+PROMPTS = ((40, 12, 3), (9, 6, 2))  # tokens of a prompt, of each of its completions, and their number
 LAYERS = {
     "attention": ["q_proj", "k_proj", "v_proj", "o_proj"],
     "fused": ["qkv_proj", "gate_up_proj", "o_proj", "down_proj"],

@@ -110,7 +110,7 @@ class TrainerMetrics:
             if "turns" in self._step:
                 samples.add("penstock_device_turns_total", self._step["turns"], role="trainer")
                 for what, seconds in self._turn_s.items():
-                    samples.add("penstock_device_turn_seconds_total", seconds, role="trainer", what=what)
+                    samples.add("penstock_device_turn_seconds_total", seconds, role="trainer", phase=what)
             self._collect_evaluation(samples)
             for phase, histogram in self._seconds.items():
                 samples.add(_STEP_SECONDS, histogram, phase=phase)

@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from penstock.deploy.plan.memory.memory_plan import MemoryPlan, Phase, suggestions
 from penstock.deploy.plan.memory.model_shape import ModelShape, Needs, read_shape
 from penstock.deploy.plan.memory.plan_inputs import plan_inputs
-from penstock.deploy.plan.memory.turns import Turns
 from penstock.protocol.errors import ConfigError
 from penstock.trainer.attention_choice import matrix_bytes
 from penstock.trainer.settings import TrainerSettings
 
 _GB = 1e9
 _GPUS_OF_NODE = 8
+# Assumed, never measured here: pinned host memory over PCIe 4, and a model folder in the page cache.
+_BUS_BYTES_PER_S = 20e9
+_LOAD_BYTES_PER_S = 4e9
 _UNITS = {"MB": 10**6, "MiB": 2**20, "GB": 10**9, "GiB": 2**30, "TB": 10**12, "TiB": 2**40}
 
 
@@ -30,6 +32,33 @@ def parse_size(text: str, flag: str) -> int:
     if size is None or float(size[1]) == 0.0:
         raise ConfigError(f"{flag} {text}: expected a size such as 24GB, 80GiB or 900MB")
     return int(float(size[1]) * _UNITS[size[2]])
+
+
+@dataclass(frozen=True, slots=True)
+class Turns:
+    """What the turns of trainer and engine on one GPU cost, where it has no room for both."""
+
+    moved: int  # bytes that a rank holds between two steps
+    weights: int  # bytes of the engine's weights
+    max_staleness: int  # the engine samples one batch more in a turn, and the trainer makes as many steps in its next
+    sample_s: float  # seconds in which the engine samples the batch of a step
+    train_s: float  # seconds of an optimizer step
+
+    @property
+    def change_s(self) -> float:
+        """Seconds of a turn to the engine and back: states out and in, weights loaded."""
+        return 2 * self.moved / _BUS_BYTES_PER_S + self.weights / _LOAD_BYTES_PER_S
+
+    def text(self) -> str:
+        steps = self.max_staleness + 1
+        whole_s = steps * (self.train_s + self.sample_s) + self.change_s
+        trains, samples = (steps * seconds / whole_s for seconds in (self.train_s, self.sample_s))
+        return (
+            f"in turns the figures above do not overlap: {steps} batches are sampled, then trained; two changes take about "
+            f"{self.change_s:.1f} s for {self.moved / 1e9:.2f} GB to host memory ({_BUS_BYTES_PER_S / 1e9:.0f} GB/s assumed) and back, and "
+            f"{self.weights / 1e9:.2f} GB of weights ({_LOAD_BYTES_PER_S / 1e9:.0f} GB/s): trainer {trains:.0%} of the time, engine "
+            f"{samples:.0%}, changes {1 - trains - samples:.0%}"
+        )
 
 
 class RankMemory:

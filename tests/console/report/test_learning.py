@@ -6,7 +6,7 @@ import torch
 
 from penstock.console.report import learning
 from penstock.trainer.algorithm.losses.tokens import Sequences
-from penstock.trainer.algorithm.mismatch import mismatch_maxima, mismatch_metrics, mismatch_sums
+from penstock.trainer.algorithm.mismatch import mismatch_figures, mismatch_metrics
 from penstock.trainer.learner.pair_planner import pair_metrics
 
 
@@ -22,7 +22,8 @@ def test_critic_metrics_are_shown() -> None:
 def test_the_trainers_metrics_are_read() -> None:
     logprobs = torch.tensor([-1.0, -0.5, -2.0])
     about = (logprobs, logprobs - 0.1, torch.tensor([0.0, 0.0, 1.0]), Sequences.of_lengths(torch.tensor([2, 1])))
-    data = mismatch_metrics({**mismatch_sums(*about), "tokens": 3.0}, mismatch_maxima(*about))
+    sums, maxima = ({name: float(value) for name, value in found.items()} for found in mismatch_figures(*about))
+    data = mismatch_metrics({**sums, "tokens": 3.0}, maxima)
     found = learning.read(data)
     assert {"engine_gap", "engine_gap_max", "engine_kl", "kl_behaviour", "ratio_p1", "ratio_p99", "chi2_token"} <= set(
         found

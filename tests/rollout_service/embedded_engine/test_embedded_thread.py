@@ -19,6 +19,7 @@ class BrokenRunner:
 
     running: list[Sequence] = []  # noqa: RUF012  (stays empty)
     kept = PrefixCache(0)
+    has_weights = True
 
     def computing(self) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext()
