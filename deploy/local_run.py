@@ -154,6 +154,7 @@ class LocalRun:
 
     def start_services(self) -> None:
         self._lock.enter_context(run_folder.hold_lock(self.folder))
+        self._lock.enter_context(self.placed.claimed())
         seal_run_file(self._local.arguments, self.folder)
         self.placed.write(self.folder)
         adopt_orphans()

@@ -175,8 +175,10 @@ def train_attached(arguments: Sequence[str], nodes: Nodes | None, *, as_json: bo
     ``again`` are the arguments of `penstock train` that resume the run.
     """
     logs.configure("train", level="warning")
+    claims = contextlib.ExitStack()
     try:
         placed = _placed_trainer(arguments, nodes)
+        claims.enter_context(placed.claimed())
         arguments = [*arguments, *placed.overrides]
         files, overrides = split_arguments(arguments)
         loaded = load(TrainerSettings, files=files, overrides=overrides, environ=os.environ)
@@ -216,6 +218,8 @@ def train_attached(arguments: Sequence[str], nodes: Nodes | None, *, as_json: bo
     except PenstockError as err:
         say(str(err))
         return _EXPLAINED_ERROR
+    finally:
+        claims.close()
     if ending := _ending(trainer, code, settings, again, is_done=is_done):
         say(ending)
     return exit_status(code)

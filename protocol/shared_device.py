@@ -35,6 +35,25 @@ _UNSAFE = re.compile(r"[^A-Za-z0-9_-]")
 _EXCLUSIVE, _SHARED, _AT_ONCE = fcntl.LOCK_EX, fcntl.LOCK_SH, fcntl.LOCK_NB
 
 
+def open_lock(folder: Path, device: str, kind: str) -> int:
+    """Return the open file of a lock of a device; raises ConfigError for a folder that another user can hold up, or that is not writable."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        found = folder.lstat()
+        if not stat.S_ISDIR(found.st_mode) or found.st_uid not in (0, os.geteuid()):
+            raise ConfigError(
+                f"{folder} is a link, or a folder of another user, who could hold up its locks; remove it, or set placement.lock_dir to a "
+                "folder of this user"
+            )
+        path = folder / f"{_UNSAFE.sub('-', device)}.{kind}"
+        return os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    except OSError as err:
+        raise ConfigError(
+            f"the locks of GPUs in {folder} cannot be used ({err.strerror}); set placement.lock_dir to a folder on a local disk that this "
+            "user can write"
+        ) from None
+
+
 class SharedDevices:
     """The devices of one process; for one thread. A context manager that claims them for the run."""
 
@@ -48,25 +67,11 @@ class SharedDevices:
     def __enter__(self) -> SharedDevices:
         """Claim the devices for the run; raises DeviceTaken where another run has one, ConfigError for a folder that is not writable."""
         try:
-            self._folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-            found = self._folder.lstat()
-            if not stat.S_ISDIR(found.st_mode) or found.st_uid not in (0, os.geteuid()):
-                raise ConfigError(
-                    f"{self._folder} is a link, or a folder of another user, who could hold up its locks; remove it, or set placement.lock_dir "
-                    "to a folder of this user"
-                )
             for name in self._names:
                 for kind in ("run", "wanted", "held"):
-                    path = self._folder / f"{name}.{kind}"
-                    self._files[path.name] = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+                    self._files[f"{name}.{kind}"] = open_lock(self._folder, name, kind)
                 self._claim(name)
-        except OSError as err:
-            self.close()
-            raise ConfigError(
-                f"the locks of shared GPUs in {self._folder} cannot be used ({err.strerror}); set placement.lock_dir to a folder on a "
-                "local disk that this user can write"
-            ) from None
-        except (ConfigError, DeviceTaken):
+        except (ConfigError, DeviceTaken, OSError):
             self.close()
             raise
         return self

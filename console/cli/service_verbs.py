@@ -35,7 +35,8 @@ def rollout(*arguments: RunArguments) -> None:
     for line in placed.placement.lines():
         print(line, file=sys.stderr)
     os.environ.update(placed.of_worker(0))
-    launch.replace_process(launch.module("penstock.rollout_service", *arguments, *placed.overrides))
+    with placed.claimed():
+        launch.replace_process(launch.module("penstock.rollout_service", *arguments, *placed.overrides))
 
 
 @app.command(group=SERVE)

@@ -85,12 +85,15 @@ def place(
             f"[placement] names GPU {max(listed)}, and this command sees {len(gpus)}: numbers go from 0 to {len(gpus) - 1}"
         )
     may_run = role != "both" and (is_wished or wishes.shared in SHARED)  # the other role, already
-    given = [replace(gpu, used=0) for gpu in gpus] if may_run else list(gpus)
+    given = [replace(gpu, used=0, is_given=False) for gpu in gpus] if may_run else list(gpus)
     in_use = [] if is_wished else [gpu for gpu in given if _is_in_use(gpu)]
     usable = [gpu for gpu in given if gpu not in in_use]
     notes = tuple(f"{_in_use_text([gpu])}: left out" for gpu in in_use)
     if not usable:
-        raise DoesNotFit("; ".join(notes) + "; end them, or set CUDA_VISIBLE_DEVICES to GPUs that are free")
+        raise DoesNotFit(
+            "; ".join(notes)
+            + "; end them, set CUDA_VISIBLE_DEVICES to GPUs that are free, or divide them in [placement]"
+        )
     case = _Case(tuple(given), usable, wishes, engine, trainer, notes)
     alone = wishes.shared == "auto" and len(usable) == 1
     both_need = engine is not None and trainer is not None
@@ -114,11 +117,15 @@ def _of_role(placement: Placement, gpus: Sequence[Gpu], role: Role) -> Placement
 
 
 def _is_in_use(gpu: Gpu) -> bool:
-    return gpu.used > _IN_USE * gpu.total
+    return gpu.is_given or gpu.used > _IN_USE * gpu.total
 
 
 def _in_use_text(gpus: Sequence[Gpu]) -> str:
-    return "; ".join(f"GPU {gpu.number}: {gb(gpu.used)} of {gb(gpu.total)} are used by other processes" for gpu in gpus)
+    given = "another command has given it to its processes"
+    return "; ".join(
+        f"GPU {gpu.number}: {given if gpu.is_given else f'{gb(gpu.used)} of {gb(gpu.total)} are used by other processes'}"
+        for gpu in gpus
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,17 +5,21 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import json
+import os
 import re
 import socket
+import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from penstock.console import launch
 from penstock.deploy.placement.needs import engine_need, server_settings, trainer_need, trainer_on_gpu
-from penstock.deploy.placement.placement import Placement
+from penstock.deploy.placement.placement import DoesNotFit, Placement
 from penstock.deploy.placement.planner import Role, place
 from penstock.deploy.plan.memory.report import parse_size
 from penstock.protocol import files
@@ -24,12 +28,14 @@ from penstock.protocol.config.shared_sections import SHARED
 from penstock.protocol.errors import ConfigError
 from penstock.protocol.metrics.gpu import ORDER, PCI_ORDER, VISIBLE, Gpu, visible_gpus
 from penstock.protocol.record.run_folder import PLACEMENT
+from penstock.protocol.shared_device import POLL_S, open_lock
 from penstock.rollout_service.settings import RolloutSettings
 from penstock.trainer.data.inputs import model_folder
 from penstock.trainer.settings import TrainerSettings
 
 _WORKERS = 2  # of `penstock train --local` whose engines need no GPU
 _GPUS = re.compile(r"(\d{1,3})x(.+)")
+_CLAIM_S = 1.0  # to claim a GPU at whose lock another command may just look
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +45,7 @@ class RunPlacement:
     placement: Placement = field(default_factory=Placement)
     overrides: tuple[str, ...] = ()  # SECTION.KEY=VALUE of what the run file does not set
     num_workers: int = _WORKERS
+    lock_folder: Path | None = None  # None: the GPUs are not those of this machine
 
     @property
     def num_processes(self) -> int:
@@ -55,6 +62,33 @@ class RunPlacement:
     def of_others(self) -> dict[str, str]:
         """Return the variables of a process that runs a user's code, such as a reward: it sees what engines and trainer leave."""
         return _environ(self.placement.rest) if self.placement.engines else {}
+
+    @contextlib.contextmanager
+    def claimed(self) -> Iterator[None]:
+        """Keep other commands from these GPUs meanwhile, or while the program runs that replaces this one; raises DoesNotFit if one was faster.
+
+        What is shared on purpose has the locks of its users (`shared_device`) instead.
+        """
+        folder = self.lock_folder
+        if folder is None or self.placement.is_shared:
+            yield
+            return
+        claims: list[int] = []
+        try:
+            for gpu in [*self.placement.trainer, *(gpu for engine in self.placement.engines for gpu in engine)]:
+                claims.append(claim := _open_claim(folder, gpu))
+                os.set_inheritable(claim, True)
+                ends = time.monotonic() + _CLAIM_S
+                while not _try_lock(claim, fcntl.LOCK_EX):
+                    if time.monotonic() > ends:
+                        raise DoesNotFit(
+                            f"GPU {gpu.number}: another command has just given it to its processes; start this one again"
+                        )
+                    time.sleep(POLL_S)
+            yield
+        finally:
+            for claim in claims:
+                os.close(claim)
 
     def document(self) -> dict[str, Any]:
         return {**self.placement.document(), "overrides": list(self.overrides)}
@@ -93,6 +127,7 @@ def place_run(
         GpusUnknown: The driver does not answer.
     """
     seen = visible_gpus(environ) if gpus is None else gpus
+    lock_folder = None
     if not seen:
         if any(launch.given(arguments, environ, "placement", key) for key in ("engines", "trainer")):
             place((), load_engines(arguments, environ).settings.placement, None, None)
@@ -102,6 +137,9 @@ def place_run(
     if fetch and trains is not None:
         trains = _fetched(trains)
     wishes = engines.settings.placement
+    if gpus is None:
+        lock_folder = wishes.lock_folder
+        seen = [replace(gpu, is_given=_is_given(lock_folder, gpu)) for gpu in seen]
     both = role == "both" or wishes.engines is not None or wishes.trainer is not None or wishes.shared in SHARED
     from_run = trains is not None and trains.settings.data.from_run is not None
     engine = trainer = None
@@ -111,7 +149,28 @@ def place_run(
         trainer = trainer_need(trains, nodes=nodes, takes_all=not both)
     placement = place(seen, wishes, engine, trainer, role)
     num_workers = placement.num_workers or (_WORKERS if workers is None else workers)
-    return RunPlacement(placement, tuple(_overrides(placement, engines, trains, nodes)), num_workers)
+    return RunPlacement(placement, tuple(_overrides(placement, engines, trains, nodes)), num_workers, lock_folder)
+
+
+def _open_claim(folder: Path, gpu: Gpu) -> int:
+    return open_lock(folder, gpu.uuid or gpu.id, "given")
+
+
+def _try_lock(handle: int, lock: int) -> bool:
+    try:
+        fcntl.flock(handle, lock | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def _is_given(folder: Path, gpu: Gpu) -> bool:
+    """Return True while another command has the GPU for its processes."""
+    handle = _open_claim(folder, gpu)
+    try:
+        return not _try_lock(handle, fcntl.LOCK_SH)
+    finally:
+        os.close(handle)
 
 
 def load_engines(arguments: Sequence[str], environ: Mapping[str, str]) -> Loaded[RolloutSettings]:

@@ -120,6 +120,7 @@ class Gpu:
     used: int  # by all processes, and by the driver
     is_mig: bool = False
     uuid: str = ""  # by its driver
+    is_given: bool = False  # by another command of Penstock on this machine, to its processes
 
     @property
     def free(self) -> int:

@@ -29,7 +29,7 @@ def _start(folder: Path, *cases: str, num_ranks: int = 1) -> Fork:
 
 
 def _result(fork: Fork) -> dict[str, Any]:
-    return json.loads(fork.wait(deadline_s=400.0).splitlines()[-1])
+    return json.loads(fork.wait(deadline_s=850.0).splitlines()[-1])
 
 
 @pytest.fixture(scope="module")

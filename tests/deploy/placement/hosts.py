@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ import pytest
 from tests.protocol.metrics.nvml import Card, Nvml
 from tests.servers import wait_for
 
+from penstock.protocol import seals
 from penstock.protocol.config.run_file import load
 from penstock.protocol.metrics import gpu
 from penstock.protocol.versions import PolicyVersion
@@ -41,6 +43,7 @@ def cards(count: int, *, total: float = 80, used: float = 0.5) -> list[Card]:
 def see(monkeypatch: pytest.MonkeyPatch, found: Sequence[Card], visible: str | None = None) -> None:
     """Let this process see GPUs, as a driver and CUDA_VISIBLE_DEVICES say."""
     monkeypatch.setattr(gpu, "_package", lambda **_: Nvml(found))
+    monkeypatch.setenv("PENSTOCK_PLACEMENT__LOCK_DIR", str(Path(os.environ[seals.KEY_FILE]).with_name("gpus")))
     monkeypatch.delenv(gpu.ORDER, raising=False)
     monkeypatch.delenv(gpu.VISIBLE, raising=False)
     if visible is not None:

@@ -125,7 +125,7 @@ def test_gpus_in_use_are_left_out_unless_the_run_file_lists_them(tmp_path: Path)
     assert found.placement.lines()[1] == "GPU 0: 70.0 GB of 80.0 GB are used by other processes: left out"
     with pytest.raises(DoesNotFit, match=r"GPU 3: 70\.0 GB of 80\.0 GB are used by other processes"):
         placed(tmp_path, "0.6B", gpus, "placement.trainer=[3]")
-    with pytest.raises(DoesNotFit, match="end them, or set CUDA_VISIBLE_DEVICES"):
+    with pytest.raises(DoesNotFit, match="end them, set CUDA_VISIBLE_DEVICES"):
         placed(tmp_path, "0.6B", [gpus[0], gpus[3]])
 
 

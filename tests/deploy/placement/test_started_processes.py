@@ -6,6 +6,7 @@ import json
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -13,7 +14,7 @@ from pathlib import Path
 import pytest
 import yaml
 from tests.deploy.placement.hosts import cards, model_of, see, stand_in, started
-from tests.servers import require_package, secret_file
+from tests.servers import require_package, secret_file, wait_for
 from tests.small_run import write_small_run
 
 from penstock.console.cli.main import run as penstock
@@ -21,6 +22,8 @@ from penstock.console.tools.init_run_file import Answers, init
 from penstock.deploy import train
 from penstock.deploy.local_run import LocalRun
 from penstock.deploy.make_secrets import make_secrets
+from penstock.deploy.placement.placement import DoesNotFit
+from penstock.deploy.placement.run_placement import place_run
 from penstock.deploy.placement.show import finding, settings_that_fit
 from penstock.protocol.config.connection import NatsSettings, S3Settings
 from penstock.protocol.metrics import gpu
@@ -138,7 +141,8 @@ def machine(folder: Path, *command: str, **environ: str) -> subprocess.Completed
     for name, body in (("penstock", f'exec {sys.executable} {folder}/program.py "$@"'), ("srun", NODES)):
         (folder / "bin" / name).write_text(f"#!/bin/bash\n{body}\n")
         (folder / "bin" / name).chmod(0o755)
-    given = {"PATH": f"{folder / 'bin'}:/usr/bin:/bin", "HOME": str(folder), **SERVERS, **environ}
+    locks = {"PENSTOCK_PLACEMENT__LOCK_DIR": str(folder / "locks")}
+    given = {"PATH": f"{folder / 'bin'}:/usr/bin:/bin", "HOME": str(folder), **SERVERS, **locks, **environ}
     return subprocess.run(command, cwd=folder, env=given, text=True, capture_output=True, timeout=300, check=False)
 
 
@@ -182,6 +186,30 @@ def test_a_trainer_that_is_started_alone_uses_the_gpus_that_it_sees(
     (trainer,) = started(tmp_path, 1)
     assert (trainer.visible, trainer.ranks) == (["GPU-6f", "GPU-1f"], 2)
     assert json.loads((tmp_path / "runs" / run_id / PLACEMENT).read_text())["trainer"] == [0, 1]
+
+
+def test_commands_that_start_at_once_get_no_gpu_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A command sees what another one has given out before its processes have allocated anything; a SIGKILL gives it back."""
+    see(monkeypatch, cards(4))
+    arguments = [f"model.path={model_of(tmp_path, '0.6B')}", "worker.engine=sglang"]
+    placed = place_run(arguments, os.environ, role="engines", workers=1)
+    late = place_run(arguments, os.environ, role="trainer")
+    if not (child := os.fork()):
+        with placed.claimed():
+            (tmp_path / "claimed").touch()
+            signal.pause()
+    try:
+        wait_for((tmp_path / "claimed").exists, "the other command")
+        with pytest.raises(DoesNotFit, match="another command has just given it"), late.claimed():
+            pass
+        given = r"(GPU \d: another command has given it to its processes: left out; ){4}end"
+        with pytest.raises(DoesNotFit, match=rf"{given} them, .*\[placement\]"):
+            place_run(arguments, os.environ, role="trainer")
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+    with late.claimed():
+        pass
 
 
 def test_containers_get_what_the_placement_says(
