@@ -106,7 +106,7 @@ PLANTED: dict[str, Planted] = {
 
 def _healthy(seed: int, base: Path) -> RunView:
     """Return a run that learns, in this process: another seed, age of the samples and learning rate each time."""
-    task = replace(staleness.TASKS["sort"], prompts=_GROUPS, sft_steps=60, num_eval=100, warm_seed=0)
+    task = replace(staleness.TASKS["sort"], prompts=_GROUPS // 2, sft_steps=60, num_eval=100, warm_seed=0)
     file = base / f"healthy-{seed}.jsonl"
     if not file.exists():
         rows: list[dict[str, Any]] = []
