@@ -118,6 +118,7 @@ cluster-test: $(STAMP)  ## a run on hosts of its own, as root: three NATS server
 # Each takes minutes; what it proves and needs is the first line of its module.
 $(foreach name,agents layouts nodes observe page slurm,$(eval proof.$(name) := tests.rigs.proofs.$(name)))
 proof.after-run := tests.rigs.proofs.after_run
+proof.planted-failures := tests.rigs.planted_failures
 proof.patches := tests.rigs.fuzz_patches --mutations 200000
 proof.runs-api := tests.rigs.proofs.runs_api
 proof.stolen-logins := tests.rigs.proofs.stolen_logins

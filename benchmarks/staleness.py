@@ -27,6 +27,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -51,6 +52,7 @@ from penstock.trainer.algorithm.objective import EssRule, PolicyGradient, build_
 from penstock.trainer.learner.optimizer_state import lr_factor
 
 RESULTS = Path(__file__).with_suffix(".jsonl")
+_EVERY = 10  # steps between evaluations
 PPO = {"clip_low": 0.2, "clip_high": 0.2}
 
 DUAL = PPO | {"dual_clip": 1.2}
@@ -103,6 +105,7 @@ class Task:
     lr: float
     num_eval: int
     steps: int
+    warm_seed: int | None = None  # of the warm-up; None: that of the run
 
     @property
     def longest(self) -> int:
@@ -253,11 +256,14 @@ def micro_batch(batch: Batch, group: int, longest: int) -> tuple[MicroBatch, Ten
 
 
 def train(
-    task: Task, rule: PolicyGradient, lag: str, seed: int, *, steps: int, every: int, cache: Path, lr: float
-) -> dict:
+    task: Task, rule: PolicyGradient, lag: str, seed: int, *, steps: int, cache: Path, lr: float,
+    rows: list[dict[str, Any]] | None = None,
+) -> dict:  # fmt: skip
+    """Train, and return what is reported; ``rows`` takes a row for each step and evaluation, as in a run's metrics.jsonl."""
+    rows = [] if rows is None else rows
     torch.set_num_threads(1)
     started = time.process_time()
-    weights, shape, codec = warm_up(task, seed, cache)
+    weights, shape, codec = warm_up(task, seed if task.warm_seed is None else task.warm_seed, cache)
     optimizer = torch.optim.AdamW(weights.values(), lr=lr, betas=(0.9, 0.95), weight_decay=0.0)
     factor = partial(lr_factor, schedule="linear", num_steps=steps, warmup_steps=10, min_lr_ratio=0.1)
     draw = task.problems(seed + 2000, held_out=False)
@@ -265,6 +271,7 @@ def train(
     ages = lags_of(lag)
     history: deque[tiny_policy.Tensors] = deque([_clone(weights)], maxlen=max(ages) + 1)
     curve = {0: accuracy(weights, codec, shape)}
+    rows.append(eval_row(0, curve[0]))
     reported: list[dict[str, float]] = []
     for step in range(steps):
         newest = len(history) - 1
@@ -282,12 +289,18 @@ def train(
         for group in optimizer.param_groups:
             group["lr"] = lr * factor(step) * scale
         optimizer.step()
+        rows.append(
+            step_row(step + 1, batch, sums, codec.end)
+            | {"update_ratio": _moved(weights, history[-1])}
+            | {"lr": lr * scale, "lr_set": lr}
+        )
         history.append(_clone(weights))
         names = {"kl": "gap_k3", "clipped": "clipped", "dual": "dual_clipped", "surprise": "surprise"}
         by_token = {name: sums[of] / sums["tokens"] for name, of in names.items()}
         reported.append({"reward": float(batch.rewards.mean()), "lr_factor": scale, "norm": norm, **by_token})
-        if (step + 1) % every == 0:
+        if (step + 1) % _EVERY == 0:
             curve[step + 1] = accuracy(weights, codec, shape)
+            rows.append(eval_row(step + 1, curve[step + 1]))
 
     after = [value for step, value in curve.items() if step]
     return {
@@ -295,6 +308,35 @@ def train(
         "end": after[-1], "mean": round(float(np.mean(after)), 4), "cpu_s": round(time.process_time() - started, 1),
         **{name: round(float(np.mean([step[name] for step in reported])), 4) for name in reported[0]},
     }  # fmt: skip
+
+
+def _moved(weights: tiny_policy.Tensors, before: tiny_policy.Tensors) -> float:
+    change = sum(float((weights[name].detach() - old).square().sum()) for name, old in before.items())
+    return (change / sum(float(old.square().sum()) for old in before.values())) ** 0.5
+
+
+def step_row(step: int, batch: Batch, sums: dict[str, float], end: int) -> dict[str, Any]:
+    rewards, tokens = batch.rewards.unflatten(0, (len(batch.prompts), -1)), sums["tokens"]
+    return {
+        "kind": "step", "at": float(step), "step": step, "version": step, "reward_mean": float(rewards.mean()),
+        "reward_std": float(rewards.std(correction=0)), "entropy": sums["surprise"] / tokens,
+        "zero_signal_groups": float((rewards == rewards[:, :1]).all(1).double().mean()), "kl_behaviour": sums["gap_k3"] / tokens,
+        "ess_share": sums["ratio"] ** 2 / (tokens * sums["ratio_squared"]), "staleness_mean": float(batch.ages.double().mean()),
+        "completion_tokens_mean": float(batch.lengths.double().mean()),
+        "truncated_share": float((batch.tokens[:, -1] != end).double().mean()),
+    }  # fmt: skip
+
+
+def eval_row(step: int, value: float) -> dict[str, Any]:
+    return {
+        "kind": "eval",
+        "at": float(step),
+        "step": step,
+        "version": step,
+        "split": "eval",
+        "accuracy": value,
+        "reward_mean": value,
+    }
 
 
 def plan() -> list[tuple[str, str, str, int]]:
@@ -317,9 +359,7 @@ def run(
     task: str, method: str, lag: str, seed: int, *, cache: Path, out: Path, steps: int | None, lr: float | None
 ) -> None:
     chosen = TASKS[task]
-    result = train(
-        chosen, METHODS[method], lag, seed, steps=steps or chosen.steps, every=10, cache=cache, lr=lr or chosen.lr
-    )
+    result = train(chosen, METHODS[method], lag, seed, steps=steps or chosen.steps, cache=cache, lr=lr or chosen.lr)
     with out.open("a") as file:
         file.write(json.dumps({"method": method} | result) + "\n")
     print(

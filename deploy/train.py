@@ -115,6 +115,8 @@ def _train_local(
         return _STOPPED_ON_REQUEST
     if code:
         say(f"the trainer ended with exit code {code}; its log ends with\n{log_tail}{fault_note(run.settings, fault)}")
+        for found in summary.diagnoses:
+            say(f"problem: {found.what} {found.cause} {found.cure}")
         return exit_status(code)
     say(f"{run.usage.wall_s:.1f} s of wall time, {run.usage.cpu_s:.1f} s of CPU time")
     write_report(run.folder, summary, as_json=as_json)

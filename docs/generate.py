@@ -19,7 +19,7 @@ from docs.schemas import http_apis, settings, table, type_name
 from penstock.console.cli import verb_help
 from penstock.console.cli.main import app
 from penstock.console.report.diagnoses import MEANINGS, RunMetrics, diagnose
-from penstock.console.report.learning import LABELS, NESTED
+from penstock.console.report.learning import LABELS, NESTED, Evaluation
 from penstock.console.report.run_summary import Diagnosis
 from penstock.deploy.monitoring.alerts import ALERTS
 from penstock.protocol import errors as protocol_errors
@@ -51,7 +51,7 @@ _TITLES = {
     ("rollout",): "Rollout worker",
     ("reward",): "Reward service",
 }
-_STEPS = 60  # of a run that is diagnosed
+_STEPS, _SHORT = 60, 20  # of a run that is diagnosed
 _WIDTH = 100  # columns of a help text
 _OF_EVERY_APP = {"--help", "-h", "--version"}
 
@@ -199,8 +199,8 @@ def _constant(reward: float) -> RunMetrics:
 
 
 def _course(name: str, first: float, last: float) -> RunMetrics:
-    half = _STEPS // 2
-    return RunMetrics([{"reward_mean": 0.4 + 0.01 * (n % 5), name: first if n < half else last} for n in range(_STEPS)])
+    values = [first] * (_SHORT // 2) + [last] * (_SHORT // 2)
+    return RunMetrics([{"reward_mean": 0.4 + 0.01 * (n % 5), name: value} for n, value in enumerate(values)])
 
 
 def _rose_and_fell() -> RunMetrics:
@@ -208,10 +208,20 @@ def _rose_and_fell() -> RunMetrics:
     return RunMetrics([{"reward_mean": value, "reward_std": 0.3} for value in (0.1, 0.8, 0.2) for _ in range(third)])
 
 
+def _held_out(accuracies: Sequence[float], rewards: Sequence[float]) -> RunMetrics:
+    steps = [{"reward_mean": (n + 1) / _SHORT, "reward_std": 0.3} for n in range(_SHORT)]
+    return RunMetrics(
+        steps, evaluations=[Evaluation(5 * n, *both) for n, both in enumerate(zip(accuracies, rewards, strict=True))]
+    )
+
+
 RUNS: tuple[RunMetrics, ...] = (
-    _run(loss_not_finite=1.0), _constant(0.0), _constant(1.0), _run(zero_signal_groups=0.8), _run(truncated_share=0.4),
-    _rose_and_fell(), _course("entropy", 1.2, 0.01), _run(ess_share=0.3), _run(kl_behaviour=0.2), _run(engine_gap=0.08),
-    _run(lr=2e-7, lr_set=1e-6), RunMetrics(_run().steps, issued=1000, dropped={"stale": 300}),
+    _run(loss_not_finite=1.0), RunMetrics([], failing="RewardFailed: HTTP 503"), _run(truncated_share=1.0),
+    _run(zero_signal_groups=1.0, truncated_share=0.6, entropy=0.9), _constant(0.0), _constant(1.0), _run(engine_gap=0.08),
+    _run(update_ratio=0.4), _run(kl_behaviour=0.3, staleness_mean=12.0), _run(ess_share=0.3), _run(kl_behaviour=0.2),
+    _held_out((0.5, 0.2, 0.0), (0.1, 0.8, 1.0)), _held_out((0.5, 0.3, 0.1), (0.5, 0.3, 0.1)), _run(kl_reference=0.8),
+    _course("completion_tokens_mean", 17.0, 63.0), _course("entropy", 1.2, 0.01), _run(zero_signal_groups=0.8), _run(truncated_share=0.4),
+    _rose_and_fell(), _run(lr=2e-7, lr_set=1e-6), RunMetrics(_run().steps, issued=1000, dropped={"stale": 300}),
 )  # fmt: skip
 
 

@@ -71,6 +71,7 @@ class RunFold:
         self._dead: Counter[str] = Counter()
         self._causes: set[str] = set()  # of dead letters, as their incidents say them
         self.reward_errors: dict[str, RewardErrors] = {}  # by reason
+        self._num_unscored = 0  # groups that rewards failed on since the last step, each time they did
         self.published: set[int] = set()  # versions that were announced
         self.publications: dict[int, PublicationFields] = {}  # by version
         self._num_refused = 0
@@ -192,7 +193,7 @@ class RunFold:
             errors.dead += num_groups
             errors.newest = letter.detail
         what = "groups" if letter.group_ids else "messages"
-        text = f"{what} of {letter.stage} dead-lettered, {letter.reason}: {_cause(letter.detail)}; `penstock dead-letters list {self.run_id}` has all"
+        text = f"{what} of {letter.stage} dead-lettered, {letter.reason}: {first_line(letter.detail)}; `penstock dead-letters list {self.run_id}` has all"
         if text not in self._causes and len(self._causes) < _NUM_CAUSES:
             self._causes.add(text)
             self._note([Incident(now, text, "dead_letter")])
@@ -222,6 +223,7 @@ class RunFold:
         self._staleness.update(fields.staleness_tokens)
         self._groups = fields.groups or self._groups
         self.state = "training"
+        self._num_unscored = 0
         self.finished = False  # a run that had ended was resumed with more steps
         self._fleet.open_window(at)
         if self.total_steps and step >= self.total_steps:
@@ -251,10 +253,11 @@ class RunFold:
         reason = fields.reason or "unknown"
         errors = self._errors_of(reason)
         if not errors.waited:  # one incident per reason, not per group
-            cause = _cause(fields.detail)
+            cause = first_line(fields.detail)
             why = f"{reason}: {cause}" if cause else reason
             self._remember([Incident(at, f"rewards fail ({why}); their groups are retried", "dead_letter")])
         errors.waited += max(len(fields.group_ids), 1)
+        self._num_unscored += max(len(fields.group_ids), 1)
         errors.newest, errors.newest_at = fields.detail, at
 
     def _errors_of(self, reason: str) -> RewardErrors:
@@ -296,6 +299,6 @@ class RunFold:
             self._num_incidents += 1
 
 
-def _cause(detail: str) -> str:
+def first_line(detail: str) -> str:
     """Return the first line of an error without the ids of its groups."""
     return _GROUP_ID.sub("…", detail.strip().partition("\n")[0])[:_CAUSE_CHARS]

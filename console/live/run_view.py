@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
 
-from penstock.console.live.run_fold import RunFold
+from penstock.console.live.run_fold import RunFold, first_line
 from penstock.console.live.run_snapshot import EvalPoint, Incident, Snapshot, StepPoint, elapsed_at
 from penstock.console.report import diagnoses, learning
 from penstock.console.report.learning import held_out, known_mean, recent_reward
@@ -26,6 +26,10 @@ _SPEED_STEPS = 12  # the ETA and the training rate are means over this many step
 _STALL_S = 20.0  # without a step, and ten times as long as a step takes, is an incident
 _STEPS_BEFORE_STALLS = 5
 _NUM_STALLS = 20
+_UNSCORED, _FAILING_S = (
+    16,
+    20.0,
+)  # groups and seconds without a step, from which on failing rewards are named as the cause
 _ABSENT_S = 15.0  # a service that starts, or is started again, reports by then
 _ABSENT = {  # by role: its name, its queue, what it does with a message, and the command that starts it
     "rollout": ("rollout worker", "tasks", "generate", "penstock rollout RUN.TOML"),
@@ -207,7 +211,19 @@ class RunView(RunFold):
 
     def _diagnoses(self, points: Sequence[StepPoint]) -> tuple[Diagnosis, ...]:
         steps = [point.learning for point in points]
-        return diagnoses.diagnose(diagnoses.RunMetrics(steps, self._groups.issued, self._dropped()))
+        metrics = diagnoses.RunMetrics(
+            steps, self._groups.issued, self._dropped(), self._primary_evals(), self._failing()
+        )
+        return diagnoses.diagnose(metrics)
+
+    def _failing(self) -> str:
+        """Return the newest error of rewards where they have failed since the last step for long; empty where they have not."""
+        since = next(reversed(self.steps.values())).at if self.steps else self._first_at
+        newest = max(self.reward_errors.items(), key=lambda one: one[1].newest_at or 0.0, default=None)
+        if newest is None or since is None or self._num_unscored < _UNSCORED:
+            return ""
+        reason, errors = newest
+        return f"{reason}: {first_line(errors.newest)}" if (errors.newest_at or 0.0) - since >= _FAILING_S else ""
 
     def _worker_weights(self) -> dict[str, WorkerWeights]:
         return {

@@ -40,6 +40,7 @@ LABELS: dict[str, str] = {
     "ess_share": "effective sample size, tokens",
     "ess_share_sequence": "effective sample size, whole sequences",
     "ess_lr": "effective sample size that scaled the learning rate",
+    "staleness_mean": "staleness of the sampled tokens, versions",
     "clip_fraction": "tokens clipped",
     "dual_clip_fraction": "tokens bounded by the dual clip",
     "rejected_fraction": "tokens rejected as stale or mismatched",

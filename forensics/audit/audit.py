@@ -51,6 +51,12 @@ def show(result: AuditResult, console: Console) -> None:
             console.print(
                 f"{line.split}: {count} redundant completions {reason}, {line.abandoned_tokens[reason]} tokens"
             )
+    for one in result.selections:
+        compared = f"chi-square {one.chi_square:.1f}, {one.freedom} degrees of freedom, p {one.p:.2g}"
+        console.print(
+            f"trained against sampled, by the {one.by}: {one.trained} and {one.left_out} dropped; "
+            + (compared if one.freedom else "too few dropped to differ")
+        )
     for note in result.notes:
         console.print(f"note: {one_line(note)}", markup=False)
     for breach in result.breaches[:_SHOWN]:

@@ -12,9 +12,11 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from statistics import fmean
 from typing import Any
 
 from penstock.forensics.audit.record_checks import SPLITS, Breach, RecordFold, ReportedSteps, check_steps
@@ -27,6 +29,7 @@ STAGES = ("tasks", "generated", "scored")
 LETTERS = "dead letters"  # a kind of unreadable messages
 _DEAD = "dead"
 _MOST_NOTED = 3
+_NUM_BINS, _LEAST_EXPECTED, _UNFAIR = 5, 5.0, 1e-3  # of a chi-square: bins, expected count of each, and p of a note
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +72,18 @@ class SplitLine:
 
 
 @dataclass(frozen=True, slots=True)
+class Selection:
+    """Whether the trained groups are a fair sample of the sampled ones, by one property; its fields are keys of `--json`."""
+
+    by: str
+    trained: int  # groups
+    left_out: int  # sampled, then dropped
+    chi_square: float
+    freedom: int
+    p: float  # of a chi-square as large as this where what is trained does not depend on the property; 1: nothing to compare
+
+
+@dataclass(frozen=True, slots=True)
 class AuditResult:
     """The result of an audit; its fields are keys of `--json`."""
 
@@ -80,6 +95,7 @@ class AuditResult:
     moving: dict[str, int]  # groups in queues that are not in flight by the record, by kind
     breaches: tuple[Breach, ...]
     notes: tuple[str, ...]
+    selections: tuple[Selection, ...] = ()
 
     @property
     def closes(self) -> bool:
@@ -109,7 +125,7 @@ def check_record(audit_inputs: AuditInputs) -> AuditResult:
     tokens: Counter[str] = Counter()
     for stage in STAGES[1:]:
         tokens.update(audit_inputs.waiting.get(stage, {}))
-    last = fold.last
+    last, selections = fold.last, _selections(fold)
     return AuditResult(
         run_id=audit_inputs.run_id,
         step=last.step if last else None,
@@ -118,8 +134,63 @@ def check_record(audit_inputs: AuditInputs) -> AuditResult:
         splits=tuple(_line(split, fold, group_locations, tokens) for split, group_locations in locations.items()),
         moving=_moving(fold, audit_inputs),
         breaches=tuple(breaches),
-        notes=(*step_notes, *_notes(fold, audit_inputs)),
+        notes=(*step_notes, *_unfair(selections), *_notes(fold, audit_inputs)),
+        selections=selections,
     )
+
+
+def _selections(fold: RecordFold) -> tuple[Selection, ...]:
+    """Compare what was trained with what was sampled: by the tokens of a group, and by the mean reward of its prompt."""
+    account = fold.accounts["train"]
+    rewards: dict[str, list[float]] = {}
+    for step in fold.steps:
+        for group in step.groups:
+            rewards.setdefault(_prompt(group.group_id), []).append(fmean(group.scored.rewards))
+    known = {group_id: rewards.get(_prompt(group_id)) for group_id in account.sizes}
+    difficulties = {group_id: fmean(found) for group_id, found in known.items() if found}
+    return tuple(
+        compare_selection(by, [v for i, v in of.items() if i in account.used], [v for i, v in of.items() if i not in account.used])
+        for by, of in (("tokens of a group", account.sizes), ("mean reward of its prompt", difficulties))
+    )  # fmt: skip
+
+
+def _prompt(group_id: str) -> str:
+    return group_id.rpartition(".a")[0].partition(".")[2]
+
+
+def compare_selection(by: str, trained: Sequence[float], left_out: Sequence[float]) -> Selection:
+    """Return Pearson's chi-square of homogeneity of two samples, in bins with a fifth of both together, fewer where counts are small."""
+    whole = sorted([*trained, *left_out])
+    num_bins = min(_NUM_BINS, int(min(len(trained), len(left_out)) / _LEAST_EXPECTED))
+    edges = sorted({whole[len(whole) * cut // num_bins] for cut in range(1, num_bins)} - set(whole[:1]))
+    freedom, chi_square = len(edges), 0.0
+    for sample in (trained, left_out) if freedom else ():
+        counts = Counter(sum(value >= edge for edge in edges) for value in sample)
+        both = Counter(sum(value >= edge for edge in edges) for value in whole)
+        for place, count in both.items():
+            expected = count * len(sample) / len(whole)
+            chi_square += (counts[place] - expected) ** 2 / expected
+    p = _chi_square_tail(chi_square, freedom) if freedom else 1.0
+    return Selection(by, len(trained), len(left_out), chi_square, freedom, p)
+
+
+def _chi_square_tail(value: float, freedom: int) -> float:
+    """Return Q(freedom / 2, value / 2), the regularised upper incomplete gamma function (NIST DLMF 8.8.2, 8.4.6, 8.4.8)."""
+    x, a = value / 2.0, 0.5 if freedom % 2 else 1.0
+    tail = math.erfc(math.sqrt(x)) if freedom % 2 else math.exp(-x)
+    while a < freedom / 2.0:
+        tail += x**a * math.exp(-x) / math.gamma(a + 1.0)
+        a += 1.0
+    return min(tail, 1.0)
+
+
+def _unfair(selections: Sequence[Selection]) -> list[str]:
+    return [
+        f"what is trained depends on the {one.by}: chi-square {one.chi_square:.1f} with {one.freedom} degrees of freedom, p {one.p:.1g}; "
+        "groups were dropped by a filter or a deadline that leaves out such groups more often"
+        for one in selections
+        if one.p < _UNFAIR
+    ]
 
 
 def _pack_faults(fold: RecordFold, audit_inputs: AuditInputs) -> dict[str, str]:

@@ -66,6 +66,7 @@ class SplitAccount:
     dropped_tokens: Counter[str] = field(default_factory=Counter)
     abandoned: Counter[str] = field(default_factory=Counter)  # completions of used and dropped groups, by reason
     abandoned_tokens: Counter[str] = field(default_factory=Counter)
+    sizes: dict[str, int] = field(default_factory=dict)  # id -> sampled tokens of a closed group, where known
 
     @property
     def in_flight(self) -> set[str]:
@@ -134,6 +135,7 @@ class RecordFold:
             self._close(drop.split, drop.group_id, where, drop.reason)
             account.dropped[drop.group_id] = drop.reason
             account.dropped_tokens[drop.reason] += drop.num_tokens
+            account.sizes.update({drop.group_id: drop.num_tokens} if drop.num_tokens else {})
             account.add_abandoned(drop.abandoned)
             self._fold_closed(chapter, drop)
         self._compare(chapter, where)
@@ -179,6 +181,7 @@ class RecordFold:
             self._close("train", group.group_id, f"step {step.step}")
             account.used[group.group_id] = f"step {step.step}"
             account.used_tokens += group.num_tokens
+            account.sizes[group.group_id] = group.num_tokens
             account.add_abandoned(group.scored.generated.abandoned)
         self.steps.append(step)
 

@@ -306,6 +306,24 @@ def test_a_failing_reward_is_one_incident_per_reason_and_counted():
     assert view.reward_errors == {"EndpointTimeout": RewardErrors(1000, 2, "500", recorded.START)}
 
 
+@pytest.mark.parametrize(("after_s", "num_groups", "is_named"), [(25.0, 16, True), (25.0, 15, False), (5.0, 16, False)])
+def test_rewards_that_fail_without_a_step_are_named_as_the_cause(after_s: float, num_groups: int, is_named: bool):
+    """A failure that is retried and passes is none; nor are old ones, after the next step."""
+    view = view_of(1)
+    at = view.steps[1].at + after_s
+    failure = {
+        "source": "reward",
+        "reason": "EndpointTimeout",
+        "detail": "HTTP 503",
+        "group_ids": list(map(str, range(num_groups))),
+    }
+    view.fold_event(recorded.event("reward_error", at, **failure))
+    named = [one.what for one in view.snapshot(at).diagnoses]
+    assert named == (["No step is made, as rewards fail: EndpointTimeout: HTTP 503"] if is_named else [])
+    view.fold_event(recorded.event("step", at + 1.0, step=2, version=2, reward_mean=0.5))
+    assert view.snapshot(at + 2.0).diagnoses == ()
+
+
 def test_the_eta_follows_the_recent_steps():
     """Half a second per step and twenty remaining steps are ten seconds."""
     view = view_of(*range(1, 21), every_s=0.5)

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from penstock.console.report.diagnoses import MEANINGS, RunMetrics, diagnose
+from penstock.console.report.learning import Evaluation
 from penstock.trainer.groups.group_totals import DropReason
 
 SOUND = {
@@ -19,6 +20,15 @@ def steps(number: int = 40, **figures: float) -> list[dict[str, float]]:
     return [{**SOUND, **figures}] * number
 
 
+def course(name: str, first: float, last: float) -> list[dict[str, float]]:
+    return [{**SOUND, name: first + (last - first) * n / 19} for n in range(20)]
+
+
+def held_out_runs(accuracies: tuple[float | None, ...], rewards: tuple[float, ...]) -> RunMetrics:
+    both = enumerate(zip(accuracies, rewards, strict=True))
+    return RunMetrics(course("reward_mean", 0.1, 0.9), evaluations=[Evaluation(10 * n, *of) for n, of in both])
+
+
 def keys(run: RunMetrics) -> list[str]:
     return [one.key for one in diagnose(run)]
 
@@ -27,6 +37,28 @@ CASES: list[tuple[str, RunMetrics, list[str], str]] = [
     ("sound", RunMetrics(steps()), [], ""),
     ("no steps", RunMetrics([]), [], ""),
     ("figures of an older trainer", RunMetrics([{"reward_mean": 0.1 * n} for n in range(5)]), [], ""),
+    ("rewards fail before the first step", RunMetrics([], failing="HTTP 503"), ["reward_fails"], "as rewards fail: HTTP 503"),
+    ("nothing ends", RunMetrics(steps(5, truncated_share=1.0)), ["never_ends", "truncated"], "eos_token_id"),
+    ("ends at first", RunMetrics([*steps(5), *steps(truncated_share=1.0)]), ["truncated"], "does not end its answers"),
+    (
+        "another template",
+        RunMetrics(steps(20, zero_signal_groups=0.95, truncated_share=0.6, reward_mean=0.01)),
+        ["not_understood", "no_signal", "truncated"],
+        "another chat template",
+    ),
+    ("hard, and understood", RunMetrics(steps(5, zero_signal_groups=0.95, reward_mean=0.01)), [], ""),
+    ("engine differs, which moves the KL", RunMetrics(steps(engine_gap=0.2, kl_behaviour=0.2)), ["engine_gap"], "numeric formats"),
+    ("one step of half the weights", RunMetrics([*steps(1, update_ratio=0.4), *steps(19, ess_share=0.1)]), ["lr_too_high"], "by 40%"),
+    ("a spike of the KL", RunMetrics([*steps(9, kl_behaviour=3.0), *steps(11)]), [], ""),
+    ("old samples", RunMetrics(steps(kl_behaviour=0.3, staleness_mean=9.0)), ["stale"], "9.0 versions old"),
+    ("old samples, corrected", RunMetrics(steps(staleness_mean=9.0)), [], ""),
+    ("paid for nothing", held_out_runs((0.5, 0.2, 0.0), (0.1, 0.8, 1.0)), ["hacked"], "held-out accuracy went from 0.50 to 0.10"),
+    ("learned by heart", held_out_runs((None,) * 3, (0.5, 0.3, 0.1)), ["memorised"], "held-out mean reward went from 0.50 to 0.20"),
+    ("learned", held_out_runs((0.5, 0.7, 0.9), (0.5, 0.7, 0.9)), [], ""),
+    ("reference left behind", RunMetrics([*steps(15), *steps(5, kl_reference=0.9)]), ["kl_reference"], "0.9 nats per token"),
+    ("longer and longer", RunMetrics(course("completion_tokens_mean", 20.0, 80.0)), ["length_drift"], "from 26 to 74 tokens"),
+    ("somewhat longer", RunMetrics(course("completion_tokens_mean", 20.0, 29.0)), [], ""),
+    ("entropy, within twenty steps", RunMetrics([*steps(15), *steps(5, entropy=0.01)]), ["entropy"], "from 0.6 to 0.01"),
     ("two steps are too few", RunMetrics(steps(2, reward_mean=0.0, reward_std=0.0)), [], ""),
     (
         "no reward",
@@ -82,7 +114,8 @@ def test_a_diagnosis_names_cause_and_cure():
     found = [one for case in CASES for one in diagnose(case[1])]
     assert {one.key for one in found} == {
         "constant_reward", "no_signal", "truncated", "entropy", "ess", "kl", "engine_gap", "lr", "loss_not_finite", "dropped",
-        "reward_fell",
+        "reward_fell", "reward_fails", "never_ends", "not_understood", "lr_too_high", "stale", "hacked", "memorised", "kl_reference",
+        "length_drift",
     }  # fmt: skip
     assert all(one.what and one.cause and one.cure for one in found)
 

@@ -7,7 +7,13 @@ from dataclasses import replace
 import pytest
 from tests.groups import make_generated, make_group, make_scored
 
-from penstock.forensics.audit.audit_checks import AuditInputs, AuditResult, check_record
+from penstock.forensics.audit.audit_checks import (
+    AuditInputs,
+    AuditResult,
+    _chi_square_tail,
+    check_record,
+    compare_selection,
+)
 from penstock.protocol.groups import AbandonedCompletion, BlobRef
 from penstock.protocol.record.lineage import (
     AccountState,
@@ -227,3 +233,21 @@ def test_a_dead_lettered_duplicate_is_a_note():
     result = check_record(replace(audit_inputs(), dead={C: "x", A: "RewardFailed"}))
     assert result.closes
     assert A in result.notes[-1]
+
+
+@pytest.mark.parametrize(
+    ("left_out", "is_fair"),
+    [(list(range(0, 200, 4)), True), (list(range(100, 200, 2)), False), ([], True)],
+    ids=["dropped at random", "the long ones dropped", "none dropped"],
+)
+def test_dropping_by_length_is_seen_and_dropping_at_random_is_not(left_out: list[int], is_fair: bool):
+    trained = sorted(set(range(200)) - set(left_out))
+    found = compare_selection("tokens", trained, left_out)
+    assert (found.p > 0.05) == is_fair
+    assert (found.freedom, found.trained, found.left_out) == (4 if left_out else 0, len(trained), len(left_out))
+
+
+@pytest.mark.parametrize(("value", "freedom"), [(3.8414588, 1), (5.9914645, 2), (7.8147279, 3), (9.4877290, 4)])
+def test_the_tail_of_a_chi_square_is_that_of_the_tables(value: float, freedom: int):
+    """These are the critical values at 0.05, for even and odd degrees of freedom."""
+    assert _chi_square_tail(value, freedom) == pytest.approx(0.05, rel=1e-6)
