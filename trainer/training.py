@@ -325,6 +325,7 @@ class Training:
         self.issuer.check()
         self.committer.thread.check()
         self._pause_if_requested()
+        self.reporter.report_drops(self.num_steps_done, self.issuer.groups())  # also before the first batch is complete
         self._make_room()
         if self.turns is not None:
             self.turns.follow(self.stop.is_set, self.collector.has_batch(self.version), awaits_engine=awaits_engine)

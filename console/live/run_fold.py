@@ -25,6 +25,7 @@ from penstock.console.live.run_snapshot import (
 )
 from penstock.console.report import event_fields, learning
 from penstock.console.report.event_fields import (
+    DropFields,
     EvalFields,
     GroupFields,
     NoteFields,
@@ -153,6 +154,8 @@ class RunFold:
                 self._fold_state(at, event.source, data)
             case "reward_error":
                 self._fold_reward_error(at, data)
+            case "drop":
+                self._groups = event_fields.read(DropFields, data).totals or self._groups
             case "weights":
                 fields = event_fields.read(PublicationFields, data)
                 if fields.version is not None:

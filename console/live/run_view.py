@@ -26,7 +26,7 @@ _SPEED_STEPS = 12  # the ETA and the training rate are means over this many step
 _STALL_S = 20.0  # without a step, and ten times as long as a step takes, is an incident
 _STEPS_BEFORE_STALLS = 5
 _NUM_STALLS = 20
-_ABSENT_S = 15.0  # a service that starts, or is started again, reports by then
+_ABSENT_S = 60.0  # a service that starts on a busy machine, or is started again, reports by then
 _ABSENT = {  # by role: its name, its queue, what it does with a message, and the command that starts it
     "rollout": ("rollout worker", "tasks", "generate", "penstock rollout RUN.TOML"),
     "reward": ("reward service", "generated", "score", "penstock reward service RUN.TOML"),
@@ -207,7 +207,8 @@ class RunView(RunFold):
 
     def _diagnoses(self, points: Sequence[StepPoint]) -> tuple[Diagnosis, ...]:
         steps = [point.learning for point in points]
-        return diagnoses.diagnose(diagnoses.RunMetrics(steps, self._groups.issued, self._dropped()))
+        counts = self._groups
+        return diagnoses.diagnose(diagnoses.RunMetrics(steps, counts.issued, self._dropped(), counts.scored))
 
     def _worker_weights(self) -> dict[str, WorkerWeights]:
         return {

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from penstock.console import connections
 from penstock.console.connections import NamedRun
+from penstock.console.tools.runs import size_text
 from penstock.protocol import blob_keys, heartbeats, logs, streams
 from penstock.protocol.errors import BusRefused, ConfigError, MissingStream, PenstockError, WireError
 from penstock.protocol.facts import Heartbeat, decode
@@ -48,8 +49,8 @@ class Holdings:
         messages = sum(count for count, _ in self.streams.values())
         stream_bytes = sum(size for _, size in self.streams.values())
         return (
-            f"{len(self.objects)} objects ({_size(self.object_bytes)}) and {len(self.streams)} streams and buckets "
-            f"({messages} messages, {_size(stream_bytes)})"
+            f"{len(self.objects)} objects ({size_text(self.object_bytes)}) and {len(self.streams)} streams and buckets "
+            f"({messages} messages, {size_text(stream_bytes)})"
         )
 
 
@@ -84,7 +85,7 @@ def remove_run(run: NamedRun, *, yes: bool, folder: bool, force: bool) -> int:
         print(f"kept {here}: the run's own servers are using it")
     elif here.is_dir():
         files = [path for path in here.rglob("*") if path.is_file() and not path.is_symlink()]
-        what = f"{len(files)} files ({_size(sum(path.stat().st_size for path in files))}) in {here}"
+        what = f"{len(files)} files ({size_text(sum(path.stat().st_size for path in files))}) in {here}"
         if yes and not folder:
             print(f"kept {what}: checkpoints, exported model, report; --folder removes it too")
         elif agreed(f"remove {what} too: checkpoints, exported model, report?", yes=folder):
@@ -159,9 +160,9 @@ def _remove_stored(run: str, bus: Bus, blobs: Blobs, *, yes: bool, force: bool) 
         print(f"run {run} has no streams at {bus.url} and no objects in bucket {blobs.bucket}")
         return True
     for name, (count, size) in holdings.streams.items():
-        print(f"  {name:<40} {count:>9} messages {_size(size):>10}")
+        print(f"  {name:<40} {count:>9} messages {size_text(size):>10}")
     print(
-        f"  {blobs.bucket}/{blob_keys.run_prefix(run):<34} {len(holdings.objects):>9} objects  {_size(holdings.object_bytes):>10}"
+        f"  {blobs.bucket}/{blob_keys.run_prefix(run):<34} {len(holdings.objects):>9} objects  {size_text(holdings.object_bytes):>10}"
     )
     if not agreed(f"remove {holdings.describe()} of run {run}? It cannot be replayed afterwards.", yes=yes):
         return False
@@ -189,11 +190,3 @@ def _names(run: str) -> list[str]:
     """Return the names of all streams, the events last: a run with that stream is listed."""
     names = [f"KV_{spec.bucket}" for spec in streams.run_buckets(run)] + list(streams.stream_names(run))
     return sorted(names, key=lambda name: name.endswith("-events"))
-
-
-def _size(num_bytes: int) -> str:
-    for unit in ("B", "kB", "MB"):
-        if num_bytes < 1000:
-            return f"{num_bytes:.0f} {unit}" if unit == "B" else f"{num_bytes:.1f} {unit}"
-        num_bytes /= 1000  # type: ignore[assignment]
-    return f"{num_bytes:.1f} GB"
