@@ -106,10 +106,9 @@ def check_metrics_ports(rollout: RolloutSettings, num_workers: int) -> None:
 
 
 def missing_rewards(trainer: TrainerSettings, served: Sequence[Path]) -> list[str]:
-    """Return a line for each reward of the run file that no service of this machine will offer: one may still register it.
+    """Return a line for each reward of the run file that no service here will offer: one may still register it.
 
-    Raises ConfigError for one that is nearly the name of a known one, unless a client or the Runs API wrote the run file: their
-    rewards register themselves.
+    Raises ConfigError for a name near a known one, unless a client wrote the run file, which registers functions of any name.
     """
     reward = trainer.reward
     served_names = {re.sub(r"[^A-Za-z0-9_.-]", "_", file.stem) for file in served}

@@ -99,7 +99,7 @@ def _train_local(
             for note in [*resumption.start_notes(arguments, os.environ), *missing_rewards(run.settings, options.serve)]:
                 print(note, file=sys.stderr)
             run_folder.withdraw_pause(folder := run.folder)
-            runs.withdraw_failure(folder)
+            (folder / runs.FAILURE).unlink(missing_ok=True)
             print(f"run {run.run_id}: logs in {run.folder / 'logs'}", file=sys.stderr)
             print(f"algorithm {run.algorithm}", *run.placed.placement.lines(), sep="\n", file=sys.stderr)
             page.start()
@@ -207,7 +207,7 @@ def train_attached(arguments: Sequence[str], nodes: Nodes | None, *, as_json: bo
                 print(note, file=sys.stderr)
             create_what_is_missing(settings)
             run_folder.withdraw_pause(settings.run.folder)
-            runs.withdraw_failure(settings.run.folder)
+            (settings.run.folder / runs.FAILURE).unlink(missing_ok=True)
             seal_run_file(arguments, settings.run.folder)
             with run_folder.hold_lock(settings.run.folder), AttachedTrainer(command, settings.run) as trainer:
                 placed.write(settings.run.folder)

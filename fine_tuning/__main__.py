@@ -67,7 +67,7 @@ def fine_tune(command: OwnSection, arguments: Sequence[str]) -> int:
     ranks = Ranks()
     if ranks.is_leader:
         run_folder.withdraw_pause(settings.run.folder)
-        runs.withdraw_failure(settings.run.folder)
+        (settings.run.folder / runs.FAILURE).unlink(missing_ok=True)
     stop = threading.Event()
     signals = stop_on_signals(stop, is_leader=ranks.is_leader)
     try:

@@ -98,14 +98,11 @@ def samples(
     options: Annotated[SampleOptions, FLAT] = SampleOptions(),
     json: Json = False,
 ) -> int:
-    """Read what a run's model wrote: prompts, completions, rewards and their parts, while it runs and after its end.
-
-    Reads what the newest checkpoint records. The exit code is 1 when no sample fits.
+    """Read what a run's model wrote, with rewards, as of its newest checkpoint; exit code 1 when no sample fits.
 
     Example:  penstock samples quickstart --reward-min 1
               penstock samples my-run --prompt 17 --limit 100        one prompt, by version
-              penstock samples my-run --dropped any --search "Paris"
-              penstock samples my-run --group e0.p17.a0
+              penstock samples my-run --dropped no_signal
     Then:     penstock reward test FILE, to score a sample by hand
     """
     from penstock.console.connections import NamedRun
@@ -200,7 +197,7 @@ def version() -> None:
 
     Example:  penstock version
     """
-    from penstock.console.tools.versions import installed_versions
+    from penstock.console.tools.checks import installed_versions
 
     print("\n".join(f"{name} {value}" for name, value in installed_versions()))
 

@@ -25,7 +25,6 @@ from penstock.console.live.run_snapshot import (
 )
 from penstock.console.report import event_fields, learning
 from penstock.console.report.event_fields import (
-    DropFields,
     EvalFields,
     GroupFields,
     NoteFields,
@@ -155,7 +154,7 @@ class RunFold:
             case "reward_error":
                 self._fold_reward_error(at, data)
             case "drop":
-                self._groups = event_fields.read(DropFields, data).totals or self._groups
+                self._groups = event_fields.read(GroupFields, data["totals"]) if data.get("totals") else self._groups
             case "weights":
                 fields = event_fields.read(PublicationFields, data)
                 if fields.version is not None:

@@ -207,8 +207,7 @@ class RunView(RunFold):
 
     def _diagnoses(self, points: Sequence[StepPoint]) -> tuple[Diagnosis, ...]:
         steps = [point.learning for point in points]
-        counts = self._groups
-        return diagnoses.diagnose(diagnoses.RunMetrics(steps, counts.issued, self._dropped(), counts.scored))
+        return diagnoses.diagnose(diagnoses.RunMetrics(steps, self._groups.issued, self._dropped()))
 
     def _worker_weights(self) -> dict[str, WorkerWeights]:
         return {

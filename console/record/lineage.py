@@ -235,13 +235,11 @@ def open_record(run: NamedRun) -> tuple[StoredRecord, Blobs]:
 
 
 def open_objects(run: NamedRun) -> tuple[Blobs, Callable[[], bytes | None]]:
-    """Return the objects of a run, and what reads the end of its record from NATS; of a local run whose servers are stopped, files.
-
-    Raises ConfigError, or BlobError when the server does not answer.
-    """
+    """Return the objects of a run, and what reads the end of its record from NATS. Raises ConfigError or BlobError."""
     settings, files = run.settings, stored_run.store_files(run)
     blobs = files or Blobs(settings.s3, deadline_s=30.0)
-    blobs.check(run.id)
+    if files is None:
+        blobs.check(run.id)
 
     def pointer() -> bytes | None:
         if files is not None:

@@ -33,30 +33,23 @@ _SET_SERVERS = ", or set nats.url and s3.endpoint"
 
 
 class StoreFiles(Blobs):
-    """The objects of a local store whose server is stopped, read from their files; nothing is written, and the run may be resumed."""
+    """The objects of a local store whose server is stopped, read from their files; the run may be resumed meanwhile."""
 
     def __init__(self, store: Path, settings: S3Settings) -> None:
         super().__init__(settings)
         self._root = (store / "objects" / settings.bucket).resolve()
 
-    def check(self, run_id: str, *, deadline_s: float = 0.0) -> None:
-        """Do nothing: files need no server."""
-
     def get(self, ref: BlobRef, *, is_expected: bool = True) -> bytes:
         """Return a verified object. Raises BlobMissing or BlobCorrupt."""
-        path = (self._root / ref.key).resolve()
+        path = self._root / ref.key
         try:
-            data = read_regular(path, ref.size_bytes + 1) if path.is_relative_to(self._root) else None
+            data = read_regular(path, ref.size_bytes + 1) if path.resolve() == path else b""
         except (OSError, ValueError):
-            data = None
-        if data is None:
-            raise BlobMissing(
-                f"{ref.key} is not in {self._root}: it was deleted with its version or step, or the store is incomplete"
-            )
+            data = b""
+        if not data:
+            raise BlobMissing(f"{path} is missing: it was deleted with its version or step, or the store is incomplete")
         if len(data) != ref.size_bytes or hashlib.sha256(data).hexdigest() != ref.sha256:
-            raise BlobCorrupt(
-                f"{ref.key}: {self._root / ref.key} does not match its message; restore the store from a copy"
-            )
+            raise BlobCorrupt(f"{path} does not match its message; restore the store from a copy")
         return data
 
     def list(self, prefix: str) -> Iterator[BlobStat]:

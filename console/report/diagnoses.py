@@ -46,7 +46,6 @@ class RunMetrics:
     steps: Sequence[Figures]  # in order, those of the whole run
     issued: int = 0  # groups
     dropped: Mapping[str, int] = field(default_factory=dict)  # groups by reason
-    scored: int = 0
 
     @property
     def recent(self) -> Sequence[Figures]:
@@ -58,8 +57,8 @@ class RunMetrics:
 
 def diagnose(run: RunMetrics) -> tuple[Diagnosis, ...]:
     """Return what is wrong with a run's learning, the gravest first; empty for a run that looks sound."""
-    if not run.steps:
-        return tuple(_no_batch(run))
+    if not run.steps and sum(run.dropped.values()) >= _RECENT:  # the first batch may never be complete
+        return tuple(_dropped(run))
     if len(run.steps) < _LEAST:
         return ()
     return tuple(diagnosis for rule in _RULES for diagnosis in rule(run))
@@ -203,26 +202,10 @@ def _dropped(run: RunMetrics) -> Iterator[Diagnosis]:
         reason, number = max(run.dropped.items(), key=lambda item: item[1])
         yield Diagnosis(
             key="dropped",
-            what=f"{total} of {run.issued} groups were dropped, {number} of them as {reason}.",
+            what=f"{total:,} of {run.issued:,} groups were dropped, {number:,} of them as {reason}.",
             cause=f"{reason}: {MEANINGS.get(reason, OF_A_FILTER)}.",
-            cure="See the groups by reason in the report: penstock runs show RUN.",
+            cure=f"Read some of them: penstock samples RUN --dropped {reason}; the report has them by reason.",
         )
-
-
-def _no_batch(run: RunMetrics) -> Iterator[Diagnosis]:
-    """Say before the first step that most groups are dropped: the first batch may never be complete."""
-    total = sum(run.dropped.values())
-    if total < _RECENT or total < run.scored * _HALF:
-        return
-    reason, number = max(run.dropped.items(), key=lambda item: item[1])
-    what = "all rewards equal" if reason == "no_signal" else f"dropped as {reason}"
-    yield Diagnosis(
-        key="no_batch",
-        what=f"No step yet: {what}: {number:,} of {run.scored:,} groups.",
-        cause=f"{reason}: {MEANINGS.get(reason, OF_A_FILTER)}.",
-        cure=f"Read them (penstock samples RUN --dropped {reason}), score one by hand (penstock reward test), and choose easier prompts, "
-        "another reward, or a warm-up by penstock sft.",
-    )
 
 
 def _reward_fell(run: RunMetrics) -> Iterator[Diagnosis]:

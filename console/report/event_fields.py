@@ -63,10 +63,6 @@ class GroupFields(EventFields):
     dropped: _Counts = {}
 
 
-class DropFields(EventFields):
-    totals: GroupFields | None = None  # of the run so far
-
-
 class StepFields(EventFields):
     step: Annotated[int, Field(ge=0, le=2**53)] | None = None
     version: _Count = 0

@@ -14,6 +14,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rich import filesize
 from rich.console import Console
 from rich.text import Text
 
@@ -66,15 +67,10 @@ class RunLine:
 
 
 def write_failure(folder: Path, reason: str, log_tail: str = "") -> None:
-    """Keep why a run ended with an error, and the end of its log, for those who look at it later; a run without a folder has none."""
+    """Keep why a run ended with an error, and the end of its log; a run without a folder has none."""
     if folder.is_dir():
-        lines = scrub(reason).strip().splitlines() or ["its log says why"]
-        document = {"at": time.time(), "reason": lines[-1], "log": scrub(log_tail)}
-        atomic_write(folder / FAILURE, json.dumps(document))
-
-
-def withdraw_failure(folder: Path) -> None:
-    (folder / FAILURE).unlink(missing_ok=True)
+        why = (scrub(reason).strip().splitlines() or ["its log says why"])[-1]
+        atomic_write(folder / FAILURE, json.dumps({"at": time.time(), "reason": why, "log": scrub(log_tail)}))
 
 
 def failure_of(folder: Path) -> tuple[str, str] | None:
@@ -106,9 +102,7 @@ def print_list(arguments: Sequence[str], environ: Mapping[str, str], *, as_json:
     elif lines:
         right = ("step", "held-out", "reward", "lr", "size")
         print_table(("run", "state", *right, "when"), map(_row, lines), right=right)
-        for line in lines:
-            if line.failure:
-                print(f"\n{line.run} failed: {line.failure}")
+        print(*(f"\n{line.run} failed: {line.failure}" for line in lines if line.failure), sep="")
         print(f"\nnext: penstock runs show {lines[0].run}")
     else:
         print(
@@ -192,9 +186,7 @@ def merge(folders: Sequence[RunLine], broker: Sequence[RunLine]) -> list[RunLine
     running = {line.run for line in broker if line.state == "running"}
     known = {line.run for line in folders}
     lines = [
-        replace(line, state="running", failure="")
-        if line.state in {"stopped", "failed"} and line.run in running
-        else line
+        replace(line, state="running", failure="") if line.run in running and line.state != "finished" else line
         for line in folders
     ]
     return [*lines, *(line for line in broker if line.run not in known)]
@@ -242,14 +234,6 @@ def size_bytes(folder: Path) -> int:
     return sizes
 
 
-def size_text(num_bytes: float) -> str:
-    for unit in ("B", "kB", "MB"):
-        if num_bytes < 1000:
-            return f"{num_bytes:.0f} {unit}" if unit == "B" else f"{num_bytes:.1f} {unit}"
-        num_bytes /= 1000
-    return f"{num_bytes:.1f} GB"
-
-
 def is_finished(folder: Path) -> bool:
     """Return True if the trainer ended with all steps of the settings it was last started with.
 
@@ -290,8 +274,5 @@ def _row(line: RunLine) -> tuple[object, ...]:
     state = Text(line.state, style={"running": "green", "stopped": "yellow", "failed": "red"}.get(line.state, ""))
     reward = "–" if line.reward is None else f"{line.reward:.2f}"
     reward = reward if line.loss is None else f"loss {line.loss:.3f}"
-    lr, size = (
-        "–" if value is None else shown(value)
-        for value, shown in ((line.lr, "{:g}".format), (line.size_bytes, size_text))
-    )
+    lr, size = f"{line.lr:g}" if line.lr else "–", filesize.decimal(line.size_bytes) if line.size_bytes else "–"
     return line.run, state, "–" if line.step is None else line.step, _held_out(line), reward, lr, size, when

@@ -182,8 +182,7 @@ class StepReporter:
     def report_drops(self, step: int, groups: Mapping[str, Any], *, every_s: float = _DROPS_S) -> None:
         dropped = Counter(groups["dropped"])
         if dropped != self._dropped and time.monotonic() - self._told_at >= every_s:
-            since = dict(dropped - self._dropped)
-            self._events.write("drop", {"step": step, "groups": since, "totals": dict(groups)})
+            self._events.write("drop", {"step": step, "groups": dict(dropped - self._dropped), "totals": groups})
             self._dropped, self._told_at = dropped, time.monotonic()
 
     def report(self, step: int, fields: Mapping[str, Any], groups: Mapping[str, Any]) -> None:

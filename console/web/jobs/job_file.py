@@ -194,12 +194,8 @@ def run_state(folder: Path, job: Job | None, *, ask: bool = True) -> RunState:
     held = run_folder.is_lock_held(folder)
     if job is None:
         what = f"{JOB} is not this user's: penstock runs trust {folder.name}" if (folder / JOB).exists() else ""
-        failed = runs.failure_of(folder)
-        return (
-            RunState("failed", failed[0])
-            if failed
-            else RunState("running" if held else "finished" if runs.is_finished(folder) else "stopped", what)
-        )
+        otherwise: State = "running" if held else "finished" if runs.is_finished(folder) else "stopped"
+        return RunState("failed", failed[0]) if (failed := runs.failure_of(folder)) else RunState(otherwise, what)
     launch = read_launch(folder)
     process = Found("absent")
     launcher = launcher_of(job.launcher)
@@ -212,8 +208,8 @@ def run_state(folder: Path, job: Job | None, *, ask: bool = True) -> RunState:
     is_run = job.command == TRAIN
     is_finished = runs.is_finished(folder) if is_run else curves.is_training_finished(folder, job.command)
     state = decide(job, launch, process, is_finished=is_finished)
-    failed = runs.failure_of(folder) if state.state == "failed" else None
-    return replace(state, detail=f"{failed[0]}; {state.detail}") if failed else state
+    failed = runs.failure_of(folder)
+    return replace(state, detail=f"{failed[0]}; {state.detail}") if failed and state.state == "failed" else state
 
 
 def is_launched(job: Job, launch: Launch | None) -> bool:

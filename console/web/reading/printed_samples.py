@@ -37,7 +37,11 @@ def print_samples(run: NamedRun, options: SampleOptions, *, as_json: bool) -> in
         print(json.dumps(document) if as_json else "\n".join(_group_lines(document)))
         return 0
     found: list[dict[str, Any]] = []
-    query = _query(options)
+    query = TrajectoryQuery(
+        step_from=options.step, step_to=options.step, reward_min=options.reward_min, reward_max=options.reward_max,
+        status="dropped" if options.dropped else "", reason="" if options.dropped in (None, "any") else options.dropped,
+        split=options.split, version=options.version, prompt_number=options.prompt, prompt=options.search or "",
+    )  # fmt: skip
     for entry, texts in groups.walk(query):
         found += list(_rows(entry, texts, query))[: options.limit - len(found)]
         if len(found) == options.limit:
@@ -54,47 +58,25 @@ def print_samples(run: NamedRun, options: SampleOptions, *, as_json: bool) -> in
     return 0 if found else 1
 
 
-def _query(options: SampleOptions) -> GroupQuery:
-    return TrajectoryQuery(
-        step_from=options.step,
-        step_to=options.step,
-        reward_min=options.reward_min,
-        reward_max=options.reward_max,
-        status="dropped" if options.dropped else "",
-        reason="" if options.dropped in (None, "any") else options.dropped,
-        split=options.split,
-        version=options.version,
-        prompt_number=options.prompt,
-        prompt=options.search or "",
-    )
-
-
 def _rows(entry: Entry, texts: GroupTexts | None, query: GroupQuery) -> Iterator[dict[str, Any]]:
     """Yield the completions of a group that a query accepts; of one without a pack, one row that says so."""
     scored = entry.scored
     head = {
-        "group_id": entry.group_id,
-        "status": entry.status,
-        "reason": entry.reason,
-        "split": entry.split,
-        "step": entry.step,
+        "group_id": entry.group_id, "status": entry.status, "reason": entry.reason, "split": entry.split, "step": entry.step,
         "versions": [scored.generated.oldest_version, scored.generated.newest_version] if scored else None,
         "prompt": texts.prompt_text if texts else None,
-    }
+    }  # fmt: skip
     completions = texts.completions if texts else [None] * max(len(entry.rewards), 1)
     for index, completion in enumerate(completions):
         reward = scored.rewards[index] if scored else None
-        if reward is not None and not query.accepts_reward(reward):
-            continue
-        if query.prompt and query.prompt.casefold() not in f"{head['prompt']}\n{completion}".casefold():
+        has_text = query.prompt.casefold() in f"{head['prompt']}\n{completion}".casefold()
+        if not has_text or (reward is not None and not query.accepts_reward(reward)):
             continue
         yield head | {
-            "index": index,
-            "reward": reward,
+            "index": index, "reward": reward, "completion": completion,
             "parts": {name: values[index] for name, values in scored.parts.items()} if scored else {},
             "finish_reason": texts.finish_reasons[index] if texts else None,
-            "completion": completion,
-        }
+        }  # fmt: skip
 
 
 def _group_of_list(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
@@ -129,14 +111,14 @@ def _group_lines(group: Mapping[str, Any]) -> Iterator[str]:
     if group["problem"]:
         yield one_line(f"texts cannot be shown: {group['problem']}")
     if "ground_truth" in group:
-        yield one_line(f"reward {group['reward_name']}, data source {group['data_source']}")
-        yield f"ground truth: {indented(group['ground_truth'], 14)}"
+        yield one_line(
+            f"reward {group['reward_name']}, data source {group['data_source']}, ground truth {group['ground_truth']}"
+        )
         yield indented(as_roles(group["prompt"]), 0)
     for trajectory in group["trajectories"]:
-        yield one_line(f"\n#{trajectory['index']}  {_reward(trajectory)}").replace("\\n", "\n", 1)
-        turns = {turn["number"]: turn["reward"] for turn in trajectory["turns"] if turn["reward"] is not None}
-        if turns:
-            yield "  rewards by turn: " + ", ".join(f"{number}: {reward:g}" for number, reward in turns.items())
+        rewards = [f"{turn['reward']:g}" for turn in trajectory["turns"] if turn["reward"] is not None]
+        by_turn = f"  by turn {', '.join(rewards)}" if rewards else ""
+        yield "\n" + one_line(f"#{trajectory['index']}  {_reward(trajectory)}{by_turn}")
         for message in trajectory["messages"]:
             yield f"  {one_line(message['role'])}: {indented(message['content'], 4)}"
         if not trajectory["messages"]:

@@ -260,8 +260,8 @@ def test_drops_are_counted_before_the_first_step():
     view.fold_event(recorded.event("drop", recorded.START, step=0, groups={"no_signal": 80}, totals=totals))
     view.fold_event(recorded.event("drop", recorded.START, step=0, groups={"no_signal": 80}))  # of an earlier release
     snapshot = view.snapshot(recorded.START)
-    assert (snapshot.dropped, [one.key for one in snapshot.diagnoses]) == ({"no_signal": 80}, ["no_batch"])
-    assert "all rewards equal: 80 of 80 groups" in snapshot.diagnoses[0].what
+    assert (snapshot.dropped, [one.key for one in snapshot.diagnoses]) == ({"no_signal": 80}, ["dropped"])
+    assert "80 of 100 groups were dropped, 80 of them as no_signal" in snapshot.diagnoses[0].what
 
 
 def test_a_worker_is_as_far_behind_as_the_trainers_heartbeat_says():

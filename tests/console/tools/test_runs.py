@@ -80,10 +80,8 @@ def test_a_failed_run_says_why_and_is_failed_until_it_starts_again(folder: Path)
     assert f"run sorting failed: no GPU is left\n{tail}\n" in shown
     with run_folder.hold_lock(sorting):
         assert [(one.state, one.failure) for one in list_folder(folder / "runs")] == [("running", "")]
-    runs.withdraw_failure(sorting)
+    (sorting / runs.FAILURE).unlink()
     assert list_folder(folder / "runs")[0].state == "stopped"
-    runs.write_failure(folder / "nowhere", "it has no folder")
-    assert not (folder / "nowhere").exists()
 
 
 def test_a_run_is_running_while_a_process_holds_its_lock(folder: Path):
