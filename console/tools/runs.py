@@ -114,13 +114,20 @@ def print_list(arguments: Sequence[str], environ: Mapping[str, str], *, as_json:
 def print_one(run: NamedRun) -> int:
     folder = existing_folder(run)
     if failed := failure_of(folder):
-        print(f"run {run} failed: {failed[0]}\n{failed[1]}\nlogs: {folder / 'logs'}\n")
+        print(
+            f"run {run} failed: {failed[0]}",
+            *([failed[1], f"logs: {folder / 'logs'}"] if failed[1] else ()),
+            "",
+            sep="\n",
+        )
     try:
         text = printable(read_regular(folder / "report.md").decode("utf-8", "replace"))
     except FileNotFoundError:
         line = describe(folder)
         print(f"run {run} has no report yet: {line.state}, step {line.step if line.step is not None else '–'}")
-        print(f"next: penstock {'watch' if line.state == 'running' else 'samples'} {run}")
+        print(
+            f"next: penstock {f'watch {run}' if line.state == 'running' else f'samples {run}' if line.step else 'runs'}"
+        )
         return 0
     except OSError as err:
         raise ConfigError(f"{folder / 'report.md'} cannot be read ({err}); remove it") from None

@@ -168,18 +168,10 @@ def parse_cursor(cursor: str) -> tuple[int, int]:
 def group_row(entry: Entry) -> dict[str, Any]:
     """Return a group as one line of a list, without its texts."""
     row: dict[str, Any] = {
-        "group_id": entry.group_id,
-        "status": entry.status,
-        "reason": entry.reason,
-        "split": entry.split,
-        "step": entry.step,
-        "chapter": entry.chapter,
-        "trained_version": entry.trained_version,
-        "made_version": entry.made_version,
-        "tokens": entry.num_tokens,
-        "use": entry.use,
-        "prompt": None,
-    }
+        "group_id": entry.group_id, "status": entry.status, "reason": entry.reason, "split": entry.split, "step": entry.step,
+        "chapter": entry.chapter, "trained_version": entry.trained_version, "made_version": entry.made_version,
+        "tokens": entry.num_tokens, "use": entry.use, "prompt": None,
+    }  # fmt: skip
     if entry.scored is None:
         return row
     generated, rewards = entry.scored.generated, entry.scored.rewards

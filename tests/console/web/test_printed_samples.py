@@ -42,30 +42,24 @@ def ended(shown: Shown, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, 
 
 
 @pytest.mark.parametrize(
-    ("options", "groups", "least", "most"),
+    ("options", "groups", "rewards"),
     [
-        ("--step 7", {"e0.p21.a0", "e0.p22.a0", "e0.p23.a0"}, 0.0, 1.0),
-        ("--prompt 22 --reward-max 0.5", {"e0.p22.a0"}, 0.0, 0.0),
-        ("--version 6 --limit 3", {"e0.p21.a0"}, 0.0, 1.0),
-        ("--step 1 --search LOOK", {EPISODES}, 0.0, 1.0),
-        ("--dropped stale --split train", {DROPPED}, None, None),
-        ("--split eval", {EVALUATED}, None, None),
-        ("--dropped no_signal", set(), None, None),
+        ("--step 7", {"e0.p21.a0", "e0.p22.a0", "e0.p23.a0"}, {0.0, 1.0}),
+        ("--prompt 22 --reward-max 0.5", {"e0.p22.a0"}, {0.0}),
+        ("--version 6 --limit 3 --reward-min 1", {"e0.p21.a0", "e0.p22.a0"}, {1.0}),
+        ("--step 1 --search LOOK", {EPISODES}, {0.0, 1.0}),
+        ("--dropped stale --split train", {DROPPED}, {None}),
+        ("--split eval", {EVALUATED}, {None}),
+        ("--dropped no_signal", set(), set()),
     ],
 )
 def test_samples_are_filtered(
-    options: str,
-    groups: set[str],
-    least: float | None,
-    most: float | None,
-    ended: tuple[str, Path],
-    capsys: pytest.CaptureFixture[str],
+    options: str, groups: set[str], rewards: set[float], ended: tuple[str, Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
     code = penstock(["samples", ended[0], *options.split(), "--json", f"run.dir={ended[1]}"])
     rows = json.loads(capsys.readouterr().out)
     assert ({row["group_id"] for row in rows}, code) == (groups, 0 if groups else 1)
-    rewards = [row["reward"] for row in rows]
-    assert all(reward is None if least is None else least <= reward <= (most or 0.0) for reward in rewards)
+    assert {row["reward"] for row in rows} == rewards
 
 
 def test_a_group_is_printed_with_its_dialogue_and_a_dropped_one_with_the_reason(
@@ -92,12 +86,15 @@ def test_the_page_lists_an_ended_run_and_an_altered_file_is_named(ended: tuple[s
     assert next(files.list(blob_keys.run_prefix(run_id))).key == reference.key
     assert shown.plain.end is not None
     path = runs / run_id / "store" / "objects" / "penstock" / shown.plain.end.key
-    path.write_bytes(path.read_bytes()[:-1])
+    data = path.read_bytes()
+    path.write_bytes(data[:-1])
     with pytest.raises(BlobCorrupt, match="does not match its message"):
         files.get(shown.plain.end)
+    secret = runs / run_id / "store" / "secret"
+    secret.write_bytes(data)
     path.unlink()
-    path.symlink_to(runs / run_id / "checkpoints")
-    for key in (shown.plain.end.key, "../../../secret"):
+    path.symlink_to(secret)
+    for key in (shown.plain.end.key, "../../secret"):
         with pytest.raises(BlobMissing):
             files.get(shown.plain.end.model_copy(update={"key": key}))
 
