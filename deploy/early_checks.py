@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from difflib import get_close_matches
 from pathlib import Path
 
+from penstock.console.connections import RUN_FILE
 from penstock.console.tools import checks
 from penstock.protocol.chat_tokenizer import model_context_tokens
 from penstock.protocol.errors import ConfigError
@@ -104,7 +106,10 @@ def check_metrics_ports(rollout: RolloutSettings, num_workers: int) -> None:
 
 
 def missing_rewards(trainer: TrainerSettings, served: Sequence[Path]) -> list[str]:
-    """Return a line for each reward of the run file that no service of this machine will offer: one may still register it."""
+    """Return a line for each reward of the run file that no service here will offer: one may still register it.
+
+    Raises ConfigError for a name near a known one, unless a client wrote the run file, which registers functions of any name.
+    """
     reward = trainer.reward
     served_names = {re.sub(r"[^A-Za-z0-9_.-]", "_", file.stem) for file in served}
     known = {*REWARDS.names(), *BY_SOURCE, AUTO, *reward.define, *served_names}
@@ -114,6 +119,12 @@ def missing_rewards(trainer: TrainerSettings, served: Sequence[Path]) -> list[st
         if served_names
         else "--serve FILE.py serves one of your own"
     )
+    for name in sorted(wanted - known):
+        near = get_close_matches(name, known, n=1, cutoff=0.8)
+        if near and not (trainer.run.folder / RUN_FILE).exists():
+            raise ConfigError(
+                f"no reward is named {name}; did you mean {near[0]}? {offered}; all of them: penstock settings reward.name"
+            )
     return [
         f'reward {name!r} is not built in and not served here: {offered}, and reward.name = "FILE.py:FUNCTION" needs no '
         "service; the run waits a minute for its registration"

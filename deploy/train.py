@@ -26,6 +26,7 @@ from penstock.console.launch import JOIN_S, Nodes
 from penstock.console.live.panel import LivePanel
 from penstock.console.report import report
 from penstock.console.report.run_summary import RunSummary
+from penstock.console.tools import runs
 from penstock.deploy import resumption
 from penstock.deploy.bootstrap import bootstrap
 from penstock.deploy.early_checks import check_inputs, missing_rewards
@@ -85,6 +86,7 @@ def _train_local(
     as_json: bool,
     again: Sequence[str],
 ) -> int:
+    folder: Path | None = None  # once the run is being started
     try:
         with contextlib.ExitStack() as stack:
             run = stack.enter_context(
@@ -96,7 +98,8 @@ def _train_local(
             run.check()
             for note in [*resumption.start_notes(arguments, os.environ), *missing_rewards(run.settings, options.serve)]:
                 print(note, file=sys.stderr)
-            run_folder.withdraw_pause(run.folder)
+            run_folder.withdraw_pause(folder := run.folder)
+            (folder / runs.FAILURE).unlink(missing_ok=True)
             print(f"run {run.run_id}: logs in {run.folder / 'logs'}", file=sys.stderr)
             print(f"algorithm {run.algorithm}", *run.placed.placement.lines(), sep="\n", file=sys.stderr)
             page.start()
@@ -106,17 +109,20 @@ def _train_local(
             code, summary = _watch_local(run, page, trackers, stop_requested, quiet=as_json)
             if code == 0:
                 trackers.wait_until_read()
-            log_tail, fault = run.log_tail(TRAINER), run.newest_trainer and run.newest_trainer.fault()
+            trainer = run.newest_trainer
+            log_tail, fault = run.log_tail(TRAINER), trainer and trainer.fault()
     except PenstockError as err:
         say(str(err))
+        if folder is not None:
+            runs.write_failure(folder, str(err))
         return 1
     if code is None:
         say(resumption.stopped("train", again))
         return _STOPPED_ON_REQUEST
     if code:
         say(f"the trainer ended with exit code {code}; its log ends with\n{log_tail}{fault_note(run.settings, fault)}")
-        for found in summary.diagnoses:
-            say(f"problem: {found.what} {found.cause} {found.cure}")
+        say_diagnoses(summary)
+        runs.write_failure(run.folder, (trainer and trainer.reason()) or f"exit code {code}", log_tail)
         return exit_status(code)
     say(f"{run.usage.wall_s:.1f} s of wall time, {run.usage.cpu_s:.1f} s of CPU time")
     write_report(run.folder, summary, as_json=as_json)
@@ -129,6 +135,11 @@ def _train_local(
 
 def say(text: str) -> None:
     print(scrub(f"penstock train: {text}"), file=sys.stderr)
+
+
+def say_diagnoses(summary: RunSummary) -> None:
+    for found in summary.diagnoses:
+        say(f"problem: {found.what} {found.cause} {found.cure}")
 
 
 def write_report(folder: Path, summary: RunSummary, *, as_json: bool) -> None:
@@ -204,6 +215,7 @@ def train_attached(arguments: Sequence[str], nodes: Nodes | None, *, as_json: bo
                 print(note, file=sys.stderr)
             create_what_is_missing(settings)
             run_folder.withdraw_pause(settings.run.folder)
+            (settings.run.folder / runs.FAILURE).unlink(missing_ok=True)
             seal_run_file(arguments, settings.run.folder)
             with run_folder.hold_lock(settings.run.folder), AttachedTrainer(command, settings.run) as trainer:
                 placed.write(settings.run.folder)
@@ -243,8 +255,11 @@ def _ending(
         return resumption.stopped("train", again)
     if code == 0 and run_folder.is_pause_requested(settings.run.folder):
         return resumption.paused("train", again)
-    if code and trainer.is_logged:
+    if code and not trainer.is_logged:
+        runs.write_failure(settings.run.folder, f"the trainer ended with exit code {code}; its output says why")
+    elif code:
         log_tail, note = trainer.child.log_tail(), fault_note(settings, trainer.child.fault())
+        runs.write_failure(settings.run.folder, trainer.child.reason() or f"exit code {code}", log_tail)
         return f"the trainer ended with exit code {code}; its log ends with\n{log_tail}{note}"
     return ""
 
@@ -343,9 +358,9 @@ def _watch_attached(
         panel = None
         try:
             bus = watching.enter_context(Bus.connect(settings.nats, name="watch", deadline_s=_CONNECT_S))
-            mode = "auto" if trainer.is_logged and not quiet else "quiet"
+            mode = "quiet" if quiet else "auto" if trainer.is_logged else "plain"
             folder = settings.run.folder.absolute()
-            panel = LivePanel(settings.run.id, bus, total_steps=steps, mode=mode, folder=folder)
+            panel = LivePanel(settings.run.id, bus, total_steps=steps, mode=mode, folder=folder, lines_every=1)
             watching.enter_context(panel)
             trainer.on_incident(panel.note)
             trackers.on_incident(panel.note)

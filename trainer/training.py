@@ -303,8 +303,7 @@ class Training:
     def admit(self, published: PolicyVersion) -> None:
         """Let tasks be issued for a version that workers can fetch (called on the publisher's thread).
 
-        Groups are issued only then: one issued before its version can be fetched would be sampled by an older one, and
-        be one version staler than the admission rule assumes.
+        Groups are issued only then: one issued earlier would be sampled by an older version, staler than the admission rule assumes.
         """
         steps_left = self.settings.trainer.steps - self.num_steps_done
         self.issuer.advance(published, steps_left * self.settings.rollout.groups_per_step)
@@ -325,6 +324,7 @@ class Training:
         self.issuer.check()
         self.committer.thread.check()
         self._pause_if_requested()
+        self.reporter.report_drops(self.num_steps_done, self.issuer.groups())  # also before the first batch is complete
         self._make_room()
         if self.turns is not None:
             self.turns.follow(self.stop.is_set, self.collector.has_batch(self.version), awaits_engine=awaits_engine)

@@ -14,10 +14,10 @@ from typing import Annotated, Literal, NoReturn
 from penstock import __version__
 from penstock.agents.hosting import commands as environments
 from penstock.console.cli import model_verbs, reward_verbs, run_verbs, service_verbs, train_verbs
-from penstock.console.cli.options import INSPECT, SERVE, START
+from penstock.console.cli.options import INSPECT, SERVE, START, SampleOptions
 from penstock.console.terminal import printable
 from penstock.protocol import command_line, process_end
-from penstock.protocol.command_line import Help, Json, RunArguments, RunName, application
+from penstock.protocol.command_line import FLAT, Help, Json, RunArguments, RunName, application
 from penstock.protocol.errors import PenstockError
 from penstock.protocol.process_end import ends_quietly
 from penstock.protocol.secret_values import scrub
@@ -82,9 +82,33 @@ def watch(
     Then:     penstock runs show RUN
     """
     from penstock.console.live.panel import watch_run
-    from penstock.console.record.stored_run import with_local_servers
+    from penstock.console.record.stored_run import store_files, with_local_servers
+    from penstock.console.tools.runs import print_one
 
-    return watch_run(with_local_servers(run, arguments, finished_only=True), plain=plain, as_json=json)
+    named = with_local_servers(run, arguments, finished_only=True)
+    if named.folder.is_dir() and store_files(named) is not None:  # stopped or failed: nothing arrives any more
+        return print_one(named) or 1
+    return watch_run(named, plain=plain, as_json=json)
+
+
+@app.command(group=INSPECT)
+def samples(
+    run: RunName,
+    *arguments: RunArguments,
+    options: Annotated[SampleOptions, FLAT] = SampleOptions(),
+    json: Json = False,
+) -> int:
+    """Read what a run's model wrote, with rewards, as of its newest checkpoint; exit code 1 when no sample fits.
+
+    Example:  penstock samples quickstart --reward-min 1
+              penstock samples my-run --prompt 17 --limit 100        one prompt, by version
+              penstock samples my-run --dropped no_signal
+    Then:     penstock reward test FILE, to score a sample by hand
+    """
+    from penstock.console.connections import NamedRun
+    from penstock.console.web.reading.printed_samples import print_samples
+
+    return print_samples(NamedRun(run, arguments), options, as_json=json)
 
 
 @app.command(group=INSPECT)
@@ -173,7 +197,7 @@ def version() -> None:
 
     Example:  penstock version
     """
-    from penstock.console.tools.versions import installed_versions
+    from penstock.console.tools.checks import installed_versions
 
     print("\n".join(f"{name} {value}" for name, value in installed_versions()))
 

@@ -77,6 +77,20 @@ class RecipeOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
+class SampleOptions:
+    group: Annotated[str | None, Help("Print this group in full: answers, dialogue, reward parts.")] = None
+    step: Annotated[int | None, Help("Only groups trained in this step.")] = None
+    version: Annotated[int | None, Help("Only groups of which this version sampled tokens.")] = None
+    prompt: Annotated[int | None, Help("Only samples of this prompt, by its number: 17 of e0.p17.a0.")] = None
+    reward_min: Annotated[float | None, Help("Only samples with at least this reward.")] = None
+    reward_max: Annotated[float | None, Help("Only samples with at most this reward.")] = None
+    split: Annotated[str, Help("train, or eval, of which the record has no rewards.")] = "train"
+    dropped: Annotated[str | None, Help("Only groups dropped for this reason, such as no_signal; or any.")] = None
+    search: Annotated[str | None, Help("Only samples with this text in prompt or completion, in any case.")] = None
+    limit: Annotated[int, Least(1), Help("Samples to print, the newest first.")] = 20
+
+
+@dataclass(frozen=True, kw_only=True)
 class LocalOptions:
     workers: Annotated[
         int | None,

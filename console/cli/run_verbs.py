@@ -286,10 +286,10 @@ def lineage(
               penstock lineage quickstart --group e0.p17.a0 --full
     Then:     penstock replay RUN --to V
     """
+    from penstock.console.connections import NamedRun
     from penstock.console.record.lineage import print_lineage
-    from penstock.console.record.stored_run import with_servers
 
-    return print_lineage(with_servers(run, arguments), version=version, group=group, full=full, as_json=json)
+    return print_lineage(NamedRun(run, arguments), version=version, group=group, full=full, as_json=json)
 
 
 @record.command(group=INSPECT)

@@ -39,6 +39,7 @@ _TICK_S = 0.25
 _FRAME_S = 1.0
 _KEEP_S = 10.0  # between two writes of the totals
 _FRAME_SHARE = 0.01  # of a core: slower frames are drawn less often
+_LEARNING = {"KL": "kl_behaviour", "KL to reference": "kl_reference", "loss": "loss", "lr": "lr"}  # of a plain line
 _MAX_DISCONNECTED_S = 60.0  # a restart of NATS takes seconds
 
 
@@ -225,6 +226,7 @@ def line(s: Snapshot) -> str:
     parts = [
         f"{clock(s.elapsed_s)} step {steps}",
         f"reward {figure(s.reward_now)}",
+        *(f"{name} {s.learning[key]:.3g}" for name, key in _LEARNING.items() if key in s.learning),
         f"staleness {figure(s.staleness_mean)} (max {s.staleness_max if s.staleness_max is not None else '–'})",
         f"tokens/s {rate(s.generated_per_s)} generated {rate(s.trained_per_s)} trained",
     ]

@@ -154,6 +154,8 @@ class RunFold:
                 self._fold_state(at, event.source, data)
             case "reward_error":
                 self._fold_reward_error(at, data)
+            case "drop":
+                self._groups = event_fields.read(GroupFields, data["totals"]) if data.get("totals") else self._groups
             case "weights":
                 fields = event_fields.read(PublicationFields, data)
                 if fields.version is not None:

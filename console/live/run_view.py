@@ -26,11 +26,9 @@ _SPEED_STEPS = 12  # the ETA and the training rate are means over this many step
 _STALL_S = 20.0  # without a step, and ten times as long as a step takes, is an incident
 _STEPS_BEFORE_STALLS = 5
 _NUM_STALLS = 20
-_UNSCORED, _FAILING_S = (
-    16,
-    20.0,
-)  # groups and seconds without a step, from which on failing rewards are named as the cause
-_ABSENT_S = 15.0  # a service that starts, or is started again, reports by then
+_UNSCORED = 16  # groups without a step, from which on failing rewards are named as the cause
+_FAILING_S = 20.0  # seconds likewise
+_ABSENT_S = 60.0  # a service that starts on a busy machine, or is started again, reports by then
 _ABSENT = {  # by role: its name, its queue, what it does with a message, and the command that starts it
     "rollout": ("rollout worker", "tasks", "generate", "penstock rollout RUN.TOML"),
     "reward": ("reward service", "generated", "score", "penstock reward service RUN.TOML"),

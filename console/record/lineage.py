@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from statistics import fmean
 
@@ -14,6 +14,7 @@ from rich.text import Text
 
 from penstock.console import connections
 from penstock.console.connections import NamedRun
+from penstock.console.record import stored_run
 from penstock.console.terminal import console, indented, one_line, table
 from penstock.protocol import logs, streams
 from penstock.protocol.errors import RecordBroken
@@ -229,15 +230,24 @@ def print_lineage(
 
 
 def open_record(run: NamedRun) -> tuple[StoredRecord, Blobs]:
-    settings = run.settings
-    blobs = Blobs(settings.s3, deadline_s=30.0)
-    blobs.check(run.id)
+    blobs, pointer = open_objects(run)
+    return StoredRecord.read(run.id, end_of_record(run.id, run.settings.run.folder, pointer), blobs.get), blobs
+
+
+def open_objects(run: NamedRun) -> tuple[Blobs, Callable[[], bytes | None]]:
+    """Return the objects of a run, and what reads the end of its record from NATS. Raises ConfigError or BlobError."""
+    settings, files = run.settings, stored_run.store_files(run)
+    blobs = files or Blobs(settings.s3, deadline_s=30.0)
+    if files is None:
+        blobs.check(run.id)
 
     def pointer() -> bytes | None:
+        if files is not None:
+            return None
         with Bus.connect(settings.nats, name="lineage", deadline_s=5.0) as bus:
             return connections.stored_state(bus, run.id, streams.CHECKPOINT_KEY)
 
-    return StoredRecord.read(run.id, end_of_record(run.id, settings.run.folder, pointer), blobs.get), blobs
+    return blobs, pointer
 
 
 def read_texts(members: Iterable[Member], packs: Mapping[str, BlobRef], blobs: Blobs) -> None:

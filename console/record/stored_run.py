@@ -1,29 +1,70 @@
-"""Reach the servers of a run, and start those of a finished local run again for one command.
+"""Reach the servers of a run, read its objects without them, and start those of a finished local run again for one command.
 
 A run that this machine started together with its NATS and S3 keeps their data in its folder. While it runs, they answer;
-afterwards ``penstock.deploy.stored`` starts them, runs the command, and stops them when it ends.
+afterwards its objects are read from their files, and for the rest ``penstock.deploy.stored`` starts them, runs the command, and
+stops them when it ends.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from datetime import UTC, datetime
 from pathlib import Path
 
 from penstock.console import connections, launch
 from penstock.console.connections import NamedRun
 from penstock.console.tools.runs import unknown_run
 from penstock.protocol import command_line, logs, streams
+from penstock.protocol.config.connection import S3Settings
 from penstock.protocol.config.run_file import Loaded
-from penstock.protocol.errors import BusRefused, ConfigError
+from penstock.protocol.errors import BlobCorrupt, BlobMissing, BusRefused, ConfigError
 from penstock.protocol.files import read_regular
+from penstock.protocol.groups import BlobRef
 from penstock.protocol.record import run_folder
+from penstock.protocol.transport.blobs import Blobs, BlobStat
 from penstock.protocol.transport.bus import Bus
 
 _CONNECT_S = 5.0
 _MOST_RANKS = 256  # processes that a file in the folder of a run starts
 _SET_SERVERS = ", or set nats.url and s3.endpoint"
+
+
+class StoreFiles(Blobs):
+    """The objects of a local store whose server is stopped, read from their files; the run may be resumed meanwhile."""
+
+    def __init__(self, store: Path, settings: S3Settings) -> None:
+        super().__init__(settings)
+        self._root = (store / "objects" / settings.bucket).resolve()
+
+    def get(self, ref: BlobRef, *, is_expected: bool = True) -> bytes:
+        """Return a verified object. Raises BlobMissing or BlobCorrupt."""
+        path = self._root / ref.key
+        try:
+            data = read_regular(path, ref.size_bytes + 1) if path.resolve() == path else b""
+        except (OSError, ValueError):
+            data = b""
+        if not data:
+            raise BlobMissing(f"{path} is missing: it was deleted with its version or step, or the store is incomplete")
+        if len(data) != ref.size_bytes or hashlib.sha256(data).hexdigest() != ref.sha256:
+            raise BlobCorrupt(f"{path} does not match its message; restore the store from a copy")
+        return data
+
+    def list(self, prefix: str) -> Iterator[BlobStat]:
+        for path in sorted((self._root / prefix).parent.rglob("*")):
+            key = path.relative_to(self._root).as_posix()
+            if key.startswith(prefix) and path.is_file() and not path.is_symlink():
+                stat = path.stat()
+                yield BlobStat(key, stat.st_size, datetime.fromtimestamp(stat.st_mtime, UTC))
+
+
+def store_files(run: NamedRun) -> StoreFiles | None:
+    """Return the objects of a local run whose servers are stopped; None for any other run. Raises ConfigError."""
+    store = _own_store(run)
+    is_stopped = store is not None and not run_folder.is_locked(store / "lock")
+    return StoreFiles(store, run.settings.s3) if store is not None and is_stopped else None
 
 
 def replay(run: NamedRun, typed: Sequence[str], *, batch: str | None = None) -> list[str]:

@@ -70,6 +70,8 @@ class RunMetrics:
 def diagnose(run: RunMetrics) -> tuple[Diagnosis, ...]:
     """Return what is wrong with a run's learning, the gravest first; empty for a run that looks sound."""
     rules = _RULES if len(run.steps) >= _LEAST else (_rewards_fail,)
+    if not run.steps and sum(run.dropped.values()) >= _RECENT:  # the first batch may never be complete
+        rules = (_rewards_fail, _dropped)
     return tuple(diagnosis for rule in rules for diagnosis in rule(run))
 
 
@@ -328,9 +330,9 @@ def _dropped(run: RunMetrics) -> Iterator[Diagnosis]:
         reason, number = max(run.dropped.items(), key=lambda item: item[1])
         yield Diagnosis(
             key="dropped",
-            what=f"{total} of {run.issued} groups were dropped, {number} of them as {reason}.",
+            what=f"{total:,} of {run.issued:,} groups were dropped, {number:,} of them as {reason}.",
             cause=f"{reason}: {MEANINGS.get(reason, OF_A_FILTER)}.",
-            cure="See the groups by reason in the report: penstock runs show RUN.",
+            cure=f"Read some of them: penstock samples RUN --dropped {reason}; the report has them by reason.",
         )
 
 

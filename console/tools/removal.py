@@ -12,6 +12,8 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+from rich import filesize
+
 from penstock.console import connections
 from penstock.console.connections import NamedRun
 from penstock.protocol import blob_keys, heartbeats, logs, streams
@@ -48,8 +50,8 @@ class Holdings:
         messages = sum(count for count, _ in self.streams.values())
         stream_bytes = sum(size for _, size in self.streams.values())
         return (
-            f"{len(self.objects)} objects ({_size(self.object_bytes)}) and {len(self.streams)} streams and buckets "
-            f"({messages} messages, {_size(stream_bytes)})"
+            f"{len(self.objects)} objects ({filesize.decimal(self.object_bytes)}) and {len(self.streams)} streams and buckets "
+            f"({messages} messages, {filesize.decimal(stream_bytes)})"
         )
 
 
@@ -84,7 +86,7 @@ def remove_run(run: NamedRun, *, yes: bool, folder: bool, force: bool) -> int:
         print(f"kept {here}: the run's own servers are using it")
     elif here.is_dir():
         files = [path for path in here.rglob("*") if path.is_file() and not path.is_symlink()]
-        what = f"{len(files)} files ({_size(sum(path.stat().st_size for path in files))}) in {here}"
+        what = f"{len(files)} files ({filesize.decimal(sum(path.stat().st_size for path in files))}) in {here}"
         if yes and not folder:
             print(f"kept {what}: checkpoints, exported model, report; --folder removes it too")
         elif agreed(f"remove {what} too: checkpoints, exported model, report?", yes=folder):
@@ -159,9 +161,9 @@ def _remove_stored(run: str, bus: Bus, blobs: Blobs, *, yes: bool, force: bool) 
         print(f"run {run} has no streams at {bus.url} and no objects in bucket {blobs.bucket}")
         return True
     for name, (count, size) in holdings.streams.items():
-        print(f"  {name:<40} {count:>9} messages {_size(size):>10}")
+        print(f"  {name:<40} {count:>9} messages {filesize.decimal(size):>10}")
     print(
-        f"  {blobs.bucket}/{blob_keys.run_prefix(run):<34} {len(holdings.objects):>9} objects  {_size(holdings.object_bytes):>10}"
+        f"  {blobs.bucket}/{blob_keys.run_prefix(run):<34} {len(holdings.objects):>9} objects  {filesize.decimal(holdings.object_bytes):>10}"
     )
     if not agreed(f"remove {holdings.describe()} of run {run}? It cannot be replayed afterwards.", yes=yes):
         return False
@@ -189,11 +191,3 @@ def _names(run: str) -> list[str]:
     """Return the names of all streams, the events last: a run with that stream is listed."""
     names = [f"KV_{spec.bucket}" for spec in streams.run_buckets(run)] + list(streams.stream_names(run))
     return sorted(names, key=lambda name: name.endswith("-events"))
-
-
-def _size(num_bytes: int) -> str:
-    for unit in ("B", "kB", "MB"):
-        if num_bytes < 1000:
-            return f"{num_bytes:.0f} {unit}" if unit == "B" else f"{num_bytes:.1f} {unit}"
-        num_bytes /= 1000  # type: ignore[assignment]
-    return f"{num_bytes:.1f} GB"

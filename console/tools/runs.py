@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
@@ -11,6 +14,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rich import filesize
 from rich.console import Console
 from rich.text import Text
 
@@ -18,10 +22,10 @@ from penstock.console import connections
 from penstock.console.connections import NamedRun
 from penstock.console.report import curves
 from penstock.console.report.event_fields import number, read_object, setting
-from penstock.console.terminal import print_table, printable
+from penstock.console.terminal import one_line, print_table, printable
 from penstock.protocol import streams
 from penstock.protocol.errors import BusError, ConfigError, MissingStream
-from penstock.protocol.files import read_regular
+from penstock.protocol.files import atomic_write, read_regular
 from penstock.protocol.record.run_folder import RUN_LOCK, is_lock_held
 from penstock.protocol.secret_values import hide, scrub
 from penstock.protocol.subjects import RUN_ID
@@ -30,6 +34,7 @@ if TYPE_CHECKING:
     from penstock.protocol.transport.bus import Bus
 
 PLANNED = "planned-config.json"  # in the folder of a run that the Runs API created: the settings that it checked
+FAILURE = "failure.json"  # why the newest start of a run ended with an error; the next start removes it
 _MARKS = (
     "metrics.jsonl",
     "config.json",
@@ -56,11 +61,28 @@ class RunLine:
     eval_reward: float | None = None  # held-out mean reward: what is shown where there is no accuracy
     loss: float | None = None  # of a training on given answers, which has no rewards
     eval_loss: float | None = None
+    lr: float | None = None  # as set
+    size_bytes: int | None = None  # of the folder, with the run's own store
+    failure: str = ""  # why it failed
+
+
+def write_failure(folder: Path, reason: str, log_tail: str = "") -> None:
+    """Keep why a run ended with an error, and the end of its log; a run without a folder has none."""
+    if folder.is_dir():
+        why = (scrub(reason).strip().splitlines() or ["its log says why"])[-1]
+        atomic_write(folder / FAILURE, json.dumps({"at": time.time(), "reason": why, "log": scrub(log_tail)}))
+
+
+def failure_of(folder: Path) -> tuple[str, str] | None:
+    """Return the reason and the end of the log of a run that failed, None for one that did not."""
+    if state_of(folder) != "failed" or (document := read_object(folder / FAILURE)) is None:
+        return None
+    return one_line(document.get("reason", "")), printable(document.get("log", ""))
 
 
 def print_list(arguments: Sequence[str], environ: Mapping[str, str], *, as_json: bool) -> int:
     loaded = connections.find(arguments, environ)
-    lines = list_folder(loaded.settings.run.dir)
+    lines = [replace(line, size_bytes=size_bytes(Path(line.folder))) for line in list_folder(loaded.settings.run.dir)]
     for line in lines:
         if skipped := curves.num_unreadable(Path(line.folder)):
             print(f"penstock: run {line.run}: {skipped} lines of metrics.jsonl cannot be read", file=sys.stderr)
@@ -78,8 +100,9 @@ def print_list(arguments: Sequence[str], environ: Mapping[str, str], *, as_json:
     if as_json:
         print(json.dumps([asdict(line) for line in lines]))
     elif lines:
-        right = ("step", "held-out", "reward")
+        right = ("step", "held-out", "reward", "lr", "size")
         print_table(("run", "state", *right, "when"), map(_row, lines), right=right)
+        print(*(f"\n{line.run} failed: {line.failure}" for line in lines if line.failure), sep="")
         print(f"\nnext: penstock runs show {lines[0].run}")
     else:
         print(
@@ -90,12 +113,21 @@ def print_list(arguments: Sequence[str], environ: Mapping[str, str], *, as_json:
 
 def print_one(run: NamedRun) -> int:
     folder = existing_folder(run)
+    if failed := failure_of(folder):
+        print(
+            f"run {run} failed: {failed[0]}",
+            *([failed[1], f"logs: {folder / 'logs'}"] if failed[1] else ()),
+            "",
+            sep="\n",
+        )
     try:
         text = printable(read_regular(folder / "report.md").decode("utf-8", "replace"))
     except FileNotFoundError:
         line = describe(folder)
         print(f"run {run} has no report yet: {line.state}, step {line.step if line.step is not None else '–'}")
-        print(f"next: penstock watch {run}")
+        print(
+            f"next: penstock {f'watch {run}' if line.state == 'running' else f'samples {run}' if line.step else 'runs'}"
+        )
         return 0
     except OSError as err:
         raise ConfigError(f"{folder / 'report.md'} cannot be read ({err}); remove it") from None
@@ -161,16 +193,19 @@ def merge(folders: Sequence[RunLine], broker: Sequence[RunLine]) -> list[RunLine
     running = {line.run for line in broker if line.state == "running"}
     known = {line.run for line in folders}
     lines = [
-        replace(line, state="running") if line.state == "stopped" and line.run in running else line for line in folders
+        replace(line, state="running", failure="") if line.run in running and line.state != "finished" else line
+        for line in folders
     ]
     return [*lines, *(line for line in broker if line.run not in known)]
 
 
 def describe(folder: Path) -> RunLine:
+    state, failed = state_of(folder), failure_of(folder)
+    more: dict[str, Any] = {"folder": str(folder), "failure": failed[0] if failed else ""}
     if (trained := curves.read_training(folder)) is not None:
         when = datetime.fromtimestamp(curves.metrics_file(folder).stat().st_mtime, UTC).isoformat(timespec="seconds")
         losses = {"loss": trained.loss, "eval_loss": trained.eval_loss}
-        return RunLine(folder.name, state_of(folder), trained.step, when=when, folder=str(folder), **losses)
+        return RunLine(folder.name, state, trained.step, when=when, **losses, **more)
     run_curves = curves.read(folder)
     held_out = run_curves.held_out
     accuracy = held_out.now if held_out.measure == "accuracy" else None
@@ -179,20 +214,31 @@ def describe(folder: Path) -> RunLine:
     when = datetime.fromtimestamp(max(times, default=folder.stat().st_mtime), UTC)
     return RunLine(
         run=folder.name,
-        state=state_of(folder),
+        state=state,
         step=run_curves.last_step,
         accuracy=accuracy,
         reward=run_curves.recent_reward,
         when=when.isoformat(timespec="seconds"),
-        folder=str(folder),
         eval_reward=eval_reward,
+        lr=number(setting(read_object(folder / "config.json"), "trainer", "lr")),
+        **more,
     )
 
 
 def state_of(folder: Path) -> str:
     if is_lock_held(folder):
         return "running"
-    return "finished" if is_finished(folder) else "stopped"
+    return "finished" if is_finished(folder) else "failed" if (folder / FAILURE).is_file() else "stopped"
+
+
+def size_bytes(folder: Path) -> int:
+    """Return what a run takes on this disk; links are not followed."""
+    sizes = 0
+    for path, _, names in os.walk(folder):
+        for name in names:
+            with contextlib.suppress(OSError):  # removed meanwhile
+                sizes += os.lstat(os.path.join(path, name)).st_size  # noqa: PTH118  a run has ten thousands of files
+    return sizes
 
 
 def is_finished(folder: Path) -> bool:
@@ -232,7 +278,8 @@ def _held_out(line: RunLine) -> str:
 
 def _row(line: RunLine) -> tuple[object, ...]:
     when = datetime.fromisoformat(line.when).astimezone().strftime("%Y-%m-%d %H:%M") if line.when else "–"
-    state = Text(line.state, style={"running": "green", "stopped": "yellow"}.get(line.state, ""))
+    state = Text(line.state, style={"running": "green", "stopped": "yellow", "failed": "red"}.get(line.state, ""))
     reward = "–" if line.reward is None else f"{line.reward:.2f}"
     reward = reward if line.loss is None else f"loss {line.loss:.3f}"
-    return line.run, state, "–" if line.step is None else line.step, _held_out(line), reward, when
+    lr, size = f"{line.lr:g}" if line.lr else "–", filesize.decimal(line.size_bytes) if line.size_bytes else "–"
+    return line.run, state, "–" if line.step is None else line.step, _held_out(line), reward, lr, size, when

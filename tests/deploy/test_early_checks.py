@@ -228,3 +228,14 @@ def test_a_reward_that_nothing_offers_is_named_before_the_start(tmp_path: Path) 
     for name in ("exact_match", "openai/gsm8k", "my_reward.py:compute_score", "my_reward", "auto"):
         known = settings.model_copy(update={"reward": settings.reward.model_copy(update={"name": name})})
         assert missing_rewards(known, [Path("own/my_reward.py")]) == []
+
+
+def test_a_misspelt_reward_is_refused_before_the_start(tmp_path: Path) -> None:
+    """Not in a run file of the Python client or the Runs API, whose function may have any name and registers itself."""
+    document = {"model": {"path": tmp_path}, "reward": {"name": "exact_mach"}, "run": {"id": "r", "dir": tmp_path}}
+    settings = TrainerSettings.model_validate(document)
+    with pytest.raises(ConfigError, match=r"no reward is named exact_mach; did you mean exact_match\?"):
+        missing_rewards(settings, [])
+    (tmp_path / "r").mkdir()
+    (tmp_path / "r" / "run.toml").touch()
+    assert len(missing_rewards(settings, [])) == 1

@@ -6,7 +6,7 @@
 | `eval`            | each evaluation                   | those of `EvalResult`                                        |
 | `evaluation_lost` | an evaluation ends without result | ``version``, ``step``, ``reason``, ``text``                  |
 | `weights`         | a version is announced            | those of `trainer/publishing/publication.py`'s `Publication` |
-| `drop`            | groups were discarded             | ``groups`` by reason, since the last such event              |
+| `drop`            | groups were discarded             | ``groups`` by reason since the last; ``totals`` of the run   |
 | `state`           | the run's phase changes           | ``text``, ``total_steps``, ``finished``                      |
 | `alarm`           | the run stops by itself           | ``text``                                                     |
 | `log`             | a run is resumed                  | ``text``, ``rolled_back``: steps, groups, seconds            |
@@ -14,10 +14,7 @@
 
 `step`, `eval` and `evaluation_lost` are written to metrics.jsonl too.
 
-The heartbeat is a record in the live bucket, written every second by a separate thread. Another thread stores the log-probabilities of
-each step for people to look at; training never waits for it.
-What cannot be stored is counted, and the first time is an event. Nothing reads these objects to train: after a crash, a step
-that is made again stores its object again, under the epoch of its session.
+The heartbeat is a record in the live bucket, written every second by a separate thread.
 """
 
 from __future__ import annotations
@@ -27,6 +24,7 @@ import json
 import os
 import secrets
 import threading
+import time
 from collections import Counter, deque
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -47,6 +45,7 @@ from penstock.protocol.versions import PolicyVersion
 log = structlog.get_logger("trainer.telemetry.event_writer")
 
 SERVICE_ID = "trainer"
+_DROPS_S = 5.0  # between two events of drops while a batch is waited for
 
 METRICS_FILE = "metrics.jsonl"  # in the run's folder
 SOURCE = "trainer"
@@ -178,16 +177,16 @@ class EventWriter:
 class StepReporter:
     def __init__(self, events: EventWriter, heartbeat: HeartbeatWriter, dropped: Mapping[str, int]) -> None:
         self._events, self._heartbeat = events, heartbeat
-        self._dropped = Counter(dropped)  # as last reported
+        self._dropped, self._told_at = Counter(dropped), 0.0  # as last reported
+
+    def report_drops(self, step: int, groups: Mapping[str, Any], *, every_s: float = _DROPS_S) -> None:
+        dropped = Counter(groups["dropped"])
+        if dropped != self._dropped and time.monotonic() - self._told_at >= every_s:
+            self._events.write("drop", {"step": step, "groups": dict(dropped - self._dropped), "totals": groups})
+            self._dropped, self._told_at = dropped, time.monotonic()
 
     def report(self, step: int, fields: Mapping[str, Any], groups: Mapping[str, Any]) -> None:
-        dropped = Counter(groups["dropped"])
-        if dropped != self._dropped:
-            self._events.write("drop", {"step": step, "groups": dict(dropped - self._dropped)})
-            self._dropped = dropped
+        self.report_drops(step, groups, every_s=0.0)
         self._events.write("step", {**fields, "groups": groups})
-        self._heartbeat.figures = {
-            "step": float(step),
-            "groups_trained": float(groups["trained"]),
-            "groups_outstanding": float(groups["outstanding"]),
-        }
+        counts = {f"groups_{name}": float(groups[name]) for name in ("trained", "outstanding")}
+        self._heartbeat.figures = {"step": float(step), **counts}

@@ -14,7 +14,7 @@ import json
 import os
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -194,7 +194,8 @@ def run_state(folder: Path, job: Job | None, *, ask: bool = True) -> RunState:
     held = run_folder.is_lock_held(folder)
     if job is None:
         what = f"{JOB} is not this user's: penstock runs trust {folder.name}" if (folder / JOB).exists() else ""
-        return RunState("running" if held else "finished" if runs.is_finished(folder) else "stopped", what)
+        otherwise: State = "running" if held else "finished" if runs.is_finished(folder) else "stopped"
+        return RunState("failed", failed[0]) if (failed := runs.failure_of(folder)) else RunState(otherwise, what)
     launch = read_launch(folder)
     process = Found("absent")
     launcher = launcher_of(job.launcher)
@@ -206,7 +207,9 @@ def run_state(folder: Path, job: Job | None, *, ask: bool = True) -> RunState:
         process = Found("running", "started outside of this API")
     is_run = job.command == TRAIN
     is_finished = runs.is_finished(folder) if is_run else curves.is_training_finished(folder, job.command)
-    return decide(job, launch, process, is_finished=is_finished)
+    state = decide(job, launch, process, is_finished=is_finished)
+    failed = runs.failure_of(folder)
+    return replace(state, detail=f"{failed[0]}; {state.detail}") if failed and state.state == "failed" else state
 
 
 def is_launched(job: Job, launch: Launch | None) -> bool:

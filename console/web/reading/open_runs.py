@@ -9,7 +9,6 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -130,11 +129,7 @@ class OpenRuns:
                 reading.step()
             if is_link or not reading.exists:
                 reading.close()
-                known = [line.run for line in runs.list_folder(reading.folder.parent)]
-                near = get_close_matches(run_id, known, n=1)
-                raise UnknownRun(
-                    f"no run {run_id}{f'; did you mean {near[0]}?' if near else ''}; list the runs: penstock runs"
-                )
+                raise UnknownRun(str(runs.unknown_run(run_id, reading.folder.parent)))
             self._keep(run_id, reading)
             return reading
 

@@ -77,6 +77,12 @@ class Entry:
     def rewards(self) -> tuple[float, ...]:
         return self.scored.rewards if self.scored else ()
 
+    def is_of(self, version: int) -> bool:
+        """Return True if this version sampled some of its tokens; False where the record does not say which did."""
+        if self.scored is None:
+            return self.group_id.startswith(f"eval.v{version}.")
+        return self.scored.generated.oldest_version <= version <= self.scored.generated.newest_version
+
 
 @dataclass(frozen=True)
 class GroupQuery:
@@ -88,6 +94,10 @@ class GroupQuery:
     reward_min: Finite = None
     reward_max: Finite = None
     status: Literal["trained", "evaluated", "dropped", "in_flight", ""] = ""
+    reason: Annotated[str, Query(max_length=60)] = ""  # why they were dropped
+    split: Annotated[str, Query(max_length=60)] = ""
+    version: Step = None  # that sampled
+    prompt_number: Step = None
     prompt: Annotated[str, Query(max_length=200)] = ""  # text of the prompt or a completion, in any case of letters
     cursor: Annotated[str, Query(max_length=40)] = ""
     limit: Limit = 50
@@ -95,7 +105,12 @@ class GroupQuery:
 
     def accepts(self, entry: Entry) -> bool:
         """Return True unless the record alone rules a group out; its texts are not known here."""
-        if (self.status and entry.status != self.status) or not self.may_be_in(entry.step, entry.step):
+        for wanted, found in ((self.status, entry.status), (self.reason, entry.reason), (self.split, entry.split)):
+            if wanted and wanted != found:
+                return False
+        if self.prompt_number is not None and f"p{self.prompt_number}" not in entry.group_id.split("."):
+            return False
+        if not self.may_be_in(entry.step, entry.step) or (self.version is not None and not entry.is_of(self.version)):
             return False
         if self.reward_min is None and self.reward_max is None:
             return True
@@ -153,18 +168,10 @@ def parse_cursor(cursor: str) -> tuple[int, int]:
 def group_row(entry: Entry) -> dict[str, Any]:
     """Return a group as one line of a list, without its texts."""
     row: dict[str, Any] = {
-        "group_id": entry.group_id,
-        "status": entry.status,
-        "reason": entry.reason,
-        "split": entry.split,
-        "step": entry.step,
-        "chapter": entry.chapter,
-        "trained_version": entry.trained_version,
-        "made_version": entry.made_version,
-        "tokens": entry.num_tokens,
-        "use": entry.use,
-        "prompt": None,
-    }
+        "group_id": entry.group_id, "status": entry.status, "reason": entry.reason, "split": entry.split, "step": entry.step,
+        "chapter": entry.chapter, "trained_version": entry.trained_version, "made_version": entry.made_version,
+        "tokens": entry.num_tokens, "use": entry.use, "prompt": None,
+    }  # fmt: skip
     if entry.scored is None:
         return row
     generated, rewards = entry.scored.generated, entry.scored.rewards
@@ -343,6 +350,8 @@ def _messages(text: str) -> list[dict[str, str]]:
     for message in messages[:MAX_MESSAGES]:
         is_chat = isinstance(message, dict) and isinstance(message.get("content"), str)
         content = message["content"] if is_chat else json.dumps(message)
+        if is_chat and message.get("tool_calls"):
+            content = f"{content}\n{json.dumps(message['tool_calls'])}".lstrip()
         role = str(message.get("role", ""))[:40] if isinstance(message, dict) else ""
         shown.append({"role": role, "content": content[:MAX_TEXT]})
     return shown

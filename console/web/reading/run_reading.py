@@ -14,6 +14,7 @@ from penstock.console.connections import NamedRun
 from penstock.console.live import run_snapshot
 from penstock.console.live.run_snapshot import Snapshot
 from penstock.console.live.watcher import Watcher
+from penstock.console.record import stored_run
 from penstock.console.report import curves
 from penstock.console.tools import runs
 from penstock.console.web.reading import documents
@@ -103,7 +104,9 @@ class RunReading:
             document = documents.summary(
                 self._view, self._snapshot(), state=self._state(), is_live=self._watcher is not None
             )
-            return document | {"problem": self.problem, "evaluations": documents.evaluations(self._view)}
+            failed = runs.failure_of(self.folder)
+            problem = f"the run failed: {failed[0]}\n{failed[1]}" if failed else self.problem
+            return document | {"problem": problem, "evaluations": documents.evaluations(self._view)}
 
     def metrics(self, names: Sequence[str] | None, *, first: int, last: int | None, points: int) -> dict[str, Any]:
         with self._lock:
@@ -171,14 +174,12 @@ class RunReading:
             if self._groups is None:
                 from penstock.console.web.reading.stored_groups import StoredGroups  # noqa: PLC0415 # numpy and pyarrow
 
-                # The object store of a finished local run is stopped: it is refused at once.
-                s3, store = self.run.settings.s3, self.folder / connections.STORE
-                if not connections.may_answer(s3.endpoint):
-                    start = f"start it again with: penstock up --data {store}" if store.is_dir() else "set s3.endpoint"
+                s3, files = self.run.settings.s3, stored_run.store_files(self.run)
+                if files is None and not connections.may_answer(s3.endpoint):
                     raise QueryRefused(
-                        f"the object store of run {self.run_id} does not answer at {s3.endpoint}; {start}"
+                        f"the object store of run {self.run_id} does not answer at {s3.endpoint}; set s3.endpoint"
                     )
-                blobs = Blobs(s3, deadline_s=_BLOBS_S)
+                blobs = files or Blobs(s3, deadline_s=_BLOBS_S)
                 self._groups = StoredGroups(self.run_id, self.folder, blobs, self._checkpoint)
                 self._groups_lock = threading.Lock()
             groups, lock = self._groups, self._groups_lock

@@ -5,6 +5,8 @@ Chapters of the record are read from the newest to the oldest, as few as a reque
 
 from __future__ import annotations
 
+import math
+import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict
@@ -169,6 +171,13 @@ class StoredGroups:
             "read_bytes": budget.read_bytes,
             "read_objects": budget.read_objects,
         }
+
+    def walk(self, query: GroupQuery) -> Iterator[tuple[Entry, GroupTexts | None]]:
+        """Yield the generated groups that a query accepts with their texts, the newest first, without the bounds of a page."""
+        budget = self._begin(num_bytes=sys.maxsize, num_objects=sys.maxsize, seconds=math.inf)
+        for chapter in self._newest(budget, range(self._chapters.last, 0, -1)):
+            for entry in filter(query.accepts, entries(chapter)):
+                yield entry, self._texts(entry, budget)
 
     def find(self, group_id: str, *, chapter: int | None) -> Entry:
         """Return a group by its id; ``chapter`` says where to begin. Raises QueryRefused when it is not found.

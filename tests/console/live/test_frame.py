@@ -174,9 +174,11 @@ def test_plain_lines_print_each_event_once(snapshot: Snapshot):
 
 
 def test_the_last_line_shows_the_last_step(snapshot: Snapshot):
-    """A run that ends between two lines prints its last step."""
+    """A run that ends between two lines prints its last step; a line has what a log of an attached trainer is read for."""
     shown = [replace(snapshot, step=step) for step in (1, 60)]
-    assert plain_lines(*shown, every=50, last=replace(snapshot, step=63))[-1].startswith("0:31 step 63/60")
+    last = replace(snapshot, step=63, learning={"kl_behaviour": 0.0123, "loss": -0.5, "lr": 1e-6})
+    line = plain_lines(*shown, every=50, last=last)[-1]
+    assert line.startswith("0:31 step 63/60  reward 0.90  KL 0.0123  loss -0.5  lr 1e-06  staleness")
 
 
 def test_a_curve_rises_from_the_lower_left_to_the_upper_right():

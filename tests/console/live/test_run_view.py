@@ -232,7 +232,7 @@ def test_steps_that_were_rolled_back_are_no_time_without_steps():
     [("rollout", "tasks", "penstock rollout"), ("reward", "generated", "penstock reward service")],
 )
 def test_work_that_waits_for_a_service_that_does_not_run_is_said(role: str, queue: str, command: str):
-    """After 15 s, with the command that starts one; nothing is said without work, nor of a service that only restarts."""
+    """After a minute, in which services start, with the command that starts one; nothing is said without work, nor of a service that only restarts."""
     view = RunView(recorded.RUN)
     begin = recorded.START
 
@@ -241,16 +241,27 @@ def test_work_that_waits_for_a_service_that_does_not_run_is_said(role: str, queu
         return [diagnose.key for diagnose in view.snapshot(at).diagnoses]
 
     other = {"rollout": "reward", "reward": "rollout"}[role]
-    assert keys_at(begin, other) == keys_at(begin + 14.0, other) == []
-    assert keys_at(begin + 16.0, other) == []  # no work waits
+    assert keys_at(begin, other) == keys_at(begin + 59.0, other) == []
+    assert keys_at(begin + 61.0, other) == []  # no work waits
     view.fold_queues(QueueDepths(waiting={queue: 13}))
-    assert keys_at(begin + 17.0, other) == [f"no_{role}"]
-    found = view.snapshot(begin + 17.0).diagnoses[0]
+    assert keys_at(begin + 62.0, other) == [f"no_{role}"]
+    found = view.snapshot(begin + 62.0).diagnoses[0]
     assert "13 messages wait" in found.what
     assert command in found.cure
-    assert keys_at(begin + 18.0, other, role) == keys_at(begin + 19.0, other) == []
-    view.fold_event(recorded.event("state", begin + 20, text="finished", finished=True))
-    assert keys_at(begin + 60.0) == []
+    assert keys_at(begin + 63.0, other, role) == keys_at(begin + 64.0, other) == []
+    view.fold_event(recorded.event("state", begin + 65, text="finished", finished=True))
+    assert keys_at(begin + 130.0) == []
+
+
+def test_drops_are_counted_before_the_first_step():
+    """Otherwise a run whose rewards are all equal looks as if it waited; the trainer reports them while it waits for a batch."""
+    view = RunView(recorded.RUN)
+    totals = {"issued": 100, "scored": 80, "outstanding": 20, "dropped": {"no_signal": 80}}
+    view.fold_event(recorded.event("drop", recorded.START, step=0, groups={"no_signal": 80}, totals=totals))
+    view.fold_event(recorded.event("drop", recorded.START, step=0, groups={"no_signal": 80}))  # of an earlier release
+    snapshot = view.snapshot(recorded.START)
+    assert (snapshot.dropped, [one.key for one in snapshot.diagnoses]) == ({"no_signal": 80}, ["dropped"])
+    assert "80 of 100 groups were dropped, 80 of them as no_signal" in snapshot.diagnoses[0].what
 
 
 def test_a_worker_is_as_far_behind_as_the_trainers_heartbeat_says():

@@ -51,7 +51,7 @@ def test_a_run_on_servers_that_are_not_set_here_is_refused_at_once(
 @pytest.mark.parametrize(
     "command",
     [
-        *("audit first", "lineage first", "replay first", "watch first", "weights first", "reward errors first"),
+        *("audit first", "replay first", "watch first", "weights first", "reward errors first"),
         *("weights export first --best --to best", "rescore first --weights reward=2", "rescore first --reward gsm8k"),
         *("dead-letters list first", "dead-letters show first 1", "dead-letters resend first --all"),
     ],

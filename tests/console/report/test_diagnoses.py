@@ -92,6 +92,8 @@ CASES: list[tuple[str, RunMetrics, list[str], str]] = [
     ("diverged", RunMetrics([*steps(), {"loss_not_finite": 1.0}]), ["loss_not_finite"], "in 1 of 41 steps"),
     ("dropped", RunMetrics(steps(), 100, {"stale": 15, "dead": 5}), ["dropped"], "20 of 100 groups were dropped, 15 of them as"),
     ("few dropped", RunMetrics(steps(), 100, {"stale": 19}), [], ""),
+    ("dropped at the start", RunMetrics([], 40, {"stale": 19}), [], ""),
+    ("no batch", RunMetrics([], 2900, {"no_signal": 2852}), ["dropped"], "2,852 of 2,900 groups were dropped, 2,852 of them as no_signal"),
     (
         "fell",
         RunMetrics([{**SOUND, "reward_mean": min(n, 100 - n) / 100} for n in range(100)]),

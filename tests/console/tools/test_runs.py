@@ -11,7 +11,9 @@ from tests.console.record import recorded_run as recorded
 
 from penstock.console import connections
 from penstock.console.report import report
+from penstock.console.tools import runs
 from penstock.console.tools.runs import RunLine, list_broker, list_folder, merge
+from penstock.console.web.jobs import job_file
 from penstock.deploy.local import LocalStack
 from penstock.protocol import seals
 from penstock.protocol.config.connection import NatsSettings
@@ -63,6 +65,23 @@ def test_a_run_with_its_own_servers_is_found(tmp_path: Path):
         with Bus.connect(found.nats, name="test"):
             pass
     assert [line.state for line in list_folder(tmp_path / "runs")] == ["stopped"]
+
+
+def test_a_failed_run_says_why_and_is_failed_until_it_starts_again(folder: Path):
+    """In the list and in `runs show`, with the end of the log and without secrets; a run that has finished has not failed."""
+    sorting = folder / "runs" / "sorting"
+    tail = "    Traceback\n    CUDA error"
+    runs.write_failure(sorting, "notes before it\nno GPU is left", tail)
+    (line,) = list_folder(folder / "runs")
+    assert (line.state, line.failure) == ("failed", "no GPU is left")
+    assert job_file.run_state(sorting, None) == job_file.RunState("failed", "no GPU is left")
+    assert "sorting failed: no GPU is left" in penstock("runs", cwd=folder, code=0).stdout
+    shown = penstock("runs", "show", "sorting", cwd=folder, code=0).stdout
+    assert f"run sorting failed: no GPU is left\n{tail}\n" in shown
+    with run_folder.hold_lock(sorting):
+        assert [(one.state, one.failure) for one in list_folder(folder / "runs")] == [("running", "")]
+    (sorting / runs.FAILURE).unlink()
+    assert list_folder(folder / "runs")[0].state == "stopped"
 
 
 def test_a_run_is_running_while_a_process_holds_its_lock(folder: Path):
