@@ -104,7 +104,7 @@ KINDS: dict[str, tuple[str, tuple[Reader, ...], bool]] = {  # the file within th
     "generation-config": ("generation_config.json", (tokenize, of_engine), True),
     "config": ("config.json", MODEL, True),
     "safetensors": ("model.safetensors", (model_folder.check_folder, of_engine, model_merge.open_model), True),
-    "index": (model_merge.INDEX, (model_folder.check_folder, of_engine, model_merge.open_model), True),
+    "index": (model_folder.INDEX, (model_folder.check_folder, of_engine, model_merge.open_model), True),
     "adapter-config": ("adapter/adapter_config.json", (of_adapter,), True),
     "adapter-weights": ("adapter/adapter_model.safetensors", (of_adapter,), True),
     "gguf": ("case.gguf", (gguf_model.read_header,), False),
@@ -173,7 +173,7 @@ def json_changed(data: bytes, rng: random.Random) -> bytes:
 def amplified(kind: str, rng: random.Random) -> bytes:
     """Make a file of up to 60 MiB of small parts, which may take many times their size in memory or time."""
     part = rng.choice(SMALL)
-    body = part * (rng.choice([2**16, 2**18, 2**20, 2**20, 2**23, 60 * 2**20]) // len(part))
+    body = part * (rng.choice([2**16, 2**18, 2**20, 2**20, 2**23, 60 * 2**20][: 5 if rng.random() < 0.9 else 6]) // len(part))
     text = rng.choice(AROUND) % body
     if KINDS[kind][0].endswith(".safetensors"):
         return len(text).to_bytes(8, "little") + text

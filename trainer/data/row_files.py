@@ -23,6 +23,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from penstock.protocol.errors import PackError
+from penstock.protocol.files import MOST_JSON_BYTES, json_bytes, json_value
 from penstock.trainer.data.table_bounds import arrow_bytes, parquet_bytes, refused_type, row_bytes, text_columns
 from penstock.trainer.errors import MalformedData
 
@@ -34,6 +35,7 @@ _MAX_TABLE_BYTES = 64 * 1024**3  # decoded: the table is held in memory
 _MAX_RATIO = 1000  # decoded to stored, above `_SMALL_BYTES`
 _SMALL_BYTES = 256 * 1024**2
 _MAX_PARQUET_ROWS = 2**26
+_MAX_ARRAY_RATIO = 8  # of a JSON array in memory to its file, above `MOST_JSON_BYTES`
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,6 +141,8 @@ class _JsonArrayRows(RowFile):
             text = path.read_text(encoding="utf-8-sig")
         except UnicodeDecodeError as err:
             raise MalformedData(f"{path}: not UTF-8 text (at byte {err.start})") from None
+        if (size := json_bytes(text)) > max(MOST_JSON_BYTES, _MAX_ARRAY_RATIO * path.stat().st_size):
+            raise MalformedData(f"{path}: its rows may take {size} bytes of memory; write one in a line, as JSONL")
         self._read(text)
 
     def _read(self, text: str) -> None:
@@ -295,10 +299,10 @@ def _check_size(path: Path, size: int) -> None:
 
 def _json_row(line: bytes, repeated: set[str]) -> Row:
     try:
-        return _an_object(json.loads(line, object_pairs_hook=partial(_object, repeated)))
+        return _an_object(json_value(line, object_pairs_hook=partial(_object, repeated)))
     except UnicodeDecodeError as err:
         raise MalformedData(f"not UTF-8 text (at byte {err.start} of the line)") from None
-    except (ValueError, RecursionError) as err:
+    except ValueError as err:
         raise MalformedData(f"not JSON ({_reason(err)})") from None
 
 
