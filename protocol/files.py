@@ -106,14 +106,14 @@ def json_bytes(text: str) -> int:
     return sys.getsizeof(text) + values + 250 * text.count("{") + 80 * text.count("[") + 64 * text.count(",")
 
 
-def json_value(data: bytes, **hooks: Any) -> Any:
+def json_value(data: bytes, most: int = MOST_JSON_BYTES, **hooks: Any) -> Any:
     """Return the value of a JSON text of somebody else; ``hooks`` are those of `json.loads`.
 
-    Raises ValueError for what is no JSON or is nested too deeply, and, before it is read, for what may take more memory than `MOST_JSON_BYTES`.
+    Raises ValueError for what is no JSON or is nested too deeply, and, before it is read, for what may take more memory than ``most`` bytes.
     """
     text = data.decode(json.detect_encoding(data))
-    if (size := json_bytes(text)) > MOST_JSON_BYTES:
-        raise ValueError(f"it may take {size} bytes of memory, the limit is {MOST_JSON_BYTES}")
+    if (size := json_bytes(text)) > most:
+        raise ValueError(f"it may take {size} bytes of memory, the limit is {most}")
     try:
         return json.loads(text, **hooks)
     except RecursionError:

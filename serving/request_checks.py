@@ -78,23 +78,21 @@ def is_of_this_site(request: HTTPConnection, *, unknown: bool) -> bool:
     )
 
 
-def site_problem(request: HTTPConnection) -> Problem:
-    """Return status and reason for what the page of another site makes a browser send; else None."""
-    if not is_of_this_site(request, unknown=True):
-        return 403, "the request is that of a web page of another site; send it from a program"
-    return None
-
-
-def page_problem(request: HTTPConnection) -> Problem:
-    """Return status and reason for what the page of another site makes a browser send, or could; else None.
+def page_problem(request: HTTPConnection, *, any_body: bool = False) -> Problem:
+    """Return status and reason for what the page of another site makes a browser send, or, unless ``any_body``, could; else None.
 
     A browser asks the server first before a page may send JSON elsewhere; other bodies, also those without a type, it sends at once.
     """
     headers = request.headers
+    if not is_of_this_site(request, unknown=True):
+        return 403, "the request is that of a web page of another site; send it from a program"
     has_body = headers.get("content-length", "0") != "0" or "transfer-encoding" in headers
-    if has_body and headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
-        return site_problem(request) or (415, "the body is not JSON; send Content-Type: application/json")
-    return site_problem(request)
+    is_json = headers.get("content-type", "").partition(";")[0].strip().lower() == "application/json"
+    return (
+        (415, "the body is not JSON; send Content-Type: application/json")
+        if has_body and not (is_json or any_body)
+        else None
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,8 +101,8 @@ class Rules:
 
     hosts: Iterable[str] | None  # which a Host header may name besides those of the loopback; None: any
     admit: Admit = lambda _: None  # returns the answer to a sender who may not ask, before anything of a body is read
-    # About pages of other sites; None: `page_problem`, or where any Host may be named `site_problem`.
-    of_site: Callable[[HTTPConnection], Problem] | None = None
+    has_page: bool = False  # `admit` decides about pages of other sites, and about the types of bodies
+    any_body: bool = False  # bodies need not be JSON, as where any Host may be named
     is_open: Callable[[HTTPConnection], bool] = lambda _: False  # requests whose Host and sender's site do not matter
     answer: Refuse = refuse  # to what is refused before it is routed
     fix: str = _HOST_FIX  # the reason for another Host
@@ -120,7 +118,6 @@ class Guard:
         self._app = BodyLimit(app, max_bytes, max_total_bytes or 8 * max_bytes, rules.answer, section)
         self._rules = rules
         self._hosts = None if rules.hosts is None else LOOPBACK_NAMES | {host.lower() for host in rules.hosts}
-        self._of_site = rules.of_site or (site_problem if rules.hosts is None else page_problem)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         refusal = self._refusal(scope, HTTPConnection(scope)) if scope["type"] == "http" else None
@@ -129,7 +126,9 @@ class Guard:
     def _refusal(self, scope: Scope, request: HTTPConnection) -> Response | None:
         problem = head_problem(scope)
         if problem is None and not self._rules.is_open(request):
-            problem = name_problem(request, self._hosts, self._rules.fix) or self._of_site(request)
+            problem = name_problem(request, self._hosts, self._rules.fix)
+            if problem is None and not self._rules.has_page:
+                problem = page_problem(request, any_body=self._rules.any_body or self._hosts is None)
         if problem is None:
             return self._rules.admit(request)
         refusal = self._rules.answer(*problem, scope)

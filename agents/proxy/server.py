@@ -27,7 +27,7 @@ from penstock.agents.proxy.messages import AgentRequest, Declared, Lenience, Req
 from penstock.agents.proxy.session import AgentProxy, EpisodeSession
 from penstock.agents.proxy.tree import SampledTurn
 from penstock.serving import web_server
-from penstock.serving.request_checks import Guard, Rules, site_problem
+from penstock.serving.request_checks import Guard, Rules
 from penstock.serving.web_server import LONG_BACKLOG
 
 log = structlog.get_logger("rollout.proxy")
@@ -82,7 +82,7 @@ def guarded(proxy: AgentProxy, hosts: Sequence[str] | None) -> Guard:
     """Return the proxy's app behind the checks of every server; the secret of an episode in its path is what a sender has to know."""
     limit = proxy.limits.max_body_bytes
     fix = "the Host header must be localhost or 127.0.0.1"
-    rules = Rules(hosts, of_site=site_problem, answer=_refusal, fix=fix)
+    rules = Rules(hosts, any_body=True, answer=_refusal, fix=fix)
     return Guard(ProxyApp(proxy), rules, max_bytes=limit, max_total_bytes=_MAX_BODIES * limit)
 
 

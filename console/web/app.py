@@ -130,7 +130,7 @@ def create_app(context: WebContext, *, hosts: Iterable[str] = ()) -> FastAPI:
     fix = "the Host header names another machine; use a name of this one, or start the console with --allow-host NAME"
     app.add_middleware(
         Guard, max_bytes=MAX_BODY_BYTES, max_total_bytes=_MAX_BODIES_BYTES,
-        rules=Rules(tuple(hosts), partial(admit, access=context.access), lambda _: None, answer=_refuse, fix=fix),
+        rules=Rules(tuple(hosts), partial(admit, access=context.access), has_page=True, answer=_refuse, fix=fix),
     )  # fmt: skip
     app.add_middleware(Gate)  # the last one is the first that sees a request
     _describe_problems(app)

@@ -1,7 +1,7 @@
 """Mutated and generated files of strangers against every reader that the product has for their kind.
 
-    python -m tests.rigs.fuzz_files --seconds 3600 [--kinds parquet,gguf] [--first 0] [--folder fuzz-findings/files]
-    python -m tests.rigs.fuzz_files --replay fuzz-findings/files/gguf-1234.gguf
+    python -m tests.rigs.fuzz_files --seconds=3600 [--kinds=parquet,gguf] [--first=0] [--folder=fuzz-findings/files]
+    python -m tests.rigs.fuzz_files --replay=fuzz-findings/files/gguf-1234.gguf
 
 A case follows from its kind and its number. Each reader reads it in a process of its own. A finding is what ends otherwise than by success
 or one of our errors: a traceback of another kind, an abort, more than `MAX_BYTES` above what the imports take, or more than `MAX_CPU_S`.
@@ -10,7 +10,7 @@ Of a table that is read, its own decoded bytes are allowed besides.
 
 from __future__ import annotations
 
-import argparse
+import contextlib
 import io
 import json
 import os
@@ -21,19 +21,17 @@ import sys
 import tempfile
 import time
 import traceback
-from collections import Counter
-from collections.abc import Callable
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-os.environ["ARROW_DEFAULT_MEMORY_POOL"] = "system"  # others reserve gigabytes that they do not use
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 from PIL import Image
 from safetensors.numpy import save
-from tests.gguf_file import write_gguf
 
 from penstock.agents.environments.tools.built_in import search
 from penstock.console import evaluation_results
@@ -52,77 +50,55 @@ from penstock.protocol.images import admission
 from penstock.protocol.images.processor import read_processor
 from penstock.protocol.record import checkpoint_state
 from penstock.rollout_service.embedded_engine.model import low_rank, model_config, weights
-from penstock.trainer.data.row_files import open_rows
+from penstock.trainer.data import row_files
 from penstock.trainer.learner import gguf_model, model_folder_check
+from tests.gguf_file import write_gguf
 
 MAX_BYTES, MAX_CPU_S = 512 * 1024**2, 10.0
+_AT_ONCE = 20
 _SPACE_BYTES = 4 * 1024**3  # what a reader may take at all, so that a finding is not the machine's end
-WORST: dict[str, tuple[int, float]] = {}
+WORST: dict[str, tuple[int, float]] = defaultdict(lambda: (0, 0.0))
 
 
+# ruff: noqa: E731
+# fmt: off
 def read_rows(path: Path) -> None:
-    rows = open_rows(path)
-    print("allowed", rows._table.nbytes if rows.is_table else 0, file=sys.stderr)  # pyright: ignore
+    rows = row_files.open_rows(path)
+    print("allowed", rows._table.nbytes if isinstance(rows, row_files._TableRows) else 0, file=sys.stderr)
     for number in range(min(len(rows), 1000)):
         rows.row(number)
-
 
 def tokenize(folder: Path) -> None:
     tokenizer = ChatTokenizer.read(folder)
     tokenizer.decode(tokenizer.encode("sort 3 1 2, and " * 20)[:200])
     tokenizer.render([{"role": "user", "content": "hello"}], add_generation_prompt=True)
 
-
-def rendered(path: Path) -> None:
-    ChatTemplate(path.read_text()).render([{"role": "user", "content": "hello"}], add_generation_prompt=True)
-
-
 def imported(path: Path) -> None:
-    sys.stdout = sys.stderr = open(os.devnull, "w")  # noqa: SIM115 - this process ends with it
     import_config(path, None, path.with_name("out.toml"), as_json=True)
-
 
 def of_engine(folder: Path) -> None:
     config = model_config.read_model_config(folder)
     model_config.read_eos_token_ids(folder)
     weights.read_checkpoint(folder, config)
 
-
-def of_adapter(folder: Path) -> None:
-    low_rank.read_adapter(folder / "adapter", model_config.read_model_config(folder), max_rank=64)
-
-
-# fmt: off
 Reader = Callable[[Path], object]
+of_adapter: Reader = lambda folder: low_rank.read_adapter(folder / "adapter", model_config.read_model_config(folder), max_rank=64)
+rendered: Reader = lambda path: ChatTemplate(path.read_text()).render([{"role": "user", "content": "hello"}], add_generation_prompt=True)
 MODEL: tuple[Reader, ...] = (model_folder.check_folder, model_folder_check.check_folder, of_engine, partial(read_shape, key="model.path"), read_processor,
                              partial(model_folder_check.check_routers, router_replay=True), tokenize)
 RUN: tuple[Reader, ...] = (lambda folder: list(curves.rows_of(folder)), curves.read, curves.read_training, curves.num_unreadable, report.stored_summary,
                            lambda folder: event_fields.read_object(folder / "config.json"), read_backup, evaluation_results.read_result)
-KINDS: dict[str, tuple[str, tuple[Reader, ...], bool]] = {  # the file within the folder of a case, its readers, whether they get the folder
-    "tokenizer": ("tokenizer.json", (tokenize,), True),
-    "tokenizer-config": ("tokenizer_config.json", (tokenize,), True),
-    "generation-config": ("generation_config.json", (tokenize, of_engine), True),
-    "config": ("config.json", MODEL, True),
-    "safetensors": ("model.safetensors", (model_folder.check_folder, of_engine, model_merge.open_model), True),
-    "index": (model_folder.INDEX, (model_folder.check_folder, of_engine, model_merge.open_model), True),
-    "adapter-config": ("adapter/adapter_config.json", (of_adapter,), True),
-    "adapter-weights": ("adapter/adapter_model.safetensors", (of_adapter,), True),
-    "gguf": ("case.gguf", (gguf_model.read_header,), False),
-    "template": ("case.jinja", (rendered,), False),
-    "parquet": ("case.parquet", (read_rows,), False),
-    "arrow": ("case.arrow", (read_rows,), False),
-    "jsonl": ("case.jsonl", (read_rows, partial(search.read_corpus, passage_chars=1000)), False),
-    "json": ("case.json", (read_rows, imported), False),
-    "csv": ("case.csv", (read_rows,), False),
-    "yaml": ("case.yaml", (imported,), False),
-    "shell": ("case.sh", (imported,), False),
-    "run-file": ("case.toml", (lambda path: list(sources.from_files([path], [])),), False),
-    "metrics": ("metrics.jsonl", RUN, True),
-    "summary": ("summary.json", RUN, True),
-    "run-config": ("config.json", RUN, True),
-    "backup": (CONTENTS, RUN, True),
-    "state": ("state.json", (checkpoint_state.read_state,), True),
-    "image": ("case.png", (lambda path: admission.pixels(admission.admit(path.read_bytes()).data, (64, 64)),), False),
+OF_WEIGHTS: tuple[Reader, ...] = (model_folder.check_folder, of_engine, model_merge.open_model)
+KINDS: dict[str, tuple[str, tuple[Reader, ...]]] = {  # the file within the folder of a case, and its readers; `case.…` are read without a folder
+    "tokenizer": ("tokenizer.json", (tokenize,)), "tokenizer-config": ("tokenizer_config.json", (tokenize,)), "config": ("config.json", MODEL),
+    "safetensors": ("model.safetensors", OF_WEIGHTS), "index": (model_folder.INDEX, OF_WEIGHTS), "gguf": ("case.gguf", (gguf_model.read_header,)),
+    "adapter-config": ("adapter/adapter_config.json", (of_adapter,)), "adapter-weights": ("adapter/adapter_model.safetensors", (of_adapter,)),
+    "template": ("case.jinja", (rendered,)), "parquet": ("case.parquet", (read_rows,)), "arrow": ("case.arrow", (read_rows,)), "csv": ("case.csv", (read_rows,)),
+    "jsonl": ("case.jsonl", (read_rows, partial(search.read_corpus, passage_chars=1000))), "json": ("case.json", (read_rows, imported)),
+    "yaml": ("case.yaml", (imported,)), "shell": ("case.sh", (imported,)), "run-file": ("case.toml", (lambda path: list(sources.from_files([path], [])),)),
+    "metrics": ("metrics.jsonl", RUN), "summary": ("report.json", RUN), "run-config": ("config.json", RUN), "backup": (CONTENTS, RUN),
+    "state": ("state.json", (checkpoint_state.read_state,)),
+    "image": ("case.png", (lambda path: admission.pixels(admission.admit(path.read_bytes()).data, (64, 64)),)),
 }
 ODD: list[Any] = [None, True, -1, 0, 1, 2**31, 2**53, 2**64, 10**400, 1e308, float("inf"), float("nan"), "", "x" * 70_000, "\ud800", "../x", [], {},
                   [[]] * 50, {"a": {"a": []}}]
@@ -140,7 +116,6 @@ SMALL = [b"[],", b"{},", b'{"a":0},', b"0,", b'"a",', b"[[]],", b"1e9,", b'"\xe2
          b"- [a, b]\n", b"9", b"a=1 ", b"a,", b"\0", b"{}\n", b'{"prompt":""}\n', b"\xff"]
 AROUND = [b"%s", b"[%s0]", b'{"a": [%s0]}', b'{"weight_map": [%s0]}', b'{"prompt": [%s0]}\n', b'{"model": {"vocab": [%s0]}}', b'{"a": "%s']
 
-
 def bytes_changed(data: bytes, rng: random.Random) -> bytes:
     changed = bytearray(data)
     for _ in range(rng.choice([1, 1, 2, 8])):
@@ -149,7 +124,6 @@ def bytes_changed(data: bytes, rng: random.Random) -> bytes:
         new = rng.choice([rng.randbytes(1), number, b"", bytes(changed[at : at + size]) * rng.choice([2, 10_000]), rng.randbytes(size)])
         changed[at : at + rng.choice([0, len(new), size])] = new
     return bytes(changed[: rng.randrange(len(changed) + 1)] if rng.random() < 0.1 else changed)
-
 
 def value_changed(value: Any, rng: random.Random) -> Any:
     """Change one value or key somewhere in a JSON value."""
@@ -165,11 +139,6 @@ def value_changed(value: Any, rng: random.Random) -> Any:
         whole[key] = value_changed(whole[key], rng)
     return whole
 
-
-def json_changed(data: bytes, rng: random.Random) -> bytes:
-    return json.dumps(value_changed(json.loads(data), rng)).encode()
-
-
 def amplified(kind: str, rng: random.Random) -> bytes:
     """Make a file of up to 60 MiB of small parts, which may take many times their size in memory or time."""
     part = rng.choice(SMALL)
@@ -179,7 +148,6 @@ def amplified(kind: str, rng: random.Random) -> bytes:
         return len(text).to_bytes(8, "little") + text
     return b"GGUF\3\0\0\0" + rng.choice(NUMBERS).to_bytes(8, "little") * 2 + body if kind == "gguf" else text
 
-
 def table(kind: str, rng: random.Random) -> bytes:
     """Write a table of one or two columns whose values repeat, in any encoding and compression."""
     num, sink, codec = rng.choice([1, 100, 1000, 10**5, 10**6]), io.BytesIO(), rng.choice(["zstd", "lz4", None])
@@ -187,7 +155,7 @@ def table(kind: str, rng: random.Random) -> bytes:
     first = rng.choice([
         lambda: pa.nulls(num, rng.choice([pa.int64(), pa.string(), pa.list_(pa.int8()), pa.struct([("a", pa.string())])])),
         lambda: pa.array(np.zeros(num, rng.choice(["i1", "i8", "f8"]))), lambda: text.dictionary_encode().take(zeros),
-        lambda: text.take(zeros[: 2**28 // len(text[0].as_py())]), lambda: pa.ListArray.from_arrays([0, num], zeros),
+        lambda: text.take(zeros[: 2**25 // len(text[0].as_py())]), lambda: pa.ListArray.from_arrays([0, num], zeros),
         lambda: pa.ListArray.from_arrays([0, num], text.dictionary_encode().take(zeros)),
     ])()
     made = pa.table({"prompt": first, **({"b": pa.array(np.zeros(len(first), "i4"))} if rng.random() < 0.5 else {})})
@@ -199,7 +167,6 @@ def table(kind: str, rng: random.Random) -> bytes:
     pq.write_table(made, sink, compression=codec or "none", use_dictionary=encoding is None, column_encoding=encoding and {"prompt": encoding},
                    row_group_size=rng.choice([None, 1000]), data_page_size=rng.choice([None, 2**30]), write_statistics=False)
     return sink.getvalue()
-
 
 def seeds(scratch: Path) -> dict[str, list[bytes]]:
     """Write a model folder; return whole files of each kind that is mutated."""
@@ -219,10 +186,8 @@ def seeds(scratch: Path) -> dict[str, list[bytes]]:
     index = {"metadata": {"total_size": 1}, "weight_map": dict.fromkeys(("a", "model.embed_tokens.weight"), "model-00001-of-00001.safetensors")}
     texts = {"index": index, "jsonl": row, "json": [row, row], **dict.fromkeys(("metrics", "summary", "run-config", "backup", "state"), run)}
     found = {kind: [json.dumps(value).encode()] for kind, value in texts.items()} | {"csv": [b"prompt,ground_truth\na,1\n"], "image": [one.getvalue() for one in images]}
-    files = {kind: model / name for kind, (name, _, _) in KINDS.items() if kind not in found} | {"gguf": scratch / "seed.gguf"}
+    files = {kind: model / name for kind, (name, _) in KINDS.items() if kind not in found} | {"gguf": scratch / "seed.gguf"}
     return found | {kind: [file.read_bytes()] for kind, file in files.items() if file.is_file()}
-# fmt: on
-
 
 def case(kind: str, whole: dict[str, list[bytes]], number: int) -> bytes:
     rng = random.Random(f"{kind} {number}")
@@ -234,97 +199,101 @@ def case(kind: str, whole: dict[str, list[bytes]], number: int) -> bytes:
     if kind in ("parquet", "arrow", "gguf", "csv", "image") or rng.random() < 0.3:
         return data if rng.random() < 0.1 else bytes_changed(data, rng)
     if not KINDS[kind][0].endswith(".safetensors"):
-        return json_changed(data, rng)
+        return json.dumps(value_changed(json.loads(data), rng)).encode()
     end = 8 + int.from_bytes(data[:8], "little")
-    header = json_changed(data[8:end], rng)
+    header = json.dumps(value_changed(json.loads(data[8:end]), rng)).encode()
     return len(header).to_bytes(8, "little") + header + data[end:]
-
 
 def measured(work: Callable[[], object]) -> tuple[str, int, float]:
     """Return what is wrong with how work ends in a process of its own, the bytes it takes above its imports, and its CPU seconds."""
-    with tempfile.TemporaryFile() as said:
+    with tempfile.TemporaryFile("w+b") as said:
         if not (child := os.fork()):
-            _work_and_exit(work, said.fileno())
+            os.dup2(said.fileno(), 2)
+            os.dup2(said.fileno(), 1)
+            os._exit(_exit_code(work))
         _, status, used = os.wait4(child, 0)
         said.seek(0)
         text = said.read().decode(errors="replace")
-    allowed = sum(int(line.split()[1]) for line in text.splitlines() if line.startswith("allowed "))
-    code, size, cpu_s = os.waitstatus_to_exitcode(status), max(0, used.ru_maxrss * 1024 - allowed), used.ru_utime + used.ru_stime
+    imports, *tables = [int(line.split()[1]) for line in text.splitlines() if line.startswith("allowed ")] or [0]
+    size = max(0, used.ru_maxrss * 1024 - imports - max(tables, default=0))
+    code, cpu_s = os.waitstatus_to_exitcode(status), used.ru_utime + used.ru_stime
     too_much = f"{size >> 20} MiB " * (size > MAX_BYTES) + f"{cpu_s:.1f} s of CPU" * (cpu_s > MAX_CPU_S)
     return "" if code == 0 and not too_much else f"{too_much} exit {code}: {text.strip()[-1500:]}", size, cpu_s
 
-
-def _work_and_exit(work: Callable[[], object], said: int) -> None:
-    code = 1
+def _exit_code(work: Callable[[], object]) -> int:
+    Path("/proc/self/clear_refs").write_text("5")  # forgets the highest resident size so far
+    print("allowed", int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize(), file=sys.stderr, flush=True)
+    resource.setrlimit(resource.RLIMIT_DATA, (_SPACE_BYTES, _SPACE_BYTES))
+    resource.setrlimit(resource.RLIMIT_CPU, (3 * int(MAX_CPU_S), 4 * int(MAX_CPU_S)))
     try:
-        os.dup2(said, 2)
-        Path("/proc/self/clear_refs").write_text("5")  # forgets the highest resident size so far
-        print("allowed", int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize(), file=sys.stderr)
-        resource.setrlimit(resource.RLIMIT_DATA, (_SPACE_BYTES, _SPACE_BYTES))
-        resource.setrlimit(resource.RLIMIT_CPU, (3 * int(MAX_CPU_S), 4 * int(MAX_CPU_S)))
         work()
-        code = 0
-    except PenstockError:
-        code = 0
     except BaseException:  # noqa: BLE001 - whatever a reader raises
-        traceback.print_exc(limit=-4, file=sys.__stderr__)
-    finally:
-        assert sys.__stderr__ is not None
-        sys.__stderr__.flush()
-        os._exit(code)
+        traceback.print_exc(limit=-4)
+        sys.stderr.flush()
+        return 1
+    return 0
 
-
-def tried(kind: str, data: bytes, scratch: Path) -> list[str]:
-    """Return what each reader of a kind does wrong with a file."""
-    name, readers, is_of_folder = KINDS[kind]
-    folder, found = scratch / "case", list[str]()
+def placed(kind: str, file: Path, scratch: Path) -> Path:
+    """Put a file where its readers expect it; return what these are given."""
+    name, readers = KINDS[kind]
+    folder = scratch / file.name
     shutil.rmtree(folder, ignore_errors=True)
     shutil.copytree(scratch / "model", folder, ignore=shutil.ignore_patterns("*" if readers is RUN else ""))
     if kind == "index":
         (folder / "model.safetensors").rename(folder / "model-00001-of-00001.safetensors")
-    (folder / name).write_bytes(data)
-    for number, reader in enumerate(readers):
-        problem, size, cpu_s = measured(partial(reader, folder if is_of_folder else folder / name))
-        most = WORST.get(kind, (0, 0.0))
-        WORST[kind] = max(most[0], size), max(most[1], cpu_s)
-        found += [f"reader {number}, {len(data)} bytes: {problem}"] if problem else []
-    return found
+    shutil.copy(file, folder / name)
+    return folder / name if name.startswith("case.") else folder
 
+def read_all(kind: str, given: list[Path]) -> None:
+    for reader in KINDS[kind][1]:
+        for path in given:
+            with contextlib.suppress(PenstockError):
+                reader(path)
 
-def main() -> int:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--seconds", type=float, default=600.0)
-    parser.add_argument("--kinds", default=",".join(KINDS))
-    parser.add_argument("--first", type=int, default=0, help="number of the first case")
-    parser.add_argument("--folder", type=Path, default=Path("fuzz-findings/files"))
-    parser.add_argument("--replay", type=Path)
-    options = parser.parse_args()
-    findings, num_tried, number = Counter[str](), 0, options.first
+def tried(kind: str, files: list[Path], scratch: Path) -> Iterator[str]:
+    """Yield what the readers of a kind do wrong with files: first with all together, as a process costs more than most files."""
+    given = [placed(kind, file, scratch) for file in files]
+    problem, size, cpu_s = measured(partial(read_all, kind, given))
+    for file, path in zip(files, given, strict=True):
+        if not problem:
+            file.unlink()
+            WORST[kind] = max(WORST[kind][0], size), max(WORST[kind][1], cpu_s)
+            continue
+        if text := measured(partial(read_all, kind, [path]))[0]:
+            yield f"{file}: {text}"
+        else:
+            file.unlink()
+    for path in given:
+        shutil.rmtree(scratch / path.relative_to(scratch).parts[0])
+
+def main(seconds: float = 600.0, kinds: str = ",".join(KINDS), first: int = 0, folder: Path = Path("fuzz-findings/files")) -> int:
+    findings, end, num_files = Counter[str](), time.monotonic() + seconds, 0
+    folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as name:
-        scratch = Path(name)
-        whole = seeds(scratch)
-        if options.replay is not None:
-            print("\n".join(tried(options.replay.name.rpartition("-")[0], options.replay.read_bytes(), scratch)) or "no finding")
-            return 0
-        options.folder.mkdir(parents=True, exist_ok=True)
-        end = time.monotonic() + options.seconds
+        whole = seeds(Path(name))
         while time.monotonic() < end:
-            for kind in options.kinds.split(","):
-                file = options.folder / f"{kind}-{number}{Path(KINDS[kind][0]).suffix}"
-                measured(lambda file=file, kind=kind: file.write_bytes(case(kind, whole, number)))  # so that its memory is not this process's
-                problems = tried(kind, file.read_bytes(), scratch)
-                num_tried += 1
-                for problem in problems:
-                    what = f"{kind}: {problem.strip().splitlines()[-1][:160]}"
-                    findings[what] += 1
-                    print(f"{file}: {problem}", flush=True)
-                if not problems:
-                    file.unlink()
-            number += 1
+            for kind in kinds.split(","):
+                files = {folder / f"{kind}-{number}{Path(KINDS[kind][0]).suffix}": number for number in range(first, first + _AT_ONCE)}
+                measured(lambda kind=kind, files=files: [file.write_bytes(case(kind, whole, number)) for file, number in files.items()])
+                for text in tried(kind, list(files), Path(name)):
+                    print(text, flush=True)
+                    findings[f"{kind}: {text.strip().splitlines()[-1][:160]}"] += 1
+                num_files += len(files)
+            first += _AT_ONCE
     worst = {kind: f"{size >> 20} MiB, {cpu_s:.1f} s" for kind, (size, cpu_s) in WORST.items()}
-    print(json.dumps({"files": num_tried, "findings": findings, "most": worst}, indent=1))
+    print(json.dumps({"files": num_files, "next": first, "findings": findings, "most": worst}, indent=1))
     return 1 if findings else 0
 
+def replay(file: Path) -> int:
+    with tempfile.TemporaryDirectory() as name:
+        seeds(Path(name))
+        kind = file.name.rpartition("-")[0]
+        print(*measured(partial(read_all, kind, [placed(kind, file, Path(name))])))
+    return 0
 
 if __name__ == "__main__":
-    sys.exit(main())
+    named = dict(argument.removeprefix("--").split("=", 1) for argument in sys.argv[1:])
+    types = {"seconds": float, "first": int, "folder": Path, "replay": Path}
+    given = {key: types.get(key, str)(value) for key, value in named.items()}
+    pa.set_memory_pool(pa.system_memory_pool())  # the others reserve gigabytes that they do not use
+    sys.exit(replay(given["replay"]) if "replay" in given else main(**given))

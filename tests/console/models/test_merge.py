@@ -157,7 +157,7 @@ def test_models_of_different_shape_are_refused_and_nothing_is_left(tmp_path: Pat
     with pytest.raises(ConfigError, match="is no whole safetensors file"):
         open_model(tmp_path / "names")
     torn.unlink()
-    with pytest.raises(ConfigError, match=r"model-00001-of-00002\.safetensors is missing"):
+    with pytest.raises(ConfigError, match=r"model-00001-of-00002\.safetensors is not in the folder"):
         open_model(tmp_path / "names")
     with pytest.raises(ConfigError, match="exists; name another folder"):
         merge_folders([first, first], None, first, Recipe("linear", (1.0, 1.0)))
