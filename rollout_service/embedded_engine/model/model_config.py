@@ -203,11 +203,13 @@ def read_eos_token_ids(folder: Path) -> tuple[int, ...]:
 
 
 def _read_json(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        raise UnsupportedModel(f"{path} does not exist; the model path must be a Hugging Face model folder")
     try:
         content = read_object(path)
         check_numbers(path, content)
     except protocol_errors.UnsupportedModel as error:
-        raise UnsupportedModel(f"{error}; the model path must be a Hugging Face model folder") from None
+        raise UnsupportedModel(str(error)) from None
     return content
 
 
