@@ -16,7 +16,7 @@ export OMP_NUM_THREADS ?= 1
 unexport PYTHONDONTWRITEBYTECODE  # the tests start hundreds of processes: each would compile every module again
 
 .PHONY: quickstart help test check lines setup clean docs docs-test files reference screenshots observe
-.PHONY: chaos cluster-test compose-test fuzz fuzz-agents fuzz-ring soak wheel-test mutation-proof test-sglang sglang-env test-vllm test-more
+.PHONY: chaos cluster-test compose-test fuzz fuzz-agents fuzz-files fuzz-ring soak wheel-test mutation-proof test-sglang sglang-env test-vllm test-more
 .PHONY: bench bench-async bench-memory bench-quickstart bench-trainer real-model proof
 
 quickstart: $(STAMP)  ## train a tiny language model with all services on this machine
@@ -93,6 +93,9 @@ fuzz: $(STAMP)  ## property tests and the fuzzers of both HTTP APIs with 40 time
 	PENSTOCK_TEST_EXAMPLES=40 $(BIN)/python -m pytest -n $(WORKERS) -m hypothesis --timeout 3600
 	PENSTOCK_TEST_EXAMPLES=40 $(BIN)/python -m pytest --timeout 3600 \
 		tests/reward_service/endpoints/test_openapi_fuzz.py tests/console/web/control/test_schema.py
+
+fuzz-files: $(STAMP)  ## mutated and generated files of strangers against each reader for FUZZ_S seconds: memory, CPU, errors
+	$(BIN)/python -m tests.rigs.fuzz_files --seconds=$(FUZZ_S)
 
 fuzz-ring: $(STAMP)  ## attack a whole run with the login of every role for FUZZ_S seconds while processes are killed (then minutes of proof)
 	$(BIN)/python -m tests.rigs.fuzz.run --seconds $(FUZZ_S) --json fuzz-findings/report.json

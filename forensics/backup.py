@@ -30,7 +30,7 @@ from penstock.protocol import blob_keys, files, logs, streams
 from penstock.protocol.config.run_file import load, split_arguments
 from penstock.protocol.errors import BlobError, ConfigError, MissingStream, PenstockError
 from penstock.protocol.facts import decode
-from penstock.protocol.files import read_regular
+from penstock.protocol.files import json_value, read_regular
 from penstock.protocol.groups import BlobRef, Sha256
 from penstock.protocol.record.lineage import CheckpointCommitted
 from penstock.protocol.secret_values import scrub
@@ -115,7 +115,7 @@ def read_backup(folder: Path) -> SavedRun:
             "backup: penstock runs backup RUN --to FOLDER"
         ) from None
     try:
-        backup = SavedRun.model_validate(json.loads(data))
+        backup = SavedRun.model_validate(json_value(data))
     except (ValueError, ValidationError) as err:
         raise ConfigError(f"{folder / CONTENTS} is not what penstock runs backup writes: {str(err)[:500]}") from None
     prefix = blob_keys.run_prefix(backup.run_id)

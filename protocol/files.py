@@ -8,14 +8,18 @@ else: never through a link, never a pipe or a device.
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import shutil
 import stat
+import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 MOST_BYTES = 4 * 1024**3
+MOST_JSON_BYTES = 448 * 1024**2  # of memory, for a JSON text and its values
 
 
 def atomic_write(
@@ -91,9 +95,29 @@ def read_regular(path: Path, most: int = MOST_BYTES) -> bytes:
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
             raise OSError(f"{path} is not a regular file; remove it")
         with os.fdopen(os.dup(descriptor), "rb") as file:
-            return file.read(most)
+            return file.read(min(most, os.fstat(descriptor).st_size))  # `read` takes as much memory as it is asked for
     finally:
         os.close(descriptor)
+
+
+def json_bytes(text: str) -> int:
+    """Return an upper bound of the bytes of memory that a JSON text and its values take: an empty list of two letters takes 72."""
+    values = 4 * len(text) if "\\u" in text else sys.getsizeof(text)
+    return sys.getsizeof(text) + values + 250 * text.count("{") + 80 * text.count("[") + 64 * text.count(",")
+
+
+def json_value(data: bytes, most: int = MOST_JSON_BYTES, **hooks: Any) -> Any:
+    """Return the value of a JSON text of somebody else; ``hooks`` are those of `json.loads`.
+
+    Raises ValueError for what is no JSON or is nested too deeply, and, before it is read, for what may take more memory than ``most`` bytes.
+    """
+    text = data.decode(json.detect_encoding(data))
+    if (size := json_bytes(text)) > most:
+        raise ValueError(f"it may take {size} bytes of memory, the limit is {most}")
+    try:
+        return json.loads(text, **hooks)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
 
 
 def target_outside(path: Path, folder: Path) -> Path | None:

@@ -6,15 +6,16 @@ what ``adapter_config.json`` names from elsewhere. All of it is refused.
 
 from __future__ import annotations
 
-import json
+import os
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 from penstock.protocol.errors import UnsupportedModel
+from penstock.protocol.files import json_value
 
-_INDEX = "model.safetensors.index.json"
+INDEX = "model.safetensors.index.json"
 _FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*\.safetensors")
 _MAX_HEADER_BYTES = 100_000_000  # as in safetensors
 MAX_JSON_BYTES = 256 * 1024**2
@@ -32,30 +33,30 @@ def check_folder(folder: Path, check_config: Callable[[dict[str, Any]], None] = 
         )
     config = read_object(folder / "config.json")
     check_config(config)
-    for key, value in _leaves(config):
-        if isinstance(value, int | float) and not abs(value) <= _MAX_NUMBER:  # nor NaN
-            raise UnsupportedModel(
-                f"{folder / 'config.json'}: {key} = {value}: expected at most {_MAX_NUMBER}; restore it"
-            )
-        if _LAYERS.search(key) and isinstance(value, int) and not 0 <= value <= _MAX_LAYERS:
-            raise UnsupportedModel(
-                f"{folder / 'config.json'}: {key} = {value}: expected 0 to {_MAX_LAYERS}; restore it"
-            )
-        if key.endswith("attn_implementation") and isinstance(value, str) and "/" in value:
-            raise UnsupportedModel(
-                f"{folder / 'config.json'}: {key} = {value}: kernels are not downloaded; remove this key"
-            )
-    for path in _files(folder):
+    check_numbers(folder / "config.json", config)
+    for path in weight_files(folder):
         _check_header(path)
 
 
-def _files(folder: Path) -> list[Path]:
-    index = folder / _INDEX
+def check_numbers(path: Path, config: dict[str, Any]) -> None:
+    """Raise UnsupportedModel for numbers that no model has, and for kernels that would be downloaded."""
+    for key, value in _leaves(config):
+        if isinstance(value, int | float) and not abs(value) <= _MAX_NUMBER:  # nor NaN
+            raise UnsupportedModel(f"{path}: {key} = {value}: expected at most {_MAX_NUMBER}; restore it")
+        if _LAYERS.search(key) and isinstance(value, int) and not 0 <= value <= _MAX_LAYERS:
+            raise UnsupportedModel(f"{path}: {key} = {value}: expected 0 to {_MAX_LAYERS}; restore it")
+        if key.endswith("attn_implementation") and isinstance(value, str) and "/" in value:
+            raise UnsupportedModel(f"{path}: {key} = {value}: kernels are not downloaded; remove this key")
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """Return the safetensors files that a model folder names, all of them in it; raises UnsupportedModel."""
+    index = folder / INDEX
     if (folder / "model.safetensors").is_file():
         return [folder / "model.safetensors"]
     if not index.is_file():
         raise UnsupportedModel(
-            f"model.path = {folder}: no model.safetensors and no {_INDEX}; other formats can contain code and are not read: "
+            f"model.path = {folder}: no model.safetensors and no {INDEX}; other formats can contain code and are not read: "
             "save the model again with `save_pretrained` of transformers"
         )
     names = read_object(index).get("weight_map")
@@ -72,37 +73,40 @@ def _files(folder: Path) -> list[Path]:
 
 
 def _check_header(path: Path) -> None:
-    try:
-        with path.open("rb") as file:
-            size = int.from_bytes(file.read(8), "little")
-            data = file.read(size) if size <= _MAX_HEADER_BYTES else b""
-    except OSError as err:  # safetensors writes files of mode 0600; a container has another user
-        raise UnsupportedModel(f"{path}: not readable ({err.strerror}); let this process's user read it") from None
-    try:
-        header = json.loads(data)
-        kinds = {name: entry["dtype"] for name, entry in header.items() if name != "__metadata__"}
-    except (ValueError, RecursionError, TypeError, KeyError, AttributeError):
-        raise UnsupportedModel(
-            f"{path}: not a safetensors file (its header of {size} bytes is not readable); restore the file"
-        ) from None
-    if strange := [name for name, kind in kinds.items() if not isinstance(kind, str)]:
-        raise UnsupportedModel(f"{path}: {strange[0][:80]}: its dtype is no text; restore the file")
-    expected, actual = 8 + size + _data_bytes(header), path.stat().st_size
-    if actual < expected:
-        raise UnsupportedModel(f"{path}: {actual:,} bytes, its header says {expected:,}: it is cut off; copy it again")
-    for name, kind in kinds.items():
-        if name.endswith((".weight", ".bias")) and kind not in _FLOATS:
+    for name, entry in read_header(path)[0].items():
+        if name.endswith((".weight", ".bias")) and entry["dtype"] not in _FLOATS:
             raise UnsupportedModel(
-                f"{path}: {name} is {str(kind)[:80]}: expected floating-point numbers; restore the file"
+                f"{path}: {name[:80]} is {entry['dtype'][:80]}: expected floating-point numbers; restore the file"
             )
 
 
-def _data_bytes(header: dict[str, Any]) -> int:
-    """Return where the data of the last tensor ends; what is no number is left for safetensors to refuse."""
-    pairs = [entry.get("data_offsets") for name, entry in header.items() if name != "__metadata__"]
-    return max(
-        (pair[1] for pair in pairs if isinstance(pair, list) and len(pair) == 2 and isinstance(pair[1], int)), default=0
-    )
+def read_header(path: Path) -> tuple[dict[str, dict[str, Any]], int]:
+    """Return the dtype, shape and offsets of each tensor of a safetensors file, and where its data begin; raises UnsupportedModel.
+
+    The shapes are whole numbers, and the offsets are of bytes that the file has.
+    """
+    try:
+        with path.open("rb") as file:
+            size, actual = int.from_bytes(file.read(8), "little"), os.fstat(file.fileno()).st_size
+            data = file.read(size) if size <= min(_MAX_HEADER_BYTES, actual) else b""
+    except OSError as err:  # safetensors writes files of mode 0600; a container has another user
+        raise UnsupportedModel(f"{path}: not readable ({err.strerror}); let this process's user read it") from None
+    try:
+        header: dict[str, dict[str, Any]] = json_value(data)
+        header.pop("__metadata__", None)
+        for name, entry in header.items():
+            begin, end = entry["data_offsets"]
+            numbers = (*entry["shape"], begin, end, end - begin)
+            if not isinstance(entry["dtype"], str) or not all(type(n) is int and n >= 0 for n in numbers):
+                raise ValueError(f"{name[:80]} has no dtype, shape and offsets")
+    except (ValueError, TypeError, KeyError, AttributeError) as err:
+        raise UnsupportedModel(
+            f"{path}: not a safetensors file (its header of {size} bytes is not readable: {str(err)[:200]}); restore the file"
+        ) from None
+    expected = 8 + size + max((entry["data_offsets"][1] for entry in header.values()), default=0)
+    if actual < expected:
+        raise UnsupportedModel(f"{path}: {actual:,} bytes, its header says {expected:,}: it is cut off; copy it again")
+    return header, 8 + size
 
 
 def read_object(path: Path, limit: int = MAX_JSON_BYTES, *, optional: bool = False) -> dict[str, Any]:
@@ -112,10 +116,10 @@ def read_object(path: Path, limit: int = MAX_JSON_BYTES, *, optional: bool = Fal
     try:
         if (size := path.stat().st_size) > limit:
             raise UnsupportedModel(f"{path}: {size} bytes, the limit is {limit}; restore the file")
-        content = json.loads(path.read_bytes())
+        content = json_value(path.read_bytes())
     except OSError as err:
         raise UnsupportedModel(f"{path}: not readable ({err.strerror}); restore the file") from None
-    except (ValueError, RecursionError) as err:
+    except ValueError as err:
         raise UnsupportedModel(f"{path}: not JSON ({err}); restore the file") from None
     if not isinstance(content, dict):
         raise UnsupportedModel(f"{path}: expected a JSON object, got {type(content).__name__}; restore the file")

@@ -7,7 +7,6 @@ before it is loaded: by its normalizer, pre-tokenizer, decoder, post-processor, 
 from __future__ import annotations
 
 import base64
-import json
 import math
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,6 +15,7 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from penstock.protocol.errors import UnsupportedModel
+from penstock.protocol.files import json_value
 
 _MAX_BYTES = 256 * 1024**2  # the largest published ones have about 35 MB
 _MAX_GROWTH = 64
@@ -46,7 +46,7 @@ def check_tokenizer(path: Path) -> None:
     try:
         if (size := path.stat().st_size) > _MAX_BYTES:
             raise UnsupportedModel(f"{path}: {size} bytes, the limit is {_MAX_BYTES}")
-        described = json.loads(path.read_bytes(), object_pairs_hook=_without_repetition)
+        described = json_value(path.read_bytes(), object_pairs_hook=_without_repetition)
         _check(described)
     except OSError as err:
         raise UnsupportedModel(f"{path}: not readable ({err.strerror}); check the path") from None

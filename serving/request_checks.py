@@ -10,13 +10,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
-from urllib.parse import urlsplit
 
 from fastapi import FastAPI, HTTPException, Request, Response
 from fastapi.responses import JSONResponse
 from fastapi.routing import APIRoute
-from starlette.applications import Starlette
 from starlette.requests import ClientDisconnect, HTTPConnection
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -26,32 +25,40 @@ from penstock.serving import signature, strict_json
 LOOPBACK_NAMES = frozenset({"127.0.0.1", "localhost", "[::1]"})
 _HOST_FIX = "without --secret-file the Host header must be localhost, 127.0.0.1 or that of --url"
 _HEADERS = {401: {"www-authenticate": "Bearer"}, 503: {"retry-after": "1"}}
-_MAX_HEAD_BYTES = 32 * 1024
+MAX_HEAD_BYTES = 32 * 1024
+MAX_QUERY_BYTES = 4 * 1024
 _DISCARD_BYTES = 64 * 1024 * 1024  # read beyond the limit; the client of a longer body may see a reset connection
 
-Refuse = Callable[[int, str], JSONResponse]  # makes the answer of a status and a reason; of 503 with Retry-After
+Problem = tuple[int, str] | None  # status and reason of a refusal
+Refuse = Callable[[int, str, Scope], Response]  # makes the answer of a status and a reason; of 503 with Retry-After
+Admit = Callable[[HTTPConnection], Response | None]
 
 
-def refuse(status: int, detail: str) -> JSONResponse:
+def refuse(status: int, detail: str, scope: Scope | None = None) -> JSONResponse:
     return JSONResponse({"detail": detail}, status, headers=_HEADERS.get(status))
 
 
-def head_problem(scope: Scope) -> tuple[int, str] | None:
-    """Return status and reason for headers that are too long, or say twice where the body ends; else None."""
-    if sum(len(name) + len(value) for name, value in scope["headers"]) + len(scope["raw_path"]) > _MAX_HEAD_BYTES:
-        return 431, f"the request's target and headers are longer than {_MAX_HEAD_BYTES} bytes"
+def head_problem(scope: Scope) -> Problem:
+    """Return status and reason for a target or headers that are too long, or say twice where the body ends; else None."""
+    if sum(len(name) + len(value) for name, value in scope["headers"]) + len(scope["raw_path"]) > MAX_HEAD_BYTES:
+        return 431, f"the request's target and headers are longer than {MAX_HEAD_BYTES} bytes"
+    if len(scope.get("query_string", b"")) > MAX_QUERY_BYTES:
+        return 414, f"the query is longer than {MAX_QUERY_BYTES} bytes"
     names = {name for name, _ in scope["headers"]}
     if {b"content-length", b"transfer-encoding"} <= names:
-        return 400, "the request has Content-Length and Transfer-Encoding, which end its body differently"
+        return (
+            400,
+            "the request has Content-Length and Transfer-Encoding, which end its body differently; send Content-Length alone",
+        )
     return None
 
 
-def name_problem(request: HTTPConnection, hosts: Collection[str] | None, fix: str) -> tuple[int, str] | None:
+def name_problem(request: HTTPConnection, hosts: Collection[str] | None, fix: str) -> Problem:
     """Return status and reason for a header that is there twice, or a Host that is none of ``hosts`` (None: any); else None.
 
     A web page whose name resolves to this machine could otherwise call a server that trusts every program of the machine.
     """
-    for name in ("authorization", "host"):
+    for name in ("host", "authorization", "origin", "content-length"):
         if len(request.headers.getlist(name)) > 1:
             return 400, f"the header {name} is there twice; send it once"
     if hosts is not None and host_of(request.headers.get("host", "")) not in hosts:
@@ -59,50 +66,74 @@ def name_problem(request: HTTPConnection, hosts: Collection[str] | None, fix: st
     return None
 
 
-def page_problem(request: HTTPConnection, *, is_signed: bool) -> tuple[int, str] | None:
-    """Return status and reason for what the page of another site makes a browser send, or could; else None.
+def is_of_this_site(request: HTTPConnection, *, unknown: bool) -> bool:
+    """Return whether a request is not that of another site's page; ``unknown``: what it is without the headers of a browser."""
+    if (site := request.headers.get("sec-fetch-site")) is not None:
+        return site == "same-origin" or (unknown and site == "none")
+    origin = request.headers.get("origin")
+    return (
+        unknown
+        if origin is None
+        else origin == f"{request.scope.get('scheme', 'http')}://{request.headers.get('host', '')}"
+    )
+
+
+def page_problem(request: HTTPConnection, *, any_body: bool = False) -> Problem:
+    """Return status and reason for what the page of another site makes a browser send, or, unless ``any_body``, could; else None.
 
     A browser asks the server first before a page may send JSON elsewhere; other bodies, also those without a type, it sends at once.
     """
     headers = request.headers
-    origin = headers.get("origin")
-    is_elsewhere = origin is not None and urlsplit(origin).netloc.lower() != headers.get("host", "").lower()
-    if is_elsewhere or headers.get("sec-fetch-site", "none") not in ("none", "same-origin"):
+    if not is_of_this_site(request, unknown=True):
         return 403, "the request is that of a web page of another site; send it from a program"
     has_body = headers.get("content-length", "0") != "0" or "transfer-encoding" in headers
-    if (
-        not is_signed
-        and has_body
-        and headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json"
-    ):
-        return 415, "the body is not JSON; send Content-Type: application/json"
-    return None
+    is_json = headers.get("content-type", "").partition(";")[0].strip().lower() == "application/json"
+    return (
+        (415, "the body is not JSON; send Content-Type: application/json")
+        if has_body and not (is_json or any_body)
+        else None
+    )
 
 
-class HeadCheck:
-    """ASGI middleware that refuses requests by their headers alone: nothing of a body is read before."""
+@dataclass(frozen=True, slots=True)
+class Rules:
+    """What a server asks of the head of a request."""
+
+    hosts: Iterable[str] | None  # which a Host header may name besides those of the loopback; None: any
+    admit: Admit = lambda _: None  # returns the answer to a sender who may not ask, before anything of a body is read
+    has_page: bool = False  # `admit` decides about pages of other sites, and about the types of bodies
+    any_body: bool = False  # bodies need not be JSON, as where any Host may be named
+    is_open: Callable[[HTTPConnection], bool] = lambda _: False  # requests whose Host and sender's site do not matter
+    answer: Refuse = refuse  # to what is refused before it is routed
+    fix: str = _HOST_FIX  # the reason for another Host
+
+
+class Guard:
+    """ASGI middleware of every server: a request is refused by its headers alone, then by whom it is from, then by its body's length."""
 
     def __init__(
-        self, app: ASGIApp, hosts: Iterable[str] | None, answer: Refuse = refuse, fix: str = _HOST_FIX
+        self, app: ASGIApp, rules: Rules, *, max_bytes: int, max_total_bytes: int | None = None, section: str = ""
     ) -> None:
-        """``hosts``: which a Host header may name besides those of the loopback; None: any."""
-        self._app, self._answer, self._fix = app, answer, fix
-        self._hosts = None if hosts is None else LOOPBACK_NAMES | {*hosts}
+        """``max_total_bytes`` None: eight times ``max_bytes``; the other arguments are those of `BodyLimit`."""
+        self._app = BodyLimit(app, max_bytes, max_total_bytes or 8 * max_bytes, rules.answer, section)
+        self._rules = rules
+        self._hosts = None if rules.hosts is None else LOOPBACK_NAMES | {host.lower() for host in rules.hosts}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        problem = None
-        if scope["type"] == "http":
-            request = HTTPConnection(scope)
-            problem = self.problem(scope, request)
-        await (self._app if problem is None else self._answer(*problem))(scope, receive, send)
+        refusal = self._refusal(scope, HTTPConnection(scope)) if scope["type"] == "http" else None
+        await (refusal or self._app)(scope, receive, send)
 
-    def problem(self, scope: Scope, request: HTTPConnection) -> tuple[int, str] | None:
-        """Return status and reason of a refusal; None for a request that may pass."""
-        return (
-            head_problem(scope)
-            or name_problem(request, self._hosts, self._fix)
-            or page_problem(request, is_signed=self._hosts is None)
-        )
+    def _refusal(self, scope: Scope, request: HTTPConnection) -> Response | None:
+        problem = head_problem(scope)
+        if problem is None and not self._rules.is_open(request):
+            problem = name_problem(request, self._hosts, self._rules.fix)
+            if problem is None and not self._rules.has_page:
+                problem = page_problem(request, any_body=self._rules.any_body or self._hosts is None)
+        if problem is None:
+            return self._rules.admit(request)
+        refusal = self._rules.answer(*problem, scope)
+        refusal.headers["connection"] = "close"  # what follows may not be where a request begins
+        return refusal
 
 
 class _Body:
@@ -198,9 +229,10 @@ class BodyLimit:
             await body.discard()
         if body.is_crowded and not body.is_too_long:
             text, key = f"the bodies of all requests exceed {self.max_total_bytes} bytes", "max_requests_bytes"
-            answer = self._answer(503, f"{text}{self._of(key)}; try again")
+            answer = self._answer(503, f"{text}{self._of(key)}; try again", scope)
         else:
-            answer = self._answer(413, f"the body is longer than {self.max_bytes} bytes{self._of('max_request_bytes')}")
+            text = f"the body is longer than {self.max_bytes} bytes{self._of('max_request_bytes')}"
+            answer = self._answer(413, text, scope)
         answer.headers["connection"] = "close"
         await answer(scope, body.receive, send)
 
@@ -253,30 +285,17 @@ class StrictRoute(APIRoute):
 
 
 def guard(
-    app: FastAPI, check: Callable[[StrictRequest], Awaitable[None]], *, max_bytes: int, hosts: Iterable[str] | None,
-    max_depth: int | None = None, answer: Refuse = refuse,
+    app: FastAPI, check: Callable[[StrictRequest], Awaitable[None]], rules: Rules, *, max_bytes: int,
+    max_depth: int | None = None,
 ) -> None:  # fmt: skip
     """Add all checks of a server that anybody may start to an app that has no route yet.
 
-    Args:
-        app: The app.
-        check: Awaited before the body is parsed; what it raises is the answer.
-        max_bytes: The longest body that is accepted; eight of these may be held at a time.
-        hosts: As those of `HeadCheck`.
-        max_depth: How often the body's lists and objects may be nested; None: as often as Python can read.
-        answer: Makes the answer to a request that is refused before it is routed.
+    ``check`` is awaited before a body is parsed, and what it raises is the answer; ``max_depth`` is how often the body's lists and
+    objects may be nested, None: as often as Python can read.
     """
     members = {"check": staticmethod(check), "max_depth": max_depth}
     app.router.route_class = type("CheckedRoute", (StrictRoute,), members)
-    guard_heads(app, max_bytes=max_bytes, hosts=hosts, answer=answer)
-
-
-def guard_heads(
-    app: Starlette, *, max_bytes: int, hosts: Iterable[str] | None, answer: Refuse = refuse, fix: str = _HOST_FIX
-) -> None:
-    """Add the checks of headers and of the body's length; the arguments are those of `guard` and `HeadCheck`."""
-    app.add_middleware(BodyLimit, max_bytes=max_bytes, max_total_bytes=8 * max_bytes, answer=answer)
-    app.add_middleware(HeadCheck, hosts=hosts, answer=answer, fix=fix)  # the last one is the first that sees a request
+    app.add_middleware(Guard, rules=rules, max_bytes=max_bytes)
 
 
 async def check_signature(secrets: Sequence[str], request: Request) -> str:

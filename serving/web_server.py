@@ -168,7 +168,7 @@ async def serving(
         backlog: How many connections are accepted at once; their requests are read afterwards.
         options: Further options of `uvicorn.Config`.
     """
-    server = _Server(
+    server = Server(
         config_of(app, idle_s=idle_s, max_connections=max_connections, backlog=backlog, lifespan="off", **options)
     )
     running = asyncio.create_task(server.serve(sockets=[bound]))
@@ -205,7 +205,9 @@ class _Config(uvicorn.Config):
     num_of_client: Counter[str]  # connections, by address
 
 
-class _Server(uvicorn.Server):
+class Server(uvicorn.Server):
+    """Leaves signals to the process."""
+
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield

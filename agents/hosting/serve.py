@@ -30,7 +30,7 @@ from penstock.protocol.logs import configure
 from penstock.protocol.transport import tls
 from penstock.rollout_service.environments.environment import ENVIRONMENTS
 from penstock.serving import signature, strict_json
-from penstock.serving.request_checks import StrictRequest, check_signature, guard
+from penstock.serving.request_checks import Rules, StrictRequest, check_signature, guard
 from penstock.serving.target_policy import PRIVATE_TARGETS
 from penstock.serving.web_server import allowed_hosts, serving_app, stopping_by_signal
 
@@ -65,7 +65,8 @@ def build_app(episodes: Episodes, *, secrets: Sequence[str] = (), hosts: Sequenc
         if request.method == "POST":
             await request.json()  # here, because FastAPI would replace the reason of a refusal
 
-    guard(app, check, max_bytes=_MAX_REQUEST_BYTES, hosts=hosts, max_depth=strict_json.MAX_DEPTH, answer=_refusal)
+    rules = Rules(hosts, answer=_refusal)
+    guard(app, check, rules, max_bytes=_MAX_REQUEST_BYTES, max_depth=strict_json.MAX_DEPTH)
     _answer_problems(app)
 
     @app.get("/environment")
@@ -116,7 +117,7 @@ def _answer_problems(app: FastAPI) -> None:
         return _problem(400, "bad_request", "; ".join(wrong[:5])[:1000])
 
 
-def _refusal(status: int, text: str) -> JSONResponse:
+def _refusal(status: int, text: str, scope: object = None) -> JSONResponse:
     codes: dict[int, wire.ProblemCode] = {401: "unauthorized", 403: "unauthorized", 503: "full"}
     return _problem(400 if status == 413 else status, codes.get(status, "bad_request"), text)
 

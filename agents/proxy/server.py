@@ -12,18 +12,22 @@ import json
 import secrets
 import socket
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
 import structlog
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, Response
+from starlette.types import Receive, Scope, Send
 
 from penstock.agents.proxy.api import anthropic_messages, chat_completions, responses
 from penstock.agents.proxy.messages import AgentRequest, Declared, Lenience, RequestRefused, RetryMark, invalid
 from penstock.agents.proxy.session import AgentProxy, EpisodeSession
 from penstock.agents.proxy.tree import SampledTurn
 from penstock.serving import web_server
+from penstock.serving.request_checks import Guard, Rules
 from penstock.serving.web_server import LONG_BACKLOG
 
 log = structlog.get_logger("rollout.proxy")
@@ -31,12 +35,9 @@ log = structlog.get_logger("rollout.proxy")
 MODEL = "policy"  # the name of the one model
 _COUNT_TOKENS = "messages/count_tokens"
 _MAX_KEY = 256
+_MAX_BODIES = 64  # of the longest; a body is held until it is answered, and hundreds of agents ask at a time
 _JSON = (b"content-type", b"application/json")
 _EVENTS = ((b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache"))
-
-Scope = Mapping[str, Any]
-Receive = Callable[[], Awaitable[Mapping[str, Any]]]
-Send = Callable[[dict[str, Any]], Awaitable[None]]
 
 
 class Api(Protocol):
@@ -59,6 +60,32 @@ def _is_of_anthropic(name: str, scope: Scope) -> bool:
     return name.startswith("messages/") or any(key == b"anthropic-version" for key, _ in scope["headers"])
 
 
+def _asked(scope: Scope) -> tuple[str, str, str, Api]:
+    """Return the first two parts of the path, what is asked for below them, and the API whose form an error has."""
+    _, first, secret, rest = ([*scope["path"].split("/", 3), "", "", "", ""])[:4]
+    name = rest.removeprefix("v1/")
+    return (
+        first,
+        secret,
+        name,
+        APIS.get(name, APIS["messages" if _is_of_anthropic(name, scope) else "chat/completions"]),
+    )
+
+
+def _refusal(status: int, text: str, scope: Scope) -> Response:
+    code = "request_too_large" if status == 413 else "server_busy" if status == 503 else "invalid_request"
+    headers = {"retry-after": "1"} if status == 503 else None
+    return JSONResponse(_asked(scope)[3].error(RequestRefused(status, code, text)), status, headers=headers)
+
+
+def guarded(proxy: AgentProxy, hosts: Sequence[str] | None) -> Guard:
+    """Return the proxy's app behind the checks of every server; the secret of an episode in its path is what a sender has to know."""
+    limit = proxy.limits.max_body_bytes
+    fix = "the Host header must be localhost or 127.0.0.1"
+    rules = Rules(hosts, any_body=True, answer=_refusal, fix=fix)
+    return Guard(ProxyApp(proxy), rules, max_bytes=limit, max_total_bytes=_MAX_BODIES * limit)
+
+
 class ProxyApp:
     def __init__(self, proxy: AgentProxy) -> None:
         self._proxy = proxy
@@ -66,9 +93,7 @@ class ProxyApp:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return
-        _, first, secret, rest = ([*scope["path"].split("/", 3), "", "", "", ""])[:4]
-        name = rest.removeprefix("v1/")
-        api = APIS.get(name, APIS["messages" if _is_of_anthropic(name, scope) else "chat/completions"])
+        first, secret, name, api = _asked(scope)
         try:
             if first != "episodes" or (name not in APIS and name not in ("models", _COUNT_TOKENS)):
                 raise RequestRefused(404, "not_found", f"{scope['path'].rpartition('/')[2][:80]}: no such path")
@@ -92,7 +117,7 @@ class ProxyApp:
         self, api: Api, name: str, episode: EpisodeSession, scope: Scope, receive: Receive, send: Send
     ) -> None:
         limits = self._proxy.limits
-        data = await _read_body(receive, limits.max_body_bytes, limits.body_deadline_s)
+        data = await _read_body(scope, receive, limits.body_deadline_s)
         try:
             body = _parse(data)
             is_counted = name == _COUNT_TOKENS  # nothing is decoded, so that nothing constrains it
@@ -180,21 +205,12 @@ class _Exchange:
             pass
 
 
-async def _read_body(receive: Receive, most: int, deadline_s: float) -> bytes:
-    parts: list[bytes] = []
-    size = 0
+async def _read_body(scope: Scope, receive: Receive, deadline_s: float) -> bytes:
     try:
         async with asyncio.timeout(deadline_s):
-            while True:
-                message = await receive()
-                if message["type"] == "http.disconnect":
-                    raise RequestRefused(400, "disconnected", "the connection was closed before the end of the body")
-                parts.append(message.get("body", b""))
-                size += len(parts[-1])
-                if size > most:
-                    raise RequestRefused(413, "request_too_large", f"the body has more than {most} bytes")
-                if not message.get("more_body", False):
-                    return b"".join(parts)
+            return await Request(scope, receive).body()
+    except ClientDisconnect:
+        raise RequestRefused(400, "disconnected", "the connection was closed before the end of the body") from None
     except TimeoutError:
         raise RequestRefused(408, "request_timeout", f"the body did not arrive within {deadline_s:g} s") from None
 
@@ -250,14 +266,14 @@ async def _send_json(send: Send, status: int, value: Any) -> None:
 
 def serving(proxy: AgentProxy) -> contextlib.AbstractAsyncContextManager[str]:
     """Serve the proxy on the loopback inside the block; yields its URL, to which `session.path` is appended."""
-    return web_server.serving_app(ProxyApp(proxy), "127.0.0.1", 0, key="the proxy's port")
+    return web_server.serving_app(guarded(proxy, ()), "127.0.0.1", 0, key="the proxy's port")
 
 
 @contextlib.asynccontextmanager
 async def serving_at(proxy: AgentProxy, path: Path) -> AsyncIterator[None]:
     """Serve the proxy on a Unix socket inside the block, which any user may open who can enter its folder; raises OSError."""
     with _listening_at(path) as listener:
-        async with web_server.serving_long(ProxyApp(proxy), listener):
+        async with web_server.serving_long(guarded(proxy, None), listener):
             yield
 
 

@@ -28,7 +28,8 @@ from typing import Any, Literal, get_args
 import numpy as np
 import numpy.typing as npt
 
-from penstock.protocol.errors import ConfigError
+from penstock.protocol import model_folder
+from penstock.protocol.errors import ConfigError, UnsupportedModel
 from penstock.protocol.files import new_folder
 
 Method = Literal["linear", "slerp", "task_arithmetic", "ties", "dare"]
@@ -36,8 +37,6 @@ METHODS: tuple[Method, ...] = get_args(Method)
 _NEARLY_PARALLEL = 0.9995
 _ON_A_BASE = ("task_arithmetic", "ties", "dare")
 RECORD = "merge.json"
-INDEX = "model.safetensors.index.json"
-_MAX_HEADER_BYTES = 100 * 1024**2
 _WHOLE = {"U8": 1, "I8": 1, "BOOL": 1, "I16": 2, "U16": 2, "I32": 4, "U32": 4, "I64": 8, "U64": 8}
 _FLOATS = {"BF16": 2, "F16": 2, "F32": 4, "F64": 8}
 Float32s = npt.NDArray[np.float32]
@@ -209,7 +208,7 @@ def _copy_rest(folder: Path, to: Path) -> None:
         is_weights = path.suffix in (".safetensors", ".bin", ".pt", ".gguf")
         if path.is_file() and not path.is_symlink() and path.name != RECORD and not is_weights:
             shutil.copyfile(path, to / path.name)
-    assert (to / INDEX).exists() == (folder / INDEX).exists()
+    assert (to / model_folder.INDEX).exists() == (folder / model_folder.INDEX).exists()
 
 
 def _record(models: Sequence[Path], base: Path | None, recipe: Recipe) -> dict[str, object]:
@@ -274,50 +273,30 @@ def open_model(folder: Path) -> dict[str, StoredTensor]:
     return tensors
 
 
-def weight_files(folder: Path) -> list[Path]:
-    index = folder / INDEX
-    if index.is_file():
-        try:
-            names = sorted(set(json.loads(index.read_bytes())["weight_map"].values()))
-        except (OSError, ValueError, KeyError, TypeError, AttributeError):
-            raise ConfigError(f"{index} is not readable; restore it") from None
-        files = [folder / Path(str(name)).name for name in names]
-    else:
-        files = [folder / "model.safetensors"]
-    missing = [str(file) for file in files if not file.is_file()]
-    if missing:
-        raise ConfigError(
-            f"{folder} is no model folder with safetensors: {missing[0]} is missing; name a folder such as a run's model/, or "
-            "write one with `penstock weights export`"
-        )
-    return files
-
-
 def read_header(file: Path) -> dict[str, StoredTensor]:
     """Return the tensors of one file by name, in the order of their bytes; raises ConfigError for a damaged file."""
-    size = file.stat().st_size
     try:
-        with file.open("rb") as opened:
-            length = int.from_bytes(opened.read(8), "little")
-            if not 2 <= length <= min(_MAX_HEADER_BYTES, size - 8):
-                raise ValueError(f"a header of {length} bytes")
-            document = json.loads(opened.read(length))
-        tensors = dict(_tensors(file, document, 8 + length, size))
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as err:
+        tensors = dict(_tensors(file, *model_folder.read_header(file)))
+    except (ValueError, UnsupportedModel) as err:
         raise ConfigError(f"{file} is no whole safetensors file ({err}); restore it") from None
     return dict(sorted(tensors.items(), key=lambda item: item[1].start))
 
 
-def _tensors(file: Path, document: Mapping[str, Any], begin: int, size: int) -> Iterator[tuple[str, StoredTensor]]:
+def weight_files(folder: Path) -> list[Path]:
+    try:
+        return model_folder.weight_files(folder)
+    except UnsupportedModel as err:
+        raise ConfigError(f"{folder} is no model folder with safetensors: {err}") from None
+
+
+def _tensors(file: Path, document: Mapping[str, Any], begin: int) -> Iterator[tuple[str, StoredTensor]]:
     for name, entry in document.items():
-        if name == "__metadata__":
-            continue
-        dtype, shape = str(entry["dtype"]), tuple(int(n) for n in entry["shape"])
-        start, end = (begin + int(offset) for offset in entry["data_offsets"])
+        dtype, shape = entry["dtype"], tuple(entry["shape"])
+        start, end = (begin + offset for offset in entry["data_offsets"])
         width = {**_FLOATS, **_WHOLE}.get(dtype)
         if width is None:
             raise ValueError(f"tensor {name} has dtype {dtype}, which is not known here")
-        if not begin <= start <= end <= size or end - start != math.prod(shape) * width or min(shape, default=0) < 0:
+        if end - start != math.prod(shape) * width:
             raise ValueError(f"tensor {name} has other offsets than its shape needs")
         yield name, StoredTensor(file, name, dtype, shape, start, end)
 

@@ -6,7 +6,8 @@
 
 from __future__ import annotations
 
-import json
+import contextlib
+import io
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,7 +15,7 @@ from typing import Any
 
 from penstock.console.report.event_fields import number
 from penstock.console.report.learning import Evaluation, HeldOut, held_out, recent_reward
-from penstock.protocol.files import read_regular
+from penstock.protocol.files import json_value, read_regular
 
 COMMANDS = ("sft", "dpo", "rm")
 RESULT = "result.json"  # written by the trainer when the model folder is complete, removed when it trains again
@@ -89,37 +90,29 @@ def steps_of(rows: Iterable[Mapping[str, Any]]) -> dict[int, Mapping[str, Any]]:
 
 def rows(folder: Path) -> Iterator[dict[str, Any]]:
     """Yield the rows of a run's metrics.jsonl; what cannot be read is skipped, as is a last line still being written."""
-    try:
-        text = read_regular(folder / "metrics.jsonl").decode("utf-8", "replace")
-    except OSError:
-        return
-    for line in text.split("\n"):
-        try:
-            row = json.loads(line)
-        except (ValueError, RecursionError):
-            continue
-        if isinstance(row, dict):
-            yield row
+    with contextlib.suppress(OSError):
+        lines = io.BytesIO(read_regular(folder / "metrics.jsonl"))
+        yield from (row for line in lines if (row := _row(line)) is not None)
 
 
 def num_unreadable(folder: Path) -> int:
     """Return how many lines of a run's metrics.jsonl are no rows; one that is still being written does not count."""
     try:
-        text = read_regular(folder / "metrics.jsonl").decode("utf-8", "replace")
+        lines = io.BytesIO(read_regular(folder / "metrics.jsonl"))
     except FileNotFoundError:
         return 0
     except OSError:
         return 1
-    whole = text[: text.rfind("\n") + 1]
-    num_lines = sum(1 for line in whole.split("\n") if line.strip())
-    return num_lines - sum(1 for _ in rows(folder)) + _is_row(text[len(whole) :])
+    return sum(1 for line in lines if line.endswith(b"\n") and not line.isspace() and _row(line) is None)
 
 
-def _is_row(line: str) -> bool:
+def _row(line: bytes) -> dict[str, Any] | None:
+    if not line.startswith(b"{") or not line.rstrip().endswith(b"}"):  # quickly, as all lines may be none
+        return None
     try:
-        return isinstance(json.loads(line), dict)
-    except (ValueError, RecursionError):
-        return False
+        return json_value(line.decode("utf-8", "replace").encode())
+    except ValueError:
+        return None
 
 
 @dataclass(frozen=True, slots=True)

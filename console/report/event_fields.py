@@ -6,7 +6,6 @@ not is skipped and counted by its reader. A measured figure that is not finite (
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping
 from pathlib import Path
@@ -14,7 +13,7 @@ from typing import Annotated, Any, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
-from penstock.protocol.files import read_regular
+from penstock.protocol.files import json_value, read_regular
 
 
 def number(value: Any) -> float | None:
@@ -28,8 +27,8 @@ def number(value: Any) -> float | None:
 def read_object(path: Path) -> dict[str, Any] | None:
     """Return the JSON object in a file of a run's folder; None for a file that is missing, a link, or holds anything else."""
     try:
-        content = json.loads(read_regular(path))
-    except (OSError, ValueError, RecursionError):
+        content = json_value(read_regular(path))
+    except (OSError, ValueError):
         return None
     return content if isinstance(content, dict) else None
 

@@ -14,7 +14,7 @@ from penstock.console.report.curves import Curves
 from penstock.console.report.learning import HeldOut
 from penstock.console.report.run_summary import RunSummary, attention_text
 from penstock.console.terminal import clock
-from penstock.protocol.files import read_regular
+from penstock.protocol.files import json_value, read_regular
 from penstock.protocol.secret_values import scrub
 
 _WIDTH, _HEIGHT = 60, 8
@@ -45,7 +45,7 @@ def write(folder: Path, summary: RunSummary, *, next_steps: Sequence[str] = ()) 
 def stored_summary(folder: Path) -> RunSummary | None:
     """Return the summary in a run folder's report; None without a report that can be read."""
     try:
-        document = json.loads(read_regular(folder / _JSON))
+        document = json_value(read_regular(folder / _JSON))
         return RunSummary.model_validate({name: value for name, value in document.items() if name != "curves"})
     except (OSError, ValueError, AttributeError, RecursionError):
         return None

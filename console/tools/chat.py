@@ -6,7 +6,6 @@ It is the engine of the rollout workers and has SGLang's HTTP interface. It exit
 from __future__ import annotations
 
 import contextlib
-import json
 import subprocess
 import sys
 import tempfile
@@ -22,6 +21,7 @@ from penstock.console.connections import NamedRun
 from penstock.console.report.event_fields import read_object, setting
 from penstock.console.tools.runs import unknown_run
 from penstock.protocol.errors import ConfigError, PenstockError
+from penstock.protocol.files import json_value
 from penstock.protocol.secret_values import scrub
 
 _START_S = 120.0  # a cold import of torch on a busy machine
@@ -141,8 +141,8 @@ def has_chat_template(model: Path) -> bool:
     if (model / "chat_template.jinja").is_file():
         return True
     try:
-        return bool(json.loads((model / "tokenizer_config.json").read_text(encoding="utf-8")).get("chat_template"))
-    except (OSError, ValueError):
+        return bool(json_value((model / "tokenizer_config.json").read_bytes()).get("chat_template"))
+    except (OSError, ValueError, AttributeError):
         return False
 
 
@@ -221,8 +221,8 @@ def find_model(folder: Path, model: str | None) -> Path:
 def answer_length(model: Path) -> int:
     """Return the default maximum length of an answer: half of the model's context, at most 512 tokens."""
     try:
-        context = int(json.loads((model / "config.json").read_text(encoding="utf-8"))["max_position_embeddings"])
-    except (OSError, ValueError, KeyError, TypeError):
+        context = int(json_value((model / "config.json").read_bytes())["max_position_embeddings"])
+    except (OSError, ValueError, KeyError, TypeError, OverflowError):
         return _ANSWER_TOKENS
     return max(1, min(_ANSWER_TOKENS, context // 2))
 

@@ -10,7 +10,7 @@ A line of the token file is ``NAME ROLE sha256:HEX [EXPIRES]``, the last in Unix
 again when it changes, so that adding or revoking a token takes effect at once. A browser gets a token through a one-time link,
 as a cookie that no script can read.
 
-The gate decides from the head of a request alone: Host, origin and token. Public are the health route, the page and its
+What `serving/request_checks.py` refuses comes first; then `admit` decides from the head of a request alone. Public are the health route, the page and its
 static files, and the login; they hold no data. A request that changes something and brings no Authorization header must come
 from the page itself (CSRF): its ``Origin`` is this server's, or the browser says so (``Sec-Fetch-Site``).
 """
@@ -25,7 +25,7 @@ import re
 import secrets
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import IntEnum
@@ -40,8 +40,7 @@ from penstock.console import connections
 from penstock.console.web.problems import Problem
 from penstock.protocol.errors import ConfigError
 from penstock.protocol.files import atomic_write
-from penstock.protocol.metrics.server import host_of
-from penstock.serving.request_checks import head_problem
+from penstock.serving.request_checks import is_of_this_site
 
 TOKENS = "console-tokens"  # the default file, in the folder of runs
 BROWSER_S = 30 * 24 * 3600.0  # a browser asks for a new link after this long
@@ -53,9 +52,6 @@ CALLER = "penstock.caller"  # key of the scope
 TOKEN = "penstock.token"  # noqa: S105 - key of the scope: the token that was sent
 PUBLIC = frozenset({"/", "/healthz", "/login", "/favicon.ico"})
 STATIC = "/static/"
-MAX_HEAD_BYTES = 16 * 1024
-MAX_QUERY_BYTES = 4 * 1024
-_LOOPBACK = frozenset({"127.0.0.1", "localhost", "[::1]"})
 _SAFE = frozenset({"GET", "HEAD", "OPTIONS"})
 HEADERS = {
     "content-security-policy": (
@@ -231,19 +227,12 @@ def cookie_name(host: str) -> str:
 
 
 class Gate:
-    """Refuse a request, or hand it on with its caller in the scope; add the security headers to every answer."""
+    """ASGI middleware: the security headers are added to every answer."""
 
-    def __init__(self, app: ASGIApp, access: Access, hosts: Iterable[str] = ()) -> None:
-        """``hosts``: names besides those of loopback that the Host header may have."""
+    def __init__(self, app: ASGIApp) -> None:
         self._app = app
-        self._access = access
-        self._hosts = frozenset({*_LOOPBACK, *(host.lower() for host in hosts)})
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
-
         async def secured(message: Message) -> None:
             if message["type"] == "http.response.start":
                 header_names = {name.lower() for name, _ in message["headers"]}
@@ -254,67 +243,38 @@ class Gate:
                 message = {**message, "headers": [*message["headers"], *extra]}
             await send(message)
 
-        refusal = self._refusal(scope, HTTPConnection(scope))
-        if refusal is not None:
-            await refusal(scope, receive, secured)
-            return
-        await self._app(scope, receive, secured)
+        await self._app(scope, receive, secured if scope["type"] == "http" else send)
 
-    def _refusal(self, scope: Scope, request: HTTPConnection) -> Response | None:
-        problem = self._malformed(scope, request)
-        if problem is not None:
-            return problem.response({"connection": "close"})  # what follows may not be where a request begins
-        token, is_bearer = _token(request)
-        path = scope["path"]
-        is_public = path in PUBLIC or path.startswith(STATIC)
-        if scope["method"] not in _SAFE and not is_bearer and (token or is_public) and not _is_same_origin(request):
-            return Problem(
-                403,
-                "a request that changes something came without an Authorization header from another site",
-                expected=f"Origin: {request.url.scheme}://{request.headers.get('host', '')}",
-                got=f"Origin: {request.headers.get('origin', 'none')}",
-                fix="send the token as Authorization: Bearer, or use the page of this server",
-            ).response()
-        caller = self._access.caller(token) if token else None
-        if caller is not None:
-            scope[CALLER], scope[TOKEN] = caller, token
-            return None
-        if is_public:
-            return None
-        if "text/html" in request.headers.get("accept", "") and scope["method"] == "GET":
-            return RedirectResponse("/", 303)  # the page has the form for a token
+
+def admit(request: HTTPConnection, access: Access) -> Response | None:
+    """Put the caller into the scope; return the answer to a request without a token, or with a cookie from another site."""
+    scope, path = request.scope, request.scope["path"]
+    token, is_bearer = _token(request)
+    is_public = path in PUBLIC or path.startswith(STATIC)
+    is_change = scope["method"] not in _SAFE
+    if is_change and not is_bearer and (token or is_public) and not is_of_this_site(request, unknown=False):
         return Problem(
-            401,
-            f"{path} needs a token",
-            expected="Authorization: Bearer TOKEN with a token that was not revoked",
-            got="an unknown, revoked or expired token" if token else "no token",
-            fix="create one with: penstock console token NAME --role read|run|admin",
-        ).response({"www-authenticate": "Bearer"})
-
-    def _malformed(self, scope: Scope, request: HTTPConnection) -> Problem | None:
-        size = sum(len(name) + len(value) for name, value in scope["headers"]) + len(scope.get("raw_path") or b"")
-        if size > MAX_HEAD_BYTES:
-            return Problem(
-                431, "the target and headers are too long", expected=f"<= {MAX_HEAD_BYTES} bytes", got=str(size)
-            )
-        if (framing := head_problem(scope)) is not None:
-            return Problem(framing[0], framing[1], fix="send Content-Length alone")
-        if len(scope["query_string"]) > MAX_QUERY_BYTES:
-            got = str(len(scope["query_string"]))
-            return Problem(414, "the query is too long", expected=f"<= {MAX_QUERY_BYTES} bytes", got=got)
-        for name in ("host", "authorization", "origin", "content-length"):
-            if len(request.headers.getlist(name)) > 1:
-                return Problem(400, f"the header {name} is there twice", fix="send it once")
-        host = request.headers.get("host", "")
-        if host_of(host) not in self._hosts:  # a web page whose name resolves to this machine (DNS rebinding)
-            return Problem(
-                403,
-                "the Host header names another machine",
-                expected=", ".join(sorted(self._hosts)),
-                got=host,
-                fix="use one of these names, or start the console with --allow-host NAME",
-            )
+            403,
+            "a request that changes something came without an Authorization header from another site",
+            expected=f"Origin: {scope['scheme']}://{request.headers.get('host', '')}",
+            got=f"Origin: {request.headers.get('origin', 'none')}",
+            fix="send the token as Authorization: Bearer, or use the page of this server",
+        ).response()
+    caller = access.caller(token) if token else None
+    if caller is not None:
+        scope[CALLER], scope[TOKEN] = caller, token
         return None
+    if is_public:
+        return None
+    if "text/html" in request.headers.get("accept", "") and scope["method"] == "GET":
+        return RedirectResponse("/", 303)  # the page has the form for a token
+    return Problem(
+        401,
+        f"{path} needs a token",
+        expected="Authorization: Bearer TOKEN with a token that was not revoked",
+        got="an unknown, revoked or expired token" if token else "no token",
+        fix="create one with: penstock console token NAME --role read|run|admin",
+    ).response({"www-authenticate": "Bearer"})
 
 
 def _token(request: HTTPConnection) -> tuple[str, bool]:
@@ -330,11 +290,3 @@ def _token(request: HTTPConnection) -> tuple[str, bool]:
         return "", False
     cookie = cookies.get(cookie_name(request.headers.get("host", "")))
     return (cookie.value if cookie else ""), False
-
-
-def _is_same_origin(request: HTTPConnection) -> bool:
-    """Return True for a request of this server's page; a browser's page cannot set either header."""
-    site = request.headers.get("sec-fetch-site")
-    if site is not None:
-        return site == "same-origin"
-    return request.headers.get("origin") == f"{request.url.scheme}://{request.headers.get('host', '')}"

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 from collections import Counter
 from collections.abc import AsyncIterator, Iterable
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -14,15 +15,16 @@ from fastapi import APIRouter, FastAPI, Query, Request
 from fastapi.responses import FileResponse, JSONResponse, RedirectResponse, Response
 from starlette.requests import ClientDisconnect
 from starlette.staticfiles import StaticFiles
+from starlette.types import Scope
 
 from penstock import __version__
 from penstock.console.web import control_routes, event_routes, reading_routes, server_routes
-from penstock.console.web.access import BROWSER_S, CALLER, STATIC, TOKEN, Gate, cookie_name
+from penstock.console.web.access import BROWSER_S, CALLER, STATIC, TOKEN, Gate, admit, cookie_name
 from penstock.console.web.context import Context, WebContext
 from penstock.console.web.jobs import queue
 from penstock.console.web.problems import Problem, ProblemBody, answer_errors
 from penstock.console.web.reading_routes import closing_runs
-from penstock.serving.request_checks import BodyLimit
+from penstock.serving.request_checks import Guard, Rules
 
 PAGES = Path(__file__).parent / "pages"
 _MAX_FORM_BYTES = 4096
@@ -125,8 +127,12 @@ def create_app(context: WebContext, *, hosts: Iterable[str] = ()) -> FastAPI:
     app.state.event_streams = Counter()  # open streams by the name of their token
     answer_errors(app)
     app.mount(STATIC.rstrip("/"), StaticFiles(directory=PAGES), name="static")
-    app.add_middleware(BodyLimit, max_bytes=MAX_BODY_BYTES, max_total_bytes=_MAX_BODIES_BYTES, answer=_refuse)
-    app.add_middleware(Gate, access=context.access, hosts=tuple(hosts))
+    fix = "the Host header names another machine; use a name of this one, or start the console with --allow-host NAME"
+    app.add_middleware(
+        Guard, max_bytes=MAX_BODY_BYTES, max_total_bytes=_MAX_BODIES_BYTES,
+        rules=Rules(tuple(hosts), partial(admit, access=context.access), has_page=True, answer=_refuse, fix=fix),
+    )  # fmt: skip
+    app.add_middleware(Gate)  # the last one is the first that sees a request
     _describe_problems(app)
     return app
 
@@ -160,8 +166,9 @@ async def _advance(context: WebContext) -> None:
             await asyncio.wait_for(context.closing.wait(), _QUEUE_S)
 
 
-def _refuse(status: int, detail: str) -> JSONResponse:
-    return Problem(status, detail, fix="send a shorter one" if status == 413 else "").response()
+def _refuse(status: int, text: str, scope: Scope) -> JSONResponse:
+    detail, _, fix = text.partition("; ")
+    return Problem(status, detail, fix="send a shorter one" if status == 413 else fix).response()
 
 
 def _describe_problems(app: FastAPI) -> None:

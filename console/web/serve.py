@@ -24,7 +24,7 @@ from penstock.console.web.app import create_app
 from penstock.console.web.context import WebContext
 from penstock.protocol import logs
 from penstock.protocol.transport import tls
-from penstock.serving.web_server import config_of
+from penstock.serving.web_server import Server, config_of
 
 PORT = 8800
 _MAX_CONNECTIONS = 256
@@ -66,7 +66,7 @@ def server_for(context: WebContext, hosts: Sequence[str], *, listens_on: str = "
 
     Raises ConfigError for a certificate that cannot be used, where it ``listens_on`` more than the loopback.
     """
-    return _Server(
+    return Server(
         config_of(create_app(context, hosts=hosts), max_connections=_MAX_CONNECTIONS, **tls.server_options(listens_on))
     )
 
@@ -83,9 +83,3 @@ async def _serve(context: WebContext, bound: socket.socket, hosts: Sequence[str]
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, stop, context, server)
     await server.serve(sockets=[bound])
-
-
-class _Server(uvicorn.Server):
-    @contextlib.contextmanager
-    def capture_signals(self):
-        yield

@@ -6,7 +6,7 @@ Who may talk to the API is decided from the headers alone: nothing of a body is 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +14,6 @@ from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from starlette.requests import HTTPConnection
-from starlette.types import ASGIApp, Scope
 
 from penstock.protocol.errors import BusError, TargetRefused
 from penstock.protocol.facts import Heartbeat
@@ -31,7 +30,7 @@ from penstock.reward_service.endpoints.wire import CALL_HEADER
 from penstock.reward_service.errors import EndpointRefused, NameTaken, NotAllowed
 from penstock.reward_service.metrics import ServiceMetrics, Timings
 from penstock.reward_service.registry.reward_registry import RewardRegistry
-from penstock.serving.request_checks import BodyLimit, HeadCheck, StrictRoute, head_problem
+from penstock.serving.request_checks import Guard, Rules, StrictRoute, refuse
 
 _PREFIX = "penstock_reward_"
 _OPEN = (
@@ -106,29 +105,6 @@ def _endpoint_samples(samples: Samples, name: str, live: EndpointMetrics, timing
         samples.add(f"{_PREFIX}request_seconds", histogram, endpoint=name, outcome=outcome)
 
 
-class AccessGate(HeadCheck):
-    """ASGI middleware: 401 without a known token, 403 for a foreign Host without tokens, 508 for calls of a service."""
-
-    def __init__(self, app: ASGIApp, access: Access, hosts: Iterable[str]) -> None:
-        """``hosts``: names of this machine besides those of loopback, used when there are no tokens."""
-        super().__init__(app, hosts if access.is_open else None, fix=_OPEN)
-        self._access = access
-
-    def problem(self, scope: Scope, request: HTTPConnection) -> tuple[int, str] | None:
-        if CALL_HEADER in request.headers:
-            text = "a reward service calls its own API, or another one's, as an endpoint; register another URL"
-            return 508, text
-        if scope["path"] in _PUBLIC:
-            return head_problem(scope)
-        if problem := super().problem(scope, request):
-            return problem
-        caller = self._access.caller(bearer(request.headers.getlist("authorization")))
-        if caller is None:
-            return 401, "a bearer token is needed: Authorization: Bearer ..."
-        scope[routes.CALLER] = caller
-        return None
-
-
 def bearer(values: Sequence[str]) -> str | None:
     scheme, _, token = values[0].partition(" ") if values else ("", "", "")
     return token.strip() if scheme.lower() == "bearer" else None
@@ -156,10 +132,23 @@ def build(
     """Return the app. Without tokens the Host header must name this machine or one of ``hosts``."""
     app = FastAPI(title="Penstock reward service", version="1", responses=_REFUSALS)
     app.router.route_class = StrictRoute
+
+    def admit(request: HTTPConnection) -> Response | None:
+        if CALL_HEADER in request.headers:
+            text = "a reward service calls its own API, or another one's, as an endpoint; register another URL"
+            return refuse(508, text)
+        if request.scope["path"] in _PUBLIC:
+            return None
+        request.scope[routes.CALLER] = caller = access.caller(bearer(request.headers.getlist("authorization")))
+        return None if caller is not None else refuse(401, "a bearer token is needed: Authorization: Bearer ...")
+
+    def is_open(request: HTTPConnection) -> bool:
+        return request.scope["path"] in _PUBLIC or CALL_HEADER in request.headers
+
     app.add_middleware(
-        BodyLimit, max_bytes=max_request_bytes, max_total_bytes=max_requests_bytes, section="reward_service"
-    )
-    app.add_middleware(AccessGate, access=access, hosts=hosts)  # the last one is the first that sees a request
+        Guard, rules=Rules(hosts if access.is_open else None, admit=admit, is_open=is_open, fix=_OPEN),
+        max_bytes=max_request_bytes, max_total_bytes=max_requests_bytes, section="reward_service",
+    )  # fmt: skip
     _answer_errors(app)
     _health(app, context)
     _metrics(app, context)

@@ -43,7 +43,7 @@ from penstock.reward_service.hosting.registration import Offer, ServiceAddress
 from penstock.reward_service.user_code import user_file
 from penstock.reward_service.user_code.user_function import UserReward
 from penstock.serving import signature, web_server
-from penstock.serving.request_checks import StrictRequest, check_signature, guard
+from penstock.serving.request_checks import Rules, StrictRequest, check_signature, guard
 from penstock.serving.web_server import allowed_hosts, stopping_by_signal
 
 if TYPE_CHECKING:
@@ -144,7 +144,7 @@ def build_app(reward: Hosted, calls: Calls, *, secrets: Sequence[str], hosts: Se
         if secrets and request.method == "POST":
             await check_signature(secrets, request)
 
-    guard(app, signed, max_bytes=_MAX_REQUEST_BYTES, hosts=hosts)
+    guard(app, signed, Rules(hosts), max_bytes=_MAX_REQUEST_BYTES)
 
     @app.exception_handler(HTTPException)
     async def refused(_: Request, err: HTTPException) -> JSONResponse:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from penstock.protocol.files import json_value
 from penstock.protocol.groups import SINGLE_TURN, Sampling, Split, Task
 from penstock.protocol.token_annotations import Routers, routers_of
 from penstock.rollout_service.errors import TaskRefused, WeightsUnusable
@@ -39,7 +39,7 @@ class ModelLimits:
     def of(cls, folder: Path) -> ModelLimits:
         path = folder / "config.json"
         try:
-            whole = json.loads(path.read_bytes())
+            whole = json_value(path.read_bytes())
             config = whole.get("text_config", whole)  # multimodal models keep the text part here
             return cls(
                 config.get("vocab_size"),
@@ -48,7 +48,7 @@ class ModelLimits:
                 config.get("num_hidden_layers") or 0,
                 ImageTokens.of(whole),
             )
-        except (OSError, ValueError, AttributeError) as err:
+        except (OSError, ValueError, TypeError, AttributeError) as err:
             raise WeightsUnusable(f"{path} is not a model's config ({type(err).__name__}: {err})") from None
 
     def within(self, context_tokens: int | None) -> ModelLimits:

@@ -12,7 +12,6 @@ silently ignores tensors that it has no name for. So an adapter has two tensors 
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from collections.abc import Mapping
@@ -23,13 +22,14 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
+from penstock.protocol.errors import UnsupportedModel
+from penstock.protocol.model_folder import read_header, read_object
 from penstock.protocol.versions import PolicyVersion
 from penstock.protocol.weights.adapter_format import ADAPTER_CONFIG, ADAPTER_WEIGHTS, factor_names
 from penstock.protocol.weights.version_reader import PARALLEL_BUCKETS
 from penstock.rollout_service.errors import AdapterUnfit, WeightsNotApplied, WeightsUnusable
 
 Shape: TypeAlias = tuple[str, tuple[int, ...]]  # dtype by its safetensors code, sizes
-_MAX_HEADER = 100 * 1024 * 1024
 _CHUNK = 4 * 1024 * 1024  # values checked together
 
 # safetensors code → word, and the bits that are all set in an infinity or NaN (in float8_e4m3, in a NaN)
@@ -75,7 +75,7 @@ class WeightsCheck:
             return
         try:
             shapes = _read_folder(folder)
-        except (OSError, ValueError, KeyError, TypeError) as err:
+        except (OSError, ValueError, KeyError, TypeError, UnsupportedModel) as err:
             raise WeightsUnusable(f"version {version}: {folder} is not a readable set of weights ({err})") from None
         if self._standard is not None and shapes != self._standard:
             raise WeightsUnusable(f"version {version}: {_difference(shapes, self._standard)}")
@@ -110,17 +110,6 @@ def read_file(file: Path) -> dict[str, Shape]:
             _check_finite(name, data[begin:end], *_FLOATS[code])
         shapes[name] = (code, sizes)
     return shapes
-
-
-def read_header(file: Path) -> tuple[dict[str, Any], int]:
-    size = file.stat().st_size
-    with file.open("rb") as stream:
-        length = int.from_bytes(stream.read(8), "little")
-        if not 2 <= length <= min(_MAX_HEADER, size - 8):
-            raise ValueError(f"{file.name} is truncated: {size} bytes cannot hold a header of {length}")
-        header: dict[str, Any] = json.loads(stream.read(length))
-    header.pop("__metadata__", None)
-    return header, 8 + length
 
 
 def _check_finite(name: str, raw: np.ndarray, word: type[np.unsignedinteger[Any]], mask: int) -> None:
@@ -223,11 +212,11 @@ def _adapted_layers(config: AdapterConfig, weights: Shapes) -> dict[str, tuple[i
 
 def check_adapter(folder: Path, version: PolicyVersion, base: Path) -> None:
     try:
-        config = read_config(json.loads((folder / ADAPTER_CONFIG).read_text(encoding="utf-8")))
+        config = read_config(read_object(folder / ADAPTER_CONFIG))
         shapes = {name: sizes for name, (_, sizes) in read_file(folder / ADAPTER_WEIGHTS).items()}
         weights: dict[str, tuple[int, ...]] = {}
         for file in sorted(base.glob("*.safetensors")):
             weights |= {name: tuple(entry["shape"]) for name, entry in read_header(file)[0].items()}
         pair_tensors(config, shapes, weights)
-    except (OSError, ValueError, KeyError, TypeError, AdapterUnfit) as err:
+    except (OSError, ValueError, KeyError, TypeError, AdapterUnfit, UnsupportedModel) as err:
         raise WeightsNotApplied(f"adapter of version {version} in {folder}: {err}") from None

@@ -40,6 +40,7 @@ GROWING = {
     "references of references": (read_yaml, "a: ${b}${b}\nb: ${a}${a}" + "x" * 9999),
     "variables": (read_shell, "A=12345678\n" + "A=$A$A$A$A$A$A$A$A\n" * 9),
     "variables in quotes": (read_shell, "A=1234\n" + 'A="${A}x${A}x${A}x${A}"\n' * 15),
+    "more values than a configuration has": (read_yaml, "[" + '"a",' * 250_000 + "]"),
     "one variable often": (read_shell, f"A={'x' * 9999}\n" + "B=$A\n" * 999),
     "variables of a command": (read_shell, f"A={'x' * 99_999}\npython train.py " + "--a $A " * 999),
     "arrays": (read_shell, "A=(1 2)\n" + 'A=("${A[@]}" "${A[@]}")\n' * 40),
@@ -52,7 +53,12 @@ GROWING = {
 def test_a_small_file_that_becomes_a_large_one_is_refused(name: str) -> None:
     """Aliases, references, variables and arrays that repeat one another end as an error, in a second."""
     read, text = GROWING[name]
-    with ends_within(20.0), pytest.raises(ConfigError, match=r"aliases repeat more|variables become more|recursion"):
+    with (
+        ends_within(20.0),
+        pytest.raises(
+            ConfigError, match=r"aliases repeat more|more than 100000 values|variables become more|recursion"
+        ),
+    ):
         read("x", text)
 
 

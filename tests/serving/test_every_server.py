@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import ast
 import asyncio
 import contextlib
-import re
 import socket
 import subprocess
 from collections.abc import AsyncIterator, Callable
@@ -18,6 +18,8 @@ from tests.console.web.control.api import Api
 from tests.reward_service.processes import api_app
 from tests.serving.test_hosted_servers import environment, reward
 
+from penstock.agents.proxy.server import guarded
+from penstock.agents.proxy.session import AgentProxy, EpisodeLimits
 from penstock.console.web import serve
 from penstock.protocol.transport import tls
 from penstock.reward_service.endpoints.endpoint import Access
@@ -33,20 +35,31 @@ def engine(_: Path) -> uvicorn.Config:
     return web_server.config_of(build_app(cast(Any, state), "key"), lifespan="off")
 
 
-SERVERS: dict[str, tuple[Build, str, str]] = {  # how it is built; a path that takes JSON, and one that only reads
-    "served reward": (lambda _: web_server.config_of(reward((), ()), lifespan="off"), "/score", "/metadata"),
-    "served environment": (lambda _: web_server.config_of(environment((), ()), lifespan="off"), "/episodes", "/environment"),
-    "embedded engine": (engine, "/update_weights_from_disk", "/flush_cache"),
-    "reward service": (lambda _: web_server.config_of(api_app(Access([])), lifespan="off"), "/v1/score", "/v1/nothing"),
-    "console": (lambda folder: serve.server_for(Api(folder).context, ()).config, "/v1/runs", "/v1/runs"),
+def proxy(_: Path) -> uvicorn.Config:
+    return web_server.config_of(guarded(AgentProxy(EpisodeLimits()), ()), lifespan="off")
+
+
+def of_reward(_: Path) -> uvicorn.Config:
+    return web_server.config_of(reward((), ()), lifespan="off")
+
+
+SERVERS: dict[str, tuple[Build, str, str]] = {  # by the file that starts it: how it is built; a path that takes JSON, and one that only reads
+    "reward_service/hosting/served_reward.py": (of_reward, "/score", "/metadata"),
+    "client/rewards.py": (of_reward, "/score", "/metadata"),
+    "agents/hosting/serve.py": (lambda _: web_server.config_of(environment((), ()), lifespan="off"), "/episodes", "/environment"),
+    "agents/proxy/server.py": (proxy, "/episodes/guess/v1/messages", "/episodes/guess/v1/models"),
+    "rollout_service/embedded_engine/run_engine.py": (engine, "/update_weights_from_disk", "/flush_cache"),
+    "reward_service/service.py": (lambda _: web_server.config_of(api_app(Access([])), lifespan="off"), "/v1/score", "/v1/nothing"),
+    "console/web/serve.py": (lambda folder: serve.server_for(Api(folder).context, ()).config, "/v1/runs", "/v1/runs"),
 }  # fmt: skip
+METRICS = "protocol/metrics/server.py"  # answers one path, reads no body, and closes what is late after 5 s
 
 
 @contextlib.asynccontextmanager
 async def running(build: Build, folder: Path, limit: int) -> AsyncIterator[int]:
     config = build(folder)
     cast(Any, config).max_connections = limit
-    server = web_server._Server(config)
+    server = web_server.Server(config)
     with socket.create_server(("127.0.0.1", 0)) as bound:
         task = asyncio.create_task(server.serve(sockets=[bound]))
         try:
@@ -80,7 +93,14 @@ REFUSED = {  # of a POST with a body of two bytes; what a page of another site c
     f"host: evil.example\n{JSON}": {403},
     f"host: [::1].evil.example\n{JSON}": {400, 403},
     f"host: localhost.evil.example:80\n{JSON}": {403},
+    f"host: 127.0.0.1@evil.example\n{JSON}": {400, 403},
+    f"host: 127.0.0.1:80.evil.example\n{JSON}": {400, 403},
+    f"host: localhost:80@evil.example\n{JSON}": {400, 403},
+    f"host: [::1]evil.example:8800\n{JSON}": {400, 403},
+    f"host:\n{JSON}": {400, 403},
     f"{HOST}\nhost: evil.example\n{JSON}": {400},
+    f"{HOST}\nauthorization: Bearer a\nauthorization: Bearer b\n{JSON}": {400},
+    f"{HOST}\norigin: http://localhost\norigin: http://localhost\n{JSON}": {400},
     f"{HOST}\n{SITE}\n{JSON}": {401, 403},
     f"{HOST}\norigin: null\n{JSON}": {401, 403},
     f"{HOST}\norigin: http://localhost:1\n{JSON}": {401, 403},
@@ -102,6 +122,7 @@ async def test_a_server_refuses_what_a_page_of_another_site_can_send(name: str, 
         for headers, expected in REFUSED.items():
             got = await status(port, f"POST {path} HTTP/1.1\n{headers}", b"{}")
             assert got in expected, (headers, got)
+        assert await status(port, f"GET {reading}?{'a' * 5000} HTTP/1.1\n{HOST}") == 414
         assert await status(port, f"GET {reading} HTTP/1.1\n{HOST}\n{SITE}") in {401, 403}
 
 
@@ -138,14 +159,29 @@ async def test_the_embedded_engine_asks_for_its_key(tmp_path: Path) -> None:
         assert await status(port, f"GET /health HTTP/1.1\n{HOST}") != 401
 
 
-def test_every_server_is_configured_in_one_place() -> None:
-    """A server that configures uvicorn itself, or listens by other means, has none of these guards."""
+STARTS = {"config_of", "serve", "serving", "serving_app", "serving_long"}  # of `web_server`
+OTHERS = {
+    "uvicorn.Config",
+    "uvicorn.run",
+    "asyncio.start_server",
+    "asyncio.start_unix_server",
+    "web.AppRunner",
+    "web.run_app",
+}
+
+
+def starts_a_server(code: str) -> bool:
+    tree = ast.parse(code)
+    imports = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
+    imported = {alias.name for node in imports if node.module == "penstock.serving.web_server" for alias in node.names}
+    called = {ast.unparse(node.func) for node in ast.walk(tree) if isinstance(node, ast.Call)}
+    own = (imported & STARTS) | {f"web_server.{name}" for name in STARTS} | OTHERS
+    return bool(called & own) or any(name.endswith("HTTPServer") for name in called)
+
+
+def test_every_server_passes_this_suite() -> None:
+    """A new server is one of `SERVERS`; one that configures uvicorn itself, or listens by other means, has none of these guards."""
     listed = subprocess.run(["git", "ls-files", "*.py"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
-    pattern = re.compile(r"uvicorn\.(Config|run)\(|start_server\(|\bHTTPServer\(|create_app_runner|web\.AppRunner")
-    servers = [
-        name
-        for name in listed.split()
-        if not name.startswith(("tests/", "benchmarks/", "docs/", "examples/"))
-        and pattern.search((ROOT / name).read_text())
-    ]
-    assert servers == ["protocol/metrics/server.py"]  # which answers one path, and closes what is late after 5 s
+    others = ("tests/", "benchmarks/", "docs/", "examples/", "serving/web_server.py")
+    files = [name for name in listed.split() if not name.startswith(others)]
+    assert {name for name in files if starts_a_server((ROOT / name).read_text())} == {*SERVERS, METRICS}

@@ -39,9 +39,7 @@ JSON = {"content-type": "application/json"}
 LONG = {"content-length": str(10**9)}
 REQUESTS: list[tuple[dict[str, Any], int, int, str]] = [
     ({"headers": {"host": "evil.example"}}, 403, 403, "the Host header must be localhost"),
-    ({"headers": [("host", "localhost"), ("host", "a")]}, 400, 400, "the header host is there twice"),
     ({"headers": {"x": "a" * 40_000}}, 431, 431, "are longer than 32768 bytes"),
-    ({"headers": {"content-length": "0", "transfer-encoding": "chunked"}}, 400, 400, "end its body differently"),
     ({"headers": LONG}, 413, 400, "the body is longer than"),
     ({"content": b'{"a": 1, "a": 2}'}, 400, 400, "the key 'a' twice"),
     ({"content": b'{"a": NaN}'}, 400, 400, "NaN is no JSON number"),

@@ -23,6 +23,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from penstock.protocol.errors import PackError
+from penstock.protocol.files import MOST_JSON_BYTES, json_value
 from penstock.trainer.data.table_bounds import arrow_bytes, parquet_bytes, refused_type, row_bytes, text_columns
 from penstock.trainer.errors import MalformedData
 
@@ -34,6 +35,7 @@ _MAX_TABLE_BYTES = 64 * 1024**3  # decoded: the table is held in memory
 _MAX_RATIO = 1000  # decoded to stored, above `_SMALL_BYTES`
 _SMALL_BYTES = 256 * 1024**2
 _MAX_PARQUET_ROWS = 2**26
+_MAX_ARRAY_RATIO = 8  # of a JSON array in memory to its file, above `MOST_JSON_BYTES`
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,35 +136,20 @@ class _JsonLineRows(RowFile):
 class _JsonArrayRows(RowFile):
     def __init__(self, path: Path) -> None:
         super().__init__(path)
-        self._rows: list[Any] = []
+        most = max(MOST_JSON_BYTES, _MAX_ARRAY_RATIO * path.stat().st_size)
         try:
-            text = path.read_text(encoding="utf-8-sig")
+            self._rows = json_value(path.read_bytes(), most, object_pairs_hook=partial(_object, self.repeated_keys))
         except UnicodeDecodeError as err:
             raise MalformedData(f"{path}: not UTF-8 text (at byte {err.start})") from None
-        self._read(text)
+        except ValueError as err:
+            line = err.lineno if isinstance(err, json.JSONDecodeError) else 1
+            raise MalformedData(f"{path}:{line}: not JSON ({_reason(err)})") from None
 
-    def _read(self, text: str) -> None:
-        decoder = json.JSONDecoder(object_pairs_hook=partial(_object, self.repeated_keys))
-        position = _skip_blanks(text, text.index("[") + 1)
-        line, counted = 1, 0
-        while position < len(text) and text[position] != "]":
-            line += text.count("\n", counted, position)
-            counted = position
-            try:
-                value, position = decoder.raw_decode(text, position)
-            except (ValueError, RecursionError) as err:
-                at = err.lineno if isinstance(err, json.JSONDecodeError) else line
-                raise MalformedData(f"{self.path}:{at}: not JSON ({_reason(err)})") from None
-            self._rows.append(value)
-            self._lines.append(line)
-            position = _skip_blanks(text, position)
-            if text[position : position + 1] == ",":
-                position = _skip_blanks(text, position + 1)
-            elif text[position : position + 1] != "]":
-                break
-        if text[position : position + 1] != "]" or text[position + 1 :].strip():
-            line += text.count("\n", counted, position)
-            raise MalformedData(f"{self.path}:{line}: not JSON (expected ',' or the closing ']' of the array)")
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def place(self, number: int) -> str:
+        return f"{self.path}: row {number + 1}"
 
     def row(self, number: int) -> Row:
         return _an_object(self._rows[number])
@@ -295,10 +282,10 @@ def _check_size(path: Path, size: int) -> None:
 
 def _json_row(line: bytes, repeated: set[str]) -> Row:
     try:
-        return _an_object(json.loads(line, object_pairs_hook=partial(_object, repeated)))
+        return _an_object(json_value(line, object_pairs_hook=partial(_object, repeated)))
     except UnicodeDecodeError as err:
         raise MalformedData(f"not UTF-8 text (at byte {err.start} of the line)") from None
-    except (ValueError, RecursionError) as err:
+    except ValueError as err:
         raise MalformedData(f"not JSON ({_reason(err)})") from None
 
 
@@ -318,9 +305,3 @@ def _object(repeated: set[str], pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 def _reason(err: Exception) -> str:
     return f"{err.msg} at column {err.colno}" if isinstance(err, json.JSONDecodeError) else str(err)
-
-
-def _skip_blanks(text: str, position: int) -> int:
-    while position < len(text) and text[position] in " \t\r\n":
-        position += 1
-    return position

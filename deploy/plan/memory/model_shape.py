@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
+from penstock.protocol.files import json_value
 from penstock.protocol.token_annotations import routers_of
 from penstock.trainer.errors import NotEstimated
 
@@ -218,7 +218,7 @@ def read_shape(folder: Path, key: str) -> ModelShape:
     try:
         if file.stat().st_size > _MAX_BYTES:
             raise NotEstimated(f"{file} has more than {_MAX_BYTES} bytes; restore the file of the model")
-        config = json.loads(file.read_bytes())
+        config = json_value(file.read_bytes())
     except OSError as err:
         raise NotEstimated(
             f"{key} = {folder}: no config.json could be read ({err.strerror}); set it to the folder of a downloaded model"

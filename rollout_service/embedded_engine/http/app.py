@@ -14,10 +14,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from starlette.applications import Starlette
-from starlette.datastructures import Headers
-from starlette.requests import Request
+from starlette.requests import HTTPConnection, Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
-from starlette.types import ASGIApp, Receive, Scope, Send
 
 from penstock.protocol.transport import tls
 from penstock.rollout_service.embedded_engine.engine_thread import EngineThread, WeightUpdate
@@ -47,7 +45,7 @@ from penstock.rollout_service.embedded_engine.http.server_state import (
     route,
     server_of,
 )
-from penstock.serving.request_checks import guard_heads
+from penstock.serving.request_checks import Guard, Rules
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _MAX_BODY_BYTES = 512 * 1024**2  # a batch of prompts with images
@@ -267,22 +265,7 @@ async def _change_adapters(adapters: AdapterRegistry, change: Callable[[AdapterR
     return json_response(reply, status=200 if message is None else 400)
 
 
-class _KeyCheck:
-    """ASGI middleware that refuses what has no key: a local program could otherwise change the weights, or stop the run."""
-
-    def __init__(self, app: ASGIApp, key: str) -> None:
-        self._app, self._expected = app, f"Bearer {key}".encode()
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and scope["path"] not in _WITHOUT_KEY:
-            sent = Headers(scope=scope).get("authorization", "").encode()
-            if not hmac.compare_digest(sent, self._expected):
-                await _refusal(401, "expected the key that the engine was started with")(scope, receive, send)
-                return
-        await self._app(scope, receive, send)
-
-
-def _refusal(status: int, message: str) -> JSONResponse:
+def _refusal(status: int, message: str, scope: object = None) -> JSONResponse:
     return JSONResponse({"error": {"message": message}}, status)
 
 
@@ -315,14 +298,16 @@ def build_app(server: ServerState, key: str = "") -> Starlette:
         ]
     )
     app.state.server = server
-    if key:
-        app.add_middleware(_KeyCheck, key=key)
+    expected = f"Bearer {key}".encode()
+
+    def admit(request: HTTPConnection) -> JSONResponse | None:
+        """Refuse what has no key: a local program could otherwise change the weights, or stop the run."""
+        sent = request.headers.get("authorization", "").encode()
+        if not key or request.scope["path"] in _WITHOUT_KEY or hmac.compare_digest(sent, expected):
+            return None
+        return _refusal(401, "expected the key that the engine was started with")
+
     hosts = () if tls.is_loopback(server.settings.host) else None
-    guard_heads(
-        app,
-        max_bytes=_MAX_BODY_BYTES,
-        hosts=hosts,
-        answer=_refusal,
-        fix="the Host header must be localhost or 127.0.0.1",
-    )
+    fix = "the Host header must be localhost or 127.0.0.1"
+    app.add_middleware(Guard, rules=Rules(hosts, admit=admit, answer=_refusal, fix=fix), max_bytes=_MAX_BODY_BYTES)
     return app

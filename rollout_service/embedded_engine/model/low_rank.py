@@ -8,7 +8,6 @@ however many adapters there are.
 from __future__ import annotations
 
 import itertools
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +15,8 @@ from typing import Literal, NamedTuple, TypeAlias
 
 import torch
 
+from penstock.protocol.errors import UnsupportedModel
+from penstock.protocol.model_folder import read_object
 from penstock.protocol.weights.adapter_format import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from penstock.rollout_service.checks.check_weights import pair_tensors, read_config
 from penstock.rollout_service.embedded_engine.errors import CheckpointRefused
@@ -158,8 +159,7 @@ def read_adapter(folder: Path, model: ModelConfig, *, max_rank: int) -> dict[str
     Each ``down`` is [rank, in] in the file's dtype, each ``up`` [out, rank] in float32.
     """
     try:
-        raw = json.loads((folder / ADAPTER_CONFIG).read_text(encoding="utf-8"))
-        config = read_config(raw)
+        config = read_config(read_object(folder / ADAPTER_CONFIG))
         if config.rank > max_rank:
             raise AdapterUnfit(f"its rank is {config.rank}, the engine was started with --max-lora-rank {max_rank}")
         tensors = read_safetensors(folder / ADAPTER_WEIGHTS)
@@ -171,7 +171,7 @@ def read_adapter(folder: Path, model: ModelConfig, *, max_rank: int) -> dict[str
             )
         if of_tower := [layer for layer in pairs if layer.startswith(PREFIX)]:
             raise AdapterUnfit(f"it adapts {of_tower[0]}: adapters of a vision tower are not computed by this engine")
-    except (OSError, ValueError, AdapterUnfit) as error:
+    except (OSError, ValueError, AdapterUnfit, UnsupportedModel) as error:
         raise CheckpointRefused(f"{folder}: {error}") from error
     for name, tensor in tensors.items():
         check_values(folder, name, tensor)

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from penstock.protocol import errors as protocol_errors
+from penstock.protocol.model_folder import check_numbers, read_object
 from penstock.protocol.token_annotations import routers_of
 from penstock.rollout_service.embedded_engine.errors import UnsupportedModel
 
@@ -88,6 +90,22 @@ class ModelConfig:
 def read_model_config(folder: Path) -> ModelConfig:
     """Read ``folder/config.json``; raises UnsupportedModel, also for a feature that would make results inexact."""
     whole = _read_json(folder / "config.json")
+    try:
+        config = _config_of(folder, whole)
+        sizes = (
+            config.vocab_size, config.hidden_size, config.intermediate_size, config.num_layers, config.num_heads, config.num_kv_heads,
+            config.head_dim, config.context_tokens,
+        )  # fmt: skip
+        if not all(type(size) is int and size > 0 for size in sizes):
+            raise ValueError(f"sizes {sizes}")
+    except (ValueError, TypeError, KeyError, AttributeError, ArithmeticError) as error:
+        raise UnsupportedModel(
+            f"{folder}/config.json is not as transformers writes it ({error!r:.300}); restore it"
+        ) from None
+    return config
+
+
+def _config_of(folder: Path, whole: dict[str, Any]) -> ModelConfig:
     architecture = (whole.get("architectures") or ["(none named)"])[0]
     if architecture not in SUPPORTED_ARCHITECTURES:
         raise UnsupportedModel(
@@ -177,7 +195,10 @@ def read_eos_token_ids(folder: Path) -> tuple[int, ...]:
         if path.is_file():
             value = _read_json(path).get("eos_token_id")
             if value is not None:
-                return tuple(value) if isinstance(value, list) else (value,)
+                ids = tuple(value) if isinstance(value, list) else (value,)
+                if not all(type(token) is int and token >= 0 for token in ids):
+                    raise UnsupportedModel(f"{path}: eos_token_id = {str(value)[:80]}: expected token ids; restore it")
+                return ids
     return ()
 
 
@@ -185,9 +206,11 @@ def _read_json(path: Path) -> dict[str, Any]:
     if not path.is_file():
         raise UnsupportedModel(f"{path} does not exist; the model path must be a Hugging Face model folder")
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise UnsupportedModel(f"{path} is not JSON: {error}") from error
+        content = read_object(path)
+        check_numbers(path, content)
+    except protocol_errors.UnsupportedModel as error:
+        raise UnsupportedModel(str(error)) from None
+    return content
 
 
 def _refuse_features(folder: Path, raw: dict[str, Any]) -> None:

@@ -10,7 +10,6 @@ with the same ones (Rollout Routing Replay, arXiv:2510.11370).
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +18,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch.nn import functional
 
+from penstock.protocol.errors import UnsupportedModel
+from penstock.protocol.model_folder import INDEX, weight_files
 from penstock.protocol.weights.layout import tensor_digest, weights_digest
 from penstock.rollout_service.embedded_engine.errors import CheckpointRefused
 from penstock.rollout_service.embedded_engine.model.model_config import ModelConfig
@@ -108,20 +109,11 @@ def read_checkpoint(folder: Path, config: ModelConfig) -> dict[str, torch.Tensor
 def _files_of(folder: Path) -> list[Path]:
     if not folder.is_dir():
         raise CheckpointRefused(f"{folder} is not a folder; nothing was changed")
-    index = folder / "model.safetensors.index.json"
-    if index.is_file():
+    if (folder / INDEX).is_file():
         try:
-            names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-        except (ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
-            raise CheckpointRefused(f"{index} is not a safetensors index: {error!r}") from error
-        if foreign := [name for name in names if not isinstance(name, str) or "/" in name or name.startswith(".")]:
-            raise CheckpointRefused(
-                f"{index} names {foreign[0]!r}, which is not a file of the folder; nothing was changed"
-            )
-        missing = [name for name in names if not (folder / name).is_file()]
-        if missing:
-            raise CheckpointRefused(f"{folder}: the index names {', '.join(missing)}, which the folder does not hold")
-        return [folder / name for name in names]
+            return weight_files(folder)
+        except UnsupportedModel as error:
+            raise CheckpointRefused(f"{error}; nothing was changed") from None
     files = sorted(folder.glob("*.safetensors"))
     if not files:
         raise CheckpointRefused(f"{folder} holds no *.safetensors file; nothing was changed")

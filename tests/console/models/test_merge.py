@@ -11,7 +11,6 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from penstock.console.registry.model_merge import (
-    INDEX,
     METHODS,
     Method,
     Recipe,
@@ -24,6 +23,7 @@ from penstock.console.registry.model_merge import (
     ties,
 )
 from penstock.protocol.errors import ConfigError
+from penstock.protocol.model_folder import INDEX
 
 Tensors = dict[str, torch.Tensor]
 
@@ -157,7 +157,7 @@ def test_models_of_different_shape_are_refused_and_nothing_is_left(tmp_path: Pat
     with pytest.raises(ConfigError, match="is no whole safetensors file"):
         open_model(tmp_path / "names")
     torn.unlink()
-    with pytest.raises(ConfigError, match=r"model-00001-of-00002\.safetensors is missing"):
+    with pytest.raises(ConfigError, match=r"model-00001-of-00002\.safetensors is not in the folder"):
         open_model(tmp_path / "names")
     with pytest.raises(ConfigError, match="exists; name another folder"):
         merge_folders([first, first], None, first, Recipe("linear", (1.0, 1.0)))
@@ -180,14 +180,15 @@ def _header(entries: object) -> bytes:
 @pytest.mark.parametrize(
     ("files", "message"),
     [
-        ({"model.safetensors": (2**40).to_bytes(8, "little") + bytes(8)}, "a header of"),
+        ({"model.safetensors": (2**40).to_bytes(8, "little") + bytes(8)}, "its header of 1099511627776"),
+        ({"model.safetensors": _header([[], {}] * 2**20)}, "may take"),
         ({"model.safetensors": _header({"a": {"dtype": "F8", "shape": [1], "data_offsets": [0, 1]}})}, "dtype F8"),
-        ({"model.safetensors": _header({"a": {"dtype": "F32", "shape": [2], "data_offsets": [4, 12]}})}, "other offsets"),
-        ({"model.safetensors": _header({"a": {"dtype": "F32", "shape": [1], "data_offsets": [-8, -4]}})}, "other offsets"),
-        ({"model.safetensors": _header({"a": {"dtype": "F32", "shape": [-1, -1], "data_offsets": [0, 4]}})}, "other offsets"),
+        ({"model.safetensors": _header({"a": {"dtype": "F32", "shape": [2], "data_offsets": [4, 12]}})}, "cut off"),
+        ({"model.safetensors": _header({"a": {"dtype": "F32", "shape": [1], "data_offsets": [-8, -4]}})}, "no dtype, shape and offsets"),
+        ({"model.safetensors": _header({"a": {"dtype": "F32", "shape": [-1, -1], "data_offsets": [0, 4]}})}, "no dtype, shape and offsets"),
         ({"model.safetensors": _header([1])}, "no whole safetensors file"),
-        ({INDEX: b"[]"}, "index.json is not readable"),
-        ({}, "model.safetensors is missing"),
+        ({INDEX: b"[]"}, "expected a JSON object"),
+        ({}, "no model.safetensors"),
     ],
 )  # fmt: skip
 def test_a_hostile_file_of_tensors_is_refused(tmp_path: Path, files: dict[str, bytes], message: str) -> None:

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import pytest
-from starlette.responses import PlainTextResponse
 from starlette.types import Message
 from tests.reward_service.processes import api_app
 
 from penstock.protocol.errors import TargetRefused
-from penstock.reward_service.api.app import AccessGate
 from penstock.reward_service.endpoints.endpoint import Access, Role
 from penstock.serving import strict_json
 from penstock.serving.http_connections import HttpConnections
@@ -107,17 +105,15 @@ def test_json_has_one_reading(body: bytes, reason: str) -> None:
         ((), [("host", "evil.example")], 403),
         ((TOKEN,), [("host", "evil.example"), RIGHT], 404),
         ((TOKEN,), [RIGHT, ("penstock-endpoint-call", "1")], 508),
-        ((TOKEN,), [RIGHT, ("x", "a" * 40_000)], 431),
-        ((TOKEN,), [RIGHT, ("content-length", "2"), ("transfer-encoding", "chunked")], 400),
+        ((), [("host", "evil.example"), ("penstock-endpoint-call", "1")], 508),
         ((TOKEN,), [RIGHT, RIGHT], 400),
-        ((TOKEN,), [RIGHT, ("host", "a"), ("host", "b")], 400),
+        ((TOKEN,), [("authorization", "Bearer other")], 401),
     ],
 )
 async def test_headers_are_checked_one_by_one(
     tokens: tuple[tuple[str, Role, str], ...], headers: list[tuple[str, str]], status: int
 ) -> None:
     """Each rule about headers has a status of its own; a request that keeps all of them reaches the app."""
-    gate = AccessGate(PlainTextResponse("not here", 404), Access(tokens), ())
     sent = list[Message]()
 
     async def send(message: Message) -> None:
@@ -127,5 +123,13 @@ async def test_headers_are_checked_one_by_one(
         raise AssertionError("the body is not read")
 
     raw = [(name.encode(), value.encode()) for name, value in headers]
-    await gate({"type": "http", "path": "/v1/x", "raw_path": b"/v1/x", "headers": raw}, receive, send)
+    scope = {
+        "type": "http",
+        "method": "GET",
+        "path": "/v1/x",
+        "raw_path": b"/v1/x",
+        "query_string": b"",
+        "headers": raw,
+    }
+    await api_app(Access(tokens))(scope, receive, send)
     assert sent[0]["status"] == status

@@ -104,6 +104,7 @@ DEEP = b"[" * 100_000 + b"]" * 100_000
         pytest.param("d.json", data(b'[{"a": ' + b"9" * 5000 + b"}]"), ":1: not JSON", id="5,000 digits in an array"),
         pytest.param("d.json", data(b'[{"prompt": "\xff"}]'), "not UTF-8 text", id="array without UTF-8"),
         pytest.param("d.csv", data(b'prompt,extra_info,ground_truth\na,"' + DEEP + b'",1\n'), ":2: ", id="nested CSV cell"),
+        pytest.param("d.json", data(b"[" + b"{}," * 2**21 + b"{}]"), "may take", id="array of small objects"),
         pytest.param("d.csv", data(b"prompt,prompt\na,b\n"), "column prompt is there twice", id="a column twice"),
         pytest.param("d.csv", data(b"a," * 2000 + b"\n1\n"), "2001 columns, the limit is 1000", id="CSV columns"),
         pytest.param("d.csv", data(b'prompt\n"' + b"a" * 100), ":2: not CSV", id="open quote"),

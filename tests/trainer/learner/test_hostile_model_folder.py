@@ -131,7 +131,7 @@ def _not_a_number(folder: Path) -> None:
         pytest.param(config(rope_theta=float("inf")), "rope_theta = inf: expected at most", id="Infinity"),
         pytest.param(config(rope_theta=float("nan")), "rope_theta = nan: expected at most", id="NaN"),
         pytest.param(content("config.json", b'{"a": [[1e999]]}'), "a = inf: expected at most", id="1e999"),
-        pytest.param(header(lambda h: h[FIRST].update(dtype=["F32"])), "its dtype is no text", id="dtypes"),
+        pytest.param(header(lambda h: h[FIRST].update(dtype=["F32"])), "no dtype, shape and offsets", id="dtypes"),
         pytest.param(config(hidden_size=10**12), "expected at most 2147483648", id="a huge width"),
         pytest.param(config(rope_theta=1e300), "expected at most 2147483648", id="a huge number"),
         pytest.param(config(vocab_size=-1), "not a usable causal", id="a negative vocabulary"),
@@ -147,8 +147,8 @@ def _not_a_number(folder: Path) -> None:
         pytest.param(header(length=2**62), "not a safetensors file", id="a huge header"),
         pytest.param(content("model.safetensors", struct.pack("<Q", 4) + b"[[[["), "not a safetensors file", id="no JSON"),
         pytest.param(header(lambda h: h[FIRST].update(data_offsets=[0, 8])), "SafetensorError", id="overlapping offsets"),
-        pytest.param(header(lambda h: h[FIRST].update(data_offsets=["a", None])), "SafetensorError", id="offsets that are no numbers"),
-        pytest.param(header(lambda h: h[FIRST].update(data_offsets=[-8, 8])), "SafetensorError", id="negative offsets"),
+        pytest.param(header(lambda h: h[FIRST].update(data_offsets=["a", None])), "not a safetensors file", id="offsets that are no numbers"),
+        pytest.param(header(lambda h: h[FIRST].update(data_offsets=[-8, 8])), "no dtype, shape and offsets", id="negative offsets"),
         pytest.param(header(lambda h: h[FIRST].update(shape=[2**40, 2**40])), "SafetensorError", id="a huge shape"),
         pytest.param(header(lambda h: h[FIRST].update(dtype="I32")), "expected floating-point", id="integers"),
         pytest.param(header(lambda h: h[FIRST].update(dtype="Q9")), "expected floating-point", id="an unknown dtype"),
@@ -173,9 +173,10 @@ def test_a_hostile_model_folder_is_refused(model: Path, change: Change, expected
 
 def test_the_embedded_engine_reads_no_file_outside_of_its_folder(model: Path) -> None:
     """Names of an index that leave the folder, or are no names, are refused there too."""
+    (model / "model.safetensors").unlink()
     for name in ("../outside.safetensors", "/etc/passwd", 7, ["a"]):
         (model / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": name}}))
-        with pytest.raises(CheckpointRefused, match=r"not a file of the folder|not a safetensors index"):
+        with pytest.raises(CheckpointRefused, match="the name of a safetensors file in this folder"):
             _files_of(model)
 
 

@@ -6,7 +6,6 @@ file with one JSON object a line.
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from array import array
@@ -22,7 +21,7 @@ from pydantic import Field
 from penstock.agents.environments.episode_environment import PlayOptions
 from penstock.agents.environments.tools.tool import Tool, ToolArguments, ToolEpisode, ToolUnavailable
 from penstock.protocol.errors import ConfigError
-from penstock.protocol.files import target_outside
+from penstock.protocol.files import json_value, target_outside
 
 _WORD = re.compile(r"\w+")
 _K1, _B = 1.2, 0.75  # of Lucene
@@ -142,8 +141,8 @@ def _of_lines(file: Path) -> Iterator[tuple[str, str]]:
 
 def _of_line(line: str, place: str) -> tuple[str, str]:
     try:
-        row: Any = json.loads(line)
-    except (ValueError, RecursionError) as err:
+        row: Any = json_value(line.encode())
+    except ValueError as err:
         raise ConfigError(f"{place}: not JSON ({err})") from None
     if not isinstance(row, dict):
         raise ConfigError(f"{place}: expected an object, got {type(row).__name__}")

@@ -16,7 +16,7 @@ from starlette.requests import Request
 from starlette.routing import Route
 from tests.console.web.control.api import BASE, Api
 
-from penstock.console.web.access import MAX_HEAD_BYTES, MAX_QUERY_BYTES, MAX_TOKENS, Access, Role
+from penstock.console.web.access import MAX_TOKENS, Access, Role
 from penstock.console.web.app import MAX_BODY_BYTES
 from penstock.console.web.context import require
 from penstock.console.web.problems import Problem
@@ -188,16 +188,7 @@ ATTACKS: dict[str, tuple[str, str, dict[str, str], int]] = {
     "token in a foreign cookie": ("GET", "/v1/runs", {"cookie": "penstock_9999={admin}"}, 401),
     "wrong header beats a right cookie": ("GET", "/v1/runs", {"authorization": "Bearer x", "cookie": "{cookie}"}, 401),
     "DNS rebinding": ("GET", "/v1/runs", {"authorization": "Bearer {admin}", "host": "evil.example"}, 403),
-    "rebinding with a port": ("GET", "/v1/runs", {"authorization": "Bearer {admin}", "host": "evil.example:8800"}, 403),
     "rebinding of the page": ("GET", "/", {"host": "evil.example"}, 403),
-    "host that begins like ours": ("GET", "/healthz", {"host": "127.0.0.1.evil.example"}, 403),
-    "host with credentials": ("GET", "/healthz", {"host": "127.0.0.1@evil.example"}, 403),
-    "host after an address": ("GET", "/healthz", {"host": "[::1].evil.com"}, 403),
-    "host after a port": ("GET", "/healthz", {"host": "127.0.0.1:80.evil.com"}, 403),
-    "host after a user": ("GET", "/healthz", {"host": "localhost:80@evil.com"}, 403),
-    "host after brackets": ("GET", "/healthz", {"host": "[::1]evil.com:8800"}, 403),
-    "two ends of a body": ("POST", "/login", {"content-length": "5", "transfer-encoding": "chunked", "origin": BASE}, 400),
-    "empty host": ("GET", "/healthz", {"host": ""}, 403),
     "CSRF by a form": ("POST", "/v1/runs/x/stop", {"cookie": "{cookie}", "origin": "http://evil.example"}, 403),
     "CSRF without an origin": ("POST", "/v1/runs/x/stop", {"cookie": "{cookie}"}, 403),
     "CSRF with a null origin": ("POST", "/v1/runs/x/stop", {"cookie": "{cookie}", "origin": "null"}, 403),
@@ -221,8 +212,6 @@ ATTACKS: dict[str, tuple[str, str, dict[str, str], int]] = {
     "static file outside": ("GET", "/static/..%2f..%2faccess.py", {}, 404),
     "static file by dots": ("GET", "/static/%2e%2e/access.py", {}, 404),
     "static folder": ("GET", "/static/", {}, 404),
-    "long query": ("GET", "/v1/runs?x=" + "a" * MAX_QUERY_BYTES, {"authorization": "Bearer {admin}"}, 414),
-    "long head": ("GET", "/v1/runs", {"authorization": "Bearer {admin}", "x": "a" * MAX_HEAD_BYTES}, 431),
     "long body": ("POST", "/v1/runs", {"authorization": "Bearer {admin}", "content-length": str(MAX_BODY_BYTES + 1)}, 413),
     "documentation from a CDN": ("GET", "/docs", {"authorization": "Bearer {admin}"}, 404),
 }  # fmt: skip
@@ -252,15 +241,6 @@ def test_an_attack_is_refused(attacked: tuple[Api, dict[str, str]], attack: str)
     assert "x-content-type-options" in answer.headers
     assert answer.headers["x-frame-options"] == "DENY"
     assert (api.folder / "linked").resolve().is_dir()
-
-
-@pytest.mark.parametrize("name", ["host", "authorization", "origin", "content-length"])
-def test_a_header_that_decides_is_sent_once(api: Api, name: str):
-    """Else a proxy and this server may read different ones."""
-    given = {"host": "127.0.0.1", "authorization": f"Bearer {api.tokens[Role.ADMIN]}", "content-length": "0"}
-    headers = [*given.items(), (name, given.get(name, BASE)), *([(name, BASE)] if name == "origin" else [])]
-    answer = api.client(None).get("/v1/runs", headers=headers)
-    assert (answer.status_code, answer.json()["detail"]) == (400, f"the header {name} is there twice")
 
 
 @pytest.mark.parametrize(
