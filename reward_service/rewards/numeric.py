@@ -71,7 +71,10 @@ def _answer(completion: str, where: str) -> Quantity | None:
         if answer is not None:
             return quantity.read(answer)
     phrase = final_answer.after_phrase(completion)
-    return quantity.read(phrase) if phrase and quantity.begins(phrase) else quantity.last(completion)
+    line = phrase or final_answer.last_line(completion) or ""
+    read = quantity.read(line) if quantity.begins(line) else None
+    is_alone = read is not None and not any(letter.isdigit() for letter in read.unit)
+    return read if is_alone or (phrase and line and quantity.begins(line)) else quantity.last(completion)
 
 
 def _factor(rule: str, gold: str, answer: str) -> Fraction | None:

@@ -229,7 +229,8 @@ def split_unit(text: str, other: str = "") -> tuple[str, str]:
         return text, ""
     groups = match.groupdict()
     value, unit = groups.get("value") or groups.get("number") or "", groups.get("unit") or groups.get("short") or ""
-    plain = re.sub(r"\\text\s*\{([^{}]*)\}", r"\1", unit).replace("^\\circ", "°").strip()
+    plain = re.sub(r"\\text\s*\{([^{}]*)\}(?=\\text)", r"\1 ", unit)  # m s is not ms
+    plain = re.sub(r"\\text\s*\{([^{}]*)\}", r"\1", plain).replace("^\\circ", "°").strip()
     if (
         _NO_UNIT.search(re.sub(r"\^?\{?-?[0-9]\}?", "", plain))
         or ("°" in plain and _TRIGONOMETRY.search(value))
