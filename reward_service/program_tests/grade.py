@@ -11,9 +11,8 @@ those that are left when a program has used up its part of its group's time.
 `SandboxPool` runs a bounded number of programs at a time, each killable.
 
 Test code first proves that it rejects programs. The proof runs it with stand-ins that answer every call alike
-(`inside/program_proxy.STUBS`). Test code that accepts them all asserts nothing: functions that are never called, a bare
-comparison, a swallowed AssertionError. It is an error of the row, like a missing module. A proof is made once for the
-tests of a row and kept.
+(`inside/program_proxy.STUBS`). Test code that accepts them all asserts nothing: functions that are never called, a bare comparison, a
+swallowed AssertionError. It is an error of the row, like a missing module. A proof is made once for the tests of a row and kept.
 
 When the test process uses up a limit after the program has answered, its answers are the cause, because the tests
 have finished with a stand-in; tests that never do are an error of the row.

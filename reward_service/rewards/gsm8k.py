@@ -1,9 +1,8 @@
 """1 when the number after the last ``####`` is the ground truth's number; the answer format of GSM8K.
 
-Accepts more than verl's strict rule: no space after ``####``, a currency sign, a
-trailing dot, ``3.0`` for ``3``, fractions and bold digits; less where a second number follows (``42 41``). A completion without
-``####`` and a number is wrong, as in verl. There is no partial credit for the format: the part
-``has_answer`` counts it instead.
+Accepts more than verl's strict rule: no space after ``####``, a currency sign, a trailing dot, ``3.0`` for ``3``, fractions and bold
+digits; less where a second number follows (``42 41``). A completion without ``####`` and a number is wrong, as in verl. There is no
+partial credit for the format: the part ``has_answer`` counts it instead.
 """
 
 from __future__ import annotations

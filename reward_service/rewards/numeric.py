@@ -1,8 +1,7 @@
 """1 when the answer is the ground truth's number, within a tolerance, its unit as asked.
 
-The answer is searched in ``\\boxed{}``, ``<answer>`` tags, after ``####`` and after "the answer is"; if none
-of them contains a number, it is the last number of the completion (``where = "auto"``). Part ``has_answer`` is
-1 if a number was found.
+The answer is searched in ``\\boxed{}``, ``<answer>`` tags, after ``####`` and after "the answer is"; if none of them contains a number,
+it is the last number of the completion (``where = "auto"``). Part ``has_answer`` is 1 if a number was found.
 """
 
 from __future__ import annotations

@@ -60,12 +60,7 @@ def check_tests(rows: Sequence[dict[str, Any]]) -> TestReport:
     text = "".join(json.dumps(row) + "\n" for row in rows)
     try:
         done = subprocess.run(
-            _COMMAND,
-            input=text,
-            capture_output=True,
-            text=True,
-            timeout=_START_S + _ROW_S * len(rows),
-            check=False,
+            _COMMAND, input=text, capture_output=True, text=True, timeout=_START_S + _ROW_S * len(rows), check=False
         )
     except subprocess.TimeoutExpired:
         return TestReport(not_run="the sandbox did not finish in time")

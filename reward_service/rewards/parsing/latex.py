@@ -1,8 +1,7 @@
 r"""Read boxes, labels, prose, equations and numbers of answers exactly; answers are never compared as floats.
 
-Of an equation the final side is the answer, unless its other sides contradict it: ``x = 42``, ``6 \cdot 7 = 42`` and
-``\pi \approx 3.14`` are answers; ``41 = 42`` contradicts itself. Sides with letters (``a + b = 42``) name what the value is of,
-and are not compared.
+Of an equation the final side is the answer, unless its other sides contradict it: ``x = 42``, ``6 \cdot 7 = 42`` and ``\pi \approx
+3.14`` are answers; ``41 = 42`` contradicts itself. Sides with letters (``a + b = 42``) name what the value is of, and are not compared.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Parse a number with its unit, exactly: thousands, mixed fractions, powers of ten, percent, other spellings; convert units.
 
-Refused on purpose: a decimal comma (``1,5`` may be a list), digits of other scripts than Latin and full
-width, powers other than of ten (``9**9**9`` is not written as an answer), and numbers beyond
-`MAX_EXPONENT` digits. Values are never compared as floats.
+Refused on purpose: a decimal comma (``1,5`` may be a list), digits of other scripts than Latin and full width, powers other than of ten
+(``9**9**9`` is not written as an answer), and numbers beyond `MAX_EXPONENT` digits. Values are never compared as floats.
 """
 
 from __future__ import annotations
