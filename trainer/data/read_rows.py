@@ -51,7 +51,7 @@ from penstock.trainer.settings import COLUMNS, DataSettings
 _TEXT_CHATS = {"prompt", "completion", "response"}
 _CHATS = {"messages", "conversations"}
 _GLAIVE_ROLES = {"USER": "user", "ASSISTANT": "assistant", "FUNCTION RESPONSE": "tool"}
-_GLAIVE_TURN = re.compile(rf"^[ \t]*({'|'.join(_GLAIVE_ROLES)}):", re.MULTILINE)
+_GLAIVE_TURN = re.compile(rf"(?<!\S)({'|'.join(_GLAIVE_ROLES)}):")
 _GLAIVE_CALL = re.compile(r"""\{\s*"name":\s*"([^"]+)"\s*(?:,\s*"arguments":\s*(?:'(.*)'|(\{.*\}))\s*)?\}""", re.DOTALL)
 
 
