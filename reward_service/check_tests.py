@@ -1,9 +1,10 @@
 """``python -m penstock.reward_service check-tests``: run the test programs of rows before a run does.
 
 Reads rows as JSON objects, one a line: ``place``, ``prompt``, ``data_source``, ``ground_truth``, ``extra_info``, the last
-two as values. Writes one JSON object for each row that the reward `code` would score, in order of completion:
+two as values, and of those whose truth is to be read the name of their ``reward``, null: by the data source. Writes one JSON object for each row that the reward `code` would score, in order of completion:
 ``{"place", "problem", "solution"}``. The problem is "" for tests that reject an empty program and one that returns
-nothing useful, and that accept the row's solution if it has one; the solution is that program or null.
+nothing useful, and that accept the row's solution if it has one; the solution is that program or null. A row of another built-in
+reward whose truth no answer can be compared with is written too, without ``solution``.
 
 `penstock data check` and `penstock reward test` start it, because neither imports this service.
 """
@@ -16,17 +17,19 @@ import json
 from collections.abc import Iterable, Mapping
 from typing import Any, TextIO
 
-from penstock.reward_service.errors import BadGroundTruth, SandboxFailed, SandboxUnavailable
+from penstock.reward_service.errors import BadGroundTruth, GraderFailed, SandboxFailed, SandboxUnavailable
+from penstock.reward_service.graders.grader_pool import GraderPool
 from penstock.reward_service.program_tests import code_blocks, tests_of_row
 from penstock.reward_service.program_tests.grade import SandboxPool
-from penstock.reward_service.registry.built_in import BY_SOURCE
+from penstock.reward_service.registry.built_in import BUILT_INS, BY_SOURCE
 from penstock.reward_service.rewards import code
+from penstock.reward_service.rewards.reward import GradedReward, PureReward
 from penstock.sandbox import canary
 from penstock.sandbox.zygote_command import Launch
 from penstock.sandbox.zygote_process import Limits
 
 EMPTY_PROGRAM = "pass"
-_NUM_SLOTS = 2
+_NUM_SLOTS, _GRADER_CPU_S = 2, 5.0
 _TOGETHER = 64  # rows read ahead
 _SOLUTIONS = ("canonical_solution", "reference_solution", "gold_standard_solution", "solution", "solutions", "code")
 _CODE = ("assert ", "def test", "def check", "unittest")
@@ -34,24 +37,44 @@ _CODE = ("assert ", "def test", "def check", "unittest")
 
 async def check(rows: Iterable[str], out: TextIO) -> int:
     """Check rows and write the results; return the exit code. Raises SandboxUnavailable when no sandbox works here."""
-    probed = await asyncio.to_thread(canary.probe, "auto")
-    if probed.kind is None:
-        raise SandboxUnavailable(str(probed))
-    pool = SandboxPool(Launch(probed.kind), _NUM_SLOTS, Limits())
+    probed, grader = await asyncio.to_thread(canary.probe, "auto"), GraderPool(1, cpu_s=_GRADER_CPU_S)
+    pool = None if probed.kind is None else SandboxPool(Launch(probed.kind), _NUM_SLOTS, Limits())
     try:
         batch: list[dict[str, Any]] = []
         for line in rows:
             row = json.loads(line)
             if not is_code(row):
+                if problem := await problem_of_truth(row, grader):
+                    out.write(json.dumps({"place": row["place"], "problem": problem}) + "\n")
                 continue
+            if pool is None:
+                raise SandboxUnavailable(str(probed))
             batch.append(row)
             if len(batch) == _TOGETHER:
                 await _check_batch(batch, pool, out)
                 batch = []
-        await _check_batch(batch, pool, out)
+        if pool is not None:
+            await _check_batch(batch, pool, out)
     finally:
-        await pool.close()
+        await asyncio.gather(grader.close(), *([] if pool is None else [pool.close()]))
     return 0
+
+
+async def problem_of_truth(row: Mapping[str, Any], grader: GraderPool) -> str:
+    """Return why the truth of a row cannot be compared with any answer, by the built-in reward that scores it; "" if it can."""
+    name = row.get("reward") or BY_SOURCE.get(row.get("data_source") or "")
+    reward = BUILT_INS.get(BY_SOURCE.get(name, name)) if name and "reward" in row else None
+    if reward is None or reward.default is None or not isinstance(reward, PureReward | GradedReward):
+        return ""
+    judge, truth = reward.bind(reward.default), row.get("ground_truth")
+    try:
+        if isinstance(reward, PureReward):
+            judge(("",), truth)
+        elif reward.grader == "math":
+            await judge(("",), truth, grade=grader.equal)
+    except (BadGroundTruth, GraderFailed) as err:
+        return str(err)
+    return ""
 
 
 async def _check_batch(rows: list[dict[str, Any]], pool: SandboxPool, out: TextIO) -> None:

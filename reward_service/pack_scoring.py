@@ -123,8 +123,7 @@ def is_permanent(err: Exception) -> bool:
 def fetch_texts(blobs: Blobs, pack: BlobRef, groups: Sequence[GeneratedGroup]) -> list[GroupTexts]:
     """Return the texts of the groups, in order; token columns are never read.
 
-    Raises BlobMissing, BlobCorrupt or BlobStoreUnreachable for the object, and PackError when it
-    differs from the message.
+    Raises BlobMissing, BlobCorrupt or BlobStoreUnreachable for the object, and PackError when it differs from the message.
     """
     pack_bounds.check_message(pack, groups)
     try:

@@ -1,9 +1,8 @@
 """The registered endpoints, shared by all replicas and runs, stored in the registry bucket.
 
-All of them are one value, changed by compare-and-swap: a replica learns of a change by reading one key each heartbeat,
-and two registrations at the same moment cannot overwrite each other. Leases have separate keys, which only their
-endpoint renews. Unregistered names are kept for a while, so that groups which still request them wait instead of being
-dead-lettered at once.
+All of them are one value, changed by compare-and-swap: a replica learns of a change by reading one key each heartbeat, and two
+registrations at the same moment cannot overwrite each other. Leases have separate keys, which only their endpoint renews. Unregistered
+names are kept for a while, so that groups which still request them wait instead of being dead-lettered at once.
 
 Signing keys and API keys are in a bucket that only this service may read: written by a registration, never returned by the API. One
 key per endpoint name, bound to the URL it was registered for: registering the name at another URL needs the secrets again.

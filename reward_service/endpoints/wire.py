@@ -1,8 +1,7 @@
 """Requests to endpoints and their answers: the `penstock` dialect, and what every other dialect translates to.
 
-The service sends ``POST <url>`` with a `ScoreRequest` as JSON and a header ``Idempotency-Key``; the
-endpoint answers 200 with a `ScoreResponse`. A score of null, or an error text, means *could not be
-scored*: the whole group is delivered again. It never means 0.
+The service sends ``POST <url>`` with a `ScoreRequest` as JSON and a header ``Idempotency-Key``; the endpoint answers 200 with a
+`ScoreResponse`. A score of null, or an error text, means *could not be scored*: the whole group is delivered again. It never means 0.
 """
 
 from __future__ import annotations

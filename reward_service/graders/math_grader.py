@@ -104,6 +104,7 @@ def _values(text: str) -> notation.Collection | None:
     return notation.Collection(values.kind, tuple(items))
 
 
+_CLOCK = re.compile(r"[0-9]{1,2}:[0-5][0-9](?:\\text\{[ap]m\})?")
 _SIGNS = re.compile(r"[<>]|\\(?:le|ge|neq)(?![A-Za-z])")
 
 
@@ -111,8 +112,8 @@ def _equal(gold: str, answer: str, relative: Any) -> bool:
     if not gold or not answer:
         return False
     gold, answer = (_REALS if text == "\\mathbb{R}" else text for text in (gold, answer))
-    if gold == answer:
-        return True
+    if gold == answer or (_CLOCK.fullmatch(gold) and _CLOCK.fullmatch(answer)):
+        return gold == answer
     wanted, values = _values(gold), _values(answer)
     if wanted is None and values is None:
         return _equal_values(gold, answer, relative)
@@ -137,10 +138,15 @@ def _equal(gold: str, answer: str, relative: Any) -> bool:
 def _equal_collections(wanted: notation.Collection, values: notation.Collection, relative: Any) -> bool:
     if len(wanted.items) != len(values.items) or len(wanted.items) > _MAX_ITEMS:
         return False
-    if wanted.is_ordered or values.is_ordered:
-        return wanted.kind == values.kind and _all_equal(wanted.items, values.items, relative)
     names, theirs = ([notation.named(item)[0] for item in part.items] for part in (wanted, values))
     several, others = len({*names} - {""}) > 1, len({*theirs} - {""}) > 1
+    if wanted.is_ordered or values.is_ordered:  # (1, 2), also as x = 1, y = 2
+        if wanted.kind != values.kind and (wanted.kind or values.kind) == "()" and "" in {wanted.kind, values.kind}:
+            listed, given = (theirs, values) if wanted.kind else (names, wanted)
+            if several + others == 1 and listed == sorted({*listed}):
+                stripped = [notation.named(item)[1] for item in given.items]
+                return _all_equal(*((wanted.items, stripped) if wanted.kind else (stripped, values.items)), relative)
+        return wanted.kind == values.kind and _all_equal(wanted.items, values.items, relative)
     if several and others:
         return _matched(wanted.items, values.items, lambda one, other: _equal(one, other, relative))
     plain, given = ([notation.named(item)[1] if part_names else item for item in part.items]

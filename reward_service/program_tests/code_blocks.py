@@ -11,7 +11,7 @@ from __future__ import annotations
 import ast
 import re
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 LANGUAGES = ("python", "python3", "py", "py3", "pypy", "pypy3", "ipython")
@@ -34,19 +34,25 @@ _QUOTE = -1  # the column of a block quote; a list item has that of its content
 _TOKENS = re.compile(r"#.*|(\"\"\"|''')|\"(?:[^\"\\]|\\.)*(?:\"|\\?$)|'(?:[^'\\]|\\.)*(?:'|\\?$)")
 
 
-def program(completion: str) -> str | None:
+def program(completion: str, names: Sequence[str] = ()) -> str | None:
     """Return the last fenced block marked as Python, else the last without a language, else the whole text.
 
+    Blocks that define one of the ``names`` of what is called come before those that do not: an example of its use follows.
     None when there is no program: nothing but white space or thinking, only blocks in other languages, or too long a text.
     A block that is never closed reaches to the end.
     """
     answer = after_thinking(completion)
-    text = _ANSWER.sub("\n", answer)
+    text = _ANSWER.sub("\n", answer.lstrip("\ufeff"))
     blocks = [block for block in fenced_blocks(text) or fenced_blocks(text, indented=True) if block[1].strip()]
     python = [content for language, content in blocks if language in LANGUAGES]
     unnamed = [content for language, content in blocks if not language]
+    python = [
+        code
+        for code in python
+        if any(re.search(rf"\b(?:def|class)\s+{name}\b|^{name}\s*=", code, re.MULTILINE) for name in names)
+    ] or python
     chosen: str | None = _before_stray_fence(text)
-    if chosen is None or any(map(_is_program, (*python, *unnamed))):
+    if chosen is None or any(map(is_program, (*python, *unnamed))):
         whole = None if blocks else _ANSWER.sub("\n", _tagged(answer))
         chosen = next(iter([*python[-1:], *unnamed[-1:]]), whole)
     return chosen if chosen is not None and chosen.strip() and len(chosen) <= MAX_PROGRAM_CHARS else None
@@ -97,13 +103,13 @@ def _before_stray_fence(text: str) -> str | None:
         fence = _FENCE.fullmatch(line.strip()) if not quote else None
         if fence is not None:
             before = "".join(f"{one}\n" for one in head)
-            return before if not (fence[2] or fence[4]) and _is_program(before) else None
+            return before if not (fence[2] or fence[4]) and is_program(before) else None
         quote = _open_quote(line, quote)
         head.append(line)
     return None
 
 
-def _is_program(text: str) -> bool:
+def is_program(text: str) -> bool:
     """Return True for Python that does something: a number, a name or a text alone is none."""
     if not text.strip() or len(text) > _MAX_PARSED_CHARS:
         return False

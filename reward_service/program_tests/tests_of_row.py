@@ -132,6 +132,13 @@ def read(truth: Any, extra: Any) -> Tests:
     return _tests_of([_resolved(case, row_function) for case in fields["cases"]])
 
 
+def called(tests: Tests) -> Sequence[str]:
+    """Return the names that tests call a program by, and of test code without them all that it calls."""
+    if isinstance(tests, Assertions):
+        return tests.entry_points or re.findall(r"\b([A-Za-z_]\w*)\(", "\n".join(tests.pieces))
+    return (tests.function,) if isinstance(tests, FunctionTests) else ()
+
+
 def _resolved(case: _Case, row_function: Any) -> _Case:
     function = str(case.function or row_function or "")
     form = "function" if function else "stdin"
@@ -278,6 +285,7 @@ def _texts(values: Any) -> tuple[str, ...]:
 def _lines(value: Any) -> Any:
     """APPS keeps some inputs and outputs as lists of lines; a line ends as on the machine of the judges."""
     text = "\n".join(map(str, value)) if isinstance(value, list) else value
+    text = str(text) if isinstance(text, int | float) and not isinstance(text, bool) else text
     return text.replace("\r\n", "\n") if isinstance(text, str) else text
 
 

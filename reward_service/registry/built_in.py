@@ -139,7 +139,9 @@ def scorer(reward: Reward, parameters: Any, graders: Graders) -> Scorer | None:
             run = partial(judge, grade=graders.sandboxes.grade, all_or_nothing=graders.all_or_nothing)
             return BuiltInScorer(
                 name,
-                lambda group: run(group.completions, ground_truth(group.reward), extra_info(group.reward)),
+                lambda group: run(
+                    group.completions, ground_truth(group.reward), extra_info(group.reward), prompt=group.prompt_text
+                ),
                 slow=True,
             )
         case _:

@@ -1,9 +1,8 @@
 """Rewards of the user by import path, file or entry point, as the run file names them, and their worker processes.
 
-Only names of the run file are loaded: a name that comes in a message never makes this service import anything.
-The code runs in worker processes, asked one group at a time and killed when they overrun. A process that ends, hangs or
-cannot load its code is an error of the group it was asked about (`UserCodeFailed`), never a score; the next group gets a
-new process.
+Only names of the run file are loaded: a name that comes in a message never makes this service import anything. The code runs in worker
+processes, asked one group at a time and killed when they overrun. A process that ends, hangs or cannot load its code is an error of the
+group it was asked about (`UserCodeFailed`), never a score; the next group gets a new process.
 """
 
 from __future__ import annotations

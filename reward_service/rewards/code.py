@@ -28,11 +28,15 @@ _DATA_SETS = (
 
 
 async def judge(
-    completions: tuple[str, ...], truth: Any, extra: Any, grade: Grade, *, all_or_nothing: bool
+    completions: tuple[str, ...], truth: Any, extra: Any, grade: Grade, *, all_or_nothing: bool, prompt: str = ""
 ) -> list[Verdict]:
-    """Run every completion's program against the row's tests; equal programs run once."""
+    """Run every completion's program against the row's tests; equal programs run once. A body may go on from the ``prompt``."""
     tests = tests_of_row.read(truth, extra)
-    programs = [code_blocks.program(completion) for completion in completions]
+    found = (code_blocks.program(completion, tests_of_row.called(tests)) for completion in completions)
+    programs = [
+        prompt + program if program and program[0].isspace() and code_blocks.is_program(prompt + program) else program
+        for program in found
+    ]
     different = dict.fromkeys(program for program in programs if program is not None)
     known = {program: await grade(program, tests, len(different)) for program in different}
     return [

@@ -1,9 +1,8 @@
 """1 when the number after the last ``####`` is the ground truth's number; the answer format of GSM8K.
 
-Accepts more than verl's strict rule: no space after ``####``, a currency sign, a
-trailing dot, ``3.0`` for ``3``, fractions and bold digits; less where a second number follows (``42 41``). A completion without
-``####`` and a number is wrong, as in verl. There is no partial credit for the format: the part
-``has_answer`` counts it instead.
+Accepts more than verl's strict rule: no space after ``####``, a currency sign, a trailing dot, ``3.0`` for ``3``, fractions and bold
+digits; less where a second number follows (``42 41``). A completion without ``####`` and a number is wrong, as in verl. There is no
+partial credit for the format: the part ``has_answer`` counts it instead.
 """
 
 from __future__ import annotations
@@ -13,28 +12,21 @@ from fractions import Fraction
 from typing import Any
 
 from penstock.reward_service.errors import BadGroundTruth
-from penstock.reward_service.rewards.parsing import final_answer, quantity
+from penstock.reward_service.rewards.parsing import final_answer, latex, quantity
 from penstock.reward_service.rewards.parsing.latex import NUMBER, read_number
 from penstock.reward_service.rewards.reward import PureReward, Verdict, truth_text, verdicts_on
 
 NAME = "gsm8k"
 FLEXIBLE = "gsm8k_flexible"
-_LINE_CHARS = 200
-_BOLD_ENDS = re.compile(r"^(?:\*\*|__)(?![0-9(])")
 _ANY = re.compile(rf"(?<![0-9.]){NUMBER}")
-_MIXED = r"[0-9]+\s[0-9]+\s?/\s?[0-9]+"
-_ANSWER = re.compile(rf"####\s{{0,8}}[*_]{{0,2}}(?P<sign>[-+−]?)\s?(?:\\?\$)?\s?(?P<number>{_MIXED}|{NUMBER})")
 
 
 def last_answer(text: str) -> Fraction | None:
     """Return the number after the last ``####`` that has one, else None; also None if it goes on: ``42 41``, ``42 or 43``."""
-    last_match = None
-    for match in _ANSWER.finditer(text):
-        last_match = match
-    if last_match is None:
-        return None
-    line = _BOLD_ENDS.sub("", text[last_match.end() : last_match.end() + _LINE_CHARS].partition("\n")[0])
-    return None if quantity.goes_on(line) else read_number(last_match["sign"] + last_match["number"])
+    lines = [part.lstrip().partition("\n")[0] for part in text.split("####")[1:]]
+    line = next((line for line in reversed(lines) if any(map(str.isdecimal, line))), "")
+    number = quantity.read(latex.last_boxed(line) or line)
+    return None if number is None else number.number
 
 
 def judge(completions: tuple[str, ...], truth: Any) -> list[Verdict]:

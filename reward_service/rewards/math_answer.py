@@ -96,7 +96,7 @@ async def judge_with(
 class _Gold(NamedTuple):
     text: str
     relative: float
-    label: str = ""  # the letter of a choice that stands before the truth
+    label: str = ""  # the letter of a choice that is the truth, or stands before it
 
     @property
     def to_grader(self) -> str:
@@ -123,7 +123,7 @@ def _gold(truth: Any, relative: float) -> _Gold:
     if gold is None or not latex.plain_text(gold) or len(gold) > MAX_ANSWER_CHARS or not 0.0 <= relative < 1.0:
         raise BadGroundTruth(f"math: the row's ground_truth must be an answer, got {text[:80]!r}")
     gold = gold.replace("\t", " ")
-    label, gold = latex.label(gold), latex.without_label(gold)
+    label, gold = latex.label(gold) or latex.choice(gold), latex.without_label(gold)
     if not latex.is_shallow(gold, MAX_DEPTH):
         raise BadGroundTruth(f"math: the row's ground_truth has brackets nested deeper than {MAX_DEPTH}: {gold[:80]!r}")
     return _Gold(gold, relative, label)
@@ -182,12 +182,12 @@ async def _compare(gold: _Gold, answer: str, grade: Grade) -> Graded:
     """Compare an answer; of an equation the final side, and its numeric sides must not contradict it."""
     if latex.without_name(gold.text) == gold.text and "=" in gold.text:
         return await _equal(gold, answer, grade)
-    if gold.label and (
-        labelled := re.fullmatch(rf"\(?{gold.label}(?:[).:]+\s*(?P<text>.*))?", latex.plain_text(answer))
-    ):
-        if not labelled["text"]:
-            return Graded.RIGHT
-        answer = labelled["text"]
+    if gold.label and latex.choice(answer) == gold.label:
+        return Graded.RIGHT
+    if gold.label and (label := latex.label(answer)):
+        if label != gold.label or latex.choice(gold.text):
+            return Graded.RIGHT if label == gold.label else Graded.WRONG
+        answer = latex.without_label(answer)
     equation = latex.read(answer if latex.is_prose(gold.text) else latex.without_label(answer))
     if not all(latex.is_rounding(number, equation.value) for number in equation.rounded):
         return Graded.WRONG

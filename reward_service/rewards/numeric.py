@@ -1,8 +1,7 @@
 """1 when the answer is the ground truth's number, within a tolerance, its unit as asked.
 
-The answer is searched in ``\\boxed{}``, ``<answer>`` tags, after ``####`` and after "the answer is"; if none
-of them contains a number, it is the last number of the completion (``where = "auto"``). Part ``has_answer`` is
-1 if a number was found.
+The answer is searched in ``\\boxed{}``, ``<answer>`` tags, after ``####`` and after "the answer is"; if none of them contains a number,
+it is the last number of the completion (``where = "auto"``). Part ``has_answer`` is 1 if a number was found.
 """
 
 from __future__ import annotations
@@ -71,7 +70,10 @@ def _answer(completion: str, where: str) -> Quantity | None:
         if answer is not None:
             return quantity.read(answer)
     phrase = final_answer.after_phrase(completion)
-    return quantity.read(phrase) if phrase and quantity.begins(phrase) else quantity.last(completion)
+    line = phrase or final_answer.last_line(completion) or ""
+    read = quantity.read(line) if quantity.begins(line) else None
+    is_alone = read is not None and not any(letter.isdigit() for letter in read.unit)
+    return read if is_alone or (phrase and line and quantity.begins(line)) else quantity.last(completion)
 
 
 def _factor(rule: str, gold: str, answer: str) -> Fraction | None:

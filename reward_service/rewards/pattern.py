@@ -1,9 +1,8 @@
 """1 when a regular expression matches somewhere in the answer, or matches all of it.
 
-The expression is in the run file (``pattern``) or is the row's ground truth. Python's expressions may take
-exponential time on a text that a policy chose, so they run in grader processes with a CPU limit (`pattern_grader`):
-a completion that exhausts it twice counts as no match (part ``timeout``), because it alone is the cause. Answers
-longer than `MAX_CHARS` do not match either (part ``too_long``).
+The expression is in the run file (``pattern``) or is the row's ground truth. Python's expressions may take exponential time on a text
+that a policy chose, so they run in grader processes with a CPU limit (`pattern_grader`): a completion that exhausts it twice counts as
+no match (part ``timeout``), because it alone is the cause. Answers longer than `MAX_CHARS` do not match either (part ``too_long``).
 """
 
 from __future__ import annotations

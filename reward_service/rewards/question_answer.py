@@ -12,6 +12,7 @@ and Japanese: the characters), the best over the accepted answers.
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import json
 import re
@@ -37,7 +38,7 @@ _KEPT = re.compile(  # what belongs to a number, a version, a grade or a name su
     r"|(?<![^\W_])(?<=[a-z])[+#]+(?!\w)|(?<=(?<!\w)[a-z])[-+#*]+(?!\w)|(?<=(?<!\w)[a-z]{2})[-+#]+(?!\w)"
 )
 _THOUSANDS = re.compile(r"(?<=[0-9]),(?=[0-9]{3}(?![0-9]))")
-_PUNCTUATION = re.compile(r"[^\w\s]|_")
+_PUNCTUATION = re.compile(r"[^\w\s€£¥]|_")
 _YES, _NO = frozenset({"yes", "true"}), frozenset({"no", "false"})
 _ALIASES = ("target", "aliases", "normalized_aliases", "text", "answers", "value")
 _DATA_SETS = (
@@ -81,7 +82,7 @@ def f1(gold: str, answer: str) -> float:
 
 def words(text: str, *, keeps_articles: bool = False) -> str:
     """Return the words of a text as they are compared; empty if there are none besides articles."""
-    plain = re.sub("[$€£¥]", "", unicodedata.normalize("NFC", text).lower().translate(_DASHES))
+    plain = re.sub(r"\$", "", unicodedata.normalize("NFC", text).casefold().translate(_DASHES))
     plain = _THOUSANDS.sub("", plain)
     pieces, end = [], 0
     for match in _KEPT.finditer(plain):
@@ -105,9 +106,9 @@ def key(text: str, *, keeps_articles: bool = False) -> str:
 def _accepted(truth: Any, reward: str) -> frozenset[str]:
     if isinstance(truth, bool):
         return _YES if truth else _NO
-    if isinstance(truth, str) and truth.lstrip().startswith('["'):
-        with contextlib.suppress(ValueError):
-            truth = json.loads(truth)
+    if isinstance(truth, str) and re.match(r"""\s*\[(?:"|'.*'\]\s*$)""", truth):  # as JSON, or as Python prints a list
+        with contextlib.suppress(ValueError, SyntaxError):
+            truth = ast.literal_eval(truth) if "['" in truth[:8] else json.loads(truth)
     if isinstance(truth, dict) and truth.keys() & set(_ALIASES):
         listed = [truth[name] for name in _ALIASES if name in truth]
         truth = [text for part in listed for text in (part if isinstance(part, list) else [part])]

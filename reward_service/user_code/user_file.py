@@ -93,8 +93,7 @@ def of(
     """Return what is called for a function, a callable object, or a class that is built without arguments.
 
     ``file`` may be what stands for the file of a function in a notebook, such as ``<ipython-input-1>``. ``arguments`` are passed to
-    every call, by name.
-    Raises UserFileError when it has none of the signatures of a reward function, or does not take the arguments.
+    every call, by name. Raises UserFileError when it has none of the signatures of a reward function, or does not take the arguments.
     """
     called = _built(target, file, name)
     parameters = inspect.signature(called).parameters

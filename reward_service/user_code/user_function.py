@@ -25,12 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.reward_service.endpoints.dialects.dialect import rows_of
-from penstock.reward_service.endpoints.dialects.libraries import (
-    openrlhf_columns,
-    trl_columns,
-    verl_columns,
-    verl_row,
-)
+from penstock.reward_service.endpoints.dialects.libraries import openrlhf_columns, trl_columns, verl_columns, verl_row
 from penstock.reward_service.endpoints.wire import MAX_PARTS, GroupToScore, Score
 from penstock.reward_service.errors import UserFileError
 

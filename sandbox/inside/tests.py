@@ -170,10 +170,13 @@ def _shared_with_program(trees: list[ast.Module]) -> str:
             names.add(ast.unparse(node) if isinstance(node.ctx, ast.Store) else node.attr)
         elif isinstance(node, ast.Name | ast.alias):
             names.add(node.id if isinstance(node, ast.Name) else node.name)
+    calls = {ast.unparse(node.func) for tree in trees for node in ast.walk(tree) if isinstance(node, ast.Call)}
+    if {call for call in calls if call.startswith("random.")} == {"random.seed"}:  # of what the program draws
+        names.add("random.seed")
     output = (
         names & {"redirect_stdout", "redirect_stderr", "sys.stdout", "sys.stderr"} if "getvalue" in names else set()
     )
-    return ", ".join(sorted(names & {"builtins.input", "builtins.print", "sys.stdin"} | output))
+    return ", ".join(sorted(names & {"builtins.input", "builtins.print", "sys.stdin", "random.seed"} | output))
 
 
 def _called(trees: list[ast.Module]) -> set[str]:

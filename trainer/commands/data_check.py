@@ -11,6 +11,7 @@ from pathlib import Path
 
 from penstock.protocol.chat_tokenizer import ChatTokenizer
 from penstock.protocol.command_line import UsageError
+from penstock.protocol.config.reward_settings import RewardSettings
 from penstock.protocol.config.run_file import load
 from penstock.protocol.images.processor import read_processor
 from penstock.trainer.commands import data_rows
@@ -58,7 +59,7 @@ def check_data(paths: Sequence[Path], reading: Reading, *, as_json: bool, runs_t
         for path, data in sources
     ]
     if runs_tests:
-        _run_tests(reports)
+        _run_tests(reports, settings.reward)
     for report, (_, data) in zip(reports, sources, strict=True):
         sys.stdout.write(json.dumps(report.to_document()) + "\n" if as_json else describe(report))
         if reading.show and tokenizer is not None and not as_json:
@@ -80,14 +81,17 @@ def _model(reading: Reading, path: Path, data: DataSettings) -> tuple[ChatTokeni
     return tokenizer, ImageRows(read_processor(path))
 
 
-def _run_tests(reports: Sequence[FileReport]) -> None:
+def _run_tests(reports: Sequence[FileReport], reward: RewardSettings) -> None:
+    """Run the tests of rows, and read the ground truths of those whose built-in reward is known."""
     for report in reports:
-        if report.rows_with_tests:
-            tests = data_rows.check_tests(report.rows_with_tests)
-            if tests.num_checked or tests.not_run:
-                report.tests = tests
-            for place, problem in tests.problems:
-                report.problems.add(place, problem)
+        names = [reward.by_source.get(row["data_source"], reward.name) for row in report.rows_with_tests]
+        named = zip(report.rows_with_tests, names, strict=True)
+        rows = [{**row, "reward": name} for row, name in named if name or row["data_source"] or row["prompt"]]
+        tests = data_rows.check_tests(rows) if rows else data_rows.TestReport()
+        if tests.num_checked or tests.not_run:
+            report.tests = tests
+        for place, problem in tests.problems:
+            report.problems.add(place, problem)
 
 
 def _with_options(data: DataSettings, row_format: str, mapping: dict[str, str]) -> DataSettings:
@@ -256,8 +260,9 @@ class _FileCheck:
             report.num_grpo += 1
             report.data_sources[prompt.data_source] += 1
             report.num_ground_truths[prompt.data_source] += prompt.ground_truth not in _NO_TRUTHS
-            if data_rows.may_hold_tests(prompt.ground_truth, prompt.extra_info):
-                report.rows_with_tests.append(as_reward_input(place, prompt))
+            holds_tests = data_rows.may_hold_tests(prompt.ground_truth, prompt.extra_info)
+            rest = {} if holds_tests else {"prompt": "", "extra_info": {}}
+            report.rows_with_tests.append(as_reward_input(place, prompt) | rest)
 
     def _imitable(self, turns: list[TurnRow], place: str, *, has_prompt: bool) -> list[TurnRow]:
         """Return the turns of a row; none, which is noted, if SFT would refuse it and it has a prompt to answer."""

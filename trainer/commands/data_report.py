@@ -138,8 +138,7 @@ def describe(report: FileReport) -> str:
         if report.num_repeated_prompts:
             lines.append(_line("repeated", f"{report.num_repeated_prompts} rows repeat an earlier prompt"))
     if report.tests is not None:
-        ran = f"of {report.tests.num_checked} rows were run, {len(report.tests.problems)} are bad"
-        lines.append(_line("tests", f"not run: {report.tests.not_run}" if report.tests.not_run else ran))
+        lines.append(_line("tests", str(report.tests)))
     lines.append(_line("bad rows", str(report.problems.count) if report.problems.count else "none"))
     lines += [f"    {text}" for text in report.problems.lines()]
     return "\n".join(lines) + "\n"

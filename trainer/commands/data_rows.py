@@ -39,9 +39,17 @@ class TestReport:
     num_checked: int = 0
     problems: list[tuple[str, str]] = field(default_factory=list)
     not_run: str = ""
+    num_bad: int = 0  # of those whose tests were run
 
     def to_document(self) -> dict[str, Any]:
-        return {"checked": self.num_checked, "bad": len(self.problems), "not_run": self.not_run}
+        return {"checked": self.num_checked, "bad": self.num_bad, "not_run": self.not_run}
+
+    def __str__(self) -> str:
+        return (
+            f"not run: {self.not_run}"
+            if self.not_run
+            else f"of {self.num_checked} rows were run, {self.num_bad} are bad"
+        )
 
 
 def may_hold_tests(ground_truth: str | None, extra_info: str) -> bool:
@@ -52,19 +60,17 @@ def check_tests(rows: Sequence[dict[str, Any]]) -> TestReport:
     text = "".join(json.dumps(row) + "\n" for row in rows)
     try:
         done = subprocess.run(
-            _COMMAND,
-            input=text,
-            capture_output=True,
-            text=True,
-            timeout=_START_S + _ROW_S * len(rows),
-            check=False,
+            _COMMAND, input=text, capture_output=True, text=True, timeout=_START_S + _ROW_S * len(rows), check=False
         )
     except subprocess.TimeoutExpired:
         return TestReport(not_run="the sandbox did not finish in time")
     outcomes = [json.loads(line) for line in done.stdout.splitlines()]
     problems = [(row["place"], row["problem"]) for row in outcomes if row["problem"]]
     last = done.stderr.strip().splitlines()[-1:] or [f"exit code {done.returncode}"]
-    return TestReport(len(outcomes), problems, last[0] if done.returncode else "")
+    tested = [row for row in outcomes if "solution" in row]
+    return TestReport(
+        len(tested), problems, last[0] if done.returncode else "", sum(bool(row["problem"]) for row in tested)
+    )
 
 
 def print_rows(file: Path | None, run_file: Path | None, number: int, row_format: str, pairs: Sequence[str]) -> int:

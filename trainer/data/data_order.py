@@ -1,9 +1,8 @@
 """The order in which prompts are used: a permutation for every epoch, computed on demand; pure.
 
-A position counts prompts from the start of the run. Its prompt follows from the seed and the
-position alone, so a checkpoint stores one number, and no list of the data set's length is
-shuffled or stored. The permutation is a Feistel network over the next power of four, walked
-until the value is in range (Black and Rogaway, "Ciphers with Arbitrary Finite Domains", 2002).
+A position counts prompts from the start of the run. Its prompt follows from the seed and the position alone, so a checkpoint stores one
+number, and no list of the data set's length is shuffled or stored. The permutation is a Feistel network over the next power of four,
+walked until the value is in range (Black and Rogaway, "Ciphers with Arbitrary Finite Domains", 2002).
 
 `with_steps` makes steps of the passes of `trainer.epochs`, once the usable rows are counted.
 """

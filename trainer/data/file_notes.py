@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -21,6 +22,9 @@ _NO_VALUES = frozenset({"none", "nan", "null", "<na>", "n/a", "undefined"})
 _BESIDE_PROMPTS = {  # columns of public data sets that a prompt may need, and what they can be read as
     "context": "", "passage": "", "choices": "", "options": "", "starter_code": "", "system_prompt": "system",
 }  # fmt: skip
+_REASONING = {"reasoning", "thinking", "cot", "reasoning_content", "reasoning_trace", "deepseek_thinking_trajectory"}
+_RENDERED = re.compile(r"<\|(?:im_start|start_header_id|user|assistant|User)\|>|<start_of_turn>|\[INST\]|<｜User｜>")
+_BEGUN = ("Assistant:", "ASSISTANT:", "### Response:")  # the end of a prompt that was rendered without control tokens
 Use = Literal["prompt", "answer", "ground truth", "data source", "reward only", "unused"]
 Purpose = Literal["grpo", "sft"]
 
@@ -69,6 +73,7 @@ class FileNotes:
         default_factory=Counter
     )  # prompts, answers and truths that are a word for nothing, such as nan
     listed_texts: int = 0  # prompts whose text is the JSON of a list of texts
+    rendered: int = 0  # prompts with the marks of a chat template, in a message
     begun_twice: int = 0  # prompts with two BOS
     mapped: dict[str, str] = field(default_factory=dict)  # the file's name of a column, by the one it is read as
     map_key: str = "data.map"
@@ -88,6 +93,9 @@ class FileNotes:
             self.chats_in_text += chat_in_text(value) is not value
             listed = json_of(value)
             self.listed_texts += isinstance(listed, list) and all(isinstance(text, str) for text in listed)
+        if not read.is_plain and not isinstance(read, TurnRow):
+            last = "".join(texts_of(read.chat[-1]["content"])).rstrip()
+            self.rendered += _RENDERED.search(last) is not None or last.endswith(_BEGUN)
         answer = None if form.is_whole_chat or self.purpose != "sft" else form.answer_column(row)
         for what, text_value in (("prompt", value), ("answer", row.get(answer or ""))):
             if isinstance(text_value, str):
@@ -211,6 +219,13 @@ class FileNotes:
             )
 
     def odd_texts(self) -> Iterator[str]:
+        if self.rendered:
+            yield (
+                f"{self.rendered} prompts have the marks of a chat template in their text: they were rendered already; give the messages, or "
+                'set data.text_prompts = "plain"'
+            )
+        for column in sorted(_REASONING & {*self.columns("unused")}) if self.purpose == "sft" else ():
+            yield f"{column}: not part of the answers that SFT trains; write it into them, as <think>…</think>, if it is wanted"
         for what, count in self.python_chats.items():
             if count:
                 yield f"{count} {what}s are a chat as Python prints it, used as a text; write the column as JSON"

@@ -1,18 +1,8 @@
 """Reads the messages of a chat, in the ways that other projects write them, and the images of a row; pure.
 
-An invalid value raises MalformedData that begins with its column. Images are in the parts of the messages, or in a column with
-placeholders in the messages:
-
-| written by     | column `images`        | in the messages                                            |
-|----------------|------------------------|------------------------------------------------------------|
-| transformers   | -                      | parts `{"type": "image", "image": …}` (or path, base64)    |
-| OpenAI         | -                      | parts `{"type": "image_url", "image_url": {"url": …}}`     |
-| TRL            | list of images         | parts `{"type": "image"}`, or none: before the first user  |
-| verl           | list of images         | `<image>` in the texts                                     |
-
-An image is bytes, base64, a path below the folder of the data file, or the object with bytes and path that Hugging Face
-datasets store.
-
+An invalid value raises MalformedData that begins with its column. Images are in the parts of messages (transformers, OpenAI), or in the
+column `images`: then parts ``{"type": "image"}`` (TRL), ``<image>`` in texts (verl), or nothing, before the first user message, stand for
+them. An image is bytes, base64, a path below the folder of the data file, or the object with bytes and path of Hugging Face datasets.
 `ImageRows` reads their bytes, decoded once within limits, and the tokens that stand for them in the prompt.
 """
 
@@ -42,6 +32,7 @@ ROLES = ("system", "developer", "user", "assistant", "tool")
 _SAME_ROLES = {  # as ShareGPT, LLaMA-Factory, ms-swift and OpenAI's older interface write them
     "human": "user", "gpt": "assistant", "observation": "tool", "tool_response": "tool", "function": "tool",
 }  # fmt: skip
+_ASSISTANTS = ("bot", "chatbot", "model", "ai", "agent", "assistant_response", "response", "answer")
 CALL_ROLES = ("function_call", "tool_call")  # the text is the JSON of a call, or of a list of them
 _KNOWN_KEYS = frozenset({"role", "content", "from", "value", "name", "tool_calls", "tool_call_id", "function_call"})
 _TRAINED_IF = (
@@ -108,6 +99,8 @@ def is_blank(message: Mapping[str, Any]) -> bool:
 
 def _meant(role: Any, roles: Mapping[str, str]) -> Any:
     role = roles.get(role, role) if isinstance(role, str) else role
+    if isinstance(role, str) and role not in roles.values() and role.lower() in (*ROLES, *_SAME_ROLES, *CALL_ROLES):
+        role = role.lower()
     return _SAME_ROLES.get(role, role) if isinstance(role, str) and role not in roles.values() else role
 
 
@@ -195,7 +188,7 @@ def _message(message: Any, column: str, roles: Mapping[str, str], reads_images: 
         refuse(
             role_column,
             f"expected one of the roles {', '.join(ROLES)}",
-            f'{name!r}; say which one it is as data.roles.{name} = "user"',
+            f'{name!r}; say which one it is as data.roles.{name} = "{"assistant" if name.lower() in _ASSISTANTS else "user"}"',
         )
     message = _with_calls(message, column)
     content = message.get("content", "" if "tool_calls" in message else None)
@@ -240,8 +233,11 @@ def _with_calls(message: dict[str, Any], column: str) -> dict[str, Any]:
 
 
 def _function(call: dict[str, Any], column: str) -> dict[str, Any]:
-    if "arguments" not in call:
-        return call
+    if "arguments" not in call:  # Llama's key, or a call without any
+        call = {
+            **{key: value for key, value in call.items() if key != "parameters"},
+            "arguments": call.get("parameters"),
+        }
     arguments = {} if call["arguments"] in (None, "") else call["arguments"]
     parsed = json_of(arguments, object_pairs_hook=unique) if str(arguments).strip() else {}
     try:

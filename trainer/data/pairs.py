@@ -44,6 +44,7 @@ from penstock.trainer.data.null_padding import RenamedRow
 from penstock.trainer.data.read_rows import (
     TurnRow,
     every_turn,
+    prompt_chat,
     read_row,
     reason_left_out,
     tools_of,
@@ -61,14 +62,17 @@ from penstock.trainer.data.row_checks import (
     labels_of,
     mark_of,
     refuse_media,
+    scores_against,
     whole_chat,
 )
 from penstock.trainer.data.row_files import Row, RowFile, open_rows
 from penstock.trainer.data.turns import prompt_and_completion, until_end
 from penstock.trainer.errors import MalformedData
+from penstock.trainer.row_format import detect
 from penstock.trainer.settings import DataSettings
 
 _HH_TURN = re.compile(r"\n\n(Human|Assistant): ?")
+_SEVERAL = ("completions", "responses", "generations", "answers", "outputs", "summaries")
 _HH_ROLES = {"Human": "user", "Assistant": "assistant"}
 Ids = npt.NDArray[np.int32]
 Ends = Literal["end token", "chat"]
@@ -79,6 +83,7 @@ class PairRow:
     chosen: TurnRow | None
     rejected: TurnRow | None
     margin: float = 0.0  # how much better chosen is
+    scored: str | None = None  # why the scores of the answers speak against the preference
 
     @property
     def left_out(self) -> str | None:
@@ -88,6 +93,8 @@ class PairRow:
             len(turns) == 2 and turns[0].chat == turns[1].chat
         ):  # as data of human labels have some of: nothing to prefer
             return "identical"
+        if self.scored:
+            return self.scored
         return next(filter(None, (turn.left_out or reason_left_out(turn.chat, turn.column) for turn in turns)), None)
 
 
@@ -116,17 +123,32 @@ def pair_row(row: Row, data: DataSettings) -> PairRow:
                 raise MalformedData(
                     f"column {name}: missing: its text is empty; remove the row, or set {data.map_key}.{name} to another column"
                 )
+            several = next(
+                (f"; of {key} choose two, such as the best and the worst" for key in _SEVERAL if key in row), ""
+            )
             raise MalformedData(
                 f"column {name}: missing; a preference has prompt, chosen and rejected, and this row has "
-                f'{", ".join(sorted(key for key, value in row.items() if value is not None))}; name it as {data.map_key}.{name} = "NAME"'
+                f'{", ".join(sorted(key for key, value in row.items() if value is not None))}; name it as {data.map_key}.{name} = "NAME"{several}'
             )
-    prompt: Any = row.get("prompt")
-    if isinstance(row["chosen"], dict):  # LLaMA-Factory's: two messages beside the chat before them
-        prompt = prompt or row.get("conversations") or row.get("messages")
+    prompt = row.get("prompt") or _prompt_beside(row, data)
     chosen, rejected = (_turn(row, name, prompt, data) for name in ("chosen", "rejected"))
     if chosen.chat[:-1] != rejected.chat[:-1]:
         refuse("rejected", "expected the same chat as in chosen before the last message", "another one")
-    return PairRow(_with_system(chosen, row, data), _with_system(rejected, row, data), _margin(row))
+    return PairRow(
+        _with_system(chosen, row, data), _with_system(rejected, row, data), _margin(row), scores_against(row)
+    )
+
+
+def _prompt_beside(row: Row, data: DataSettings) -> Any:
+    """Return the prompt of two answers in a row without the column prompt; None if each is a whole chat."""
+    chosen = chat_in_text(row["chosen"], ("role", "from"))
+    if isinstance(chosen, list) or _HH_TURN.match(str(chosen)):
+        return None
+    try:
+        form = detect({**row, "answer": ""})
+    except MalformedData:
+        return None
+    return row[form.prompt] if form.extend is None else list(prompt_chat(row, form, data))
 
 
 def _with_both_answers(row: Row) -> Row:
@@ -134,22 +156,21 @@ def _with_both_answers(row: Row) -> Row:
     name = next((name for name in reversed(REJECTED) if is_given(row.get(name))), None)
     if name is None or is_given(row.get("chosen")):
         return row
+    is_table = isinstance(row, RenamedRow) and row.is_table
+    if is_given(row.get("chosen_response")):
+        return RenamedRow({**row, "chosen": row["chosen_response"], "rejected": row[name]}, is_table=is_table)
     chat, other = row.get("messages") or row.get("conversations"), chat_in_text(row[name], ("role", "from"))
     if not isinstance(chat, list):
         refuse(name, "expected a chat that ends with the chosen answer in messages", shown(chat))
     if isinstance(other, str):
         other = [*chat[:-1], {"role": "assistant", "content": other}]
-    is_table = isinstance(row, RenamedRow) and row.is_table
     return RenamedRow({**row, "prompt": None, "chosen": chat, "rejected": other}, is_table=is_table)
 
 
 def is_labelled(row: Row) -> bool:
     """Return True for a renamed row with one answer, and a label that tells whether it is desirable."""
-    has_label = any(row.get(name) is not None for name in LABELS)
-    is_answered = {"input", "output"} <= row.keys() or {
-        "question",
-        "answer",
-    } <= row.keys()  # else label may be the truth
+    has_label = any(row.get(name) is not None for name in LABELS)  # which without an answer may be the truth
+    is_answered = any(pair <= row.keys() for pair in ({"input", "output"}, {"question", "answer"}))
     return not {"chosen", "rejected", *REJECTED} & row.keys() and (
         "completion" in row or (has_label and bool(LABELLED & row.keys())) or (is_answered and bool(labels_of(row)))
     )

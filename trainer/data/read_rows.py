@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -40,6 +41,7 @@ from penstock.trainer.data.row_checks import (
     suggest,
     whole_chat,
     without_nan,
+    wrong_of,
 )
 from penstock.trainer.data.row_files import Row, RowFile, Unreadable
 from penstock.trainer.errors import MalformedData
@@ -48,6 +50,9 @@ from penstock.trainer.settings import COLUMNS, DataSettings
 
 _TEXT_CHATS = {"prompt", "completion", "response"}
 _CHATS = {"messages", "conversations"}
+_GLAIVE_ROLES = {"USER": "user", "ASSISTANT": "assistant", "FUNCTION RESPONSE": "tool"}
+_GLAIVE_TURN = re.compile(rf"(?<!\S)({'|'.join(_GLAIVE_ROLES)}):")
+_GLAIVE_CALL = re.compile(r"""\{\s*"name":\s*"([^"]+)"\s*(?:,\s*"arguments":\s*(?:'(.*)'|(\{.*\}))\s*)?\}""", re.DOTALL)
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,11 +90,6 @@ def form_of(row: Row, data: DataSettings) -> RowFormat:
         try:
             return detect(row)
         except MalformedData as err:
-            if {"chat", "system"} <= row.keys() and "USER:" in str(row["chat"]):
-                raise MalformedData(
-                    "column chat: the whole chat of a Glaive row in one text (USER:, ASSISTANT:, FUNCTION RESPONSE:), which is not read; use "
-                    "the data set in ShareGPT's form (glaive-function-calling-v2-sharegpt), whose calls are messages"
-                ) from None
             guess = suggest(row)
             fix = (
                 f"if they hold them, set {as_setting(guess, data.map_key)}"
@@ -127,6 +127,7 @@ def rename(row: Row, data: DataSettings, *, nested_texts: bool, is_table: bool =
             value = value[key]
         renamed.pop(source, None)
         renamed[column] = value
+    _read_older(renamed)
     for name in _CHATS & renamed.keys():
         renamed[name] = chat_in_text(renamed[name], ("role", "from"))
     if nested_texts:
@@ -136,6 +137,30 @@ def rename(row: Row, data: DataSettings, *, nested_texts: bool, is_table: bool =
             if isinstance(renamed.get(name), str) and renamed[name].lstrip().startswith("{"):
                 renamed[name] = _parsed(name, renamed[name])
     return without_padding(_without_unreadable(RenamedRow(renamed, is_table=is_table)), data.roles)
+
+
+def _read_older(row: Row) -> None:
+    """Name the columns of Glaive and of OpenAI's first calls as they are read here."""
+    if "USER:" in str(row.get("chat")) and "system" in row:
+        row["messages"] = _glaive_chat(str(row.pop("system")), str(row.pop("chat")))
+    if row.get("functions") and "messages" in row and not row.get("tools"):
+        row["tools"] = row.pop("functions")
+
+
+def _glaive_chat(system: str, text: str) -> list[dict[str, Any]]:
+    """Return the messages of a row of Glaive, whose chat is one text; its functions stay in the system message."""
+    chat: list[dict[str, Any]] = [{"role": "system", "content": system.removeprefix("SYSTEM:").strip()}]
+    _, *parts = _GLAIVE_TURN.split(text)
+    for who, part in zip(parts[::2], parts[1::2], strict=True):
+        said, mark, call = part.strip().removesuffix("<|endoftext|>").partition("<functioncall>")
+        message: dict[str, Any] = {"role": _GLAIVE_ROLES[who], "content": said.strip()}
+        if mark:
+            found = _GLAIVE_CALL.fullmatch(call.strip())
+            if found is None:
+                refuse("chat", 'expected {"name": …, "arguments": …} after <functioncall>', shown(call))
+            message["tool_calls"] = [{"function": {"name": found[1], "arguments": found[2] or found[3] or "{}"}}]
+        chat.append(message)
+    return chat
 
 
 def _without_unreadable(row: RenamedRow) -> RenamedRow:
@@ -155,7 +180,7 @@ def _without_unreadable(row: RenamedRow) -> RenamedRow:
 def prompt_row(row: Row, data: DataSettings) -> PromptRow:
     form = form_of(row, data)
     refuse_unread(row, reads_self_play=data.self_play_reward is not None, reads_images=True)
-    chat, images = with_images(_prompt_chat(row, form, data, reads_images=True), images_of(row))
+    chat, images = with_images(prompt_chat(row, form, data, reads_images=True), images_of(row))
     answer = None
     if form.is_whole_chat and chat[-1]["role"] == "assistant":
         chat, answer = chat[:-1], text_of(chat[-1]["content"])
@@ -195,7 +220,7 @@ def every_turn(row: Row, data: DataSettings) -> list[TurnRow]:
     """Read a row for imitation, one `TurnRow` for each assistant message; raises MalformedData if it has none."""
     form = form_of(row, data)
     refuse_unread(row, imitates=True)
-    chat = _prompt_chat(row, form, data)
+    chat = prompt_chat(row, form, data)
     is_plain = _is_plain(row, form, data)
     if form.is_whole_chat:
         if all(message["role"] != "assistant" for message in chat):
@@ -212,7 +237,7 @@ def every_turn(row: Row, data: DataSettings) -> list[TurnRow]:
     whole = chat if is_plain else with_system(chat, row, data)
     num_added = len(whole) - len(chat)
     answers = [n for n, message in enumerate(chat) if message["role"] == "assistant"]
-    reasons = [mark_of(row) or reason_left_out(chat[: n + 1], f"{form.prompt}[{n}]") for n in answers]
+    reasons = [mark_of(row) or wrong_of(row) or reason_left_out(chat[: n + 1], f"{form.prompt}[{n}]") for n in answers]
     trained = tuple(reason is None for reason in reasons)
     tools = tools_of(row, data)
     return [
@@ -259,7 +284,7 @@ def can_imitate(row: Row, form: RowFormat, data: DataSettings) -> bool:
     return answer is not None and not is_truth_alone
 
 
-def _prompt_chat(row: Row, form: RowFormat, data: DataSettings, *, reads_images: bool = False) -> Chat:
+def prompt_chat(row: Row, form: RowFormat, data: DataSettings, *, reads_images: bool = False) -> Chat:
     text_role = None if form.is_whole_chat else "user"
     chat = read_chat(row[form.prompt], form.prompt, roles=data.roles, text_role=text_role, reads_images=reads_images)
     return chat if form.extend is None else form.extend(row, chat)
@@ -285,6 +310,7 @@ def tools_of(row: Row, data: DataSettings) -> tuple[Any, ...]:
     tools = _parsed("tools", row["tools"]) if isinstance(row["tools"], str) else row["tools"]
     if tools is None:  # the JSON text null
         return ()
+    tools = [tools] if isinstance(tools, dict) else tools
     tools = [tool_of(tool) for tool in tools] if isinstance(tools, list) else tools
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
         refuse("tools", "expected a list of JSON schemas", shown(row["tools"]))

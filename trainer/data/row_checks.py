@@ -41,6 +41,8 @@ _BATCH_ROWS = 512  # rows that are tokenised together
 LABELS = ("label", "kto_tag")  # of an answer, TRL's and LLaMA-Factory's
 LABELLED = {"completion", "response", "messages", "conversations", "instruction"}
 _ROW_MARKS = ("weight", "train", "trainable")
+_RIGHT = ("correct", "is_correct", "resolved")  # what a checker says of the row's answer
+_SCORE = re.compile(r"chosen.*(?:score|rating|reward)|(?:score|rating|reward).*chosen")
 _LABEL_WORDS = {
     "good": True, "desirable": True, "chosen": True, "preferred": True, "accepted": True, "thumbs_up": True,
     "bad": False, "undesirable": False, "rejected": False, "dispreferred": False, "thumbs_down": False,
@@ -265,6 +267,22 @@ def _label(value: Any) -> bool | None:
 def mark_of(row: Row) -> str | None:
     """Return why nothing of a row is trained; None if none of its columns says so."""
     return "marked as not trained" if any(truth(row.get(name)) is False for name in _ROW_MARKS) else None
+
+
+def wrong_of(row: Row) -> str | None:
+    return "marked as wrong" if any(row.get(name) is False for name in _RIGHT) else None
+
+
+def scores_against(row: Row) -> str | None:
+    """Return why a row's scores, ratings or rewards of its answers are no preference of the chosen one; None if they are, or it has none."""
+    for name, value in row.items():
+        other = row.get(name.replace("chosen", "rejected")) if _SCORE.search(name) else None
+        if (
+            all(isinstance(score, int | float) and not isinstance(score, bool) for score in (value, other))
+            and value <= other
+        ):
+            return "equal scores" if value == other else "scores that prefer the rejected answer"
+    return None
 
 
 def whole_chat(before: Chat, answer: Chat) -> Chat:

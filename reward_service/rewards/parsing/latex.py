@@ -1,8 +1,7 @@
 r"""Read boxes, labels, prose, equations and numbers of answers exactly; answers are never compared as floats.
 
-Of an equation the final side is the answer, unless its other sides contradict it: ``x = 42``, ``6 \cdot 7 = 42`` and
-``\pi \approx 3.14`` are answers; ``41 = 42`` contradicts itself. Sides with letters (``a + b = 42``) name what the value is of,
-and are not compared.
+Of an equation the final side is the answer, unless its other sides contradict it: ``x = 42``, ``6 \cdot 7 = 42`` and ``\pi \approx
+3.14`` are answers; ``41 = 42`` contradicts itself. Sides with letters (``a + b = 42``) name what the value is of, and are not compared.
 """
 
 from __future__ import annotations
@@ -26,9 +25,12 @@ _TOKEN = re.compile(r"\\(?:boxed|fbox)(?:\s*(?P<open>\{)|\s+(?P<bare>[^\s{}$\\]+
 _SPACING = re.compile(r"\\[,;:!> ]|~|\\(?:left|right|displaystyle|quad|qquad|bigl?|bigr|Bigl?|Bigr)(?![A-Za-z])")
 _TEXT = re.compile(r"\\(?:text|textbf|textit|textrm|mathrm|mathbf|mbox|textnormal|textsf|emph)\s*\{([^{}]*)\}")
 _ONLY_TEXT = re.compile(rf"\s*{_TEXT.pattern}\s*")
+_GAP = r"(?:\s|~|\\[ ,;:]|\\quad)"
 _LABEL = re.compile(
-    r"^\s*\\(?:text|textbf|mathrm|mathbf)\s*\{\s*\(?(?P<letter>[A-E])\)?[.:]?\s*\}(?:\s|~|\\[ ,;:]|\\quad)*(?=[^\s_^+*/=<>,.-])"
+    rf"\s*(?:\\(?:text|textbf|mathrm|mathbf)\s*\{{\s*\(?(?P<marked>[A-E])\)?[.:]?\s*\}}{_GAP}*(?=[^\s_^+*/=<>,.-])"
+    rf"|\((?P<bracketed>[A-E])\){_GAP}+(?=[^\s_^+*/=<>,.-])|(?P<plain>[A-E])(?:\){_GAP}*|[.:]{_GAP}+|\.)(?=-?(?:[0-9$(]|\\(?!text))))"
 )
+_CHOICE = re.compile(r"(?:(?:option|choice)\s)?(?:\((?P<letter>[A-E])\)|(?P<plain>[A-E])[).:]?)", re.IGNORECASE)
 _COUNTED = re.compile(r"[-+−]?[0-9][0-9.,]*\s*(?:[A-Za-z/^23 ]+|[一-龥]{1,4})")  # 5 cm, 12元
 _SIGNS = str.maketrans({"−": "-", "–": "-", "≤": r"\le ", "≥": r"\ge ", "≠": r"\ne ", "±": r"\pm ", "∞": r"\infty "})
 _LONG_SIGN = re.compile(r"\\(le|ge|ne)(?:q|qslant)(?![A-Za-z])")
@@ -108,9 +110,15 @@ def plain_text(answer: str) -> str:
 
 
 def label(answer: str) -> str:
-    r"""Return the letter of a choice before its text, ``\textbf{(D)}\ 9``; empty if there is none."""
+    r"""Return the letter of a choice before its text, ``\textbf{(D)}\ 9``, ``D. 9``; empty if there is none."""
     match = _LABEL.match(answer)
-    return match["letter"] if match else ""
+    return match[match.lastgroup or 0] if match else ""
+
+
+def choice(answer: str) -> str:
+    """Return the letter that an answer is, ``(D)``, ``Option D``; empty if it is something else."""
+    match = _CHOICE.fullmatch(plain_text(answer))
+    return match[match.lastgroup or 0] if match else ""
 
 
 def without_label(answer: str) -> str:
@@ -130,7 +138,7 @@ def is_prose(truth: str) -> bool:
     if _OTHER_SCRIPT.search(_TEXT.sub(r"\1", text)) or _PROSE.fullmatch(text):
         return True
     return re.fullmatch(
-        r"[A-Za-z]{4,}[.!?]?|yes|no|odd|Yes|No|YES|NO|Odd", text
+        r"[A-Z][a-z]{2,} [0-9]{1,4}(?:, [0-9]{4})?|[A-Za-z]{4,}[.!?]?|yes|no|odd|Yes|No|YES|NO|Odd", text
     ) is not None and text.casefold() not in {"infinity", "infty"}
 
 

@@ -24,12 +24,13 @@ _UNICODE = str.maketrans(
 _SUPERSCRIPT = re.compile("[⁺⁻]?[⁰¹²³⁴-⁹]+")
 _SCRIPT = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁻⁺", "0123456789-+")
 _ROOT = re.compile(r"√\s*(?:\(([^()]*)\)|([0-9A-Za-z]+))")
-_FONT = r"\\(?:boldsymbol|bm|pmb|mathbf|mathit|mathsf|mathtt|mathnormal|underline|displaystyle|bf|it|rm)(?![A-Za-z])"
+_FONT = r"\\(?:boldsymbol|bm|pmb|mathbf|mathit|mathsf|mathtt|mathnormal|underline|displaystyle|bf|it|rm|tiny|small|normalsize|[lL]arge|LARGE|[hH]uge)(?![A-Za-z])"
 _FONT_ARGUMENT = re.compile(_FONT + r"\s*\{(?P<inner>[^{}]*)\}")
 _FONT_SWITCH = re.compile(_FONT)
-_TEXT = re.compile(
-    r"\\(?:text|textrm|textbf|textit|emph|textnormal|textup|mathrm|mbox|hbox|operatorname\*?)\s*\{([^{}]*)\}"
-)
+_TEXTS = r"\\(?:text|textrm|textbf|textit|emph|textnormal|textup|mathrm|mbox|hbox|operatorname\*?)\s*"
+_TEXT = re.compile(_TEXTS + r"\{([^{}]*)\}")
+_TEXT_POWER = re.compile(rf"({_TEXTS}\{{[^{{}}]*)\^\{{(-?[0-9])\}}")
+_TEXT_FRACTION = re.compile(r"\\frac\{\\text\{([^{}]*)\}\}\{\\text\{([^{}]*)\}\}")
 _FUNCTIONS = [
     "arcsin", "arccos", "arctan", "arccot", "sinh", "cosh", "tanh", "coth", "sin", "cos", "tan", "cot", "sec", "csc",
     "ln", "log", "lg", "exp", "max", "min", "gcd", "det", "arg", "deg", "lim", "sup", "inf",
@@ -47,17 +48,24 @@ _LONG_EXPONENT = re.compile(r"\^\s*([-+]?[0-9]+(?:\.[0-9]+)?)(?![0-9}])")
 _NEGATIVE_EXPONENT = re.compile(r"\^\s*\(([^(){}]*)\)")
 _MONEY = re.compile(r"\\\$\s*(?P<number>[0-9][0-9.,]*)|(?P<after>[0-9])\s*\\\$")
 _REPLACED = (
+    (r"\\(?:text)?color\s*\{[^{}]*\}|\\[hv]?phantom\s*\{[^{}]*\}|(?<=\S)(?<![}\]\\])\{\}|(?<=\\circ)\{\}", ""),
+    (r"\\text\s*\{\s*\\\$\s*([^{}]*)\}", r"\\$\1"),
+    (r"\\\\\s*\[[0-9.]+(?:pt|em|ex|mm|cm)\]", r"\\\\"),
     (r"\\!|\\left(?![A-Za-z])\.?|\\right(?![A-Za-z])\.?|\\(?:[bB]igg?[lr]?|limits|nolimits)(?![A-Za-z])", ""),
     (r"\\[,;: >]|~|\\(?:quad|qquad|thinspace|enspace)(?![A-Za-z])|\\hspace\*?\{[^{}]*\}", " "),
     (r"\\[()]|\\\[|\\\]|(?<!\\)\$", ""),
     (r"\\[dtc]frac(?![A-Za-z])", r"\\frac"),
     (r"\\(?:leqslant|leqq|leq|le)(?![A-Za-z])|<=|⩽", r"\\le "),
     (r"\\(?:geqslant|geqq|geq|ge)(?![A-Za-z])|>=|⩾", r"\\ge "),
-    (r"\\(?:neq|ne)(?![A-Za-z])|!=", r"\\neq "),
+    (r"\\(?:neq|ne)(?![A-Za-z])|!=|\\not\s*=", r"\\neq "),
     (r"\\lt(?![A-Za-z])", "<"),
     (r"\\langle(?![A-Za-z])", "("),
     (r"\\rangle(?![A-Za-z])", ")"),
     (r"\\mathbb\s+([A-Z])", r"\\mathbb{\1}"),
+    (r"(^|\\in\s*)(?:\\math(?:bf|rm)\{([NQRZ])\}|(?<=\\in)\s+([NQRZ])(?![A-Za-z]))", r"\1\\mathbb{\2\3}"),
+    (r"^(?:\\text\s*\{)?\s*all (?:reals|real numbers)\s*\}?$", r"\\mathbb{R}"),
+    (r"(?<=[^\s,(])\s*\(\s*([a-z])\s*\\in(?![A-Za-z])([^()]*)\)$", r",\1\\in\2"),
+    (r"\\(vec|hat|bar|overline)\s+([A-Za-z])(?![A-Za-z])", r"\\\1{\2}"),
     (r"\\gt(?![A-Za-z])", ">"),
     (r"\\lbrace(?![A-Za-z])", r"\\{"),
     (r"\\rbrace(?![A-Za-z])", r"\\}"),
@@ -68,6 +76,7 @@ _REPLACED = (
     (r"\\land(?![A-Za-z])", r"\\text{and}"),
     (r"\\(?:lor|vee)(?![A-Za-z])", r"\\text{or}"),
     (r"\\(?:ldotp|cdotp)(?![A-Za-z])", "."),
+    (r"^\\\{\s*([a-z])\s*(?:\\in\s*\\mathbb\{R\}\s*)?[|:](?=.*\1)([^|]*)\\\}$", r"\2"),
     (r"\\frac\s*([0-9]|(?<=\s)[A-Za-z])\s*([0-9A-Za-z])", r"\\frac{\1}{\2}"),
     (r"\\frac\s*(\{[^{}]*\})\s*([0-9A-Za-z])", r"\\frac\1{\2}"),
     (r"\\frac\s*([0-9])\s*\{", r"\\frac{\1}{"),
@@ -92,11 +101,13 @@ _MULTIPLE = re.compile(
     r"(?(marked)\s*(?P<rest>[^{}]*)\})"
 )
 _BASE_TEN = re.compile(
-    r"(?<![A-Za-z0-9_.}])([0-9]+)_(?:10(?![0-9])|\{\s*(?:10|\\text\{(?:base\s)?(?:10|ten)\})\s*\}|\\text\{(?:base\s)?(?:10|ten)\})"
+    r"(?<![A-Za-z0-9_.}])([0-9]+)_(?:10(?![0-9])|\{\s*\(?(?:10|\\text\{(?:base\s)?(?:10|ten)\})\)?\s*\}|\\text\{(?:base\s)?(?:10|ten)\})"
 )
+_SPELT_BASE = re.compile(r"(?<=[0-9A-F])\s*\\text\{\(?(?:in\s)?base\s?(?=[^{}]|\}\s*[0-9])([a-z0-9]*)\)?\}\s*([0-9]*)")
+_TEXT_NUMERAL = re.compile(r"(?<![0-9A-F}])((?:(?:[0-9A-F]|\\text\{[0-9A-F]+\}))+)_")
 _TEXT_QUANTITY = re.compile(r"\\text\{(?P<number>[-+]?[0-9][0-9.,]*)\s*(?P<unit>[A-Za-z/^23 ]+)\}")
 _COUNTED = re.compile(r"(?<=[0-9])\s*([一-龥]{1,4})$")
-_FRACTION = re.compile(r"(?P<sign>[-+]?)\\frac\{(?P<top>[-+]?[0-9]+)\}\{(?P<bottom>[-+]?[0-9]+)\}")
+_FRACTION = re.compile(r"(?P<sign>[-+]?)(?P<whole>[0-9]*)\\frac\{(?P<top>[-+]?[0-9]+)\}\{(?P<bottom>[-+]?[0-9]+)\}")
 _POWER_OF_TEN = re.compile(r"(?P<number>-?[0-9]+\.?[0-9]*)\\(?:times|cdot) ?10\^\{?(?P<power>-?[0-9]{1,3})\}?")
 _PLAIN_THOUSANDS = re.compile(r"[-+]?[0-9]{1,3}(?:,[0-9]{3})+(?:\.[0-9]*)?")
 _PLAIN_NUMBER = re.compile(latex.PLAIN_NUMBER)
@@ -108,18 +119,21 @@ _INSIDE_SPACE = re.compile(r"(?<![0-9A-Za-z])\s+|\s+(?![0-9A-Za-z])")
 
 def rewrite(answer: str) -> str:
     """Return an answer in one notation of LaTeX; two answers in the same notation are equal."""
-    text = re.sub(r"(?<!\\)\\$|(?<=[ \t])[ \t]+", "", answer.strip()).translate(_UNICODE)
+    text = re.sub(r"^\*\*(.+)\*\*$|^=\s*(?=.)", r"\1", answer.strip().strip("`"))
+    text = re.sub(r"(?<!\\)\\$|(?<=[ \t])[ \t]+", "", text).translate(_UNICODE)
     text = with_powers(text)
     text = _ROOT.sub(lambda found: f"\\sqrt{{{found[1] or found[2]}}}", text)
     text = _VULGAR.sub(_vulgar, text)
     text = re.sub(r",\\!\s*", ",", text.replace("{,}", ",")).replace("\\\\ ", "\\\\").replace("**", "^")
     text = re.sub(r"(?<=[0-9]),\s+(?=[0-9]{3}(?![0-9]))", ";", text)  # 32, 349 are two numbers
     text = _COUNTED.sub(r"\\text{\1}", _MULTIPLE.sub(_multiplied, text))
-    text = _MONEY.sub(lambda found: f"{found['number'] or found['after']}\\text{{dollars}}", text)
     for pattern, into in _REWRITES:
         text = pattern.sub(into, text)
+    text = _MONEY.sub(lambda found: f"{found['number'] or found['after']}\\text{{dollars}}", text)
     text = _FONT_SWITCH.sub("", _FONT_ARGUMENT.sub(r"{\g<inner>}", text))
-    text = _BASE_TEN.sub(r"\1", _TEXT.sub(_spelt, text))
+    text = _TEXT.sub(_spelt, _TEXT_POWER.sub(r"\1^\2", _TEXT_POWER.sub(r"\1^\2", text)))
+    text = _SPELT_BASE.sub(r"_{\1\2}", _TEXT_FRACTION.sub(r"\\text{\1/\2}", text))
+    text = _BASE_TEN.sub(r"\1", _TEXT_NUMERAL.sub(lambda found: re.sub(r"\\text\{|\}", "", found[0]), text))
     text = _TEXT_QUANTITY.sub(r"\g<number>\\text{\g<unit>}", text)
     text = _E_NOTATION.sub(r"\1\\times 10^{\2}", _TIMES_TEN.sub(r"\1\\times 10^", text))
     text = _SPELT_ROOT.sub(r"\\sqrt{\1}", text)
@@ -160,7 +174,7 @@ def plain_value(text: str) -> Value | None:
         return None if number is None else Value(number, False)
     fraction, power = _FRACTION.fullmatch(digits), _POWER_OF_TEN.fullmatch(digits)
     if fraction is not None and int(fraction["bottom"]):
-        number = Fraction(int(fraction["top"]), int(fraction["bottom"]))
+        number = int(fraction["whole"] or 0) + Fraction(int(fraction["top"]), int(fraction["bottom"]))
         number = -number if fraction["sign"] == "-" else number
     elif power is not None:
         number = Fraction(power["number"].rstrip(".")) * Fraction(10) ** int(power["power"])
@@ -184,6 +198,10 @@ def _spelt(found: re.Match[str]) -> str:
     is_unit = word in {"min", "sec", "deg", "d"} and found.string[: found.start()].rstrip()[-1:].isdigit()
     if word in _NAMES and not is_unit:
         return _NAMES[word]
+    if re.fullmatch(r"[ap]\.?\s?m\.?", word, re.IGNORECASE):
+        word = f"{word[0].lower()}m"
+    elif re.fullmatch(r"[A-Z](?:\s*(?:,\s*and|,|and)\s*[A-Z])+", word):  # the letters of several choices
+        return re.sub(r"\s*(?:,\s*and|,|and)\s*", ",", word)
     return word if re.fullmatch(r"[-+]?[0-9.,]+", word) else f"\\text{{{word}}}"
 
 
@@ -200,7 +218,8 @@ _THOUSANDS = re.compile(r"-?[0-9]{1,3}(?:,[0-9]{3})+(?:\.[0-9]+)?")
 _BASE = re.compile(
     r"\(?(?P<digits>(?=[A-Z]*[0-9])[0-9A-Z]+(?:\.[0-9A-Z]+)?)\)?_\{?\(?(?:\\text\{)?(?:base)?\s?(?P<base>[0-9]+|[a-z]+)\}?\)?\}?"
 )
-_BASE_NAMES = ("two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve")
+_BASE_NAMES = ("two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve",
+    "thirteen", "fourteen", "fifteen", "sixteen")  # fmt: skip
 _BASE_WORDS = {name: str(number) for number, name in enumerate(_BASE_NAMES, 2)}
 _NAME = re.compile(r"\(?(?:\\?[A-Za-z]++(?:_\{?[0-9A-Za-z]++\}?)?'*+(?:\([A-Za-z0-9,]*+\))?[,:]?)++\)?")
 _IS = re.compile(r"\\[{}]|[{}()\[\]]|=|\\in(?![A-Za-z])|(?P<relation>\\(?:neq|le|ge|equiv|notin)(?![A-Za-z])|[<>]|:=)")

@@ -1,8 +1,7 @@
 """Parse a number with its unit, exactly: thousands, mixed fractions, powers of ten, percent, other spellings; convert units.
 
-Refused on purpose: a decimal comma (``1,5`` may be a list), digits of other scripts than Latin and full
-width, powers other than of ten (``9**9**9`` is not written as an answer), and numbers beyond
-`MAX_EXPONENT` digits. Values are never compared as floats.
+Refused on purpose: a decimal comma (``1,5`` may be a list), digits of other scripts than Latin and full width, powers other than of ten
+(``9**9**9`` is not written as an answer), and numbers beyond `MAX_EXPONENT` digits. Values are never compared as floats.
 """
 
 from __future__ import annotations
@@ -229,7 +228,8 @@ def split_unit(text: str, other: str = "") -> tuple[str, str]:
         return text, ""
     groups = match.groupdict()
     value, unit = groups.get("value") or groups.get("number") or "", groups.get("unit") or groups.get("short") or ""
-    plain = re.sub(r"\\text\s*\{([^{}]*)\}", r"\1", unit).replace("^\\circ", "°").strip()
+    plain = re.sub(r"\\text\s*\{([^{}]*)\}(?=\\text)", r"\1 ", unit)  # m s is not ms
+    plain = re.sub(r"\\text\s*\{([^{}]*)\}", r"\1", plain).replace("^\\circ", "°").strip()
     if (
         _NO_UNIT.search(re.sub(r"\^?\{?-?[0-9]\}?", "", plain))
         or ("°" in plain and _TRIGONOMETRY.search(value))

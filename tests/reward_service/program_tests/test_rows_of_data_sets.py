@@ -37,6 +37,7 @@ ROWS: dict[str, tuple[Any, dict[str, Any], str]] = {
     "codeparrot/apps, stdin": (json.dumps(PRINTED), {"starter_code": "", "difficulty": "interview"}, DOUBLE),
     "codeparrot/apps, call": (json.dumps({"fn_name": "total", "inputs": [[[1, 2]]], "outputs": [[6]]}), {}, TOTAL),
     "codeparrot/apps, lines": ({"inputs": [["1", ""]], "outputs": [["2", ""]]}, {}, DOUBLE),
+    "codeparrot/apps, numbers": ({"inputs": [1], "outputs": [2]}, {}, DOUBLE),
     "codeparrot/apps, integer keys": ({"fn_name": "f", "inputs": [[{"1": 5}]], "outputs": [[10]]}, {}, "def f(d): return d[1] * 2"),
     "BAAI/TACO": (None, {"input_output": json.dumps(PRINTED), "starter_code": "", "raw_tags": []}, DOUBLE),
     "deepmind/code_contests": (
@@ -119,6 +120,11 @@ def test_a_right_program_scores_one_and_a_wrong_one_less(slot: Slot, name: str) 
         (NO_TEXT, {}, "packed"),
         ({"tests": "[]"}, {}, "code needs tests"),
         ({"test": "import numpy as np\n" + CHECK}, {"entry_point": "total"}, "numpy"),
+        (
+            "import random\nfrom solution import pick\nrandom.seed(0)\nassert pick([1, 2, 3, 4]) == 4",
+            {},
+            "random.seed of the program",
+        ),
     ],
 )
 def test_tests_of_another_form_are_refused_by_its_name(
@@ -228,7 +234,8 @@ UNIQUE = "def f(x):\n    y = sorted(set(x))\n    x[:len(y)] = y\n    return len(
         (SORTS, "x = [2, 1]\nf(x)\nassert x == [1, 2]", 1),
         (SORTS, "x = [2, 1]\nassert f(x=x) is None\nassert x == [1, 2]", 1),
         (SORTS, "x = [2, 1]\nwant = sorted(x)\nf(x)\nassert x == want", 1),
-        (SORTS, "x = [2, 1]\nf(x)\nassert x == sorted(x)", 1),
+        (SORTS, "x = [2, 1]\nf(x)\nassert x == sorted(x)", None),
+        (SORTS, "x = [2, 1]\nf(x)\nassert x == sorted(x)\nassert x[0] == 1", 1),
         (SORTS, "def run(v):\n    f(v)\n    return v\nassert run([2, 1]) == [1, 2]", 1),
         (SORTS, "def ok(v): assert v == [1, 2]\nx = [2, 1]\nf(x)\nok(x)", 1),
         (SORTS, "from solution import f as g\nfor x, want in [([2, 1], [1, 2])]:\n    g(x)\n    assert x == want", 1),

@@ -137,6 +137,14 @@ async def test_share_and_all(pool: SandboxPool) -> None:
     assert dict(share[3].parts) == {"has_code": 0.0, "failed_no_program": 1.0}
     every = await code.judge(completions, truth, {}, pool.grade, all_or_nothing=True)
     assert [verdict.reward for verdict in every] == [1.0, 0.0, 0.0, 0.0, 1.0]
+    bodies = (
+        "    return x * 2",
+        "```python\ndef f(x): return x * 2\n```\nUse:\n```python\nprint(f(1))\n```",
+        "    return x",
+    )
+    prompt, tests = "def f(x):\n", ["assert f(2) == 4"]  # HumanEval's prompt is the head of the program
+    found = await code.judge(bodies, tests, {}, pool.grade, all_or_nothing=True, prompt=prompt)
+    assert [verdict.reward for verdict in found] == [1.0, 1.0, 0.0]
 
 
 @pytest.mark.parametrize(

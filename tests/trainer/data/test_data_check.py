@@ -147,17 +147,24 @@ def test_config_and_data_check_start_without_torch(command: list[str]):
 
 
 def test_the_tests_of_rows_are_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    """A row whose tests prove nothing, or refuse its own solution, is a bad row; --no-tests leaves them alone."""
+    """A row whose tests prove nothing, or refuse its own solution, or whose truth no grader can read, is a bad row; not with --no-tests."""
     path = tmp_path / "x.jsonl"
     tests = ("assert add(1, 2) == 3", "add(1, 2) == 3", "assert add(1, 2) == 4")
     rows = [
         {"prompt": "add", "data_source": "mbpp", "test_list": [test], "code": "def add(a, b): return a + b"}
         for test in tests
     ]
+    truths = {"math": "\\frac{1}{", "gsm8k": "abc", "qa": "", "multiple_choice": 3, "aime": "5"}
+    rows += [{"prompt": name, "data_source": name, "ground_truth": truth} for name, truth in truths.items()]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     assert main(["data-check", str(path)]) == 1
     printed = capsys.readouterr().out
     assert "tests                  of 3 rows were run, 2 are bad" in printed
+    assert all(
+        f"{path}:{n}: {name}: the row's ground_truth" in printed
+        for n, name in [(4, "math"), (5, "gsm8k"), (6, "qa_em"), (7, "multiple_choice")]
+    )
+    assert "bad rows               6" in printed
     assert f"{path}:2: code: the row's tests assert nothing" in printed
     assert f"{path}:3: code: the row's own solution passes 0 of 1 tests" in printed
     assert main(["data-check", str(path), "--no-tests"]) == 0

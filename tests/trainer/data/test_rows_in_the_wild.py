@@ -342,7 +342,7 @@ def test_a_marked_block_that_is_not_to_be_trained_is_not(models: Any, tmp_path: 
          r"conversations\[1\].value: expected a call"),
         ({"messages": [USER, {**ANSWER, "loss": True}, {"role": "function_call", "content": _CALL, "loss": False}]},
          r"column messages\[2\]: expected the mark of the message before it"),
-        ({"system": "SYSTEM: you have functions", "chat": "USER: q ASSISTANT: a <|endoftext|>"}, "Glaive"),
+        ({"system": "SYSTEM: s", "chat": "USER: q\n\n\nASSISTANT: <functioncall> {name: f} <|endoftext|>"}, "after <functioncall>"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_meant_is_refused(models: Any, tmp_path: Path, row: dict[str, Any], reply: str) -> None:
