@@ -208,26 +208,15 @@ def test_what_only_a_vendors_server_has_is_refused_or_left_out_and_counted(
 
 async def test_tools_of_a_namespace_are_functions(tmp_path: Path) -> None:
     """As Codex offers and calls its sub-agents; no name of another tool looks like one."""
-    space = {
-        "type": "namespace",
-        "name": "agents",
-        "description": "d",
-        "tools": [{"type": "function", "name": "spawn", "strict": False}],
-    }
-    body: dict[str, Any] = {
-        "input": [{"role": "developer", "content": "s"}, *ITEMS[:1]],
-        "tools": [FUNCTION, space],
-        "stream": True,
-    }
+    space = {"type": "namespace", "name": "agents", "tools": [{"type": "function", "name": "spawn", "strict": False}]}
+    body: dict[str, Any] = {"input": [system("s"), *ITEMS[:1]], "tools": [FUNCTION, space], "stream": True}
     one = bench(
-        tmp_path, script=[f'<tool_call>{{"name": "agents.spawn", "arguments": {{}}}}</tool_call>{END}', "star" + END]
+        tmp_path, script=['<tool_call>{"name": "agents.spawn", "arguments": {}}</tool_call>' + END, "star" + END]
     )
     async with served(one) as (client, episode):
         lines = (await client.post("responses", json=body)).text.splitlines()
         (item,) = (
-            json.loads(line[6:])["item"]
-            for line in lines
-            if line.startswith('data: {"type": "response.output_item.done"')
+            json.loads(line[6:])["item"] for line in lines if line.startswith('data: {"type": "response.output_item.d')
         )
         assert (item["name"], item["namespace"]) == ("spawn", "agents")
         body["input"] += [item, {"type": "function_call_output", "call_id": item["call_id"], "output": "done"}]
@@ -402,13 +391,6 @@ def test_calls_in_xml(form: str, text: str, names: list[str], unparsed: int) -> 
     assert names or parsed.content == text
 
 
-class OneParameter(AnswerFormat):
-    name = "mine"
-
-    def parse(self, text: str) -> ParsedAnswer:
-        return ParsedAnswer(text)
-
-
 class TwoParameters(AnswerFormat):
     name = "typed"
 
@@ -417,7 +399,6 @@ class TwoParameters(AnswerFormat):
 
 
 def test_a_format_sees_the_tools_if_it_takes_them() -> None:
-    assert OneParameter().parsed("a", [TYPED]).content == "a"
     assert TwoParameters().parsed("a", [TYPED]).content == "a 1"
 
 
