@@ -2,7 +2,7 @@
 
 | the request                                                        | its prompt                                        | counted as         |
 |--------------------------------------------------------------------|---------------------------------------------------|--------------------|
-| continues the answer of a turn                                     | the turn's tokens, then the bridge                |                    |
+| continues the answer of a turn, or one to which text was added     | the turn's tokens, then the bridge                |                    |
 | continues an older turn, from which something else was continued   | the same                                          | `rewound`          |
 | holds an answer that was sampled otherwise, or leaves one out      | the tokens of the turn before it, then the bridge | `edited_history`   |
 | continues reasoning that the setting strips                        | rendered as a whole                               | `thinking_stripped`|
@@ -97,7 +97,7 @@ class PromptPlanner:
             return self._observed(tree, match, rendered, "thinking_stripped", processor)
         last = int(base.token_ids[-1])
         stop = self.renderer.text_of([last]) if last in self.stop_token_ids else ""
-        end = AnswerEnd(stop, in_reasoning=base.in_reasoning)
+        end = AnswerEnd(stop, in_reasoning=base.in_reasoning, added=match.added)
         has_system = match.messages[0].role == "system"
         bridge = self.renderer.bridge(base.answer, end, new, tools, has_system=has_system)
         if bridge is None:

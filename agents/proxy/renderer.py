@@ -36,8 +36,8 @@ _TOOLS = (
         },
     },
 )
-_CALL = ToolCall("call_000000001", "look", '{"word": "sun"}')
-_OTHER = ToolCall("call_000000002", "look", '{"word": "moon"}')
+_CALL = ToolCall("call00001", "look", '{"word": "sun"}')  # ids that every template takes
+_OTHER = ToolCall("call00002", "look", '{"word": "moon"}')
 _RESULT, _OTHER_RESULT = (Message("tool", one, tool_call_id=n.id) for one, n in (("star", _CALL), ("rock", _OTHER)))
 _USER = Message("user", "Hello.")
 _NEXT = Message("user", "Go on.")
@@ -63,6 +63,7 @@ class Rendered:
 class AnswerEnd:
     stop_text: str = ""  # of the stop token that the policy sampled; empty if it was cut
     in_reasoning: bool = False  # cut before its reasoning ended
+    added: str = ""  # what the client wrote behind it
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +78,7 @@ class ChatRenderer:
         self._controls = ControlTokens(tokenizer.added_tokens(), tokenizer.encoder_of_plain_text)
         self._kept = _KeptPrompts(_KEPT_CHARACTERS)
         self._closing = self._find_closing()
+        self._stops = tuple(tokenizer.decode([one]) for one in tokenizer.eos_ids)
 
     def whole(self, messages: Sequence[Message], tools: Sequence[Any]) -> Rendered:
         return self._kept.get(self.text(messages, tools), self._encoded)
@@ -114,7 +116,7 @@ class ChatRenderer:
         text = behind[len(end.stop_text) :] if keeps else behind
         if end.in_reasoning:
             text = f"\n{END_THINK}\n\n{text}"
-        return Bridge(self._encoded(text), keeps)
+        return Bridge(self._encoded(end.added + text), keeps)
 
     def _find_closing(self) -> str:
         text = self.text((Message("user", "u"), Message("assistant", _MARKERS[0])), (), generate=False)
@@ -147,9 +149,10 @@ class ChatRenderer:
         except MalformedData:
             return None
         before_calls, _, shown = alone.partition(marker) if marker else ("", "", alone)
-        if not shown.endswith(self._closing):
+        closings = [one for one in (self._closing, *self._stops) if shown.endswith(one)]
+        if not closings:  # an answer with calls may end with another stop token
             return None
-        shown = shown[: len(shown) - len(self._closing)]
+        shown = shown[: len(shown) - len(closings[0])]
         head, separator, behind = longer.partition(marker) if marker else ("", "-", longer)
         if not separator or not behind.startswith(shown) or head != before_calls:
             return None

@@ -13,7 +13,7 @@ from typing import Protocol, Self
 import structlog
 from pydantic import Field
 
-from penstock.agents.proxy.answer_formats.answer_format import ANSWER_FORMATS, AnswerFormat, split_reasoning
+from penstock.agents.proxy.answer_formats.answer_format import ANSWER_FORMATS, AnswerFormat
 from penstock.agents.proxy.calls import Calls
 from penstock.agents.proxy.conversations import is_side_request, messages_of, recognised_turns, scored_turn
 from penstock.agents.proxy.messages import AgentRequest, Message, RequestRefused, RetryMark, ToolCall, invalid
@@ -332,14 +332,13 @@ class EpisodeSession:
         for stop in sampling.stop:
             text, matched, _ = text.partition(stop)
             stopped = matched or stopped
-        reasoning, rest, is_open = split_reasoning(text, opened=plan.opens_reasoning)
+        form = self._model.answer_format
+        reasoning, rest, is_open = form.split(text, opened=plan.opens_reasoning)
         stopped = stopped if stopped in request.stop else None
         if not (request.reads_calls and request.tools):
             return Message("assistant", rest, reasoning), is_open, stopped
-        parsed = self._model.answer_format.parsed(rest, request.tools)
-        calls = tuple(
-            ToolCall(call.id or f"call_{secrets.token_hex(12)}", call.name, call.arguments) for call in parsed.calls
-        )
+        parsed = form.parsed(rest, request.tools)
+        calls = tuple(ToolCall(call.id or form.new_call_id(), call.name, call.arguments) for call in parsed.calls)
         answer = Message("assistant", parsed.content, reasoning, calls, unparsed_calls=parsed.num_unparsed)
         return answer, is_open, stopped
 

@@ -47,6 +47,20 @@ def is_copy(sent: Message, received: Message, rule: HistoryMatch) -> bool:
     return texts and reasoning and all(_is_same_call(one, other, rule) for one, other in calls)
 
 
+def added_text(turn: SampledTurn, received: Message, rule: HistoryMatch) -> str | None:
+    """Return what a client wrote behind its copy of an answer; None if it is no copy.
+
+    Under ``echo``, text may stand behind an answer that the client's stop string ended, and the string, which is among the tokens.
+    """
+    if is_copy(turn.answer, received, rule):
+        return ""
+    if rule != "echo" or turn.stop_sequence is None:
+        return None
+    whole, text = (turn.answer.content + turn.stop_sequence).lstrip(), received.content.lstrip()
+    copied = replace(received, content=turn.answer.content)
+    return text[len(whole) :] if text.startswith(whole) and is_copy(turn.answer, copied, rule) else None
+
+
 def _is_same_call(sent: ToolCall, received: ToolCall, rule: HistoryMatch) -> bool:
     if sent.name != received.name:
         return False
@@ -143,6 +157,7 @@ class Found:
     messages: tuple[Message, ...]  # with the answers that were sent in place of the client's copies
     is_edited: bool  # an answer stands where others were sampled, and is none of them
     root: bytes = b""  # key of the tools
+    added: str = ""  # what the client wrote behind the answer of the base
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -163,15 +178,20 @@ class _Path:
     base: SampledTurn | None = None
     num_matched: int = 0
     is_edited: bool = False
+    added: str = ""
 
     def go_on(self, message: Message) -> None:
         self.key = next_key(self.key, message)
         self.messages.append(message)
 
-    def reach(self, turn: SampledTurn) -> None:
+    def reach(self, turn: SampledTurn, added: str) -> None:
+        answer = turn.answer
         self.key = turn.key
-        self.messages.append(turn.answer)
-        self.base, self.num_matched = turn, len(self.messages)
+        if added:
+            self.key = next_key(turn.key, Message("assistant", added))
+            answer = replace(answer, content=f"{answer.content}{turn.stop_sequence}{added}")
+        self.messages.append(answer)
+        self.base, self.num_matched, self.added = turn, len(self.messages), added
 
 
 @dataclass(slots=True)
@@ -192,19 +212,20 @@ class ConversationTree:
             following: list[_Path] = []
             for path in paths:
                 sampled = self._by_prompt.get(path.key, ())
-                copies = [turn for turn in sampled if is_copy(turn.answer, message, self.rule)]
-                for turn in copies[:-1]:
+                found = ((turn, added_text(turn, message, self.rule)) for turn in sampled)
+                copies = [(turn, added) for turn, added in found if added is not None]
+                for copy in copies[:-1]:
                     following.append(replace(path, messages=list(path.messages)))
-                    following[-1].reach(turn)
+                    following[-1].reach(*copy)
                 if copies:
-                    path.reach(copies[-1])
+                    path.reach(*copies[-1])
                 else:
                     path.is_edited = path.is_edited or bool(sampled)
                     path.go_on(message)
                 following.append(path)
             paths = following
         best = max(paths, key=lambda path: (path.num_matched, path.base.number if path.base else -1))
-        return Found(best.base, best.num_matched, best.key, tuple(best.messages), best.is_edited, root)
+        return Found(best.base, best.num_matched, best.key, tuple(best.messages), best.is_edited, root, best.added)
 
     def observe(self, prompt_ids: Int32s, images: RowImages | None = None) -> tuple[SampledTurn | None, int]:
         """Return the longest recorded path that a prompt with these images begins with, and its length; (None, 0): there is none."""

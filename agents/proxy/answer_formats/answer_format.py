@@ -12,6 +12,7 @@ import inspect
 import json
 import math
 import re
+import secrets
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -40,6 +41,7 @@ class AnswerFormat(ABC):
     """Reads the tool calls of one model family."""
 
     name: ClassVar[str]
+    reasoning_tags: ClassVar[tuple[str, str]] = (THINK, END_THINK)
 
     @abstractmethod
     def parse(self, text: str) -> ParsedAnswer:
@@ -53,6 +55,15 @@ class AnswerFormat(ABC):
         takes_tools = "tools" in inspect.signature(self.parse).parameters
         return self.parse(text, **({"tools": tools} if takes_tools else {}))
 
+    def split(self, text: str, *, opened: bool) -> tuple[str, str, bool]:
+        """Return an answer's reasoning, what follows it, and whether the next prompt has to close it; ``opened``: this one begins it."""
+        reasoning, rest, is_open = split_reasoning(text, opened=opened, tags=self.reasoning_tags)
+        return reasoning, rest, is_open and self.reasoning_tags[1] == END_THINK  # the one that `renderer` writes
+
+    def new_call_id(self) -> str:
+        """Return the id of a call whose tokens hold none, in a form that the family's chat template takes."""
+        return f"call_{secrets.token_hex(12)}"
+
 
 ANSWER_FORMATS = Registry(
     "answer format",
@@ -62,16 +73,17 @@ ANSWER_FORMATS = Registry(
 )
 
 
-def split_reasoning(text: str, *, opened: bool) -> tuple[str, str, bool]:
+def split_reasoning(text: str, *, opened: bool, tags: tuple[str, str] = (THINK, END_THINK)) -> tuple[str, str, bool]:
     """Return an answer's reasoning, what follows it, and whether the reasoning has no end.
 
     ``opened``: the prompt ends with the tag that begins the reasoning. Without a tag there is no reasoning.
     """
+    begin, close = tags
     begins = text.lstrip()
-    if not opened and not begins.startswith(THINK):
+    if not opened and not begins.startswith(begin):
         return "", text, False
-    inside = text if opened and not begins.startswith(THINK) else begins[len(THINK) :]
-    reasoning, end, rest = inside.partition(END_THINK)
+    inside = text if opened and not begins.startswith(begin) else begins[len(begin) :]
+    reasoning, end, rest = inside.partition(close)
     return reasoning.strip("\n"), rest.lstrip("\n"), not end
 
 
@@ -148,6 +160,44 @@ def calls_between(pattern: re.Pattern[str], text: str, read: Callable[[str], Cal
         calls.append(call)
         kept.append(text[position : match.start()])
         position = match.end()
+    content = "".join([*kept, text[position:]])
+    return ParsedAnswer(content.strip() if calls else content, tuple(calls), num_unparsed)
+
+
+def decoded(text: str, at: int) -> tuple[Any, int]:
+    """Return the JSON value that begins at a place of a text, and its end; raises ValueError."""
+    try:
+        return json.JSONDecoder(parse_constant=refuse_constant, parse_float=finite).raw_decode(text, at)
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
+
+
+def listed_calls(value: Any) -> tuple[Call, ...]:
+    """Return the calls of a JSON list of them, or of one; raises ValueError if any is none."""
+    calls = [read_call(one) for one in (value if isinstance(value, list) else [value])]
+    valid_calls = tuple(call for call in calls if call is not None)
+    if not valid_calls or len(valid_calls) < len(calls):
+        raise ValueError("expected calls")
+    return valid_calls
+
+
+def calls_behind(begin: re.Pattern[str], end: re.Pattern[str], text: str) -> ParsedAnswer:
+    """Return the calls of the JSON values that stand behind marks, and the text around them; the mark of an end may be absent."""
+    calls: list[Call] = []
+    kept: list[str] = []
+    position = num_unparsed = 0
+    for match in begin.finditer(text):
+        if match.start() < position:  # in a text of a call
+            continue
+        try:
+            value, stop = decoded(text, match.end())
+            calls += listed_calls(value)
+        except ValueError:
+            num_unparsed += 1
+            continue
+        kept.append(text[position : match.start()])
+        closed = end.match(text, stop)
+        position = stop if closed is None else closed.end()
     content = "".join([*kept, text[position:]])
     return ParsedAnswer(content.strip() if calls else content, tuple(calls), num_unparsed)
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import re
-from typing import Any
+import secrets
+from dataclasses import replace
 
 from penstock.agents.proxy.answer_formats.answer_format import (
     AnswerFormat,
@@ -12,12 +12,14 @@ from penstock.agents.proxy.answer_formats.answer_format import (
     Marks,
     ParsedAnswer,
     call_of,
+    calls_behind,
     calls_between,
-    finite,
+    decoded,
+    listed_calls,
     marked_calls,
     read_call,
     read_json,
-    refuse_constant,
+    written_call,
 )
 
 _HERMES_CALL = re.compile(  # a tag in a text of the JSON ends nothing; one without JSON behind it is a mention
@@ -38,71 +40,88 @@ class Hermes(AnswerFormat):
 HERMES = Hermes()
 
 
-_LLAMA_TAG = "<|python_tag|>"
+_GRANITE_BEGIN, _GRANITE_END = re.compile(r"<\|?tool_call\|?>\s*+"), re.compile(r"\s*+</tool_call>")
 
 
-class Llama(AnswerFormat):
-    """Tool calls as Llama 3 writes them: the whole answer is ``{"name": …, "parameters": {…}}``, several joined by ``;``."""
+class Granite(AnswerFormat):
+    """Tool calls as Granite writes them: a JSON list behind ``<|tool_call|>`` (3.0) or ``<tool_call>`` (3.1 to 3.3), or as Hermes (4)."""
 
-    name = "llama"
+    name = "granite"
 
     def parse(self, text: str) -> ParsedAnswer:
-        begun = text.strip().startswith(_LLAMA_TAG)
-        body = text.strip().removeprefix(_LLAMA_TAG).strip()
-        if not begun and not body.startswith("{"):
-            return ParsedAnswer(text)
-        calls: list[Call] = []
-        while body:
-            value, body = _first_value(body)
-            call = read_call(value)
-            if call is None:
-                return ParsedAnswer(text, num_unparsed=1)
-            calls.append(call)
-        return ParsedAnswer("", tuple(calls)) if calls else ParsedAnswer(text, num_unparsed=int(begun))
+        return calls_behind(_GRANITE_BEGIN, _GRANITE_END, text)
 
 
-def _first_value(text: str) -> tuple[Any, str]:
-    try:
-        value, end = json.JSONDecoder(parse_constant=refuse_constant, parse_float=finite).raw_decode(text)
-    except (ValueError, RecursionError):
-        return None, ""
-    return value, text[end:].lstrip().removeprefix(";").lstrip()
+GRANITE = Granite()
 
 
-LLAMA = Llama()
+_PHI_BEGIN = re.compile(r"(?:<\|tool_call\|>|\bfunctools(?=\s*+\[))\s*+")
+_PHI_END = re.compile(r"\s*+<\|/tool_call\|>")
 
 
-_MISTRAL_BEGIN, _MISTRAL_ARGUMENTS = "[TOOL_CALLS]", "[ARGS]"
+class Phi(AnswerFormat):
+    """Tool calls as Phi-4-mini writes them: JSON, a list of calls or one, in ``<|tool_call|>…<|/tool_call|>`` or behind ``functools``."""
+
+    name = "phi"
+
+    def parse(self, text: str) -> ParsedAnswer:
+        return calls_behind(_PHI_BEGIN, _PHI_END, text)
+
+
+PHI = Phi()
+
+
+_MISTRAL_BEGIN = "[TOOL_CALLS]"
+_MISTRAL_HEAD = re.compile(r"\s*+([^\s\[\]{}]+)(?:\[CALL_ID\](\w+))?(?:\[ARGS\])?\s*+(?=\{)")
+_MISTRAL_NEXT = re.compile(r"\s*+(?:\[TOOL_CALLS\](?=.)|\Z)", re.DOTALL)
 
 
 class Mistral(AnswerFormat):
-    """Tool calls as Mistral writes them: ``[TOOL_CALLS]`` and a JSON list of calls, or ``[TOOL_CALLS]name[ARGS]{…}`` for each."""
+    """Tool calls as Mistral writes them: ``[TOOL_CALLS]`` and a JSON list, or ``[TOOL_CALLS]name[CALL_ID]id[ARGS]{…}`` for each.
+
+    The id of a call is what the policy wrote, if it did: the template repeats it. It takes ids of nine letters and digits alone.
+    """
 
     name = "mistral"
+    reasoning_tags = ("[THINK]", "[/THINK]")
 
     def parse(self, text: str) -> ParsedAnswer:
         before, begun, rest = text.partition(_MISTRAL_BEGIN)
         if not begun:
             return ParsedAnswer(text)
         try:
-            calls = _named(rest) if _MISTRAL_ARGUMENTS in rest else _listed(rest)
+            calls = _listed(rest) if rest.lstrip().startswith("[") else _named(rest)
         except ValueError:
             return ParsedAnswer(text, num_unparsed=1)
         return ParsedAnswer(before.strip(), calls)
 
+    def new_call_id(self) -> str:
+        return secrets.token_hex(5)[:9]
+
 
 def _listed(text: str) -> tuple[Call, ...]:
     values = read_json(text.strip())
-    calls = [read_call(value) for value in values] if isinstance(values, list) else []
-    valid_calls = tuple(call for call in calls if call is not None)
-    if not valid_calls or len(valid_calls) < len(calls):
-        raise ValueError("expected a list of calls")
-    return valid_calls
+    calls = listed_calls(values)
+    return tuple(replace(call, id=_written_id(value)) for call, value in zip(calls, values, strict=True))
+
+
+def _written_id(value: dict[str, object]) -> str:
+    written = value.get("id")
+    return written if isinstance(written, str) and re.fullmatch("[A-Za-z0-9]{9}", written) else ""
 
 
 def _named(text: str) -> tuple[Call, ...]:
-    parts = (piece.partition(_MISTRAL_ARGUMENTS) for piece in text.split(_MISTRAL_BEGIN))
-    return tuple(call_of(name, arguments) for name, _, arguments in parts)
+    calls: list[Call] = []
+    at = 0
+    while at < len(text) or not calls:
+        head = _MISTRAL_HEAD.match(text, at)
+        value, end = (None, at) if head is None else decoded(text, head.end())
+        following = _MISTRAL_NEXT.match(text, end)
+        if head is None or following is None:
+            raise ValueError("expected a name and an object")
+        calls.append(written_call(head[1], value, _written_id({"id": head[2]})))
+        at = following.end()
+    return tuple(calls)
 
 
 MISTRAL = Mistral()
@@ -157,6 +176,52 @@ def _kimi_call(text: str) -> Call:
 
 
 KIMI_K2 = KimiK2()
+
+
+_HARMONY_BODY = r"<\|message\|>(?:[^<]++|<(?!\|(?:start|end|call|return)\|>))*+"
+_HARMONY_END = r"(?:<\|(?:end|call|return)\|>)?"
+_HARMONY_CALL = re.compile(
+    r"(?:<\|start\|>\w*\s*)?(?:<\|channel\|>\w*\s*)?\bto=functions\.("
+    rf"[^\s<]+(?:[^<]|<\|c(?:hannel|onstrain)\|>){{0,99}}{_HARMONY_BODY}){_HARMONY_END}"
+)
+_HARMONY_MESSAGE = re.compile(
+    rf"{_HARMONY_CALL.pattern}|(?:<\|start\|>\w*\s*)?<\|channel\|>(\w+)(?:[^<]|<\|constrain\|>){{0,99}}({_HARMONY_BODY}){_HARMONY_END}"
+)
+
+
+class Harmony(AnswerFormat):
+    """Answers of gpt-oss: messages of channels, of which ``analysis`` is the reasoning, and calls as JSON to ``functions.NAME``."""
+
+    name = "harmony"
+
+    def split(self, text: str, *, opened: bool) -> tuple[str, str, bool]:
+        del opened
+        reasoning: list[str] = []
+        rest: list[str] = []
+        position = 0
+        for match in _HARMONY_MESSAGE.finditer(text):
+            call, channel, said = match.groups()
+            rest.append(text[position : match.start()])
+            position = match.end()
+            if call is not None:
+                rest.append(match[0])
+            elif channel == "analysis":
+                reasoning.append(said.removeprefix("<|message|>"))
+            else:
+                rest.append("\n" * any(rest) + said.removeprefix("<|message|>"))
+        rest.append(text[position:])
+        return "\n".join(reasoning), "".join(rest), False
+
+    def parse(self, text: str) -> ParsedAnswer:
+        return calls_between(_HARMONY_CALL, text, _harmony_call)
+
+
+def _harmony_call(text: str) -> Call:
+    head, _, arguments = text.partition("<|message|>")
+    return call_of(re.split(r"\s|<", head, maxsplit=1)[0], arguments)
+
+
+HARMONY = Harmony()
 
 
 class Plain(AnswerFormat):

@@ -1,18 +1,22 @@
-"""Tool calls whose arguments a model writes as bare texts between tags; they become values by the schemas of the tools."""
+"""Tool calls that are not JSON alone: arguments as bare texts between tags, typed by the schemas of the tools; and Llama's, which may be Python."""
 
 from __future__ import annotations
 
 import ast
+import functools
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 from penstock.agents.proxy.answer_formats.answer_format import (
     AnswerFormat,
     Call,
     ParsedAnswer,
+    call_of,
     calls_between,
+    decoded,
+    listed_calls,
     read_json,
     written_call,
 )
@@ -45,14 +49,7 @@ def _glm_call(body: str, tools: Sequence[Mapping[str, Any]]) -> Call:
 GLM = Glm()
 
 
-_QWEN_CALL = re.compile(  # a call; one that was begun, up to its end or the next; a mention
-    r"(?:<tool_call>\s*+)?<function=([^<>]*+>(?:\s*+<parameter=[^>\s]+>(?:(?!<parameter=).)*?</parameter>)*+\s*+)</function>(?:\s*+</tool_call>)?"
-    r"|(?:<tool_call>\s*+)?<function=[^<>]*+>\s*+<parameter=.*?(?:</function>|(?=<tool_call>)|$)"
-    r"|<tool_call>(?:\s*+<function=)?|<function=",
-    re.DOTALL,
-)
 _QUOTED = re.compile(r"\s*([\"']?)(.*?)\1\s*", re.DOTALL)
-_QWEN_PARAMETER = re.compile(r"\s*<parameter=([^>\s]+)>(.*?)</parameter>", re.DOTALL)
 
 
 class QwenXml(AnswerFormat):
@@ -62,20 +59,38 @@ class QwenXml(AnswerFormat):
     """
 
     name = "qwen_xml"
+    tags: ClassVar[tuple[str, str, str]] = (
+        "tool_call",
+        "function=",
+        "parameter=",
+    )  # of all calls, of one, and of an argument
 
     def parse(self, text: str, tools: Sequence[Mapping[str, Any]] = ()) -> ParsedAnswer:
-        return calls_between(_QWEN_CALL, text, lambda body: _qwen_call(body, tools))
+        call, argument = _xml_patterns(*self.tags)
+        return calls_between(call, text, lambda body: self._call(body, argument, tools))
+
+    def _call(self, body: str, argument: re.Pattern[str], tools: Sequence[Mapping[str, Any]]) -> Call:
+        name, closed, rest = body.partition(">")
+        if not closed or not _unquoted(name) or "<" in name:
+            raise ValueError("expected a name")
+        texts = written_arguments(argument, rest, (f"<{self.tags[2]}",))
+        return typed_call(_unquoted(name), [(_unquoted(key), self.unwrapped(text)) for key, text in texts], tools)
+
+    def unwrapped(self, text: str) -> str:
+        """Return the text of an argument without what the template writes around it."""
+        return text.removeprefix("\n").removesuffix("\n")
 
 
-def _qwen_call(body: str, tools: Sequence[Mapping[str, Any]]) -> Call:
-    name, closed, rest = body.partition(">")
-    if not closed or not _unquoted(name) or "<" in name:
-        raise ValueError("expected a name")
-    arguments = [
-        (_unquoted(key), text.removeprefix("\n").removesuffix("\n"))
-        for key, text in written_arguments(_QWEN_PARAMETER, rest, ("<parameter=",))
-    ]
-    return typed_call(_unquoted(name), arguments, tools)
+@functools.cache
+def _xml_patterns(outer: str, function: str, parameter: str) -> tuple[re.Pattern[str], re.Pattern[str]]:
+    """Return patterns of a call, of one that was begun, up to its end or the next, or of a mention; and of an argument."""
+    end, close = f"</{function.rstrip('=').split()[0]}>", "</parameter>"
+    call = (
+        rf"(?:<{outer}>\s*+)?<{function}([^<>]*+>(?:\s*+<{parameter}[^>\s]+>(?:(?!<{parameter}).)*?{close})*+\s*+){end}(?:\s*+</{outer}>)?"
+        rf"|(?:<{outer}>\s*+)?<{function}[^<>]*+>\s*+<{parameter}.*?(?:{end}|(?=<{outer}>)|$)"
+        rf"|<{outer}>(?:\s*+<{function})?|<{function}"
+    )
+    return re.compile(call, re.DOTALL), re.compile(rf"\s*<{parameter}([^>\s]+)>(.*?){close}", re.DOTALL)
 
 
 def _unquoted(text: str) -> str:
@@ -85,6 +100,80 @@ def _unquoted(text: str) -> str:
 
 
 QWEN_XML = QwenXml()
+
+
+class MiniMax(QwenXml):
+    """Tool calls as MiniMax-M2 writes them: ``<minimax:tool_call><invoke name="NAME"><parameter name="KEY">TEXT</parameter></invoke>…``."""
+
+    name = "minimax"
+    tags = ("minimax:tool_call", "invoke name=", "parameter name=")
+
+    def unwrapped(self, text: str) -> str:
+        return text
+
+
+MINIMAX = MiniMax()
+
+
+_PYTHON_BEGIN, _PYTHON_END = ("<|python_tag|>", "<|python_start|>"), "<|python_end|>"
+_PYTHON_CALLS = re.compile(r"\[\s*[A-Za-z_][\w.]*\(")
+
+
+class Llama(AnswerFormat):
+    """Tool calls as Llama 3 and 4 write them: the whole answer is ``{"name": …, "parameters": {…}}``, several joined by ``;``.
+
+    Or it is a list in Python, as Llama 3.2 and 4 may write it: ``[look(word="sun"), look(word="moon")]``.
+    """
+
+    name = "llama"
+
+    def parse(self, text: str) -> ParsedAnswer:
+        body, said = text.strip(), ""
+        before, _, behind = body.partition(_PYTHON_END)
+        if before.startswith(_PYTHON_BEGIN[1]) and behind.lstrip().startswith("{"):  # Llama 4's text before its calls
+            said, body = before.removeprefix(_PYTHON_BEGIN[1]).strip(), behind
+        stripped = body.removeprefix(_PYTHON_BEGIN[0]).removeprefix(_PYTHON_BEGIN[1]).removesuffix(_PYTHON_END).strip()
+        is_python = _PYTHON_CALLS.match(stripped) is not None
+        if not (stripped.startswith("{") or is_python):
+            return ParsedAnswer(text, num_unparsed=int(body.startswith(_PYTHON_BEGIN)))
+        try:
+            return ParsedAnswer(said, _python_calls(stripped) if is_python else _joined_calls(stripped))
+        except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
+            return ParsedAnswer(text, num_unparsed=1)
+
+
+def _joined_calls(text: str) -> tuple[Call, ...]:
+    calls: list[Call] = []
+    while text:
+        value, end = decoded(text, 0)
+        calls += listed_calls(value)
+        text = text[end:].lstrip().removeprefix(";").lstrip()
+    return tuple(calls)
+
+
+def _python_calls(text: str) -> tuple[Call, ...]:
+    listed = ast.parse(text, mode="eval").body
+    if not isinstance(listed, ast.List) or not listed.elts:
+        raise ValueError("expected a list of calls")
+    return tuple(_python_call(node) for node in listed.elts)
+
+
+def _python_call(node: ast.expr) -> Call:
+    if not isinstance(node, ast.Call) or node.args or not isinstance(node.func, ast.Name | ast.Attribute):
+        raise ValueError("expected a call with named arguments")
+    values = {str(one.arg): ast.literal_eval(_JsonWords().visit(one.value)) for one in node.keywords if one.arg}
+    if len(values) < len(node.keywords):
+        raise ValueError("expected arguments with different names")
+    return call_of(ast.unparse(node.func), json.dumps(values, allow_nan=False))
+
+
+class _JsonWords(ast.NodeTransformer):
+    def visit_Name(self, node: ast.Name) -> ast.expr:
+        words = {"true": True, "false": False, "null": None}
+        return ast.Constant(words[node.id]) if node.id in words else node
+
+
+LLAMA = Llama()
 
 
 _INTEGER = re.compile(r"[+-]?\d{1,400}(?:\.0+)?")

@@ -25,7 +25,8 @@ _SIGNATURE = "penstock"
 
 def read_request(body: Mapping[str, Any], temperature: float, lenience: Lenience = STRICT) -> AgentRequest:
     fields.refuse_present(body, "mcp_servers", "container")
-    ignored = fields.constraints(body, lenience=lenience)
+    form = fields.optional_object(body, "output_config").get("format")
+    ignored = fields.constraints(body, *(["output_config.format"] if form else []), lenience=lenience)
     messages: list[Message] = []
     system = fields.content(body.get("system"), "system")
     if system:

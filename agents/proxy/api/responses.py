@@ -6,7 +6,7 @@ Stored responses, server-side tools and encrypted reasoning have no counterpart 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from penstock.agents.proxy.api import chat_completions, fields
@@ -32,7 +32,7 @@ def read_request(body: Mapping[str, Any], temperature: float, lenience: Lenience
     else:
         items, unknown = fields.known(fields.objects(body, "input"), _checked_item, "input", lenience)
         messages += _messages(items)
-    tools, dropped = fields.known(fields.objects(body, "tools"), _tool, "tools", lenience)
+    tools, dropped = fields.known(list(_functions(body)), _tool, "tools", lenience)
     return AgentRequest(
         messages=tuple(messages), tools=fields.check_tools(tools),
         max_tokens=fields.max_tokens(body, "max_output_tokens"), reads_calls=fields.reads_calls(body),
@@ -48,6 +48,21 @@ def _checked_item(item: dict[str, Any], number: int) -> tuple[str, dict[str, Any
     if kind == "reasoning" and item.get("encrypted_content") and not item.get("content"):
         raise unsupported("encrypted reasoning", where)
     return where, item
+
+
+def _functions(body: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """Yield the tools; those of a namespace with its name before their own, as calls and their items have it here."""
+    for number, value in enumerate(fields.objects(body, "tools")):
+        where = f"tools[{number}]."
+        if value.get("type") != "namespace":
+            if "." in str(value.get("name")):
+                raise invalid(
+                    f"{where}name has a dot, which stands behind the name of a namespace: leave it out", where
+                )
+            yield value
+            continue
+        for tool in fields.objects(value, "tools", where):
+            yield {**tool, "name": f"{fields.text(value, 'name', where)}.{fields.optional_text(tool, 'name', where)}"}
 
 
 def _tool(value: Mapping[str, Any], number: int) -> dict[str, Any]:
@@ -79,7 +94,9 @@ def _messages(items: list[tuple[str, dict[str, Any]]]) -> list[Message]:
             end_answer()
             messages.append(_result(item, where))
         elif kind == "function_call":
-            call = fields.call(item.get("call_id"), item.get("name"), item.get("arguments"), where)
+            name, space = item.get("name"), fields.optional_text(item, "namespace", f"{where}.")
+            name = f"{space}.{name}" if space else name
+            call = fields.call(item.get("call_id"), name, item.get("arguments"), where)
             answer.setdefault("calls", []).append(call)
         elif kind == "reasoning":
             if answer.get("calls") or answer.get("content"):
@@ -142,8 +159,10 @@ def output_items(answer: Message, of: str) -> list[dict[str, Any]]:
         head = {"id": f"msg_{of}", "type": "message", "role": "assistant"}
         items.append({**head, "status": "completed", "content": content})
     for call in answer.tool_calls:
-        head = {"id": f"fc_{call.id}", "type": "function_call", "call_id": call.id}
-        items.append({**head, "name": call.name, "arguments": call.arguments, "status": "completed"})
+        space, _, name = call.name.rpartition(".")
+        head = {"id": f"fc_{call.id}", "type": "function_call", "call_id": call.id, "name": name}
+        head |= {"namespace": space} if space else {}
+        items.append({**head, "arguments": call.arguments, "status": "completed"})
     return items
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from tests.agents.proxy.agent_model import QWEN25, TEMPLATES, bench
-from tests.agents.proxy.conversation import LOOK, Agent, result, system, user
+from tests.agents.proxy.conversation import LOOK, Agent, check_rows, result, system, user
 from tests.agents.proxy.test_proxy_http import ASK, served
 
 from penstock.agents.proxy.answer_formats.answer_format import ANSWER_FORMATS, AnswerFormat, ParsedAnswer
@@ -189,6 +189,7 @@ ITEMS = [
         (responses, {"input": "x", "tools": [HOSTED, CUSTOM, FUNCTION]}, "unsupported", ["tools.web_search", "tools.custom"]),
         (responses, {"input": ITEMS}, "unsupported", ["input.custom_tool_call", "input.item_reference"]),
         (anthropic_messages, {**ASK, "tool_choice": {"type": "any"}}, "constrained_decoding", ["tool_choice"]),
+        (anthropic_messages, {**ASK, "output_config": {"format": {"type": "json_schema"}}}, "constrained_decoding", ["output_config", "output_config.format"]),
         (anthropic_messages, {**ASK, "tools": [{"type": "bash_20250124", "name": "bash"}]}, "unsupported", ["tools.bash_20250124"]),
         (anthropic_messages, {**ASK, "tools": [{"type": "a b/" + "x" * 90}]}, "unsupported", ["tools.a_b_" + "x" * 36]),
     ],
@@ -203,6 +204,46 @@ def test_what_only_a_vendors_server_has_is_refused_or_left_out_and_counted(
     assert [name for name in request.overruled if name != "temperature"] == counted
     assert request.reads_calls
     assert all(tool["function"]["name"] == "look" for tool in request.tools)
+
+
+async def test_tools_of_a_namespace_are_functions(tmp_path: Path) -> None:
+    """As Codex offers and calls its sub-agents; no name of another tool looks like one."""
+    space = {"type": "namespace", "name": "agents", "tools": [{"type": "function", "name": "spawn", "strict": False}]}
+    body: dict[str, Any] = {"input": [system("s"), *ITEMS[:1]], "tools": [FUNCTION, space], "stream": True}
+    one = bench(
+        tmp_path, script=['<tool_call>{"name": "agents.spawn", "arguments": {}}</tool_call>' + END, "star" + END]
+    )
+    async with served(one) as (client, episode):
+        lines = (await client.post("responses", json=body)).text.splitlines()
+        (item,) = (
+            json.loads(line[6:])["item"] for line in lines if line.startswith('data: {"type": "response.output_item.d')
+        )
+        assert (item["name"], item["namespace"]) == ("spawn", "agents")
+        body["input"] += [item, {"type": "function_call_output", "call_id": item["call_id"], "output": "done"}]
+        assert (await client.post("responses", json=body)).status_code == 200
+        refused = await client.post("responses", json={**body, "tools": [{**FUNCTION, "name": "a.b"}]})
+        assert "has a dot" in refused.json()["error"]["message"]
+        made = one.proxy.end(episode)
+    check_rows(episode, made)
+    assert [len(row.spans) for row in made.rows] == [2]
+
+
+@pytest.mark.parametrize(("added", "rows"), [("\nCalling tools:\n[{'id': 'call_1'}]", 1), ("", 1), (None, 2)])
+async def test_text_behind_an_answer_that_a_stop_string_ended_is_context(
+    tmp_path: Path, added: str | None, rows: int
+) -> None:
+    """As smolagents' CodeAgent writes its history; None: the client writes another answer."""
+    agent = Agent(bench(tmp_path, script=["I look.\n<code>\nlook()\n</code>"] * 3))
+    for number in range(3):
+        answer = await agent.ask(stop=["Observation:", "</code>"])
+        assert answer["content"] == "I look.\n<code>\nlook()\n"
+        answer["content"] = f"{answer['content']}</code>{added or ''}" if added is not None or number else "I looked."
+        agent.messages += [user(f"Observation:\n{number}")]
+    prompt = agent.bench.engine.tokenizer.decode(agent.bench.engine.prompts[-1])
+    assert prompt.count(f"look()\n</code>{added or ''}{END}\n<|im_start|>user\nObservation:\n") == (
+        2 if added is not None else 1
+    )
+    assert len(agent.end().rows) == rows
 
 
 @pytest.mark.parametrize("value", ["x", 5, [], ["x"], {"format": "text"}, {"format": ["x"]}])
@@ -303,10 +344,11 @@ TYPED = {
         ("enum", "5", "5"), ("free", "5", "5"), ("unknown", "5", "5"),
     ],
 )  # fmt: skip
-@pytest.mark.parametrize("form", ["qwen_xml", "glm"])
+@pytest.mark.parametrize("form", ["qwen_xml", "glm", "minimax"])
 def test_values_have_the_types_of_the_tools_schema(form: str, key: str, text: str, value: object) -> None:
     written = {
         "qwen_xml": f"<tool_call>\n<function=set>\n<parameter={key}>\n{text}\n</parameter>\n</function>\n</tool_call>",
+        "minimax": f'<minimax:tool_call>\n<invoke name="set">\n<parameter name="{key}">{text}</parameter>\n</invoke>\n</minimax:tool_call>',
         "glm": f"<tool_call>set\n<arg_key>{key}</arg_key>\n<arg_value>{text}</arg_value>\n</tool_call>",
     }[form]
     parsed = ANSWER_FORMATS.find(form).value.parsed(f"I set it.\n{written}", [TYPED])
@@ -349,13 +391,6 @@ def test_calls_in_xml(form: str, text: str, names: list[str], unparsed: int) -> 
     assert names or parsed.content == text
 
 
-class OneParameter(AnswerFormat):
-    name = "mine"
-
-    def parse(self, text: str) -> ParsedAnswer:
-        return ParsedAnswer(text)
-
-
 class TwoParameters(AnswerFormat):
     name = "typed"
 
@@ -364,7 +399,6 @@ class TwoParameters(AnswerFormat):
 
 
 def test_a_format_sees_the_tools_if_it_takes_them() -> None:
-    assert OneParameter().parsed("a", [TYPED]).content == "a"
     assert TwoParameters().parsed("a", [TYPED]).content == "a 1"
 
 

@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.agents.proxy.agent_model import TEMPLATES, bench
+from tests.agents.proxy.conversation import Agent
 
 from penstock.agents.proxy.answer_formats.answer_format import ANSWER_FORMATS, split_reasoning
+from penstock.agents.proxy.api import anthropic_messages, chat_completions, responses
 from penstock.agents.proxy.messages import Message, ToolCall, similar_arguments
 from penstock.agents.proxy.tree import is_copy
 
@@ -36,20 +42,11 @@ def test_hermes_reads_every_valid_call_and_leaves_the_others_in_the_text() -> No
 @pytest.mark.parametrize(
     "text",
     [
-        '{"name": 5}',
-        "[]",
-        '{"name": ""}',
-        '{"name": "a", "id": "b"}',
-        '{"name": "a", "args": {"x": 1}}',
-        '{"name": "a", "arguments": null}',
-        '{"name": "a", "arguments": {}, "parameters": {"x": 1}}',
-        '{"name": "a", "arguments": "x"}',
-        '{"name": "a", "arguments": {"x": NaN}}',
-        '{"name": "a", "arguments": {"x": 1e999}}',
-        '{"name": "a", "arguments": {"x": "\\ud800"}}',
-        "[" * 100_000,
+        '{"name": 5}', "[]", '{"name": ""}', '{"name": "a", "id": "b"}', '{"name": "a", "args": {"x": 1}}', '{"name": "a", "arguments": null}',
+        '{"name": "a", "arguments": {}, "parameters": {"x": 1}}', '{"name": "a", "arguments": "x"}', '{"name": "a", "arguments": {"x": NaN}}',
+        '{"name": "a", "arguments": {"x": 1e999}}', '{"name": "a", "arguments": {"x": "\\ud800"}}', "[" * 100_000,
     ],
-)
+)  # fmt: skip
 def test_an_invalid_call_stays_text(text: str) -> None:
     whole = f"<tool_call>{text}</tool_call>"
     parsed = HERMES.parse(whole)
@@ -58,44 +55,160 @@ def test_an_invalid_call_stays_text(text: str) -> None:
 
 def test_llama_reads_an_answer_that_is_all_calls() -> None:
     one, other = '{"name": "a", "parameters": {"x": 1}}', '{"name": "b", "arguments": {}}'
-    assert calls(one, "llama") == [("a", {"x": 1})]
     assert calls(f"<|python_tag|>{one}; {other}", "llama") == [("a", {"x": 1}), ("b", {})]
-    for text in (
-        f"I call {one}",
-        '{"x": 1}',
-        f"{one} and more",
-        "<|python_tag|>print(1)",
-        one.replace("1", "1e999"),
+    assert calls("[a.b(x=[true, null, -1.5, (1,)])]", "llama") == [("a.b", {"x": [True, None, -1.5, [1]]})]
+    texts = [f"I call {one}", '{"x": 1}', f"{one} and more", "<|python_tag|>print(1)", one.replace("1", "1e999")]
+    texts += [
         one.replace("1", '"\\ud800"'),
-    ):
+        "[1, 2]",
+        "[a](b)",
+        "[a()] + [b()]",
+        "[a(1)]",
+        "[a(**b)]",
+        "[a(x=y)]",
+        "[a(x={1})]",
+        "[a()(x=1)]",
+    ]
+    texts += ["[a(x=1e999)]", "[a(x=1, x=2)]", "[a(" * 9999, "[a(), 1]"]
+    for text in texts:
         assert LLAMA.parse(text).content == text
         assert LLAMA.parse(text).calls == ()
 
 
+def _json(name: str, arguments: object, key: str = "arguments") -> str:
+    return json.dumps({"name": name, key: arguments}, ensure_ascii=False)
+
+
+def _text(value: object) -> str:
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+
+
+# How each family writes one call, as the chat template of its models shows it; what stands before, between and behind calls.
+WRITTEN: dict[str, tuple[Callable[[str, dict[str, Any]], str], str, str, str]] = {
+    "hermes": (lambda n, a: f"<tool_call>\n{_json(n, a)}\n</tool_call>", "", "\n", ""),
+    "granite": (lambda n, a: f"<tool_call>\n{_json(n, a)}\n</tool_call>", "", "\n", ""),
+    "granite 3.0": (_json, "<|tool_call|>[", ", ", "]"),
+    "granite 3.1": (_json, "<tool_call>[", ", ", "]"),
+    "phi": (_json, "<|tool_call|>[", ", ", "]<|/tool_call|>"),
+    "phi one": (lambda n, a: f"<|tool_call|>{_json(n, a)}<|/tool_call|>", "", "", ""),
+    "phi functools": (_json, "functools[", ", ", "]"),
+    "llama": (lambda n, a: _json(n, a, "parameters"), "", "; ", ""),
+    "llama tag": (lambda n, a: _json(n, a, "parameters"), "<|python_tag|>", "; ", ""),
+    "llama 4": (lambda n, a: _json(n, a, "parameters"), "<|python_start|>I look.<|python_end|>", "", ""),
+    "llama python": (lambda n, a: f"{n}({', '.join(f'{k}={v!r}' for k, v in a.items())})", "[", ", ", "]"),
+    "llama 4 python": (lambda n, a: f"{n}({', '.join(f'{k}={_text([v])[1:-1]}' for k, v in a.items())})", "<|python_start|>[", ", ", "]<|python_end|>"),
+    "mistral": (_json, "[TOOL_CALLS] [", ", ", "]"),
+    "mistral named": (lambda n, a: f"[TOOL_CALLS]{n}[ARGS]{json.dumps(a)}", "", "", ""),
+    "mistral id": (lambda n, a: f"[TOOL_CALLS]{n}[CALL_ID]abcdefgh1[ARGS]{json.dumps(a)}", "", "", ""),
+    "mistral plain": (lambda n, a: f"[TOOL_CALLS]{n}{json.dumps(a)}", "", "", ""),
+    "deepseek": (lambda n, a: f"{BEGIN}function{SEP}{n}\n```json\n{json.dumps(a)}\n```{END}", DEEPSEEK_SECTION, "\n", "<｜tool▁calls▁end｜>"),
+    "deepseek 3.1": (lambda n, a: f"{BEGIN}{n}{SEP}{json.dumps(a)}{END}", DEEPSEEK_SECTION, "", "<｜tool▁calls▁end｜>"),
+    "kimi_k2": (lambda n, a: f"<|tool_call_begin|>functions.{n}:0<|tool_call_argument_begin|>{json.dumps(a)}<|tool_call_end|>", KIMI_SECTION, "", "<|tool_calls_section_end|>"),
+    "qwen_xml": (lambda n, a: f"<tool_call>\n<function={n}>\n" + "".join(f"<parameter={k}>\n{_text(v)}\n</parameter>\n" for k, v in a.items()) + "</function>\n</tool_call>", "", "\n", ""),
+    "minimax": (lambda n, a: f'<invoke name="{n}">\n' + "".join(f'<parameter name="{k}">{_text(v)}</parameter>\n' for k, v in a.items()) + "</invoke>\n", "\n<minimax:tool_call>\n", "", "</minimax:tool_call>"),
+    "glm": (lambda n, a: f"<tool_call>{n}\n" + "".join(f"<arg_key>{k}</arg_key>\n<arg_value>{_text(v)}</arg_value>\n" for k, v in a.items()) + "</tool_call>", "", "\n", ""),
+    "harmony": (lambda n, a: f"<|start|>assistant<|channel|>commentary to=functions.{n} <|constrain|>json<|message|>{json.dumps(a)}<|call|>", "", "", ""),
+    "harmony to": (lambda n, a: f" to=functions.{n}<|channel|>commentary json<|message|>{json.dumps(a)}<|call|>", "", "<|start|>assistant", ""),
+}  # fmt: skip
+THOUGHT = {"mistral": "[THINK]hm[/THINK]", "harmony": "<|channel|>analysis<|message|>hm<|end|>"}
+LOOKED = {
+    "one": [("look", {"word": "sun"})],
+    "none": [("look", {})],
+    "several": [("look", {"word": "sun"}), ("gone", {"word": "moon"}), ("look", {"word": "<b>\n"})],
+    "nested": [("look", {"map": {"a": [1, {"b": None}], "c": 'q"}]'}, "on": True, "x": 1.5}), ("look", {"word": "é 日本 🌙"})],
+}  # fmt: skip
+
+
+TYPES = {"word": "string", "map": "object", "on": "boolean", "x": "number"}
+SCHEMA = {"type": "object", "properties": {key: {"type": kind} for key, kind in TYPES.items()}}
+TOOLS = [{"type": "function", "function": {"name": "look", "parameters": SCHEMA}}]
+
+
+def written(form: str, calls: Sequence[tuple[str, dict[str, Any]]]) -> str:
+    one, begin, between, end = WRITTEN[form]
+    return begin + between.join(one(name, arguments) for name, arguments in calls) + end
+
+
+@pytest.mark.parametrize("case", LOOKED)
+@pytest.mark.parametrize("form", WRITTEN)
+def test_each_family_writes_calls_in_its_own_way(form: str, case: str) -> None:
+    """What is cut off gives the calls that are whole, and never another one; all else stays in the text."""
+    kind, expected = ANSWER_FORMATS.find(form.split(maxsplit=1)[0]).value, LOOKED[case]
+    text = written(form, expected)
+    parsed = kind.parsed(text, TOOLS)
+    assert [(call.name, json.loads(call.arguments)) for call in parsed.calls] == expected
+    assert (parsed.content, parsed.num_unparsed) == ("I look." if form == "llama 4" else "", 0)
+    said = kind.parsed(f"I look. {text}", TOOLS)
+    alone = form.startswith("llama")  # calls are the whole answer there
+    assert ([call.name for call in said.calls], said.content) == (
+        ([], f"I look. {text}") if alone else ([name for name, _ in expected], "I look.")
+    )
+    for end in range(len(text)):
+        cut = kind.parsed(text[:end], TOOLS)
+        assert [(call.name, json.loads(call.arguments)) for call in cut.calls] == expected[: len(cut.calls)]
+        assert cut.calls or cut.content == text[:end]
+
+
+@pytest.mark.parametrize("form", WRITTEN)
+async def test_every_api_shows_the_calls_of_every_family(tmp_path: Path, form: str) -> None:
+    """With thinking before, streamed too; where no tools were offered, the call is text."""
+    name, text = form.split(maxsplit=1)[0], written(form, LOOKED["several"])
+    thought = THOUGHT.get(name, "<think>\nhm\n</think>\n\n")
+    one = bench(tmp_path, answer_format=name, script=[f"{thought}{text}<|im_end|>"] * 2, max_new_tokens=2000)
+    agent = Agent(one, tools=TOOLS)
+    turn = await agent.turn(agent.messages)
+    assert (turn.answer.reasoning, [call.name for call in turn.answer.tool_calls]) == ("hm", ["look", "gone", "look"])
+    calls = [(call.id, json.loads(call.arguments)) for call in turn.answer.tool_calls]
+    assert len({call.id for call in turn.answer.tool_calls}) == 3 or form in ("kimi_k2", "mistral id")
+    deltas = [json.loads(event.split(b"data: ")[1]) for event in chat_completions.events(turn, {}, "m", 0, "c")[:-1]]
+    chunks = [call for delta in deltas for call in delta["choices"][0]["delta"].get("tool_calls", ())]
+    assert [(call["id"], json.loads(call["function"]["arguments"])) for call in chunks] == calls
+    items = [item for item in responses.reply(turn, "m", 0, "r")["output"] if item["type"] == "function_call"]
+    assert [(item["call_id"], json.loads(item["arguments"])) for item in items] == calls
+    blocks = [one for one in anthropic_messages.reply(turn, "m", 0, "a")["content"] if one["type"] == "tool_use"]
+    assert [(block["id"], block["input"]) for block in blocks] == calls
+    agent.tools = []
+    plain = await agent.turn(agent.messages)
+    assert (plain.answer.tool_calls, plain.answer.content.strip()) == ((), text.strip())
+
+
+# As gpt-oss's: an answer ends with one stop token, a call with another. As Mistral's: ids of nine letters and digits alone.
+HARMONY = (
+    "{%- for message in messages %}{%- if message.tool_calls %}{%- if message.content %}{{- '<|start|>assistant<|channel|>analysis<|message|>' + message.content + '<|end|>' }}"
+    "{%- endif %}{%- set call = message.tool_calls[0].function %}{{- '<|start|>assistant to=functions.' + call.name + '<|channel|>commentary json<|message|>' + call.arguments | tojson + '<|endoftext|>' }}"
+    "{%- elif message.role == 'assistant' %}{{- '<|start|>assistant<|channel|>final<|message|>' + message.content + ('<|im_end|>' if loop.last and not add_generation_prompt else '<|end|>') }}"
+    "{%- elif message.role == 'tool' %}{%- if not messages[loop.index0 - 1].tool_calls %}{{- raise_exception('no call') }}{%- endif %}{{- '<|start|>functions.look to=assistant<|channel|>commentary<|message|>' + message.content + '<|end|>' }}"
+    "{%- else %}{{- '<|start|>' + message.role + '<|message|>' + message.content + '<|end|>' }}{%- endif %}{%- endfor %}"
+    "{%- if add_generation_prompt %}{{- '<|start|>assistant' }}{%- endif %}"
+)
+MISTRAL = (
+    "{%- for message in messages %}{%- if message.role == 'user' %}{{- '[INST]' + message.content + '[/INST]' }}"
+    "{%- elif message.role == 'tool' %}{{- '[TOOL_RESULTS]' + message.tool_call_id + '[TOOL_CONTENT]' + message.content + '[/TOOL_RESULTS]' }}"
+    "{%- else %}{{- message.content }}{%- for call in message.tool_calls or [] %}{%- if call.id | length != 9 %}{{- raise_exception('ids of length 9') }}{%- endif %}"
+    "{{- '[TOOL_CALLS]' + call.function.name + '[ARGS]' + call.function.arguments | tojson }}{%- endfor %}{{- '<|im_end|>' }}{%- endif %}{%- endfor %}"
+)
+TEMPLATES.update(harmony=HARMONY, mistral=MISTRAL)
+
+
 @pytest.mark.parametrize(
-    ("form", "text", "content", "expected"),
+    ("form", "call", "behind"),
     [
-        ("mistral", 'Hm. [TOOL_CALLS] [{"name": "a", "arguments": {"x": "é"}}, {"name": "b", "arguments": {}}]', "Hm.", [("a", {"x": "é"}), ("b", {})]),
-        ("mistral", '[TOOL_CALLS]a[ARGS]{"x": 1}[TOOL_CALLS]b[ARGS]{}', "", [("a", {"x": 1}), ("b", {})]),
-        (
-            "deepseek",
-            f'Hm.{DEEPSEEK_SECTION}{BEGIN}function{SEP}a\n```json\n{{"x": 1}}\n```{END}\n{BEGIN}function{SEP}b\n```json\n{{}}\n```{END}<｜tool▁calls▁end｜>',
-            "Hm.", [("a", {"x": 1}), ("b", {})],
-        ),
-        ("deepseek", f'{DEEPSEEK_SECTION}{BEGIN}function{SEP}a\n```json\n{{"x": "```py\\n1\\n```"}}\n```{END}', "", [("a", {"x": "```py\n1\n```"})]),
-        ("deepseek", f'{DEEPSEEK_SECTION}{BEGIN}a{SEP}{{"x": 1}}{END}{BEGIN}b{SEP}{{}}{END}<｜tool▁calls▁end｜>', "", [("a", {"x": 1}), ("b", {})]),
-        (
-            "kimi_k2",
-            f'Hm.{KIMI_SECTION}{KIMI_CALL}{{"x": 1}}<|tool_call_end|><|tool_call_begin|>b:1<|tool_call_argument_begin|>{{}}<|tool_call_end|><|tool_calls_section_end|>',
-            "Hm.", [("a", {"x": 1}), ("b", {})],
-        ),
+        ("harmony", '<|channel|>analysis<|message|>hm<|end|><|start|>assistant<|channel|>commentary to=functions.look <|constrain|>json<|message|>{"word": "sun"}<|endoftext|>',
+         "<|start|>functions.look to=assistant<|channel|>commentary<|message|>star<|end|><|start|>assistant"),
+        ("mistral", '[THINK]hm[/THINK][TOOL_CALLS]look[ARGS]{"word": "sun"}<|im_end|>', "[TOOL_RESULTS]{}[TOOL_CONTENT]star[/TOOL_RESULTS]"),
+        ("mistral", '[THINK]hm[/THINK][TOOL_CALLS]look[CALL_ID]abcdefgh1[ARGS]{"word": "sun"}<|im_end|>', "[TOOL_RESULTS]abcdefgh1[TOOL_CONTENT]star[/TOOL_RESULTS]"),
     ],
 )  # fmt: skip
-def test_each_family_writes_calls_in_its_own_way(
-    form: str, text: str, content: str, expected: list[tuple[str, object]]
-) -> None:
-    assert calls(text, form) == expected
-    assert ANSWER_FORMATS.find(form).value.parse(text).content == content
+async def test_a_call_and_its_result_are_one_row(tmp_path: Path, form: str, call: str, behind: str) -> None:
+    agent = Agent(
+        bench(tmp_path, form, answer_format=form, script=[call, "star<|im_end|>"], max_new_tokens=200), tools=TOOLS
+    )
+    answer = await agent.ask()
+    answer.pop("reasoning_content")
+    await agent.ask({"role": "tool", "tool_call_id": answer["tool_calls"][0]["id"], "content": "star"})
+    first, second = (agent.bench.engine.tokenizer.decode(ids) for ids in agent.bench.engine.prompts)
+    assert second == first + call + behind.format(answer["tool_calls"][0]["id"])
+    assert [len(row.spans) for row in agent.end().rows] == [2]
 
 
 def test_a_kimi_call_keeps_the_id_that_is_among_its_tokens() -> None:
@@ -124,17 +237,10 @@ def test_plain_reads_no_call() -> None:
 
 @given(st.text())
 def test_no_text_makes_a_format_fail(text: str) -> None:
-    for form in ANSWER_FORMATS.built_in.values():
-        form.parse(text)
-        for mark in (
-            "<tool_call>",
-            "[TOOL_CALLS]",
-            "[TOOL_CALLS]a[ARGS]",
-            f"{DEEPSEEK_SECTION}{BEGIN}a{SEP}",
-            f"{KIMI_SECTION}{KIMI_CALL}",
-        ):
-            form.parse(f"{mark}{text}</tool_call>")
-    split_reasoning(text, opened=True)
+    for form in WRITTEN:
+        kind, whole = ANSWER_FORMATS.find(form.split(maxsplit=1)[0]).value, written(form, LOOKED["one"])
+        for one in (text, *(f"{whole[:end]}{text}{whole[end:]}" for end in range(0, len(whole), 7))):
+            kind.parsed(kind.split(one, opened=True)[1], TOOLS)
 
 
 @pytest.mark.parametrize(
