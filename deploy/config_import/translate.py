@@ -112,7 +112,7 @@ def translate(foreign_config: Found, system: str, known: Collection[str]) -> Tra
     written = _in_known_spelling(foreign_config, system)
     if system == "trl" and (trainer := _OTHER_TRAINERS.search(" ".join(foreign_config.commands))):
         foreign_config.values["GRPOTrainer"] = trainer[1] or trainer[2]
-    for key, value in _IMPLIED.get(system, {}).items():
+    for key, value in _IMPLIED.get(system if command is None or system != "verl" else "", {}).items():
         foreign_config.values.setdefault(key, value)
     untouched = at_default(system, foreign_config.values)
     asked: dict[str, str] = {}  # a decision's text: the key that has it

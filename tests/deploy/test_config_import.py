@@ -70,7 +70,8 @@ EXPECTED: dict[str, tuple[str, int, dict[str, Any], list[str]]] = {
     "verl_sft.sh": ("verl", 1, {
         "sft.lr": 1e-5, "model.lora.rank": 32, "model.lora.alpha": 64, "data.map.response": "response", "trainer.num_ranks": 4,
         "run.id": "qwen7b-sft", "sft.epochs": 3, "sft.eval_data": "/data/sft_val.parquet",
-    }, ["data.max_length"]),
+        "sft.batch_size": 256, "sft.schedule": "cosine", "trainer.min_lr_ratio": 0.0, "model.dtype": "bfloat16", "run.seed": 1,
+    }, ["data.max_length", "optim.lr_warmup_steps_ratio"]),
     "verl_ppo.yaml": ("verl", 1, {
         "algorithm.name": "ppo", "critic.lam": 0.95, "trainer.steps": 100, "trainer.checkpoint_every": 20, "sglang.tp_size": 2,
         "trainer.lr": 1e-6, "algorithm.aggregation": "seq-mean-token-sum-norm", "rollout.max_new_tokens": 1024,
@@ -259,7 +260,7 @@ def test_the_text_of_the_report_leads_on(tmp_path: Path, capsys: pytest.CaptureF
     assert f"penstock train {tmp_path / 'a.toml'}" in text
     assert run(["config", "import", str(FILES / "verl_sft.sh"), "--to", str(tmp_path / "b.toml")]) == 1
     text = capsys.readouterr().out
-    assert text.index("needs a decision (1)") < text.index("taken (")
+    assert text.index("needs a decision (2)") < text.index("taken (")
     assert "sft.epochs = 3" in text
     assert f"penstock sft {tmp_path / 'b.toml'}" in text
 
