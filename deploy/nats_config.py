@@ -102,17 +102,9 @@ _ROUTE_TLS = """\
 _STORED = subjects.stored(f"{subjects.PREFIX}.{ANY_RUN}.>")
 _ANY_PUBLISHED = tuple(subject for spec in streams.streams(ANY_RUN) for subject in spec.subjects)
 _ONE_ANSWER = (
-    "$JS.API.INFO",
-    "$JS.API.STREAM.INFO.*",
-    "$JS.API.STREAM.LIST",
-    "$JS.API.STREAM.NAMES",
-    "$JS.API.STREAM.MSG.GET.*",
-    "$JS.API.CONSUMER.INFO.*.*",
-    "$JS.API.CONSUMER.RESET.*.*",
-    "$JS.ACK.>",
-    "$KV.>",
-    *_ANY_PUBLISHED,
-)
+    "$JS.API.INFO", "$JS.API.STREAM.INFO.*", "$JS.API.STREAM.LIST", "$JS.API.STREAM.NAMES", "$JS.API.STREAM.MSG.GET.*",
+    "$JS.API.CONSUMER.INFO.*.*", "$JS.API.CONSUMER.RESET.*.*", "$JS.ACK.>", "$KV.>", *_ANY_PUBLISHED,
+)  # fmt: skip
 # How long the server keeps the way back to the role's account, about 1 kB for each request.
 _MANY_ANSWERS = {
     "$JS.API.CONSUMER.MSG.NEXT.*.*": "90s",  # longer than any pull waits for its first message

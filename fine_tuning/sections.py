@@ -29,14 +29,8 @@ READ = frozenset({
 """Keys that every such command reads besides its section; also those below them."""
 
 _SAME_NAMES = ("lr", "steps", "epochs", "betas", "warmup_steps", "schedule", "checkpoint_every")  # in [trainer]
-_NOT_LISTED = (
-    "nats.",
-    "s3.",
-    "retention.",
-    "sft.",
-    "dpo.",
-    "rm.",
-)  # a shared run file has them whatever is started with it
+# A shared run file has them whatever is started with it.
+_NOT_LISTED = ("nats.", "s3.", "retention.", "sft.", "dpo.", "rm.")
 _INSTEAD = {
     "data.eval": "rows for the validation loss are {section}.eval_data; remove it",
     "data.max_prompt_tokens": "prompt and answer together have at most trainer.micro_batch_tokens tokens",

@@ -17,22 +17,9 @@ from penstock.protocol.errors import PenstockError
 from penstock.protocol.secret_values import scrub
 
 __all__ = [
-    "FLAT",
-    "App",
-    "Group",
-    "Help",
-    "Json",
-    "Least",
-    "Parameter",
-    "RunArguments",
-    "RunName",
-    "UsageError",
-    "application",
-    "arguments_of",
-    "program",
-    "run",
-    "typed",
-]
+    "FLAT", "App", "Group", "Help", "Json", "Least", "Parameter", "RunArguments", "RunName", "UsageError", "application",
+    "arguments_of", "program", "run", "typed",
+]  # fmt: skip
 
 USAGE_ERROR = 2  # exit code
 FLAT = Parameter(name="*")  # the fields of a dataclass are options of the command

@@ -38,22 +38,9 @@ _SECRET_ENDS = ("password", "passwd", "passphrase", "apikey")  # PGPASSWORD
 _LAST_WORDS = frozenset({"token", "pass", "auth", "key"})
 _IN_PROSE = (["token"], ["auth"], ["pass"], ["pat"])  # NAME=value in code and sentences, such as token=A
 _IN_QUERIES = frozenset({"key", "code", "sig", "signature", "token", "auth", "pass"})
-_KINDS_OF_KEYS = frozenset(
-    {
-        "api",
-        "private",
-        "secret",
-        "signing",
-        "encryption",
-        "auth",
-        "account",
-        "service",
-        "license",
-        "master",
-        "shared",
-        "subscription",
-    }
-)
+_KINDS_OF_KEYS = frozenset({
+    "api", "private", "secret", "signing", "encryption", "auth", "account", "service", "license", "master", "shared", "subscription",
+})  # fmt: skip
 _NO_VALUE = frozenset(
     {"file", "path", "url", "type", "name", "id", "ids", "size", "mode", "format", "count", "policy"}
 )  # last words

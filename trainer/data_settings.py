@@ -23,28 +23,10 @@ DATA_EVAL = "eval"  # the source that is data.eval
 _NAME = re.compile(r"[A-Za-z0-9_-]{1,40}")
 _METRIC = re.compile(r"accuracy|reward|pass@([1-9][0-9]{0,5})")
 COLUMNS = (
-    "prompt",
-    "messages",
-    "response",
-    "ground_truth",
-    "data_source",
-    "extra_info",
-    "reward_model",
-    "question",
-    "answer",
-    "completion",
-    "system",
-    "conversations",
-    "instruction",
-    "input",
-    "output",
-    "label",
-    "tools",
-    "chosen",
-    "rejected",
-    "margin",
-    "images",
-)
+    "prompt", "messages", "response", "ground_truth", "data_source", "extra_info", "reward_model", "question", "answer", "completion",
+    "system", "conversations", "instruction", "input", "output", "label", "tools", "chosen", "rejected", "margin", "images",
+)  # fmt: skip
+_OF_A_SOURCE = ("every", "num_prompts", "temperature", "top_p", "top_k", "samples", "max_new_tokens", "environment")
 _TEMPLATE_NAMES = {"messages", "tools", "documents", "add_generation_prompt"}  # set by Penstock
 
 
@@ -164,6 +146,8 @@ class EvalSource(Section):
     temperature: float | None = Field(
         default=None, ge=0.0, le=100.0, description="Sampling temperature; none: eval.temperature."
     )
+    top_p: float | None = Field(default=None, gt=0.0, le=1.0, description="As eval.top_p; none: that.")
+    top_k: int | None = Field(default=None, ge=-1, description="As eval.top_k; none: that.")
     samples: int | None = Field(default=None, ge=1, description="Completions per prompt; none: eval.samples.")
     max_new_tokens: int | None = Field(default=None, ge=1, description="Longest completion; none: eval.max_new_tokens.")
     environment: str | None = Field(
@@ -189,6 +173,13 @@ class EvalSettings(Section):
     at_start: bool = Field(default=True, description="Evaluate version 0, when there is data.eval or a source.")
     at_end: bool = Field(default=True, description="Evaluate the last version, when there is data.eval or a source.")
     temperature: float = Field(default=0.0, ge=0.0, le=100.0, description="Sampling temperature; 0 is greedy.")
+    top_p: float = Field(
+        default=1.0,
+        gt=0.0,
+        le=1.0,
+        description="Sample from the likeliest tokens that have this probability together; 1: from all.",
+    )
+    top_k: int = Field(default=-1, ge=-1, description="Sample from so many of the likeliest tokens; -1: from all.")
     samples: int = Field(default=1, ge=1, description="Completions per prompt; their rewards are averaged.")
     max_new_tokens: int | None = Field(default=None, ge=1, description="Longest completion; none: as in rollout.")
     environment: str | None = Field(
@@ -211,12 +202,7 @@ class EvalSettings(Section):
     )
 
     @model_validator(mode="after")
-    def _samples_differ(self) -> EvalSettings:
-        if self.samples > 1 and self.temperature == 0.0:
-            raise ValueError(
-                f"eval.samples = {self.samples} greedy completions would all be the same; "
-                "set eval.temperature above 0 or eval.samples = 1"
-            )
+    def _sources_are_whole(self) -> EvalSettings:
         for name, source in self.source.items():
             if not _NAME.fullmatch(name) or name == DATA_EVAL:
                 raise ValueError(
@@ -226,22 +212,24 @@ class EvalSettings(Section):
                 raise ValueError(
                     f"eval.source.{name}.data names no file; set it to held-out prompts, or remove the source"
                 )
-            settings = self.of(name)
-            if settings.samples > 1 and settings.temperature == 0.0:
+        for name in (DATA_EVAL, *self.source):
+            where, chosen = "eval" if name == DATA_EVAL else f"eval.source.{name}", self.of(name)
+            idle = [key for key, off in (("top_p", 1.0), ("top_k", -1)) if getattr(chosen, key) != off]
+            if chosen.temperature == 0.0 and chosen.samples > 1:
                 raise ValueError(
-                    f"eval.source.{name}: {settings.samples} greedy completions would all be the same; set its temperature above 0, or its "
-                    "samples to 1"
+                    f"{where}.samples = {chosen.samples} greedy completions would all be the same; "
+                    f"set {where}.temperature above 0 or {where}.samples = 1"
+                )
+            if chosen.temperature == 0.0 and idle:
+                raise ValueError(
+                    f"{where}.{idle[0]} does nothing while {where}.temperature = 0; set it above 0, or remove {idle[0]}"
                 )
         return self
 
     def of(self, name: str) -> EvalSettings:
         if name == DATA_EVAL:
             return self
-        overrides = {
-            key: value
-            for key in ("every", "num_prompts", "temperature", "samples", "max_new_tokens", "environment")
-            if (value := getattr(self.source[name], key)) is not None
-        }
+        overrides = {key: value for key in _OF_A_SOURCE if (value := getattr(self.source[name], key)) is not None}
         return self.model_copy(update=overrides)
 
     def names(self, *, has_data_eval: bool) -> list[str]:

@@ -32,16 +32,9 @@ from penstock.trainer.optimizer_settings import CriticSettings, ModelSettings, O
 from penstock.trainer.rollout_settings import RolloutSettings
 
 __all__ = [
-    "BFLOAT16_UNSHARDED",
-    "COLUMNS",
-    "DataSettings",
-    "EvalSettings",
-    "GivenAnswersSettings",
-    "ModelSettings",
-    "OptimizerSettings",
-    "RolloutSettings",
-    "TrainerSettings",
-]
+    "BFLOAT16_UNSHARDED", "COLUMNS", "DataSettings", "EvalSettings", "GivenAnswersSettings", "ModelSettings",
+    "OptimizerSettings", "RolloutSettings", "TrainerSettings",
+]  # fmt: skip
 
 BFLOAT16_UNSHARDED = (
     "model.dtype = bfloat16 needs trainer.zero_stage >= 1: stage 0 keeps no correct float32 master weights in DeepSpeed 0.19 "

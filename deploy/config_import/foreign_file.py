@@ -13,12 +13,14 @@ import re
 import shlex
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from penstock.protocol.config.sources import scalar
 from penstock.protocol.errors import ConfigError
 
 UNASSIGNED = "\ue001"  # stands around the name of a variable that the file does not assign
+OUTSIDE = {"HOME": str(Path.home())}  # variables of the environment that are the same here
 _MAX_CHARS = 1024**2  # that variables and references become
 _ASSIGNMENT = re.compile(r"(?:export\s+|declare\s+(?:-\w+\s+)?|local\s+|readonly\s+)?([A-Za-z_]\w*)(\+?)=")
 _VARIABLE = re.compile(r"\$(?:\{([A-Za-z_]\w*)(\[@\]|\[\*\])?(?::?-([^{}]*))?\}|([A-Za-z_]\w*)|([@*#?0-9]))")
@@ -27,6 +29,11 @@ _SUM = re.compile(r"\$\(\(([^()]*(?:\([^()]*\)[^()]*)*)\)\)")
 _OVERRIDE = re.compile(r"[+~]*[A-Za-z_][\w.@-]*=")
 _ENDS = ("|", ";", "&&", "||", "&")
 _LITERAL = "\ue000"  # a dollar in single quotes
+_BARE = "\ue002"  # before a dollar outside of quotes: its value is several words
+_HERE = re.compile(r"(?<!<)<<-?\s*(['\"]?)([A-Za-z_]\w*)\1")
+_RUN = "\ue003"  # what a command prints
+_MAX_NESTED = 4  # commands in commands
+_MAX_SOURCED = 16  # files
 _LAUNCHERS = ("python", "torchrun", "accelerate", "deepspeed", "trl", "ray", "openrlhf", "uv", "swift")
 _OPERATORS: dict[type[ast.operator], Callable[[int, int], int]] = {
     ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.FloorDiv: operator.floordiv,
@@ -96,64 +103,118 @@ class Budget:
         return text
 
 
-def read_shell(name: str, text: str) -> Found:
-    """Read the options of every command that starts a training; raises ConfigError for quotes that never end."""
-    foreign_config = Found()
-    variables: dict[str, str] = {}
-    arrays: dict[str, list[str]] = {}
-    budget = Budget()
+@dataclass(slots=True)
+class _Script:
+    """What is known of a script down to a statement."""
+
+    found: Found
+    beside: Callable[[str], str | None]
+    variables: dict[str, str] = field(default_factory=lambda: dict(OUTSIDE))
+    arrays: dict[str, list[str]] = field(default_factory=dict)
+    budget: Budget = field(default_factory=Budget)
+    sourced: int = 0
+
+
+def read_shell(name: str, text: str, beside: Callable[[str], str | None] = lambda _: None) -> Found:
+    """Read the options of every command that starts a training; raises ConfigError for quotes that never end.
+
+    ``beside`` returns the text of a file that the script sources, by its name relative to it; None: it is not there.
+    """
+    script = _Script(Found(), beside)
+    _read_all(name, text, script)
+    if not script.found.commands:  # a file of variables, as wrappers source it
+        for key, value in script.variables.items():
+            if (key, value) not in OUTSIDE.items():
+                script.found.add(key, scalar(value))
+    return script.found
+
+
+def _read_all(name: str, text: str, script: _Script) -> None:
     for number, statement in _statements(text):
         try:
-            _read(statement, foreign_config, variables, arrays, budget)
+            _read(statement, script)
         except ValueError as err:  # shlex: no closing quotation; or the budget
             raise ConfigError(f"{name}:{number}: not a readable shell command: {err}") from None
-    if not foreign_config.commands:  # a file of variables, as wrappers source it
-        for key, value in variables.items():
-            foreign_config.add(key, scalar(value))
-    return foreign_config
 
 
 def _statements(text: str) -> Iterator[tuple[int, str]]:
-    """Yield every command with its line: lines joined after a backslash, and arrays up to their bracket."""
+    """Yield every command with its line: lines joined after a backslash and within quotes, and arrays up to their bracket."""
     lines = text.split("\n")
     number = 0
     while number < len(lines):
-        first, statement = number + 1, lines[number]
+        first, statement, quote = number + 1, lines[number], _quote_after(lines[number])
         number += 1
         is_array = re.match(rf"\s*{_ASSIGNMENT.pattern}\(", statement) is not None
         while number < len(lines):
             bare = re.sub(r"(^|\s)#.*", "", statement.split("\n")[-1]).rstrip()
             if bare.endswith("\\"):
                 statement = statement.rstrip().removesuffix("\\") + " " + lines[number]
-            elif is_array and not bare.endswith(")"):
+            elif quote or (is_array and not bare.endswith(")")):
                 statement += "\n" + lines[number]
             else:
                 break
+            quote = _quote_after(lines[number], quote)
             number += 1
+        if here := _HERE.search(statement):  # the text of a command, such as a file that it writes
+            ends = (place for place in range(number, len(lines)) if lines[place].strip() == here[2])
+            end = next(ends, number - 1)
+            if read := re.match(r"\s*read\s.*?([A-Za-z_]\w*)\s*<<", statement):  # the value of a variable
+                statement = f"{read[1]}={shlex.quote(' '.join(lines[number:end]).replace(chr(92), ' '))}"
+            number = end + 1
         if statement.strip() and not statement.lstrip().startswith("#"):
             yield first, statement.strip()
 
 
-def _read(
-    statement: str, foreign_config: Found, variables: dict[str, str], arrays: dict[str, list[str]], budget: Budget
-) -> None:
+def _in_quotes(text: str, quote: str = "") -> Iterator[tuple[str, str]]:
+    """Yield every character with the quote that holds it, empty for none and in comments."""
+    is_escaped = is_comment = False
+    previous = " "
+    for character in text:
+        if is_comment:
+            is_comment = character != "\n"
+        elif is_escaped:
+            is_escaped = False
+        elif character == "\\" and quote != "'":
+            is_escaped = True
+        elif quote:
+            quote = "" if character == quote else quote
+        elif character in "'\"":
+            quote = character
+        else:
+            is_comment = character == "#" and previous.isspace()
+        previous = character
+        yield character, quote
+
+
+def _quote_after(line: str, quote: str = "") -> str:
+    *_, (_, last) = [("", quote), *_in_quotes(line, quote)]
+    return last
+
+
+def _read(statement: str, script: _Script) -> None:
     assignment = _ASSIGNMENT.match(statement)
     if assignment and statement[assignment.end() :].startswith("("):
-        inner = statement[assignment.end() + 1 :].rstrip().removesuffix(")")
-        words = _words(inner, variables, arrays, budget)
-        arrays[assignment[1]] = (arrays.get(assignment[1], []) if assignment[2] else []) + words
+        words = _words(statement[assignment.end() + 1 :].rstrip().removesuffix(")"), script)
+        script.arrays[assignment[1]] = (script.arrays.get(assignment[1], []) if assignment[2] else []) + words
         return
-    words = _words(statement.split(" << ", maxsplit=1)[0].split(" <<'", maxsplit=1)[0], variables, arrays, budget)
+    words = _words(statement.split(" << ", maxsplit=1)[0].split(" <<'", maxsplit=1)[0], script)
     while words and (match := _ASSIGNMENT.fullmatch(words[0].partition("=")[0] + "=")) and "=" in words[0]:
-        variables[match[1]] = words.pop(0).partition("=")[2]
+        script.variables[match[1]] = words.pop(0).partition("=")[2]
     if words and words[0] in ("export", "declare", "readonly", "local"):
         for word in words[1:]:
             if "=" in word:
-                variables[word.partition("=")[0]] = word.partition("=")[2]
+                script.variables[word.partition("=")[0]] = word.partition("=")[2]
         return
-    if _starts_training(words):
-        foreign_config.commands.append(" ".join(words))
-        _options(words, foreign_config)
+    if len(words) == 2 and words[0] in ("source", ".") and script.sourced < _MAX_SOURCED:
+        script.sourced += 1
+        name = (
+            words[1].rpartition(UNASSIGNED)[2].lstrip("/")
+        )  # "$(dirname "$0")/models/x.sh": that folder is the script's
+        if name and (text := script.beside(name)):
+            _read_all(name, text, script)
+    elif _starts_training(words):
+        script.found.commands.append(" ".join(words))
+        _options(words, script.found)
 
 
 def _starts_training(words: list[str]) -> bool:
@@ -203,29 +264,29 @@ def _parsed(text: str) -> object:
     return value
 
 
-def _words(text: str, variables: dict[str, str], arrays: dict[str, list[str]], budget: Budget) -> list[str]:
-    text = _SUM.sub(lambda one: _computed(one[1], variables), _with_literals(text))
-    text = _COMMAND.sub(lambda one: marked("$(...)"), text)
+def _words(text: str, script: _Script) -> list[str]:
+    text = _SUM.sub(lambda one: _computed(one[1], script.variables), _with_marks(text))
+    for _ in range(_MAX_NESTED):
+        text = _COMMAND.sub(marked(_RUN), text)
+    text = text.replace(_RUN, "$(...)")
     words: list[str] = []
     for word in shlex.split(text, comments=True):
+        is_bare, word = word.startswith(_BARE), word.replace(_BARE, "")
         whole = _VARIABLE.fullmatch(word)
-        if whole and whole[1] in arrays:
-            words += [budget.take(item + " ")[:-1] for item in arrays[whole[1]]]
+        if whole and whole[1] in script.arrays:
+            words += [script.budget.take(item + " ")[:-1] for item in script.arrays[whole[1]]]
+        elif whole and whole[2]:
+            words.append(f"--{whole[1]}={marked(whole[1])}")  # an array from elsewhere: a key of its own in the report
         elif not (whole and whole[5]):  # "$@": the arguments of the script itself
-            words.append(_substituted(word, variables, budget).replace(_LITERAL, "$"))
+            value = _substituted(word, script.variables, script.budget).replace(_LITERAL, "$")
+            words += value.split() if whole and is_bare else [value]
     return words
 
 
-def _with_literals(text: str) -> str:
-    """Return the text with every dollar in single quotes replaced: no variable is meant there."""
-    quote, out = "", []
-    for character in text:
-        if quote:
-            quote = "" if character == quote else quote
-        elif character in "'\"":
-            quote = character
-        out.append(_LITERAL if character == "$" and quote == "'" else character)
-    return "".join(out)
+def _with_marks(text: str) -> str:
+    """Return the text with dollars in single quotes replaced, as no variable is meant there, and those outside of quotes marked."""
+    marks = {"'": _LITERAL, '"': "$", "": f"{_BARE}$"}
+    return "".join(marks[quote] if character == "$" else character for character, quote in _in_quotes(text))
 
 
 def _substituted(word: str, variables: dict[str, str], budget: Budget) -> str:

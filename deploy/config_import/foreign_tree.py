@@ -10,7 +10,7 @@ from typing import Any
 
 import yaml
 
-from penstock.deploy.config_import.foreign_file import Budget, Found, marked
+from penstock.deploy.config_import.foreign_file import OUTSIDE, Budget, Found, marked
 from penstock.protocol.config.sources import leaves
 from penstock.protocol.errors import ConfigError
 
@@ -185,4 +185,6 @@ def _looked_up(name: str, key: str, values: dict[str, Any]) -> Any:
     if name.startswith("."):
         name = f"{key.rpartition('.')[0]}{name}".lstrip(".")
     spelt = name.replace("-", "_")
+    if name in OUTSIDE and spelt not in values:
+        return OUTSIDE[name]
     return values[spelt] if spelt in values else marked(name) if default is None else default

@@ -12,6 +12,7 @@ import re
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -68,24 +69,42 @@ def run_file_text(settings: Mapping[str, Any], remarks: Mapping[str, str] = Mapp
 
 
 def decisions(done: Translation) -> str:
-    open_lines = [line for line in done.lines if line.kind in ("decide", "unknown")]
+    open_lines = [line for line in done.lines if line.is_open]
     if not open_lines:
         return ""
     rows = [f"# - {' '.join(f'{line.key}={line.value}'.split())[:120]}: {line.text}\n" for line in open_lines]
     return "".join(["# Needs a decision before the first run:\n", *rows, "\n"])
 
 
-def complete(done: Translation, named: Mapping[str, Any]) -> None:
+def complete(done: Translation, named: Mapping[str, Any], section: str = "") -> None:
     """Add what the system does where its file is silent, leave out what is refused, and open a decision for what is missing."""
-    for default in silent_defaults().get(done.system, ()):  # what is refused depends on the algorithm
-        if "algorithm.name" in default.settings and "algorithm.name" not in done.settings and default.key not in named:
-            _take(done, default, default.settings, {})
+    system = f"{done.system}.{section}" if section else done.system
+    for default in silent_defaults().get(system, ()):  # what is refused depends on these
+        is_open = default.key not in named and not any(key in named for key in default.also)
+        for ours in ("algorithm.name", "eval.temperature") if is_open else ():
+            if (
+                ours in default.settings
+                and ours not in done.settings
+                and (ours != "eval.temperature" or "data.eval" in done.settings)
+            ):
+                value = default.settings[ours]
+                _take(
+                    done,
+                    default,
+                    {ours: done.settings.get("rollout.temperature", 1.0) if value == "$rollout.temperature" else value},
+                    {},
+                )
     if leave_out_refused(done):
         effective = _effective(done.settings)
-        for default, others in differing(done.system, named, done.settings, effective):
+        for default, others in differing(system, named, done.settings, effective):
             _take(done, default, others, effective)
         leave_out_refused(done)
-    name_what_is_missing(done)
+    if not section:
+        name_what_is_missing(done)
+    elif not done.settings.get("data.train") and not any(
+        "data.train" in line.text for line in done.lines if line.is_open
+    ):
+        done.lines.append(Line("decide", "data.train", "", "the file names no rows to train on: set data.train"))
 
 
 def _take(done: Translation, default: SilentDefault, settings: Mapping[str, Any], effective: Mapping[str, Any]) -> None:
@@ -107,15 +126,15 @@ def name_what_is_missing(done: Translation) -> None:
     is_agentic = any(line.key.startswith(("train_env_manager.", "custom_envs.")) for line in done.lines)
     if is_agentic and "rollout.environment" not in settings:  # ROLL's: it gives the starts and the reward
         text = "set rollout.environment, [environment.define.NAME] (frozen_lake, sokoban are built in) and data.train, a row for each start"
-        done.lines.append(Line("decide", "environment", "", text))
+        _ask_for_data(done, "environment", text)
         return
-    asked = " ".join(line.text for line in done.lines if line.kind in ("decide", "unknown"))
-    if "algorithm.name" not in settings:
+    asked = " ".join(line.text for line in done.lines if line.is_open)
+    if "algorithm.name" not in settings and "set algorithm.name" not in asked:
         done.lines.append(Line("decide", "algorithm.name", "", "no algorithm is named: the run would be async_grpo"))
     if not settings.get("data.train") and "data.train" not in asked:
         rows = ", a row for each start of an episode, and data.eval" if "rollout.environment" in settings else ""
         text = f"the file names no data, and no run starts without: set data.train{rows}"
-        done.lines.append(Line("decide", "data.train", "", text))
+        _ask_for_data(done, "data.train", text)
     if "reward.name" in asked or any(key.startswith(("reward.", "rollout.environment")) for key in settings):
         return
     if done.system == "verl":
@@ -124,6 +143,15 @@ def name_what_is_missing(done: Translation) -> None:
     else:
         text = "the file names no reward: set reward.name; without it each row needs a data_source that names one"
         done.lines.append(Line("decide", "reward.name", "", text))
+
+
+def _ask_for_data(done: Translation, key: str, text: str) -> None:
+    """Open a decision for data, and take that for held-out rows into it."""
+    for place, line in enumerate(done.lines):
+        if (line.kind, line.key) == ("decide", "eval.every") and "data.eval names no file" in line.text:
+            done.lines[place] = replace(line, kind="translated", text=f"part of the decision on {key}")
+            text += f"; for evaluations data.eval, with eval.every = {line.value}"
+    done.lines.append(Line("decide", key, "", text))
 
 
 def _of(section: str, settings: Mapping[str, Any]) -> list[str]:
@@ -189,7 +217,7 @@ def _has_no_effect_there(done: Translation, subject: str, value: Any) -> bool:
         return value == 1 or (done.system == "verl" and "reinforce" not in done.settings["algorithm.name"])
     if subject in _OF_A_KL:
         return not any(key in done.settings for key in ("algorithm.kl_coefficient", "algorithm.reward_kl_coefficient"))
-    return subject.startswith(("critic.", "model.lora."))
+    return subject.startswith(("critic.", "model.lora.", "eval.top_", "algorithm.reference_device"))
 
 
 def _refused(settings: Mapping[str, Any]) -> str:
@@ -216,7 +244,7 @@ def _text(file: Path) -> str:
 def read_foreign_file(file: Path) -> Found:
     """Read a file by the end of its name: .yaml, .yml, .json, else a shell script; raises ConfigError.
 
-    Files that a YAML names in ``defaults`` are read with it, if they are below the folder above its own.
+    Files that a YAML names in ``defaults``, and those that a script sources, are read with it, if they are below the folder above its own.
     """
 
     def beside(name: str) -> str | None:
@@ -232,7 +260,7 @@ def read_foreign_file(file: Path) -> Found:
         return read_json(str(file), text)
     if suffix in (".py", ".toml", ".ipynb"):
         raise ConfigError(f"{file}: not a YAML, JSON or shell file; write its keys into one of these")
-    return read_shell(str(file), text)
+    return read_shell(str(file), text, beside)
 
 
 def import_config(file: Path, system: str | None, to: Path, *, as_json: bool) -> int:
@@ -245,10 +273,8 @@ def import_config(file: Path, system: str | None, to: Path, *, as_json: bool) ->
                 f"{file}: no key of {', '.join(_NAMES)} found in {len(foreign_config.values)} keys; name the system with --from"
             )
         done = translate(foreign_config, system, known_keys())
-        if own_section(foreign_config) is None:
-            complete(done, foreign_config.values)
-        else:
-            leave_out_refused(done)
+        command = own_section(foreign_config)
+        complete(done, foreign_config.values, command.section if command is not None else "")
         if to.exists():
             raise ConfigError(f"{to} exists; name another file with --to")
         header = f"# Imported from {file.name} ({system}) by `penstock config import`.\n\n"
@@ -259,7 +285,6 @@ def import_config(file: Path, system: str | None, to: Path, *, as_json: bool) ->
     if as_json:
         sys.stdout.write(json.dumps(report_document(done)) + "\n")
     else:
-        command = own_section(foreign_config)
         verb = command.section if command is not None else "train"
         sys.stdout.write(f"{file}: a configuration of {system}\n\n{report_text(done)}\n")
         sys.stdout.write(f"wrote {to}; see it: penstock config show {to}; then: penstock {verb} {to}\n")

@@ -14,6 +14,7 @@ from penstock.deploy.config_import.rule_forms import READ, Outcome, Rule, Values
 
 _DEFINITION = re.compile(r"custom_envs\.([^.]+)\.(.+)")
 _OF_GEM = re.compile(r"(game|math|qa|code|rg|eval):")  # names that gem.make() knows
+_TRAINED = ("sft_train", "student_train", "student")  # what ROLL calls the trainer elsewhere
 _ZERO = re.compile(r"deepspeed_zero([0-3])(_cpuoffload)?")  # tables of examples/config/
 _CONFIG = "env_config."
 _MANAGERS = ("train_env_manager", "val_env_manager")
@@ -54,10 +55,14 @@ def add_published(found: Found) -> None:
     Arguments of generation that only the env manager has are those of the policy's workers, as in ROLL.
     """
     values: dict[str, Any] = {}
+    trained = next(
+        (f"{role}." for role in _TRAINED if any(key.startswith(f"{role}.") for key in found.values)), "actor_train."
+    )
     of_manager, of_workers = "train_env_manager.generating_args.", "actor_infer.generating_args."
     if not any(key.startswith(of_workers) for key in found.values):
         found.values = {key.replace(of_manager, of_workers): value for key, value in found.values.items()}
-    for key, value in found.values.items():
+    for written, value in found.values.items():
+        key = written.replace(trained, "actor_train.", 1) if written.startswith(trained) else written
         tag = key.removeprefix("custom_envs.")
         if tag in _PUBLISHED and unassigned(value) == [f"custom_env.{tag}"]:
             limits = {name: found.values.get(_VARIABLES.get(name, name), default) for name, default in _OF_ALL.items()}
@@ -68,6 +73,8 @@ def add_published(found: Found) -> None:
                 values[f"{key}.zero_optimization.offload_optimizer.device"] = "cpu"
         else:
             values[key] = value
+    if "kd_objective" in values:
+        values.setdefault("adv_estimator", "distillation")
     found.values = values
 
 

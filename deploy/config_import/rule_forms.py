@@ -27,6 +27,10 @@ class Line:
     value: Any
     text: str
 
+    @property
+    def is_open(self) -> bool:
+        return self.kind in ("decide", "unknown")
+
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
@@ -45,7 +49,7 @@ class Translation:
 
     @property
     def needs_decision(self) -> bool:
-        return any(line.kind in ("decide", "unknown") for line in self.lines)
+        return any(line.is_open for line in self.lines)
 
 
 def set_to(text: str = "", /, **settings: Any) -> Outcome:
@@ -102,6 +106,13 @@ def only(harmless: Sequence[Any], text: str) -> Rule:
     return lambda given, values: ignored(OFF) if given in harmless else decide(text)
 
 
+def with_value(switch: str, on: str, setting: str) -> Rule:
+    """Return a rule for a key that only counts where another one has a value."""
+    return lambda given, values: (
+        Outcome("translated", {setting: given}) if values.get(switch, on) == on else ignored(f"{switch} is not {on}")
+    )
+
+
 def engine(theirs: str) -> str:
     named = str(theirs).lower()
     return "sglang" if "sglang" in named else "vllm" if "vllm" in named else "embedded"
@@ -143,6 +154,32 @@ def share_of_steps(setting: str) -> Rule:
         return Outcome("translated", {setting: math.ceil(value * steps)}, f"{value} of {steps} steps")
 
     return rule
+
+
+def steps_or_share(setting: str) -> Rule:
+    """Return a rule for a number of steps that, below 1, is a share of all of them."""
+    share = share_of_steps(setting)
+    return lambda given, values: (
+        share(given, values)
+        if isinstance(given, float) and 0 < given < 1
+        else Outcome("translated", {setting: int(given)})
+        if isinstance(given, (int, float)) and given >= 0
+        else ignored(OFF)
+    )
+
+
+def same_as(other: str, text: str) -> Rule:
+    """Return a rule for a key that is a question only where it differs from another one."""
+    return lambda given, values: ignored(f"as {other}") if values.get(other) == given else decide(text)
+
+
+def context_limit(prompts: str, answers: str) -> Rule:
+    """Return a rule for the most tokens of a prompt and its completion together, unless both have limits of their own."""
+    return lambda given, values: (
+        ignored(f"{READ} {prompts} and {answers}")
+        if values.get(prompts) is not None and values.get(answers) is not None
+        else decide(f"set data.max_prompt_tokens and rollout.max_new_tokens, {given} together")
+    )
 
 
 def batch_rule(prompts: str, rows: str, default: int | None = None) -> Rule:

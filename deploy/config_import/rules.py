@@ -19,8 +19,10 @@ from penstock.deploy.config_import.rule_forms import (
     is_given,
     is_on,
     set_to,
+    steps_or_share,
 )
-from penstock.protocol.config.foreign_config import ESTIMATOR
+from penstock.protocol.config.foreign_config import ABSENT, ESTIMATOR
+from penstock.trainer.algorithm.chosen_parts import canonical
 
 REWARD_ARGUMENTS = "custom_reward_function.reward_kwargs."  # of verl
 _REWARD_CODE = r"[A-Za-z0-9_./-]+\.py:[A-Za-z_][A-Za-z0-9_]*"
@@ -46,6 +48,16 @@ def kl_ctrl_target(value: Any, values: Values) -> Outcome:
 def kl_estimator(value: Any, values: Values) -> Outcome:
     in_loss = is_on(values.get("use_kl_loss"))
     return set_to(algorithm__kl_form=value) if in_loss else set_to(algorithm__reward_kl_form=value)
+
+
+def accelerate_file(value: Any, values: Values) -> Outcome:
+    """Return the sharding that a file of accelerate's options says by its name."""
+    stage = re.search(r"z(?:ero)?_?([0-3])", str(value))
+    if stage is not None:
+        return set_to(trainer__zero_stage=int(stage[1]))
+    if re.search(r"(single|multi)_gpu", str(value)):
+        return ignored("one process for each GPU")
+    return decide(ABSENT["tp_size"])  # how the model is divided over the GPUs
 
 
 def use_tis(value: Any, values: Values) -> Outcome:
@@ -106,6 +118,12 @@ def estimator(value: Any, values: Values) -> Outcome:
     mode = str(first(values, f"{ACTOR}.policy_loss.loss_mode", "importance_sampling_level", default=""))
     if name == "grpo" and mode in ("gspo", "sequence"):
         name = "gspo"
+    try:
+        canonical(name)
+    except ValueError as err:
+        return decide(
+            f"set algorithm.name, or algorithm.advantage and algorithm.loss (docs/algorithms.md): {str(err).partition(';')[0]}"
+        )
     return set_to(algorithm__name=name)
 
 
@@ -167,6 +185,10 @@ def trl_batch(value: Any, values: Values) -> Outcome:
     for division in ("tp_size", "pp_size", "cp_size"):  # of AgentRL: these ranks share their rows
         processes = max(1, processes // first(values, division, default=1))
     n = first(values, "num_generations", default=8)
+    if '"split_batches":true' in "".join(str(values.get("accelerator_config", "")).split()):
+        return decide(
+            "set rollout.groups_per_step: with split_batches the rows of an optimizer step are those of all processes together"
+        )
     if not all(isinstance(number, int) and number > 0 for number in (value, accumulated, processes, n)):
         return decide("set rollout.groups_per_step: prompts of one optimizer step")
     generated = values.get("generation_batch_size")
@@ -183,6 +205,23 @@ def trl_batch(value: Any, values: Values) -> Outcome:
         rollout__groups_per_step=groups,
         algorithm__minibatches=min(updates, groups),
     )
+
+
+def eval_steps(value: Any, values: Values) -> Outcome:
+    """Return when to evaluate; transformers does only where a strategy says so."""
+    if str(first(values, "eval_strategy", "evaluation_strategy", default="no")).lower() in ("no", "false"):
+        return ignored("eval_strategy is no")
+    return steps_or_share("eval.every")(value, values)
+
+
+def finetuning_type(value: Any, values: Values) -> Outcome:
+    """Return LLaMA-Factory's kind of training, with its defaults: adapters of rank 8, of twice that as alpha."""
+    if value == "full":
+        return ignored("all weights are trained")
+    if value != "lora":
+        return decide(f"all weights, or adapters (model.lora.rank), are trained: not {value}")
+    rank = first(values, "lora_rank", default=8)
+    return set_to(model__lora__rank=rank, model__lora__alpha=first(values, "lora_alpha", default=2 * rank))
 
 
 def betas(value: Any, values: Values) -> Outcome:
@@ -222,10 +261,13 @@ def gpus(value: Any, values: Values) -> Outcome:
         return set_to(trainer__num_ranks=1)
     if "model.partial_pretrain" in values:  # supervised: no GPU generates
         return set_to(trainer__num_ranks=value)
-    if first(values, "trainer.nnodes", "actor_num_nodes", "num_nodes", default=1) != 1:
-        return decide(
-            f"{value} on each of several machines: set trainer.num_ranks, and start workers on the other machines"
-        )
+    machines = first(values, "trainer.nnodes", "actor_num_nodes", "num_nodes", default=1)
+    if machines != 1:
+        settings = {"trainer.num_ranks": value * machines} if isinstance(machines, int) else {}
+        text = f"{value} on each of {machines} machines: start `penstock train ... --nodes N --node-rank K --rdzv HOST:PORT` and workers on each"
+        return Outcome("decide", settings, text)
+    if first(values, f"{ACTOR}.ulysses_sequence_parallel_size", default=1) != 1:
+        return set_to(trainer__num_ranks=value)
     return Outcome(
         "translated",
         {},
@@ -238,6 +280,32 @@ def overlong(value: Any, values: Values) -> Outcome:
     if not isinstance(longest, (int, float)) or longest <= 0:
         return decide("set algorithm.overlong_buffer: this length as a fraction of rollout.max_new_tokens")
     return set_to(f"{value} of {longest} tokens", algorithm__overlong_buffer=round(value / longest, 6))
+
+
+def overlong_buffer(value: Any, values: Values) -> Outcome:
+    """Return verl's punishment of completions that come close to the length, of its reward manager dapo."""
+    config = "reward_model.reward_kwargs.overlong_buffer_cfg"
+    longest = first(values, "reward_model.reward_kwargs.max_resp_len", "data.max_response_length", default=512)
+    if not is_on(values.get(f"{config}.enable")):
+        return ignored(OFF)
+    if longest != values.get("data.max_response_length", 512):
+        return decide(f"set algorithm.overlong_buffer: completions are punished from {longest} - {value} tokens on")
+    factor = float(first(values, f"{config}.penalty_factor", default=0.0))
+    share = round(value / longest, 6)
+    return set_to(f"{value} of {longest} tokens", algorithm__overlong_buffer=share, algorithm__overlong_factor=factor)
+
+
+def reward_model(value: Any, values: Values) -> Outcome:
+    if not is_on(values.get("reward_model.enable")):
+        return ignored("reward_model.enable is off")
+    return decide(f"serve it with `python -m penstock.reward_model` and the folder {value}; set reward.name")
+
+
+def frozen_modules(value: Any, values: Values) -> Outcome:
+    names = value if isinstance(value, list) else str(value).split(",")
+    if all(str(name).strip().startswith(("vision", "visual")) for name in names):
+        return ignored("the encoder of images is not trained here, either")
+    return decide(f"every other part of a model is trained: {value} cannot be frozen")
 
 
 def truncation(value: Any, values: Values) -> Outcome:

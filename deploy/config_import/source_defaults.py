@@ -72,7 +72,9 @@ def differing(
         others = {
             ours: value
             for ours, value in default.settings.items()
-            if effective.get(ours) != value and (has_critic or not ours.startswith("critic."))
+            if effective.get(ours) != value
+            and (has_critic or not ours.startswith("critic."))
+            and (written.get("data.eval") or not ours.startswith("eval."))
         }
         is_idle = others.keys() == {"trainer.min_lr_ratio"} and effective["trainer.schedule"] == "constant"
         if (others or default.ask) and not is_idle and not any(ours in written for ours in default.settings):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping
 from typing import Any
@@ -23,17 +24,18 @@ from penstock.deploy.config_import.rules import estimator
 _OF_A_WORKER = re.compile(r"rewards\.([^.]+)\.(.+)")  # of ROLL
 _ROLL_REWARDS: Mapping[str, str] = {"MathRuleRewardWorker": "math"}
 _OF_A_RULE = (
-    "model_args.",
-    "data_args.",
-    "strategy_args.",
-    "world_size",
-    "infer_batch_size",
-    "device_mapping",
-    "use_local",
-)
+    "model_args.", "data_args.", "strategy_args.", "world_size", "infer_batch_size", "device_mapping", "use_local",
+)  # fmt: skip
+_SHARES = "actor_train.data_args.domain_interleave_probs."
 _RANGE = re.compile(r"(?:list\()?range\((\d+),(\d+)\)\)?")
 _ACTOR = "actor_train.training_args"
 _DIVISIONS = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
+_WHOLE_DISTRIBUTION: Mapping[str, tuple[float, ...]] = {"top_p": (1,), "top_k": (-1, 0), "min_p": (0,)}
+# AgentRL's parsers of calls (docs/tools.md).
+_ANSWER_FORMATS = {
+    "qwen": "hermes", "qwen25": "hermes", "qwen3_coder": "qwen_xml", "glm45": "glm", "llama3": "llama", "mistral": "mistral",
+    "deepseekv3": "deepseek", "kimi_k2": "kimi_k2",
+}  # fmt: skip
 _TRL_REWARDS: Mapping[str, str] = {"think_format_reward": "think_format"}
 _CODE = re.compile(r"[A-Za-z0-9_./-]+\.py:[A-Za-z_]\w*")
 
@@ -56,7 +58,7 @@ def roll_batch(value: Any, values: Values) -> Outcome:
     is_agentic = _is_agentic(values)
     per_prompt = first(values, *(("train_env_manager.group_size",) if is_agentic else keys), default=1)
     groups = max(1, value // per_prompt) if is_agentic else value
-    if (update := _samples_of_an_update(values)) is None:
+    if (update := samples_of_an_update(values)) is None:
         asked = "set algorithm.minibatches: the samples of a batch / (per_device_train_batch_size x accumulation x data parallel ranks)"
         return Outcome("decide", {"rollout.groups_per_step": groups}, asked)
     steps = min(groups, max(1, groups * per_prompt // update))
@@ -88,7 +90,7 @@ def _gpus(mapping: Any) -> list[Any]:
     return mapping if isinstance(mapping, list) else list(range(int(matched[1]), int(matched[2]))) if matched else []
 
 
-def _samples_of_an_update(values: Values) -> int | None:
+def samples_of_an_update(values: Values) -> int | None:
     size = len(_gpus(values.get("actor_train.device_mapping")))
     parallel = [values.get(f"actor_train.strategy_args.strategy_config.{key}") or 1 for key in _DIVISIONS]
     ranks = size // (parallel[0] * parallel[1] * parallel[2])
@@ -99,7 +101,8 @@ def _samples_of_an_update(values: Values) -> int | None:
 def roll_template(value: Any, values: Values) -> Outcome:
     """Ignore a template of the model's family: ROLL's texts are those of the folder's chat template then."""
     family, model = (
-        re.sub(r"[^a-z0-9]", "", str(text).lower()) for text in (value, first(values, "pretrain", default=""))
+        re.sub(r"[^a-z0-9]", "", str(text).lower())
+        for text in (value, first(values, "pretrain", "model_name_or_path", default=""))
     )
     if family == "native" or (family and family in model):
         return ignored("the chat template of the model's folder")
@@ -119,27 +122,86 @@ def difficulty_mask(value: Any, values: Values) -> Outcome:
 
 
 def roll_reward(key: str) -> Rule | None:
-    """Return the rule for a key of one of ROLL's reward workers; None for any other key."""
+    """Return the rule for a key of one of ROLL's reward workers; None for any other key.
+
+    Workers without an equal here are one decision, on the first of them: who scores the rows with their tags.
+    """
     if (matched := _OF_A_WORKER.fullmatch(key)) is None:
         return None
     worker, rest = matched[1], matched[2]
 
     def rule(value: Any, values: Values) -> Outcome:
-        kind = str(values.get(f"rewards.{worker}.worker_cls")).rpartition(".")[2]
-        name = _ROLL_REWARDS.get(kind)
-        tags = values.get(f"rewards.{worker}.tag_included")
+        kinds = {
+            other[1]: str(kind).rpartition(".")[2]
+            for name, kind in values.items()
+            if (other := _OF_A_WORKER.fullmatch(name)) and other[2] == "worker_cls"
+        }
+        without = [name for name, kind in kinds.items() if kind not in _ROLL_REWARDS]
+        if worker in without and (worker != without[0] or rest != "worker_cls"):
+            return Outcome("translated", {}, f"part of the decision on rewards.{without[0]}.worker_cls")
+        if worker in without:
+            tags = [f"{kinds[name]} for {values.get(f'rewards.{name}.tag_included')}" for name in without]
+            return decide(
+                f"set reward.by_source, or reward.name, for what no reward here scores equally: {'; '.join(tags)} (docs/rewards.md)"
+            )
+        name = _ROLL_REWARDS.get(kinds.get(worker, ""))
         if rest == "worker_cls":
-            if name is None:
-                return decide(f"set reward.by_source for the tags {tags}: {kind} is no reward here")
-            return ignored(f"{READ} rewards.{worker}.tag_included") if tags else set_to(reward__name=name)
+            has_tags = bool(values.get(f"rewards.{worker}.tag_included"))
+            return ignored(f"{READ} rewards.{worker}.tag_included") if has_tags else set_to(reward__name=name)
         if rest == "tag_included" and name is not None and all(re.fullmatch(r"[\w-]+", tag) for tag in value):
             settings = {"data.map.data_source": "tag", **{f"reward.by_source.{tag}": name for tag in value}}
             return Outcome("translated", settings, "the column tag chooses the reward")
-        if rest.startswith(_OF_A_RULE) and (name is not None or "Judge" not in kind):
+        if rest.startswith(_OF_A_RULE) and name is not None:
             return ignored("a reward by rule has no model")
         return decide("a part of a reward: reward.define, or a judge behind an endpoint (docs/rewards.md)")
 
     return rule
+
+
+def roll_domains(key: str) -> Rule | None:
+    """Return the rule for a share of ROLL's batches that a domain has; None for any other key."""
+    if not key.startswith(_SHARES):
+        return None
+    return lambda value, values: (
+        ignored("the only domain: every row is of it")
+        if sum(name.startswith(_SHARES) for name in values) == 1
+        else decide(
+            "each batch there has these shares of the domains; here rows come as often as they are in data.train: repeat or cut files to these shares"
+        )
+    )
+
+
+def roll_parallel(value: Any, values: Values) -> Outcome:
+    """Return the GPUs of an engine: with vLLM ROLL sets them to its tensor parallel size."""
+    if first(values, "actor_infer.strategy_args.strategy_name") != "sglang":
+        return ignored("ROLL sets it to the engine's tensor parallel size")
+    size = first(values, "actor_infer.strategy_args.strategy_config.tensor_parallel_size", default=value)
+    return set_to(worker__engine="sglang", sglang__tp_size=size)
+
+
+def roll_sequence_parallel(value: Any, values: Values) -> Outcome:
+    ranks = len(_gpus(values.get("actor_train.device_mapping")))
+    if value == 1:
+        return ignored(OFF)
+    if not ranks or ranks % value:
+        return decide(f"set trainer.sequence_parallel = {value} and trainer.num_ranks, a multiple of it")
+    return set_to(trainer__sequence_parallel=value, trainer__num_ranks=ranks)
+
+
+def roll_step_gamma(value: Any, values: Values) -> Outcome:
+    setting = {"gigpo": "algorithm.step_discount", "step_reinforce": "algorithm.turn_discount"}.get(
+        str(values.get("adv_estimator"))
+    )
+    return ignored("of gigpo and step_reinforce alone") if setting is None else Outcome("translated", {setting: value})
+
+
+def loaded_from(value: Any, values: Values) -> Outcome:
+    """Return slime's ``load``: the run's own checkpoints where it also saves there."""
+    if value == values.get("save"):
+        return ignored("the run's own checkpoints, from which it resumes here, too")
+    return decide(
+        "use trainer.resume (a run resumes from its own checkpoints), or model.path for the weights to start from"
+    )
 
 
 def agentrl_loss(value: Any, values: Values) -> Outcome:
@@ -153,6 +215,80 @@ def agentrl_clip(value: Any, values: Values) -> Outcome:
     low, more = first(values, "epsilon", default=0.2), first(values, "epsilon_higher", default=0.1)
     return set_to(
         "epsilon_higher is added to epsilon", algorithm__clip_low=low, algorithm__clip_high=round(low + more, 12)
+    )
+
+
+def agentrl_sampling(value: Any, values: Values) -> Outcome:
+    """Return the sampling of AgentRL, a JSON text."""
+    given = json.loads(value) if isinstance(value, str) else dict(value)
+    temperature = given.pop("temperature", 1.0)
+    if any(number not in _WHOLE_DISTRIBUTION.get(key, ()) for key, number in given.items()):
+        return decide(f"set rollout.temperature = {temperature}: the rest makes the recorded log-probabilities inexact")
+    return set_to(rollout__temperature=temperature)
+
+
+def agentrl_aggregation(value: Any, values: Values) -> Outcome:
+    if is_on(value):
+        return set_to(algorithm__aggregation="token-mean")
+    by_length = "sum" if is_on(values.get("skip_length_normalization")) else "mean"
+    return set_to(algorithm__aggregation=f"seq-mean-token-{by_length}")
+
+
+def agentrl_environment(value: Any, values: Values) -> Outcome:
+    """Return the one decision on AgentRL's dialogue with tools, whose servers are in other files."""
+    parser = str(values.get("tool_call_parser", ""))
+    calls = (
+        f'answer_format = "{_ANSWER_FORMATS[parser]}"'
+        if parser in _ANSWER_FORMATS
+        else f"its answer_format for {parser or 'calls'}"
+    )
+    repeats = values.get("repetition_early_stop_times", -1)
+    limit = f', repeat_limit = {repeats} with type = "tools"' if isinstance(repeats, int) and repeats > 0 else ""
+    return decide(
+        f'set rollout.environment and [environment.define.NAME] with type = "mcp", options.servers, max_turns = {value}, {calls}{limit}; '
+        "the judge is a reward endpoint (docs/tools.md, docs/rewards.md)"
+    )
+
+
+def dynamic_filtering(value: Any, values: Values) -> Outcome:
+    bounds = first(values, "dynamic_filtering_reward_range", default=[0, 1])
+    if not is_on(value) or not isinstance(bounds, list) or len(bounds) != 2:
+        return ignored(OFF)
+    return set_to(
+        "groups of other mean rewards are replaced", algorithm__group_mean_range=[float(bound) for bound in bounds]
+    )
+
+
+def openrlhf_correction(value: Any, values: Values) -> Outcome:
+    """Return OpenRLHF's weights of the trainer over the engine: at both ends bounded (tis), or 0 outside (icepop)."""
+    bound = {"tis": "clip", "icepop": "mask"}.get(str(values.get("vllm_is_correction_type", "tis")))
+    band = first(values, "vllm_is_truncated_threshold", default=[0.5, 5.0])
+    if not is_on(value):
+        return ignored(OFF)
+    if bound is None or not isinstance(band, list) or len(band) != 2:
+        return decide("set algorithm.importance and algorithm.rejection (docs/algorithms.md)")
+    settings = {"importance": "token", "importance_bound": bound, "importance_low": band[0], "importance_high": band[1]}
+    return set_to(
+        "", **{f"algorithm__{key}": value for key, value in (settings | {"ratio_anchor": "proximal"}).items()}
+    )
+
+
+def openrlhf_reward(value: Any, values: Values) -> Outcome:
+    """Return the reward of OpenRLHF: a file with its function ``reward_func``, or the URL of a server."""
+    code = f"{value}:reward_func"
+    if str(value).endswith(".py") and _CODE.fullmatch(code):
+        return set_to("the path is relative to the folder where the reward service is started", reward__name=code)
+    return decide("use reward.name, with the URL registered as an endpoint (docs/rewards.md, dialect openrlhf)")
+
+
+def slime_reward(value: Any, values: Values) -> Outcome:
+    """Return the decision on a reward by rule of slime: those here compare answers in another way."""
+    near = {"math": "math", "deepscaler": "math", "dapo": "answer_line", "f1": "qa_f1", "gpqa": "multiple_choice"}
+    named = near.get(str(value).removeprefix("boxed_"))
+    if named is None:
+        return decide(f"set reward.name: {value} is no reward here (docs/rewards.md)")
+    return decide(
+        f'set reward.name = "{named}", the nearest of docs/graders.md to {value}, or slime\'s own function as FILE.py:FUNCTION'
     )
 
 

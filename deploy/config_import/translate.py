@@ -9,9 +9,9 @@ from typing import Any
 
 from penstock.deploy.config_import import roll_environments, rule_forms, rules, system_rules
 from penstock.deploy.config_import.foreign_file import UNASSIGNED, Found, readable, unassigned
-from penstock.deploy.config_import.rule_forms import Line, Outcome, Rule, Translation
+from penstock.deploy.config_import.rule_forms import Line, Outcome, Rule, Translation, decide, first, is_on
 from penstock.deploy.config_import.source_defaults import at_default
-from penstock.fine_tuning.sections import DPO, SFT, OwnSection
+from penstock.fine_tuning.sections import DPO, RM, SFT, OwnSection
 from penstock.protocol.config.foreign_config import (
     ALIASES,
     NEUTRAL,
@@ -22,6 +22,7 @@ from penstock.protocol.config.foreign_config import (
     prefix_of,
 )
 
+_OF_RESULTS = ("run.dir", "run.id", "tracking.")
 _PATHS = ("model.path", "data.train", "data.eval", "critic.path", "run.dir", "algorithm.reference_path")
 _WORDS = {
     "verl": ("verl.",),
@@ -34,22 +35,35 @@ _WORDS = {
 _SECRET = re.compile(r"(^|[_.])(password|secret|token|api_key|use_wandb)$")
 _IN_URL = re.compile(r"(?<=:)//[^/@\s]+@")
 _ON_THERE = ("do_sample", "enable_sampling", "gamma")  # off is the choice that changes something
-_IMPLIED = {"trl": {"per_device_train_batch_size": 8}}  # defaults that rules compute with
+_IMPLIED = {
+    "verl": {"trainer.n_gpus_per_node": 8},
+    "trl": {"per_device_train_batch_size": 8},
+    "llamafactory": {"per_device_train_batch_size": 8},
+}  # defaults that rules compute with
 _ESTIMATORS = ("algorithm.adv_estimator", "adv_estimator", "advantage_estimator")
 _CRITIC = re.compile(
     r"critic[._]|(reward_pretrain|num_critic_only_steps|freezing_actor_steps|lambd|value_clip|algorithm\.lam)$"
 )
-_COMMANDS = (
-    (SFT, ("sft_trainer", "trl sft", "train_sft", "sft.py")),
-    (DPO, ("dpo_trainer", "trl dpo", "train_dpo", "dpo.py")),
+# Words of a command, the training that they start, and what they say of it.
+_COMMANDS: tuple[tuple[OwnSection, str, Mapping[str, Any]], ...] = (
+    (SFT, r"sft_trainer|--loss-type sft_loss|trl sft|train_sft|(^|[/ ])sft(_\w+)?\.py", {}),
+    (RM, r"train_rm|trl reward|reward_modeling\.py", {}),
+    (DPO, r"dpo_trainer|trl dpo|train_dpo|(^|[/ ])(dpo|mpo)(_vlm)?\.py", {}),
+    (DPO, r"trl kto|(^|[/ ])kto\.py", {"dpo.loss": "kto"}),
 )
+_STAGES = {"sft": SFT, "dpo": DPO, "kto": DPO, "rm": RM}  # of LLaMA-Factory, and of a platform's jobs
+_OTHER_TRAINERS = re.compile(
+    r"(?:^|[/ ])(bco|cpo|orpo|tpo|xpo|gkd|gold|prm|sdft|sdpo|ssd|rloo(?:_vlm)?|ppo(?:_tldr)?|nash_md|online_dpo(?:_vlm)?|distillation)\.py|trl (rloo)"
+)
+_LIMITS = ("max_length", "max_seq_length", "max_len", "cutoff_len")  # of a row of given answers
+_OF_BATCH = ("per_device_train_batch_size", "train_batch_size")
 _EPOCHS = ("max_epochs", "num_train_epochs", "total_epochs")  # over the data, not over a batch
 _OF_PAIRS = {  # the last part of a key of TRL, verl or OpenRLHF: the key of [dpo]
     "beta": "beta", "loss_type": "loss", "loss_weights": "loss_weights", "label_smoothing": "label_smoothing",
     "ld_alpha": "length_alpha", "f_divergence_type": "divergence", "f_alpha_divergence_coef": "alpha",
     "discopop_tau": "discopop_tau", "simpo_gamma": "simpo_gamma", "cpo_alpha": "cpo_nll",
     "desirable_weight": "desirable_weight", "undesirable_weight": "undesirable_weight",
-    "precompute_ref_log_probs": "reference",
+    "precompute_ref_log_probs": "reference", "pref_beta": "beta", "pref_loss": "loss",
 }  # fmt: skip
 
 
@@ -58,6 +72,8 @@ def detect(foreign_config: Found) -> str:
     for system, words in _WORDS.items():
         if any(word in text for word in words):
             return system
+    if "finetuning_type" in foreign_config.values:
+        return "llamafactory"
     scores = {name: _score(name, foreign_config.values) for name in SYSTEMS if name != "shared"}
     best = max(scores, key=lambda name: scores[name])
     return best if scores[best] else ""
@@ -71,63 +87,98 @@ def _score(name: str, keys: Collection[str]) -> int:
 
 
 def own_section(foreign_config: Found) -> OwnSection | None:
-    """Return the command whose settings are in a separate section: supervised fine-tuning or preferences; None for others."""
-    text = " ".join(foreign_config.commands)
-    for command, words in _COMMANDS:
-        if any(word in text for word in words) or foreign_config.values.get("algorithm") == command.section:
-            return command
-    return None
+    """Return the command whose settings are in a separate section: given answers or preferences; None for others."""
+    return _command(foreign_config)[0]
+
+
+def _command(foreign_config: Found) -> tuple[OwnSection | None, Mapping[str, Any]]:
+    text, values = " ".join(foreign_config.commands), foreign_config.values
+    for command, words, said in _COMMANDS:
+        if re.search(words, text):
+            return command, said
+    stage = str(first(values, "stage", "algorithm", default=""))
+    if stage in _STAGES:
+        return _STAGES[stage], {"dpo.loss": "kto"} if stage == "kto" else {}
+    if "chosen_key" in values and not text:  # of ROLL, as the next
+        return DPO, {"dpo.loss": "ipo"} if is_on(values.get("ipo")) else {}
+    return (SFT if "response_key" in values and not text else None), {}
 
 
 def translate(foreign_config: Found, system: str, known: Collection[str]) -> Translation:
     done = Translation(system)
-    command = own_section(foreign_config)
+    command, said = _command(foreign_config)
     if system == "roll":
         roll_environments.add_published(foreign_config)
-    for key, value in _IMPLIED.get(system, {}).items() if command is None else ():
+    written = _in_known_spelling(foreign_config, system)
+    if system == "trl" and (trainer := _OTHER_TRAINERS.search(" ".join(foreign_config.commands))):
+        foreign_config.values["GRPOTrainer"] = trainer[1] or trainer[2]
+    for key, value in _IMPLIED.get(system if command is None or system != "verl" else "", {}).items():
         foreign_config.values.setdefault(key, value)
     untouched = at_default(system, foreign_config.values)
-    asked: dict[tuple[str, str], str] = {}  # the prefix of keys with one answer, and it: the key that has the decision
+    asked: dict[str, str] = {}  # a decision's text: the key that has it
     general: set[str] = set()  # set by a key of several settings, which one of a single setting overrules
     for key, value in foreign_config.values.items():
         outcome = _read(key, value, foreign_config, system, known, command)
         if key in untouched and not outcome.settings:
             continue
-        settings = dict(outcome.settings)
-        if (names := unassigned(value)) and (settings or outcome.kind != "decide"):
-            settings = {ours: readable(setting_value) for ours, setting_value in settings.items() if ours in _PATHS}
-            outcome = Outcome("decide", settings, f"{', '.join(names)}: not assigned in the file")
-        outcome = _asked_once(outcome, key, system, asked)
+        outcome = _asked_once(_with_unassigned(outcome, value), key, asked, written)
+        settings = outcome.settings
         is_general = len(settings) > 1 and outcome.kind == "taken"
         for ours, setting_value in settings.items():
             if is_general and ours in done.settings and ours not in general:
                 continue
             done.settings[ours] = setting_value
             (general.add if is_general else general.discard)(ours)
-        done.lines.append(Line(outcome.kind, key, _masked(key, readable(value)), _said(settings, outcome.text)))
+        shown = _masked(key, readable(value))
+        done.lines.append(Line(outcome.kind, written.get(key, key), shown, _said(settings, outcome.text)))
     if left_out := len(untouched) - sum(line.key in untouched for line in done.lines):
         text = f"{system}'s defaults, and without a counterpart that differs: as if they were not in the file"
         done.lines.append(Line("ignored", f"{left_out} other keys", "", text))
     if command is not None:
         _move(done, command, known)
+        done.settings |= said
     _make_room(done)
     return done
 
 
-def _asked_once(outcome: Outcome, key: str, system: str, asked: dict[tuple[str, str], str]) -> Outcome:
-    """Return the outcome of a key, or that its decision is the one of an earlier key of the same part."""
-    part = prefix_of(key, SYSTEMS[system].prefixes) or key.rpartition(".")[0]
-    if outcome.kind != "decide" or not part:
+def _with_unassigned(outcome: Outcome, value: Any) -> Outcome:
+    """Return the decision on a value that holds variables of elsewhere; paths are kept with them."""
+    names = unassigned(value)
+    is_moot = outcome.kind == "ignored" and not outcome.text.startswith((rule_forms.OFF, rule_forms.READ))
+    if not names or is_moot or (outcome.kind == "decide" and not outcome.settings):
         return outcome
-    earlier = asked.setdefault((part, outcome.text), key)
-    return outcome if earlier == key else Outcome("translated", {}, f"part of the decision on {earlier}")
+    if outcome.settings and all(ours.startswith(_OF_RESULTS) for ours in outcome.settings):
+        return Outcome(
+            "ignored",
+            {},
+            f"where results are, and what they are called: {', '.join(names)} is not assigned in the file",
+        )
+    paths = {ours: readable(setting_value) for ours, setting_value in outcome.settings.items() if ours in _PATHS}
+    return Outcome("decide", paths, f"{', '.join(names)}: not assigned in the file")
+
+
+def _asked_once(outcome: Outcome, key: str, asked: dict[str, str], written: Mapping[str, str]) -> Outcome:
+    """Return the outcome of a key, or that its decision is the one of an earlier key."""
+    if outcome.kind != "decide" or (earlier := asked.setdefault(outcome.text, key)) == key:
+        return outcome
+    return Outcome("translated", outcome.settings, f"part of the decision on {written.get(earlier, earlier)}")
+
+
+def _in_known_spelling(found: Found, system: str) -> dict[str, str]:
+    """Give keys in a system's newer spelling the names that its tables have; return how each was written."""
+    spelled = SYSTEMS[system].spelled
+    written = {spelled[key]: key for key in found.values if key in spelled}
+    found.values = {spelled.get(key, key): value for key, value in found.values.items()}
+    return written
 
 
 def _move(done: Translation, command: OwnSection, known: Collection[str]) -> None:
     """Move the settings of a command to its section."""
     keys = dict(command.keys)
+    if not done.settings.get("data.eval") and done.settings.pop("eval.every", None) is not None:
+        done.lines.append(Line("ignored", "eval.every", "", "no held-out rows are named"))
     if f"{command.section}.eval_data" in known:
-        keys["data.eval"] = f"{command.section}.eval_data"
+        keys |= {"data.eval": f"{command.section}.eval_data", "eval.every": f"{command.section}.eval_every"}
     done.settings = {keys.get(key, key): value for key, value in done.settings.items() if key != "algorithm.name"}
     theirs = re.compile("|".join(map(re.escape, keys)))
     done.lines = [replace(line, text=theirs.sub(lambda key: keys[key[0]], line.text)) for line in done.lines]
@@ -139,7 +190,7 @@ def _read(
     if "@" in key or value is None or str(value).lower() in ("null", "none", "???"):
         return Outcome("ignored", {}, "not set")
     outcome = (
-        _of_epochs(key, value, foreign_config.values, command)
+        (None if command is None else _of_given_answers(key, value, foreign_config.values, system, command))
         or _of_pairs(key, value, command)
         or _outcome(key, value, foreign_config.values, system, known)
     )
@@ -183,7 +234,9 @@ def _has_critic(system: str, values: Mapping[str, Any]) -> bool:
 def _rule_for(system: str, key: str) -> Rule | None:
     if key.startswith(rules.REWARD_ARGUMENTS):
         return rule_forms.reward_argument(key.removeprefix(rules.REWARD_ARGUMENTS))
-    if system == "roll" and (rule := system_rules.roll_reward(key) or roll_environments.rule_of(key)):
+    if system == "roll" and (
+        rule := system_rules.roll_reward(key) or system_rules.roll_domains(key) or roll_environments.rule_of(key)
+    ):
         return rule
     form = SYSTEMS[system].rules.get(key) or SYSTEMS["shared"].rules.get(key)
     if form is None or isinstance(form, str):
@@ -199,7 +252,8 @@ def _taken(key: str, value: Any, taken: Mapping[str, Alias]) -> Outcome | None:
 def _answered(key: str, value: Any, system: ForeignSystem) -> Outcome | None:
     """Return the answer for a key without a setting: ignored if it changes nothing in its system either, else a decision."""
     if key in system.renamed:
-        return Outcome("ignored" if key in system.harmless else "decide", {}, f"use {system.renamed[key]}")
+        is_off = key in system.harmless or (key.endswith("parallel_size") and value in (1, 0))
+        return Outcome("ignored" if is_off else "decide", {}, f"use {system.renamed[key]}")
     prefix = "" if key in system.absent else prefix_of(key, system.prefixes)
     why = system.absent.get(key) or system.prefixes.get(prefix)
     if not why:
@@ -222,11 +276,30 @@ def _said(settings: Mapping[str, Any], text: str) -> str:
     return f"{written} ({text})" if written and text else written or text
 
 
-def _of_epochs(key: str, value: Any, values: Mapping[str, Any], command: OwnSection | None) -> Outcome | None:
-    if command is None or key.rpartition(".")[2] not in _EPOCHS:
+def _of_given_answers(
+    key: str, value: Any, values: Mapping[str, Any], system: str, command: OwnSection
+) -> Outcome | None:
+    """Return what a key means for training on given answers; None where it means what it means elsewhere."""
+    last = key.rpartition(".")[2]
+    if last in _EPOCHS:
+        outcome = rules.epochs(value, values)
+        return Outcome("taken", {f"{command.section}.epochs": value}) if outcome.settings else outcome
+    if last in _LIMITS:
+        return decide(
+            f"rows longer than {value} tokens are cut there; here rows beyond trainer.micro_batch_tokens are left out, others kept whole"
+        )
+    if last not in _OF_BATCH or not isinstance(value, int):
         return None
-    outcome = rules.epochs(value, values)
-    return Outcome("taken", {f"{command.section}.epochs": value}) if outcome.settings else outcome
+    if system == "roll":
+        rows = system_rules.samples_of_an_update(values)
+    else:
+        more = ("gradient_accumulation_steps", "num_processes") if last == _OF_BATCH[0] else ()
+        rows = value
+        for factor in (first(values, name, default=1) for name in more):
+            rows = rows * factor if rows is not None and isinstance(factor, int) else None
+    if rows is None:
+        return decide(f"set {command.section}.batch_size: rows of an optimizer step, over all ranks")
+    return Outcome("translated", {f"{command.section}.batch_size": rows}, "rows of an optimizer step")
 
 
 def _of_pairs(key: str, value: Any, command: OwnSection | None) -> Outcome | None:
@@ -246,23 +319,14 @@ def _masked(key: str, value: Any) -> Any:
 
 
 def _make_room(done: Translation) -> None:
-    settings = done.settings
-    longest = settings.get("data.max_prompt_tokens", 1024), settings.get("rollout.max_new_tokens", 256)
-    if all(isinstance(tokens, int) for tokens in longest) and sum(longest) > settings.get(
-        "trainer.micro_batch_tokens", 16_384
+    """Raise the limits that follow from lengths and staleness, where the file's are lower."""
+    numbers = {key: value for key, value in done.settings.items() if type(value) is int}
+    longest = numbers.get("data.max_prompt_tokens", 1024) + numbers.get("rollout.max_new_tokens", 256)
+    versions = numbers.get("rollout.max_staleness", 4) + 2
+    for key, what, least, default in (
+        ("trainer.micro_batch_tokens", "longest trajectory", longest, 16_384),
+        ("trainer.keep_versions", "staleness, for workers that lag behind", versions, 8),
     ):
-        settings["trainer.micro_batch_tokens"] = sum(longest)
-        done.lines.append(
-            Line("translated", "longest trajectory", sum(longest), f"trainer.micro_batch_tokens = {sum(longest)}")
-        )
-    staleness = settings.get("rollout.max_staleness", 4)
-    if isinstance(staleness, int) and staleness + 2 > settings.get("trainer.keep_versions", 8):
-        settings["trainer.keep_versions"] = staleness + 2
-        done.lines.append(
-            Line(
-                "translated",
-                "staleness",
-                staleness,
-                f"trainer.keep_versions = {staleness + 2}, for workers that lag behind",
-            )
-        )
+        if least > numbers.get(key, default):
+            done.settings[key] = least
+            done.lines.append(Line("translated", what, "", f"{key} = {least}"))

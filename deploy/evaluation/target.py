@@ -57,7 +57,7 @@ OWN_DATA = frozenset({"train", "eval", "from_run", "max_samples", "shuffle"})
 _SECTIONS: Mapping[str, tuple[str, ...] | None] = {  # None: the whole section
     "data": None,
     "rollout": ("max_new_tokens", "temperature", "stop", "environment"),
-    "eval": ("map", "max_new_tokens", "temperature", "environment"),
+    "eval": ("map", "max_new_tokens", "temperature", "top_p", "top_k", "environment"),
     "reward": None,
 }
 VERSION = PolicyVersion(0)

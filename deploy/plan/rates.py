@@ -155,14 +155,8 @@ def publication(shape: ModelShape, *, ranks: int, zero_3: bool, words_on_device:
     }
 
 
-WHILE_TRAINING = (
-    "compare",
-    "exchange",
-    "write",
-    "hash and encode",
-    "upload",
-    "announce",
-)  # the trainer's; the others are a worker's
+# The trainer's; the others are a worker's.
+WHILE_TRAINING = ("compare", "exchange", "write", "hash and encode", "upload", "announce")
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,22 +22,12 @@ _INEXACT = (
     "tokens would come from another distribution than the one whose log-probabilities the engine reports and the "
     "trainer computes, which makes the importance ratio wrong; remove it (rollout.temperature is applied on both sides)"
 )
+_OF_SAMPLING = (
+    "top_p", "top_k", "min_p", "typical_p", "frequency_penalty", "presence_penalty", "repetition_penalty", "min_new_tokens",
+    "logit_bias", "sampling_params",
+)  # fmt: skip
 # Settings of other systems that would make the training data wrong here.
-REFUSED: dict[str, str] = {
-    f"rollout.{name}": _INEXACT
-    for name in (
-        "top_p",
-        "top_k",
-        "min_p",
-        "typical_p",
-        "frequency_penalty",
-        "presence_penalty",
-        "repetition_penalty",
-        "min_new_tokens",
-        "logit_bias",
-        "sampling_params",
-    )
-}
+REFUSED: dict[str, str] = {f"rollout.{name}": _INEXACT for name in _OF_SAMPLING}
 # Values of accepted keys that have no counterpart here.
 _ABSENT_VALUES: dict[tuple[str, object], str] = {
     ("trainer.save_freq", -1): "a run is resumed from its checkpoints, so they are always made; set "
@@ -72,7 +62,8 @@ class ForeignSystem:
     absent: Mapping[str, str]
     prefixes: Mapping[str, str]
     harmless: frozenset[str]  # absent keys, and prefixes, that change nothing in what that system trains either
-    rules: Mapping[str, Any]  # of `penstock config import` alone
+    rules: Mapping[str, Any]  # of `penstock config import` alone, as is the next
+    spelled: Mapping[str, str]  # a key of a newer version: the one that the tables have
 
 
 def _alias(form: Any) -> Alias:
@@ -95,7 +86,13 @@ def _system(table: Mapping[str, Any]) -> ForeignSystem:
     without_effect = {f"${name}" for name in _TABLE["harmless_texts"]}
     harmless = [key for part in ("absent", "prefixes") for key, text in table[part].items() if text in without_effect]
     return ForeignSystem(
-        taken, renamed, absent, prefixes, frozenset(harmless + table["harmless"]), table.get("rules", {})
+        taken,
+        renamed,
+        absent,
+        prefixes,
+        frozenset(harmless + table["harmless"]),
+        table.get("rules", {}),
+        table.get("spelled", {}),
     )
 
 

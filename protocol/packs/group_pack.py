@@ -37,15 +37,8 @@ SCHEMA_TAG = "group_pack.v1"
 _LARGE_TOKENS = 8192  # tokens in a group from which on zstd and dictionaries pay
 
 _COMMON = (  # columns with equal, or nearly equal, values in the rows of a group
-    "group_id",
-    "split",
-    "prompt_text",
-    "finish_reason",
-    "reward_name",
-    "data_source",
-    "ground_truth",
-    "extra_info",
-)
+    "group_id", "split", "prompt_text", "finish_reason", "reward_name", "data_source", "ground_truth", "extra_info",
+)  # fmt: skip
 
 _COLUMNS = (
     column("group_id", pa.string(), lambda stored: stored.group.group_id),

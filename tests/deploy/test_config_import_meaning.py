@@ -139,6 +139,45 @@ torchrun --nproc_per_node=8 src/main.py --model_name_or_path /m --loss_calculate
   --optim_args 'beta1=0.9,beta2=0.98' --num_generations 8 --max_new_tokens 512 --per_device_train_batch_size 1 \\
   --gradient_accumulation_steps 8 --tp_size 4 --cp_size 2 --learning_rate 1e-6 --strict_in_bound true --train_file /d/tasks.jsonl
 """
+OPENRLHF_2026 = """
+python3 -m openrlhf.cli.train_ppo_ray --actor.model_name_or_path /m --data.prompt_dataset /d/p.jsonl --data.label_key answer --rollout.batch_size 128 \\
+  --rollout.n_samples_per_prompt 8 --train.batch_size 256 --data.max_len 4096 --algo.advantage.estimator group_norm --algo.kl.init_coef 1e-3 \\
+  --algo.kl.use_loss --algo.kl.estimator k3 --actor.adam.lr 5e-7 --actor.eps_clip_low_high 0.2 0.27 --reward.remote_url /r/reward.py \\
+  --algo.dynamic_filtering_enable --algo.advantage.is_correction_enable --algo.advantage.is_correction_type icepop --vllm.num_engines 4 --ds.zero_stage 3
+"""
+ROLL_SFT = """
+exp_name: sft
+pretrain: Qwen/Qwen2.5-7B
+sequence_length: 2048
+prompt_key: instruction
+query_key: input
+response_key: answer
+sft_train:
+  model_args: {dtype: bf16}
+  training_args: {num_train_epochs: 2, per_device_train_batch_size: 2, gradient_accumulation_steps: 16, learning_rate: 5.0e-6}
+  data_args: {file_name: /d/code.json, template: qwen2_5}
+  strategy_args: {strategy_name: megatron_train, strategy_config: {tensor_model_parallel_size: 2, pipeline_model_parallel_size: 2}}
+  device_mapping: list(range(0,8))
+"""
+LLAMA_FACTORY = """
+model_name_or_path: Qwen/Qwen3-4B
+stage: dpo
+finetuning_type: lora
+lora_target: all
+pref_beta: 0.2
+pref_loss: ipo
+dataset: mine
+template: qwen3
+cutoff_len: 2048
+per_device_train_batch_size: 1
+gradient_accumulation_steps: 8
+learning_rate: 5.0e-6
+num_train_epochs: 3.0
+lr_scheduler_type: cosine
+warmup_ratio: 0.1
+deepspeed: examples/deepspeed/ds_z3_config.json
+bf16: true
+"""
 
 # name → how the file ends, its text, what its system does: setting → value, or the key that has the decision
 TABLE: dict[str, tuple[str, str, dict[str, Any]]] = {
@@ -223,7 +262,24 @@ TABLE: dict[str, tuple[str, str, dict[str, Any]]] = {
         "algorithm.clip_high": 0.3, "rollout.groups_per_step": 1, "rollout.group_size": 8, "rollout.max_new_tokens": 512,
         "trainer.betas": [0.9, 0.98], "trainer.schedule": "linear", "trainer.min_lr_ratio": 0.0, "trainer.epochs": 3.0,
         "model.dtype": "bfloat16", "model.gradient_checkpointing": True, "algorithm.drop_zero_advantage": True,
-        "data.train": "/d/tasks.jsonl", "band": ASKED("strict_in_bound"), "lengths": ASKED("max_prompt_tokens"), "reward": ASKED("reward.name"),
+        "data.train": "/d/tasks.jsonl", "algorithm.age_band_cap": 1.0, "algorithm.age_band_decay": 0.0, "lengths": ASKED("max_prompt_tokens"), "reward": ASKED("reward.name"),
+    }),
+    "openrlhf_2026": ("sh", OPENRLHF_2026, {
+        "model.path": "/m", "data.train": "/d/p.jsonl", "data.map.ground_truth": "answer", "algorithm.name": "grpo", "rollout.groups_per_step": 128,
+        "rollout.group_size": 8, "algorithm.minibatches": 4, "algorithm.kl_coefficient": 1e-3, "algorithm.kl_form": "k3", "trainer.lr": 5e-7,
+        "algorithm.clip_low": 0.2, "algorithm.clip_high": 0.27, "reward.name": "/r/reward.py:reward_func", "algorithm.group_mean_range": [0.0, 1.0],
+        "algorithm.importance": "token", "algorithm.importance_bound": "mask", "algorithm.importance_low": 0.5, "algorithm.importance_high": 5.0,
+        "algorithm.ratio_anchor": "proximal", "vllm.engines": 4, "trainer.zero_stage": 3, "lengths": ASKED("data.max_len"), "warmup": ASKED("lr_warmup_ratio"),
+    }),
+    "roll_sft": ("yaml", ROLL_SFT, {
+        "model.path": "Qwen/Qwen2.5-7B", "data.train": "/d/code.json", "data.map.instruction": "instruction", "data.map.input": "input",
+        "data.map.output": "answer", "sft.batch_size": 64, "sft.epochs": 2, "sft.lr": 5e-6, "sft.schedule": "linear", "trainer.min_lr_ratio": 0.0,
+        "sft.betas": [0.9, 0.999], "trainer.weight_decay": 0.0, "trainer.max_grad_norm": 1.0, "model.dtype": "bfloat16", "run.seed": 42,
+    }),
+    "llamafactory": ("yaml", LLAMA_FACTORY, {
+        "model.path": "Qwen/Qwen3-4B", "model.lora.rank": 8, "model.lora.alpha": 16.0, "dpo.beta": 0.2, "dpo.loss": "ipo", "dpo.batch_size": 8,
+        "dpo.lr": 5e-6, "dpo.epochs": 3.0, "dpo.schedule": "cosine", "dpo.betas": [0.9, 0.999], "trainer.zero_stage": 3, "model.dtype": "bfloat16",
+        "run.seed": 42, "trainer.weight_decay": 0.0, "data": ASKED("dataset"), "lengths": ASKED("cutoff_len"), "warmup": ASKED("warmup_ratio"),
     }),
 }  # fmt: skip
 

@@ -114,6 +114,8 @@ def evaluation_sampling(settings: EvalSettings, rollout: RolloutSettings, stop_t
     return Sampling(
         max_new_tokens=settings.max_new_tokens or rollout.max_new_tokens,
         temperature=settings.temperature,
+        top_p=settings.top_p,
+        top_k=settings.top_k,
         stop_token_ids=tuple(stop_token_ids),
         stop=rollout.stop,
     )

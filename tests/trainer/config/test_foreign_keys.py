@@ -53,7 +53,7 @@ VALUES: dict[str, tuple[str, ...]] = {
     "data.map.messages": ("x",), "data.map.prompt": ("x",), "data.map.response": ("x",), "data.max_prompt_tokens": ("512",),
     "data.max_samples": ("5",), "data.shuffle": ("false",), "data.system_prompt": ("x",), "data.train": ("t",),
     "eval.at_start": ("false",), "eval.every": ("7", EVAL), "eval.max_new_tokens": ("9",), "eval.samples": ("2", "eval.temperature=1.0"),
-    "eval.temperature": ("0.5",), "model.dtype": ("bfloat16",), "model.gradient_checkpointing": ("true",),
+    "eval.temperature": ("0.5",), "eval.top_p": ("0.9", "eval.temperature=1.0"), "eval.top_k": ("20", "eval.temperature=1.0"), "model.dtype": ("bfloat16",), "model.gradient_checkpointing": ("true",),
     "model.activation_offload": ("true", "model.gradient_checkpointing=true"), "trainer.offload": ("optimizer",),
     "trainer.gradient_dtype": ("as-trained", "model.dtype=bfloat16"),
     "model.lora.alpha": ("16.0", LORA), "model.lora.dropout": ("0.1", LORA), "model.lora.rank": ("8",), "model.lora.targets": ('["q_proj"]', LORA),

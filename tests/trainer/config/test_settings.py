@@ -106,6 +106,7 @@ rollout.group_size=1 algorithm.name=reinforce_pp algorithm.reward_norm=group ->
 rollout.max_staleness=8 -> raise it to at least 10
 eval.every=5 -> set data.eval, or eval.every = 0
 eval.samples=4 -> set eval.temperature above 0 or eval.samples = 1
+eval.top_k=20 -> eval.top_k does nothing while eval.temperature = 0
 trainer.warmup_steps=200 -> trainer.warmup_steps = 200 is more than trainer.steps = 100
 sft.warmup_steps=200 -> sft.warmup_steps is more than sft.steps
 data.map.promt=x -> data.map: promt is no column that is read

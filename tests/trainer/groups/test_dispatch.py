@@ -237,6 +237,10 @@ def test_training_and_evaluation_end_at_the_same_strings():
     evaluation = evaluation_sampling(EvalSettings(), rollout, [2])
     assert evaluation == Sampling(max_new_tokens=9, temperature=0.0, stop_token_ids=(2,), stop=stop)
     assert evaluation_sampling(EvalSettings(max_new_tokens=4), rollout, [2]).max_new_tokens == 4
+    narrow = EvalSettings(temperature=0.6, top_p=0.9, top_k=20)
+    assert evaluation_sampling(narrow, rollout, [2]) == evaluation.model_copy(
+        update={"temperature": 0.6, "top_p": 0.9, "top_k": 20}
+    )
     with_stop = make_task(
         prompt(), "e0.p0.a0", sampling=training, group_size=8, split="train", issued_version=PolicyVersion(3)
     )

@@ -15,14 +15,8 @@ if TYPE_CHECKING:
     from penstock.protocol.trajectory import Group
 
 __all__ = [
-    "GroupCandidate",
-    "GroupFilter",
-    "GroupFilterFunction",
-    "GroupRule",
-    "Options",
-    "drop_reason",
-    "group_filter",
-]
+    "GroupCandidate", "GroupFilter", "GroupFilterFunction", "GroupRule", "Options", "drop_reason", "group_filter",
+]  # fmt: skip
 
 _REASON = re.compile(r"[a-z][a-z0-9_]{0,62}")
 RESERVED_REASONS = frozenset(

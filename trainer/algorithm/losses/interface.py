@@ -30,20 +30,9 @@ from penstock.trainer.algorithm.parts import (
 )
 
 __all__ = [
-    "GRPO",
-    "MAX_LOG_RATIO",
-    "ClipRange",
-    "DualClip",
-    "DualClipRange",
-    "Loss",
-    "LossTerms",
-    "Options",
-    "Sequences",
-    "Tokens",
-    "WeightCap",
-    "none_of",
-    "policy_loss",
-]
+    "GRPO", "MAX_LOG_RATIO", "ClipRange", "DualClip", "DualClipRange", "Loss", "LossTerms", "Options", "Sequences", "Tokens",
+    "WeightCap", "none_of", "policy_loss",
+]  # fmt: skip
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)

@@ -48,16 +48,9 @@ _TOKENS = 10**9  # more than any node has
 # 16 to 256 dimensions and 1 to 16 query heads for each key head: at most 1.2, 0.5 and 5.
 _LIMITS = {torch.bfloat16: 2.0, torch.float16: 2.0, torch.float32: 16.0}
 _LIMIT_OF_OTHERS = 64.0
-_OF_SINKS = (
-    4  # a head has one sink, whose gradient is a sum over all tokens that may nearly cancel; 3.1 and 26 were measured
-)
-_COMPARED = (
-    "output",
-    "gradient of the queries",
-    "gradient of the keys",
-    "gradient of the values",
-    "gradient of the sinks",
-)
+# A head has one sink, whose gradient is a sum over all tokens that may nearly cancel; 3.1 and 26 were measured.
+_OF_SINKS = 4
+_COMPARED = ("output", *(f"gradient of the {name}" for name in ("queries", "keys", "values", "sinks")))
 _CHECKED_WINDOW, _CHECKED_CAP = 37, 1.5
 
 
