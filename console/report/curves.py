@@ -7,18 +7,24 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from penstock.console.report.event_fields import number
+from penstock.console.report.event_fields import number, read_object
 from penstock.console.report.learning import Evaluation, HeldOut, held_out, recent_reward
 from penstock.protocol.files import read_regular
 
-COMMANDS = ("sft", "dpo", "rm")
+LOG = "log"  # a script of one's own: the figures that `penstock.DualLogger` sends to the console
+COMMANDS = ("sft", "dpo", "rm", LOG)
 RESULT = "result.json"  # written by the trainer when the model folder is complete, removed when it trains again
 _OF_A_RUN = ("metrics.jsonl", "config.json")
+METRICS = "metrics"  # the kind of a row, and of an event, with figures of a script: step, values
+_SILENT_S = 120.0  # a script reports every 30 s, also without new figures
+_REWARDS = ("reward_mean", "reward", "train/reward")
+_LOSSES = ("loss", "policy_loss", "train/loss", "train_loss")
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,8 +136,9 @@ class Training:
     step: int | None  # optimizer steps
     loss: float | None  # of the last step
     eval_loss: float | None  # of the last validation
-    losses: tuple[float, ...]  # of each step
+    losses: tuple[float, ...]  # of each step; the rewards of a script that has some
     is_finished: bool
+    reward: float | None = None  # of a script
 
 
 def training_folder(folder: Path, command: str) -> Path:
@@ -154,6 +161,8 @@ def read_training(folder: Path) -> Training | None:
     command = command_of(folder)
     if command is None:
         return None
+    if command == LOG:
+        return _read_log(folder)
     steps = list(training_rows(training_folder(folder, command)))
     losses = [value for row in steps if (value := number(row.get("loss"))) is not None]
     eval_losses = [value for row in steps if (value := number(row.get("eval_loss"))) is not None]
@@ -169,9 +178,39 @@ def read_training(folder: Path) -> Training | None:
 
 
 def rows_of(folder: Path) -> Iterator[dict[str, Any]]:
-    """Yield the rows of a run's metrics.jsonl, or those of the training in its folder."""
+    """Yield the rows of a run's metrics.jsonl, or those of the training in its folder; of a script, its events."""
     command = command_of(folder)
-    return rows(folder) if command is None else training_rows(training_folder(folder, command))
+    place = folder if command is None else training_folder(folder, command)
+    return rows(place) if command in {None, LOG} else training_rows(place)
+
+
+def logged_values(row: Mapping[str, Any]) -> dict[str, float]:
+    """Return the finite figures of a row or event of a script, none for one of another kind."""
+    values = row.get("values") if row.get("kind", METRICS) == METRICS else None
+    pairs = values.items() if isinstance(values, dict) else ()
+    return {str(name): value for name, given in pairs if (value := number(given)) is not None}
+
+
+def _read_log(folder: Path) -> Training:
+    figures = [(row.get("step"), logged_values(row)) for row in rows(training_folder(folder, LOG))]
+    last = max((step for step, values in figures if values and isinstance(step, int)), default=None)
+    series = {
+        names: [
+            next(values[name] for name in names if name in values) for _, values in figures if values.keys() & names
+        ]
+        for names in (_REWARDS, _LOSSES)
+    }
+    rewards, losses = series[_REWARDS], series[_LOSSES]
+    loss, reward = (values[-1] if values else None for values in (losses, rewards))
+    return Training(LOG, last, loss, None, tuple(rewards or losses), is_training_finished(folder, LOG), reward)
+
+
+def logged_state(folder: Path) -> tuple[str, str]:
+    """Return the state of a script's run and what it said of it."""
+    place = training_folder(folder, LOG)
+    if (result := read_object(place / RESULT)) is not None:
+        return "failed" if result.get("state") == "failed" else "finished", str(result.get("text", ""))
+    return "running" if time.time() - _changed(place) < _SILENT_S else "stopped", ""
 
 
 def metrics_file(folder: Path) -> Path:

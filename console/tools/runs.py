@@ -169,7 +169,7 @@ def merge(folders: Sequence[RunLine], broker: Sequence[RunLine]) -> list[RunLine
 def describe(folder: Path) -> RunLine:
     if (trained := curves.read_training(folder)) is not None:
         when = datetime.fromtimestamp(curves.metrics_file(folder).stat().st_mtime, UTC).isoformat(timespec="seconds")
-        losses = {"loss": trained.loss, "eval_loss": trained.eval_loss}
+        losses = {"loss": trained.loss, "eval_loss": trained.eval_loss, "reward": trained.reward}
         return RunLine(folder.name, state_of(folder), trained.step, when=when, folder=str(folder), **losses)
     run_curves = curves.read(folder)
     held_out = run_curves.held_out
@@ -192,6 +192,8 @@ def describe(folder: Path) -> RunLine:
 def state_of(folder: Path) -> str:
     if is_lock_held(folder):
         return "running"
+    if curves.command_of(folder) == curves.LOG:
+        return curves.logged_state(folder)[0]
     return "finished" if is_finished(folder) else "stopped"
 
 
@@ -234,5 +236,5 @@ def _row(line: RunLine) -> tuple[object, ...]:
     when = datetime.fromisoformat(line.when).astimezone().strftime("%Y-%m-%d %H:%M") if line.when else "–"
     state = Text(line.state, style={"running": "green", "stopped": "yellow"}.get(line.state, ""))
     reward = "–" if line.reward is None else f"{line.reward:.2f}"
-    reward = reward if line.loss is None else f"loss {line.loss:.3f}"
+    reward = reward if line.loss is None or line.reward is not None else f"loss {line.loss:.3f}"
     return line.run, state, "–" if line.step is None else line.step, _held_out(line), reward, when

@@ -1,4 +1,9 @@
-"""``GET /v1/runs/{run}/events``: the events of a run as server-sent events, resumable by Last-Event-ID.
+"""``GET /v1/runs/{run}/events``: the events of a run as server-sent events; ``POST /v1/runs/{run}/metrics``: those of a script.
+
+A script's events are lines of ``log-training/metrics.jsonl`` in the run's folder, which it creates. Each session of a script numbers
+its events; one that was stored before, and is sent again because the answer was lost, is left out.
+
+The stream of events is resumable by Last-Event-ID.
 
 The id of an event is its number in the run's stream on NATS, so a client continues at any process of the API. Three kinds:
 
@@ -15,24 +20,31 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
+import os
 import threading
 import time
 from collections import Counter, deque
 from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Depends, Header, Query, Request
 from fastapi.sse import EventSourceResponse, ServerSentEvent
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from penstock.console.report import curves
+from penstock.console.report.event_fields import number
+from penstock.console.tools import runs
 from penstock.console.web.access import CALLER, Caller
-from penstock.console.web.context import Context, Reader, RunFolder, WebContext
-from penstock.console.web.jobs import actions
+from penstock.console.web.context import Context, Logger, Reader, RunFolder, RunName, WebContext
+from penstock.console.web.jobs import actions, job_file
 from penstock.console.web.jobs.job_file import ALIVE
 from penstock.console.web.problems import RESPONSES, Problem
 from penstock.protocol import streams, subjects
 from penstock.protocol.errors import PenstockError
 from penstock.protocol.facts import RunEvent
+from penstock.protocol.files import atomic_write
 from penstock.protocol.transport.bus import Bus
 
 router = APIRouter(prefix="/v1", tags=["events"], responses=RESPONSES)
@@ -45,6 +57,7 @@ _RETRY_S = 2.0  # between tries to reach the NATS of a run that has a process
 _IDLE_RETRY_S = 30.0  # of another run, whose NATS may be that of other runs too
 _STATE_S = 1.0
 _RETRY_MS = 1000
+_MAX_FILES = 1000  # of scripts, whose last events are remembered
 MAX_ID = 2**63 - 1
 
 
@@ -65,6 +78,93 @@ async def a_stream(request: Request) -> AsyncIterator[None]:
     finally:
         open_streams[name] -= 1
         open_streams += Counter()  # without those that are 0
+
+
+class LoggedEvent(BaseModel):
+    """Figures of a step, a checkpoint with its evaluations, a state, or the configuration of a script."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    kind: Literal["metrics", "checkpoint", "state", "config"] = "metrics"
+    at: float = Field(default_factory=time.time, ge=0, le=2**53, description="Unix seconds.")
+    step: int | None = Field(None, ge=0, le=2**53)
+    values: dict[Annotated[str, Field(min_length=1, max_length=120)], Any] = Field({}, max_length=300)
+    text: str = Field("", max_length=2000, description="The path of a checkpoint, the message of a state.")
+    state: Literal["running", "finished", "failed"] = "running"
+
+    @model_validator(mode="after")
+    def _figures(self) -> LoggedEvent:
+        for name, value in self.values.items() if self.kind in {"metrics", "checkpoint"} else ():
+            if number(value) is None or isinstance(value, bool):
+                raise ValueError(f"values.{name} = {value!r}: expected a finite number")
+        if self.kind == "metrics" and self.step is None:
+            raise ValueError("figures have no step; set step")
+        return self
+
+
+class LoggedEvents(BaseModel):
+    """Events of one session of a script, numbered from ``first``; without a session none is recognised as sent again."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    session: str = Field("", pattern="^[0-9a-zA-Z-]{0,64}$")
+    first: int = Field(1, ge=1, le=2**53)
+    events: list[LoggedEvent] = Field([], max_length=1000, description="None: the script only says that it lives.")
+
+
+_stored: dict[Path, tuple[int, dict[str, int]]] = {}  # by file: its size, and the last event of each session
+
+
+@router.post("/runs/{run}/metrics")
+def log_events(_: Logger, run: RunName, web: Context, body: LoggedEvents) -> dict[str, int]:
+    """Store events of a script; the first creates the run. Returns how many were new."""
+    folder = web.runs_dir / run
+    place = curves.training_folder(folder, curves.LOG)
+    if folder.is_symlink() or (folder.exists() and not place.is_dir()):
+        detail, fix = f"run {run} is not one of a script", "log to another name, or to this run with: penstock log"
+        raise Problem(409, detail, expected="a new name, or a run that POST /metrics created", got=run, fix=fix)
+    if not folder.exists():
+        actions.refuse_too_many(web)
+    place.mkdir(parents=True, exist_ok=True)
+    with job_file.locked(place / "log.lock", f"run {run}"):
+        return {"stored": _store(folder, place / "metrics.jsonl", body)}
+
+
+def _store(folder: Path, file: Path, body: LoggedEvents) -> int:
+    """Append the events that are new, and flush them to the disk; the caller holds the lock of the file."""
+    with file.open("ab+") as stored:
+        size = stored.seek(0, os.SEEK_END)
+        known_size, last = _stored.get(file, (-1, {}))
+        if known_size != size:  # another console, or this one before a restart, wrote it
+            ids = (str(row.get("id", "")).rpartition(":") for row in curves.rows(file.parent))
+            last = {session: int(count) for session, _, count in ids if session and count.isdecimal()}
+        after = last.get(body.session, 0) if body.session else 0
+        new = [(n, event) for n, event in enumerate(body.events, body.first) if n > after]
+        for _, event in new:
+            if event.kind == "config":
+                job_file.write_document(folder / runs.PLANNED, {"settings": {"config": event.values}, "origins": {}})
+        if new and (end := new[-1][1]).state != "running":
+            atomic_write(file.with_name(curves.RESULT), json.dumps({"state": end.state, "text": end.text}), sync=True)
+        elif new:
+            file.with_name(curves.RESULT).unlink(missing_ok=True)
+        if size and new and os.pread(stored.fileno(), 1, size - 1) != b"\n":  # a console was killed while it wrote
+            stored.write(b"\n")
+        for n, event in new:
+            row = event.model_dump(exclude_defaults=True) | {
+                "kind": event.kind,
+                "at": event.at,
+                "id": f"{body.session}:{n}",
+            }
+            stored.write(json.dumps(row).encode() + b"\n")
+        stored.flush()
+        os.fsync(stored.fileno())
+        if body.session and new:
+            last[body.session] = new[-1][0]
+        if len(_stored) > _MAX_FILES:
+            _stored.clear()
+        _stored[file] = stored.tell(), last
+    os.utime(file)
+    return len(new)
 
 
 @router.get("/runs/{run}/events", response_class=EventSourceResponse)

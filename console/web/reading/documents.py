@@ -20,6 +20,8 @@ _MAX_EVALUATIONS = 2000  # of one split
 BANDS: dict[str, tuple[float | None, float | None, str]] = {
     "clip_fraction": (0.0, 0.3, "clip"),
     "kl_behaviour": (0.0, 0.1, "kl"),
+    "kl_reference": (None, 0.1, "kl_reference"),
+    "kl_divergence": (None, 0.1, "kl_reference"),  # as scripts call it
     "entropy": (0.1, None, "entropy"),
     "ess_share": (0.5, 1.0, "ess"),
     "zero_signal_groups": (0.0, 0.5, "no_signal"),
@@ -108,6 +110,20 @@ def evaluations(view: PageView) -> list[dict[str, Any]]:
             }
         )  # fmt: skip
     return rows
+
+
+def checkpoints(view: PageView) -> list[dict[str, Any]]:
+    """Return the checkpoints that a script told of; of a run its versions, with the held-out measure of each source."""
+    measured: dict[int, dict[str, float | None]] = {}
+    for point in view.evals:
+        of_version = measured.setdefault(point.version, {})
+        of_version[point.split] = point.reward if point.accuracy is None else point.accuracy
+    steps = {point.version: point.step for point in view.evals}
+    steps |= {number: notes.step for number, notes in view.versions.items() if notes.step is not None}
+    return view.checkpoints[-_MAX_EVALUATIONS:] or [
+        {"step": steps[number], "path": f"{view.run_id}@{number}", "eval_results": measured.get(number, {})}
+        for number in sorted(steps)[-_MAX_EVALUATIONS:]
+    ]
 
 
 def fleet(view: PageView, snapshot: Snapshot) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from penstock.console.live.run_view import RunView
-from penstock.console.report import learning
+from penstock.console.report import curves, learning
 from penstock.console.report.event_fields import number
 from penstock.console.report.learning import mean
 from penstock.protocol.facts import Heartbeat, RunEvent, WeightsApplied, WeightsPublished, WeightsRefused
@@ -71,6 +71,26 @@ class StepSeries:
             del column[place:]
         self._put(place, step, at, figures)
 
+    def merge(self, step: int, at: float, figures: Mapping[str, float]) -> None:
+        """Add figures to a step, in any order of the steps: a script logs one step in several calls."""
+        place = bisect_left(self._steps, step)
+        if place < len(self):
+            self._full.clear()
+        if place == len(self) or self._steps[place] != step:
+            self._put(place, step, at, figures)
+            return
+        self._new_columns(figures)
+        for name in figures.keys() & self._columns.keys():
+            self._columns[name][place] = figures[name]
+
+    def rows(self, most: int) -> list[dict[str, float]]:
+        """Return the newest steps one by one, each with its own figures."""
+        return [
+            {name: column[row] for name, column in self._columns.items() if math.isfinite(column[row])}
+            | {"step": self._steps[row], "at": self._at[row]}
+            for row in range(max(0, len(self) - most), len(self))
+        ]
+
     def fill(self, other: StepSeries) -> None:
         """Add the steps of another series that this one does not have."""
         self._full.clear()
@@ -82,6 +102,13 @@ class StepSeries:
             self._put(place, step, other._at[row], figures)
 
     def _put(self, place: int, step: int, at: float, figures: Mapping[str, float]) -> None:
+        self._new_columns(figures)
+        self._steps.insert(place, step)
+        self._at.insert(place, at)
+        for name, column in self._columns.items():
+            column.insert(place, figures.get(name, math.nan))
+
+    def _new_columns(self, figures: Mapping[str, float]) -> None:
         for name in figures:
             if name in self._columns:
                 continue
@@ -89,10 +116,6 @@ class StepSeries:
                 self.num_left_out += 1
             else:
                 self._columns[name] = array("d", [math.nan]) * len(self)
-        self._steps.insert(place, step)
-        self._at.insert(place, at)
-        for name, column in self._columns.items():
-            column.insert(place, figures.get(name, math.nan))
 
     def sampled(
         self, names: Iterable[str] | None = None, *, first: int = 0, last: int | None = None, points: int = 600
@@ -212,6 +235,7 @@ class PageView(RunView):
         self.series = StepSeries()
         self.versions: dict[int, VersionNotes] = {}
         self.beats: dict[tuple[str, str], Heartbeat] = {}
+        self.checkpoints: list[dict[str, Any]] = []  # of a script
 
     def add_recorded(self, rows: Iterable[Mapping[str, Any]]) -> None:
         """Add the rows of metrics.jsonl whose events are no longer on the stream."""
@@ -222,7 +246,22 @@ class PageView(RunView):
             at = number(row.get("at"))
             if row.get("kind") == "step" and at is not None:
                 _add_step(recorded, at, row)
+            elif at is not None:
+                self._fold_logged(at, row)
         self.series.fill(recorded)
+
+    def _fold_logged(self, at: float, row: Mapping[str, Any]) -> None:
+        """Take an event of a script: figures, a checkpoint, or what it says of its state."""
+        step, text = row.get("step"), str(row.get("text", ""))
+        if (figures := curves.logged_values(row)) and isinstance(step, int) and 0 <= step < 2**53:
+            self.series.merge(step, at, {name[:_MAX_NAME]: value for name, value in figures.items()})
+        elif row.get("kind") == "checkpoint":
+            self.checkpoints.append({"step": step, "path": text, "eval_results": row.get("values") or {}, "at": at})
+        elif row.get("kind") == "state" and text:
+            self.note(at, text)
+        else:
+            return
+        self._saw(at)
 
     @property
     def last_at(self) -> float:
@@ -233,6 +272,8 @@ class PageView(RunView):
         super().fold_event(event)
         if event.kind == "step":
             _add_step(self.series, event.at, event.data)
+        elif event.kind == curves.METRICS:
+            self._fold_logged(event.at, event.data)
         elif event.kind == "weights":
             version = event.data.get("version")
             if isinstance(version, int) and 0 <= version < 2**53:

@@ -37,7 +37,7 @@ _CATCH_UP_S = 60.0
 _FIRST_S = 2.0  # that the first request waits for it
 _BLOBS_S = 10.0
 _WAIT_S = 10.0  # for another request that reads the groups of the same run
-_REREAD_S = 5.0  # of metrics.jsonl, at most so often
+_REREAD_S = 2.0  # of metrics.jsonl, at most so often
 _CONFIG_S = 60.0  # how long the settings that `known_config` read are used
 _PERIOD_S = 2.0  # of heartbeats and queue depths: the page asks no more often
 _GATHER_S = 0.5  # of the messages of a stream
@@ -103,12 +103,24 @@ class RunReading:
             document = documents.summary(
                 self._view, self._snapshot(), state=self._state(), is_live=self._watcher is not None
             )
-            return document | {"problem": self.problem, "evaluations": documents.evaluations(self._view)}
+            series, command = self._view.series, curves.command_of(self.folder)
+            kind = command or (curves.LOG if series and not self._view.steps else "train")
+            step = document["step"] or series.last_step or 0
+            evaluations = documents.evaluations(self._view)
+            return document | {"problem": self.problem, "evaluations": evaluations, "kind": kind, "step": step}
 
     def metrics(self, names: Sequence[str] | None, *, first: int, last: int | None, points: int) -> dict[str, Any]:
         with self._lock:
             series = self._view.series.sampled(names, first=first, last=last, points=points)
             return {"run_id": self.run_id, **series, "names": self._view.series.names}
+
+    def rows(self, most: int) -> list[dict[str, float]]:
+        with self._lock:
+            return self._view.series.rows(most)
+
+    def checkpoints(self) -> list[dict[str, Any]]:
+        with self._lock:
+            return documents.checkpoints(self._view)
 
     def fleet(self) -> dict[str, Any]:
         with self._lock:
@@ -203,7 +215,7 @@ class RunReading:
         now = time.monotonic()
         if now - self._described[0] > _STATE_S:
             line = runs.describe(self.folder) if self.folder.is_dir() else None
-            state = line.state if line else "idle"
+            state = line.state if line else "finished" if self._view.finished else "idle"
             if state != "finished" and any(
                 service.role == "trainer" and service.alive for service in self._snapshot().services
             ):
