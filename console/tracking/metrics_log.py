@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import hashlib
 import json
 import math
@@ -160,7 +161,7 @@ class DualLogger:
         """
         self.num_lost = 0
         self._run = check_run_id(re.sub(r"[^a-z0-9]+", "-", job_uuid.lower()).strip("-")[:48] or job_uuid)
-        self._session, self._next, self._step, self._is_over = secrets.token_hex(8), 1, 0, False
+        self._step, self._is_over = 0, False
         self._waiting: queue.Queue[dict[str, Any] | None] = queue.Queue(_MOST_WAITING)
         self._thread = self._wandb = None
         self._close_by = math.inf
@@ -173,8 +174,12 @@ class DualLogger:
             self._row = self._wandb.last_event or 0
         if platform_enabled:
             self._client = _client((platform_url or os.environ.get("PLATFORM_URL", CONSOLE_URL)).rstrip("/"))
-            if problem := self._post([]):
-                _log.warning("events wait", run=self._run, error=problem)
+            try:
+                if problem := self._post([]):
+                    _log.warning("events wait", run=self._run, error=problem)
+            except ConfigError:
+                self._client.close()
+                raise
             self._thread = threading.Thread(target=self._work, name="dual-logger", daemon=True)
             self._thread.start()
             atexit.register(self.close)
@@ -237,6 +242,8 @@ class DualLogger:
         if thread is not None:
             self._waiting.put(None)
             thread.join()
+            self._client.close()
+            atexit.unregister(self.close)
 
     def _send(self, kind: str, **event: Any) -> None:
         if self._thread is not None:
@@ -245,21 +252,17 @@ class DualLogger:
             except queue.Full:
                 self.num_lost += 1
 
-    def _batch(self) -> list[dict[str, Any] | None]:
-        """Wait for events; none after half a minute, when the script only says that it lives. None is the last one."""
-        try:
-            first = self._waiting.get(timeout=_BEAT_S)
-        except queue.Empty:
-            return []
-        time.sleep(_PERIOD_S if first is not None else 0.0)
-        return [first, *(self._waiting.get() for _ in range(min(self._waiting.qsize(), _BATCH)))]
-
     def _work(self) -> None:
+        """Send what waits; nothing after half a minute, by which the run is known to go on. None is the last event."""
         is_closing = False
         while not is_closing:
-            batch = self._batch()
-            is_closing = None in batch
-            self._deliver([event for event in batch if event is not None])
+            events: list[dict[str, Any] | None] = []
+            with contextlib.suppress(queue.Empty):
+                events.append(self._waiting.get(timeout=_BEAT_S))
+                time.sleep(_PERIOD_S if events[0] else 0.0)
+                events += [self._waiting.get() for _ in range(min(self._waiting.qsize(), _BATCH))]
+            is_closing = None in events
+            self._deliver([event for event in events if event])
 
     def _deliver(self, events: list[dict[str, Any]]) -> None:
         """Send events until they are stored, refused, or the logger is closed for a minute."""
@@ -273,13 +276,11 @@ class DualLogger:
         except ConfigError as err:
             self.num_lost += len(events)
             _log.error("events not stored", run=self._run, events=len(events), error=str(err))
-        self._next += len(events)
 
     def _post(self, events: list[dict[str, Any]]) -> str:
         """Return why the events wait, empty when they are stored. Raises ConfigError when the console refuses them."""
-        body = {"session": self._session, "first": self._next, "events": events}
         try:
-            answer = self._client.post(f"/v1/runs/{self._run}/metrics", json=body)
+            answer = self._client.post(f"/v1/runs/{self._run}/metrics", json={"events": events})
         except httpx.HTTPError as err:
             return f"no console answers at {self._client.base_url} ({type(err).__name__})"
         if answer.status_code == HTTPStatus.TOO_MANY_REQUESTS or answer.is_server_error:

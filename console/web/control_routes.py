@@ -44,6 +44,9 @@ class RunStatus(BaseModel):
     log: str = Field("", description="The last lines of the process, when the run failed.")
     logs: list[str] = Field([], description="Names of the logs of its services and tasks.")
     tasks: list[dict[str, Any]] = Field([], description="The newest evaluation and export, with their exit codes.")
+    request: dict[str, Any] = Field(
+        {}, description="What else than settings it was created with; a copy sends it again."
+    )
     tags: list[str] = []
     notes: str = ""
 
@@ -195,6 +198,9 @@ def _status(web: Context, folder: RunFolder, state: RunState) -> RunStatus:
         log=_tail(folder / "logs" / "launch.log", _LOG_BYTES) if state.state == "failed" else "",
         logs=sorted(path.name for path in (folder / "logs").glob("*") if path.is_file() and not path.is_symlink()),
         tasks=actions.tasks(folder),
+        request={**job.model_dump(include={"command", "workers", "serve", "launcher"}), "launcher_options": job.options}
+        if job
+        else {},
         **job_file.notes(folder),
     )
 

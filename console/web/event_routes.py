@@ -1,7 +1,6 @@
 """``GET /v1/runs/{run}/events``: the events of a run as server-sent events; ``POST /v1/runs/{run}/metrics``: those of a script.
 
-A script's events are lines of ``log-training/metrics.jsonl`` in the run's folder, which it creates. Each session of a script numbers
-its events; one that was stored before, and is sent again because the answer was lost, is left out.
+A script's events are lines of ``log-training/metrics.jsonl`` in the run's folder, which the first of them creates.
 
 The stream of events is resumable by Last-Event-ID.
 
@@ -25,11 +24,11 @@ import os
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from fastapi import APIRouter, Depends, Header, Query, Request
+from fastapi import APIRouter, Depends, Header, Query, Request, Response
 from fastapi.sse import EventSourceResponse, ServerSentEvent
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -57,7 +56,6 @@ _RETRY_S = 2.0  # between tries to reach the NATS of a run that has a process
 _IDLE_RETRY_S = 30.0  # of another run, whose NATS may be that of other runs too
 _STATE_S = 1.0
 _RETRY_MS = 1000
-_MAX_FILES = 1000  # of scripts, whose last events are remembered
 MAX_ID = 2**63 - 1
 
 
@@ -103,21 +101,14 @@ class LoggedEvent(BaseModel):
 
 
 class LoggedEvents(BaseModel):
-    """Events of one session of a script, numbered from ``first``; without a session none is recognised as sent again."""
-
     model_config = ConfigDict(extra="forbid")
 
-    session: str = Field("", pattern="^[0-9a-zA-Z-]{0,64}$")
-    first: int = Field(1, ge=1, le=2**53)
     events: list[LoggedEvent] = Field([], max_length=1000, description="None: the script only says that it lives.")
 
 
-_stored: dict[Path, tuple[int, dict[str, int]]] = {}  # by file: its size, and the last event of each session
-
-
-@router.post("/runs/{run}/metrics")
-def log_events(_: Logger, run: RunName, web: Context, body: LoggedEvents) -> dict[str, int]:
-    """Store events of a script; the first creates the run. Returns how many were new."""
+@router.post("/runs/{run}/metrics", status_code=204, response_class=Response)
+def log_events(_: Logger, run: RunName, web: Context, body: LoggedEvents) -> None:
+    """Store events of a script; the first creates the run. What is sent again, because an answer was lost, does no harm."""
     folder = web.runs_dir / run
     place = curves.training_folder(folder, curves.LOG)
     if folder.is_symlink() or (folder.exists() and not place.is_dir()):
@@ -127,44 +118,29 @@ def log_events(_: Logger, run: RunName, web: Context, body: LoggedEvents) -> dic
         actions.refuse_too_many(web)
     place.mkdir(parents=True, exist_ok=True)
     with job_file.locked(place / "log.lock", f"run {run}"):
-        return {"stored": _store(folder, place / "metrics.jsonl", body)}
+        _store(folder, place / "metrics.jsonl", body.events)
 
 
-def _store(folder: Path, file: Path, body: LoggedEvents) -> int:
-    """Append the events that are new, and flush them to the disk; the caller holds the lock of the file."""
-    with file.open("ab+") as stored:
-        size = stored.seek(0, os.SEEK_END)
-        known_size, last = _stored.get(file, (-1, {}))
-        if known_size != size:  # another console, or this one before a restart, wrote it
-            ids = (str(row.get("id", "")).rpartition(":") for row in curves.rows(file.parent))
-            last = {session: int(count) for session, _, count in ids if session and count.isdecimal()}
-        after = last.get(body.session, 0) if body.session else 0
-        new = [(n, event) for n, event in enumerate(body.events, body.first) if n > after]
-        for _, event in new:
-            if event.kind == "config":
-                job_file.write_document(folder / runs.PLANNED, {"settings": {"config": event.values}, "origins": {}})
-        if new and (end := new[-1][1]).state != "running":
-            atomic_write(file.with_name(curves.RESULT), json.dumps({"state": end.state, "text": end.text}), sync=True)
-        elif new:
-            file.with_name(curves.RESULT).unlink(missing_ok=True)
-        if size and new and os.pread(stored.fileno(), 1, size - 1) != b"\n":  # a console was killed while it wrote
-            stored.write(b"\n")
-        for n, event in new:
-            row = event.model_dump(exclude_defaults=True) | {
-                "kind": event.kind,
-                "at": event.at,
-                "id": f"{body.session}:{n}",
-            }
-            stored.write(json.dumps(row).encode() + b"\n")
+def _store(folder: Path, file: Path, events: Sequence[LoggedEvent]) -> None:
+    """Append events to the file of a script, and flush them to the disk; the caller holds its lock."""
+    for event in events:
+        if event.kind == "config":
+            job_file.write_document(folder / runs.PLANNED, {"settings": {"config": event.values}, "origins": {}})
+    result = file.with_name(curves.RESULT)
+    if events and events[-1].state != "running":
+        atomic_write(result, events[-1].model_dump_json(include={"state", "text"}), sync=True)
+    elif events:
+        result.unlink(missing_ok=True)
+    lines = "".join(
+        json.dumps(event.model_dump(exclude_unset=True) | {"kind": event.kind, "at": event.at}) + "\n"
+        for event in events
+    )
+    with file.open("ab") as stored:
+        # An empty line, which readers skip, ends what a console wrote when it was killed.
+        stored.write(f"\n{lines}".encode() if lines else b"")
         stored.flush()
         os.fsync(stored.fileno())
-        if body.session and new:
-            last[body.session] = new[-1][0]
-        if len(_stored) > _MAX_FILES:
-            _stored.clear()
-        _stored[file] = stored.tell(), last
     os.utime(file)
-    return len(new)
 
 
 @router.get("/runs/{run}/events", response_class=EventSourceResponse)

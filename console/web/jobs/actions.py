@@ -251,6 +251,7 @@ def begin_task(web: WebContext, folder: Path, task: str, words: Sequence[str]) -
         raise Problem(409, f"{task} of run {folder.name} goes on", expected="one at a time", fix="wait for its end")
     arguments = [*words, *web.arguments, f"run.dir={web.runs_dir}"]
     command = launch.module(run_process.__name__, str(place), "1", *launch.module("penstock", *arguments))
+    (place / run_process.LAUNCH).unlink(missing_ok=True)
     with (folder / "logs" / f"{task}.log").open("ab") as log:
         log.write(f"penstock {shlex.join(arguments)}\n".encode())
         log.flush()

@@ -113,17 +113,14 @@ def evaluations(view: PageView) -> list[dict[str, Any]]:
 
 
 def checkpoints(view: PageView) -> list[dict[str, Any]]:
-    """Return the checkpoints that a script told of; of a run its versions, with the held-out measure of each source."""
-    measured: dict[int, dict[str, float | None]] = {}
-    for point in view.evals:
-        of_version = measured.setdefault(point.version, {})
-        of_version[point.split] = point.reward if point.accuracy is None else point.accuracy
+    """Return the checkpoints that a script told of; of a run the evaluated versions, with the measure of each source, and the newest."""
     steps = {point.version: point.step for point in view.evals}
-    steps |= {number: notes.step for number, notes in view.versions.items() if notes.step is not None}
-    return view.checkpoints[-_MAX_EVALUATIONS:] or [
-        {"step": steps[number], "path": f"{view.run_id}@{number}", "eval_results": measured.get(number, {})}
-        for number in sorted(steps)[-_MAX_EVALUATIONS:]
-    ]
+    steps |= {point.fields.version: point.number for point in view.points()[-1:]}
+    measured: dict[int, dict[str, float | None]] = {version: {} for version in steps}
+    for point in view.evals:
+        measured[point.version][point.split] = point.reward if point.accuracy is None else point.accuracy
+    versions = [{"step": steps[v], "path": f"{view.run_id}@{v}", "eval_results": measured[v]} for v in sorted(steps)]
+    return (list(view.checkpoints.values()) or versions)[-_MAX_EVALUATIONS:]
 
 
 def fleet(view: PageView, snapshot: Snapshot) -> dict[str, Any]:

@@ -235,7 +235,7 @@ class PageView(RunView):
         self.series = StepSeries()
         self.versions: dict[int, VersionNotes] = {}
         self.beats: dict[tuple[str, str], Heartbeat] = {}
-        self.checkpoints: list[dict[str, Any]] = []  # of a script
+        self.checkpoints: dict[str, dict[str, Any]] = {}  # of a script, by path
 
     def add_recorded(self, rows: Iterable[Mapping[str, Any]]) -> None:
         """Add the rows of metrics.jsonl whose events are no longer on the stream."""
@@ -256,7 +256,7 @@ class PageView(RunView):
         if (figures := curves.logged_values(row)) and isinstance(step, int) and 0 <= step < 2**53:
             self.series.merge(step, at, {name[:_MAX_NAME]: value for name, value in figures.items()})
         elif row.get("kind") == "checkpoint":
-            self.checkpoints.append({"step": step, "path": text, "eval_results": row.get("values") or {}, "at": at})
+            self.checkpoints[text] = {"step": step, "path": text, "eval_results": row.get("values") or {}, "at": at}
         elif row.get("kind") == "state" and text:
             self.note(at, text)
         else:
