@@ -19,11 +19,12 @@ from penstock.protocol.files import read_regular
 
 LOG = "log"  # a script of one's own: the figures that `penstock.DualLogger` sends to the console
 COMMANDS = ("sft", "dpo", "rm", LOG)
+METRICS = "metrics"  # the kind of an event with figures of a script: step, values
+CHECKPOINTS = "checkpoints-logged"  # a folder whose metrics.jsonl has the checkpoints of a script
 RESULT = "result.json"  # written by the trainer when the model folder is complete, removed when it trains again
 _OF_A_RUN = ("metrics.jsonl", "config.json")
-METRICS = "metrics"  # the kind of a row, and of an event, with figures of a script: step, values
 _SILENT_S = 120.0  # a script reports every 30 s, also without new figures
-_REWARDS = ("reward_mean", "reward", "train/reward")
+_REWARDS = ("reward_mean", "reward", "train/reward")  # as scripts call them
 _LOSSES = ("loss", "policy_loss", "train/loss", "train_loss")
 
 
@@ -136,7 +137,7 @@ class Training:
     step: int | None  # optimizer steps
     loss: float | None  # of the last step
     eval_loss: float | None  # of the last validation
-    losses: tuple[float, ...]  # of each step; the rewards of a script that has some
+    losses: tuple[float, ...]  # of each step; of a script with rewards, these
     is_finished: bool
     reward: float | None = None  # of a script
 
@@ -161,10 +162,8 @@ def read_training(folder: Path) -> Training | None:
     command = command_of(folder)
     if command is None:
         return None
-    if command == LOG:
-        return _read_log(folder)
     steps = list(training_rows(training_folder(folder, command)))
-    losses = [value for row in steps if (value := number(row.get("loss"))) is not None]
+    losses, rewards = _values(steps, _LOSSES), _values(steps, _REWARDS) if command == LOG else []
     eval_losses = [value for row in steps if (value := number(row.get("eval_loss"))) is not None]
     last = steps[-1].get("step") if steps else None
     return Training(
@@ -172,45 +171,29 @@ def read_training(folder: Path) -> Training | None:
         step=last if isinstance(last, int) else None,
         loss=losses[-1] if losses else None,
         eval_loss=eval_losses[-1] if eval_losses else None,
-        losses=tuple(losses),
+        losses=tuple(rewards or losses),
         is_finished=is_training_finished(folder, command),
+        reward=rewards[-1] if rewards else None,
     )
 
 
-def rows_of(folder: Path) -> Iterator[dict[str, Any]]:
-    """Yield the rows of a run's metrics.jsonl, or those of the training in its folder; of a script, its events."""
-    command = command_of(folder)
-    place = folder if command is None else training_folder(folder, command)
-    return rows(place) if command in {None, LOG} else training_rows(place)
-
-
-def logged_values(row: Mapping[str, Any]) -> dict[str, float]:
-    """Return the finite figures of a row or event of a script, none for one of another kind."""
-    values = row.get("values") if row.get("kind", METRICS) == METRICS else None
-    pairs = values.items() if isinstance(values, dict) else ()
-    return {str(name): value for name, given in pairs if (value := number(given)) is not None}
-
-
-def _read_log(folder: Path) -> Training:
-    figures = [(row.get("step"), logged_values(row)) for row in rows(training_folder(folder, LOG))]
-    last = max((step for step, values in figures if values and isinstance(step, int)), default=None)
-    series = {
-        names: [
-            next(values[name] for name in names if name in values) for _, values in figures if values.keys() & names
-        ]
-        for names in (_REWARDS, _LOSSES)
-    }
-    rewards, losses = series[_REWARDS], series[_LOSSES]
-    loss, reward = (values[-1] if values else None for values in (losses, rewards))
-    return Training(LOG, last, loss, None, tuple(rewards or losses), is_training_finished(folder, LOG), reward)
+def _values(steps: Iterable[Mapping[str, Any]], names: Iterable[str]) -> list[float]:
+    known = ([value for name in names if (value := number(row.get(name))) is not None] for row in steps)
+    return [values[0] for values in known if values]
 
 
 def logged_state(folder: Path) -> tuple[str, str]:
-    """Return the state of a script's run and what it said of it."""
+    """Return the state of a script's run and what it said of its end."""
     place = training_folder(folder, LOG)
     if (result := read_object(place / RESULT)) is not None:
         return "failed" if result.get("state") == "failed" else "finished", str(result.get("text", ""))
     return "running" if time.time() - _changed(place) < _SILENT_S else "stopped", ""
+
+
+def rows_of(folder: Path) -> Iterator[dict[str, Any]]:
+    """Yield the rows of a run's metrics.jsonl, or those of the training in its folder."""
+    command = command_of(folder)
+    return rows(folder) if command is None else training_rows(training_folder(folder, command))
 
 
 def metrics_file(folder: Path) -> Path:
@@ -228,11 +211,11 @@ def metrics_stamp(folder: Path) -> tuple[int, int] | None:
 
 
 def training_rows(folder: Path) -> Iterator[dict[str, Any]]:
-    """Yield a training's steps; the figures of a validation are among those of the step that it follows."""
+    """Yield a training's steps; the figures of a validation, or of a further call of a script, are among those of their step."""
     held: dict[str, Any] | None = None
     for row in rows(folder):
-        if row.get("kind") == "eval" and held is not None and held.get("step") == row.get("step"):
-            held = {**row, **held}
+        if held is not None and held.get("step") == row.get("step"):
+            held = {**row, **held} if row.get("kind") == "eval" else {**held, **row, "kind": "step"}
             continue
         if held is not None:
             yield held

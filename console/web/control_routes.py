@@ -140,7 +140,8 @@ def read_log(
     search: Annotated[str, Query(max_length=200, description="Only lines with this text, in any case.")] = "",
 ) -> list[str]:
     """Return the last 500 lines of a log, of its newest 4 MB."""
-    lines = scrub(_tail(folder / "logs" / log, _SEARCH_BYTES)).splitlines()
+    path = folder / "logs" / log if "." in log else folder / "tasks" / log / "logs" / "launch.log"
+    lines = scrub(_tail(path, _SEARCH_BYTES)).splitlines()
     return [line[:2000] for line in lines if search.lower() in line.lower()][-500:]
 
 
@@ -196,7 +197,7 @@ def _status(web: Context, folder: RunFolder, state: RunState) -> RunStatus:
         position=order.index(folder.name) if folder.name in order else None,
         description=job.description if job else "",
         log=_tail(folder / "logs" / "launch.log", _LOG_BYTES) if state.state == "failed" else "",
-        logs=sorted(path.name for path in (folder / "logs").glob("*") if path.is_file() and not path.is_symlink()),
+        logs=sorted(path.name for path in (*folder.glob("logs/*.*"), *folder.glob("tasks/*"))),
         tasks=actions.tasks(folder),
         request={**job.model_dump(include={"command", "workers", "serve", "launcher"}), "launcher_options": job.options}
         if job

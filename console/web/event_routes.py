@@ -118,29 +118,42 @@ def log_events(_: Logger, run: RunName, web: Context, body: LoggedEvents) -> Non
         actions.refuse_too_many(web)
     place.mkdir(parents=True, exist_ok=True)
     with job_file.locked(place / "log.lock", f"run {run}"):
-        _store(folder, place / "metrics.jsonl", body.events)
+        _store(folder, place, body.events)
 
 
-def _store(folder: Path, file: Path, events: Sequence[LoggedEvent]) -> None:
-    """Append events to the file of a script, and flush them to the disk; the caller holds its lock."""
-    for event in events:
-        if event.kind == "config":
-            job_file.write_document(folder / runs.PLANNED, {"settings": {"config": event.values}, "origins": {}})
-    result = file.with_name(curves.RESULT)
+def _store(folder: Path, place: Path, events: Sequence[LoggedEvent]) -> None:
+    """Append events to the files of a script, and flush them to the disk; the caller holds its lock.
+
+    Steps have the form of those of a training on given answers. What it says of its state is a log.
+    """
+    result = place / curves.RESULT
     if events and events[-1].state != "running":
         atomic_write(result, events[-1].model_dump_json(include={"state", "text"}), sync=True)
     elif events:
         result.unlink(missing_ok=True)
-    lines = "".join(
-        json.dumps(event.model_dump(exclude_unset=True) | {"kind": event.kind, "at": event.at}) + "\n"
-        for event in events
-    )
-    with file.open("ab") as stored:
-        # An empty line, which readers skip, ends what a console wrote when it was killed.
-        stored.write(f"\n{lines}".encode() if lines else b"")
-        stored.flush()
-        os.fsync(stored.fileno())
-    os.utime(file)
+    steps, checkpoints, said = [], [], []
+    for event in events:
+        at = {"step": event.step, "at": event.at}
+        if event.kind == "config":
+            job_file.write_document(folder / runs.PLANNED, {"settings": {"config": event.values}, "origins": {}})
+        elif event.kind == "checkpoint":
+            checkpoints.append(json.dumps({**at, "path": event.text, "eval_results": event.values}))
+        elif event.kind == "metrics":
+            steps.append(json.dumps({**event.values, **at, "kind": "step"}))
+        else:
+            said.append(f"{time.strftime('%F %T', time.localtime(event.at))} {event.text}")
+    for file, lines in (
+        (place / "metrics.jsonl", steps),
+        (folder / curves.CHECKPOINTS / "metrics.jsonl", checkpoints),
+        (folder / "logs" / "script.log", said),
+    ):
+        file.parent.mkdir(exist_ok=True)
+        with file.open("ab") as stored:
+            # The empty line, which readers skip, ends what a console wrote when it was killed.
+            stored.write("".join(f"{line}\n" for line in ("", *lines)).encode() if lines else b"")
+            stored.flush()
+            os.fsync(stored.fileno())
+    os.utime(place / "metrics.jsonl")
 
 
 @router.get("/runs/{run}/events", response_class=EventSourceResponse)

@@ -41,7 +41,7 @@ _MAX_SCANS = 4  # requests that read S3 at a time
 _SCAN_WAIT_S = 10.0
 GroupId = Annotated[str, Query(min_length=1, max_length=200)]
 Chapter = Annotated[int | None, Query(ge=1, le=10**9)]
-_GUIDE_NAMES = {"loss": "policy_loss", "kl_reference": "kl_divergence", "kl_behaviour": "kl_divergence"}
+_GUIDE_NAMES = {"loss": "policy_loss", "kl_behaviour": "kl_divergence", "kl_reference": "kl_divergence"}
 _scans = threading.BoundedSemaphore(_MAX_SCANS)
 
 
@@ -163,12 +163,15 @@ def metric_rows(
     reading: Reading, limit: Annotated[int, Query(ge=1, le=MAX_POINTS)] = MAX_POINTS
 ) -> list[dict[str, Any]]:
     """Return the newest steps one by one, with their figures, also under the names of the platform guide."""
-    rows = reading.rows(limit)
-    for row in rows:
-        for own, name in _GUIDE_NAMES.items():
-            if own in row:
-                row.setdefault(name, row[own])
-    return rows
+    last = reading.metrics([], first=0, last=None, points=2)["last"] or 0
+    found = reading.metrics(None, first=max(0, last + 1 - limit), last=None, points=MAX_POINTS)
+    figures = {name: series["mean"] for name, series in found["figures"].items()}
+    columns = {guide: figures[own] for own, guide in _GUIDE_NAMES.items() if own in figures} | figures
+    columns |= {"step": found["steps"], "at": found["at"]}
+    return [
+        {name: values[row] for name, values in columns.items() if values[row] is not None}
+        for row in range(len(found["steps"]))
+    ]
 
 
 @router.get("/runs/{run}/workers")

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import shlex
 import shutil
 import subprocess
 import threading
@@ -27,8 +26,8 @@ from penstock.console.web.context import WebContext
 from penstock.console.web.jobs import job_file, queue
 from penstock.console.web.jobs.job_file import Job, RunState
 from penstock.console.web.jobs.job_request import RunRequest, refuse_rollouts, run_file_text, run_name
-from penstock.console.web.launchers import run_process
-from penstock.console.web.launchers.launcher import installed, scheduler_options
+from penstock.console.web.launchers.launcher import Start, installed, scheduler_options
+from penstock.console.web.launchers.local import LOCAL, LocalOptions
 from penstock.console.web.launchers.run_process import LOCK
 from penstock.console.web.problems import Problem
 from penstock.protocol import files, seals
@@ -245,19 +244,13 @@ def begin_task(web: WebContext, folder: Path, task: str, words: Sequence[str]) -
     A Problem 409 while the run's last one of this name goes on.
     """
     place = folder / "tasks" / task
-    (folder / "logs").mkdir(exist_ok=True)
     place.mkdir(parents=True, exist_ok=True)
     if run_folder.is_locked(place / LOCK):
         raise Problem(409, f"{task} of run {folder.name} goes on", expected="one at a time", fix="wait for its end")
-    arguments = [*words, *web.arguments, f"run.dir={web.runs_dir}"]
-    command = launch.module(run_process.__name__, str(place), "1", *launch.module("penstock", *arguments))
-    (place / run_process.LAUNCH).unlink(missing_ok=True)
-    with (folder / "logs" / f"{task}.log").open("ab") as log:
-        log.write(f"penstock {shlex.join(arguments)}\n".encode())
-        log.flush()
-        streams: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": log, "stderr": subprocess.STDOUT}
-        process = subprocess.Popen(command, env=dict(web.environ), start_new_session=True, **streams)
-    threading.Thread(target=process.wait, name="reap", daemon=True).start()
+    before = job_file.read_launch(place)
+    command = launch.module("penstock", *words, *web.arguments, f"run.dir={web.runs_dir}")
+    number = before.start + 1 if before else 1
+    LOCAL.start(Start(folder=place, number=number, command=tuple(command), environ=web.environ, options=LocalOptions()))
 
 
 def tasks(folder: Path) -> list[dict[str, Any]]:

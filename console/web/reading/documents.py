@@ -113,14 +113,13 @@ def evaluations(view: PageView) -> list[dict[str, Any]]:
 
 
 def checkpoints(view: PageView) -> list[dict[str, Any]]:
-    """Return the checkpoints that a script told of; of a run the evaluated versions, with the measure of each source, and the newest."""
+    """Return the evaluated versions of a run, with the measure of each source, and the newest."""
     steps = {point.version: point.step for point in view.evals}
     steps |= {point.fields.version: point.number for point in view.points()[-1:]}
     measured: dict[int, dict[str, float | None]] = {version: {} for version in steps}
     for point in view.evals:
         measured[point.version][point.split] = point.reward if point.accuracy is None else point.accuracy
-    versions = [{"step": steps[v], "path": f"{view.run_id}@{v}", "eval_results": measured[v]} for v in sorted(steps)]
-    return (list(view.checkpoints.values()) or versions)[-_MAX_EVALUATIONS:]
+    return [{"step": steps[v], "path": f"{view.run_id}@{v}", "eval_results": measured[v]} for v in sorted(steps)]
 
 
 def fleet(view: PageView, snapshot: Snapshot) -> dict[str, Any]:

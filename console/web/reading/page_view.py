@@ -17,7 +17,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from penstock.console.live.run_view import RunView
-from penstock.console.report import curves, learning
+from penstock.console.report import learning
+from penstock.console.report.curves import METRICS
 from penstock.console.report.event_fields import number
 from penstock.console.report.learning import mean
 from penstock.protocol.facts import Heartbeat, RunEvent, WeightsApplied, WeightsPublished, WeightsRefused
@@ -67,29 +68,12 @@ class StepSeries:
         place = bisect_left(self._steps, step)
         if place < len(self):
             self._full.clear()
+        if place == len(self) - 1 and self._steps[place] == step:  # a script logs one step in several calls
+            known = {name: column[place] for name, column in self._columns.items() if not math.isnan(column[place])}
+            figures = {**known, **figures}
         for column in (self._steps, self._at, *self._columns.values()):
             del column[place:]
         self._put(place, step, at, figures)
-
-    def merge(self, step: int, at: float, figures: Mapping[str, float]) -> None:
-        """Add figures to a step, in any order of the steps: a script logs one step in several calls."""
-        place = bisect_left(self._steps, step)
-        if place < len(self):
-            self._full.clear()
-        if place == len(self) or self._steps[place] != step:
-            self._put(place, step, at, figures)
-            return
-        self._new_columns(figures)
-        for name in figures.keys() & self._columns.keys():
-            self._columns[name][place] = figures[name]
-
-    def rows(self, most: int) -> list[dict[str, float]]:
-        """Return the newest steps one by one, each with its own figures."""
-        return [
-            {name: column[row] for name, column in self._columns.items() if math.isfinite(column[row])}
-            | {"step": self._steps[row], "at": self._at[row]}
-            for row in range(max(0, len(self) - most), len(self))
-        ]
 
     def fill(self, other: StepSeries) -> None:
         """Add the steps of another series that this one does not have."""
@@ -102,13 +86,6 @@ class StepSeries:
             self._put(place, step, other._at[row], figures)
 
     def _put(self, place: int, step: int, at: float, figures: Mapping[str, float]) -> None:
-        self._new_columns(figures)
-        self._steps.insert(place, step)
-        self._at.insert(place, at)
-        for name, column in self._columns.items():
-            column.insert(place, figures.get(name, math.nan))
-
-    def _new_columns(self, figures: Mapping[str, float]) -> None:
         for name in figures:
             if name in self._columns:
                 continue
@@ -116,6 +93,10 @@ class StepSeries:
                 self.num_left_out += 1
             else:
                 self._columns[name] = array("d", [math.nan]) * len(self)
+        self._steps.insert(place, step)
+        self._at.insert(place, at)
+        for name, column in self._columns.items():
+            column.insert(place, figures.get(name, math.nan))
 
     def sampled(
         self, names: Iterable[str] | None = None, *, first: int = 0, last: int | None = None, points: int = 600
@@ -235,7 +216,6 @@ class PageView(RunView):
         self.series = StepSeries()
         self.versions: dict[int, VersionNotes] = {}
         self.beats: dict[tuple[str, str], Heartbeat] = {}
-        self.checkpoints: dict[str, dict[str, Any]] = {}  # of a script, by path
 
     def add_recorded(self, rows: Iterable[Mapping[str, Any]]) -> None:
         """Add the rows of metrics.jsonl whose events are no longer on the stream."""
@@ -246,22 +226,8 @@ class PageView(RunView):
             at = number(row.get("at"))
             if row.get("kind") == "step" and at is not None:
                 _add_step(recorded, at, row)
-            elif at is not None:
-                self._fold_logged(at, row)
+                self._saw(at)
         self.series.fill(recorded)
-
-    def _fold_logged(self, at: float, row: Mapping[str, Any]) -> None:
-        """Take an event of a script: figures, a checkpoint, or what it says of its state."""
-        step, text = row.get("step"), str(row.get("text", ""))
-        if (figures := curves.logged_values(row)) and isinstance(step, int) and 0 <= step < 2**53:
-            self.series.merge(step, at, {name[:_MAX_NAME]: value for name, value in figures.items()})
-        elif row.get("kind") == "checkpoint":
-            self.checkpoints[text] = {"step": step, "path": text, "eval_results": row.get("values") or {}, "at": at}
-        elif row.get("kind") == "state" and text:
-            self.note(at, text)
-        else:
-            return
-        self._saw(at)
 
     @property
     def last_at(self) -> float:
@@ -272,8 +238,9 @@ class PageView(RunView):
         super().fold_event(event)
         if event.kind == "step":
             _add_step(self.series, event.at, event.data)
-        elif event.kind == curves.METRICS:
-            self._fold_logged(event.at, event.data)
+        elif event.kind == METRICS and isinstance(values := event.data.get("values"), dict):
+            self._saw(event.at)
+            _add_step(self.series, event.at, {**values, "step": event.data.get("step")})
         elif event.kind == "weights":
             version = event.data.get("version")
             if isinstance(version, int) and 0 <= version < 2**53:

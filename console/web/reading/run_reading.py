@@ -114,13 +114,11 @@ class RunReading:
             series = self._view.series.sampled(names, first=first, last=last, points=points)
             return {"run_id": self.run_id, **series, "names": self._view.series.names}
 
-    def rows(self, most: int) -> list[dict[str, float]]:
-        with self._lock:
-            return self._view.series.rows(most)
-
     def checkpoints(self) -> list[dict[str, Any]]:
+        """Return those that a script told of, each once; of a run its versions."""
+        told = {row.get("path"): row for row in curves.rows(self.folder / curves.CHECKPOINTS)}
         with self._lock:
-            return documents.checkpoints(self._view)
+            return list(told.values()) or documents.checkpoints(self._view)
 
     def fleet(self) -> dict[str, Any]:
         with self._lock:
