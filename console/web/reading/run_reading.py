@@ -212,8 +212,9 @@ class RunReading:
     def _state(self) -> str:
         now = time.monotonic()
         if now - self._described[0] > _STATE_S:
-            line = runs.describe(self.folder) if self.folder.is_dir() else None
-            state = line.state if line else "finished" if self._view.finished else "idle"
+            state = "finished" if self._view.finished else "idle"  # of a run without a folder here
+            if self.folder.is_dir():
+                state = runs.state_of(self.folder)
             if state != "finished" and any(
                 service.role == "trainer" and service.alive for service in self._snapshot().services
             ):
