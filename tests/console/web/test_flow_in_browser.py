@@ -47,6 +47,7 @@ def chromium(tmp_path: Path) -> Iterator[Browser]:
     rows = [{"prompt": f"sort {n}1", "ground_truth": f"1{n}"} for n in range(1, 5)]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     with Api(tmp_path / "runs").served() as api, browser(api, viewport={"width": 1440, "height": 900}) as found:
+        found.page.context.clear_cookies()  # of the role run, which may not delete
         found.log_in(Role.ADMIN)
         try:
             yield found
