@@ -21,6 +21,7 @@ from pydantic import BaseModel, ValidationError
 
 from penstock.console import connections, launch
 from penstock.console.connections import RUN_FILE
+from penstock.console.report import curves
 from penstock.console.tools import removal, runs
 from penstock.console.web.context import WebContext
 from penstock.console.web.jobs import job_file, queue
@@ -229,7 +230,7 @@ def _remove(web: WebContext, folder: Path, job: Job | None, *, force: bool) -> N
     never_ran = (
         has_no_rollouts and not (folder / "metrics.jsonl").exists() and not (folder / connections.STORE).exists()
     )
-    if never_ran or (job is not None and _left_nothing(web, folder)):
+    if never_ran or curves.command_of(folder) == curves.LOG or (job is not None and _left_nothing(web, folder)):
         shutil.rmtree(folder)
         return
     run = connections.NamedRun(folder.name, [*web.arguments, f"run.dir={web.runs_dir}"], web.environ)

@@ -110,6 +110,8 @@ def test_a_script_is_a_run_of_the_console_and_a_stopped_console_loses_nothing(co
     ]
     found = client.get("/v1/runs/my-job-1/summary").json()
     assert (found["kind"], found["step"], found["state"]) == ("log", 39, "finished")
+    assert console.client().delete("/v1/runs/my-job-1").status_code == 204
+    assert not (console.folder / "my-job-1").exists()
 
 
 def test_what_the_console_refuses_is_said_at_once(console: Api, monkeypatch: pytest.MonkeyPatch) -> None:
