@@ -157,8 +157,10 @@ def token(
     name: Annotated[str, Help("Name of the token.")],
     *arguments: RunArguments,
     role: Annotated[
-        Literal["read", "run", "admin"],
-        Help("read; run: also create, start, pause, resume and stop runs; admin: also delete them."),
+        Literal["read", "log", "run", "admin"],
+        Help(
+            "read; log: also write figures of scripts; run: also create, start, pause, resume and stop runs; admin: also delete them."
+        ),
     ] = "read",
     days: Annotated[float, Help("Days until it expires; 0: never.")] = 0.0,
     tokens: Tokens = None,

@@ -8,18 +8,25 @@ from __future__ import annotations
 
 import contextlib
 import io
+import time
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from penstock.console.report.event_fields import number
+from penstock.console.report.event_fields import number, read_object
 from penstock.console.report.learning import Evaluation, HeldOut, held_out, recent_reward
 from penstock.protocol.files import json_value, read_regular
 
-COMMANDS = ("sft", "dpo", "rm")
+LOG = "log"  # a script of one's own: the figures that `penstock.DualLogger` sends to the console
+COMMANDS = ("sft", "dpo", "rm", LOG)
+METRICS = "metrics"  # the kind of an event with figures of a script: step, values
+CHECKPOINTS = "checkpoints-logged"  # a folder whose metrics.jsonl has the checkpoints of a script
 RESULT = "result.json"  # written by the trainer when the model folder is complete, removed when it trains again
 _OF_A_RUN = ("metrics.jsonl", "config.json")
+_SILENT_S = 120.0  # a script reports every 30 s, also without new figures
+_REWARDS = ("reward_mean", "reward", "train/reward")  # as scripts call them
+_LOSSES = ("loss", "policy_loss", "train/loss", "train_loss")
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,8 +130,9 @@ class Training:
     step: int | None  # optimizer steps
     loss: float | None  # of the last step
     eval_loss: float | None  # of the last validation
-    losses: tuple[float, ...]  # of each step
+    losses: tuple[float, ...]  # of each step; of a script with rewards, these
     is_finished: bool
+    reward: float | None = None  # of a script
 
 
 def training_folder(folder: Path, command: str) -> Path:
@@ -148,7 +156,7 @@ def read_training(folder: Path) -> Training | None:
     if command is None:
         return None
     steps = list(training_rows(training_folder(folder, command)))
-    losses = [value for row in steps if (value := number(row.get("loss"))) is not None]
+    losses, rewards = _values(steps, _LOSSES), _values(steps, _REWARDS) if command == LOG else []
     eval_losses = [value for row in steps if (value := number(row.get("eval_loss"))) is not None]
     last = steps[-1].get("step") if steps else None
     return Training(
@@ -156,9 +164,23 @@ def read_training(folder: Path) -> Training | None:
         step=last if isinstance(last, int) else None,
         loss=losses[-1] if losses else None,
         eval_loss=eval_losses[-1] if eval_losses else None,
-        losses=tuple(losses),
+        losses=tuple(rewards or losses),
         is_finished=is_training_finished(folder, command),
+        reward=rewards[-1] if rewards else None,
     )
+
+
+def _values(steps: Iterable[Mapping[str, Any]], names: Iterable[str]) -> list[float]:
+    known = ([value for name in names if (value := number(row.get(name))) is not None] for row in steps)
+    return [values[0] for values in known if values]
+
+
+def logged_state(folder: Path) -> tuple[str, str]:
+    """Return the state of a script's run and what it said of its end."""
+    place = training_folder(folder, LOG)
+    if (result := read_object(place / RESULT)) is not None:
+        return "failed" if result.get("state") == "failed" else "finished", str(result.get("text", ""))
+    return "running" if time.time() - _changed(place) < _SILENT_S else "stopped", ""
 
 
 def rows_of(folder: Path) -> Iterator[dict[str, Any]]:
@@ -182,11 +204,11 @@ def metrics_stamp(folder: Path) -> tuple[int, int] | None:
 
 
 def training_rows(folder: Path) -> Iterator[dict[str, Any]]:
-    """Yield a training's steps; the figures of a validation are among those of the step that it follows."""
+    """Yield a training's steps; the figures of a validation, or of a further call of a script, are among those of their step."""
     held: dict[str, Any] | None = None
     for row in rows(folder):
-        if row.get("kind") == "eval" and held is not None and held.get("step") == row.get("step"):
-            held = {**row, **held}
+        if held is not None and held.get("step") == row.get("step"):
+            held = {**row, **held} if row.get("kind") == "eval" else {**held, **row, "kind": "step"}
             continue
         if held is not None:
             yield held

@@ -204,7 +204,7 @@ def describe(folder: Path) -> RunLine:
     more: dict[str, Any] = {"folder": str(folder), "failure": failed[0] if failed else ""}
     if (trained := curves.read_training(folder)) is not None:
         when = datetime.fromtimestamp(curves.metrics_file(folder).stat().st_mtime, UTC).isoformat(timespec="seconds")
-        losses = {"loss": trained.loss, "eval_loss": trained.eval_loss}
+        losses = {"loss": trained.loss, "eval_loss": trained.eval_loss, "reward": trained.reward}
         return RunLine(folder.name, state, trained.step, when=when, **losses, **more)
     run_curves = curves.read(folder)
     held_out = run_curves.held_out
@@ -228,6 +228,8 @@ def describe(folder: Path) -> RunLine:
 def state_of(folder: Path) -> str:
     if is_lock_held(folder):
         return "running"
+    if curves.command_of(folder) == curves.LOG:
+        return curves.logged_state(folder)[0]
     return "finished" if is_finished(folder) else "failed" if (folder / FAILURE).is_file() else "stopped"
 
 
@@ -280,6 +282,6 @@ def _row(line: RunLine) -> tuple[object, ...]:
     when = datetime.fromisoformat(line.when).astimezone().strftime("%Y-%m-%d %H:%M") if line.when else "–"
     state = Text(line.state, style={"running": "green", "stopped": "yellow", "failed": "red"}.get(line.state, ""))
     reward = "–" if line.reward is None else f"{line.reward:.2f}"
-    reward = reward if line.loss is None else f"loss {line.loss:.3f}"
+    reward = reward if line.loss is None or line.reward is not None else f"loss {line.loss:.3f}"
     lr, size = f"{line.lr:g}" if line.lr else "–", filesize.decimal(line.size_bytes) if line.size_bytes else "–"
     return line.run, state, "–" if line.step is None else line.step, _held_out(line), reward, lr, size, when

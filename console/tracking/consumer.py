@@ -27,6 +27,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from penstock.console.connections import NamedRun
 from penstock.console.record.lineage import Member, open_record, packs_of, read_texts, version_lineage
+from penstock.console.report.curves import METRICS
 from penstock.console.report.event_fields import StateFields, UnreadableEvent, number, read
 from penstock.console.tracking.interface import EVENT, Destination, Row, TrackerWriter
 from penstock.protocol import streams, subjects
@@ -36,7 +37,6 @@ from penstock.protocol.files import atomic_write, read_regular
 from penstock.protocol.secret_values import hide
 from penstock.protocol.transport.bus import Bus
 
-METRICS = "metrics"  # the kind of events that `penstock log` publishes
 _GROUPS = {"step": "train", "eval": "eval"}  # kind of event -> prefix of its names
 _HISTOGRAMS = ("staleness_tokens",)  # by age: a name for each age would be a chart for each age
 _NO_FIGURES = ("step",)

@@ -3,6 +3,7 @@
 | role | may |
 |---|---|
 | `read` | read runs, their metrics and their texts |
+| `log` | also write the figures of a script's own run |
 | `run` | also create, start, pause, resume and stop runs |
 | `admin` | also delete runs, and create and revoke tokens |
 
@@ -47,11 +48,12 @@ BROWSER_S = 30 * 24 * 3600.0  # a browser asks for a new link after this long
 LINK_S = 12 * 3600.0  # a one-time link that was not used ends after this long
 MAX_TOKENS = 1000
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
-_LINE = re.compile(r"(\S+) (read|run|admin) sha256:([0-9a-f]{64})(?: (\d{1,12}))?")
+_LINE = re.compile(r"(\S+) (read|log|run|admin) sha256:([0-9a-f]{64})(?: (\d{1,12}))?")
 CALLER = "penstock.caller"  # key of the scope
 TOKEN = "penstock.token"  # noqa: S105 - key of the scope: the token that was sent
 PUBLIC = frozenset({"/", "/healthz", "/login", "/favicon.ico"})
 STATIC = "/static/"
+_GUIDE = "/api/jobs"
 _SAFE = frozenset({"GET", "HEAD", "OPTIONS"})
 HEADERS = {
     "content-security-policy": (
@@ -71,8 +73,9 @@ class Role(IntEnum):
     """What a caller may do; each role includes the lower ones."""
 
     READ = 1
-    RUN = 2
-    ADMIN = 3
+    LOG = 2
+    RUN = 3
+    ADMIN = 4
 
     @property
     def text(self) -> str:
@@ -209,7 +212,7 @@ def _read(file: Path) -> list[_Token]:
         match = _LINE.fullmatch(line.strip())
         if match is None or not _NAME.fullmatch(match[1]):
             raise ConfigError(
-                f"{file}:{number}: expected NAME ROLE sha256:HEX [EXPIRES] with a role of read, run or admin; remove the line, "
+                f"{file}:{number}: expected NAME ROLE sha256:HEX [EXPIRES] with a role of read, log, run or admin; remove the line, "
                 "and create tokens with: penstock console token NAME"
             )
         tokens.append(_Token(match[1], Role[match[2].upper()], bytes.fromhex(match[3]), int(match[4] or 0)))
@@ -243,6 +246,12 @@ class Gate:
                 message = {**message, "headers": [*message["headers"], *extra]}
             await send(message)
 
+        if scope["type"] == "http" and scope["path"].startswith(
+            _GUIDE
+        ):  # the platform guide's name of a run, and its rows of metrics
+            path = "/v1/runs" + scope["path"].removeprefix(_GUIDE)
+            is_rows = path.endswith("/metrics") and scope["method"] == "GET"
+            scope["path"] = path.removesuffix("/metrics") + "/rows" if is_rows else path
         await self._app(scope, receive, secured if scope["type"] == "http" else send)
 
 
@@ -273,7 +282,7 @@ def admit(request: HTTPConnection, access: Access) -> Response | None:
         f"{path} needs a token",
         expected="Authorization: Bearer TOKEN with a token that was not revoked",
         got="an unknown, revoked or expired token" if token else "no token",
-        fix="create one with: penstock console token NAME --role read|run|admin",
+        fix="create one with: penstock console token NAME --role read|log|run|admin",
     ).response({"www-authenticate": "Bearer"})
 
 

@@ -19,7 +19,7 @@ from penstock.protocol.config.run_file import Loaded
 from penstock.protocol.subjects import RUN_ID
 from penstock.protocol.transport.bus import Bus
 
-_SCHEME = HTTPBearer(auto_error=False, description="A token: penstock console token NAME --role read|run|admin")
+_SCHEME = HTTPBearer(auto_error=False, description="A token: penstock console token NAME --role read|log|run|admin")
 _BUS_S = 3.0
 RunName = Annotated[str, PathParameter(pattern=f"^{RUN_ID.pattern}$", description="Name of the run: a-z, 0-9 and '-'.")]
 
@@ -85,5 +85,6 @@ def require(role: Role) -> Callable[..., Awaitable[Caller]]:
 
 
 Reader = Annotated[Caller, Depends(require(Role.READ))]
+Logger = Annotated[Caller, Depends(require(Role.LOG))]
 Runner = Annotated[Caller, Depends(require(Role.RUN))]
 Admin = Annotated[Caller, Depends(require(Role.ADMIN))]

@@ -4,19 +4,24 @@ from __future__ import annotations
 
 import os
 import shutil
-from typing import Annotated, Any
+from pathlib import Path
+from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Query, Response
-from pydantic import BaseModel, Field
+from fastapi import Path as PathParameter
+from pydantic import BaseModel, ConfigDict, Field
 
 from penstock.console.web.context import Admin, Context, Reader, RunFolder, Runner
 from penstock.console.web.jobs import actions, job_file, queue
 from penstock.console.web.jobs.job_file import Job, RunState, State
 from penstock.console.web.jobs.job_request import RunRequest
 from penstock.console.web.problems import RESPONSES
+from penstock.protocol.secret_values import scrub
 
 router = APIRouter(prefix="/v1", tags=["control"], responses=RESPONSES)
 _LOG_BYTES = 4000
+_SEARCH_BYTES = 4 * 1024**2
+_Word = Annotated[str, Field(min_length=1, max_length=4096, pattern=r"^[^\x00-\x1f\x7f-]")]  # no option of a command
 
 
 class RunStatus(BaseModel):
@@ -37,6 +42,13 @@ class RunStatus(BaseModel):
     position: int | None = Field(None, description="How many runs are started before it; null when it is not queued.")
     description: str = ""
     log: str = Field("", description="The last lines of the process, when the run failed.")
+    logs: list[str] = Field([], description="Names of the logs of its services and tasks.")
+    tasks: list[dict[str, Any]] = Field([], description="The newest evaluation and export, with their exit codes.")
+    request: dict[str, Any] = Field(
+        {}, description="What else than settings it was created with; a copy sends it again."
+    )
+    tags: list[str] = []
+    notes: str = ""
 
 
 @router.post("/runs", status_code=201)
@@ -67,9 +79,10 @@ def read_config(_: Reader, folder: RunFolder) -> dict[str, Any]:
     return actions.config(folder)
 
 
+@router.post("/runs/{run}/resume", name="resume_run")
 @router.post("/runs/{run}/start")
 def start_run(_: Runner, folder: RunFolder, web: Context) -> RunStatus:
-    """Start a run, or queue it while another one uses this machine. Repeating it changes nothing."""
+    """Start a run, or continue it from its last checkpoint; it is queued while another one uses this machine. Repeating changes nothing."""
     return _status(web, folder, actions.start(web, folder))
 
 
@@ -82,12 +95,6 @@ def pause_run(_: Runner, folder: RunFolder, web: Context) -> RunStatus:
     return _status(web, folder, actions.pause(web, folder))
 
 
-@router.post("/runs/{run}/resume")
-def resume_run(_: Runner, folder: RunFolder, web: Context) -> RunStatus:
-    """Continue a run from its last checkpoint, with the same account; the same as start."""
-    return _status(web, folder, actions.start(web, folder))
-
-
 @router.post("/runs/{run}/stop")
 def stop_run(
     _: Runner,
@@ -97,6 +104,67 @@ def stop_run(
 ) -> RunStatus:
     """Stop a run: it writes a checkpoint and exits. It can be resumed."""
     return _status(web, folder, actions.stop(web, folder, force=force))
+
+
+class Task(BaseModel):
+    """An evaluation (`penstock eval`) or an export of a version (`penstock weights export`)."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    task: Literal["evaluate", "export"]
+    version: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,63}$")] = "best"
+    data: list[_Word] = Field([], max_length=20, description="Files with held-out prompts to evaluate on.")
+    samples: int = Field(1, ge=1, le=1024)
+    to: _Word = Field("", description="Folder to export to, seen from the console's working directory.")
+
+    def words(self, run: str) -> list[str]:
+        if self.task == "export":
+            version = ["--best"] if self.version == "best" else ["--version", self.version]
+            return ["weights", "export", run, *version, "--to", self.to or f"models/{run}-{self.version}"]
+        files = [word for file in self.data for word in ("--data", file)]
+        return ["eval", f"{run}@{self.version}", *files, "--samples", str(self.samples)]
+
+
+@router.post("/runs/{run}/tasks", status_code=202)
+def start_task(_: Runner, folder: RunFolder, web: Context, body: Task) -> RunStatus:
+    """Evaluate or export a version in a process of its own; its output is the log of the task's name."""
+    actions.begin_task(web, folder, body.task, body.words(folder.name))
+    return _status(web, folder, actions.read_state(folder))
+
+
+@router.get("/runs/{run}/logs/{log}")
+def read_log(
+    _: Reader,
+    folder: RunFolder,
+    log: Annotated[str, PathParameter(pattern=r"^[A-Za-z0-9_-][A-Za-z0-9_.-]{0,99}$")],
+    search: Annotated[str, Query(max_length=200, description="Only lines with this text, in any case.")] = "",
+) -> list[str]:
+    """Return the last 500 lines of a log, of its newest 4 MB."""
+    path = folder / "logs" / log if "." in log else folder / "tasks" / log / "logs" / "launch.log"
+    lines = scrub(_tail(path, _SEARCH_BYTES)).splitlines()
+    return [line[:2000] for line in lines if search.lower() in line.lower()][-500:]
+
+
+class Notes(BaseModel):
+    """What a person writes about a run."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    tags: list[Annotated[str, Field(min_length=1, max_length=40)]] = Field([], max_length=20)
+    notes: str = Field("", max_length=10_000)
+
+
+@router.put("/runs/{run}/notes")
+def write_notes(_: Runner, folder: RunFolder, body: Notes) -> Notes:
+    """Replace the notes and tags of a run."""
+    job_file.write_document(folder / job_file.NOTES, body.model_dump())
+    return body
+
+
+@router.get("/caller")
+def read_caller(caller: Reader) -> dict[str, str]:
+    """Return the name and the role of the token."""
+    return {"name": caller.name, "role": caller.role.text}
 
 
 @router.delete("/runs/{run}", status_code=204, response_class=Response)
@@ -128,16 +196,23 @@ def _status(web: Context, folder: RunFolder, state: RunState) -> RunStatus:
         launcher=job.launcher if job else None,
         position=order.index(folder.name) if folder.name in order else None,
         description=job.description if job else "",
-        log=_log_tail(folder) if state.state == "failed" else "",
+        log=_tail(folder / "logs" / "launch.log", _LOG_BYTES) if state.state == "failed" else "",
+        logs=sorted(path.name for path in (*folder.glob("logs/*.*"), *folder.glob("tasks/*"))),
+        tasks=actions.tasks(folder),
+        request={**job.model_dump(include={"command", "workers", "serve", "launcher"}), "launcher_options": job.options}
+        if job
+        else {},
+        **job_file.notes(folder),
     )
 
 
-def _log_tail(folder: RunFolder) -> str:
+def _tail(path: Path, most: int) -> str:
+    """Return the end of a file; empty for one that is missing, a link or no file."""
     try:
-        handle = os.open(folder / "logs" / "launch.log", os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
         with os.fdopen(handle, "rb") as file:
             file.seek(0, 2)
-            file.seek(max(0, file.tell() - _LOG_BYTES))
-            return file.read(_LOG_BYTES).decode("utf-8", "replace")
+            file.seek(max(0, file.tell() - most))
+            return file.read(most).decode("utf-8", "replace")
     except OSError:
         return ""

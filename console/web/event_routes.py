@@ -1,4 +1,8 @@
-"""``GET /v1/runs/{run}/events``: the events of a run as server-sent events, resumable by Last-Event-ID.
+"""``GET /v1/runs/{run}/events``: the events of a run as server-sent events; ``POST /v1/runs/{run}/metrics``: those of a script.
+
+A script's events are lines of ``log-training/metrics.jsonl`` in the run's folder, which the first of them creates.
+
+The stream of events is resumable by Last-Event-ID.
 
 The id of an event is its number in the run's stream on NATS, so a client continues at any process of the API. Three kinds:
 
@@ -15,24 +19,31 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
+import os
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
-from fastapi import APIRouter, Depends, Header, Query, Request
+from fastapi import APIRouter, Depends, Header, Query, Request, Response
 from fastapi.sse import EventSourceResponse, ServerSentEvent
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from penstock.console.report import curves
+from penstock.console.report.event_fields import number
+from penstock.console.tools import runs
 from penstock.console.web.access import CALLER, Caller
-from penstock.console.web.context import Context, Reader, RunFolder, WebContext
-from penstock.console.web.jobs import actions
+from penstock.console.web.context import Context, Logger, Reader, RunFolder, RunName, WebContext
+from penstock.console.web.jobs import actions, job_file
 from penstock.console.web.jobs.job_file import ALIVE
 from penstock.console.web.problems import RESPONSES, Problem
 from penstock.protocol import streams, subjects
 from penstock.protocol.errors import PenstockError
 from penstock.protocol.facts import RunEvent
+from penstock.protocol.files import atomic_write
 from penstock.protocol.transport.bus import Bus
 
 router = APIRouter(prefix="/v1", tags=["events"], responses=RESPONSES)
@@ -65,6 +76,84 @@ async def a_stream(request: Request) -> AsyncIterator[None]:
     finally:
         open_streams[name] -= 1
         open_streams += Counter()  # without those that are 0
+
+
+class LoggedEvent(BaseModel):
+    """Figures of a step, a checkpoint with its evaluations, a state, or the configuration of a script."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    kind: Literal["metrics", "checkpoint", "state", "config"] = "metrics"
+    at: float = Field(default_factory=time.time, ge=0, le=2**53, description="Unix seconds.")
+    step: int | None = Field(None, ge=0, le=2**53)
+    values: dict[Annotated[str, Field(min_length=1, max_length=120)], Any] = Field({}, max_length=300)
+    text: str = Field("", max_length=2000, description="The path of a checkpoint, the message of a state.")
+    state: Literal["running", "finished", "failed"] = "running"
+
+    @model_validator(mode="after")
+    def _figures(self) -> LoggedEvent:
+        for name, value in self.values.items() if self.kind in {"metrics", "checkpoint"} else ():
+            if number(value) is None or isinstance(value, bool):
+                raise ValueError(f"values.{name} = {value!r}: expected a finite number")
+        if self.kind == "metrics" and self.step is None:
+            raise ValueError("figures have no step; set step")
+        return self
+
+
+class LoggedEvents(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+    events: list[LoggedEvent] = Field([], max_length=1000, description="None: the script only says that it lives.")
+
+
+@router.post("/runs/{run}/metrics", status_code=204, response_class=Response)
+def log_events(_: Logger, run: RunName, web: Context, body: LoggedEvents) -> None:
+    """Store events of a script; the first creates the run. What is sent again, because an answer was lost, does no harm."""
+    folder = web.runs_dir / run
+    place = curves.training_folder(folder, curves.LOG)
+    if folder.is_symlink() or (folder.exists() and not place.is_dir()):
+        detail, fix = f"run {run} is not one of a script", "log to another name, or to this run with: penstock log"
+        raise Problem(409, detail, expected="a new name, or a run that POST /metrics created", got=run, fix=fix)
+    if not folder.exists():
+        actions.refuse_too_many(web)
+    place.mkdir(parents=True, exist_ok=True)
+    with job_file.locked(place / "log.lock", f"run {run}"):
+        _store(folder, place, body.events)
+
+
+def _store(folder: Path, place: Path, events: Sequence[LoggedEvent]) -> None:
+    """Append events to the files of a script, and flush them to the disk; the caller holds its lock.
+
+    Steps have the form of those of a training on given answers. What it says of its state is a log.
+    """
+    result = place / curves.RESULT
+    if events and events[-1].state != "running":
+        atomic_write(result, events[-1].model_dump_json(include={"state", "text"}), sync=True)
+    elif events:
+        result.unlink(missing_ok=True)
+    steps, checkpoints, said = [], [], []
+    for event in events:
+        at = {"step": event.step, "at": event.at}
+        if event.kind == "config":
+            job_file.write_document(folder / runs.PLANNED, {"settings": {"config": event.values}, "origins": {}})
+        elif event.kind == "checkpoint":
+            checkpoints.append(json.dumps({**at, "path": event.text, "eval_results": event.values}))
+        elif event.kind == "metrics":
+            steps.append(json.dumps({**event.values, **at, "kind": "step"}))
+        else:
+            said.append(f"{time.strftime('%F %T', time.localtime(event.at))} {event.text}")
+    for file, lines in (
+        (place / "metrics.jsonl", steps),
+        (folder / curves.CHECKPOINTS / "metrics.jsonl", checkpoints),
+        (folder / "logs" / "script.log", said),
+    ):
+        file.parent.mkdir(exist_ok=True)
+        with file.open("ab") as stored:
+            # The empty line, which readers skip, ends what a console wrote when it was killed.
+            stored.write("".join(f"{line}\n" for line in ("", *lines)).encode() if lines else b"")
+            stored.flush()
+            os.fsync(stored.fileno())
+    os.utime(place / "metrics.jsonl")
 
 
 @router.get("/runs/{run}/events", response_class=EventSourceResponse)

@@ -41,6 +41,7 @@ _MAX_SCANS = 4  # requests that read S3 at a time
 _SCAN_WAIT_S = 10.0
 GroupId = Annotated[str, Query(min_length=1, max_length=200)]
 Chapter = Annotated[int | None, Query(ge=1, le=10**9)]
+_GUIDE_NAMES = {"loss": "policy_loss", "kl_behaviour": "kl_divergence", "kl_reference": "kl_divergence"}
 _scans = threading.BoundedSemaphore(_MAX_SCANS)
 
 
@@ -93,6 +94,7 @@ class RunItem(BaseModel):
     eval_reward: float | None = None
     loss: float | None = Field(None, description="Of the last step, for sft, dpo and rm, which have no rewards.")
     eval_loss: float | None = None
+    tags: list[str] = Field([], description="What a person called it.")
     when: str = Field("", description="ISO 8601: when it last changed.")
     curve: list[float] = Field(
         [],
@@ -113,16 +115,21 @@ def _state(folder: Path, otherwise: str) -> str:
 def list_runs(web: Context, _: Reader) -> list[RunItem]:
     """List the runs in the folder of runs, and those on the NATS server that was configured, newest first."""
     rows = listed_runs(*where(web))
-    return [RunItem(**{**row, "state": _state(web.runs_dir / row["run"], row["state"])}) for row in rows]
+    folders = [web.runs_dir / row["run"] for row in rows]
+    more = [
+        {"state": _state(f, row["state"]), "tags": job_file.notes(f)["tags"]}
+        for f, row in zip(folders, rows, strict=True)
+    ]
+    return [RunItem(**{**row, **own}) for row, own in zip(rows, more, strict=True)]
 
 
 @router.get("/settings-differences")
 def settings_differences(
     runs: Runs,
     _: Reader,
-    run: Annotated[list[Annotated[str, Field(pattern=f"^{RUN_ID.pattern}$")]], Query(min_length=2, max_length=4)],
+    run: Annotated[list[Annotated[str, Field(pattern=f"^{RUN_ID.pattern}$")]], Query(min_length=2, max_length=20)],
 ) -> dict[str, Any]:
-    """Return the settings in which two to four runs differ."""
+    """Return the settings in which two to twenty runs differ."""
     return documents.differences({run_id: open_run(runs, run_id).config() for run_id in run})
 
 
@@ -143,6 +150,28 @@ def metrics(
 ) -> dict[str, Any]:
     """Return the figures of the steps in at most ``points`` buckets, each with its mean, least and greatest value."""
     return reading.metrics(name, first=first, last=last, points=points)
+
+
+@router.get("/runs/{run}/checkpoints")
+def checkpoints(reading: Reading) -> list[dict[str, Any]]:
+    """Return the checkpoints that a script logged, or the versions of a run: step, path and results of evaluations."""
+    return reading.checkpoints()
+
+
+@router.get("/runs/{run}/rows")
+def metric_rows(
+    reading: Reading, limit: Annotated[int, Query(ge=1, le=MAX_POINTS)] = MAX_POINTS
+) -> list[dict[str, Any]]:
+    """Return the newest steps one by one, with their figures, also under the names of the platform guide."""
+    last = reading.metrics([], first=0, last=None, points=2)["last"] or 0
+    found = reading.metrics(None, first=max(0, last + 1 - limit), last=None, points=MAX_POINTS)
+    figures = {name: series["mean"] for name, series in found["figures"].items()}
+    columns = {guide: figures[own] for own, guide in _GUIDE_NAMES.items() if own in figures} | figures
+    columns |= {"step": found["steps"], "at": found["at"]}
+    return [
+        {name: values[row] for name, values in columns.items() if values[row] is not None}
+        for row in range(len(found["steps"]))
+    ]
 
 
 @router.get("/runs/{run}/workers")

@@ -35,7 +35,9 @@ if TYPE_CHECKING:
     from penstock.client.handles import Run as Run
     from penstock.client.metrics import Metrics as Metrics
     from penstock.client.processes import RunFailed as RunFailed
+    from penstock.console.tracking.metrics_log import DualLogger as DualLogger
     from penstock.console.tracking.metrics_log import MetricsLog as MetricsLog
+    from penstock.console.tracking.metrics_log import init_logging as init_logging
     from penstock.protocol.errors import ConfigError as ConfigError
     from penstock.protocol.errors import PenstockError as PenstockError
     from penstock.protocol.extensions import Extension as Extension
@@ -90,7 +92,7 @@ _NAMES = {
     "penstock.client.handles": ("FineTuning", "Run"),
     "penstock.client.metrics": ("Metrics",),
     "penstock.client.processes": ("RunFailed",),
-    "penstock.console.tracking.metrics_log": ("MetricsLog",),
+    "penstock.console.tracking.metrics_log": ("DualLogger", "MetricsLog", "init_logging"),
     "penstock.protocol.errors": ("ConfigError", "PenstockError"),
     "penstock.protocol.extensions": ("Extension", "Registry"),
     "penstock.protocol.groups": ("Sampling", "Task"),

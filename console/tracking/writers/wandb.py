@@ -6,8 +6,9 @@ rows that were on their way when all of its processes were killed are missing.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from penstock.console.tracking.interface import Destination, Row, TrackerKind, TrackerWriter, library
 
@@ -51,6 +52,15 @@ class WandbWriter(TrackerWriter):
         artifact = self._wandb.Artifact(f"{self._run_id}-{path.stem}", type="report")
         artifact.add_file(str(path))
         self._run.log_artifact(artifact)
+
+    def configure(self, values: Mapping[str, Any]) -> None:
+        self._run.config.update(dict(values), allow_val_change=True)
+
+    def summarise(self, values: Mapping[str, Any]) -> None:
+        self._run.summary.update(dict(values))
+
+    def alert(self, title: str, text: str) -> None:
+        self._run.alert(title=title, text=text)
 
     def close(self, *, finished: bool) -> None:
         """Send what is left; the run is marked as finished or, when it will be continued, as crashed."""

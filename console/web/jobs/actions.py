@@ -21,12 +21,15 @@ from pydantic import BaseModel, ValidationError
 
 from penstock.console import connections, launch
 from penstock.console.connections import RUN_FILE
+from penstock.console.report import curves
 from penstock.console.tools import removal, runs
 from penstock.console.web.context import WebContext
 from penstock.console.web.jobs import job_file, queue
 from penstock.console.web.jobs.job_file import Job, RunState
 from penstock.console.web.jobs.job_request import RunRequest, refuse_rollouts, run_file_text, run_name
-from penstock.console.web.launchers.launcher import installed, scheduler_options
+from penstock.console.web.launchers.launcher import Start, installed, scheduler_options
+from penstock.console.web.launchers.local import LOCAL, LocalOptions
+from penstock.console.web.launchers.run_process import LOCK
 from penstock.console.web.problems import Problem
 from penstock.protocol import files, seals
 from penstock.protocol.errors import ConfigError
@@ -96,8 +99,7 @@ def create(web: WebContext, request: RunRequest) -> Path:
     folder = web.runs_dir / run
     _refuse_existing(folder)
     web.runs_dir.mkdir(parents=True, exist_ok=True)
-    if sum(1 for _ in web.runs_dir.iterdir()) > _MAX_RUNS:
-        raise Problem(429, f"{web.runs_dir.name}/ has more than {_MAX_RUNS} entries", fix="remove runs that ended")
+    refuse_too_many(web)
     new = Path(mkdtemp(prefix=f".new-{run}-", dir=web.runs_dir))
     try:
         _write_job(web, request, new, run, content, options)
@@ -111,6 +113,11 @@ def create(web: WebContext, request: RunRequest) -> Path:
         if new.exists():
             shutil.rmtree(new, ignore_errors=True)
     return folder
+
+
+def refuse_too_many(web: WebContext) -> None:
+    if web.runs_dir.is_dir() and sum(1 for _ in web.runs_dir.iterdir()) > _MAX_RUNS:
+        raise Problem(429, f"{web.runs_dir.name}/ has more than {_MAX_RUNS} entries", fix="remove runs that ended")
 
 
 def _parsed_run_file(request: RunRequest) -> tuple[bytes, dict[str, Any]]:
@@ -223,13 +230,39 @@ def _remove(web: WebContext, folder: Path, job: Job | None, *, force: bool) -> N
     never_ran = (
         has_no_rollouts and not (folder / "metrics.jsonl").exists() and not (folder / connections.STORE).exists()
     )
-    if never_ran or (job is not None and _left_nothing(web, folder)):
+    if never_ran or curves.command_of(folder) == curves.LOG or (job is not None and _left_nothing(web, folder)):
         shutil.rmtree(folder)
         return
     run = connections.NamedRun(folder.name, [*web.arguments, f"run.dir={web.runs_dir}"], web.environ)
     done = removal.remove_run(run, yes=True, folder=True, force=force)
     if done:
         raise Problem(409, f"run {folder.name} was not removed", fix="see the log of penstock console")
+
+
+def begin_task(web: WebContext, folder: Path, task: str, words: Sequence[str]) -> None:
+    """Start a command of penstock for a run, such as its evaluation, in a process that goes on without this API.
+
+    A Problem 409 while the run's last one of this name goes on.
+    """
+    place = folder / "tasks" / task
+    place.mkdir(parents=True, exist_ok=True)
+    if run_folder.is_locked(place / LOCK):
+        raise Problem(409, f"{task} of run {folder.name} goes on", expected="one at a time", fix="wait for its end")
+    before = job_file.read_launch(place)
+    command = launch.module("penstock", *words, *web.arguments, f"run.dir={web.runs_dir}")
+    number = before.start + 1 if before else 1
+    LOCAL.start(Start(folder=place, number=number, command=tuple(command), environ=web.environ, options=LocalOptions()))
+
+
+def tasks(folder: Path) -> list[dict[str, Any]]:
+    """Return the newest task of each name: whether it goes on, when it began and ended, and its exit code."""
+    found = sorted(place for place in (folder / "tasks").glob("*") if place.is_dir() and not place.is_symlink())
+    notes = [(place, job_file.read_launch(place)) for place in found]
+    return [
+        {"task": place.name, "running": run_folder.is_locked(place / LOCK)}
+        | (one.model_dump(include={"started_at", "ended_at", "exit_code"}) if one else {})
+        for place, one in notes
+    ]
 
 
 def read_state(folder: Path, *, ask: bool = True) -> RunState:

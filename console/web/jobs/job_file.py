@@ -16,11 +16,12 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from penstock.console.report import curves
+from penstock.console.report.event_fields import read_object
 from penstock.console.tools import runs
 from penstock.console.web.launchers.launcher import Found, launcher_of, scheduler_options
 from penstock.console.web.launchers.run_process import LAUNCH
@@ -31,6 +32,7 @@ from penstock.protocol.files import atomic_write, read_regular
 from penstock.protocol.record import run_folder
 
 JOB = "job.json"
+NOTES = "notes.json"
 TRAIN = "train"  # the command of a run with rollouts; all others train on given answers
 _LOCK = "job.lock"
 _LOCK_S = 10.0
@@ -177,6 +179,13 @@ def write_document(path: Path, document: dict[str, Any]) -> None:
     atomic_write(path, json.dumps(document, indent=1) + "\n", sync=True)
 
 
+def notes(folder: Path) -> dict[str, Any]:
+    """Return what a person wrote about a run: ``tags`` and ``notes``."""
+    stored = read_object(folder / NOTES) or {}
+    tags = stored.get("tags")
+    return {"tags": [str(tag) for tag in tags] if isinstance(tags, list) else [], "notes": str(stored.get("notes", ""))}
+
+
 @dataclass(frozen=True, slots=True)
 class RunState:
     state: State
@@ -194,6 +203,9 @@ def run_state(folder: Path, job: Job | None, *, ask: bool = True) -> RunState:
     held = run_folder.is_lock_held(folder)
     if job is None:
         what = f"{JOB} is not this user's: penstock runs trust {folder.name}" if (folder / JOB).exists() else ""
+        if curves.command_of(folder) == curves.LOG:
+            state, what = curves.logged_state(folder)
+            return RunState(cast("State", state), what)
         otherwise: State = "running" if held else "finished" if runs.is_finished(folder) else "stopped"
         return RunState("failed", failed[0]) if (failed := runs.failure_of(folder)) else RunState(otherwise, what)
     launch = read_launch(folder)

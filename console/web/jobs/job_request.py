@@ -2,18 +2,7 @@
 
 Pure.
 
-| field of the guide | becomes |
-|---|---|
-| `name` | `run.id`, in the letters that a run's name may have |
-| `model_path`, `train_data_path`, `eval_data_path` | `model.path`, `data.train`, `data.eval` |
-| `algorithm` | `algorithm.name`; `sft`, `dpo` and `rm` are separate commands |
-| `learning_rate`, `batch_size`, `rollout_n`, `kl_coef` | `trainer.lr`, `rollout.groups_per_step`, `rollout.group_size`, `algorithm.kl_coefficient` |
-| `num_epochs` | `trainer.epochs` |
-| `context_length` | `data.max_prompt_tokens`: what `rollout.max_new_tokens` leaves of it |
-| `num_gpus` | GPUs that the launcher asks for; `trainer.num_ranks` stays a setting |
-| `model_size`, `description` | kept as text |
-
-For `sft`, `dpo` and `rm` data, learning rate, batch size and epochs are keys of the section of that name; `rollout_n`, `kl_coef` and
+docs/runs_api.md has the table of what each field becomes. For `sft`, `dpo` and `rm` data, learning rate, batch size and epochs are keys of the section of that name; `rollout_n`, `kl_coef` and
 `context_length` are refused.
 """
 

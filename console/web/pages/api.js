@@ -31,6 +31,7 @@ async function call(method, url, body) {
     redirect: "error", signal: AbortSignal.timeout(DEADLINE_MS),
   });
   let found = null;
+  if (answer.status === 204) return found;
   try {
     found = await answer.json();
   } catch {
@@ -44,3 +45,5 @@ async function call(method, url, body) {
 
 export const get = (url) => call("GET", url);
 export const post = (url, body = {}) => call("POST", url, body);
+export const put = (url, body) => call("PUT", url, body);
+export const remove = (url) => call("DELETE", url);

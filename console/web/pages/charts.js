@@ -1,11 +1,89 @@
-// Line charts with uPlot: the mean of each bucket as a line, the least and greatest value as a band around it.
+// Line charts with uPlot: the mean of each bucket as a line, the least and greatest value as a band around it. A drag zooms, a double click ends it.
 
 import { el, number, shown, svg } from "./dom.js";
 
 const COLOURS = ["--c1", "--c2", "--c3", "--c4", "--c5", "--c6"];
+const X = { step: "step", tokens: "tokens trained", time: "hours" };
+const KEPT = "penstock-charts";
 
-function css(name) {
-  return getComputedStyle(document.documentElement).getPropertyValue(name).trim();
+// How every chart is drawn; this browser keeps it.
+export const modes = { x: "step", smooth: 0, log: false, figures: {}, ...kept() };
+
+function kept() {
+  try {
+    return JSON.parse(localStorage.getItem(KEPT)) || {};
+  } catch {
+    return {};
+  }
+}
+
+export function change(values) {
+  Object.assign(modes, values);
+  try {
+    localStorage.setItem(KEPT, JSON.stringify(modes));
+  } catch {
+    // storage is switched off
+  }
+  document.dispatchEvent(new Event("themechange"));
+}
+
+// The controls of all charts, and a picker of further figures, kept for each kind of run.
+export function toolbar(kind, onPick) {
+  const select = el("select", { on: { change: () => change({ x: select.value }) } },
+    Object.entries(X).map(([name, text]) => el("option", { value: name, selected: modes.x === name }, text)));
+  const smooth = el("input", { type: "range", min: "0", max: "0.98", step: "0.02", value: String(modes.smooth), on: { input: () => change({ smooth: Number(smooth.value) }) } });
+  const log = el("input", { type: "checkbox", checked: modes.log, on: { change: () => change({ log: log.checked }) } });
+  const list = el("div", { class: "figures" });
+  const toggle = (name) => (event) => {
+    const others = picked(kind).filter((one) => one !== name);
+    change({ figures: { ...modes.figures, [kind]: event.target.checked ? [...others, name] : others } });
+    onPick();
+  };
+  let known = "";
+  const element = el("form", { class: "filters charts", on: { submit: (event) => event.preventDefault() } },
+    el("label", {}, "x axis", select), el("label", {}, "smoothing", smooth), el("label", { class: "row" }, log, "logarithmic"),
+    el("details", {}, el("summary", {}, "Figures"), list));
+  return { element, names(names) {
+    if (known === names.join()) return;
+    known = names.join();
+    list.replaceChildren(...names.map((name) => el("label", { class: "row" }, el("input", { type: "checkbox", checked: picked(kind).includes(name), on: { change: toggle(name) } }), name)));
+  } };
+}
+
+export const picked = (kind) => modes.figures[kind] || [];
+
+// Steps, hours and tokens of the buckets of `metrics`, for each of its lines.
+export function axes(found) {
+  const trained = found.figures.tokens_trained;
+  let sum = 0;
+  return { steps: found.steps, at: found.at, tokens: trained && trained.mean.map((value) => (sum += (value || 0) * found.bucket)) };
+}
+
+function xOf(line) {
+  if (modes.x === "tokens" && line.tokens) return line.tokens;
+  return modes.x === "time" && line.at ? line.at.map((at) => (at - line.at[0]) / 3600) : line.steps;
+}
+
+// An exponential mean, corrected for its beginning.
+function smoothed(values) {
+  let sum = 0;
+  let weight = 0;
+  return values.map((value) => {
+    if (value === null) return null;
+    sum = modes.smooth * sum + (1 - modes.smooth) * value;
+    weight = modes.smooth * weight + (1 - modes.smooth);
+    return sum / weight;
+  });
+}
+
+const asHours = (hours) => (Math.abs(hours) < 1 ? `${number(60 * hours, 1)} min` : `${number(hours, 2)} h`);
+
+function save(blob, name) {
+  const link = document.createElement("a");
+  link.href = URL.createObjectURL(blob);
+  link.download = name.replace(/[^\w.-]+/g, "-");
+  link.click();
+  setTimeout(() => URL.revokeObjectURL(link.href), 1000);
 }
 
 export class LineChart {
@@ -18,8 +96,12 @@ export class LineChart {
     this.plot = null;
     this.last = el("span", { class: "keys" });
     this.sentence = el("p", { class: "sentence", hidden: true });
+    this.tip = el("div", { class: "tip", hidden: true });
     this.holder = el("div", { class: "chart", role: "img", "aria-label": title });
+    const button = (text, label, act) => el("button", { type: "button", title: label, "aria-label": `${label}: ${title}`, on: { click: act } }, text);
     this.element = el("section", { class: "panel", "aria-label": title, data: { chart: title } },
+      el("div", { class: "tools" }, button("CSV", "Save the points", () => this.saveCsv()), button("PNG", "Save the picture", () => this.savePng()),
+        button("⤢", "Full screen", () => (document.fullscreenElement ? document.exitFullscreen() : this.element.requestFullscreen()))),
       el("h2", {}, title), note ? el("p", { class: "dim" }, note) : null, this.last, this.holder, this.sentence);
     this.observer = new ResizeObserver(() => this.resize());
     this.observer.observe(this.holder);
@@ -27,7 +109,7 @@ export class LineChart {
     document.addEventListener("themechange", this.themed);
   }
 
-  // lines: [{label, steps, mean, min, max}]
+  // lines: [{label, steps, mean, min, max}], and at and tokens where they are known
   set(lines, sentence = "") {
     this.sentence.hidden = !sentence;
     this.sentence.textContent = shown(sentence);
@@ -44,21 +126,27 @@ export class LineChart {
   }
 
   data() {
-    const steps = [...new Set(this.lines.flatMap((line) => line.steps))].sort((a, b) => a - b);
-    const columns = this.lines.flatMap((line) => {
-      const place = new Map(line.steps.map((step, at) => [step, at]));
-      return ["mean", "min", "max"].map((kind) => steps.map((step) => {
-        const at = place.get(step);
-        return at === undefined ? null : (line[kind] || line.mean)[at];
+    const xs = this.lines.map(xOf);
+    const all = [...new Set(xs.flat())].sort((a, b) => a - b);
+    const columns = this.lines.flatMap((line, n) => {
+      const place = new Map(xs[n].map((x, at) => [x, at]));
+      const mean = modes.smooth ? smoothed(line.mean) : line.mean;
+      return [mean, line.min || mean, line.max || mean].map((values) => all.map((x) => {
+        const at = place.get(x);
+        return at === undefined || (modes.log && values[at] <= 0) ? null : values[at];
       }));
     });
-    return [steps, ...columns];
+    return [all, ...columns];
   }
 
   draw(fresh) {
     if (!this.lines.length || !this.lines.some((line) => line.steps.length)) return;
     if (this.plot && !fresh) {
-      this.plot.setData(this.data());
+      const { min, max } = this.plot.scales.x;
+      const [old] = this.plot.data;
+      const isZoomed = min > old[0] || max < old.at(-1);
+      this.plot.setData(this.data(), !isZoomed);
+      if (isZoomed) this.plot.redraw();
       return;
     }
     if (this.plot) this.plot.destroy();
@@ -68,32 +156,58 @@ export class LineChart {
     this.lines.forEach((line, at) => {
       const colour = css(COLOURS[at % COLOURS.length]);
       const first = series.length;
-      series.push({ label: line.label, stroke: colour, width: 1.6, spanGaps: true, points: { show: line.steps.length < 3 } });
+      series.push({ label: line.label, stroke: colour, width: 1.6, dash: at < COLOURS.length ? [] : [6, 3], spanGaps: true, points: { show: line.steps.length < 3 } });
       series.push({ stroke: "transparent", width: 0, spanGaps: true, points: { show: false } });
       series.push({ stroke: "transparent", width: 0, spanGaps: true, points: { show: false } });
       bands.push({ series: [first + 2, first + 1], fill: at === 0 ? css("--band") : "transparent" });
     });
     const range = this.zero ? (u, low, high) => [Math.min(0, low ?? 0), (high ?? 1) > 0 ? high * 1.05 : 1] : undefined;
+    const y = modes.log ? { distr: 3 } : range ? { range } : {};
+    const xValues = modes.x === "time" ? { values: (u, ticks) => ticks.map(asHours) } : { values: (u, ticks) => ticks.map((tick) => short(tick)) };
     this.plot = new window.uPlot({
-      width: Math.max(this.holder.clientWidth, 120), height: this.height, series, bands,
-      scales: { x: { time: false }, y: range ? { range } : {} },
-      axes: [{ ...axis, size: 28 }, { ...axis, size: 52, values: (u, ticks) => ticks.map((tick) => (tick === null ? "" : short(tick))) }],
-      legend: { show: false }, cursor: { y: false, drag: { x: true, y: false } },
-      hooks: { setCursor: [(u) => this.pointed(u.cursor.idx)] },
+      width: Math.max(this.holder.clientWidth, 120), height: this.tall(), series, bands, scales: { x: { time: false }, y },
+      axes: [{ ...axis, size: 28, ...xValues }, { ...axis, size: 52, values: (u, ticks) => ticks.map((tick) => (tick === null ? "" : short(tick))) }],
+      legend: { show: false }, cursor: { y: false, drag: { x: true, y: false }, sync: { key: "page" } },
+      hooks: { setCursor: [(u) => this.pointed(u)] },
     }, this.data(), this.holder);
+    this.plot.over.append(this.tip);
   }
 
-  pointed(at) {
-    if (at === null || at === undefined || !this.plot) return;
-    const step = this.plot.data[0][at];
-    this.last.replaceChildren(...this.lines.map((line, n) =>
-      el("span", { class: `key k${n % COLOURS.length}`, data: { line: line.label } }, `${line.label} at ${step}: ${number(this.plot.data[1 + 3 * n][at])}`)));
+  tall() {
+    return document.fullscreenElement === this.element ? window.innerHeight - 140 : this.height;
+  }
+
+  pointed(u) {
+    const { idx, left } = u.cursor;
+    this.tip.hidden = idx === null || idx === undefined || left < 0;
+    if (this.tip.hidden) return;
+    const x = u.data[0][idx];
+    const values = this.lines.map((line, n) => el("div", { class: `k${n % COLOURS.length}` }, `${line.label}: ${number(u.data[1 + 3 * n][idx])}`));
+    this.tip.replaceChildren(el("div", {}, modes.x === "time" ? asHours(x) : `${modes.x === "tokens" && this.lines[0].tokens ? X.tokens : X.step} ${number(x)}`), ...values);
+    this.tip.classList.toggle("left", left > u.over.clientWidth / 2);
+    this.tip.style.setProperty("--x", `${left}px`);
+  }
+
+  saveCsv() {
+    const rows = this.lines.flatMap((line) => line.steps.map((step, at) => [line.label, step, line.at ? line.at[at] : "", line.mean[at], line.min[at], line.max[at]]));
+    const text = [["line", "step", "at", "mean", "min", "max"], ...rows].map((row) => row.map((one) => (typeof one === "string" ? `"${one.replaceAll('"', '""')}"` : one ?? "")).join(",")).join("\n");
+    save(new Blob([`${text}\n`], { type: "text/csv" }), `${this.title}.csv`);
+  }
+
+  savePng() {
+    if (!this.plot) return;
+    const from = this.plot.ctx.canvas;
+    const to = Object.assign(document.createElement("canvas"), { width: from.width, height: from.height });
+    const drawing = to.getContext("2d");
+    drawing.fillStyle = css("--panel");
+    drawing.fillRect(0, 0, to.width, to.height);
+    drawing.drawImage(from, 0, 0);
+    to.toBlob((blob) => save(blob, `${this.title}.png`));
   }
 
   resize() {
-    if (this.plot && this.holder.clientWidth > 0 && Math.abs(this.plot.width - this.holder.clientWidth) > 1) {
-      this.plot.setSize({ width: this.holder.clientWidth, height: this.height });
-    }
+    const [width, height] = [this.holder.clientWidth, this.tall()];
+    if (this.plot && width > 0 && (Math.abs(this.plot.width - width) > 1 || this.plot.height !== height)) this.plot.setSize({ width, height });
   }
 
   destroy() {
@@ -101,6 +215,10 @@ export class LineChart {
     document.removeEventListener("themechange", this.themed);
     if (this.plot) this.plot.destroy();
   }
+}
+
+function css(name) {
+  return getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 }
 
 function short(value) {

@@ -6,6 +6,9 @@ import * as compare from "./views/compare.js";
 import * as deadLetters from "./views/dead_letters.js";
 import * as fleet from "./views/fleet.js";
 import * as group from "./views/group.js";
+import * as logs from "./views/logs.js";
+import * as newRun from "./views/new_run.js";
+import * as settings from "./views/settings.js";
 import * as lineage from "./views/lineage.js";
 import * as overview from "./views/overview.js";
 import * as rewards from "./views/rewards.js";
@@ -20,7 +23,7 @@ const MOST_MS = 15000; // between two attempts while nothing answers
 const VIEWS = {
   overview: [overview, "Overview"], trajectories: [trajectories, "Trajectories"], fleet: [fleet, "Fleet"],
   weights: [weights, "Weights"], rewards: [rewards, "Rewards"], lineage: [lineage, "Lineage"],
-  "dead-letters": [deadLetters, "Dead letters"], group: [group, null],
+  "dead-letters": [deadLetters, "Dead letters"], settings: [settings, "Settings"], logs: [logs, "Logs"], group: [group, null],
 };
 
 const main = document.getElementById("main");
@@ -40,6 +43,7 @@ export function parse(hash) {
   });
   const values = new URLSearchParams(search);
   if (parts[0] === "compare") return { name: "compare", run: null, values };
+  if (parts[0] === "new") return { name: "new", run: null, values };
   if (parts[0] === "run" && parts[1]) return { name: VIEWS[parts[2]] ? parts[2] : "overview", run: parts[1], values };
   return { name: "runs", run: null, values };
 }
@@ -61,7 +65,7 @@ async function show() {
   const place = parse(location.hash);
   if (current) current.stop();
   drawNavigation(place);
-  const view = place.name === "runs" ? runs : place.name === "compare" ? compare : VIEWS[place.name][0];
+  const view = place.name === "runs" ? runs : place.name === "compare" ? compare : place.name === "new" ? newRun : VIEWS[place.name][0];
   const holder = el("div", { data: { view: place.name } });
   replace(main, holder);
   let stopped = false;

@@ -20,6 +20,8 @@ _MAX_EVALUATIONS = 2000  # of one split
 BANDS: dict[str, tuple[float | None, float | None, str]] = {
     "clip_fraction": (0.0, 0.3, "clip"),
     "kl_behaviour": (0.0, 0.1, "kl"),
+    "kl_reference": (None, 0.1, "kl_reference"),
+    "kl_divergence": (None, 0.1, "kl_reference"),  # as scripts call it
     "entropy": (0.1, None, "entropy"),
     "ess_share": (0.5, 1.0, "ess"),
     "zero_signal_groups": (0.0, 0.5, "no_signal"),
@@ -108,6 +110,16 @@ def evaluations(view: PageView) -> list[dict[str, Any]]:
             }
         )  # fmt: skip
     return rows
+
+
+def checkpoints(view: PageView) -> list[dict[str, Any]]:
+    """Return the evaluated versions of a run, with the measure of each source, and the newest."""
+    steps = {point.version: point.step for point in view.evals}
+    steps |= {point.fields.version: point.number for point in view.points()[-1:]}
+    measured: dict[int, dict[str, float | None]] = {version: {} for version in steps}
+    for point in view.evals:
+        measured[point.version][point.split] = point.reward if point.accuracy is None else point.accuracy
+    return [{"step": steps[v], "path": f"{view.run_id}@{v}", "eval_results": measured[v]} for v in sorted(steps)]
 
 
 def fleet(view: PageView, snapshot: Snapshot) -> dict[str, Any]:

@@ -18,6 +18,7 @@ from typing import Any
 
 from penstock.console.live.run_view import RunView
 from penstock.console.report import learning
+from penstock.console.report.curves import METRICS
 from penstock.console.report.event_fields import number
 from penstock.console.report.learning import mean
 from penstock.protocol.facts import Heartbeat, RunEvent, WeightsApplied, WeightsPublished, WeightsRefused
@@ -67,6 +68,9 @@ class StepSeries:
         place = bisect_left(self._steps, step)
         if place < len(self):
             self._full.clear()
+        if place == len(self) - 1 and self._steps[place] == step:  # a script logs one step in several calls
+            known = {name: column[place] for name, column in self._columns.items() if not math.isnan(column[place])}
+            figures = {**known, **figures}
         for column in (self._steps, self._at, *self._columns.values()):
             del column[place:]
         self._put(place, step, at, figures)
@@ -222,6 +226,7 @@ class PageView(RunView):
             at = number(row.get("at"))
             if row.get("kind") == "step" and at is not None:
                 _add_step(recorded, at, row)
+                self._saw(at)
         self.series.fill(recorded)
 
     @property
@@ -233,6 +238,9 @@ class PageView(RunView):
         super().fold_event(event)
         if event.kind == "step":
             _add_step(self.series, event.at, event.data)
+        elif event.kind == METRICS and isinstance(values := event.data.get("values"), dict):
+            self._saw(event.at)
+            _add_step(self.series, event.at, {**values, "step": event.data.get("step")})
         elif event.kind == "weights":
             version = event.data.get("version")
             if isinstance(version, int) and 0 <= version < 2**53:

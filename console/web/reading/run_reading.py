@@ -38,7 +38,7 @@ _CATCH_UP_S = 60.0
 _FIRST_S = 2.0  # that the first request waits for it
 _BLOBS_S = 10.0
 _WAIT_S = 10.0  # for another request that reads the groups of the same run
-_REREAD_S = 5.0  # of metrics.jsonl, at most so often
+_REREAD_S = 2.0  # of metrics.jsonl, at most so often
 _CONFIG_S = 60.0  # how long the settings that `known_config` read are used
 _PERIOD_S = 2.0  # of heartbeats and queue depths: the page asks no more often
 _GATHER_S = 0.5  # of the messages of a stream
@@ -104,14 +104,24 @@ class RunReading:
             document = documents.summary(
                 self._view, self._snapshot(), state=self._state(), is_live=self._watcher is not None
             )
+            series, command = self._view.series, curves.command_of(self.folder)
+            kind = command or (curves.LOG if series and not self._view.steps else "train")
             failed = runs.failure_of(self.folder)
             problem = f"the run failed: {failed[0]}\n{failed[1]}" if failed else self.problem
-            return document | {"problem": problem, "evaluations": documents.evaluations(self._view)}
+            evaluations = documents.evaluations(self._view)
+            step = document["step"] or series.last_step or 0
+            return document | {"problem": problem, "evaluations": evaluations, "kind": kind, "step": step}
 
     def metrics(self, names: Sequence[str] | None, *, first: int, last: int | None, points: int) -> dict[str, Any]:
         with self._lock:
             series = self._view.series.sampled(names, first=first, last=last, points=points)
             return {"run_id": self.run_id, **series, "names": self._view.series.names}
+
+    def checkpoints(self) -> list[dict[str, Any]]:
+        """Return those that a script told of, each once; of a run its versions."""
+        told = {row.get("path"): row for row in curves.rows(self.folder / curves.CHECKPOINTS)}
+        with self._lock:
+            return list(told.values()) or documents.checkpoints(self._view)
 
     def fleet(self) -> dict[str, Any]:
         with self._lock:
@@ -203,8 +213,9 @@ class RunReading:
     def _state(self) -> str:
         now = time.monotonic()
         if now - self._described[0] > _STATE_S:
-            line = runs.describe(self.folder) if self.folder.is_dir() else None
-            state = line.state if line else "idle"
+            state = "finished" if self._view.finished else "idle"  # of a run without a folder here
+            if self.folder.is_dir():
+                state = runs.state_of(self.folder)
             if state != "finished" and any(
                 service.role == "trainer" and service.alive for service in self._snapshot().services
             ):

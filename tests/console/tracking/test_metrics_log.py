@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import math
+import socket
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import structlog
+from tests.console.web.control.api import Api
 
 import penstock
+from penstock.console.tracking import metrics_log
 from penstock.console.tracking.metrics_log import log_once
+from penstock.console.web.access import Role
 from penstock.deploy.bootstrap import bootstrap
 from penstock.protocol import streams, subjects
 from penstock.protocol.config.connection import NatsSettings
@@ -61,3 +68,70 @@ def test_a_run_that_was_never_created_is_refused_with_the_command(bus: Bus, run_
 def test_what_is_no_figure_is_refused(arguments: list[str]) -> None:
     with pytest.raises(ConfigError, match="NAME=NUMBER"):
         log_once("r", 1, arguments)
+
+
+@pytest.fixture
+def console(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Api]:
+    api = Api(tmp_path / "runs")
+    monkeypatch.setenv("PENSTOCK_CONSOLE_TOKEN", api.tokens[Role.LOG])
+    with api.served():
+        yield api
+
+
+def test_a_script_is_a_run_of_the_console_and_a_stopped_console_loses_nothing(console: Api) -> None:
+    """By the calls of the platform guide; its rows and checkpoints are read at the guide's paths."""
+    logger = penstock.init_logging("My_Job 1", platform_url=console.url, wandb_config={"lr": 1e-6, "to": math.nan})
+    for step in range(40):
+        if step in {10, 20, 30}:
+            console.stop()
+        logger.log_metrics(step, {"policy_loss": 0.5 - step / 100, "bad": math.nan}, epoch=0)
+        if step in {12, 22, 32}:
+            time.sleep(1.2)  # events wait
+            console.start()
+    logger.log_gpu_usage(0, 92.5, 65.0, 80.0)
+    logger.log_checkpoint(39, "checkpoints/39", {"gsm8k": 0.5})
+    with pytest.raises(ConfigError, match="expected a number"):
+        logger.log_metrics(40, {"loss": "0.5"})  # pyright: ignore[reportArgumentType]
+    logger.log_summary({"best": 0.5})
+    assert console.client().get("/v1/runs/my-job-1").json()["state"] == "running"
+    logger.finish()
+    assert logger.num_lost == 0
+    client = console.client(Role.READ)
+    rows = client.get("/api/jobs/my-job-1/metrics").json()
+    assert [row["step"] for row in rows] == list(range(40))
+    wanted = {"policy_loss": 0.11, "epoch": 0.0, "gpu/0/utilization": 92.5, "eval/gsm8k": 0.5, "summary/best": 0.5}
+    assert {name: rows[-1].get(name) for name in wanted} == pytest.approx(wanted)
+    assert "bad" not in rows[0]
+    [kept] = client.get("/api/jobs/my-job-1/checkpoints").json()
+    assert (kept["step"], kept["path"], kept["eval_results"]) == (39, "checkpoints/39", {"gsm8k": 0.5})
+    assert client.get("/v1/runs/my-job-1/config").json()["settings"] == {"config": {"lr": 1e-6, "to": "NaN"}}
+    assert [(one["run"], one["state"], one["step"]) for one in client.get("/v1/runs").json()] == [
+        ("my-job-1", "finished", 39)
+    ]
+    found = client.get("/v1/runs/my-job-1/summary").json()
+    assert (found["kind"], found["step"], found["state"]) == ("log", 39, "finished")
+    assert console.client().delete("/v1/runs/my-job-1").status_code == 204
+    assert not (console.folder / "my-job-1").exists()
+
+
+def test_what_the_console_refuses_is_said_at_once(console: Api, monkeypatch: pytest.MonkeyPatch) -> None:
+    (console.folder / "trained").mkdir()
+    with pytest.raises(ConfigError, match="not one of a script"):
+        penstock.DualLogger("trained", console.url)
+    bad = {"events": [{"step": 1, "values": {"loss": "high"}}]}
+    assert console.client(Role.LOG).post("/v1/runs/other/metrics", json=bad).status_code == 422
+    monkeypatch.delenv("PENSTOCK_CONSOLE_TOKEN")
+    with pytest.raises(ConfigError, match="set PENSTOCK_CONSOLE_TOKEN"):
+        penstock.DualLogger("job", console.url)
+
+
+def test_a_console_that_never_answers_costs_the_script_its_events_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(metrics_log, "_CLOSE_S", 0.1)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]  # free once it is closed
+    with structlog.testing.capture_logs() as said:
+        logger = penstock.DualLogger("job", f"http://127.0.0.1:{port}")
+        logger.log_status("failed", "out of memory")
+        logger.finish()
+    assert logger.num_lost == 1
+    assert said[-1]["event"] == "events not stored"

@@ -1,24 +1,26 @@
-// Two to four runs: their curves over one another, and the settings in which they differ.
+// Two to twenty runs: their curves over one another, and the settings in which they differ.
 
 import { get, path, query } from "../api.js";
-import { LineChart } from "../charts.js";
+import { axes, LineChart, picked, toolbar } from "../charts.js";
 import { el, panel, replaceIfChanged, table } from "../dom.js";
 
 const FIGURES = [
-  ["reward_mean", "Reward"], ["loss", "Loss"], ["kl_behaviour", "KL between sampler and policy"], ["entropy", "Entropy"],
+  ["reward_mean", "Reward"], ["loss", "Loss"], ["policy_loss", "Policy loss"], ["kl_divergence", "KL divergence"], ["eval_loss", "Held-out loss"], ["kl_behaviour", "KL between sampler and policy"], ["entropy", "Entropy"],
   ["staleness_mean", "Staleness"], ["step_s", "Seconds of a step"], ["tokens_trained", "Tokens trained a step"], ["truncated_share", "Truncated completions"],
 ];
 
 export function open(holder, { values }) {
-  const runs = values.getAll("run").slice(0, 4);
+  const runs = values.getAll("run").slice(0, 20);
+  const tools = toolbar("compare", () => view.refresh());
   const grid = el("div", { class: "grid" });
   const settings = el("div");
   const charts = new Map();
-  holder.append(el("h1", {}, `Compare ${runs.join(", ")}`), grid, panel("Settings that differ", settings));
-  return {
+  holder.append(el("h1", {}, `Compare ${runs.join(", ")}`), tools.element, grid, panel("Settings that differ", settings));
+  const view = {
     periodMs: 5000,
     async refresh() {
-      const names = FIGURES.map(([name]) => name);
+      const figures = [...FIGURES, ...picked("compare").map((name) => [name, name])];
+      const names = [...figures.map(([name]) => name), "tokens_trained"];
       const [found, summaries, differences] = await Promise.all([
         Promise.all(runs.map((run) => get(path("runs", run, "metrics") + query({ points: 400, name: names })))),
         Promise.all(runs.map((run) => get(path("runs", run, "summary")))),
@@ -32,8 +34,9 @@ export function open(holder, { values }) {
         }
         charts.get(title).set(lines);
       };
-      for (const [name, title] of FIGURES) {
-        chart(title, runs.flatMap((run, at) => (found[at].figures[name] ? [{ label: run, steps: found[at].steps, ...found[at].figures[name] }] : [])));
+      tools.names([...new Set(found.flatMap((one) => one.names))].sort());
+      for (const [name, title] of figures) {
+        chart(title, runs.flatMap((run, at) => (found[at].figures[name] ? [{ label: run, ...axes(found[at]), ...found[at].figures[name] }] : [])));
       }
       chart("Held-out", runs.flatMap((run, at) => summaries[at].evaluations.slice(0, 1).map((one) => {
         const mean = one.points.map((point) => point[one.measure]);
@@ -47,4 +50,5 @@ export function open(holder, { values }) {
       for (const one of charts.values()) one.destroy();
     },
   };
+  return view;
 }

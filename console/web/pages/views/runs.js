@@ -1,4 +1,4 @@
-// All runs: state, curve, age; two to four of them can be compared.
+// All runs: state, curve, age, tags; two to twenty of them can be compared.
 
 import { get, path } from "../api.js";
 import { sparkline } from "../charts.js";
@@ -9,6 +9,8 @@ const loss = (value) => (value !== null && value !== undefined ? `loss ${number(
 
 const KINDS = { running: "good", failed: "bad", stopped: "warn", paused: "warn" };
 
+const MOST = 20;
+
 export function open(holder) {
   const chosen = new Set();
   const list = el("div");
@@ -16,28 +18,37 @@ export function open(holder) {
     location.hash = `#/compare?${[...chosen].map((run) => `run=${encodeURIComponent(run)}`).join("&")}`;
   } } }, "Compare");
   button.disabled = true;
-  holder.append(el("h1", {}, "Runs"), el("p", {}, button, " ", el("span", { class: "dim" }, "choose two to four runs")), list);
+  const filter = el("input", { name: "filter", placeholder: "name, state or tag", "aria-label": "filter", on: { input: () => draw() } });
+  holder.append(el("h1", {}, "Runs"), el("div", { class: "bar" }, el("a", { href: "#/new" }, "New run"), filter, button, el("span", { class: "dim" }, "two to twenty runs")), list);
+  let runs = [];
 
   const toggle = (run) => (event) => {
     if (event.target.checked) chosen.add(run);
     else chosen.delete(run);
-    button.disabled = chosen.size < 2 || chosen.size > 4;
+    button.disabled = chosen.size < 2 || chosen.size > MOST;
   };
 
-  return {
-    periodMs: 5000,
-    async refresh() {
-      const runs = await get(path("runs"));
-      replaceIfChanged(list, [runs, Math.floor(Date.now() / 60000)], () => table("Runs", [
+  function draw() {
+    const words = filter.value.toLowerCase().split(/\s+/).filter(Boolean);
+    const shown = runs.filter((row) => words.every((word) => [row.run, row.state, ...row.tags].some((text) => text.toLowerCase().includes(word))));
+    replaceIfChanged(list, [shown, Math.floor(Date.now() / 60000)], () => table("Runs", [
         ["", (row) => el("input", { type: "checkbox", "aria-label": `compare ${row.run}`, checked: chosen.has(row.run), on: { change: toggle(row.run) } })],
         ["run", (row) => el("a", { href: `#/run/${encodeURIComponent(row.run)}/overview` }, row.run)],
         ["state", (row) => el("span", { class: KINDS[row.state] || "" }, row.state)],
         ["step", (row) => number(row.step), "num"],
         ["held-out", (row) => (row.accuracy !== null && row.accuracy !== undefined ? number(row.accuracy) : row.eval_reward !== null && row.eval_reward !== undefined ? `reward ${number(row.eval_reward, 2)}` : loss(row.eval_loss)), "num"],
-        ["reward", (row) => (row.loss !== null && row.loss !== undefined ? loss(row.loss) : number(row.reward, 2)), "num"],
+        ["reward", (row) => (row.reward === null || row.reward === undefined ? loss(row.loss) : number(row.reward, 2)), "num"],
         ["curve", (row) => sparkline(row.curve)],
         ["changed", (row) => age(row.when)],
-      ], runs, "no runs yet; start one with: penstock quickstart"));
+        ["tags", (row) => row.tags.join(", ")],
+    ], shown, runs.length ? "no run has these words" : "no runs yet; start one with: penstock quickstart"));
+  }
+
+  return {
+    periodMs: 5000,
+    async refresh() {
+      runs = await get(path("runs"));
+      draw();
     },
   };
 }

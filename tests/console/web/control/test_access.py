@@ -280,7 +280,7 @@ def test_a_browser_without_a_token_is_sent_to_the_page(api: Api):
     assert (answer.status_code, answer.headers["location"]) == (303, "/")
     problem = api.client(None).get("/v1/runs")
     assert problem.headers["content-type"] == "application/problem+json"
-    assert problem.json()["fix"] == "create one with: penstock console token NAME --role read|run|admin"
+    assert problem.json()["fix"] == "create one with: penstock console token NAME --role read|log|run|admin"
 
 
 def test_only_health_and_the_page_are_public(api: Api):

@@ -1,0 +1,82 @@
+// What can be done with a run, by whoever may: start, pause, stop, evaluate, export, copy and delete it; its tasks, tags and notes.
+
+import { get, path, post, put, remove } from "./api.js";
+import { el, replace, replaceIfChanged } from "./dom.js";
+
+const MAY = { start: ["created", "stopped", "paused", "failed"], pause: ["queued", "running"], stop: ["queued", "waiting", "running", "pausing"] };
+const LABELS = { start: "Start", pause: "Pause", stop: "Stop" };
+export const canChange = (role) => role === "run" || role === "admin";
+let caller = null;
+
+export async function role() {
+  caller = caller || (await get("/v1/caller"));
+  return caller.role;
+}
+
+export function runBar(run) {
+  const element = el("div");
+  const form = el("div");
+  const said = el("p", { role: "status", "aria-live": "polite" });
+  const at = (...more) => path("runs", run, ...more);
+
+  async function act(what, call) {
+    try {
+      await call();
+      replace(said, what);
+    } catch (error) {
+      replace(said, el("span", { class: "bad" }, error.message));
+    }
+    await refresh();
+  }
+
+  const button = (label, click, kind = "") => el("button", { type: "button", class: kind, on: { click } }, label);
+  const ask = (fields, label, send) => {
+    const inputs = Object.fromEntries(fields.map(([name, text, value]) => [name, el("input", { name, value, class: "wide" })]));
+    const asked = el("form", { class: "filters", on: { submit: (event) => {
+      event.preventDefault();
+      replace(form);
+      act(`${label}: asked for`, () => send(Object.fromEntries(Object.entries(inputs).map(([name, input]) => [name, input.value.trim()]))));
+    } } }, fields.map(([name, text]) => el("label", {}, text, inputs[name])), el("button", { type: "submit" }, label), button("Cancel", () => replace(form)));
+    replace(form, asked);
+    asked.elements[0].focus();
+  };
+
+  let kind = "";
+
+  function buttons(status, mine) {
+    if (!canChange(mine)) return [];
+    const shown = status.launcher ? Object.keys(MAY).filter((verb) => MAY[verb].includes(status.state)) : [];
+    const label = (verb) => (verb === "start" && status.started_at ? "Resume" : LABELS[verb]);
+    return [
+      ...shown.map((verb) => button(label(verb), () => act(`${label(verb)}: asked for`, () => post(at(verb))))),
+      ...(kind !== "train" ? [] : [button("Evaluate", () => ask([["version", "version", "best"], ["data", "file of held-out prompts", ""], ["samples", "samples of each", "1"]], "Evaluate",
+        (values) => post(at("tasks"), { task: "evaluate", version: values.version, data: values.data ? [values.data] : [], samples: Number(values.samples) }))),
+      button("Export", () => ask([["version", "version", "best"], ["to", "new folder", `models/${run}`]], "Export", (values) => post(at("tasks"), { task: "export", ...values })))]),
+      el("a", { href: `#/new?copy=${encodeURIComponent(run)}` }, "Copy"),
+      button("Notes", () => ask([["tags", "tags, with commas", status.tags.join(", ")], ["notes", "notes", status.notes]], "Keep",
+        (values) => put(at("notes"), { tags: values.tags.split(",").map((tag) => tag.trim()).filter(Boolean), notes: values.notes }))),
+      mine === "admin" ? button("Delete", () => ask([["name", `type ${run} to delete it`, ""]], "Delete", async (values) => {
+        if (values.name !== run) throw new Error("that is not its name; nothing was deleted");
+        await remove(at());
+        location.hash = "#/";
+      }), "danger") : null,
+    ];
+  }
+
+  async function refresh(ofKind = kind) {
+    kind = ofKind;
+    const mine = await role();
+    const status = await get(at()).catch(() => null); // a run of NATS alone has no folder here
+    replaceIfChanged(element.firstChild, [status, mine, kind], () => (status ? [
+      el("div", { class: "bar" }, buttons(status, mine), status.tags.map((tag) => el("span", { class: "dim" }, `#${tag}`))),
+      status.notes ? el("p", {}, status.notes) : null,
+      ["failed", "queued"].includes(status.state) && status.detail ? el("p", { class: status.state === "failed" ? "bad" : "dim" }, status.detail) : null,
+      status.log ? el("details", {}, el("summary", {}, "The end of its log"), el("pre", { class: "text" }, status.log)) : null,
+      status.tasks.map((task) => el("p", { class: "dim" }, `${task.task}: ${task.running || task.exit_code === undefined ? "goes on" : task.exit_code === null ? "was stopped" : task.exit_code === 0 ? "done" : `exit code ${task.exit_code}`} `,
+        el("a", { href: `#/run/${encodeURIComponent(run)}/logs?log=${task.task}` }, "log"))),
+    ] : null));
+  }
+
+  element.append(el("div"), form, said);
+  return { element, refresh };
+}

@@ -1,0 +1,74 @@
+// Create a run: by a few fields, from a run file, or as a copy of a run with changes. The console checks it as `penstock train` does.
+
+import { get, path, post } from "../api.js";
+import { el, panel, replace } from "../dom.js";
+import { role, canChange } from "../run_bar.js";
+
+const ALGORITHMS = ["grpo", "dapo", "gspo", "ppo", "rloo", "async_grpo", "sft", "dpo", "rm"];
+// name of the API, label, kind
+const FIELDS = [
+  ["name", "name", "text"], ["algorithm", "algorithm", "select"], ["model_path", "model", "text"], ["train_data_path", "training data", "text"],
+  ["eval_data_path", "held-out data", "text"], ["learning_rate", "learning rate", "number"], ["batch_size", "prompts (or rows) a step", "number"],
+  ["num_epochs", "epochs", "number"], ["rollout_n", "samples of a prompt", "number"], ["kl_coef", "KL coefficient", "number"],
+  ["context_length", "context length", "number"], ["num_gpus", "GPUs", "number"], ["description", "description", "text"],
+];
+const MASK = "********";
+
+// What a run was given, without what is the default, a secret, or its own name and folder.
+function given({ settings, origins }) {
+  const found = {};
+  for (const [section, values] of Object.entries(settings)) {
+    for (const [key, value] of Object.entries(values)) {
+      const origin = origins[`${section}.${key}`];
+      if (section === "run" || value === null || origin === undefined || origin === "default" || /^(environment|PENSTOCK_)/.test(origin) || JSON.stringify(value).includes(MASK)) continue;
+      (found[section] = found[section] || {})[key] = value;
+    }
+  }
+  return found;
+}
+
+export function open(holder, { values }) {
+  const copied = values.get("copy");
+  const said = el("p", { role: "status", "aria-live": "polite" });
+  const inputs = Object.fromEntries(FIELDS.map(([name, , kind]) => [name, kind === "select"
+    ? el("select", { name }, ALGORITHMS.map((one) => el("option", { value: one }, one))) : el("input", { name, inputmode: kind === "number" ? "decimal" : null })]));
+  const text = el("textarea", { name: "text", rows: "18", "aria-label": "run file or settings" });
+  const start = el("input", { type: "checkbox", checked: true });
+  const byFields = panel("By a few fields", el("div", { class: "filters" }, FIELDS.map(([name, label]) => el("label", {}, label, inputs[name]))));
+
+  let request = {};
+
+  function body() {
+    if (copied) return { ...request, run: inputs.name.value.trim(), settings: JSON.parse(text.value) };
+    if (text.value.trim()) return { run: inputs.name.value.trim() || undefined, run_file: text.value };
+    const fields = FIELDS.map(([name, , kind]) => [name, kind, inputs[name].value.trim()]).filter(([, , value]) => value !== "");
+    return Object.fromEntries(fields.map(([name, kind, value]) => [name, kind === "number" ? Number(value) : value]));
+  }
+
+  const form = el("form", { on: { submit: async (event) => {
+    event.preventDefault();
+    replace(said, "checking the settings …");
+    try {
+      const made = await post(path("runs"), { ...body(), start: start.checked });
+      location.hash = `#/run/${encodeURIComponent(made.run)}/overview`;
+    } catch (error) {
+      replace(said, el("span", { class: "bad" }, error.message));
+    }
+  } } },
+  copied ? panel(`Settings of ${copied} that were set`, el("div", { class: "filters" }, el("label", {}, "name", inputs.name)), text)
+    : [byFields, panel("Or a whole run file", text)],
+  el("p", {}, el("label", { class: "row" }, start, "start it, or queue it behind the runs of this machine"), " ", el("button", { type: "submit" }, "Create")), said);
+  holder.append(el("h1", {}, copied ? `A copy of ${copied}` : "New run"), form);
+  return {
+    periodMs: 0,
+    async refresh() {
+      if (!canChange(await role())) replace(holder, el("p", {}, "To create runs a token of the role run is needed: penstock console token NAME --role run"));
+      else if (copied && !text.value) {
+        const [config, status] = await Promise.all([get(path("runs", copied, "config")), get(path("runs", copied))]);
+        text.value = JSON.stringify(given(config), null, 1);
+        request = status.request;
+        inputs.name.value = `${copied}-2`;
+      }
+    },
+  };
+}
