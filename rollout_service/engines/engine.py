@@ -237,8 +237,8 @@ class SingleEngine(ABC):
 
     @property
     def max_changed_share(self) -> float:
-        takes = self.ready.is_set() and isinstance(self.client, TakesChanges)
-        return self.client.max_changed_share if takes else 0.0
+        client = self.client
+        return client.max_changed_share if self.ready.is_set() and isinstance(client, TakesChanges) else 0.0
 
     async def stage(self, changes: WeightChanges | NoChanges) -> None:
         if self.ready.is_set() and isinstance(self.client, TakesChanges):
