@@ -15,7 +15,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,7 +27,6 @@ from penstock.protocol.versions import PolicyVersion
 from penstock.protocol.weights.adapter_format import ADAPTER_CONFIG, ADAPTER_WEIGHTS, factor_names
 from penstock.protocol.weights.layout import SAFETENSORS_DTYPES
 from penstock.protocol.weights.version_reader import PARALLEL_BUCKETS
-from penstock.rollout_service.engines.weight_changes import WeightChanges
 from penstock.rollout_service.errors import AdapterUnfit, WeightsNotApplied, WeightsUnusable
 
 Shape: TypeAlias = tuple[str, tuple[int, ...]]  # dtype by its safetensors code, sizes
@@ -85,13 +84,14 @@ class WeightsCheck:
         self._standard = shapes
         self._passed = version
 
-    def passes(self, changes: WeightChanges) -> bool:
-        """Return True if a version has finite words where it differs from a base that has passed: its folder needs no check then."""
-        is_finite = all(
-            _is_finite(tensor.new, *_BITS[tensor.dtype]) for tensor in changes.tensors if tensor.dtype in _BITS
-        )
+    def passes(self, version: PolicyVersion, changed: Iterable[tuple[str, np.ndarray]]) -> bool:
+        """Return True if a version has finite words where it differs from a base that has passed: its folder needs no check then.
+
+        ``changed`` are dtypes, as a layout names them, and words as unsigned integers.
+        """
+        is_finite = all(_is_finite(words, *_BITS[dtype]) for dtype, words in changed if dtype in _BITS)
         if is_finite:
-            self._passed = changes.version
+            self._passed = version
         return is_finite
 
 

@@ -147,8 +147,10 @@ class WeightFollower:
         def find() -> WeightChanges | NoChanges:
             with metrics.applying("fetch"):
                 found = self.mirror.changes(served, version, patch.manifest, limit)
+            if not isinstance(found, WeightChanges):
+                return found
             with metrics.applying("check"):
-                return found if not isinstance(found, WeightChanges) or self._check.passes(found) else "chain"
+                return found if self._check.passes(version, ((t.dtype, t.new) for t in found.tensors)) else "chain"
 
         started = time.monotonic()
         async with self._fetching:
