@@ -4,7 +4,7 @@
 
 A real SGLang on this machine's CPU (`make sglang-env`) serves random weights in bfloat16, of the shape of SmolLM2-135M or of Qwen2-0.5B, or tiny. Both ways
 alternate in one run, between two folders that differ in the stated share of the words; both folders stay in the page cache. The pause is
-the whole of `ManagedEngine.load`: pause (retract), load, confirmation, continue. What a worker does before it, staging, is timed apart.
+the whole of `ManagedEngine.patch` or `load`: pause (retract), load, confirmation, continue. What a worker does before it, staging, is timed apart.
 """
 
 from __future__ import annotations
@@ -111,7 +111,12 @@ async def measure(
             times["stage"].append(time.perf_counter() - started)
         version += 1
         started = time.perf_counter()
-        await engine.load(folders[0 if back else 1], PolicyVersion(version), "retract")
+        folder = folders[0 if back else 1]
+        if way == "patch":
+            assert await engine.patch(PolicyVersion(version), "retract")
+            await engine.keep(folder, PolicyVersion(version))
+        else:
+            await engine.load(folder, PolicyVersion(version), "retract")
         times[way].append(time.perf_counter() - started)
     medians = {f"{name}_ms": round(1000 * statistics.median(all_of), 1) for name, all_of in times.items()}
     assert client._patcher.figures()["engine_loads_patch"] == patches_before + len(times["patch"])

@@ -23,9 +23,10 @@ from penstock.protocol.facts import Heartbeat, decode
 
 THREAD_CPU = "thread_cpu_s:"  # prefix of a heartbeat's figures: CPU seconds of the threads of one name
 ENGINE_CPU = "engine_cpu_s"  # a worker's figure: CPU seconds of the engine processes that it started
-# What a worker does with a version, one after the other: fetch it, apply it to its copy and verify that; find values that are not finite; prepare
-# the changes for the engine; wait for a permit to pause; pause, which includes the wait for running completions; ask for the engine's checksum.
-APPLY_STAGES = ("fetch", "check", "stage", "permit", "pause", "checksum")
+# What a worker does with a version, one after the other: fetch and verify it, or the changes to it; find values that are not finite; prepare the
+# changes for the engine; wait for a permit to pause; pause, which includes the wait for running completions; write and verify its copy, if only
+# the changes were fetched; ask for the engine's checksum.
+APPLY_STAGES = ("fetch", "check", "stage", "permit", "pause", "copy", "checksum")
 _NUMBERED = re.compile(r"(?:[-_]\d+)+$")
 _MAX_NAMES = 16
 EXITED = "exited"  # the state in the last heartbeat of a service that was asked to stop, or has finished

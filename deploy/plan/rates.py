@@ -133,7 +133,7 @@ def trainer_rates(inputs: PlanInputs, gpu: GpuKind) -> TrainerRates:
 
 
 def publication(shape: ModelShape, *, ranks: int, zero_3: bool, words_on_device: bool) -> dict[str, float]:
-    """Return the seconds of a version by stage, one after the other, from the optimizer step to the engine; bfloat16, a patch."""
+    """Return the seconds of a version by stage, one after the other, from the optimizer step to the engine and the copy behind it; bfloat16, a patch."""
     rate = _values(tables()["publication"])
     weights = shape.parameters * BFLOAT16
     words = rate["changed_share"] * shape.parameters
@@ -148,15 +148,15 @@ def publication(shape: ModelShape, *, ranks: int, zero_3: bool, words_on_device:
         "upload": patch / ranks / rate["sha256_bytes_per_s"] + patch / rate["store_bytes_per_s"],
         "announce": rate["manifest_s"],
         "fetch": patch / rate["store_bytes_per_s"],
-        "verify": weights / rate["mirror_bytes_per_s"],
-        "check": weights / rate["check_bytes_per_s"],
         "stage": words * rate["stage_s_per_word"],
         "pause": rate["pause_s"],
+        BEHIND: weights / rate["mirror_bytes_per_s"],
     }
 
 
 # The trainer's; the others are a worker's.
 WHILE_TRAINING = ("compare", "exchange", "write", "hash and encode", "upload", "announce")
+BEHIND = "copy"  # while the engine serves the version; the next one waits for it
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,7 +196,7 @@ def assumed_rates(options: PlanOptions, trainer: TrainerSettings, worker: Worker
         slots, engine_rate = found.sequences, engine_rate or found.tokens_per_s
         lone_rate, prompt_s = lone_rate or 1.0 / found.step_s_alone, found.prompt_s / servers
         trainer_rate = trainer_rate or trained.tokens_per_s
-        publish_s = sum(stages.values()) - stages["pause"] if publish_s is None else publish_s
+        publish_s = sum(stages.values()) - stages["pause"] - stages[BEHIND] if publish_s is None else publish_s
         load_s = stages["pause"] if load_s is None else load_s
     slots, engine_rate = slots or _SLOTS, engine_rate or _ENGINE_RATE
     full_s = slots / engine_rate
@@ -271,6 +271,6 @@ def describe_rates(rates: AssumedRates, options: PlanOptions, tokens_per_step: f
         of_trainer = sum(seconds for name, seconds in stages.items() if name in WHILE_TRAINING)
         lines.append(
             f"a version, while training goes on: {', '.join(f'{name} {seconds:.2f} s' for name, seconds in stages.items())}; "
-            f"{of_trainer:.1f} s at the trainer, {sum(stages.values()):.1f} s from the step to the engine"
+            f"{of_trainer:.1f} s at the trainer, {sum(stages.values()) - stages[BEHIND]:.1f} s from the step to the engine"
         )
     return lines

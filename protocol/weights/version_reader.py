@@ -11,7 +11,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -51,6 +51,14 @@ UNUSABLE = (
 PARALLEL_BUCKETS = 4  # fetched and applied concurrently; each needs about twice its raw size of memory meanwhile
 _MANIFESTS_KEPT = 64  # after a plan; a large model's take a hundred kilobytes each
 _MANIFESTS_PLANNED = 2 * MAX_HOPS  # while a plan is made, which needs all that it has fetched
+
+
+class ChangedWords(NamedTuple):
+    """Of a bucket: places, strictly increasing, int64 [n]; and the words there before and after, unsigned integers [n]."""
+
+    words: NDArray[np.int64]
+    old: NDArray[Any]
+    new: NDArray[Any]
 
 
 class WeightReader:
@@ -151,15 +159,26 @@ class WeightReader:
             else:
                 raw[:] = change
 
-    def changed_words(self, plan: CatchUp, number: int) -> NDArray[np.int64]:
-        """Return the words of a bucket that the plan writes, strictly increasing; all of them where one of its changes is whole."""
-        words = np.empty(0, np.int64)
+    def changed_words(self, plan: CatchUp, number: int, raw: Bytes) -> ChangedWords:
+        """Return the words of a bucket that a plan of patches writes, and what they become; ``raw`` is the bucket before, and stays."""
+        bucket, written, words = self.layout(plan.target).buckets[number], [], np.empty(0, np.int64)
+        before = raw.view(f"<u{bucket.word_bytes}")
         for change in self._changes(plan, number):
-            if not isinstance(change, bucket_codec.Parsed):
-                return np.arange(self.layout(plan.target).buckets[number].num_words)
-            for plane in change.planes:
-                words = union(words, np.concatenate([words[:0], *(block.indices for block in plane.blocks())]))
-        return words
+            assert not isinstance(change, np.ndarray)
+            for byte, plane in enumerate(change.planes):
+                if isinstance(plane, np.ndarray):  # the bucket is stored whole
+                    indices, values = np.arange(len(plane)), plane
+                else:
+                    blocks = [(words[:0], raw[:0]), *((block.indices, block.values) for block in plane.blocks())]
+                    indices, values = (np.concatenate(parts) for parts in zip(*blocks, strict=True))
+                written.append((byte, indices, values))
+                words = union(words, indices)
+        new = before[words]
+        by_byte = new.view(np.uint8).reshape(len(words), bucket.word_bytes)
+        for byte, indices, values in written:
+            rows = slice(None) if len(indices) == len(words) else np.searchsorted(words, indices)
+            by_byte[rows, byte] = values
+        return ChangedWords(words, before[words], new)
 
     def _changes(self, plan: CatchUp, number: int) -> list[bucket_codec.Change | Bytes]:
         """Return the changes of a bucket, fetched and verified; of a full snapshot the raw bytes."""
@@ -174,8 +193,8 @@ class WeightReader:
             for state, data in steps
         ]
 
-    def bring(self, plan: CatchUp, number: int, raw: Bytes) -> None:
-        """Bring one raw bucket to the plan's target and verify it; rebuild it from the full snapshot when it is wrong.
+    def bring(self, plan: CatchUp, number: int, raw: Bytes) -> bool:
+        """Bring one raw bucket to the plan's target and verify it; rebuild it from the full snapshot when it is wrong, and return False then.
 
         A bucket with a bit error, or of another base, is detected by its xxh3 and rebuilt. Raises
         StateMismatch when the rebuilt bucket is wrong too: the version itself is damaged.
@@ -183,13 +202,14 @@ class WeightReader:
         expected = plan.target.buckets[number].new_xxh3
         self.apply(plan, number, raw)
         if bucket_codec.bucket_xxh3(raw) == expected:
-            return
+            return True
         if plan.anchor is None:
             self.apply(self.plan(plan.target, None), number, raw)
         if (actual := bucket_codec.bucket_xxh3(raw)) != expected:
             raise StateMismatch(
                 f"version {plan.target.version}: bucket {number} has xxh3 {actual}, its manifest says {expected}"
             )
+        return False
 
     def _forget_oldest(self, kept: int) -> None:
         """Forget the manifests that were not read for the longest time: a run makes one with every step."""

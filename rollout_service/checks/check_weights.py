@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +26,7 @@ from penstock.protocol.errors import UnsupportedModel
 from penstock.protocol.model_folder import read_header, read_object
 from penstock.protocol.versions import PolicyVersion
 from penstock.protocol.weights.adapter_format import ADAPTER_CONFIG, ADAPTER_WEIGHTS, factor_names
+from penstock.protocol.weights.layout import SAFETENSORS_DTYPES
 from penstock.protocol.weights.version_reader import PARALLEL_BUCKETS
 from penstock.rollout_service.errors import AdapterUnfit, WeightsNotApplied, WeightsUnusable
 
@@ -41,6 +42,7 @@ _FLOATS = {
     "F8_E5M2": (np.uint8, 0x7C),
     "F8_E4M3": (np.uint8, 0x7F),
 }
+_BITS = {SAFETENSORS_DTYPES[code][0]: bits for code, bits in _FLOATS.items()}  # by a layout's name of the dtype
 _SIZES = {"I64": 8, "I32": 4, "I16": 2, "I8": 1, "U64": 8, "U32": 4, "U16": 2, "U8": 1, "BOOL": 1}
 Shapes: TypeAlias = Mapping[str, tuple[int, ...]]  # tensor name → sizes
 _TENSOR = re.compile(r"base_model\.model\.(?P<layer>.+)\.lora_(?P<part>[AB])\.weight")
@@ -82,6 +84,16 @@ class WeightsCheck:
         self._standard = shapes
         self._passed = version
 
+    def passes(self, version: PolicyVersion, changed: Iterable[tuple[str, np.ndarray]]) -> bool:
+        """Return True if a version has finite words where it differs from a base that has passed: its folder needs no check then.
+
+        ``changed`` are dtypes, as a layout names them, and words as unsigned integers.
+        """
+        is_finite = all(_is_finite(words, *_BITS[dtype]) for dtype, words in changed if dtype in _BITS)
+        if is_finite:
+            self._passed = version
+        return is_finite
+
 
 def _read_folder(folder: Path) -> dict[str, Shape]:
     files = sorted(folder.glob("*.safetensors"))
@@ -113,10 +125,13 @@ def read_file(file: Path) -> dict[str, Shape]:
 
 
 def _check_finite(name: str, raw: np.ndarray, word: type[np.unsignedinteger[Any]], mask: int) -> None:
-    values = np.frombuffer(raw, dtype=word)
-    for start in range(0, len(values), _CHUNK):
-        if ((values[start : start + _CHUNK] & word(mask)) == word(mask)).any():
-            raise ValueError(f"{name} holds a value that is not finite; the training has diverged")
+    if not _is_finite(np.frombuffer(raw, dtype=word), word, mask):
+        raise ValueError(f"{name} holds a value that is not finite; the training has diverged")
+
+
+def _is_finite(values: np.ndarray, word: type[np.unsignedinteger[Any]], mask: int) -> bool:
+    chunks = (values[start : start + _CHUNK] for start in range(0, len(values), _CHUNK))
+    return not any(((chunk & word(mask)) == word(mask)).any() for chunk in chunks)
 
 
 def _difference(shapes: dict[str, Shape], standard: dict[str, Shape]) -> str:

@@ -33,7 +33,6 @@ class AttachedEngine(SingleEngine):
         super().__init__()
         self.client = client
         self._start_deadline_s = start_deadline_s
-        self._wanted: tuple[Path, PolicyVersion] | None = None
         self._loading = asyncio.Lock()
         self._answered_at = time.monotonic()
 

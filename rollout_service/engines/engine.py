@@ -9,21 +9,20 @@ from __future__ import annotations
 
 import asyncio
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Coroutine, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
+import structlog
+
 from penstock.protocol.versions import PolicyVersion, is_newer, newest_of
 from penstock.rollout_service.engines.completion import EngineChecksum
 from penstock.rollout_service.engines.engine_client import EngineClient, Generates, UpdateMode
-from penstock.rollout_service.engines.weight_changes import (
-    NoChanges,
-    WeightChanges,
-    max_changed_share,
-    stage_changes,
-)
+from penstock.rollout_service.engines.weight_changes import NoChanges, TakesChanges, WeightChanges
 from penstock.rollout_service.errors import EngineError, EngineUnreachable
 
+log = structlog.get_logger("rollout.engine")
 _POLL_S = 0.05
 
 
@@ -68,6 +67,26 @@ class Engine(Protocol):
 
         ``mode`` is what happens to running sequences; see `engine_client.py`.
         """
+        ...
+
+    @property
+    def max_changed_share(self) -> float: ...
+
+    async def stage(self, changes: WeightChanges | NoChanges) -> None: ...
+
+    async def patch(self, version: PolicyVersion, mode: UpdateMode) -> bool:
+        """Serve what was staged for a version that has no folder yet; False: it serves what it did; see `TakesChanges`.
+
+        After any doubt it loads the folder it had last. A restart does so too, until `keep`; until then `applied` lacks the version.
+        """
+        ...
+
+    async def keep(self, folder: Path, version: PolicyVersion) -> bool:
+        """Take note that a folder holds the version that was patched in, verified; False when that is not served any more."""
+        ...
+
+    async def withdraw(self, version: PolicyVersion, reason: str) -> None:
+        """Load the last folder again if ``version`` was patched in since, and refuse what that is sampling."""
         ...
 
     async def wait_for_version(self, version: PolicyVersion) -> None:
@@ -195,7 +214,7 @@ class ServedVersion:
         self._changed = asyncio.Event()
 
 
-class SingleEngine:
+class SingleEngine(ABC):
     """What a managed and an attached engine share: one server, its client, and what it confirmed to serve."""
 
     client: EngineClient
@@ -203,6 +222,8 @@ class SingleEngine:
 
     def __init__(self) -> None:
         self._serving = ServedVersion()
+        self._wanted: tuple[Path, PolicyVersion] | None = None  # what it is to load, or loaded last
+        self._served: tuple[Path, PolicyVersion] | None = None  # the folder whose version it confirmed last
         self.applied: set[PolicyVersion] = set()
         self.ready = asyncio.Event()
         self.is_released = False
@@ -216,11 +237,48 @@ class SingleEngine:
 
     @property
     def max_changed_share(self) -> float:
-        return max_changed_share(self.client) if self.ready.is_set() else 0.0
+        client = self.client
+        return client.max_changed_share if self.ready.is_set() and isinstance(client, TakesChanges) else 0.0
 
     async def stage(self, changes: WeightChanges | NoChanges) -> None:
-        if self.ready.is_set():
-            await stage_changes(self.client, changes)
+        if self.ready.is_set() and isinstance(self.client, TakesChanges):
+            await self.client.stage(changes)
+
+    @abstractmethod
+    async def load(self, folder: Path, version: PolicyVersion, mode: UpdateMode = "drain") -> None: ...
+
+    async def patch(self, version: PolicyVersion, mode: UpdateMode) -> bool:
+        if self.version == version:
+            return True
+        if not self.ready.is_set() or not isinstance(self.client, TakesChanges):
+            return False
+        try:
+            if not await self.client.patch(version, mode):
+                return False
+        except EngineError as err:
+            await self._load_again(f"the patch to version {version} failed: {err}")
+            return False
+        self._serving.confirm(version)
+        return True
+
+    async def keep(self, folder: Path, version: PolicyVersion) -> bool:
+        self.applied.add(version)
+        if self.version != version or not self.ready.is_set():
+            return False
+        self._wanted = self._served = (folder, version)
+        await self.client.started_with(folder, version)
+        return True
+
+    async def withdraw(self, version: PolicyVersion, reason: str) -> None:
+        if self.version == version and self._wanted is not None and self._wanted[1] != version:
+            await self.stage("withdrawn")
+            await self._load_again(reason)
+
+    async def _load_again(self, reason: str) -> None:
+        assert self._wanted is not None
+        self.client.mark_unverified(reason)
+        log.error("loading the last folder again", policy_version=self._wanted[1], reason=reason)
+        await self.load(*self._wanted, "abort")
 
     async def weights_checksum(self) -> EngineChecksum | None:
         return await self.client.weights_checksum()

@@ -29,12 +29,7 @@ from penstock.rollout_service.engines.engine_client import (
     aggregate_metrics,
 )
 from penstock.rollout_service.engines.redundancy import Redundancy
-from penstock.rollout_service.engines.weight_changes import (
-    NoChanges,
-    WeightChanges,
-    max_changed_share,
-    stage_changes,
-)
+from penstock.rollout_service.engines.weight_changes import NoChanges, WeightChanges
 from penstock.rollout_service.errors import EngineDisagrees, EngineError, EngineUnreachable, TaskRefused
 
 T = TypeVar("T")
@@ -60,14 +55,29 @@ class EnginePool:
         await asyncio.gather(*(engine.prepare() for engine in self._engines))
 
     async def load(self, folder: Path, version: PolicyVersion, mode: UpdateMode = "drain") -> None:
-        await _all_of(engine.load(folder, version, mode) for engine in self._engines)
+        """Load a folder into all, or where some serve this version, into the others."""
+        behind = [one for one in self._engines if one.version != version or one.is_released] or self._engines
+        await _all_of(engine.load(folder, version, mode) for engine in behind)
+
+    async def patch(self, version: PolicyVersion, mode: UpdateMode) -> bool:
+        """Change all, or none: where one refuses, the others return to their folders."""
+        outcomes = await asyncio.gather(*(engine.patch(version, mode) for engine in self._engines))
+        if not all(outcomes):
+            await self.withdraw(version, f"another engine of this worker did not take the patch to version {version}")
+        return all(outcomes)
+
+    async def keep(self, folder: Path, version: PolicyVersion) -> bool:
+        return all(await asyncio.gather(*(engine.keep(folder, version) for engine in self._engines)))
+
+    async def withdraw(self, version: PolicyVersion, reason: str) -> None:
+        await _all_of(engine.withdraw(version, reason) for engine in self._engines)
 
     @property
     def max_changed_share(self) -> float:
-        return max(map(max_changed_share, self._engines))
+        return max(engine.max_changed_share for engine in self._engines)
 
     async def stage(self, changes: WeightChanges | NoChanges) -> None:
-        await asyncio.gather(*(stage_changes(engine, changes) for engine in self._engines))
+        await asyncio.gather(*(engine.stage(changes) for engine in self._engines))
 
     async def wait_for_version(self, version: PolicyVersion) -> None:
         await first_of(*(engine.wait_for_version(version) for engine in self._engines))

@@ -74,8 +74,6 @@ class ManagedEngine(SingleEngine):
         self._prepared: PreparedProcess | None = None
         self._process: EngineProcess | None = None
         self._discarded = False  # killed by this worker, and not replaced yet
-        self._served: tuple[Path, PolicyVersion] | None = None  # what it confirmed last
-        self._wanted: tuple[Path, PolicyVersion] | None = None
         self._restarts: collections.deque[float] = collections.deque(maxlen=MAX_RESTARTS)
         self._inherited = inherited
         self._starting = asyncio.Lock()

@@ -4,28 +4,22 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol, TypeAlias, runtime_checkable
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
 
 from penstock.protocol.versions import PolicyVersion
 
-LOAD_WAYS = (
-    "patch",
-    "chain",
-    "dense",
-    "unmapped",
-    "refused",
-    "unsupported",
-)  # of a version: by patch, or why from its folder
-# Why a version cannot be a patch: no stored patches lead to it from the served one, or too many words changed.
-NoChanges: TypeAlias = Literal["chain", "dense"]
+if TYPE_CHECKING:
+    from penstock.rollout_service.engines.engine_client import UpdateMode
 
-
-NUM_THREADS = min(
-    16, os.cpu_count() or 1
-)  # that find and place changes; each holds little memory, unlike a bucket that is fetched
+# Of a version: by patch, or why from its folder.
+LOAD_WAYS = ("patch", "chain", "dense", "unmapped", "refused", "withdrawn", "unsupported")
+# Why a version cannot be a patch: no stored patches lead to it from the served one, too many words changed, or one that was is withdrawn.
+NoChanges: TypeAlias = Literal["chain", "dense", "withdrawn"]
+# That find and place changes; each holds little memory, unlike a bucket that is fetched.
+NUM_THREADS = min(16, os.cpu_count() or 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,17 +53,13 @@ class TakesChanges(Protocol):
         ...
 
     async def stage(self, changes: WeightChanges | NoChanges) -> None:
-        """Prepare all that needs no pause, so that the next load of that version may change the weights in place.
-
-        A load whose changes were not staged, or do not fit the weights that are served, reads the folder.
-        """
+        """Prepare all of a change that needs no pause."""
         ...
 
+    async def patch(self, version: PolicyVersion, mode: UpdateMode = "drain") -> bool:
+        """Change the weights in place as it was staged for a version, which has no folder yet; ``mode`` is that of a load.
 
-def max_changed_share(engine: object) -> float:
-    return engine.max_changed_share if isinstance(engine, TakesChanges) else 0.0
-
-
-async def stage_changes(engine: object, changes: WeightChanges | NoChanges) -> None:
-    if isinstance(engine, TakesChanges):
-        await engine.stage(changes)
+        Returns False, and serves what it did, when nothing fitting is staged or the server refuses. Raises EngineError when the weights
+        are unknown afterwards.
+        """
+        ...

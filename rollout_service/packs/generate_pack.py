@@ -30,7 +30,7 @@ from penstock.rollout_service.environments.environment import (
     build_group,
     rows_of,
 )
-from penstock.rollout_service.errors import EngineError, ReplyRefused, TaskRefused
+from penstock.rollout_service.errors import EngineError, ReplyRefused, TaskRefused, WeightsUnverified
 from penstock.rollout_service.packs.finished_episodes import ContinuedEpisode, FinishedEpisodes
 from penstock.rollout_service.packs.pack_loops import ReceivedPack
 from penstock.rollout_service.packs.settlement import Settlement
@@ -190,6 +190,7 @@ class PackGenerator:
         """Roll out the tasks of one environment; one that raises loses its tasks, and no others."""
         groups: list[Group] = []
         refused: list[tuple[Task, TaskRefused]] = []
+        num_withdrawn = self.weights.num_withdrawn
         try:
             rolled = await self._with_baselines(environment, tasks, sampler)
         except TaskRefused as err:
@@ -206,7 +207,11 @@ class PackGenerator:
                 continue
             # Those of an earlier delivery were checked before, by the worker that played them.
             played = [member for member in members.kept if not isinstance(member, ContinuedEpisode)]
-            self._check_origin(task, [row for member in played for row in rows_of(member)])
+            rows = [row for member in played for row in rows_of(member)]
+            await self.weights.wait_until_verified({run.version for row in rows for run in row.version_runs})
+            if self.weights.num_withdrawn != num_withdrawn:
+                raise WeightsUnverified(f"{task.group_id}: a version was withdrawn that may have sampled it")
+            self._check_origin(task, rows)
             if lacks := _lacks_experts(task, [row for member in members.kept for row in rows_of(member)]):
                 refused.append((task, lacks))
                 continue

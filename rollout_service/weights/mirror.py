@@ -25,7 +25,7 @@ import os
 import shutil
 import time
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -37,18 +37,12 @@ from penstock.protocol.transport.blobs import Blobs
 from penstock.protocol.versions import PolicyVersion
 from penstock.protocol.weights.export import export_adapter
 from penstock.protocol.weights.manifest import ModelFile, VersionManifest
-from penstock.protocol.weights.manifest_chain import CatchUp, verify_head
+from penstock.protocol.weights.manifest_chain import verify_head
 from penstock.protocol.weights.version_reader import UNUSABLE, WeightReader
 from penstock.rollout_service.engines.weight_changes import NoChanges, WeightChanges
 from penstock.rollout_service.errors import MirrorFull, WeightsUnusable
 from penstock.rollout_service.weights.cache_folder import CacheFolder, MemoryFolder
-from penstock.rollout_service.weights.mirror_slot import (
-    NUM_REGULAR_SLOTS,
-    Slot,
-    changes_between,
-    nearest_source,
-    slot_to_write,
-)
+from penstock.rollout_service.weights.mirror_slot import NUM_REGULAR_SLOTS, Slot, nearest_source, slot_to_write
 
 if TYPE_CHECKING:
     from penstock.protocol.weights.signature import TrustedKeys
@@ -98,12 +92,6 @@ class AdapterMirror:
         return {PolicyVersion(int(path.name)): path for path in self._folder.iterdir() if path.name.isdecimal()}
 
 
-@dataclass(frozen=True, slots=True)
-class _Plan:
-    source: Slot | None  # copied into the slot first; None: start from what the slot holds, or from a full snapshot
-    chain: CatchUp
-
-
 class ModelMirror:
     def __init__(self, reader: WeightReader, blobs: Blobs, *, slots: Sequence[Path], files: Path) -> None:
         self.num_file_bytes = 0  # of config and tokenizer files, fetched so far
@@ -113,15 +101,15 @@ class ModelMirror:
         self._slots = [Slot(folder) for folder in slots]
         self._oldest_read: PolicyVersion | None = None  # by the fetch in progress
 
-    def fetch(self, target: VersionManifest, ref: BlobRef, in_use: Collection[PolicyVersion]) -> Path:
-        """Return the folder that holds ``target``, writing it if no slot does; slots ``in_use`` are not written to.
+    def fetch(self, target: VersionManifest, ref: BlobRef, in_use: Collection[PolicyVersion]) -> Slot:
+        """Return the slot that holds ``target``, writing it if no slot does; slots ``in_use`` are not written to.
 
         Raises one of `version_reader.UNUSABLE`, OSError, or ConfigError when every slot is in use.
         """
         for slot in self._slots:
             self._verify(slot)
             if slot.holds(target):
-                return slot.folder
+                return slot
         slot = self._slots[slot_to_write([slot.contents for slot in self._slots], in_use)]
         try:
             self._write(slot, target, ref)
@@ -133,13 +121,11 @@ class ModelMirror:
             self._write(slot, target, ref)
         finally:
             self._oldest_read = None
-        return slot.folder
+        return slot
 
-    def changes(self, base: PolicyVersion, target: PolicyVersion, limit: float) -> WeightChanges | NoChanges:
+    def changes(self, base: PolicyVersion, target: VersionManifest, limit: float) -> WeightChanges | NoChanges:
         held = {slot.version: slot for slot in self._slots}
-        if base not in held or target not in held:
-            return "chain"
-        return changes_between(self._reader, held[base], held[target], limit)
+        return held[base].changes(target, self._reader, limit) if base in held and target.base is None else "chain"
 
     def trim(self, keep: Collection[PolicyVersion]) -> None:
         for slot in self._slots[NUM_REGULAR_SLOTS:]:
@@ -155,23 +141,17 @@ class ModelMirror:
         return min([*bases, *([] if self._oldest_read is None else [self._oldest_read])], default=None)
 
     def _write(self, slot: Slot, target: VersionManifest, ref: BlobRef) -> None:
-        plan = self._plan(slot, target)
-        if plan.source is not None:
-            slot.copy(plan.source)
-        if plan.chain.manifests:
-            self._oldest_read = PolicyVersion(min(manifest.version for manifest in plan.chain.manifests))
-        slot.advance(plan.chain, ref, self._reader, self._link)
-
-    def _plan(self, slot: Slot, target: VersionManifest) -> _Plan:
-        """Return how to fetch the least: patches on the slot, patches on a copy of another slot, or a full snapshot."""
+        """Write what needs the least to be fetched: patches on the slot, patches on a copy of another slot, or a full snapshot."""
         chain = self._reader.plan(target, slot.base)
         number = nearest_source([slot.contents for slot in self._slots], PolicyVersion(target.version))
         if chain.anchor is not None and number is not None:
-            source = self._slots[number]
-            from_copy = self._reader.plan(target, source.base)
+            from_copy = self._reader.plan(target, self._slots[number].base)
             if from_copy.anchor is None:
-                return _Plan(source, from_copy)
-        return _Plan(None, chain)
+                slot.copy(self._slots[number])
+                chain = from_copy
+        if chain.manifests:
+            self._oldest_read = PolicyVersion(min(manifest.version for manifest in chain.manifests))
+        slot.advance(chain, ref, self._reader, self._link)
 
     def _verify(self, slot: Slot) -> None:
         try:
@@ -198,20 +178,15 @@ class MirroredVersion:
 
     version: PolicyVersion
     folder: Path
-    num_bytes: int  # fetched for it
+    num_bytes: int  # fetched since the one before, for its `changes` too
     fetch_s: float
     checksum: str  # the version's root
     base: MirroredVersion | None = None
+    is_patched: bool = False  # it was made of the version before and patches alone
 
     @property
     def model_folder(self) -> Path:
         return self.folder if self.base is None else self.base.folder
-
-
-@dataclass(frozen=True, slots=True)
-class _Start:
-    at: float
-    num_bytes: int
 
 
 class Mirror:
@@ -234,7 +209,7 @@ class Mirror:
         self._run_id, self._blobs = run_id, blobs
         self._on_disk, self._memory = CacheFolder(folder), memory
         self._reader = WeightReader(blobs, run_id, cache_bytes=CACHED_SEGMENT_BYTES, trusted_keys=trusted_keys)
-        self._epoch = 0
+        self._epoch = self._num_bytes = 0  # the newest lease seen; bytes fetched for what was returned
         self.folders: dict[str, Path] = {}  # whose disk may fill, by setting
         self._use(self._on_disk)
 
@@ -272,28 +247,37 @@ class Mirror:
         when the disk is full, ConfigError when it cannot be written to.
         """
         with self._translating_errors(version):
-            start = _Start(time.monotonic(), self._num_bytes())
-            target = self._reader.manifest(manifest_ref, version)
-            if newest:
-                verify_head(target, run_id=self._run_id, version=version, epoch=self._epoch)
-                self._epoch = target.epoch
+            started = time.monotonic()
+            target = self._target(version, manifest_ref, newest=newest)
             model = target if target.base is None else self._reader.base(target)
             self._place(model)
             if target.base is None:
-                return self._mirrored(target, self._models.fetch(target, manifest_ref, keep), start)
-            base = self._mirrored(model, self._models.fetch(model, target.base.manifest, keep), start)
-            return self._mirrored(target, self._adapters.fetch(target), start, base)
+                slot = self._models.fetch(target, manifest_ref, keep)
+                return replace(self._mirrored(target, slot.folder, started), is_patched=slot.is_patched)
+            folder = self._models.fetch(model, target.base.manifest, keep).folder
+            base = MirroredVersion(PolicyVersion(model.version), folder, 0, 0.0, model.state_root)
+            return self._mirrored(target, self._adapters.fetch(target), started, base)
 
-    def changes(self, base: PolicyVersion, target: PolicyVersion, limit: float) -> WeightChanges | NoChanges:
-        """Return what turns one model that is held into another, or why that is not known or more than ``limit``, a share of the words.
+    def changes(
+        self, base: PolicyVersion, version: PolicyVersion, manifest_ref: BlobRef, limit: float
+    ) -> WeightChanges | NoChanges:
+        """Return what turns a model that is held into the version to serve, or why that is not known or more than ``limit``, a share of the words.
 
-        Reads the stored patches between the two and the words that they name, no whole folder.
+        Reads the stored patches between the two and the words that they name, no whole folder. Of what it returns, objects and manifests
+        are verified, and the words by the base's copy; that the version is what its manifest says is verified by `fetch`.
         """
         try:
-            return self._models.changes(base, target, limit)
+            return self._models.changes(base, self._target(version, manifest_ref, newest=True), limit)
         except (*UNUSABLE, BlobStoreUnreachable, OSError) as err:
-            log.info("patches between two versions cannot be read", base=base, policy_version=target, error=str(err))
+            log.info("patches between two versions cannot be read", base=base, policy_version=version, error=str(err))
             return "chain"
+
+    def _target(self, version: PolicyVersion, manifest_ref: BlobRef, *, newest: bool) -> VersionManifest:
+        target = self._reader.manifest(manifest_ref, version)
+        if newest:
+            verify_head(target, run_id=self._run_id, version=version, epoch=self._epoch)
+            self._epoch = target.epoch
+        return target
 
     def trim(self, keep: Collection[PolicyVersion]) -> None:
         """Remove the models beyond two, and all adapters, whose version is not in ``keep``."""
@@ -313,19 +297,11 @@ class Mirror:
             cache.close()
 
     def _mirrored(
-        self, manifest: VersionManifest, folder: Path, start: _Start, base: MirroredVersion | None = None
+        self, manifest: VersionManifest, folder: Path, started: float, base: MirroredVersion | None = None
     ) -> MirroredVersion:
-        return MirroredVersion(
-            version=PolicyVersion(manifest.version),
-            folder=folder,
-            num_bytes=self._num_bytes() - start.num_bytes,
-            fetch_s=time.monotonic() - start.at,
-            checksum=manifest.state_root,
-            base=base,
-        )
-
-    def _num_bytes(self) -> int:
-        return self._reader.num_bytes + self._models.num_file_bytes
+        before, self._num_bytes = self._num_bytes, self._reader.num_bytes + self._models.num_file_bytes
+        num_bytes, fetch_s = self._num_bytes - before, time.monotonic() - started
+        return MirroredVersion(PolicyVersion(manifest.version), folder, num_bytes, fetch_s, manifest.state_root, base)
 
     @contextlib.contextmanager
     def _translating_errors(self, version: PolicyVersion) -> Iterator[None]:

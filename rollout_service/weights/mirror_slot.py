@@ -17,10 +17,8 @@ import shutil
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 from pydantic import ValidationError
 
 from penstock.protocol.errors import ConfigError, StateMismatch
@@ -40,7 +38,7 @@ from penstock.protocol.weights.layout import (
 from penstock.protocol.weights.manifest import ModelFile, VersionManifest
 from penstock.protocol.weights.manifest_chain import CatchUp, Held
 from penstock.protocol.weights.patch_segment import Bytes
-from penstock.protocol.weights.version_reader import WeightReader, for_buckets
+from penstock.protocol.weights.version_reader import ChangedWords, WeightReader, for_buckets
 from penstock.rollout_service.engines.weight_changes import NUM_THREADS, NoChanges, TensorChange, WeightChanges
 
 NUM_REGULAR_SLOTS = 2  # the version that is served, and the next one; further slots hold pinned versions
@@ -102,6 +100,7 @@ class Slot:
         self._journal = folder.with_suffix(".json")
         self.state = _read(self._journal)
         self._digests: list[list[TensorDigest]] | None = None  # of what it holds; None: not verified
+        self.is_patched = False  # what it holds is the version before and patches, in this process
 
     @property
     def version(self) -> PolicyVersion | None:
@@ -146,7 +145,7 @@ class Slot:
         becoming = HeldVersion(
             version=target.version, manifest=reference, state_root=target.state_root, layout=target.layout
         )
-        known, self._digests = self._digests, None
+        known, self._digests, self.is_patched = self._digests, None, plan.anchor is None
         if plan.anchor is not None:  # every bucket is fetched; files of the right size are overwritten
             known = None
         self._write(SlotState(holds=self.state.holds if plan.anchor is None else None, becoming=becoming))
@@ -156,7 +155,8 @@ class Slot:
 
         def bring(number: int) -> None:
             raw = self._map(layout, number)
-            reader.bring(plan, number, raw)
+            if not reader.bring(plan, number, raw):
+                self.is_patched = False
             digests[number] = bucket_digests(layout.buckets[number], raw.data)
 
         for_buckets(touched, bring)
@@ -178,9 +178,24 @@ class Slot:
         self._write(other.state)
         self._digests = None if other._digests is None else [*other._digests]
 
-    def words(self, layout: WeightLayout, number: int) -> NDArray[Any]:
-        """Return a bucket of the folder as unsigned integers [words], a view of the file."""
-        return self._map(layout, number).view(f"<u{layout.buckets[number].word_bytes}")
+    def changes(self, target: VersionManifest, reader: WeightReader, limit: float) -> WeightChanges | NoChanges:
+        """Return what turns the version that is held here into another; see `Mirror.changes`."""
+        plan, base = reader.plan(target, self.base), self.version
+        if plan.anchor is not None or base is None:
+            return "chain"
+        layout = reader.layout(target)
+        if sum(patch.num_changed for patch in plan.patches) > limit * layout.num_words:
+            return "dense"
+        of_buckets: dict[int, Sequence[TensorChange]] = {}
+
+        def find(number: int) -> None:
+            found = reader.changed_words(plan, number, self._map(layout, number))
+            of_buckets[number] = _tensor_changes(layout.buckets[number], found)
+
+        numbers = [number for number in range(len(layout.buckets)) if plan.changes_of(number)]
+        for_buckets(numbers, find, at_once=NUM_THREADS)
+        tensors = itertools.chain.from_iterable(of_buckets[number] for number in numbers)
+        return WeightChanges(base, PolicyVersion(target.version), layout.num_words, tuple(tensors))
 
     def remove(self) -> None:
         self._journal.unlink(missing_ok=True)
@@ -230,33 +245,8 @@ class Slot:
         self.state = state
 
 
-def changes_between(reader: WeightReader, base: Slot, target: Slot, limit: float) -> WeightChanges | NoChanges:
-    """Return what turns the version of one folder into that of another; see `Mirror.changes`."""
-    holds = target.state.holds
-    assert holds is not None
-    manifest = reader.manifest(holds.manifest, PolicyVersion(holds.version))
-    plan = reader.plan(manifest, base.base)
-    if plan.anchor is not None or base.base is None:
-        return "chain"
-    layout = reader.layout(manifest)
-    if sum(patch.num_changed for patch in plan.patches) > limit * layout.num_words:
-        return "dense"
-    of_buckets: dict[int, Sequence[TensorChange]] = {}
-
-    def find(number: int) -> None:
-        old, new = base.words(layout, number), target.words(layout, number)
-        of_buckets[number] = _tensor_changes(layout.buckets[number], reader.changed_words(plan, number), old, new)
-
-    numbers = [number for number in range(len(layout.buckets)) if plan.changes_of(number)]
-    for_buckets(numbers, find, at_once=NUM_THREADS)
-    tensors = itertools.chain.from_iterable(of_buckets[number] for number in numbers)
-    return WeightChanges(base.base.version, PolicyVersion(holds.version), layout.num_words, tuple(tensors))
-
-
-def _tensor_changes(
-    bucket: Bucket, words: NDArray[np.int64], before: NDArray[Any], after: NDArray[Any]
-) -> list[TensorChange]:
-    old, new = before[words], after[words]
+def _tensor_changes(bucket: Bucket, found: ChangedWords) -> list[TensorChange]:
+    words, old, new = found
     differs = old != new
     if not differs.all():
         words, old, new = words[differs], old[differs], new[differs]

@@ -1,6 +1,16 @@
 """Follow the published weights: newest announced → fetch → verify → apply → announce as applied.
 
-The version that is served never goes back, except while an evaluation pins an older one. Fetching happens while the engine
+Where the engine changes words in place, it does so first, and the worker's copy is written behind it:
+
+1. The changes from the served version are read from the stored patches: each object has its hash, each position is inside its tensor, the chain
+   of manifests starts at that version, each new value is finite. What is not so goes the folder's way, which refuses it.
+2. The engine applies them and answers with the version. The folder before stays: until 3 is done, a restart and any doubt load that.
+3. The folder is written and its root compared with the manifest's. Only then is the version announced as applied, does a restart load it, are packs
+   given that it has sampled, and does the next version begin: one copy is behind at most. A killed worker leaves it torn (`mirror_slot.py`).
+4. A copy that differs, cannot be written or takes longer than `COPY_DEADLINE_S` withdraws the version: the engine loads the folder before, and
+   what the version has sampled is sampled again. The next version goes the folder's way: fetched and verified first.
+
+So the version that is served goes back after a failure or to one that an evaluation pins, else never. Fetching happens while the engine
 generates; only the swap itself makes generation wait. Versions that are superseded while another is fetched are skipped.
 """
 
@@ -9,13 +19,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncIterator
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Collection
+from dataclasses import dataclass, replace
 
 import structlog
 
 from penstock.protocol import streams, subjects
-from penstock.protocol.errors import BusUnreachable, WireError
+from penstock.protocol.errors import BlobStoreUnreachable, BusUnreachable, WireError
 from penstock.protocol.facts import Head, WeightsPublished, decode
 from penstock.protocol.groups import BlobRef
 from penstock.protocol.transport.bus import Bus
@@ -23,13 +33,13 @@ from penstock.protocol.transport.key_value import KeyValue
 from penstock.protocol.versions import PolicyVersion, is_newer
 from penstock.rollout_service.checks.check_weights import WeightsCheck
 from penstock.rollout_service.engines.engine import Engine, first_of
-from penstock.rollout_service.engines.weight_changes import max_changed_share, stage_changes
-from penstock.rollout_service.errors import EngineDisagrees, TaskRefused, WeightsUnusable
-from penstock.rollout_service.retry import retry
+from penstock.rollout_service.engines.weight_changes import NoChanges, WeightChanges
+from penstock.rollout_service.errors import EngineDisagrees, MirrorFull, TaskRefused, WeightsUnusable
+from penstock.rollout_service.retry import DEADLINE_S, retry
 from penstock.rollout_service.weights.mirror import Mirror, MirroredVersion
 from penstock.rollout_service.weights.servable_versions import ServableVersions, VersionGate
 from penstock.rollout_service.weights.weight_announcements import Disagreement, PublishedVersions, WeightAnnouncements
-from penstock.rollout_service.weights.weight_swap import WeightSwap
+from penstock.rollout_service.weights.weight_swap import Patched, Swapped, WeightSwap
 
 log = structlog.get_logger("rollout.weight_follower")
 
@@ -38,6 +48,7 @@ ENGINE_CHECK_S = 600.0
 HEAD_POLL_S = 5.0  # how late a version is noticed whose announcement was missed
 PIN_DEADLINE_S = 60.0  # how long an announcement may come after the task that pins its version
 ISSUED_VERSION_DEADLINE_S = 30.0  # how long a pack waits for the version it was issued for
+COPY_DEADLINE_S = 600.0  # of the copy of a version that is served already
 _PIN_POLL_S = 0.05
 
 
@@ -65,6 +76,10 @@ class WeightFollower:
         self._engine_checked_at = -ENGINE_CHECK_S
         self._pins: list[PolicyVersion] = []  # one entry for each holder: their folders stay
         self._next: PolicyVersion | None = None  # being fetched, or fetched and waiting for its swap: its folder stays
+        self._patch: Patched | None = None  # that is served, and not verified yet
+        self._verified = asyncio.Event()  # replaced when that ends
+        self._copies_fail = False  # the last that should have been written behind an update was not
+        self.num_withdrawn = 0
 
     async def start(self) -> MirroredVersion:
         """Wait for the first usable version and have the engine serve it.
@@ -77,13 +92,8 @@ class WeightFollower:
             loop.call_soon_threadsafe(self._note_announcement, PolicyVersion(fact.version), fact.manifest)
 
         state = await self.bus.key_value(streams.state_bucket(self.run_id).bucket)
-        await self.bus.tail(
-            f"{self.run_id}-weights",
-            subjects.weights_published(self.run_id),
-            WeightsPublished,
-            on_published,
-            from_start=True,
-        )
+        subject = subjects.weights_published(self.run_id)
+        await self.bus.tail(f"{self.run_id}-weights", subject, WeightsPublished, on_published, from_start=True)
         self._state = state
         self.announcements.on_disagreement = self._changed.set
         await self.announcements.start()
@@ -108,9 +118,8 @@ class WeightFollower:
             if not await self._wait_for_change():
                 await self._read_head(self._state)
             if self._published.newest() != self.engine.version or self.gate.serves_older:
-                mirrored = await self._fetch_newest()
+                mirrored = None if await self._patch_newest() else await self._fetch_newest()
                 if mirrored is not None and self.swap.turns.is_held:  # else it is loaded when the engine resumes
-                    await self._stage(mirrored)
                     keeps_model = self.servable.shares_model(mirrored) and not self.gate.serves_older
                     async with contextlib.nullcontext() if keeps_model else self.gate.swap():
                         await self._apply_or_refuse(mirrored)
@@ -128,14 +137,73 @@ class WeightFollower:
         mirrored = await self._fetch_newest() if pin is None else await self._fetch(pin)
         return mirrored is not None and await self._apply_or_refuse(mirrored)
 
-    async def _stage(self, mirrored: MirroredVersion) -> None:
-        """Let the engine prepare the change from the weights it serves, while it generates; else it loads the folder."""
-        served, limit = self.engine.version, max_changed_share(self.engine)
-        if served is not None and mirrored.base is None and limit > 0.0:
-            with self.swap.metrics.applying("stage"):
-                async with self._fetching:
-                    changes = await asyncio.to_thread(self.mirror.changes, served, mirrored.version, limit)
-                await stage_changes(self.engine, changes)
+    async def _patch_newest(self) -> bool:
+        """Have the engine serve the newest version as a change of the one it serves, and write the copy then; False: it serves what it did."""
+        served, version, limit = self.engine.version, self._published.newest(), self.engine.max_changed_share
+        if served is None or version is None or version == served or not limit or self._copies_fail:
+            return False
+        patch, metrics = Patched(served, version, self._published.manifest(version)), self.swap.metrics
+
+        def find() -> WeightChanges | NoChanges:
+            with metrics.applying("fetch"):
+                found = self.mirror.changes(served, version, patch.manifest, limit)
+            if not isinstance(found, WeightChanges):
+                return found
+            with metrics.applying("check"):
+                return found if self._check.passes(version, ((t.dtype, t.new) for t in found.tensors)) else "chain"
+
+        started = time.monotonic()
+        async with self._fetching:
+            changes = await asyncio.to_thread(find)
+        fetch_s = time.monotonic() - started
+        with metrics.applying("stage"):
+            await self.engine.stage(changes)
+        if not isinstance(changes, WeightChanges) or not self.swap.turns.is_held:
+            return False
+        self._next, self._patch = version, patch
+        try:
+            async with self.gate.swap():
+                pause_s = await self.swap.patch(version)
+            return pause_s is not None and await self._copy(patch, pause_s, fetch_s)
+        finally:
+            self._next = self._patch = None
+            self._verified.set()
+            self._verified = asyncio.Event()
+
+    async def _copy(self, patch: Patched, pause_s: float, fetch_s: float) -> bool:
+        """Write and verify the copy of a version that is served already, and announce it; or withdraw the version. Returns True."""
+        copying = asyncio.create_task(self._fetch(patch.version, newest=True, behind=patch.manifest))
+        try:
+            await asyncio.wait({copying}, timeout=COPY_DEADLINE_S)
+            if not copying.done():
+                await self._withdraw(patch.version, f"not written and verified within {COPY_DEADLINE_S:.0f} s")
+            mirrored = await copying
+        except (WeightsUnusable, MirrorFull, BlobStoreUnreachable) as err:
+            await self._withdraw(patch.version, str(err))
+            if isinstance(err, WeightsUnusable):
+                await self._refuse(patch.version, err)
+            return True
+        finally:
+            copying.cancel()
+        if not mirrored.is_patched:
+            await self._withdraw(patch.version, "made of more than the patches that the engine has")
+        if not self._copies_fail and await self.engine.keep(mirrored.folder, patch.version):
+            self._newest = mirrored
+            await self.swap.announce(Swapped(replace(mirrored, fetch_s=fetch_s), patch.base, pause_s))
+        return True
+
+    async def _withdraw(self, version: PolicyVersion, problem: str) -> None:
+        reason = f"version {version} was served before its copy, which failed: {problem}"
+        log.error("version withdrawn", policy_version=version, reason=reason)
+        self._copies_fail = True
+        async with self.gate.swap():
+            await self.swap.withdraw(version, reason)
+        self.num_withdrawn += 1
+
+    async def wait_until_verified(self, versions: Collection[int]) -> None:
+        """Wait while one of the versions is served and its copy is not verified yet, `COPY_DEADLINE_S` and a load at most."""
+        while self._patch is not None and self._patch.version in versions:
+            await self._verified.wait()
 
     async def _check_engine(self, disagreement: Disagreement) -> None:
         """Have the engine load its files again; raises EngineDisagrees if its checksum was another one before.
@@ -170,7 +238,7 @@ class WeightFollower:
         except WeightsUnusable as err:
             await self._refuse(mirrored.version, err)
             return False
-        self._newest = mirrored
+        self._newest, self._copies_fail = mirrored, False
         return True
 
     async def _remove_unused(self) -> None:
@@ -272,14 +340,17 @@ class WeightFollower:
                     await self._refuse(version, err)
         return None
 
-    async def _fetch(self, version: PolicyVersion, *, newest: bool = False) -> MirroredVersion:
-        manifest = self._published.manifest(version)
+    async def _fetch(
+        self, version: PolicyVersion, *, newest: bool = False, behind: BlobRef | None = None
+    ) -> MirroredVersion:
+        """Fetch and check a version; ``behind`` is the manifest of one that is served already: a failure is not retried."""
+        manifest, metrics = behind or self._published.manifest(version), self.swap.metrics
 
         def fetch() -> MirroredVersion:
-            with self.swap.metrics.applying("fetch"):
+            with metrics.applying("copy" if behind else "fetch"):
                 mirrored = self.mirror.fetch(version, manifest, keep=self._in_use(), newest=newest)
             model = mirrored.base or mirrored
-            with self.swap.metrics.applying("check"):
+            with metrics.applying("copy" if behind else "check"):
                 self._check.check(model.folder, model.version)
             return mirrored
 
@@ -287,14 +358,15 @@ class WeightFollower:
             async with self._fetching:
                 return await asyncio.to_thread(fetch)
 
-        return await retry(attempt, f"fetch the weights of version {version}")
+        return await retry(attempt, f"fetch the weights of version {version}", deadline_s=0.0 if behind else DEADLINE_S)
 
     def _needed(self) -> set[PolicyVersion]:
         return {*self._pins, *([] if self._next is None else [self._next])}
 
     def _in_use(self) -> set[PolicyVersion]:
         served = (self.servable.model, self.engine.version, *self.servable.adapters)
-        return self._needed() | {version for version in served if version is not None}
+        base = set() if self._patch is None else {self._patch.base}
+        return self._needed() | base | {version for version in served if version is not None}
 
     async def _refuse(self, version: PolicyVersion, err: WeightsUnusable) -> None:
         self._published.refuse(version)

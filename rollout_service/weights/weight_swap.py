@@ -11,7 +11,7 @@ import contextlib
 import math
 import random
 import time
-from collections.abc import AsyncIterator, Callable, Collection
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -20,6 +20,7 @@ import structlog
 from penstock.protocol import streams
 from penstock.protocol.errors import BusError, CompareAndSwapFailed
 from penstock.protocol.facts import WeightsApplied
+from penstock.protocol.groups import BlobRef
 from penstock.protocol.transport.bus import Bus
 from penstock.protocol.transport.key_value import KeyValue
 from penstock.protocol.versions import PolicyVersion, is_newer
@@ -144,6 +145,13 @@ class Swapped:
     pause_s: float
 
 
+@dataclass(frozen=True, slots=True)
+class Patched:
+    base: PolicyVersion  # whose folder the engine had last
+    version: PolicyVersion
+    manifest: BlobRef
+
+
 @dataclass(eq=False, kw_only=True)
 class WeightSwap:
     engine: Engine
@@ -183,6 +191,18 @@ class WeightSwap:
             if not is_here:
                 await self._load_adapter(mirrored)
             return None if is_here or not is_newer(mirrored.version, previous) else Swapped(mirrored, previous, pause_s)
+
+    async def patch(self, version: PolicyVersion) -> float | None:
+        """Have the engine serve what was staged for a version; return the seconds of the pause, or None where it serves what it did."""
+        async with self._in_turn():
+            return await self._pausing(version, lambda mode: self.engine.patch(version, mode))
+
+    async def withdraw(self, version: PolicyVersion, reason: str) -> None:
+        """Have an engine that serves a patched version load the folder before it again."""
+        async with self._in_turn():
+            await self.engine.withdraw(version, reason)
+            if self.servable.model == version:
+                self.servable.set_model(self.engine.version or version)
 
     async def is_as_loaded(self, mirrored: MirroredVersion) -> bool:
         async with self._in_turn():
@@ -240,17 +260,28 @@ class WeightSwap:
             await self.engine.load(mirrored.folder, mirrored.version)
             self.servable.set_model(mirrored.version)
             return 0.0
+
+        async def load(mode: UpdateMode) -> bool:
+            await self.engine.load(mirrored.folder, mirrored.version, mode)
+            return True
+
+        await self._pausing(mirrored.version, load)
+        return self._pause_s
+
+    async def _pausing(self, version: PolicyVersion, update: Callable[[UpdateMode], Awaitable[bool]]) -> float | None:
+        """Let ``update`` change the model, in the mode that fits what runs; return the seconds, or None where it returns False."""
         async with contextlib.AsyncExitStack() as held:
             if self._pause_s > NEEDS_PERMIT_S:
                 with self.metrics.applying("permit"):
                     await held.enter_async_context(self.semaphore.permit())
             started = time.monotonic()
-            longest = self.servable.longest_running
-            mode = mode_of(self.update_mode, previous, mirrored.version, longest=longest, long_mode=self.long_mode)
+            longest, previous = self.servable.longest_running, self.engine.version
+            mode = mode_of(self.update_mode, previous, version, longest=longest, long_mode=self.long_mode)
             with self.metrics.applying("pause"):
-                await self.engine.load(mirrored.folder, mirrored.version, mode)
+                if not await update(mode):
+                    return None
             self._pause_s = time.monotonic() - started
-        self.servable.set_model(mirrored.version)
+        self.servable.set_model(version)
         return self._pause_s
 
     async def announce(self, swapped: Swapped) -> None:

@@ -103,7 +103,7 @@ class Worker:
         self.metrics = WorkerMetrics()
         sampler = Engine(ChatTokenizer.read(model), seed=num_ending, version=served - 1)
         serving: Any = SimpleNamespace(
-            applied={served - 1, served}, version=PolicyVersion(served), check_health=at_once, wait_for_version=at_once,
+            applied={served - 1, served}, version=PolicyVersion(served), check_health=at_once, num_withdrawn=0, wait_until_verified=at_once, wait_for_version=at_once,
             wait_for_ordinary=at_once, ordinary_waiting=contextlib.nullcontext, sampler=lambda _: sampler, refuse=at_once,
             pinned=lambda _: contextlib.AsyncExitStack(),
         )  # fmt: skip

@@ -68,6 +68,9 @@ class Run:
         if stages:
             found = type(found)(PolicyVersion(version - 1), version, found.num_words, found.tensors)
             await self.engine.stage(found)
+            if await self.engine.patch(version, "retract"):
+                assert await self.engine.keep(self.folder, version)
+                return
         await self.engine.load(self.folder, version, "retract")
 
     @property

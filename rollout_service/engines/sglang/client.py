@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import re
 import uuid
 from collections.abc import Sequence
 from pathlib import Path
@@ -45,6 +46,8 @@ log = structlog.get_logger("rollout.engine")
 
 _HEALTH_S = 30.0  # generates one token at most; SGLang itself gives up after 20 s
 _PAUSE_S = 60.0  # at most one decoding step
+# What the plugin answers where it has changed nothing; its figures mean that it has, and that something failed after it.
+_REFUSAL = re.compile(r'"penstock: (?!words=)')
 
 _NEUTRAL = {
     "min_p": 0.0,
@@ -198,7 +201,7 @@ class SglangClient(ReleasingHttpClient):
         return self._patcher.max_changed_share
 
     async def stage(self, changes: WeightChanges | NoChanges) -> None:
-        """Write the patch that the next load of that version applies; see `TakesChanges.stage`."""
+        """Write the patch that `patch` applies; see `TakesChanges.stage`."""
         if self._sampler.folder is not None:
             try:
                 await asyncio.to_thread(self._patcher.stage, changes, self._sampler.folder)
@@ -210,23 +213,18 @@ class SglangClient(ReleasingHttpClient):
         """Load the weights of a folder and confirm the version; see `EngineClient.load_weights`.
 
         The server flushes its prefix cache, except ``in_place``: then later requests carry the version as a cache key.
-        A staged patch that the server refuses has changed nothing: the folder is loaded in the same pause.
         """
         await self._prepare_load(version)
         async with self._adapters.turn, self._weights_turn:
             self._sampler.folder = folder
             if was_released := self._released:
                 await self._occupy("resume", "weights")
-            if mode != "drain":
-                await self._pause(mode)
-            elif self._may_be_paused:
-                await self._continue()
+            await self._pause(mode)
             flush = mode != "in_place"
-            if not await self._patch(folder, version, flush=flush):
-                await self._update(folder, version, flush=flush)
-                await self._map_parameters(folder, version, flush=flush)
+            await self._update(folder, version, flush=flush)
+            await self._map_parameters(folder, version, flush=flush)
             self._patcher.loaded()
-            self._cache_key = str(version) if mode == "in_place" else None
+            self._cache_key = None if flush else str(version)
             if was_released:
                 await self._occupy("resume", "kv_cache")
                 self._released = False
@@ -245,20 +243,29 @@ class SglangClient(ReleasingHttpClient):
         """Free the memory of ``tags``, or allocate it again, without its contents: a server started with --enable-memory-saver."""
         await self._http.call("POST", f"/{what}_memory_occupation", {"tags": tags}, self._load_s, parse=False)
 
-    async def _patch(self, folder: Path, version: PolicyVersion, *, flush: bool) -> bool:
-        prefix = self._patcher.take(version)
-        if prefix is None:
+    async def patch(self, version: PolicyVersion, mode: UpdateMode = "drain") -> bool:
+        """Apply the patch that is staged for a version; see `TakesChanges.patch`."""
+        prefix, folder = self._patcher.take(version), self._sampler.folder
+        if prefix is None or folder is None:
             return False
-        try:
-            message = await self._update(folder, version, flush=flush, load_format=f"penstock:patch:{prefix}")
-        except WeightsNotApplied as err:
-            log.warning("patch refused, loading the folder", policy_version=version, error=str(err))
-            self._patcher.refused()
-            return False
-        finally:
-            self._patcher.forget_staged()
-        self._patcher.num_bytes += patched_bytes(message)
-        return True
+        await self._prepare_load(version)
+        async with self._adapters.turn, self._weights_turn:
+            await self._pause(mode)
+            flush, load_format, applied = mode != "in_place", f"penstock:patch:{prefix}", False
+            try:
+                message = await self._update(folder, version, flush=flush, load_format=load_format)
+                applied = True
+            except WeightsNotApplied as err:
+                if not _REFUSAL.search(str(err)):
+                    raise
+                log.warning("patch refused, the folder will be loaded", policy_version=version, error=str(err))
+                self._patcher.refused()
+            else:
+                self._patcher.loaded(patched_bytes(message))
+                self._cache_key = None if flush else str(version)
+            if mode != "drain":
+                await self._continue()
+            return applied
 
     async def _map_parameters(self, folder: Path, version: PolicyVersion, *, flush: bool = True) -> None:
         """Ask a server that has the plugin, once, where each value of the folder is in its parameters; it has loaded that folder.
@@ -310,6 +317,10 @@ class SglangClient(ReleasingHttpClient):
         return str(answer.get("message"))
 
     async def _pause(self, mode: UpdateMode) -> None:
+        if mode == "drain":
+            if self._may_be_paused:
+                await self._continue()
+            return
         self._may_be_paused = True
         with self._pausing(mode):
             await self._http.call("POST", "/pause_generation", {"mode": mode}, self._load_s)

@@ -258,11 +258,13 @@ class WeightPatcher:
             self._staged = None
 
     def refused(self) -> None:
+        self.forget_staged()
         self._way = "refused"
 
-    def loaded(self) -> None:
+    def loaded(self, num_bytes: int = 0) -> None:
         """Count one load by its way, and forget what was staged for it."""
         self.forget_staged()
+        self.num_bytes += num_bytes
         self._loads[self._way] += 1
         self._way = "chain" if self._maps else "unsupported"
 

@@ -142,6 +142,22 @@ async def test_the_pool_serves_the_oldest_of_its_versions(model: Path):
             assert pool.version == V1
 
 
+async def test_a_patch_that_one_engine_refuses_is_withdrawn_from_the_others(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+):
+    with FaultyEngine() as one, FaultyEngine() as other:
+        async with pool_of(one, other, model=model) as pool:
+            for engine, takes in zip(pool._engines, (True, False), strict=True):
+
+                async def patch(*_: object, answer: bool = takes) -> bool:
+                    return answer
+
+                monkeypatch.setattr(engine.client, "patch", patch)
+            assert not await pool.patch(V1, "retract")
+            assert (pool.version, pool.applied) == (V0, {V0})
+            assert [[version for version, _ in engine.loads] for engine in (one, other)] == [["0", "0"], ["0"]]
+
+
 async def test_an_engine_that_has_its_version_serves_it_while_another_still_drains(model: Path):
     """New groups go to the engine that has loaded; a wait for the version waits for that engine only."""
     with FaultyEngine() as one, FaultyEngine() as other:

@@ -1,4 +1,4 @@
-"""A client loads a staged version as a patch, and reads its folder wherever the server or the patch leaves a doubt."""
+"""A client applies a staged version as a patch, and says where the server or the patch leaves a doubt; then its folder is read."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from torch import Tensor
 from penstock.protocol.versions import PolicyVersion
 from penstock.rollout_service.engines.sglang.client import SglangClient
 from penstock.rollout_service.engines.sglang.plugin import penstock_weight_patch as plugin
-from penstock.rollout_service.errors import EngineError, WeightsNotApplied
+from penstock.rollout_service.errors import EngineError
 
 V3, V4 = PolicyVersion(3), PolicyVersion(4)
 OFFER = {"internal_states": [{"penstock_weight_patch": {"protocol": 1, "tp_size": 1, "device": "cpu"}}]}
@@ -26,12 +26,15 @@ OFFER = {"internal_states": [{"penstock_weight_patch": {"protocol": 1, "tp_size"
 class PatchedEngine(FaultyEngine):
     """Holds a model, and does the plugin's jobs on it."""
 
-    def __init__(self) -> None:
-        self.model = FusedModel(torch.bfloat16)
+    def __init__(self, model: Any = None) -> None:
+        self.model: Any = model or FusedModel(torch.bfloat16)
         self.jobs: list[str] = []  # every load format, without its path
         self.fault = ""
         super().__init__(version="3")
         self.info = OFFER
+
+    def _get(self, path: str) -> tuple[int, Any]:
+        return (200, {}) if path == "/metrics" else super()._get(path)
 
     def _update(self, body: dict[str, Any]) -> tuple[int, Any]:
         name, _, rest = body["load_format"].partition(":")
@@ -51,6 +54,8 @@ class PatchedEngine(FaultyEngine):
                 plugin.write_map(self.model, found, f"{prefix}.0.json")
             else:
                 figures = plugin.apply_patch(self.model, f"{prefix}.0", self.version, int)
+                if self.fault == "patch: not flushed":
+                    return 400, {"success": False, "message": f"penstock: {figures}. The cache was not flushed."}
                 self.says = {"message": f"penstock: {figures}."}
         except plugin.Refused as refused:
             return 400, {"success": False, "message": f"penstock: {refused}", "num_paused_requests": 0}
@@ -108,23 +113,24 @@ async def test_a_staged_version_is_patched(engine: PatchedEngine, client: Sglang
     await client.started_with(versions.folder_3, V3)
     assert client.max_changed_share == 0.005
     await client.stage(versions.changes)
-    await client.load_weights(versions.folder_4, V4, "retract")
+    assert await client.patch(V4, "retract")
     assert engine.jobs == ["probe", "patch"]
     assert engine.pauses == ["retract", "continue"]
     assert versions.are_served(engine)
     assert list(versions.patches.iterdir()) == []
     assert ways(client) == {"engine_loads_patch"}
     assert client._patcher.figures()["engine_patch_bytes"] > 0
+    assert not await client.patch(V4)  # nothing is staged any more
     await client.load_weights(versions.folder_3, V3)
     assert engine.jobs == ["probe", "patch", "auto"]
     assert ways(client) == {"engine_loads_patch", "engine_loads_chain"}
 
 
 @pytest.mark.parametrize("doubt", ["refuses", "other version", "other words", "no file"])
-async def test_a_refused_patch_is_a_load_in_the_same_pause(
+async def test_a_refused_patch_changes_nothing_and_is_a_load_later(
     engine: PatchedEngine, client: SglangClient, versions: Versions, doubt: str
 ) -> None:
-    """The server refuses, or someone else has loaded other weights, or the file is gone."""
+    """The server refuses, or someone else has loaded other weights, or the file is gone: it samples on until the folder is there."""
     await client.started_with(versions.folder_3, V3)
     await client.stage(versions.changes)
     if doubt == "refuses":
@@ -136,22 +142,25 @@ async def test_a_refused_patch_is_a_load_in_the_same_pause(
     else:
         for path in versions.patches.iterdir():
             path.unlink()
+    assert not await client.patch(V4, "retract")
+    assert engine.pauses == ["retract", "continue"]
+    assert engine.version == ("2" if doubt == "other version" else "3")
     await client.load_weights(versions.folder_4, V4, "retract")
     assert engine.jobs == ["probe", "patch", "auto"]
-    assert engine.pauses == ["retract", "continue"]
     assert versions.are_served(engine)
     assert ways(client) == {"engine_loads_refused"}
 
 
-async def test_after_a_broken_connection_nothing_continues_and_the_folder_is_loaded(
-    engine: PatchedEngine, client: SglangClient, versions: Versions
+@pytest.mark.parametrize("fault", ["patch: disconnects", "patch: not flushed"])
+async def test_after_a_doubt_nothing_continues_before_a_folder_is_loaded(
+    engine: PatchedEngine, client: SglangClient, versions: Versions, fault: str
 ) -> None:
+    """A connection that breaks, or an error after the words were written: it is unknown what the server would sample."""
     await client.started_with(versions.folder_3, V3)
     await client.stage(versions.changes)
-    engine.fault = "patch: disconnects"
-    with pytest.raises(EngineError) as broken:
-        await client.load_weights(versions.folder_4, V4, "retract")
-    assert not isinstance(broken.value, WeightsNotApplied)
+    engine.fault = fault
+    with pytest.raises(EngineError):
+        await client.patch(V4, "retract")
     assert engine.pauses == ["retract"]
     await client.load_weights(versions.folder_4, V4, "retract")
     assert engine.jobs[-1] == "auto"
@@ -190,7 +199,7 @@ async def test_an_attached_server_is_mapped_in_its_first_load(
     """Before the pause ends: nothing runs while its parameters are compared."""
     await client.load_weights(versions.folder_3, V3)
     await client.stage(versions.changes)
-    await client.load_weights(versions.folder_4, V4, "in_place")
+    assert await client.patch(V4, "in_place")
     assert engine.jobs == ["auto", "probe", "patch"]
     assert engine.flushes[-1][2] is False
     assert versions.are_served(engine)

@@ -127,27 +127,32 @@ def test_versions_are_what_the_trainer_published(run: Run, open_mirror: OpenMirr
     assert folders == [folders[0], folders[1]] * 5
 
 
-def test_changes_are_those_between_two_versions_that_are_held(run: Run, open_mirror: OpenMirror) -> None:
-    """Applied to the values of one version they give the next, tensor by tensor, whichever versions the folders passed through."""
+def test_changes_are_those_from_a_version_that_is_held(run: Run, open_mirror: OpenMirror) -> None:
+    """Applied to the values of one version they give the next, tensor by tensor, before that is fetched; and of several at once."""
     mirror = open_mirror()
     for version in range(6):
         run.publish(version)
-        run.fetch(mirror, version, keep=(version - 1,))
         if version in (0, 3):
             continue
-        base, target = PolicyVersion(version - 1), PolicyVersion(version)
-        found = mirror.changes(base, target, 0.5)
+        base, target = PolicyVersion(max(mirror.held(), default=0)), PolicyVersion(version)
+        if not mirror.held():
+            run.fetch(mirror, 0)
+        found = mirror.changes(base, target, run.facts[version].manifest, 0.5)
         assert isinstance(found, WeightChanges)
         assert (found.base, found.version, found.num_words) == (base, target, 8240)
-        state = {name: tensor.clone().view(torch.int16) for name, tensor in run.states[version - 1].items()}
+        state = {name: tensor.clone().view(torch.int16) for name, tensor in run.states[base].items()}
         for change in found.tensors:
             at = torch.from_numpy(change.positions)
             assert state[change.name][at].tolist() == change.old.view(np.int16).tolist()
             state[change.name][at] = torch.from_numpy(change.new.view(np.int16))
         assert all(torch.equal(state[name].view(torch.bfloat16), t) for name, t in run.states[version].items())
-        assert 0 < found.num_changed < 0.02 * found.num_words
-    assert mirror.changes(PolicyVersion(4), PolicyVersion(5), 0.001) == "dense"
-    assert mirror.changes(PolicyVersion(3), PolicyVersion(5), 0.5) == "chain"
+        assert 0 < found.num_changed < 0.03 * found.num_words
+        run.fetch(mirror, version, keep=(base,))
+    run.publish(6)
+    assert mirror.changes(PolicyVersion(5), PolicyVersion(6), run.facts[6].manifest, 0.001) == "dense"
+    assert mirror.changes(PolicyVersion(3), PolicyVersion(6), run.facts[6].manifest, 0.5) == "chain"
+    run.publish(7, corrupt=(".pack",))
+    assert mirror.changes(PolicyVersion(5), PolicyVersion(7), run.facts[7].manifest, 0.5) == "chain"
 
 
 def test_a_version_is_fetched_once(run: Run, open_mirror: OpenMirror) -> None:
