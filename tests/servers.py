@@ -88,7 +88,7 @@ class NatsCluster:
         for name in names:
             self.nodes[name].launch()
         for name in names:
-            wait_for(self.nodes[name]._ready, f"{name} to be ready", 120.0)
+            wait_for(self.nodes[name]._ready, f"{name} to be ready")
 
     def stop(self) -> None:
         for node in self.nodes.values():

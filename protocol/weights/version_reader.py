@@ -243,7 +243,7 @@ class WeightReader:
         return len(header)
 
 
-def for_buckets(numbers: Sequence[int], action: Callable[[int], None], *, at_once: int = PARALLEL_BUCKETS) -> None:
+def for_buckets(numbers: Sequence[int], action: Callable[[int], object], *, at_once: int = PARALLEL_BUCKETS) -> None:
     """Do one thing for each number, so many at once; raises the first error, in the order of the numbers, once all have ended."""
     if len(numbers) == 1:
         action(numbers[0])

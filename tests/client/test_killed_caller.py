@@ -39,11 +39,11 @@ def test_a_run_whose_python_is_killed_writes_a_checkpoint_and_leaves_no_process(
         assert caller.stdout is not None
         assert caller.stdout.readline() == "started\n"
         folder = tmp_path / "killed"
-        wait_for(lambda: steps_of(folder) >= 3, "three steps", 180.0)
+        wait_for(lambda: steps_of(folder) >= 3, "three steps")
         below = psutil.Process(caller.pid).children(recursive=True)
         caller.kill()
-    wait_for(lambda: not run_folder.is_lock_held(folder), "the run's processes to end", 60.0)
-    wait_for(lambda: not any(is_going_on(one) for one in below), "the end of every process that was started", 30.0)
+    wait_for(lambda: not run_folder.is_lock_held(folder), "the run's processes to end")
+    wait_for(lambda: not any(is_going_on(one) for one in below), "the end of every process that was started")
     assert len(below) > 4
     reached = steps_of(folder)
     [newest] = sorted((folder / "checkpoints").glob("step*[0-9]"))[-1:]

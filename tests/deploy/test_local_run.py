@@ -103,12 +103,12 @@ def test_all_processes_exit_with_the_starter(run_file: Path, tmp_path: Path, how
     ) as run:
         try:
             if how == signal.SIGTERM:
-                wait_for(lambda: list((tmp_path / "runs").glob("*/metrics.jsonl")), "the first step", 120.0)
+                wait_for(lambda: list((tmp_path / "runs").glob("*/metrics.jsonl")), "the first step")
             for word in ("penstock.trainer", "penstock.reward_service", "embedded_engine"):
-                wait_for(lambda word=word: processes_of(tmp_path, word=word), word, 120.0)
+                wait_for(lambda word=word: processes_of(tmp_path, word=word), word)
             run.send_signal(how)
             assert run.wait(60.0) == (130 if how == signal.SIGTERM else -how)
-            wait_for(lambda: processes_of(tmp_path) == [], "the end of all processes", 30.0)
+            wait_for(lambda: processes_of(tmp_path) == [], "the end of all processes")
         finally:
             run.kill()
 
@@ -147,11 +147,11 @@ def test_a_restarted_reward_service_keeps_its_port_and_its_endpoints(run_file: P
             except (httpx.HTTPError, LookupError, TypeError):
                 return 0
 
-        wait_for(lambda: score() == 1, "the endpoint's first answer", 60.0)
+        wait_for(lambda: score() == 1, "the endpoint's first answer")
         for name in (REWARD, endpoint_name(file)):
             run.kill(name)
             wait_for(lambda name=name: [e.kind for e in run.events if e.name == name][-1] == "restarted", name)
-        wait_for(lambda: score() == 1, "an answer after both restarts", 60.0)
+        wait_for(lambda: score() == 1, "an answer after both restarts")
         assert run.reward_url == url
     assert processes_of(tmp_path) == []
 

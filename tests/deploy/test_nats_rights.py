@@ -188,7 +188,7 @@ def test_a_whole_run_needs_no_other_right_though_a_worker_is_killed(
     with RunOfRoles([str(run_file)], roles, s3_settings) as run:
         run.start()
         assert {view.name for view in run.processes()} == {REWARD, TRAINER, *WORKERS}
-        wait_for(lambda: len(processes_of(tmp_path, word="embedded_engine")) == 2, "both engines", 150.0)
+        wait_for(lambda: len(processes_of(tmp_path, word="embedded_engine")) == 2, "both engines")
         engines = processes_of(tmp_path, word="embedded_engine")
         pid = run.kill(WORKERS[0])
         assert run.wait(200.0) == 0, run.log_tail(TRAINER)
@@ -259,7 +259,7 @@ def test_a_key_that_never_expires_is_not_read_beyond_its_buckets_ttl(roles: Nats
         write(rollout, live, streams.heartbeat_key("rollout", f"w{number}"), encode(beat))
     beats, leases = (roles.bus("trainer").key_value(bucket).wait() for bucket in (live, leased))
     assert len(beats.entries().wait()) == 4
-    wait_for(lambda: not beats.entries().wait(), "the beats of the ghosts to count as outlived", 30.0)
+    wait_for(lambda: not beats.entries().wait(), "the beats of the ghosts to count as outlived")
     assert len(beats.entries(outlived=True).wait()) == 4, "they are still stored"
     assert [entry.key for entry in leases.entries(outlived=True).wait()] == [permit]
 

@@ -247,7 +247,7 @@ def test_a_worker_stores_what_its_teacher_says(
     with embedded_engine(tmp_path / "teacher", tmp_path, "--weight-version", "7") as engine:
         start_worker("w0", f"teacher.url={engine.url}", "teacher.attempts=1", "worker.task_attempts=1")
         trainer_side.issue("first", [asked, plain])
-        found, other = trainer_side.collect_groups(1, 120)
+        found, other = trainer_side.collect_groups(1)
     assert other.teacher is None
     assert found.teacher is not None
     dense = Dense(tmp_path / "teacher")
@@ -271,7 +271,7 @@ def test_a_worker_without_a_teacher_refuses_a_task_that_needs_one(
     start_worker("w0", *attached(faulty_engine))
     one, other = (make_task(f"e0.p{n}.a0", prompt_ids=[5, 6], group_size=2) for n in range(2))
     trainer_side.issue("first", [one.model_copy(update={"teacher_top_k": 0}), other])
-    assert [group.group_id for group in trainer_side.collect_groups(1, 60)] == ["e0.p1.a0"]
+    assert [group.group_id for group in trainer_side.collect_groups(1)] == ["e0.p1.a0"]
     wait_for(lambda: bool(trainer_side.dead), "the task to be dead-lettered")
     assert trainer_side.dead[0].reason == "no_teacher"
     assert "e0.p0.a0 needs a teacher's log-probabilities" in trainer_side.dead[0].detail

@@ -49,7 +49,7 @@ def check_redundant_groups(trainer_side: TrainerSide) -> None:
         ),  # all are waited for
     ]
     trainer_side.issue("redundant", tasks)
-    [delivery] = trainer_side.collect(1, 60)
+    [delivery] = trainer_side.collect(1)
     announced = delivery.fact.groups
     stored = group_pack.decode(trainer_side.blobs.get(delivery.fact.pack), described=announced)
     for task, group in zip(tasks, announced, strict=True):
@@ -75,7 +75,7 @@ def test_an_embedded_engine_is_started_updated_restarted_and_stopped(
     trainer_side.publish(0)
     worker = start_worker("w0")
     issue(trainer_side, "first")
-    [*groups] = trainer_side.collect_groups(1, 60)
+    [*groups] = trainer_side.collect_groups(1)
     assert [len(group.trajectories) for group in groups] == [4, 4, 4]
     assert {row.oldest_version for group in groups for row in group.trajectories} == {0}
     trainer_side.publish(1)
@@ -84,7 +84,7 @@ def test_an_embedded_engine_is_started_updated_restarted_and_stopped(
     first = engine_of(worker)
     os.kill(first, signal.SIGKILL)
     issue(trainer_side, "second")
-    groups = trainer_side.collect_groups(1, 60)
+    groups = trainer_side.collect_groups(1)
     assert {row.oldest_version for group in groups for row in group.trajectories} == {1}
     second = engine_of(worker)
     assert second != first
@@ -96,10 +96,10 @@ def test_an_embedded_engine_is_started_updated_restarted_and_stopped(
 
 def test_an_embedded_engine_exits_when_its_worker_is_stopped(trainer_side: TrainerSide, start_worker: StartWorker):
     worker = start_worker("w0")
-    wait_for(lambda: Path(f"/proc/{worker.pid}/task/{worker.pid}/children").read_text(), "a prepared engine", 60)
+    wait_for(lambda: Path(f"/proc/{worker.pid}/task/{worker.pid}/children").read_text(), "a prepared engine")
     engine = engine_of(worker)
     trainer_side.publish(0)
-    trainer_side.wait_applied("w0", 0, 60)
+    trainer_side.wait_applied("w0", 0)
     assert engine_of(worker) == engine
     worker.ask_to_stop()
     assert worker.wait(60) == 0
@@ -115,12 +115,12 @@ def test_a_pinned_evaluation_is_exact_on_the_embedded_engine(trainer_side: Train
         for i in range(4)
     ]
     trainer_side.issue("before", tasks)
-    before = trainer_side.collect_groups(1, 60)
+    before = trainer_side.collect_groups(1)
     for version in (1, 2):
         trainer_side.publish(version)
         trainer_side.wait_applied("w0", version)
     trainer_side.issue("after", tasks)
-    after = trainer_side.collect_groups(1, 60)
+    after = trainer_side.collect_groups(1)
     texts = [[group.trajectories[0].completion_text for group in groups] for groups in (before, after)]
     assert texts[0] == texts[1]
     trainer_side.issue("newest", [make_task(f"newest.p{i}", prompt_ids=[5, 6, 7 + i]) for i in range(4)])

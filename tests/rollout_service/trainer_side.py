@@ -139,7 +139,7 @@ class TrainerSide:
         split = fact.tasks[0].split if fact.tasks else "train"
         self.bus.publish(subjects.tasks(self.run_id, split), fact, msg_id=msg_id).wait()
 
-    def collect(self, count: int, deadline_s: float = 60.0) -> list[Delivery[GroupGenerated]]:
+    def collect(self, count: int, deadline_s: float = 180.0) -> list[Delivery[GroupGenerated]]:
         taken: list[Delivery[GroupGenerated]] = []
 
         def enough() -> bool:
@@ -151,7 +151,7 @@ class TrainerSide:
         wait_for(enough, f"{count} generated packs", deadline_s)
         return taken
 
-    def collect_groups(self, count: int, deadline_s: float = 60.0) -> list[Group]:
+    def collect_groups(self, count: int, deadline_s: float = 180.0) -> list[Group]:
         packs = self.collect(count, deadline_s)
         return [group for pack in packs for group in group_pack.decode(self.blobs.get(pack.fact.pack))]
 
@@ -163,7 +163,7 @@ class TrainerSide:
         entry = self._live.get(streams.heartbeat_key("rollout", worker_id)).wait()
         return None if entry is None else decode(entry.value, Heartbeat)
 
-    def wait_applied(self, worker_id: str, version: int, deadline_s: float = 60.0) -> None:
+    def wait_applied(self, worker_id: str, version: int, deadline_s: float = 180.0) -> None:
         wait_for(
             lambda: (worker_id, version) in [(fact.worker_id, fact.version) for fact in self.applied],
             f"{worker_id} to apply version {version}",

@@ -150,7 +150,6 @@ def test_a_version_that_changes_little_is_patched(trainer_side: TrainerSide, sgl
     wait_for(
         lambda: (beat := trainer_side.heartbeat("w0")) and beat.figures.get("engine_loads_patch", 0) >= 3,
         "three patches in the heartbeat",
-        30.0,
     )
 
 

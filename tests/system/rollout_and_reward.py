@@ -63,7 +63,7 @@ class Services:
             try:
                 reward.ready()
                 self.worker, self.reward = worker, reward
-                self.end.wait_applied("w0", 0, deadline_s=60.0)
+                self.end.wait_applied("w0", 0)
                 yield
                 assert worker.alive, "the worker died"
                 assert reward.alive(), "the reward service died"

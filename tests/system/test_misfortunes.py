@@ -63,11 +63,11 @@ def test_killed_servers_are_waited_for(services: Services) -> None:
     def away(server: NatsServer | S3Server, logs: Sequence[Path], words: str) -> None:
         services.engine.flow.clear()
         services.issue(2)
-        wait_for(lambda: services.engine.num_running > 0, "the engine to be busy", 60.0)
+        wait_for(lambda: services.engine.num_running > 0, "the engine to be busy")
         server.kill()
         services.engine.flow.set()
         started = time.monotonic()
-        wait_for(lambda: all(words in log.read_text() for log in logs), f"{words!r} in {logs}", 60.0)
+        wait_for(lambda: all(words in log.read_text() for log in logs), f"{words!r} in {logs}")
         outage(started)
         server.restart()
         services.issue(2)
@@ -92,7 +92,7 @@ def test_a_full_disk_below_s3_is_waited_for(own_nats: Callable[[], NatsServer], 
                     ballast = fill(disk)
                     services.issue(4)
                     services.engine.wait_for_requests(2)
-                    wait_for(lambda: "store pack pack-" in services.worker.log.read_text(), "the worker to say", 60.0)
+                    wait_for(lambda: "store pack pack-" in services.worker.log.read_text(), "the worker to say")
                     assert services.holds("generated") == 0
                     ballast.unlink()
                     services.wait_complete()
@@ -114,9 +114,9 @@ def test_a_full_disk_below_nats_is_waited_for(s3_server: S3Server, run_id: str, 
                     ballast = fill(disk)
                     services.engine.flow.set()
                     words = "is connected but does not answer: check its log, and whether its disk is full"
-                    wait_for(lambda: words in services.reward.output, "the reward service to say so", 40.0)
+                    wait_for(lambda: words in services.reward.output, "the reward service to say so")
                     if OUTAGE_S > 15.0:  # a publication is tried for so long
-                        wait_for(lambda: words in services.worker.log.read_text(), "the worker to report it", 60.0)
+                        wait_for(lambda: words in services.worker.log.read_text(), "the worker to report it")
                     ballast.unlink()
                     nats.kill()
                     nats.restart()

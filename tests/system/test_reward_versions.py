@@ -99,8 +99,8 @@ def test_the_record_of_a_run_shows_which_version_scored_which_group(
             lines = (folder / "metrics.jsonl").read_text().splitlines() if (folder / "metrics.jsonl").exists() else []
             return [row for row in map(json.loads, lines) if row["kind"] == "step"]
 
-        wait_for(lambda: register(0), "the reward service to take the first version", 120)
-        wait_for(lambda: len(steps()) >= 2 or run.poll() is not None, "two steps", 150)
+        wait_for(lambda: register(0), "the reward service to take the first version")
+        wait_for(lambda: len(steps()) >= 2 or run.poll() is not None, "two steps")
         assert register(1), (tmp_path / "log").read_text()[-3000:]
         assert run.wait(150) == 0, (tmp_path / "log").read_text()[-3000:]
     finally:

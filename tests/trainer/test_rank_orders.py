@@ -116,7 +116,7 @@ class Together:
         self.is_leader = False
         for rank, other in enumerate(others, start=1):
             RankOrders(other, self, "store", OSError)  # type: ignore[arg-type]
-            wait_for(lambda: len(self._answers) == rank, f"the thread of rank {rank}", 30.0)  # noqa: B023  called here
+            wait_for(lambda: len(self._answers) == rank, f"the thread of rank {rank}")  # noqa: B023  called here
         self.is_leader = True
 
     def channel(self) -> Any:

@@ -325,13 +325,13 @@ def test_stopped_killed_and_resumed_equals_uninterrupted(unbootstrapped: Run, bu
     def interrupted(one: Run, producer: ScriptedProducer) -> None:
         producer.limit = 12  # three steps
         first = one.start()
-        wait_for(lambda: len(one.steps()) == 3, "three steps", 120.0)
+        wait_for(lambda: len(one.steps()) == 3, "three steps")
         first.signal(signal.SIGTERM)
         first.wait(expected=128 + signal.SIGTERM)
         assert (one.home / "checkpoints" / "step00000003").is_dir()
         producer.limit = 20  # two more; the checkpoint after step 4 is the last
         second = one.start()
-        wait_for(lambda: len(one.steps()) == 5, "five steps", 120.0)
+        wait_for(lambda: len(one.steps()) == 5, "five steps")
         second.kill()
         producer.limit = None
         (last := one.start()).wait()

@@ -99,7 +99,7 @@ def _started(run: str, folder: Path, nats: NatsSettings, events: int, *words: st
     command = [sys.executable, "-P", "-m", *words, *_arguments(folder, nats)]
     process = subprocess.Popen(command, env={**os.environ, **login}, stderr=subprocess.DEVNULL)
     noted = folder / run / "trackers" / "tensorboard.json"
-    wait_for(lambda: noted.exists() and json.loads(noted.read_text())["event"] >= events, "the writer to write", 60.0)
+    wait_for(lambda: noted.exists() and json.loads(noted.read_text())["event"] >= events, "the writer to write")
     return process
 
 

@@ -34,10 +34,10 @@ def test_prometheus_reads_the_targets_and_evaluates_the_alerts(tmp_path: Path) -
             target = served.url.split("/")[2]
             entry = {"targets": [target], "labels": {"job": "penstock-rollout", "run": "r"}}
             prometheus.targets.write_text(json.dumps([entry]))
-            wait_for(lambda: bool(query("up == 1")), "a scrape", 30)
+            wait_for(lambda: bool(query("up == 1")), "a scrape")
             assert query("up")[0] == {"__name__": "up", "instance": target, "job": "penstock-rollout", "run": "r"}
             assert query("penstock_service_info")[0]["run"] == "r"
-        wait_for(lambda: bool(query("up == 0")), "the target to be down", 30)
+        wait_for(lambda: bool(query("up == 0")), "the target to be down")
         groups = httpx.get(f"{prometheus.url}/api/v1/rules", timeout=60).json()["data"]["groups"]
         assert [rule["name"] for rule in groups[0]["rules"]] == [alert.name for alert in ALERTS]
     finally:

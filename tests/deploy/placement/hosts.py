@@ -107,5 +107,5 @@ def stand_in(folder: Path, *, sleep_s: float = 600.0) -> Path:
 
 
 def started(folder: Path, count: int) -> list[Started]:
-    wait_for(lambda: len(list((folder / "started").glob("*.json"))) >= count, f"{count} processes", 60.0)
+    wait_for(lambda: len(list((folder / "started").glob("*.json"))) >= count, f"{count} processes")
     return [Started(*json.loads(file.read_text())) for file in (folder / "started").glob("*.json")]

@@ -607,7 +607,7 @@ def test_a_tail_yields_everything_in_order_from_the_start(bus: Bus, run_streams:
     wait_for(lambda: len(seen) == 5, "the old events")
     for number in range(5, 10):
         publish_event(bus, run_streams, number)
-    wait_for(lambda: len(seen) == 10, "the new events", 8.0)  # announced: sooner than by polling
+    wait_for(lambda: len(seen) == 10, "the new events")  # announced: sooner than by polling
     assert seen == [float(n) for n in range(10)]
 
 

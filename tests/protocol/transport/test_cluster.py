@@ -73,7 +73,7 @@ def write(state: KeyValue, value: bytes) -> int:
             found.append(state.put("head", value).wait())
         return bool(found)
 
-    wait_for(is_written, f"a leader of {state.bucket}", 120.0)
+    wait_for(is_written, f"a leader of {state.bucket}")
     return found[0]
 
 
@@ -266,7 +266,7 @@ def test_killed_servers_lose_and_double_nothing(cluster: NatsCluster, clustered:
         publishing.extend([issuing(clustered, run_id, len(publishing) + number) for number in range(30)])
 
     def wait_for_publications(what: str) -> None:
-        wait_for(lambda: all(publication.done() for publication in publishing), f"publications {what}", 120.0)
+        wait_for(lambda: all(publication.done() for publication in publishing), f"publications {what}")
 
     def consume(most: int) -> None:
         found = inbox.fetch(most, 1.0).wait()
@@ -310,9 +310,7 @@ def test_killed_servers_lose_and_double_nothing(cluster: NatsCluster, clustered:
     sequences = {publication.wait().sequence for publication in publishing}
     published = [f"p{number}" for number in range(len(publishing))]
     assert len(sequences) == len(published)
-    wait_for(
-        lambda: [consume(100), clustered.stream_state(spec.stream).wait().num_messages == 0][1], "an empty queue", 120.0
-    )
+    wait_for(lambda: [consume(100), clustered.stream_state(spec.stream).wait().num_messages == 0][1], "an empty queue")
     # The pack whose publication had no answer may be stored; a delivery whose acknowledgement was lost with a leader comes again.
     stored = {one for one in done if one[0] != "p1000000"}
     assert sorted(pack_id for pack_id, _ in stored) == sorted(published)

@@ -155,7 +155,7 @@ def test_an_example_registers_itself_and_scores_signed_requests(
     }
     name = {"python": "short_answers", "node": "balanced"}[language]
     process = example(*commands[language], REWARD_TOKEN="right", REWARD_SECRET=SECRET)
-    wait_for(lambda: name in service.endpoints("right"), f"{name} to be registered", 60)
+    wait_for(lambda: name in service.endpoints("right"), f"{name} to be registered")
     texts = {"python": ["1 2", "3", "1"], "node": ["(a)", "([)]", "((("]}[language]
     wire.announce([make_group("g", size=3, texts=texts, reward_name=name, ground_truth="1")])
     scored = wire.wait_scored("g")["g"][0]

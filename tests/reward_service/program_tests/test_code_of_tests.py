@@ -253,7 +253,7 @@ def test_a_proof_that_the_machine_ended_is_made_again(slot: Slot, monkeypatch: p
         before = {*descendants(zygote.pid)}
         run, jobs = start(self, zygote, *arguments, **named), jobs + 1
         if jobs == number:
-            wait_for(lambda: {*descendants(zygote.pid)} - before, "the tests to begin", 30.0)
+            wait_for(lambda: {*descendants(zygote.pid)} - before, "the tests to begin")
             for child in {*descendants(zygote.pid)} - before:
                 os.kill(child, signal.SIGKILL)
         return run

@@ -264,13 +264,13 @@ def test_zygotes_and_programs_exit_with_a_killed_service(kind: Kind) -> None:
     )
     service = subprocess.Popen([sys.executable, "-c", script])
     try:
-        wait_for(lambda: any(map(_is_sleeping_program, descendants(service.pid))), "the program to run", 60.0)
+        wait_for(lambda: any(map(_is_sleeping_program, descendants(service.pid))), "the program to run")
         held = descendants(service.pid)
     finally:
         service.kill()
         service.wait()
     assert len(held) >= 2
-    wait_for(lambda: not any(Path(f"/proc/{pid}").exists() for pid in held), "zygote and program to end", 30.0)
+    wait_for(lambda: not any(Path(f"/proc/{pid}").exists() for pid in held), "zygote and program to end")
 
 
 def test_a_machine_without_a_sandbox_refuses(monkeypatch: pytest.MonkeyPatch) -> None:

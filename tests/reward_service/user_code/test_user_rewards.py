@@ -176,7 +176,7 @@ def test_workers_exit_with_a_killed_service(wire: Wire, start_service: StartServ
     assert worker.exists()
     service.signal(signal.SIGKILL)
     service.wait()
-    wait_for(lambda: not worker.exists(), "the worker to end", 30.0)
+    wait_for(lambda: not worker.exists(), "the worker to end")
 
 
 @pytest.mark.parametrize(

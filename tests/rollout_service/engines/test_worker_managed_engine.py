@@ -264,7 +264,7 @@ async def test_a_hanging_engine_is_killed_and_restarted(tmp_path: Path, model: P
         await engine.check_health()
         assert engine.ready.is_set(), "an engine that answers is left alone"
         os.kill(first, signal.SIGSTOP)
-        wait_for(lambda: is_stopped(first), "SIGSTOP", 30.0)  # until then a thread may answer
+        wait_for(lambda: is_stopped(first), "SIGSTOP")  # until then a thread may answer
         with monkeypatch.context() as patch:
             patch.setattr(engine_http, "PROBE_S", 0.2)
             await engine.check_health()

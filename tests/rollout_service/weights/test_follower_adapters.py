@@ -58,7 +58,7 @@ def test_adapters_are_loaded_while_a_pack_generates_without_a_pause(
     build_endless_model(trainer_side.folder / "model-0")
     facts: dict[int, WeightsPublished] = {0: trainer_side.publish(0), 1: trainer_side.publish_adapter(1)}
     worker = start_worker("w0")
-    trainer_side.wait_applied("w0", 1, 60)
+    trainer_side.wait_applied("w0", 1)
     long = make_task("e0.p0.a0", prompt_ids=PROMPT, group_size=2, max_new_tokens=LONG, stop_token_ids=())
     trainer_side.issue("long", [long])
     wait_for(
@@ -80,7 +80,7 @@ def test_adapters_are_loaded_while_a_pack_generates_without_a_pause(
     assert httpx.get(f"{url_of(worker)}/v1/loads").json()["loads"][0]["num_running_reqs"] == 2, (
         "the long pack still runs"
     )
-    [first] = trainer_side.collect_groups(1, 60)
+    [first] = trainer_side.collect_groups(1)
     groups = [first, short, *sorted(pinned, key=lambda group: group.group_id)]
     assert versions_of(groups) == [{1}, {3}, {0}, {1}, {2}]
     models = {
@@ -96,7 +96,7 @@ def test_adapters_are_loaded_while_a_pack_generates_without_a_pause(
 
     worker.kill()
     worker.start()
-    wait_for(lambda: len(trainer_side.applied) == 4, "the restarted worker", 60)
+    wait_for(lambda: len(trainer_side.applied) == 4, "the restarted worker")
     assert (trainer_side.applied[-1].version, trainer_side.applied[-1].num_bytes) == (3, facts[3].num_bytes)
     again = make_task("e0.p2.a0", prompt_ids=PROMPT, issued_version=3, group_size=2, stop_token_ids=())
     trainer_side.issue("again", [again])

@@ -67,12 +67,12 @@ def test_versions_are_applied_while_a_pack_generates(
 ):
     trainer_side.publish(0)
     worker = start_worker("w0", f"worker.update_mode={mode}")
-    trainer_side.wait_applied("w0", 0, 60)
+    trainer_side.wait_applied("w0", 0)
     issue_long(trainer_side, worker)
     for version in (1, 2):
         trainer_side.publish(version)
         trainer_side.wait_applied("w0", version)
-    groups = trainer_side.collect_groups(1, 60)
+    groups = trainer_side.collect_groups(1)
     assert check(groups, models) == {0, 1, 2}
     assert "pack requeued" not in worker.log_tail(100)
 
@@ -83,13 +83,13 @@ def test_a_worker_killed_with_a_resumed_pack_loses_no_task(
     """Its partial completions are lost; the pack is redelivered to another worker and generated whole, once."""
     trainer_side.publish(0)
     first = start_worker("w0", "worker.update_mode=abort")
-    trainer_side.wait_applied("w0", 0, 60)
+    trainer_side.wait_applied("w0", 0)
     issue_long(trainer_side, first)
     trainer_side.publish(1)
     trainer_side.wait_applied("w0", 1)
     first.kill()
     start_worker("w1", "worker.update_mode=abort")
-    groups = trainer_side.collect_groups(1, 60)
+    groups = trainer_side.collect_groups(1)
     assert check(groups, models) == {1}
     wait_for(lambda: trainer_side.num_tasks() == 0, "the pack to be acknowledged")
 

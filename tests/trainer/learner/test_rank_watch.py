@@ -21,7 +21,7 @@ def test_the_other_rank_ends_when_one_is_suspended(tmp_path: Path, hung: int) ->
     """Its process is alive and its connections are open; the error says who does not answer, and the phase and step."""
     ranks = Fork(tmp_path, CHECK, "3", num_ranks=2)
     try:
-        wait_for(lambda: ranks.out.count("met") == 2, "both ranks", 120.0)
+        wait_for(lambda: ranks.out.count("met") == 2, "both ranks")
         pid = ranks.processes[hung].pid
         assert pid is not None
         os.kill(pid, signal.SIGSTOP)

@@ -187,7 +187,7 @@ def test_an_error_of_the_thread_is_raised_with_its_cause_and_nothing_is_acknowle
     trainer.checkpoint(2, "b")
     trainer.committer.thread.check()  # the thread has not got there
     trainer.gate.set()
-    wait_for(lambda: not trainer.committer.thread.is_busy, "the thread's end", 30.0)
+    wait_for(lambda: not trainer.committer.thread.is_busy, "the thread's end")
     for look in (trainer.committer.thread.check, trainer.committer.thread.wait, lambda: trainer.checkpoint(3, "c")):
         with pytest.raises(error, match=words):
             look()

@@ -366,10 +366,10 @@ def test_a_suspended_trainer_that_resumes_changes_nothing(run: Run) -> None:
     with run.producer() as producer:
         producer.limit = 2 * GROUPS_PER_STEP
         first = run.start()
-        wait_for(lambda: folder_name(2) in str(list(run.checkpoints.glob("*"))), "two steps", 60.0)
+        wait_for(lambda: folder_name(2) in str(list(run.checkpoints.glob("*"))), "two steps")
         first.signal(signal.SIGSTOP)
         second = run.start()
-        wait_for(lambda: '"event": "training"' in second.err, "the second trainer", 60.0)
+        wait_for(lambda: '"event": "training"' in second.err, "the second trainer")
         taken = run.scene.nats.settings.url.rpartition(":")[
             2
         ]  # by NATS; the first trainer has the run's on this machine

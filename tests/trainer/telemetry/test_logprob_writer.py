@@ -75,11 +75,11 @@ def test_what_cannot_be_stored_is_counted_and_said_once(unused_tcp_port: int, bl
             writer.submit(StepNumbers(step, step - 1, step), batch, learned)
         assert writer.num_lost >= 5  # and no write has ended
         gone.may_end.set()
-        wait_for(lambda: writer.num_lost == 8, "the writes that were waiting", 60.0)
+        wait_for(lambda: writer.num_lost == 8, "the writes that were waiting")
     assert len(said) == 1
     assert "2 steps wait for the object store" in said[0]
     with LogprobWriter(blobs, run_id, epoch=1, on_first_loss=said.append) as writer:
         writer.submit(StepNumbers(1, 0, 1), *a_step(float("-inf")))
-        wait_for(lambda: writer.num_lost == 1, "the refusal", 60.0)
+        wait_for(lambda: writer.num_lost == 1, "the refusal")
     assert "not a log-probability" in said[1]
     assert not list(blobs.list(blob_keys.logprobs_prefix(run_id)))

@@ -37,7 +37,7 @@ def serve(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], 
             port.unlink(missing_ok=True)
             server = subprocess.Popen([PYTHON, str(Path(__file__).with_name("openenv_server.py")), kind, str(port)])
             running[kind] = server, ""
-            wait_for(port.exists, f"the port of the OpenEnv server {kind}", 180.0)
+            wait_for(port.exists, f"the port of the OpenEnv server {kind}")
             running[kind] = server, f"http://127.0.0.1:{port.read_text()}"
         return running[kind][1]
 
