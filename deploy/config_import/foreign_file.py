@@ -19,6 +19,7 @@ from penstock.protocol.config.sources import scalar
 from penstock.protocol.errors import ConfigError
 
 UNASSIGNED = "\ue001"  # stands around the name of a variable that the file does not assign
+_MAX_SCRIPT = 256 * 1024  # a character takes up to 20 µs
 _MAX_CHARS = 1024**2  # that variables and references become
 _ASSIGNMENT = re.compile(r"(?:export\s+|declare\s+(?:-\w+\s+)?|local\s+|readonly\s+)?([A-Za-z_]\w*)(\+?)=")
 _VARIABLE = re.compile(r"\$(?:\{([A-Za-z_]\w*)(\[@\]|\[\*\])?(?::?-([^{}]*))?\}|([A-Za-z_]\w*)|([@*#?0-9]))")
@@ -97,7 +98,9 @@ class Budget:
 
 
 def read_shell(name: str, text: str) -> Found:
-    """Read the options of every command that starts a training; raises ConfigError for quotes that never end."""
+    """Read the options of every command that starts a training; raises ConfigError for quotes that never end, and for a long one."""
+    if len(text) > _MAX_SCRIPT:
+        raise ConfigError(f"{name}: a script of {len(text)} characters, the limit is {_MAX_SCRIPT}")
     foreign_config = Found()
     variables: dict[str, str] = {}
     arrays: dict[str, list[str]] = {}
