@@ -19,16 +19,7 @@ _WITH_QKV_BIAS = ("Qwen2ForCausalLM", _VISION)  # and with none behind the atten
 SUPPORTED_ROPE_TYPES = ("default", "linear", "llama3")
 # Of a vision_config: differ between copies of one model, or name the whole model in older files.
 _NOT_BUILT_FROM = ("model_type", "dtype", "torch_dtype", "transformers_version", "_name_or_path")
-_SIZES = [
-    "vocab_size",
-    "hidden_size",
-    "intermediate_size",
-    "num_layers",
-    "num_heads",
-    "num_kv_heads",
-    "head_dim",
-    "context_tokens",
-]
+_SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads", "head_dim", "context_tokens")  # fmt: skip
 _REQUIRED = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
 
 
