@@ -54,10 +54,7 @@ def head_problem(scope: Scope) -> Problem:
 
 
 def name_problem(request: HTTPConnection, hosts: Collection[str] | None, fix: str) -> Problem:
-    """Return status and reason for a header that is there twice, or a Host that is none of ``hosts`` (None: any); else None.
-
-    A web page whose name resolves to this machine could otherwise call a server that trusts every program of the machine.
-    """
+    """Return status and reason for a header that is there twice, or a Host, such as a web page's, that is none of ``hosts`` (None: any)."""
     for name in ("host", "authorization", "origin", "content-length"):
         if len(request.headers.getlist(name)) > 1:
             return 400, f"the header {name} is there twice; send it once"
@@ -288,11 +285,7 @@ def guard(
     app: FastAPI, check: Callable[[StrictRequest], Awaitable[None]], rules: Rules, *, max_bytes: int,
     max_depth: int | None = None,
 ) -> None:  # fmt: skip
-    """Add all checks of a server that anybody may start to an app that has no route yet.
-
-    ``check`` is awaited before a body is parsed, and what it raises is the answer; ``max_depth`` is how often the body's lists and
-    objects may be nested, None: as often as Python can read.
-    """
+    """Guard an app that has no route yet; ``check`` raises the answer, before a body is parsed that is nested ``max_depth`` times at most."""
     members = {"check": staticmethod(check), "max_depth": max_depth}
     app.router.route_class = type("CheckedRoute", (StrictRoute,), members)
     app.add_middleware(Guard, rules=rules, max_bytes=max_bytes)

@@ -21,6 +21,7 @@ from penstock.protocol.errors import ConfigError
 
 UNASSIGNED = "\ue001"  # stands around the name of a variable that the file does not assign
 OUTSIDE = {"HOME": str(Path.home())}  # variables of the environment that are the same here
+_MAX_SCRIPT = 256 * 1024  # a character takes up to 20 µs
 _MAX_CHARS = 1024**2  # that variables and references become
 _ASSIGNMENT = re.compile(r"(?:export\s+|declare\s+(?:-\w+\s+)?|local\s+|readonly\s+)?([A-Za-z_]\w*)(\+?)=")
 _VARIABLE = re.compile(r"\$(?:\{([A-Za-z_]\w*)(\[@\]|\[\*\])?(?::?-([^{}]*))?\}|([A-Za-z_]\w*)|([@*#?0-9]))")
@@ -116,7 +117,7 @@ class _Script:
 
 
 def read_shell(name: str, text: str, beside: Callable[[str], str | None] = lambda _: None) -> Found:
-    """Read the options of every command that starts a training; raises ConfigError for quotes that never end.
+    """Read the options of every command that starts a training; raises ConfigError for quotes that never end, and for a long one.
 
     ``beside`` returns the text of a file that the script sources, by its name relative to it; None: it is not there.
     """
@@ -130,6 +131,8 @@ def read_shell(name: str, text: str, beside: Callable[[str], str | None] = lambd
 
 
 def _read_all(name: str, text: str, script: _Script) -> None:
+    if len(text) > _MAX_SCRIPT:
+        raise ConfigError(f"{name}: a script of {len(text)} characters, the limit is {_MAX_SCRIPT}")
     for number, statement in _statements(text):
         try:
             _read(statement, script)

@@ -36,7 +36,7 @@ def read_yaml(name: str, text: str, beside: Callable[[str], str | None] = lambda
     try:
         content = _loaded(text)
         composed = _flat(name, _with_defaults(content, beside, []))
-    except (yaml.YAMLError, RecursionError, ValueError) as err:
+    except (yaml.YAMLError, RecursionError, ValueError, AttributeError, TypeError, LookupError) as err:  # !!timestamp x
         raise ConfigError(f"{name}: not valid YAML: {' '.join(str(err).split())}") from None
     own = {".".join(map(str, path)).replace("-", "_") for path, _ in leaves(content)}
     composed.inherited = {

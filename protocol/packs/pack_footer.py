@@ -163,6 +163,8 @@ class _Fields:
         size, kind = header >> 4, header & 0x0F
         if size == 15:
             size, position = self._varint(position)
+        if kind in (_LIST, _SET):  # without end, a recursion
+            raise PackError("the Parquet footer has a list of lists, which Parquet does not use")
         values: list[Any] = []
         for number in range(size):
             form = forms[number].match(self._data, position) if number < len(forms) and kind == _STRUCT else None

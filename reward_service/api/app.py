@@ -33,9 +33,7 @@ from penstock.reward_service.registry.reward_registry import RewardRegistry
 from penstock.serving.request_checks import Guard, Rules, StrictRoute, refuse
 
 _PREFIX = "penstock_reward_"
-_OPEN = (
-    "without tokens the Host header must be localhost or 127.0.0.1; set reward_service.tokens_file to allow other names"
-)
+_OPEN = "without tokens the Host header must be localhost or 127.0.0.1; other names need reward_service.tokens_file"
 _PUBLIC = frozenset({"/healthz", "/openapi.json", "/docs", "/docs/oauth2-redirect", "/redoc"})
 _REFUSALS: dict[int | str, dict[str, Any]] = {
     status: {"model": Refusal, "description": text}

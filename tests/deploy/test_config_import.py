@@ -41,6 +41,8 @@ GROWING = {
     "variables": (read_shell, "A=12345678\n" + "A=$A$A$A$A$A$A$A$A\n" * 9),
     "variables in quotes": (read_shell, "A=1234\n" + 'A="${A}x${A}x${A}x${A}"\n' * 15),
     "more values than a configuration has": (read_yaml, "[" + '"a",' * 250_000 + "]"),
+    "a tag of another value": (read_yaml, "a: !!timestamp x"),
+    "a long script": (read_shell, "a\n" * 2**18),
     "one variable often": (read_shell, f"A={'x' * 9999}\n" + "B=$A\n" * 999),
     "variables of a command": (read_shell, f"A={'x' * 99_999}\npython train.py " + "--a $A " * 999),
     "arrays": (read_shell, "A=(1 2)\n" + 'A=("${A[@]}" "${A[@]}")\n' * 40),
@@ -56,7 +58,8 @@ def test_a_small_file_that_becomes_a_large_one_is_refused(name: str) -> None:
     with (
         ends_within(20.0),
         pytest.raises(
-            ConfigError, match=r"aliases repeat more|more than 100000 values|variables become more|recursion"
+            ConfigError,
+            match=r"aliases repeat more|more than 100000 values|a script of|groupdict|variables become more|recursion",
         ),
     ):
         read("x", text)

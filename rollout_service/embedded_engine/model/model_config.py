@@ -19,6 +19,7 @@ _WITH_QKV_BIAS = ("Qwen2ForCausalLM", _VISION)  # and with none behind the atten
 SUPPORTED_ROPE_TYPES = ("default", "linear", "llama3")
 # Of a vision_config: differ between copies of one model, or name the whole model in older files.
 _NOT_BUILT_FROM = ("model_type", "dtype", "torch_dtype", "transformers_version", "_name_or_path")
+_SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads", "head_dim", "context_tokens")  # fmt: skip
 _REQUIRED = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
 
 
@@ -92,10 +93,7 @@ def read_model_config(folder: Path) -> ModelConfig:
     whole = _read_json(folder / "config.json")
     try:
         config = _config_of(folder, whole)
-        sizes = (
-            config.vocab_size, config.hidden_size, config.intermediate_size, config.num_layers, config.num_heads, config.num_kv_heads,
-            config.head_dim, config.context_tokens,
-        )  # fmt: skip
+        sizes = [getattr(config, name) for name in _SIZES]
         if not all(type(size) is int and size > 0 for size in sizes):
             raise ValueError(f"sizes {sizes}")
     except (ValueError, TypeError, KeyError, AttributeError, ArithmeticError) as error:

@@ -82,6 +82,14 @@ LONG = pa.table({"prompt": ["a" * 10_000_000]})
 VIEWS = pa.ListViewArray.from_arrays([0] * 1000, [1000] * 1000, pa.array(["a" * 100] * 1000))
 TWICE = pa.ListViewArray.from_arrays([0], [1000], VIEWS)
 _NO_TEXT = pa.Array.from_buffers(pa.string(), 1, [None, pa.py_buffer(b"\0\0\0\0\2\0\0\0"), pa.py_buffer(b"\xff\xfe")])
+
+
+def of_lists(path: Path) -> None:
+    """Write a Parquet file whose first page has a header of lists in lists."""
+    pq.write_table(LONG, path, use_dictionary=False, compression="none")
+    path.write_bytes(b"PAR1" + b"\x19" * 4000 + path.read_bytes()[4004:])
+
+
 DEEP = b"[" * 100_000 + b"]" * 100_000
 
 
@@ -114,6 +122,7 @@ DEEP = b"[" * 100_000 + b"]" * 100_000
         pytest.param("d.parquet", parquet(prompt=[b"\xff\xfe"]), "row 1: column prompt: expected a text", id="bytes"),
         pytest.param("d.parquet", parquet(prompt=_NO_TEXT), "row 1: a value that cannot be read", id="text that is none"),
         pytest.param("d.parquet", parquet(extra_info=pa.array([1], pa.timestamp("ns"))), "row 1: a value", id="nanoseconds"),
+        pytest.param("d.parquet", of_lists, "not a readable Parquet file .*list of lists", id="lists of lists"),
         pytest.param("d.parquet", _twice, "column prompt is there twice", id="a Parquet column twice"),
         pytest.param("d.parquet", parquet(**{f"c{n}": [1] for n in range(1000)}), "1002 columns", id="columns"),
         pytest.param("d.parquet", parquet(extra_info=["a" * 10_000_000]), "times its size; the limits are", id="a bomb"),
