@@ -54,6 +54,7 @@ test-more.faults := PENSTOCK_TEST_EXAMPLES=50 PENSTOCK_TEST_OUTAGE_S=60 $(BIN)/p
 test-more.secrets := PENSTOCK_TEST_SECRETS=1 $(BIN)/python -m pytest --timeout 300 tests/system/test_secrets_left.py
 test-more.images := PENSTOCK_TEST_IMAGES=1 $(BIN)/python -m pytest --timeout 900 tests/system/test_train_images.py
 test-more.experts := PENSTOCK_TEST_EXPERTS=1 $(BIN)/python -m pytest --timeout 900 tests/system/test_train_routed_episodes.py
+test-more.turns := PENSTOCK_TEST_TURNS=1 $(BIN)/python -m pytest --timeout 1800 tests/system/test_shared_device_run.py
 test-more.zoo := PENSTOCK_TEST_ZOO=1 $(BIN)/python -m pytest --timeout 900 tests/zoo
 test-more.trackers := PENSTOCK_TEST_TRACKERS=1 .venv-trackers/bin/python -m pytest --noconftest -o addopts= tests/console/tracking/test_writers.py
 test-more.environments := \
