@@ -112,7 +112,7 @@ def test_the_usual_data_sets_are_understood(truth: Any, extra: Any, tests: Any) 
         (42, {}),
         ({"inputs": ["1"], "outputs": []}, {}),
         ({"inputs": [], "outputs": []}, {}),
-        ({"inputs": [1], "outputs": ["1"]}, {}),
+        ({"inputs": [None], "outputs": ["1"]}, {}),
         ({"inputs": ["x"], "outputs": ["1"], "fn_name": "f"}, {}),
         ([{"input": "1"}], {}),
         ({"inputs": ["1"], "outputs": ["1"], "language": "rust"}, {}),
