@@ -113,9 +113,9 @@ def test_an_outage_during_the_watch_starts_it_again(own_nats: Callable[[], NatsS
         with LeaseWatch(lambda: Bus.connect(server.settings, name="watch"), "r") as watch:
             wait_for(lambda: watch._unchanged is not None, "the first look")
             server.kill()
+            killed = time.monotonic()  # the watch may look again before `restart` returns
             server.restart()
-            restarted = time.monotonic()
-            wait_for(lambda: watch._unchanged is None or watch._unchanged.since > restarted, "a new beginning")
+            wait_for(lambda: watch._unchanged is None or watch._unchanged.since > killed, "a new beginning")
             wait_for(lambda: watch._unchanged is not None, "another look")
             assert watch.end() is not None
 
