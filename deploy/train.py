@@ -26,7 +26,6 @@ from penstock.console.launch import JOIN_S, Nodes
 from penstock.console.live.panel import LivePanel
 from penstock.console.report import report
 from penstock.console.report.run_summary import RunSummary
-from penstock.console.tools import runs
 from penstock.deploy import resumption
 from penstock.deploy.bootstrap import bootstrap
 from penstock.deploy.early_checks import check_inputs, missing_rewards
@@ -98,8 +97,7 @@ def _train_local(
             run.check()
             for note in [*resumption.start_notes(arguments, os.environ), *missing_rewards(run.settings, options.serve)]:
                 print(note, file=sys.stderr)
-            run_folder.withdraw_pause(folder := run.folder)
-            (folder / runs.FAILURE).unlink(missing_ok=True)
+            run_folder.begin(folder := run.folder)
             print(f"run {run.run_id}: logs in {run.folder / 'logs'}", file=sys.stderr)
             print(f"algorithm {run.algorithm}", *run.placed.placement.lines(), sep="\n", file=sys.stderr)
             page.start()
@@ -114,7 +112,7 @@ def _train_local(
     except PenstockError as err:
         say(str(err))
         if folder is not None:
-            runs.write_failure(folder, str(err))
+            run_folder.write_failure(folder, str(err))
         return 1
     if code is None:
         say(resumption.stopped("train", again))
@@ -122,7 +120,7 @@ def _train_local(
     if code:
         say(f"the trainer ended with exit code {code}; its log ends with\n{log_tail}{fault_note(run.settings, fault)}")
         say_diagnoses(summary)
-        runs.write_failure(run.folder, (trainer and trainer.reason()) or f"exit code {code}", log_tail)
+        run_folder.write_failure(run.folder, (trainer and trainer.reason()) or f"exit code {code}", log_tail)
         return exit_status(code)
     say(f"{run.usage.wall_s:.1f} s of wall time, {run.usage.cpu_s:.1f} s of CPU time")
     write_report(run.folder, summary, as_json=as_json)
@@ -214,8 +212,7 @@ def train_attached(arguments: Sequence[str], nodes: Nodes | None, *, as_json: bo
             for note in resumption.start_notes(arguments, os.environ):
                 print(note, file=sys.stderr)
             create_what_is_missing(settings)
-            run_folder.withdraw_pause(settings.run.folder)
-            (settings.run.folder / runs.FAILURE).unlink(missing_ok=True)
+            run_folder.begin(settings.run.folder)
             seal_run_file(arguments, settings.run.folder)
             with run_folder.hold_lock(settings.run.folder), AttachedTrainer(command, settings.run) as trainer:
                 placed.write(settings.run.folder)
@@ -256,10 +253,10 @@ def _ending(
     if code == 0 and run_folder.is_pause_requested(settings.run.folder):
         return resumption.paused("train", again)
     if code and not trainer.is_logged:
-        runs.write_failure(settings.run.folder, f"the trainer ended with exit code {code}; its output says why")
+        run_folder.write_failure(settings.run.folder, f"the trainer ended with exit code {code}; its output says why")
     elif code:
         log_tail, note = trainer.child.log_tail(), fault_note(settings, trainer.child.fault())
-        runs.write_failure(settings.run.folder, trainer.child.reason() or f"exit code {code}", log_tail)
+        run_folder.write_failure(settings.run.folder, trainer.child.reason() or f"exit code {code}", log_tail)
         return f"the trainer ended with exit code {code}; its log ends with\n{log_tail}{note}"
     return ""
 

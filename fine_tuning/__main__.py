@@ -12,7 +12,6 @@ from typing import Any
 
 import structlog
 
-from penstock.console.tools import runs
 from penstock.fine_tuning.sections import DPO, RM, SFT, OwnSection, check_ranks
 from penstock.protocol import logs
 from penstock.protocol.config.run_file import Loaded, load, split_arguments
@@ -66,8 +65,7 @@ def fine_tune(command: OwnSection, arguments: Sequence[str]) -> int:
 
     ranks = Ranks()
     if ranks.is_leader:
-        run_folder.withdraw_pause(settings.run.folder)
-        (settings.run.folder / runs.FAILURE).unlink(missing_ok=True)
+        run_folder.begin(settings.run.folder)
     stop = threading.Event()
     signals = stop_on_signals(stop, is_leader=ranks.is_leader)
     try:
@@ -83,7 +81,7 @@ def fine_tune(command: OwnSection, arguments: Sequence[str]) -> int:
         log.debug("training failed", exc_info=True)
         sys.stderr.write(text)
         if ranks.is_leader:
-            runs.write_failure(settings.run.folder, text)
+            run_folder.write_failure(settings.run.folder, text)
         code = _ERROR
     ranks.leave(code)
     return code

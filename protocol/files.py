@@ -100,6 +100,13 @@ def read_regular(path: Path, most: int = MOST_BYTES) -> bytes:
         os.close(descriptor)
 
 
+class JsonTooLarge(ValueError):
+    """A JSON text whose values may take more memory than is allowed."""
+
+
+_MOST_BYTES_OF_A_CHARACTER = 260  # by `json_bytes`, which takes longer than to read a short text
+
+
 def json_bytes(text: str) -> int:
     """Return an upper bound of the bytes of memory that a JSON text and its values take: an empty list of two letters takes 72."""
     values = 4 * len(text) if "\\u" in text else sys.getsizeof(text)
@@ -107,13 +114,14 @@ def json_bytes(text: str) -> int:
 
 
 def json_value(data: bytes, most: int = MOST_JSON_BYTES, **hooks: Any) -> Any:
-    """Return the value of a JSON text of somebody else; ``hooks`` are those of `json.loads`.
+    """Return the value of a JSON text that is not trusted; ``hooks`` are those of `json.loads`.
 
-    Raises ValueError for what is no JSON or is nested too deeply, and, before it is read, for what may take more memory than ``most`` bytes.
+    Raises ValueError for what is no JSON or is nested too deeply, and JsonTooLarge, before it is read, for what may take more memory than
+    ``most`` bytes.
     """
     text = data.decode(json.detect_encoding(data))
-    if (size := json_bytes(text)) > most:
-        raise ValueError(f"it may take {size} bytes of memory, the limit is {most}")
+    if _MOST_BYTES_OF_A_CHARACTER * len(text) > most and (size := json_bytes(text)) > most:
+        raise JsonTooLarge(f"it may take {size} bytes of memory, the limit is {most}")
     try:
         return json.loads(text, **hooks)
     except RecursionError:

@@ -32,7 +32,7 @@ from penstock.protocol.errors import ConfigError, DeviceTaken
 Role = Literal["engine", "trainer"]
 POLL_S = 0.02  # between two looks at the locks
 _UNSAFE = re.compile(r"[^A-Za-z0-9_-]")
-_EXCLUSIVE, _SHARED, _AT_ONCE = fcntl.LOCK_EX, fcntl.LOCK_SH, fcntl.LOCK_NB
+_EXCLUSIVE, _SHARED = fcntl.LOCK_EX, fcntl.LOCK_SH
 
 
 def open_lock(folder: Path, device: str, kind: str) -> int:
@@ -52,6 +52,15 @@ def open_lock(folder: Path, device: str, kind: str) -> int:
             f"the locks of GPUs in {folder} cannot be used ({err.strerror}); set placement.lock_dir to a folder on a local disk that this "
             "user can write"
         ) from None
+
+
+def try_lock(handle: int, lock: int) -> bool:
+    """Return True if an open file could be locked (`fcntl.LOCK_EX` or `LOCK_SH`) at once."""
+    try:
+        fcntl.flock(handle, lock | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
 
 
 class SharedDevices:
@@ -149,12 +158,10 @@ class SharedDevices:
         handle = self._files[f"{name}.run"]
         deadline = time.monotonic() + 1.0  # a process that has just locked it alone writes its run's name
         while True:
-            with contextlib.suppress(BlockingIOError):
-                fcntl.flock(handle, _EXCLUSIVE | _AT_ONCE)
+            if try_lock(handle, _EXCLUSIVE):
                 os.ftruncate(handle, 0)
                 os.pwrite(handle, self._run_id.encode(), 0)
-            with contextlib.suppress(BlockingIOError):
-                fcntl.flock(handle, _SHARED | _AT_ONCE)  # in place of the other lock, for a moment without one
+            if try_lock(handle, _SHARED):  # in place of the other lock, for a moment without one
                 claimed_by = os.pread(handle, 1000, 0).decode("utf-8", "replace")
                 if claimed_by == self._run_id:
                     return
@@ -172,9 +179,7 @@ class SharedDevices:
         locked = []
         for name in self._names:
             handle = self._files[f"{name}.{kind}"]
-            try:
-                fcntl.flock(handle, lock | _AT_ONCE)
-            except BlockingIOError:
+            if not try_lock(handle, lock):
                 for other in locked:
                     fcntl.flock(other, fcntl.LOCK_UN)
                 return False
@@ -185,12 +190,9 @@ class SharedDevices:
         """Return True if a separately opened file can be locked: the lock of this process counts too."""
         handle = os.open(self._folder / f"{name}.{kind}", os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
         try:
-            fcntl.flock(handle, _EXCLUSIVE | _AT_ONCE)
-        except BlockingIOError:
-            return False
+            return try_lock(handle, _EXCLUSIVE)
         finally:
             os.close(handle)
-        return True
 
     def _record(self, name: str) -> Path:
         return self._folder / f"{name}.{os.getpid()}.json"

@@ -22,9 +22,14 @@ EVENTS_OF_REWARD_SERVICES = ("dead", "log", "reward_error")
 _READERS = {"tasks": "a rollout worker", "generated": "the reward service", "scored": "the trainer"}
 
 
+def similar_run_id(text: str) -> str:
+    """Return a text in the letters that a run's name may have; empty if none is left."""
+    return re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")[:48]
+
+
 def check_run_id(run_id: str) -> str:
     if not RUN_ID.fullmatch(run_id):
-        similar = re.sub(r"[^a-z0-9]+", "-", run_id.lower()).strip("-")[:48]
+        similar = similar_run_id(run_id)
         raise ConfigError(
             f"run id {run_id!r} must be 1 to 48 characters of a-z, 0-9 and '-', starting with a letter or digit"
             + (f", such as {similar}" if RUN_ID.fullmatch(similar) else "")

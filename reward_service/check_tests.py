@@ -1,10 +1,12 @@
-"""``python -m penstock.reward_service check-tests``: run the test programs of rows before a run does.
+"""``python -m penstock.reward_service check-tests``: run the test programs of rows, and read their ground truths, before a run does.
 
-Reads rows as JSON objects, one a line: ``place``, ``prompt``, ``data_source``, ``ground_truth``, ``extra_info``, the last
-two as values, and of those whose truth is to be read the name of their ``reward``, null: by the data source. Writes one JSON object for each row that the reward `code` would score, in order of completion:
-``{"place", "problem", "solution"}``. The problem is "" for tests that reject an empty program and one that returns
-nothing useful, and that accept the row's solution if it has one; the solution is that program or null. A row of another built-in
-reward whose truth no answer can be compared with is written too, without ``solution``.
+Reads rows as JSON objects, one a line: ``place``, ``prompt``, ``data_source``, ``ground_truth``, ``extra_info``, the last two as values;
+``reward`` where the ground truth is to be read, the name of the reward, null: that of the data source. Writes JSON objects, one a line:
+
+- for each row that the reward `code` would score, in order of completion, ``{"place", "problem", "solution"}``. The problem is "" for tests
+  that reject an empty program and one that returns nothing useful, and that accept the row's solution if it has one; the solution is that
+  program or null;
+- for each row of another built-in reward whose ground truth no answer can be compared with, ``{"place", "problem"}``.
 
 `penstock data check` and `penstock reward test` start it, because neither imports this service.
 """

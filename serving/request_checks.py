@@ -12,6 +12,7 @@ import time
 from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
+from urllib.parse import urlsplit
 
 from fastapi import FastAPI, HTTPException, Request, Response
 from fastapi.responses import JSONResponse
@@ -67,12 +68,12 @@ def is_of_this_site(request: HTTPConnection, *, unknown: bool) -> bool:
     """Return whether a request is not that of another site's page; ``unknown``: what it is without the headers of a browser."""
     if (site := request.headers.get("sec-fetch-site")) is not None:
         return site == "same-origin" or (unknown and site == "none")
-    origin = request.headers.get("origin")
-    return (
-        unknown
-        if origin is None
-        else origin == f"{request.scope.get('scheme', 'http')}://{request.headers.get('host', '')}"
-    )
+    if (origin := request.headers.get("origin")) is None:
+        return unknown
+    host = request.headers.get("host", "")
+    if unknown:  # behind a proxy that ends TLS the scheme is another one
+        return urlsplit(origin).netloc.lower() == host.lower()
+    return origin == f"{request.scope.get('scheme', 'http')}://{host}"
 
 
 def page_problem(request: HTTPConnection, *, any_body: bool = False) -> Problem:
@@ -122,6 +123,7 @@ class Guard:
 
     def _refusal(self, scope: Scope, request: HTTPConnection) -> Response | None:
         problem = head_problem(scope)
+        is_malformed = problem is not None
         if problem is None and not self._rules.is_open(request):
             problem = name_problem(request, self._hosts, self._rules.fix)
             if problem is None and not self._rules.has_page:
@@ -129,7 +131,8 @@ class Guard:
         if problem is None:
             return self._rules.admit(request)
         refusal = self._rules.answer(*problem, scope)
-        refusal.headers["connection"] = "close"  # what follows may not be where a request begins
+        if is_malformed:
+            refusal.headers["connection"] = "close"  # what follows may not be where a request begins
         return refusal
 
 

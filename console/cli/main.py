@@ -105,8 +105,8 @@ def samples(
               penstock samples my-run --dropped no_signal
     Then:     penstock reward test FILE, to score a sample by hand
     """
+    from penstock.console.cli.print_samples import print_samples
     from penstock.console.connections import NamedRun
-    from penstock.console.web.reading.printed_samples import print_samples
 
     return print_samples(NamedRun(run, arguments), options, as_json=json)
 

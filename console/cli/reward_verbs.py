@@ -106,7 +106,7 @@ def errors(run: RunName, *arguments: RunArguments, json: Json = False) -> int:
     Then:     penstock reward test NAME
     """
     from penstock.console.record.stored_run import with_local_servers
-    from penstock.console.tools.rewards import print_errors
+    from penstock.console.tools.reward_errors import print_errors
 
     return print_errors(with_local_servers(run, arguments), as_json=json)
 

@@ -43,7 +43,8 @@ class StoreFiles(Blobs):
         """Return a verified object. Raises BlobMissing or BlobCorrupt."""
         path = self._root / ref.key
         try:
-            data = read_regular(path, ref.size_bytes + 1) if path.resolve() == path else b""
+            is_inside = path.resolve() == path and path.is_relative_to(self._root)
+            data = read_regular(path, ref.size_bytes + 1) if is_inside else b""
         except (OSError, ValueError):
             data = b""
         if not data:

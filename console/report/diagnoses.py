@@ -81,7 +81,7 @@ def _rewards_fail(run: RunMetrics) -> Iterator[Diagnosis]:
             key="reward_fails",
             what=f"No step is made, as rewards fail: {run.failing}",
             cause="The endpoint, or the code of the reward, fails on every group; their rewards are asked for again, and never invented.",
-            cure="Mend it: the text above is its own error, and penstock reward errors RUN lists all; groups that wait continue then.",
+            cure="Fix the cause in the text above; penstock reward errors RUN lists all errors. Groups that wait continue then.",
         )
 
 
@@ -265,7 +265,7 @@ def _never_ends(run: RunMetrics) -> Iterator[Diagnosis]:
             what=f"{mean(shares):.0%} of the completions were cut at rollout.max_new_tokens, from the first step on.",
             cause="No answer ends: eos_token_id in the model's config.json or generation_config.json is not the token with which its "
             "chat template ends an answer, or the limit is far too small.",
-            cure="Read completions (penstock lineage RUN --full): where an answer is followed by more, mend eos_token_id; else raise the limit.",
+            cure="Read completions (penstock lineage RUN --full): where an answer is followed by more, correct eos_token_id; else raise the limit.",
         )
 
 
@@ -296,7 +296,7 @@ def _not_understood(run: RunMetrics) -> Iterator[Diagnosis]:
 
 
 def _held_out_stays(run: RunMetrics) -> Iterator[Diagnosis]:
-    """Say what the training reward rises by when the held-out prompts do not follow: exploited, or learned by heart."""
+    """Say what the training reward rises by when the held-out prompts do not follow: exploited, or memorised."""
     course, spread = run.course("reward_mean"), _mean(run.steps[:_EDGE], "reward_std")
     shown = held_out(run.evaluations)
     if course is None or spread is None or len(shown.points) < _LEAST or shown.before is None:
@@ -319,7 +319,7 @@ def _held_out_stays(run: RunMetrics) -> Iterator[Diagnosis]:
         yield Diagnosis(
             key="memorised",
             what=what,
-            cause="The training prompts are learned by heart: few different ones, or many passes over them.",
+            cause="The training prompts are memorised: few different ones, or many passes over them.",
             cure="penstock data check counts repeated prompts; use more prompts, or fewer steps.",
         )
 

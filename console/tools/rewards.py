@@ -1,4 +1,4 @@
-"""Call the HTTP API of a running reward service (`penstock reward list | test | drain | resume | remove`); count a run's errors.
+"""Call the HTTP API of a running reward service (`penstock reward list | test | drain | resume | remove`).
 
 A data file has no completions. `penstock reward test NAME --data FILE` scores each row with answers of known quality: its right
 answer in the usual formats, its recorded completion if it has one, another row's answer, and an empty one; a row of tests with
@@ -19,13 +19,9 @@ from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 from penstock.console import connections, launch
-from penstock.console.connections import NamedRun
-from penstock.console.live.watcher import read_run
 from penstock.console.terminal import one_line, print_table
-from penstock.protocol import logs
 from penstock.protocol.errors import ConfigError, PenstockError
 from penstock.protocol.transport import tls
-from penstock.protocol.transport.bus import Bus
 from penstock.protocol.transport.tls import handshake_problem
 
 if TYPE_CHECKING:
@@ -327,25 +323,3 @@ def _print(
         print(f"penstock: {len(failed)} of {len(rows)} rows could not be scored", file=sys.stderr)
     if spread["warning"]:
         print(f"penstock: warning: {spread['warning']}", file=sys.stderr)
-
-
-def print_errors(run: NamedRun, *, as_json: bool) -> int:
-    """Print the groups of a run without a reward, by reason, and whether they wait or were given up; return 1 when groups were dead-lettered. Raises ConfigError, BusUnreachable or MissingStream."""
-    settings = run.settings
-    logs.configure("reward-errors", level="error")
-    with Bus.connect(settings.nats, name="reward-errors", deadline_s=5.0) as bus:
-        errors = read_run(bus, run.id).reward_errors
-    by_count = sorted(errors.items(), key=lambda item: (-item[1].dead, -item[1].waited))
-    if as_json:
-        keys = ("waited", "dead", "newest")
-        print(
-            json.dumps([{"reason": reason} | {key: getattr(found, key) for key in keys} for reason, found in by_count])
-        )
-    elif not errors:
-        print(f"run {run} has no reward errors")
-    else:
-        right = ("waited", "dead letters")
-        rows = [(reason, found.waited, found.dead, found.newest) for reason, found in by_count]
-        print_table(("reason", *right, "newest message"), rows, right=right, wide=("newest message",))
-        print("\nwaited: times that groups were returned to the queue; dead letters: groups that were given up")
-    return 1 if any(found.dead for found in errors.values()) else 0

@@ -6,7 +6,6 @@ import contextlib
 import json
 import os
 import sys
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
@@ -25,8 +24,8 @@ from penstock.console.report.event_fields import number, read_object, setting
 from penstock.console.terminal import one_line, print_table, printable
 from penstock.protocol import streams
 from penstock.protocol.errors import BusError, ConfigError, MissingStream
-from penstock.protocol.files import atomic_write, read_regular
-from penstock.protocol.record.run_folder import RUN_LOCK, is_lock_held
+from penstock.protocol.files import read_regular
+from penstock.protocol.record.run_folder import FAILURE, RUN_LOCK, is_lock_held
 from penstock.protocol.secret_values import hide, scrub
 from penstock.protocol.subjects import RUN_ID
 
@@ -34,7 +33,6 @@ if TYPE_CHECKING:
     from penstock.protocol.transport.bus import Bus
 
 PLANNED = "planned-config.json"  # in the folder of a run that the Runs API created: the settings that it checked
-FAILURE = "failure.json"  # why the newest start of a run ended with an error; the next start removes it
 _MARKS = (
     "metrics.jsonl",
     "config.json",
@@ -66,16 +64,9 @@ class RunLine:
     failure: str = ""  # why it failed
 
 
-def write_failure(folder: Path, reason: str, log_tail: str = "") -> None:
-    """Keep why a run ended with an error, and the end of its log; a run without a folder has none."""
-    if folder.is_dir():
-        why = (scrub(reason).strip().splitlines() or ["its log says why"])[-1]
-        atomic_write(folder / FAILURE, json.dumps({"at": time.time(), "reason": why, "log": scrub(log_tail)}))
-
-
 def failure_of(folder: Path) -> tuple[str, str] | None:
     """Return the reason and the end of the log of a run that failed, None for one that did not."""
-    if state_of(folder) != "failed" or (document := read_object(folder / FAILURE)) is None:
+    if (document := read_object(folder / FAILURE)) is None or state_of(folder) != "failed":
         return None
     return one_line(document.get("reason", "")), printable(document.get("log", ""))
 

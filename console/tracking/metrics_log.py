@@ -9,7 +9,6 @@ import json
 import math
 import os
 import queue
-import re
 import secrets
 import sys
 import threading
@@ -32,7 +31,7 @@ from penstock.protocol import streams, subjects
 from penstock.protocol.config.schema_keys import SECTIONS
 from penstock.protocol.errors import ConfigError, PenstockError
 from penstock.protocol.facts import RunEvent
-from penstock.protocol.subjects import check_run_id
+from penstock.protocol.subjects import check_run_id, similar_run_id
 from penstock.protocol.transport import tls
 from penstock.protocol.transport.bus import Bus
 from penstock.protocol.transport.fact_publisher import Receipt
@@ -47,11 +46,12 @@ CONSOLE_URL = "http://127.0.0.1:8800"
 TOKEN = "PENSTOCK_CONSOLE_TOKEN"  # noqa: S105 - the name of a variable
 _ENDS = {"failed": "failed", "error": "failed", "finished": "finished", "completed": "finished"}  # by status
 _MOST_WAITING = 100_000  # events, while the console does not answer
-_MOST_NAME = 120  # characters
+_MOST_NAME, _MOST_TEXT = 120, 2000  # characters
+_MOST_FIGURES = 300  # of one event
 _BATCH = 500  # events of one request
 _PERIOD_S = 0.5  # between two requests
 _MOST_PAUSE_S = 10.0  # between two attempts
-_BEAT_S = 30.0  # a script without new figures says that it lives
+_BEAT_S = 30.0  # a script without new figures reports that it still runs
 _ANSWER_S = 10.0
 _CLOSE_S = 60.0
 
@@ -127,8 +127,8 @@ def _finite(step: int, values: Mapping[str, float]) -> dict[str, float]:
     if isinstance(step, bool) or not isinstance(step, int) or step < 0:
         raise ConfigError(f"step {step!r}: expected a whole number of at least 0")
     for name, value in values.items():
-        if isinstance(value, bool) or not isinstance(value, int | float):
-            raise ConfigError(f"{name} = {value!r}: expected a number; convert it with float()")
+        if isinstance(value, bool) or not isinstance(value, int | float) or sys.float_info.max < abs(value) != math.inf:
+            raise ConfigError(f"{name} = {value!r:.80}: expected a number; convert it with float()")
     return {name[:_MOST_NAME]: float(value) for name, value in values.items() if math.isfinite(value)}
 
 
@@ -154,20 +154,20 @@ class DualLogger:
         wandb_tags: Sequence[str] | None = None,
         wandb_enabled: bool = True,
     ) -> None:
-        """Begin a run, or go on with it. The console is at ``platform_url``, else at PLATFORM_URL, else on this machine.
+        """Begin a run, or continue it. The console is at ``platform_url``, else at PLATFORM_URL, else on this machine.
 
         Its token is PENSTOCK_CONSOLE_TOKEN, of role log. W&B is used where a project is given, or WANDB_PROJECT is set. Raises
         ConfigError when the console refuses, or wandb is not installed; a console that does not answer is tried again later.
         """
         self.num_lost = 0
-        self._run = check_run_id(re.sub(r"[^a-z0-9]+", "-", job_uuid.lower()).strip("-")[:48] or job_uuid)
-        self._step, self._is_over = 0, False
-        self._waiting: queue.Queue[dict[str, Any] | None] = queue.Queue(_MOST_WAITING)
+        self._run = check_run_id(similar_run_id(job_uuid) or job_uuid)
+        self._step, self._state, self._pid = 0, "running", os.getpid()
+        self._waiting: queue.Queue[bytes | None] = queue.Queue(_MOST_WAITING)  # events as JSON
         self._thread = self._wandb = None
         self._close_by = math.inf
         if project := wandb_enabled and (wandb_project or os.environ.get("WANDB_PROJECT")):
             KIND.require_installed()
-            key = hashlib.sha256(self._run.encode()).hexdigest()[:16]  # a script goes on with its run of W&B
+            key = hashlib.sha256(self._run.encode()).hexdigest()[:16]  # a script continues its run of W&B
             place = Path(os.environ.get("WANDB_DIR", "."))
             names = Destination(self._run, project, wandb_run_name or job_uuid, place, key, entity=wandb_entity or "")
             self._wandb = WandbWriter(replace(names, tags=wandb_tags or ()))
@@ -189,7 +189,8 @@ class DualLogger:
         """Send the figures of one step; one that is not finite is left out. Raises ConfigError for what is no number."""
         figures = _finite(step, metrics if epoch is None else {**metrics, "epoch": epoch})
         self._step = step
-        self._send(METRICS, step=step, values=figures)
+        for names in (list(figures)[first : first + _MOST_FIGURES] for first in range(0, len(figures), _MOST_FIGURES)):
+            self._send(METRICS, step=step, values={name: figures[name] for name in names})
         if self._wandb is not None:
             self._row += 1
             self._wandb.write(Row(self._row, step, time.time(), figures))
@@ -208,10 +209,9 @@ class DualLogger:
         self.log_metrics(step, {f"eval/{name}": value for name, value in results.items()})
 
     def log_status(self, status: str, message: str = "") -> None:
-        """Say how it goes; ``failed`` and ``finished`` (or ``completed``) are states of the run. An alert in W&B."""
-        state = _ENDS.get(status.lower(), "running")
-        self._is_over = state != "running"
-        self._send("state", text=": ".join(filter(None, (status, message))), state=state)
+        """Report a state; ``failed`` and ``finished`` (or ``completed``) are states of the run. An alert in W&B."""
+        self._state = _ENDS.get(status.lower(), "running")
+        self._send("state", text=": ".join(filter(None, (status, message))))
         if self._wandb is not None:
             self._wandb.alert(status, message)
 
@@ -222,15 +222,16 @@ class DualLogger:
             self._wandb.configure(config)
 
     def log_summary(self, summary: Mapping[str, float]) -> None:
-        """Send the last word on the run, as figures ``summary/NAME`` of its last step."""
+        """Send the final figures of the run, as ``summary/NAME`` of its last step."""
         self.log_metrics(self._step, {f"summary/{name}": value for name, value in summary.items()})
         if self._wandb is not None:
             self._wandb.summarise(summary)
 
     def finish(self) -> None:
         """End the run; waits at most a minute until all is sent."""
-        if not self._is_over:
-            self._send("state", text="finished", state="finished")
+        if self._state == "running":
+            self._state = "finished"
+            self._send("state", text="finished")
         self.close()
         if self._wandb is not None:
             self._wandb.close(finished=True)
@@ -240,55 +241,88 @@ class DualLogger:
         self._close_by = min(self._close_by, time.monotonic() + _CLOSE_S)
         thread, self._thread = self._thread, None
         if thread is not None:
-            self._waiting.put(None)
-            thread.join()
+            with contextlib.suppress(queue.Full):  # then the thread ends by `_close_by`
+                self._waiting.put(None, timeout=_CLOSE_S)
+            thread.join(_CLOSE_S + _ANSWER_S)
             self._client.close()
             atexit.unregister(self.close)
 
     def _send(self, kind: str, **event: Any) -> None:
-        if self._thread is not None:
-            try:
-                self._waiting.put_nowait({"kind": kind, "at": time.time(), **event})
-            except queue.Full:
-                self.num_lost += 1
+        if self._thread is None:
+            return
+        if "text" in event:
+            event["text"] = event["text"][:_MOST_TEXT]
+        document = {"kind": kind, "at": time.time(), "state": self._state, **event}
+        try:
+            if os.getpid() != self._pid:  # a forked process has no thread that sends
+                raise queue.Full
+            self._waiting.put_nowait(json.dumps(document, ensure_ascii=False).encode("utf-8", "replace"))
+        except queue.Full:
+            self.num_lost += 1
 
     def _work(self) -> None:
-        """Send what waits; nothing after half a minute, by which the run is known to go on. None is the last event."""
+        """Send what waits; nothing after half a minute, so that the console knows that the script still runs. None is the last event."""
         is_closing = False
-        while not is_closing:
-            events: list[dict[str, Any] | None] = []
+        while not is_closing and time.monotonic() < self._close_by:
+            events: list[bytes | None] = []
             with contextlib.suppress(queue.Empty):
                 events.append(self._waiting.get(timeout=_BEAT_S))
                 time.sleep(_PERIOD_S if events[0] else 0.0)
                 events += [self._waiting.get() for _ in range(min(self._waiting.qsize(), _BATCH))]
             is_closing = None in events
             self._deliver([event for event in events if event])
+        if rest := self._waiting.qsize():
+            self._lose(rest, f"the logger was closed {_CLOSE_S:.0f} s ago")
 
-    def _deliver(self, events: list[dict[str, Any]]) -> None:
-        """Send events until they are stored, refused, or the logger is closed for a minute."""
+    def _deliver(self, events: list[bytes]) -> None:
+        """Send events until they are stored, or the logger is closed for a minute; what is refused together is sent in parts."""
         pause = _PERIOD_S
         try:
             while problem := self._post(events):
-                if time.monotonic() > self._close_by:
-                    raise ConfigError(problem)
-                time.sleep(pause)
+                if (left := self._close_by - time.monotonic()) <= 0.0:
+                    self._lose(len(events), problem)
+                    return
+                time.sleep(min(pause, left))
                 pause = min(2 * pause, _MOST_PAUSE_S)
+        except _EventsRefused as err:
+            if len(events) <= 1:
+                self._lose(len(events), str(err))
+                return
+            for part in (events[: len(events) // 2], events[len(events) // 2 :]):
+                self._deliver(part)
         except ConfigError as err:
-            self.num_lost += len(events)
-            _log.error("events not stored", run=self._run, events=len(events), error=str(err))
+            self._lose(len(events), str(err))
 
-    def _post(self, events: list[dict[str, Any]]) -> str:
+    def _lose(self, num_events: int, problem: str) -> None:
+        if num_events:
+            self.num_lost += num_events
+            _log.error("events not stored", run=self._run, events=num_events, error=problem)
+
+    def _post(self, events: list[bytes]) -> str:
         """Return why the events wait, empty when they are stored. Raises ConfigError when the console refuses them."""
+        body, left = b'{"events":[' + b",".join(events) + b"]}", self._close_by - time.monotonic()
         try:
-            answer = self._client.post(f"/v1/runs/{self._run}/metrics", json={"events": events})
+            answer = self._client.post(
+                f"/v1/runs/{self._run}/metrics", content=body, headers={"content-type": "application/json"},
+                timeout=min(_ANSWER_S, max(left, 0.1)),
+            )  # fmt: skip
         except httpx.HTTPError as err:
             return f"no console answers at {self._client.base_url} ({type(err).__name__})"
         if answer.status_code == HTTPStatus.TOO_MANY_REQUESTS or answer.is_server_error:
             return f"the console answers {answer.status_code}"
         if not answer.is_success:
             fix = "" if TOKEN in os.environ else f"; set {TOKEN} to a token of: penstock console token NAME --role log"
-            raise ConfigError(f"{self._client.base_url} answers {answer.status_code}: {answer.text[:500]}{fix}")
+            kind = (
+                _EventsRefused
+                if answer.status_code in (HTTPStatus.REQUEST_ENTITY_TOO_LARGE, HTTPStatus.UNPROCESSABLE_ENTITY)
+                else ConfigError
+            )
+            raise kind(f"{self._client.base_url} answers {answer.status_code}: {answer.text[:500]}{fix}")
         return ""
+
+
+class _EventsRefused(ConfigError):
+    """The console refuses one of the events, or all of them together."""
 
 
 def _client(url: str) -> httpx.Client:

@@ -53,7 +53,7 @@ CALLER = "penstock.caller"  # key of the scope
 TOKEN = "penstock.token"  # noqa: S105 - key of the scope: the token that was sent
 PUBLIC = frozenset({"/", "/healthz", "/login", "/favicon.ico"})
 STATIC = "/static/"
-_GUIDE = "/api/jobs"
+_GUIDE = re.compile(r"/api/jobs(?P<run>(?:/[^/]*)?)(?P<rest>.*)", re.DOTALL)
 _SAFE = frozenset({"GET", "HEAD", "OPTIONS"})
 HEADERS = {
     "content-security-policy": (
@@ -246,12 +246,10 @@ class Gate:
                 message = {**message, "headers": [*message["headers"], *extra]}
             await send(message)
 
-        if scope["type"] == "http" and scope["path"].startswith(
-            _GUIDE
-        ):  # the platform guide's name of a run, and its rows of metrics
-            path = "/v1/runs" + scope["path"].removeprefix(_GUIDE)
-            is_rows = path.endswith("/metrics") and scope["method"] == "GET"
-            scope["path"] = path.removesuffix("/metrics") + "/rows" if is_rows else path
+        # The platform guide's name of a run, and its rows of metrics.
+        if scope["type"] == "http" and (guide := _GUIDE.fullmatch(scope["path"])):
+            rest = "/rows" if guide["rest"] == "/metrics" and scope["method"] == "GET" else guide["rest"]
+            scope["path"] = f"/v1/runs{guide['run']}{rest}"
         await self._app(scope, receive, secured if scope["type"] == "http" else send)
 
 

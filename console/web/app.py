@@ -35,7 +35,7 @@ log = structlog.get_logger("console.app")
 _QUEUE_S = 1.0
 _DESCRIPTION = """Create, start, pause, resume, stop and remove runs, and read all that they recorded.
 
-Every route but `/healthz` and the page needs a token: `Authorization: Bearer TOKEN`. Roles: `read` < `run` < `admin`.
+Every route but `/healthz` and the page needs a token: `Authorization: Bearer TOKEN`. Roles: `read` < `log` < `run` < `admin`.
 Errors are `application/problem+json` with `detail`, `expected`, `got`, `fix` and `errors`.
 """
 

@@ -16,6 +16,7 @@ from penstock.console.web.jobs import actions, job_file, queue
 from penstock.console.web.jobs.job_file import Job, RunState, State
 from penstock.console.web.jobs.job_request import RunRequest
 from penstock.console.web.problems import RESPONSES
+from penstock.protocol.record import run_folder
 from penstock.protocol.secret_values import scrub
 
 router = APIRouter(prefix="/v1", tags=["control"], responses=RESPONSES)
@@ -146,7 +147,7 @@ def read_log(
 
 
 class Notes(BaseModel):
-    """What a person writes about a run."""
+    """What its user writes about a run."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -157,7 +158,7 @@ class Notes(BaseModel):
 @router.put("/runs/{run}/notes")
 def write_notes(_: Runner, folder: RunFolder, body: Notes) -> Notes:
     """Replace the notes and tags of a run."""
-    job_file.write_document(folder / job_file.NOTES, body.model_dump())
+    job_file.write_document(folder / run_folder.NOTES, body.model_dump())
     return body
 
 

@@ -33,9 +33,9 @@ from fastapi.sse import EventSourceResponse, ServerSentEvent
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from penstock.console.report import curves
-from penstock.console.report.event_fields import number
+from penstock.console.report.event_fields import number, read_object
 from penstock.console.tools import runs
-from penstock.console.web.access import CALLER, Caller
+from penstock.console.web.access import CALLER, Caller, Role
 from penstock.console.web.context import Context, Logger, Reader, RunFolder, RunName, WebContext
 from penstock.console.web.jobs import actions, job_file
 from penstock.console.web.jobs.job_file import ALIVE
@@ -45,8 +45,11 @@ from penstock.protocol.errors import PenstockError
 from penstock.protocol.facts import RunEvent
 from penstock.protocol.files import atomic_write
 from penstock.protocol.transport.bus import Bus
+from penstock.serving import strict_json
 
 router = APIRouter(prefix="/v1", tags=["events"], responses=RESPONSES)
+_OWNER = "logged-with.json"  # in the folder of a script: the name of the token that created its run
+_MOST_DEPTH = 20  # of a configuration
 MAX_STREAMS = 32
 MAX_STREAMS_OF_TOKEN = 8  # so that one token leaves places for the others
 MAX_WAITING = 200  # events of at most 64 kB that one client may be behind
@@ -97,27 +100,46 @@ class LoggedEvent(BaseModel):
                 raise ValueError(f"values.{name} = {value!r}: expected a finite number")
         if self.kind == "metrics" and self.step is None:
             raise ValueError("figures have no step; set step")
+        if strict_json.is_deeper(self.values, _MOST_DEPTH):
+            raise ValueError(f"values are nested more than {_MOST_DEPTH} times; flatten them")
+        try:
+            self.model_dump_json()
+        except ValueError:  # a lone surrogate
+            raise ValueError("a text is no Unicode; replace its surrogates") from None
         return self
 
 
 class LoggedEvents(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
-    events: list[LoggedEvent] = Field([], max_length=1000, description="None: the script only says that it lives.")
+    events: list[LoggedEvent] = Field(
+        [], max_length=1000, description="None: the script only reports that it still runs."
+    )
 
 
 @router.post("/runs/{run}/metrics", status_code=204, response_class=Response)
-def log_events(_: Logger, run: RunName, web: Context, body: LoggedEvents) -> None:
+def log_events(caller: Logger, run: RunName, web: Context, body: LoggedEvents) -> None:
     """Store events of a script; the first creates the run. What is sent again, because an answer was lost, does no harm."""
     folder = web.runs_dir / run
     place = curves.training_folder(folder, curves.LOG)
-    if folder.is_symlink() or (folder.exists() and not place.is_dir()):
+    if folder.is_symlink() or (folder.exists() and curves.command_of(folder) != curves.LOG):
         detail, fix = f"run {run} is not one of a script", "log to another name, or to this run with: penstock log"
         raise Problem(409, detail, expected="a new name, or a run that POST /metrics created", got=run, fix=fix)
     if not folder.exists():
         actions.refuse_too_many(web)
     place.mkdir(parents=True, exist_ok=True)
     with job_file.locked(place / "log.lock", f"run {run}"):
+        owner = read_object(place / _OWNER)
+        if owner is None:
+            job_file.write_document(place / _OWNER, {"token": caller.name})
+        elif caller.role is Role.LOG and owner.get("token") != caller.name:
+            raise Problem(
+                403,
+                f"run {run} is logged with another token",
+                expected=str(owner.get("token")),
+                got=caller.name,
+                fix="use its token",
+            )
         _store(folder, place, body.events)
 
 
@@ -126,10 +148,10 @@ def _store(folder: Path, place: Path, events: Sequence[LoggedEvent]) -> None:
 
     Steps have the form of those of a training on given answers. What it says of its state is a log.
     """
-    result = place / curves.RESULT
-    if events and events[-1].state != "running":
-        atomic_write(result, events[-1].model_dump_json(include={"state", "text"}), sync=True)
-    elif events:
+    result, states = place / curves.RESULT, [event for event in events if event.kind == "state"]
+    if states and states[-1].state != "running":
+        atomic_write(result, states[-1].model_dump_json(include={"state", "text"}), sync=True)
+    elif events and events[-1].state == "running":
         result.unlink(missing_ok=True)
     steps, checkpoints, said = [], [], []
     for event in events:

@@ -94,7 +94,7 @@ class RunItem(BaseModel):
     eval_reward: float | None = None
     loss: float | None = Field(None, description="Of the last step, for sft, dpo and rm, which have no rewards.")
     eval_loss: float | None = None
-    tags: list[str] = Field([], description="What a person called it.")
+    tags: list[str] = Field([], description="Words that its user gave it.")
     when: str = Field("", description="ISO 8601: when it last changed.")
     curve: list[float] = Field(
         [],

@@ -28,7 +28,7 @@ from penstock.protocol.config.shared_sections import SHARED
 from penstock.protocol.errors import ConfigError
 from penstock.protocol.metrics.gpu import ORDER, PCI_ORDER, VISIBLE, Gpu, visible_gpus
 from penstock.protocol.record.run_folder import PLACEMENT
-from penstock.protocol.shared_device import POLL_S, open_lock
+from penstock.protocol.shared_device import POLL_S, open_lock, try_lock
 from penstock.rollout_service.settings import RolloutSettings
 from penstock.trainer.data.inputs import model_folder
 from penstock.trainer.settings import TrainerSettings
@@ -79,7 +79,7 @@ class RunPlacement:
                 claims.append(claim := _open_claim(folder, gpu))
                 os.set_inheritable(claim, True)
                 ends = time.monotonic() + _CLAIM_S
-                while not _try_lock(claim, fcntl.LOCK_EX):
+                while not try_lock(claim, fcntl.LOCK_EX):
                     if time.monotonic() > ends:
                         raise DoesNotFit(
                             f"GPU {gpu.number}: another command has just given it to its processes; start this one again"
@@ -156,19 +156,11 @@ def _open_claim(folder: Path, gpu: Gpu) -> int:
     return open_lock(folder, gpu.uuid or gpu.id, "given")
 
 
-def _try_lock(handle: int, lock: int) -> bool:
-    try:
-        fcntl.flock(handle, lock | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
-
-
 def _is_given(folder: Path, gpu: Gpu) -> bool:
     """Return True while another command has the GPU for its processes."""
     handle = _open_claim(folder, gpu)
     try:
-        return not _try_lock(handle, fcntl.LOCK_SH)
+        return not try_lock(handle, fcntl.LOCK_SH)
     finally:
         os.close(handle)
 

@@ -1,29 +1,35 @@
-"""Two files in a run's folder: the lock that shows that the run is running on this machine, and the request to pause it.
+"""Three files in a run's folder: the lock that shows that it is running on this machine, the request to pause it, and why it failed.
 
 The kernel releases the lock with its holders: the trainer, and the process that starts and watches it, since between a crash of the trainer
 and its restart the run is still running.
 
 `penstock train` removes the request when it starts. A trainer that sees it issues no new tasks, trains what is under way, writes a checkpoint
-and exits. One that crashes meanwhile sees it again.
+and exits. One that crashes meanwhile sees it again. Why a run ended with an error is kept until its next start.
 """
 
 from __future__ import annotations
 
 import contextlib
 import fcntl
+import json
 import os
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 from penstock.protocol.errors import ConfigError
+from penstock.protocol.files import atomic_write
+from penstock.protocol.secret_values import scrub
 
 RUN_LOCK = "run.lock"
 PAUSE = "pause-requested"
+FAILURE = "failure.json"
+NOTES = "notes.json"  # what its user wrote about the run on the live page
 PLACEMENT = "placement.json"  # which GPUs of this machine the processes of the newest session got
 WRITTEN = frozenset({  # names in a run's folder that its processes write or make
-    "client.log", "config.json", "curve.png", "evaluations", "issued.log", "job.json", "job.lock", "launch.json", "launch.lock", "launch.log",
-    "metrics.jsonl", PAUSE, PLACEMENT, "planned-config.json", "readers_killed.json", "reading", "report.json", "report.md", "reward.port",
-    "rolled_back.json", RUN_LOCK, "run.toml", "trainer.json", "watched.json",
+    "client.log", "config.json", "curve.png", "evaluations", FAILURE, "issued.log", "job.json", "job.lock", "launch.json", "launch.lock", "launch.log",
+    "metrics.jsonl", NOTES, PAUSE, PLACEMENT, "planned-config.json", "readers_killed.json", "reading", "report.json", "report.md", "reward.port",
+    "rolled_back.json", RUN_LOCK, "run.toml", "tasks", "trainer.json", "watched.json",
 })  # fmt: skip
 
 
@@ -95,3 +101,16 @@ def withdraw_pause(folder: Path) -> None:
         (folder / PAUSE).unlink(missing_ok=True)
     except OSError as err:
         raise ConfigError(f"{folder / PAUSE} cannot be removed ({err.strerror}); remove it") from None
+
+
+def begin(folder: Path) -> None:
+    """Remove what an earlier start left: the request to pause, and why it failed."""
+    withdraw_pause(folder)
+    (folder / FAILURE).unlink(missing_ok=True)
+
+
+def write_failure(folder: Path, reason: str, log_tail: str = "") -> None:
+    """Keep why a run ended with an error, and the end of its log; does nothing for a run without a folder."""
+    if folder.is_dir():
+        last = (scrub(reason).strip().splitlines() or ["its log says why"])[-1]
+        atomic_write(folder / FAILURE, json.dumps({"at": time.time(), "reason": last, "log": scrub(log_tail)}))

@@ -82,7 +82,7 @@ class Engine(Protocol):
         ...
 
     async def keep(self, folder: Path, version: PolicyVersion) -> bool:
-        """Take note that a folder holds the version that was patched in, verified; False when that is not served any more."""
+        """Load this folder after a restart from now on, as it holds the version that was patched in, verified; False when that is not served any more."""
         ...
 
     async def withdraw(self, version: PolicyVersion, reason: str) -> None:

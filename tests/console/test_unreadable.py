@@ -24,7 +24,7 @@ from penstock.console.report import curves, learning, report
 from penstock.console.terminal import indented, markdown, one_line, printable
 from penstock.console.tools.dead_letters import DeadLetters, RunProgress, UnknownLetter, print_list, refusal
 from penstock.console.tools.removal import running_services
-from penstock.console.tools.rewards import print_errors
+from penstock.console.tools.reward_errors import print_errors
 from penstock.console.tools.runs import describe, list_broker
 from penstock.deploy.processes.servers import NatsServer
 from penstock.forensics.audit.audit import audit_run

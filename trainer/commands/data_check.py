@@ -84,8 +84,8 @@ def _model(reading: Reading, path: Path, data: DataSettings) -> tuple[ChatTokeni
 def _run_tests(reports: Sequence[FileReport], reward: RewardSettings) -> None:
     """Run the tests of rows, and read the ground truths of those whose built-in reward is known."""
     for report in reports:
-        names = [reward.by_source.get(row["data_source"], reward.name) for row in report.rows_with_tests]
-        named = zip(report.rows_with_tests, names, strict=True)
+        names = [reward.by_source.get(row["data_source"], reward.name) for row in report.scored_rows]
+        named = zip(report.scored_rows, names, strict=True)
         rows = [{**row, "reward": name} for row, name in named if name or row["data_source"] or row["prompt"]]
         tests = data_rows.check_tests(rows) if rows else data_rows.TestReport()
         if tests.num_checked or tests.not_run:
@@ -262,7 +262,7 @@ class _FileCheck:
             report.num_ground_truths[prompt.data_source] += prompt.ground_truth not in _NO_TRUTHS
             holds_tests = data_rows.may_hold_tests(prompt.ground_truth, prompt.extra_info)
             rest = {} if holds_tests else {"prompt": "", "extra_info": {}}
-            report.rows_with_tests.append(as_reward_input(place, prompt) | rest)
+            report.scored_rows.append(as_reward_input(place, prompt) | rest)
 
     def _imitable(self, turns: list[TurnRow], place: str, *, has_prompt: bool) -> list[TurnRow]:
         """Return the turns of a row; none, which is noted, if SFT would refuse it and it has a prompt to answer."""

@@ -37,7 +37,9 @@ class FileReport:
     completion_lengths: list[int] = field(default_factory=list)
     num_repeated_prompts: int = 0
     problems: Problems = field(default_factory=Problems)  # of bad rows, each with file, line and column
-    rows_with_tests: list[dict[str, Any]] = field(default_factory=list)  # as `data_rows.check_tests` reads them
+    scored_rows: list[dict[str, Any]] = field(
+        default_factory=list
+    )  # as `data_rows.check_tests` reads them; without texts where there are no tests
     tests: TestReport | None = None  # None if no row may hold tests, or they were not to be run
     no_grpo: str = ""  # why the first row that only SFT can use has no prompt to answer
     no_sft: str = ""  # why SFT refuses the first row that it alone cannot use

@@ -23,7 +23,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from penstock.protocol.errors import PackError
-from penstock.protocol.files import MOST_JSON_BYTES, json_value
+from penstock.protocol.files import MOST_JSON_BYTES, JsonTooLarge, json_value
 from penstock.trainer.data.table_bounds import arrow_bytes, parquet_bytes, refused_type, row_bytes, text_columns
 from penstock.trainer.errors import MalformedData
 
@@ -35,7 +35,7 @@ _MAX_TABLE_BYTES = 64 * 1024**3  # decoded: the table is held in memory
 _MAX_RATIO = 1000  # decoded to stored, above `_SMALL_BYTES`
 _SMALL_BYTES = 256 * 1024**2
 _MAX_PARQUET_ROWS = 2**26
-_MAX_ARRAY_RATIO = 8  # of a JSON array in memory to its file, above `MOST_JSON_BYTES`
+_MAX_ARRAY_RATIO = 32  # of a JSON array in memory to its file, above `MOST_JSON_BYTES`
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,6 +141,8 @@ class _JsonArrayRows(RowFile):
             self._rows = json_value(path.read_bytes(), most, object_pairs_hook=partial(_object, self.repeated_keys))
         except UnicodeDecodeError as err:
             raise MalformedData(f"{path}: not UTF-8 text (at byte {err.start})") from None
+        except JsonTooLarge as err:
+            raise MalformedData(f"{path}: {err}; give the rows as JSON Lines, one a line") from None
         except ValueError as err:
             line = err.lineno if isinstance(err, json.JSONDecodeError) else 1
             raise MalformedData(f"{path}:{line}: not JSON ({_reason(err)})") from None

@@ -240,14 +240,14 @@ def _remove(web: WebContext, folder: Path, job: Job | None, *, force: bool) -> N
 
 
 def begin_task(web: WebContext, folder: Path, task: str, words: Sequence[str]) -> None:
-    """Start a command of penstock for a run, such as its evaluation, in a process that goes on without this API.
+    """Start a command of penstock for a run, such as its evaluation, in a process that outlives this API.
 
-    A Problem 409 while the run's last one of this name goes on.
+    A Problem 409 while the run's last one of this name is running.
     """
     place = folder / "tasks" / task
     place.mkdir(parents=True, exist_ok=True)
     if run_folder.is_locked(place / LOCK):
-        raise Problem(409, f"{task} of run {folder.name} goes on", expected="one at a time", fix="wait for its end")
+        raise Problem(409, f"{task} of run {folder.name} is running", expected="one at a time", fix="wait for its end")
     before = job_file.read_launch(place)
     command = launch.module("penstock", *words, *web.arguments, f"run.dir={web.runs_dir}")
     number = before.start + 1 if before else 1
@@ -255,7 +255,7 @@ def begin_task(web: WebContext, folder: Path, task: str, words: Sequence[str]) -
 
 
 def tasks(folder: Path) -> list[dict[str, Any]]:
-    """Return the newest task of each name: whether it goes on, when it began and ended, and its exit code."""
+    """Return the newest task of each name: whether it is running, when it began and ended, and its exit code."""
     found = sorted(place for place in (folder / "tasks").glob("*") if place.is_dir() and not place.is_symlink())
     notes = [(place, job_file.read_launch(place)) for place in found]
     return [

@@ -32,7 +32,6 @@ from penstock.protocol.files import atomic_write, read_regular
 from penstock.protocol.record import run_folder
 
 JOB = "job.json"
-NOTES = "notes.json"
 TRAIN = "train"  # the command of a run with rollouts; all others train on given answers
 _LOCK = "job.lock"
 _LOCK_S = 10.0
@@ -180,8 +179,8 @@ def write_document(path: Path, document: dict[str, Any]) -> None:
 
 
 def notes(folder: Path) -> dict[str, Any]:
-    """Return what a person wrote about a run: ``tags`` and ``notes``."""
-    stored = read_object(folder / NOTES) or {}
+    """Return what its user wrote about a run: ``tags`` and ``notes``."""
+    stored = read_object(folder / run_folder.NOTES) or {}
     tags = stored.get("tags")
     return {"tags": [str(tag) for tag in tags] if isinstance(tags, list) else [], "notes": str(stored.get("notes", ""))}
 

@@ -18,7 +18,7 @@ from penstock.console.web.launchers import launcher as launchers
 from penstock.console.web.problems import Problem
 from penstock.protocol.config.run_file import toml_text
 from penstock.protocol.errors import ConfigError
-from penstock.protocol.subjects import check_run_id
+from penstock.protocol.subjects import check_run_id, similar_run_id
 
 _BARE = re.compile(r"[A-Za-z0-9_-]+")
 _PATH = Annotated[str, Field(min_length=1, max_length=4096, pattern=r"^[^\x00-\x1f\x7f]+$")]
@@ -176,7 +176,7 @@ def run_name(request: RunRequest, settings: Mapping[str, Any]) -> str:
     if request.run is not None or isinstance(of_settings, str):
         return check_run_id(request.run if request.run is not None else str(of_settings))
     if request.name is not None:
-        return check_run_id(re.sub(r"[^a-z0-9]+", "-", request.name.lower()).strip("-")[:48] or request.name)
+        return check_run_id(similar_run_id(request.name) or request.name)
     raise ConfigError("the run has no name: set run, run.id in the settings, or the job field name")
 
 

@@ -72,7 +72,7 @@ export function runBar(run) {
       status.notes ? el("p", {}, status.notes) : null,
       ["failed", "queued"].includes(status.state) && status.detail ? el("p", { class: status.state === "failed" ? "bad" : "dim" }, status.detail) : null,
       status.log ? el("details", {}, el("summary", {}, "The end of its log"), el("pre", { class: "text" }, status.log)) : null,
-      status.tasks.map((task) => el("p", { class: "dim" }, `${task.task}: ${task.running || task.exit_code === undefined ? "goes on" : task.exit_code === null ? "was stopped" : task.exit_code === 0 ? "done" : `exit code ${task.exit_code}`} `,
+      status.tasks.map((task) => el("p", { class: "dim" }, `${task.task}: ${task.running || task.exit_code === undefined ? "is running" : task.exit_code === null ? "was stopped" : task.exit_code === 0 ? "done" : `exit code ${task.exit_code}`} `,
         el("a", { href: `#/run/${encodeURIComponent(run)}/logs?log=${task.task}` }, "log"))),
     ] : null));
   }

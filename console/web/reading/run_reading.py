@@ -118,10 +118,10 @@ class RunReading:
             return {"run_id": self.run_id, **series, "names": self._view.series.names}
 
     def checkpoints(self) -> list[dict[str, Any]]:
-        """Return those that a script told of, each once; of a run its versions."""
-        told = {row.get("path"): row for row in curves.rows(self.folder / curves.CHECKPOINTS)}
+        """Return those that a script logged, each once; of a run its versions."""
+        logged = {row.get("path"): row for row in curves.rows(self.folder / curves.CHECKPOINTS)}
         with self._lock:
-            return list(told.values()) or documents.checkpoints(self._view)
+            return list(logged.values()) or documents.checkpoints(self._view)
 
     def fleet(self) -> dict[str, Any]:
         with self._lock:

@@ -11,7 +11,6 @@ from tests.console.record import recorded_run as recorded
 
 from penstock.console import connections
 from penstock.console.report import report
-from penstock.console.tools import runs
 from penstock.console.tools.runs import RunLine, list_broker, list_folder, merge
 from penstock.console.web.jobs import job_file
 from penstock.deploy.local import LocalStack
@@ -71,7 +70,7 @@ def test_a_failed_run_says_why_and_is_failed_until_it_starts_again(folder: Path)
     """In the list and in `runs show`, with the end of the log and without secrets; a run that has finished has not failed."""
     sorting = folder / "runs" / "sorting"
     tail = "    Traceback\n    CUDA error"
-    runs.write_failure(sorting, "notes before it\nno GPU is left", tail)
+    run_folder.write_failure(sorting, "notes before it\nno GPU is left", tail)
     (line,) = list_folder(folder / "runs")
     assert (line.state, line.failure) == ("failed", "no GPU is left")
     assert job_file.run_state(sorting, None) == job_file.RunState("failed", "no GPU is left")
@@ -80,7 +79,7 @@ def test_a_failed_run_says_why_and_is_failed_until_it_starts_again(folder: Path)
     assert f"run sorting failed: no GPU is left\n{tail}\n" in shown
     with run_folder.hold_lock(sorting):
         assert [(one.state, one.failure) for one in list_folder(folder / "runs")] == [("running", "")]
-    (sorting / runs.FAILURE).unlink()
+    (sorting / run_folder.FAILURE).unlink()
     assert list_folder(folder / "runs")[0].state == "stopped"
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import math
+import os
 import socket
 import time
 from collections.abc import Iterator
@@ -114,12 +116,57 @@ def test_a_script_is_a_run_of_the_console_and_a_stopped_console_loses_nothing(co
     assert not (console.folder / "my-job-1").exists()
 
 
+def test_what_one_event_has_costs_no_other(console: Api) -> None:
+    """Long texts, many figures, bytes that are no text, a large outage, a forked process, figures after the end."""
+    logger = penstock.DualLogger("job", console.url)
+    console.stop()
+    for step in range(600):
+        logger.log_metrics(step, {f"f{number}": 1.0 for number in range(301 if step == 7 else 60)})
+    logger.log_checkpoint(1, os.fsdecode(b"/ckpt/\xff"))
+    logger.log_config({"path": os.fsdecode(b"\xff")})
+    logger.log_metrics(600, {"": 1.0})  # the console refuses it
+    with pytest.raises(ConfigError, match="expected a number"):
+        logger.log_metrics(601, {"loss": 10**400})
+    if not (child := os.fork()):
+        logger.log_metrics(602, {"loss": 1.0})
+        os._exit(logger.num_lost)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 1
+    console.start()
+    logger.log_status("failed", "x" * 3000)
+    logger.log_summary({"best": 1.0})
+    logger.finish()
+    assert logger.num_lost == 1
+    rows = console.client(Role.READ).get("/api/jobs/job/metrics").json()
+    assert [row["step"] for row in rows] == list(range(601))
+    stored = map(
+        json.loads, filter(str.strip, (console.folder / "job/log-training/metrics.jsonl").read_text().splitlines())
+    )
+    assert len({name for row in stored if row["step"] == 7 for name in row if name.startswith("f")}) == 301
+    assert console.client(Role.READ).get("/v1/runs/job").json()["state"] == "failed"
+    assert console.client(Role.READ).get("/v1/runs/job/config").status_code == 200
+
+
 def test_what_the_console_refuses_is_said_at_once(console: Api, monkeypatch: pytest.MonkeyPatch) -> None:
     (console.folder / "trained").mkdir()
     with pytest.raises(ConfigError, match="not one of a script"):
         penstock.DualLogger("trained", console.url)
-    bad = {"events": [{"step": 1, "values": {"loss": "high"}}]}
-    assert console.client(Role.LOG).post("/v1/runs/other/metrics", json=bad).status_code == 422
+    deep: dict[str, Any] = {}
+    for _ in range(30):
+        deep = {"a": deep}
+    for bad in (
+        {"step": 1, "values": {"loss": "high"}},
+        {"kind": "config", "values": deep},
+        {"kind": "config", "values": {"a": "\ud800"}},
+    ):
+        body = json.dumps({"events": [bad]})
+        assert console.client(Role.LOG).post("/v1/runs/other/metrics", content=body).status_code == 422, bad
+    post = console.client(Role.LOG).post
+    assert post("/v1/runs/mine/metrics", json={"events": []}).status_code == 204
+    (console.folder / "mine" / "log-training" / "logged-with.json").write_text('{"token": "another"}')
+    assert post("/v1/runs/mine/metrics", json={"events": []}).status_code == 403
+    (console.folder / "mine" / "config.json").write_text("{}")
+    assert post("/v1/runs/mine/metrics", json={"events": []}).status_code == 409
+    assert console.client(Role.READ).get("/api/jobs/metrics").status_code == 404
     monkeypatch.delenv("PENSTOCK_CONSOLE_TOKEN")
     with pytest.raises(ConfigError, match="set PENSTOCK_CONSOLE_TOKEN"):
         penstock.DualLogger("job", console.url)

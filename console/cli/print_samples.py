@@ -69,7 +69,7 @@ def _rows(entry: Entry, texts: GroupTexts | None, query: GroupQuery) -> Iterator
     completions = texts.completions if texts else [None] * max(len(entry.rewards), 1)
     for index, completion in enumerate(completions):
         reward = scored.rewards[index] if scored else None
-        has_text = query.prompt.casefold() in f"{head['prompt']}\n{completion}".casefold()
+        has_text = query.prompt.casefold() in f"{head['prompt'] or ''}\n{completion or ''}".casefold()
         if not has_text or (reward is not None and not query.accepts_reward(reward)):
             continue
         yield head | {

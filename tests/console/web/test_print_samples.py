@@ -10,9 +10,9 @@ from tests.console.web.conftest import Shown
 from tests.console.web.shown_run import DROPPED, EPISODES, EVALUATED, GROUP_SIZE
 
 from penstock.console.cli.main import run as penstock
+from penstock.console.cli.print_samples import as_roles
 from penstock.console.connections import NamedRun
 from penstock.console.record.stored_run import StoreFiles
-from penstock.console.web.reading.printed_samples import as_roles
 from penstock.console.web.reading.recorded_groups import TrajectoryQuery
 from penstock.console.web.reading.run_reading import RunReading
 from penstock.protocol import blob_keys
