@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 import threading
 from collections.abc import Sequence
-from contextlib import nullcontext
 from importlib import import_module
 from typing import Any
 
 import structlog
 
+from penstock.console.tracking import trackers
 from penstock.fine_tuning.sections import DPO, RM, SFT, OwnSection, check_ranks
 from penstock.protocol import logs
 from penstock.protocol.config.run_file import Loaded, load, split_arguments
@@ -69,7 +70,10 @@ def fine_tune(command: OwnSection, arguments: Sequence[str]) -> int:
     stop = threading.Event()
     signals = stop_on_signals(stop, is_leader=ranks.is_leader)
     try:
-        with run_folder.hold_lock(settings.run.folder) if ranks.is_leader else nullcontext():
+        with contextlib.ExitStack() as stack:
+            if ranks.is_leader:
+                stack.enter_context(run_folder.hold_lock(settings.run.folder))
+                stack.enter_context(trackers.beside(name, arguments, os.environ))
             result = train(settings, ranks, stop, name, task.open_rows, task.open_task)
         code = 128 + signals[0] if result is None and signals else 0
         if ranks.is_leader:

@@ -108,6 +108,8 @@ def train(
     dims, section = ParallelDims(ranks, settings.trainer.layout), section_of(settings, name)
     place = settings.run.folder / f"{name}-training"
     with closing(TrainingFolder(place)) if dims.writes_files else nullcontext() as folder:  # before anything is loaded
+        if folder is not None:
+            folder.write_settings(settings.model_dump(mode="json", include={"run", "model", "data", "trainer", name}))
         rows = open_rows(settings, section.files or settings.data.train_files, dims)
         held_out = open_rows(settings, section.eval_files, dims) if section.eval_files else None
         plan = Plan(settings, name, dims, rows, held_out)

@@ -28,6 +28,7 @@ READ = frozenset({
 })  # fmt: skip
 """Keys that every such command reads besides its section; also those below them."""
 
+TRACKERS = ("tracker", "tracking")  # sections that the processes of trackers read
 _SAME_NAMES = ("lr", "steps", "epochs", "betas", "warmup_steps", "schedule", "checkpoint_every")  # in [trainer]
 # A shared run file has them whatever is started with it.
 _NOT_LISTED = ("nats.", "s3.", "retention.", "sft.", "dpo.", "rm.")
@@ -90,7 +91,7 @@ class OwnSection:
             f"{OVERRIDE}: {'.'.join(assignment.path)} is not read by `penstock {self.section}`, which starts no service; remove it"
             for assignment in assignments
             if (section := assignment.path[0].replace("-", "_")) in SECTIONS
-            and section not in TrainerSettings.model_fields
+            and section not in (*TrainerSettings.model_fields, *TRACKERS)
         ]
 
     def _given_twice(self, loaded: Loaded[TrainerSettings]) -> list[str]:

@@ -1,6 +1,7 @@
 """The folder of a training below its run's folder, ``runs/<id>/sft-training``: metrics, checkpoints, the best weights.
 
 metrics.jsonl     one line for each step and each validation, as docs/metrics.md describes
+config.json       settings of the last session, for trackers
 checkpoints/      removed when the result is written
 best/             model folder of the lowest validation loss, with keep_best; moved to the result
 result.json       the outcome of the training; written when the model folder is complete, removed when it trains again
@@ -191,6 +192,9 @@ class TrainingFolder:
                 f"{path}: another process is training there; wait for it, or choose another run.id"
             ) from None
         self._metrics = (path / "metrics.jsonl").open("ab")
+
+    def write_settings(self, settings: Mapping[str, Any]) -> None:
+        atomic_write(self._path / "config.json", json.dumps({"settings": settings}), sync=False)
 
     def rewind(self, num_bytes: int) -> None:
         """Cut metrics.jsonl to its length at a checkpoint: the later steps are made again. An earlier result is no longer one."""

@@ -149,17 +149,20 @@ def track(
 ) -> int:
     """Write a run's metrics to experiment trackers, from where they stopped until the run ends.
 
-    `penstock train` does it too when its run file sets trackers. Each tracker is written by a separate process, which
+    `penstock train`, `sft`, `dpo` and `rm` do it too when the run file sets trackers. Each is written by a separate process, which
     affects neither the run nor the other trackers. Without tracker=, those that the run was started with.
 
     Example:  penstock track quickstart tracker=tensorboard
               penstock track my-run 'tracker=["wandb", "mlflow"]' tracking.project=gsm8k
     Then:     tensorboard --logdir runs/quickstart/trackers/tensorboard
     """
+    from penstock.console.connections import NamedRun
     from penstock.console.record.stored_run import with_local_servers
+    from penstock.console.report import curves
     from penstock.console.tracking import trackers
 
-    with_local_servers(run, arguments, finished_only=not once)
+    if curves.command_of(NamedRun(run, arguments).folder) not in curves.GIVEN_ANSWERS:
+        with_local_servers(run, arguments, finished_only=not once)
     return trackers.track(run, arguments, os.environ, once=once)
 
 

@@ -19,7 +19,8 @@ from penstock.console.report.learning import Evaluation, HeldOut, held_out, rece
 from penstock.protocol.files import json_value, read_regular
 
 LOG = "log"  # a script of one's own: the figures that `penstock.DualLogger` sends to the console
-COMMANDS = ("sft", "dpo", "rm", LOG)
+GIVEN_ANSWERS = ("sft", "dpo", "rm")
+COMMANDS = (*GIVEN_ANSWERS, LOG)
 METRICS = "metrics"  # the kind of an event with figures of a script: step, values
 CHECKPOINTS = "checkpoints-logged"  # a folder whose metrics.jsonl has the checkpoints of a script
 RESULT = "result.json"  # written by the trainer when the model folder is complete, removed when it trains again
@@ -194,10 +195,10 @@ def metrics_file(folder: Path) -> Path:
     return (folder if command is None else training_folder(folder, command)) / "metrics.jsonl"
 
 
-def metrics_stamp(folder: Path) -> tuple[int, int] | None:
-    """Return size and time of a run's metrics.jsonl, by which a change is seen; None where there is none."""
+def metrics_stamp(file: Path) -> tuple[int, int] | None:
+    """Return size and time of a metrics.jsonl, by which a change is seen; None where there is none."""
     try:
-        stat = metrics_file(folder).stat()
+        stat = file.stat()
     except OSError:
         return None
     return stat.st_size, stat.st_mtime_ns

@@ -10,12 +10,16 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
 
 from penstock.console.connections import NamedRun
+from penstock.console.report import curves
 from penstock.console.tracking import consumer
 from penstock.console.tracking.consumer import Consumer, Job
 from penstock.console.tracking.interface import TRACKERS, Destination
+from penstock.console.tracking.sources import Events, RunStream, TrainingLog
 from penstock.console.tracking.trackers import TrackSettings, load_settings
 from penstock.protocol import logs
 from penstock.protocol.command_line import RunArguments, program
@@ -35,8 +39,12 @@ def write(
     once: bool = False,
     await_report: bool = False,
     parent: int | None = None,
+    training: str = "",
 ) -> int:
-    """Write the run; returns the exit code. Ends when the process ``parent``, which started this one, has ended."""
+    """Write the run, or its ``training`` on given answers (sft, dpo, rm); returns the exit code.
+
+    Ends when the process ``parent``, which started this one, has ended.
+    """
     logs.configure(f"tracker-{label}", level="warning")
     stop = threading.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
@@ -45,13 +53,9 @@ def write(
         threading.Thread(target=_stop_with_parent, args=(parent, stop), daemon=True).start()
     try:
         settings = load_settings(run, arguments, os.environ)
-        folder = settings.run.folder.absolute()
-        job = _job(settings, label, arguments, once=once, awaits_report=await_report)
-        with (
-            consumer.opened(folder, label) as file,
-            Bus.connect(settings.nats, name="track", deadline_s=_CONNECT_S) as bus,
-        ):
-            done = Consumer(job, bus, file, stop).work()
+        job = _job(settings, label, arguments, once=once, awaits_report=await_report, training=training)
+        with consumer.opened(job.folder, label) as file, _opened_events(settings, job, training, stop) as events:
+            done = Consumer(job, events, file, stop).work()
     except PenstockError as err:
         print(scrub(f"penstock track: {label}: {err}"), file=sys.stderr)
         return _ERROR if isinstance(err, ConfigError) else 1
@@ -67,7 +71,24 @@ def _stop_with_parent(parent: int, stop: threading.Event) -> None:
     stop.set()
 
 
-def _job(settings: TrackSettings, label: str, arguments: Sequence[str], *, once: bool, awaits_report: bool) -> Job:
+@contextmanager
+def _opened_events(settings: TrackSettings, job: Job, training: str, stop: threading.Event) -> Iterator[Events]:
+    if training:
+        yield TrainingLog(job.folder, job.run_id, stop)
+        return
+    with Bus.connect(settings.nats, name="track", deadline_s=_CONNECT_S) as bus:
+        yield RunStream(bus, job.run_id)
+
+
+def _job(
+    settings: TrackSettings,
+    label: str,
+    arguments: Sequence[str],
+    *,
+    once: bool,
+    awaits_report: bool,
+    training: str = "",
+) -> Job:
     tracker = next((candidate for candidate in settings.tracker if candidate.label == label), None)
     if tracker is None:
         raise ConfigError(f'no tracker {label} is set; set tracker = ["{label}"], or a table [[tracker]] with its type')
@@ -75,13 +96,14 @@ def _job(settings: TrackSettings, label: str, arguments: Sequence[str], *, once:
     logs.configure(f"tracker-{kind.name}", level="warning")  # a kind by import path has a name of its own
     kind.require_installed()
     shared = settings.tracking
-    folder = settings.run.folder.absolute()
     run_id = settings.run.id
-    chosen = tracker.folder or (shared.folder / run_id / label if shared.folder else None)
+    own = curves.training_folder(Path(), training).name if training else ""  # a run may have both, in one folder
+    folder = settings.run.folder.absolute() / own
+    chosen = tracker.folder or (shared.folder / run_id / own / label if shared.folder else None)
     destination = Destination(
         run_id=run_id,
         project=tracker.project or shared.project,
-        name=tracker.name or shared.name or run_id,
+        name=tracker.name or shared.name or "-".join(filter(None, (run_id, training))),
         folder=(chosen or folder / "trackers" / label).absolute(),
         is_folder_chosen=chosen is not None,
         group=shared.group,
@@ -95,7 +117,7 @@ def _job(settings: TrackSettings, label: str, arguments: Sequence[str], *, once:
         open=kind.open,
         destination=destination,
         read_samples=(lambda: consumer.read_samples(NamedRun(run_id, arguments), shared.samples))
-        if shared.samples
+        if shared.samples and not training
         else None,
         once=once,
         awaits_report=awaits_report,

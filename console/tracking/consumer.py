@@ -30,12 +30,11 @@ from penstock.console.record.lineage import Member, open_record, packs_of, read_
 from penstock.console.report.curves import METRICS
 from penstock.console.report.event_fields import StateFields, UnreadableEvent, number, read
 from penstock.console.tracking.interface import EVENT, Destination, Row, TrackerWriter
-from penstock.protocol import streams, subjects
+from penstock.console.tracking.sources import Events
 from penstock.protocol.errors import ConfigError, PenstockError
 from penstock.protocol.facts import RunEvent
 from penstock.protocol.files import atomic_write, read_regular
 from penstock.protocol.secret_values import hide
-from penstock.protocol.transport.bus import Bus
 
 _GROUPS = {"step": "train", "eval": "eval"}  # kind of event -> prefix of its names
 _HISTOGRAMS = ("staleness_tokens",)  # by age: a name for each age would be a chart for each age
@@ -204,7 +203,7 @@ def read_marker(folder: Path, label: str) -> Path:
 @dataclass(frozen=True, slots=True)
 class Job:
     run_id: str
-    folder: Path  # of the run; its position, settings and report are there
+    folder: Path  # of the run, or of a training on given answers; its position, settings and report are there
     open: Callable[[Destination], TrackerWriter]
     destination: Destination  # without its key and the run's settings
     read_samples: Callable[[], SampleTable] | None = None
@@ -223,33 +222,22 @@ class Written:
 class Consumer:
     """One run, one tracker. `work` returns when the run has ended, a stop was asked for, or (``once``) all is written."""
 
-    def __init__(self, job: Job, bus: Bus, file: PositionFile, stop: threading.Event) -> None:
+    def __init__(self, job: Job, events: Events, file: PositionFile, stop: threading.Event) -> None:
         """Read from where the position is; raises ConfigError when the run's events are others than those it counts."""
         self._job = job
-        self._bus = bus
+        self._events = events
         self._file = file
         self._stop = stop
-        self._stream = streams.stream_name(job.run_id, "events")
         self._arrived: queue.SimpleQueue[tuple[int, RunEvent]] = queue.SimpleQueue()
         self._writer: TrackerWriter | None = None
         self._rows = RowFold(file.position.steps)
         self._is_finished = file.position.finished
         self._quiet_since = time.monotonic()
         self._resumed_at = file.position.event
-        self._target = bus.stream_state(self._stream).wait().last_sequence
-        if file.position.event > self._target:
-            raise ConfigError(
-                f"the events of run {job.run_id} were deleted and begin again, after {file.position.event} were written to "
-                f"this tracker; remove {job.folder / 'trackers'} to write them to a new run of the tracker"
-            )
+        events.check(file.position.event)
+        self._target = events.last()
         self._read_up_to = self._begin()
-        bus.follow(
-            self._stream,
-            subjects.events(job.run_id),
-            RunEvent,
-            lambda fact, sequence, _: self._arrived.put((sequence, fact)),
-            after=self._read_up_to,
-        ).wait()
+        events.follow(lambda number, fact: self._arrived.put((number, fact)), self._read_up_to)
 
     def _begin(self) -> int:
         """Return the event to read after; for a position, open the tracker and ask it."""
@@ -327,7 +315,7 @@ class Consumer:
         if time.monotonic() - self._quiet_since > _QUIET_S:
             return True
         with contextlib.suppress(PenstockError):
-            self._target = self._bus.stream_state(self._stream).wait().last_sequence
+            self._target = self._events.last()
         return self._read_up_to >= self._target
 
     def _settings(self) -> dict[str, Any]:

@@ -9,13 +9,16 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Annotated, Any
 
 from pydantic import BeforeValidator, Field, field_validator, model_validator
 
 from penstock.console import connections, launch
+from penstock.console.report import curves
 from penstock.console.tracking.interface import TRACKERS
 from penstock.protocol import seals
 from penstock.protocol.config.connection import NatsSettings, RunSettings, S3Settings, Section
@@ -162,6 +165,55 @@ def command(run: str, label: str, arguments: Sequence[str], *flags: str) -> list
     return launch.module(MODULE, run, label, *flags, *arguments)
 
 
+def _start(
+    settings: TrackSettings, arguments: Sequence[str], training: str, *flags: str
+) -> dict[str, subprocess.Popen[bytes]]:
+    """Start a process for each tracker, by label; it ends with this one."""
+    flags = (
+        "--parent",
+        str(os.getpid()),
+        *(["--training", training] if training in curves.GIVEN_ANSWERS else []),
+        *flags,
+    )
+    labels = [tracker.label for tracker in settings.tracker]
+    return {label: subprocess.Popen(command(settings.run.id, label, arguments, *flags)) for label in labels}
+
+
+@contextmanager
+def beside(training: str, arguments: Sequence[str], environ: Mapping[str, str]) -> Iterator[None]:
+    """Write the figures of a training on given answers, sft, dpo or rm, to the trackers of its run file while the block runs.
+
+    At its end the processes have ``tracking.finish_s`` to write the rest; what is missing then is named on stderr. Raises ConfigError
+    before the block for a tracker that is not installed.
+    """
+    settings = load_settings(None, arguments, environ)
+    check(settings)
+    if settings.tracker:
+        store(settings)
+    children = _start(settings, arguments, training)
+    try:
+        yield
+    finally:
+        if not curves.is_training_finished(settings.run.folder, training):  # it will be continued: no end will come
+            _end(children, 0.0)
+            children = _start(settings, arguments, training, "--once")
+        for label in _end(children, settings.tracking.finish_s):
+            print(f"{label} has not everything; the rest: penstock track {settings.run.id}", file=sys.stderr)
+
+
+def _end(children: Mapping[str, subprocess.Popen[bytes]], wait_s: float) -> list[str]:
+    """Wait for the processes, and stop those that take longer; return the trackers that do not have everything."""
+    give_up = time.monotonic() + wait_s
+    for child in children.values():
+        with suppress(subprocess.TimeoutExpired):
+            child.wait(max(0.0, give_up - time.monotonic()))
+    unfinished = [label for label, child in children.items() if child.returncode != 0]
+    for child in children.values():
+        child.terminate()
+        child.wait()
+    return unfinished
+
+
 def track(run: str, arguments: Sequence[str], environ: Mapping[str, str], *, once: bool) -> int:
     """Write a run to all its trackers, each in a separate process, until it ends; returns the highest exit code."""
     settings = load_settings(run, arguments, environ)
@@ -170,17 +222,17 @@ def track(run: str, arguments: Sequence[str], environ: Mapping[str, str], *, onc
         raise ConfigError(
             'no tracker is set: penstock track RUN tracker=tensorboard, or tracker = ["wandb"] in the run file'
         )
-    flags = ["--parent", str(os.getpid()), *(["--once"] if once else [])]
-    children = [subprocess.Popen(command(run, tracker.label, arguments, *flags)) for tracker in settings.tracker]
+    training = curves.command_of(settings.run.folder) or ""
+    children = _start(settings, arguments, training, *(["--once"] if once else []))
 
     def stop(*_: object) -> None:
-        for child in children:
+        for child in children.values():
             child.terminate()
 
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGINT, stop)
         signal.signal(signal.SIGTERM, stop)
-    names = ", ".join(tracker.label for tracker in settings.tracker)
+    names = ", ".join(children)
     print(f"run {run}: writing to {names}; Ctrl-C stops it, and the same command goes on", file=sys.stderr)
-    codes = [child.wait() for child in children]
+    codes = [child.wait() for child in children.values()]
     return max((code if code >= 0 else 128 - code for code in codes), default=os.EX_OK)

@@ -67,7 +67,7 @@ def listed_runs(arguments: Sequence[str], environ: Mapping[str, str]) -> list[di
 
 
 def _describe(path: Path) -> _Known:
-    seen = curves.metrics_stamp(path)
+    seen = curves.metrics_stamp(curves.metrics_file(path))
     with _lock:
         known = _known.get(path)
     if known is not None and known.seen == seen:

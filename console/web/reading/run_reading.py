@@ -234,7 +234,7 @@ class RunReading:
         """Show what metrics.jsonl holds, again when it has changed; used while there is no connection."""
         if time.monotonic() < self._read_again_at:
             return
-        seen = curves.metrics_stamp(self.folder)
+        seen = curves.metrics_stamp(curves.metrics_file(self.folder))
         if seen is None or seen == self._metrics_seen:
             return
         self._metrics_seen = seen

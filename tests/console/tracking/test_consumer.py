@@ -18,6 +18,7 @@ from tests.servers import wait_for
 from penstock.console.tracking import consumer
 from penstock.console.tracking.__main__ import _job
 from penstock.console.tracking.consumer import Consumer, Written
+from penstock.console.tracking.sources import RunStream, TrainingLog
 from penstock.console.tracking.trackers import load_settings
 from penstock.deploy.bootstrap import bootstrap
 from penstock.protocol.config.connection import NatsSettings
@@ -44,7 +45,7 @@ def _work(run: str, bus: Bus, folder: Path, *, once: bool = False) -> Written:
     settings = load_settings(run, arguments, {})
     job = _job(settings, "tensorboard", arguments, once=once, awaits_report=False)
     with consumer.opened(folder / run, "tensorboard") as file:
-        return Consumer(job, bus, file, threading.Event()).work()
+        return Consumer(job, RunStream(bus, run), file, threading.Event()).work()
 
 
 def _losses(folder: Path, run: str) -> Counter[int]:
@@ -155,3 +156,31 @@ def test_a_position_that_is_not_ours_is_refused_with_what_to_do(tmp_path: Path) 
     refused = pytest.raises(ConfigError, match="remove it to write the whole run to a new run")
     with refused, consumer.opened(tmp_path, "wandb"):
         pass
+
+
+def test_steps_of_a_training_on_given_answers_are_written_once(tmp_path: Path) -> None:
+    """Also those that are made again after a kill cut the file to its checkpoint; the end is that of the result."""
+    arguments = [f"run.dir={tmp_path}", "tracker=tensorboard"]
+    settings = load_settings("warm-up", arguments, {})
+    folder = tmp_path / "warm-up" / "sft-training"
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text('{"settings": {"sft": {"lr": 1e-05}}}')
+
+    def work(steps: range, *, once: bool = True) -> Written:
+        lines = [{"kind": "step", "at": 1.0, "step": number, "loss": 1 / number} for number in steps]
+        lines += [{"kind": "eval", "at": 2.0, "step": number, "eval_loss": 0.5} for number in steps if number % 2 == 0]
+        lines.sort(key=lambda line: line["step"])
+        (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines) + '{"kind": "st')
+        job = _job(settings, "tensorboard", arguments, once=once, awaits_report=False, training="sft")
+        stop = threading.Event()
+        with consumer.opened(job.folder, "tensorboard") as file:
+            return Consumer(job, TrainingLog(job.folder, job.run_id, stop), file, stop).work()
+
+    assert work(range(1, 6)) == Written(num_rows=7)
+    assert work(range(1, 4)) == Written()
+    assert work(range(1, 8)) == Written(num_rows=3)
+    (folder / "result.json").write_text("{}")
+    assert work(range(1, 9), once=False) == Written(num_rows=2, finished=True)
+    written = event_files.values(folder / "trackers" / "tensorboard")
+    assert Counter({n: k for (tag, n, _), k in written.items() if tag == "train/loss"}) == Counter(range(1, 9))
+    assert "sft.lr" in event_files.texts(folder / "trackers" / "tensorboard")["settings/text_summary"]
