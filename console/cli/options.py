@@ -108,6 +108,29 @@ class LocalOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
+class SweepOptions:
+    vary: Annotated[
+        tuple[str, ...],
+        Help("KEY=V1,V2: train with each of these values; with --random also KEY=LOW..HIGH. Repeatable."),
+    ]
+    command: Annotated[Literal["train", "sft", "dpo", "rm"], Help("What trains; train starts all services here.")] = (
+        "train"
+    )
+    random: Annotated[int | None, Least(1), Help("Draw so many combinations instead of trying all.")] = None
+    seed: Annotated[int, Help("With --random: seed of the draws.")] = 0
+    halving: Annotated[
+        int | None,
+        Least(1),
+        Help("Pause all runs after so many steps; the better half goes on for twice as many, and so on."),
+    ] = None
+    workers: Annotated[int | None, Least(1), Help("As of penstock train --local.")] = None
+    serve: ServedFiles = ()
+    only_print: Annotated[
+        bool, Parameter(name="--print", negative=""), Help("Only print a command for each run, for a queue.")
+    ] = False
+
+
+@dataclass(frozen=True, kw_only=True)
 class PlanOptions:
     """Options of `penstock plan`; rates are in tokens per second, durations in seconds."""
 

@@ -17,6 +17,7 @@ from penstock.console.cli.options import (
     PlanOptions,
     QuickstartOptions,
     RecipeOptions,
+    SweepOptions,
 )
 from penstock.console.launch import NodeOptions, find_nodes
 from penstock.protocol.command_line import FLAT, Help, Json, Least, Parameter, RunArguments, application, typed
@@ -104,6 +105,22 @@ def train(
     from penstock.deploy.train import train_attached
 
     return train_attached(arguments, place, as_json=json, again=again)
+
+
+@app.command(group=TRAIN)
+def sweep(*arguments: RunArguments, options: Annotated[SweepOptions, FLAT], json: Json = False) -> int:
+    """Train with each combination of values, one run after another, and print them, the best first.
+
+    A run's id is that of the run file and its values. The best has the highest held-out accuracy or reward, with --command sft, dpo or rm
+    the lowest validation loss. The same command continues an interrupted sweep; a run that failed is started again.
+
+    Example:  penstock sweep run.toml --vary trainer.lr=1e-6,3e-6 --vary run.seed=0,1
+              penstock sweep run.toml --vary trainer.lr=1e-7..1e-5 --random 8 --halving 20
+    Then:     penstock console       to compare the runs
+    """
+    from penstock.deploy.sweep import sweep as run
+
+    return run(arguments, options, as_json=json)
 
 
 @app.command(group=TRAIN)

@@ -19,7 +19,7 @@ from penstock.protocol.errors import ConfigError
 
 ROOT = Path(__file__).parents[3]
 VERBS = (
-    "quickstart", "recipe", "train", "sft", "dpo", "rm", "config", "rollout", "reward", "data", "up", "bootstrap", "doctor", "runs",
+    "quickstart", "recipe", "train", "sweep", "sft", "dpo", "rm", "config", "rollout", "reward", "data", "up", "bootstrap", "doctor", "runs",
     "replay", "lineage", "profile", "dead-letters", "rescore", "watch", "chat", "version",
 )  # fmt: skip
 WITH_EXAMPLE = (
