@@ -185,12 +185,9 @@ def test_a_run_file_does_what_the_source_does(
     """At least 30 properties of each configuration are those of its system, defaults included, or there is a decision."""
     of_system, of_config = EQUAL[system], EQUAL[system]["config"][name]
     given = dict(pair.split("=", 1) for pair in f"{of_system['every']} {of_config['given']}".split())
-    file = tmp_path / ("a.sh" if system == "verl" else "a.yaml")
-    words, rows = (
-        sign.join(f"{key}{equals}{value}" for key, value in given.items())
-        for sign, equals in ((" ", "="), ("\n", ": "))
-    )
-    file.write_text(f"python3 -m verl.trainer.main_ppo {words}" if system == "verl" else rows)
+    equals, sign, before = ("=", " ", "python3 -m verl.trainer.main_ppo ") if system == "verl" else (": ", "\n", "")
+    file = tmp_path / ("a.sh" if before else "a.yaml")
+    file.write_text(before + sign.join(f"{key}{equals}{value}" for key, value in given.items()))
     _, report = imported(file, tmp_path / "run.toml", "--from", system, capsys=capsys)
     assert [one["key"] for one in report["keys"] if one["kind"] in ("decide", "unknown")] == of_config.get("open", [])
     refused = of_config.get("refused", [])
