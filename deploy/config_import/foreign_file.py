@@ -215,8 +215,11 @@ def _read(statement: str, script: _Script) -> None:
         )  # "$(dirname "$0")/models/x.sh": that folder is the script's
         if name and (text := script.beside(name)):
             _read_all(name, text, script)
-    elif _starts_training(words):
+    elif _starts_training(words) or (
+        words and words[0].startswith("--") and script.found.commands
+    ):  # no "\\" before it
         script.found.commands.append(" ".join(words))
+        words = words if words[0][0] != "-" else ["", *words]
         _options(words, script.found)
 
 
@@ -242,7 +245,11 @@ def _options(words: list[str], foreign_config: Found) -> None:
         name, separator, value = word.removeprefix("--").partition("=")
         if word.startswith("--") and not separator:
             values = []
-            while position < len(words) and _is_value(words[position]):
+            while (
+                position < len(words)
+                and _is_value(words[position])
+                and not (values and words[position].endswith(".py"))
+            ):
                 values.append(words[position])
                 position += 1
             foreign_config.add(

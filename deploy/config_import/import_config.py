@@ -33,7 +33,7 @@ PLACEHOLDER = "FOLDER-OF-THE-MODEL"
 _DECIDE, _ERROR = 1, 2  # exit codes
 # What decides what is trained: never left out.
 _DECIDING = (
-    "algorithm.name", "algorithm.minibatches", "rollout.group_size", "rollout.groups_per_step", "rollout.max_new_tokens",
+    "algorithm.name", "algorithm.loss", "algorithm.advantage", "algorithm.minibatches", "rollout.group_size", "rollout.groups_per_step", "rollout.max_new_tokens",
     "rollout.environment", "environment.", "reward.", "data.train", "data.max_prompt_tokens", "model.path", "model.dtype",
 )  # fmt: skip
 _OF_A_KL = tuple(
@@ -94,11 +94,23 @@ def complete(done: Translation, named: Mapping[str, Any], section: str = "") -> 
                     {ours: done.settings.get("rollout.temperature", 1.0) if value == "$rollout.temperature" else value},
                     {},
                 )
-    if leave_out_refused(done):
-        effective = _effective(done.settings)
-        for default, others in differing(system, named, done.settings, effective):
-            _take(done, default, others, effective)
-        leave_out_refused(done)
+    refused = leave_out_refused(done)
+    effective = _effective(done.settings)
+    steps = effective["algorithm.minibatches"] * effective["algorithm.epochs"]
+    if (
+        effective["algorithm.advantage"] == "gae"
+        and steps > 1
+        and "critic.updates" not in done.settings
+        and not section
+    ):
+        text = (
+            f"the critic there takes {steps} steps, each on a part of the batch; here critic.updates on the whole batch"
+        )
+        done.settings["critic.updates"] = steps
+        done.lines.append(Line("decide", "critic.updates", steps, text))
+    for default, others in differing(system, named, done.settings | refused, effective):
+        _take(done, default, others, effective)
+    done.settings |= refused | leave_out_refused(done)
     if not section:
         name_what_is_missing(done)
     elif not done.settings.get("data.train") and not any(
@@ -176,11 +188,12 @@ def _written(settings: Mapping[str, Any]) -> Iterator[Path]:
         yield file
 
 
-def leave_out_refused(done: Translation) -> bool:
-    """Remove the settings that services refuse, the subject of each refusal first; report each, and return False if one stays.
+def leave_out_refused(done: Translation) -> dict[str, Any]:
+    """Remove the settings that services refuse, the subject of each refusal first; report each, and return those that the run file keeps.
 
-    What decides what is trained stays, even where it is refused: the run then starts only after a person has decided.
+    They decide what is trained: with them the run starts only after a person has decided.
     """
+    kept: dict[str, Any] = {}
     if "model.path" not in done.settings:
         done.settings["model.path"] = PLACEHOLDER
         done.lines.append(Line("decide", "model.path", "", "the file names no model: set model.path"))
@@ -193,10 +206,12 @@ def leave_out_refused(done: Translation) -> bool:
             raise ConfigError(f"the translated settings are refused, and by none that can be left out: {problem}")
         if subject is None:
             text = f"refused, no run starts with it: {problem}"
-            done.lines.append(Line("decide", named[0], done.settings[named[0]], text))
-            return False
+            kept[named[0]] = done.settings.pop(named[0])
+            done.settings.setdefault("model.path", PLACEHOLDER)
+            done.lines.append(Line("decide", named[0], kept[named[0]], text))
+            continue
         _leave_out(done, subject, problem)
-    return True
+    return kept
 
 
 def _leave_out(done: Translation, subject: str, problem: str) -> None:
@@ -216,7 +231,8 @@ def _has_no_effect_there(done: Translation, subject: str, value: Any) -> bool:
     if subject == "critic.gamma":  # ROLL and OpenRLHF discount the tokens of a completion without a critic too
         return value == 1 or (done.system == "verl" and "reinforce" not in done.settings["algorithm.name"])
     if subject in _OF_A_KL:
-        return not any(key in done.settings for key in ("algorithm.kl_coefficient", "algorithm.reward_kl_coefficient"))
+        in_reward = "algorithm.reward_kl_coefficient" in done.settings and subject != "algorithm.kl_form"
+        return not in_reward and "algorithm.kl_coefficient" not in done.settings
     return subject.startswith(("critic.", "model.lora.", "eval.top_", "algorithm.reference_device"))
 
 

@@ -16,6 +16,7 @@ Kind = Literal["taken", "translated", "ignored", "decide", "unknown", "silent"]
 ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 OFF = "off, as without it"
 READ = "read together with"
+MICRO_BATCH = 16_384  # trainer.micro_batch_tokens where nothing sets it
 _REWARD_FILE = "custom_reward_function.path"  # of verl
 Values = Mapping[str, Any]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from pathlib import Path
 from typing import Any
@@ -52,9 +53,9 @@ def kl_estimator(value: Any, values: Values) -> Outcome:
 
 def accelerate_file(value: Any, values: Values) -> Outcome:
     """Return the sharding that a file of accelerate's options says by its name."""
-    stage = re.search(r"z(?:ero)?_?([0-3])", str(value))
-    if stage is not None:
-        return set_to(trainer__zero_stage=int(stage[1]))
+    stage = "3" if "fsdp" in str(value) else "".join(re.findall(r"z(?:ero)?_?([0-3])", str(value))[:1])
+    if stage:
+        return set_to(trainer__zero_stage=int(stage))
     if re.search(r"(single|multi)_gpu", str(value)):
         return ignored("one process for each GPU")
     return decide(ABSENT["tp_size"])  # how the model is divided over the GPUs
@@ -127,12 +128,6 @@ def estimator(value: Any, values: Values) -> Outcome:
     return set_to(algorithm__name=name)
 
 
-def loss_mode(value: Any, values: Values) -> Outcome:
-    names = {"vanilla": "ppo_clip", "geo_mean": "gmpo", "gpg": "reinforce"}
-    loss = names.get(str(value), str(value))
-    return ignored("in algorithm.name") if loss == "gspo" else set_to(algorithm__loss=loss)
-
-
 def kl_loss(value: Any, values: Values) -> Outcome:
     switch = first(values, f"{ACTOR}.use_kl_loss", "use_kl_loss", default=True)
     if not is_on(switch) or not value:
@@ -182,15 +177,16 @@ def completions_per_step(value: Any, values: Values) -> Outcome:
 def trl_batch(value: Any, values: Values) -> Outcome:
     accumulated = first(values, "gradient_accumulation_steps", default=1)
     processes = first(values, "num_processes", "nproc_per_node", default=1)
-    for division in ("tp_size", "pp_size", "cp_size"):  # of AgentRL: these ranks share their rows
-        processes = max(1, processes // first(values, division, default=1))
     n = first(values, "num_generations", default=8)
-    if '"split_batches":true' in "".join(str(values.get("accelerator_config", "")).split()):
-        return decide(
-            "set rollout.groups_per_step: with split_batches the rows of an optimizer step are those of all processes together"
-        )
+    shared = math.prod(
+        first(values, key, default=1) for key in ("tp_size", "pp_size", "cp_size")
+    )  # of AgentRL: ranks of the same rows
     if not all(isinstance(number, int) and number > 0 for number in (value, accumulated, processes, n)):
-        return decide("set rollout.groups_per_step: prompts of one optimizer step")
+        ranks = f"trainer.num_ranks, trainer.tensor_parallel = {shared} and " if shared > 1 else ""
+        return decide(
+            f"set {ranks}rollout.groups_per_step: {value} x {accumulated} x processes / {shared} / {n} of each prompt"
+        )
+    processes = max(1, processes // shared)
     generated = values.get("generation_batch_size")
     together = (
         generated // (value * processes) if generated else first(values, "steps_per_generation", default=accumulated)

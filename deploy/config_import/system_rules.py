@@ -8,10 +8,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from penstock.deploy.config_import.rule_forms import (
+    ACTOR,
+    MICRO_BATCH,
     OFF,
     READ,
     Outcome,
-    Rule,
     Values,
     decide,
     first,
@@ -21,12 +22,6 @@ from penstock.deploy.config_import.rule_forms import (
 )
 from penstock.deploy.config_import.rules import estimator
 
-_OF_A_WORKER = re.compile(r"rewards\.([^.]+)\.(.+)")  # of ROLL
-_ROLL_REWARDS: Mapping[str, str] = {"MathRuleRewardWorker": "math"}
-_OF_A_RULE = (
-    "model_args.", "data_args.", "strategy_args.", "world_size", "infer_batch_size", "device_mapping", "use_local",
-)  # fmt: skip
-_SHARES = "actor_train.data_args.domain_interleave_probs."
 _RANGE = re.compile(r"(?:list\()?range\((\d+),(\d+)\)\)?")
 _ACTOR = "actor_train.training_args"
 _DIVISIONS = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
@@ -36,8 +31,40 @@ _ANSWER_FORMATS = {
     "qwen": "hermes", "qwen25": "hermes", "qwen3_coder": "qwen_xml", "glm45": "glm", "llama3": "llama", "mistral": "mistral",
     "deepseekv3": "deepseek", "kimi_k2": "kimi_k2",
 }  # fmt: skip
+_OF_SEQUENCES = ("gspo", "sapo", "geo_mean")  # losses of verl, core_algos.py lines 1313, 1396 and 1707
 _TRL_REWARDS: Mapping[str, str] = {"think_format_reward": "think_format"}
 _CODE = re.compile(r"[A-Za-z0-9_./-]+\.py:[A-Za-z_]\w*")
+
+
+def loss_mode(value: Any, values: Values) -> Outcome:
+    names = {"vanilla": "ppo_clip", "geo_mean": "gmpo", "gpg": "reinforce"}
+    loss = names.get(str(value), str(value))
+    settings = (
+        {"algorithm.dual_clip": None} if loss == "gspo" else {"algorithm.loss": loss}
+    )  # gspo is in algorithm.name
+    if loss == "cispo":
+        low, high = (first(values, f"{ACTOR}.clip_ratio_{end}", default=0.2) for end in ("low", "high"))
+        settings["algorithm.weight_cap"] = round(1 + high, 12)
+        if low < 1:
+            return Outcome("decide", settings, f"weights are at least {1 - low:g} there; here they have no lower bound")
+    of_sequences = {"algorithm.aggregation": "seq-mean-token-mean"} if value in _OF_SEQUENCES else {}
+    return Outcome("translated", settings | of_sequences)
+
+
+def clip_ratio(value: Any, values: Values) -> Outcome:
+    """Return the range of verl's ratio; its cispo bounds weights by it."""
+    if values.get(f"{ACTOR}.policy_loss.loss_mode") == "cispo":
+        return ignored(f"{READ} policy_loss.loss_mode")
+    low, high = (
+        first(values, f"{ACTOR}.clip_ratio_{end}", f"{ACTOR}.clip_ratio", default=0.2) for end in ("low", "high")
+    )
+    return set_to(algorithm__clip_low=low, algorithm__clip_high=high)
+
+
+def loss_aggregation(value: Any, values: Values) -> Outcome:
+    if values.get(f"{ACTOR}.policy_loss.loss_mode") in _OF_SEQUENCES:
+        return ignored("verl averages this loss over sequences in any case")
+    return set_to(algorithm__aggregation=value)
 
 
 def roll_estimator(value: Any, values: Values) -> Outcome:
@@ -47,6 +74,11 @@ def roll_estimator(value: Any, values: Values) -> Outcome:
     if str(value) == "reinforce":
         text = "ROLL clips the ratio with every estimator; its reinforce takes rewards as they are"
         return set_to(text, algorithm__name="grpo", algorithm__advantage="reinforce")
+    if str(value) == "distillation":
+        return decide(
+            "ROLL trains a row's answer by the teacher's probabilities, too; here the answers alone are trained, or a teacher judges what the "
+            'policy samples: algorithm.name = "on_policy_distillation" (docs/distillation.md)'
+        )
     if str(value) not in ("gae", "grpo", "gigpo", "step_reinforce"):
         return decide(f"set algorithm.name and algorithm.advantage: {value} has no rule")
     return estimator(value, values)
@@ -65,6 +97,27 @@ def roll_batch(value: Any, values: Values) -> Outcome:
     minibatches = {"algorithm.minibatches": steps} if steps > 1 else {}
     text = f"{value} {'episodes' if is_agentic else 'prompts'} in optimizer steps of {update} samples"
     return Outcome("translated", {"rollout.groups_per_step": groups, **minibatches}, text)
+
+
+def roll_norm(value: Any, values: Values) -> Outcome:
+    """Return over which set ROLL centres rewards, and over which it scales them; here it is one set."""
+    sets = [first(values, f"reward_normalization.norm_{part}_type", f"norm_{part}_type") for part in ("mean", "std")]
+    if not _is_agentic(values) and values.get("adv_estimator") == "grpo":
+        return ignored("ROLL's grpo normalises over the group in any case")
+    if len(named := {one for one in sets if one is not None}) != 1 or "running" in named:
+        return decide(f"set algorithm.reward_norm: the mean is over {sets[0]} and the deviation over {sets[1]} there")
+    shift, scale = (one is not None for one in sets)
+    return set_to(algorithm__reward_norm=named.pop(), algorithm__reward_shift=shift, algorithm__reward_scale=scale)
+
+
+def roll_sequence_length(value: Any, values: Values) -> Outcome:
+    """Return the most tokens of an episode of ROLL; its RLVR pipeline has limits of prompts and answers instead."""
+    if not _is_agentic(values):
+        return ignored("prompt_length and response_length are limits; nothing is padded here")
+    larger = {"trainer.micro_batch_tokens": value} if value > MICRO_BATCH else {}
+    return Outcome(
+        "translated", {"data.overlong": "error", **larger}, "of a whole episode: no start has a limit of its own"
+    )
 
 
 def _is_agentic(values: Values) -> bool:
@@ -121,56 +174,6 @@ def difficulty_mask(value: Any, values: Values) -> Outcome:
     return Outcome("decide", {"algorithm.group_mean_range": bounds}, text)
 
 
-def roll_reward(key: str) -> Rule | None:
-    """Return the rule for a key of one of ROLL's reward workers; None for any other key.
-
-    Workers without an equal here are one decision, on the first of them: who scores the rows with their tags.
-    """
-    if (matched := _OF_A_WORKER.fullmatch(key)) is None:
-        return None
-    worker, rest = matched[1], matched[2]
-
-    def rule(value: Any, values: Values) -> Outcome:
-        kinds = {
-            other[1]: str(kind).rpartition(".")[2]
-            for name, kind in values.items()
-            if (other := _OF_A_WORKER.fullmatch(name)) and other[2] == "worker_cls"
-        }
-        without = [name for name, kind in kinds.items() if kind not in _ROLL_REWARDS]
-        if worker in without and (worker != without[0] or rest != "worker_cls"):
-            return Outcome("translated", {}, f"part of the decision on rewards.{without[0]}.worker_cls")
-        if worker in without:
-            tags = [f"{kinds[name]} for {values.get(f'rewards.{name}.tag_included')}" for name in without]
-            return decide(
-                f"set reward.by_source, or reward.name, for what no reward here scores equally: {'; '.join(tags)} (docs/rewards.md)"
-            )
-        name = _ROLL_REWARDS.get(kinds.get(worker, ""))
-        if rest == "worker_cls":
-            has_tags = bool(values.get(f"rewards.{worker}.tag_included"))
-            return ignored(f"{READ} rewards.{worker}.tag_included") if has_tags else set_to(reward__name=name)
-        if rest == "tag_included" and name is not None and all(re.fullmatch(r"[\w-]+", tag) for tag in value):
-            settings = {"data.map.data_source": "tag", **{f"reward.by_source.{tag}": name for tag in value}}
-            return Outcome("translated", settings, "the column tag chooses the reward")
-        if rest.startswith(_OF_A_RULE) and name is not None:
-            return ignored("a reward by rule has no model")
-        return decide("a part of a reward: reward.define, or a judge behind an endpoint (docs/rewards.md)")
-
-    return rule
-
-
-def roll_domains(key: str) -> Rule | None:
-    """Return the rule for a share of ROLL's batches that a domain has; None for any other key."""
-    if not key.startswith(_SHARES):
-        return None
-    return lambda value, values: (
-        ignored("the only domain: every row is of it")
-        if sum(name.startswith(_SHARES) for name in values) == 1
-        else decide(
-            "each batch there has these shares of the domains; here rows come as often as they are in data.train: repeat or cut files to these shares"
-        )
-    )
-
-
 def roll_parallel(value: Any, values: Values) -> Outcome:
     """Return the GPUs of an engine: with vLLM ROLL sets them to its tensor parallel size."""
     if first(values, "actor_infer.strategy_args.strategy_name") != "sglang":
@@ -218,6 +221,21 @@ def agentrl_clip(value: Any, values: Values) -> Outcome:
     )
 
 
+def agentrl_scaling(value: Any, values: Values) -> Outcome:
+    """Return the clip of gradients that does what factor AgentRL has on advantages: AdamW's steps do not depend on the loss's scale."""
+    norm = first(values, "max_grad_norm", default=1.0)
+    return set_to(
+        "AdamW divides the factor out, but for the clip of gradients", trainer__max_grad_norm=round(norm / value, 12)
+    )
+
+
+def agentrl_tensor_parallel(value: Any, values: Values) -> Outcome:
+    ranks = first(values, "num_processes", "nproc_per_node")
+    if value == 1 or not isinstance(ranks, int):
+        return ignored(OFF if value == 1 else f"{READ} per_device_train_batch_size")
+    return set_to(trainer__tensor_parallel=value, trainer__num_ranks=ranks)
+
+
 def agentrl_sampling(value: Any, values: Values) -> Outcome:
     """Return the sampling of AgentRL, a JSON text."""
     given = json.loads(value) if isinstance(value, str) else dict(value)
@@ -246,7 +264,7 @@ def agentrl_environment(value: Any, values: Values) -> Outcome:
     limit = f', repeat_limit = {repeats} with type = "tools"' if isinstance(repeats, int) and repeats > 0 else ""
     return decide(
         f'set rollout.environment and [environment.define.NAME] with type = "mcp", options.servers, max_turns = {value}, {calls}{limit}; '
-        "the judge is a reward endpoint (docs/tools.md, docs/rewards.md)"
+        "the judge is an endpoint that reward.name names (docs/tools.md, docs/rewards.md)"
     )
 
 

@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import Any
 
-from penstock.deploy.config_import import roll_environments, rule_forms, rules, system_rules
+from penstock.deploy.config_import import roll_sections, rule_forms, rules, system_rules
 from penstock.deploy.config_import.foreign_file import UNASSIGNED, Found, readable, unassigned
 from penstock.deploy.config_import.rule_forms import Line, Outcome, Rule, Translation, decide, first, is_on
 from penstock.deploy.config_import.source_defaults import at_default
@@ -35,11 +35,16 @@ _WORDS = {
 _SECRET = re.compile(r"(^|[_.])(password|secret|token|api_key|use_wandb)$")
 _IN_URL = re.compile(r"(?<=:)//[^/@\s]+@")
 _ON_THERE = ("do_sample", "enable_sampling", "gamma")  # off is the choice that changes something
-_IMPLIED = {
-    "verl": {"trainer.n_gpus_per_node": 8},
+# Defaults that rules compute with.
+_IMPLIED: Mapping[str, Mapping[str, Any]] = {
+    "verl": {
+        "trainer.n_gpus_per_node": 8, "data.train_batch_size": 1024, "actor_rollout_ref.actor.use_kl_loss": False, "actor_rollout_ref.actor.kl_loss_coef": 0.001,
+        "algorithm.kl_ctrl.kl_coef": 0.001,
+    },
     "trl": {"per_device_train_batch_size": 8},
     "llamafactory": {"per_device_train_batch_size": 8},
-}  # defaults that rules compute with
+    "agentrl": {"per_device_train_batch_size": 8},
+}  # fmt: skip
 _ESTIMATORS = ("algorithm.adv_estimator", "adv_estimator", "advantage_estimator")
 _CRITIC = re.compile(
     r"critic[._]|(reward_pretrain|num_critic_only_steps|freezing_actor_steps|lambd|value_clip|algorithm\.lam)$"
@@ -55,7 +60,8 @@ _STAGES = {"sft": SFT, "dpo": DPO, "kto": DPO, "rm": RM}  # of LLaMA-Factory, an
 _OTHER_TRAINERS = re.compile(
     r"(?:^|[/ ])(bco|cpo|orpo|tpo|xpo|gkd|gold|prm|sdft|sdpo|ssd|rloo(?:_vlm)?|ppo(?:_tldr)?|nash_md|online_dpo(?:_vlm)?|distillation)\.py|trl (rloo)"
 )
-_LIMITS = ("max_length", "max_seq_length", "max_len", "cutoff_len")  # of a row of given answers
+_LIMITS = ("max_length", "max_seq_length", "max_len", "cutoff_len", "sequence_length")  # of a row of given answers
+_OF_GIVEN = ("sft_loss", "slime.rollout.sft_rollout.generate_rollout")  # values of slime that say so
 _OF_BATCH = ("per_device_train_batch_size", "train_batch_size")
 _EPOCHS = ("max_epochs", "num_train_epochs", "total_epochs")  # over the data, not over a batch
 _OF_PAIRS = {  # the last part of a key of TRL, verl or OpenRLHF: the key of [dpo]
@@ -101,18 +107,20 @@ def _command(foreign_config: Found) -> tuple[OwnSection | None, Mapping[str, Any
         return _STAGES[stage], {"dpo.loss": "kto"} if stage == "kto" else {}
     if "chosen_key" in values and not text:  # of ROLL, as the next
         return DPO, {"dpo.loss": "ipo"} if is_on(values.get("ipo")) else {}
-    return (SFT if "response_key" in values and not text else None), {}
+    return (SFT if {"response_key", "kd_objective"} & values.keys() and not text else None), {}
 
 
 def translate(foreign_config: Found, system: str, known: Collection[str]) -> Translation:
     done = Translation(system)
     command, said = _command(foreign_config)
     if system == "roll":
-        roll_environments.add_published(foreign_config)
+        roll_sections.add_published(foreign_config)
     written = _in_known_spelling(foreign_config, system)
     if system == "trl" and (trainer := _OTHER_TRAINERS.search(" ".join(foreign_config.commands))):
         foreign_config.values["GRPOTrainer"] = trainer[1] or trainer[2]
-    for key, value in _IMPLIED.get(system if command is None or system != "verl" else "", {}).items():
+    is_whole = any(key.startswith("actor_rollout_ref.") for key in foreign_config.values) and command is None
+    has_others = "algorithm" in foreign_config.values or (system == "verl" and not is_whole)  # a platform's job
+    for key, value in _IMPLIED.get("" if has_others else system, {}).items():
         foreign_config.values.setdefault(key, value)
     untouched = at_default(system, foreign_config.values)
     asked: dict[str, str] = {}  # a decision's text: the key that has it
@@ -234,9 +242,7 @@ def _has_critic(system: str, values: Mapping[str, Any]) -> bool:
 def _rule_for(system: str, key: str) -> Rule | None:
     if key.startswith(rules.REWARD_ARGUMENTS):
         return rule_forms.reward_argument(key.removeprefix(rules.REWARD_ARGUMENTS))
-    if system == "roll" and (
-        rule := system_rules.roll_reward(key) or system_rules.roll_domains(key) or roll_environments.rule_of(key)
-    ):
+    if system == "roll" and (rule := roll_sections.rule_of(key)):
         return rule
     form = SYSTEMS[system].rules.get(key) or SYSTEMS["shared"].rules.get(key)
     if form is None or isinstance(form, str):
@@ -284,10 +290,14 @@ def _of_given_answers(
     if last in _EPOCHS:
         outcome = rules.epochs(value, values)
         return Outcome("taken", {f"{command.section}.epochs": value}) if outcome.settings else outcome
-    if last in _LIMITS:
-        return decide(
-            f"rows longer than {value} tokens are cut there; here rows beyond trainer.micro_batch_tokens are left out, others kept whole"
+    if value in _OF_GIVEN:
+        return rule_forms.ignored(f"what `penstock {command.section}` does")
+    if system == "slime" and last == "input_key":
+        return Outcome(
+            "translated", {} if value == "messages" else {"data.map.messages": value}, "its answers are trained"
         )
+    if last in _LIMITS:
+        return _limit_of_rows(value, values, system, command)
     if last not in _OF_BATCH or not isinstance(value, int):
         return None
     if system == "roll":
@@ -300,6 +310,19 @@ def _of_given_answers(
     if rows is None:
         return decide(f"set {command.section}.batch_size: rows of an optimizer step, over all ranks")
     return Outcome("translated", {f"{command.section}.batch_size": rows}, "rows of an optimizer step")
+
+
+def _limit_of_rows(value: Any, values: Mapping[str, Any], system: str, command: OwnSection) -> Outcome:
+    """Return what becomes of rows above a limit: ROLL leaves out pairs with a longer answer, rows of others are refused or cut."""
+    is_roll = system == "roll" and "kd_objective" not in values
+    if is_roll and command is DPO:
+        return rule_forms.set_to("both answers of a pair share a micro-batch", trainer__micro_batch_tokens=2 * value)
+    if is_roll or (system == "verl" and first(values, "data.truncation", default="error") == "error"):
+        larger = {"trainer.micro_batch_tokens": value} if value > rule_forms.MICRO_BATCH else {}
+        return Outcome("translated", {"data.overlong": "error", **larger}, "longer rows are an error there, too")
+    return decide(
+        f"rows longer than {value} tokens are cut there; here rows beyond trainer.micro_batch_tokens are left out, others kept whole"
+    )
 
 
 def _of_pairs(key: str, value: Any, command: OwnSection | None) -> Outcome | None:
@@ -324,7 +347,7 @@ def _make_room(done: Translation) -> None:
     longest = numbers.get("data.max_prompt_tokens", 1024) + numbers.get("rollout.max_new_tokens", 256)
     versions = numbers.get("rollout.max_staleness", 4) + 2
     for key, what, least, default in (
-        ("trainer.micro_batch_tokens", "longest trajectory", longest, 16_384),
+        ("trainer.micro_batch_tokens", "longest trajectory", longest, rule_forms.MICRO_BATCH),
         ("trainer.keep_versions", "staleness, for workers that lag behind", versions, 8),
     ):
         if least > numbers.get(key, default):

@@ -1,7 +1,7 @@
 """Read a row's tests of a program from the forms of the usual data sets.
 
 - stdin tests: ``{"inputs": [...], "outputs": [...]}`` (APPS, TACO, verl), ``{"input": [...], "output": [...]}``
-  (CodeContests), or a list of ``{"input", "output"}`` (LiveCodeBench, PrimeIntellect, DeepCoder, open-r1).
+  (CodeContests), or a list of ``{"input", "output"}`` (LiveCodeBench, PrimeIntellect, DeepCoder, open-r1), or ROLL's names of these.
 - function tests: the same with ``fn_name`` or ``func_name``, of the row, of its ``metadata`` or of a test; an input is a list
   of arguments, or a text with one JSON argument per line; then an output that is a text is JSON, too.
 - test code: a text, a list of texts, ``{"test", "entry_point"}`` (HumanEval), ``{"test_list", "test_setup_code"}``
@@ -46,6 +46,7 @@ _OTHER_JUDGES = (
     "checker", "generated_checker", "checker_code", "special_judge", "interactor", "interaction_format", "input_file",
     "output_file",
 )  # fmt: skip
+_OF_ROLL = {"stdin": "input", "expected_stdout": "output"}
 _OTHER_COLUMNS = (*_FUNCTION_NAMES, *_SETUPS, *_OTHER_JUDGES, "entry_point", "language", "input_mode")
 _CASE_FIELDS = {
     "input", "output", "type", "testtype", "metadata", "explanation", "id", "index", "name", "weight", "points",
@@ -206,7 +207,7 @@ def _flat(value: Any) -> dict[str, Any]:
     if isinstance(value, list) and value and all(isinstance(piece, str) for piece in value):
         return {"test_list": value}
     if isinstance(value, list) and value and all(isinstance(case, Mapping) for case in value):
-        return {"cases": list(map(_case, value))}
+        return _listed(value)
     if not isinstance(value, Mapping):
         return {}
     fields = {str(name): content for name, content in value.items() if content is not None}
@@ -229,6 +230,13 @@ def _flat(value: Any) -> dict[str, Any]:
     return {**fields, "cases": cases}
 
 
+def _listed(tests: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    if not all("assert_code" in test for test in tests):
+        return {"cases": list(map(_case, tests))}
+    setup = {name: tests[0][name] for name in ("import_prefix", "entry_point") if tests[0].get(name)}
+    return {"test_list": [test["assert_code"] for test in tests], **setup}  # of ROLL
+
+
 def _pairs(inputs: Any, outputs: Any) -> list[_Case]:
     if not isinstance(inputs, list) or not isinstance(outputs, list) or len(inputs) != len(outputs):
         raise BadGroundTruth(
@@ -237,7 +245,8 @@ def _pairs(inputs: Any, outputs: Any) -> list[_Case]:
     return [_Case(given, expected) for given, expected in zip(inputs, outputs, strict=True)]
 
 
-def _case(case: Mapping[str, Any]) -> _Case:
+def _case(fields: Mapping[str, Any]) -> _Case:
+    case = {_OF_ROLL.get(name, name): content for name, content in fields.items()}
     judge = next((name for name in sorted(case.keys() - _CASE_FIELDS) if case[name] not in (None, "", False)), None)
     if judge or "input" not in case or "output" not in case:
         raise BadGroundTruth(

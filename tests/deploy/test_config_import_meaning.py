@@ -261,8 +261,9 @@ TABLE: dict[str, tuple[str, str, dict[str, Any]]] = {
         "algorithm.name": "ce_gppo", "algorithm.beta_low": 0.5, "algorithm.beta_high": 0.8, "algorithm.clip_low": 0.2,
         "algorithm.clip_high": 0.3, "rollout.groups_per_step": 1, "rollout.group_size": 8, "rollout.max_new_tokens": 512,
         "trainer.betas": [0.9, 0.98], "trainer.schedule": "linear", "trainer.min_lr_ratio": 0.0, "trainer.epochs": 3.0,
-        "model.dtype": "bfloat16", "model.gradient_checkpointing": True, "algorithm.drop_zero_advantage": True,
-        "data.train": "/d/tasks.jsonl", "algorithm.age_band_cap": 1.0, "algorithm.age_band_decay": 0.0, "lengths": ASKED("max_prompt_tokens"), "reward": ASKED("reward.name"),
+        "model.dtype": "bfloat16", "model.gradient_checkpointing": True, "algorithm.drop_zero_advantage": True, "data.train": "/d/tasks.jsonl",
+        "algorithm.age_band_cap": 1.0, "algorithm.age_band_decay": 0.0, "data.overlong": "error", "algorithm.min_reward_spread": 0.1,
+        "balance": ASKED("balance_sample"), "reward": ASKED("reward.name"),
     }),
     "openrlhf_2026": ("sh", OPENRLHF_2026, {
         "model.path": "/m", "data.train": "/d/p.jsonl", "data.map.ground_truth": "answer", "algorithm.name": "grpo", "rollout.groups_per_step": 128,

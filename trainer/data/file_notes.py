@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from penstock.protocol.chat_tokenizer import ChatTokenizer
 from penstock.trainer.data.messages import COLUMN, PYTHON_CHAT, chat_in_text, images_of, json_of, texts_of, unread_keys
@@ -66,12 +66,10 @@ class FileNotes:
     characters: set[str] = field(default_factory=set)  # of all prompts
     lost: Counter[str] = field(default_factory=Counter)  # characters without a token, by the prompts that have them
     changes: Counter[str] = field(default_factory=Counter)  # rows by what was changed when they were read
-    python_chats: Counter[str] = field(
-        default_factory=Counter
-    )  # prompts and answers that are a chat as Python prints it
+    python_chats: Counter[str] = field(default_factory=Counter)  # prompts and answers: a chat as Python prints it
     no_values: Counter[str] = field(
         default_factory=Counter
-    )  # prompts, answers and truths that are a word for nothing, such as nan
+    )  # prompts, answers, truths: a word for nothing, such as nan
     listed_texts: int = 0  # prompts whose text is the JSON of a list of texts
     rendered: int = 0  # prompts with the marks of a chat template, in a message
     begun_twice: int = 0  # prompts with two BOS
@@ -138,15 +136,8 @@ class FileNotes:
         return sorted(self.uses.get(use, ()))
 
     def columns_text(self) -> str:
-        words: dict[Use, str] = {
-            "prompt": "prompt from",
-            "answer": "answer from",
-            "ground truth": "ground truth from",
-            "data source": "data source from",
-            "reward only": "for the reward only",
-            "unused": "not used:",
-        }
-        used = {word: self.columns(use) for use, word in words.items() if use in self.uses}
+        words: dict[Use, str] = {"reward only": "for the reward only", "unused": "not used:"}
+        used = {words.get(use, f"{use} from"): self.columns(use) for use in get_args(Use) if use in self.uses}
         return "; ".join(f"{word} {', '.join(map(self._named, columns))}" for word, columns in used.items())
 
     def _named(self, column: str) -> str:

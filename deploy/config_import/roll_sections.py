@@ -1,4 +1,6 @@
-"""ROLL's agentic pipelines: ``custom_envs`` and the tags of its env managers become ``[environment.define.TAG]``; pure.
+"""The sections of ROLL's files with names of their own: workers of rewards, shares of domains, environments; pure.
+
+``custom_envs`` and the tags of env managers become ``[environment.define.TAG]``, tags of workers ``reward.by_source``.
 
 Read from ROLL 0.3 (roll/pipeline/agentic/agentic_config.py, its environments, examples/config/traj_envs.yaml).
 """
@@ -10,8 +12,33 @@ from collections.abc import Mapping
 from typing import Any
 
 from penstock.deploy.config_import.foreign_file import Found, unassigned
-from penstock.deploy.config_import.rule_forms import READ, Outcome, Rule, Values, as_rule, decide, ignore, ignored
+from penstock.deploy.config_import.rule_forms import (
+    READ,
+    Outcome,
+    Rule,
+    Values,
+    as_rule,
+    decide,
+    ignore,
+    ignored,
+    is_on,
+    set_to,
+)
 
+_OF_A_WORKER = re.compile(r"rewards\.([^.]+)\.(.+)")  # of ROLL
+_ROLL_REWARDS: Mapping[str, str] = {
+    "MathRuleRewardWorker": "math", "CodeSandboxRewardWorker": "code", "LLMJudgeRewardWorker": "judge",
+}  # fmt: skip
+# What differs, of those that score in another way here.
+_DIFFERENCES = {
+    "CodeSandboxRewardWorker": "a program that fails has -1 from ROLL's sandbox behind a URL, 0 from code",
+    "LLMJudgeRewardWorker": "judge is started with `penstock reward serve-judge`, and a template that asks for 1 or 0 instead of YES or NO; what it "
+    "does not understand is an error here, 0 there",
+}
+_OF_A_RULE = (
+    "model_args.", "data_args.", "strategy_args.", "world_size", "infer_batch_size", "device_mapping", "use_local",
+)  # fmt: skip
+_SHARES = "actor_train.data_args.domain_interleave_probs."
 _DEFINITION = re.compile(r"custom_envs\.([^.]+)\.(.+)")
 _OF_GEM = re.compile(r"(game|math|qa|code|rg|eval):")  # names that gem.make() knows
 _TRAINED = ("sft_train", "student_train", "student")  # what ROLL calls the trainer elsewhere
@@ -49,6 +76,63 @@ _OWN_WORDS = (
 _WITHOUT_EFFECT = ("use_thread_lock", "max_env_step_concurrent", "env_config.max_steps", "env_config.search_depth")
 
 
+def reward(key: str) -> Rule | None:
+    """Return the rule for a key of one of ROLL's reward workers; None for any other key.
+
+    Workers without an equal here are one decision, on the first of them: who scores the rows with their tags.
+    """
+    if (matched := _OF_A_WORKER.fullmatch(key)) is None:
+        return None
+    worker, rest = matched[1], matched[2]
+
+    def rule(value: Any, values: Values) -> Outcome:
+        kinds = {
+            other[1]: str(kind).rpartition(".")[2]
+            for name, kind in values.items()
+            if (other := _OF_A_WORKER.fullmatch(name)) and other[2] == "worker_cls"
+        }
+        others = [
+            name
+            for name, kind in kinds.items()
+            if (kind in _DIFFERENCES or kind not in _ROLL_REWARDS)
+            and not is_on(values.get(f"rewards.{name}.use_local"))
+        ]
+        name = _ROLL_REWARDS.get(kinds.get(worker, ""))
+        if worker in others and (worker, rest) == (others[0], "worker_cls"):
+            listed = (
+                f"{_DIFFERENCES.get(kinds[one], f'{kinds[one]}: no reward here')}, for {values.get(f'rewards.{one}.tag_included')}"
+                for one in others
+            )
+            return decide(f"set reward.by_source or reward.name (docs/rewards.md): {'; '.join(listed)}")
+        if worker in others and (name is None or rest != "tag_included"):
+            return Outcome("translated", {}, f"part of the decision on rewards.{others[0]}.worker_cls")
+        if rest == "worker_cls":
+            has_tags = bool(values.get(f"rewards.{worker}.tag_included"))
+            return ignored(f"{READ} rewards.{worker}.tag_included") if has_tags else set_to(reward__name=name)
+        if rest == "tag_included" and name is not None and all(re.fullmatch(r"[\w-]+", tag) for tag in value):
+            settings = {"data.map.data_source": "tag", **{f"reward.by_source.{tag}": name for tag in value}}
+            settings |= {"reward_service.code_score": "all"} if name == "code" else {}
+            return Outcome("translated", settings, "the column tag chooses the reward")
+        if rest.startswith(_OF_A_RULE) and name is not None:
+            return ignored("a reward by rule has no model")
+        return decide("a part of a reward: reward.define, or a judge behind an endpoint (docs/rewards.md)")
+
+    return rule
+
+
+def domains(key: str) -> Rule | None:
+    """Return the rule for a share of ROLL's batches that a domain has; None for any other key."""
+    if not key.startswith(_SHARES):
+        return None
+    return lambda value, values: (
+        ignored("the only domain: every row is of it")
+        if sum(name.startswith(_SHARES) for name in values) == 1
+        else decide(
+            "each batch there has these shares of the domains; here rows come as often as they are in data.train: repeat or cut files to these shares"
+        )
+    )
+
+
 def add_published(found: Found) -> None:
     """Put ROLL's own tables in the place of ``${custom_env.TAG}`` and ``${deepspeed_zero2}``, if the file does not hold them.
 
@@ -63,6 +147,7 @@ def add_published(found: Found) -> None:
         found.values = {key.replace(of_manager, of_workers): value for key, value in found.values.items()}
     for written, value in found.values.items():
         key = written.replace(trained, "actor_train.", 1) if written.startswith(trained) else written
+        key = key.replace("student_infer.", "actor_infer.", 1) if key.startswith("student_infer.") else key
         tag = key.removeprefix("custom_envs.")
         if tag in _PUBLISHED and unassigned(value) == [f"custom_env.{tag}"]:
             limits = {name: found.values.get(_VARIABLES.get(name, name), default) for name, default in _OF_ALL.items()}
@@ -79,7 +164,9 @@ def add_published(found: Found) -> None:
 
 
 def rule_of(key: str) -> Rule | None:
-    """Return the rule for a key of an environment or of an env manager; None for any other key."""
+    """Return the rule for a key of one of these sections; None for any other key."""
+    if rule := reward(key) or domains(key):
+        return rule
     if key.startswith("custom_env."):
         return ignore("custom_envs takes what it names of it")
     if key in ("max_tokens_per_step", "max_actions_per_traj"):
