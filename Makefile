@@ -133,12 +133,11 @@ proof: $(STAMP)  ## a proof that takes minutes: NAME=agents, ..., upgrade (a run
 	$(BIN)/python -m $(proof.$(NAME)) $(ARGS)
 
 # The question that each answers: benchmarks/README.md.
-$(foreach name,attention plane,$(eval bench.$(name) := benchmarks.$(name)))
+bench.plane := benchmarks.plane
 bench.async := benchmarks.asynchrony
-bench.in-place := benchmarks.in_place
-bench.reward := benchmarks.reward_load --rate 25
+bench.staleness := benchmarks.staleness --all --report
 bench.weights := benchmarks.weights.host_part --mb 1024 --versions 5
-bench: $(STAMP)  ## measure one thing, beside a baseline: NAME=plane, reward, ...
+bench: $(STAMP)  ## measure one thing, beside a baseline: NAME=plane, async, staleness, weights
 	$(call named,bench)
 	$(BIN)/python -m $(bench.$(NAME)) $(ARGS)
 

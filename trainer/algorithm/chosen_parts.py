@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import difflib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, TypeVar
 
@@ -191,10 +191,10 @@ def _found(registry: Registry[Any], values: Mapping[str, Any], key: str) -> Iter
         yield registry.find(name)
 
 
-def option_fields() -> dict[str, FieldInfo]:
+def option_fields(registries: Sequence[Registry[Any]] = ALL) -> dict[str, FieldInfo]:
     """Return the options of all built-in parts by name; raises TypeError when two parts declare one differently."""
     fields: dict[str, FieldInfo] = {}
-    for registry in ALL:
+    for registry in registries:
         for part in registry.built_in.values():
             for name, info in part.options.model_fields.items():
                 if not is_same_option(fields.setdefault(name, info), info):

@@ -33,14 +33,12 @@ from penstock.trainer.algorithm.corrections.ratios import (
 )
 from penstock.trainer.algorithm.corrections.rejection import rejection
 from penstock.trainer.algorithm.corrections.veto import veto
+from penstock.trainer.algorithm.estimators.baselines import gpg, opo, rloo
 from penstock.trainer.algorithm.estimators.gae import gae_tokens
-from penstock.trainer.algorithm.estimators.gpg import gpg
 from penstock.trainer.algorithm.estimators.grpo import grpo
 from penstock.trainer.algorithm.estimators.interface import Outcomes
-from penstock.trainer.algorithm.estimators.opo import opo
 from penstock.trainer.algorithm.estimators.pass_at_k import pass_at_k
 from penstock.trainer.algorithm.estimators.reinforce_pp import reinforce_pp_baseline
-from penstock.trainer.algorithm.estimators.rloo import rloo
 from penstock.trainer.algorithm.group_filters.equal_rewards import rewards_differ
 from penstock.trainer.algorithm.losses.ce_gppo import ce_gppo
 from penstock.trainer.algorithm.losses.cispo import cispo
