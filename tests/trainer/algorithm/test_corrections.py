@@ -22,7 +22,7 @@ from penstock.trainer.algorithm.corrections.ratios import (
     learning_rate_factor,
     log_weights,
 )
-from penstock.trainer.algorithm.corrections.veto import veto
+from penstock.trainer.algorithm.corrections.rejection import veto
 from penstock.trainer.algorithm.estimators.baselines import gpg, opo, reinforce, rloo
 from penstock.trainer.algorithm.estimators.gae import gae_tokens
 from penstock.trainer.algorithm.estimators.grpo import grpo
