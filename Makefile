@@ -17,7 +17,7 @@ unexport PYTHONDONTWRITEBYTECODE  # the tests start hundreds of processes: each 
 
 .PHONY: quickstart help test check lines setup clean docs docs-test files reference screenshots observe
 .PHONY: chaos cluster-test compose-test fuzz fuzz-agents fuzz-files fuzz-ring soak wheel-test mutation-proof test-sglang sglang-env test-vllm test-more
-.PHONY: bench bench-async bench-memory bench-quickstart bench-trainer real-model proof
+.PHONY: bench bench-async bench-memory bench-quickstart real-model proof
 
 quickstart: $(STAMP)  ## train a tiny language model with all services on this machine
 	$(BIN)/penstock quickstart
@@ -133,13 +133,11 @@ proof: $(STAMP)  ## a proof that takes minutes: NAME=agents, ..., upgrade (a run
 	$(BIN)/python -m $(proof.$(NAME)) $(ARGS)
 
 # The question that each answers: benchmarks/README.md.
-$(foreach name,attention engine plane,$(eval bench.$(name) := benchmarks.$(name)))
+bench.plane := benchmarks.plane
 bench.async := benchmarks.asynchrony
-bench.in-place := benchmarks.in_place
-bench.reward := benchmarks.reward_load --rate 25
 bench.staleness := benchmarks.staleness --all --report
 bench.weights := benchmarks.weights.host_part --mb 1024 --versions 5
-bench: $(STAMP)  ## measure one thing, beside a baseline: NAME=plane, engine, reward, ...
+bench: $(STAMP)  ## measure one thing, beside a baseline: NAME=plane, async, staleness, weights
 	$(call named,bench)
 	$(BIN)/python -m $(bench.$(NAME)) $(ARGS)
 
@@ -151,11 +149,6 @@ bench-memory: $(STAMP)  ## the memory that `penstock plan` estimates, compared w
 
 bench-quickstart: $(STAMP)  ## run the quickstart for seeds 0, 1, 2, beside a plain script; TRL too with PEER=PYTHON
 	$(BIN)/python -m benchmarks.quickstart --plain $(if $(PEER),--peer $(PEER) --threads 2)
-
-bench-trainer: $(STAMP)  ## tokens per CPU second, peak memory and exactness of packed rows, compared with padding (minutes)
-	$(BIN)/python -m benchmarks.trainer_packing
-	$(BIN)/python -m benchmarks.trainer_packing --memory
-	$(BIN)/python -m benchmarks.trainer_packing --error
 
 real-model: $(STAMP)  ## train SmolLM2-135M for seeds 0, 1, 2 (hours); TRL beside it with PEER=PYTHON
 	$(BIN)/python -m benchmarks.real_model $(if $(PEER),--peer $(PEER))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import atexit
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from signal import SIGTERM
 from typing import Literal
@@ -36,12 +36,12 @@ class RunFailed(PenstockError):
 class LocalProcess:
     """One process of a run or a training, in a separate session, so that Ctrl-C does not reach it."""
 
-    def __init__(self, name: str, command: Sequence[str], log: Path, environ: Mapping[str, str] | None = None) -> None:
+    def __init__(self, name: str, command: Sequence[str], log: Path) -> None:
         """Start it; its output is appended to ``log``. Raises DeployError when it cannot be started."""
         self.name = name
         self.log = log
         self._started_at_byte = log.stat().st_size if log.exists() else 0
-        self._child = Child(name, command, log=log, environ=dict(environ or os.environ), death_signal=SIGTERM)
+        self._child = Child(name, command, log=log, environ=dict(os.environ), death_signal=SIGTERM)
         self._child.start()
         _started[:] = [*(process for process in _started if process.state == "running"), self]
 
@@ -79,8 +79,8 @@ class LocalProcess:
         end = "is still running" if code is None else f"ended with {describe_exit(code)}"
         return RunFailed(f"{what} {end}; {self.log} ends with\n{self.last_lines()}")
 
-    def last_lines(self, num_lines: int = 15) -> str:
-        return "\n".join(f"    {line}" for line in self.output(16_384)[-num_lines:]) or "    (nothing)"
+    def last_lines(self) -> str:
+        return "\n".join(f"    {line}" for line in self.output(16_384)[-15:]) or "    (nothing)"
 
     def output(self, max_bytes: int) -> list[str]:
         """Return the lines among the last bytes that this process wrote; the first may be a part of one."""

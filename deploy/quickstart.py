@@ -44,53 +44,7 @@ _POLL_S = 0.2
 _KILL_DEADLINE_S = 10.0
 _STOPPED_ON_REQUEST = 130
 
-_RUN_FILE = """\
-# The quickstart's run file. Change it, then: penstock train {file} --local run.id=another
-[run]
-id = "{options.run_id}"
-dir = "{options.folder.parent}"
-seed = {options.seed}
-
-[model]
-path = "{options.folder}/sft"       # the model after the warm-up by `penstock sft`
-
-[data]
-train = "{options.folder}/data/train.jsonl"
-eval = "{options.folder}/data/eval.jsonl"
-max_prompt_tokens = 32
-
-[rollout]
-groups_per_step = {task.groups_per_step}
-group_size = {task.group_size}
-groups_per_message = {task.groups_per_message}     # small groups share a message and an object
-max_staleness = 2
-max_new_tokens = {task.max_new_tokens}
-{task.rollout}
-[algorithm]
-name = "async_grpo"         # the default: GRPO that learns from samples of older versions, see docs/algorithms.md
-
-[reward]
-{task.reward}
-
-[trainer]
-steps = {options.steps}
-lr = {task.lr}
-betas = [0.9, 0.98]
-warmup_steps = {warmup_steps}
-schedule = "linear"
-
-[eval]
-every = {eval_every}
-{task.eval}
-[sft]
-data = "{options.folder}/data/sft.jsonl"
-steps = {task.sft_steps}
-batch_size = {task.sft_batch}
-lr = {task.sft_lr}
-betas = [0.9, 0.98]
-warmup_steps = {task.sft_warmup_steps}
-output = "{options.folder}/sft"
-"""
+_RUN_FILE = Path(__file__).with_name("quickstart.toml.in")  # of str.format
 
 _PACKS_IN_FLIGHT = 2
 _UPDATE_MODE = """\
@@ -206,7 +160,7 @@ def _make(options: Options, show: _Progress) -> Path:
 
 def run_file_text(options: Options, file: Path) -> str:
     warmup_steps, eval_every = min(10, options.steps // 2), max(1, options.steps // 6)
-    return _RUN_FILE.format(
+    return _RUN_FILE.read_text(encoding="utf-8").format(
         file=file, options=options, task=options.task, warmup_steps=warmup_steps, eval_every=eval_every
     )
 

@@ -56,57 +56,7 @@ MICRO_BATCH_TOKENS = 8192
 TEMPLATE_TOKENS = 48  # of a chat with a short system prompt
 SPARE_TOKENS = 3  # the end of turn, and room for a wrong answer
 _FAST_BFLOAT16 = frozenset({"avx512_bf16", "amx_bf16", "bf16"})  # the last one: Arm
-_RUN_FILE = """\
-# SmolLM2-135M-Instruct learns {problems.learns}; {problems.explained}.
-[run]
-id = "{options.run}"
-dir = "{options.dir}"
-seed = {options.seed}
-
-[model]
-path = "{folder}/sft"       # the model after the warm-up by `penstock sft`
-dtype = "{options.dtype}"       # bfloat16 where the processor multiplies it fast (avx512_bf16, amx_bf16), else float32
-
-[worker]
-packs_in_flight = 2         # more would gain nothing on two cores
-dtype = "{options.dtype}"       # of the embedded engine: as the trainer's, so that their log-probabilities agree
-
-[data]
-train = "{folder}/data/train.jsonl"
-eval = "{folder}/data/eval.jsonl"
-system_prompt = "{problems.system_prompt}"
-max_prompt_tokens = {problems.max_prompt_tokens}
-
-[rollout]
-groups_per_step = {groups_per_step}
-group_size = 8
-groups_per_message = 8
-max_staleness = 2
-max_new_tokens = {problems.max_new_tokens}
-
-[reward]
-{problems.reward}
-
-[trainer]
-steps = {options.steps}
-lr = {lr}
-warmup_steps = {warmup_steps}
-max_mismatch = 0.2          # bfloat16 rounds engine and trainer apart: 0.06 to 0.12 nats a token where answers are uncertain
-micro_batch_tokens = {micro_batch_tokens}   # a step in one pass; each pass costs a copy of all gradients
-checkpoint_every_s = 600    # a checkpoint of the model and its optimizer is 1.9 GB
-keep_checkpoints = 1
-
-[eval]
-every = {eval_every}
-
-[sft]
-data = "{folder}/data/sft.jsonl"
-steps = {sft_steps}
-batch_size = {sft_batch}
-lr = {sft_lr}
-warmup_steps = 5
-output = "{folder}/sft"
-"""
+_RUN_FILE = Path(__file__).with_name("recipe.toml.in")  # of str.format
 
 
 def sums(*, held_out: bool) -> list[tuple[int, int]]:
@@ -237,7 +187,7 @@ def _make(options: RecipeOptions) -> tuple[Path, Path, str]:
     model = options.gguf or fetch_model(options.dir / "models")
     run_file = folder / "run.toml"
     run_file.write_text(
-        _RUN_FILE.format(
+        _RUN_FILE.read_text(encoding="utf-8").format(
             options=options,
             problems=problems,
             folder=folder,

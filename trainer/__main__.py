@@ -1,19 +1,19 @@
-"""`python -m penstock.trainer COMMAND`: imports only what the command needs, so that `config`, `data-check` and `data-rows` never load torch.
+"""`python -m penstock.trainer COMMAND`: imports only what the command needs, so that `config` never loads torch.
 
 With ``--prepare`` before the command it imports everything that a training needs, and begins when it reads a line from stdin.
 """
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Sequence
 from importlib import import_module
 
-from penstock.protocol.command_line import program
 from penstock.protocol.process_end import ends_quietly
 from penstock.trainer.commands.run_command import STOPPED, run_command, start_process
 
-COMMANDS = {  # name -> arguments, description; the module is commands/NAME.py
+COMMANDS = {  # name -> arguments, description; the module is commands/NAME.py, of data-* deploy/data_check
     "train": ("RUN.TOML [SECTION.KEY=VALUE ...]", "train a run (one rank)"),
     "config": ("RUN.TOML [SECTION.KEY=VALUE ...] [--json]", "print every setting with its origin"),
     "data-check": ("FILE ... [--model FOLDER]", "check what data files can train"),
@@ -32,9 +32,9 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _run(name: str, arguments: Sequence[str]) -> int:
-    if name in ("data-check", "data-rows"):
-        command = getattr(import_module("penstock.trainer.commands.data_commands"), name.replace("-", "_"))
-        return program(f"python -m penstock.trainer {name}", command, error=None)(arguments)
+    if name in ("data-check", "data-rows"):  # of a package that the trainer does not import: a program of its own
+        program = [sys.executable, "-P", "-m", "penstock.deploy.data_check.commands", name, *arguments]
+        os.execv(sys.executable, program)  # noqa: S606  replacing this process is the purpose
     return import_module(f"penstock.trainer.commands.{name.replace('-', '_')}").main(arguments)
 
 

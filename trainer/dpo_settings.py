@@ -10,11 +10,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field, ValidationError, create_model, field_validator, model_validator
-from pydantic.fields import FieldInfo
 
 from penstock.protocol.errors import ConfigError
 from penstock.trainer.algorithm.algorithm_settings import AlgorithmSettings
-from penstock.trainer.algorithm.chosen_parts import explain, is_same_option
+from penstock.trainer.algorithm.chosen_parts import explain, option_fields
 from penstock.trainer.algorithm.corrections.m2po import m2po
 from penstock.trainer.algorithm.preferences.interface import PREFERENCE_LOSSES, Divergence, PreferenceLoss, WeighedLoss
 from penstock.trainer.data_settings import DataSettings, FineTuningSettings
@@ -60,22 +59,13 @@ class _GeneralSettings(FineTuningSettings):
     options: dict[str, Any] = Field(default={}, description="Options of your own losses, by their names.")
 
 
-def _option_fields() -> dict[str, FieldInfo]:
-    fields: dict[str, FieldInfo] = {}
-    for loss in PREFERENCE_LOSSES.built_in.values():
-        for name, info in loss.options.model_fields.items():
-            if not is_same_option(fields.setdefault(name, info), info):
-                raise TypeError(f"preference loss {loss.name}: option {name} is declared differently elsewhere")
-    return fields
-
-
 if TYPE_CHECKING:
     _AllSettings = _GeneralSettings
 else:
     _AllSettings = create_model(
         "_AllSettings",
         __base__=_GeneralSettings,
-        **{name: (info.annotation, copy.copy(info)) for name, info in _option_fields().items()},
+        **{name: (info.annotation, copy.copy(info)) for name, info in option_fields([PREFERENCE_LOSSES]).items()},
     )
 
 
@@ -150,7 +140,7 @@ class DpoSettings(_AllSettings):
 
     def _idle(self, losses: list[PreferenceLoss[Any]], read: set[str]) -> str:
         named = ", ".join(loss.name for loss in losses)
-        for name, info in _option_fields().items():
+        for name, info in option_fields([PREFERENCE_LOSSES]).items():
             if name not in read and getattr(self, name) != info.default:
                 return f"dpo.{name} does nothing with dpo.loss = {named}; remove it"
         if unknown := sorted(self.options.keys() - read):

@@ -20,9 +20,9 @@ from penstock.console.cli.options import (
     SweepOptions,
 )
 from penstock.console.launch import NodeOptions, find_nodes
+from penstock.deploy.data_check.commands import data_check
 from penstock.protocol.command_line import FLAT, Help, Json, Least, Parameter, RunArguments, application, typed
 from penstock.protocol.errors import ConfigError
-from penstock.trainer.commands.data_commands import data_check
 
 app = application()  # its verbs are top-level verbs of `penstock`
 config = application("config", help="Show the settings of a run file.", group=TRAIN)

@@ -90,9 +90,8 @@ def _bare(axes: Axes, *, horizontal: bool) -> None:
     axes.margins(y=0.18)
 
 
-def _smooth(values: tuple[float, ...], width: int = 9) -> list[float]:
-    half = width // 2
-    windows = (values[max(i - half, 0) : i + half + 1] for i in range(len(values)))
+def _smooth(values: tuple[float, ...]) -> list[float]:
+    windows = (values[max(i - 4, 0) : i + 5] for i in range(len(values)))
     return [sum(window) / len(window) for window in windows]
 
 

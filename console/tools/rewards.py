@@ -253,8 +253,10 @@ def try_data(name: str, source: RowSource, number: int, url: str, token_file: Pa
 
 
 def _rows(source: RowSource, number: int) -> list[dict[str, Any]]:
-    """Read rows as a run would, with the trainer's code in a child process."""
-    command = launch.module("penstock.trainer", "data-rows", *source.arguments, "--number", str(number))
+    """Read rows as a run would, in a child process."""
+    command = launch.module(
+        "penstock.deploy.data_check.commands", "data-rows", *source.arguments, "--number", str(number)
+    )
     done = subprocess.run(command, capture_output=True, text=True, timeout=_ROWS_DEADLINE_S, check=False)
     if done.returncode:
         raise ConfigError(done.stderr.strip() or f"{source.name} could not be read")

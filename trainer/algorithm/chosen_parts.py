@@ -2,7 +2,7 @@
 
 A preset says what its name sets, what it is called elsewhere, and what is not offered, with the reason. It sets
 only what makes the algorithm; everything else keeps its default, and every part of a preset can be overridden. A preset
-that belongs to one part is in that part's file; those here combine parts. docs/algorithms.md has formulas, sources and
+that belongs to one part is in that part's file; those of `presets.toml` combine parts. docs/algorithms.md has formulas, sources and
 differences from the papers.
 """
 
@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import difflib
 import json
-from collections.abc import Iterator, Mapping
+import tomllib
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Final, TypeVar
 
 from pydantic import ValidationError
@@ -47,65 +49,10 @@ BY_KEY: dict[str, Registry[Any]] = {
 
 DEFAULT = "async_grpo"
 
-COMBINED: dict[str, dict[str, Any]] = {
-    "async_grpo": {
-        "advantage": "grpo", "normalise_by_std": True, "loss": "ppo_clip", "aggregation": "token-mean",
-        "dual_clip": 1.2, "stale_negative_weight": 0.5, "ess_level": "token",
-    },
-    "dr_grpo": {
-        "advantage": "grpo", "normalise_by_std": False, "loss": "ppo_clip", "aggregation": "seq-mean-token-sum-norm",
-    },
-    "dapo": {
-        "advantage": "grpo", "normalise_by_std": True, "loss": "ppo_clip", "clip_low": 0.2, "clip_high": 0.28,
-        "aggregation": "token-mean", "dynamic_sampling": True, "overlong_buffer": 0.2,
-    },
-    "on_policy_distillation": {
-        "advantage": "zero", "loss": "cispo", "weight_cap": 4.0, "aggregation": "token-mean", "distill_coefficient": 1.0,
-    },
-    "gkd": {
-        "advantage": "zero", "loss": "reinforce", "aggregation": "token-mean", "distill_coefficient": 1.0,
-        "distill_form": "forward",
-    },
-    "raft": {
-        "advantage": "reinforce", "loss": "reinforce", "skip_non_positive_advantage": True, "aggregation": "token-mean",
-    },
-}  # fmt: skip
-
-ALIASES: dict[str, str] = {
-    "drgrpo": "dr_grpo",
-    "reinforce++": "reinforce_pp",
-    "reinforce_plus_plus": "reinforce_pp",
-    "reinforce_plus_plus_baseline": "reinforce_pp_baseline",
-    "reinforce++_baseline": "reinforce_pp_baseline",
-    "grpo_passk": "pass_at_k",
-    "passk": "pass_at_k",
-    "geo_mean": "gmpo",
-    "tpro": "topr",
-    "gppo": "ce_gppo",
-    "dppo_tv": "dppo",
-    "grpo_vectorized": "grpo",
-    "rloo_vectorized": "rloo",
-    "vanilla": "grpo",
-    "gae": "ppo",
-    "critic": "ppo",
-    "direct_double_sided": "double_sided",
-    "glm_5": "double_sided",
-    "off_policy_sequence_masking": "opsm",
-    "rejection_sampling": "raft",
-    "sft_on_positives": "raft",
-    "opd": "on_policy_distillation",
-    "distillation": "on_policy_distillation",
-    "generalized_knowledge_distillation": "gkd",
-}
-
-REFUSED: dict[str, str] = {
-    "crossentropy": "supervised fine-tuning is `penstock sft`",
-    "sft": "supervised fine-tuning is `penstock sft`",
-    "dpo": "training on given answers is `penstock dpo`, with dpo.loss",
-    "kto": "training on given answers is `penstock dpo`, with dpo.loss",
-    "orpo": "training on given answers is `penstock dpo`, with dpo.loss",
-}
-
+_TABLE: dict[str, Any] = tomllib.loads(Path(__file__).with_name("presets.toml").read_text(encoding="utf-8"))
+COMBINED: dict[str, dict[str, Any]] = _TABLE["presets"]
+ALIASES: dict[str, str] = _TABLE["aliases"]
+REFUSED: dict[str, str] = _TABLE["refused"]
 
 # What a setting that belongs to no part does nothing without: any one of these must be on.
 _SWITCHES: dict[tuple[str, ...], tuple[str, ...]] = {
@@ -191,10 +138,10 @@ def _found(registry: Registry[Any], values: Mapping[str, Any], key: str) -> Iter
         yield registry.find(name)
 
 
-def option_fields() -> dict[str, FieldInfo]:
+def option_fields(registries: Sequence[Registry[Any]] = ALL) -> dict[str, FieldInfo]:
     """Return the options of all built-in parts by name; raises TypeError when two parts declare one differently."""
     fields: dict[str, FieldInfo] = {}
-    for registry in ALL:
+    for registry in registries:
         for part in registry.built_in.values():
             for name, info in part.options.model_fields.items():
                 if not is_same_option(fields.setdefault(name, info), info):

@@ -10,7 +10,7 @@ import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Generic, TypeVar
+from typing import Any, Concatenate, Generic, ParamSpec, TypeVar
 
 from pydantic import Field
 from pydantic_core import PydanticUndefined
@@ -23,6 +23,8 @@ class Options(Section):
 
 
 OptionsT_co = TypeVar("OptionsT_co", bound=Options, covariant=True)
+PartT = TypeVar("PartT")
+FieldsP = ParamSpec("FieldsP")
 
 
 # Values of presets that change the loss of GRPO and nothing else.
@@ -33,9 +35,9 @@ GRPO: Mapping[str, Any] = {"advantage": "grpo", "normalise_by_std": True, "aggre
 class Part(Generic[OptionsT_co]):
     """One part of an algorithm; calling it calls its function."""
 
-    name: str  # as a run file writes it
-    fn: Callable[..., Any]  # its keyword-only parameters have the names of the options
-    options: type[OptionsT_co]
+    name: str = field(kw_only=False)  # as a run file writes it
+    fn: Callable[..., Any] = field(kw_only=False)  # its keyword-only parameters have the names of the options
+    options: type[OptionsT_co] = Options  # pyright: ignore[reportAssignmentType]
     source: str  # paper or code that the formula is from
     presets: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # read of built-in parts only
 
@@ -67,6 +69,13 @@ class Part(Generic[OptionsT_co]):
     def bind(self, **values: Any) -> Callable[..., Any]:
         """Return the function with these options, the others at their defaults; raises pydantic's ValidationError."""
         return partial(self.fn, **self.options(**values).model_dump())
+
+
+def decorator(
+    kind: Callable[Concatenate[str, Callable[..., Any], FieldsP], PartT],
+) -> Callable[FieldsP, Callable[[Callable[..., Any]], PartT]]:
+    """Return the decorator that makes a function a part of this kind; it takes the part's fields, and the name is the function's."""
+    return lambda *args, **fields: lambda fn: kind(fn.__name__, fn, *args, **fields)
 
 
 class ClipRange(Options):

@@ -36,7 +36,7 @@ def plan_pairs(pairs: Sequence[Pair], *, budget_tokens: int, num_shares: int) ->
     return plan_micro_batches([2 * pair.longest for pair in pairs], budget_tokens=budget_tokens, num_ranks=num_shares)
 
 
-def build_pairs(pairs: Sequence[Pair], references: Tensor | None = None) -> PairBatch:
+def build_pairs(pairs: Sequence[Pair]) -> PairBatch:
     rows = [
         _row(pair.prompt, answer, other)
         for pair in pairs
@@ -44,7 +44,7 @@ def build_pairs(pairs: Sequence[Pair], references: Tensor | None = None) -> Pair
     ]
     plain = build(rows)
     held = {field.name: getattr(plain, field.name) for field in fields(MicroBatch)}
-    return PairBatch(**held, num_pairs=len(pairs), references=references)
+    return PairBatch(**held, num_pairs=len(pairs))
 
 
 def mismatched(pairs: Sequence[Pair]) -> list[Pair]:

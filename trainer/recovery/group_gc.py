@@ -46,13 +46,12 @@ class GroupGc:
         *,
         holder: str,
         clock: Callable[[], datetime],
-        sweep_s: float | None = None,
     ) -> None:
         self._run_id, self._bus, self._blobs = connections.run_id, connections.bus, connections.blobs
         self._settings = settings
         self._holder = holder.encode()
         self._clock = clock
-        self._sweep_s = sweep_period_s(settings) if sweep_s is None else sweep_s
+        self._sweep_s = sweep_period_s(settings)
         self._state, self._leases = (
             connections.bus.key_value(spec(connections.run_id).bucket).wait()
             for spec in (streams.state_bucket, streams.lease_bucket)

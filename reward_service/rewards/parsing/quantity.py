@@ -7,63 +7,18 @@ Refused on purpose: a decimal comma (``1,5`` may be a list), digits of other scr
 from __future__ import annotations
 
 import re
+import tomllib
 import unicodedata
 from fractions import Fraction
+from pathlib import Path
 from typing import NamedTuple
 
 from penstock.reward_service.rewards.parsing import latex, notation
 from penstock.reward_service.rewards.parsing.latex import MAX_NUMBER_CHARS
 
-_TABLE: dict[str, tuple[tuple[str, Fraction], ...]] = {
-    "length": (
-        ("m metre metres meter meters", Fraction(1)),
-        ("km kilometre kilometres kilometer kilometers", Fraction(1000)),
-        ("dm decimetre decimetres decimeter decimeters", Fraction(1, 10)),
-        ("cm centimetre centimetres centimeter centimeters", Fraction(1, 100)),
-        ("mm millimetre millimetres millimeter millimeters", Fraction(1, 1000)),
-        ("in inch inches", Fraction(254, 10000)),
-        ("ft foot feet", Fraction(3048, 10000)),
-        ("yd yard yards", Fraction(9144, 10000)),
-        ("mi mile miles", Fraction(1609344, 1000)),
-    ),
-    "mass": (
-        ("g gram grams", Fraction(1)),
-        ("kg kilogram kilograms", Fraction(1000)),
-        ("mg milligram milligrams", Fraction(1, 1000)),
-        ("t ton tons tonne tonnes", Fraction(1_000_000)),
-        ("lb lbs pound pounds", Fraction(45359237, 100000)),
-        ("oz ounce ounces", Fraction(45359237, 1600000)),
-    ),
-    "time": (
-        ("s sec secs second seconds", Fraction(1)),
-        ("ms millisecond milliseconds", Fraction(1, 1000)),
-        ("min mins minute minutes", Fraction(60)),
-        ("h hr hrs hour hours", Fraction(3600)),
-        ("d day days", Fraction(86400)),
-        ("week weeks", Fraction(604800)),
-    ),
-    "volume": (
-        ("l L litre litres liter liters", Fraction(1)),
-        ("ml mL millilitre millilitres milliliter milliliters", Fraction(1, 1000)),
-        ("cl cL centilitre centilitres centiliter centiliters", Fraction(1, 100)),
-        ("m^3 m3", Fraction(1000)),
-        ("cm^3 cm3", Fraction(1, 1000)),
-    ),
-    "area": (
-        ("m^2 m2", Fraction(1)),
-        ("km^2 km2", Fraction(1_000_000)),
-        ("cm^2 cm2", Fraction(1, 10_000)),
-        ("mm^2 mm2", Fraction(1, 1_000_000)),
-    ),
-    "money": (("$ dollar dollars usd USD", Fraction(1)), ("¢ cent cents", Fraction(1, 100))),
-    "angle": (("° degree degrees deg", Fraction(1)),),
-    "speed": (
-        ("m/s", Fraction(1)),
-        ("km/h kmh kph KPH", Fraction(1000, 3600)),
-        ("mph MPH", Fraction(1609344, 3600000)),
-    ),
-    "acceleration": (("m/s^2 m/s2", Fraction(1)),),
-}
+_TABLE: dict[str, dict[str, int | str]] = tomllib.loads(
+    Path(__file__).with_name("units.toml").read_text(encoding="utf-8")
+)
 FOLDED = 4  # letters of the shortest name of a unit whose case does not count: mW is not MW
 MAX_EXPONENT = 400
 _DIGITS = r"(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)"
@@ -119,9 +74,9 @@ class Unit(NamedTuple):
 
 
 _UNITS = {
-    name: Unit(dimension, factor)
+    name: Unit(dimension, Fraction(factor))
     for dimension, rows in _TABLE.items()
-    for names, factor in rows
+    for names, factor in rows.items()
     for name in names.split()
 }
 

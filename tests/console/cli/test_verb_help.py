@@ -20,7 +20,7 @@ from penstock.protocol.command_line import arguments_of
 ROOT = Path(__file__).parents[3]
 _SLOW = ("torch", "deepspeed", "transformers", "pydantic", "pyarrow", "numpy", "nats", "minio", "fastapi", "httpx",
          "tokenizers", "safetensors", "matplotlib", "penstock.trainer", "penstock.rollout_service", "penstock.deploy")  # fmt: skip
-_LIGHT = {"penstock.trainer", "penstock.trainer.commands", "penstock.trainer.commands.data_commands"}
+_LIGHT = {"penstock.deploy", "penstock.deploy.data_check", "penstock.deploy.data_check.commands"}
 _WALK = """
 import contextlib, io, json, sys
 from penstock.console.cli import main

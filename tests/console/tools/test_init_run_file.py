@@ -10,9 +10,9 @@ import pytest
 
 from penstock.console.tools.init_run_file import SCHEMA_NAME, Answers, DataSample, init, lengths
 from penstock.deploy.config_show import load_all
+from penstock.deploy.data_check.commands import main as check_data
 from penstock.deploy.quickstart_task import write_model
 from penstock.protocol.errors import ConfigError
-from penstock.trainer.__main__ import main as check_data
 
 GIVEN = Answers(model="models/Qwen", data='d "1".jsonl', reward="gsm8k")
 

@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any, get_args
 
 import pytest
+from docs.algorithm_reference import with_reference
 
 from penstock.trainer.algorithm.algorithm_settings import AlgorithmSettings
 from penstock.trainer.algorithm.chosen_parts import ALIASES, ALL, LOSSES, PRESETS, REFUSED, canonical
-from penstock.trainer.commands.algorithm_reference import with_reference
 from penstock.trainer.optimizer_settings import CriticSettings
 
 PAGE = (Path(__file__).parents[3] / "docs" / "algorithms.md").read_text()
@@ -74,7 +74,7 @@ def test_every_part_is_named(name: str) -> None:
 
 
 def test_the_tables_of_the_parts_are_up_to_date() -> None:
-    assert with_reference(PAGE) == PAGE, "run python -m penstock.trainer.commands.algorithm_reference"
+    assert with_reference(PAGE) == PAGE, "run python -m docs.algorithm_reference"
 
 
 def test_the_page_names_what_is_not_offered_and_every_alias_is_a_preset() -> None:

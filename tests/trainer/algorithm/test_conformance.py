@@ -31,16 +31,13 @@ from penstock.trainer.algorithm.corrections.ratios import (
     learning_rate_factor,
     log_weights,
 )
-from penstock.trainer.algorithm.corrections.rejection import rejection
-from penstock.trainer.algorithm.corrections.veto import veto
+from penstock.trainer.algorithm.corrections.rejection import rejection, veto
+from penstock.trainer.algorithm.estimators.baselines import gpg, opo, rloo
 from penstock.trainer.algorithm.estimators.gae import gae_tokens
-from penstock.trainer.algorithm.estimators.gpg import gpg
 from penstock.trainer.algorithm.estimators.grpo import grpo
 from penstock.trainer.algorithm.estimators.interface import Outcomes
-from penstock.trainer.algorithm.estimators.opo import opo
 from penstock.trainer.algorithm.estimators.pass_at_k import pass_at_k
 from penstock.trainer.algorithm.estimators.reinforce_pp import reinforce_pp_baseline
-from penstock.trainer.algorithm.estimators.rloo import rloo
 from penstock.trainer.algorithm.group_filters.equal_rewards import rewards_differ
 from penstock.trainer.algorithm.losses.ce_gppo import ce_gppo
 from penstock.trainer.algorithm.losses.cispo import cispo
@@ -62,8 +59,7 @@ from penstock.trainer.algorithm.losses.vespo import vespo
 from penstock.trainer.algorithm.mismatch import mismatch_figures, mismatch_metrics
 from penstock.trainer.algorithm.preferences.answers import apo_zero, kto
 from penstock.trainer.algorithm.preferences.interface import Pairs
-from penstock.trainer.algorithm.preferences.margins import hinge, ipo, sigmoid
-from penstock.trainer.algorithm.preferences.reference_free import cpo, orpo, simpo
+from penstock.trainer.algorithm.preferences.margins import cpo, hinge, ipo, orpo, sigmoid, simpo
 
 VECTORS = json.loads(gzip.decompress((Path(__file__).parents[2] / "data" / "conformance.json.gz").read_bytes()))
 CASES = {case["id"]: case for case in VECTORS["cases"]}

@@ -22,16 +22,13 @@ from penstock.trainer.algorithm.corrections.ratios import (
     learning_rate_factor,
     log_weights,
 )
-from penstock.trainer.algorithm.corrections.veto import veto
+from penstock.trainer.algorithm.corrections.rejection import veto
+from penstock.trainer.algorithm.estimators.baselines import gpg, opo, reinforce, rloo
 from penstock.trainer.algorithm.estimators.gae import gae_tokens
-from penstock.trainer.algorithm.estimators.gpg import gpg
 from penstock.trainer.algorithm.estimators.grpo import grpo
 from penstock.trainer.algorithm.estimators.interface import Outcomes
-from penstock.trainer.algorithm.estimators.opo import opo
 from penstock.trainer.algorithm.estimators.pass_at_k import pass_at_k
-from penstock.trainer.algorithm.estimators.reinforce import reinforce
 from penstock.trainer.algorithm.estimators.reinforce_pp import reinforce_pp, reinforce_pp_baseline
-from penstock.trainer.algorithm.estimators.rloo import rloo
 from penstock.trainer.algorithm.filters.advantage import (
     drop_zero_advantage,
     minimal_advantage,

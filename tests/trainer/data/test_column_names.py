@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
+from penstock.deploy.data_check.commands import main
 from penstock.deploy.quickstart_task import write_model
 from penstock.fine_tuning import dpo, rm, sections, sft
 from penstock.protocol.config.run_file import load
 from penstock.protocol.errors import ConfigError
-from penstock.trainer.__main__ import main
 from penstock.trainer.parallel_dims import ParallelDims
 from penstock.trainer.preflight import _open_source, open_data
 from penstock.trainer.settings import GivenAnswersSettings, TrainerSettings

@@ -14,10 +14,10 @@ from pydantic import ValidationError
 from tests.trainer.data.row_sets import ANSWER, USER, prompt_set, turn_set, write_rows
 from tests.trainer.data.test_chat_template import PLAIN, write_folder
 
+from penstock.deploy.data_check.commands import main
 from penstock.protocol.chat_tokenizer import ChatTokenizer
 from penstock.protocol.config.run_file import load
 from penstock.protocol.errors import ConfigError
-from penstock.trainer.__main__ import main
 from penstock.trainer.data.data_order import DataOrder
 from penstock.trainer.data.dataset import PromptSet
 from penstock.trainer.data.read_rows import detect, prompt_row, rename, turn_rows

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 from tests.trainer.data.row_sets import pair_set, write_rows
 
+from penstock.deploy.data_check.check import check_file
+from penstock.deploy.data_check.commands import main
 from penstock.deploy.quickstart_task import write_model
 from penstock.protocol.chat_tokenizer import ChatTokenizer
 from penstock.protocol.config.reward_settings import RewardSettings
-from penstock.trainer.__main__ import main
-from penstock.trainer.commands.data_check import check_file
 from penstock.trainer.data.dataset import PromptSet
 from penstock.trainer.data.pairs import PairSet, pair_row
 from penstock.trainer.data.read_rows import rename

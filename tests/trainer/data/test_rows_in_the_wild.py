@@ -15,10 +15,10 @@ import pytest
 from tests.trainer.data.row_sets import ANSWER, USER, pair_set, prompt_set, trained_texts, turn_set, write_rows
 from tests.trainer.data.test_chat_template import write_folder
 
+from penstock.deploy.data_check.commands import main
+from penstock.deploy.data_check.show_rows import MARKS, shown_rows
 from penstock.protocol.chat_tokenizer import ChatTokenizer
-from penstock.trainer.__main__ import main
 from penstock.trainer.algorithm.batch import Row, build
-from penstock.trainer.commands.show_rows import MARKS, shown_rows
 from penstock.trainer.errors import MalformedData
 from penstock.trainer.settings import TrainerSettings
 

@@ -12,11 +12,11 @@ from tests.pictures import picture, picture_bytes
 from tests.trainer.data.row_sets import write_rows
 from tests.vision_model import write_vision_tokenizer
 
+from penstock.deploy.data_check.check import check_file
 from penstock.protocol.chat_tokenizer import ChatTokenizer
 from penstock.protocol.config.reward_settings import RewardSettings
 from penstock.protocol.images.admission import admit
 from penstock.protocol.images.processor import ImageProcessor
-from penstock.trainer.commands.data_check import check_file
 from penstock.trainer.data.data_order import DataOrder
 from penstock.trainer.data.dataset import Prompt, PromptSet
 from penstock.trainer.data.messages import ImageRows

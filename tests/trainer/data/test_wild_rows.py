@@ -20,11 +20,11 @@ from tests.trainer.data.row_sets import trained_texts, write_rows
 from tests.trainer.data.test_chat_template import write_folder
 from tests.trainer.data.test_rows_in_the_wild import TEMPLATES
 
+from penstock.deploy.data_check.check import check_file
+from penstock.deploy.data_check.show_rows import MARKS, shown_rows
 from penstock.protocol.chat_tokenizer import ChatTokenizer
 from penstock.protocol.config.reward_settings import RewardSettings
 from penstock.trainer.algorithm.batch import Row, build
-from penstock.trainer.commands.data_check import check_file
-from penstock.trainer.commands.show_rows import MARKS, shown_rows
 from penstock.trainer.data.dataset import PromptSet
 from penstock.trainer.data.pairs import PairSet
 from penstock.trainer.data.read_rows import prompt_row, read_row

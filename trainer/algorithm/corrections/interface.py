@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 from penstock.trainer.algorithm.lazy_torch import Tensor
 from penstock.trainer.algorithm.losses.tokens import Sequences
-from penstock.trainer.algorithm.parts import GRPO, ClipRange, Options, OptionsT_co, Part
+from penstock.trainer.algorithm.parts import GRPO, ClipRange, Options, OptionsT_co, Part, decorator
 
 __all__ = ["GRPO", "ClipRange", "Correction", "CorrectionFunction", "Drift", "Options", "correction"]
 CorrectionFunction = Callable[..., Tensor | None]
@@ -38,21 +37,5 @@ class Correction(Part[OptionsT_co]):
     repeats_ratio: bool = False  # it weighs by a ratio that a loss against the sampler holds already
 
 
-def correction(
-    *,
-    options: type[OptionsT_co] = Options,
-    source: str,
-    switch: str = "",
-    presets: Mapping[str, Mapping[str, Any]] | None = None,
-    repeats_ratio: bool = False,
-) -> Callable[[CorrectionFunction], Correction[OptionsT_co]]:
-    """Make a function a correction of the function's name; the arguments are the fields of `Correction`."""
-    return lambda fn: Correction(
-        name=fn.__name__,
-        fn=fn,
-        options=options,
-        source=source,
-        presets=presets or {},
-        switch=switch,
-        repeats_ratio=repeats_ratio,
-    )
+correction = decorator(Correction)
+"""Make a function a correction of the function's name; the arguments are the fields of `Correction`."""

@@ -1,4 +1,4 @@
-"""Rejection by divergence from the sampler, of tokens or of whole sequences."""
+"""Rejection by divergence from the sampler, of tokens or of whole sequences; and by one token that is far too unlikely, `veto`."""
 
 from __future__ import annotations
 
@@ -46,3 +46,16 @@ def rejection(
         least = 1.0 / rejection_high if rejection_low is None else rejection_low
         return (values >= math.log(least)) & (values <= math.log(rejection_high))
     return values <= rejection_high
+
+
+class VetoOptions(Options):
+    veto: float | None = Field(
+        default=None, gt=0.0, lt=1.0, description="A sequence with a token whose ratio is below this is left out."
+    )
+
+
+@correction(options=VetoOptions, source="verl, ROLL", switch="veto")
+def veto(drift: Drift, *, veto: float) -> Tensor:
+    """Leave out sequences in which any token's ratio is below a threshold, [N] bool."""
+    catastrophic = (drift.mismatch < math.log(veto)).to(drift.mismatch.dtype)
+    return drift.sequences.spread(drift.sequences.sum(catastrophic)) == 0

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 from penstock.trainer.algorithm.lazy_torch import Tensor, torch
-from penstock.trainer.algorithm.parts import Options, OptionsT_co, Part, StdNormalisation
+from penstock.trainer.algorithm.parts import Options, OptionsT_co, Part, StdNormalisation, decorator
 
 __all__ = ["AdvantageFunction", "Estimator", "Options", "Outcomes", "StdNormalisation", "Turns", "advantage_estimator"]
 AdvantageFunction = Callable[..., Tensor]
@@ -76,30 +75,8 @@ class Estimator(Part[OptionsT_co]):
     beyond_groups: Callable[[OptionsT_co], bool] = lambda _: False  # options with which it compares more than a group
 
 
-def advantage_estimator(
-    *,
-    options: type[OptionsT_co] = Options,
-    source: str,
-    presets: Mapping[str, Mapping[str, Any]] | None = None,
-    needs_baseline: bool = False,
-    group_relative: bool = False,
-    has_critic: bool = False,
-    by_turn: bool = False,
-    beyond_groups: Callable[[OptionsT_co], bool] = lambda _: False,
-) -> Callable[[AdvantageFunction], Estimator[OptionsT_co]]:
-    """Make a function an advantage estimator of the function's name; the arguments are the fields of `Estimator`."""
-    return lambda fn: Estimator(
-        name=fn.__name__,
-        fn=fn,
-        options=options,
-        source=source,
-        presets=presets or {},
-        needs_baseline=needs_baseline,
-        group_relative=group_relative,
-        has_critic=has_critic,
-        by_turn=by_turn,
-        beyond_groups=beyond_groups,
-    )
+advantage_estimator = decorator(Estimator)
+"""Make a function an advantage estimator of the function's name; the arguments are the fields of `Estimator`."""
 
 
 def group_mean(outcomes: Outcomes, values: Tensor) -> Tensor:

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from penstock.trainer.algorithm.parts import Options, OptionsT_co, Part
+from penstock.trainer.algorithm.parts import Options, OptionsT_co, Part, decorator
 
 __all__ = ["Candidate", "Filter", "FilterFunction", "Kept", "Options", "keep", "trajectory_filter"]
 FilterFunction = Callable[..., bool]
@@ -32,26 +32,8 @@ class Filter(Part[OptionsT_co]):
     precedence: int = 100  # of several filters that leave a trajectory out, the lowest is counted
 
 
-def trajectory_filter(
-    *,
-    options: type[OptionsT_co] = Options,
-    source: str,
-    reason: str,
-    switch: str = "",
-    reads_advantage: bool = True,
-    precedence: int = 100,
-) -> Callable[[FilterFunction], Filter[OptionsT_co]]:
-    """Make a function a trajectory filter of the function's name; the arguments are the fields of `Filter`."""
-    return lambda fn: Filter(
-        name=fn.__name__,
-        fn=fn,
-        options=options,
-        source=source,
-        reason=reason,
-        switch=switch,
-        reads_advantage=reads_advantage,
-        precedence=precedence,
-    )
+trajectory_filter = decorator(Filter)
+"""Make a function a trajectory filter of the function's name; the arguments are the fields of `Filter`."""
 
 
 @dataclass(frozen=True, slots=True)

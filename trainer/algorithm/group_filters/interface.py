@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from penstock.protocol.errors import ConfigError
 from penstock.protocol.groups import RewardRequest, ScoredGroup
-from penstock.trainer.algorithm.parts import Options, OptionsT_co, Part
+from penstock.trainer.algorithm.parts import Options, OptionsT_co, Part, decorator
 
 if TYPE_CHECKING:
     from penstock.protocol.trajectory import Group
@@ -59,13 +59,8 @@ class GroupFilter(Part[OptionsT_co]):
             )
 
 
-def group_filter(
-    *, options: type[OptionsT_co] = Options, source: str, reason: str, switch: str = "", precedence: int = 100
-) -> Callable[[GroupFilterFunction], GroupFilter[OptionsT_co]]:
-    """Make a function a group filter of the function's name; the arguments are the fields of `GroupFilter`."""
-    return lambda fn: GroupFilter(
-        name=fn.__name__, fn=fn, options=options, source=source, reason=reason, switch=switch, precedence=precedence
-    )
+group_filter = decorator(GroupFilter)
+"""Make a function a group filter of the function's name; the arguments are the fields of `GroupFilter`."""
 
 
 @dataclass(frozen=True, slots=True)

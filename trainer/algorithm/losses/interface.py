@@ -13,11 +13,9 @@ A user-defined loss, here in a file ``my_losses.py``, chosen by ``algorithm.loss
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
 
-from penstock.trainer.algorithm.losses.tokens import MAX_LOG_RATIO, LossTerms, PolicyLoss, Sequences, Tokens, none_of
+from penstock.trainer.algorithm.losses.tokens import MAX_LOG_RATIO, LossTerms, Sequences, Tokens, none_of
 from penstock.trainer.algorithm.parts import (
     GRPO,
     ClipRange,
@@ -27,6 +25,7 @@ from penstock.trainer.algorithm.parts import (
     OptionsT_co,
     Part,
     WeightCap,
+    decorator,
 )
 
 __all__ = [
@@ -42,14 +41,5 @@ class Loss(Part[OptionsT_co]):
     uses_ratio: bool = True  # of current to anchor policy; False: a correction may weigh its tokens
 
 
-def policy_loss(
-    *,
-    options: type[OptionsT_co] = Options,
-    source: str,
-    presets: Mapping[str, Mapping[str, Any]] | None = None,
-    uses_ratio: bool = True,
-) -> Callable[[PolicyLoss], Loss[OptionsT_co]]:
-    """Make a function a policy loss of the function's name; the arguments are the fields of `Loss`."""
-    return lambda fn: Loss(
-        name=fn.__name__, fn=fn, options=options, source=source, presets=presets or {}, uses_ratio=uses_ratio
-    )
+policy_loss = decorator(Loss)
+"""Make a function a policy loss of the function's name; the arguments are the fields of `Loss`."""

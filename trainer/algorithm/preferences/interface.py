@@ -9,7 +9,7 @@ A user-defined loss, here in a file ``my_losses.py``, chosen by ``dpo.loss = "my
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Literal
 
@@ -17,7 +17,7 @@ from pydantic import Field
 
 from penstock.protocol.extensions import Registry
 from penstock.trainer.algorithm.lazy_torch import Tensor, torch
-from penstock.trainer.algorithm.parts import Options, OptionsT_co, Part
+from penstock.trainer.algorithm.parts import Options, OptionsT_co, Part, decorator
 
 Divergence = Literal["reverse_kl", "forward_kl", "js_divergence", "alpha_divergence"]
 _MAX_EXPONENT = 80.0  # exp of it is finite in float32
@@ -111,38 +111,16 @@ class Smoothing(Beta):
 class PreferenceLoss(Part[OptionsT_co]):
     """A loss on pairs: ``fn(pairs, **options)`` returns one value per pair."""
 
-    needs_reference: bool  # it compares with the reference policy
-    couples_pairs: bool  # the loss of a pair depends on the other pairs of the batch
-    uses_divergence: bool  # it reads scores, so that dpo.divergence has an effect
-    needs_kl: bool  # it reads the KL that is estimated on the batch
-    averages: bool  # it reads means over an answer's tokens; the rewards are reported so
-    takes_one_answer: bool  # it judges each answer by itself, also one whose counterpart has 0 tokens
+    needs_reference: bool = True  # it compares with the reference policy
+    couples_pairs: bool = False  # the loss of a pair depends on the other pairs of the batch
+    uses_divergence: bool = False  # it reads scores, so that dpo.divergence has an effect
+    needs_kl: bool = False  # it reads the KL that is estimated on the batch
+    averages: bool = False  # it reads means over an answer's tokens; the rewards are reported so
+    takes_one_answer: bool = False  # it judges each answer by itself, also one whose counterpart has 0 tokens
 
 
-def preference_loss(
-    *,
-    options: type[OptionsT_co] = Options,
-    source: str,
-    needs_reference: bool = True,
-    couples_pairs: bool = False,
-    uses_divergence: bool = False,
-    needs_kl: bool = False,
-    averages: bool = False,
-    takes_one_answer: bool = False,
-) -> Callable[[Callable[..., Tensor]], PreferenceLoss[OptionsT_co]]:
-    """Make a function a preference loss of the function's name; the arguments are the fields of `PreferenceLoss`."""
-    return lambda fn: PreferenceLoss(
-        name=fn.__name__,
-        fn=fn,
-        options=options,
-        source=source,
-        needs_reference=needs_reference,
-        couples_pairs=couples_pairs,
-        uses_divergence=uses_divergence,
-        needs_kl=needs_kl,
-        averages=averages,
-        takes_one_answer=takes_one_answer,
-    )
+preference_loss = decorator(PreferenceLoss)
+"""Make a function a preference loss of the function's name; the arguments are the fields of `PreferenceLoss`."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,13 +1,15 @@
-"""The commands about data files: of `penstock data` and ``python -m penstock.trainer``; imports nothing slow before one is run."""
+"""The commands about data files: `penstock data check`, and as a program ``data-check`` and ``data-rows``; imports nothing slow before one is run."""
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
-from penstock.protocol.command_line import USAGE_ERROR, Help, UsageError
+from penstock.protocol import process_end
+from penstock.protocol.command_line import USAGE_ERROR, Help, UsageError, program
 from penstock.protocol.errors import PenstockError
 from penstock.protocol.secret_values import scrub
 
@@ -53,7 +55,7 @@ def data_check(
     Example:  penstock data check train.parquet --model Qwen3-0.6B
     Then:     penstock train run.toml data.train=train.parquet
     """
-    from penstock.trainer.commands.data_check import check_data
+    from penstock.deploy.data_check.check import check_data
 
     try:
         return check_data(files, Reading(model, run, format, map, first, show), as_json=json, runs_tests=not no_tests)
@@ -73,8 +75,28 @@ def data_rows(
     map: Annotated[tuple[str, ...], Help("Read the file's column NAME as COLUMN, as COLUMN=NAME; repeatable.")] = (),
 ) -> int:
     """Print rows of a data file as the input of a reward, one JSON object each."""
-    from penstock.trainer.commands.data_rows import print_rows
+    from penstock.deploy.data_check.rows import print_rows
 
     if (file is None) == (run_file is None):
         raise UsageError("name a data file, or a run file with --run-file")
     return print_rows(file, run_file, number, format, map)
+
+
+COMMANDS = {"data-check": data_check, "data-rows": data_rows}
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run the command that the first argument names; return 2 for an error that is explained on stderr, 130 after Ctrl-C."""
+    process_end.install("data")
+    name, *rest = arguments
+    try:
+        return program(f"python -m penstock.trainer {name}", COMMANDS[name], error=None)(rest)
+    except PenstockError as err:
+        sys.stderr.write(scrub(f"{err}\n"))
+        return USAGE_ERROR
+
+
+if __name__ == "__main__":
+    with process_end.ends_quietly():
+        code = main(sys.argv[1:])
+    sys.exit(code)

@@ -1,4 +1,4 @@
-"""`python -m penstock.trainer.commands.algorithm_reference [--check] [PAGE]`: the tables of docs/algorithms.md.
+"""`python -m docs.algorithm_reference [--check] [PAGE]`: the tables of docs/algorithms.md.
 
 Writes the tables of all built-in losses, estimators, filters, corrections and their options between the markers of the
 page; with ``--check`` writes nothing and exits with 1 when the page is not up to date.
@@ -26,7 +26,7 @@ from penstock.trainer.algorithm.chosen_parts import (
     option_fields,
 )
 
-START = "<!-- made by python -m penstock.trainer.commands.algorithm_reference; edit the files of the parts instead -->"
+START = "<!-- made by python -m docs.algorithm_reference; edit the files of the parts instead -->"
 _SHAPE = re.compile(r", \[[A-Z]\](?: bool)?")  # of a result; of no use in a table
 END = "<!-- end of what is made -->"
 PAGE = Path("docs/algorithms.md")
@@ -111,7 +111,7 @@ def main(arguments: Sequence[str]) -> int:
         return 0
     missing = [line for line in new.splitlines() if line not in old.splitlines()]
     if new != old:
-        command = "python -m penstock.trainer.commands.algorithm_reference"
+        command = "python -m docs.algorithm_reference"
         sys.stderr.write("\n".join([f"{page} is not up to date; run {command}", *missing]) + "\n")
     return int(new != old)
 

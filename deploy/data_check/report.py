@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from penstock.trainer.commands.data_rows import TestReport
+from penstock.deploy.data_check.rows import TestReport
 from penstock.trainer.data.file_notes import FileNotes
 from penstock.trainer.data.row_checks import Problems
 

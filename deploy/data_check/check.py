@@ -1,4 +1,4 @@
-"""`python -m penstock.trainer data-check FILE`: format, usable algorithms and malformed rows of data files."""
+"""`penstock data check FILE`: format, usable algorithms and malformed rows of data files."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from penstock.deploy.data_check import rows as data_rows
+from penstock.deploy.data_check.commands import Reading
+from penstock.deploy.data_check.report import FileReport, describe
+from penstock.deploy.data_check.rows import as_reward_input
+from penstock.deploy.data_check.show_rows import Purpose, shown_rows
 from penstock.protocol.chat_tokenizer import ChatTokenizer
 from penstock.protocol.command_line import UsageError
 from penstock.protocol.config.reward_settings import RewardSettings
 from penstock.protocol.config.run_file import load
 from penstock.protocol.images.processor import read_processor
-from penstock.trainer.commands import data_rows
-from penstock.trainer.commands.data_commands import Reading
-from penstock.trainer.commands.data_report import FileReport, describe
-from penstock.trainer.commands.data_rows import as_reward_input
-from penstock.trainer.commands.show_rows import Purpose, shown_rows
 from penstock.trainer.data.dataset import prompt_limit, prompt_text
 from penstock.trainer.data.file_notes import FileNotes, end_of_turn_note
 from penstock.trainer.data.inputs import data_files, model_folder, resolve_inputs

@@ -1,4 +1,4 @@
-"""`python -m penstock.trainer data-rows FILE | --run-file RUN.TOML`: rows as the input of a reward, for `penstock reward test`.
+"""The command ``data-rows FILE | --run-file RUN.TOML``: rows as the input of a reward, for `penstock reward test`.
 
 One JSON object each.
 

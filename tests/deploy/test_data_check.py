@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from penstock.deploy.data_check.commands import main
 from penstock.deploy.quickstart_task import write_data, write_model
-from penstock.trainer.__main__ import main
+from penstock.trainer.__main__ import main as trainer_main
 
 
 @pytest.fixture
@@ -124,23 +125,39 @@ def test_rows_for_sft_only_are_not_bad(tmp_path: Path, capsys: pytest.CaptureFix
 
 
 def test_a_refusal_exits_with_code_two(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    assert main(["config", "model.pth=x"]) == 2
+    assert trainer_main(["config", "model.pth=x"]) == 2
     assert "unknown key model.pth; did you mean model.path?" in capsys.readouterr().err
     assert main(["data-check", "x", "--model", str(tmp_path / "no")]) == 2
     assert "no such folder" in capsys.readouterr().err
-    assert main([]) == 2
-    assert main(["dance"]) == 2
+    assert trainer_main([]) == 2
+    assert trainer_main(["dance"]) == 2
     usage = capsys.readouterr().err
     assert usage.count("usage: python -m penstock.trainer COMMAND") == 2
     assert "data-check" in usage
 
 
-@pytest.mark.parametrize("command", [["config", "model.path=x"], ["data-check", "--help"]])
-def test_config_and_data_check_start_without_torch(command: list[str]):
+def test_the_trainer_starts_the_command(folder: Path):
+    """As it was typed before; with its exit code."""
+    typed = [sys.executable, "-P", "-m", "penstock.trainer", "data-check", str(folder / "sft.jsonl"), "--json"]
+    done = subprocess.run(typed, capture_output=True, text=True, timeout=120, check=False)
+    assert (done.returncode, json.loads(done.stdout)["can_train"]) == (0, {"grpo": 4, "sft": 4})
+    wrong = subprocess.run([*typed, "--format", "xml"], capture_output=True, text=True, timeout=120, check=False)
+    assert wrong.returncode == 2
+
+
+@pytest.mark.parametrize(
+    ("module", "command"),
+    [
+        ("trainer.__main__", ["config", "model.path=x"]),
+        ("deploy.data_check.commands", ["data-check", "--help"]),
+        ("deploy.data_check.check", []),
+    ],
+)
+def test_config_and_data_check_start_without_torch(module: str, command: list[str]):
     """Both commands run in a process that never imports torch or transformers."""
     code = (
-        "import sys; from penstock.trainer.__main__ import main\n"
-        f"try: main({command!r})\nexcept SystemExit: pass\n"
+        f"import sys, penstock.{module} as module\n"
+        f"try: {command!r} and module.main({command!r})\nexcept SystemExit: pass\n"
         "assert not {'torch', 'transformers', 'deepspeed'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=300, stdout=subprocess.DEVNULL)

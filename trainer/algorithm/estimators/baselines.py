@@ -1,0 +1,74 @@
+"""REINFORCE with a simple baseline or none: `reinforce`, `remax`, `rloo`, `opo`, `gpg`; and `zero`, no advantage from rewards.
+
+With `zero` the loss has only what is added to it, such as the KL to a teacher.
+"""
+
+from __future__ import annotations
+
+from penstock.trainer.algorithm.estimators.interface import Outcomes, advantage_estimator, group_mean, group_sizes
+from penstock.trainer.algorithm.lazy_torch import Tensor, torch
+
+
+@advantage_estimator(source="Williams 1992")
+def reinforce(outcomes: Outcomes) -> Tensor:
+    """Return the reward itself, [B]."""
+    return outcomes.rewards.clone()
+
+
+@advantage_estimator(
+    source="arXiv 2310.10505",
+    presets={"remax": {"advantage": "remax", "loss": "ppo_clip", "aggregation": "token-mean"}},
+    needs_baseline=True,
+)
+def remax(outcomes: Outcomes) -> Tensor:
+    """Subtract the reward of the prompt's greedy completion, [B]."""
+    if outcomes.baselines is None:
+        raise ValueError("remax needs the reward of a greedy completion for every prompt, and there is none")
+    return outcomes.rewards - outcomes.baselines
+
+
+@advantage_estimator(
+    source="arXiv 2402.14740",
+    presets={"rloo": {"advantage": "rloo", "loss": "ppo_clip", "aggregation": "seq-mean-token-sum"}},
+    group_relative=True,
+)
+def rloo(outcomes: Outcomes) -> Tensor:
+    """Subtract the mean reward of the group's other members, [B]; a group of one gets 0.
+
+    In verl, a group of one gets its reward as advantage, which pushes every such sample up or down unseen.
+    """
+    sizes = group_sizes(outcomes)
+    centred = outcomes.rewards - group_mean(outcomes, outcomes.rewards)
+    return centred * sizes / (sizes - 1.0).clamp(min=1.0)
+
+
+@advantage_estimator(
+    source="arXiv 2505.23585",
+    presets={"opo": {"advantage": "opo", "loss": "ppo_clip", "aggregation": "token-mean"}},
+    group_relative=True,
+)
+def opo(outcomes: Outcomes) -> Tensor:
+    """Subtract the group's mean reward weighted by length, [B]; a group of one gets 0 (verl: its reward)."""
+    index, count = outcomes.group_index
+    lengths = outcomes.lengths.to(outcomes.rewards.dtype)
+    weighted = lengths.new_zeros(count).index_add(0, index, lengths * outcomes.rewards)
+    total = lengths.new_zeros(count).index_add(0, index, lengths)
+    return outcomes.rewards - (weighted / total.clamp(min=1.0))[index].where(total[index] > 0, outcomes.rewards)
+
+
+@advantage_estimator(
+    source="arXiv 2504.02546",
+    presets={"gpg": {"advantage": "gpg", "loss": "ppo_clip", "aggregation": "token-mean"}},
+    group_relative=True,
+)
+def gpg(outcomes: Outcomes) -> Tensor:
+    """Subtract the group's mean reward and multiply by trajectories / nonzero rewards of the batch, [B]."""
+    nonzero = int((outcomes.rewards != 0).sum())
+    alpha = len(outcomes.rewards) / max(nonzero, 1)
+    return alpha * (outcomes.rewards - group_mean(outcomes, outcomes.rewards))
+
+
+@advantage_estimator(source="thinkingmachines.ai/blog/on-policy-distillation")
+def zero(outcomes: Outcomes) -> Tensor:
+    """Return 0 whatever the rewards are, [B]."""
+    return torch.zeros_like(outcomes.rewards)
