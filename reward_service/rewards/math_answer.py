@@ -186,7 +186,7 @@ async def _compare(gold: _Gold, answer: str, grade: Grade) -> Graded:
         return Graded.RIGHT
     if gold.label and (label := latex.label(answer)):
         if label != gold.label or latex.choice(gold.text):
-            return Graded.RIGHT if label == gold.label else Graded.WRONG
+            return Graded.RIGHT if label == gold.label and not latex.names_others(answer) else Graded.WRONG
         answer = latex.without_label(answer)
     equation = latex.read(answer if latex.is_prose(gold.text) else latex.without_label(answer))
     if not all(latex.is_rounding(number, equation.value) for number in equation.rounded):
