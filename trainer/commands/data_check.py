@@ -66,15 +66,18 @@ def check_data(paths: Sequence[Path], reading: Reading, *, as_json: bool, runs_t
         )
         for path, data in sources
     ]
-    _run_tests(reports)
     for report, (_, data) in zip(reports, sources, strict=True):
+        if report.rows_to_test is not None:
+            with report.rows_to_test as rows:
+                tests = data_rows.check_tests(rows, report.num_to_test, report.problems)
+            report.tests = tests if tests.num_checked or tests.not_run else None
         sys.stdout.write(json.dumps(report.to_document()) + "\n" if as_json else describe(report))
         if reading.show and tokenizer is not None and not as_json:
             processor = images.processor if images is not None else None
             purpose = _purpose(report, settings, data)
             shown = settings.model_copy(update={"data": data})
-            rows = shown_rows(Path(report.file), reading.show, purpose, shown, tokenizer, processor)
-            sys.stdout.write("\n".join(rows) + "\n")
+            lines = shown_rows(Path(report.file), reading.show, purpose, shown, tokenizer, processor)
+            sys.stdout.write("\n".join(lines) + "\n")
     return 1 if any(report.problems.count for report in reports) else 0
 
 
@@ -86,15 +89,6 @@ def _model(reading: Reading, path: Path, data: DataSettings) -> tuple[ChatTokeni
         gguf_model.model_folder(path), arguments=data.template_arguments, needs_template=data.text_prompts == "chat"
     )
     return tokenizer, ImageRows(read_processor(path))
-
-
-def _run_tests(reports: Sequence[FileReport]) -> None:
-    """Run the tests of rows, and read the ground truths of those whose built-in reward is known."""
-    for report in reports:
-        if report.rows_to_test is not None:
-            with report.rows_to_test as rows:
-                tests = data_rows.check_tests(rows, report.num_to_test, report.problems)
-            report.tests = tests if tests.num_checked or tests.not_run else None
 
 
 def _with_options(data: DataSettings, row_format: str, mapping: dict[str, str]) -> DataSettings:
@@ -276,7 +270,7 @@ class _FileCheck:
         holds_tests = data_rows.may_hold_tests(prompt.ground_truth, prompt.extra_info)
         if name or prompt.data_source or holds_tests:
             rest = {} if holds_tests else {"prompt": "", "extra_info": {}}
-            report.rows_to_test = report.rows_to_test or tempfile.TemporaryFile("w+")  # noqa: SIM115 `_run_tests` closes it
+            report.rows_to_test = report.rows_to_test or tempfile.TemporaryFile("w+")  # noqa: SIM115 `check_data` closes it
             report.rows_to_test.write(json.dumps({**as_reward_input(place, prompt), **rest, "reward": name}) + "\n")
             report.num_to_test += 1
 

@@ -27,11 +27,11 @@ _TEXT = re.compile(r"\\(?:text|textbf|textit|textrm|mathrm|mathbf|mbox|textnorma
 _ONLY_TEXT = re.compile(rf"\s*{_TEXT.pattern}\s*")
 _GAP = r"(?:\s|~|\\[ ,;:]|\\quad)"
 _LABEL = re.compile(
-    rf"\s*(?:\\(?:text|textbf|mathrm|mathbf)\s*\{{\s*\(?(?P<marked>[A-E])\)?[.:]?\s*\}}{_GAP}*(?=[^\s_^+*/=<>,.-])"
+    rf"\A\s*(?:\\(?:text|textbf|mathrm|mathbf)\s*\{{\s*\(?(?P<marked>[A-E])\)?[.:]?\s*\}}{_GAP}*(?=[^\s_^+*/=<>,.-])"
     rf"|\((?P<bracketed>[A-E])\){_GAP}+(?=[^\s_^+*/=<>,.-])|(?P<plain>[A-E])(?:\){_GAP}*|[.:]{_GAP}+|\.)(?=-?(?:[0-9$(]|\\(?!text))))"
 )
 _CHOICE = re.compile(r"(?:(?:option|choice)\s)?(?:\((?P<letter>[A-E])\)|(?P<plain>[A-E])[).:]?)", re.IGNORECASE)
-_OTHER_CHOICE = re.compile(
+OTHER_CHOICE = re.compile(
     r"\([A-E]\)|(?<![A-Za-z])[A-E][).:]|(?:\bor|\band|\bnor|[,/])\s*[A-E](?![A-Za-z])|^\s*(?:is )?not\b|^\W*(?:or|and)\b"
 )
 _COUNTED = re.compile(r"[-+−]?[0-9][0-9.,]*\s*(?:[A-Za-z/^23 ]+|[一-龥]{1,4})")  # 5 cm, 12元
@@ -124,15 +124,9 @@ def choice(answer: str) -> str:
     return match[match.lastgroup or 0] if match else ""
 
 
-def names_others(answer: str) -> bool:
-    """Return True if the text behind an answer's label names another choice, ``(A) or (B)``, or takes it back."""
-    return _OTHER_CHOICE.search(plain_text(without_label(answer))) is not None
-
-
 def without_label(answer: str) -> str:
     r"""Return what follows the letter of a choice, ``\textbf{(D)}\ 9``; an answer that is the letter alone as it is."""
-    match = _LABEL.match(answer)
-    return answer[match.end() :] or answer if match else answer
+    return _LABEL.sub("", answer) or answer
 
 
 def is_prose(truth: str) -> bool:
