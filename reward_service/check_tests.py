@@ -39,8 +39,7 @@ _CODE = ("assert ", "def test", "def check", "unittest")
 
 async def check(rows: Iterable[str], out: TextIO) -> int:
     """Check rows and write the results; return the exit code. Raises SandboxUnavailable when no sandbox works here."""
-    probed, grader = await asyncio.to_thread(canary.probe, "auto"), GraderPool(1, cpu_s=_GRADER_CPU_S)
-    pool = None if probed.kind is None else SandboxPool(Launch(probed.kind), _NUM_SLOTS, Limits())
+    pool, grader = None, GraderPool(1, cpu_s=_GRADER_CPU_S)
     try:
         batch: list[dict[str, Any]] = []
         for line in rows:
@@ -49,8 +48,11 @@ async def check(rows: Iterable[str], out: TextIO) -> int:
                 if problem := await problem_of_truth(row, grader):
                     out.write(json.dumps({"place": row["place"], "problem": problem}) + "\n")
                 continue
-            if pool is None:
-                raise SandboxUnavailable(str(probed))
+            if pool is None:  # a sandbox is tried where a row needs one
+                probed = await asyncio.to_thread(canary.probe, "auto")
+                if probed.kind is None:
+                    raise SandboxUnavailable(str(probed))
+                pool = SandboxPool(Launch(probed.kind), _NUM_SLOTS, Limits())
             batch.append(row)
             if len(batch) == _TOGETHER:
                 await _check_batch(batch, pool, out)

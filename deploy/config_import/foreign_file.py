@@ -36,6 +36,8 @@ _RUN = "\ue003"  # what a command prints
 _MAX_NESTED = 4  # commands in commands
 _MAX_SOURCED = 16  # files
 _LAUNCHERS = ("python", "torchrun", "accelerate", "deepspeed", "trl", "ray", "openrlhf", "uv", "swift")
+_STARTERS = ("accelerate", "torchrun", "deepspeed", "torch.distributed.run", "torch.distributed.launch")
+_MODULE = {"-m", "--module"}  # then no file is the program
 _OPERATORS: dict[type[ast.operator], Callable[[int, int], int]] = {
     ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.FloorDiv: operator.floordiv,
     ast.Div: operator.floordiv, ast.Mod: operator.mod,
@@ -236,6 +238,7 @@ def _options(words: list[str], foreign_config: Found) -> None:
     """Add ``a.b=c``, ``--flag value``, ``--flag=value`` and ``--flag``, as a switch, of one command."""
     if words[0] == "ray" and "--" in words:
         words = words[words.index("--") + 1 :]
+    launches = not _MODULE & {*words} and any(word.rpartition("/")[2] in _STARTERS for word in words[:4])
     position = 1
     while position < len(words):
         word = words[position]
@@ -252,6 +255,8 @@ def _options(words: list[str], foreign_config: Found) -> None:
             ):
                 values.append(words[position])
                 position += 1
+            if launches and values and values[-1].endswith(".py"):  # the program, behind an option of the launcher
+                values, launches = values[:-1], False
             foreign_config.add(
                 name, True if not values else _parsed(values[0]) if len(values) == 1 else list(map(_parsed, values))
             )
@@ -259,6 +264,7 @@ def _options(words: list[str], foreign_config: Found) -> None:
             foreign_config.add(name, _parsed(value))
         elif re.fullmatch(r"~[A-Za-z_][\w.]*", word):
             foreign_config.add(word, None)
+        launches = launches and not word.endswith(".py")
 
 
 def _is_value(word: str) -> bool:

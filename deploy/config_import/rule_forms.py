@@ -213,6 +213,18 @@ def unless_given(other: str, setting: str) -> Rule:
     )
 
 
+def path_in(column: str, default: str, setting: str) -> Rule:
+    """Return a rule for the keys that lead to a text inside of the column that ``column`` names."""
+    return lambda given, values: Outcome(
+        "translated",
+        {
+            setting: ".".join(
+                [first(values, column, default=default), *map(str, given if isinstance(given, list) else [given])]
+            )
+        },
+    )
+
+
 def with_switch(switch: str, setting: str) -> Rule:
     """Return a rule for a number that only counts where a switch beside it is on."""
     return lambda given, values: (

@@ -66,7 +66,9 @@ def use_tis(value: Any, values: Values) -> Outcome:
 
 
 def use_lora(value: Any, values: Values) -> Outcome:
-    return ignored(OFF) if not is_on(value) or "lora_r" in values else set_to(model__lora__rank=16)
+    if is_on(value) and "lora_r" in values:
+        return ignored(f"{READ} lora_r")
+    return set_to(model__lora__rank=16) if is_on(value) else ignored(OFF)
 
 
 def engine_name(value: Any, values: Values) -> Outcome:

@@ -66,9 +66,17 @@ def differing(
     if system == "agentrl" and "algorithm" in named:  # a job of the training platform, which has other defaults
         return []
     differences, has_critic = [], effective.get("algorithm.advantage") == "gae"
+    schedule = effective.get(f"{system.partition('.')[2] or 'trainer'}.schedule")
     for default in silent_defaults().get(system, ()):
         if any(key in named for key in (default.key, *default.also)):
-            continue
+            if "trainer.min_lr_ratio" not in default.settings or any(
+                key.startswith("lr_scheduler_kwargs") for key in named
+            ):
+                continue
+            end = {
+                "trainer.min_lr_ratio": default.settings["trainer.min_lr_ratio"]
+            }  # of the schedule that the file names
+            default = SilentDefault("end of the schedule", end["trainer.min_lr_ratio"], end)
         others = {
             ours: value
             for ours, value in default.settings.items()
@@ -76,7 +84,7 @@ def differing(
             and (has_critic or not ours.startswith("critic."))
             and (written.get("data.eval") or not ours.startswith("eval."))
         }
-        is_idle = others.keys() == {"trainer.min_lr_ratio"} and effective["trainer.schedule"] == "constant"
+        is_idle = others.keys() == {"trainer.min_lr_ratio"} and schedule == "constant"
         if (others or default.ask) and not is_idle and not any(ours in written for ours in default.settings):
             differences.append((default, others))
     return differences

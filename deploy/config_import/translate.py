@@ -195,7 +195,8 @@ def _move(done: Translation, command: OwnSection, known: Collection[str]) -> Non
 def _read(
     key: str, value: Any, foreign_config: Found, system: str, known: Collection[str], command: OwnSection | None
 ) -> Outcome:
-    if "@" in key or value is None or str(value).lower() in ("null", "none", "???"):
+    is_choice = value == "none" and _takes_none(key)
+    if "@" in key or value is None or (str(value).lower() in ("null", "none", "???") and not is_choice):
         return Outcome("ignored", {}, "not set")
     outcome = (
         (None if command is None else _of_given_answers(key, value, foreign_config.values, system, command))
@@ -216,7 +217,8 @@ def _read(
 
 
 def _outcome(key: str, value: Any, values: Mapping[str, Any], system: str, known: Collection[str]) -> Outcome:
-    if _CRITIC.match(key) and not _has_critic(system, values):
+    is_reward = system == "openrlhf" and key == "reward_pretrain"  # elsewhere the critic's weights
+    if _CRITIC.match(key) and not is_reward and not _has_critic(system, values):
         return Outcome("ignored", {}, "no critic is trained: only GAE has one")
     if rule := _rule_for(system, key):
         try:
@@ -237,6 +239,12 @@ def _has_critic(system: str, values: Mapping[str, Any]) -> bool:
     default = "gae" if system in ("verl", "roll", "openrlhf") else str(values.get("algorithm", "grpo")).lower()
     estimator = next((str(values[key]).lower() for key in _ESTIMATORS if key in values), default)
     return estimator in ("gae", "ppo") or UNASSIGNED in estimator
+
+
+def _takes_none(key: str) -> bool:
+    """Return True for a key of which the text ``none`` is a choice, as of TRL's ``scale_rewards``."""
+    form = SYSTEMS["shared"].rules.get(key)
+    return isinstance(form, list) and form[0] == "chosen" and "none" in form[2]
 
 
 def _rule_for(system: str, key: str) -> Rule | None:

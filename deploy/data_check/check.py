@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -54,20 +55,29 @@ def check_data(paths: Sequence[Path], reading: Reading, *, as_json: bool, runs_t
     sources = [(path, _with_options(data, reading.format, mapping)) for path, data in _sources(settings, files)]
     reports = [
         check_file(
-            path, data, tokenizer, max_new_tokens=max_new_tokens, most=reading.first, has_pairs=has_pairs, images=images
+            path,
+            data,
+            tokenizer,
+            max_new_tokens=max_new_tokens,
+            most=reading.first,
+            has_pairs=has_pairs,
+            images=images,
+            reward=settings.reward if runs_tests else None,
         )
         for path, data in sources
     ]
-    if runs_tests:
-        _run_tests(reports, settings.reward)
     for report, (_, data) in zip(reports, sources, strict=True):
+        if report.rows_to_test is not None:
+            with report.rows_to_test as rows:
+                tests = data_rows.check_tests(rows, report.num_to_test, report.problems)
+            report.tests = tests if tests.num_checked or tests.not_run else None
         sys.stdout.write(json.dumps(report.to_document()) + "\n" if as_json else describe(report))
         if reading.show and tokenizer is not None and not as_json:
             processor = images.processor if images is not None else None
             purpose = _purpose(report, settings, data)
             shown = settings.model_copy(update={"data": data})
-            rows = shown_rows(Path(report.file), reading.show, purpose, shown, tokenizer, processor)
-            sys.stdout.write("\n".join(rows) + "\n")
+            lines = shown_rows(Path(report.file), reading.show, purpose, shown, tokenizer, processor)
+            sys.stdout.write("\n".join(lines) + "\n")
     return 1 if any(report.problems.count for report in reports) else 0
 
 
@@ -79,19 +89,6 @@ def _model(reading: Reading, path: Path, data: DataSettings) -> tuple[ChatTokeni
         gguf_model.model_folder(path), arguments=data.template_arguments, needs_template=data.text_prompts == "chat"
     )
     return tokenizer, ImageRows(read_processor(path))
-
-
-def _run_tests(reports: Sequence[FileReport], reward: RewardSettings) -> None:
-    """Run the tests of rows, and read the ground truths of those whose built-in reward is known."""
-    for report in reports:
-        names = [reward.by_source.get(row["data_source"], reward.name) for row in report.scored_rows]
-        named = zip(report.scored_rows, names, strict=True)
-        rows = [{**row, "reward": name} for row, name in named if name or row["data_source"] or row["prompt"]]
-        tests = data_rows.check_tests(rows) if rows else data_rows.TestReport()
-        if tests.num_checked or tests.not_run:
-            report.tests = tests
-        for place, problem in tests.problems:
-            report.problems.add(place, problem)
 
 
 def _with_options(data: DataSettings, row_format: str, mapping: dict[str, str]) -> DataSettings:
@@ -158,10 +155,12 @@ def check_file(
     most: int | None = None,
     has_pairs: bool = False,
     images: ImageRows | None = None,
+    reward: RewardSettings | None = None,
 ) -> FileReport:
     """Read every row of a file, or the first ``most``, as training does; an unreadable file is one bad row.
 
-    Without a tokenizer lengths are characters; ``images`` reads those of rows, None does not look at them.
+    Without a tokenizer lengths are characters; ``images`` reads those of rows, None does not look at them. With ``reward``
+    the rows that it may score are written to a file of the report: what stays in memory of a row are its lengths and two hashes.
     """
     report = FileReport(str(path), "tokens" if tokenizer else "characters")
     report.context_tokens = tokenizer.context_tokens if tokenizer else None
@@ -173,7 +172,7 @@ def check_file(
     report.num_pairs = 0 if has_pairs else None
     report.notes = [FileNotes(path, "grpo"), FileNotes(path, "sft")]
     report.model_note = "" if tokenizer is None else end_of_turn_note(tokenizer)
-    check = _FileCheck(rows, data, tokenizer, images, report)
+    check = _FileCheck(rows, data, tokenizer, images, report, reward)
     limit = None if tokenizer is None else prompt_limit(data, tokenizer, max_new_tokens)
     for number in range(len(rows) if most is None else min(len(rows), most)):
         report.num_rows += 1
@@ -195,7 +194,8 @@ class _FileCheck:
     tokenizer: ChatTokenizer | None
     images: ImageRows | None
     report: FileReport
-    seen: dict[int, str | None] = field(default_factory=dict)  # ground truth of each prompt, by its hash
+    reward: RewardSettings | None
+    seen: dict[int, int] = field(default_factory=dict)  # hash of the ground truth of each prompt, by its own
 
     def length(self, place: str, limit: int) -> None:
         """Count a prompt that training would drop; one that no setting makes fit into the model's context is a bad row."""
@@ -242,7 +242,9 @@ class _FileCheck:
             ids = self.images.read(prompt, ids, self.rows.path.parent).token_ids
         report.prompt_lengths.append(len(text) if tokenizer is None else len(ids))
         answers = [text_of(turn.chat[-1]["content"]) for turn in turns]
-        report.completion_lengths += [len(tokenizer.encode(answer)) if tokenizer else len(answer) for answer in answers]
+        report.completion_lengths.extend(
+            len(tokenizer.encode(answer)) if tokenizer else len(answer) for answer in answers
+        )
         report.formats[form.name] += 1
         report.num_sft += bool(turns)
         self._count_prompt(prompt, text, place)
@@ -252,7 +254,7 @@ class _FileCheck:
         report = self.report
         shown = hash((text, repr(prompt.images) if prompt is not None else ""))  # pictures differ where texts may not
         report.num_repeated_prompts += shown in self.seen
-        truth = None if prompt is None else prompt.ground_truth
+        truth = hash(None if prompt is None else prompt.ground_truth)
         if self.seen.setdefault(shown, truth) != truth:
             report.num_contradicted += 1
             report.first_contradicted = report.first_contradicted or place
@@ -260,9 +262,17 @@ class _FileCheck:
             report.num_grpo += 1
             report.data_sources[prompt.data_source] += 1
             report.num_ground_truths[prompt.data_source] += prompt.ground_truth not in _NO_TRUTHS
-            holds_tests = data_rows.may_hold_tests(prompt.ground_truth, prompt.extra_info)
+            if self.reward is not None:
+                self._keep_for_tests(prompt, place, self.reward)
+
+    def _keep_for_tests(self, prompt: PromptRow, place: str, reward: RewardSettings) -> None:
+        report, name = self.report, reward.by_source.get(prompt.data_source, reward.name)
+        holds_tests = data_rows.may_hold_tests(prompt.ground_truth, prompt.extra_info)
+        if name or prompt.data_source or holds_tests:
             rest = {} if holds_tests else {"prompt": "", "extra_info": {}}
-            report.scored_rows.append(as_reward_input(place, prompt) | rest)
+            report.rows_to_test = report.rows_to_test or tempfile.TemporaryFile("w+")  # noqa: SIM115 `check_data` closes it
+            report.rows_to_test.write(json.dumps({**as_reward_input(place, prompt), **rest, "reward": name}) + "\n")
+            report.num_to_test += 1
 
     def _imitable(self, turns: list[TurnRow], place: str, *, has_prompt: bool) -> list[TurnRow]:
         """Return the turns of a row; none, which is noted, if SFT would refuse it and it has a prompt to answer."""
@@ -293,7 +303,7 @@ class _FileCheck:
             for turn in turns
         ]
         report.prompt_lengths.append(_length(texts[0][0], tokenizer))
-        report.completion_lengths += [_length(answer, tokenizer) for _, answer in texts]
+        report.completion_lengths.extend(_length(answer, tokenizer) for _, answer in texts)
         return True
 
     def _read(self, row: Row, form: RowFormat, place: str) -> tuple[PromptRow | None, list[TurnRow]]:

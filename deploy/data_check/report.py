@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from array import array
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from functools import partial
+from typing import IO, Any
 
 import numpy as np
 
@@ -33,13 +35,12 @@ class FileReport:
     num_pairs: int | None = None  # rows with two answers; None: the run does not train on them
     data_sources: Counter[str] = field(default_factory=Counter)
     num_ground_truths: Counter[str] = field(default_factory=Counter)  # by data_source
-    prompt_lengths: list[int] = field(default_factory=list)
-    completion_lengths: list[int] = field(default_factory=list)
+    prompt_lengths: array[int] = field(default_factory=partial(array, "q"))
+    completion_lengths: array[int] = field(default_factory=partial(array, "q"))
     num_repeated_prompts: int = 0
     problems: Problems = field(default_factory=Problems)  # of bad rows, each with file, line and column
-    scored_rows: list[dict[str, Any]] = field(
-        default_factory=list
-    )  # as `data_rows.check_tests` reads them; without texts where there are no tests
+    rows_to_test: IO[str] | None = None  # a file, as `data_rows.check_tests` reads it; None if no row is to be tested
+    num_to_test: int = 0
     tests: TestReport | None = None  # None if no row may hold tests, or they were not to be run
     no_grpo: str = ""  # why the first row that only SFT can use has no prompt to answer
     no_sft: str = ""  # why SFT refuses the first row that it alone cannot use

@@ -12,10 +12,11 @@ import math
 import os
 import subprocess
 import sys
+import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from penstock.protocol.command_line import UsageError
 from penstock.protocol.config.run_file import load
@@ -24,6 +25,7 @@ from penstock.trainer.data.inputs import resolve_inputs
 from penstock.trainer.data.messages import text_of
 from penstock.trainer.data.pairs import holds_pair
 from penstock.trainer.data.read_rows import PromptRow, prompt_row, read_row
+from penstock.trainer.data.row_checks import Problems
 from penstock.trainer.data.row_files import RowFile, open_rows
 from penstock.trainer.errors import MalformedData
 from penstock.trainer.row_format import ROW_FORMATS
@@ -37,9 +39,8 @@ _MARKS = ("assert", "def test", "def check", "inputs", "test_list", "test_cases"
 @dataclass(slots=True)
 class TestReport:
     num_checked: int = 0
-    problems: list[tuple[str, str]] = field(default_factory=list)
-    not_run: str = ""
     num_bad: int = 0  # of those whose tests were run
+    not_run: str = ""
 
     def to_document(self) -> dict[str, Any]:
         return {"checked": self.num_checked, "bad": self.num_bad, "not_run": self.not_run}
@@ -56,21 +57,26 @@ def may_hold_tests(ground_truth: str | None, extra_info: str) -> bool:
     return any(mark in text for text in (ground_truth or "", extra_info) for mark in _MARKS)
 
 
-def check_tests(rows: Sequence[dict[str, Any]]) -> TestReport:
-    text = "".join(json.dumps(row) + "\n" for row in rows)
-    try:
-        done = subprocess.run(
-            _COMMAND, input=text, capture_output=True, text=True, timeout=_START_S + _ROW_S * len(rows), check=False
-        )
-    except subprocess.TimeoutExpired:
-        return TestReport(not_run="the sandbox did not finish in time")
-    outcomes = [json.loads(line) for line in done.stdout.splitlines()]
-    problems = [(row["place"], row["problem"]) for row in outcomes if row["problem"]]
-    last = done.stderr.strip().splitlines()[-1:] or [f"exit code {done.returncode}"]
-    tested = [row for row in outcomes if "solution" in row]
-    return TestReport(
-        len(tested), problems, last[0] if done.returncode else "", sum(bool(row["problem"]) for row in tested)
-    )
+def check_tests(rows: IO[str], num_rows: int, problems: Problems) -> TestReport:
+    """Check the rows of a file that is read from its start, and add what is wrong with them to ``problems``."""
+    rows.seek(0)
+    with tempfile.TemporaryFile("w+") as out:
+        try:
+            limit = _START_S + _ROW_S * num_rows
+            done = subprocess.run(
+                _COMMAND, stdin=rows, stdout=out, stderr=subprocess.PIPE, text=True, timeout=limit, check=False
+            )
+        except subprocess.TimeoutExpired:
+            return TestReport(not_run="the sandbox did not finish in time")
+        out.seek(0)
+        last = done.stderr.strip().splitlines()[-1:] or [f"exit code {done.returncode}"]
+        report = TestReport(not_run=last[0] if done.returncode else "")
+        for outcome in map(json.loads, out):
+            if outcome["problem"]:
+                problems.add(outcome["place"], outcome["problem"])
+            report.num_checked += "solution" in outcome
+            report.num_bad += "solution" in outcome and bool(outcome["problem"])
+        return report
 
 
 def print_rows(file: Path | None, run_file: Path | None, number: int, row_format: str, pairs: Sequence[str]) -> int:

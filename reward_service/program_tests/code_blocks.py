@@ -29,6 +29,7 @@ _LANGUAGE = re.compile(r"\{?\.?([\w+#-]+)")
 _ITEM = re.compile(r"(?:[-*+]|[0-9]{1,9}[.)])(?: +|$)")
 _CODE_INDENT = 4  # from here on a line is indented code, and no fence
 _MAX_NESTED = 16  # containers in each other; deeper ones are text
+_DEFINED = re.compile(r"\b(?:def|class)\s+(\w+)|^(\w+)[ \t]*=(?!=)", re.MULTILINE)
 _QUOTE = -1  # the column of a block quote; a list item has that of its content
 # The comments and texts of a line of Python; group 1 begins a triple-quoted text.
 _TOKENS = re.compile(r"#.*|(\"\"\"|''')|\"(?:[^\"\\]|\\.)*(?:\"|\\?$)|'(?:[^'\\]|\\.)*(?:'|\\?$)")
@@ -46,11 +47,8 @@ def program(completion: str, names: Sequence[str] = ()) -> str | None:
     blocks = [block for block in fenced_blocks(text) or fenced_blocks(text, indented=True) if block[1].strip()]
     python = [content for language, content in blocks if language in LANGUAGES]
     unnamed = [content for language, content in blocks if not language]
-    python = [
-        code
-        for code in python
-        if any(re.search(rf"\b(?:def|class)\s+{name}\b|^{name}\s*=", code, re.MULTILINE) for name in names)
-    ] or python
+    called = frozenset(names)
+    python = [code for code in python if called & {name for pair in _DEFINED.findall(code) for name in pair}] or python
     chosen: str | None = _before_stray_fence(text)
     if chosen is None or any(map(is_program, (*python, *unnamed))):
         whole = None if blocks else _ANSWER.sub("\n", _tagged(answer))

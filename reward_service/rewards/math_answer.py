@@ -21,6 +21,7 @@ import enum
 import json
 import re
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from fractions import Fraction
 from functools import partial
 from typing import Any, NamedTuple
@@ -186,7 +187,8 @@ async def _compare(gold: _Gold, answer: str, grade: Grade) -> Graded:
         return Graded.RIGHT
     if gold.label and (label := latex.label(answer)):
         if label != gold.label or latex.choice(gold.text):
-            return Graded.RIGHT if label == gold.label else Graded.WRONG
+            others = latex.OTHER_CHOICE.search(latex.plain_text(latex.without_label(answer)))  # (A) or (B)
+            return Graded.RIGHT if label == gold.label and others is None else Graded.WRONG
         answer = latex.without_label(answer)
     equation = latex.read(answer if latex.is_prose(gold.text) else latex.without_label(answer))
     if not all(latex.is_rounding(number, equation.value) for number in equation.rounded):
@@ -267,28 +269,20 @@ REWARD = GradedReward(
     success=1.0,
 )
 
-FLEXIBLE_REWARD = GradedReward(
+FLEXIBLE_REWARD = replace(
+    REWARD,
     name=FLEXIBLE,
     description="1 when the answer (boxed, in tags, after ####, after 'the answer is', or the last number) equals the ground truth",
     judge=partial(judge_with, find=anywhere, part="has_answer"),
-    parameters=Parameters,
-    grader="math",
-    reads="answer",
     data_sources=("math_reasoning",),
     parts=("has_answer", "timeout"),
     notes="compared as `math` compares",
-    success=1.0,
 )
 
-LINE_REWARD = GradedReward(
+LINE_REWARD = replace(
+    FLEXIBLE_REWARD,
     name=LINE,
     description="1 when the answer on the last line 'Answer: ...', else in the last \\boxed{}, equals the ground truth",
     judge=partial(judge_with, find=on_last_line, part="has_answer"),
-    parameters=Parameters,
-    grader="math",
-    reads="answer",
     data_sources=_LINE_DATA_SETS,
-    parts=("has_answer", "timeout"),
-    notes="compared as `math` compares",
-    success=1.0,
 )

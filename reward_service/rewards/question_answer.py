@@ -18,6 +18,7 @@ import json
 import re
 import unicodedata
 from collections import Counter
+from dataclasses import replace
 from typing import Any
 
 from pydantic import Field
@@ -162,22 +163,20 @@ EXACT_REWARD = PureReward(
     success=1.0,
 )
 
-INSIDE_REWARD = PureReward(
+INSIDE_REWARD = replace(
+    EXACT_REWARD,
     name=INSIDE,
     description="1 when an accepted answer is inside the last <answer> tags",
     judge=judge_inside,
-    parameters=Parameters,
-    reads="answer and prompt",
-    parts=("has_answer",),
+    data_sources=(),
     notes="a long answer that lists many candidates passes",
-    success=1.0,
 )
 
-F1_REWARD = PureReward(
+F1_REWARD = replace(
+    EXACT_REWARD,
     name=F1,
     description="F1 of the words (Chinese and Japanese: characters) shared with the best accepted answer, in [0, 1]",
     judge=judge_f1,
-    parameters=Parameters,
-    reads="answer and prompt",
-    parts=("has_answer",),
+    data_sources=(),
+    success=None,
 )

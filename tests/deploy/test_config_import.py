@@ -78,7 +78,7 @@ EXPECTED: dict[str, tuple[str, int, dict[str, Any], list[str]]] = {
         "run.id": "qwen25-7b", "eval.every": 5, "trainer.lr": 1e-6, "model.gradient_checkpointing": True,
     }, []),
     "verl_sft.sh": ("verl", 1, {
-        "sft.lr": 1e-5, "model.lora.rank": 32, "model.lora.alpha": 64, "data.map.response": "response", "trainer.num_ranks": 4,
+        "sft.lr": 1e-5, "model.lora.rank": 32, "model.lora.alpha": 64, "data.map.response": "response", "data.map.prompt": "extra_info.question", "trainer.num_ranks": 4,
         "run.id": "qwen7b-sft", "sft.epochs": 3, "sft.eval_data": "/data/sft_val.parquet",
         "sft.batch_size": 256, "sft.schedule": "cosine", "trainer.min_lr_ratio": 0.0, "model.dtype": "bfloat16", "run.seed": 1,
     }, ["optim.lr_warmup_steps_ratio"]),

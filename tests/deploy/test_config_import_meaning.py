@@ -119,7 +119,7 @@ actor_infer: {generating_args: {top_p: 1, top_k: -1, temperature: 1.0}}
 TRL_GRPO = json.dumps({
     "model_name_or_path": "Qwen/Qwen2.5-0.5B-Instruct", "dataset_name": "/d/train.parquet", "per_device_train_batch_size": 8,
     "gradient_accumulation_steps": 4, "num_processes": 4, "num_generations": 16, "max_completion_length": 1024, "max_steps": 300,
-    "learning_rate": 2e-6, "steps_per_generation": 8, "loss_type": "dr_grpo", "scale_rewards": False, "top_p": 0.9,
+    "learning_rate": 2e-6, "steps_per_generation": 8, "loss_type": "dr_grpo", "scale_rewards": "none", "top_p": 0.9,
     "reward_funcs": ["my/rewards.py:correct", "think_format_reward"], "reward_weights": [1.0, 0.2], "epsilon_high": 0.28, "epsilon": 0.2,
 })  # fmt: skip
 SLIME = """
@@ -132,10 +132,10 @@ python3 train.py --hf-checkpoint /m/Qwen3-4B ${ROLLOUT_ARGS[@]} ${GRPO_ARGS[@]} 
 OPENRLHF = """
 python3 -m openrlhf.cli.train_ppo_ray --pretrain /m --prompt_data /d/p.jsonl --input_key question --label_key answer --rollout_batch_size 128 \\
   --n_samples_per_prompt 8 --generate_max_len 1024 --prompt_max_len 512 --advantage_estimator group_norm --init_kl_coef 1e-3 \\
-  --use_kl_loss --kl_estimator k3 --actor_learning_rate 5e-7 --remote_rm_url http://h:5000/score --gamma 0.99 --use_wandb secretkey
+  --use_kl_loss --kl_estimator k3 --actor_learning_rate 5e-7 --remote_rm_url http://h:5000/score --reward_pretrain /rm --gamma 0.99 --use_wandb secretkey
 """
 AGENTRL = """
-torchrun --nproc_per_node=8 src/main.py --model_name_or_path /m --loss_calculater GRPO --beta1 0.5 --beta2 0.8 --epsilon 0.2 \\
+torchrun --nproc_per_node 8 src/main.py --model_name_or_path /m --loss_calculater GRPO --beta1 0.5 --beta2 0.8 --epsilon 0.2 \\
   --optim_args 'beta1=0.9,beta2=0.98' --num_generations 8 --max_new_tokens 512 --per_device_train_batch_size 1 \\
   --gradient_accumulation_steps 8 --tp_size 4 --cp_size 2 --learning_rate 1e-6 --strict_in_bound true --train_file /d/tasks.jsonl
 """
@@ -211,7 +211,7 @@ TABLE: dict[str, tuple[str, str, dict[str, Any]]] = {
     "roll_agentic": ("yaml", ROLL_AGENTIC, {
         "algorithm.name": "grpo", "algorithm.reward_norm": "group", "algorithm.aggregation": "seq-mean-token-mean",
         "rollout.groups_per_step": 128, "rollout.group_size": 8, "algorithm.minibatches": 2, "rollout.max_new_tokens": 128,
-        "data.max_prompt_tokens": 1024, "algorithm.kl_coefficient": 0.001, "algorithm.dual_clip": "none", "trainer.schedule": "cosine",
+        "data.max_prompt_tokens": 1024, "algorithm.kl_coefficient": 0.001, "algorithm.dual_clip": "none", "trainer.schedule": "cosine", "trainer.min_lr_ratio": 0.0,
         "trainer.betas": [0.9, 0.999], "run.seed": 42, "model.dtype": "bfloat16", "trainer.steps": 100, "rollout.temperature": 0.99,
         "trainer.zero_stage": 3, "trainer.offload": "optimizer", "placement.trainer": 4, "placement.engines": 3, "gamma": ASKED("critic.gamma"), "rollout.environment": "mixture", "reward.name": "environment",
         "environment.define.FrozenLake.type": "frozen_lake", "environment.define.FrozenLake.weight": 96,
@@ -255,7 +255,7 @@ TABLE: dict[str, tuple[str, str, dict[str, Any]]] = {
         "data.max_prompt_tokens": 512, "algorithm.clip_low": 0.2, "algorithm.clip_high": 0.2, "algorithm.dual_clip": "none",
         "algorithm.reward_clip": 10.0, "trainer.lr": 5e-7, "trainer.schedule": "cosine", "trainer.min_lr_ratio": 0.1,
         "trainer.betas": [0.9, 0.95], "trainer.epochs": 1, "model.dtype": "bfloat16", "rollout.max_staleness": 0,
-        "gamma": ASKED("critic.gamma"), "reward": ASKED("remote_rm_url"), "warmup": ASKED("lr_warmup_ratio"),
+        "gamma": ASKED("critic.gamma"), "reward": ASKED("remote_rm_url"), "reward model": ASKED("reward_pretrain"), "warmup": ASKED("lr_warmup_ratio"),
     }),
     "agentrl": ("sh", AGENTRL, {
         "algorithm.name": "ce_gppo", "algorithm.beta_low": 0.5, "algorithm.beta_high": 0.8, "algorithm.clip_low": 0.2,
@@ -279,7 +279,7 @@ TABLE: dict[str, tuple[str, str, dict[str, Any]]] = {
     }),
     "llamafactory": ("yaml", LLAMA_FACTORY, {
         "model.path": "Qwen/Qwen3-4B", "model.lora.rank": 8, "model.lora.alpha": 16.0, "dpo.beta": 0.2, "dpo.loss": "ipo", "dpo.batch_size": 8,
-        "dpo.lr": 5e-6, "dpo.epochs": 3.0, "dpo.schedule": "cosine", "dpo.betas": [0.9, 0.999], "trainer.zero_stage": 3, "model.dtype": "bfloat16",
+        "dpo.lr": 5e-6, "dpo.epochs": 3.0, "dpo.schedule": "cosine", "trainer.min_lr_ratio": 0.0, "dpo.betas": [0.9, 0.999], "trainer.zero_stage": 3, "model.dtype": "bfloat16",
         "run.seed": 42, "trainer.weight_decay": 0.0, "data": ASKED("dataset"), "lengths": ASKED("cutoff_len"), "warmup": ASKED("warmup_ratio"),
     }),
 }  # fmt: skip

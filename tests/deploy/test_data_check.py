@@ -5,13 +5,17 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import tracemalloc
 from pathlib import Path
 
 import pytest
 
+from penstock.deploy.data_check.check import check_file
 from penstock.deploy.data_check.commands import main
 from penstock.deploy.quickstart_task import write_data, write_model
+from penstock.protocol.config.reward_settings import RewardSettings
 from penstock.trainer.__main__ import main as trainer_main
+from penstock.trainer.settings import DataSettings
 
 
 @pytest.fixture
@@ -58,6 +62,25 @@ def test_bad_rows_are_listed_and_counted(tmp_path: Path, capsys: pytest.CaptureF
     assert "(and 11 more rows)" in printed
     assert main(["data-check", str(tmp_path / "nowhere")]) == 1
     assert "nowhere: not readable" in capsys.readouterr().out
+
+
+def test_nothing_of_a_row_stays_in_memory_but_its_lengths_and_hashes(tmp_path: Path):
+    path = tmp_path / "x.jsonl"
+    path.write_text(
+        "".join(
+            json.dumps({"prompt": f"{n}", "data_source": "own", "ground_truth": f"{n}" * 40_000}) + "\n"
+            for n in range(100, 300)
+        )
+    )
+    tracemalloc.start()
+    report = check_file(path, DataSettings(), None, reward=RewardSettings())
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert report.rows_to_test is not None
+    with report.rows_to_test as rows:
+        rows.seek(0)
+        assert sum(1 for _ in rows) == report.num_to_test == 200
+    assert peak < 4 * 2**20 < path.stat().st_size / 5
 
 
 def test_characters_that_the_tokenizer_does_not_know_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]):

@@ -182,7 +182,7 @@ _HARMONY_BODY = r"<\|message\|>(?:[^<]++|<(?!\|(?:start|end|call|return)\|>))*+"
 _HARMONY_END = r"(?:<\|(?:end|call|return)\|>)?"
 _HARMONY_CALL = re.compile(
     r"(?:<\|start\|>\w*\s*)?(?:<\|channel\|>\w*\s*)?\bto=functions\.("
-    rf"[^\s<]+(?:[^<]|<\|c(?:hannel|onstrain)\|>){{0,99}}{_HARMONY_BODY}){_HARMONY_END}"
+    rf"[^\s<]{{1,99}}+(?:[^<]|<\|c(?:hannel|onstrain)\|>){{0,99}}+{_HARMONY_BODY}){_HARMONY_END}"  # bounded: the time is that of the text
 )
 _HARMONY_MESSAGE = re.compile(
     rf"{_HARMONY_CALL.pattern}|(?:<\|start\|>\w*\s*)?<\|channel\|>(\w+)(?:[^<]|<\|constrain\|>){{0,99}}({_HARMONY_BODY}){_HARMONY_END}"

@@ -71,7 +71,7 @@ class QwenXml(AnswerFormat):
 
     def _call(self, body: str, argument: re.Pattern[str], tools: Sequence[Mapping[str, Any]]) -> Call:
         name, closed, rest = body.partition(">")
-        if not closed or not _unquoted(name) or "<" in name:
+        if not closed or re.fullmatch(r"[^\s<\"']+", _unquoted(name)) is None:  # name="a" id="1" is no name
             raise ValueError("expected a name")
         texts = written_arguments(argument, rest, (f"<{self.tags[2]}",))
         return typed_call(_unquoted(name), [(_unquoted(key), self.unwrapped(text)) for key, text in texts], tools)

@@ -27,10 +27,13 @@ _TEXT = re.compile(r"\\(?:text|textbf|textit|textrm|mathrm|mathbf|mbox|textnorma
 _ONLY_TEXT = re.compile(rf"\s*{_TEXT.pattern}\s*")
 _GAP = r"(?:\s|~|\\[ ,;:]|\\quad)"
 _LABEL = re.compile(
-    rf"\s*(?:\\(?:text|textbf|mathrm|mathbf)\s*\{{\s*\(?(?P<marked>[A-E])\)?[.:]?\s*\}}{_GAP}*(?=[^\s_^+*/=<>,.-])"
+    rf"\A\s*(?:\\(?:text|textbf|mathrm|mathbf)\s*\{{\s*\(?(?P<marked>[A-E])\)?[.:]?\s*\}}{_GAP}*(?=[^\s_^+*/=<>,.-])"
     rf"|\((?P<bracketed>[A-E])\){_GAP}+(?=[^\s_^+*/=<>,.-])|(?P<plain>[A-E])(?:\){_GAP}*|[.:]{_GAP}+|\.)(?=-?(?:[0-9$(]|\\(?!text))))"
 )
 _CHOICE = re.compile(r"(?:(?:option|choice)\s)?(?:\((?P<letter>[A-E])\)|(?P<plain>[A-E])[).:]?)", re.IGNORECASE)
+OTHER_CHOICE = re.compile(
+    r"\([A-E]\)|(?<![A-Za-z])[A-E][).:]|(?:\bor|\band|\bnor|[,/])\s*[A-E](?![A-Za-z])|^\s*(?:is )?not\b|^\W*(?:or|and)\b"
+)
 _COUNTED = re.compile(r"[-+−]?[0-9][0-9.,]*\s*(?:[A-Za-z/^23 ]+|[一-龥]{1,4})")  # 5 cm, 12元
 _SIGNS = str.maketrans({"−": "-", "–": "-", "≤": r"\le ", "≥": r"\ge ", "≠": r"\ne ", "±": r"\pm ", "∞": r"\infty "})
 _LONG_SIGN = re.compile(r"\\(le|ge|ne)(?:q|qslant)(?![A-Za-z])")

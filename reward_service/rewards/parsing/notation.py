@@ -48,7 +48,7 @@ _LONG_EXPONENT = re.compile(r"\^\s*([-+]?[0-9]+(?:\.[0-9]+)?)(?![0-9}])")
 _NEGATIVE_EXPONENT = re.compile(r"\^\s*\(([^(){}]*)\)")
 _MONEY = re.compile(r"\\\$\s*(?P<number>[0-9][0-9.,]*)|(?P<after>[0-9])\s*\\\$")
 _REPLACED = (
-    (r"\\(?:text)?color\s*\{[^{}]*\}|\\[hv]?phantom\s*\{[^{}]*\}|(?<=\S)(?<![}\]\\])\{\}|(?<=\\circ)\{\}", ""),
+    (r"\\(?:text)?color\s*\{[^{}]*\}|\\[hv]?phantom\s*\{[^{}]*\}|(?<=\S)(?<![}\]\\])(?<!\^[0-9])\{\}|(?<=\\circ)\{\}", ""),
     (r"\\text\s*\{\s*\\\$\s*([^{}]*)\}", r"\\$\1"),
     (r"\\\\\s*\[[0-9.]+(?:pt|em|ex|mm|cm)\]", r"\\\\"),
     (r"\\!|\\left(?![A-Za-z])\.?|\\right(?![A-Za-z])\.?|\\(?:[bB]igg?[lr]?|limits|nolimits)(?![A-Za-z])", ""),

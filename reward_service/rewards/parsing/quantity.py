@@ -35,10 +35,10 @@ _ANYWHERE = re.compile(rf"(?<![0-9.,A-Za-z_]){_NUMBER}")
 _LEAD = re.compile(r"(?:[A-Za-z]{1,3}|[xyz]_?[0-9])\s?=\s?|(?:about|approximately|roughly|≈|~|=)\s{0,4}", re.IGNORECASE)
 _TEX_FRACTION = re.compile(r"(?P<whole>[0-9])?\\frac\{\s?(?P<top>-?[0-9]+)\s?\}\{\s?(?P<bottom>[0-9]+)\s?\}")
 _GOES_ON = re.compile(  # with a second number, or as an expression: then the first number is not the value
-    r"\s+[-+−$]?[0-9]|_[0-9]|\s?[=<>≤≥≠]|\((?![A-Za-z]{2})|\s?[A-Za-z]\s?[-+=*]\s?[0-9(]|\s?(?![ghmtdls])[b-z](?![A-Za-z'’])|"
+    r"\s+[-+−$]?[0-9]|_[0-9]|\s?[=<>≤≥≠π]|\s+([A-Za-z]+),?\s+(?:or|vs)\s+[-+−$]?[0-9.,]+(?:\s+\1(?![A-Za-z])|\W*\Z)|\((?![A-Za-z]{2})|\s?[A-Za-z]\s?[-+=*]\s?[0-9(]|\s?(?![ghmtdls])[b-z](?![A-Za-z'’])|"
     r"\s?\\(?!text|mathrm|mathbf|mbox|operatorname|quad|qquad|circ|degree|approx|rm)[A-Za-z]|"
     r"\s?(?:\^|\*\*(?=\s?[-+({0-9])|!|\\(?:sqrt|pi|cdot|times|[dtc]?frac)|[+*×·−]\s?[0-9]|[/.][0-9]|[eE][-+]?[0-9])"
-    r"|\s?[(]?\s?(?:,|;|:|\bor\b|\band\b|\bto\b|-|–|±|\\pm|\\text\s?[{]\s?(?:or|and|to)\s?[}])\s?[-+−$]?\s?(?:[0-9]|\\frac)"
+    r"|\s?[(]?\s?(?:,|;|:|\bor\b|\band\b|\bto\b|\bvs\b|\bmod\b|-|–|±|\\pm|\\text\s?[{]\s?(?:or|and|to)\s?[}])\s?[-+−$]?\s?(?:[0-9]|\\frac)"
 )
 _COMPOUND = re.compile(  # 5 feet 10 inches
     r"\s{0,4}(?!(?:in|of|for|per|at|on|with|from|by|after|over|within|every|each|out)\s)[A-Za-z]{1,12}\s{1,4}[0-9.]{1,12}\s{0,4}[A-Za-z]{1,12}[.]?\s*$"
@@ -62,6 +62,9 @@ _NO_UNIT = re.compile(
     rf"|^(?:squared|cubed|half|halves|thirds|tenths|hundredths|{'|'.join(notation.MULTIPLES)})(?:\W|$)|^[万亿千百十多余成折半]|次方|分之|平方$",
     re.IGNORECASE,
 )
+_POWER = re.compile(
+    r"\^\{?-?[0-9]\}?|(?<=[A-Za-z])[0-9]|(?<=m\})[23]"
+)  # any other digit of a unit is a second number: 5 choose 2
 _TRIGONOMETRY = re.compile(r"\\(?:sin|cos|tan|cot|sec|csc)(?![A-Za-z])")
 _UNIT_TOKEN = re.compile(r"([A-Za-z$¢°Ωμ一-龥]+)\s*(?:\^?\{?(-?[0-9])\}?)?|(/)|(\\cdot|[·*])")
 _UNIT_WORDS = ((r"\bper\b", "/"), (r"\b(?:square|sq\.?)\s+([a-z]+)", r"\1^2"),
@@ -183,13 +186,8 @@ def split_unit(text: str, other: str = "") -> tuple[str, str]:
         return text, ""
     groups = match.groupdict()
     value, unit = groups.get("value") or groups.get("number") or "", groups.get("unit") or groups.get("short") or ""
-    plain = re.sub(r"\\text\s*\{([^{}]*)\}(?=\\text)", r"\1 ", unit)  # m s is not ms
-    plain = re.sub(r"\\text\s*\{([^{}]*)\}", r"\1", plain).replace("^\\circ", "°").strip()
-    if (
-        _NO_UNIT.search(re.sub(r"\^?\{?-?[0-9]\}?", "", plain))
-        or ("°" in plain and _TRIGONOMETRY.search(value))
-        or "\\text" in value
-    ):
+    plain, powerless = _without_text(unit), _without_text(_POWER.sub("", unit))
+    if _NO_UNIT.search(powerless) or ("°" in plain and _TRIGONOMETRY.search(value)) or "\\text" in value:
         return text, ""
     return value.strip(), "" if plain.casefold() in {
         "unit",
@@ -198,6 +196,11 @@ def split_unit(text: str, other: str = "") -> tuple[str, str]:
         "sq units",
         "cubic units",
     } else plain
+
+
+def _without_text(unit: str) -> str:
+    plain = re.sub(r"\\text\s*\{([^{}]*)\}(?=\\text)", r"\1 ", unit)  # m s is not ms
+    return re.sub(r"\\text\s*\{([^{}]*)\}", r"\1", plain).replace("^\\circ", "°").strip()
 
 
 def _is_unit(plain: str, other: str) -> bool:

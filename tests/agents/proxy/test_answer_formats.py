@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.agents.proxy.agent_model import TEMPLATES, bench
 from tests.agents.proxy.conversation import Agent
+from tests.deadline import ends_within
 
 from penstock.agents.proxy.answer_formats.answer_format import ANSWER_FORMATS, split_reasoning
 from penstock.agents.proxy.api import anthropic_messages, chat_completions, responses
@@ -222,12 +223,20 @@ def test_a_kimi_call_keeps_the_id_that_is_among_its_tokens() -> None:
         ("mistral", "[TOOL_CALLS] nothing"), ("mistral", "[TOOL_CALLS] []"), ("mistral", "[TOOL_CALLS]a[ARGS]{"), ("mistral", '[TOOL_CALLS] [{"name": "a"}, 3]'),
         ("mistral", "[TOOL_CALLS][ARGS]{}"), ("deepseek", DEEPSEEK_SECTION), ("deepseek", f"{DEEPSEEK_SECTION}{BEGIN}a{SEP}[]{END}"),
         ("deepseek", f"{DEEPSEEK_SECTION}{BEGIN}{SEP}{{}}{END}"), ("kimi_k2", f"{KIMI_SECTION}<|tool_call_begin|>a<|tool_call_argument_begin|>{{}}<|tool_call_end|>"),
+        ("minimax", '<invoke name="look" id="1"></invoke>'), ("harmony", "to=functions.look<|message|>{"),
         ("kimi_k2", f"{KIMI_SECTION}{KIMI_CALL}" + "[" * 100_000), ("kimi_k2", f"{KIMI_SECTION}{KIMI_CALL}"),
     ],
 )  # fmt: skip
 def test_calls_that_are_none_stay_text_in_every_family(form: str, text: str) -> None:
     parsed = ANSWER_FORMATS.find(form).value.parse(text)
     assert (parsed.content, parsed.calls, parsed.num_unparsed) == (text, (), 1)
+
+
+def test_a_text_of_beginnings_takes_time_that_grows_with_its_length() -> None:
+    """A program reads it while others wait: 32 KiB in which each word begins a call took minutes."""
+    text = "to=functions.lookto=functions." * 1100
+    with ends_within(20.0):
+        assert ANSWER_FORMATS.find("harmony").value.parse(text).content == text
 
 
 def test_plain_reads_no_call() -> None:

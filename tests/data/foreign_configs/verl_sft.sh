@@ -5,7 +5,8 @@ python -m verl.trainer.sft_trainer \
     model.target_modules=all-linear \
     data.train_files=/data/sft_train.parquet \
     data.val_files=/data/sft_val.parquet \
-    data.prompt_key=prompt \
+    data.prompt_dict_keys=['question'] \
+    data.prompt_key=extra_info \
     data.response_key=response \
     data.max_length=4096 \
     optim.lr=1e-5 \

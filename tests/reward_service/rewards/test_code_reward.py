@@ -15,12 +15,13 @@ from typing import Any, cast
 
 import httpx
 import pytest
+from tests.deadline import ends_within
 from tests.reward_service.processes import Service
 from tests.reward_service.program_tests.conftest import descendants
 from tests.servers import wait_for
 
 from penstock.reward_service.errors import BadGroundTruth, SandboxFailed
-from penstock.reward_service.program_tests import grade, tests_of_row
+from penstock.reward_service.program_tests import code_blocks, grade, tests_of_row
 from penstock.reward_service.program_tests import grade as sandbox_pool
 from penstock.reward_service.program_tests.grade import Graded, SandboxPool
 from penstock.reward_service.program_tests.tests_of_row import Assertions, FunctionTests, StdinTests
@@ -123,6 +124,16 @@ def test_rows_without_tests_are_refused(truth: Any, extra: Any) -> None:
     """A row whose tests cannot be read, or are for another language, is an error of the data."""
     with pytest.raises(BadGroundTruth):
         tests_of_row.read(truth, extra)
+
+
+def test_a_program_is_found_among_any_number_of_names() -> None:
+    """The names of 20,000 tests and 40 KiB of blocks that define none of them took minutes in the service itself."""
+    blocks = "```python\nf == 3  # def\n```\n" * 2000
+    with ends_within(20.0):
+        assert (
+            code_blocks.program(f"```python\ndef f(): ...\n```\n{blocks}", [*map("f{}".format, range(20_000)), "f"])
+            == "def f(): ...\n"
+        )
 
 
 async def test_share_and_all(pool: SandboxPool) -> None:
