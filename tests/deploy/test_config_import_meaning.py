@@ -1,14 +1,13 @@
 """`penstock config import`: whole configurations, each held against a table of what its system does with them.
 
-The configurations are the essence of public examples. The tables were worked out by hand from the code of each system, with its defaults:
-each property is what the run file does, or a decision (`ASKED`: the key of the report that has it).
+Both are in tests/data/imported_runs.toml: each property is what the run file does, or a decision.
 """
 
 from __future__ import annotations
 
 import json
+import tomllib
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -16,272 +15,7 @@ from penstock.console.cli.main import run
 from penstock.deploy.config_show import as_document, load_all
 from penstock.protocol.config.sources import leaves
 
-
-class ASKED(str):
-    """The key whose decision a property is part of."""
-
-
-VERL_GRPO = """
-python3 -m verl.trainer.main_ppo algorithm.adv_estimator=grpo data.train_files=/d/gsm8k/train.parquet data.val_files=/d/gsm8k/test.parquet \\
-  data.train_batch_size=1024 data.max_prompt_length=512 data.max_response_length=1024 data.filter_overlong_prompts=True \\
-  actor_rollout_ref.model.path=Qwen/Qwen2-7B-Instruct actor_rollout_ref.actor.optim.lr=1e-6 \\
-  actor_rollout_ref.actor.ppo_mini_batch_size=256 actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=40 \\
-  actor_rollout_ref.actor.use_kl_loss=True actor_rollout_ref.actor.kl_loss_coef=0.001 actor_rollout_ref.actor.kl_loss_type=low_var_kl \\
-  actor_rollout_ref.actor.entropy_coeff=0 actor_rollout_ref.rollout.name=vllm actor_rollout_ref.rollout.n=5 \\
-  algorithm.use_kl_in_reward=False trainer.critic_warmup=0 trainer.n_gpus_per_node=8 trainer.nnodes=1 trainer.total_epochs=15
-"""
-VERL_PPO = """
-python3 -m verl.trainer.main_ppo data.train_files=/d/train.parquet data.train_batch_size=1024 data.max_prompt_length=512 \\
-  data.max_response_length=512 actor_rollout_ref.model.path=deepseek-ai/deepseek-llm-7b-chat critic.model.path=deepseek-ai/deepseek-llm-7b-chat \\
-  critic.optim.lr=1e-5 algorithm.kl_ctrl.kl_coef=0.001 algorithm.use_kl_in_reward=True custom_reward_function.path=rewards/mine.py \\
-  actor_rollout_ref.rollout.temperature=0.7 actor_rollout_ref.rollout.top_p=0.9 trainer.total_epochs=2
-"""
-ROLL_RLVR = """
-exp_name: qwen-rlvr
-max_steps: 500
-rollout_batch_size: 64
-num_return_sequences_in_group: 8
-prompt_length: 2048
-response_length: 4096
-adv_estimator: reinforce
-gamma: 1.0
-reward_clip: 10
-advantage_clip: 2.0
-dual_clip_loss: true
-max_len_mask: true
-difficulty_mask: true
-whiten_advantages: true
-pretrain: Qwen/Qwen2.5-7B
-reward_pretrain: Qwen/Qwen2.5-7B
-actor_train:
-  model_args: {dtype: bf16, disable_gradient_checkpointing: false}
-  training_args: {learning_rate: 1.0e-6, weight_decay: 0, per_device_train_batch_size: 1, gradient_accumulation_steps: 32, warmup_steps: 20}
-  data_args: {file_name: [/d/math.jsonl, /d/code.jsonl], domain_interleave_probs: {math_rule: 0.6, code_sandbox: 0.4}}
-  strategy_args: {strategy_name: megatron_train, strategy_config: {tensor_model_parallel_size: 2, pipeline_model_parallel_size: 1}}
-  device_mapping: list(range(0,8))
-actor_infer:
-  generating_args: {max_new_tokens: "${response_length}", top_p: 0.99, temperature: 0.99, num_return_sequences: "${num_return_sequences_in_group}"}
-  strategy_args: {strategy_name: vllm}
-rewards:
-  math_rule: {worker_cls: roll.pipeline.rlvr.rewards.math_rule_reward_worker.MathRuleRewardWorker, tag_included: [deepmath, aime], world_size: 8}
-  code_sandbox: {worker_cls: roll.pipeline.rlvr.rewards.code_sandbox_reward_worker.CodeSandboxRewardWorker, tag_included: [KodCode]}
-"""
-ROLL_AGENTIC = """
-exp_name: frozen
-max_steps: 100
-rollout_batch_size: 1024
-sequence_length: 4096
-prompt_length: 1024
-adv_estimator: grpo
-gamma: 0.95
-init_kl_coef: 0.0
-use_kl_loss: true
-kl_loss_coef: 0.001
-pretrain: Qwen/Qwen2.5-0.5B-Instruct
-reward_normalization: {grouping: traj_group_id, method: mean_std}
-actor_train:
-  strategy_args: {strategy_name: deepspeed_train, strategy_config: "${deepspeed_zero3_cpuoffload}"}
-  model_args: {dtype: bf16}
-  training_args: {learning_rate: 1.0e-6, per_device_train_batch_size: 2, gradient_accumulation_steps: 64, lr_scheduler_type: cosine}
-  device_mapping: list(range(0,4))
-actor_infer:
-  device_mapping: [4, 5, 6]
-  generating_args: {max_new_tokens: 128, top_p: 1.0, top_k: -1, temperature: 0.99, num_return_sequences: 1}
-  strategy_args: {strategy_name: vllm}
-max_tokens_per_step: 64
-train_env_manager: {format_penalty: -0.15, num_env_groups: 128, group_size: 8, tags: [FrozenLake, Pairs], num_groups_partition: [96, 32]}
-val_env_manager: {num_env_groups: 64, group_size: 1, tags: [SimpleSokoban]}
-custom_envs: {FrozenLake: "${custom_env.FrozenLake}", SimpleSokoban: "${custom_env.SimpleSokoban}", Pairs: "${mine.Pairs}"}
-mine:
-  Pairs: {env_type: sokoban, max_steps: 20, use_thread_lock: true, env_manager_cls: a.b.TrajEnvManager, agent_system_template: Push.,
-    env_config: {dim_room: [8, 8], num_boxes: 2, format_penalty: -0.2, grid_lookup: {0: W}}}
-"""
-ROLL_GAE = """
-exp_name: ppo
-rollout_batch_size: 128
-num_return_sequences_in_group: 1
-prompt_length: 512
-response_length: 512
-pretrain: /m
-gamma: 0.99
-lambd: 0.9
-use_pg_clip_range: false
-pg_clip: 0.15
-pg_clip_low: 0.05
-pg_clip_high: 0.5
-add_token_level_kl: true
-init_kl_coef: 0.1
-use_topr_loss: false
-critic: {model_args: {model_name_or_path: /c}, training_args: {learning_rate: 1.0e-5}}
-actor_train: {data_args: {file_name: /d/a.json, prompt: instruction}, device_mapping: "list(range(0,2))"}
-actor_infer: {generating_args: {top_p: 1, top_k: -1, temperature: 1.0}}
-"""
-TRL_GRPO = json.dumps({
-    "model_name_or_path": "Qwen/Qwen2.5-0.5B-Instruct", "dataset_name": "/d/train.parquet", "per_device_train_batch_size": 8,
-    "gradient_accumulation_steps": 4, "num_processes": 4, "num_generations": 16, "max_completion_length": 1024, "max_steps": 300,
-    "learning_rate": 2e-6, "steps_per_generation": 8, "loss_type": "dr_grpo", "scale_rewards": False, "top_p": 0.9,
-    "reward_funcs": ["my/rewards.py:correct", "think_format_reward"], "reward_weights": [1.0, 0.2], "epsilon_high": 0.28, "epsilon": 0.2,
-})  # fmt: skip
-SLIME = """
-ROLLOUT_ARGS=(--prompt-data /d/dapo.jsonl --input-key prompt --label-key label --apply-chat-template --rollout-shuffle --num-rollout 3000
-  --rollout-batch-size 32 --n-samples-per-prompt 8 --rollout-max-response-len 8192 --rollout-temperature 0.8 --global-batch-size 128)
-GRPO_ARGS=(--advantage-estimator grpo --use-kl-loss --kl-loss-coef 0.001 --kl-loss-type low_var_kl --eps-clip 0.2 --eps-clip-high 0.28)
-python3 train.py --hf-checkpoint /m/Qwen3-4B ${ROLLOUT_ARGS[@]} ${GRPO_ARGS[@]} --rm-type deepscaler --rollout-top-p 0.95 --lr 1e-6 \\
-  --lr-decay-style constant --weight-decay 0.1 --adam-beta1 0.9 --adam-beta2 0.98 --actor-num-gpus-per-node 4
-"""
-OPENRLHF = """
-python3 -m openrlhf.cli.train_ppo_ray --pretrain /m --prompt_data /d/p.jsonl --input_key question --label_key answer --rollout_batch_size 128 \\
-  --n_samples_per_prompt 8 --generate_max_len 1024 --prompt_max_len 512 --advantage_estimator group_norm --init_kl_coef 1e-3 \\
-  --use_kl_loss --kl_estimator k3 --actor_learning_rate 5e-7 --remote_rm_url http://h:5000/score --gamma 0.99 --use_wandb secretkey
-"""
-AGENTRL = """
-torchrun --nproc_per_node=8 src/main.py --model_name_or_path /m --loss_calculater GRPO --beta1 0.5 --beta2 0.8 --epsilon 0.2 \\
-  --optim_args 'beta1=0.9,beta2=0.98' --num_generations 8 --max_new_tokens 512 --per_device_train_batch_size 1 \\
-  --gradient_accumulation_steps 8 --tp_size 4 --cp_size 2 --learning_rate 1e-6 --strict_in_bound true --train_file /d/tasks.jsonl
-"""
-OPENRLHF_2026 = """
-python3 -m openrlhf.cli.train_ppo_ray --actor.model_name_or_path /m --data.prompt_dataset /d/p.jsonl --data.label_key answer --rollout.batch_size 128 \\
-  --rollout.n_samples_per_prompt 8 --train.batch_size 256 --data.max_len 4096 --algo.advantage.estimator group_norm --algo.kl.init_coef 1e-3 \\
-  --algo.kl.use_loss --algo.kl.estimator k3 --actor.adam.lr 5e-7 --actor.eps_clip_low_high 0.2 0.27 --reward.remote_url /r/reward.py \\
-  --algo.dynamic_filtering_enable --algo.advantage.is_correction_enable --algo.advantage.is_correction_type icepop --vllm.num_engines 4 --ds.zero_stage 3
-"""
-ROLL_SFT = """
-exp_name: sft
-pretrain: Qwen/Qwen2.5-7B
-sequence_length: 2048
-prompt_key: instruction
-query_key: input
-response_key: answer
-sft_train:
-  model_args: {dtype: bf16}
-  training_args: {num_train_epochs: 2, per_device_train_batch_size: 2, gradient_accumulation_steps: 16, learning_rate: 5.0e-6}
-  data_args: {file_name: /d/code.json, template: qwen2_5}
-  strategy_args: {strategy_name: megatron_train, strategy_config: {tensor_model_parallel_size: 2, pipeline_model_parallel_size: 2}}
-  device_mapping: list(range(0,8))
-"""
-LLAMA_FACTORY = """
-model_name_or_path: Qwen/Qwen3-4B
-stage: dpo
-finetuning_type: lora
-lora_target: all
-pref_beta: 0.2
-pref_loss: ipo
-dataset: mine
-template: qwen3
-cutoff_len: 2048
-per_device_train_batch_size: 1
-gradient_accumulation_steps: 8
-learning_rate: 5.0e-6
-num_train_epochs: 3.0
-lr_scheduler_type: cosine
-warmup_ratio: 0.1
-deepspeed: examples/deepspeed/ds_z3_config.json
-bf16: true
-"""
-
-# name → how the file ends, its text, what its system does: setting → value, or the key that has the decision
-TABLE: dict[str, tuple[str, str, dict[str, Any]]] = {
-    "verl_grpo": ("sh", VERL_GRPO, {
-        "algorithm.name": "grpo", "algorithm.advantage": "grpo", "algorithm.normalise_by_std": True, "algorithm.loss": "ppo_clip",
-        "algorithm.clip_low": 0.2, "algorithm.clip_high": 0.2, "algorithm.dual_clip": 3.0, "algorithm.aggregation": "token-mean",
-        "algorithm.kl_coefficient": 0.001, "algorithm.kl_form": "k3", "algorithm.reward_kl_coefficient": 0.0,
-        "rollout.groups_per_step": 1024, "algorithm.minibatches": 4, "algorithm.epochs": 1, "rollout.group_size": 5,
-        "data.max_prompt_tokens": 512, "rollout.max_new_tokens": 1024, "data.overlong": "drop", "rollout.temperature": 1.0,
-        "rollout.max_staleness": 0, "trainer.betas": [0.9, 0.999], "trainer.weight_decay": 0.01, "trainer.schedule": "constant",
-        "trainer.max_grad_norm": 1.0, "trainer.epochs": 15, "model.dtype": "bfloat16", "reward.name": "none",
-    }),
-    "verl_ppo": ("sh", VERL_PPO, {
-        "algorithm.name": "ppo", "algorithm.advantage": "gae", "critic.gamma": 1.0, "critic.lam": 1.0, "critic.lr": 1e-5,
-        "critic.path": "deepseek-ai/deepseek-llm-7b-chat", "algorithm.reward_kl_coefficient": 0.001, "algorithm.kl_coefficient": 0.0,
-        "rollout.groups_per_step": 1024, "algorithm.minibatches": 4, "rollout.group_size": 1, "rollout.max_new_tokens": 512,
-        "data.max_prompt_tokens": 512, "data.overlong": "error", "rollout.temperature": 0.7, "algorithm.dual_clip": 3.0,
-        "reward.name": "rewards/mine.py:compute_score", "trainer.lr": 1e-6, "trainer.epochs": 2, "top_p": ASKED("actor_rollout_ref.rollout.top_p"),
-    }),
-    "roll_rlvr": ("yaml", ROLL_RLVR, {
-        "algorithm.name": "grpo", "algorithm.advantage": "reinforce", "algorithm.loss": "ppo_clip", "algorithm.clip_low": 0.2,
-        "algorithm.clip_high": 0.2, "algorithm.dual_clip": 1.4, "algorithm.aggregation": "seq-mean-token-mean",
-        "rollout.groups_per_step": 64, "algorithm.minibatches": 4, "rollout.group_size": 8, "data.max_prompt_tokens": 2048,
-        "rollout.max_new_tokens": 4096, "rollout.temperature": 0.99, "algorithm.reward_clip": 10.0, "algorithm.advantage_clip": 2.0,
-        "algorithm.whiten_advantages": True, "algorithm.mask_truncated": True, "reward.by_source.deepmath": "math",
-        "reward.by_source.aime": "math", "data.map.data_source": "tag", "trainer.steps": 500, "trainer.schedule": "linear",
-        "trainer.min_lr_ratio": 0.0, "trainer.betas": [0.9, 0.999], "trainer.warmup_steps": 20, "model.dtype": "bfloat16",
-        "algorithm.group_mean_range": [0.0, 1.0], "difficulty": ASKED("difficulty_mask"), "code": ASKED("rewards.code_sandbox.worker_cls"),
-        "mixture": ASKED("actor_train.data_args.domain_interleave_probs.math_rule"), "top_p": ASKED("actor_infer.generating_args.top_p"),
-    }),
-    "roll_agentic": ("yaml", ROLL_AGENTIC, {
-        "algorithm.name": "grpo", "algorithm.reward_norm": "group", "algorithm.aggregation": "seq-mean-token-mean",
-        "rollout.groups_per_step": 128, "rollout.group_size": 8, "algorithm.minibatches": 2, "rollout.max_new_tokens": 128,
-        "data.max_prompt_tokens": 1024, "algorithm.kl_coefficient": 0.001, "algorithm.dual_clip": "none", "trainer.schedule": "cosine",
-        "trainer.betas": [0.9, 0.999], "run.seed": 42, "model.dtype": "bfloat16", "trainer.steps": 100, "rollout.temperature": 0.99,
-        "trainer.zero_stage": 3, "trainer.offload": "optimizer", "placement.trainer": 4, "placement.engines": 3, "gamma": ASKED("critic.gamma"), "rollout.environment": "mixture", "reward.name": "environment",
-        "environment.define.FrozenLake.type": "frozen_lake", "environment.define.FrozenLake.weight": 96,
-        "environment.define.FrozenLake.options.is_slippery": False, "environment.define.FrozenLake.options.hole_chance": 0.2,
-        "environment.define.FrozenLake.options.format_penalty": -0.01, "environment.define.FrozenLake.max_turns": 10,
-        "environment.define.FrozenLake.options.action_pattern": "<answer>(.*?)</answer>", "environment.define.FrozenLake.max_answer_tokens": 64,
-        "environment.define.Pairs.type": "sokoban", "environment.define.Pairs.weight": 32, "environment.define.Pairs.options.size": 8,
-        "environment.define.Pairs.options.boxes": 2, "environment.define.Pairs.options.format_penalty": -0.2,
-        "environment.define.Pairs.max_turns": 20, "environment.define.Pairs.system_prompt": "Push.",
-        "eval.environment": "SimpleSokoban", "environment.define.SimpleSokoban.options.size": 6,
-        "drawn otherwise": ASKED("custom_envs.Pairs.env_config.grid_lookup.0"), "words": ASKED("custom_envs.FrozenLake.agent_template"),
-        "data": ASKED("data.train"),
-    }),
-    "roll_gae": ("yaml", ROLL_GAE, {
-        "algorithm.name": "ppo", "algorithm.advantage": "gae", "critic.gamma": 0.99, "critic.lam": 0.9, "critic.path": "/c",
-        "critic.lr": 1e-5, "algorithm.clip_low": 0.15, "algorithm.clip_high": 0.15, "algorithm.dual_clip": "none",
-        "algorithm.reward_kl_coefficient": 0.1, "rollout.groups_per_step": 128, "rollout.group_size": 1, "algorithm.minibatches": 8,
-        "algorithm.aggregation": "seq-mean-token-mean", "data.text_prompts": "plain", "data.map.prompt": "instruction",
-        "trainer.lr": 5e-5, "trainer.steps": 500, "reward": ASKED("reward.name"),
-    }),
-    "trl_grpo": ("json", TRL_GRPO, {
-        "algorithm.name": "grpo", "algorithm.aggregation": "seq-mean-token-sum-norm", "algorithm.normalise_by_std": False,
-        "algorithm.clip_low": 0.2, "algorithm.clip_high": 0.28, "algorithm.dual_clip": "none", "algorithm.kl_coefficient": 0.0,
-        "rollout.groups_per_step": 16, "algorithm.minibatches": 2, "rollout.group_size": 16, "rollout.max_new_tokens": 1024,
-        "rollout.temperature": 1.0, "trainer.lr": 2e-6, "trainer.schedule": "linear", "trainer.min_lr_ratio": 0.0,
-        "trainer.betas": [0.9, 0.999], "trainer.weight_decay": 0.0, "trainer.steps": 300, "model.dtype": "bfloat16",
-        "reward.define.trl.parts.part0.reward": "my/rewards.py:correct", "reward.define.trl.parts.part1.reward": "think_format",
-        "reward.define.trl.parts.part1.weight": 0.2, "rollout.max_staleness": 0, "top_p": ASKED("top_p"),
-    }),
-    "slime": ("sh", SLIME, {
-        "algorithm.name": "grpo", "algorithm.aggregation": "seq-mean-token-mean", "algorithm.clip_low": 0.2, "algorithm.clip_high": 0.28,
-        "algorithm.dual_clip": "none", "algorithm.kl_coefficient": 0.001, "algorithm.kl_form": "k3", "rollout.groups_per_step": 32,
-        "algorithm.minibatches": 2, "rollout.group_size": 8, "rollout.max_new_tokens": 8192, "rollout.temperature": 0.8,
-        "trainer.lr": 1e-6, "trainer.schedule": "constant", "trainer.weight_decay": 0.1, "trainer.betas": [0.9, 0.98],
-        "trainer.max_grad_norm": 1.0, "model.dtype": "bfloat16", "data.text_prompts": "chat", "data.shuffle": True,
-        "data.map.ground_truth": "label", "reward": ASKED("rm_type"), "top_p": ASKED("rollout_top_p"),
-    }),
-    "openrlhf": ("sh", OPENRLHF, {
-        "algorithm.name": "grpo", "algorithm.kl_coefficient": 0.001, "algorithm.kl_form": "k3", "algorithm.reward_kl_coefficient": 0.0,
-        "rollout.groups_per_step": 128, "algorithm.minibatches": 8, "rollout.group_size": 8, "rollout.max_new_tokens": 1024,
-        "data.max_prompt_tokens": 512, "algorithm.clip_low": 0.2, "algorithm.clip_high": 0.2, "algorithm.dual_clip": "none",
-        "algorithm.reward_clip": 10.0, "trainer.lr": 5e-7, "trainer.schedule": "cosine", "trainer.min_lr_ratio": 0.1,
-        "trainer.betas": [0.9, 0.95], "trainer.epochs": 1, "model.dtype": "bfloat16", "rollout.max_staleness": 0,
-        "gamma": ASKED("critic.gamma"), "reward": ASKED("remote_rm_url"), "warmup": ASKED("lr_warmup_ratio"),
-    }),
-    "agentrl": ("sh", AGENTRL, {
-        "algorithm.name": "ce_gppo", "algorithm.beta_low": 0.5, "algorithm.beta_high": 0.8, "algorithm.clip_low": 0.2,
-        "algorithm.clip_high": 0.3, "rollout.groups_per_step": 1, "rollout.group_size": 8, "rollout.max_new_tokens": 512,
-        "trainer.betas": [0.9, 0.98], "trainer.schedule": "linear", "trainer.min_lr_ratio": 0.0, "trainer.epochs": 3.0,
-        "model.dtype": "bfloat16", "model.gradient_checkpointing": True, "algorithm.drop_zero_advantage": True,
-        "data.train": "/d/tasks.jsonl", "algorithm.age_band_cap": 1.0, "algorithm.age_band_decay": 0.0, "lengths": ASKED("max_prompt_tokens"), "reward": ASKED("reward.name"),
-    }),
-    "openrlhf_2026": ("sh", OPENRLHF_2026, {
-        "model.path": "/m", "data.train": "/d/p.jsonl", "data.map.ground_truth": "answer", "algorithm.name": "grpo", "rollout.groups_per_step": 128,
-        "rollout.group_size": 8, "algorithm.minibatches": 4, "algorithm.kl_coefficient": 1e-3, "algorithm.kl_form": "k3", "trainer.lr": 5e-7,
-        "algorithm.clip_low": 0.2, "algorithm.clip_high": 0.27, "reward.name": "/r/reward.py:reward_func", "algorithm.group_mean_range": [0.0, 1.0],
-        "algorithm.importance": "token", "algorithm.importance_bound": "mask", "algorithm.importance_low": 0.5, "algorithm.importance_high": 5.0,
-        "algorithm.ratio_anchor": "proximal", "vllm.engines": 4, "trainer.zero_stage": 3, "lengths": ASKED("data.max_len"), "warmup": ASKED("lr_warmup_ratio"),
-    }),
-    "roll_sft": ("yaml", ROLL_SFT, {
-        "model.path": "Qwen/Qwen2.5-7B", "data.train": "/d/code.json", "data.map.instruction": "instruction", "data.map.input": "input",
-        "data.map.output": "answer", "sft.batch_size": 64, "sft.epochs": 2, "sft.lr": 5e-6, "sft.schedule": "linear", "trainer.min_lr_ratio": 0.0,
-        "sft.betas": [0.9, 0.999], "trainer.weight_decay": 0.0, "trainer.max_grad_norm": 1.0, "model.dtype": "bfloat16", "run.seed": 42,
-    }),
-    "llamafactory": ("yaml", LLAMA_FACTORY, {
-        "model.path": "Qwen/Qwen3-4B", "model.lora.rank": 8, "model.lora.alpha": 16.0, "dpo.beta": 0.2, "dpo.loss": "ipo", "dpo.batch_size": 8,
-        "dpo.lr": 5e-6, "dpo.epochs": 3.0, "dpo.schedule": "cosine", "dpo.betas": [0.9, 0.999], "trainer.zero_stage": 3, "model.dtype": "bfloat16",
-        "run.seed": 42, "trainer.weight_decay": 0.0, "data": ASKED("dataset"), "lengths": ASKED("cutoff_len"), "warmup": ASKED("warmup_ratio"),
-    }),
-}  # fmt: skip
+TABLE = tomllib.loads((Path(__file__).parents[1] / "data" / "imported_runs.toml").read_text())
 
 
 @pytest.mark.parametrize("name", TABLE)
@@ -289,18 +23,17 @@ def test_a_run_file_does_what_its_source_does_or_asks(
     name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Every property of the table is equal in the run file or a decision of the report, and nothing is done with exit code 0."""
-    suffix, text, table = TABLE[name]
-    assert len(table) >= 15
-    file, to = tmp_path / f"a.{suffix}", tmp_path / "run.toml"
-    file.write_text(text)
+    source = TABLE[name]
+    assert len(source["does"] | source["asks"]) >= 15
+    file, to = tmp_path / f"a.{source['ending']}", tmp_path / "run.toml"
+    file.write_text(source["text"])
     code = run(["config", "import", str(file), "--to", str(to), "--json"])
     report = json.loads(capsys.readouterr().out)
     asked = {line["key"] for line in report["keys"] if line["kind"] in ("decide", "unknown")}
     effective = {".".join(path): value for path, value in leaves(as_document(load_all([to], [], {}))["settings"])}
-    done = {key: ASKED(value) if isinstance(value, ASKED) else effective.get(key) for key, value in table.items()}
-    expected = {key: value if value != "none" else None for key, value in table.items()}
-    assert {key: None if value == "none" else value for key, value in done.items()} == expected
-    assert {value for value in table.values() if isinstance(value, ASKED)} <= asked
+    done = {key: effective.get(key) for key in source["does"]}
+    assert done == {key: None if value == "none" else value for key, value in source["does"].items()}
+    assert set(source["asks"].values()) <= asked
     assert code == (1 if asked else 0)
 
 
