@@ -31,7 +31,7 @@ ARGUMENTS = {
     "dead-letters list": ("run",),
     "dead-letters resend": ("run", "1"),
     "dead-letters show": ("run", "1"),
-    "plan": ("run.toml",),
+    "plan": ("run.toml", "rollout.groups_per_step=1", "rollout.group_size=2", "rollout.max_new_tokens=8"),
     "recipe": ("smollm2", "--gguf", "absent.gguf"),
     "reward drain": ("name",),
     "reward errors": ("run",),
@@ -58,6 +58,22 @@ ARGUMENTS = {
     **dict.fromkeys(("replay", "rescore", "lineage", "audit", "profile"), ("run",)),
     "quickstart": ("--help",),  # tests/system/test_quickstart.py runs all of it in such a folder
 }
+# Each is much like another verb: the same modules and processes. The suite leaves them out, `make test-more NAME=verbs` does not.
+LIKE_ANOTHER = {
+    *(
+        "audit",
+        "dpo",
+        "lineage",
+        "recipe",
+        "reward drain",
+        "reward list",
+        "reward remove",
+        "rm",
+        "runs backup",
+        "runs list",
+    ),
+    *("dead-letters list", "dead-letters resend", "runs rm", "weights export"),
+}
 NO_SERVERS = {"PENSTOCK_NATS__URL": "nats://127.0.0.1:1", "PENSTOCK_S3__ENDPOINT": "http://127.0.0.1:1"}
 SERVING = ("up", "reward serve", "console")
 
@@ -71,7 +87,7 @@ def _verbs(app: App, path: tuple[str, ...] = ()) -> Iterator[str]:
         yield from _verbs(app[name], (*path, name))
 
 
-VERBS = sorted(_verbs(app))
+VERBS = sorted({*_verbs(app)} - (set() if "PENSTOCK_TEST_VERBS" in os.environ else LIKE_ANOTHER))
 
 
 def run(forked: Forked, folder: HostileFolder, log: Path, verb: str) -> tuple[int, str]:
