@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import subprocess
 import sys
 import tomllib
@@ -48,26 +47,14 @@ def required(extra: str) -> set[str]:
         extras = wanted.extras or {""}
         if wanted.marker is not None and not any(wanted.marker.evaluate({"extra": name}) for name in extras):
             continue
-        if canonicalize_name(wanted.name) in found or (requires := _requires(wanted.name)) is None:
+        if canonicalize_name(wanted.name) in found or not any(metadata.distributions(name=wanted.name)):
             continue
         found.add(canonicalize_name(wanted.name))
-        for text in requires:
+        for text in metadata.requires(wanted.name) or ():
             one = Requirement(text)
             if one.marker is None or any(one.marker.evaluate({"extra": name}) for name in extras):
                 waiting.append(str(one).partition(";")[0])
     return found
-
-
-@functools.cache
-def _requires(name: str) -> list[str] | None:
-    """Return what a distribution requires; None if it is not installed."""
-    try:
-        return metadata.requires(name) or []
-    except metadata.PackageNotFoundError:
-        return None
-
-
-_owners = functools.cache(metadata.packages_distributions)
 
 
 @pytest.mark.parametrize("extra", SERVICES)
@@ -75,7 +62,7 @@ def test_an_extra_has_what_its_service_imports(extra: str) -> None:
     present = required(extra)
     hidden = {
         module
-        for module, owners in _owners().items()
+        for module, owners in metadata.packages_distributions().items()
         if module != "penstock" and not present & {canonicalize_name(owner) for owner in owners}
     }
     assert {"pytest", "schemathesis"} <= hidden
