@@ -55,6 +55,8 @@ test-more.secrets := PENSTOCK_TEST_SECRETS=1 $(BIN)/python -m pytest --timeout 3
 test-more.images := PENSTOCK_TEST_IMAGES=1 $(BIN)/python -m pytest --timeout 900 tests/system/test_train_images.py
 test-more.experts := PENSTOCK_TEST_EXPERTS=1 $(BIN)/python -m pytest --timeout 900 tests/system/test_train_routed_episodes.py
 test-more.turns := PENSTOCK_TEST_TURNS=1 $(BIN)/python -m pytest --timeout 1800 tests/system/test_shared_device_run.py
+test-more.verbs := PENSTOCK_TEST_VERBS=1 $(BIN)/python -m pytest --timeout 900 tests/packaging/test_working_directory.py
+test-more.advice := PENSTOCK_TEST_ADVICE=1 $(BIN)/python -m pytest --timeout 900 tests/deploy/plan/test_advice.py
 test-more.zoo := PENSTOCK_TEST_ZOO=1 $(BIN)/python -m pytest --timeout 900 tests/zoo
 test-more.trackers := PENSTOCK_TEST_TRACKERS=1 .venv-trackers/bin/python -m pytest --noconftest -o addopts= tests/console/tracking/test_writers.py
 test-more.environments := \
@@ -64,7 +66,7 @@ test-more.environments := \
 	PENSTOCK_TEST_VERIFIERS_PYTHON=$(CURDIR)/.venv-environments/verifiers/bin/python \
 	PENSTOCK_TEST_ENVIRONMENTS=1 \
 	$(BIN)/python -m pytest --timeout 600 tests/agents/environments/adapters tests/system/test_train_agent.py
-test-more: $(STAMP) $(if $(filter trackers environments,$(NAME)),.venv-$(NAME)/.installed)  ## tests with more examples or other packages: NAME=faults, secrets, images, experts, zoo, trackers, environments
+test-more: $(STAMP) $(if $(filter trackers environments,$(NAME)),.venv-$(NAME)/.installed)  ## tests with more examples or other packages: NAME=faults, secrets, images, experts, advice, verbs, zoo, trackers, environments
 	$(call named,test-more)
 	$(test-more.$(NAME)) $(ARGS)
 
@@ -93,7 +95,8 @@ mutation-proof: $(STAMP)  ## remove each guard of tests/mutation/guards.toml in 
 fuzz: $(STAMP)  ## property tests and the fuzzers of both HTTP APIs with 40 times as many examples, new in each run (an hour)
 	PENSTOCK_TEST_EXAMPLES=40 $(BIN)/python -m pytest -n $(WORKERS) -m hypothesis --timeout 3600
 	PENSTOCK_TEST_EXAMPLES=40 $(BIN)/python -m pytest --timeout 3600 \
-		tests/reward_service/endpoints/test_openapi_fuzz.py tests/console/web/control/test_schema.py
+		tests/reward_service/endpoints/test_openapi_fuzz.py tests/console/web/control/test_schema.py \
+		tests/reward_service/rewards/test_graded_pairs.py
 
 fuzz-files: $(STAMP)  ## mutated and generated files of strangers against each reader for FUZZ_S seconds: memory, CPU, errors
 	$(BIN)/python -m tests.rigs.fuzz_files --seconds=$(FUZZ_S)

@@ -37,6 +37,8 @@ def pytest_configure() -> None:
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     structlog.configure = functools.partial(_configure_uncached, structlog.configure)
+    # Else every traceback that is logged unconfigured is drawn with the values of all variables: most of the time of some tests.
+    structlog.get_config()["processors"][-1].exception_formatter = structlog.dev.plain_traceback
 
 
 def _configure_uncached(configure: Callable[..., None], **settings: Any) -> None:

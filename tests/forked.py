@@ -134,12 +134,13 @@ class ForkedProcess:
         arguments: Sequence[str],
         log: Path,
         environ: Mapping[str, str],
+        cwd: Path = ROOT,
         new_session: bool = False,
     ) -> None:
         """Start it with a whole environment; its output is appended to ``log``."""
         self._lock = threading.Lock()
         self._forked = _kept(module, *preloaded)
-        self.pid = self._forked.start(*arguments, log=log, environ=environ, new_session=new_session)
+        self.pid = self._forked.start(*arguments, log=log, environ=environ, cwd=cwd, new_session=new_session)
         self.returncode: int | None = None
 
     @staticmethod

@@ -10,8 +10,10 @@ from pathlib import Path
 
 import httpx
 import pytest
+from tests.console.command import server_arguments
 from tests.deploy.live_processes import processes_of
-from tests.servers import require, secret_file, wait_for
+from tests.deploy.placement.hosts import stand_in, started
+from tests.servers import require, wait_for
 from tests.small_run import write_small_run
 
 from penstock.deploy.local_run import (
@@ -22,6 +24,7 @@ from penstock.deploy.local_run import (
     worker_name,
 )
 from penstock.deploy.local_settings import worker_overrides
+from penstock.deploy.processes.servers import find_program
 from penstock.deploy.processes.supervise import ProcessEvent
 from penstock.protocol.config.connection import NatsSettings, S3Settings
 from penstock.protocol.config.run_file import load
@@ -37,6 +40,18 @@ ROOT = Path(__file__).parents[2]
 def _programs() -> None:
     require("nats-server")
     require("rclone")
+
+
+def python_without(folder: Path, *modules: str) -> str:
+    """Return a Python whose processes of modules only wait: what they do is of no interest, and they take long to start."""
+    (folder / "bin").mkdir()
+    for name in ("nats-server", "rclone"):  # looked for beside it
+        (folder / "bin" / name).symlink_to(find_program(name))
+    file = folder / "bin" / "python"
+    waits = "|".join(f'*" {module} "*' for module in modules)
+    file.write_text(f'#!/bin/sh\ncase " $* " in {waits}) exec sleep 600;; esac\nexec {sys.executable} "$@"\n')
+    file.chmod(0o755)
+    return str(file)
 
 
 @pytest.fixture
@@ -86,24 +101,9 @@ def test_sglang_servers_of_a_run_follow_its_adapters_and_head(run_file: Path) ->
 @pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGKILL])
 def test_all_processes_exit_with_the_starter(run_file: Path, tmp_path: Path, how: signal.Signals) -> None:
     """Ctrl-C, SIGTERM and SIGKILL of the starter leave no server, no service and no engine."""
-    with subprocess.Popen(
-        [
-            sys.executable,
-            "-m",
-            "penstock.deploy.train",
-            "--local",
-            str(run_file),
-            "--workers",
-            "1",
-            "trainer.steps=100000",
-        ],
-        cwd=ROOT,
-        stderr=subprocess.PIPE,
-        text=True,
-    ) as run:
+    command = [sys.executable, "-m", "penstock.deploy.train", "--local", str(run_file), "--workers", "1"]
+    with subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True) as run:
         try:
-            if how == signal.SIGTERM:
-                wait_for(lambda: list((tmp_path / "runs").glob("*/metrics.jsonl")), "the first step")
             for word in ("penstock.trainer", "penstock.reward_service", "embedded_engine"):
                 wait_for(lambda word=word: processes_of(tmp_path, word=word), word)
             run.send_signal(how)
@@ -114,26 +114,31 @@ def test_all_processes_exit_with_the_starter(run_file: Path, tmp_path: Path, how
 
 
 def test_services_use_the_servers_that_the_run_file_names(
-    run_file: Path, tmp_path: Path, run_id: str, nats_settings: NatsSettings, s3_settings: S3Settings, bus: Bus
+    run_file: Path,
+    tmp_path: Path,
+    run_id: str,
+    nats_settings: NatsSettings,
+    s3_settings: S3Settings,
+    bus: Bus,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """With NATS and S3 given, none are started, and the run's streams are created there."""
-    where = [
-        *(f"nats.{key}={getattr(nats_settings, key)}" for key in ("url", "user")),
-        f"nats.password_file={secret_file(nats_settings.secret())}",
-        *(f"s3.{key}={getattr(s3_settings, key)}" for key in ("endpoint", "access_key")),
-        f"s3.secret_key_file={secret_file(s3_settings.secret())}",
-    ]
+    where = server_arguments(nats_settings, s3_settings)
     with LocalRun([str(run_file), *where], num_workers=1) as run:
+        monkeypatch.setattr(sys, "executable", str(stand_in(tmp_path)))
         run.start_services()
         assert {view.name for view in run.processes()} == {REWARD, worker_name(0)}
         assert f"{run_id}-tasks" in bus.stream_names().wait()
-        wait_for(lambda: run.reward_url, "the reward service's port")
+        assert {process.environ["PENSTOCK_NATS__URL"] for process in started(tmp_path, 2)} == {nats_settings.url}
     assert processes_of(tmp_path) == []
 
 
-def test_a_restarted_reward_service_keeps_its_port_and_its_endpoints(run_file: Path, tmp_path: Path) -> None:
+def test_a_restarted_reward_service_keeps_its_port_and_its_endpoints(
+    run_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A reward file is served by a separate process; both are killed, and its reward is offered at the same address."""
     file = ROOT / "examples" / "my_reward.py"
+    monkeypatch.setattr(sys, "executable", python_without(tmp_path, "penstock.rollout_service"))
     with LocalRun([str(run_file)], num_workers=1, reward_files=[file]) as run:
         run.start_services()
         url = run.reward_url
@@ -174,21 +179,11 @@ def test_a_missing_reward_file_is_refused(run_file: Path, tmp_path: Path) -> Non
 def test_a_trainer_that_cannot_start_ends_the_run(run_file: Path, tmp_path: Path) -> None:
     """The command exits with the trainer's exit code and shows the end of its log."""
     (tmp_path / "nowhere").mkdir()  # a folder that is missing is refused before anything starts
+    code = "import runpy, sys; sys.executable = sys.argv.pop(1); runpy.run_module('penstock.deploy.train', None, '__main__', True)"
+    python = python_without(tmp_path, "penstock.rollout_service", "penstock.reward_service")
+    words = ["--local", str(run_file), "--workers=1", f"model.path={tmp_path}/nowhere"]
     done = subprocess.run(
-        [
-            sys.executable,
-            "-m",
-            "penstock.deploy.train",
-            "--local",
-            str(run_file),
-            "--workers=1",
-            f"model.path={tmp_path}/nowhere",
-        ],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=200,
+        [sys.executable, "-c", code, python, *words], cwd=ROOT, capture_output=True, text=True, check=False, timeout=200
     )
     assert done.returncode == 2
     assert "the trainer ended with exit code 2; its log ends with" in done.stderr

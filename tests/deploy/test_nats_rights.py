@@ -182,7 +182,7 @@ def test_a_whole_run_needs_no_other_right_though_a_worker_is_killed(
     """Each service as its own user: NATS refuses nothing, all groups are trained, the killed worker is restarted, and no process is left."""
     require("rclone")
     run_file = write_small_run(
-        tmp_path, run_id, num_train=64, trainer={"steps": 10, "keep_versions": 6}, eval={"every": 4}
+        tmp_path, run_id, num_train=64, trainer={"steps": 4, "keep_versions": 6}, eval={"every": 2}
     )
     before = roles.violations()
     with RunOfRoles([str(run_file)], roles, s3_settings) as run:

@@ -18,10 +18,11 @@ def swap(old: str, new: str, file: str) -> bool:
     changed = _changed(*(compile(text, file, "exec", dont_inherit=True) for text in (old, new)))
     if not changed:
         return False
-    functions = [
+    gc.unfreeze()  # what is frozen, as all that was imported with the tests, is in no list
+    functions = [  # `isinstance` would ask each object for its class: that of a lazy one is an import
         get_object
         for get_object in gc.get_objects()
-        if isinstance(get_object, FunctionType) and get_object.__code__.co_filename == file
+        if type(get_object) is FunctionType and get_object.__code__.co_filename == file
     ]
     found = [(function, code) for was, code in changed for function in functions if function.__code__ == was]
     if {id(code) for _, code in found} != {id(code) for _, code in changed}:

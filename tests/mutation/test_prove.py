@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 import json
 import os
 import sys
 from dataclasses import asdict
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import pytest
 
@@ -16,7 +17,7 @@ from tests.mutation import prove
 from tests.mutation.guards import Guard, read_table
 from tests.mutation.prove import Result, Verdict, page, result_of
 from tests.mutation.swap_code import swap
-from tests.mutation.tree_copy import Ran
+from tests.mutation.tree_copy import Ran, names_of
 
 SOURCE = '''
 import contextlib, functools
@@ -86,6 +87,7 @@ def test_a_changed_function_is_swapped_wherever_it_is_held(
     path = tmp_path / "guarded.py"
     module = imported(path)
     was, held = module.plain, module.wrapped
+    gc.freeze()  # as after the collection of tests
     assert swap(SOURCE, SOURCE.replace(old, new), str(path)) is True
     assert eval(expression, {"m": module, "was": was, "held": held}) == expected
 
@@ -117,6 +119,16 @@ def test_a_function_that_a_changed_one_made_at_import_is_not_swapped(tmp_path: P
     module = imported(path, source)
     assert swap(source, source.replace("return value <= limit", "return True"), str(path)) is False
     assert module.kept(9) is False
+
+
+def test_every_module_of_the_trees_is_forgotten_whatever_its_name(tmp_path: Path) -> None:
+    """Pytest calls `tests/agents/proxy/test_tree.py` `proxy.test_tree`; what is installed in an environment stays."""
+    files = {
+        "penstock.protocol": "/elsewhere/protocol/__init__.py", "proxy.test_tree": str(tmp_path / "tests" / "test_tree.py"),
+        "conftest": str(prove.ROOT / "tests" / "conftest.py"), "json": json.__file__, "pytest": pytest.__file__, "sys": None,
+    }  # fmt: skip
+    modules = {name: SimpleNamespace(__file__=file) for name, file in files.items()}
+    assert names_of(modules, [prove.ROOT, tmp_path]) == ["penstock.protocol", "proxy.test_tree", "conftest"]
 
 
 GUARD = Guard("a pack: its size", "a.py", "x", "y", ("tests/test_a.py::test_it",))

@@ -14,7 +14,7 @@ import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -80,7 +80,7 @@ class TreeCopy:
         The process is of no other use afterwards.
         """
         os.chdir(self.folder)
-        _forget()
+        _forget(ROOT, self.folder)
         paths = [str(self.folder / "src"), str(self.folder)]
         sys.path[:] = [*paths, *(path for path in sys.path if path not in {"", str(ROOT), str(ROOT / "src")})]
         os.environ["PYTHONPATH"] = os.pathsep.join(paths)
@@ -106,7 +106,7 @@ class TreeCopy:
                 if change():
                     _run_items(items, _Report(report))
                 else:
-                    _forget()
+                    _forget(ROOT, self.folder)
                     self._pytest(["-x", *tests], _Report(report))
             except BaseException:  # noqa: BLE001 this process must not go on as the one it was forked from
                 _Report(report).write("", "process", traceback.format_exc(limit=-3))
@@ -203,6 +203,22 @@ def _is_of(nodeid: str, test: str) -> bool:
     return nodeid == test or nodeid.startswith((f"{test}::", f"{test}["))
 
 
-def _forget() -> None:
-    for name in [name for name in sys.modules if name.partition(".")[0] in _OURS]:
+def _forget(*roots: Path) -> None:
+    for name in names_of(sys.modules, roots):
         del sys.modules[name]
+
+
+def names_of(modules: Mapping[str, object], roots: Sequence[Path]) -> list[str]:
+    """Return the names of the modules of trees, without those of an environment in them.
+
+    Pytest names a test after the nearest folders that are packages (`proxy.test_tree`): one that stayed would use the packages
+    that it had imported, whose registries find nothing in those that are imported anew.
+    """
+    found = []
+    for name, module in modules.items():
+        file = Path(getattr(module, "__file__", None) or os.devnull)
+        if name.partition(".")[0] in _OURS or (
+            any(file.is_relative_to(root) for root in roots) and not file.is_relative_to(sys.prefix)
+        ):
+            found.append(name)
+    return found

@@ -31,7 +31,7 @@ ARGUMENTS = {
     "dead-letters list": ("run",),
     "dead-letters resend": ("run", "1"),
     "dead-letters show": ("run", "1"),
-    "plan": ("run.toml",),
+    "plan": ("run.toml", "rollout.groups_per_step=1", "rollout.group_size=2", "rollout.max_new_tokens=8"),
     "recipe": ("smollm2", "--gguf", "absent.gguf"),
     "reward drain": ("name",),
     "reward errors": ("run",),
@@ -58,6 +58,16 @@ ARGUMENTS = {
     **dict.fromkeys(("replay", "rescore", "lineage", "audit", "profile"), ("run",)),
     "quickstart": ("--help",),  # tests/system/test_quickstart.py runs all of it in such a folder
 }
+# Verbs with the modules and processes of another one, which alone runs in the suite; `make test-more NAME=verbs` runs all.
+LIKE_ANOTHER = {
+    "dead-letters show": ("dead-letters list", "dead-letters resend"),
+    "reward resume": ("reward drain", "reward remove"),
+    "reward test": ("reward list",),
+    "runs restore": ("runs backup",),
+    "runs show": ("runs list", "runs rm"),
+    "sft": ("dpo", "recipe", "rm"),
+    "weights": ("weights export",),
+}
 NO_SERVERS = {"PENSTOCK_NATS__URL": "nats://127.0.0.1:1", "PENSTOCK_S3__ENDPOINT": "http://127.0.0.1:1"}
 SERVING = ("up", "reward serve", "console")
 
@@ -72,6 +82,8 @@ def _verbs(app: App, path: tuple[str, ...] = ()) -> Iterator[str]:
 
 
 VERBS = sorted(_verbs(app))
+if "PENSTOCK_TEST_VERBS" not in os.environ:
+    VERBS = [verb for verb in VERBS if not any(verb in others for others in LIKE_ANOTHER.values())]
 
 
 def run(forked: Forked, folder: HostileFolder, log: Path, verb: str) -> tuple[int, str]:

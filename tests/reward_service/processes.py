@@ -33,8 +33,10 @@ def _start(
     command: Sequence[str], log: Path, environ: dict[str, str], cwd: Path
 ) -> subprocess.Popen[bytes] | ForkedProcess:
     module, *arguments = command
-    if module == _SERVICE and cwd == ROOT and ForkedProcess.can_have(environ):
-        return ForkedProcess(f"{module}.__main__", f"{module}.service", arguments=arguments, log=log, environ=environ)
+    if module == _SERVICE and ForkedProcess.can_have(environ):
+        return ForkedProcess(
+            f"{module}.__main__", f"{module}.service", arguments=arguments, log=log, environ=environ, cwd=cwd
+        )
     with log.open("ab") as file:
         return subprocess.Popen(
             [sys.executable, "-m", *command], stdout=file, stderr=subprocess.STDOUT, cwd=cwd, env=environ

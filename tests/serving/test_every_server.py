@@ -171,6 +171,8 @@ OTHERS = {
 
 
 def starts_a_server(code: str) -> bool:
+    if not any(word in code for word in ("web_server", "HTTPServer", *OTHERS)):
+        return False
     tree = ast.parse(code)
     imports = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
     imported = {alias.name for node in imports if node.module == "penstock.serving.web_server" for alias in node.names}

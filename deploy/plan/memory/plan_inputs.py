@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Literal
 
 from penstock.deploy.plan.memory.estimate import Pass
@@ -37,6 +37,16 @@ class Work:
 
     def of_sequence_rank(self, ranks: int) -> Work:
         return Work(self.layers / ranks, self.recomputed / ranks, self.head / ranks, self.predictors / ranks)
+
+
+@cache
+def _passes_of(batch: Batch, pair_cost: PairCost, budget_tokens: int, num_ranks: int) -> list[list[tuple[int, int]]]:
+    """Return the tokens and the sampled ones of each micro-batch of each rank; most changes that a plan tries keep them."""
+    num_rows = batch.num_groups * batch.group_size
+    shared = [0 if row % batch.group_size == 0 else batch.prompt_tokens for row in range(num_rows)]
+    lengths = [batch.prompt_tokens + batch.completion_tokens] * num_rows
+    plan = balanced(units_of(lengths, Prefixes(list(range(num_rows)), shared), pair_cost), budget_tokens, num_ranks)
+    return [[(held.num_tokens, len(held.rows) * batch.completion_tokens) for held in bins] for bins in plan]
 
 
 @dataclass(frozen=True)
@@ -78,19 +88,15 @@ class PlanInputs:
 
     @cached_property
     def _passes(self) -> list[list[tuple[int, int]]]:
-        batch = self.batch
-        num_rows = batch.num_groups * batch.group_size
-        shared = [0 if row % batch.group_size == 0 else batch.prompt_tokens for row in range(num_rows)]
-        prefixes = Prefixes(list(range(num_rows)), shared)
         # As in `attention/models.py`.
         whole, windowed = (
             2 * layers * self.shape.query / self.shape.active_body
             for layers in (self.shape.layers - self.shape.windowed_layers, self.shape.windowed_layers)
         )
         pair_cost = PairCost(whole, windowed, self.shape.window)
-        units = units_of([self.row_tokens] * num_rows, prefixes, pair_cost)
-        plan = balanced(units, self.budget_tokens, self.method.zero_ranks // self.method.sequence_parallel)
-        return [[(held.num_tokens, len(held.rows) * batch.completion_tokens) for held in bins] for bins in plan]
+        return _passes_of(
+            self.batch, pair_cost, self.budget_tokens, self.method.zero_ranks // self.method.sequence_parallel
+        )
 
     @property
     def largest(self) -> Pass:

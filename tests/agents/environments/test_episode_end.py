@@ -135,7 +135,8 @@ async def test_a_failure_begun_before_a_later_answer_does_not_count(tmp_path: Pa
 
     async def fail() -> None:
         if next(order) == fails:
-            await asyncio.sleep(0.1)
+            while not agent.episode.tree.turns:  # noqa: ASYNC110 the other answer: there is no event of it
+                await asyncio.sleep(0.005)
             raise EngineError("the engine is gone")
 
     agent.bench.engine.before = fail

@@ -14,7 +14,7 @@ from penstock.protocol.trajectory import Trajectory
 from penstock.protocol.versions import PolicyVersion, VersionRun
 
 
-@pytest.mark.parametrize(("engine", "requests"), [("function", 300), ("embedded", 60)])
+@pytest.mark.parametrize(("engine", "requests"), [("function", 120), ("embedded", 40)])
 async def test_random_agents_train_only_what_was_sampled(tmp_path: Path, engine: str, requests: int) -> None:
     fuzzer = Fuzzer(tmp_path, engine=engine, seed=1)
     try:

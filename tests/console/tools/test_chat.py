@@ -48,22 +48,17 @@ def test_a_conversation_ends_with_its_input(runs: Path):
 
 
 @needs_engine
-def test_a_model_without_a_template_continues_text(runs: Path, tmp_path: Path):
+def test_a_model_without_a_template_continues_text(tmp_path: Path):
+    """An engine that refuses a long conversation keeps running; no process remains after the end."""
     write_model(tmp_path / "base", seed=0)
     (tmp_path / "base" / "chat_template.jinja").unlink()
     with ChatEngine(tmp_path / "base", device="cpu", dtype="float32") as engine:
         assert not engine.is_chat
-        assert engine.answer([{"role": "user", "content": "sort 1"}], temperature=0.0, max_tokens=4)
-
-
-@needs_engine
-def test_a_refusal_keeps_the_engine_and_the_end_stops_it(runs: Path):
-    """An engine that refuses a long conversation keeps running; no process remains after the end."""
-    with ChatEngine(runs / "runs" / "tiny" / "model", device="cpu", dtype="float32") as engine:
-        process = engine._process
-        assert process is not None
         with pytest.raises(ChatRefused, match="the engine refused"):
             engine.answer([{"role": "user", "content": "1" * 500}], temperature=0.0, max_tokens=4)
+        assert engine.answer([{"role": "user", "content": "sort 1"}], temperature=0.0, max_tokens=4)
+        process = engine._process
+        assert process is not None
         assert process.poll() is None
     assert process.poll() is not None
 

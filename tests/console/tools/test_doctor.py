@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import socket
-import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
@@ -14,13 +13,13 @@ from tests.console.command import penstock, started
 from tests.protocol.metrics.nvml import Nvml
 from tests.servers import secret_file
 
-from penstock.console import launch
 from penstock.console.tools import checks
 from penstock.console.tools.checks import package_version
 from penstock.protocol.config.connection import NatsSettings
 from penstock.protocol.metrics import gpu
 from penstock.protocol.metrics.gpu import Gpu
 from penstock.trainer.attention_choice import NAMES
+from penstock.trainer.learner.attention import __main__ as attention
 
 
 def findings(*arguments: str, cwd: Path, code: int | None = None) -> dict[str, dict[str, str]]:
@@ -164,11 +163,8 @@ def test_without_a_gpu_the_trainers_attention_is_the_kernel_for_the_cpu() -> Non
     assert (found.level, "cpu-flash" in found.detail) == ("ok", True)
 
 
-def test_the_module_behind_it_names_a_backend_for_every_head() -> None:
-    answer = subprocess.run(
-        launch.module("penstock.trainer.learner.attention"), capture_output=True, text=True, check=False
-    )
-    assert answer.returncode == 0, answer.stderr
-    lines = answer.stdout.strip().splitlines()
+def test_the_module_behind_it_names_a_backend_for_every_head(capsys: pytest.CaptureFixture[str]) -> None:
+    assert attention.main() == 0
+    lines = capsys.readouterr().out.strip().splitlines()
     assert len(lines) >= 8
     assert all(line.rpartition(": ")[2] in NAMES for line in lines)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -65,6 +66,7 @@ def test_what_is_proposed_fits_and_is_not_slower(
         assert changed >= 0.95 * proposed["waits"]["tokens_per_s"]
 
 
+@pytest.mark.skipif("PENSTOCK_TEST_ADVICE" not in os.environ, reason="a minute of CPU time: make test-more NAME=advice")
 def test_a_real_run_is_faster_with_what_is_proposed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Real services around engines and steps that only take time: a synchronous run, and the same with the proposal."""
     engine = SimulatedOptions(slots=16, median_tokens=16, longest_tokens=256)

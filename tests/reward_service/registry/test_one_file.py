@@ -61,7 +61,7 @@ def copy_of_the_package(folder: Path) -> Path:
     """Copy the packages that the reward service needs below ``folder``; return the entry for PYTHONPATH."""
     package = folder / "site" / "penstock"
     for name in ("protocol", "sandbox", "serving", "reward_service"):
-        shutil.copytree(ROOT / name, package / name, ignore=shutil.ignore_patterns("__pycache__"))
+        shutil.copytree(ROOT / name, package / name, ignore=shutil.ignore_patterns("*.pyc.*"))  # being written
     for name in ("__init__.py", "__main__.py"):
         shutil.copy(ROOT / "src" / "penstock" / name, package / name)
     return package.parent

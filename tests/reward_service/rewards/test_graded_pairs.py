@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.examples import FACTOR
 
 from penstock.console.evaluation_results import majority
 from penstock.deploy.evaluation.prepare import BY_REWARD
@@ -64,13 +65,15 @@ def equal(truth: str, answer: str) -> bool:
 
 # Names and percentages are forgiven in one direction.
 VALUES = [pair for pair in MATH if not any(mark in pair[0] + pair[1] for mark in ("=", "%", "percent"))]
+STRIDE = 1 if FACTOR > 1 else 5  # the suite has a part of them; `make fuzz` has all
 
 
 def test_equality_is_reflexive_and_symmetric() -> None:
-    readable = {text for truth, answer, _ in VALUES for text in (truth, answer) if math_grader.read_gold(text)}
-    assert len(readable) > 300
+    values = VALUES[::STRIDE]
+    readable = {text for truth, answer, _ in values for text in (truth, answer) if math_grader.read_gold(text)}
+    assert len(readable) > 300 // STRIDE
     assert [text for text in sorted(readable) if not equal(text, text)] == []
-    pairs = {(one, other) for one, other, _ in VALUES if {one, other} <= readable}
+    pairs = {(one, other) for one, other, _ in values if {one, other} <= readable}
     assert [(one, other) for one, other in sorted(pairs) if equal(one, other) != equal(other, one)] == []
 
 

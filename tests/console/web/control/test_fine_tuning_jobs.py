@@ -1,4 +1,4 @@
-"""Trainings on given answers as jobs of the API: real processes of `penstock sft` and `dpo`, paused, resumed, queued, stopped and killed."""
+"""Trainings on given answers as jobs of the API: real processes of `penstock sft` and `dpo`, paused, resumed, queued and stopped."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ import pytest
 from tests.console.web.control.api import Api
 
 from penstock.console.tools import runs
-from penstock.console.web.jobs import job_file, queue
+from penstock.console.web.jobs import queue
 from penstock.console.web.launchers.local import Local, LocalOptions
 from penstock.deploy import quickstart_task
 from penstock.protocol.record import run_folder
 
 _DEADLINE_S = 180.0
 MANY = 100_000  # steps: more than there is time for
-STEPS = 160  # more than are made while the next job is checked, on a busy machine too
+STEPS = 100  # more than are made while the next job is checked, on a busy machine too
 
 
 @pytest.fixture
@@ -46,7 +46,7 @@ def api(tmp_path: Path) -> Iterator[Api]:
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_a_job_of_given_answers_trains_pauses_resumes_and_holds_the_queue(api: Api, inputs: Path) -> None:
-    """State, figures and settings are those of the process; the next job starts when it ends, and can be stopped and killed."""
+    """State, figures and settings are those of the process; the next job starts when it ends, and can be stopped."""
     client = api.client()
 
     def post(path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
@@ -63,7 +63,7 @@ def test_a_job_of_given_answers_trains_pauses_resumes_and_holds_the_queue(api: A
     sft = {
         "name": "warm up", "algorithm": "sft", "model_path": str(inputs / "model"), "train_data_path": str(inputs / "sft.jsonl"),
         "eval_data_path": str(inputs / "sft.jsonl"), "batch_size": 4,
-        "settings": {"sft": {"steps": STEPS, "eval_every": 8}, "data": {"shuffle": False}}, "start": True,
+        "settings": {"sft": {"steps": STEPS, "eval_every": 25}, "data": {"shuffle": False}}, "start": True,
     }  # fmt: skip
     dpo = {"data": str(inputs / "pairs.jsonl"), "steps": MANY, "batch_size": 4}
     preferences = {
@@ -87,6 +87,7 @@ def test_a_job_of_given_answers_trains_pauses_resumes_and_holds_the_queue(api: A
     assert post("/warm-up/resume")["state"] == "queued"
 
     wait(lambda: (runs.describe(api.folder / "preferences").step or 0) >= 2, "two steps on preferences")
+    assert client.delete("/v1/runs/preferences").status_code == 409
     assert post("/preferences/stop")["state"] == "stopping"
     wait(lambda: state("preferences") == "stopped", "the stop")
     wait(lambda: state("warm-up") == "finished", "the result")
@@ -109,14 +110,6 @@ def test_a_job_of_given_answers_trains_pauses_resumes_and_holds_the_queue(api: A
     config = client.get("/v1/runs/warm-up/config").json()
     assert (config["source"], config["settings"]["sft"]["steps"]) == ("planned", STEPS)
 
-    post("/preferences/start")
-    wait(lambda: run_folder.is_lock_held(api.folder / "preferences"), "the trainer")
-    launch = job_file.read_launch(api.folder / "preferences")
-    assert launch is not None
-    assert client.delete("/v1/runs/preferences").status_code == 409
-    assert client.post("/v1/runs/preferences/stop?force=true").json()["state"] in {"stopping", "stopped"}
-    wait(lambda: state("preferences") == "stopped", "the kill")
-    assert not run_folder.is_lock_held(api.folder / "preferences")
     assert client.delete("/v1/runs/preferences").status_code == 204
     assert not (api.folder / "preferences").exists()
 
