@@ -98,8 +98,8 @@ def chosen(setting: str, ours: Mapping[str, Any], otherwise: str) -> Rule:
     )
 
 
-def as_rule(setting: str) -> Rule:
-    return lambda given, values: Outcome("translated", {setting: given})
+def as_rule(setting: str, text: str = "") -> Rule:
+    return lambda given, values: Outcome("translated", {setting: given}, text)
 
 
 def only(harmless: Sequence[Any], text: str) -> Rule:
