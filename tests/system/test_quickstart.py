@@ -18,7 +18,7 @@ from tests.console.command import penstock
 from tests.packaging.conftest import HostileFolder
 from tests.servers import require
 
-STEPS = 12
+STEPS = 4
 
 
 @pytest.fixture(scope="module")

@@ -70,20 +70,8 @@ def test_the_record_of_a_run_shows_which_version_scored_which_group(
 ):
     """Replaced during the run: every step is trained, each group by one version, which report and record name."""
     folder = tmp_path / "runs" / run_id
-    command = [
-        sys.executable,
-        "-m",
-        "penstock.console.cli.main",
-        "train",
-        str(run_file),
-        "--local",
-        "--workers",
-        "1",
-        "--json",
-    ]
-    with (tmp_path / "log").open("wb") as log:
-        run = subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT)
-    try:
+    with ForkedRun([str(run_file)], num_workers=1) as run:
+        run.start()
         port_file = folder / "reward.port"
 
         def register(number: int) -> bool:
@@ -100,13 +88,9 @@ def test_the_record_of_a_run_shows_which_version_scored_which_group(
             return [row for row in map(json.loads, lines) if row["kind"] == "step"]
 
         wait_for(lambda: register(0), "the reward service to take the first version")
-        wait_for(lambda: len(steps()) >= 2 or run.poll() is not None, "two steps")
-        assert register(1), (tmp_path / "log").read_text()[-3000:]
-        assert run.wait(150) == 0, (tmp_path / "log").read_text()[-3000:]
-    finally:
-        if run.poll() is None:
-            run.send_signal(signal.SIGTERM)
-            run.wait(60.0)
+        wait_for(lambda: len(steps()) >= 2, "two steps")
+        assert register(1)
+        assert run.wait(150) == 0, run.log_tail(TRAINER)
 
     scored_by = [row["scored_by"] for row in steps()]
     assert [sum(one.values()) for one in scored_by] == [4] * STEPS

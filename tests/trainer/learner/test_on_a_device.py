@@ -58,7 +58,7 @@ SENT = {
 }  # of a micro-batch: its tensors; attention's tables
 QWEN = {
     "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1,
-    "head_dim": 128, "vocab_size": 32_000, "max_position_embeddings": 4096, "tie_word_embeddings": True, "use_cache": False,
+    "head_dim": 128, "vocab_size": 2_000, "max_position_embeddings": 4096, "tie_word_embeddings": True, "use_cache": False,
 }  # fmt: skip
 
 
