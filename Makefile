@@ -120,13 +120,9 @@ cluster-test: $(STAMP)  ## a run on hosts of its own, as root: three NATS server
 	$(BIN)/python -m tests.rigs.cluster.run --faults $(FAULTS) --hold-s $(HOLD_S)
 
 # Each takes minutes; what it proves and needs is the first line of its module.
-$(foreach name,agents layouts nodes observe page slurm,$(eval proof.$(name) := tests.rigs.proofs.$(name)))
-proof.after-run := tests.rigs.proofs.after_run
+$(foreach name,agents layouts nodes observe slurm,$(eval proof.$(name) := tests.rigs.proofs.$(name)))
 proof.planted-failures := tests.rigs.planted_failures
 proof.patches := tests.rigs.fuzz_patches --mutations 200000
-proof.runs-api := tests.rigs.proofs.runs_api
-proof.stolen-logins := tests.rigs.proofs.stolen_logins
-proof.trl-curves := tests.rigs.trl_curves
 proof.upgrade = tests.rigs.proofs.upgrade $(REVISION)
 proof: $(STAMP)  ## a proof that takes minutes: NAME=agents, ..., upgrade (a run that older code, REVISION, began)
 	$(call named,proof)

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from penstock.console.cli.main import main
+from penstock.console.cli.main import run
 from penstock.deploy import train
 from tests.deploy.forked_run import ForkedRun
 
@@ -23,8 +23,7 @@ def train_forked(run_file: Path, *words: str) -> dict[str, Any]:
     try:
         with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(out):
             patch.setattr(train, "LocalRun", ForkedRun)
-            patch.chdir(run_file.parent)
-            code = main(["train", str(run_file), "--local", "--workers", "1", "--json", *words])
+            code = run(["train", str(run_file), "--local", "--workers", "1", "--json", *words])
     finally:
         for number, handler in handlers.items():
             signal.signal(number, handler)
