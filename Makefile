@@ -55,6 +55,7 @@ test-more.secrets := PENSTOCK_TEST_SECRETS=1 $(BIN)/python -m pytest --timeout 3
 test-more.images := PENSTOCK_TEST_IMAGES=1 $(BIN)/python -m pytest --timeout 900 tests/system/test_train_images.py
 test-more.experts := PENSTOCK_TEST_EXPERTS=1 $(BIN)/python -m pytest --timeout 900 tests/system/test_train_routed_episodes.py
 test-more.turns := PENSTOCK_TEST_TURNS=1 $(BIN)/python -m pytest --timeout 1800 tests/system/test_shared_device_run.py
+test-more.patches := PENSTOCK_TEST_EXAMPLES=6 $(BIN)/python -m pytest tests/rollout_service/engines/test_weight_patch.py
 test-more.zoo := PENSTOCK_TEST_ZOO=1 $(BIN)/python -m pytest --timeout 900 tests/zoo
 test-more.trackers := PENSTOCK_TEST_TRACKERS=1 .venv-trackers/bin/python -m pytest --noconftest -o addopts= tests/console/tracking/test_writers.py
 test-more.environments := \
@@ -64,7 +65,7 @@ test-more.environments := \
 	PENSTOCK_TEST_VERIFIERS_PYTHON=$(CURDIR)/.venv-environments/verifiers/bin/python \
 	PENSTOCK_TEST_ENVIRONMENTS=1 \
 	$(BIN)/python -m pytest --timeout 600 tests/agents/environments/adapters tests/system/test_train_agent.py
-test-more: $(STAMP) $(if $(filter trackers environments,$(NAME)),.venv-$(NAME)/.installed)  ## tests with more examples or other packages: NAME=faults, secrets, images, experts, zoo, trackers, environments
+test-more: $(STAMP) $(if $(filter trackers environments,$(NAME)),.venv-$(NAME)/.installed)  ## tests with more examples or other packages: NAME=faults, secrets, images, experts, turns, patches, zoo, trackers, environments
 	$(call named,test-more)
 	$(test-more.$(NAME)) $(ARGS)
 
