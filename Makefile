@@ -57,6 +57,7 @@ test-more.experts := PENSTOCK_TEST_EXPERTS=1 $(BIN)/python -m pytest --timeout 9
 test-more.turns := PENSTOCK_TEST_TURNS=1 $(BIN)/python -m pytest --timeout 1800 tests/system/test_shared_device_run.py
 test-more.verbs := PENSTOCK_TEST_VERBS=1 $(BIN)/python -m pytest --timeout 900 tests/packaging/test_working_directory.py
 test-more.advice := PENSTOCK_TEST_ADVICE=1 $(BIN)/python -m pytest --timeout 900 tests/deploy/plan/test_advice.py
+test-more.patches := PENSTOCK_TEST_EXAMPLES=6 $(BIN)/python -m pytest tests/rollout_service/engines/test_weight_patch.py
 test-more.zoo := PENSTOCK_TEST_ZOO=1 $(BIN)/python -m pytest --timeout 900 tests/zoo
 test-more.trackers := PENSTOCK_TEST_TRACKERS=1 .venv-trackers/bin/python -m pytest --noconftest -o addopts= tests/console/tracking/test_writers.py
 test-more.environments := \
@@ -66,7 +67,7 @@ test-more.environments := \
 	PENSTOCK_TEST_VERIFIERS_PYTHON=$(CURDIR)/.venv-environments/verifiers/bin/python \
 	PENSTOCK_TEST_ENVIRONMENTS=1 \
 	$(BIN)/python -m pytest --timeout 600 tests/agents/environments/adapters tests/system/test_train_agent.py
-test-more: $(STAMP) $(if $(filter trackers environments,$(NAME)),.venv-$(NAME)/.installed)  ## tests with more examples or other packages: NAME=faults, secrets, images, experts, advice, verbs, zoo, trackers, environments
+test-more: $(STAMP) $(if $(filter trackers environments,$(NAME)),.venv-$(NAME)/.installed)  ## tests with more examples or other packages: NAME=faults, secrets, images, experts, turns, patches, advice, verbs, zoo, trackers, environments
 	$(call named,test-more)
 	$(test-more.$(NAME)) $(ARGS)
 
@@ -123,13 +124,9 @@ cluster-test: $(STAMP)  ## a run on hosts of its own, as root: three NATS server
 	$(BIN)/python -m tests.rigs.cluster.run --faults $(FAULTS) --hold-s $(HOLD_S)
 
 # Each takes minutes; what it proves and needs is the first line of its module.
-$(foreach name,agents layouts nodes observe page slurm,$(eval proof.$(name) := tests.rigs.proofs.$(name)))
-proof.after-run := tests.rigs.proofs.after_run
+$(foreach name,agents layouts nodes observe slurm,$(eval proof.$(name) := tests.rigs.proofs.$(name)))
 proof.planted-failures := tests.rigs.planted_failures
 proof.patches := tests.rigs.fuzz_patches --mutations 200000
-proof.runs-api := tests.rigs.proofs.runs_api
-proof.stolen-logins := tests.rigs.proofs.stolen_logins
-proof.trl-curves := tests.rigs.trl_curves
 proof.upgrade = tests.rigs.proofs.upgrade $(REVISION)
 proof: $(STAMP)  ## a proof that takes minutes: NAME=agents, ..., upgrade (a run that older code, REVISION, began)
 	$(call named,proof)

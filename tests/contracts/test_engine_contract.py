@@ -46,15 +46,6 @@ def test_reply_has_every_field_the_worker_reads(engine: EngineUnderTest) -> None
     assert len(logprobs_of(reply)) == 5
 
 
-@pytest.mark.parametrize("temperature", [1.0, 0.7])
-def test_logprobs_are_those_of_the_dense_forward(engine: EngineUnderTest, dense: Dense, temperature: float) -> None:
-    prompts = [PROMPT, PROMPT[:2], PROMPT * 9]
-    replies = engine.generate(prompts, n=2, max_new_tokens=50, temperature=temperature)
-    for index, reply in enumerate(replies):
-        expected = dense.of_completion(prompts[index // 2], reply["output_ids"], temperature)
-        assert logprobs_of(reply) == pytest.approx(expected, abs=TOLERANCE)
-
-
 def test_prompt_logprobs_are_those_of_the_dense_forward(engine: EngineUnderTest, dense: Dense) -> None:
     """With logprob_start_len the prompt's own tokens are scored, the first of them without a value."""
     reply = engine.generate(PROMPT, max_new_tokens=1, logprob_start_len=2)
@@ -77,16 +68,6 @@ def test_the_likeliest_tokens_of_a_prompt_are_those_of_the_dense_forward(engine:
     assert [[pair[0] for pair in place] for place in rest] == [
         pytest.approx(place, abs=TOLERANCE) for place in tops.values.tolist()
     ]
-
-
-def test_a_stop_token_ends_the_completion_and_is_part_of_it(engine: EngineUnderTest, dense: Dense) -> None:
-    """The matched stop token is the last of output_ids and named by the finish reason."""
-    greedy = dense.greedy(PROMPT, 8)
-    stop = greedy[5]
-    reply = engine.generate(PROMPT, max_new_tokens=20, temperature=0, stop_token_ids=[stop])
-    end = greedy.index(stop) + 1
-    assert reply["output_ids"] == greedy[:end]
-    assert reply["meta_info"]["finish_reason"] == {"type": "stop", "matched": stop}
 
 
 def test_ignore_eos_ignores_stop_tokens(engine: EngineUnderTest, dense: Dense) -> None:
@@ -113,19 +94,6 @@ def test_a_stop_string_ends_the_completion(engine: EngineUnderTest) -> None:
     assert kept["text"].startswith(reply["text"] + stop)
     assert free["text"].startswith(kept["text"].rstrip("\ufffd"))
     assert reply["output_ids"] == free["output_ids"][: len(reply["output_ids"])]
-
-
-def test_samples_come_prompt_major(engine: EngineUnderTest, dense: Dense) -> None:
-    """A batch of prompts with n samples answers p0s0 p0s1 p1s0 p1s1."""
-    prompts = [PROMPT, PROMPT[::-1], PROMPT[:3]]
-    replies = engine.generate(prompts, n=2, max_new_tokens=4, temperature=0, ignore_eos=True)
-    expected = [dense.greedy(prompt, 4) for prompt in prompts for _ in range(2)]
-    assert [reply["output_ids"] for reply in replies] == expected
-
-
-def test_samples_of_one_prompt_differ(engine: EngineUnderTest) -> None:
-    replies = engine.generate(PROMPT, n=8, max_new_tokens=12, ignore_eos=True)
-    assert len({tuple(reply["output_ids"]) for reply in replies}) == 8
 
 
 def test_sampling_parameters_may_differ_within_a_batch(engine: EngineUnderTest) -> None:
@@ -191,19 +159,6 @@ def test_abort_all_ends_everything(engine: EngineUnderTest) -> None:
     ):
         engine.post("/abort_request", {"rid": "", "abort_all": True})
         assert [item.result()["meta_info"]["finish_reason"]["type"] for item in (one, other)] == ["abort", "abort"]
-
-
-def test_an_update_switches_to_the_new_weights(engine: EngineUnderTest, tmp_path: Path) -> None:
-    """After an update, tokens and logprobs are those of the new folder, and replies carry the new version."""
-    folder = write_changed_copy(engine.model, tmp_path / "v1", seed=1)
-    assert engine.update(folder, "1")["success"]
-    info = engine.get("/model_info")
-    assert (info["weight_version"], info["model_path"]) == ("1", str(folder))
-    reply = engine.generate(PROMPT, max_new_tokens=20, temperature=0, ignore_eos=True)
-    new = Dense(folder)
-    assert reply["output_ids"] == new.greedy(PROMPT, 20)
-    assert logprobs_of(reply) == pytest.approx(new.of_completion(PROMPT, reply["output_ids"]), abs=TOLERANCE)
-    assert reply["meta_info"]["weight_version"] == "1"
 
 
 def test_an_update_waits_for_running_requests(engine: EngineUnderTest, dense: Dense, tmp_path: Path) -> None:
@@ -347,19 +302,6 @@ def test_an_update_whose_flush_is_refused_is_no_success(engine: EngineUnderTest,
         reply = stream.result()
     versions = [span["version"] for span in reply["meta_info"]["weight_versions"]]
     assert versions == (["0"] if engine.kind == "embedded" else ["0", "1"])
-
-
-def test_the_checksum_follows_the_weights(engine: EngineUnderTest, tmp_path: Path) -> None:
-    folder = write_changed_copy(engine.model, tmp_path / "v1", seed=1)
-    first = engine.post("/weights_checker", {"action": "checksum"})
-    assert first["success"]
-    engine.update(folder, "1")
-    other = engine.post("/weights_checker", {"action": "checksum"})["per_engine_checksum"]
-    engine.update(engine.model, "2")
-    assert (
-        engine.post("/weights_checker", {"action": "checksum"})["per_engine_checksum"] == first["per_engine_checksum"]
-    )
-    assert other != first["per_engine_checksum"]
 
 
 def test_the_clients_neutral_parameters_change_nothing(engine: EngineUnderTest, dense: Dense) -> None:

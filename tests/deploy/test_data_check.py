@@ -17,6 +17,8 @@ from penstock.protocol.config.reward_settings import RewardSettings
 from penstock.trainer.__main__ import main as trainer_main
 from penstock.trainer.settings import DataSettings
 
+CHECK = ("data-check", "--no-tests")
+
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
@@ -27,7 +29,7 @@ def folder(tmp_path: Path) -> Path:
 
 def test_a_good_file_is_described(folder: Path, capsys: pytest.CaptureFixture[str]):
     """Format, usable algorithms, data sources and token lengths are printed; the exit code is 0."""
-    assert main(["data-check", str(folder / "train.jsonl"), "--model", str(folder / "m")]) == 0
+    assert main([*CHECK, str(folder / "train.jsonl"), "--model", str(folder / "m")]) == 0
     printed = capsys.readouterr().out
     assert f"{folder / 'train.jsonl'}: 5 rows, format flat" in printed
     assert "grpo with 5 rows, sft with 0 rows" in printed
@@ -38,7 +40,7 @@ def test_a_good_file_is_described(folder: Path, capsys: pytest.CaptureFixture[st
 
 def test_the_report_is_also_json(folder: Path, capsys: pytest.CaptureFixture[str]):
     files = [str(folder / "sft.jsonl"), str(folder / "train.jsonl")]
-    assert main(["data-check", *files, "--json"]) == 0
+    assert main([*CHECK, *files, "--json"]) == 0
     sft, train = map(json.loads, capsys.readouterr().out.splitlines())
     assert sft["formats"] == {"messages": 4}
     assert sft["can_train"] == {"grpo": 4, "sft": 4}
@@ -51,7 +53,7 @@ def test_bad_rows_are_listed_and_counted(tmp_path: Path, capsys: pytest.CaptureF
     """Bad rows are shown with file, line and column, and the exit code is 1; valid rows are still counted."""
     path = tmp_path / "x.jsonl"
     path.write_text('{"prompt": "a"}\n' * 2 + '{"prompt": 3}\n' * 12)
-    assert main(["data-check", str(path)]) == 1
+    assert main([*CHECK, str(path)]) == 1
     printed = capsys.readouterr().out
     assert "grpo with 2 rows" in printed
     assert "1 rows repeat an earlier prompt" in printed
@@ -60,7 +62,7 @@ def test_bad_rows_are_listed_and_counted(tmp_path: Path, capsys: pytest.CaptureF
     assert "got 3" in printed
     assert printed.count("expected a text") == 1
     assert "(and 11 more rows)" in printed
-    assert main(["data-check", str(tmp_path / "nowhere")]) == 1
+    assert main([*CHECK, str(tmp_path / "nowhere")]) == 1
     assert "nowhere: not readable" in capsys.readouterr().out
 
 
@@ -88,7 +90,7 @@ def test_characters_that_the_tokenizer_does_not_know_are_named(tmp_path: Path, c
     path = tmp_path / "x.jsonl"
     write_model(tmp_path / "model", seed=0)
     path.write_text('{"prompt": "sort 1 2"}\n{"prompt": "sort 漢 2"}\n')
-    assert main(["data-check", str(path), "--model", str(tmp_path / "model")]) == 0
+    assert main([*CHECK, str(path), "--model", str(tmp_path / "model")]) == 0
     assert (
         "has no token for these characters, which vanish from prompts: 漢 (the first in 1 rows)"
         in capsys.readouterr().out
@@ -96,7 +98,7 @@ def test_characters_that_the_tokenizer_does_not_know_are_named(tmp_path: Path, c
 
 
 def test_a_run_file_is_not_taken_as_data(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    assert main(["data-check", "x.jsonl", "run.toml"]) == 2
+    assert main([*CHECK, "x.jsonl", "run.toml"]) == 2
     assert (
         "run.toml is a run file, no data; type: penstock data check x.jsonl --run run.toml" in capsys.readouterr().err
     )
@@ -116,22 +118,22 @@ def test_columns_can_be_mapped_and_formats_forced(tmp_path: Path, capsys: pytest
         in (capsys.readouterr().out)
     )
     for wrong in (["--map", "promt=x"], ["--map", "prompt"], ["--format", "xml"]):
-        assert main(["data-check", str(path), *wrong]) == 2
+        assert main([*CHECK, str(path), *wrong]) == 2
 
 
 def test_a_likely_map_is_suggested(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     """For columns that no form has, and for a ground truth that no column is read as; what it suggests works."""
     path = tmp_path / "x.jsonl"
     path.write_text('{"Problem": "a", "solution": "b", "level": 1}\n' * 4)
-    assert main(["data-check", str(path), "--first", "3"]) == 1
+    assert main([*CHECK, str(path), "--first", "3"]) == 1
     wanted = (
         'if they hold them, set data.map.prompt = "Problem" and data.map.ground_truth = "solution" (and 2 more rows)'
     )
     assert wanted in capsys.readouterr().out
-    assert main(["data-check", str(path), "--map", "prompt=Problem"]) == 0
+    assert main([*CHECK, str(path), "--map", "prompt=Problem"]) == 0
     assert 'if solution holds it, set data.map.ground_truth = "solution"' in capsys.readouterr().out
     both = ["--map", "prompt=Problem", "--map", "ground_truth=solution"]
-    assert main(["data-check", str(path), *both, "--json"]) == 0
+    assert main([*CHECK, str(path), *both, "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
     assert (report["rows"], report["suggested_map"]) == (4, {})
     assert report["data_sources"][""]["with_ground_truth"] == 4
@@ -141,7 +143,7 @@ def test_rows_for_sft_only_are_not_bad(tmp_path: Path, capsys: pytest.CaptureFix
     """A row without a prompt to answer is usable for SFT; the report gives the reason why GRPO cannot use it."""
     path = tmp_path / "x.jsonl"
     path.write_text('{"prompt": "a", "response": "b", "data_source": 3}\n')
-    assert main(["data-check", str(path)]) == 0
+    assert main([*CHECK, str(path)]) == 0
     printed = capsys.readouterr().out
     assert f"grpo with 0 rows (not all: {path}:1: column data_source: expected a text, got 3)" in printed
     assert "sft with 1 rows" in printed
@@ -150,7 +152,7 @@ def test_rows_for_sft_only_are_not_bad(tmp_path: Path, capsys: pytest.CaptureFix
 def test_a_refusal_exits_with_code_two(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     assert trainer_main(["config", "model.pth=x"]) == 2
     assert "unknown key model.pth; did you mean model.path?" in capsys.readouterr().err
-    assert main(["data-check", "x", "--model", str(tmp_path / "no")]) == 2
+    assert main([*CHECK, "x", "--model", str(tmp_path / "no")]) == 2
     assert "no such folder" in capsys.readouterr().err
     assert trainer_main([]) == 2
     assert trainer_main(["dance"]) == 2

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import shutil
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -132,34 +129,3 @@ def test_two_environments_of_one_name_are_refused(own_files: Path) -> None:
     (own_files / "own_environment.py").write_text(ENVIRONMENT.replace('"silent"', '"single_turn"'))
     with pytest.raises(ConfigError, match=r"own_environment.py:SILENT.*rename it"):
         load_environments(("own_environment.py:SILENT",))
-
-
-_CHECK = """
-from penstock.protocol.config.run_file import load
-from penstock.rollout_service.environments.environment import load_environments
-from penstock.rollout_service.settings import RolloutSettings
-
-loaded = load(RolloutSettings, overrides=["run.id=d", "worker.engine=tiny", "worker.engine_url=http://127.0.0.1:1"]).settings
-print(loaded.worker.kind.name, *sorted(load_environments(())))
-"""
-
-
-def test_one_file_in_the_package_is_a_new_engine(tmp_path: Path) -> None:
-    package = tmp_path / "src" / "penstock"
-    package.mkdir(parents=True)
-    shutil.copy(ROOT / "src" / "penstock" / "__init__.py", package)
-    for folder in ("protocol", "sandbox", "serving", "rollout_service", "agents"):
-        shutil.copytree(ROOT / folder, package / folder, ignore=shutil.ignore_patterns("__pycache__"))
-    (package / "rollout_service" / "engines" / "tiny.py").write_text(ENGINE)
-    (package / "rollout_service" / "environments" / "silent.py").write_text(ENVIRONMENT)
-    environ = {**os.environ, "PYTHONPATH": str(tmp_path / "src")}
-    loaded = subprocess.run(
-        [sys.executable, "-c", _CHECK],
-        env=environ,
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    assert loaded.stdout.split() == ["tiny", *sorted({*BUILT_IN, "silent"})], loaded.stderr

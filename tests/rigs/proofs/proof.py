@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import subprocess
 import sys
@@ -15,7 +14,6 @@ from pathlib import Path
 from tests.small_run import PENSTOCK, steps_of
 
 from penstock.deploy.processes.child import Child
-from penstock.deploy.processes.servers import free_port
 
 
 def folder_of(name: str) -> Path:
@@ -85,30 +83,3 @@ class Proof:
         """Print how many steps do not hold; return the exit code."""
         print(f"{self.num_failed} steps of the proof do not hold; {self.base}")
         return int(self.num_failed > 0)
-
-
-class Console:
-    """`penstock console` on the runs of a folder, on one port, which is killed and started anew."""
-
-    def __init__(self, base: Path, *, role: str, before: Sequence[str] = ()) -> None:
-        """``role`` is that of its token, ``before`` words before its command line."""
-        self._base, self._port, self._before = base, free_port(), before
-        self._directory = f"run.dir={base / 'runs'}"
-        self.num_starts = 0
-        self.start()
-        made = [*PENSTOCK, "console", "token", f"proof-{self._port}", "--role", role, self._directory]
-        self.token = subprocess.run(made, capture_output=True, text=True, check=True).stdout.strip()
-
-    def start(self) -> None:
-        self.num_starts += 1
-        command = [*self._before, *PENSTOCK, "console", "--port", str(self._port), "--json", self._directory]
-        with (self._base / "console.log").open("a") as log:
-            self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True, cwd=self._base)
-        assert self.process.stdout is not None
-        line = self.process.stdout.readline()
-        assert line, f"the console did not start: {self._base / 'console.log'}"
-        self.url = json.loads(line)["url"]
-
-    def kill(self) -> None:
-        self.process.kill()
-        self.process.communicate()

@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from tests.examples import FACTOR
 from tests.rollout_service.engines.fused_model import Faults, FusedModel, random_tensors
 from torch import Tensor
 
@@ -153,11 +154,11 @@ def test_a_patch_gives_what_a_load_gives(
     assert same(setting.models, setting.new)
 
 
-def test_three_hundred_patches_give_what_the_last_load_gives(tmp_path: Path) -> None:
+def test_many_patches_give_what_the_last_load_gives(tmp_path: Path) -> None:
     tensors = random_tensors(torch.bfloat16, tied=True)
     models = loaded(tensors, torch.bfloat16, 2, tied=True)
     maps = [mapped(model, tensors, tmp_path / f"map.{rank}") for rank, model in enumerate(models)]
-    for seed in range(300):
+    for seed in range(50 * FACTOR):
         after = changed(tensors, seed=seed, share=0.001)
         write_patches(changes(tensors, after), maps, tmp_path / "p")
         assert all(answer[0] != "!" for answer in Ranks(models).apply(tmp_path / "p"))

@@ -19,7 +19,6 @@ from penstock.trainer.algorithm.corrections.m2po import m2po_clip_widths, m2po_l
 from penstock.trainer.algorithm.corrections.opsm import opsm
 from penstock.trainer.algorithm.corrections.ratios import (
     Level,
-    learning_rate_factor,
     log_weights,
 )
 from penstock.trainer.algorithm.corrections.rejection import veto
@@ -75,12 +74,6 @@ def test_group_relative_advantages_sum_to_zero_and_ignore_a_shift(rewards: list[
     assert abs(grpo(outcomes(rewards, same, counts)).sum().item()) < 1e-6
 
 
-def test_groups_do_not_mix() -> None:
-    alone = grpo(outcomes([1.0, 0.0, 0.5], [0, 0, 0], [1, 1, 1]))
-    beside = grpo(outcomes([9.0, 1.0, 0.0, -7.0, 0.5], [4, 2, 2, 4, 2], [1] * 5))
-    torch.testing.assert_close(beside[[1, 2, 4]], alone)
-
-
 def test_gae_skips_a_tools_reply() -> None:
     """Tokens that were not sampled are not there, so advantages are those of the sampled ones alone."""
     sequences = Sequences.of_lengths(torch.tensor([3]))
@@ -105,16 +98,6 @@ def test_importance_weights_are_finite_bounded_and_independent_of_other_sequence
     torch.testing.assert_close(alone, weights[first])
 
 
-def test_moving_one_behaviour_logprob_moves_only_that_tokens_weight() -> None:
-    data = sample([4, 3], 1)
-    log_ratio = data.current.detach() - data.behaviour
-    moved = log_ratio.clone()
-    moved[2] += 0.3
-    rule = importance.bind(importance="token", importance_high=5.0)
-    before, after = (rule(drift_of(values, data.sequences)) for values in (log_ratio, moved))
-    assert torch.nonzero(before != after).flatten().tolist() == [2]
-
-
 @examples(20)
 @given(num=st.integers(8, 400))
 def test_the_root_level_spreads_alike_for_every_length(num: int) -> None:
@@ -124,11 +107,6 @@ def test_the_root_level_spreads_alike_for_every_length(num: int) -> None:
     log_ratio = 0.1 * torch.randn(300 * num, generator=generator, dtype=torch.float64)
     by_root = sequences.mean(log_weights(log_ratio, sequences, "root")).std()
     assert 0.08 < float(by_root) < 0.12
-
-
-def test_the_learning_rate_factor_is_a_power_of_the_effective_share_with_a_floor() -> None:
-    assert learning_rate_factor(0.25) == 0.5
-    assert learning_rate_factor(0.01, floor=0.3) == 0.3
 
 
 @examples(25)

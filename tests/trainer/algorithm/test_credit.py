@@ -99,7 +99,7 @@ OPTIONS = [
 
 
 @pytest.mark.parametrize("name", PRESETS)
-@examples(12)
+@examples(6)
 @given(batch=groups, options=st.sampled_from(OPTIONS), order=st.randoms(use_true_random=False))
 def test_credit_is_finite_and_independent_of_order_for_any_preset(
     name: str, batch: list[list[tuple[float, int, bool]]], options: dict[str, object], order: object

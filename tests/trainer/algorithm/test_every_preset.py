@@ -227,7 +227,7 @@ def assert_same(one: Trained, other: Trained) -> None:
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)
-@examples(6)
+@examples(3)
 @given(batch=some_batch, spread=st.sampled_from([0.0, 0.3, 5.0, 400.0]), version=st.sampled_from([1, 3]))
 def test_any_batch_gives_finite_numbers(name: str, batch: list[list[Sampled]], spread: float, version: int) -> None:
     """Groups of one, equal rewards, one-token answers, holes, rows without a sampled token, absurd ratios."""
@@ -243,7 +243,7 @@ def test_any_batch_gives_finite_numbers(name: str, batch: list[list[Sampled]], s
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)
-@examples(6)
+@examples(3)
 @given(batch=some_batch, budget=st.integers(16, 60), num_ranks=st.integers(1, 3))
 def test_micro_batches_and_ranks_change_nothing(
     name: str, batch: list[list[Sampled]], budget: int, num_ranks: int
@@ -256,7 +256,7 @@ def test_micro_batches_and_ranks_change_nothing(
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)
-@examples(6)
+@examples(3)
 @given(batch=some_batch, seed=st.integers(0, 1000))
 def test_the_order_changes_nothing(name: str, batch: list[list[Sampled]], seed: int) -> None:
     section, order = section_of(name), random.Random(seed)
@@ -272,7 +272,7 @@ def test_the_order_changes_nothing(name: str, batch: list[list[Sampled]], seed: 
 
 
 @pytest.mark.parametrize("name", ON_POLICY)
-@examples(6)
+@examples(3)
 @given(batch=some_batch)
 def test_on_fresh_samples_it_is_the_plain_policy_gradient(name: str, batch: list[list[Sampled]]) -> None:
     """The gradient of each token is minus its weight times its advantage, for every loss."""
@@ -328,7 +328,7 @@ def test_what_the_policy_did_not_sample_gets_no_gradient(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)
-@examples(3)
+@examples(2)
 @given(batch=full_batch)
 def test_rows_of_a_micro_batch_change_no_parameters_gradient(name: str, batch: list[list[Sampled]]) -> None:
     """Through a real model: all rows in one stream that shares their prompts, and each row alone, agree."""

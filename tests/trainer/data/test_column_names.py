@@ -18,6 +18,7 @@ from penstock.trainer.parallel_dims import ParallelDims
 from penstock.trainer.preflight import _open_source, open_data
 from penstock.trainer.settings import GivenAnswersSettings, TrainerSettings
 
+CHECK = ("data-check", "--no-tests")
 ALONE = ParallelDims(SimpleNamespace(is_leader=False))  # type: ignore[arg-type]
 ROWS = {
     "rl": {"problem": "sort 21", "solution": "12"},
@@ -80,14 +81,14 @@ def test_data_check_reads_each_file_by_its_section(
     tmp_path: Path, model: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = write_run(tmp_path, model)
-    assert main(["data-check", "--run", str(run), "--show", "1"]) == 0
+    assert main([*CHECK, "--run", str(run), "--show", "1"]) == 0
     printed = capsys.readouterr().out
     for key in ("prompt from task (sft.map.prompt)", "prompt from item (eval.map.prompt)", "prompt from text (eval.source.aime.map.prompt)"):  # fmt: skip
         assert key in printed
     assert printed.count("dpo.jsonl: 1 rows, format preference") == 2  # by dpo.map, and by rm.map
     assert "sft.jsonl, sft example 1" in printed
-    assert main(["data-check", str(tmp_path / "sft.jsonl"), "--run", str(run)]) == 0
-    assert main(["data-check", str(tmp_path / "sft.jsonl"), "--run", str(run), "--map", "prompt=trace"]) == 0
+    assert main([*CHECK, str(tmp_path / "sft.jsonl"), "--run", str(run)]) == 0
+    assert main([*CHECK, str(tmp_path / "sft.jsonl"), "--run", str(run), "--map", "prompt=trace"]) == 0
 
 
 @pytest.mark.parametrize(
@@ -103,7 +104,7 @@ def test_rows_without_names_of_their_own_say_which_setting_names_them(
 ) -> None:
     """The rows of sft.data are not read by data.map; those of data.eval are, where there is no eval.map."""
     run = write_run(tmp_path, model, section)
-    assert main(["data-check", "--run", str(run)]) == 1
+    assert main([*CHECK, "--run", str(run)]) == 1
     assert advice.replace("\\", "") in capsys.readouterr().out
 
 

@@ -232,7 +232,7 @@ def test_a_prompt_too_long_for_the_model_is_found(tmp_path: Path, model: Path, c
     """`data check --model` lists it as a bad row, or says how many rows training leaves out; training drops and counts it."""
     small = with_context(tmp_path / "small", model, 60)
     path = write_rows(tmp_path, {"prompt": "short"}, {"prompt": "long " * 60})
-    assert main(["data-check", str(path), "--model", str(small)]) == 1
+    assert main(["data-check", "--no-tests", str(path), "--model", str(small)]) == 1
     assert "rows.jsonl:2: " in (printed := capsys.readouterr().out)
     assert "tokens, and the model's context has 60; shorten the prompt" in printed
     loaded = opened(path, small)
@@ -266,11 +266,11 @@ def test_data_check_reads_a_run_file(tmp_path: Path, model: Path, capsys: pytest
     path = write_rows(tmp_path, {"prompt": "q" * 4}, {"prompt": [USER] * 6})
     run_file = tmp_path / "run.toml"
     run_file.write_text(f'[model]\npath = "{small}"\n[data]\ntrain = "{path}"\n[rollout]\nmax_new_tokens = 20\n')
-    assert main(["data-check", "--run", str(run_file), "--json"]) == 0
+    assert main(["data-check", "--no-tests", "--run", str(run_file), "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
     assert (report["rows"], report["overlong"]) == (2, 1)
     assert report["columns"]["grpo"] == {"prompt": ["prompt"]}
-    assert main(["data-check", str(path), 'data.ignore=["prompt"]']) == 1
+    assert main(["data-check", "--no-tests", str(path), 'data.ignore=["prompt"]']) == 1
     assert main(["data-check"]) == 2
 
 

@@ -19,12 +19,7 @@ DOUBLED = "{%% set n = namespace(x=%s) %%}{%% for i in range(60) %%}{%% set n.x 
 
 BIG = "{% set b = 'A' * 8000000 %}"
 LAZY = BIG + "{{ range(100000)|map(attribute='x', default=b)|"
-IN_LAZY = (
-    "select('in', b~'c')|list", "reject('in', b)|list", "max", "min", "sort", "unique|list", "map('upper')|unique|list",
-    "map('list')|list", "batch(2)|map('join')|list", "slice(3)|map('join')|list", "map('replace', 'A', 'AA')|list",
-    "map('tojson')|join", "map('urlencode')|list", "map('title')|list", "map('reverse')|join", "map('indent', 3000)|list",
-    "map('center', 9000000)|list", "map('format')|list", "map('escape')|list", "map('wordcount')|sum", "map('lower')|list",
-)  # fmt: skip
+IN_LAZY = ("select('in', b~'c')|list", "max", "map('tojson')|join", "map('center', 9000000)|list")
 
 LIMIT = "uses more than"  # of memory or of CPU time: which of them is reached first depends on the machine
 REFUSED = {  # template -> part of the error
@@ -45,17 +40,14 @@ REFUSED = {  # template -> part of the error
     "{{ range(300)|map(attribute='x', default='A'*8000000)|join|length }}": "MiB of memory",
     **{f"{LAZY}{rest}|string|length }}}}": LIMIT for rest in IN_LAZY},
     BIG + "{{ range(9999)|map(attribute='x', default=[b])|sum(start=[])|map('list')|list }}": LIMIT,
-    BIG + "{{ range(9999)|map(attribute='x', default={'a': b})|groupby('a')|length }}": LIMIT,
     BIG + "{{ (b ~ b ~ b ~ b)|replace('', b) }}": LIMIT,
     BIG + "{{ '%s' * 100 % ((b,) * 100) }}": LIMIT,
     BIG + "{{ ('{0}' * 1000).format(b) }}": LIMIT,
     BIG + "{{ b.translate({65: b}) }}": LIMIT,
-    BIG + "{{ b|list|map('list')|list|map('list')|list|length }}": LIMIT,
     BIG + "{{ b|wordwrap(1)|wordwrap(1)|wordwrap(1)|wordwrap(1) }}": LIMIT,
     BIG
     + "{% set d = dict() %}{% for i in range(99999) %}{% set d = dict(d, **{i|string: b}) %}{{ b }}{% endfor %}": LIMIT,
     BIG + "{% set n = namespace(x=[]) %}{% for i in range(99999) %}{% set n.x = n.x + [b ~ i] %}{% endfor %}": LIMIT,
-    BIG + "{% set j = joiner(b) %}{% for i in range(999) %}{{ j() }}{% endfor %}": LIMIT,
     BIG + "{% set c = cycler(b, b) %}{% for i in range(999) %}{{ c.next() }}{% endfor %}": LIMIT,
     "{{ ('\t' * 8000000).expandtabs(8000000)|length }}": LIMIT,
     "{{ ('http://a.b ' * 700000)|urlize }}": LIMIT,
@@ -74,29 +66,21 @@ REFUSED = {  # template -> part of the error
         f"{{{{ {value} }}}}": LIMIT
         for value in (
             "'a' * 10**11",
-            "(10**11) * 'a'",
             "([0] * 10**10)|length",
             "'a'|center(10**11)",
-            "'a'.ljust(10**11)",
             "'a\nb'|indent(10**10)",
             "[1]|tojson(indent=10**10)",
             "'%99999999999d' % 1",
-            "'%*d' % (99999999999, 1)",
-            "'%99999999999d'|format(1)",
             "'{:>99999999999}'.format(1)",
-            "'{:>{}}'.format(1, 99999999999)",
             "'a'.zfill(10**10)",
-            "('a',) * 9999999999",
         )
     },
     "{% set a = 'a' * 1000000 %}{{ a.replace('a', a) }}": LIMIT,
     "{% set a = 'a' * 1000000 %}{{ range(99999)|join(a) }}": LIMIT,
-    "{% set a = 'a' * 1000000 %}{{ a.join(['x'] * 99999) }}": LIMIT,
     "{% set a = 'a' * 1000000 %}{% for i in range(99999) %}{{ a }}{% endfor %}": LIMIT,
     "{% set a = 'a' * 1000000 %}{% set b %}{% for i in range(99999) %}{{ a }}{% endfor %}{% endset %}": LIMIT,
     "{{ 'a' * 9000000 }}": "9000000 characters, the limit is",
     DOUBLED % ("'a'", "n.x ~ n.x", ""): LIMIT,
-    DOUBLED % ("'a'", "n.x.replace('a', 'aa')", ""): LIMIT,
     DOUBLED % ("[0]", "n.x + n.x", ""): LIMIT,
     DOUBLED % ("[0]", "[n.x, n.x]", "{{ n.x|tojson }}"): LIMIT,
     DOUBLED % ("[0]", "{'a': n.x, 'b': n.x}", "{{ n.x }}"): LIMIT,
@@ -124,7 +108,7 @@ REFUSED = {  # template -> part of the error
 @pytest.mark.parametrize("template", REFUSED, ids=lambda text: text[:60].encode("ascii", "replace").decode())
 def test_a_hostile_template_is_refused(template: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Escapes, texts and loops without end, and errors of any kind end as one error that says why."""
-    monkeypatch.setattr(chat_template, "MAX_CPU_S", 0.3)
+    monkeypatch.setattr(chat_template, "MAX_CPU_S", 0.1 if REFUSED[template] in (LIMIT, "CPU time") else 5.0)
     with pytest.raises(TemplateRefused) as caught:
         ChatTemplate(template).render(CHAT)
     assert REFUSED[template] in str(caught.value)

@@ -434,7 +434,7 @@ def test_what_is_left_out_has_a_reason(
     path = write_rows(tmp_path, {"messages": [USER, ANSWER]}, row)
     turns = turn_set(path, models["qwen2.5"])
     assert (len(turns), dict(turns.dropped)) == (1, {reason: 1})
-    main(["data-check", str(path)])
+    main(["data-check", "--no-tests", str(path)])
     assert f"1 {reason}" in capsys.readouterr().out
     with pytest.raises(MalformedData, match=f"no row is left: 1 (of them: |answers are ){reason}"):
         turn_set(write_rows(tmp_path, row), models["qwen2.5"])
@@ -525,7 +525,7 @@ def test_data_check_says_what_is_odd(
 ) -> None:
     path = tmp_path / ("rows.jsonl" if content.startswith("{") else "rows.csv")
     path.write_text(content)
-    assert main(["data-check", str(path)]) == 0
+    assert main(["data-check", "--no-tests", str(path)]) == 0
     assert note in capsys.readouterr().out
 
 
@@ -534,7 +534,7 @@ def test_data_check_says_what_is_odd_about_a_model(tmp_path: Path, capsys: pytes
     folder = write_folder(tmp_path / "m", TEMPLATES["qwen2.5"], eos_token="<|endoftext|>", unk_token="<|endoftext|>")
     (folder / "config.json").write_text(json.dumps({"model_type": "qwen3", "eos_token_id": 0, "vocab_size": 300}))
     path = write_rows(tmp_path, {"prompt": "q"})
-    assert main(["data-check", str(path), "--model", str(folder)]) == 0
+    assert main(["data-check", "--no-tests", str(path), "--model", str(folder)]) == 0
     assert (
         "the chat template ends an answer with '<|im_end|>', in which none of the model's end tokens is"
         in capsys.readouterr().out
@@ -547,7 +547,7 @@ def test_data_check_says_what_is_odd_about_a_model(tmp_path: Path, capsys: pytes
     }  # fmt: skip
     (folder / "tokenizer.json").write_text(json.dumps(described))
     path = write_rows(tmp_path, {"prompt": "<|endoftext|>q"}, {"prompt": "z"})
-    assert main(["data-check", str(path), "--model", str(folder), "data.text_prompts=plain"]) == 0
+    assert main(["data-check", "--no-tests", str(path), "--model", str(folder), "data.text_prompts=plain"]) == 0
     printed = capsys.readouterr().out
     assert "1 prompts begin with the token that begins a text twice" in printed
     assert "no token for these characters" not in printed
@@ -560,7 +560,7 @@ def test_data_check_says_what_is_odd_about_a_model(tmp_path: Path, capsys: pytes
     "row", [{"prompt": "q", "chosen": "a", "rejected": "b"}, {"prompt": "q", "completion": "a", "label": True}]
 )
 def test_data_check_reads_preferences(tmp_path: Path, row: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["data-check", str(write_rows(tmp_path, row)), "--json"]) == 0
+    assert main(["data-check", "--no-tests", str(write_rows(tmp_path, row)), "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
     assert (report["bad_rows"], report["can_train"]) == (0, {"grpo": 0, "sft": 0, "dpo": 1})
 

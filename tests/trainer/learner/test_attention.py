@@ -83,7 +83,7 @@ def test_the_definition_equals_every_row_alone(drawn: Any, window: int | None) -
         torch.testing.assert_close(found[:, :, where], alone, rtol=1e-4, atol=3e-6)
 
 
-@examples(20)
+@examples(12)
 @given(drawn=trees(), window=windows, sinks=sinks, copies=st.sampled_from([1, 4]))
 def test_the_parts_and_merging_for_cuda_equal_the_definition(
     drawn: Any, window: int | None, sinks: Tensor | None, copies: int
@@ -116,7 +116,7 @@ def test_bfloat16_parts_are_added_in_float32(monkeypatch: pytest.MonkeyPatch) ->
         assert parts < 1.25 * one_call
 
 
-@examples(20)
+@examples(12)
 @given(drawn=trees(), window=windows, band=st.sampled_from([3, 1024]))
 def test_torch_s_own_attention_for_each_node_equals_the_definition(drawn: Any, window: int | None, band: int) -> None:
     """With a causal bias that is aligned to the lower right where a node continues others."""
@@ -125,7 +125,7 @@ def test_torch_s_own_attention_for_each_node_equals_the_definition(drawn: Any, w
         _assert_exact(Sdpa().attend, pack(*drawn).layout, Variant(window))
 
 
-@examples(20)
+@examples(8)
 @given(drawn=trees(), variant=variants)
 def test_the_mask_and_the_blocks_of_flex_attention_equal_the_definition(drawn: Any, variant: Variant) -> None:
     """Not compiled, and without gradients, which it does not offer on a CPU: its mask, and the tables of the mask's blocks."""
@@ -162,9 +162,9 @@ def test_exact_kernels_are_used_at_the_head_sizes_and_ratios_that_people_train(
     monkeypatch.setattr(cuda_flash, "_cuda_kernel_backward", varlen_backward)
     query = torch.empty(1, 1, 1, size, dtype=dtype)
     added = (PLAIN, Variant(512), Variant(128, None, torch.zeros(1)), Variant(512, 50.0))
-    for ratio in (1, 7, 16) if size == 128 else (2,):
+    for ratio in (1, 7, 16) if (size, dtype) == (128, torch.bfloat16) else (2,):
         for backend in (CudaFlash(), CpuFlash(), Sdpa()):
-            for variant in added if size in (64, 96, 128, 256) and ratio in (2, 7) else added[:1]:
+            for variant in added if size in (64, 128, 256) and ratio in (2, 7) else added[:1]:
                 reason = backend.supports(query, query, variant)
                 if reason is None or (isinstance(backend, CudaFlash) and variant.softcap is None):
                     reason = backends.why_not_exact(backend, query, query, ratio, variant)
@@ -213,7 +213,7 @@ class _Broken(CpuFlash):
         raise RuntimeError("no kernel for this")
 
 
-@pytest.mark.parametrize("size", [16, 64, 128, 256])
+@pytest.mark.parametrize("size", [64, 128, 256])
 @pytest.mark.parametrize("fault", [_Wrong, _Scaled, _SwapsKeyHeads, _RoughGradient, _Broken])
 def test_a_backend_that_fails_or_is_not_exact_is_refused_at_every_head_size(fault: type[CpuFlash], size: int) -> None:
     """Wrong rows, a scale that is 5 % off, mixed-up key heads, rough gradients and kernels that fail."""

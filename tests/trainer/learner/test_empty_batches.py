@@ -30,7 +30,7 @@ FILTERS = {  # filter: its setting, and its reason
     "success_turns": (9, "too_few_turns"),
 }
 WITHOUT_ADVANTAGE = {name for name, values in PRESETS.items() if values["advantage"] in ("gae", "zero")}
-REWARDS = {"single": [(1.0,)], "all equal": [(1.0, 1.0, 1.0)] * 2, "different": [(1.0, 0.5, 0.25), (2.0, 1.0, 1.0)]}
+REWARDS = {"all equal": [(1.0,), (1.0, 1.0, 1.0)], "different": [(1.0, 0.5, 0.25), (2.0, 1.0, 1.0)]}
 
 
 @pytest.mark.parametrize(("preset", "name", "batch"), [*product(PRESETS, FILTERS, REWARDS)])

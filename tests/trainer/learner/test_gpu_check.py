@@ -9,16 +9,14 @@ import sys
 import venv
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from tests.packaging.test_extras import SERVICES
 from tests.rigs import gpu_carry, gpu_check
 
-PARTS = {
-    "publish": {"fresh", "reused", "pinned", "compared on the device", "compared on the host"},
-    "segments": {"losses", "norms", "tokens_per_s", "mfu", "peak_gb", "planned_gb", "kernels"},
-}
+FIGURES = {"losses", "norms", "tokens_per_s", "mfu", "peak_gb", "planned_gb", "kernels"}
 _OF_THE_RUN = ("", "console", "engine", "reward", "rollout", "trainer")
 
 
@@ -39,18 +37,33 @@ def carried(tmp_path: Path) -> tuple[Path, Path]:
     return tmp_path / "out/tree", tmp_path / "venv/bin/python"
 
 
-def test_each_part_gives_its_figures_where_only_what_is_carried_is(carried: tuple[Path, Path], tmp_path: Path) -> None:
-    """One file or wheel less than needed, and a part fails; what the last part starts is imported only: `make gpu-carry` says how it is run."""
+def test_steps_give_their_figures_where_only_what_is_carried_is(carried: tuple[Path, Path]) -> None:
+    """One file or wheel less than needed, and the check fails there; what its last part starts is imported: `make gpu-carry` says how it is run."""
     tree, python = carried
-    words = [str(python), "-m", "tests.rigs.gpu_check", "--toy", "--out", str(tmp_path), "--only", *PARTS]
     environ = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "PENSTOCK_"))}
     services = "; ".join(f"import penstock.{module}" for extra in _OF_THE_RUN for module in SERVICES[extra])
-    subprocess.run([str(python), "-c", services], cwd=tree, env=environ, check=True)
-    child = subprocess.run(words, cwd=tree, env=environ, capture_output=True, text=True, check=False)
-    found = json.loads((tmp_path / "gpu-check.json").read_text())["parts"]
-    assert child.returncode == 0, (found, child.stderr[-2000:])
-    assert {part: figures.keys() - {"wall_s"} for part, figures in found.items()} == PARTS
+    program = f"import sys; sys.argv[1:] = ['--toy', '--part', 'segments']\n{services}\nfrom tests.rigs.gpu_check import main; main()"
+    environ["DS_ACCELERATOR"] = "cpu"
+    child = subprocess.run([str(python), "-c", program], cwd=tree, env=environ, capture_output=True, text=True, check=False)  # fmt: skip
+    assert child.returncode == 0, child.stderr[-2000:]
+    figures = next(line for line in child.stdout.splitlines() if line.startswith("gpu-check "))
+    assert json.loads(figures.removeprefix("gpu-check ")).keys() == FIGURES
     assert not (tree / "docs").exists()
+
+
+def test_parts_are_written_and_a_failed_one_is_the_exit_code(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The one that copies weights is measured here, the other one is replaced."""
+
+    def measured(part: str, *, toy: bool) -> dict[str, Any]:
+        return gpu_check.Check(toy=toy).publish() if part == "publish" else {"failed": "no result"}
+
+    monkeypatch.setattr(gpu_check, "measure", measured)
+    for parts, code in ((["publish"], 0), (["segments", "publish"], 1)):
+        monkeypatch.setattr(sys, "argv", ["gpu_check", "--toy", "--out", str(tmp_path), "--only", *parts])
+        assert gpu_check.main() == code
+        found = json.loads((tmp_path / "gpu-check.json").read_text())["parts"]
+        assert list(found) == parts
+        assert found["publish"].keys() == {"fresh", "reused", "pinned", "compared on the device", "compared on the host"}  # fmt: skip
 
 
 def test_each_head_size_has_a_backend(monkeypatch: pytest.MonkeyPatch) -> None:
