@@ -107,7 +107,9 @@ def optimisation(
             max_live_parameters=trainer.max_live_parameters,
             hpz_partition_size=trainer.hpz_partition_size,
         ),
-        lora=Lora(lora.rank, lora.alpha, lora.dropout, tuple(lora.targets), settings.first_seed) if lora.rank else None,
+        lora=Lora(lora.rank, lora.scaled_alpha, lora.dropout, tuple(lora.targets), settings.first_seed, lora.path)
+        if lora.rank
+        else None,
     )
 
 
