@@ -16,7 +16,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -161,21 +161,6 @@ def factor_names(layer: str) -> tuple[str, str]:
 
 def published_name(name: str) -> str:
     return _PREFIX + name
-
-
-def factor_pairs(names: Iterable[str]) -> Iterator[tuple[str, str, str]]:
-    """Yield (the base's weight, A, B) for every adapted layer, by the tensors' names.
-
-    Raises MalformedWeights for a tensor that is no factor, or a factor without its counterpart.
-    """
-    known = set(names)
-    for name in sorted(known):
-        if name.startswith(_PREFIX) and name.endswith(_DOWN) and (up := name.removesuffix(_DOWN) + _UP) in known:
-            yield name.removeprefix(_PREFIX).removesuffix(_DOWN) + _WEIGHT, name, up
-        elif not (name.endswith(_UP) and name.removesuffix(_UP) + _DOWN in known):
-            raise MalformedWeights(
-                f"tensor {name} is not one of a pair of low-rank factors {_PREFIX}<layer>{_DOWN}, {_UP}"
-            )
 
 
 @dataclass(frozen=True, slots=True)
