@@ -96,10 +96,12 @@ def open_rows(settings: TrainerSettings, files: Sequence[Path], dims: ParallelDi
 
 
 def _use_reference(task: PreferenceTask, plan: Plan) -> None:
-    chosen, has_adapters = plan.settings.dpo, plan.settings.model.lora.rank > 0
+    chosen, lora = plan.settings.dpo, plan.settings.model.lora
+    has_adapters = (
+        lora.rank > 0 and lora.path is None
+    )  # switched off, those of a folder leave another model than it began with
     reference: Scorer = WithoutAdapter(task.policy) if has_adapters else task.policy
-    needs_kl = any(weighed.loss.needs_kl for weighed in chosen.losses)
-    is_live = chosen.reference == "live" or (chosen.reference == "auto" and (has_adapters or needs_kl))
+    is_live = chosen.is_live(has_adapters=has_adapters)
     if chosen.reference_path is not None or (is_live and not has_adapters):
         folder = chosen.reference_path or plan.settings.model.path
         reference = load_reference(folder, plan.optimisation, task.policy.device, plan.dims, temperature=1.0)

@@ -18,7 +18,7 @@ from penstock.trainer.settings import TrainerSettings
 READ = frozenset({
     "run.id", "run.dir", "run.seed",
     "model.path", "model.dtype", "model.gradient_checkpointing", "model.activation_offload",
-    "model.lora.rank", "model.lora.alpha", "model.lora.targets", "model.lora.seed",
+    "model.lora.path", "model.lora.rank", "model.lora.alpha", "model.lora.use_rslora", "model.lora.targets", "model.lora.seed",
     "data.train", "data.format", "data.map", "data.system_prompt", "data.overlong", "data.max_samples", "data.shuffle",
     "data.text_prompts", "data.template_arguments", "data.use_tools", "data.roles", "data.control_tokens", "data.ignore",
     "trainer.num_ranks", "trainer.sequence_parallel", "trainer.tensor_parallel", "trainer.micro_batch_tokens", "trainer.zero_stage", "trainer.offload",

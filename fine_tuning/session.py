@@ -28,7 +28,7 @@ _FREE = frozenset({
 })  # fmt: skip
 _FIXED = (
     "run.seed", "model.path", "model.dtype", "model.lora.rank", "model.lora.alpha", "model.lora.dropout",
-    "model.lora.targets", "data.shuffle", "data.max_samples", "data.format", "data.map", "data.system_prompt",
+    "model.lora.targets", "model.lora.path", "model.lora.use_rslora", "data.shuffle", "data.max_samples", "data.format", "data.map", "data.system_prompt",
     "data.text_prompts", "data.template_arguments", "data.use_tools", "data.roles", "data.control_tokens", "data.ignore", "data.overlong",
     "trainer.zero_stage", "trainer.weight_decay", "trainer.min_lr_ratio", "trainer.max_grad_norm",
 )  # fmt: skip
@@ -98,8 +98,9 @@ class Plan:
         chosen = {key: value for key, value in values.items() if key in section_keys or key.startswith(_FIXED)}
         if chosen["data.control_tokens"] == "refuse":
             del chosen["data.control_tokens"]  # checkpoints of earlier releases do not have it
-        if not self.section.map:
-            chosen.pop(f"{name}.map", None)  # nor this one
+        for key in (f"{name}.map", "model.lora.path", "model.lora.use_rslora"):
+            if not chosen.get(key, True):
+                del chosen[key]  # nor these
         self.fixed = json.loads(json.dumps(chosen, default=str))
         self.data = {f"{name}.data": rows.fingerprint}  # sha256 of the rows' files
         if held_out is not None:

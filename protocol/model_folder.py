@@ -27,15 +27,21 @@ _FLOATS = frozenset({"F64", "F32", "BF16", "F16", "F8_E4M3", "F8_E5M2"})
 
 def check_folder(folder: Path, check_config: Callable[[dict[str, Any]], None] = lambda config: None) -> None:
     """Raise UnsupportedModel for a folder that transformers must not read; ``check_config`` gets its configuration first."""
-    if (folder / "adapter_config.json").exists():
-        raise UnsupportedModel(
-            f"model.path = {folder} is an adapter (adapter_config.json); merge it into its base model"
-        )
+    refuse_adapter(folder)
     config = read_object(folder / "config.json")
     check_config(config)
     check_numbers(folder / "config.json", config)
     for path in weight_files(folder):
         _check_header(path)
+
+
+def refuse_adapter(folder: Path, key: str = "model.path") -> None:
+    """Raise UnsupportedModel for the folder of a PEFT adapter, where a model's is expected; ``key`` names it."""
+    if (folder / "adapter_config.json").exists():
+        raise UnsupportedModel(
+            f"{key} = {folder} is an adapter (adapter_config.json). To train it further, set model.path to its base model and model.lora.path "
+            f"to it; for all else merge it: penstock model merge BASE --adapter {folder} --to MERGED"
+        )
 
 
 def check_numbers(path: Path, config: dict[str, Any]) -> None:

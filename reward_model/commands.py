@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 from penstock.protocol.command_line import FLAT, Help, Least
+from penstock.protocol.model_folder import refuse_adapter
 from penstock.reward_service.hosting.commands import ServeOptions
 
 
@@ -47,6 +48,7 @@ def serve_model(
     """
     from penstock.protocol.errors import ConfigError
 
+    refuse_adapter(path, "PATH")
     if not (path / "config.json").is_file():  # checked before torch is imported
         raise ConfigError(f"{path}: not a model folder (config.json is missing)")
     try:

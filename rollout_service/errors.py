@@ -12,7 +12,6 @@ PenstockError
 │   └── WeightsNotApplied     the engine did not confirm the version it was asked to load
 ├── TaskRefused               no attempt at the task can succeed with this model; dead-lettered at once
 ├── WeightsUnusable           a version's objects are missing, or differ from its manifest
-├── AdapterUnfit              an adapter folder does not fit the model, or has options that engines compute differently
 ├── MirrorFull                no space for the copy of a version; the previous version is served meanwhile
 ├── TeacherUnfit              the teacher has another vocabulary than the policy; the worker ends with this error
 ├── EngineDisagrees           it serves other weights than the other engines; the worker ends with this error
@@ -72,10 +71,6 @@ class TaskRefused(PenstockError):
 
 class WeightsUnusable(PenstockError):
     """A version cannot be loaded: its objects are missing, or differ from its manifest."""
-
-
-class AdapterUnfit(PenstockError):
-    """An adapter's configuration or tensors do not fit the model, or have options that engines compute differently."""
 
 
 class MirrorFull(PenstockError):

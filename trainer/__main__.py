@@ -5,6 +5,7 @@ With ``--prepare`` before the command it imports everything that a training need
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 from collections.abc import Sequence
@@ -24,11 +25,23 @@ COMMANDS = {  # name -> arguments, description; the module is commands/NAME.py, 
 def main(arguments: Sequence[str]) -> int:
     start_process()
     if arguments[:1] == ["--prepare"]:
-        import_module("penstock.trainer.prepare").import_everything()
+        import_everything()
         if not sys.stdin.readline():  # whoever started this process has exited
             return STOPPED
         arguments = arguments[1:]
     return run_command("penstock.trainer", COMMANDS, arguments, _run)
+
+
+def import_everything() -> None:
+    """Import torch, transformers, DeepSpeed and the trainer: most of the time from a trainer's start to its first step."""
+    gc.disable()  # until `process_memory.end_start`, as in a training that is started at once
+    from transformers import AutoModelForCausalLM  # noqa: F401, PLC0415  seconds of import
+
+    import penstock.trainer.assemble  # noqa: PLC0415
+    import penstock.trainer.commands.train  # noqa: F401, PLC0415
+    from penstock.trainer.learner.trainable import import_deepspeed  # noqa: PLC0415
+
+    import_deepspeed()
 
 
 def _run(name: str, arguments: Sequence[str]) -> int:

@@ -94,7 +94,7 @@ class WeightSubmitter:
             return version, False
         version = next_version(PolicyVersion(head.version)) if head is not None else version
         if (base := versions.missing_base(weights)) is not None:
-            base_version = next_version(version)
+            base_version = version if head is None else next_version(version)
             versions.store_base(base, base_version, self._learner.policy.steps_done, self.dtype)
             version = next_version(base_version)
         self._submit(weights, version, must_publish=True)

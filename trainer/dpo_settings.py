@@ -72,6 +72,11 @@ else:
 class DpoSettings(_AllSettings):
     """Training on preferences, `penstock dpo`."""
 
+    def is_live(self, *, has_adapters: bool) -> bool:
+        """Return True if the reference computes in each step; ``has_adapters`` that can be switched off for it."""
+        needs_copy = has_adapters or any(weighed.loss.needs_kl for weighed in self.losses)
+        return self.reference == "live" or (self.reference == "auto" and needs_copy)
+
     @property
     def losses(self) -> tuple[WeighedLoss, ...]:
         names = _names(self.loss)

@@ -11,6 +11,7 @@ from pydantic import Field, model_validator
 from penstock.protocol.config.connection import Section
 from penstock.trainer.attention_choice import Attention
 from penstock.trainer.data_settings import Beta, Schedule
+from penstock.trainer.lora_settings import LoraSettings
 from penstock.trainer.parallel_dims import ParallelLayout
 from penstock.trainer.zero_settings import ZeroSettings
 
@@ -19,35 +20,6 @@ if TYPE_CHECKING:
 
 _GPU_FILES = ("/dev/nvidia0", "/dev/nvidiactl", "/dev/kfd", "/dev/dxg")  # of NVIDIA, AMD, and WSL
 _HIDES_GPUS = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
-
-
-class LoraSettings(Section):
-    """Low-rank adapters that are trained instead of the model."""
-
-    rank: int = Field(default=0, ge=0, description="Rank of the adapters; 0: no adapters, the whole model is trained.")
-    alpha: float = Field(default=32.0, gt=0.0, description="The adapters are scaled by alpha / rank.")
-    dropout: float = Field(
-        default=0.0, ge=0.0, lt=1.0, description="Share of an adapter's input that is zeroed in a training pass."
-    )
-    targets: list[str] = Field(
-        default=[], description='Layers by the end of their name ("q_proj"); none: every linear layer but the head.'
-    )
-    seed: int | None = Field(
-        default=None, ge=0, description="Seed of the adapters' first values, and of dropout; none: run.seed."
-    )
-    publish: Literal["adapter", "merged"] = Field(
-        default="adapter",
-        description="What a version is published as: 'adapter': the adapters alone, on a base model that is published once; "
-        "engines serve several of them and never pause. 'merged': the whole model, as without adapters.",
-    )
-
-    @model_validator(mode="after")
-    def _consistent(self) -> LoraSettings:
-        fields = type(self).model_fields
-        idle = sorted(key for key in fields if key != "rank" and getattr(self, key) != fields[key].default)
-        if idle and not self.rank:
-            raise ValueError(f"model.lora.{idle[0]} does nothing while model.lora.rank is 0; set model.lora.rank too")
-        return self
 
 
 class CriticSettings(Section):

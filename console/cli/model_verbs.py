@@ -183,6 +183,9 @@ def merge(  # noqa: PLR0913 - each is an option of the command
     density: Annotated[float, Help("Of ties and dare: share of the changes that is kept.")] = 0.5,
     scale: Annotated[float, Help("Of task_arithmetic, ties and dare: factor of the added changes.")] = 1.0,
     seed: Annotated[int, Help("Of dare's random choice.")] = 0,
+    adapter: Annotated[
+        Path | None, Help("Folder of a PEFT adapter to merge into the one model named, which is its base.")
+    ] = None,
     average_last: Annotated[
         int | None, Help("Merge so many of the newest stored versions of a run, all with the same weight.")
     ] = None,
@@ -194,17 +197,27 @@ def merge(  # noqa: PLR0913 - each is an option of the command
     Example:  penstock model merge my-run --average-last 4 --to models/average
               penstock model merge models/v80 models/v90 models/v100 --to models/average
               penstock model merge math code --base start --method ties --density 0.3 --to both
+              penstock model merge models/base --adapter my-adapter --to models/mine
     Then:     penstock chat RUN --model models/average
     """
-    if average_last is not None:
+    if average_last is not None or adapter is not None:
         if weights or base or (method, t, density, scale, seed) != ("linear", 0.5, 0.5, 1.0, 0):
-            raise UsageError("--average-last merges with equal weights; leave out --method and its options")
-        return _average_last(models, average_last, to)
+            raise UsageError("--average-last and --adapter merge in one way; leave out --method and its options")
+        return _merge_adapter(models, adapter, to) if average_last is None else _average_last(models, average_last, to)
     from penstock.console.registry.model_merge import Recipe, merge_folders, parse_weights
 
     recipe = Recipe(method, parse_weights(weights, len(models)), t=t, density=density, scale=scale, seed=seed)
     count = merge_folders([Path(model) for model in models], base, to, recipe)
     print(f"{count} tensors of {len(models)} models merged ({method}): {to}", file=sys.stderr)
+    return 0
+
+
+def _merge_adapter(models: tuple[str, ...], adapter: Path | None, to: Path) -> int:
+    from penstock.console.registry.adapter_merge import merge_adapter
+
+    if len(models) != 1 or adapter is None:
+        raise UsageError("--adapter is merged into its base model: name that one folder")
+    print(f"{merge_adapter(Path(models[0]), adapter, to)} tensors changed: {to}", file=sys.stderr)
     return 0
 
 

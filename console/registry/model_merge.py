@@ -159,7 +159,7 @@ def merge_folders(models: Sequence[Path], base: Path | None, to: Path, recipe: R
         for file in weight_files(models[0]):
             tensors = read_header(file)
             write_file(partial / file.name, tensors, _merged(tensors, opened, opened_base, recipe))
-        _copy_rest(models[0], partial)
+        copy_rest(models[0], partial)
         (partial / RECORD).write_text(json.dumps(_record(models, base, recipe), indent=1) + "\n", encoding="utf-8")
     return len(opened[0])
 
@@ -203,7 +203,7 @@ def _check_same(
             )
 
 
-def _copy_rest(folder: Path, to: Path) -> None:
+def copy_rest(folder: Path, to: Path) -> None:
     for path in sorted(folder.iterdir()):
         is_weights = path.suffix in (".safetensors", ".bin", ".pt", ".gguf")
         if path.is_file() and not path.is_symlink() and path.name != RECORD and not is_weights:
@@ -284,6 +284,7 @@ def read_header(file: Path) -> dict[str, StoredTensor]:
 
 def weight_files(folder: Path) -> list[Path]:
     try:
+        model_folder.refuse_adapter(folder, "the model")
         return model_folder.weight_files(folder)
     except UnsupportedModel as err:
         raise ConfigError(f"{folder} is no model folder with safetensors: {err}") from None

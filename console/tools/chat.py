@@ -22,6 +22,7 @@ from penstock.console.report.event_fields import read_object, setting
 from penstock.console.tools.runs import unknown_run
 from penstock.protocol.errors import ConfigError, PenstockError
 from penstock.protocol.files import json_value
+from penstock.protocol.model_folder import refuse_adapter
 from penstock.protocol.secret_values import scrub
 
 _START_S = 120.0  # a cold import of torch on a busy machine
@@ -207,6 +208,7 @@ def _converse(start: Sequence[Message], ask: Callable[[Sequence[Message], str], 
 def find_model(folder: Path, model: str | None) -> Path:
     """Return the folder of the model to chat with; raises ConfigError that lists the runs found."""
     if model is not None:
+        refuse_adapter(Path(model), "--model")
         return Path(model)
     if not folder.is_dir():
         raise unknown_run(folder.name, folder.parent)

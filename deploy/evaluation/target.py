@@ -27,6 +27,7 @@ from penstock.protocol.errors import ConfigError
 from penstock.protocol.facts import Head
 from penstock.protocol.files import read_regular
 from penstock.protocol.groups import BlobRef
+from penstock.protocol.model_folder import refuse_adapter
 from penstock.protocol.subjects import check_run_id
 from penstock.protocol.versions import PolicyVersion
 from penstock.protocol.weights.bucket_codec import bucket_xxh3
@@ -82,6 +83,7 @@ def find(name: str, arguments: Sequence[str], environ: Mapping[str, str]) -> Tar
     """
     runs = connections.find(arguments, environ).settings.run.dir
     path = Path(name)
+    refuse_adapter(path, "MODEL")
     if (path / "config.json").is_file() and not (runs / name / "metrics.jsonl").is_file():
         return _of_folder(name, path, runs)
     run, at, version = name.partition("@")

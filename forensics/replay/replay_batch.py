@@ -261,7 +261,7 @@ def follow(ranks: Ranks) -> None:
 def _build_by_order(order: Mapping[str, Any], ranks: Ranks) -> Learner:
     settings, _ = read_settings(order["settings"].encode(), where="the saved settings")
     initial = Path(order["initial"]) if order["initial"] else settings.model.path
-    settings = with_model(settings, Path(order["model"]) if order["model"] else initial)
+    settings = with_model(settings, Path(order["model"]) if order["model"] else initial, is_merged=bool(order["model"]))
     if order["model"] and settings.needs_reference and settings.algorithm.reference_path is None:
         algorithm = settings.algorithm.model_copy(update={"reference_path": initial})
         settings = settings.model_copy(update={"algorithm": algorithm})

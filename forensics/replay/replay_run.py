@@ -302,8 +302,10 @@ def _build_by_order(order: Mapping[str, Any], ranks: Ranks, blobs: Blobs) -> Lea
     return learner_of(settings, ranks, blobs)
 
 
-def with_model(settings: TrainerSettings, path: Path) -> TrainerSettings:
-    return settings.model_copy(update={"model": settings.model.model_copy(update={"path": path})})
+def with_model(settings: TrainerSettings, path: Path, *, is_merged: bool = False) -> TrainerSettings:
+    """Return settings with another model folder; adapters begin anew on one in which those of a run ``is_merged``."""
+    lora = settings.model.lora.model_copy(update={"path": None} if is_merged else {})
+    return settings.model_copy(update={"model": settings.model.model_copy(update={"path": path, "lora": lora})})
 
 
 def learner_of(settings: TrainerSettings, ranks: Ranks, packs: PackStore, adapter: Path | None = None) -> Learner:

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Union, get_args, get_origin
 
 from pydantic import BaseModel
 
-from penstock.protocol.config.foreign_config import ALIASES, REFUSED, advice, ending_in
+from penstock.protocol.config.foreign_config import ABSENT, ALIASES, REFUSED, advice, ending_in
 from penstock.protocol.config.sources import KeyPath
 
 SECTIONS = (
@@ -84,7 +84,9 @@ def unknown_key(settings_class: type[BaseModel], path: KeyPath, depth: int, fiel
     if not siblings and depth:  # in a table whose names are the user's: [reward.define.NAME]
         siblings = [".".join((*spelling[:depth], name)) for name in fields]
     near = [name.rpartition(".")[2] for name in siblings]
-    similar = [siblings[near.index(name)] for name in get_close_matches(spelling[-1], near, n=1, cutoff=0.7)]
+    is_theirs = depth > 0 and spelling[-1] in ABSENT  # a similar key would do something else
+    similar = [] if is_theirs else get_close_matches(spelling[-1], near, n=1, cutoff=0.7)
+    similar = [siblings[near.index(name)] for name in similar]
     similar += [name for name in known if name.rpartition(".")[2] == spelling[-1]]  # right key, wrong section
     if not similar and depth:  # a key that another project writes without a section, or in another one
         if spelling[-1] in ALIASES:

@@ -21,7 +21,7 @@ from penstock.protocol.weights.adapter_format import (
     ADAPTER_WEIGHTS,
     MAX_CONFIG_BYTES,
     AdapterConfig,
-    factor_pairs,
+    pair_tensors,
 )
 from penstock.protocol.weights.layout import (
     Bucket,
@@ -45,10 +45,10 @@ class Factors:
     up: Floats
 
 
-def read_factors(config: AdapterConfig, layout: WeightLayout, raw: Bytes) -> dict[str, Factors]:
-    """Return the factors of an adapter's one bucket by the name of the weight they change.
+def read_factors(config: AdapterConfig, layout: WeightLayout, raw: Bytes, base: WeightLayout) -> dict[str, Factors]:
+    """Return the factors of an adapter's one bucket by the name of the weight of its base that they change.
 
-    Raises MalformedWeights for tensors that are not pairs of finite factors of the adapter's rank.
+    Raises MalformedWeights for tensors that are not finite, or not the pairs of its rank for layers of the base (`pair_tensors`).
     """
     bucket = layout.buckets[0]
     placed = {tensor.name: tensor for tensor in bucket.tensors}
@@ -60,33 +60,13 @@ def read_factors(config: AdapterConfig, layout: WeightLayout, raw: Bytes) -> dic
             raise MalformedWeights(f"tensor {name} has values that are not finite")
         return array
 
-    factors = {}
-    for weight, down, up in factor_pairs(placed):
-        shapes = placed[down].shape, placed[up].shape
-        if [len(shape) for shape in shapes] != [2, 2] or not shapes[0][0] == shapes[1][1] == config.r:
-            raise MalformedWeights(
-                f"the factors of {weight} are {shapes[0]} and {shapes[1]}, the adapter's rank is {config.r}"
-            )
-        factors[weight] = Factors(values(down), values(up))
-    return factors
-
-
-def check_fit(factors: Mapping[str, Factors], base: WeightLayout) -> None:
-    """Check that every weight an adapter changes is in the base, with its shape.
-
-    Raises MalformedWeights.
-    """
-    shapes = {tensor.name: tensor.shape for _, _, tensor in base.placed()}
-    for weight, pair in factors.items():
-        expected = (pair.up.shape[0], pair.down.shape[1])
-        if shapes.get(weight) != expected:
-            raise MalformedWeights(
-                f"the adapter changes {weight} {expected}, its base has {shapes.get(weight, 'no such weight')}"
-            )
+    shapes, weights = ({t.name: t.shape for _, _, t in some.placed()} for some in (layout, base))
+    pairs = pair_tensors(config, shapes, weights)
+    return {f"{layer}.weight": Factors(values(pair.down), values(pair.up)) for layer, pair in pairs.items()}
 
 
 def merge_into(raw: Bytes, bucket: Bucket, factors: Mapping[str, Factors], scale: float) -> None:
-    """Add an adapter to one raw bucket of its base, in place; the factors must have passed `check_fit`."""
+    """Add an adapter to one raw bucket of its base, in place; the factors are those of `read_factors`."""
     for placed in bucket.tensors:
         pair = factors.get(placed.name)
         if pair is not None:
@@ -133,8 +113,7 @@ def export_version(manifest: VersionManifest, folder: Path, *, reader: WeightRea
         scale = 0.0
         if manifest is not model:
             config, raw = read_adapter(manifest, reader, blobs)
-            factors, scale = read_factors(config, reader.layout(manifest), raw), config.scale
-            check_fit(factors, layout)
+            factors, scale = read_factors(config, reader.layout(manifest), raw, layout), config.scale
         for number, bucket in enumerate(layout.buckets):
             raw = np.zeros(bucket.num_bytes, np.uint8)
             reader.bring(plan, number, raw)
@@ -160,7 +139,7 @@ def export_adapter(manifest: VersionManifest, folder: Path, *, reader: WeightRea
     with new_folder(folder) as partial:
         config, raw = read_adapter(manifest, reader, blobs)
         layout = reader.layout(manifest)
-        check_fit(read_factors(config, layout, raw), reader.layout(reader.base(manifest)))
+        read_factors(config, layout, raw, reader.layout(reader.base(manifest)))
         (partial / ADAPTER_WEIGHTS).write_bytes(shard_header(layout.buckets[0]) + raw.tobytes())
         (partial / ADAPTER_CONFIG).write_bytes(config.to_json())
     return reader.num_bytes - before

@@ -20,7 +20,6 @@ SGLANG_TAKES = {
     "unknown tensor",
     "wrong shape",
     "nan",
-    "rslora",
     "rank pattern",
     "half of what is fused",
 }
@@ -182,6 +181,16 @@ def test_an_adapter_is_loaded_while_others_generate(
     assert_computed_by(merged[None], PROMPT, reply)
 
 
+def test_a_rank_stabilised_adapter_has_its_scale(engine: EngineUnderTest, tmp_path: Path) -> None:
+    if engine.kind == "sglang":
+        pytest.skip("SGLang ignores use_rslora: published adapters have its scale in lora_alpha")
+    one = Adapter.random(engine.model, tmp_path / "adapter", seed=4)
+    one.config["use_rslora"] = True
+    load(engine, "policy@4", one.write().folder)
+    merged = Dense(one.merged_into(engine.model, tmp_path / "merged"))
+    assert_computed_by(merged, PROMPT, ask(engine, PROMPT, "policy@4"))
+
+
 def test_a_retracted_generation_continues_with_its_adapter(
     serving: EngineUnderTest, merged: dict[str | None, Dense]
 ) -> None:
@@ -244,7 +253,6 @@ def test_an_invalid_adapter_is_refused(engine: EngineUnderTest, tmp_path: Path, 
         ("unknown tensor", "unknown"),
         ("wrong shape", "shape"),
         ("nan", "NaN or infinite"),
-        ("rslora", "use_rslora"),
         ("rank pattern", "rank_pattern"),
         ("dora", "use_dora"),
         ("embedding", "embed_tokens"),
@@ -269,7 +277,6 @@ def test_what_would_compute_something_else_is_refused(
 def spoil(adapter: Adapter, change: str) -> None:
     name = sorted(adapter.tensors)[0]
     config: dict[str, dict[str, Any]] = {
-        "rslora": {"use_rslora": True},
         "rank pattern": {"rank_pattern": {"q_proj": 2}},
         "dora": {"use_dora": True},
         "embedding": {"target_modules": ["q_proj", "v_proj", "embed_tokens"]},

@@ -238,6 +238,6 @@ class Adapter:
         tensors = read_tensors(model)
         for layer in {name.rpartition(".lora_")[0] for name in self.tensors}:
             down, up = (self.tensors[f"{layer}.lora_{part}.weight"].float() for part in "AB")
-            scale = self.config["lora_alpha"] / self.config["r"]
+            scale = self.config["lora_alpha"] / self.config["r"] ** (0.5 if self.config["use_rslora"] else 1.0)
             tensors[f"{layer.removeprefix('base_model.model.')}.weight"] += scale * (up @ down)
         return write_tensors(model, target, tensors)

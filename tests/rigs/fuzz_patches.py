@@ -29,7 +29,7 @@ from penstock.protocol.errors import ChainBroken, MalformedFact, MalformedWeight
 from penstock.protocol.versions import PolicyVersion
 from penstock.protocol.weights import bucket_codec, patch_segment
 from penstock.protocol.weights.adapter_format import AdapterConfig
-from penstock.protocol.weights.export import check_fit, merge_into, read_factors
+from penstock.protocol.weights.export import merge_into, read_factors
 from penstock.protocol.weights.layout import WeightLayout
 from penstock.protocol.weights.manifest import VersionManifest
 from penstock.protocol.weights.manifest_chain import CatchUp, FetchManifest, Held, plan_catch_up, verify_base
@@ -228,8 +228,7 @@ class Fuzzer:
                 return "refused, not the manifest's size"
             if layout.num_bytes != self.factors.size:
                 return "refused, not the object's size"
-            factors = read_factors(config, layout, self.factors)
-            check_fit(factors, LAYOUT)
+            factors = read_factors(config, layout, self.factors, LAYOUT)
         except (MalformedFact, MalformedWeights):
             return "refused"
         for number, bucket in enumerate(LAYOUT.buckets):

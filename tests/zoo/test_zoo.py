@@ -43,7 +43,7 @@ from penstock.trainer.learner.policy_weights import WeightCopies
 from penstock.trainer.learner.trainable import Optimisation
 from penstock.trainer.parallel_dims import ParallelDims, ParallelLayout
 from penstock.trainer.publishing.publish import Publisher
-from penstock.trainer.publishing.weight_buckets import Snapshot
+from penstock.trainer.publishing.weight_buckets import AdapterWeights, Snapshot
 from penstock.trainer.ranks import Ranks
 from tests.contracts.engine_under_test import embedded_engine
 from tests.contracts.tiny_model import write_tokenizer
@@ -299,6 +299,20 @@ def test_default_adapters_are_of_the_right_layers_and_change_what_is_served(
         expected = _row_by_row(PeftModel.from_pretrained(plain, str(served)), batch)
     torch.testing.assert_close(policy.logprobs(batch), expected, rtol=0, atol=5e-5)
     assert float((expected - before).abs().max()) > 5e-3  # logits of Granite are divided by 8
+    if family.name == "qwen3":
+        _assert_is_continued(folder, served, dims, batch, policy.logprobs(batch))
+
+
+def _assert_is_continued(folder: Path, served: Path, dims: ParallelDims, batch: MicroBatch, expected: Tensor) -> None:
+    """A training that begins with an adapter computes it, and publishes it, and not its base, before the first step."""
+    begun = load_policy(folder, how(lora=adapter.Lora(4, 8.0, path=served)), dims, temperature=1.0)
+    torch.testing.assert_close(begun.logprobs(batch), expected, rtol=0, atol=0)
+    copies = WeightCopies(begun, dims, str)
+    weights = copies.copy(None, None, as_adapter=True, wanted=(), bucket_bytes=BUCKET_BYTES)
+    assert isinstance(weights, AdapterWeights)
+    stored, found = load_file(served / ADAPTER_WEIGHTS), weights.buckets.tensors()
+    assert stored.keys() == found.keys()
+    assert all(torch.equal(stored[name], tensor) for name, tensor in found.items())
 
 
 @each_family

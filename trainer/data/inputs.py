@@ -11,6 +11,7 @@ from typing import Literal, TypeVar
 from penstock.protocol.config.connection import Section
 from penstock.protocol.errors import ConfigError
 from penstock.protocol.files import target_outside
+from penstock.protocol.model_folder import refuse_adapter
 from penstock.trainer.data_settings import FineTuningSettings
 from penstock.trainer.settings import TrainerSettings
 
@@ -51,6 +52,7 @@ def resolve_inputs(settings: TrainerSettings) -> TrainerSettings:
 
 def model_folder(path: Path, key: str) -> Path:
     if path.exists() or (named := _id(path)) is None:
+        refuse_adapter(path, key)
         return path
     from penstock.trainer.data import hub  # noqa: PLC0415  takes a second to import
 

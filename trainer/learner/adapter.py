@@ -7,6 +7,7 @@ so the first policy equals the model, and with adapters switched off it always d
 from __future__ import annotations
 
 import contextlib
+import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -17,7 +18,9 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from penstock.protocol.weights.adapter_format import ADAPTER_CONFIG, ADAPTER_WEIGHTS, AdapterConfig, factor_names
+from penstock.protocol.errors import MalformedWeights
+from penstock.protocol.model_folder import read_header
+from penstock.protocol.weights.adapter_format import ADAPTER_WEIGHTS, AdapterConfig, check_tensors, factor_names
 from penstock.trainer.errors import UnsupportedModel
 from penstock.trainer.learner.model_folder_check import tied_target
 
@@ -45,6 +48,7 @@ class Lora:
     # Endings of module names; none: every linear layer but the output head, of a mixture of experts those of attention.
     targets: tuple[str, ...] = ()
     seed: int = 0  # of A: the same on every rank and after a restart
+    path: Path | None = None  # folder of the adapter that is trained further
 
 
 def attach(model: nn.Module, lora: Lora, *, head: str | None = None) -> None:
@@ -88,27 +92,35 @@ def attach(model: nn.Module, lora: Lora, *, head: str | None = None) -> None:
 
 
 def load(model: nn.Module, folder: Path) -> None:
-    """Set a model's adapters to published ones, in PEFT's form; raises UnsupportedModel for those of other layers or ranks."""
-    written, stored = (
-        AdapterConfig.from_json((folder / ADAPTER_CONFIG).read_bytes()),
-        load_file(folder / ADAPTER_WEIGHTS),
-    )
-    parameters = {
+    """Set a model's adapters to those of a folder in PEFT's form.
+
+    Raises UnsupportedModel for another scale or a tensor of another layer or rank, or with a value that is not finite.
+    """
+    weights = {
         name: weight
         for layer, module in _layers(model)
         for name, weight in zip(
             factor_names(layer), (module.lora_A[_NAME].weight, module.lora_B[_NAME].weight), strict=True
         )
     }
-    if written != config(model) or {n: tensor.shape for n, tensor in stored.items()} != {
-        n: tensor.shape for n, tensor in parameters.items()
-    }:
+    own = config(model)
+    try:
+        written, header = AdapterConfig.from_peft(folder), read_header(folder / ADAPTER_WEIGHTS)[0]
+        if own is None or not math.isclose(written.scale, own.scale, rel_tol=1e-6):
+            raise MalformedWeights(
+                f"it is of rank {written.r} and alpha {written.lora_alpha:g}, and model.lora makes others of this model"
+            )
+        expected = {name: tuple(weight.shape) for name, weight in weights.items()}
+        check_tensors({name: tuple(entry["shape"]) for name, entry in header.items()}, expected)
+        stored = load_file(folder / ADAPTER_WEIGHTS)
+        if wild := [name for name, tensor in stored.items() if not tensor.isfinite().all()]:
+            raise MalformedWeights(f"{wild[0]} has a value that is not finite")
+    except MalformedWeights as err:
         raise UnsupportedModel(
-            f"{folder} holds adapters of rank {written.r} and alpha {written.lora_alpha:g} for {len(stored) // 2} layers "
-            f"({', '.join(written.target_modules)}), and model.lora makes others of this model; use the settings that they were trained with"
-        )
+            f"the adapter {folder} does not fit: {err}; use the base model and the settings that it was trained with"
+        ) from None
     with torch.no_grad():
-        for name, weight in parameters.items():
+        for name, weight in weights.items():
             weight.copy_(stored[name])
 
 

@@ -82,15 +82,13 @@ def load_policy(
 ) -> Policy:
     """Load a Hugging Face model folder and put it under DeepSpeed; the same call on every rank.
 
-    The policy's adapters begin with those published in ``adapters``; None: from their first values. Raises UnsupportedModel for a
+    The policy's adapters begin with those published in ``adapters``; None: as ``how`` says. Raises UnsupportedModel for a
     missing folder or another model, NoAttentionKernel if no attention over packed rows works, ConfigError for a dtype that does not
     work with the ZeRO stage, a layout that the model does not allow, or no routers to replay.
     """
     check_routers(model_folder, router_replay=how.router_replay)
     model: Any = load_language_model(model_folder, how, dims)
-    attach_adapters(model, how)
-    if adapters is not None:
-        adapter.load(model, adapters)
+    attach_adapters(model, how, adapters)
     scorer = _scorer(model, how, dims, temperature)
     if how.router_replay:
         scorer.replay_routers()
@@ -254,10 +252,12 @@ def switch_off_dropout(model: nn.Module) -> dict[str, float]:
     return found
 
 
-def attach_adapters(model: Any, how: Optimisation, *, head: str | None = None) -> None:
+def attach_adapters(model: Any, how: Optimisation, begin: Path | None = None, *, head: str | None = None) -> None:
     if how.lora is None:
         return
     adapter.attach(model, how.lora, head=head)
+    if (folder := begin or how.lora.path) is not None:
+        adapter.load(model, folder)
     if how.gradient_checkpointing:  # a checkpointed layer needs an input that requires a gradient
         model.enable_input_require_grads()
 

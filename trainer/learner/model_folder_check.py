@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from penstock.protocol import model_folder
-from penstock.protocol.errors import ConfigError
+from penstock.protocol.errors import ConfigError, MalformedWeights
 from penstock.protocol.groups import SINGLE_TURN
 from penstock.protocol.images.processor import read_processor
 from penstock.protocol.model_folder import read_object
 from penstock.protocol.token_annotations import FAMILIES, Routers, routers_of
+from penstock.protocol.weights.adapter_format import (
+    ADAPTER_WEIGHTS,
+    MERGE_ADAPTER,
+    AdapterConfig,
+    check_served,
+    pair_tensors,
+)
 from penstock.trainer.data_settings import DATA_EVAL
 from penstock.trainer.errors import UnsupportedModel
 from penstock.trainer.parallel_dims import ParallelLayout
@@ -87,21 +94,62 @@ def check_adapters(settings: TrainerSettings, command: str) -> None:
     """
     lora, path = settings.model.lora, settings.model.path / "config.json"
     targets = {target.rpartition(".")[2] for target in lora.targets} if lora.rank else set()
+    if lora.path is not None and path.is_file():
+        _check_adapter(lora.path, settings.model.path)
+    if lora.path is not None:
+        _check_reference(settings, command)
     if embedding := sorted(targets & _EMBEDDINGS):
         raise ConfigError(
             f"model.lora.targets = {lora.targets}: {embedding[0]} is an embedding, of which no adapter is published or merged; leave it out"
         )
-    if not targets & _HEADS:
-        return
-    config = model_folder.read_object(path) if path.is_file() else {}
+    config = model_folder.read_object(path) if targets & _HEADS and path.is_file() else {}
     text = config.get("text_config")
     if any(part.get("tie_word_embeddings") is True for part in (config, text) if isinstance(part, dict)):
         raise ConfigError(tied_target(lora.targets, min(targets & _HEADS)))
     if command == "train" and lora.publish == "adapter":
+        _check_served(lora.targets, targets)
+
+
+def _check_served(given: Sequence[str], targets: Collection[str]) -> None:
+    where, instead = f"model.lora.targets = {given}", 'or set model.lora.publish = "merged"'
+    if heads := sorted(_HEADS.intersection(targets)):
+        raise ConfigError(f"{where}: engines serve no adapter of {heads[0]}; leave it out, {instead}")
+    if numbered := [target for target in given if any(part.isdigit() for part in target.split("."))]:
         raise ConfigError(
-            f"model.lora.targets = {lora.targets}: engines serve no adapter of {min(targets & _HEADS)}; leave it out, or set "
-            'model.lora.publish = "merged"'
+            f"{where}: engines adapt every layer of a name, and {numbered[0]} is one of them; name {numbered[0].rpartition('.')[2]}, {instead}"
         )
+    try:
+        check_served(targets, where)
+    except MalformedWeights as err:
+        raise ConfigError(f"{err}, {instead}") from None
+
+
+def _check_reference(settings: TrainerSettings, command: str) -> None:
+    dpo, algorithm = settings.dpo, settings.algorithm
+    is_another = algorithm.reference_path is not None or algorithm.reference_device == "remote"
+    if command == "train" and settings.needs_reference and not is_another:
+        instead = "set algorithm.reference_path"
+    elif command == "dpo" and dpo.needs_reference and not dpo.reference_path and dpo.is_live(has_adapters=False):
+        instead = 'set dpo.reference = "precomputed", or dpo.reference_path,'
+    else:
+        return
+    raise ConfigError(
+        f"the reference would be model.path without the adapter model.lora.path = {settings.model.lora.path} that the training begins with; "
+        f"{instead} to a folder: of model.path, or of both merged (penstock model merge)"
+    )
+
+
+def _check_adapter(folder: Path, base: Path) -> None:
+    try:
+        headers = [
+            model_folder.read_header(file)[0] for file in (folder / ADAPTER_WEIGHTS, *model_folder.weight_files(base))
+        ]
+        tensors, *parts = [{name: tuple(entry["shape"]) for name, entry in header.items()} for header in headers]
+        pair_tensors(AdapterConfig.from_peft(folder), tensors, dict(item for part in parts for item in part.items()))
+    except MalformedWeights as err:
+        raise ConfigError(
+            f"model.lora.path = {folder} is no adapter of model.path = {base}: {err}; name its base model, or {MERGE_ADAPTER.format(adapter=folder)}"
+        ) from None
 
 
 def tied_target(targets: Sequence[str], name: str) -> str:

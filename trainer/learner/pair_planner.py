@@ -88,8 +88,8 @@ class PairPlanner:
         return torch.tensor(self._dims.sum(sums.tolist()), dtype=torch.float64)
 
     def kl(self, pairs: Sequence[Pair]) -> float:
-        """Return the KL, at least 0, on each prompt with the answers of another one; collective."""
-        if not self._needs_kl:
+        """Return the KL, at least 0, on each prompt with the answers of another one, 0 where there is no other; collective."""
+        if not self._needs_kl or len(pairs) < 2:
             return 0.0
         assert self._live is not None
         total = 0.0

@@ -239,9 +239,10 @@ class WeightCopies:
             if publisher is not None:
                 publisher.hold(buckets, permanently=True)
         base = self._base[1]
-        if self._policy.steps_done == 0:  # the adapter is still zero: the base itself is published
-            return ModelWeights(base.buckets, lambda: base.root)
         factors = {published_name(name): tensor for name, tensor in weights.adapter_tensors(dtype_of(dtype)).items()}
+        is_zero = not any(name.endswith(".lora_B.weight") and tensor.any() for name, tensor in factors.items())
+        if self._policy.steps_done == 0 and is_zero:  # the base itself is published
+            return ModelWeights(base.buckets, lambda: base.root)
         return AdapterWeights.of(factors, base, copy_id=self._num_copies)
 
     def root(self) -> str:

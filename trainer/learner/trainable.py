@@ -15,7 +15,7 @@ import math
 import os
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal
 
@@ -100,14 +100,10 @@ def optimisation(
         activation_offload=model.activation_offload,
         offload=trainer.offload,
         gradient_dtype=trainer.gradient_dtype,
-        communication=Communication(
-            overlap_comm=trainer.overlap_comm,
-            reduce_bucket_size=trainer.reduce_bucket_size,
-            prefetch_bucket_size=trainer.prefetch_bucket_size,
-            max_live_parameters=trainer.max_live_parameters,
-            hpz_partition_size=trainer.hpz_partition_size,
-        ),
-        lora=Lora(lora.rank, lora.alpha, lora.dropout, tuple(lora.targets), settings.first_seed) if lora.rank else None,
+        communication=Communication(**{of.name: getattr(trainer, of.name) for of in fields(Communication)}),
+        lora=Lora(lora.rank, lora.scaled_alpha, lora.dropout, tuple(lora.targets), settings.first_seed, lora.path)
+        if lora.rank
+        else None,
     )
 
 

@@ -15,10 +15,8 @@ from typing import Literal, NamedTuple, TypeAlias
 
 import torch
 
-from penstock.protocol.errors import UnsupportedModel
-from penstock.protocol.model_folder import read_object
-from penstock.protocol.weights.adapter_format import ADAPTER_CONFIG, ADAPTER_WEIGHTS
-from penstock.rollout_service.checks.check_weights import pair_tensors, read_config
+from penstock.protocol.errors import MalformedWeights, UnsupportedModel
+from penstock.protocol.weights.adapter_format import ADAPTER_WEIGHTS, AdapterConfig, check_served, pair_tensors
 from penstock.rollout_service.embedded_engine.errors import CheckpointRefused
 from penstock.rollout_service.embedded_engine.model.model_config import ModelConfig
 from penstock.rollout_service.embedded_engine.model.vision_tower import PREFIX
@@ -28,7 +26,6 @@ from penstock.rollout_service.embedded_engine.model.weights import (
     interleaved_halves,
     read_safetensors,
 )
-from penstock.rollout_service.errors import AdapterUnfit
 
 Site: TypeAlias = Literal["qkv", "output", "gate_up", "down"]  # the fused matrices of a layer
 _SITES: tuple[Site, ...] = ("qkv", "output", "gate_up", "down")
@@ -159,19 +156,22 @@ def read_adapter(folder: Path, model: ModelConfig, *, max_rank: int) -> dict[str
     Each ``down`` is [rank, in] in the file's dtype, each ``up`` [out, rank] in float32.
     """
     try:
-        config = read_config(read_object(folder / ADAPTER_CONFIG))
-        if config.rank > max_rank:
-            raise AdapterUnfit(f"its rank is {config.rank}, the engine was started with --max-lora-rank {max_rank}")
+        config = AdapterConfig.from_peft(folder)
+        check_served(config.target_modules, "target_modules")
+        if config.r > max_rank:
+            raise MalformedWeights(f"its rank is {config.r}, the engine was started with --max-lora-rank {max_rank}")
         tensors = read_safetensors(folder / ADAPTER_WEIGHTS)
         shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
         pairs = pair_tensors(config, shapes, expected_shapes(model))
         if of_experts := [layer for layer in pairs if ".mlp.experts." in layer or layer.endswith(".mlp.gate")]:
-            raise AdapterUnfit(
+            raise MalformedWeights(
                 f"it adapts {of_experts[0]}: adapters of experts and routers are not computed by this engine"
             )
         if of_tower := [layer for layer in pairs if layer.startswith(PREFIX)]:
-            raise AdapterUnfit(f"it adapts {of_tower[0]}: adapters of a vision tower are not computed by this engine")
-    except (OSError, ValueError, AdapterUnfit, UnsupportedModel) as error:
+            raise MalformedWeights(
+                f"it adapts {of_tower[0]}: adapters of a vision tower are not computed by this engine"
+            )
+    except (OSError, ValueError, MalformedWeights, UnsupportedModel) as error:
         raise CheckpointRefused(f"{folder}: {error}") from error
     for name, tensor in tensors.items():
         check_values(folder, name, tensor)

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig
 
+from penstock.console.registry.adapter_merge import merge_adapter
 from penstock.console.registry.model_merge import (
     METHODS,
     Method,
@@ -25,7 +29,15 @@ from penstock.console.registry.model_merge import (
 from penstock.protocol.errors import ConfigError
 from penstock.protocol.model_folder import INDEX
 
+pytestmark = pytest.mark.filterwarnings(
+    "ignore::UserWarning:peft", "ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"
+)
 Tensors = dict[str, torch.Tensor]
+LAYERS = ["q_proj", "v_proj", "down_proj"]
+PATTERNS = {
+    "rank_pattern": {"q_proj": 2, "^model.layers.1.mlp.down_proj": 7},
+    "alpha_pattern": {"layers.0.self_attn.v_proj": 3},
+}
 
 
 def _tensors(seed: int, dtype: torch.dtype = torch.float32) -> Tensors:
@@ -204,3 +216,96 @@ def test_a_tensor_that_two_files_have_is_refused(tmp_path: Path) -> None:
     second.write_bytes(first.read_bytes())
     with pytest.raises(ConfigError, match=r"tensor a\.weight is in model-00001.* and in model-00002"):
         open_model(folder)
+
+
+@pytest.fixture(scope="module")
+def bases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Models of two layers by name: with biases, with a head of its own or a tied one, and with transposed weights."""
+    root, sizes = tmp_path_factory.mktemp("bases"), {"vocab_size": 256, "bos_token_id": 1, "eos_token_id": 2}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "attention_bias": True}
+    llama = {"hidden_size": 128, "intermediate_size": 192, "num_hidden_layers": 2, **heads}
+    gpt2 = GPT2Config(n_embd=128, n_layer=2, n_head=2, n_positions=64, tie_word_embeddings=False, **sizes)
+    configs = {tied: LlamaConfig(**sizes, **llama, tie_word_embeddings=tied == "tied") for tied in ("untied", "tied")}
+    for name, config in {**configs, "gpt2": gpt2}.items():
+        torch.manual_seed(0)
+        AutoModelForCausalLM.from_config(config).save_pretrained(root / name)
+    return {name: root / name for name in ("untied", "tied", "gpt2")}
+
+
+@pytest.mark.parametrize(
+    ("base", "options", "refused"),
+    [
+        ("untied", {}, ""),
+        ("untied", {"use_rslora": True, "r": 8}, ""),
+        ("untied", {"use_dora": True}, ""),
+        ("tied", {"use_dora": True, "use_rslora": True, "target_modules": "all-linear"}, ""),
+        ("untied", {**PATTERNS, "use_rslora": True}, ""),
+        ("untied", {"layers_to_transform": [1]}, ""),
+        ("untied", {"exclude_modules": ["model.layers.0.mlp.down_proj"]}, ""),
+        ("untied", {"target_modules": r".*\.(q|v)_proj"}, ""),
+        ("untied", {"bias": "all"}, ""),
+        ("untied", {"bias": "lora_only"}, ""),
+        ("untied", {"modules_to_save": ["lm_head", "embed_tokens"]}, ""),
+        ("untied", {"target_modules": ["lm_head", "embed_tokens", "q_proj"]}, ""),
+        ("gpt2", {"target_modules": ["c_attn", "c_fc"], "fan_in_fan_out": True}, ""),
+        ("gpt2", {"target_modules": ["c_attn", "c_proj"], "fan_in_fan_out": True, "use_dora": True}, ""),
+        ("tied", {"modules_to_save": ["lm_head"]}, "lm_head, which is embedding and head at once"),
+        ("tied", {"modules_to_save": ["embed_tokens"]}, "embed_tokens, which is embedding and head at once"),
+        ("tied", {"target_modules": ["lm_head", "q_proj"]}, "lm_head, which is embedding and head at once"),
+        ("untied", {"init_lora_weights": "pissa"}, "init_lora_weights = 'pissa'"),
+        ("untied", {"lora_bias": True}, "lora_bias = 'True'"),
+        ("untied", {"trainable_token_indices": [3]}, "trainable_token_indices"),
+        ("untied", {"rank_pattern": {"(q|v)_proj": 2}}, r"rank_pattern has '\(q\|v\)_proj'"),
+    ],
+)  # fmt: skip
+def test_an_adapter_of_peft_is_merged_exactly_or_refused_by_name(
+    bases: dict[str, Path], tmp_path: Path, base: str, options: dict[str, Any], refused: str
+) -> None:
+    """The merged model's logits are those of peft's, which differ from the base's by much more."""
+    torch.manual_seed(1)
+    config = LoraConfig(**{"r": 4, "lora_alpha": 9, "target_modules": LAYERS, "task_type": "CAUSAL_LM", **options})
+    adapted = get_peft_model(AutoModelForCausalLM.from_pretrained(bases[base]), config)
+    with torch.no_grad():
+        for parameter in adapted.parameters():
+            if parameter.requires_grad:
+                parameter.add_(0.05 * torch.randn_like(parameter))
+    adapted.save_pretrained(tmp_path / "adapter")
+    if refused:
+        with pytest.raises(ConfigError, match=refused):
+            merge_adapter(bases[base], tmp_path / "adapter", tmp_path / "out")
+        assert not (tmp_path / "out").exists()
+        return
+    merge_adapter(bases[base], tmp_path / "adapter", tmp_path / "out")
+    plain = AutoModelForCausalLM.from_pretrained(bases[base])
+    ids = torch.arange(3, 33)[None]
+    with torch.no_grad():
+        before, merged = (
+            model(ids).logits for model in (plain, AutoModelForCausalLM.from_pretrained(tmp_path / "out"))
+        )
+        expected = PeftModel.from_pretrained(plain, str(tmp_path / "adapter"))(ids).logits
+    torch.testing.assert_close(merged, expected, rtol=0, atol=5e-6)
+    assert float((expected - before).abs().max()) > 0.1
+
+
+@pytest.mark.parametrize(
+    ("damage", "refused"),
+    [
+        ({"v_proj.lora_A": None}, "model.layers.0.self_attn.v_proj has not the tensors"),
+        ({"layers.1.mlp.down_proj": None}, "no tensors for model.layers.1.mlp.down_proj.weight, which target_modules names"),
+        ({"0.self_attn.q_proj.lora_B": torch.zeros(7, 4)}, r"B of model.layers.0.self_attn.q_proj has shape \(7, 4\), expected \(128, 4\)"),
+        ({"0.self_attn.q_proj.lora_A": torch.full((4, 128), torch.nan)}, "q_proj.lora_A.weight has a value that is not finite"),
+    ],
+)  # fmt: skip
+def test_a_damaged_adapter_is_refused_by_its_tensor(
+    bases: dict[str, Path], tmp_path: Path, damage: dict[str, torch.Tensor | None], refused: str
+) -> None:
+    model = get_peft_model(
+        AutoModelForCausalLM.from_pretrained(bases["untied"]), LoraConfig(r=4, target_modules=LAYERS)
+    )
+    model.save_pretrained(tmp_path / "a")
+    file = tmp_path / "a" / "adapter_model.safetensors"
+    [(part, tensor)] = damage.items()
+    kept = {name: tensor if part in name else value for name, value in load_file(file).items()}
+    save_file({name: value for name, value in kept.items() if value is not None}, file)
+    with pytest.raises(ConfigError, match=refused):
+        merge_adapter(bases["untied"], tmp_path / "a", tmp_path / "out")

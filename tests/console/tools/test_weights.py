@@ -144,9 +144,10 @@ def test_adapters_are_listed_with_their_base_and_exported_either_way(
     base = adapter_base(load_file(folder / "model.safetensors"), config)
     source.publish(0, base.buckets.tensors())
     layer = "model.layers.0.self_attn.q_proj"
+    layers = [name.removesuffix(".weight") for name in base.buckets.names if name.endswith("q_proj.weight")]
+    sizes = {"lora_A": (2, 64), "lora_B": (128, 2)}
     factors = {
-        published_name(f"{layer}.lora_A.weight"): torch.randn(2, 64),
-        published_name(f"{layer}.lora_B.weight"): torch.randn(128, 2),
+        published_name(f"{one}.{part}.weight"): torch.randn(size) for one in layers for part, size in sizes.items()
     }
     source.publish(1, factors, base=base)
     rows, printed = listed()
@@ -156,7 +157,7 @@ def test_adapters_are_listed_with_their_base_and_exported_either_way(
     assert rows[1]["bytes"] < 0.05 * rows[0]["bytes"]
     assert "adapter on 0" in printed
     assert export(run, 1, tmp_path / "merged") == 0
-    down, up = factors.values()
+    down, up = (factors[published_name(f"{layer}.{part}.weight")] for part in sizes)
     merged = base.buckets.tensors()[f"{layer}.weight"] + 2.0 * up @ down
     torch.testing.assert_close(loaded(tmp_path / "merged")[f"{layer}.weight"], merged, rtol=1e-5, atol=1e-6)
     assert export(run, 1, tmp_path / "adapter", adapter=True) == 0

@@ -13,7 +13,7 @@ from tests.protocol.weights.published_weights import ADAPTER_LAYOUT, PublishedWe
 from penstock.protocol.errors import ChainBroken, MalformedFact
 from penstock.protocol.versions import PolicyVersion
 from penstock.protocol.weights.adapter_format import AdapterConfig, adapter_digest
-from penstock.protocol.weights.export import check_fit, merge_into, read_factors
+from penstock.protocol.weights.export import merge_into, read_factors
 from penstock.protocol.weights.layout import TensorSpec, bucket_digests, build_layout
 from penstock.protocol.weights.manifest import VersionManifest
 from penstock.protocol.weights.manifest_chain import Held, verify_base
@@ -100,8 +100,7 @@ def test_merging_is_what_torch_computes(dtype: str):
     layout = build_layout([TensorSpec("q.weight", dtype, (6, 5)), TensorSpec("z", dtype, (4,))])
     names = {"base_model.model.q.lora_A.weight": down, "base_model.model.q.lora_B.weight": up}
     adapter = build_layout([TensorSpec(name, dtype, tuple(t.shape)) for name, t in names.items()])
-    factors = read_factors(config, adapter, _bytes(down, up))
-    check_fit(factors, layout)
+    factors = read_factors(config, adapter, _bytes(down, up), layout)
     raw = _bytes(weight, torch.full((4,), torch.nan, dtype=kind))
     before = raw.copy()
     merge_into(raw, layout.buckets[0], factors, config.scale)
@@ -128,7 +127,7 @@ def test_bfloat16_is_rounded_as_torch_rounds():
         ]
     )
     config = AdapterConfig(r=1, lora_alpha=1.0, target_modules=("q",))
-    factors = read_factors(config, adapter, _bytes(one, torch.from_numpy(values.copy())))
+    factors = read_factors(config, adapter, _bytes(one, torch.from_numpy(values.copy())), layout)
     raw = np.zeros(layout.num_bytes, np.uint8)
     merge_into(raw, layout.buckets[0], factors, config.scale)
     expected = (torch.zeros(len(values)) + torch.from_numpy(values.copy())).bfloat16()

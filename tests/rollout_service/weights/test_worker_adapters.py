@@ -244,7 +244,7 @@ async def test_a_restarted_engine_has_its_adapters(model: Path, adapters: dict[P
     [
         ({"use_rslora": True}, "use_rslora"),
         ({"peft_type": "IA3"}, "LoRA"),
-        ({"r": 0}, "r is 0"),
+        ({"r": 0}, "r: Input should be greater than 0"),
         ({"lora_alpha": "many"}, "lora_alpha"),
         ({"target_modules": ["self_attn.q_proj"]}, "last words"),
         ({"target_modules": ["q_proj", "v_proj"]}, "unknown"),

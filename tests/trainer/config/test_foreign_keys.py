@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 from typing import Any
@@ -56,7 +57,7 @@ VALUES: dict[str, tuple[str, ...]] = {
     "eval.temperature": ("0.5",), "eval.top_p": ("0.9", "eval.temperature=1.0"), "eval.top_k": ("20", "eval.temperature=1.0"), "model.dtype": ("bfloat16",), "model.gradient_checkpointing": ("true",),
     "model.activation_offload": ("true", "model.gradient_checkpointing=true"), "trainer.offload": ("optimizer",),
     "trainer.gradient_dtype": ("as-trained", "model.dtype=bfloat16"),
-    "model.lora.alpha": ("16.0", LORA), "model.lora.dropout": ("0.1", LORA), "model.lora.rank": ("8",), "model.lora.targets": ('["q_proj"]', LORA),
+    "model.lora.use_rslora": ("true", LORA), "model.lora.alpha": ("16.0", LORA), "model.lora.dropout": ("0.1", LORA), "model.lora.rank": ("8",), "model.lora.targets": ('["q_proj"]', LORA),
     "model.path": ("m",), "rollout.group_size": ("6",), "rollout.groups_per_step": ("64",), "rollout.max_new_tokens": ("77",),
     "rollout.max_staleness": ("3",), "rollout.stop": ('["</a>"]',), "rollout.temperature": ("0.7",), "run.id": ("my-run",), "run.seed": ("7",),
     "sglang.attention_backend": ("fa3",), "sglang.context_length": ("4096",), "sglang.ep_size": ("2",),
@@ -118,10 +119,12 @@ def refusal(overrides: list[str]) -> list[str]:
     return str(caught.value).splitlines()
 
 
-def test_every_taken_key_sets_its_settings_in_some_service() -> None:
+def test_every_taken_key_sets_its_settings_in_some_service(tmp_path: Path) -> None:
     assert len(ALIASES) > 230
+    adapter = {"peft_type": "LORA", "r": 8, "lora_alpha": 16, "target_modules": ["q_proj"]}
+    (tmp_path / "adapter_config.json").write_text(json.dumps(adapter))
     for key, alias in ALIASES.items():
-        written, *needs = VALUES[alias.keys[0]]
+        written, *needs = {**VALUES, "model.lora.path": (str(tmp_path),)}[alias.keys[0]]
         if alias.keys[0].startswith("sglang."):
             needs.append("worker.engine=sglang")
         if alias.keys[0] in ("critic.lr", "critic.warmup_steps", "trainer.warmup_steps", "trainer.steps"):
@@ -133,7 +136,7 @@ def test_every_taken_key_sets_its_settings_in_some_service() -> None:
         document = config_document(load(reader, overrides=[*path, *room, *needs, f"{key}={written}"], environ={}))
         for ours in alias.keys:
             assert document["origins"][ours] == f"override as {key}"
-            assert str(value_of(document["settings"], ours)).lower().replace("'", '"') == written
+            assert str(value_of(document["settings"], ours)).lower().replace("'", '"') == written.lower()
 
 
 def test_every_other_key_is_answered_and_none_is_unknown() -> None:

@@ -23,7 +23,7 @@ from penstock.protocol.packs import group_pack
 from penstock.protocol.transport.blobs import Blobs
 from penstock.protocol.transport.bus import Bus
 from penstock.protocol.versions import PolicyVersion
-from penstock.protocol.weights.adapter_format import factor_pairs
+from penstock.protocol.weights.adapter_format import factor_names
 from penstock.protocol.weights.manifest import VersionManifest
 from penstock.trainer.algorithm.algorithm_settings import AlgorithmSettings
 from penstock.trainer.algorithm.credit import credit_rule
@@ -332,9 +332,10 @@ def published_adapter(learner: Learner, merged: dict[str, torch.Tensor]) -> dict
     base, factors = weights.base.buckets.tensors(), weights.buckets.tensors()
     scale = weights.base.config.scale
     made = dict(base)
-    for name, down, up in factor_pairs(factors):
-        if name in base:
-            made[name] = adapter.merged(base[name], factors[down], factors[up], scale)
+    for name in base:
+        down, up = (factors.get(factor) for factor in factor_names(name.removesuffix(".weight")))
+        if down is not None and up is not None:
+            made[name] = adapter.merged(base[name], down, up, scale)
     return {
         "shapes": {name: list(tensor.shape) for name, tensor in factors.items()},
         "scale": scale,

@@ -3,25 +3,34 @@
 from __future__ import annotations
 
 import json
+from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from peft.tuners.lora import Embedding
+from tests.contracts.tiny_model import Adapter
 from torch import nn
 
+from penstock.console.registry.model_merge import open_model
+from penstock.console.tools.chat import find_model
 from penstock.deploy.early_checks import check_inputs
+from penstock.deploy.evaluation.target import find
 from penstock.deploy.quickstart_task import write_model
 from penstock.fine_tuning.__main__ import fine_tune
 from penstock.fine_tuning.sections import DPO, RM, SFT
 from penstock.protocol.config.run_file import load
-from penstock.protocol.errors import ConfigError
+from penstock.protocol.errors import ConfigError, PenstockError
 from penstock.protocol.versions import PolicyVersion
+from penstock.protocol.weights.adapter_format import AdapterConfig
+from penstock.reward_model.commands import serve_model
 from penstock.trainer.errors import UnsupportedModel
 from penstock.trainer.learner import adapter
 from penstock.trainer.learner.adapter import Lora
 from penstock.trainer.learner.model_folder_check import check_adapters
 from penstock.trainer.learner.step_metrics import StepMetrics
+from penstock.trainer.learner.trainable import optimisation
 from penstock.trainer.publishing.publication import Publication, UnchangedVersions
 from penstock.trainer.settings import TrainerSettings
 
@@ -53,7 +62,12 @@ def chosen(folder: Path, config: dict[str, Any], *overrides: str) -> TrainerSett
         (UNTIED, ['model.lora.targets=["lm_head"]', "model.lora.publish=merged"], TRAIN, ""),
         ({}, ['model.lora.targets=["lm_head"]'], TUNED, ""),  # its family decides: the layers are asked
         (TIED, [], ALL, ""),
-        (TIED, ['model.lora.targets=["q_proj", "o_proj"]'], ALL, ""),
+        (TIED, ['model.lora.targets=["q_proj", "v_proj", "o_proj"]'], ALL, ""),
+        (TIED, ['model.lora.targets=["q_proj", "o_proj"]'], TRAIN, "q_proj without v_proj: SGLang fuses them"),  # no worker takes it
+        (TIED, ['model.lora.targets=["self_attn.up_proj"]'], TRAIN, "up_proj without gate_proj"),
+        (TIED, ['model.lora.targets=["layers.0.self_attn.o_proj"]'], TRAIN, "is one of them; name o_proj"),
+        (TIED, ['model.lora.targets=["q_proj"]', "model.lora.publish=merged"], TRAIN, ""),
+        (TIED, ['model.lora.targets=["layers.0.mlp.up_proj"]'], TUNED, ""),
     ],
 )  # fmt: skip
 def test_targets_are_refused_by_name(
@@ -86,6 +100,101 @@ def test_words_for_every_linear_layer_are_the_default(tmp_path: Path, override: 
     with pytest.raises(ConfigError, match=r"leave model\.lora\.targets out: every linear layer but the head") as caught:
         chosen(tmp_path, UNTIED, override)
     assert len(str(caught.value).splitlines()) == 1
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("base") / "model"
+    write_model(folder, seed=0)
+    return folder
+
+
+def outside(base: Path, folder: Path, **config: Any) -> Adapter:
+    one = Adapter.random(base, folder, seed=1, targets=("q_proj", "v_proj"))
+    one.config.update(config)
+    return one
+
+
+def test_an_adapter_of_peft_gives_its_own_settings(base: Path, tmp_path: Path) -> None:
+    """Rank-stabilised, its scale is alpha / sqrt(rank), also in what is published for engines that ignore the option."""
+    outside(base, tmp_path / "a", use_rslora=True, lora_alpha=6).write()
+    settings = load(TrainerSettings, overrides=[f"model.path={base}", f"model.lora.path={tmp_path}/a"]).settings
+    lora = settings.model.lora
+    assert (lora.rank, lora.alpha, lora.use_rslora, lora.targets) == (4, 6.0, True, ["q_proj", "v_proj"])
+    chosen = optimisation(settings, settings.trainer, 1).lora
+    assert chosen is not None
+    model = Tiny(ties=False)
+    adapter.attach(model, replace(chosen, targets=("proj",)))
+    [(_, _, scale)] = adapter.factors(model).values()
+    written = adapter.config(model)
+    assert written is not None
+    assert AdapterConfig.from_json(written.to_json()).scale == pytest.approx(scale) == 3.0
+    check_adapters(settings, "train")
+
+
+@pytest.mark.parametrize(
+    ("config", "overrides", "refused"),
+    [
+        ({}, ["model.lora.rank=8"], r"model.lora.rank = 8, and the adapter .* has 4; leave model.lora.rank out"),
+        ({}, ["model.lora.alpha=1"], "model.lora.alpha = 1.0, and the adapter .* has 8.0"),
+        ({}, ['model.lora.targets=["q_proj"]'], r"has \['q_proj', 'v_proj'\].* penstock model merge BASE --adapter"),
+        ({}, ["model.lora.use_rslora=true"], "has False"),
+        *(({name: value}, [], f"{name} = .* penstock model merge BASE --adapter") for name, value in {
+            "use_dora": True, "modules_to_save": ["lm_head"], "bias": "all", "fan_in_fan_out": True, "rank_pattern": {"q_proj": 2},
+            "alpha_pattern": {"q_proj": 2}, "layers_to_transform": [0], "exclude_modules": ["x"], "init_lora_weights": "pissa",
+            "lora_bias": True, "target_parameters": ["x"], "trainable_token_indices": [1], "of_a_later_release": 1,
+        }.items()),
+        ({"target_modules": ".*proj"}, [], "target_modules is '.*proj', expected 'all-linear'"),
+        ({"peft_type": "IA3"}, [], "no.* LoRA adapter|not describe a LoRA adapter"),
+        ({"r": True}, [], "r: Input should be a valid integer"),
+    ],
+)  # fmt: skip
+def test_an_adapter_that_is_not_trained_further_exactly_is_refused(
+    base: Path, tmp_path: Path, config: dict[str, Any], overrides: list[str], refused: str
+) -> None:
+    outside(base, tmp_path / "a", **config).write()
+    with pytest.raises(ConfigError, match=refused):
+        load(TrainerSettings, overrides=[f"model.path={base}", f"model.lora.path={tmp_path}/a", *overrides])
+
+
+def test_every_command_refuses_an_adapter_of_another_base_or_in_the_place_of_a_model(
+    base: Path, tmp_path: Path
+) -> None:
+    one = outside(base, tmp_path / "a")
+    name = next(iter(one.tensors))
+    one.tensors[name] = one.tensors[name][:, 1:].contiguous()
+    one.write()
+    (tmp_path / "rows.jsonl").write_text("{}\n")
+    wrong_base, as_model = [f"model.path={base}", f"model.lora.path={one.folder}"], [f"model.path={one.folder}"]
+    for given, refused in (
+        (wrong_base, f"{name} has shape .* expected .* name its base model"),
+        (as_model, "model.path = .* is an adapter .* --adapter"),
+    ):
+        with pytest.raises(PenstockError, match=refused):
+            check_inputs(load(TrainerSettings, overrides=given).settings)
+        for command in (SFT, DPO, RM):
+            with pytest.raises(PenstockError, match=refused):
+                fine_tune(command, [*given, f"{command.section}.data={tmp_path}/rows.jsonl", f"run.dir={tmp_path}"])
+    verbs = (
+        lambda: find(str(one.folder), [], {}), lambda: find_model(tmp_path, str(one.folder)), lambda: open_model(one.folder),
+        lambda: serve_model(one.folder),
+    )  # fmt: skip
+    for verb in verbs:
+        with pytest.raises(PenstockError, match=r"is an adapter .* penstock model merge BASE --adapter"):
+            verb()
+
+
+def test_the_reference_is_the_policy_that_a_training_begins_with(base: Path, tmp_path: Path) -> None:
+    """Switching the adapter off would give another model: the reference is computed before the first step, or named."""
+    path = outside(base, tmp_path / "a").write().folder
+    given = [f"model.path={base}", f"model.lora.path={path}"]
+    for command, override, is_refused in (
+        ("dpo", "dpo.beta=0.1", False), ("dpo", 'dpo.reference="live"', True), ("dpo", 'dpo.loss="kto"', True), ("dpo", 'dpo.loss="simpo"', False),
+        ("train", "algorithm.kl_coefficient=0.1", True), ("sft", "algorithm.kl_coefficient=0.1", False),
+    ):  # fmt: skip
+        settings = load(TrainerSettings, overrides=[*given, override]).settings
+        with pytest.raises(ConfigError, match=r"without the adapter .* set ") if is_refused else nullcontext():
+            check_adapters(settings, command)
 
 
 def test_every_command_asks_before_it_loads_the_model(tmp_path: Path) -> None:
@@ -138,8 +247,7 @@ def test_targets_are_refused_by_their_layers(targets: tuple[str, ...], ties: boo
         ("modules_to_save=['lm_head']", "train the whole model with model.lora.rank = 0"),
         ("use_dora=true", "not offered: engines serve no magnitudes"),
         ("dora=true", "not offered: engines serve no magnitudes"),
-        ("use_rslora=true", "set model.lora.alpha to alpha x sqrt(rank)"),
-        ("rslora=true", "set model.lora.alpha to alpha x sqrt(rank)"),
+        ("rslora=true", "did you mean model.lora.use_rslora?"),
         ("trainable_token_indices=[1]", "embeddings have no adapters"),
         ("rank_pattern=1", "not offered"),
         ("init_lora_weights=pissa", "adapters start as zero"),

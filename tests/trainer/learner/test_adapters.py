@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from pathlib import Path
 from typing import Any
 
@@ -58,8 +59,10 @@ def test_published_adapters_are_loaded_into_a_model(tmp_path: Path) -> None:
 
     def adapted(seed: int, **changes: Any) -> torch.nn.Module:
         torch.manual_seed(0)
-        module = torch.nn.Sequential(torch.nn.Linear(4, 4, bias=False), torch.nn.Linear(4, 4, bias=False))
-        adapter.attach(module, Lora(**{"rank": 2, "alpha": 6.0, "targets": ("0",), "seed": seed, **changes}))
+        module = torch.nn.Sequential(
+            OrderedDict(a=torch.nn.Linear(4, 4, bias=False), b=torch.nn.Linear(4, 4, bias=False))
+        )
+        adapter.attach(module, Lora(**{"rank": 2, "alpha": 6.0, "targets": ("a",), "seed": seed, **changes}))
         return module
 
     trained, begun = adapted(1), adapted(2)
@@ -75,9 +78,20 @@ def test_published_adapters_are_loaded_into_a_model(tmp_path: Path) -> None:
     assert not torch.equal(begun(given), trained(given))
     adapter.load(begun, tmp_path)
     assert torch.equal(begun(given), trained(given))
-    for changes in ({"rank": 3}, {"alpha": 2.0}, {"targets": ("1",)}, {"targets": ("0", "1")}):
-        with pytest.raises(UnsupportedModel, match=r"holds adapters of rank 2 and alpha 6 for 1 layers \(0\)"):
+    name = factor_names("a")[1]
+    for changes, refused in (
+        ({"rank": 3, "alpha": 9.0}, r"a\.lora_A\.weight has shape \(2, 4\), expected \(3, 4\)"),
+        ({"alpha": 2.0}, "of rank 2 and alpha 6, and model.lora makes others"),
+        ({"targets": ("b",)}, r"2 tensors are missing, such as base_model\.model\.b\.lora_A"),
+        ({"targets": ("a", "b")}, "2 tensors are missing"),
+    ):
+        with pytest.raises(UnsupportedModel, match=refused):
             adapter.load(adapted(1, **changes), tmp_path)
+    save_file(
+        {n: t.detach() + (torch.nan if n == name else 0.0) for n, t in tensors.items()}, tmp_path / ADAPTER_WEIGHTS
+    )
+    with pytest.raises(UnsupportedModel, match=f"{name} has a value that is not finite"):
+        adapter.load(begun, tmp_path)
 
 
 def a_base(seed: int = 0) -> AdapterBase:

@@ -6,8 +6,12 @@ import json
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import product
+from types import SimpleNamespace
+from typing import Any
 
+import numpy as np
 import pytest
+import torch
 from tests.trainer.algorithm.test_algorithm_parts import ready
 from tests.trainer.groups.stored_groups import invent_group
 from tests.trainer.learner.batch_check import BY_SETTINGS, CUT, REJECTED, cut, results_by_ranks
@@ -17,7 +21,10 @@ from penstock.trainer.algorithm.algorithm_settings import AlgorithmSettings
 from penstock.trainer.algorithm.chosen_parts import PRESETS
 from penstock.trainer.algorithm.credit import Credit, Scored, credit_rule
 from penstock.trainer.algorithm.group_filters.interface import GroupCandidate
+from penstock.trainer.data.pairs import Pair
+from penstock.trainer.dpo_settings import DpoSettings
 from penstock.trainer.groups.batcher import group_rules
+from penstock.trainer.learner.pair_planner import PairPlanner
 from penstock.trainer.learner.step_plan import Capacity, make_plan, plan_passes
 from penstock.trainer.recovery.resume_checks import read_settings, what_steps_read
 from penstock.trainer.settings import TrainerSettings
@@ -113,6 +120,20 @@ def test_groups_that_teach_little_can_be_replaced_on_arrival(
     assert group_rules(AlgorithmSettings()) == group_rules(AlgorithmSettings(min_reward_spread=0.0))  # type: ignore[call-arg]
     with pytest.raises(ValueError, match="the lower one first"):
         AlgorithmSettings(group_mean_range=(1.0, 0.0))  # type: ignore[call-arg]
+
+
+@pytest.mark.parametrize(("num_pairs", "kl"), [(1, 0.0), (2, 9.0), (3, 9.0)])
+def test_kto_without_another_prompt_has_no_kl(num_pairs: int, kl: float) -> None:
+    """As in the last batch of an epoch: against its own answer a row would have a margin of 0, whatever the policy learns."""
+    pair = Pair(*(np.arange(1, n, dtype=np.int32) for n in (3, 4, 4)))
+    dims = SimpleNamespace(rows=SimpleNamespace(count=1, index=0), sum=list)
+    planner = PairPlanner(scores(4.0), dims, DpoSettings(loss="kto"), budget_tokens=64)  # type: ignore[arg-type]
+    planner.use_live(scores(1.0))
+    assert planner.kl([pair] * num_pairs) == kl
+
+
+def scores(logprob: float) -> Any:
+    return SimpleNamespace(logprobs=lambda batch: torch.full((len(batch.behaviour_logprobs),), logprob))
 
 
 def test_a_batch_without_groups_has_an_empty_plan() -> None:
