@@ -214,7 +214,7 @@ class EpisodeEnvironment(Environment):
                 episode = self._record(begun, index, attempt)
             if episode is not None:
                 if self._store is not None and time.monotonic() - begun_at >= self.settings.keep_after_s:
-                    await self._store.keep(task, episode)
+                    await self._store.keep(task, episode, begun_at=begun_at)
                 return _Attempted(episode, "")
             problem = f"{attempt.played.status}: {attempt.played.problem}"
             log.warning("episode restarted", episode=begun.name, attempt=number, problem=problem)

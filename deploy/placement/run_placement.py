@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import itertools
 import json
 import os
 import re
@@ -45,7 +46,7 @@ class RunPlacement:
     placement: Placement = field(default_factory=Placement)
     overrides: tuple[str, ...] = ()  # SECTION.KEY=VALUE of what the run file does not set
     num_workers: int = _WORKERS
-    lock_folder: Path | None = None  # None: the GPUs are not those of this machine
+    lock_folder: Path | None = None  # None: nothing is claimed
 
     @property
     def num_processes(self) -> int:
@@ -67,16 +68,17 @@ class RunPlacement:
     def claimed(self) -> Iterator[None]:
         """Keep other commands from these GPUs meanwhile, or while the program runs that replaces this one; raises DoesNotFit if one was faster.
 
-        What is shared on purpose has the locks of its users (`shared_device`) instead.
+        In the order of their names, each once: of two commands that start at once, one gets all that both want.
         """
         folder = self.lock_folder
-        if folder is None or self.placement.is_shared:
+        if folder is None:
             yield
             return
+        given = {_name(gpu): gpu for gpu in itertools.chain(self.placement.trainer, *self.placement.engines)}
         claims: list[int] = []
         try:
-            for gpu in [*self.placement.trainer, *(gpu for engine in self.placement.engines for gpu in engine)]:
-                claims.append(claim := _open_claim(folder, gpu))
+            for name, gpu in sorted(given.items()):
+                claims.append(claim := open_lock(folder, name, "given"))
                 os.set_inheritable(claim, True)
                 ends = time.monotonic() + _CLAIM_S
                 while not try_lock(claim, fcntl.LOCK_EX):
@@ -137,9 +139,6 @@ def place_run(
     if fetch and trains is not None:
         trains = _fetched(trains)
     wishes = engines.settings.placement
-    if gpus is None:
-        lock_folder = wishes.lock_folder
-        seen = [replace(gpu, is_given=_is_given(lock_folder, gpu)) for gpu in seen]
     both = role == "both" or wishes.engines is not None or wishes.trainer is not None or wishes.shared in SHARED
     from_run = trains is not None and trains.settings.data.from_run is not None
     engine = trainer = None
@@ -147,18 +146,23 @@ def place_run(
         engine = engine_need(engines, trains and trains.settings, workers)
     if trains is not None and (both or role == "trainer"):
         trainer = trainer_need(trains, nodes=nodes, takes_all=not both)
+    if gpus is None and (engine or trainer):
+        lock_folder = wishes.lock_folder
+        seen = [replace(gpu, is_given=_is_given(lock_folder, gpu)) for gpu in seen]
     placement = place(seen, wishes, engine, trainer, role)
+    if placement.is_shared and role != "both":
+        lock_folder = None  # the command of the other role has the same GPUs
     num_workers = placement.num_workers or (_WORKERS if workers is None else workers)
     return RunPlacement(placement, tuple(_overrides(placement, engines, trains, nodes)), num_workers, lock_folder)
 
 
-def _open_claim(folder: Path, gpu: Gpu) -> int:
-    return open_lock(folder, gpu.uuid or gpu.id, "given")
+def _name(gpu: Gpu) -> str:
+    return gpu.uuid or gpu.id
 
 
 def _is_given(folder: Path, gpu: Gpu) -> bool:
     """Return True while another command has the GPU for its processes."""
-    handle = _open_claim(folder, gpu)
+    handle = open_lock(folder, _name(gpu), "given")
     try:
         return not try_lock(handle, fcntl.LOCK_SH)
     finally:

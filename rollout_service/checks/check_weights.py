@@ -51,10 +51,10 @@ class WeightsCheck:
 
     def __init__(self) -> None:
         self._standard: dict[str, Shape] | None = None
-        self._passed: PolicyVersion | None = None
+        self.passed: PolicyVersion | None = None  # whose folder need not be read
 
     def check(self, folder: Path, version: PolicyVersion) -> None:
-        if version == self._passed:
+        if version == self.passed:
             return
         try:
             shapes = _read_folder(folder)
@@ -63,7 +63,7 @@ class WeightsCheck:
         if self._standard is not None and shapes != self._standard:
             raise WeightsUnusable(f"version {version}: {_difference(shapes, self._standard)}")
         self._standard = shapes
-        self._passed = version
+        self.passed = version
 
     def passes(self, version: PolicyVersion, changed: Iterable[tuple[str, np.ndarray]]) -> bool:
         """Return True if a version has finite words where it differs from a base that has passed: its folder needs no check then.
@@ -72,7 +72,7 @@ class WeightsCheck:
         """
         is_finite = all(_is_finite(words, *_BITS[dtype]) for dtype, words in changed if dtype in _BITS)
         if is_finite:
-            self._passed = version
+            self.passed = version
         return is_finite
 
 

@@ -8,6 +8,7 @@ it was restarted and lost the weights, they are loaded again. Several of either 
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Coroutine, Mapping
@@ -34,7 +35,9 @@ class Readiness(Protocol):
     async def wait(self) -> bool: ...
 
 
-class Engine(Protocol):
+class Engine(TakesChanges, Protocol):
+    """After any doubt about a patch it loads the folder it had last. A restart does so too, until `keep`; until then `applied` lacks the version."""
+
     @property
     def client(self) -> Generates:
         """The client to ask now; another one after a restart."""
@@ -70,19 +73,12 @@ class Engine(Protocol):
         ...
 
     @property
-    def max_changed_share(self) -> float: ...
-
-    async def stage(self, changes: WeightChanges | NoChanges) -> None: ...
-
-    async def patch(self, version: PolicyVersion, mode: UpdateMode) -> bool:
-        """Serve what was staged for a version that has no folder yet; False: it serves what it did; see `TakesChanges`.
-
-        After any doubt it loads the folder it had last. A restart does so too, until `keep`; until then `applied` lacks the version.
-        """
+    def withdrawn_at(self) -> float:
+        """When `withdraw` ended last, by `time.monotonic`: what had begun by then may be sampled by weights that nobody has verified."""
         ...
 
     async def keep(self, folder: Path, version: PolicyVersion) -> bool:
-        """Load this folder after a restart from now on, as it holds the version that was patched in, verified; False when that is not served any more."""
+        """Load this folder after a restart from now on: it holds the patched version, verified. False where another is served; not during a load."""
         ...
 
     async def withdraw(self, version: PolicyVersion, reason: str) -> None:
@@ -227,6 +223,7 @@ class SingleEngine(ABC):
         self.applied: set[PolicyVersion] = set()
         self.ready = asyncio.Event()
         self.is_released = False
+        self.withdrawn_at = -math.inf
 
     @property
     def version(self) -> PolicyVersion | None:
@@ -240,18 +237,19 @@ class SingleEngine(ABC):
         client = self.client
         return client.max_changed_share if self.ready.is_set() and isinstance(client, TakesChanges) else 0.0
 
-    async def stage(self, changes: WeightChanges | NoChanges) -> None:
-        if self.ready.is_set() and isinstance(self.client, TakesChanges):
-            await self.client.stage(changes)
+    async def stage(self, changes: WeightChanges | NoChanges) -> bool:
+        client = self.client
+        return self.ready.is_set() and isinstance(client, TakesChanges) and await client.stage(changes)
 
     @abstractmethod
     async def load(self, folder: Path, version: PolicyVersion, mode: UpdateMode = "drain") -> None: ...
 
-    async def patch(self, version: PolicyVersion, mode: UpdateMode) -> bool:
+    async def patch(self, version: PolicyVersion, mode: UpdateMode = "drain") -> bool:
         if self.version == version:
             return True
         if not self.ready.is_set() or not isinstance(self.client, TakesChanges):
             return False
+        self.applied.discard(version)
         try:
             if not await self.client.patch(version, mode):
                 return False
@@ -263,7 +261,9 @@ class SingleEngine(ABC):
 
     async def keep(self, folder: Path, version: PolicyVersion) -> bool:
         self.applied.add(version)
-        if self.version != version or not self.ready.is_set():
+        if not self.is_released:
+            await self.ready.wait()
+        if self.version != version:
             return False
         self._wanted = self._served = (folder, version)
         await self.client.started_with(folder, version)
@@ -273,6 +273,7 @@ class SingleEngine(ABC):
         if self.version == version and self._wanted is not None and self._wanted[1] != version:
             await self.stage("withdrawn")
             await self._load_again(reason)
+        self.withdrawn_at = time.monotonic()
 
     async def _load_again(self, reason: str) -> None:
         assert self._wanted is not None

@@ -59,25 +59,30 @@ class EnginePool:
         behind = [one for one in self._engines if one.version != version or one.is_released] or self._engines
         await _all_of(engine.load(folder, version, mode) for engine in behind)
 
-    async def patch(self, version: PolicyVersion, mode: UpdateMode) -> bool:
+    async def patch(self, version: PolicyVersion, mode: UpdateMode = "drain") -> bool:
         """Change all, or none: where one refuses, the others return to their folders."""
-        outcomes = await asyncio.gather(*(engine.patch(version, mode) for engine in self._engines))
+        outcomes = await _all_of(engine.patch(version, mode) for engine in self._engines)
         if not all(outcomes):
             await self.withdraw(version, f"another engine of this worker did not take the patch to version {version}")
         return all(outcomes)
 
     async def keep(self, folder: Path, version: PolicyVersion) -> bool:
-        return all(await asyncio.gather(*(engine.keep(folder, version) for engine in self._engines)))
+        return all(await _all_of(engine.keep(folder, version) for engine in self._engines))
 
     async def withdraw(self, version: PolicyVersion, reason: str) -> None:
         await _all_of(engine.withdraw(version, reason) for engine in self._engines)
 
     @property
     def max_changed_share(self) -> float:
-        return max(engine.max_changed_share for engine in self._engines)
+        return min(engine.max_changed_share for engine in self._engines)
 
-    async def stage(self, changes: WeightChanges | NoChanges) -> None:
-        await asyncio.gather(*(engine.stage(changes) for engine in self._engines))
+    @property
+    def withdrawn_at(self) -> float:
+        return max(engine.withdrawn_at for engine in self._engines)
+
+    async def stage(self, changes: WeightChanges | NoChanges) -> bool:
+        """Prepare a change in all; False, and no patch is tried, where one cannot: it would cost the others what they run."""
+        return all(await _all_of(engine.stage(changes) for engine in self._engines))
 
     async def wait_for_version(self, version: PolicyVersion) -> None:
         await first_of(*(engine.wait_for_version(version) for engine in self._engines))
@@ -86,7 +91,7 @@ class EnginePool:
         await _all_of(engine.load_adapter(folder, version) for engine in self._engines)
 
     async def unload_adapter(self, version: PolicyVersion) -> None:
-        await asyncio.gather(*(engine.unload_adapter(version) for engine in self._engines))
+        await _all_of(engine.unload_adapter(version) for engine in self._engines)
 
     @property
     def is_released(self) -> bool:
@@ -262,8 +267,11 @@ class _AnyReady:
         return True
 
 
-async def _all_of(calls: Iterable[Awaitable[None]]) -> None:
+async def _all_of(calls: Iterable[Awaitable[T]]) -> list[T]:
     """Wait for all; raises the error of the first that failed."""
+    outcomes: list[T] = []
     for outcome in await asyncio.gather(*calls, return_exceptions=True):
-        if outcome is not None:
+        if isinstance(outcome, BaseException):
             raise outcome
+        outcomes.append(outcome)
+    return outcomes

@@ -52,8 +52,8 @@ class TakesChanges(Protocol):
         """The largest share of changed words that it loads faster than a folder; 0.0: it takes no changes."""
         ...
 
-    async def stage(self, changes: WeightChanges | NoChanges) -> None:
-        """Prepare all of a change that needs no pause."""
+    async def stage(self, changes: WeightChanges | NoChanges) -> bool:
+        """Prepare all of a change that needs no pause; False where the version must be loaded from its folder."""
         ...
 
     async def patch(self, version: PolicyVersion, mode: UpdateMode = "drain") -> bool:

@@ -80,8 +80,8 @@ class EpisodeStore(Protocol):
         """Return those of a task that an earlier delivery of its pack had ended; the next call returns none."""
         ...
 
-    async def keep(self, task: Task, episode: Episode) -> None:
-        """Store an episode that has ended; a failure to store it is counted, and is no error."""
+    async def keep(self, task: Task, episode: Episode, *, begun_at: float) -> None:
+        """Store an episode that has ended, and began then by `time.monotonic`; a failure to store it is counted, and is no error."""
         ...
 
 

@@ -73,8 +73,7 @@ class FinishedEpisodes:
                     log.info(
                         "a finished episode has other versions, experts or images than the task needs; playing it again",
                         episode=episode.episode_id,
-                        oldest_version=episode.oldest_version,
-                        newest_version=episode.newest_version,
+                        versions=(episode.oldest_version, episode.newest_version),
                     )
                     continue
                 same = self._found.setdefault((task.group_id, kind), [])
@@ -88,9 +87,9 @@ class FinishedEpisodes:
             log.info("finished episodes continued", group_id=task.group_id, num_episodes=len(taken))
         return taken
 
-    async def keep(self, task: Task, episode: Episode) -> None:
+    async def keep(self, task: Task, episode: Episode, *, begun_at: float) -> None:
         runs = [run for row in rows_of(episode) for run in row.version_runs]
-        if any(run.version not in self._engine.applied for run in runs):
+        if begun_at <= self._engine.withdrawn_at or any(run.version not in self._engine.applied for run in runs):
             return  # its pack is refused as a whole
         try:
             ref = await asyncio.to_thread(self._write, task, episode)

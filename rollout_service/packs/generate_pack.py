@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import itertools
-from collections.abc import AsyncIterator, Mapping, Sequence
+import time
+from collections.abc import AsyncIterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -106,9 +106,11 @@ class PackGenerator:
         groups: list[Group] = []
         for pin, same in by_pin.items():
             async with self._version_held(pin, issued_for=max(task.issued_version for task in same)):
-                sampler = self.servable.sampler(None if pin is None else PolicyVersion(pin))
+                sampler, begun_at = self.servable.sampler(None if pin is None else PolicyVersion(pin)), time.monotonic()
                 with self.activity.working("generating"):
                     made, refused = await self._roll_out(same, sampler)
+            with self.activity.working("waiting for the copy of a version"):
+                await self._check_origin(made, pin, begun_at)
             groups += await self._taught(same, made)
             for task, reason in refused:
                 await self.settlement.refuse(received, [task], reason)
@@ -190,7 +192,6 @@ class PackGenerator:
         """Roll out the tasks of one environment; one that raises loses its tasks, and no others."""
         groups: list[Group] = []
         refused: list[tuple[Task, TaskRefused]] = []
-        num_withdrawn = self.weights.num_withdrawn
         try:
             rolled = await self._with_baselines(environment, tasks, sampler)
         except TaskRefused as err:
@@ -205,13 +206,6 @@ class PackGenerator:
             if isinstance(members, TaskRefused):
                 refused.append((task, members))
                 continue
-            # Those of an earlier delivery were checked before, by the worker that played them.
-            played = [member for member in members.kept if not isinstance(member, ContinuedEpisode)]
-            rows = [row for member in played for row in rows_of(member)]
-            await self.weights.wait_until_verified({run.version for row in rows for run in row.version_runs})
-            if self.weights.num_withdrawn != num_withdrawn:
-                raise WeightsUnverified(f"{task.group_id}: a version was withdrawn that may have sampled it")
-            self._check_origin(task, rows)
             if lacks := _lacks_experts(task, [row for member in members.kept for row in rows_of(member)]):
                 refused.append((task, lacks))
                 continue
@@ -236,23 +230,31 @@ class PackGenerator:
                 group.kept.append(as_baseline(greedy.kept[0], tasks[number].group_size))
         return groups
 
-    def _check_origin(self, task: Task, trajectories: Sequence[Trajectory]) -> None:
-        highest = max((int(row.token_ids.max()) for row in trajectories), default=0)
+    async def _check_origin(self, groups: Sequence[Group], pin: int | None, begun_at: float) -> None:
+        """Raise EngineError unless verified weights sampled all that was begun then. Waits for their copies, so nothing may be pinned."""
+        for group in groups:
+            # Those of an earlier delivery were checked by the worker that played them.
+            played = [one for one in group.episodes or group.trajectories if not isinstance(one, ContinuedEpisode)]
+            rows = [row for member in played for row in rows_of(member)]
+            versions = {run.version for row in rows for run in row.version_runs}
+            await self.weights.wait_until_verified(versions)
+            if self.engine.withdrawn_at >= begun_at:
+                raise WeightsUnverified(f"{group.group_id}: a version was withdrawn that may have sampled it")
+            if problem := self._origin_problem(
+                versions, pin, max((int(row.token_ids.max()) for row in rows), default=0)
+            ):
+                await self.engine.check_health()
+                raise ReplyRefused(f"{group.group_id}: {problem}")
+
+    def _origin_problem(self, versions: Set[int], pin: int | None, highest: int) -> str:
         if self.limits.vocab_size is not None and highest >= self.limits.vocab_size:
-            raise ReplyRefused(
-                f"{task.group_id}: token id {highest}, but the model has {self.limits.vocab_size} tokens"
+            return f"token id {highest}, but the model has {self.limits.vocab_size} tokens"
+        if unknown := versions - self.engine.applied:
+            return (
+                f"tokens of version {min(unknown)}, which this worker never loaded; another process changes this engine's weights: "
+                "give each engine to one worker"
             )
-        for run in itertools.chain.from_iterable(row.version_runs for row in trajectories):
-            if run.version not in self.engine.applied:
-                raise ReplyRefused(
-                    f"{task.group_id}: tokens of version {run.version}, which this worker never loaded; "
-                    "another process changes this engine's weights: give each engine to one worker"
-                )
-            if task.pinned_version is not None and run.version != task.pinned_version:
-                raise ReplyRefused(
-                    f"{task.group_id} is pinned to version {task.pinned_version}, but version {run.version} sampled "
-                    f"tokens {run.start} to {run.end}"
-                )
+        return "" if pin is None or versions <= {pin} else f"it is pinned to version {pin}, but {versions} sampled it"
 
 
 class _Members(NamedTuple):

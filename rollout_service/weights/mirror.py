@@ -125,7 +125,10 @@ class ModelMirror:
 
     def changes(self, base: PolicyVersion, target: VersionManifest, limit: float) -> WeightChanges | NoChanges:
         held = {slot.version: slot for slot in self._slots}
-        return held[base].changes(target, self._reader, limit) if base in held and target.base is None else "chain"
+        # A copy of another origin would not tell whether what patches have made is the version.
+        is_here = any(slot.base and slot.base.version == target.version and not slot.is_patched for slot in self._slots)
+        is_known = base in held and target.base is None and not is_here
+        return held[base].changes(target, self._reader, limit) if is_known else "chain"
 
     def trim(self, keep: Collection[PolicyVersion]) -> None:
         for slot in self._slots[NUM_REGULAR_SLOTS:]:

@@ -110,8 +110,8 @@ class VersionGate:
             self._notify()
 
     @contextlib.asynccontextmanager
-    async def swap(self) -> AsyncIterator[None]:
-        """Hold the right to load the newest version, once no version is pinned; then admit ordinary generation."""
+    async def swap(self, is_newest: Callable[[], bool] = lambda: True) -> AsyncIterator[None]:
+        """Hold the right to load the newest version, once no version is pinned; then admit ordinary generation if it ``is_newest``."""
         while True:
             await self._until(lambda: not self._swapping and self._num_pinned == 0 and self._num_waiting_pins == 0)
             rest = self._released_at + self._linger_s - time.monotonic()
@@ -122,7 +122,7 @@ class VersionGate:
                     await self._changed.wait()
         with self._swap():
             yield
-            self._serves_older = False
+            self._serves_older = self._serves_older and not is_newest()
         self._notify()
 
     @contextlib.contextmanager
@@ -260,6 +260,5 @@ class VersionSampler:
         """
         adapter = self.servable.adapter_of(self.pin)
         with self.servable.using(adapter, sampling):
-            return await able_to_abandon(self.engine.client).generate_redundantly(
-                prompts, sampling, redundancy, adapter
-            )
+            client = able_to_abandon(self.engine.client)
+            return await client.generate_redundantly(prompts, sampling, redundancy, adapter)

@@ -105,8 +105,8 @@ class PublishedVersions:
                 newest = version
         return newest
 
-    def refuse(self, version: PolicyVersion) -> None:
-        self._refused[version] = self._manifests[version]
+    def refuse(self, version: PolicyVersion, manifest: BlobRef) -> None:
+        self._refused[version] = manifest
         self._refusal.set()
         self._refusal = asyncio.Event()
 
@@ -196,10 +196,8 @@ class WeightAnnouncements:
     async def announce_applied(self, fact: WeightsApplied, *, is_verified: bool = False) -> None:
         if not is_verified:
             self._announced[fact.version, fact.layout] = fact.checksum
-        subject, msg_id = subjects.weights_applied(self.run_id), f"a:{fact.worker_id}:{secrets.token_hex(8)}"
-        await retry(
-            lambda: self._bus.publish(subject, fact, msg_id=msg_id, deadline_s=_PUBLISH_S),
-            f"announce that version {fact.version} is applied",
+        await self._publish(
+            subjects.weights_applied(self.run_id), fact, f"announce that version {fact.version} is applied"
         )
 
     async def announce_refused(
@@ -213,12 +211,7 @@ class WeightAnnouncements:
         disagreement = self._votes.add(fact)
         if disagreement is None:
             return
-        log.error(
-            "engines disagree",
-            policy_version=disagreement.version,
-            minority=disagreement.minority,
-            expected=disagreement.expected,
-        )
+        log.error("engines disagree", problem=str(disagreement), expected=disagreement.expected)
         announced = self._announced.get((disagreement.version, disagreement.layout))
         if announced is not None and (announced != disagreement.expected or disagreement.is_tie):
             self._disagreement = disagreement

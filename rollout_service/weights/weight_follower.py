@@ -7,8 +7,8 @@ Where the engine changes words in place, it does so first, and the worker's copy
 2. The engine applies them and answers with the version. The folder before stays: until 3 is done, a restart and any doubt load that.
 3. The folder is written and its root compared with the manifest's. Only then is the version announced as applied, does a restart load it, are packs
    given that it has sampled, and does the next version begin: one copy is behind at most. A killed worker leaves it torn (`mirror_slot.py`).
-4. A copy that differs, cannot be written or takes longer than `COPY_DEADLINE_S` withdraws the version: the engine loads the folder before, and
-   what the version has sampled is sampled again. The next version goes the folder's way: fetched and verified first.
+4. A copy that differs, cannot be written or takes longer than `COPY_DEADLINE_S` withdraws the version once nothing is pinned: the engine loads the
+   folder before, and what the version has sampled is sampled again. The next version goes the folder's way: fetched and verified first.
 
 So the version that is served goes back after a failure or to one that an evaluation pins, else never. Fetching happens while the engine
 generates; only the swap itself makes generation wait. Versions that are superseded while another is fetched are skipped.
@@ -25,7 +25,7 @@ from dataclasses import dataclass, replace
 import structlog
 
 from penstock.protocol import streams, subjects
-from penstock.protocol.errors import BlobStoreUnreachable, BusUnreachable, WireError
+from penstock.protocol.errors import BlobStoreUnreachable, BusUnreachable, ConfigError, WireError
 from penstock.protocol.facts import Head, WeightsPublished, decode
 from penstock.protocol.groups import BlobRef
 from penstock.protocol.transport.bus import Bus
@@ -79,7 +79,6 @@ class WeightFollower:
         self._patch: Patched | None = None  # that is served, and not verified yet
         self._verified = asyncio.Event()  # replaced when that ends
         self._copies_fail = False  # the last that should have been written behind an update was not
-        self.num_withdrawn = 0
 
     async def start(self) -> MirroredVersion:
         """Wait for the first usable version and have the engine serve it.
@@ -142,33 +141,40 @@ class WeightFollower:
         served, version, limit = self.engine.version, self._published.newest(), self.engine.max_changed_share
         if served is None or version is None or version == served or not limit or self._copies_fail:
             return False
-        patch, metrics = Patched(served, version, self._published.manifest(version)), self.swap.metrics
+        patch = Patched(served, version, self._published.manifest(version))
+        fetch_s = await self._stage(patch, limit)
+        if fetch_s is None or not self.swap.turns.is_held:
+            return False
+        self._next = version
+        try:
+            async with self.gate.swap(lambda: self.engine.version == version):
+                self._patch = patch
+                pause_s = await self.swap.patch(served, version)
+            return pause_s is not None and await self._copy(patch, pause_s, fetch_s)
+        finally:
+            self._next = self._patch = None
+            self._verified.set()
+            self._verified = asyncio.Event()
+
+    async def _stage(self, patch: Patched, limit: float) -> float | None:
+        """Have the engine prepare a change; return the seconds that reading it took, or None where the folder has to be loaded."""
+        metrics = self.swap.metrics
 
         def find() -> WeightChanges | NoChanges:
             with metrics.applying("fetch"):
-                found = self.mirror.changes(served, version, patch.manifest, limit)
+                found = self.mirror.changes(patch.base, patch.version, patch.manifest, limit)
             if not isinstance(found, WeightChanges):
                 return found
             with metrics.applying("check"):
-                return found if self._check.passes(version, ((t.dtype, t.new) for t in found.tensors)) else "chain"
+                words = ((tensor.dtype, tensor.new) for tensor in found.tensors)
+                return found if self._check.passes(patch.version, words) else "chain"
 
         started = time.monotonic()
         async with self._fetching:
             changes = await asyncio.to_thread(find)
         fetch_s = time.monotonic() - started
         with metrics.applying("stage"):
-            await self.engine.stage(changes)
-        if not isinstance(changes, WeightChanges) or not self.swap.turns.is_held:
-            return False
-        self._next, self._patch = version, patch
-        try:
-            async with self.gate.swap():
-                pause_s = await self.swap.patch(version)
-            return pause_s is not None and await self._copy(patch, pause_s, fetch_s)
-        finally:
-            self._next = self._patch = None
-            self._verified.set()
-            self._verified = asyncio.Event()
+            return fetch_s if await self.engine.stage(changes) else None
 
     async def _copy(self, patch: Patched, pause_s: float, fetch_s: float) -> bool:
         """Write and verify the copy of a version that is served already, and announce it; or withdraw the version. Returns True."""
@@ -177,17 +183,22 @@ class WeightFollower:
             await asyncio.wait({copying}, timeout=COPY_DEADLINE_S)
             if not copying.done():
                 await self._withdraw(patch.version, f"not written and verified within {COPY_DEADLINE_S:.0f} s")
-            mirrored = await copying
+                await asyncio.wait({copying}, timeout=COPY_DEADLINE_S)
+            if not copying.done():
+                raise ConfigError(
+                    f"worker.cache_dir: version {patch.version} was not written within twice {COPY_DEADLINE_S:.0f} s; use a disk that is faster"
+                )
+            mirrored = copying.result()
         except (WeightsUnusable, MirrorFull, BlobStoreUnreachable) as err:
             await self._withdraw(patch.version, str(err))
             if isinstance(err, WeightsUnusable):
-                await self._refuse(patch.version, err)
+                await self._refuse(patch.version, err, patch.manifest)
             return True
         finally:
             copying.cancel()
         if not mirrored.is_patched:
             await self._withdraw(patch.version, "made of more than the patches that the engine has")
-        if not self._copies_fail and await self.engine.keep(mirrored.folder, patch.version):
+        if not self._copies_fail and await self.swap.keep(mirrored):
             self._newest = mirrored
             await self.swap.announce(Swapped(replace(mirrored, fetch_s=fetch_s), patch.base, pause_s))
         return True
@@ -195,13 +206,12 @@ class WeightFollower:
     async def _withdraw(self, version: PolicyVersion, problem: str) -> None:
         reason = f"version {version} was served before its copy, which failed: {problem}"
         log.error("version withdrawn", policy_version=version, reason=reason)
-        self._copies_fail = True
-        async with self.gate.swap():
+        self._copies_fail, self._check.passed = True, None  # other words may come under the same number
+        async with self.gate.swap(lambda: False):
             await self.swap.withdraw(version, reason)
-        self.num_withdrawn += 1
 
     async def wait_until_verified(self, versions: Collection[int]) -> None:
-        """Wait while one of the versions is served and its copy is not verified yet, `COPY_DEADLINE_S` and a load at most."""
+        """Wait while the copy of one of the versions is not verified, twice `COPY_DEADLINE_S` and a load at most; never inside `pinned`."""
         while self._patch is not None and self._patch.version in versions:
             await self._verified.wait()
 
@@ -215,7 +225,7 @@ class WeightFollower:
             return
         self._next = served.version  # its folder stays
         async with self.gate.swap():
-            if self.gate.serves_older:  # an evaluation came first
+            if self.engine.version != served.version:  # an evaluation came first
                 await self._apply(served)
             is_right = await self.swap.is_as_loaded(served)
         self._next, self._engine_checked_at = None, time.monotonic()
@@ -227,16 +237,14 @@ class WeightFollower:
             raise EngineDisagrees(f"{text}; this worker exits: start it again with a fresh engine")
         log.warning("this engine serves what is in its verified files; others differ", policy_version=served.version)
         if own_id in disagreement.minority:
-            await self.announcements.raise_alarm(
-                f"{disagreement}, and loaded the verified files again with the same result: the other announcements are false, or this "
-                "host loads weights wrongly"
-            )
+            why = "the other announcements are false, or this host loads weights wrongly"
+            await self.announcements.raise_alarm(f"{disagreement}, and has the checksum of its verified files: {why}")
 
     async def _apply_or_refuse(self, mirrored: MirroredVersion) -> bool:
         try:
             await self._apply(mirrored)
         except WeightsUnusable as err:
-            await self._refuse(mirrored.version, err)
+            await self._refuse(mirrored.version, err, self._published.manifest(mirrored.version))
             return False
         self._newest, self._copies_fail = mirrored, False
         return True
@@ -276,7 +284,7 @@ class WeightFollower:
         self._pins.append(version)
         try:
             mirrored = await self._fetch(version)
-            if self.servable.shares_model(mirrored):
+            if self.servable.shares_model(mirrored) and (mirrored.base or self.servable.adapters):
                 await self._apply(mirrored)
                 yield
                 return
@@ -330,6 +338,7 @@ class WeightFollower:
 
     async def _fetch_newest(self) -> MirroredVersion | None:
         while (version := self._published.newest()) is not None:
+            manifest = self._published.manifest(version)
             try:
                 self._next = version
                 return await self._fetch(version, newest=True)
@@ -337,7 +346,7 @@ class WeightFollower:
                 self._next = None
                 await self._read_head(self._state)
                 if self._published.newest() == version:  # a superseded version may be deleted by now, which is no fault
-                    await self._refuse(version, err)
+                    await self._refuse(version, err, manifest)
         return None
 
     async def _fetch(
@@ -368,12 +377,10 @@ class WeightFollower:
         base = set() if self._patch is None else {self._patch.base}
         return self._needed() | base | {version for version in served if version is not None}
 
-    async def _refuse(self, version: PolicyVersion, err: WeightsUnusable) -> None:
-        self._published.refuse(version)
+    async def _refuse(self, version: PolicyVersion, err: WeightsUnusable, manifest: BlobRef) -> None:
+        self._published.refuse(version, manifest)
         log.error("weights refused", policy_version=version, serving=self.engine.version, error=str(err))
-        await self.announcements.announce_refused(
-            version, self._published.manifest(version), err, serving=self.engine.version
-        )
+        await self.announcements.announce_refused(version, manifest, err, serving=self.engine.version)
 
     async def _apply(self, mirrored: MirroredVersion) -> None:
         swapped = await self.swap.load(mirrored)
@@ -383,16 +390,10 @@ class WeightFollower:
     async def _wait_until_published(self, version: PolicyVersion) -> None:
         deadline = time.monotonic() + PIN_DEADLINE_S
         while version not in self._published:
-            newest = self._published.newest()
+            newest, pinned = self._published.newest(), f"evaluation is pinned to version {version}, which"
             if newest is not None and not is_newer(version, newest):
-                raise TaskRefused(
-                    "weights_gone",
-                    f"evaluation is pinned to version {version}, which is not among the {len(self._published)} versions "
-                    f"that are known (newest: {newest})",
-                )
+                known = f"the {len(self._published)} versions that are known (newest: {newest})"
+                raise TaskRefused("weights_gone", f"{pinned} is not among {known}")
             if time.monotonic() > deadline:
-                raise TaskRefused(
-                    "weights_unknown",
-                    f"evaluation is pinned to version {version}, which was not announced within {PIN_DEADLINE_S:.0f} s",
-                )
+                raise TaskRefused("weights_unknown", f"{pinned} was not announced within {PIN_DEADLINE_S:.0f} s")
             await asyncio.sleep(_PIN_POLL_S)

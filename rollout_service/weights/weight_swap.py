@@ -44,15 +44,15 @@ _MIRROR = "mirror"  # layout of a checksum that is the mirror's, not an engine's
 NEEDS_PERMIT_S = 0.5  # a shorter pause costs the run less than other workers waiting for its end
 
 
+@dataclass(eq=False)
 class SwapSemaphore:
-    def __init__(
-        self, bus: Bus, *, run_id: str, worker_id: str, max_share: float, deadline_s: float = PERMIT_DEADLINE_S
-    ) -> None:
-        self._bus = bus
-        self._run_id = run_id
-        self._worker_id = worker_id
-        self._max_share = max_share
-        self._deadline_s = deadline_s
+    bus: Bus
+    run_id: str
+    worker_id: str
+    max_share: float
+    deadline_s: float = PERMIT_DEADLINE_S
+
+    def __post_init__(self) -> None:
         self._leases: KeyValue | None = None
         self._num_permits = 1
         self._counted_at = -_COUNT_PERIOD_S
@@ -72,7 +72,7 @@ class SwapSemaphore:
             await self._release(key)
 
     async def _acquire(self) -> tuple[str | None, int]:
-        deadline = time.monotonic() + self._deadline_s
+        deadline = time.monotonic() + self.deadline_s
         poll_s = _FIRST_POLL_S
         while True:
             try:
@@ -82,7 +82,7 @@ class SwapSemaphore:
             except BusError as err:
                 problem = str(err)
             if time.monotonic() > deadline:
-                log.warning("swapping without a permit", waited_s=self._deadline_s, reason=problem)
+                log.warning("swapping without a permit", waited_s=self.deadline_s, reason=problem)
                 return None, 0
             await asyncio.sleep(poll_s * random.uniform(0.5, 1.5))  # noqa: S311  spreads the workers, keeps no secret
             poll_s = min(2 * poll_s, _LONGEST_POLL_S)
@@ -90,7 +90,7 @@ class SwapSemaphore:
     async def _try_acquire(self) -> tuple[str | None, int] | None:
         """Return a permit's key and revision; a key of None: no permit is needed; None: none is free."""
         if self._leases is None:
-            self._leases = await self._bus.key_value(streams.lease_bucket(self._run_id).bucket)
+            self._leases = await self.bus.key_value(streams.lease_bucket(self.run_id).bucket)
         if time.monotonic() - self._counted_at > _COUNT_PERIOD_S:
             await self._count_workers()
         if self._num_permits == 0:
@@ -102,16 +102,14 @@ class SwapSemaphore:
             if permit is None or permit.is_outlived:  # a TTL of its own keeps it; no holder renews it
                 with contextlib.suppress(CompareAndSwapFailed):
                     before = None if permit is None else permit.revision
-                    return key, await self._leases.swap(key, self._worker_id.encode(), before)
+                    return key, await self._leases.swap(key, self.worker_id.encode(), before)
         return None
 
     async def _count_workers(self) -> None:
-        live = await self._bus.key_value(streams.live_bucket(self._run_id).bucket)
-        worker_key = streams.heartbeat_key("rollout", self._worker_id)
-        others = {e.key for e in await live.entries() if e.key.startswith(streams.heartbeat_key("rollout", ""))} - {
-            worker_key
-        }
-        self._num_permits = num_permits(len(others) + 1, self._max_share)
+        live = await self.bus.key_value(streams.live_bucket(self.run_id).bucket)
+        every, own = (streams.heartbeat_key("rollout", name) for name in ("", self.worker_id))
+        workers = {own, *(entry.key for entry in await live.entries() if entry.key.startswith(every))}
+        self._num_permits = num_permits(len(workers), self.max_share)
         self._counted_at = time.monotonic()
 
     async def _renew(self, key: str, revision: int) -> None:
@@ -119,7 +117,7 @@ class SwapSemaphore:
         while True:
             await asyncio.sleep(streams.LEASE_RENEWAL_S)
             try:
-                revision = await self._leases.swap(key, self._worker_id.encode(), revision)
+                revision = await self._leases.swap(key, self.worker_id.encode(), revision)
             except CompareAndSwapFailed:
                 return  # NATS was unreachable for longer than the lease lasts, and another worker has the permit
             except BusError as err:
@@ -129,7 +127,7 @@ class SwapSemaphore:
         assert self._leases is not None
         with contextlib.suppress(BusError):  # the key then expires
             entry = await self._leases.get(key, may_lag=True)
-            if entry is not None and entry.value == self._worker_id.encode():
+            if entry is not None and entry.value == self.worker_id.encode():
                 await self._leases.delete(key)
 
 
@@ -192,10 +190,17 @@ class WeightSwap:
                 await self._load_adapter(mirrored)
             return None if is_here or not is_newer(mirrored.version, previous) else Swapped(mirrored, previous, pause_s)
 
-    async def patch(self, version: PolicyVersion) -> float | None:
+    async def patch(self, base: PolicyVersion, version: PolicyVersion) -> float | None:
         """Have the engine serve what was staged for a version; return the seconds of the pause, or None where it serves what it did."""
         async with self._in_turn():
+            if self.engine.version != base:  # an evaluation, or the engine's next turn, has loaded another one
+                return None
             return await self._pausing(version, lambda mode: self.engine.patch(version, mode))
+
+    async def keep(self, mirrored: MirroredVersion) -> bool:
+        """Have the engine load this folder after a restart; see `Engine.keep`."""
+        async with self._loading:
+            return await self.engine.keep(mirrored.folder, mirrored.version)
 
     async def withdraw(self, version: PolicyVersion, reason: str) -> None:
         """Have an engine that serves a patched version load the folder before it again."""
@@ -214,10 +219,8 @@ class WeightSwap:
     async def release(self) -> None:
         """Have the engine free its memory, once no load is under way."""
         async with self._loading:
-            waits = self.update_mode == "drain" or (
-                self.update_mode == "auto" and self.servable.longest_running <= LONG_TOKENS
-            )
-            await self.engine.release("drain" if waits else "abort")
+            is_short = self.update_mode == "auto" and self.servable.longest_running <= LONG_TOKENS
+            await self.engine.release("drain" if is_short or self.update_mode == "drain" else "abort")
 
     @contextlib.asynccontextmanager
     async def _in_turn(self) -> AsyncIterator[None]:
@@ -288,30 +291,16 @@ class WeightSwap:
         """Publish which version is served now, with the engine's checksum; requests need not wait for this."""
         mirrored = swapped.mirrored
         self.metrics.weights_applied += 1
-        log.info(
-            "weights applied",
-            policy_version=mirrored.version,
-            previous=swapped.previous,
-            pause_s=round(swapped.pause_s, 4),
-            fetch_s=round(mirrored.fetch_s, 4),
-            num_bytes=mirrored.num_bytes,
-        )
         with self.metrics.applying("checksum"):
             checksum = await self._checksum(mirrored)
-        await self.announcements.announce_applied(
-            WeightsApplied(
-                run_id=self.announcements.run_id,
-                worker_id=self.announcements.worker_id,
-                version=mirrored.version,
-                previous_version=swapped.previous,
-                pause_s=swapped.pause_s,
-                fetch_s=mirrored.fetch_s,
-                num_bytes=mirrored.num_bytes,
-                checksum=checksum.value,
-                layout=checksum.layout,
-            ),
-            is_verified=checksum.is_of_files,
-        )
+        fact = WeightsApplied(
+            run_id=self.announcements.run_id, worker_id=self.announcements.worker_id, version=mirrored.version,
+            previous_version=swapped.previous, pause_s=swapped.pause_s, fetch_s=mirrored.fetch_s, num_bytes=mirrored.num_bytes,
+            checksum=checksum.value, layout=checksum.layout,
+        )  # fmt: skip
+        said = fact.model_dump(include={"previous_version", "pause_s", "fetch_s", "num_bytes"})
+        log.info("weights applied", policy_version=mirrored.version, **said)
+        await self.announcements.announce_applied(fact, is_verified=checksum.is_of_files)
 
     async def _checksum(self, mirrored: MirroredVersion) -> EngineChecksum:
         """Return the engine's checksum; the mirror's when the engine is not asked or has none, as for an adapter.
@@ -321,7 +310,9 @@ class WeightSwap:
         reported = None
         if mirrored.base is None and self.check_every and self.metrics.weights_applied % self.check_every == 0:
             try:
-                reported = await self.engine.weights_checksum()
+                async with self._loading:
+                    if self.engine.version == mirrored.version and not self.engine.is_released:
+                        reported = await self.engine.weights_checksum()
             except EngineError as err:  # an engine that exited or hangs is noticed by `Engine.run`
                 log.warning("the engine did not report its checksum", error=str(err))
         if reported is not None and reported.is_of_files and reported.value != mirrored.checksum:

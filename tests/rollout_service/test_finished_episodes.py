@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import math
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -29,7 +30,7 @@ from penstock.protocol.token_annotations import ExpertChoices, dtype_of
 from penstock.protocol.trajectory import Group, Trajectory
 from penstock.protocol.transport.blobs import Blobs
 from penstock.protocol.versions import PolicyVersion
-from penstock.rollout_service.errors import EngineError
+from penstock.rollout_service.errors import EngineError, WeightsUnverified
 from penstock.rollout_service.metrics import WorkerMetrics
 from penstock.rollout_service.packs.finished_episodes import ContinuedEpisode, FinishedEpisodes
 from penstock.rollout_service.packs.generate_pack import PackGenerator
@@ -97,15 +98,16 @@ class Worker:
         num_ending: int,
         *,
         served: int = 4,
+        withdrawn_at: float = 0.0,
         images: RunImages | None = None,
         **settings: Any,
     ) -> None:
-        self.metrics = WorkerMetrics()
+        self.metrics, self.pin, self.waited_for = WorkerMetrics(), asyncio.Lock(), []
         sampler = Engine(ChatTokenizer.read(model), seed=num_ending, version=served - 1)
         serving: Any = SimpleNamespace(
-            applied={served - 1, served}, version=PolicyVersion(served), check_health=at_once, num_withdrawn=0, wait_until_verified=at_once, wait_for_version=at_once,
-            wait_for_ordinary=at_once, ordinary_waiting=contextlib.nullcontext, sampler=lambda _: sampler, refuse=at_once,
-            pinned=lambda _: contextlib.AsyncExitStack(),
+            applied={served - 1, served}, version=PolicyVersion(served), check_health=at_once, withdrawn_at=withdrawn_at,
+            wait_until_verified=self.wait_until_verified, wait_for_version=at_once, wait_for_ordinary=at_once,
+            ordinary_waiting=contextlib.nullcontext, sampler=lambda _: sampler, refuse=at_once, pinned=lambda _: self.pin,
         )  # fmt: skip
         self.episodes = FinishedEpisodes(blobs, serving, self.metrics, run_id=run_id, images=images)
         self.environment = Slow(num_ending).defined(
@@ -118,6 +120,9 @@ class Worker:
             blobs=blobs, settlement=serving, activity=Activity(), episodes=self.episodes,
         )  # fmt: skip
         self.generator.use_model(model)
+
+    async def wait_until_verified(self, versions: set[int]) -> None:
+        self.waited_for.append((versions, self.pin.locked()))
 
     async def generate(self, num_delivered: int, task: Task | None = None) -> list[Group]:
         fact = SimpleNamespace(tasks=(task or task_of(),), tasks_blob=None, pack_id="p0")
@@ -256,7 +261,7 @@ async def is_continued_with(
     if said is not None:
         rows = [replace(row, trajectory=replace(row.trajectory, **said(row.trajectory))) for row in ended.rows]
         ended = replace(ended, rows=tuple(rows))
-    await first.episodes.keep(task, ended)
+    await first.episodes.keep(task, ended, begun_at=1.0)
     assert first.metrics.episodes_stored == 1
     worker = Worker(model, blobs, run_id, SIZE, images=images)
     await worker.episodes.load([task], vocab_size=440, max_staleness={"mine": 2})
@@ -316,6 +321,16 @@ async def test_a_store_that_fails_costs_nothing_but_protection(model: Path, run_
     assert len(group.episodes) == SIZE
     assert (worker.metrics.episodes_not_stored, worker.metrics.episodes_stored) == (SIZE, 0)
     await worker.generator.announced([group])
+
+
+async def test_what_a_withdrawn_version_may_have_sampled_is_neither_stored_nor_announced(
+    model: Path, blobs: Blobs, run_id: str
+) -> None:
+    """Though it has loaded a version of the same number since. A version is withdrawn once no other is pinned: its copy is waited for after."""
+    worker = Worker(model, blobs, run_id, SIZE, withdrawn_at=math.inf)
+    with pytest.raises(WeightsUnverified, match="r:0:1: a version was withdrawn"):
+        await worker.generate(1, task_of(pinned_version=3))
+    assert (stored(blobs, run_id), worker.waited_for) == ({}, [({3, 4}, False)])
 
 
 async def test_quick_episodes_are_not_stored_and_a_failure_keeps_the_slow_ones(

@@ -200,14 +200,15 @@ class SglangClient(ReleasingHttpClient):
     def max_changed_share(self) -> float:
         return self._patcher.max_changed_share
 
-    async def stage(self, changes: WeightChanges | NoChanges) -> None:
+    async def stage(self, changes: WeightChanges | NoChanges) -> bool:
         """Write the patch that `patch` applies; see `TakesChanges.stage`."""
-        if self._sampler.folder is not None:
-            try:
-                await asyncio.to_thread(self._patcher.stage, changes, self._sampler.folder)
-            except OSError as err:
-                log.warning("patch not written, the folder will be loaded", url=self.url, error=str(err))
-                self._patcher.forget_staged()
+        folder = self._sampler.folder
+        try:
+            return folder is not None and await asyncio.to_thread(self._patcher.stage, changes, folder)
+        except OSError as err:
+            log.warning("patch not written, the folder will be loaded", url=self.url, error=str(err))
+            self._patcher.forget_staged()
+            return False
 
     async def load_weights(self, folder: Path, version: PolicyVersion, mode: UpdateMode = "drain") -> None:
         """Load the weights of a folder and confirm the version; see `EngineClient.load_weights`.

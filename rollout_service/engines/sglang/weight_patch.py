@@ -228,11 +228,11 @@ class WeightPatcher:
         for path in paths:
             path.unlink()
 
-    def stage(self, changes: WeightChanges | NoChanges, folder: Path) -> None:
-        """Write the files of a patch, or note why there is none. Blocking; raises OSError."""
+    def stage(self, changes: WeightChanges | NoChanges, folder: Path) -> bool:
+        """Write the files of a patch, or note why there is none and return False. Blocking; raises OSError."""
         self.forget_staged()
         if not self._maps:
-            return
+            return False
         if not isinstance(changes, WeightChanges):
             self._way = changes
         elif changes.num_changed > self.max_changed_share * changes.num_words:
@@ -242,10 +242,10 @@ class WeightPatcher:
             self._staged = (changes.version, prefix)
             try:
                 write_patches(changes, self._maps, prefix)
-                self._way = "patch"
             except Unmapped:
                 self.forget_staged()
                 self._way = "unmapped"
+        return self._staged is not None
 
     def take(self, version: PolicyVersion) -> Path | None:
         """Return the prefix of the staged files of a version, or None."""
@@ -261,11 +261,11 @@ class WeightPatcher:
         self.forget_staged()
         self._way = "refused"
 
-    def loaded(self, num_bytes: int = 0) -> None:
-        """Count one load by its way, and forget what was staged for it."""
+    def loaded(self, num_bytes: int | None = None) -> None:
+        """Count one load by its way, a patch by what the server has read or written; forget what was staged for it."""
         self.forget_staged()
-        self.num_bytes += num_bytes
-        self._loads[self._way] += 1
+        self.num_bytes += num_bytes or 0
+        self._loads[self._way if num_bytes is None else "patch"] += 1
         self._way = "chain" if self._maps else "unsupported"
 
     def figures(self) -> dict[str, float]:

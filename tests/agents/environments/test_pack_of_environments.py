@@ -52,7 +52,7 @@ class Pack:
             for number, name in enumerate(tasks)
         )
         nothing: Any = SimpleNamespace(
-            applied={0}, num_withdrawn=0, wait_until_verified=self._at_once, wait_for_version=self._at_once, wait_for_ordinary=self._at_once,
+            applied={0}, withdrawn_at=0.0, wait_until_verified=self._at_once, wait_for_version=self._at_once, wait_for_ordinary=self._at_once,
             ordinary_waiting=contextlib.nullcontext, sampler=lambda _: None, check_health=self._check_health, refuse=self._refuse,
             forget=self._at_once,
         )  # fmt: skip

@@ -229,7 +229,7 @@ class Nowhere:
     def take(self, task: Task) -> Sequence[Episode]:
         return ()
 
-    async def keep(self, task: Task, episode: Episode) -> None:
+    async def keep(self, task: Task, episode: Episode, *, begun_at: float) -> None:
         pass
 
 

@@ -22,6 +22,7 @@ from penstock.console.tools.init_run_file import Answers, init
 from penstock.deploy import train
 from penstock.deploy.local_run import LocalRun
 from penstock.deploy.make_secrets import make_secrets
+from penstock.deploy.placement import run_placement
 from penstock.deploy.placement.placement import DoesNotFit
 from penstock.deploy.placement.run_placement import place_run
 from penstock.deploy.placement.show import finding, settings_that_fit
@@ -210,6 +211,27 @@ def test_commands_that_start_at_once_get_no_gpu_twice(tmp_path: Path, monkeypatc
         os.waitpid(child, 0)
     with late.claimed():
         pass
+
+
+def test_shared_gpus_are_claimed_once_each_by_the_command_of_both_roles(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the order of their names, whatever the order that a command sees them in; the commands of one role each claim none of them."""
+    see(monkeypatch, cards(2), visible="GPU-1f,GPU-0f")
+    claimed, open_lock = [], run_placement.open_lock
+    arguments = [f"model.path={model_of(tmp_path, '0.6B')}", "worker.engine=sglang", "placement.shared=beside"]
+    placed = place_run(arguments, os.environ)
+    monkeypatch.setattr(run_placement, "open_lock", lambda *words: claimed.append(words[1]) or open_lock(*words))
+    with placed.claimed():
+        assert claimed == ["GPU-0f", "GPU-1f"]
+        with pytest.raises(DoesNotFit, match="another command has given it to its processes"):
+            place_run(arguments, os.environ)
+        for role in ("engines", "trainer"):
+            with place_run(arguments, os.environ, role=role).claimed():  # type: ignore[arg-type]
+                pass
+    claimed.clear()
+    place_run([arguments[0], "worker.device=cpu"], os.environ, role="engines")
+    assert claimed == []  # where no GPU is needed
 
 
 def test_containers_get_what_the_placement_says(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -145,17 +146,27 @@ async def test_the_pool_serves_the_oldest_of_its_versions(model: Path):
 async def test_a_patch_that_one_engine_refuses_is_withdrawn_from_the_others(
     model: Path, monkeypatch: pytest.MonkeyPatch
 ):
+    """Where one takes none, it is not tried; else what was sampled meanwhile is of weights that nobody has verified."""
     with FaultyEngine() as one, FaultyEngine() as other:
         async with pool_of(one, other, model=model) as pool:
+            begun_at = time.monotonic()
             for engine, takes in zip(pool._engines, (True, False), strict=True):
 
-                async def patch(*_: object, answer: bool = takes) -> bool:
+                async def answers(*_: object, answer: bool = takes) -> bool:
                     return answer
 
-                monkeypatch.setattr(engine.client, "patch", patch)
+                for name in ("stage", "patch"):
+                    monkeypatch.setattr(engine.client, name, answers)
+                monkeypatch.setattr(
+                    SglangClient, "max_changed_share", property(lambda client: 0.1 * (client.url == one.url))
+                )
+                engine.applied.add(V1)  # from its folder, before it went back to version 0
+            assert pool.max_changed_share == 0.0
+            assert not await pool.stage("chain")
             assert not await pool.patch(V1, "retract")
             assert (pool.version, pool.applied) == (V0, {V0})
             assert [[version for version, _ in engine.loads] for engine in (one, other)] == [["0", "0"], ["0"]]
+            assert pool.withdrawn_at >= begun_at
 
 
 async def test_an_engine_that_has_its_version_serves_it_while_another_still_drains(model: Path):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from tests.rollout_service.engines.test_weight_patch import changed, changes, sa
 from torch import Tensor
 
 from penstock.protocol.versions import PolicyVersion
+from penstock.rollout_service.engines.attached_engine import AttachedEngine
 from penstock.rollout_service.engines.sglang.client import SglangClient
 from penstock.rollout_service.engines.sglang.plugin import penstock_weight_patch as plugin
 from penstock.rollout_service.errors import EngineError
@@ -191,6 +193,25 @@ async def test_a_server_without_the_plugin_never_sees_its_load_formats(
     await client.stage(versions.changes)
     await client.load_weights(versions.folder_4, V4)
     assert engine.jobs == ["auto"]
+
+
+async def test_a_patched_version_is_kept_by_an_engine_that_is_not_ready(versions: Versions) -> None:
+    """Without its memory it loads the folder when it resumes; a check of its health or a restart is waited for, which may end with the version before."""
+    (versions.folder_3 / "config.json").write_text("{}")
+    with PatchedEngine() as server:
+        engine = AttachedEngine(SglangClient(server.url), start_deadline_s=10)
+        await engine.load(versions.folder_3, V3)
+        assert await engine.stage(versions.changes)
+        assert await engine.patch(V4, "retract")
+        engine.ready.clear()
+        keeping = asyncio.create_task(engine.keep(versions.folder_4, V4))
+        await asyncio.sleep(0)
+        engine.is_released = True
+        assert await asyncio.wait_for(engine.keep(versions.folder_4, V4), 30)
+        engine._serving.confirm(V3)
+        engine.ready.set()
+        assert not await keeping
+        await engine.stop()
 
 
 async def test_an_attached_server_is_mapped_in_its_first_load(

@@ -345,14 +345,15 @@ def test_a_patcher_stages_what_is_worth_it(tmp_path: Path) -> None:
     plugin.write_map(model, found, f"{patcher.map_prefix(folder)}.0.json")
     patcher.read_maps(folder)
     for what in (changes(before, small), changes(before, changed(before, seed=1, share=0.2)), "chain"):
-        patcher.stage(what, folder)  # type: ignore[arg-type]
-        assert (patcher.take(PolicyVersion(4)) is not None) == (len(list(tmp_path.glob("patches/*"))) == 1)
-        patcher.loaded()
+        is_staged = patcher.stage(what, folder)  # type: ignore[arg-type]
+        assert is_staged == (patcher.take(PolicyVersion(4)) is not None) == (len(list(tmp_path.glob("patches/*"))) == 1)
+        patcher.loaded(8 if is_staged else None)
         assert list(tmp_path.glob("patches/*")) == []
     loads = {way: num for way, num in patcher.figures().items() if num}
     assert loads == {
         "engine_loads_unsupported": 1,
         "engine_loads_patch": 1,
+        "engine_patch_bytes": 8,
         "engine_loads_dense": 1,
         "engine_loads_chain": 1,
     }

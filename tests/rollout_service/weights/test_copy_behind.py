@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
+import numpy as np
 import pytest
 import torch
 from tests.groups import make_task
@@ -20,12 +23,18 @@ from tests.system.rollout_and_reward import fill, small_disk
 from torch import Tensor, nn
 
 from penstock.deploy.processes.child import Child
+from penstock.protocol.errors import ConfigError
 from penstock.protocol.facts import WeightsPublished
 from penstock.protocol.groups import BlobRef
 from penstock.protocol.versions import PolicyVersion
 from penstock.protocol.weights.manifest import VersionManifest
+from penstock.rollout_service.device_turns import EngineTurns
+from penstock.rollout_service.engines.weight_changes import TensorChange, WeightChanges
+from penstock.rollout_service.errors import WeightsUnusable
+from penstock.rollout_service.metrics import WorkerMetrics
 from penstock.rollout_service.weights import weight_follower
-from penstock.rollout_service.weights.servable_versions import VersionGate
+from penstock.rollout_service.weights.mirror import MirroredVersion
+from penstock.rollout_service.weights.servable_versions import ServableVersions, VersionGate
 from penstock.rollout_service.weights.weight_follower import WeightFollower
 from penstock.rollout_service.weights.weight_swap import Patched
 
@@ -216,6 +225,8 @@ def test_a_copy_that_finds_no_space_withdraws_the_version_until_there_is_some(
         wait_for(lambda: "has no space for version 1" in setting.worker.log_tail(), "the worker to log it")
         wait_for(lambda: setting.engine.version == "0", "the folder before to be loaded")
         assert setting.engine.jobs == ["auto", "probe", "patch", "auto"]
+        setting.sample("p0")
+        assert setting.sampled_by() == {0}
         ballast.unlink()
         trainer_side.wait_applied("w0", 1)
         assert setting.engine.jobs[4:] == ["auto"]
@@ -243,27 +254,116 @@ def test_a_patch_that_is_not_verified_is_never_applied(setting: Setting, problem
     assert setting.is_served(before)
 
 
-async def test_a_copy_that_takes_too_long_withdraws_the_version(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And is not recorded when it ends after all."""
+def test_an_evaluation_that_loads_the_version_which_waits_to_be_patched_in(setting: Setting) -> None:
+    """It waited for another one's end, the patch for both: the patch is not tried any more, and nothing waits for its copy."""
+    setting.follow()
+
+    def evaluate(version: int) -> None:
+        task = make_task(f"eval.v{version}.p0.s0", split="eval", pinned_version=version, temperature=0.0)
+        setting.trainer.issue(f"eval-{version}", [task])
+
+    setting.engine.flow.clear()
+    evaluate(1)
+    wait_for(lambda: setting.engine.version == "1" and setting.engine.num_running, "the first evaluation")
+    wait_for(lambda: list((setting.folder / "patches").glob("*-2.0")), "the patch to be staged")
+    evaluate(2)
+    wait_for(lambda: (b := setting.trainer.heartbeat("w0")) and b.figures["packs_held"] == 2, "both packs to be taken")
+    setting.engine.flow.set()
+    setting.trainer.collect(2)
+    setting.publish(3)
+    setting.trainer.wait_applied("w0", 3)
+    assert setting.applied == [0, 1, 2, 1, 2, 3]
+    assert (setting.engine.jobs[4:6], setting.is_served()) == (["auto", "auto"], True)
+
+
+V1, V2 = PolicyVersion(1), PolicyVersion(2)
+MANIFEST = BlobRef(key="m", size_bytes=1, sha256="0" * 64)
+
+
+class Calls:
+    def __init__(self, answer: object = None) -> None:
+        self.said, self.answer = [], answer
+
+    async def __call__(self, *said: object, **_: object) -> object:
+        self.said.append(said)
+        return self.answer
+
+
+def follower_of(**parts: Any) -> WeightFollower:
+    """Return one whose engine serves version 1, of published versions 1 and 2."""
+    engine = SimpleNamespace(version=V1, max_changed_share=0.05, stage=parts.pop("stage", None))
+    swap = SimpleNamespace(metrics=WorkerMetrics(), turns=EngineTurns(), **parts)
+    servable = ServableVersions(cast(Any, engine))
+    servable.set_model(V1)
+    nothing: Any = None
+    follower = WeightFollower(
+        bus=nothing, mirror=cast(Any, SimpleNamespace(changes=lambda *_: changes_to_2())), engine=cast(Any, engine), servable=servable,
+        gate=VersionGate(linger_s=0.0), announcements=nothing, swap=cast(Any, swap), run_id="r",
+    )  # fmt: skip
+    for version in (V1, V2):
+        follower._published.add(version, MANIFEST)
+    return follower
+
+
+def changes_to_2() -> WeightChanges:
+    words = np.zeros(8, np.uint32)
+    return WeightChanges(V1, V2, 8, (TensorChange("t", "float32", np.arange(8), words, words),))
+
+
+async def test_changes_are_let_go_of_and_training_waits_on_where_a_patch_is_not_taken() -> None:
+    """An evaluation of an older version has ended, and its version is still served."""
+    staged: list[Any] = []
+
+    async def stage(changes: WeightChanges) -> bool:
+        staged.append(weakref.ref(changes.tensors[0].new))
+        return True
+
+    async def patch(*_: object) -> None:
+        await asyncio.to_thread(wait_for, lambda: staged[0]() is None, "the changes to be freed")
+
+    follower = follower_of(stage=stage, patch=patch)
+    follower.gate._serves_older = True
+    assert (await follower._patch_newest(), len(staged), follower.gate.serves_older) == (False, 1, True)
+
+
+async def test_an_evaluation_of_the_model_that_is_served_holds_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    follower = follower_of()
+    monkeypatch.setattr(follower, "_fetch", Calls(MirroredVersion(V1, Path(), 0, 0.0, "")))
+    async with follower.pinned(V1):
+        assert follower.gate.pin == V1
+
+
+@pytest.mark.parametrize("problem", ["late", "hangs", "unusable"])
+async def test_a_copy_that_fails_withdraws_the_version(monkeypatch: pytest.MonkeyPatch, problem: str) -> None:
+    """One that is late is not recorded; one that hangs ends the worker; a version that was published again meanwhile is not refused."""
     monkeypatch.setattr(weight_follower, "COPY_DEADLINE_S", 0.01)
-    written, withdrawn = asyncio.Event(), []
+    answer, written, withdrawn, refused = (
+        MANIFEST.model_copy(update={"key": "answer"}),
+        asyncio.Event(),
+        [],
+        Calls(),
+    )
 
     async def fetch(*_: object, **__: object) -> Any:
+        if problem == "unusable":
+            follower._published.add(V2, answer)
+            raise WeightsUnusable("its root is another one")
         await written.wait()
         return SimpleNamespace(is_patched=True)
 
     async def withdraw(version: PolicyVersion, reason: str) -> None:
         withdrawn.append((version, reason))
-        written.set()
+        if problem == "late":
+            written.set()
 
-    parts: dict[str, Any] = dict.fromkeys(("bus", "mirror", "engine", "announcements"))
-    servable, swap = SimpleNamespace(on_unused=None), SimpleNamespace(withdraw=withdraw)
-    follower = WeightFollower(
-        **parts, servable=cast(Any, servable), gate=VersionGate(), swap=cast(Any, swap), run_id="r"
-    )
+    follower = follower_of(withdraw=withdraw)
     monkeypatch.setattr(follower, "_fetch", fetch)
-    manifest = BlobRef(key="m", size_bytes=1, sha256="0" * 64)
-    await follower._copy(Patched(PolicyVersion(1), PolicyVersion(2), manifest), 0.0, 0.0)
+    follower.announcements = cast(Any, SimpleNamespace(announce_refused=refused))
+    follower.gate._serves_older, follower._check.passed = True, V2
+    with pytest.raises(ConfigError, match="version 2 was not") if problem == "hangs" else contextlib.nullcontext():
+        await follower._copy(Patched(V1, V2, MANIFEST), 0.0, 0.0)
     [(version, reason)] = withdrawn
-    assert (version, follower.num_withdrawn) == (2, 1)
-    assert "its copy, which failed: not written and verified within 0 s" in reason
+    assert (version, follower.gate.serves_older, follower._check.passed) == (2, True, None)
+    assert ("its root" if problem == "unusable" else "failed: not written and verified within 0 s") in reason
+    assert [said[:2] for said in refused.said] == ([(V2, MANIFEST)] if problem == "unusable" else [])
+    assert follower._published.newest() == V2

@@ -23,7 +23,7 @@ def test_the_newest_version_is_the_highest_that_was_not_refused() -> None:
     assert not published.add(V(5), manifest("a"))
     assert published.add(V(3), manifest("b"))
     assert published.newest() == 5
-    published.refuse(V(5))
+    published.refuse(V(5), published.manifest(V(5)))
     assert published.newest() == 3
     assert published.add(V(5), manifest("answer"))
     assert published.newest() == 5
@@ -84,8 +84,8 @@ async def test_a_refusal_ends_the_wait_for_a_version() -> None:
         published.add(V(version), manifest(str(version)))
     waiting = asyncio.create_task(published.wait_until_refused(V(2)))
     await asyncio.sleep(0)
-    published.refuse(V(1))
+    published.refuse(V(1), published.manifest(V(1)))
     await asyncio.sleep(0)
     assert not waiting.done()
-    published.refuse(V(2))
+    published.refuse(V(2), published.manifest(V(2)))
     await asyncio.wait_for(waiting, 60)

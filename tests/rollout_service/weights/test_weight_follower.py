@@ -13,7 +13,6 @@ from tests.groups import make_task
 from tests.rollout_service.engines.faulty_engine import FaultyEngine
 from tests.rollout_service.trainer_side import TrainerSide, attached
 from tests.servers import wait_for
-from tests.system.rollout_and_reward import fill, small_disk
 
 from penstock.deploy.processes.child import Child
 from penstock.protocol import subjects
@@ -139,25 +138,6 @@ def test_superseded_versions_are_skipped(
     faulty_engine.flow.set()
     trainer_side.wait_applied("w0", 6)
     assert [version for version, _ in faulty_engine.loads] == ["0", "1", "6"]
-
-
-def test_a_full_disk_keeps_the_version_before_until_there_is_space(
-    trainer_side: TrainerSide, start_worker: StartWorker, faulty_engine: FaultyEngine, tmp_path: Path
-):
-    """Without space for the next copy the worker logs it and serves the version before; with space it loads the newest."""
-    with small_disk(tmp_path / "disk", 4 << 20) as disk:
-        trainer_side.publish(0)
-        worker = start_worker("w0", *attached(faulty_engine), f"worker.cache_dir={disk}")
-        trainer_side.wait_applied("w0", 0)
-        ballast = fill(disk)
-        trainer_side.publish(1)
-        wait_for(lambda: "has no space for version 1" in worker.log_tail(), "the worker to log it")
-        trainer_side.issue("pack-0", [make_task("e0.p0.a0", issued_version=0)])
-        [group] = trainer_side.collect_groups(1)
-        assert versions_of([group]) == {0}
-        trainer_side.publish(2)
-        ballast.unlink()
-        trainer_side.wait_applied("w0", 2)
 
 
 def test_a_missed_announcement_is_repaired_by_the_head(

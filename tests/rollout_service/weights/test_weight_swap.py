@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -10,6 +11,7 @@ import pytest
 
 from penstock.protocol.groups import Sampling
 from penstock.protocol.versions import PolicyVersion
+from penstock.rollout_service.engines.completion import EngineChecksum
 from penstock.rollout_service.metrics import WorkerMetrics
 from penstock.rollout_service.weights import weight_swap
 from penstock.rollout_service.weights.mirror import MirroredVersion
@@ -21,9 +23,22 @@ class _Engine:
     version: PolicyVersion | None = None
     mode = "none"
     is_released = False
+    kept_at = -1
+
+    def __init__(self) -> None:
+        self.loads = asyncio.Event()
+        self.loads.set()
 
     async def load(self, folder: Path, version: PolicyVersion, mode: str = "drain") -> None:
+        await self.loads.wait()
         self.version, self.mode = version, mode
+
+    async def keep(self, folder: Path, version: PolicyVersion) -> bool:
+        self.kept_at = self.version or 0
+        return self.version == version
+
+    async def weights_checksum(self) -> EngineChecksum:
+        return EngineChecksum("the engine's", "tp 1")
 
 
 class _Permits:
@@ -68,6 +83,24 @@ async def test_only_long_pauses_take_permits(
     assert taken == expected
     assert engine.version == 3
     assert await swap.load(mirrored(3)) is None
+
+
+async def test_a_copy_that_ends_while_another_version_is_loaded_is_not_recorded() -> None:
+    """Neither is the checksum of the other version, nor one of memory that is freed."""
+    engine = _Engine()
+    swap = swap_of(engine, _Permits(), "drain")
+    await swap.load(mirrored(1))
+    engine.loads.clear()
+    loading, keeping = asyncio.create_task(swap.load(mirrored(0))), asyncio.create_task(swap.keep(mirrored(1)))
+    await asyncio.sleep(0.01)
+    engine.loads.set()
+    await loading
+    assert (await keeping, engine.kept_at) == (False, 0)
+    swap.check_every = 1
+    assert [(await swap._checksum(mirrored(version))).value for version in (0, 1)] == ["the engine's", "c"]
+    engine.is_released = True
+    assert (await swap._checksum(mirrored(0))).value == "c"
+    assert await swap.patch(PolicyVersion(1), PolicyVersion(2)) is None  # it was made for version 1
 
 
 async def test_auto_waits_only_for_short_completions() -> None:

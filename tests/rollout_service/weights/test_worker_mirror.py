@@ -153,6 +153,10 @@ def test_changes_are_those_from_a_version_that_is_held(run: Run, open_mirror: Op
     assert mirror.changes(PolicyVersion(3), PolicyVersion(6), run.facts[6].manifest, 0.5) == "chain"
     run.publish(7, corrupt=(".pack",))
     assert mirror.changes(PolicyVersion(5), PolicyVersion(7), run.facts[7].manifest, 0.5) == "chain"
+    other = open_mirror("w1")
+    run.fetch(other, 5)  # from a full snapshot, which does not tell whether patches lead there
+    run.fetch(other, 4, keep=(5,))
+    assert other.changes(PolicyVersion(4), PolicyVersion(5), run.facts[5].manifest, 0.5) == "chain"
 
 
 def test_a_version_is_fetched_once(run: Run, open_mirror: OpenMirror) -> None:

@@ -176,7 +176,7 @@ async def _generate(bus: Bus, blobs: Blobs, run_id: str, tasks: Sequence[Task], 
         pass
 
     nothing: Any = SimpleNamespace(
-        applied={0}, num_withdrawn=0, wait_until_verified=at_once, wait_for_version=at_once, wait_for_ordinary=at_once, ordinary_waiting=contextlib.nullcontext,
+        applied={0}, withdrawn_at=0.0, wait_until_verified=at_once, wait_for_version=at_once, wait_for_ordinary=at_once, ordinary_waiting=contextlib.nullcontext,
         sampler=lambda _: sampler,
     )  # fmt: skip
     generator = PackGenerator(
