@@ -16,6 +16,7 @@ from torch import Tensor
 
 from penstock.protocol.groups import Sampling
 from penstock.protocol.versions import PolicyVersion
+from penstock.rollout_service.engines import managed_engine
 from penstock.rollout_service.engines.completion import EngineChecksum
 from penstock.rollout_service.engines.engine_process import group_members
 from penstock.rollout_service.engines.managed_engine import ManagedEngine
@@ -126,8 +127,9 @@ async def test_three_hundred_patches_equal_a_fresh_start(tmp_path: Path, kind: s
 
 
 @pytest.fixture
-async def run(tmp_path: Path) -> AsyncIterator[Run]:
-    """Two ranks in bfloat16, supervised."""
+async def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Run]:
+    """Two ranks in bfloat16, supervised; a label that a test changes is not looked at before the test's patch."""
+    monkeypatch.setattr(managed_engine, "CHECK_S", 3600.0)
     engine = managed_sglang(tmp_path / "log", **settings("qwen3", 2, "bfloat16"))
     run = Run(engine, build(tmp_path / "a", "qwen3", torch.bfloat16))
     await run.start()
@@ -156,13 +158,13 @@ async def test_every_doubt_ends_with_the_weights_of_the_folder(run: Run, tmp_pat
     good, patcher = run.tensors, client._patcher
     stage = patcher.stage
 
-    def stage_badly(found: Any, folder: Path) -> None:
+    def stage_badly(found: Any, folder: Path) -> bool:
         """As ever, but a bit of the second rank's words is flipped."""
-        stage(found, folder)
+        assert stage(found, folder)
         [path] = (tmp_path / "patches").glob("*.1")
         data = bytearray(path.read_bytes())
         data[-9] ^= 1
-        path.write_bytes(data)
+        return path.write_bytes(data) > 0
 
     patcher.stage = stage_badly  # type: ignore[method-assign]
     await run.next()
