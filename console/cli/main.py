@@ -200,7 +200,7 @@ def version() -> None:
 
     Example:  penstock version
     """
-    from penstock.console.tools.checks import installed_versions
+    from penstock.console.tools.versions import installed_versions
 
     print("\n".join(f"{name} {value}" for name, value in installed_versions()))
 

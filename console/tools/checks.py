@@ -6,7 +6,6 @@ a program with --version.
 
 from __future__ import annotations
 
-import importlib.metadata
 import json
 import os
 import platform
@@ -24,6 +23,7 @@ from rich.text import Text
 
 from penstock.console import connections, launch
 from penstock.console.terminal import console, table
+from penstock.console.tools.versions import package_version
 from penstock.protocol import logs
 from penstock.protocol.config.run_file import Loaded
 from penstock.protocol.config.sources import split_arguments
@@ -319,19 +319,3 @@ def _print(findings: Sequence[Finding]) -> None:
         fix = ("\n→ " + finding.fix, "bold") if finding.fix else ""
         shown.add_row(Text(finding.level, _STYLES[finding.level]), finding.name, Text.assemble(finding.detail, fix))
     console().print(shown)
-
-
-def installed_versions() -> Iterator[tuple[str, str]]:
-    """Yield the versions of this program, of Python and of installed packages, from metadata: nothing is imported for them."""
-    yield "penstock", package_version("penstock") or "(not installed: run from its folder)"
-    yield "python", platform.python_version()
-    yield "platform", platform.platform()
-    for name in ("torch", "deepspeed", "transformers", "nats-py", "minio", "pydantic"):
-        yield name, package_version(name) or "(not installed)"
-
-
-def package_version(name: str) -> str | None:
-    try:
-        return importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-        return None

@@ -125,7 +125,7 @@ def test_a_parquet_file_of_a_hugging_face_data_set(folder: Path, processor: Imag
     assert prompts[0].image_files == prompts[2].image_files
     report = check_file(path, DataSettings(), ChatTokenizer.read(folder), images=ImageRows(processor))
     assert (report.num_grpo, report.num_sft, report.problems.lines()) == (3, 0, [])
-    assert report.prompt_lengths == [len(prompts[n].token_ids) for n in range(3)]
+    assert list(report.prompt_lengths) == [len(prompts[n].token_ids) for n in range(3)]
     assert report.num_repeated_prompts == 0
 
 
