@@ -248,11 +248,7 @@ def _options(words: list[str], foreign_config: Found) -> None:
         name, separator, value = word.removeprefix("--").partition("=")
         if word.startswith("--") and not separator:
             values = []
-            while (
-                position < len(words)
-                and _is_value(words[position])
-                and not (values and words[position].endswith(".py"))
-            ):
+            while position < len(words) and _is_value(words[position]):
                 values.append(words[position])
                 position += 1
             if launches and values and values[-1].endswith(".py"):  # the program, behind an option of the launcher

@@ -109,7 +109,7 @@ _SIGNS = re.compile(r"[<>]|\\(?:le|ge|neq)(?![A-Za-z])")
 
 
 def _equal(gold: str, answer: str, relative: Any) -> bool:
-    if not gold or not answer:
+    if not gold or not answer or _are_joined_otherwise(gold, answer):
         return False
     gold, answer = (_REALS if text == "\\mathbb{R}" else text for text in (gold, answer))
     if gold == answer or (_CLOCK.fullmatch(gold) and _CLOCK.fullmatch(answer)):
@@ -122,6 +122,8 @@ def _equal(gold: str, answer: str, relative: Any) -> bool:
         assert other is not None
         name, value = notation.named(single)
         if name and (value == "\\mathbb{R}" or notation.collection(value) is not None):  # (x, y) = (1, 2), x \in [1, 2)
+            if (given := notation.names(other)) and name.startswith("(") and given != {*name.strip("()").split(",")}:
+                return False  # (x, y) = (1, 2) against a = 1, b = 2
             return _equal(gold, value, relative) if values is None else _equal(value, answer, relative)
         if other.kind == "\\{\\}" and len(other.items) == 1:
             return _equal(other.items[0], single, relative) if wanted else _equal(single, other.items[0], relative)
@@ -133,6 +135,12 @@ def _equal(gold: str, answer: str, relative: Any) -> bool:
     return _equal_collections(wanted, values, relative) or (
         "u" in {wanted.kind, values.kind} and _equal_parsed(gold, answer, relative)
     )
+
+
+def _are_joined_otherwise(gold: str, answer: str) -> bool:
+    """Return True for inequalities that hold together in one text and apart in the other: x > 1 and x < 2, x > 1 or x < 2."""
+    are_inequalities = _SIGNS.search(gold) is not None and _SIGNS.search(answer) is not None
+    return are_inequalities and notation.joined(gold) ^ notation.joined(answer) == {"and", "or"}
 
 
 def _equal_collections(wanted: notation.Collection, values: notation.Collection, relative: Any) -> bool:

@@ -274,6 +274,16 @@ def _pieces(text: str) -> tuple[list[str], bool]:
     return [item.strip() for item in [*items, text[start:]]], is_union
 
 
+def joined(text: str) -> set[str]:
+    """Return the words between the values of an answer: "or", "and"."""
+    return {word for mark in _JOINED.findall(text) for word in ("or", "and") if word in mark}
+
+
+def names(values: Collection) -> set[str]:
+    """Return what values are called: x and y in ``x = 1, y = 2``."""
+    return {named(item)[0] for item in values.items} - {""}
+
+
 def collection(text: str) -> Collection | None:
     """Return the values of a list, set, tuple, interval or union; None for one value."""
     if text in {"\\{\\}", "\\emptyset", "\\text{empty set}"}:
