@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shlex
+import subprocess
 from itertools import pairwise
 from pathlib import Path
 
@@ -66,6 +67,16 @@ def test_every_link_leads_to_a_file():
 def test_the_list_of_all_files_is_that_of_the_tree():
     page = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
     assert file_list.with_list(page) == page, "write it: make files"
+
+
+def test_nothing_that_a_program_left_in_the_tree_is_committed():
+    """The folder of a run and a downloaded package were."""
+    listed = subprocess.run(
+        ["git", "ls-files", "-z"], cwd=ROOT, check=True, capture_output=True, text=True
+    ).stdout.split("\0")
+    known = {*file_list.PACKAGES, "benchmarks", "docs", "examples", "src", "tests", ".ci"}
+    assert {name.partition("/")[0] for name in listed if "/" in name} <= known
+    assert not [name for name in listed if name.endswith((".whl", ".lock", "metrics.jsonl"))]
 
 
 def test_the_readme_is_short():
