@@ -70,11 +70,11 @@ class Score:
 def sweep(arguments: Sequence[str], options: SweepOptions, *, as_json: bool) -> int:
     """Train every combination; returns 0, 1 when a run failed, 130 when it was stopped. Raises ConfigError before anything starts."""
     files, overrides = split_arguments(arguments)
-    candidates, steps = combinations(files, overrides, options)
+    everyone, steps = combinations(files, overrides, options)
     if options.only_print:
-        print("\n".join(shlex.join(["penstock", *_typed(one, arguments, options)]) for one in candidates))
+        print("\n".join(shlex.join(["penstock", *_typed(one, arguments, options)]) for one in everyone))
         return 0
-    failed: list[Candidate] = []
+    candidates, failed = everyone, set[Candidate]()
     for limit, number in rounds(steps, len(candidates), options.halving):
         left = [one for one in candidates if one not in failed]
         candidates = best_first(left, options.command)[:number]
@@ -90,8 +90,7 @@ def sweep(arguments: Sequence[str], options: SweepOptions, *, as_json: bool) -> 
                 print("penstock sweep: stopped; the same command continues it", file=sys.stderr)
                 return 130
             if code:
-                failed.append(one)
-    everyone, _ = combinations(files, overrides, options)
+                failed.add(one)
     _report(best_first(everyone, options.command), options.command, as_json=as_json)
     return 1 if failed else 0
 

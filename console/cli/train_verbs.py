@@ -260,14 +260,14 @@ def import_(
     /,
     *,
     system: Annotated[
-        Literal["verl", "roll", "trl", "agentrl", "openrlhf", "slime"] | None,
+        Literal["verl", "roll", "trl", "agentrl", "openrlhf", "slime", "llamafactory"] | None,
         Parameter(name="--from"),
         Help("Its system; without it, detected by the keys."),
     ] = None,
     to: Annotated[Path, Help("The run file to write.")] = Path("run.toml"),
     json: Annotated[bool, Help("Print the report as one JSON object.")] = False,
 ) -> int:
-    """Turn a configuration of verl, TRL, ROLL, OpenRLHF, AgentRL or slime into a run file, and report on every key.
+    """Turn a configuration of verl, TRL, ROLL, OpenRLHF, AgentRL, slime or LLaMA-Factory into a run file, and report on every key.
 
     Exit code 1: a key needs a decision; 2: nothing was written.
 

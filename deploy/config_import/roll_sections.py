@@ -109,8 +109,9 @@ def reward(key: str) -> Rule | None:
         if rest == "worker_cls":
             has_tags = bool(values.get(f"rewards.{worker}.tag_included"))
             return ignored(f"{READ} rewards.{worker}.tag_included") if has_tags else set_to(reward__name=name)
-        if rest == "tag_included" and name is not None and all(re.fullmatch(r"[\w-]+", tag) for tag in value):
-            settings = {"data.map.data_source": "tag", **{f"reward.by_source.{tag}": name for tag in value}}
+        tags = [value] if isinstance(value, str) else value
+        if rest == "tag_included" and name is not None and all(re.fullmatch(r"[\w-]+", tag) for tag in tags):
+            settings = {"data.map.data_source": "tag", **{f"reward.by_source.{tag}": name for tag in tags}}
             settings |= {"reward_service.code_score": "all"} if name == "code" else {}
             return Outcome("translated", settings, "the column tag chooses the reward")
         if rest.startswith(_OF_A_RULE) and name is not None:

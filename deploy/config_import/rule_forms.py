@@ -12,11 +12,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from penstock.trainer.optimizer_settings import OptimizerSettings
+
 Kind = Literal["taken", "translated", "ignored", "decide", "unknown", "silent"]
 ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 OFF = "off, as without it"
 READ = "read together with"
-MICRO_BATCH = 16_384  # trainer.micro_batch_tokens where nothing sets it
+MICRO_BATCH: int = OptimizerSettings.model_fields["micro_batch_tokens"].default
 _REWARD_FILE = "custom_reward_function.path"  # of verl
 Values = Mapping[str, Any]
 

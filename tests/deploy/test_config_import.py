@@ -6,12 +6,13 @@ import json
 import re
 import tomllib
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
 import pytest
 from tests.deadline import ends_within
 
 from penstock.console.cli.main import run
+from penstock.console.cli.train_verbs import import_
 from penstock.deploy.config_import import import_config
 from penstock.deploy.config_import.foreign_file import read_shell
 from penstock.deploy.config_import.foreign_tree import read_yaml
@@ -173,6 +174,11 @@ def test_the_documented_run_files_are_what_an_import_writes(
     assert code == (1 if undecided else 0)
     chosen = re.sub(rf"^.*  # {system}'s default\n", "", (tmp_path / "run.toml").read_text(), flags=re.MULTILINE)
     assert {name: table for name, table in tomllib.loads(chosen).items() if table} == tomllib.loads(ours)
+
+
+def test_every_system_that_is_read_can_be_named() -> None:
+    choices, _ = get_args(get_type_hints(import_)["system"])
+    assert [*get_args(choices)] == import_config._NAMES
 
 
 EQUAL: dict[str, Any] = tomllib.loads((FILES / "equality.toml").read_text())

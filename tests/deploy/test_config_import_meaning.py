@@ -64,7 +64,7 @@ actor_infer:
   strategy_args: {strategy_name: vllm}
 rewards:
   math_rule: {worker_cls: roll.pipeline.rlvr.rewards.math_rule_reward_worker.MathRuleRewardWorker, tag_included: [deepmath, aime], world_size: 8}
-  code_sandbox: {worker_cls: roll.pipeline.rlvr.rewards.code_sandbox_reward_worker.CodeSandboxRewardWorker, tag_included: [KodCode]}
+  code_sandbox: {worker_cls: roll.pipeline.rlvr.rewards.code_sandbox_reward_worker.CodeSandboxRewardWorker, tag_included: KodCode}
 """
 ROLL_AGENTIC = """
 exp_name: frozen
