@@ -15,11 +15,12 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from penstock.console.connections import NamedRun
+from penstock.console.evaluation_results import FOLDER as EVALUATIONS
 from penstock.console.report import curves
 from penstock.console.tracking import consumer
 from penstock.console.tracking.consumer import Consumer, Job
 from penstock.console.tracking.interface import TRACKERS, Destination
-from penstock.console.tracking.sources import Events, RunStream, TrainingLog
+from penstock.console.tracking.sources import EvaluationLog, Events, RunStream, TrainingLog
 from penstock.console.tracking.trackers import TrackSettings, load_settings
 from penstock.protocol import logs
 from penstock.protocol.command_line import RunArguments, program
@@ -40,8 +41,9 @@ def write(
     await_report: bool = False,
     parent: int | None = None,
     training: str = "",
+    folder: Path | None = None,
 ) -> int:
-    """Write the run, or its ``training`` on given answers (sft, dpo, rm); returns the exit code.
+    """Write the run, its ``training`` on given answers (sft, dpo, rm) or the ``evaluations`` in a folder; returns the exit code.
 
     Ends when the process ``parent``, which started this one, has ended.
     """
@@ -53,7 +55,7 @@ def write(
         threading.Thread(target=_stop_with_parent, args=(parent, stop), daemon=True).start()
     try:
         settings = load_settings(run, arguments, os.environ)
-        job = _job(settings, label, arguments, once=once, awaits_report=await_report, training=training)
+        job = _job(settings, label, arguments, once=once, awaits_report=await_report, training=training, own=folder)
         with consumer.opened(job.folder, label) as file, _opened_events(settings, job, training, stop) as events:
             done = Consumer(job, events, file, stop).work()
     except PenstockError as err:
@@ -73,6 +75,9 @@ def _stop_with_parent(parent: int, stop: threading.Event) -> None:
 
 @contextmanager
 def _opened_events(settings: TrackSettings, job: Job, training: str, stop: threading.Event) -> Iterator[Events]:
+    if training == EVALUATIONS:
+        yield EvaluationLog(job.folder, job.run_id)
+        return
     if training:
         yield TrainingLog(job.folder, job.run_id, stop)
         return
@@ -88,6 +93,7 @@ def _job(
     once: bool,
     awaits_report: bool,
     training: str = "",
+    own: Path | None = None,
 ) -> Job:
     tracker = next((candidate for candidate in settings.tracker if candidate.label == label), None)
     if tracker is None:
@@ -97,9 +103,11 @@ def _job(
     kind.require_installed()
     shared = settings.tracking
     run_id = settings.run.id
-    own = curves.training_folder(Path(), training).name if training else ""  # a run may have both, in one folder
-    folder = settings.run.folder.absolute() / own
-    chosen = tracker.folder or (shared.folder / run_id / own / label if shared.folder else None)
+    name = (
+        own.name if own else curves.training_folder(Path(), training).name if training else ""
+    )  # a run may have all, in one folder
+    folder = (own or settings.run.folder / name).absolute()
+    chosen = tracker.folder or (shared.folder / run_id / name / label if shared.folder else None)
     destination = Destination(
         run_id=run_id,
         project=tracker.project or shared.project,

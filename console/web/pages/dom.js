@@ -1,5 +1,7 @@
 // Builds elements. Every text becomes a text node: nothing that comes from a run is ever parsed as HTML.
 
+import { t } from "./language.js";
+
 const HIDDEN = /[\u0000-\u0008\u000b-\u001f\u007f-\u009f\u200b-\u200f\u202a-\u202e\u2060-\u2069\ufeff]/g;
 
 // Show characters that are invisible, or that would reorder the text around them, as their escapes.
@@ -66,7 +68,7 @@ export function svg(tag, attributes, ...children) {
 }
 
 export function panel(title, ...children) {
-  return el("section", { class: "panel", "aria-label": title }, el("h2", {}, title), ...children);
+  return el("section", { class: "panel" }, el("h2", {}, title), ...children);
 }
 
 // ── numbers ──
@@ -95,17 +97,17 @@ export function bytes(value) {
 
 export function seconds(value) {
   if (value === null || value === undefined) return "–";
-  if (value < 1) return `${(1000 * value).toFixed(0)} ms`;
-  if (value < 60) return `${value.toFixed(1)} s`;
-  if (value < 3600) return `${Math.floor(value / 60)} min ${Math.round(value % 60)} s`;
-  if (value < 172800) return `${Math.floor(value / 3600)} h ${Math.round((value % 3600) / 60)} min`;
-  return `${Math.round(value / 86400)} days`;
+  if (value < 1) return t("unit.ms", { n: (1000 * value).toFixed(0) });
+  if (value < 60) return t("unit.s", { n: value.toFixed(1) });
+  if (value < 3600) return t("unit.min", { n: Math.floor(value / 60), s: Math.round(value % 60) });
+  if (value < 172800) return t("unit.h", { n: Math.floor(value / 3600), m: Math.round((value % 3600) / 60) });
+  return t("unit.days", { n: Math.round(value / 86400) });
 }
 
 export function age(iso) {
   if (!iso) return "–";
   const then = typeof iso === "number" ? iso * 1000 : Date.parse(iso);
-  return Number.isNaN(then) ? "–" : `${seconds(Math.max(0, (Date.now() - then) / 1000))} ago`;
+  return Number.isNaN(then) ? "–" : t("unit.ago", { time: seconds(Math.max(0, (Date.now() - then) / 1000)) });
 }
 
 export function clock(at) {
@@ -115,7 +117,7 @@ export function clock(at) {
 // ── tables ──
 
 // Columns are [heading, cell(row), class]; cells are texts or elements.
-export function table(label, columns, rows, empty = "none") {
+export function table(label, columns, rows, empty = t("table.none")) {
   const head = el("tr", {}, columns.map(([name, , kind]) => el("th", { scope: "col", class: kind || "" }, name)));
   const body = rows.length
     ? rows.map((row) => el("tr", {}, columns.map(([, cell, kind]) => el("td", { class: kind || "" }, cell(row)))))

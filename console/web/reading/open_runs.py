@@ -26,7 +26,7 @@ from penstock.protocol.subjects import check_run_id
 from penstock.protocol.transport.bus import Bus
 
 _POINTS = 60  # of a curve
-_MAX_RUNS = 500
+MAX_RUNS = 500
 _BROKER_S = 2.0
 _FIELDS = ("run", "state", "step", "accuracy", "reward", "eval_reward", "loss", "eval_loss", "when")
 _lock = threading.Lock()
@@ -50,7 +50,7 @@ def listed_runs(arguments: Sequence[str], environ: Mapping[str, str]) -> list[di
     """Return the runs of the folder, and those on the configured NATS server, newest first. Raises ConfigError."""
     loaded = connections.find(arguments, environ)
     folder = loaded.settings.run.dir
-    known_runs = {path: _describe(path) for path in runs.run_folders(folder)[:_MAX_RUNS] if not path.is_symlink()}
+    known_runs = {path: _describe(path) for path in runs.run_folders(folder)[:MAX_RUNS] if not path.is_symlink()}
     lines = [known_run.line for known_run in known_runs.values()]
     if connections.is_configured(loaded) and connections.may_answer(loaded.settings.nats.url):
         try:
@@ -59,7 +59,7 @@ def listed_runs(arguments: Sequence[str], environ: Mapping[str, str]) -> list[di
         except BusError:
             pass  # those of the folder are listed; the page shows each of them from its files
     curve_of = {known_run.line.run: known_run.curve for known_run in known_runs.values()}
-    lines = sorted(lines, key=lambda line: line.when, reverse=True)[:_MAX_RUNS]
+    lines = sorted(lines, key=lambda line: line.when, reverse=True)[:MAX_RUNS]
     return [
         {name: value for name, value in asdict(line).items() if name in _FIELDS} | {"curve": curve_of.get(line.run, [])}
         for line in lines
@@ -79,7 +79,7 @@ def _describe(path: Path) -> _Known:
     buckets = [values[at : at + size] for at in range(0, len(values), size)]
     description = _Known(seen, line, [float(f"{sum(bucket) / len(bucket):.4g}") for bucket in buckets])
     with _lock:
-        if len(_known) > 2 * _MAX_RUNS:
+        if len(_known) > 2 * MAX_RUNS:
             _known.clear()
         _known[path] = description
     return description

@@ -2,9 +2,10 @@
 
 import { get, path, query } from "../api.js";
 import { el, replaceIfChanged } from "../dom.js";
+import { t } from "../language.js";
 
 export function open(holder, { run, values }) {
-  const lines = el("pre", { class: "text", tabindex: "0", role: "region", "aria-label": "Log" });
+  const lines = el("pre", { class: "text", tabindex: "0", role: "region", "aria-label": t("logs.log") });
   const search = el("input", { name: "search", class: "wide" });
   const chosen = el("select", { name: "log" });
   const view = {
@@ -15,11 +16,11 @@ export function open(holder, { run, values }) {
         chosen.replaceChildren(...logs.map((name) => el("option", { value: name, selected: name === before }, name)));
       }
       const found = chosen.value ? await get(path("runs", run, "logs", chosen.value) + query({ search: search.value })) : [];
-      replaceIfChanged(lines, [chosen.value, found], () => found.join("\n") || "nothing");
+      replaceIfChanged(lines, [chosen.value, found], () => found.join("\n") || t("logs.nothing"));
     },
   };
   const form = el("form", { class: "filters", on: { submit: (event) => { event.preventDefault(); view.refresh(); }, change: () => view.refresh() } },
-    el("label", {}, "log", chosen), el("label", {}, "lines with", search), el("button", { type: "submit" }, "Search"));
-  holder.append(el("h1", {}, "Logs"), form, lines);
+    el("label", {}, t("bar.log"), chosen), el("label", {}, t("logs.lines"), search), el("button", { type: "submit" }, t("search")));
+  holder.append(el("h1", {}, t("nav.logs")), form, lines);
   return view;
 }
