@@ -160,6 +160,26 @@ def remove_run(
     return remove_it(NamedRun(run, arguments), yes=yes, folder=folder, force=force)
 
 
+@runs.command(name="clean")
+def clean_runs(
+    *arguments: RunArguments,
+    older_days: Annotated[float | None, Help("Choose runs that last changed more days ago.")] = None,
+    keep_gb: Annotated[float | None, Help("Choose the oldest runs until the folder has no more gigabytes.")] = None,
+    yes: Annotated[bool, Help("Remove them: without it they are listed only.")] = False,
+) -> int:
+    """List, or remove, old runs of the folder of runs with their objects and streams, by age and size.
+
+    Never one that runs, that a console queued or paused, or that is a link; nor what `penstock runs rm` refuses.
+
+    Example:  penstock runs clean --older-days 30
+              penstock runs clean --keep-gb 50 --yes
+    Then:     penstock runs
+    """
+    from penstock.console.tools.removal import clean
+
+    return clean(arguments, older_days=older_days, keep_gb=keep_gb, yes=yes)
+
+
 @runs.command(name="backup")
 def backup_run(
     run: RunName,

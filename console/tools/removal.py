@@ -7,15 +7,22 @@ the run is still listed, and the same command continues.
 
 from __future__ import annotations
 
+import os
 import shutil
 import sys
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 from rich import filesize
 
 from penstock.console import connections
 from penstock.console.connections import NamedRun
+from penstock.console.report import curves
+from penstock.console.report.event_fields import number, read_object
+from penstock.console.tools import runs
+from penstock.console.tools.runs import RunLine
 from penstock.protocol import blob_keys, heartbeats, logs, streams
 from penstock.protocol.errors import BusRefused, ConfigError, MissingStream, PenstockError, WireError
 from penstock.protocol.facts import Heartbeat, decode
@@ -71,17 +78,13 @@ def remove_run(run: NamedRun, *, yes: bool, folder: bool, force: bool) -> int:
         with Bus.connect(settings.nats, name="runs-rm", deadline_s=5.0) as bus:
             if not _remove_stored(run.id, bus, Blobs(settings.s3), yes=yes, force=force):
                 return 1
-    elif not own_store.is_dir():
+    elif own_store.is_dir():
+        print(f"the streams and objects of run {run} are in its folder: {own_store}")
+        _refuse_others(own_store, run.id, force=force)
+    elif curves.command_of(here) is None:  # sft, dpo, rm and scripts have neither
         raise ConfigError(
             f"run {run} has no local store and no server is configured; give a run file, or nats.url and s3.endpoint"
         )
-    else:
-        print(f"the streams and objects of run {run} are in its folder: {own_store}")
-        if (others := _others_in(own_store, run.id)) and not force:
-            raise RunIsNeeded(
-                f"{own_store} also holds {', '.join(others)}, which would be removed too; copy what you need of them "
-                "(penstock weights export), or add --force"
-            )
     if its_servers_run:
         print(f"kept {here}: the run's own servers are using it")
     elif here.is_dir():
@@ -93,6 +96,47 @@ def remove_run(run: NamedRun, *, yes: bool, folder: bool, force: bool) -> int:
             shutil.rmtree(here)
             print(f"removed {what}")
     return 0
+
+
+def clean(arguments: Sequence[str], *, older_days: float | None, keep_gb: float | None, yes: bool) -> int:
+    """Print which runs would be removed, and remove them with ``yes``; returns 1 when one of them could not be."""
+    if older_days is None and keep_gb is None:
+        raise ConfigError("nothing says which runs; give --older-days 30, or --keep-gb 50 to keep the newest of them")
+    folder = connections.find(arguments, os.environ).settings.run.dir
+    lines = [replace(line, size_bytes=runs.size_bytes(Path(line.folder))) for line in runs.list_folder(folder)]
+    chosen = choose(lines, datetime.now(UTC), older_days, keep_gb)
+    code = 0
+    for line in chosen:
+        print(f"{line.run}: {line.state}, {line.when[:10]}, {filesize.decimal(line.size_bytes or 0)}")
+        try:
+            if yes:
+                remove_run(NamedRun(line.run, arguments), yes=True, folder=True, force=False)
+        except PenstockError as err:
+            print(f"kept {line.run}: {err}", file=sys.stderr)
+            code = 1
+    size = filesize.decimal(sum(line.size_bytes or 0 for line in chosen))
+    print(f"{len(chosen)} of {len(lines)} runs, {size}{'' if yes else '; nothing was removed: add --yes'}")
+    return code
+
+
+def choose(lines: Sequence[RunLine], now: datetime, older_days: float | None, keep_gb: float | None) -> list[RunLine]:
+    """Return the runs of a folder to remove, the oldest first: never one that runs, waits to run, is paused, or is a link to elsewhere."""
+    chosen: list[RunLine] = []
+    kept_bytes = sum(line.size_bytes or 0 for line in lines)
+    for line in sorted(lines, key=lambda line: line.when):
+        is_old = older_days is not None and now - datetime.fromisoformat(line.when) > timedelta(days=older_days)
+        is_too_much = keep_gb is not None and kept_bytes > keep_gb * 1e9
+        if (is_old or is_too_much) and line.state != "running" and not _is_wanted(Path(line.folder), line.state):
+            chosen.append(line)
+            kept_bytes -= line.size_bytes or 0
+    return chosen
+
+
+def _is_wanted(folder: Path, state: str) -> bool:
+    """Return True if a console queued, submitted or paused a run, or its folder is a link."""
+    job, launch = (read_object(folder / name) or {} for name in ("job.json", "launch.json"))
+    is_queued = (number(launch.get("start")) or 0) < (number(job.get("starts")) or 0)
+    return folder.is_symlink() or (job.get("intent") in {"run", "pause"} and (is_queued or state == "stopped"))
 
 
 def find_holdings(run: str, bus: Bus, blobs: Blobs) -> Holdings:
@@ -172,10 +216,14 @@ def _remove_stored(run: str, bus: Bus, blobs: Blobs, *, yes: bool, force: bool) 
     return True
 
 
-def _others_in(store: Path, run: str) -> list[str]:
+def _refuse_others(store: Path, run: str, *, force: bool) -> None:
     copies = {path.name for path in store.glob(f"{connections.COPIED_INPUTS}/*")}
     run_ids = {path.name for path in store.glob("objects/*/runs/*") if path.is_dir()}
-    return sorted(run_ids - copies - {run})
+    if (others := sorted(run_ids - copies - {run})) and not force:
+        raise RunIsNeeded(
+            f"{store} also holds {', '.join(others)}, which would be removed too; copy what you need of them "
+            "(penstock weights export), or add --force"
+        )
 
 
 def agreed(question: str, *, yes: bool) -> bool:

@@ -255,9 +255,8 @@ def stored_config(folder: Path) -> dict[str, Any] | None:
 
     ``source`` is started for those that the trainer was last started with, planned for those that the Runs API checked.
     """
-    command = curves.command_of(folder)
-    own = Path("config.json") if command is None else curves.training_folder(Path(), command) / "config.json"
-    for source, name in (("started", own), ("planned", PLANNED)):
+    own = curves.training_folder(Path(), curves.command_of(folder) or "") / "config.json"  # of sft, dpo and rm
+    for source, name in (("started", "config.json"), ("planned", PLANNED), ("started", own)):
         if (document := read_object(folder / name)) is not None:
             return {"source": source, **document, "settings": hide((), document.get("settings"))}
     return None

@@ -75,11 +75,9 @@ def _stop_with_parent(parent: int, stop: threading.Event) -> None:
 
 @contextmanager
 def _opened_events(settings: TrackSettings, job: Job, training: str, stop: threading.Event) -> Iterator[Events]:
-    if training == EVALUATIONS:
-        yield EvaluationLog(job.folder, job.run_id)
-        return
     if training:
-        yield TrainingLog(job.folder, job.run_id, stop)
+        kind = EvaluationLog if training == EVALUATIONS else TrainingLog
+        yield kind(job.folder, job.run_id, stop)
         return
     with Bus.connect(settings.nats, name="track", deadline_s=_CONNECT_S) as bus:
         yield RunStream(bus, job.run_id)

@@ -114,24 +114,13 @@ class TrainingLog(Events):
         return len(_KINDS) * step + _KINDS.index(kind), event
 
 
-class EvaluationLog(Events):
+class EvaluationLog(TrainingLog):
     """The results of `penstock eval`, in the order in which they were noted: each has a line, which stays."""
 
-    def __init__(self, folder: Path, run_id: str) -> None:
-        self._folder, self._run_id = folder, run_id
-
-    def last(self) -> int:
-        return sum(1 for _ in curves.rows(self._folder))
-
-    def check(self, after: int) -> None:
-        """Accept any: lines are added only."""
-
-    def follow(self, put: Callable[[int, RunEvent], None], after: int) -> None:
-        """Put those that are there: an evaluation is noted before its tracker starts."""
+    def _events(self) -> Iterator[tuple[int, RunEvent]]:
         for order, row in enumerate(curves.rows(self._folder), start=1):
-            if order > after:
-                at = number(row.pop("at", None)) or time.time()
-                put(order, RunEvent(run_id=self._run_id, source="evaluation", kind=curves.METRICS, at=at, data=row))
+            at = number(row.pop("at", None)) or time.time()
+            yield order, RunEvent(run_id=self._run_id, source="evaluation", kind=curves.METRICS, at=at, data=row)
 
 
 def note_evaluation(folder: Path, result: EvaluationResult) -> None:

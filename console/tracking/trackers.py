@@ -10,7 +10,6 @@ import subprocess
 import sys
 import threading
 import time
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -32,7 +31,7 @@ from penstock.protocol.subjects import similar_run_id
 
 MODULE = "penstock.console.tracking"
 _EXPLAINED_CODE = 2  # exit code of an error that another start does not resolve
-_POLL_S, _MAX_DELAY_S, _MAX_CRASHES = 0.5, 30.0, 20
+_MAX_PAUSE_S = 30.0
 
 
 def refuse_credentials(options: Mapping[str, Any]) -> None:
@@ -208,19 +207,14 @@ def beside(training: str, arguments: Sequence[str], environ: Mapping[str, str]) 
 
 
 def _restart_crashed(children: dict[str, subprocess.Popen[bytes]], ended: threading.Event) -> None:
-    """Start processes that crash again, until ``ended`` is set: each at most 20 times, after pauses that double up to half a minute."""
-    crashes, due = Counter[str](), dict[str, float]()
-    while not ended.wait(_POLL_S):
-        for label, child in children.items():
-            if child.poll() in (None, os.EX_OK, _EXPLAINED_CODE) or crashes[label] >= _MAX_CRASHES:
-                continue
-            if label not in due:
-                due[label] = time.monotonic() + min(_MAX_DELAY_S, 2.0 ** crashes[label])
+    """Start processes that crash again until ``ended`` is set; each time the next look is twice as late, up to half a minute."""
+    pause_s = 0.5
+    while not ended.wait(pause_s):
+        for label, child in list(children.items()):
+            if child.poll() not in (None, os.EX_OK, _EXPLAINED_CODE):
                 print(f"the tracker {label} ended with exit code {child.returncode}; restarting it", file=sys.stderr)
-            elif time.monotonic() >= due[label]:
-                del due[label]
-                crashes[label] += 1
                 children[label] = subprocess.Popen(child.args)
+                pause_s = min(2 * pause_s, _MAX_PAUSE_S)
 
 
 def write_evaluations(home: Path, arguments: Sequence[str], environ: Mapping[str, str]) -> None:

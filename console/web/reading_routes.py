@@ -15,12 +15,11 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Depends, FastAPI, Query, Request
 from pydantic import BaseModel, Field
 
-from penstock.console.tools import runs
 from penstock.console.web.context import Context, Reader, RunName, WebContext
 from penstock.console.web.jobs import job_file
 from penstock.console.web.problems import RESPONSES, Problem
 from penstock.console.web.reading import documents, recorded_groups
-from penstock.console.web.reading.open_runs import MAX_RUNS, OpenRuns, UnknownRun, listed_runs
+from penstock.console.web.reading.open_runs import OpenRuns, UnknownRun, listed_runs
 from penstock.console.web.reading.page_view import MAX_POINTS
 from penstock.console.web.reading.recorded_groups import (
     MAX_NUMBER,
@@ -96,6 +95,9 @@ class RunItem(BaseModel):
     loss: float | None = Field(None, description="Of the last step, for sft, dpo and rm, which have no rewards.")
     eval_loss: float | None = None
     tags: list[str] = Field([], description="Words that its user gave it.")
+    varied: dict[str, Any] = Field(
+        {}, description="The settings in its name, as `penstock sweep` writes them: NAME-lr-1e-6."
+    )
     when: str = Field("", description="ISO 8601: when it last changed.")
     curve: list[float] = Field(
         [],
@@ -122,13 +124,6 @@ def list_runs(web: Context, _: Reader) -> list[RunItem]:
         for f, row in zip(folders, rows, strict=True)
     ]
     return [RunItem(**{**row, **own}) for row, own in zip(rows, more, strict=True)]
-
-
-@router.get("/sweeps")
-def list_sweeps(web: Context, _: Reader) -> list[dict[str, Any]]:
-    """List the sweeps in the folder of runs: the settings that vary, and their values in each run."""
-    folders = [path for path in runs.run_folders(web.runs_dir)[:MAX_RUNS] if not path.is_symlink()]
-    return documents.sweeps({path.name: (runs.stored_config(path) or {}).get("settings") for path in folders})
 
 
 @router.get("/settings-differences")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
@@ -12,7 +11,6 @@ from penstock.console.live.run_snapshot import ServiceLine, Snapshot
 from penstock.console.report.learning import LABELS, held_out, mean
 from penstock.console.web.reading.page_view import PageView, VersionNotes, histogram
 from penstock.protocol.heartbeats import apply_means
-from penstock.protocol.subjects import similar_run_id
 
 MAX_TEXT = 2000  # characters of a message of an error, a state or an incident
 _MAX_WORKERS = 200  # of one version
@@ -239,48 +237,3 @@ def differences(configs: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
     rows = [{"key": key, "values": [value.get(key, _MISSING) for value in values.values()]} for key in keys]
     differing = [row for row in rows if len(set(row["values"])) > 1]
     return {"runs": list(values), "differing": differing, "num_equal": len(rows) - len(differing)}
-
-
-def sweeps(settings: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return the sweeps among runs, from their settings by name: `penstock sweep` names a run ``NAME-lr-1e-6-seed-0``, and stores nothing."""
-    groups: dict[
-        tuple[str, ...], dict[str, dict[str, dict[str, Any]]]
-    ] = {}  # the settings that each part of a name may mean
-    for run, document in settings.items():
-        named: dict[str, dict[str, Any]] = {}
-        for key, text in flat(document).items():
-            word = f"-{key.rpartition('.')[2].replace('_', '-')}-"
-            if word in run and key != "run.id" and _is_named(run.partition(word)[2], value := _value(text)):
-                named.setdefault(word, {})[key] = value
-        words = sorted(named, key=run.index)
-        if words:
-            groups.setdefault((run.partition(words[0])[0], *words), {})[run] = named
-    found = []
-    for (name, *words), runs in groups.items():
-        keys = [
-            next((key for key in next(iter(runs.values()))[word] if all(key in one[word] for one in runs.values())), "")
-            for word in words
-        ]
-        if len(runs) > 1 and all(keys):
-            lines = [
-                {"run": run, "values": [one[w][k] for w, k in zip(words, keys, strict=True)]}
-                for run, one in sorted(runs.items())
-            ]
-            found.append({"name": name, "keys": keys, "runs": lines})
-    return found
-
-
-def _value(text: str) -> Any:
-    try:
-        return json.loads(text)
-    except ValueError:  # a long one was cut
-        return text
-
-
-def _is_named(text: str, value: Any) -> bool:
-    """Return True if a part of a run's name begins with a value, as `penstock sweep` writes it: 1e-6, 0p5, true."""
-    if isinstance(value, int | float) and not isinstance(value, bool):
-        found = re.match(r"(\d+(?:p\d+)?(?:e-?\d+)?)(?:-|$)", text)
-        return found is not None and float(found[1].replace("p", ".")) == abs(value)
-    word = similar_run_id(str(value).replace(".", "p"))
-    return word != "" and (text + "-").startswith(word + "-")

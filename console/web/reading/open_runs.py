@@ -5,6 +5,7 @@ A run's metrics are read again only when they have changed.
 
 from __future__ import annotations
 
+import re
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -22,11 +23,11 @@ from penstock.console.tools.runs import RunLine
 from penstock.console.web.reading.page_view import bucket_size
 from penstock.console.web.reading.run_reading import RunReading
 from penstock.protocol.errors import BusError, PenstockError
-from penstock.protocol.subjects import check_run_id
+from penstock.protocol.subjects import check_run_id, similar_run_id
 from penstock.protocol.transport.bus import Bus
 
 _POINTS = 60  # of a curve
-MAX_RUNS = 500
+_MAX_RUNS = 500
 _BROKER_S = 2.0
 _FIELDS = ("run", "state", "step", "accuracy", "reward", "eval_reward", "loss", "eval_loss", "when")
 _lock = threading.Lock()
@@ -41,6 +42,7 @@ class _Known:
     seen: tuple[int, int] | None
     line: RunLine
     curve: list[float]
+    varied: dict[str, Any]
 
 
 _known: dict[Path, _Known] = {}
@@ -50,7 +52,7 @@ def listed_runs(arguments: Sequence[str], environ: Mapping[str, str]) -> list[di
     """Return the runs of the folder, and those on the configured NATS server, newest first. Raises ConfigError."""
     loaded = connections.find(arguments, environ)
     folder = loaded.settings.run.dir
-    known_runs = {path: _describe(path) for path in runs.run_folders(folder)[:MAX_RUNS] if not path.is_symlink()}
+    known_runs = {path: _describe(path) for path in runs.run_folders(folder)[:_MAX_RUNS] if not path.is_symlink()}
     lines = [known_run.line for known_run in known_runs.values()]
     if connections.is_configured(loaded) and connections.may_answer(loaded.settings.nats.url):
         try:
@@ -58,10 +60,10 @@ def listed_runs(arguments: Sequence[str], environ: Mapping[str, str]) -> list[di
                 lines = runs.merge(lines, runs.list_broker(bus))
         except BusError:
             pass  # those of the folder are listed; the page shows each of them from its files
-    curve_of = {known_run.line.run: known_run.curve for known_run in known_runs.values()}
-    lines = sorted(lines, key=lambda line: line.when, reverse=True)[:MAX_RUNS]
+    own = {known.line.run: {"curve": known.curve, "varied": known.varied} for known in known_runs.values()}
+    lines = sorted(lines, key=lambda line: line.when, reverse=True)[:_MAX_RUNS]
     return [
-        {name: value for name, value in asdict(line).items() if name in _FIELDS} | {"curve": curve_of.get(line.run, [])}
+        {name: value for name, value in asdict(line).items() if name in _FIELDS} | own.get(line.run, {})
         for line in lines
     ]
 
@@ -77,12 +79,30 @@ def _describe(path: Path) -> _Known:
     values = trained.losses if trained is not None else [value for _, value in curves.read(path).rewards]
     size = bucket_size(len(values), _POINTS)
     buckets = [values[at : at + size] for at in range(0, len(values), size)]
-    description = _Known(seen, line, [float(f"{sum(bucket) / len(bucket):.4g}") for bucket in buckets])
+    curve = [float(f"{sum(bucket) / len(bucket):.4g}") for bucket in buckets]
+    description = _Known(seen, line, curve, varied(path.name, runs.stored_config(path) or {}))
     with _lock:
-        if len(_known) > 2 * MAX_RUNS:
+        if len(_known) > 2 * _MAX_RUNS:
             _known.clear()
         _known[path] = description
     return description
+
+
+def varied(run: str, config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings that a run's name has with their values, as `penstock sweep` writes them: NAME-lr-1e-6-seed-0."""
+    found: dict[str, Any] = {}
+    for section, settings in (config.get("settings") or {}).items():
+        for key, value in settings.items() if isinstance(settings, Mapping) and section != "tracking" else ():
+            _, word, text = run.partition(f"-{key.replace('_', '-')}-")
+            if not word or (section, key) == ("run", "id"):
+                continue
+            if isinstance(value, int | float) and not isinstance(value, bool):
+                typed = re.match(r"(\d+(?:p\d+)?(?:e-?\d+)?)(?:-|$)", text)
+                is_named = typed is not None and float(typed[1].replace("p", ".")) == abs(value)
+            else:
+                is_named = f"{text}-".startswith(f"{similar_run_id(str(value).replace('.', 'p'))}-")
+            found |= {f"{section}.{key}": value} if is_named else {}
+    return found
 
 
 class UnknownRun(PenstockError):

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
+import os
 import subprocess
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -16,6 +19,7 @@ from penstock.deploy.bootstrap import bootstrap, delete_run
 from penstock.protocol import seals, streams
 from penstock.protocol.errors import BlobStoreUnreachable
 from penstock.protocol.facts import Heartbeat, encode
+from penstock.protocol.record import run_folder
 from penstock.protocol.record.stored_record import mark_use_of_input
 from penstock.protocol.transport.blobs import Blobs
 from penstock.protocol.transport.bus import Bus
@@ -140,3 +144,34 @@ def test_a_local_store_with_other_runs_is_removed_only_by_force(tmp_path: Path):
     assert store.is_dir()
     rm("mine", "--yes", "--folder", "--force", cwd=tmp_path)
     assert not store.exists()
+
+
+def test_old_and_large_runs_are_listed_and_with_yes_removed(tmp_path: Path):
+    """The oldest first, until the rest fits: none that runs, waits in a queue, is paused, is a link, or has other runs in its store."""
+    runs = tmp_path / "runs"
+    for age, name in enumerate(("new", "sft", "old", "shared", "paused", "queued", "busy", "elsewhere")):
+        folder = (tmp_path if name == "elsewhere" else runs) / name
+        place = folder / ("sft-training" if name == "sft" else "store/objects")
+        place.mkdir(parents=True)
+        metrics = (place if name == "sft" else folder) / "metrics.jsonl"
+        metrics.write_bytes(b" " * 1_000_000)
+        os.utime(metrics, (time.time() - age * 86400,) * 2)
+        intent = {"paused": "pause", "queued": "run"}.get(name, "stop")
+        (folder / "job.json").write_text(json.dumps({"intent": intent, "starts": 1}))
+    (runs / "elsewhere").symlink_to(tmp_path / "elsewhere")
+    (runs / "shared" / "store" / "objects" / "b" / "runs" / "another").mkdir(parents=True)
+    with run_folder.hold_lock(runs / "busy"):
+        assert "give --older-days 30" in penstock("runs", "clean", cwd=tmp_path, code=1).stderr
+        by_age = penstock("runs", "clean", "--older-days=1.5", cwd=tmp_path).stdout
+        assert [line.split(":")[0] for line in by_age.splitlines()[:-1]] == ["shared", "old"]
+        assert by_age.endswith("2 of 8 runs, 2.0 MB; nothing was removed: add --yes\n")
+        by_size = penstock("runs", "clean", "--keep-gb=0.0055", "--yes", cwd=tmp_path, code=1)
+        assert "kept shared" in by_size.stderr
+        assert sorted(path.name for path in runs.iterdir()) == [
+            "busy",
+            "elsewhere",
+            "new",
+            "paused",
+            "queued",
+            "shared",
+        ]

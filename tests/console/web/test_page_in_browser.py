@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 from urllib.parse import urlencode
 
@@ -19,6 +21,7 @@ from penstock.console.web.access import Role
 pytest.importorskip("playwright", reason="playwright is not installed: pip install 'penstock[browser-tests]'")
 pytestmark = pytest.mark.slow
 GROUP = "e0.p10.a0"
+AXE = os.environ.get("PENSTOCK_TEST_AXE", "")
 
 
 @pytest.fixture(scope="module")
@@ -301,3 +304,64 @@ def test_on_a_phone_nothing_is_wider_than_the_window(chromium: Browser, shown: S
         assert background == "rgb(13, 17, 23)"
     finally:
         chromium.page.set_viewport_size({"width": 1280, "height": 900})
+
+
+def test_the_language_is_the_browsers_until_another_is_chosen(chromium: Browser, shown: Shown) -> None:
+    chromium.go("#/", "runs")
+    try:
+        for button, lang, title in (("中文", "zh-CN", "运行"), ("English", "en", "Runs")):
+            chromium.page.focus("#language")
+            chromium.page.keyboard.press("Enter")
+            chromium.page.wait_for_selector(f"html[lang={lang}]")
+            chromium.go("#/", "runs")
+            chromium.page.reload()  # it is remembered
+            chromium.wait("runs")
+            assert chromium.page.get_attribute("html", "lang") == lang
+            assert chromium.text("h1") == title, button
+        with chromium.another(locale="zh-TW") as other:
+            other.open(shown.plain.run_id, "overview")
+            assert other.tile("状态") == "运行中"
+            assert "在 rollout.max_new_tokens 处被截断。 请增大 rollout.max_new_tokens" in other.text(
+                '[data-chart="超长被截的回复"]'
+            )
+            assert other.complaints == []
+    finally:
+        chromium.page.evaluate("localStorage.clear()")
+
+
+def test_a_sweep_is_its_runs_with_the_best_first(chromium: Browser, shown: Shown) -> None:
+    for rate, typed in ((1e-6, "1e-6"), (3e-5, "3e-5"), (0.0001, "0p0001")):
+        folder = shown.folder / f"swept-lr-{typed}-use-critic-true"
+        recorded.write_metrics(folder)
+        trainer = {"lr": rate, "steps": 60}
+        (folder / "config.json").write_text(json.dumps({"settings": {"trainer": trainer, "sft": {"lr": 1e-6}, "critic": {"use_critic": True}}}))  # fmt: skip
+        with (folder / "metrics.jsonl").open("a") as file:
+            file.write(json.dumps({"kind": "eval", "step": 60, "at": 99.0, "accuracy": rate, "split": "eval"}) + "\n")
+    chromium.go("#/", "runs")
+    chromium.page.click("text=Sweeps")
+    chromium.wait("sweeps")
+    rows = chromium.rows("swept: 3 runs")
+    assert [row[:3] for row in rows] == [[f"swept-lr-{typed}-use-critic-true", rate, "true"] for typed, rate in (("0p0001", "0.0001"), ("3e-5", "0.00003"), ("1e-6", "0.000001"))]  # fmt: skip
+    assert ["best" in row[3] for row in rows] == [True, False, False]
+    assert chromium.page.locator("svg.scatter circle").count() == 6
+
+
+@pytest.mark.skipif(not AXE, reason="PENSTOCK_TEST_AXE names no axe.min.js: make test-more NAME=axe")
+@pytest.mark.parametrize("locale", ["en", "zh"])
+@pytest.mark.parametrize("width", [390, 1440])
+def test_axe_finds_nothing_in_any_view(chromium: Browser, shown: Shown, locale: str, width: int) -> None:
+    """In light and dark, every rule of axe-core; nothing is wider than the window."""
+    run = shown.plain.run_id
+    of_runs = [("#/", "runs"), ("#/new", "new"), (f"#/new?copy={run}", "new"), ("#/sweeps", "sweeps"), (f"#/compare?run={run}&run=only-files", "compare")]  # fmt: skip
+    addresses = [*of_runs, *((f"#/run/{run}/{view}", view) for view in (*VIEWS, "settings", "logs")), (f"#/run/{run}/group?id={GROUP}&at=1", "group")]  # fmt: skip
+    with chromium.another(locale=locale, viewport={"width": width, "height": 844}) as window:
+        for address, view in addresses:
+            window.go(address, view)
+            for scheme in ("light", "dark"):
+                window.page.emulate_media(color_scheme=scheme)
+                window.page.evaluate(Path(AXE).read_text("utf-8"))
+                found = window.page.evaluate(
+                    "axe.run().then(r => r.violations.map(v => [v.id, v.nodes.map(n => n.html)]))"
+                )
+                assert found == [], f"{address}, {scheme}"
+            assert window.page.evaluate("document.documentElement.scrollWidth") <= width, address

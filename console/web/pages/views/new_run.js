@@ -20,7 +20,7 @@ function given({ settings, origins }) {
   const found = {};
   for (const [section, values] of Object.entries(settings)) {
     for (const [key, value] of Object.entries(values)) {
-      const origin = origins[`${section}.${key}`];
+      const origin = origins ? origins[`${section}.${key}`] : ""; // sft, dpo and rm store none
       if (section === "run" || value === null || origin === undefined || origin === "default" || /^(environment|PENSTOCK_)/.test(origin) || JSON.stringify(value).includes(MASK)) continue;
       (found[section] = found[section] || {})[key] = value;
     }

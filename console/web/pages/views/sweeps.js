@@ -23,12 +23,29 @@ export function open(holder) {
   return {
     periodMs: 10000,
     async refresh() {
-      const [found, runs] = await Promise.all([get(path("sweeps")), get(path("runs"))]);
-      const known = new Map(runs.map((row) => [row.run, row]));
-      sweeps = found.map((one) => ({ ...one, runs: one.runs.flatMap((row) => (known.has(row.run) ? [{ ...known.get(row.run), values: row.values }] : [])) }));
+      sweeps = grouped(await get(path("runs")));
       draw();
     },
   };
+}
+
+// `penstock sweep` stores nothing but its runs: those whose names begin alike, and go on with the same settings.
+function grouped(runs) {
+  const groups = new Map();
+  for (const row of runs) {
+    const word = (key) => `-${key.split(".").at(-1).replaceAll("_", "-")}-`;
+    const words = [...new Set(Object.keys(row.varied).map(word))].sort((a, b) => row.run.indexOf(a) - row.run.indexOf(b));
+    if (!words.length) continue;
+    const name = row.run.slice(0, row.run.indexOf(words[0]));
+    const group = groups.get([name, ...words].join()) || { name, words, word, runs: [] };
+    group.runs.push(row);
+    groups.set([name, ...words].join(), group);
+  }
+  // Where a word may mean two settings, it is the one that all of the runs have.
+  return [...groups.values()].filter(({ runs: own }) => own.length > 1).map(({ name, words, word, runs: own }) => {
+    const keys = words.map((one) => Object.keys(own[0].varied).find((key) => word(key) === one && own.every((row) => key in row.varied))).filter(Boolean);
+    return { name, keys, runs: own.map((row) => ({ ...row, values: keys.map((key) => row.varied[key]) })) };
+  });
 }
 
 function drawn({ name, keys, runs }, wanted) {
