@@ -22,7 +22,6 @@ from penstock.console.connections import NamedRun
 from penstock.console.report import curves
 from penstock.console.report.event_fields import number, read_object
 from penstock.console.tools import runs
-from penstock.console.tools.runs import RunLine
 from penstock.protocol import blob_keys, heartbeats, logs, streams
 from penstock.protocol.errors import BusRefused, ConfigError, MissingStream, PenstockError, WireError
 from penstock.protocol.facts import Heartbeat, decode
@@ -119,9 +118,11 @@ def clean(arguments: Sequence[str], *, older_days: float | None, keep_gb: float 
     return code
 
 
-def choose(lines: Sequence[RunLine], now: datetime, older_days: float | None, keep_gb: float | None) -> list[RunLine]:
+def choose(
+    lines: Sequence[runs.RunLine], now: datetime, older_days: float | None, keep_gb: float | None
+) -> list[runs.RunLine]:
     """Return the runs of a folder to remove, the oldest first: never one that runs, waits to run, is paused, or is a link to elsewhere."""
-    chosen: list[RunLine] = []
+    chosen: list[runs.RunLine] = []
     kept_bytes = sum(line.size_bytes or 0 for line in lines)
     for line in sorted(lines, key=lambda line: line.when):
         is_old = older_days is not None and now - datetime.fromisoformat(line.when) > timedelta(days=older_days)

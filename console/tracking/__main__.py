@@ -21,7 +21,7 @@ from penstock.console.tracking import consumer
 from penstock.console.tracking.consumer import Consumer, Job
 from penstock.console.tracking.interface import TRACKERS, Destination
 from penstock.console.tracking.sources import EvaluationLog, Events, RunStream, TrainingLog
-from penstock.console.tracking.trackers import TrackSettings, load_settings
+from penstock.console.tracking.trackers import EXPLAINED_CODE, TrackSettings, load_settings
 from penstock.protocol import logs
 from penstock.protocol.command_line import RunArguments, program
 from penstock.protocol.errors import ConfigError, PenstockError
@@ -30,7 +30,6 @@ from penstock.protocol.transport.bus import Bus
 
 _CONNECT_S = 60.0
 _PARENT_POLL_S = 0.5
-_ERROR = 2
 
 
 def write(
@@ -60,7 +59,7 @@ def write(
             done = Consumer(job, events, file, stop).work()
     except PenstockError as err:
         print(scrub(f"penstock track: {label}: {err}"), file=sys.stderr)
-        return _ERROR if isinstance(err, ConfigError) else 1
+        return EXPLAINED_CODE if isinstance(err, ConfigError) else 1
     repeated = f", {done.num_repeated} repeated after a resume left out" if done.num_repeated else ""
     print(f"{label}: {done.num_rows} rows written{repeated}", file=sys.stderr)
     return 0
@@ -101,9 +100,7 @@ def _job(
     kind.require_installed()
     shared = settings.tracking
     run_id = settings.run.id
-    name = (
-        own.name if own else curves.training_folder(Path(), training).name if training else ""
-    )  # a run may have all, in one folder
+    name = (own or curves.training_folder(Path(), training)).name if training else ""  # a run may have all of them
     folder = (own or settings.run.folder / name).absolute()
     chosen = tracker.folder or (shared.folder / run_id / name / label if shared.folder else None)
     destination = Destination(

@@ -70,8 +70,7 @@ class RunStream(Events):
 class TrainingLog(Events):
     """The lines of `penstock sft`, `dpo` or `rm`.
 
-    A number follows from the step, so that a step that is made again, after a kill cut the file to the last checkpoint, has its
-    number of before.
+    A number follows from the step: one that is made again, after a kill cut the file, has the number that it had.
     """
 
     def __init__(self, folder: Path, run_id: str, stop: threading.Event) -> None:
@@ -130,13 +129,8 @@ def note_evaluation(folder: Path, result: EvaluationResult) -> None:
         text = file.read()
         if any(row.get("evaluation") == result.evaluation_id for row in curves.rows(folder.parent)):
             return
-        values = {name: value for name, value in _figures(result) if value is not None}
-        row = {
-            "evaluation": result.evaluation_id,
-            "step": result.version or 0,
-            "at": result.finished_at,
-            "values": values,
-        }
+        row = {"evaluation": result.evaluation_id, "step": result.version or 0, "at": result.finished_at}
+        row["values"] = {name: value for name, value in _figures(result) if value is not None}
         start = b"\n" if text and not text.endswith(b"\n") else b""  # after a line that a kill cut
         file.write(start + json.dumps(row).encode() + b"\n")
 

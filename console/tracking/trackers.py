@@ -30,8 +30,7 @@ from penstock.protocol.secret_values import hide
 from penstock.protocol.subjects import similar_run_id
 
 MODULE = "penstock.console.tracking"
-_EXPLAINED_CODE = 2  # exit code of an error that another start does not resolve
-_MAX_PAUSE_S = 30.0
+EXPLAINED_CODE = 2  # exit code of an error that another start does not resolve
 
 
 def refuse_credentials(options: Mapping[str, Any]) -> None:
@@ -132,12 +131,8 @@ def load_settings(run: str | None, arguments: Sequence[str], environ: Mapping[st
     )
     if loaded.origins["tracker"] != "default":
         return loaded.settings
-    stored = _stored_trackers(loaded.settings)
-    return (
-        loaded.settings.model_copy(update={"tracker": stored.tracker, "tracking": stored.tracking})
-        if stored
-        else loaded.settings
-    )
+    stored = _stored_trackers(loaded.settings) or loaded.settings
+    return loaded.settings.model_copy(update={"tracker": stored.tracker, "tracking": stored.tracking})
 
 
 def check(settings: TrackSettings) -> None:
@@ -211,10 +206,10 @@ def _restart_crashed(children: dict[str, subprocess.Popen[bytes]], ended: thread
     pause_s = 0.5
     while not ended.wait(pause_s):
         for label, child in list(children.items()):
-            if child.poll() not in (None, os.EX_OK, _EXPLAINED_CODE):
+            if child.poll() not in (None, os.EX_OK, EXPLAINED_CODE):
                 print(f"the tracker {label} ended with exit code {child.returncode}; restarting it", file=sys.stderr)
                 children[label] = subprocess.Popen(child.args)
-                pause_s = min(2 * pause_s, _MAX_PAUSE_S)
+                pause_s = min(2 * pause_s, 30.0)
 
 
 def write_evaluations(home: Path, arguments: Sequence[str], environ: Mapping[str, str]) -> None:

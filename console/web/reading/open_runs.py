@@ -34,6 +34,7 @@ _lock = threading.Lock()
 MAX_OPEN = 24  # runs watched at a time; the one that was asked for longest ago is closed for another
 _IDLE_S = 120.0
 _PERIOD_S = 0.5
+_TYPED = re.compile(r"(\d+(?:p\d+)?(?:e-?\d+)?)(?:-|$)")  # a number in a run's name
 log = structlog.get_logger("console.open_runs")
 
 
@@ -94,14 +95,12 @@ def varied(run: str, config: Mapping[str, Any]) -> dict[str, Any]:
     for section, settings in (config.get("settings") or {}).items():
         for key, value in settings.items() if isinstance(settings, Mapping) and section != "tracking" else ():
             _, word, text = run.partition(f"-{key.replace('_', '-')}-")
-            if not word or (section, key) == ("run", "id"):
-                continue
-            if isinstance(value, int | float) and not isinstance(value, bool):
-                typed = re.match(r"(\d+(?:p\d+)?(?:e-?\d+)?)(?:-|$)", text)
-                is_named = typed is not None and float(typed[1].replace("p", ".")) == abs(value)
-            else:
-                is_named = f"{text}-".startswith(f"{similar_run_id(str(value).replace('.', 'p'))}-")
-            found |= {f"{section}.{key}": value} if is_named else {}
+            typed = _TYPED.match(text) if isinstance(value, int | float) else None
+            word = similar_run_id(str(value).replace(".", "p")) if word and (section, key) != ("run", "id") else ""
+            if word and (
+                float(typed[1].replace("p", ".")) == abs(value) if typed else f"{text}-".startswith(f"{word}-")
+            ):
+                found[f"{section}.{key}"] = value
     return found
 
 
