@@ -11,7 +11,7 @@ export function shown(text) {
 
 const ATTRIBUTES = new Set([
   "class", "id", "href", "type", "name", "value", "title", "for", "role", "placeholder", "min", "max", "step", "scope",
-  "aria-label", "aria-current", "aria-live", "rows", "colspan", "tabindex", "inputmode", "autocomplete", "maxlength",
+  "aria-label", "aria-current", "aria-live", "rows", "colspan", "tabindex", "inputmode", "autocomplete", "maxlength", "required",
 ]);
 
 export function el(tag, attributes = {}, ...children) {
@@ -20,7 +20,7 @@ export function el(tag, attributes = {}, ...children) {
     if (value === null || value === undefined || value === false) continue;
     if (name === "on") for (const [event, handler] of Object.entries(value)) element.addEventListener(event, handler);
     else if (name === "data") for (const [key, one] of Object.entries(value)) element.dataset[key] = one;
-    else if (name === "checked" || name === "disabled" || name === "hidden" || name === "selected") element[name] = true;
+    else if (name === "checked" || name === "disabled" || name === "hidden" || name === "selected" || name === "open") element[name] = true;
     else if (!ATTRIBUTES.has(name)) throw new Error(`attribute ${name} is not used on this page`);
     else if (name === "href" && !/^(#|\/(?!\/))/.test(value)) throw new Error("links lead to this page only");
     else element.setAttribute(name, value);
@@ -53,7 +53,7 @@ export function replaceIfChanged(element, key, build) {
   const scrolled = inside(".scroll").map((one) => one.scrollLeft);
   const focused = inside(FOCUSABLE).indexOf(document.activeElement);
   replace(element, build());
-  inside("details").forEach((one, at) => { one.open = open[at] || false; });
+  inside("details").forEach((one, at) => { if (at in open) one.open = open[at]; });
   inside(".scroll").forEach((one, at) => { one.scrollLeft = scrolled[at] || 0; });
   if (focused >= 0) inside(FOCUSABLE)[focused]?.focus({ preventScroll: true });
 }

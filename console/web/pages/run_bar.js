@@ -32,7 +32,7 @@ export function runBar(run) {
 
   const button = (label, click, kind = "") => el("button", { type: "button", class: kind, on: { click } }, label);
   const ask = (fields, label, send) => {
-    const inputs = Object.fromEntries(fields.map(([name, text, value]) => [name, el("input", { name, value, class: "wide" })]));
+    const inputs = Object.fromEntries(fields.map(([name, text, value]) => [name, el("input", { name, value, class: "wide", required: name === "data" ? "required" : null })]));
     const asked = el("form", { class: "filters", on: { submit: (event) => {
       event.preventDefault();
       replace(form);
@@ -44,14 +44,20 @@ export function runBar(run) {
 
   let kind = "";
 
+  // The held-out files of the run itself, which an evaluation is asked for with.
+  async function heldOut() {
+    const config = await get(at("config")).catch(() => null); // a run that somebody else sent
+    return [config?.settings?.data?.eval ?? []].flat().join(", ");
+  }
+
   function buttons(status, mine) {
     if (!canChange(mine)) return [];
     const shown = status.launcher ? Object.keys(MAY).filter((verb) => MAY[verb].includes(status.state)) : [];
     const label = (verb) => (verb === "start" && status.started_at ? t("bar.resume") : LABELS[verb]);
     return [
       ...shown.map((verb) => button(label(verb), () => act(t("bar.asked", { what: label(verb) }), () => post(at(verb))))),
-      ...(kind !== "train" ? [] : [button(t("bar.evaluate"), () => ask([["version", t("field.version"), "best"], ["data", t("field.data"), ""], ["samples", t("field.samples"), "1"]], t("bar.evaluate"),
-        (values) => post(at("tasks"), { task: "evaluate", version: values.version, data: values.data ? [values.data] : [], samples: Number(values.samples) }))),
+      ...(kind !== "train" ? [] : [button(t("bar.evaluate"), async () => ask([["version", t("field.version"), "best"], ["data", t("field.data"), await heldOut()], ["samples", t("field.samples"), "1"]], t("bar.evaluate"),
+        (values) => post(at("tasks"), { task: "evaluate", version: values.version, data: values.data.split(",").map((file) => file.trim()).filter(Boolean), samples: Number(values.samples) }))),
       button(t("bar.export"), () => ask([["version", t("field.version"), "best"], ["to", t("field.to"), `models/${run}`]], t("bar.export"), (values) => post(at("tasks"), { task: "export", ...values })))]),
       el("a", { href: `#/new?copy=${encodeURIComponent(run)}` }, t("bar.copy")),
       button(t("bar.notes"), () => ask([["tags", t("field.tags"), status.tags.join(", ")], ["notes", t("field.notes"), status.notes]], t("bar.keep"),
@@ -72,7 +78,7 @@ export function runBar(run) {
       el("div", { class: "bar" }, buttons(status, mine), status.tags.map((tag) => el("span", { class: "dim" }, `#${tag}`))),
       status.notes ? el("p", {}, status.notes) : null,
       ["failed", "queued"].includes(status.state) && status.detail ? el("p", { class: status.state === "failed" ? "bad" : "dim" }, translated(status.detail)) : null,
-      status.log ? el("details", {}, el("summary", {}, t("bar.log-end")), el("pre", { class: "text" }, status.log)) : null,
+      status.log ? el("details", { open: status.state === "failed" }, el("summary", {}, t("bar.log-end")), el("pre", { class: "text" }, status.log)) : null,
       status.tasks.map((task) => el("p", { class: "dim" }, `${translated(task.task)}: ${task.running || task.exit_code === undefined ? t("task.running") : task.exit_code === null ? t("task.stopped") : task.exit_code === 0 ? t("task.done") : t("task.code", { code: task.exit_code })} `,
         el("a", { href: `#/run/${encodeURIComponent(run)}/logs?log=${task.task}` }, t("bar.log")))),
     ] : null));

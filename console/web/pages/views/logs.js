@@ -13,7 +13,8 @@ export function open(holder, { run, values }) {
       const { logs } = await get(path("runs", run));
       if (chosen.length !== logs.length) {
         const before = chosen.value || values.get("log");
-        chosen.replaceChildren(...logs.map((name) => el("option", { value: name, selected: name === before }, name)));
+        const first = logs.find((name) => /^(launch|trainer|sft|dpo|rm)/.test(name));
+        chosen.replaceChildren(...logs.map((name) => el("option", { value: name, selected: name === (before || first) }, name)));
       }
       const found = chosen.value ? await get(path("runs", run, "logs", chosen.value) + query({ search: search.value })) : [];
       replaceIfChanged(lines, [chosen.value, found], () => found.join("\n") || t("logs.nothing"));

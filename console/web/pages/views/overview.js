@@ -175,15 +175,15 @@ function drawTiles(holder, found, last) {
   const dropped = Object.values(found.groups.dropped).reduce((sum, one) => sum + one, 0);
   const dead = Object.values(found.groups.dead_lettered).reduce((sum, one) => sum + one, 0);
   const entries = [
-    [t("tile.state"), said(found.state), said(found.doing), found.state === "running" ? "good" : found.state === "failed" ? "bad" : ""],
+    [t("tile.state"), said(found.state), found.state === "running" ? said(found.doing) : "", found.state === "running" ? "good" : found.state === "failed" ? "bad" : ""],
     [t("tile.step"), found.total_steps ? t("tile.of", { n: number(found.step), all: number(found.total_steps) }) : number(found.step), found.eta_s ? t("tile.to-go", { time: seconds(found.eta_s) }) : ""],
     [t("tile.reward"), number(found.reward), t("tile.reward-first", { n: number(found.reward_first) })],
     [found.held_out.measure === "accuracy" ? t("tile.held-out-accuracy") : t("tile.held-out-reward"), number(found.held_out.now), t("tile.at-first", { n: number(found.held_out.before) })],
-    [t("tile.trained-per-s"), number(found.trained_per_s, 0), [t("tile.generated", { n: number(found.generated_per_s, 0) }), found.attention && t("tile.attention", { name: found.attention })].filter(Boolean).join(", ")],
+    [t("tile.trained-per-s"), number(found.trained_per_s, 0), [found.is_live && t("tile.generated", { n: number(found.generated_per_s, 0) }), found.attention && t("tile.attention", { name: found.attention })].filter(Boolean).join(", ")],
     [t("tile.staleness"), number(found.staleness_mean, 2), t("tile.at-most", { n: number(found.staleness_max) })],
     [t("tile.who-waits"), found.waiting_for.split(", ").map(said).join(", ") || "–", found.slots_used === null ? idle : t("tile.slots", { idle, share: percent(found.slots_used) })],
     [t("tile.groups"), number(found.groups.trained), t("tile.dropped", { dropped: number(dropped), dead: number(dead) })],
-    [t("tile.version"), number(found.newest_version), t("tile.published", { n: number(found.versions_published) })],
+    [t("tile.version"), number(found.newest_version), found.is_live ? t("tile.published", { n: number(found.versions_published) }) : ""],
     [t("tile.time"), seconds(found.elapsed_s), found.is_live ? (found.disconnected_s ? t("tile.no-nats", { time: seconds(found.disconnected_s) }) : t("tile.live")) : t("tile.files")],
   ];
   replaceIfChanged(holder, entries, () => entries.map((one) => tile(...one)));
@@ -194,6 +194,6 @@ function drawDiagnoses(holder, found) {
   const unreadable = Object.entries(found.unreadable).map(([what, count]) => el("li", {}, t("overview.unreadable", { n: count, what })));
   replaceIfChanged(holder, [found.diagnoses, found.unreadable, found.problem], () => [
     lines.length || unreadable.length ? panel(t("overview.look"), el("ul", {}, lines, unreadable)) : null,
-    found.problem ? el("p", { class: "dim" }, said(found.problem)) : null,
+    found.problem && found.state !== "finished" ? el("p", { class: "dim" }, said(found.problem)) : null,
   ]);
 }
