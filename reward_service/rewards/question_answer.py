@@ -33,10 +33,11 @@ from penstock.reward_service.rewards.reward import PureReward, Verdict, truth_te
 EXACT, INSIDE, F1 = "qa_em", "qa_subem", "qa_f1"
 _ARTICLES = frozenset({"a", "an", "the"})
 _DASHES = str.maketrans("‐‑‒–—−", "------")
-_KEPT = re.compile(  # what belongs to a number, a version, a grade or a name such as C++
+_KEPT = re.compile(  # what belongs to a number, a formula, a version, a grade or a name such as C++
     r"(?<=[0-9]),(?=[0-9])|(?<=[0-9])['′\"″](?!\w*[a-z])(?:\s*(?=[0-9]))?|"
     r"(?<=[0-9])\s*[-/:^*+×÷=<>]\s*(?=[-+.]?[0-9])|(?<=[0-9])\.(?=[0-9])|(?<!\w)[-+<>≤≥=±]?\.?(?=[0-9])"
-    r"|(?<![^\W_])(?<=[a-z])[+#]+(?!\w)|(?<=(?<!\w)[a-z])[-+#*]+(?!\w)|(?<=(?<!\w)[a-z]{2})[-+#]+(?!\w)"
+    r"|\s*[<=>¬±×÷№←-⋿⟀-⟿⤀-⫿♀♂♠-♯✓-✘]\s*|(?<=\w)\^(?=\w)|\s*\+\s*(?=\w)|(?<!\w)[-+!~](?=[a-z∞](?!\w))"
+    r"|(?<=[a-z][0-9])-(?!\w)|(?<=[0-9])\+(?!\w)|(?<![^\W_])(?<=[a-z])[+#]+(?!\w)|(?<=(?<!\w)[a-z])[-+#*]+(?!\w)|(?<=(?<!\w)[a-z]{2})[-+#]+(?!\w)"
 )
 _THOUSANDS = re.compile(r"(?<=[0-9]),(?=[0-9]{3}(?![0-9]))")
 _PUNCTUATION = re.compile(r"[^\w\s€£¥]|_")
@@ -139,7 +140,12 @@ def _readings(answer: str, accepted: frozenset[str]) -> set[str]:
     if not answer:
         return set()
     first, said = answer.split(maxsplit=1)[0], set(answer.split())
-    is_plain = accepted <= _YES | _NO and first in _YES | _NO and not (said & _YES and said & _NO)
+    is_plain = (
+        not re.match("no (?:one|doubt|idea|matter|more|less|wonder|problem)\\b", answer)
+        and accepted <= _YES | _NO
+        and first in _YES | _NO
+        and not (said & _YES and said & _NO)
+    )
     return {answer, first} if is_plain else {answer}
 
 

@@ -43,6 +43,11 @@ _GOES_ON = re.compile(  # with a second number, or as an expression: then the fi
 _COMPOUND = re.compile(  # 5 feet 10 inches
     r"\s{0,4}(?!(?:in|of|for|per|at|on|with|from|by|after|over|within|every|each|out)\s)[A-Za-z]{1,12}\s{1,4}[0-9.]{1,12}\s{0,4}[A-Za-z]{1,12}[.]?\s*$"
 )
+_AND_MORE = re.compile(  # 42 apples and 5 pears, 42 but maybe 43, 42 and a half
+    r"(?:\s{0,4}(?!(?:because|since|as|so|which|if|when|and|or|but|plus|minus|times|maybe)\b)[A-Za-z]{1,12}){0,3}(?:\s{0,4}[,|]\s{0,4}|\s{1,4}half\b|"
+    r"\s{1,4}(?:(?:and|plus|minus|times|or|but|maybe|perhaps)\s{1,4}){1,2})(?:[-+$]?[0-9]|(?:(?:a|one) )?(?:half|quarter|third)\b|(?<=half))",
+    re.IGNORECASE,
+)
 _MULTIPLE = re.compile(rf"({'|'.join(notation.MULTIPLES)})s?\b", re.IGNORECASE)
 _VULGAR = re.compile("[¼-¾⅐-⅞]")
 
@@ -125,7 +130,7 @@ def begins(text: str) -> bool:
 
 def goes_on(after: str) -> bool:
     """Return True if the text after a number belongs to its value: another number, an operator, a compound unit."""
-    return _GOES_ON.match(after) is not None or _COMPOUND.match(after) is not None
+    return any(rule.match(after) for rule in (_GOES_ON, _COMPOUND, _AND_MORE))
 
 
 def _plain(text: str) -> str:
@@ -133,7 +138,8 @@ def _plain(text: str) -> str:
     text = notation.with_powers(text.strip()[: 4 * MAX_NUMBER_CHARS], "^%s")  # as units are written
     text = _VULGAR.sub(lambda found: " " + unicodedata.normalize("NFKC", found[0]), text).replace("⁄", "/")
     text = unicodedata.normalize("NFKC", text).replace("{,}", ",").replace(",\\!", ",").replace("\\,", " ")
-    text = notation.with_braces(re.sub(r"\\(?:left|right)(?![A-Za-z])", "", text))
+    text = re.sub(r"\\(?:left|right)(?![A-Za-z])|\\[()]", "", re.sub(r"\^\{?\\circ(?![A-Za-z])\}?", "°", text))
+    text = notation.with_braces(text)
     text = _TEX_FRACTION.sub(_spelt_fraction, text)
     return text.replace("\\$", "$").replace("\\%", "%").strip("*_` \t\n").removeprefix("$$").strip()
 

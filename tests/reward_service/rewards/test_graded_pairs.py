@@ -102,20 +102,7 @@ def test_equality_changes_with_order(form: str) -> None:
         assert equal(form.format(one, other), form.format(one, other))
 
 
-@pytest.mark.parametrize(
-    "truth",
-    [
-        "{" * 300,
-        "\\frac{1}{",
-        "x^{",
-        "\\foo(",
-        [],
-        [""],
-        "",
-        None,
-        {"answer": "1"},
-    ],
-)
+@pytest.mark.parametrize("truth", ["{" * 300, "\\frac{1}{", "x^{", "\\foo(", [], [""], "", None, {"answer": "1"}])
 async def test_a_truth_that_cannot_be_read_is_refused_whatever_is_answered(truth: Any) -> None:
     for completion in ("", "\\boxed{42}", f"\\boxed{{{truth}}}"):
         with pytest.raises(BadGroundTruth):
