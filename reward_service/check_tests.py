@@ -46,8 +46,8 @@ async def check(rows: Iterable[str], out: TextIO) -> int:
         for line in rows:
             row = json.loads(line)
             if not is_code(row):
-                if any(found := await _found(problem_of_truth(row, grader))):
-                    out.write(_line(row, found))
+                if any((found := await _found(problem_of_truth(row, grader))).values()):
+                    out.write(json.dumps({"place": row["place"], **found}) + "\n")
                 continue
             if pool is None:  # a sandbox is tried where a row needs one
                 probed = await asyncio.to_thread(canary.probe, "auto")
@@ -82,25 +82,19 @@ async def problem_of_truth(row: Mapping[str, Any], grader: GraderPool) -> str:
     return ""
 
 
-async def _found(problem: Awaitable[str]) -> tuple[str, str]:
-    """Return the problem of a row, and why the machine could not tell; one of them is ""."""
+async def _found(problem: Awaitable[str]) -> dict[str, str]:
+    """Return the problem of a row; "failed", if the machine is why there is no telling."""
     try:
-        return await problem, ""
+        return {"problem": await problem}
     except (GraderFailed, SandboxFailed) as err:
-        return "", str(err)
-
-
-def _line(row: Mapping[str, Any], found: tuple[str, str], **more: str | None) -> str:
-    problem, failed = found
-    return (
-        json.dumps({"place": row["place"], "problem": problem, **({"failed": failed} if failed else {}), **more}) + "\n"
-    )
+        return {"problem": "", "failed": str(err)}
 
 
 async def _check_batch(rows: list[dict[str, Any]], pool: SandboxPool, out: TextIO) -> None:
     async def one(row: dict[str, Any]) -> None:
         program = solution(row)
-        out.write(_line(row, await _found(problem_of(row, program, pool)), solution=program))
+        found = await _found(problem_of(row, program, pool))
+        out.write(json.dumps({"place": row["place"], **found, "solution": program}) + "\n")
         out.flush()
 
     await asyncio.gather(*map(one, rows))

@@ -129,11 +129,8 @@ def _equal(gold: str, answer: str, relative: Any) -> bool:
             return _equal(gold, value, relative) if values is None else _equal(value, answer, relative)
         if other.kind == "\\{\\}" and len(other.items) == 1:
             return _equal(other.items[0], single, relative) if wanted else _equal(single, other.items[0], relative)
-        return (
-            other.kind not in {"", "\\{\\}"}
-            and _SIGNS.search(single) is not None
-            and _equal_parsed(gold, answer, relative)
-        )
+        is_relation = other.kind not in {"", "\\{\\}"} and _SIGNS.search(single) is not None
+        return is_relation and _equal_parsed(gold, answer, relative)
     return _equal_collections(wanted, values, relative) or (
         "u" in {wanted.kind, values.kind} and _equal_parsed(gold, answer, relative)
     )
@@ -184,11 +181,8 @@ def _matched(wanted: Iterable[Any], values: Iterable[Any], equal: Callable[[Any,
 
 def _equal_values(gold: str, answer: str, relative: Any) -> bool:
     (name, wanted), (theirs, value) = notation.named(gold), notation.named(answer)
-    if (
-        name
-        and theirs
-        and (name == theirs or ("y" in {name, theirs} and _FUNCTION.fullmatch(name if theirs == "y" else theirs)))
-    ):
+    is_y = "y" in {name, theirs} and _FUNCTION.fullmatch(name if theirs == "y" else theirs)
+    if name and theirs and (name == theirs or is_y):
         return _equal(wanted, value, relative)
     if name and "=" not in gold and _SIGNS.search(answer):  # x \\in (0, 1) against 0 < x < 1
         return _equal(wanted, answer, relative)
@@ -234,10 +228,8 @@ def _words(text: str) -> str:
 
 
 def _letters(text: str) -> set[str]:
-    return {letter for letter in _LETTER.findall(text) if letter[0] != "\\" or letter[1:].casefold() in _GREEK} - {
-        "e",
-        "i",
-    }
+    found = {letter for letter in _LETTER.findall(text) if letter[0] != "\\" or letter[1:].casefold() in _GREEK}
+    return found - {"e", "i"}
 
 
 _GREEK = frozenset([
@@ -355,11 +347,9 @@ def _at_points(formulas: list[sympy.Expr]) -> list[tuple[sympy.Expr, ...]]:
     symbols = sorted(set().union(*(formula.free_symbols for formula in formulas)), key=str)
     if len(symbols) > len(_POINTS[0]):
         return []
-    whole = any(
-        formula.has(*_WHOLE)
-        or any(power.exp.free_symbols and power.base.is_negative for power in formula.atoms(sympy.Pow))
-        for formula in formulas
-    )
+    powers = (power for formula in formulas for power in formula.atoms(sympy.Pow))
+    has_signs = any(power.exp.free_symbols and power.base.is_negative for power in powers)  # (-1)^n
+    whole = has_signs or any(formula.has(*_WHOLE) for formula in formulas)
     has_steps = any(formula.has(*_STEPS) for formula in formulas)
     points = _WHOLE_POINTS if whole else _POINTS + _WHOLE_POINTS * has_steps
     rows = []

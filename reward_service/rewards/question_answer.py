@@ -42,6 +42,7 @@ _KEPT = re.compile(  # what belongs to a number, a formula, a version, a grade o
 _THOUSANDS = re.compile(r"(?<=[0-9]),(?=[0-9]{3}(?![0-9]))")
 _PUNCTUATION = re.compile(r"[^\w\s€£¥]|_")
 _YES, _NO = frozenset({"yes", "true"}), frozenset({"no", "false"})
+_NO_ANSWER = re.compile(r"no (?:one|doubt|idea|matter|more|less|wonder|problem)\b")
 _ALIASES = ("target", "aliases", "normalized_aliases", "text", "answers", "value")
 _DATA_SETS = (
     "qa", "trivia", "searchR1_nq", "searchR1_triviaqa", "searchR1_popqa", "searchR1_hotpotqa",
@@ -137,15 +138,10 @@ def _answers(
 
 def _readings(answer: str, accepted: frozenset[str]) -> set[str]:
     """Return an answer, and for yes and no its first word, unless it says the opposite too."""
-    if not answer:
-        return set()
+    if not answer or _NO_ANSWER.match(answer):
+        return {answer} - {""}
     first, said = answer.split(maxsplit=1)[0], set(answer.split())
-    is_plain = (
-        not re.match("no (?:one|doubt|idea|matter|more|less|wonder|problem)\\b", answer)
-        and accepted <= _YES | _NO
-        and first in _YES | _NO
-        and not (said & _YES and said & _NO)
-    )
+    is_plain = accepted <= _YES | _NO and first in _YES | _NO and not (said & _YES and said & _NO)
     return {answer, first} if is_plain else {answer}
 
 

@@ -81,6 +81,9 @@ class Unit(NamedTuple):
     factor: Fraction
 
 
+_UNNAMED = frozenset({"unit", "units", "square units", "sq units", "cubic units"})
+_PER_TIME = {"speed": {"length": 1, "time": -1}, "acceleration": {"length": 1, "time": -2}}
+_DERIVED = {"area": {"length": 2}, "volume": {"length": 3}, **_PER_TIME}
 _UNITS = {
     name: Unit(dimension, Fraction(factor))
     for dimension, rows in _TABLE.items()
@@ -195,13 +198,7 @@ def split_unit(text: str, other: str = "") -> tuple[str, str]:
     plain, powerless = _without_text(unit), _without_text(_POWER.sub("", unit))
     if _NO_UNIT.search(powerless) or ("°" in plain and _TRIGONOMETRY.search(value)) or "\\text" in value:
         return text, ""
-    return value.strip(), "" if plain.casefold() in {
-        "unit",
-        "units",
-        "square units",
-        "sq units",
-        "cubic units",
-    } else plain
+    return value.strip(), "" if plain.casefold() in _UNNAMED else plain
 
 
 def _without_text(unit: str) -> str:
@@ -252,10 +249,4 @@ def _unit_word(name: str) -> str:
 
 
 def _powers(dimension: str, exponent: int) -> dict[str, int]:
-    parts = {
-        "area": {"length": 2},
-        "volume": {"length": 3},
-        "speed": {"length": 1, "time": -1},
-        "acceleration": {"length": 1, "time": -2},
-    }
-    return {base: count * exponent for base, count in parts.get(dimension, {dimension: 1}).items()}
+    return {base: count * exponent for base, count in _DERIVED.get(dimension, {dimension: 1}).items()}
