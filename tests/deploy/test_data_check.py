@@ -69,12 +69,9 @@ def test_bad_rows_are_listed_and_counted(tmp_path: Path, capsys: pytest.CaptureF
 
 def test_nothing_of_a_row_stays_in_memory_but_its_lengths_and_hashes(tmp_path: Path):
     path = tmp_path / "x.jsonl"
-    path.write_text(
-        "".join(
-            json.dumps({"prompt": f"{n}", "data_source": "gsm8k", "ground_truth": f"{n}" * 40_000}) + "\n"
-            for n in range(100, 300)
-        )
-    )
+    rows = [{"prompt": f"{n}", "data_source": "gsm8k", "ground_truth": f"{n}" * 40_000} for n in range(100, 300)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    del rows
     tracemalloc.start()
     report = check_file(path, DataSettings(), None, reward=RewardSettings())
     peak = tracemalloc.get_traced_memory()[1]
