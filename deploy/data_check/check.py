@@ -20,6 +20,7 @@ from penstock.protocol.command_line import UsageError
 from penstock.protocol.config.reward_settings import RewardSettings
 from penstock.protocol.config.run_file import load
 from penstock.protocol.images.processor import read_processor
+from penstock.reward_service.registry.built_in import BY_SOURCE
 from penstock.trainer.data.dataset import prompt_limit, prompt_text
 from penstock.trainer.data.file_notes import FileNotes, end_of_turn_note
 from penstock.trainer.data.inputs import data_files, model_folder, resolve_inputs
@@ -70,7 +71,7 @@ def check_data(paths: Sequence[Path], reading: Reading, *, as_json: bool, runs_t
         if report.rows_to_test is not None:
             with report.rows_to_test as rows:
                 tests = data_rows.check_tests(rows, report.num_to_test, report.problems)
-            report.tests = tests if tests.num_checked or tests.not_run else None
+            report.tests = tests if tests.num_checked or tests.not_run or tests.num_failed else None
         sys.stdout.write(json.dumps(report.to_document()) + "\n" if as_json else describe(report))
         if reading.show and tokenizer is not None and not as_json:
             processor = images.processor if images is not None else None
@@ -268,7 +269,7 @@ class _FileCheck:
     def _keep_for_tests(self, prompt: PromptRow, place: str, reward: RewardSettings) -> None:
         report, name = self.report, reward.by_source.get(prompt.data_source, reward.name)
         holds_tests = data_rows.may_hold_tests(prompt.ground_truth, prompt.extra_info)
-        if name or prompt.data_source or holds_tests:
+        if name or prompt.data_source in BY_SOURCE or holds_tests:
             rest = {} if holds_tests else {"prompt": "", "extra_info": {}}
             report.rows_to_test = report.rows_to_test or tempfile.TemporaryFile("w+")  # noqa: SIM115 `check_data` closes it
             report.rows_to_test.write(json.dumps({**as_reward_input(place, prompt), **rest, "reward": name}) + "\n")

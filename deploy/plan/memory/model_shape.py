@@ -231,7 +231,7 @@ def read_shape(folder: Path, key: str) -> ModelShape:
 def shape_of(config: Mapping[str, Any], where: str) -> ModelShape:
     """Return the shape that a config.json describes; raises NotEstimated, which names ``where``."""
     family = config.get("model_type") if isinstance(config, Mapping) else None
-    if family not in FAMILIES:
+    if not isinstance(family, str) or family not in FAMILIES:
         raise NotEstimated(
             f"{where}: model_type = {family}: memory is estimated for {', '.join(FAMILIES)}; "
             "for another model, start the training with few steps and look at the memory of its process"
