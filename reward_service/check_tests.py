@@ -7,7 +7,7 @@ Reads rows as JSON objects, one a line: ``place``, ``prompt``, ``data_source``, 
   that reject an empty program and one that returns nothing useful, and that accept the row's solution if it has one; the solution is that
   program or null;
 - for each row of another built-in reward whose ground truth no answer can be compared with, ``{"place", "problem"}``;
-- "failed" in either, if the machine is why the row could not be tried, in place of a problem of the row.
+- in either "failed", with an empty problem: why this machine could not try the row.
 
 `penstock data check` and `penstock reward test` start it, because neither imports this service.
 """
@@ -46,7 +46,7 @@ async def check(rows: Iterable[str], out: TextIO) -> int:
         for line in rows:
             row = json.loads(line)
             if not is_code(row):
-                if any((found := await _found(problem_of_truth(row, grader))).values()):
+                if any((found := await _outcome(problem_of_truth(row, grader))).values()):
                     out.write(json.dumps({"place": row["place"], **found}) + "\n")
                 continue
             if pool is None:  # a sandbox is tried where a row needs one
@@ -82,8 +82,8 @@ async def problem_of_truth(row: Mapping[str, Any], grader: GraderPool) -> str:
     return ""
 
 
-async def _found(problem: Awaitable[str]) -> dict[str, str]:
-    """Return the problem of a row; "failed", if the machine is why there is no telling."""
+async def _outcome(problem: Awaitable[str]) -> dict[str, str]:
+    """Return the problem of a row; if this machine could not try it, the reason as "failed"."""
     try:
         return {"problem": await problem}
     except (GraderFailed, SandboxFailed) as err:
@@ -93,7 +93,7 @@ async def _found(problem: Awaitable[str]) -> dict[str, str]:
 async def _check_batch(rows: list[dict[str, Any]], pool: SandboxPool, out: TextIO) -> None:
     async def one(row: dict[str, Any]) -> None:
         program = solution(row)
-        found = await _found(problem_of(row, program, pool))
+        found = await _outcome(problem_of(row, program, pool))
         out.write(json.dumps({"place": row["place"], **found, "solution": program}) + "\n")
         out.flush()
 

@@ -1,8 +1,8 @@
 """Several engines as one: each group goes to the engine with the fewest pending tokens, a version to all of them.
 
-A group's samples stay together, so that their prompt is computed once, unless more engines are idle than the call has groups: then
-its groups are divided among these. One call is spread over the ready engines that serve the newest version: an engine that still drains
-before it can load gets no new requests.
+A group's samples stay together, also where other engines are idle: their prompt is computed once, and servers that were started with
+one seed (vLLM's default is 0) would sample the same completions in two parts of a group. One call is spread over the ready engines
+that serve the newest version: an engine that still drains before it can load gets no new requests.
 
 The turns of an episode are asked of one engine, which keeps what it computed. An episode is placed with its first turn, on the
 engine that plays the fewest, since one that waits for a tool has no pending tokens; it moves when its engine cannot be asked, or
@@ -14,7 +14,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
-import itertools
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TypeVar
@@ -153,21 +152,11 @@ class _Router:
         seeds: Sequence[int] | None = None,
     ) -> list[list[Completion]]:
 
-        parts = 1 if seeds is not None else self._parts(len(prompts), n)
-
         async def ask(client: Generates, wanted: Sequence[int]) -> list[list[Completion]]:
             wanted_seeds = None if seeds is None else [seeds[index] for index in wanted]
-            wanted_prompts = [prompts[index // parts] for index in wanted]
-            return await client.generate(wanted_prompts, sampling, n // parts, adapter, wanted_seeds)
+            return await client.generate([prompts[index] for index in wanted], sampling, n, adapter, wanted_seeds)
 
-        replies = await self._spread(len(prompts) * parts, n // parts * sampling.max_new_tokens, ask)
-        return [[*itertools.chain(*replies[at : at + parts])] for at in range(0, len(replies), parts)]
-
-    def _parts(self, num_prompts: int, n: int) -> int:
-        """Return into how many equal parts each group is divided: each part has an idle engine."""
-        num_idle = sum(not (self._pending_tokens[number] or self._num_episodes[number]) for number in self._usable())
-        most = min(n, num_idle // max(1, num_prompts))
-        return next((parts for parts in range(most, 0, -1) if n % parts == 0), 1)
+        return await self._spread(len(prompts), n * sampling.max_new_tokens, ask)
 
     @contextlib.contextmanager
     def placed(self) -> Iterator[Generates]:
@@ -227,6 +216,7 @@ class _Router:
             async with asyncio.TaskGroup() as requests:
                 for number, wanted in assigned.items():
                     request = requests.create_task(ask_one(number, wanted))
+                    # A callback: the `finally` of a task that is cancelled before it begins never runs.
                     request.add_done_callback(functools.partial(self._end, number, cost * len(wanted)))
         except* (EngineError, TaskRefused) as failures:
             raise failures.exceptions[0] from None

@@ -155,7 +155,7 @@ def said(text: str) -> str:
 
 
 class Equation(NamedTuple):
-    """The final side, the numeric sides that must equal it, the plain numbers that it rounds, what its value is of, the side it rounds."""
+    """The final side, the numeric sides that must equal it, the plain numbers that it rounds, its names (sides that are no numbers), the side it rounds."""
 
     value: str
     equal: tuple[str, ...]

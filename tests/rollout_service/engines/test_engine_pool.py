@@ -64,31 +64,18 @@ async def test_groups_are_spread_and_stay_whole(model: Path):
             await alone.close()
 
 
-@pytest.mark.parametrize(
-    ("n", "idle", "parts"), [(6, 3, [2, 2, 2]), (4, 3, [2, 2]), (5, 3, [5]), (6, 2, [3, 3]), (6, 1, [6])]
-)
-async def test_a_group_is_divided_among_idle_engines(model: Path, n: int, idle: int, parts: list[int]):
-    """Into equal parts, whose samples are those of the group; engines that have work get none."""
-    with FaultyEngine() as one, FaultyEngine() as two, FaultyEngine() as three:
-        servers = (one, two, three)
-        async with pool_of(*servers, model=model) as pool:
-            for server in servers[idle:]:
-                server.flow.clear()
-            busy = asyncio.create_task(pool.client.generate([[9]] * 3, Sampling(max_new_tokens=60), 1))
-            for server in servers[idle:]:
-                await asyncio.to_thread(server.wait_for_requests, 1)
-            await until(lambda: not any(pool.client._pending_tokens[:idle]), "the answers of the idle engines")
-            (group,) = await pool.client.generate([[5, 6]], SAMPLING, n)
-            asked = [
-                request["sampling_params"]["n"]
-                for server in servers
-                for request in server.requests
-                if [5, 6] in request["input_ids"]
-            ]
-            assert (asked, len(group)) == (parts, n)
-            for server in servers:
-                server.flow.set()
-            await busy
+async def test_an_engine_is_idle_when_its_part_of_a_call_is_answered(model: Path):
+    """Not when the slowest is: the next group goes to it, whole."""
+    with FaultyEngine() as one, FaultyEngine() as other:
+        async with pool_of(one, other, model=model) as pool:
+            other.flow.clear()
+            call = asyncio.create_task(pool.client.generate([[5], [6]], Sampling(max_new_tokens=60), 1))
+            await until(lambda: pool.client._pending_tokens == [0, 60], "the answer of the first engine")
+            for prompt in (7, 8):
+                await pool.client.generate([[prompt]], SAMPLING, 4)
+            assert [len(server.requests) for server in (one, other)] == [3, 1]
+            other.flow.set()
+            await call
 
 
 async def test_the_engine_with_the_fewest_pending_tokens_gets_the_group(model: Path):
@@ -96,7 +83,7 @@ async def test_the_engine_with_the_fewest_pending_tokens_gets_the_group(model: P
     with FaultyEngine() as one, FaultyEngine() as other:
         async with pool_of(one, other, model=model) as pool:
             one.flow.clear()
-            long = asyncio.create_task(pool.client.generate([[5]], Sampling(max_new_tokens=60), 1))
+            long = asyncio.create_task(pool.client.generate([[5]], Sampling(max_new_tokens=60), 4))
             await asyncio.to_thread(one.wait_for_requests, 1)
             for prompt in range(6, 12):
                 await pool.client.generate([[prompt]], SAMPLING, 4)
