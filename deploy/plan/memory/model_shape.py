@@ -70,6 +70,7 @@ class Method:
     max_logits: int | None = None  # of a chunk of the output head; None: the smallest that the trainer chooses
     dense_attention: bool = False  # by its definition, with matrices [H, T, T]
     with_entropy: bool = False  # of every distribution, in the loss, or the KL from a teacher over its likeliest tokens
+    by_gradient: bool = False  # of each trajectory by itself, before the step, in an estimator of advantages
 
     @property
     def zero_ranks(self) -> int:
