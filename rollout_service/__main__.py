@@ -27,6 +27,7 @@ from penstock.protocol.traces.traces import Traces, recording
 from penstock.protocol.transport.blobs import Blobs
 from penstock.protocol.transport.bus import Bus
 from penstock.protocol.transport.inbox import Inbox
+from penstock.protocol.weights.shared_segments import SharedSegments
 from penstock.rollout_service import heartbeat, loop
 from penstock.rollout_service.device_turns import EngineTurns
 from penstock.rollout_service.engines.engine import Engine
@@ -96,12 +97,14 @@ async def _serve(settings: RolloutSettings) -> None:
         in_memory = MemoryFolder(settings.cache_dir)
         in_memory.clear_abandoned(keep_own=settings.may_use_memory)
         memory = in_memory if settings.may_use_memory else None
-        mirror = Mirror(blobs, settings.cache_dir, run_id, settings.worker.trusted_keys(), memory)
+        shared = SharedSegments(run_id)
+        mirror = Mirror(blobs, settings.cache_dir, run_id, settings.worker.trusted_keys(), memory, shared)
         devices = _shared_devices(settings)
         engine = _engine(settings, devices)
         try:
             await engine.prepare()
-            worker = await _wire(settings, bus, blobs, mirror, engine, stop, traces, gpus, devices)
+            shared.join()
+            worker = await _wire(settings, bus, blobs, mirror, engine, stop, traces, gpus, devices, shared)
             with heartbeat.serving(
                 settings.metrics,
                 run_id,
@@ -130,6 +133,7 @@ async def _wire(  # noqa: PLR0913, PLR0917  the parts that it joins
     traces: Traces,
     gpus: GpuSampler,
     devices: SharedDevices | None,
+    shared: SharedSegments,
 ) -> loop.Worker:
     ids = {"run_id": settings.run.id, "worker_id": settings.worker.id}
     metrics, activity, gate, servable = WorkerMetrics(), Activity(), VersionGate(), ServableVersions(engine)
@@ -153,7 +157,7 @@ async def _wire(  # noqa: PLR0913, PLR0917  the parts that it joins
         teacher=Teacher.of(settings.teacher),
         images=images,
     )
-    figures = partial(_figures, metrics, tasks, gpus)
+    figures = partial(_figures, metrics, tasks, gpus, shared)
     heartbeat = HeartbeatWriter(
         bus=bus,
         engine=engine,
@@ -180,8 +184,8 @@ async def _wire(  # noqa: PLR0913, PLR0917  the parts that it joins
     )
 
 
-def _figures(metrics: WorkerMetrics, tasks: TaskSource, gpus: GpuSampler) -> dict[str, float]:
-    return {**metrics.snapshot(), "packs_held": float(tasks.num_held), **gpus.figures()}
+def _figures(metrics: WorkerMetrics, tasks: TaskSource, gpus: GpuSampler, shared: SharedSegments) -> dict[str, float]:
+    return {**metrics.snapshot(), "packs_held": float(tasks.num_held), **gpus.figures(), **shared.figures()}
 
 
 async def _tasks(

@@ -19,6 +19,7 @@ from penstock.protocol.transport.loop_thread import Pending
 from penstock.protocol.versions import PolicyVersion
 from penstock.protocol.weights.adapter_format import AdapterConfig
 from penstock.protocol.weights.layout import BUCKET_BYTES
+from penstock.protocol.weights.shared_segments import SharedSegments
 from penstock.protocol.weights.signature import SigningKey
 from penstock.protocol.weights.version_reader import WeightReader
 from penstock.trainer.connections import Connections
@@ -81,8 +82,10 @@ def adapter_base(tensors: Mapping[str, Tensor], config: AdapterConfig) -> Adapte
     return AdapterBase(buckets, config, ModelWeights(buckets).root())
 
 
-def read_version(blobs: Blobs, run_id: str, version: int, manifest: BlobRef) -> dict[str, Tensor]:
-    reader = WeightReader(blobs, run_id)
+def read_version(
+    blobs: Blobs, run_id: str, version: int, manifest: BlobRef, shared: SharedSegments | None = None
+) -> dict[str, Tensor]:
+    reader = WeightReader(blobs, run_id, shared=shared)
     buckets = read_buckets(reader.plan(reader.manifest(manifest, PolicyVersion(version)), None), reader)
     return {
         tensor.name: torch.frombuffer(

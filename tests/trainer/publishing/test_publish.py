@@ -26,6 +26,7 @@ from penstock.protocol.transport.blobs import Blobs
 from penstock.protocol.transport.bus import Bus
 from penstock.protocol.versions import PolicyVersion
 from penstock.protocol.weights.manifest import VersionManifest
+from penstock.protocol.weights.shared_segments import SharedSegments
 from penstock.protocol.weights.version_reader import WeightReader
 from penstock.trainer import crash_points
 from penstock.trainer.connections import Connections
@@ -79,10 +80,10 @@ def publish(publisher: Publisher, version: int) -> None:
     publisher.unpin(PolicyVersion(version))
 
 
-def assert_head_is(connections: Connections, version: int) -> None:
+def assert_head_is(connections: Connections, version: int, shared: SharedSegments | None = None) -> None:
     head = head_of(connections)
     assert head.version == version
-    found = read_version(connections.blobs, connections.run_id, version, head.manifest)
+    found = read_version(connections.blobs, connections.run_id, version, head.manifest, shared)
     assert all(torch.equal(found[name], tensor) for name, tensor in tensors(version).items())
 
 
@@ -389,7 +390,12 @@ def test_a_publisher_killed_at_any_step_leaves_a_complete_head(
     committed: int,
     tmp_path: Path,
 ) -> None:
-    """SIGKILL between any two steps: the head is the old version or the complete new one, and the next session continues."""
+    """SIGKILL between any two steps: the head is the old version or the complete new one, and the next session continues.
+
+    A worker of the same host reads it without S3; what the killed session had stored there for no head is not found by any name.
+    """
+    worker = SharedSegments(connections.run_id)
+    worker.join()
     setup = {
         "nats": {**nats_settings.model_dump(mode="json"), "password": nats_settings.password},
         "s3": {**s3_settings.model_dump(mode="json"), "secret_key": s3_settings.secret_key},
@@ -397,7 +403,7 @@ def test_a_publisher_killed_at_any_step_leaves_a_complete_head(
         "model": str(model_folder),
     }
     Fork(tmp_path, "tests.trainer.publishing.publish_kill", point, json.dumps(setup)).wait(-signal.SIGKILL)
-    assert_head_is(connections, committed)
+    assert_head_is(connections, committed, worker)
     seen: list[int] = []
     subject = subjects.weights_published(connections.run_id)
     connections.bus.tail(
@@ -407,7 +413,9 @@ def test_a_publisher_killed_at_any_step_leaves_a_complete_head(
     assert later.versions.resume(weights(committed), "float32")  # as from a checkpoint of this version
     publish(later, committed + 1)
     later.close()
-    assert_head_is(connections, committed + 1)
+    assert_head_is(connections, committed + 1, worker)
+    assert worker.figures()["weights_bytes_s3"] == 0.0 < worker.figures()["weights_bytes_shared_memory"]
+    worker.close()
     assert manifest_of(connections, head_of(connections).manifest).kind == "patch"
     wait_for(lambda: len(seen) > committed + 1, "the announcements")
     assert seen == list(range(committed + 2))  # an unannounced version is announced now, and none twice
