@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
 import os
 import shlex
 import signal
 import sys
+import threading
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 
@@ -50,6 +52,7 @@ from penstock.rollout_service.weights.weight_follower import WeightFollower
 from penstock.rollout_service.weights.weight_swap import SwapSemaphore, WeightSwap
 from penstock.serving import target_policy
 
+_END_S = 20.0  # for threads and folders, when everything else has ended
 _BLOB_DEADLINE_S = 15.0  # then a warning names S3, and the worker keeps waiting
 
 
@@ -57,12 +60,15 @@ def main() -> int:
     configure("rollout")
     log = structlog.get_logger("rollout")
     problems: list[BaseException] = []
+    runner = asyncio.Runner()  # which waits for its threads when it is closed, as the interpreter does
     try:
         files, overrides = run_file.split_arguments(sys.argv[1:])
         settings = run_file.load(RolloutSettings, files=files, overrides=overrides, environ=os.environ).settings
-        asyncio.run(_serve(settings))
+        runner.run(_serve(settings))
     except* PenstockError as failures:
         problems += _flatten(failures)
+    finally:
+        _end_within(_END_S)
     if not problems and sys.stderr.isatty():
         again = shlex.join(["penstock", "rollout", *sys.argv[1:]])
         sys.stderr.write(
@@ -70,7 +76,22 @@ def main() -> int:
         )
     for problem in problems:
         log.error("worker stopped by an error", kind=type(problem).__name__, error=str(problem))
+    runner.close()
     return 1 if problems else 0
+
+
+def _end_within(deadline_s: float) -> None:
+    """End the process then, if a thread still waits for a disk or a server that does not answer."""
+
+    def end() -> None:
+        structlog.get_logger("rollout").error(
+            "a thread does not end: check the disk of worker.cache_dir and the object store"
+        )
+        os._exit(1)
+
+    ending = threading.Timer(deadline_s, end)
+    ending.daemon = True
+    ending.start()
 
 
 def _flatten(group: BaseExceptionGroup[PenstockError]) -> Iterator[BaseException]:
@@ -118,7 +139,9 @@ async def _serve(settings: RolloutSettings) -> None:
                 await loop.run(worker, stop)
         finally:
             await engine.stop()
-            mirror.close()
+            with contextlib.suppress(TimeoutError):  # another worker's start clears what is left
+                async with asyncio.timeout(_END_S):
+                    await asyncio.to_thread(mirror.close)
             if devices is not None:
                 devices.close()
 
