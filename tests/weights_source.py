@@ -131,7 +131,8 @@ class WeightsSource:
     ) -> WeightsPublished:
         """Publish a version; ``corrupt`` are ends of keys whose stored bytes differ from the manifest.
 
-        With a ``base`` that was published before, the tensors are an adapter. Without ``announce`` only the head moves.
+        Shared memory has no others then, from which workers of this host would take the right ones. With a ``base`` that was
+        published before, the tensors are an adapter. Without ``announce`` only the head moves.
         """
         self._store.corrupt, self._bus.quiet = corrupt, not announce
         self._num_copies += 1
@@ -143,6 +144,8 @@ class WeightsSource:
         snapshot = Snapshot(PolicyVersion(version), version, weights, "float32")
         if isinstance(weights, ModelWeights):
             self._coordinator.hold(weights.buckets)
+        for coordinator in (self._coordinator, self.publisher._adapters._alone):
+            coordinator._own._shared = SharedSegments("nobody's" if corrupt else self.publisher._run_id)
         self.publisher.publish(snapshot)
         self.publisher.models.full_snapshots.close(20.0)
         self._store.corrupt, self._bus.quiet = (), False
