@@ -99,18 +99,17 @@ class SharedSegments:
     def fetch(self, sha256: str, size_bytes: int, download: Callable[[], bytes]) -> bytes:
         """Return bytes of this hash: those that are here, or else what ``download`` returns, once for all workers that ask at the same time."""
         data, miss = self._read(sha256, size_bytes)
-        if data is None and miss == "absent" and self._num_readers() > 1:
+        if miss == "absent" and self._num_readers() > 1:
             with self._only_one(sha256) as is_only:
                 data, miss = self._read(sha256, size_bytes)
                 if data is None:
-                    miss = miss if is_only else "busy"
-                    data = self._counted("s3", download(), miss)
+                    data, miss = download(), miss if is_only else "busy"
                     if is_only:
                         self._put(sha256, data)
-                    return data
-        if data is None:
-            return self._counted("s3", download(), miss)
-        return self._counted("shared_memory", data)
+        elif data is None:
+            data = download()
+        self._count(miss, len(data))
+        return data
 
     def trim(self) -> None:
         """Remove what is older than `KEPT_S`."""
@@ -118,12 +117,10 @@ class SharedSegments:
             with contextlib.suppress(OSError):
                 self._make_room(0)
 
-    def _counted(self, store: str, data: bytes, miss: str = "") -> bytes:
+    def _count(self, miss: str, num_bytes: int = 0) -> None:
         with self._lock:
-            self._num_bytes[store] += len(data)
-            if miss:
-                self._misses[miss] += 1
-        return data
+            self._num_bytes["s3" if miss else "shared_memory"] += num_bytes
+            self._misses[miss] += bool(miss)
 
     def _read(self, sha256: str, size_bytes: int) -> tuple[bytes | None, str]:
         """Return the bytes, verified in this process's own memory; or None, and why."""
@@ -156,7 +153,7 @@ class SharedSegments:
         except OSError as err:  # a full file system says so at the write
             partial.unlink(missing_ok=True)
             log.info("bytes of a version not stored in shared memory", error=str(err))
-        self._counted("s3", b"", "full")
+        self._count("full")
 
     def _make_room(self, num_bytes: int) -> bool:
         """Remove what is old, and then the oldest until so many bytes more fit; False if they never can."""

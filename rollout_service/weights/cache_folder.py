@@ -81,7 +81,7 @@ class CacheFolder:
                 return
             shutil.rmtree(self.path, ignore_errors=True)
             self.unlock()
-            with self._memory.locked():  # which removes the folder above where it is empty
+            with locked_folder(self._memory.parent):  # which removes the folder above where it is empty
                 pass
 
     def unlock(self) -> None:
@@ -173,10 +173,6 @@ class MemoryFolder:
         run, worker = home.parts[-2:]
         self.path = self.parent / f"{run}-{worker}-{hashlib.sha256(os.fsencode(home)).hexdigest()[:12]}"
 
-    def locked(self) -> contextlib.AbstractContextManager[str]:
-        """Hold the lock of the decisions of this user's workers; see `locked_folder`."""
-        return locked_folder(self.parent)
-
     def _room(self) -> Room:
         """Return what is free; folders of workers that do not run must have been cleared."""
         needed = written = 0
@@ -190,13 +186,13 @@ class MemoryFolder:
     def clear_abandoned(self, *, keep_own: bool) -> None:
         """Remove the folders of workers that no longer run; ``keep_own``: but this worker's own, which it may use again."""
         if self.parent.exists():
-            with self.locked() as problem:
+            with locked_folder(self.parent) as problem:
                 if not problem:
                     self._clear_abandoned(keep_own=keep_own)
 
     def take(self, num_bytes: int) -> tuple[CacheFolder | None, str]:
         """Return the worker's folder in memory for a model of so many bytes, or None if it belongs on disk, and why."""
-        with self.locked() as problem:
+        with locked_folder(self.parent) as problem:
             if problem:
                 return None, f"on disk: {problem}"
             self._clear_abandoned(keep_own=True)
@@ -213,7 +209,7 @@ class MemoryFolder:
 
     def describe(self) -> str:
         """Return what would be kept in memory now."""
-        with self.locked() as problem:
+        with locked_folder(self.parent) as problem:
             if problem:
                 return f"copies of weights are kept in the run's folder: {problem}"
             room = self._room()
