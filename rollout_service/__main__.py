@@ -168,43 +168,20 @@ async def _wire(  # noqa: PLR0913, PLR0917  the parts that it joins
     episodes = FinishedEpisodes(blobs, engine, metrics, run_id=settings.run.id, images=images)
     environments = await _environments(settings, episodes, images)
     packs = PackGenerator(
-        engine=engine,
-        environments=environments,
-        weights=weights,
-        servable=servable,
-        gate=gate,
-        blobs=blobs,
-        settlement=settlement,
-        activity=activity,
-        episodes=episodes,
-        teacher=Teacher.of(settings.teacher),
-        images=images,
-    )
+        engine=engine, environments=environments, weights=weights, servable=servable, gate=gate, blobs=blobs, settlement=settlement,
+        activity=activity, episodes=episodes, teacher=Teacher.of(settings.teacher), images=images,
+    )  # fmt: skip
     figures = partial(_figures, metrics, tasks, gpus, shared)
     heartbeat = HeartbeatWriter(
-        bus=bus,
-        engine=engine,
-        activity=activity,
-        figures=figures,
-        needs_version=lambda: mirror.oldest_needed,
-        has_turn=lambda: turns.is_held,
-        **ids,
-    )
+        bus=bus, engine=engine, activity=activity, figures=figures, needs_version=lambda: mirror.oldest_needed,
+        has_turn=lambda: turns.is_held, **ids,
+    )  # fmt: skip
     return loop.Worker(
-        engine=engine,
-        registry=await _registry(bus, environments.values()),
-        weights=weights,
-        tasks=tasks,
-        packs=packs,
-        announcer=PackAnnouncer(bus=bus, blobs=blobs, activity=activity, metrics=metrics, **ids, traces=traces),
-        settlement=settlement,
-        heartbeat=heartbeat,
-        activity=activity,
-        turns=turns,
-        packs_in_flight=settings.worker.packs_in_flight,
-        finish_s=settings.worker.finish_s,
-        start_deadline_s=settings.worker.start_deadline_s,
-    )
+        engine=engine, registry=await _registry(bus, environments.values()), weights=weights, tasks=tasks, packs=packs,
+        announcer=PackAnnouncer(bus=bus, blobs=blobs, activity=activity, metrics=metrics, **ids, traces=traces), settlement=settlement,
+        heartbeat=heartbeat, activity=activity, turns=turns, packs_in_flight=settings.worker.packs_in_flight,
+        finish_s=settings.worker.finish_s, start_deadline_s=settings.worker.start_deadline_s,
+    )  # fmt: skip
 
 
 def _figures(metrics: WorkerMetrics, tasks: TaskSource, gpus: GpuSampler, shared: SharedSegments) -> dict[str, float]:
@@ -223,49 +200,26 @@ async def _tasks(
 
 def _settlement(settings: RolloutSettings, bus: Bus, metrics: WorkerMetrics, traces: Traces) -> Settlement:
     return Settlement(
-        bus,
-        metrics,
-        run_id=settings.run.id,
-        worker_id=settings.worker.id,
-        task_attempts=settings.worker.task_attempts,
-        retry_delay_s=settings.worker.retry_delay_s,
-        traces=traces,
-    )
+        bus, metrics, run_id=settings.run.id, worker_id=settings.worker.id, task_attempts=settings.worker.task_attempts,
+        retry_delay_s=settings.worker.retry_delay_s, traces=traces,
+    )  # fmt: skip
 
 
 def _weights(
-    settings: RolloutSettings,
-    bus: Bus,
-    mirror: Mirror,
-    engine: Engine,
-    servable: ServableVersions,
-    gate: VersionGate,
-    metrics: WorkerMetrics,
-    turns: EngineTurns,
-) -> WeightFollower:
+    settings: RolloutSettings, bus: Bus, mirror: Mirror, engine: Engine, servable: ServableVersions, gate: VersionGate,
+    metrics: WorkerMetrics, turns: EngineTurns,
+) -> WeightFollower:  # fmt: skip
     run_id, worker = settings.run.id, settings.worker
     announcements = WeightAnnouncements(bus, run_id=run_id, worker_id=worker.id)
     swap = WeightSwap(
-        engine=engine,
-        servable=servable,
-        semaphore=SwapSemaphore(bus, run_id=run_id, worker_id=worker.id, max_share=worker.max_paused_share),
-        announcements=announcements,
-        metrics=metrics,
-        check_every=worker.check_weights_every,
-        update_mode=worker.update_mode,
-        turns=turns,
+        engine=engine, servable=servable,
+        semaphore=SwapSemaphore(bus, run_id=run_id, worker_id=worker.id, max_share=worker.max_paused_share), announcements=announcements,
+        metrics=metrics, check_every=worker.check_weights_every, update_mode=worker.update_mode, turns=turns,
         long_mode=worker.kind.long_mode if worker.kind.long_mode in worker.kind.update_modes else "drain",
-    )
+    )  # fmt: skip
     return WeightFollower(
-        bus=bus,
-        mirror=mirror,
-        engine=engine,
-        servable=servable,
-        gate=gate,
-        announcements=announcements,
-        swap=swap,
-        run_id=run_id,
-    )
+        bus=bus, mirror=mirror, engine=engine, servable=servable, gate=gate, announcements=announcements, swap=swap, run_id=run_id,
+    )  # fmt: skip
 
 
 async def _environments(

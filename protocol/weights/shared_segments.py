@@ -70,7 +70,7 @@ class SharedSegments:
                 except OSError as err:
                     problem = f"{self.folder} cannot be used ({err.strerror})"
         if problem:
-            log.warning("the weights of this host's other processes are not read from shared memory", reason=problem)
+            log.warning("weights are not read from shared memory", folder=str(self.folder), reason=problem)
 
     def close(self) -> None:
         """Read no more; the last reader removes the folder."""

@@ -67,14 +67,9 @@ class WeightReader:
     """Read one run's versions. Thread-safe; raises the errors of `UNUSABLE`, or those of an unreachable store."""
 
     def __init__(
-        self,
-        blobs: Blobs,
-        run_id: str,
-        *,
-        cache_bytes: int = 0,
-        trusted_keys: TrustedKeys | None = None,
+        self, blobs: Blobs, run_id: str, *, cache_bytes: int = 0, trusted_keys: TrustedKeys | None = None,
         shared: SharedSegments | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """Fetch nothing yet. One of ``trusted_keys`` must have signed each manifest; None: signatures are not verified.
 
         ``cache_bytes`` of segments are kept in memory, for a caller that applies each to a second copy; those that other processes of

@@ -197,14 +197,9 @@ class Mirror:
     """One worker's copies. Blocking: coroutines call it through ``asyncio.to_thread``, one at a time."""
 
     def __init__(
-        self,
-        blobs: Blobs,
-        folder: Path,
-        run_id: str,
-        trusted_keys: TrustedKeys | None = None,
-        memory: MemoryFolder | None = None,
+        self, blobs: Blobs, folder: Path, run_id: str, trusted_keys: TrustedKeys | None = None, memory: MemoryFolder | None = None,
         shared: SharedSegments | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """Reuse the models that an earlier process of this worker left in ``folder``, or in ``memory`` where they have room.
 
         With ``trusted_keys``, a version whose manifest none of them has signed is unusable. What other processes of this host have
@@ -240,13 +235,8 @@ class Mirror:
         log.info("chose where the copies of the weights are", folder=str(self._cache.path), reason=reason)
 
     def fetch(
-        self,
-        version: PolicyVersion,
-        manifest_ref: BlobRef,
-        *,
-        keep: Collection[PolicyVersion] = (),
-        newest: bool = False,
-    ) -> MirroredVersion:
+        self, version: PolicyVersion, manifest_ref: BlobRef, *, keep: Collection[PolicyVersion] = (), newest: bool = False,
+    ) -> MirroredVersion:  # fmt: skip
         """Return a version's folder, writing it if it is not here; folders of versions in ``keep`` are not touched.
 
         ``newest`` says that the version is the one to serve, not one that an evaluation pins: it is then refused

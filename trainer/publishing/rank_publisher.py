@@ -131,16 +131,10 @@ class RankPublisher:
                 digest = hashlib.sha256(encoded.data).hexdigest()
                 stored = StoredRange(object=0, offset=offset, size_bytes=len(encoded.data), sha256=digest)
                 offset += len(encoded.data)
-            states.append(
-                BucketState(
-                    codec=encoded.codec,
-                    stored=stored,
-                    num_words=copy.layout.buckets[number].num_words,
-                    num_changed=encoded.num_changed,
-                    base_xxh3=base.xxh3(number),
-                    new_xxh3=copy.xxh3(number),
-                )
-            )
+            states.append(BucketState(
+                codec=encoded.codec, stored=stored, num_words=copy.layout.buckets[number].num_words, num_changed=encoded.num_changed,
+                base_xxh3=base.xxh3(number), new_xxh3=copy.xxh3(number),
+            ))  # fmt: skip
         objects: tuple[BlobRef, ...] = ()
         if offset:
             key = blob_keys.weights_pack(self._run_id, version, attempt, self._share.index)
@@ -177,15 +171,9 @@ class RankPublisher:
             num_words = buckets.layout.buckets[number].num_words
             stored = StoredRange(object=len(objects), offset=0, size_bytes=blob.size_bytes, sha256=blob.sha256)
             objects.append(blob)
-            states.append(
-                BucketState(
-                    codec="safetensors",
-                    stored=stored,
-                    num_words=num_words,
-                    num_changed=num_words,
-                    new_xxh3=buckets.xxh3(number),
-                )
-            )
+            states.append(BucketState(
+                codec="safetensors", stored=stored, num_words=num_words, num_changed=num_words, new_xxh3=buckets.xxh3(number)
+            ))  # fmt: skip
         return StoredBuckets(tuple(objects), tuple(buckets.raw), tuple(states))
 
     @order
