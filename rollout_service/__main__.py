@@ -117,8 +117,7 @@ async def _serve(settings: RolloutSettings) -> None:
         await asyncio.to_thread(blobs.check, run_id)
         in_memory = MemoryFolder(settings.cache_dir)
         in_memory.clear_abandoned(keep_own=settings.may_use_memory)
-        memory = in_memory if settings.may_use_memory else None
-        shared = SharedSegments(run_id)
+        memory, shared = in_memory if settings.may_use_memory else None, SharedSegments(run_id)
         mirror = Mirror(blobs, settings.cache_dir, run_id, settings.worker.trusted_keys(), memory, shared)
         devices = _shared_devices(settings)
         engine = _engine(settings, devices)
