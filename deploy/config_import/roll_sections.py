@@ -125,13 +125,25 @@ def domains(key: str) -> Rule | None:
     """Return the rule for a share of ROLL's batches that a domain has; None for any other key."""
     if not key.startswith(_SHARES):
         return None
-    return lambda value, values: (
-        ignored("the only domain: every row is of it")
-        if sum(name.startswith(_SHARES) for name in values) == 1
-        else decide(
-            "each batch there has these shares of the domains; here rows come as often as they are in data.train: repeat or cut files to these shares"
-        )
-    )
+
+    def rule(value: Any, values: Values) -> Outcome:
+        shares = {name.removeprefix(_SHARES): share for name, share in values.items() if name.startswith(_SHARES)}
+        if len(shares) == 1:
+            return ignored("the only domain: every row is of it")
+        if key != (earlier := next(name for name in values if name.startswith(_SHARES))):
+            return Outcome("translated", {}, f"{READ} {earlier}")
+        tags = {domain: ",".join(_listed(values.get(f"rewards.{domain}.tag_included"))) for domain in shares}
+        prompts = values.get("rollout_batch_size")
+        if not isinstance(prompts, int) or not all(tags.values()):
+            return decide("set data.weights: each data_source's share of the prompts")
+        of_batch = {tags[domain]: int(share * prompts) for domain, share in shares.items()}
+        of_batch[tags[[*shares][-1]]] += prompts - sum(of_batch.values())  # the last one's, as in ROLL
+        if min(of_batch.values()) < 1 or len(of_batch) < len(shares):
+            return decide(f"set data.weights: of {prompts} prompts a domain has none, or its tags are those of another")
+        text = f"the prompts of a batch of {prompts}; rows with other tags, which ROLL leaves out, are refused"
+        return Outcome("translated", {"data.map.data_source": "tag", "data.weights": of_batch}, text)
+
+    return rule
 
 
 def add_published(found: Found) -> None:

@@ -206,7 +206,7 @@ TABLE: dict[str, tuple[str, str, dict[str, Any]]] = {
         "reward.by_source.aime": "math", "data.map.data_source": "tag", "trainer.steps": 500, "trainer.schedule": "linear",
         "trainer.min_lr_ratio": 0.0, "trainer.betas": [0.9, 0.999], "trainer.warmup_steps": 20, "model.dtype": "bfloat16",
         "algorithm.group_mean_range": [0.0, 1.0], "difficulty": ASKED("difficulty_mask"), "code": ASKED("rewards.code_sandbox.worker_cls"),
-        "mixture": ASKED("actor_train.data_args.domain_interleave_probs.math_rule"), "top_p": ASKED("actor_infer.generating_args.top_p"),
+        "data.weights.deepmath,aime": 38, "data.weights.KodCode": 26, "top_p": ASKED("actor_infer.generating_args.top_p"),
     }),
     "roll_agentic": ("yaml", ROLL_AGENTIC, {
         "algorithm.name": "grpo", "algorithm.reward_norm": "group", "algorithm.aggregation": "seq-mean-token-mean",
