@@ -22,12 +22,17 @@ from penstock.deploy.config_import.rule_forms import (
     ignore,
     ignored,
     is_on,
-    set_to,
 )
 
 _OF_A_WORKER = re.compile(r"rewards\.([^.]+)\.(.+)")  # of ROLL
 _ROLL_REWARDS: Mapping[str, str] = {
     "MathRuleRewardWorker": "math", "CodeSandboxRewardWorker": "code", "LLMJudgeRewardWorker": "judge",
+    "GeneralRuleRewardWorker": "roll_ifeval",
+}  # fmt: skip
+_PARTS = "reward.define.roll_ifeval.parts"
+_IFEVAL = {  # ifeval_rule_reward_worker.py
+    f"{_PARTS}.ifeval.reward": "ifeval", f"{_PARTS}.repetition.reward": "repetition", f"{_PARTS}.repetition.parameters.ngram": 3,
+    f"{_PARTS}.repetition.parameters.factor": -0.5,
 }  # fmt: skip
 # What differs, of those that score in another way here.
 _DIFFERENCES = {
@@ -108,11 +113,16 @@ def reward(key: str) -> Rule | None:
             return Outcome("translated", {}, f"part of the decision on rewards.{others[0]}.worker_cls")
         if rest == "worker_cls":
             has_tags = bool(values.get(f"rewards.{worker}.tag_included"))
-            return ignored(f"{READ} rewards.{worker}.tag_included") if has_tags else set_to(reward__name=name)
+            return (
+                ignored(f"{READ} rewards.{worker}.tag_included")
+                if has_tags
+                else Outcome("translated", {"reward.name": name} | (_IFEVAL if name == "roll_ifeval" else {}))
+            )
         tags = [value] if isinstance(value, str) else value
         if rest == "tag_included" and name is not None and all(re.fullmatch(r"[\w-]+", tag) for tag in tags):
             settings = {"data.map.data_source": "tag", **{f"reward.by_source.{tag}": name for tag in tags}}
             settings |= {"reward_service.code_score": "all"} if name == "code" else {}
+            settings |= _IFEVAL if name == "roll_ifeval" else {}
             return Outcome("translated", settings, "the column tag chooses the reward")
         if rest.startswith(_OF_A_RULE) and name is not None:
             return ignored("a reward by rule has no model")
