@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import math
 import re
-from fractions import Fraction
 from pathlib import Path
 from typing import Annotated, Literal, NamedTuple
 
@@ -22,7 +20,6 @@ TurnMasks = Literal["auto", "turns", "markers"]
 
 ENVIRONMENT = r"^[A-Za-z0-9_.-]+$"  # as in `Task.environment`
 DATA_EVAL = "eval"  # the source that is data.eval
-_MOST_TURNS = 10_000  # of sources, until their order repeats
 _NAME = re.compile(r"[A-Za-z0-9_-]{1,40}")
 _METRIC = re.compile(r"accuracy|reward|pass@([1-9][0-9]{0,5})")
 COLUMNS = (
@@ -358,30 +355,11 @@ class DataSettings(Section):
     def _one_reading(self) -> DataSettings:
         if both := sorted(set(self.ignore) & set(self.map.values())):
             raise ValueError(f"data.ignore leaves out {both[0]}, which data.map reads; remove it from one of them")
+        if self.weights and self.from_run is not None:
+            raise ValueError("data.weights does nothing with data.from_run, whose groups have an order; leave it out")
         if self.text_prompts == "plain" and self.system_prompt:
             raise ValueError('data.system_prompt has no place with data.text_prompts = "plain"; remove one of them')
         return self
-
-    @model_validator(mode="after")
-    def _weights_are_shares(self) -> DataSettings:
-        sources = [source for name in self.weights for source in name.split(",")]
-        if twice := [source for source in sources if sources.count(source) > 1]:
-            raise ValueError(f"data.weights names the data_source {twice[0]} twice; leave it out of one of them")
-        if self.weights and self.from_run is not None:
-            raise ValueError("data.weights does nothing with data.from_run, whose groups have an order; leave it out")
-        if (length := sum(self.shares.values())) > _MOST_TURNS:
-            raise ValueError(
-                f"data.weights: the smallest whole numbers with these proportions have the sum {length}, the limit is {_MOST_TURNS}; round them"
-            )
-        return self
-
-    @property
-    def shares(self) -> dict[str, int]:
-        """The weights as the smallest whole numbers with the same proportions."""
-        exact = {name: Fraction(str(weight)) for name, weight in self.weights.items()}
-        common = math.lcm(*(weight.denominator for weight in exact.values()))
-        unit = Fraction(math.gcd(*(int(weight * common) for weight in exact.values())), common)
-        return {name: int(weight / unit) for name, weight in exact.items()}
 
     @property
     def map_key(self) -> str:

@@ -21,7 +21,7 @@ from penstock.protocol.command_line import UsageError
 from penstock.protocol.config.reward_settings import RewardSettings
 from penstock.protocol.config.run_file import load
 from penstock.protocol.images.processor import read_processor
-from penstock.trainer.data.data_order import weighted_sources
+from penstock.trainer.data.data_order import weighted_sources, whole_shares
 from penstock.trainer.data.dataset import prompt_limit, prompt_text
 from penstock.trainer.data.file_notes import FileNotes, end_of_turn_note
 from penstock.trainer.data.inputs import data_files, model_folder, resolve_inputs
@@ -90,11 +90,11 @@ def _write_weights(settings: TrainerSettings, reports: Sequence[FileReport], *, 
     trained = [report.data_sources for report in reports if not train or Path(report.file).absolute() in train]
     rows = sum(trained, Counter[str]())
     try:
-        sources = weighted_sources(settings.data.weights, rows)
+        sources, shares = weighted_sources(settings.data.weights, rows), whole_shares(settings.data.weights)
     except MalformedData as err:
         sys.stdout.write(json.dumps({"weights": None, "problem": str(err)}) + "\n" if as_json else f"{err}\n")
         return False
-    shares, num_rows = settings.data.shares, {name: sum(rows[one] for one in sources[name]) for name in sources}
+    num_rows = {name: sum(rows[one] for one in sources[name]) for name in sources}
     unit = rows.total() / sum(shares.values())
     made = {
         name: {"share": share * unit / rows.total(), "rows": num_rows[name], "passes": share * unit / num_rows[name]}

@@ -27,13 +27,10 @@ from penstock.reward_service.rewards.reward import PureReward, Verdict
 
 NAME = "ifeval"
 _RULES: Mapping[str, Mapping[str, Any]] = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
-_RELATIONS: Mapping[str, Callable[[int, int, int], bool]] = {
-    "at least": lambda count, number, _: count >= number,
-    "less than": lambda count, number, _: count < number,
-    "at most": lambda count, number, _: count <= number,
-    "around": lambda count, number, tolerance: abs(count - number) <= tolerance,
-    "exactly": lambda count, number, _: count == number,
-}
+_RELATIONS: Mapping[str, Callable[[int], bool]] = {  # of what a count is above the number
+    "at least": lambda more: more >= 0, "less than": lambda more: more < 0, "at most": lambda more: more <= 0, "exactly": lambda more: not more,
+    "around": lambda more: not more,
+}  # fmt: skip
 _TYPES: Mapping[str, Callable[[Any], bool]] = {
     "text": lambda value: isinstance(value, str) and bool(value.strip()),
     "letter": lambda value: isinstance(value, str) and len(value) == 1,
@@ -97,51 +94,40 @@ def _check(name: Any, given: Any) -> _Check:
             wanted = " or ".join(_RELATIONS) if kind == "relation" else f"a {kind}"
             raise BadGroundTruth(f"{NAME}: {name}: {key} must be {wanted}, got {values.get(key)!r:.80}")
     if "check" not in rule:
-        return partial(_holds, rule, values, _patterns(rule, values))
+        return partial(_holds, rule, values)
     if rule["check"] in _OF_LANGUAGE:
         _langdetect(name)
     arguments = [*([rule["pattern"]] if "pattern" in rule else []), *(values[key] for key in kinds)]
     return lambda text: _CHECKS[rule["check"]](text, *arguments)
 
 
-def _patterns(rule: Mapping[str, Any], values: Mapping[str, Any]) -> list[list[re.Pattern[str]]]:
-    """Return the patterns whose matches are counted together, for each text of a list."""
+def _holds(rule: Mapping[str, Any], values: Mapping[str, Any], text: str) -> bool:
     flags = re.MULTILINE | (0 if rule.get("case") else re.IGNORECASE)
-    listed = next((value for value in values.values() if isinstance(value, list)), [None])
-    alternatives = rule["pattern"] if isinstance(rule["pattern"], list) else [rule["pattern"]]
-    made: list[list[re.Pattern[str]]] = []
-    for one in listed:
-        texts = {key: str(one if isinstance(value, list) else value) for key, value in values.items()}
-        filled = alternatives
-        for key, text in texts.items():
-            filled = [pattern.replace(f"{{{key}}}", re.escape(text.strip() or text)) for pattern in filled]
-        made.append([re.compile(pattern, flags) for pattern in filled])
-    return made
-
-
-def _holds(
-    rule: Mapping[str, Any], values: Mapping[str, Any], patterns: list[list[re.Pattern[str]]], text: str
-) -> bool:
     relation = values.get(rule.get("relation", ""), rule.get("relation", "at least"))
     number: int = values[rule["number"]] if isinstance(rule["number"], str) else rule["number"]
     share, least = rule.get("tolerance", (0, 0))
-    counts = [sum(_num_matches(pattern, text) for pattern in some) for some in patterns]
-    return all(_RELATIONS[relation](count, number, max(round(number * share), least)) for count in counts)
+    patterns = rule["pattern"] if isinstance(rule["pattern"], list) else [rule["pattern"]]
+    for one in next((value for value in values.values() if isinstance(value, list)), [None]):
+        count = 0
+        for pattern in patterns:
+            for key, value in values.items():
+                literal = str(one if isinstance(value, list) else value)
+                pattern = pattern.replace(f"{{{key}}}", re.escape(literal.strip() or literal))
+            found = re.finditer(pattern, text, flags)
+            count += sum(not match.re.groups or bool(match[1].strip()) for match in found)
+        more = count - number
+        if relation == "around" and abs(more) <= max(round(number * share), least):
+            more = 0
+        if not _RELATIONS[relation](more):
+            return False
+    return True
 
 
-def _num_matches(pattern: re.Pattern[str], text: str) -> int:
-    return sum(not pattern.groups or bool(match[1].strip()) for match in pattern.finditer(text))
-
-
-def _paragraphs(text: str, divider: str) -> list[str]:
-    """Return the parts of a text, without blank ones at its ends."""
+def _parts(text: str, divider: str, number: int) -> list[str]:
+    """Return the parts of a text, without blank ones at its ends; none unless there are so many, none of them blank."""
     parts = [part.strip() for part in re.split(divider, text)]
-    return parts[not parts[0] : len(parts) - (len(parts) > 1 and not parts[-1])]
-
-
-def _has_paragraphs(text: str, divider: str, number: int) -> bool:
-    parts = _paragraphs(text, divider)
-    return all(parts) and len(parts) == number
+    parts = parts[not parts[0] : len(parts) - (len(parts) > 1 and not parts[-1])]
+    return parts if all(parts) and len(parts) == number else []
 
 
 def _begins_paragraph(text: str, number: int, nth: int, word: str) -> bool:
@@ -188,13 +174,11 @@ def _has_postscript(text: str, marker: str) -> bool:
 
 _CHECKS: Mapping[str, Callable[..., bool]] = {
     "is_in": _is_in,
-    "has_paragraphs": _has_paragraphs,
+    "has_paragraphs": lambda text, divider, number: bool(_parts(text, divider, number)),
     "begins_paragraph": _begins_paragraph,
     "has_postscript": _has_postscript,
     "is_json": _is_json,
-    "has_two": lambda text, divider: (
-        len(parts := _paragraphs(text, divider)) == 2 and all(parts) and len(set(parts)) == 2
-    ),
+    "has_two": lambda text, divider: len(set(_parts(text, divider, 2))) == 2,
     "is_one_of": lambda text, options: text.strip() in options,
     "is_capital": lambda text: text == text.upper(),
     "is_lowercase": lambda text: text == text.lower(),

@@ -14,6 +14,7 @@ from __future__ import annotations
 import hashlib
 import math
 from bisect import bisect_left
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
@@ -29,6 +30,7 @@ from penstock.trainer.errors import MalformedData
 from penstock.trainer.settings import TrainerSettings
 
 _ROUNDS = 6
+_MOST_TURNS = 10_000  # of sources, until their order repeats
 _MIN_HALF_BITS = 3  # a smaller network permutes badly
 
 
@@ -115,19 +117,33 @@ def prompt_order(prompts: PromptSet, settings: TrainerSettings) -> DataOrder | W
     rows = prompts.rows_of_source
     sources = weighted_sources(weights, {source: len(numbers) for source, numbers in rows.items()})
     members = {name: sorted(n for source in named for n in rows[source]) for name, named in sources.items()}
-    return WeightedOrder(members, settings.data.shares, seed, shuffle=shuffle)
+    return WeightedOrder(members, whole_shares(weights), seed, shuffle=shuffle)
+
+
+def whole_shares(weights: Mapping[str, float]) -> dict[str, int]:
+    """Return ``data.weights`` as the smallest whole numbers in the same proportions; raises MalformedData for more than 10,000 together."""
+    exact = {name: Fraction(str(weight)) for name, weight in weights.items()}
+    common = math.lcm(*(weight.denominator for weight in exact.values()))
+    unit = Fraction(math.gcd(*(int(weight * common) for weight in exact.values())), common)
+    if (length := int(sum(exact.values()) / unit)) > _MOST_TURNS:
+        raise MalformedData(
+            f"data.weights: in whole numbers their sum is {length}, the limit is {_MOST_TURNS}; round them"
+        )
+    return {name: int(weight / unit) for name, weight in exact.items()}
 
 
 def weighted_sources(weights: Mapping[str, float], num_rows: Mapping[str, int]) -> dict[str, list[str]]:
-    """Return which data_sources of the rows each of ``data.weights`` is of; raises MalformedData for one without rows, or rows without one."""
+    """Return which data_sources of the rows each of ``data.weights`` is of; raises MalformedData unless each source has one, and each has rows."""
     found = {name: [source for source in name.split(",") if source in num_rows] for name in weights}
-    present = ", ".join(f"{source or '(none)'} ({count} rows)" for source, count in num_rows.items())
-    if missing := [name for name, sources in found.items() if not sources]:
-        raise MalformedData(f"data.weights: no row has the data_source {missing[0]}; there are {present}")
-    if others := sorted(num_rows.keys() - {source for sources in found.values() for source in sources}):
-        raise MalformedData(
-            f"data.weights: the data_source {others[0] or '(none)'} has no weight; give it one, or remove its rows; there are {present}"
-        )
+    counts = Counter(source for sources in found.values() for source in sources)
+    wrong = {f"no row has the data_source {name}": not sources for name, sources in found.items()}
+    wrong |= {
+        f"the data_source {source or '(none)'} has {counts[source]} weights, not one": counts[source] != 1
+        for source in num_rows
+    }
+    if problem := next((text for text, is_wrong in wrong.items() if is_wrong), ""):
+        present = ", ".join(f"{source or '(none)'} ({count} rows)" for source, count in num_rows.items())
+        raise MalformedData(f"data.weights: {problem}; there are {present}: name each once, or remove its rows")
     return found
 
 

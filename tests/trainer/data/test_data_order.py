@@ -106,13 +106,13 @@ def test_rows_come_by_the_weights_of_their_sources(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("weights", "problem"),
     [
-        ("{rest = 1}", r"the data_source sums has no weight; .* there are rest \(3 rows\), sums \(6 rows\)"),
+        ("{rest = 1}", r"the data_source sums has 0 weights, not one; there are rest \(3 rows\), sums \(6 rows\)"),
         ("{rest = 1, sums = 1, sum = 1}", "no row has the data_source sum; there are rest"),
         ("{rest = 0, sums = 1}", "greater than 0"),
         ("{rest = -0.5, sums = 1}", "greater than 0"),
         ("{rest = nan, sums = 1}", "finite number|greater than 0"),
-        ("{rest = 0.00001, sums = 1}", "the sum 100001, the limit is 10000; round them"),
-        ('{"rest,sums" = 1, sums = 1}', "names the data_source sums twice"),
+        ("{rest = 0.00001, sums = 1}", "their sum is 100001, the limit is 10000; round them"),
+        ('{"rest,sums" = 1, sums = 1}', "the data_source sums has 2 weights, not one"),
     ],
 )
 def test_weights_that_make_no_order_are_refused_before_the_run(folder: Path, weights: str, problem: str) -> None:
