@@ -74,7 +74,7 @@ async def problem_of_truth(row: Mapping[str, Any], grader: GraderPool) -> str:
     judge, truth = reward.bind(reward.default), row.get("ground_truth")
     try:
         if isinstance(reward, PureReward):
-            judge(("",), truth)
+            judge(("",), truth, **({"extra": row.get("extra_info")} if reward.reads == "answer and columns" else {}))
         elif reward.grader == "math":
             await judge(("",), truth, grade=grader.equal)
     except BadGroundTruth as err:

@@ -6,6 +6,7 @@ import json
 import os
 import sys
 import tempfile
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,6 +22,7 @@ from penstock.protocol.config.reward_settings import RewardSettings
 from penstock.protocol.config.run_file import load
 from penstock.protocol.images.processor import read_processor
 from penstock.reward_service.registry.built_in import BY_SOURCE
+from penstock.trainer.data.data_order import weighted_sources, whole_shares
 from penstock.trainer.data.dataset import prompt_limit, prompt_text
 from penstock.trainer.data.file_notes import FileNotes, end_of_turn_note
 from penstock.trainer.data.inputs import data_files, model_folder, resolve_inputs
@@ -79,7 +81,32 @@ def check_data(paths: Sequence[Path], reading: Reading, *, as_json: bool, runs_t
             shown = settings.model_copy(update={"data": data})
             lines = shown_rows(Path(report.file), reading.show, purpose, shown, tokenizer, processor)
             sys.stdout.write("\n".join(lines) + "\n")
-    return 1 if any(report.problems.count for report in reports) else 0
+    is_whole = not settings.data.weights or _write_weights(settings, reports, as_json=as_json)
+    return 0 if is_whole and not any(report.problems.count for report in reports) else 1
+
+
+def _write_weights(settings: TrainerSettings, reports: Sequence[FileReport], *, as_json: bool) -> bool:
+    """Write what data.weights make of the training rows; return False if these have other sources."""
+    train = {file.absolute() for file in listed(settings.data.train)}
+    trained = [report.data_sources for report in reports if not train or Path(report.file).absolute() in train]
+    rows = sum(trained, Counter[str]())
+    try:
+        sources, shares = weighted_sources(settings.data.weights, rows), whole_shares(settings.data.weights)
+    except MalformedData as err:
+        sys.stdout.write(json.dumps({"weights": None, "problem": str(err)}) + "\n" if as_json else f"{err}\n")
+        return False
+    num_rows = {name: sum(rows[one] for one in sources[name]) for name in sources}
+    unit = rows.total() / sum(shares.values())
+    made = {
+        name: {"share": share * unit / rows.total(), "rows": num_rows[name], "passes": share * unit / num_rows[name]}
+        for name, share in shares.items()
+    }
+    lines = [
+        f"{name}: {one['share']:.1%} of the prompts, {one['rows']} rows, {one['passes']:.3g} passes over them in {rows.total()} prompts\n"
+        for name, one in made.items()
+    ]
+    sys.stdout.write(json.dumps({"weights": made}) + "\n" if as_json else "data.weights\n  " + "  ".join(lines))
+    return True
 
 
 def _model(reading: Reading, path: Path, data: DataSettings) -> tuple[ChatTokenizer | None, ImageRows | None]:

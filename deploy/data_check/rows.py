@@ -33,7 +33,17 @@ from penstock.trainer.settings import COLUMNS, DataSettings, TrainerSettings
 
 _COMMAND = [sys.executable, "-P", "-m", "penstock.reward_service", "check-tests"]
 _START_S, _ROW_S = 120.0, 60.0
-_MARKS = ("assert", "def test", "def check", "inputs", "test_list", "test_cases", 'input"', 'input\\"')
+_MARKS = (
+    "assert",
+    "def test",
+    "def check",
+    "inputs",
+    "test_list",
+    "test_cases",
+    'input"',
+    'input\\"',
+    "instruction_id_list",
+)
 
 
 @dataclass(slots=True)

@@ -102,6 +102,16 @@ def test_a_run_file_is_not_taken_as_data(tmp_path: Path, capsys: pytest.CaptureF
     )
 
 
+def test_what_weights_make_of_the_rows_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    """The share, rows and passes of each weight; weights of other sources are a failure, as at the start of a run."""
+    path = tmp_path / "x.jsonl"
+    path.write_text("".join(json.dumps({"prompt": str(n), "data_source": "ab"[n % 4 == 0]}) + "\n" for n in range(8)))
+    assert main([*CHECK, str(path), "data.weights={a = 1, b = 3}"]) == 0
+    assert "b: 75.0% of the prompts, 2 rows, 3 passes over them in 8 prompts" in capsys.readouterr().out
+    assert main([*CHECK, str(path), "data.weights={a = 1, c = 3}", "--json"]) == 1
+    assert "no row has the data_source c" in json.loads(capsys.readouterr().out.splitlines()[-1])["problem"]
+
+
 def test_columns_can_be_mapped_and_formats_forced(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     """--map and --format work as data.map and data.format do; invalid values are refused."""
     path = tmp_path / "x.csv"
