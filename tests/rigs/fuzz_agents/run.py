@@ -40,13 +40,14 @@ from penstock.agents.proxy.renderer import ChatRenderer
 from penstock.agents.proxy.rows import TreeRows
 from penstock.agents.proxy.server import ProxyApp
 from penstock.agents.proxy.session import AgentModel, AgentProxy, EpisodeLimits
+from penstock.protocol import chat_template
 from penstock.protocol.chat_tokenizer import ChatTokenizer
 from penstock.protocol.groups import Sampling
 
 TEMPLATES = ("qwen25", "qwen3", "opens_think", "rewrites", "glm", "smollm2", "llama")
 _RULES = ("echo", "json", "strict")
 _THINKING = ("keep", "tool_cycle", "strip")
-_TOGETHER = 16
+_TOGETHER = 48
 
 
 class Fuzzer:
@@ -58,6 +59,9 @@ class Fuzzer:
         self.counts: Counter[str] = Counter()
         self._random = random.Random(seed)
         self._plant = plant
+        chat_template._NUM_KEPT = max(
+            chat_template._NUM_KEPT, len(templates)
+        )  # else each episode starts a process again
         self._tokenizers = {name: write_fuzz_model(folder / name, name) for name in templates}
         self._renderers = {name: ChatRenderer(one) for name, one in self._tokenizers.items()}
         self._folder = folder
