@@ -130,7 +130,7 @@ def _record_of(row: TreeRow, start: int, end: int, recorded: Recorded) -> Sample
     return None
 
 
-VOCAB = 440
+VOCAB = 448
 _KEPT_TOKENS = 4000  # of about thirty episodes at once: some of what is kept is evicted, and computed again
 PHRASES = [
     '<tool_call>\n{"name": "look", "arguments": {"word": "sun", "times": 2}}\n</tool_call>',
@@ -138,6 +138,13 @@ PHRASES = [
     '<tool_call>\n{"name": "look", "arguments": {"times": 1, "times": 2}}\n</tool_call>',
     '<tool_call>\n{"name": "look", "arguments": {"on": false, "x": 1.50}}\n\n</tool_call>',
     '<tool_call>\n{"name": "look", "arguments": {"word": }\n</tool_call>',
+    "<tool_call>\n<function=look>\n<parameter=word>\nsun\n</parameter>\n</function>\n</tool_call>",
+    "<tool_call>look\n<arg_key>word</arg_key>\n<arg_value>sun</arg_value>\n</tool_call>",
+    '<minimax:tool_call>\n<invoke name="look">\n<parameter name="word">sun</parameter>\n</invoke>\n</minimax:tool_call>',
+    '[TOOL_CALLS][{"name": "look", "arguments": {"word": "sun"}}]',
+    '<|tool_call|>[{"name": "look", "arguments": {"word": "sun"}}]',
+    '{"name": "look", "parameters": {"word": "sun"}}',
+    '<|channel|>commentary to=functions.look <|constrain|>json<|message|>{"word": "sun"}<|call|>',
     "<think>\nhm\n</think>\n\n",
     "<think>\nhm",
     "\n\n",
