@@ -33,27 +33,15 @@ _LEFT_S = 60.0  # of an episode, for what is neither set-up, agent nor verifier
 _GIVEN = "/run/penstock"  # inside
 _PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 _OF_THE_WORKER = ("PATH", "HOME", "USER", "TMPDIR", "PENSTOCK_RESULT", program_process.MARK)
-_SOLVE = [
-    "/bin/sh",
-    "-c",
-    f"cp -R {_GIVEN}/solution /solution && chmod +x /solution/solve.sh && exec /solution/solve.sh",
-]
-_TIMEOUTS = {
-    "setup_s": "environment.build_timeout_sec",
-    "agent_s": "agent.timeout_sec",
-    "verifier_s": "verifier.timeout_sec",
-}
+_SOLVE = f"cp -R {_GIVEN}/solution /solution && chmod +x /solution/solve.sh && exec /solution/solve.sh"
+_TIMEOUTS = {part: f"{key}timeout_sec" for part, key in (("setup_s", "environment.build_"), ("agent_s", "agent."), ("verifier_s", "verifier."))}  # fmt: skip
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*(/[A-Za-z0-9_][A-Za-z0-9_.-]*)*")
 _IGNORED = r"(version|schema_version|source|artifacts|environment\.(cpus|memory|memory_mb|storage|storage_mb|gpu_types)|(task|metadata)\..*)"
 _READ = r"(environment\.(build_timeout_sec|docker_image|workdir|allow_internet|network_mode)|(agent|verifier)\.(timeout_sec|network_mode))"
 _ENV = r"(environment|verifier|solution)\.env\..*"
 _ONLY = {
-    "environment.os": "linux",
-    "environment.gpus": 0,
-    "agent.user": "root",
-    "verifier.user": "root",
-    "verifier.environment_mode": "shared",
-}
+    "environment.os": "linux", "environment.gpus": 0, "agent.user": "root", "verifier.user": "root", "verifier.environment_mode": "shared",
+}  # fmt: skip
 
 
 @dataclass(slots=True)
@@ -90,9 +78,7 @@ class HarborOptions(ProgramOptions):
     )
     offline: bool = Field(False, description="Play tasks that may use the internet without it; else they are refused.")
     storage_mb: int = Field(1024, ge=1, description="MiB that a box may write; they are in memory.")
-    checks_solution: bool = Field(
-        True, description="Refuse tasks whose own solution gets no reward; tried once a worker."
-    )
+    checks_solution: bool = Field(True, description="Refuse tasks whose own solution gets no reward: tried once.")
     sandbox: Literal[True] = Field(True, description="A box always is one.")  # pyright: ignore[reportIncompatibleVariableOverride]
 
 
@@ -107,9 +93,7 @@ def read_task(folder: Path, images: Mapping[str, str], *, offline: bool) -> Harb
         raise RowUnfit(f"task {folder.name}: {err}") from None
     keys, context, read = task.keys, folder / "environment", f"{_IGNORED}|{_READ}|{_ENV}"
     refused = [key for key, value in keys.items() if not re.fullmatch(read, key) and _ONLY.get(key, []) != value]
-    refused += [
-        f"{key} (a variable of this machine)" for key, value in keys.items() if ".env." in key and "${" in str(value)
-    ]
+    refused += [f"{key} (a variable of here)" for key, value in keys.items() if ".env." in key and "${" in str(value)]
     refused += [f"environment/{name}" for name in ("docker-compose.yaml", ".dockerignore") if (context / name).exists()]
     network, *others = (keys.get(f"{part}.network_mode") for part in ("environment", "agent", "verifier"))
     is_closed = network == "no-network" or (network is None and keys.get("environment.allow_internet") is False)
@@ -149,14 +133,9 @@ def _put_on_image(task: HarborTask, text: str, images: Mapping[str, str]) -> Non
         elif word == "COPY" and is_plain and not prebuilt:
             *sources, target = rest.split()
             inside = Path(task.workdir) / target
-            words = [
-                f"{inside}{'/' if target.endswith(('/', '.')) else ''}",
-                *(f"{_GIVEN}/context/{one.lstrip('/')}" for one in sources),
-            ]
-            task.setup.append(f"copy {shlex.join(words)}")
-        elif word in ("ENV", "WORKDIR") or not (
-            prebuilt or word in ("LABEL", "CMD") or (word == "FROM" and number == 0)
-        ):
+            into = f"{inside}/" if target.endswith(("/", ".")) else str(inside)
+            task.setup.append(shlex.join(["copy", into, *(f"{_GIVEN}/context/{one.lstrip('/')}" for one in sources)]))
+        elif word in ("ENV", "WORKDIR") or not (prebuilt or word in ("LABEL", "CMD") or (word, number) == ("FROM", 0)):
             raise RowUnfit(
                 f"task {name}: its Dockerfile's {f'{word} {rest}'[:200]!r} needs a build: build it (docker build, create, export) and name "
                 f"the folder with its root file system as options.images.{name}"
@@ -171,9 +150,8 @@ def reward_of(account: Mapping[str, Any]) -> bytes | str:
     text, plain = (account["rewards"][name] for name in ("reward.json", "reward.txt"))
     try:
         rewards = {"reward": float(plain or "none")} if text is None else json.loads(text)
-        numbers = {
-            name: float(one) for name, one in rewards.items() if type(one) in (int, float) and math.isfinite(one)
-        }
+        finite = (item for item in rewards.items() if type(item[1]) in (int, float) and math.isfinite(item[1]))
+        numbers = {name: float(one) for name, one in finite}
         if len(numbers) == len(rewards):
             return json.dumps({"reward": numbers.pop("reward"), "parts": numbers}).encode()
     except (ValueError, AttributeError, KeyError, OverflowError, RecursionError):
@@ -223,7 +201,9 @@ class Harbor(Program):
         await self._served_url()
         try:
             given = {"solution": str(task.folder / "solution")}
-            ended, result, _ = await self._in_box(task, folder, _SOLVE, task.env("solution"), given, verified=True)
+            ended, result, _ = await self._in_box(
+                task, folder, ["/bin/sh", "-c", _SOLVE], task.env("solution"), given, verified=True
+            )
         finally:
             shutil.rmtree(folder, ignore_errors=True)
         if isinstance(result, bytes) and json.loads(result)["reward"] > 0:

@@ -7,6 +7,7 @@ done inside is done by the box's own shell: a path that the agent made may lead 
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import fcntl
 import json
@@ -113,7 +114,8 @@ def kill_agent(box: subprocess.Popen[bytes]) -> str:
     ends_at = time.monotonic() + _END_S
     while time.monotonic() < ends_at:
         for pid in descendants(shell):
-            os.kill(pid, signal.SIGKILL)
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
         if (status := heard(box, 0.1)) is not None:
             return status
     raise BoxFailed(f"its agent was not over {_END_S:g} s after it was killed")
@@ -181,7 +183,7 @@ def enter_namespaces() -> bool:
     """Leave this machine's mounts and network; return True for root, who needs no user namespace for that."""
     uid, gid = os.geteuid(), os.getegid()
     is_root = _LIBC.unshare(_NEWNS | _NEWNET) == 0
-    if not is_root:
+    if not is_root:  # then files that an image has of other users cannot be changed
         check(_LIBC.unshare(_NEWUSER | _NEWNS | _NEWNET), "user namespaces")
         for name, text in (("setgroups", "deny"), ("uid_map", f"0 {uid} 1"), ("gid_map", f"0 {gid} 1")):
             Path(f"/proc/self/{name}").write_text(text)
@@ -192,9 +194,7 @@ def enter_namespaces() -> bool:
 
 
 def mount(kind: str, target: Path, data: str) -> None:
-    check(
-        _LIBC.mount(kind.encode(), os.fsencode(target), kind.encode(), 0, os.fsencode(data)), f"mount {kind} ({data})"
-    )
+    check(_LIBC.mount(kind.encode(), os.fsencode(target), kind.encode(), 0, os.fsencode(data)), f"{kind} ({data})")
 
 
 def check(failed: int, what: str) -> None:

@@ -91,7 +91,7 @@ VERDICTS = {
     "echo 1 > /tmp/one; ln -s /tmp/one /logs/verifier/reward.txt": "neither exists",
     "echo 1 > /logs/verifier/reward.txt; echo '{\"score\": 1}' > /logs/verifier/reward.json": '{"score": 1}',
     "echo '{\"reward\": true}' > /logs/verifier/reward.json": '{"reward": true}',
-    "echo '[1]' > /logs/verifier/reward.json": "[1]",
+    """echo '{"reward": 1, "passed": "all"}' > /logs/verifier/reward.json""": '"passed": "all"',
     "echo 1 > /logs/verifier/reward.txt; kill -9 $$": "its verifier ended with 137",
     "echo 1 > /logs/verifier/reward.txt; echo on its way; sleep 600": "no status within 1.5 s; the end of its verifier's output:\non its way",
     "mkdir /logs/verifier/reward.json; echo 1 > /logs/verifier/reward.txt; exit 3": "",
