@@ -106,7 +106,7 @@ fuzz-files: $(STAMP)  ## mutated and generated files of strangers against each r
 fuzz-ring: $(STAMP)  ## attack a whole run with the login of every role for FUZZ_S seconds while processes are killed (then minutes of proof)
 	$(BIN)/python -m tests.rigs.fuzz.run --seconds $(FUZZ_S) --json fuzz-findings/report.json
 
-fuzz-agents: $(STAMP)  ## random agents against the proxy with random weights: every trained token is recomputed (REQUESTS=100000: ten minutes)
+fuzz-agents: $(STAMP)  ## random agents against the proxy with random weights: every trained token is recomputed, every end rewarded (REQUESTS=100000: 1,100 s of CPU time)
 	$(BIN)/python -m tests.rigs.fuzz_agents.run --requests $(REQUESTS)
 
 chaos: $(STAMP)  ## kill processes at random (three seeds), then audit and replay; plus a control that must fail (half an hour)
