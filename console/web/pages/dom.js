@@ -1,6 +1,6 @@
 // Builds elements. Every text becomes a text node: nothing that comes from a run is ever parsed as HTML.
 
-import { t } from "./language.js";
+import { locale, t } from "./language.js";
 
 const HIDDEN = /[\u0000-\u0008\u000b-\u001f\u007f-\u009f\u200b-\u200f\u202a-\u202e\u2060-\u2069\ufeff]/g;
 
@@ -76,15 +76,16 @@ export function panel(title, ...children) {
 export function number(value, digits = 3) {
   if (value === null || value === undefined || Number.isNaN(value)) return "–";
   if (typeof value !== "number") return String(value);
-  if (Number.isInteger(value)) return value.toLocaleString("en-US");
   const size = Math.abs(value);
-  if (size >= 1000) return Math.round(value).toLocaleString("en-US");
   if (size > 0 && size < 0.001) return value.toExponential(2);
-  return value.toFixed(digits);
+  return fixed(value, Number.isInteger(value) || size >= 1000 ? 0 : digits);
 }
 
+const fixed = (value, digits) => value.toLocaleString(locale, { minimumFractionDigits: digits, maximumFractionDigits: digits });
+
+
 export function percent(value) {
-  return value === null || value === undefined ? "–" : `${(100 * value).toFixed(1)} %`;
+  return value === null || value === undefined ? "–" : value.toLocaleString(locale, { style: "percent", minimumFractionDigits: 1, maximumFractionDigits: 1 });
 }
 
 export function bytes(value) {
@@ -92,26 +93,33 @@ export function bytes(value) {
   const units = ["B", "kB", "MB", "GB", "TB"];
   let at = 0;
   while (value >= 1000 && at < units.length - 1) { value /= 1000; at += 1; }
-  return `${at === 0 ? value : value.toFixed(1)} ${units[at]}`;
+  return `${fixed(value, at && 1)} ${units[at]}`;
 }
 
 export function seconds(value) {
   if (value === null || value === undefined) return "–";
-  if (value < 1) return t("unit.ms", { n: (1000 * value).toFixed(0) });
-  if (value < 60) return t("unit.s", { n: value.toFixed(1) });
-  if (value < 3600) return t("unit.min", { n: Math.floor(value / 60), s: Math.round(value % 60) });
-  if (value < 172800) return t("unit.h", { n: Math.floor(value / 3600), m: Math.round((value % 3600) / 60) });
-  return t("unit.days", { n: Math.round(value / 86400) });
+  if (value < 1) return t("unit.ms", { n: fixed(1000 * value, 0) });
+  if (value < 60) return t("unit.s", { n: fixed(value, 1) });
+  if (value < 3600) return t("unit.min", { n: Math.floor(value / 60), s: Math.floor(value % 60) });
+  if (value < 172800) return t("unit.h", { n: Math.floor(value / 3600), m: Math.floor((value % 3600) / 60) });
+  return t("unit.days", { n: Math.floor(value / 86400) });
 }
 
 export function age(iso) {
   if (!iso) return "–";
   const then = typeof iso === "number" ? iso * 1000 : Date.parse(iso);
-  return Number.isNaN(then) ? "–" : t("unit.ago", { time: seconds(Math.max(0, (Date.now() - then) / 1000)) });
+  const past = Math.max(0, (Date.now() - then) / 1000);
+  const [unit, size] = UNITS.find(([, most]) => past >= most) || UNITS.at(-1);
+  return Number.isNaN(then) ? "–" : ago.format(-Math.floor(past / size), unit);
 }
 
+const ago = new Intl.RelativeTimeFormat(locale);
+const UNITS = [["day", 86400], ["hour", 3600], ["minute", 60], ["second", 1]];
+
 export function clock(at) {
-  return at === null || at === undefined ? "–" : new Date(at * 1000).toLocaleTimeString();
+  if (at === null || at === undefined) return "–";
+  const then = new Date(at * 1000);
+  return then.toDateString() === new Date().toDateString() ? then.toLocaleTimeString(locale) : then.toLocaleString(locale);
 }
 
 // ── tables ──

@@ -1,7 +1,7 @@
 // The frame of the page: which view is shown, when it is read again, and what is said while the console does not answer.
 
 import { Refused } from "./api.js";
-import { el, replace, shown } from "./dom.js";
+import { clock, el, replace, shown } from "./dom.js";
 import { switchLanguage, t } from "./language.js";
 import * as compare from "./views/compare.js";
 import * as deadLetters from "./views/dead_letters.js";
@@ -100,7 +100,7 @@ async function show() {
           askForToken(holder);
           return;
         }
-        say(error instanceof Refused ? error.message : t("frame.no-answer", { time: new Date().toLocaleTimeString() }));
+        say(error instanceof Refused ? error.message : t("frame.no-answer", { time: clock(Date.now() / 1000) }));
         if (error instanceof Refused && error.status < 500 && !holder.hasChildNodes()) replace(holder, el("p", {}, error.message));
         if (!(error instanceof Refused) && !(error instanceof TypeError) && error.name !== "TimeoutError" && error.name !== "AbortError") console.error(error);
       }

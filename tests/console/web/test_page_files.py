@@ -1,4 +1,4 @@
-"""The page's files: what is vendored is what was published, nothing on the page can become HTML or a script, and every text is in the catalogues."""
+"""The page's files: what is vendored is what was published, nothing on the page can become HTML or a script, and every text has a translation."""
 
 from __future__ import annotations
 
@@ -7,9 +7,7 @@ import hashlib
 import inspect
 import json
 import re
-from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 
@@ -26,19 +24,10 @@ UPLOT = {
     "uPlot.min.css": "df630c6a8d6f8eeaff264b50f73ce5b114f646ffd9a0bb74f049b0a00135fa04",
 }
 OWN = sorted(path for path in PAGES.rglob("*.js") if "vendor" not in path.parts)
-CODE = [path for path in OWN if path.parent.name != "texts"]
-PAGE_TEXTS = {
-    path.stem: json.loads(path.read_text("utf-8").partition("export default ")[2].rstrip("\n;"))
-    for path in PAGES.glob("texts/*.js")
-}
-TOKEN = re.compile(
-    r"""//[^\n]*|"(?:[^"\\\n]|\\.)*"|'(?:[^'\\\n]|\\.)*'|[`{}]|(?<=[(,=:!&|?\n ])/(?![/* ])(?:[^/\\\n[]|\\.|\[(?:[^]\\\n]|\\.)*\])+/"""
-    r"|[^\"'`/{}]+|.",
-    re.S,
-)
+TEXTS = json.loads((PAGES / "texts.json").read_text("utf-8"))
 # Names of the browser's interfaces, of files and units, of figures, and classes of elements.
 NO_WORDS = re.compile(
-    r"en-US|\(prefers-color-scheme: dark\)| – Penstock|Penstock|[A-Z]|[kMGT]?B|GET|POST|PUT|DELETE|Content-Type|TimeoutError|AbortError"
+    r"\(prefers-color-scheme: dark\)| – Penstock|Penstock|[A-Z]|[kMGT]?B|GET|POST|PUT|DELETE|Content-Type|TimeoutError|AbortError"
     r"|Arrow(?:Left|Right)|Enter|(?:environment [a-z]+|gradient norm|update ratio): |reward part |use strict|filters charts|key k"
     r"|11px system-ui|a, button, input, summary, \.scroll|#/.*|[a-z]+[A-Z]\w*"
 )
@@ -81,77 +70,41 @@ def test_files_are_small_enough_for_a_slow_link() -> None:
     assert sum(path.stat().st_size for path in PAGES.rglob("*") if path.is_file()) < 225_000
 
 
-def test_every_text_of_the_page_is_in_the_catalogue_of_each_language() -> None:
+def test_every_text_of_the_page_has_its_english_and_its_chinese() -> None:
     """With the same placeholders; every key of the code is there, and every key is used."""
-    english, chinese = PAGE_TEXTS["en"]["page"], PAGE_TEXTS["zh"]["page"]
-    assert list(english) == list(chinese)
-    for key, text in english.items():
-        assert sorted(re.findall(r"{\w+}", text)) == sorted(re.findall(r"{\w+}", chinese[key])), key
-    code = "".join(path.read_text("utf-8") for path in (*CODE, PAGES / "index.html"))
-    made = re.findall(r"t\(`([a-z]+\.)\$", code)  # with the name of a field or a colour
-    named = (
-        set(re.findall(r"\bt\(\"([^\"]+)\"", code)) | set(re.findall(r'"([a-z]+\.[a-z0-9-]+)"', code)) & english.keys()
-    )
-    assert named - english.keys() == set()
-    assert {key for key in english if not key.startswith(tuple(made))} - named == set()
+    for key, (english, chinese) in TEXTS["page"].items():
+        for form in english.split("|"):
+            assert set(re.findall(r"{\w+}", form)) == set(re.findall(r"{\w+}", chinese)), key
+        assert "|" not in english or "{n}" in english, key
+        assert "|" not in chinese, key
+    code = "".join(path.read_text("utf-8") for path in (*OWN, PAGES / "index.html"))
+    made = tuple(re.findall(r"t\(`([a-z]+\.)\$", code))  # with the name of a field or a colour
+    named = set(re.findall(r"\bt\(\"([^\"]+)\"", code))
+    assert named <= TEXTS["page"].keys()
+    named |= set(re.findall(r'"([a-z]+\.[a-z0-9-]+)"', code))
+    assert {key for key in TEXTS["page"] if not key.startswith(made)} <= named
 
 
-@pytest.mark.parametrize("path", CODE, ids=lambda path: path.name)
+@pytest.mark.parametrize("path", OWN, ids=lambda path: path.name)
 def test_no_text_is_left_in_the_code_of_the_page(path: Path) -> None:
-    """What a literal has is for the browser or the API: no words, nothing that begins with a capital, no text of an element."""
-    code = re.sub(r"throw new Error\(.*?\);", "", path.read_text("utf-8"))
-    left = {text for text in literals(code) if re.search(r"[A-Z]|[^\W\d_] |[^\x00-\x7f…–⤢−∞∅]", text)}
-    assert {text for text in left if not NO_WORDS.fullmatch(text)} == set()
-    assert (
-        re.findall(
-            r"(?:\}, |panel\(|table\(|(?:title|label|placeholder): |textContent = )[\"`][a-z][^\"`]*[\"`][,)]", code
-        )
-        == []
-    )
+    """What a literal has is for the browser or the API: no words, nothing that begins with a capital, no heading or label."""
+    code = re.sub(r"throw new Error\(.*?\);|(?m:(?:^| )//.*$)", "", path.read_text("utf-8"))
+    literals = re.findall(r'"((?:[^"\\\n]|\\.)*)"', code) + re.findall(r'[`}]([^`${}\n("?]*)(?=[`$])', code)
+    left = {text for text in literals if re.search(r"[A-Z]|[^\W\d_] |[^\x00-\x7f…–⤢−∞∅]", text)}
+    assert {text for text in left if not NO_WORDS.fullmatch(text) and not re.search("[`$]", text)} == set()
+    assert re.findall(r"(?:\}, |panel\(|table\(|(?:title|label|placeholder): )[\"`][a-z][^\"`]*[\"`][,)]", code) == []
     assert re.findall(r'\["[^".]*", \(', code) == []  # the heading of a column
 
 
 def test_what_the_api_says_of_a_run_is_in_chinese_too() -> None:
     """Diagnoses, why groups are dropped, sentences of figures outside of their band, and names of figures."""
-    said = {re.sub(r"{[^{}]*}", "{}", text) for text in PAGE_TEXTS["zh"]["api"]}
+    said = {re.sub(r"{[^{}]*}", "{}", text) for text in TEXTS["api"]}
     own = [*learning.LABELS.values(), *diagnoses.MEANINGS.values(), diagnoses.OF_A_FILTER, *documents._OUTSIDE.values()]
-    own += [text for module in (diagnoses, run_view) for text in _diagnosed(module)]
-    assert [text for text in own if text not in said] == []
-    for text, translation in PAGE_TEXTS["zh"]["api"].items():
-        assert set(re.findall(r"{(\d)}", translation)) == {str(n + 1) for n in range(text.count("{}"))}, text
-
-
-def _diagnosed(module: ModuleType) -> Iterator[str]:
-    """Yield each text that a module gives a diagnosis as what, cause or cure, its values as {}."""
-    for node in ast.walk(ast.parse(inspect.getsource(module))):
-        names = (
-            [node.arg]
-            if isinstance(node, ast.keyword)
-            else [ast.unparse(one) for one in node.targets]
-            if isinstance(node, ast.Assign)
-            else []
-        )
+    for node in ast.walk(ast.parse(inspect.getsource(diagnoses) + inspect.getsource(run_view))):
+        names = [node.arg] if isinstance(node, ast.keyword) else map(ast.unparse, getattr(node, "targets", []))
         if {"what", "cause", "cure"} & set(names) and isinstance(node.value, (ast.Constant, ast.JoinedStr)):
-            parts = node.value.values if isinstance(node.value, ast.JoinedStr) else [node.value]
-            yield "".join(
-                re.sub(r"{[^{}]*}", "{}", one.value) if isinstance(one, ast.Constant) else "{}" for one in parts
-            )
-
-
-def literals(code: str) -> Iterator[str]:
-    """Yield every string of a script, and every piece of a template."""
-    braces: list[bool] = []  # the open ones: whether it is one of a template
-    at = 0
-    while token := TOKEN.match(code, at):
-        at = token.end()
-        if token[0] == "{":
-            braces.append(False)
-        elif token[0][0] in "\"'":
-            yield token[0][1:-1]
-        elif token[0] == "`" or (token[0] == "}" and braces.pop()):
-            piece = re.compile(r"((?:[^`\\$]|\\.|\$(?!{))*)(`|\${)", re.S).match(code, at)
-            assert piece is not None
-            at = piece.end()
-            yield piece[1]
-            if piece[2] == "${":
-                braces.append(True)
+            own.append(re.sub(r"{[^{}]*}", "{}", ast.unparse(node.value).removeprefix("f")[1:-1]))
+    assert len(own) > 100
+    assert [text for text in own if text not in said] == []
+    for text, chinese in TEXTS["api"].items():
+        assert set(re.findall(r"{(\d)}", str(chinese))) == {str(n + 1) for n in range(text.count("{}"))}, text

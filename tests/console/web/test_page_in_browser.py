@@ -322,7 +322,7 @@ def test_the_language_is_the_browsers_until_another_is_chosen(chromium: Browser,
             other.open(shown.plain.run_id, "overview")
             assert other.tile("状态") == "运行中"
             assert "在 rollout.max_new_tokens 处被截断。 请增大 rollout.max_new_tokens" in other.text(
-                '[data-chart="超长被截的回复"]'
+                '[data-chart="被截断的回复"]'
             )
             assert other.complaints == []
     finally:

@@ -1,7 +1,7 @@
 // Messages that could not be processed, why, and sending them again.
 
 import { get, path, post, query } from "../api.js";
-import { el, number, pairs, panel, replace, shown, table } from "../dom.js";
+import { clock, el, number, pairs, panel, replace, shown, table } from "../dom.js";
 import { said, t } from "../language.js";
 
 export function open(holder, { run }) {
@@ -22,7 +22,7 @@ export function open(holder, { run }) {
     const unreadable = Object.keys(found.unreadable).length;
     replace(list, table(t("nav.dead-letters"), [
       [t("col.id"), (row) => el("button", { type: "button", on: { click: () => show(row.id) } }, String(row.id)), "num"],
-      [t("col.when"), (row) => new Date(row.at).toLocaleString()], [t("col.stage"), (row) => said(row.stage)], [t("col.reason"), (row) => said(row.reason)], [t("col.detail"), (row) => row.detail, "text"],
+      [t("col.when"), (row) => clock(Date.parse(row.at) / 1000)], [t("col.stage"), (row) => said(row.stage)], [t("col.reason"), (row) => said(row.reason)], [t("col.detail"), (row) => row.detail, "text"],
       [t("col.groups"), (row) => row.group_ids.slice(0, 3).join(", ") + (row.num_groups > 3 ? t("dead.more", { n: row.num_groups - 3 }) : ""), "text"],
       [t("col.attempts"), (row) => number(row.num_delivered), "num"], [t("col.sent-again"), (row) => row.sent_at || "–"],
     ], letters, t("dead.none")), unreadable ? el("p", { class: "warn" }, t("dead.unreadable", { n: unreadable })) : null);

@@ -3,7 +3,7 @@
 import { get, path, query } from "../api.js";
 import { axes, bars, LineChart, picked, toolbar } from "../charts.js";
 import { runBar } from "../run_bar.js";
-import { el, number, panel, percent, replaceIfChanged, seconds, table, tile } from "../dom.js";
+import { clock, el, number, panel, percent, replaceIfChanged, seconds, table, tile } from "../dom.js";
 import { has, said, t } from "../language.js";
 
 const POINTS = 500;
@@ -105,7 +105,7 @@ export function open(holder, { run }) {
       replaceIfChanged(staleness, found.staleness_tokens, () => bars(t("overview.by-staleness"), { edges: ages.map(Number), counts: Object.values(found.staleness_tokens) }));
       const rows = found.incidents.slice().reverse().slice(0, 12);
       replaceIfChanged(incidents, rows, () => table(t("overview.events"), [
-        [t("col.when"), (one) => new Date(one.at * 1000).toLocaleTimeString()], [t("col.what"), (one) => said(one.text), "text"],
+        [t("col.when"), (one) => clock(one.at)], [t("col.what"), (one) => said(one.text), "text"],
       ], rows));
     },
     close() {
