@@ -161,14 +161,15 @@ def clean_runs(
     *arguments: RunArguments,
     older_days: Annotated[float | None, Help("Choose runs that last changed more days ago.")] = None,
     keep_gb: Annotated[float | None, Help("Choose the oldest runs until the folder has no more gigabytes.")] = None,
-    yes: Annotated[bool, Help("Remove them: without it they are listed only.")] = False,
+    yes: Annotated[bool, Help("Do not ask.")] = False,
 ) -> int:
-    """List, or remove, old runs of the folder of runs with their objects and streams, by age and size.
+    """Remove old runs of the folder of runs, by age and size, with their objects and streams.
 
-    Never one that runs, that a console queued or paused, or that is a link; nor what `penstock runs rm` refuses.
+    Lists what it will remove, what that frees and why others stay, and asks. Never one that runs or is queued or paused, is evaluated,
+    has the tag pinned or a version with a tag, is named in the settings of such a run, or is of a sweep that goes on.
 
     Example:  penstock runs clean --older-days 30
-    Then:     penstock runs clean --older-days 30 --yes
+              penstock runs clean --keep-gb 50 --yes
     """
     from penstock.console.tools.removal import clean
 

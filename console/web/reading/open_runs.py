@@ -5,7 +5,6 @@ A run's metrics are read again only when they have changed.
 
 from __future__ import annotations
 
-import re
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -23,7 +22,7 @@ from penstock.console.tools.runs import RunLine
 from penstock.console.web.reading.page_view import bucket_size
 from penstock.console.web.reading.run_reading import RunReading
 from penstock.protocol.errors import BusError, PenstockError
-from penstock.protocol.subjects import check_run_id, similar_run_id
+from penstock.protocol.subjects import check_run_id
 from penstock.protocol.transport.bus import Bus
 
 _POINTS = 60  # of a curve
@@ -34,7 +33,6 @@ _lock = threading.Lock()
 MAX_OPEN = 24  # runs watched at a time; the one that was asked for longest ago is closed for another
 _IDLE_S = 120.0
 _PERIOD_S = 0.5
-_TYPED = re.compile(r"(\d+(?:p\d+)?(?:e-?\d+)?)(?:-|$)")  # a number in a run's name
 log = structlog.get_logger("console.open_runs")
 
 
@@ -81,27 +79,12 @@ def _describe(path: Path) -> _Known:
     size = bucket_size(len(values), _POINTS)
     buckets = [values[at : at + size] for at in range(0, len(values), size)]
     curve = [float(f"{sum(bucket) / len(bucket):.4g}") for bucket in buckets]
-    description = _Known(seen, line, curve, varied(path.name, runs.stored_config(path) or {}))
+    description = _Known(seen, line, curve, runs.varied(path))
     with _lock:
         if len(_known) > 2 * _MAX_RUNS:
             _known.clear()
         _known[path] = description
     return description
-
-
-def varied(run: str, config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings that a run's name has with their values, as `penstock sweep` writes them: NAME-lr-1e-6-seed-0."""
-    found: dict[str, Any] = {}
-    for section, settings in (config.get("settings") or {}).items():
-        for key, value in settings.items() if isinstance(settings, Mapping) and section != "tracking" else ():
-            _, word, text = run.partition(f"-{key.replace('_', '-')}-")
-            typed = _TYPED.match(text) if isinstance(value, int | float) else None
-            word = similar_run_id(str(value).replace(".", "p")) if word and (section, key) != ("run", "id") else ""
-            if word and (
-                float(typed[1].replace("p", ".")) == abs(value) if typed else f"{text}-".startswith(f"{word}-")
-            ):
-                found[f"{section}.{key}"] = value
-    return found
 
 
 class UnknownRun(PenstockError):

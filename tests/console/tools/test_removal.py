@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import subprocess
@@ -146,32 +147,50 @@ def test_a_local_store_with_other_runs_is_removed_only_by_force(tmp_path: Path):
     assert not store.exists()
 
 
+KEPT = {  # name of a run: why it stays
+    "shared": "also holds another", "paused": "a console queued or paused it", "queued": "a console queued or paused it",
+    "busy": "it is running", "linked": "its folder is a link", "judged": "evaluate/launch.lock", "pinned": "it has the tag pinned",
+    "tagged": "its versions have tags: production", "parent": "the settings of pinned name it", "rescored": "the settings of busy name it",
+    "s-lr-1e-6": "a process holds runs/s-lr-1e-6/sweep.lock", "s-lr-3e-6": "s-lr-1e-6 of the same sweep is alive",
+}  # fmt: skip
+
+
 def test_old_and_large_runs_are_listed_and_with_yes_removed(tmp_path: Path):
-    """The oldest first, until the rest fits: none that runs, waits in a queue, is paused, is a link, or has other runs in its store."""
+    """The oldest first, until the rest fits; none that is alive, pinned, or needed by such a run, and nothing through a link."""
     runs = tmp_path / "runs"
-    for age, name in enumerate(("new", "sft", "old", "shared", "paused", "queued", "busy", "elsewhere")):
-        folder = (tmp_path if name == "elsewhere" else runs) / name
+    for age, name in enumerate(("new", "sft", "old", *KEPT, "never")):
+        folder = (tmp_path if name == "linked" else runs) / name
         place = folder / ("sft-training" if name == "sft" else "store/objects")
         place.mkdir(parents=True)
         metrics = (place if name == "sft" else folder) / "metrics.jsonl"
         metrics.write_bytes(b" " * 1_000_000)
         os.utime(metrics, (time.time() - age * 86400,) * 2)
+        lr = {"s-lr-1e-6": 1e-6, "s-lr-3e-6": 3e-6}.get(name, 1.0)
+        given = {"pinned": {"model": {"path": "../parent/model"}}, "busy": {"data": {"from_run": "rescored"}}}
+        settings = {"trainer": {"lr": lr}, **given.get(name, {})}
+        (folder / "planned-config.json").write_text(json.dumps({"settings": settings}))
         intent = {"paused": "pause", "queued": "run"}.get(name, "stop")
         (folder / "job.json").write_text(json.dumps({"intent": intent, "starts": 1}))
-    (runs / "elsewhere").symlink_to(tmp_path / "elsewhere")
+    (runs / "linked").symlink_to(tmp_path / "linked")
+    (runs / "old" / "out").symlink_to(tmp_path / "linked")
     (runs / "shared" / "store" / "objects" / "b" / "runs" / "another").mkdir(parents=True)
-    with run_folder.hold_lock(runs / "busy"):
+    (runs / "pinned" / "notes.json").write_text('{"tags": ["pinned"]}')
+    (runs / "tagged" / "tags.json").write_text('{"tags": {"production": {"version": 1}}}')
+    locks = {"busy": "run.lock", "judged/tasks/evaluate": "launch.lock", "s-lr-1e-6": run_folder.SWEEP_LOCK}
+    with contextlib.ExitStack() as held:
+        for name, lock in locks.items():
+            held.enter_context(run_folder.hold_lock(runs / name, lock))
         assert "give --older-days 30" in penstock("runs", "clean", cwd=tmp_path, code=1).stderr
-        by_age = penstock("runs", "clean", "--older-days=1.5", cwd=tmp_path).stdout
-        assert [line.split(":")[0] for line in by_age.splitlines()[:-1]] == ["shared", "old"]
-        assert by_age.endswith("2 of 8 runs, 2.0 MB; nothing was removed: add --yes\n")
-        by_size = penstock("runs", "clean", "--keep-gb=0.0055", "--yes", cwd=tmp_path, code=1)
-        assert "kept shared" in by_size.stderr
-        assert sorted(path.name for path in runs.iterdir()) == [
-            "busy",
-            "elsewhere",
-            "new",
-            "paused",
-            "queued",
-            "shared",
-        ]
+        assert "expected 0 to" in penstock("runs", "clean", "--older-days=nan", cwd=tmp_path, code=1).stderr
+        assert "run busy is in use" in rm("busy", "--yes", "--folder", cwd=tmp_path, code=1).stderr
+        assert "is a link" in rm("linked", "--yes", "--folder", cwd=tmp_path, code=1).stderr
+        by_age = penstock("runs", "clean", "--older-days=1.5", cwd=tmp_path, code=1)
+        lines = dict(line.split(": ", 1) for line in by_age.stdout.splitlines()[:-1])
+        assert list(lines) == ["never", *(f"kept {name}" for name in reversed(KEPT)), "old"]
+        assert {name: why for name, why in KEPT.items() if why not in lines[f"kept {name}"]} == {}
+        assert by_age.stdout.endswith("2 of 16 runs in runs; removing them frees 2.0 MB\n")
+        assert "remove never, old with all that they stored? Nothing was changed" in by_age.stderr
+        by_size = penstock("runs", "clean", "--keep-gb=0.0125", "--yes", cwd=tmp_path)
+        assert "3 of 16 runs in runs; removing them frees 3.0 MB" in by_size.stdout
+    assert {path.name for path in runs.iterdir()} == {"new", *KEPT}
+    assert (tmp_path / "linked" / "metrics.jsonl").exists()
