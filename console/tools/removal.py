@@ -202,8 +202,10 @@ def _use(folder: Path, state: str) -> str:
     """Return why a run is alive: it runs, or a console queued, submitted or paused it."""
     if folder.is_symlink():
         return "its folder is a link"
-    if state == "running" or (lock := held_lock(folder)):
-        return "it is running" if state == "running" else f"a process holds {lock}"
+    if state == "running":
+        return "it is running"
+    if lock := held_lock(folder):
+        return f"a process holds {lock}"
     job, launch = (read_object(folder / name) or {} for name in ("job.json", "launch.json"))
     is_queued = (number(launch.get("start")) or 0) < (number(job.get("starts")) or 0)
     is_wanted = job.get("intent") in {"run", "pause"} and (is_queued or state == "stopped")

@@ -187,66 +187,37 @@ def test_steps_of_a_training_on_given_answers_are_written_once(tmp_path: Path) -
     assert "sft.lr" in event_files.texts(folder / "trackers" / "tensorboard")["settings/text_summary"]
 
 
-# TensorBoard, whose process is killed once, after the first row is on the disk and before that is noted.
-KILLED = """
-import os, signal
-from pathlib import Path
-from penstock.console.tracking.interface import TrackerKind
-from penstock.console.tracking.writers import tensorboard
-
-class Killed(tensorboard.TensorBoardWriter):
-    def write(self, row):
-        super().write(row)
-        if not Path("{mark}").exists():
-            self.flush()
-            Path("{mark}").touch()
-            os.kill(os.getpid(), signal.SIGKILL)
-
-kind = TrackerKind("killed", "tensorboardX", "tensorboardX", Killed)
-"""
-
-
-@pytest.fixture
-def killed(tmp_path: Path) -> list[str]:
-    (tmp_path / "killed.py").write_text(KILLED.format(mark=tmp_path / "mark"))
-    return [f"run.dir={tmp_path}", f"tracker={tmp_path / 'killed.py'}:kind", "tracking.finish_s=60"]
-
-
 def test_the_process_of_a_tracker_that_is_killed_beside_a_training_is_started_again(
-    tmp_path: Path, killed: list[str], capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = tmp_path / "warm-up" / "sft-training"
     folder.mkdir(parents=True)
-    (folder / "metrics.jsonl").write_text("".join(f'{{"kind": "step", "step": {n}, "loss": 1.0}}\n' for n in (1, 2)))
-    with trackers.beside("sft", [*killed, "run.id=warm-up"], os.environ):
-        noted = folder / "trackers" / "kind.json"
-        wait_for(lambda: noted.exists() and json.loads(noted.read_text())["event"] > 0, "the second process to write")
+    noted = folder / "trackers" / "tensorboard.json"
+    arguments = [f"run.dir={tmp_path}", "run.id=warm-up", "tracker=tensorboard", "tracking.finish_s=60"]
+    with trackers.beside("sft", arguments, os.environ), (folder / "metrics.jsonl").open("w") as file:
+        for number in (1, 2):
+            print(f'{{"kind": "step", "step": {number}, "loss": 1.0}}', file=file, flush=True)
+            wait_for(lambda n=number: noted.exists() and json.loads(noted.read_text())["event"] >= 2 * n, "the writer")
+            for child in psutil.Process().children() if number == 1 else ():
+                child.kill()
         (folder / "result.json").write_text("{}")
-    written = event_files.values(folder / "trackers" / "kind")
+    written = event_files.values(folder / "trackers" / "tensorboard")
     assert Counter({n: k for (tag, n, _), k in written.items() if tag == "train/loss"}) == Counter((1, 2))
-    assert capsys.readouterr().err == "the tracker kind ended with exit code -9; restarting it\n"
+    assert "the tracker tensorboard ended with exit code -9; restarting it\n" in capsys.readouterr().err
 
 
-def test_each_evaluation_reaches_a_tracker_once(
-    tmp_path: Path, killed: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Whatever the order of the versions, and though the writer was killed and a note was cut; incomplete ones are for later."""
+def test_each_evaluation_reaches_a_tracker_once(tmp_path: Path) -> None:
+    """Whatever the order of the versions, though a note was cut, and though the command is repeated."""
     folder = tmp_path / "My.run" / "evaluations"
     for name, version in (("v5-a", 5), ("v3-b", 3), ("v5-a", 5)):
         accuracy = Estimate(version / 10, None, None, "none", 1)
-        source = SourceResult(source="math", prompts=1, complete=1, failed=0, accuracy=accuracy, pass_at={4: accuracy})
-        result = EvaluationResult(
-            evaluation_id=name, model="m", version=version, k=4, sources=(source,), finished_at=9.0
-        )
+        one = SourceResult(source="math", prompts=1, complete=1, failed=0, accuracy=accuracy, pass_at={4: accuracy})
         (folder / name).mkdir(parents=True, exist_ok=True)
+        result = EvaluationResult(evaluation_id=name, model="m", version=version, k=4, sources=(one,), finished_at=9.0)
         note_evaluation(folder / name, result)
         with (folder / "metrics.jsonl").open("a") as file:
             file.write('{"evaluation": "v3-b", "st' if name == "v5-a" else "")
-    for text in ("kind has not everything; the same command writes the rest\n", ""):
-        trackers.write_evaluations(folder.parent, killed, os.environ)
-        assert capsys.readouterr().err == text
-    written = event_files.values(folder / "trackers" / "kind")
-    assert {key: count for key, count in written.items() if "@" in key[0]} == {
-        ("eval/math/pass@4", 5, 0.5): 1,
-        ("eval/math/pass@4", 3, 0.3): 1,
-    }
+        trackers.write_evaluations(folder.parent, ["tracker=tensorboard", "tracking.finish_s=60"], os.environ)
+    written = event_files.values(folder / "trackers" / "tensorboard")
+    expected = {("eval/math/pass@4", 5, 0.5): 1, ("eval/math/pass@4", 3, 0.3): 1}
+    assert {key: count for key, count in written.items() if "@" in key[0]} == expected

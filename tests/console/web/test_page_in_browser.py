@@ -291,21 +291,6 @@ def test_without_a_token_the_page_asks_for_one_and_shows_no_figure(chromium: Bro
     chromium.forget("status of 401")
 
 
-def test_on_a_phone_nothing_is_wider_than_the_window(chromium: Browser, shown: Shown) -> None:
-    """In every view; long tables scroll in their own box. In dark colours as well."""
-    chromium.page.set_viewport_size({"width": 390, "height": 800})
-    chromium.page.emulate_media(color_scheme="dark")
-    try:
-        for view in (*VIEWS, f"group?id={GROUP}"):
-            name, _, query = view.partition("?")
-            chromium.open(shown.hostile.run_id, name, f"?{query}")
-            assert chromium.page.evaluate("document.documentElement.scrollWidth") <= 390, view
-        background = chromium.page.evaluate("getComputedStyle(document.body).backgroundColor")
-        assert background == "rgb(13, 17, 23)"
-    finally:
-        chromium.page.set_viewport_size({"width": 1280, "height": 900})
-
-
 def test_the_language_is_the_browsers_until_another_is_chosen(chromium: Browser, shown: Shown) -> None:
     chromium.go("#/", "runs")
     try:
@@ -346,22 +331,23 @@ def test_a_sweep_is_its_runs_with_the_best_first(chromium: Browser, shown: Shown
     assert chromium.page.locator("svg.scatter circle").count() == 6
 
 
-@pytest.mark.skipif(not AXE, reason="PENSTOCK_TEST_AXE names no axe.min.js: make test-more NAME=axe")
 @pytest.mark.parametrize("locale", ["en", "zh"])
 @pytest.mark.parametrize("width", [390, 1440])
-def test_axe_finds_nothing_in_any_view(chromium: Browser, shown: Shown, locale: str, width: int) -> None:
-    """In light and dark, every rule of axe-core; nothing is wider than the window."""
-    run = shown.plain.run_id
+def test_every_view_fits_and_is_accessible(chromium: Browser, shown: Shown, locale: str, width: int) -> None:
+    """Nothing is wider than the window, long tables scroll in a box; every rule of axe-core, in light and dark: make test-more NAME=axe."""
+    run, hostile = shown.plain.run_id, shown.hostile.run_id
     of_runs = [("#/", "runs"), ("#/new", "new"), (f"#/new?copy={run}", "new"), ("#/sweeps", "sweeps"), (f"#/compare?run={run}&run=only-files", "compare")]  # fmt: skip
-    addresses = [*of_runs, *((f"#/run/{run}/{view}", view) for view in (*VIEWS, "settings", "logs")), (f"#/run/{run}/group?id={GROUP}&at=1", "group")]  # fmt: skip
+    addresses = [*of_runs, *((f"#/run/{hostile}/{view}", view) for view in (*VIEWS, "settings", "logs")), (f"#/run/{run}/group?id={GROUP}&at=1", "group")]  # fmt: skip
     with chromium.another(locale=locale, viewport={"width": width, "height": 844}) as window:
         for address, view in addresses:
             window.go(address, view)
-            for scheme in ("light", "dark"):
+            for scheme, background in (("light", "rgb(255, 255, 255)"), ("dark", "rgb(13, 17, 23)")):
                 window.page.emulate_media(color_scheme=scheme)
-                window.page.evaluate(Path(AXE).read_text("utf-8"))
-                found = window.page.evaluate(
-                    "axe.run().then(r => r.violations.map(v => [v.id, v.nodes.map(n => n.html)]))"
-                )
-                assert found == [], f"{address}, {scheme}"
+                assert window.page.evaluate("getComputedStyle(document.body).backgroundColor") == background
+                if AXE:
+                    window.page.evaluate(Path(AXE).read_text("utf-8"))
+                    found = window.page.evaluate(
+                        "axe.run().then(r => r.violations.map(v => [v.id, v.nodes.map(n => n.html)]))"
+                    )
+                    assert found == [], f"{address}, {scheme}"
             assert window.page.evaluate("document.documentElement.scrollWidth") <= width, address
