@@ -157,7 +157,7 @@ export class LineChart {
     this.lines.forEach((line, at) => {
       const colour = css(COLOURS[at % COLOURS.length]);
       const first = series.length;
-      series.push({ label: line.label, stroke: colour, width: 1.6, dash: at < COLOURS.length ? [] : [6, 3], spanGaps: true, points: { show: line.steps.length < 3 } });
+      series.push({ label: line.label, stroke: colour, width: 1.6, dash: at < COLOURS.length ? [] : [6, 3], spanGaps: true, points: { show: line.mean.filter((value) => value !== null).length < 3 } });
       series.push({ stroke: "transparent", width: 0, spanGaps: true, points: { show: false } });
       series.push({ stroke: "transparent", width: 0, spanGaps: true, points: { show: false } });
       bands.push({ series: [first + 2, first + 1], fill: at === 0 ? css("--band") : "transparent" });
@@ -227,7 +227,7 @@ function short(value) {
   if (size >= 1e9) return `${+(value / 1e9).toPrecision(3)}G`;
   if (size >= 1e6) return `${+(value / 1e6).toPrecision(3)}M`;
   if (size >= 1e4) return `${+(value / 1e3).toPrecision(3)}k`;
-  return size !== 0 && size < 1e-3 ? value.toExponential(0) : String(+value.toPrecision(4));
+  return size !== 0 && size < 1e-3 ? String(+value.toPrecision(2)) : String(+value.toPrecision(4));
 }
 
 function lastKnown(values) {

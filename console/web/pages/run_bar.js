@@ -77,7 +77,7 @@ export function runBar(run) {
     replaceIfChanged(element.firstChild, [status, mine, kind], () => (status ? [
       el("div", { class: "bar" }, buttons(status, mine), status.tags.map((tag) => el("span", { class: "dim" }, `#${tag}`))),
       status.notes ? el("p", {}, status.notes) : null,
-      ["failed", "queued"].includes(status.state) && status.detail ? el("p", { class: status.state === "failed" ? "bad" : "dim" }, translated(status.detail)) : null,
+      ["failed", "queued", "stopped"].includes(status.state) && status.detail ? el("p", { class: status.state === "failed" ? "bad" : "dim" }, translated(status.detail)) : null,
       status.log ? el("details", { open: status.state === "failed" }, el("summary", {}, t("bar.log-end")), el("pre", { class: "text" }, status.log)) : null,
       status.tasks.map((task) => el("p", { class: "dim" }, `${translated(task.task)}: ${task.running || task.exit_code === undefined ? t("task.running") : task.exit_code === null ? t("task.stopped") : task.exit_code === 0 ? t("task.done") : t("task.code", { code: task.exit_code })} `,
         el("a", { href: `#/run/${encodeURIComponent(run)}/logs?log=${task.task}` }, t("bar.log")))),

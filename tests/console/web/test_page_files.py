@@ -28,7 +28,7 @@ TEXTS = json.loads((PAGES / "texts.json").read_text("utf-8"))
 # Names of the browser's interfaces, of files and units, of figures, and classes of elements.
 NO_WORDS = re.compile(
     r"\(prefers-color-scheme: dark\)| – Penstock|Penstock|[A-Z]|[kMGT]?B|GET|POST|PUT|DELETE|Content-Type|TimeoutError|AbortError"
-    r"|Arrow(?:Left|Right)|Enter|(?:environment [a-z]+|gradient norm|update ratio): |reward part |use strict|filters charts|key k"
+    r"|Arrow(?:Left|Right)|Enter|(?:environment [a-z]+|gradient norm|update ratio): |reward part |use strict|filters charts|text log|key k|waiting for the services"
     r"|11px system-ui|a, button, input, summary, \.scroll|#/.*|[a-z]+[A-Z]\w*"
 )
 # What turns a text into HTML, a script or a request to another place.

@@ -45,7 +45,7 @@ export function open(holder, { values }) {
         return { label: run, steps: one.points.map((point) => point.step), mean, min: mean, max: mean };
       })));
       replaceIfChanged(settings, differences, () => (differences.problem ? el("p", { class: "warn" }, differences.problem)
-        : [table(t("compare.settings"), [[t("col.setting"), (row) => row.key], ...differences.runs.map((run, at) => [run, (row) => row.values[at], "text"])], differences.differing),
+        : [table(t("compare.settings"), [[t("col.setting"), (row) => row.key], ...differences.runs.map((run, at) => [run, (row) => row.values[at], "text"])], differences.differing.filter((row) => !/^(nats|s3)\.|^run\.id$/.test(row.key))),
           el("p", { class: "dim" }, t("compare.equal", { n: differences.num_equal }))]));
     },
     close() {

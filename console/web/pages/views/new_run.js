@@ -33,7 +33,9 @@ export function open(holder, { values }) {
   const said = el("p", { role: "status", "aria-live": "polite" });
   const inputs = Object.fromEntries(FIELDS.map(([name, kind]) => [name, kind === "select"
     ? el("select", { name }, ALGORITHMS.map((one) => el("option", { value: one }, one))) : el("input", { name, inputmode: kind === "number" ? "decimal" : null })]));
-  const text = el("textarea", { name: "text", rows: "18", "aria-label": t("new.text") });
+  const text = el("textarea", { name: "text", rows: "18", "aria-label": t("new.text"), on: { input: () => {
+    for (const [name, input] of Object.entries(inputs)) input.disabled = !copied && name !== "name" && text.value.trim() !== ""; // a run file has them
+  } } });
   const start = el("input", { type: "checkbox", checked: true });
   const byFields = panel(t("new.fields"), el("div", { class: "filters" }, FIELDS.map(([name]) => el("label", {}, t(`new.${name}`), inputs[name]))));
 

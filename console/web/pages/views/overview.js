@@ -7,6 +7,7 @@ import { clock, el, number, panel, percent, replaceIfChanged, seconds, table, ti
 import { has, said, t } from "../language.js";
 
 const POINTS = 500;
+const STARTING = "waiting for the services"; // their NATS has still to be started
 const MOST_LINES = 6;
 const MOST_CHARTS = 40; // of the figures of a script
 const OF_ANSWERS = ["chart.loss", "chart.eval-loss", "chart.preferences", "chart.grad-norm", "chart.lr"]; // first, for sft, dpo and rm
@@ -82,7 +83,7 @@ export function open(holder, { run }) {
       }
       tools.names(metrics.names);
       const last = (name) => metrics.figures[name]?.mean.findLast((value) => value !== null);
-      drawTiles(tiles, found, last);
+      drawTiles(tiles, run, found, last);
       const words = metrics.names.filter((name) => name.startsWith("summary/"));
       replaceIfChanged(summary, words.map(last), () => (words.length ? panel(t("overview.summary"), table(t("overview.summary"), [[t("col.figure"), (name) => name.slice(8)], [t("col.value"), (name) => number(last(name)), "num"]], words)) : null));
       drawDiagnoses(diagnoses, found);
@@ -163,7 +164,7 @@ function byKind(names, beginning) {
   return startingWith(names, beginning).filter(([, layers]) => !layers.startsWith("block"));
 }
 
-function drawTiles(holder, found, last) {
+function drawTiles(holder, run, found, last) {
   if (found.kind !== "train") {
     const figures = { [t("tile.loss")]: last("loss") ?? last("policy_loss") ?? last("train/loss"), [t("tile.eval-loss")]: last("eval_loss"), [t("tile.reward")]: last("reward_mean") ?? last("reward"), [t("tile.lr")]: last("lr"), [t("tile.epoch")]: last("epoch") };
     const known = Object.entries(figures).filter(([, value]) => value !== undefined).map(([name, value]) => [name, number(value)]);
@@ -172,7 +173,9 @@ function drawTiles(holder, found, last) {
     return;
   }
   const idle = Object.entries(found.idle_share).map(([role, share]) => t("tile.waits", { role: said(role), share: percent(share) })).join(", ");
-  const dropped = Object.values(found.groups.dropped).reduce((sum, one) => sum + one, 0);
+  const reasons = Object.entries(found.groups.dropped).filter(([, count]) => count).sort((a, b) => b[1] - a[1]);
+  const dropped = reasons.map(([, count]) => count).reduce((sum, one) => sum + one, 0);
+  const link = el("a", { href: `#/run/${encodeURIComponent(run)}/trajectories?status=dropped` }, t("tile.dropped", { n: number(dropped), reasons: reasons.map(([name, count]) => `${said(name)} ${number(count)}`).join(", ") }));
   const dead = Object.values(found.groups.dead_lettered).reduce((sum, one) => sum + one, 0);
   const entries = [
     [t("tile.state"), said(found.state), found.state === "running" ? said(found.doing) : "", found.state === "running" ? "good" : found.state === "failed" ? "bad" : ""],
@@ -182,11 +185,11 @@ function drawTiles(holder, found, last) {
     [t("tile.trained-per-s"), number(found.trained_per_s, 0), [found.is_live && t("tile.generated", { n: number(found.generated_per_s, 0) }), found.attention && t("tile.attention", { name: found.attention })].filter(Boolean).join(", ")],
     [t("tile.staleness"), number(found.staleness_mean, 2), t("tile.at-most", { n: number(found.staleness_max) })],
     [t("tile.who-waits"), found.waiting_for.split(", ").map(said).join(", ") || "–", found.slots_used === null ? idle : t("tile.slots", { idle, share: percent(found.slots_used) })],
-    [t("tile.groups"), number(found.groups.trained), t("tile.dropped", { dropped: number(dropped), dead: number(dead) })],
+    [t("tile.groups"), number(found.groups.trained), [dropped ? link : t("tile.none-dropped"), `, ${t("tile.dead", { n: number(dead) })}`]],
     [t("tile.version"), number(found.newest_version), found.is_live ? t("tile.published", { n: number(found.versions_published) }) : ""],
     [t("tile.time"), seconds(found.elapsed_s), found.is_live ? (found.disconnected_s ? t("tile.no-nats", { time: seconds(found.disconnected_s) }) : t("tile.live")) : t("tile.files")],
   ];
-  replaceIfChanged(holder, entries, () => entries.map((one) => tile(...one)));
+  replaceIfChanged(holder, [entries, reasons], () => entries.map((one) => tile(...one)));
 }
 
 function drawDiagnoses(holder, found) {
@@ -194,6 +197,6 @@ function drawDiagnoses(holder, found) {
   const unreadable = Object.entries(found.unreadable).map(([what, count]) => el("li", {}, t("overview.unreadable", { n: count, what })));
   replaceIfChanged(holder, [found.diagnoses, found.unreadable, found.problem], () => [
     lines.length || unreadable.length ? panel(t("overview.look"), el("ul", {}, lines, unreadable)) : null,
-    found.problem && found.state !== "finished" ? el("p", { class: "dim" }, said(found.problem)) : null,
+    found.problem && found.state !== "finished" && found.doing !== STARTING ? el("p", { class: "dim" }, said(found.problem)) : null,
   ]);
 }
