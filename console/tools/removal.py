@@ -8,15 +8,15 @@ the run is still listed, and the same command continues.
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import re
 import shutil
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from typing import Any
 
 from rich import filesize
 
@@ -187,7 +187,7 @@ def reasons_to_keep(lines: Sequence[runs.RunLine]) -> dict[str, str]:
     alive = {line.run: why for line in lines if (why := _use(Path(line.folder), line.state))}
     kept = alive | {line.run: why for line in lines if line.run not in alive and (why := _pin(Path(line.folder)))}
     folders = {line.run: Path(line.folder) for line in lines}
-    named = {name: run for run in kept for name in _named((runs.stored_config(folders[run]) or {}).get("settings"))}
+    named = {name: run for run in kept for name in _named(folders[run])}
     for run in folders.keys() - kept.keys():
         sweep = runs.sweep_of(folders[run])
         others = [other for other in alive if sweep and other.startswith(f"{sweep}-")]
@@ -220,16 +220,11 @@ def _pin(folder: Path) -> str:
     return f"its versions have tags: {', '.join(tags)}" if isinstance(tags, dict) and tags else ""
 
 
-def _named(settings: Any) -> Iterator[str]:
-    """Yield what may be a run's id in settings: the parts of each path and of RUN@VERSION, and data.from_run."""
-    if isinstance(settings, Mapping):
-        for key, value in settings.items():
-            yield from [str(value)] if key == "from_run" else _named(value)
-    elif isinstance(settings, list):
-        for value in settings:
-            yield from _named(value)
-    elif isinstance(settings, str) and re.search("[/@]", settings):
-        yield from re.split("[/@]", settings)
+def _named(folder: Path) -> set[str]:
+    """Return what may be a run's id in a run's settings: the parts of each path and of RUN@VERSION, and data.from_run."""
+    text = json.dumps((runs.stored_config(folder) or {}).get("settings"))
+    paths = re.findall(r'"([^"]*[/@][^"]*)"', text)
+    return {part for path in paths for part in re.split("[/@]", path)} | {*re.findall(r'"from_run": "([^"]*)"', text)}
 
 
 def find_holdings(run: str, bus: Bus, blobs: Blobs) -> Holdings:

@@ -109,16 +109,6 @@ def test_an_interrupted_removal_is_repeated(
     assert find_holdings(run_streams, bus, blobs).is_empty
 
 
-def test_a_finished_local_run_is_removed_with_its_folder(tmp_path: Path):
-    store = tmp_path / "runs" / "mine" / "store"
-    store.mkdir(parents=True)
-    seals.write(store / "environment", "PENSTOCK_NATS__URL=nats://127.0.0.1:1\n")
-    rm("mine", "--yes", "--folder", cwd=tmp_path)
-    assert not (tmp_path / "runs" / "mine").exists()
-    unknown = rm("nobody", "--yes", cwd=tmp_path, code=1)
-    assert "run nobody has no local store and no server is configured" in unknown.stderr
-
-
 def test_what_other_runs_trained_on_is_not_removed(
     bus: Bus, blobs: Blobs, run_id: str, typed: list[str], tmp_path: Path
 ):
@@ -135,16 +125,6 @@ def test_what_other_runs_trained_on_is_not_removed(
     blobs.delete([record.key])
     rm(name, "--yes", *typed, cwd=tmp_path)
     assert find_holdings(name, bus, blobs).is_empty
-
-
-def test_a_local_store_with_other_runs_is_removed_only_by_force(tmp_path: Path):
-    store = tmp_path / "runs" / "mine" / "store"
-    for run in ("mine", "mine-strict"):
-        (store / "objects" / "penstock" / "runs" / run).mkdir(parents=True)
-    assert "also holds mine-strict" in rm("mine", "--yes", "--folder", cwd=tmp_path, code=1).stderr
-    assert store.is_dir()
-    rm("mine", "--yes", "--folder", "--force", cwd=tmp_path)
-    assert not store.exists()
 
 
 KEPT = {  # name of a run: why it stays
@@ -174,6 +154,7 @@ def test_old_and_large_runs_are_listed_and_with_yes_removed(tmp_path: Path):
     (runs / "linked").symlink_to(tmp_path / "linked")
     (runs / "old" / "out").symlink_to(tmp_path / "linked")
     (runs / "shared" / "store" / "objects" / "b" / "runs" / "another").mkdir(parents=True)
+    seals.write(runs / "old" / "store" / "environment", "PENSTOCK_NATS__URL=nats://127.0.0.1:1\n")  # asks no server
     (runs / "pinned" / "notes.json").write_text('{"tags": ["pinned"]}')
     (runs / "tagged" / "tags.json").write_text('{"tags": {"production": {"version": 1}}}')
     locks = {"busy": "run.lock", "judged/tasks/evaluate": "launch.lock", "s-lr-1e-6": run_folder.SWEEP_LOCK}
@@ -182,6 +163,8 @@ def test_old_and_large_runs_are_listed_and_with_yes_removed(tmp_path: Path):
             held.enter_context(run_folder.hold_lock(runs / name, lock))
         assert "give --older-days 30" in penstock("runs", "clean", cwd=tmp_path, code=1).stderr
         assert "expected 0 to" in penstock("runs", "clean", "--older-days=nan", cwd=tmp_path, code=1).stderr
+        unknown = rm("nobody", "--yes", cwd=tmp_path, code=1)
+        assert "run nobody has no local store and no server is configured" in unknown.stderr
         assert "run busy is in use" in rm("busy", "--yes", "--folder", cwd=tmp_path, code=1).stderr
         assert "is a link" in rm("linked", "--yes", "--folder", cwd=tmp_path, code=1).stderr
         by_age = penstock("runs", "clean", "--older-days=1.5", cwd=tmp_path, code=1)
@@ -193,4 +176,6 @@ def test_old_and_large_runs_are_listed_and_with_yes_removed(tmp_path: Path):
         by_size = penstock("runs", "clean", "--keep-gb=0.0125", "--yes", cwd=tmp_path)
         assert "3 of 16 runs in runs; removing them frees 3.0 MB" in by_size.stdout
     assert {path.name for path in runs.iterdir()} == {"new", *KEPT}
+    rm("shared", "--yes", "--folder", "--force", cwd=tmp_path)
+    assert not (runs / "shared").exists()
     assert (tmp_path / "linked" / "metrics.jsonl").exists()

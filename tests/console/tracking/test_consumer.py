@@ -105,19 +105,6 @@ def _started(run: str, folder: Path, nats: NatsSettings, events: int, *words: st
     return process
 
 
-def test_a_killed_process_goes_on_where_it_was(bus: Bus, run: str, nats_settings: NatsSettings, tmp_path: Path) -> None:
-    publish(bus, [step(n, run_id=run) for n in range(1, 101)])
-    process = _started(run, tmp_path, nats_settings, 100, "penstock.console.tracking", run, "tensorboard")
-    publish(bus, [step(n, run_id=run) for n in range(101, 151)])
-    process.kill()
-    process.wait()
-    publish(bus, [step(n, run_id=run) for n in range(151, 201)])
-    written = sum(_losses(tmp_path, run).values())
-    assert 100 <= written <= 150
-    assert _work(run, bus, tmp_path, once=True).num_rows == 200 - written
-    assert _losses(tmp_path, run) == Counter(dict.fromkeys(range(1, 201), 1))
-
-
 def test_a_writer_ends_when_the_process_that_started_it_is_killed(
     bus: Bus, run: str, nats_settings: NatsSettings, tmp_path: Path
 ) -> None:

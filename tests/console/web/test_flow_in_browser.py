@@ -126,7 +126,6 @@ def test_a_run_is_made_watched_ended_and_used_from_the_page(
     _bar(chromium, "export: done")
     assert (tmp_path / "exported" / "config.json").exists()
 
-    page.set_viewport_size({"width": 390, "height": 844})
     chromium.open("script", "overview")
     _press(chromium, "Delete")
     page.fill("[name=name]", "script")
