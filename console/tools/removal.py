@@ -176,6 +176,8 @@ def clean(arguments: Sequence[str], *, older_days: float | None, keep_gb: float 
 
 def _removed(run: NamedRun) -> int:
     try:
+        if why := _use(run.folder, runs.state_of(run.folder)) or _pin(run.folder):  # since it was listed
+            raise RunIsNeeded(why)
         return remove_run(run, yes=True, folder=True, force=False)
     except PenstockError as err:
         print(f"kept {run}: {err}", file=sys.stderr)

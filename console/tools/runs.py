@@ -271,7 +271,7 @@ def varied(folder: Path) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for section, settings in ((stored_config(folder) or {}).get("settings") or {}).items():
         for key, value in settings.items() if isinstance(settings, Mapping) and section != "tracking" else ():
-            _, word, text = folder.name.partition(_in_name(key))
+            _, word, text = folder.name.partition(f"-{key.replace('_', '-')}-")
             typed = _TYPED.match(text) if isinstance(value, int | float) else None
             word = similar_run_id(str(value).replace(".", "p")) if word and (section, key) != ("run", "id") else ""
             if word and (
@@ -283,12 +283,8 @@ def varied(folder: Path) -> dict[str, Any]:
 
 def sweep_of(folder: Path) -> str:
     """Return the name of the sweep that a run is of, by its own name; empty for none."""
-    places = [folder.name.index(_in_name(key.rpartition(".")[2])) for key in varied(folder)]
+    places = [folder.name.index(f"-{key.rpartition('.')[2].replace('_', '-')}-") for key in varied(folder)]
     return folder.name[: min(places)] if places else ""
-
-
-def _in_name(key: str) -> str:
-    return f"-{key.replace('_', '-')}-"
 
 
 def _held_out(line: RunLine) -> str:

@@ -44,7 +44,6 @@ class Browser:
 
     @contextlib.contextmanager
     def another(self, **context: Any) -> Iterator[Browser]:
-        """A logged-in window with other options of its browser context, such as its locale."""
         own = self.page.context.browser.new_context(**context)
         found = Browser(own.new_page(), self.console)
         found.log_in()
