@@ -162,7 +162,8 @@ class RankPublisher:
             key = blob_keys.weights_shard(self._run_id, version, attempt, name)
             data = shard_header(buckets.layout.buckets[number]) + buckets.words(number).data
             blob = self._blobs.put(key, data)
-            self._shared.offer(blob.sha256, data)
+            if source != "retained":  # which no worker waits for, and which would take the room of patches
+                self._shared.offer(blob.sha256, data)
             return blob
 
         objects, states = [], []

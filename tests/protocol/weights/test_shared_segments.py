@@ -9,6 +9,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -19,7 +20,7 @@ import pytest
 from tests.system.rollout_and_reward import small_disk
 
 from penstock.protocol.weights import shared_segments
-from penstock.protocol.weights.shared_segments import SharedSegments
+from penstock.protocol.weights.shared_segments import SharedSegments, locked_folder
 
 DATA = os.urandom(1 << 16)
 NAME = hashlib.sha256(DATA).hexdigest()
@@ -65,7 +66,10 @@ def fetched(worker: SharedSegments, download: Callable[[], bytes] = from_s3) -> 
 def test_workers_read_what_the_trainer_of_their_host_has_stored(
     tmp_path: Path, joined: Callable[[], SharedSegments], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nothing is written where nobody reads; what is old goes, and the folder with its last reader, also with one that was killed."""
+    """Nothing is written where nobody reads; what is old goes, and the folder with its last reader, also with one that was killed.
+
+    Readers that have ended leave nothing meanwhile.
+    """
     trainer = SharedSegments("r", tmp_path)
     trainer.offer(NAME, DATA)
     assert not list(tmp_path.iterdir())
@@ -74,6 +78,7 @@ def test_workers_read_what_the_trainer_of_their_host_has_stored(
     assert not (worker.folder / NAME).exists(), "a worker alone keeps it to itself"
     trainer.offer(NAME, DATA)
     assert fetched(worker) == "bytes_shared_memory"
+    assert fetched(SharedSegments("r", tmp_path)) == "bytes_s3", "worker.share_downloads = false"
     other_run = SharedSegments("r2", tmp_path)
     other_run.offer(NAME, DATA)
     assert not other_run.folder.exists()
@@ -81,11 +86,20 @@ def test_workers_read_what_the_trainer_of_their_host_has_stored(
     worker.trim()
     assert fetched(worker) == "bytes_s3 misses_absent"
     trainer.offer(NAME, DATA)
-    assert worker._reader is not None
-    os.close(worker._reader)  # as the kernel does with those of a killed process
-    worker._reader = None
+    joined().close()
+    kill(joined())
     trainer.offer("0" * 64, DATA)
-    assert not list(tmp_path.iterdir())
+    assert [path.name for path in worker.folder.glob("reader-*")] == [worker._reader[0].name if worker._reader else ""]
+    kill(worker)
+    trainer.offer("0" * 64, DATA)
+    assert not worker.folder.exists()
+
+
+def kill(worker: SharedSegments) -> None:
+    """Close its file, as the kernel does with those of a killed process."""
+    assert worker._reader is not None
+    os.close(worker._reader[1])
+    worker._reader = None
 
 
 WRONG: dict[str, Callable[[Path], object]] = {
@@ -157,10 +171,99 @@ def test_without_room_workers_download(tmp_path: Path, monkeypatch: pytest.Monke
         if share > 1:
             (disk / "ballast").write_bytes(bytes(3 * len(DATA) + len(DATA) // 2))
         SharedSegments("r", disk).offer(NAME, DATA)
-        assert fetched(workers[0]) == "bytes_s3 misses_absent misses_full"
+        assert fetched(workers[0]) == ("bytes_s3 misses_absent misses_full" if share > 1 else "bytes_s3 misses_full")
         assert {path.name[:7] for path in workers[0].folder.iterdir()} == {"reader-"}
         for worker in workers:
             worker.close()
+
+
+def test_what_has_no_room_is_downloaded_by_all_at_once(
+    joined: Callable[[], SharedSegments], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One after the other, eight workers of a container with little shared memory would need eight times as long."""
+    monkeypatch.setattr(shared_segments, "SHARE", 0.0)
+    together = threading.Barrier(2, timeout=10.0)
+
+    def download() -> bytes:
+        together.wait()
+        return DATA
+
+    workers = [joined(), joined()]
+    with ThreadPoolExecutor(2) as pool:
+        assert list(pool.map(lambda worker: worker.fetch(NAME, len(DATA), download), workers)) == [DATA, DATA]
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can be two users")
+def test_what_another_user_made_or_protects_stops_neither_a_trainer_nor_a_worker() -> None:
+    with tempfile.TemporaryDirectory() as root:
+        Path(root).chmod(0o1777)
+        parent = Path(root) / "penstock-segments-12345"
+        parent.mkdir(mode=0o700)
+        os.seteuid(12345)
+        try:
+            worker = SharedSegments("r", Path(root))
+            worker.offer(NAME, DATA)
+            worker.join()
+            assert fetched(worker) == "bytes_s3 misses_unreadable"
+            os.seteuid(0)
+            os.chown(parent, 12345, -1)
+            os.seteuid(12345)
+            worker.join()
+            (worker.folder / NAME).write_bytes(b"x")
+            worker.folder.chmod(0o500)
+            assert fetched(worker) == "bytes_s3 misses_altered"
+        finally:
+            os.seteuid(0)
+
+
+def test_a_trainer_waits_for_no_worker_that_decides(
+    joined: Callable[[], SharedSegments], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kill(joined())
+    trainer = SharedSegments("r", tmp_path)
+    with locked_folder(trainer._parent) as (problem, _):
+        assert not problem
+        monkeypatch.setattr(time, "sleep", lambda _: pytest.fail("it waits"))
+        trainer.offer(NAME, DATA)
+    trainer.offer(NAME, DATA)
+    assert not trainer.folder.exists()
+
+
+def test_where_others_may_rename_nothing_is_removed_outside(
+    joined: Callable[[], SharedSegments], tmp_path: Path
+) -> None:
+    """A folder for all without the sticky bit: what is removed is in the folder that was locked."""
+    worker, home = joined(), tmp_path / "home"
+    (home / "precious").mkdir(parents=True)
+    kill(worker)
+    with locked_folder(worker._parent) as (problem, parent):
+        worker._parent.rename(tmp_path / "elsewhere")
+        worker._parent.symlink_to(home)
+        shared_segments._clear_abandoned(parent)
+    assert not problem
+    assert (home / "precious").exists()
+    assert not (tmp_path / "elsewhere" / "r").exists()
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_free_memory_is_what_the_control_groups_leave(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, version: int
+) -> None:
+    """The smallest of the groups above counts, less its file pages that may be dropped."""
+    lines = [line.split(":", 2) for line in Path("/proc/self/cgroup").read_text().splitlines()]
+    controller, names, cache = (
+        ("memory", ("limit_in_bytes", "usage_in_bytes"), "total_") if version == 1 else ("", ("max", "current"), "")
+    )
+    found = next((path for _, name, path in lines if name == controller), None)
+    if found is None:
+        pytest.skip(f"no control group of version {version}")
+    above = tmp_path / controller
+    (inside := above / found.lstrip("/")).mkdir(parents=True, exist_ok=True)
+    for folder, free in ((inside, 5000), (above, 3000)):  # one and the same in a container
+        for name, value in zip((*names, "stat"), (10_000, 10_000 - free, f"{cache}inactive_file 500"), strict=True):
+            (folder / f"memory.{name}").write_text(str(value))
+    monkeypatch.setattr(shared_segments, "_CGROUPS", tmp_path)
+    assert shared_segments.free_memory() == 3500
 
 
 def test_the_oldest_make_room(
