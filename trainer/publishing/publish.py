@@ -126,7 +126,10 @@ class Publisher:
         self.steps_before = {version: fact.step for version, fact in announced.items()}
         """Optimizer steps done at the versions that earlier sessions published."""
         if head is not None:
-            self.steps_before[PolicyVersion(head.version)] = head.step
+            version = PolicyVersion(head.version)
+            self.steps_before[version] = head.step
+            if version not in announced or announced[version].manifest != head.manifest:
+                self.versions.announce_head()
         self._sampled_with = PublishedVersions(announced, PolicyVersion(head.version) if head else None)
         self._pinned: set[PolicyVersion] = set()
         self._waiting: list[Snapshot[Any]] = []
