@@ -157,7 +157,7 @@ class Publisher:
                 self._pinned.add(snapshot.version)
             self._drop_overtaken()
             if isinstance(snapshot.weights, ModelWeights):  # a snapshot has all of an adapter
-                self._coordinator.hold(snapshot.weights.buckets)
+                self._coordinator.own.hold(snapshot.weights.buckets)
             self._waiting.append(snapshot)
             self._changed.notify_all()
 
@@ -240,7 +240,7 @@ class Publisher:
         must = [snapshot for snapshot in self._waiting if snapshot.must_publish]
         self.num_skipped += len(self._waiting) - len(must)
         self._waiting = must
-        self._coordinator.discard(self._wanted())
+        self._coordinator.own.discard(self._wanted())  # the other ranks do so with the order of the next copy
 
     def _wanted(self) -> list[int]:
         publishing = [] if self._publishing is None else [self._publishing]

@@ -130,6 +130,9 @@ def test_versions_are_what_the_trainer_published(run: Run, open_mirror: OpenMirr
         assert mirrored.num_bytes == run.facts[version].num_bytes < 0.1 * whole.num_bytes  # each patch is fetched once
         folders.append(mirrored.folder)
     assert folders == [folders[0], folders[1]] * 5
+    mirror._epoch += 1
+    with pytest.raises(WeightsUnusable, match="published under lease"):
+        run.fetch(mirror, 9)
 
 
 def test_workers_of_a_host_download_what_the_trainer_has_not_stored_there_and_that_once(
