@@ -42,7 +42,7 @@ FETCH_DEADLINE_S = 60.0  # another worker's download: then this one downloads to
 STORES = ("shared_memory", "s3")
 MISSES = ("absent", "altered", "unreadable", "busy", "full")
 _DECISION_DEADLINE_S, _LOCK_POLL_S = 10.0, 0.01
-_CGROUPS = Path("/sys/fs/cgroup")
+_CGROUPS, _OWN_CGROUPS = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 _LIMITS = {
     "": ("memory.max", "memory.current", "inactive_file"),
     "memory": ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
@@ -277,7 +277,7 @@ def free_memory() -> int:
     """Return the bytes that processes here may still allocate: of the machine, and of the control groups (version 1 or 2) of this process."""
     free = [_number(Path("/proc/meminfo"), "MemAvailable:") * 1024]
     with contextlib.suppress(OSError):
-        for line in Path("/proc/self/cgroup").read_text().splitlines():
+        for line in _OWN_CGROUPS.read_text().splitlines():
             _, controller, path = line.split(":", 2)
             maximum, current, cache = _LIMITS.get(controller, ("",) * 3)
             group = _CGROUPS / controller / path.lstrip("/")

@@ -113,7 +113,7 @@ def test_a_decision_meets_files_that_another_worker_removes(
 def test_a_worker_without_room_in_memory_uses_the_disk(
     run: Run, opened: OpenMirror, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """So does one that finds a folder that is not its user's alone; both serve the same versions."""
+    """So does one that finds a folder that is not its user's alone; both serve the same version."""
     monkeypatch.setattr(cache_folder, "free_memory", lambda: 1000)
     on_disk = run.fetch(opened("w0"), 0)
     run.assert_is(on_disk, 0)
