@@ -11,7 +11,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from penstock.deploy.config_import.foreign_file import Found, unassigned
+from penstock.deploy.config_import.foreign_tree import Found, unassigned
 from penstock.deploy.config_import.rule_forms import (
     READ,
     Outcome,

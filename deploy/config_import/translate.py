@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from penstock.deploy.config_import import roll_sections, rule_forms, rules, system_rules
-from penstock.deploy.config_import.foreign_file import UNASSIGNED, Found, readable, unassigned
+from penstock.deploy.config_import.foreign_tree import UNASSIGNED, Found, readable, unassigned
 from penstock.deploy.config_import.rule_forms import Line, Outcome, Rule, Translation, decide, first, is_on
 from penstock.deploy.config_import.source_defaults import at_default
 from penstock.fine_tuning.sections import DPO, RM, SFT, OwnSection

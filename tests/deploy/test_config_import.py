@@ -450,6 +450,36 @@ END
     assert text.split() == ["a.b=1", "a.c=2"]
 
 
+def test_of_the_choices_in_a_script_the_part_is_read_that_its_variables_choose() -> None:
+    """An argument loop leaves the defaults; a test of what is not assigned finds nothing; a launcher may stand before the program."""
+    found = read_shell(
+        "a.sh",
+        """
+        backend=fsdp; LR=1e-6  # a; python never.py --no 1
+        while [[ $# -gt 0 ]]; do
+          case $1 in
+            --lr)
+              LR="$2"; shift 2 ;;
+          esac
+        done
+        case "$backend" in megatron) ARGS=a.tp=4 ;;
+          fsdp | fsdp2) ARGS=a.zero=3 ;;
+          *) ARGS=a.other=1
+        esac
+        if [[ $backend == "megatron" ]]; then NAME=first
+        elif [ "$backend" = fsdp ]; then
+            if [ 8 -gt 9 ]; then NAME=second; else NAME=third; fi
+        else
+            NAME=fourth
+        fi
+        if [ -n "$KEY" ]; then LOG=(--use-wandb); else LOG=(); fi
+        [ "$NAME" = first ] && NAME=fifth
+        srun -w "$host" bash -c "cd /o; pip install . && python3 -m verl.trainer.main_ppo a.lr=$LR a.name=$NAME $ARGS ${LOG[@]}"
+        """,
+    )
+    assert found.values == {"a.lr": 1e-6, "a.name": "third", "a.zero": 3}
+
+
 def test_the_defaults_of_a_hydra_configuration_have_its_order_and_packages() -> None:
     """``_self_`` overrules what stands before it; a group is its own package; a file may be empty, and name others, itself too."""
     beside = {
