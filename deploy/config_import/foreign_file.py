@@ -142,9 +142,10 @@ def _chosen(part: str, script: _Script) -> str:
     elif choices and choices[-1].subject is not None and (pattern := _PATTERN.fullmatch(part)):
         choices[-1].next_part(any(fnmatchcase(choices[-1].subject, one.strip(" \"'")) for one in pattern[1].split("|")))
         return _chosen(pattern[2] or "", script)
-    if word in ("if", "elif", "case", "fi", "esac") or not all(choice.is_read for choice in choices):
-        return ""
-    return rest if word in ("then", "else", "do") else part
+    if word in ("then", "else", "do") and rest:
+        return _chosen(rest, script)
+    is_read = all(choice.is_read for choice in choices)
+    return part if is_read and word not in ("if", "elif", "else", "case", "fi", "esac") else ""
 
 
 def _assigned(text: str) -> str:

@@ -95,7 +95,7 @@ def translate(foreign_config: Found, system: str, known: Collection[str]) -> Tra
     if system == "roll":
         roll_sections.add_published(foreign_config)
     written = _in_known_spelling(foreign_config, system)
-    foreign_config.values |= _said_by_the_program(" ".join(foreign_config.commands), system)
+    foreign_config.values |= _said_by_the_program(" ".join(foreign_config.commands), "" if command else system)
     is_whole = any(key.startswith("actor_rollout_ref.") for key in foreign_config.values) and command is None
     has_others = "algorithm" in foreign_config.values or (system == "verl" and not is_whole)  # a platform's job
     for key, value in _IMPLIED.get("" if has_others else system, {}).items():

@@ -365,7 +365,7 @@ _V = "python3 -m verl.x algorithm.adv_estimator=grpo actor_rollout_ref.model.pat
     (f"python3 train.py {_S}", "max_staleness=0 kl_coefficient=0.0 reward_kl_coefficient=0.0"),
     (f"python3 train_async.py {_S} --update-weights-interval 2 --use-kl-loss", "max_staleness=2 kl_coefficient=0.01 kl_form=k1"),
     (f"{_T} --use_peft", "importance=sequence importance_bound=mask importance_high=3.0 dropout=0.05 targets=['q_proj', 'v_proj']"),
-    (f"{_T} --vllm_importance_sampling_correction false", "importance=none ratio_anchor=auto dropout=0.0"),
+    (f"{_T} --vllm_importance_sampling_correction false", "ratio_anchor=auto dropout=0.0"),
     (_V, "max_staleness=1 train_vision_tower=True"),
     (f"{_V} actor_rollout_ref.actor.freeze_vision_tower=True data.train_batch_size=0 actor_rollout_ref.actor.ppo_mini_batch_size=32 "
      "async_training.require_batches=4 async_training.staleness_threshold=0.5 rollout.total_rollout_steps=51200",
@@ -379,11 +379,8 @@ def test_what_other_code_does_beside_its_keys_is_in_the_run_file(
     file = tmp_path / "a.sh"
     file.write_text(command)
     _, report = imported(file, tmp_path / "r.toml", capsys=capsys)
-    of_training = re.compile(r"(?:algorithm|model|model\.lora|rollout|trainer)\.(\w+)")
-    effective = import_config._effective(report["settings"])
-    does = {named[1]: value for key, value in effective.items() if (named := of_training.fullmatch(key))}
-    pairs = [pair.split("=") for pair in re.split(r" (?=\w+=)", expected)]
-    assert {key: str(does[key]).lower() for key, _ in pairs} == {key: v.lower() for key, v in pairs}
+    does = {key.rpartition(".")[2]: str(value) for key, value in import_config._effective(report["settings"]).items() if key[:2] in ("al", "mo", "ro", "tr")}  # fmt: skip
+    assert does | dict(pair.split("=") for pair in re.split(r" (?=\w+=)", expected)) == does
 
 
 def test_supervised_epochs_are_no_passes_over_a_batch(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -493,12 +490,10 @@ def test_of_the_choices_in_a_script_the_part_is_read_that_its_variables_choose()
         backend=fsdp; LR=1e-6  # a; python never.py --no 1
         while [[ $# -gt 0 ]]; do
           case $1 in
-            --lr)
-              LR="$2"; shift 2 ;;
+            --lr) LR="$2"; shift 2 ;;
           esac
         done
-        case "$backend" in megatron) ARGS=a.tp=4 ;;
-          fsdp | fsdp2) ARGS=a.zero=3 ;;
+        case "$backend" in megatron) ARGS=a.tp=4 ;; fsdp | fsdp2) ARGS=a.zero=3 ;;
           *) ARGS=a.other=1
         esac
         if [[ $backend == "megatron" ]]; then NAME=first
