@@ -29,7 +29,7 @@ _TABLES = TABLES[
     "roll"
 ]  # what its workers score as here, and what examples/config/traj_envs.yaml defines, which files name and do not hold
 _ROLL_REWARDS: Mapping[str, str] = _TABLES["rewards"]
-_IFEVAL: Mapping[str, Any] = _TABLES["ifeval"]  # ifeval_rule_reward_worker.py
+_IFEVAL: dict[str, Any] = _TABLES["ifeval"]  # ifeval_rule_reward_worker.py
 _DIFFERENCES: Mapping[str, str] = _TABLES["differences"]  # of those that score in another way here
 _OF_A_RULE = (
     "model_args.", "data_args.", "strategy_args.", "world_size", "infer_batch_size", "device_mapping", "use_local",
