@@ -17,8 +17,8 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from penstock.deploy.config_import.foreign_file import Found, read_shell
-from penstock.deploy.config_import.foreign_tree import read_json, read_yaml
+from penstock.deploy.config_import.foreign_file import read_shell
+from penstock.deploy.config_import.foreign_tree import Found, read_json, read_yaml
 from penstock.deploy.config_import.rule_forms import Kind, Line, Translation
 from penstock.deploy.config_import.source_defaults import SilentDefault, differing, silent_defaults
 from penstock.deploy.config_import.translate import detect, own_section, translate
