@@ -15,6 +15,7 @@ import pytest
 from markdown_it import MarkdownIt
 
 from penstock.console import connections
+from penstock.console.cli.main import run
 from penstock.console.connections import NamedRun
 from penstock.console.live.frame import render
 from penstock.console.live.panel import PlainLines
@@ -343,3 +344,28 @@ def test_what_others_wrote_forges_nothing_in_a_report() -> None:
     text = report.markdown(summary, curves.Curves(), next_steps=(), has_plot=False)
     assert not [line for line in text.splitlines() if line.startswith("# Accuracy")]
     assert "a1a1" not in text
+
+
+FILES_OF_OTHERS = {
+    "data check d.jsonl": '{"prompt": "hi", "data_source": "FORGED", "ground_truth": "1", "colFORGED": 1}\n{"prompt": [{"role": "FORGED", "content": 1}]}',
+    "config import d.yaml --to d.toml": 'to: {"FORGED": 1}\nactor_rollout_ref: {"model": {"path": "FORGED"}}\nalgorithm: {"adv_estimator": "FORGED"}',
+    "config show d.toml": '[trainer]\n"FORGED" = 1',
+    "plan d.toml": '[trainer]\n"FORGED" = 1',
+}
+
+
+@pytest.mark.parametrize("verb", FILES_OF_OTHERS)
+def test_a_file_of_others_reaches_no_terminal(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, verb: str
+) -> None:
+    """Nor does a key that has a line feed begin a line, which in the comments of an imported run file would be a setting."""
+    monkeypatch.chdir(tmp_path)
+    words = verb.split()
+    text = FILES_OF_OTHERS[verb].replace("FORGED", "\\u001b]0;x\\u0007\\u202e\\nmodel.path = 1")
+    (tmp_path / next(word for word in words if word.startswith("d."))).write_text(text)
+    run(words)
+    shown = "".join(capsys.readouterr())
+    written = (tmp_path / "d.toml").read_text() if " --to " in verb else ""
+    assert "\\x1b]0;x\\x07\\u202e" in shown
+    assert not {"\x1b", "\x07", "\u202e"} & {*shown, *re.sub('".*"', "", written)}
+    assert "\nmodel.path = 1" not in written + (shown if written else "")
