@@ -49,11 +49,7 @@ def table(*columns: str, right: Collection[str] = (), wide: Collection[str] = ()
 
 
 def print_table(
-    columns: Sequence[str],
-    rows: Iterable[Sequence[object]],
-    *,
-    right: Collection[str] = (),
-    wide: Collection[str] = (),
+    columns: Sequence[str], rows: Iterable[Sequence[object]], *, right: Collection[str] = (), wide: Collection[str] = ()
 ) -> None:
     """Print a table of `table`; every cell that is no Text of rich is shown as `one_line`."""
     from rich.text import Text  # noqa: PLC0415  as for the console

@@ -92,11 +92,8 @@ def watch(
 
 @app.command(group=INSPECT)
 def samples(
-    run: RunName,
-    *arguments: RunArguments,
-    options: Annotated[SampleOptions, FLAT] = SampleOptions(),
-    json: Json = False,
-) -> int:
+    run: RunName, *arguments: RunArguments, options: Annotated[SampleOptions, FLAT] = SampleOptions(), json: Json = False,
+) -> int:  # fmt: skip
     """Read what a run's model wrote, with rewards, as of its newest checkpoint; exit code 1 when no sample fits.
 
     Example:  penstock samples quickstart --reward-min 1

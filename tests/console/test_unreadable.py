@@ -44,7 +44,7 @@ from tests.forensics.audit.test_audit_checks import chapters
 
 INF, NAN = float("inf"), float("nan")
 VALUES: list[Any] = [
-    INF, -INF, NAN, 1e300, -1, 2**63, "x", "", None, True, [], {}, [[]], {"a": {}}, {"x": INF}, b"\xff",
+    INF, -INF, NAN, 1e300, -1, 2**63, "x", "", None, True, [], {}, [[]], {"a": {}}, {"x": INF}, b"\xff"
 ]  # fmt: skip
 FIELDS = {
     "step": ["step", "version", "staleness_tokens", "tokens_trained", "groups", "skipped", "scored_by", "reward_mean", "loss",
@@ -54,7 +54,7 @@ FIELDS = {
     "weights": ["version", "kind", "raw_bytes", "sent_bytes", "density", "publish_s"],
     "reward_error": ["reason", "detail", "group_ids"],
     "log": ["text"],
-    "alarm": ["text"],
+    "alarm": ["text"]
 }  # fmt: skip
 
 
@@ -127,14 +127,9 @@ def test_the_metrics_of_a_step_are_finite() -> None:
 
 
 def test_a_watcher_a_listing_and_an_audit_skip_and_count(
-    bus: Bus,
-    blobs: Blobs,
-    run_streams: str,
-    nats_settings: NatsSettings,
-    s3_settings: S3Settings,
-    tmp_path: Path,
+    bus: Bus, blobs: Blobs, run_streams: str, nats_settings: NatsSettings, s3_settings: S3Settings, tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
-) -> None:
+) -> None:  # fmt: skip
     """One letter, event, heartbeat, task and key that cannot be read stop no command; each command names the number."""
     run, letter = run_streams, recorded.dead_letter("e0.p1.a0").model_copy(update={"run_id": run_streams})
     hostile = letter.model_copy(update={"reason": "[/red]\x1b]0;owned\x07", "detail": "[bold", "group_ids": ("[/]",)})
@@ -149,7 +144,7 @@ def test_a_watcher_a_listing_and_an_audit_skip_and_count(
         (subjects.events(run, "step"), encode(infinite)),
         (subjects.events(run, "reward_error"), encode(waiting)),
         (subjects.tasks(run, "train"), b"no task"),
-        (subjects.weights_published(run), b""),
+        (subjects.weights_published(run), b"")
     ])  # fmt: skip
     bus.key_value(streams.live_bucket(run).bucket).wait().put("rollout.w0", b"no heartbeat").wait()
     state = bus.key_value(streams.state_bucket(run).bucket).wait()
@@ -161,7 +156,7 @@ def test_a_watcher_a_listing_and_an_audit_skip_and_count(
     watcher.catch_up(deadline_s=120.0)
     assert time.monotonic() - started < 100.0, "messages that do not decode are not waited for"
     assert view.summary().unreadable == {
-        "dead letter": 2, "run event": 1, "step event": 1, "reward_error event": 1, "weights published": 1, "heartbeat": 1,
+        "dead letter": 2, "run event": 1, "step event": 1, "reward_error event": 1, "weights published": 1, "heartbeat": 1
     }  # fmt: skip
     assert view.summary().groups.dead_lettered == {"endpoint_failed": 1, hostile.reason: 1}
 
@@ -228,7 +223,7 @@ METRICS = [
     b'{"kind": "step", "step": 3, "reward_mean": 1e999}\n', b'{"kind": "step", "step": "3", "reward_mean": "x"}\n',
     b'{"kind": "eval", "step": 3, "accuracy": {}}\n', b'{"kind": "step", "step": 3, "reward_mean": 1' + b"0" * 5000 + b"}\n",
     b'{"kind": "step", "step": 3, "reward_mean": 1, "reward_parts": [1]}\n', b"[]\n", b"null\n", b'{"kind": "step"', b"\0\n",
-    b'{"kind": "step", "step": 3, "reward_mean": 1, "reward_parts": {"a": "x", "b": Infinity}}\n',
+    b'{"kind": "step", "step": 3, "reward_mean": 1, "reward_parts": {"a": "x", "b": Infinity}}\n'
 ]  # fmt: skip
 
 
@@ -313,8 +308,8 @@ def test_a_text_of_others_is_one_line() -> None:
     [
         "<img src=http://evil/x>", "![](http://evil/x)", "[a](javascript:x)", "a | b", "`code", "**a**", "# A", "- a", "+ a", "> a", "1. a",
         "12) a", "---", "===", "~~~", "- - a", "&lt;b>", "a\\", "<!-- a", "[a]: http://evil", "- # A", "<script>", FORGED,
-        "see http://evil/x", "HTTPS://evil", "www.evil.org", "__bold__", "_it_ a_b_", "x ~~a~~", "ask @team", "a@b.org",
-    ],
+        "see http://evil/x", "HTTPS://evil", "www.evil.org", "__bold__", "_it_ a_b_", "x ~~a~~", "ask @team", "a@b.org"
+    ]
 )  # fmt: skip
 def test_a_text_of_others_makes_no_markup(text: str) -> None:
     """In a cell and as an item of a list, as a parser of CommonMark with tables reads it: only the text is shown."""
@@ -322,10 +317,7 @@ def test_a_text_of_others_makes_no_markup(text: str) -> None:
     item = {f"{name}_{end}" for name in ("bullet_list", "list_item", "paragraph") for end in ("open", "close")} | {
         "inline"
     }
-    for source, kinds in (
-        (f"- {markdown(text)}", item),
-        (f"| h | i |\n|---|---|\n| {markdown(text)} | x |", None),
-    ):
+    for source, kinds in ((f"- {markdown(text)}", item), (f"| h | i |\n|---|---|\n| {markdown(text)} | x |", None)):
         assert not re.search(r"(?<!\\)@|\w://|www\.", source), "as GitHub reads it"
         tokens = parser.parse(source)
         assert kinds is None or {token.type for token in tokens} <= kinds
