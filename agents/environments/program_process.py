@@ -61,8 +61,13 @@ class Ended:
 async def run(command: Sequence[str], folder: Path, variables: Mapping[str, str], deadline_s: float) -> Ended:
     """Run a command to its end, or for ``deadline_s``; kill all that it started and that has its mark, whatever happens."""
     reaper = [
-        sys.executable, "-I", "-S", process_reaper.__file__, str(Path(parent_death.__file__).parent), str(os.getpid()),
-    ]  # fmt: skip
+        sys.executable,
+        "-I",
+        "-S",
+        process_reaper.__file__,
+        str(Path(parent_death.__file__).parent),
+        str(os.getpid()),
+    ]
     output = Output()
     try:
         process = await asyncio.create_subprocess_exec(

@@ -92,8 +92,11 @@ def watch(
 
 @app.command(group=INSPECT)
 def samples(
-    run: RunName, *arguments: RunArguments, options: Annotated[SampleOptions, FLAT] = SampleOptions(), json: Json = False,
-) -> int:  # fmt: skip
+    run: RunName,
+    *arguments: RunArguments,
+    options: Annotated[SampleOptions, FLAT] = SampleOptions(),
+    json: Json = False,
+) -> int:
     """Read what a run's model wrote, with rewards, as of its newest checkpoint; exit code 1 when no sample fits.
 
     Example:  penstock samples quickstart --reward-min 1

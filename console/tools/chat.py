@@ -156,8 +156,15 @@ def _refusal(response: httpx.Response) -> str:
 
 
 def chat(
-    run: NamedRun, *, model: str | None, prompt: str | None, keep: bool, device: str, temperature: float, max_tokens: int | None,
-) -> int:  # fmt: skip
+    run: NamedRun,
+    *,
+    model: str | None,
+    prompt: str | None,
+    keep: bool,
+    device: str,
+    temperature: float,
+    max_tokens: int | None,
+) -> int:
     """Answer one prompt, or every line typed until Ctrl-D or Ctrl-C; returns the exit code.
 
     ``model`` is the folder of another model; with a ``prompt`` its answer is all. Each line is sent alone, as in

@@ -98,9 +98,11 @@ def pause_run(_: Runner, folder: RunFolder, web: Context) -> RunStatus:
 
 @router.post("/runs/{run}/stop")
 def stop_run(
-    _: Runner, folder: RunFolder, web: Context,
+    _: Runner,
+    folder: RunFolder,
+    web: Context,
     force: Annotated[bool, Query(description="Kill it instead; it resumes from its last checkpoint.")] = False,
-) -> RunStatus:  # fmt: skip
+) -> RunStatus:
     """Stop a run: it writes a checkpoint and exits. It can be resumed."""
     return _status(web, folder, actions.stop(web, folder, force=force))
 
@@ -133,9 +135,11 @@ def start_task(_: Runner, folder: RunFolder, web: Context, body: Task) -> RunSta
 
 @router.get("/runs/{run}/logs/{log}")
 def read_log(
-    _: Reader, folder: RunFolder, log: Annotated[str, PathParameter(pattern=r"^[A-Za-z0-9_-][A-Za-z0-9_.-]{0,99}$")],
+    _: Reader,
+    folder: RunFolder,
+    log: Annotated[str, PathParameter(pattern=r"^[A-Za-z0-9_-][A-Za-z0-9_.-]{0,99}$")],
     search: Annotated[str, Query(max_length=200, description="Only lines with this text, in any case.")] = "",
-) -> list[str]:  # fmt: skip
+) -> list[str]:
     """Return the last 500 lines of a log, of its newest 4 MB."""
     path = folder / "logs" / log if "." in log else folder / "tasks" / log / "logs" / "launch.log"
     lines = scrub(_tail(path, _SEARCH_BYTES)).splitlines()
@@ -166,8 +170,11 @@ def read_caller(caller: Reader) -> dict[str, str]:
 
 @router.delete("/runs/{run}", status_code=204, response_class=Response)
 def delete_run(
-    _: Admin, folder: RunFolder, web: Context, force: Annotated[bool, Query(description="Also when other runs depend on it.")] = False,
-) -> None:  # fmt: skip
+    _: Admin,
+    folder: RunFolder,
+    web: Context,
+    force: Annotated[bool, Query(description="Also when other runs depend on it.")] = False,
+) -> None:
     """Remove a run that is not running: its objects, its streams and its folder."""
     actions.remove(web, folder, force=force)
     shutil.rmtree(folder, ignore_errors=True)  # what was written while it was removed

@@ -136,8 +136,12 @@ def log_events(caller: Logger, run: RunName, web: Context, body: LoggedEvents) -
             job_file.write_document(place / _OWNER, {"token": caller.name})
         elif caller.role is Role.LOG and owner.get("token") != caller.name:
             raise Problem(
-                403, f"run {run} is logged with another token", expected=str(owner.get("token")), got=caller.name, fix="use its token",
-            )  # fmt: skip
+                403,
+                f"run {run} is logged with another token",
+                expected=str(owner.get("token")),
+                got=caller.name,
+                fix="use its token",
+            )
         _store(folder, place, body.events)
 
 

@@ -89,9 +89,11 @@ def complete(done: Translation, named: Mapping[str, Any], section: str = "") -> 
             ):
                 value = default.settings[ours]
                 _take(
-                    done, default, {ours: done.settings.get("rollout.temperature", 1.0) if value == "$rollout.temperature" else value},
+                    done,
+                    default,
+                    {ours: done.settings.get("rollout.temperature", 1.0) if value == "$rollout.temperature" else value},
                     {},
-                )  # fmt: skip
+                )
     refused = leave_out_refused(done)
     effective = _effective(done.settings)
     steps = effective["algorithm.minibatches"] * effective["algorithm.epochs"]
@@ -318,9 +320,11 @@ def report_text(done: Translation) -> str:
 
 def report_document(done: Translation) -> dict[str, Any]:
     return {
-        "system": done.system, "settings": done.settings, "needs_decision": done.needs_decision,
+        "system": done.system,
+        "settings": done.settings,
+        "needs_decision": done.needs_decision,
         "keys": [{"kind": line.kind, "key": line.key, "value": line.value, "text": line.text} for line in done.lines],
-    }  # fmt: skip
+    }
 
 
 def _key_and_value(key: str, value: Any) -> str:

@@ -178,9 +178,16 @@ def _settings(files: Sequence[Path], run: Path | None) -> tuple[TrainerSettings,
 
 
 def check_file(
-    path: Path, data: DataSettings, tokenizer: ChatTokenizer | None, *, max_new_tokens: int = 1, most: int | None = None,
-    has_pairs: bool = False, images: ImageRows | None = None, reward: RewardSettings | None = None,
-) -> FileReport:  # fmt: skip
+    path: Path,
+    data: DataSettings,
+    tokenizer: ChatTokenizer | None,
+    *,
+    max_new_tokens: int = 1,
+    most: int | None = None,
+    has_pairs: bool = False,
+    images: ImageRows | None = None,
+    reward: RewardSettings | None = None,
+) -> FileReport:
     """Read every row of a file, or the first ``most``, as training does; an unreadable file is one bad row.
 
     Without a tokenizer lengths are characters; ``images`` reads those of rows, None does not look at them. With ``reward``

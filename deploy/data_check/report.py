@@ -103,9 +103,12 @@ def length_statistics(lengths: Sequence[int]) -> dict[str, float] | None:
         return None
     values = np.asarray(lengths)
     return {
-        "min": int(values.min()), "mean": round(float(values.mean()), 1), "median": int(np.median(values)),
-        "p95": int(np.percentile(values, 95)), "max": int(values.max()),
-    }  # fmt: skip
+        "min": int(values.min()),
+        "mean": round(float(values.mean()), 1),
+        "median": int(np.median(values)),
+        "p95": int(np.percentile(values, 95)),
+        "max": int(values.max()),
+    }
 
 
 def describe(report: FileReport) -> str:

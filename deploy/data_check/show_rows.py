@@ -32,8 +32,13 @@ def marks() -> tuple[str, str]:
 
 
 def shown_rows(
-    path: Path, number: int, purpose: Purpose, settings: TrainerSettings, tokenizer: ChatTokenizer, processor: ImageProcessor | None,
-) -> list[str]:  # fmt: skip
+    path: Path,
+    number: int,
+    purpose: Purpose,
+    settings: TrainerSettings,
+    tokenizer: ChatTokenizer,
+    processor: ImageProcessor | None,
+) -> list[str]:
     """Return the texts of the first rows of a file that can be trained on; a bad row among them is what is returned instead."""
     data = settings.data.model_copy(update={"max_samples": number, "max_prompt_tokens": _ANY_LENGTH})
     try:
@@ -53,9 +58,13 @@ def shown_rows(
 
 
 def _parts(
-    path: Path, purpose: Purpose, data: DataSettings, settings: TrainerSettings, tokenizer: ChatTokenizer,
+    path: Path,
+    purpose: Purpose,
+    data: DataSettings,
+    settings: TrainerSettings,
+    tokenizer: ChatTokenizer,
     processor: ImageProcessor | None,
-) -> list[tuple[str, list[Part]]]:  # fmt: skip
+) -> list[tuple[str, list[Part]]]:
     if purpose == "sft":
         turns = TurnSet([path], data=data, tokenizer=tokenizer, max_tokens=_ANY_LENGTH, mask=settings.sft.mask)
         return [

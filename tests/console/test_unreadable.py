@@ -127,9 +127,14 @@ def test_the_metrics_of_a_step_are_finite() -> None:
 
 
 def test_a_watcher_a_listing_and_an_audit_skip_and_count(
-    bus: Bus, blobs: Blobs, run_streams: str, nats_settings: NatsSettings, s3_settings: S3Settings, tmp_path: Path,
+    bus: Bus,
+    blobs: Blobs,
+    run_streams: str,
+    nats_settings: NatsSettings,
+    s3_settings: S3Settings,
+    tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
-) -> None:  # fmt: skip
+) -> None:
     """One letter, event, heartbeat, task and key that cannot be read stop no command; each command names the number."""
     run, letter = run_streams, recorded.dead_letter("e0.p1.a0").model_copy(update={"run_id": run_streams})
     hostile = letter.model_copy(update={"reason": "[/red]\x1b]0;owned\x07", "detail": "[bold", "group_ids": ("[/]",)})

@@ -337,8 +337,12 @@ def test_limits_are_raised_and_the_narrower_key_holds(
     ],
 )  # fmt: skip
 def test_several_optimizer_steps_on_a_batch_are_taken(
-    system: str, given: dict[str, Any], expected: tuple[int | None, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str],
-) -> None:  # fmt: skip
+    system: str,
+    given: dict[str, Any],
+    expected: tuple[int | None, ...],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     """Prompts that are generated together are a batch, and its optimizer steps and passes are those of the file."""
     file = tmp_path / "job.json"
     file.write_text(json.dumps(given))
@@ -456,8 +460,10 @@ def test_the_defaults_of_a_hydra_configuration_have_its_order_and_packages() -> 
         "actor/../optim/fsdp.yaml": "clip: 1.0\n",
     }
     found = read_yaml(
-        "x.yaml", "defaults: [first, empty, _self_, last, actor@role.actor: dp, actor/dp, model: null]\na: 2\nb: 2\n", beside.get,
-    )  # fmt: skip
+        "x.yaml",
+        "defaults: [first, empty, _self_, last, actor@role.actor: dp, actor/dp, model: null]\na: 2\nb: 2\n",
+        beside.get,
+    )
     assert found.values == {
         "a": 2, "b": 3, "defaults": [{"model": None}],
         **{f"{package}.{key}": value for package in ("role.actor", "actor")

@@ -194,10 +194,15 @@ def prompt_row(row: Row, data: DataSettings) -> PromptRow:
     return PromptRow(
         chat=chat if is_plain else with_system(chat, row, data),
         data_source=_text(row, "data_source" if "data_source" in row else form.data_source, default=""),
-        ground_truth=_ground_truth(row, form, answer, data), extra_info=_extra_info(row, form), is_plain=is_plain,
-        tools=tools_of(row, data), unused_answer=answer is not None and not data.answer_is_ground_truth, is_self_play=is_self_play(row),
-        images=images, column=form.prompt,
-    )  # fmt: skip
+        ground_truth=_ground_truth(row, form, answer, data),
+        extra_info=_extra_info(row, form),
+        is_plain=is_plain,
+        tools=tools_of(row, data),
+        unused_answer=answer is not None and not data.answer_is_ground_truth,
+        is_self_play=is_self_play(row),
+        images=images,
+        column=form.prompt,
+    )
 
 
 def turn_rows(row: Row, data: DataSettings, dropped: Counter[str] | None = None) -> list[TurnRow]:
@@ -291,8 +296,10 @@ def _is_plain(row: Row, form: RowFormat, data: DataSettings) -> bool:
     for other in ("system", "history"):
         if row.get(other) and (other == "system" or other in form.prompt_parts):
             refuse(
-                other, "expected none beside a plain text prompt", f'one; set data.text_prompts = "chat", or ignore {other}',
-            )  # fmt: skip
+                other,
+                "expected none beside a plain text prompt",
+                f'one; set data.text_prompts = "chat", or ignore {other}',
+            )
     return True
 
 

@@ -176,9 +176,13 @@ class RowSet(ABC, Generic[RowT]):
 
 
 def encode_texts(
-    texts: Sequence[str], begin_plain: Sequence[bool], tokenizer: ChatTokenizer, *, places: Sequence[str] = (),
+    texts: Sequence[str],
+    begin_plain: Sequence[bool],
+    tokenizer: ChatTokenizer,
+    *,
+    places: Sequence[str] = (),
     problems: Problems | None = None,
-) -> list[list[int]]:  # fmt: skip
+) -> list[list[int]]:
     """Return the token ids of texts; those that begin a sequence without template get the tokenizer's special tokens.
 
     A text with a token that the model does not have is among the ``problems`` with its place, and has any ids; without them
@@ -204,8 +208,14 @@ def encode_texts(
 
 
 def for_template(
-    chat: Chat, tools: tuple[Any, ...], column: str, tokenizer: ChatTokenizer, data: DataSettings, *, is_plain: bool = False,
-) -> tuple[Chat, tuple[Any, ...]]:  # fmt: skip
+    chat: Chat,
+    tools: tuple[Any, ...],
+    column: str,
+    tokenizer: ChatTokenizer,
+    data: DataSettings,
+    *,
+    is_plain: bool = False,
+) -> tuple[Chat, tuple[Any, ...]]:
     """Return a chat and its tools, with texts of control tokens as ``data.control_tokens`` says; raises MalformedData if refused.
 
     The tags of Hermes around a tool's result are left out where the template writes them too.

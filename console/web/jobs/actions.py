@@ -52,9 +52,16 @@ def check(
         raise Problem(429, "many requests check settings now", fix="try again in a few seconds")
     try:
         answer = subprocess.run(
-            launch.module("penstock.deploy.config_show", *arguments, "--command", command, "--json"), capture_output=True, text=True,
-            errors="replace", stdin=subprocess.DEVNULL, timeout=_CHECK_S, check=False, env=dict(environ), cwd=directory,
-        )  # fmt: skip
+            launch.module("penstock.deploy.config_show", *arguments, "--command", command, "--json"),
+            capture_output=True,
+            text=True,
+            errors="replace",
+            stdin=subprocess.DEVNULL,
+            timeout=_CHECK_S,
+            check=False,
+            env=dict(environ),
+            cwd=directory,
+        )
     except subprocess.TimeoutExpired:
         raise Problem(503, f"the settings were not checked within {_CHECK_S:.0f} s", fix="try again") from None
     finally:
@@ -65,9 +72,12 @@ def check(
     if answer.returncode != 2:
         raise Problem(500, "the settings could not be checked", got="\n".join(errors[-5:]), fix="report it, please")
     raise Problem(
-        422, errors[0] if errors else "the settings are refused", expected=f"settings that penstock {command} accepts", errors=errors,
+        422,
+        errors[0] if errors else "the settings are refused",
+        expected=f"settings that penstock {command} accepts",
+        errors=errors,
         fix="correct each key; every error names its key and what to write",
-    )  # fmt: skip
+    )
 
 
 def hidden(document: dict[str, Any], hide: Path) -> dict[str, Any]:
@@ -133,16 +143,25 @@ def _write_job(web: WebContext, request: RunRequest, new: Path, run: str, conten
     if (unread := document.pop("unread", [])) and request.run_file is None:
         # Settings of a request that do nothing are refused; a run_file may be shared with other commands.
         raise Problem(
-            422, f"{unread[0]} is not read by penstock {command}",
-            expected=f"settings that penstock {command} reads, or a run_file that other commands share", got=", ".join(unread),
+            422,
+            f"{unread[0]} is not read by penstock {command}",
+            expected=f"settings that penstock {command} reads, or a run_file that other commands share",
+            got=", ".join(unread),
             fix=f"leave them out, or set what {command} has instead in the section {command}",
-        )  # fmt: skip
+        )
     job_file.write_document(new / runs.PLANNED, document)
     job = Job(
-        run=run, created_at=time.time(), launcher=request.launcher, options=options.model_dump(exclude_none=True), command=command,
-        workers=request.workers, serve=tuple(str(directory / file) for file in request.serve), num_gpus=request.num_gpus or 0,
-        description=" ".join(part for part in (request.model_size, request.description) if part), directory=str(directory),
-    )  # fmt: skip
+        run=run,
+        created_at=time.time(),
+        launcher=request.launcher,
+        options=options.model_dump(exclude_none=True),
+        command=command,
+        workers=request.workers,
+        serve=tuple(str(directory / file) for file in request.serve),
+        num_gpus=request.num_gpus or 0,
+        description=" ".join(part for part in (request.model_size, request.description) if part),
+        directory=str(directory),
+    )
     job_file.write(new, job, at=folder)
 
 
@@ -274,16 +293,23 @@ def _options(request: RunRequest) -> BaseModel:
         errors = [f"launcher_options.{'.'.join(map(str, error['loc']))}: {error['msg']}" for error in err.errors()]
         known = ", ".join(installed(request.launcher).options.model_fields) or "none"
         raise Problem(
-            422, errors[0], expected=f"options of the launcher {request.launcher}: {known}", errors=errors, fix="correct them",
-        ) from None  # fmt: skip
+            422,
+            errors[0],
+            expected=f"options of the launcher {request.launcher}: {known}",
+            errors=errors,
+            fix="correct them",
+        ) from None
 
 
 def _refuse_existing(folder: Path) -> None:
     if folder.exists() or folder.is_symlink():
         raise Problem(
-            409, f"run {folder.name} exists", expected="a new name", got=folder.name,
+            409,
+            f"run {folder.name} exists",
+            expected="a new name",
+            got=folder.name,
             fix=f"choose another name, start it with POST /v1/runs/{folder.name}/start, or DELETE it first",
-        )  # fmt: skip
+        )
 
 
 def _wrong_state(folder: Path, state: RunState, what: str, expected: str, fix: str) -> Problem:

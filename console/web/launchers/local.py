@@ -37,9 +37,14 @@ class Local(Launcher):
         logs.mkdir(parents=True, exist_ok=True)
         with (logs / LOG).open("ab") as log:
             process = subprocess.Popen(
-                start.process, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, env=dict(start.environ),
-                cwd=start.directory, start_new_session=True,
-            )  # fmt: skip
+                start.process,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env=dict(start.environ),
+                cwd=start.directory,
+                start_new_session=True,
+            )
         deadline = time.monotonic() + _START_S
         while (launch := job_file.read_launch(start.folder)) is None or launch.start < start.number:
             if (code := process.poll()) is not None or time.monotonic() > deadline:

@@ -305,8 +305,11 @@ assert os.environ["OPENAI_BASE_URL"] not in open("/proc/1/cmdline").read()  # of
 result(json.dumps({{"reward": 0.25}}))
 """
         options = {
-            "sandbox": True, "readable": [str(tmp_path / "data"), str(tmp_path / "link")], "variables": {"OWN": "2"}, "folder": "/usr",
-        }  # fmt: skip
+            "sandbox": True,
+            "readable": [str(tmp_path / "data"), str(tmp_path / "link")],
+            "variables": {"OWN": "2"},
+            "folder": "/usr",
+        }
         (episode,), engine = run(model, python(code), options=options)
     assert (episode.status, episode.reward, len(engine.prompts)) == ("done", 0.25, 1)
 

@@ -450,14 +450,19 @@ def test_search_returns_the_best_passages(tmp_path: Path) -> None:
 
 
 PROGRAMS = {
-    "value": ("x = 20\nx + 1", "21"), "printed": ("print('hello', end='')\nNone", "hello"), "silent": ("x = 1", "(it printed nothing)"),
-    "text": ("'\U0001f600\\n' + 'é'", "'\U0001f600\\né'"), "braces": ("{'a': 1}['a'], f'{2}'", "(1, '2')"),
-    "raised": ("def f():\n    return 1 / 0\nprint('before')\nf()", "error: before\n"), "syntax": ("def f(:", "SyntaxError"),
+    "value": ("x = 20\nx + 1", "21"),
+    "printed": ("print('hello', end='')\nNone", "hello"),
+    "silent": ("x = 1", "(it printed nothing)"),
+    "text": ("'\U0001f600\\n' + 'é'", "'\U0001f600\\né'"),
+    "braces": ("{'a': 1}['a'], f'{2}'", "(1, '2')"),
+    "raised": ("def f():\n    return 1 / 0\nprint('before')\nf()", "error: before\n"),
+    "syntax": ("def f(:", "SyntaxError"),
     "exit": ("import sys; sys.exit(3)", "error: it ended with exit code 3"),
     "network": ("import socket; socket.create_connection(('127.0.0.1', 1))", "error: "),
-    "files": ("open('/etc/passwd').read()", "error: "), "forever": ("while True: pass", "error: stopped: it used up its CPU time"),
+    "files": ("open('/etc/passwd').read()", "error: "),
+    "forever": ("while True: pass", "error: stopped: it used up its CPU time"),
     "memory": ("x = bytearray(1 << 30)", "error: stopped: it used up its memory"),
-}  # fmt: skip
+}
 
 
 @pytest.fixture(scope="module")

@@ -85,15 +85,18 @@ def test_a_task_is_played_in_its_box_and_rewarded_by_its_verifier(model: Path, t
 
 
 VERDICTS = {
-    "true": "neither exists", ": > /logs/verifier/reward.txt": "found ''", "echo nan > /logs/verifier/reward.txt": "found 'nan",
-    "echo 1 of 2 > /logs/verifier/reward.txt": "'1 of 2", "echo 1 > /tmp/one; ln -s /tmp/one /logs/verifier/reward.txt": "neither exists",
+    "true": "neither exists",
+    ": > /logs/verifier/reward.txt": "found ''",
+    "echo nan > /logs/verifier/reward.txt": "found 'nan",
+    "echo 1 of 2 > /logs/verifier/reward.txt": "'1 of 2",
+    "echo 1 > /tmp/one; ln -s /tmp/one /logs/verifier/reward.txt": "neither exists",
     "echo 1 > /logs/verifier/reward.txt; echo '{\"score\": 1}' > /logs/verifier/reward.json": '{"score": 1}',
     "echo '{\"reward\": true}' > /logs/verifier/reward.json": '{"reward": true}',
     """echo '{"reward": 1, "passed": "all"}' > /logs/verifier/reward.json""": '"passed": "all"',
     "echo 1 > /logs/verifier/reward.txt; kill -9 $$": "its verifier ended with 137",
     "echo 1 > /logs/verifier/reward.txt; echo on its way; sleep 600": "no status within 1.5 s; the end of its verifier's output:\non its way",
     "mkdir /logs/verifier/reward.json; echo 1 > /logs/verifier/reward.txt; exit 3": "",
-}  # fmt: skip
+}
 
 
 @needs_boxes
@@ -150,10 +153,14 @@ def test_a_box_is_no_way_to_its_machine_and_leaves_nothing(model: Path, tmp_path
     secret = tmp_path / "secret"
     secret.write_text("hidden")
     commands = [
-        "id -u; echo x > /usr/bin/new && rm -f /usr/bin/wc && echo written", f"cat {secret} /etc/shadow; ls /work /home",
-        f"ln -s {tmp_path} /tests; ln -s {tmp_path} /app/out", "dd if=/dev/zero of=/big bs=1M count=100 2>&1 | tail -1; rm /big",
-        "printf 9 > answer.txt", "setsid sleep 600.25 >/dev/null 2>&1 &", "done",
-    ]  # fmt: skip
+        "id -u; echo x > /usr/bin/new && rm -f /usr/bin/wc && echo written",
+        f"cat {secret} /etc/shadow; ls /work /home",
+        f"ln -s {tmp_path} /tests; ln -s {tmp_path} /app/out",
+        "dd if=/dev/zero of=/big bs=1M count=100 2>&1 | tail -1; rm /big",
+        "printf 9 > answer.txt",
+        "setsid sleep 600.25 >/dev/null 2>&1 &",
+        "done",
+    ]
     with socket.create_server(("127.0.0.1", 0)) as other:
         commands[1] += (
             f"; {PYTHON} -S -c 'import socket; socket.create_connection((\"127.0.0.1\", {other.getsockname()[1]}), 5)'"
@@ -189,8 +196,10 @@ def test_an_agent_reaches_neither_the_verdict_nor_what_it_may_only_read(
     trace = f"[environment.env]\nLD_DEBUG = 'libs'\nLD_DEBUG_OUTPUT = '{tmp_path}/trace'\n"
     toml = (TASKS / "count-words" / "task.toml").read_text()
     tasks = changed(
-        tmp_path, "count-words", **{"task.toml": f"{toml}\n[verifier.env]\nKEY = 'JUDGE'\n{trace if attack == 'forge' else ''}"},
-    )  # fmt: skip
+        tmp_path,
+        "count-words",
+        **{"task.toml": f"{toml}\n[verifier.env]\nKEY = 'JUDGE'\n{trace if attack == 'forge' else ''}"},
+    )
     script = [ATTACKS[attack].replace("{agent}", str(tmp_path / "agent")), "done"]
     (episode,), _ = run(model, tmp_path, "count-words", script, tasks=tasks)
     assert (episode.status, episode.reward) == ("done", 0.0), said(episode)
@@ -212,8 +221,10 @@ def test_an_image_is_a_folder_that_no_box_changes(model: Path, tmp_path: Path) -
     (image / "bin/sh").exists() or shutil.copy("/bin/sh", image / "bin/sh")
     before = sorted(map(str, image.rglob("*")))
     script = [
-        "echo 7 > /bin/new; rm -rf /usr/share; echo /* >&2", f"read n < /bin/new; {SOLVED['count-words']}", "done",
-    ]  # fmt: skip
+        "echo 7 > /bin/new; rm -rf /usr/share; echo /* >&2",
+        f"read n < /bin/new; {SOLVED['count-words']}",
+        "done",
+    ]
     options = {"images": {"count-words": str(image), "debian:12": "/nowhere"}}
     (image / "app").mkdir()
     shutil.copy(TASKS / "count-words/environment/letter.txt", image / "app")
@@ -241,15 +252,20 @@ def test_a_solution_that_its_verifier_does_not_reward_refuses_the_task(model: Pa
 
 
 TOML = {
-    "[[steps]]\nname = 'a'": "steps", "[environment]\ngpus = 1": "environment.gpus",
+    "[[steps]]\nname = 'a'": "steps",
+    "[environment]\ngpus = 1": "environment.gpus",
     "[environment]\nmcp_servers = [{name = 'a', url = 'b'}]": "environment.mcp_servers",
     "[environment.healthcheck]\ncommand = 'true'": "environment.healthcheck.command",
     "[verifier]\nenvironment_mode = 'separate'": "verifier.environment_mode",
-    "[verifier.environment]\ncpus = 1": "verifier.environment.cpus", "[agent]\nuser = 'me'": "agent.user",
-    "[verifier.env]\nKEY = '${KEY}'": "verifier.env.KEY", "[environment]\ncpus = 2": "the internet",
-    "[agent]\ntimeout_sec = 0": "agent.timeout_sec is 0", "[agent]\ntimeout_sec = 10": "",
-    "[environment]\ndocker_image = [1]": "TypeError", f"a = {'[' * 5000}": "RecursionError",
-}  # fmt: skip
+    "[verifier.environment]\ncpus = 1": "verifier.environment.cpus",
+    "[agent]\nuser = 'me'": "agent.user",
+    "[verifier.env]\nKEY = '${KEY}'": "verifier.env.KEY",
+    "[environment]\ncpus = 2": "the internet",
+    "[agent]\ntimeout_sec = 0": "agent.timeout_sec is 0",
+    "[agent]\ntimeout_sec = 10": "",
+    "[environment]\ndocker_image = [1]": "TypeError",
+    f"a = {'[' * 5000}": "RecursionError",
+}
 FILES = {
     "FROM debian:12\nRUN apt-get update": "'RUN apt-get update' needs a build",
     "FROM debian:12 AS first": "no root file system for 'debian:12 AS first'",

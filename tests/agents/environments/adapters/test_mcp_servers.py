@@ -70,9 +70,13 @@ def http() -> Iterator[ServedTools]:
 def test_what_goes_wrong_in_a_call_is_text_for_the_policy(tool_model: Path, http: ServedTools) -> None:
     """A failing tool, an unknown one, wrong arguments, no answer in time, a long result, too many calls: the episode goes on."""
     script = [
-        call("fail"), call("judge", answer="3", ground_truth="3"), call("add", a="one", b=2), call("wait", seconds=600),
-        call("long", count=1000) + "\n" + call("add", a=1, b=1) + "\n" + call("add", a=2, b=2), "4",
-    ]  # fmt: skip
+        call("fail"),
+        call("judge", answer="3", ground_truth="3"),
+        call("add", a="one", b=2),
+        call("wait", seconds=600),
+        call("long", count=1000) + "\n" + call("add", a=1, b=1) + "\n" + call("add", a=2, b=2),
+        "4",
+    ]
     given = {"call_deadline_s": 8.0, "max_output_chars": 200, "output_cut": "middle", "max_parallel_calls": 2}
     episode, _ = tools(tool_model, script, servers={"notes": {"url": http.url}}, **given)
     failed, unknown, wrong, late, long, done, many = results(episode)

@@ -29,9 +29,11 @@ if TYPE_CHECKING:
 
 def tool(name: str, **properties: str) -> dict[str, Any]:
     schema = {
-        "type": "object", "properties": {key: {"type": kind} for key, kind in properties.items()}, "required": list(properties),
+        "type": "object",
+        "properties": {key: {"type": kind} for key, kind in properties.items()},
+        "required": list(properties),
         "additionalProperties": False,
-    }  # fmt: skip
+    }
     return {"type": "function", "name": name, "description": f"Do {name}.", "parameters": schema, "strict": True}
 
 
@@ -42,9 +44,11 @@ def row(expected: int = 5, **params: Any) -> dict[str, Any]:
     """A row as `resources_servers/example_session_state_mgmt` has them."""
     given = {"input": [{"role": "user", "content": "Add 2 and 1."}], "tools": TOOLS, **params}
     return {
-        "responses_create_params": given, "initial_count": 2, "expected_count": expected,
+        "responses_create_params": given,
+        "initial_count": 2,
+        "expected_count": expected,
         "agent_ref": {"type": "responses_api_agents", "name": "simple"},
-    }  # fmt: skip
+    }
 
 
 @pytest.fixture(scope="module")
@@ -77,8 +81,10 @@ def episodes(
 def test_an_episode_is_verified_by_its_server(tool_model: Path, server: GymServer) -> None:
     """Calls of one answer are made in turn, in one session; the server sees row and response, and its reward is the last turn's."""
     script = [
-        call("increment_counter", count=2) + "\n" + call("increment_counter", count=1), call("get_counter_value"), "5",
-    ]  # fmt: skip
+        call("increment_counter", count=2) + "\n" + call("increment_counter", count=1),
+        call("get_counter_value"),
+        "5",
+    ]
     (episode,), engine = episodes(tool_model, server, script)
     check_exact(episode, engine, tool_model, script)
     assert ("user", "Add 2 and 1.") in said(episode)
@@ -100,9 +106,14 @@ def test_what_goes_wrong_in_a_call_is_text_for_the_policy(tool_model: Path, serv
     """Wrong arguments, a refusal, an unknown tool, the server's own paths, a tool that raises, no answer in time: the episode goes on."""
     server.instead["/get_counter_value"] = lambda: Response("x" * 300 + " KeyError", status_code=500)
     script = [
-        call("increment_counter", count="many"), call("increment_counter", count=-1), call("verify", reward=1), call("get_counter_value"),
-        call("wait"), "\n".join([call("increment_counter", count=1)] * 3), "5",
-    ]  # fmt: skip
+        call("increment_counter", count="many"),
+        call("increment_counter", count=-1),
+        call("verify", reward=1),
+        call("get_counter_value"),
+        call("wait"),
+        "\n".join([call("increment_counter", count=1)] * 3),
+        "5",
+    ]
     (episode,), _ = episodes(tool_model, server, script, call_deadline_s=0.5, max_output_chars=200, max_calls=2)
     wrong, refused, unknown, raised, late, *three = results(episode)
     assert wrong.startswith("error: HTTP 422: ")
