@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 import math
+import os
 import re
 import shlex
 import shutil
@@ -27,8 +28,10 @@ from penstock.agents.environments.episode_environment import Attempt, Begun, Row
 from penstock.agents.environments.program import Program, ProgramOptions, write_task
 from penstock.agents.environments.program_process import Ended
 from penstock.protocol.config.environment_settings import EnvironmentDefinition
+from penstock.protocol.files import read_regular
 from penstock.rollout_service.environments.environment import Sampler
 
+_MOST_BYTES = 2**20  # of task.toml and Dockerfile
 _LEFT_S = 60.0  # of an episode, for what is neither set-up, agent nor verifier
 _GIVEN = "/run/penstock"  # inside
 _PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
@@ -83,14 +86,18 @@ class HarborOptions(ProgramOptions):
 
 
 def read_task(folder: Path, images: Mapping[str, str], *, offline: bool) -> HarborTask:
-    """Read a task folder; raises RowUnfit, which names what a box cannot do."""
+    """Read a task folder, which may be a stranger's; raises RowUnfit, which names what a box cannot do."""
     try:
-        task = HarborTask(folder, dict(_flat(tomllib.loads((folder / "task.toml").read_text()))))
-        dockerfile = folder / "environment" / "Dockerfile"
-        text = dockerfile.read_text() if dockerfile.exists() else ""
-        _ = [(folder / needed).read_bytes() for needed in ("instruction.md", "tests/test.sh")]
-    except (OSError, ValueError) as err:
-        raise RowUnfit(f"task {folder.name}: {err}") from None
+        return _read_task(folder, images, offline=offline)
+    except (OSError, ValueError, TypeError, LookupError, RecursionError) as err:
+        raise RowUnfit(f"task {folder.name}: {type(err).__name__}: {err}") from None
+
+
+def _read_task(folder: Path, images: Mapping[str, str], *, offline: bool) -> HarborTask:
+    task = HarborTask(folder, dict(_flat(tomllib.loads(_text(folder / "task.toml")))))
+    dockerfile = folder / "environment" / "Dockerfile"
+    text = _text(dockerfile) if os.path.lexists(dockerfile) else ""
+    _ = [read_regular(folder / needed, 1) for needed in ("instruction.md", "tests/test.sh")]
     keys, context, read = task.keys, folder / "environment", f"{_IGNORED}|{_READ}|{_ENV}"
     refused = [key for key, value in keys.items() if not re.fullmatch(read, key) and _ONLY.get(key, []) != value]
     refused += [f"{key} (a variable of here)" for key, value in keys.items() if ".env." in key and "${" in str(value)]
@@ -103,6 +110,12 @@ def read_task(folder: Path, images: Mapping[str, str], *, offline: bool) -> Harb
         raise RowUnfit(f"task {folder.name} needs what a box does not have: {', '.join(refused)}")
     _put_on_image(task, text, images)
     return task
+
+
+def _text(path: Path) -> str:
+    if len(data := read_regular(path, _MOST_BYTES + 1)) > _MOST_BYTES:
+        raise ValueError(f"{path.name} is longer than {_MOST_BYTES} bytes")
+    return data.decode()
 
 
 def _flat(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

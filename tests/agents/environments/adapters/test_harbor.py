@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import os
 import re
 import shutil
 import socket
@@ -177,6 +178,35 @@ def test_a_box_is_no_way_to_its_machine_and_leaves_nothing(model: Path, tmp_path
     assert not [one for one in Path("/proc").glob("[0-9]*/cmdline") if b"600.25" in readable(one)]
 
 
+ATTACKS = {
+    "forge": "echo 1 > /logs/verifier/reward.txt; for pid in /proc/[0-9]*; do printf '0\\n0\\n' > $pid/fd/1; done; sleep 1; exit 1",
+    "move": "for one in /logs /logs/verifier /tests; do umount $one; mv $one /x; done; mkdir -p /logs/verifier; echo 1 > /x/verifier/reward.txt",
+    "race": "setsid sh -c 'while :; do echo 1 >/logs/verifier/reward.txt; echo echo 1 >/tests/test.sh; done' >/dev/null 2>&1 &",
+    "read": "cat /proc/[0-9]*/cmdline /proc/[0-9]*/environ | tr '\\0' '\\n' | grep -a JUDGE | grep -v tr",
+    "mount": "mount -o remount,rw,bind {agent}; echo x > {agent}/made; mount -t tmpfs no /mnt; umount /run/penstock",
+}
+
+
+@needs_boxes
+@pytest.mark.parametrize("attack", ATTACKS)
+def test_an_agent_reaches_neither_the_verdict_nor_what_it_may_only_read(
+    model: Path, tmp_path: Path, attack: str
+) -> None:
+    """Nor do a task's variables reach the machine: ``LD_DEBUG_OUTPUT`` has the loader write a file, as ``LD_PRELOAD`` has it run code."""
+    trace = f"[environment.env]\nLD_DEBUG = 'libs'\nLD_DEBUG_OUTPUT = '{tmp_path}/trace'\n"
+    toml = (TASKS / "count-words" / "task.toml").read_text()
+    tasks = changed(
+        tmp_path,
+        "count-words",
+        **{"task.toml": f"{toml}\n[verifier.env]\nKEY = 'JUDGE'\n{trace if attack == 'forge' else ''}"},
+    )
+    script = [ATTACKS[attack].replace("{agent}", str(tmp_path / "agent")), "done"]
+    (episode,), _ = run(model, tmp_path, "count-words", script, tasks=tasks)
+    assert (episode.status, episode.reward) == ("done", 0.0), said(episode)
+    assert sorted(one.name for one in tmp_path.rglob("*") if tasks not in one.parents) == ["agent", "agent.py", "tasks"]
+    assert attack != "read" or "KEY" not in said(episode)[2][1]
+
+
 @needs_boxes
 def test_an_image_is_a_folder_that_no_box_changes(model: Path, tmp_path: Path) -> None:
     """It has what it has: here a shell, a few programs, their libraries, and those of Python."""
@@ -233,6 +263,8 @@ TOML = {
     "[environment]\ncpus = 2": "the internet",
     "[agent]\ntimeout_sec = 0": "agent.timeout_sec is 0",
     "[agent]\ntimeout_sec = 10": "",
+    "[environment]\ndocker_image = [1]": "TypeError",
+    f"a = {'[' * 5000}": "RecursionError",
 }
 FILES = {
     "FROM debian:12\nRUN apt-get update": "'RUN apt-get update' needs a build",
@@ -244,6 +276,10 @@ FILES = {
     "FROM debian:12\nENV A=$B": "ENV A=$B",
     "FROM debian:12\nUSER me": "USER me",
     "FROM debian:12\nFROM debian:12": "'FROM debian:12' needs",
+    "FROM debian:12\nENV": "IndexError",
+    "FROM debian:12\nENV A='": "No closing quotation",
+    "FROM debian:12\nCOPY": "ValueError",
+    "#" * 2**21: "Dockerfile is longer",
 }
 
 
@@ -257,3 +293,14 @@ def test_what_a_box_cannot_do_is_refused_by_its_name(tmp_path: Path, files: dict
         return
     with pytest.raises(RowUnfit, match=re.escape(said)):
         _ = read_task(folder, IMAGES, offline=offline).episode_s
+
+
+@pytest.mark.parametrize("name", ["task.toml", "environment/Dockerfile", "instruction.md", "tests/test.sh"])
+@pytest.mark.parametrize("target", ["/dev/zero", ""])
+def test_a_file_of_a_task_is_no_way_to_another(tmp_path: Path, name: str, target: str) -> None:
+    """A link would be read without end, or hand over a file of the worker's user; a pipe would be waited for."""
+    folder = changed(tmp_path, "count-words") / "count-words"
+    (folder / name).unlink()
+    (folder / name).symlink_to(target) if target else os.mkfifo(folder / name)
+    with pytest.raises(RowUnfit, match=r"symbolic links|not a regular file"):
+        read_task(folder, IMAGES, offline=True)

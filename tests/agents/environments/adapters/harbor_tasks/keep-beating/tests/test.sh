@@ -2,4 +2,5 @@
 touch /var/beat
 before=$(wc -l < /var/beat)
 sleep 0.5
-if [ "$(wc -l < /var/beat)" -gt "$before" ]; then echo 1.0; else echo 0.0; fi > /logs/verifier/reward.txt
+runs() { [ "$(wc -l < /var/beat)" -gt "$before" ] && cat /proc/[0-9]*/cmdline | grep -aq "echo [b]eat"; }
+if runs; then echo 1.0; else echo 0.0; fi > /logs/verifier/reward.txt
