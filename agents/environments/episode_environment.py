@@ -30,7 +30,7 @@ from penstock.protocol.chat_tokenizer import ChatTokenizer
 from penstock.protocol.config.connection import Section
 from penstock.protocol.config.environment_settings import EnvironmentDefinition, EpisodeSettings, RequestRules
 from penstock.protocol.episode import Episode, EpisodeRow
-from penstock.protocol.errors import ConfigError, PenstockError
+from penstock.protocol.errors import ConfigError, PackError, PenstockError
 from penstock.protocol.groups import Task, derived_seed
 from penstock.protocol.secret_values import resolved
 from penstock.rollout_service.environments.environment import Environment, EpisodeStore, Sampler, in_episode
@@ -242,14 +242,18 @@ class EpisodeEnvironment(Environment):
                 episode=session.id, read=made.scored, last=made.last,
             )  # fmt: skip
         numbers = sorted(span.turn for row in made.rows for span in row.spans if span.is_trained)
-        rows = [_with_rewards(row, numbers, played) for row in stored_rows(made, session.tree.turns)]
-        return Episode(
-            episode_id=session.id, group_id=begun.task.group_id, index=index, environment=self.name,
-            environment_version=attempt.version or self.version, seed=begun.seed, status=played.status,
-            rows=tuple(rows), attempt=begun.attempt, time_spent_by=played.time_spent_by,
-            reward=float(sum(played.rewards.values())), reward_parts=tuple(sorted(played.parts.items())),
-            messages=messages_json(session.messages), counts=counts_of(session.counts, made),
-        )  # fmt: skip
+        try:
+            rows = [_with_rewards(row, numbers, played) for row in stored_rows(made, session.tree.turns)]
+            return Episode(
+                episode_id=session.id, group_id=begun.task.group_id, index=index, environment=self.name,
+                environment_version=attempt.version or self.version, seed=begun.seed, status=played.status,
+                rows=tuple(rows), attempt=begun.attempt, time_spent_by=played.time_spent_by,
+                reward=float(sum(played.rewards.values())), reward_parts=tuple(sorted(played.parts.items())),
+                messages=messages_json(session.messages), counts=counts_of(session.counts, made),
+            )  # fmt: skip
+        except PackError as err:  # a sum that is not finite, a name or a state that cannot be stored
+            played.status, played.problem = "failed", str(err)
+            return None
 
 
 def group_seed(task: Task) -> int:
