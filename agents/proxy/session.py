@@ -175,6 +175,11 @@ class EpisodeSession:
         elif status >= 500 and number > self._answered_request:
             self.failed_by, self._failed_request = code, max(self._failed_request, number)
 
+    def fail(self, code: str) -> None:
+        """Note a request that failed before it was read, or behind its answer, through no fault of the agent."""
+        self._num_requests += 1
+        self.failed_by, self._failed_request = code, self._num_requests
+
     async def count_tokens(self, request: AgentRequest) -> int:
         """Return the number of tokens of the prompt that a request would have now; raises RequestRefused."""
         self.counts["token_counts"] += 1

@@ -15,7 +15,7 @@ _ROLES = ("system", "developer", "user", "assistant", "tool")
 
 
 def read_request(body: Mapping[str, Any], temperature: float, lenience: Lenience = STRICT) -> AgentRequest:
-    fields.refuse_present(body, "functions", "function_call", "audio", "prediction", "logprobs", "web_search_options")
+    fields.refuse_present(body, "functions", "function_call", "audio", "prediction", "logprobs", "top_logprobs")
     if body.get("n") not in (None, 1):
         raise unsupported("n > 1: one request has one answer", "n")
     form = body.get("response_format")
@@ -31,7 +31,7 @@ def read_request(body: Mapping[str, Any], temperature: float, lenience: Lenience
         stop=fields.stop_strings(body, "stop"),
         max_tokens=fields.max_tokens(body, "max_tokens", "max_completion_tokens"),
         reads_calls=fields.reads_calls(body),
-        overruled=(*fields.overruled(body, temperature), *ignored, *dropped),
+        overruled=(*fields.overruled(body, temperature, "stop"), *ignored, *dropped),
     )
 
 
