@@ -25,11 +25,12 @@ _NOT_A_NAME = re.compile(r"[^A-Za-z0-9_.-]")
 _MAX_STOP_CHARACTERS = 200
 _MAX_TOOLS = 512
 # Fields that are read, or change no answer; all others are counted where they ask for something.
-_READ = frozenset(
-    "model messages input instructions system tools tool_choice stream stream_options n max_tokens max_completion_tokens "
-    "max_output_tokens response_format text user metadata client_metadata store service_tier include cache_control "
-    "prompt_cache_key prompt_cache_retention prompt_cache_options safety_identifier anthropic_version anthropic_beta betas".split()
-)
+_READ = {
+    "model", "messages", "input", "instructions", "system", "tools", "tool_choice", "stream", "stream_options", "n", "max_tokens",
+    "max_completion_tokens", "max_output_tokens", "response_format", "text", "user", "metadata", "client_metadata", "store", "include",
+    "service_tier", "cache_control", "prompt_cache_key", "prompt_cache_retention", "prompt_cache_options", "safety_identifier",
+    "anthropic_version", "anthropic_beta", "betas",
+}  # fmt: skip
 _NOTHING: dict[str, tuple[Any, ...]] = {  # the values of a field that ask for nothing, where these are others than false and empty
     "temperature": (None,), "top_p": (None, 1), "top_k": (None, -1, 0), "seed": (None,), "repetition_penalty": (None, 1),
     "reasoning_effort": (None,), "thinking": (None,), "parallel_tool_calls": (None, True), "truncation": (None, "disabled"),
