@@ -149,7 +149,7 @@ def begun(base: Path, spec: dict[str, Any]) -> subprocess.Popen[bytes]:
     threading.Thread(target=pass_on, args=(listener, spec["socket"]), daemon=True).start()
     confined = [
         spec["bubblewrap"], "--unshare-all", "--share-net", "--uid", "0", "--gid", "0", "--hostname", "box", "--die-with-parent",
-        "--new-session", "--bind", str(root), "/", "--proc", "/proc", "--dev", "/dev",
+        "--new-session", "--bind", str(root), "/", "--dir", "/logs/agent", "--dir", "/logs/artifacts", "--proc", "/proc", "--dev", "/dev",
         *(word for path in spec["readable"] for word in ("--ro-bind", path, path)),
         "--ro-bind", str(given), "/run/penstock", "--bind", str(logs), "/logs/verifier", "--",
     ]  # fmt: skip
