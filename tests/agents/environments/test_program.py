@@ -114,6 +114,7 @@ _ASKED = 'ask(task["messages"]); '
         (_ASKED + "result('{\"reward\": NaN}')", "reward: Input should be a finite number"),
         (_ASKED + 'result(\'{"reward": "1"}\')', "reward: Input should be a valid number"),
         (_ASKED + 'result(\'{"reward": 1, "rewards": 2}\')', "rewards: "),
+        (_ASKED + 'result(\'{"reward": 1, "reward": 0}\')', "the key 'reward' twice"),
         (_ASKED + "result(' ' * 70000)", "more than 65536 bytes"),
         (_ASKED + 'os.mkfifo(os.environ["PENSTOCK_RESULT"])', "wrote no result to PENSTOCK_RESULT"),
     ],
