@@ -29,7 +29,7 @@ from penstock.agents.proxy.session import AgentModel, EpisodeLimits, EpisodeSess
 from penstock.protocol.chat_tokenizer import ChatTokenizer
 from penstock.protocol.config.connection import Section
 from penstock.protocol.config.environment_settings import EnvironmentDefinition, EpisodeSettings, RequestRules
-from penstock.protocol.episode import Episode, EpisodeRow
+from penstock.protocol.episode import Episode, EpisodeRow, Turn
 from penstock.protocol.errors import ConfigError, PackError, PenstockError
 from penstock.protocol.groups import Task, derived_seed
 from penstock.protocol.secret_values import resolved
@@ -265,14 +265,11 @@ def group_seed(task: Task) -> int:
 
 
 def _with_rewards(row: EpisodeRow, numbers: Sequence[int], played: Played) -> EpisodeRow:
-    turns = tuple(
-        turn._replace(
-            reward=float(played.rewards.get(numbers[turn.number], 0.0)),
-            state=played.states.get(numbers[turn.number], ""),
-        )
-        for turn in row.turns
-    )
-    return replace(row, turns=turns)
+    def paid(turn: Turn) -> Turn:
+        number = numbers[turn.number]
+        return turn._replace(reward=float(played.rewards.get(number, 0.0)), state=played.states.get(number, ""))
+
+    return replace(row, turns=tuple(map(paid, row.turns)))
 
 
 def _first(failures: BaseExceptionGroup[EngineError]) -> EngineError:

@@ -49,13 +49,9 @@ class Row:
 
     @classmethod
     def of(cls, task: Task) -> Row:
-        truth, reward = task.reward.ground_truth, task.reward
-        return cls(
-            _messages(task.messages),
-            None if truth is None else json.loads(truth),
-            json.loads(reward.extra_info),
-            reward.data_source,
-        )
+        reward = task.reward
+        truth = None if reward.ground_truth is None else json.loads(reward.ground_truth)
+        return cls(_messages(task.messages), truth, json.loads(reward.extra_info), reward.data_source)
 
     def asked(self) -> tuple[Message, ...]:
         """Return the prompt; raises ValueError unless it ends with a message of the user."""
@@ -156,7 +152,7 @@ async def call(function: Callable[[], Any], deadline_s: float, executor: Executo
         async with limit:
             if inspect.iscoroutinefunction(getattr(function, "func", function)):
                 return await function()
-            value, error = await asyncio.get_running_loop().run_in_executor(executor, _caught, function)
+            value, error = await asyncio.get_running_loop().run_in_executor(executor, caught, function)
             if error is None:
                 return await value if inspect.isawaitable(value) else value
     except (Exception, SystemExit, asyncio.CancelledError) as err:
@@ -169,7 +165,7 @@ async def call(function: Callable[[], Any], deadline_s: float, executor: Executo
     raise EnvironmentFailed(f"{type(error).__name__}: {error}") from error
 
 
-def _caught(function: Callable[[], Any]) -> tuple[Any, BaseException | None]:
+def caught(function: Callable[[], Any]) -> tuple[Any, BaseException | None]:
     """Return what a method returns, or raises: not every exception passes from a thread to a coroutine as what it is."""
     try:
         return function(), None

@@ -272,19 +272,10 @@ class _ServedProxy:
 def write_task(begun: Begun) -> Path:
     folder = Path(tempfile.mkdtemp(prefix=f"{program_process.PREFIX}{program_process.mark()}-"))
     task = begun.task
-    (folder / "task.json").write_text(
-        json.dumps(
-            {
-                "messages": json.loads(task.messages or "[]"),
-                "ground_truth": None if task.reward.ground_truth is None else json.loads(task.reward.ground_truth),
-                "extra_info": json.loads(task.reward.extra_info),
-                "data_source": task.reward.data_source,
-                "seed": begun.seed,
-                "episode": begun.name,
-                "attempt": begun.attempt,
-            }
-        )
-    )
+    truth = None if task.reward.ground_truth is None else json.loads(task.reward.ground_truth)
+    row = {"messages": json.loads(task.messages or "[]"), "ground_truth": truth, "data_source": task.reward.data_source}
+    row |= {"extra_info": json.loads(task.reward.extra_info), "seed": begun.seed}
+    (folder / "task.json").write_text(json.dumps({**row, "episode": begun.name, "attempt": begun.attempt}))
     return folder
 
 

@@ -163,12 +163,11 @@ def _is_side(talk: Conversation, known: Iterable[str], task: str) -> bool:
 
 def _carried(turns: Sequence[SampledTurn], talks: Sequence[Conversation]) -> dict[int, list[str]]:
     """Return the summaries that the text of a root goes on from, by the root's number."""
-    asked = [
-        turn
-        for turn in turns
-        if any(_SUMMARY.search(end) for message in turn.new_messages for end in _ends(message.content))
-    ]
-    asked = [turn for turn in asked if turn.answer.content.strip()]
+
+    def asks(turn: SampledTurn) -> bool:
+        return any(_SUMMARY.search(end) for message in turn.new_messages for end in _ends(message.content))
+
+    asked = [turn for turn in turns if turn.answer.content.strip() and asks(turn)]
     carried: dict[int, list[str]] = {}
     for talk in talks:
         texts = [message.content for message in talk.root.new_messages]

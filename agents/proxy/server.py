@@ -69,7 +69,7 @@ def _asked(scope: Scope) -> tuple[str, str, str, Api]:
         first,
         secret,
         name,
-        APIS.get(name, APIS["messages" if _is_of_anthropic(name, scope) else "chat/completions"]),
+        APIS.get(name) or APIS["messages" if _is_of_anthropic(name, scope) else "chat/completions"],
     )
 
 
@@ -115,10 +115,8 @@ class ProxyApp:
             log.exception("request failed", path=name)
             if episode is not None:
                 episode.fail("internal_error")
-            internal = RequestRefused(
-                500, "internal_error", "internal error of the proxy, please report; see the worker's log"
-            )
-            await _send_json(send, 500, api.error(internal))
+            said = "internal error of the proxy, please report; see the worker's log"
+            await _send_json(send, 500, api.error(RequestRefused(500, "internal_error", said)))
 
     async def _answer(
         self, api: Api, name: str, episode: EpisodeSession, scope: Scope, receive: Receive, send: Send

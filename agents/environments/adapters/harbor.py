@@ -81,7 +81,7 @@ class HarborOptions(ProgramOptions):
     tasks: str = Field(description="A folder of task folders; extra_info.task of a row names one of them.")
     images: dict[str, str] = Field(
         description="Root file systems by the name of an image (what a Dockerfile begins FROM, or docker_image) or of a task (its "
-        'Dockerfile, built): absolute paths of folders; "/" is the system\'s own programs.',
+        'Dockerfile, built): absolute paths of folders; "/" is the system\'s own programs.'
     )
     offline: bool = Field(False, description="Play tasks that may use the internet without it; else they are refused.")
     storage_mb: int = Field(1024, ge=1, description="MiB that a box may write; they are in memory.")

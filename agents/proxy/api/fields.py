@@ -101,12 +101,10 @@ def parts(value: Any, where: str, *, kinds: tuple[str, ...] = ("text",)) -> tupl
     """
     if not isinstance(value, list) or not any(_is_image(part) for part in value):
         return ()
-    return tuple(
-        [
-            _image(part, f"{where}[{n}]") if _is_image(part) else content([part], where, kinds=kinds)
-            for n, part in enumerate(value)
-        ]
+    read = (
+        _image(p, f"{where}[{n}]") if _is_image(p) else content([p], where, kinds=kinds) for n, p in enumerate(value)
     )
+    return tuple(read)
 
 
 def message(
@@ -163,11 +161,10 @@ def overruled(body: Mapping[str, Any], temperature: float, *read: str) -> tuple[
         and (name != "temperature" or value != temperature)
     ]  # fmt: skip
     choice, tools = body.get("tool_choice"), [tool for tool in body.get("tools") or () if isinstance(tool, dict)]
+    tools += [tool["function"] for tool in tools if isinstance(tool.get("function"), dict)]
     if isinstance(choice, dict) and choice.get("disable_parallel_tool_use"):
         names.append("parallel_tool_calls")
-    if any(
-        tool.get("strict") or (isinstance(one := tool.get("function"), dict) and one.get("strict")) for tool in tools
-    ):
+    if any(tool.get("strict") for tool in tools):
         names.append("tools.strict")
     if any(_detail(part) not in (None, "auto") for part in _shown(body)):
         names.append("image_detail")  # the model's image processor decides the resolution

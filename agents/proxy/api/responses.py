@@ -80,14 +80,8 @@ def _messages(items: list[tuple[str, dict[str, Any]]]) -> list[Message]:
 
     def end_answer() -> None:
         if answer:
-            messages.append(
-                Message(
-                    "assistant",
-                    "\n".join(answer.get("content", [])),
-                    "\n".join(answer.get("reasoning", [])),
-                    tuple(answer.get("calls", [])),
-                )
-            )
+            content, reasoning = ("\n".join(answer.get(name, [])) for name in ("content", "reasoning"))
+            messages.append(Message("assistant", content, reasoning, tuple(answer.get("calls", []))))
             answer.clear()
 
     for where, item in items:

@@ -13,17 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.agents.environments.played import (
-    Script,
-    check_exact,
-    engine_of,
-    once,
-    play,
-    playing,
-    rolled,
-    said,
-    task_of,
-)
+from tests.agents.environments.played import Script, check_exact, engine_of, once, play, playing, rolled, said, task_of
 from tests.agents.proxy.agent_model import SMOLLM2, Engine, write_model
 
 from penstock.agents.environments.episode_environment import group_seed
@@ -69,10 +59,6 @@ def fails() -> Reply:
     raise OSError("the world is gone")
 
 
-def raised(error: BaseException) -> Reply:
-    raise error
-
-
 def times_out() -> Reply:
     raise TimeoutError("the tool gave up")
 
@@ -102,7 +88,7 @@ def test_an_episode_whose_environment_fails_is_begun_again_with_its_seed(model: 
         (lambda: say(None), "its messages or tools hold what no API may: TypeError"),  # type: ignore[arg-type]
         (sys.exit, "failed: SystemExit"),
         (lambda: next(iter(())), "failed: StopIteration"),
-        (lambda: raised(concurrent.futures.CancelledError()), "failed: CancelledError"),
+        (lambda: (_ for _ in ()).throw(concurrent.futures.CancelledError()), "failed: CancelledError"),
     ],
 )
 def test_a_group_that_cannot_be_played_is_refused_with_the_reason(
@@ -274,10 +260,7 @@ def test_a_row_brings_its_calls_of_tools(model: Path) -> None:
     row = Row.of(task_of().model_copy(update={"messages": json.dumps(chat), "reward": reward}))
     assert [
         (message.role, [call.name for call in message.tool_calls], message.content) for message in row.messages
-    ] == [
-        ("assistant", ["add"], ""),
-        ("tool", [], "4"),
-    ]
+    ] == [("assistant", ["add"], ""), ("tool", [], "4")]
     assert (row.ground_truth, row.extra_info, row.data_source) == ([4], {"level": 2}, "sums")
 
 

@@ -224,10 +224,6 @@ SHOWN = {"type": "function_call_output", "call_id": "c", "output": [PICTURE]}
 )  # fmt: skip
 def test_no_field_is_ignored_in_silence(api: Any, body: dict[str, Any], counted: list[str]) -> None:
     assert [name for name in api.read_request(body, 1.0).overruled if name != "temperature"] == counted
-    for field in ({"top_logprobs": 2}, {"include": ["message.output_text.logprobs"]}):
-        if api is responses:
-            with pytest.raises(RequestRefused, match="not supported"):
-                api.read_request({**body, **field}, 1.0)
 
 
 async def test_tools_of_a_namespace_are_functions(tmp_path: Path) -> None:

@@ -260,9 +260,9 @@ async def test_responses_translate_items_to_one_conversation(folder: Path) -> No
 
 async def test_responses_refuse_what_has_no_counterpart(folder: Path) -> None:
     fields: list[dict[str, Any]] = [
-        {"previous_response_id": "resp_1"},
+        {"previous_response_id": "resp_1"}, {"top_logprobs": 2}, {"include": ["message.output_text.logprobs"]},
         {"input": [{"type": "reasoning", "encrypted_content": "x"}]},
-    ]
+    ]  # fmt: skip
     async with served(bench(folder)) as (client, _):
         for field in fields:
             reply = await client.post("responses", json={"input": "hello", **field})
