@@ -214,7 +214,7 @@ def confined(
         "--bind", str(base / "root"), "/", "--proc", "/proc", "--dev", "/dev",
         *(word for path in spec["readable"] for word in ("--ro-bind", path, path)),
         "--ro-bind", str(base / "given"), "/run/penstock", "--bind", str(base / "logs"), "/logs",
-        "--bind", str(own[0]), "/tests", "--bind", str(own[1]), "/logs/verifier",
+        "--dir", "/logs/agent", "--dir", "/logs/artifacts", "--bind", str(own[0]), "/tests", "--bind", str(own[1]), "/logs/verifier",
         *(word for name, value in variables.items() for word in ("--setenv", name, value)),
     ]  # fmt: skip
     if any("\0" in word for word in options):

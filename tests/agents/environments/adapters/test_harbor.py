@@ -19,7 +19,7 @@ import pytest
 from tests.agents.environments.played import check_exact, engine_of, play, said, task_of
 from tests.agents.proxy.agent_model import Engine
 
-from penstock.agents.environments.adapters.harbor import HARBOR, read_task
+from penstock.agents.environments.adapters.harbor import _PATH, HARBOR, read_task
 from penstock.agents.environments.episode_environment import RowUnfit
 from penstock.rollout_service.errors import TaskRefused
 
@@ -79,6 +79,7 @@ def test_a_task_is_played_in_its_box_and_rewarded_by_its_verifier(model: Path, t
     (episode,), engine = run(model, tmp_path, name, script, options={"checks_solution": True})
     assert (episode.status, episode.reward, episode.attempt) == ("done", 1.0, 0)
     check_exact(episode, engine, model, script)
+    assert "anary" not in said(episode)[0][1]
     assert dict(episode.reward_parts) == ({"passed": 3.0} if name == "repair-script" else {})
     (episode,), _ = run(model, tmp_path, name, ["true", "done"])
     assert (episode.status, episode.reward) == ("done", 0.0)
@@ -281,10 +282,12 @@ FILES = {
     "FROM debian:12\nCOPY": "ValueError",
     "#" * 2**21: "Dockerfile is longer",
 }
+NAMES = ("trajectory.json", "tests/.harborignore", "environment/.dockerignore")
 
 
 @pytest.mark.parametrize(("files", "said"), [({"task.toml": text}, said) for text, said in TOML.items()]
-                         + [({"environment/Dockerfile": text}, said) for text, said in FILES.items()])  # fmt: skip
+                         + [({"environment/Dockerfile": text}, said) for text, said in FILES.items()]
+                         + [({name: ""}, name) for name in NAMES])  # fmt: skip
 def test_what_a_box_cannot_do_is_refused_by_its_name(tmp_path: Path, files: dict[str, str], said: str) -> None:
     folder = changed(tmp_path, "count-words", **files) / "count-words"
     offline = said != "the internet"
@@ -304,3 +307,20 @@ def test_a_file_of_a_task_is_no_way_to_another(tmp_path: Path, name: str, target
     (folder / name).symlink_to(target) if target else os.mkfifo(folder / name)
     with pytest.raises(RowUnfit, match=r"symbolic links|not a regular file"):
         read_task(folder, IMAGES, offline=True)
+
+
+@pytest.mark.parametrize(
+    ("dockerfile", "workdir", "variables"),
+    [
+        ("FROM debian:12\nENV PATH=\"/opt/bin:$PATH\" A=1\nENV B=${A}2\nWORKDIR /app/$B", "/app/12", {"PATH": "/opt/bin:" + _PATH, "A": "1", "B": "12"}),
+        ("from debian:12\nenv LANG C.UTF-8\nworkdir /app", "/app", {"LANG": "C.UTF-8"}),
+        ("FROM go AS b\nENV GO=1\nWORKDIR /b\nFROM debian:12\nCOPY --from=b /b /app\nWORKDIR app", "/app", {}),
+        ("FROM debian:12 AS base\nENV A=1\nFROM base\nRUN <<EOF\nWORKDIR /none\nEOF\nWORKDIR /app", "/app", {"A": "1"}),
+    ],
+)  # fmt: skip
+def test_a_built_image_has_the_variables_and_the_folder_of_its_dockerfile(
+    tmp_path: Path, dockerfile: str, workdir: str, variables: dict[str, str]
+) -> None:
+    folder = changed(tmp_path, "count-words", **{"environment/Dockerfile": dockerfile}) / "count-words"
+    task = read_task(folder, {"count-words": "/image"}, offline=True)
+    assert (task.workdir, task.variables) == (workdir, variables)
