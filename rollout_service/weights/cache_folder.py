@@ -220,7 +220,7 @@ class MemoryFolder:
                 return f"copies of weights are kept in the run's folder: {problem}"
             room = self._room()
         most = max(0, room.for_copies - room.needed) / NUM_REGULAR_SLOTS / _GB
-        return f"the copies of one more worker fit into {self._root} for a model of up to {most:.2f} GB; of a larger one they are in the run's folder; {segments.SHARE:.1%} of it may hold downloads that workers share"
+        return f"the copies of one more worker fit into {self._root} for a model of up to {most:.2f} GB; of a larger one they are in the run's folder; downloads that workers share take up to {segments.SHARE:.1%} of what is free"
 
     def _clear_abandoned(self, parent: Path, *, keep_own: bool) -> None:
         for folder in parent.iterdir():
