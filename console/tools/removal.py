@@ -1,4 +1,4 @@
-"""`penstock runs rm` and `clean`: remove what a run has in the object store, on NATS and on this machine.
+"""`penstock runs rm` and `clean`: remove what a run has in the object store, on NATS and on this machine, in `/dev/shm` where its workers were killed.
 
 Buckets and streams are removed first, then the objects, the stream of events last. NATS refuses the first step to a login
 that may not delete, before an object is gone: the object store's key is often shared by all logins. After an interruption
@@ -34,6 +34,7 @@ from penstock.protocol.record.stored_record import users_of_input
 from penstock.protocol.transport.blobs import Blobs
 from penstock.protocol.transport.bus import Bus
 from penstock.protocol.transport.key_value import Entry
+from penstock.protocol.weights.shared_segments import SharedSegments
 
 PINNED = "pinned"  # tag of a run that `penstock runs clean` never removes
 _MOST = 1_000_000  # days, or gigabytes
@@ -88,6 +89,7 @@ def remove_run(run: NamedRun, *, yes: bool, folder: bool, force: bool) -> int:
         with _servers(run) as (bus, blobs):
             remove_holdings(run.id, holdings, bus, blobs)
         print(f"removed {holdings.describe()}")
+    SharedSegments(run.id).clear_abandoned()
     if run_folder.is_locked(here / connections.STORE / "lock"):
         print(f"kept {here}: the run's own servers are using it")
     elif here.is_dir():
@@ -163,7 +165,7 @@ def clean(arguments: Sequence[str], *, older_days: float | None, keep_gb: float 
                 raise RunIsNeeded(kept[line.run])
             holdings = examine(NamedRun(line.run, arguments), force=False)
         except PenstockError as err:
-            print(f"kept {line.run}: {one_line(str(err))}")
+            print(f"kept {line.run}: {one_line(err)}")
             continue
         left -= line.size_bytes or 0
         found[line.run] = (line.size_bytes or 0) + (holdings.num_bytes if holdings else 0)
@@ -180,7 +182,7 @@ def _removed(run: NamedRun) -> int:
             raise RunIsNeeded(why)
         return remove_run(run, yes=True, folder=True, force=False)
     except PenstockError as err:
-        print(f"kept {run}: {err}", file=sys.stderr)
+        print(f"kept {run}: {one_line(err)}", file=sys.stderr)
         return 1
 
 
