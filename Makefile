@@ -68,7 +68,8 @@ test-more.environments := \
 	PENSTOCK_TEST_VERIFIERS_PYTHON=$(CURDIR)/.venv-environments/verifiers/bin/python \
 	PENSTOCK_TEST_ENVIRONMENTS=1 \
 	$(BIN)/python -m pytest --timeout 600 tests/agents/environments/adapters tests/system/test_train_agent.py
-test-more: $(STAMP) $(if $(filter trackers environments,$(NAME)),.venv-$(NAME)/.installed)  ## tests with more examples or other packages: NAME=faults, secrets, images, experts, turns, patches, advice, verbs, imports, zoo, trackers, environments
+test-more.axe := PENSTOCK_TEST_AXE=$(CURDIR)/build/axe/node_modules/axe-core/axe.min.js $(BIN)/python -m pytest --timeout 900 tests/console/web/test_page_in_browser.py
+test-more: $(STAMP) $(if $(filter trackers environments,$(NAME)),.venv-$(NAME)/.installed) $(if $(filter axe,$(NAME)),build/axe/node_modules)  ## tests with more examples or other packages: NAME=faults, secrets, images, experts, turns, patches, advice, verbs, imports, zoo, trackers, environments, axe (axe-core by npm)
 	$(call named,test-more)
 	$(test-more.$(NAME)) $(ARGS)
 
@@ -192,6 +193,9 @@ $(VENV)/.docs: $(STAMP) pyproject.toml constraints.txt
 	touch $@
 
 # An environment of their own: they need other versions of packages that the suite pins.
+build/axe/node_modules:
+	npm install --silent --prefix build/axe axe-core@4.14
+
 .venv-trackers/.installed: pyproject.toml
 	test -d .venv-trackers || $(PYTHON) -m venv .venv-trackers
 	.venv-trackers/bin/pip install --quiet --upgrade pip

@@ -13,6 +13,7 @@ A prompt whose samples or scores failed is counted as failed, with the reason, a
 | rules.json     | the rewards' values from which on a sample is correct, as the reward services offered them  |
 | result.json    | the `EvaluationResult`                                                                      |
 | result.png     | the plot, if matplotlib is installed                                                        |
+| ../metrics.jsonl | a line for each complete evaluation, which trackers read |
 """
 
 from __future__ import annotations

@@ -75,22 +75,23 @@ def sweep(arguments: Sequence[str], options: SweepOptions, *, as_json: bool) -> 
         print("\n".join(shlex.join(["penstock", *_typed(one, arguments, options)]) for one in everyone))
         return 0
     candidates, failed = everyone, set[Candidate]()
-    for limit, number in rounds(steps, len(candidates), options.halving):
-        left = [one for one in candidates if one not in failed]
-        candidates = best_first(left, options.command)[:number]
-        for place, one in enumerate(candidates):
-            until = "its end" if limit is None else f"step {limit}"
-            values = " ".join(f"{key}={value}" for key, value in one.values)
-            print(
-                f"penstock sweep: {one.folder.name} to {until}, {place + 1} of {len(candidates)}: {values}",
-                file=sys.stderr,
-            )
-            code = _train(one, arguments, options, limit)
-            if code in _STOPPED:
-                print("penstock sweep: stopped; the same command continues it", file=sys.stderr)
-                return 130
-            if code:
-                failed.add(one)
+    with run_folder.hold_lock(everyone[0].folder, run_folder.SWEEP_LOCK):  # `runs clean` keeps the runs of its name
+        for limit, number in rounds(steps, len(candidates), options.halving):
+            left = [one for one in candidates if one not in failed]
+            candidates = best_first(left, options.command)[:number]
+            for place, one in enumerate(candidates):
+                until = "its end" if limit is None else f"step {limit}"
+                values = " ".join(f"{key}={value}" for key, value in one.values)
+                print(
+                    f"penstock sweep: {one.folder.name} to {until}, {place + 1} of {len(candidates)}: {values}",
+                    file=sys.stderr,
+                )
+                code = _train(one, arguments, options, limit)
+                if code in _STOPPED:
+                    print("penstock sweep: stopped; the same command continues it", file=sys.stderr)
+                    return 130
+                if code:
+                    failed.add(one)
     _report(best_first(everyone, options.command), options.command, as_json=as_json)
     return 1 if failed else 0
 

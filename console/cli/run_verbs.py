@@ -87,16 +87,13 @@ def export_weights(
     adapter: Annotated[bool, Help("Write only adapter_config.json and adapter_model.safetensors.")] = False,
     trusted_keys: Annotated[
         Path | None,
-        Help(
-            "File of public keys (signing.pem of `penstock certs`): export only what one of them has signed. Without it PENSTOCK_WORKER__TRUSTED_KEYS_FILE, as workers have it."
-        ),
+        Help("File of keys that must have signed it (`penstock certs`); default PENSTOCK_WORKER__TRUSTED_KEYS_FILE."),
     ] = None,
 ) -> int:
     """Write a version as a Hugging Face model folder, from its full snapshot and the patches that follow.
 
     A run keeps its newest versions, the one with the best evaluation, and milestones (trainer.keep_versions, keep_best,
     keep_milestones); `penstock weights RUN` lists them.
-
     An adapter is merged into its base model, or with --adapter written unmerged in PEFT's format.
 
     Example:  penstock weights export quickstart --best --to models/best
@@ -147,8 +144,7 @@ def remove_run(
     """Remove a run: its objects, streams and buckets, and, after a second question, its folder on this machine.
 
     Prints what will be removed and how large it is, and asks for confirmation. Refuses when services of the run are
-    running, when another run trained on its rescored input, and when its local store holds other runs. To continue an
-    interrupted removal, repeat the command.
+    running, another run trained on its rescored input, or its local store holds other runs. Repeated, it continues.
 
     Example:  penstock runs rm quickstart
               penstock runs rm my-run nats.url=nats://gpu-1:4222 s3.endpoint=http://gpu-1:9000 --yes
@@ -158,6 +154,26 @@ def remove_run(
     from penstock.console.tools.removal import remove_run as remove_it
 
     return remove_it(NamedRun(run, arguments), yes=yes, folder=folder, force=force)
+
+
+@runs.command(name="clean")
+def clean_runs(
+    *arguments: RunArguments,
+    older_days: Annotated[float | None, Help("Choose runs that last changed more days ago.")] = None,
+    keep_gb: Annotated[float | None, Help("Choose the oldest runs until the folder has no more gigabytes.")] = None,
+    yes: Annotated[bool, Help("Do not ask.")] = False,
+) -> int:
+    """Remove old runs of the folder of runs, by age and size, with their objects and streams.
+
+    Lists what it will remove, what that frees and why others stay, and asks. Never one that runs or is queued or paused, is evaluated,
+    has the tag pinned or a version with a tag, is named in the settings of such a run, or is of a sweep that goes on.
+
+    Example:  penstock runs clean --older-days 30
+              penstock runs clean --keep-gb 50 --yes
+    """
+    from penstock.console.tools.removal import clean
+
+    return clean(arguments, older_days=older_days, keep_gb=keep_gb, yes=yes)
 
 
 @runs.command(name="backup")

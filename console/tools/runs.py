@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -27,7 +28,7 @@ from penstock.protocol.errors import BusError, ConfigError, MissingStream
 from penstock.protocol.files import read_regular
 from penstock.protocol.record.run_folder import FAILURE, RUN_LOCK, is_lock_held
 from penstock.protocol.secret_values import hide
-from penstock.protocol.subjects import RUN_ID
+from penstock.protocol.subjects import RUN_ID, similar_run_id
 
 if TYPE_CHECKING:
     from penstock.protocol.transport.bus import Bus
@@ -43,6 +44,9 @@ _MARKS = (
     RUN_LOCK,
     *(f"{command}-training" for command in curves.COMMANDS),
 )  # a folder with any of these is a run's
+
+
+_TYPED = re.compile(r"(\d+(?:p\d+)?(?:e-?\d+)?)(?:-|$)")  # a number in a run's name
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,7 +231,7 @@ def state_of(folder: Path) -> str:
 def size_bytes(folder: Path) -> int:
     """Return what a run takes on this disk; links are not followed."""
     sizes = 0
-    for path, _, names in os.walk(folder):
+    for path, _, names in os.walk(folder) if not folder.is_symlink() else ():
         for name in names:
             with contextlib.suppress(OSError):  # removed meanwhile
                 sizes += os.lstat(os.path.join(path, name)).st_size  # noqa: PTH118  a run has ten thousands of files
@@ -255,10 +259,32 @@ def stored_config(folder: Path) -> dict[str, Any] | None:
 
     ``source`` is started for those that the trainer was last started with, planned for those that the Runs API checked.
     """
-    for source, name in (("started", "config.json"), ("planned", PLANNED)):
+    own = curves.training_folder(Path(), curves.command_of(folder) or "") / "config.json"  # of sft, dpo and rm
+    for source, name in (("started", "config.json"), ("planned", PLANNED), ("started", own)):
         if (document := read_object(folder / name)) is not None:
             return {"source": source, **document, "settings": hide((), document.get("settings"))}
     return None
+
+
+def varied(folder: Path) -> dict[str, Any]:
+    """Return the settings that a run's name has with their values, as `penstock sweep` writes them: NAME-lr-1e-6-seed-0."""
+    found: dict[str, Any] = {}
+    for section, settings in ((stored_config(folder) or {}).get("settings") or {}).items():
+        for key, value in settings.items() if isinstance(settings, Mapping) and section != "tracking" else ():
+            _, word, text = folder.name.partition(f"-{key.replace('_', '-')}-")
+            typed = _TYPED.match(text) if isinstance(value, int | float) else None
+            word = similar_run_id(str(value).replace(".", "p")) if word and (section, key) != ("run", "id") else ""
+            if word and (
+                float(typed[1].replace("p", ".")) == abs(value) if typed else f"{text}-".startswith(f"{word}-")
+            ):
+                found[f"{section}.{key}"] = value
+    return found
+
+
+def sweep_of(folder: Path) -> str:
+    """Return the name of the sweep that a run is of, by its own name; empty for none."""
+    places = [folder.name.index(f"-{key.rpartition('.')[2].replace('_', '-')}-") for key in varied(folder)]
+    return folder.name[: min(places)] if places else ""
 
 
 def _held_out(line: RunLine) -> str:

@@ -15,13 +15,14 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from penstock.console.connections import NamedRun
+from penstock.console.evaluation_results import FOLDER as EVALUATIONS
 from penstock.console.report import curves
 from penstock.console.terminal import complaint
 from penstock.console.tracking import consumer
 from penstock.console.tracking.consumer import Consumer, Job
 from penstock.console.tracking.interface import TRACKERS, Destination
-from penstock.console.tracking.sources import Events, RunStream, TrainingLog
-from penstock.console.tracking.trackers import TrackSettings, load_settings
+from penstock.console.tracking.sources import EvaluationLog, Events, RunStream, TrainingLog
+from penstock.console.tracking.trackers import EXPLAINED_CODE, TrackSettings, load_settings
 from penstock.protocol import logs
 from penstock.protocol.command_line import RunArguments, program
 from penstock.protocol.errors import ConfigError, PenstockError
@@ -29,7 +30,6 @@ from penstock.protocol.transport.bus import Bus
 
 _CONNECT_S = 60.0
 _PARENT_POLL_S = 0.5
-_ERROR = 2
 
 
 def write(
@@ -40,8 +40,9 @@ def write(
     await_report: bool = False,
     parent: int | None = None,
     training: str = "",
+    folder: Path | None = None,
 ) -> int:
-    """Write the run, or its ``training`` on given answers (sft, dpo, rm); returns the exit code.
+    """Write the run, its ``training`` on given answers (sft, dpo, rm) or the ``evaluations`` in a folder; returns the exit code.
 
     Ends when the process ``parent``, which started this one, has ended.
     """
@@ -53,12 +54,12 @@ def write(
         threading.Thread(target=_stop_with_parent, args=(parent, stop), daemon=True).start()
     try:
         settings = load_settings(run, arguments, os.environ)
-        job = _job(settings, label, arguments, once=once, awaits_report=await_report, training=training)
+        job = _job(settings, label, arguments, once=once, awaits_report=await_report, training=training, own=folder)
         with consumer.opened(job.folder, label) as file, _opened_events(settings, job, training, stop) as events:
             done = Consumer(job, events, file, stop).work()
     except PenstockError as err:
         print(complaint(f"penstock track: {label}: {err}"), file=sys.stderr)
-        return _ERROR if isinstance(err, ConfigError) else 1
+        return EXPLAINED_CODE if isinstance(err, ConfigError) else 1
     repeated = f", {done.num_repeated} repeated after a resume left out" if done.num_repeated else ""
     print(f"{label}: {done.num_rows} rows written{repeated}", file=sys.stderr)
     return 0
@@ -74,7 +75,8 @@ def _stop_with_parent(parent: int, stop: threading.Event) -> None:
 @contextmanager
 def _opened_events(settings: TrackSettings, job: Job, training: str, stop: threading.Event) -> Iterator[Events]:
     if training:
-        yield TrainingLog(job.folder, job.run_id, stop)
+        kind = EvaluationLog if training == EVALUATIONS else TrainingLog
+        yield kind(job.folder, job.run_id, stop)
         return
     with Bus.connect(settings.nats, name="track", deadline_s=_CONNECT_S) as bus:
         yield RunStream(bus, job.run_id)
@@ -88,6 +90,7 @@ def _job(
     once: bool,
     awaits_report: bool,
     training: str = "",
+    own: Path | None = None,
 ) -> Job:
     tracker = next((candidate for candidate in settings.tracker if candidate.label == label), None)
     if tracker is None:
@@ -97,9 +100,9 @@ def _job(
     kind.require_installed()
     shared = settings.tracking
     run_id = settings.run.id
-    own = curves.training_folder(Path(), training).name if training else ""  # a run may have both, in one folder
-    folder = settings.run.folder.absolute() / own
-    chosen = tracker.folder or (shared.folder / run_id / own / label if shared.folder else None)
+    name = (own or curves.training_folder(Path(), training)).name if training else ""  # a run may have all of them
+    folder = (own or settings.run.folder / name).absolute()
+    chosen = tracker.folder or (shared.folder / run_id / name / label if shared.folder else None)
     destination = Destination(
         run_id=run_id,
         project=tracker.project or shared.project,

@@ -1,7 +1,8 @@
-"""Where the events of a run are read, with numbers that rise: its stream, or the metrics.jsonl of a training on given answers."""
+"""Where the events of a run are read, with numbers that rise: its stream, the metrics.jsonl of a training on given answers, or of evaluations."""
 
 from __future__ import annotations
 
+import json
 import threading
 import time
 from abc import ABC, abstractmethod
@@ -9,6 +10,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from penstock.console.evaluation_results import EvaluationResult
 from penstock.console.report import curves
 from penstock.console.report.event_fields import number
 from penstock.protocol import streams, subjects
@@ -68,8 +70,7 @@ class RunStream(Events):
 class TrainingLog(Events):
     """The lines of `penstock sft`, `dpo` or `rm`.
 
-    A number follows from the step, so that a step that is made again, after a kill cut the file to the last checkpoint, has its
-    number of before.
+    A number follows from the step: one that is made again, after a kill cut the file, has the number that it had.
     """
 
     def __init__(self, folder: Path, run_id: str, stop: threading.Event) -> None:
@@ -110,3 +111,35 @@ class TrainingLog(Events):
     def _event(self, step: int, kind: str, at: float, data: dict[str, Any]) -> tuple[int, RunEvent]:
         event = RunEvent(run_id=self._run_id, source="trainer", kind=kind, at=at, data=data)
         return len(_KINDS) * step + _KINDS.index(kind), event
+
+
+class EvaluationLog(TrainingLog):
+    """The results of `penstock eval`, in the order in which they were noted: each has a line, which stays."""
+
+    def _events(self) -> Iterator[tuple[int, RunEvent]]:
+        for order, row in enumerate(curves.rows(self._folder), start=1):
+            at = number(row.pop("at", None)) or time.time()
+            yield order, RunEvent(run_id=self._run_id, source="evaluation", kind=curves.METRICS, at=at, data=row)
+
+
+def note_evaluation(folder: Path, result: EvaluationResult) -> None:
+    """Add a line with the figures of a complete result to the log of evaluations beside its folder, unless it has one."""
+    with (folder.parent / "metrics.jsonl").open("a+b") as file:
+        file.seek(0)
+        text = file.read()
+        if any(row.get("evaluation") == result.evaluation_id for row in curves.rows(folder.parent)):
+            return
+        row = {"evaluation": result.evaluation_id, "step": result.version or 0, "at": result.finished_at}
+        row["values"] = {name: value for name, value in _figures(result) if value is not None}
+        start = b"\n" if text and not text.endswith(b"\n") else b""  # after a line that a kill cut
+        file.write(start + json.dumps(row).encode() + b"\n")
+
+
+def _figures(result: EvaluationResult) -> Iterator[tuple[str, float | None]]:
+    """Yield the estimates of each source by name, such as ``eval/math500/pass@8``."""
+    for one in result.sources:
+        means = {"reward": one.reward, "accuracy": one.accuracy, f"maj@{result.k}": one.maj}
+        for name, estimate in (means | {f"pass@{k}": estimate for k, estimate in one.pass_at.items()}).items():
+            yield f"eval/{one.source}/{name}", estimate and estimate.value
+        for name in ("completion_tokens_mean", "truncated_share"):
+            yield f"eval/{one.source}/{name}", getattr(one, name)

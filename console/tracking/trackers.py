@@ -18,6 +18,7 @@ from typing import Annotated, Any
 from pydantic import BeforeValidator, Field, field_validator, model_validator
 
 from penstock.console import connections, launch
+from penstock.console.evaluation_results import FOLDER as EVALUATIONS
 from penstock.console.report import curves
 from penstock.console.tracking.interface import TRACKERS
 from penstock.protocol import seals
@@ -26,8 +27,10 @@ from penstock.protocol.config.run_file import load
 from penstock.protocol.config.sources import split_arguments
 from penstock.protocol.errors import ConfigError
 from penstock.protocol.secret_values import hide
+from penstock.protocol.subjects import similar_run_id
 
 MODULE = "penstock.console.tracking"
+EXPLAINED_CODE = 2  # exit code of an error that another start does not resolve
 
 
 def refuse_credentials(options: Mapping[str, Any]) -> None:
@@ -128,12 +131,8 @@ def load_settings(run: str | None, arguments: Sequence[str], environ: Mapping[st
     )
     if loaded.origins["tracker"] != "default":
         return loaded.settings
-    stored = _stored_trackers(loaded.settings)
-    return (
-        loaded.settings.model_copy(update={"tracker": stored.tracker, "tracking": stored.tracking})
-        if stored
-        else loaded.settings
-    )
+    stored = _stored_trackers(loaded.settings) or loaded.settings
+    return loaded.settings.model_copy(update={"tracker": stored.tracker, "tracking": stored.tracking})
 
 
 def check(settings: TrackSettings) -> None:
@@ -169,12 +168,8 @@ def _start(
     settings: TrackSettings, arguments: Sequence[str], training: str, *flags: str
 ) -> dict[str, subprocess.Popen[bytes]]:
     """Start a process for each tracker, by label; it ends with this one."""
-    flags = (
-        "--parent",
-        str(os.getpid()),
-        *(["--training", training] if training in curves.GIVEN_ANSWERS else []),
-        *flags,
-    )
+    own = ["--training", training] if training in (*curves.GIVEN_ANSWERS, EVALUATIONS) else []
+    flags = ("--parent", str(os.getpid()), *own, *flags)
     labels = [tracker.label for tracker in settings.tracker]
     return {label: subprocess.Popen(command(settings.run.id, label, arguments, *flags)) for label in labels}
 
@@ -183,22 +178,48 @@ def _start(
 def beside(training: str, arguments: Sequence[str], environ: Mapping[str, str]) -> Iterator[None]:
     """Write the figures of a training on given answers, sft, dpo or rm, to the trackers of its run file while the block runs.
 
-    At its end the processes have ``tracking.finish_s`` to write the rest; what is missing then is named on stderr. Raises ConfigError
-    before the block for a tracker that is not installed.
+    A process that crashes is started again. At its end the processes have ``tracking.finish_s`` to write the rest; what is missing then
+    is named on stderr. Raises ConfigError before the block for a tracker that is not installed.
     """
     settings = load_settings(None, arguments, environ)
     check(settings)
     if settings.tracker:
         store(settings)
     children = _start(settings, arguments, training)
+    ended = threading.Event()
+    watch = threading.Thread(target=_restart_crashed, args=(children, ended), daemon=True, name="trackers")
+    watch.start()
     try:
         yield
     finally:
+        ended.set()
+        watch.join()
         if not curves.is_training_finished(settings.run.folder, training):  # it will be continued: no end will come
             _end(children, 0.0)
             children = _start(settings, arguments, training, "--once")
         for label in _end(children, settings.tracking.finish_s):
             print(f"{label} has not everything; the rest: penstock track {settings.run.id}", file=sys.stderr)
+
+
+def _restart_crashed(children: dict[str, subprocess.Popen[bytes]], ended: threading.Event) -> None:
+    """Start processes that crash again until ``ended`` is set; each time the next look is twice as late, up to half a minute."""
+    pause_s = 0.5
+    while not ended.wait(pause_s):
+        for label, child in list(children.items()):
+            if child.poll() not in (None, os.EX_OK, EXPLAINED_CODE):
+                print(f"the tracker {label} ended with exit code {child.returncode}; restarting it", file=sys.stderr)
+                children[label] = subprocess.Popen(child.args)
+                pause_s = min(2 * pause_s, 30.0)
+
+
+def write_evaluations(home: Path, arguments: Sequence[str], environ: Mapping[str, str]) -> None:
+    """Write the evaluations noted in a run's folder to the trackers of a run file, each once; what is missing is named on stderr."""
+    settings = load_settings(None, arguments, environ)
+    arguments = [*arguments, f"run.dir={home.parent}"]
+    settings = settings.model_copy(update={"run": RunSettings(id=similar_run_id(home.name), dir=home.parent)})
+    children = _start(settings, arguments, EVALUATIONS, "--once", f"--folder={home / EVALUATIONS}")
+    for label in _end(children, settings.tracking.finish_s):
+        print(f"{label} has not everything; the same command writes the rest", file=sys.stderr)
 
 
 def _end(children: Mapping[str, subprocess.Popen[bytes]], wait_s: float) -> list[str]:

@@ -95,6 +95,7 @@ class RunItem(BaseModel):
     loss: float | None = Field(None, description="Of the last step, for sft, dpo and rm, which have no rewards.")
     eval_loss: float | None = None
     tags: list[str] = Field([], description="Words that its user gave it.")
+    varied: dict[str, Any] = Field({}, description="The settings that its name has, as of a sweep: NAME-lr-1e-6.")
     when: str = Field("", description="ISO 8601: when it last changed.")
     curve: list[float] = Field(
         [],

@@ -11,6 +11,7 @@ import contextlib
 import dataclasses
 import importlib.util
 import json
+import os
 import shutil
 import sys
 import threading
@@ -22,6 +23,8 @@ from penstock.console import evaluation_results
 from penstock.console.cli.options import EvalOptions
 from penstock.console.evaluation_results import Answers, Correctness, EvaluationResult, Outcome, summarise
 from penstock.console.terminal import complaint, console
+from penstock.console.tracking import trackers
+from penstock.console.tracking.sources import note_evaluation
 from penstock.deploy.evaluation.prepare import WORK, Evaluation, answer_rule, own_environ, prepare
 from penstock.deploy.evaluation.same_answer import SameAnswer
 from penstock.deploy.evaluation.samples import HowToSample, PlannedPrompt, Sampler
@@ -53,9 +56,13 @@ def evaluate(target: str, arguments: Sequence[str], options: EvalOptions) -> int
     logs.configure("evaluation", level="warning")
     stop = stop_on_signals()
     try:
+        trackers.check(trackers.load_settings(None, arguments, os.environ))
         with contextlib.ExitStack() as cleaned:
             evaluation = prepare(target, arguments, options, cleaned)
             result, problem = _evaluate(evaluation, options, stop)
+            if result.is_complete:
+                note_evaluation(evaluation.folder, result)
+                trackers.write_evaluations(evaluation.target.home.absolute(), arguments, os.environ)
     except Stopped:
         print("penstock eval: stopped; the same command continues with the missing prompts", file=sys.stderr)
         return _STOPPED

@@ -27,7 +27,6 @@ _PAGE_STOP_S = 3.0
 _TRACKER_RULE = RestartRule(first_delay_s=1.0, max_delay_s=30.0, max_crashes=20, window_s=600.0)
 _READ_S = 5.0  # from the trainer's end until they have read the last events
 _TRACKERS_STOP_S = 5.0
-_EXPLAINED_CODE = 2  # exit code of an error that another start does not resolve
 
 
 class PageProcess:
@@ -126,7 +125,7 @@ class TrackerProcesses:
                 log=self._folder / "logs" / f"tracker-{label}.log",
                 environ={**os.environ, **(connection or {})},
             )
-            self._supervisor.start(child, is_crash=lambda code: code not in (0, _EXPLAINED_CODE))
+            self._supervisor.start(child, is_crash=lambda code: code not in (0, trackers.EXPLAINED_CODE))
             self._children.append(child)
 
     def on_incident(self, note: Callable[[str], object]) -> None:

@@ -21,7 +21,7 @@ from penstock.protocol.errors import ConfigError
 from penstock.protocol.files import atomic_write, links_below
 from penstock.protocol.secret_values import scrub
 
-RUN_LOCK = "run.lock"
+RUN_LOCK, SWEEP_LOCK = "run.lock", "sweep.lock"  # the latter of a sweep, in its first run
 PAUSE = "pause-requested"
 FAILURE = "failure.json"
 NOTES = "notes.json"  # what its user wrote about the run on the live page
@@ -29,7 +29,7 @@ PLACEMENT = "placement.json"  # which GPUs of this machine the processes of the 
 WRITTEN = frozenset({  # names in a run's folder that its processes write or make
     "client.log", "config.json", "curve.png", "evaluations", FAILURE, "issued.log", "job.json", "job.lock", "launch.json", "launch.lock", "launch.log",
     "metrics.jsonl", NOTES, PAUSE, PLACEMENT, "planned-config.json", "readers_killed.json", "reading", "report.json", "report.md", "reward.port",
-    "rolled_back.json", RUN_LOCK, "run.toml", "tasks", "trainer.json", "watched.json",
+    "rolled_back.json", RUN_LOCK, "run.toml", SWEEP_LOCK, "tasks", "trainer.json", "watched.json",
 })  # fmt: skip
 
 
@@ -40,16 +40,16 @@ def refuse_links(*paths: Path) -> None:
 
 
 @contextlib.contextmanager
-def hold_lock(folder: Path) -> Iterator[None]:
-    """Hold the lock of a run's folder, together with others; on a file system without locks nothing is held.
+def hold_lock(folder: Path, name: str = RUN_LOCK) -> Iterator[None]:
+    """Hold a lock of a run's folder, together with others; on a file system without locks nothing is held.
 
     Raises ConfigError when the folder cannot be written, and for a link of the name of a file that the run would write through it.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        own = (folder / name for name in sorted({*WRITTEN, "logs"}))
+        own = (folder / one for one in sorted({*WRITTEN, "logs"}))
         refuse_links(*(path for path in own if not (path.is_symlink() and path.is_dir())))
-        handle = os.open(folder / RUN_LOCK, os.O_RDWR | os.O_CREAT, 0o644)
+        handle = os.open(folder / name, os.O_RDWR | os.O_CREAT, 0o644)
     except OSError as err:
         raise ConfigError(
             f"the run's folder {folder.absolute()} cannot be written ({err.strerror}); change its permissions, or set run.dir"

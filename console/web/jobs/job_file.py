@@ -206,6 +206,8 @@ def run_state(folder: Path, job: Job | None, *, ask: bool = True) -> RunState:
             state, what = curves.logged_state(folder)
             return RunState(cast("State", state), what)
         otherwise: State = "running" if held else "finished" if runs.is_finished(folder) else "stopped"
+        if not what and otherwise == "stopped":
+            what = "it was started in a terminal: the same command there resumes it"
         return RunState("failed", failed[0]) if (failed := runs.failure_of(folder)) else RunState(otherwise, what)
     launch = read_launch(folder)
     process = Found("absent")

@@ -1,5 +1,7 @@
 // Calls the console's API. The browser sends its cookie, which no script can read; the API refuses what comes from another site.
 
+import { t } from "./language.js";
+
 const DEADLINE_MS = 30000;
 
 export class Refused extends Error {
@@ -35,7 +37,7 @@ async function call(method, url, body) {
   try {
     found = await answer.json();
   } catch {
-    throw new Refused(answer.status, `the answer to ${url} is not JSON`);
+    throw new Refused(answer.status, t("frame.not-json", { url }));
   }
   if (!answer.ok) {
     throw new Refused(answer.status, [found.detail, found.fix].filter(Boolean).join("; ") || answer.statusText);

@@ -1,9 +1,10 @@
 // Line charts with uPlot: the mean of each bucket as a line, the least and greatest value as a band around it. A drag zooms, a double click ends it.
 
 import { el, number, shown, svg } from "./dom.js";
+import { t } from "./language.js";
 
 const COLOURS = ["--c1", "--c2", "--c3", "--c4", "--c5", "--c6"];
-const X = { step: "step", tokens: "tokens trained", time: "hours" };
+const X = { step: t("axis.step"), tokens: t("axis.tokens"), time: t("axis.time") };
 const KEPT = "penstock-charts";
 
 // How every chart is drawn; this browser keeps it.
@@ -41,8 +42,8 @@ export function toolbar(kind, onPick) {
   };
   let known = "";
   const element = el("form", { class: "filters charts", on: { submit: (event) => event.preventDefault() } },
-    el("label", {}, "x axis", select), el("label", {}, "smoothing", smooth), el("label", { class: "row" }, log, "logarithmic"),
-    el("details", {}, el("summary", {}, "Figures"), list));
+    el("label", {}, t("chart.x"), select), el("label", {}, t("chart.smoothing"), smooth), el("label", { class: "row" }, log, t("chart.log")),
+    el("details", {}, el("summary", {}, t("chart.figures")), list));
   return { element, names(names) {
     if (known === names.join()) return;
     known = names.join();
@@ -76,7 +77,7 @@ function smoothed(values) {
   });
 }
 
-const asHours = (hours) => (Math.abs(hours) < 1 ? `${number(60 * hours, 1)} min` : `${number(hours, 2)} h`);
+const asHours = (hours) => (Math.abs(hours) < 1 ? t("unit.minutes", { n: number(60 * hours, 1) }) : t("unit.hours", { n: number(hours, 2) }));
 
 function save(blob, name) {
   const link = document.createElement("a");
@@ -98,10 +99,10 @@ export class LineChart {
     this.sentence = el("p", { class: "sentence", hidden: true });
     this.tip = el("div", { class: "tip", hidden: true });
     this.holder = el("div", { class: "chart", role: "img", "aria-label": title });
-    const button = (text, label, act) => el("button", { type: "button", title: label, "aria-label": `${label}: ${title}`, on: { click: act } }, text);
+    const button = (text, label, act) => el("button", { type: "button", title: label, "aria-label": `${text} ${label}: ${title}`, on: { click: act } }, text);
     this.element = el("section", { class: "panel", "aria-label": title, data: { chart: title } },
-      el("div", { class: "tools" }, button("CSV", "Save the points", () => this.saveCsv()), button("PNG", "Save the picture", () => this.savePng()),
-        button("⤢", "Full screen", () => (document.fullscreenElement ? document.exitFullscreen() : this.element.requestFullscreen()))),
+      el("div", { class: "tools" }, button(t("chart.csv"), t("chart.save-csv"), () => this.saveCsv()), button(t("chart.png"), t("chart.save-png"), () => this.savePng()),
+        button("⤢", t("chart.full"), () => (document.fullscreenElement ? document.exitFullscreen() : this.element.requestFullscreen()))),
       el("h2", {}, title), note ? el("p", { class: "dim" }, note) : null, this.last, this.holder, this.sentence);
     this.observer = new ResizeObserver(() => this.resize());
     this.observer.observe(this.holder);
@@ -156,7 +157,7 @@ export class LineChart {
     this.lines.forEach((line, at) => {
       const colour = css(COLOURS[at % COLOURS.length]);
       const first = series.length;
-      series.push({ label: line.label, stroke: colour, width: 1.6, dash: at < COLOURS.length ? [] : [6, 3], spanGaps: true, points: { show: line.steps.length < 3 } });
+      series.push({ label: line.label, stroke: colour, width: 1.6, dash: at < COLOURS.length ? [] : [6, 3], spanGaps: true, points: { show: line.mean.filter((value) => value !== null).length < 3 } });
       series.push({ stroke: "transparent", width: 0, spanGaps: true, points: { show: false } });
       series.push({ stroke: "transparent", width: 0, spanGaps: true, points: { show: false } });
       bands.push({ series: [first + 2, first + 1], fill: at === 0 ? css("--band") : "transparent" });
@@ -226,7 +227,7 @@ function short(value) {
   if (size >= 1e9) return `${+(value / 1e9).toPrecision(3)}G`;
   if (size >= 1e6) return `${+(value / 1e6).toPrecision(3)}M`;
   if (size >= 1e4) return `${+(value / 1e3).toPrecision(3)}k`;
-  return size !== 0 && size < 1e-3 ? value.toExponential(0) : String(+value.toPrecision(4));
+  return size !== 0 && size < 1e-3 ? String(+value.toPrecision(2)) : String(+value.toPrecision(4));
 }
 
 function lastKnown(values) {
@@ -241,10 +242,26 @@ export function bars(label, found) {
   const width = 100 / Math.max(counts.length, 1);
   const drawn = counts.map((count, at) =>
     svg("rect", { x: at * width + width * 0.08, y: 100 - (96 * count) / most, width: width * 0.84, height: (96 * count) / most },
-      svgTitle(`${edges.length > counts.length ? `${number(edges[at])} to ${number(edges[at + 1])}` : number(edges[at])}: ${count}`)));
-  const ends = counts.length ? `${number(edges[0])} to ${number(edges.at(-1))}` : "no values";
+      svgTitle(`${edges.length > counts.length ? t("chart.to", { low: number(edges[at]), high: number(edges[at + 1]) }) : number(edges[at])}: ${count}`)));
+  const ends = counts.length ? t("chart.to", { low: number(edges[0]), high: number(edges.at(-1)) }) : t("chart.no-values");
   return el("div", {}, svg("svg", { class: "bars", viewBox: "0 0 100 100", preserveAspectRatio: "none", role: "img", "aria-label": shown(`${label}: ${ends}`) }, ...drawn),
     el("div", { class: "dim" }, ends));
+}
+
+// Points of {x, y, name, isBest}; numbers that span more than a decade have a logarithmic axis, texts are in order.
+export function scatter(label, points) {
+  const names = [...new Set(points.map((one) => one.x))].sort((a, b) => (typeof a === "number" && typeof b === "number" ? a - b : String(a).localeCompare(String(b))));
+  const areNumbers = names.every((x) => typeof x === "number");
+  const isLog = areNumbers && names[0] > 0 && names.at(-1) > 10 * names[0];
+  const at = (x) => (areNumbers ? (isLog ? Math.log(x) : x) : names.indexOf(x));
+  const scaled = (value, low, high) => (high > low ? (value - low) / (high - low) : 0.5);
+  const ys = points.map((one) => one.y);
+  const [low, high] = [Math.min(...ys), Math.max(...ys)];
+  const drawn = points.map((one) => svg("circle", { cx: 6 + 288 * scaled(at(one.x), at(names[0]), at(names.at(-1))), cy: 104 - 98 * scaled(one.y, low, high), r: one.isBest ? 5 : 3.5, class: one.isBest ? "best" : "" },
+    svgTitle(t("sweep.point", { name: one.name, x: one.x, y: number(one.y) }))));
+  const to = (one, other) => t("chart.to", { low: one, high: other });
+  const ends = points.length ? `${to(names[0], names.at(-1))}; ${to(number(low), number(high))}` : t("chart.no-values");
+  return el("div", {}, el("div", { class: "dim" }, label), svg("svg", { class: "scatter", viewBox: "0 0 300 110", role: "img", "aria-label": shown(`${label}: ${ends}`) }, ...drawn), el("div", { class: "dim" }, ends));
 }
 
 function svgTitle(text) {
@@ -259,5 +276,5 @@ export function sparkline(values) {
   const low = Math.min(...known);
   const span = Math.max(...known) - low || 1;
   const path = values.map((value, at) => (value === null ? "" : `${at === 0 ? "M" : "L"}${((at * 100) / (values.length - 1)).toFixed(2)} ${(26 - (24 * (value - low)) / span).toFixed(2)}`)).join(" ").replace(/^ *L/, "M");
-  return svg("svg", { class: "spark", viewBox: "0 0 100 28", preserveAspectRatio: "none", role: "img", "aria-label": `reward from ${number(known[0])} to ${number(known.at(-1))}` }, svg("path", { d: path }));
+  return svg("svg", { class: "spark", viewBox: "0 0 100 28", preserveAspectRatio: "none", role: "img", "aria-label": t("chart.sparkline", { first: number(known[0]), last: number(known.at(-1)) }) }, svg("path", { d: path }));
 }

@@ -1,5 +1,7 @@
 // Builds elements. Every text becomes a text node: nothing that comes from a run is ever parsed as HTML.
 
+import { locale, t } from "./language.js";
+
 const HIDDEN = /[\u0000-\u0008\u000b-\u001f\u007f-\u009f\u200b-\u200f\u202a-\u202e\u2060-\u2069\ufeff]/g;
 
 // Show characters that are invisible, or that would reorder the text around them, as their escapes.
@@ -9,7 +11,7 @@ export function shown(text) {
 
 const ATTRIBUTES = new Set([
   "class", "id", "href", "type", "name", "value", "title", "for", "role", "placeholder", "min", "max", "step", "scope",
-  "aria-label", "aria-current", "aria-live", "rows", "colspan", "tabindex", "inputmode", "autocomplete", "maxlength",
+  "aria-label", "aria-current", "aria-live", "rows", "colspan", "tabindex", "inputmode", "autocomplete", "maxlength", "required",
 ]);
 
 export function el(tag, attributes = {}, ...children) {
@@ -18,7 +20,7 @@ export function el(tag, attributes = {}, ...children) {
     if (value === null || value === undefined || value === false) continue;
     if (name === "on") for (const [event, handler] of Object.entries(value)) element.addEventListener(event, handler);
     else if (name === "data") for (const [key, one] of Object.entries(value)) element.dataset[key] = one;
-    else if (name === "checked" || name === "disabled" || name === "hidden" || name === "selected") element[name] = true;
+    else if (name === "checked" || name === "disabled" || name === "hidden" || name === "selected" || name === "open") element[name] = true;
     else if (!ATTRIBUTES.has(name)) throw new Error(`attribute ${name} is not used on this page`);
     else if (name === "href" && !/^(#|\/(?!\/))/.test(value)) throw new Error("links lead to this page only");
     else element.setAttribute(name, value);
@@ -51,7 +53,7 @@ export function replaceIfChanged(element, key, build) {
   const scrolled = inside(".scroll").map((one) => one.scrollLeft);
   const focused = inside(FOCUSABLE).indexOf(document.activeElement);
   replace(element, build());
-  inside("details").forEach((one, at) => { one.open = open[at] || false; });
+  inside("details").forEach((one, at) => { if (at in open) one.open = open[at]; });
   inside(".scroll").forEach((one, at) => { one.scrollLeft = scrolled[at] || 0; });
   if (focused >= 0) inside(FOCUSABLE)[focused]?.focus({ preventScroll: true });
 }
@@ -66,7 +68,7 @@ export function svg(tag, attributes, ...children) {
 }
 
 export function panel(title, ...children) {
-  return el("section", { class: "panel", "aria-label": title }, el("h2", {}, title), ...children);
+  return el("section", { class: "panel" }, el("h2", {}, title), ...children);
 }
 
 // ── numbers ──
@@ -74,15 +76,16 @@ export function panel(title, ...children) {
 export function number(value, digits = 3) {
   if (value === null || value === undefined || Number.isNaN(value)) return "–";
   if (typeof value !== "number") return String(value);
-  if (Number.isInteger(value)) return value.toLocaleString("en-US");
   const size = Math.abs(value);
-  if (size >= 1000) return Math.round(value).toLocaleString("en-US");
   if (size > 0 && size < 0.001) return value.toExponential(2);
-  return value.toFixed(digits);
+  return fixed(value, Number.isInteger(value) || size >= 1000 ? 0 : digits);
 }
 
+const fixed = (value, digits) => value.toLocaleString(locale, { minimumFractionDigits: digits, maximumFractionDigits: digits });
+
+
 export function percent(value) {
-  return value === null || value === undefined ? "–" : `${(100 * value).toFixed(1)} %`;
+  return value === null || value === undefined ? "–" : value.toLocaleString(locale, { style: "percent", minimumFractionDigits: 1, maximumFractionDigits: 1 });
 }
 
 export function bytes(value) {
@@ -90,32 +93,39 @@ export function bytes(value) {
   const units = ["B", "kB", "MB", "GB", "TB"];
   let at = 0;
   while (value >= 1000 && at < units.length - 1) { value /= 1000; at += 1; }
-  return `${at === 0 ? value : value.toFixed(1)} ${units[at]}`;
+  return `${fixed(value, at && 1)} ${units[at]}`;
 }
 
 export function seconds(value) {
   if (value === null || value === undefined) return "–";
-  if (value < 1) return `${(1000 * value).toFixed(0)} ms`;
-  if (value < 60) return `${value.toFixed(1)} s`;
-  if (value < 3600) return `${Math.floor(value / 60)} min ${Math.round(value % 60)} s`;
-  if (value < 172800) return `${Math.floor(value / 3600)} h ${Math.round((value % 3600) / 60)} min`;
-  return `${Math.round(value / 86400)} days`;
+  if (value < 1) return t("unit.ms", { n: fixed(1000 * value, 0) });
+  if (value < 60) return t("unit.s", { n: fixed(value, 1) });
+  if (value < 3600) return t("unit.min", { n: Math.floor(value / 60), s: Math.floor(value % 60) });
+  if (value < 172800) return t("unit.h", { n: Math.floor(value / 3600), m: Math.floor((value % 3600) / 60) });
+  return t("unit.days", { n: Math.floor(value / 86400) });
 }
 
 export function age(iso) {
   if (!iso) return "–";
   const then = typeof iso === "number" ? iso * 1000 : Date.parse(iso);
-  return Number.isNaN(then) ? "–" : `${seconds(Math.max(0, (Date.now() - then) / 1000))} ago`;
+  const past = Math.max(0, (Date.now() - then) / 1000);
+  const [unit, size] = UNITS.find(([, most]) => past >= most) || UNITS.at(-1);
+  return Number.isNaN(then) ? "–" : ago.format(-Math.floor(past / size), unit);
 }
 
+const ago = new Intl.RelativeTimeFormat(locale);
+const UNITS = [["day", 86400], ["hour", 3600], ["minute", 60], ["second", 1]];
+
 export function clock(at) {
-  return at === null || at === undefined ? "–" : new Date(at * 1000).toLocaleTimeString();
+  if (at === null || at === undefined) return "–";
+  const then = new Date(at * 1000);
+  return then.toDateString() === new Date().toDateString() ? then.toLocaleTimeString(locale) : then.toLocaleString(locale);
 }
 
 // ── tables ──
 
 // Columns are [heading, cell(row), class]; cells are texts or elements.
-export function table(label, columns, rows, empty = "none") {
+export function table(label, columns, rows, empty = t("table.none")) {
   const head = el("tr", {}, columns.map(([name, , kind]) => el("th", { scope: "col", class: kind || "" }, name)));
   const body = rows.length
     ? rows.map((row) => el("tr", {}, columns.map(([, cell, kind]) => el("td", { class: kind || "" }, cell(row)))))

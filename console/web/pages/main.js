@@ -1,7 +1,8 @@
 // The frame of the page: which view is shown, when it is read again, and what is said while the console does not answer.
 
 import { Refused } from "./api.js";
-import { el, replace, shown } from "./dom.js";
+import { clock, el, replace, shown } from "./dom.js";
+import { switchLanguage, t } from "./language.js";
 import * as compare from "./views/compare.js";
 import * as deadLetters from "./views/dead_letters.js";
 import * as fleet from "./views/fleet.js";
@@ -13,6 +14,7 @@ import * as lineage from "./views/lineage.js";
 import * as overview from "./views/overview.js";
 import * as rewards from "./views/rewards.js";
 import * as runs from "./views/runs.js";
+import * as sweeps from "./views/sweeps.js";
 import * as trajectories from "./views/trajectories.js";
 import * as weights from "./views/weights.js";
 
@@ -21,17 +23,20 @@ const MOST_MS = 15000; // between two attempts while nothing answers
 
 // name in the address: [view, label in the navigation]
 const VIEWS = {
-  overview: [overview, "Overview"], trajectories: [trajectories, "Trajectories"], fleet: [fleet, "Fleet"],
-  weights: [weights, "Weights"], rewards: [rewards, "Rewards"], lineage: [lineage, "Lineage"],
-  "dead-letters": [deadLetters, "Dead letters"], settings: [settings, "Settings"], logs: [logs, "Logs"], group: [group, null],
+  overview: [overview, "nav.overview"], trajectories: [trajectories, "nav.trajectories"], fleet: [fleet, "nav.fleet"],
+  weights: [weights, "nav.weights"], rewards: [rewards, "nav.rewards"], lineage: [lineage, "nav.lineage"],
+  "dead-letters": [deadLetters, "nav.dead-letters"], settings: [settings, "nav.settings"], logs: [logs, "nav.logs"], group: [group, null],
 };
+
+const ALL_RUNS = { runs, compare, sweeps, new: newRun };
 
 const main = document.getElementById("main");
 const nav = document.getElementById("nav");
+nav.setAttribute("aria-label", t("frame.views"));
 const banner = document.getElementById("banner");
 let current = null; // {view, stop}
 
-// #/ | #/compare?run=a&run=b | #/run/ID/VIEW?name=value
+// #/ | #/new | #/sweeps | #/compare?run=a&run=b | #/run/ID/VIEW?name=value
 export function parse(hash) {
   const [place, search = ""] = hash.replace(/^#/, "").split("?", 2);
   const parts = place.split("/").filter(Boolean).map((part) => {
@@ -42,19 +47,18 @@ export function parse(hash) {
     }
   });
   const values = new URLSearchParams(search);
-  if (parts[0] === "compare") return { name: "compare", run: null, values };
-  if (parts[0] === "new") return { name: "new", run: null, values };
+  if (Object.hasOwn(ALL_RUNS, parts[0])) return { name: parts[0], run: null, values };
   if (parts[0] === "run" && parts[1]) return { name: VIEWS[parts[2]] ? parts[2] : "overview", run: parts[1], values };
   return { name: "runs", run: null, values };
 }
 
 function drawNavigation({ name, run }) {
   const link = (href, text, isHere) => el("a", { href, "aria-current": isHere ? "page" : null }, text);
-  const links = [link("#/", "Runs", name === "runs" || name === "compare")];
+  const links = [link("#/", t("nav.runs"), name in ALL_RUNS)];
   if (run) {
     links.push(el("span", { class: "run" }, run));
     for (const [one, [, label]] of Object.entries(VIEWS)) {
-      if (label) links.push(link(`#/run/${encodeURIComponent(run)}/${one}`, label, one === name || (name === "group" && one === "trajectories")));
+      if (label) links.push(link(`#/run/${encodeURIComponent(run)}/${one}`, t(label), one === name || (name === "group" && one === "trajectories")));
     }
   }
   replace(nav, links);
@@ -65,7 +69,7 @@ async function show() {
   const place = parse(location.hash);
   if (current) current.stop();
   drawNavigation(place);
-  const view = place.name === "runs" ? runs : place.name === "compare" ? compare : place.name === "new" ? newRun : VIEWS[place.name][0];
+  const view = ALL_RUNS[place.name] || VIEWS[place.name][0];
   const holder = el("div", { data: { view: place.name } });
   replace(main, holder);
   let stopped = false;
@@ -96,7 +100,7 @@ async function show() {
           askForToken(holder);
           return;
         }
-        say(error instanceof Refused ? error.message : `The console does not answer; trying again. What is shown is from ${new Date().toLocaleTimeString()} or before.`);
+        say(error instanceof Refused ? error.message : t("frame.no-answer", { time: clock(Date.now() / 1000) }));
         if (error instanceof Refused && error.status < 500 && !holder.hasChildNodes()) replace(holder, el("p", {}, error.message));
         if (!(error instanceof Refused) && !(error instanceof TypeError) && error.name !== "TimeoutError" && error.name !== "AbortError") console.error(error);
       }
@@ -117,11 +121,11 @@ function say(text) {
 // The form is sent to the console itself, which answers with a cookie for this browser.
 function askForToken(holder) {
   const search = new URLSearchParams(location.search);
-  const why = search.has("refused") ? "That token is not known, or was revoked." : search.has("expired") ? "That link was used before, or is too old." : "";
+  const why = search.has("refused") ? t("token.unknown") : search.has("expired") ? t("token.expired") : "";
   const field = el("input", { type: "password", name: "token", autocomplete: "off", maxlength: "200" });
-  const form = el("form", {}, el("h1", {}, "A token is needed"), why ? el("p", { class: "warn" }, why) : null,
-    el("p", {}, "Open the link that the console printed when it started, or paste a token made with: penstock console token NAME"),
-    el("label", {}, "Token", field), " ", el("button", { type: "submit" }, "Use it"));
+  const form = el("form", {}, el("h1", {}, t("token.title")), why ? el("p", { class: "warn" }, why) : null,
+    el("p", {}, t("token.how")),
+    el("label", {}, t("token.field"), field), " ", el("button", { type: "submit" }, t("token.use")));
   form.method = "post";
   form.action = "/login";
   say("");
@@ -129,6 +133,12 @@ function askForToken(holder) {
   replace(holder, form);
   field.focus();
 }
+
+document.documentElement.lang = t("frame.lang");
+for (const one of document.querySelectorAll("[data-text]")) one.textContent = t(one.dataset.text);
+document.getElementById("theme").title = t("frame.theme-title");
+document.getElementById("language").addEventListener("click", switchLanguage);
+document.getElementById("language").lang = t("frame.other-lang");
 
 document.getElementById("theme").addEventListener("click", () => {
   const root = document.documentElement;

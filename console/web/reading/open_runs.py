@@ -41,6 +41,7 @@ class _Known:
     seen: tuple[int, int] | None
     line: RunLine
     curve: list[float]
+    varied: dict[str, Any]
 
 
 _known: dict[Path, _Known] = {}
@@ -58,10 +59,10 @@ def listed_runs(arguments: Sequence[str], environ: Mapping[str, str]) -> list[di
                 lines = runs.merge(lines, runs.list_broker(bus))
         except BusError:
             pass  # those of the folder are listed; the page shows each of them from its files
-    curve_of = {known_run.line.run: known_run.curve for known_run in known_runs.values()}
+    own = {known.line.run: {"curve": known.curve, "varied": known.varied} for known in known_runs.values()}
     lines = sorted(lines, key=lambda line: line.when, reverse=True)[:_MAX_RUNS]
     return [
-        {name: value for name, value in asdict(line).items() if name in _FIELDS} | {"curve": curve_of.get(line.run, [])}
+        {name: value for name, value in asdict(line).items() if name in _FIELDS} | own.get(line.run, {})
         for line in lines
     ]
 
@@ -77,7 +78,8 @@ def _describe(path: Path) -> _Known:
     values = trained.losses if trained is not None else [value for _, value in curves.read(path).rewards]
     size = bucket_size(len(values), _POINTS)
     buckets = [values[at : at + size] for at in range(0, len(values), size)]
-    description = _Known(seen, line, [float(f"{sum(bucket) / len(bucket):.4g}") for bucket in buckets])
+    curve = [float(f"{sum(bucket) / len(bucket):.4g}") for bucket in buckets]
+    description = _Known(seen, line, curve, runs.varied(path))
     with _lock:
         if len(_known) > 2 * _MAX_RUNS:
             _known.clear()

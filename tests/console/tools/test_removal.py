@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
+import os
 import subprocess
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -16,6 +20,7 @@ from penstock.deploy.bootstrap import bootstrap, delete_run
 from penstock.protocol import seals, streams
 from penstock.protocol.errors import BlobStoreUnreachable
 from penstock.protocol.facts import Heartbeat, encode
+from penstock.protocol.record import run_folder
 from penstock.protocol.record.stored_record import mark_use_of_input
 from penstock.protocol.transport.blobs import Blobs
 from penstock.protocol.transport.bus import Bus
@@ -111,16 +116,6 @@ def test_an_interrupted_removal_is_repeated(
     assert find_holdings(run_streams, bus, blobs).is_empty
 
 
-def test_a_finished_local_run_is_removed_with_its_folder(tmp_path: Path):
-    store = tmp_path / "runs" / "mine" / "store"
-    store.mkdir(parents=True)
-    seals.write(store / "environment", "PENSTOCK_NATS__URL=nats://127.0.0.1:1\n")
-    rm("mine", "--yes", "--folder", cwd=tmp_path)
-    assert not (tmp_path / "runs" / "mine").exists()
-    unknown = rm("nobody", "--yes", cwd=tmp_path, code=1)
-    assert "run nobody has no local store and no server is configured" in unknown.stderr
-
-
 def test_what_other_runs_trained_on_is_not_removed(
     bus: Bus, blobs: Blobs, run_id: str, typed: list[str], tmp_path: Path
 ):
@@ -139,11 +134,54 @@ def test_what_other_runs_trained_on_is_not_removed(
     assert find_holdings(name, bus, blobs).is_empty
 
 
-def test_a_local_store_with_other_runs_is_removed_only_by_force(tmp_path: Path):
-    store = tmp_path / "runs" / "mine" / "store"
-    for run in ("mine", "mine-strict"):
-        (store / "objects" / "penstock" / "runs" / run).mkdir(parents=True)
-    assert "also holds mine-strict" in rm("mine", "--yes", "--folder", cwd=tmp_path, code=1).stderr
-    assert store.is_dir()
-    rm("mine", "--yes", "--folder", "--force", cwd=tmp_path)
-    assert not store.exists()
+KEPT = {  # name of a run: why it stays
+    "shared": "also holds another", "paused": "a console queued or paused it", "queued": "a console queued or paused it",
+    "busy": "it is running", "linked": "its folder is a link", "judged": "evaluate/launch.lock", "pinned": "it has the tag pinned",
+    "tagged": "its versions have tags: production", "parent": "the settings of pinned name it", "rescored": "the settings of busy name it",
+    "s-lr-1e-6": "a process holds runs/s-lr-1e-6/sweep.lock", "s-lr-3e-6": "s-lr-1e-6 of the same sweep is alive",
+}  # fmt: skip
+
+
+def test_old_and_large_runs_are_listed_and_with_yes_removed(tmp_path: Path):
+    """The oldest first, until the rest fits; none that is alive, pinned, or needed by such a run, and nothing through a link."""
+    runs = tmp_path / "runs"
+    for age, name in enumerate(("new", "sft", "old", *KEPT, "never")):
+        folder = (tmp_path if name == "linked" else runs) / name
+        place = folder / ("sft-training" if name == "sft" else "store/objects")
+        place.mkdir(parents=True)
+        metrics = (place if name == "sft" else folder) / "metrics.jsonl"
+        metrics.write_bytes(b" " * 1_000_000)
+        os.utime(metrics, (time.time() - age * 86400,) * 2)
+        lr = {"s-lr-1e-6": 1e-6, "s-lr-3e-6": 3e-6}.get(name, 1.0)
+        given = {"pinned": {"model": {"path": "../parent/model"}}, "busy": {"data": {"from_run": "rescored"}}}
+        settings = {"trainer": {"lr": lr}, **given.get(name, {})}
+        (folder / "planned-config.json").write_text(json.dumps({"settings": settings}))
+        job = {"intent": {"paused": "pause", "queued": "run"}.get(name, "stop"), "starts": 1}
+        (folder / "job.json").write_text(json.dumps(job))
+    (runs / "linked").symlink_to(tmp_path / "linked")
+    (runs / "old" / "out").symlink_to(tmp_path / "linked")
+    (runs / "shared" / "store" / "objects" / "b" / "runs" / "another").mkdir(parents=True)
+    seals.write(runs / "old" / "store" / "environment", "PENSTOCK_NATS__URL=nats://127.0.0.1:1\n")  # asks no server
+    (runs / "pinned" / "notes.json").write_text('{"tags": ["pinned"]}')
+    (runs / "tagged" / "tags.json").write_text('{"tags": {"production": {"version": 1}}}')
+    locks = {"busy": "run.lock", "judged/tasks/evaluate": "launch.lock", "s-lr-1e-6": run_folder.SWEEP_LOCK}
+    with contextlib.ExitStack() as held:
+        for name, lock in locks.items():
+            held.enter_context(run_folder.hold_lock(runs / name, lock))
+        assert "give --older-days 30" in penstock("runs", "clean", cwd=tmp_path, code=1).stderr
+        assert "expected 0 to" in penstock("runs", "clean", "--older-days=nan", cwd=tmp_path, code=1).stderr
+        assert "run nobody has no local store and no server" in rm("nobody", "--yes", cwd=tmp_path, code=1).stderr
+        assert "run busy is in use" in rm("busy", "--yes", "--folder", cwd=tmp_path, code=1).stderr
+        assert "is a link" in rm("linked", "--yes", "--folder", cwd=tmp_path, code=1).stderr
+        by_age = penstock("runs", "clean", "--older-days=1.5", cwd=tmp_path, code=1)
+        lines = dict(line.split(": ", 1) for line in by_age.stdout.splitlines()[:-1])
+        assert list(lines) == ["never", *(f"kept {name}" for name in reversed(KEPT)), "old"]
+        assert {name: why for name, why in KEPT.items() if why not in lines[f"kept {name}"]} == {}
+        assert by_age.stdout.endswith("2 of 16 runs in runs; removing them frees 2.0 MB\n")
+        assert "remove never, old with all that they stored? Nothing was changed" in by_age.stderr
+        by_size = penstock("runs", "clean", "--keep-gb=0.0125", "--yes", cwd=tmp_path)
+        assert "3 of 16 runs in runs; removing them frees 3.0 MB" in by_size.stdout
+    assert {path.name for path in runs.iterdir()} == {"new", *KEPT}
+    rm("shared", "--yes", "--folder", "--force", cwd=tmp_path)
+    assert not (runs / "shared").exists()
+    assert (tmp_path / "linked" / "metrics.jsonl").exists()

@@ -15,10 +15,11 @@ import pytest
 from tests.console.tracking.recorded_events import evaluation, finished, publish, step
 from tests.servers import wait_for
 
-from penstock.console.tracking import consumer
+from penstock.console.evaluation_results import Estimate, EvaluationResult, SourceResult
+from penstock.console.tracking import consumer, trackers
 from penstock.console.tracking.__main__ import _job
 from penstock.console.tracking.consumer import Consumer, Written
-from penstock.console.tracking.sources import RunStream, TrainingLog
+from penstock.console.tracking.sources import RunStream, TrainingLog, note_evaluation
 from penstock.console.tracking.trackers import load_settings
 from penstock.deploy.bootstrap import bootstrap
 from penstock.protocol.config.connection import NatsSettings
@@ -104,19 +105,6 @@ def _started(run: str, folder: Path, nats: NatsSettings, events: int, *words: st
     return process
 
 
-def test_a_killed_process_goes_on_where_it_was(bus: Bus, run: str, nats_settings: NatsSettings, tmp_path: Path) -> None:
-    publish(bus, [step(n, run_id=run) for n in range(1, 101)])
-    process = _started(run, tmp_path, nats_settings, 100, "penstock.console.tracking", run, "tensorboard")
-    publish(bus, [step(n, run_id=run) for n in range(101, 151)])
-    process.kill()
-    process.wait()
-    publish(bus, [step(n, run_id=run) for n in range(151, 201)])
-    written = sum(_losses(tmp_path, run).values())
-    assert 100 <= written <= 150
-    assert _work(run, bus, tmp_path, once=True).num_rows == 200 - written
-    assert _losses(tmp_path, run) == Counter(dict.fromkeys(range(1, 201), 1))
-
-
 def test_a_writer_ends_when_the_process_that_started_it_is_killed(
     bus: Bus, run: str, nats_settings: NatsSettings, tmp_path: Path
 ) -> None:
@@ -184,3 +172,39 @@ def test_steps_of_a_training_on_given_answers_are_written_once(tmp_path: Path) -
     written = event_files.values(folder / "trackers" / "tensorboard")
     assert Counter({n: k for (tag, n, _), k in written.items() if tag == "train/loss"}) == Counter(range(1, 9))
     assert "sft.lr" in event_files.texts(folder / "trackers" / "tensorboard")["settings/text_summary"]
+
+
+def test_the_process_of_a_tracker_that_is_killed_beside_a_training_is_started_again(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "warm-up" / "sft-training"
+    folder.mkdir(parents=True)
+    noted = folder / "trackers" / "tensorboard.json"
+    arguments = [f"run.dir={tmp_path}", "run.id=warm-up", "tracker=tensorboard", "tracking.finish_s=60"]
+    with trackers.beside("sft", arguments, os.environ), (folder / "metrics.jsonl").open("w") as file:
+        for number in (1, 2):
+            print(f'{{"kind": "step", "step": {number}, "loss": 1.0}}', file=file, flush=True)
+            wait_for(lambda n=number: noted.exists() and json.loads(noted.read_text())["event"] >= 2 * n, "the writer")
+            for child in psutil.Process().children() if number == 1 else ():
+                child.kill()
+        (folder / "result.json").write_text("{}")
+    written = event_files.values(folder / "trackers" / "tensorboard")
+    assert Counter({n: k for (tag, n, _), k in written.items() if tag == "train/loss"}) == Counter((1, 2))
+    assert "the tracker tensorboard ended with exit code -9; restarting it\n" in capsys.readouterr().err
+
+
+def test_each_evaluation_reaches_a_tracker_once(tmp_path: Path) -> None:
+    """Whatever the order of the versions, though a note was cut, and though the command is repeated."""
+    folder = tmp_path / "My.run" / "evaluations"
+    for name, version in (("v5-a", 5), ("v3-b", 3), ("v5-a", 5)):
+        accuracy = Estimate(version / 10, None, None, "none", 1)
+        one = SourceResult(source="math", prompts=1, complete=1, failed=0, accuracy=accuracy, pass_at={4: accuracy})
+        (folder / name).mkdir(parents=True, exist_ok=True)
+        result = EvaluationResult(evaluation_id=name, model="m", version=version, k=4, sources=(one,), finished_at=9.0)
+        note_evaluation(folder / name, result)
+        with (folder / "metrics.jsonl").open("a") as file:
+            file.write('{"evaluation": "v3-b", "st' if name == "v5-a" else "")
+        trackers.write_evaluations(folder.parent, ["tracker=tensorboard", "tracking.finish_s=60"], os.environ)
+    written = event_files.values(folder / "trackers" / "tensorboard")
+    expected = {("eval/math/pass@4", 5, 0.5): 1, ("eval/math/pass@4", 3, 0.3): 1}
+    assert {key: count for key, count in written.items() if "@" in key[0]} == expected

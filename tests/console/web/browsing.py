@@ -42,6 +42,14 @@ class Browser:
         """Drop the complaints with a text, which are expected."""
         self.complaints = [complaint for complaint in self.complaints if text not in complaint]
 
+    @contextlib.contextmanager
+    def another(self, **context: Any) -> Iterator[Browser]:
+        own = self.page.context.browser.new_context(**context)
+        found = Browser(own.new_page(), self.console)
+        found.log_in()
+        yield found
+        own.close()
+
     def log_in(self, role: Role = Role.RUN) -> None:
         self.page.goto(f"{self.console.url}/?token={self.console.access.one_time_link(role)}")
         self.wait()

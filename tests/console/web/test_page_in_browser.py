@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 from urllib.parse import urlencode
 
@@ -19,6 +21,7 @@ from penstock.console.web.access import Role
 pytest.importorskip("playwright", reason="playwright is not installed: pip install 'penstock[browser-tests]'")
 pytestmark = pytest.mark.slow
 GROUP = "e0.p10.a0"
+AXE = os.environ.get("PENSTOCK_TEST_AXE", "")
 
 
 @pytest.fixture(scope="module")
@@ -176,7 +179,6 @@ def test_each_token_is_coloured_by_its_ratio_and_a_click_shows_the_number(chromi
     chromium.page.keyboard.press("ArrowRight")
     assert f"ratio {found['ratios'][-1]}" in chromium.text("section[aria-label=Tokens] p[role=status]")
     assert "exp(log-probability" in chromium.text("[data-ratio=yes]")
-    assert chromium.page.evaluate("document.documentElement.scrollWidth <= window.innerWidth")
     chromium.page.set_viewport_size({"width": 1280, "height": 900})
 
 
@@ -288,16 +290,53 @@ def test_without_a_token_the_page_asks_for_one_and_shows_no_figure(chromium: Bro
     chromium.forget("status of 401")
 
 
-def test_on_a_phone_nothing_is_wider_than_the_window(chromium: Browser, shown: Shown) -> None:
-    """In every view; long tables scroll in their own box. In dark colours as well."""
-    chromium.page.set_viewport_size({"width": 390, "height": 800})
-    chromium.page.emulate_media(color_scheme="dark")
+def test_the_language_is_the_browsers_until_another_is_chosen(chromium: Browser, shown: Shown) -> None:
+    chromium.go("#/", "runs")
     try:
-        for view in (*VIEWS, f"group?id={GROUP}"):
-            name, _, query = view.partition("?")
-            chromium.open(shown.hostile.run_id, name, f"?{query}")
-            assert chromium.page.evaluate("document.documentElement.scrollWidth") <= 390, view
-        background = chromium.page.evaluate("getComputedStyle(document.body).backgroundColor")
-        assert background == "rgb(13, 17, 23)"
+        for lang, title in (("zh-CN", "运行"), ("en", "Runs")):
+            chromium.page.click("#language")
+            chromium.page.wait_for_selector(f"html[lang={lang}]")
+            chromium.page.reload()  # it is remembered
+            chromium.wait("runs")
+            assert (chromium.page.get_attribute("html", "lang"), chromium.text("h1")) == (lang, title)
+        with chromium.another(locale="zh-TW") as other:
+            other.open(shown.plain.run_id, "overview")
+            assert "处被截断。 请增大 rollout.max_new_tokens" in other.text('[data-chart="被截断的回复"]')
+            assert other.complaints == []
     finally:
-        chromium.page.set_viewport_size({"width": 1280, "height": 900})
+        chromium.page.evaluate("localStorage.clear()")
+
+
+def test_a_sweep_is_its_runs_with_the_best_first(chromium: Browser, shown: Shown) -> None:
+    for rate, typed in ((1e-6, "1e-6"), (3e-5, "3e-5"), (0.0001, "0p0001")):
+        folder = shown.folder / f"swept-lr-{typed}-use-critic-true"
+        folder.mkdir()
+        (folder / "config.json").write_text(json.dumps({"settings": {"trainer": {"lr": rate}, "sft": {"lr": 1e-6}, "critic": {"use_critic": True}}}))  # fmt: skip
+        (folder / "metrics.jsonl").write_text(json.dumps({"kind": "eval", "step": 60, "accuracy": rate}) + "\n")
+    chromium.go("#/", "runs")
+    chromium.page.click("text=Sweeps")
+    chromium.wait("sweeps")
+    rows = chromium.rows("swept: 3 runs")
+    assert [row[:3] for row in rows] == [[f"swept-lr-{typed}-use-critic-true", rate, "true"] for typed, rate in (("0p0001", "0.0001"), ("3e-5", "0.00003"), ("1e-6", "0.000001"))]  # fmt: skip
+    assert ["best" in row[3] for row in rows] == [True, False, False]
+    assert chromium.page.locator("svg.scatter circle").count() == 6
+
+
+@pytest.mark.parametrize("locale", ["en", "zh"])
+@pytest.mark.parametrize("width", [390, 1440])
+def test_every_view_fits_and_is_accessible(chromium: Browser, shown: Shown, locale: str, width: int) -> None:
+    """Nothing is wider than the window, long tables scroll in a box; every rule of axe-core, in light and dark: make test-more NAME=axe."""
+    run, hostile = shown.plain.run_id, shown.hostile.run_id
+    of_runs = [("#/", "runs"), ("#/new", "new"), (f"#/new?copy={run}", "new"), ("#/sweeps", "sweeps"), (f"#/compare?run={run}&run=only-files", "compare")]  # fmt: skip
+    addresses = [*of_runs, *((f"#/run/{hostile}/{view}", view) for view in (*VIEWS, "settings", "logs")), (f"#/run/{run}/group?id={GROUP}&at=1", "group")]  # fmt: skip
+    with chromium.another(locale=locale, viewport={"width": width, "height": 844}) as window:
+        for address, view in addresses:
+            window.go(address, view)
+            for scheme, background in (("light", "rgb(255, 255, 255)"), ("dark", "rgb(13, 17, 23)")):
+                window.page.emulate_media(color_scheme=scheme)
+                assert window.page.evaluate("getComputedStyle(document.body).backgroundColor") == background
+                if AXE:
+                    window.page.evaluate(Path(AXE).read_text("utf-8"))
+                    found = "axe.run().then(r => r.violations.map(v => [v.id, v.nodes.map(n => n.html)]))"
+                    assert window.page.evaluate(found) == [], f"{address}, {scheme}"
+            assert window.page.evaluate("document.documentElement.scrollWidth") <= width, address

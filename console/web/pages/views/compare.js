@@ -3,11 +3,13 @@
 import { get, path, query } from "../api.js";
 import { axes, LineChart, picked, toolbar } from "../charts.js";
 import { el, panel, replaceIfChanged, table } from "../dom.js";
+import { t } from "../language.js";
 
 const FIGURES = [
-  ["reward_mean", "Reward"], ["loss", "Loss"], ["policy_loss", "Policy loss"], ["kl_divergence", "KL divergence"], ["eval_loss", "Held-out loss"], ["kl_behaviour", "KL between sampler and policy"], ["entropy", "Entropy"],
-  ["staleness_mean", "Staleness"], ["step_s", "Seconds of a step"], ["tokens_trained", "Tokens trained a step"], ["truncated_share", "Truncated completions"],
-];
+  ["reward_mean", "chart.reward"], ["loss", "chart.loss"], ["policy_loss", "chart.policy-loss"], ["kl_divergence", "chart.kl-divergence"], ["eval_loss", "chart.eval-loss"],
+  ["kl_behaviour", "chart.kl-behaviour"], ["entropy", "chart.entropy"], ["staleness_mean", "chart.staleness-of-step"], ["step_s", "chart.seconds"],
+  ["tokens_trained", "chart.tokens-of-step"], ["truncated_share", "chart.truncated"],
+].map(([name, title]) => [name, t(title)]);
 
 export function open(holder, { values }) {
   const runs = values.getAll("run").slice(0, 20);
@@ -15,7 +17,7 @@ export function open(holder, { values }) {
   const grid = el("div", { class: "grid" });
   const settings = el("div");
   const charts = new Map();
-  holder.append(el("h1", {}, `Compare ${runs.join(", ")}`), tools.element, grid, panel("Settings that differ", settings));
+  holder.append(el("h1", {}, t("compare.title", { runs: runs.join(", ") })), tools.element, grid, panel(t("compare.settings"), settings));
   const view = {
     periodMs: 5000,
     async refresh() {
@@ -38,13 +40,13 @@ export function open(holder, { values }) {
       for (const [name, title] of figures) {
         chart(title, runs.flatMap((run, at) => (found[at].figures[name] ? [{ label: run, ...axes(found[at]), ...found[at].figures[name] }] : [])));
       }
-      chart("Held-out", runs.flatMap((run, at) => summaries[at].evaluations.slice(0, 1).map((one) => {
+      chart(t("chart.held-out"), runs.flatMap((run, at) => summaries[at].evaluations.slice(0, 1).map((one) => {
         const mean = one.points.map((point) => point[one.measure]);
         return { label: run, steps: one.points.map((point) => point.step), mean, min: mean, max: mean };
       })));
       replaceIfChanged(settings, differences, () => (differences.problem ? el("p", { class: "warn" }, differences.problem)
-        : [table("Settings that differ", [["setting", (row) => row.key], ...differences.runs.map((run, at) => [run, (row) => row.values[at], "text"])], differences.differing),
-          el("p", { class: "dim" }, `${differences.num_equal} settings are equal`)]));
+        : [table(t("compare.settings"), [[t("col.setting"), (row) => row.key], ...differences.runs.map((run, at) => [run, (row) => row.values[at], "text"])], differences.differing.filter((row) => !/^(nats|s3)\.|^run\.id$/.test(row.key))),
+          el("p", { class: "dim" }, t("compare.equal", { n: differences.num_equal }))]));
     },
     close() {
       for (const one of charts.values()) one.destroy();

@@ -2,6 +2,7 @@
 
 import { get, path, query } from "../api.js";
 import { el, number, pairs, panel, replace, shown } from "../dom.js";
+import { said, t } from "../language.js";
 
 const TOKENS = 1024;
 
@@ -9,25 +10,25 @@ export function open(holder, { run, values }) {
   const id = values.get("id") || "";
   const chapter = values.get("chapter");
   const body = el("div");
-  holder.append(el("h1", {}, `Group ${id}`), body);
+  holder.append(el("h1", {}, t("group.title", { id })), body);
   return {
     periodMs: 0,
     async refresh() {
       const found = await get(path("runs", run, "group") + query({ group_id: id, chapter }));
       const viewer = tokenViewer(run, id, chapter);
       replace(body,
-        panel("Group", pairs([
-          ["status", found.status + (found.reason ? `: ${found.reason}` : "")],
-          ["step", number(found.step)], ["trained on version", number(found.trained_version)],
-          ["sampled by versions", found.oldest_version === undefined ? "–" : `${found.oldest_version} to ${found.newest_version}`],
-          ["staleness", number(found.staleness)], ["reward", found.scorer ? `${found.reward_name}, by ${found.scorer}` : found.reward_name || "–"],
-          ["ground truth", found.ground_truth || "–"], ["data source", found.data_source || "–"],
-          ...(found.environment ? [["environment", found.environment]] : []),
+        panel(t("group.panel"), pairs([
+          [t("col.status"), said(found.status) + (found.reason ? `: ${said(found.reason)}` : "")],
+          [t("col.step"), number(found.step)], [t("col.trained-version"), number(found.trained_version)],
+          [t("col.sampled-versions"), found.oldest_version === undefined ? "–" : t("chart.to", { low: found.oldest_version, high: found.newest_version })],
+          [t("col.staleness"), number(found.staleness)], [t("col.reward"), found.scorer ? t("group.scored", { reward: found.reward_name, scorer: found.scorer }) : found.reward_name || "–"],
+          [t("col.ground-truth"), found.ground_truth || "–"], [t("col.data-source"), found.data_source || "–"],
+          ...(found.environment ? [[t("col.environment"), found.environment]] : []),
         ])),
-        panel(`Prompt${found.prompt_tokens ? `, ${found.prompt_tokens} tokens` : ""}`, el("pre", { class: "text", tabindex: "0" }, found.prompt || "–")),
-        found.problem ? el("p", { class: "warn" }, found.problem) : null,
-        el("h2", {}, `${found.trajectories.length} of ${number(found.num_trajectories ?? 0)} trajectories`),
-        el("div", { class: "side", tabindex: "0", role: "region", "aria-label": "Trajectories side by side" },
+        panel(found.prompt_tokens ? t("group.prompt-tokens", { n: found.prompt_tokens }) : t("group.prompt"), el("pre", { class: "text", tabindex: "0" }, found.prompt || "–")),
+        found.problem ? el("p", { class: "warn" }, said(found.problem)) : null,
+        el("h2", {}, t("group.num", { n: found.trajectories.length, all: number(found.num_trajectories ?? 0) })),
+        el("div", { class: "side", tabindex: "0", role: "region", "aria-label": t("group.side") },
           found.trajectories.map((one) => card(one, viewer))),
         viewer.element);
       const at = Number(values.get("at"));
@@ -38,38 +39,38 @@ export function open(holder, { run, values }) {
 
 function card(one, viewer) {
   const kind = one.reward === null ? "" : one.reward > 0 ? "good" : "bad";
-  return el("section", { class: "panel", "aria-label": `Trajectory ${one.index}`, data: { trajectory: one.index } },
-    el("h2", {}, `#${one.index} `, el("span", { class: kind, data: { reward: String(one.reward) } }, `reward ${number(one.reward)}`), one.is_baseline ? " baseline" : ""),
+  return el("section", { class: "panel", "aria-label": t("group.trajectory", { n: one.index }), data: { trajectory: one.index } },
+    el("h2", {}, `#${one.index} `, el("span", { class: kind, data: { reward: String(one.reward) } }, t("group.reward", { n: number(one.reward) })), one.is_baseline ? t("group.baseline") : ""),
     pairs([
       ...Object.entries(one.parts).map(([name, value]) => [name, number(value)]),
-      ["ended", one.status || one.finish_reason], ["tokens", number(one.tokens)],
-      ["log-probability", `mean ${number(one.logprob_mean)}, least ${number(one.logprob_min)}`],
-      ...(one.ratio ? [["ratio", `mean ${number(one.ratio.mean)}, ${number(one.ratio.min)} to ${number(one.ratio.max)}`],
-        ["clipped, rejected", `${number(one.ratio.num_clipped)}, ${number(one.ratio.num_rejected)} tokens`]] : []),
-      ["versions", one.versions.join(", ")],
+      [t("col.ended"), said(one.status || one.finish_reason)], [t("col.tokens"), number(one.tokens)],
+      [t("col.logprob"), t("group.logprobs", { mean: number(one.logprob_mean), min: number(one.logprob_min) })],
+      ...(one.ratio ? [[t("col.ratio"), t("group.ratio", { mean: number(one.ratio.mean), min: number(one.ratio.min), max: number(one.ratio.max) })],
+        [t("col.clipped-rejected"), t("group.outcomes", { clipped: number(one.ratio.num_clipped), rejected: number(one.ratio.num_rejected) })]] : []),
+      [t("col.versions"), one.versions.join(", ")],
     ]),
     one.messages.length ? conversation(one) : el("pre", { class: "text", tabindex: "0" }, one.completion + (one.is_cut ? " …" : "")),
     one.rows.map((length, row) => el("button", { type: "button", on: { click: () => viewer.show(one.index, row) } },
-      one.rows.length > 1 ? `Tokens of row ${row} (${length})` : `Tokens (${length})`)));
+      one.rows.length > 1 ? t("group.tokens-of-row", { row, n: length }) : t("group.tokens-n", { n: length }))));
 }
 
 function conversation(one) {
-  const rewards = one.turns.filter((turn) => turn.reward !== 0).map((turn) => `turn ${turn.number}: ${number(turn.reward)}`);
+  const rewards = one.turns.filter((turn) => turn.reward !== 0).map((turn) => t("group.turn", { n: turn.number, reward: number(turn.reward) }));
   return el("div", {},
-    one.messages.map((message) => el("div", {}, el("strong", {}, message.role || "message"), el("pre", { class: "text", tabindex: "0" }, message.content))),
-    el("p", { class: "dim" }, `${one.turns.length} turns${rewards.length ? `; rewards of turns: ${rewards.join(", ")}` : ""}`));
+    one.messages.map((message) => el("div", {}, el("strong", {}, message.role || t("group.message")), el("pre", { class: "text", tabindex: "0" }, message.content))),
+    el("p", { class: "dim" }, rewards.length ? t("group.turn-rewards", { n: one.turns.length, rewards: rewards.join(", ") }) : t("group.turns", { n: one.turns.length })));
 }
 
 function tokenViewer(run, id, chapter) {
-  const title = el("h2", {}, "Tokens");
-  const box = el("div", { class: "tokens", tabindex: "0", role: "group", "aria-label": "Tokens" });
-  const detail = el("p", { role: "status" }, "Choose a token to see its log-probabilities, their ratio, the version that sampled it and its loss mask.");
-  const colour = el("select", { "aria-label": "Colour by", on: { change: () => paint() } },
-    [["logprob", "log-probability"], ["ratio", "ratio"], ["version", "version"], ["mask", "loss mask"]].map(([value, text]) => el("option", { value }, text)));
+  const title = el("h2", {}, t("group.tokens"));
+  const box = el("div", { class: "tokens", tabindex: "0", role: "group", "aria-label": t("group.tokens") });
+  const detail = el("p", { role: "status" }, t("group.choose"));
+  const colour = el("select", { "aria-label": t("group.colour-label"), on: { change: () => paint() } },
+    ["logprob", "ratio", "version", "mask"].map((value) => el("option", { value }, t(`colour.${value}`))));
   const ratio = el("p", { class: "dim", data: { ratio: "" } });
-  const later = el("button", { type: "button" }, "Later tokens");
-  const earlier = el("button", { type: "button" }, "Earlier tokens");
-  const element = el("section", { class: "panel", "aria-label": "Tokens" }, title, el("label", {}, "colour by", colour), box, detail, ratio, earlier, later);
+  const later = el("button", { type: "button" }, t("group.later"));
+  const earlier = el("button", { type: "button" }, t("group.earlier"));
+  const element = el("section", { class: "panel", "aria-label": t("group.tokens") }, title, el("label", {}, t("group.colour"), colour), box, detail, ratio, earlier, later);
   element.hidden = true;
   let found = null;
   let spans = [];
@@ -89,10 +90,9 @@ function tokenViewer(run, id, chapter) {
   function choose(at) {
     spans.forEach((span) => span.classList.remove("chosen"));
     spans[at].classList.add("chosen");
-    const sampled = found.loss_mask[at];
-    detail.textContent = shown(`token ${found.first + at}: id ${found.ids[at]}, ` + (sampled
-      ? `log-probability ${found.logprobs[at]} (probability ${number(Math.exp(found.logprobs[at]))}), sampled by version ${found.versions[at]}, in the loss${found.ratios ? `; of the trainer before its step ${found.current_logprobs[at]}, ratio ${found.ratios[at]}${found.outcomes[at] ? `, ${found.outcomes[at]}` : ""}` : ""}`
-      : "context: not sampled, not in the loss"));
+    const known = { n: found.first + at, id: found.ids[at], logprob: found.logprobs[at], p: number(Math.exp(found.logprobs[at])), version: found.versions[at] };
+    const sampled = [t("token.sampled", known), found.ratios ? t("token.ratio", { current: found.current_logprobs[at], ratio: found.ratios[at] }) : "", found.outcomes?.[at] ? said(found.outcomes[at]) : ""];
+    detail.textContent = shown(found.loss_mask[at] ? sampled.filter(Boolean).join(", ") : t("token.context", known));
     detail.dataset.token = String(found.first + at);
   }
 
@@ -104,7 +104,7 @@ function tokenViewer(run, id, chapter) {
       detail.textContent = shown(error.message);
       return;
     }
-    title.textContent = shown(`Tokens of #${trajectory}${row ? `, row ${row}` : ""}: ${found.first} to ${found.first + found.ids.length} of ${found.total}`);
+    title.textContent = shown(t("token.title-of", { trajectory: row ? t("token.row", { n: trajectory, row }) : t("token.trajectory", { n: trajectory }), first: found.first, last: found.first + found.ids.length, all: found.total }));
     spans = found.ids.map((token, at) => el("span", { role: "button", tabindex: at ? "-1" : "0", on: { click: () => choose(at) } },
       found.texts ? found.texts[at] || "∅" : `${token} `));
     replace(box, spans);
@@ -115,7 +115,7 @@ function tokenViewer(run, id, chapter) {
       if (spans[next]) { spans[next].focus(); choose(next); event.preventDefault(); }
       if (event.key === "Enter" || event.key === " ") { choose(here); event.preventDefault(); }
     };
-    ratio.textContent = shown(found.current_problem || LEGEND);
+    ratio.textContent = shown(said(found.current_problem) || LEGEND);
     ratio.dataset.ratio = found.ratios ? "yes" : "no";
     paint();
     earlier.hidden = found.first === 0;
@@ -129,7 +129,7 @@ function tokenViewer(run, id, chapter) {
   return { element, show };
 }
 
-const LEGEND = "The ratio is exp(log-probability of the trainer before its step, less that of the sampler). Coloured by ratio: blue below 0.95, deep blue below 0.8, orange above 1.05, deep orange above 1.25; underlined: clipped by the loss; struck through: rejected by a correction.";
+const LEGEND = t("token.legend");
 
 function mark(span, ratio, outcome) {
   if (ratio === null || ratio === undefined) return;

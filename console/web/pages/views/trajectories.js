@@ -2,6 +2,7 @@
 
 import { get, path, query, Refused } from "../api.js";
 import { el, number, replace, shown, table } from "../dom.js";
+import { said, t } from "../language.js";
 
 const FIELDS = ["step_from", "step_to", "reward_min", "reward_max", "status", "prompt"];
 
@@ -11,19 +12,19 @@ export function open(holder, { run, values }) {
     inputs[name] = el("input", { name, value: values.get(name) || "", ...attributes });
     return el("label", {}, label, inputs[name]);
   };
-  inputs.status = el("select", { name: "status" }, [["", "any"], ["trained", "trained"], ["evaluated", "evaluated"], ["dropped", "dropped"], ["in_flight", "in flight"]]
-    .map(([value, text]) => el("option", { value, selected: value === (values.get("status") || "") }, text)));
+  inputs.status = el("select", { name: "status" }, ["", "trained", "evaluated", "dropped", "in_flight"]
+    .map((value) => el("option", { value, selected: value === (values.get("status") || "") }, value ? said(value) : t("traj.any"))));
   const each = el("input", { type: "checkbox", name: "each", checked: values.get("each") === "1" });
   const form = el("form", { class: "filters", role: "search", on: { submit: (event) => { event.preventDefault(); search(); } } },
-    field("step_from", "step from", { inputmode: "numeric", type: "number", min: "0" }), field("step_to", "step to", { inputmode: "numeric", type: "number", min: "0" }),
-    field("reward_min", "reward from", { type: "number", step: "any" }), field("reward_max", "reward to", { type: "number", step: "any" }),
-    el("label", {}, "status", inputs.status), field("prompt", "prompt or completion contains", { class: "wide", maxlength: "200" }),
-    el("label", { class: "row" }, each, "one by one"), el("button", { type: "submit" }, "Search"));
+    field("step_from", t("traj.step-from"), { inputmode: "numeric", type: "number", min: "0" }), field("step_to", t("traj.step-to"), { inputmode: "numeric", type: "number", min: "0" }),
+    field("reward_min", t("traj.reward-from"), { type: "number", step: "any" }), field("reward_max", t("traj.reward-to"), { type: "number", step: "any" }),
+    el("label", {}, t("col.status"), inputs.status), field("prompt", t("traj.contains"), { class: "wide", maxlength: "200" }),
+    el("label", { class: "row" }, each, t("traj.one-by-one")), el("button", { type: "submit" }, t("search")));
   const list = el("div");
   const note = el("p", { class: "dim", role: "status" });
-  const more = el("button", { type: "button", on: { click: () => load(true) } }, "More");
+  const more = el("button", { type: "button", on: { click: () => load(true) } }, t("traj.more"));
   more.hidden = true;
-  holder.append(el("h1", {}, "Trajectories"), form, list, note, more);
+  holder.append(el("h1", {}, t("nav.trajectories")), form, list, note, more);
   let items = [];
   let cursor = "";
 
@@ -46,7 +47,7 @@ export function open(holder, { run, values }) {
       cursor = found.next || "";
       more.hidden = !found.next;
       replace(list, each.checked ? trajectoryTable(run, items) : groupTable(run, items));
-      note.textContent = shown(`${items.length} shown${found.next ? `; searched down to step ${found.searched_to_step ?? "?"}` : ", all that there are in the record up to the newest checkpoint"}`);
+      note.textContent = shown(found.next ? t("traj.shown-down-to", { n: items.length, step: found.searched_to_step ?? "?" }) : t("traj.shown-all", { n: items.length }));
     } catch (error) {
       if (!isMore && !(error instanceof Refused && error.status === 409)) throw error;
       note.textContent = shown(error.message);
@@ -64,25 +65,25 @@ export function groupLink(run, row, text) {
 }
 
 function groupTable(run, items) {
-  return table("Groups", [
-    ["group", (row) => groupLink(run, row)],
-    ["step", (row) => number(row.step), "num"],
-    ["status", (row) => el("span", { class: row.status === "dropped" ? "warn" : "" }, row.status + (row.reason ? `: ${row.reason}` : ""))],
-    ["reward", (row) => (row.rewards ? `${number(row.reward_mean)} (${number(row.reward_min, 2)} to ${number(row.reward_max, 2)})` : "–"), "num"],
-    ["stale", (row) => number(row.staleness), "num"],
-    ["tokens", (row) => number(row.tokens), "num"],
-    ["prompt", (row) => row.prompt || "–", "text"],
-  ], items, "no group matches");
+  return table(t("traj.groups"), [
+    [t("col.group"), (row) => groupLink(run, row)],
+    [t("col.step"), (row) => number(row.step), "num"],
+    [t("col.status"), (row) => el("span", { class: row.status === "dropped" ? "warn" : "" }, said(row.status) + (row.reason ? `: ${said(row.reason)}` : ""))],
+    [t("col.reward"), (row) => (row.rewards ? t("traj.reward", { mean: number(row.reward_mean), low: number(row.reward_min, 2), high: number(row.reward_max, 2) }) : "–"), "num"],
+    [t("col.stale"), (row) => number(row.staleness), "num"],
+    [t("col.tokens"), (row) => number(row.tokens), "num"],
+    [t("col.prompt"), (row) => row.prompt || "–", "text"],
+  ], items, t("traj.no-group"));
 }
 
 function trajectoryTable(run, items) {
-  return table("Trajectories", [
-    ["trajectory", (row) => groupLink(run, row, `${row.group_id} #${row.index}`)],
-    ["step", (row) => number(row.step), "num"],
-    ["reward", (row) => number(row.reward), "num"],
-    ["ended", (row) => row.finish_reason + (row.is_baseline ? ", baseline" : "")],
-    ["tokens", (row) => number(row.tokens), "num"],
-    ["prompt", (row) => row.prompt || "–", "text"],
-    ["completion", (row) => row.completion || "–", "text"],
-  ], items, "no trajectory matches");
+  return table(t("nav.trajectories"), [
+    [t("col.trajectory"), (row) => groupLink(run, row, `${row.group_id} #${row.index}`)],
+    [t("col.step"), (row) => number(row.step), "num"],
+    [t("col.reward"), (row) => number(row.reward), "num"],
+    [t("col.ended"), (row) => said(row.finish_reason) + (row.is_baseline ? t("traj.baseline") : "")],
+    [t("col.tokens"), (row) => number(row.tokens), "num"],
+    [t("col.prompt"), (row) => row.prompt || "–", "text"],
+    [t("col.completion"), (row) => row.completion || "–", "text"],
+  ], items, t("traj.none"));
 }
