@@ -500,8 +500,8 @@ def test_two_ranks_run_reuse_and_resume(run: Run, bus: Bus, blobs: Blobs) -> Non
         overrides = ("trainer.steps=4", "trainer.max_mismatch=0.001")  # no policy sampled what is recited
         stopped = run.start(*overrides, num_ranks=2)
         leader = stopped.processes[0]
-        leader.join(150.0)
-        assert leader.exitcode == 2, stopped.err[-4000:]
+        leader.wait(150.0)
+        assert leader.returncode == 2, stopped.err[-4000:]
         stopped.kill()  # as torchrun does with the ranks that are left
     home = run.home
     found = []
