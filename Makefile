@@ -58,6 +58,7 @@ test-more.turns := PENSTOCK_TEST_TURNS=1 $(BIN)/python -m pytest --timeout 1800 
 test-more.verbs := PENSTOCK_TEST_VERBS=1 $(BIN)/python -m pytest --timeout 900 tests/packaging/test_working_directory.py
 test-more.advice := PENSTOCK_TEST_ADVICE=1 $(BIN)/python -m pytest --timeout 900 tests/deploy/plan/test_advice.py
 test-more.patches := PENSTOCK_TEST_EXAMPLES=6 $(BIN)/python -m pytest tests/rollout_service/engines/test_weight_patch.py
+test-more.imports := PENSTOCK_TEST_IMPORTS=1 $(BIN)/python -m pytest -n 0 -s --timeout 600 tests/system/test_imported_runs.py
 test-more.zoo := PENSTOCK_TEST_ZOO=1 $(BIN)/python -m pytest --timeout 900 tests/zoo
 test-more.trackers := PENSTOCK_TEST_TRACKERS=1 .venv-trackers/bin/python -m pytest --noconftest -o addopts= tests/console/tracking/test_writers.py
 test-more.environments := \
@@ -67,7 +68,7 @@ test-more.environments := \
 	PENSTOCK_TEST_VERIFIERS_PYTHON=$(CURDIR)/.venv-environments/verifiers/bin/python \
 	PENSTOCK_TEST_ENVIRONMENTS=1 \
 	$(BIN)/python -m pytest --timeout 600 tests/agents/environments/adapters tests/system/test_train_agent.py
-test-more: $(STAMP) $(if $(filter trackers environments,$(NAME)),.venv-$(NAME)/.installed)  ## tests with more examples or other packages: NAME=faults, secrets, images, experts, turns, patches, advice, verbs, zoo, trackers, environments
+test-more: $(STAMP) $(if $(filter trackers environments,$(NAME)),.venv-$(NAME)/.installed)  ## tests with more examples or other packages: NAME=faults, secrets, images, experts, turns, patches, advice, verbs, imports, zoo, trackers, environments
 	$(call named,test-more)
 	$(test-more.$(NAME)) $(ARGS)
 
@@ -105,7 +106,7 @@ fuzz-files: $(STAMP)  ## mutated and generated files of strangers against each r
 fuzz-ring: $(STAMP)  ## attack a whole run with the login of every role for FUZZ_S seconds while processes are killed (then minutes of proof)
 	$(BIN)/python -m tests.rigs.fuzz.run --seconds $(FUZZ_S) --json fuzz-findings/report.json
 
-fuzz-agents: $(STAMP)  ## random agents against the proxy with random weights: every trained token is recomputed (REQUESTS=100000: ten minutes)
+fuzz-agents: $(STAMP)  ## random agents against the proxy with random weights: every trained token is recomputed, every end rewarded (REQUESTS=100000: 1,100 s of CPU time)
 	$(BIN)/python -m tests.rigs.fuzz_agents.run --requests $(REQUESTS)
 
 chaos: $(STAMP)  ## kill processes at random (three seeds), then audit and replay; plus a control that must fail (half an hour)

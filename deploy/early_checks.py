@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
@@ -9,13 +10,20 @@ from pathlib import Path
 
 from penstock.console.connections import RUN_FILE
 from penstock.console.tools import checks
+from penstock.deploy.data_check.rows import as_reward_input
 from penstock.protocol.chat_tokenizer import model_context_tokens
 from penstock.protocol.errors import ConfigError
+from penstock.reward_service.errors import BadGroundTruth
 from penstock.reward_service.registry import definitions
 from penstock.reward_service.registry.built_in import AUTO, BY_SOURCE, REWARDS
+from penstock.reward_service.rewards import ifeval
 from penstock.rollout_service.embedded_engine.model.model_config import read_model_config
 from penstock.rollout_service.settings import RolloutSettings
 from penstock.trainer.data.inputs import resolve_inputs
+from penstock.trainer.data.read_rows import prompt_row, read_row
+from penstock.trainer.data.row_checks import Problems
+from penstock.trainer.data.row_files import open_rows
+from penstock.trainer.errors import MalformedData
 from penstock.trainer.learner.gguf_model import check_gguf, is_gguf
 from penstock.trainer.learner.model_folder_check import (
     check_adapters,
@@ -54,6 +62,7 @@ def check_inputs(trainer: TrainerSettings) -> None:
         for key, files in named_files:
             if missing := [str(file) for file in files if not file.exists()]:
                 raise ConfigError(f"{key}: there is no file {', '.join(missing)}; check the path")
+        _check_instructions(trainer)
         folder, longest = trainer.model.path, trainer.rollout.max_new_tokens
         context = model_context_tokens(folder) if (folder / "config.json").is_file() else None
         if context is not None and longest >= context:
@@ -63,6 +72,28 @@ def check_inputs(trainer: TrainerSettings) -> None:
             )
     check_same_model(trainer.run.folder, trainer.model.path)
     check_same_ranks(trainer.run.folder, trainer.trainer.num_ranks)
+
+
+def _check_instructions(trainer: TrainerSettings) -> None:
+    """Raise ConfigError for training rows that `ifeval` scores, with instructions that it cannot check."""
+    data, problems = trainer.data, Problems()
+    sources = [source for source in BY_SOURCE if BY_SOURCE[source] == ifeval.NAME]
+    column = data.map.get("data_source", "data_source")
+    for file in data.train_files:
+        with contextlib.suppress(MalformedData):  # which the trainer lists
+            rows = open_rows(file)
+            for number in range(len(rows)):
+                source = str(rows.row(number).get(column, ""))
+                name = trainer.reward.by_source.get(source, trainer.reward.name) or AUTO
+                if source not in sources if name == AUTO else name not in (ifeval.NAME, *sources):
+                    continue
+                row = as_reward_input(rows.place(number), prompt_row(read_row(rows, number, data), data))
+                try:
+                    ifeval.judge(ifeval.Parameters(), (), row["ground_truth"], row["extra_info"])
+                except BadGroundTruth as err:
+                    problems.add(rows.place(number), str(err))
+    if problems.count:
+        raise ConfigError("\n".join(problems.lines()))
 
 
 def check_engine(trainer: TrainerSettings, rollout: RolloutSettings) -> None:

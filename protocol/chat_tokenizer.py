@@ -274,9 +274,9 @@ def special_tokens_of(config: Mapping[str, Any], folder: Path) -> dict[str, str]
     for name in _SPECIAL_TOKENS:
         token = config.get(name)
         text = token.get("content") if isinstance(token, dict) else token
-        if token and not isinstance(text, str):
+        if token and (not isinstance(text, str) or text.encode(errors="ignore").decode() != text):
             raise UnsupportedModel(
-                f"{folder / 'tokenizer_config.json'}: {name}: expected a text, or an object with content, got {str(token)[:80]}"
+                f"{folder / 'tokenizer_config.json'}: {name}: expected a text, or an object with content, got {ascii(token)[:80]}"
             )
         if token:
             texts[name] = text

@@ -6,7 +6,8 @@ Reads rows as JSON objects, one a line: ``place``, ``prompt``, ``data_source``, 
 - for each row that the reward `code` would score, in order of completion, ``{"place", "problem", "solution"}``. The problem is "" for tests
   that reject an empty program and one that returns nothing useful, and that accept the row's solution if it has one; the solution is that
   program or null;
-- for each row of another built-in reward whose ground truth no answer can be compared with, ``{"place", "problem"}``.
+- for each row of another built-in reward whose ground truth no answer can be compared with, ``{"place", "problem"}``;
+- in either "failed", with an empty problem: why this machine could not try the row.
 
 `penstock data check` and `penstock reward test` start it, because neither imports this service.
 """
@@ -16,7 +17,7 @@ from __future__ import annotations
 import ast
 import asyncio
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Awaitable, Iterable, Mapping
 from typing import Any, TextIO
 
 from penstock.reward_service.errors import BadGroundTruth, GraderFailed, SandboxFailed, SandboxUnavailable
@@ -45,8 +46,8 @@ async def check(rows: Iterable[str], out: TextIO) -> int:
         for line in rows:
             row = json.loads(line)
             if not is_code(row):
-                if problem := await problem_of_truth(row, grader):
-                    out.write(json.dumps({"place": row["place"], "problem": problem}) + "\n")
+                if any((found := await _outcome(problem_of_truth(row, grader))).values()):
+                    out.write(json.dumps({"place": row["place"], **found}) + "\n")
                 continue
             if pool is None:  # a sandbox is tried where a row needs one
                 probed = await asyncio.to_thread(canary.probe, "auto")
@@ -73,19 +74,27 @@ async def problem_of_truth(row: Mapping[str, Any], grader: GraderPool) -> str:
     judge, truth = reward.bind(reward.default), row.get("ground_truth")
     try:
         if isinstance(reward, PureReward):
-            judge(("",), truth)
+            judge(("",), truth, **({"extra": row.get("extra_info")} if reward.reads == "answer and columns" else {}))
         elif reward.grader == "math":
             await judge(("",), truth, grade=grader.equal)
-    except (BadGroundTruth, GraderFailed) as err:
+    except BadGroundTruth as err:
         return str(err)
     return ""
+
+
+async def _outcome(problem: Awaitable[str]) -> dict[str, str]:
+    """Return the problem of a row; if this machine could not try it, the reason as "failed"."""
+    try:
+        return {"problem": await problem}
+    except (GraderFailed, SandboxFailed) as err:
+        return {"problem": "", "failed": str(err)}
 
 
 async def _check_batch(rows: list[dict[str, Any]], pool: SandboxPool, out: TextIO) -> None:
     async def one(row: dict[str, Any]) -> None:
         program = solution(row)
-        problem = await problem_of(row, program, pool)
-        out.write(json.dumps({"place": row["place"], "problem": problem, "solution": program}) + "\n")
+        found = await _outcome(problem_of(row, program, pool))
+        out.write(json.dumps({"place": row["place"], **found, "solution": program}) + "\n")
         out.flush()
 
     await asyncio.gather(*map(one, rows))
@@ -106,7 +115,7 @@ async def problem_of(row: Mapping[str, Any], program: str | None, pool: SandboxP
     try:
         tests = tests_of_row.read(row.get("ground_truth"), row.get("extra_info"))
         graded = await pool.grade(program or EMPTY_PROGRAM, tests)
-    except (BadGroundTruth, SandboxFailed) as err:
+    except BadGroundTruth as err:
         return str(err)
     if program is None:
         return "" if graded.passed < graded.total else "code: an empty program passes the row's tests"

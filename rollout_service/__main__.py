@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
 import os
 import shlex
 import signal
 import sys
+import threading
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 
@@ -27,6 +29,7 @@ from penstock.protocol.traces.traces import Traces, recording
 from penstock.protocol.transport.blobs import Blobs
 from penstock.protocol.transport.bus import Bus
 from penstock.protocol.transport.inbox import Inbox
+from penstock.protocol.weights.shared_segments import SharedSegments
 from penstock.rollout_service import heartbeat, loop
 from penstock.rollout_service.device_turns import EngineTurns
 from penstock.rollout_service.engines.engine import Engine
@@ -49,6 +52,7 @@ from penstock.rollout_service.weights.weight_follower import WeightFollower
 from penstock.rollout_service.weights.weight_swap import SwapSemaphore, WeightSwap
 from penstock.serving import target_policy
 
+_END_S = 20.0  # for threads and folders, when everything else has ended
 _BLOB_DEADLINE_S = 15.0  # then a warning names S3, and the worker keeps waiting
 
 
@@ -56,12 +60,15 @@ def main() -> int:
     configure("rollout")
     log = structlog.get_logger("rollout")
     problems: list[BaseException] = []
+    runner = asyncio.Runner()  # which waits for its threads when it is closed, as the interpreter does
     try:
         files, overrides = run_file.split_arguments(sys.argv[1:])
         settings = run_file.load(RolloutSettings, files=files, overrides=overrides, environ=os.environ).settings
-        asyncio.run(_serve(settings))
+        runner.run(_serve(settings))
     except* PenstockError as failures:
         problems += _flatten(failures)
+    finally:
+        _end_within(_END_S)
     if not problems and sys.stderr.isatty():
         again = shlex.join(["penstock", "rollout", *sys.argv[1:]])
         sys.stderr.write(
@@ -69,7 +76,22 @@ def main() -> int:
         )
     for problem in problems:
         log.error("worker stopped by an error", kind=type(problem).__name__, error=str(problem))
+    runner.close()
     return 1 if problems else 0
+
+
+def _end_within(deadline_s: float) -> None:
+    """End the process then, if a thread still waits for a disk or a server that does not answer."""
+
+    def end() -> None:
+        structlog.get_logger("rollout").error(
+            "a thread does not end: check the disk of worker.cache_dir and the object store"
+        )
+        os._exit(1)
+
+    ending = threading.Timer(deadline_s, end)
+    ending.daemon = True
+    ending.start()
 
 
 def _flatten(group: BaseExceptionGroup[PenstockError]) -> Iterator[BaseException]:
@@ -95,13 +117,14 @@ async def _serve(settings: RolloutSettings) -> None:
         await asyncio.to_thread(blobs.check, run_id)
         in_memory = MemoryFolder(settings.cache_dir)
         in_memory.clear_abandoned(keep_own=settings.may_use_memory)
-        memory = in_memory if settings.may_use_memory else None
-        mirror = Mirror(blobs, settings.cache_dir, run_id, settings.worker.trusted_keys(), memory)
+        memory, shared = in_memory if settings.may_use_memory else None, SharedSegments(run_id)
+        mirror = Mirror(blobs, settings.cache_dir, run_id, settings.worker.trusted_keys(), memory, shared)
         devices = _shared_devices(settings)
         engine = _engine(settings, devices)
         try:
             await engine.prepare()
-            worker = await _wire(settings, bus, blobs, mirror, engine, stop, traces, gpus, devices)
+            shared.join()
+            worker = await _wire(settings, bus, blobs, mirror, engine, stop, traces, gpus, devices, shared)
             with heartbeat.serving(
                 settings.metrics,
                 run_id,
@@ -115,7 +138,9 @@ async def _serve(settings: RolloutSettings) -> None:
                 await loop.run(worker, stop)
         finally:
             await engine.stop()
-            mirror.close()
+            with contextlib.suppress(TimeoutError):  # another worker's start clears what is left
+                async with asyncio.timeout(_END_S):
+                    await asyncio.to_thread(mirror.close)
             if devices is not None:
                 devices.close()
 
@@ -130,6 +155,7 @@ async def _wire(  # noqa: PLR0913, PLR0917  the parts that it joins
     traces: Traces,
     gpus: GpuSampler,
     devices: SharedDevices | None,
+    shared: SharedSegments,
 ) -> loop.Worker:
     ids = {"run_id": settings.run.id, "worker_id": settings.worker.id}
     metrics, activity, gate, servable = WorkerMetrics(), Activity(), VersionGate(), ServableVersions(engine)
@@ -141,47 +167,24 @@ async def _wire(  # noqa: PLR0913, PLR0917  the parts that it joins
     episodes = FinishedEpisodes(blobs, engine, metrics, run_id=settings.run.id, images=images)
     environments = await _environments(settings, episodes, images)
     packs = PackGenerator(
-        engine=engine,
-        environments=environments,
-        weights=weights,
-        servable=servable,
-        gate=gate,
-        blobs=blobs,
-        settlement=settlement,
-        activity=activity,
-        episodes=episodes,
-        teacher=Teacher.of(settings.teacher),
-        images=images,
-    )
-    figures = partial(_figures, metrics, tasks, gpus)
+        engine=engine, environments=environments, weights=weights, servable=servable, gate=gate, blobs=blobs, settlement=settlement,
+        activity=activity, episodes=episodes, teacher=Teacher.of(settings.teacher), images=images,
+    )  # fmt: skip
+    figures = partial(_figures, metrics, tasks, gpus, shared)
     heartbeat = HeartbeatWriter(
-        bus=bus,
-        engine=engine,
-        activity=activity,
-        figures=figures,
-        needs_version=lambda: mirror.oldest_needed,
-        has_turn=lambda: turns.is_held,
-        **ids,
-    )
+        bus=bus, engine=engine, activity=activity, figures=figures, needs_version=lambda: mirror.oldest_needed,
+        has_turn=lambda: turns.is_held, **ids,
+    )  # fmt: skip
     return loop.Worker(
-        engine=engine,
-        registry=await _registry(bus, environments.values()),
-        weights=weights,
-        tasks=tasks,
-        packs=packs,
-        announcer=PackAnnouncer(bus=bus, blobs=blobs, activity=activity, metrics=metrics, **ids, traces=traces),
-        settlement=settlement,
-        heartbeat=heartbeat,
-        activity=activity,
-        turns=turns,
-        packs_in_flight=settings.worker.packs_in_flight,
-        finish_s=settings.worker.finish_s,
-        start_deadline_s=settings.worker.start_deadline_s,
-    )
+        engine=engine, registry=await _registry(bus, environments.values()), weights=weights, tasks=tasks, packs=packs,
+        announcer=PackAnnouncer(bus=bus, blobs=blobs, activity=activity, metrics=metrics, **ids, traces=traces), settlement=settlement,
+        heartbeat=heartbeat, activity=activity, turns=turns, packs_in_flight=settings.worker.packs_in_flight,
+        finish_s=settings.worker.finish_s, start_deadline_s=settings.worker.start_deadline_s,
+    )  # fmt: skip
 
 
-def _figures(metrics: WorkerMetrics, tasks: TaskSource, gpus: GpuSampler) -> dict[str, float]:
-    return {**metrics.snapshot(), "packs_held": float(tasks.num_held), **gpus.figures()}
+def _figures(metrics: WorkerMetrics, tasks: TaskSource, gpus: GpuSampler, shared: SharedSegments) -> dict[str, float]:
+    return {**metrics.snapshot(), "packs_held": float(tasks.num_held), **gpus.figures(), **shared.figures()}
 
 
 async def _tasks(
@@ -196,49 +199,26 @@ async def _tasks(
 
 def _settlement(settings: RolloutSettings, bus: Bus, metrics: WorkerMetrics, traces: Traces) -> Settlement:
     return Settlement(
-        bus,
-        metrics,
-        run_id=settings.run.id,
-        worker_id=settings.worker.id,
-        task_attempts=settings.worker.task_attempts,
-        retry_delay_s=settings.worker.retry_delay_s,
-        traces=traces,
-    )
+        bus, metrics, run_id=settings.run.id, worker_id=settings.worker.id, task_attempts=settings.worker.task_attempts,
+        retry_delay_s=settings.worker.retry_delay_s, traces=traces,
+    )  # fmt: skip
 
 
 def _weights(
-    settings: RolloutSettings,
-    bus: Bus,
-    mirror: Mirror,
-    engine: Engine,
-    servable: ServableVersions,
-    gate: VersionGate,
-    metrics: WorkerMetrics,
-    turns: EngineTurns,
-) -> WeightFollower:
+    settings: RolloutSettings, bus: Bus, mirror: Mirror, engine: Engine, servable: ServableVersions, gate: VersionGate,
+    metrics: WorkerMetrics, turns: EngineTurns,
+) -> WeightFollower:  # fmt: skip
     run_id, worker = settings.run.id, settings.worker
     announcements = WeightAnnouncements(bus, run_id=run_id, worker_id=worker.id)
     swap = WeightSwap(
-        engine=engine,
-        servable=servable,
-        semaphore=SwapSemaphore(bus, run_id=run_id, worker_id=worker.id, max_share=worker.max_paused_share),
-        announcements=announcements,
-        metrics=metrics,
-        check_every=worker.check_weights_every,
-        update_mode=worker.update_mode,
-        turns=turns,
+        engine=engine, servable=servable,
+        semaphore=SwapSemaphore(bus, run_id=run_id, worker_id=worker.id, max_share=worker.max_paused_share), announcements=announcements,
+        metrics=metrics, check_every=worker.check_weights_every, update_mode=worker.update_mode, turns=turns,
         long_mode=worker.kind.long_mode if worker.kind.long_mode in worker.kind.update_modes else "drain",
-    )
+    )  # fmt: skip
     return WeightFollower(
-        bus=bus,
-        mirror=mirror,
-        engine=engine,
-        servable=servable,
-        gate=gate,
-        announcements=announcements,
-        swap=swap,
-        run_id=run_id,
-    )
+        bus=bus, mirror=mirror, engine=engine, servable=servable, gate=gate, announcements=announcements, swap=swap, run_id=run_id,
+    )  # fmt: skip
 
 
 async def _environments(

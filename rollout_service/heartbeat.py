@@ -28,6 +28,7 @@ from penstock.protocol.metrics.server import MetricsServer
 from penstock.protocol.metrics.table import Samples
 from penstock.protocol.transport.bus import Bus
 from penstock.protocol.versions import PolicyVersion
+from penstock.protocol.weights.shared_segments import MISSES, STORES
 from penstock.rollout_service.engines.engine import Engine
 from penstock.rollout_service.engines.weight_changes import LOAD_WAYS
 
@@ -52,6 +53,8 @@ _FIGURES: Mapping[str, tuple[str, Mapping[str, str]]] = MappingProxyType(
             heartbeats.apply_figure(stage): ("penstock_rollout_weights_seconds_total", {"stage": stage})
             for stage in heartbeats.APPLY_STAGES
         },
+        **{f"weights_bytes_{store}": ("penstock_rollout_weights_bytes_total", {"store": store}) for store in STORES},
+        **{f"weights_misses_{why}": ("penstock_rollout_shared_misses_total", {"reason": why}) for why in MISSES},
         "episodes_stored": ("penstock_rollout_episodes_total", {"outcome": "stored"}),
         "episodes_not_stored": ("penstock_rollout_episodes_total", {"outcome": "not_stored"}),
         "episodes_continued": ("penstock_rollout_episodes_total", {"outcome": "continued"}),

@@ -19,6 +19,7 @@ from penstock.protocol.transport.loop_thread import Pending
 from penstock.protocol.versions import PolicyVersion
 from penstock.protocol.weights.adapter_format import AdapterConfig
 from penstock.protocol.weights.layout import BUCKET_BYTES
+from penstock.protocol.weights.shared_segments import SharedSegments
 from penstock.protocol.weights.signature import SigningKey
 from penstock.protocol.weights.version_reader import WeightReader
 from penstock.trainer.connections import Connections
@@ -81,8 +82,10 @@ def adapter_base(tensors: Mapping[str, Tensor], config: AdapterConfig) -> Adapte
     return AdapterBase(buckets, config, ModelWeights(buckets).root())
 
 
-def read_version(blobs: Blobs, run_id: str, version: int, manifest: BlobRef) -> dict[str, Tensor]:
-    reader = WeightReader(blobs, run_id)
+def read_version(
+    blobs: Blobs, run_id: str, version: int, manifest: BlobRef, shared: SharedSegments | None = None
+) -> dict[str, Tensor]:
+    reader = WeightReader(blobs, run_id, shared=shared)
     buckets = read_buckets(reader.plan(reader.manifest(manifest, PolicyVersion(version)), None), reader)
     return {
         tensor.name: torch.frombuffer(
@@ -128,7 +131,8 @@ class WeightsSource:
     ) -> WeightsPublished:
         """Publish a version; ``corrupt`` are ends of keys whose stored bytes differ from the manifest.
 
-        With a ``base`` that was published before, the tensors are an adapter. Without ``announce`` only the head moves.
+        Shared memory has no others then, from which workers of this host would take the right ones. With a ``base`` that was
+        published before, the tensors are an adapter. Without ``announce`` only the head moves.
         """
         self._store.corrupt, self._bus.quiet = corrupt, not announce
         self._num_copies += 1
@@ -140,6 +144,8 @@ class WeightsSource:
         snapshot = Snapshot(PolicyVersion(version), version, weights, "float32")
         if isinstance(weights, ModelWeights):
             self._coordinator.hold(weights.buckets)
+        for coordinator in (self._coordinator, self.publisher._adapters._alone):
+            coordinator._own._shared = SharedSegments("nobody's" if corrupt else self.publisher._run_id)
         self.publisher.publish(snapshot)
         self.publisher.models.full_snapshots.close(20.0)
         self._store.corrupt, self._bus.quiet = (), False

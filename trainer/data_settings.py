@@ -325,6 +325,12 @@ class DataSettings(Section):
     ignore: list[str] = Field(
         default=[], description="Columns to leave out, as named in the file; no reward sees them."
     )
+    weights: dict[str, Annotated[float, Field(gt=0.0, allow_inf_nan=False)]] = Field(
+        default={},
+        description='Shares of the data sources among the prompts, such as data.weights = {math = 3, "mbpp,apps" = 1}: the rows of '
+        "math are three in any four, those of mbpp and apps together the fourth. A source whose rows are used up begins again. Every "
+        "data_source needs one; none: rows come as often as they are in data.train.",
+    )
     shuffle: bool = Field(default=True, description="Another order in every epoch, made from run.seed alone.")
     _map_key: str = PrivateAttr(default="data.map")
 
@@ -349,6 +355,8 @@ class DataSettings(Section):
     def _one_reading(self) -> DataSettings:
         if both := sorted(set(self.ignore) & set(self.map.values())):
             raise ValueError(f"data.ignore leaves out {both[0]}, which data.map reads; remove it from one of them")
+        if self.weights and self.from_run is not None:
+            raise ValueError("data.weights does nothing with data.from_run, whose groups have an order; leave it out")
         if self.text_prompts == "plain" and self.system_prompt:
             raise ValueError('data.system_prompt has no place with data.text_prompts = "plain"; remove one of them')
         return self

@@ -33,6 +33,7 @@ from penstock.protocol.traces.traces import NO_TRACES, HeldGroups, Traces
 from penstock.protocol.transport.blobs import Blobs
 from penstock.protocol.transport.bus import Bus
 from penstock.trainer.connections import Connections
+from penstock.trainer.data.data_order import prompt_order
 from penstock.trainer.data.dataset import AUTO_REWARD, PromptSet
 from penstock.trainer.data.pairs import PairSet
 from penstock.trainer.data.row_checks import read_tokenizer
@@ -300,6 +301,7 @@ def open_data(settings: TrainerSettings) -> RunData:
         max_new_tokens=settings.rollout.max_new_tokens,
         skips_pairs=settings.algorithm.dpo_coefficient > 0.0,
     )
+    prompt_order(train, settings)  # raises MalformedData for weights of other sources
     held_out = {source.name: source.prompts.num_with_images for source in evaluated}
     check_environments(settings, {None: train.num_with_images, **held_out})
     return RunData(train, evaluated, tokenizer, open_mixed_pairs(settings))

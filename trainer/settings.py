@@ -107,6 +107,7 @@ class TrainerSettings(Section):
         self._check_mixture()
         self._check_evaluation()
         self._check_critic()
+        self._check_algorithm()
         self._check_lora()
         self._check_teacher()
         check_pairs(self.algorithm, self.dpo, self.rollout, self.data, needs_reference=self.needs_reference)
@@ -227,6 +228,20 @@ class TrainerSettings(Section):
     @property
     def evaluated(self) -> list[str]:
         return self.eval.names(has_data_eval=bool(self.data.eval_files))
+
+    def _check_algorithm(self) -> None:
+        if self.algorithm.anchor == "interpolated" and not self.rollout.max_staleness and self.data.least_age == 0:
+            raise ValueError(
+                "algorithm.ratio_anchor = interpolated with rollout.max_staleness = 0: for a token of the newest version it is the "
+                'current policy, so no ratio would differ from 1; raise it, or set algorithm.ratio_anchor = "auto"'
+            )
+        shared = [key for key in ("tensor_parallel", "sequence_parallel") if getattr(self.trainer, key) > 1]
+        shared += ["zero_stage"] if self.trainer.zero_stage == 3 else []
+        if shared and self.algorithm.parts.estimator.value.by_gradient:
+            raise ValueError(
+                f"trainer.{shared[0]} = {getattr(self.trainer, shared[0])} with algorithm.advantage = {self.algorithm.advantage}: it needs "
+                "the gradient of each trajectory of weights that are whole on every rank; leave it out, or choose another advantage"
+            )
 
     def _check_critic(self) -> None:
         if self.algorithm.has_critic and self.trainer.tensor_parallel > 1:

@@ -13,6 +13,7 @@ import shutil
 import stat
 import tempfile
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Self
 
@@ -52,14 +53,14 @@ class ProgramResult(Section):
 
 
 def outcome(
-    ended: Ended, result: bytes | None, session: EpisodeSession, *, last_turn: int | None, needs_result: bool,
+    ended: Ended, result: bytes | str | None, session: EpisodeSession, *, last_turn: int | None, needs_result: bool,
     seconds: tuple[float, float],
 ) -> Played:  # fmt: skip
     """Return how an episode ended; its reward is that of ``last_turn``, the last one that is trained.
 
-    ``result``: the result file's bytes; None: there is none. ``seconds``: of the policy, of the program. Raises EngineError.
+    ``result``: the result file's bytes, or what is wrong with it; None: there is none. ``seconds``: of the policy, of the program. Raises EngineError.
     """
-    report = None if result is None else _report(result)
+    report = _report(result) if isinstance(result, bytes) else result
     spender: TimeSpender | None = "policy" if seconds[0] >= seconds[1] else "tools"
     happened = Happened(
         is_answered=last_turn is not None, limit=session.truncated_by, failed_by=session.failed_by,
@@ -175,30 +176,41 @@ class Program(EpisodeEnvironment):
             Row.of(begun.task)
         except ValueError as err:
             raise RowUnfit(str(err)) from None
-        url = await served.url(on_socket=self.chosen.sandbox)
+        url = await self._served_url()
         proxy = served.proxy
         session = proxy.begin(begun.name, site.model, sampler, begun.task.sampling, begun.sampling_seed)
         loop = asyncio.get_running_loop()
-        folder = await loop.run_in_executor(site.executor, _write_task, begun)
-        started = time.monotonic()
+        folder = await loop.run_in_executor(site.executor, write_task, begun)
         try:
             variables = self._variables(begun, folder, url + path(session))
-            ended = await program_process.run(
-                self._confined(folder) if self.chosen.sandbox else self.chosen.command, Path(self.chosen.folder),
-                variables, self.settings.episode_deadline_s,
-            )  # fmt: skip
+            ended, result, program_s = await self._run(begun, folder, variables)
             policy_s = session.policy_s
         finally:
             made = proxy.end(session)
-            result = _result_bytes(folder)
             shutil.rmtree(folder, ignore_errors=True)
         trained = [span.turn for row in made.rows for span in row.spans if span.is_trained]
         played = outcome(
             ended, result, session, last_turn=max(trained, default=None),
             needs_result=begun.task.reward.name == "environment",
-            seconds=(policy_s, time.monotonic() - started - policy_s),
+            seconds=(policy_s, program_s - policy_s),
         )  # fmt: skip
         return Attempt(session, made, played)
+
+    async def _served_url(self) -> str:
+        assert self._served is not None
+        return await self._served.url(on_socket=self.chosen.sandbox)
+
+    async def _run(
+        self, begun: Begun, folder: Path, variables: Mapping[str, str]
+    ) -> tuple[Ended, bytes | str | None, float]:
+        """Run the program; return how it ended, its result, and its seconds."""
+        del begun
+        started = time.monotonic()
+        command = self._confined(folder) if self.chosen.sandbox else self.chosen.command
+        ended = await program_process.run(
+            command, Path(self.chosen.folder), variables, self.settings.episode_deadline_s
+        )
+        return ended, _result_bytes(folder), time.monotonic() - started
 
     async def close(self) -> None:
         if self._sweeper is not None:
@@ -254,7 +266,7 @@ class _ServedProxy:
         await self._running.aclose()
 
 
-def _write_task(begun: Begun) -> Path:
+def write_task(begun: Begun) -> Path:
     folder = Path(tempfile.mkdtemp(prefix=f"{program_process.PREFIX}{program_process.mark()}-"))
     task = begun.task
     (folder / "task.json").write_text(

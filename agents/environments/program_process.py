@@ -43,10 +43,10 @@ _LAST_READS = 16  # at the end: 1 MiB, the most that a pipe holds; a process tha
 _REAP_S = 10.0
 _MOST_SCANS, _SCAN_S = 100, 0.01  # a process that forks all the time is found again
 _REAPER_GRACE_S = 5.0  # behind the deadline, which the worker ends the program at unless it is stopped
-PROXY_PORT = 8080  # inside; nothing else listens there
+PROXY_PORT = 61080  # inside; no program's usual port, and none that the kernel chooses
 _SOCKET = "/run/penstock-proxy"  # inside
 _NOBODY = "65534"
-_SYSTEM = (
+SYSTEM = (
     "/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/etc/ld.so.cache", "/etc/ssl", "/etc/localtime",
     "/etc/alternatives",
 )  # fmt: skip
@@ -284,7 +284,7 @@ def confined(
 
 
 def _readable(start_in: Path, readable: Sequence[str]) -> Iterator[str]:
-    yield from (path for path in _SYSTEM if Path(path).exists())
+    yield from (path for path in SYSTEM if Path(path).exists())
     for path in (sys.base_prefix, sys.prefix, str(start_in.absolute()), *readable):
         if Path(path).is_symlink():  # the link alone would lead nowhere inside
             yield str(Path(path).resolve())

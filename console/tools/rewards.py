@@ -249,6 +249,9 @@ def try_data(name: str, source: RowSource, number: int, url: str, token_file: Pa
         _print(name, rows, answer["results"], by_kind, spread)
         for place, problem in bad_tests.items():
             print(f"penstock: {place}: {problem}", file=sys.stderr)
+    for place, check in checked.items():
+        if failed := check.get("failed"):
+            print(f"penstock: {place}: its tests could not be run on this machine: {failed}", file=sys.stderr)
     return 1 if spread["warning"] or spread["num_errors"] or bad_tests else 0
 
 

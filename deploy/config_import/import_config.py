@@ -302,8 +302,9 @@ def import_config(file: Path, system: str | None, to: Path, *, as_json: bool) ->
         sys.stdout.write(json.dumps(report_document(done)) + "\n")
     else:
         verb = command.section if command is not None else "train"
+        here = "" if command is not None else " --local"
         sys.stdout.write(f"{file}: a configuration of {system}\n\n{report_text(done)}\n")
-        sys.stdout.write(f"wrote {to}; see it: penstock config show {to}; then: penstock {verb} {to}\n")
+        sys.stdout.write(f"wrote {to}; see it: penstock config show {to}; then: penstock {verb} {to}{here}\n")
     return _DECIDE if done.needs_decision else 0
 
 

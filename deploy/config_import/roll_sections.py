@@ -22,12 +22,17 @@ from penstock.deploy.config_import.rule_forms import (
     ignore,
     ignored,
     is_on,
-    set_to,
 )
 
 _OF_A_WORKER = re.compile(r"rewards\.([^.]+)\.(.+)")  # of ROLL
 _ROLL_REWARDS: Mapping[str, str] = {
     "MathRuleRewardWorker": "math", "CodeSandboxRewardWorker": "code", "LLMJudgeRewardWorker": "judge",
+    "GeneralRuleRewardWorker": "roll_ifeval",
+}  # fmt: skip
+_PARTS = "reward.define.roll_ifeval.parts"
+_IFEVAL = {  # ifeval_rule_reward_worker.py
+    f"{_PARTS}.ifeval.reward": "ifeval", f"{_PARTS}.repetition.reward": "repetition", f"{_PARTS}.repetition.parameters.ngram": 3,
+    f"{_PARTS}.repetition.parameters.factor": -0.5,
 }  # fmt: skip
 # What differs, of those that score in another way here.
 _DIFFERENCES = {
@@ -108,11 +113,16 @@ def reward(key: str) -> Rule | None:
             return Outcome("translated", {}, f"part of the decision on rewards.{others[0]}.worker_cls")
         if rest == "worker_cls":
             has_tags = bool(values.get(f"rewards.{worker}.tag_included"))
-            return ignored(f"{READ} rewards.{worker}.tag_included") if has_tags else set_to(reward__name=name)
+            return (
+                ignored(f"{READ} rewards.{worker}.tag_included")
+                if has_tags
+                else Outcome("translated", {"reward.name": name} | (_IFEVAL if name == "roll_ifeval" else {}))
+            )
         tags = [value] if isinstance(value, str) else value
         if rest == "tag_included" and name is not None and all(re.fullmatch(r"[\w-]+", tag) for tag in tags):
             settings = {"data.map.data_source": "tag", **{f"reward.by_source.{tag}": name for tag in tags}}
             settings |= {"reward_service.code_score": "all"} if name == "code" else {}
+            settings |= _IFEVAL if name == "roll_ifeval" else {}
             return Outcome("translated", settings, "the column tag chooses the reward")
         if rest.startswith(_OF_A_RULE) and name is not None:
             return ignored("a reward by rule has no model")
@@ -125,13 +135,25 @@ def domains(key: str) -> Rule | None:
     """Return the rule for a share of ROLL's batches that a domain has; None for any other key."""
     if not key.startswith(_SHARES):
         return None
-    return lambda value, values: (
-        ignored("the only domain: every row is of it")
-        if sum(name.startswith(_SHARES) for name in values) == 1
-        else decide(
-            "each batch there has these shares of the domains; here rows come as often as they are in data.train: repeat or cut files to these shares"
-        )
-    )
+
+    def rule(value: Any, values: Values) -> Outcome:
+        shares = {name.removeprefix(_SHARES): share for name, share in values.items() if name.startswith(_SHARES)}
+        if len(shares) == 1:
+            return ignored("the only domain: every row is of it")
+        if key != (earlier := next(name for name in values if name.startswith(_SHARES))):
+            return Outcome("translated", {}, f"{READ} {earlier}")
+        tags = {domain: ",".join(_listed(values.get(f"rewards.{domain}.tag_included"))) for domain in shares}
+        prompts = values.get("rollout_batch_size")
+        if not isinstance(prompts, int) or not all(tags.values()):
+            return decide("set data.weights: each data_source's share of the prompts")
+        of_batch = {tags[domain]: int(share * prompts) for domain, share in shares.items()}
+        of_batch[tags[[*shares][-1]]] += prompts - sum(of_batch.values())  # the last one's, as in ROLL
+        if min(of_batch.values()) < 1 or len(of_batch) < len(shares):
+            return decide(f"set data.weights: of {prompts} prompts a domain has none, or its tags are those of another")
+        text = f"the prompts of a batch of {prompts}; rows with other tags, which ROLL leaves out, are refused"
+        return Outcome("translated", {"data.map.data_source": "tag", "data.weights": of_batch}, text)
+
+    return rule
 
 
 def add_published(found: Found) -> None:

@@ -6,6 +6,7 @@ import json
 import os
 import sys
 import tempfile
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,6 +21,8 @@ from penstock.protocol.command_line import UsageError
 from penstock.protocol.config.reward_settings import RewardSettings
 from penstock.protocol.config.run_file import load
 from penstock.protocol.images.processor import read_processor
+from penstock.reward_service.registry.built_in import BY_SOURCE
+from penstock.trainer.data.data_order import weighted_sources, whole_shares
 from penstock.trainer.data.dataset import prompt_limit, prompt_text
 from penstock.trainer.data.file_notes import FileNotes, end_of_turn_note
 from penstock.trainer.data.inputs import data_files, model_folder, resolve_inputs
@@ -70,7 +73,7 @@ def check_data(paths: Sequence[Path], reading: Reading, *, as_json: bool, runs_t
         if report.rows_to_test is not None:
             with report.rows_to_test as rows:
                 tests = data_rows.check_tests(rows, report.num_to_test, report.problems)
-            report.tests = tests if tests.num_checked or tests.not_run else None
+            report.tests = tests if tests.num_checked or tests.not_run or tests.num_failed else None
         sys.stdout.write(json.dumps(report.to_document()) + "\n" if as_json else describe(report))
         if reading.show and tokenizer is not None and not as_json:
             processor = images.processor if images is not None else None
@@ -78,7 +81,32 @@ def check_data(paths: Sequence[Path], reading: Reading, *, as_json: bool, runs_t
             shown = settings.model_copy(update={"data": data})
             lines = shown_rows(Path(report.file), reading.show, purpose, shown, tokenizer, processor)
             sys.stdout.write("\n".join(lines) + "\n")
-    return 1 if any(report.problems.count for report in reports) else 0
+    is_whole = not settings.data.weights or _write_weights(settings, reports, as_json=as_json)
+    return 0 if is_whole and not any(report.problems.count for report in reports) else 1
+
+
+def _write_weights(settings: TrainerSettings, reports: Sequence[FileReport], *, as_json: bool) -> bool:
+    """Write what data.weights make of the training rows; return False if these have other sources."""
+    train = {file.absolute() for file in listed(settings.data.train)}
+    trained = [report.data_sources for report in reports if not train or Path(report.file).absolute() in train]
+    rows = sum(trained, Counter[str]())
+    try:
+        sources, shares = weighted_sources(settings.data.weights, rows), whole_shares(settings.data.weights)
+    except MalformedData as err:
+        sys.stdout.write(json.dumps({"weights": None, "problem": str(err)}) + "\n" if as_json else f"{err}\n")
+        return False
+    num_rows = {name: sum(rows[one] for one in sources[name]) for name in sources}
+    unit = rows.total() / sum(shares.values())
+    made = {
+        name: {"share": share * unit / rows.total(), "rows": num_rows[name], "passes": share * unit / num_rows[name]}
+        for name, share in shares.items()
+    }
+    lines = [
+        f"{name}: {one['share']:.1%} of the prompts, {one['rows']} rows, {one['passes']:.3g} passes over them in {rows.total()} prompts\n"
+        for name, one in made.items()
+    ]
+    sys.stdout.write(json.dumps({"weights": made}) + "\n" if as_json else "data.weights\n  " + "  ".join(lines))
+    return True
 
 
 def _model(reading: Reading, path: Path, data: DataSettings) -> tuple[ChatTokenizer | None, ImageRows | None]:
@@ -268,7 +296,7 @@ class _FileCheck:
     def _keep_for_tests(self, prompt: PromptRow, place: str, reward: RewardSettings) -> None:
         report, name = self.report, reward.by_source.get(prompt.data_source, reward.name)
         holds_tests = data_rows.may_hold_tests(prompt.ground_truth, prompt.extra_info)
-        if name or prompt.data_source or holds_tests:
+        if name or prompt.data_source in BY_SOURCE or holds_tests:
             rest = {} if holds_tests else {"prompt": "", "extra_info": {}}
             report.rows_to_test = report.rows_to_test or tempfile.TemporaryFile("w+")  # noqa: SIM115 `check_data` closes it
             report.rows_to_test.write(json.dumps({**as_reward_input(place, prompt), **rest, "reward": name}) + "\n")

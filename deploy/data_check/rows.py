@@ -33,7 +33,17 @@ from penstock.trainer.settings import COLUMNS, DataSettings, TrainerSettings
 
 _COMMAND = [sys.executable, "-P", "-m", "penstock.reward_service", "check-tests"]
 _START_S, _ROW_S = 120.0, 60.0
-_MARKS = ("assert", "def test", "def check", "inputs", "test_list", "test_cases", 'input"', 'input\\"')
+_MARKS = (
+    "assert",
+    "def test",
+    "def check",
+    "inputs",
+    "test_list",
+    "test_cases",
+    'input"',
+    'input\\"',
+    "instruction_id_list",
+)
 
 
 @dataclass(slots=True)
@@ -41,16 +51,19 @@ class TestReport:
     num_checked: int = 0
     num_bad: int = 0  # of those whose tests were run
     not_run: str = ""
+    num_failed: int = 0  # that this machine could not try: no fault of the rows
+    first_failed: str = ""
 
     def to_document(self) -> dict[str, Any]:
-        return {"checked": self.num_checked, "bad": self.num_bad, "not_run": self.not_run}
+        failed = {"failed": self.num_failed, "first_failed": self.first_failed} if self.num_failed else {}
+        return {"checked": self.num_checked, "bad": self.num_bad, "not_run": self.not_run, **failed}
 
     def __str__(self) -> str:
-        return (
-            f"not run: {self.not_run}"
-            if self.not_run
-            else f"of {self.num_checked} rows were run, {self.num_bad} are bad"
+        failed = (
+            f"; {self.num_failed} could not be tried on this machine, {self.first_failed}" if self.num_failed else ""
         )
+        run = f"of {self.num_checked} rows were run, {self.num_bad} are bad"
+        return f"not run: {self.not_run}" if self.not_run else run + failed
 
 
 def may_hold_tests(ground_truth: str | None, extra_info: str) -> bool:
@@ -74,6 +87,10 @@ def check_tests(rows: IO[str], num_rows: int, problems: Problems) -> TestReport:
         for outcome in map(json.loads, out):
             if outcome["problem"]:
                 problems.add(outcome["place"], outcome["problem"])
+            elif failed := outcome.get("failed"):
+                report.num_failed += 1
+                report.first_failed = report.first_failed or f"{outcome['place']}: {failed}"
+                continue
             report.num_checked += "solution" in outcome
             report.num_bad += "solution" in outcome and bool(outcome["problem"])
         return report

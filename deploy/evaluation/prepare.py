@@ -204,16 +204,22 @@ def prepare(name: str, rest: Sequence[str], options: EvalOptions, cleaned: conte
         ours[0] = f"model.path={folder / 'model'}"
         model = folder / "model"
     settings = settings.model_copy(update={"model": settings.model.model_copy(update={"path": model})})
-    arguments = [str(kept), *run_arguments, *ours, f"run.dir={folder}"]
+    longest = f"rollout.max_new_tokens={_longest(settings)}"  # nothing else is sampled: the default may not fit the model's context
+    arguments = [str(kept), *run_arguments, *ours, f"run.dir={folder}", longest]
     return Evaluation(
         evaluated, folder, settings, tuple(arguments), planned, sets, data, tokenizer, options.samples, sampling
     )
 
 
+def _longest(settings: TrainerSettings) -> int:
+    return settings.eval.max_new_tokens or settings.rollout.max_new_tokens
+
+
 def _opened(file: Path, settings: TrainerSettings, tokenizer: ChatTokenizer) -> PromptSet:
     all_rows = settings.data_of(DATA_EVAL).model_copy(update={"max_samples": None})
-    longest = settings.eval.max_new_tokens or settings.rollout.max_new_tokens
-    prompts = PromptSet([file], data=all_rows, reward=settings.reward, tokenizer=tokenizer, max_new_tokens=longest)
+    prompts = PromptSet(
+        [file], data=all_rows, reward=settings.reward, tokenizer=tokenizer, max_new_tokens=_longest(settings)
+    )
     for reason, count in prompts.dropped.items():
         print(f"penstock eval: {file}: {count} prompts left out: {reason}", file=sys.stderr)
     return prompts

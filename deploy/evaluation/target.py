@@ -54,7 +54,7 @@ if TYPE_CHECKING:
 
 
 # What an evaluation takes over from a run. Of the data: all but which rows there are.
-OWN_DATA = frozenset({"train", "eval", "from_run", "max_samples", "shuffle"})
+OWN_DATA = frozenset({"train", "eval", "from_run", "max_samples", "shuffle", "weights"})
 _SECTIONS: Mapping[str, tuple[str, ...] | None] = {  # None: the whole section
     "data": None,
     "rollout": ("max_new_tokens", "temperature", "stop", "environment"),

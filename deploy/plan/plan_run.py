@@ -26,8 +26,9 @@ from penstock.deploy.plan.simulation import Durations, Fleet, Outcome
 from penstock.protocol.config.run_file import load, split_arguments
 from penstock.protocol.errors import ConfigError
 from penstock.protocol.secret_values import scrub
+from penstock.protocol.weights.shared_segments import SHARED_MEMORY
 from penstock.rollout_service.settings import RolloutSettings as WorkerSettings
-from penstock.rollout_service.weights.cache_folder import SHARE, SHARED_MEMORY
+from penstock.rollout_service.weights.cache_folder import SHARE
 from penstock.rollout_service.weights.mirror_slot import NUM_REGULAR_SLOTS
 from penstock.trainer.errors import NotEstimated
 from penstock.trainer.groups.task_packs import choose_groups_per_message

@@ -68,8 +68,14 @@ def read_state(folder: Path) -> CheckpointState:
 def committed(root: Path) -> list[tuple[Path, CheckpointState]]:
     """Return all committed checkpoints below a run's ``checkpoints`` folder, the newest last.
 
-    Raises MalformedFact or OSError for one that cannot be read.
+    One that the trainer removes meanwhile is left out. Raises MalformedFact or OSError for one that cannot be read.
     """
-    folders = [path for path in root.glob(f"{_PREFIX}*") if path.is_dir() and PARTIAL not in path.suffixes]
-    states = [(path, read_state(path)) for path in folders]
+    states = []
+    for path in root.glob(f"{_PREFIX}*"):
+        if PARTIAL not in path.suffixes and path.is_dir():
+            try:
+                states.append((path, read_state(path)))
+            except FileNotFoundError:
+                if path.exists():  # a removal renames the folder first
+                    raise
     return sorted(states, key=lambda pair: (pair[1].epoch, pair[1].step))

@@ -7,6 +7,7 @@ the result is compared with the target's xxh3 and root.
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
@@ -34,6 +35,7 @@ from penstock.protocol.weights.layout import MAX_LAYOUT_BYTES, WeightLayout, sha
 from penstock.protocol.weights.manifest import MAX_MANIFEST_BYTES, BucketState, VersionManifest
 from penstock.protocol.weights.manifest_chain import MAX_HOPS, CatchUp, FetchManifest, Held, plan_catch_up, verify_base
 from penstock.protocol.weights.patch_segment import Bytes, as_bytes, union
+from penstock.protocol.weights.shared_segments import SharedSegments
 
 if TYPE_CHECKING:
     from penstock.protocol.weights.signature import TrustedKeys  # its library is imported where keys are configured
@@ -65,17 +67,19 @@ class WeightReader:
     """Read one run's versions. Thread-safe; raises the errors of `UNUSABLE`, or those of an unreachable store."""
 
     def __init__(
-        self, blobs: Blobs, run_id: str, *, cache_bytes: int = 0, trusted_keys: TrustedKeys | None = None
-    ) -> None:
+        self, blobs: Blobs, run_id: str, *, cache_bytes: int = 0, trusted_keys: TrustedKeys | None = None,
+        shared: SharedSegments | None = None,
+    ) -> None:  # fmt: skip
         """Fetch nothing yet. One of ``trusted_keys`` must have signed each manifest; None: signatures are not verified.
 
-        ``cache_bytes`` of segments are kept in memory, for a caller that applies each to a second copy.
+        ``cache_bytes`` of segments are kept in memory, for a caller that applies each to a second copy; those that other processes of
+        this host have ``shared`` are not downloaded.
         """
         self.num_bytes = 0  # of weights, fetched so far
         self._blobs = blobs
         self._run_id = run_id
         self._cache_bytes = cache_bytes
-        self._trusted_keys = trusted_keys
+        self._trusted_keys, self._shared = trusted_keys, shared
         self._cache: OrderedDict[str, bytes] = OrderedDict()
         self._manifests: OrderedDict[str, VersionManifest] = OrderedDict()
         self._layouts: dict[str, WeightLayout] = {}
@@ -223,8 +227,9 @@ class WeightReader:
         with self._lock:
             if (kept := self._cache.get(stored.sha256)) is not None:
                 return kept
-        blob = manifest.stored_blob(stored)
-        data = self._blobs.get_range(blob, stored.offset, stored.size_bytes, stored.sha256)
+        where = (manifest.stored_blob(stored), stored.offset, stored.size_bytes, stored.sha256)
+        download = functools.partial(self._blobs.get_range, *where)
+        data = download() if self._shared is None else self._shared.fetch(stored.sha256, stored.size_bytes, download)
         with self._lock:
             self.num_bytes += len(data)
             if state.codec != "safetensors":

@@ -1,7 +1,7 @@
 r"""A grader process of the math reward (`grader_process`): ``python -m penstock.reward_service.graders.math_grader``.
 
 Answers are taken apart (`notation`) and their values compared: constants exactly or within the truth's relative tolerance, formulas
-by their values at several points (60 and 30 digits; two that agree there are the same formula), relations up to a factor, and what is
+by their values at several points (exactly, or 60 digits; two that agree there are the same formula), relations up to a factor, and what is
 left by math-verify. math-verify's own time-outs (SIGALRM, wall clock) are off: a tower of powers ends in a MemoryError or the CPU limit.
 """
 
@@ -29,7 +29,7 @@ _MAX_DEPTH = 40  # of brackets; the parser's time grows with it
 _MISREAD = re.compile(
     r"\\(?:dots|text|pmod|bmod|mod|equiv|notin|gcd|lcm|nmid|parallel|perp|"
     r"angle|triangle|cong|sim|prime|circ|to|mapsto|Rightarrow|cup\\cup)(?![A-Za-z])"
-    r"|'|!!|\^\{?T\}?(?![A-Za-z])|::|[0-9)]\s*_|:[^:]*:|[0-9]\s+[0-9]"
+    r"|'|!!|\^\{?T\}?(?![A-Za-z])|::|[0-9)](?:\^\{[^{}]*\})?\s*_|:[^:]*:|[0-9]\s+[0-9]"
 )
 _LETTER = re.compile(r"\\[A-Za-z]+|[A-Za-z]")
 _POINTS = tuple(
@@ -38,12 +38,14 @@ _POINTS = tuple(
         ((7, 5), (13, 7), (29, 11), (31, 13), (5, 3), (41, 17)), ((3, 11), (5, 13), (9, 23), (2, 17), (7, 19), (4, 29)),
         ((23, 7), (11, 9), (3, 7), (19, 5), (8, 3), (1, 7)), ((-3, 7), (5, 4), (-7, 6), (9, 8), (-11, 13), (6, 5)),
         ((-9, 4), (-5, 7), (2, 9), (-8, 11), (3, 5), (-13, 6)),
+        ((101, 7), (89, 6), (71, 5), (113, 9), (59, 4), (67, 8)), ((211, 6), (17, 5), (307, 8), (23, 9), (149, 7), (31, 4)),
     )
 )  # fmt: skip
 _WHOLE_POINTS = (  # both orders of each two: a binomial is 0 in one of them
     (2, 5, 7, 3, 4, 6), (3, 7, 2, 5, 6, 4), (5, 2, 3, 7, 1, 4), (1, 4, 6, 2, 5, 3), (7, 3, 5, 2, 4, 1), (2, 6, 4, 5, 3, 1)
 )  # fmt: skip
-_WHOLE = (sympy.factorial, sympy.binomial)
+_WHOLE, _STEPS = (sympy.factorial, sympy.binomial), (sympy.floor, sympy.ceiling)
+_DIGITS = sympy.Rational(1, 10**50)  # what two equal values of 60 digits may differ by
 _LIMIT = re.compile(r"(\\lim\s*_\s*\{[^{}\\]*)\\to(?![A-Za-z])")
 _REALS = "(-\\infty,\\infty)"
 _FUNCTION = re.compile(r"[A-Za-z]\([A-Za-z]\)")
@@ -127,11 +129,8 @@ def _equal(gold: str, answer: str, relative: Any) -> bool:
             return _equal(gold, value, relative) if values is None else _equal(value, answer, relative)
         if other.kind == "\\{\\}" and len(other.items) == 1:
             return _equal(other.items[0], single, relative) if wanted else _equal(single, other.items[0], relative)
-        return (
-            other.kind not in {"", "\\{\\}"}
-            and _SIGNS.search(single) is not None
-            and _equal_parsed(gold, answer, relative)
-        )
+        is_relation = other.kind not in {"", "\\{\\}"} and _SIGNS.search(single) is not None
+        return is_relation and _equal_parsed(gold, answer, relative)
     return _equal_collections(wanted, values, relative) or (
         "u" in {wanted.kind, values.kind} and _equal_parsed(gold, answer, relative)
     )
@@ -182,11 +181,8 @@ def _matched(wanted: Iterable[Any], values: Iterable[Any], equal: Callable[[Any,
 
 def _equal_values(gold: str, answer: str, relative: Any) -> bool:
     (name, wanted), (theirs, value) = notation.named(gold), notation.named(answer)
-    if (
-        name
-        and theirs
-        and (name == theirs or ("y" in {name, theirs} and _FUNCTION.fullmatch(name if theirs == "y" else theirs)))
-    ):
+    is_y = "y" in {name, theirs} and _FUNCTION.fullmatch(name if theirs == "y" else theirs)
+    if name and theirs and (name == theirs or is_y):
         return _equal(wanted, value, relative)
     if name and "=" not in gold and _SIGNS.search(answer):  # x \\in (0, 1) against 0 < x < 1
         return _equal(wanted, answer, relative)
@@ -232,10 +228,8 @@ def _words(text: str) -> str:
 
 
 def _letters(text: str) -> set[str]:
-    return {letter for letter in _LETTER.findall(text) if letter[0] != "\\" or letter[1:].casefold() in _GREEK} - {
-        "e",
-        "i",
-    }
+    found = {letter for letter in _LETTER.findall(text) if letter[0] != "\\" or letter[1:].casefold() in _GREEK}
+    return found - {"e", "i"}
 
 
 _GREEK = frozenset([
@@ -245,7 +239,16 @@ _GREEK = frozenset([
 
 
 def _equal_parsed(gold: str, answer: str, relative: Any) -> bool:
-    gold, answer = _apart(gold, answer)
+    """Compare what two formulas mean; what cannot be computed, such as ``1 < i`` or a sum that diverges, equals nothing."""
+    try:
+        return _equal_meanings(*_apart(gold, answer), relative)
+    except (MemoryError, RecursionError):
+        raise
+    except Exception:  # noqa: BLE001 sympy raises whatever it likes
+        return False
+
+
+def _equal_meanings(gold: str, answer: str, relative: Any) -> bool:
     wanted, value = _parse(gold), _parse(answer)
     if wanted is None or value is None:
         return False
@@ -286,6 +289,8 @@ def _parse(text: str) -> Any:
     except Exception:  # noqa: BLE001 the parser raises whatever it likes
         return None
     if isinstance(parsed, sympy.Basic):
+        if any(not one.expr.has(*one.variables) for one in parsed.atoms(sympy.Derivative)):
+            return None  # dy/dx is not 0
         parsed = parsed.subs({symbol: sympy.I for symbol in parsed.free_symbols if str(symbol) == "i"})
     return parsed if isinstance(parsed, sympy.Basic | sympy.MatrixBase) else None
 
@@ -305,7 +310,7 @@ def _equal_expressions(gold: sympy.Expr, answer: sympy.Expr, relative: Any) -> b
     ratios = _at_points([gold, answer])
     if ratios and gold.has(*_WHOLE) and all(_is_zero(one) and _is_zero(other) for one, other in ratios):
         return bool(sympy.simplify(gold - answer) == 0)
-    return bool(ratios) and all(_close(one, other, sympy.Rational(1, 10**20)) for one, other in ratios)
+    return bool(ratios) and all(_close(one, other, _DIGITS) for one, other in ratios)
 
 
 def _equal_constants(gold: sympy.Expr, answer: sympy.Expr, relative: Any) -> bool:
@@ -314,12 +319,15 @@ def _equal_constants(gold: sympy.Expr, answer: sympy.Expr, relative: Any) -> boo
     if gold.is_infinite or answer.is_infinite:
         return gold == answer
     wanted, value = sympy.N(gold, 60), sympy.N(answer, 60)
-    return _close(wanted, value, max(relative, sympy.Rational(1, 10**50)))
+    is_close = _close(wanted, value, max(relative, _DIGITS))
+    return is_close and (bool(relative) or _is_zero((gold - answer).evalf(15, maxn=500)))
 
 
 def _close(wanted: sympy.Expr, value: sympy.Expr, relative: Any) -> bool:
     if not all(_is_finite(number) for number in (wanted, value)):
         return False
+    if wanted.is_Rational and value.is_Rational:
+        return wanted == value
     if _is_zero(wanted) or _is_zero(value):
         return _is_zero(wanted) and _is_zero(value)
     return bool(abs(wanted - value) <= relative * abs(wanted))
@@ -339,16 +347,17 @@ def _at_points(formulas: list[sympy.Expr]) -> list[tuple[sympy.Expr, ...]]:
     symbols = sorted(set().union(*(formula.free_symbols for formula in formulas)), key=str)
     if len(symbols) > len(_POINTS[0]):
         return []
-    whole = any(
-        formula.has(*_WHOLE)
-        or any(power.exp.free_symbols and power.base.is_negative for power in formula.atoms(sympy.Pow))
-        for formula in formulas
-    )
+    powers = (power for formula in formulas for power in formula.atoms(sympy.Pow))
+    has_signs = any(power.exp.free_symbols and power.base.is_negative for power in powers)  # (-1)^n
+    whole = has_signs or any(formula.has(*_WHOLE) for formula in formulas)
+    has_steps = any(formula.has(*_STEPS) for formula in formulas)
+    points = _WHOLE_POINTS if whole else _POINTS + _WHOLE_POINTS * has_steps
     rows = []
-    for point in _WHOLE_POINTS if whole else _POINTS:
-        at = dict(zip(symbols, point, strict=False))
+    for point in dict.fromkeys(point[: len(symbols)] for point in points):
+        at = dict(zip(symbols, point, strict=True))
         if all(_is_on_branch(formula, at) for formula in formulas):
-            values = tuple(sympy.N(formula.subs(at), 30) for formula in formulas)
+            values = tuple(formula.subs(at) for formula in formulas)
+            values = tuple(value if value.is_Rational else sympy.N(value, 60) for value in values)
             if all(_is_finite(value) for value in values):
                 rows.append(values)
     return rows if len(rows) > 1 else []
@@ -377,7 +386,7 @@ def _equal_relations(gold: Relational, answer: Relational) -> bool:
         return False
     factors = [row[1] / row[0] for row in rows]
     is_signed = isinstance(wanted, sympy.Lt | sympy.Le)
-    same = all(_close(one, other, sympy.Rational(1, 10**20)) for one, other in pairwise(factors))
+    same = all(_close(one, other, _DIGITS) for one, other in pairwise(factors))
     return same and (not is_signed or all(factor > 0 for factor in factors))
 
 

@@ -32,7 +32,7 @@ from penstock.reward_service.program_tests.code_blocks import LANGUAGES
 
 _FUNCTION_NAMES = ("fn_name", "func_name")
 _SETUPS = ("setup", "test_setup_code", "test_imports", "import_prefix")
-_CODE = ("test", "test_code", "functional", "test_list", "assert_case")
+_CODE = ("test", "test_code", "functional", "test_list", "testcase", "assert_case")
 _HOLDERS = (
     "verification_info", "input_output", "tests", "test_cases", "unit_tests", "public_tests", "private_tests",
     "generated_tests", "public_test_cases", "private_test_cases", "official_tests",
@@ -211,6 +211,9 @@ def _flat(value: Any) -> dict[str, Any]:
     if not isinstance(value, Mapping):
         return {}
     fields = {str(name): content for name, content in value.items() if content is not None}
+    fields |= {
+        name: _unpacked(fields[name]) for name in ("inputs", "outputs") if name in fields
+    }  # texts in rStar-Coder
     metadata = _unpacked(fields.pop("metadata", None))
     if isinstance(metadata, Mapping):
         fields = {name: metadata[name] for name in _FUNCTION_NAMES if metadata.get(name)} | fields

@@ -145,12 +145,15 @@ def scorer(reward: Reward, parameters: Any, graders: Graders) -> Scorer | None:
                 slow=True,
             )
         case _:
-            if reward.reads == "answer and prompt":
-                return BuiltInScorer(
-                    name,
-                    lambda group: judge(_read(reward, group), ground_truth(group.reward), prompt=group.prompt_text),
-                )
-            return BuiltInScorer(name, lambda group: judge(_read(reward, group), ground_truth(group.reward)))
+            return BuiltInScorer(
+                name, lambda group: judge(_read(reward, group), ground_truth(group.reward), **_further(reward, group))
+            )
+
+
+def _further(reward: Reward, group: GroupTexts) -> dict[str, Any]:
+    if reward.reads == "answer and columns":
+        return {"extra": extra_info(group.reward)}
+    return {"prompt": group.prompt_text} if reward.reads == "answer and prompt" else {}
 
 
 def scorers(graders: Graders) -> dict[str, Scorer]:

@@ -25,6 +25,11 @@ _BARE = re.compile(
     r"[(\[（]?\s?(?P<letter>[A-Za-z])\s?(?:[)\]）]|[.:：、,;!?](?=\s|$)|(?=$)|(?<=\s)(?=[-–—(（]|(?:because|since|as)\b))"
 )
 _OTHERS = re.compile(r"(?<![A-Za-z])[(\[（]?(?P<letter>[A-Z])(?:[)\]）]|(?![A-Za-z'’]))")
+_SEVERAL = re.compile(  # B (50%), C (50%); B: x C: y; B? No, C
+    r"[,;/|&+?→>]\s{0,3}[(\[]?(?P<joined>[A-Z])(?![A-Za-z'’])|(?<![A-Za-z])(?P<listed>[A-Z])\s?(?::|\([0-9])"
+    r"|(?:[.,;)]\s+|\n|\s{2})(?P<begins>[A-Z])[.)]\s"
+)
+_JOINED = re.compile(r"\s{0,3}(?:and|or|和|或|/|,|&|\+|[-–—(（]\s{0,3}[A-Z](?![A-Za-z]))", re.IGNORECASE)
 _SIGNS = re.compile(r"[<>=+*/^\\|≤≥≠±]|(?<!\w)(?<!\w\s)[-−](?=\s?\w)")
 _MAX_CHARS = 400
 
@@ -110,8 +115,10 @@ def chosen(answer: str, letters: str) -> str | None:
     rest = plain[match.end() :]
     others = {other["letter"] for other in _OTHERS.finditer(rest)}
     is_list = any(letter in letters and letter != match["letter"].upper() for letter in others)
+    listed = {other[other.lastgroup or 0] for other in _SEVERAL.finditer(rest)}
     joined = (
-        re.match(r"\s{0,3}(?:and|or|和|或|/|,|&|\+|[-–—(（]\s{0,3}[A-Z](?![A-Za-z]))", rest, re.IGNORECASE) is not None
+        bool(listed & {*letters} - {match["letter"].upper()})
+        or _JOINED.match(rest) is not None
         or plain[match.end() - 1] in ",;"
     )
     return None if is_list and joined else match["letter"].upper()

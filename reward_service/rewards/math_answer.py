@@ -193,12 +193,9 @@ async def _compare(gold: _Gold, answer: str, grade: Grade) -> Graded:
     equation = latex.read(answer if latex.is_prose(gold.text) else latex.without_label(answer))
     if not all(latex.is_rounding(number, equation.value) for number in equation.rounded):
         return Graded.WRONG
-    if (
-        gold.text != latex.without_name(gold.text)
-        and len(equation.names) == 1
-        and latex.read(gold.text).names != equation.names
-    ):
-        return Graded.WRONG  # y = 5 is no answer to x = 5
+    named = gold.text != latex.without_name(gold.text) and equation.names
+    if named and named.isdisjoint(latex.read(gold.text).names):
+        return Graded.WRONG  # neither y = 5 nor -x = 5 is an answer to x = 5
     gold = gold._replace(text=latex.without_name(gold.text))
     is_final = not equation.exact or await _equal(gold, equation.value, grade) is Graded.RIGHT
     if not is_final and await _rounds(equation, grade):  # \sqrt{5} \approx 2.236: the exact side is the answer

@@ -33,14 +33,16 @@ from penstock.reward_service.rewards.reward import PureReward, Verdict, truth_te
 EXACT, INSIDE, F1 = "qa_em", "qa_subem", "qa_f1"
 _ARTICLES = frozenset({"a", "an", "the"})
 _DASHES = str.maketrans("‐‑‒–—−", "------")
-_KEPT = re.compile(  # what belongs to a number, a version, a grade or a name such as C++
+_KEPT = re.compile(  # what belongs to a number, a formula, a version, a grade or a name such as C++
     r"(?<=[0-9]),(?=[0-9])|(?<=[0-9])['′\"″](?!\w*[a-z])(?:\s*(?=[0-9]))?|"
     r"(?<=[0-9])\s*[-/:^*+×÷=<>]\s*(?=[-+.]?[0-9])|(?<=[0-9])\.(?=[0-9])|(?<!\w)[-+<>≤≥=±]?\.?(?=[0-9])"
-    r"|(?<![^\W_])(?<=[a-z])[+#]+(?!\w)|(?<=(?<!\w)[a-z])[-+#*]+(?!\w)|(?<=(?<!\w)[a-z]{2})[-+#]+(?!\w)"
+    r"|\s*[<=>¬±×÷№←-⋿⟀-⟿⤀-⫿♀♂♠-♯✓-✘]\s*|(?<=\w)\^(?=\w)|\s*\+\s*(?=\w)|(?<!\w)[-+!~](?=[a-z∞](?!\w))"
+    r"|(?<=[a-z][0-9])-(?!\w)|(?<=[0-9])\+(?!\w)|(?<![^\W_])(?<=[a-z])[+#]+(?!\w)|(?<=(?<!\w)[a-z])[-+#*]+(?!\w)|(?<=(?<!\w)[a-z]{2})[-+#]+(?!\w)"
 )
 _THOUSANDS = re.compile(r"(?<=[0-9]),(?=[0-9]{3}(?![0-9]))")
 _PUNCTUATION = re.compile(r"[^\w\s€£¥]|_")
 _YES, _NO = frozenset({"yes", "true"}), frozenset({"no", "false"})
+_NO_ANSWER = re.compile(r"no (?:one|doubt|idea|matter|more|less|wonder|problem)\b")
 _ALIASES = ("target", "aliases", "normalized_aliases", "text", "answers", "value")
 _DATA_SETS = (
     "qa", "trivia", "searchR1_nq", "searchR1_triviaqa", "searchR1_popqa", "searchR1_hotpotqa",
@@ -136,8 +138,8 @@ def _answers(
 
 def _readings(answer: str, accepted: frozenset[str]) -> set[str]:
     """Return an answer, and for yes and no its first word, unless it says the opposite too."""
-    if not answer:
-        return set()
+    if not answer or _NO_ANSWER.match(answer):
+        return {answer} - {""}
     first, said = answer.split(maxsplit=1)[0], set(answer.split())
     is_plain = accepted <= _YES | _NO and first in _YES | _NO and not (said & _YES and said & _NO)
     return {answer, first} if is_plain else {answer}

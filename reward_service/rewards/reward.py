@@ -74,7 +74,7 @@ class Reward:
         parts: Names of the parts of its verdicts.
         notes: Cost and pitfalls, for the table in docs/graders.md.
         reads: "answer": its completions get the ``<think>`` that ends their prompt, so that an unfinished chain is no answer;
-            "answer and prompt": `judge` also gets ``prompt``.
+            "answer and prompt": `judge` also gets ``prompt``; "answer and columns": the row's extra_info, as ``extra``.
         success: The reward from which on a completion counts as correct; None: its rewards have no such value.
     """
 
@@ -86,7 +86,7 @@ class Reward:
     parts: tuple[str, ...] = ()
     notes: str = ""
     success: float | None = None
-    reads: Literal["", "answer", "answer and prompt"] = ""
+    reads: Literal["", "answer", "answer and prompt", "answer and columns"] = ""
 
     @property
     def default(self) -> Section | None:

@@ -1,7 +1,8 @@
 """Several engines as one: each group goes to the engine with the fewest pending tokens, a version to all of them.
 
-A group's samples stay together, so that their prompt is computed once. One call is spread over the ready engines that
-serve the newest version: an engine that still drains before it can load gets no new requests.
+A group's samples stay together, also where other engines are idle: their prompt is computed once, and servers that were started with
+one seed (vLLM's default is 0) would sample the same completions in two parts of a group. One call is spread over the ready engines
+that serve the newest version: an engine that still drains before it can load gets no new requests.
 
 The turns of an episode are asked of one engine, which keeps what it computed. An episode is placed with its first turn, on the
 engine that plays the fewest, since one that waits for a tool has no pending tokens; it moves when its engine cannot be asked, or
@@ -12,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TypeVar
@@ -213,13 +215,15 @@ class _Router:
         try:
             async with asyncio.TaskGroup() as requests:
                 for number, wanted in assigned.items():
-                    requests.create_task(ask_one(number, wanted))
+                    request = requests.create_task(ask_one(number, wanted))
+                    # A callback: the `finally` of a task that is cancelled before it begins never runs.
+                    request.add_done_callback(functools.partial(self._end, number, cost * len(wanted)))
         except* (EngineError, TaskRefused) as failures:
             raise failures.exceptions[0] from None
-        finally:
-            for number, wanted in assigned.items():
-                self._pending_tokens[number] -= cost * len(wanted)
         return [reply_by_index[index] for index in range(num_prompts)]
+
+    def _end(self, number: int, cost: int, _: asyncio.Task[None]) -> None:
+        self._pending_tokens[number] -= cost
 
     def _assign(self, num_prompts: int, cost: int) -> dict[int, list[int]]:
         usable = self._usable()

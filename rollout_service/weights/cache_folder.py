@@ -20,17 +20,16 @@ import hashlib
 import io
 import os
 import shutil
-import stat
 import sys
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from penstock.protocol.errors import ConfigError
+from penstock.protocol.shared_device import try_lock
+from penstock.protocol.weights.shared_segments import SHARED_MEMORY, free_memory, is_at, locked_folder
 from penstock.rollout_service.weights.mirror_slot import NUM_REGULAR_SLOTS
 
-SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - the folder below belongs to this user alone
 SHARE = 0.5  # of the free memory, for the copies of all workers of a host
 _SLOTS = ("a", "b", "c", "d")
 _FILES = "files"
@@ -38,8 +37,7 @@ _ADAPTERS = "adapters"
 _PATCHES = "patches"
 _LOCK = "lock"
 _NEEDS = "needs"
-_LOCK_DEADLINE_S, _DECISION_DEADLINE_S, _LOCK_POLL_S = 2.0, 10.0, 0.05
-_CGROUPS = Path("/sys/fs/cgroup")
+_LOCK_DEADLINE_S, _LOCK_POLL_S = 2.0, 0.05
 _GB = 1e9
 
 
@@ -83,7 +81,7 @@ class CacheFolder:
                 return
             shutil.rmtree(self.path, ignore_errors=True)
             self.unlock()
-            with self._memory.locked():  # which removes the folder above where it is empty
+            with locked_folder(self._memory.parent):  # which removes the folder above where it is empty
                 pass
 
     def unlock(self) -> None:
@@ -106,22 +104,10 @@ def _own_lock(folder: Path) -> io.FileIO:
 def _lock(folder: Path) -> io.FileIO | None:
     """Lock a folder for as long as the returned file is open; None when another process has locked it, or removed it meanwhile."""
     file = io.FileIO(folder / _LOCK, "a")
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        if _is_at(file.fileno(), folder / _LOCK):
-            return file
-    except BlockingIOError:
-        pass
+    if try_lock(file.fileno(), fcntl.LOCK_EX) and is_at(file.fileno(), folder / _LOCK):
+        return file
     file.close()
     return None
-
-
-def _is_at(file: int, path: Path) -> bool:
-    """Return True if an open file still has this path."""
-    try:
-        return os.path.samestat(os.fstat(file), path.lstat())
-    except FileNotFoundError:
-        return False
 
 
 def _clear_abandoned(folder: Path, *, whole: bool) -> None:
@@ -187,33 +173,6 @@ class MemoryFolder:
         run, worker = home.parts[-2:]
         self.path = self.parent / f"{run}-{worker}-{hashlib.sha256(os.fsencode(home)).hexdigest()[:12]}"
 
-    @contextlib.contextmanager
-    def locked(self) -> Iterator[str]:
-        """Hold the lock of the decisions of this user's workers, and give an empty text; else the reason why there is no folder in memory.
-
-        In the end a folder without copies is removed.
-        """
-        try:
-            self.parent.mkdir(mode=0o700, exist_ok=True)
-            file = os.open(self.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
-        except OSError as err:
-            yield f"{self.parent} cannot be used ({err.strerror})"
-            return
-        try:
-            found = os.fstat(file)
-            if found.st_uid != os.geteuid() or stat.S_IMODE(found.st_mode) != 0o700:
-                yield f"{self.parent} is not a folder of this user alone"
-            elif not _locked_within(file, _DECISION_DEADLINE_S):
-                yield f"another worker has decided for more than {_DECISION_DEADLINE_S:.0f} s about {self.parent}"
-            elif not _is_at(file, self.parent):
-                yield f"another worker that ended has just removed {self.parent}"
-            else:
-                yield ""
-                with contextlib.suppress(OSError):  # not empty
-                    self.parent.rmdir()
-        finally:
-            os.close(file)
-
     def _room(self) -> Room:
         """Return what is free; folders of workers that do not run must have been cleared."""
         needed = written = 0
@@ -227,13 +186,13 @@ class MemoryFolder:
     def clear_abandoned(self, *, keep_own: bool) -> None:
         """Remove the folders of workers that no longer run; ``keep_own``: but this worker's own, which it may use again."""
         if self.parent.exists():
-            with self.locked() as problem:
+            with locked_folder(self.parent) as problem:
                 if not problem:
                     self._clear_abandoned(keep_own=keep_own)
 
     def take(self, num_bytes: int) -> tuple[CacheFolder | None, str]:
         """Return the worker's folder in memory for a model of so many bytes, or None if it belongs on disk, and why."""
-        with self.locked() as problem:
+        with locked_folder(self.parent) as problem:
             if problem:
                 return None, f"on disk: {problem}"
             self._clear_abandoned(keep_own=True)
@@ -250,7 +209,7 @@ class MemoryFolder:
 
     def describe(self) -> str:
         """Return what would be kept in memory now."""
-        with self.locked() as problem:
+        with locked_folder(self.parent) as problem:
             if problem:
                 return f"copies of weights are kept in the run's folder: {problem}"
             room = self._room()
@@ -271,42 +230,6 @@ def _written(folder: Path) -> int:
             with contextlib.suppress(FileNotFoundError):
                 num_bytes += os.lstat(os.path.join(inside, name)).st_blocks * 512  # noqa: PTH118 - for each of many files
     return num_bytes
-
-
-def _locked_within(file: int, deadline_s: float) -> bool:
-    ends = time.monotonic() + deadline_s
-    while True:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            if time.monotonic() > ends:
-                return False
-            time.sleep(_LOCK_POLL_S)
-        else:
-            return True
-
-
-def free_memory() -> int:
-    """Return the bytes that processes here may still allocate: of the machine, and of the control groups (version 2) of this process."""
-    free = [_number(Path("/proc/meminfo"), "MemAvailable:") * 1024]
-    with contextlib.suppress(OSError, StopIteration):
-        lines = Path("/proc/self/cgroup").read_text().splitlines()
-        group = _CGROUPS / next(line.removeprefix("0::/") for line in lines if line.startswith("0::"))
-        for folder in (group, *group.parents):
-            with contextlib.suppress(OSError, ValueError):  # not limited, or not a control group
-                limit = int((folder / "memory.max").read_text())
-                used = int((folder / "memory.current").read_text())
-                free.append(max(0, limit - used + _number(folder / "memory.stat", "inactive_file")))
-    return min(free)
-
-
-def _number(file: Path, name: str) -> int:
-    """Return the number after a name in a file of lines; 0 if there is none."""
-    try:
-        words = (line.split() for line in file.read_text().splitlines())
-        return next(int(line[1]) for line in words if line[0] == name)
-    except (OSError, StopIteration):
-        return 0
 
 
 if __name__ == "__main__":

@@ -38,6 +38,7 @@ from penstock.protocol.versions import PolicyVersion
 from penstock.protocol.weights.export import export_adapter
 from penstock.protocol.weights.manifest import ModelFile, VersionManifest
 from penstock.protocol.weights.manifest_chain import verify_head
+from penstock.protocol.weights.shared_segments import SharedSegments
 from penstock.protocol.weights.version_reader import UNUSABLE, WeightReader
 from penstock.rollout_service.engines.weight_changes import NoChanges, WeightChanges
 from penstock.rollout_service.errors import MirrorFull, WeightsUnusable
@@ -196,22 +197,21 @@ class Mirror:
     """One worker's copies. Blocking: coroutines call it through ``asyncio.to_thread``, one at a time."""
 
     def __init__(
-        self,
-        blobs: Blobs,
-        folder: Path,
-        run_id: str,
-        trusted_keys: TrustedKeys | None = None,
-        memory: MemoryFolder | None = None,
-    ) -> None:
+        self, blobs: Blobs, folder: Path, run_id: str, trusted_keys: TrustedKeys | None = None, memory: MemoryFolder | None = None,
+        shared: SharedSegments | None = None,
+    ) -> None:  # fmt: skip
         """Reuse the models that an earlier process of this worker left in ``folder``, or in ``memory`` where they have room.
 
-        With ``trusted_keys``, a version whose manifest none of them has signed is unusable.
+        With ``trusted_keys``, a version whose manifest none of them has signed is unusable. What other processes of this host have
+        ``shared`` is not downloaded.
 
         Raises ConfigError when the folder cannot be made, or a running worker with the same id uses it.
         """
-        self._run_id, self._blobs = run_id, blobs
+        self._run_id, self._blobs, self._shared = run_id, blobs, shared
         self._on_disk, self._memory = CacheFolder(folder), memory
-        self._reader = WeightReader(blobs, run_id, cache_bytes=CACHED_SEGMENT_BYTES, trusted_keys=trusted_keys)
+        self._reader = WeightReader(
+            blobs, run_id, cache_bytes=CACHED_SEGMENT_BYTES, trusted_keys=trusted_keys, shared=shared
+        )
         self._epoch = self._num_bytes = 0  # the newest lease seen; bytes fetched for what was returned
         self.folders: dict[str, Path] = {}  # whose disk may fill, by setting
         self._use(self._on_disk)
@@ -235,13 +235,8 @@ class Mirror:
         log.info("chose where the copies of the weights are", folder=str(self._cache.path), reason=reason)
 
     def fetch(
-        self,
-        version: PolicyVersion,
-        manifest_ref: BlobRef,
-        *,
-        keep: Collection[PolicyVersion] = (),
-        newest: bool = False,
-    ) -> MirroredVersion:
+        self, version: PolicyVersion, manifest_ref: BlobRef, *, keep: Collection[PolicyVersion] = (), newest: bool = False,
+    ) -> MirroredVersion:  # fmt: skip
         """Return a version's folder, writing it if it is not here; folders of versions in ``keep`` are not touched.
 
         ``newest`` says that the version is the one to serve, not one that an evaluation pins: it is then refused
@@ -286,6 +281,8 @@ class Mirror:
         """Remove the models beyond two, and all adapters, whose version is not in ``keep``."""
         self._adapters.trim(keep)
         self._models.trim(keep)
+        if self._shared is not None:
+            self._shared.trim()
 
     def held(self) -> list[PolicyVersion]:
         return sorted([*self._models.held(), *self._adapters.held()])
@@ -298,6 +295,8 @@ class Mirror:
     def close(self) -> None:
         for cache in {self._cache, self._on_disk}:
             cache.close()
+        if self._shared is not None:
+            self._shared.close()
 
     def _mirrored(
         self, manifest: VersionManifest, folder: Path, started: float, base: MirroredVersion | None = None

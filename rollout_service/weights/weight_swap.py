@@ -166,14 +166,17 @@ class WeightSwap:
         self._loading = asyncio.Lock()
         self._pause_s = math.inf  # of the last swap; unknown before the first
 
-    async def load(self, mirrored: MirroredVersion) -> Swapped | None:
+    async def load(self, mirrored: MirroredVersion, *, keeps_model: bool = False) -> Swapped | None:
         """Have the engine serve a version; returns None unless the newest version that it serves changed.
 
         An adapter pauses the engine only when its base model has to be loaded first. Raises WeightsUnusable for an adapter
         that the engine refuses. Waits for the engine's turn on a shared GPU; an engine whose memory was released is resumed.
+        Nothing is loaded outside of the gate, which ``keeps_model`` says, once an evaluation has loaded another model.
         """
         async with self._in_turn():
             previous = self.engine.version
+            if keeps_model and not self.servable.shares_model(mirrored):
+                return None
             if self.engine.is_released:
                 resume_s = await self._resume(mirrored)
                 if mirrored.base is None:

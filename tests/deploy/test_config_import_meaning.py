@@ -21,21 +21,6 @@ class ASKED(str):
     """The key whose decision a property is part of."""
 
 
-VERL_GRPO = """
-python3 -m verl.trainer.main_ppo algorithm.adv_estimator=grpo data.train_files=/d/gsm8k/train.parquet data.val_files=/d/gsm8k/test.parquet \\
-  data.train_batch_size=1024 data.max_prompt_length=512 data.max_response_length=1024 data.filter_overlong_prompts=True \\
-  actor_rollout_ref.model.path=Qwen/Qwen2-7B-Instruct actor_rollout_ref.actor.optim.lr=1e-6 \\
-  actor_rollout_ref.actor.ppo_mini_batch_size=256 actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=40 \\
-  actor_rollout_ref.actor.use_kl_loss=True actor_rollout_ref.actor.kl_loss_coef=0.001 actor_rollout_ref.actor.kl_loss_type=low_var_kl \\
-  actor_rollout_ref.actor.entropy_coeff=0 actor_rollout_ref.rollout.name=vllm actor_rollout_ref.rollout.n=5 \\
-  algorithm.use_kl_in_reward=False trainer.critic_warmup=0 trainer.n_gpus_per_node=8 trainer.nnodes=1 trainer.total_epochs=15
-"""
-VERL_PPO = """
-python3 -m verl.trainer.main_ppo data.train_files=/d/train.parquet data.train_batch_size=1024 data.max_prompt_length=512 \\
-  data.max_response_length=512 actor_rollout_ref.model.path=deepseek-ai/deepseek-llm-7b-chat critic.model.path=deepseek-ai/deepseek-llm-7b-chat \\
-  critic.optim.lr=1e-5 algorithm.kl_ctrl.kl_coef=0.001 algorithm.use_kl_in_reward=True custom_reward_function.path=rewards/mine.py \\
-  actor_rollout_ref.rollout.temperature=0.7 actor_rollout_ref.rollout.top_p=0.9 trainer.total_epochs=2
-"""
 ROLL_RLVR = """
 exp_name: qwen-rlvr
 max_steps: 500
@@ -95,26 +80,6 @@ custom_envs: {FrozenLake: "${custom_env.FrozenLake}", SimpleSokoban: "${custom_e
 mine:
   Pairs: {env_type: sokoban, max_steps: 20, use_thread_lock: true, env_manager_cls: a.b.TrajEnvManager, agent_system_template: Push.,
     env_config: {dim_room: [8, 8], num_boxes: 2, format_penalty: -0.2, grid_lookup: {0: W}}}
-"""
-ROLL_GAE = """
-exp_name: ppo
-rollout_batch_size: 128
-num_return_sequences_in_group: 1
-prompt_length: 512
-response_length: 512
-pretrain: /m
-gamma: 0.99
-lambd: 0.9
-use_pg_clip_range: false
-pg_clip: 0.15
-pg_clip_low: 0.05
-pg_clip_high: 0.5
-add_token_level_kl: true
-init_kl_coef: 0.1
-use_topr_loss: false
-critic: {model_args: {model_name_or_path: /c}, training_args: {learning_rate: 1.0e-5}}
-actor_train: {data_args: {file_name: /d/a.json, prompt: instruction}, device_mapping: "list(range(0,2))"}
-actor_infer: {generating_args: {top_p: 1, top_k: -1, temperature: 1.0}}
 """
 TRL_GRPO = json.dumps({
     "model_name_or_path": "Qwen/Qwen2.5-0.5B-Instruct", "dataset_name": "/d/train.parquet", "per_device_train_batch_size": 8,
@@ -181,22 +146,6 @@ bf16: true
 
 # name → how the file ends, its text, what its system does: setting → value, or the key that has the decision
 TABLE: dict[str, tuple[str, str, dict[str, Any]]] = {
-    "verl_grpo": ("sh", VERL_GRPO, {
-        "algorithm.name": "grpo", "algorithm.advantage": "grpo", "algorithm.normalise_by_std": True, "algorithm.loss": "ppo_clip",
-        "algorithm.clip_low": 0.2, "algorithm.clip_high": 0.2, "algorithm.dual_clip": 3.0, "algorithm.aggregation": "token-mean",
-        "algorithm.kl_coefficient": 0.001, "algorithm.kl_form": "k3", "algorithm.reward_kl_coefficient": 0.0,
-        "rollout.groups_per_step": 1024, "algorithm.minibatches": 4, "algorithm.epochs": 1, "rollout.group_size": 5,
-        "data.max_prompt_tokens": 512, "rollout.max_new_tokens": 1024, "data.overlong": "drop", "rollout.temperature": 1.0,
-        "rollout.max_staleness": 0, "trainer.betas": [0.9, 0.999], "trainer.weight_decay": 0.01, "trainer.schedule": "constant",
-        "trainer.max_grad_norm": 1.0, "trainer.epochs": 15, "model.dtype": "bfloat16", "reward.name": "none",
-    }),
-    "verl_ppo": ("sh", VERL_PPO, {
-        "algorithm.name": "ppo", "algorithm.advantage": "gae", "critic.gamma": 1.0, "critic.lam": 1.0, "critic.lr": 1e-5,
-        "critic.path": "deepseek-ai/deepseek-llm-7b-chat", "algorithm.reward_kl_coefficient": 0.001, "algorithm.kl_coefficient": 0.0,
-        "rollout.groups_per_step": 1024, "algorithm.minibatches": 4, "rollout.group_size": 1, "rollout.max_new_tokens": 512,
-        "data.max_prompt_tokens": 512, "data.overlong": "error", "rollout.temperature": 0.7, "algorithm.dual_clip": 3.0,
-        "reward.name": "rewards/mine.py:compute_score", "trainer.lr": 1e-6, "trainer.epochs": 2, "top_p": ASKED("actor_rollout_ref.rollout.top_p"),
-    }),
     "roll_rlvr": ("yaml", ROLL_RLVR, {
         "algorithm.name": "grpo", "algorithm.advantage": "reinforce", "algorithm.loss": "ppo_clip", "algorithm.clip_low": 0.2,
         "algorithm.clip_high": 0.2, "algorithm.dual_clip": 1.4, "algorithm.aggregation": "seq-mean-token-mean",
@@ -206,7 +155,7 @@ TABLE: dict[str, tuple[str, str, dict[str, Any]]] = {
         "reward.by_source.aime": "math", "data.map.data_source": "tag", "trainer.steps": 500, "trainer.schedule": "linear",
         "trainer.min_lr_ratio": 0.0, "trainer.betas": [0.9, 0.999], "trainer.warmup_steps": 20, "model.dtype": "bfloat16",
         "algorithm.group_mean_range": [0.0, 1.0], "difficulty": ASKED("difficulty_mask"), "code": ASKED("rewards.code_sandbox.worker_cls"),
-        "mixture": ASKED("actor_train.data_args.domain_interleave_probs.math_rule"), "top_p": ASKED("actor_infer.generating_args.top_p"),
+        "data.weights.deepmath,aime": 38, "data.weights.KodCode": 26, "top_p": ASKED("actor_infer.generating_args.top_p"),
     }),
     "roll_agentic": ("yaml", ROLL_AGENTIC, {
         "algorithm.name": "grpo", "algorithm.reward_norm": "group", "algorithm.aggregation": "seq-mean-token-mean",
@@ -224,13 +173,6 @@ TABLE: dict[str, tuple[str, str, dict[str, Any]]] = {
         "eval.environment": "SimpleSokoban", "environment.define.SimpleSokoban.options.size": 6,
         "drawn otherwise": ASKED("custom_envs.Pairs.env_config.grid_lookup.0"), "words": ASKED("custom_envs.FrozenLake.agent_template"),
         "data": ASKED("data.train"),
-    }),
-    "roll_gae": ("yaml", ROLL_GAE, {
-        "algorithm.name": "ppo", "algorithm.advantage": "gae", "critic.gamma": 0.99, "critic.lam": 0.9, "critic.path": "/c",
-        "critic.lr": 1e-5, "algorithm.clip_low": 0.15, "algorithm.clip_high": 0.15, "algorithm.dual_clip": "none",
-        "algorithm.reward_kl_coefficient": 0.1, "rollout.groups_per_step": 128, "rollout.group_size": 1, "algorithm.minibatches": 8,
-        "algorithm.aggregation": "seq-mean-token-mean", "data.text_prompts": "plain", "data.map.prompt": "instruction",
-        "trainer.lr": 5e-5, "trainer.steps": 500, "reward": ASKED("reward.name"),
     }),
     "trl_grpo": ("json", TRL_GRPO, {
         "algorithm.name": "grpo", "algorithm.aggregation": "seq-mean-token-sum-norm", "algorithm.normalise_by_std": False,

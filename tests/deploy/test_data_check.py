@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from penstock.deploy.data_check import rows as data_rows
 from penstock.deploy.data_check.check import check_file
 from penstock.deploy.data_check.commands import main
 from penstock.deploy.quickstart_task import write_data, write_model
@@ -68,12 +69,9 @@ def test_bad_rows_are_listed_and_counted(tmp_path: Path, capsys: pytest.CaptureF
 
 def test_nothing_of_a_row_stays_in_memory_but_its_lengths_and_hashes(tmp_path: Path):
     path = tmp_path / "x.jsonl"
-    path.write_text(
-        "".join(
-            json.dumps({"prompt": f"{n}", "data_source": "own", "ground_truth": f"{n}" * 40_000}) + "\n"
-            for n in range(100, 300)
-        )
-    )
+    rows = [{"prompt": f"{n}", "data_source": "gsm8k", "ground_truth": f"{n}" * 40_000} for n in range(100, 300)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    del rows
     tracemalloc.start()
     report = check_file(path, DataSettings(), None, reward=RewardSettings())
     peak = tracemalloc.get_traced_memory()[1]
@@ -102,6 +100,16 @@ def test_a_run_file_is_not_taken_as_data(tmp_path: Path, capsys: pytest.CaptureF
     assert (
         "run.toml is a run file, no data; type: penstock data check x.jsonl --run run.toml" in capsys.readouterr().err
     )
+
+
+def test_what_weights_make_of_the_rows_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    """The share, rows and passes of each weight; weights of other sources are a failure, as at the start of a run."""
+    path = tmp_path / "x.jsonl"
+    path.write_text("".join(json.dumps({"prompt": str(n), "data_source": "ab"[n % 4 == 0]}) + "\n" for n in range(8)))
+    assert main([*CHECK, str(path), "data.weights={a = 1, b = 3}"]) == 0
+    assert "b: 75.0% of the prompts, 2 rows, 3 passes over them in 8 prompts" in capsys.readouterr().out
+    assert main([*CHECK, str(path), "data.weights={a = 1, c = 3}", "--json"]) == 1
+    assert "no row has the data_source c" in json.loads(capsys.readouterr().out.splitlines()[-1])["problem"]
 
 
 def test_columns_can_be_mapped_and_formats_forced(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
@@ -188,7 +196,7 @@ def test_config_and_data_check_start_without_torch(module: str, command: list[st
     subprocess.run([sys.executable, "-c", code], check=True, timeout=300, stdout=subprocess.DEVNULL)
 
 
-def test_the_tests_of_rows_are_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_the_tests_of_rows_are_run(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
     """A row whose tests prove nothing, or refuse its own solution, or whose truth no grader can read, is a bad row; not with --no-tests."""
     path = tmp_path / "x.jsonl"
     tests = ("assert add(1, 2) == 3", "add(1, 2) == 3", "assert add(1, 2) == 4")
@@ -210,3 +218,12 @@ def test_the_tests_of_rows_are_run(tmp_path: Path, capsys: pytest.CaptureFixture
     assert f"{path}:2: code: the row's tests assert nothing" in printed
     assert f"{path}:3: code: the row's own solution passes 0 of 1 tests" in printed
     assert main(["data-check", str(path), "--no-tests"]) == 0
+    machine = "import asyncio, sys\nfrom penstock.reward_service import check_tests as c\nasync def f(*a): raise c.GraderFailed('busy')\n"
+    machine += "c.GraderPool.equal = f\nsys.exit(asyncio.run(c.check(sys.stdin, sys.stdout)))"
+    monkeypatch.setattr(data_rows, "_COMMAND", [sys.executable, "-P", "-c", machine])
+    path.write_text(json.dumps({"prompt": "p", "data_source": "math", "ground_truth": "x^2+1"}) + "\n")
+    assert main(["data-check", str(path)]) == 0
+    assert f"1 could not be tried on this machine, {path}:1: busy" in capsys.readouterr().out
+    monkeypatch.setattr(data_rows, "_COMMAND", ["/nonexistent"])  # of an unknown source nothing is tried
+    path.write_text(json.dumps({"prompt": "p", "data_source": "unknown", "ground_truth": "5"}) + "\n")
+    assert main(["data-check", str(path)]) == 0

@@ -125,7 +125,7 @@ def test_every_module_of_the_trees_is_forgotten_whatever_its_name(tmp_path: Path
     """Pytest calls `tests/agents/proxy/test_tree.py` `proxy.test_tree`; what is installed in an environment stays."""
     files = {
         "penstock.protocol": "/elsewhere/protocol/__init__.py", "proxy.test_tree": str(tmp_path / "tests" / "test_tree.py"),
-        "conftest": str(prove.ROOT / "tests" / "conftest.py"), "json": json.__file__, "pytest": pytest.__file__, "sys": None,
+        "conftest": str(prove.ROOT / "tests" / "conftest.py"), "__main__": str(prove.ROOT / "tests" / "mutation" / "prove.py"), "json": json.__file__, "pytest": pytest.__file__, "sys": None,
     }  # fmt: skip
     modules = {name: SimpleNamespace(__file__=file) for name, file in files.items()}
     assert names_of(modules, [prove.ROOT, tmp_path]) == ["penstock.protocol", "proxy.test_tree", "conftest"]

@@ -209,7 +209,7 @@ def _forget(*roots: Path) -> None:
 
 
 def names_of(modules: Mapping[str, object], roots: Sequence[Path]) -> list[str]:
-    """Return the names of the modules of trees, without those of an environment in them.
+    """Return the names of the modules of trees, without those of an environment in them and the program itself.
 
     Pytest names a test after the nearest folders that are packages (`proxy.test_tree`): one that stayed would use the packages
     that it had imported, whose registries find nothing in those that are imported anew.
@@ -218,7 +218,9 @@ def names_of(modules: Mapping[str, object], roots: Sequence[Path]) -> list[str]:
     for name, module in modules.items():
         file = Path(getattr(module, "__file__", None) or os.devnull)
         if name.partition(".")[0] in _OURS or (
-            any(file.is_relative_to(root) for root in roots) and not file.is_relative_to(sys.prefix)
+            name != "__main__"  # torch and multiprocessing look it up
+            and any(file.is_relative_to(root) for root in roots)
+            and not file.is_relative_to(sys.prefix)
         ):
             found.append(name)
     return found

@@ -48,7 +48,7 @@ class Silent(Environment):
 SILENT = Silent()
 '''
 BUILT_IN = {
-    "calculator", "frozen_lake", "gem", "guess_number", "gymnasium", "http", "lookup", "mcp", "nemo_gym", "openenv", "program",
+    "calculator", "frozen_lake", "gem", "guess_number", "gymnasium", "harbor", "http", "lookup", "mcp", "nemo_gym", "openenv", "program",
     "single_turn", "sokoban", "tools", "trl", "verifiers",
 }  # fmt: skip
 ATTACHED = ("run.id=demo", "worker.engine_url=http://127.0.0.1:1")

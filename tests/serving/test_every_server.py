@@ -142,10 +142,13 @@ async def test_half_sent_requests_keep_nobody_out(name: str, tmp_path: Path, mon
         for _, writer in connections:
             writer.close()
         monkeypatch.setattr(tls, "is_loopback", lambda host: False)
+        monkeypatch.setattr(web_server, "GRACE_S", 60.0)
+        other, other_writer = await asyncio.open_connection("127.0.0.1", port, local_addr=("127.0.0.2", 0))
         connections = [await asyncio.open_connection("127.0.0.1", port) for _ in range(8)]
-        async with asyncio.timeout(1.0):
+        async with asyncio.timeout(20):
             assert [await received(reader) for reader, _ in connections[:2]] == [b"", b""]
-        for _, writer in connections:
+        assert not other.at_eof()
+        for writer in (other_writer, *(writer for _, writer in connections)):
             writer.close()
 
 

@@ -16,7 +16,7 @@ from tests.console.command import penstock
 from tests.packaging.conftest import HostileFolder
 from tests.servers import require
 
-STEPS = 6
+STEPS = 12  # packs are still under way when the panel shows the step at which a worker is killed
 NUM_HELD_OUT = 100
 # The command with a shorter warm-up and fewer held-out prompts; `make wheel-test` and `make bench-quickstart` run it as it is.
 COMMAND = f"""

@@ -31,6 +31,7 @@ from penstock.trainer.algorithm.chosen_parts import (
 from penstock.trainer.algorithm.parts import Options, Part
 from penstock.trainer.algorithm.settings_checks import check_passes, check_teacher, refuse_parts_that_disagree
 
+Anchor = Literal["behaviour", "proximal", "interpolated"]
 DistillForm = Literal["reverse", "forward"]
 RewardKlForm = Literal["k1", "abs", "k2", "k3", "full"]
 KlForm = Literal["k1", "abs", "k2", "k3", "k1+", "abs+", "k2+", "k3+", "full"]
@@ -165,10 +166,11 @@ class _GeneralSettings(Section):
         default=(),
         description="Further corrections: built-in ones that no key turns on, or your own as module:attribute.",
     )
-    ratio_anchor: Literal["auto", "behaviour", "proximal"] = Field(
+    ratio_anchor: Literal["auto", Anchor] = Field(
         default="auto",
-        description="Denominator of ratios: the sampler, or the trainer's own log-probabilities before the "
-        "batch; auto: the sampler where a batch is one optimizer step, else the trainer's own.",
+        description="Denominator of ratios: the sampler, the trainer's own log-probabilities before the batch, or, interpolated, "
+        "a policy between sampler and current one by the token's age; auto: the sampler where a batch is one optimizer step, else the "
+        "trainer's own.",
     )
     negative_weight: float = Field(default=1.0, ge=0.0, description="Factor on negative advantages.")
     stale_negative_weight: float = Field(
@@ -375,9 +377,11 @@ class AlgorithmSettings(_AllSettings):
         return self.distill_coefficient > 0.0 or (self.needs_reference and self.reference_device == "remote")
 
     @property
-    def uses_proximal(self) -> bool:
-        """Whether ratios are taken against log-probabilities that are recomputed before the batch."""
-        return self.ratio_anchor == "proximal" or (self.ratio_anchor == "auto" and self.many_updates)
+    def anchor(self) -> Anchor:
+        """What ratios are taken against."""
+        if self.ratio_anchor != "auto":
+            return self.ratio_anchor
+        return "proximal" if self.many_updates else "behaviour"
 
     @property
     def many_updates(self) -> bool:

@@ -80,6 +80,7 @@ class Scored:
     truncated: Sequence[bool]
     source: str = ""  # kind of task, the row's data_source
     kl: Sequence[float] = ()  # of each trajectory to the reference, summed over its tokens; none: 0
+    influences: Sequence[float] = ()  # of each trajectory, w² ‖∇ log π‖², where the estimator is by gradient
     baseline: tuple[float, int] | None = None  # reward and length of the prompt's greedy completion
     turns: Sequence[Sequence[Turn]] = ()  # of each trajectory, by number; none: every trajectory is one turn
 
@@ -152,7 +153,8 @@ def credit_rule(settings: AlgorithmSettings, *, longest: int, state: AlgorithmSt
             rewards = rewards - running.kl.coefficient * torch.tensor(gaps, dtype=torch.float64)
         turns = turns_of(groups, rewards) if estimator.by_turn or any(g.turns for g in groups) else None
         sources = reward_shaping.numbered([g.source for g in groups for _ in g.rewards])
-        advantages = estimate(Outcomes(rewards, index, lengths, baselines, turns, sources))
+        influences = torch.tensor([one for g in groups for one in g.influences], dtype=torch.float64)
+        advantages = estimate(Outcomes(rewards, index, lengths, baselines, turns, sources, influences))
         by_turn: list[list[float]] = []
         if estimator.by_turn:
             assert turns is not None

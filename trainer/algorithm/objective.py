@@ -10,13 +10,14 @@ from typing import Any, Literal, Protocol
 import torch
 from torch import Tensor
 
-from penstock.trainer.algorithm.algorithm_settings import AlgorithmSettings
+from penstock.trainer.algorithm.algorithm_settings import AlgorithmSettings, Anchor
 from penstock.trainer.algorithm.batch import MicroBatch
 from penstock.trainer.algorithm.corrections.interface import CorrectionFunction, Drift
 from penstock.trainer.algorithm.corrections.m2po import m2po, m2po_clip_widths
 from penstock.trainer.algorithm.corrections.ratios import (
     Level,
     divergence,
+    interpolated,
     learning_rate_factor,
     log_weights,
     weigh_negatives,
@@ -102,7 +103,7 @@ class PolicyGradient:
 
     loss: PolicyLoss
     options: Mapping[str, Any] = field(default_factory=dict)
-    anchor: Literal["behaviour", "proximal"] = "behaviour"
+    anchor: Anchor = "behaviour"
     many_updates: bool = False  # a batch may have several optimizer steps: the policy before the first one is kept
     negative_weight: float = 1.0
     stale_weight: float = 1.0  # a further factor on negative advantages of tokens that an older version sampled
@@ -117,7 +118,7 @@ class PolicyGradient:
 
     @property
     def needs_proximal(self) -> bool:
-        return self.anchor == "proximal" or self.many_updates
+        return self.anchor == "proximal" or (self.many_updates and self.anchor == "behaviour")
 
     @property
     def needs_reference(self) -> bool:
@@ -149,14 +150,15 @@ class PolicyGradient:
         return advantages if self.distill is None else advantages + self.distill.advantages(held, batch)
 
     def __call__(self, logprobs: Tensor, batch: MicroBatch, **scores: Tensor) -> Outcome:
-        sequences = batch.sequences
+        sequences, held = batch.sequences, logprobs.detach()
+        if self.anchor == "interpolated":
+            batch = replace(batch, proximal_logprobs=interpolated(batch.behaviour_logprobs, held, batch.ages))
         anchor = (
             batch.behaviour_logprobs if self.anchor == "behaviour" else _required(batch.proximal_logprobs, "proximal")
         )
         advantages = weigh_negatives(
             batch.advantages, batch.ages, fresh=self.negative_weight, stale=self.negative_weight * self.stale_weight
         )
-        held = logprobs.detach()
         advantages = self.taught(advantages, held, batch)
         tokens = Tokens(logprobs, anchor, batch.behaviour_logprobs, advantages, sequences, batch.turns)
         terms = self.loss(tokens, **self._options(batch))
@@ -317,7 +319,7 @@ def build_objective(settings: AlgorithmSettings) -> PolicyGradient:
     return PolicyGradient(
         loss=loss.fn,
         options=settings.options_of(loss).model_dump(),
-        anchor="proximal" if settings.uses_proximal else "behaviour",
+        anchor=settings.anchor,
         many_updates=settings.many_updates,
         negative_weight=settings.negative_weight,
         stale_weight=settings.stale_negative_weight,

@@ -44,6 +44,12 @@ def check_passes(algorithm: AlgorithmSettings) -> None:
             f"algorithm.stop_kl = {algorithm.stop_kl} does nothing with algorithm.epochs = 1: it leaves out further passes over "
             "a batch; raise algorithm.epochs, or remove algorithm.stop_kl"
         )
+    idle = "stop_kl" if algorithm.stop_kl is not None else "" if algorithm.parts.loss.value.uses_ratio else "loss"
+    if algorithm.anchor == "interpolated" and idle:
+        raise ValueError(
+            f"algorithm.ratio_anchor = interpolated with algorithm.{idle} = {getattr(algorithm, idle)}: it computes no policy before the "
+            'batch, and is the denominator of a ratio; set algorithm.ratio_anchor = "auto", or another value there'
+        )
     if algorithm.many_updates and not algorithm.parts.loss.value.uses_ratio:
         key, value = ("epochs", algorithm.epochs) if algorithm.epochs > 1 else ("minibatches", algorithm.minibatches)
         raise ValueError(
@@ -74,7 +80,7 @@ def refuse_parts_that_disagree(algorithm: AlgorithmSettings) -> None:
             "adds up those of their turns; leave it off, or choose another algorithm.advantage"
         )
     for correction in parts.corrections:
-        if correction.value.repeats_ratio and parts.loss.value.uses_ratio and not algorithm.uses_proximal:
+        if correction.value.repeats_ratio and parts.loss.value.uses_ratio and algorithm.anchor == "behaviour":
             switch = correction.value.switch
             key = (
                 f"{switch} = {getattr(algorithm, switch)}"

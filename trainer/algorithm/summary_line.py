@@ -37,9 +37,9 @@ def summary_line(algorithm: AlgorithmSettings, *, max_staleness: int) -> str:
             f"; nothing protects it from samples up to {max_staleness} versions old: "
             f'see algorithm.name = "{DEFAULT}", or lower rollout.max_staleness'
         )
-    if max_staleness > 0 and algorithm.uses_proximal and not _is_any_set(algorithm, _BY_SAMPLER):
+    if max_staleness > 0 and algorithm.anchor != "behaviour" and not _is_any_set(algorithm, _BY_SAMPLER):
         line += (
-            "; its ratios are to the policy before the batch, so older samples count as new ones: "
+            "; its ratios are not to the sampler, so older samples count as new ones: "
             'set algorithm.importance = "token"'
         )
     return line

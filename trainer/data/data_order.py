@@ -4,6 +4,8 @@ A position counts prompts from the start of the run. Its prompt follows from the
 number, and no list of the data set's length is shuffled or stored. The permutation is a Feistel network over the next power of four,
 walked until the value is in range (Black and Rogaway, "Ciphers with Arbitrary Finite Domains", 2002).
 
+With ``data.weights`` each source has an order of its own, and a schedule that repeats says which source is next (`WeightedOrder`).
+
 `with_steps` makes steps of the passes of `trainer.epochs`, once the usable rows are counted.
 """
 
@@ -11,7 +13,11 @@ from __future__ import annotations
 
 import hashlib
 import math
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from typing import NamedTuple
 
 from penstock.protocol.config.run_file import Loaded
@@ -20,9 +26,11 @@ from penstock.protocol.errors import ConfigError
 from penstock.protocol.images.processor import read_processor
 from penstock.trainer.data.dataset import PromptSet
 from penstock.trainer.data.row_checks import read_tokenizer
+from penstock.trainer.errors import MalformedData
 from penstock.trainer.settings import TrainerSettings
 
 _ROUNDS = 6
+_MOST_TURNS = 10_000  # of sources, until their order repeats
 _MIN_HALF_BITS = 3  # a smaller network permutes badly
 
 
@@ -41,6 +49,11 @@ class DataOrder:
         if self.num_prompts < 1:
             raise ValueError("an order needs at least one prompt")
 
+    @property
+    def identity(self) -> str:
+        """What the order follows from, beside the rows."""
+        return f"{self.num_prompts} {self.seed} {self.shuffle}"
+
     def at(self, position: int) -> Place:
         epoch, offset = divmod(position, self.num_prompts)
         return Place(epoch, self._walk(epoch, offset) if self.shuffle else offset)
@@ -56,6 +69,82 @@ class DataOrder:
             value = _feistel(value, half_bits, key, inverse=inverse)
             if value < self.num_prompts:
                 return value
+
+
+class WeightedOrder:
+    """Prompts of sources by share: among the first N of them a source with share p has p N, to less than one.
+
+    The epoch of a place counts the passes over its source.
+    """
+
+    def __init__(
+        self, prompts: Mapping[str, Sequence[int]], shares: Mapping[str, int], seed: int, *, shuffle: bool
+    ) -> None:
+        """``prompts`` are those of each source, ascending; ``shares`` whole numbers, whose sum is the schedule's length."""
+        self.num_prompts, self.seed, self._prompts = sum(map(len, prompts.values())), seed, prompts
+        self._orders = {name: DataOrder(len(rows), seed, shuffle) for name, rows in prompts.items()}
+        self._schedule, self._turns = list[str](), {name: list[int]() for name in shares}
+        for turn in range(total := sum(shares.values())):  # Tijdeman, "The chairman assignment problem", 1980
+            behind = [name for name, share in shares.items() if len(self._turns[name]) * total < share * (turn + 1)]
+            due_first = min(behind, key=lambda name: Fraction(len(self._turns[name]) + 1, shares[name]))
+            self._schedule.append(due_first)
+            self._turns[due_first].append(turn)
+        digest = hashlib.sha256(repr([(name, list(prompts[name])) for name in shares]).encode()).hexdigest()
+        self.identity = f"{self.num_prompts} {seed} {shuffle} {list(shares.values())} {digest}"
+
+    def at(self, position: int) -> Place:
+        cycle, turn = divmod(position, len(self._schedule))
+        name = self._schedule[turn]
+        turns = self._turns[name]
+        epoch, number = self._orders[name].at(cycle * len(turns) + bisect_left(turns, turn))
+        return Place(epoch, self._prompts[name][number])
+
+    def position_of(self, place: Place) -> int:
+        for name, rows in self._prompts.items():
+            number = bisect_left(rows, place.prompt)
+            if number < len(rows) and rows[number] == place.prompt:
+                turns = self._turns[name]
+                cycle, turn = divmod(self._orders[name].position_of(Place(place.epoch, number)), len(turns))
+                return cycle * len(self._schedule) + turns[turn]
+        raise ValueError(f"no source has the prompt {place.prompt}")
+
+
+def prompt_order(prompts: PromptSet, settings: TrainerSettings) -> DataOrder | WeightedOrder:
+    """Return the order of a run's prompts; raises MalformedData where ``data.weights`` are not those of the rows' sources."""
+    seed, shuffle, weights = settings.run.seed, settings.data.shuffle, settings.data.weights
+    if not weights:
+        return DataOrder(len(prompts), seed, shuffle)
+    rows = prompts.rows_of_source
+    sources = weighted_sources(weights, {source: len(numbers) for source, numbers in rows.items()})
+    members = {name: sorted(n for source in named for n in rows[source]) for name, named in sources.items()}
+    return WeightedOrder(members, whole_shares(weights), seed, shuffle=shuffle)
+
+
+def whole_shares(weights: Mapping[str, float]) -> dict[str, int]:
+    """Return ``data.weights`` as the smallest whole numbers in the same proportions; raises MalformedData for more than 10,000 together."""
+    exact = {name: Fraction(str(weight)) for name, weight in weights.items()}
+    common = math.lcm(*(weight.denominator for weight in exact.values()))
+    unit = Fraction(math.gcd(*(int(weight * common) for weight in exact.values())), common)
+    if (length := int(sum(exact.values()) / unit)) > _MOST_TURNS:
+        raise MalformedData(
+            f"data.weights: in whole numbers their sum is {length}, the limit is {_MOST_TURNS}; round them"
+        )
+    return {name: int(weight / unit) for name, weight in exact.items()}
+
+
+def weighted_sources(weights: Mapping[str, float], num_rows: Mapping[str, int]) -> dict[str, list[str]]:
+    """Return which data_sources of the rows each of ``data.weights`` is of; raises MalformedData unless each source has one, and each has rows."""
+    found = {name: [source for source in name.split(",") if source in num_rows] for name in weights}
+    counts = Counter(source for sources in found.values() for source in sources)
+    wrong = {f"no row has the data_source {name}": not sources for name, sources in found.items()}
+    wrong |= {
+        f"the data_source {source or '(none)'} has {counts[source]} weights, not one": counts[source] != 1
+        for source in num_rows
+    }
+    if problem := next((text for text, is_wrong in wrong.items() if is_wrong), ""):
+        present = ", ".join(f"{source or '(none)'} ({count} rows)" for source, count in num_rows.items())
+        raise MalformedData(f"data.weights: {problem}; there are {present}: name each once, or remove its rows")
+    return found
 
 
 def _feistel(value: int, half_bits: int, key: bytes, *, inverse: bool = False) -> int:

@@ -78,6 +78,8 @@ class PromptSet(RowSet[tuple[PromptRow, str]]):
         """What was read of each file."""
         self.rows_by_reward: Counter[str] = Counter()
         """Prompts by the name of the reward that scores them."""
+        self.rows_of_source: dict[str, array[int]] = {}
+        """Numbers of the prompts of each data_source, ascending."""
         self.num_tokens = 0
         self.num_with_images = 0
         """Prompts with an image or several."""
@@ -174,6 +176,7 @@ class PromptSet(RowSet[tuple[PromptRow, str]]):
             self.notes[at.file_number].add_ids(ids, self._tokenizer)
             if self._fits(len(read.token_ids), at.place, problems):
                 self.rows_by_reward[self._reward_name(row)] += 1
+                self.rows_of_source.setdefault(row.data_source, array("q")).append(len(self))
                 self._add(at, read)
 
     def _add(self, at: Located, read: ReadImages) -> None:

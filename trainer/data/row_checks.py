@@ -40,7 +40,7 @@ _TAGGED = re.compile(r"\s*<tool_response>\s*((?:(?!</?tool_response>).)*?)\s*</t
 _BATCH_ROWS = 512  # rows that are tokenised together
 LABELS = ("label", "kto_tag")  # of an answer, TRL's and LLaMA-Factory's
 LABELLED = {"completion", "response", "messages", "conversations", "instruction"}
-_ROW_MARKS = ("weight", "train", "trainable")
+_ROW_MARKS = ("weight", "loss_weight", "sample_weight", "loss_mask", "train", "trainable")
 _RIGHT = ("correct", "is_correct", "resolved")  # what a checker says of the row's answer
 _SCORE = re.compile(r"chosen.*(?:score|rating|reward)|(?:score|rating|reward).*chosen")
 _LABEL_WORDS = {
@@ -265,7 +265,11 @@ def _label(value: Any) -> bool | None:
 
 
 def mark_of(row: Row) -> str | None:
-    """Return why nothing of a row is trained; None if none of its columns says so."""
+    """Return why nothing of a row is trained; None if none of its columns says so. Raises MalformedData for a share such as 0.5."""
+    for name in _ROW_MARKS:
+        if row.get(name) is not None and truth(row[name]) is None:
+            fix = f'{shown(row[name])}; round it, or set data.ignore = ["{name}"]'
+            refuse(name, "expected true, false, 1 or 0 as what a row counts", fix)
     return "marked as not trained" if any(truth(row.get(name)) is False for name in _ROW_MARKS) else None
 
 

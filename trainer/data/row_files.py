@@ -31,6 +31,7 @@ Row = dict[str, Any]
 
 MAX_ROW_BYTES = 64 * 1024**2  # of a JSON line
 _MAX_COLUMNS = 1000
+_MAX_BLANK_LINES = 1_000_000  # of JSON Lines
 _MAX_TABLE_BYTES = 64 * 1024**3  # decoded: the table is held in memory
 _MAX_RATIO = 1000  # decoded to stored, above `_SMALL_BYTES`
 _SMALL_BYTES = 256 * 1024**2
@@ -121,6 +122,8 @@ class _JsonLineRows(RowFile):
                 if line.strip():
                     self._offsets.append(offset)
                     self._lines.append(number)
+                elif number - len(self._lines) > _MAX_BLANK_LINES:
+                    raise MalformedData(f"{path}:{number}: more than {_MAX_BLANK_LINES} blank lines; remove them")
                 offset += len(line)
         self._file = path.open("rb")
 
@@ -167,7 +170,7 @@ class _CsvRows(RowFile):
         with path.open(newline="", encoding="utf-8-sig") as file:
             reader = csv.reader(file, delimiter=delimiter, strict=True)
             try:
-                self._columns = next(reader)
+                self._columns = next(reader, [])
                 _check_columns(path, self._columns)
                 line = reader.line_num + 1
                 for row in reader:

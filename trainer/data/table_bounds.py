@@ -47,6 +47,8 @@ def parquet_bytes(data: Any, schema: pq.ParquetSchema, limit: int) -> int:
     total = 0
     for group in row_groups(data, start, columns):
         for chunk, column in zip(group.chunks, columns, strict=True):
+            if not group.num_rows and not chunk.num_values:  # its pages, which may have no place, are not read
+                continue
             for size, num_values in _pages(data, chunk):
                 total += size + num_values * column.width
                 if total > limit:

@@ -15,7 +15,7 @@ from penstock.protocol.packs.task_promise import TaskPromise, TaskSettings
 from penstock.protocol.record.checkpoint_state import CheckpointState
 from penstock.protocol.record.lineage import AccountState
 from penstock.protocol.versions import Branch, PolicyVersion, Remade, staleness
-from penstock.trainer.data.data_order import DataOrder
+from penstock.trainer.data.data_order import DataOrder, WeightedOrder
 from penstock.trainer.data.dataset import Prompt
 from penstock.trainer.errors import CheckpointError
 from penstock.trainer.groups.group_states import GroupStates, State
@@ -113,7 +113,7 @@ class Dispatch:
         self,
         prompts: Prompts,
         *,
-        order: DataOrder,
+        order: DataOrder | WeightedOrder,
         rollout: RolloutSettings,
         stop_token_ids: Sequence[int],
         groups: GroupStates | None = None,

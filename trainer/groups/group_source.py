@@ -30,7 +30,7 @@ from penstock.protocol.transport.delivery import Delivery
 from penstock.protocol.versions import PolicyVersion, VersionTree
 from penstock.trainer.algorithm.group_filters.interface import drop_reason
 from penstock.trainer.connections import Connections
-from penstock.trainer.data.data_order import DataOrder
+from penstock.trainer.data.data_order import prompt_order
 from penstock.trainer.data.dataset import PromptSet
 from penstock.trainer.errors import CheckpointError
 from penstock.trainer.groups.batcher import Batcher, group_rules
@@ -215,7 +215,7 @@ def open_source(
     routers = _routers(settings)
     dispatch = Dispatch(
         prompts,
-        order=DataOrder(len(prompts), settings.run.seed, settings.data.shuffle),
+        order=prompt_order(prompts, settings),
         rollout=rollout,
         stop_token_ids=tokenizer.eos_ids,
         groups=groups.train,

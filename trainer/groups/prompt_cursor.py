@@ -19,7 +19,7 @@ from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 from penstock.protocol.versions import admissible_groups
-from penstock.trainer.data.data_order import DataOrder, Place
+from penstock.trainer.data.data_order import DataOrder, Place, WeightedOrder
 from penstock.trainer.errors import CheckpointError
 from penstock.trainer.groups.group_states import GroupStates, State
 from penstock.trainer.groups.group_totals import Drop, DropReason
@@ -54,13 +54,12 @@ class GroupKey(NamedTuple):
         return key
 
 
-def order_id(order: DataOrder, fingerprint: str) -> str:
-    text = f"{fingerprint} {order.num_prompts} {order.seed} {order.shuffle}"
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
+def order_id(order: DataOrder | WeightedOrder, fingerprint: str) -> str:
+    return hashlib.sha256(f"{fingerprint} {order.identity}".encode()).hexdigest()[:16]
 
 
 class PromptCursor:
-    def __init__(self, order: DataOrder, id_of_order: str, groups: GroupStates) -> None:
+    def __init__(self, order: DataOrder | WeightedOrder, id_of_order: str, groups: GroupStates) -> None:
         """Start at the first prompt; positions are valid for ``id_of_order`` only, and attempts for ``groups``."""
         self.order, self.order_id, self._groups = order, id_of_order, groups
         self.position = 0  # next prompt of the data order
@@ -93,7 +92,7 @@ class PromptCursor:
             raise CheckpointError(
                 f"the checkpoint's position counts prompts of other data (order {document['order_id']}, now {self.order_id}): "
                 "data.train, the image files of its rows, data.map, data.format, data.max_prompt_tokens, data.max_samples, "
-                "data.shuffle or run.seed changed; restore them, or start over with another run.id or trainer.resume = false"
+                "data.shuffle, data.weights or run.seed changed; restore them, or start over with another run.id or trainer.resume = false"
             )
         self.position = document["position"]
         self.again = [GroupKey.parse(text) for text in document["again"]]

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import islice
 from pathlib import Path
 
 import torch
@@ -42,6 +43,7 @@ from penstock.trainer.learner.step_plan import (
     check_taught,
     groups_of,
     micro_batches_of,
+    row_by_row,
 )
 from penstock.trainer.learner.trainable import Optimisation, optimisation
 from penstock.trainer.learner.vision import ImageReader, image_reader
@@ -67,8 +69,7 @@ class Learner(RankProgram):
     ) -> None:
         """Build it on every rank with the same networks; an objective with a KL needs the reference."""
         super().__init__(dims.ranks)
-        self.policy, self._dims = policy, dims
-        self._share = dims.rows
+        self.policy, self._dims, self._share = policy, dims, dims.rows
         self._packs, self._objective, self._reference = packs, objective, reference
         self._critic, self._pairs, self._images = critic, pairs, images
         self.bucket_bytes = BUCKET_BYTES  # of copies: the unit of comparison, and of a full snapshot's files
@@ -141,6 +142,15 @@ class Learner(RankProgram):
             for number, gap in zip(numbers, batch.sequences.sum(kl).tolist(), strict=False):  # no rows: one empty
                 gaps[number] = gap
         return self._dims.sum(gaps)
+
+    @on_all_ranks
+    def influences(self, plan: StepPlan, ready: LeaderOnly[Iterable[ReadyGroup]] = ()) -> list[float]:
+        """Return what `Policy.influence` says of each trajectory of a plan by `trajectories_alone`, at its first row; 0 at others."""
+        share, found = self._share.index, [0.0] * len(plan.rows)
+        batches = micro_batches_of(row_by_row(plan), share, groups_of(plan, share, ready, self._packs), self._images)
+        for rows in plan.micro_batches[share]:
+            found[rows[0]] = self.policy.influence(list(islice(batches, len(rows))))
+        return self._dims.sum(found)
 
     @on_all_ranks
     def snapshot(self) -> dict[str, Tensor]:

@@ -22,6 +22,7 @@ from penstock.trainer.learner.step_plan import (
     by_trajectory,
     make_plan,
     plan_passes,
+    trajectories_alone,
 )
 from penstock.trainer.settings import TrainerSettings
 
@@ -51,10 +52,14 @@ class Planner:
             row_gaps = self._learner.reference_gaps(every_row, batch, form=algorithm.reward_kl_form)
             gaps = by_trajectory(batch, row_gaps)
             self._reward_kl = fmean(gap / max(1, length) for gap, length in zip(gaps, lengths, strict=True))
+        influences: list[float] = []
+        if algorithm.parts.estimator.value.by_gradient:
+            alone = trajectories_alone(batch, self._learner.capacity(self._budget))
+            influences = by_trajectory(batch, self._learner.influences(alone, batch))
         steers_loss = algorithm.kl_target is not None and algorithm.kl_coefficient > 0.0
         plan = make_plan(
             batch,
-            credit=lambda groups: self._credit(_with_kl(groups, gaps)),
+            credit=lambda groups: self._credit(_measured(groups, gaps, influences)),
             aggregation=algorithm.aggregation,
             max_completion_tokens=self._longest,
             capacity=self._learner.capacity(self._budget),
@@ -162,7 +167,11 @@ def num_kept_rows(
     return num_rows
 
 
-def _with_kl(groups: Sequence[Scored], gaps: Sequence[float]) -> list[Scored]:
-    """Return the groups with each trajectory's measured KL; ``gaps`` are in the order of the batch, or empty."""
-    remaining = iter(gaps)
-    return [replace(group, kl=list(islice(remaining, len(group.rewards)))) for group in groups]
+def _measured(groups: Sequence[Scored], gaps: Sequence[float], influences: Sequence[float]) -> list[Scored]:
+    """Return the groups with what was measured of each trajectory, in the order of the batch, or empty."""
+    kl, own = iter(gaps), iter(influences)
+    counts = [len(group.rewards) for group in groups]
+    return [
+        replace(group, kl=list(islice(kl, count)), influences=list(islice(own, count)))
+        for group, count in zip(groups, counts, strict=True)
+    ]

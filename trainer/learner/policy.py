@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from penstock.trainer.algorithm.batch import MicroBatch
 from penstock.trainer.algorithm.kl import top_of_teacher
+from penstock.trainer.algorithm.losses.tokens import MAX_LOG_RATIO
 from penstock.trainer.algorithm.objective import Objective, Outcome, TokenOutcomes
 from penstock.trainer.algorithm.packed_rows import PairCost
 from penstock.trainer.errors import CheckpointError, TrainingDiverged, UnsupportedModel
@@ -207,6 +208,31 @@ class Policy:
         with torch.no_grad():
             return self._read(batch.to(self.device), replays=replays)
 
+    def influence(self, rows: Sequence[MicroBatch]) -> float:
+        """Return w² ‖∇ log π‖² of the trajectory in these rows, w its product of ratios to the sampler, limited as ratios are.
+
+        No gradient is kept, and no other rank takes part: every weight must be whole on this one.
+        """
+        learned = [p for p in self._trainable.module.parameters() if p.requires_grad]
+        total: list[Tensor | None] = [None] * len(learned)
+        log_ratio = 0.0
+        with self.without_dropout():
+            for batch in rows:
+                if not len(batch.targets):
+                    continue
+                moved = batch.to(self.device)
+                logprobs = self._read(moved, under=self._trainable.module)
+                log_ratio += float((logprobs.detach() - moved.behaviour_logprobs).double().sum())
+                gradients = torch.autograd.grad(logprobs.sum(), learned, allow_unused=True)
+                total = [
+                    new if held is None else held if new is None else held.float() + new
+                    for held, new in zip(total, gradients, strict=True)
+                ]
+                self._work = self._work.plus(self._cost.backward(self._load(batch)))
+        norms = [torch.linalg.vector_norm(one, dtype=torch.float32) for one in total if one is not None]
+        norm = float(torch.stack(norms).norm()) if norms else 0.0
+        return (math.exp(max(-MAX_LOG_RATIO, min(log_ratio, MAX_LOG_RATIO))) * norm) ** 2
+
     def collisions(self, batch: MicroBatch) -> Tensor:
         """Return, without a gradient, [2, N] float32: log-probabilities, and logs of the sum of squared probabilities."""
         moved = batch.to(self.device)
@@ -251,8 +277,10 @@ class Policy:
         num_tokens, windows = batch.input_ids.shape[1], self._cost.windows
         return load_of(batch.layout, num_tokens, len(batch.targets), padded=self.pads_rows, windows=windows)
 
-    def _read(self, batch: MicroBatch, *, replays: bool = True, **what: Any) -> Tensor:
-        """Return the output of `CompletionScorer`; ``what`` are its options.
+    def _read(
+        self, batch: MicroBatch, *, replays: bool = True, under: Callable[..., Tensor] | None = None, **what: Any
+    ) -> Tensor:
+        """Return the output of `CompletionScorer`, called through DeepSpeed or ``under`` another module; ``what`` are its options.
 
         The model that training started from ``replays`` no router: it is another policy, and chooses experts itself.
         """
@@ -265,7 +293,7 @@ class Policy:
             what["experts"] = batch.experts
         load = self._load(batch)
         self._work = self._work.plus(self._cost.forward(load), load.tokens)
-        return self._trainable(
+        return (under or self._trainable)(
             batch.input_ids,
             batch.predictors,
             batch.targets,

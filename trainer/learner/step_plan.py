@@ -16,9 +16,9 @@ import hashlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from itertools import islice, pairwise
 from types import MappingProxyType
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -35,6 +35,7 @@ from penstock.trainer.algorithm.packed_rows import NO_PAIR_COST, PairCost
 from penstock.trainer.learner.vision import ImageReader
 
 NO_AGES: Mapping[int, int] = MappingProxyType({})  # each is the difference of the versions' numbers
+T = TypeVar("T")
 Place = tuple[int, int]  # of a group: number of its pack in the plan, and row group
 
 
@@ -242,10 +243,26 @@ def all_rows(groups: Sequence[ReadyGroup], capacity: Capacity) -> StepPlan:
     return make_plan(groups, credit=_equal_credit, aggregation="token-sum", max_completion_tokens=1, capacity=capacity)
 
 
+def trajectories_alone(groups: Sequence[ReadyGroup], capacity: Capacity) -> StepPlan:
+    """Plan all rows, those of each trajectory as a micro-batch, over the budget or not."""
+    plan, num = all_rows(groups, capacity), capacity.num_shares
+    of_trajectories = _of_trajectories(groups, range(len(plan.rows)))
+    return replace(plan, micro_batches=tuple(tuple(of_trajectories[share::num]) for share in range(num)))
+
+
+def row_by_row(plan: StepPlan) -> StepPlan:
+    return replace(plan, micro_batches=tuple(tuple((n,) for rows in own for n in rows) for own in plan.micro_batches))
+
+
 def by_trajectory(groups: Sequence[ReadyGroup], values: Sequence[float]) -> list[float]:
+    return list(map(sum, _of_trajectories(groups, values)))
+
+
+def _of_trajectories(groups: Sequence[ReadyGroup], values: Sequence[T]) -> list[tuple[T, ...]]:
+    """Return the values of all rows by trajectory."""
     remaining = iter(values)
     return [
-        sum(next(remaining) for _ in rows)
+        tuple(islice(remaining, len(rows)))
         for group in groups
         for rows in group.group.rows_of[: group.scored.generated.num_trained]
     ]

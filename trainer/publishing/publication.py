@@ -174,14 +174,9 @@ class VersionPublisher:
     """Publishes one snapshot after another. Used by one thread."""
 
     def __init__(
-        self,
-        connections: Connections,
-        writer: VersionWriter,
-        coordinator: PublishCoordinator,
-        *,
-        policy: FullSnapshotPolicy,
+        self, connections: Connections, writer: VersionWriter, coordinator: PublishCoordinator, *, policy: FullSnapshotPolicy,
         epoch: int,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self._run_id, self._bus, self._writer = connections.run_id, connections.bus, writer
         self._epoch = epoch
         self.head = HeadKey(connections.bus, connections.run_id)
@@ -217,18 +212,11 @@ class VersionPublisher:
         kind.committed(snapshot, stored.written)
         manifest = stored.written.manifest
         return Publication(
-            version=snapshot.version,
-            step=snapshot.step,
-            kind=manifest.kind,
-            parent=manifest.parent.version if manifest.parent else None,
-            density=stored.density,
-            raw_bytes=stored.raw_bytes,
-            sent_bytes=manifest.num_bytes + stored.written.reference.size_bytes,
-            diff_s=stored.diff_s,
-            upload_s=stored_s - stored.diff_s,
-            publish_s=time.monotonic() - started,
-            is_unchanged=newest is not None and newest.manifest.state_root == manifest.state_root,
-        )
+            version=snapshot.version, step=snapshot.step, kind=manifest.kind,
+            parent=manifest.parent.version if manifest.parent else None, density=stored.density, raw_bytes=stored.raw_bytes,
+            sent_bytes=manifest.num_bytes + stored.written.reference.size_bytes, diff_s=stored.diff_s, upload_s=stored_s - stored.diff_s,
+            publish_s=time.monotonic() - started, is_unchanged=newest is not None and newest.manifest.state_root == manifest.state_root,
+        )  # fmt: skip
 
     def publish_again(self) -> bool:
         """Publish the newest version again under the same number, because workers could not use it as it was.
@@ -265,12 +253,8 @@ class VersionPublisher:
         manifest = written.manifest
         subject = subjects.weights_published(self._run_id)
         fact = WeightsPublished(
-            run_id=self._run_id,
-            version=manifest.version,
-            step=manifest.step,
-            manifest=written.reference,
-            num_bytes=manifest.num_bytes,
-        )
+            run_id=self._run_id, version=manifest.version, step=manifest.step, manifest=written.reference, num_bytes=manifest.num_bytes,
+        )  # fmt: skip
         msg_id = f"w:{manifest.version}:{written.reference.sha256[:16]}"
         if self._bus.publish(subject, fact, msg_id=msg_id).wait().duplicate:
             stored = self._bus.read_stream(f"{self._run_id}-weights", subject).wait()

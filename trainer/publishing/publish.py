@@ -104,16 +104,10 @@ class Publisher:
     """Publishes snapshots in a separate thread. Its errors are raised at the next call of the training thread."""
 
     def __init__(
-        self,
-        connections: Connections,
-        *,
-        model_folder: Path,
-        epoch: int = 0,
-        policy: FullSnapshotPolicy | None = None,
-        on_published: Callable[[Publication], None] = lambda _: None,
-        coordinator: PublishCoordinator | None = None,
+        self, connections: Connections, *, model_folder: Path, epoch: int = 0, policy: FullSnapshotPolicy | None = None,
+        on_published: Callable[[Publication], None] = lambda _: None, coordinator: PublishCoordinator | None = None,
         signing_key: SigningKey | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """Read the run's head and start the thread, on which ``on_published`` is called; raises MissingStream."""
         self._run_id, self._bus, self._blobs = connections.run_id, connections.bus, connections.blobs
         self._epoch = epoch

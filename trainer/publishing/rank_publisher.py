@@ -24,6 +24,7 @@ from penstock.protocol.versions import PolicyVersion
 from penstock.protocol.weights.bucket_codec import Encoded
 from penstock.protocol.weights.layout import TensorDigest, shard_header, shard_name, weights_digest
 from penstock.protocol.weights.manifest import BucketState, StoredRange
+from penstock.protocol.weights.shared_segments import SharedSegments
 from penstock.protocol.weights.version_reader import PARALLEL_BUCKETS, UNUSABLE, WeightReader
 from penstock.trainer import crash_points
 from penstock.trainer.crash_points import CrashPoint
@@ -62,7 +63,7 @@ class RankPublisher:
         self, blobs: Blobs, run_id: str, share: Share | None = None, trusted_keys: TrustedKeys | None = None
     ) -> None:
         self._blobs, self._run_id, self._trusted_keys = blobs, run_id, trusted_keys
-        self._share = share or Share()
+        self._share, self._shared = share or Share(), SharedSegments(run_id)
         self._copies: dict[int, WeightBuckets] = {}
         self._permanent: dict[int, WeightBuckets] = {}  # the models that adapters are applied to
         self._committed: WeightBuckets | None = None
@@ -130,20 +131,16 @@ class RankPublisher:
                 digest = hashlib.sha256(encoded.data).hexdigest()
                 stored = StoredRange(object=0, offset=offset, size_bytes=len(encoded.data), sha256=digest)
                 offset += len(encoded.data)
-            states.append(
-                BucketState(
-                    codec=encoded.codec,
-                    stored=stored,
-                    num_words=copy.layout.buckets[number].num_words,
-                    num_changed=encoded.num_changed,
-                    base_xxh3=base.xxh3(number),
-                    new_xxh3=copy.xxh3(number),
-                )
-            )
+            states.append(BucketState(
+                codec=encoded.codec, stored=stored, num_words=copy.layout.buckets[number].num_words, num_changed=encoded.num_changed,
+                base_xxh3=base.xxh3(number), new_xxh3=copy.xxh3(number),
+            ))  # fmt: skip
         objects: tuple[BlobRef, ...] = ()
         if offset:
             key = blob_keys.weights_pack(self._run_id, version, attempt, self._share.index)
-            objects = (self._blobs.put(key, b"".join(encoded.data for encoded in self._changes.values())),)
+            with ThreadPoolExecutor(1, "share") as beside:  # a manifest names it only when both are done
+                beside.submit(self._offer, states)
+                objects = (self._blobs.put(key, b"".join(encoded.data for encoded in self._changes.values())),)
             crash_points.reach(CrashPoint.OBJECT_STORED)
         return StoredBuckets(objects, tuple(self._changes), tuple(states))
 
@@ -163,7 +160,10 @@ class RankPublisher:
         def put(number: int) -> BlobRef:
             name = file_name or shard_name(number, num_files)
             key = blob_keys.weights_shard(self._run_id, version, attempt, name)
-            return self._blobs.put(key, shard_header(buckets.layout.buckets[number]) + buckets.words(number).data)
+            data = shard_header(buckets.layout.buckets[number]) + buckets.words(number).data
+            blob = self._blobs.put(key, data)
+            self._shared.offer(blob.sha256, data)
+            return blob
 
         objects, states = [], []
         for number, blob in zip(buckets.raw, _in_parallel(put, buckets.raw), strict=True):
@@ -171,15 +171,9 @@ class RankPublisher:
             num_words = buckets.layout.buckets[number].num_words
             stored = StoredRange(object=len(objects), offset=0, size_bytes=blob.size_bytes, sha256=blob.sha256)
             objects.append(blob)
-            states.append(
-                BucketState(
-                    codec="safetensors",
-                    stored=stored,
-                    num_words=num_words,
-                    num_changed=num_words,
-                    new_xxh3=buckets.xxh3(number),
-                )
-            )
+            states.append(BucketState(
+                codec="safetensors", stored=stored, num_words=num_words, num_changed=num_words, new_xxh3=buckets.xxh3(number)
+            ))  # fmt: skip
         return StoredBuckets(tuple(objects), tuple(buckets.raw), tuple(states))
 
     @order
@@ -196,6 +190,11 @@ class RankPublisher:
     def release(self) -> None:
         """Release what was retained: the full snapshot is written, or has failed."""
         self._retained = None
+
+    def _offer(self, states: Iterable[BucketState]) -> None:
+        for encoded, state in zip(self._changes.values(), states, strict=True):
+            if state.stored is not None:
+                self._shared.offer(state.stored.sha256, encoded.data)
 
     def _copy(self, copy_id: int) -> WeightBuckets:
         """Return a copy, waiting for it: this rank may still be making what rank 0 has made already."""

@@ -107,19 +107,10 @@ class VersionWriter:
         """
         crash_points.reach(point)
         manifest = VersionManifest(
-            kind=kind,
-            run_id=self._run_id,
-            version=label.version,
-            step=label.step,
-            epoch=label.epoch,
-            parent=parent,
-            anchor=anchor,
-            layout=self._layout(content.layout),
-            objects=content.stored.objects,
-            buckets=content.stored.buckets,
-            state_root=content.state_root,
-            model_files=content.files,
-        )
+            kind=kind, run_id=self._run_id, version=label.version, step=label.step, epoch=label.epoch, parent=parent, anchor=anchor,
+            layout=self._layout(content.layout), objects=content.stored.objects, buckets=content.stored.buckets,
+            state_root=content.state_root, model_files=content.files,
+        )  # fmt: skip
         key = blob_keys.weights_manifest(self._run_id, label.version, content.stored.attempt)
         data = manifest.to_json()
         reference = self._blobs.put(key, data if self._signing_key is None else self._signing_key.sign(data))

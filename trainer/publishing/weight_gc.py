@@ -170,13 +170,8 @@ class Retention:
 
 class WeightGc:
     def __init__(
-        self,
-        connections: Connections,
-        retention: Retention,
-        *,
-        pinned: Callable[[], Iterable[PolicyVersion]],
-        holder: str,
-    ) -> None:
+        self, connections: Connections, retention: Retention, *, pinned: Callable[[], Iterable[PolicyVersion]], holder: str,
+    ) -> None:  # fmt: skip
         self._run_id, self._blobs = connections.run_id, connections.blobs
         self._retention, self._pinned = retention, pinned
         self._holder = holder.encode()

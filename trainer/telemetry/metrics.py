@@ -20,7 +20,7 @@ Where a batch has several optimizer steps, its metrics are means over them, each
 | `rejected_fraction`        | share    | the same for masks of stale or mismatched samples                  |
 | `updates`                  |          | optimizer steps on the batch; with several only, and the next two  |
 | `clip_fraction_by_pass`    | share    | `clip_fraction` of each pass over the batch                        |
-| `kl_proximal_by_pass`      | nats     | KL(policy before the batch ‖ policy) per token, k3, of each pass   |
+| `kl_proximal_by_pass`      | nats     | KL(proximal policy ‖ policy) per token, k3, of each pass           |
 | `skipped`                  | rows     | trajectories that filters excluded from the step, by reason        |
 | `ratio_mean`, `ratio_max`  |          | the loss's ratio to its anchor, before each optimizer step         |
 | `ess_share`                | share    | effective sample size of the token weights, (Σr)² / (N Σr²)        |

@@ -29,11 +29,12 @@ _SAMPLING_FIELDS: dict[str, tuple[Any, ...]] = {
     "temperature": (None,), "top_p": (None, 1), "top_k": (None, -1, 0), "min_p": (None, 0), "seed": (None,),
     "presence_penalty": (None, 0), "frequency_penalty": (None, 0), "repetition_penalty": (None, 1),
     "reasoning_effort": (None,), "reasoning": (None,), "thinking": (None,), "parallel_tool_calls": (None, True),
-    "truncation": (None, "disabled"), "output_config": (None,),
+    "truncation": (None, "disabled"), "output_config": (None,), "chat_template_kwargs": (None, {}), "chat_template": (None,),
+    "continue_final_message": (None, False), "ignore_eos": (None, False), "min_tokens": (None, 0), "documents": (None, []),
 }  # fmt: skip
 _CONSTRAINTS = (
     "logit_bias", "guided_json", "guided_regex", "guided_choice", "guided_grammar", "guided_decoding_backend",
-    "structured_outputs", "regex", "ebnf", "json_schema", "output_format",
+    "structured_outputs", "regex", "ebnf", "json_schema", "output_format", "structural_tag", "grammar", "allowed_token_ids", "bad_words",
 )  # fmt: skip
 
 

@@ -163,6 +163,7 @@ def network(shape: ModelShape, method: Method, largest: Pass) -> Network:
     left = max(0, trained - method.reduce_bucket_size) if method.zero_stage >= 2 else 0
     during = {**live, "activations": on_device * left // trained} if left else {}
     on_host = method.offload == "parameters"
+    alone = {"gradients": trained * method.width, "activations": one_layer} if method.by_gradient else {}
     return Network(
         held=Needs(
             {**({} if on_host else parameters), **states.held.device},
@@ -176,6 +177,7 @@ def network(shape: ModelShape, method: Method, largest: Pass) -> Network:
             "end of the backward": Needs({**states.backward.device, **live, "activations": one_layer}),
             "reduction of the gradients": Needs({**states.reduction.device, **during}, cpu=states.reduction.cpu),
             "optimizer step": states.step,
+            **({"gradient of one trajectory": Needs(alone)} if alone else {}),
         },
     )
 

@@ -70,6 +70,7 @@ class Method:
     max_logits: int | None = None  # of a chunk of the output head; None: the smallest that the trainer chooses
     dense_attention: bool = False  # by its definition, with matrices [H, T, T]
     with_entropy: bool = False  # of every distribution, in the loss, or the KL from a teacher over its likeliest tokens
+    by_gradient: bool = False  # of each trajectory by itself, before the step, in an estimator of advantages
 
     @property
     def zero_ranks(self) -> int:
@@ -231,7 +232,7 @@ def read_shape(folder: Path, key: str) -> ModelShape:
 def shape_of(config: Mapping[str, Any], where: str) -> ModelShape:
     """Return the shape that a config.json describes; raises NotEstimated, which names ``where``."""
     family = config.get("model_type") if isinstance(config, Mapping) else None
-    if family not in FAMILIES:
+    if not isinstance(family, str) or family not in FAMILIES:
         raise NotEstimated(
             f"{where}: model_type = {family}: memory is estimated for {', '.join(FAMILIES)}; "
             "for another model, start the training with few steps and look at the memory of its process"

@@ -210,4 +210,5 @@ def _method(settings: TrainerSettings) -> Method:
         dense_attention=settings.trainer.attention == "dense",
         with_entropy=algorithm.entropy_coefficient > 0.0
         or (algorithm.distill_coefficient > 0.0 and algorithm.distill_form == "forward"),
+        by_gradient=algorithm.parts.estimator.value.by_gradient,
     )

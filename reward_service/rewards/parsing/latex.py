@@ -45,6 +45,7 @@ _EQUATION_TOKEN = re.compile(
 )
 _ARITHMETIC = re.compile(r"\\(?:[dtc]?frac|cdot|times|div|sqrt|left|right|[,;:! ])|[0-9.,{}()\[\]+\-−*/^!%\s]")
 _NAME = re.compile(r"\s*\\?[A-Za-z]+(?:_\{?[0-9A-Za-z]+\}?)?\s*")
+_SEGMENT = re.compile(r"(?:\\overline\s*\{|\|)([A-Z]{2})(?:\}|\|)")  # its length has its name
 _JOINED = re.compile(
     r"(?<![A-Za-z\\])(?:or|and)(?![A-Za-z])|\\(?:lor|land|vee|wedge)(?![A-Za-z])|"
     r"\\(?:begin|text\s*\{\s*(?:or|and)|R?rightarrow|Rightarrow|implies|iff|to|quad|pm|mp)(?![A-Za-z])|;|\n"
@@ -154,7 +155,7 @@ def said(text: str) -> str:
 
 
 class Equation(NamedTuple):
-    """The final side, the numeric sides that must equal it, the plain numbers that it rounds, the names of its value, the side it rounds."""
+    """The final side, the numeric sides that must equal it, the plain numbers that it rounds, its names (sides that are no numbers), the side it rounds."""
 
     value: str
     equal: tuple[str, ...]
@@ -177,7 +178,8 @@ def read(answer: str) -> Equation:
     value, before = sides[-1], sides[:-1]
     equal = tuple(side for side, sign in zip(before, signs, strict=True) if sign == "=" and _is_numeric(side))
     about = (read_number(side) for side, sign in zip(before, signs, strict=True) if sign != "=")
-    names = frozenset(side.strip() for side in before if _NAME.fullmatch(side))
+    lettered = ("".join(re.sub(r"_\{(\w+)\}", r"_\1", side).split()) for side in before if not _is_numeric(side))
+    names = frozenset(_SEGMENT.sub(r"\1", side) for side in lettered)
     exact = before[-1].strip() if before and signs[-1] != "=" and read_number(value) is not None else ""
     return Equation(value.strip(), equal, tuple(number for number in about if number is not None), names, exact)
 

@@ -43,6 +43,11 @@ _GOES_ON = re.compile(  # with a second number, or as an expression: then the fi
 _COMPOUND = re.compile(  # 5 feet 10 inches
     r"\s{0,4}(?!(?:in|of|for|per|at|on|with|from|by|after|over|within|every|each|out)\s)[A-Za-z]{1,12}\s{1,4}[0-9.]{1,12}\s{0,4}[A-Za-z]{1,12}[.]?\s*$"
 )
+_AND_MORE = re.compile(  # 42 apples and 5 pears, 42 but maybe 43, 42 and a half
+    r"(?:\s{0,4}(?!(?:because|since|as|so|which|if|when|and|or|but|plus|minus|times|maybe)\b)[A-Za-z]{1,12}){0,3}(?:\s{0,4}[,|]\s{0,4}|\s{1,4}half\b|"
+    r"\s{1,4}(?:(?:and|plus|minus|times|or|but|maybe|perhaps)\s{1,4}){1,2})(?:[-+$]?[0-9]|(?:(?:a|one) )?(?:half|quarter|third)\b|(?<=half))",
+    re.IGNORECASE,
+)
 _MULTIPLE = re.compile(rf"({'|'.join(notation.MULTIPLES)})s?\b", re.IGNORECASE)
 _VULGAR = re.compile("[¼-¾⅐-⅞]")
 
@@ -76,6 +81,9 @@ class Unit(NamedTuple):
     factor: Fraction
 
 
+_UNNAMED = frozenset({"unit", "units", "square units", "sq units", "cubic units"})
+_PER_TIME = {"speed": {"length": 1, "time": -1}, "acceleration": {"length": 1, "time": -2}}
+_DERIVED = {"area": {"length": 2}, "volume": {"length": 3}, **_PER_TIME}
 _UNITS = {
     name: Unit(dimension, Fraction(factor))
     for dimension, rows in _TABLE.items()
@@ -125,7 +133,7 @@ def begins(text: str) -> bool:
 
 def goes_on(after: str) -> bool:
     """Return True if the text after a number belongs to its value: another number, an operator, a compound unit."""
-    return _GOES_ON.match(after) is not None or _COMPOUND.match(after) is not None
+    return any(rule.match(after) for rule in (_GOES_ON, _COMPOUND, _AND_MORE))
 
 
 def _plain(text: str) -> str:
@@ -133,7 +141,8 @@ def _plain(text: str) -> str:
     text = notation.with_powers(text.strip()[: 4 * MAX_NUMBER_CHARS], "^%s")  # as units are written
     text = _VULGAR.sub(lambda found: " " + unicodedata.normalize("NFKC", found[0]), text).replace("⁄", "/")
     text = unicodedata.normalize("NFKC", text).replace("{,}", ",").replace(",\\!", ",").replace("\\,", " ")
-    text = notation.with_braces(re.sub(r"\\(?:left|right)(?![A-Za-z])", "", text))
+    text = re.sub(r"\\(?:left|right)(?![A-Za-z])|\\[()]", "", re.sub(r"\^\{?\\circ(?![A-Za-z])\}?", "°", text))
+    text = notation.with_braces(text)
     text = _TEX_FRACTION.sub(_spelt_fraction, text)
     return text.replace("\\$", "$").replace("\\%", "%").strip("*_` \t\n").removeprefix("$$").strip()
 
@@ -189,13 +198,7 @@ def split_unit(text: str, other: str = "") -> tuple[str, str]:
     plain, powerless = _without_text(unit), _without_text(_POWER.sub("", unit))
     if _NO_UNIT.search(powerless) or ("°" in plain and _TRIGONOMETRY.search(value)) or "\\text" in value:
         return text, ""
-    return value.strip(), "" if plain.casefold() in {
-        "unit",
-        "units",
-        "square units",
-        "sq units",
-        "cubic units",
-    } else plain
+    return value.strip(), "" if plain.casefold() in _UNNAMED else plain
 
 
 def _without_text(unit: str) -> str:
@@ -246,10 +249,4 @@ def _unit_word(name: str) -> str:
 
 
 def _powers(dimension: str, exponent: int) -> dict[str, int]:
-    parts = {
-        "area": {"length": 2},
-        "volume": {"length": 3},
-        "speed": {"length": 1, "time": -1},
-        "acceleration": {"length": 1, "time": -2},
-    }
-    return {base: count * exponent for base, count in parts.get(dimension, {dimension: 1}).items()}
+    return {base: count * exponent for base, count in _DERIVED.get(dimension, {dimension: 1}).items()}

@@ -448,6 +448,9 @@ async def test_37_several_answers_of_one_request_are_refused_by_name(folder: Pat
         {"response_format": {"type": "json_object"}},
         {"guided_json": {"type": "object"}},
         {"logit_bias": {"5": 100}},
+        {"structural_tag": "{}"},
+        {"allowed_token_ids": [5]},
+        {"bad_words": ["no"]},
     ],
 )
 async def test_38_constrained_decoding_is_refused(folder: Path, field: dict[str, Any]) -> None:

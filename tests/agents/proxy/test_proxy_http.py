@@ -13,7 +13,7 @@ import httpx
 import pytest
 from tests.agents.proxy.agent_model import Bench, bench
 from tests.agents.proxy.conversation import LOOK, check_rows
-from tests.rigs.fuzz_agents.agent import read_message
+from tests.rigs.fuzz_agents.wire import message_of
 
 from penstock.agents.proxy.server import serving
 from penstock.agents.proxy.session import EpisodeSession, path
@@ -73,7 +73,7 @@ async def test_36_a_stream_is_the_answer_that_is_not_streamed(folder: Path) -> N
             body = {**ASK, "tools": [LOOK], "stream": stream, "stream_options": {"include_usage": True}}
             reply = await client.post("chat/completions", json=body)
             assert reply.status_code == 200
-            message = read_message(reply.content)
+            message = message_of("chat", reply.content)
             calls = [call["function"] for call in message["tool_calls"]]
             last = events(reply.text)[-2:] if stream else [reply.json()] * 2
             assert episode.tree.turns[0].delivered
@@ -208,9 +208,10 @@ async def test_the_tasks_sampling_overrules_the_clients_and_the_difference_is_co
     one = bench(folder)
     async with served(one) as (client, episode):
         body = {**ASK, "temperature": 0.2, "top_p": 0.9, "seed": 1, "presence_penalty": 0, "max_tokens": 3}
+        body |= {"chat_template_kwargs": {"enable_thinking": False}, "min_tokens": 2, "ignore_eos": False}
         assert (await client.post("chat/completions", json=body)).status_code == 200
         overruled = {name.partition("overruled.")[2] for name in episode.counts}
-        assert overruled == {"", "temperature", "top_p", "seed"}
+        assert overruled == {"", "temperature", "top_p", "seed", "chat_template_kwargs", "min_tokens"}
         assert len(episode.tree.turns[0].token_ids) <= 3
 
 

@@ -22,12 +22,13 @@ from penstock.console.registry import versions
 from penstock.console.registry.versions import Tag
 from penstock.deploy import quickstart_task
 from penstock.deploy.bootstrap import connection_arguments, without_servers
+from penstock.deploy.early_checks import check_inputs
 from penstock.deploy.evaluation import target
 from penstock.deploy.evaluation.evaluate import correctness
 from penstock.deploy.evaluation.prepare import _sampling, alone, prepare
 from penstock.protocol import seals
 from penstock.protocol.chat_tokenizer import ChatTokenizer
-from penstock.protocol.config.run_file import load
+from penstock.protocol.config.run_file import load, split_arguments
 from penstock.protocol.errors import ConfigError, UntrustedFolder
 from penstock.trainer.evaluation.eval_result import SuccessRules
 from penstock.trainer.settings import TrainerSettings
@@ -147,6 +148,17 @@ def test_a_version_that_is_not_stored_and_settings_that_are_damaged_are_refused(
     monkeypatch.setattr(target.launch, "module", lambda *_: [sys.executable, "-c", "exit('penstock: no NATS')"])
     with pytest.raises(ConfigError, match=r"^no NATS$"):
         target.find("one@head", runs, {})
+
+
+def test_answers_fit_the_context_where_the_default_of_training_would_not(tmp_path: Path) -> None:
+    """The services of an evaluation sample answers of its length alone; the quickstart's model has a context of 128 tokens."""
+    quickstart_task.write_data(tmp_path, seed=0, num_sft=1, num_train=1, num_eval=2)
+    quickstart_task.write_model(tmp_path / "model", seed=0)
+    options = EvalOptions(data=(tmp_path / "eval.jsonl",), max_tokens=9, samples=1)
+    with contextlib.ExitStack() as cleaned:
+        prepared = prepare(str(tmp_path / "model"), [f"run.dir={tmp_path / 'runs'}"], options, cleaned)
+        files, overrides = split_arguments(prepared.arguments)
+        check_inputs(load(TrainerSettings, files=files, overrides=overrides, environ={}).settings)
 
 
 def test_other_weights_are_another_evaluation(tmp_path: Path) -> None:

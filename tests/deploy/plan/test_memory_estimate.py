@@ -304,6 +304,7 @@ def test_nothing_is_suggested_where_nothing_fits() -> None:
     ("change", "words"),
     [
         ({"model_type": "mixtral"}, "model_type = mixtral: memory is estimated for granite, llama, mistral"),
+        ({"model_type": ["llama"]}, "memory is estimated for"),
         ({"hidden_size": None}, "hidden_size = None: expected a positive number"),
         ({"num_hidden_layers": -2}, "num_hidden_layers = -2: expected a positive number"),
         ({"vocab_size": True}, "vocab_size = True: expected a positive number"),

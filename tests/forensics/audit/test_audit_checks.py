@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import replace
 
 import pytest
@@ -11,6 +12,7 @@ from penstock.forensics.audit.audit_checks import (
     AuditInputs,
     AuditResult,
     _chi_square_tail,
+    _unfair,
     check_record,
     compare_selection,
 )
@@ -245,6 +247,18 @@ def test_dropping_by_length_is_seen_and_dropping_at_random_is_not(left_out: list
     found = compare_selection("tokens", trained, left_out)
     assert (found.p > 0.05) == is_fair
     assert (found.freedom, found.trained, found.left_out) == (4 if left_out else 0, len(trained), len(left_out))
+
+
+def test_a_bias_by_length_is_noted_and_twenty_fair_draws_are_not():
+    """Of 400 answers with the lengths of a run, a third is left out: at random, or with a chance that grows with the length."""
+    for seed in range(20):
+        draw = random.Random(seed)
+        lengths = [min(round(draw.lognormvariate(4.0, 0.6)), 256) for _ in range(400)]
+        for chance, is_fair in ((lambda length: 0.33, True), (lambda length: min(length / 200.0, 1.0), False)):
+            kept: dict[bool, list[float]] = {True: [], False: []}
+            for length in lengths:
+                kept[draw.random() >= chance(length)].append(length)
+            assert bool(_unfair([compare_selection("tokens", kept[True], kept[False])])) != is_fair, seed
 
 
 @pytest.mark.parametrize(("value", "freedom"), [(3.8414588, 1), (5.9914645, 2), (7.8147279, 3), (9.4877290, 4)])

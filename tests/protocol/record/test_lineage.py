@@ -9,7 +9,15 @@ from penstock.protocol import blob_keys
 from penstock.protocol.errors import BlobCorrupt, MalformedFact
 from penstock.protocol.facts import encode_unbounded
 from penstock.protocol.groups import BlobRef
-from penstock.protocol.record.checkpoint_state import STATE_FILE, CheckpointState, committed, folder_name
+from penstock.protocol.record import checkpoint_state
+from penstock.protocol.record.checkpoint_state import (
+    PARTIAL,
+    STATE_FILE,
+    CheckpointState,
+    committed,
+    folder_name,
+    read_state,
+)
 from penstock.protocol.record.lineage import (
     AccountState,
     LineageChapter,
@@ -101,6 +109,25 @@ def test_the_newest_checkpoint_is_of_the_highest_epoch(tmp_path: Path):
     (tmp_path / f"{folder_name(13)}.e2.partial").mkdir()
     assert [found.step for _, found in committed(tmp_path)] == [9, 12, 11]
     assert committed(tmp_path)[-1] == (tmp_path / folder_name(11), state(11, 2))
+
+
+def test_a_checkpoint_that_is_removed_while_it_is_read_does_not_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """As a running trainer removes the oldest; a folder that stays without its state is an error."""
+    for step in (1, 2):
+        folder = tmp_path / folder_name(step)
+        folder.mkdir()
+        (folder / STATE_FILE).write_text(state(step, 1).model_dump_json())
+
+    def read(folder: Path) -> CheckpointState:
+        if folder.name == folder_name(1):
+            folder.rename(folder.with_name(f"{folder.name}.removed{PARTIAL}"))
+        return read_state(folder)
+
+    monkeypatch.setattr(checkpoint_state, "read_state", read)
+    assert [found.step for _, found in committed(tmp_path)] == [2]
+    (tmp_path / folder_name(2) / STATE_FILE).unlink()
+    with pytest.raises(FileNotFoundError):
+        committed(tmp_path)
 
 
 def test_a_checkpoint_that_does_not_read_is_named(tmp_path: Path):

@@ -146,24 +146,31 @@ UNREADABLE: dict[str, Callable[[Answer], Answer]] = {
     "an error with status 200": lambda _: xml(ERROR.format("InternalError", "We encountered an internal error")),
     "an internal error": lambda _: (500, "text/plain", b"try again", {}),
     "an unknown error": lambda _: xml(ERROR.format("QuiteNew", "of a later version"), 418),
+    "slow down": lambda _: xml(ERROR.format("SlowDown", "later"), 503, **{"Retry-After": "Wed, 21 Oct 2026 07:28:00 GMT"}),
+    "too many requests": lambda _: (429, "text/plain", b"", {"Retry-After": "3600"}),
+    "a gateway's": lambda _: xml(HTML, 502, kind="text/html"),
+    "a redirect": lambda _: (307, "text/html", b"", {"Location": "/sign-in"}),
+    "ended by the connection": lambda right: (*right[:2], right[2][:3], {"Content-Length": "999", "Connection": "close"}),
 }  # fmt: skip
+LASTING = ("slow down", "ended by the connection")
 
 
 @pytest.mark.parametrize("fault", UNREADABLE)
 def test_an_answer_that_cannot_be_read_is_transient_for_every_operation(
     serve: Callable[..., S3Settings], tmp_path: Path, fault: str
 ) -> None:
-    """After one such answer each operation succeeds; if it stays, the error says operation, URL, deadline and what came."""
+    """After one such answer, or several, each operation succeeds; if it stays, the error says operation, URL, deadline and what came."""
     for name in operations(S3Settings(), tmp_path, 1.0):
         if name in {"size", "get_file"} and fault == "html with an error's status":
             continue  # they begin with a HEAD, of whose answer only the status counts
-        left = [1]
+        for times in (1, 4) if fault in LASTING else (1,):
+            left = [times]
 
-        def once(_: str, right: Answer, __: str, left: list[int] = left) -> Answer | None:
-            left[0] -= 1
-            return UNREADABLE[fault](right) if left[0] >= 0 else None
+            def lasting(_: str, right: Answer, __: str, left: list[int] = left) -> Answer | None:
+                left[0] -= 1
+                return UNREADABLE[fault](right) if left[0] >= 0 else None
 
-        operations(serve(once), tmp_path, 20.0)[name]()
+            operations(serve(lasting), tmp_path, 20.0)[name]()
         settings = serve(lambda _, right, __: UNREADABLE[fault](right))
         error = failure_of(operations(settings, tmp_path, 0.2)[name])
         if (

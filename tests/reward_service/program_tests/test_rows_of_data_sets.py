@@ -78,6 +78,8 @@ ROWS: dict[str, tuple[Any, dict[str, Any], str]] = {
     "mbpp, sanitized": (None, {"test_list": '["assert math.isclose(f(2), 4)"]', "test_imports": '["import math"]'}, "def f(x): return x * 2"),
     "KodCode/KodCode-V1": (None, {"test": "from solution import f\n\ndef test_f():\n    assert f(2) == 4\n", "version": "v1.0"},
         "def f(x): return x * 2"),
+    "OpenCoder-LLM/opc-sft-stage2": (None, {"testcase": ["assert total([2]) == 4"], "entry_point": "total"}, "def total(xs): return xs[0] * 2"),
+    "microsoft/rStar-Coder": (None, {"inputs": '["1\\n"]', "outputs": '["2\\n"]', "is_synthesized": True, "verified": True}, DOUBLE),
     "ROLL, stdin": ("", {"test_cases": json.dumps([{"stdin": "1\n", "expected_stdout": "2\n"}]), "test_case_function": ""}, DOUBLE),
     "ROLL, check": ("", {"test_cases": [{"assert_code": CHECK, "entry_point": "total", "import_prefix": "import math\n"}]}, TOTAL),
     "bigcode/bigcodebench": (

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
+import tomllib
 from collections import Counter
 from collections.abc import AsyncIterator
 from fractions import Fraction
@@ -119,6 +120,7 @@ HOSTILE = {
     "lines": "\n" * 125_000,
 }
 PURE = {name: one for name, one in BUILT_INS.items() if name not in {"code", "length", "overlong", "environment"}}
+INSTRUCTIONS = tomllib.loads((Path(__file__).parents[2] / "data" / "ifeval.toml").read_text())
 SET = {
     "classification": {"labels": ["positive", "negative"], "where": "whole"},
     "multiple_choice": {"where": "whole"},
@@ -128,7 +130,15 @@ SET = {
 
 
 def _truth(name: str) -> str:
-    return {"multiple_choice": '"B"', "classification": '"positive"', "json_schema": "{}"}.get(name, '"42"')
+    given = {
+        key: row["given"]
+        for key, row in INSTRUCTIONS.items()
+        if ":" in key and not key.startswith(("language:", "change_case:english"))
+    }
+    every = json.dumps({"instruction_id_list": [*given], "kwargs": [*given.values()]})
+    return {"multiple_choice": '"B"', "classification": '"positive"', "json_schema": "{}", "ifeval": every}.get(
+        name, '"42"'
+    )
 
 
 async def _grade(gold: str, answer: str) -> Graded:

@@ -82,13 +82,8 @@ def test_equality_is_reflexive_and_symmetric() -> None:
 )
 def test_equality_changes_with_sign_exponent_and_size(number: str) -> None:
     assert equal(number, f"({number})^1")
-    others = [
-        f"-({number})",
-        f"({number})^2",
-        f"({number})^{{-1}}",
-        f"2\\cdot({number})",
-        f"({number})\\cdot(1+10^{{-12}})",
-    ]
+    forms = ("-({0})", "({0})^2", "({0})^{{-1}}", "2\\cdot({0})", "({0})\\cdot(1+10^{{-12}})")
+    others = [form.format(number) for form in forms]
     assert [other for other in others if equal(number, other) or equal(other, number)] == []
 
 
@@ -102,20 +97,7 @@ def test_equality_changes_with_order(form: str) -> None:
         assert equal(form.format(one, other), form.format(one, other))
 
 
-@pytest.mark.parametrize(
-    "truth",
-    [
-        "{" * 300,
-        "\\frac{1}{",
-        "x^{",
-        "\\foo(",
-        [],
-        [""],
-        "",
-        None,
-        {"answer": "1"},
-    ],
-)
+@pytest.mark.parametrize("truth", ["{" * 300, "\\frac{1}{", "x^{", "\\foo(", [], [""], "", None, {"answer": "1"}])
 async def test_a_truth_that_cannot_be_read_is_refused_whatever_is_answered(truth: Any) -> None:
     for completion in ("", "\\boxed{42}", f"\\boxed{{{truth}}}"):
         with pytest.raises(BadGroundTruth):

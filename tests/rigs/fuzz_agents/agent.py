@@ -9,6 +9,8 @@ import random
 from collections import Counter
 from typing import Any
 
+from tests.rigs.fuzz_agents.wire import PATHS, body_of, message_of
+
 from penstock.agents.proxy.server import ProxyApp
 from penstock.agents.proxy.session import EpisodeSession, path
 
@@ -46,17 +48,17 @@ Messages = list[dict[str, Any]]
 class RandomAgent:
     """One episode's agent, for ``num_requests`` requests."""
 
-    def __init__(self, app: ProxyApp, episode: EpisodeSession, seed: int, num_requests: int) -> None:
+    def __init__(self, app: ProxyApp, episode: EpisodeSession, seed: int, num_requests: int, api: str) -> None:
         self.counts: Counter[str] = Counter()
         self.failures: list[str] = []
         self._app = app
-        self._path = path(episode)
+        self._api, self._path = api, path(episode) + PATHS[api]
         self._random = random.Random(seed)
         self._left = num_requests
         self._tools: list[Any] = [LOOK]
         first: Messages = [{"role": "system", "content": "s"}] if self._random.random() < 0.5 else []
         self._heads: list[Messages] = [[*first, self._user()]]
-        self._sent: list[tuple[bytes, dict[bytes, bytes]]] = []
+        self._sent: list[tuple[bytes, dict[bytes, bytes], Messages]] = []
         self._key = 0
 
     async def run(self) -> None:
@@ -67,9 +69,16 @@ class RandomAgent:
 
     async def late(self) -> None:
         """Send one request after the end of the episode."""
-        status, _ = await self._post(json.dumps({"messages": self._heads[0]}).encode(), {}, cut=False)
-        if status != 404:
-            self.failures.append(f"a request after the end was answered {status}")
+        code = await self.last()
+        if code != "episode_ended":
+            self.failures.append(f"a request after the end was answered with {code}")
+
+    async def last(self) -> str:
+        """Send one more request of the main conversation; return the code of its refusal, empty if it is answered."""
+        body = body_of(self._api, self._heads[0], [], stream=False, max_tokens=None)
+        status, reply = await self._post(json.dumps(body).encode(), {}, cut=False)
+        error = {} if status == 200 else json.loads(reply)["error"]
+        return error.get("code") or error.get("message", "").partition(":")[0]
 
     async def _act(self) -> None:
         self._left -= 1
@@ -137,17 +146,15 @@ class RandomAgent:
     async def _ask(self, messages: Messages) -> None:
         draw = self._random
         is_side = messages[-1]["content"].startswith(SIDE)
-        body: dict[str, Any] = {"model": "m", "messages": messages, "tools": [] if is_side else self._tools}
-        if draw.random() < 0.3:
-            body["stream"] = True
-        if draw.random() < 0.2:
-            body["max_tokens"] = draw.randrange(1, 8)
+        max_tokens = draw.randrange(1, 8) if draw.random() < 0.2 else None
+        tools = [] if is_side else self._tools
+        body = body_of(self._api, messages, tools, stream=draw.random() < 0.3, max_tokens=max_tokens)
         headers: dict[bytes, bytes] = {}
         if draw.random() < 0.3:
             self._key += 1
             headers[b"idempotency-key"] = b"%d" % self._key
         data = json.dumps(body).encode()
-        self._sent = [*self._sent[-20:], (data, headers)]
+        self._sent = [*self._sent[-20:], (data, headers, messages)]
         cut = draw.random() < 0.06
         status, reply = await self._post(data, headers, cut=cut)
         if cut:
@@ -162,7 +169,7 @@ class RandomAgent:
                 self.failures.append(f"{status}: {reply[:300]!r}")
             return
         if not is_side:
-            self._receive(messages, read_message(reply))
+            self._receive(messages, message_of(self._api, reply))
 
     def _receive(self, messages: Messages, answer: dict[str, Any]) -> None:
         """Go on from an answer: with the results of its calls, or as a user."""
@@ -177,7 +184,7 @@ class RandomAgent:
 
     async def _repeat(self) -> None:
         """Send an earlier body again: with its key, with a retry count, without a mark, or a key with another body."""
-        data, headers = self._random.choice(self._sent)
+        data, headers, messages = self._random.choice(self._sent)
         kind = self._random.choice(["key", "count", "unmarked", "other_body"])
         self.counts[f"repeat_{kind}"] += 1
         marks = {} if kind == "unmarked" else dict(headers)
@@ -186,9 +193,8 @@ class RandomAgent:
         if kind == "other_body":
             data = data.replace(b'"model": "m"', b'"model": "other"')
         status, reply = await self._post(data, marks, cut=False)
-        messages = json.loads(data)["messages"]
         if status == 200 and not messages[-1]["content"].startswith(SIDE):
-            self._receive(messages, read_message(reply))
+            self._receive(messages, message_of(self._api, reply))
         elif status >= 500:
             self.failures.append(f"{status}: {reply[:300]!r}")
 
@@ -221,7 +227,7 @@ class RandomAgent:
         scope = {
             "type": "http",
             "method": "POST",
-            "path": f"{self._path}/chat/completions",
+            "path": self._path,
             "headers": [*headers.items()],
         }
         await self._app(scope, receive, send)
@@ -229,21 +235,3 @@ class RandomAgent:
 
     def _user(self) -> dict[str, Any]:
         return {"role": "user", "content": self._random.choice(TEXTS)}
-
-
-def read_message(reply: bytes) -> dict[str, Any]:
-    if reply[:1] == b"{":
-        return json.loads(reply)["choices"][0]["message"]
-    message: dict[str, Any] = {"role": "assistant", "content": ""}
-    for line in reply.decode().splitlines():
-        if not line.startswith("data: ") or line == "data: [DONE]":
-            continue
-        for choice in json.loads(line[6:]).get("choices", ()):
-            delta = choice["delta"]
-            message["content"] += delta.get("content") or ""
-            if "reasoning_content" in delta:
-                message["reasoning_content"] = delta["reasoning_content"]
-            for call in delta.get("tool_calls", ()):
-                made = {key: value for key, value in call.items() if key != "index"}
-                message.setdefault("tool_calls", []).append(made)
-    return message

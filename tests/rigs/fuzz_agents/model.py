@@ -36,6 +36,7 @@ from penstock.rollout_service.engines.completion import Completion
 
 TOLERANCE = 1e-5
 _LONGEST_ANSWER = 64
+_JUDGED_AT_ONCE = 16
 
 
 @dataclass(slots=True)
@@ -48,6 +49,8 @@ class Findings:
 
 def check_episode(episode: EpisodeSession, made: TreeRows, recorded: Recorded, engine: Any, findings: Findings) -> None:
     num_trained = 0
+    trained = [row.trajectory for row in made.rows if row.trajectory.loss_mask.any()]
+    judged = iter(engine.check([(one.token_ids, one.loss_mask) for one in trained]))
     for number, row in enumerate(made.rows):
         where = f"episode {episode.id} row {number}"
         findings.rows += 1
@@ -66,8 +69,7 @@ def check_episode(episode: EpisodeSession, made: TreeRows, recorded: Recorded, e
         if row.trajectory.behaviour_logprobs[~row.trajectory.loss_mask].any():
             findings.problems.append(f"{where}: tokens of the context have log-probabilities")
         if row.trajectory.loss_mask.any():
-            expected = engine.check(row.trajectory.token_ids, row.trajectory.loss_mask)
-            worst = float(np.abs(expected - row.trajectory.behaviour_logprobs[row.trajectory.loss_mask]).max())
+            worst = float(np.abs(next(judged) - row.trajectory.behaviour_logprobs[row.trajectory.loss_mask]).max())
             findings.worst_logprob = max(findings.worst_logprob, worst)
             if not worst <= TOLERANCE:
                 findings.problems.append(
@@ -128,7 +130,7 @@ def _record_of(row: TreeRow, start: int, end: int, recorded: Recorded) -> Sample
     return None
 
 
-VOCAB = 440
+VOCAB = 448
 _KEPT_TOKENS = 4000  # of about thirty episodes at once: some of what is kept is evicted, and computed again
 PHRASES = [
     '<tool_call>\n{"name": "look", "arguments": {"word": "sun", "times": 2}}\n</tool_call>',
@@ -136,6 +138,13 @@ PHRASES = [
     '<tool_call>\n{"name": "look", "arguments": {"times": 1, "times": 2}}\n</tool_call>',
     '<tool_call>\n{"name": "look", "arguments": {"on": false, "x": 1.50}}\n\n</tool_call>',
     '<tool_call>\n{"name": "look", "arguments": {"word": }\n</tool_call>',
+    "<tool_call>\n<function=look>\n<parameter=word>\nsun\n</parameter>\n</function>\n</tool_call>",
+    "<tool_call>look\n<arg_key>word</arg_key>\n<arg_value>sun</arg_value>\n</tool_call>",
+    '<minimax:tool_call>\n<invoke name="look">\n<parameter name="word">sun</parameter>\n</invoke>\n</minimax:tool_call>',
+    '[TOOL_CALLS][{"name": "look", "arguments": {"word": "sun"}}]',
+    '<|tool_call|>[{"name": "look", "arguments": {"word": "sun"}}]',
+    '{"name": "look", "parameters": {"word": "sun"}}',
+    '<|channel|>commentary to=functions.look <|constrain|>json<|message|>{"word": "sun"}<|call|>',
     "<think>\nhm\n</think>\n\n",
     "<think>\nhm",
     "\n\n",
@@ -195,10 +204,10 @@ class FunctionEngine:
         finish = "stop" if ids[-1] in sampling.stop_token_ids else "length"
         return ids, logprobs_of(list(prompt), ids), finish
 
-    def check(self, token_ids: np.ndarray, mask: np.ndarray) -> np.ndarray:
-        """Return the log-probabilities of a row's trained tokens, computed from the row."""
-        ids = token_ids.tolist()
-        return np.asarray([logprobs_of(ids[:n], [ids[n]])[0] for n in np.flatnonzero(mask)])
+    def check(self, rows: Sequence[tuple[np.ndarray, np.ndarray]]) -> list[np.ndarray]:
+        """Return the log-probabilities of each row's trained tokens, computed from its ids and loss mask."""
+        lists = [(ids.tolist(), np.flatnonzero(mask)) for ids, mask in rows]
+        return [np.asarray([logprobs_of(ids[:n], [ids[n]])[0] for n in at]) for ids, at in lists]
 
     def stop(self) -> None:
         """Nothing runs."""
@@ -244,13 +253,21 @@ class EmbeddedEngine:
         assert one.finish is not None
         return list(one.output_ids), list(one.output_logprobs), one.finish.type
 
-    def check(self, token_ids: np.ndarray, mask: np.ndarray) -> np.ndarray:
-        """Return the log-probabilities of a row's trained tokens, computed from the row."""
-        ids = torch.from_numpy(token_ids.astype(np.int64))
-        with torch.inference_mode():
-            table = self._judge(ids.unsqueeze(0), use_cache=False).logits[0].double().log_softmax(-1)
-        at = torch.from_numpy(np.flatnonzero(mask))
-        return table[at - 1, ids[at]].numpy()
+    def check(self, rows: Sequence[tuple[np.ndarray, np.ndarray]]) -> list[np.ndarray]:
+        """Return the log-probabilities of each row's trained tokens, computed from its ids and loss mask, a few rows at once."""
+        judged: list[np.ndarray] = []
+        for start in range(0, len(rows), _JUDGED_AT_ONCE):
+            some = rows[start : start + _JUDGED_AT_ONCE]
+            ids = torch.zeros(len(some), max(len(one) for one, _ in some), dtype=torch.int64)  # padded behind each row
+            for number, (one, _) in enumerate(some):
+                ids[number, : len(one)] = torch.from_numpy(one)
+            with torch.inference_mode():
+                logits = self._judge(ids, use_cache=False).logits
+            for number, (_, mask) in enumerate(some):
+                at = torch.from_numpy(np.flatnonzero(mask))
+                table = logits[number, at - 1].double().log_softmax(-1)
+                judged.append(table.gather(-1, ids[number, at, None])[:, 0].numpy())
+        return judged
 
     def figures(self) -> dict[str, int]:
         """Return how many prompt tokens came, were known, and had to make room."""

@@ -33,20 +33,38 @@ from tests.rigs.fuzz_agents.model import (
     scores_aside,
     write_fuzz_model,
 )
+from tests.rigs.fuzz_agents.wire import PATHS
 
+from penstock.agents.environments.program import outcome
+from penstock.agents.environments.program_process import Ended
 from penstock.agents.proxy.answer_formats.answer_format import ANSWER_FORMATS
 from penstock.agents.proxy.plan_prompt import PromptPlan, PromptPlanner
 from penstock.agents.proxy.renderer import ChatRenderer
 from penstock.agents.proxy.rows import TreeRows
 from penstock.agents.proxy.server import ProxyApp
-from penstock.agents.proxy.session import AgentModel, AgentProxy, EpisodeLimits
+from penstock.agents.proxy.session import AgentModel, AgentProxy, EpisodeLimits, EpisodeSession
+from penstock.protocol import chat_template
 from penstock.protocol.chat_tokenizer import ChatTokenizer
 from penstock.protocol.groups import Sampling
 
 TEMPLATES = ("qwen25", "qwen3", "opens_think", "rewrites", "glm", "smollm2", "llama")
 _RULES = ("echo", "json", "strict")
 _THINKING = ("keep", "tool_cycle", "strip")
-_TOGETHER = 16
+_LIMITS = ("context_length_exceeded", "max_turns", "max_stored_tokens")
+FORMATS = (
+    "plain",
+    "qwen_xml",
+    "glm",
+    "minimax",
+    "harmony",
+    "mistral",
+    "deepseek",
+    "kimi_k2",
+    "granite",
+    "phi",
+    "llama",
+)
+_TOGETHER = 48
 
 
 class Fuzzer:
@@ -58,6 +76,9 @@ class Fuzzer:
         self.counts: Counter[str] = Counter()
         self._random = random.Random(seed)
         self._plant = plant
+        chat_template._NUM_KEPT = max(
+            chat_template._NUM_KEPT, len(templates)
+        )  # else each episode starts a process again
         self._tokenizers = {name: write_fuzz_model(folder / name, name) for name in templates}
         self._renderers = {name: ChatRenderer(one) for name, one in self._tokenizers.items()}
         self._folder = folder
@@ -93,16 +114,20 @@ class Fuzzer:
         tokenizer = self._tokenizers[template]
         planner_type = RenderingPlanner if self._plant == "prompt" else PromptPlanner
         planner = planner_type(self._renderers[template], frozenset(tokenizer.eos_ids), draw.choice(_THINKING))
-        formats = "llama" if template == "llama" else draw.choice(("hermes", "hermes", "plain"))
-        model = AgentModel(planner, ANSWER_FORMATS.find(formats).value, 2048)
-        proxy = AgentProxy(EpisodeLimits(history_match=draw.choice(_RULES), retry_grace_s=0.0005))
+        form = "llama" if template == "llama" else draw.choice(("hermes", draw.choice(FORMATS)))
+        model = AgentModel(planner, ANSWER_FORMATS.find(form).value, draw.choice((300, 2048, 2048)))
+        most = draw.choice((num_requests // 2 + 1, 1000, 1000))
+        proxy = AgentProxy(EpisodeLimits(max_turns=most, history_match=draw.choice(_RULES), retry_grace_s=0.0005))
         engine = self._engine or FunctionEngine(tokenizer, self._seed + number)
         recorded = Recorded()
         episode = proxy.begin(
             f"{number}-{template}", model, RecordingSampler(engine, recorded), Sampling(max_new_tokens=24)
         )
-        agent = RandomAgent(ProxyApp(proxy), episode, self._seed * 1_000_003 + number, num_requests)
+        agent = RandomAgent(
+            ProxyApp(proxy), episode, self._seed * 1_000_003 + number, num_requests, draw.choice([*PATHS])
+        )
         await agent.run()
+        refused = await agent.last()
         made = proxy.end(episode)
         await agent.late()
         await asyncio.sleep(0)
@@ -110,13 +135,27 @@ class Fuzzer:
             made = rendered_rows(made, tokenizer)
         check_episode(episode, made, recorded, engine, self.findings)
         failures = [*agent.failures, *["the answer of a side request is scored"] * scores_aside(episode, made)]
+        failures += self._wrong_rewards(episode, made, refused)
         self.findings.problems += [f"episode {episode.id}: {failure}" for failure in failures]
         for name, count in {**episode.counts, **agent.counts}.items():
             self.counts[name] += count
-        self.counts["episodes"] += 1
+        self.counts.update(["episodes", f"format.{form}", f"last.{refused or 'answered'}"])
         self.counts["turns"] += len(episode.tree.turns)
         for cause, count in made.orphaned_turns.items():
             self.counts[f"orphaned_turns.{cause}"] += count
+
+    def _wrong_rewards(self, episode: EpisodeSession, made: TreeRows, refused: str) -> list[str]:
+        """Let the program end in every way after its last request; return which rewards are given or lost against the rule."""
+        last = max((span.turn for row in made.rows for span in row.spans), default=None)
+        wrong = []
+        for status in (0, 1, 137, -9):
+            played = outcome(
+                Ended(status, ""), b'{"reward": 1}', episode, last_turn=last, needs_result=True, seconds=(1, 1)
+            )
+            due = last is not None and (status == 0 or (status == 1 and refused in _LIMITS))
+            if bool(played.rewards) != due:
+                wrong.append(f"reward {played.rewards} after {refused or 'an answer'} and exit status {status}")
+        return wrong
 
 
 class RenderingPlanner(PromptPlanner):

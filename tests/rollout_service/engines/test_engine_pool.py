@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from tests.rollout_service.engines.faulty_engine import FaultyEngine
+from tests.rollout_service.registered import until
 
 from penstock.protocol.groups import Sampling
 from penstock.protocol.versions import PolicyVersion
@@ -61,6 +62,20 @@ async def test_groups_are_spread_and_stay_whole(model: Path):
             alone = SglangClient(one.url)
             assert groups == await alone.generate(prompts, SAMPLING, 3)
             await alone.close()
+
+
+async def test_an_engine_is_idle_when_its_part_of_a_call_is_answered(model: Path):
+    """Not when the slowest is: the next group goes to it, whole."""
+    with FaultyEngine() as one, FaultyEngine() as other:
+        async with pool_of(one, other, model=model) as pool:
+            other.flow.clear()
+            call = asyncio.create_task(pool.client.generate([[5], [6]], Sampling(max_new_tokens=60), 1))
+            await until(lambda: pool.client._pending_tokens == [0, 60], "the answer of the first engine")
+            for prompt in (7, 8):
+                await pool.client.generate([[prompt]], SAMPLING, 4)
+            assert [len(server.requests) for server in (one, other)] == [3, 1]
+            other.flow.set()
+            await call
 
 
 async def test_the_engine_with_the_fewest_pending_tokens_gets_the_group(model: Path):

@@ -333,6 +333,27 @@ async def test_an_evaluation_of_the_model_that_is_served_holds_it(monkeypatch: p
         assert follower.gate.pin == V1
 
 
+async def test_an_evaluation_that_loads_another_model_meanwhile_keeps_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An adapter of the model that was served waits for the gate, also a pinned one, and is not loaded without it."""
+    follower = follower_of()
+    base = MirroredVersion(V1, Path(), 0, 0.0, "")
+    adapter = MirroredVersion(V2, Path(), 0, 0.0, "", base)
+    loaded: list[tuple[str, bool]] = []
+
+    async def load(mirrored: MirroredVersion, *, keeps_model: bool = False) -> None:
+        follower.servable.set_model(PolicyVersion(0))  # by an evaluation that held the engine's lock
+        loaded.append(("without the gate" if keeps_model else "by way of the gate", follower.gate.pin == V2))
+
+    follower.swap.load = load  # type: ignore[method-assign, assignment]
+    assert not await follower._apply_or_refuse(adapter, keeps_model=True)
+    assert (follower._newest, follower._changed.is_set()) == (None, True)
+    follower.servable.set_model(V1)
+    monkeypatch.setattr(follower, "_fetch", Calls(adapter))
+    async with follower.pinned(V2):
+        assert follower.gate.pin == V2
+    assert loaded == [("without the gate", False)] * 2 + [("by way of the gate", True)]
+
+
 @pytest.mark.parametrize("problem", ["late", "hangs", "unusable"])
 async def test_a_copy_that_fails_withdraws_the_version(monkeypatch: pytest.MonkeyPatch, problem: str) -> None:
     """One that is late is not recorded; one that hangs ends the worker; a version that was published again meanwhile is not refused."""
@@ -367,3 +388,14 @@ async def test_a_copy_that_fails_withdraws_the_version(monkeypatch: pytest.Monke
     assert ("its root" if problem == "unusable" else "failed: not written and verified within 0 s") in reason
     assert [said[:2] for said in refused.said] == ([(V2, MANIFEST)] if problem == "unusable" else [])
     assert follower._published.newest() == V2
+
+
+def test_a_worker_whose_copy_never_ends_ends_when_it_is_asked_to(setting: Setting) -> None:
+    """The disk does not answer: no thread that waits for it keeps the process."""
+    setting.follow()
+    setting.hold_copy()
+    setting.publish(3)
+    wait_for(lambda: setting.engine.version == "3", "the patch")
+    setting.worker.ask_to_stop()
+    assert setting.worker.wait(120.0) == 1
+    assert "a thread does not end: check the disk" in setting.worker.log_tail()

@@ -69,15 +69,6 @@ def test_announcements_count_where_the_head_cannot_be_read() -> None:
     assert len(published) == MAX_VERSIONS
 
 
-def test_the_oldest_announcements_are_removed() -> None:
-    published = PublishedVersions()
-    for version in range(MAX_VERSIONS + 2):
-        published.add(V(version), manifest(str(version)))
-    assert len(published) == MAX_VERSIONS
-    assert V(1) not in published
-    assert V(2) in published
-
-
 async def test_a_refusal_ends_the_wait_for_a_version() -> None:
     published = PublishedVersions()
     for version in (1, 2):

@@ -182,27 +182,6 @@ def test_an_older_version_is_never_loaded(
     assert applied_by(trainer_side, "w0") == [5, 6]
 
 
-def test_corrupt_weights_are_refused_and_the_old_version_is_still_served(
-    trainer_side: TrainerSide, start_worker: StartWorker, faulty_engine: FaultyEngine
-):
-    """An object with another hash is not applied: the worker announces it, and serves the trainer's answer."""
-    trainer_side.publish(0)
-    start_worker("w0", *attached(faulty_engine))
-    trainer_side.wait_applied("w0", 0)
-    trainer_side.publish(1, corrupt=".safetensors")
-    wait_for(lambda: trainer_side.refused, "the refusal")
-    [fact] = trainer_side.refused
-    assert (fact.worker_id, fact.version, fact.serving) == ("w0", 1, 0)
-    assert "sha256" in fact.reason
-    trainer_side.issue("pack-0", [make_task("e0.p0.a0")])
-    assert versions_of(trainer_side.collect_groups(1)) == {0}
-    trainer_side.source.answer()
-    trainer_side.wait_applied("w0", 1)
-    trainer_side.publish(2)
-    trainer_side.wait_applied("w0", 2)
-    assert applied_by(trainer_side, "w0") == [0, 1, 2]
-
-
 def test_a_worker_whose_first_version_is_corrupt_waits_for_a_better_one(
     trainer_side: TrainerSide, start_worker: StartWorker, faulty_engine: FaultyEngine
 ):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -101,6 +102,21 @@ async def test_a_copy_that_ends_while_another_version_is_loaded_is_not_recorded(
     engine.is_released = True
     assert (await swap._checksum(mirrored(0))).value == "c"
     assert await swap.patch(PolicyVersion(1), PolicyVersion(2)) is None  # it was made for version 1
+
+
+async def test_no_model_is_loaded_without_the_gate_once_another_one_was() -> None:
+    """What is to be loaded waited for an evaluation's load: of the adapter's base nothing is loaded, which the evaluation would sample from."""
+    engine = _Engine()
+    swap = swap_of(engine, _Permits(), "drain")
+    await swap.load(mirrored(1))
+    engine.loads.clear()
+    evaluation = asyncio.create_task(swap.load(mirrored(0)))
+    await asyncio.sleep(0)
+    adapter = asyncio.create_task(swap.load(replace(mirrored(2), base=mirrored(1)), keeps_model=True))
+    await asyncio.sleep(0.01)
+    engine.loads.set()
+    await evaluation
+    assert (await adapter, engine.version, swap.servable.model) == (None, 0, 0)
 
 
 async def test_auto_waits_only_for_short_completions() -> None:

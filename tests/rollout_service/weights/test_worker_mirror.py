@@ -25,6 +25,7 @@ from penstock.protocol.transport.blobs import Blobs
 from penstock.protocol.transport.bus import Bus
 from penstock.protocol.versions import PolicyVersion
 from penstock.protocol.weights.manifest import VersionManifest
+from penstock.protocol.weights.shared_segments import SharedSegments
 from penstock.protocol.weights.signature import SigningKey, TrustedKeys
 from penstock.rollout_service.engines.weight_changes import WeightChanges
 from penstock.rollout_service.errors import WeightsUnusable
@@ -101,8 +102,12 @@ def open_mirror(blobs: Blobs, run_streams: str, tmp_path: Path) -> Iterator[Open
     """Mirrors of the run by worker id, closed after the test."""
     opened: list[Mirror] = []
 
-    def open_one(worker_id: str = "w0", trusted_keys: TrustedKeys | None = None) -> Mirror:
-        opened.append(Mirror(blobs, tmp_path / worker_id, run_streams, trusted_keys))
+    def open_one(
+        worker_id: str = "w0", trusted_keys: TrustedKeys | None = None, shared: SharedSegments | None = None
+    ) -> Mirror:
+        if shared is not None:
+            shared.join()
+        opened.append(Mirror(blobs, tmp_path / worker_id, run_streams, trusted_keys, shared=shared))
         return opened[-1]
 
     yield open_one
@@ -125,6 +130,43 @@ def test_versions_are_what_the_trainer_published(run: Run, open_mirror: OpenMirr
         assert mirrored.num_bytes == run.facts[version].num_bytes < 0.1 * whole.num_bytes  # each patch is fetched once
         folders.append(mirrored.folder)
     assert folders == [folders[0], folders[1]] * 5
+
+
+def test_workers_of_a_host_download_what_the_trainer_has_not_stored_there_and_that_once(
+    run: Run, open_mirror: OpenMirror, run_streams: str
+) -> None:
+    """Before they start, everything is in S3 alone; then nothing is downloaded, also of a version that a killed trainer published again."""
+    run.publish(0)
+    shared = [SharedSegments(run_streams) for _ in range(2)]
+    first, second = (open_mirror(f"w{number}", None, segments) for number, segments in enumerate(shared))
+
+    def downloaded() -> list[float]:
+        return [segments.figures()["weights_bytes_s3"] for segments in shared]
+
+    for mirror in (first, second):
+        run.assert_is(run.fetch(mirror, 0), 0)
+    before = downloaded()
+    assert before == [run.facts[0].num_bytes, 0.0]
+    for version in range(1, 4):
+        run.publish(version)
+        for mirror in (first, second):
+            run.assert_is(run.fetch(mirror, version, keep=(version - 1,)), version)
+    run.source.answer()
+    run.facts[4], run.states[4] = run.source.publish(4, run.states[1]), run.states[1]  # rolled back
+    for mirror in (first, second):
+        run.assert_is(run.fetch(mirror, 4, keep=(3,)), 4)
+    assert downloaded() == before
+    held = [path for path in shared[0].folder.iterdir() if len(path.name) == 64]
+    for path in held:
+        path.write_bytes(b"x" * path.stat().st_size)
+    joiner = SharedSegments(run_streams)
+    run.assert_is(run.fetch(open_mirror("w2", None, joiner), 4), 4)
+    assert joiner.figures()["weights_bytes_shared_memory"] == 0.0 < joiner.figures()["weights_misses_altered"]
+    for mirror in (first, second):
+        mirror.close()
+    assert shared[0].folder.exists()
+    joiner.close()
+    assert not shared[0].folder.exists()
 
 
 def test_changes_are_those_from_a_version_that_is_held(run: Run, open_mirror: OpenMirror) -> None:

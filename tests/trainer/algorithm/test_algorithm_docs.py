@@ -10,11 +10,10 @@ import pytest
 from docs.algorithm_reference import with_reference
 
 from penstock.trainer.algorithm.algorithm_settings import AlgorithmSettings
-from penstock.trainer.algorithm.chosen_parts import ALIASES, ALL, LOSSES, PRESETS, REFUSED, canonical
+from penstock.trainer.algorithm.chosen_parts import ALIASES, PRESETS, REFUSED, canonical
 from penstock.trainer.optimizer_settings import CriticSettings
 
 PAGE = (Path(__file__).parents[3] / "docs" / "algorithms.md").read_text()
-LOSS_OPTIONS = {name: loss.option_names for name, loss in LOSSES.built_in.items()}
 QUOTED = re.findall(r"`([^`\n]+)`", PAGE)
 ROWS = {
     row[0].strip(" `"): row for line in PAGE.splitlines() if line.count("|") == 7 for row in [line.split("|")[1:-1]]
@@ -53,24 +52,6 @@ def test_every_setting_is_explained(section: str, name: str) -> None:
     annotation: Any = model.model_fields[name].annotation
     for choice in [value for part in (annotation, *get_args(annotation)) for value in get_args(part)]:
         assert not isinstance(choice, str) or _is_named(choice) or choice in ("none", "off", "same"), choice
-
-
-@pytest.mark.parametrize("loss", LOSS_OPTIONS)
-def test_the_page_names_the_options_of_every_loss(loss: str) -> None:
-    table = PAGE.split("| setting | what it is | read by |")[1].split("The section `critic`")[0]
-    rows = [line.split("|")[1:-1] for line in table.splitlines() if line.startswith("| `")]
-    for names, _, readers in rows:
-        for option in re.findall(r"`([a-z_]+)`", names):
-            if not any(option in read for read in LOSS_OPTIONS.values()):
-                continue
-            said = (f"`{loss}`" in readers) != readers.strip().startswith("all but")
-            assert said == (option in LOSS_OPTIONS[loss]), (option, loss)
-
-
-@pytest.mark.parametrize("name", [name for registry in ALL for name in registry.built_in])
-def test_every_part_is_named(name: str) -> None:
-    """Losses, estimators, filters and corrections, by their names in a run file."""
-    assert _is_named(name)
 
 
 def test_the_tables_of_the_parts_are_up_to_date() -> None:

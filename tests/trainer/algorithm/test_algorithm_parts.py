@@ -42,6 +42,7 @@ CASES = {
     "full reward kl": ["algorithm.reward_kl_coefficient=100.0", "algorithm.reward_kl_form=full"],
     "m2po clip": ["algorithm.name=m2po_released", "algorithm.m2po_budget=0.001"],
     "m2po free": ["algorithm.name=m2po_released", "algorithm.m2po_budget=50.0"],
+    "vcpo": ["algorithm.name=vcpo"],
     "distilled": ["algorithm.name=opd", "teacher.url=http://t:1"],
     "distilled forward": ["algorithm.name=gkd", "teacher.url=http://t:1", "teacher.top_k=5"],
     "distilled m2po": ["algorithm.name=m2po", "algorithm.distill_coefficient=1.0", "teacher.url=http://t:1"],
@@ -111,6 +112,17 @@ def test_m2po_leaves_out_what_moved_furthest(trained: dict[str, list[dict]]) -> 
     tight, wide = trained["tight m2po"][0]["sums"], trained["wide m2po"][0]["sums"]
     assert 0 < tight["rejected"] < tight["tokens"]
     assert wide["rejected"] == wide["clipped"] == 0
+
+
+def test_vcpos_advantages_are_those_of_plain_torch(trained: dict[str, list[dict]]) -> None:
+    """Rewards 1, 0, 1, 0: the answer that the policy prefers by far, and whose gradient is long, decides the baseline."""
+    first, *later = trained["vcpo"]
+    assert first["advantages"] == pytest.approx(first["plain"], rel=1e-4)
+    assert len({round(abs(advantage), 3) for advantage in first["advantages"]}) > 3
+    assert later[0]["advantages"] != pytest.approx(first["advantages"], rel=1e-3)
+    sums = first["sums"]
+    share = sums["ess_weight"] ** 2 / (sums["ess_count"] * sums["ess_weight_squared"])
+    assert (sums["ess_count"], first["lr"]) == (12, pytest.approx(trained["no ess"][0]["lr"] * share**0.5))
 
 
 def test_the_kl_to_the_reference_can_be_part_of_the_reward(trained: dict[str, list[dict]]) -> None:

@@ -74,7 +74,7 @@ DISAGREEMENTS = {
 }
 _BY_TOKEN = "an estimator credits trajectories and turns; a reward for each token is a critic's"
 NOT_OFFERED = {
-    "areal/prox_approx/base": "the trainer recomputes the proximal log-probabilities",
+    "areal/prox_approx/base": "the loglinear form is compared in test_many_updates.py, and there is no other",
     "trl/reward/repetition/2": "a reward, for the user's own code",
     "trl/reward/repetition/3": "a reward, for the user's own code",
     "verl/adv/gdpo-multi/base": "the parts of a reward are one number before the trainer sees them",

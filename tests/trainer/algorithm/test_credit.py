@@ -115,6 +115,7 @@ def test_credit_is_finite_and_independent_of_order_for_any_preset(
     held = [
         Scored(
             *map(list, zip(*g, strict=True)), source="ab"[len(g) % 2], kl=[r % 1.0 for r, _, _ in g],  # type: ignore[arg-type]
+            influences=[float(n) for _, n, _ in g],
             baseline=(0.5, 4) if section.needs_baseline else None,
         )
         for g in batch

@@ -172,8 +172,9 @@ class Trained:
 
 
 def plan_of(groups: Sequence[ReadyGroup], section: AlgorithmSettings, *, budget: int, num_ranks: int, version: int) -> StepPlan:  # fmt: skip
+    rule = credit_rule(section, longest=LONGEST)
     return make_plan(
-        groups, credit=credit_rule(section, longest=LONGEST), aggregation=section.aggregation,
+        groups, credit=lambda some: rule([replace(g, influences=[1.0 + n for n in g.lengths]) for g in some]), aggregation=section.aggregation,
         max_completion_tokens=LONGEST, capacity=Capacity(budget, num_ranks), version=version,
         sft_coefficient=section.sft_coefficient,
     )  # fmt: skip

@@ -18,7 +18,8 @@ ONE = ["model.path=m", "rollout.group_size=1"]
 def test_exactly_the_group_relative_estimators_give_a_group_of_one_nothing(name: str) -> None:
     """Four prompts with one completion each and different rewards: all advantages are 0, or not."""
     rewards = torch.tensor([1.0, 0.0, 0.5, 2.0], dtype=torch.float64)
-    outcomes = Outcomes(rewards, torch.arange(4), torch.tensor([3, 1, 2, 2]), baselines=torch.full((4,), 0.25))
+    lengths = torch.tensor([3, 1, 2, 2])
+    outcomes = Outcomes(rewards, torch.arange(4), lengths, torch.full((4,), 0.25), influences=lengths.double())
     estimator = ESTIMATORS.find(name).value
     assert bool((estimator(outcomes) == 0).all()) == estimator.group_relative
 

@@ -12,7 +12,6 @@ from hypothesis import given
 from tests.examples import examples
 from tests.trainer.algorithm.tokens import lengths, sample, seeds
 
-from penstock.trainer.algorithm.losses.ce_gppo import ce_gppo
 from penstock.trainer.algorithm.losses.covariance import clip_cov
 from penstock.trainer.algorithm.losses.gspo import gspo, gspo_token, luspo
 from penstock.trainer.algorithm.losses.interface import Loss
@@ -71,15 +70,6 @@ def test_the_two_clips_are_counted_separately() -> None:
     assert terms.clipped.tolist() == [True, False, True, False, False]
     assert terms.dual_clipped.tolist() == [False, True, False, False, False]
     torch.testing.assert_close(tokens.current.grad, torch.tensor([0.0, 0.0, 0.0, -0.5, 1.1], dtype=torch.float64))
-
-
-def test_ce_gppo_without_betas_has_the_gradient_of_ppo() -> None:
-    """With both betas 0 the clipped tokens lose their gradient, as under the plain clip."""
-    ratio, advantages = [1.5, 0.5, 1.1, 0.9], [1.0, -1.0, 1.0, -1.0]
-    ours, plain = _tokens(ratio, advantages), _tokens(ratio, advantages)
-    ce_gppo(ours, clip_low=0.2, clip_high=0.2, beta_low=0.0, beta_high=0.0).loss.sum().backward()
-    ppo_clip(plain, clip_low=0.2, clip_high=0.2).loss.sum().backward()
-    torch.testing.assert_close(ours.current.grad, plain.current.grad)
 
 
 @pytest.mark.parametrize("advantage", [1.0, -1.0])

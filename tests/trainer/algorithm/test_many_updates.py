@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -14,6 +16,7 @@ from penstock.protocol.errors import ConfigError
 from penstock.trainer.algorithm.algorithm_settings import AlgorithmSettings
 from penstock.trainer.algorithm.batch import MicroBatch
 from penstock.trainer.algorithm.chosen_parts import LOSSES
+from penstock.trainer.algorithm.corrections.ratios import interpolated
 from penstock.trainer.algorithm.objective import PolicyGradient, build_objective
 from penstock.trainer.algorithm.summary_line import summary_line
 from penstock.trainer.settings import TrainerSettings
@@ -25,7 +28,7 @@ def objective(**settings: object) -> PolicyGradient:
     return build_objective(AlgorithmSettings.model_validate({"name": "grpo", **settings}))
 
 
-def micro_batch(given: Given, **logprobs: torch.Tensor) -> MicroBatch:
+def micro_batch(given: Given, **logprobs: torch.Tensor | None) -> MicroBatch:
     """A micro-batch of a conformance case's tokens, of which only what the objective reads is real."""
     count = len(given.sequences.index)
     none = torch.zeros(count, dtype=torch.int64)
@@ -71,6 +74,36 @@ def test_a_later_optimizer_step_is_areals_decoupled_one(case: tuple[str, str, fl
     assert found.sums["kl_proximal"] == pytest.approx(float((log_ratio.exp() - 1 - log_ratio).sum()))
 
 
+def test_a3po_is_its_papers_objective() -> None:
+    """W min(r A, clip(r) A) with a proximal policy between sampler and current one by age; the same one as in AReaL from age 1 on."""
+    given = Given(CASES["areal/ppo/decoupled-cap5-clamp-token/base"])
+    sampler, current = given.flat("rollout_log_prob"), given.flat("log_prob")
+    ages = [(0, 1, 2, 3, 7, 10**6)[place % 6] for place in range(len(sampler))]
+    batch = replace(micro_batch(given, behaviour=sampler, proximal=None), ages=torch.tensor(ages))
+    chosen = objective(name="A-3PO")
+    found = chosen(current, batch)
+    found.loss.backward()
+    loss, slopes = 0.0, []
+    values = zip(
+        ages, sampler.tolist(), current.tolist(), batch.advantages.tolist(), batch.weights.tolist(), strict=True
+    )
+    for age, mu, pi, advantage, weight in values:
+        share = 1.0 / age if age else 0.0
+        proximal = share * mu + (1.0 - share) * pi
+        ratio, factor = math.exp(pi - proximal), weight * math.exp(proximal - mu)
+        is_clipped = ratio > 1.2 if advantage > 0 else ratio < 0.8
+        loss -= factor * advantage * (min(max(ratio, 0.8), 1.2) if is_clipped else ratio)
+        slopes.append(0.0 if is_clipped else -factor * advantage * ratio)
+    assert found.loss.item() == pytest.approx(loss)
+    assert 0 < found.sums["clipped"] == slopes.count(0.0)
+    assert given.whole["log_prob"].grad[given.mask].tolist() == pytest.approx(slopes)
+    assert not chosen.needs_proximal
+    assert not objective(name="a3po", **TWICE).needs_proximal
+    areal = Given(CASES["areal/prox_approx/base"])
+    between = interpolated(areal.flat("old_logp"), areal.flat("logprobs"), 9 - areal.versions)
+    torch.testing.assert_close(between, torch.tensor(areal.case["outputs"]["loglinear"]).double()[areal.mask])
+
+
 @pytest.mark.parametrize("loss", sorted(LOSSES.built_in))
 def test_every_loss_with_a_ratio_takes_it_against_the_proximal_policy(loss: str) -> None:
     """As against a sampler with those log-probabilities; MiniRL alone reads the sampler too, for its own weight."""
@@ -95,13 +128,19 @@ def test_every_loss_with_a_ratio_takes_it_against_the_proximal_policy(loss: str)
     ("settings", "text"),
     [
         ({"loss": "reinforce", "minibatches": 4}, r"minibatches = 4 with algorithm.loss = reinforce.*set algorithm.loss = \"ppo_clip\""),
+        ({"name": "a3po", **TWICE, "stop_kl": 0.1}, r"interpolated with algorithm.stop_kl = 0.1: it computes no policy before"),
+        ({"ratio_anchor": "interpolated", "loss": "reinforce"}, r"interpolated with algorithm.loss = reinforce"),
+        ({"name": "a3po", "max_staleness": 0}, r"interpolated with rollout.max_staleness = 0: for a token of the newest"),
+        ({"name": "vcpo", "zero_stage": 3}, r"zero_stage = 3 with algorithm.advantage = opob: it needs the gradient of each"),
+        ({"name": "vcpo", "minibatches": 2}, r"minibatches = 2 with algorithm.loss = reinforce"),
         ({"stop_kl": 0.1}, r"stop_kl = 0.1 does nothing with algorithm.epochs = 1"),
         ({"minibatches": 9}, r"minibatches = 9 is more than rollout.groups_per_step = 8, and a group is never split"),
         ({**TWICE, "ratio_anchor": "behaviour", "importance": "token"}, r"would weigh the ratio of ppo_clip twice"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_right_is_refused(settings: dict[str, object], text: str) -> None:
-    given = [f"algorithm.{key}={json.dumps(value)}" for key, value in settings.items()]
+    tables = {"max_staleness": "rollout", "zero_stage": "trainer"}
+    given = [f"{tables.get(key, 'algorithm')}.{key}={json.dumps(value)}" for key, value in settings.items()]
     with pytest.raises(ConfigError, match=text):
         load(TrainerSettings, overrides=["model.path=m", "rollout.groups_per_step=8", *given])
 
@@ -111,7 +150,7 @@ def test_old_samples_without_a_weight_are_pointed_out() -> None:
     text = 'set algorithm.importance = "token"'
     for settings, max_staleness, is_shown in (
         ({}, 2, False), (TWICE, 2, True), (TWICE, 0, False), ({**TWICE, "importance": "token"}, 2, False),
-        ({**TWICE, "ratio_anchor": "behaviour"}, 2, False),
+        ({**TWICE, "ratio_anchor": "behaviour"}, 2, False), ({"ratio_anchor": "interpolated"}, 2, True), ({"name": "a3po"}, 2, False),
     ):  # fmt: skip
         line = summary_line(AlgorithmSettings.model_validate(settings), max_staleness=max_staleness)
         assert (text in line) == is_shown, (settings, line)

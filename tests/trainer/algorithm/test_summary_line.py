@@ -31,7 +31,7 @@ def test_the_unprotected_clip_on_old_samples_is_pointed_out(name: str) -> None:
     """From three versions of age on, for PPO's clip alone; any protection silences it."""
     assert "nothing protects" not in line(name=name, max_staleness=2)
     is_plain_clip = AlgorithmSettings(name=name).loss == "ppo_clip"
-    guarded = name in ("async_grpo", "m2po", "m2po_released", "opsm")
+    guarded = name in ("async_grpo", "a3po", "m2po", "m2po_released", "opsm")
     assert ("nothing protects it from samples up to 3 versions old" in line(name=name, max_staleness=3)) == (
         is_plain_clip and not guarded
     )

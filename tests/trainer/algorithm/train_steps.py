@@ -6,13 +6,16 @@ Its arguments: the model folder, and the overrides of each case as JSON: {"name"
 from __future__ import annotations
 
 import json
+import statistics
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from tests.trainer.groups.stored_groups import invent_group, taught
+from tests.trainer.learner.batch_check import logprobs
 from tests.trainer.learner.rank_check import how
+from transformers import AutoModelForCausalLM
 
 from penstock.protocol.config.run_file import load
 from penstock.protocol.groups import BlobRef, ScoredGroup
@@ -56,7 +59,23 @@ def figures(model: str, overrides: list[str], dims: ParallelDims) -> list[dict[s
         done = learner.step(plan, groups)
         found.append({"loss": done.loss, "lr": done.lr, "sums": done.sums, **planner.learned(done)})
         found[-1]["advantages"] = [row.advantage for row in plan.rows]
+    if settings.parts.estimator.value.by_gradient:
+        found[0]["plain"] = [advantage for group in groups for advantage in plain_vcpo(model, group)]
     return found
+
+
+def plain_vcpo(model: str, group: ReadyGroup) -> list[float]:
+    """VCPO's advantages of a group, without any of Penstock's learner: one trajectory after another."""
+    policy, rewards = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32), group.scored.rewards
+    shares = []
+    for row, scored in zip(group.group.trajectories, logprobs(policy, group), strict=True):
+        policy.zero_grad()
+        scored.sum().backward()
+        weight = float((scored.detach() - torch.from_numpy(row.behaviour_logprobs[row.loss_mask])).sum().exp())
+        squares = sum(float(p.grad.double().square().sum()) for p in policy.parameters() if p.grad is not None)
+        shares.append(weight**2 * squares)
+    baseline = sum(share * reward for share, reward in zip(shares, rewards, strict=True)) / sum(shares)
+    return [(reward - baseline) / statistics.pstdev(rewards) for reward in rewards]
 
 
 def main(arguments: Sequence[str]) -> None:

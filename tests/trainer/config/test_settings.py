@@ -160,7 +160,7 @@ algorithm.name=ppo critic.value_clip=0.2 -> raise critic.updates
 algorithm.name=ppo critic.head_start_steps=100 -> leaves none of trainer.steps
 algorithm.name=ppo algorithm.drop_zero_advantage=true -> every token has its own
 algorithm.name=CrossEntropy -> supervised fine-tuning is `penstock sft`
-algorithm.name=gppo2 -> unknown algorithm 'gppo2'; did you mean ce_gppo? known are async_grpo,
+algorithm.name=gppo2 -> unknown algorithm 'gppo2'; did you mean ce_gppo? known are a3po, async_grpo,
 algorithm.name=grop -> unknown algorithm 'grop'; did you mean grpo?
 algorithm.name=xyz -> unknown algorithm 'xyz'; known are
 algorithm.loss=gpso -> unknown loss 'gpso'; did you mean 'gspo'?
@@ -243,7 +243,9 @@ def test_published_names_have_no_protections_against_stale_samples_and_the_defau
     for name in PRESETS:
         section = settings(*preset(name)).algorithm
         added = (section.dual_clip, section.stale_negative_weight, section.ess_level)
-        assert added == ((1.2, 0.5, "token") if name == "async_grpo" else (None, 1.0, "off"))
+        assert added == (
+            (1.2, 0.5, "token") if name == "async_grpo" else (None, 1.0, "sequence" if name == "vcpo" else "off")
+        )
     assert settings().algorithm == settings("algorithm.name=async_grpo").algorithm
     protections = ("algorithm.dual_clip=1.2", "algorithm.stale_negative_weight=0.5", "algorithm.ess_level=token")
     given = settings("algorithm.name=grpo", *protections).algorithm

@@ -84,6 +84,14 @@ TWICE = pa.ListViewArray.from_arrays([0], [1000], VIEWS)
 _NO_TEXT = pa.Array.from_buffers(pa.string(), 1, [None, pa.py_buffer(b"\0\0\0\0\2\0\0\0"), pa.py_buffer(b"\xff\xfe")])
 
 
+def after_none(path: Path) -> None:
+    """Write a Parquet file whose first row group has no rows."""
+    table = pa.table({"prompt": [b"\xff"], "ground_truth": ["1"]})
+    with pq.ParquetWriter(path, table.schema) as writer:
+        writer.write_table(table.slice(0, 0))
+        writer.write_table(table)
+
+
 def of_lists(path: Path) -> None:
     """Write a Parquet file whose first page has a header of lists in lists."""
     pq.write_table(LONG, path, use_dictionary=False, compression="none")
@@ -115,11 +123,14 @@ DEEP = b"[" * 100_000 + b"]" * 100_000
         pytest.param("d.json", data(b"[" + b"{}," * 2**21 + b"{}]"), "may take", id="array of small objects"),
         pytest.param("d.csv", data(b"prompt,prompt\na,b\n"), "column prompt is there twice", id="a column twice"),
         pytest.param("d.csv", data(b"a," * 2000 + b"\n1\n"), "2001 columns, the limit is 1000", id="CSV columns"),
+        pytest.param("d.csv", data(b"\xef"), "no rows", id="CSV of a part of a mark"),
+        pytest.param("d.jsonl", data(b"{}" + b"\n" * 1_000_003), "more than 1000000 blank lines", id="blank lines"),
         pytest.param("d.csv", data(b'prompt\n"' + b"a" * 100), ":2: not CSV", id="open quote"),
         pytest.param("d.csv", data(b"\xff\n1\n"), "not UTF-8 text", id="CSV without UTF-8"),
         pytest.param("d.parquet", data(b"PAR1" + b"x" * 100 + b"PAR1"), "not a readable Parquet", id="no footer"),
         pytest.param("d.parquet", data(b"PAR1\xff\xff\xff\x7fPAR1"), "not a readable Parquet", id="footer of 2 GB"),
         pytest.param("d.parquet", parquet(prompt=[b"\xff\xfe"]), "row 1: column prompt: expected a text", id="bytes"),
+        pytest.param("d.parquet", after_none, "row 1: column prompt: expected a text", id="after an empty row group"),
         pytest.param("d.parquet", parquet(prompt=_NO_TEXT), "row 1: a value that cannot be read", id="text that is none"),
         pytest.param("d.parquet", parquet(extra_info=pa.array([1], pa.timestamp("ns"))), "row 1: a value", id="nanoseconds"),
         pytest.param("d.parquet", of_lists, "not a readable Parquet file .*list of lists", id="lists of lists"),

@@ -169,6 +169,7 @@ REPLACE: dict[str, Any] = {"type": "Replace", "pattern": {"String": "h"}, "conte
     [
         pytest.param(edited("tokenizer_config.json", eos_token=["a"]), "eos_token: expected a text", id="list as token"),
         pytest.param(edited("tokenizer_config.json", eos_token={"x": 1}), "eos_token: expected a text", id="no content"),
+        pytest.param(edited("tokenizer_config.json", eos_token="\ud800"), "eos_token: expected a text", id="lone surrogate"),
         pytest.param(edited("generation_config.json", eos_token_id="2"), "expected a token id", id="end as text"),
         pytest.param(edited("generation_config.json", eos_token_id=-1), "expected a token id", id="negative end"),
         pytest.param(edited("generation_config.json", eos_token_id=10**30), "expected a token id", id="huge end"),

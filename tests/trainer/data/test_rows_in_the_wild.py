@@ -421,6 +421,7 @@ def test_a_prompt_that_its_answer_repeats_is_read_once(models: Any, tmp_path: Pa
     ("row", "reason"),
     [
         ({"messages": [USER, ANSWER], "weight": 0}, "marked as not trained"),
+        ({"messages": [USER, ANSWER], "loss_weight": 0.0}, "marked as not trained"),
         ({"prompt": "q", "completion": "a", "train": "false"}, "marked as not trained"),
         ({"messages": [ANSWER]}, "answer without a prompt"),
         ({"conversations": [{"from": "gpt", "value": "a"}]}, "answer without a prompt"),
@@ -569,14 +570,9 @@ def test_data_check_reads_preferences(tmp_path: Path, row: dict[str, Any], capsy
     ("row", "reply"),
     [
         ({"prompt": "q", "chosen": "a", "rejected": "a"}, "no row is left: 1 have two equal answers"),
-        (
-            {"prompt": "q", "chosen": "a", "rejected": [{**ANSWER, "content": ""}]},
-            "no row is left: 1 of them: empty answer",
-        ),
-        (
-            {"prompt": [{**USER, "content": " "}], "chosen": "a", "rejected": "b"},
-            "no row is left: 1 of them: blank prompt",
-        ),
+        ({"prompt": "q", "chosen": "a", "rejected": [{**ANSWER, "content": ""}]}, "1 of them: empty answer"),
+        ({"prompt": [{**USER, "content": " "}], "chosen": "a", "rejected": "b"}, "1 of them: blank prompt"),
+        ({"prompt": "q", "chosen": "a", "rejected": "b", "weight": 0.3}, "column weight: expected true, false, 1 or 0"),
         ({"prompt": "q", "chosen": "a", "rejected": ""}, "column rejected: missing: its text is empty"),
         (
             {"prompt": "q ", "chosen": [USER, ANSWER], "rejected": [USER, {**ANSWER, "content": "b"}]},

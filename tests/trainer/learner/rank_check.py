@@ -37,7 +37,7 @@ from penstock.trainer.learner.load_model import load_policy, load_reference
 from penstock.trainer.learner.policy import Policy
 from penstock.trainer.learner.reference import WithoutAdapter
 from penstock.trainer.learner.shard_files import CaptureSlot, CheckpointWriter
-from penstock.trainer.learner.step_plan import ReadyGroup, StepPlan, all_rows, make_plan
+from penstock.trainer.learner.step_plan import ReadyGroup, StepPlan, all_rows, make_plan, trajectories_alone
 from penstock.trainer.learner.trainable import Optimisation
 from penstock.trainer.parallel_dims import ParallelDims, ParallelLayout
 from penstock.trainer.publishing.publish import Publisher
@@ -196,6 +196,7 @@ def lead(
     learner.load(folder)
     again = [learner.step(plan, ready) for _ in range(2)]
     tensors = learner.snapshot()
+    is_whole = not learner.policy._trainable.is_partitioned and learner._dims.layout.ranks_of_rows == 1
     published += [ways.publish(learner)] if ways else []
     return {
         "published": published,
@@ -208,6 +209,7 @@ def lead(
         "clipped": figures[-1].sums["clipped"],
         "gaps": learner.reference_gaps(all_rows(ready, learner.capacity(160)), ready, form="k2"),
         "full_gaps": learner.reference_gaps(all_rows(ready, learner.capacity(160)), ready, form="full"),
+        "influences": learner.influences(trajectories_alone(ready, learner.capacity(160)), ready) if is_whole else [],
         "resumed_equal": [(f.loss, f.critic) for f in again] == [(f.loss, f.critic) for f in figures[2:]],
         "names": sorted(tensors),
         "adapter": published_adapter(learner, tensors),

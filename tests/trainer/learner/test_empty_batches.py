@@ -53,7 +53,8 @@ def test_a_filter_leaves_out_what_it_names_and_the_plan_has_the_rest(preset: str
     baseline = (0.5, 4) if settings.needs_baseline else None
 
     def rule(scored: Sequence[Scored]) -> Credit:
-        return credit_rule(settings, longest=10)([replace(group, baseline=baseline) for group in scored])
+        more = [replace(group, baseline=baseline, influences=[1.0] * len(group.rewards)) for group in scored]
+        return credit_rule(settings, longest=10)(more)
 
     credit = rule([group.trained for group in groups])
     plan = make_plan(

@@ -71,6 +71,8 @@ def test_two_ranks_equal_one_process(results: dict[int, dict], case: str) -> Non
         assert one["gaps"] == pytest.approx(two["gaps"], rel=1e-3, abs=1e-6)
     else:
         assert one["micro_batches"] > two["micro_batches"] >= 1
+        assert one["influences"] == pytest.approx(two["influences"], rel=1e-3)
+        assert sum(influence > 0.0 for influence in one["influences"]) == (0 if "3" in case.split("-") else 24)
     assert one["loss"] == pytest.approx(two["loss"], abs=1e-5)
     assert one["grad_norm"] == pytest.approx(two["grad_norm"], rel=1e-4)
     assert one["names"] == two["names"]

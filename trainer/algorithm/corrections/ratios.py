@@ -53,6 +53,15 @@ def divergence(log_ratio: Tensor, form: Literal["k1", "k2", "k3"]) -> Tensor:
             return log_ratio.expm1() - log_ratio
 
 
+def interpolated(behaviour: Tensor, current: Tensor, ages: Tensor) -> Tensor:
+    """Return log-probabilities between sampler and current policy, [N]: A-3PO's proximal policy (arXiv 2512.06547).
+
+    ``a log behaviour + (1 - a) log current`` with a = 1 / age, and a = 0 for a token of age 0.
+    """
+    share = torch.where(ages >= 1, 1.0 / ages.clamp(min=1).to(current.dtype), 0.0)
+    return current + share * (behaviour - current)
+
+
 def learning_rate_factor(effective: float, *, power: float = 0.5, floor: float = 0.0) -> float:
     """Return the factor on a step's learning rate: the effective share to a power (VCPO, arXiv 2602.17616)."""
     return max(min(effective, 1.0) ** power, floor)

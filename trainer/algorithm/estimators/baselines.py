@@ -1,11 +1,19 @@
-"""REINFORCE with a simple baseline or none: `reinforce`, `remax`, `rloo`, `opo`, `gpg`; and `zero`, no advantage from rewards.
+"""REINFORCE with a baseline or none: `reinforce`, `remax`, `rloo`, `opo`, `opob`, `gpg`; and `zero`, no advantage from rewards.
 
 With `zero` the loss has only what is added to it, such as the KL to a teacher.
 """
 
 from __future__ import annotations
 
-from penstock.trainer.algorithm.estimators.interface import Outcomes, advantage_estimator, group_mean, group_sizes
+from penstock.trainer.algorithm.estimators.interface import (
+    Outcomes,
+    StdNormalisation,
+    advantage_estimator,
+    group_mean,
+    group_sizes,
+    rewards_differ,
+    weighted_mean,
+)
 from penstock.trainer.algorithm.lazy_torch import Tensor, torch
 
 
@@ -49,11 +57,34 @@ def rloo(outcomes: Outcomes) -> Tensor:
 )
 def opo(outcomes: Outcomes) -> Tensor:
     """Subtract the group's mean reward weighted by length, [B]; a group of one gets 0 (verl: its reward)."""
-    index, count = outcomes.group_index
-    lengths = outcomes.lengths.to(outcomes.rewards.dtype)
-    weighted = lengths.new_zeros(count).index_add(0, index, lengths * outcomes.rewards)
-    total = lengths.new_zeros(count).index_add(0, index, lengths)
-    return outcomes.rewards - (weighted / total.clamp(min=1.0))[index].where(total[index] > 0, outcomes.rewards)
+    return outcomes.rewards - weighted_mean(outcomes, outcomes.lengths.to(outcomes.rewards.dtype))
+
+
+@advantage_estimator(
+    options=StdNormalisation,
+    source="arXiv 2602.17616",
+    presets={
+        "vcpo": {
+            "advantage": "opob", "normalise_by_std": True, "loss": "reinforce", "aggregation": "seq-mean-token-mean",
+            "importance": "sequence", "importance_high": 8.0, "ess_level": "sequence", "ess_power": 0.5, "ess_floor": 0.0,
+        }
+    },
+    group_relative=True,
+    by_gradient=True,
+)  # fmt: skip
+def opob(outcomes: Outcomes, *, normalise_by_std: bool = True) -> Tensor:
+    """Subtract the off-policy optimal baseline of VCPO, which has the least variance, [B].
+
+    ``A_i = R_i - sum_j(w_j² g_j² R_j) / sum_j(w_j² g_j²)`` over the group, with w the product of a trajectory's ratios to the sampler and
+    g the norm of the gradient of its log-probability; divided by the deviation of the group's rewards, that of a population.
+    """
+    if outcomes.influences is None or len(outcomes.influences) < len(outcomes.rewards):
+        raise ValueError("opob needs the gradient of every trajectory, and none was computed")
+    centred = outcomes.rewards - weighted_mean(outcomes, outcomes.influences)
+    if normalise_by_std:
+        spread = group_mean(outcomes, (outcomes.rewards - group_mean(outcomes, outcomes.rewards)).square()).sqrt()
+        centred = centred / spread.where(spread > 1e-8, 1.0)  # as in the authors' code
+    return torch.where(rewards_differ(outcomes), centred, torch.zeros_like(centred))
 
 
 @advantage_estimator(

@@ -42,6 +42,7 @@ class Outcomes:
     baselines: Tensor | None = None  # [B] reward of the prompt's greedy completion, for ReMax
     turns: Turns | None = None  # for an estimator by turn; None: every trajectory is one turn
     sources: Tensor | None = None  # [B] int64, equal for rows of one data_source; None: there is one
+    influences: Tensor | None = None  # [B] float64, w² ‖∇ log π‖² of each, for an estimator by gradient
 
     @property
     def group_index(self) -> tuple[Tensor, int]:
@@ -72,6 +73,7 @@ class Estimator(Part[OptionsT_co]):
     group_relative: bool = False  # compares the completions of a group: a group of one has an advantage of 0
     has_critic: bool = False  # `trainer/learner/critic.py` credits tokens; fn returns the rewards that it starts from
     by_turn: bool = False  # fn reads ``outcomes.turns`` and returns one advantage per turn
+    by_gradient: bool = False  # fn reads ``outcomes.influences``: one more forward and backward pass of each trajectory
     beyond_groups: Callable[[OptionsT_co], bool] = lambda _: False  # options with which it compares more than a group
 
 
@@ -79,19 +81,25 @@ advantage_estimator = decorator(Estimator)
 """Make a function an advantage estimator of the function's name; the arguments are the fields of `Estimator`."""
 
 
-def group_mean(outcomes: Outcomes, values: Tensor) -> Tensor:
-    """Return the mean of values [B] over each member's group, [B]."""
+def group_sum(outcomes: Outcomes, values: Tensor) -> Tensor:
+    """Return the sum of values [B] over each member's group, [B]."""
     index, count = outcomes.group_index
-    sums = values.new_zeros(count).index_add(0, index, values)
-    sizes = values.new_zeros(count).index_add(0, index, torch.ones_like(values))
-    return (sums / sizes.clamp(min=1.0))[index]
+    return values.new_zeros(count).index_add(0, index, values)[index]
 
 
 def group_sizes(outcomes: Outcomes) -> Tensor:
     """Return the number of trajectories of each member's group, [B]."""
-    index, count = outcomes.group_index
-    ones = torch.ones_like(outcomes.rewards)
-    return ones.new_zeros(count).index_add(0, index, ones)[index]
+    return group_sum(outcomes, torch.ones_like(outcomes.rewards))
+
+
+def group_mean(outcomes: Outcomes, values: Tensor) -> Tensor:
+    return group_sum(outcomes, values) / group_sizes(outcomes)
+
+
+def weighted_mean(outcomes: Outcomes, weights: Tensor) -> Tensor:
+    """Return the mean reward of each member's group by weights [B], [B]; its own reward where the group's weights are 0."""
+    total = group_sum(outcomes, weights)
+    return (group_sum(outcomes, weights * outcomes.rewards) / total).where(total > 0, outcomes.rewards)
 
 
 def rewards_differ(outcomes: Outcomes) -> Tensor:

@@ -1,0 +1,280 @@
+"""Stored bytes of versions in shared memory, by which the processes of a host save a download: ranks of the trainer to workers, workers to workers.
+
+    /dev/shm/penstock-segments-<uid>/<run>/reader-…        locked by a worker, as long as it runs
+                                           <sha256>        the stored bytes of a bucket, as a manifest's `StoredRange` names them
+                                           <sha256>.lock   locked by the worker that fetches them
+
+The object store has every byte before a version is announced: nothing that is lost here is missed. A file is called by its content's hash, so
+no message says where to look, and an old version's, another run's or a rolled-back one's cannot be taken for another. It is copied into the
+reader's own memory, and compared there: a file that changes or is cut short meanwhile is a miss, and never SIGBUS, as it would be if mapped.
+
+Workers make the folder. Without one there, or in a container whose `/dev/shm` is its own, a trainer writes nothing, and a worker alone
+writes nothing either. The kernel releases the locks of a killed process.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import os
+import secrets
+import shutil
+import stat
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import structlog
+
+from penstock.protocol.files import read_regular
+from penstock.protocol.shared_device import try_lock
+
+SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - the folders below belong to this user alone
+SHARE = 0.125  # of the free memory, for one run's segments
+KEPT_S = 600.0  # most workers of the host have read a version by then
+FETCH_DEADLINE_S = 60.0  # another worker's download: then this one downloads too
+# Where a worker's bytes came from, and why not from shared memory: nobody had put them there, they were not what the manifest says, they or the
+# folder cannot be read or are not this user's alone, another worker fetched them for too long; or this one could not store them for the others.
+STORES = ("shared_memory", "s3")
+MISSES = ("absent", "altered", "unreadable", "busy", "full")
+_DECISION_DEADLINE_S, _LOCK_POLL_S = 10.0, 0.01
+_CGROUPS = Path("/sys/fs/cgroup")
+_READER, _LOCK = "reader-", ".lock"
+log = structlog.get_logger("shared_segments")
+
+
+class SharedSegments:
+    """One process's view of a run's folder. Thread-safe; only `join` makes it, and nothing here raises but a caller's download."""
+
+    def __init__(self, run_id: str, root: Path = SHARED_MEMORY) -> None:
+        self._root, self._parent = root, root / f"penstock-segments-{os.geteuid()}"
+        self.folder = self._parent / run_id
+        self._reader: int | None = None  # the open file that says that this process reads
+        self._num_bytes, self._misses = Counter[str](), Counter[str]()
+        self._lock = threading.Lock()  # of the counters
+
+    def join(self) -> None:
+        """Read here from now on, and remove the folders of runs that nobody reads."""
+        with locked_folder(self._parent) as problem:
+            if not problem:
+                self._clear_abandoned()
+                try:
+                    self.folder.mkdir(mode=0o700, exist_ok=True)
+                    path = self.folder / f"{_READER}{secrets.token_hex(8)}"
+                    reader = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+                    locked_within(reader, _DECISION_DEADLINE_S)  # who counts readers has it locked for a moment
+                    self._reader = reader
+                except OSError as err:
+                    problem = f"{self.folder} cannot be used ({err.strerror})"
+        if problem:
+            log.warning("weights are not read from shared memory", folder=str(self.folder), reason=problem)
+
+    def close(self) -> None:
+        """Read no more; the last reader removes the folder."""
+        if self._reader is not None:
+            os.close(self._reader)
+            self._reader = None
+            with locked_folder(self._parent) as problem:
+                if not problem:
+                    self._clear_abandoned()
+
+    def figures(self) -> dict[str, float]:
+        """Return bytes by store and misses by reason, as figures of a worker's heartbeat."""
+        with self._lock:
+            num_bytes = {f"weights_bytes_{store}": float(self._num_bytes[store]) for store in STORES}
+            return num_bytes | {f"weights_misses_{reason}": float(self._misses[reason]) for reason in MISSES}
+
+    def offer(self, sha256: str, data: bytes) -> None:
+        """Store bytes for the workers of this host, if there are any; else remove what killed ones have left."""
+        if self._num_readers():
+            self._put(sha256, data)
+        elif self.folder.exists():
+            with locked_folder(self._parent) as problem:
+                if not problem:
+                    self._clear_abandoned()
+
+    def fetch(self, sha256: str, size_bytes: int, download: Callable[[], bytes]) -> bytes:
+        """Return bytes of this hash: those that are here, or else what ``download`` returns, once for all workers that ask at the same time."""
+        data, miss = self._read(sha256, size_bytes)
+        if miss == "absent" and self._num_readers() > 1:
+            with self._only_one(sha256) as is_only:
+                data, miss = self._read(sha256, size_bytes)
+                if data is None:
+                    data, miss = download(), miss if is_only else "busy"
+                    if is_only:
+                        self._put(sha256, data)
+        elif data is None:
+            data = download()
+        self._count(miss, len(data))
+        return data
+
+    def trim(self) -> None:
+        """Remove what is older than `KEPT_S`."""
+        if self._reader is not None:
+            with contextlib.suppress(OSError):
+                self._make_room(0)
+
+    def _count(self, miss: str, num_bytes: int = 0) -> None:
+        with self._lock:
+            self._num_bytes["s3" if miss else "shared_memory"] += num_bytes
+            self._misses[miss] += bool(miss)
+
+    def _read(self, sha256: str, size_bytes: int) -> tuple[bytes | None, str]:
+        """Return the bytes, verified in this process's own memory; or None, and why."""
+        if self._reader is None:
+            return None, "unreadable"
+        path = self.folder / sha256
+        try:
+            data = read_regular(path, size_bytes + 1)
+        except FileNotFoundError:
+            return None, "absent"
+        except OSError:
+            return None, "unreadable"
+        if len(data) == size_bytes and hashlib.sha256(data).hexdigest() == sha256:
+            return data, ""
+        path.unlink(missing_ok=True)
+        return None, "altered"
+
+    def _put(self, sha256: str, data: bytes) -> None:
+        path = self.folder / sha256
+        partial = path.with_name(f"{sha256}.{secrets.token_hex(8)}")
+        try:
+            if path.exists():
+                return
+            if self._make_room(len(data)):
+                handle = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+                with os.fdopen(handle, "wb") as file:
+                    file.write(data)
+                partial.rename(path)
+                return
+        except OSError as err:  # a full file system says so at the write
+            partial.unlink(missing_ok=True)
+            log.info("bytes of a version not stored in shared memory", error=str(err))
+        self._count("full")
+
+    def _make_room(self, num_bytes: int) -> bool:
+        """Remove what is old, and then the oldest until so many bytes more fit; False if they never can."""
+        files, now = [], time.time()
+        with os.scandir(self.folder) as entries:
+            for entry in entries:
+                with contextlib.suppress(FileNotFoundError):
+                    if not entry.name.startswith(_READER):
+                        found = entry.stat(follow_symlinks=False)
+                        files.append((found.st_mtime, found.st_blocks * 512, entry.path))
+        taken = sum(size for _, size, _ in files)
+        most = SHARE * (min(shutil.disk_usage(self._root).free, free_memory()) + taken)
+        for modified, size, path in sorted(files):
+            if now - modified < KEPT_S and (taken + num_bytes <= most or num_bytes > most):
+                break
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(path)  # noqa: PTH108 - of a string
+            taken -= size
+        return taken + num_bytes <= most
+
+    @contextlib.contextmanager
+    def _only_one(self, sha256: str) -> Iterator[bool]:
+        """Let one worker of the host after the other into the block; False after `FETCH_DEADLINE_S`, or where no lock can be made."""
+        path = self.folder / f"{sha256}{_LOCK}"
+        try:
+            handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        except OSError:
+            yield False
+            return
+        try:
+            yield (is_only := locked_within(handle, FETCH_DEADLINE_S))
+            if is_only:
+                path.unlink(missing_ok=True)
+        finally:
+            os.close(handle)
+
+    def _num_readers(self) -> int:
+        """Return how many workers read here; 0 where another user could, who made the folder above first."""
+        try:
+            return _num_readers(self.folder) if _is_private(self._parent.lstat()) else 0
+        except OSError:
+            return 0
+
+    def _clear_abandoned(self) -> None:
+        """Remove the folders that nobody reads; the caller has locked the one above."""
+        for folder in self._parent.iterdir():
+            if not _num_readers(folder):
+                shutil.rmtree(folder, ignore_errors=True)
+
+
+def _num_readers(folder: Path) -> int:
+    num_readers = 0
+    for path in folder.glob(f"{_READER}*"):
+        with contextlib.suppress(OSError), path.open("rb") as file:
+            num_readers += not try_lock(file.fileno(), fcntl.LOCK_SH)
+    return num_readers
+
+
+@contextlib.contextmanager
+def locked_folder(folder: Path) -> Iterator[str]:
+    """Make and lock a folder of this user alone, and give an empty text; else the reason why it cannot be used. It is removed if it is empty in the end."""
+    try:
+        folder.mkdir(mode=0o700, exist_ok=True)
+        file = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    except OSError as err:
+        yield f"{folder} cannot be used ({err.strerror})"
+        return
+    try:
+        if not _is_private(os.fstat(file)):
+            yield f"{folder} is not a folder of this user alone"
+        elif not locked_within(file, _DECISION_DEADLINE_S):
+            yield f"another process has decided for more than {_DECISION_DEADLINE_S:.0f} s about {folder}"
+        elif not is_at(file, folder):
+            yield f"another process that ended has just removed {folder}"
+        else:
+            yield ""
+            with contextlib.suppress(OSError):  # not empty
+                folder.rmdir()
+    finally:
+        os.close(file)
+
+
+def _is_private(found: os.stat_result) -> bool:
+    return stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid() and stat.S_IMODE(found.st_mode) == 0o700
+
+
+def is_at(file: int, path: Path) -> bool:
+    """Return True if an open file still has this path."""
+    try:
+        return os.path.samestat(os.fstat(file), path.lstat())
+    except FileNotFoundError:
+        return False
+
+
+def locked_within(file: int, deadline_s: float) -> bool:
+    ends = time.monotonic() + deadline_s
+    while not try_lock(file, fcntl.LOCK_EX):
+        if time.monotonic() > ends:
+            return False
+        time.sleep(_LOCK_POLL_S)
+    return True
+
+
+def free_memory() -> int:
+    """Return the bytes that processes here may still allocate: of the machine, and of the control groups (version 2) of this process."""
+    free = [_number(Path("/proc/meminfo"), "MemAvailable:") * 1024]
+    with contextlib.suppress(OSError, StopIteration):
+        lines = Path("/proc/self/cgroup").read_text().splitlines()
+        group = _CGROUPS / next(line.removeprefix("0::/") for line in lines if line.startswith("0::"))
+        for folder in (group, *group.parents):
+            with contextlib.suppress(OSError, ValueError):  # not limited, or not a control group
+                limit = int((folder / "memory.max").read_text())
+                used = int((folder / "memory.current").read_text())
+                free.append(max(0, limit - used + _number(folder / "memory.stat", "inactive_file")))
+    return min(free)
+
+
+def _number(file: Path, name: str) -> int:
+    """Return the number after a name in a file of lines; 0 if there is none."""
+    try:
+        words = (line.split() for line in file.read_text().splitlines())
+        return next(int(line[1]) for line in words if line[0] == name)
+    except (OSError, StopIteration):
+        return 0

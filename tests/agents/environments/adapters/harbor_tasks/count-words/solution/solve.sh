@@ -1,0 +1,2 @@
+#!/bin/sh
+wc -w < /app/letter.txt > /app/answer.txt
