@@ -35,8 +35,11 @@ from penstock.protocol import parent_death
 
 ROOT = Path(__file__).resolve().parents[1]
 _PYTHON = sys.executable
-_READ_AT_THE_START = ("LD_PRELOAD", "PYTHONPATH")  # variables that a forked process comes too late for
-_NO_THREADS = {"OMP_NUM_THREADS": "1", "JE_ARROW_MALLOC_CONF": "background_thread:false"}  # torch has none, Arrow none
+_NEVER = ("LD_PRELOAD", "PYTHONPATH")  # variables that a forked process comes too late for
+_READ_AT_IMPORT = ("CUDA", "DS_", "HF_", "LANG", "LC_", "LD_", "NVIDIA", "OMP_", "PYTHON", "TORCH", "TRANSFORMERS")
+_ENVIRON = {  # of a fork server: torch has no threads, Arrow none
+    **os.environ, "OMP_NUM_THREADS": "1", "JE_ARROW_MALLOC_CONF": "background_thread:false", "PYTHONDONTWRITEBYTECODE": ""
+}  # fmt: skip
 _CALL = "import sys; from {} import main as called; sys.exit(called({}))"
 TRAINER = "tests.trainer.learner.loaded"
 _ENGINE = "penstock.rollout_service.embedded_engine.run_engine"
@@ -62,12 +65,14 @@ _BY_ITS_CHILDREN: Mapping[str, Sequence[str]] = {  # by a module or a verb
     "chat": (_ENGINE,),
     **dict.fromkeys(("sft", "dpo", "rm"), (TRAINER,)),
 }
-_CLONE = {"x86_64": 56, "aarch64": 220}.get(platform.machine())
+_CLONE = {"x86_64": 56, "aarch64": 220}.get(platform.machine()) if sys.platform == "linux" else None
 _PARENT, _SET_TID, _CLEAR_TID = 0x8000, 0x01000000, 0x00200000
 _PR_GET_TID_ADDRESS = 40
 _DEADLINE_S = 300.0  # for an answer: everything is imported before the first one
+_USUAL = (None, None, True, None, 0, False, True, None, None, None, -1, -1)  # what else subprocess.Popen can be given
 _SPACE = 16_000  # bytes of a command line: where the kernel reads it cannot be moved
 _HIGH = 300  # the least number of a file of a fork server, so that it is none that a process is given
+_STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # to a group: for those who stop, and a fork server ends after them
 
 
 class Server:
@@ -84,22 +89,22 @@ class Server:
         """Start one that imports these modules, whatever is asked for; None: what the processes import."""
         near, far = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         command = [_PYTHON, "-c", f"from tests.forked import serve; serve({far.fileno()})", "." * _SPACE]
-        environ = {**os.environ, **_NO_THREADS}
-        given = {"cwd": ROOT, "env": environ, "pass_fds": [far.fileno()], "stdin": subprocess.DEVNULL}
+        given = {"cwd": ROOT, "env": _ENVIRON, "pass_fds": [far.fileno()], "stdin": subprocess.DEVNULL}
         made = cls(near, later)
         with far:  # the parent is a thread, for the kernel
-            made.process = _starter().submit(subprocess.Popen, command, **given).result()
-        atexit.register(made.close)
+            process = _starter().submit(subprocess.Popen, command, **given).result()
+        atexit.register(process.wait)
+        atexit.register(process.kill)  # first
         return made
-
-    def close(self) -> None:
-        self._asked.close()
-        self.process.wait(60.0)
 
     def ask(self, request: Mapping[str, Any], files: Sequence[int]) -> int:
         with self._lock:
-            socket.send_fds(self._asked, [json.dumps(request).encode()], files)
-            answer = self._asked.recv(100)
+            try:
+                socket.send_fds(self._asked, [json.dumps(request).encode()], files)
+                answer = self._asked.recv(100)
+            except OSError:
+                self._asked.close()  # else the next one is given a late answer
+                raise
         assert answer, f"the fork server ended instead of starting {request['words']}"
         return int(answer)
 
@@ -124,11 +129,12 @@ class Popen(subprocess.Popen[Any]):
     def _execute_child(
         self, args: Any, executable: Any, preexec_fn: Any, close_fds: Any, pass_fds: Any, cwd: Any, env: Any, *more: Any
     ) -> None:
-        shell, pipes, session = more[2], more[3:9], more[14]
+        pipes, session = more[3:9], more[14]
         environ = dict(os.environ if env is None else env)
         folder = Path(cwd or ".").absolute()
         how = None
-        if not (shell or executable or preexec_fn or isinstance(args, (str, Path))) and folder.is_dir():
+        usual = (executable, preexec_fn, close_fds, *more[:3], *more[9:14], *more[15:]) == _USUAL
+        if usual and not isinstance(args, (str, Path)) and folder.is_dir():
             how = _how([os.fspath(word) for word in args], environ)
         if how is None:
             super()._execute_child(args, executable, preexec_fn, close_fds, pass_fds, cwd, env, *more)  # type: ignore[misc]
@@ -160,13 +166,15 @@ def _how(words: Sequence[str], environ: Mapping[str, str]) -> dict[str, Any] | N
     program, kind, module, *arguments = [command[0], *command[2 if safe else 1 :], "", ""][
         : max(3, len(command) - safe)
     ]
-    late = any(environ.get(name) for name in _READ_AT_THE_START) or environ.get("OMP_NUM_THREADS", "1") != "1"
+    late = any(environ.get(name) for name in _NEVER) or any(
+        name.startswith(_READ_AT_IMPORT) and value != _ENVIRON.get(name) for name, value in environ.items()
+    )
     is_module = kind == "-m" and module.partition(".")[0] == "penstock"
     is_call = kind == "-c" and module.startswith(_CALL.partition("{")[0])
     if _CLONE is None or program != _PYTHON or late or not (is_module or is_call):
         return None
     return {
-        "words": words, "bound": words[4:before], "safe": safe, "arguments": arguments,
+        "words": command, "bound": words[4:before], "safe": safe, "arguments": arguments,
         "module": module.split()[3] if is_call else module, "code": module if is_call else "",
     }  # fmt: skip
 
@@ -202,7 +210,7 @@ def run(
 
 def serve(number: int) -> None:
     """Fork for each request that comes from a socket; return in no process."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for those who can stop
+    handlers = {number: signal.signal(number, signal.SIG_IGN) for number in _STOPPING}
     asked = _high(socket.socket(fileno=number))
     request, files = _next_request(asked)
     while True:
@@ -222,6 +230,8 @@ def serve(number: int) -> None:
         asked = far
         request, files = _next_request(asked)
     try:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
         _become(request, files)
     finally:
         asked.send(str(os.getpid()).encode())
@@ -298,7 +308,7 @@ def _become(request: Mapping[str, Any], files: Sequence[int]) -> None:
     os.environ.clear()
     os.environ.update(request["environ"])
     time.tzset()
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+    sys.stdout.reconfigure(line_buffering=os.isatty(1))  # type: ignore[union-attr]
     _rename(request["words"])
     sys.path[:1] = [] if request["safe"] else [request["cwd"]]
     arguments = request["arguments"]
@@ -320,7 +330,7 @@ def _rename(words: Sequence[str]) -> None:
 
 
 def _run(request: Mapping[str, Any]) -> int:
-    """Run the program as ``__main__``; return its exit code."""
+    """Run the program as ``__main__``; return its exit code, negative for a signal."""
     import __main__
 
     try:
@@ -334,12 +344,9 @@ def _run(request: Mapping[str, Any]) -> int:
             return (ended.code or 0) & 0xFF
         sys.stderr.write(f"{ended.code}\n")
         return 1
-    except KeyboardInterrupt:
-        signal.signal(signal.SIGINT, signal.SIG_DFL)
-        os.kill(os.getpid(), signal.SIGINT)
-    except BaseException:  # noqa: BLE001 it is printed, as Python does
+    except BaseException as err:  # noqa: BLE001 it is printed, as Python does
         sys.excepthook(*sys.exc_info())
-        return 1
+        return -signal.SIGINT if isinstance(err, KeyboardInterrupt) else 1
     return 0
 
 
@@ -352,4 +359,7 @@ def _end(code: int) -> None:
         sys.stderr.flush()
     except OSError:
         code = 120
+    if code < 0:
+        signal.signal(-code, signal.SIG_DFL)
+        os.kill(os.getpid(), -code)
     os._exit(code)
