@@ -72,7 +72,11 @@ _DEADLINE_S = 300.0  # for an answer: everything is imported before the first on
 _USUAL = (None, None, True, None, 0, False, True, None, None, None, -1, -1)  # what else subprocess.Popen can be given
 _SPACE = 16_000  # bytes of a command line: where the kernel reads it cannot be moved
 _HIGH = 300  # the least number of a file of a fork server, so that it is none that a process is given
-_STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # to a group: for those who stop, and a fork server ends after them
+_STOPPING = (
+    signal.SIGINT,
+    signal.SIGTERM,
+    signal.SIGHUP,
+)  # to a group: for those who stop, and a fork server ends after them
 
 
 class Server:
@@ -166,9 +170,9 @@ def _how(words: Sequence[str], environ: Mapping[str, str]) -> dict[str, Any] | N
     program, kind, module, *arguments = [command[0], *command[2 if safe else 1 :], "", ""][
         : max(3, len(command) - safe)
     ]
-    late = any(environ.get(name) for name in _NEVER) or any(
-        name.startswith(_READ_AT_IMPORT) and value != _ENVIRON.get(name) for name, value in environ.items()
-    )
+    late = any(
+        name in _NEVER or (name.startswith(_READ_AT_IMPORT) and value != _ENVIRON.get(name)) for name, value in environ.items() if value
+    )  # fmt: skip
     is_module = kind == "-m" and module.partition(".")[0] == "penstock"
     is_call = kind == "-c" and module.startswith(_CALL.partition("{")[0])
     if _CLONE is None or program != _PYTHON or late or not (is_module or is_call):
@@ -210,12 +214,14 @@ def run(
 
 def serve(number: int) -> None:
     """Fork for each request that comes from a socket; return in no process."""
-    handlers = {number: signal.signal(number, signal.SIG_IGN) for number in _STOPPING}
+    handlers = {name: signal.signal(name, signal.SIG_IGN) for name in _STOPPING}
     asked = _high(socket.socket(fileno=number))
-    request, files = _next_request(asked)
+    ends, (request, files) = True, _next_request(asked)
     while True:
         if request["session"]:
             os.setsid()
+        if ends:  # with the tests that started it, however they end
+            parent_death.end_with_parent(os.getppid())
         if not request["nested"]:
             break
         near, far = map(_high, socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET))
@@ -227,11 +233,11 @@ def serve(number: int) -> None:
         for file in (near.detach(), asked.detach(), *files):
             os.close(file)
         parent_death.end_with_parent(os.getppid())
-        asked = far
+        ends, asked = False, far
         request, files = _next_request(asked)
     try:
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
+        for name, handler in handlers.items():
+            signal.signal(name, handler)
         _become(request, files)
     finally:
         asked.send(str(os.getpid()).encode())

@@ -131,18 +131,10 @@ def _parse(data: str) -> dict[str, Any]:
 
 
 def start_engine(model: Path, log: Path, *arguments: str) -> forked.Popen:
-    command = [
-        sys.executable,
-        "-P",
-        "-m",
-        "penstock.rollout_service.embedded_engine",
-        "--model-path",
-        str(model),
-        "--port",
-        "0",
-    ]
+    engine = ["-m", "penstock.rollout_service.embedded_engine", "--model-path", str(model), "--port", "0"]
+    command = [sys.executable, "-P", *engine, *arguments]
     with log.open("ab") as output:
-        return forked.Popen([*command, *arguments], stdin=subprocess.DEVNULL, stdout=output, stderr=output)
+        return forked.Popen(command, stdin=subprocess.DEVNULL, stdout=output, stderr=output)
 
 
 @contextlib.contextmanager

@@ -24,8 +24,6 @@ from tests import forked
 from tests.servers import wait_for
 
 ROOT = Path(__file__).resolve().parents[2]
-
-
 _SERVICE = "penstock.reward_service"
 
 

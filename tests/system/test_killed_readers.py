@@ -6,7 +6,7 @@ import json
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import httpx
@@ -41,23 +41,16 @@ def reached(nats: NatsSettings, s3: S3Settings) -> list[str]:
 
 @contextmanager
 def processes(command: list[str], log: Path) -> Iterator[Callable[..., forked.Popen]]:
-    """Give what starts a command with more words; ends the processes, and prints their log if the test fails."""
-    running: list[forked.Popen] = []
+    """Give what starts a command with more words; all are killed at the end."""
+    with ExitStack() as stack, log.open("ab") as output:
 
-    def start(*words: str) -> forked.Popen:
-        with log.open("ab") as output:
-            running.append(forked.Popen([*command, *words], cwd=forked.ROOT, stdout=output, stderr=output))
-        return running[-1]
+        def start(*words: str) -> forked.Popen:
+            process = forked.Popen([*command, *words], cwd=forked.ROOT, stdout=output, stderr=output)
+            stack.enter_context(process)
+            stack.callback(process.kill)
+            return process
 
-    try:
         yield start
-    except BaseException:
-        print(log.read_text()[-6000:])
-        raise
-    finally:
-        for process in running:
-            process.kill()
-            process.wait(60)
 
 
 def quarantined(letters: list[DeadLetter]) -> list[tuple[str, str, tuple[str, ...]]]:
