@@ -9,6 +9,8 @@ from collections.abc import Collection, Iterable, Sequence
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
+from penstock.protocol.secret_values import scrub
+
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
@@ -47,11 +49,7 @@ def table(*columns: str, right: Collection[str] = (), wide: Collection[str] = ()
 
 
 def print_table(
-    columns: Sequence[str],
-    rows: Iterable[Sequence[object]],
-    *,
-    right: Collection[str] = (),
-    wide: Collection[str] = (),
+    columns: Sequence[str], rows: Iterable[Sequence[object]], *, right: Collection[str] = (), wide: Collection[str] = ()
 ) -> None:
     """Print a table of `table`; every cell that is no Text of rich is shown as `one_line`."""
     from rich.text import Text  # noqa: PLC0415  as for the console
@@ -72,6 +70,11 @@ def printable(text: object) -> str:
     if shown.isprintable() and not _INVISIBLE.search(shown):
         return shown
     return "".join(c if c in _KEPT or not _is_control(c) else c.encode("unicode_escape").decode() for c in shown)
+
+
+def complaint(text: object) -> str:
+    """Return a `printable` text without what is known as secret, for the error of a command: it may quote a file of others."""
+    return printable(scrub(str(text)))
 
 
 def one_line(text: object) -> str:

@@ -14,12 +14,13 @@ from typing import Any
 
 from pydantic import BaseModel
 
+from penstock.console.terminal import complaint
 from penstock.console.tracking.trackers import TrackSettings
 from penstock.deploy.resumption import settings_without_effect
 from penstock.fine_tuning.sections import DPO, RM, SFT, OwnSection
 from penstock.protocol.config.run_file import Loaded, config_document, format_config, load, split_arguments
 from penstock.protocol.errors import ConfigError
-from penstock.protocol.secret_values import hide, scrub
+from penstock.protocol.secret_values import hide
 from penstock.reward_service.settings import RewardSettings
 from penstock.rollout_service.settings import RolloutSettings
 from penstock.trainer.settings import TrainerSettings
@@ -87,7 +88,7 @@ def print_settings(arguments: Sequence[str], command: str, *, as_json: bool) -> 
     try:
         services, unread = load_for(command, files, overrides, os.environ)
     except ConfigError as err:
-        sys.stderr.write(scrub(f"{err}\n"))
+        sys.stderr.write(complaint(f"{err}\n"))
         return _ERROR
     if as_json:
         document = as_document(services) | ({} if command == TRAIN else {"unread": unread})

@@ -21,6 +21,7 @@ import threading
 from pathlib import Path
 from types import FrameType
 
+from penstock.console.terminal import complaint
 from penstock.deploy.bootstrap import bootstrap
 from penstock.deploy.processes.child import DeployError, wait_until
 from penstock.deploy.processes.servers import Certificate, NatsServer, S3Server, Server, port_is_free
@@ -28,7 +29,6 @@ from penstock.deploy.processes.supervise import Supervisor
 from penstock.protocol import logs, seals
 from penstock.protocol.config.connection import NatsSettings, S3Settings
 from penstock.protocol.errors import PenstockError
-from penstock.protocol.secret_values import scrub
 from penstock.protocol.transport import tls
 from penstock.protocol.transport.blobs import Blobs
 from penstock.protocol.transport.bus import Bus
@@ -283,7 +283,7 @@ def serve(stack: LocalStack, run: str | None) -> int:
             print("# Ctrl-C stops them; their data stays in the folder", file=sys.stderr)
             stop_requested.wait()
     except PenstockError as err:
-        print(scrub(f"penstock up: {err}"), file=sys.stderr)
+        print(complaint(f"penstock up: {err}"), file=sys.stderr)
         return 1
     return 0
 

@@ -14,12 +14,12 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from penstock.console.terminal import complaint
 from penstock.deploy.local import LocalStack
 from penstock.deploy.processes.child import exit_status
 from penstock.protocol import logs
 from penstock.protocol.errors import PenstockError
 from penstock.protocol.files import links_below
-from penstock.protocol.secret_values import scrub
 
 _STOP_GRACE_S = 10.0  # of the command, after Ctrl-C
 
@@ -41,7 +41,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         with LocalStack(Path(argv[0])) as stack:
             return run_command(argv[2:], {**os.environ, **stack.environment()})
     except PenstockError as err:
-        print(scrub(f"penstock: {err}"), file=sys.stderr)
+        print(complaint(f"penstock: {err}"), file=sys.stderr)
         return 1
     except KeyboardInterrupt:  # before the command started, or after it exited
         return 130

@@ -26,6 +26,7 @@ from penstock.console.launch import JOIN_S, Nodes
 from penstock.console.live.panel import LivePanel
 from penstock.console.report import report
 from penstock.console.report.run_summary import RunSummary
+from penstock.console.terminal import complaint
 from penstock.deploy import resumption
 from penstock.deploy.bootstrap import bootstrap
 from penstock.deploy.early_checks import check_inputs, missing_rewards
@@ -42,7 +43,6 @@ from penstock.protocol.config.run_file import load, split_arguments
 from penstock.protocol.errors import BlobStoreRefused, BusRefused, MissingStream, PenstockError
 from penstock.protocol.hardware_errors import GPU_MEMORY, HardwareFault
 from penstock.protocol.record import run_folder
-from penstock.protocol.secret_values import scrub
 from penstock.protocol.transport.blobs import Blobs
 from penstock.protocol.transport.bus import Bus
 from penstock.trainer.algorithm.summary_line import summary_line
@@ -132,7 +132,7 @@ def _train_local(
 
 
 def say(text: str) -> None:
-    print(scrub(f"penstock train: {text}"), file=sys.stderr)
+    print(complaint(f"penstock train: {text}"), file=sys.stderr)
 
 
 def say_diagnoses(summary: RunSummary) -> None:

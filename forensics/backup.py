@@ -24,6 +24,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 
 from penstock import __version__
 from penstock.console import connections
+from penstock.console.terminal import complaint
 from penstock.console.tools.removal import RunIsActive, running_services
 from penstock.deploy.bootstrap import ConnectionSettings, bootstrap
 from penstock.protocol import blob_keys, files, logs, streams
@@ -33,7 +34,6 @@ from penstock.protocol.facts import decode
 from penstock.protocol.files import json_value, read_regular
 from penstock.protocol.groups import BlobRef, Sha256
 from penstock.protocol.record.lineage import CheckpointCommitted
-from penstock.protocol.secret_values import scrub
 from penstock.protocol.streams import StreamLimits
 from penstock.protocol.subjects import check_run_id
 from penstock.protocol.transport.blobs import Blobs, BlobStat
@@ -333,7 +333,7 @@ def _explained(work: Callable[[], int]) -> int:
     try:
         return work()
     except OSError as err:
-        print(scrub(f"penstock: {err}; nothing on the servers was changed"), file=sys.stderr)
+        print(complaint(f"penstock: {err}; nothing on the servers was changed"), file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         print("penstock: interrupted; repeat the command, it continues", file=sys.stderr)

@@ -59,17 +59,18 @@ _BLOB_DEADLINE_S = 15.0  # then a warning names S3, and the worker keeps waiting
 def main() -> int:
     configure("rollout")
     log = structlog.get_logger("rollout")
-    problems: list[BaseException] = []
+    problems, code = list[BaseException](), 1
     runner = asyncio.Runner()  # which waits for its threads when it is closed, as the interpreter does
     try:
         files, overrides = run_file.split_arguments(sys.argv[1:])
         settings = run_file.load(RolloutSettings, files=files, overrides=overrides, environ=os.environ).settings
         runner.run(_serve(settings))
+        code = 0
     except* PenstockError as failures:
         problems += _flatten(failures)
     finally:
-        _end_within(_END_S)
-    if not problems and sys.stderr.isatty():
+        _end_within(_END_S, code)
+    if not code and sys.stderr.isatty():
         again = shlex.join(["penstock", "rollout", *sys.argv[1:]])
         sys.stderr.write(
             f"stopped on request; what it held is finished or queued again. Start it again with: {again}\n"
@@ -77,17 +78,19 @@ def main() -> int:
     for problem in problems:
         log.error("worker stopped by an error", kind=type(problem).__name__, error=str(problem))
     runner.close()
-    return 1 if problems else 0
+    return code
 
 
-def _end_within(deadline_s: float) -> None:
-    """End the process then, if a thread still waits for a disk or a server that does not answer."""
+def _end_within(deadline_s: float, code: int) -> None:
+    """End the process with this code then, if a thread still waits for a disk or a server that is slow or does not answer."""
 
     def end() -> None:
-        structlog.get_logger("rollout").error(
-            "a thread does not end: check the disk of worker.cache_dir and the object store"
+        structlog.get_logger("rollout").warning(
+            "weights that were being downloaded or copied are left half written, and are repaired or removed at the next start; where no "
+            "link is slow, check the disk of worker.cache_dir and the object store",
+            waited_s=deadline_s,
         )
-        os._exit(1)
+        os._exit(code)
 
     ending = threading.Timer(deadline_s, end)
     ending.daemon = True
@@ -123,7 +126,8 @@ async def _serve(settings: RolloutSettings) -> None:
         engine = _engine(settings, devices)
         try:
             await engine.prepare()
-            shared.join()
+            if settings.worker.share_downloads:
+                shared.join()
             worker = await _wire(settings, bus, blobs, mirror, engine, stop, traces, gpus, devices, shared)
             with heartbeat.serving(
                 settings.metrics,

@@ -99,6 +99,11 @@ class WorkerSettings(Section):
         "where the copies of all workers of the host fit into half of the free memory, and the worker starts its engines itself "
         "without a command of yours; else 'cache' in the run's folder.",
     )
+    share_downloads: bool = Field(
+        True,
+        description="Read weights that the trainer or another worker of this host and user has in /dev/shm, in place of a download, and leave "
+        "there what is downloaded, for 10 minutes and in at most an eighth of the free memory. false: the object store alone.",
+    )
     trusted_keys_file: Path | None = Field(
         None,
         description="Ed25519 public keys in PEM form, such as the signing.pem of penstock certs: only weights whose manifest one of "

@@ -233,8 +233,7 @@ def serve(number: int) -> None:
         for file in (near.detach(), asked.detach(), *files):
             os.close(file)
         parent_death.end_with_parent(os.getppid())
-        ends, asked = False, far
-        request, files = _next_request(asked)
+        ends, asked, (request, files) = False, far, _next_request(far)
     try:
         for name, handler in handlers.items():
             signal.signal(name, handler)

@@ -21,10 +21,10 @@ def main() -> object:
     """Tell what this process was given, and end as the first argument says."""
     own, end = Path("/proc/self"), sys.argv[1]
     files = sorted(file.name for file in (own / "fd").iterdir() if int(file.name) < forked._HIGH)
-    leads = [os.getsid(0) == os.getpid(), os.getpgid(0) == os.getpid()]
     status = [line for line in (own / "status").read_text().splitlines() if line.startswith(_FIELDS)]
-    words = (own / "cmdline").read_text().rstrip("\0")
-    given = [sys.argv[1:], words, str(Path.cwd()), dict(os.environ), sys.stdin.read(), files, leads, status]
+    ids = [os.getsid(0) == os.getpid(), os.getpgid(0) == os.getpid()]
+    words = [sys.argv[1:], (own / "cmdline").read_text().rstrip("\0")]
+    given = [words, ids, files, status, str(Path.cwd()), dict(os.environ), sys.stdin.read()]
     print(json.dumps(given), flush=True)
     if end == "interrupted":
         raise KeyboardInterrupt
@@ -53,8 +53,7 @@ def test_it_is_as_a_started_one(end: str) -> None:
 def test_its_fork_server_ends_with_it() -> None:
     command = forked.call("tests.test_forked", "waits")
     with forked.children(), subprocess.Popen(command, stdin=subprocess.PIPE) as process:
-        (server,) = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
-        ended = os.pidfd_open(int(server))
+        ended = os.pidfd_open(int(Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text()))
         process.kill()
     assert select.select([ended], [], [], 60.0)[0]
     os.close(ended)

@@ -143,9 +143,9 @@ class WeightsSource:
             weights = AdapterWeights.of(tensors, base, copy_id=self._num_copies)
         snapshot = Snapshot(PolicyVersion(version), version, weights, "float32")
         if isinstance(weights, ModelWeights):
-            self._coordinator.hold(weights.buckets)
+            self._coordinator.own.hold(weights.buckets)
         for coordinator in (self._coordinator, self.publisher._adapters._alone):
-            coordinator._own._shared = SharedSegments("nobody's" if corrupt else self.publisher._run_id)
+            coordinator.own._shared = SharedSegments("nobody's" if corrupt else self.publisher._run_id)
         self.publisher.publish(snapshot)
         self.publisher.models.full_snapshots.close(20.0)
         self._store.corrupt, self._bus.quiet = (), False

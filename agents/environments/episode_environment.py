@@ -29,8 +29,8 @@ from penstock.agents.proxy.session import AgentModel, EpisodeLimits, EpisodeSess
 from penstock.protocol.chat_tokenizer import ChatTokenizer
 from penstock.protocol.config.connection import Section
 from penstock.protocol.config.environment_settings import EnvironmentDefinition, EpisodeSettings, RequestRules
-from penstock.protocol.episode import Episode, EpisodeRow
-from penstock.protocol.errors import ConfigError, PenstockError
+from penstock.protocol.episode import Episode, EpisodeRow, Turn
+from penstock.protocol.errors import ConfigError, PackError, PenstockError
 from penstock.protocol.groups import Task, derived_seed
 from penstock.protocol.secret_values import resolved
 from penstock.rollout_service.environments.environment import Environment, EpisodeStore, Sampler, in_episode
@@ -242,14 +242,18 @@ class EpisodeEnvironment(Environment):
                 episode=session.id, read=made.scored, last=made.last,
             )  # fmt: skip
         numbers = sorted(span.turn for row in made.rows for span in row.spans if span.is_trained)
-        rows = [_with_rewards(row, numbers, played) for row in stored_rows(made, session.tree.turns)]
-        return Episode(
-            episode_id=session.id, group_id=begun.task.group_id, index=index, environment=self.name,
-            environment_version=attempt.version or self.version, seed=begun.seed, status=played.status,
-            rows=tuple(rows), attempt=begun.attempt, time_spent_by=played.time_spent_by,
-            reward=float(sum(played.rewards.values())), reward_parts=tuple(sorted(played.parts.items())),
-            messages=messages_json(session.messages), counts=counts_of(session.counts, made),
-        )  # fmt: skip
+        try:
+            rows = [_with_rewards(row, numbers, played) for row in stored_rows(made, session.tree.turns)]
+            return Episode(
+                episode_id=session.id, group_id=begun.task.group_id, index=index, environment=self.name,
+                environment_version=attempt.version or self.version, seed=begun.seed, status=played.status,
+                rows=tuple(rows), attempt=begun.attempt, time_spent_by=played.time_spent_by,
+                reward=float(sum(played.rewards.values())), reward_parts=tuple(sorted(played.parts.items())),
+                messages=messages_json(session.messages), counts=counts_of(session.counts, made),
+            )  # fmt: skip
+        except PackError as err:  # a sum that is not finite, a name or a state that cannot be stored
+            played.status, played.problem = "failed", str(err)
+            return None
 
 
 def group_seed(task: Task) -> int:
@@ -261,14 +265,11 @@ def group_seed(task: Task) -> int:
 
 
 def _with_rewards(row: EpisodeRow, numbers: Sequence[int], played: Played) -> EpisodeRow:
-    turns = tuple(
-        turn._replace(
-            reward=float(played.rewards.get(numbers[turn.number], 0.0)),
-            state=played.states.get(numbers[turn.number], ""),
-        )
-        for turn in row.turns
-    )
-    return replace(row, turns=turns)
+    def paid(turn: Turn) -> Turn:
+        number = numbers[turn.number]
+        return turn._replace(reward=float(played.rewards.get(number, 0.0)), state=played.states.get(number, ""))
+
+    return replace(row, turns=tuple(map(paid, row.turns)))
 
 
 def _first(failures: BaseExceptionGroup[EngineError]) -> EngineError:

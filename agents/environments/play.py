@@ -16,7 +16,7 @@ import functools
 import hashlib
 import inspect
 import json
-import math
+import sys
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -49,13 +49,9 @@ class Row:
 
     @classmethod
     def of(cls, task: Task) -> Row:
-        truth, reward = task.reward.ground_truth, task.reward
-        return cls(
-            _messages(task.messages),
-            None if truth is None else json.loads(truth),
-            json.loads(reward.extra_info),
-            reward.data_source,
-        )
+        reward = task.reward
+        truth = None if reward.ground_truth is None else json.loads(reward.ground_truth)
+        return cls(_messages(task.messages), truth, json.loads(reward.extra_info), reward.data_source)
 
     def asked(self) -> tuple[Message, ...]:
         """Return the prompt; raises ValueError unless it ends with a message of the user."""
@@ -156,14 +152,25 @@ async def call(function: Callable[[], Any], deadline_s: float, executor: Executo
         async with limit:
             if inspect.iscoroutinefunction(getattr(function, "func", function)):
                 return await function()
-            value = await asyncio.get_running_loop().run_in_executor(executor, function)
-            return await value if inspect.isawaitable(value) else value
-    except TimeoutError as err:  # the episode's deadline cancels this call instead
-        if not limit.expired():
-            raise EnvironmentFailed(f"TimeoutError: {err}") from err
-        raise EnvironmentFailed(f"no reply within {deadline_s:g} s (reply_deadline_s)") from None
-    except Exception as err:
-        raise EnvironmentFailed(f"{type(err).__name__}: {err}") from err
+            value, error = await asyncio.get_running_loop().run_in_executor(executor, caught, function)
+            if error is None:
+                return await value if inspect.isawaitable(value) else value
+    except (Exception, SystemExit, asyncio.CancelledError) as err:
+        if limit.expired():
+            raise EnvironmentFailed(f"no reply within {deadline_s:g} s (reply_deadline_s)") from None
+        task = asyncio.current_task()
+        if isinstance(err, asyncio.CancelledError) and (task is None or task.cancelling()):
+            raise  # by the episode's deadline, or its worker
+        error = err
+    raise EnvironmentFailed(f"{type(error).__name__}: {error}") from error
+
+
+def caught(function: Callable[[], Any]) -> tuple[Any, BaseException | None]:
+    """Return what a method returns, or raises: not every exception passes from a thread to a coroutine as what it is."""
+    try:
+        return function(), None
+    except BaseException as err:  # noqa: BLE001
+        return None, err
 
 
 def checked_messages(value: Any, *, is_first: bool) -> tuple[Message, ...]:
@@ -176,8 +183,12 @@ def checked_messages(value: Any, *, is_first: bool) -> tuple[Message, ...]:
     return messages
 
 
+def _is_finite(value: Any) -> bool:
+    return isinstance(value, (int, float)) and abs(value) <= sys.float_info.max
+
+
 def checked_score(value: Any) -> float:
-    if not isinstance(value, (int, float)) or not math.isfinite(value):
+    if not _is_finite(value):
         raise EnvironmentFailed(f"score() returns a finite number, got {value!r}")
     return float(value)
 
@@ -185,9 +196,10 @@ def checked_score(value: Any) -> float:
 def checked_reply(value: Any) -> Reply:
     if not isinstance(value, Reply):
         raise EnvironmentFailed(f"step() returns a Reply, got {type(value).__name__}")
-    numbers = {"reward": value.reward, **value.parts}
-    for name, number in numbers.items():
-        if not isinstance(number, (int, float)) or not math.isfinite(number):
+    if not isinstance(value.parts, Mapping) or not isinstance(value.state, str):
+        raise EnvironmentFailed("the parts of a reply are numbers by their names, and its state is a text")
+    for name, number in (("reward", value.reward), *value.parts.items()):
+        if not isinstance(name, str) or not _is_finite(number):
             raise EnvironmentFailed(f"{name} is {number!r}, expected a finite number")
     return value
 
@@ -267,6 +279,8 @@ async def _answer(
         if err.code in ENGINE_CODES:
             raise EngineError(str(err)) from None
         raise EnvironmentFailed(f"its messages cannot be answered: {err}") from None
+    except (TypeError, ValueError, AttributeError) as err:
+        raise EnvironmentFailed(f"its messages or tools hold what no API may: {type(err).__name__}: {err}") from err
     turn.delivered = True
     return turn
 

@@ -40,6 +40,7 @@ from penstock.protocol.episode import TimeSpender
 from penstock.protocol.errors import ConfigError
 from penstock.rollout_service.environments.environment import Sampler
 from penstock.rollout_service.errors import EngineError
+from penstock.serving import strict_json
 
 MAX_RESULT_BYTES = 65_536
 _PartName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_.:#/-]{1,200}$")]
@@ -100,12 +101,14 @@ def _report(result: bytes) -> ProgramResult | str:
     if len(result) > MAX_RESULT_BYTES:
         return f"its program's result: more than {MAX_RESULT_BYTES} bytes"
     try:
-        return ProgramResult.model_validate_json(result)
+        return ProgramResult.model_validate(strict_json.loads(result))
+    except strict_json.AmbiguousJson as err:
+        problems = str(err)
     except ValidationError as err:
         problems = "; ".join(
             f"{'.'.join(map(str, error['loc'])) or 'file'}: {error['msg']}" for error in err.errors()[:4]
         )
-        return f'its program\'s result is not {{"reward": NUMBER, "parts": {{...}}}}: {problems[:1000]}'
+    return f'its program\'s result is not {{"reward": NUMBER, "parts": {{...}}}}: {problems[:1000]}'
 
 
 def _said(ended: Ended) -> str:
@@ -269,19 +272,10 @@ class _ServedProxy:
 def write_task(begun: Begun) -> Path:
     folder = Path(tempfile.mkdtemp(prefix=f"{program_process.PREFIX}{program_process.mark()}-"))
     task = begun.task
-    (folder / "task.json").write_text(
-        json.dumps(
-            {
-                "messages": json.loads(task.messages or "[]"),
-                "ground_truth": None if task.reward.ground_truth is None else json.loads(task.reward.ground_truth),
-                "extra_info": json.loads(task.reward.extra_info),
-                "data_source": task.reward.data_source,
-                "seed": begun.seed,
-                "episode": begun.name,
-                "attempt": begun.attempt,
-            }
-        )
-    )
+    truth = None if task.reward.ground_truth is None else json.loads(task.reward.ground_truth)
+    row = {"messages": json.loads(task.messages or "[]"), "ground_truth": truth, "data_source": task.reward.data_source}
+    row |= {"extra_info": json.loads(task.reward.extra_info), "seed": begun.seed}
+    (folder / "task.json").write_text(json.dumps({**row, "episode": begun.name, "attempt": begun.attempt}))
     return folder
 
 

@@ -60,14 +60,8 @@ class Ended:
 
 async def run(command: Sequence[str], folder: Path, variables: Mapping[str, str], deadline_s: float) -> Ended:
     """Run a command to its end, or for ``deadline_s``; kill all that it started and that has its mark, whatever happens."""
-    reaper = [
-        sys.executable,
-        "-I",
-        "-S",
-        process_reaper.__file__,
-        str(Path(parent_death.__file__).parent),
-        str(os.getpid()),
-    ]
+    own = [str(Path(parent_death.__file__).parent), str(os.getpid())]
+    reaper = [sys.executable, "-I", "-S", process_reaper.__file__, *own]
     output = Output()
     try:
         process = await asyncio.create_subprocess_exec(
@@ -174,7 +168,7 @@ def _kill(applies: Callable[[str], bool]) -> int:
     """Kill the processes with such a mark, and those that they start meanwhile; return how many."""
     killed = 0
     for _ in range(_MOST_SCANS):
-        pids = _marked(applies)
+        pids = left_processes(applies)
         if not pids:
             break
         for pid in pids:
@@ -185,12 +179,8 @@ def _kill(applies: Callable[[str], bool]) -> int:
     return killed
 
 
-def left_processes() -> list[int]:
-    return _marked(_is_left)
-
-
-def _marked(applies: Callable[[str], bool]) -> list[int]:
-    pids = (int(one.name) for one in Path("/proc").glob("[0-9]*") if applies(_mark_of(one)))
+def left_processes(applies: Callable[[str], bool] | None = None) -> list[int]:
+    pids = (int(one.name) for one in Path("/proc").glob("[0-9]*") if (applies or _is_left)(_mark_of(one)))
     return [pid for pid in pids if pid != os.getpid()]
 
 
@@ -225,14 +215,8 @@ def _mark_of(process: Path) -> str:
     except OSError:  # another user's, or it has ended
         return ""
     start = f"{MARK}=".encode()
-    return next(
-        (
-            variable.removeprefix(start).decode("ascii", "replace")
-            for variable in variables
-            if variable.startswith(start)
-        ),
-        "",
-    )
+    marks = (variable.removeprefix(start) for variable in variables if variable.startswith(start))
+    return next(marks, b"").decode("ascii", "replace")
 
 
 def _is_left(process_mark: str) -> bool:

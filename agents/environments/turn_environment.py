@@ -41,7 +41,7 @@ class PlayEnvironment(EpisodeEnvironment):
             return Attempt(session, session.end(), Played("failed", problem=str(err)))
         except RowUnfit:
             raise
-        except Exception as err:  # noqa: BLE001 - an author's code, which gets rows of any kind
+        except (Exception, SystemExit) as err:  # noqa: BLE001 - an author's code, which gets rows of any kind
             raise RowUnfit(f"{type(err).__name__}: {err}") from None
         try:
             played = await play_episode(session, play, self.settings, site.executor)

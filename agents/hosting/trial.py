@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, get_args
 
 from penstock.agents.environments.episode_environment import EpisodeEnvironment
 from penstock.agents.environments.over_http.http_environment import Http
@@ -59,15 +59,12 @@ class RandomPolicy:
         if tools and self._random.random() < 0.8:
             function = self._random.choice(list(tools))["function"]
             arguments = json.dumps(self._value(function.get("parameters") or {"type": "object"}))
-            return Message(
-                "assistant",
-                tool_calls=(ToolCall(f"call_{self._random.getrandbits(48):x}", function["name"], arguments),),
-            )
+            call_id = f"call_{self._random.getrandbits(48):x}"
+            return Message("assistant", tool_calls=(ToolCall(call_id, function["name"], arguments),))
         words = _WORDS.findall(messages[-1].content)[-_MAX_WORDS:] or ["yes"]
         number = str(self._random.randint(0, 100))
-        return Message(
-            "assistant", self._random.choice([self._random.choice(words), self._random.choice(words), number])
-        )
+        drawn = [self._random.choice(words), self._random.choice(words), number]
+        return Message("assistant", self._random.choice(drawn))
 
     def _value(self, schema: Mapping[str, Any]) -> Any:
         draw = self._random
@@ -103,11 +100,9 @@ class ScriptedPolicy:
             return None
         parsed = self._format.parsed(line, tools)
         self._calls += 1
-        calls = tuple(
-            ToolCall(f"call_{self._calls}_{number}", call.name, call.arguments)
-            for number, call in enumerate(parsed.calls)
-        )
-        return Message("assistant", parsed.content, tool_calls=calls)
+        ids = (f"call_{self._calls}_{number}" for number in range(len(parsed.calls)))
+        calls = [ToolCall(one, call.name, call.arguments) for one, call in zip(ids, parsed.calls, strict=True)]
+        return Message("assistant", parsed.content, tool_calls=tuple(calls))
 
 
 @dataclass(slots=True)
@@ -138,7 +133,7 @@ async def play_trial(environment: Environment, policy: Policy, seed: int, row: R
             raise
         except Exception as err:
             raise EnvironmentFailed(f"play(): {type(err).__name__}: {err}") from err
-        messages = await _call(play.start, settings, executor)
+        messages = await call(play.start, settings.reply_deadline_s, executor)
         trial.start_s = time.perf_counter() - began
         await _turns(trial, play, policy, checked_messages(messages, is_first=True), settings, executor)
     except (EnvironmentFailed, PenstockError) as err:
@@ -147,7 +142,7 @@ async def play_trial(environment: Environment, policy: Policy, seed: int, row: R
         began = time.perf_counter()
         if play is not None:
             try:
-                await _call(play.close, settings, executor)
+                await call(play.close, settings.reply_deadline_s, executor)
             except EnvironmentFailed as err:
                 trial.problem = trial.problem or f"closing: {err}"
         trial.end_s = time.perf_counter() - began
@@ -167,7 +162,7 @@ async def _turns(
             trial.end = "no answer left"
             break
         began = time.perf_counter()
-        reply = checked_reply(await _call(functools.partial(play.step, answer), settings, executor))
+        reply = checked_reply(await call(functools.partial(play.step, answer), settings.reply_deadline_s, executor))
         trial.steps_s.append(time.perf_counter() - began)
         said.update(repr((reply.messages, reply.reward, reply.is_done)).encode("utf-8", "surrogatepass"))
         trial.reward += reply.reward
@@ -178,30 +173,22 @@ async def _turns(
             break
         messages = checked_messages(reply.messages, is_first=False)
     else:
-        score = checked_score(await _call(play.score, settings, executor))
+        score = checked_score(await call(play.score, settings.reply_deadline_s, executor))
         said.update(repr(score).encode())
         trial.reward += score
     trial.digest = said.hexdigest()
 
 
-async def _call(function: Callable[[], Any], settings: EpisodeSettings, executor: ThreadPoolExecutor) -> Any:
-    return await call(function, settings.reply_deadline_s, executor)
-
-
 def summary(policy: str, trials: Sequence[Trial]) -> dict[str, Any]:
     played = [trial for trial in trials if trial.end != "failed"]
-    turns = [len(episode.steps_s) for episode in played]
-    rewards = [episode.reward for episode in played]
     steps = [seconds for trial in trials for seconds in trial.steps_s]
     names = sorted({name for episode in played for name in episode.parts})
     return {
         "policy": policy,
         "episodes": len(trials),
-        "ends": {
-            end: sum(trial.end == end for trial in trials) for end in ("done", "truncated", "no answer left", "failed")
-        },
-        "turns": _spread(turns),
-        "reward": _spread(rewards),
+        "ends": {end: sum(trial.end == end for trial in trials) for end in get_args(End)},
+        "turns": _spread([len(episode.steps_s) for episode in played]),
+        "reward": _spread([episode.reward for episode in played]),
         "parts": {name: _mean([episode.parts.get(name, 0.0) for episode in played]) for name in names},
         "ms": {
             "start": _spread([1000 * episode.start_s for episode in played]),
@@ -225,12 +212,8 @@ def try_environment(name: str, options: TrialOptions) -> int:
     if options.episodes < 1 or options.max_turns < 1:
         raise ConfigError("--episodes and --max-turns must be at least 1")
     environment = _environment(name, options)
-    row = Row(
-        (Message("user", options.prompt),),
-        _json(options.ground_truth, "--ground-truth"),
-        _object(options.extra_info, "--extra-info"),
-        "",
-    )
+    truth, extra_info = _json(options.ground_truth, "--ground-truth"), _object(options.extra_info, "--extra-info")
+    row = Row((Message("user", options.prompt),), truth, extra_info, "")
     policies: dict[str, Callable[[int], Policy]] = {"random": RandomPolicy}
     if options.script is not None:
         lines = _lines(options.script)

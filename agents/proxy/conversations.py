@@ -19,7 +19,7 @@ _VERBS = (
     r"(?:generat|writ|creat|giv|suggest|provid|produc|mak|pick|choos|return|output|extract|propos|repl|respond|analy|determin|identif|nam|"
     r"come|need|want|what|which)\w*"
 )
-_OBJECT = r"(?:titles?|headlines?|topics?|subject lines?|commit messages?|follow-?up questions?)\b"
+_OBJECT = r"(?:titles?|headlines?|topics?|subject lines?|branch names?|commit messages?|follow-?up questions?)\b"
 _WORDS = r"\W+(?:[\w'-]+\W+){0,8}?"
 _CONVERSATION = r"(?:conversation|chat|session|dialogue|dialog|discussion|chat history|history)s?\b"
 _ASKED_BEHIND = (  # also behind the history of the main conversation
@@ -28,12 +28,15 @@ _ASKED_BEHIND = (  # also behind the history of the main conversation
     rf"|\b(?:generat|writ|creat|giv|provid|produc|mak)(?:e|ing)?\b{_WORDS}summar(?:y|ies)\b{_WORDS}{_CONVERSATION}"
     r"|\bsuggestion mode\b|\buser\b[^.!?]{0,40}\b(?:type|ask|say)\W+next\b|\buser'?s\W+next\W+(?:message|prompt|question|input)\b"
     r"|\b(?:suggest|generate|propose|write)\w*\W+(?:[\w'-]+\W+){0,8}?follow-?up\W+(?:question|prompt|message|quer)"
-    r"|\bwho\W+(?:[\w'-]+\W+){0,3}?(?:speak|talk|repl(?:y|ies)|respond)s?\W+next\b|\bnext[_ -]speaker\b"
+    r"|\bwho\W+(?:[\w'-]+\W+){0,3}?(?:speak|talk|repl(?:y|ies)|respond)s?\W+next\b|\bnext[_ -](?:speaker|role)\b"
+    r"|\brecap\b[^.!?]{0,40}\b(?:words|sentences?|lines?)\b|\bwhere we left off\b|\bcontext checkpoint\b|\bhand-?off summary\b"
+    rf"|\b{_TALK}[^.!?]{{0,60}}\b(?:stuck|in a loop|repetitive)\b"
 )
 _BEHIND = re.compile(_ASKED_BEHIND, re.IGNORECASE)
 _ALONE = re.compile(
     rf"{_ASKED_BEHIND}|\b{_VERBS}{_WORDS}{_OBJECT}|^\W*{_OBJECT}\W|\b(?:title|topic|summary)\W+(?:generator|writer|extractor|summarizer)"
     rf"|\bsummari[sz](?:es?|ing)\b{_WORDS}{_TALK}|\b(?:name|emoji|icon|label|tags?|topics?|keywords?)\b[^.!?]{{0,60}}\b{_TALK}"
+    rf"|\bdescription of\W+(?:this|the|our)\W+{_TALK}|\bmemor(?:y|ies)\W+(?:writ|manag|extract)\w*|\bstate summary\b"
     r"|^\W*(?:quota|ping|warm-?up)\W*$|\bprocess\w* bash commands?\b|\bcommand prefix|\bfile ?paths?\b[^.!?]{0,40}\bcommand\b"
     r"|\b(?:is|are|does|do|check|classify|determine|decide|judge)\b[^.!?]{0,80}\b(?:un)?safe\b(?!\W+to\b)"
     r"|\b(?:violat|comply with|compliant with|against)\w*\W+(?:[\w'-]+\W+){0,4}?(?:polic(?:y|ies)|guidelines?)\b|\bmoderat(?:ion|or)\b",
@@ -160,12 +163,11 @@ def _is_side(talk: Conversation, known: Iterable[str], task: str) -> bool:
 
 def _carried(turns: Sequence[SampledTurn], talks: Sequence[Conversation]) -> dict[int, list[str]]:
     """Return the summaries that the text of a root goes on from, by the root's number."""
-    asked = [
-        turn
-        for turn in turns
-        if any(_SUMMARY.search(end) for message in turn.new_messages for end in _ends(message.content))
-    ]
-    asked = [turn for turn in asked if turn.answer.content.strip()]
+
+    def asks(turn: SampledTurn) -> bool:
+        return any(_SUMMARY.search(end) for message in turn.new_messages for end in _ends(message.content))
+
+    asked = [turn for turn in turns if turn.answer.content.strip() and asks(turn)]
     carried: dict[int, list[str]] = {}
     for talk in talks:
         texts = [message.content for message in talk.root.new_messages]

@@ -20,9 +20,8 @@ from penstock.protocol.images.admission import AdmittedImage
 
 _KEY_BYTES = 16
 _WORDS = {"true": True, "false": False, "none": None, "null": None}
-Declared: TypeAlias = Literal[
-    "", "main", "side"
-]  # the conversation of a request, as the agent declares it; empty: it does not
+# The conversation of a request, as the agent declares it; empty: it does not.
+Declared: TypeAlias = Literal["", "main", "side"]
 Part: TypeAlias = str | bytes | AdmittedImage  # a text; an image as it was sent; the same, decoded once within limits
 
 
@@ -46,13 +45,8 @@ def unsupported(what: str, param: str) -> RequestRefused:
 
 
 def constrained(param: str) -> RequestRefused:
-    return RequestRefused(
-        400,
-        "constrained_decoding",
-        f"{param} constrains decoding: the log-probabilities would be of another distribution than the trained one; leave it out, "
-        "and let the reward judge the form",
-        param=param,
-    )
+    said = f"{param} constrains decoding: the log-probabilities would be of another distribution than the trained one"
+    return invalid(f"{said}; leave it out, and let the reward judge the form", param, code="constrained_decoding")
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,16 +26,9 @@ from penstock.protocol.errors import MalformedData
 _MARKERS = ("SEAM7f3a9c", "SEAMb41d60")  # as the answer's content; the second where a message contains the first
 _PLAIN_ROLES = frozenset({"user", "tool"})  # whose texts are written by neither the policy nor the agent's author
 _KEPT_CHARACTERS = 2 * 1024**2  # of prompts whose ids are kept, about 20 MB with them
-_TOOLS = (
-    {
-        "type": "function",
-        "function": {
-            "name": "look",
-            "description": "Look a word up.",
-            "parameters": {"type": "object", "properties": {"word": {"type": "string"}}},
-        },
-    },
-)
+_SCHEMA = {"type": "object", "properties": {"word": {"type": "string"}}}
+_LOOK = {"name": "look", "description": "Look a word up.", "parameters": _SCHEMA}
+_TOOLS = ({"type": "function", "function": _LOOK},)
 _CALL = ToolCall("call00001", "look", '{"word": "sun"}')  # ids that every template takes
 _OTHER = ToolCall("call00002", "look", '{"word": "moon"}')
 _RESULT, _OTHER_RESULT = (Message("tool", one, tool_call_id=n.id) for one, n in (("star", _CALL), ("rock", _OTHER)))

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import hashlib
 import json
 import secrets
@@ -68,11 +69,14 @@ def _asked(scope: Scope) -> tuple[str, str, str, Api]:
         first,
         secret,
         name,
-        APIS.get(name, APIS["messages" if _is_of_anthropic(name, scope) else "chat/completions"]),
+        APIS.get(name) or APIS["messages" if _is_of_anthropic(name, scope) else "chat/completions"],
     )
 
 
-def _refusal(status: int, text: str, scope: Scope) -> Response:
+def _refusal(proxy: AgentProxy, status: int, text: str, scope: Scope) -> Response:
+    if status == 503:
+        with contextlib.suppress(RequestRefused):
+            proxy.find(_asked(scope)[1]).fail("server_busy")
     code = "request_too_large" if status == 413 else "server_busy" if status == 503 else "invalid_request"
     headers = {"retry-after": "1"} if status == 503 else None
     return JSONResponse(_asked(scope)[3].error(RequestRefused(status, code, text)), status, headers=headers)
@@ -82,7 +86,7 @@ def guarded(proxy: AgentProxy, hosts: Sequence[str] | None) -> Guard:
     """Return the proxy's app behind the checks of every server; the secret of an episode in its path is what a sender has to know."""
     limit = proxy.limits.max_body_bytes
     fix = "the Host header must be localhost or 127.0.0.1"
-    rules = Rules(hosts, any_body=True, answer=_refusal, fix=fix)
+    rules = Rules(hosts, any_body=True, answer=functools.partial(_refusal, proxy), fix=fix)
     return Guard(ProxyApp(proxy), rules, max_bytes=limit, max_total_bytes=_MAX_BODIES * limit)
 
 
@@ -94,6 +98,7 @@ class ProxyApp:
         if scope["type"] != "http":
             return
         first, secret, name, api = _asked(scope)
+        episode: EpisodeSession | None = None
         try:
             if first != "episodes" or (name not in APIS and name not in ("models", _COUNT_TOKENS)):
                 raise RequestRefused(404, "not_found", f"{scope['path'].rpartition('/')[2][:80]}: no such path")
@@ -108,10 +113,10 @@ class ProxyApp:
             await _send_json(send, refused.status, api.error(refused))
         except Exception:
             log.exception("request failed", path=name)
-            internal = RequestRefused(
-                500, "internal_error", "internal error of the proxy, please report; see the worker's log"
-            )
-            await _send_json(send, 500, api.error(internal))
+            if episode is not None:
+                episode.fail("internal_error")
+            said = "internal error of the proxy, please report; see the worker's log"
+            await _send_json(send, 500, api.error(RequestRefused(500, "internal_error", said)))
 
     async def _answer(
         self, api: Api, name: str, episode: EpisodeSession, scope: Scope, receive: Receive, send: Send

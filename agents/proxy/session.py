@@ -49,9 +49,8 @@ class EpisodeLimits(RequestRules):
     max_stored_tokens: int = Field(default=4_000_000, ge=1)  # that are recorded of one episode, at 8 to 12 bytes each
     answer_deadline_s: float = Field(default=900.0, gt=0)
     body_deadline_s: float = Field(default=60.0, gt=0)  # for a client to send a request
-    stream_wait_s: float = Field(
-        default=60.0, ge=0
-    )  # before the status 200 of a stream; an error until then has its own
+    # Before the status 200 of a stream; an error until then has its own.
+    stream_wait_s: float = Field(default=60.0, ge=0)
     stream_comment_s: float = Field(default=3.0, gt=0)  # between the comments that keep a stream open
     # That a call goes on after its client has disconnected, in which a retry may join it.
     retry_grace_s: float = Field(default=5.0, ge=0)
@@ -175,6 +174,11 @@ class EpisodeSession:
         elif status >= 500 and number > self._answered_request:
             self.failed_by, self._failed_request = code, max(self._failed_request, number)
 
+    def fail(self, code: str) -> None:
+        """Note a request that failed before it was read, or behind its answer, through no fault of the agent."""
+        self._num_requests += 1
+        self.failed_by, self._failed_request = code, self._num_requests
+
     async def count_tokens(self, request: AgentRequest) -> int:
         """Return the number of tokens of the prompt that a request would have now; raises RequestRefused."""
         self.counts["token_counts"] += 1
@@ -230,9 +234,7 @@ class EpisodeSession:
 
     def _check_limits(self) -> None:
         if len(self.tree.turns) + self._num_running >= self._limits.max_turns:
-            raise RequestRefused(
-                400, "max_turns", f"episode {self.id} has had its {self._limits.max_turns} answers: end it"
-            )
+            raise invalid(f"episode {self.id} has had its {self._limits.max_turns} answers: end it", code="max_turns")
         if self._num_running >= self._limits.max_running:
             raise RequestRefused(
                 429, "too_many_requests", f"{self._num_running} requests of episode {self.id} are running: wait for one"
@@ -283,19 +285,12 @@ class EpisodeSession:
         sampling, context = self._sampling, self._model.context_tokens
         room = sampling.max_new_tokens if context is None else context - prompt_tokens
         if room < 1:
-            raise RequestRefused(
-                400,
-                "context_length_exceeded",
-                f"the messages have {prompt_tokens} tokens, and the model's context is {context}: shorten them",
-                param="messages",
-            )
+            said = f"the messages have {prompt_tokens} tokens, and the model's context is {context}: shorten them"
+            raise invalid(said, "messages", code="context_length_exceeded")
         max_new = min(sampling.max_new_tokens, room, request.max_tokens or sampling.max_new_tokens)
         if self.tree.num_stored_tokens + prompt_tokens + max_new > self._limits.max_stored_tokens:
-            raise RequestRefused(
-                400,
-                "max_stored_tokens",
-                f"episode {self.id} holds {self.tree.num_stored_tokens} tokens of at most {self._limits.max_stored_tokens}: end it",
-            )
+            held = f"{self.tree.num_stored_tokens} tokens of at most {self._limits.max_stored_tokens}"
+            raise invalid(f"episode {self.id} holds {held}: end it", code="max_stored_tokens")
         stop = tuple(dict.fromkeys((*sampling.stop, *request.stop)))
         if len(stop) > _MAX_STOP_STRINGS:
             raise invalid(f"{len(stop)} stop strings, at most {_MAX_STOP_STRINGS} with the task's own", "stop")

@@ -15,12 +15,11 @@ from penstock import __version__
 from penstock.agents.hosting import commands as environments
 from penstock.console.cli import model_verbs, reward_verbs, run_verbs, service_verbs, train_verbs
 from penstock.console.cli.options import INSPECT, SERVE, START, SampleOptions
-from penstock.console.terminal import printable
+from penstock.console.terminal import complaint
 from penstock.protocol import command_line, process_end
 from penstock.protocol.command_line import FLAT, Help, Json, RunArguments, RunName, application
 from penstock.protocol.errors import PenstockError
 from penstock.protocol.process_end import ends_quietly
-from penstock.protocol.secret_values import scrub
 
 app = application(
     "penstock",
@@ -217,7 +216,7 @@ def run(arguments: Sequence[str] | None = None) -> int:
         with ends_quietly():
             return command_line.run(app, tokens or ["--help"])
     except PenstockError as err:
-        print(f"penstock: {printable(scrub(str(err)))}", file=sys.stderr)
+        print(f"penstock: {complaint(err)}", file=sys.stderr)
         return 1
     except EOFError:  # Ctrl-D instead of an answer
         return 1

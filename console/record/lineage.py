@@ -314,7 +314,7 @@ def _show_group(history: GroupHistory, console: Console, *, full: bool) -> None:
             f"trained in step {use['step']}, on version {use['trained_version']}: version {use['made_version']}"
         )
     if history.dropped:
-        console.print(f"dropped: {history.dropped}")
+        console.print(Text(one_line(f"dropped: {history.dropped}")))
     elif history.evaluated:
         console.print("evaluated")
     elif not history.uses:

@@ -19,11 +19,11 @@ import httpx
 from penstock.console import launch
 from penstock.console.connections import NamedRun
 from penstock.console.report.event_fields import read_object, setting
+from penstock.console.terminal import complaint, printable
 from penstock.console.tools.runs import unknown_run
 from penstock.protocol.errors import ConfigError, PenstockError
 from penstock.protocol.files import json_value
 from penstock.protocol.model_folder import refuse_adapter
-from penstock.protocol.secret_values import scrub
 
 _START_S = 120.0  # a cold import of torch on a busy machine
 _ANSWER_S = 600.0
@@ -182,11 +182,15 @@ def chat(
             return engine.answer([*history, question], temperature=temperature, max_tokens=most_tokens)
 
         if prompt is not None:
-            print(ask(start, prompt))
+            print(_shown(ask(start, prompt)))
             return 0
         _greet(run.id, is_chat=engine.is_chat, keep=keep)
         _converse(start, ask, keep=keep)
     return 0
+
+
+def _shown(answer: str) -> str:
+    return printable(answer) if sys.stdout.isatty() else answer
 
 
 def _converse(start: Sequence[Message], ask: Callable[[Sequence[Message], str], str], *, keep: bool) -> None:
@@ -198,9 +202,9 @@ def _converse(start: Sequence[Message], ask: Callable[[Sequence[Message], str], 
             try:
                 answer = ask(history, line)
             except ChatRefused as err:  # this line, not the conversation
-                print(scrub(f"penstock: {err}"), file=sys.stderr)
+                print(complaint(f"penstock: {err}"), file=sys.stderr)
                 continue
-            print(answer, flush=True)
+            print(_shown(answer), flush=True)
             if keep:
                 history += [{"role": "user", "content": line}, {"role": "assistant", "content": answer}]
 

@@ -1,4 +1,4 @@
-"""`penstock runs rm`: remove what a run has in the object store, on NATS and on this machine.
+"""`penstock runs rm`: remove what a run has in the object store, on NATS and on this machine, in `/dev/shm` where its workers were killed.
 
 Buckets and streams are removed first, then the objects, the stream of events last. NATS refuses the first step to a login
 that may not delete, before an object is gone: the object store's key is often shared by all logins. After an interruption
@@ -24,6 +24,7 @@ from penstock.protocol.record.stored_record import users_of_input
 from penstock.protocol.transport.blobs import Blobs
 from penstock.protocol.transport.bus import Bus
 from penstock.protocol.transport.key_value import Entry
+from penstock.protocol.weights.shared_segments import SharedSegments
 
 
 class RunIsActive(PenstockError):
@@ -82,6 +83,7 @@ def remove_run(run: NamedRun, *, yes: bool, folder: bool, force: bool) -> int:
                 f"{own_store} also holds {', '.join(others)}, which would be removed too; copy what you need of them "
                 "(penstock weights export), or add --force"
             )
+    SharedSegments(run.id).clear_abandoned()
     if its_servers_run:
         print(f"kept {here}: the run's own servers are using it")
     elif here.is_dir():

@@ -21,12 +21,12 @@ from penstock.console import connections
 from penstock.console.connections import NamedRun
 from penstock.console.report import curves
 from penstock.console.report.event_fields import number, read_object, setting
-from penstock.console.terminal import one_line, print_table, printable
+from penstock.console.terminal import complaint, one_line, print_table, printable
 from penstock.protocol import streams
 from penstock.protocol.errors import BusError, ConfigError, MissingStream
 from penstock.protocol.files import read_regular
 from penstock.protocol.record.run_folder import FAILURE, RUN_LOCK, is_lock_held
-from penstock.protocol.secret_values import hide, scrub
+from penstock.protocol.secret_values import hide
 from penstock.protocol.subjects import RUN_ID
 
 if TYPE_CHECKING:
@@ -87,7 +87,7 @@ def print_list(arguments: Sequence[str], environ: Mapping[str, str], *, as_json:
             with Bus.connect(loaded.settings.nats, name="runs", deadline_s=3.0) as bus:
                 lines = merge(lines, list_broker(bus))
         except BusError as err:
-            print(scrub(f"penstock: runs on NATS are not listed: {err}"), file=sys.stderr)
+            print(complaint(f"penstock: runs on NATS are not listed: {err}"), file=sys.stderr)
     if as_json:
         print(json.dumps([asdict(line) for line in lines]))
     elif lines:

@@ -17,7 +17,7 @@ from penstock.console.tools.runs import existing_folder
 from penstock.protocol import seals
 from penstock.protocol.config.sources import ENVIRONMENT_PREFIX, KeyPath, leaves
 from penstock.protocol.errors import ConfigError
-from penstock.protocol.files import read_regular
+from penstock.protocol.files import links_below, read_regular
 from penstock.protocol.secret_values import MASK
 
 _SECRETS = frozenset({"nats.password", "s3.secret_key", "s3.session_token", "reward_service.token"})
@@ -49,6 +49,8 @@ def trust(run: NamedRun, *, yes: bool, defaults: Mapping[str, Any] | None = None
         print(f"{name}: {_USES[name]}")
         for key, value in _shown(folder / name, content, usual):
             print(f"  {one_line(key)} = {one_line(value)}")
+    for link in links_below(folder) if unsealed else ():
+        print(f"{one_line(link.relative_to(folder))}: what is written there is written to {one_line(link.resolve())}")
     if not unsealed:
         print(f"run {run}: this user wrote, or trusts, every file that is used")
     elif not agreed(f"use all of it as if this user had written it in {folder}?", yes=yes):

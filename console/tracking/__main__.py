@@ -16,6 +16,7 @@ from pathlib import Path
 
 from penstock.console.connections import NamedRun
 from penstock.console.report import curves
+from penstock.console.terminal import complaint
 from penstock.console.tracking import consumer
 from penstock.console.tracking.consumer import Consumer, Job
 from penstock.console.tracking.interface import TRACKERS, Destination
@@ -24,7 +25,6 @@ from penstock.console.tracking.trackers import TrackSettings, load_settings
 from penstock.protocol import logs
 from penstock.protocol.command_line import RunArguments, program
 from penstock.protocol.errors import ConfigError, PenstockError
-from penstock.protocol.secret_values import scrub
 from penstock.protocol.transport.bus import Bus
 
 _CONNECT_S = 60.0
@@ -57,7 +57,7 @@ def write(
         with consumer.opened(job.folder, label) as file, _opened_events(settings, job, training, stop) as events:
             done = Consumer(job, events, file, stop).work()
     except PenstockError as err:
-        print(scrub(f"penstock track: {label}: {err}"), file=sys.stderr)
+        print(complaint(f"penstock track: {label}: {err}"), file=sys.stderr)
         return _ERROR if isinstance(err, ConfigError) else 1
     repeated = f", {done.num_repeated} repeated after a resume left out" if done.num_repeated else ""
     print(f"{label}: {done.num_rows} rows written{repeated}", file=sys.stderr)

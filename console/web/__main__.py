@@ -11,9 +11,9 @@ import sys
 from collections.abc import Sequence
 
 from penstock.console.lean_imports import UNUSED_BY_CONSOLE, lean_imports
+from penstock.console.terminal import complaint
 from penstock.protocol import process_end
 from penstock.protocol.errors import PenstockError
-from penstock.protocol.secret_values import scrub
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -24,7 +24,7 @@ def main(arguments: Sequence[str]) -> int:
     try:
         return serve(arguments, os.environ, port=0, as_json=True)
     except PenstockError as err:
-        print(scrub(f"penstock: {err}"), file=sys.stderr)
+        print(complaint(f"penstock: {err}"), file=sys.stderr)
         return 1
 
 

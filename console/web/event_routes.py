@@ -44,6 +44,7 @@ from penstock.protocol import streams, subjects
 from penstock.protocol.errors import PenstockError
 from penstock.protocol.facts import RunEvent
 from penstock.protocol.files import atomic_write
+from penstock.protocol.record import run_folder
 from penstock.protocol.transport.bus import Bus
 from penstock.serving import strict_json
 
@@ -127,6 +128,7 @@ def log_events(caller: Logger, run: RunName, web: Context, body: LoggedEvents) -
         raise Problem(409, detail, expected="a new name, or a run that POST /metrics created", got=run, fix=fix)
     if not folder.exists():
         actions.refuse_too_many(web)
+    run_folder.refuse_links(folder)
     place.mkdir(parents=True, exist_ok=True)
     with job_file.locked(place / "log.lock", f"run {run}"):
         owner = read_object(place / _OWNER)

@@ -2,7 +2,7 @@
 
 Assignments, arrays and commands are read and never executed. Variables that a script assigns are substituted, with their defaults
 (``${N:-8}``) and integer arithmetic; what comes from outside (``$HOME``, ``$1``) or from a command (``$(…)``) is marked, to be named
-in the report.
+in the report. Of ``if`` and ``case`` the part is read that the assigned variables choose; what nothing assigns is empty in a test.
 """
 
 from __future__ import annotations
@@ -13,16 +13,13 @@ import re
 import shlex
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any
+from fnmatch import fnmatchcase
 
+from penstock.deploy.config_import.foreign_tree import OUTSIDE, UNASSIGNED, Budget, Found, marked
 from penstock.protocol.config.sources import scalar
 from penstock.protocol.errors import ConfigError
 
-UNASSIGNED = "\ue001"  # stands around the name of a variable that the file does not assign
-OUTSIDE = {"HOME": str(Path.home())}  # variables of the environment that are the same here
 _MAX_SCRIPT = 256 * 1024  # a character takes up to 20 µs
-_MAX_CHARS = 1024**2  # that variables and references become
 _ASSIGNMENT = re.compile(r"(?:export\s+|declare\s+(?:-\w+\s+)?|local\s+|readonly\s+)?([A-Za-z_]\w*)(\+?)=")
 _VARIABLE = re.compile(r"\$(?:\{([A-Za-z_]\w*)(\[@\]|\[\*\])?(?::?-([^{}]*))?\}|([A-Za-z_]\w*)|([@*#?0-9]))")
 _COMMAND = re.compile(r"\$\((?!\()[^()]*\)|`[^`]*`")
@@ -36,6 +33,21 @@ _RUN = "\ue003"  # what a command prints
 _MAX_NESTED = 4  # commands in commands
 _MAX_SOURCED = 16  # files
 _LAUNCHERS = ("python", "torchrun", "accelerate", "deepspeed", "trl", "ray", "openrlhf", "uv", "swift")
+_WRAPPERS = (
+    "bash",
+    "sh",
+    "nohup",
+    "exec",
+    "time",
+    "timeout",
+    "env",
+    "numactl",
+    "srun",
+    "mpirun",
+    "conda",
+    "poetry",
+)  # start a program
+_PATTERN = re.compile(r"\(?((?:[^\s()|]+\s*\|\s*)*[^\s()|]+)\)(?:\s+(.*))?", re.DOTALL)  # of a case
 _STARTERS = ("accelerate", "torchrun", "deepspeed", "torch.distributed.run", "torch.distributed.launch")
 _MODULE = {"-m", "--module"}  # then no file is the program
 _OPERATORS: dict[type[ast.operator], Callable[[int, int], int]] = {
@@ -45,65 +57,17 @@ _OPERATORS: dict[type[ast.operator], Callable[[int, int], int]] = {
 
 
 @dataclass(slots=True)
-class Found:
-    """The keys of a file, dotted and spelt with underscores, and the words of the commands in it."""
+class _Choice:
+    """An ``if``, or a ``case`` of a subject, around a statement: whether its present part is read, and whether the chosen one was."""
 
-    values: dict[str, Any] = field(default_factory=dict)
-    commands: list[str] = field(default_factory=list)
-    variables: set[str] = field(
-        default_factory=set
-    )  # keys, and tables with a dot at their end, that other keys refer to
-    inherited: set[str] = field(default_factory=set)  # keys of the files that it names, and not of itself
+    subject: str | None = None
+    is_read: bool = False
+    is_over: bool = False
 
-    def add(self, key: str, value: Any) -> None:
-        """Set a key; a later value replaces an earlier one. hydra's +key sets, ~key removes."""
-        spelt = key.strip().lstrip("+").replace("-", "_")
-        if spelt.startswith("~"):
-            self.values.pop(spelt[1:], None)
-            return
-        spelt = spelt.lower() if spelt.isupper() else spelt
-        self.values.pop(spelt, None)
-        self.values[spelt] = value
-
-
-def marked(name: str) -> str:
-    """Return the text that stands for a variable without a value."""
-    return f"{UNASSIGNED}{name}{UNASSIGNED}"
-
-
-def unassigned(value: Any) -> list[str]:
-    """Return the names of the variables in a value that the file does not assign."""
-    return list(dict.fromkeys(_names(value)))
-
-
-def _names(value: Any) -> Iterator[str]:
-    if isinstance(value, list):
-        for item in value:
-            yield from _names(item)
-    elif isinstance(value, str):
-        yield from value.split(UNASSIGNED)[1::2]
-
-
-def readable(value: Any) -> Any:
-    if isinstance(value, list):
-        return [readable(item) for item in value]
-    if not isinstance(value, str):
-        return value
-    parts = value.split(UNASSIGNED)
-    parts[1::2] = [name if name.startswith("$") else f"${{{name}}}" for name in parts[1::2]]
-    return "".join(parts)
-
-
-class Budget:
-    """The characters that variables and references of a file may still become."""
-
-    _left = _MAX_CHARS
-
-    def take(self, text: str, times: int = 1) -> str:
-        self._left -= len(text) * times
-        if self._left < 0:
-            raise ValueError(f"its variables become more than {_MAX_CHARS} characters")
-        return text
+    def next_part(self, holds: bool | None) -> None:
+        """Begin a part whose test holds, does not, or may: None."""
+        self.is_read = holds is not False and not self.is_over
+        self.is_over |= holds is True
 
 
 @dataclass(slots=True)
@@ -116,6 +80,7 @@ class _Script:
     arrays: dict[str, list[str]] = field(default_factory=dict)
     budget: Budget = field(default_factory=Budget)
     sourced: int = 0
+    choices: list[_Choice] = field(default_factory=list)
 
 
 def read_shell(name: str, text: str, beside: Callable[[str], str | None] = lambda _: None) -> Found:
@@ -137,9 +102,75 @@ def _read_all(name: str, text: str, script: _Script) -> None:
         raise ConfigError(f"{name}: a script of {len(text)} characters, the limit is {_MAX_SCRIPT}")
     for number, statement in _statements(text):
         try:
-            _read(statement, script)
+            _read_parts(statement, script)
         except ValueError as err:  # shlex: no closing quotation; or the budget
             raise ConfigError(f"{name}:{number}: not a readable shell command: {err}") from None
+
+
+def _read_parts(statement: str, script: _Script) -> None:
+    is_met = True  # the test before &&
+    for part, is_last in _parts(statement):
+        if chosen := _chosen(part.strip(), script):
+            is_test = not is_last and chosen.startswith("[")
+            if is_met and not is_test:
+                _read(chosen, script)
+            is_met = _holds(chosen, script) is True if is_test else is_last or is_met
+
+
+def _parts(statement: str) -> Iterator[tuple[str, bool]]:
+    """Yield the commands between ``;`` and ``&&`` outside of quotes and brackets, and whether it is the last of those joined by ``&&``."""
+    part, depth = "", 0
+    for character, quote in _in_quotes(statement):
+        depth += 0 if quote else (character == "(") - (character == ")")
+        part += character
+        if not quote and depth <= 0 and part.endswith((";", "&&")):
+            yield part.rstrip(";&"), character == ";"
+            part, depth = "", 0
+    yield part, True
+
+
+def _chosen(part: str, script: _Script) -> str:
+    """Return a command without the words of ``if`` and ``case`` before it; empty where another part of these is chosen."""
+    choices = script.choices
+    word, _, rest = part.partition(" ")
+    if word in ("if", "case"):
+        choices.append(_Choice(_assigned("".join(_words(rest, script)[:1])) if word == "case" else None))
+    if word in ("fi", "esac"):
+        del choices[-1:]
+    elif word in ("if", "elif", "else") and choices:
+        choices[-1].next_part(True if word == "else" else _holds(rest, script))
+    elif choices and choices[-1].subject is not None and (pattern := _PATTERN.fullmatch(part)):
+        choices[-1].next_part(any(fnmatchcase(choices[-1].subject, one.strip(" \"'")) for one in pattern[1].split("|")))
+        return _chosen(pattern[2] or "", script)
+    if word in ("then", "else", "do") and rest:
+        return _chosen(rest, script)
+    is_read = all(choice.is_read for choice in choices)
+    return part if is_read and word not in ("if", "elif", "else", "case", "fi", "esac") else ""
+
+
+def _assigned(text: str) -> str:
+    """Return a text in which variables that nothing assigns are empty; what commands print stays marked."""
+    parts = text.split(UNASSIGNED)
+    parts[1::2] = [marked(name) if name.startswith("$") else "" for name in parts[1::2]]
+    return "".join(parts)
+
+
+def _holds(test: str, script: _Script) -> bool | None:
+    """Return whether a test of texts or numbers holds; None for another test, and for one of what a command prints."""
+    words = [_assigned(word) for word in _words(test, script)]
+    if any(UNASSIGNED in word for word in words):
+        return None
+    match words[1:-1] if words[:1] in (["["], ["[["]) and words[-1] in ("]", "]]") else words:
+        case [("true" | "false") as word]:
+            return word == "true"
+        case [("-z" | "-n") as sign, text]:
+            return bool(text) == (sign == "-n")
+        case [one, ("=" | "==" | "!=") as sign, other]:
+            return fnmatchcase(one, other) != (sign == "!=")
+        case [one, ("-eq" | "-ne" | "-lt" | "-le" | "-gt" | "-ge") as sign, other] if one.isdigit() and other.isdigit():
+            return bool(getattr(operator, sign[1:])(int(one), int(other)))
+        case _:
+            return None
 
 
 def _statements(text: str) -> Iterator[tuple[int, str]]:
@@ -171,7 +202,7 @@ def _statements(text: str) -> Iterator[tuple[int, str]]:
 
 
 def _in_quotes(text: str, quote: str = "") -> Iterator[tuple[str, str]]:
-    """Yield every character with the quote that holds it, empty for none and in comments."""
+    """Yield every character with the quote that holds it: empty for none, # in comments."""
     is_escaped = is_comment = False
     previous = " "
     for character in text:
@@ -188,12 +219,12 @@ def _in_quotes(text: str, quote: str = "") -> Iterator[tuple[str, str]]:
         else:
             is_comment = character == "#" and previous.isspace()
         previous = character
-        yield character, quote
+        yield character, "#" if is_comment else quote
 
 
 def _quote_after(line: str, quote: str = "") -> str:
     *_, (_, last) = [("", quote), *_in_quotes(line, quote)]
-    return last
+    return last.strip("#")
 
 
 def _read(statement: str, script: _Script) -> None:
@@ -217,21 +248,30 @@ def _read(statement: str, script: _Script) -> None:
         )  # "$(dirname "$0")/models/x.sh": that folder is the script's
         if name and (text := script.beside(name)):
             _read_all(name, text, script)
-    elif _starts_training(words) or (
+    elif words and words[0].rpartition("/")[2] in _WRAPPERS and "-c" in words[:-1]:  # bash -c 'a && b'
+        _read_parts(words[words.index("-c") + 1], script)
+    elif (started := _training(words)) or (
         words and words[0].startswith("--") and script.found.commands
     ):  # no "\\" before it
+        words = started or words
         script.found.commands.append(" ".join(words))
         words = words if words[0][0] != "-" else ["", *words]
         _options(words, script.found)
 
 
-def _starts_training(words: list[str]) -> bool:
-    if not words or words[:2] == ["ray", "start"] or "-c" in words[:3]:
-        return False
-    program = words[0].rpartition("/")[2]
-    if program in ("bash", "sh", "nohup", "exec", "time"):
-        return len(words) > 1 and _starts_training(words[1:])
-    return program.startswith(_LAUNCHERS) or (program.endswith((".sh", ".py")) and len(words) > 1)
+def _training(words: list[str]) -> list[str]:
+    """Return the words of a command from the program that trains on; none for another command."""
+    program = words[0].rpartition("/")[2] if words else ""
+    if program in _WRAPPERS:
+        place = next((place for place, word in enumerate(words) if place and _is_program(word)), len(words))
+        return _training(words[place:])
+    is_other = not _is_program(program) or words[1:2] == ["start"] or "-c" in words[:3]
+    return [] if is_other or (len(words) == 1 and program.endswith((".sh", ".py"))) else words
+
+
+def _is_program(word: str) -> bool:
+    name = word.rpartition("/")[2]
+    return name.startswith(_LAUNCHERS) or name.endswith((".sh", ".py")) or name in _WRAPPERS
 
 
 def _options(words: list[str], foreign_config: Found) -> None:
@@ -297,7 +337,7 @@ def _words(text: str, script: _Script) -> list[str]:
 
 def _with_marks(text: str) -> str:
     """Return the text with dollars in single quotes replaced, as no variable is meant there, and those outside of quotes marked."""
-    marks = {"'": _LITERAL, '"': "$", "": f"{_BARE}$"}
+    marks = {"'": _LITERAL, '"': "$", "": f"{_BARE}$", "#": "$"}
     return "".join(marks[quote] if character == "$" else character for character, quote in _in_quotes(text))
 
 

@@ -1,24 +1,90 @@
-"""Read a YAML or JSON configuration of another system: keys with values, after Hydra's ``defaults`` and references ``${…}`` are resolved."""
+"""The keys that a file of another system has, and how those of YAML and JSON are read: after Hydra's ``defaults`` and references ``${…}`` are resolved."""
 
 from __future__ import annotations
 
 import json
 import posixpath
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import yaml
 
-from penstock.deploy.config_import.foreign_file import OUTSIDE, Budget, Found, marked
 from penstock.protocol.config.sources import leaves
 from penstock.protocol.errors import ConfigError
 
+UNASSIGNED = "\ue001"  # stands around the name of a variable that the file does not assign
+OUTSIDE = {"HOME": str(Path.home())}  # variables of the environment that are the same here
+_MAX_CHARS = 1024**2  # that variables and references become
 _EXPONENT = re.compile(r"[+-]?\d+(\.\d*)?[eE][+-]?\d+")  # YAML 1.1 reads 1e-6 as a text
 _REFERENCE = re.compile(r"\$\{([^${}]*)\}")
 _MAX_DEFAULTS = 128  # files that a configuration of Hydra and those in its defaults name
 _MAX_ROUNDS = 20  # references to references
 _MAX_VALUES = 100_000  # of a YAML file, those of an alias counted at each use
+
+
+@dataclass(slots=True)
+class Found:
+    """The keys of a file, dotted and spelt with underscores, and the words of the commands in it."""
+
+    values: dict[str, Any] = field(default_factory=dict)
+    commands: list[str] = field(default_factory=list)
+    variables: set[str] = field(
+        default_factory=set
+    )  # keys, and tables with a dot at their end, that other keys refer to
+    inherited: set[str] = field(default_factory=set)  # keys of the files that it names, and not of itself
+
+    def add(self, key: str, value: Any) -> None:
+        """Set a key; a later value replaces an earlier one. hydra's +key sets, ~key removes."""
+        spelt = key.strip().lstrip("+").replace("-", "_")
+        if spelt.startswith("~"):
+            self.values.pop(spelt[1:], None)
+            return
+        spelt = spelt.lower() if spelt.isupper() else spelt
+        self.values.pop(spelt, None)
+        self.values[spelt] = value
+
+
+def marked(name: str) -> str:
+    """Return the text that stands for a variable without a value."""
+    return f"{UNASSIGNED}{name}{UNASSIGNED}"
+
+
+def unassigned(value: Any) -> list[str]:
+    """Return the names of the variables in a value that the file does not assign."""
+    return list(dict.fromkeys(_names(value)))
+
+
+def _names(value: Any) -> Iterator[str]:
+    if isinstance(value, list):
+        for item in value:
+            yield from _names(item)
+    elif isinstance(value, str):
+        yield from value.split(UNASSIGNED)[1::2]
+
+
+def readable(value: Any) -> Any:
+    if isinstance(value, list):
+        return [readable(item) for item in value]
+    if not isinstance(value, str):
+        return value
+    parts = value.split(UNASSIGNED)
+    parts[1::2] = [name if name.startswith("$") else f"${{{name}}}" for name in parts[1::2]]
+    return "".join(parts)
+
+
+class Budget:
+    """The characters that variables and references of a file may still become."""
+
+    _left = _MAX_CHARS
+
+    def take(self, text: str, times: int = 1) -> str:
+        self._left -= len(text) * times
+        if self._left < 0:
+            raise ValueError(f"its variables become more than {_MAX_CHARS} characters")
+        return text
 
 
 def read_json(name: str, text: str) -> Found:

@@ -17,8 +17,9 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from penstock.deploy.config_import.foreign_file import Found, read_shell
-from penstock.deploy.config_import.foreign_tree import read_json, read_yaml
+from penstock.console.terminal import complaint, one_line
+from penstock.deploy.config_import.foreign_file import read_shell
+from penstock.deploy.config_import.foreign_tree import Found, read_json, read_yaml
 from penstock.deploy.config_import.rule_forms import Kind, Line, Translation
 from penstock.deploy.config_import.source_defaults import SilentDefault, differing, silent_defaults
 from penstock.deploy.config_import.translate import detect, own_section, translate
@@ -27,7 +28,6 @@ from penstock.protocol.config.foreign_config import SYSTEMS
 from penstock.protocol.config.run_file import SECTIONS, toml_text
 from penstock.protocol.config.sources import MAX_FILE_BYTES, leaves
 from penstock.protocol.errors import ConfigError
-from penstock.protocol.secret_values import scrub
 
 PLACEHOLDER = "FOLDER-OF-THE-MODEL"
 _DECIDE, _ERROR = 1, 2  # exit codes
@@ -72,7 +72,7 @@ def decisions(done: Translation) -> str:
     open_lines = [line for line in done.lines if line.is_open]
     if not open_lines:
         return ""
-    rows = [f"# - {' '.join(f'{line.key}={line.value}'.split())[:120]}: {line.text}\n" for line in open_lines]
+    rows = [f"# - {one_line(f'{line.key}={line.value}'[:120])}: {one_line(line.text)}\n" for line in open_lines]
     return "".join(["# Needs a decision before the first run:\n", *rows, "\n"])
 
 
@@ -293,10 +293,10 @@ def import_config(file: Path, system: str | None, to: Path, *, as_json: bool) ->
         complete(done, foreign_config.values, command.section if command is not None else "")
         if to.exists():
             raise ConfigError(f"{to} exists; name another file with --to")
-        header = f"# Imported from {file.name} ({system}) by `penstock config import`.\n\n"
+        header = f"# Imported from {one_line(file.name)} ({system}) by `penstock config import`.\n\n"
         to.write_text(header + decisions(done) + run_file_text(done.settings, done.remarks), encoding="utf-8")
     except (ConfigError, OSError) as err:
-        sys.stderr.write(scrub(f"{err}\n"))
+        sys.stderr.write(complaint(f"{err}\n"))
         return _ERROR
     if as_json:
         sys.stdout.write(json.dumps(report_document(done)) + "\n")
@@ -313,7 +313,7 @@ def report_text(done: Translation) -> str:
     for kind, title in _TITLES.items():
         lines = [line for line in done.lines if line.kind == kind]
         if lines:
-            rows = [f"  {_key_and_value(line.key, line.value)}  →  {line.text}" for line in lines]
+            rows = [one_line(f"  {_key_and_value(line.key, line.value)}  →  {line.text}") for line in lines]
             blocks.append("\n".join([f"{title} ({len(lines)})", *rows]))
     return "\n\n".join(blocks) + "\n" if blocks else "no key was found\n"
 

@@ -11,13 +11,13 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from penstock.deploy.config_import.foreign_file import Found, unassigned
+from penstock.deploy.config_import.foreign_tree import Found, unassigned
 from penstock.deploy.config_import.rule_forms import (
     READ,
+    TABLES,
     Outcome,
     Rule,
     Values,
-    as_rule,
     decide,
     ignore,
     ignored,
@@ -25,21 +25,12 @@ from penstock.deploy.config_import.rule_forms import (
 )
 
 _OF_A_WORKER = re.compile(r"rewards\.([^.]+)\.(.+)")  # of ROLL
-_ROLL_REWARDS: Mapping[str, str] = {
-    "MathRuleRewardWorker": "math", "CodeSandboxRewardWorker": "code", "LLMJudgeRewardWorker": "judge",
-    "GeneralRuleRewardWorker": "roll_ifeval",
-}  # fmt: skip
-_PARTS = "reward.define.roll_ifeval.parts"
-_IFEVAL = {  # ifeval_rule_reward_worker.py
-    f"{_PARTS}.ifeval.reward": "ifeval", f"{_PARTS}.repetition.reward": "repetition", f"{_PARTS}.repetition.parameters.ngram": 3,
-    f"{_PARTS}.repetition.parameters.factor": -0.5,
-}  # fmt: skip
-# What differs, of those that score in another way here.
-_DIFFERENCES = {
-    "CodeSandboxRewardWorker": "a program that fails has -1 from ROLL's sandbox behind a URL, 0 from code",
-    "LLMJudgeRewardWorker": "judge is started with `penstock reward serve-judge`, and a template that asks for 1 or 0 instead of YES or NO; what it "
-    "does not understand is an error here, 0 there",
-}
+_TABLES = TABLES[
+    "roll"
+]  # what its workers score as here, and what examples/config/traj_envs.yaml defines, which files name and do not hold
+_ROLL_REWARDS: Mapping[str, str] = _TABLES["rewards"]
+_IFEVAL: dict[str, Any] = _TABLES["ifeval"]  # ifeval_rule_reward_worker.py
+_DIFFERENCES: Mapping[str, str] = _TABLES["differences"]  # of those that score in another way here
 _OF_A_RULE = (
     "model_args.", "data_args.", "strategy_args.", "world_size", "infer_batch_size", "device_mapping", "use_local",
 )  # fmt: skip
@@ -50,30 +41,13 @@ _TRAINED = ("sft_train", "student_train", "student")  # what ROLL calls the trai
 _ZERO = re.compile(r"deepspeed_zero([0-3])(_cpuoffload)?")  # tables of examples/config/
 _CONFIG = "env_config."
 _MANAGERS = ("train_env_manager", "val_env_manager")
-_ONE_GROUP = r"<answer>(.*?)</answer>"
-_LAKE = {"env_type": "frozen_lake", "env_config.action_pattern": _ONE_GROUP, "env_config.format_penalty": -0.01}
-_SOKOBAN = {"env_type": "sokoban", "env_config.action_pattern": _ONE_GROUP, "env_config.format_penalty": -0.15}
-# What examples/config/traj_envs.yaml defines, which configurations name and do not hold.
-_PUBLISHED: Mapping[str, Mapping[str, Any]] = {
-    "FrozenLake": _LAKE | {"env_config.is_slippery": False},
-    "SimpleSokoban": _SOKOBAN | {"env_config.dim_room": [6, 6], "env_config.num_boxes": 1},
-    "LargerSokoban": _SOKOBAN | {"env_config.dim_room": [10, 10], "env_config.num_boxes": 2},
-}
-_OF_ALL = {"max_steps": 10, "max_tokens_per_step": 128, "agent_template": "that of traj_envs.yaml"}
-_VARIABLES = {
-    "max_steps": "max_actions_per_traj"
-}  # of the file, by which it changes those definitions; others have the same name
+_PUBLISHED: Mapping[str, Mapping[str, Any]] = _TABLES["published"]
+_OF_ALL: Mapping[str, Any] = _TABLES["of_all"]
+_VARIABLES = {"max_steps": "max_actions_per_traj"}  # of the file, by which it changes those definitions
 # Options of a game: ROLL's name, ours, and what ROLL does where it is not given.
-_OPTIONS: Mapping[str, tuple[tuple[str, str, Any], ...]] = {
-    "frozen_lake": (("size", "size", 4), ("p", "hole_chance", 0.8), ("is_slippery", "is_slippery", True)),
-    "sokoban": (("dim_room", "size", [10, 10]), ("num_boxes", "boxes", 4)),
-}
-_SHARED_OPTIONS = (("format_penalty", "format_penalty", 0.0), ("action_pattern", "action_pattern", _ONE_GROUP))
-_LIMITS = {
-    "max_steps": "max_turns",
-    "max_tokens_per_step": "max_answer_tokens",
-    "agent_system_template": "system_prompt",
-}
+_OPTIONS: Mapping[str, list[tuple[str, str, Any]]] = _TABLES["options"]
+_SHARED_OPTIONS: list[tuple[str, str, Any]] = _TABLES["shared_options"]
+_LIMITS: Mapping[str, str] = _TABLES["limits"]
 _OWN_WORDS = (
     "the game is the same, and words its turns itself instead of by agent_template; a lake's start and goal are opposite corners, in ROLL any "
     "two fields: keep it, or write an environment (docs/environments.md)"
@@ -196,10 +170,7 @@ def rule_of(key: str) -> Rule | None:
         return _variable
     if matched := _DEFINITION.fullmatch(key):
         return _part_of_definition(matched[1], matched[2])
-    manager, _, rest = key.partition(".")
-    if manager not in _MANAGERS:
-        return None
-    return _OF_A_MANAGER.get(rest) if key not in _OF_ONE else _OF_ONE[key]
+    return _OF_ONE.get(key)
 
 
 def _variable(value: Any, values: Values) -> Outcome:
@@ -300,19 +271,4 @@ def _listed(value: Any) -> list[str]:
     return [str(tag) for tag in value] if isinstance(value, list) else [] if value is None else [str(value)]
 
 
-_PROCESSES = ignore("how ROLL spreads episodes over processes; a worker plays environment.max_running at once")
-_OF_A_MANAGER: Mapping[str, Rule] = {
-    "num_groups_partition": ignore(f"{READ} the tags beside it"),
-    "format_penalty": ignore("environments of ROLL read the one in env_config"),
-    **dict.fromkeys(
-        ("max_env_num_per_worker", "num_env_groups", "max_traj_per_env", "world_size", "worker_cls"), _PROCESSES
-    ),
-}
-_OF_ONE: Mapping[str, Rule] = {
-    "train_env_manager.tags": _train_tags,
-    "val_env_manager.tags": _eval_tags,
-    "val_env_manager.group_size": as_rule("eval.samples"),
-    "val_env_manager.generating_args.temperature": as_rule("eval.temperature"),
-    "val_env_manager.generating_args.max_new_tokens": as_rule("eval.max_new_tokens"),
-    "val_env_manager.generating_args.num_return_sequences": ignore("ROLL sets it to 1"),
-}
+_OF_ONE: Mapping[str, Rule] = {"train_env_manager.tags": _train_tags, "val_env_manager.tags": _eval_tags}

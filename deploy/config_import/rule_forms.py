@@ -7,17 +7,23 @@ settings, and one line of the report for each key of the file.
 
 from __future__ import annotations
 
+import json
 import math
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Literal
 
+from penstock.protocol.config.sources import scalar
 from penstock.trainer.optimizer_settings import OptimizerSettings
 
 Kind = Literal["taken", "translated", "ignored", "decide", "unknown", "silent"]
+TABLES: dict[str, Any] = json.loads(Path(__file__).with_name("tables.json").read_text(encoding="utf-8"))
 ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 OFF = "off, as without it"
 READ = "read together with"
+READS_IMAGES = re.compile(r"(?<![a-z])VL(?![a-z])|[-_]?omni|llava", re.IGNORECASE)  # in the name of a model
 MICRO_BATCH: int = OptimizerSettings.model_fields["micro_batch_tokens"].default
 _REWARD_FILE = "custom_reward_function.path"  # of verl
 Values = Mapping[str, Any]
@@ -107,6 +113,35 @@ def as_rule(setting: str, text: str = "") -> Rule:
 def only(harmless: Sequence[Any], text: str) -> Rule:
     """Return a rule for a key whose other values cannot be had."""
     return lambda given, values: ignored(OFF) if given in harmless else decide(text)
+
+
+def cases(*rows: tuple[Mapping[str, Sequence[str]], Mapping[str, Any] | str | None, str]) -> Rule:
+    """Return a rule of rows, of which the first counts whose conditions hold: its settings, ``"ask"`` for a decision, None for no effect; its text.
+
+    A condition has the values of a key, this one written ``""``, as texts in lower case: ``"none"`` if it is missing, ``"*"`` for any. The
+    value of a setting may be ``"="``, this key's, or ``"=KEY|DEFAULT"``, that of another one.
+    """
+
+    def rule(given: Any, values: Values) -> Outcome:
+        def of(key: str) -> Any:
+            return values.get(key) if key else given
+
+        def value(ours: Any) -> Any:
+            key, _, default = ours[1:].partition("|") if isinstance(ours, str) and ours[:1] == "=" else ("", "", "")
+            found = of(key) if isinstance(ours, str) and ours[:1] == "=" else ours
+            return scalar(default) if found is None and default else found
+
+        def holds(key: str, theirs: Sequence[str]) -> bool:
+            return str(of(key)).lower() in theirs or ("*" in theirs and of(key) is not None)
+
+        for conditions, settings, text in rows:
+            if all(holds(key, theirs) for key, theirs in conditions.items()):
+                if not isinstance(settings, Mapping):
+                    return decide(text) if settings else ignored(text)
+                return Outcome("translated", {setting: value(ours) for setting, ours in settings.items()}, text)
+        return ignored(OFF)
+
+    return rule
 
 
 def with_value(switch: str, on: str, setting: str) -> Rule:

@@ -11,6 +11,7 @@ from penstock.deploy.config_import.rule_forms import (
     ACTOR,
     OFF,
     READ,
+    READS_IMAGES,
     Outcome,
     Values,
     decide,
@@ -35,22 +36,6 @@ _TURN_NORMS = {
 }
 
 
-def kl_ctrl_coefficient(value: Any, values: Values) -> Outcome:
-    return (
-        reward_kl(value, values) if is_on(values.get("algorithm.use_kl_in_reward")) else ignored("no KL in the reward")
-    )
-
-
-def kl_ctrl_target(value: Any, values: Values) -> Outcome:
-    adapts = values.get("algorithm.kl_ctrl.type") == "adaptive"
-    return set_to(algorithm__kl_target=value) if adapts else ignored("the coefficient is fixed")
-
-
-def kl_estimator(value: Any, values: Values) -> Outcome:
-    in_loss = is_on(values.get("use_kl_loss"))
-    return set_to(algorithm__kl_form=value) if in_loss else set_to(algorithm__reward_kl_form=value)
-
-
 def accelerate_file(value: Any, values: Values) -> Outcome:
     """Return the sharding that a file of accelerate's options says by its name."""
     stage = "3" if "fsdp" in str(value) else "".join(re.findall(r"z(?:ero)?_?([0-3])", str(value))[:1])
@@ -59,16 +44,6 @@ def accelerate_file(value: Any, values: Values) -> Outcome:
     if re.search(r"(single|multi)_gpu", str(value)):
         return ignored("one process for each GPU")
     return decide(ABSENT["tp_size"])  # how the model is divided over the GPUs
-
-
-def use_tis(value: Any, values: Values) -> Outcome:
-    return ignored(f"{READ} tis_clip") if "tis_clip" in values else set_to(algorithm__token_tis_cap=2.0)
-
-
-def use_lora(value: Any, values: Values) -> Outcome:
-    if is_on(value) and "lora_r" in values:
-        return ignored(f"{READ} lora_r")
-    return set_to(model__lora__rank=16) if is_on(value) else ignored(OFF)
 
 
 def engine_name(value: Any, values: Values) -> Outcome:
@@ -80,23 +55,10 @@ def use_vllm(value: Any, values: Values) -> Outcome:
     return set_to(worker__engine="vllm") if starts else ignored(OFF)
 
 
-def vllm_mode(value: Any, values: Values) -> Outcome:
-    if value != "server":
-        return ignored("workers start servers of their own, on GPUs that the trainer does not use")
-    url = first(values, "vllm_server_base_url", default="http://127.0.0.1:8000")
-    return set_to(worker__engine="vllm-url", worker__engine_url=url)
-
-
 def processes(value: Any, values: Values) -> Outcome:
     if "num_generations" in values:
         return ignored(f"{READ} per_device_train_batch_size")
     return gpus(value, values)
-
-
-def batch_size(value: Any, values: Values) -> Outcome:
-    if values.get("algorithm") == "sft":
-        return set_to(sft__batch_size=value)
-    return set_to(rollout__groups_per_step=value)
 
 
 def context_length(value: Any, values: Values) -> Outcome:
@@ -130,40 +92,11 @@ def estimator(value: Any, values: Values) -> Outcome:
     return set_to(algorithm__name=name)
 
 
-def kl_loss(value: Any, values: Values) -> Outcome:
-    switch = first(values, f"{ACTOR}.use_kl_loss", "use_kl_loss", default=True)
-    if not is_on(switch) or not value:
-        return ignored("no KL in the loss: use_kl_loss is off, or the coefficient 0")
-    return set_to(algorithm__kl_coefficient=value)
-
-
-def use_kl_loss(value: Any, values: Values) -> Outcome:
-    coefficient = first(values, f"{ACTOR}.kl_loss_coef", "kl_loss_coef", "init_kl_coef", "kl_coef")
-    if is_on(value) and coefficient is None:
-        return decide("set algorithm.kl_coefficient to that system's default for the KL in the loss")
-    return ignored(f"{READ} its coefficient")
-
-
-def reward_kl(value: Any, values: Values) -> Outcome:
-    """Set the KL in the reward, or in the loss where one coefficient serves both."""
-    switch = first(values, "algorithm.use_kl_in_reward", "add_token_level_kl")
-    in_loss = is_on(first(values, "use_kl_loss", default=False))
-    if "init_kl_coef" in values and in_loss and "kl_loss_coef" not in values:
-        return set_to(algorithm__kl_coefficient=value) if value else ignored(OFF)
-    if not value or (switch is not None and not is_on(switch)) or (in_loss and switch is None):
-        return ignored("no KL in the reward")
-    return set_to(algorithm__reward_kl_coefficient=value)
-
-
 def epochs(value: Any, values: Values) -> Outcome:
     steps = first(values, "trainer.total_training_steps", "max_steps", "num_rollout")
     if isinstance(steps, int) and steps > 0:
         return ignored(f"the file sets {steps} steps")
     return set_to(trainer__epochs=value) if value > 0 else ignored(OFF)
-
-
-def passes(value: Any, values: Values) -> Outcome:
-    return ignored("one pass over each batch, as here") if value in (1, 0) else set_to(algorithm__epochs=value)
 
 
 def completions_per_step(value: Any, values: Values) -> Outcome:
@@ -293,16 +226,17 @@ def overlong_buffer(value: Any, values: Values) -> Outcome:
     return set_to(f"{value} of {longest} tokens", algorithm__overlong_buffer=share, algorithm__overlong_factor=factor)
 
 
-def reward_model(value: Any, values: Values) -> Outcome:
-    if not is_on(values.get("reward_model.enable")):
-        return ignored("reward_model.enable is off")
-    return decide(f"serve it with `python -m penstock.reward_model` and the folder {value}; set reward.name")
+def vision_tower(value: Any, values: Values) -> Outcome:
+    """Return whether the encoder of images is frozen; a model without one has none to train."""
+    model = str(first(values, "actor_rollout_ref.model.path", "model_name_or_path", "pretrain", default=""))
+    trains = not is_on(value) and READS_IMAGES.search(model) is not None
+    return set_to(model__train_vision_tower=True) if trains else ignored("the encoder of images is frozen here, too")
 
 
 def frozen_modules(value: Any, values: Values) -> Outcome:
     names = value if isinstance(value, list) else str(value).split(",")
     if all(str(name).strip().startswith(("vision", "visual")) for name in names):
-        return ignored("the encoder of images is not trained here, either")
+        return ignored("the encoder of images is frozen here, too: model.train_vision_tower is off")
     return decide(f"every other part of a model is trained: {value} cannot be frozen")
 
 
@@ -319,23 +253,11 @@ def dual_clip_rule(value: Any, values: Values) -> Outcome:
     return set_to(f"1 + 2 x {clip}", algorithm__dual_clip=round(1 + 2 * clip, 6)) if is_on(value) else ignored(OFF)
 
 
-def pg_clip(value: Any, values: Values) -> Outcome:
-    if is_on(values.get("use_pg_clip_range")):
-        return ignored(f"{READ} pg_clip_low and pg_clip_high, which replace it")
-    return set_to(algorithm__clip_low=value, algorithm__clip_high=value)
-
-
 def tracker(value: Any, values: Values) -> Outcome:
     """Turn on the trackers whose switches (``use_wandb``) are on; OpenRLHF's has the key of the account as its value."""
     off = (None, False, "", "False", "false")
     named = [name for name in ("wandb", "tensorboard", "mlflow") if values.get(f"use_{name}") not in off]
     return set_to(tracker=named) if named else ignored(OFF)
-
-
-def scaling_rule(value: Any, values: Values) -> Outcome:
-    if not is_on(value):
-        return ignored(OFF)
-    return set_to(algorithm__reward_scaling="mean_std" if is_on(values.get("use_reward_norm")) else "std")
 
 
 def method_rule(value: Any, values: Values) -> Outcome:

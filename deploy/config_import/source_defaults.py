@@ -14,6 +14,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from penstock.deploy.config_import.rule_forms import READS_IMAGES, is_on
+
 _FOLDER = Path(__file__).parent
 _FILES = {"trl": "trl_defaults.json"}
 _WHOLE = 60  # so many keys at their defaults are a configuration that was written out; fewer were typed by a person
@@ -47,6 +49,7 @@ class SilentDefault:
     value: Any
     settings: Mapping[str, Any]
     also: Sequence[str] = ()  # other keys of that system that decide the same
+    only_with: str = ""  # a switch without which it is no default
     ask: str = ""  # for one that no setting expresses: what the run then does otherwise
 
 
@@ -66,8 +69,11 @@ def differing(
     if system == "agentrl" and "algorithm" in named:  # a job of the training platform, which has other defaults
         return []
     differences, has_critic = [], effective.get("algorithm.advantage") == "gae"
+    trains_vision = READS_IMAGES.search(str(written.get("model.path"))) and not written.get("model.lora.rank")
     schedule = effective.get(f"{system.partition('.')[2] or 'trainer'}.schedule")
     for default in silent_defaults().get(system, ()):
+        if default.only_with and not is_on(named.get(default.only_with)):
+            continue
         if any(key in named for key in (default.key, *default.also)):
             if "trainer.min_lr_ratio" not in default.settings or any(
                 key.startswith("lr_scheduler_kwargs") for key in named
@@ -83,6 +89,7 @@ def differing(
             if effective.get(ours) != value
             and (has_critic or not ours.startswith("critic."))
             and (written.get("data.eval") or not ours.startswith("eval."))
+            and (trains_vision or ours != "model.train_vision_tower")
         }
         is_idle = others.keys() == {"trainer.min_lr_ratio"} and schedule == "constant"
         if (others or default.ask) and not is_idle and not any(ours in written for ours in default.settings):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Mapping
 from typing import Any
@@ -12,25 +13,23 @@ from penstock.deploy.config_import.rule_forms import (
     MICRO_BATCH,
     OFF,
     READ,
+    TABLES,
     Outcome,
     Values,
+    batch_rule,
     decide,
     first,
     ignored,
     is_on,
     set_to,
 )
-from penstock.deploy.config_import.rules import estimator
+from penstock.deploy.config_import.rules import estimator, use_vllm
 
 _RANGE = re.compile(r"(?:list\()?range\((\d+),(\d+)\)\)?")
 _ACTOR = "actor_train.training_args"
 _DIVISIONS = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
 _WHOLE_DISTRIBUTION: Mapping[str, tuple[float, ...]] = {"top_p": (1,), "top_k": (-1, 0), "min_p": (0,)}
-# AgentRL's parsers of calls (docs/tools.md).
-_ANSWER_FORMATS = {
-    "qwen": "hermes", "qwen25": "hermes", "qwen3_coder": "qwen_xml", "glm45": "glm", "llama3": "llama", "mistral": "mistral",
-    "deepseekv3": "deepseek", "kimi_k2": "kimi_k2",
-}  # fmt: skip
+_ANSWER_FORMATS: Mapping[str, str] = TABLES["answer_formats"]  # of AgentRL's parsers of calls (docs/tools.md)
 _OF_SEQUENCES = ("gspo", "sapo", "geo_mean")  # losses of verl, core_algos.py lines 1313, 1396 and 1707
 _TRL_REWARDS: Mapping[str, str] = {"think_format_reward": "think_format"}
 _CODE = re.compile(r"[A-Za-z0-9_./-]+\.py:[A-Za-z_]\w*")
@@ -59,12 +58,6 @@ def clip_ratio(value: Any, values: Values) -> Outcome:
         first(values, f"{ACTOR}.clip_ratio_{end}", f"{ACTOR}.clip_ratio", default=0.2) for end in ("low", "high")
     )
     return set_to(algorithm__clip_low=low, algorithm__clip_high=high)
-
-
-def loss_aggregation(value: Any, values: Values) -> Outcome:
-    if values.get(f"{ACTOR}.policy_loss.loss_mode") in _OF_SEQUENCES:
-        return ignored("verl averages this loss over sequences in any case")
-    return set_to(algorithm__aggregation=value)
 
 
 def roll_estimator(value: Any, values: Values) -> Outcome:
@@ -174,14 +167,6 @@ def difficulty_mask(value: Any, values: Values) -> Outcome:
     return Outcome("decide", {"algorithm.group_mean_range": bounds}, text)
 
 
-def roll_parallel(value: Any, values: Values) -> Outcome:
-    """Return the GPUs of an engine: with vLLM ROLL sets them to its tensor parallel size."""
-    if first(values, "actor_infer.strategy_args.strategy_name") != "sglang":
-        return ignored("ROLL sets it to the engine's tensor parallel size")
-    size = first(values, "actor_infer.strategy_args.strategy_config.tensor_parallel_size", default=value)
-    return set_to(worker__engine="sglang", sglang__tp_size=size)
-
-
 def roll_sequence_parallel(value: Any, values: Values) -> Outcome:
     ranks = len(_gpus(values.get("actor_train.device_mapping")))
     if value == 1:
@@ -189,29 +174,6 @@ def roll_sequence_parallel(value: Any, values: Values) -> Outcome:
     if not ranks or ranks % value:
         return decide(f"set trainer.sequence_parallel = {value} and trainer.num_ranks, a multiple of it")
     return set_to(trainer__sequence_parallel=value, trainer__num_ranks=ranks)
-
-
-def roll_step_gamma(value: Any, values: Values) -> Outcome:
-    setting = {"gigpo": "algorithm.step_discount", "step_reinforce": "algorithm.turn_discount"}.get(
-        str(values.get("adv_estimator"))
-    )
-    return ignored("of gigpo and step_reinforce alone") if setting is None else Outcome("translated", {setting: value})
-
-
-def loaded_from(value: Any, values: Values) -> Outcome:
-    """Return slime's ``load``: the run's own checkpoints where it also saves there."""
-    if value == values.get("save"):
-        return ignored("the run's own checkpoints, from which it resumes here, too")
-    return decide(
-        "use trainer.resume (a run resumes from its own checkpoints), or model.path for the weights to start from"
-    )
-
-
-def agentrl_loss(value: Any, values: Values) -> Outcome:
-    """Return the algorithm of AgentRL, which turns CE-GPPO on by its two coefficients."""
-    if str(value).upper() == "GRPO" and "beta1" in values and "beta2" in values:
-        return set_to("GRPO with beta1 and beta2", algorithm__name="ce_gppo")
-    return set_to(algorithm__name=value)
 
 
 def agentrl_clip(value: Any, values: Values) -> Outcome:
@@ -243,13 +205,6 @@ def agentrl_sampling(value: Any, values: Values) -> Outcome:
     if any(number not in _WHOLE_DISTRIBUTION.get(key, ()) for key, number in given.items()):
         return decide(f"set rollout.temperature = {temperature}: the rest makes the recorded log-probabilities inexact")
     return set_to(rollout__temperature=temperature)
-
-
-def agentrl_aggregation(value: Any, values: Values) -> Outcome:
-    if is_on(value):
-        return set_to(algorithm__aggregation="token-mean")
-    by_length = "sum" if is_on(values.get("skip_length_normalization")) else "mean"
-    return set_to(algorithm__aggregation=f"seq-mean-token-{by_length}")
 
 
 def agentrl_environment(value: Any, values: Values) -> Outcome:
@@ -331,3 +286,64 @@ def reward_functions(value: Any, values: Values) -> Outcome:
         part = f"reward.define.trl.parts.part{place}"
         settings |= {f"{part}.reward": names[place], f"{part}.weight": float(weight)}
     return Outcome("translated", settings, "the weighted sum of the functions")
+
+
+def verl_batch(value: Any, values: Values) -> Outcome:
+    """Return the prompts of verl's batch; fully_async, where train_batch_size is 0, waits for so many mini-batches."""
+    if value != 0:
+        return batch_rule("data.train_batch_size", f"{ACTOR}.ppo_mini_batch_size", 256)(value, values)
+    steps = first(values, "async_training.require_batches", default=1)
+    return set_to(f"{steps} mini-batches", rollout__groups_per_step=_waits_for(values), algorithm__minibatches=steps)
+
+
+def _waits_for(values: Values) -> int:
+    return first(values, f"{ACTOR}.ppo_mini_batch_size", default=256) * first(
+        values, "async_training.require_batches", default=1
+    )
+
+
+def verl_rollout_steps(value: Any, values: Values) -> Outcome:
+    return set_to(f"{value} prompts in batches of {_waits_for(values)}", trainer__steps=value // _waits_for(values))
+
+
+def verl_test_freq(value: Any, values: Values) -> Outcome:
+    every = first(values, "async_training.trigger_parameter_sync_step", default=4)
+    return set_to(f"engines get weights every {every} steps", eval__every=value * every) if value > 0 else ignored(OFF)
+
+
+def verl_staleness(value: Any, values: Values) -> Outcome:
+    """Return the versions that verl's fully_async may be ahead: it counts samples, and gives its engines weights every few steps."""
+    every = first(values, "async_training.trigger_parameter_sync_step", default=4)
+    if not isinstance(value, (int, float)) or not isinstance(every, int):
+        return decide("use rollout.max_staleness (in versions)")
+    steps = max(0, math.ceil(every * (1 + value)) - 1)
+    text = f"engines get weights every {every} steps there, and after each here: samples are at most {steps} versions old, and most are newer"
+    return Outcome("decide", {"rollout.max_staleness": steps}, text)
+
+
+def openrlhf_estimator(value: Any, values: Values) -> Outcome:
+    """Return the algorithm of OpenRLHF, whose reinforce is REINFORCE++: clipped, and over the whole batch of equal spread."""
+    return estimator("reinforce_pp" if str(value) == "reinforce" else value, values)
+
+
+def trl_vllm(value: Any, values: Values) -> Outcome:
+    """Return TRL's engine, and its weights of the trainer over vLLM, if the file has more than their defaults."""
+    outcome = use_vllm(value, values)
+    is_named = any(key.startswith("vllm_importance_sampling") for key in values)
+    if not is_named or not is_on(value) or not is_on(values.get("vllm_importance_sampling_correction", True)):
+        return outcome
+    level, bound = str(first(values, "vllm_importance_sampling_mode", default="sequence_mask")).rsplit("_", 1)
+    low = first(values, "vllm_importance_sampling_clip_min", default=0.0)
+    weights = {
+        "importance": level, "importance_bound": "mask" if bound == "mask" else "clip", "importance_low": low, "ratio_anchor": "proximal",
+        "importance_high": first(values, "vllm_importance_sampling_clip_max", "vllm_importance_sampling_cap", default=3.0),
+    }  # fmt: skip
+    return Outcome(
+        "translated", {**outcome.settings, **{f"algorithm.{key}": weight for key, weight in weights.items()}}
+    )
+
+
+def slime_reward_kl(value: Any, values: Values) -> Outcome:
+    if not value or first(values, "advantage_estimator", default="grpo") in ("grpo", "gspo", "cispo"):
+        return ignored("slime's grpo, gspo and cispo read kl_loss_coef alone" if value else OFF)
+    return set_to(algorithm__reward_kl_coefficient=value)

@@ -8,8 +8,8 @@ from dataclasses import replace
 from typing import Any
 
 from penstock.deploy.config_import import roll_sections, rule_forms, rules, system_rules
-from penstock.deploy.config_import.foreign_file import UNASSIGNED, Found, readable, unassigned
-from penstock.deploy.config_import.rule_forms import Line, Outcome, Rule, Translation, decide, first, is_on
+from penstock.deploy.config_import.foreign_tree import UNASSIGNED, Found, readable, unassigned
+from penstock.deploy.config_import.rule_forms import TABLES, Line, Outcome, Rule, Translation, decide, first, is_on
 from penstock.deploy.config_import.source_defaults import at_default
 from penstock.fine_tuning.sections import DPO, RM, SFT, OwnSection
 from penstock.protocol.config.foreign_config import (
@@ -24,27 +24,12 @@ from penstock.protocol.config.foreign_config import (
 
 _OF_RESULTS = ("run.dir", "run.id", "tracking.")
 _PATHS = ("model.path", "data.train", "data.eval", "critic.path", "run.dir", "algorithm.reference_path")
-_WORDS = {
-    "verl": ("verl.",),
-    "openrlhf": ("openrlhf",),
-    "slime": ("slime", "train_async.py", "--hf-checkpoint"),
-    "trl": ("trl ",),
-    "roll": ("start_rlvr", "start_agentic"),
-    "agentrl": ("--loss_calculater", "--inf_tp_size"),
-}
+_WORDS: Mapping[str, list[str]] = TABLES["words"]
 _SECRET = re.compile(r"(^|[_.])(password|secret|token|api_key|use_wandb)$")
 _IN_URL = re.compile(r"(?<=:)//[^/@\s]+@")
 _ON_THERE = ("do_sample", "enable_sampling", "gamma")  # off is the choice that changes something
 # Defaults that rules compute with.
-_IMPLIED: Mapping[str, Mapping[str, Any]] = {
-    "verl": {
-        "trainer.n_gpus_per_node": 8, "data.train_batch_size": 1024, "actor_rollout_ref.actor.use_kl_loss": False, "actor_rollout_ref.actor.kl_loss_coef": 0.001,
-        "algorithm.kl_ctrl.kl_coef": 0.001,
-    },
-    "trl": {"per_device_train_batch_size": 8},
-    "llamafactory": {"per_device_train_batch_size": 8},
-    "agentrl": {"per_device_train_batch_size": 8},
-}  # fmt: skip
+_IMPLIED: Mapping[str, Mapping[str, Any]] = TABLES["implied"]
 _ESTIMATORS = ("algorithm.adv_estimator", "adv_estimator", "advantage_estimator")
 _CRITIC = re.compile(
     r"critic[._]|(reward_pretrain|num_critic_only_steps|freezing_actor_steps|lambd|value_clip|algorithm\.lam)$"
@@ -64,13 +49,7 @@ _LIMITS = ("max_length", "max_seq_length", "max_len", "cutoff_len", "sequence_le
 _OF_GIVEN = ("sft_loss", "slime.rollout.sft_rollout.generate_rollout")  # values of slime that say so
 _OF_BATCH = ("per_device_train_batch_size", "train_batch_size")
 _EPOCHS = ("max_epochs", "num_train_epochs", "total_epochs")  # over the data, not over a batch
-_OF_PAIRS = {  # the last part of a key of TRL, verl or OpenRLHF: the key of [dpo]
-    "beta": "beta", "loss_type": "loss", "loss_weights": "loss_weights", "label_smoothing": "label_smoothing",
-    "ld_alpha": "length_alpha", "f_divergence_type": "divergence", "f_alpha_divergence_coef": "alpha",
-    "discopop_tau": "discopop_tau", "simpo_gamma": "simpo_gamma", "cpo_alpha": "cpo_nll",
-    "desirable_weight": "desirable_weight", "undesirable_weight": "undesirable_weight",
-    "precompute_ref_log_probs": "reference", "pref_beta": "beta", "pref_loss": "loss",
-}  # fmt: skip
+_OF_PAIRS: Mapping[str, str] = TABLES["of_pairs"]  # the last part of a key of TRL, verl or OpenRLHF: the key of [dpo]
 
 
 def detect(foreign_config: Found) -> str:
@@ -116,12 +95,12 @@ def translate(foreign_config: Found, system: str, known: Collection[str]) -> Tra
     if system == "roll":
         roll_sections.add_published(foreign_config)
     written = _in_known_spelling(foreign_config, system)
-    if system == "trl" and (trainer := _OTHER_TRAINERS.search(" ".join(foreign_config.commands))):
-        foreign_config.values["GRPOTrainer"] = trainer[1] or trainer[2]
+    foreign_config.values |= _said_by_the_program(" ".join(foreign_config.commands), "" if command else system)
     is_whole = any(key.startswith("actor_rollout_ref.") for key in foreign_config.values) and command is None
     has_others = "algorithm" in foreign_config.values or (system == "verl" and not is_whole)  # a platform's job
     for key, value in _IMPLIED.get("" if has_others else system, {}).items():
-        foreign_config.values.setdefault(key, value)
+        if command is None or key != "rollout_batch_size":
+            foreign_config.values.setdefault(key, value)
     untouched = at_default(system, foreign_config.values)
     asked: dict[str, str] = {}  # a decision's text: the key that has it
     general: set[str] = set()  # set by a key of several settings, which one of a single setting overrules
@@ -147,6 +126,13 @@ def translate(foreign_config: Found, system: str, known: Collection[str]) -> Tra
         done.settings |= said
     _make_room(done)
     return done
+
+
+def _said_by_the_program(commands: str, system: str) -> dict[str, Any]:
+    """Return what the name of the program says that is started, as keys."""
+    if system == "trl" and (trainer := _OTHER_TRAINERS.search(commands)):
+        return {"GRPOTrainer": trainer[1] or trainer[2]}
+    return {"train_async.py": True} if system == "slime" and "train_async.py" in commands else {}
 
 
 def _with_unassigned(outcome: Outcome, value: Any) -> Outcome:
@@ -298,6 +284,9 @@ def _of_given_answers(
     if last in _EPOCHS:
         outcome = rules.epochs(value, values)
         return Outcome("taken", {f"{command.section}.epochs": value}) if outcome.settings else outcome
+    if last == "loss_type" and system == "trl" and command is SFT:
+        losses = {"nll": "nll", "chunked_nll": "nll", "dft": "dft"}
+        return rule_forms.chosen("sft.loss", losses, "set sft.loss: nll or dft")(value, values)
     if value in _OF_GIVEN:
         return rule_forms.ignored(f"what `penstock {command.section}` does")
     if system == "slime" and last == "input_key":

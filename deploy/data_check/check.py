@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from penstock.console.terminal import printable
 from penstock.deploy.data_check import rows as data_rows
 from penstock.deploy.data_check.commands import Reading
 from penstock.deploy.data_check.report import FileReport, describe
@@ -74,7 +75,7 @@ def check_data(paths: Sequence[Path], reading: Reading, *, as_json: bool, runs_t
             with report.rows_to_test as rows:
                 tests = data_rows.check_tests(rows, report.num_to_test, report.problems)
             report.tests = tests if tests.num_checked or tests.not_run or tests.num_failed else None
-        sys.stdout.write(json.dumps(report.to_document()) + "\n" if as_json else describe(report))
+        sys.stdout.write(json.dumps(report.to_document()) + "\n" if as_json else printable(describe(report)))
         if reading.show and tokenizer is not None and not as_json:
             processor = images.processor if images is not None else None
             purpose = _purpose(report, settings, data)
@@ -93,7 +94,9 @@ def _write_weights(settings: TrainerSettings, reports: Sequence[FileReport], *, 
     try:
         sources, shares = weighted_sources(settings.data.weights, rows), whole_shares(settings.data.weights)
     except MalformedData as err:
-        sys.stdout.write(json.dumps({"weights": None, "problem": str(err)}) + "\n" if as_json else f"{err}\n")
+        sys.stdout.write(
+            json.dumps({"weights": None, "problem": str(err)}) + "\n" if as_json else f"{printable(err)}\n"
+        )
         return False
     num_rows = {name: sum(rows[one] for one in sources[name]) for name in sources}
     unit = rows.total() / sum(shares.values())

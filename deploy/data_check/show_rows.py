@@ -9,6 +9,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Literal
 
+from penstock.console.terminal import printable
 from penstock.protocol.chat_tokenizer import ChatTokenizer
 from penstock.protocol.config.reward_settings import RewardSettings
 from penstock.protocol.images.processor import ImageProcessor
@@ -43,14 +44,14 @@ def shown_rows(
     try:
         parts = _parts(path, purpose, data, settings, tokenizer, processor)
     except MalformedData as err:
-        return [f"not shown, for {purpose}: {err}"]
+        return [f"not shown, for {purpose}: {printable(err)}"]
     opening, closing = marks()
     lines = []
     for title, example in parts:
         counts = f"{sum(len(ids) for ids, _ in example)} tokens, {sum(len(ids) for ids, is_trained in example if is_trained)} trained"
         texts = (
-            f"{opening}{tokenizer.decode(ids)}{closing}" if is_trained else tokenizer.decode(ids)
-            for ids, is_trained in example
+            f"{opening}{text}{closing}" if is_trained else text
+            for text, is_trained in ((printable(tokenizer.decode(ids)), is_trained) for ids, is_trained in example)
         )
         lines.append(f"{path}, {title}: {counts}\n{''.join(texts)}")
     return lines

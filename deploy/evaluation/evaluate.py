@@ -21,7 +21,7 @@ from pathlib import Path
 from penstock.console import evaluation_results
 from penstock.console.cli.options import EvalOptions
 from penstock.console.evaluation_results import Answers, Correctness, EvaluationResult, Outcome, summarise
-from penstock.console.terminal import console
+from penstock.console.terminal import complaint, console
 from penstock.deploy.evaluation.prepare import WORK, Evaluation, answer_rule, own_environ, prepare
 from penstock.deploy.evaluation.same_answer import SameAnswer
 from penstock.deploy.evaluation.samples import HowToSample, PlannedPrompt, Sampler
@@ -32,7 +32,6 @@ from penstock.protocol import logs
 from penstock.protocol.config.reward_settings import SuccessThreshold
 from penstock.protocol.errors import PenstockError
 from penstock.protocol.groups import RewardRequest
-from penstock.protocol.secret_values import scrub
 from penstock.protocol.transport.blobs import Blobs
 from penstock.protocol.transport.bus import Bus
 from penstock.trainer.connections import Connections
@@ -61,11 +60,11 @@ def evaluate(target: str, arguments: Sequence[str], options: EvalOptions) -> int
         print("penstock eval: stopped; the same command continues with the missing prompts", file=sys.stderr)
         return _STOPPED
     except PenstockError as err:
-        print(scrub(f"penstock eval: {err}"), file=sys.stderr)
+        print(complaint(f"penstock eval: {err}"), file=sys.stderr)
         return 1
     _show(result, evaluation.folder, as_json=options.json)
     if problem:
-        print(scrub(f"penstock eval: {problem}"), file=sys.stderr)
+        print(complaint(f"penstock eval: {problem}"), file=sys.stderr)
     return 0 if result.is_complete else _INCOMPLETE
 
 

@@ -34,6 +34,7 @@ from penstock.protocol.config.run_file import load, split_arguments, toml_text
 from penstock.protocol.errors import ConfigError
 from penstock.protocol.files import replace
 from penstock.protocol.groups import Sampling
+from penstock.protocol.record import run_folder
 from penstock.reward_service.rewards import choice, gsm8k, math_answer
 from penstock.reward_service.rewards.parsing import final_answer, latex, notation
 from penstock.reward_service.rewards.parsing.final_answer import Where
@@ -193,6 +194,7 @@ def prepare(name: str, rest: Sequence[str], options: EvalOptions, cleaned: conte
     sampling = _sampling(options, settings, tokenizer)
     evaluation_id = _evaluation_id(evaluated, data, sampling, options.samples, len(planned), settings)
     folder = home / evaluation_results.FOLDER / evaluation_id
+    run_folder.refuse_links(folder.parent)
     folder.mkdir(parents=True, exist_ok=True)
     cleaned.enter_context(alone(folder))
     kept = folder / "settings.toml"  # the services read it

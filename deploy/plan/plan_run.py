@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pydantic import ValidationError
 
 from penstock.console.cli.options import PlanOptions
+from penstock.console.terminal import complaint
 from penstock.deploy.placement.needs import trainer_on_gpu
 from penstock.deploy.placement.placement import DoesNotFit
 from penstock.deploy.placement.planner import planned
@@ -25,8 +26,7 @@ from penstock.deploy.plan.simulated_run import SimulatedRun
 from penstock.deploy.plan.simulation import Durations, Fleet, Outcome
 from penstock.protocol.config.run_file import load, split_arguments
 from penstock.protocol.errors import ConfigError
-from penstock.protocol.secret_values import scrub
-from penstock.protocol.weights.shared_segments import SHARED_MEMORY
+from penstock.protocol.weights import shared_segments as segments
 from penstock.rollout_service.settings import RolloutSettings as WorkerSettings
 from penstock.rollout_service.weights.cache_folder import SHARE
 from penstock.rollout_service.weights.mirror_slot import NUM_REGULAR_SLOTS
@@ -200,7 +200,7 @@ def plan_run(arguments: Sequence[str], options: PlanOptions) -> int:
         memory = _memory(options, trainer, placed, on_gpu=on_gpu)
         held = describe_held(trainer, per_message)
     except (ConfigError, NotEstimated, ValueError) as err:
-        sys.stderr.write(scrub(f"penstock plan: {err}\n"))
+        sys.stderr.write(complaint(f"penstock plan: {err}\n"))
         return _DOES_NOT_FIT if isinstance(err, DoesNotFit) else _ERROR
     tokens_per_step = now.tokens_per_s * now.step_s
     sentences = describe_rates(rates, options, tokens_per_step)
@@ -313,7 +313,8 @@ def _describe_copies(trainer: TrainerSettings, options: PlanOptions) -> list[str
     most = NUM_REGULAR_SLOTS * num_bytes
     return [
         f"each worker keeps {NUM_REGULAR_SLOTS} copies of {num_bytes / 1e9:.2f} GB of weights: a host with {options.workers} workers keeps them in "
-        f"{SHARED_MEMORY} if {options.workers * most / SHARE / 1e9:.1f} GB of it and of its memory are free, else in the run's folder"
+        f"{segments.SHARED_MEMORY} if {options.workers * most / SHARE / 1e9:.1f} GB of it and of its memory are free, else in the run's folder; "
+        f"{segments.SHARE:.1%} of what is free besides may hold downloads that they share (worker.share_downloads)"
     ]
 
 

@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from penstock.protocol.errors import ConfigError
-from penstock.protocol.files import atomic_write
+from penstock.protocol.files import atomic_write, links_below
 from penstock.protocol.secret_values import scrub
 
 RUN_LOCK = "run.lock"
@@ -33,6 +33,12 @@ WRITTEN = frozenset({  # names in a run's folder that its processes write or mak
 })  # fmt: skip
 
 
+def refuse_links(*paths: Path) -> None:
+    """Raise ConfigError for a link, or no regular file, at or below paths of a folder that may be somebody else's, before a write there."""
+    if link := next((link for path in paths for link in links_below(path)), None):
+        raise ConfigError(f"{link} is a link or no regular file, and what it leads to would be written; remove it")
+
+
 @contextlib.contextmanager
 def hold_lock(folder: Path) -> Iterator[None]:
     """Hold the lock of a run's folder, together with others; on a file system without locks nothing is held.
@@ -41,10 +47,8 @@ def hold_lock(folder: Path) -> Iterator[None]:
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        if link := next(
-            (path for name in sorted(WRITTEN) if (path := folder / name).is_symlink() and not path.is_dir()), None
-        ):
-            raise ConfigError(f"{link} is a link, and the run would write to what it leads to; remove it")
+        own = (folder / name for name in sorted({*WRITTEN, "logs"}))
+        refuse_links(*(path for path in own if not (path.is_symlink() and path.is_dir())))
         handle = os.open(folder / RUN_LOCK, os.O_RDWR | os.O_CREAT, 0o644)
     except OSError as err:
         raise ConfigError(

@@ -30,6 +30,7 @@ from penstock.protocol.weights.patch_segment import (
     difference,
     num_words_of,
     read_frame,
+    writable,
 )
 
 PatchCodec: TypeAlias = Literal["none", "gapabs1", "raw_zstd"]
@@ -48,10 +49,8 @@ _LEVEL = 1
 class ParsedRaw:
     """A verified raw segment; ``planes`` are uint8 [num_words] each, lowest byte of the word first."""
 
-    bucket: int
     word_bytes: int
     num_words: int
-    num_changed: int  # words
     planes: tuple[Bytes, ...]
 
 
@@ -105,8 +104,10 @@ def apply(change: Change, target: Readable) -> None:
     """
     if isinstance(change, Parsed):
         patch_segment.apply(change, target)
-    else:
-        apply_whole(change, target)
+        return
+    view = writable(target, change.num_words * change.word_bytes)
+    for number, plane in enumerate(change.planes):
+        view[number :: change.word_bytes] = plane
 
 
 def encode_whole(new: Readable, word_bytes: int, *, bucket: int = 0, num_changed: int) -> bytes:
@@ -146,17 +147,4 @@ def parse_whole(segment: Readable, *, num_words: int, word_bytes: int, bucket: i
     for length in lengths:
         planes.append(read_frame(decompressor, data[offset : offset + length], num_words))
         offset += length
-    return ParsedRaw(bucket, word_bytes, num_words, num_changed, tuple(planes))
-
-
-def apply_whole(parsed: ParsedRaw, target: Readable) -> None:
-    """Overwrite a bucket, in place.
-
-    Raises ValueError when ``target`` is not writable or not of the segment's size; nothing is written then.
-    """
-    view = as_bytes(target)
-    expected = parsed.num_words * parsed.word_bytes
-    if view.size != expected or not view.flags.writeable:
-        raise ValueError(f"target: a writable buffer of {expected} bytes is needed, got {view.size} bytes")
-    for number, plane in enumerate(parsed.planes):
-        view[number :: parsed.word_bytes] = plane
+    return ParsedRaw(word_bytes, num_words, tuple(planes))

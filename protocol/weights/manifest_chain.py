@@ -109,23 +109,6 @@ def plan_catch_up(
     return anchored
 
 
-def verify_head(manifest: VersionManifest, *, run_id: str, version: PolicyVersion, epoch: int = 0) -> None:
-    """Verify that a manifest is the announced one, of a trainer that still holds the lease.
-
-    ``epoch`` is the highest seen so far. Raises ChainBroken.
-    """
-    if (manifest.run_id, manifest.version) != (run_id, version):
-        raise ChainBroken(
-            f"announced version {version} of run {run_id}, but its manifest is of version {manifest.version} "
-            f"of run {manifest.run_id}"
-        )
-    if manifest.epoch < epoch:
-        raise ChainBroken(
-            f"version {version}: published under lease {manifest.epoch}, but lease {epoch} has been seen; "
-            "a trainer that lost its lease goes on publishing, stop it"
-        )
-
-
 def verify_link(child: VersionManifest, parent: VersionManifest) -> None:
     named = _ancestors(child)[0]
     _same(child, "parent", (named.version, named.state_root), (parent.version, parent.state_root))
@@ -142,15 +125,14 @@ def verify_anchor(first: VersionManifest, named: Ancestor, anchor: VersionManife
 
 
 def verify_base(adapter: VersionManifest, base: VersionManifest) -> None:
-    if adapter.base is None:
-        raise ChainBroken(f"version {adapter.version} is not an adapter and has no base")
+    assert adapter.base is not None
     named = ("anchor", adapter.run_id, adapter.base.version, adapter.base.state_root)
     _same(adapter, "base", named, (base.kind, base.run_id, base.version, base.state_root))
 
 
 def _ancestors(patch: VersionManifest) -> tuple[Ancestor, AnchorRef]:
-    if patch.parent is None or patch.anchor is None:
-        raise ChainBroken(f"version {patch.version} is whole and has no parent")
+    assert patch.parent is not None
+    assert patch.anchor is not None
     return patch.parent, patch.anchor
 
 

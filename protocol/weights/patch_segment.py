@@ -64,6 +64,13 @@ def as_bytes(data: Readable) -> Bytes:
     return data.reshape(-1).view(np.uint8)
 
 
+def writable(target: Readable, expected: int) -> Bytes:
+    view = as_bytes(target)
+    if view.size != expected or not view.flags.writeable:
+        raise ValueError(f"target: a writable buffer of {expected} bytes is needed, got {view.size} bytes")
+    return view
+
+
 def num_words_of(data: Readable, word_bytes: int) -> int:
     size = as_bytes(data).size
     if word_bytes not in WORD_BYTES or size % word_bytes:
@@ -169,19 +176,9 @@ class Plane:
 class Parsed:
     """A verified segment: it can be applied to a bucket of exactly ``num_words`` words without further checks."""
 
-    bucket: int
     word_bytes: int
     num_words: int
-    num_changed: int  # words
     planes: tuple[Plane, ...]
-
-
-def encode(old: Readable, new: Readable, word_bytes: int, *, bucket: int = 0) -> bytes:
-    """Encode what turns ``old`` into ``new``; equal buffers give a segment that changes nothing.
-
-    Raises ValueError when the sizes differ or are no multiple of ``word_bytes``.
-    """
-    return pack(difference(old, new, word_bytes), num_words_of(new, word_bytes), bucket=bucket)
 
 
 def pack(changed: Difference, num_words: int, *, bucket: int = 0) -> bytes:
@@ -205,17 +202,16 @@ def parse(segment: Readable, *, num_words: int, word_bytes: int, bucket: int = 0
     ``num_words``, and the sizes in the zstd frames with the counts, before anything is decompressed.
     """
     data = as_bytes(segment).data
-    plane_heads, num_changed = _parse_header(data, num_words, word_bytes, bucket)
     decompressor = zstandard.ZstdDecompressor()
     offset = _HEADER.size + word_bytes * _PLANE.size
     planes = []
-    for number, (num_values, num_gaps, *lengths) in enumerate(plane_heads):
+    for number, (num_values, num_gaps, *lengths) in enumerate(_parse_header(data, num_words, word_bytes, bucket)):
         parts = []
         for length, expected in zip(lengths, (num_gaps, num_gaps, num_values), strict=True):
             parts.append(read_frame(decompressor, data[offset : offset + length], expected))
             offset += length
         planes.append(_verified(Plane(*parts, has_fillers=num_gaps != num_values), num_words, number))
-    return Parsed(bucket, word_bytes, num_words, num_changed, tuple(planes))
+    return Parsed(word_bytes, num_words, tuple(planes))
 
 
 def apply(parsed: Parsed, target: Readable) -> None:
@@ -223,10 +219,7 @@ def apply(parsed: Parsed, target: Readable) -> None:
 
     Raises ValueError when ``target`` is not writable or not of the segment's size; nothing is written then.
     """
-    view = as_bytes(target)
-    expected = parsed.num_words * parsed.word_bytes
-    if view.size != expected or not view.flags.writeable:
-        raise ValueError(f"target: a writable buffer of {expected} bytes is needed, got {view.size} bytes")
+    view = writable(target, parsed.num_words * parsed.word_bytes)
     for number, plane in enumerate(parsed.planes):
         bytes_of_plane = view[number :: parsed.word_bytes]
         for block in plane.blocks():
@@ -266,7 +259,7 @@ def _gaps(indices: NDArray[np.int64]) -> NDArray[np.uint16]:
     return filled
 
 
-def _parse_header(data: memoryview, num_words: int, word_bytes: int, bucket: int) -> tuple[list[tuple[int, ...]], int]:
+def _parse_header(data: memoryview, num_words: int, word_bytes: int, bucket: int) -> list[tuple[int, ...]]:
     if len(data) < _HEADER.size:
         raise SegmentRefused(f"segment: {len(data)} bytes are too few for a header")
     magic, found_word, found_bucket, zero, found_words, num_changed = _HEADER.unpack_from(data)
@@ -286,7 +279,7 @@ def _parse_header(data: memoryview, num_words: int, word_bytes: int, bucket: int
     counts = [head[0] for head in heads]
     if not max(counts) <= num_changed <= min(sum(counts), num_words):
         raise SegmentRefused(f"segment: {num_changed} changed words cannot have {counts} changed bytes by plane")
-    return heads, num_changed
+    return heads
 
 
 def _verified(plane: Plane, num_words: int, number: int) -> Plane:

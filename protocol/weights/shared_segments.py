@@ -9,7 +9,8 @@ no message says where to look, and an old version's, another run's or a rolled-b
 reader's own memory, and compared there: a file that changes or is cut short meanwhile is a miss, and never SIGBUS, as it would be if mapped.
 
 Workers make the folder. Without one there, or in a container whose `/dev/shm` is its own, a trainer writes nothing, and a worker alone
-writes nothing either. The kernel releases the locks of a killed process.
+writes nothing either. The kernel releases the locks of a killed process. What killed workers leave goes with the next version that a trainer of
+the run publishes there, the start or end of any worker of this user, or `penstock runs rm`.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from pathlib import Path
 
 import structlog
 
-from penstock.protocol.files import read_regular
+from penstock.protocol import files
 from penstock.protocol.shared_device import try_lock
 
 SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - the folders below belong to this user alone
@@ -37,11 +38,15 @@ SHARE = 0.125  # of the free memory, for one run's segments
 KEPT_S = 600.0  # most workers of the host have read a version by then
 FETCH_DEADLINE_S = 60.0  # another worker's download: then this one downloads too
 # Where a worker's bytes came from, and why not from shared memory: nobody had put them there, they were not what the manifest says, they or the
-# folder cannot be read or are not this user's alone, another worker fetched them for too long; or this one could not store them for the others.
+# folder cannot be read or are not this user's alone, another worker fetched them for too long; or they could not be stored for the others.
 STORES = ("shared_memory", "s3")
 MISSES = ("absent", "altered", "unreadable", "busy", "full")
 _DECISION_DEADLINE_S, _LOCK_POLL_S = 10.0, 0.01
-_CGROUPS = Path("/sys/fs/cgroup")
+_CGROUPS, _OWN_CGROUPS = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
+_LIMITS = {
+    "": ("memory.max", "memory.current", "inactive_file"),
+    "memory": ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+}
 _READER, _LOCK = "reader-", ".lock"
 log = structlog.get_logger("shared_segments")
 
@@ -52,34 +57,44 @@ class SharedSegments:
     def __init__(self, run_id: str, root: Path = SHARED_MEMORY) -> None:
         self._root, self._parent = root, root / f"penstock-segments-{os.geteuid()}"
         self.folder = self._parent / run_id
-        self._reader: int | None = None  # the open file that says that this process reads
+        self._reader: tuple[Path, int] | None = None  # the open file that says that this process reads
         self._num_bytes, self._misses = Counter[str](), Counter[str]()
+        self._without = "off"  # why this process does not read: by setting, which is no miss
         self._lock = threading.Lock()  # of the counters
 
     def join(self) -> None:
         """Read here from now on, and remove the folders of runs that nobody reads."""
-        with locked_folder(self._parent) as problem:
-            if not problem:
-                self._clear_abandoned()
-                try:
+        self._without = "unreadable"
+        with locked_folder(self._parent) as (problem, parent):
+            try:
+                if not problem:
+                    _clear_abandoned(parent)
                     self.folder.mkdir(mode=0o700, exist_ok=True)
-                    path = self.folder / f"{_READER}{secrets.token_hex(8)}"
-                    reader = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-                    locked_within(reader, _DECISION_DEADLINE_S)  # who counts readers has it locked for a moment
-                    self._reader = reader
-                except OSError as err:
-                    problem = f"{self.folder} cannot be used ({err.strerror})"
+                    name = secrets.token_hex(8)
+                    handle = os.open(self.folder / name, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+                    try_lock(
+                        handle, fcntl.LOCK_EX
+                    )  # before it has a name of a reader, which nobody has locked if it is a killed one's
+                    self._reader = files.replace(self.folder / name, self.folder / f"{_READER}{name}"), handle
+            except OSError as err:
+                problem = f"{self.folder} cannot be used ({err.strerror})"
         if problem:
             log.warning("weights are not read from shared memory", folder=str(self.folder), reason=problem)
 
     def close(self) -> None:
         """Read no more; the last reader removes the folder."""
         if self._reader is not None:
-            os.close(self._reader)
-            self._reader = None
-            with locked_folder(self._parent) as problem:
-                if not problem:
-                    self._clear_abandoned()
+            (path, handle), self._reader = self._reader, None
+            with contextlib.suppress(OSError):
+                path.unlink()
+            os.close(handle)
+            self.clear_abandoned()
+
+    def clear_abandoned(self, deadline_s: float = _DECISION_DEADLINE_S) -> None:
+        """Remove the folders of this user's runs that nobody reads, once no other process decides about them."""
+        with locked_folder(self._parent, deadline_s, make=False) as (problem, parent), contextlib.suppress(OSError):
+            if not problem:
+                _clear_abandoned(parent)
 
     def figures(self) -> dict[str, float]:
         """Return bytes by store and misses by reason, as figures of a worker's heartbeat."""
@@ -91,15 +106,14 @@ class SharedSegments:
         """Store bytes for the workers of this host, if there are any; else remove what killed ones have left."""
         if self._num_readers():
             self._put(sha256, data)
-        elif self.folder.exists():
-            with locked_folder(self._parent) as problem:
-                if not problem:
-                    self._clear_abandoned()
+        else:
+            self.clear_abandoned(0.0)
 
     def fetch(self, sha256: str, size_bytes: int, download: Callable[[], bytes]) -> bytes:
         """Return bytes of this hash: those that are here, or else what ``download`` returns, once for all workers that ask at the same time."""
         data, miss = self._read(sha256, size_bytes)
-        if miss == "absent" and self._num_readers() > 1:
+        is_shared = miss == "absent" and self._num_readers() > 1
+        if is_shared and self._make_room(size_bytes):
             with self._only_one(sha256) as is_only:
                 data, miss = self._read(sha256, size_bytes)
                 if data is None:
@@ -107,15 +121,14 @@ class SharedSegments:
                     if is_only:
                         self._put(sha256, data)
         elif data is None:
-            data = download()
+            data, miss = download(), "full" if is_shared else miss
         self._count(miss, len(data))
         return data
 
     def trim(self) -> None:
         """Remove what is older than `KEPT_S`."""
         if self._reader is not None:
-            with contextlib.suppress(OSError):
-                self._make_room(0)
+            self._make_room(0)
 
     def _count(self, miss: str, num_bytes: int = 0) -> None:
         with self._lock:
@@ -125,53 +138,56 @@ class SharedSegments:
     def _read(self, sha256: str, size_bytes: int) -> tuple[bytes | None, str]:
         """Return the bytes, verified in this process's own memory; or None, and why."""
         if self._reader is None:
-            return None, "unreadable"
+            return None, self._without
         path = self.folder / sha256
         try:
-            data = read_regular(path, size_bytes + 1)
+            data = files.read_regular(path, size_bytes + 1)
         except FileNotFoundError:
             return None, "absent"
         except OSError:
             return None, "unreadable"
         if len(data) == size_bytes and hashlib.sha256(data).hexdigest() == sha256:
             return data, ""
-        path.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            path.unlink()
         return None, "altered"
 
     def _put(self, sha256: str, data: bytes) -> None:
-        path = self.folder / sha256
-        partial = path.with_name(f"{sha256}.{secrets.token_hex(8)}")
+        path, problem = self.folder / sha256, f"more than {SHARE:.1%} of the free memory"
         try:
             if path.exists():
                 return
             if self._make_room(len(data)):
-                handle = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-                with os.fdopen(handle, "wb") as file:
-                    file.write(data)
-                partial.rename(path)
+                files.atomic_write(path, data, mode=0o600)
                 return
         except OSError as err:  # a full file system says so at the write
-            partial.unlink(missing_ok=True)
-            log.info("bytes of a version not stored in shared memory", error=str(err))
+            problem = str(err)
+        if not self._misses["full"]:
+            log.warning(
+                "bytes of versions are not shared with other workers of this host", size_bytes=len(data), reason=problem
+            )
         self._count("full")
 
     def _make_room(self, num_bytes: int) -> bool:
         """Remove what is old, and then the oldest until so many bytes more fit; False if they never can."""
-        files, now = [], time.time()
-        with os.scandir(self.folder) as entries:
-            for entry in entries:
-                with contextlib.suppress(FileNotFoundError):
-                    if not entry.name.startswith(_READER):
-                        found = entry.stat(follow_symlinks=False)
-                        files.append((found.st_mtime, found.st_blocks * 512, entry.path))
-        taken = sum(size for _, size, _ in files)
-        most = SHARE * (min(shutil.disk_usage(self._root).free, free_memory()) + taken)
-        for modified, size, path in sorted(files):
+        found, now = [], time.time()
+        try:
+            with os.scandir(self.folder) as entries:
+                for entry in entries:
+                    with contextlib.suppress(FileNotFoundError):
+                        if not entry.name.startswith(_READER):
+                            of = entry.stat(follow_symlinks=False)
+                            found.append((of.st_mtime, of.st_blocks * 512, entry.path))
+            taken = sum(size for _, size, _ in found)
+            most = SHARE * (min(shutil.disk_usage(self._root).free, free_memory()) + taken)
+        except OSError:  # somebody removed the folder
+            return False
+        for modified, size, path in sorted(found):
             if now - modified < KEPT_S and (taken + num_bytes <= most or num_bytes > most):
                 break
-            with contextlib.suppress(FileNotFoundError):
+            with contextlib.suppress(OSError):
                 os.unlink(path)  # noqa: PTH108 - of a string
-            taken -= size
+                taken -= size
         return taken + num_bytes <= most
 
     @contextlib.contextmanager
@@ -186,7 +202,8 @@ class SharedSegments:
         try:
             yield (is_only := locked_within(handle, FETCH_DEADLINE_S))
             if is_only:
-                path.unlink(missing_ok=True)
+                with contextlib.suppress(OSError):
+                    path.unlink()
         finally:
             os.close(handle)
 
@@ -197,41 +214,48 @@ class SharedSegments:
         except OSError:
             return 0
 
-    def _clear_abandoned(self) -> None:
-        """Remove the folders that nobody reads; the caller has locked the one above."""
-        for folder in self._parent.iterdir():
-            if not _num_readers(folder):
-                shutil.rmtree(folder, ignore_errors=True)
+
+def _clear_abandoned(parent: Path) -> None:
+    """Remove the folders that nobody reads; the caller has locked the one above."""
+    for folder in parent.iterdir():
+        if not _num_readers(folder):
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 def _num_readers(folder: Path) -> int:
     num_readers = 0
     for path in folder.glob(f"{_READER}*"):
         with contextlib.suppress(OSError), path.open("rb") as file:
-            num_readers += not try_lock(file.fileno(), fcntl.LOCK_SH)
+            if try_lock(file.fileno(), fcntl.LOCK_SH):
+                path.unlink()  # of a killed one
+            else:
+                num_readers += 1
     return num_readers
 
 
 @contextlib.contextmanager
-def locked_folder(folder: Path) -> Iterator[str]:
-    """Make and lock a folder of this user alone, and give an empty text; else the reason why it cannot be used. It is removed if it is empty in the end."""
+def locked_folder(
+    folder: Path, deadline_s: float = _DECISION_DEADLINE_S, *, make: bool = True
+) -> Iterator[tuple[str, Path]]:
+    """Lock a folder of this user alone, and give an empty text and a path that leads to no other folder; else the reason why it cannot be used.
+
+    It stays when it is empty: removed, it would be another one for a process that waits for it.
+    """
     try:
-        folder.mkdir(mode=0o700, exist_ok=True)
+        if make:
+            folder.mkdir(mode=0o700, exist_ok=True)
         file = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     except OSError as err:
-        yield f"{folder} cannot be used ({err.strerror})"
+        yield f"{folder} cannot be used ({err.strerror})", folder
         return
     try:
         if not _is_private(os.fstat(file)):
-            yield f"{folder} is not a folder of this user alone"
-        elif not locked_within(file, _DECISION_DEADLINE_S):
-            yield f"another process has decided for more than {_DECISION_DEADLINE_S:.0f} s about {folder}"
-        elif not is_at(file, folder):
-            yield f"another process that ended has just removed {folder}"
+            problem = f"{folder} is not a folder of this user alone"
+        elif not locked_within(file, deadline_s):
+            problem = f"another process has decided for more than {deadline_s:.0f} s about {folder}"
         else:
-            yield ""
-            with contextlib.suppress(OSError):  # not empty
-                folder.rmdir()
+            problem = ""
+        yield problem, Path(f"/proc/self/fd/{file}")  # where others may rename: a folder without the sticky bit
     finally:
         os.close(file)
 
@@ -240,34 +264,27 @@ def _is_private(found: os.stat_result) -> bool:
     return stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid() and stat.S_IMODE(found.st_mode) == 0o700
 
 
-def is_at(file: int, path: Path) -> bool:
-    """Return True if an open file still has this path."""
-    try:
-        return os.path.samestat(os.fstat(file), path.lstat())
-    except FileNotFoundError:
-        return False
-
-
 def locked_within(file: int, deadline_s: float) -> bool:
     ends = time.monotonic() + deadline_s
     while not try_lock(file, fcntl.LOCK_EX):
-        if time.monotonic() > ends:
+        if time.monotonic() >= ends:
             return False
         time.sleep(_LOCK_POLL_S)
     return True
 
 
 def free_memory() -> int:
-    """Return the bytes that processes here may still allocate: of the machine, and of the control groups (version 2) of this process."""
+    """Return the bytes that processes here may still allocate: of the machine, and of the control groups (version 1 or 2) of this process."""
     free = [_number(Path("/proc/meminfo"), "MemAvailable:") * 1024]
-    with contextlib.suppress(OSError, StopIteration):
-        lines = Path("/proc/self/cgroup").read_text().splitlines()
-        group = _CGROUPS / next(line.removeprefix("0::/") for line in lines if line.startswith("0::"))
-        for folder in (group, *group.parents):
-            with contextlib.suppress(OSError, ValueError):  # not limited, or not a control group
-                limit = int((folder / "memory.max").read_text())
-                used = int((folder / "memory.current").read_text())
-                free.append(max(0, limit - used + _number(folder / "memory.stat", "inactive_file")))
+    with contextlib.suppress(OSError):
+        for line in _OWN_CGROUPS.read_text().splitlines():
+            _, controller, path = line.split(":", 2)
+            maximum, current, cache = _LIMITS.get(controller, ("",) * 3)
+            group = _CGROUPS / controller / path.lstrip("/")
+            for folder in (group, *group.parents):
+                with contextlib.suppress(OSError, ValueError):  # not limited, or not a control group
+                    limit, used = (int((folder / name).read_text()) for name in (maximum, current))
+                    free.append(max(0, limit - used + _number(folder / "memory.stat", cache)))
     return min(free)
 
 

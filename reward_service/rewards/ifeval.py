@@ -139,9 +139,8 @@ def _begins_paragraph(text: str, number: int, nth: int, word: str) -> bool:
 
 
 def _is_json(text: str) -> bool:
-    fenced = re.fullmatch(r"\s*```(?:json)?(.*?)(?:```)?\s*", text, re.DOTALL | re.IGNORECASE)
     try:
-        json.loads(fenced[1] if fenced else text)
+        json.loads(re.sub(r"\A\s*```(?:json)?|```\s*\Z", "", text, flags=re.IGNORECASE))
     except (ValueError, RecursionError):
         return False
     return True
@@ -167,24 +166,24 @@ def _is_in(text: str, language: str) -> bool:
         return True
 
 
-def _has_postscript(text: str, marker: str) -> bool:
-    """Return True for a text with the marker, whose letters may have spaces between them."""
-    return re.search(re.escape(marker.strip()).replace(r"\.", r"\.\s?"), text, re.IGNORECASE) is not None
-
-
 _CHECKS: Mapping[str, Callable[..., bool]] = {
     "is_in": _is_in,
     "has_paragraphs": lambda text, divider, number: bool(_parts(text, divider, number)),
     "begins_paragraph": _begins_paragraph,
-    "has_postscript": _has_postscript,
+    "are_paragraphs": lambda text, divider, number: len(parts := re.split(divider, text)) == number and all(map(str.strip, parts)),
+    "are_two": lambda text, divider: len(parts := [*map(str.strip, re.split(divider, text))]) == 2 and all(parts) and parts[0] != parts[1],
+    "starts_paragraph": lambda text, n, nth, word: len(parts := text.split("\n\n")) == n >= nth > 0 and parts[nth - 1].strip().startswith(word),
+    "has_postscript": lambda text, marker: bool(re.search(re.escape(marker.strip()).replace(r"\.", r"\.\s?"), text, re.IGNORECASE)),
     "is_json": _is_json,
+    "is_bare_json": lambda text: _is_json(text) and "```" not in (text.strip()[:3], text.strip()[-3:]),
+    "has_capitals": lambda text, number, relation: _RELATIONS[relation](sum(map(str.isupper, re.findall(r"\w(?:[\w-]|\.(?=\w))*", text))) - number),
     "has_two": lambda text, divider: len(set(_parts(text, divider, 2))) == 2,
     "is_one_of": lambda text, options: text.strip() in options,
     "is_capital": lambda text: text == text.upper(),
     "is_lowercase": lambda text: text == text.lower(),
     "is_english_capital": lambda text: text.isupper() and _is_in(text, "en"),
     "is_english_lowercase": lambda text: text.islower() and _is_in(text, "en"),
-}
+}  # fmt: skip
 
 REWARD = PureReward(
     name=NAME,

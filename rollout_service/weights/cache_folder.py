@@ -27,7 +27,8 @@ from pathlib import Path
 
 from penstock.protocol.errors import ConfigError
 from penstock.protocol.shared_device import try_lock
-from penstock.protocol.weights.shared_segments import SHARED_MEMORY, free_memory, is_at, locked_folder
+from penstock.protocol.weights import shared_segments as segments
+from penstock.protocol.weights.shared_segments import SHARED_MEMORY, free_memory, locked_folder
 from penstock.rollout_service.weights.mirror_slot import NUM_REGULAR_SLOTS
 
 SHARE = 0.5  # of the free memory, for the copies of all workers of a host
@@ -81,8 +82,6 @@ class CacheFolder:
                 return
             shutil.rmtree(self.path, ignore_errors=True)
             self.unlock()
-            with locked_folder(self._memory.parent):  # which removes the folder above where it is empty
-                pass
 
     def unlock(self) -> None:
         self._lock.close()
@@ -104,10 +103,18 @@ def _own_lock(folder: Path) -> io.FileIO:
 def _lock(folder: Path) -> io.FileIO | None:
     """Lock a folder for as long as the returned file is open; None when another process has locked it, or removed it meanwhile."""
     file = io.FileIO(folder / _LOCK, "a")
-    if try_lock(file.fileno(), fcntl.LOCK_EX) and is_at(file.fileno(), folder / _LOCK):
+    if try_lock(file.fileno(), fcntl.LOCK_EX) and _is_at(file.fileno(), folder / _LOCK):
         return file
     file.close()
     return None
+
+
+def _is_at(file: int, path: Path) -> bool:
+    """Return True if an open file still has this path."""
+    try:
+        return os.path.samestat(os.fstat(file), path.lstat())
+    except FileNotFoundError:
+        return False
 
 
 def _clear_abandoned(folder: Path, *, whole: bool) -> None:
@@ -185,17 +192,16 @@ class MemoryFolder:
 
     def clear_abandoned(self, *, keep_own: bool) -> None:
         """Remove the folders of workers that no longer run; ``keep_own``: but this worker's own, which it may use again."""
-        if self.parent.exists():
-            with locked_folder(self.parent) as problem:
-                if not problem:
-                    self._clear_abandoned(keep_own=keep_own)
+        with locked_folder(self.parent, make=False) as (problem, parent):
+            if not problem:
+                self._clear_abandoned(parent, keep_own=keep_own)
 
     def take(self, num_bytes: int) -> tuple[CacheFolder | None, str]:
         """Return the worker's folder in memory for a model of so many bytes, or None if it belongs on disk, and why."""
-        with locked_folder(self.parent) as problem:
+        with locked_folder(self.parent) as (problem, parent):
             if problem:
                 return None, f"on disk: {problem}"
-            self._clear_abandoned(keep_own=True)
+            self._clear_abandoned(parent, keep_own=True)
             fits, reason = choose(num_bytes, self._room())
             try:
                 if fits:
@@ -204,21 +210,21 @@ class MemoryFolder:
                     return folder, reason
             except (ConfigError, OSError) as err:
                 return None, f"on disk: {err}"
-            self._clear_abandoned(keep_own=False)
+            self._clear_abandoned(parent, keep_own=False)
             return None, reason
 
     def describe(self) -> str:
         """Return what would be kept in memory now."""
-        with locked_folder(self.parent) as problem:
+        with locked_folder(self.parent) as (problem, _):
             if problem:
                 return f"copies of weights are kept in the run's folder: {problem}"
             room = self._room()
         most = max(0, room.for_copies - room.needed) / NUM_REGULAR_SLOTS / _GB
-        return f"the copies of one more worker fit into {self._root} for a model of up to {most:.2f} GB; of a larger one they are in the run's folder"
+        return f"the copies of one more worker fit into {self._root} for a model of up to {most:.2f} GB; of a larger one they are in the run's folder; downloads that workers share take up to {segments.SHARE:.1%} of what is free"
 
-    def _clear_abandoned(self, *, keep_own: bool) -> None:
-        for folder in self.parent.iterdir():
-            if folder != self.path or not keep_own:
+    def _clear_abandoned(self, parent: Path, *, keep_own: bool) -> None:
+        for folder in parent.iterdir():
+            if folder.name != self.path.name or not keep_own:
                 _clear_abandoned(folder, whole=True)
 
 

@@ -31,13 +31,12 @@ from typing import TYPE_CHECKING
 
 import structlog
 
-from penstock.protocol.errors import BlobMissing, BlobStoreUnreachable, ConfigError
+from penstock.protocol.errors import BlobMissing, BlobStoreUnreachable, ChainBroken, ConfigError
 from penstock.protocol.groups import BlobRef
 from penstock.protocol.transport.blobs import Blobs
 from penstock.protocol.versions import PolicyVersion
 from penstock.protocol.weights.export import export_adapter
 from penstock.protocol.weights.manifest import ModelFile, VersionManifest
-from penstock.protocol.weights.manifest_chain import verify_head
 from penstock.protocol.weights.shared_segments import SharedSegments
 from penstock.protocol.weights.version_reader import UNUSABLE, WeightReader
 from penstock.rollout_service.engines.weight_changes import NoChanges, WeightChanges
@@ -207,7 +206,7 @@ class Mirror:
 
         Raises ConfigError when the folder cannot be made, or a running worker with the same id uses it.
         """
-        self._run_id, self._blobs, self._shared = run_id, blobs, shared
+        self._blobs, self._shared = blobs, shared
         self._on_disk, self._memory = CacheFolder(folder), memory
         self._reader = WeightReader(
             blobs, run_id, cache_bytes=CACHED_SEGMENT_BYTES, trusted_keys=trusted_keys, shared=shared
@@ -273,7 +272,11 @@ class Mirror:
     def _target(self, version: PolicyVersion, manifest_ref: BlobRef, *, newest: bool) -> VersionManifest:
         target = self._reader.manifest(manifest_ref, version)
         if newest:
-            verify_head(target, run_id=self._run_id, version=version, epoch=self._epoch)
+            if target.epoch < self._epoch:
+                raise ChainBroken(
+                    f"version {version}: published under lease {target.epoch}, but lease {self._epoch} has been seen; a trainer that lost its "
+                    "lease goes on publishing, stop it"
+                )
             self._epoch = target.epoch
         return target
 

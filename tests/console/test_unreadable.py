@@ -15,6 +15,7 @@ import pytest
 from markdown_it import MarkdownIt
 
 from penstock.console import connections
+from penstock.console.cli.main import run
 from penstock.console.connections import NamedRun
 from penstock.console.live.frame import render
 from penstock.console.live.panel import PlainLines
@@ -43,7 +44,7 @@ from tests.forensics.audit.test_audit_checks import chapters
 
 INF, NAN = float("inf"), float("nan")
 VALUES: list[Any] = [
-    INF, -INF, NAN, 1e300, -1, 2**63, "x", "", None, True, [], {}, [[]], {"a": {}}, {"x": INF}, b"\xff",
+    INF, -INF, NAN, 1e300, -1, 2**63, "x", "", None, True, [], {}, [[]], {"a": {}}, {"x": INF}, b"\xff"
 ]  # fmt: skip
 FIELDS = {
     "step": ["step", "version", "staleness_tokens", "tokens_trained", "groups", "skipped", "scored_by", "reward_mean", "loss",
@@ -53,7 +54,7 @@ FIELDS = {
     "weights": ["version", "kind", "raw_bytes", "sent_bytes", "density", "publish_s"],
     "reward_error": ["reason", "detail", "group_ids"],
     "log": ["text"],
-    "alarm": ["text"],
+    "alarm": ["text"]
 }  # fmt: skip
 
 
@@ -148,7 +149,7 @@ def test_a_watcher_a_listing_and_an_audit_skip_and_count(
         (subjects.events(run, "step"), encode(infinite)),
         (subjects.events(run, "reward_error"), encode(waiting)),
         (subjects.tasks(run, "train"), b"no task"),
-        (subjects.weights_published(run), b""),
+        (subjects.weights_published(run), b"")
     ])  # fmt: skip
     bus.key_value(streams.live_bucket(run).bucket).wait().put("rollout.w0", b"no heartbeat").wait()
     state = bus.key_value(streams.state_bucket(run).bucket).wait()
@@ -160,7 +161,7 @@ def test_a_watcher_a_listing_and_an_audit_skip_and_count(
     watcher.catch_up(deadline_s=120.0)
     assert time.monotonic() - started < 100.0, "messages that do not decode are not waited for"
     assert view.summary().unreadable == {
-        "dead letter": 2, "run event": 1, "step event": 1, "reward_error event": 1, "weights published": 1, "heartbeat": 1,
+        "dead letter": 2, "run event": 1, "step event": 1, "reward_error event": 1, "weights published": 1, "heartbeat": 1
     }  # fmt: skip
     assert view.summary().groups.dead_lettered == {"endpoint_failed": 1, hostile.reason: 1}
 
@@ -227,7 +228,7 @@ METRICS = [
     b'{"kind": "step", "step": 3, "reward_mean": 1e999}\n', b'{"kind": "step", "step": "3", "reward_mean": "x"}\n',
     b'{"kind": "eval", "step": 3, "accuracy": {}}\n', b'{"kind": "step", "step": 3, "reward_mean": 1' + b"0" * 5000 + b"}\n",
     b'{"kind": "step", "step": 3, "reward_mean": 1, "reward_parts": [1]}\n', b"[]\n", b"null\n", b'{"kind": "step"', b"\0\n",
-    b'{"kind": "step", "step": 3, "reward_mean": 1, "reward_parts": {"a": "x", "b": Infinity}}\n',
+    b'{"kind": "step", "step": 3, "reward_mean": 1, "reward_parts": {"a": "x", "b": Infinity}}\n'
 ]  # fmt: skip
 
 
@@ -312,8 +313,8 @@ def test_a_text_of_others_is_one_line() -> None:
     [
         "<img src=http://evil/x>", "![](http://evil/x)", "[a](javascript:x)", "a | b", "`code", "**a**", "# A", "- a", "+ a", "> a", "1. a",
         "12) a", "---", "===", "~~~", "- - a", "&lt;b>", "a\\", "<!-- a", "[a]: http://evil", "- # A", "<script>", FORGED,
-        "see http://evil/x", "HTTPS://evil", "www.evil.org", "__bold__", "_it_ a_b_", "x ~~a~~", "ask @team", "a@b.org",
-    ],
+        "see http://evil/x", "HTTPS://evil", "www.evil.org", "__bold__", "_it_ a_b_", "x ~~a~~", "ask @team", "a@b.org"
+    ]
 )  # fmt: skip
 def test_a_text_of_others_makes_no_markup(text: str) -> None:
     """In a cell and as an item of a list, as a parser of CommonMark with tables reads it: only the text is shown."""
@@ -321,10 +322,7 @@ def test_a_text_of_others_makes_no_markup(text: str) -> None:
     item = {f"{name}_{end}" for name in ("bullet_list", "list_item", "paragraph") for end in ("open", "close")} | {
         "inline"
     }
-    for source, kinds in (
-        (f"- {markdown(text)}", item),
-        (f"| h | i |\n|---|---|\n| {markdown(text)} | x |", None),
-    ):
+    for source, kinds in ((f"- {markdown(text)}", item), (f"| h | i |\n|---|---|\n| {markdown(text)} | x |", None)):
         assert not re.search(r"(?<!\\)@|\w://|www\.", source), "as GitHub reads it"
         tokens = parser.parse(source)
         assert kinds is None or {token.type for token in tokens} <= kinds
@@ -343,3 +341,28 @@ def test_what_others_wrote_forges_nothing_in_a_report() -> None:
     text = report.markdown(summary, curves.Curves(), next_steps=(), has_plot=False)
     assert not [line for line in text.splitlines() if line.startswith("# Accuracy")]
     assert "a1a1" not in text
+
+
+FILES_OF_OTHERS = {
+    "data check d.jsonl": '{"prompt": "hi", "data_source": "FORGED", "ground_truth": "1", "colFORGED": 1}\n{"prompt": [{"role": "FORGED", "content": 1}]}',
+    "config import d.yaml --to d.toml": 'to: {"FORGED": 1}\nactor_rollout_ref: {"model": {"path": "FORGED"}}\nalgorithm: {"adv_estimator": "FORGED"}',
+    "config show d.toml": '[trainer]\n"FORGED" = 1',
+    "plan d.toml": '[trainer]\n"FORGED" = 1',
+}
+
+
+@pytest.mark.parametrize("verb", FILES_OF_OTHERS)
+def test_a_file_of_others_reaches_no_terminal(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, verb: str
+) -> None:
+    """Nor does a key that has a line feed begin a line, which in the comments of an imported run file would be a setting."""
+    monkeypatch.chdir(tmp_path)
+    words = verb.split()
+    text = FILES_OF_OTHERS[verb].replace("FORGED", "\\u001b]0;x\\u0007\\u202e\\nmodel.path = 1")
+    (tmp_path / next(word for word in words if word.startswith("d."))).write_text(text)
+    run(words)
+    shown = "".join(capsys.readouterr())
+    written = (tmp_path / "d.toml").read_text() if " --to " in verb else ""
+    assert "\\x1b]0;x\\x07\\u202e" in shown
+    assert not {"\x1b", "\x07", "\u202e"} & {*shown, *re.sub('".*"', "", written)}
+    assert "\nmodel.path = 1" not in written + (shown if written else "")

@@ -351,6 +351,38 @@ def test_several_optimizer_steps_on_a_batch_are_taken(
     assert tuple(report["settings"].get(key) for key in keys) == expected
 
 
+_O = "python3 -m openrlhf.cli.train_ppo_ray --pretrain m --prompt_data d --n_samples_per_prompt 8 --advantage_estimator"
+_S = "--hf-checkpoint m --prompt-data d --n-samples-per-prompt 8 --rollout-batch-size 8 --kl-coef 0.1 --kl-loss-coef 0.01"
+_T = "trl grpo --model_name_or_path m --dataset_name d --use_vllm"
+_V = "python3 -m verl.x algorithm.adv_estimator=grpo actor_rollout_ref.model.path=Qwen2.5-VL-7B data.train_files=d actor_rollout_ref.rollout.n=4 actor_rollout_ref.hybrid_engine=False"
+
+
+@pytest.mark.parametrize(("command", "expected"), [
+    (f"{_O} reinforce", "advantage=reinforce_pp loss=ppo_clip aggregation=token-mean max_staleness=0 groups_per_step=1024 minibatches=64"),
+    (f"{_O} rloo --train.async_enable --train.async_queue_size 3", "advantage=rloo aggregation=token-mean max_staleness=3"),
+    (f"{_O} dr_grpo --use_kl_loss", "aggregation=token-mean kl_coefficient=0.01 kl_form=k1 reward_kl_coefficient=0.0"),
+    (f"{_O} group_norm --actor.policy_loss_type gspo", "advantage=grpo loss=gspo aggregation=seq-mean-token-mean clip_low=0.2"),
+    (f"python3 train.py {_S}", "max_staleness=0 kl_coefficient=0.0 reward_kl_coefficient=0.0"),
+    (f"python3 train_async.py {_S} --update-weights-interval 2 --use-kl-loss", "max_staleness=2 kl_coefficient=0.01 kl_form=k1"),
+    (f"{_T} --use_peft", "importance=sequence importance_bound=mask importance_high=3.0 dropout=0.05 targets=['q_proj', 'v_proj']"),
+    (f"{_T} --vllm_importance_sampling_correction false", "ratio_anchor=auto dropout=0.0"),
+    (_V, "max_staleness=1 train_vision_tower=True"),
+    (f"{_V} actor_rollout_ref.actor.freeze_vision_tower=True data.train_batch_size=0 actor_rollout_ref.actor.ppo_mini_batch_size=32 "
+     "async_training.require_batches=4 async_training.staleness_threshold=0.5 rollout.total_rollout_steps=51200",
+     "max_staleness=5 groups_per_step=128 minibatches=4 steps=400 train_vision_tower=False"),
+    ("torchrun main.py --loss_calculater MINIRL --model_name_or_path m", "loss=minirl aggregation=token-mean max_new_tokens=8196"),
+])  # fmt: skip
+def test_what_other_code_does_beside_its_keys_is_in_the_run_file(
+    command: str, expected: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Estimators with their loss and mean, batches ahead, switches that are off, defaults of adapters, encoders and engines."""
+    file = tmp_path / "a.sh"
+    file.write_text(command)
+    _, report = imported(file, tmp_path / "r.toml", capsys=capsys)
+    does = {key.rpartition(".")[2]: str(value) for key, value in import_config._effective(report["settings"]).items() if key[:2] in ("al", "mo", "ro", "tr")}  # fmt: skip
+    assert does | dict(pair.split("=") for pair in re.split(r" (?=\w+=)", expected)) == does
+
+
 def test_supervised_epochs_are_no_passes_over_a_batch(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "sft.sh"
     file.write_text("deepspeed --module openrlhf.cli.train_sft --max_epochs 3 --pretrain m --dataset d.jsonl\n")
@@ -448,6 +480,34 @@ END
     }  # fmt: skip
     assert "it's" in found.values["env"]
     assert text.split() == ["a.b=1", "a.c=2"]
+
+
+def test_of_the_choices_in_a_script_the_part_is_read_that_its_variables_choose() -> None:
+    """An argument loop leaves the defaults; a test of what is not assigned finds nothing; a launcher may stand before the program."""
+    found = read_shell(
+        "a.sh",
+        """
+        backend=fsdp; LR=1e-6  # a; python never.py --no 1
+        while [[ $# -gt 0 ]]; do
+          case $1 in
+            --lr) LR="$2"; shift 2 ;;
+          esac
+        done
+        case "$backend" in megatron) ARGS=a.tp=4 ;; fsdp | fsdp2) ARGS=a.zero=3 ;;
+          *) ARGS=a.other=1
+        esac
+        if [[ $backend == "megatron" ]]; then NAME=first
+        elif [ "$backend" = fsdp ]; then
+            if [ 8 -gt 9 ]; then NAME=second; else NAME=third; fi
+        else
+            NAME=fourth
+        fi
+        if [ -n "$KEY" ]; then LOG=(--use-wandb); else LOG=(); fi
+        [ "$NAME" = first ] && NAME=fifth
+        srun -w "$host" bash -c "cd /o; pip install . && python3 -m verl.trainer.main_ppo a.lr=$LR a.name=$NAME $ARGS ${LOG[@]}"
+        """,
+    )
+    assert found.values == {"a.lr": 1e-6, "a.name": "third", "a.zero": 3}
 
 
 def test_the_defaults_of_a_hydra_configuration_have_its_order_and_packages() -> None:

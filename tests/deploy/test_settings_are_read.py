@@ -70,6 +70,7 @@ def test_the_seed_has_the_readers_that_its_description_names() -> None:
     }
     assert readers == {
         "trainer/assemble.py",  # of evaluations
+        "trainer/data/data_order.py",
         "trainer/groups/group_source.py",
         "trainer/learner/learner.py",
         "trainer/settings.py",

@@ -27,7 +27,7 @@ import zstandard
 
 from penstock.protocol.errors import ChainBroken, MalformedFact, MalformedWeights, SegmentRefused
 from penstock.protocol.versions import PolicyVersion
-from penstock.protocol.weights import bucket_codec, patch_segment
+from penstock.protocol.weights import bucket_codec
 from penstock.protocol.weights.adapter_format import AdapterConfig
 from penstock.protocol.weights.export import merge_into, read_factors
 from penstock.protocol.weights.layout import WeightLayout
@@ -42,6 +42,7 @@ from tests.protocol.weights.published_weights import (
     State,
     WrongBytes,
     changed_state,
+    packed,
     random_state,
 )
 
@@ -89,7 +90,7 @@ def samples(rng: np.random.Generator) -> list[Sample]:
             count = int(hit.sum())
             raw = bucket_codec.encode_whole(new, word_bytes, bucket=1, num_changed=count)
             found.append(Sample("raw_zstd", raw, word_bytes, old, new))
-            found.append(Sample("gapabs1", patch_segment.encode(old, new, word_bytes, bucket=1), word_bytes, old, new))
+            found.append(Sample("gapabs1", packed(old, new, word_bytes, bucket=1), word_bytes, old, new))
     return found
 
 

@@ -10,6 +10,7 @@ import csv
 import functools
 import hashlib
 import json
+import math
 import mmap
 from abc import ABC, abstractmethod
 from array import array
@@ -35,6 +36,7 @@ _MAX_BLANK_LINES = 1_000_000  # of JSON Lines
 _MAX_TABLE_BYTES = 64 * 1024**3  # decoded: the table is held in memory
 _MAX_RATIO = 1000  # decoded to stored, above `_SMALL_BYTES`
 _SMALL_BYTES = 256 * 1024**2
+_SMALL_ROW_BYTES = 2 * 1024**3  # decoded, a text wherever it is used: 2.4 s of CPU for each 10**9
 _MAX_PARQUET_ROWS = 2**26
 _MAX_ARRAY_RATIO = 32  # of a JSON array in memory to its file, above `MOST_JSON_BYTES`
 
@@ -241,6 +243,7 @@ class _ParquetRows(_TableRows):
                 texts = text_columns(file.schema)
             # A repeated text stays one text: a few bytes of a file may stand for gigabytes of them.
             self._table = pq.read_table(path, read_dictionary=texts, pre_buffer=False)
+            _check_size(path, sum(map(row_bytes, self._table.columns)), of_rows=True)
         except (pa.ArrowException, OSError, ValueError, IndexError, PackError) as err:
             raise MalformedData(f"{path}: not a readable Parquet file ({(str(err).splitlines() or [''])[0]})") from None
 
@@ -259,6 +262,7 @@ class _ArrowRows(_TableRows):
                 _check_types(path, reader.schema)
                 self._table = reader.read_all()
                 self._table.validate(full=True)
+                _check_size(path, sum(map(row_bytes, self._table.columns)), of_rows=True)
         except (pa.ArrowException, OSError, ValueError) as err:
             raise MalformedData(f"{path}: not a readable Arrow file ({(str(err).splitlines() or [''])[0]})") from None
 
@@ -275,10 +279,11 @@ def _check_types(path: Path, schema: pa.Schema) -> None:
         raise MalformedData(f"{path}: a column of type {kind}, whose values may overlap; convert it to lists and texts")
 
 
-def _check_size(path: Path, size: int) -> None:
-    """Refuse a file whose table would not fit into memory."""
+def _check_size(path: Path, size: int, *, of_rows: bool = False) -> None:
+    """Refuse a file whose table would not fit into memory, or whose rows would take hours, as one text in all of them."""
+    small, most = (_SMALL_ROW_BYTES, math.inf) if of_rows else (_SMALL_BYTES, _MAX_TABLE_BYTES)
     ratio = size / path.stat().st_size
-    if size > _MAX_TABLE_BYTES or (size > _SMALL_BYTES and ratio > _MAX_RATIO):
+    if size > most or (size > small and ratio > _MAX_RATIO):
         raise MalformedData(
             f"{path}: {size} bytes uncompressed, {ratio:.0f} times its size; the limits are {_MAX_TABLE_BYTES} and "
             f"{_MAX_RATIO} times: split the file"

@@ -126,7 +126,7 @@ class ModelVersions:
         if weights.root() != manifest.state_root or buckets.layout.layout_id != manifest.layout_id:
             return False
         self._follow_chain(newest)
-        self._coordinator.hold(buckets)
+        self._coordinator.own.hold(buckets)
         self._coordinator.commit(buckets.copy_id, retain=False)
         self._layout, self._was_read, self._dtype = buckets.layout, True, dtype
         return True
@@ -167,7 +167,7 @@ class ModelVersions:
         manifest = newest.manifest
         label = Label(PolicyVersion(manifest.version), manifest.step, self._epoch)
         files = self._writer.small_files(self._dtype, again=True) if self._dtype else manifest.model_files
-        content = Content(self._layout, files, self._coordinator.store_committed(label.version), manifest.state_root)
+        content = Content(self._layout, files, self._coordinator.store_whole(None, label.version), manifest.state_root)
         written = self._writer.write("anchor", label, content, parent=manifest.parent)
         self.full_snapshots.restart(written.as_anchor)
         return written

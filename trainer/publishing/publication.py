@@ -197,10 +197,12 @@ class VersionPublisher:
     def resume(self, weights: Weights, dtype: str) -> bool:
         """Return True if these weights equal the head's bit for bit; the next version then follows on it."""
         newest = self._read_newest()
-        if newest is None or not self._kind(weights).resume(weights, dtype, newest):
-            return False
-        self._announce(newest)  # the session before may have been killed between the head and the announcement
-        return True
+        return newest is not None and self._kind(weights).resume(weights, dtype, newest)
+
+    def announce_head(self) -> None:
+        """Announce the head of a session that was killed before it did; one whose manifest is unreadable is not."""
+        if (newest := self._read_newest()) is not None:
+            self._announce(newest)
 
     def publish(self, snapshot: Snapshot[Any]) -> Publication:
         started = time.monotonic()

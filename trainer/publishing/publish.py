@@ -126,7 +126,10 @@ class Publisher:
         self.steps_before = {version: fact.step for version, fact in announced.items()}
         """Optimizer steps done at the versions that earlier sessions published."""
         if head is not None:
-            self.steps_before[PolicyVersion(head.version)] = head.step
+            version = PolicyVersion(head.version)
+            self.steps_before[version] = head.step
+            if version not in announced or announced[version].manifest != head.manifest:
+                self.versions.announce_head()
         self._sampled_with = PublishedVersions(announced, PolicyVersion(head.version) if head else None)
         self._pinned: set[PolicyVersion] = set()
         self._waiting: list[Snapshot[Any]] = []
@@ -154,7 +157,7 @@ class Publisher:
                 self._pinned.add(snapshot.version)
             self._drop_overtaken()
             if isinstance(snapshot.weights, ModelWeights):  # a snapshot has all of an adapter
-                self._coordinator.hold(snapshot.weights.buckets)
+                self._coordinator.own.hold(snapshot.weights.buckets)
             self._waiting.append(snapshot)
             self._changed.notify_all()
 
@@ -237,7 +240,7 @@ class Publisher:
         must = [snapshot for snapshot in self._waiting if snapshot.must_publish]
         self.num_skipped += len(self._waiting) - len(must)
         self._waiting = must
-        self._coordinator.discard(self._wanted())
+        self._coordinator.own.discard(self._wanted())  # the other ranks do so with the order of the next copy
 
     def _wanted(self) -> list[int]:
         publishing = [] if self._publishing is None else [self._publishing]

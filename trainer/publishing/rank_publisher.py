@@ -162,7 +162,8 @@ class RankPublisher:
             key = blob_keys.weights_shard(self._run_id, version, attempt, name)
             data = shard_header(buckets.layout.buckets[number]) + buckets.words(number).data
             blob = self._blobs.put(key, data)
-            self._shared.offer(blob.sha256, data)
+            if source != "retained":  # which no worker waits for, and which would take the room of patches
+                self._shared.offer(blob.sha256, data)
             return blob
 
         objects, states = [], []
@@ -225,17 +226,10 @@ class PublishCoordinator:
     """Has every rank publish its buckets. Used by one thread; `store_retained` may run at the same time in another."""
 
     def __init__(self, publisher: RankPublisher, ranks: Ranks | None = None) -> None:
-        """``publisher`` is this rank's publisher. Made on all ``ranks``, of which those but 0 only answer; without them one process is alone."""
-        self._own = publisher
+        """Made on all ``ranks``, of which those but 0 only answer; without them one process is alone. ``publisher`` is this rank's."""
+        self.own = publisher
         self._orders = RankOrders(publisher, ranks, "publisher", PublicationFailed)
         self._in_background = RankOrders(publisher, ranks, "full-snapshot", PublicationFailed)
-
-    def hold(self, buckets: WeightBuckets) -> None:
-        self._own.hold(buckets)
-
-    def discard(self, wanted: Collection[int]) -> None:
-        """Release rank 0's copies except the ``wanted`` ids; the other ranks do so with the order of the next copy."""
-        self._own.discard(wanted)
 
     def state_root(self, copy_id: int) -> str:
         return _root(self._orders.ask(RankPublisher.digests, copy_id))
@@ -251,14 +245,11 @@ class PublishCoordinator:
         attempt = secrets.token_hex(4)
         return _joined(attempt, self._orders.ask(RankPublisher.store_patch, copy_id, version, attempt))
 
-    def store_whole(self, copy_id: int, version: PolicyVersion, *, file_name: str = "") -> StoredObjects:
-        attempt = secrets.token_hex(4)
-        stored = self._orders.ask(RankPublisher.store_whole, "copy", version, attempt, copy_id, file_name)
+    def store_whole(self, copy_id: int | None, version: PolicyVersion, *, file_name: str = "") -> StoredObjects:
+        """Store a copy; None: what is committed."""
+        attempt, source = secrets.token_hex(4), "committed" if copy_id is None else "copy"
+        stored = self._orders.ask(RankPublisher.store_whole, source, version, attempt, copy_id or 0, file_name)
         return _joined(attempt, stored)
-
-    def store_committed(self, version: PolicyVersion) -> StoredObjects:
-        attempt = secrets.token_hex(4)
-        return _joined(attempt, self._orders.ask(RankPublisher.store_whole, "committed", version, attempt))
 
     def commit(self, copy_id: int, *, retain: bool) -> None:
         self._orders.ask(RankPublisher.commit, copy_id, retain)

@@ -201,7 +201,7 @@ class AdapterVersions:
         return self._base.as_anchor
 
     def store_base(self, base: AdapterBase, label: Label, files: tuple[ModelFile, ...]) -> AnchorRef:
-        self._coordinator.hold(base.buckets)
+        self._coordinator.own.hold(base.buckets)
         stored = self._coordinator.store_whole(base.buckets.copy_id, label.version)
         content = Content(base.buckets.layout, files, stored, base.root)
         self._base = self._writer.write("anchor", label, content, parent=None)
@@ -241,11 +241,11 @@ class AdapterVersions:
 
     def _write(self, snapshot: Snapshot[AdapterWeights], base: AnchorRef, parent: Ancestor | None) -> Written:
         weights = snapshot.weights
-        self._alone.hold(weights.buckets)
+        self._alone.own.hold(weights.buckets)
         try:
             stored = self._alone.store_whole(weights.buckets.copy_id, snapshot.version, file_name=ADAPTER_WEIGHTS)
         finally:
-            self._alone.discard(())
+            self._alone.own.discard(())
         files = (self._writer.small_file(ADAPTER_CONFIG, weights.base.config.to_json()),)
         return self._writer.write(
             "adapter",

@@ -51,14 +51,12 @@ def retirement_floor(
 
 
 def retired(
-    versions: Iterable[PolicyVersion], floor: PolicyVersion | None, kept: Collection[PolicyVersion] = ()
+    versions: Iterable[PolicyVersion], floor: PolicyVersion, kept: Collection[PolicyVersion] = ()
 ) -> set[PolicyVersion]:
     """Return the versions below the floor: their manifests are deleted at once, their objects after the grace period.
 
     ``kept`` are the bases of adapters from the floor on, and what the kept versions are assembled from.
     """
-    if floor is None:
-        return set()
     return {version for version in versions if is_newer(floor, version) and version not in kept}
 
 

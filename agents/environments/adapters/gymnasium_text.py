@@ -13,13 +13,7 @@ from typing import Any, Literal, Self
 import numpy as np
 from pydantic import Field, model_validator
 
-from penstock.agents.environments.adapters.text_steps import (
-    NoAction,
-    StepEnvironment,
-    StepOptions,
-    World,
-    text_of,
-)
+from penstock.agents.environments.adapters.text_steps import NoAction, StepEnvironment, StepOptions, World, text_of
 from penstock.protocol.errors import ConfigError
 
 _WHOLE = re.compile(r"-?[0-9]{1,18}")

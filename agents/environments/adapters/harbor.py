@@ -9,9 +9,11 @@ from __future__ import annotations
 import asyncio
 import json
 import math
+import os
 import re
 import shlex
 import shutil
+import string
 import sys
 import tomllib
 from collections.abc import Iterator, Mapping
@@ -27,14 +29,19 @@ from penstock.agents.environments.episode_environment import Attempt, Begun, Row
 from penstock.agents.environments.program import Program, ProgramOptions, write_task
 from penstock.agents.environments.program_process import Ended
 from penstock.protocol.config.environment_settings import EnvironmentDefinition
+from penstock.protocol.files import read_regular
 from penstock.rollout_service.environments.environment import Sampler
 
+_MOST_BYTES = 2**20  # of task.toml and Dockerfile
 _LEFT_S = 60.0  # of an episode, for what is neither set-up, agent nor verifier
 _GIVEN = "/run/penstock"  # inside
 _PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 _OF_THE_WORKER = ("PATH", "HOME", "USER", "TMPDIR", "PENSTOCK_RESULT", program_process.MARK)
 _SOLVE = f"cp -R {_GIVEN}/solution /solution && chmod +x /solution/solve.sh && exec /solution/solve.sh"
 _TIMEOUTS = {part: f"{key}timeout_sec" for part, key in (("setup_s", "environment.build_"), ("agent_s", "agent."), ("verifier_s", "verifier."))}  # fmt: skip
+_CANARY = re.compile(
+    rb"(?i)\A(?:[^\S\n]*(?:<!--.*canary.*-->|#.*canary.*)[^\S\n]*(?:\n|\Z))*(?:[^\S\n]*\n)*"
+)  # Harbor shows it to no agent
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*(/[A-Za-z0-9_][A-Za-z0-9_.-]*)*")
 _IGNORED = r"(version|schema_version|source|artifacts|environment\.(cpus|memory|memory_mb|storage|storage_mb|gpu_types)|(task|metadata)\..*)"
 _READ = r"(environment\.(build_timeout_sec|docker_image|workdir|allow_internet|network_mode)|(agent|verifier)\.(timeout_sec|network_mode))"
@@ -42,6 +49,9 @@ _ENV = r"(environment|verifier|solution)\.env\..*"
 _ONLY = {
     "environment.os": "linux", "environment.gpus": 0, "agent.user": "root", "verifier.user": "root", "verifier.environment_mode": "shared",
 }  # fmt: skip
+_FILES = (
+    "environment/docker-compose.yaml", "environment/.dockerignore", "tests/.harborignore", "solution/.harborignore", "trajectory.json",
+)  # fmt: skip
 
 
 @dataclass(slots=True)
@@ -74,7 +84,7 @@ class HarborOptions(ProgramOptions):
     tasks: str = Field(description="A folder of task folders; extra_info.task of a row names one of them.")
     images: dict[str, str] = Field(
         description="Root file systems by the name of an image (what a Dockerfile begins FROM, or docker_image) or of a task (its "
-        'Dockerfile, built): absolute paths of folders; "/" is the system\'s own programs.',
+        'Dockerfile, built): absolute paths of folders; "/" is the system\'s own programs.'
     )
     offline: bool = Field(False, description="Play tasks that may use the internet without it; else they are refused.")
     storage_mb: int = Field(1024, ge=1, description="MiB that a box may write; they are in memory.")
@@ -83,18 +93,22 @@ class HarborOptions(ProgramOptions):
 
 
 def read_task(folder: Path, images: Mapping[str, str], *, offline: bool) -> HarborTask:
-    """Read a task folder; raises RowUnfit, which names what a box cannot do."""
+    """Read a task folder, which may be a stranger's; raises RowUnfit, which names what a box cannot do."""
     try:
-        task = HarborTask(folder, dict(_flat(tomllib.loads((folder / "task.toml").read_text()))))
-        dockerfile = folder / "environment" / "Dockerfile"
-        text = dockerfile.read_text() if dockerfile.exists() else ""
-        _ = [(folder / needed).read_bytes() for needed in ("instruction.md", "tests/test.sh")]
-    except (OSError, ValueError) as err:
-        raise RowUnfit(f"task {folder.name}: {err}") from None
-    keys, context, read = task.keys, folder / "environment", f"{_IGNORED}|{_READ}|{_ENV}"
+        return _read_task(folder, images, offline=offline)
+    except (OSError, ValueError, TypeError, LookupError, RecursionError) as err:
+        raise RowUnfit(f"task {folder.name}: {type(err).__name__}: {err}") from None
+
+
+def _read_task(folder: Path, images: Mapping[str, str], *, offline: bool) -> HarborTask:
+    task = HarborTask(folder, dict(_flat(tomllib.loads(_text(folder / "task.toml")))))
+    dockerfile = folder / "environment" / "Dockerfile"
+    text = _text(dockerfile) if os.path.lexists(dockerfile) else ""
+    _ = [read_regular(folder / needed, 1) for needed in ("instruction.md", "tests/test.sh")]
+    keys, read = task.keys, f"{_IGNORED}|{_READ}|{_ENV}"
     refused = [key for key, value in keys.items() if not re.fullmatch(read, key) and _ONLY.get(key, []) != value]
     refused += [f"{key} (a variable of here)" for key, value in keys.items() if ".env." in key and "${" in str(value)]
-    refused += [f"environment/{name}" for name in ("docker-compose.yaml", ".dockerignore") if (context / name).exists()]
+    refused += [name for name in _FILES if (folder / name).exists()]
     network, *others = (keys.get(f"{part}.network_mode") for part in ("environment", "agent", "verifier"))
     is_closed = network == "no-network" or (network is None and keys.get("environment.allow_internet") is False)
     if not offline and not (is_closed and {*others} <= {None, "no-network"}):
@@ -103,6 +117,12 @@ def read_task(folder: Path, images: Mapping[str, str], *, offline: bool) -> Harb
         raise RowUnfit(f"task {folder.name} needs what a box does not have: {', '.join(refused)}")
     _put_on_image(task, text, images)
     return task
+
+
+def _text(path: Path) -> str:
+    if len(data := read_regular(path, _MOST_BYTES + 1)) > _MOST_BYTES:
+        raise ValueError(f"{path.name} is longer than {_MOST_BYTES} bytes")
+    return data.decode()
 
 
 def _flat(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -116,20 +136,26 @@ def _flat(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any
 def _put_on_image(task: HarborTask, text: str, images: Mapping[str, str]) -> None:
     """Choose the root file system, and note those instructions of the Dockerfile that need no build."""
     name = task.folder.name
+    text = re.sub(r"""(?ms)<<-?["']?(\w+)["']?[^\n]*\n.*?^\t*\1$""", "", text)
     text = re.sub(r"\\[ \t]*\n", " ", re.sub(r"(?m)^\s*(#.*)?\n", "", text))
-    lines = [(*line.strip().split(None, 1), "")[:2] for line in text.splitlines()]
+    lines = [(word.upper(), rest) for word, rest, *_ in ((*line.split(None, 1), "") for line in text.splitlines())]
     prebuilt = name if name in images else task.keys.get("environment.docker_image")
     image = prebuilt or (lines[0][1] if lines else "")
     if image not in images:
         raise RowUnfit(f"task {name}: options.images has no root file system for {image!r}; it has {', '.join(images)}")
     task.image = images[image]
     for number, (word, rest) in enumerate(lines):
+        if word in ("ENV", "WORKDIR"):
+            rest = _expanded(rest, task.variables)
         is_plain = not re.search(r"""[$<>*?\[\]"'\\]|--|\.\.""", rest)
-        if word == "WORKDIR" and is_plain:
+        if word == "FROM" and prebuilt and not re.search(rf"(?im)^FROM .* AS {re.escape(rest.split()[0])}$", text):
+            task.workdir, task.variables, task.setup = "/", {}, []
+        elif word == "WORKDIR" and is_plain:
             task.workdir = str(Path(task.workdir) / rest)
             task.setup.append(f"mkdir -p {shlex.quote(task.workdir)}")
-        elif word == "ENV" and "$" not in rest and "=" in rest.split()[0]:
-            task.variables |= dict(pair.split("=", 1) for pair in shlex.split(rest))
+        elif word == "ENV" and "$" not in rest:
+            pairs = shlex.split(rest) if "=" in rest.split()[0] else ["=".join(rest.split(None, 1))]
+            task.variables |= dict(pair.split("=", 1) for pair in pairs)
         elif word == "COPY" and is_plain and not prebuilt:
             *sources, target = rest.split()
             inside = Path(task.workdir) / target
@@ -141,6 +167,14 @@ def _put_on_image(task: HarborTask, text: str, images: Mapping[str, str]) -> Non
                 f"the folder with its root file system as options.images.{name}"
             )
     task.workdir = str(task.keys.get("environment.workdir") or task.workdir)
+
+
+def _expanded(text: str, variables: Mapping[str, str]) -> str:
+    """Return an instruction with the values of variables; as it is where one is not known."""
+    try:
+        return string.Template(text).substitute({"PATH": _PATH, **variables})
+    except (KeyError, ValueError):
+        return text
 
 
 def reward_of(account: Mapping[str, Any]) -> bytes | str:
@@ -191,6 +225,8 @@ class Harbor(Program):
         if not isinstance(name, str) or not _NAME.fullmatch(name):
             raise RowUnfit(f"extra_info.task is {name!r}, expected the name of a task folder in {self.chosen.tasks}")
         task = read_task(Path(self.chosen.tasks, name).absolute(), self.chosen.images, offline=self.chosen.offline)
+        if "agent.timeout_sec" not in task.keys:  # then it has what is left
+            task.keys["agent.timeout_sec"] = max(1.0, most_s + 600.0 - task.episode_s)
         if task.episode_s > most_s:
             raise RowUnfit(f"task {name} may take {task.episode_s:g} s, and episode_deadline_s is {most_s:g}: raise it")
         return task
@@ -226,12 +262,13 @@ class Harbor(Program):
     ) -> tuple[Ended, bytes | str | None, float]:  # fmt: skip
         """Return how an agent ended in a box, the verifier's result (a text: why there is none), and the agent's seconds."""
         assert self._served is not None
-        chosen, source = self.chosen, task.folder
+        chosen, source, instruction = self.chosen, task.folder, folder / "instruction.md"
+        instruction.write_bytes(_CANARY.sub(b"", (source / instruction.name).read_bytes()))
         box = {
             "modules": str(Path(process_reaper.__file__).parent), "bubblewrap": program_process.bubblewrap(), "image": task.image,
             "system": program_process.SYSTEM, "storage_mb": chosen.storage_mb, "agent": agent, "setup": " && ".join([":", *task.setup]),
             "workdir": shlex.quote(task.workdir), "tests": str(source / "tests") if verified else "", "verifier_env": task.env("verifier"),
-            "given": {"instruction.md": str(source / "instruction.md"), "context": str(source / "environment"), **given},
+            "given": {"instruction.md": str(instruction), "context": str(source / "environment"), **given},
             "readable": [str(Path.cwd() / chosen.folder), *chosen.readable], "socket": str(self._served.socket),
             "port": program_process.PROXY_PORT, **{name: task.seconds(key) for name, key in _TIMEOUTS.items()},
             "variables": {"PATH": _PATH, "HOME": "/root", **task.variables, **task.env("environment"), **variables},

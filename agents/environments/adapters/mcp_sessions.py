@@ -141,12 +141,8 @@ class ServerTool:
     described: Any
 
     def as_function(self, name: str) -> dict[str, Any]:
-        function = {
-            "name": name,
-            "description": self.described.description or "",
-            "parameters": self.described.input_schema,
-        }
-        return {"type": "function", "function": function}
+        described = {"description": self.described.description or "", "parameters": self.described.input_schema}
+        return {"type": "function", "function": {"name": name, **described}}
 
 
 class McpSessions:

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import math
 from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
@@ -159,8 +158,7 @@ class GymSession:
         return f"{self._server.url}/{path} answers HTTP {answer.status}: {said}"
 
     def _number(self, value: Any, field: str) -> float:
-        is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-        if not is_number or not math.isfinite(value) or abs(value) > _MAX_REWARD:
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not abs(value) <= _MAX_REWARD:
             raise GymFailed(f"{self._server.url}/verify: {field} is {str(value)[:100]!a}, expected a number")
         return float(value)
 
@@ -168,12 +166,9 @@ class GymSession:
 class Sessions:
     def __init__(self, options: NemoGymOptions, own_servers: Sequence[OwnServer]) -> None:
         token = read_token(options.token_file, "options.token_file") if options.token_file else ""
-        self._connections = HttpConnections(
-            keep_s=_KEEP_S,
-            headers={"Authorization": f"Bearer {token}"} if token else {},
-            policy=options.policy(own_servers),
-            max_answer_bytes=options.max_message_bytes,
-        )
+        headers, most = {"Authorization": f"Bearer {token}"} if token else {}, options.max_message_bytes
+        policy = options.policy(own_servers)
+        self._connections = HttpConnections(keep_s=_KEEP_S, headers=headers, policy=policy, max_answer_bytes=most)
         self._servers = Servers(urls_of(options.url))
         self._options = options
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import math
 import secrets
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -252,20 +251,17 @@ def _object(text: str) -> dict[str, Any] | None:
 
 def _reward(result: Mapping[str, Any]) -> float:
     value = result.get("reward")
-    if value is None:
-        return 0.0
-    if not isinstance(value, (int, float)) or not math.isfinite(value):
-        raise OpenEnvFailed(f"the reward is {str(value)[:100]!r}, expected a number")
-    return float(value)
+    return 0.0 if value is None else value
 
 
 def _tool_text(result: Any) -> str:
     blocks = result.get("content") if isinstance(result, dict) else None
-    if isinstance(blocks, list) and all(
-        isinstance(block, dict) and isinstance(block.get("text"), str) for block in blocks
-    ):
-        return "\n".join(block["text"] for block in blocks)
-    return text_of(result)
+    texts = (
+        [block.get("text") if isinstance(block, dict) else None for block in blocks]
+        if isinstance(blocks, list)
+        else [None]
+    )
+    return "\n".join(map(str, texts)) if all(isinstance(text, str) for text in texts) else text_of(result)
 
 
 class OpenEnv(ServerEnvironment):

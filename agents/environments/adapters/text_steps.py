@@ -7,7 +7,6 @@ limit did (truncated).
 from __future__ import annotations
 
 import json
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -54,9 +53,7 @@ class World(ABC):
         """Return observation, reward, terminated, truncated and info; raises NoAction, after which nothing has moved."""
         action = self.action(text)
         observation, reward, terminated, truncated, info = self.run(lambda: self.env.step(action))
-        if not math.isfinite(reward := float(reward)):
-            raise ValueError(f"the environment's reward is {reward}, expected a finite number")
-        return self.seen(observation, info), reward, bool(terminated), bool(truncated), info
+        return self.seen(observation, info), float(reward), bool(terminated), bool(truncated), info
 
     def close(self) -> None:
         if hasattr(self.env, "close"):

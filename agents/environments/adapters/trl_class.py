@@ -11,7 +11,6 @@ import asyncio
 import functools
 import inspect
 import json
-import math
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -71,10 +70,7 @@ class TrlPlay(Play):
         method = getattr(self._instance, "get_reward", None)
         if method is None:
             return 0.0
-        reward = float(await _called(method, {}))
-        if not math.isfinite(reward):
-            raise ValueError(f"get_reward() returns {reward}, expected a finite number")
-        return reward
+        return float(await _called(method, {}))
 
     def _columns(self) -> dict[str, Any]:
         columns: dict[str, Any] = {

@@ -43,15 +43,10 @@ class Verifiers(Program):
         other = super().defined(name, definition)
         chosen: VerifiersOptions = other.chosen
         folder = str(Path(chosen.folder).absolute())
-        other.chosen = ProgramOptions.model_validate(
-            {
-                "command": [chosen.python, str(_RUNNER), json.dumps(chosen.config)],
-                "folder": chosen.folder,
-                "variables": {"PYTHONPATH": folder, **chosen.variables},
-                "pass_variables": chosen.pass_variables,
-                "version": chosen.version,
-            }
-        )
+        command = [chosen.python, str(_RUNNER), json.dumps(chosen.config)]
+        kept = {name: getattr(chosen, name) for name in ("folder", "pass_variables", "version")}
+        variables = {"PYTHONPATH": folder, **chosen.variables}
+        other.chosen = ProgramOptions.model_validate({"command": command, "variables": variables, **kept})
         return other
 
 

@@ -20,14 +20,10 @@ from penstock.agents.environments.play import Play, Reply, Row
 from penstock.agents.proxy.messages import Message, ToolCall
 
 _NUMBER = re.compile(r"-?[0-9]{1,100}")
-_TOOL: dict[str, Any] = {
-    "type": "function",
-    "function": {
-        "name": "calculator",
-        "description": "Return the value of an expression of whole numbers, + - * / and parentheses.",
-        "parameters": {"type": "object", "properties": {"expression": {"type": "string"}}, "required": ["expression"]},
-    },
-}
+_SAID = "Return the value of an expression of whole numbers, + - * / and parentheses."
+_SCHEMA = {"type": "object", "properties": {"expression": {"type": "string"}}, "required": ["expression"]}
+_FUNCTION = {"name": "calculator", "description": _SAID, "parameters": _SCHEMA}
+_TOOL: dict[str, Any] = {"type": "function", "function": _FUNCTION}
 
 
 class CalculatorOptions(ActionOptions):

@@ -118,9 +118,8 @@ def admit(
     name, unless ``replace`` is set or no server of that version has a lease; raises RegistrationRefused if there are too many.
     """
     servers = () if state is None else state.servers
-    others = [
-        peer for peer in servers if peer.id in leased and peer.url != server.url
-    ]  # at its URL nothing else is played
+    # At its URL nothing else is played.
+    others = [peer for peer in servers if peer.id in leased and peer.url != server.url]
     if state is not None and state.version != server.version and not replace:
         taken = [other for other in others if other.version == state.version]
         if taken:

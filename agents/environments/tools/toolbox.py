@@ -15,6 +15,7 @@ A tool that raises ToolUnavailable, or answers with something else than a text, 
 from __future__ import annotations
 
 import asyncio
+import functools
 import inspect
 import re
 import threading
@@ -29,6 +30,7 @@ from pydantic import Field, ValidationError, model_validator
 
 from penstock.agents.environments.adapters.mcp_sessions import McpServer, ServerLimits, ServerName
 from penstock.agents.environments.games.actions import PatternOptions
+from penstock.agents.environments.play import caught
 from penstock.agents.environments.shared_options import CallOptions
 from penstock.agents.environments.tools.tool import Tool, ToolEpisode, ToolError, ToolUnavailable
 from penstock.agents.proxy.messages import Message, ToolCall
@@ -210,7 +212,7 @@ class Toolbox:
             raise
         except ToolError as err:
             return f"error: {err}", "tool_errors"
-        except Exception as err:  # noqa: BLE001 - an author's code, with arguments of any kind
+        except (Exception, SystemExit) as err:  # noqa: BLE001 - an author's code, with arguments of any kind
             return f"error: {type(err).__name__}: {err}", "tool_errors"
         return text.encode("utf-8", "replace").decode(), ""
 
@@ -226,9 +228,14 @@ class Toolbox:
         if tool.name not in self._threads:
             self._threads[tool.name] = ThreadPoolExecutor(tool.max_running, thread_name_prefix=f"tool-{tool.name}")
         threads = self._threads[tool.name]
-        running = asyncio.get_running_loop().run_in_executor(threads, tool.call, arguments, episode)
+        made = functools.partial(tool.call, arguments, episode)
+        running = asyncio.get_running_loop().run_in_executor(threads, caught, made)
         running.add_done_callback(lambda done: _free(done, place))  # a thread that goes on keeps its place
-        return _checked(tool, await _within(asyncio.shield(running), self.limits.call_deadline_s))
+        value, error = await _within(asyncio.shield(running), self.limits.call_deadline_s)
+        if error is not None:
+            known = isinstance(error, (ToolError, ToolUnavailable))
+            raise error if known else ToolError(f"{type(error).__name__}: {error}") from error
+        return _checked(tool, value)
 
 
 async def _within(answer: Any, deadline_s: float | None) -> Any:

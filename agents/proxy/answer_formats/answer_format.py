@@ -8,6 +8,7 @@ a run names.
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import json
 import math
@@ -141,27 +142,40 @@ def marked_calls(text: str, marks: Marks, read: Callable[[str], Call]) -> Parsed
     return ParsedAnswer(before.strip(), calls) if calls else ParsedAnswer(text, num_unparsed=1)
 
 
+def _gathered(
+    text: str, begin: re.Pattern[str], read: Callable[[re.Match[str]], tuple[int, Sequence[Call]]]
+) -> ParsedAnswer:
+    """Return the calls that ``read`` finds at the matches of ``begin``, with the place behind them, and the text around them."""
+    calls: list[Call] = []
+    kept: list[str] = []
+    position = num_unparsed = 0
+    for match in begin.finditer(text):
+        if match.start() < position:  # in a text of a call
+            continue
+        end, found = read(match)
+        if not found:
+            num_unparsed += 1
+            continue
+        calls += found
+        kept.append(text[position : match.start()])
+        position = end
+    content = "".join([*kept, text[position:]])
+    return ParsedAnswer(content.strip() if calls else content, tuple(calls), num_unparsed)
+
+
 def calls_between(pattern: re.Pattern[str], text: str, read: Callable[[str], Call | None]) -> ParsedAnswer:
     """Return the calls at the matches of ``pattern``, whose first group is a call's inside, and the text around them.
 
     ``read`` raises ValueError, or returns None, for what is no call; that stays in the text, as does a match without the group.
     """
-    calls: list[Call] = []
-    kept: list[str] = []
-    position = num_unparsed = 0
-    for match in pattern.finditer(text):
-        try:
-            call = None if match[1] is None else read(match[1])
-        except ValueError:
-            call = None
-        if call is None:
-            num_unparsed += 1
-            continue
-        calls.append(call)
-        kept.append(text[position : match.start()])
-        position = match.end()
-    content = "".join([*kept, text[position:]])
-    return ParsedAnswer(content.strip() if calls else content, tuple(calls), num_unparsed)
+
+    def of(match: re.Match[str]) -> tuple[int, Sequence[Call]]:
+        with contextlib.suppress(ValueError):
+            if match[1] is not None and (call := read(match[1])) is not None:
+                return match.end(), [call]
+        return match.end(), ()
+
+    return _gathered(text, pattern, of)
 
 
 def decoded(text: str, at: int) -> tuple[Any, int]:
@@ -183,23 +197,16 @@ def listed_calls(value: Any) -> tuple[Call, ...]:
 
 def calls_behind(begin: re.Pattern[str], end: re.Pattern[str], text: str) -> ParsedAnswer:
     """Return the calls of the JSON values that stand behind marks, and the text around them; the mark of an end may be absent."""
-    calls: list[Call] = []
-    kept: list[str] = []
-    position = num_unparsed = 0
-    for match in begin.finditer(text):
-        if match.start() < position:  # in a text of a call
-            continue
+
+    def behind(match: re.Match[str]) -> tuple[int, Sequence[Call]]:
         try:
             value, stop = decoded(text, match.end())
-            calls += listed_calls(value)
+            closed = end.match(text, stop)
+            return stop if closed is None else closed.end(), listed_calls(value)
         except ValueError:
-            num_unparsed += 1
-            continue
-        kept.append(text[position : match.start()])
-        closed = end.match(text, stop)
-        position = stop if closed is None else closed.end()
-    content = "".join([*kept, text[position:]])
-    return ParsedAnswer(content.strip() if calls else content, tuple(calls), num_unparsed)
+            return match.end(), ()
+
+    return _gathered(text, begin, behind)
 
 
 def call_of(name: str, arguments: str, call_id: str = "") -> Call:

@@ -23,6 +23,7 @@ from penstock.agents.proxy.answer_formats.answer_format import (
 
 _GLM_CALL = re.compile(  # a call; one that was begun, up to its end or the next; a mention
     r"<tool_call>(\s*+[^\s<>{}]++\s*+(?:<arg_key>(?:(?!<arg_key>).)*?</arg_key>\s*+<arg_value>(?:(?!<arg_value>).)*?</arg_value>\s*+)*+)</tool_call>"
+    r"(?!(?:(?!<tool_call>).)*?</arg_value>)"  # no end of an argument behind it: the text of one held the call's
     r"|<tool_call>[^<]*+<arg_key>.*?(?:</tool_call>|(?=<tool_call>)|$)|<tool_call>",
     re.DOTALL,
 )
@@ -71,10 +72,12 @@ class QwenXml(AnswerFormat):
 
     def _call(self, body: str, argument: re.Pattern[str], tools: Sequence[Mapping[str, Any]]) -> Call:
         name, closed, rest = body.partition(">")
-        if not closed or re.fullmatch(r"[^\s<\"']+", _unquoted(name)) is None:  # name="a" id="1" is no name
-            raise ValueError("expected a name")
         texts = written_arguments(argument, rest, (f"<{self.tags[2]}",))
-        return typed_call(_unquoted(name), [(_unquoted(key), self.unwrapped(text)) for key, text in texts], tools)
+        names = [_unquoted(one) for one in (name, *(key for key, _ in texts))]
+        if not closed or not all(re.fullmatch(r"[^\s<\"']+", one) for one in names):  # name="a" id="1" is no name
+            raise ValueError("expected names")
+        values = [self.unwrapped(text) for _, text in texts]
+        return typed_call(names[0], list(zip(names[1:], values, strict=True)), tools)
 
     def unwrapped(self, text: str) -> str:
         """Return the text of an argument without what the template writes around it."""
@@ -85,8 +88,9 @@ class QwenXml(AnswerFormat):
 def _xml_patterns(outer: str, function: str, parameter: str) -> tuple[re.Pattern[str], re.Pattern[str]]:
     """Return patterns of a call, of one that was begun, up to its end or the next, or of a mention; and of an argument."""
     end, close = f"</{function.rstrip('=').split()[0]}>", "</parameter>"
+    alone = rf"(?!(?:(?!<{function}|<{outer}>).)*?{close})"  # as above
     call = (
-        rf"(?:<{outer}>\s*+)?<{function}([^<>]*+>(?:\s*+<{parameter}[^>\s]+>(?:(?!<{parameter}).)*?{close})*+\s*+){end}(?:\s*+</{outer}>)?"
+        rf"(?:<{outer}>\s*+)?<{function}([^<>]*+>(?:\s*+<{parameter}[^>\s]+>(?:(?!<{parameter}).)*?{close})*+\s*+){end}{alone}(?:\s*+</{outer}>)?"
         rf"|(?:<{outer}>\s*+)?<{function}[^<>]*+>\s*+<{parameter}.*?(?:{end}|(?=<{outer}>)|$)"
         rf"|<{outer}>(?:\s*+<{function})?|<{function}"
     )
@@ -233,6 +237,8 @@ def _value(text: str, declared: Any, root: Mapping[str, Any]) -> Any:
             if kind in ("integer", "number") and "string" in names and json.dumps(value) != text.strip():
                 continue
             return value
+    if names and "string" not in names and text.strip().lower() in ("null", "none"):
+        return None  # as templates write an argument that is left out
     return text
 
 

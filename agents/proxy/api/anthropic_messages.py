@@ -39,7 +39,7 @@ def read_request(body: Mapping[str, Any], temperature: float, lenience: Lenience
     return AgentRequest(
         messages=tuple(messages), tools=fields.check_tools(tools), stop=fields.stop_strings(body, "stop_sequences"),
         max_tokens=fields.max_tokens(body, "max_tokens"), reads_calls=fields.reads_calls(body),
-        overruled=(*fields.overruled(body, temperature), *ignored, *dropped, *["redacted_thinking"] * hidden),
+        overruled=(*fields.overruled(body, temperature, "stop_sequences"), *ignored, *dropped, *["redacted_thinking"] * hidden),
     )  # fmt: skip
 
 

@@ -15,7 +15,7 @@ _ROLES = ("system", "developer", "user", "assistant", "tool")
 
 
 def read_request(body: Mapping[str, Any], temperature: float, lenience: Lenience = STRICT) -> AgentRequest:
-    fields.refuse_present(body, "functions", "function_call", "audio", "prediction", "logprobs", "web_search_options")
+    fields.refuse_present(body, "functions", "function_call", "audio", "prediction", "logprobs", "top_logprobs")
     if body.get("n") not in (None, 1):
         raise unsupported("n > 1: one request has one answer", "n")
     form = body.get("response_format")
@@ -23,16 +23,12 @@ def read_request(body: Mapping[str, Any], temperature: float, lenience: Lenience
     ignored = fields.constraints(body, *([] if is_free else ["response_format"]), lenience=lenience)
     listed = fields.objects(body, "messages")
     tools, dropped = fields.known(fields.objects(body, "tools"), _tool, "tools", lenience)
+    messages = [read_message(entry, f"messages[{number}]") for number, entry in enumerate(listed)]
     return AgentRequest(
-        messages=fields.with_call_ids(
-            [read_message(entry, f"messages[{number}]") for number, entry in enumerate(listed)]
-        ),
-        tools=fields.check_tools(tools),
-        stop=fields.stop_strings(body, "stop"),
-        max_tokens=fields.max_tokens(body, "max_tokens", "max_completion_tokens"),
-        reads_calls=fields.reads_calls(body),
-        overruled=(*fields.overruled(body, temperature), *ignored, *dropped),
-    )
+        messages=fields.with_call_ids(messages), tools=fields.check_tools(tools), stop=fields.stop_strings(body, "stop"),
+        max_tokens=fields.max_tokens(body, "max_tokens", "max_completion_tokens"), reads_calls=fields.reads_calls(body),
+        overruled=(*fields.overruled(body, temperature, "stop"), *ignored, *dropped),
+    )  # fmt: skip
 
 
 def _tool(value: Mapping[str, Any], number: int) -> dict[str, Any]:

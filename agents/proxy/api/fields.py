@@ -24,14 +24,19 @@ _T = TypeVar("_T")
 _NOT_A_NAME = re.compile(r"[^A-Za-z0-9_.-]")
 _MAX_STOP_CHARACTERS = 200
 _MAX_TOOLS = 512
-# Fields that only the task's sampling decides, with the value that requests nothing.
-_SAMPLING_FIELDS: dict[str, tuple[Any, ...]] = {
-    "temperature": (None,), "top_p": (None, 1), "top_k": (None, -1, 0), "min_p": (None, 0), "seed": (None,),
-    "presence_penalty": (None, 0), "frequency_penalty": (None, 0), "repetition_penalty": (None, 1),
-    "reasoning_effort": (None,), "reasoning": (None,), "thinking": (None,), "parallel_tool_calls": (None, True),
-    "truncation": (None, "disabled"), "output_config": (None,), "chat_template_kwargs": (None, {}), "chat_template": (None,),
-    "continue_final_message": (None, False), "ignore_eos": (None, False), "min_tokens": (None, 0), "documents": (None, []),
+# Fields that are read, or change no answer; all others are counted where they ask for something.
+_READ = {
+    "model", "messages", "input", "instructions", "system", "tools", "tool_choice", "stream", "stream_options", "n", "max_tokens",
+    "max_completion_tokens", "max_output_tokens", "response_format", "text", "user", "metadata", "client_metadata", "store", "include",
+    "service_tier", "cache_control", "prompt_cache_key", "prompt_cache_retention", "prompt_cache_options", "safety_identifier",
+    "anthropic_version", "anthropic_beta", "betas",
 }  # fmt: skip
+_NOTHING: dict[str, tuple[Any, ...]] = {  # the values of a field that ask for nothing, where these are others than false and empty
+    "temperature": (None,), "top_p": (None, 1), "top_k": (None, -1, 0), "seed": (None,), "repetition_penalty": (None, 1),
+    "reasoning_effort": (None,), "thinking": (None,), "parallel_tool_calls": (None, True), "truncation": (None, "disabled"),
+    "enable_thinking": (None,), "modalities": (None, ["text"]),
+}  # fmt: skip
+_MOST_COUNTED = 32  # of the fields of a request
 _CONSTRAINTS = (
     "logit_bias", "guided_json", "guided_regex", "guided_choice", "guided_grammar", "guided_decoding_backend",
     "structured_outputs", "regex", "ebnf", "json_schema", "output_format", "structural_tag", "grammar", "allowed_token_ids", "bad_words",
@@ -96,12 +101,10 @@ def parts(value: Any, where: str, *, kinds: tuple[str, ...] = ("text",)) -> tupl
     """
     if not isinstance(value, list) or not any(_is_image(part) for part in value):
         return ()
-    return tuple(
-        [
-            _image(part, f"{where}[{n}]") if _is_image(part) else content([part], where, kinds=kinds)
-            for n, part in enumerate(value)
-        ]
+    read = (
+        _image(p, f"{where}[{n}]") if _is_image(p) else content([p], where, kinds=kinds) for n, p in enumerate(value)
     )
+    return tuple(read)
 
 
 def message(
@@ -118,10 +121,6 @@ def _is_image(part: Any) -> bool:
 
 
 def _image(part: dict[str, Any], where: str) -> bytes:
-    shown = part.get("image_url")
-    detail = part.get("detail") or (shown.get("detail") if isinstance(shown, dict) else None)
-    if detail not in (None, "auto"):
-        raise unsupported(f"detail {str(detail)[:40]!r}: the model's image processor decides the resolution", where)
     try:
         (source,) = admission.take_images([{"content": [part]}])[1]
         return admission.image_bytes(source)
@@ -152,9 +151,41 @@ def stop_strings(body: Mapping[str, Any], name: str) -> tuple[str, ...]:
     return tuple(listed)
 
 
-def overruled(body: Mapping[str, Any], temperature: float) -> tuple[str, ...]:
-    changed = [name for name, nothing in _SAMPLING_FIELDS.items() if name in body and body[name] not in nothing]
-    return tuple(name for name in changed if name != "temperature" or body[name] != temperature)
+def overruled(body: Mapping[str, Any], temperature: float, *read: str) -> tuple[str, ...]:
+    """Return the names of fields that ask for what only the task's sampling decides, or for what is not here; ``read``: the API's own."""
+    nothing = (None, False, "", [], {})
+    names = [
+        _counted(name)
+        for name, value in body.items()
+        if name not in {*_READ, *read, *_CONSTRAINTS} and value not in _NOTHING.get(name, nothing)
+        and (name != "temperature" or value != temperature)
+    ]  # fmt: skip
+    choice, tools = body.get("tool_choice"), [tool for tool in body.get("tools") or () if isinstance(tool, dict)]
+    tools += [tool["function"] for tool in tools if isinstance(tool.get("function"), dict)]
+    if isinstance(choice, dict) and choice.get("disable_parallel_tool_use"):
+        names.append("parallel_tool_calls")
+    if any(tool.get("strict") for tool in tools):
+        names.append("tools.strict")
+    if any(_detail(part) not in (None, "auto") for part in _shown(body)):
+        names.append("image_detail")  # the model's image processor decides the resolution
+    return tuple(names[:_MOST_COUNTED])
+
+
+def _shown(body: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return the images among the parts of messages and items."""
+    listed = body.get("messages") or body.get("input")
+    entries = [entry for entry in listed if isinstance(entry, dict)] if isinstance(listed, list) else []
+    contents = [entry.get("content") or entry.get("output") for entry in entries]
+    return [part for parts in contents if isinstance(parts, list) for part in parts if _is_image(part)]
+
+
+def _detail(part: Mapping[str, Any]) -> Any:
+    shown = part.get("image_url")
+    return part.get("detail") or (shown.get("detail") if isinstance(shown, dict) else None)
+
+
+def _counted(name: str) -> str:
+    return _NOT_A_NAME.sub("_", name)[:40]
 
 
 def constraints(body: Mapping[str, Any], *others: str, lenience: Lenience) -> tuple[str, ...]:
@@ -188,7 +219,7 @@ def known(
         except RequestRefused as err:
             if err.code != "unsupported" or not lenience.drops_unknown:
                 raise
-            dropped.append(f"{what}.{_NOT_A_NAME.sub('_', str(value.get('type')))[:40]}")
+            dropped.append(f"{what}.{_counted(str(value.get('type')))}")
     return read_values, tuple(dropped)
 
 

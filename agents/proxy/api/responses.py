@@ -19,7 +19,9 @@ _TEXTS = ("input_text", "output_text", "text", "summary_text", "reasoning_text")
 
 
 def read_request(body: Mapping[str, Any], temperature: float, lenience: Lenience = STRICT) -> AgentRequest:
-    fields.refuse_present(body, "previous_response_id", "conversation", "background", "prompt")
+    fields.refuse_present(body, "previous_response_id", "conversation", "background", "prompt", "top_logprobs")
+    if "message.output_text.logprobs" in (body.get("include") or ()):
+        raise unsupported("log-probabilities", "include")
     form = fields.optional_object(fields.optional_object(body, "text"), "format", "text.")
     is_free = form.get("type", "text") == "text"
     ignored = fields.constraints(body, *([] if is_free else ["text.format"]), lenience=lenience)
@@ -78,14 +80,8 @@ def _messages(items: list[tuple[str, dict[str, Any]]]) -> list[Message]:
 
     def end_answer() -> None:
         if answer:
-            messages.append(
-                Message(
-                    "assistant",
-                    "\n".join(answer.get("content", [])),
-                    "\n".join(answer.get("reasoning", [])),
-                    tuple(answer.get("calls", [])),
-                )
-            )
+            content, reasoning = ("\n".join(answer.get(name, [])) for name in ("content", "reasoning"))
+            messages.append(Message("assistant", content, reasoning, tuple(answer.get("calls", []))))
             answer.clear()
 
     for where, item in items:

@@ -245,6 +245,7 @@ def begin_task(web: WebContext, folder: Path, task: str, words: Sequence[str]) -
     A Problem 409 while the run's last one of this name is running.
     """
     place = folder / "tasks" / task
+    run_folder.refuse_links(place.parent)
     place.mkdir(parents=True, exist_ok=True)
     if run_folder.is_locked(place / LOCK):
         raise Problem(409, f"{task} of run {folder.name} is running", expected="one at a time", fix="wait for its end")

@@ -12,13 +12,7 @@ from penstock.agents.environments.games.arithmetic import evaluate
 from penstock.agents.environments.games.calculator import CALCULATOR, draw_expression
 from penstock.agents.environments.games.frozen_lake import FROZEN_LAKE, draw_lake, shortest_path
 from penstock.agents.environments.games.guess_number import GUESS_NUMBER
-from penstock.agents.environments.games.sokoban import (
-    SOKOBAN,
-    Level,
-    SokobanOptions,
-    SokobanPlay,
-    draw_level,
-)
+from penstock.agents.environments.games.sokoban import SOKOBAN, Level, SokobanOptions, SokobanPlay, draw_level
 from penstock.agents.environments.play import Play, Reply, Row
 from penstock.agents.environments.turn_environment import TurnEnvironment
 from penstock.agents.proxy.messages import Message, ToolCall

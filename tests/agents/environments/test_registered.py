@@ -8,13 +8,7 @@ from pathlib import Path
 import pytest
 from tests.agents.environments.played import Script, task_of
 from tests.agents.environments.test_over_http import LosesAnswers
-from tests.rollout_service.registered import (
-    LEASE,
-    play,
-    registered,
-    until,
-    worker,
-)
+from tests.rollout_service.registered import LEASE, play, registered, until, worker
 
 from penstock.agents.environments.episode_environment import group_seed
 from penstock.agents.environments.over_http import registry

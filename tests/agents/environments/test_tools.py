@@ -20,13 +20,7 @@ from penstock.agents.environments.shared_options import CallOptions, shortened
 from penstock.agents.environments.tools.built_in.calculator import CALCULATOR_TOOL
 from penstock.agents.environments.tools.built_in.python import PYTHON_TOOL
 from penstock.agents.environments.tools.built_in.search import Bm25, Passage, divided, read_corpus
-from penstock.agents.environments.tools.tool import (
-    Tool,
-    ToolArguments,
-    ToolEpisode,
-    ToolError,
-    ToolUnavailable,
-)
+from penstock.agents.environments.tools.tool import Tool, ToolArguments, ToolEpisode, ToolError, ToolUnavailable
 from penstock.agents.environments.tools.toolbox import Toolbox, is_right
 from penstock.agents.environments.tools.tools_environment import Tools, ToolsPlay
 from penstock.agents.proxy.messages import Message, ToolCall
@@ -172,6 +166,10 @@ def test_a_tool_that_cannot_answer_begins_the_episode_again(tool_model: Path, tm
     assert len(engine.prompts) == 2
 
 
+RAISED = {"raise": ZeroDivisionError("by zero"), "refuse": ToolError("not today"), "timeout": TimeoutError("its own"),
+          "exit": SystemExit(3), "stop": StopIteration()}  # fmt: skip
+
+
 class Faulty(Tool):
     name = "faulty"
     description = "Do as told."
@@ -184,12 +182,8 @@ class Faulty(Tool):
     held = threading.Event()
 
     def call(self, arguments: Any, episode: ToolEpisode) -> str:
-        if arguments.act == "raise":
-            raise ZeroDivisionError("by zero")
-        if arguments.act == "refuse":
-            raise ToolError("not today")
-        if arguments.act == "timeout":
-            raise TimeoutError("its own")
+        if arguments.act in RAISED:
+            raise RAISED[arguments.act]
         if arguments.act == "surrogate":
             return "\ud800"
         if arguments.act == "hang":
@@ -209,6 +203,8 @@ class Faulty(Tool):
         (("faulty", {"act": "raise"}), "error: ZeroDivisionError: by zero", "tool_errors"),
         (("faulty", {"act": "refuse"}), "error: not today", "tool_errors"),
         (("faulty", {"act": "timeout"}), "error: TimeoutError: its own", "tool_errors"),
+        (("faulty", {"act": "exit"}), "error: SystemExit: 3", "tool_errors"),
+        (("faulty", {"act": "stop"}), "error: StopIteration: ", "tool_errors"),
         (("faulty", {"act": "ab", "count": 30}), "abababababababababab\n[40 characters left out]", "shortened_outputs"),
         (("faulty", {"act": "surrogate"}), "?", ""),
     ],

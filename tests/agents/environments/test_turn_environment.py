@@ -3,25 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import contextlib
 import json
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.agents.environments.played import (
-    Script,
-    check_exact,
-    engine_of,
-    once,
-    play,
-    playing,
-    rolled,
-    said,
-    task_of,
-)
+from tests.agents.environments.played import Script, check_exact, engine_of, once, play, playing, rolled, said, task_of
 from tests.agents.proxy.agent_model import SMOLLM2, Engine, write_model
 
 from penstock.agents.environments.episode_environment import group_seed
@@ -88,13 +80,22 @@ def test_an_episode_whose_environment_fails_is_begun_again_with_its_seed(model: 
         (lambda: done(float("nan")), "reward is nan, expected a finite number"),
         (Reply, "a reply that is not the last has at least one Message"),
         (lambda: Reply((Message("assistant", "x"),)), "the last of role user or tool; the last of role 'assistant'"),
+        (lambda: done(10**400), "expected a finite number"),
+        (lambda: Reply(reward=float("nan"), is_done=True, parts={"reward": 1.0}), "reward is nan"),
+        (lambda: Reply(is_done=True, parts=None), "the parts of a reply are numbers by their names"),  # type: ignore[arg-type]
+        (lambda: done(1.0, **{"a b": 1.0}), "reward part 'a b' is 1.0, expected a name"),
+        (lambda: say("x", 1e308), "reward part 'reward' is inf"),  # the sum of two
+        (lambda: say(None), "its messages or tools hold what no API may: TypeError"),  # type: ignore[arg-type]
+        (sys.exit, "failed: SystemExit"),
+        (lambda: next(iter(())), "failed: StopIteration"),
+        (lambda: (_ for _ in ()).throw(concurrent.futures.CancelledError()), "failed: CancelledError"),
     ],
 )
 def test_a_group_that_cannot_be_played_is_refused_with_the_reason(
     model: Path, step: Callable[[], Any], said: str
 ) -> None:
     """After all attempts; it is dead-lettered, and never gets a reward."""
-    found, _ = play(model, Script(step), ["a"] * 9)
+    found, _ = play(model, Script(step), ["a"] * 9, max_turns=2)
     assert isinstance(found, TaskRefused)
     assert found.reason == "environment_failed"
     assert "0 of 1 episodes of mine could be played, 1 are needed; in each of 3 attempts" in str(found)
@@ -259,10 +260,7 @@ def test_a_row_brings_its_calls_of_tools(model: Path) -> None:
     row = Row.of(task_of().model_copy(update={"messages": json.dumps(chat), "reward": reward}))
     assert [
         (message.role, [call.name for call in message.tool_calls], message.content) for message in row.messages
-    ] == [
-        ("assistant", ["add"], ""),
-        ("tool", [], "4"),
-    ]
+    ] == [("assistant", ["add"], ""), ("tool", [], "4")]
     assert (row.ground_truth, row.extra_info, row.data_source) == ([4], {"level": 2}, "sums")
 
 

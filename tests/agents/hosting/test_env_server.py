@@ -116,10 +116,7 @@ async def test_a_score_is_made_once_and_ends_the_steps() -> None:
 )
 async def test_a_body_that_is_none_is_refused(body: bytes, said: str) -> None:
     """With the field at fault; nothing is started."""
-    async with (
-        served(Script(lambda: done(1.0))) as (url, episodes),
-        client_of(url) as http,
-    ):
+    async with served(Script(lambda: done(1.0))) as (url, episodes), client_of(url) as http:
         refused = await http.post("/episodes", content=body, headers={"content-type": "application/json"})
         assert (refused.status_code, refused.json()["code"], episodes.running) == (400, "bad_request", 0)
         assert said in refused.json()["message"]

@@ -206,6 +206,26 @@ def test_what_only_a_vendors_server_has_is_refused_or_left_out_and_counted(
     assert all(tool["function"]["name"] == "look" for tool in request.tools)
 
 
+STRICT_TOOL = {"type": "function", "function": {**LOOK["function"], "strict": True}}
+PICTURE = {"type": "input_image", "image_url": "data:image/png;base64,AAAA", "detail": "high"}
+SHOWN = {"type": "function_call_output", "call_id": "c", "output": [PICTURE]}
+
+
+@pytest.mark.parametrize(
+    ("api", "body", "counted"),
+    [
+        (chat_completions, {**ASK, "tools": [STRICT_TOOL], "seed": 0, "n": 1, "store": True, "stream_options": {}}, ["seed", "tools.strict"]),
+        (chat_completions, {**ASK, "best_of": 3, "a b": 1, "metadata": {"a": "b"}, "stop": ["x"], "top_p": 1}, ["best_of", "a_b"]),
+        (responses, {"input": "x", "context_management": [{}], "stop": ["x"], "include": ["x"], "store": False}, ["context_management", "stop"]),
+        (responses, {"input": [*ITEMS[:1], SHOWN], "reasoning": {"effort": "low"}}, ["reasoning", "image_detail"]),
+        (anthropic_messages, {**ASK, "tool_choice": {"type": "auto", "disable_parallel_tool_use": True}}, ["parallel_tool_calls"]),
+        (anthropic_messages, {**ASK, "context_management": {"edits": []}, "betas": ["x"], "speed": "fast"}, ["context_management", "speed"]),
+    ],
+)  # fmt: skip
+def test_no_field_is_ignored_in_silence(api: Any, body: dict[str, Any], counted: list[str]) -> None:
+    assert [name for name in api.read_request(body, 1.0).overruled if name != "temperature"] == counted
+
+
 async def test_tools_of_a_namespace_are_functions(tmp_path: Path) -> None:
     """As Codex offers and calls its sub-agents; no name of another tool looks like one."""
     space = {"type": "namespace", "name": "agents", "tools": [{"type": "function", "name": "spawn", "strict": False}]}
@@ -340,7 +360,7 @@ TYPED = {
         ("either", "007", "007"), ("either", "7", 7), ("either", "1e3", "1e3"), ("either", "+7", "+7"), ("either", "1.50", "1.50"), ("either", "1.5", 1.5), ("n", "007", 7),
         ("list", "['a', True, None]", ["a", True, None]), ("map", "{'a': {'b': (1, 2)}}", {"a": {"b": [1, 2]}}), ("list", "('a',)", ["a"]),
         ("list", "{'a': 1}", "{'a': 1}"), ("list", "[1e999]", "[1e999]"), ("map", "{'a': {1}}", "{'a': {1}}"), ("map", "dict(a=1)", "dict(a=1)"),
-        ("list", "[" * 9999, "[" * 9999), ("list", "[b'a']", "[b'a']"),
+        ("n", "None", None), ("list", "null", None), ("list", "[" * 9999, "[" * 9999), ("list", "[b'a']", "[b'a']"),
         ("enum", "5", "5"), ("free", "5", "5"), ("unknown", "5", "5"),
     ],
 )  # fmt: skip

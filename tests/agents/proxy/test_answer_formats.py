@@ -224,6 +224,9 @@ def test_a_kimi_call_keeps_the_id_that_is_among_its_tokens() -> None:
         ("mistral", "[TOOL_CALLS][ARGS]{}"), ("deepseek", DEEPSEEK_SECTION), ("deepseek", f"{DEEPSEEK_SECTION}{BEGIN}a{SEP}[]{END}"),
         ("deepseek", f"{DEEPSEEK_SECTION}{BEGIN}{SEP}{{}}{END}"), ("kimi_k2", f"{KIMI_SECTION}<|tool_call_begin|>a<|tool_call_argument_begin|>{{}}<|tool_call_end|>"),
         ("minimax", '<invoke name="look" id="1"></invoke>'), ("harmony", "to=functions.look<|message|>{"),
+        ("glm", "<tool_call>look<arg_key>word</arg_key><arg_value>a</arg_value></tool_call>b</arg_value></tool_call>"),
+        ("qwen_xml", "<function=look>\n<parameter=word>\na</parameter></function>b\n</parameter>\n</function>"),
+        ("minimax", '<invoke name="look"><parameter name="word">a</parameter></invoke>b</parameter></invoke>'),
         ("kimi_k2", f"{KIMI_SECTION}{KIMI_CALL}" + "[" * 100_000), ("kimi_k2", f"{KIMI_SECTION}{KIMI_CALL}"),
     ],
 )  # fmt: skip

@@ -24,6 +24,9 @@ BEHIND = (
     "[SUGGESTION MODE: Suggest what the user might naturally type next into the agent.] Reply with ONLY the suggestion",
     "Analyze *only* your preceding response. Determine who should logically speak next: the 'user' or the 'model'",
     "Summarize the conversation so far for memory.",
+    "The user stepped away and is coming back. Recap in under 40 words, 1-2 plain sentences, no markdown.",
+    "You are performing a CONTEXT CHECKPOINT COMPACTION. Create a handoff summary for another LLM that will resume the task.",
+    "Please analyze the conversation history to determine whether the conversation is stuck in a repetitive, non-productive state.",
 )
 SUMMARY = "This session is being continued from a previous conversation. The conversation is summarized below: 1"
 TOOLS = {"tools": [LOOK]}
@@ -43,6 +46,10 @@ Request = tuple[
         ([([TASK], NONE), (["Reply with one emoji for this chat"], NONE)], 0),
         ([([TASK], NONE), (["Is this answer safe? Reply yes or no: 1 2 3"], NONE)], 0),
         ([([TASK], NONE), (["Does the text above violate our policy? 1 2 3"], NONE)], 0),
+        ([([TASK], NONE), ([system("Provide a concise description of this session in 4 words or less."), "sort"], NONE)], 0),
+        ([([TASK], NONE), (["Generate a short git branch name for this task: sort"], NONE)], 0),
+        ([([TASK], NONE), (["Read the following conversation. Then select the next role from [a, b] to play."], NONE)], 0),
+        ([([TASK], NONE), ([system("You are a Memory Writing Agent."), "user: sort"], NONE)], 0),
         ([([system(AGENT), TASK], TOOLS), ([system("Your task is to process Bash commands"), "Command: ls"], NONE)], 0),
         *(([([TASK], tools), ([TASK, 0, aside], tools)], 0) for tools in (TOOLS, NONE) for aside in BEHIND),
         ([([TASK], TOOLS), ([TASK, 0, BEHIND[1]], NONE)], 0),
@@ -57,8 +64,8 @@ Request = tuple[
         ([(["Think about the review"], NONE), (["Which label fits the review? answer 0"], NONE)], 1),
         ([([system("Plan."), "plan?"], NONE), ([system("Plan."), "plan?", 0, "ok?"], NONE), ([system(AGENT), "do answer 1"], TOOLS)], 2),
         # a summary of a history, and what goes on from it
-        *(([([*first, TASK], tools), ([*first, TASK, 0, "Summarize the conversation so far"], tools), ([*then, text], tools)], 2)
-          for tools in (TOOLS, NONE)
+        *(([([*first, TASK], tools), ([*first, TASK, 0, ask], tools), ([*then, text], tools)], 2)
+          for tools in (TOOLS, NONE) for ask in ("Summarize the conversation so far", BEHIND[4])
           for first, then in (([], []), ([system("Time 1")], [system("Time 2")]), ([system(AGENT)], [system(AGENT)]))
           for text in ("Summary: answer 1. Go on.", SUMMARY)),
         *(([([system(AGENT), TASK], tools), ([system("You summarize conversations."), f"{TASK} answer 0"], NONE), ([system(AGENT), "Summary: answer 1. Go on."], tools)], 2)

@@ -15,6 +15,8 @@ from tests.agents.proxy.agent_model import Bench, bench
 from tests.agents.proxy.conversation import LOOK, check_rows
 from tests.rigs.fuzz_agents.wire import message_of
 
+from penstock.agents.proxy import server
+from penstock.agents.proxy.api import chat_completions
 from penstock.agents.proxy.server import serving
 from penstock.agents.proxy.session import EpisodeSession, path
 from penstock.rollout_service.errors import EngineUnreachable
@@ -193,6 +195,29 @@ async def test_malformed_requests_are_refused_and_sample_nothing(folder: Path) -
         assert episode.tree.turns == []
 
 
+async def test_a_failure_of_the_proxy_itself_counts_until_a_later_request_is_answered(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No room for a body beside the others, or an error behind the answer: what the agent reports then is no reward."""
+    monkeypatch.setattr(server, "_MAX_BODIES", 1)
+    one, go_on = bench(folder, max_body_bytes=2000), asyncio.Event()
+    async with served(one) as (client, episode):
+        long = {"messages": [{"role": "user", "content": "x" * 1500}]}
+        one.engine.before = go_on.wait
+        first = asyncio.create_task(client.post("chat/completions", json=long))
+        while not one.engine.prompts:  # noqa: ASYNC110 the first body is held
+            await asyncio.sleep(0.01)
+        crowded = await client.post("chat/completions", json=long)
+        assert (crowded.status_code, episode.failed_by) == (503, "server_busy")
+        go_on.set()
+        assert ((await first).status_code, episode.failed_by) == (200, "server_busy")  # it was begun before
+        with monkeypatch.context() as patched:
+            patched.setattr(chat_completions, "reply", lambda *_: 1 / 0)
+            assert (await client.post("chat/completions", json=ASK)).status_code == 500
+        assert episode.failed_by == "internal_error"
+        assert ((await client.post("chat/completions", json=ASK)).status_code, episode.failed_by) == (200, "")
+
+
 async def test_46_a_late_request_and_a_wrong_secret_are_refused(folder: Path) -> None:
     one = bench(folder)
     async with served(one) as (client, episode):
@@ -235,9 +260,9 @@ async def test_responses_translate_items_to_one_conversation(folder: Path) -> No
 
 async def test_responses_refuse_what_has_no_counterpart(folder: Path) -> None:
     fields: list[dict[str, Any]] = [
-        {"previous_response_id": "resp_1"},
+        {"previous_response_id": "resp_1"}, {"top_logprobs": 2}, {"include": ["message.output_text.logprobs"]},
         {"input": [{"type": "reasoning", "encrypted_content": "x"}]},
-    ]
+    ]  # fmt: skip
     async with served(bench(folder)) as (client, _):
         for field in fields:
             reply = await client.post("responses", json={"input": "hello", **field})

@@ -19,6 +19,7 @@ from penstock.protocol.facts import Heartbeat, encode
 from penstock.protocol.record.stored_record import mark_use_of_input
 from penstock.protocol.transport.blobs import Blobs
 from penstock.protocol.transport.bus import Bus
+from penstock.protocol.weights.shared_segments import SharedSegments
 
 
 @pytest.fixture
@@ -47,6 +48,9 @@ def test_rm_removes_one_run_and_confirms_its_folder_separately(
 ):
     run = run_streams
     fill(bus, blobs, run, tmp_path)
+    shared = SharedSegments(run)
+    shared.join()
+    (left := shared.folder.with_name(f"{run}-left-by-killed-workers")).mkdir()
     unasked = rm(run, *typed, cwd=tmp_path, code=1)
     assert "3 objects" in unasked.stdout
     assert "stdin is not a terminal. Confirm with --yes" in unasked.stderr
@@ -56,6 +60,9 @@ def test_rm_removes_one_run_and_confirms_its_folder_separately(
     assert (tmp_path / "runs" / run).is_dir()
     assert "has no streams" in rm(run, "--yes", "--folder", *typed, cwd=tmp_path).stdout
     assert not (tmp_path / "runs" / run).exists()
+    assert shared.folder.exists(), "it is read"
+    assert not left.exists()
+    shared.close()
     theirs = find_holdings(neighbour, bus, blobs)
     assert len(theirs.objects) == 1
     assert len(theirs.streams) == len(streams.stream_names(neighbour)) + len(streams.run_buckets(neighbour))

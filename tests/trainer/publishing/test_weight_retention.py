@@ -48,7 +48,6 @@ def test_the_last_two_full_snapshots_are_kept():
     assert retirement_floor(starts, head=V(34), needed=[V(33), V(15)]) == 10
     assert retirement_floor(starts, head=V(25), needed=[]) == 10
     assert retirement_floor([], head=V(3), needed=[]) is None
-    assert retired([V(19), V(20)], None) == set()
 
 
 def test_objects_are_deleted_a_grace_period_after_their_manifest():

@@ -20,7 +20,7 @@ from penstock.protocol.record.checkpoint_state import PARTIAL, committed
 __all__ = ["run", "scene"]
 pytestmark = [pytest.mark.slow, pytest.mark.chaos, pytest.mark.timeout(3600)]
 
-STEPS = 50
+STEPS = 150  # a session between two kills makes about three
 LONGEST_DELAY_S = 1.0  # from the first file of a checkpoint: past the acknowledgements, into the next step
 NEXT_DELAY_S = 1.0  # until the ranks that are left are killed
 

@@ -36,13 +36,11 @@ if _last is not None:
         print(repr(_value))
 """
 _SAYS = {
-    Reason.CPU_TIME: "stopped: it used up its CPU time",
-    Reason.WALL_TIME: "stopped: it took too long",
-    Reason.MEMORY: "stopped: it used up its memory",
-    Reason.OUTPUT: "stopped: it wrote too much",
+    Reason.CPU_TIME: "stopped: it used up its CPU time", Reason.WALL_TIME: "stopped: it took too long",
+    Reason.MEMORY: "stopped: it used up its memory", Reason.OUTPUT: "stopped: it wrote too much",
     Reason.FORBIDDEN: "stopped: it did what programs may not do here",
     Reason.CRASHED: "stopped: the interpreter crashed",
-}
+}  # fmt: skip
 
 
 class PythonOptions(PlayOptions):

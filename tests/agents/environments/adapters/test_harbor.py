@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import os
 import re
 import shutil
 import socket
@@ -18,7 +19,7 @@ import pytest
 from tests.agents.environments.played import check_exact, engine_of, play, said, task_of
 from tests.agents.proxy.agent_model import Engine
 
-from penstock.agents.environments.adapters.harbor import HARBOR, read_task
+from penstock.agents.environments.adapters.harbor import _PATH, HARBOR, read_task
 from penstock.agents.environments.episode_environment import RowUnfit
 from penstock.rollout_service.errors import TaskRefused
 
@@ -78,6 +79,7 @@ def test_a_task_is_played_in_its_box_and_rewarded_by_its_verifier(model: Path, t
     (episode,), engine = run(model, tmp_path, name, script, options={"checks_solution": True})
     assert (episode.status, episode.reward, episode.attempt) == ("done", 1.0, 0)
     check_exact(episode, engine, model, script)
+    assert "anary" not in said(episode)[0][1]
     assert dict(episode.reward_parts) == ({"passed": 3.0} if name == "repair-script" else {})
     (episode,), _ = run(model, tmp_path, name, ["true", "done"])
     assert (episode.status, episode.reward) == ("done", 0.0)
@@ -177,6 +179,35 @@ def test_a_box_is_no_way_to_its_machine_and_leaves_nothing(model: Path, tmp_path
     assert not [one for one in Path("/proc").glob("[0-9]*/cmdline") if b"600.25" in readable(one)]
 
 
+ATTACKS = {
+    "forge": "echo 1 > /logs/verifier/reward.txt; for pid in /proc/[0-9]*; do printf '0\\n0\\n' > $pid/fd/1; done; sleep 1; exit 1",
+    "move": "for one in /logs /logs/verifier /tests; do umount $one; mv $one /x; done; mkdir -p /logs/verifier; echo 1 > /x/verifier/reward.txt",
+    "race": "setsid sh -c 'while :; do echo 1 >/logs/verifier/reward.txt; echo echo 1 >/tests/test.sh; done' >/dev/null 2>&1 &",
+    "read": "cat /proc/[0-9]*/cmdline /proc/[0-9]*/environ | tr '\\0' '\\n' | grep -a JUDGE | grep -v tr",
+    "mount": "mount -o remount,rw,bind {agent}; echo x > {agent}/made; mount -t tmpfs no /mnt; umount /run/penstock",
+}
+
+
+@needs_boxes
+@pytest.mark.parametrize("attack", ATTACKS)
+def test_an_agent_reaches_neither_the_verdict_nor_what_it_may_only_read(
+    model: Path, tmp_path: Path, attack: str
+) -> None:
+    """Nor do a task's variables reach the machine: ``LD_DEBUG_OUTPUT`` has the loader write a file, as ``LD_PRELOAD`` has it run code."""
+    trace = f"[environment.env]\nLD_DEBUG = 'libs'\nLD_DEBUG_OUTPUT = '{tmp_path}/trace'\n"
+    toml = (TASKS / "count-words" / "task.toml").read_text()
+    tasks = changed(
+        tmp_path,
+        "count-words",
+        **{"task.toml": f"{toml}\n[verifier.env]\nKEY = 'JUDGE'\n{trace if attack == 'forge' else ''}"},
+    )
+    script = [ATTACKS[attack].replace("{agent}", str(tmp_path / "agent")), "done"]
+    (episode,), _ = run(model, tmp_path, "count-words", script, tasks=tasks)
+    assert (episode.status, episode.reward) == ("done", 0.0), said(episode)
+    assert sorted(one.name for one in tmp_path.rglob("*") if tasks not in one.parents) == ["agent", "agent.py", "tasks"]
+    assert attack != "read" or "KEY" not in said(episode)[2][1]
+
+
 @needs_boxes
 def test_an_image_is_a_folder_that_no_box_changes(model: Path, tmp_path: Path) -> None:
     """It has what it has: here a shell, a few programs, their libraries, and those of Python."""
@@ -233,6 +264,8 @@ TOML = {
     "[environment]\ncpus = 2": "the internet",
     "[agent]\ntimeout_sec = 0": "agent.timeout_sec is 0",
     "[agent]\ntimeout_sec = 10": "",
+    "[environment]\ndocker_image = [1]": "TypeError",
+    f"a = {'[' * 5000}": "RecursionError",
 }
 FILES = {
     "FROM debian:12\nRUN apt-get update": "'RUN apt-get update' needs a build",
@@ -244,11 +277,17 @@ FILES = {
     "FROM debian:12\nENV A=$B": "ENV A=$B",
     "FROM debian:12\nUSER me": "USER me",
     "FROM debian:12\nFROM debian:12": "'FROM debian:12' needs",
+    "FROM debian:12\nENV": "IndexError",
+    "FROM debian:12\nENV A='": "No closing quotation",
+    "FROM debian:12\nCOPY": "ValueError",
+    "#" * 2**21: "Dockerfile is longer",
 }
+NAMES = ("trajectory.json", "tests/.harborignore", "environment/.dockerignore")
 
 
 @pytest.mark.parametrize(("files", "said"), [({"task.toml": text}, said) for text, said in TOML.items()]
-                         + [({"environment/Dockerfile": text}, said) for text, said in FILES.items()])  # fmt: skip
+                         + [({"environment/Dockerfile": text}, said) for text, said in FILES.items()]
+                         + [({name: ""}, name) for name in NAMES])  # fmt: skip
 def test_what_a_box_cannot_do_is_refused_by_its_name(tmp_path: Path, files: dict[str, str], said: str) -> None:
     folder = changed(tmp_path, "count-words", **files) / "count-words"
     offline = said != "the internet"
@@ -257,3 +296,31 @@ def test_what_a_box_cannot_do_is_refused_by_its_name(tmp_path: Path, files: dict
         return
     with pytest.raises(RowUnfit, match=re.escape(said)):
         _ = read_task(folder, IMAGES, offline=offline).episode_s
+
+
+@pytest.mark.parametrize("name", ["task.toml", "environment/Dockerfile", "instruction.md", "tests/test.sh"])
+@pytest.mark.parametrize("target", ["/dev/zero", ""])
+def test_a_file_of_a_task_is_no_way_to_another(tmp_path: Path, name: str, target: str) -> None:
+    """A link would be read without end, or hand over a file of the worker's user; a pipe would be waited for."""
+    folder = changed(tmp_path, "count-words") / "count-words"
+    (folder / name).unlink()
+    (folder / name).symlink_to(target) if target else os.mkfifo(folder / name)
+    with pytest.raises(RowUnfit, match=r"symbolic links|not a regular file"):
+        read_task(folder, IMAGES, offline=True)
+
+
+@pytest.mark.parametrize(
+    ("dockerfile", "workdir", "variables"),
+    [
+        ("FROM debian:12\nENV PATH=\"/opt/bin:$PATH\" A=1\nENV B=${A}2\nWORKDIR /app/$B", "/app/12", {"PATH": "/opt/bin:" + _PATH, "A": "1", "B": "12"}),
+        ("from debian:12\nenv LANG C.UTF-8\nworkdir /app", "/app", {"LANG": "C.UTF-8"}),
+        ("FROM go AS b\nENV GO=1\nWORKDIR /b\nFROM debian:12\nCOPY --from=b /b /app\nWORKDIR app", "/app", {}),
+        ("FROM debian:12 AS base\nENV A=1\nFROM base\nRUN <<EOF\nWORKDIR /none\nEOF\nWORKDIR /app", "/app", {"A": "1"}),
+    ],
+)  # fmt: skip
+def test_a_built_image_has_the_variables_and_the_folder_of_its_dockerfile(
+    tmp_path: Path, dockerfile: str, workdir: str, variables: dict[str, str]
+) -> None:
+    folder = changed(tmp_path, "count-words", **{"environment/Dockerfile": dockerfile}) / "count-words"
+    task = read_task(folder, {"count-words": "/image"}, offline=True)
+    assert (task.workdir, task.variables) == (workdir, variables)

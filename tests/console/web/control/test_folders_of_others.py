@@ -19,6 +19,7 @@ from penstock.console.connections import NamedRun
 from penstock.console.live import run_snapshot
 from penstock.console.live.panel import watch_run
 from penstock.console.registry import exchange
+from penstock.console.report import curves
 from penstock.console.tools import runs, trust
 from penstock.console.tracking import trackers
 from penstock.console.web.jobs import job_file, queue
@@ -186,6 +187,32 @@ def test_a_run_in_a_sent_folder_does_not_write_through_a_link(gift: Path, name: 
     (gift / name).symlink_to(gift.parent.parent / "id_rsa")
     with pytest.raises(PenstockError, match=rf"{name} is a link"), run_folder.hold_lock(gift):
         pass
+
+
+@pytest.mark.parametrize(
+    "name", ["tasks/export/logs/launch.log", "tasks/export", "tasks", "logs/script.log", "logs", "checkpoints-logged"]
+)
+def test_what_a_run_has_beside_it_is_not_written_through_a_link(
+    gift: Path, capsys: pytest.CaptureFixture[str], name: str
+) -> None:
+    """The output of a task and what a script says would be appended to any file of this user."""
+    home, script = gift.parent.parent / "home", gift.parent / "script"
+    (home / "logs").mkdir(parents=True)
+    for written in (".bashrc", "script.log", "metrics.jsonl"):
+        (home / written).write_text("mine")
+    (place := curves.training_folder(script, curves.LOG)).mkdir(parents=True)
+    (place / event_writer.METRICS_FILE).write_text("")
+    for folder in (gift, script):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).symlink_to(home / ".bashrc" if name.endswith("log") else home)
+    events = [{"kind": kind, "step": 1, "text": "x", "at": 1.0, "values": {"a": 1}} for kind in ("checkpoint", "state")]
+    with Api(gift.parent).client() as http:
+        answers = [http.post("/v1/runs/script/metrics", json={"events": events})]
+        answers += [http.post("/v1/runs/gift/tasks", json={"task": "export"})] if name.startswith("tasks") else []
+    assert [(answer.status_code, "is a link" in answer.text) for answer in answers] == [(422, True)] * len(answers)
+    assert not [file for file in home.rglob("*") if file.is_file() and file.read_text() != "mine"]
+    trust.trust(run_of(gift), yes=True)
+    assert f"{name}: what is written there is written to {home}" in capsys.readouterr().out
 
 
 NAMES = ("job.json", "run.toml", "config.json", "store/environment", "trackers/settings.json")
