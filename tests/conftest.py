@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import gc
 import itertools
 import os
 import re
 import signal
+import subprocess
 import tempfile
 from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
@@ -22,7 +24,7 @@ from penstock.protocol import seals
 from penstock.protocol.config.connection import NatsSettings, S3Settings
 from penstock.protocol.transport.blobs import Blobs
 from penstock.protocol.transport.bus import Bus
-from tests import examples, rewritten, servers
+from tests import examples, forked, rewritten, servers
 
 _numbers = itertools.count(1)
 examples.take_effect()
@@ -117,6 +119,33 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     if packages:
         count = sum(map(bool, needed))
         terminalreporter.write_line(f"to run {count} of the skipped tests: apt-get install {' '.join(packages)}")
+
+
+# Files whose tests start whole runs, services or verbs, and prove nothing about how a new Python interpreter starts.
+_FORKED = {
+    "tests/client/test_notebook.py",
+    "tests/client/test_remote.py",
+    "tests/console/tools/test_chat.py",
+    "tests/console/web/control/test_fine_tuning_jobs.py",
+    "tests/deploy/test_local.py",
+    "tests/deploy/test_local_run.py",
+    "tests/deploy/test_nats_rights.py",
+    "tests/deploy/test_scoring.py",
+    "tests/system/test_misfortunes.py",
+    "tests/trainer/recovery/test_finished_run.py",
+}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def processes_are_forked(request: pytest.FixtureRequest) -> Iterator[None]:
+    with forked.children() if str(request.path.relative_to(forked.ROOT)) in _FORKED else contextlib.nullcontext():
+        yield
+
+
+@pytest.fixture
+def started_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a file of ``_FORKED``: start the processes of this test as a user does."""
+    monkeypatch.setattr(subprocess, "Popen", forked.Popen.__base__)
 
 
 @pytest.fixture(autouse=True)

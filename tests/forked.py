@@ -1,248 +1,370 @@
-"""Processes of a service that cost little to start, so that a test can start and kill several of them.
+"""Python processes that cost little to start: forked from one that has imported what they need.
 
-``python -m tests.forked MODULE PRELOADED...`` imports the modules once. It answers each line on stdin: a request to start
-forks a process that runs ``MODULE.main()``, and is answered with its process id; an id, with its exit code once it ended.
+Within ``children()``, ``subprocess.Popen``, so also ``subprocess.run`` and asyncio, forks what would start a module of Penstock:
+``python [-P] -m penstock.NAME ...``, also behind `parent_death`. A fork server imports what is asked for, and forks with
+CLONE_PARENT: the new process is a child of the one that asked, which signals it, waits for it and counts its CPU time as of any
+other. It has the command line, environment, files, folder and session it is given, runs the module as ``__main__``, and has a
+fork server of its own, so that what it starts is forked, too. Anything else, such as ``python -c``, is started as ever.
 """
 
 from __future__ import annotations
 
 import atexit
+import contextlib
+import ctypes
+import fcntl
 import functools
 import gc
-import importlib
 import json
 import os
+import platform
+import runpy
 import signal
+import socket
 import subprocess
 import sys
-import tempfile
 import threading
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from importlib import import_module, util
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
-from tests.servers import wait_for
+from penstock.protocol import parent_death
 
 ROOT = Path(__file__).resolve().parents[1]
-_READ_AT_THE_START = ("LD_PRELOAD", "PYTHONPATH")  # variables that a forked process comes too late for
+_PYTHON = sys.executable
+_NEVER = ("LD_PRELOAD", "PYTHONPATH")  # variables that a forked process comes too late for
+_READ_AT_IMPORT = ("CUDA", "DS_", "HF_", "LANG", "LC_", "LD_", "NVIDIA", "OMP_", "PYTHON", "TORCH", "TRANSFORMERS")
+_ENVIRON = {  # of a fork server: torch has no threads, Arrow none
+    **os.environ, "OMP_NUM_THREADS": "1", "JE_ARROW_MALLOC_CONF": "background_thread:false", "PYTHONDONTWRITEBYTECODE": ""
+}  # fmt: skip
+_CALL = "import sys; from {} import main as called; sys.exit(called({}))"
+TRAINER = "tests.trainer.learner.loaded"
+_ENGINE = "penstock.rollout_service.embedded_engine.run_engine"
+_REWARD = "penstock.reward_service.service"
+_CONSOLE = tuple(f"penstock.{name}" for name in (
+    "console.cli.main", "forensics.audit.audit", "console.record.lineage", "forensics.rescore", "console.tools.dead_letters",
+    "console.tools.removal", "console.tools.rewards",
+))  # fmt: skip
+_EVERYTHING = (TRAINER, _ENGINE, _REWARD, "penstock.deploy.local_run", *_CONSOLE)
+_IMPORTED_LATER: Mapping[str, Sequence[str]] = {  # than at its start, by a module
+    "penstock": _CONSOLE,
+    "penstock.trainer": (TRAINER,),
+    "penstock.fine_tuning": (TRAINER,),
+    "penstock.forensics.replay": (TRAINER,),
+    "penstock.reward_service": (_REWARD,),
+    "penstock.rollout_service.embedded_engine": (_ENGINE,),
+}
+_BY_ITS_CHILDREN: Mapping[str, Sequence[str]] = {  # by a module or a verb
+    "penstock.deploy.train": _EVERYTHING,
+    "penstock.rollout_service": (_ENGINE,),
+    "train": _EVERYTHING,
+    "replay": (TRAINER,),
+    "chat": (_ENGINE,),
+    **dict.fromkeys(("sft", "dpo", "rm"), (TRAINER,)),
+}
+_CLONE = {"x86_64": 56, "aarch64": 220}.get(platform.machine()) if sys.platform == "linux" else None
+_PARENT, _SET_TID, _CLEAR_TID = 0x8000, 0x01000000, 0x00200000
+_PR_GET_TID_ADDRESS = 40
+_DEADLINE_S = 300.0  # for an answer: everything is imported before the first one
+_USUAL = (None, None, True, None, 0, False, True, None, None, None, -1, -1)  # what else subprocess.Popen can be given
+_SPACE = 16_000  # bytes of a command line: where the kernel reads it cannot be moved
+_HIGH = 300  # the least number of a file of a fork server, so that it is none that a process is given
+_STOPPING = (
+    signal.SIGINT,
+    signal.SIGTERM,
+    signal.SIGHUP,
+)  # to a group: for those who stop, and a fork server ends after them
 
 
-@dataclass(frozen=True)
-class Own:
-    log: str | None
-    err: str | None
-    environ: dict[str, str] | None
-    cwd: str
-    new_session: bool
+class Server:
+    """A fork server, which is a child of this process."""
 
-
-class Forked:
-    """One module's processes; use as a context manager, which ends them all."""
-
-    def __init__(self, module: str, *preloaded: str, log: Path) -> None:
-        """Import the modules in a process whose output, and that of its children, goes to ``log``."""
-        self.log = log
+    def __init__(self, asked: socket.socket, later: Sequence[str] | None = None) -> None:
+        self._asked = asked
+        asked.settimeout(_DEADLINE_S)
         self._lock = threading.Lock()
-        self._running: set[int] = set()
-        with log.open("ab") as file:
-            self._server = subprocess.Popen(
-                [sys.executable, "-m", "tests.forked", module, *preloaded],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=file,
-                text=True,
-                cwd=ROOT,
-                env={**os.environ, "OMP_NUM_THREADS": "1"},
-            )
+        self.later = later
 
-    def __enter__(self) -> Forked:
-        return self
+    @classmethod
+    def start(cls, later: Sequence[str] | None = None) -> Server:
+        """Start one that imports these modules, whatever is asked for; None: what the processes import."""
+        near, far = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        command = [_PYTHON, "-c", f"from tests.forked import serve; serve({far.fileno()})", "." * _SPACE]
+        given = {"cwd": ROOT, "env": _ENVIRON, "pass_fds": [far.fileno()], "stdin": subprocess.DEVNULL}
+        made = cls(near, later)
+        with far:  # the parent is a thread, for the kernel
+            process = _starter().submit(subprocess.Popen, command, **given).result()
+        atexit.register(process.wait)
+        atexit.register(process.kill)  # first
+        return made
 
-    def _ask(self, request: Any) -> Any:
-        assert self._server.stdin is not None
-        assert self._server.stdout is not None
+    def ask(self, request: Mapping[str, Any], files: Sequence[int]) -> int:
         with self._lock:
-            self._server.stdin.write(json.dumps(request) + "\n")
-            self._server.stdin.flush()
-            line = self._server.stdout.readline()
-        assert line, self.log.read_text()
-        return json.loads(line)
-
-    def start(
-        self,
-        *arguments: str,
-        log: Path | None = None,
-        err: Path | None = None,
-        environ: Mapping[str, str] | None = None,
-        cwd: Path = ROOT,
-        new_session: bool = False,
-    ) -> int:
-        """Start a process and return its id; what is given is its own: log, log of its stderr, environment, session."""
-        own = Own(
-            log=None if log is None else str(log.absolute()),
-            err=None if err is None else str(err.absolute()),
-            environ=None if environ is None else dict(environ),
-            cwd=str(cwd),
-            new_session=new_session,
-        )
-        pid = self._ask([arguments, asdict(own)])
-        assert isinstance(pid, int), f"not started: {pid}"
-        self._running.add(pid)
-        return pid
-
-    def poll(self, pid: int) -> int | None:
-        """Return the exit code of a process, negative for a signal; None while it runs. Not to be asked again after it."""
-        code = self._ask(pid)
-        if code is not None:
-            self._running.remove(pid)
-        return code
-
-    def kill(self, pid: int) -> None:
-        """SIGKILL a process, and wait for its end."""
-        os.kill(pid, signal.SIGKILL)
-        self.wait(pid)
-
-    def wait(self, pid: int) -> None:
-        wait_for(lambda: self.poll(pid) is not None, f"the end of process {pid}: {self.log}")
-
-    def close(self) -> None:
-        for pid in list(self._running):
-            if self.poll(pid) is None:
-                self.kill(pid)
-        assert self._server.stdin is not None
-        assert self._server.stdout is not None
-        self._server.stdin.close()
-        self._server.wait(60.0)
-        self._server.stdout.close()
-
-    def __exit__(self, kind: type[BaseException] | None, *_: BaseException | TracebackType | None) -> None:
-        self.close()
-        if kind is not None:
-            sys.stdout.write(self.log.read_text()[-6000:])
-
-
-class ForkedProcess:
-    """One process of a ``Forked`` that lasts as long as this one; has the methods of ``subprocess.Popen`` that tests use."""
-
-    def __init__(
-        self,
-        module: str,
-        *preloaded: str,
-        arguments: Sequence[str],
-        log: Path,
-        environ: Mapping[str, str],
-        cwd: Path = ROOT,
-        new_session: bool = False,
-    ) -> None:
-        """Start it with a whole environment; its output is appended to ``log``."""
-        self._lock = threading.Lock()
-        self._forked = _kept(module, *preloaded)
-        self.pid = self._forked.start(*arguments, log=log, environ=environ, cwd=cwd, new_session=new_session)
-        self.returncode: int | None = None
-
-    @staticmethod
-    def can_have(environ: Mapping[str, str]) -> bool:
-        return not any(environ.get(name) for name in _READ_AT_THE_START)
-
-    def poll(self) -> int | None:
-        with self._lock:
-            if self.returncode is None:
-                self.returncode = self._forked.poll(self.pid)
-            return self.returncode
-
-    def wait(self, timeout: float | None = None) -> int:
-        deadline = time.monotonic() + (600.0 if timeout is None else timeout)
-        while (code := self.poll()) is None:
-            if time.monotonic() > deadline:
-                raise subprocess.TimeoutExpired(f"process {self.pid}: {self._forked.log}", timeout or 600.0)
-            time.sleep(0.005)
-        return code
-
-    def send_signal(self, number: int) -> None:
-        if self.poll() is None:
-            os.kill(self.pid, number)
-
-    def kill(self) -> None:
-        self.send_signal(signal.SIGKILL)
-
-
-def run(
-    module: str, *preloaded: str, arguments: Sequence[str], cwd: Path, environ: Mapping[str, str], deadline_s: float
-) -> subprocess.CompletedProcess[str]:
-    with tempfile.TemporaryDirectory(prefix="penstock-test-forked-") as folder:
-        out, err = Path(folder) / "out", Path(folder) / "err"
-        forked = _kept(module, *preloaded)
-        pid = forked.start(*arguments, log=out, err=err, cwd=cwd, environ=environ)
-        deadline = time.monotonic() + deadline_s
-        while (code := forked.poll(pid)) is None:
-            if time.monotonic() > deadline:
-                forked.kill(pid)
-                raise subprocess.TimeoutExpired(list(arguments), deadline_s, out.read_text(), err.read_text())
-            time.sleep(0.005)
-        return subprocess.CompletedProcess(list(arguments), code, out.read_text(), err.read_text())
+            try:
+                socket.send_fds(self._asked, [json.dumps(request).encode()], files)
+                answer = self._asked.recv(100)
+            except OSError:
+                self._asked.close()  # else the next one is given a late answer
+                raise
+        assert answer, f"the fork server ended instead of starting {request['words']}"
+        return int(answer)
 
 
 @functools.cache
-def _kept(module: str, *preloaded: str) -> Forked:
-    folder = tempfile.TemporaryDirectory(prefix="penstock-test-forked-")
-    forked = Forked(module, *preloaded, log=Path(folder.name) / "log")
-    atexit.register(folder.cleanup)
-    atexit.register(forked.close)
-    return forked
+def _starter() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(1, "fork-server")
 
 
-def main(module: str, preloaded: Sequence[str]) -> None:
-    """Answer each line; in a forked process, end with it."""
-    command = importlib.import_module(module).main
-    for name in preloaded:
-        importlib.import_module(name)
-    gc.freeze()
-    answers = os.dup(1)
-    os.dup2(2, 1)
-    for line in sys.stdin:
-        request = json.loads(line)
-        if isinstance(request, int):
-            pid, status = os.waitpid(request, os.WNOHANG)
-            _answer(answers, os.waitstatus_to_exitcode(status) if pid else None)
-        elif os.fork() == 0:
-            try:
-                _become(module, request[0], Own(**request[1]))
-            except OSError as err:  # no such folder
-                _answer(answers, str(err))
-                raise
-            _answer(answers, os.getpid())
-            os.close(answers)
-            sys.exit(command())
+@functools.cache
+def _shared() -> Server:
+    return Server.start()
 
 
-def _answer(file: int, value: int | str | None) -> None:
-    os.write(file, f"{json.dumps(value)}\n".encode())
+class Popen(subprocess.Popen[Any]):
+    """A process that is forked if it can be; what it starts is not."""
+
+    server: Server | None = None  # none: that of all tests of this process
+    later: Sequence[str] = ()  # modules that are imported before
+    nested = False
+
+    def _execute_child(
+        self, args: Any, executable: Any, preexec_fn: Any, close_fds: Any, pass_fds: Any, cwd: Any, env: Any, *more: Any
+    ) -> None:
+        pipes, session = more[3:9], more[14]
+        environ = dict(os.environ if env is None else env)
+        folder = Path(cwd or ".").absolute()
+        how = None
+        usual = (executable, preexec_fn, close_fds, *more[:3], *more[9:14], *more[15:]) == _USUAL
+        if usual and not isinstance(args, (str, Path)) and folder.is_dir():
+            how = _how([os.fspath(word) for word in args], environ)
+        if how is None:
+            super()._execute_child(args, executable, preexec_fn, close_fds, pass_fds, cwd, env, *more)  # type: ignore[misc]
+            return
+        server = self.server or _shared()
+        later = {*self.later, *_IMPORTED_LATER.get(how["module"], ())} if server.later is None else {*server.later}
+        for word in (how["module"], *how["arguments"]) if self.nested else ():
+            later |= {*_BY_ITS_CHILDREN.get(word, ())}
+        standard = [number if file == -1 else file for number, file in enumerate((pipes[0], pipes[3], pipes[5]))]
+        request = {
+            **how, "environ": environ, "cwd": str(folder), "session": session, "pass_fds": list(pass_fds),
+            "later": sorted(later), "nested": self.nested,
+        }  # fmt: skip
+        self.pid = server.ask(request, [*standard, *pass_fds])
+        self._child_created = True
+        self._close_pipe_fds(*pipes)  # type: ignore[attr-defined]
 
 
-def _become(module: str, arguments: Sequence[str], own: Own) -> None:
-    """Take the arguments, output, environment and session of the process that a command line would have started."""
-    sys.argv = [module, *arguments]
-    if own.new_session:
-        os.setsid()
-    os.chdir(own.cwd)
-    _open(os.devnull, os.O_RDONLY, 0)
-    if own.log is not None:
-        _open(own.log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 1)
-        _open(own.err or own.log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 2)
-    if own.environ is not None:
-        os.environ.clear()
-        os.environ.update(own.environ)
-        time.tzset()
+class _Nested(Popen):
+    nested = True
 
 
-def _open(path: str, flags: int, number: int) -> None:
-    file = os.open(path, flags, 0o644)
-    os.dup2(file, number)
-    os.close(file)
+def _how(words: Sequence[str], environ: Mapping[str, str]) -> dict[str, Any] | None:
+    """Return how a command line is run without a new interpreter; None if it needs one."""
+    before, command = 0, list(words)
+    if command[:4] == parent_death.command_words(0)[:4]:
+        before, command = 7, command[7:]
+    safe = "-P" in command[1:2]
+    program, kind, module, *arguments = [command[0], *command[2 if safe else 1 :], "", ""][
+        : max(3, len(command) - safe)
+    ]
+    late = any(
+        name in _NEVER or (name.startswith(_READ_AT_IMPORT) and value != _ENVIRON.get(name)) for name, value in environ.items() if value
+    )  # fmt: skip
+    is_module = kind == "-m" and module.partition(".")[0] == "penstock"
+    is_call = kind == "-c" and module.startswith(_CALL.partition("{")[0])
+    if _CLONE is None or program != _PYTHON or late or not (is_module or is_call):
+        return None
+    return {
+        "words": command, "bound": words[4:before], "safe": safe, "arguments": arguments,
+        "module": module.split()[3] if is_call else module, "code": module if is_call else "",
+    }  # fmt: skip
 
 
-if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2:])
+def call(module: str, *arguments: str, given: str = "") -> list[str]:
+    """Return the command line that calls ``main`` of a module; ``given`` are its arguments as written in Python."""
+    return [_PYTHON, "-c", _CALL.format(module, given), *arguments]
+
+
+@contextlib.contextmanager
+def children(*, nested: bool = True) -> Iterator[None]:
+    """Fork the processes that this one starts meanwhile and, if ``nested``, those that they start."""
+    before, subprocess.Popen = subprocess.Popen, _Nested if nested else Popen  # type: ignore[misc]
+    try:
+        yield
+    finally:
+        subprocess.Popen = before  # type: ignore[misc]
+
+
+def run(
+    command: Sequence[str], *, cwd: Path, environ: Mapping[str, str], deadline_s: float
+) -> subprocess.CompletedProcess[str]:
+    """Run a command line to its end, as ``subprocess.run`` does; raises TimeoutExpired."""
+    pipe = subprocess.PIPE
+    popen = subprocess.Popen if issubclass(subprocess.Popen, Popen) else Popen
+    with popen(command, stdin=subprocess.DEVNULL, stdout=pipe, stderr=pipe, text=True, cwd=cwd, env=environ) as process:
+        try:
+            out, err = process.communicate(timeout=deadline_s)
+        finally:
+            process.kill()
+    return subprocess.CompletedProcess(command, process.returncode, out, err)
+
+
+def serve(number: int) -> None:
+    """Fork for each request that comes from a socket; return in no process."""
+    handlers = {name: signal.signal(name, signal.SIG_IGN) for name in _STOPPING}
+    asked = _high(socket.socket(fileno=number))
+    ends, (request, files) = True, _next_request(asked)
+    while True:
+        if request["session"]:
+            os.setsid()
+        if ends:  # with the tests that started it, however they end
+            parent_death.end_with_parent(os.getppid())
+        if not request["nested"]:
+            break
+        near, far = map(_high, socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET))
+        if os.fork():
+            far.close()
+            Popen.server = Server(near)
+            subprocess.Popen = _Nested  # type: ignore[misc]
+            break
+        for file in (near.detach(), asked.detach(), *files):
+            os.close(file)
+        parent_death.end_with_parent(os.getppid())
+        ends, asked, (request, files) = False, far, _next_request(far)
+    try:
+        for name, handler in handlers.items():
+            signal.signal(name, handler)
+        _become(request, files)
+    finally:
+        asked.send(str(os.getpid()).encode())
+        asked.close()
+    _end(_run(request))
+
+
+def _high(made: socket.socket) -> socket.socket:
+    with made:
+        return socket.socket(fileno=fcntl.fcntl(made.fileno(), fcntl.F_DUPFD_CLOEXEC, _HIGH))
+
+
+def _next_request(asked: socket.socket) -> tuple[dict[str, Any], list[int]]:
+    """Fork for each request; return it, with its files, in the process that is to carry it out, and answers with its id."""
+    while True:
+        sent, given, _, _ = socket.recv_fds(asked, 1 << 20, 100)
+        if not sent:
+            os._exit(0)
+        files = [fcntl.fcntl(file, fcntl.F_DUPFD_CLOEXEC, _HIGH) for file in given]
+        for file in given:
+            os.close(file)
+        request = json.loads(sent)
+        _import(request)
+        if _fork_sibling() == 0:
+            return request, files
+        for file in files:
+            os.close(file)
+
+
+def _import(request: Mapping[str, Any]) -> None:
+    module = request["module"]
+    with contextlib.suppress(ImportError):  # the process fails with it, and not the fork server
+        for name in (_program_of(module), *request["later"]):
+            if name not in sys.modules:
+                import_module(name)
+                gc.collect()
+                gc.freeze()  # else each process looks through, and so copies, what all of them share
+    num_threads = len(list(Path("/proc/self/task").iterdir()))
+    assert num_threads == 1, (
+        f"{num_threads} threads after the import of {module}: a forked process would have one of them"
+    )
+
+
+def _program_of(module: str) -> str:
+    found = util.find_spec(module)
+    return module if found is None or found.submodule_search_locations is None else f"{module}.__main__"
+
+
+def _fork_sibling() -> int:
+    """Fork a process whose parent is the parent of this one; return 0 in it."""
+    libc, python = ctypes.PyDLL(None), ctypes.pythonapi
+    libc.syscall.argtypes, libc.syscall.restype = [ctypes.c_long] * 6, ctypes.c_long
+    place = ctypes.c_void_p()  # where the C library keeps the id of this thread: fork() sets it
+    flags = _PARENT | signal.SIGCHLD
+    if libc.prctl(_PR_GET_TID_ADDRESS, ctypes.byref(place), 0, 0, 0) == 0 and place.value:
+        flags |= _SET_TID | _CLEAR_TID
+    tid = place.value or 0
+    python.PyOS_BeforeFork()
+    pid = libc.syscall(_CLONE, flags, 0, 0, *((tid, 0) if platform.machine() == "x86_64" else (0, tid)))
+    if pid == 0:
+        python.PyOS_AfterFork_Child()
+    else:
+        python.PyOS_AfterFork_Parent()
+    assert pid >= 0, "clone failed"
+    return pid
+
+
+def _become(request: Mapping[str, Any], files: Sequence[int]) -> None:
+    """Take what a new process would have been started with."""
+    for file, number in zip(files, (0, 1, 2, *request["pass_fds"]), strict=True):
+        os.dup2(file, number)
+        os.close(file)
+    os.chdir(request["cwd"])
+    os.environ.clear()
+    os.environ.update(request["environ"])
+    time.tzset()
+    sys.stdout.reconfigure(line_buffering=os.isatty(1))  # type: ignore[union-attr]
+    _rename(request["words"])
+    sys.path[:1] = [] if request["safe"] else [request["cwd"]]
+    arguments = request["arguments"]
+    if request["bound"]:
+        parent, death_signal, port_file = request["bound"]
+        if not parent_death.end_with_parent(int(parent), int(death_signal)):
+            os._exit(0)
+        if port_file:
+            arguments = parent_death._with_port(arguments, port_file)
+    sys.argv = ["-c" if request["code"] else "-m", *arguments]
+
+
+def _rename(words: Sequence[str]) -> None:
+    """Let ``/proc/PID/cmdline`` be the words."""
+    fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+    start, end = int(fields[45]), int(fields[46])
+    line = b"\0".join(word.encode() for word in words)[: end - start - 1]
+    ctypes.memmove(start, line.ljust(end - start, b"\0"), end - start)
+
+
+def _run(request: Mapping[str, Any]) -> int:
+    """Run the program as ``__main__``; return its exit code, negative for a signal."""
+    import __main__
+
+    try:
+        if request["code"]:
+            exec(request["code"], __main__.__dict__)
+        else:
+            sys.modules.pop(_program_of(request["module"]), None)
+            runpy._run_module_as_main(request["module"])  # type: ignore[attr-defined]
+    except SystemExit as ended:
+        if ended.code is None or isinstance(ended.code, int):
+            return (ended.code or 0) & 0xFF
+        sys.stderr.write(f"{ended.code}\n")
+        return 1
+    except BaseException as err:  # noqa: BLE001 it is printed, as Python does
+        sys.excepthook(*sys.exc_info())
+        return -signal.SIGINT if isinstance(err, KeyboardInterrupt) else 1
+    return 0
+
+
+def _end(code: int) -> None:
+    """End as Python does, but for taking all modules apart."""
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    try:
+        sys.stdout.flush()
+        sys.stderr.flush()
+    except OSError:
+        code = 120
+    if code < 0:
+        signal.signal(-code, signal.SIG_DFL)
+        os.kill(os.getpid(), -code)
+    os._exit(code)

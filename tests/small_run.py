@@ -14,6 +14,7 @@ from penstock.deploy import quickstart_task
 from penstock.deploy.processes.child import DeployError
 from penstock.forensics.audit.audit_checks import AuditResult
 from penstock.protocol.config.run_file import toml_text
+from tests import forked
 
 PENSTOCK = (sys.executable, "-P", "-m", "penstock")
 _TOOL_S = 3600.0
@@ -67,10 +68,11 @@ def write_run_file(folder: Path, run_id: str, **sections: Mapping[str, Any]) -> 
 
 def train_local(run_file: Path, *words: str) -> dict[str, Any]:
     """Train a run to its end with all services here, one of them a worker; return the summary of the command."""
-    done = subprocess.run(
-        [*PENSTOCK, "train", str(run_file), "--local", "--workers", "1", "--json", *words],
-        cwd=run_file.parent, capture_output=True, text=True, timeout=500, check=False,
-    )  # fmt: skip
+    with forked.children():
+        done = subprocess.run(
+            [*PENSTOCK, "train", str(run_file), "--local", "--workers", "1", "--json", *words],
+            cwd=run_file.parent, capture_output=True, text=True, timeout=500, check=False,
+        )  # fmt: skip
     assert done.returncode == 0, done.stderr[-4000:]
     return json.loads(done.stdout.splitlines()[-1])
 

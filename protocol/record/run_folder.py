@@ -47,7 +47,7 @@ def hold_lock(folder: Path, name: str = RUN_LOCK) -> Iterator[None]:
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        own = (folder / name for name in sorted({*WRITTEN, "logs"}))
+        own = (folder / one for one in sorted({*WRITTEN, "logs"}))
         refuse_links(*(path for path in own if not (path.is_symlink() and path.is_dir())))
         handle = os.open(folder / name, os.O_RDWR | os.O_CREAT, 0o644)
     except OSError as err:

@@ -11,14 +11,6 @@ from tests import forked
 from tests.servers import secret_file
 
 _ROOT = Path(__file__).parents[2]
-_PRELOADED = (
-    "penstock.forensics.audit.audit",
-    "penstock.console.record.lineage",
-    "penstock.forensics.rescore",
-    "penstock.console.tools.dead_letters",
-    "penstock.console.tools.removal",
-    "penstock.console.tools.rewards",
-)
 
 
 class Replaced(Exception):
@@ -33,9 +25,8 @@ def penstock(
     The process is forked from one that has imported what most verbs need.
     """
     environ = {"PATH": "/usr/bin:/bin", "HOME": str(cwd), "COLUMNS": "100", **environment}
-    answer = forked.run(
-        "penstock.console.cli.main", *_PRELOADED, arguments=arguments, cwd=cwd, environ=environ, deadline_s=180.0
-    )
+    command = [sys.executable, "-P", "-m", "penstock", *arguments]
+    answer = forked.run(command, cwd=cwd, environ=environ, deadline_s=180.0)
     assert code in {None, answer.returncode}, answer.stderr
     return answer
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -13,7 +14,7 @@ from typing import Any
 
 import httpx
 
-from tests.forked import ForkedProcess
+from tests import forked
 
 DEADLINE_S = 300.0
 
@@ -129,14 +130,11 @@ def _parse(data: str) -> dict[str, Any]:
     return chunk
 
 
-def start_engine(model: Path, log: Path, *arguments: str) -> ForkedProcess:
-    return ForkedProcess(
-        "penstock.rollout_service.embedded_engine.__main__",
-        "penstock.rollout_service.embedded_engine.run_engine",
-        arguments=["--model-path", str(model), "--port", "0", *arguments],
-        log=log,
-        environ=os.environ,
-    )
+def start_engine(model: Path, log: Path, *arguments: str) -> forked.Popen:
+    engine = ["-m", "penstock.rollout_service.embedded_engine", "--model-path", str(model), "--port", "0"]
+    command = [sys.executable, "-P", *engine, *arguments]
+    with log.open("ab") as output:
+        return forked.Popen(command, stdin=subprocess.DEVNULL, stdout=output, stderr=output)
 
 
 @contextlib.contextmanager

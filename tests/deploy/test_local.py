@@ -142,6 +142,7 @@ def test_the_servers_end_with_the_command(tmp_path: Path, how: signal.Signals) -
     wait_for(lambda: servers_of(data) == [], "the servers' end")
 
 
+@pytest.mark.usefixtures("started_anew")
 def test_the_printed_environment_is_enough_for_a_service(tmp_path: Path) -> None:
     """The printed variables connect to both servers; ``--run`` has created the run's streams."""
     with penstock_up("--data", str(tmp_path / "data"), "--run", "mine") as (_, environment):

@@ -98,6 +98,7 @@ def test_sglang_servers_of_a_run_follow_its_adapters_and_head(run_file: Path) ->
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("started_anew")
 @pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGKILL])
 def test_all_processes_exit_with_the_starter(run_file: Path, tmp_path: Path, how: signal.Signals) -> None:
     """Ctrl-C, SIGTERM and SIGKILL of the starter leave no server, no service and no engine."""

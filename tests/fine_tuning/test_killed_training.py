@@ -34,7 +34,7 @@ def kill_while_it_writes(fork: Fork, checkpoints: Path, rng: random.Random) -> s
     after = newest(checkpoints) + rng.randint(0, 2)
 
     def is_writing() -> bool:
-        assert all(process.is_alive() for process in fork.processes), f"ended before it was killed\n{fork.err[-3000:]}"
+        assert all(one.poll() is None for one in fork.processes), f"ended before it was killed\n{fork.err[-3000:]}"
         return newest(checkpoints) >= after and any(checkpoints.glob(f"step*{PARTIAL}"))
 
     wait_for(is_writing, "a checkpoint", 240.0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import subprocess
 import sys
 import tomllib
@@ -23,6 +24,7 @@ SERVICES = {
     "trainer": ["trainer.__main__", "trainer.assemble", "fine_tuning.__main__"],
 }  # fmt: skip
 
+_owners = functools.cache(metadata.packages_distributions)
 PROGRAM = """
 import importlib, importlib.machinery, sys
 
@@ -62,7 +64,7 @@ def test_an_extra_has_what_its_service_imports(extra: str) -> None:
     present = required(extra)
     hidden = {
         module
-        for module, owners in metadata.packages_distributions().items()
+        for module, owners in _owners().items()
         if module != "penstock" and not present & {canonicalize_name(owner) for owner in owners}
     }
     assert {"pytest", "schemathesis"} <= hidden

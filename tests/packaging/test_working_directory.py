@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -16,7 +16,7 @@ import pytest
 from cyclopts import App
 
 from penstock.console.cli.main import app
-from tests.forked import Forked
+from tests import forked
 from tests.packaging.conftest import HostileFolder
 
 PENSTOCK = str(Path(sys.executable).with_name("penstock"))
@@ -86,25 +86,25 @@ if "PENSTOCK_TEST_VERBS" not in os.environ:
     VERBS = [verb for verb in VERBS if not any(verb in others for others in LIKE_ANOTHER.values())]
 
 
-def run(forked: Forked, folder: HostileFolder, log: Path, verb: str) -> tuple[int, str]:
+def run(popen: type[forked.Popen], folder: HostileFolder, log: Path, verb: str) -> tuple[int, str]:
     """Run a verb in the folder; a process that is still running at the deadline is stopped (exit code 124)."""
     environ = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "PENSTOCK_"))}
-    log.touch()
-    pid = forked.start(
-        *verb.split(), *ARGUMENTS.get(verb, ()), log=log, environ=environ | NO_SERVERS, cwd=folder.path, new_session=True
-    )  # fmt: skip
-    for deadline_s, signal_then in (
-        (SERVES_S if verb in SERVING else DEADLINE_S, signal.SIGTERM),
-        (30.0, signal.SIGKILL),
-    ):
-        deadline = time.monotonic() + deadline_s
-        while time.monotonic() < deadline:
-            if (code := forked.poll(pid)) is not None:
-                return code if signal_then == signal.SIGTERM else 124, log.read_text()
-            time.sleep(0.02)
-        os.killpg(pid, signal_then)
-    forked.wait(pid)
-    return 124, log.read_text()
+    command = [sys.executable, "-P", "-m", "penstock", *verb.split(), *ARGUMENTS.get(verb, ())]
+    with log.open("wb") as output:
+        process = popen(
+            command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, env=environ | NO_SERVERS, cwd=folder.path, start_new_session=True
+        )  # fmt: skip
+    try:
+        return process.wait(SERVES_S if verb in SERVING else DEADLINE_S), log.read_text()
+    except subprocess.TimeoutExpired:
+        process.terminate()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(30.0)
+        return 124, log.read_text()
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
 
 
 @pytest.fixture(scope="module")
@@ -118,9 +118,10 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[int, s
     (folder.path / "run.toml").write_text('[run]\nid = "run"\n')
     (folder.path / "rows.jsonl").write_text('{"question": "1 + 1?", "answer": "2"}\n')
     (folder.path / "my_reward.py").write_text("def compute_score(*given, **named):\n    return 1.0\n")
-    with Forked("penstock.console.cli.main", log=base / "forked.log") as forked, ThreadPoolExecutor(16) as pool:
+    popen = type("Popen", (forked.Popen,), {"server": forked.Server.start(["penstock.console.cli.main"])})
+    with ThreadPoolExecutor(16) as pool:
         logs = [base / f"{verb.replace(' ', '-')}.log" for verb in VERBS]
-        found = dict(zip(VERBS, pool.map(partial(run, forked, folder), logs, VERBS), strict=True))
+        found = dict(zip(VERBS, pool.map(partial(run, popen, folder), logs, VERBS), strict=True))
     return found | {"": (0, folder.imported())}
 
 

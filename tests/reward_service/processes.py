@@ -20,27 +20,11 @@ from fastapi import FastAPI
 from penstock.protocol.config.connection import NatsSettings, S3Settings
 from penstock.reward_service.api import app
 from penstock.reward_service.endpoints.endpoint import Access
-from tests.forked import ForkedProcess
+from tests import forked
 from tests.servers import wait_for
 
 ROOT = Path(__file__).resolve().parents[2]
-
-
 _SERVICE = "penstock.reward_service"
-
-
-def _start(
-    command: Sequence[str], log: Path, environ: dict[str, str], cwd: Path
-) -> subprocess.Popen[bytes] | ForkedProcess:
-    module, *arguments = command
-    if module == _SERVICE and ForkedProcess.can_have(environ):
-        return ForkedProcess(
-            f"{module}.__main__", f"{module}.service", arguments=arguments, log=log, environ=environ, cwd=cwd
-        )
-    with log.open("ab") as file:
-        return subprocess.Popen(
-            [sys.executable, "-m", *command], stdout=file, stderr=subprocess.STDOUT, cwd=cwd, env=environ
-        )
 
 
 class Process:
@@ -53,7 +37,11 @@ class Process:
         self, command: Sequence[str], log: Path, *, environ: dict[str, str] | None = None, cwd: Path = ROOT
     ) -> None:
         self.log = log
-        self._popen = _start(command, log, {**os.environ, "OMP_NUM_THREADS": "1", **(environ or {})}, cwd)
+        given = {**os.environ, "OMP_NUM_THREADS": "1", **(environ or {})}
+        with log.open("ab") as file:
+            self._popen = forked.Popen(
+                [sys.executable, "-m", *command], stdin=subprocess.DEVNULL, stdout=file, stderr=file, cwd=cwd, env=given
+            )
 
     @property
     def pid(self) -> int:

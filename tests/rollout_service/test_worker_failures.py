@@ -11,8 +11,8 @@ import pytest
 
 from penstock.deploy.bootstrap import bootstrap
 from penstock.deploy.processes.child import Child
-from penstock.deploy.processes.servers import NatsServer, S3Server
-from penstock.protocol.config.connection import NatsSettings, S3Settings
+from penstock.deploy.processes.servers import S3Server
+from penstock.protocol.config.connection import NatsSettings
 from penstock.protocol.groups import BlobRef
 from penstock.protocol.transport.blobs import Blobs
 from penstock.protocol.transport.bus import Bus
@@ -165,32 +165,6 @@ def test_the_api_key_is_sent_to_the_server(
     start_worker("w0", *attached(faulty_engine), f"worker.engine_api_key_file={tmp_path / 'key'}")
     trainer_side.issue("pack-0", [make_task("e0.p0.a0")])
     trainer_side.collect(1)
-
-
-def test_the_worker_survives_a_restart_of_nats(
-    own_nats: Callable[[], NatsServer], s3_settings: S3Settings, run_id: str, tmp_path: Path
-):
-    """The worker waits for a killed NATS server; the pack that was in the engine is announced once it is reachable."""
-    nats = own_nats()
-    with Bus.connect(nats.settings, name="test") as bus, FaultyEngine() as engine:
-        bootstrap(bus, Blobs(s3_settings), run_id)
-        trainer_side = TrainerSide(bus, Blobs(s3_settings), run_id, tmp_path)
-        trainer_side.publish(0)
-        engine.flow.clear()
-        worker = worker_process(tmp_path, run_id, "w0", nats.settings, s3_settings, *attached(engine))
-        try:
-            trainer_side.issue("pack-0", [make_task("e0.p0.a0")])
-            engine.wait_for_requests(1)
-            nats.kill()
-            engine.flow.set()
-            wait_for(lambda: "NATS unreachable" in worker.log_tail(), "the worker to notice")
-            nats.restart()
-            assert trainer_side.collect(1)[0].fact.pack_id == "pack-0"
-            trainer_side.issue("pack-1", [make_task("e0.p1.a0")])
-            assert trainer_side.collect(1)[0].fact.pack_id == "pack-1"
-            assert worker.alive
-        finally:
-            worker.kill()
 
 
 def test_the_worker_survives_a_restart_of_s3(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import secrets
 import sys
 from collections.abc import Sequence
@@ -41,7 +40,7 @@ from penstock.protocol.weights.export import export_version
 from penstock.protocol.weights.manifest import VersionManifest
 from penstock.protocol.weights.version_reader import WeightReader
 from penstock.trainer.publishing.weight_buckets import AdapterBase
-from tests.forked import ForkedProcess
+from tests import forked
 from tests.rollout_service.engines.faulty_engine import FaultyEngine
 from tests.servers import secret_file, wait_for
 from tests.weights_source import WeightsSource, adapter_base
@@ -178,14 +177,8 @@ def attached(engine: FaultyEngine) -> tuple[str, str]:
 
 class ForkedWorker(Child):
     def _popen(self) -> Any:
-        self._log_start = self.log.stat().st_size if self.log.exists() else 0
-        return ForkedProcess(
-            "penstock.rollout_service.__main__",
-            arguments=self.command[3:],
-            log=self.log,
-            environ=os.environ,
-            new_session=True,
-        )
+        with forked.children(nested=False):
+            return super()._popen()
 
 
 def worker_process(
@@ -203,7 +196,6 @@ def worker_process(
         ),
         *overrides,
     ]
-    kind = ForkedWorker if ForkedProcess.can_have(os.environ) else Child
-    child = kind(f"worker {worker_id}", command, log=folder / f"{worker_id}.log")
+    child = ForkedWorker(f"worker {worker_id}", command, log=folder / f"{worker_id}.log")
     child.start()
     return child

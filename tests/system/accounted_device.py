@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import fcntl
 import json
-import multiprocessing
 import os
 import sys
 from collections.abc import Callable, Mapping
@@ -120,5 +119,5 @@ def _run_engine() -> int:
 
 if __name__ == "__main__":
     sys.exit(_run_engine())
-elif multiprocessing.parent_process() is not None:  # a trainer that was forked for the test
+elif getattr(sys.modules["__main__"].__spec__, "name", "").startswith("penstock.trainer."):
     _account_trainer()

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.deploy.forked_run import ForkedRun
+from tests import forked
 from tests.rigs.chaos.kills import LAST_STEPS, POINTS, plan_kills, plan_points
 from tests.rigs.chaos.run import GROUPS_PER_STEP, VICTIMS, ChaosRun
 from tests.servers import require
@@ -14,12 +14,6 @@ from tests.servers import require
 STEPS, KILL_WITHIN = 14, 9  # a fast machine must not be done before the last kill
 REDUNDANT = 2  # completions of a group that are started besides, and aborted once enough have ended
 REDUNDANCY = [f"rollout.redundant_completions={REDUNDANT}"]
-
-
-class ForkedChaosRun(ChaosRun):
-    """Its services are forked: most of the time of a restart is that of imports, and `make chaos` starts the commands."""
-
-    local_run = ForkedRun
 
 
 @pytest.mark.slow
@@ -32,10 +26,9 @@ def test_every_process_is_killed_once_and_nothing_is_lost_or_counted_twice(tmp_p
     require("nats-server")
     require("rclone")
     kills = plan_kills(0, VICTIMS, num_kills=len(VICTIMS), steps=KILL_WITHIN, longest_delay_s=0.2)
-    run = ForkedChaosRun(
-        tmp_path, seed=0, steps=STEPS, kills=kills, points=1, overrides=["trainer.lease_s=2", *REDUNDANCY]
-    )
-    outcome = run.go(deadline_s=400.0)
+    run = ChaosRun(tmp_path, seed=0, steps=STEPS, kills=kills, points=1, overrides=["trainer.lease_s=2", *REDUNDANCY])
+    with forked.children():  # most of the time of a restart is that of imports
+        outcome = run.go(deadline_s=400.0)
     assert outcome.failures == []
     assert outcome.by_victim() == {**dict.fromkeys(VICTIMS, 1), "trainer, at a point": 1}
     assert all(kill.restarted_s is not None for kill in outcome.kills)

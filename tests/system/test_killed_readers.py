@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+import sys
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import httpx
@@ -17,7 +18,7 @@ from penstock.protocol.streams import StreamLimits
 from penstock.protocol.transport.blobs import Blobs
 from penstock.protocol.transport.bus import Bus
 from penstock.protocol.versions import PolicyVersion
-from tests.forked import Forked
+from tests import forked
 from tests.groups import make_group, make_task
 from tests.reward_service.conftest import Wire
 from tests.reward_service.processes import Behaviour, EndpointServer, good
@@ -38,6 +39,20 @@ def reached(nats: NatsSettings, s3: S3Settings) -> list[str]:
     ]
 
 
+@contextmanager
+def processes(command: list[str], log: Path) -> Iterator[Callable[..., forked.Popen]]:
+    """Give what starts a command with more words; all are killed at the end."""
+    with ExitStack() as stack, log.open("ab") as output:
+
+        def start(*words: str) -> forked.Popen:
+            process = forked.Popen([*command, *words], cwd=forked.ROOT, stdout=output, stderr=output)
+            stack.enter_context(process)
+            stack.callback(process.kill)
+            return process
+
+        yield start
+
+
 def quarantined(letters: list[DeadLetter]) -> list[tuple[str, str, tuple[str, ...]]]:
     wait_for(lambda: letters, "the dead letter")
     return [(letter.reason, letter.stage, letter.group_ids) for letter in letters]
@@ -51,18 +66,19 @@ def test_tasks_of_two_killed_workers(
     trainer_side = TrainerSide(bus, blobs, run_streams, tmp_path)
     trainer_side.publish(0)
     given = [f"run.id={run_streams}", f"run.dir={tmp_path}", *reached(nats_settings, s3_settings)]
-    with FaultyEngine() as engine, Forked("penstock.rollout_service.__main__", log=tmp_path / "workers.log") as workers:
+    worker = [sys.executable, "-P", "-m", "penstock.rollout_service"]
+    with FaultyEngine() as engine, processes(worker, tmp_path / "workers.log") as start:
         engine.flow.clear()
         trainer_side.issue("pack-0", [make_task("e0.p0.a0"), make_task("e0.p1.a0")])
         for number in range(2):
-            pid = workers.start(*given, f"worker.id=w{number}", *attached(engine))
+            process = start(*given, f"worker.id=w{number}", *attached(engine))
             engine.wait_for_requests(number + 1)
-            workers.kill(pid)
+            process.kill()
             engine.flow.set()
             wait_for(lambda: engine.num_running == 0, "the engine to be idle")
             if number == 0:
                 engine.flow.clear()
-        workers.start(*given, "worker.id=w2", *attached(engine))
+        start(*given, "worker.id=w2", *attached(engine))
         assert quarantined(trainer_side.dead) == [("ReaderKilled", "tasks", ("e0.p0.a0", "e0.p1.a0"))]
         trainer_side.issue("pack-1", [make_task("e0.p2.a0")])
         assert [delivery.fact.pack_id for delivery in trainer_side.collect(1)] == ["pack-1"]
@@ -83,11 +99,11 @@ def test_a_pack_of_two_killed_reward_services(
     port = tmp_path / "port"
     given = [f"run.id={run_streams}", "reward_service.port=0", f"reward_service.port_file={port}",
              *reached(nats_settings, s3_settings)]  # fmt: skip
-    modules = "penstock.reward_service.__main__", "penstock.reward_service.service"
-    with endpoint(slow) as at, Forked(*modules, log=tmp_path / "services.log") as services:
+    service = [sys.executable, "-P", "-m", "penstock.reward_service"]
+    with endpoint(slow) as at, processes(service, tmp_path / "services.log") as start:
         name = f"slow-{run_streams}"
         for number in range(2):
-            pid = services.start(*given, f"reward_service.id=r{number}-{run_streams}")
+            process = start(*given, f"reward_service.id=r{number}-{run_streams}")
             if number == 0:
                 wait_for(port.exists, "the port of the service")
                 url = f"http://127.0.0.1:{port.read_text().strip()}"
@@ -95,8 +111,8 @@ def test_a_pack_of_two_killed_reward_services(
                 httpx.post(f"{url}/v1/endpoints", json=body, timeout=60).raise_for_status()
                 wire.announce([make_group("e0.p0.a0", size=2, reward_name=name)])
             assert asked.acquire(timeout=60)
-            services.kill(pid)
-        services.start(*given, f"reward_service.id=r2-{run_streams}")
+            process.kill()
+        start(*given, f"reward_service.id=r2-{run_streams}")
         assert quarantined(wire.dead) == [("ReaderKilled", "generated", ("e0.p0.a0",))]
         wire.announce([make_group("e0.p1.a0", size=2)], pack_id="p1")
         assert set(wire.wait_scored("e0.p1.a0")) == {"e0.p1.a0"}
@@ -119,8 +135,9 @@ def test_a_scored_pack_of_two_killed_trainers(
     producer = ScriptedProducer(nats_settings, s3_settings, run_streams)
     letters: list[DeadLetter] = []
     try:
-        with Forked("tests.trainer.groups.killed_trainer", log=tmp_path / "trainers.log") as trainers:
-            first = trainers.start(str(run.file), "killed")
+        trainer = forked.call("tests.trainer.groups.killed_trainer")
+        with processes(trainer, tmp_path / "trainers.log") as start:
+            first = start(str(run.file), "killed")
             inbox = bus.inbox(streams.tasks_consumer(run_streams, "train"), TaskIssued).wait()
             packs: list[TaskIssued] = []
 
@@ -140,14 +157,14 @@ def test_a_scored_pack_of_two_killed_trainers(
 
             answer(2)
             asked = list(packs)
-            trainers.wait(first)
+            first.wait(180)
             while max(run.deaths.values()) < 2:  # a redelivered pack may come after the other one
-                trainers.wait(trainers.start(str(run.file), "killed"))
+                start(str(run.file), "killed").wait(180)
             fatal = max(run.deaths, key=lambda key: run.deaths[key])
             (poison,) = [message for message in asked if message.pack_id in fatal]
             poisonous = {task.group_id for task in poison.tasks}
             bus.tail(f"{run_streams}-dead", f"{run_streams}.dead.>", DeadLetter, letters.append, from_start=True).wait()
-            trainers.start(str(run.file), "not killed")
+            start(str(run.file), "not killed")
             answer(1)
             wait_for(run.trained.exists, "a batch")
         trained = json.loads(run.trained.read_text())

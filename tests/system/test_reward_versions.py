@@ -16,8 +16,7 @@ from penstock.protocol.facts import decode
 from penstock.protocol.record.lineage import LineageChapter
 from tests.reward_service.processes import Answer, Behaviour, EndpointServer
 from tests.servers import require, wait_for
-from tests.small_run import write_run_file
-from tests.system.forked_train import train_forked
+from tests.small_run import train_local, write_run_file
 
 STEPS = 8
 
@@ -89,7 +88,7 @@ def test_the_record_of_a_run_shows_which_version_scored_which_group(
 
     with ThreadPoolExecutor(1) as beside:
         replaced = beside.submit(replace_it)
-        assert train_forked(run_file)["steps"] == STEPS
+        assert train_local(run_file)["steps"] == STEPS
         replaced.result()
 
     scored_by = [row["scored_by"] for row in steps()]

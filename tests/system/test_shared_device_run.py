@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from penstock.deploy.local_run import TRAINER, worker_name
-from tests.deploy.forked_run import ForkedRun
+from penstock.deploy.local_run import TRAINER, LocalRun, worker_name
+from tests import forked
 from tests.servers import wait_for
 from tests.small_run import report_of, steps_of, write_small_run
 from tests.system import accounted_device
@@ -50,7 +50,7 @@ def _children(pid: int, word: str) -> list[int]:
     return found
 
 
-def _kill(turn: str, who: str, turns: _Turns, run: ForkedRun) -> None:
+def _kill(turn: str, who: str, turns: _Turns, run: LocalRun) -> None:
     wait_for(lambda: turns.holder(turn), f"a turn of the {turn}", deadline_s=500)
     if who != "engine":
         run.kill({"trainer": TRAINER, "worker": worker_name(0)}[who])
@@ -78,7 +78,7 @@ def test_never_are_both_on_the_device_whatever_is_killed(tmp_path: Path) -> None
     )  # fmt: skip
     environ = {**os.environ, accounted_device.VARIABLE: str(account), "OMP_NUM_THREADS": "1"}
     turns = _Turns(locks)
-    with ForkedRun([str(file)], num_workers=1, environ=environ) as run:
+    with forked.children(), LocalRun([str(file)], num_workers=1, environ=environ) as run:
         run.start()
         for turn, who in _KILLS:
             _kill(turn, who, turns, run)

@@ -15,8 +15,7 @@ from penstock.deploy import quickstart_task
 from tests import otlp_receiver
 from tests.otlp_receiver import Receiver, attributes
 from tests.servers import require
-from tests.small_run import write_run_file
-from tests.system.forked_train import train_forked
+from tests.small_run import train_local, write_run_file
 
 
 @pytest.fixture
@@ -70,8 +69,8 @@ def test_a_verl_parquet_is_trained_to_the_end_and_resumed(
     The last three are ReMax's: worker, reward service and trainer carry a greedy baseline in every group. With the extra
     `traces`, each trained group has one trace through all three services.
     """
-    assert train_forked(run_file)["steps"] == 3
-    assert train_forked(run_file, "trainer.steps=6", "algorithm.name=remax")["steps"] == 6
+    assert train_local(run_file)["steps"] == 3
+    assert train_local(run_file, "trainer.steps=6", "algorithm.name=remax")["steps"] == 6
     folder = tmp_path / "runs" / run_id
     log = (folder / "logs" / "trainer.log").read_text()
     assert log.count("async_grpo: grpo advantages, ppo_clip") == 1

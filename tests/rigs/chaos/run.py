@@ -95,8 +95,6 @@ class UnguardedRun(LocalRun):
 class ChaosRun:
     """One run with kills; the local run gets the overrides of each trainer start from it."""
 
-    local_run: type[LocalRun] = LocalRun  # starts the processes
-
     def __init__(
         self,
         folder: Path,
@@ -134,7 +132,7 @@ class ChaosRun:
     def go(self, deadline_s: float) -> Outcome:
         """Run to the end with kills and check the result."""
         outcome = Outcome(self.seed, self.steps)
-        run = (UnguardedRun if self.without_guards else self.local_run)(
+        run = (UnguardedRun if self.without_guards else LocalRun)(
             [str(self.run_file), *self.overrides],
             reward_files=[REWARD_FILE],
             rule=_RULE,

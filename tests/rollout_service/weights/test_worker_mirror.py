@@ -311,8 +311,8 @@ def test_a_killed_fetch_is_repaired(run: Run, tmp_path: Path, open_mirror: OpenM
         "run_id": run.run_id,
         "versions": [(v, run.facts[v].manifest.model_dump(mode="json")) for v in range(last + 1)],
     }
-    module, given = "tests.rollout_service.weights.mirror_kill", [point, json.dumps(arguments)]
-    ended = forked.run(module, arguments=given, cwd=forked.ROOT, environ=os.environ, deadline_s=180.0)
+    command = forked.call("tests.rollout_service.weights.mirror_kill", point, json.dumps(arguments))
+    ended = forked.run(command, cwd=forked.ROOT, environ=os.environ, deadline_s=180.0)
     assert ended.returncode == -signal.SIGKILL, ended.stderr
     mirror = open_mirror()
     run.assert_is(run.fetch(mirror, last), last)

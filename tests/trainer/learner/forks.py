@@ -1,4 +1,4 @@
-"""Trainer processes that start fast: a fork server has loaded all modules, and each process is forked from it.
+"""Trainer processes that start fast: each is forked from one that has loaded all modules.
 
 Each has its own pid to stop and to kill, and shares nothing but the loaded code. Several ranks use a store that the
 test holds, as torchrun's agent does.
@@ -6,41 +6,20 @@ test holds, as torchrun's agent does.
 
 from __future__ import annotations
 
-import multiprocessing
+import contextlib
 import os
 import signal
 import subprocess
-import sys
-import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from datetime import timedelta
-from importlib import import_module
 from pathlib import Path
 
+from tests import forked
 from torch.distributed import TCPStore
 
-_CONTEXT = multiprocessing.get_context("forkserver")
-_CONTEXT.set_forkserver_preload(["tests.trainer.learner.loaded", "tests.trainer.learner.forks"])
 
-
-def _run_alone(log: str, arguments: Sequence[str], environ: Mapping[str, str]) -> None:
-    os.setsid()
-    os.environ.clear()
-    _run("penstock.trainer.__main__", log, log, arguments, environ)
-
-
-def _run(module: str, out: str, err: str, arguments: Sequence[str], environ: Mapping[str, str]) -> None:
-    for number, path in ((1, out), (2, err)):
-        with Path(path).open("a") as file:
-            os.dup2(file.fileno(), number)
-    assert "tests.trainer.learner.loaded" in sys.modules, "the fork server could not load tests.trainer.learner.loaded"
-    os.environ.update(environ)
-    import torch
-
-    torch.set_num_threads(1)
-    code = import_module(module).main(arguments)
-    sys.stdout.flush()
-    sys.exit(code)
+class _Trainer(forked.Popen):
+    later = (forked.TRAINER,)
 
 
 class Fork:
@@ -62,11 +41,12 @@ class Fork:
                 "TORCHELASTIC_USE_AGENT_STORE": "True",
             }  # fmt: skip
         self.processes = []
+        command = forked.call(module, *arguments, given="sys.argv[1:]")
         for rank in range(num_ranks):
             own = {**environ, "RANK": str(rank), "LOCAL_RANK": str(rank)} if num_ranks > 1 else environ
-            given = (module, str(self._out), str(self._err), arguments, own)
-            self.processes.append(_CONTEXT.Process(target=_run, args=given, daemon=True))
-            self.processes[-1].start()
+            with self._out.open("a") as out, self._err.open("a") as err:
+                given = {"stdin": subprocess.DEVNULL, "stdout": out, "stderr": err, "env": {**os.environ, **own}}
+                self.processes.append(_Trainer(command, cwd=forked.ROOT, **given))
 
     @property
     def out(self) -> str:
@@ -77,22 +57,22 @@ class Fork:
         return self._err.read_text()
 
     def signal(self, number: signal.Signals) -> None:
-        pid = self.processes[0].pid
-        assert pid is not None
-        os.kill(pid, number)
+        self.processes[0].send_signal(number)
 
     def wait(self, expected: int = 0, deadline_s: float = 300.0) -> str:
         """Wait for the exit and return stdout; fails with its output for another exit code (-9: killed)."""
+        codes = []
         for process in self.processes:
-            process.join(deadline_s)
-        codes = [process.exitcode for process in self.processes]
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(deadline_s)
+            codes.append(process.poll())
         assert codes == [expected] * len(codes), f"exit codes {codes}\n{self.out[-4000:]}{self.err[-4000:]}"
         return self.out
 
     def kill(self) -> None:
         for process in self.processes:
             process.kill()
-            process.join(60.0)
+            process.wait(60.0)
 
 
 _PROGRAMS: Mapping[str, tuple[str, ...]] = {
@@ -108,34 +88,3 @@ class Command(Fork):
         """Start it; its output goes to files in ``folder``."""
         package, *given = _PROGRAMS.get(command, ("trainer", command))
         super().__init__(folder, f"penstock.{package}.__main__", *given, *arguments, num_ranks=num_ranks)
-
-
-class ForkedTrainer:
-    """``python -m penstock.trainer ...`` in a session of its own; has the methods of ``subprocess.Popen`` that a `Child` uses."""
-
-    stdin = None
-
-    def __init__(self, arguments: Sequence[str], *, log: Path, environ: Mapping[str, str]) -> None:
-        """Start it with a whole environment; its output is appended to ``log``."""
-        self._lock = threading.Lock()
-        given = (str(log), list(arguments), dict(environ))
-        self._process = _CONTEXT.Process(target=_run_alone, args=given, daemon=True)
-        self._process.start()
-        assert self._process.pid is not None
-        self.pid = self._process.pid
-
-    def poll(self) -> int | None:
-        """Return the exit code, negative for a signal; None while it runs."""
-        with self._lock:
-            return self._process.exitcode
-
-    def wait(self, timeout: float | None = None) -> int:
-        with self._lock:
-            self._process.join(timeout)
-            if (code := self._process.exitcode) is None:
-                raise subprocess.TimeoutExpired(f"trainer {self.pid}", timeout or 0.0)
-            return code
-
-    def send_signal(self, number: int) -> None:
-        if self.poll() is None:
-            os.kill(self.pid, number)

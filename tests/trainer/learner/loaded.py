@@ -1,4 +1,4 @@
-"""What the fork server of `tests.trainer.forks` has loaded: also what a trainer loads only when needed."""
+"""What a fork server loads for trainers (`tests.forked`): also what a trainer loads only when needed."""
 
 from __future__ import annotations
 

@@ -25,9 +25,9 @@ def test_the_other_rank_ends_when_one_is_suspended(tmp_path: Path, hung: int) ->
         pid = ranks.processes[hung].pid
         assert pid is not None
         os.kill(pid, signal.SIGSTOP)
-        ranks.processes[1 - hung].join(60.0)
-        assert ranks.processes[1 - hung].exitcode == HUNG, ranks.err
-        assert ranks.processes[hung].is_alive()
+        ranks.processes[1 - hung].wait(60.0)
+        assert ranks.processes[1 - hung].returncode == HUNG, ranks.err
+        assert ranks.processes[hung].poll() is None
     finally:
         ranks.kill()
     assert f"rank {hung} of 2 has exited, or did not answer for 3 s" in ranks.err

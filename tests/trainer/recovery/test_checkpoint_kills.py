@@ -35,7 +35,7 @@ def kill_in_a_checkpoint(trainer: Command, folder: Path, rng: random.Random) -> 
     after = newest(folder) + rng.randint(0, 1)
 
     def is_writing() -> bool:
-        assert all(process.is_alive() for process in trainer.processes), (
+        assert all(one.poll() is None for one in trainer.processes), (
             f"ended before it was killed\n{trainer.err[-3000:]}"
         )
         return newest(folder) >= after and any(folder.glob(f"step*{PARTIAL}"))
