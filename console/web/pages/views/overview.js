@@ -185,7 +185,7 @@ function drawTiles(holder, run, found, last) {
     [t("tile.trained-per-s"), number(found.trained_per_s, 0), [found.is_live && t("tile.generated", { n: number(found.generated_per_s, 0) }), found.attention && t("tile.attention", { name: found.attention })].filter(Boolean).join(", ")],
     [t("tile.staleness"), number(found.staleness_mean, 2), t("tile.at-most", { n: number(found.staleness_max) })],
     [t("tile.who-waits"), found.waiting_for.split(", ").map(said).join(", ") || "–", found.slots_used === null ? idle : t("tile.slots", { idle, share: percent(found.slots_used) })],
-    [t("tile.groups"), number(found.groups.trained), [dropped ? link : t("tile.none-dropped"), `, ${t("tile.dead", { n: number(dead) })}`]],
+    [t("tile.groups"), number(found.groups.trained), found.is_live || found.step ? [dropped ? link : t("tile.none-dropped"), `, ${t("tile.dead", { n: number(dead) })}`] : ""],
     [t("tile.version"), number(found.newest_version), found.is_live ? t("tile.published", { n: number(found.versions_published) }) : ""],
     [t("tile.time"), seconds(found.elapsed_s), found.is_live ? (found.disconnected_s ? t("tile.no-nats", { time: seconds(found.disconnected_s) }) : t("tile.live")) : t("tile.files")],
   ];
