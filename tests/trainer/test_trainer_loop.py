@@ -42,7 +42,7 @@ from penstock.protocol.weights.export import export_version
 from penstock.protocol.weights.version_reader import WeightReader
 from penstock.trainer.publishing.publication import read_head
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 
 @dataclass
