@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests import forked
+from tests.servers import wait_for
 
 _FIELDS = ("PPid", "SigBlk", "SigIgn", "SigCgt", "Umask", "Threads")
 
@@ -53,7 +54,9 @@ def test_it_is_as_a_started_one(end: str) -> None:
 def test_its_fork_server_ends_with_it() -> None:
     command = forked.call("tests.test_forked", "waits")
     with forked.children(), subprocess.Popen(command, stdin=subprocess.PIPE) as process:
-        ended = os.pidfd_open(int(Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text()))
+        children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
+        wait_for(children.read_text, "the fork server of the forked process")
+        ended = os.pidfd_open(int(children.read_text()))
         process.kill()
     assert select.select([ended], [], [], 60.0)[0]
     os.close(ended)
