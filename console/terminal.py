@@ -72,7 +72,7 @@ def printable(text: object) -> str:
     return "".join(c if c in _KEPT or not _is_control(c) else c.encode("unicode_escape").decode() for c in shown)
 
 
-def complaint(text: object) -> str:
+def error_text(text: object) -> str:
     """Return a `printable` text without what is known as secret, for the error of a command: it may quote a file of others."""
     return printable(scrub(str(text)))
 

@@ -23,7 +23,7 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec, ed25519
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
-from penstock.console.terminal import complaint
+from penstock.console.terminal import error_text
 from penstock.deploy.processes.child import DeployError
 from penstock.deploy.processes.servers import Certificate
 from penstock.protocol.command_line import UsageError
@@ -253,7 +253,7 @@ def print_certificates(folder: Path, services: Sequence[str], names: Sequence[st
         written = write_certificates(folder, services=services, names=pairs, days=days, renew=renew)
         private, public = signing_key(folder)
     except (DeployError, OSError) as err:
-        print(complaint(f"penstock certs: {err}"), file=sys.stderr)
+        print(error_text(f"penstock certs: {err}"), file=sys.stderr)
         return 1
     for path in written:
         print(f"{path}: {', '.join(hosts_of(path))}; until {_read(path).not_valid_after_utc:%Y-%m-%d}")

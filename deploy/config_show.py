@@ -14,7 +14,7 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from penstock.console.terminal import complaint
+from penstock.console.terminal import error_text
 from penstock.console.tracking.trackers import TrackSettings
 from penstock.deploy.resumption import settings_without_effect
 from penstock.fine_tuning.sections import DPO, RM, SFT, OwnSection
@@ -88,7 +88,7 @@ def print_settings(arguments: Sequence[str], command: str, *, as_json: bool) -> 
     try:
         services, unread = load_for(command, files, overrides, os.environ)
     except ConfigError as err:
-        sys.stderr.write(complaint(f"{err}\n"))
+        sys.stderr.write(error_text(f"{err}\n"))
         return _ERROR
     if as_json:
         document = as_document(services) | ({} if command == TRAIN else {"unread": unread})

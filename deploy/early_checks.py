@@ -78,6 +78,8 @@ def _check_instructions(trainer: TrainerSettings) -> None:
     """Raise ConfigError for training rows that `ifeval` scores, with instructions that it cannot check."""
     data, problems = trainer.data, Problems()
     sources = [source for source in BY_SOURCE if BY_SOURCE[source] == ifeval.NAME]
+    if not {AUTO, ifeval.NAME, *sources} & {trainer.reward.name or AUTO, *trainer.reward.by_source.values()}:
+        return  # without reading the files
     column = data.map.get("data_source", "data_source")
     for file in data.train_files:
         with contextlib.suppress(MalformedData):  # which the trainer lists

@@ -21,7 +21,7 @@ import threading
 from pathlib import Path
 from types import FrameType
 
-from penstock.console.terminal import complaint
+from penstock.console.terminal import error_text
 from penstock.deploy.bootstrap import bootstrap
 from penstock.deploy.processes.child import DeployError, wait_until
 from penstock.deploy.processes.servers import Certificate, NatsServer, S3Server, Server, port_is_free
@@ -283,7 +283,7 @@ def serve(stack: LocalStack, run: str | None) -> int:
             print("# Ctrl-C stops them; their data stays in the folder", file=sys.stderr)
             stop_requested.wait()
     except PenstockError as err:
-        print(complaint(f"penstock up: {err}"), file=sys.stderr)
+        print(error_text(f"penstock up: {err}"), file=sys.stderr)
         return 1
     return 0
 

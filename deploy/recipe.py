@@ -29,7 +29,7 @@ from pathlib import Path
 
 from penstock.console import launch
 from penstock.console.cli.options import RecipeOptions
-from penstock.console.terminal import complaint
+from penstock.console.terminal import error_text
 from penstock.deploy import reasoning_gym_tasks
 from penstock.deploy.processes.child import DeployError, exit_status
 from penstock.deploy.quickstart_task import Row, chat_row, prompt_row, write_files
@@ -153,7 +153,7 @@ def run_recipe(cli_options: RecipeOptions) -> int:
         check_run_id(options.run)
         model, run_file, question = _make(options)
     except PenstockError as err:
-        print(complaint(f"penstock recipe: {err}"), file=sys.stderr)
+        print(error_text(f"penstock recipe: {err}"), file=sys.stderr)
         return 1
     json = ["--json"] if options.json else []
     commands = [

@@ -14,7 +14,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from penstock.console.terminal import complaint
+from penstock.console.terminal import error_text
 from penstock.deploy.local import LocalStack
 from penstock.deploy.processes.child import exit_status
 from penstock.protocol import logs
@@ -41,7 +41,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         with LocalStack(Path(argv[0])) as stack:
             return run_command(argv[2:], {**os.environ, **stack.environment()})
     except PenstockError as err:
-        print(complaint(f"penstock: {err}"), file=sys.stderr)
+        print(error_text(f"penstock: {err}"), file=sys.stderr)
         return 1
     except KeyboardInterrupt:  # before the command started, or after it exited
         return 130

@@ -26,7 +26,7 @@ from penstock.console.launch import JOIN_S, Nodes
 from penstock.console.live.panel import LivePanel
 from penstock.console.report import report
 from penstock.console.report.run_summary import RunSummary
-from penstock.console.terminal import complaint
+from penstock.console.terminal import error_text
 from penstock.deploy import resumption
 from penstock.deploy.bootstrap import bootstrap
 from penstock.deploy.early_checks import check_inputs, missing_rewards
@@ -132,7 +132,7 @@ def _train_local(
 
 
 def say(text: str) -> None:
-    print(complaint(f"penstock train: {text}"), file=sys.stderr)
+    print(error_text(f"penstock train: {text}"), file=sys.stderr)
 
 
 def say_diagnoses(summary: RunSummary) -> None:

@@ -24,7 +24,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 
 from penstock import __version__
 from penstock.console import connections
-from penstock.console.terminal import complaint
+from penstock.console.terminal import error_text
 from penstock.console.tools.removal import RunIsActive, running_services
 from penstock.deploy.bootstrap import ConnectionSettings, bootstrap
 from penstock.protocol import blob_keys, files, logs, streams
@@ -333,7 +333,7 @@ def _explained(work: Callable[[], int]) -> int:
     try:
         return work()
     except OSError as err:
-        print(complaint(f"penstock: {err}; nothing on the servers was changed"), file=sys.stderr)
+        print(error_text(f"penstock: {err}; nothing on the servers was changed"), file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         print("penstock: interrupted; repeat the command, it continues", file=sys.stderr)

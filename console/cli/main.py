@@ -15,7 +15,7 @@ from penstock import __version__
 from penstock.agents.hosting import commands as environments
 from penstock.console.cli import model_verbs, reward_verbs, run_verbs, service_verbs, train_verbs
 from penstock.console.cli.options import INSPECT, SERVE, START, SampleOptions
-from penstock.console.terminal import complaint
+from penstock.console.terminal import error_text
 from penstock.protocol import command_line, process_end
 from penstock.protocol.command_line import FLAT, Help, Json, RunArguments, RunName, application
 from penstock.protocol.errors import PenstockError
@@ -216,7 +216,7 @@ def run(arguments: Sequence[str] | None = None) -> int:
         with ends_quietly():
             return command_line.run(app, tokens or ["--help"])
     except PenstockError as err:
-        print(f"penstock: {complaint(err)}", file=sys.stderr)
+        print(f"penstock: {error_text(err)}", file=sys.stderr)
         return 1
     except EOFError:  # Ctrl-D instead of an answer
         return 1

@@ -19,7 +19,7 @@ import httpx
 from penstock.console import launch
 from penstock.console.connections import NamedRun
 from penstock.console.report.event_fields import read_object, setting
-from penstock.console.terminal import complaint, printable
+from penstock.console.terminal import error_text, printable
 from penstock.console.tools.runs import unknown_run
 from penstock.protocol.errors import ConfigError, PenstockError
 from penstock.protocol.files import json_value
@@ -202,7 +202,7 @@ def _converse(start: Sequence[Message], ask: Callable[[Sequence[Message], str], 
             try:
                 answer = ask(history, line)
             except ChatRefused as err:  # this line, not the conversation
-                print(complaint(f"penstock: {err}"), file=sys.stderr)
+                print(error_text(f"penstock: {err}"), file=sys.stderr)
                 continue
             print(_shown(answer), flush=True)
             if keep:

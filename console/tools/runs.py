@@ -22,7 +22,7 @@ from penstock.console import connections
 from penstock.console.connections import NamedRun
 from penstock.console.report import curves
 from penstock.console.report.event_fields import number, read_object, setting
-from penstock.console.terminal import complaint, one_line, print_table, printable
+from penstock.console.terminal import error_text, one_line, print_table, printable
 from penstock.protocol import streams
 from penstock.protocol.errors import BusError, ConfigError, MissingStream
 from penstock.protocol.files import read_regular
@@ -91,7 +91,7 @@ def print_list(arguments: Sequence[str], environ: Mapping[str, str], *, as_json:
             with Bus.connect(loaded.settings.nats, name="runs", deadline_s=3.0) as bus:
                 lines = merge(lines, list_broker(bus))
         except BusError as err:
-            print(complaint(f"penstock: runs on NATS are not listed: {err}"), file=sys.stderr)
+            print(error_text(f"penstock: runs on NATS are not listed: {err}"), file=sys.stderr)
     if as_json:
         print(json.dumps([asdict(line) for line in lines]))
     elif lines:

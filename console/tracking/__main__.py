@@ -17,7 +17,7 @@ from pathlib import Path
 from penstock.console.connections import NamedRun
 from penstock.console.evaluation_results import FOLDER as EVALUATIONS
 from penstock.console.report import curves
-from penstock.console.terminal import complaint
+from penstock.console.terminal import error_text
 from penstock.console.tracking import consumer
 from penstock.console.tracking.consumer import Consumer, Job
 from penstock.console.tracking.interface import TRACKERS, Destination
@@ -58,7 +58,7 @@ def write(
         with consumer.opened(job.folder, label) as file, _opened_events(settings, job, training, stop) as events:
             done = Consumer(job, events, file, stop).work()
     except PenstockError as err:
-        print(complaint(f"penstock track: {label}: {err}"), file=sys.stderr)
+        print(error_text(f"penstock track: {label}: {err}"), file=sys.stderr)
         return EXPLAINED_CODE if isinstance(err, ConfigError) else 1
     repeated = f", {done.num_repeated} repeated after a resume left out" if done.num_repeated else ""
     print(f"{label}: {done.num_rows} rows written{repeated}", file=sys.stderr)

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Sequence
 
 from penstock.console.lean_imports import UNUSED_BY_CONSOLE, lean_imports
-from penstock.console.terminal import complaint
+from penstock.console.terminal import error_text
 from penstock.protocol import process_end
 from penstock.protocol.errors import PenstockError
 
@@ -24,7 +24,7 @@ def main(arguments: Sequence[str]) -> int:
     try:
         return serve(arguments, os.environ, port=0, as_json=True)
     except PenstockError as err:
-        print(complaint(f"penstock: {err}"), file=sys.stderr)
+        print(error_text(f"penstock: {err}"), file=sys.stderr)
         return 1
 
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from penstock.console.terminal import complaint, one_line
+from penstock.console.terminal import error_text, one_line
 from penstock.deploy.config_import.foreign_file import read_shell
 from penstock.deploy.config_import.foreign_tree import Found, read_json, read_yaml
 from penstock.deploy.config_import.rule_forms import Kind, Line, Translation
@@ -296,7 +296,7 @@ def import_config(file: Path, system: str | None, to: Path, *, as_json: bool) ->
         header = f"# Imported from {one_line(file.name)} ({system}) by `penstock config import`.\n\n"
         to.write_text(header + decisions(done) + run_file_text(done.settings, done.remarks), encoding="utf-8")
     except (ConfigError, OSError) as err:
-        sys.stderr.write(complaint(f"{err}\n"))
+        sys.stderr.write(error_text(f"{err}\n"))
         return _ERROR
     if as_json:
         sys.stdout.write(json.dumps(report_document(done)) + "\n")

@@ -22,7 +22,7 @@ from pathlib import Path
 from penstock.console import evaluation_results
 from penstock.console.cli.options import EvalOptions
 from penstock.console.evaluation_results import Answers, Correctness, EvaluationResult, Outcome, summarise
-from penstock.console.terminal import complaint, console
+from penstock.console.terminal import console, error_text
 from penstock.console.tracking import trackers
 from penstock.console.tracking.sources import note_evaluation
 from penstock.deploy.evaluation.prepare import WORK, Evaluation, answer_rule, own_environ, prepare
@@ -67,11 +67,11 @@ def evaluate(target: str, arguments: Sequence[str], options: EvalOptions) -> int
         print("penstock eval: stopped; the same command continues with the missing prompts", file=sys.stderr)
         return _STOPPED
     except PenstockError as err:
-        print(complaint(f"penstock eval: {err}"), file=sys.stderr)
+        print(error_text(f"penstock eval: {err}"), file=sys.stderr)
         return 1
     _show(result, evaluation.folder, as_json=options.json)
     if problem:
-        print(complaint(f"penstock eval: {problem}"), file=sys.stderr)
+        print(error_text(f"penstock eval: {problem}"), file=sys.stderr)
     return 0 if result.is_complete else _INCOMPLETE
 
 

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Literal
 
-from penstock.console.terminal import complaint
+from penstock.console.terminal import error_text
 from penstock.console.tools.checks import Finding
 from penstock.deploy.placement.placement import DoesNotFit, Placement
 from penstock.deploy.placement.run_placement import RunPlacement, parse_gpus, place_run
@@ -73,7 +73,7 @@ def show_placement(
                 "in Kubernetes engine and trainer have a GPU each, and there is one; add a GPU, or a node with one"
             )
     except PenstockError as err:
-        sys.stderr.write(complaint(f"penstock placement: {err}\n"))
+        sys.stderr.write(error_text(f"penstock placement: {err}\n"))
         return _DOES_NOT_FIT if isinstance(err, DoesNotFit) else _ERROR
     if as_json:
         sys.stdout.write(json.dumps(placed.document()) + "\n")

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pydantic import ValidationError
 
 from penstock.console.cli.options import PlanOptions
-from penstock.console.terminal import complaint
+from penstock.console.terminal import error_text
 from penstock.deploy.placement.needs import trainer_on_gpu
 from penstock.deploy.placement.placement import DoesNotFit
 from penstock.deploy.placement.planner import planned
@@ -200,7 +200,7 @@ def plan_run(arguments: Sequence[str], options: PlanOptions) -> int:
         memory = _memory(options, trainer, placed, on_gpu=on_gpu)
         held = describe_held(trainer, per_message)
     except (ConfigError, NotEstimated, ValueError) as err:
-        sys.stderr.write(complaint(f"penstock plan: {err}\n"))
+        sys.stderr.write(error_text(f"penstock plan: {err}\n"))
         return _DOES_NOT_FIT if isinstance(err, DoesNotFit) else _ERROR
     tokens_per_step = now.tokens_per_s * now.step_s
     sentences = describe_rates(rates, options, tokens_per_step)

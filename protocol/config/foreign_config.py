@@ -5,7 +5,7 @@ same meaning: the settings that it sets), ``renamed`` (another meaning or other 
 is none, and what does its work) and the ``prefixes`` of keys with one answer. Of the absent keys and prefixes, ``harmless`` names
 those that change nothing in what their system trains either; every other one is a decision in an import. `penstock config import` asks its ``rules`` first,
 which derive settings from a value and the keys beside it (`deploy/config_import/rules.py`). A text ``$name`` stands for an entry of ``texts``,
-``values`` or ``aliases``. A key that several systems have is answered as the first of `SYSTEMS` has it; `penstock config import`
+``values``, ``aliases`` or ``rules``. A key that several systems have is answered as the first of `SYSTEMS` has it; `penstock config import`
 reads the table of the file's system first. Keys that are similar but not equal are refused with advice: nothing is guessed.
 """
 
@@ -91,7 +91,7 @@ def _system(table: Mapping[str, Any]) -> ForeignSystem:
         absent,
         prefixes,
         frozenset(harmless + table["harmless"]),
-        table.get("rules", {}),
+        {key: _TABLE["rules"][form[1:]] if form[0] == "$" else form for key, form in table.get("rules", {}).items()},
         table.get("spelled", {}),
     )
 

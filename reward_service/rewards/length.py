@@ -1,22 +1,20 @@
-"""Rewards for the length and the repetitions of a completion; no ground truth.
+"""Rewards for the length of a completion; no ground truth.
 
 `length` is 1 inside the bounds and 0 outside. `overlong` is DAPO's soft punishment (arXiv 2503.14476, eq. 13): 0 up
 to ``longest - buffer``, then linear down to ``-factor`` at ``longest`` and beyond.
-`repetition` is TRL's `get_repetition_penalty_reward` on words in place of tokens; 0 for a completion too short to have an n-gram.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Literal
 
 from pydantic import Field, model_validator
 
 from penstock.protocol.config.connection import Section
 from penstock.reward_service.rewards.parsing.final_answer import words
-from penstock.reward_service.rewards.reward import LengthReward, PureReward, Verdict
+from penstock.reward_service.rewards.reward import LengthReward, Verdict
 
-NAME, OVERLONG, REPETITION = "length", "overlong", "repetition"
+NAME, OVERLONG = "length", "overlong"
 
 Unit = Literal["tokens", "words", "characters"]
 
@@ -74,27 +72,6 @@ def judge_overlong(parameters: OverlongParameters, lengths: list[int]) -> list[V
     ]
 
 
-class RepetitionParameters(Section):
-    ngram: int = Field(default=3, ge=1, le=64, description="Number of words in an n-gram.")
-    factor: float = Field(
-        default=-1.0, ge=-1e3, lt=0.0, description="The reward for a completion in which all n-grams repeat."
-    )
-
-
-def judge_repetition(parameters: RepetitionParameters, completions: tuple[str, ...], truth: Any) -> list[Verdict]:
-    shares = [repeated_share(words(text), parameters.ngram) for text in completions]
-    return [Verdict(parameters.factor * share if share else 0.0, {"repeated": share}) for share in shares]
-
-
-def repeated_share(tokens: Sequence[object], ngram: int) -> float:
-    """Return the share of n-grams that repeat an earlier one, in [0, 1)."""
-    total = len(tokens) - ngram + 1
-    if total < 1:
-        return 0.0
-    distinct = set(zip(*(tokens[start : start + total] for start in range(ngram)), strict=True))
-    return 1.0 - len(distinct) / total
-
-
 REWARD = LengthReward(
     name=NAME,
     description="1 when the completion's length is inside the bounds",
@@ -111,13 +88,4 @@ OVERLONG_REWARD = LengthReward(
     parameters=OverlongParameters,
     parts=("length",),
     notes="does not fall further beyond `longest` (verl's does)",
-)
-
-REPETITION_REWARD = PureReward(
-    name=REPETITION,
-    description="factor times the share of n-grams of words that repeat an earlier one, in (factor, 0]",
-    judge=judge_repetition,
-    parameters=RepetitionParameters,
-    parts=("repeated",),
-    notes="code and tables repeat for good reasons",
 )

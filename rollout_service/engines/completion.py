@@ -1,11 +1,5 @@
 """Completions as every engine returns them, the checks of replies, and sequences that a weight update interrupts; pure.
 
-A completion ends with the first token that completes a stop string. Engines end a generation there, but not always: SGLang searches only
-as many tokens as its spelling of the string has, reports the limit of tokens first, and no engine sees a string that began before an
-update of the weights interrupted the request. Tokens after the end are dropped here. What remains was sampled exactly as if the engine had
-ended there, since a token depends on none after it. A stop string is searched in the text with special tokens, so that the text of one,
-such as "<|im_end|>", can be a stop string.
-
 The same worker requests the rest of an interrupted sequence: the prefix has to be recomputed under the new weights on any engine, and an
 engine that has just loaded them is idle. When the worker is killed, the whole pack is redelivered.
 """
@@ -13,10 +7,8 @@ engine that has just loaded them is idle. When the worker is killed, the whole p
 from __future__ import annotations
 
 import math
-from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 from penstock.protocol.groups import FinishReason, derived_seed
@@ -25,7 +17,6 @@ from penstock.protocol.trajectory import LOWEST_SAMPLED_LOGPROB
 from penstock.protocol.versions import PolicyVersion, VersionRun
 from penstock.rollout_service.errors import ReplyRefused
 
-Decode = Callable[[Sequence[int]], str]  # of token ids, special tokens included
 _LOGPROB_SLACK = 1e-3  # a probability of 1 may round to a log-probability just above 0
 
 
@@ -184,53 +175,3 @@ def _joined_runs(parts: Sequence[Completion]) -> tuple[VersionRun, ...]:
                 runs.append(moved)
         start += len(part.token_ids)
     return tuple(runs)
-
-
-def first_end(token_ids: Sequence[int], stop: Sequence[str], decode: Decode) -> int | None:
-    """Return the number of tokens up to the end of the first stop string; None when the text holds none."""
-
-    def holds(count: int) -> bool:
-        text = decode(token_ids[:count])
-        return any(stop_string in text for stop_string in stop)
-
-    count = len(token_ids)
-    if not holds(count):
-        return None
-    if not holds(count - 1):  # the engine ended there
-        return count
-    return bisect_left(range(count), True, key=holds)
-
-
-def ended_at(completion: Completion, count: int) -> Completion:
-    runs = [
-        VersionRun(run.version, run.start, min(run.end, count)) for run in completion.version_runs if run.start < count
-    ]
-    return replace(
-        completion,
-        token_ids=completion.token_ids[:count],
-        logprobs=completion.logprobs[:count],
-        version_runs=tuple(runs),
-        finish_reason="stop",
-        experts=_without_last(completion.experts, len(completion.token_ids) - count),
-    )
-
-
-def _without_last(experts: ExpertChoices | None, num: int) -> ExpertChoices | None:
-    return experts if experts is None or not num else replace(experts, ids=experts.ids[:-num])
-
-
-class Detokenizer:
-    def __init__(self, folder: Path) -> None:
-        from penstock.protocol.tokenizer_file import load_tokenizer  # noqa: PLC0415  (most workers never decode)
-
-        path = folder / "tokenizer.json"
-        self._tokenizer = load_tokenizer(path) if path.is_file() else None
-
-    @property
-    def has_tokenizer(self) -> bool:
-        return self._tokenizer is not None
-
-    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        if self._tokenizer is None:
-            return ""
-        return self._tokenizer.decode(list(token_ids), skip_special_tokens=skip_special_tokens)

@@ -18,14 +18,8 @@ from penstock.protocol.groups import Sampling
 from penstock.protocol.versions import PolicyVersion
 from penstock.protocol.weights.adapter_format import adapter_name, version_of
 from penstock.rollout_service.checks.check_task import ModelLimits, check_request
-from penstock.rollout_service.engines.completion import (
-    Completion,
-    Detokenizer,
-    Resumption,
-    ended_at,
-    first_end,
-    sampled_by_adapter,
-)
+from penstock.rollout_service.engines.completion import Completion, Resumption, sampled_by_adapter
+from penstock.rollout_service.engines.stop_strings import Detokenizer, ended_at, first_end
 from penstock.rollout_service.errors import (
     EngineMisconfigured,
     EngineRefused,

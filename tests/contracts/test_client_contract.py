@@ -12,7 +12,7 @@ import pytest
 from penstock.protocol.groups import Sampling
 from penstock.protocol.versions import PolicyVersion, VersionRun
 from penstock.rollout_service.checks.check_task import ModelLimits
-from penstock.rollout_service.engines.completion import Completion, Detokenizer
+from penstock.rollout_service.engines.completion import Completion
 from penstock.rollout_service.engines.engine_client import (
     EngineClient,
     ReleasesMemory,
@@ -20,6 +20,7 @@ from penstock.rollout_service.engines.engine_client import (
     able_to_abandon,
 )
 from penstock.rollout_service.engines.redundancy import Redundancy
+from penstock.rollout_service.engines.stop_strings import Detokenizer
 from penstock.rollout_service.errors import EngineRefused, TaskRefused, WeightsNotApplied, WeightsUnverified
 from tests.contracts.engine_under_test import DEADLINE_S
 from tests.contracts.servers_under_test import KINDS, ServerUnderTest, running_server

@@ -59,28 +59,11 @@ read order || exit 0
 echo $?
 read order
 """
-_POINTS = (
-    "proc",
-    "dev",
-    "run",
-    "run/penstock",
-    "tests",
-    "logs",
-    "logs/verifier",
-)  # bubblewrap would follow a link there
-_KEPT = (
-    "CHOWN",
-    "DAC_OVERRIDE",
-    "FOWNER",
-    "FSETID",
-    "KILL",
-    "NET_BIND_SERVICE",
-    "SETFCAP",
-    "SETGID",
-    "SETPCAP",
-    "SETUID",
-    "SYS_CHROOT",
-)
+# Where something is mounted: bubblewrap would follow a link there.
+_MOUNT_POINTS = ("proc", "dev", "run", "run/penstock", "tests", "logs", "logs/verifier")
+_CAPABILITIES = (
+    "CHOWN", "DAC_OVERRIDE", "FOWNER", "FSETID", "KILL", "NET_BIND_SERVICE", "SETFCAP", "SETGID", "SETPCAP", "SETUID", "SYS_CHROOT",
+)  # fmt: skip
 Shell = subprocess.Popen[bytes]
 
 
@@ -183,7 +166,7 @@ def begun(base: Path, spec: dict[str, Any]) -> tuple[Shell, Shell]:
         if Path(path).exists():
             copy(Path(path), given / name)
     assemble(base, root, spec)
-    if link := next((path for path in _POINTS if (root / path).is_symlink()), None):
+    if link := next((path for path in _MOUNT_POINTS if (root / path).is_symlink()), None):
         raise BoxFailed(f"/{link} is a link in its image, and a box mounts something there; make it a folder")
     listener = socket.create_server(("127.0.0.1", spec["port"]), backlog=128)
     from inside_sandbox import pass_on  # pyright: ignore[reportMissingImports]  # noqa: PLC0415
@@ -210,7 +193,7 @@ def confined(
     """Start a shell in a box. bubblewrap itself gets no variable of a task: ``LD_PRELOAD`` would load code out here. Raises ValueError."""
     options = [
         "--unshare-ipc", "--unshare-pid", "--unshare-uts", "--unshare-cgroup-try", "--hostname", "box", "--die-with-parent", "--new-session",
-        "--cap-drop", "ALL", *(word for name in _KEPT for word in ("--cap-add", f"CAP_{name}")),
+        "--cap-drop", "ALL", *(word for name in _CAPABILITIES for word in ("--cap-add", f"CAP_{name}")),
         "--bind", str(base / "root"), "/", "--proc", "/proc", "--dev", "/dev",
         *(word for path in spec["readable"] for word in ("--ro-bind", path, path)),
         "--ro-bind", str(base / "given"), "/run/penstock", "--bind", str(base / "logs"), "/logs",

@@ -17,9 +17,10 @@ from penstock.protocol.groups import RouterShape, Sampling
 from penstock.protocol.token_annotations import ExpertChoices, Routers, routers_of
 from penstock.protocol.versions import PolicyVersion, VersionRun
 from penstock.rollout_service.checks.check_task import ModelLimits
-from penstock.rollout_service.engines.completion import Completion, Resumption, ended_at
+from penstock.rollout_service.engines.completion import Completion, Resumption
 from penstock.rollout_service.engines.sglang.client import SglangClient
 from penstock.rollout_service.engines.sglang.messages import read_experts
+from penstock.rollout_service.engines.stop_strings import ended_at
 from penstock.rollout_service.environments.single_turn import SINGLE_TURN
 from penstock.rollout_service.errors import ReplyRefused, TaskRefused
 

@@ -11,13 +11,14 @@ from tests.contracts.tiny_model import write_tokenizer
 from penstock.protocol.groups import Sampling
 from penstock.protocol.versions import PolicyVersion, VersionRun
 from penstock.rollout_service.checks.check_task import ModelLimits
-from penstock.rollout_service.engines.completion import Completion, Detokenizer, Resumption, first_end
+from penstock.rollout_service.engines.completion import Completion, Resumption
 from penstock.rollout_service.engines.completion_sampler import (
     AdapterTable,
     CompletionSampler,
     RequestDeadline,
     SampleRequest,
 )
+from penstock.rollout_service.engines.stop_strings import Detokenizer, first_end
 from penstock.rollout_service.errors import EngineMisconfigured
 
 EOS = 2  # "<|im_end|>", a special token
