@@ -8,6 +8,7 @@ from penstock.protocol.facts import Heartbeat
 from penstock.protocol.metrics import gpu
 from penstock.protocol.metrics.exporter import Exporter
 from penstock.protocol.metrics.table import METRICS
+from penstock.protocol.weights.shared_segments import SharedSegments
 from penstock.rollout_service import heartbeat
 from penstock.rollout_service.engines import engine_client
 from penstock.rollout_service.metrics import WorkerMetrics
@@ -21,7 +22,13 @@ def test_every_figure_of_the_heartbeat_is_a_metric(tmp_path: Path) -> None:
     """All counters of a worker and of its engine are shown with the heartbeat's values, and nothing else is."""
     snapshot = WorkerMetrics(turns=1).snapshot()
     assert snapshot.keys() - WorkerMetrics().snapshot().keys() == {"turns", "turn_wait_s", "turn_move_s"}
-    names = [*snapshot, "packs_held", *documented(engine_client.__doc__ or ""), *gpu.NAMES]
+    names = [
+        *snapshot,
+        *SharedSegments("r", tmp_path).figures(),
+        "packs_held",
+        *documented(engine_client.__doc__ or ""),
+        *gpu.NAMES,
+    ]
     figures = {name: float(number) for number, name in enumerate(names, 1)}
     beat = Heartbeat(
         role="rollout", service_id="w", at=5.0, state="", version=3, busy_s=1.0, idle_s=2.0, cpu_s=3.0,

@@ -270,11 +270,12 @@ def _figures(terms: LossTerms, batch: MicroBatch, keep: Tensor) -> dict[str, Ten
 
 def _effective_sums(to_behaviour: Tensor, sequences: Sequences, level: Level) -> dict[str, Tensor | float]:
     weights = log_weights(to_behaviour.double(), sequences, level).exp()
+    count: Tensor | float = float(len(weights))
     if level != "token":
-        present = sequences.lengths(weights) > 0
-        weights = sequences.mean(weights)[present]
+        count = sequences.lengths(weights).count_nonzero()  # with tokens
+        weights = sequences.mean(weights)
     return {
-        "ess_count": float(len(weights)),
+        "ess_count": count,
         "ess_weight": weights.sum(),
         "ess_weight_squared": weights.square().sum(),
     }

@@ -265,7 +265,9 @@ def _write(path: Path, header: GgufHeader, folder: Path) -> None:
     from transformers.utils import logging as transformers_logging  # noqa: PLC0415
 
     from penstock.trainer.learner.load_model import check_loaded  # noqa: PLC0415
+    from penstock.trainer.learner.trainable import import_deepspeed  # noqa: PLC0415
 
+    import_deepspeed()  # `save_pretrained` imports it, too, and then it writes to stdout, where commands write their results
     transformers_logging.disable_progress_bar()
     source: dict[str, Any] = {"gguf_file": path.name, "local_files_only": True, "trust_remote_code": False}
     config = AutoConfig.from_pretrained(path.parent, **source)
