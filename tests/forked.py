@@ -102,13 +102,16 @@ class Server:
         atexit.register(process.kill)  # first
         return made
 
+    def close(self) -> None:
+        self._asked.close()
+
     def ask(self, request: Mapping[str, Any], files: Sequence[int]) -> int:
         with self._lock:
             try:
                 socket.send_fds(self._asked, [json.dumps(request).encode()], files)
                 answer = self._asked.recv(100)
             except OSError:
-                self._asked.close()  # else the next one is given a late answer
+                self.close()  # else the next one is given a late answer
                 raise
         assert answer, f"the fork server ended instead of starting {request['words']}"
         return int(answer)

@@ -118,8 +118,9 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[int, s
     (folder.path / "run.toml").write_text('[run]\nid = "run"\n')
     (folder.path / "rows.jsonl").write_text('{"question": "1 + 1?", "answer": "2"}\n')
     (folder.path / "my_reward.py").write_text("def compute_score(*given, **named):\n    return 1.0\n")
-    popen = type("Popen", (forked.Popen,), {"server": forked.Server.start(["penstock.console.cli.main"])})
-    with ThreadPoolExecutor(16) as pool:
+    server = forked.Server.start(["penstock.console.cli.main"])
+    popen = type("Popen", (forked.Popen,), {"server": server})
+    with contextlib.closing(server), ThreadPoolExecutor(16) as pool:
         logs = [base / f"{verb.replace(' ', '-')}.log" for verb in VERBS]
         found = dict(zip(VERBS, pool.map(partial(run, popen, folder), logs, VERBS), strict=True))
     return found | {"": (0, folder.imported())}

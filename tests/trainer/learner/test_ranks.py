@@ -16,7 +16,7 @@ from penstock.protocol.transport.blobs import Blobs
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.timeout(600),
+    pytest.mark.timeout(1200),
 ]  # the fixture trains every case on one process and on two ranks
 
 
@@ -43,7 +43,7 @@ def outputs(nats_server, s3_server, tmp_path_factory: pytest.TempPathFactory) ->
         commands[num_ranks] = Fork(folder, "tests.trainer.learner.rank_check", *arguments, num_ranks=num_ranks)
     try:
         return {
-            ranks: json.loads(command.wait(deadline_s=400.0).splitlines()[-1]) for ranks, command in commands.items()
+            ranks: json.loads(command.wait(deadline_s=900.0).splitlines()[-1]) for ranks, command in commands.items()
         }
     finally:
         for command in commands.values():
