@@ -4,22 +4,17 @@ from __future__ import annotations
 
 import re
 import sys
-import unicodedata
 from collections.abc import Collection, Iterable, Sequence
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
-from penstock.protocol.secret_values import scrub
+from penstock.protocol.process_end import printable
 
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
 _UNBOUNDED = 100_000  # columns
-_KEPT = frozenset("\n\t\u200c\u200d")  # the last two join letters of Persian and parts of emoji
-_INVISIBLE = re.compile(
-    "[\u115f\u1160\u3164\uffa0\ufe00-\ufe0e\U000e0000-\U000e0fff]"
-)  # though letters or marks by their category
 _MARKDOWN = re.compile(  # of "_" one within a word, of ":" and "." those that make an address a link
     r"[\\`*\[\]|&<~$]|(?<!\w)@|@(?=[\w-]+\.\w)|(?<![^\W_])_|_(?![^\W_])|:(?=//)|(?<=(?i:www))\."
 )
@@ -60,23 +55,6 @@ def print_table(
     console().print(shown)
 
 
-def printable(text: object) -> str:
-    """Return a text with control characters as their escapes: printed, they could change what a terminal shows.
-
-    So are marks of direction, characters without a width, tag characters and U+2028. Line feeds and tabs are kept, except a carriage
-    return, which would overwrite the line.
-    """
-    shown = str(text)
-    if shown.isprintable() and not _INVISIBLE.search(shown):
-        return shown
-    return "".join(c if c in _KEPT or not _is_control(c) else c.encode("unicode_escape").decode() for c in shown)
-
-
-def error_text(text: object) -> str:
-    """Return a `printable` text without what is known as secret, for the error of a command: it may quote a file of others."""
-    return printable(scrub(str(text)))
-
-
 def one_line(text: object) -> str:
     """Return a `printable` text as one line: a line feed in a text of others would begin a line that looks like ours."""
     return printable(text).replace("\n", "\\n").replace("\t", " ")
@@ -94,10 +72,6 @@ def markdown(text: object) -> str:
     )
     begins = _BLOCK.match(shown)
     return shown if begins is None else f"{shown[: begins.end() - 1]}\\{shown[begins.end() - 1 :]}"
-
-
-def _is_control(letter: str) -> bool:
-    return unicodedata.category(letter) in {"Cc", "Cf", "Cs", "Zl", "Zp"} or _INVISIBLE.match(letter) is not None
 
 
 def clock(seconds: float) -> str:

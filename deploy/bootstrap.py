@@ -21,7 +21,7 @@ from penstock.protocol.config.connection import NatsSettings, RunSettings, S3Set
 from penstock.protocol.config.run_file import Loaded, load, split_arguments
 from penstock.protocol.config.shared_sections import RetentionSettings
 from penstock.protocol.errors import ConfigError, PenstockError
-from penstock.protocol.secret_values import scrub
+from penstock.protocol.process_end import error_text
 from penstock.protocol.streams import StreamLimits
 from penstock.protocol.subjects import check_run_id
 from penstock.protocol.transport.blobs import Blobs
@@ -111,7 +111,7 @@ def create_or_delete(arguments: Sequence[str], run: str | None, *, s3_users: str
             created = create_users(settings.s3, Path(s3_users))
             print(f"users of {settings.s3.endpoint}: {', '.join(created)}")
     except PenstockError as err:
-        print(scrub(f"bootstrap: {err}"), file=sys.stderr)
+        print(error_text(f"bootstrap: {err}"), file=sys.stderr)
         return 1
     print(f"run {run_id} is ready at {settings.nats.url} and {settings.s3.endpoint}/{settings.s3.bucket}")
     return 0

@@ -23,11 +23,11 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec, ed25519
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
-from penstock.console.terminal import error_text
 from penstock.deploy.processes.child import DeployError
 from penstock.deploy.processes.servers import Certificate
 from penstock.protocol.command_line import UsageError
 from penstock.protocol.files import atomic_write
+from penstock.protocol.process_end import error_text
 
 SERVICES = ("nats", "s3")
 _LOOPBACK = ("localhost", "127.0.0.1", "::1")

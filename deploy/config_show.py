@@ -14,12 +14,12 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from penstock.console.terminal import error_text
 from penstock.console.tracking.trackers import TrackSettings
 from penstock.deploy.resumption import settings_without_effect
 from penstock.fine_tuning.sections import DPO, RM, SFT, OwnSection
 from penstock.protocol.config.run_file import Loaded, config_document, format_config, load, split_arguments
 from penstock.protocol.errors import ConfigError
+from penstock.protocol.process_end import error_text
 from penstock.protocol.secret_values import hide
 from penstock.reward_service.settings import RewardSettings
 from penstock.rollout_service.settings import RolloutSettings

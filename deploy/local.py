@@ -21,7 +21,6 @@ import threading
 from pathlib import Path
 from types import FrameType
 
-from penstock.console.terminal import error_text
 from penstock.deploy.bootstrap import bootstrap
 from penstock.deploy.processes.child import DeployError, wait_until
 from penstock.deploy.processes.servers import Certificate, NatsServer, S3Server, Server, port_is_free
@@ -29,6 +28,7 @@ from penstock.deploy.processes.supervise import Supervisor
 from penstock.protocol import logs, seals
 from penstock.protocol.config.connection import NatsSettings, S3Settings
 from penstock.protocol.errors import PenstockError
+from penstock.protocol.process_end import error_text
 from penstock.protocol.transport import tls
 from penstock.protocol.transport.blobs import Blobs
 from penstock.protocol.transport.bus import Bus

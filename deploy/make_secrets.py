@@ -22,7 +22,7 @@ from typing import Annotated
 
 from penstock.deploy import certificates
 from penstock.protocol.command_line import Help, program
-from penstock.protocol.secret_values import scrub
+from penstock.protocol.process_end import error_text
 from penstock.reward_service.endpoints.endpoint import hashed
 
 NATS_USERS = ("admin", "trainer", "rollout", "reward", "environment", "viewer")
@@ -134,7 +134,7 @@ def write(
         for path in make_secrets(folder, [host for host in nats_servers.split(",") if host]):
             print(path)
     except OSError as err:
-        print(scrub(f"make_secrets: {err}"), file=sys.stderr)
+        print(error_text(f"make_secrets: {err}"), file=sys.stderr)
         return 1
     return 0
 

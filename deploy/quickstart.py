@@ -34,8 +34,8 @@ from penstock.deploy.quickstart_task import SORT, TASKS, QuickstartTask, write_m
 from penstock.deploy.train import next_steps
 from penstock.protocol import logs, streams
 from penstock.protocol.errors import PenstockError
+from penstock.protocol.process_end import error_text
 from penstock.protocol.record import run_folder
-from penstock.protocol.secret_values import scrub
 from penstock.protocol.transport.bus import Bus
 
 _SFT_DEADLINE_S = 600.0
@@ -75,7 +75,7 @@ def quickstart(cli_options: QuickstartOptions) -> int:
     try:
         code, summary, usage = _run(options, show, stop_requested)
     except PenstockError as err:
-        print(scrub(f"quickstart: {err}\nlogs: {options.folder / 'logs'}\nnext: penstock doctor"), file=sys.stderr)
+        print(error_text(f"quickstart: {err}\nlogs: {options.folder / 'logs'}\nnext: penstock doctor"), file=sys.stderr)
         return 1
     if code is None:
         print(f"quickstart: all processes have exited; {_again(options)}", file=sys.stderr)

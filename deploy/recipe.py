@@ -29,12 +29,12 @@ from pathlib import Path
 
 from penstock.console import launch
 from penstock.console.cli.options import RecipeOptions
-from penstock.console.terminal import error_text
 from penstock.deploy import reasoning_gym_tasks
 from penstock.deploy.processes.child import DeployError, exit_status
 from penstock.deploy.quickstart_task import Row, chat_row, prompt_row, write_files
 from penstock.protocol import files
 from penstock.protocol.errors import ConfigError, PenstockError
+from penstock.protocol.process_end import error_text
 from penstock.protocol.subjects import check_run_id
 
 SUMS_SYSTEM_PROMPT = "Answer with a number."  # short: a template without a system message adds a longer default one

@@ -14,12 +14,12 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from penstock.console.terminal import error_text
 from penstock.deploy.local import LocalStack
 from penstock.deploy.processes.child import exit_status
 from penstock.protocol import logs
 from penstock.protocol.errors import PenstockError
 from penstock.protocol.files import links_below
+from penstock.protocol.process_end import error_text
 
 _STOP_GRACE_S = 10.0  # of the command, after Ctrl-C
 

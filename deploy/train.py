@@ -26,7 +26,6 @@ from penstock.console.launch import JOIN_S, Nodes
 from penstock.console.live.panel import LivePanel
 from penstock.console.report import report
 from penstock.console.report.run_summary import RunSummary
-from penstock.console.terminal import error_text
 from penstock.deploy import resumption
 from penstock.deploy.bootstrap import bootstrap
 from penstock.deploy.early_checks import check_inputs, missing_rewards
@@ -42,6 +41,7 @@ from penstock.protocol.config.connection import RunSettings
 from penstock.protocol.config.run_file import load, split_arguments
 from penstock.protocol.errors import BlobStoreRefused, BusRefused, MissingStream, PenstockError
 from penstock.protocol.hardware_errors import GPU_MEMORY, HardwareFault
+from penstock.protocol.process_end import error_text
 from penstock.protocol.record import run_folder
 from penstock.protocol.transport.blobs import Blobs
 from penstock.protocol.transport.bus import Bus

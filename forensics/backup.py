@@ -24,7 +24,6 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 
 from penstock import __version__
 from penstock.console import connections
-from penstock.console.terminal import error_text
 from penstock.console.tools.removal import RunIsActive, running_services
 from penstock.deploy.bootstrap import ConnectionSettings, bootstrap
 from penstock.protocol import blob_keys, files, logs, streams
@@ -33,6 +32,7 @@ from penstock.protocol.errors import BlobError, ConfigError, MissingStream, Pens
 from penstock.protocol.facts import decode
 from penstock.protocol.files import json_value, read_regular
 from penstock.protocol.groups import BlobRef, Sha256
+from penstock.protocol.process_end import error_text
 from penstock.protocol.record.lineage import CheckpointCommitted
 from penstock.protocol.streams import StreamLimits
 from penstock.protocol.subjects import check_run_id

@@ -26,6 +26,7 @@ from penstock.protocol.facts import encode_unbounded
 from penstock.protocol.groups import BlobRef, ScoredGroup
 from penstock.protocol.packs import group_pack
 from penstock.protocol.packs.group_pack import GroupTexts
+from penstock.protocol.process_end import error_text
 from penstock.protocol.record.lineage import LineageChapter, RecordedGroup, SplitTotals
 from penstock.protocol.record.stored_record import RescoredInput, RescoredPiece, StoredRecord
 from penstock.protocol.subjects import check_run_id
@@ -179,7 +180,7 @@ def rescore(run: NamedRun, options: RescoreOptions, *, as_json: bool) -> int:
     failed = {group_id: why for group_id, why in outcomes.items() if isinstance(why, str)}
     for why, group_ids in _by_reason(failed).items():
         more = f" and {len(group_ids) - 1} more" if len(group_ids) > 1 else ""
-        print(f"penstock: group {group_ids[0]}{more}: {why}", file=sys.stderr)
+        print(error_text(f"penstock: group {group_ids[0]}{more}: {why}"), file=sys.stderr)
     if len(failed) == len(outcomes) or (failed and not options.leave_out):
         print(
             f"penstock: {len(failed)} of {len(outcomes)} groups could not be scored; nothing was written. Fix the "

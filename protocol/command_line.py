@@ -14,7 +14,7 @@ from typing import Annotated, Any
 from cyclopts import App, Argument, CycloptsError, Group, Parameter
 
 from penstock.protocol.errors import PenstockError
-from penstock.protocol.secret_values import scrub
+from penstock.protocol.process_end import error_text
 
 __all__ = [
     "FLAT", "App", "Group", "Help", "Json", "Least", "Parameter", "RunArguments", "RunName", "UsageError", "application",
@@ -79,7 +79,7 @@ def program(name: str, function: Callable[..., int], *, error: int | None = 1) -
         except PenstockError as err:
             if error is None:
                 raise
-            sys.stderr.write(f"{name}: {scrub(str(err))}\n")
+            sys.stderr.write(error_text(f"{name}: {err}\n"))
             return error
         except KeyboardInterrupt:
             return 130
@@ -97,7 +97,7 @@ def run(app: App, arguments: Sequence[str] | None = None) -> int:
     except CycloptsError:  # it is printed already
         return USAGE_ERROR
     except UsageError as err:
-        sys.stderr.write(f"{app.name[0]}: {scrub(str(err))}\n")
+        sys.stderr.write(error_text(f"{app.name[0]}: {err}\n"))
         return USAGE_ERROR
     finally:
         _typed.reset(before)

@@ -1,4 +1,6 @@
-"""How the output of a process ends: with one line for people after an unexpected exception, and without a traceback when its reader has ended.
+"""What a process writes of its errors: one line for people after an unexpected exception, and nothing when its reader has ended.
+
+Neither secrets nor control characters of others are in it.
 
 Errors of Penstock are printed without a traceback by each command. Anything else that reaches the top of a process is either
 one of the hardware, which has a fix (`hardware_errors.py`), or an internal error, which is to be reported.
@@ -8,9 +10,11 @@ from __future__ import annotations
 
 import functools
 import os
+import re
 import select
 import sys
 import traceback
+import unicodedata
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,6 +25,31 @@ from penstock.protocol.secret_values import scrub
 
 _PACKAGE = Path(__file__).parent.parent  # its files are named relative to it
 EXIT_CODE = 128 + 13  # as a shell reports a process that SIGPIPE ended
+_KEPT = frozenset("\n\t\u200c\u200d")  # the last two join letters of Persian and parts of emoji
+_INVISIBLE = re.compile(
+    "[\u115f\u1160\u3164\uffa0\ufe00-\ufe0e\U000e0000-\U000e0fff]"
+)  # though letters or marks by their category
+
+
+def printable(text: object) -> str:
+    """Return a text with control characters as their escapes: printed, they could change what a terminal shows.
+
+    So are marks of direction, characters without a width, tag characters and U+2028. Line feeds and tabs are kept, except a carriage
+    return, which would overwrite the line.
+    """
+    shown = str(text)
+    if shown.isprintable() and not _INVISIBLE.search(shown):
+        return shown
+    return "".join(c if c in _KEPT or not _is_control(c) else c.encode("unicode_escape").decode() for c in shown)
+
+
+def error_text(text: object) -> str:
+    """Return a `printable` text without what is known as secret, for the error of a command: it may quote a file of others."""
+    return printable(scrub(str(text)))
+
+
+def _is_control(letter: str) -> bool:
+    return unicodedata.category(letter) in {"Cc", "Cf", "Cs", "Zl", "Zp"} or _INVISIBLE.match(letter) is not None
 
 
 def install(service: str) -> None:
@@ -30,10 +59,10 @@ def install(service: str) -> None:
 def explain(service: str, err: BaseException) -> str:
     """Return one line: which process, what happened, where, and what to do; of a group its first error."""
     if (fault := fault_of(err)) is not None:
-        return scrub(f"penstock {service}: {fault.text(service)}")
+        return error_text(f"penstock {service}: {fault.text(service)}")
     while isinstance(err, BaseExceptionGroup):
         err = err.exceptions[0]
-    what = " ".join(scrub(f"{type(err).__name__}: {err}").split())[:500]
+    what = " ".join(error_text(f"{type(err).__name__}: {err}").split())[:500]
     return f"penstock {service}: internal error, please report it with the traceback above: {what}{_place(err)}"
 
 
@@ -46,7 +75,7 @@ def _place(err: BaseException) -> str:
 
 
 def _report(service: str, kind: type[BaseException], err: BaseException, trace: TracebackType | None) -> None:
-    sys.stderr.write(scrub("".join(traceback.format_exception(kind, err, trace))))
+    sys.stderr.write(error_text("".join(traceback.format_exception(kind, err, trace))))
     if isinstance(err, Exception):
         sys.stderr.write(explain(service, err) + "\n")
 

@@ -22,8 +22,7 @@ from pathlib import Path
 from penstock.protocol import logs, process_end
 from penstock.protocol.config.run_file import load, split_arguments
 from penstock.protocol.errors import ConfigError, PenstockError
-from penstock.protocol.process_end import ends_quietly
-from penstock.protocol.secret_values import scrub
+from penstock.protocol.process_end import ends_quietly, error_text
 from penstock.protocol.traces.traces import recording
 from penstock.reward_service.settings import RewardSettings
 
@@ -37,7 +36,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         texts = list(dict.fromkeys(_texts(err)))
         if not texts:
             raise
-        sys.stderr.write(scrub("".join(f"{text}\n" for text in texts)))
+        sys.stderr.write(error_text("".join(f"{text}\n" for text in texts)))
         return 1
 
 

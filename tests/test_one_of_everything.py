@@ -108,8 +108,10 @@ def test_no_private_name_of_a_library_is_used() -> None:
     assert found == []
 
 
-def test_no_error_is_printed_without_its_secrets_removed() -> None:
-    """Errors name what was sent and answered; each print of one to standard error is scrubbed."""
-    prints = re.compile(r'(?:print|stderr\.write)\(f"[^\n]*\{err\}[^\n]*(?:file=sys\.stderr\)|\\n")')
+def test_errors_are_printed_without_secrets_and_without_control_characters() -> None:
+    """Errors name what was sent and answered; each print of one to standard error is an `error_text`."""
+    prints = re.compile(
+        r'(?:print|stderr\.write)\((?:scrub\(|f"[^\n]*\{(?:err|error|problem|why)\}[^\n]*(?:file=sys\.stderr\)|\\n"))'
+    )
     files = (file for package in _PACKAGES for file in (_ROOT / package).rglob("*.py"))
     assert [str(file.relative_to(_ROOT)) for file in files if prints.search(file.read_text(encoding="utf-8"))] == []

@@ -8,7 +8,7 @@ from penstock.agents.hosting.commands import app
 from penstock.protocol import process_end
 from penstock.protocol.command_line import run
 from penstock.protocol.errors import PenstockError
-from penstock.protocol.secret_values import scrub
+from penstock.protocol.process_end import error_text
 
 
 def main() -> int:
@@ -16,7 +16,7 @@ def main() -> int:
     try:
         return run(app)
     except PenstockError as err:
-        sys.stderr.write(scrub(f"penstock: {err}\n"))
+        sys.stderr.write(error_text(f"penstock: {err}\n"))
         return 1
 
 

@@ -19,7 +19,7 @@ from penstock.client.run_settings import DATA, MODEL, REWARD, Values, nested
 from penstock.console.report import curves
 from penstock.deploy.processes.child import wait_until
 from penstock.protocol.errors import ConfigError, PenstockError
-from penstock.protocol.secret_values import scrub
+from penstock.protocol.process_end import error_text
 
 _POLL_S = 0.5
 _PORT_S = 0.2
@@ -151,7 +151,7 @@ class RemoteBackend:
             try:
                 self._reward.register(f"http://127.0.0.1:{port}")
             except PenstockError as err:
-                sys.stderr.write(scrub(f"penstock: run {self.run_id}: {err}\n"))
+                sys.stderr.write(error_text(f"penstock: run {self.run_id}: {err}\n"))
                 known = None
 
 

@@ -15,11 +15,10 @@ from penstock import __version__
 from penstock.agents.hosting import commands as environments
 from penstock.console.cli import model_verbs, reward_verbs, run_verbs, service_verbs, train_verbs
 from penstock.console.cli.options import INSPECT, SERVE, START, SampleOptions
-from penstock.console.terminal import error_text
 from penstock.protocol import command_line, process_end
 from penstock.protocol.command_line import FLAT, Help, Json, RunArguments, RunName, application
 from penstock.protocol.errors import PenstockError
-from penstock.protocol.process_end import ends_quietly
+from penstock.protocol.process_end import ends_quietly, error_text
 
 app = application(
     "penstock",

@@ -19,11 +19,11 @@ import httpx
 from penstock.console import launch
 from penstock.console.connections import NamedRun
 from penstock.console.report.event_fields import read_object, setting
-from penstock.console.terminal import error_text, printable
 from penstock.console.tools.runs import unknown_run
 from penstock.protocol.errors import ConfigError, PenstockError
 from penstock.protocol.files import json_value
 from penstock.protocol.model_folder import refuse_adapter
+from penstock.protocol.process_end import error_text, printable
 
 _START_S = 120.0  # a cold import of torch on a busy machine
 _ANSWER_S = 600.0

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 from penstock.console import connections, launch
 from penstock.console.terminal import one_line, print_table
 from penstock.protocol.errors import ConfigError, PenstockError
+from penstock.protocol.process_end import error_text
 from penstock.protocol.transport import tls
 from penstock.protocol.transport.tls import handshake_problem
 
@@ -248,7 +249,7 @@ def try_data(name: str, source: RowSource, number: int, url: str, token_file: Pa
     else:
         _print(name, rows, answer["results"], by_kind, spread)
         for place, problem in bad_tests.items():
-            print(f"penstock: {place}: {problem}", file=sys.stderr)
+            print(error_text(f"penstock: {place}: {problem}"), file=sys.stderr)
     for place, check in checked.items():
         if failed := check.get("failed"):
             print(f"penstock: {place}: its tests could not be run on this machine: {failed}", file=sys.stderr)

@@ -22,10 +22,11 @@ from penstock.console import connections
 from penstock.console.connections import NamedRun
 from penstock.console.report import curves
 from penstock.console.report.event_fields import number, read_object, setting
-from penstock.console.terminal import error_text, one_line, print_table, printable
+from penstock.console.terminal import one_line, print_table
 from penstock.protocol import streams
 from penstock.protocol.errors import BusError, ConfigError, MissingStream
 from penstock.protocol.files import read_regular
+from penstock.protocol.process_end import error_text, printable
 from penstock.protocol.record.run_folder import FAILURE, RUN_LOCK, is_lock_held
 from penstock.protocol.secret_values import hide
 from penstock.protocol.subjects import RUN_ID, similar_run_id

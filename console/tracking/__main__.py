@@ -17,7 +17,6 @@ from pathlib import Path
 from penstock.console.connections import NamedRun
 from penstock.console.evaluation_results import FOLDER as EVALUATIONS
 from penstock.console.report import curves
-from penstock.console.terminal import error_text
 from penstock.console.tracking import consumer
 from penstock.console.tracking.consumer import Consumer, Job
 from penstock.console.tracking.interface import TRACKERS, Destination
@@ -26,6 +25,7 @@ from penstock.console.tracking.trackers import EXPLAINED_CODE, TrackSettings, lo
 from penstock.protocol import logs
 from penstock.protocol.command_line import RunArguments, program
 from penstock.protocol.errors import ConfigError, PenstockError
+from penstock.protocol.process_end import error_text
 from penstock.protocol.transport.bus import Bus
 
 _CONNECT_S = 60.0

@@ -11,9 +11,9 @@ import sys
 from collections.abc import Sequence
 
 from penstock.console.lean_imports import UNUSED_BY_CONSOLE, lean_imports
-from penstock.console.terminal import error_text
 from penstock.protocol import process_end
 from penstock.protocol.errors import PenstockError
+from penstock.protocol.process_end import error_text
 
 
 def main(arguments: Sequence[str]) -> int:

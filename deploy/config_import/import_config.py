@@ -17,7 +17,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from penstock.console.terminal import error_text, one_line
+from penstock.console.terminal import one_line
 from penstock.deploy.config_import.foreign_file import read_shell
 from penstock.deploy.config_import.foreign_tree import Found, read_json, read_yaml
 from penstock.deploy.config_import.rule_forms import Kind, Line, Translation
@@ -28,6 +28,7 @@ from penstock.protocol.config.foreign_config import SYSTEMS
 from penstock.protocol.config.run_file import SECTIONS, toml_text
 from penstock.protocol.config.sources import MAX_FILE_BYTES, leaves
 from penstock.protocol.errors import ConfigError
+from penstock.protocol.process_end import error_text
 
 PLACEHOLDER = "FOLDER-OF-THE-MODEL"
 _DECIDE, _ERROR = 1, 2  # exit codes

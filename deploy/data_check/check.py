@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from penstock.console.terminal import printable
 from penstock.deploy.data_check import rows as data_rows
 from penstock.deploy.data_check.commands import Reading
 from penstock.deploy.data_check.report import FileReport, describe
@@ -22,6 +21,7 @@ from penstock.protocol.command_line import UsageError
 from penstock.protocol.config.reward_settings import RewardSettings
 from penstock.protocol.config.run_file import load
 from penstock.protocol.images.processor import read_processor
+from penstock.protocol.process_end import printable
 from penstock.reward_service.registry.built_in import BY_SOURCE
 from penstock.trainer.data.data_order import weighted_sources, whole_shares
 from penstock.trainer.data.dataset import prompt_limit, prompt_text

@@ -11,7 +11,7 @@ from typing import Annotated
 from penstock.protocol import process_end
 from penstock.protocol.command_line import USAGE_ERROR, Help, UsageError, program
 from penstock.protocol.errors import PenstockError
-from penstock.protocol.secret_values import scrub
+from penstock.protocol.process_end import error_text
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +60,7 @@ def data_check(
     try:
         return check_data(files, Reading(model, run, format, map, first, show), as_json=json, runs_tests=not no_tests)
     except PenstockError as err:
-        sys.stderr.write(scrub(f"{err}\n"))
+        sys.stderr.write(error_text(f"{err}\n"))
         return USAGE_ERROR
 
 
@@ -92,7 +92,7 @@ def main(arguments: Sequence[str]) -> int:
     try:
         return program(f"python -m penstock.trainer {name}", COMMANDS[name], error=None)(rest)
     except PenstockError as err:
-        sys.stderr.write(scrub(f"{err}\n"))
+        sys.stderr.write(error_text(f"{err}\n"))
         return USAGE_ERROR
 
 

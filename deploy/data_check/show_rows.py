@@ -9,10 +9,10 @@ from itertools import groupby
 from pathlib import Path
 from typing import Literal
 
-from penstock.console.terminal import printable
 from penstock.protocol.chat_tokenizer import ChatTokenizer
 from penstock.protocol.config.reward_settings import RewardSettings
 from penstock.protocol.images.processor import ImageProcessor
+from penstock.protocol.process_end import printable
 from penstock.trainer.data.dataset import PromptSet
 from penstock.trainer.data.pairs import PairSet
 from penstock.trainer.data.turns import TurnSet

@@ -22,7 +22,7 @@ from pathlib import Path
 from penstock.console import evaluation_results
 from penstock.console.cli.options import EvalOptions
 from penstock.console.evaluation_results import Answers, Correctness, EvaluationResult, Outcome, summarise
-from penstock.console.terminal import console, error_text
+from penstock.console.terminal import console
 from penstock.console.tracking import trackers
 from penstock.console.tracking.sources import note_evaluation
 from penstock.deploy.evaluation.prepare import WORK, Evaluation, answer_rule, own_environ, prepare
@@ -35,6 +35,7 @@ from penstock.protocol import logs
 from penstock.protocol.config.reward_settings import SuccessThreshold
 from penstock.protocol.errors import PenstockError
 from penstock.protocol.groups import RewardRequest
+from penstock.protocol.process_end import error_text
 from penstock.protocol.transport.blobs import Blobs
 from penstock.protocol.transport.bus import Bus
 from penstock.trainer.connections import Connections

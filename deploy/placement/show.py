@@ -8,13 +8,13 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Literal
 
-from penstock.console.terminal import error_text
 from penstock.console.tools.checks import Finding
 from penstock.deploy.placement.placement import DoesNotFit, Placement
 from penstock.deploy.placement.run_placement import RunPlacement, parse_gpus, place_run
 from penstock.protocol.config.sources import ENVIRONMENT_PREFIX, split_arguments
 from penstock.protocol.errors import PenstockError
 from penstock.protocol.metrics.gpu import visible_gpus
+from penstock.protocol.process_end import error_text
 
 Form = Literal["trainer", "rollout", "compose", "kubernetes"]
 _ADAPTERS = "model.lora.rank=16"

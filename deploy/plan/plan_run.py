@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from pydantic import ValidationError
 
 from penstock.console.cli.options import PlanOptions
-from penstock.console.terminal import error_text
 from penstock.deploy.placement.needs import trainer_on_gpu
 from penstock.deploy.placement.placement import DoesNotFit
 from penstock.deploy.placement.planner import planned
@@ -26,6 +25,7 @@ from penstock.deploy.plan.simulated_run import SimulatedRun
 from penstock.deploy.plan.simulation import Durations, Fleet, Outcome
 from penstock.protocol.config.run_file import load, split_arguments
 from penstock.protocol.errors import ConfigError
+from penstock.protocol.process_end import error_text
 from penstock.protocol.weights import shared_segments as segments
 from penstock.rollout_service.settings import RolloutSettings as WorkerSettings
 from penstock.rollout_service.weights.cache_folder import SHARE

@@ -19,9 +19,9 @@ from penstock.protocol.config.connection import NatsSettings, RunSettings, S3Set
 from penstock.protocol.config.run_file import load, split_arguments
 from penstock.protocol.config.sources import ENVIRONMENT_PREFIX, from_overrides
 from penstock.protocol.errors import BlobCorrupt, BlobMissing, ConfigError, PenstockError, RecordBroken, WireError
+from penstock.protocol.process_end import error_text
 from penstock.protocol.record.stopped_batch import find_batch
 from penstock.protocol.record.stored_record import StoredRecord, end_of_record
-from penstock.protocol.secret_values import scrub
 from penstock.protocol.transport.blobs import Blobs
 from penstock.protocol.transport.bus import Bus
 from penstock.trainer.learner.gguf_model import model_folder
@@ -73,10 +73,10 @@ def replay(run: str, *arguments: RunArguments, options: Annotated[ReplayOptions,
             lead(options, settings, files, ranks) if ranks.is_leader else _follow(options, settings, ranks)
         )
     except (BlobMissing, BlobCorrupt, WireError, RecordBroken) as err:
-        sys.stderr.write(scrub(f"the record cannot be replayed: {err}\n"))
+        sys.stderr.write(error_text(f"the record cannot be replayed: {err}\n"))
         code = DIFFERS
     except PenstockError as err:
-        sys.stderr.write(scrub(f"{err}\n"))
+        sys.stderr.write(error_text(f"{err}\n"))
         code = ERROR
     ranks.leave(code)
     return code

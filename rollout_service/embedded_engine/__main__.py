@@ -36,6 +36,7 @@ def main() -> int:
     os.environ["OMP_NUM_THREADS"] = str(settings.threads)
     from penstock.protocol.errors import ConfigError  # noqa: PLC0415
     from penstock.protocol.logs import configure  # noqa: PLC0415
+    from penstock.protocol.process_end import error_text  # noqa: PLC0415
     from penstock.rollout_service.embedded_engine.errors import EngineError  # noqa: PLC0415
     from penstock.rollout_service.embedded_engine.run_engine import serve  # noqa: PLC0415
 
@@ -48,7 +49,7 @@ def main() -> int:
         key = os.environ.pop(KEY_VARIABLE, "")
         return serve(settings, listener, on_ready=lambda: _announce(settings, listener), key=key)
     except (EngineError, ConfigError) as error:
-        print(f"embedded engine: {error}", file=sys.stderr)  # noqa: T201  (the result of a failed command)
+        sys.stderr.write(error_text(f"embedded engine: {error}\n"))
         return 2
 
 

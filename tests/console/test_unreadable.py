@@ -22,7 +22,7 @@ from penstock.console.live.panel import PlainLines
 from penstock.console.live.run_view import RunView
 from penstock.console.live.watcher import Watcher
 from penstock.console.report import curves, learning, report
-from penstock.console.terminal import indented, markdown, one_line, printable
+from penstock.console.terminal import indented, markdown, one_line
 from penstock.console.tools.dead_letters import DeadLetters, RunProgress, UnknownLetter, print_list, refusal
 from penstock.console.tools.removal import running_services
 from penstock.console.tools.reward_errors import print_errors
@@ -35,6 +35,7 @@ from penstock.protocol import seals, streams, subjects
 from penstock.protocol.config.connection import NatsSettings, S3Settings
 from penstock.protocol.errors import ConfigError, MalformedFact
 from penstock.protocol.facts import Heartbeat, RunEvent, decode, encode, encode_unbounded
+from penstock.protocol.process_end import printable
 from penstock.protocol.streams import StreamSpec
 from penstock.protocol.transport.blobs import Blobs
 from penstock.protocol.transport.bus import Bus

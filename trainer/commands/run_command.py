@@ -17,7 +17,6 @@ from penstock.protocol import process_end
 from penstock.protocol.errors import PenstockError
 from penstock.protocol.hardware_errors import fault_of
 from penstock.protocol.parent_death import end_with_parent
-from penstock.protocol.secret_values import scrub
 from penstock.trainer import process_memory
 
 _OF_TORCHRUN = "TORCHELASTIC_RUN_ID"
@@ -45,11 +44,11 @@ def stop_on_signals(stop: threading.Event, *, is_leader: bool) -> list[int]:
 def explained(err: Exception) -> str:
     """Return the text of an error that has a fix, below the traceback if it is one of the hardware; raises any other again."""
     if isinstance(err, PenstockError):
-        return scrub(f"{err}\n")
+        return process_end.error_text(f"{err}\n")
     fault = fault_of(err, rank=int(os.environ["RANK"]) if os.environ.get("WORLD_SIZE", "1") != "1" else None)
     if fault is None:
         raise err
-    return scrub(f"{''.join(traceback.format_exception(err))}{fault.text()}\n")
+    return process_end.error_text(f"{''.join(traceback.format_exception(err))}{fault.text()}\n")
 
 
 def end_with_torchrun(environ: Mapping[str, str]) -> None:
@@ -83,7 +82,7 @@ def with_errors_explained(name: str, arguments: Sequence[str], run: Callable[[st
     try:
         return run(name, arguments)
     except PenstockError as err:
-        sys.stderr.write(scrub(f"{err}\n"))
+        sys.stderr.write(process_end.error_text(f"{err}\n"))
         return USAGE_ERROR
     except KeyboardInterrupt:  # a training writes a checkpoint first, once it has started
         again = f"penstock {name.replace('-', ' ')} {shlex.join(arguments)}"

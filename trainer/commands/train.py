@@ -14,7 +14,7 @@ import structlog
 from penstock.protocol import logs
 from penstock.protocol.config.run_file import Loaded, config_document, load, split_arguments
 from penstock.protocol.errors import BlobStoreUnreachable, BusUnreachable, PenstockError
-from penstock.protocol.secret_values import scrub
+from penstock.protocol.process_end import error_text
 from penstock.protocol.transport.blobs import Blobs
 from penstock.protocol.transport.bus import Bus
 from penstock.trainer.algorithm.summary_line import summary_line
@@ -58,7 +58,7 @@ def main(arguments: Sequence[str]) -> int:
         with LeaseWatch(lambda: Bus.connect(settings.nats, name="trainer-lease"), settings.run.id) as watch:
             return _train(loaded, watch.end)
     except BusUnreachable as err:
-        sys.stderr.write(scrub(f"{err}\n"))
+        sys.stderr.write(error_text(f"{err}\n"))
         return OUTAGE
 
 
