@@ -91,6 +91,21 @@ def test_the_plan_has_the_memory_of_a_rank(run_file: str, model: str, capsys: py
     assert f"a rank needs {memory['peak'] / 1e9:.2f} GB" in said
 
 
+@pytest.mark.parametrize(
+    ("arguments", "num_workers", "num_engines"),
+    [([], 1, 7), (["--workers", "2"], 2, 6), (["sglang.engines=3", "trainer.num_ranks=2", "sglang.tp_size=2"], 1, 3)],
+)
+def test_the_plan_of_gpus_simulates_the_engines_that_are_placed(
+    run_file: str, model: str, arguments: list[str], num_workers: int, num_engines: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of eight GPUs the trainer of 596 million parameters has one unless more are set."""
+    engine = ["worker.engine=sglang", "model.gradient_checkpointing=true"]
+    assert run(["plan", run_file, model, *engine, "--gpus", "8x80GB", *arguments]) == 0
+    said = capsys.readouterr().out
+    assert f"who waits for whom ({num_workers} workers," in said
+    assert re.search(rf"- engines: {num_engines}[ ,].*sequences each", said), said
+
+
 def test_the_plan_of_a_gpu_that_is_used_in_turns_has_their_cost(
     run_file: str, model: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
