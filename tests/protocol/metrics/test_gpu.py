@@ -119,6 +119,13 @@ def test_a_command_sees_the_gpus_that_cuda_shows(visible: str | None, expected: 
     assert [one.total for one in gpus if one.id == "MIG-b1"] == [40 * 2**30] * expected.count("MIG-b1")
 
 
+def test_a_uuid_stands_for_the_number_that_sglang_reads() -> None:
+    """SGLang 0.5.23 reads CUDA_VISIBLE_DEVICES as integers where several GPUs share layers; the order of numbers is the driver's."""
+    environ = {gpu.VISIBLE: "GPU-3c, GPU-1a", gpu.ORDER: "FASTEST_FIRST"}
+    gpus = visible_gpus(environ, Nvml([Card("GPU-1a"), Card("GPU-2b"), Card("GPU-3c", name="NVIDIA A10G", total=24)]))
+    assert [(one.id, one.uuid) for one in gpus] == [("2", "GPU-3c"), ("0", "GPU-1a")]
+
+
 @pytest.mark.parametrize(
     ("environ", "init_error", "error", "words"),
     [
