@@ -279,5 +279,6 @@ def _logits(shape: ModelShape, method: Method, largest: Pass) -> int:
     chunk = max(1, (method.max_logits or MAX_LOGITS) // shape.vocabulary)
     tensors = _WITH_ENTROPY if method.with_entropy else _WITHOUT_ENTROPY
     logits = tensors * FLOAT32 * min(chunk, largest.predictors) * shape.vocabulary
-    adds_up = largest.predictors > chunk and not method.lora_rank  # the head's gradient, over the chunks
-    return logits + (shape.table * FLOAT32 if adds_up else 0)
+    # The head's gradient in float32: of one chunk, or a chunk's beside the sum of those before.
+    tables = 0 if method.lora_rank else 2 if largest.predictors > chunk else 1
+    return logits + tables * shape.table * FLOAT32

@@ -96,7 +96,12 @@ def test_the_plan_has_the_memory_of_a_rank(run_file: str, model: str, capsys: py
     [([], 1, 7), (["--workers", "2"], 2, 6), (["sglang.engines=3", "trainer.num_ranks=2", "sglang.tp_size=2"], 1, 3)],
 )
 def test_the_plan_of_gpus_simulates_the_engines_that_are_placed(
-    run_file: str, model: str, arguments: list[str], num_workers: int, num_engines: int, capsys: pytest.CaptureFixture[str]
+    run_file: str,
+    model: str,
+    arguments: list[str],
+    num_workers: int,
+    num_engines: int,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     """Of eight GPUs the trainer of 596 million parameters has one unless more are set."""
     engine = ["worker.engine=sglang", "model.gradient_checkpointing=true"]
