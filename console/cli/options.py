@@ -134,9 +134,7 @@ class SweepOptions:
 class PlanOptions:
     """Options of `penstock plan`; rates are in tokens per second, durations in seconds."""
 
-    workers: Annotated[
-        int | None, Help("Rollout workers, each with the run file's servers; default those of --gpus, or 2.")
-    ] = None
+    workers: Annotated[int | None, Help("Rollout workers, each with its servers; default as --gpus has, or 2.")] = None
     gpu_kind: Annotated[
         str | None,
         Help(

@@ -90,13 +90,8 @@ def measure_waits(
     )
 
 
-def simulate(run: SimulatedRun, fleet: Fleet, durations: Durations, *, max_staleness: int, num: int) -> Waits:
-    """Run the steps that fill the queues, ``num`` that are measured, and those in which the run ends (`num_steps`)."""
-    return measure_waits(run.run(), fleet, durations, max_staleness=max_staleness, first=max_staleness + 3, num=num)
-
-
 def num_steps(max_staleness: int, num: int) -> int:
-    """Return the steps of a run of which ``num`` are measured: near its end a run issues less."""
+    """Return the steps of a run: those that fill the queues, ``num`` that are measured, and its end, near which it issues less."""
     return max_staleness + 3 + num + max_staleness + 1
 
 
@@ -269,7 +264,9 @@ def _simulate(
             seed=trainer.run.seed,
             oldest_patience=trainer.trainer.oldest_patience,
         )
-        rows.append(simulate(run, fleet, rates.durations, max_staleness=bound, num=_MEASURED))
+        rows.append(
+            measure_waits(run.run(), fleet, rates.durations, max_staleness=bound, first=bound + 3, num=_MEASURED)
+        )
     return rows
 
 

@@ -26,11 +26,7 @@ log = structlog.get_logger("gpu")
 
 PERIOD_S = 5.0
 _OLD_S = 3 * PERIOD_S  # a sample that is older is no figure of now
-VISIBLE, ORDER, PCI_ORDER = (
-    "CUDA_VISIBLE_DEVICES",
-    "CUDA_DEVICE_ORDER",
-    "PCI_BUS_ID",
-)  # CUDA's own; the last is NVML's order
+VISIBLE, ORDER, PCI_ORDER = "CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER", "PCI_BUS_ID"  # the last is NVML's order
 _DRIVER_S = 30.0  # for the driver to list its GPUs; without its persistence daemon it first loads, which takes seconds
 _STATISTICS: Mapping[str, Callable[[Sequence[float]], float]] = MappingProxyType(
     {"min": min, "mean": lambda values: sum(values) / len(values), "max": max}
@@ -114,7 +110,7 @@ class Gpu:
     """A GPU that CUDA shows to this process, or a part of one that MIG made; sizes in bytes."""
 
     number: int  # its place among those that this process sees, as CUDA counts
-    id: str  # for CUDA_VISIBLE_DEVICES: its number on this machine, which engines read; a UUID where MIG divides one of its GPUs
+    id: str  # for CUDA_VISIBLE_DEVICES: its number on this machine, all that SGLang reads; a UUID where MIG divides one of its GPUs
     name: str
     total: int
     used: int  # by all processes, and by the driver
@@ -243,7 +239,6 @@ def _found(nvml: Any, visible: str | None) -> Iterator[tuple[str, Any, bool]]:
         matching = [one for one in by_uuid if name.startswith(("GPU-", "MIG-")) and one[0].startswith(name)]
         if len(matching) != 1:  # CUDA takes the beginning of a UUID if one GPU alone has it
             return
-        # SGLang reads numbers alone where several GPUs share layers.
         yield matching[0] if any(parts) else (str(cards.index(matching[0][1])), *matching[0][1:])
 
 

@@ -144,7 +144,7 @@ class Check:
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats()
-        trained = Trained(chosen, self.dims, self.device)
+        trained = Trained(chosen, self.dims, self.device.type)
         micro_batches = trained.micro_batches(chosen)
         num_tokens = sum(micro_batch.input_ids.numel() for micro_batch in micro_batches)
         figures, seconds = [], []

@@ -15,9 +15,7 @@ from penstock.deploy.plan.memory.model_shape import FLOAT32, Method, ModelShape,
 from penstock.trainer.attention_choice import matrix_bytes
 
 _ADAMW_TEMPORARY = 2  # tensors as large as what is stepped: the denominator, and its square root
-MAX_LOGITS = (
-    32 * 1024 * 1024
-)  # elements of logits in one chunk, as in `learner/output_head.py`; on a GPU more, of what is free
+MAX_LOGITS = 32 * 1024 * 1024  # elements in one chunk, as in `learner/output_head.py`; on a GPU more, of what is free
 LOSS = "log-probabilities and loss"
 _INT64 = 8
 _WITHOUT_ENTROPY, _WITH_ENTROPY = 3, 6  # tensors of the size of the logits

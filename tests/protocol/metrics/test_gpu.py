@@ -96,19 +96,11 @@ MIXED = (
 @pytest.mark.parametrize(
     ("visible", "expected"),
     [
-        (None, ["0", "MIG-b0", "MIG-b1", "2"]),
-        ("", []),
-        ("-1", []),
-        ("NoDevFiles", []),
-        ("2, 0", ["2", "0"]),
-        ("2,7,0", ["2"]),
-        ("0,-1,2", ["0"]),
-        ("1", ["MIG-b0"]),
-        ("GPU-2c,MIG-b1", ["GPU-2c", "MIG-b1"]),
-        ("GPU-2,GPU-1a", ["GPU-2c", "GPU-1a"]),
+        (None, ["0", "MIG-b0", "MIG-b1", "2"]), ("", []), ("-1", []), ("NoDevFiles", []), ("2, 0", ["2", "0"]), ("2,7,0", ["2"]),
+        ("0,-1,2", ["0"]), ("1", ["MIG-b0"]), ("GPU-2c,MIG-b1", ["GPU-2c", "MIG-b1"]), ("GPU-2,GPU-1a", ["GPU-2c", "GPU-1a"]),
         ("none", []),
     ],
-)
+)  # fmt: skip
 def test_a_command_sees_the_gpus_that_cuda_shows(visible: str | None, expected: list[str]) -> None:
     """By number, UUID or its unambiguous beginning, up to the first that there is not; parts of a divided card in its place."""
     environ = {} if visible is None else {gpu.VISIBLE: visible}

@@ -83,9 +83,7 @@ def test_the_steps_fit_the_machine_and_their_deadlines(monkeypatch: pytest.Monke
         trainer_memory.AutoModelForCausalLM, "from_config", lambda *_, **__: drawn.append(torch.empty(0).device)
     )
     with pytest.raises(AttributeError):  # nothing was made
-        trainer_memory.Trained(
-            gpu_check.tiny(gpu_check.QWEN3_06B), gpu_check.Check(toy=True).dims, torch.device("meta")
-        )
+        trainer_memory.Trained(gpu_check.tiny(gpu_check.QWEN3_06B), gpu_check.Check(toy=True).dims, "meta")
     assert drawn == [torch.device("meta")]
 
 
