@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Literal, get_args
+from typing import Literal
 
 Attention = Literal["auto", "flash-3", "flash-4", "flash", "cpu-flash", "flex", "sdpa", "dense"]
 
-NAMES: tuple[str, ...] = get_args(Attention)
 MAX_FLASH_HEAD = 256  # dimensions of a head, of torch's flash kernels for CUDA
 MAX_MATRIX_BYTES = 256 * 1024 * 1024  # of a float32 matrix [H, T, T]; a larger one only where its name is set
 

@@ -134,7 +134,7 @@ class SweepOptions:
 class PlanOptions:
     """Options of `penstock plan`; rates are in tokens per second, durations in seconds."""
 
-    workers: Annotated[int, Help("Rollout workers, each with the servers that the run file gives it.")] = 2
+    workers: Annotated[int | None, Help("Rollout workers, each with its servers; default as --gpus has, or 2.")] = None
     gpu_kind: Annotated[
         str | None,
         Help(
@@ -164,6 +164,10 @@ class PlanOptions:
         Help("GPUs of one machine, such as 8x80GB: place engines and trainer on them, and count their memory."),
     ] = None
     json: Json = False
+
+    @property
+    def num_workers(self) -> int:
+        return 2 if self.workers is None else self.workers
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,5 +1,5 @@
-# The trainer on DeepSpeed. The base image contains torch with CUDA and the compiler that builds DeepSpeed's
-# fused optimizers on first use; for a CPU build set BASE=python:3.12.12-slim-bookworm.
+# The trainer on DeepSpeed. The base image contains torch with CUDA and the compiler with which Triton builds attention
+# kernels on first use (models with capped scores); for a CPU build set BASE=python:3.12.12-slim-bookworm.
 ARG BASE=pytorch/pytorch:2.13.0-cuda13.0-cudnn9-devel
 # hadolint ignore=DL3006
 FROM ${BASE}

@@ -23,9 +23,7 @@ from penstock.protocol.metrics.gpu import Gpu
 _PLANNED = 0.92  # of a GPU's free memory: the rest is CUDA's context, and room between allocations that none fits into
 _IN_USE = 0.1  # of a GPU's memory: with more, other processes use it; a driver alone and a desktop hold less
 _BESIDE = 3_000_000_000  # bytes of an engine besides weights, keys and values: its CUDA context, graphs and activations
-_LEFT = (
-    1_000_000_000  # bytes of a rank whose states are in host memory: its CUDA context, and the allocator's small blocks
-)
+_LEFT = 1_000_000_000  # bytes of a rank whose states are in host memory: its CUDA context, and small blocks
 _MOST_ENGINES = 64  # of one worker
 _MIG = "parts of a divided GPU (MIG) do not work together, and a process sees one of them"
 Role = Literal["both", "trainer", "engines"]

@@ -90,13 +90,8 @@ def measure_waits(
     )
 
 
-def simulate(run: SimulatedRun, fleet: Fleet, durations: Durations, *, max_staleness: int, num: int) -> Waits:
-    """Run the steps that fill the queues, ``num`` that are measured, and those in which the run ends (`num_steps`)."""
-    return measure_waits(run.run(), fleet, durations, max_staleness=max_staleness, first=max_staleness + 3, num=num)
-
-
 def num_steps(max_staleness: int, num: int) -> int:
-    """Return the steps of a run of which ``num`` are measured: near its end a run issues less."""
+    """Return the steps of a run: those that fill the queues, ``num`` that are measured, and its end, near which it issues less."""
     return max_staleness + 3 + num + max_staleness + 1
 
 
@@ -181,7 +176,11 @@ def describe_held(trainer: TrainerSettings, groups_per_message: int) -> str:
 def plan_run(arguments: Sequence[str], options: PlanOptions) -> int:
     """Print the plan; returns 1 if a rank needs more than its limit, 2 after the reason why settings or figures are refused."""
     try:
-        placed = None if options.gpus is None else place_run(arguments, os.environ, gpus=parse_gpus(options.gpus))
+        placed = None
+        if options.gpus is not None:
+            placed = place_run(arguments, os.environ, workers=options.workers or None, gpus=parse_gpus(options.gpus))
+            if options.workers is None:
+                options = dataclasses.replace(options, workers=placed.num_workers)
         on_gpu = options.gpu or options.gpu_kind is not None or placed is not None
         files, overrides = split_arguments([*arguments, *(placed.overrides if placed else ())])
         if on_gpu:
@@ -225,7 +224,7 @@ def plan_run(arguments: Sequence[str], options: PlanOptions) -> int:
         if placed is not None:
             sys.stdout.write("".join(f"{line}\n" for line in placed.placement.lines()) + "\n")
         sys.stdout.write(
-            f"who waits for whom ({options.workers} workers, * the run file's bound)\n\n{waits_table(rows, rollout.max_staleness)}\n\n"
+            f"who waits for whom ({options.num_workers} workers, * the run file's bound)\n\n{waits_table(rows, rollout.max_staleness)}\n\n"
         )
         sys.stdout.write("".join(f"- {line}\n" for line in sentences))
         of_rank = f"memory of a rank: not estimated\n\n- {memory}\n" if isinstance(memory, str) else memory.text()
@@ -265,7 +264,9 @@ def _simulate(
             seed=trainer.run.seed,
             oldest_patience=trainer.trainer.oldest_patience,
         )
-        rows.append(simulate(run, fleet, rates.durations, max_staleness=bound, num=_MEASURED))
+        rows.append(
+            measure_waits(run.run(), fleet, rates.durations, max_staleness=bound, first=bound + 3, num=_MEASURED)
+        )
     return rows
 
 
@@ -312,8 +313,8 @@ def _describe_copies(trainer: TrainerSettings, options: PlanOptions) -> list[str
         return []
     most = NUM_REGULAR_SLOTS * num_bytes
     return [
-        f"each worker keeps {NUM_REGULAR_SLOTS} copies of {num_bytes / 1e9:.2f} GB of weights: a host with {options.workers} workers keeps them in "
-        f"{segments.SHARED_MEMORY} if {options.workers * most / SHARE / 1e9:.1f} GB of it and of its memory are free, else in the run's folder; "
+        f"each worker keeps {NUM_REGULAR_SLOTS} copies of {num_bytes / 1e9:.2f} GB of weights: a host with {options.num_workers} workers keeps them in "
+        f"{segments.SHARED_MEMORY} if {options.num_workers * most / SHARE / 1e9:.1f} GB of it and of its memory are free, else in the run's folder; "
         f"{segments.SHARE:.1%} of what is free besides may hold downloads that they share (worker.share_downloads)"
     ]
 

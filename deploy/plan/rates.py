@@ -204,7 +204,7 @@ def assumed_rates(options: PlanOptions, trainer: TrainerSettings, worker: Worker
     return AssumedRates(
         mix,
         Fleet(
-            num_workers=options.workers,
+            num_workers=options.num_workers,
             pace=EnginePace(servers * slots, alone_s, full_s, prompt_s),
             packs_in_flight=worker.worker.packs_in_flight,
             drains=_drains(worker.worker.update_mode, longest),

@@ -26,11 +26,7 @@ log = structlog.get_logger("gpu")
 
 PERIOD_S = 5.0
 _OLD_S = 3 * PERIOD_S  # a sample that is older is no figure of now
-VISIBLE, ORDER, PCI_ORDER = (
-    "CUDA_VISIBLE_DEVICES",
-    "CUDA_DEVICE_ORDER",
-    "PCI_BUS_ID",
-)  # CUDA's own; the last is NVML's order
+VISIBLE, ORDER, PCI_ORDER = "CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER", "PCI_BUS_ID"  # the last is NVML's order
 _DRIVER_S = 30.0  # for the driver to list its GPUs; without its persistence daemon it first loads, which takes seconds
 _STATISTICS: Mapping[str, Callable[[Sequence[float]], float]] = MappingProxyType(
     {"min": min, "mean": lambda values: sum(values) / len(values), "max": max}
@@ -114,7 +110,7 @@ class Gpu:
     """A GPU that CUDA shows to this process, or a part of one that MIG made; sizes in bytes."""
 
     number: int  # its place among those that this process sees, as CUDA counts
-    id: str  # what CUDA_VISIBLE_DEVICES calls it: its number on this machine, or a UUID
+    id: str  # for CUDA_VISIBLE_DEVICES: its number on this machine, all that SGLang reads; a UUID where MIG divides one of its GPUs
     name: str
     total: int
     used: int  # by all processes, and by the driver
@@ -144,8 +140,8 @@ def visible_gpus(environ: Mapping[str, str], nvml: Any | None = None) -> list[Gp
     if nvml is None:
         return []
     gpus = _within_deadline(lambda: _listed(nvml, visible))
-    by_number = any(gpu.id.isdecimal() for gpu in gpus) and len({gpu.name for gpu in gpus}) > 1
-    if by_number and environ.get(ORDER, PCI_ORDER) != PCI_ORDER:
+    by_number = visible is None or any(name.strip().isdecimal() for name in visible.split(","))
+    if by_number and len({gpu.name for gpu in gpus}) > 1 and environ.get(ORDER, PCI_ORDER) != PCI_ORDER:
         raise ConfigError(
             f"{ORDER}={environ[ORDER]} counts GPUs of several kinds in another order than the driver; set it to {PCI_ORDER}, or name "
             f"GPUs in {VISIBLE} by the UUIDs that nvidia-smi -L prints"
@@ -243,7 +239,7 @@ def _found(nvml: Any, visible: str | None) -> Iterator[tuple[str, Any, bool]]:
         matching = [one for one in by_uuid if name.startswith(("GPU-", "MIG-")) and one[0].startswith(name)]
         if len(matching) != 1:  # CUDA takes the beginning of a UUID if one GPU alone has it
             return
-        yield matching[0]
+        yield matching[0] if any(parts) else (str(cards.index(matching[0][1])), *matching[0][1:])
 
 
 def _mig_parts(nvml: Any, card: Any) -> Iterator[tuple[str, Any, bool]]:

@@ -27,15 +27,8 @@ from tests.lines import ROOT, tracked
 
 MOST_BYTES = 64 * 2**20
 WITH_TRANSFORMERS = {
-    "transformers",
-    "tokenizers",
-    "safetensors",
-    "huggingface-hub",
-    "hf-xet",
-    "numpy",
-    "regex",
-    "pyyaml",
-}
+    "transformers", "tokenizers", "safetensors", "huggingface-hub", "hf-xet", "numpy", "regex", "pyyaml",
+}  # fmt: skip
 _CHECK = "tests/rigs/gpu_check.py"
 _EXTRAS, _EXTRAS_OF_RUN = ("trainer",), ("engine", "reward", "rollout", "local")
 _SCRIPT = """\

@@ -15,9 +15,7 @@ from penstock.deploy.plan.memory.model_shape import FLOAT32, Method, ModelShape,
 from penstock.trainer.attention_choice import matrix_bytes
 
 _ADAMW_TEMPORARY = 2  # tensors as large as what is stepped: the denominator, and its square root
-MAX_LOGITS = (
-    32 * 1024 * 1024
-)  # elements of logits in one chunk, as in `learner/output_head.py`; on a GPU more, of what is free
+MAX_LOGITS = 32 * 1024 * 1024  # elements in one chunk, as in `learner/output_head.py`; on a GPU more, of what is free
 LOSS = "log-probabilities and loss"
 _INT64 = 8
 _WITHOUT_ENTROPY, _WITH_ENTROPY = 3, 6  # tensors of the size of the logits
@@ -279,5 +277,6 @@ def _logits(shape: ModelShape, method: Method, largest: Pass) -> int:
     chunk = max(1, (method.max_logits or MAX_LOGITS) // shape.vocabulary)
     tensors = _WITH_ENTROPY if method.with_entropy else _WITHOUT_ENTROPY
     logits = tensors * FLOAT32 * min(chunk, largest.predictors) * shape.vocabulary
-    adds_up = largest.predictors > chunk and not method.lora_rank  # the head's gradient, over the chunks
-    return logits + (shape.table * FLOAT32 if adds_up else 0)
+    # The head's gradient in float32: of one chunk, or a chunk's beside the sum of those before.
+    tables = 0 if method.lora_rank else 2 if largest.predictors > chunk else 1
+    return logits + tables * shape.table * FLOAT32

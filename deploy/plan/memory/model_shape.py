@@ -21,14 +21,10 @@ _MAX_BYTES = 10_000_000
 class Family:
     """What the layers of a family have, besides grouped-query attention and a gated MLP, that changes memory."""
 
-    query_norms: Literal["none", "head", "width"] = (
-        "none"  # of queries and keys: with a weight for a head's size, or for all heads
-    )
+    query_norms: Literal["none", "head", "width"] = "none"  # their weight is of a head's size, or for all heads
     norms: int = 2  # of a layer's width
     ties: bool = False  # embedding and output head, where config.json does not say
-    fused: tuple[
-        Literal["qkv_proj", "gate_up_proj"], ...
-    ] = ()  # linear layers that stand for q, k and v, or for gate and up
+    fused: tuple[Literal["qkv_proj", "gate_up_proj"], ...] = ()  # they stand for q, k and v, or for gate and up
 
 
 FAMILIES = {  # by model_type in config.json; measured, see benchmarks/trainer_memory.md

@@ -6,6 +6,7 @@ import json
 import socket
 from collections.abc import Callable
 from pathlib import Path
+from typing import get_args
 
 import pynvml
 import pytest
@@ -18,7 +19,7 @@ from penstock.console.tools.checks import package_version
 from penstock.protocol.config.connection import NatsSettings
 from penstock.protocol.metrics import gpu
 from penstock.protocol.metrics.gpu import Gpu
-from penstock.trainer.attention_choice import NAMES
+from penstock.trainer.attention_choice import Attention
 from penstock.trainer.learner.attention import __main__ as attention
 
 
@@ -167,4 +168,4 @@ def test_the_module_behind_it_names_a_backend_for_every_head(capsys: pytest.Capt
     assert attention.main() == 0
     lines = capsys.readouterr().out.strip().splitlines()
     assert len(lines) >= 8
-    assert all(line.rpartition(": ")[2] in NAMES for line in lines)
+    assert all(line.rpartition(": ")[2] in get_args(Attention) for line in lines)

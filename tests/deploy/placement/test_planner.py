@@ -71,8 +71,8 @@ def test_gpus_are_divided_by_memory(
         ("0.6B", "2x80GB", ["placement.trainer=[2]"], "names GPU 2, and this command sees 2"),
         ("0.6B", "2x80GB", ["trainer.num_ranks=4"], "the trainer needs 4 GPUs, and 1 of 2 are left for it"),
         ("0.6B", "4x80GB", ["trainer.num_ranks=4", "placement.trainer=2"], "placement.trainer has 2 GPUs and trainer.num_ranks = 4"),
-        ("0.6B", "1x18GB", ["placement.shared=beside"], "do not fit on GPU 0 at once: a rank needs 13.1 GB"),
-        ("0.6B", "1x16GB", [], "do not fit on GPU 0 in turns: a rank needs 13.1 GB, an engine 2.4 GB"),
+        ("0.6B", "1x18GB", ["placement.shared=beside"], "do not fit on GPU 0 at once: a rank needs 13.4 GB"),
+        ("0.6B", "1x16GB", [], "do not fit on GPU 0 in turns: a rank needs 13.4 GB, an engine 2.4 GB"),
         ("unknown", "1x80GB", [], "the trainer's memory cannot be estimated for this model"),
     ],
 )  # fmt: skip
@@ -87,10 +87,9 @@ def test_what_does_not_fit_is_refused_with_numbers(
     ("settings", "words"),
     [
         (["placement.engines=[0,1]", "placement.trainer=[1]"], "both name GPU 1"),
-        (["placement.engines=[0,0]"], "names a GPU twice"),
-        (["placement.engines=0"], "expected a number of at least 1"),
+        (["placement.engines=[0,0]"], "names a GPU twice"), (["placement.engines=0"], "expected a number of at least 1"),
     ],
-)
+)  # fmt: skip
 def test_a_gpu_is_given_out_once(tmp_path: Path, settings: list[str], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         placed(tmp_path, "0.6B", "2x80GB", *settings)
@@ -144,12 +143,10 @@ def test_parts_of_a_divided_gpu_are_not_joined(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("settings", "trainer", "engines"),
     [
-        ([], "0,1,2,3,4,5,6,7", "0,1,2,3,4,5,6,7"),
-        (["placement.trainer=4"], "4,5,6,7", "0,1,2,3"),
-        (["placement.trainer=[0,2]", "placement.engines=[5]"], "0,2", "5"),
-        (["trainer.num_ranks=2"], "0,1", "0,1,2,3,4,5,6,7"),
+        ([], "0,1,2,3,4,5,6,7", "0,1,2,3,4,5,6,7"), (["placement.trainer=4"], "4,5,6,7", "0,1,2,3"),
+        (["placement.trainer=[0,2]", "placement.engines=[5]"], "0,2", "5"), (["trainer.num_ranks=2"], "0,1", "0,1,2,3,4,5,6,7"),
     ],
-)
+)  # fmt: skip
 def test_a_command_of_one_role_has_the_gpus_that_the_run_file_gives_it(
     tmp_path: Path, settings: list[str], trainer: str, engines: str
 ) -> None:
@@ -175,12 +172,10 @@ def test_gpus_that_others_use_are_not_given_to_a_role(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("engine", "trainer", "workers"),
     [
-        ([], "0", None),
-        (["worker.engine=sglang-url", "worker.engine_url=http://h:1"], "0", None),
-        (["worker.engine=sglang", "sglang.device=cpu"], "0", None),
-        (["worker.device=cuda", "worker.dtype=bfloat16"], "3", "0"),
+        ([], "0", None), (["worker.engine=sglang-url", "worker.engine_url=http://h:1"], "0", None),
+        (["worker.engine=sglang", "sglang.device=cpu"], "0", None), (["worker.device=cuda", "worker.dtype=bfloat16"], "3", "0"),
     ],
-)
+)  # fmt: skip
 def test_engines_without_gpus_leave_them_alone(
     tmp_path: Path, engine: list[str], trainer: str, workers: str | None
 ) -> None:

@@ -44,15 +44,7 @@ def test_what_is_proposed_fits_and_is_not_slower(
     """Each proposal with each setting that makes the rank fit, on the plan of the changed run file."""
     (tmp_path / "config.json").write_text(json.dumps(QWEN3_06B))
     (tmp_path / "run.toml").write_text(RUN_FILE)
-    words = [
-        str(tmp_path / "run.toml"),
-        f"model.path={tmp_path}",
-        *faults,
-        "--gpu-kind",
-        "H100",
-        "--rank-memory",
-        "9GB",
-    ]
+    words = [f"{tmp_path}/run.toml", *faults, *f"model.path={tmp_path} --gpu-kind H100 --rank-memory 9GB".split()]
     code, before = planned(capsys, *words)
     assert code == 1
     bound = 2 if "rollout.max_staleness=2" in faults else 0

@@ -91,6 +91,17 @@ def test_the_plan_has_the_memory_of_a_rank(run_file: str, model: str, capsys: py
     assert f"a rank needs {memory['peak'] / 1e9:.2f} GB" in said
 
 
+def test_the_plan_of_gpus_has_the_engines_that_are_placed(
+    run_file: str, model: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of eight GPUs the trainer has one; two workers divide the others, and are not given all of them each."""
+    engine = ["worker.engine=sglang", "model.gradient_checkpointing=true"]
+    assert run(["plan", run_file, model, *engine, "--gpus", "8x80GB", "--workers", "2"]) == 0
+    said = capsys.readouterr().out
+    assert "(2 workers," in said
+    assert "- engines: 6, " in said
+
+
 def test_the_plan_of_a_gpu_that_is_used_in_turns_has_their_cost(
     run_file: str, model: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -101,6 +112,7 @@ def test_the_plan_of_a_gpu_that_is_used_in_turns_has_their_cost(
     assert run([*arguments, "--gpus", "1x80GB", "placement.shared=turns"]) == 0
     said = json.loads(capsys.readouterr().out)
     assert said["placement"]["takes_turns"]
+    assert said["says"][0].startswith("engines: 1, ")  # of one worker, where `--workers` does not say more
     [line] = [line for line in said["says"] if line.startswith("in turns")]
     found = re.search(
         r"4 batches .* about (\S+) s for (\S+) GB .* and 1\.19 GB of weights .*: trainer (\d+)%.* engine (\d+)%, changes (\d+)%",

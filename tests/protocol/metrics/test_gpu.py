@@ -96,19 +96,11 @@ MIXED = (
 @pytest.mark.parametrize(
     ("visible", "expected"),
     [
-        (None, ["0", "MIG-b0", "MIG-b1", "2"]),
-        ("", []),
-        ("-1", []),
-        ("NoDevFiles", []),
-        ("2, 0", ["2", "0"]),
-        ("2,7,0", ["2"]),
-        ("0,-1,2", ["0"]),
-        ("1", ["MIG-b0"]),
-        ("GPU-2c,MIG-b1", ["GPU-2c", "MIG-b1"]),
-        ("GPU-2,GPU-1a", ["GPU-2c", "GPU-1a"]),
+        (None, ["0", "MIG-b0", "MIG-b1", "2"]), ("", []), ("-1", []), ("NoDevFiles", []), ("2, 0", ["2", "0"]), ("2,7,0", ["2"]),
+        ("0,-1,2", ["0"]), ("1", ["MIG-b0"]), ("GPU-2c,MIG-b1", ["GPU-2c", "MIG-b1"]), ("GPU-2,GPU-1a", ["GPU-2c", "GPU-1a"]),
         ("none", []),
     ],
-)
+)  # fmt: skip
 def test_a_command_sees_the_gpus_that_cuda_shows(visible: str | None, expected: list[str]) -> None:
     """By number, UUID or its unambiguous beginning, up to the first that there is not; parts of a divided card in its place."""
     environ = {} if visible is None else {gpu.VISIBLE: visible}
@@ -117,6 +109,13 @@ def test_a_command_sees_the_gpus_that_cuda_shows(visible: str | None, expected: 
     assert [one.number for one in gpus] == list(range(len(gpus)))
     assert all(one.is_mig == one.id.startswith("MIG-") for one in gpus)
     assert [one.total for one in gpus if one.id == "MIG-b1"] == [40 * 2**30] * expected.count("MIG-b1")
+
+
+def test_a_uuid_stands_for_the_number_that_sglang_reads() -> None:
+    """SGLang 0.5.23 reads CUDA_VISIBLE_DEVICES as integers where several GPUs share layers; the order of numbers is the driver's."""
+    environ = {gpu.VISIBLE: "GPU-3c, GPU-1a", gpu.ORDER: "FASTEST_FIRST"}
+    gpus = visible_gpus(environ, Nvml([Card("GPU-1a"), Card("GPU-2b"), Card("GPU-3c", name="NVIDIA A10G", total=24)]))
+    assert [(one.id, one.uuid) for one in gpus] == [("2", "GPU-3c"), ("0", "GPU-1a")]
 
 
 @pytest.mark.parametrize(

@@ -19,36 +19,12 @@ from penstock.protocol.metrics.table import (
 )
 
 FIXED_LABELS = {
-    "store",
-    "file",
-    "role",
-    "worker",
-    "run",
-    "version",
-    "outcome",
-    "against",
-    "statistic",
-    "kind",
-    "phase",
-    "stage",
-    "stream",
-    "consumer",
-    "folder",
-    "layers",
-    "way",
-}
+    "store", "file", "role", "worker", "run", "version", "outcome", "against", "statistic", "kind", "phase",
+    "stage", "stream", "consumer", "folder", "layers", "way",
+}  # fmt: skip
 HOSTILE = [
-    "a\nb 1",
-    'a"} 1\npenstock_fake 1',
-    "\\",
-    "\ud800",
-    "\x00\x1b[2J",
-    "x" * 100_000,
-    "<script>",
-    "{a='b'}",
-    "٣",
-    "",
-]
+    "a\nb 1", 'a"} 1\npenstock_fake 1', "\\", "\ud800", "\x00\x1b[2J", "x" * 100_000, "<script>", "{a='b'}", "٣", "",
+]  # fmt: skip
 
 
 def test_names_follow_the_conventions_of_prometheus() -> None:

@@ -18,7 +18,7 @@ from penstock.protocol.errors import ConfigError
 from penstock.trainer import optimizer_settings
 from penstock.trainer.algorithm.algorithm_settings import RECORDED, AlgorithmSettings
 from penstock.trainer.algorithm.chosen_parts import PRESETS
-from penstock.trainer.attention_choice import NAMES
+from penstock.trainer.attention_choice import Attention
 from penstock.trainer.settings import TrainerSettings
 
 PAIRS = ("algorithm.dpo_coefficient=1.0", "data.train=rows.jsonl")
@@ -304,4 +304,6 @@ def test_the_dtype_follows_the_gpus_that_the_trainer_sees(tmp_path: Path, monkey
 def test_an_attention_that_there_is_not_is_refused_with_the_names() -> None:
     with pytest.raises(ConfigError, match=r"trainer\.attention.*flash-3"):
         settings("trainer.attention=flash2")
-    assert [settings(f"trainer.attention={name}").trainer.attention for name in NAMES] == list(NAMES)
+    assert [settings(f"trainer.attention={name}").trainer.attention for name in get_args(Attention)] == list(
+        get_args(Attention)
+    )

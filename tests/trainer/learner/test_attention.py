@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import pytest
@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from penstock.trainer.algorithm.packed_rows import Layout, pack
-from penstock.trainer.attention_choice import MAX_MATRIX_BYTES, NAMES, expected_backend, matrix_bytes
+from penstock.trainer.attention_choice import MAX_MATRIX_BYTES, Attention, expected_backend, matrix_bytes
 from penstock.trainer.errors import NoAttentionKernel
 from penstock.trainer.learner.attention import backends, capped_scores, cpu_flash, cuda_flash
 from penstock.trainer.learner.attention.backends import DenseMask, Flex, Sdpa
@@ -280,7 +280,7 @@ def test_a_backend_that_is_named_is_used_or_refused_and_nothing_takes_its_place(
 
 def test_every_backend_can_be_named_and_the_expected_one_is_one_of_them() -> None:
     """`penstock plan` says without torch what the trainer will choose."""
-    assert {"auto", "dense", *(backend.name for backend in backends.BACKENDS)} == set(NAMES)
+    assert {"auto", "dense", *(backend.name for backend in backends.BACKENDS)} == set(get_args(Attention))
     for size in (16, 64, 96, 128, 256):
         for name, dtype in (("bfloat16", torch.bfloat16), ("float32", torch.float32)):
             here = backends.choose(_heads(4, size, dtype), _heads(2, size, dtype), _heads(2, size, dtype), 10**5).name

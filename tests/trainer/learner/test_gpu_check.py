@@ -7,14 +7,19 @@ import os
 import subprocess
 import sys
 import venv
+from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from benchmarks import trainer_memory
+from benchmarks.trainer_memory import inputs_of
 from tests.packaging.test_extras import SERVICES
 from tests.rigs import gpu_carry, gpu_check
+
+from penstock.deploy.plan.memory.memory_plan import MemoryPlan
 
 FIGURES = {"losses", "norms", "tokens_per_s", "mfu", "peak_gb", "planned_gb", "kernels"}
 _OF_THE_RUN = ("", "console", "engine", "reward", "rollout", "trainer")
@@ -64,6 +69,22 @@ def test_parts_are_written_and_a_failed_one_is_the_exit_code(monkeypatch: pytest
         found = json.loads((tmp_path / "gpu-check.json").read_text())["parts"]
         assert list(found) == parts
         assert found["publish"].keys() == {"fresh", "reused", "pinned", "compared on the device", "compared on the host"}  # fmt: skip
+
+
+def test_the_steps_fit_the_machine_and_their_deadlines(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An 80 GB GPU and 128 GiB of host memory; a model of billions is made on the device, which takes no minutes."""
+    for chosen in (gpu_check.QWEN3_06B, replace(gpu_check.QWEN25_7B, lora=16), gpu_check.OFFLOADED):
+        plan = MemoryPlan(inputs_of(chosen))
+        copies = sum(size for name, size in plan.held.host.items() if name.startswith("cop"))  # nothing is published
+        assert plan.peak(on_gpu=True) < 70e9
+        assert sum(plan.held.host.values()) - copies < 100e9
+    drawn = []
+    monkeypatch.setattr(
+        trainer_memory.AutoModelForCausalLM, "from_config", lambda *_, **__: drawn.append(torch.empty(0).device)
+    )
+    with pytest.raises(AttributeError):  # nothing was made
+        trainer_memory.Trained(gpu_check.tiny(gpu_check.QWEN3_06B), gpu_check.Check(toy=True).dims, "meta")
+    assert drawn == [torch.device("meta")]
 
 
 def test_each_head_size_has_a_backend(monkeypatch: pytest.MonkeyPatch) -> None:
