@@ -47,7 +47,7 @@ from penstock.serving.request_checks import Guard, Rules, check_signature
 
 ROOTS, FAN_OUT = 2, 2  # hosts that read a segment from the object store, and that ask one host for it
 TRIES = 2  # peers that are asked for a segment
-UPLOADS = 2 * FAN_OUT  # of a host at a time; more are refused
+UPLOADS = 2 * FAN_OUT  # of a worker at a time; others wait
 WAIT_S = 5.0  # for a segment that the peer does not have yet
 MIN_BYTES_PER_S = 16e6  # of a peer; slower ones are left
 REST_S = 60.0
@@ -105,8 +105,8 @@ class Peers:
 
     def close(self) -> None:
         self._shared.from_peers = None
-        self._thread.loop.call_soon_threadsafe(self._ended.set)
-        with contextlib.suppress(TimeoutError):
+        with contextlib.suppress(TimeoutError, RuntimeError):  # the second: it is closed already
+            self._thread.loop.call_soon_threadsafe(self._ended.set)
             self._serving.result(_END_S)
         self._thread.stop()
 
@@ -226,14 +226,15 @@ class Peers:
         except ValidationError:
             raise HTTPException(400, "the body is not a request for a segment") from None
         ends = time.monotonic() + WAIT_S
-        while (file := self._shared.open(asked.sha256)) is None:
-            if asked.version <= self._shared.passed or time.monotonic() >= ends:
-                raise HTTPException(404, "the segment is not here")
+        while True:
+            is_full = self._num_uploads >= UPLOADS
+            if not is_full and (file := self._shared.open(asked.sha256)) is not None:
+                return _Upload(file, self)
+            if time.monotonic() >= ends or (not is_full and asked.version <= self._shared.passed):
+                raise HTTPException(
+                    503 if is_full else 404, "uploads are in use" if is_full else "the segment is not here"
+                )
             await asyncio.sleep(_POLL_S)
-        if self._num_uploads >= UPLOADS:
-            file.close()
-            raise HTTPException(503, f"{UPLOADS} segments are being sent")
-        return _Upload(file, self)
 
 
 class _Upload(StreamingResponse):

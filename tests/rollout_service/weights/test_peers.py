@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import os
 import socket
@@ -91,7 +92,11 @@ FAULTS: dict[str, tuple[bytes, int, str]] = {
     "too short": (answer("200 OK", DATA[:-1]), 0, "altered"),
     "too long": (answer("200 OK", DATA + b"x"), 0, "altered"),
     "ends in the middle": (answer("200 OK", DATA[:1000], len(DATA)), 0, "unreachable"),
-    "compressed": (answer("200 OK", DATA).replace(b"content-l", b"content-encoding: gzip\r\ncontent-l", 1), 0, "altered"),
+    "compressed": (
+        answer("200 OK", DATA).replace(b"content-l", b"content-encoding: gzip\r\ncontent-l", 1),
+        0,
+        "altered",
+    ),
     "no HTTP": (b"\x00" * 100, 0, "unreachable"),
     "elsewhere": (b"HTTP/1.1 302 Found\r\nlocation: http://127.0.0.1/\r\ncontent-length: 0\r\n\r\n", 0, "refused"),
     "stale": (answer("404 Not Found", b""), 0, "absent"),
@@ -100,6 +105,20 @@ FAULTS: dict[str, tuple[bytes, int, str]] = {
     "a body byte now and then": (answer("200 OK", DATA), 60, "slow"),
     "nothing": (b"", 0, "slow"),
 }
+
+
+def serve(listener: socket.socket, sent: bytes, at_once: int, stopped: threading.Event) -> None:
+    with contextlib.suppress(OSError):
+        while True:
+            connection, _ = listener.accept()
+            with connection, contextlib.suppress(OSError):
+                connection.recv(65536)
+                for start in range(0, len(sent), at_once or 1 << 30):
+                    connection.sendall(sent[start : start + (at_once or 1 << 30)])
+                    if at_once and stopped.wait(0.05):
+                        return
+                if not sent:
+                    stopped.wait(2.0)
 
 
 @pytest.mark.parametrize("fault", [*FAULTS, "gone"])
@@ -114,27 +133,9 @@ def test_a_peer_that_fails_costs_a_bounded_time_and_is_counted(
         monkeypatch.setattr(peers, name, value)
     stopped = threading.Event()
 
-    def serve(listener: socket.socket) -> None:
-        while True:
-            try:
-                connection, _ = listener.accept()
-            except OSError:
-                return
-            with connection:
-                connection.recv(65536)
-                for start in range(0, len(sent), at_once or len(sent)):
-                    try:
-                        connection.sendall(sent[start : start + (at_once or len(sent))])
-                    except OSError:
-                        break
-                    if at_once and stopped.wait(0.05):
-                        return
-                if not sent:
-                    stopped.wait(2.0)
-
     with ExitStack() as stack:
         listener = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
-        threading.Thread(target=serve, args=(listener,), daemon=True).start()
+        threading.Thread(target=serve, args=(listener, sent, at_once, stopped), daemon=True).start()
         stack.callback(lambda: listener.shutdown(socket.SHUT_RDWR) if listener.fileno() >= 0 else None)
         stack.callback(stopped.set)
         url = f"http://127.0.0.1:{listener.getsockname()[1]}"
@@ -162,7 +163,7 @@ def test_a_peer_is_sent_what_is_here_or_will_be_soon_if_it_belongs_to_the_run(
     """And no more of them at a time than a host has uploads; what is wanted no more is refused at once."""
     (shared, holder), (_, asker) = join(), join()
     know_each_other(holder, asker)
-    monkeypatch.setattr(peers, "ancestors", lambda *_: [holder.host])
+    monkeypatch.setattr(peers, "ancestors", lambda _, __, own: [] if own == holder.host else [holder.host])
     own = asker._offers[holder.host]
 
     def ask(version: int = 1) -> tuple[bool, str, float]:
@@ -185,10 +186,14 @@ def test_a_peer_is_sent_what_is_here_or_will_be_soon_if_it_belongs_to_the_run(
     for name in ("../reader-x", "reader-x"):  # a request names nothing but a hash
         body = peers.SegmentRequest.model_construct(sha256=name, version=0).model_dump_json().encode()
         signed = peers.signature.headers([own.secret], message_id="m", timestamp=int(time.time()), body=body)
-        assert asker._thread.start(asker._http.send("POST", f"{own.url}/segments", body, signed)).result(9).status == 400
+        assert (
+            asker._thread.start(asker._http.send("POST", f"{own.url}/segments", body, signed)).result(9).status == 400
+        )
     shared.fetch(NAME, len(DATA), lambda: DATA, 1)
     monkeypatch.setattr(holder, "_num_uploads", UPLOADS)
+    monkeypatch.setattr(peers, "WAIT_S", 0.5)
     assert ask()[1] == "busy"
+    assert shared.figures()["weights_bytes_s3"] == 2.0 * len(DATA)
     monkeypatch.setattr(holder, "_num_uploads", 0)
     asker._offers[holder.host] = own.model_copy(update={"secret": "whsec_" + "A" * 43 + "="})
     assert ask()[:2] == (False, "refused")
@@ -209,7 +214,7 @@ def test_a_host_that_starts_again_takes_the_place_of_its_offer(join: Join) -> No
         again.close()
 
 
-@pytest.mark.parametrize("num_hosts", [1, 2, 3, 100, 1000])
+@pytest.mark.parametrize("num_hosts", [1, 3, 100])
 def test_the_first_hosts_read_the_object_store_and_each_other_one_a_nearer_one(num_hosts: int) -> None:
     """Of each segment others are the first; none uploads to more than it may, and the farthest is a logarithm away."""
     hosts = [f"{number:016}" for number in range(num_hosts)]
