@@ -59,9 +59,14 @@ _PER_LIST = 100  # offers are listed at every renewal up to so many of them, the
 log = structlog.get_logger("rollout.peers")
 
 
+def in_order(sha256: str, hosts: Collection[str]) -> list[str]:
+    """Return the hosts in the order in which they get a segment. Pure."""
+    return sorted(hosts, key=lambda host: hashlib.sha256(f"{sha256} {host}".encode()).digest())
+
+
 def ancestors(sha256: str, hosts: Collection[str], own: str) -> list[str]:
     """Return the hosts that get a segment before this one, the one to ask first; none: it reads the object store. Pure."""
-    order = sorted({*hosts, own}, key=lambda host: hashlib.sha256(f"{sha256} {host}".encode()).digest())
+    order = in_order(sha256, {*hosts, own})
     place, found = order.index(own), []
     while place >= ROOTS:
         place = (place - ROOTS) // FAN_OUT
