@@ -34,6 +34,8 @@ from penstock.protocol.facts import (
 from penstock.protocol.rights import ANY_KEY, Rights, rights
 from penstock.protocol.transport.blobs import Blobs
 from penstock.protocol.transport.bus import Bus
+from penstock.protocol.weights.shared_segments import SharedSegments
+from penstock.rollout_service.weights.peers import Peers
 from penstock.rollout_service.weights.weight_swap import SwapSemaphore
 
 CONFIG = Path(__file__).parents[2] / "deploy" / "nats.conf"
@@ -232,6 +234,24 @@ def test_only_the_administrator_makes_a_snapshot(roles: NatsRoles, blobs: Blobs)
     assert admin.save_stream(f"{run}-events", chunks.append).wait().extent == (0, 0, 0)
     assert chunks
     delete_run(admin, run)
+
+
+def test_workers_offer_weights_and_no_service_without_a_right_to_them_reads_the_offer(
+    roles: NatsRoles, secured_run: str, tmp_path: Path
+) -> None:
+    shared = SharedSegments(secured_run, tmp_path)
+    shared.join()
+    peer = Peers(roles.bus("rollout"), shared, secured_run, 0)
+    try:
+        wait_for(lambda: peer.host in peer._offers, "the offer of a rollout login")
+        leases = streams.lease_bucket(secured_run).bucket
+        assert [entry.key for entry in roles.bus("trainer").key_value(leases).wait().entries("peer.").wait()]
+        for role in ("reward", "environment"):
+            with pytest.raises(BusRefused, match=f"user '{role}'"):
+                roles.bus(role).key_value(leases).wait().entries("peer.").wait()
+    finally:
+        peer.close()
+        shared.close()
 
 
 def test_a_key_that_never_expires_is_not_read_beyond_its_buckets_ttl(roles: NatsRoles, secured_run: str) -> None:
