@@ -20,7 +20,9 @@ from benchmarks.weights.many_hosts import simulate
 from tests.rollout_service.weights.test_worker_mirror import Run
 from tests.servers import wait_for
 
+from penstock.deploy.processes.child import Child
 from penstock.deploy.quickstart_task import write_model
+from penstock.protocol import streams
 from penstock.protocol.transport.blobs import Blobs
 from penstock.protocol.transport.bus import Bus
 from penstock.protocol.weights.shared_segments import SharedSegments
@@ -240,3 +242,20 @@ def test_with_peers_the_store_sends_each_version_twice_to_any_number_of_hosts() 
         assert (alone, left) == (num_hosts * 64e6, min(num_hosts, ROOTS) * 64e6)
         assert num_hosts > 2 or seconds == alone_s
     assert seconds < alone_s / 3
+
+
+def test_a_worker_with_the_setting_offers_what_it_has_and_ends_in_order(
+    start_worker: Callable[..., Child], bus: Bus, run_streams: str
+) -> None:
+    """Without a place for what it would send, the setting is refused."""
+    leases = bus.key_value(streams.lease_bucket(run_streams).bucket).wait()
+    refused, worker = (
+        start_worker("w0", "worker.peer_port=0", "worker.share_downloads=false"),
+        start_worker("w1", "worker.peer_port=0"),
+    )
+    wait_for(lambda: not refused.alive, "the refusal")
+    assert "worker.peer_port needs worker.share_downloads" in refused.log_tail(40)
+    wait_for(lambda: leases.entries(streams.peer_key("")).wait(), "the offer")
+    worker.ask_to_stop()
+    assert worker.wait(60.0) == 0
+    assert "Traceback" not in worker.log_tail(40)
