@@ -16,7 +16,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 MOST_BYTES = 4 * 1024**3
 MOST_JSON_BYTES = 448 * 1024**2  # of memory, for a JSON text and its values
@@ -90,14 +90,17 @@ def read_regular(path: Path, most: int = MOST_BYTES) -> bytes:
     Raises OSError for a link, which could lead to any file of this machine, and for what is no regular file: a pipe would
     be waited for without end.
     """
+    with open_regular(path) as file:
+        return file.read(min(most, os.fstat(file.fileno()).st_size))  # `read` takes as much memory as it is asked for
+
+
+def open_regular(path: Path) -> BinaryIO:
+    """Open a regular file for reading; raises as `read_regular`."""
     descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-    try:
-        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-            raise OSError(f"{path} is not a regular file; remove it")
-        with os.fdopen(os.dup(descriptor), "rb") as file:
-            return file.read(min(most, os.fstat(descriptor).st_size))  # `read` takes as much memory as it is asked for
-    finally:
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
+        raise OSError(f"{path} is not a regular file; remove it")
+    return os.fdopen(descriptor, "rb")
 
 
 class JsonTooLarge(ValueError):

@@ -77,7 +77,9 @@ def rollout_rights(run_id: str) -> Rights:
     weights = stream_name(run_id, "weights")
     consumers = (streams.tasks_consumer(run_id, "train"), streams.tasks_consumer(run_id, "eval"))
     marks = KeyRight(streams.scoring_bucket(run_id), streams.kill_mark_key("tasks", "*"))
-    swap_slots = KeyRight(streams.lease_bucket(run_id), streams.swap_permit_key("*"))
+    own_leases = [
+        KeyRight(streams.lease_bucket(run_id), key) for key in (streams.swap_permit_key("*"), streams.peer_key("*"))
+    ]
     return Rights(
         "rollout",
         publishes=(
@@ -100,7 +102,7 @@ def rollout_rights(run_id: str) -> Rights:
             marks,
             KeyRight(streams.environments_bucket()),
         ),
-        writes=(KeyRight(streams.live_bucket(run_id), streams.heartbeat_key("rollout", ANY_KEY)), swap_slots, marks),
+        writes=(KeyRight(streams.live_bucket(run_id), streams.heartbeat_key("rollout", ANY_KEY)), *own_leases, marks),
     )
 
 

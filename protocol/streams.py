@@ -208,6 +208,11 @@ def swap_permit_key(number: int | Literal["*"]) -> str:
     return f"swap.{number}"
 
 
+def peer_key(host: str) -> str:
+    """Return the key of a host's offer of weights in the lease bucket; `*` for every host, "" for what all keys begin with."""
+    return f"peer.{host}"
+
+
 def pack_progress_key(sequence: int | Literal["*"]) -> str:
     """Return the key of a partly scored pack in the scoring bucket, by its number in the stream; `*` for every pack."""
     return f"reward.{sequence}"

@@ -116,6 +116,7 @@ async def _serve(settings: RolloutSettings) -> None:
         recording(os.environ, "rollout", service_id=worker_id, run_id=run_id) as traces,
         Bus.connect(settings.nats, name=f"rollout-{worker_id}") as bus,
         GpuSampler() as gpus,
+        contextlib.ExitStack() as stack,
     ):
         await asyncio.to_thread(blobs.check, run_id)
         in_memory = MemoryFolder(settings.cache_dir)
@@ -128,6 +129,10 @@ async def _serve(settings: RolloutSettings) -> None:
             await engine.prepare()
             if settings.worker.share_downloads:
                 shared.join()
+            if settings.worker.peer_port is not None and shared.is_joined:
+                from penstock.rollout_service.weights.peers import Peers  # noqa: PLC0415  its server is needed only here
+
+                stack.enter_context(contextlib.closing(Peers(bus, shared, run_id, settings.worker.peer_port)))
             worker = await _wire(settings, bus, blobs, mirror, engine, stop, traces, gpus, devices, shared)
             with heartbeat.serving(
                 settings.metrics,

@@ -28,7 +28,7 @@ from penstock.protocol.metrics.server import MetricsServer
 from penstock.protocol.metrics.table import Samples
 from penstock.protocol.transport.bus import Bus
 from penstock.protocol.versions import PolicyVersion
-from penstock.protocol.weights.shared_segments import MISSES, STORES
+from penstock.protocol.weights.shared_segments import MISSES, PEER_MISSES, STORES
 from penstock.rollout_service.engines.engine import Engine
 from penstock.rollout_service.engines.weight_changes import LOAD_WAYS
 
@@ -55,6 +55,9 @@ _FIGURES: Mapping[str, tuple[str, Mapping[str, str]]] = MappingProxyType(
         },
         **{f"weights_bytes_{store}": ("penstock_rollout_weights_bytes_total", {"store": store}) for store in STORES},
         **{f"weights_misses_{why}": ("penstock_rollout_shared_misses_total", {"reason": why}) for why in MISSES},
+        **{
+            f"weights_peer_misses_{why}": ("penstock_rollout_peer_misses_total", {"reason": why}) for why in PEER_MISSES
+        },
         "episodes_stored": ("penstock_rollout_episodes_total", {"outcome": "stored"}),
         "episodes_not_stored": ("penstock_rollout_episodes_total", {"outcome": "not_stored"}),
         "episodes_continued": ("penstock_rollout_episodes_total", {"outcome": "continued"}),

@@ -104,6 +104,13 @@ class WorkerSettings(Section):
         description="Read weights that the trainer or another worker of this host and user has in /dev/shm, in place of a download, and leave "
         "there what is downloaded, for 10 minutes and in at most an eighth of the free memory. false: the object store alone.",
     )
+    peer_port: int | None = Field(
+        None,
+        ge=0,
+        le=65535,
+        description="Port at which workers of the run on other hosts read weights that this host has; 0: any free one. The worker listens where its "
+        "host reaches nats.url from, and reads from others that do so, and from the object store where they fail. Default: the object store alone.",
+    )
     trusted_keys_file: Path | None = Field(
         None,
         description="Ed25519 public keys in PEM form, such as the signing.pem of penstock certs: only weights whose manifest one of "
@@ -185,6 +192,12 @@ class WorkerSettings(Section):
         if not self.kind.is_attached and self.engine_url:
             attached = f"{self.engine}-url" if f"{self.engine}-url" in ENGINES.names() else "sglang-url"
             raise ValueError(f"worker.engine_url is set, so set worker.engine = {attached!r} too, or leave both out")
+        return self
+
+    @model_validator(mode="after")
+    def _peers_have_a_store(self) -> WorkerSettings:
+        if self.peer_port is not None and not self.share_downloads:
+            raise ValueError("worker.peer_port needs worker.share_downloads = true: peers are sent what is in /dev/shm")
         return self
 
     @model_validator(mode="after")

@@ -110,9 +110,13 @@ class HttpConnections:
             await self._session.close()
 
     async def send(
-        self, method: str, url: str, body: bytes | None = None, headers: Mapping[str, str] | None = None
-    ) -> Answer:
-        """Return the answer; a body is JSON unless a header says another type. Raises ConnectionFailed, AnswerRefused, TargetRefused."""
+        self, method: str, url: str, body: bytes | None = None, headers: Mapping[str, str] | None = None,
+        max_bytes: int | None = None,
+    ) -> Answer:  # fmt: skip
+        """Return the answer, of ``max_bytes`` (None: of that of all answers) at most; a body is JSON unless a header says another type.
+
+        Raises ConnectionFailed, AnswerRefused, TargetRefused.
+        """
         self._check(url)
         sent_headers = CIMultiDict() if body is None else CIMultiDict({"Content-Type": "application/json"})
         sent_headers.update(headers or {})
@@ -121,7 +125,12 @@ class HttpConnections:
                 method, url, data=body, headers=sent_headers, allow_redirects=False
             ) as response:
                 cookies = {name: morsel.coded_value for name, morsel in response.cookies.items()}
-                return Answer(response.status, response.headers, await self._read(response, url), cookies)
+                return Answer(
+                    response.status,
+                    response.headers,
+                    await self._read(response, url, max_bytes or self._max_bytes),
+                    cookies,
+                )
         except aiohttp.ClientError as err:
             problem = handshake_problem(err, url, self._ca_key).removeprefix(f"{url}: ")
             raise ConnectionFailed(url, problem or _reason(err)) from None
@@ -161,16 +170,16 @@ class HttpConnections:
             self._policy.check_address(host, str(ipaddress.ip_address(host)), port)
         return host, port
 
-    async def _read(self, response: aiohttp.ClientResponse, url: str) -> bytes:
+    async def _read(self, response: aiohttp.ClientResponse, url: str, max_bytes: int | None) -> bytes:
         if response.headers.get("Content-Encoding", "identity") != "identity":
             raise AnswerRefused(f"{url} compresses its answer, which was not requested")
-        if self._max_bytes is None:
+        if max_bytes is None:
             return await response.read()
         content = bytearray()
         async for chunk in response.content.iter_any():
             content += chunk
-            if len(content) > self._max_bytes:
-                raise AnswerRefused(f"{url} answers with more than {self._max_bytes} bytes{self._max_key}")
+            if len(content) > max_bytes:
+                raise AnswerRefused(f"{url} answers with more than {max_bytes} bytes{self._max_key}")
         return bytes(content)
 
     def _connections(self, url: str) -> aiohttp.ClientSession:

@@ -6,15 +6,18 @@ With ``--prepare`` before the command it imports everything that a training need
 from __future__ import annotations
 
 import gc
+import json
 import os
 import sys
 from collections.abc import Sequence
 from importlib import import_module
 
+from penstock.protocol.config.run_file import config_document, format_config, load, split_arguments
 from penstock.protocol.process_end import ends_quietly
+from penstock.protocol.secret_values import hide
 from penstock.trainer.commands.run_command import STOPPED, run_command, start_process
 
-COMMANDS = {  # name -> arguments, description; the module is commands/NAME.py, of data-* deploy/data_check
+COMMANDS = {  # name -> arguments, description
     "train": ("RUN.TOML [SECTION.KEY=VALUE ...]", "train a run (one rank)"),
     "config": ("RUN.TOML [SECTION.KEY=VALUE ...] [--json]", "print every setting with its origin"),
     "data-check": ("FILE ... [--model FOLDER]", "check what data files can train"),
@@ -48,7 +51,19 @@ def _run(name: str, arguments: Sequence[str]) -> int:
     if name in ("data-check", "data-rows"):  # of a package that the trainer does not import: a program of its own
         program = [sys.executable, "-P", "-m", "penstock.deploy.data_check.commands", name, *arguments]
         os.execv(sys.executable, program)  # noqa: S606  replacing this process is the purpose
-    return import_module(f"penstock.trainer.commands.{name.replace('-', '_')}").main(arguments)
+    if name == "train":
+        return import_module("penstock.trainer.commands.train").main(arguments)
+    return _print_settings(arguments)
+
+
+def _print_settings(arguments: Sequence[str]) -> int:
+    from penstock.trainer.settings import TrainerSettings  # noqa: PLC0415
+
+    files, overrides = split_arguments([argument for argument in arguments if argument != "--json"])
+    loaded = load(TrainerSettings, files=files, overrides=overrides, environ=os.environ)
+    document = {"settings": hide((), config_document(loaded)["settings"]), "origins": loaded.origins}
+    sys.stdout.write(json.dumps(document) + "\n" if "--json" in arguments else format_config(loaded))
+    return 0
 
 
 if __name__ == "__main__":

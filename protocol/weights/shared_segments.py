@@ -27,6 +27,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import BinaryIO
 
 import structlog
 
@@ -37,16 +38,19 @@ SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - the folders below belong to thi
 SHARE = 0.125  # of the free memory, for one run's segments
 KEPT_S = 600.0  # most workers of the host have read a version by then
 FETCH_DEADLINE_S = 60.0  # another worker's download: then this one downloads too
-# Where a worker's bytes came from, and why not from shared memory: nobody had put them there, they were not what the manifest says, they or the
+# Where a worker's bytes came from (peer: a worker of another host), and why not from shared memory: nobody had put them there, they were not what the manifest says, they or the
 # folder cannot be read or are not this user's alone, another worker fetched them for too long; or they could not be stored for the others.
-STORES = ("shared_memory", "s3")
+STORES = ("shared_memory", "peer", "s3")
 MISSES = ("absent", "altered", "unreadable", "busy", "full")
+# Why not from a peer that was asked: it does not have them, they are not what the manifest says, it sends to others, it refuses, it was too slow.
+PEER_MISSES = ("absent", "altered", "busy", "refused", "slow", "unreachable")
 _DECISION_DEADLINE_S, _LOCK_POLL_S = 10.0, 0.01
 _CGROUPS, _OWN_CGROUPS = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 _LIMITS = {
     "": ("memory.max", "memory.current", "inactive_file"),
     "memory": ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
 }
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _READER, _LOCK = "reader-", ".lock"
 log = structlog.get_logger("shared_segments")
 
@@ -58,9 +62,12 @@ class SharedSegments:
         self._root, self._parent = root, root / f"penstock-segments-{os.geteuid()}"
         self.folder = self._parent / run_id
         self._reader: tuple[Path, int] | None = None  # the open file that says that this process reads
-        self._num_bytes, self._misses = Counter[str](), Counter[str]()
+        self._num_bytes, self._misses, self.peer_misses = Counter[str](), Counter[str](), Counter[str]()
         self._without = "off"  # why this process does not read: by setting, which is no miss
         self._lock = threading.Lock()  # of the counters
+        # Reads a segment, by hash, size and version, from another host, for which this one keeps what it has; returns None if it cannot.
+        self.from_peers: Callable[[str, int, int], bytes | None] | None = None
+        self._asked = self.passed = -1  # newest version asked for; newest one that is wanted no more
 
     def join(self) -> None:
         """Read here from now on, and remove the folders of runs that nobody reads."""
@@ -81,6 +88,10 @@ class SharedSegments:
         if problem:
             log.warning("weights are not read from shared memory", folder=str(self.folder), reason=problem)
 
+    @property
+    def is_joined(self) -> bool:
+        return self._reader is not None
+
     def close(self) -> None:
         """Read no more; the last reader removes the folder."""
         if self._reader is not None:
@@ -100,7 +111,8 @@ class SharedSegments:
         """Return bytes by store and misses by reason, as figures of a worker's heartbeat."""
         with self._lock:
             num_bytes = {f"weights_bytes_{store}": float(self._num_bytes[store]) for store in STORES}
-            return num_bytes | {f"weights_misses_{reason}": float(self._misses[reason]) for reason in MISSES}
+            num_bytes |= {f"weights_misses_{reason}": float(self._misses[reason]) for reason in MISSES}
+        return num_bytes | {f"weights_peer_misses_{reason}": float(self.peer_misses[reason]) for reason in PEER_MISSES}
 
     def offer(self, sha256: str, data: bytes) -> None:
         """Store bytes for the workers of this host, if there are any; else remove what killed ones have left."""
@@ -109,30 +121,54 @@ class SharedSegments:
         else:
             self.clear_abandoned(0.0)
 
-    def fetch(self, sha256: str, size_bytes: int, download: Callable[[], bytes]) -> bytes:
-        """Return bytes of this hash: those that are here, or else what ``download`` returns, once for all workers that ask at the same time."""
+    def fetch(self, sha256: str, size_bytes: int, download: Callable[[], bytes], version: int = 0) -> bytes:
+        """Return bytes of this hash: those that are here, or else what a peer or ``download`` returns, once for all workers that ask at the same time.
+
+        ``version`` is that of the manifest that names them.
+        """
+        store, self._asked = "shared_memory", max(self._asked, version)
+
+        def load() -> bytes:
+            nonlocal store
+            data = self.from_peers(sha256, size_bytes, version) if self.from_peers is not None else None
+            store = "s3" if data is None else "peer"
+            return download() if data is None else data
+
         data, miss = self._read(sha256, size_bytes)
-        is_shared = miss == "absent" and self._num_readers() > 1
+        is_shared = miss == "absent" and self._num_readers() > (self.from_peers is None)
         if is_shared and self._make_room(size_bytes):
             with self._only_one(sha256) as is_only:
                 data, miss = self._read(sha256, size_bytes)
                 if data is None:
-                    data, miss = download(), miss if is_only else "busy"
+                    data, miss = load(), miss if is_only else "busy"
                     if is_only:
                         self._put(sha256, data)
         elif data is None:
-            data, miss = download(), "full" if is_shared else miss
-        self._count(miss, len(data))
+            data, miss = load(), "full" if is_shared else miss
+        self._count(miss, len(data), store)
         return data
 
     def trim(self) -> None:
         """Remove what is older than `KEPT_S`."""
+        self.passed = self._asked
         if self._reader is not None:
             self._make_room(0)
 
-    def _count(self, miss: str, num_bytes: int = 0) -> None:
+    def open(self, sha256: str) -> BinaryIO | None:
+        """Return the open file of a segment that is here, for a peer, who verifies what it is sent; None: it is not here."""
+        with contextlib.suppress(OSError):
+            return files.open_regular(self.folder / sha256)
+        return None
+
+    def host_id(self) -> str:
+        """Return a name of the folder, for all processes that share it; raises OSError where this process does not read."""
+        found = self.folder.stat()
+        text = f"{_BOOT_ID.read_text()} {found.st_dev} {found.st_ino}"
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+    def _count(self, miss: str, num_bytes: int = 0, store: str = "") -> None:
         with self._lock:
-            self._num_bytes["s3" if miss else "shared_memory"] += num_bytes
+            self._num_bytes[store] += num_bytes
             self._misses[miss] += bool(miss)
 
     def _read(self, sha256: str, size_bytes: int) -> tuple[bytes | None, str]:

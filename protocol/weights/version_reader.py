@@ -229,7 +229,10 @@ class WeightReader:
                 return kept
         where = (manifest.stored_blob(stored), stored.offset, stored.size_bytes, stored.sha256)
         download = functools.partial(self._blobs.get_range, *where)
-        data = download() if self._shared is None else self._shared.fetch(stored.sha256, stored.size_bytes, download)
+        if self._shared is None:
+            data = download()
+        else:
+            data = self._shared.fetch(stored.sha256, stored.size_bytes, download, manifest.version)
         with self._lock:
             self.num_bytes += len(data)
             if state.codec != "safetensors":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,9 +21,10 @@ from penstock.console.tools.removal import find_holdings, remove_holdings
 from penstock.deploy.bootstrap import bootstrap, delete_run
 from penstock.deploy.health import has_heartbeat
 from penstock.deploy.local_run import REWARD, TRAINER, worker_name
+from penstock.deploy.nats_config import nats_config
 from penstock.protocol import streams, subjects
 from penstock.protocol.config.connection import S3Settings
-from penstock.protocol.errors import BusRefused
+from penstock.protocol.errors import BusRefused, BusUnreachable
 from penstock.protocol.facts import (
     GroupGenerated,
     GroupScored,
@@ -34,6 +36,8 @@ from penstock.protocol.facts import (
 from penstock.protocol.rights import ANY_KEY, Rights, rights
 from penstock.protocol.transport.blobs import Blobs
 from penstock.protocol.transport.bus import Bus
+from penstock.protocol.weights.shared_segments import SharedSegments
+from penstock.rollout_service.weights.peers import Peers
 from penstock.rollout_service.weights.weight_swap import SwapSemaphore
 
 CONFIG = Path(__file__).parents[2] / "deploy" / "nats.conf"
@@ -232,6 +236,22 @@ def test_only_the_administrator_makes_a_snapshot(roles: NatsRoles, blobs: Blobs)
     assert admin.save_stream(f"{run}-events", chunks.append).wait().extent == (0, 0, 0)
     assert chunks
     delete_run(admin, run)
+
+
+def test_workers_offer_weights_and_a_service_without_a_right_to_them_cannot_read_the_offer(
+    run_id: str, blobs: Blobs, tmp_path: Path
+) -> None:
+    """Where the logins are those of one run: of any run, each that reads a bucket reads all but those that runs share."""
+    (tmp_path / "roles").mkdir()
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(contextlib.closing(roles := NatsRoles(tmp_path / "roles", nats_config([run_id])))).start()
+        bootstrap(roles.bus("admin"), blobs, run_id)
+        stack.enter_context(contextlib.closing(shared := SharedSegments(run_id, tmp_path))).join()
+        peer = stack.enter_context(contextlib.closing(Peers(roles.bus("rollout"), shared, run_id, 0)))
+        wait_for(lambda: peer.host in peer._offers, "the offer of a rollout login")
+        for role in ("reward", "environment"):
+            with pytest.raises((BusRefused, BusUnreachable), match=f"user '{role}'|refused"):
+                roles.bus(role).key_value(streams.lease_bucket(run_id).bucket).wait().entries("peer.").wait()
 
 
 def test_a_key_that_never_expires_is_not_read_beyond_its_buckets_ttl(roles: NatsRoles, secured_run: str) -> None:
