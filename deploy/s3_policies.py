@@ -3,7 +3,7 @@
     python -P -m penstock.deploy.s3_policies ROLE                         # for any run
     python -P -m penstock.deploy.s3_policies ROLE --run my-run --bucket penstock
 
-The rights are data in `protocol/rights.py`. `penstock bootstrap --s3-users` gives MinIO and its forks these policies
+The rights are data in `deploy/rights.py`. `penstock bootstrap --s3-users` gives MinIO and its forks these policies
 and users; another store takes the printed JSON, which is the policy language of AWS.
 Without ``--run`` a policy holds for any run, as `deploy/nats.conf` does. The access key of a role is ``penstock-ROLE``; its
 secret key is in the file ``s3_ROLE`` of a folder, which `python -P -m penstock.deploy.make_secrets` writes.
@@ -17,10 +17,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
+from penstock.deploy.rights import ANY_RUN, ObjectRights, Role, object_rights
 from penstock.protocol.command_line import Help, program
 from penstock.protocol.config.connection import S3Settings
 from penstock.protocol.errors import ConfigError
-from penstock.protocol.rights import ANY_RUN, ObjectRights, Role, object_rights
 from penstock.protocol.subjects import check_run_id
 
 _READ = ("s3:GetObject",)

@@ -19,7 +19,7 @@ from pydantic.json_schema import models_json_schema
 
 from penstock.console.tools import explain_settings
 from penstock.deploy.config_show import SERVICES
-from penstock.protocol.config.describe_settings import describe
+from penstock.deploy.describe_settings import describe
 from penstock.protocol.config.run_file import SECTIONS
 from penstock.reward_service.registry.built_in import BUILT_INS
 from penstock.rollout_service.engines.engine_kind import ENGINES

@@ -20,7 +20,7 @@ from tests.servers import require
 
 from penstock.deploy.bootstrap import bootstrap, delete_run
 from penstock.deploy.nats_config import nats_config, permissions
-from penstock.protocol.rights import rights
+from penstock.deploy.rights import rights
 from penstock.protocol.transport.blobs import Blobs
 
 ROLES = ("rollout", "reward", "environment", "trainer", "viewer")

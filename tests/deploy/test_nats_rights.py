@@ -22,6 +22,7 @@ from penstock.deploy.bootstrap import bootstrap, delete_run
 from penstock.deploy.health import has_heartbeat
 from penstock.deploy.local_run import REWARD, TRAINER, worker_name
 from penstock.deploy.nats_config import nats_config
+from penstock.deploy.rights import ANY_KEY, Rights, rights
 from penstock.protocol import streams, subjects
 from penstock.protocol.config.connection import S3Settings
 from penstock.protocol.errors import BusRefused, BusUnreachable
@@ -33,7 +34,6 @@ from penstock.protocol.facts import (
     TaskIssued,
     encode,
 )
-from penstock.protocol.rights import ANY_KEY, Rights, rights
 from penstock.protocol.transport.blobs import Blobs
 from penstock.protocol.transport.bus import Bus
 from penstock.protocol.weights.shared_segments import SharedSegments

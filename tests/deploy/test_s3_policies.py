@@ -16,12 +16,12 @@ from tests.servers import secret_file
 from penstock.console.cli.main import run
 from penstock.deploy import s3_policies
 from penstock.deploy.make_secrets import make_secrets
+from penstock.deploy.rights import Role
 from penstock.deploy.s3_policies import access_key, create_users, policies
 from penstock.protocol import blob_keys
 from penstock.protocol.config.connection import NatsSettings, S3Settings
 from penstock.protocol.errors import BlobDenied, BlobStoreRefused, ConfigError
 from penstock.protocol.groups import BlobRef
-from penstock.protocol.rights import Role
 from penstock.protocol.transport.blobs import Blobs
 from penstock.protocol.transport.s3_client import S3Admin
 from penstock.protocol.versions import PolicyVersion
