@@ -1,4 +1,4 @@
-"""JSON that has one reading: UTF-8, no key twice in an object, no NaN or Infinity. Pure.
+"""JSON that has one reading: UTF-8, no key twice in an object, no NaN or Infinity, no number or text beyond what another can hold. Pure.
 
 The parsers of two programs disagree about the rest: of two equal keys one takes the first, another the last, so that a
 proxy or a log may see another request, or another score, than the service.
@@ -7,10 +7,14 @@ proxy or a log may see another request, or another score, than the service.
 from __future__ import annotations
 
 import json
+import math
+import re
 from typing import Any, NoReturn
 
 MAX_DEPTH = 64  # of what a server of somebody else sends
 _MAX_KEY = 40  # characters of a key that an error shows
+
+_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 
 
 class AmbiguousJson(ValueError):
@@ -20,9 +24,14 @@ class AmbiguousJson(ValueError):
 def loads(body: bytes, max_depth: int | None = None) -> Any:
     """Return the value of a JSON text, of which lists and objects are nested ``max_depth`` times at most; raises AmbiguousJson."""
     try:
-        value = json.loads(body.decode("utf-8"), object_pairs_hook=_object, parse_constant=_no_constant)
+        text = body.decode("utf-8")
+        value = json.loads(text, object_pairs_hook=_object, parse_constant=_no_constant, parse_float=_finite)
+        if _SURROGATE.search(text):
+            json.dumps(value, ensure_ascii=False).encode()
     except AmbiguousJson:
         raise
+    except UnicodeEncodeError:
+        raise AmbiguousJson("a text has half of a surrogate pair, which is no text") from None
     except UnicodeDecodeError as err:
         raise AmbiguousJson(f"it is not UTF-8 (byte {err.start}); send JSON as UTF-8") from None
     except json.JSONDecodeError as err:
@@ -42,9 +51,12 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         seen: set[str] = set()
         twice = next(key for key, _ in pairs if key in seen or seen.add(key))
         raise AmbiguousJson(f"an object has the key {twice[:_MAX_KEY]!a} twice; send it once")
-    if any("\ud800" <= letter <= "\udfff" for key in members if not key.isascii() for letter in key):
-        raise AmbiguousJson("a key has half of a surrogate pair, which is no text")
     return members
+
+
+def _finite(number: str) -> float:
+    value = float(number)
+    return value if math.isfinite(value) else _no_constant(number[:_MAX_KEY])
 
 
 def _no_constant(name: str) -> NoReturn:

@@ -4,7 +4,8 @@ The socket is bound first, so that the number for port 0 is known.
 
 A client that sends a request slowly, or half of it, keeps a connection and memory for as long as it likes; some hundred of them keep
 everybody else out. Every request gets `GRACE_S` seconds, and more while its bytes arrive at `MIN_BYTES_PER_S` or faster; one that
-does not arrive in time is answered 408 and its connection is closed. Above the limit of connections the one that waits longest for
+does not arrive in time is answered 408 and its connection is closed. A client that does not take its answer has the same time, and then
+its connection is reset: a closed one with unsent bytes would stay. Above the limit of connections the one that waits longest for
 its client is closed, so that connections that send nothing keep nobody out; another machine has three quarters of the limit at most.
 """
 
@@ -244,6 +245,18 @@ class _BoundedProtocol(H11Protocol):
         if not self.has_request:  # the client may still send a body that nobody reads, or a part of the next request
             self._await_request(anew=True)
 
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._num_unsent = self.transport.get_write_buffer_size()
+        self._await_request(anew=True)
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        if self.has_request:
+            self.clock.complete()
+        else:
+            self._await_request(anew=True)
+
     def connection_lost(self, exc: Exception | None) -> None:
         if self._timer is not None:
             self._timer.cancel()
@@ -263,7 +276,9 @@ class _BoundedProtocol(H11Protocol):
 
     @property
     def has_request(self) -> bool:
-        return self.cycle is not None and not self.cycle.more_body and not self.cycle.response_complete
+        """Whether the service works for the client, and does not wait for it to send its request or to take its answer."""
+        cycle = None if self.flow.write_paused else self.cycle
+        return cycle is not None and not cycle.more_body and not cycle.response_complete
 
     @property
     def _is_idle(self) -> bool:
@@ -295,20 +310,27 @@ class _BoundedProtocol(H11Protocol):
         return True
 
     def _watch(self) -> None:
-        """Come again when the request in arrival would be late; end the connection when it is."""
+        """Come again when the request in arrival, or the client's taking of an answer, would be late; end the connection when it is."""
+        if self.flow.write_paused:
+            num_unsent = self.transport.get_write_buffer_size()
+            self.clock.arrived(self.loop.time(), self._num_unsent - num_unsent)
+            self._num_unsent = num_unsent
         left_s = self.clock.left_s(self.loop.time())
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-        if left_s == float("inf") or self.transport.is_closing():
+        if left_s == float("inf"):
             return
         if left_s > 0.0:
             self._timer = self.loop.call_later(left_s, self._watch)
             return
-        log.debug("request did not arrive in time", client=self.client)
+        log.debug("request did not arrive, or answer was not taken, in time", client=self.client)
         self._end(_LATE, "the request did not arrive in time")
 
     def _end(self, head: bytes, detail: str) -> None:
+        if self.transport.get_write_buffer_size():  # `close` would wait for the client to take it
+            self.transport.abort()
+            return
         begun = self.conn.their_state is h11.IDLE and not self._is_idle
         if begun or (self.cycle is not None and not self.cycle.response_started):
             body = f'{{"detail":"{detail}"}}'.encode()

@@ -8,7 +8,7 @@ import socket
 from collections.abc import AsyncIterator
 
 import pytest
-from fastapi import FastAPI, Request
+from fastapi import FastAPI, Request, Response
 
 from penstock.serving import web_server
 from penstock.serving.web_server import RequestClock
@@ -16,6 +16,7 @@ from penstock.serving.web_server import RequestClock
 HEAD = b"POST /size HTTP/1.1\r\nhost: x\r\ncontent-length: 6\r\n"
 WHOLE = HEAD + b"\r\nabcdef"
 GRACE_S = 2.0
+LARGE = 20_000_000  # more than the kernel keeps of an answer
 
 
 @contextlib.asynccontextmanager
@@ -31,6 +32,10 @@ async def serving() -> AsyncIterator[int]:
         await request.body()
         await asyncio.sleep(2 * GRACE_S)
         return 1
+
+    @app.get("/large")
+    async def large() -> Response:
+        return Response(b"x" * LARGE)
 
     done = asyncio.Event()
     with web_server.listen("127.0.0.1", 0, key="port") as bound:
@@ -127,3 +132,36 @@ async def test_a_full_server_closes_who_has_sent_no_request(monkeypatch: pytest.
         for task in working:
             task.cancel()
         await asyncio.gather(*working, return_exceptions=True)
+
+
+@pytest.mark.parametrize(("grace_s", "reads_slowly", "num_whole"), [(600.0, False, 1), (0.2, False, 0), (0.2, True, 2)])
+async def test_an_answer_that_is_not_taken_keeps_nobody_out(
+    monkeypatch: pytest.MonkeyPatch, grace_s: float, reads_slowly: bool, num_whole: int
+) -> None:
+    """Who does not read is cut off for another client, and otherwise after its time; who reads slowly gets everything."""
+    for name, value in (
+        ("GRACE_S", grace_s),
+        ("MAX_CONNECTIONS", 2),
+        ("MIN_BYTES_PER_S", 1e5 if reads_slowly else 1e9),
+    ):
+        monkeypatch.setattr(web_server, name, value)
+    async with serving() as port, asyncio.timeout(60):
+        clients = [await asyncio.open_connection("127.0.0.1", port) for _ in range(2)]
+        for _, writer in clients:
+            writer.write(b"GET /large HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n")
+        await asyncio.sleep(0 if reads_slowly else 1)
+        if grace_s > 1:
+            assert b"200 OK" in await talk(port, WHOLE.replace(b"host: x", b"host: x\r\nconnection: close"))
+        sizes = await asyncio.gather(*(taken(reader, 0.02 * reads_slowly) for reader, _ in clients))
+        for _, writer in clients:
+            writer.close()
+    assert sum(size > LARGE for size in sizes) == num_whole
+
+
+async def taken(reader: asyncio.StreamReader, pause_s: float) -> int:
+    size = 0
+    with contextlib.suppress(ConnectionResetError):
+        while part := await reader.read(LARGE // 50):
+            size += len(part)
+            await asyncio.sleep(pause_s)
+    return size

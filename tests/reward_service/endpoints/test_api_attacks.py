@@ -163,10 +163,10 @@ HTTP = [
 SCORE = b'{"reward": "gsm8k", "groups": [{"completions": ["1"], "ground_truth": "1", "ground_truth": "2"}]}'
 BODIES = [
     Attack("key twice, inside", {400}, posted(SCORE, path="/v1/score"), "'ground_truth' twice"),
-    Attack("1e999", {422}, posted(registration().replace(b"}", b', "max_score": 1e999}')), "finite"),
+    Attack("1e999", {400}, posted(registration().replace(b"}", b', "max_score": 1e999}')), "no JSON number"),
     Attack("100,000 brackets", {400}, posted(b"[" * 100_000), "nested"),
     Attack("UTF-16", {400}, posted(registration().decode().encode("utf-16")), "UTF-8"),
-    Attack("half a surrogate pair as value", {422}, posted(registration(version="\ud800")), "unicode"),
+    Attack("half a surrogate pair as value", {400}, posted(registration(version="\ud800")), "surrogate pair"),
     Attack("a list", {422}, posted(b"[]")),
     Attack("null", {422}, posted(b"null")),
     Attack("nothing", {422}, request("POST", "/v1/endpoints", length="0")),
