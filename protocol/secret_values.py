@@ -22,12 +22,9 @@ FROM_ENVIRONMENT = "env:"
 _FILE = "_file"
 _LEAST_CHARS = 8  # of a value that is searched for in texts: shorter ones are in ordinary words
 
-_TABLES = frozenset(
-    {"variables", "vars", "env", "environ", "envs", "header", "headers", "cookies"}
-)  # the last word of a name
-_NAMES_OF_USERS = frozenset(
-    {"define", "parts", "by_source", "properties", "roles"}
-)  # what follows is a name that a user chose
+# The last word of a name; and what a name that a user chose follows.
+_TABLES = frozenset({"variables", "vars", "env", "environ", "envs", "header", "headers", "cookies"})
+_NAMES_OF_USERS = frozenset({"define", "parts", "by_source", "properties", "roles"})
 _ASSIGNED = re.compile(r"([\w.-]{1,99}\s{0,3}[:=]\s{0,3})(.+)", re.DOTALL)
 _WORD = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|\d+")
 _SECRET_WORDS = frozenset({
@@ -41,9 +38,7 @@ _IN_QUERIES = frozenset({"key", "code", "sig", "signature", "token", "auth", "pa
 _KINDS_OF_KEYS = frozenset({
     "api", "private", "secret", "signing", "encryption", "auth", "account", "service", "license", "master", "shared", "subscription",
 })  # fmt: skip
-_NO_VALUE = frozenset(
-    {"file", "path", "url", "type", "name", "id", "ids", "size", "mode", "format", "count", "policy"}
-)  # last words
+_NO_VALUE = frozenset({"file", "path", "url", "type", "name", "id", "ids", "size", "mode", "format", "count", "policy"})
 _KINDS_OF_TOKENS = frozenset({  # of a text or a table, before token, pass or key: no credential
     "stop", "eos", "bos", "pad", "unk", "mask", "sep", "cls", "special", "control", "added", "extra", "max", "min", "num", "image", "video", "new",
     "audio", "prompt", "completion", "think", "thinking", "begin", "end", "start", "first", "last", "next", "bad", "forced", "suppress", "per", "by",
@@ -152,10 +147,10 @@ def _without_value(match: re.Match[str]) -> str:
     unchanged = before + _PAIR.sub(_without_value, value) if match["quoted"] else match[0]
     if _is_harmless(value) or (words == ["pwd"] and value.startswith(("/", "~"))):  # PWD: the shell's folder
         return unchanged
-    if match.string[match.start() - 1 : match.start()] in ("?", "&") or words[-1:] == ["signature"]:
-        is_secret = bool(_IN_QUERIES.intersection(words[-1:])) and not _is_harmless(value)
-        return before + MASK if is_secret or _is_secret_name(name, value) else unchanged
-    is_word = words in _IN_PROSE and not name.startswith("-")
+    in_query = match.string[match.start() - 1 : match.start()] in ("?", "&") or words[-1:] == ["signature"]
+    if in_query and _IN_QUERIES.intersection(words[-1:]):
+        return before + MASK
+    is_word = not in_query and words in _IN_PROSE and not name.startswith("-")
     if is_word and not (len(value) >= _LEAST_CHARS and any(char.isdigit() for char in value)):
         return unchanged
     return before + MASK if _is_secret_name(name, value) else unchanged

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 import re
+from collections import Counter
 from typing import Any, NoReturn
 
 MAX_DEPTH = 64  # of what a server of somebody else sends
@@ -48,8 +49,7 @@ def loads(body: bytes, max_depth: int | None = None) -> Any:
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     members = dict(pairs)
     if len(members) != len(pairs):
-        seen: set[str] = set()
-        twice = next(key for key, _ in pairs if key in seen or seen.add(key))
+        twice = Counter(key for key, _ in pairs).most_common(1)[0][0]
         raise AmbiguousJson(f"an object has the key {twice[:_MAX_KEY]!a} twice; send it once")
     return members
 
@@ -66,12 +66,8 @@ def _no_constant(name: str) -> NoReturn:
 def is_deeper(value: Any, depth: int) -> bool:
     level = [value]
     for _ in range(depth):
-        level = [
-            inner
-            for node in level
-            if isinstance(node, (dict, list))
-            for inner in (node.values() if isinstance(node, dict) else node)
-        ]
+        nodes = [node for node in level if isinstance(node, (dict, list))]
+        level = [inner for node in nodes for inner in (node.values() if isinstance(node, dict) else node)]
         if not level:
             return False
     return any(isinstance(node, (dict, list)) and node for node in level)

@@ -19,7 +19,7 @@ log = structlog.get_logger("metrics")
 _REQUEST_S = 5.0  # for the request to arrive, and again for the answer to be taken
 _MAX_HEAD_BYTES = 16 * 1024
 _MAX_CLIENTS = 16  # at a time; another one takes the place of the oldest
-_LOOPBACK_NAMES = frozenset({"127.0.0.1", "localhost", "[::1]"})
+LOOPBACK_NAMES = frozenset({"127.0.0.1", "localhost", "[::1]"})
 
 Page = Callable[[str], tuple[bytes, str]]  # from an Accept header to a body and its content type
 _HOST = re.compile(r"(\[[0-9a-f:.]+\]|[^:\[\]@/]*)(?::[0-9]{1,5})?")
@@ -33,7 +33,7 @@ class MetricsServer:
         files = tls.server_files(host)
         self._tls = None if files is None else files.context()
         address, bound = self._socket.getsockname()[:2]
-        self._hosts = _LOOPBACK_NAMES if ipaddress.ip_address(address).is_loopback else None
+        self._hosts = LOOPBACK_NAMES if ipaddress.ip_address(address).is_loopback else None
         self.url = metrics_url(address, bound)
         self._thread: LoopThread | None = None
         self._stop = asyncio.Event()
@@ -76,8 +76,7 @@ class MetricsServer:
         assert client is not None
         self._clients[client] = None
         if len(self._clients) > _MAX_CLIENTS:
-            oldest = next(iter(self._clients))
-            del self._clients[oldest]
+            self._clients.pop(oldest := next(iter(self._clients)))
             oldest.cancel()
         writer.transport.set_write_buffer_limits(0)  # an answer is taken when nothing of it is left here
         try:
