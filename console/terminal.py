@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 _UNBOUNDED = 100_000  # columns
 _KEPT = frozenset("\n\t\u200c\u200d")  # the last two join letters of Persian and parts of emoji
 _INVISIBLE = re.compile(
-    "[\u115f\u1160\u3164\uffa0\ufe00-\ufe0e\U000e0000-\U000e0fff]"
+    "[\u034f\u115f\u1160\u17b4\u17b5\u180b-\u180f\u3164\uffa0\ufe00-\ufe0e\U000e0000-\U000e0fff]"
 )  # though letters or marks by their category
 _MARKDOWN = re.compile(  # of "_" one within a word, of ":" and "." those that make an address a link
     r"[\\`*\[\]|&<~$]|(?<!\w)@|@(?=[\w-]+\.\w)|(?<![^\W_])_|_(?![^\W_])|:(?=//)|(?<=(?i:www))\."
