@@ -243,7 +243,7 @@ class StrictRequest(Request):
         """Return the body; raises HTTPException 400 for a key that comes twice, NaN, other encodings and too many levels."""
         if not hasattr(self, "_json"):
             try:
-                self._json = strict_json.loads(await self.body(), self.max_depth)
+                self._json = strict_json.loads(await self.body(), self.max_depth, is_finite=True)
             except strict_json.AmbiguousJson as err:
                 raise HTTPException(400, f"the body is refused: {err}") from None
         return self._json

@@ -14,7 +14,6 @@ from typing import Any, NoReturn
 
 MAX_DEPTH = 64  # of what a server of somebody else sends
 _MAX_KEY = 40  # characters of a key that an error shows
-
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 
 
@@ -22,11 +21,12 @@ class AmbiguousJson(ValueError):
     """A text that is not JSON, or JSON that can be read in two ways; the text of the error shows no value."""
 
 
-def loads(body: bytes, max_depth: int | None = None) -> Any:
-    """Return the value of a JSON text, of which lists and objects are nested ``max_depth`` times at most; raises AmbiguousJson."""
+def loads(body: bytes, max_depth: int | None = None, *, is_finite: bool = False) -> Any:
+    """Return a JSON text's value, nested ``max_depth`` times at most, without 1e999 if it ``is_finite``; raises AmbiguousJson."""
     try:
         text = body.decode("utf-8")
-        value = json.loads(text, object_pairs_hook=_object, parse_constant=_no_constant, parse_float=_finite)
+        number = _finite if is_finite else float
+        value = json.loads(text, object_pairs_hook=_object, parse_constant=_no_constant, parse_float=number)
         if _SURROGATE.search(text):
             json.dumps(value, ensure_ascii=False).encode()
     except AmbiguousJson:
