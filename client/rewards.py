@@ -22,6 +22,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from penstock.protocol.errors import PenstockError
+from penstock.protocol.transport import tls
 from penstock.protocol.transport.loop_thread import LoopThread
 from penstock.reward_service.hosting import registration, served_reward
 from penstock.reward_service.hosting.registration import Offer, ServiceAddress
@@ -90,7 +91,7 @@ class ServedFunction:
         self._registered: RegisteredReward | None = None
         self._calls_thread = LoopThread("reward-calls")
         self._http_thread = LoopThread("reward-http")
-        self._bound = web_server.listen(_HOST, 0, key="the port")
+        self._bound = tls.listen(_HOST, 0, key="the port")
         self._done = asyncio.Event()
         try:
             _within(_DEADLINE_S, self._calls_thread.start(reward.open()))

@@ -27,7 +27,7 @@ _PACKAGE = Path(__file__).parent.parent  # its files are named relative to it
 EXIT_CODE = 128 + 13  # as a shell reports a process that SIGPIPE ended
 _KEPT = frozenset("\n\t\u200c\u200d")  # the last two join letters of Persian and parts of emoji
 _INVISIBLE = re.compile(
-    "[\u115f\u1160\u3164\uffa0\ufe00-\ufe0e\U000e0000-\U000e0fff]"
+    "[\u034f\u115f\u1160\u17b4\u17b5\u180b-\u180f\u3164\uffa0\ufe00-\ufe0e\U000e0000-\U000e0fff]"
 )  # though letters or marks by their category
 
 

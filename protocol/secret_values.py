@@ -13,7 +13,7 @@ import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
-from urllib.parse import quote
+from urllib.parse import quote, quote_plus
 
 from penstock.protocol.errors import ConfigError
 
@@ -22,12 +22,9 @@ FROM_ENVIRONMENT = "env:"
 _FILE = "_file"
 _LEAST_CHARS = 8  # of a value that is searched for in texts: shorter ones are in ordinary words
 
-_TABLES = frozenset(
-    {"variables", "vars", "env", "environ", "envs", "header", "headers", "cookies"}
-)  # the last word of a name
-_NAMES_OF_USERS = frozenset(
-    {"define", "parts", "by_source", "properties", "roles"}
-)  # what follows is a name that a user chose
+# The last word of a name; and what a name that a user chose follows.
+_TABLES = frozenset({"variables", "vars", "env", "environ", "envs", "header", "headers", "cookies"})
+_NAMES_OF_USERS = frozenset({"define", "parts", "by_source", "properties", "roles"})
 _ASSIGNED = re.compile(r"([\w.-]{1,99}\s{0,3}[:=]\s{0,3})(.+)", re.DOTALL)
 _WORD = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|\d+")
 _SECRET_WORDS = frozenset({
@@ -41,9 +38,7 @@ _IN_QUERIES = frozenset({"key", "code", "sig", "signature", "token", "auth", "pa
 _KINDS_OF_KEYS = frozenset({
     "api", "private", "secret", "signing", "encryption", "auth", "account", "service", "license", "master", "shared", "subscription",
 })  # fmt: skip
-_NO_VALUE = frozenset(
-    {"file", "path", "url", "type", "name", "id", "ids", "size", "mode", "format", "count", "policy"}
-)  # last words
+_NO_VALUE = frozenset({"file", "path", "url", "type", "name", "id", "ids", "size", "mode", "format", "count", "policy"})
 _KINDS_OF_TOKENS = frozenset({  # of a text or a table, before token, pass or key: no credential
     "stop", "eos", "bos", "pad", "unk", "mask", "sep", "cls", "special", "control", "added", "extra", "max", "min", "num", "image", "video", "new",
     "audio", "prompt", "completion", "think", "thinking", "begin", "end", "start", "first", "last", "next", "bad", "forced", "suppress", "per", "by",
@@ -95,7 +90,10 @@ _HEADER = re.compile(
     r"|(--[\w-]{0,30}(?:token|password|passwd|passphrase|secret|api[-_]?key)\s{1,3})((?=\S{0,99}\d)[^\s\"',;]{8,})",
     re.IGNORECASE,
 )
-_PAIR = re.compile(r"(?<![\w-])(?P<name>[A-Za-z_-][\w-]{0,63})(?P<sign>=)(?P<value>[^\s&\"',;]+)")
+_PAIR = re.compile(  # NAME=value; and NAME: value, with quotes as in JSON, TOML and the repr of a table, or of a random value
+    r"(?<![\w-])(?P<name>[A-Za-z_-][\w-]{0,63})(?:=(?P<value>[^\s&\"',;]+)|[\"']?\]?\s{0,3}[:=]\s{0,3}"
+    rf"(?:\\?[\"'](?P<quoted>[^\"'\n]{{1,300}})|(?P<random>(?=[^\s:]{{0,99}}\d)[\w+/=.~-]{{0,99}}?{_RUN}[\w+/=.~-]*)))"
+)
 _FLAG = re.compile(r"--?([A-Za-z][\w-]*)")
 _known: set[str] = set()
 
@@ -115,7 +113,15 @@ def _spellings(value: str) -> set[str]:
     raw = value.encode()
     encoded = {base64.b64encode(b"\0" * skipped + raw)[(skipped * 8 + 5) // 6 :].decode() for skipped in range(3)}
     inner = {text.rstrip("=")[: -1 if text.endswith("=") else None] for text in encoded}
-    return {value, quote(value, safe=""), json.dumps(value)[1:-1], repr(value)[1:-1], *inner}
+    return {
+        value,
+        quote(value),
+        quote(value, safe=""),
+        quote_plus(value),
+        json.dumps(value)[1:-1],
+        repr(value)[1:-1],
+        *inner,
+    }
 
 
 def scrub(text: str) -> str:
@@ -135,17 +141,19 @@ def _without_header(match: re.Match[str]) -> str:
 
 
 def _without_value(match: re.Match[str]) -> str:
-    name, value = match["name"], match["value"]
+    name, value = match["name"], match[match.lastgroup or "value"]
     words = _words(name)
+    before = match[0][: -len(value)]
+    unchanged = before + _PAIR.sub(_without_value, value) if match["quoted"] else match[0]
     if _is_harmless(value) or (words == ["pwd"] and value.startswith(("/", "~"))):  # PWD: the shell's folder
-        return match[0]
-    if match.string[match.start() - 1 : match.start()] in ("?", "&") or words[-1:] == ["signature"]:
-        is_secret = bool(_IN_QUERIES.intersection(words[-1:])) and not _is_harmless(value)
-        return f"{name}={MASK}" if is_secret or _is_secret_name(name, value) else match[0]
-    is_word = words in _IN_PROSE and not name.startswith("-")
+        return unchanged
+    in_query = match.string[match.start() - 1 : match.start()] in ("?", "&") or words[-1:] == ["signature"]
+    if in_query and _IN_QUERIES.intersection(words[-1:]):
+        return before + MASK
+    is_word = not in_query and words in _IN_PROSE and not name.startswith("-")
     if is_word and not (len(value) >= _LEAST_CHARS and any(char.isdigit() for char in value)):
-        return match[0]
-    return f"{name}={MASK}" if _is_secret_name(name, value) else match[0]
+        return unchanged
+    return before + MASK if _is_secret_name(name, value) else unchanged
 
 
 def hide(path: Sequence[str], value: Any, *, with_texts: bool = True) -> Any:

@@ -65,7 +65,7 @@ async def run(settings: RewardSettings, traces: Traces) -> None:
         live = await bus.key_value(streams.live_bucket(run_id).bucket)
         inbox = await bus.inbox(consumer, GroupGenerated)
 
-        bound = connections.enter_context(web_server.listen(section.host, section.port, key="reward_service.port"))
+        bound = connections.enter_context(tls.listen(section.host, section.port, key="reward_service.port"))
         own_servers = [
             *await target_policy.find_own_servers(settings.nats, settings.s3),
             await target_policy.find_own_api(bound),

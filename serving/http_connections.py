@@ -188,16 +188,14 @@ class HttpConnections:
             raise ConnectionFailed(url, "this client has been closed")
         if self._session is None:
             resolver = None if self._policy is None else _CheckedResolver(self._policy)
+            trust, keep_s = self._tls or tls.aiohttp_trust(), self._keep_s
+            connector = aiohttp.TCPConnector(
+                limit=0, keepalive_timeout=keep_s, resolver=resolver, use_dns_cache=resolver is None, ssl=trust
+            )
             self._session = aiohttp.ClientSession(
                 headers={"Accept-Encoding": "identity", **self._headers},
                 cookie_jar=aiohttp.DummyCookieJar(),
-                connector=aiohttp.TCPConnector(
-                    limit=0,
-                    keepalive_timeout=self._keep_s,
-                    resolver=resolver,
-                    use_dns_cache=resolver is None,
-                    ssl=self._tls or tls.aiohttp_trust(),
-                ),
+                connector=connector,
                 timeout=aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_S),
                 auto_decompress=False,
             )
@@ -216,17 +214,9 @@ class _CheckedResolver(AbstractResolver):
         addresses = await resolve(host, port)
         for address in addresses:
             self._policy.check_address(host, address, port)
-        return [
-            ResolveResult(
-                hostname=host,
-                host=address,
-                port=port,
-                family=socket.AF_INET6 if ":" in address else socket.AF_INET,
-                proto=0,
-                flags=socket.AI_NUMERICHOST,
-            )
-            for address in addresses
-        ]
+        common = {"hostname": host, "port": port, "proto": 0, "flags": socket.AI_NUMERICHOST}
+        families = {True: socket.AF_INET6, False: socket.AF_INET}
+        return [ResolveResult(host=address, family=families[":" in address], **common) for address in addresses]
 
     async def close(self) -> None:
         """Hold nothing."""

@@ -20,10 +20,9 @@ from fastapi.routing import APIRoute
 from starlette.requests import ClientDisconnect, HTTPConnection
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from penstock.protocol.metrics.server import host_of
+from penstock.protocol.metrics.server import LOOPBACK_NAMES, host_of
 from penstock.serving import signature, strict_json
 
-LOOPBACK_NAMES = frozenset({"127.0.0.1", "localhost", "[::1]"})
 _HOST_FIX = "without --secret-file the Host header must be localhost, 127.0.0.1 or that of --url"
 _HEADERS = {401: {"www-authenticate": "Bearer"}, 503: {"retry-after": "1"}}
 MAX_HEAD_BYTES = 32 * 1024
@@ -47,10 +46,7 @@ def head_problem(scope: Scope) -> Problem:
         return 414, f"the query is longer than {MAX_QUERY_BYTES} bytes"
     names = {name for name, _ in scope["headers"]}
     if {b"content-length", b"transfer-encoding"} <= names:
-        return (
-            400,
-            "the request has Content-Length and Transfer-Encoding, which end its body differently; send Content-Length alone",
-        )
+        return 400, "Content-Length and Transfer-Encoding end the body differently; send Content-Length alone"
     return None
 
 
@@ -86,11 +82,9 @@ def page_problem(request: HTTPConnection, *, any_body: bool = False) -> Problem:
         return 403, "the request is that of a web page of another site; send it from a program"
     has_body = headers.get("content-length", "0") != "0" or "transfer-encoding" in headers
     is_json = headers.get("content-type", "").partition(";")[0].strip().lower() == "application/json"
-    return (
-        (415, "the body is not JSON; send Content-Type: application/json")
-        if has_body and not (is_json or any_body)
-        else None
-    )
+    if has_body and not (is_json or any_body):
+        return 415, "the body is not JSON; send Content-Type: application/json"
+    return None
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,8 +197,10 @@ class BodyLimit:
             await self._app(scope, receive, send)
             return
         body = _Body(receive, self)
-        if _announced(scope) > self.max_bytes:
-            await self._refuse(scope, body, send, discard=not _waits_for_continue(scope))
+        headers = HTTPConnection(scope).headers
+        length = headers.get("content-length", "")
+        if length.isdigit() and int(length) > self.max_bytes:
+            await self._refuse(scope, body, send, discard=headers.get("expect", "").lower() != "100-continue")
             return
         answering = False
 
@@ -228,8 +224,8 @@ class BodyLimit:
         if discard:
             await body.discard()
         if body.is_crowded and not body.is_too_long:
-            text, key = f"the bodies of all requests exceed {self.max_total_bytes} bytes", "max_requests_bytes"
-            answer = self._answer(503, f"{text}{self._of(key)}; try again", scope)
+            text = f"the bodies of all requests exceed {self.max_total_bytes} bytes{self._of('max_requests_bytes')}"
+            answer = self._answer(503, f"{text}; try again", scope)
         else:
             text = f"the body is longer than {self.max_bytes} bytes{self._of('max_request_bytes')}"
             answer = self._answer(413, text, scope)
@@ -240,17 +236,6 @@ class BodyLimit:
         return f" ({self._section}.{key})" if self._section else ""
 
 
-def _waits_for_continue(scope: Scope) -> bool:
-    return any(name == b"expect" and value.lower() == b"100-continue" for name, value in scope["headers"])
-
-
-def _announced(scope: Scope) -> int:
-    for name, value in scope["headers"]:
-        if name == b"content-length" and value.isdigit():
-            return int(value)
-    return 0
-
-
 class StrictRequest(Request):
     max_depth: int | None = None
 
@@ -258,7 +243,7 @@ class StrictRequest(Request):
         """Return the body; raises HTTPException 400 for a key that comes twice, NaN, other encodings and too many levels."""
         if not hasattr(self, "_json"):
             try:
-                self._json = strict_json.loads(await self.body(), self.max_depth)
+                self._json = strict_json.loads(await self.body(), self.max_depth, is_finite=True)
             except strict_json.AmbiguousJson as err:
                 raise HTTPException(400, f"the body is refused: {err}") from None
         return self._json

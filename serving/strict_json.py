@@ -1,4 +1,4 @@
-"""JSON that has one reading: UTF-8, no key twice in an object, no NaN or Infinity. Pure.
+"""JSON that has one reading: UTF-8, no key twice in an object, no NaN or Infinity, no number or text beyond what another can hold. Pure.
 
 The parsers of two programs disagree about the rest: of two equal keys one takes the first, another the last, so that a
 proxy or a log may see another request, or another score, than the service.
@@ -7,22 +7,32 @@ proxy or a log may see another request, or another score, than the service.
 from __future__ import annotations
 
 import json
+import math
+import re
+from collections import Counter
 from typing import Any, NoReturn
 
 MAX_DEPTH = 64  # of what a server of somebody else sends
 _MAX_KEY = 40  # characters of a key that an error shows
+_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 
 
 class AmbiguousJson(ValueError):
     """A text that is not JSON, or JSON that can be read in two ways; the text of the error shows no value."""
 
 
-def loads(body: bytes, max_depth: int | None = None) -> Any:
-    """Return the value of a JSON text, of which lists and objects are nested ``max_depth`` times at most; raises AmbiguousJson."""
+def loads(body: bytes, max_depth: int | None = None, *, is_finite: bool = False) -> Any:
+    """Return a JSON text's value, nested ``max_depth`` times at most, without 1e999 if it ``is_finite``; raises AmbiguousJson."""
     try:
-        value = json.loads(body.decode("utf-8"), object_pairs_hook=_object, parse_constant=_no_constant)
+        text = body.decode("utf-8")
+        number = _finite if is_finite else float
+        value = json.loads(text, object_pairs_hook=_object, parse_constant=_no_constant, parse_float=number)
+        if _SURROGATE.search(text):
+            json.dumps(value, ensure_ascii=False).encode()
     except AmbiguousJson:
         raise
+    except UnicodeEncodeError:
+        raise AmbiguousJson("a text has half of a surrogate pair, which is no text") from None
     except UnicodeDecodeError as err:
         raise AmbiguousJson(f"it is not UTF-8 (byte {err.start}); send JSON as UTF-8") from None
     except json.JSONDecodeError as err:
@@ -39,12 +49,14 @@ def loads(body: bytes, max_depth: int | None = None) -> Any:
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     members = dict(pairs)
     if len(members) != len(pairs):
-        seen: set[str] = set()
-        twice = next(key for key, _ in pairs if key in seen or seen.add(key))
+        twice = Counter(key for key, _ in pairs).most_common(1)[0][0]
         raise AmbiguousJson(f"an object has the key {twice[:_MAX_KEY]!a} twice; send it once")
-    if any("\ud800" <= letter <= "\udfff" for key in members if not key.isascii() for letter in key):
-        raise AmbiguousJson("a key has half of a surrogate pair, which is no text")
     return members
+
+
+def _finite(number: str) -> float:
+    value = float(number)
+    return value if math.isfinite(value) else _no_constant(number[:_MAX_KEY])
 
 
 def _no_constant(name: str) -> NoReturn:
@@ -54,12 +66,8 @@ def _no_constant(name: str) -> NoReturn:
 def is_deeper(value: Any, depth: int) -> bool:
     level = [value]
     for _ in range(depth):
-        level = [
-            inner
-            for node in level
-            if isinstance(node, (dict, list))
-            for inner in (node.values() if isinstance(node, dict) else node)
-        ]
+        nodes = [node for node in level if isinstance(node, (dict, list))]
+        level = [inner for node in nodes for inner in (node.values() if isinstance(node, dict) else node)]
         if not level:
             return False
     return any(isinstance(node, (dict, list)) and node for node in level)

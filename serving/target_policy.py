@@ -135,16 +135,15 @@ class TargetPolicy:
 
     def check_address(self, host: str, address: str, port: int) -> None:
         """Raise TargetRefused unless ``address``, which ``host`` resolved to, may be connected to at ``port``."""
-        ip = ipaddress.ip_address(address.partition("%")[0])
-        ip = _unmapped(ip)
+        ip, name = _unmapped(ipaddress.ip_address(address.partition("%")[0])), host.rstrip(".").lower()
         for server in self._own:
-            if server.is_at(ip, port) or (server.port == port and _same_host(server.host, host)):
+            if server.is_at(ip, port) or (server.port == port and server.host.rstrip(".").lower() == name):
                 raise TargetRefused(
                     f"{host} port {port} is {server.name} of this run, which is never an endpoint; register another address"
                 )
         if any(ip.version == network.version and ip in network for network in _NEVER):
             raise TargetRefused(f"{host} is {ip}: link-local, metadata and multicast addresses are never called")
-        if host.rstrip(".").lower() in self._hosts:
+        if name in self._hosts:
             return
         if not any(ip.version == network.version and ip in network for network in self._networks):
             raise TargetRefused(f"{host} is {ip}, which is in none of {self._key}; add its network or host name there")
@@ -157,10 +156,6 @@ def _is_host(name: str) -> bool:
         is_number = _FOUR_NUMBERS.fullmatch(name) is not None  # of which a resolver may make any address
         return _HOST_NAME.fullmatch(name) is not None and len(name) <= _MAX_HOST and not is_number
     return "%" not in name  # an interface of this machine
-
-
-def _same_host(host: str, other: str) -> bool:
-    return host.rstrip(".").lower() == other.rstrip(".").lower()
 
 
 def _unmapped(ip: Address) -> Address:

@@ -1,10 +1,9 @@
 """What a process that serves HTTP needs: uvicorn on a socket that is bound already, its signals, Host names and heap.
 
-The socket is bound first, so that the number for port 0 is known.
-
 A client that sends a request slowly, or half of it, keeps a connection and memory for as long as it likes; some hundred of them keep
 everybody else out. Every request gets `GRACE_S` seconds, and more while its bytes arrive at `MIN_BYTES_PER_S` or faster; one that
-does not arrive in time is answered 408 and its connection is closed. Above the limit of connections the one that waits longest for
+does not arrive in time is answered 408 and its connection is closed. A client that does not take its answer has the same time, and then
+its connection is reset: a closed one with unsent bytes would stay. Above the limit of connections the one that waits longest for
 its client is closed, so that connections that send nothing keep nobody out; another machine has three quarters of the limit at most.
 """
 
@@ -18,7 +17,7 @@ import signal
 import socket
 from collections import Counter
 from collections.abc import AsyncIterator, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractAsyncContextManager, contextmanager
 from types import FrameType
 from typing import Any
 from urllib.parse import urlsplit
@@ -118,10 +117,6 @@ class RequestClock:
         return self.since + idle_s + GRACE_S + self._num_bytes / MIN_BYTES_PER_S - now
 
 
-def listen(host: str, port: int, *, key: str, backlog: int = _BACKLOG) -> socket.socket:
-    return tls.listen(host, port, key=key, backlog=backlog)
-
-
 async def serve(app: object, bound: socket.socket, done: asyncio.Event) -> None:
     """Answer requests until ``done``; with TLS where ``bound`` listens on more than the loopback (`tls`).
 
@@ -140,14 +135,12 @@ async def serving_app(app: object, host: str, port: int, *, key: str) -> AsyncIt
     Raises ConfigError, which names the setting ``key`` or the certificate.
     """
     tls_options = tls.server_options(host)
-    with listen(host, port, key=key, backlog=LONG_BACKLOG) as bound:
+    with tls.listen(host, port, key=key, backlog=LONG_BACKLOG) as bound:
         async with serving_long(app, bound, **tls_options):
             yield f"{tls.scheme(host)}://{host}:{bound.getsockname()[1]}"
 
 
-def serving_long(
-    app: object, bound: socket.socket, **options: Any
-) -> contextlib.AbstractAsyncContextManager[asyncio.Task[None]]:
+def serving_long(app: object, bound: socket.socket, **options: Any) -> AbstractAsyncContextManager[asyncio.Task[None]]:
     """Return `serving` for clients that keep many connections for long: workers and agents."""
     limits = {"idle_s": LONG_IDLE_S, "max_connections": MANY_CONNECTIONS, "backlog": LONG_BACKLOG}
     return serving(app, bound, **limits, date_header=False, **options)
@@ -234,15 +227,22 @@ class _BoundedProtocol(H11Protocol):
     def data_received(self, data: bytes) -> None:
         self.clock.arrived(self.loop.time(), len(data))
         super().data_received(data)
-        if self.has_request:
-            self.clock.complete()
-        else:
-            self._await_request(anew=self._is_idle)
+        self._await_request(anew=self._is_idle)
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
-        if not self.has_request:  # the client may still send a body that nobody reads, or a part of the next request
-            self._await_request(anew=True)
+        self._await_request(
+            anew=True
+        )  # the client may still send a body that nobody reads, or a part of the next request
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._num_unsent = self.transport.get_write_buffer_size()
+        self._await_request(anew=True)
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        self._await_request(anew=True)
 
     def connection_lost(self, exc: Exception | None) -> None:
         if self._timer is not None:
@@ -263,13 +263,18 @@ class _BoundedProtocol(H11Protocol):
 
     @property
     def has_request(self) -> bool:
-        return self.cycle is not None and not self.cycle.more_body and not self.cycle.response_complete
+        """Whether the service works for the client, and does not wait for it to send its request or to take its answer."""
+        cycle = None if self.flow.write_paused else self.cycle
+        return cycle is not None and not cycle.more_body and not cycle.response_complete
 
     @property
     def _is_idle(self) -> bool:
         return self.conn.their_state is h11.IDLE and not self.conn.trailing_data[0]
 
     def _await_request(self, *, anew: bool) -> None:
+        if self.has_request:
+            self.clock.complete()
+            return
         now = self.loop.time()
         if anew:
             self.clock = RequestClock(now, self._idle_s)
@@ -295,20 +300,27 @@ class _BoundedProtocol(H11Protocol):
         return True
 
     def _watch(self) -> None:
-        """Come again when the request in arrival would be late; end the connection when it is."""
+        """Come again when the request in arrival, or the client's taking of an answer, would be late; end the connection when it is."""
+        if self.flow.write_paused:
+            num_unsent = self.transport.get_write_buffer_size()
+            self.clock.arrived(self.loop.time(), self._num_unsent - num_unsent)
+            self._num_unsent = num_unsent
         left_s = self.clock.left_s(self.loop.time())
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-        if left_s == float("inf") or self.transport.is_closing():
+        if left_s == float("inf"):
             return
         if left_s > 0.0:
             self._timer = self.loop.call_later(left_s, self._watch)
             return
-        log.debug("request did not arrive in time", client=self.client)
+        log.debug("request did not arrive, or answer was not taken, in time", client=self.client)
         self._end(_LATE, "the request did not arrive in time")
 
     def _end(self, head: bytes, detail: str) -> None:
+        if self.transport.get_write_buffer_size():  # `close` would wait for the client to take it
+            self.transport.abort()
+            return
         begun = self.conn.their_state is h11.IDLE and not self._is_idle
         if begun or (self.cycle is not None and not self.cycle.response_started):
             body = f'{{"detail":"{detail}"}}'.encode()

@@ -28,7 +28,6 @@ from penstock.serving.web_server import Server, config_of
 
 PORT = 8800
 _MAX_CONNECTIONS = 256
-_BACKLOG = 128
 
 
 def serve(
@@ -45,7 +44,7 @@ def serve(
     logs.configure("console", level="warning")
     runs_dir = connections.find(arguments, environ).settings.run.dir.absolute()
     access = Access(tokens_file(arguments, environ, tokens))
-    with contextlib.closing(tls.listen(host, port, key="--port", backlog=_BACKLOG)) as bound:
+    with contextlib.closing(tls.listen(host, port, key="--port")) as bound:
         address, bound_port = bound.getsockname()[:2]
         shown = f"[{address}]" if ":" in address else address
         if ipaddress.ip_address(address).is_unspecified:

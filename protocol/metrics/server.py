@@ -18,8 +18,8 @@ log = structlog.get_logger("metrics")
 
 _REQUEST_S = 5.0  # for the request to arrive, and again for the answer to be taken
 _MAX_HEAD_BYTES = 16 * 1024
-_MAX_CLIENTS = 16  # at a time; more are closed unanswered
-_LOOPBACK_NAMES = frozenset({"127.0.0.1", "localhost", "[::1]"})
+_MAX_CLIENTS = 16  # at a time; another one takes the place of the oldest
+LOOPBACK_NAMES = frozenset({"127.0.0.1", "localhost", "[::1]"})
 
 Page = Callable[[str], tuple[bytes, str]]  # from an Accept header to a body and its content type
 _HOST = re.compile(r"(\[[0-9a-f:.]+\]|[^:\[\]@/]*)(?::[0-9]{1,5})?")
@@ -33,11 +33,11 @@ class MetricsServer:
         files = tls.server_files(host)
         self._tls = None if files is None else files.context()
         address, bound = self._socket.getsockname()[:2]
-        self._hosts = _LOOPBACK_NAMES if ipaddress.ip_address(address).is_loopback else None
+        self._hosts = LOOPBACK_NAMES if ipaddress.ip_address(address).is_loopback else None
         self.url = metrics_url(address, bound)
         self._thread: LoopThread | None = None
         self._stop = asyncio.Event()
-        self._clients: set[asyncio.Task[None]] = set()
+        self._clients: dict[asyncio.Task[None], None] = {}  # the oldest first
 
     def __enter__(self) -> MetricsServer:
         self._thread = LoopThread("metrics")
@@ -74,9 +74,13 @@ class MetricsServer:
     async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         client = asyncio.current_task()
         assert client is not None
-        self._clients.add(client)
+        self._clients[client] = None
+        if len(self._clients) > _MAX_CLIENTS:
+            self._clients.pop(oldest := next(iter(self._clients)))
+            oldest.cancel()
+        writer.transport.set_write_buffer_limits(0)  # an answer is taken when nothing of it is left here
         try:
-            if len(self._clients) > _MAX_CLIENTS or self._stop.is_set():
+            if self._stop.is_set():
                 return
             async with asyncio.timeout(_REQUEST_S):
                 head = await reader.readuntil(b"\r\n\r\n")
@@ -87,19 +91,19 @@ class MetricsServer:
         except (TimeoutError, OSError, asyncio.IncompleteReadError, asyncio.LimitOverrunError):
             writer.transport.abort()  # the client's failure: what it did not take is not kept for it
         except asyncio.CancelledError:
-            pass  # the service stops; the stream's callback would log the cancellation as an error
+            writer.transport.abort()  # the service stops, or others wait; the stream's callback would log the cancellation as an error
         finally:
-            self._clients.discard(client)
+            self._clients.pop(client, None)
             writer.close()
 
     def _response(self, head: str) -> bytes:
         lines = head.split("\r\n")
-        headers = {
-            name.strip().lower(): value.strip() for name, _, value in (line.partition(":") for line in lines[1:])
-        }
+        fields = [line.partition(":") for line in lines[1:]]
+        headers = {name.lower(): value.strip() for name, _, value in fields}
+        num_hosts = sum(name.strip().lower() == "host" for name, _, _ in fields)
         method, _, rest = lines[0].partition(" ")
         path = rest.partition(" ")[0].partition("?")[0]
-        if self._hosts is not None and host_of(headers.get("host", "")) not in self._hosts:
+        if self._hosts is not None and (num_hosts != 1 or host_of(headers.get("host", "")) not in self._hosts):
             # A web page in a browser of this machine, whose name resolves to loopback.
             return _message("403 Forbidden", b"the Host header must be localhost or 127.0.0.1\n")
         if path != "/metrics":

@@ -76,7 +76,7 @@ def _ssl_error(err: BaseException | None) -> ssl.SSLError | None:
     return None
 
 
-def listen(host: str, port: int, *, key: str, backlog: int) -> socket.socket:
+def listen(host: str, port: int, *, key: str, backlog: int = 256) -> socket.socket:
     """Return a bound socket that listens, for `asyncio`; at most ``backlog`` connections wait to be accepted.
 
     Raises ConfigError naming the setting ``key`` when the address cannot be had.

@@ -199,7 +199,7 @@ def place_of(options: ServeOptions, default_name: str) -> Place:
 
 def serve_reward(reward: Hosted, default_name: str, options: ServeOptions) -> int:
     place = place_of(options, default_name)
-    with web_server.listen(options.host, options.port, key="--port") as bound:
+    with tls.listen(options.host, options.port, key="--port") as bound:
         asyncio.run(_serve(reward, place, options, bound))
     return 0
 

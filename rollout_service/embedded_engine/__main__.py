@@ -37,15 +37,13 @@ def main() -> int:
     from penstock.protocol.errors import ConfigError  # noqa: PLC0415
     from penstock.protocol.logs import configure  # noqa: PLC0415
     from penstock.protocol.process_end import error_text  # noqa: PLC0415
+    from penstock.protocol.transport import tls  # noqa: PLC0415
     from penstock.rollout_service.embedded_engine.errors import EngineError  # noqa: PLC0415
     from penstock.rollout_service.embedded_engine.run_engine import serve  # noqa: PLC0415
 
     configure("embedded_engine")
-    listener = socket.create_server((settings.host, settings.port))
-    # asyncio sets TCP_NODELAY only on sockets that name their protocol, which this one does not. Without it a reply's
-    # body waits 40 ms for the acknowledgement of its headers. Accepted sockets inherit it.
-    listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     try:
+        listener = tls.listen(settings.host, settings.port, key="--port")
         key = os.environ.pop(KEY_VARIABLE, "")
         return serve(settings, listener, on_ready=lambda: _announce(settings, listener), key=key)
     except (EngineError, ConfigError) as error:

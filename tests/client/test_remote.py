@@ -25,6 +25,7 @@ from penstock.deploy import quickstart_task
 from penstock.protocol.config.connection import NatsSettings
 from penstock.protocol.errors import ConfigError, PenstockError
 from penstock.protocol.record import run_folder
+from penstock.protocol.transport import tls
 from penstock.protocol.transport.bus import Bus
 from penstock.protocol.transport.loop_thread import LoopThread
 from penstock.serving import web_server
@@ -66,7 +67,7 @@ def start_console(tmp_path: Path, nats_settings: NatsSettings) -> Iterator[Calla
 
     def start(port: int) -> Console:
         stop()
-        bound = web_server.listen("127.0.0.1", port, key="port")
+        bound = tls.listen("127.0.0.1", port, key="port")
         context = WebContext(runs, access, where, {})
         thread, done = LoopThread("console"), asyncio.Event()
         serving = thread.start(web_server.serve(create_app(context), bound, done))

@@ -276,7 +276,7 @@ def test_a_foreign_stream_does_not_hide_the_runs(bus: Bus, run_streams: str, nat
 
 
 MARKS = (  # of direction, without a width, fillers, separators of lines, tags, selectors that carry bytes
-    "\u200e\u200f\u061c\u202a\u202e\u2066\u2069\u200b\u2060\u2063\ufeff\u00ad\u180e\u115f\u1160\u3164\uffa0\u2028\u2029\ufff9\ufe00"
+    "\u200e\u200f\u061c\u202a\u202e\u2066\u2069\u200b\u2060\u2063\ufeff\u00ad\u180e\u115f\u1160\u3164\uffa0\u2028\u2029\ufff9\ufe00\u034f\u17b4\u180b"
     "\U000e0001\U000e0041\U000e007f\U000e0100\U000e01ef\x85"
 )
 

@@ -80,7 +80,7 @@ def metrics(host: str) -> Iterator[str]:
 
 @contextlib.contextmanager
 def reward_api(host: str) -> Iterator[str]:
-    with web_server.listen(host, 0, key="port") as bound, in_thread(lambda done: web_server.serve(api(), bound, done)):
+    with tls.listen(host, 0, key="port") as bound, in_thread(lambda done: web_server.serve(api(), bound, done)):
         yield f"127.0.0.1:{bound.getsockname()[1]}/v1/rewards"
 
 

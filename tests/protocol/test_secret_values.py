@@ -34,7 +34,8 @@ FORMS = [  # joined here, so that no scanner of secrets takes this file for a le
     f"-----BEGIN OPENSSH PRIVATE KEY-----\n{BODY}", f"postgres://user:{BODY}@db/x", f"https://{BODY}@host/x", f"me:{BODY}@host", f"https://h/?x=1&token={BODY}",
     f"https://h/o?X-Amz-Signature={BODY}", f"Authorization: Bearer {BODY}", f"Authorization: Basic {BODY}", f"curl -H 'X-Api-Key: {BODY}'",
     f"OPENAI_API_KEY={BODY} agent", f"MY_TOKEN={BODY} agent", f"agent --password={BODY}", f"Server=x;Password={BODY};User=y",
-    f"AccountName=x;AccountKey={BODY}==", f"https://hooks.slack.com/services/T0/B0/{BODY}", f"https://discord.com/api/webhooks/1/{BODY}",
+    f"AccountName=x;AccountKey={BODY}==", f'{{"api_key": "{BODY}"}}', f"{{'db_password': '{BODY}'}}", f'password="{BODY}"', f"X-Vault-Token: {BODY}",
+    f"HF_TOKEN: {BODY}", f"secret_key = {BODY}", f"os.environ['OPENAI_API_KEY'] = '{BODY}'", f'CONNECT {{"user":"u","pass":"{BODY}"}}', f"https://hooks.slack.com/services/T0/B0/{BODY}", f"https://discord.com/api/webhooks/1/{BODY}",
 ]  # fmt: skip
 NAMES = [
     "password", "PASSWORD", "db_password", "passwd", "pwd", "passphrase", "secret", "client_secret", "clientSecret", "SECRET_KEY",

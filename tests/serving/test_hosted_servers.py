@@ -42,8 +42,8 @@ REQUESTS: list[tuple[dict[str, Any], int, int, str]] = [
     ({"headers": {"x": "a" * 40_000}}, 431, 431, "are longer than 32768 bytes"),
     ({"headers": LONG}, 413, 400, "the body is longer than"),
     ({"content": b'{"a": 1, "a": 2}'}, 400, 400, "the key 'a' twice"),
-    ({"content": b'{"a": NaN}'}, 400, 400, "NaN is no JSON number"),
-    ({"content": '{"a": 1}'.encode("utf-16")}, 400, 400, "it is not UTF-8"),
+    ({"content": b'{"a": 1e999}'}, 400, 400, "1e999 is no JSON number"),
+    ({"content": b'{"a": "\\ud800"}'}, 400, 400, "half of a surrogate pair"),
 ]
 
 

@@ -9,13 +9,16 @@ from collections.abc import AsyncIterator
 
 import pytest
 from fastapi import FastAPI, Request
+from fastapi.responses import StreamingResponse
 
+from penstock.protocol.transport import tls
 from penstock.serving import web_server
 from penstock.serving.web_server import RequestClock
 
 HEAD = b"POST /size HTTP/1.1\r\nhost: x\r\ncontent-length: 6\r\n"
 WHOLE = HEAD + b"\r\nabcdef"
 GRACE_S = 2.0
+LARGE = 20_000_000  # more than the kernel keeps of an answer
 
 
 @contextlib.asynccontextmanager
@@ -32,8 +35,12 @@ async def serving() -> AsyncIterator[int]:
         await asyncio.sleep(2 * GRACE_S)
         return 1
 
+    @app.get("/large")
+    async def large(parts: int) -> StreamingResponse:
+        return StreamingResponse(iter([b"x" * (LARGE // parts)] * parts))
+
     done = asyncio.Event()
-    with web_server.listen("127.0.0.1", 0, key="port") as bound:
+    with tls.listen("127.0.0.1", 0, key="port") as bound:
         task = asyncio.create_task(web_server.serve(app, bound, done))
         try:
             yield bound.getsockname()[1]
@@ -127,3 +134,38 @@ async def test_a_full_server_closes_who_has_sent_no_request(monkeypatch: pytest.
         for task in working:
             task.cancel()
         await asyncio.gather(*working, return_exceptions=True)
+
+
+@pytest.mark.parametrize(("grace_s", "reads_slowly", "num_whole"), [(600.0, False, 1), (0.2, False, 0), (2.0, True, 2)])
+async def test_an_answer_that_is_not_taken_keeps_nobody_out(
+    monkeypatch: pytest.MonkeyPatch, grace_s: float, reads_slowly: bool, num_whole: int
+) -> None:
+    """Who does not read is cut off for another client, and otherwise after its time; who reads slowly gets everything."""
+    for name, value in (
+        ("GRACE_S", grace_s),
+        ("MAX_CONNECTIONS", 2),
+        ("MIN_BYTES_PER_S", 1e5 if reads_slowly else 1e9),
+    ):
+        monkeypatch.setattr(web_server, name, value)
+    async with serving() as port, asyncio.timeout(60):
+        clients = [await asyncio.open_connection("127.0.0.1", port) for _ in range(2)]
+        for _, writer in clients:
+            writer.write(
+                b"GET /large?parts=%d HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n" % (20 if num_whole == 1 else 1)
+            )
+        await asyncio.sleep(0 if reads_slowly else 1)
+        if num_whole == 1:
+            assert b"200 OK" in await talk(port, WHOLE.replace(b"host: x", b"host: x\r\nconnection: close"))
+        sizes = await asyncio.gather(*(taken(reader, 0.02 * reads_slowly) for reader, _ in clients))
+        for _, writer in clients:
+            writer.close()
+    assert sum(size > LARGE for size in sizes) == num_whole
+
+
+async def taken(reader: asyncio.StreamReader, pause_s: float) -> int:
+    size = 0
+    with contextlib.suppress(ConnectionResetError):
+        while part := await reader.read(LARGE // 50):
+            size += len(part)
+            await asyncio.sleep(pause_s)
+    return size

@@ -128,14 +128,11 @@ WITHOUT_TOKEN = [
     Attack("path with an encoded letter", {401}, request("GET", "/v1/%65ndpoints", role="")),
     Attack("path with two slashes", {401}, request("GET", "//v1/endpoints", role="")),
     Attack("body of 300 kB that never comes", {401}, request("POST", "/v1/score", role="", length="299999")),
-    Attack("two tokens", {400}, request("GET", "/v1/rewards", b"", "authorization: Bearer x"), "twice"),
-    Attack("two hosts", {400}, request("GET", "/v1/rewards", b"", "host: evil.example"), ""),
     Attack("second of two requests", {200}, request("GET", "/healthz", role="").replace(b"close", b"keep-alive")
            + request("GET", "/v1/endpoints", role=""), "401 Unauthorized"),
 ]  # fmt: skip
 
 HTTP = [
-    Attack("length and chunks", {400}, request("POST", "/v1/score", b"0\r\n\r\n", "transfer-encoding: chunked", length="5")),
     Attack("two lengths", {400}, request("POST", "/v1/score", b"{}", "content-length: 1")),
     Attack("negative length", {400}, request("POST", "/v1/score", b"{}", length="-1")),
     Attack("length with a sign", {400}, request("POST", "/v1/score", b"{}", length="+2")),
@@ -145,7 +142,6 @@ HTTP = [
     Attack("header with a space", {400}, request("GET", "/healthz", b"", "ho st: x")),
     Attack("header with NUL", {400}, request("GET", "/healthz", b"", "x: a\0b")),
     Attack("header folded", {200, 400}, request("GET", "/healthz", b"", "x: a\r\n b")),
-    Attack("header of 40 kB", {431}, request("GET", "/healthz", b"", "x: " + "a" * 40_000)),
     Attack("400 headers of 100 B", {431}, request("GET", "/healthz", b"", *["x: " + "a" * 100] * 400)),
     Attack("target of 40 kB", {431}, request("GET", "/" + "a" * 40_000)),
     Attack("no HTTP", {400}, b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" * 10 + b"\r\n\r\n"),
@@ -163,10 +159,6 @@ HTTP = [
 SCORE = b'{"reward": "gsm8k", "groups": [{"completions": ["1"], "ground_truth": "1", "ground_truth": "2"}]}'
 BODIES = [
     Attack("key twice, inside", {400}, posted(SCORE, path="/v1/score"), "'ground_truth' twice"),
-    Attack("1e999", {422}, posted(registration().replace(b"}", b', "max_score": 1e999}')), "finite"),
-    Attack("100,000 brackets", {400}, posted(b"[" * 100_000), "nested"),
-    Attack("UTF-16", {400}, posted(registration().decode().encode("utf-16")), "UTF-8"),
-    Attack("half a surrogate pair as value", {422}, posted(registration(version="\ud800")), "unicode"),
     Attack("a list", {422}, posted(b"[]")),
     Attack("null", {422}, posted(b"null")),
     Attack("nothing", {422}, request("POST", "/v1/endpoints", length="0")),
