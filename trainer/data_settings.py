@@ -331,6 +331,16 @@ class DataSettings(Section):
         "math are three in any four, those of mbpp and apps together the fourth. A source whose rows are used up begins again. Every "
         "data_source needs one; none: rows come as often as they are in data.train.",
     )
+    adaptive: float = Field(
+        default=0.0,
+        ge=0.0,
+        le=1.0,
+        description="Above 0: issue a prompt with the chance that it teaches, seldom where its groups of earlier passes all succeed or all "
+        "fail, and never with less than this, such as 0.1. 0: every prompt once in every pass.",
+    )
+    adaptive_unbiased: bool = Field(
+        default=False, description="With data.adaptive, weigh the loss of a group in inverse proportion to its chance."
+    )
     shuffle: bool = Field(default=True, description="Another order in every epoch, made from run.seed alone.")
     _map_key: str = PrivateAttr(default="data.map")
 
@@ -357,6 +367,14 @@ class DataSettings(Section):
             raise ValueError(f"data.ignore leaves out {both[0]}, which data.map reads; remove it from one of them")
         if self.weights and self.from_run is not None:
             raise ValueError("data.weights does nothing with data.from_run, whose groups have an order; leave it out")
+        if self.adaptive and self.from_run is not None:
+            raise ValueError("data.adaptive chooses prompts, and data.from_run trains on stored groups; leave it out")
+        if self.adaptive_unbiased and not self.adaptive:
+            raise ValueError("data.adaptive_unbiased does nothing without data.adaptive; set it, or leave it out")
+        if 0.0 < self.adaptive < 0.01:
+            raise ValueError(
+                f"data.adaptive = {self.adaptive:g} is a chance of at least 0.01 in every pass; raise it, or set 0 for none"
+            )
         if self.text_prompts == "plain" and self.system_prompt:
             raise ValueError('data.system_prompt has no place with data.text_prompts = "plain"; remove one of them')
         return self

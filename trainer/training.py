@@ -221,6 +221,7 @@ class Training:
             **learned.reported,
             "reused_groups": sum(count > 1 for count in uses.values()),
             "logprobs_lost": self.logprobs.num_lost,
+            **(self.issuer.prompts() or {}),
             **(self.turns.take_figures() if self.turns is not None else {}),
         }
         digests = [group_digest(group.scored, group.pack, uses[group.group_id]) for group in batch]
@@ -379,6 +380,7 @@ class Training:
             saved = save_batch(
                 folder, batch, err, config=self.config, run_id=self.settings.run.id, step=step, version=self.version,
                 epoch=self.lease.epoch, algorithm=dict(algorithm), ages=tuple(self._ages(batch).items()),
+                chances=tuple(group.chance for group in batch) if self.settings.data.adaptive else (),
             )  # fmt: skip
         except OSError as problem:
             return type(err)(f"{err}. The batch of step {step} could not be saved below {folder}: {problem}")

@@ -7,17 +7,19 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
+from penstock.protocol.errors import ConfigError
 from penstock.protocol.groups import RouterShape, Split, Task
 from penstock.protocol.packs.task_promise import TaskPromise, TaskSettings
 from penstock.protocol.record.checkpoint_state import CheckpointState
 from penstock.protocol.record.lineage import AccountState
 from penstock.protocol.versions import Branch, PolicyVersion, Remade, staleness
-from penstock.trainer.data.data_order import DataOrder, WeightedOrder
+from penstock.trainer.data.data_order import DataOrder, PromptChoice, WeightedOrder
 from penstock.trainer.data.dataset import Prompt
 from penstock.trainer.errors import CheckpointError
+from penstock.trainer.evaluation.eval_result import SuccessRules
 from penstock.trainer.groups.group_states import GroupStates, State
 from penstock.trainer.groups.group_totals import Drop, DropReason, Entries, GroupTotals
 from penstock.trainer.groups.prompt_cursor import GroupKey, PromptCursor, order_id
@@ -35,6 +37,7 @@ from penstock.trainer.groups.task_packs import (
 from penstock.trainer.learner.step_plan import ReadyGroup
 from penstock.trainer.settings import RolloutSettings
 
+NO_RULES = SuccessRules()
 _SAMPLED_PROMPTS = 32  # their mean size is used for all prompts when packs are cut
 
 
@@ -121,11 +124,13 @@ class Dispatch:
         teacher_top_k: int | None = None,
         routers: RouterShape | None = None,
         mixture: Mixture | None = None,
+        choice: PromptChoice | None = None,
+        success: SuccessRules = NO_RULES,
     ) -> None:
         """Start at the first position; call ``cursor.resume`` to continue from a checkpoint, of which ``groups`` are.
 
         ``with_baseline``, ``teacher_top_k`` and ``routers`` are those of every task; ``mixture`` chooses the environment of each,
-        None: it is ``rollout.environment``.
+        None: it is ``rollout.environment``. With a ``choice`` prompts are chosen by the ``success`` of their groups.
         """
         self._further = {
             "with_baseline": with_baseline,
@@ -134,7 +139,8 @@ class Dispatch:
             "redundant_wait": rollout.redundant_wait,
         }
         self.groups = GroupStates(max_staleness=rollout.max_staleness) if groups is None else groups
-        self.cursor = PromptCursor(order, order_id(order, prompts.fingerprint), self.groups)
+        self.cursor = PromptCursor(order, order_id(order, prompts.fingerprint), self.groups, choice)
+        self._success = success
         self._mixture, self._prompts, self._rollout = mixture, prompts, rollout
         self._sampling = training_sampling(rollout, stop_token_ids, routers)
         sampled = [prompts[i] for i in range(0, len(prompts), max(1, len(prompts) // _SAMPLED_PROMPTS))]
@@ -164,6 +170,22 @@ class Dispatch:
 
     def accept(self, group_id: str, *, is_preferred: bool = False) -> DropReason | None:
         return self.cursor.accept(group_id, is_preferred=is_preferred)
+
+    def scored(self, group: ReadyGroup) -> ReadyGroup:
+        """Return an arrived group with the chance that its prompt was chosen with, and let its rewards change the next one's.
+
+        Raises ConfigError where nothing says which of its completions succeed.
+        """
+        if (choice := self.cursor.choice) is None:
+            return group
+        place, summary = GroupKey.parse(group.group_id).place, group.scored.generated
+        rule = self._success.rule(group.group.reward)
+        if rule is None or rule.missing_part(group.scored) is not None:
+            name = group.group.reward.name if rule is None else rule.reward
+            raise ConfigError(f"data.adaptive: group {group.group_id} has no success; correct reward.success.{name}")
+        correct = rule.correct(group.scored.rewards, group.scored.parts)[: summary.num_trained]
+        choice.record(place, sum(correct), len(correct) - sum(correct))
+        return replace(group, chance=choice.chances.get(place, 0.0))
 
     def train(
         self, version: PolicyVersion, batch: Sequence[ReadyGroup], staleness_tokens: Mapping[int, int]

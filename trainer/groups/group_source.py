@@ -20,7 +20,7 @@ import structlog
 from penstock.protocol.chat_tokenizer import ChatTokenizer
 from penstock.protocol.errors import ConfigError
 from penstock.protocol.facts import GroupScored
-from penstock.protocol.groups import BlobRef, RouterShape
+from penstock.protocol.groups import BlobRef, RewardRequest, RouterShape
 from penstock.protocol.packs.task_promise import TaskSettings
 from penstock.protocol.record.checkpoint_state import CheckpointState
 from penstock.protocol.record.lineage import RecordedGroup
@@ -30,9 +30,10 @@ from penstock.protocol.transport.delivery import Delivery
 from penstock.protocol.versions import PolicyVersion, VersionTree
 from penstock.trainer.algorithm.group_filters.interface import drop_reason
 from penstock.trainer.connections import Connections
-from penstock.trainer.data.data_order import prompt_order
-from penstock.trainer.data.dataset import PromptSet
+from penstock.trainer.data.data_order import PromptChoice, prompt_order
+from penstock.trainer.data.dataset import PromptSet, reward_name
 from penstock.trainer.errors import CheckpointError
+from penstock.trainer.evaluation.eval_result import SuccessRules
 from penstock.trainer.groups.batcher import Batcher, group_rules
 from penstock.trainer.groups.collect import Collector
 from penstock.trainer.groups.dispatch import Dispatch, RunGroups
@@ -143,7 +144,7 @@ class StoredGroups:
     def _nothing(self, *_: object) -> None:
         """Do nothing: no thread runs, no task is issued, no message is received, and no version of this run sampled."""
 
-    advance = check = stop = begin_session = acknowledge = close = _nothing
+    advance = check = stop = begin_session = acknowledge = close = prompts = _nothing
 
     def _take(self) -> tuple[list[StoredGroup], list[Drop]]:
         """Return the next groups to train on, and the drops of those skipped before them."""
@@ -203,6 +204,7 @@ def open_source(
     prompts: PromptSet | None,
     tokenizer: ChatTokenizer,
     never_published: NeverPublished,
+    success: SuccessRules,
 ) -> GroupSource:
     """Open the source of a run's groups: those of a stored run where there are no prompts; raises CheckpointError, MissingStream."""
     if prompts is None:
@@ -223,6 +225,8 @@ def open_source(
         teacher_top_k=settings.teacher_top_k,
         routers=routers,
         mixture=Mixture.of(settings.environment, settings.run.seed),
+        choice=_choice(settings, prompts, success),
+        success=success,
     )
     if resumed is not None:
         dispatch.cursor.resume(resumed.dispatch)
@@ -248,6 +252,20 @@ def open_source(
         reader=open_reader(settings, connections, tokenizer, settings.run.folder, never_published),
     )
     return GroupSource(issuer, collector, (collector, issuer), before)
+
+
+def _choice(settings: TrainerSettings, prompts: PromptSet, success: SuccessRules) -> PromptChoice | None:
+    if not settings.data.adaptive:
+        return None
+    names = {reward_name(settings.reward, source): source for source in prompts.rows_of_source}
+    for name in prompts.rows_by_reward:
+        request = RewardRequest(name=name, data_source=names.get(name, ""))
+        if success.rule(request) is None:
+            raise ConfigError(
+                f"data.adaptive chooses prompts by their success, and nothing says from which reward {name} a completion succeeds; set "
+                f"reward.success.{name}, or leave it out"
+            )
+    return PromptChoice(settings.data.adaptive, settings.run.seed)
 
 
 def _routers(settings: TrainerSettings) -> RouterShape | None:

@@ -19,7 +19,7 @@ from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 from penstock.protocol.versions import admissible_groups
-from penstock.trainer.data.data_order import DataOrder, Place, WeightedOrder
+from penstock.trainer.data.data_order import CHANCE, DataOrder, Place, PromptChoice, WeightedOrder
 from penstock.trainer.errors import CheckpointError
 from penstock.trainer.groups.group_states import GroupStates, State
 from penstock.trainer.groups.group_totals import Drop, DropReason
@@ -59,9 +59,15 @@ def order_id(order: DataOrder | WeightedOrder, fingerprint: str) -> str:
 
 
 class PromptCursor:
-    def __init__(self, order: DataOrder | WeightedOrder, id_of_order: str, groups: GroupStates) -> None:
+    def __init__(
+        self,
+        order: DataOrder | WeightedOrder,
+        id_of_order: str,
+        groups: GroupStates,
+        choice: PromptChoice | None = None,
+    ) -> None:
         """Start at the first prompt; positions are valid for ``id_of_order`` only, and attempts for ``groups``."""
-        self.order, self.order_id, self._groups = order, id_of_order, groups
+        self.order, self.order_id, self._groups, self.choice = order, id_of_order, groups, choice
         self.position = 0  # next prompt of the data order
         self.again: list[GroupKey] = []  # to be issued before new prompts
         self.ahead: set[Place] = set()  # arrived from an earlier session before their position was reached
@@ -71,6 +77,8 @@ class PromptCursor:
         self.before = NOTHING_BEFORE  # what earlier sessions issued
 
     def to_document(self) -> dict[str, Any]:
+        ids = [*self._groups.outstanding(), *self._groups.dead(), *map(str, self.again)]
+        choice = {} if self.choice is None else self.choice.to_document(GroupKey.parse(i).place for i in ids)
         return {
             "schema_tag": _STATE_TAG,
             "order_id": self.order_id,
@@ -83,6 +91,7 @@ class PromptCursor:
             "num_issued": self._groups.totals.sums.issued,
             "num_issued_again": self.num_issued_again,
             "num_given_up": self.num_given_up,
+            **choice,
         }
 
     def resume(self, document: dict[str, Any]) -> None:
@@ -99,6 +108,8 @@ class PromptCursor:
         self.ahead = {Place(*place) for place in document["ahead"]}
         self.refused = {GroupKey.parse(text) for text in document.get("refused", ())}
         self.num_issued_again, self.num_given_up = document["num_issued_again"], document["num_given_up"]
+        if self.choice is not None:
+            self.choice.resume(document)
 
     def outstanding(self) -> list[str]:
         """Return the ids that are outstanding, sorted by epoch, prompt and attempt: their order must be reproducible."""
@@ -158,6 +169,9 @@ class PromptCursor:
         return DropReason.DUPLICATE
 
     def may_arrive(self, group_id: str) -> bool:
+        """Return False for what `before` need not list: an attempt that may not arrive, the chance of a position that is passed."""
+        if chance := CHANCE.fullmatch(group_id):
+            return int(chance[1]) >= self.position
         try:
             key = GroupKey.parse(group_id)
         except ValueError:
@@ -172,7 +186,10 @@ class PromptCursor:
             return False
         if key.attempt:
             return str(key) in self.before.later
-        return self.before.position > 0 and self.order.position_of(key.place) < self.before.position
+        if not self.before.position or (position := self.order.position_of(key.place)) >= self.before.position:
+            return False
+        chance = None if self.choice is None else self.choice.logged.get(position)
+        return self.choice is None or chance is None or self.choice.is_taken(position, chance)
 
     def close(self, group_ids: Iterable[str]) -> None:
         if self.refused:
@@ -202,9 +219,10 @@ class PromptCursor:
         while True:
             place = self.order.at(self.position)
             self.position += 1
-            if place not in self.ahead:
+            if place in self.ahead:
+                self.ahead.remove(place)
+            elif self.choice is None or self.choice.takes(self.position - 1, place):
                 return GroupKey(*place, attempt=0)
-            self.ahead.remove(place)
 
     def _replace_with(self, key: GroupKey, *, is_preferred: bool) -> bool:
         older = [key._replace(attempt=n) for n in self._attempts(key.place) if n < key.attempt]
@@ -219,6 +237,8 @@ class PromptCursor:
             return False
         else:
             self.ahead.add(key.place)
+            if self.choice is not None and (chance := self.choice.logged.get(self.order.position_of(key.place))):
+                self.choice.chances[key.place] = chance
         self._groups.issue([str(key)])
         for replaced in map(str, sorted(older)):
             content = self._groups.content(replaced)

@@ -80,6 +80,7 @@ class ReadyGroup:
     scored: ScoredGroup
     pack: BlobRef
     group: Group
+    chance: float = 0.0  # as in `RecordedGroup`
 
     @property
     def group_id(self) -> str:

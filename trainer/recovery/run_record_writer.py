@@ -193,6 +193,7 @@ class RunRecordWriter:
                     pack=numbers[group.pack.key],
                     scored=group.scored,
                     use=uses[group.group_id],
+                    chance=group.chance,
                 )
                 for group in batch
             ),
