@@ -338,9 +338,6 @@ class DataSettings(Section):
         description="Above 0: issue a prompt with the chance that it teaches, seldom where its groups of earlier passes all succeed or all "
         "fail, and never with less than this, such as 0.1. 0: every prompt once in every pass.",
     )
-    adaptive_unbiased: bool = Field(
-        default=False, description="With data.adaptive, weigh the loss of a group in inverse proportion to its chance."
-    )
     shuffle: bool = Field(default=True, description="Another order in every epoch, made from run.seed alone.")
     _map_key: str = PrivateAttr(default="data.map")
 
@@ -365,16 +362,8 @@ class DataSettings(Section):
     def _one_reading(self) -> DataSettings:
         if both := sorted(set(self.ignore) & set(self.map.values())):
             raise ValueError(f"data.ignore leaves out {both[0]}, which data.map reads; remove it from one of them")
-        if self.weights and self.from_run is not None:
-            raise ValueError("data.weights does nothing with data.from_run, whose groups have an order; leave it out")
-        if self.adaptive and self.from_run is not None:
-            raise ValueError("data.adaptive chooses prompts, and data.from_run trains on stored groups; leave it out")
-        if self.adaptive_unbiased and not self.adaptive:
-            raise ValueError("data.adaptive_unbiased does nothing without data.adaptive; set it, or leave it out")
-        if 0.0 < self.adaptive < 0.01:
-            raise ValueError(
-                f"data.adaptive = {self.adaptive:g} is a chance of at least 0.01 in every pass; raise it, or set 0 for none"
-            )
+        if (name := "weights" if self.weights else "adaptive" if self.adaptive else "") and self.from_run is not None:
+            raise ValueError(f"data.{name} does nothing with data.from_run, whose groups have an order; leave it out")
         if self.text_prompts == "plain" and self.system_prompt:
             raise ValueError('data.system_prompt has no place with data.text_prompts = "plain"; remove one of them')
         return self

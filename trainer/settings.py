@@ -120,19 +120,12 @@ class TrainerSettings(Section):
             )
         if self.trainer.epochs is None and (problem := self.problem_of_length()):
             raise ValueError(problem)
-        if self.trainer.epochs is not None and self.data.adaptive:
-            raise ValueError(
-                f"trainer.epochs = {self.trainer.epochs:g} is a number of uses of each prompt, and data.adaptive uses some more often; set "
-                "trainer.steps"
+        if self.trainer.epochs is not None and (self.data.from_run is not None or self.data.adaptive):
+            other = (
+                "data.adaptive uses some more often" if self.data.adaptive else "data.from_run trains on stored groups"
             )
-        if self.data.adaptive_unbiased and self.algorithm.max_trained_count > 1:
             raise ValueError(
-                "data.adaptive_unbiased weighs a group once, by a chance that is kept until it is trained; set algorithm.max_trained_count = 1"
-            )
-        if self.trainer.epochs is not None and self.data.from_run is not None:
-            raise ValueError(
-                f"trainer.epochs = {self.trainer.epochs:g} counts rows of data.train, and data.from_run trains on stored groups; "
-                "set trainer.steps"
+                f"trainer.epochs = {self.trainer.epochs:g} counts rows of data.train, and {other}; set trainer.steps"
             )
         return self
 

@@ -221,7 +221,7 @@ class Training:
             **learned.reported,
             "reused_groups": sum(count > 1 for count in uses.values()),
             "logprobs_lost": self.logprobs.num_lost,
-            **(self.issuer.prompts() or {}),
+            **(self.issuer.prompt_figures() or {}),
             **(self.turns.take_figures() if self.turns is not None else {}),
         }
         digests = [group_digest(group.scored, group.pack, uses[group.group_id]) for group in batch]

@@ -82,23 +82,23 @@ class Tried(NamedTuple):
 
 
 class PromptChoice:
-    """Whether a prompt is issued where its position comes: with a chance that follows from the success of its own groups.
+    """Whether a prompt is issued where its position comes: with a chance that follows from the results of its own groups.
 
-    The chance is 4 E[p (1 - p)], at least ``floor``: a group whose completions all succeed or all fail teaches nothing. To take prompts by
-    p (1 - p) is due to Foster et al., "Learning to Reason at the Frontier of Learnability" (arXiv 2502.12272), who sample from it what
-    DAPO (arXiv 2503.14476) discards. The success rate p has the posterior of Jeffreys' prior, Beta(1/2, 1/2): a prompt never scored has
-    1/2. Results count half after each further pass, since older policies had them: what is passed over long comes again, as
-    in prioritized level replay (arXiv 2010.03934).
+    The chance is 4 E[p (1 - p)] of its success rate p, at least ``floor``: a group that all succeeds or all fails teaches nothing. So
+    learnability is sampled for by Foster et al. (arXiv 2502.12272), where DAPO (arXiv 2503.14476) discards groups. The prior of p is
+    Jeffreys', Beta(1/2, 1/2): a prompt without results has 1/2. Results count half after each further pass, as older policies had
+    them: a prompt that is passed over long comes again, as in prioritized level replay (arXiv 2010.03934).
 
-    With a chance, a position is taken or not by the seed alone. Chances are logged before tasks are published (`issue_log.py`), and a
-    session takes those that an earlier one logged: no choice is made twice.
+    The chance of a position and the seed decide. A chance is logged before tasks are published (`issue_log.py`), and later sessions
+    take it from there: nothing is decided twice.
     """
 
     def __init__(self, floor: float, seed: int) -> None:
+        """``floor`` 0: every prompt is issued in every pass."""
         self._floor, self._seed = floor, seed
         self.tried: dict[int, Tried] = {}  # by prompt
         self.chances: dict[Place, float] = {}  # with which open groups were chosen
-        self.logged: dict[int, float] = {}  # by positions to come, of earlier sessions
+        self.logged: dict[int, float] = {}  # of positions to come, by earlier sessions
         self._unlogged: list[str] = []
 
     def chance(self, place: Place) -> float:
@@ -108,17 +108,21 @@ class PromptChoice:
         return round(max(self._floor, 4.0 * a * b / ((a + b) * (a + b + 1.0))), 4)
 
     def takes(self, position: int, place: Place) -> bool:
-        """Return whether the prompt of a position is issued, and keep its chance while its group is open."""
-        if (chance := self.logged.pop(position, None)) is None:
-            chance = self.chance(place)
-            self._unlogged.append(f"{position}={chance}")
-        if is_taken := self.is_taken(position, chance):
+        if not self._floor:
+            return True
+        if position not in self.logged:
+            self.logged[position] = self.chance(place)
+            self._unlogged.append(f"{position}={self.logged[position]}")
+        is_taken = self.took(position)
+        chance = self.logged.pop(position)
+        if is_taken:
             self.chances[place] = chance
         return is_taken
 
-    def is_taken(self, position: int, chance: float) -> bool:
+    def took(self, position: int) -> bool:
+        """Return what the logged chance of a position decides; True without one."""
         digest = hashlib.blake2b(f"{self._seed}.{position}".encode(), digest_size=8, person=b"adaptive").digest()
-        return int.from_bytes(digest, "big") < chance * 2**64
+        return int.from_bytes(digest, "big") < self.logged.get(position, 1.0) * 2**64
 
     def record(self, place: Place, num_solved: int, num_failed: int) -> None:
         """Count the completions of a group; a group that is delivered again, or a later attempt, counts once."""
@@ -132,29 +136,29 @@ class PromptChoice:
         return unlogged
 
     def recall(self, tokens: Iterable[str]) -> None:
-        """Take over the chances that earlier sessions logged."""
         self.logged = {int(found[1]): float(found[2]) for found in map(CHANCE.fullmatch, tokens) if found}
 
     def figures(self, order: DataOrder | WeightedOrder, position: int) -> dict[str, float]:
-        """Return the shares of scored prompts that are never, always and sometimes solved, and what their chances mean."""
-        num_prompts, epoch = order.num_prompts, order.at(position).epoch
-        chances = [self.chance(Place(epoch, prompt)) for prompt in self.tried]
+        """Return shares of the scored prompts by success rate, and what the chances of all add up to; {} without a floor."""
         rates = [solved / (solved + failed) for _, solved, failed in self.tried.values()]
-        untried, num = num_prompts - len(rates), max(1, len(rates))
-        return {
-            "prompts_unsolved": sum(rate < _ALMOST for rate in rates) / num,
-            "prompts_solved": sum(rate > 1.0 - _ALMOST for rate in rates) / num,
-            "prompts_between": sum(_ALMOST <= rate <= 1.0 - _ALMOST for rate in rates) / num,
-            "prompts_effective": (sum(chances) + untried / 2) ** 2 / (sum(c * c for c in chances) + untried / 4),
-            "prompts_at_floor": sum(c <= self._floor for c in chances) / num_prompts,
-        }
+        chances = [self.chance(Place(order.at(position).epoch, prompt)) for prompt in range(order.num_prompts)]
+        return (
+            {}
+            if not self._floor
+            else {
+                "prompts_unsolved": sum(rate < _ALMOST for rate in rates) / max(1, len(rates)),
+                "prompts_solved": sum(rate > 1.0 - _ALMOST for rate in rates) / max(1, len(rates)),
+                "prompts_effective": sum(chances) ** 2 / sum(c * c for c in chances),
+                "prompts_at_floor": sum(c <= self._floor for c in chances) / len(chances),
+            }
+        )
 
     def to_document(self, open_places: Iterable[Place]) -> dict[str, Any]:
         self.chances = {place: self.chances[place] for place in sorted({*open_places} & self.chances.keys())}
-        return {
-            "tried": [[prompt, *tried] for prompt, tried in sorted(self.tried.items())],
-            "chances": [[*place, chance] for place, chance in self.chances.items()],
-        }
+        tried = [[prompt, *tried] for prompt, tried in sorted(self.tried.items())]
+        return (
+            {"tried": tried, "chances": [[*at, chance] for at, chance in self.chances.items()]} if self._floor else {}
+        )
 
     def resume(self, document: Mapping[str, Any]) -> None:
         self.tried = {prompt: Tried(*tried) for prompt, *tried in document.get("tried", ())}

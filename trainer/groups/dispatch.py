@@ -37,7 +37,6 @@ from penstock.trainer.groups.task_packs import (
 from penstock.trainer.learner.step_plan import ReadyGroup
 from penstock.trainer.settings import RolloutSettings
 
-NO_RULES = SuccessRules()
 _SAMPLED_PROMPTS = 32  # their mean size is used for all prompts when packs are cut
 
 
@@ -125,12 +124,12 @@ class Dispatch:
         routers: RouterShape | None = None,
         mixture: Mixture | None = None,
         choice: PromptChoice | None = None,
-        success: SuccessRules = NO_RULES,
+        success: SuccessRules | None = None,
     ) -> None:
         """Start at the first position; call ``cursor.resume`` to continue from a checkpoint, of which ``groups`` are.
 
         ``with_baseline``, ``teacher_top_k`` and ``routers`` are those of every task; ``mixture`` chooses the environment of each,
-        None: it is ``rollout.environment``. With a ``choice`` prompts are chosen by the ``success`` of their groups.
+        None: it is ``rollout.environment``. ``choice`` chooses among the prompts by the ``success`` of their groups.
         """
         self._further = {
             "with_baseline": with_baseline,
@@ -172,20 +171,16 @@ class Dispatch:
         return self.cursor.accept(group_id, is_preferred=is_preferred)
 
     def scored(self, group: ReadyGroup) -> ReadyGroup:
-        """Return an arrived group with the chance that its prompt was chosen with, and let its rewards change the next one's.
-
-        Raises ConfigError where nothing says which of its completions succeed.
-        """
-        if (choice := self.cursor.choice) is None:
+        """Return an arrived group with the chance of its prompt, which its results change for later passes; raises ConfigError."""
+        if self._success is None:
             return group
-        place, summary = GroupKey.parse(group.group_id).place, group.scored.generated
-        rule = self._success.rule(group.group.reward)
-        if rule is None or rule.missing_part(group.scored) is not None:
-            name = group.group.reward.name if rule is None else rule.reward
-            raise ConfigError(f"data.adaptive: group {group.group_id} has no success; correct reward.success.{name}")
-        correct = rule.correct(group.scored.rewards, group.scored.parts)[: summary.num_trained]
-        choice.record(place, sum(correct), len(correct) - sum(correct))
-        return replace(group, chance=choice.chances.get(place, 0.0))
+        place, rule = GroupKey.parse(group.group_id).place, self._success.rule(group.group.reward)
+        if rule is None or (part := rule.missing_part(group.scored)) is not None:
+            lacks = "no rule of success" if rule is None else f"no part {part}, which the rule of success needs"
+            raise ConfigError(f"data.adaptive: the reward of {group.group_id} has {lacks}; correct [reward] success")
+        correct = rule.correct(group.scored.rewards, group.scored.parts)[: group.scored.generated.num_trained]
+        self.cursor.choice.record(place, sum(correct), len(correct) - sum(correct))
+        return replace(group, chance=self.cursor.choice.chances.get(place, 0.0))
 
     def train(
         self, version: PolicyVersion, batch: Sequence[ReadyGroup], staleness_tokens: Mapping[int, int]

@@ -31,7 +31,7 @@ from penstock.protocol.versions import PolicyVersion, VersionTree
 from penstock.trainer.algorithm.group_filters.interface import drop_reason
 from penstock.trainer.connections import Connections
 from penstock.trainer.data.data_order import PromptChoice, prompt_order
-from penstock.trainer.data.dataset import PromptSet, reward_name
+from penstock.trainer.data.dataset import AUTO_REWARD, PromptSet, reward_name
 from penstock.trainer.errors import CheckpointError
 from penstock.trainer.evaluation.eval_result import SuccessRules
 from penstock.trainer.groups.batcher import Batcher, group_rules
@@ -144,7 +144,7 @@ class StoredGroups:
     def _nothing(self, *_: object) -> None:
         """Do nothing: no thread runs, no task is issued, no message is received, and no version of this run sampled."""
 
-    advance = check = stop = begin_session = acknowledge = close = prompts = _nothing
+    advance = check = stop = begin_session = acknowledge = close = prompt_figures = _nothing
 
     def _take(self) -> tuple[list[StoredGroup], list[Drop]]:
         """Return the next groups to train on, and the drops of those skipped before them."""
@@ -215,6 +215,8 @@ def open_source(
         return GroupSource(stored, stored, (), IssuedBefore())
     rollout, algorithm = settings.rollout, settings.algorithm
     routers = _routers(settings)
+    if settings.data.adaptive:
+        _check_success(settings, prompts, success)
     dispatch = Dispatch(
         prompts,
         order=prompt_order(prompts, settings),
@@ -225,8 +227,8 @@ def open_source(
         teacher_top_k=settings.teacher_top_k,
         routers=routers,
         mixture=Mixture.of(settings.environment, settings.run.seed),
-        choice=_choice(settings, prompts, success),
-        success=success,
+        choice=PromptChoice(settings.data.adaptive, settings.run.seed),
+        success=success if settings.data.adaptive else None,
     )
     if resumed is not None:
         dispatch.cursor.resume(resumed.dispatch)
@@ -254,18 +256,13 @@ def open_source(
     return GroupSource(issuer, collector, (collector, issuer), before)
 
 
-def _choice(settings: TrainerSettings, prompts: PromptSet, success: SuccessRules) -> PromptChoice | None:
-    if not settings.data.adaptive:
-        return None
-    names = {reward_name(settings.reward, source): source for source in prompts.rows_of_source}
-    for name in prompts.rows_by_reward:
-        request = RewardRequest(name=name, data_source=names.get(name, ""))
-        if success.rule(request) is None:
+def _check_success(settings: TrainerSettings, prompts: PromptSet, success: SuccessRules) -> None:
+    asked = {(reward_name(settings.reward, source), source) for source in prompts.rows_of_source}
+    for name, source in asked | {(name, "") for name in prompts.rows_by_reward if name != AUTO_REWARD}:
+        if success.rule(RewardRequest(name=name, data_source=source)) is None:
             raise ConfigError(
-                f"data.adaptive chooses prompts by their success, and nothing says from which reward {name} a completion succeeds; set "
-                f"reward.success.{name}, or leave it out"
+                f"data.adaptive counts completions that succeed, and nothing says which do by the reward {name}; set reward.success.{name}"
             )
-    return PromptChoice(settings.data.adaptive, settings.run.seed)
 
 
 def _routers(settings: TrainerSettings) -> RouterShape | None:

@@ -101,8 +101,7 @@ class Issuer:
     def keep_log(self, log: IssueLog) -> None:
         self._log = log
         self._dispatch.cursor.before = log.before
-        if (choice := self._dispatch.cursor.choice) is not None:
-            choice.recall(log.before.later)
+        self._dispatch.cursor.choice.recall(log.before.later)
 
     def pause(self, is_paused: bool) -> None:
         with self._changed:
@@ -142,11 +141,9 @@ class Issuer:
         with self._changed:
             return self._dispatch.scored(group)
 
-    def prompts(self) -> dict[str, float]:
-        """Return what the chances of all prompts add up to; empty without ``data.adaptive``."""
+    def prompt_figures(self) -> dict[str, float]:
         with self._changed:
-            cursor = self._dispatch.cursor
-            return {} if cursor.choice is None else cursor.choice.figures(cursor.order, cursor.position)
+            return self._dispatch.cursor.choice.figures(self._dispatch.cursor.order, self._dispatch.cursor.position)
 
     def mark_trained(
         self,
@@ -212,8 +209,8 @@ class Issuer:
         """Record packs of `next_packs`, before they are published; raises CheckpointError."""
         if self._log is not None:
             with self._changed:
-                position, choice = self._dispatch.cursor.position, self._dispatch.cursor.choice
-                chances = [] if choice is None else choice.take_unlogged()
+                cursor = self._dispatch.cursor
+                position, chances = cursor.position, cursor.choice.take_unlogged()
             self._log.append(position, [*chances, *(task.group_id for pack in packs for task in pack.tasks)])
 
     def mark_sent(self) -> None:

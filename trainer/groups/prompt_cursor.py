@@ -67,7 +67,8 @@ class PromptCursor:
         choice: PromptChoice | None = None,
     ) -> None:
         """Start at the first prompt; positions are valid for ``id_of_order`` only, and attempts for ``groups``."""
-        self.order, self.order_id, self._groups, self.choice = order, id_of_order, groups, choice
+        self.order, self.order_id, self._groups = order, id_of_order, groups
+        self.choice = choice or PromptChoice(0.0, order.seed)
         self.position = 0  # next prompt of the data order
         self.again: list[GroupKey] = []  # to be issued before new prompts
         self.ahead: set[Place] = set()  # arrived from an earlier session before their position was reached
@@ -77,9 +78,10 @@ class PromptCursor:
         self.before = NOTHING_BEFORE  # what earlier sessions issued
 
     def to_document(self) -> dict[str, Any]:
-        ids = [*self._groups.outstanding(), *self._groups.dead(), *map(str, self.again)]
-        choice = {} if self.choice is None else self.choice.to_document(GroupKey.parse(i).place for i in ids)
+        kept = [group_id for _, ids in self._groups.rows() for group_id in ids]
+        ids = [*self._groups.outstanding(), *self._groups.dead(), *kept, *map(str, self.again)]
         return {
+            **self.choice.to_document(GroupKey.parse(group_id).place for group_id in ids),
             "schema_tag": _STATE_TAG,
             "order_id": self.order_id,
             "position": self.position,
@@ -91,7 +93,6 @@ class PromptCursor:
             "num_issued": self._groups.totals.sums.issued,
             "num_issued_again": self.num_issued_again,
             "num_given_up": self.num_given_up,
-            **choice,
         }
 
     def resume(self, document: dict[str, Any]) -> None:
@@ -103,13 +104,12 @@ class PromptCursor:
                 "data.train, the image files of its rows, data.map, data.format, data.max_prompt_tokens, data.max_samples, "
                 "data.shuffle, data.weights or run.seed changed; restore them, or start over with another run.id or trainer.resume = false"
             )
+        self.choice.resume(document)
         self.position = document["position"]
         self.again = [GroupKey.parse(text) for text in document["again"]]
         self.ahead = {Place(*place) for place in document["ahead"]}
         self.refused = {GroupKey.parse(text) for text in document.get("refused", ())}
         self.num_issued_again, self.num_given_up = document["num_issued_again"], document["num_given_up"]
-        if self.choice is not None:
-            self.choice.resume(document)
 
     def outstanding(self) -> list[str]:
         """Return the ids that are outstanding, sorted by epoch, prompt and attempt: their order must be reproducible."""
@@ -169,7 +169,6 @@ class PromptCursor:
         return DropReason.DUPLICATE
 
     def may_arrive(self, group_id: str) -> bool:
-        """Return False for what `before` need not list: an attempt that may not arrive, the chance of a position that is passed."""
         if chance := CHANCE.fullmatch(group_id):
             return int(chance[1]) >= self.position
         try:
@@ -186,10 +185,8 @@ class PromptCursor:
             return False
         if key.attempt:
             return str(key) in self.before.later
-        if not self.before.position or (position := self.order.position_of(key.place)) >= self.before.position:
-            return False
-        chance = None if self.choice is None else self.choice.logged.get(position)
-        return self.choice is None or chance is None or self.choice.is_taken(position, chance)
+        position = self.order.position_of(key.place) if self.before.position else 0
+        return position < self.before.position and self.choice.took(position)
 
     def close(self, group_ids: Iterable[str]) -> None:
         if self.refused:
@@ -221,7 +218,7 @@ class PromptCursor:
             self.position += 1
             if place in self.ahead:
                 self.ahead.remove(place)
-            elif self.choice is None or self.choice.takes(self.position - 1, place):
+            elif self.choice.takes(self.position - 1, place):
                 return GroupKey(*place, attempt=0)
 
     def _replace_with(self, key: GroupKey, *, is_preferred: bool) -> bool:
@@ -237,8 +234,7 @@ class PromptCursor:
             return False
         else:
             self.ahead.add(key.place)
-            if self.choice is not None and (chance := self.choice.logged.get(self.order.position_of(key.place))):
-                self.choice.chances[key.place] = chance
+            self.choice.chances[key.place] = self.choice.logged.get(self.order.position_of(key.place), 0.0)
         self._groups.issue([str(key)])
         for replaced in map(str, sorted(older)):
             content = self._groups.content(replaced)

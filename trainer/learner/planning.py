@@ -10,7 +10,7 @@ from statistics import fmean
 from typing import Any, Literal
 
 from penstock.protocol.packs.step_logprobs import MAX_GROUPS, MAX_ROWS, MAX_TOKENS
-from penstock.trainer.algorithm.credit import AlgorithmState, Credit, Scored, credit_rule
+from penstock.trainer.algorithm.credit import AlgorithmState, Scored, credit_rule
 from penstock.trainer.learner.learner import Learner
 from penstock.trainer.learner.step_metrics import StepMetrics
 from penstock.trainer.learner.step_plan import (
@@ -35,7 +35,6 @@ class Planner:
         self._budget = settings.trainer.micro_batch_tokens
         self._least_age = settings.data.least_age
         self._seed = settings.run.seed
-        self._is_unbiased = settings.data.adaptive_unbiased
         self._learner = learner
         self._state = AlgorithmState.resumed(settings.algorithm, state)
         self._credit = credit_rule(settings.algorithm, longest=self._longest, state=self._state)
@@ -60,7 +59,7 @@ class Planner:
         steers_loss = algorithm.kl_target is not None and algorithm.kl_coefficient > 0.0
         plan = make_plan(
             batch,
-            credit=lambda groups: self._weighted(batch, self._credit(_measured(groups, gaps, influences))),
+            credit=lambda groups: self._credit(_measured(groups, gaps, influences)),
             aggregation=algorithm.aggregation,
             max_completion_tokens=self._longest,
             capacity=self._learner.capacity(self._budget),
@@ -72,16 +71,6 @@ class Planner:
         if algorithm.has_critic and algorithm.reward_kl_coefficient:
             plan = replace(plan, token_kl=self._state.kl.coefficient)
         return replace(plan, kl_coefficient=self._state.kl.coefficient) if steers_loss else plan
-
-    def _weighted(self, batch: Sequence[ReadyGroup], credit: Credit) -> Credit:
-        """Return what each group counts as if all prompts were as often: in inverse proportion to its chance, 1 in the mean of the batch."""
-        if not self._is_unbiased:
-            return credit
-        inverse = [1.0 / (group.chance or 1.0) for group in batch]
-        factors = [
-            own / fmean(inverse) for own, group in zip(inverse, batch, strict=True) for _ in group.trained.lengths
-        ]
-        return replace(credit, weights=[w * f for w, f in zip(credit.weights, factors, strict=True)])
 
     def _split(self, groups: Sequence[int]) -> Passes:
         algorithm = self._algorithm

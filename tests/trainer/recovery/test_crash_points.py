@@ -176,7 +176,7 @@ def undisturbed(scene: Scene) -> Iterator[Run]:
         yield run
 
 
-ADAPTIVE = ("trainer.max_mismatch=1", "data.adaptive=0.1", "data.adaptive_unbiased=true", "data.max_samples=8")
+ADAPTIVE = ("trainer.max_mismatch=1", "data.adaptive=0.1", "algorithm.chance_weight=true", "data.max_samples=8")
 
 
 @pytest.fixture(scope="module")
