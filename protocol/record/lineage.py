@@ -63,9 +63,7 @@ class RecordedGroup(Wire):
     pack: Count  # number in the step's list of packs
     scored: ScoredGroup
     use: Annotated[int, Field(ge=1)] = 1  # above 1: trained again by design, and closed by its first use
-    chance: Annotated[Chance, UNLESS_EMPTY] = (
-        0.0  # that its prompt was issued, by ``data.adaptive``; 0: whatever it was
-    )
+    chance: Annotated[Chance, UNLESS_EMPTY] = 0.0  # that its prompt was issued (``data.adaptive``); 0: not recorded
 
     @property
     def group_id(self) -> str:

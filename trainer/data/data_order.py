@@ -99,7 +99,7 @@ class PromptChoice:
         self.tried: dict[int, Tried] = {}  # by prompt
         self.chances: dict[Place, float] = {}  # with which open groups were chosen
         self.logged: dict[int, float] = {}  # of positions to come, by earlier sessions
-        self._unlogged: list[str] = []
+        self.unlogged: list[str] = []
 
     def chance(self, place: Place) -> float:
         epoch, solved, failed = self.tried.get(place.prompt, Tried(place.epoch, 0.0, 0.0))
@@ -112,11 +112,10 @@ class PromptChoice:
             return True
         if position not in self.logged:
             self.logged[position] = self.chance(place)
-            self._unlogged.append(f"{position}={self.logged[position]}")
-        is_taken = self.took(position)
-        chance = self.logged.pop(position)
-        if is_taken:
-            self.chances[place] = chance
+            self.unlogged.append(f"{position}={self.logged[position]}")
+        if is_taken := self.took(position):
+            self.chances[place] = self.logged[position]
+        del self.logged[position]
         return is_taken
 
     def took(self, position: int) -> bool:
@@ -131,34 +130,28 @@ class PromptChoice:
             kept = 0.5 ** (place.epoch - epoch)
             self.tried[place.prompt] = Tried(place.epoch, num_solved + kept * solved, num_failed + kept * failed)
 
-    def take_unlogged(self) -> list[str]:
-        unlogged, self._unlogged = self._unlogged, []
-        return unlogged
-
     def recall(self, tokens: Iterable[str]) -> None:
         self.logged = {int(found[1]): float(found[2]) for found in map(CHANCE.fullmatch, tokens) if found}
 
     def figures(self, order: DataOrder | WeightedOrder, position: int) -> dict[str, float]:
         """Return shares of the scored prompts by success rate, and what the chances of all add up to; {} without a floor."""
+        if not self._floor:
+            return {}
         rates = [solved / (solved + failed) for _, solved, failed in self.tried.values()]
-        chances = [self.chance(Place(order.at(position).epoch, prompt)) for prompt in range(order.num_prompts)]
-        return (
-            {}
-            if not self._floor
-            else {
-                "prompts_unsolved": sum(rate < _ALMOST for rate in rates) / max(1, len(rates)),
-                "prompts_solved": sum(rate > 1.0 - _ALMOST for rate in rates) / max(1, len(rates)),
-                "prompts_effective": sum(chances) ** 2 / sum(c * c for c in chances),
-                "prompts_at_floor": sum(c <= self._floor for c in chances) / len(chances),
-            }
-        )
+        epoch, untried = order.at(position).epoch, order.num_prompts - len(rates)
+        chances = [self.chance(Place(epoch, i)) for i in self.tried] + [max(0.5, self._floor)] * untried
+        return {
+            "prompts_unsolved": sum(rate < _ALMOST for rate in rates) / max(1, len(rates)),
+            "prompts_solved": sum(rate > 1.0 - _ALMOST for rate in rates) / max(1, len(rates)),
+            "prompts_effective": sum(chances) ** 2 / sum(c * c for c in chances),
+            "prompts_at_floor": sum(c <= self._floor for c in chances) / len(chances),
+        }
 
     def to_document(self, open_places: Iterable[Place]) -> dict[str, Any]:
         self.chances = {place: self.chances[place] for place in sorted({*open_places} & self.chances.keys())}
-        tried = [[prompt, *tried] for prompt, tried in sorted(self.tried.items())]
-        return (
-            {"tried": tried, "chances": [[*at, chance] for at, chance in self.chances.items()]} if self._floor else {}
-        )
+        tried, chances = sorted(self.tried.items()), self.chances.items()
+        document = {"tried": [[i, *tried] for i, tried in tried], "chances": [[*at, chance] for at, chance in chances]}
+        return document if self._floor else {}
 
     def resume(self, document: Mapping[str, Any]) -> None:
         self.tried = {prompt: Tried(*tried) for prompt, *tried in document.get("tried", ())}

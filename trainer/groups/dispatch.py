@@ -175,9 +175,8 @@ class Dispatch:
         if self._success is None:
             return group
         place, rule = GroupKey.parse(group.group_id).place, self._success.rule(group.group.reward)
-        if rule is None or (part := rule.missing_part(group.scored)) is not None:
-            lacks = "no rule of success" if rule is None else f"no part {part}, which the rule of success needs"
-            raise ConfigError(f"data.adaptive: the reward of {group.group_id} has {lacks}; correct [reward] success")
+        if rule is None or rule.missing_part(group.scored) is not None:
+            raise ConfigError(f"data.adaptive: {group.group_id} has no {rule and rule.text}; correct reward.success")
         correct = rule.correct(group.scored.rewards, group.scored.parts)[: group.scored.generated.num_trained]
         self.cursor.choice.record(place, sum(correct), len(correct) - sum(correct))
         return replace(group, chance=self.cursor.choice.chances.get(place, 0.0))

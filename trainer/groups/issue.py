@@ -209,8 +209,8 @@ class Issuer:
         """Record packs of `next_packs`, before they are published; raises CheckpointError."""
         if self._log is not None:
             with self._changed:
-                cursor = self._dispatch.cursor
-                position, chances = cursor.position, cursor.choice.take_unlogged()
+                position, choice = self._dispatch.cursor.position, self._dispatch.cursor.choice
+                chances, choice.unlogged = choice.unlogged, []
             self._log.append(position, [*chances, *(task.group_id for pack in packs for task in pack.tasks)])
 
     def mark_sent(self) -> None:
