@@ -190,9 +190,8 @@ class Training:
             self.events.write("alarm", {"text": str(saved)})
             raise saved from err
         self._step_s = time.monotonic() - started
-        ids = [group.group_id for group in batch]
         step: dict[str, Value] = {"step": self.num_steps_done, "version": self.version}
-        self.traced.trained(ids, time.time() - self._step_s, step)
+        self.traced.trained([group.group_id for group in batch], time.time() - self._step_s, step)
         return learned
 
     def record_step(self, batch: list[ReadyGroup], learned: Learned) -> None:
@@ -380,7 +379,6 @@ class Training:
             saved = save_batch(
                 folder, batch, err, config=self.config, run_id=self.settings.run.id, step=step, version=self.version,
                 epoch=self.lease.epoch, algorithm=dict(algorithm), ages=tuple(self._ages(batch).items()),
-                chances=tuple(group.chance for group in batch) if self.settings.data.adaptive else (),
             )  # fmt: skip
         except OSError as problem:
             return type(err)(f"{err}. The batch of step {step} could not be saved below {folder}: {problem}")

@@ -8,7 +8,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from penstock.protocol.errors import ConfigError
 from penstock.protocol.groups import RouterShape, Split, Task
@@ -19,7 +19,6 @@ from penstock.protocol.versions import Branch, PolicyVersion, Remade, staleness
 from penstock.trainer.data.data_order import DataOrder, PromptChoice, WeightedOrder
 from penstock.trainer.data.dataset import Prompt
 from penstock.trainer.errors import CheckpointError
-from penstock.trainer.evaluation.eval_result import SuccessRules
 from penstock.trainer.groups.group_states import GroupStates, State
 from penstock.trainer.groups.group_totals import Drop, DropReason, Entries, GroupTotals
 from penstock.trainer.groups.prompt_cursor import GroupKey, PromptCursor, order_id
@@ -36,6 +35,9 @@ from penstock.trainer.groups.task_packs import (
 )
 from penstock.trainer.learner.step_plan import ReadyGroup
 from penstock.trainer.settings import RolloutSettings
+
+if TYPE_CHECKING:
+    from penstock.trainer.evaluation.eval_result import SuccessRules
 
 _SAMPLED_PROMPTS = 32  # their mean size is used for all prompts when packs are cut
 

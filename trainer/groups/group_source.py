@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import structlog
 
@@ -33,7 +33,6 @@ from penstock.trainer.connections import Connections
 from penstock.trainer.data.data_order import PromptChoice, prompt_order
 from penstock.trainer.data.dataset import AUTO_REWARD, PromptSet, reward_name
 from penstock.trainer.errors import CheckpointError
-from penstock.trainer.evaluation.eval_result import SuccessRules
 from penstock.trainer.groups.batcher import Batcher, group_rules
 from penstock.trainer.groups.collect import Collector
 from penstock.trainer.groups.dispatch import Dispatch, RunGroups
@@ -46,6 +45,9 @@ from penstock.trainer.learner.model_folder_check import check_routers
 from penstock.trainer.learner.step_plan import ReadyGroup
 from penstock.trainer.learner.vision import image_reader
 from penstock.trainer.settings import TrainerSettings
+
+if TYPE_CHECKING:
+    from penstock.trainer.evaluation.eval_result import SuccessRules
 
 log = structlog.get_logger("trainer.groups.group_source")
 
