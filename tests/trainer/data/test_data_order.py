@@ -185,7 +185,10 @@ def test_a_chance_ages_and_counts_a_group_once() -> None:
 
 @given(st.integers(0, 119), st.integers(0, 119), st.integers(0, 9))
 def test_a_choice_is_made_once_whatever_is_known_later(killed: int, committed: int, seed: int) -> None:
-    """A session that resumes an older checkpoint with the log of the killed one issues the same prompts with the same chances."""
+    """A session that resumes an older checkpoint with the log of the killed one issues the same prompts with the same chances.
+
+    What the killed session had trained since is delivered again before the first choice.
+    """
     order, whole, first, later = DataOrder(12, seed), *(PromptChoice(0.1, seed) for _ in range(3))
     expected = [issued(whole, order, range(at, at + 1)) for at in range(120)]
     committed, documents = min(killed, committed), []
@@ -194,6 +197,8 @@ def test_a_choice_is_made_once_whatever_is_known_later(killed: int, committed: i
         issued(first, order, range(at, at + 1))
     later.resume(documents[committed])
     later.recall([token for token in first.unlogged if int(token.partition("=")[0]) >= committed])
+    for _, place in (each for some in expected[committed : killed + 1] for each in some):
+        later.record(place, (0, 4, 8)[place.prompt % 3], (8, 4, 0)[place.prompt % 3])
     assert [issued(later, order, range(at, at + 1)) for at in range(committed, 120)] == expected[committed:]
 
 
