@@ -20,7 +20,7 @@ import socket
 import time
 from base64 import b64encode
 from collections import defaultdict
-from collections.abc import AsyncIterator, Collection
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection
 from concurrent.futures import CancelledError
 from typing import Annotated, BinaryIO
 from urllib.parse import urlsplit
@@ -89,6 +89,10 @@ class PeerOffer(Wire):
 class SegmentRequest(Wire):
     sha256: Sha256
     version: Count  # whose manifest names the segment
+
+
+def app_of(segment: Callable[[Request], Awaitable[Response]], address: str) -> Guard:
+    return Guard(Starlette(routes=[Route(_PATH, segment, methods=["POST"])]), Rules((address,)), max_bytes=_CHUNK_BYTES)
 
 
 class Peers:
@@ -173,17 +177,17 @@ class Peers:
     async def _serve(self) -> None:
         """Listen, offer it and read the others' offers, until the thread is stopped."""
         address, bound = self._own_address(), None
-        app = Starlette(routes=[Route(_PATH, self._segment, methods=["POST"])])
-        guarded = Guard(app, Rules(None), max_bytes=_CHUNK_BYTES)
         async with contextlib.AsyncExitStack() as stack:
             stack.push_async_callback(self._http.close)
             number = 0
             while not self._ended.is_set():
                 try:
                     if bound is None:
-                        bound = stack.enter_context(web_server.listen(address, self._port, key="worker.peer_port"))
+                        bound = stack.enter_context(tls.listen(address, self._port, key="worker.peer_port"))
                         options = tls.server_options(address)
-                        await stack.enter_async_context(web_server.serving_long(guarded, bound, **options))
+                        await stack.enter_async_context(
+                            web_server.serving_long(app_of(self._segment, address), bound, **options)
+                        )
                 except ConfigError as err:  # another worker of this host may serve the same folder
                     if not number:
                         log.info("this worker reads from peers and serves none yet", reason=str(err))

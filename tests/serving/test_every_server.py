@@ -14,6 +14,8 @@ from typing import Any, cast
 
 import pytest
 import uvicorn
+from starlette.requests import Request
+from starlette.responses import Response
 from tests.console.web.control.api import Api
 from tests.reward_service.processes import api_app
 from tests.serving.test_hosted_servers import environment, reward
@@ -24,7 +26,9 @@ from penstock.console.web import serve
 from penstock.protocol.transport import tls
 from penstock.reward_service.endpoints.endpoint import Access
 from penstock.rollout_service.embedded_engine.http.app import build_app
+from penstock.rollout_service.weights import peers
 from penstock.serving import web_server
+from penstock.serving.request_checks import check_signature
 
 ROOT = Path(__file__).parents[2]
 Build = Callable[[Path], uvicorn.Config]
@@ -39,6 +43,14 @@ def proxy(_: Path) -> uvicorn.Config:
     return web_server.config_of(guarded(AgentProxy(EpisodeLimits()), ()), lifespan="off")
 
 
+def peer(_: Path) -> uvicorn.Config:
+    async def segment(request: Request) -> Response:
+        await check_signature(["whsec_" + "A" * 43 + "="], request)
+        return Response()
+
+    return web_server.config_of(peers.app_of(segment, "192.0.2.1"), lifespan="off")
+
+
 def of_reward(_: Path) -> uvicorn.Config:
     return web_server.config_of(reward((), ()), lifespan="off")
 
@@ -50,6 +62,7 @@ SERVERS: dict[str, tuple[Build, str, str]] = {  # by the file that starts it: ho
     "agents/proxy/server.py": (proxy, "/episodes/guess/v1/messages", "/episodes/guess/v1/models"),
     "rollout_service/embedded_engine/run_engine.py": (engine, "/update_weights_from_disk", "/flush_cache"),
     "reward_service/service.py": (lambda _: web_server.config_of(api_app(Access([])), lifespan="off"), "/v1/score", "/v1/nothing"),
+    "rollout_service/weights/peers.py": (peer, "/segments", "/segments"),
     "console/web/serve.py": (lambda folder: serve.server_for(Api(folder).context, ()).config, "/v1/runs", "/v1/runs"),
 }  # fmt: skip
 METRICS = "protocol/metrics/server.py"  # answers one path, reads no body, and closes what is late after 5 s
