@@ -111,19 +111,21 @@ class HttpConnections:
 
     async def send(
         self, method: str, url: str, body: bytes | None = None, headers: Mapping[str, str] | None = None,
-        max_bytes: int | None = None,
+        max_bytes: int | None = None, fingerprint: str = "",
     ) -> Answer:  # fmt: skip
         """Return the answer, of ``max_bytes`` (None: of that of all answers) at most; a body is JSON unless a header says another type.
 
-        Raises ConnectionFailed, AnswerRefused, TargetRefused.
+        With a ``fingerprint`` the server's certificate is the one with this SHA-256, whatever its name and authority are. Raises
+        ConnectionFailed, AnswerRefused, TargetRefused.
         """
         self._check(url)
         sent_headers = CIMultiDict() if body is None else CIMultiDict({"Content-Type": "application/json"})
         sent_headers.update(headers or {})
         try:
             async with self._connections(url).request(
-                method, url, data=body, headers=sent_headers, allow_redirects=False
-            ) as response:
+                method, url, data=body, headers=sent_headers, allow_redirects=False,
+                ssl=aiohttp.Fingerprint(bytes.fromhex(fingerprint)) if fingerprint else True,
+            ) as response:  # fmt: skip
                 cookies = {name: morsel.coded_value for name, morsel in response.cookies.items()}
                 return Answer(
                     response.status,

@@ -13,6 +13,7 @@ listens on the loopback alone has no TLS: what could read its packets could read
 
 from __future__ import annotations
 
+import hashlib
 import ipaddress
 import os
 import socket
@@ -23,6 +24,7 @@ from typing import Any, NamedTuple
 from penstock.protocol.errors import ConfigError
 
 # What OpenSSL says of a server that does not speak TLS at all.
+_PEM_BEGIN, _PEM_END = "-----BEGIN CERTIFICATE-----", "-----END CERTIFICATE-----"
 _PLAIN = ("WRONG_VERSION_NUMBER", "RECORD_LAYER_FAILURE", "HTTP_REQUEST", "PACKET_LENGTH_TOO_LONG")
 CERTIFICATE, KEY, AUTHORITY = (f"PENSTOCK_TLS_{name}_FILE" for name in ("CERTIFICATE", "KEY", "CA"))
 
@@ -138,6 +140,14 @@ def server_options(host: str) -> dict[str, Any]:
     """Return uvicorn's options for a server that listens on ``host``; empty without TLS. Raises as `server_files`."""
     files = server_files(host)
     return {} if files is None else {"ssl_certfile": files.certificate, "ssl_keyfile": files.key}
+
+
+def fingerprint(host: str) -> str:
+    """Return the SHA-256 of the certificate that a server on ``host`` shows, in hex; "" without TLS. Raises as `server_files`."""
+    if (files := server_files(host)) is None:
+        return ""
+    first = Path(files.certificate).read_text().partition(_PEM_END)[0]
+    return hashlib.sha256(ssl.PEM_cert_to_DER_cert(_PEM_BEGIN + first.partition(_PEM_BEGIN)[2] + _PEM_END)).hexdigest()
 
 
 def scheme(host: str) -> str:

@@ -84,6 +84,9 @@ class PeerOffer(Wire):
 
     url: Annotated[str, Field(pattern=r"^https?://[^/?#@\s]+$", max_length=300)]
     secret: Annotated[str, Field(pattern=r"^whsec_[A-Za-z0-9+/]{43}=$")]
+    fingerprint: Annotated[str, Field(pattern=r"^([0-9a-f]{64})?$")] = (
+        ""  # of the certificate, which need not name the address
+    )
 
 
 class SegmentRequest(Wire):
@@ -161,7 +164,7 @@ class Peers:
         headers = signature.headers([offer.secret], **ids, body=body)
         try:
             async with asyncio.timeout(WAIT_S + transfer_s(size_bytes)):
-                answer = await self._http.send("POST", offer.url + _PATH, body, headers, max_bytes=size_bytes)
+                answer = await self._http.send("POST", offer.url + _PATH, body, headers, size_bytes, offer.fingerprint)
         except TimeoutError:
             return None, "slow"
         except AnswerRefused:
@@ -176,23 +179,25 @@ class Peers:
 
     async def _serve(self) -> None:
         """Listen, offer it and read the others' offers, until the thread is stopped."""
-        address, bound = self._own_address(), None
+        address, offer = self._own_address(), None
         async with contextlib.AsyncExitStack() as stack:
             stack.push_async_callback(self._http.close)
             number = 0
             while not self._ended.is_set():
                 try:
-                    if bound is None:
+                    if offer is None:
                         bound = stack.enter_context(tls.listen(address, self._port, key="worker.peer_port"))
                         options = tls.server_options(address)
-                        await stack.enter_async_context(
-                            web_server.serving_long(app_of(self._segment, address), bound, **options)
-                        )
+                        app = app_of(self._segment, address)
+                        await stack.enter_async_context(web_server.serving_long(app, bound, **options))
+                        host = f"[{address}]" if ":" in address else address
+                        url = f"{tls.scheme(address)}://{host}:{bound.getsockname()[1]}"
+                        offer = PeerOffer(url=url, secret=self._secret, fingerprint=tls.fingerprint(address))
                 except ConfigError as err:  # another worker of this host may serve the same folder
                     if not number:
                         log.info("this worker reads from peers and serves none yet", reason=str(err))
                 try:
-                    await self._renew(bound, address, lists=number % (1 + len(self._offers) // _PER_LIST) == 0)
+                    await self._renew(offer, address, lists=number % (1 + len(self._offers) // _PER_LIST) == 0)
                 except PenstockError as err:
                     log.debug("peers are not renewed", error=str(err))
                 number += 1
@@ -210,13 +215,10 @@ class Peers:
                 return probe.getsockname()[0]
         return "127.0.0.1"
 
-    async def _renew(self, bound: socket.socket | None, address: str, *, lists: bool) -> None:
+    async def _renew(self, own: PeerOffer | None, address: str, *, lists: bool) -> None:
         store = await self._bus.key_value(streams.lease_bucket(self._run_id).bucket)
-        if bound is not None:
-            host = f"[{address}]" if ":" in address else address
-            url = f"{tls.scheme(address)}://{host}:{bound.getsockname()[1]}"
-            offer = PeerOffer(url=url, secret=self._secret)
-            await store.put(streams.peer_key(self.host), offer.model_dump_json().encode())
+        if own is not None:
+            await store.put(streams.peer_key(self.host), own.model_dump_json().encode())
         if lists:
             found: dict[str, PeerOffer] = {}
             for entry in await store.entries(streams.peer_key("")):

@@ -20,9 +20,11 @@ from benchmarks.weights.many_hosts import simulate
 from tests.rollout_service.weights.test_worker_mirror import Run
 from tests.servers import wait_for
 
+from penstock.deploy.certificates import write_certificates
 from penstock.deploy.processes.child import Child
 from penstock.deploy.quickstart_task import write_model
 from penstock.protocol import streams
+from penstock.protocol.transport import tls
 from penstock.protocol.transport.blobs import Blobs
 from penstock.protocol.transport.bus import Bus
 from penstock.protocol.weights.shared_segments import SharedSegments
@@ -206,6 +208,23 @@ def test_a_peer_is_sent_what_is_here_or_will_be_soon_if_it_belongs_to_the_run(
     assert ask()[:2] == (False, "refused")
     _, other = join("another-run")
     assert not other._offers
+
+
+def test_a_peer_with_tls_has_the_certificate_of_its_offer(
+    join: Join, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Which names another host and is of an authority that nobody trusts; without it nothing is sent."""
+    write_certificates(tmp_path / "tls", services=("api",))
+    monkeypatch.setenv(tls.CERTIFICATE, str(tmp_path / "tls" / "api.pem"))
+    monkeypatch.setenv(tls.KEY, str(tmp_path / "tls" / "api.key"))
+    monkeypatch.setattr(Peers, "_own_address", lambda _: "0.0.0.0")
+    (shared, holder), (_, asker) = join(), join()
+    know_each_other(holder, asker)
+    shared.fetch(NAME, len(DATA), lambda: DATA, 1)
+    offer, request = asker._offers[holder.host], peers.SegmentRequest(sha256=NAME, version=1)
+    other = offer.model_copy(update={"fingerprint": hashlib.sha256(b"").hexdigest()})
+    found = [asker._thread.start(asker._ask(one, request, len(DATA))).result(30.0) for one in (offer, other)]
+    assert (offer.url[:16], found) == ("https://0.0.0.0:", [(DATA, ""), (None, "unreachable")])
 
 
 def test_a_host_that_starts_again_takes_the_place_of_its_offer(join: Join) -> None:
