@@ -37,7 +37,10 @@ ROOT = Path(__file__).resolve().parents[1]
 _PYTHON = sys.executable
 _NEVER = ("LD_PRELOAD", "PYTHONPATH")  # variables that a forked process comes too late for
 _READ_AT_IMPORT = ("CUDA", "DS_", "HF_", "LANG", "LC_", "LD_", "NVIDIA", "OMP_", "PYTHON", "TORCH", "TRANSFORMERS")
-_SET_BY_TORCH = "TORCHINDUCTOR_CACHE_DIR"  # in a process that uses its compiler
+_SET_MEANWHILE = (
+    "DS_ACCELERATOR",
+    "TORCHINDUCTOR_CACHE_DIR",
+)  # by `import_deepspeed` and torch's compiler, in any process alike
 _ENVIRON = {  # of a fork server: torch has no threads, Arrow none
     **os.environ, "OMP_NUM_THREADS": "1", "JE_ARROW_MALLOC_CONF": "background_thread:false", "PYTHONDONTWRITEBYTECODE": ""
 }  # fmt: skip
@@ -176,7 +179,7 @@ def _how(words: Sequence[str], environ: Mapping[str, str]) -> dict[str, Any] | N
     ]
     late = any(
         name in _NEVER or (name.startswith(_READ_AT_IMPORT) and value != _ENVIRON.get(name))
-        for name, value in environ.items() if value and name != _SET_BY_TORCH
+        for name, value in environ.items() if value and name not in _SET_MEANWHILE
     )  # fmt: skip
     is_module = kind == "-m" and module.partition(".")[0] == "penstock"
     is_call = kind == "-c" and module.startswith(_CALL.partition("{")[0])

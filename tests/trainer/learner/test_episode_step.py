@@ -156,6 +156,9 @@ class Issued:
     def accept(self, group_id: str, *, is_preferred: bool = False) -> None:
         """Every group is wanted."""
 
+    def scored(self, group: ReadyGroup) -> ReadyGroup:
+        return group
+
     def pause(self, is_paused: bool) -> None:
         """Nothing is issued."""
 
