@@ -214,7 +214,8 @@ def own_s3(tmp_path: Path) -> Iterator[Callable[[], S3Server]]:
 
 @pytest.fixture
 def run_id() -> str:
-    return f"t{next(_numbers)}"
+    """Return a name that no other process of the tests has: runs of one name share a folder of /dev/shm, whatever servers they are on."""
+    return f"t{next(_numbers)}{os.environ.get('PYTEST_XDIST_WORKER', '')}"
 
 
 @pytest.fixture
