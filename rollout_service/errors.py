@@ -1,4 +1,4 @@
-"""The errors of a rollout worker, and what each one leads to; and the retry of what an unreachable store or a full disk made fail.
+"""The errors of a rollout worker, and what each one leads to.
 
 PenstockError
 ├── EngineError               the pack is requeued, for this worker or another one
@@ -21,19 +21,7 @@ PenstockError
 
 from __future__ import annotations
 
-import asyncio
-import time
-from collections.abc import Awaitable, Callable
-from typing import TypeVar
-
-import structlog
-
-from penstock.protocol.errors import BlobStoreUnreachable, BusUnreachable, PenstockError
-
-T = TypeVar("T")
-log = structlog.get_logger("rollout.retry")
-DISK_FULL_PERIOD_S = 1.0  # a full disk fails at once, an unreachable server only after its deadline
-DEADLINE_S = 3600.0  # then the worker exits with the error, and its supervisor decides
+from penstock.protocol.errors import PenstockError
 
 
 class EngineError(PenstockError):
@@ -103,21 +91,3 @@ class EngineMisconfigured(PenstockError):
 
 class EngineRestartLimit(PenstockError):
     """The engine was restarted too often within a short time."""
-
-
-async def retry(attempt: Callable[[], Awaitable[T]], operation: str, *, deadline_s: float = DEADLINE_S) -> T:
-    """Repeat ``attempt`` while NATS or S3 is unreachable or the disk full; log a warning for each failure.
-
-    Raises BlobStoreUnreachable, BusUnreachable or MirrorFull after ``deadline_s``; any other error at once.
-    """
-    started = time.monotonic()
-    while True:
-        try:
-            return await attempt()
-        except (BlobStoreUnreachable, BusUnreachable, MirrorFull) as err:
-            waited = time.monotonic() - started
-            if waited > deadline_s:
-                raise
-            log.warning("retrying", operation=operation, waited_s=round(waited, 1), error=str(err))
-            if isinstance(err, MirrorFull):
-                await asyncio.sleep(DISK_FULL_PERIOD_S)

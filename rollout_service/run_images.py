@@ -18,7 +18,8 @@ from penstock.protocol.images import admission
 from penstock.protocol.images.admission import AdmittedImage
 from penstock.protocol.images.processor import ImageProcessor, read_processor
 from penstock.protocol.transport.blobs import Blobs
-from penstock.rollout_service.errors import TaskRefused, retry
+from penstock.rollout_service.errors import TaskRefused
+from penstock.rollout_service.retry import retry
 
 _MAX_BYTES = 256 * 1024**2  # of images that are kept, as they are stored
 

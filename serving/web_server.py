@@ -231,9 +231,8 @@ class _BoundedProtocol(H11Protocol):
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
-        self._await_request(
-            anew=True
-        )  # the client may still send a body that nobody reads, or a part of the next request
+        # The client may still send a body that nobody reads, or a part of the next request.
+        self._await_request(anew=True)
 
     def pause_writing(self) -> None:
         super().pause_writing()

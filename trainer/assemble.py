@@ -282,7 +282,6 @@ def _training(
         prompts=session.data.train,
         tokenizer=session.data.tokenizer,
         never_published=publisher.never_published,
-        success=success,
     )
     weight_gc = _weight_gc(session, publisher, groups)
     best = settings.eval.best(has_data_eval=bool(settings.data.eval_files))

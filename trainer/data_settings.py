@@ -331,13 +331,6 @@ class DataSettings(Section):
         "math are three in any four, those of mbpp and apps together the fourth. A source whose rows are used up begins again. Every "
         "data_source needs one; none: rows come as often as they are in data.train.",
     )
-    adaptive: float = Field(
-        default=0.0,
-        ge=0.0,
-        le=1.0,
-        description="Above 0: issue a prompt with the chance that it teaches, seldom where its groups of earlier passes all succeed or all "
-        "fail, and never with less than this, such as 0.1. 0: every prompt once in every pass.",
-    )
     shuffle: bool = Field(default=True, description="Another order in every epoch, made from run.seed alone.")
     _map_key: str = PrivateAttr(default="data.map")
 
@@ -362,8 +355,8 @@ class DataSettings(Section):
     def _one_reading(self) -> DataSettings:
         if both := sorted(set(self.ignore) & set(self.map.values())):
             raise ValueError(f"data.ignore leaves out {both[0]}, which data.map reads; remove it from one of them")
-        if (name := "weights" if self.weights else "adaptive" if self.adaptive else "") and self.from_run is not None:
-            raise ValueError(f"data.{name} does nothing with data.from_run, whose groups have an order; leave it out")
+        if self.weights and self.from_run is not None:
+            raise ValueError("data.weights does nothing with data.from_run, whose groups have an order; leave it out")
         if self.text_prompts == "plain" and self.system_prompt:
             raise ValueError('data.system_prompt has no place with data.text_prompts = "plain"; remove one of them')
         return self

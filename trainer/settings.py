@@ -120,10 +120,10 @@ class TrainerSettings(Section):
             )
         if self.trainer.epochs is None and (problem := self.problem_of_length()):
             raise ValueError(problem)
-        if self.trainer.epochs is not None and (self.data.from_run is not None or self.data.adaptive):
-            key = "data.adaptive" if self.data.adaptive else "data.from_run"
+        if self.trainer.epochs is not None and self.data.from_run is not None:
             raise ValueError(
-                f"trainer.epochs = {self.trainer.epochs:g} counts rows of data.train, and {key} does not use each as often; set trainer.steps"
+                f"trainer.epochs = {self.trainer.epochs:g} counts rows of data.train, and data.from_run trains on stored groups; "
+                "set trainer.steps"
             )
         return self
 
@@ -230,8 +230,6 @@ class TrainerSettings(Section):
         return self.eval.names(has_data_eval=bool(self.data.eval_files))
 
     def _check_algorithm(self) -> None:
-        if self.algorithm.chance_weight and not self.data.adaptive:
-            raise ValueError("algorithm.chance_weight does nothing without data.adaptive; set it, or leave it out")
         if self.algorithm.anchor == "interpolated" and not self.rollout.max_staleness and self.data.least_age == 0:
             raise ValueError(
                 "algorithm.ratio_anchor = interpolated with rollout.max_staleness = 0: for a token of the newest version it is the "

@@ -190,8 +190,9 @@ class Training:
             self.events.write("alarm", {"text": str(saved)})
             raise saved from err
         self._step_s = time.monotonic() - started
+        ids = [group.group_id for group in batch]
         step: dict[str, Value] = {"step": self.num_steps_done, "version": self.version}
-        self.traced.trained([group.group_id for group in batch], time.time() - self._step_s, step)
+        self.traced.trained(ids, time.time() - self._step_s, step)
         return learned
 
     def record_step(self, batch: list[ReadyGroup], learned: Learned) -> None:
@@ -220,7 +221,6 @@ class Training:
             **learned.reported,
             "reused_groups": sum(count > 1 for count in uses.values()),
             "logprobs_lost": self.logprobs.num_lost,
-            **(self.issuer.prompt_figures() or {}),
             **(self.turns.take_figures() if self.turns is not None else {}),
         }
         digests = [group_digest(group.scored, group.pack, uses[group.group_id]) for group in batch]

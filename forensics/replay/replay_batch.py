@@ -147,10 +147,7 @@ class BatchReplay:
             )
         pack = BlobRef(key=GROUPS, size_bytes=(folder / GROUPS).stat().st_size, sha256="0" * 64)
         self._ready = [
-            ReadyGroup(scored, pack, group, chance)
-            for scored, group, chance in zip(
-                self._batch.groups, groups, self._batch.chances or [0.0] * len(groups), strict=True
-            )
+            ReadyGroup(scored, pack, group) for scored, group in zip(self._batch.groups, groups, strict=True)
         ]
 
     def run(self, store: Blobs) -> BatchVerdict:

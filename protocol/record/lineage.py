@@ -53,9 +53,6 @@ GROUP_DIGITS = 8  # of each group's digest: they find the group that differs, ``
 MAX_LISTED = 2048  # groups; in a larger step only ``sha256`` is reported, so that its event fits into a message
 
 
-Chance = Annotated[float, Field(ge=0.0, le=1.0)]
-
-
 class RecordedGroup(Wire):
     """One group as it was trained: ``scored`` has lengths, versions, row group, rewards and their scorer."""
 
@@ -63,7 +60,6 @@ class RecordedGroup(Wire):
     pack: Count  # number in the step's list of packs
     scored: ScoredGroup
     use: Annotated[int, Field(ge=1)] = 1  # above 1: trained again by design, and closed by its first use
-    chance: Annotated[Chance, UNLESS_EMPTY] = 0.0  # that its prompt was issued (``data.adaptive``); 0: not recorded
 
     @property
     def group_id(self) -> str:

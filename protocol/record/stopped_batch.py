@@ -9,9 +9,8 @@ from pydantic import Field, ValidationError
 
 from penstock.protocol.errors import ConfigError, MalformedFact
 from penstock.protocol.files import read_regular
-from penstock.protocol.groups import UNLESS_EMPTY, Count, Identifier, ScoredGroup, Wire, first_problem
+from penstock.protocol.groups import Count, Identifier, ScoredGroup, Wire, first_problem
 from penstock.protocol.packs import group_pack
-from penstock.protocol.record.lineage import Chance
 from penstock.protocol.trajectory import Group
 
 FOLDER = "stopped"  # in the run's folder; below it one folder for each step
@@ -30,7 +29,6 @@ class StoppedBatch(Wire):
     # the state before the step: `trainer/algorithm/credit.py`
     algorithm: dict[str, Any] = Field(default_factory=dict)
     ages: tuple[tuple[Count, Count], ...] = ()  # as in `RecordedStep`
-    chances: Annotated[tuple[Chance, ...], UNLESS_EMPTY] = ()  # as in `RecordedGroup`, of each group; none: all 0
     groups: Annotated[tuple[ScoredGroup, ...], Field(min_length=1)]  # in the order of their use
 
 

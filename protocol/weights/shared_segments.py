@@ -38,8 +38,9 @@ SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - the folders below belong to thi
 SHARE = 0.125  # of the free memory, for one run's segments
 KEPT_S = 600.0  # most workers of the host have read a version by then
 FETCH_DEADLINE_S = 60.0  # another worker's download: then this one downloads too
-# Where a worker's bytes came from (peer: a worker of another host), and why not from shared memory: nobody had put them there, they were not what the manifest says, they or the
-# folder cannot be read or are not this user's alone, another worker fetched them for too long; or they could not be stored for the others.
+# Where a worker's bytes came from (peer: a worker of another host), and why not from shared memory: nobody had put them there, they were
+# not what the manifest says, they or the folder cannot be read or are not this user's alone, another worker fetched them for too long; or
+# they could not be stored for the others.
 STORES = ("shared_memory", "peer", "s3")
 MISSES = ("absent", "altered", "unreadable", "busy", "full")
 # Why not from a peer that was asked: it does not have them, they are not what the manifest says, it sends to others, it refuses, it was too slow.
@@ -67,7 +68,7 @@ class SharedSegments:
         self._lock = threading.Lock()  # of the counters
         # Reads a segment, by hash, size and version, from another host, for which this one keeps what it has; returns None if it cannot.
         self.from_peers: Callable[[str, int, int], bytes | None] | None = None
-        self._asked = self.passed = -1  # newest version asked for; newest one that is wanted no more
+        self._asked = self.fetched_up_to = -1  # newest version asked for; newest one of which nothing more is fetched
 
     def join(self) -> None:
         """Read here from now on, and remove the folders of runs that nobody reads."""
@@ -150,7 +151,7 @@ class SharedSegments:
 
     def trim(self) -> None:
         """Remove what is older than `KEPT_S`."""
-        self.passed = self._asked
+        self.fetched_up_to = self._asked
         if self._reader is not None:
             self._make_room(0)
 

@@ -30,10 +30,11 @@ from penstock.rollout_service.environments.environment import (
     build_group,
     rows_of,
 )
-from penstock.rollout_service.errors import EngineError, ReplyRefused, TaskRefused, WeightsUnverified, retry
+from penstock.rollout_service.errors import EngineError, ReplyRefused, TaskRefused, WeightsUnverified
 from penstock.rollout_service.packs.finished_episodes import ContinuedEpisode, FinishedEpisodes
 from penstock.rollout_service.packs.pack_loops import ReceivedPack
 from penstock.rollout_service.packs.settlement import Settlement
+from penstock.rollout_service.retry import retry
 from penstock.rollout_service.run_images import RunImages
 from penstock.rollout_service.teachers.teacher import Teacher
 from penstock.rollout_service.weights.servable_versions import ServableVersions, VersionGate

@@ -27,9 +27,10 @@ from penstock.protocol.trajectory import Group
 from penstock.protocol.transport.blobs import Blobs
 from penstock.protocol.transport.bus import Bus
 from penstock.protocol.versions import oldest
-from penstock.rollout_service.errors import EngineError, TaskRefused, WeightsUnverified, retry
+from penstock.rollout_service.errors import EngineError, TaskRefused, WeightsUnverified
 from penstock.rollout_service.metrics import WorkerMetrics
 from penstock.rollout_service.packs.pack_loops import ReceivedPack
+from penstock.rollout_service.retry import retry
 
 log = structlog.get_logger("rollout.settlement")
 

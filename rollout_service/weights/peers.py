@@ -85,7 +85,7 @@ class PeerOffer(Wire):
     url: Annotated[str, Field(pattern=r"^https?://[^/?#@\s]+$", max_length=300)]
     secret: Annotated[str, Field(pattern=r"^whsec_[A-Za-z0-9+/]{43}=$")]
     fingerprint: Annotated[str, Field(pattern=r"^([0-9a-f]{64})?$")] = (
-        ""  # of the certificate, which need not name the address
+        ""  # of the certificate; it may name another host
     )
 
 
@@ -224,9 +224,8 @@ class Peers:
             for entry in await store.entries(streams.peer_key("")):
                 with contextlib.suppress(ValidationError):  # of another release, or nothing that a worker writes
                     offer = PeerOffer.model_validate_json(entry.value)
-                    if tls.is_loopback(urlsplit(offer.url).hostname or "") == tls.is_loopback(
-                        address
-                    ):  # else: another host's own
+                    is_local = tls.is_loopback(urlsplit(offer.url).hostname or "")
+                    if is_local == tls.is_loopback(address):  # the loopback of another host is not reached
                         found[entry.key.removeprefix(streams.peer_key(""))] = offer
             self._offers = found
 
@@ -241,10 +240,9 @@ class Peers:
             is_full = self._num_uploads >= UPLOADS
             if not is_full and (file := self._shared.open(asked.sha256)) is not None:
                 return _Upload(file, self)
-            if time.monotonic() >= ends or (not is_full and asked.version <= self._shared.passed):
-                raise HTTPException(
-                    503 if is_full else 404, "uploads are in use" if is_full else "the segment is not here"
-                )
+            if time.monotonic() >= ends or (not is_full and asked.version <= self._shared.fetched_up_to):
+                why = (503, "uploads are in use") if is_full else (404, "the segment is not here")
+                raise HTTPException(*why)
             await asyncio.sleep(_POLL_S)
 
 

@@ -25,7 +25,8 @@ from penstock.protocol.facts import Fact, RunEvent, WeightsApplied, WeightsRefus
 from penstock.protocol.groups import BlobRef
 from penstock.protocol.transport.bus import Bus
 from penstock.protocol.versions import PolicyVersion, is_newer
-from penstock.rollout_service.errors import WeightsUnusable, retry
+from penstock.rollout_service.errors import WeightsUnusable
+from penstock.rollout_service.retry import retry
 
 MAX_VERSIONS = 256  # how far back an evaluation may pin
 _MAX_VERSIONS = 64  # a version is compared while workers apply it; older ones are forgotten

@@ -34,7 +34,8 @@ from penstock.protocol.versions import PolicyVersion, is_newer
 from penstock.rollout_service.checks.check_weights import WeightsCheck
 from penstock.rollout_service.engines.engine import Engine, first_of
 from penstock.rollout_service.engines.weight_changes import NoChanges, WeightChanges
-from penstock.rollout_service.errors import DEADLINE_S, EngineDisagrees, MirrorFull, TaskRefused, WeightsUnusable, retry
+from penstock.rollout_service.errors import EngineDisagrees, MirrorFull, TaskRefused, WeightsUnusable
+from penstock.rollout_service.retry import DEADLINE_S, retry
 from penstock.rollout_service.weights.mirror import Mirror, MirroredVersion
 from penstock.rollout_service.weights.servable_versions import ServableVersions, VersionGate
 from penstock.rollout_service.weights.weight_announcements import Disagreement, PublishedVersions, WeightAnnouncements

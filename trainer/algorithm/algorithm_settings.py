@@ -103,9 +103,6 @@ class _GeneralSettings(Section):
     difficulty_weight: bool = Field(
         default=False, description="Weigh samples by 0.5 + 1.5 x (1 - mean reward of the group)."
     )
-    chance_weight: bool = Field(
-        default=False, description="Weigh samples in inverse proportion to the chance of their prompt by data.adaptive."
-    )
     length_weight: bool = Field(default=False, description="Weigh samples from 1.5 (shortest) to 0.5 (longest).")
 
     # what is left out

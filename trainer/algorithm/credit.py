@@ -83,7 +83,6 @@ class Scored:
     influences: Sequence[float] = ()  # of each trajectory, w² ‖∇ log π‖², where the estimator is by gradient
     baseline: tuple[float, int] | None = None  # reward and length of the prompt's greedy completion
     turns: Sequence[Sequence[Turn]] = ()  # of each trajectory, by number; none: every trajectory is one turn
-    chance: float = 0.0  # that its prompt was issued; 0: whatever it was
 
     @property
     def shaped_together(self) -> tuple[list[float], list[int]]:
@@ -173,8 +172,7 @@ def credit_rule(settings: AlgorithmSettings, *, longest: int, state: AlgorithmSt
             kept = Kept(tuple(range(len(advantages))))
         weights = torch.zeros_like(advantages)
         weights[list(kept.places)] = 1.0
-        chances = torch.tensor([g.chance or 1.0 for g in groups for _ in g.rewards], dtype=torch.float64)
-        weights = weights * _sample_weights(settings, shaped, index, lengths, chances)
+        weights = weights * _sample_weights(settings, shaped, index, lengths)
         return Credit(
             advantages.tolist(), weights.tolist(), shaped.tolist(), kept.skipped, by_turn, estimator.has_critic
         )
@@ -290,10 +288,8 @@ def _finished(settings: AlgorithmSettings, advantages: Tensor, lengths: Tensor) 
     return reward_shaping.clip_symmetric(advantages, settings.advantage_clip)
 
 
-def _sample_weights(
-    settings: AlgorithmSettings, rewards: Tensor, index: Tensor, lengths: Tensor, chances: Tensor
-) -> Tensor:
-    factors = [1.0 / chances if settings.chance_weight else torch.ones_like(rewards)]
+def _sample_weights(settings: AlgorithmSettings, rewards: Tensor, index: Tensor, lengths: Tensor) -> Tensor:
+    factors = [torch.ones_like(rewards)]
     if settings.difficulty_weight:
         count = int(index.max()) + 1
         sums = rewards.new_zeros(count).index_add(0, index, rewards)

@@ -5,7 +5,6 @@ number, and no list of the data set's length is shuffled or stored. The permutat
 walked until the value is in range (Black and Rogaway, "Ciphers with Arbitrary Finite Domains", 2002).
 
 With ``data.weights`` each source has an order of its own, and a schedule that repeats says which source is next (`WeightedOrder`).
-With ``data.adaptive`` a prompt whose position comes is issued or passed over, by what its own groups have shown (`PromptChoice`).
 
 `with_steps` makes steps of the passes of `trainer.epochs`, once the usable rows are counted.
 """
@@ -14,13 +13,12 @@ from __future__ import annotations
 
 import hashlib
 import math
-import re
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from penstock.protocol.config.run_file import Loaded
 from penstock.protocol.config.sources import OVERRIDE
@@ -34,8 +32,6 @@ from penstock.trainer.settings import TrainerSettings
 _ROUNDS = 6
 _MOST_TURNS = 10_000  # of sources, until their order repeats
 _MIN_HALF_BITS = 3  # a smaller network permutes badly
-CHANCE = re.compile(r"([0-9]{1,15})=([01]\.[0-9]{1,4})")  # of a position, in the log
-_ALMOST = 0.05  # a success rate below it counts as none, one above 1 minus it as that of a solved prompt
 
 
 class Place(NamedTuple):
@@ -73,89 +69,6 @@ class DataOrder:
             value = _feistel(value, half_bits, key, inverse=inverse)
             if value < self.num_prompts:
                 return value
-
-
-class Tried(NamedTuple):
-    epoch: int  # the newest pass in which a group of the prompt was scored
-    solved: float  # completions; those of each pass before count half as much as those of the next
-    failed: float
-
-
-class PromptChoice:
-    """Whether a prompt is issued where its position comes: with a chance that follows from the results of its own groups.
-
-    The chance is 4 E[p (1 - p)] of its success rate p, at least ``floor``: a group that all succeeds or all fails teaches nothing. So
-    learnability is sampled for by Foster et al. (arXiv 2502.12272), where DAPO (arXiv 2503.14476) discards groups. The prior of p is
-    Jeffreys', Beta(1/2, 1/2): a prompt without results has 1/2. Results count half after each further pass, as older policies had
-    them: a prompt that is passed over long comes again, as in prioritized level replay (arXiv 2010.03934).
-
-    The chance of a position and the seed decide. A chance is logged before tasks are published (`issue_log.py`), and later sessions
-    take it from there: nothing is decided twice.
-    """
-
-    def __init__(self, floor: float, seed: int) -> None:
-        """``floor`` 0: every prompt is issued in every pass."""
-        self._floor, self._seed = floor, seed
-        self.tried: dict[int, Tried] = {}  # by prompt
-        self.chances: dict[Place, float] = {}  # with which open groups were chosen
-        self.logged: dict[int, float] = {}  # of positions to come, by earlier sessions
-        self.unlogged: list[str] = []
-
-    def chance(self, place: Place) -> float:
-        epoch, solved, failed = self.tried.get(place.prompt, Tried(place.epoch, 0.0, 0.0))
-        kept = 0.5 ** max(0, place.epoch - epoch - 1)
-        a, b = 0.5 + kept * solved, 0.5 + kept * failed
-        return round(max(self._floor, 4.0 * a * b / ((a + b) * (a + b + 1.0))), 4)
-
-    def takes(self, position: int, place: Place) -> bool:
-        if not self._floor:
-            return True
-        if position not in self.logged:
-            self.logged[position] = self.chance(place)
-            self.unlogged.append(f"{position}={self.logged[position]}")
-        if is_taken := self.took(position):
-            self.chances[place] = self.logged[position]
-        del self.logged[position]
-        return is_taken
-
-    def took(self, position: int) -> bool:
-        """Return what the logged chance of a position decides; True without one."""
-        digest = hashlib.blake2b(f"{self._seed}.{position}".encode(), digest_size=8, person=b"adaptive").digest()
-        return int.from_bytes(digest, "big") < self.logged.get(position, 1.0) * 2**64
-
-    def record(self, place: Place, num_solved: int, num_failed: int) -> None:
-        """Count the completions of a group; a group that is delivered again, or a later attempt, counts once."""
-        epoch, solved, failed = self.tried.get(place.prompt, Tried(-1, 0.0, 0.0))
-        if place.epoch > epoch:
-            kept = 0.5 ** (place.epoch - epoch)
-            self.tried[place.prompt] = Tried(place.epoch, num_solved + kept * solved, num_failed + kept * failed)
-
-    def recall(self, tokens: Iterable[str]) -> None:
-        self.logged = {int(found[1]): float(found[2]) for found in map(CHANCE.fullmatch, tokens) if found}
-
-    def figures(self, order: DataOrder | WeightedOrder, position: int) -> dict[str, float]:
-        """Return shares of the scored prompts by success rate, and what the chances of all add up to; {} without a floor."""
-        if not self._floor:
-            return {}
-        rates = [solved / (solved + failed) for _, solved, failed in self.tried.values()]
-        epoch, untried = order.at(position).epoch, order.num_prompts - len(rates)
-        chances = [self.chance(Place(epoch, i)) for i in self.tried] + [max(0.5, self._floor)] * untried
-        return {
-            "prompts_unsolved": sum(rate < _ALMOST for rate in rates) / max(1, len(rates)),
-            "prompts_solved": sum(rate > 1.0 - _ALMOST for rate in rates) / max(1, len(rates)),
-            "prompts_effective": sum(chances) ** 2 / sum(c * c for c in chances),
-            "prompts_at_floor": sum(c <= self._floor for c in chances) / len(chances),
-        }
-
-    def to_document(self, open_places: Iterable[Place]) -> dict[str, Any]:
-        self.chances = {place: self.chances[place] for place in sorted({*open_places} & self.chances.keys())}
-        tried, chances = sorted(self.tried.items()), self.chances.items()
-        document = {"tried": [[i, *tried] for i, tried in tried], "chances": [[*at, chance] for at, chance in chances]}
-        return document if self._floor else {}
-
-    def resume(self, document: Mapping[str, Any]) -> None:
-        self.tried = {prompt: Tried(*tried) for prompt, *tried in document.get("tried", ())}
-        self.chances = {Place(epoch, prompt): chance for epoch, prompt, chance in document.get("chances", ())}
 
 
 class WeightedOrder:
@@ -197,14 +110,8 @@ class WeightedOrder:
 
 
 def prompt_order(prompts: PromptSet, settings: TrainerSettings) -> DataOrder | WeightedOrder:
-    """Return the order of a run's prompts; raises MalformedData for ``data.weights`` of other sources, or ``data.adaptive`` in one pass."""
+    """Return the order of a run's prompts; raises MalformedData where ``data.weights`` are not those of the rows' sources."""
     seed, shuffle, weights = settings.run.seed, settings.data.shuffle, settings.data.weights
-    num_groups = settings.trainer.steps * settings.rollout.groups_per_step
-    if settings.data.adaptive and num_groups < len(prompts):
-        raise MalformedData(
-            f"data.adaptive chooses prompts by their own earlier groups, and trainer.steps x rollout.groups_per_step = {num_groups} groups "
-            f"use few of the {len(prompts)} prompts twice; train for longer, lower data.max_samples, or leave it out"
-        )
     if not weights:
         return DataOrder(len(prompts), seed, shuffle)
     rows = prompts.rows_of_source

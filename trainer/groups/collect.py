@@ -265,8 +265,7 @@ class Collector:
             delivery.dead_letter(type(err).__name__, str(err)).wait()
         else:
             with self._changed:
-                ready = (ReadyGroup(s, message.pack, group) for s, group in zip(wanted, groups, strict=True))
-                self._batcher.offer([self._issuer.scored(group) for group in ready])
+                self._batcher.offer(ReadyGroup(s, message.pack, group) for s, group in zip(wanted, groups, strict=True))
                 self._all_dead = False
                 self._issuer.pause(self._batcher.stops_issue)
                 if self._batcher.may_be_full or self._draining_since is not None:

@@ -7,16 +7,15 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Protocol
+from dataclasses import dataclass, field
+from typing import Protocol
 
-from penstock.protocol.errors import ConfigError
 from penstock.protocol.groups import RouterShape, Split, Task
 from penstock.protocol.packs.task_promise import TaskPromise, TaskSettings
 from penstock.protocol.record.checkpoint_state import CheckpointState
 from penstock.protocol.record.lineage import AccountState
 from penstock.protocol.versions import Branch, PolicyVersion, Remade, staleness
-from penstock.trainer.data.data_order import DataOrder, PromptChoice, WeightedOrder
+from penstock.trainer.data.data_order import DataOrder, WeightedOrder
 from penstock.trainer.data.dataset import Prompt
 from penstock.trainer.errors import CheckpointError
 from penstock.trainer.groups.group_states import GroupStates, State
@@ -35,9 +34,6 @@ from penstock.trainer.groups.task_packs import (
 )
 from penstock.trainer.learner.step_plan import ReadyGroup
 from penstock.trainer.settings import RolloutSettings
-
-if TYPE_CHECKING:
-    from penstock.trainer.evaluation.eval_result import SuccessRules
 
 _SAMPLED_PROMPTS = 32  # their mean size is used for all prompts when packs are cut
 
@@ -125,13 +121,11 @@ class Dispatch:
         teacher_top_k: int | None = None,
         routers: RouterShape | None = None,
         mixture: Mixture | None = None,
-        choice: PromptChoice | None = None,
-        success: SuccessRules | None = None,
     ) -> None:
         """Start at the first position; call ``cursor.resume`` to continue from a checkpoint, of which ``groups`` are.
 
         ``with_baseline``, ``teacher_top_k`` and ``routers`` are those of every task; ``mixture`` chooses the environment of each,
-        None: it is ``rollout.environment``. ``choice`` chooses among the prompts by the ``success`` of their groups.
+        None: it is ``rollout.environment``.
         """
         self._further = {
             "with_baseline": with_baseline,
@@ -140,8 +134,7 @@ class Dispatch:
             "redundant_wait": rollout.redundant_wait,
         }
         self.groups = GroupStates(max_staleness=rollout.max_staleness) if groups is None else groups
-        self.cursor = PromptCursor(order, order_id(order, prompts.fingerprint), self.groups, choice)
-        self._success = success
+        self.cursor = PromptCursor(order, order_id(order, prompts.fingerprint), self.groups)
         self._mixture, self._prompts, self._rollout = mixture, prompts, rollout
         self._sampling = training_sampling(rollout, stop_token_ids, routers)
         sampled = [prompts[i] for i in range(0, len(prompts), max(1, len(prompts) // _SAMPLED_PROMPTS))]
@@ -171,17 +164,6 @@ class Dispatch:
 
     def accept(self, group_id: str, *, is_preferred: bool = False) -> DropReason | None:
         return self.cursor.accept(group_id, is_preferred=is_preferred)
-
-    def scored(self, group: ReadyGroup) -> ReadyGroup:
-        """Return an arrived group with the chance of its prompt, which its results change for later passes; raises ConfigError."""
-        if self._success is None:
-            return group
-        place, rule = GroupKey.parse(group.group_id).place, self._success.rule(group.group.reward)
-        if rule is None or rule.missing_part(group.scored) is not None:
-            raise ConfigError(f"data.adaptive: {group.group_id} has no {rule and rule.text}; correct reward.success")
-        correct = rule.correct(group.scored.rewards, group.scored.parts)[: group.scored.generated.num_trained]
-        self.cursor.choice.record(place, sum(correct), len(correct) - sum(correct))
-        return replace(group, chance=self.cursor.choice.chances.get(place, 0.0))
 
     def train(
         self, version: PolicyVersion, batch: Sequence[ReadyGroup], staleness_tokens: Mapping[int, int]

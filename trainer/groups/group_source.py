@@ -13,14 +13,14 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import structlog
 
 from penstock.protocol.chat_tokenizer import ChatTokenizer
 from penstock.protocol.errors import ConfigError
 from penstock.protocol.facts import GroupScored
-from penstock.protocol.groups import BlobRef, RewardRequest, RouterShape
+from penstock.protocol.groups import BlobRef, RouterShape
 from penstock.protocol.packs.task_promise import TaskSettings
 from penstock.protocol.record.checkpoint_state import CheckpointState
 from penstock.protocol.record.lineage import RecordedGroup
@@ -30,8 +30,8 @@ from penstock.protocol.transport.delivery import Delivery
 from penstock.protocol.versions import PolicyVersion, VersionTree
 from penstock.trainer.algorithm.group_filters.interface import drop_reason
 from penstock.trainer.connections import Connections
-from penstock.trainer.data.data_order import PromptChoice, prompt_order
-from penstock.trainer.data.dataset import AUTO_REWARD, PromptSet, reward_name
+from penstock.trainer.data.data_order import prompt_order
+from penstock.trainer.data.dataset import PromptSet
 from penstock.trainer.errors import CheckpointError
 from penstock.trainer.groups.batcher import Batcher, group_rules
 from penstock.trainer.groups.collect import Collector
@@ -45,9 +45,6 @@ from penstock.trainer.learner.model_folder_check import check_routers
 from penstock.trainer.learner.step_plan import ReadyGroup
 from penstock.trainer.learner.vision import image_reader
 from penstock.trainer.settings import TrainerSettings
-
-if TYPE_CHECKING:
-    from penstock.trainer.evaluation.eval_result import SuccessRules
 
 log = structlog.get_logger("trainer.groups.group_source")
 
@@ -146,7 +143,7 @@ class StoredGroups:
     def _nothing(self, *_: object) -> None:
         """Do nothing: no thread runs, no task is issued, no message is received, and no version of this run sampled."""
 
-    advance = check = stop = begin_session = acknowledge = close = prompt_figures = _nothing
+    advance = check = stop = begin_session = acknowledge = close = _nothing
 
     def _take(self) -> tuple[list[StoredGroup], list[Drop]]:
         """Return the next groups to train on, and the drops of those skipped before them."""
@@ -206,7 +203,6 @@ def open_source(
     prompts: PromptSet | None,
     tokenizer: ChatTokenizer,
     never_published: NeverPublished,
-    success: SuccessRules,
 ) -> GroupSource:
     """Open the source of a run's groups: those of a stored run where there are no prompts; raises CheckpointError, MissingStream."""
     if prompts is None:
@@ -217,8 +213,6 @@ def open_source(
         return GroupSource(stored, stored, (), IssuedBefore())
     rollout, algorithm = settings.rollout, settings.algorithm
     routers = _routers(settings)
-    if settings.data.adaptive:
-        _check_success(settings, prompts, success)
     dispatch = Dispatch(
         prompts,
         order=prompt_order(prompts, settings),
@@ -229,8 +223,6 @@ def open_source(
         teacher_top_k=settings.teacher_top_k,
         routers=routers,
         mixture=Mixture.of(settings.environment, settings.run.seed),
-        choice=PromptChoice(settings.data.adaptive, settings.run.seed),
-        success=success if settings.data.adaptive else None,
     )
     if resumed is not None:
         dispatch.cursor.resume(resumed.dispatch)
@@ -256,15 +248,6 @@ def open_source(
         reader=open_reader(settings, connections, tokenizer, settings.run.folder, never_published),
     )
     return GroupSource(issuer, collector, (collector, issuer), before)
-
-
-def _check_success(settings: TrainerSettings, prompts: PromptSet, success: SuccessRules) -> None:
-    asked = {(reward_name(settings.reward, source), source) for source in prompts.rows_of_source}
-    for name, source in asked | {(name, "") for name in prompts.rows_by_reward if name != AUTO_REWARD}:
-        if success.rule(RewardRequest(name=name, data_source=source)) is None:
-            raise ConfigError(
-                f"data.adaptive counts completions that succeed, and nothing says which do by the reward {name}; set reward.success.{name}"
-            )
 
 
 def _routers(settings: TrainerSettings) -> RouterShape | None:

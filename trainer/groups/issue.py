@@ -101,7 +101,6 @@ class Issuer:
     def keep_log(self, log: IssueLog) -> None:
         self._log = log
         self._dispatch.cursor.before = log.before
-        self._dispatch.cursor.choice.recall(log.before.later)
 
     def pause(self, is_paused: bool) -> None:
         with self._changed:
@@ -136,14 +135,6 @@ class Issuer:
     def promise(self, group_id: str) -> TaskPromise:
         with self._changed:
             return self._dispatch.promise(group_id)
-
-    def scored(self, group: ReadyGroup) -> ReadyGroup:
-        with self._changed:
-            return self._dispatch.scored(group)
-
-    def prompt_figures(self) -> dict[str, float]:
-        with self._changed:
-            return self._dispatch.cursor.choice.figures(self._dispatch.cursor.order, self._dispatch.cursor.position)
 
     def mark_trained(
         self,
@@ -209,9 +200,8 @@ class Issuer:
         """Record packs of `next_packs`, before they are published; raises CheckpointError."""
         if self._log is not None:
             with self._changed:
-                position, choice = self._dispatch.cursor.position, self._dispatch.cursor.choice
-                chances, choice.unlogged = choice.unlogged, []
-            self._log.append(position, [*chances, *(task.group_id for pack in packs for task in pack.tasks)])
+                position = self._dispatch.cursor.position
+            self._log.append(position, [task.group_id for pack in packs for task in pack.tasks])
 
     def mark_sent(self) -> None:
         with self._changed:

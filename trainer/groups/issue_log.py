@@ -1,8 +1,8 @@
 """What the sessions of a run have issued, on disk before its tasks are published; a group that is not in it is foreign.
 
 A checkpoint holds what was issued until it was made. Groups that were issued after it, by a session that was killed since,
-are known from this file alone: one line for every issue, with the id of the data order, the position that it reached, the
-ids of later attempts, and the chances of `PromptChoice`, such as ``17=0.5`` of the position 17. First attempts need no separate line: they are the prompts before that position. A line
+are known from this file alone: one line for every issue, with the id of the data order, the position that it reached, and
+the ids of later attempts. First attempts need no separate line: they are the prompts before that position. A line
 before those of a session says which size and length of groups its settings asked for: a group that comes after a restart
 is held against the settings it was issued under. A file that has grown is written again with one line for each settings.
 """
@@ -42,7 +42,7 @@ class IssuedRange(NamedTuple):
 @dataclass(frozen=True, slots=True)
 class IssuedBefore:
     position: int = 0
-    later: frozenset[str] = frozenset()  # ids, and chances
+    later: frozenset[str] = frozenset()
     ranges: tuple[IssuedRange, ...] = ()
 
     def settings_of(self, group_id: str, position: int | None) -> tuple[TaskSettings, ...]:

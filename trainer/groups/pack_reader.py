@@ -280,4 +280,4 @@ def ready_groups(
     for number, pack in enumerate(packs):
         by_pack[number] = read_groups(pack, [g.scored for g in groups if g.pack == number], fetch)
     taken = {number: iter(read) for number, read in by_pack.items()}
-    return [ReadyGroup(g.scored, packs[g.pack], next(taken[g.pack]), g.chance) for g in groups]
+    return [ReadyGroup(g.scored, packs[g.pack], next(taken[g.pack])) for g in groups]

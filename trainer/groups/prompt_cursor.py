@@ -19,7 +19,7 @@ from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 from penstock.protocol.versions import admissible_groups
-from penstock.trainer.data.data_order import CHANCE, DataOrder, Place, PromptChoice, WeightedOrder
+from penstock.trainer.data.data_order import DataOrder, Place, WeightedOrder
 from penstock.trainer.errors import CheckpointError
 from penstock.trainer.groups.group_states import GroupStates, State
 from penstock.trainer.groups.group_totals import Drop, DropReason
@@ -59,16 +59,9 @@ def order_id(order: DataOrder | WeightedOrder, fingerprint: str) -> str:
 
 
 class PromptCursor:
-    def __init__(
-        self,
-        order: DataOrder | WeightedOrder,
-        id_of_order: str,
-        groups: GroupStates,
-        choice: PromptChoice | None = None,
-    ) -> None:
+    def __init__(self, order: DataOrder | WeightedOrder, id_of_order: str, groups: GroupStates) -> None:
         """Start at the first prompt; positions are valid for ``id_of_order`` only, and attempts for ``groups``."""
         self.order, self.order_id, self._groups = order, id_of_order, groups
-        self.choice = choice or PromptChoice(0.0, order.seed)
         self.position = 0  # next prompt of the data order
         self.again: list[GroupKey] = []  # to be issued before new prompts
         self.ahead: set[Place] = set()  # arrived from an earlier session before their position was reached
@@ -78,10 +71,7 @@ class PromptCursor:
         self.before = NOTHING_BEFORE  # what earlier sessions issued
 
     def to_document(self) -> dict[str, Any]:
-        kept = [group_id for _, ids in self._groups.rows() for group_id in ids]
-        ids = [*self._groups.outstanding(), *self._groups.dead(), *kept, *map(str, self.again)]
         return {
-            **self.choice.to_document(GroupKey.parse(group_id).place for group_id in ids),
             "schema_tag": _STATE_TAG,
             "order_id": self.order_id,
             "position": self.position,
@@ -104,7 +94,6 @@ class PromptCursor:
                 "data.train, the image files of its rows, data.map, data.format, data.max_prompt_tokens, data.max_samples, "
                 "data.shuffle, data.weights or run.seed changed; restore them, or start over with another run.id or trainer.resume = false"
             )
-        self.choice.resume(document)
         self.position = document["position"]
         self.again = [GroupKey.parse(text) for text in document["again"]]
         self.ahead = {Place(*place) for place in document["ahead"]}
@@ -169,8 +158,6 @@ class PromptCursor:
         return DropReason.DUPLICATE
 
     def may_arrive(self, group_id: str) -> bool:
-        if chance := CHANCE.fullmatch(group_id):
-            return int(chance[1]) >= self.position
         try:
             key = GroupKey.parse(group_id)
         except ValueError:
@@ -185,8 +172,7 @@ class PromptCursor:
             return False
         if key.attempt:
             return str(key) in self.before.later
-        position = self.order.position_of(key.place) if self.before.position else 0
-        return position < self.before.position and self.choice.took(position)
+        return self.before.position > 0 and self.order.position_of(key.place) < self.before.position
 
     def close(self, group_ids: Iterable[str]) -> None:
         if self.refused:
@@ -216,10 +202,9 @@ class PromptCursor:
         while True:
             place = self.order.at(self.position)
             self.position += 1
-            if place in self.ahead:
-                self.ahead.remove(place)
-            elif self.choice.takes(self.position - 1, place):
+            if place not in self.ahead:
                 return GroupKey(*place, attempt=0)
+            self.ahead.remove(place)
 
     def _replace_with(self, key: GroupKey, *, is_preferred: bool) -> bool:
         older = [key._replace(attempt=n) for n in self._attempts(key.place) if n < key.attempt]
@@ -234,7 +219,6 @@ class PromptCursor:
             return False
         else:
             self.ahead.add(key.place)
-            self.choice.chances[key.place] = self.choice.logged.get(self.order.position_of(key.place), 0.0)
         self._groups.issue([str(key)])
         for replaced in map(str, sorted(older)):
             content = self._groups.content(replaced)

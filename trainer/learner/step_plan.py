@@ -80,7 +80,6 @@ class ReadyGroup:
     scored: ScoredGroup
     pack: BlobRef
     group: Group
-    chance: float = 0.0  # as in `RecordedGroup`
 
     @property
     def group_id(self) -> str:
@@ -101,7 +100,6 @@ class ReadyGroup:
             self.group.reward.data_source,
             baseline=(rewards[-1], summary.completion_tokens[-1]) if summary.has_baseline else None,
             turns=[episode.turns for episode in self.group.episodes[:num]],
-            chance=self.chance,
         )
 
 

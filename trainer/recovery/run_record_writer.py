@@ -193,7 +193,6 @@ class RunRecordWriter:
                     pack=numbers[group.pack.key],
                     scored=group.scored,
                     use=uses[group.group_id],
-                    chance=group.chance,
                 )
                 for group in batch
             ),
@@ -262,8 +261,7 @@ def save_batch(
         group.scored.model_copy(update={"generated": group.scored.generated.model_copy(update={"row_group": number})})
         for number, group in enumerate(batch)
     )
-    chances = tuple(group.chance for group in batch) if any(group.chance for group in batch) else ()
-    document = StoppedBatch(reason=str(error), error=type(error).__name__, groups=scored, chances=chances, **fields)
+    document = StoppedBatch(reason=str(error), error=type(error).__name__, groups=scored, **fields)
     folder = run_folder / FOLDER / f"step{document.step:08d}"
     partial = folder.with_name(folder.name + _PARTIAL)
     shutil.rmtree(partial, ignore_errors=True)

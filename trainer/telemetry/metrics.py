@@ -54,8 +54,6 @@ Where a batch has several optimizer steps, its metrics are means over them, each
 | `completion_tokens_mean`   | tokens   | per trajectory; `truncated_share` of them hit max_new_tokens       |
 | `tokens_trained`           | tokens   | sampled tokens of this step                                        |
 | `reused_groups`            | groups   | of this step, trained before: `algorithm.max_trained_count`        |
-| `prompts_unsolved`, `_solved` | share | of the prompts scored so far; with `data.adaptive`, as the next    |
-| `prompts_effective`        | prompts  | (Σ chance)² / Σ chance²; `prompts_at_floor` is a share of all      |
 | `logprobs_lost`            | steps    | of this session, not stored: `telemetry/logprob_writer.py`          |
 | `groups_digest`            | sha256   | what was trained, for an audit: `protocol/record/lineage.py`   |
 | `groups`                   | groups   | issued, scored, trained, reused, dropped by reason, of the run;    |

@@ -16,7 +16,6 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
-from benchmarks.weights.many_hosts import simulate
 from tests.rollout_service.weights.test_worker_mirror import Run
 from tests.servers import wait_for
 
@@ -254,17 +253,6 @@ def test_the_first_hosts_read_the_object_store_and_each_other_one_a_nearer_one(n
         assert max(map(len, found.values())) <= num_hosts.bit_length()
     assert num_hosts < 100 or first.most_common(1)[0][1] <= 5
     assert ancestors("0" * 64, [], "alone") == []
-
-
-def test_with_peers_the_store_sends_each_version_twice_to_any_number_of_hosts() -> None:
-    """Simulated; one host or two are as without peers, and a hundred take a logarithm of the transfers longer than one, not a hundred times as long."""
-    for num_hosts in (1, 2, 8, 100):
-        (alone_s, alone), (seconds, left) = (
-            simulate(num_hosts, 64e6, 1e6, with_peers=with_peers) for with_peers in (False, True)
-        )
-        assert (alone, left) == (num_hosts * 64e6, min(num_hosts, ROOTS) * 64e6)
-        assert num_hosts > 2 or seconds == alone_s
-    assert seconds < alone_s / 3
 
 
 def test_a_worker_with_the_setting_offers_what_it_has_and_ends_in_order(

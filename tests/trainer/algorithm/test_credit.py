@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -31,12 +30,6 @@ def test_rewards_are_scaled_by_all_rewards_of_the_run_so_far() -> None:
     assert rule([scored(5.0, 7.0)]).advantages == pytest.approx([5 / deviation, 7 / deviation])
     centred = credit_rule(AlgorithmSettings(**PLAIN, reward_scaling="mean_std"), longest=10)
     assert centred([scored(1.0, 3.0)]).advantages == pytest.approx([-1 / math.sqrt(2), 1 / math.sqrt(2)])
-
-
-def test_a_group_weighs_in_inverse_proportion_to_the_chance_of_its_prompt() -> None:
-    groups = [replace(scored(1.0, 0.0), chance=chance) for chance in (0.1, 0.5, 0.0)]  # 0: none
-    weights = credit_rule(AlgorithmSettings(chance_weight=True), longest=10)(groups).weights
-    assert weights == pytest.approx([w / 13 * 3 for w in (10, 10, 2, 2, 1, 1)])
 
 
 def test_running_normalisation_includes_earlier_batches() -> None:

@@ -14,7 +14,7 @@ from tests.trainer.data.row_sets import write_rows
 from penstock.deploy.quickstart_task import write_model
 from penstock.protocol.config.run_file import load
 from penstock.protocol.errors import ConfigError
-from penstock.trainer.data.data_order import DataOrder, Place, PromptChoice, WeightedOrder, prompt_order
+from penstock.trainer.data.data_order import DataOrder, Place, WeightedOrder, prompt_order
 from penstock.trainer.errors import MalformedData
 from penstock.trainer.groups.prompt_cursor import order_id
 from penstock.trainer.preflight import open_data
@@ -68,7 +68,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def weighted(folder: Path, weights: str, *others: str) -> TrainerSettings:
+def weighted(folder: Path, weights: str) -> TrainerSettings:
     more = [
         f"model.path={folder / 'model'}",
         f"data.train={folder / 'rows.jsonl'}",
@@ -76,7 +76,7 @@ def weighted(folder: Path, weights: str, *others: str) -> TrainerSettings:
         "reward.name=r",
         "rollout.max_new_tokens=8",
     ]
-    return load(TrainerSettings, overrides=[*more, f"data.weights={weights}", *others]).settings
+    return load(TrainerSettings, overrides=[*more, f"data.weights={weights}"]).settings
 
 
 def test_rows_come_by_the_weights_of_their_sources(folder: Path) -> None:
@@ -145,72 +145,3 @@ def test_adjacent_rows_are_separated():
 def test_an_order_without_prompts_is_refused():
     with pytest.raises(ValueError, match="at least one prompt"):
         DataOrder(0, 0)
-
-
-def issued(choice: PromptChoice, order: DataOrder, positions: range) -> list[tuple[int, Place]]:
-    """Issue prompts of success rates 0, 1/2 and 1, by their number modulo 3, and score them before the next position."""
-    taken = [(at, place) for at in positions if choice.takes(at, place := order.at(at))]
-    for _, place in taken:
-        choice.record(place, (0, 4, 8)[place.prompt % 3], (8, 4, 0)[place.prompt % 3])
-    return taken
-
-
-@pytest.mark.parametrize("floor", [0.05, 0.2])
-def test_prompts_are_issued_with_the_chance_that_they_teach(floor: float) -> None:
-    """Never below the floor, most at a rate of 1/2; inverse chances add up to the uniform distribution."""
-    order, choice, num, weights = DataOrder(30, 3), PromptChoice(floor, 3), Counter[int](), Counter[int]()
-    for epoch in range(40):
-        for _, place in issued(choice, order, range(epoch * 30, epoch * 30 + 30)):
-            assert floor <= choice.chances[place] <= 1.0
-            num[place.prompt % 3] += 1
-            weights[place.prompt % 3] += 1 / choice.chances[place]
-    assert num[1] > 2 * max(num[0], num[2])
-    assert all(0.8 < weights[kind] / 400 < 1.2 for kind in range(3)), weights
-    figures = choice.figures(order, 1200)
-    assert figures["prompts_unsolved"] == pytest.approx(1 / 3) == figures["prompts_solved"]
-    assert 10 < figures["prompts_effective"] < 30
-
-
-def test_a_chance_ages_and_counts_a_group_once() -> None:
-    """An unseen prompt has 1/2; one that always fails comes again as its results age; a delivery more changes nothing."""
-    choice = PromptChoice(0.01, 0)
-    assert choice.chance(Place(7, 3)) == 0.5
-    for _ in range(2):
-        choice.record(Place(0, 3), 0, 8)
-    assert [choice.chance(Place(epoch, 3)) for epoch in (1, 2, 3, 9)] == [0.1889, 0.3, 0.4167, 0.5072]
-    choice.record(Place(1, 3), 8, 0)
-    choice.record(Place(0, 3), 0, 8)  # of an older pass, late
-    assert choice.tried == {3: (1, 8.0, 4.0)}
-
-
-@given(st.integers(0, 119), st.integers(0, 119), st.integers(0, 9))
-def test_a_choice_is_made_once_whatever_is_known_later(killed: int, committed: int, seed: int) -> None:
-    """A session that resumes an older checkpoint with the log of the killed one issues the same prompts with the same chances.
-
-    What the killed session had trained since is delivered again before the first choice.
-    """
-    order, whole, first, later = DataOrder(12, seed), *(PromptChoice(0.1, seed) for _ in range(3))
-    expected = [issued(whole, order, range(at, at + 1)) for at in range(120)]
-    committed, documents = min(killed, committed), []
-    for at in range(killed + 1):
-        documents.append(first.to_document([]))
-        issued(first, order, range(at, at + 1))
-    later.resume(documents[committed])
-    later.recall([token for token in first.unlogged if int(token.partition("=")[0]) >= committed])
-    for _, place in (each for some in expected[committed : killed + 1] for each in some):
-        later.record(place, (0, 4, 8)[place.prompt % 3], (8, 4, 0)[place.prompt % 3])
-    assert [issued(later, order, range(at, at + 1)) for at in range(committed, 120)] == expected[committed:]
-
-
-@pytest.mark.parametrize(
-    ("more", "message"),
-    [
-        (["trainer.epochs=2"], "data.adaptive does not use each as often"),
-        (["data.from_run=other"], "data.adaptive does nothing with data.from_run"),
-        (["data.adaptive=0", "algorithm.chance_weight=true"], "chance_weight does nothing without data.adaptive"),
-        (["trainer.steps=2", "rollout.groups_per_step=4"], "8 groups use few of the 9 prompts twice"),
-    ],
-)
-def test_adaptive_data_are_refused_where_they_cannot_work(folder: Path, more: list[str], message: str) -> None:
-    with pytest.raises((ConfigError, MalformedData), match=message):
-        open_data(weighted(folder, "{}", "data.adaptive=0.1", *more))

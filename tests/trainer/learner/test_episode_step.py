@@ -156,9 +156,6 @@ class Issued:
     def accept(self, group_id: str, *, is_preferred: bool = False) -> None:
         """Every group is wanted."""
 
-    def scored(self, group: ReadyGroup) -> ReadyGroup:
-        return group
-
     def pause(self, is_paused: bool) -> None:
         """Nothing is issued."""
 

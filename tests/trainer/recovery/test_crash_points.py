@@ -176,18 +176,6 @@ def undisturbed(scene: Scene) -> Iterator[Run]:
         yield run
 
 
-ADAPTIVE = ("trainer.max_mismatch=1", "data.adaptive=0.1", "algorithm.chance_weight=true", "data.max_samples=8")
-
-
-@pytest.fixture(scope="module")
-def adapting(scene: Scene) -> Iterator[Run]:
-    """The same with prompts chosen by the success of their groups, in several passes."""
-    with scene.run("adapting") as run:
-        with run.producer():
-            run.train(*ADAPTIVE)
-        yield run
-
-
 @pytest.fixture
 def run(scene: Scene, run_id: str) -> Iterator[Run]:
     with scene.run(run_id) as run:
@@ -227,20 +215,17 @@ def test_one_kill_changes_no_weight(run: Run, undisturbed: Run, point: CrashPoin
     assert "foreign" not in run.state.account.totals["train"].refused
 
 
-@pytest.mark.parametrize(("same", "more"), [("undisturbed", ()), ("adapting", ADAPTIVE)])
-def test_a_crash_of_the_trainer_discards_nothing_that_was_sampled(
-    run: Run, same: str, more: tuple[str, ...], request: pytest.FixtureRequest
-) -> None:
+def test_a_crash_of_the_trainer_discards_nothing_that_was_sampled(run: Run, undisturbed: Run) -> None:
     """With a bound of 0: killed before the first checkpoint, while it makes these steps again, and 3 steps after a checkpoint.
 
     All steps equal the undisturbed run's, though other sessions published the versions that sampled for them. The record says
     which these are, and a replay makes the same weights.
     """
-    rare, undisturbed = ("trainer.checkpoint_every=6", *more), request.getfixturevalue(same)
+    rare = "trainer.checkpoint_every=6"
     with run.producer():
         for times in (5, 3, 9):
-            run.kill(f"{CrashPoint.STEPPED}:{times}", *rare)
-        run.train(*rare)
+            run.kill(f"{CrashPoint.STEPPED}:{times}", rare)
+        run.train(rare)
     run.assert_whole()
     state = run.state
     assert state.account.totals["train"].dropped == {}

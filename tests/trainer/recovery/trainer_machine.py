@@ -27,15 +27,14 @@ from penstock.deploy.quickstart_task import write_data, write_model
 from penstock.protocol.chat_tokenizer import ChatTokenizer
 from penstock.protocol.config.reward_settings import RewardSettings
 from penstock.protocol.facts import DeadLetter
-from penstock.protocol.groups import BlobRef, GeneratedGroup, RewardRequest, ScoredGroup
+from penstock.protocol.groups import BlobRef, GeneratedGroup, ScoredGroup
 from penstock.protocol.record.checkpoint_state import CheckpointState
 from penstock.protocol.record.lineage import GROUP_DIGITS, STEP_DIGEST, LineageChapter, StepDigest, group_digest
 from penstock.protocol.versions import Branch, PolicyVersion, next_version, staleness
 from penstock.trainer.algorithm.algorithm_settings import AlgorithmSettings
 from penstock.trainer.connections import Connections
-from penstock.trainer.data.data_order import DataOrder, PromptChoice
+from penstock.trainer.data.data_order import DataOrder
 from penstock.trainer.data.dataset import Prompt, PromptSet
-from penstock.trainer.evaluation.eval_result import SuccessRules
 from penstock.trainer.groups.batcher import Batcher
 from penstock.trainer.groups.dispatch import Dispatch, RunGroups
 from penstock.trainer.groups.issue import Issuer, IssuerState
@@ -47,7 +46,7 @@ from penstock.trainer.recovery.run_record_writer import RunRecordWriter
 from penstock.trainer.settings import DataSettings, RolloutSettings
 
 PACK = BlobRef(key="pack", size_bytes=1, sha256="0" * 64)
-NO_ROWS: Any = SimpleNamespace(trained_rows=[], reward=RewardRequest(name="r"))
+NO_ROWS: Any = SimpleNamespace(trained_rows=[])
 CLOSED: Connections = Connections("machine", None, None)  # type: ignore[arg-type]  # no thread is started: nothing is sent
 PICK = st.integers(0, 10_000)  # which of the items available
 
@@ -141,15 +140,13 @@ class TrainerMachine(RuleBasedStateMachine):
         groups_per_message=st.integers(1, 3),
         max_attempts=st.integers(1, 3),
         uses=st.integers(1, 2),
-        floor=st.sampled_from([0.0, 0.1]),
     )
-    def begin(self, groups_per_step, max_staleness, groups_per_message, max_attempts, uses, floor=0.0):
+    def begin(self, groups_per_step, max_staleness, groups_per_message, max_attempts, uses):
         self.rollout = RolloutSettings(
             group_size=1, groups_per_step=groups_per_step, max_staleness=max_staleness, max_attempts=max_attempts,
             groups_per_message=min(groups_per_message, groups_per_step), max_new_tokens=4,
         )  # fmt: skip
-        self.uses, self.floor = uses, floor
-        self.chances: dict[str, float] = {}  # with which each group was issued, or trained
+        self.uses = uses
         self.tasks, self.scored = Queue(), Queue()
         self.letters: list[tuple[DeadLetter, Any]] = []
         self.num_letters_read = 0
@@ -171,9 +168,8 @@ class TrainerMachine(RuleBasedStateMachine):
     def start(self, state):
         groups = RunGroups.of(state, max_staleness=self.rollout.max_staleness, max_trained_count=self.uses)
         dispatch = Dispatch(
-            prompts(), order=DataOrder(6, seed=1), rollout=self.rollout, stop_token_ids=(2,), groups=groups.train,
-            choice=PromptChoice(self.floor, seed=1), success=SuccessRules({"r": 1.0}) if self.floor else None,
-        )  # fmt: skip
+            prompts(), order=DataOrder(6, seed=1), rollout=self.rollout, stop_token_ids=(2,), groups=groups.train
+        )
         if state is not None:
             dispatch.cursor.resume(state.dispatch)
         self.num_letters_read = state.letters_read if state else 0
@@ -225,11 +221,7 @@ class TrainerMachine(RuleBasedStateMachine):
         sequence = sorted(self.fetching)[pick % len(self.fetching)]
         wanted = self.fetching.pop(sequence)
         if readable or not wanted:
-            ready = [self.issuer.scored(ReadyGroup(s, PACK, NO_ROWS)) for s in wanted]
-            for group in ready:
-                place = str(GroupKey.parse(group.group_id).place)
-                assert self.chances.setdefault(place, group.chance) == group.chance, "another chance after a crash"
-            self.tracker.offer(ready)
+            self.tracker.offer(ReadyGroup(s, PACK, NO_ROWS) for s in wanted)
             return
         self.tracker.drop_unreadable(sequence, wanted)
         self._dead_letter("scored", [s.generated.group_id for s in wanted], self.scored.held.pop(sequence))
@@ -494,12 +486,12 @@ class TrainerMachine(RuleBasedStateMachine):
 
     @invariant()
     def no_prompt_is_passed_over(self):
-        """Every prompt before the position was issued, by this session or an earlier one, unless prompts are chosen."""
+        """Every prompt before the position was issued, by this session or an earlier one."""
         if not hasattr(self, "issuer"):
             return
         cursor = self.dispatch.cursor
         issued = {GroupKey.parse(group_id).place for group_id in self.published}
-        assert self.floor or {cursor.order.at(position) for position in range(cursor.position)} <= issued
+        assert {cursor.order.at(position) for position in range(cursor.position)} <= issued
 
     @invariant()
     def the_ledger_forgets_only_stale_groups(self):
