@@ -1,4 +1,4 @@
-# CI runs `make check` and `make test`, and prints `make lines`; the other targets are run by hand. `make help` lists them.
+# CI runs `make check`, `make test` and `make test-slow`, and prints `make lines`; the other targets are run by hand. `make help` lists them.
 # WORKERS: more than cores, since tests often wait for other processes and for deadlines.
 PYTHON ?= python3
 VENV   ?= .venv
@@ -15,7 +15,7 @@ REVISION ?= 4f9f60b
 export OMP_NUM_THREADS ?= 1
 unexport PYTHONDONTWRITEBYTECODE  # the tests start hundreds of processes: each would compile every module again
 
-.PHONY: quickstart help test check lines setup clean docs docs-test files reference screenshots observe
+.PHONY: quickstart help test test-slow check lines setup clean docs docs-test files reference screenshots observe
 .PHONY: chaos cluster-test compose-test fuzz fuzz-agents fuzz-files fuzz-ring soak wheel-test mutation-proof test-sglang sglang-env test-vllm test-more
 .PHONY: bench bench-async bench-memory bench-quickstart real-model proof
 
@@ -29,11 +29,19 @@ help:  ## list the targets, and the names of bench, proof and test-more
 names = $(sort $(patsubst $(1).%,%,$(filter $(1).%,$(.VARIABLES))))
 named = @test -n '$($(1).$(NAME))' || { echo "usage: make $(1) NAME=... [ARGS=\"...\"]; one of: $(call names,$(1))"; exit 2; }
 
-test: $(STAMP)  ## all tests, on a real nats-server and a real S3 server
-	@$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder; code=$$?; \
+# $(1): an expression of markers
+define suite
+@$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder -m "$(1)"; code=$$?; \
 	if [ $$code -ne 1 ]; then exit $$code; fi; \
 	echo "failed beside other tests: running them again, alone. A test that passes only alone must wait for a condition instead of a time."; \
 	$(BIN)/python -m pytest --last-failed --last-failed-no-failures none
+endef
+
+test: $(STAMP)  ## the suite, on a real nats-server and a real S3 server (ten minutes on two cores)
+	$(call suite,not slow and not chaos)
+
+test-slow: $(STAMP)  ## whole runs, kills, several ranks, comparisons with other libraries: each takes many seconds (half an hour on two cores)
+	$(call suite,slow and not chaos)
 
 # kubectl, the schemas of Kubernetes and of compose, hadolint, promtool: whatever is not installed is skipped and named.
 MANIFESTS := tests/deploy/clusters tests/deploy/test_compose.py tests/deploy/test_compose_interpreter.py tests/deploy/test_monitoring.py \
