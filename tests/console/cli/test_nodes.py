@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 
 from penstock.console import launch
-from penstock.console.cli.main import app, run
+from penstock.console.cli.main import app
 from penstock.console.launch import NodeOptions, Nodes, find_nodes
 from penstock.protocol.errors import ConfigError
 
@@ -60,22 +60,6 @@ def test_what_cannot_be_a_place_is_refused(options: NodeOptions, environ: dict[s
     """The message has what to type on every node."""
     with pytest.raises(ConfigError, match=message):
         find_nodes(options, environ)
-
-
-@pytest.mark.parametrize(
-    ("typed", "message"),
-    [
-        (["--nodes"], 'Command "train" parameter --nodes requires an argument.'),
-        (["--nodes", "two"], 'Invalid value for --nodes: unable to convert "two" into int.'),
-        (["--nodes", "0"], 'Invalid value "0" for --nodes. Must be >= 1.'),
-        (["--nodes", "2", "--node-rank", "1", "--rdzv", "a", "--nodes", "3"], "--nodes specified multiple times."),
-    ],
-)
-def test_a_number_of_nodes_is_one_whole_number(
-    typed: list[str], message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert run(["train", "run.toml", *typed]) == 2
-    assert message in " ".join(capsys.readouterr().err.replace("│", " ").split())
 
 
 def test_each_node_starts_its_share_of_the_ranks() -> None:
