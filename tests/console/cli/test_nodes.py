@@ -16,9 +16,8 @@ from penstock.protocol.errors import ConfigError
 
 TWO = NodeOptions(nodes=2, node_rank=1, rdzv="node0:29501")
 NO = NodeOptions()
-SLURM = {
-    "SLURM_STEP_NUM_NODES": "3", "SLURM_STEP_NUM_TASKS": "3", "SLURM_STEP_NODELIST": "gpu[03-05],cpu1", "SLURM_NODEID": "2",
-}  # fmt: skip
+SLURM = {"SLURM_STEP_NUM_NODES": "3", "SLURM_STEP_NUM_TASKS": "3", "SLURM_NODEID": "2"}
+SLURM["SLURM_STEP_NODELIST"] = "gpu[03-05],cpu1"
 KUBEFLOW = {"PET_NNODES": "2", "PET_NODE_RANK": "1", "PET_MASTER_ADDR": "job-node-0", "PET_MASTER_PORT": "29400"}
 LEADER_WORKER_SET = {"LWS_GROUP_SIZE": "4", "LWS_WORKER_INDEX": "3", "LWS_LEADER_ADDRESS": "set-0.ns"}
 
@@ -84,8 +83,13 @@ def test_local_is_one_machine() -> None:
 
 @pytest.mark.parametrize(
     ("option", "environ", "expected"),
-    [("--nproc-per-node=4", {}, "3"), ("--nproc-per-node=64", {}, "1"), ("--nproc-per-node=4", {"OMP_NUM_THREADS": "7"}, "7"), ("-u", {}, "")],
-)  # fmt: skip
+    [
+        ("--nproc-per-node=4", {}, "3"),
+        ("--nproc-per-node=64", {}, "1"),
+        ("--nproc-per-node=4", {"OMP_NUM_THREADS": "7"}, "7"),
+        ("-u", {}, ""),
+    ],
+)
 def test_the_ranks_of_a_node_share_its_cores(
     monkeypatch: pytest.MonkeyPatch, option: str, environ: dict[str, str], expected: str
 ) -> None:

@@ -18,8 +18,11 @@ from penstock.console.tools import explain_settings
 from penstock.protocol.command_line import arguments_of
 
 ROOT = Path(__file__).parents[3]
-_SLOW = ("torch", "deepspeed", "transformers", "pydantic", "pyarrow", "numpy", "nats", "minio", "fastapi", "httpx",
-         "tokenizers", "safetensors", "matplotlib", "penstock.trainer", "penstock.rollout_service", "penstock.deploy")  # fmt: skip
+_SLOW = (
+    *("torch", "deepspeed", "transformers", "pydantic", "pyarrow", "numpy", "nats", "minio", "fastapi", "httpx"),
+    *("tokenizers", "safetensors", "matplotlib"),
+    *("penstock.trainer", "penstock.rollout_service", "penstock.deploy"),
+)
 _LIGHT = {"penstock.deploy", "penstock.deploy.data_check", "penstock.deploy.data_check.commands"}
 _WALK = """
 import contextlib, io, json, sys
