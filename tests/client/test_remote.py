@@ -22,8 +22,9 @@ from penstock.protocol.config.connection import NatsSettings
 from penstock.protocol.errors import ConfigError, PenstockError
 from penstock.protocol.record import run_folder
 from penstock.protocol.transport.bus import Bus
-from tests.client.test_events import next_event, publish
+from tests.client.test_events import next_event
 from tests.console.command import server_arguments
+from tests.console.record.recorded_run import Services
 from tests.console.web.control.api import Api
 from tests.json_server import JsonServer
 
@@ -208,21 +209,21 @@ def test_events_go_on_after_a_restart_of_the_console_until_the_run_is_over(
     console: Api, bus: Bus, run_streams: str
 ) -> None:
     """Each event arrives once, in order, from the first one; the iterator ends with the run."""
-    folder = console.folder / run_streams
+    services, folder = Services(bus, run_streams), console.folder / run_streams
     folder.mkdir(parents=True)
     (folder / "config.json").write_text(json.dumps({"settings": {"run": {"dir": str(console.folder)}}, "origins": {}}))
     (folder / "metrics.jsonl").write_text('{"kind": "step", "at": 1.0, "step": 1, "loss": 0.5}\n')
     with run_folder.hold_lock(folder):
         run = RemoteBackend(api_of(console), run_streams)
         assert run.state == "running"
-        publish(bus, run_streams, 1)
+        services.say_steps(1)
         arriving = run.events()
         assert next_event(arriving).data == {"step": 1}
         console.stop()
         console.start()
-        publish(bus, run_streams, 2)
+        services.say_steps(2)
         assert next_event(arriving).data == {"step": 2}
-        publish(bus, run_streams, 3)
+        services.say_steps(3)
     assert [event.data for event in arriving if event is not None] == [{"step": 3}]
     assert run.wait(60.0)
     assert list(run.events()) == [Event("step", "trainer", 1.0, {"step": 1, "loss": 0.5})]
