@@ -36,7 +36,8 @@ _QUEUE_S = 1.0
 _DESCRIPTION = """Create, start, pause, resume, stop and remove runs, and read all that they recorded.
 
 Every route but `/healthz` and the page needs a token: `Authorization: Bearer TOKEN`.
-Roles: `read` < `log` < `run` < `admin`. Errors are `application/problem+json` with `detail`, `expected`, `got`, `fix` and `errors`.
+Roles: `read` < `log` < `run` < `admin`.
+Errors are `application/problem+json` with `detail`, `expected`, `got`, `fix` and `errors`.
 """
 
 
@@ -114,7 +115,7 @@ def create_app(context: WebContext, *, hosts: Iterable[str] = ()) -> FastAPI:
     """Return the app. The Host header must name loopback or one of ``hosts``."""
     routers = (router, *(routes.router for routes in (control_routes, event_routes, reading_routes, server_routes)))
     app = FastAPI(
-        # Not include_router, which analyses each route's signature a second time: 0.06 s of CPU before the first answer.
+        # Not include_router, which analyses each route's signature again: 0.06 s of CPU before the first answer.
         routes=[route for router in routers for route in router.routes],
         title="Penstock Runs API",
         version=__version__,
