@@ -82,10 +82,10 @@ def test_a_letter_that_would_have_no_effect_is_refused_with_the_reason(
 def test_a_usable_letter_is_not_refused():
     """Tasks have no age; samples within the window, and letters that an older build could not read, are accepted."""
     assert refusal(letter("tasks", TASKS), AT_4, run="r") is None
-    assert refusal(letter("generated", generated(2)), AT_4) is None
-    assert refusal(letter("generated", generated(0)), RunProgress()) is None
-    assert refusal(letter("scored", make_scored(generated(4)), ids=()), AT_4) is None
-    assert refusal(letter("tasks", TASKS, times_sent=1), AT_4, once_more=True) is None
+    assert refusal(letter("generated", generated(2)), AT_4, run="r") is None
+    assert refusal(letter("generated", generated(0)), RunProgress(), run="r") is None
+    assert refusal(letter("scored", make_scored(generated(4)), ids=()), AT_4, run="r") is None
+    assert refusal(letter("tasks", TASKS, times_sent=1), AT_4, run="r", once_more=True) is None
 
 
 def bury(bus: Bus, run: str, pack: GroupGenerated) -> Inbox[GroupGenerated]:
