@@ -146,6 +146,7 @@ def test_a_watcher_a_listing_and_an_audit_skip_and_count(
         (subjects.weights_published(run), b"")
     ])  # fmt: skip
     bus.key_value(streams.live_bucket(run).bucket).wait().put("rollout.w0", b"no heartbeat").wait()
+    recorded.Services(bus, run).beat(*recorded.fleet(1)[1:3])
     state = bus.key_value(streams.state_bucket(run).bucket).wait()
     state.put(f"{streams.RESENT_KEY}.2", b"[1]").wait()
 
@@ -159,6 +160,7 @@ def test_a_watcher_a_listing_and_an_audit_skip_and_count(
         "heartbeat": 1,
     }  # fmt: skip
     assert view.summary().groups.dead_lettered == {"endpoint_failed": 1, hostile.reason: 1}
+    assert {line.service_id for line in view.snapshot(time.time()).services} == {"rollout-1", "reward"}
 
     given = server_arguments(nats_settings, s3_settings)
     with DeadLetters(NamedRun(run, given, {})) as dead:
@@ -173,7 +175,7 @@ def test_a_watcher_a_listing_and_an_audit_skip_and_count(
     assert {kind: len(which) for kind, which in found.unreadable.items()} == {LETTERS: 2, "messages of tasks": 1}
     assert check_record(found).closes
     assert any("2 dead letters cannot be read and are left out: number 1 (" in n for n in check_record(found).notes)
-    assert running_services(run, bus) == ["rollout.w0 (unreadable)"]
+    assert running_services(run, bus) == ["reward", "rollout-1", "rollout.w0 (unreadable)"]
 
     state.put(streams.CHECKPOINT_KEY, b"\xff").wait()
     state.put(streams.HEAD_KEY, b"\xff").wait()
