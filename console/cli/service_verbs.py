@@ -20,8 +20,8 @@ Tokens = Annotated[Path | None, Help("File of the tokens; default console-tokens
 def rollout(*arguments: RunArguments) -> None:
     """Start a rollout worker, which generates groups and loads new weights as they are published.
 
-    Start any number on any machines. A worker needs NATS, S3 and the run's name; it can be killed at any time. Servers that it starts
-    use every GPU that it sees, or what [placement] gives to engines.
+    Start any number on any machines. A worker needs NATS, S3 and the run's name; it can be killed at any time. Servers
+    that it starts use every GPU that it sees, or what [placement] gives to engines.
 
     Example:  penstock rollout run.toml worker.device=cuda
     Then:     penstock watch RUN
@@ -84,8 +84,9 @@ def certs(
 
     Example:  penstock certs tls --name nats=nats.example.com --name s3=10.0.0.5
               penstock certs tls --renew
-    Then:     nats.url=tls://nats.example.com:4222 nats.ca_file=tls/ca.pem, s3.endpoint=https://... s3.ca_file=tls/ca.pem,
-              trainer.signing_key_file=tls/signing.key and worker.trusted_keys_file=tls/signing.pem
+    Then:     nats.url=tls://nats.example.com:4222 nats.ca_file=tls/ca.pem, s3.endpoint=https://...
+              s3.ca_file=tls/ca.pem, trainer.signing_key_file=tls/signing.key
+              and worker.trusted_keys_file=tls/signing.pem
     """
     from penstock.deploy.certificates import print_certificates
 
@@ -99,7 +100,8 @@ def bootstrap(
     s3_users: Annotated[
         str,
         Help(
-            "Also create a user of the object store for each role, on MinIO or a fork; its secret key is s3_ROLE in this folder."
+            "Also create a user of the object store for each role, on MinIO or a fork; its secret key is s3_ROLE in "
+            "this folder."
         ),
     ] = "",
     delete: Annotated[bool, Help("Delete the run's streams and their contents.")] = False,
@@ -140,11 +142,11 @@ def console(
               penstock console run.dir=/shared/runs --port 0
     Then:     penstock console token me --role run
     """
-    from penstock.console.lean_imports import UNUSED_BY_CONSOLE, lean_imports
+    from penstock.console.lean_imports import lean_imports
     from penstock.protocol.errors import ConfigError
 
     try:
-        with lean_imports(without=UNUSED_BY_CONSOLE):
+        with lean_imports():
             from penstock.console.web.serve import serve
     except ModuleNotFoundError as err:
         raise ConfigError(f"{err.name} is not installed; run: pip install 'penstock[console]'") from None
@@ -159,7 +161,8 @@ def token(
     role: Annotated[
         Literal["read", "log", "run", "admin"],
         Help(
-            "read; log: also write figures of scripts; run: also create, start, pause, resume and stop runs; admin: also delete them."
+            "read; log: also write figures of scripts; run: also create, start, pause, resume and stop runs; "
+            "admin: also delete them."
         ),
     ] = "read",
     days: Annotated[float, Help("Days until it expires; 0: never.")] = 0.0,

@@ -1,4 +1,4 @@
-"""The curves of a run, read from its metrics.jsonl: one row for each step and evaluation; and those of a training on given answers.
+"""The curves of a run and of a training on given answers, from its metrics.jsonl: a row for each step and evaluation.
 
 `penstock sft`, `dpo` and `rm` write into folders such as ``sft-training`` below a run's folder. A folder in which
 `penstock train` has started too is that of a run, and shown as one.
@@ -84,7 +84,7 @@ def read(folder: Path) -> Curves:
 
 
 def steps_of(rows: Iterable[Mapping[str, Any]]) -> dict[int, Mapping[str, Any]]:
-    """Return the rows of optimizer steps in order; one that a resumed trainer makes again replaces the first and those after it."""
+    """Return the rows of optimizer steps in order; one that is made again after a resume replaces those from it on."""
     steps: dict[int, Mapping[str, Any]] = {}
     for row in rows:
         step = row.get("step")
@@ -97,7 +97,7 @@ def steps_of(rows: Iterable[Mapping[str, Any]]) -> dict[int, Mapping[str, Any]]:
 
 
 def rows(folder: Path) -> Iterator[dict[str, Any]]:
-    """Yield the rows of a run's metrics.jsonl; what cannot be read is skipped, as is a last line still being written."""
+    """Yield the rows of a run's metrics.jsonl; what cannot be read is skipped, as is a last line that is cut."""
     with contextlib.suppress(OSError):
         lines = io.BytesIO(read_regular(folder / "metrics.jsonl"))
         yield from (row for line in lines if (row := _row(line)) is not None)
@@ -127,12 +127,10 @@ def _row(line: bytes) -> dict[str, Any] | None:
 class Training:
     """A training on given answers, as far as it came."""
 
-    command: str
     step: int | None  # optimizer steps
     loss: float | None  # of the last step
     eval_loss: float | None  # of the last validation
     losses: tuple[float, ...]  # of each step; of a script with rewards, these
-    is_finished: bool
     reward: float | None = None  # of a script
 
 
@@ -161,12 +159,10 @@ def read_training(folder: Path) -> Training | None:
     eval_losses = [value for row in steps if (value := number(row.get("eval_loss"))) is not None]
     last = steps[-1].get("step") if steps else None
     return Training(
-        command=command,
         step=last if isinstance(last, int) else None,
         loss=losses[-1] if losses else None,
         eval_loss=eval_losses[-1] if eval_losses else None,
         losses=tuple(rewards or losses),
-        is_finished=is_training_finished(folder, command),
         reward=rewards[-1] if rewards else None,
     )
 
@@ -205,7 +201,7 @@ def metrics_stamp(file: Path) -> tuple[int, int] | None:
 
 
 def training_rows(folder: Path) -> Iterator[dict[str, Any]]:
-    """Yield a training's steps; the figures of a validation, or of a further call of a script, are among those of their step."""
+    """Yield a training's steps; the figures of a validation, or of another call of a script, are in their step."""
     held: dict[str, Any] | None = None
     for row in rows(folder):
         if held is not None and held.get("step") == row.get("step"):

@@ -1,4 +1,4 @@
-"""Check what this machine has and what is missing (`penstock doctor`): one function each, returning findings with a fix.
+"""Check what this machine has and what is missing (`penstock doctor`): a function each, returning findings with a fix.
 
 Nothing here imports torch or another slow package: versions come from installed metadata, or from running
 a program with --version.
@@ -93,8 +93,8 @@ def engine(arguments: Sequence[str], environ: Mapping[str, str]) -> Iterator[Fin
     python_setting = launch.given(arguments, environ, name, "python")
     python = str(python_setting.value) if python_setting is not None else sys.executable
     fix = (
-        f"install {name} into an environment of its own and set {name}.python to its Python ({_ENGINES[name]}), or choose "
-        f'worker.engine = "embedded" and take the section [{name}] out'
+        f"install {name} into an environment of its own and set {name}.python to its Python ({_ENGINES[name]}), or "
+        f'choose worker.engine = "embedded" and take the section [{name}] out'
     )
     command = [python, "-I", "-c", f"import importlib.metadata as found; print(found.version({name!r}))"]
     if isinstance(answer := _run(command), Exception) or answer.returncode:
@@ -118,10 +118,11 @@ def _failure(answer: subprocess.CompletedProcess[str] | Exception) -> str:
 
 def services(loaded: Loaded[connections.ConsoleSettings]) -> Iterator[Finding]:
     settings = loaded.settings
+    nats, s3 = settings.nats, settings.s3
     servers: tuple[tuple[str, str, str, Callable[[], object]], ...] = (
-        ("NATS", "nats.url", settings.nats.url, lambda: Bus.connect(settings.nats, name="doctor", deadline_s=_REACH_S).close()),
-        ("S3", "s3.endpoint", f"{settings.s3.endpoint}/{settings.s3.bucket}",
-         lambda: Blobs(settings.s3).check(settings.run.id, deadline_s=_REACH_S)),
+        ("NATS", "nats.url", nats.url, lambda: Bus.connect(nats, name="doctor", deadline_s=_REACH_S).close()),
+        ("S3", "s3.endpoint", f"{s3.endpoint}/{s3.bucket}",
+         lambda: Blobs(s3).check(settings.run.id, deadline_s=_REACH_S)),
     )  # fmt: skip
     for name, key, where, attempt in servers:
         if loaded.origins[key] == "default":
@@ -202,7 +203,7 @@ def attention(has_gpu: bool) -> Finding:
 
 def memory() -> Iterator[Finding]:
     """Check free memory, the limit of virtual memory, shared memory and open files."""
-    available = _meminfo("MemAvailable")
+    available = _available_bytes()
     if available is not None:
         level, fix = ("warn", "free 2 GiB or more") if available < 2 * _GIB else ("ok", "")
         yield Finding("memory", level, f"{available / _GIB:.1f} GiB free", fix)
@@ -278,12 +279,12 @@ def _reach(name: str, where: str, attempt: Callable[[], object]) -> Finding:
     return Finding(name, "ok", f"answers at {where}")
 
 
-def _meminfo(field: str) -> int | None:
+def _available_bytes() -> int | None:
     try:
         lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
     except OSError:
         return None
-    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{field}:")), None)
+    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")), None)
 
 
 def report(
@@ -293,7 +294,7 @@ def report(
     as_json: bool,
     of_run: Callable[[Sequence[str], Mapping[str, str]], Iterator[Finding]],
 ) -> int:
-    """Run all checks, and those of a run file, and print the findings; return 1 when a check failed, else 0. Raises ConfigError."""
+    """Run all checks, and those of a run file, and print the findings; return 1 when one failed. Raises ConfigError."""
     loaded = connections.find(arguments, environ)
     logs.configure("doctor", level="critical")  # problems are reported as findings
     here = [*machine(loaded.settings.run.dir, environ), *of_run(arguments, environ), *engine(arguments, environ)]

@@ -1,7 +1,7 @@
 """`penstock dead-letters`: list, show and send again the messages that could not be processed.
 
-Groups that are sent again keep their ids: by them the trainer counts dead-lettered groups as outstanding again. Everything
-that NATS deduplicates by is new: the message id, and the pack's name, from which every later message id is derived. With the
+Groups that are sent again keep their ids: by them the trainer counts dead-lettered groups as outstanding again. What
+NATS deduplicates by is new: the message id, and the pack's name, from which every later message id is derived. With the
 old ones NATS would drop the message as a duplicate.
 """
 
@@ -87,13 +87,13 @@ def content(letter: DeadLetter) -> TaskIssued | GroupGenerated | GroupScored:
     return decode(letter.payload, expected)
 
 
-def refusal(letter: Letter, progress: RunProgress, *, run: str | None = None, once_more: bool = False) -> str | None:
+def refusal(letter: Letter, progress: RunProgress, *, run: str, once_more: bool = False) -> str | None:
     """Return why a letter cannot be sent again; None if it can. ``run`` is the run whose letter it is."""
     try:
         fact = content(letter.fact)
     except WireError as err:
         return f"its message cannot be read by this build: {err}"
-    if run is not None and (letter.fact.run_id, fact.run_id) != (run, run):
+    if (letter.fact.run_id, fact.run_id) != (run, run):
         return f"it is of run {letter.fact.run_id} and its message of run {fact.run_id}, not of {run}: it was forged"
     if letter.split not in get_args(Split):
         return f"its subject {letter.fact.subject!r} ends with none of {', '.join(get_args(Split))}"
@@ -312,9 +312,8 @@ def print_one(run: NamedRun, number: int, *, as_json: bool) -> int:
                 print(f"{name:14} {indented(str(text)[:_MOST_SHOWN], 15)}")
     if problem:
         print(f"\nunreadable     {one_line(problem)}")
-    print(
-        f"\n{f'cannot be sent again: {one_line(reason)}' if reason else f'next: penstock dead-letters resend {run} {number}'}"
-    )
+    cannot = f"cannot be sent again: {one_line(reason)}" if reason else ""
+    print(f"\n{cannot or f'next: penstock dead-letters resend {run} {number}'}")
     return 0
 
 
@@ -385,7 +384,7 @@ def _task(task: Task) -> dict[str, Any]:
 
 
 def _answers(pack: bytes, row_groups: Sequence[int]) -> list[dict[str, Any]]:
-    from penstock.protocol.packs import group_pack  # noqa: PLC0415 # numpy and pyarrow: the page's console starts without them
+    from penstock.protocol.packs import group_pack  # noqa: PLC0415 # numpy and pyarrow: a console starts without
 
     return [
         {

@@ -1,10 +1,10 @@
 """Write the events of one run to one tracker, in their order, from the last position.
 
-An event is one row of numbers by name, each step once; a run that has ended also gives a table of samples and its report.
-The library is asked what it holds (`TrackerWriter.last_event`); where it cannot tell, the position file in the run's folder
-counts, which is replaced after each batch, once the batch was flushed. Its ``key`` is created before anything is written, so
-that a tracker finds its run again. The run never waits: events are read as by `penstock watch`, and an error ends this
-process only.
+An event is one row of numbers by name, each step once; a run that has ended also gives a table of samples and a report.
+The library is asked what it holds (`TrackerWriter.last_event`); where it cannot tell, the position file in the run's
+folder counts, which is replaced after each batch, once the batch was flushed. Its ``key`` is created before anything is
+written, so that a tracker finds its run again. The run never waits: events are read as by `penstock watch`, and an
+error ends this process only.
 """
 
 from __future__ import annotations
@@ -40,6 +40,7 @@ _GROUPS = {"step": "train", "eval": "eval"}  # kind of event -> prefix of its na
 _HISTOGRAMS = ("staleness_tokens",)  # by age: a name for each age would be a chart for each age
 _NO_FIGURES = ("step",)
 _MOST_VALUES = 1000  # of one event
+Samples = tuple[int, list[tuple[int, str, str, float]]]  # a step, and rows of SAMPLE_COLUMNS
 SAMPLE_COLUMNS = ("step", "prompt", "completion", "reward")
 REPORT_FILES = ("report.md", "report.json", "curve.png")
 _TEXT_CHARS = 4000
@@ -109,15 +110,8 @@ def _is_step(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= 2**53
 
 
-@dataclass(frozen=True, slots=True)
-class SampleTable:
-    """Trained completions of the newest version in the record."""
-
-    step: int
-    rows: list[tuple[int, str, str, float]]
-
-
-def read_samples(run: NamedRun, most: int) -> SampleTable:
+def read_samples(run: NamedRun, most: int) -> Samples:
+    """Return the newest step in the record, and trained completions of the newest versions."""
     record, blobs = open_record(run)
     chosen: list[tuple[int, Member]] = []
     for step in reversed(record.steps):
@@ -131,7 +125,7 @@ def read_samples(run: NamedRun, most: int) -> SampleTable:
         for step, member in chosen
         for completion, reward in zip(member.completions, member.rewards, strict=False)
     ]
-    return SampleTable(record.steps[-1].step if record.steps else 0, rows[:most])
+    return record.steps[-1].step if record.steps else 0, rows[:most]
 
 
 def report_files(folder: Path) -> list[Path]:
@@ -174,7 +168,7 @@ class PositionFile:
 
 @contextlib.contextmanager
 def opened(folder: Path, label: str) -> Iterator[PositionFile]:
-    """Open a tracker's position in a run's folder; raises ConfigError while another process of this machine writes it."""
+    """Open a tracker's position in a run's folder; raises ConfigError while another process here writes it."""
     path = folder / "trackers" / f"{label}.json"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -206,7 +200,7 @@ class Job:
     folder: Path  # of the run, or of a training on given answers; its position, settings and report are there
     open: Callable[[Destination], TrackerWriter]
     destination: Destination  # without its key and the run's settings
-    read_samples: Callable[[], SampleTable] | None = None
+    read_samples: Callable[[], Samples] | None = None
     once: bool = False  # write what is there, then end, finished or not
     awaits_report: bool = False  # it will be written after the run has ended
     on_read: Callable[[], object] = lambda: None  # called once nothing of the run's servers is needed any more
@@ -220,10 +214,10 @@ class Written:
 
 
 class Consumer:
-    """One run, one tracker. `work` returns when the run has ended, a stop was asked for, or (``once``) all is written."""
+    """One run, one tracker. `work` returns when the run has ended, at a stop, or (``once``) when all is written."""
 
     def __init__(self, job: Job, events: Events, file: PositionFile, stop: threading.Event) -> None:
-        """Read from where the position is; raises ConfigError when the run's events are others than those it counts."""
+        """Read from where the position is; raises ConfigError when the run's events are not those it counts."""
         self._job = job
         self._events = events
         self._file = file
@@ -265,7 +259,8 @@ class Consumer:
                 if row is None:
                     continue
                 writer = self._open()
-                if event > self._held(writer):
+                held = writer.last_event  # the event up to which the tracker held the rows when it was opened
+                if event > (self._resumed_at if held is None else held):
                     writer.write(row)
                     done.num_rows += 1
                 position.row = max(position.row, event)
@@ -284,11 +279,6 @@ class Consumer:
                 self._store_results(self._writer)
             self._writer.close(finished=done.finished)
         return done
-
-    def _held(self, writer: TrackerWriter) -> int:
-        """Return the event up to which the tracker held the rows when it was opened."""
-        held = writer.last_event
-        return self._resumed_at if held is None else held
 
     def _open(self) -> TrackerWriter:
         if self._writer is None:
@@ -335,11 +325,11 @@ class Consumer:
         end = max(self._rows.steps.values(), default=0)
         if self._job.read_samples is not None and f"samples {end}" not in position.stored:
             try:
-                table = self._job.read_samples()
+                step, rows = self._job.read_samples()
             except PenstockError as err:
                 log.warning("no table of samples", error=str(err))
             else:
-                writer.table("samples", table.step, SAMPLE_COLUMNS, table.rows)
+                writer.table("samples", step, SAMPLE_COLUMNS, rows)
                 position.stored.append(f"samples {end}")
         self._job.on_read()
         if f"report {end}" not in position.stored:

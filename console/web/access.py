@@ -7,13 +7,14 @@
 | `run` | also create, start, pause, resume and stop runs |
 | `admin` | also delete runs, and create and revoke tokens |
 
-A line of the token file is ``NAME ROLE sha256:HEX [EXPIRES]``, the last in Unix seconds. The file has mode 0600 and is read
-again when it changes, so that adding or revoking a token takes effect at once. A browser gets a token through a one-time link,
-as a cookie that no script can read.
+A line of the token file is ``NAME ROLE sha256:HEX [EXPIRES]``, the last in Unix seconds. The file has mode 0600 and is
+read again when it changes, so that adding or revoking a token takes effect at once. A browser gets a token through a
+one-time link, as a cookie that no script can read.
 
-What `serving/request_checks.py` refuses comes first; then `admit` decides from the head of a request alone. Public are the health route, the page and its
-static files, and the login; they hold no data. A request that changes something and brings no Authorization header must come
-from the page itself (CSRF): its ``Origin`` is this server's, or the browser says so (``Sec-Fetch-Site``).
+What `serving/request_checks.py` refuses comes first; then `admit` decides from the head of a request alone. Public are
+the health route, the page and its static files, and the login; they hold no data. A request that changes something and
+brings no Authorization header must come from the page itself (CSRF): its ``Origin`` is this server's, or the browser
+says so (``Sec-Fetch-Site``).
 """
 
 from __future__ import annotations
@@ -50,15 +51,14 @@ MAX_TOKENS = 1000
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
 _LINE = re.compile(r"(\S+) (read|log|run|admin) sha256:([0-9a-f]{64})(?: (\d{1,12}))?")
 CALLER = "penstock.caller"  # key of the scope
-TOKEN = "penstock.token"  # noqa: S105 - key of the scope: the token that was sent
 PUBLIC = frozenset({"/", "/healthz", "/login", "/favicon.ico"})
 STATIC = "/static/"
 _GUIDE = re.compile(r"/api/jobs(?P<run>(?:/[^/]*)?)(?P<rest>.*)", re.DOTALL)
 _SAFE = frozenset({"GET", "HEAD", "OPTIONS"})
 HEADERS = {
     "content-security-policy": (
-        "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; connect-src 'self'; font-src 'self'; "
-        "form-action 'self'; base-uri 'none'; frame-ancestors 'none'"
+        "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; connect-src 'self'; "
+        "font-src 'self'; form-action 'self'; base-uri 'none'; frame-ancestors 'none'"
     ),
     "x-content-type-options": "nosniff",
     "x-frame-options": "DENY",
@@ -127,7 +127,7 @@ class Access:
         return known_caller
 
     def add(self, name: str, role: Role, *, lasts_s: float = 0.0) -> str:
-        """Create a token and return it; only its SHA-256 is stored. Raises ConfigError for a name that is taken or invalid."""
+        """Create a token and return it; only its SHA-256 is stored. Raises ConfigError for a taken or invalid name."""
         if not _NAME.fullmatch(name):
             raise ConfigError(
                 f"token name {name!r}: expected 1 to 64 of A-Z, a-z, 0-9, '_', '.', '-'; choose another name"
@@ -151,12 +151,6 @@ class Access:
             is_there = len(kept) < len(tokens)
             tokens[:] = kept
         return is_there
-
-    def revoke_token(self, token: str) -> None:
-        """Remove the token itself, as when a browser logs out."""
-        digest = _digest(token)
-        with self._changing() as tokens:
-            tokens[:] = [entry for entry in tokens if not hmac.compare_digest(entry.digest, digest)]
 
     def one_time_link(self, role: Role = Role.ADMIN) -> str:
         """Return a code that one browser may exchange for a token, once."""
@@ -212,8 +206,8 @@ def _read(file: Path) -> list[_Token]:
         match = _LINE.fullmatch(line.strip())
         if match is None or not _NAME.fullmatch(match[1]):
             raise ConfigError(
-                f"{file}:{number}: expected NAME ROLE sha256:HEX [EXPIRES] with a role of read, log, run or admin; remove the line, "
-                "and create tokens with: penstock console token NAME"
+                f"{file}:{number}: expected NAME ROLE sha256:HEX [EXPIRES] with a role of read, log, run or admin; "
+                "remove the line, and create tokens with: penstock console token NAME"
             )
         tokens.append(_Token(match[1], Role[match[2].upper()], bytes.fromhex(match[3]), int(match[4] or 0)))
     return tokens
@@ -254,7 +248,7 @@ class Gate:
 
 
 def admit(request: HTTPConnection, access: Access) -> Response | None:
-    """Put the caller into the scope; return the answer to a request without a token, or with a cookie from another site."""
+    """Put the caller into the scope; return the answer to a request without a token, or from another site."""
     scope, path = request.scope, request.scope["path"]
     token, is_bearer = _token(request)
     is_public = path in PUBLIC or path.startswith(STATIC)
@@ -269,7 +263,7 @@ def admit(request: HTTPConnection, access: Access) -> Response | None:
         ).response()
     caller = access.caller(token) if token else None
     if caller is not None:
-        scope[CALLER], scope[TOKEN] = caller, token
+        scope[CALLER] = caller
         return None
     if is_public:
         return None
@@ -285,7 +279,7 @@ def admit(request: HTTPConnection, access: Access) -> Response | None:
 
 
 def _token(request: HTTPConnection) -> tuple[str, bool]:
-    """Return the token of a request, and whether the Authorization header brought it; the header goes before the cookie."""
+    """Return the token of a request, and whether the Authorization header brought it, which goes first."""
     header = request.headers.get("authorization")
     if header is not None:
         scheme, _, token = header.partition(" ")

@@ -11,10 +11,10 @@ import pytest
 from penstock.client import events
 from penstock.client.events import Event
 from penstock.console.report import curves
-from penstock.protocol import seals, subjects
+from penstock.protocol import seals
 from penstock.protocol.config.connection import NatsSettings
-from penstock.protocol.facts import RunEvent
 from penstock.protocol.transport.bus import Bus
+from tests.console.record.recorded_run import Services
 from tests.servers import secret_file
 
 
@@ -30,11 +30,6 @@ def folder(tmp_path: Path, nats_settings: NatsSettings, run_id: str) -> Path:
     return file.parent
 
 
-def publish(bus: Bus, run: str, number: int) -> None:
-    event = RunEvent(run_id=run, source="trainer", kind="step", at=float(number), data={"step": number})
-    bus.publish(subjects.events(run, "step"), event, msg_id=f"e{number}").wait()
-
-
 def next_event(arriving: Iterator[Event | None]) -> Event:
     deadline = time.monotonic() + 20.0
     while (event := next(arriving)) is None:
@@ -45,12 +40,13 @@ def next_event(arriving: Iterator[Event | None]) -> Event:
 def test_events_arrive_from_the_first_one_until_the_run_is_over(bus: Bus, run_streams: str, folder: Path) -> None:
     """What was published before, what comes while it is read, and nothing twice; then it ends by itself."""
     over: list[bool] = []
-    publish(bus, run_streams, 1)
+    services = Services(bus, run_streams)
+    services.say_steps(1)
     arriving = events.published(run_streams, folder, lambda: bool(over))
     assert next_event(arriving) == Event("step", "trainer", 1.0, {"step": 1})
-    publish(bus, run_streams, 2)
+    services.say_steps(2)
     assert next_event(arriving).data == {"step": 2}
-    publish(bus, run_streams, 3)
+    services.say_steps(3)
     over.append(True)
     assert [event.data for event in arriving if event is not None] == [{"step": 3}]
 

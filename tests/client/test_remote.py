@@ -1,13 +1,11 @@
-"""The client of a Runs API: requests and errors of the real app, its events, and what only a console of this machine can do."""
+"""The client of a Runs API: requests and errors of the real app, its events, and what a console elsewhere cannot do."""
 
 from __future__ import annotations
 
-import asyncio
 import json
 import threading
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,82 +15,39 @@ import penstock
 from penstock.client.events import Event
 from penstock.client.remote.remote_backend import RemoteBackend, RemoteTraining
 from penstock.client.remote.runs_api import ApiRefused, RemoteEvents, RunsApi
-from penstock.console.web.access import Access, Role
-from penstock.console.web.app import create_app
-from penstock.console.web.context import WebContext
+from penstock.console.web.access import Role
 from penstock.console.web.jobs import queue
 from penstock.deploy import quickstart_task
 from penstock.protocol.config.connection import NatsSettings
 from penstock.protocol.errors import ConfigError, PenstockError
 from penstock.protocol.record import run_folder
-from penstock.protocol.transport import tls
 from penstock.protocol.transport.bus import Bus
-from penstock.protocol.transport.loop_thread import LoopThread
-from penstock.serving import web_server
-from tests.client.test_events import next_event, publish
+from tests.client.test_events import next_event
+from tests.console.command import server_arguments
+from tests.console.record.recorded_run import Services
+from tests.console.web.control.api import Api
 from tests.json_server import JsonServer
-from tests.servers import secret_file
 
 ROWS = [{"prompt": "sort 31", "ground_truth": "13"}]
 PAIRS = [{"prompt": "sort 31", "chosen": "13", "rejected": "31"}]
 
 
-@dataclass
-class Console:
-    """A console in a thread of the test, and the runs that it serves."""
-
-    url: str
-    token: str
-    runs: Path
-
-    @property
-    def api(self) -> RunsApi:
-        return RunsApi(self.url, self.token)
-
-
 @pytest.fixture
-def start_console(tmp_path: Path, nats_settings: NatsSettings) -> Iterator[Callable[[int], Console]]:
-    """Start the API's real app; what it returns can be closed by starting another one."""
+def console(tmp_path: Path, nats_settings: NatsSettings) -> Iterator[Api]:
+    """The API's real app, served by a thread of the test, without an object store."""
     runs = tmp_path / "runs"
-    access = Access(tmp_path / "tokens")
-    token = access.add("me", Role.RUN)
-    password = secret_file(nats_settings.secret())
-    where = (
-        f"nats.url={nats_settings.url}",
-        f"nats.user={nats_settings.user}",
-        f"nats.password_file={password}",
-        "s3.endpoint=http://127.0.0.1:9",
-    )
-    running: list[Callable[[], None]] = []
-
-    def start(port: int) -> Console:
-        stop()
-        bound = tls.listen("127.0.0.1", port, key="port")
-        context = WebContext(runs, access, where, {})
-        thread, done = LoopThread("console"), asyncio.Event()
-        serving = thread.start(web_server.serve(create_app(context), bound, done))
-
-        def end() -> None:
-            thread.loop.call_soon_threadsafe(context.closing.set)
-            thread.loop.call_soon_threadsafe(done.set)
-            serving.result(60.0)
-            bound.close()
-            thread.stop()
-
-        running.append(end)
-        return Console(f"http://127.0.0.1:{bound.getsockname()[1]}", token, runs)
-
-    def stop() -> None:
-        while running:
-            running.pop()()
-
-    yield start
-    stop()
+    runs.mkdir()
+    where = [*server_arguments(nats_settings), "s3.endpoint=http://127.0.0.1:9"]
+    with Api(runs, *where, environ={}).served() as served:
+        yield served
 
 
-@pytest.fixture
-def console(start_console: Callable[[int], Console]) -> Console:
-    return start_console(0)
+def api_of(console: Api) -> RunsApi:
+    return RunsApi(console.url, console.tokens[Role.RUN])
+
+
+def client_of(console: Api) -> penstock.Client:
+    return penstock.Client(console.url, token=console.tokens[Role.RUN], runs=console.folder)
 
 
 @pytest.fixture
@@ -113,26 +68,26 @@ class RewardService(JsonServer):
 
 
 def test_a_run_is_created_and_its_function_registered_when_it_runs(
-    console: Console, model: Path, monkeypatch: pytest.MonkeyPatch
+    console: Api, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Settings, rows and name arrive; the reward is registered at the port that the run's reward service has written."""
+    """Settings, rows and name arrive; its reward is registered at the port that the reward service has written."""
     monkeypatch.setattr(queue, "advance", lambda _: None)  # no process is started
 
     def length(completions: list[str], **columns: Any) -> list[float]:
         return [float(len(text)) for text in completions]
 
     service = RewardService()
-    client = penstock.Client(console.url, token=console.token, runs=console.runs)
+    client = client_of(console)
     try:
         run = client.train(model=model, data=ROWS, reward=length, algorithm="grpo", trainer={"steps": 7}, workers=3)
-        assert (run.id, run.state, run.folder) == ("run", "queued", console.runs / "run")
-        text = (console.runs / "run" / "run.toml").read_text()
+        assert (run.id, run.state, run.folder) == ("run", "queued", console.folder / "run")
+        text = (console.folder / "run" / "run.toml").read_text()
         assert "steps = 7" in text
         assert 'name = "length"' in text
-        (rows,) = (console.runs / ".client").iterdir()
+        (rows,) = (console.folder / ".client").iterdir()
         assert str(rows) in text
         assert json.loads(rows.read_text()) == ROWS[0]
-        (console.runs / "run" / "reward.port").write_text(str(service.port))
+        (console.folder / "run" / "reward.port").write_text(str(service.port))
         deadline = time.monotonic() + 20.0
         while not service.arrived:
             assert time.monotonic() < deadline
@@ -147,17 +102,17 @@ def test_a_run_is_created_and_its_function_registered_when_it_runs(
 
 
 def test_a_training_on_given_answers_is_created_and_followed(
-    console: Console, model: Path, monkeypatch: pytest.MonkeyPatch
+    console: Api, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Rows, section and command arrive; its handle reads state, figures and the place of its model from the console."""
     monkeypatch.setattr(queue, "advance", lambda _: None)  # no process is started
-    client = penstock.Client(console.url, token=console.token, runs=console.runs)
+    client = client_of(console)
     first, second = (client.dpo(model=model, data=PAIRS, dpo={"steps": 7, "beta": 0.2}) for _ in range(2))
     assert (first.id, first.state, second.id) == ("dpo", "queued", "dpo-2")
-    assert first.folder == console.runs / "dpo"
-    text = (console.runs / "dpo" / "run.toml").read_text()
+    assert first.folder == console.folder / "dpo"
+    text = (console.folder / "dpo" / "run.toml").read_text()
     assert "beta = 0.2" in text
-    training = console.runs / "dpo" / "dpo-training"
+    training = console.folder / "dpo" / "dpo-training"
     training.mkdir()
     lines = [
         {"kind": "step", "at": 1.0, "step": 1, "loss": 0.5},
@@ -166,7 +121,7 @@ def test_a_training_on_given_answers_is_created_and_followed(
     (training / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     assert first.metrics()["loss"].tolist() == [0.5]
     assert first.metrics("eval")["eval_loss"].tolist() == [0.4]
-    far = RemoteTraining(Elsewhere(console.url, console.token), "dpo", "dpo")
+    far = RemoteTraining(Elsewhere(console.url, console.tokens[Role.RUN]), "dpo", "dpo")
     assert far.folder is None
     found = [{name: row[name] for name in row if name != "at"} for row in far.rows()]
     assert found == [
@@ -185,20 +140,20 @@ class Elsewhere(RunsApi):
     is_here = False
 
 
-def test_what_the_api_refuses_is_said_with_its_fix(console: Console, model: Path) -> None:
+def test_what_the_api_refuses_is_said_with_its_fix(console: Api, model: Path) -> None:
     """A wrong setting, an unknown run, a missing token and a server that does not answer."""
-    client = penstock.Client(console.url, token=console.token, runs=console.runs)
+    client = client_of(console)
     with pytest.raises(ApiRefused, match=r"unknown key trainer\.lrr; did you mean trainer\.lr\?") as refused:
         client.train(model=model, data=ROWS, reward="exact_match", trainer={"lrr": 1})
     assert refused.value.status == 422
-    assert not (console.runs / "run").exists()
+    assert not (console.folder / "run").exists()
     with pytest.raises(ApiRefused, match="there is no run nope; list the runs"):
         client.run("nope")
     with pytest.raises(ApiRefused, match="token"):
         penstock.Client(console.url).run("nope")
     with pytest.raises(ApiRefused, match=r"rollout.group_size is not read by penstock sft"):
         client.sft(model=model, data=ROWS, rollout={"group_size": 3})
-    assert not (console.runs / "sft").exists()
+    assert not (console.folder / "sft").exists()
     with pytest.raises(ApiRefused, match="no console answers at"):
         RunsApi("http://127.0.0.1:9", None).call("GET", "/v1/runs")
     with (
@@ -234,10 +189,10 @@ def test_what_answers_without_json_is_no_console(body: bytes) -> None:
         RunsApi(server.url, None).call("GET", "/v1/runs")
 
 
-def test_a_console_elsewhere_gets_neither_rows_nor_functions(console: Console, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_console_elsewhere_gets_neither_rows_nor_functions(console: Api, monkeypatch: pytest.MonkeyPatch) -> None:
     """The error says what to give instead; nothing is sent."""
     monkeypatch.setattr(RunsApi, "is_here", False)
-    client = penstock.Client(console.url, token=console.token)
+    client = penstock.Client(console.url, token=console.tokens[Role.RUN])
     with pytest.raises(ConfigError, match=r"data\.train: rows are not sent"):
         client.train(model="m", data=ROWS, reward="exact_match")
     with pytest.raises(ConfigError, match=r"sft\.data: rows are not sent"):
@@ -251,24 +206,24 @@ def test_a_console_elsewhere_gets_neither_rows_nor_functions(console: Console, m
 
 
 def test_events_go_on_after_a_restart_of_the_console_until_the_run_is_over(
-    start_console: Callable[[int], Console], bus: Bus, run_streams: str
+    console: Api, bus: Bus, run_streams: str
 ) -> None:
     """Each event arrives once, in order, from the first one; the iterator ends with the run."""
-    console = start_console(0)
-    folder = console.runs / run_streams
+    services, folder = Services(bus, run_streams), console.folder / run_streams
     folder.mkdir(parents=True)
-    (folder / "config.json").write_text(json.dumps({"settings": {"run": {"dir": str(console.runs)}}, "origins": {}}))
+    (folder / "config.json").write_text(json.dumps({"settings": {"run": {"dir": str(console.folder)}}, "origins": {}}))
     (folder / "metrics.jsonl").write_text('{"kind": "step", "at": 1.0, "step": 1, "loss": 0.5}\n')
     with run_folder.hold_lock(folder):
-        run = RemoteBackend(console.api, run_streams)
+        run = RemoteBackend(api_of(console), run_streams)
         assert run.state == "running"
-        publish(bus, run_streams, 1)
+        services.say_steps(1)
         arriving = run.events()
         assert next_event(arriving).data == {"step": 1}
-        start_console(int(console.url.rpartition(":")[2]))
-        publish(bus, run_streams, 2)
+        console.stop()
+        console.start()
+        services.say_steps(2)
         assert next_event(arriving).data == {"step": 2}
-        publish(bus, run_streams, 3)
+        services.say_steps(3)
     assert [event.data for event in arriving if event is not None] == [{"step": 3}]
     assert run.wait(60.0)
     assert list(run.events()) == [Event("step", "trainer", 1.0, {"step": 1, "loss": 0.5})]

@@ -21,9 +21,9 @@ from penstock.console.live.frame import render
 from penstock.console.live.panel import PlainLines
 from penstock.console.live.run_view import RunView
 from penstock.console.live.watcher import Watcher
-from penstock.console.report import curves, learning, report
+from penstock.console.report import curves, report
 from penstock.console.terminal import indented, markdown, one_line
-from penstock.console.tools.dead_letters import DeadLetters, RunProgress, UnknownLetter, print_list, refusal
+from penstock.console.tools.dead_letters import DeadLetters, RunProgress, UnknownLetter, print_list
 from penstock.console.tools.removal import running_services
 from penstock.console.tools.reward_errors import print_errors
 from penstock.console.tools.runs import describe, list_broker
@@ -48,8 +48,8 @@ VALUES: list[Any] = [
     INF, -INF, NAN, 1e300, -1, 2**63, "x", "", None, True, [], {}, [[]], {"a": {}}, {"x": INF}, b"\xff"
 ]  # fmt: skip
 FIELDS = {
-    "step": ["step", "version", "staleness_tokens", "tokens_trained", "groups", "skipped", "scored_by", "reward_mean", "loss",
-             "mismatch", "ratio_percentiles", "rejected_by", "reward_parts", "grad_norm", "zero_signal_groups"],
+    "step": ["step", "version", "staleness_tokens", "tokens_trained", "groups", "skipped", "scored_by", "reward_mean",
+             "loss", "mismatch", "ratio_percentiles", "rejected_by", "reward_parts", "grad_norm", "zero_signal_groups"],
     "eval": ["step", "version", "num_prompts", "accuracy", "split", "name"],
     "state": ["text", "state", "total_steps", "finished"],
     "weights": ["version", "kind", "raw_bytes", "sent_bytes", "density", "publish_s"],
@@ -100,12 +100,12 @@ def test_a_step_of_infinity_is_counted_and_the_next_one_shown() -> None:
     assert view.steps[1].fields.loss is None
     assert "grad_norm" not in view.steps[1].learning
     assert view.summary().unreadable == {"step event": 6}
-    assert [i.text for i in view.incidents] == [
-        "step event skipped, it cannot be read: step: Input should be a finite number, from trainer; others like it are counted"
-    ]
-    assert "| skipped, not readable: step event | 6 |" in report.markdown(
-        view.summary(), curves.Curves(), next_steps=(), has_plot=False
+    (incident,) = view.incidents
+    assert incident.text.startswith(
+        "step event skipped, it cannot be read: step: Input should be a finite number, from"
     )
+    shown = report.markdown(view.summary(), curves.Curves(), next_steps=(), has_plot=False)
+    assert "| skipped, not readable: step event | 6 |" in shown
 
 
 @pytest.mark.parametrize("at", [INF, -INF, NAN, 1e300, -1e300])
@@ -118,13 +118,6 @@ def test_times_and_durations_that_are_none_do_not_decode(at: float) -> None:
         beat = recorded.fleet(1)[0].model_copy(update=more)
         with pytest.raises(MalformedFact):
             decode(encode_unbounded(beat), Heartbeat)
-
-
-def test_the_metrics_of_a_step_are_finite() -> None:
-    """Sections that are no objects, and numbers that are none, are left out."""
-    sections = {"mismatch": [1], "ratio_percentiles": 3, "rejected_by": "x", "reward_parts": {"a": INF, "b": 1}}
-    data = {**sections, "grad_norm": 10**400}
-    assert learning.read(data) == {"reward part b": 1.0}
 
 
 def test_a_watcher_a_listing_and_an_audit_skip_and_count(
@@ -153,6 +146,7 @@ def test_a_watcher_a_listing_and_an_audit_skip_and_count(
         (subjects.weights_published(run), b"")
     ])  # fmt: skip
     bus.key_value(streams.live_bucket(run).bucket).wait().put("rollout.w0", b"no heartbeat").wait()
+    recorded.Services(bus, run).beat(*recorded.fleet(1)[1:3])
     state = bus.key_value(streams.state_bucket(run).bucket).wait()
     state.put(f"{streams.RESENT_KEY}.2", b"[1]").wait()
 
@@ -162,9 +156,11 @@ def test_a_watcher_a_listing_and_an_audit_skip_and_count(
     watcher.catch_up(deadline_s=120.0)
     assert time.monotonic() - started < 100.0, "messages that do not decode are not waited for"
     assert view.summary().unreadable == {
-        "dead letter": 2, "run event": 1, "step event": 1, "reward_error event": 1, "weights published": 1, "heartbeat": 1
+        "dead letter": 2, "run event": 1, "step event": 1, "reward_error event": 1, "weights published": 1,
+        "heartbeat": 1,
     }  # fmt: skip
     assert view.summary().groups.dead_lettered == {"endpoint_failed": 1, hostile.reason: 1}
+    assert {line.service_id for line in view.snapshot(time.time()).services} == {"rollout-1", "reward"}
 
     given = server_arguments(nats_settings, s3_settings)
     with DeadLetters(NamedRun(run, given, {})) as dead:
@@ -179,7 +175,7 @@ def test_a_watcher_a_listing_and_an_audit_skip_and_count(
     assert {kind: len(which) for kind, which in found.unreadable.items()} == {LETTERS: 2, "messages of tasks": 1}
     assert check_record(found).closes
     assert any("2 dead letters cannot be read and are left out: number 1 (" in n for n in check_record(found).notes)
-    assert running_services(run, bus) == ["rollout.w0 (unreadable)"]
+    assert running_services(run, bus) == ["reward", "rollout-1", "rollout.w0 (unreadable)"]
 
     state.put(streams.CHECKPOINT_KEY, b"\xff").wait()
     state.put(streams.HEAD_KEY, b"\xff").wait()
@@ -213,22 +209,12 @@ def test_a_letter_that_may_be_missing_is_no_violation() -> None:
     )
 
 
-def test_a_letter_of_another_run_is_not_sent_again() -> None:
-    """A letter whose message is of another run, or whose subject has no split, would reach another run's stream."""
-    from tests.console.tools.test_dead_letters import TASKS, letter
-
-    assert refusal(letter("tasks", TASKS), RunProgress(), run="r") is None
-    assert "it was forged" in str(
-        refusal(letter("tasks", TASKS.model_copy(update={"run_id": "other"})), RunProgress(), run="r")
-    )
-    assert "ends with none of train, eval" in str(refusal(letter("tasks", TASKS, split=">"), RunProgress(), run="r"))
-
-
 METRICS = [
-    b"\xff\xfe\n", b"[" * 100_000 + b"\n", b'{"step": Infinity, "reward_mean": 1}\n', b'{"kind": "step", "step": 3, "reward_mean": NaN}\n',
-    b'{"kind": "step", "step": 3, "reward_mean": 1e999}\n', b'{"kind": "step", "step": "3", "reward_mean": "x"}\n',
-    b'{"kind": "eval", "step": 3, "accuracy": {}}\n', b'{"kind": "step", "step": 3, "reward_mean": 1' + b"0" * 5000 + b"}\n",
-    b'{"kind": "step", "step": 3, "reward_mean": 1, "reward_parts": [1]}\n', b"[]\n", b"null\n", b'{"kind": "step"', b"\0\n",
+    b"\xff\xfe\n", b"[" * 100_000 + b"\n", b'{"step": Infinity, "reward_mean": 1}\n', b"[]\n", b"null\n", b"\0\n",
+    b'{"kind": "step", "step": 3, "reward_mean": NaN}\n', b'{"kind": "step", "step": 3, "reward_mean": 1e999}\n',
+    b'{"kind": "step", "step": "3", "reward_mean": "x"}\n', b'{"kind": "eval", "step": 3, "accuracy": {}}\n',
+    b'{"kind": "step", "step": 3, "reward_mean": 1' + b"0" * 5000 + b"}\n", b'{"kind": "step"',
+    b'{"kind": "step", "step": 3, "reward_mean": 1, "reward_parts": [1]}\n',
     b'{"kind": "step", "step": 3, "reward_mean": 1, "reward_parts": {"a": "x", "b": Infinity}}\n'
 ]  # fmt: skip
 
@@ -276,8 +262,8 @@ def test_a_foreign_stream_does_not_hide_the_runs(bus: Bus, run_streams: str, nat
 
 
 MARKS = (  # of direction, without a width, fillers, separators of lines, tags, selectors that carry bytes
-    "\u200e\u200f\u061c\u202a\u202e\u2066\u2069\u200b\u2060\u2063\ufeff\u00ad\u180e\u115f\u1160\u3164\uffa0\u2028\u2029\ufff9\ufe00\u034f\u17b4\u180b"
-    "\U000e0001\U000e0041\U000e007f\U000e0100\U000e01ef\x85"
+    "\u200e\u200f\u061c\u202a\u202e\u2066\u2069\u200b\u2060\u2063\ufeff\u00ad\u180e\u115f\u1160\u3164\uffa0\u2028"
+    "\u2029\ufff9\ufe00\u034f\u17b4\u180b\U000e0001\U000e0041\U000e007f\U000e0100\U000e01ef\x85"
 )
 
 
@@ -312,9 +298,10 @@ def test_a_text_of_others_is_one_line() -> None:
 @pytest.mark.parametrize(
     "text",
     [
-        "<img src=http://evil/x>", "![](http://evil/x)", "[a](javascript:x)", "a | b", "`code", "**a**", "# A", "- a", "+ a", "> a", "1. a",
-        "12) a", "---", "===", "~~~", "- - a", "&lt;b>", "a\\", "<!-- a", "[a]: http://evil", "- # A", "<script>", FORGED,
-        "see http://evil/x", "HTTPS://evil", "www.evil.org", "__bold__", "_it_ a_b_", "x ~~a~~", "ask @team", "a@b.org"
+        "<img src=http://evil/x>", "![](http://evil/x)", "[a](javascript:x)", "a | b", "`code", "**a**", "# A", "- a",
+        "+ a", "> a", "1. a", "12) a", "---", "===", "~~~", "- - a", "&lt;b>", "a\\", "<!-- a", "[a]: http://evil",
+        "- # A", "<script>", "see http://evil/x", "HTTPS://evil", "www.evil.org", "__bold__", "_it_ a_b_", "x ~~a~~",
+        "ask @team", "a@b.org", FORGED
     ]
 )  # fmt: skip
 def test_a_text_of_others_makes_no_markup(text: str) -> None:
@@ -345,8 +332,10 @@ def test_what_others_wrote_forges_nothing_in_a_report() -> None:
 
 
 FILES_OF_OTHERS = {
-    "data check d.jsonl": '{"prompt": "hi", "data_source": "FORGED", "ground_truth": "1", "colFORGED": 1}\n{"prompt": [{"role": "FORGED", "content": 1}]}',
-    "config import d.yaml --to d.toml": 'to: {"FORGED": 1}\nactor_rollout_ref: {"model": {"path": "FORGED"}}\nalgorithm: {"adv_estimator": "FORGED"}',
+    "data check d.jsonl": '{"prompt": "hi", "data_source": "FORGED", "ground_truth": "1", "colFORGED": 1}\n'
+    '{"prompt": [{"role": "FORGED", "content": 1}]}',
+    "config import d.yaml --to d.toml": 'to: {"FORGED": 1}\nactor_rollout_ref: {"model": {"path": "FORGED"}}\n'
+    'algorithm: {"adv_estimator": "FORGED"}',
     "config show d.toml": '[trainer]\n"FORGED" = 1',
     "plan d.toml": '[trainer]\n"FORGED" = 1',
 }
@@ -356,7 +345,7 @@ FILES_OF_OTHERS = {
 def test_a_file_of_others_reaches_no_terminal(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, verb: str
 ) -> None:
-    """Nor does a key that has a line feed begin a line, which in the comments of an imported run file would be a setting."""
+    """Nor does a key with a line feed begin a line, which in comments of an imported run file would be a setting."""
     monkeypatch.chdir(tmp_path)
     words = verb.split()
     text = FILES_OF_OTHERS[verb].replace("FORGED", "\\u001b]0;x\\u0007\\u202e\\nmodel.path = 1")

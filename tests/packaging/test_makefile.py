@@ -1,4 +1,4 @@
-"""The Makefile: what pages and programs tell people to type exists, `make help` lists it, and `make lines` counts the tree."""
+"""The Makefile: what pages and programs tell to type exists, `make help` lists it, and `make lines` counts the tree."""
 
 from __future__ import annotations
 
@@ -13,8 +13,10 @@ import pytest
 ROOT = Path(__file__).parents[2]
 MAKEFILE = (ROOT / "Makefile").read_text()
 TARGETS = set(re.findall(r"^([a-z][a-z-]*):(?!=)", MAKEFILE, re.MULTILINE))
-# "make it" and the like are no commands: those of one word are looked for in backticks, and at the beginning of a line of commands.
-_COMMAND = re.compile(r"(?:`|^ {4}|^\$ )make ([a-z][a-z-]*)(?: NAME=([\w-]+))?", re.MULTILINE)
+# "make it" is no command: it has backticks, an indentation or a prompt, or nothing but a value or a comment after it.
+_COMMAND = re.compile(
+    r"(?:`|^ {4}|^\$ |^(?=make \S+(?:$| +#| [A-Z]+=)))make ([a-z][a-z-]*)(?: NAME=([\w-]+))?", re.MULTILINE
+)
 
 
 def _make(*words: str) -> subprocess.CompletedProcess[str]:

@@ -2,13 +2,12 @@
 
 Pure.
 
-docs/runs_api.md has the table of what each field becomes. For `sft`, `dpo` and `rm` data, learning rate, batch size and epochs are keys of the section of that name; `rollout_n`, `kl_coef` and
-`context_length` are refused.
+docs/runs_api.md has the table of what each field becomes. For `sft`, `dpo` and `rm` data, learning rate, batch size and
+epochs are keys of the section of that name; `rollout_n`, `kl_coef` and `context_length` are refused.
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
@@ -16,11 +15,10 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 from penstock.console.web.launchers import launcher as launchers
 from penstock.console.web.problems import Problem
-from penstock.protocol.config.run_file import toml_text
+from penstock.protocol.config.run_file import toml_key, toml_text
 from penstock.protocol.errors import ConfigError
 from penstock.protocol.subjects import check_run_id, similar_run_id
 
-_BARE = re.compile(r"[A-Za-z0-9_-]+")
 _PATH = Annotated[str, Field(min_length=1, max_length=4096, pattern=r"^[^\x00-\x1f\x7f]+$")]
 Command = Literal["train", "sft", "dpo", "rm"]
 _FINE_TUNING: dict[str, Command] = {"sft": "sft", "dpo": "dpo", "rm": "rm"}
@@ -80,8 +78,8 @@ class RunRequest(BaseModel):
         None,
         ge=0,
         le=256,
-        description="Rollout workers on the trainer's machine; 0: the trainer alone, with NATS, S3 and the other services elsewhere. "
-        "Default: 2, with engines on GPUs one for all of them.",
+        description="Rollout workers on the trainer's machine; 0: the trainer alone, with NATS, S3 and the other "
+        "services elsewhere. Default: 2, with engines on GPUs one for all of them.",
     )
     serve: tuple[_PATH, ...] = Field((), max_length=16, description="Reward files to serve, as penstock train --serve.")
     description: str = Field("", max_length=10_000)
@@ -186,17 +184,13 @@ def as_toml(sections: Mapping[str, Any]) -> str:
     for section, values in sections.items():
         if isinstance(values, dict):
             tables += [
-                f"[{_key(section)}]",
-                *(f"{_key(key)} = {toml_text(value)}" for key, value in values.items()),
+                f"[{toml_key((section,))}]",
+                *(f"{toml_key((key,))} = {toml_text(value)}" for key, value in values.items()),
                 "",
             ]
         else:
-            lines.append(f"{_key(section)} = {toml_text(values)}")
+            lines.append(f"{toml_key((section,))} = {toml_text(values)}")
     return "\n".join([*lines, *tables]) + "\n"
-
-
-def _key(text: str) -> str:
-    return text if _BARE.fullmatch(text) else toml_text(text)
 
 
 def _merge(into: dict[str, Any], more: Mapping[str, Any]) -> None:

@@ -10,15 +10,14 @@ from dataclasses import replace
 import pytest
 
 from penstock.console import launch
-from penstock.console.cli.main import app, run
+from penstock.console.cli.main import app
 from penstock.console.launch import NodeOptions, Nodes, find_nodes
 from penstock.protocol.errors import ConfigError
 
 TWO = NodeOptions(nodes=2, node_rank=1, rdzv="node0:29501")
 NO = NodeOptions()
-SLURM = {
-    "SLURM_STEP_NUM_NODES": "3", "SLURM_STEP_NUM_TASKS": "3", "SLURM_STEP_NODELIST": "gpu[03-05],cpu1", "SLURM_NODEID": "2",
-}  # fmt: skip
+SLURM = {"SLURM_STEP_NUM_NODES": "3", "SLURM_STEP_NUM_TASKS": "3", "SLURM_NODEID": "2"}
+SLURM["SLURM_STEP_NODELIST"] = "gpu[03-05],cpu1"
 KUBEFLOW = {"PET_NNODES": "2", "PET_NODE_RANK": "1", "PET_MASTER_ADDR": "job-node-0", "PET_MASTER_PORT": "29400"}
 LEADER_WORKER_SET = {"LWS_GROUP_SIZE": "4", "LWS_WORKER_INDEX": "3", "LWS_LEADER_ADDRESS": "set-0.ns"}
 
@@ -62,22 +61,6 @@ def test_what_cannot_be_a_place_is_refused(options: NodeOptions, environ: dict[s
         find_nodes(options, environ)
 
 
-@pytest.mark.parametrize(
-    ("typed", "message"),
-    [
-        (["--nodes"], 'Command "train" parameter --nodes requires an argument.'),
-        (["--nodes", "two"], 'Invalid value for --nodes: unable to convert "two" into int.'),
-        (["--nodes", "0"], 'Invalid value "0" for --nodes. Must be >= 1.'),
-        (["--nodes", "2", "--node-rank", "1", "--rdzv", "a", "--nodes", "3"], "--nodes specified multiple times."),
-    ],
-)
-def test_a_number_of_nodes_is_one_whole_number(
-    typed: list[str], message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert run(["train", "run.toml", *typed]) == 2
-    assert message in " ".join(capsys.readouterr().err.replace("│", " ").split())
-
-
 def test_each_node_starts_its_share_of_the_ranks() -> None:
     """trainer.num_ranks counts all nodes; node 0 has rank 0 because the places are fixed."""
     command = launch.trainer_command(["trainer.num_ranks=8"], {}, options=TWO)
@@ -100,8 +83,13 @@ def test_local_is_one_machine() -> None:
 
 @pytest.mark.parametrize(
     ("option", "environ", "expected"),
-    [("--nproc-per-node=4", {}, "3"), ("--nproc-per-node=64", {}, "1"), ("--nproc-per-node=4", {"OMP_NUM_THREADS": "7"}, "7"), ("-u", {}, "")],
-)  # fmt: skip
+    [
+        ("--nproc-per-node=4", {}, "3"),
+        ("--nproc-per-node=64", {}, "1"),
+        ("--nproc-per-node=4", {"OMP_NUM_THREADS": "7"}, "7"),
+        ("-u", {}, ""),
+    ],
+)
 def test_the_ranks_of_a_node_share_its_cores(
     monkeypatch: pytest.MonkeyPatch, option: str, environ: dict[str, str], expected: str
 ) -> None:

@@ -18,8 +18,11 @@ from penstock.console.tools import explain_settings
 from penstock.protocol.command_line import arguments_of
 
 ROOT = Path(__file__).parents[3]
-_SLOW = ("torch", "deepspeed", "transformers", "pydantic", "pyarrow", "numpy", "nats", "minio", "fastapi", "httpx",
-         "tokenizers", "safetensors", "matplotlib", "penstock.trainer", "penstock.rollout_service", "penstock.deploy")  # fmt: skip
+_SLOW = (
+    *("torch", "deepspeed", "transformers", "pydantic", "pyarrow", "numpy", "nats", "minio", "fastapi", "httpx"),
+    *("tokenizers", "safetensors", "matplotlib"),
+    *("penstock.trainer", "penstock.rollout_service", "penstock.deploy"),
+)
 _LIGHT = {"penstock.deploy", "penstock.deploy.data_check", "penstock.deploy.data_check.commands"}
 _WALK = """
 import contextlib, io, json, sys
@@ -68,15 +71,16 @@ def _choices(hint: object) -> Iterator[str]:
         yield from [one] if get_origin(hint) is Literal else _choices(one)
 
 
-def test_every_help_lists_the_flags_and_settings_of_its_verb(walk: dict):
+def test_every_help_lists_the_flags_and_settings_of_its_verb_and_an_example(walk: dict):
+    """The example is a line that can be typed unchanged."""
     known = explain_settings.load_reference().settings
-    for verb, answer in walk["answers"].items():
-        if verb == "":
-            continue
+    for verb, one in verb_help.verbs_of(main.app):
+        answer = walk["answers"][verb]
         for key in verb_help.SETTINGS.get(verb, ()):
             assert f"  {key} " in answer, (verb, key)
             assert known[key].type in " ".join(answer.split()), (verb, key)
-        if verb in main.app and not [name for name in main.app[verb] if not name.startswith("-")]:
+        if verb and one.default_command is not None:
+            assert f"Example:  penstock {'runs' if verb == 'runs list' else verb}" in answer, verb
             listed = ("Settings it", "Parameters", "Arguments")
             assert verb == "version" or any(title in answer for title in listed), verb
 

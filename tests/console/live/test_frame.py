@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from rich.console import Console
+from rich.table import Table
 from tests.console.record import recorded_run as recorded
 
 from penstock.console.live.frame import render
@@ -17,7 +18,7 @@ from penstock.console.live.run_snapshot import Snapshot
 from penstock.console.live.run_view import RunView
 from penstock.console.report.diagnoses import RunMetrics, diagnose
 from penstock.console.report.learning import HeldOut
-from penstock.console.terminal import clock, curve
+from penstock.console.terminal import clock, console, curve
 
 
 @pytest.fixture
@@ -26,9 +27,9 @@ def snapshot() -> Snapshot:
 
 
 def lines_at(snapshot: Snapshot, width: int = 100, height: int | None = None) -> list[str]:
-    console = Console(record=True, width=width, height=height, force_terminal=True, file=io.StringIO())
-    console.print(render(snapshot, width, height))
-    return console.export_text().rstrip("\n").split("\n")
+    terminal = Console(record=True, width=width, height=height, force_terminal=True, file=io.StringIO())
+    terminal.print(render(snapshot, width, height))
+    return terminal.export_text().rstrip("\n").split("\n")
 
 
 def drawn(snapshot: Snapshot) -> str:
@@ -49,11 +50,11 @@ def test_a_frame_shows_everything(snapshot: Snapshot):
     """Progress, reward, accuracy, speed, staleness, queues, waiting, workers, drops and incidents are shown."""
     text = drawn(snapshot)
     for expected in (
-        "step 60/60", "100%", "0.90 (+0.41)", "0.55 → 0.95", "v60, 61 published", "2.2k generated, 2.0k trained", "1 behind", "53%",
+        "step 60/60", "100%", "0.90 (+0.41)", "0.55 → 0.95", "v60, 61 published", "2.2k generated, 2.0k trained",
         "mean 0.63, max 2", "3+4 to generate, 0+0 to score, 1+6 to train", "rollout 10%, reward 95%, trainer 20%",
-        "generation is the bottleneck", "3 stale", "2880 trained, 25% without signal", "KL 0.0021, ESS 98%, clipped 1.2%, rejected 0.2%",
-        "0.0002 mean, 0.004 max", "rollout-1 (start 2)", "v22 (-38)", "0:14 killed rollout-1 on purpose",
-        "0:18 rollout-1 is lost: no heartbeat for 4 s",
+        "generation is the bottleneck", "3 stale", "2880 trained, 25% without signal", "1 behind", "53%",
+        "KL 0.0021, ESS 98%, clipped 1.2%, rejected 0.2%", "0.0002 mean, 0.004 max", "rollout-1 (start 2)", "v22 (-38)",
+        "0:14 killed rollout-1 on purpose", "0:18 rollout-1 is lost: no heartbeat for 4 s",
     ):  # fmt: skip
         assert expected in text
 
@@ -71,7 +72,9 @@ CHANGES: dict[str, tuple[Callable[[Snapshot], dict[str, Any]], tuple[str, ...]]]
         lambda _: {"held_out": HeldOut("reward", ((0, 3.5), (60, 5.25)))}, ("3.50 → 5.25 reward",),
     ),
     "another learning rate than the one set": (
-        lambda s: {"learning": {**s.learning, "loss": 0.123, "lr": 5.2e-5, "lr_set": 5e-4, "entropy": 0.61, "truncated_share": 0.07}},
+        lambda s: {"learning": {
+            **s.learning, "loss": 0.123, "lr": 5.2e-5, "lr_set": 5e-4, "entropy": 0.61, "truncated_share": 0.07,
+        }},
         ("loss 0.123, lr 5.2e-05 (set 0.0005), 7% cut", "entropy 0.61"),
     ),
 }  # fmt: skip
@@ -110,8 +113,10 @@ def test_a_frame_fits_the_terminal(snapshot: Snapshot, width: int, height: int):
     assert len(lines) < height
     assert lines[0].endswith("╮")
     assert "…" not in text
-    for expected in ("step 60/60", "0.90 (+0.41)", "0.55 → 0.95", "rollout-0", "rollout-1 (start 2)", "reward", "trainer",
-                     "generation is the bottleneck", "0:20 rollout-1 is back", "1+6 to train"):  # fmt: skip
+    for expected in (
+        "step 60/60", "0.90 (+0.41)", "0.55 → 0.95", "rollout-0", "rollout-1 (start 2)", "reward", "trainer",
+        "generation is the bottleneck", "0:20 rollout-1 is back", "1+6 to train"
+    ):  # fmt: skip
         assert expected in text
 
 
@@ -152,15 +157,15 @@ def test_many_services_and_long_names_fit(snapshot: Snapshot, width: int, height
 
 def test_a_worker_that_was_stopped_on_purpose_is_not_red(snapshot: Snapshot):
     stopped = tuple(replace(line, alive=False, has_exited=line.role == "rollout") for line in snapshot.services[:1])
-    console = Console(width=100, force_terminal=True, color_system="standard")
-    with console.capture() as captured:
-        console.print(render(replace(snapshot, services=stopped, incidents=())))
+    terminal = Console(width=100, force_terminal=True, color_system="standard")
+    with terminal.capture() as captured:
+        terminal.print(render(replace(snapshot, services=stopped, incidents=())))
     assert "stopped" in captured.get()
     assert "\x1b[31m" not in captured.get()
 
 
 def test_plain_lines_print_each_event_once(snapshot: Snapshot):
-    """Steps are printed at the interval, evaluations, problems and incidents once, however often a snapshot is shown."""
+    """Steps at the interval; evaluations, problems and incidents once, however often a snapshot is shown."""
     shown = [replace(snapshot, step=step, eta_s=None) for step in (1, 2, 9, 10, 10, 25, 60)]
     lines = plain_lines(*shown, last=snapshot)
     steps = [line.split()[2] for line in lines if " step " in line and "accuracy" not in line]
@@ -174,7 +179,7 @@ def test_plain_lines_print_each_event_once(snapshot: Snapshot):
 
 
 def test_the_last_line_shows_the_last_step(snapshot: Snapshot):
-    """A run that ends between two lines prints its last step; a line has what a log of an attached trainer is read for."""
+    """Also if the run ends between two lines; a line has what a log of an attached trainer is read for."""
     shown = [replace(snapshot, step=step) for step in (1, 60)]
     last = replace(snapshot, step=63, learning={"kl_behaviour": 0.0123, "loss": -0.5, "lr": 1e-6})
     line = plain_lines(*shown, every=50, last=last)[-1]
@@ -203,3 +208,12 @@ def test_a_curve_has_its_size_for_any_values(values: list[float]):
 def test_durations_are_formatted(seconds: float, text: str):
     """Minutes and seconds, and hours from one hour."""
     assert clock(seconds) == text
+
+
+def test_no_cell_is_cut_in_a_pipe(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A table is cut to a terminal: an id of 300 characters stays whole, whatever COLUMNS is."""
+    monkeypatch.setenv("COLUMNS", "80")
+    table = Table("group", "prompt")
+    table.add_row("e0.p17.a0" * 30, "x" * 200)
+    console().print(table)
+    assert "e0.p17.a0" * 30 in capsys.readouterr().out

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from tests.console.record import recorded_run as recorded
 from tests.console.record.recorded_run import folded
 
+from penstock.console.live.fleet import ServiceHistory
 from penstock.console.live.run_snapshot import QueueDepths, RewardErrors
 from penstock.console.live.run_view import RunView
 from penstock.console.report.run_summary import attention_text
@@ -52,7 +53,7 @@ def test_totals_include_a_killed_worker():
 
 
 def test_generated_groups_exclude_evaluation():
-    """Evaluation is left out; a scored group counts as generated, even if the worker was killed before its next heartbeat."""
+    """Evaluation is left out; a scored group counts, even if its worker was killed before the next heartbeat."""
     view = folded(recorded.evaluation(0, 0.5, recorded.START))
     worker = recorded.beat("rollout", "worker-0", recorded.START, busy_s=1, idle_s=0, cpu_s=1, groups_generated=628)
     view.fold_heartbeats([worker], recorded.START)
@@ -136,13 +137,6 @@ def test_overlap_is_at_least_busy_plus_busy_minus_wall():
     assert overlap.trained_stale_share is not None
     assert overlap.trained_stale_share > 0.5
     assert abs(overlap.both_working_s - 0.7 * 29) < 1e-6
-
-
-def test_a_step_repeated_after_a_resume_counts_once():
-    summary = view_of(1, 2, 3, 4, 3).summary()
-    assert summary.steps == 3
-    assert summary.tokens_trained == 3000
-    assert sum(summary.staleness_tokens.values()) == 3000
 
 
 def test_a_resumed_run_is_not_finished():
@@ -232,7 +226,7 @@ def test_steps_that_were_rolled_back_are_no_time_without_steps():
     [("rollout", "tasks", "penstock rollout"), ("reward", "generated", "penstock reward service")],
 )
 def test_work_that_waits_for_a_service_that_does_not_run_is_said(role: str, queue: str, command: str):
-    """After a minute, in which services start, with the command that starts one; nothing is said without work, nor of a service that only restarts."""
+    """After a minute, with the command that starts one; not without work, nor of a service that only restarts."""
     view = RunView(recorded.RUN)
     begin = recorded.START
 
@@ -254,7 +248,7 @@ def test_work_that_waits_for_a_service_that_does_not_run_is_said(role: str, queu
 
 
 def test_drops_are_counted_before_the_first_step():
-    """Otherwise a run whose rewards are all equal looks as if it waited; the trainer reports them while it waits for a batch."""
+    """Otherwise a run whose rewards are all equal looks as if it waited."""
     view = RunView(recorded.RUN)
     totals = {"issued": 100, "scored": 80, "outstanding": 20, "dropped": {"no_signal": 80}}
     view.fold_event(recorded.event("drop", recorded.START, step=0, groups={"no_signal": 80}, totals=totals))
@@ -322,13 +316,8 @@ def test_rewards_that_fail_without_a_step_are_named_as_the_cause(after_s: float,
     """A failure that is retried and passes is none; nor are old ones, after the next step."""
     view = view_of(1)
     at = view.steps[1].at + after_s
-    failure = {
-        "source": "reward",
-        "reason": "EndpointTimeout",
-        "detail": "HTTP 503",
-        "group_ids": list(map(str, range(num_groups))),
-    }
-    view.fold_event(recorded.event("reward_error", at, **failure))
+    failure = {"source": "reward", "reason": "EndpointTimeout", "detail": "HTTP 503"}
+    view.fold_event(recorded.event("reward_error", at, **failure, group_ids=list(map(str, range(num_groups)))))
     named = [one.what for one in view.snapshot(at).diagnoses]
     assert named == (["No step is made, as rewards fail: EndpointTimeout: HTTP 503"] if is_named else [])
     view.fold_event(recorded.event("step", at + 1.0, step=2, version=2, reward_mean=0.5))
@@ -344,13 +333,13 @@ def test_the_eta_follows_the_recent_steps():
 
 @given(st.lists(st.integers(1, 12), max_size=40))
 def test_totals_belong_to_the_steps_that_count(numbers: list[int]):
-    """However often a trainer resumes, tokens and histogram are those of the steps that count."""
-    view = view_of(*numbers)
-    points = view.points()
-    assert [p.number for p in points] == sorted({p.number for p in points})
+    """However often a trainer resumes: a step that is made again ends those from it on."""
+    view, counted = view_of(*numbers), list[int]()
+    for number in numbers:
+        counted = [*(earlier for earlier in counted if earlier < number), number]
+    assert [point.number for point in view.points()] == counted
     summary = view.summary()
-    assert summary.tokens_trained == sum(p.tokens_trained for p in points)
-    assert sum(summary.staleness_tokens.values()) == summary.tokens_trained
+    assert summary.tokens_trained == sum(summary.staleness_tokens.values()) == 1000 * len(counted)
 
 
 @pytest.mark.parametrize("kind", ["alarm", "evaluation_lost"])
@@ -368,3 +357,30 @@ def test_what_computes_attention_is_shown() -> None:
     assert "square of the tokens" in attention_text("dense")
     assert "not packed" in attention_text("padded")
     assert "model.dtype = bfloat16" in attention_text("sdpa")
+
+
+def _history(*, every_s: int, tokens: int, until_s: int, stalls_at_s: int = 10**6) -> ServiceHistory:
+    """Fold one heartbeat a second of a worker that counts ``tokens`` every ``every_s`` seconds, once for each pack."""
+
+    def beat(second: int) -> Heartbeat:
+        total = min(second, stalls_at_s) // every_s * tokens
+        return recorded.beat(
+            "rollout", "w", 1e3 + second, busy_s=second, idle_s=0, cpu_s=second, tokens_generated=total
+        )
+
+    history = ServiceHistory(beat(0), 1000.0, in_window=True)
+    for second in range(1, until_s):
+        history.fold(beat(second), 1000.0 + second)
+    return history
+
+
+@pytest.mark.parametrize("until_s", [400, 415, 439])
+def test_packs_that_take_a_minute_are_a_rate_and_not_zero(until_s: int) -> None:
+    """The window goes back over several packs, wherever in a pack the reader looks."""
+    assert _history(every_s=60, tokens=6000, until_s=until_s).tokens_per_s == pytest.approx(100.0, rel=0.35)
+
+
+def test_the_rate_of_a_fast_worker_is_that_of_the_last_seconds() -> None:
+    """It changes within seconds, and a worker that generates nothing for minutes has the rate 0."""
+    assert _history(every_s=1, tokens=50, until_s=60).tokens_per_s == pytest.approx(50.0)
+    assert _history(every_s=1, tokens=50, until_s=1000, stalls_at_s=500).tokens_per_s == 0.0

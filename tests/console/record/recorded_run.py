@@ -32,11 +32,12 @@ def step(number: int, at: float, **more: Any) -> RunEvent:
     data: dict[str, Any] = {
         "step": number, "version": number, "loss": 0.01, "reward_std": 0.2,
         "reward_mean": 0.4 + 0.5 * (1 - math.exp(-number / 15)) + 0.03 * math.sin(number),
-        "staleness_mean": 0.65, "staleness_max": 2, "staleness_tokens": histogram, "tokens_trained": TOKENS_A_STEP, "groups": groups,
-        "zero_signal_groups": 0.25, "mismatch": {"tokens": 400, "mean_abs": 2e-4, "max_abs": 0.004, "kl_k3": 3e-8},
-        "ratio_percentiles": {"1": 0.91, "50": 1.0, "99": 1.12}, "kl_behaviour": 0.0021, "ess_share": 0.98, "clip_fraction": 0.012,
-        "rejected_fraction": 0.002, "rejected_by": {"veto": 0.002}, "skipped": {"zero_advantage": 2},
-        "reward_parts": {"correct": 0.4 + number / 200, "correct.has_answer": 0.99, "form": 0.875}, "wait_s": 0.1, "step_s": 0.4,
+        "staleness_mean": 0.65, "staleness_max": 2, "staleness_tokens": histogram, "tokens_trained": TOKENS_A_STEP,
+        "groups": groups, "zero_signal_groups": 0.25, "clip_fraction": 0.012, "wait_s": 0.1, "step_s": 0.4,
+        "mismatch": {"tokens": 400, "mean_abs": 2e-4, "max_abs": 0.004, "kl_k3": 3e-8}, "kl_behaviour": 0.0021,
+        "ratio_percentiles": {"1": 0.91, "50": 1.0, "99": 1.12}, "ess_share": 0.98, "skipped": {"zero_advantage": 2},
+        "rejected_fraction": 0.002, "rejected_by": {"veto": 0.002},
+        "reward_parts": {"correct": 0.4 + number / 200, "correct.has_answer": 0.99, "form": 0.875},
     }  # fmt: skip
     return event("step", at, **{**data, **more})
 
@@ -76,14 +77,15 @@ def published(version: int) -> WeightsPublished:
 def applied(worker: str, version: int) -> WeightsApplied:
     previous = version - 1 if version else None
     return WeightsApplied(
-        run_id=RUN, worker_id=worker, version=version, previous_version=previous, pause_s=0.02, fetch_s=0.03, num_bytes=500_000,
-        checksum="c", layout="mirror",
+        run_id=RUN, worker_id=worker, version=version, previous_version=previous, pause_s=0.02, fetch_s=0.03,
+        num_bytes=500_000, checksum="c", layout="mirror",
     )  # fmt: skip
 
 
 def dead_letter(*groups: str) -> DeadLetter:
     return DeadLetter(
-        run_id=RUN, stage="generated", subject="s", reason="endpoint_failed", detail="500", group_ids=groups, num_delivered=5,
+        run_id=RUN, stage="generated", subject="s", reason="endpoint_failed", detail="500", group_ids=groups,
+        num_delivered=5,
     )  # fmt: skip
 
 
@@ -134,6 +136,9 @@ class Services:
         sent = [self._bus.publish(self._subject(fact), fact, msg_id=secrets.token_hex(8)) for fact in ours]
         for pending in sent:
             pending.wait()
+
+    def say_steps(self, *numbers: int) -> None:
+        self.say(*(event("step", float(number), step=number) for number in numbers))
 
     def beat(self, *beats: Heartbeat) -> None:
         for one in beats:

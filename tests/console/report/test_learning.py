@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 
 from penstock.console.report import learning
@@ -46,8 +48,10 @@ def test_the_figures_of_pairs_are_shown() -> None:
 
 
 def test_missing_and_nan_metrics_are_left_out() -> None:
-    """A metric of a disabled part, or one that is not finite, is not shown."""
+    """A metric of a disabled part, one that is not finite, and a section that is no object are not shown."""
     assert learning.read({"grad_norm": float("nan"), "kl_reference": None, "mismatch": None}) == {}
+    sections = {"mismatch": [1], "ratio_percentiles": 3, "rejected_by": "x", "reward_parts": {"a": math.inf, "b": 1}}
+    assert learning.read({**sections, "grad_norm": 10**400}) == {"reward part b": 1.0}
     assert learning.panel_lines({}) == ("–", "–")
 
 

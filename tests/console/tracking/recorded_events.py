@@ -2,36 +2,24 @@
 
 from __future__ import annotations
 
-import secrets
-
-from penstock.protocol import subjects
 from penstock.protocol.facts import RunEvent
-from penstock.protocol.transport.bus import Bus
 
 
-def step(number: int, *, loss: float = 0.5, run_id: str = "r") -> RunEvent:
+def step(number: int, *, loss: float = 0.5) -> RunEvent:
     """An optimizer step with figures, nested figures, texts and a histogram."""
     data = {
         "step": number, "version": number, "loss": loss, "reward_mean": number / 100, "lr": None, "groups_digest": "ab",
         "staleness_tokens": {"0": 10, "1": 3}, "groups": {"issued": 8 * number, "dropped": {"stale": 1}},
     }  # fmt: skip
-    return RunEvent(run_id=run_id, source="trainer", kind="step", at=1000.0 + number, data=data)
+    return RunEvent(run_id="r", source="trainer", kind="step", at=1000.0 + number, data=data)
 
 
-def evaluation(number: int, accuracy: float, *, run_id: str = "r") -> RunEvent:
+def evaluation(number: int, accuracy: float) -> RunEvent:
     """An evaluation of the version that a step made; later steps may come before it."""
     data = {"split": "eval", "step": number, "version": number, "accuracy": accuracy, "pass_at": {"1": accuracy}}
-    return RunEvent(run_id=run_id, source="trainer", kind="eval", at=1000.0 + number, data=data)
+    return RunEvent(run_id="r", source="trainer", kind="eval", at=1000.0 + number, data=data)
 
 
-def finished(run_id: str = "r") -> RunEvent:
+def finished() -> RunEvent:
     data = {"text": "finished", "finished": True}
-    return RunEvent(run_id=run_id, source="trainer", kind="state", at=9000.0, data=data)
-
-
-def publish(bus: Bus, events: list[RunEvent]) -> None:
-    pending = [
-        bus.publish(subjects.events(event.run_id, event.kind), event, msg_id=secrets.token_hex(8)) for event in events
-    ]
-    for one in pending:
-        one.wait()
+    return RunEvent(run_id="r", source="trainer", kind="state", at=9000.0, data=data)

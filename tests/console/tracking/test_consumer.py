@@ -12,7 +12,8 @@ from pathlib import Path
 
 import psutil
 import pytest
-from tests.console.tracking.recorded_events import evaluation, finished, publish, step
+from tests.console.record.recorded_run import Services
+from tests.console.tracking.recorded_events import evaluation, finished, step
 from tests.servers import wait_for
 
 from penstock.console.evaluation_results import Estimate, EvaluationResult, SourceResult
@@ -21,10 +22,8 @@ from penstock.console.tracking.__main__ import _job
 from penstock.console.tracking.consumer import Consumer, Written
 from penstock.console.tracking.sources import RunStream, TrainingLog, note_evaluation
 from penstock.console.tracking.trackers import load_settings
-from penstock.deploy.bootstrap import bootstrap
 from penstock.protocol.config.connection import NatsSettings
 from penstock.protocol.errors import ConfigError
-from penstock.protocol.transport.blobs import Blobs
 from penstock.protocol.transport.bus import Bus
 
 pytest.importorskip("tensorboardX")
@@ -32,9 +31,8 @@ from tests.console.tracking import event_files
 
 
 @pytest.fixture
-def run(bus: Bus, blobs: Blobs, run_id: str) -> str:
-    bootstrap(bus, blobs, run_id)
-    return run_id
+def run(run_streams: str) -> str:
+    return run_streams
 
 
 def _arguments(folder: Path, nats: NatsSettings) -> list[str]:
@@ -56,11 +54,11 @@ def _losses(folder: Path, run: str) -> Counter[int]:
 
 def test_a_run_is_written_once_and_continued_where_it_stopped(bus: Bus, run: str, tmp_path: Path) -> None:
     """A second session writes what is new; the run's settings, its report and its end are there."""
-    publish(bus, [step(n, run_id=run) for n in range(1, 6)])
+    Services(bus, run).say(*map(step, range(1, 6)))
     assert _work(run, bus, tmp_path, once=True) == Written(num_rows=5)
     folder = tmp_path / run
     (folder / "report.md").write_text("# The report\n")
-    publish(bus, [step(4, run_id=run), step(6, run_id=run), evaluation(5, 0.75, run_id=run), finished(run)])
+    Services(bus, run).say(step(4), step(6), evaluation(5, 0.75), finished())
     assert _work(run, bus, tmp_path) == Written(num_rows=2, num_repeated=1, finished=True)
     assert _losses(tmp_path, run) == Counter(dict.fromkeys(range(1, 7), 1))
     values = event_files.values(folder / "trackers" / "tensorboard")
@@ -71,11 +69,11 @@ def test_a_run_is_written_once_and_continued_where_it_stopped(bus: Bus, run: str
 
 def test_rows_that_were_written_but_not_noted_are_not_written_again(bus: Bus, run: str, tmp_path: Path) -> None:
     """A kill between the tracker's files and the position file, and one in the middle of a record."""
-    publish(bus, [step(n, run_id=run) for n in range(1, 4)])
+    Services(bus, run).say(*map(step, range(1, 4)))
     _work(run, bus, tmp_path, once=True)
     noted = tmp_path / run / "trackers" / "tensorboard.json"
     earlier = noted.read_bytes()
-    publish(bus, [step(n, run_id=run) for n in range(4, 9)])
+    Services(bus, run).say(*map(step, range(4, 9)))
     _work(run, bus, tmp_path, once=True)
     noted.write_bytes(earlier)  # as before the second batch
     newest = max(
@@ -87,7 +85,7 @@ def test_rows_that_were_written_but_not_noted_are_not_written_again(bus: Bus, ru
 
 
 def test_rows_that_the_tracker_lost_are_written_again(bus: Bus, run: str, tmp_path: Path) -> None:
-    publish(bus, [step(n, run_id=run) for n in range(1, 4)])
+    Services(bus, run).say(*map(step, range(1, 4)))
     _work(run, bus, tmp_path, once=True)
     for path in (tmp_path / run / "trackers" / "tensorboard").iterdir():
         path.unlink()
@@ -109,7 +107,7 @@ def test_a_writer_ends_when_the_process_that_started_it_is_killed(
     bus: Bus, run: str, nats_settings: NatsSettings, tmp_path: Path
 ) -> None:
     """Else it would go on beside the next `penstock track`, which would be refused."""
-    publish(bus, [step(1, run_id=run)])
+    Services(bus, run).say(step(1))
     parent = _started(run, tmp_path, nats_settings, 1, "penstock", "track", run)
     writers = psutil.Process(parent.pid).children(recursive=True)
     assert writers
@@ -129,7 +127,7 @@ def test_two_processes_do_not_write_one_run_to_one_tracker(tmp_path: Path) -> No
 
 
 def test_events_that_begin_again_are_not_taken_for_the_old_ones(bus: Bus, run: str, tmp_path: Path) -> None:
-    publish(bus, [step(1, run_id=run)])
+    Services(bus, run).say(step(1))
     with consumer.opened(tmp_path / run, "tensorboard") as file:
         file.position.event = 50
         file.save()

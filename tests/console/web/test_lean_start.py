@@ -10,9 +10,9 @@ from pathlib import Path
 _START = """
 import asyncio, gc, json, sys
 from pathlib import Path
-from penstock.console.lean_imports import UNUSED_BY_CONSOLE, lean_imports
+from penstock.console.lean_imports import lean_imports
 
-with lean_imports(without=UNUSED_BY_CONSOLE):
+with lean_imports():
     from penstock.console.web import serve
 
 folder = Path(sys.argv[1])
@@ -29,9 +29,9 @@ async def receive():
     await asyncio.sleep(60)  # the body of a GET is not read, and nobody hangs up
 
 for path in ("/", "/static/main.js", "/v1/runs"):
-    scope = {"type": "http", "asgi": {"version": "3.0"}, "http_version": "1.1", "method": "GET", "scheme": "http", "path": path,
-             "raw_path": path.encode(), "query_string": b"", "root_path": "", "headers": headers, "client": ("127.0.0.1", 1),
-             "server": ("127.0.0.1", 1)}
+    scope = {"type": "http", "asgi": {"version": "3.0"}, "http_version": "1.1", "method": "GET", "scheme": "http",
+             "path": path, "raw_path": path.encode(), "query_string": b"", "root_path": "", "headers": headers,
+             "client": ("127.0.0.1", 1), "server": ("127.0.0.1", 1)}
     asyncio.run(app(scope, receive, send))
 loaded = sorted(sys.modules)
 import aiohttp
@@ -40,7 +40,7 @@ print(json.dumps({"answers": answers, "loaded": loaded, "collects": gc.isenabled
 
 
 def test_the_page_is_served_without_the_libraries_of_single_views(tmp_path: Path) -> None:
-    """Packs need numpy and pyarrow, other requests of S3 minio, the reward service httpx; what was hidden can be imported later."""
+    """Packs need numpy and pyarrow, S3 minio, the reward service httpx; what was hidden can be imported later."""
     done = subprocess.run(
         [sys.executable, "-P", "-c", _START, str(tmp_path)], capture_output=True, text=True, timeout=300, check=False
     )

@@ -181,7 +181,6 @@ def test_no_route_answers_without_its_token_or_with_a_lower_role(api: Api):
 
 
 ATTACKS: dict[str, tuple[str, str, dict[str, str], int]] = {
-    "no token": ("GET", "/v1/runs", {}, 401),
     "empty bearer": ("GET", "/v1/runs", {"authorization": "Bearer "}, 401),
     "basic scheme": ("GET", "/v1/runs", {"authorization": "Basic {read}"}, 401),
     "token in the query": ("GET", "/v1/runs?token={admin}", {}, 401),
@@ -199,10 +198,9 @@ ATTACKS: dict[str, tuple[str, str, dict[str, str], int]] = {
     ),
     "CSRF by DELETE": ("DELETE", "/v1/runs/x", {"cookie": "{cookie}", "origin": "http://evil.example"}, 403),
     "CSRF of the login": ("POST", "/login", {"origin": "http://evil.example"}, 403),
-    "same origin in another scheme": ("POST", "/v1/runs/x/stop", {"cookie": "{cookie}", "origin": "https://127.0.0.1:8800"}, 403),
-    "read token stops": ("POST", "/v1/runs/x/stop", {"authorization": "Bearer {read}"}, 403),
-    "read token creates": ("POST", "/v1/runs", {"authorization": "Bearer {read}"}, 403),
-    "run token deletes": ("DELETE", "/v1/runs/x", {"authorization": "Bearer {run}"}, 403),
+    "same origin in another scheme": (
+        "POST", "/v1/runs/x/stop", {"cookie": "{cookie}", "origin": BASE.replace("http:", "https:")}, 403,
+    ),
     "path with dots": ("GET", "/v1/runs/..%2f..%2fetc/config", {"authorization": "Bearer {admin}"}, 404),
     "path with encoded dots": ("GET", "/v1/runs/%2e%2e/config", {"authorization": "Bearer {admin}"}, 422),
     "path with NUL": ("GET", "/v1/runs/a%00b", {"authorization": "Bearer {admin}"}, 422),
@@ -212,14 +210,16 @@ ATTACKS: dict[str, tuple[str, str, dict[str, str], int]] = {
     "static file outside": ("GET", "/static/..%2f..%2faccess.py", {}, 404),
     "static file by dots": ("GET", "/static/%2e%2e/access.py", {}, 404),
     "static folder": ("GET", "/static/", {}, 404),
-    "long body": ("POST", "/v1/runs", {"authorization": "Bearer {admin}", "content-length": str(MAX_BODY_BYTES + 1)}, 413),
+    "long body": (
+        "POST", "/v1/runs", {"authorization": "Bearer {admin}", "content-length": str(MAX_BODY_BYTES + 1)}, 413,
+    ),
     "documentation from a CDN": ("GET", "/docs", {"authorization": "Bearer {admin}"}, 404),
 }  # fmt: skip
 
 
 @pytest.fixture(scope="module")
 def attacked(tmp_path_factory: pytest.TempPathFactory) -> tuple[Api, dict[str, str]]:
-    """An app with a link in its folder of runs, and what an attacker may know: a token of each role, and a browser's cookie."""
+    """An app with a link in its folder of runs, and what an attacker may know: tokens, and a browser's cookie."""
     folder = tmp_path_factory.mktemp("runs")
     (folder / "linked").symlink_to(tmp_path_factory.mktemp("outside"))
     api = Api(folder)

@@ -11,14 +11,13 @@ from pathlib import Path
 import httpx
 import pytest
 from tests.console.command import server_arguments
+from tests.console.record.recorded_run import Services
 from tests.console.web.control.api import Api
 from tests.servers import wait_for
 
 from penstock.console.web import event_routes
 from penstock.console.web.access import Role
-from penstock.protocol import subjects
 from penstock.protocol.config.connection import NatsSettings
-from penstock.protocol.facts import RunEvent
 from penstock.protocol.transport.bus import Bus
 
 
@@ -31,12 +30,6 @@ def served(tmp_path: Path, nats_settings: NatsSettings, run_streams: str) -> Ite
     api = Api(folder, *server_arguments(nats_settings), environ={})
     with api.served():
         yield api, api.url, run_streams
-
-
-def publish(bus: Bus, run: str, *numbers: int) -> None:
-    for number in numbers:
-        event = RunEvent(run_id=run, source="trainer", kind="step", at=float(number), data={"step": number})
-        bus.publish(subjects.events(run, "step"), event, msg_id=f"{run}-{number}").wait()
 
 
 @contextmanager
@@ -72,7 +65,7 @@ def take(events: Iterator[dict[str, str]], count: int, kind: str = "run") -> lis
 
 def test_events_arrive_in_order_and_go_on_after_the_last_one_seen(served: tuple[Api, str, str], bus: Bus):
     """The id is the number in the stream; a client that comes back gets what follows, and nothing twice."""
-    publish(bus, served[2], 1, 2, 3)
+    Services(bus, served[2]).say_steps(1, 2, 3)
     with stream(served, "?after=0") as events:
         first = next(events)
         assert (first["event"], json.loads(first["data"])["state"]) == ("state", "stopped")
@@ -80,25 +73,25 @@ def test_events_arrive_in_order_and_go_on_after_the_last_one_seen(served: tuple[
     assert [event["id"] for event in seen] == ["1", "2"]
     first_event = {"sequence": 1, "kind": "step", "source": "trainer", "at": 1.0, "data": {"step": 1}}
     assert json.loads(seen[0]["data"]) == first_event
-    publish(bus, served[2], 4)
+    Services(bus, served[2]).say_steps(4)
     with stream(served, **{"last-event-id": "2"}) as events:
         assert [event["id"] for event in take(events, 2)] == ["3", "4"]
 
 
 def test_a_new_client_gets_what_is_new(served: tuple[Api, str, str], bus: Bus, monkeypatch: pytest.MonkeyPatch):
-    publish(bus, served[2], 1)
+    Services(bus, served[2]).say_steps(1)
     began = threading.Event()
     original = event_routes._Reading._start
     monkeypatch.setattr(event_routes._Reading, "_start", lambda self, run: (original(self, run), began.set()))
     with stream(served) as events:
         next(events)
         assert began.wait(60.0)
-        publish(bus, served[2], 2)
+        Services(bus, served[2]).say_steps(2)
         assert [event["id"] for event in take(events, 1)] == ["2"]
 
 
 def test_a_number_that_the_stream_does_not_have_is_a_gap(served: tuple[Api, str, str], bus: Bus):
-    publish(bus, served[2], 1)
+    Services(bus, served[2]).say_steps(1)
     with stream(served, **{"last-event-id": "77"}) as events:
         found = [next(events), next(events), next(events)]
     assert [event["event"] for event in found] == ["state", "gap", "run"]
@@ -110,7 +103,7 @@ def test_a_long_history_passes_through_a_small_queue(
 ):
     """Reading from NATS waits while the client has not taken what came before."""
     monkeypatch.setattr(event_routes, "MAX_WAITING", 3)
-    publish(bus, served[2], *range(1, 41))
+    Services(bus, served[2]).say_steps(*range(1, 41))
     with stream(served, "?after=0") as events:
         assert [int(event["id"]) for event in take(events, 40)] == list(range(1, 41))
 
@@ -121,7 +114,7 @@ def test_a_client_that_takes_nothing_is_disconnected(
     """What one client may be behind is bounded; it comes back with the number of its last event."""
     monkeypatch.setattr(event_routes, "MAX_WAITING", 3)
     monkeypatch.setattr(event_routes, "_SLOW_S", 0.05)
-    publish(bus, served[2], *range(1, 10))
+    Services(bus, served[2]).say_steps(*range(1, 10))
     api, _, run = served
     one = event_routes._Stream(api.context, api.folder / run, 0)
     try:
@@ -157,7 +150,7 @@ def _status(url: str, run: str, headers: dict[str, str]) -> int:
 
 
 def test_a_server_that_stops_ends_its_streams_first(tmp_path: Path, nats_settings: NatsSettings):
-    """Uvicorn alone would wait for an open stream until its limit, or without end; and a run without NATS has a stream too."""
+    """Uvicorn alone would wait for an open stream, perhaps without end; and a run without NATS has a stream too."""
     folder = tmp_path / "runs"
     (folder / "one").mkdir(parents=True)
     api = Api(folder, "nats.url=nats://127.0.0.1:9", environ={})
