@@ -1,4 +1,4 @@
-"""What the benchmarks share: the machine in words, a command that prints JSON and its CPU time, the peak memory of a pass."""
+"""What the benchmarks share: the machine in words, a command that prints JSON, CPU time, the peak memory of a pass."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
+_COMMAND_S = 1800.0
 
 
 def processor() -> str:
@@ -27,16 +28,10 @@ def machine() -> str:
     return f"{processor()}, {os.cpu_count()} cores, Python {platform.python_version()}, load {os.getloadavg()[2]:.1f}"
 
 
-def last_json(
-    command: Sequence[str | Path], *, timeout_s: float | None = None, folder: Path | None = None, **environ: str
-) -> dict[str, Any]:
-    """Run a command and return the JSON object of its last line; ``cpu_s`` of `children_cpu_s` is around it.
-
-    Raises SystemExit with the end of its stderr if it fails.
-    """
-    done = subprocess.run(
-        command, capture_output=True, text=True, timeout=timeout_s, check=False, cwd=folder, env={**os.environ, **environ}
-    )  # fmt: skip
+def last_json(command: Sequence[str | Path], **environ: str) -> dict[str, Any]:
+    """Run a command and return the JSON object of its last line; SystemExit with the end of its stderr if it fails."""
+    environment = {**os.environ, **environ}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=_COMMAND_S, check=False, env=environment)
     if done.returncode:
         raise SystemExit(f"{' '.join(map(str, command))}: exit code {done.returncode}\n{done.stderr[-4000:]}")
     return json.loads(done.stdout.splitlines()[-1])

@@ -19,7 +19,6 @@ import socket
 import sys
 import threading
 from pathlib import Path
-from types import FrameType
 
 from penstock.deploy.bootstrap import bootstrap
 from penstock.deploy.processes.child import DeployError, wait_until
@@ -176,12 +175,8 @@ class LocalStack:
             names = [(_HTTP, name) for name in [socket.gethostname()] if certificates.is_host(name)]
             certificates.write_certificates(self._certificates, services=(_HTTP,), names=names)
         certificate = certificates.kept(self._certificates, _HTTP)
-        files = (
-            (tls.CERTIFICATE, certificate.file),
-            (tls.KEY, certificate.key_file),
-            (tls.AUTHORITY, certificate.ca_file),
-        )
-        return {name: str(file) for name, file in files}
+        files = {tls.CERTIFICATE: certificate.file, tls.KEY: certificate.key_file, tls.AUTHORITY: certificate.ca_file}
+        return {name: str(file) for name, file in files.items()}
 
     @property
     def _port_file(self) -> Path:
@@ -253,19 +248,15 @@ def _is_alive(pid: str) -> bool:
     except (ValueError, ProcessLookupError):
         return False
     except PermissionError:
-        return True
+        pass  # another user's
     return True
 
 
 def stop_on_signals() -> threading.Event:
     """Return an event that SIGINT and SIGTERM set; call it in the main thread."""
     requested = threading.Event()
-
-    def request(_number: int, _frame: FrameType | None) -> None:
-        requested.set()
-
-    signal.signal(signal.SIGINT, request)
-    signal.signal(signal.SIGTERM, request)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda *_: requested.set())
     return requested
 
 

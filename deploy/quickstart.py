@@ -110,7 +110,7 @@ def quickstart(cli_options: QuickstartOptions) -> int:
 
 def _again(options: Options) -> str:
     if (options.folder / "sft" / "config.json").is_file():
-        return resumption.stopped("train", [os.path.relpath(options.folder / "run.toml"), "--local"])
+        return resumption.ended("stopped", [os.path.relpath(options.folder / "run.toml"), "--local"])
     return "stopped on request before the training; start it again with: penstock quickstart"
 
 
@@ -121,22 +121,15 @@ def _run(options: Options, show: _Progress, stop_requested: threading.Event) -> 
     with run, page:
         page.start()
         run.start_services()
-        show(
-            f"services  nats, S3, reward service and {options.workers} rollout workers are starting; logs in {run.log(TRAINER).parent}"
-        )
+        started = f"nats, S3, reward service and {options.workers} rollout workers are starting"
+        show(f"services  {started}; logs in {run.log(TRAINER).parent}")
         show(f"page      {page.notice()}")
         run.prepare_trainer()
         if not _warm_up(options, run_file, show, stop_requested):
             return None, RunSummary(run_id=options.run_id), 0.0
         with Bus.connect(run.nats, name="quickstart") as bus:
-            panel = LivePanel(
-                options.run_id,
-                bus,
-                total_steps=options.steps,
-                mode="quiet" if options.as_json else "auto",
-                folder=options.folder,
-            )
-            with panel:
+            mode = "quiet" if options.as_json else "auto"
+            with LivePanel(options.run_id, bus, total_steps=options.steps, mode=mode, folder=options.folder) as panel:
                 run.on_incident(panel.note)
                 run.start_trainer()
                 code = _watch(options, run, page, bus, panel, stop_requested)

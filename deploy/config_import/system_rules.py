@@ -10,6 +10,7 @@ from typing import Any
 
 from penstock.deploy.config_import.rule_forms import (
     ACTOR,
+    DIVIDED,
     MICRO_BATCH,
     OFF,
     READ,
@@ -22,6 +23,7 @@ from penstock.deploy.config_import.rule_forms import (
     ignored,
     is_on,
     set_to,
+    translated,
 )
 from penstock.deploy.config_import.rules import estimator, use_vllm
 
@@ -38,16 +40,14 @@ _CODE = re.compile(r"[A-Za-z0-9_./-]+\.py:[A-Za-z_]\w*")
 def loss_mode(value: Any, values: Values) -> Outcome:
     names = {"vanilla": "ppo_clip", "geo_mean": "gmpo", "gpg": "reinforce"}
     loss = names.get(str(value), str(value))
-    settings = (
-        {"algorithm.dual_clip": None} if loss == "gspo" else {"algorithm.loss": loss}
-    )  # gspo is in algorithm.name
+    settings = {"algorithm.loss": loss} if loss != "gspo" else {"algorithm.dual_clip": None}  # it is in algorithm.name
     if loss == "cispo":
         low, high = (first(values, f"{ACTOR}.clip_ratio_{end}", default=0.2) for end in ("low", "high"))
         settings["algorithm.weight_cap"] = round(1 + high, 12)
         if low < 1:
             return Outcome("decide", settings, f"weights are at least {1 - low:g} there; here they have no lower bound")
     of_sequences = {"algorithm.aggregation": "seq-mean-token-mean"} if value in _OF_SEQUENCES else {}
-    return Outcome("translated", settings | of_sequences)
+    return translated(settings | of_sequences)
 
 
 def clip_ratio(value: Any, values: Values) -> Outcome:
@@ -69,8 +69,8 @@ def roll_estimator(value: Any, values: Values) -> Outcome:
         return set_to(text, algorithm__name="grpo", algorithm__advantage="reinforce")
     if str(value) == "distillation":
         return decide(
-            "ROLL trains a row's answer by the teacher's probabilities, too; here the answers alone are trained, or a teacher judges what the "
-            'policy samples: algorithm.name = "on_policy_distillation" (docs/distillation.md)'
+            "ROLL trains a row's answer by the teacher's probabilities, too; here the answers alone are trained, or a "
+            'teacher judges what the policy samples: algorithm.name = "on_policy_distillation" (docs/distillation.md)'
         )
     if str(value) not in ("gae", "grpo", "gigpo", "step_reinforce"):
         return decide(f"set algorithm.name and algorithm.advantage: {value} has no rule")
@@ -84,12 +84,13 @@ def roll_batch(value: Any, values: Values) -> Outcome:
     per_prompt = first(values, *(("train_env_manager.group_size",) if is_agentic else keys), default=1)
     groups = max(1, value // per_prompt) if is_agentic else value
     if (update := samples_of_an_update(values)) is None:
-        asked = "set algorithm.minibatches: the samples of a batch / (per_device_train_batch_size x accumulation x data parallel ranks)"
+        of_ranks = "(per_device_train_batch_size x accumulation x data parallel ranks)"
+        asked = f"set algorithm.minibatches: the samples of a batch / {of_ranks}"
         return Outcome("decide", {"rollout.groups_per_step": groups}, asked)
     steps = min(groups, max(1, groups * per_prompt // update))
     minibatches = {"algorithm.minibatches": steps} if steps > 1 else {}
     text = f"{value} {'episodes' if is_agentic else 'prompts'} in optimizer steps of {update} samples"
-    return Outcome("translated", {"rollout.groups_per_step": groups, **minibatches}, text)
+    return translated({"rollout.groups_per_step": groups, **minibatches}, text)
 
 
 def roll_norm(value: Any, values: Values) -> Outcome:
@@ -108,9 +109,7 @@ def roll_sequence_length(value: Any, values: Values) -> Outcome:
     if not _is_agentic(values):
         return ignored("prompt_length and response_length are limits; nothing is padded here")
     larger = {"trainer.micro_batch_tokens": value} if value > MICRO_BATCH else {}
-    return Outcome(
-        "translated", {"data.overlong": "error", **larger}, "of a whole episode: no start has a limit of its own"
-    )
+    return translated({"data.overlong": "error", **larger}, "of a whole episode: no start has a limit of its own")
 
 
 def _is_agentic(values: Values) -> bool:
@@ -121,14 +120,9 @@ def roll_devices(value: Any, values: Values) -> Outcome:
     """Return how many GPUs a role has, if engines and trainer have others."""
     trainer, engines = (_gpus(values.get(f"{role}.device_mapping")) for role in ("actor_train", "actor_infer"))
     if not trainer or not engines or set(trainer) & set(engines):
-        return Outcome(
-            "translated",
-            {},
-            "engines and trainer divide the GPUs that `penstock train --local` sees, or as [placement] says",
-        )
-    return (
-        set_to(placement__trainer=len(trainer)) if _gpus(value) == trainer else set_to(placement__engines=len(engines))
-    )
+        return translated({}, DIVIDED)
+    of_trainer = _gpus(value) == trainer
+    return set_to(placement__trainer=len(trainer)) if of_trainer else set_to(placement__engines=len(engines))
 
 
 def _gpus(mapping: Any) -> list[Any]:
@@ -152,9 +146,8 @@ def roll_template(value: Any, values: Values) -> Outcome:
     )
     if family == "native" or (family and family in model):
         return ignored("the chat template of the model's folder")
-    return decide(
-        f"prompts are written by the chat template of the model's folder, not by {value}: data.chat_template names another"
-    )
+    written = f"prompts are written by the chat template of the model's folder, not by {value}"
+    return decide(f"{written}: data.chat_template names another")
 
 
 def difficulty_mask(value: Any, values: Values) -> Outcome:
@@ -163,7 +156,9 @@ def difficulty_mask(value: Any, values: Values) -> Outcome:
     bounds = [
         first(values, f"difficulty_{end}_threshold", default=default) for end, default in (("low", 0.0), ("high", 1.0))
     ]
-    text = "other prompts take the place of the groups outside, where ROLL trains a smaller batch: keep it, or leave it out"
+    text = (
+        "other prompts take the place of the groups outside, where ROLL trains a smaller batch: keep it or leave it out"
+    )
     return Outcome("decide", {"algorithm.group_mean_range": bounds}, text)
 
 
@@ -184,7 +179,7 @@ def agentrl_clip(value: Any, values: Values) -> Outcome:
 
 
 def agentrl_scaling(value: Any, values: Values) -> Outcome:
-    """Return the clip of gradients that does what factor AgentRL has on advantages: AdamW's steps do not depend on the loss's scale."""
+    """Return the clip of gradients that does what AgentRL's factor on advantages does: AdamW divides it out."""
     norm = first(values, "max_grad_norm", default=1.0)
     return set_to(
         "AdamW divides the factor out, but for the clip of gradients", trainer__max_grad_norm=round(norm / value, 12)
@@ -218,8 +213,8 @@ def agentrl_environment(value: Any, values: Values) -> Outcome:
     repeats = values.get("repetition_early_stop_times", -1)
     limit = f', repeat_limit = {repeats} with type = "tools"' if isinstance(repeats, int) and repeats > 0 else ""
     return decide(
-        f'set rollout.environment and [environment.define.NAME] with type = "mcp", options.servers, max_turns = {value}, {calls}{limit}; '
-        "the judge is an endpoint that reward.name names (docs/tools.md, docs/rewards.md)"
+        'set rollout.environment and [environment.define.NAME] with type = "mcp", options.servers, max_turns = '
+        f"{value}, {calls}{limit}; the judge is an endpoint that reward.name names (docs/tools.md, docs/rewards.md)"
     )
 
 
@@ -240,10 +235,13 @@ def openrlhf_correction(value: Any, values: Values) -> Outcome:
         return ignored(OFF)
     if bound is None or not isinstance(band, list) or len(band) != 2:
         return decide("set algorithm.importance and algorithm.rejection (docs/algorithms.md)")
-    settings = {"importance": "token", "importance_bound": bound, "importance_low": band[0], "importance_high": band[1]}
-    return set_to(
-        "", **{f"algorithm__{key}": value for key, value in (settings | {"ratio_anchor": "proximal"}).items()}
-    )
+    return _importance("token", bound, *band)
+
+
+def _importance(level: str, bound: str, low: float, high: float) -> Outcome:
+    """Return the weights of the trainer over the engine, which are then those of the loss's ratio, too."""
+    settings = {"importance": level, "importance_bound": bound, "importance_low": low, "importance_high": high}
+    return translated({f"algorithm.{key}": value for key, value in {**settings, "ratio_anchor": "proximal"}.items()})
 
 
 def openrlhf_reward(value: Any, values: Values) -> Outcome:
@@ -260,9 +258,8 @@ def slime_reward(value: Any, values: Values) -> Outcome:
     named = near.get(str(value).removeprefix("boxed_"))
     if named is None:
         return decide(f"set reward.name: {value} is no reward here (docs/rewards.md)")
-    return decide(
-        f'set reward.name = "{named}", the nearest of docs/graders.md to {value}, or slime\'s own function as FILE.py:FUNCTION'
-    )
+    own = "slime's own function as FILE.py:FUNCTION"
+    return decide(f'set reward.name = "{named}", the nearest of docs/graders.md to {value}, or {own}')
 
 
 def optim_args(value: Any, values: Values) -> Outcome:
@@ -274,7 +271,7 @@ def optim_args(value: Any, values: Values) -> Outcome:
 
 
 def reward_functions(value: Any, values: Values) -> Outcome:
-    """Return the reward of TRL's functions: built-in ones and those named FILE.py:FUNCTION, added up with their weights."""
+    """Return the reward of TRL's functions, built in or named FILE.py:FUNCTION, added up with their weights."""
     listed = value if isinstance(value, list) else [value]
     names = [_TRL_REWARDS.get(str(name), str(name)) for name in listed]
     if unknown := [name for name in names if name not in _TRL_REWARDS.values() and not _CODE.fullmatch(name)]:
@@ -285,7 +282,7 @@ def reward_functions(value: Any, values: Values) -> Outcome:
     for place, weight in enumerate(first(values, "reward_weights", default=[1.0] * len(names))):
         part = f"reward.define.trl.parts.part{place}"
         settings |= {f"{part}.reward": names[place], f"{part}.weight": float(weight)}
-    return Outcome("translated", settings, "the weighted sum of the functions")
+    return translated(settings, "the weighted sum of the functions")
 
 
 def verl_batch(value: Any, values: Values) -> Outcome:
@@ -312,17 +309,18 @@ def verl_test_freq(value: Any, values: Values) -> Outcome:
 
 
 def verl_staleness(value: Any, values: Values) -> Outcome:
-    """Return the versions that verl's fully_async may be ahead: it counts samples, and gives its engines weights every few steps."""
+    """Return the versions that verl's fully_async may be ahead: it counts samples, between weights every few steps."""
     every = first(values, "async_training.trigger_parameter_sync_step", default=4)
     if not isinstance(value, (int, float)) or not isinstance(every, int):
         return decide("use rollout.max_staleness (in versions)")
     steps = max(0, math.ceil(every * (1 + value)) - 1)
-    text = f"engines get weights every {every} steps there, and after each here: samples are at most {steps} versions old, and most are newer"
+    ages = f"samples are at most {steps} versions old, and most are newer"
+    text = f"engines get weights every {every} steps there, and after each here: {ages}"
     return Outcome("decide", {"rollout.max_staleness": steps}, text)
 
 
 def openrlhf_estimator(value: Any, values: Values) -> Outcome:
-    """Return the algorithm of OpenRLHF, whose reinforce is REINFORCE++: clipped, and over the whole batch of equal spread."""
+    """Return the algorithm of OpenRLHF, whose reinforce is REINFORCE++: clipped, and scaled over the whole batch."""
     return estimator("reinforce_pp" if str(value) == "reinforce" else value, values)
 
 
@@ -334,13 +332,9 @@ def trl_vllm(value: Any, values: Values) -> Outcome:
         return outcome
     level, bound = str(first(values, "vllm_importance_sampling_mode", default="sequence_mask")).rsplit("_", 1)
     low = first(values, "vllm_importance_sampling_clip_min", default=0.0)
-    weights = {
-        "importance": level, "importance_bound": "mask" if bound == "mask" else "clip", "importance_low": low, "ratio_anchor": "proximal",
-        "importance_high": first(values, "vllm_importance_sampling_clip_max", "vllm_importance_sampling_cap", default=3.0),
-    }  # fmt: skip
-    return Outcome(
-        "translated", {**outcome.settings, **{f"algorithm.{key}": weight for key, weight in weights.items()}}
-    )
+    high = first(values, "vllm_importance_sampling_clip_max", "vllm_importance_sampling_cap", default=3.0)
+    weights = _importance(level, "mask" if bound == "mask" else "clip", low, high)
+    return translated({**outcome.settings, **weights.settings})
 
 
 def slime_reward_kl(value: Any, values: Values) -> Outcome:

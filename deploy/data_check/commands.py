@@ -1,4 +1,4 @@
-"""The commands about data files: `penstock data check`, and as a program ``data-check`` and ``data-rows``; imports nothing slow before one is run."""
+"""The commands `penstock data check`, and as a program ``data-check`` and ``data-rows``; imports nothing slow."""
 
 from __future__ import annotations
 
@@ -12,6 +12,9 @@ from penstock.protocol import process_end
 from penstock.protocol.command_line import USAGE_ERROR, Help, UsageError, program
 from penstock.protocol.errors import PenstockError
 from penstock.protocol.process_end import error_text
+
+FormName = Annotated[str, Help("Form of the rows, such as trl; auto recognises it, file.py:attribute is your own.")]
+Columns = Annotated[tuple[str, ...], Help("Read the file's column NAME as COLUMN, as COLUMN=NAME; repeatable.")]
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +33,8 @@ def data_check(
     *files: Annotated[
         Path,
         Help(
-            "JSONL, JSON, CSV, Parquet or Arrow; a folder of them; an id on the Hugging Face hub; data.KEY=VALUE reads the rows with this setting."
+            "JSONL, JSON, CSV, Parquet or Arrow; a folder of them; an id on the Hugging Face hub; "
+            "data.KEY=VALUE reads the rows with this setting."
         ),
     ],
     model: Annotated[
@@ -39,10 +43,8 @@ def data_check(
     run: Annotated[
         Path | None, Help("Run file whose model, settings and (without FILES) data files are checked.")
     ] = None,
-    format: Annotated[
-        str, Help("Form of the rows, such as trl; auto recognises it, file.py:attribute is your own.")
-    ] = "auto",
-    map: Annotated[tuple[str, ...], Help("Read the file's column NAME as COLUMN, as COLUMN=NAME; repeatable.")] = (),
+    format: FormName = "auto",
+    map: Columns = (),
     first: Annotated[int | None, Help("Check only the first rows of each file; default all.")] = None,
     show: Annotated[
         int, Help("Print the rendered text of the first rows of each file, with what is trained marked; needs a model.")
@@ -69,10 +71,8 @@ def data_rows(
     *,
     run_file: Annotated[Path | None, Help("Rows of its data.train instead, read as it says.")] = None,
     number: Annotated[int, Help("How many rows, spread over the file.")] = 20,
-    format: Annotated[
-        str, Help("Form of the rows, such as trl; auto recognises it, file.py:attribute is your own.")
-    ] = "auto",
-    map: Annotated[tuple[str, ...], Help("Read the file's column NAME as COLUMN, as COLUMN=NAME; repeatable.")] = (),
+    format: FormName = "auto",
+    map: Columns = (),
 ) -> int:
     """Print rows of a data file as the input of a reward, one JSON object each."""
     from penstock.deploy.data_check.rows import print_rows
@@ -86,7 +86,7 @@ COMMANDS = {"data-check": data_check, "data-rows": data_rows}
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run the command that the first argument names; return 2 for an error that is explained on stderr, 130 after Ctrl-C."""
+    """Run the command that the first argument names; return 2 for an error explained on stderr, 130 after Ctrl-C."""
     process_end.install("data")
     name, *rest = arguments
     try:

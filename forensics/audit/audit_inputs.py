@@ -74,8 +74,8 @@ def pointer_faults(
 ) -> list[Breach]:
     """Return differences between the record and the checkpoint that NATS names.
 
-    The folder may be one checkpoint ahead of NATS, after a crash between the two; its record then continues the one that
-    NATS names. Any other end was written by somebody else.
+    The folder may be one checkpoint ahead of NATS, after a crash between the two; its record then continues the one
+    that NATS names. Any other end was written by somebody else.
     """
     if not recorded:
         return []
@@ -85,15 +85,14 @@ def pointer_faults(
         following = next((chapter for chapter in recorded if chapter.number == number + 1), None)
         if state.chapter > number + 1 or following is None or following.parent != (pointer.record if pointer else None):
             named = f"NATS names chapter {number}" if number else "NATS names none"
-            detail = f"the checkpoint in the folder ends with chapter {state.chapter}, {named}, and it does not continue that one"
+            ends = f"the checkpoint in the folder ends with chapter {state.chapter}"
+            detail = f"{ends}, {named}, and it does not continue that one"
             faults.append(Breach("checkpoint ahead of NATS", "", detail))
     if pointer is not None and last.number == number:
+        pairs = (("step", pointer.step, last.step), ("version", pointer.version, last.version))
         faults += [
             Breach("checkpoint differs", "", f"NATS names {name} {named}, the last chapter has {recorded_value}")
-            for name, named, recorded_value in (
-                ("step", pointer.step, last.step),
-                ("version", pointer.version, last.version),
-            )
+            for name, named, recorded_value in pairs
             if named != recorded_value
         ]
     return faults
@@ -125,11 +124,11 @@ def gather(run_id: str, bus: Bus, blobs: Blobs, checkpoints: Path, *, reads_pack
         pointer = _pointer(run_id, bus, faults)
         audit_inputs = _read(run_id, bus, blobs, checkpoints, pointer, faults)
         if _pointer(run_id, bus, []) == pointer:
-            return replace(
-                audit_inputs, pack_faults=_pack_faults(run_id, blobs, audit_inputs.chapters, reads_packs=reads_packs)
-            )
+            pack_faults = _pack_faults(run_id, blobs, audit_inputs.chapters, reads_packs=reads_packs)
+            return replace(audit_inputs, pack_faults=pack_faults)
     raise MalformedFact(
-        f"run {run_id} committed a checkpoint during each of {_MAX_READS} reads; audit it between two checkpoints, or after it has ended"
+        f"run {run_id} committed a checkpoint during each of {_MAX_READS} reads; audit it between two checkpoints, or "
+        "after it has ended"
     )
 
 
@@ -206,13 +205,8 @@ def _newest_state(root: Path, pointer: CheckpointCommitted | None, faults: list[
     folder, state = checkpoints[-1]
     if pointer is not None and pointer.chapter is not None:
         if state.chapter < pointer.chapter:
-            faults.append(
-                Breach(
-                    "checkpoint missing",
-                    "",
-                    f"{folder} ends with chapter {state.chapter}, {pointer.chapter} is committed",
-                )
-            )
+            detail = f"{folder} ends with chapter {state.chapter}, {pointer.chapter} is committed"
+            faults.append(Breach("checkpoint missing", "", detail))
         elif state.chapter == pointer.chapter:
             digest = hashlib.sha256(read_regular(folder / STATE_FILE)).hexdigest()
             if digest != pointer.state_sha256:

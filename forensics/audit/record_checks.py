@@ -1,14 +1,14 @@
-"""Fold the chapters of a run's record into the state of every group, compare its steps with their reports, list violations.
+"""Fold the chapters of a run's record into the state of every group, compare its steps with their reports.
 
 Pure, but for `from_events` and `from_metrics`, which read the reports.
 
 A group is issued once, then closed once: trained (or, held-out, evaluated) or dropped with a reason; until then it is
 in flight. Only a dead letter that is sent again reopens a group.
 
-A report of a step is its event in NATS or its line of `metrics.jsonl`. Both hold a `StepDigest`, which does not change when
-the record is rewritten in the object store with all its hashes. Metrics up to the checkpoint are those of exactly the
-committed steps. Events are more and fewer: of steps that a crash rolled back, and without those that were not published
-or have expired; of them, only the ones with a recorded step's number and epoch are compared.
+A report of a step is its event in NATS or its line of `metrics.jsonl`. Both hold a `StepDigest`, which does not change
+when the record is rewritten in the object store with all its hashes. Metrics up to the checkpoint are those of exactly
+the committed steps. Events are more and fewer: of steps that a crash rolled back, and without those that were not
+published or have expired; of them, only the ones with a recorded step's number and epoch are compared.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, get_args
 
@@ -196,9 +196,8 @@ class RecordFold:
             self._breach("dropped twice", group_id, f"as {earlier_drop}, and as {reason} in {where}")
         elif earlier_use or earlier_drop:
             other = "a dead letter" if (reason or earlier_drop) == "dead" else "dropped"
-            self._breach(
-                f"{use} and also {other}", group_id, f"{earlier_use or earlier_drop} and {reason or ''} {where}"
-            )
+            detail = f"{earlier_use or earlier_drop} and {reason or ''} {where}"
+            self._breach(f"{use} and also {other}", group_id, detail)
 
     def _compare(self, chapter: LineageChapter, where: str) -> None:
         for split, account in self.accounts.items():
@@ -207,15 +206,11 @@ class RecordFold:
                 self._breach("issued and nowhere", group_id, f"{where}: neither closed nor in flight")
             for group_id in sorted(recorded - account.in_flight):
                 self._breach("in flight but closed", group_id, f"{where}: closed, or never issued")
-            counted = chapter.account.totals.get(split, SplitTotals())
-            summed = account.totals(len(recorded))
-            for name, value in _counts(counted).items():
-                if value != _counts(summed)[name]:
-                    self._breach(
-                        "totals differ",
-                        "",
-                        f"{where}, {split}: {name}: counted {value}, recorded {_counts(summed)[name]}",
-                    )
+            counted = _counts(chapter.account.totals.get(split, SplitTotals()))
+            for name, summed in _counts(account.totals(len(recorded))).items():
+                if counted[name] != summed:
+                    detail = f"{where}, {split}: {name}: counted {counted[name]}, recorded {summed}"
+                    self._breach("totals differ", "", detail)
         steps = self.steps[-1].step if self.steps else 0
         if chapter.step != steps:
             self._breach("record broken", "", f"{where} ends at step {chapter.step}, its last step is {steps}")
@@ -262,9 +257,8 @@ def check_steps(steps: Sequence[RecordedStep], reports: Sequence[ReportedSteps])
             if report.is_exact and report.steps and not of_epoch and (digests or step.step not in report.steps):
                 is_reported = True
                 epochs = ", ".join(str(digest.epoch) for digest in digests) or "none"
-                detail = (
-                    f"step {step.step} of epoch {step.epoch} is recorded; {report.source} has it of epoch: {epochs}"
-                )
+                recorded = f"step {step.step} of epoch {step.epoch} is recorded"
+                detail = f"{recorded}; {report.source} has it of epoch: {epochs}"
                 breaches.append(Breach("recorded but not reported", "", detail))
         if not is_reported:
             unreported.append(step.step)
@@ -272,9 +266,9 @@ def check_steps(steps: Sequence[RecordedStep], reports: Sequence[ReportedSteps])
     if unreported:
         more = ", …" if len(unreported) > _SHOWN_STEPS else ""
         notes.append(
-            f"{len(unreported)} of {len(steps)} steps have no digest in an event or metrics.jsonl (made by an older build, "
-            "expired, or on another machine): rewards and order of their groups are checked by the record's hashes alone: "
-            f"step {', '.join(map(str, unreported[:_SHOWN_STEPS]))}{more}"
+            f"{len(unreported)} of {len(steps)} steps have no digest in an event or metrics.jsonl (made by an older "
+            "build, expired, or on another machine): rewards and order of their groups are checked by the record's "
+            f"hashes alone: step {', '.join(map(str, unreported[:_SHOWN_STEPS]))}{more}"
         )
     return breaches, notes
 
@@ -300,10 +294,8 @@ def _differences(step: RecordedStep, groups: Sequence[str], reported: StepDigest
             what = "other rewards, lengths, versions or pack than the trainer reported, or another group"
             breaches.append(Breach(DIFFERS, group.group_id, f"{where}, place {place}: {what}"))
         elif len(short) == len(listed) and listed[place - 1] != digest:
-            trained = listed.index(digest) + 1
-            breaches.append(
-                Breach(DIFFERS, group.group_id, f"{where}, place {place}: it was trained at place {trained}")
-            )
+            detail = f"{where}, place {place}: it was trained at place {listed.index(digest) + 1}"
+            breaches.append(Breach(DIFFERS, group.group_id, detail))
     if len(short) != len(listed):
         missing = [str(place) for place, digest in enumerate(listed, start=1) if left[digest] > 0]
         detail = f"{where}: {len(listed)} groups were trained, {len(short)} are recorded"
@@ -356,15 +348,13 @@ def from_metrics(folder: Path, state: CheckpointState | None) -> ReportedSteps:
     except OSError as err:
         return ReportedSteps(METRICS, problems=[f"{path} cannot be read: {type(err).__name__}: {err}"])
     rows = [_row(line) for line in data.split(b"\n") if line.strip()]
-    reported_steps = _collect(
-        METRICS, [row for row in rows if row is None or row.get("kind") == _STEP], f"lines of {path}"
-    )
-    if reported_steps.problems or len(data) == state.metrics_bytes:
-        return ReportedSteps(
-            METRICS, reported_steps.digests, reported_steps.steps, not reported_steps.problems, reported_steps.problems
-        )
+    found = _collect(METRICS, [row for row in rows if row is None or row.get("kind") == _STEP], f"lines of {path}")
+    if found.problems:
+        return found
+    if len(data) == state.metrics_bytes:
+        return replace(found, is_exact=True)
     problem = f"{path} has {len(data)} bytes, at the checkpoint it had {state.metrics_bytes}: steps are missing"
-    return ReportedSteps(METRICS, reported_steps.digests, reported_steps.steps, problems=[problem])
+    return replace(found, problems=[problem])
 
 
 def _row(line: bytes) -> dict[str, Any] | None:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 def processes_of(folder: Path, *, word: str = "") -> list[int]:
-    """Running processes whose command line names the folder, or that write into it: a prepared engine gets its arguments later."""
+    """Running processes whose command line names the folder, or that write into it, as a prepared engine does."""
     found = []
     for path in Path("/proc").glob("[0-9]*/cmdline"):
         try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import nullcontext
 from pathlib import Path
 
 import numpy as np
@@ -45,6 +46,14 @@ def settings(tmp_path: Path, model: Path, **data: str) -> TrainerSettings:
     )
 
 
+def changed(given: TrainerSettings, section: str, **values: object) -> TrainerSettings:
+    return given.model_copy(update={section: getattr(given, section).model_copy(update=values)})
+
+
+def engine(name: str, *flags: str) -> RolloutSettings:
+    return RolloutSettings.model_validate({"worker": {"engine": name}, "sglang": {"extra_args": flags}})
+
+
 def test_files_that_do_not_exist_are_refused(tmp_path: Path) -> None:
     """Model folder, training data and held-out data, each by its setting."""
     model = model_folder(tmp_path / "model")
@@ -53,10 +62,8 @@ def test_files_that_do_not_exist_are_refused(tmp_path: Path) -> None:
         check_inputs(settings(tmp_path, tmp_path / "none"))
     with pytest.raises(ConfigError, match=r"data\.eval: there is no file nowhere\.jsonl"):
         check_inputs(settings(tmp_path, model, eval="nowhere.jsonl"))
-    given = settings(tmp_path, model)
-    named = given.model_copy(update={"reward": given.reward.model_copy(update={"name": "overlong"})})
     with pytest.raises(ConfigError, match=r"reward\.name = 'overlong': this built-in reward needs parameters"):
-        check_inputs(named)
+        check_inputs(changed(settings(tmp_path, model), "reward", name="overlong"))
 
 
 def test_an_engine_that_is_not_installed_is_refused(tmp_path: Path) -> None:
@@ -69,14 +76,13 @@ def test_an_engine_that_is_not_installed_is_refused(tmp_path: Path) -> None:
 
 
 def test_completions_as_long_as_the_context_are_refused(tmp_path: Path) -> None:
-    """The default of 256 new tokens does not fit a model of 128; a model that says nothing, or has one token more, is taken."""
+    """The default of 256 new tokens does not fit a model of 128; one that says nothing, or has one more, is taken."""
     given = settings(tmp_path, model_folder(tmp_path / "small", max_position_embeddings=128))
     with pytest.raises(
         ConfigError, match=r"rollout\.max_new_tokens = 256 leaves no room .* 128 tokens .* less than 128"
     ):
         check_inputs(given)
-    longest = given.rollout.model_copy(update={"max_new_tokens": 127})
-    check_inputs(given.model_copy(update={"rollout": longest}))
+    check_inputs(changed(given, "rollout", max_new_tokens=127))
     check_inputs(settings(tmp_path, model_folder(tmp_path / "silent")))
     with pytest.raises(ConfigError, match="of 256 tokens"):
         check_inputs(settings(tmp_path, model_folder(tmp_path / "equal", max_position_embeddings=256)))
@@ -97,7 +103,7 @@ def test_a_model_file_that_was_cut_off_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_run_is_not_resumed_with_another_model(tmp_path: Path) -> None:
-    """A checkpoint fits one shape; a copy of the model elsewhere is the same model, and a run without a checkpoint is free."""
+    """A checkpoint fits one shape; a copy of the model is the same model, and a run without a checkpoint is free."""
     first, copy = model_folder(tmp_path / "first"), model_folder(tmp_path / "copy")
     larger = model_folder(tmp_path / "larger", hidden_size=128)
     run = tmp_path / "r"
@@ -124,31 +130,28 @@ def test_a_run_is_resumed_on_as_many_ranks_as_wrote_its_checkpoint(tmp_path: Pat
     (tmp_path / "r" / "checkpoints" / "step00000006.e1.partial").mkdir()
     with pytest.raises(
         ConfigError,
-        match=r"step00000004 was written by 2 rank\(s\), and trainer\.num_ranks = 1.*Resume with trainer\.num_ranks=2 until its next checkpoint, or .*"
-        r"penstock weights export r ",
+        match=r"step00000004 was written by 2 rank\(s\), and trainer\.num_ranks = 1.*"
+        r"Resume with trainer\.num_ranks=2 until its next checkpoint, or .*penstock weights export r ",
     ):
         check_inputs(one)
-    with pytest.raises(
-        ConfigError, match=r"step00000004 was written by 2 rank"
-    ):  # by a scheduler, without `penstock train`
+    with pytest.raises(ConfigError, match="step00000004 was written by 2 rank"):  # without `penstock train`
         train.main([f"model.path={one.model.path}", f"run.dir={tmp_path}", "run.id=r"])
-    check_inputs(one.model_copy(update={"trainer": one.trainer.model_copy(update={"num_ranks": 2})}))
+    check_inputs(changed(one, "trainer", num_ranks=2))
 
 
 def test_a_model_that_the_engine_does_not_serve_is_refused(tmp_path: Path) -> None:
     trainer = settings(tmp_path, model_folder(tmp_path / "gpt2", architectures=["GPT2LMHeadModel"]))
     with pytest.raises(UnsupportedModel, match="architecture GPT2LMHeadModel is not served by the embedded engine"):
         check_engine(trainer, RolloutSettings())
-    check_engine(trainer, RolloutSettings.model_validate({"worker": {"engine": "sglang"}}))
+    check_engine(trainer, engine("sglang"))
 
 
 def test_redundant_completions_need_an_engine_that_ends_single_ones(tmp_path: Path) -> None:
     """SGLang does, vLLM has no route for it, and of an engine of one's own only its client can tell."""
-    trainer = settings(tmp_path, model_folder(tmp_path / "m"))
-    trainer = trainer.model_copy(update={"rollout": trainer.rollout.model_copy(update={"redundant_completions": 2})})
+    trainer = changed(settings(tmp_path, model_folder(tmp_path / "m")), "rollout", redundant_completions=2)
     with pytest.raises(ConfigError, match=r"redundant_completions = 2 with worker\.engine = 'vllm', which cannot end"):
-        check_engine(trainer, RolloutSettings.model_validate({"worker": {"engine": "vllm"}}))
-    check_engine(trainer, RolloutSettings.model_validate({"worker": {"engine": "sglang"}}))
+        check_engine(trainer, engine("vllm"))
+    check_engine(trainer, engine("sglang"))
 
 
 def test_router_replay_needs_routers_and_an_engine_that_says_what_they_choose(tmp_path: Path) -> None:
@@ -158,19 +161,17 @@ def test_router_replay_needs_routers_and_an_engine_that_says_what_they_choose(tm
     )
 
     def replaying(model: Path) -> TrainerSettings:
-        found = settings(tmp_path, model)
-        return found.model_copy(update={"trainer": found.trainer.model_copy(update={"router_replay": True})})
+        return changed(settings(tmp_path, model), "trainer", router_replay=True)
 
     check_inputs(replaying(mixture))
     with pytest.raises(
         ConfigError, match=r"router_replay = true, and model\.path = .* is a qwen3 model without routers"
     ):
         check_inputs(replaying(model_folder(tmp_path / "dense", model_type="qwen3")))
-    for engine, words in (("vllm", "does not say which experts"), ("sglang", "add --enable-return-routed-experts to")):
+    for name, words in (("vllm", "does not say which experts"), ("sglang", "add --enable-return-routed-experts to")):
         with pytest.raises(ConfigError, match=words):
-            check_engine(replaying(mixture), RolloutSettings.model_validate({"worker": {"engine": engine}}))
-    flagged = {"worker": {"engine": "sglang"}, "sglang": {"extra_args": ["--enable-return-routed-experts"]}}
-    check_engine(replaying(mixture), RolloutSettings.model_validate(flagged))
+            check_engine(replaying(mixture), engine(name))
+    check_engine(replaying(mixture), engine("sglang", "--enable-return-routed-experts"))
 
 
 @pytest.mark.parametrize(
@@ -212,22 +213,17 @@ def test_a_run_folder_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
 def test_ports_that_services_of_one_machine_would_share_are_refused(
     metrics: dict[str, int], num_workers: int, refused: str
 ) -> None:
-    rollout = RolloutSettings.model_validate({"metrics": metrics})
-    if not refused:
-        check_metrics_ports(rollout, num_workers)
-    else:
-        with pytest.raises(ConfigError, match=refused):
-            check_metrics_ports(rollout, num_workers)
+    with pytest.raises(ConfigError, match=refused) if refused else nullcontext():
+        check_metrics_ports(RolloutSettings.model_validate({"metrics": metrics}), num_workers)
 
 
 def test_a_reward_that_nothing_offers_is_named_before_the_start(tmp_path: Path) -> None:
-    """With what is served, and what needs no service; built-in rewards, names of data sets, paths and compositions are known."""
+    """With what is served; built-in rewards, names of data sets, paths and compositions are known."""
     settings = TrainerSettings.model_validate({"model": {"path": tmp_path}, "reward": {"name": "compute_score"}})
     (line,) = missing_rewards(settings, [Path("own/my_reward.py")])
     assert "reward 'compute_score' is not built in and not served here: --serve offers my_reward" in line
     for name in ("exact_match", "openai/gsm8k", "my_reward.py:compute_score", "my_reward", "auto"):
-        known = settings.model_copy(update={"reward": settings.reward.model_copy(update={"name": name})})
-        assert missing_rewards(known, [Path("own/my_reward.py")]) == []
+        assert missing_rewards(changed(settings, "reward", name=name), [Path("own/my_reward.py")]) == []
 
 
 def test_a_misspelt_reward_is_refused_before_the_start(tmp_path: Path) -> None:

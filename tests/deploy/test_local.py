@@ -12,13 +12,15 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from tests.deploy.live_processes import processes_of
 from tests.servers import require, wait_for
 
+from penstock.deploy.bootstrap import ConnectionSettings
 from penstock.deploy.local import LocalStack
 from penstock.deploy.processes.child import DeployError
 from penstock.deploy.processes.servers import remove_stale_uploads
 from penstock.deploy.processes.supervise import Supervisor
-from penstock.protocol.config.connection import NatsSettings, S3Settings
+from penstock.protocol.config.run_file import load
 from penstock.protocol.transport.blobs import Blobs
 from penstock.protocol.transport.bus import Bus
 
@@ -118,15 +120,7 @@ def penstock_up(*arguments: str) -> Iterator[tuple[subprocess.Popen[str], dict[s
 
 
 def servers_of(data: Path) -> list[int]:
-    found = []
-    for path in Path("/proc").glob("[0-9]*/cmdline"):
-        try:
-            words = path.read_text().split("\0")
-        except OSError:
-            continue
-        if Path(words[0]).name in {"nats-server", "rclone"} and any(str(data) in word for word in words):
-            found.append(int(path.parent.name))
-    return found
+    return [pid for name in ("nats-server", "rclone") for pid in processes_of(data, word=name)]
 
 
 @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
@@ -146,20 +140,10 @@ def test_the_servers_end_with_the_command(tmp_path: Path, how: signal.Signals) -
 def test_the_printed_environment_is_enough_for_a_service(tmp_path: Path) -> None:
     """The printed variables connect to both servers; ``--run`` has created the run's streams."""
     with penstock_up("--data", str(tmp_path / "data"), "--run", "mine") as (_, environment):
-        nats = NatsSettings(
-            url=environment["PENSTOCK_NATS__URL"],
-            user=environment["PENSTOCK_NATS__USER"],
-            password_file=Path(environment["PENSTOCK_NATS__PASSWORD_FILE"]),
-        )
-        with Bus.connect(nats, name="test") as bus:
+        settings = load(ConnectionSettings, environ=environment).settings
+        with Bus.connect(settings.nats, name="test") as bus:
             assert bus.stream_state("mine-tasks").wait().num_messages == 0
-        Blobs(
-            S3Settings(
-                endpoint=environment["PENSTOCK_S3__ENDPOINT"],
-                access_key=environment["PENSTOCK_S3__ACCESS_KEY"],
-                secret_key_file=Path(environment["PENSTOCK_S3__SECRET_KEY_FILE"]),
-            )
-        ).check("x")
+        Blobs(settings.s3).check("x")
         written = (tmp_path / "data" / "environment").read_text()
         assert all(f"export {name}={value}\n" in written for name, value in environment.items())
 
@@ -171,34 +155,30 @@ def test_errors_are_one_line_and_exit_code_one(tmp_path: Path) -> None:
             (["--data", str(tmp_path / "data")], "is in use by process"),
             (["--data", str(tmp_path / "other"), "--run", "No Good"], "run id 'No Good' must be"),
         ):
-            done = subprocess.run(
-                [sys.executable, "-m", "penstock.deploy.local", *arguments],
-                capture_output=True,
-                text=True,
-                check=False,
-                cwd=ROOT,
-                timeout=60,
-            )
+            command = [sys.executable, "-m", "penstock.deploy.local", *arguments]
+            done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT, timeout=60)
             assert done.returncode == 1
             assert text in done.stderr
             assert "Traceback" not in done.stderr
 
 
+def with_store(store: Path, code: str) -> list[str]:
+    python = sys.executable
+    return [python, "-m", "penstock.deploy.stored", str(store), "--", python, "-c", code]
+
+
 def test_a_command_runs_with_the_servers_of_a_stored_run(tmp_path: Path) -> None:
     with LocalStack(tmp_path / "store") as stack:
         kept = Blobs(stack.s3).put("runs/r/x", b"kept")
-    code = (
-        "import os, sys; from penstock.protocol.config.connection import S3Settings; from penstock.protocol.transport.blobs import Blobs;"
-        "from pathlib import Path; e = os.environ;"
-        "s3 = S3Settings(endpoint=e['PENSTOCK_S3__ENDPOINT'], access_key=e['PENSTOCK_S3__ACCESS_KEY'],"
-        " secret_key_file=Path(e['PENSTOCK_S3__SECRET_KEY_FILE']));"
-        f"sys.exit(7 if Blobs(s3).exists({kept.key!r}) else 1)"
-    )
-    done = subprocess.run(
-        [sys.executable, "-m", "penstock.deploy.stored", str(tmp_path / "store"), "--", sys.executable, "-c", code],
-        timeout=300, check=False,
-    )  # fmt: skip
-    assert done.returncode == 7
+    code = f"""
+import os, sys
+from penstock.deploy.bootstrap import ConnectionSettings
+from penstock.protocol.config.run_file import load
+from penstock.protocol.transport.blobs import Blobs
+blobs = Blobs(load(ConnectionSettings, environ=os.environ).settings.s3)
+sys.exit(7 if blobs.exists({kept.key!r}) else 1)
+"""
+    assert subprocess.run(with_store(tmp_path / "store", code), timeout=300, check=False).returncode == 7
     with LocalStack(tmp_path / "store"):
         pass
 
@@ -207,10 +187,8 @@ def test_a_command_runs_with_the_servers_of_a_stored_run(tmp_path: Path) -> None
 def test_the_servers_of_a_store_stop_when_the_command_is_stopped(tmp_path: Path, number: int) -> None:
     """Ctrl-C as a terminal sends it, or SIGTERM: the command gets it, and the store is unlocked."""
     code = "import signal, sys; print('began', flush=True); signal.pause()"
-    running = subprocess.Popen(
-        [sys.executable, "-m", "penstock.deploy.stored", str(tmp_path / "store"), "--", sys.executable, "-c", code],
-        stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, start_new_session=True,
-    )  # fmt: skip
+    command, quiet = with_store(tmp_path / "store", code), subprocess.DEVNULL
+    running = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=quiet, text=True, start_new_session=True)
     assert running.stdout is not None
     assert running.stdout.readline() == "began\n"
     if number == signal.SIGINT:

@@ -39,12 +39,11 @@ def question(row: dict[str, Any]) -> str:
 
 
 def test_no_question_is_in_two_files(tmp_path: Path) -> None:
-    """Neighbouring seeds of reasoning-gym share problems; the files share none, and evaluation is the same for every seed."""
+    """Neighbouring seeds of reasoning-gym share problems; the files share none, and every seed has one evaluation."""
     folders = [tmp_path / str(seed) for seed in (0, 1)]
     for seed, folder in enumerate(folders):
-        written = tasks.write_data(
-            folder, tasks.parse_task(SUMS), seed=seed, num_train=300, num_eval=64, num_warm_up=32
-        )
+        task = tasks.parse_task(SUMS)
+        written = tasks.write_data(folder, task, seed=seed, num_train=300, num_eval=64, num_warm_up=32)
         assert (written.num_train, written.num_eval, written.num_warm_up) == (300, 64, 32)
         asked = [question(row) for name in ("train", "eval", "sft") for row in rows(folder, name)]
         assert len(set(asked)) == len(asked) == 300 + 64 + 32
@@ -131,19 +130,8 @@ def test_what_is_no_task_is_refused_with_the_reason(text: str, reason: str) -> N
 
 
 def test_the_recipe_writes_a_run_file_of_a_task(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Every service takes it: the reward by its import path, with what counts as correct, and room for every question and answer."""
-    shared = [
-        "smollm2",
-        "--no-train",
-        "--gguf",
-        "any.gguf",
-        "--dir",
-        str(tmp_path),
-        "--dtype",
-        "float32",
-        "--steps",
-        "10",
-    ]
+    """Every service takes it: the reward by its import path, with what counts as correct, and room for questions."""
+    shared = f"smollm2 --no-train --gguf any.gguf --dir {tmp_path} --dtype float32 --steps 10".split()
     assert run(["recipe", *shared, "--task", SUMS]) == 0
     loaded = config_show.load_all([tmp_path / "smollm2" / "run.toml"], [], {})
     trainer = next(one.settings for one in loaded if isinstance(one.settings, TrainerSettings))

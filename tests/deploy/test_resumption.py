@@ -21,7 +21,7 @@ from penstock.trainer.settings import TrainerSettings
 
 
 def test_the_command_is_that_of_the_stopped_one():
-    line = resumption.stopped("train", ["my run.toml", "trainer.lr=1e-6", "--local"])
+    line = resumption.ended("stopped", ["my run.toml", "trainer.lr=1e-6", "--local"])
     assert line == "stopped on request; resume it with: penstock train 'my run.toml' trainer.lr=1e-6 --local"
 
 
@@ -48,10 +48,17 @@ def test_changed_settings_are_listed_for_a_run_with_a_checkpoint(tmp_path: Path)
 
 
 @pytest.fixture
-def addresses(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Servers that are configured: the command waits for them, and does not ask first whether they answer."""
+def given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The settings of a run with model and rows, and with servers: the command does not ask whether they answer."""
     monkeypatch.setenv("PENSTOCK_NATS__URL", "nats://127.0.0.1:1")
     monkeypatch.setenv("PENSTOCK_S3__ENDPOINT", "http://127.0.0.1:1")
+    monkeypatch.setattr(train, "stop_on_signals", threading.Event)
+    monkeypatch.setattr(train, "create_what_is_missing", lambda _: None)
+    monkeypatch.setattr(train, "AttachedTrainer", StoppedTrainer)
+    monkeypatch.setattr(logs, "configure", lambda *_, **__: None)
+    (tmp_path / "model").mkdir()
+    (tmp_path / "rows.jsonl").touch()
+    return [f"model.path={tmp_path / 'model'}", f"data.train={tmp_path / 'rows.jsonl'}", f"run.dir={tmp_path}"]
 
 
 class Started(Exception):
@@ -73,39 +80,23 @@ class StoppedTrainer(contextlib.AbstractContextManager):
         pass
 
 
-@pytest.mark.usefixtures("addresses")
 @pytest.mark.parametrize(
     ("watch", "local"), [("_watch_local", ["--local"]), ("_watch_attached", [])], ids=["--local", "attached"]
 )
 def test_a_stopped_run_says_how_to_resume_it(
-    watch: str,
-    local: list[str],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capfd: pytest.CaptureFixture[str],
+    watch: str, local: list[str], given: list[str], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ):
-    (tmp_path / "model").mkdir()
-    (tmp_path / "rows.jsonl").touch()
-    given = [f"model.path={tmp_path / 'model'}", f"data.train={tmp_path / 'rows.jsonl'}", f"run.dir={tmp_path}"]
     for method in ("start_services", "check", "log_tail"):
         monkeypatch.setattr(train.LocalRun, method, lambda *_: "")
-    monkeypatch.setattr(train, "stop_on_signals", threading.Event)
-    monkeypatch.setattr(train, "create_what_is_missing", lambda _: None)
-    monkeypatch.setattr(train, "AttachedTrainer", StoppedTrainer)
     monkeypatch.setattr(train, watch, lambda *_, **__: (None if local else 130, None))
-    monkeypatch.setattr(logs, "configure", lambda *_, **__: None)
     assert run(["train", *given, *local]) == 130
     assert f"resume it with: penstock train {' '.join([*given, *local])}\n" in capfd.readouterr().err
 
 
-@pytest.mark.usefixtures("addresses")
 def test_a_run_that_was_stopped_after_its_end_is_not_to_be_resumed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    given: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ):
-    """Ctrl-C while the report is written, or while the trainer exits: the report is written, and no command resumes the run."""
-    (tmp_path / "model").mkdir()
-    (tmp_path / "rows.jsonl").touch()
-    given = [f"model.path={tmp_path / 'model'}", f"data.train={tmp_path / 'rows.jsonl'}", f"run.dir={tmp_path}"]
+    """Ctrl-C while the report is written, or while the trainer exits: it is written, and no command resumes the run."""
     reports: list[object] = []
     endings = iter([0, 143])
 
@@ -117,33 +108,28 @@ def test_a_run_that_was_stopped_after_its_end_is_not_to_be_resumed(
             (tmp_path / "run" / resume_checks.SUMMARY_FILE).write_text(json.dumps(summary))
         return code, RunView("run").summary()
 
-    monkeypatch.setattr(train, "create_what_is_missing", lambda _: None)
-    monkeypatch.setattr(train, "AttachedTrainer", StoppedTrainer)
     monkeypatch.setattr(train, "_watch_attached", watched)
     monkeypatch.setattr(train, "write_report", lambda *given, **_: reports.append(given))
-    monkeypatch.setattr(logs, "configure", lambda *_, **__: None)
     assert [run(["train", *given]), run(["train", *given])] == [0, 143]
     assert len(reports) == 2
     assert "resume it with" not in capfd.readouterr().err
 
 
-@pytest.mark.usefixtures("addresses")
 @pytest.mark.parametrize("local", [["--local"], []], ids=["--local", "attached"])
 def test_they_are_listed_before_anything_starts(
-    local: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    local: list[str],
+    given: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
 ):
     """On the terminal, where the panel hides the trainer's log."""
-    model, data = tmp_path / "model", tmp_path / "rows.jsonl"
-    model.mkdir()
-    data.touch()
-    given = [f"model.path={model}", f"data.train={data}", f"run.dir={tmp_path}", "run.id=r"]
+    given = [*given, "run.id=r"]
     (tmp_path / "r" / "checkpoints" / "step00000001").mkdir(parents=True)
     (tmp_path / "r" / "config.json").write_text(json.dumps(config_document(load(TrainerSettings, overrides=given))))
     monkeypatch.setattr(train.LocalRun, "start_services", start)
     monkeypatch.setattr(train.LocalRun, "check", lambda _: None)
-    monkeypatch.setattr(train, "stop_on_signals", threading.Event)
     monkeypatch.setattr(train, "create_what_is_missing", start)
-    monkeypatch.setattr(logs, "configure", lambda *_, **__: None)
     with pytest.raises(Started):
         run(["train", *local, *given, "trainer.lr=3e-4"])
     assert "changed since the last session: trainer.lr = 0.0003, was 1e-06" in capfd.readouterr().err
@@ -157,7 +143,9 @@ def test_the_quickstart_is_resumed_from_its_run_file(tmp_path: Path, warm: bool,
     if warm:
         (tmp_path / "sft").mkdir()
         (tmp_path / "sft" / "config.json").touch()
-    options = quickstart.Options(seed=0, steps=2, workers=1, run_id="r", folder=tmp_path, as_json=False, kill=False, engine="embedded")  # fmt: skip
+    options = quickstart.Options(
+        seed=0, steps=2, workers=1, run_id="r", folder=tmp_path, as_json=False, kill=False, engine="embedded"
+    )
     assert quickstart._again(options).endswith(line)
 
 

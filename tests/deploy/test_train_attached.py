@@ -1,11 +1,11 @@
-"""`penstock train` without --local: what the run lacks is created, and the trainer is started again, stopped and reported."""
+"""`penstock train` without --local: what the run lacks is created, and the trainer is started again and stopped."""
 
 from __future__ import annotations
 
 import os
 import signal
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -30,17 +30,14 @@ mark.write_text(mark.read_text() + "x" if mark.exists() else "x")
 
 
 @pytest.fixture
-def keep_handlers() -> Iterator[None]:
-    """The process that starts a trainer passes its own signals on."""
+def attached(tmp_path: Path) -> Iterator[Callable[[str], AttachedTrainer]]:
+    """A trainer that adds a letter to a file at each start; the process that starts it passes its own signals on."""
     before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-    yield
+    start = [sys.executable, "-c"]
+    starts, run = str(tmp_path / "starts"), RunSettings(dir=tmp_path)
+    yield lambda then: AttachedTrainer([*start, BY_MARK.format(then=then), starts], run)
     for number, handler in before.items():
         signal.signal(number, handler)
-
-
-def program(tmp_path: Path, then: str) -> Sequence[str]:
-    """A trainer's command line that adds a letter to a file at each start."""
-    return [sys.executable, "-c", BY_MARK.format(then=then), str(tmp_path / "starts")]
 
 
 def test_a_run_without_streams_gets_them(
@@ -59,12 +56,13 @@ def test_a_run_without_streams_gets_them(
     delete_run(bus, run_id)
 
 
-@pytest.mark.usefixtures("keep_handlers")
-def test_a_trainer_that_a_signal_killed_is_started_again(tmp_path: Path) -> None:
+def test_a_trainer_that_a_signal_killed_is_started_again(
+    tmp_path: Path, attached: Callable[[str], AttachedTrainer]
+) -> None:
     """Its exit code is that of the last start; the panel is told of the crash and the restart."""
     then = "os.kill(os.getpid(), signal.SIGKILL) if mark.read_text() == 'x' else sys.exit(3)"
     told: list[str] = []
-    with AttachedTrainer(program(tmp_path, then), RunSettings(dir=tmp_path)) as trainer:
+    with attached(then) as trainer:
         trainer.on_incident(told.append)
         assert trainer.wait(60.0) == 3
     assert (tmp_path / "starts").read_text() == "xx"
@@ -72,40 +70,39 @@ def test_a_trainer_that_a_signal_killed_is_started_again(tmp_path: Path) -> None
     assert not trainer.stop_requested
 
 
-@pytest.mark.usefixtures("keep_handlers")
 @pytest.mark.parametrize(("line", "starts"), [("ncclRemoteError", "xx"), ("CUDA out of memory", "x")])
 def test_a_trainer_that_another_rank_ended_is_started_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, line: str, starts: str
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    attached: Callable[[str], AttachedTrainer],
+    line: str,
+    starts: str,
 ) -> None:
     """What would fail again is not; the log that names it is the trainer's own, on a terminal."""
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     then = f"mark.read_text() == 'x' and sys.exit(print({line!r}) or 2)"
-    with AttachedTrainer(program(tmp_path, then), RunSettings(dir=tmp_path)) as trainer:
+    with attached(then) as trainer:
         assert trainer.wait(60.0) == (0 if starts == "xx" else 2)
     assert (tmp_path / "starts").read_text() == starts
 
 
-@pytest.mark.usefixtures("keep_handlers")
-def test_a_trainer_that_ends_in_an_outage_is_started_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_trainer_that_ends_in_an_outage_is_started_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, attached: Callable[[str], AttachedTrainer]
+) -> None:
     """Not in the first minute, when an address may be wrong, and for an hour at most."""
-    then = "sys.exit(75 if len(mark.read_text()) < 3 else 0)"
-    with AttachedTrainer(program(tmp_path, then), RunSettings(dir=tmp_path)) as trainer:
-        assert trainer.wait(60.0) == 75
-    assert (tmp_path / "starts").read_text() == "x"
-    monkeypatch.setattr(train, "_STARTED_S", 0.0)
-    with AttachedTrainer(program(tmp_path, then), RunSettings(dir=tmp_path)) as trainer:
-        assert trainer.wait(60.0) == 0
-    assert (tmp_path / "starts").read_text() == "xxx"
-    monkeypatch.setattr(train, "_OUTAGE_S", 0.0)
-    with AttachedTrainer(program(tmp_path, "sys.exit(75)"), RunSettings(dir=tmp_path)) as trainer:
-        assert trainer.wait(60.0) == 75
-    assert (tmp_path / "starts").read_text() == "xxxx"
+    for limit, code, starts in (("", 75, "x"), ("_STARTED_S", 0, "xxx"), ("_OUTAGE_S", 75, "xxxx")):
+        if limit:
+            monkeypatch.setattr(train, limit, 0.0)
+        with attached("sys.exit(0 if len(mark.read_text()) == 3 else 75)") as trainer:
+            assert trainer.wait(60.0) == code
+        assert (tmp_path / "starts").read_text() == starts
 
 
-@pytest.mark.usefixtures("keep_handlers")
-def test_a_signal_to_the_command_is_passed_to_the_trainer(tmp_path: Path) -> None:
+def test_a_signal_to_the_command_is_passed_to_the_trainer(
+    tmp_path: Path, attached: Callable[[str], AttachedTrainer]
+) -> None:
     """The trainer writes its checkpoint and ends with its own exit code; it is not started again."""
-    with AttachedTrainer(program(tmp_path, "time.sleep(60)"), RunSettings(dir=tmp_path)) as trainer:
+    with attached("time.sleep(60)") as trainer:
         starts = tmp_path / "starts"
         wait_for(lambda: starts.exists() and starts.read_text() == "x", "the start")
         os.kill(os.getpid(), signal.SIGTERM)

@@ -87,8 +87,8 @@ def checksum(path: Path) -> float:
     return float(sum(abs(tensor.astype("float64")).sum() for tensor in load_file(path).values()))
 
 
-def curve(folder: Path, ranks: Ranks, name: str, *, is_whole: bool = False) -> dict[str, Any]:
-    """Train as a recorded curve of TRL was made; unless ``is_whole``, all but four of them for 5 of the 50 steps."""
+def curve(folder: Path, ranks: Ranks, name: str) -> dict[str, Any]:
+    """Train as a recorded curve of TRL was made; all but four of them for 5 of the 50 steps."""
     kind, _, loss = name.partition("/")
     smoothing = {"robust": {"label_smoothing": 0.1}, "exo_pair": {"label_smoothing": 1e-3}}.get(loss, {})
     labelled = {"data": folder / "labelled.jsonl", "eval_data": folder / "held_out_labelled.jsonl", "eval_every": 5}
@@ -102,7 +102,7 @@ def curve(folder: Path, ranks: Ranks, name: str, *, is_whole: bool = False) -> d
     }[kind]
     own = {"lr": SFT_LR if section == "sft" else DPO_LR, **own}
     chosen = settings(folder, f"trl-{(loss or kind).replace('_', '-')}", section, own)
-    return train(ranks, section, chosen, stop=None if is_whole or name in WHOLE else 5)
+    return train(ranks, section, chosen, stop=None if name in WHOLE else 5)
 
 
 def validated(folder: Path, **own: Any) -> dict[str, Any]:
@@ -122,7 +122,7 @@ def resumed(folder: Path, ranks: Ranks) -> dict[str, Any]:
 
 
 def killed(folder: Path, ranks: Ranks, point: str) -> dict[str, Any]:
-    """Train as the uninterrupted run of `resumed`, with a checkpoint after each step; ends by SIGKILL at a point of one of them."""
+    """Train as the uninterrupted run of `resumed`, with a checkpoint after each step; SIGKILL in one ends it."""
     own = validated(folder, steps=8, eval_every=2, checkpoint_every=1)
     crash_points.arm(point)
     return train(ranks, "sft", settings(folder, "killed", "sft", own, **WITH_DROPOUT))
@@ -136,7 +136,7 @@ def long(folder: Path, ranks: Ranks, name: str) -> dict[str, Any]:
 
 
 def lora_rm(folder: Path, ranks: Ranks) -> dict[str, Any]:
-    """Train a reward model by adapters, in one go and in two; return what peft, transformers and the server make of the result."""
+    """Train a reward model by adapters, in one go and in two; return what peft, transformers and the server score."""
     from peft import PeftModel
     from transformers import AutoModelForSequenceClassification
 
@@ -184,7 +184,7 @@ def broken_export(folder: Path, ranks: Ranks) -> dict[str, Any]:
 
 
 def merged(folder: Path, ranks: Ranks) -> dict[str, Any]:
-    """Train adapters in bfloat16 three times: with a small rate, a large one, and one whose result is written without them."""
+    """Train adapters in bfloat16 three times: with a small rate, a large one, and a result without them."""
     other = {"model": {"lora": {"rank": 4}, "dtype": "bfloat16"}, "trainer": {"zero_stage": 1}}
     found: dict[str, Any] = {}
     for name, lr in (("small", 1e-5), ("large", 1e-2)):
@@ -247,7 +247,7 @@ def trained_in(ways: list[Way], folder: Path, ranks: Ranks) -> dict[str, Any]:
 
 
 def divided(folder: Path, ranks: Ranks) -> dict[str, Any]:
-    """Train with weights that two ranks share, at each ZeRO stage; last, since DeepSpeed keeps the groups of such ranks.
+    """Train with weights that two ranks share, at each ZeRO stage; last: DeepSpeed keeps the groups of such ranks.
 
     One rank continues what two began.
     """
@@ -261,33 +261,25 @@ def divided(folder: Path, ranks: Ranks) -> dict[str, Any]:
         ("rm-1", "rm", pairs, 1),
         ("rm-3", "rm", {}, 3),
     ]
-    found = trained_in(
-        [
-            (f"{name}-shared-weights", section, own, {"trainer": {**shared, "zero_stage": stage}})
-            for name, section, own, stage in ways
-        ],
-        folder,
-        ranks,
-    )
-    own = {"lr": SFT_LR, "steps": 6}
-    stop = 3 if ranks.num_ranks == 2 else None
-    found["moved-weights"] = train(
-        ranks, "sft", settings(folder, "moved-weights", "sft", own, trainer={"zero_stage": 1, **shared}), stop=stop
-    )
+    named: list[Way] = [
+        (f"{name}-shared-weights", section, own, {"trainer": {**shared, "zero_stage": stage}})
+        for name, section, own, stage in ways
+    ]
+    found = trained_in(named, folder, ranks)
+    trainer = {"zero_stage": 1, **shared}
+    moved = settings(folder, "moved-weights", "sft", {"lr": SFT_LR, "steps": 6}, trainer=trainer)
+    found["moved-weights"] = train(ranks, "sft", moved, stop=3 if ranks.num_ranks == 2 else None)
     return found
 
 
 def moved(folder: Path, ranks: Ranks) -> dict[str, Any]:
-    """Make steps 1 to 3 on two ranks at ZeRO stage 2, to be continued on one at another stage; then nothing is left to move."""
-    stages = {1: 0, 2: 2}
-    own = {"lr": SFT_LR, "steps": 6}
-    trainer = {"zero_stage": stages[ranks.num_ranks]}
-    if ranks.num_ranks == 2:
-        return train(ranks, "sft", settings(folder, "moved", "sft", own, trainer=trainer), stop=3)
-    moved, whole = (
-        train(ranks, "sft", settings(folder, name, "sft", own, trainer=trainer)) for name in ("moved", "whole-1")
-    )
-    return {"moved": moved, "whole": whole}
+    """Make steps 1 to 3 on two ranks at ZeRO stage 2, to be continued on one at stage 0, and there a whole training."""
+    is_begun = ranks.num_ranks == 2
+    own, trainer = {"lr": SFT_LR, "steps": 6}, {"zero_stage": 2 if is_begun else 0}
+    moved = train(ranks, "sft", settings(folder, "moved", "sft", own, trainer=trainer), stop=3 if is_begun else None)
+    if is_begun:
+        return moved
+    return {"moved": moved, "whole": train(ranks, "sft", settings(folder, "whole-1", "sft", own, trainer=trainer))}
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -1,19 +1,18 @@
-"""`penstock sft` and `penstock dpo`: curves as TRL's, resumed as uninterrupted, stopped early, the same on two ranks."""
+"""`penstock sft` and `penstock dpo`: curves as TRL's, resumed as uninterrupted, stopped early, on two ranks."""
 
 from __future__ import annotations
 
 import json
 import math
 import re
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from safetensors.numpy import load_file
+from tests.fine_tuning import trl_rows
 from tests.fine_tuning.check import WHOLE
-from tests.fine_tuning.trl_rows import pairs, write_labelled, write_pairs, write_turns
 from tests.trainer.learner.forks import Fork
 
 from penstock.deploy.quickstart_task import write_model
@@ -22,6 +21,17 @@ from penstock.protocol.weights.adapter_format import ADAPTER_CONFIG, ADAPTER_WEI
 CURVES = json.loads((Path(__file__).parents[1] / "data" / "trl" / "curves.json").read_text())
 TRAINED = sorted(CURVES)
 TOLERANCE = {"dpo/ipo": 2e-5}  # its values are near 25
+
+
+def timeless(line: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in line.items() if name not in ("kind", "at", "step_s", "eval_s")}
+
+
+def check_same(run: dict[str, Any], other: dict[str, Any]) -> None:
+    """Two trainings have the same lines, validations and weights, bit for bit."""
+    for kind in ("steps", "evals"):
+        assert [timeless(line) for line in run[kind]] == [timeless(line) for line in other[kind]]
+    assert (run["weights"], run["weights_of_step"]) == (other["weights"], other["weights_of_step"])
 
 
 def _start(folder: Path, *cases: str, num_ranks: int = 1) -> Fork:
@@ -37,14 +47,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Model and rows; held-out rows are others of the same kind."""
     folder = tmp_path_factory.mktemp("fine_tuning")
     write_model(folder / "model", seed=0)
-    write_turns(folder / "turns.jsonl")
-    write_pairs(folder / "pairs.jsonl")
-    write_labelled(folder / "labelled.jsonl")
-    write_labelled(folder / "held_out_labelled.jsonl", seed=1, num=20)
-    others = list(islice(pairs(seed=1), 20))
-    (folder / "held_out_pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in others))
-    turns = [{"prompt": row["prompt"], "completion": row["chosen"]} for row in others]
-    (folder / "held_out.jsonl").write_text("".join(json.dumps(row) + "\n" for row in turns))
+    trl_rows.write_turns(folder / "turns.jsonl")
+    trl_rows.write_pairs(folder / "pairs.jsonl")
+    trl_rows.write_labelled(folder / "labelled.jsonl")
+    trl_rows.write_labelled(folder / "held_out_labelled.jsonl", seed=1, num=20)
+    trl_rows.write_turns(folder / "held_out.jsonl", seed=1, num=20)
+    trl_rows.write(folder / "held_out_pairs.jsonl", trl_rows.pairs(seed=1, num=20))
     return folder
 
 
@@ -75,7 +83,7 @@ def test_preferences_are_learned_and_reported(found: dict[str, Any]) -> None:
 
 
 def test_answers_with_labels_are_reported_by_kind(found: dict[str, Any]) -> None:
-    """KTO's rows have one answer each: means over the answers of each kind, their difference as the margin, no accuracy."""
+    """KTO's rows have one answer each: means over each kind, their difference as the margin, no accuracy."""
     last = found["kto"]["steps"][-1]
     assert last["rewards/margins"] == pytest.approx(last["rewards/chosen"] - last["rewards/rejected"], abs=1e-12)
     assert last["logps/chosen"] < -10.0
@@ -105,16 +113,9 @@ def test_a_resumed_training_equals_an_uninterrupted_one(found: dict[str, Any]) -
     assert [line["step"] for line in runs["second"]["steps"]] == [1, 2, 3, 4, 5]
     assert runs["second"]["files"][:2] == ["best", "best/step00000004"]
     assert "checkpoints/step00000005" in runs["second"]["files"]
-    for kind in ("steps", "evals"):
-        lines = [[_timeless(line) for line in runs[run][kind]] for run in ("whole", "last")]
-        assert lines[0] == lines[1]
-        assert len(lines[0]) == {"steps": 8, "evals": 4}[kind]
-    assert runs["last"]["weights"] == runs["whole"]["weights"]
+    check_same(runs["last"], runs["whole"])
+    assert [len(runs["last"][kind]) for kind in ("steps", "evals")] == [8, 4]
     assert runs["last"]["files"] == ["best"], "checkpoints are removed once the result is written"
-
-
-def _timeless(line: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in line.items() if name not in ("kind", "at", "step_s", "eval_s")}
 
 
 def test_the_adapter_is_written_beside_the_merged_model(found: dict[str, Any], folder: Path) -> None:
@@ -137,7 +138,7 @@ def test_the_adapter_is_written_beside_the_merged_model(found: dict[str, Any], f
 
 
 def test_a_reward_model_learns_by_adapters(found: dict[str, Any], folder: Path) -> None:
-    """Score and adapters are what peft, transformers and the server read, resumed as uninterrupted; other weights are the base's."""
+    """Score and adapters are what peft, transformers and the server read, resumed as uninterrupted."""
     run = found["lora_rm"]
     [line] = run["whole"]["evals"]
     assert line["eval_accuracy"] >= 0.75
@@ -156,14 +157,10 @@ def test_a_reward_model_learns_by_adapters(found: dict[str, Any], folder: Path) 
 def test_a_training_killed_while_a_thread_writes_equals_an_uninterrupted_one(
     found: dict[str, Any], folder: Path
 ) -> None:
-    """SIGKILL between shard and state, before and after the rename: each start continues, and the last one gives the same weights."""
+    """SIGKILL between shard and state, before and after the rename: each start continues, to the same weights."""
     for point in ("shard_written:2", "written:2", "committed:2"):
         _start(folder, f"killed@{point}").wait(expected=-9)
-    last = _result(_start(folder, "killed@"))["killed"]
-    whole = found["resumed"]["whole"]
-    for kind in ("steps", "evals"):
-        assert [_timeless(line) for line in last[kind]] == [_timeless(line) for line in whole[kind]]
-    assert (last["weights"], last["weights_of_step"]) == (whole["weights"], whole["weights_of_step"])
+    check_same(_result(_start(folder, "killed@"))["killed"], found["resumed"]["whole"])
 
 
 def test_a_result_that_computes_something_else_replaces_nothing(found: dict[str, Any]) -> None:
@@ -201,12 +198,12 @@ def test_early_stop_keeps_the_best_weights(found: dict[str, Any]) -> None:
 def _check_close(line: dict[str, Any], other: dict[str, Any], name: str) -> None:
     """Compare two lines up to rounding, but for what rounding alone decides.
 
-    That is what the weights moved by, since a score is 0 at first, and which answer is better where the policy is its reference.
+    That is what the weights moved by, as a score is 0 at first, and the better answer of an untrained policy.
     """
     left_out = {"rewards/accuracies"} if abs(line.get("rewards/margins", 1.0)) < 1e-5 else set()
-    for field, value in _timeless(line).items():
+    for field, value in timeless(line).items():
         if not field.startswith("update_ratio") and field not in left_out:
-            assert value == pytest.approx(_timeless(other)[field], rel=1e-4, abs=2e-5), (name, field)
+            assert value == pytest.approx(other[field], rel=1e-4, abs=2e-5), (name, field)
 
 
 @pytest.mark.slow

@@ -1,9 +1,9 @@
-"""The rows that TRL's trainers and ours are compared on: the same texts in every order of training, without shuffling."""
+"""The rows that TRL's trainers and ours are compared on: the same texts in the same order, without shuffling."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,6 @@ import numpy as np
 NUM_ROWS = 400
 NUM_STEPS = 50
 BATCH = 8
-MICRO_BATCHES = 2  # of TRL: its denominators of preferences are those of a micro-batch, so it has equal ones
 
 
 def pairs(seed: int = 0, num: int = NUM_ROWS) -> Iterator[dict[str, Any]]:
@@ -29,9 +28,12 @@ def pairs(seed: int = 0, num: int = NUM_ROWS) -> Iterator[dict[str, Any]]:
         }
 
 
-def write_pairs(path: Path) -> None:
-    rows = ({**row, "margin": float(number % 3)} for number, row in enumerate(pairs()))
+def write(path: Path, rows: Iterable[dict[str, Any]]) -> None:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def write_pairs(path: Path) -> None:
+    write(path, ({**row, "margin": float(number % 3)} for number, row in enumerate(pairs())))
 
 
 def is_good(number: int) -> bool:
@@ -39,19 +41,11 @@ def is_good(number: int) -> bool:
 
 
 def write_labelled(path: Path, *, seed: int = 0, num: int = NUM_ROWS) -> None:
-    rows = (
-        {
-            "prompt": row["prompt"],
-            "completion": row["chosen" if is_good(number) else "rejected"],
-            "label": is_good(number),
-        }
-        for number, row in enumerate(pairs(seed, num))
-    )
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    rows = [(row, is_good(number)) for number, row in enumerate(pairs(seed, num))]
+    answers = ((row["prompt"], row["chosen" if good else "rejected"], good) for row, good in rows)
+    write(path, ({"prompt": prompt, "completion": one, "label": good} for prompt, one, good in answers))
 
 
-def write_turns(path: Path) -> None:
+def write_turns(path: Path, *, seed: int = 0, num: int = NUM_ROWS) -> None:
     """Write the rows as chats to imitate: the question and its preferred answer."""
-    path.write_text(
-        "".join(json.dumps({"prompt": row["prompt"], "completion": row["chosen"]}) + "\n" for row in pairs())
-    )
+    write(path, ({"prompt": row["prompt"], "completion": row["chosen"]} for row in pairs(seed, num)))

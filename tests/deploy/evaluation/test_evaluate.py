@@ -151,7 +151,7 @@ def test_a_version_that_is_not_stored_and_settings_that_are_damaged_are_refused(
 
 
 def test_answers_fit_the_context_where_the_default_of_training_would_not(tmp_path: Path) -> None:
-    """The services of an evaluation sample answers of its length alone; the quickstart's model has a context of 128 tokens."""
+    """The services of an evaluation sample answers of its length alone; the quickstart's model has 128 positions."""
     quickstart_task.write_data(tmp_path, seed=0, num_sft=1, num_train=1, num_eval=2)
     quickstart_task.write_model(tmp_path / "model", seed=0)
     options = EvalOptions(data=(tmp_path / "eval.jsonl",), max_tokens=9, samples=1)
@@ -171,15 +171,8 @@ def test_other_weights_are_another_evaluation(tmp_path: Path) -> None:
 
 def test_the_servers_of_the_run_are_not_those_of_the_evaluation() -> None:
     """Addresses and folders of the run say where a version is stored; the evaluation's services never get them."""
-    rest = [
-        "--nats.url",
-        "nats://a:1",
-        "s3.endpoint=http://a:2",
-        "run.dir=/runs",
-        "worker.device=cuda",
-        "--rollout.stop",
-        "x",
-    ]
+    of_the_run = ["--nats.url", "nats://a:1", "s3.endpoint=http://a:2", "run.dir=/runs"]
+    rest = [*of_the_run, "worker.device=cuda", "--rollout.stop", "x"]
     assert connection_arguments(rest) == ["--nats.url=nats://a:1", "s3.endpoint=http://a:2", "run.dir=/runs"]
     assert without_servers(rest) == ["worker.device=cuda", "--rollout.stop=x"]
 

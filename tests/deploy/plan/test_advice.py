@@ -1,4 +1,4 @@
-"""What `penstock plan` proposes is applied: it fits, and is not slower by the plan's own simulation, nor by a real run with simulated engines."""
+"""What `penstock plan` proposes is applied: it fits, and is not slower by the plan, nor by a simulated run."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from benchmarks.asynchrony import Job, Mode, run_mode, write_run
+from tests.deploy.placement.hosts import model_of
 from tests.rigs.simulated_engine import SimulatedOptions
 
 from penstock.console.cli.main import run
@@ -18,10 +19,6 @@ run.id = "demo"
 data.train = "train.jsonl"
 rollout = { groups_per_step = 8, group_size = 4, max_new_tokens = 400, max_staleness = 0 }
 """
-QWEN3_06B = {
-    "model_type": "qwen3", "vocab_size": 151_936, "hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28,
-    "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128, "tie_word_embeddings": True,
-}  # fmt: skip
 
 
 def planned(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, dict[str, Any]]:
@@ -42,9 +39,9 @@ def test_what_is_proposed_fits_and_is_not_slower(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], faults: tuple[str, ...]
 ) -> None:
     """Each proposal with each setting that makes the rank fit, on the plan of the changed run file."""
-    (tmp_path / "config.json").write_text(json.dumps(QWEN3_06B))
     (tmp_path / "run.toml").write_text(RUN_FILE)
-    words = [f"{tmp_path}/run.toml", *faults, *f"model.path={tmp_path} --gpu-kind H100 --rank-memory 9GB".split()]
+    model = f"model.path={model_of(tmp_path, '0.6B')}"
+    words = [f"{tmp_path}/run.toml", *faults, model, "--gpu-kind", "H100", "--rank-memory", "9GB"]
     code, before = planned(capsys, *words)
     assert code == 1
     bound = 2 if "rollout.max_staleness=2" in faults else 0

@@ -18,11 +18,27 @@ from penstock.deploy.processes.child import Child, DeployError, describe_exit, e
 SLEEP = [sys.executable, "-c", "import time; print('ready', flush=True); time.sleep(600)"]
 
 
-@pytest.fixture
-def sleeper(tmp_path: Path) -> Iterator[Child]:
-    child = Child("sleeper", SLEEP, log=tmp_path / "log")
+def started(name: str, command: list[str], log: Path) -> Child:
+    child = Child(name, command, log=log)
     child.start()
     wait_for(lambda: "ready" in child.log_tail(), "the child to run")
+    return child
+
+
+def run_python(code: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code)],
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=Path(__file__).parents[3],
+        timeout=300,
+    )
+
+
+@pytest.fixture
+def sleeper(tmp_path: Path) -> Iterator[Child]:
+    child = started("sleeper", SLEEP, tmp_path / "log")
     yield child
     child.kill()
 
@@ -53,19 +69,15 @@ def test_a_stopped_child_has_exited(sleeper: Child) -> None:
 
 def test_a_child_that_does_not_listen_is_killed(tmp_path: Path) -> None:
     """A process that ignores SIGTERM gets SIGKILL after the grace period."""
-    deaf = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('ready', flush=True); time.sleep(600)"
-    child = Child("deaf", [sys.executable, "-c", deaf], log=tmp_path / "log")
-    child.start()
-    wait_for(lambda: "ready" in child.log_tail(), "the child to run")
+    deaf = f"import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); {SLEEP[2]}"
+    child = started("deaf", [sys.executable, "-c", deaf], tmp_path / "log")
     child.stop(grace_s=0.1)
     assert child.returncode == -signal.SIGKILL
 
 
 def test_a_killed_child_is_killed_with_its_descendants(tmp_path: Path) -> None:
     code = f"import subprocess, time; p = subprocess.Popen({SLEEP!r}); print('pid', p.pid, flush=True); time.sleep(600)"
-    child = Child("parent", [sys.executable, "-c", code], log=tmp_path / "log")
-    child.start()
-    wait_for(lambda: "ready" in child.log_tail(), "the grandchild to run")
+    child = started("parent", [sys.executable, "-c", code], tmp_path / "log")
     grandchild = int(child.log.read_text().split("pid ")[1].split()[0])
     child.kill()
     wait_for(lambda: is_gone(grandchild), "the grandchild's end")
@@ -87,15 +99,7 @@ def test_a_child_ends_when_its_parent_ends(tmp_path: Path, end: str) -> None:
         print(child.pid, flush=True)
         {end}
     """
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(code)],
-        stdout=subprocess.PIPE,
-        text=True,
-        check=False,
-        cwd=Path(__file__).parents[3],
-        timeout=300,
-    )
-    pid = int(done.stdout)
+    pid = int(run_python(code).stdout)
     wait_for(lambda: is_gone(pid), "the child's end")
 
 
@@ -110,7 +114,8 @@ def test_orphans_in_sessions_of_their_own_are_adopted_and_ended(tmp_path: Path) 
         from penstock.deploy.processes.child import Child, adopt_orphans, end_orphans, wait_until
         adopt_orphans()
         busy = "import time\\nwhile time.process_time() < 0.3: pass\\nprint('ready', flush=True); time.sleep(600)"
-        parent = f"import subprocess, sys, time; subprocess.Popen([sys.executable, '-c', {{busy!r}}], start_new_session=True); time.sleep(600)"
+        start = f"subprocess.Popen([sys.executable, '-c', {{busy!r}}], start_new_session=True)"
+        parent = f"import subprocess, sys, time; {{start}}; time.sleep(600)"
         child = Child("c", [sys.executable, "-c", parent], log=Path({str(tmp_path / "log")!r}))
         child.start()
         assert wait_until(lambda: "ready" in child.log_tail(), 30)
@@ -120,14 +125,7 @@ def test_orphans_in_sessions_of_their_own_are_adopted_and_ended(tmp_path: Path) 
         assert cpu_s() - before >= 0.29
         assert end_orphans() == 0
     """
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(code)],
-        stderr=subprocess.PIPE,
-        text=True,
-        check=False,
-        cwd=Path(__file__).parents[3],
-        timeout=300,
-    )
+    done = run_python(code)
     assert done.returncode == 0, done.stderr
 
 

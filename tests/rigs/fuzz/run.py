@@ -7,20 +7,20 @@
     python -m tests.rigs.fuzz.run --send findings/seed0-1.jsonl     # send recorded attacks again, to a new run
     python -m tests.rigs.fuzz.run --classes                         # what there is
 
-A real run of the quickstart's services (tiny model, two workers with embedded engines, reward service, an HTTP endpoint,
+A real run of the quickstart's services (tiny model, two workers with embedded engines, reward service, HTTP endpoint,
 trainer) on a real nats-server with the run's generated rights and a real S3 server. `attacks.py` lists what is sent,
-`kills` are SIGKILLs of all of them. At the end of the time the attacks stop, the run goes on for some steps, its trainer
+`kills` are SIGKILLs of all of them. After the time the attacks stop, the run goes on for some steps, its trainer
 is asked to stop, and `judge.py` recomputes what was trained. The command fails unless
 
 1. no process ended by itself: none exited but by a SIGKILL of this command, and all run at the end;
-2. nothing foreign was trained: prompt, size, text, rewards and log-probabilities of every trained group are those of its task
-   and of the version that it names, within 1e-5 nats;
+2. nothing foreign was trained: prompt, size, text, rewards and log-probabilities of every trained group are those of
+   its task and of the version that it names, within 1e-5 nats;
 3. the audit closes: every group that was issued was trained once, dropped once with a reason, or is in flight;
 4. a replay of the record reproduces every version with the same hash;
 5. the server refused everything outside a role's rights, and the run made steps under attack and after it.
 
 A process that ends by itself is a finding: its name, the end of its log, and the attacks that its queue held at that
-moment are written to ``findings``. If the run is over by that, the next begins with the next seed until the time is over.
+moment are written to ``findings``. If that ends the run, the next begins with the next seed until the time is over.
 """
 
 from __future__ import annotations
@@ -43,6 +43,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.deploy.nats_roles import RunOfRoles
+from tests.rigs.chaos.run import REWARD_FILE, VICTIMS
 from tests.rigs.fuzz.attack import Attack, Attacker
 from tests.rigs.fuzz.attacks import CLASSES, NOT_DEFENDED, makers
 from tests.rigs.fuzz.capture import Corpus
@@ -52,7 +53,7 @@ from tests.rigs.fuzz.sender import RULE, Sender, Servers
 from tests.small_run import report_of, write_small_run
 
 from penstock.deploy.local import connection_environment
-from penstock.deploy.local_run import REWARD, TRAINER, endpoint_name, worker_name
+from penstock.deploy.local_run import REWARD, TRAINER
 from penstock.deploy.processes.child import DeployError
 from penstock.deploy.processes.servers import NatsServer, S3Server
 from penstock.deploy.processes.supervise import ProcessEvent
@@ -65,10 +66,6 @@ from penstock.protocol.record.lineage import chapters
 from penstock.protocol.transport.blobs import Blobs
 from penstock.protocol.transport.bus import Bus
 
-REWARD_FILE = Path(__file__).parent.parent / "chaos" / "chaos_reward.py"
-VICTIMS = (
-    TRAINER, worker_name(0), worker_name(1), REWARD, endpoint_name(REWARD_FILE), NatsServer.name, S3Server.name,
-)  # fmt: skip
 GROUPS_PER_STEP = 8
 GROUP_SIZE = 4
 _FIRST_STEP_S = 240.0
@@ -210,12 +207,8 @@ class FuzzRun:
         self._find(f"{event.name} {event.kind}: {event.detail}", event.name, tail)
 
     def _log(self, name: str) -> Path:
-        below = (
-            self.folder / "logs"
-            if name in {NatsServer.name, S3Server.name}
-            else self.folder / "runs" / self.run_id / "logs"
-        )
-        return below / f"{name}.log"
+        below = self.folder if name in {NatsServer.name, S3Server.name} else self.folder / "runs" / self.run_id
+        return below / "logs" / f"{name}.log"
 
     def _find(self, what: str, name: str, tail: str) -> None:
         suspects = self._suspects(name)
@@ -361,10 +354,10 @@ def main() -> int:
         if options.json:
             options.json.parent.mkdir(parents=True, exist_ok=True)
             options.json.write_text(json.dumps([asdict(each) for each in outcomes], indent=1, default=str))
-    print(
-        f"\n{sum(outcome.sent for outcome in outcomes)} attacks in {len(outcomes)} runs, {sum(bool(o.failures()) for o in outcomes)} with findings"
-    )
-    return 1 if any(outcome.failures() for outcome in outcomes) else 0
+    num_found = sum(bool(outcome.failures()) for outcome in outcomes)
+    num_sent = sum(outcome.sent for outcome in outcomes)
+    print(f"\n{num_sent} attacks in {len(outcomes)} runs, {num_found} with findings")
+    return int(num_found > 0)
 
 
 if __name__ == "__main__":
