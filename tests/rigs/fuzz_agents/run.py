@@ -2,9 +2,9 @@
 
     python -m tests.rigs.fuzz_agents.run --requests 100000
 
-Random weights, random agents, every template of the tests, all settings of the thinking; without sockets, so that most of the time
-goes into requests. Exits with 1 when anything is wrong. ``--plant prompt`` and ``--plant row`` render a history again on purpose:
-they must be found.
+Random weights, random agents, every template of the tests, all settings of the thinking; without sockets, so that most
+of the time goes into requests. Exits with 1 when anything is wrong. ``--plant prompt`` and ``--plant row`` render a
+history again on purpose: they must be found.
 """
 
 from __future__ import annotations
@@ -48,7 +48,6 @@ from penstock.protocol.chat_tokenizer import ChatTokenizer
 from penstock.protocol.groups import Sampling
 
 TEMPLATES = ("qwen25", "qwen3", "opens_think", "rewrites", "glm", "smollm2", "llama")
-_RULES = ("echo", "json", "strict")
 _THINKING = ("keep", "tool_cycle", "strip")
 _LIMITS = ("context_length_exceeded", "max_turns", "max_stored_tokens")
 FORMATS = (
@@ -117,7 +116,7 @@ class Fuzzer:
         form = "llama" if template == "llama" else draw.choice(("hermes", draw.choice(FORMATS)))
         model = AgentModel(planner, ANSWER_FORMATS.find(form).value, draw.choice((300, 2048, 2048)))
         most = draw.choice((num_requests // 2 + 1, 1000, 1000))
-        proxy = AgentProxy(EpisodeLimits(max_turns=most, history_match=draw.choice(_RULES), retry_grace_s=0.0005))
+        proxy = AgentProxy(EpisodeLimits(max_turns=most, retry_grace_s=0.0005))
         engine = self._engine or FunctionEngine(tokenizer, self._seed + number)
         recorded = Recorded()
         episode = proxy.begin(
@@ -145,7 +144,7 @@ class Fuzzer:
             self.counts[f"orphaned_turns.{cause}"] += count
 
     def _wrong_rewards(self, episode: EpisodeSession, made: TreeRows, refused: str) -> list[str]:
-        """Let the program end in every way after its last request; return which rewards are given or lost against the rule."""
+        """Let the program end in every way after its last request; return the rewards that the rule does not give."""
         last = max((span.turn for row in made.rows for span in row.spans), default=None)
         wrong = []
         for status in (0, 1, 137, -9):
