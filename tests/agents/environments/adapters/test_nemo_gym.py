@@ -189,7 +189,7 @@ HOSTILE: list[tuple[str, Any, str]] = [
     ("/verify", answers('{"score": 1}'), "/verify answers no object with a reward"),
     ("/verify", answers('{"reward": 0, "mask_sample": true, "failure_kind": "judge"}'), "(mask_sample): judge: None"),
     ("/verify", answers("x" * 2000), "/verify answers with more than 1024 bytes"),
-    ("/verify", answers("", 307, Location="http://192.0.2.1"), "HTTP 307: to 'http://192.0.2.1', which is not followed"),
+    ("/verify", answers("", 307, Location="http://192.0.2.1"), "HTTP 307: to 'http://192.0.2.1', which is not"),
     ("/increment_counter", answers(b"\xff"), "/increment_counter answers what is not UTF-8"),
     ("/increment_counter", answers("x" * 2000), "/increment_counter answers with more than 1024 bytes"),
     ("/increment_counter", answers("", 302, Location="/verify"), "HTTP 302: to '/verify', which is not followed"),
