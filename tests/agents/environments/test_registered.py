@@ -1,4 +1,4 @@
-"""Environments whose servers are registered on a real NATS: what a worker does about leases, drains and a new version."""
+"""Environments with servers registered on a real NATS: what a worker does about leases, drains and a new version."""
 
 from __future__ import annotations
 
@@ -14,8 +14,6 @@ from penstock.agents.environments.episode_environment import group_seed
 from penstock.agents.environments.over_http import registry
 from penstock.agents.environments.over_http.registry import RegisteredServer
 from penstock.agents.environments.play import Reply, done
-from penstock.protocol.config.environment_settings import EnvironmentDefinition
-from penstock.protocol.errors import ConfigError
 from penstock.protocol.transport.bus import Bus
 from penstock.protocol.transport.key_value import KeyValue
 from penstock.rollout_service.errors import TaskRefused
@@ -27,10 +25,6 @@ async def test_a_worker_finds_the_servers_of_a_name(bus: Bus, store: KeyValue, m
         async with registered(store, name, Script(lambda: done(1.0)), capacity=1) as (url, first, _):
             (episode,) = await play(model, own, ["a"])
             assert (episode.status, episode.reward, episode.environment_version) == ("done", 1.0, "1")
-            with pytest.raises(ConfigError):
-                await own.defined(
-                    "x", EnvironmentDefinition(type="http", options={"url": url, "registered": name})
-                ).close()
             async with registered(store, name, Script(lambda: done(0.5)), capacity=1) as (_, second, _):
                 group = await play(model, own, ["a"] * 6, size=6)
                 assert [one.status for one in group] == ["done"] * 6
@@ -116,7 +110,7 @@ async def test_a_new_version_takes_over_and_no_episode_is_lost(
 async def test_a_step_is_repeated_only_while_the_lease_is_valid(
     bus: Bus, store: KeyValue, model: Path, name: str
 ) -> None:
-    """A server that is registered no more and does not answer is given up at once: the episode begins again elsewhere."""
+    """A server that is registered no more and does not answer is given up at once: the episode restarts elsewhere."""
     script, losing = Script(lambda: done(0.25)), asyncio.Event()
 
     def lose(request: bytes) -> bool:

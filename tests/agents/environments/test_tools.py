@@ -323,6 +323,7 @@ def test_penalties_limits_and_patterns(tmp_path: Path) -> None:
             {"reply_deadline_s": 30.0},
             r"reply_deadline_s = 30: expected more than 30, which is options\.call_deadline_s",
         ),
+        ({"servers": {"a": {"command": ["x"]}}}, {"reply_deadline_s": 40.0}, "= 40: expected more than 40"),
         ({"call_reward": 1.0}, {}, "call_reward"),
     ],
 )
