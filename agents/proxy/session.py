@@ -16,7 +16,7 @@ from pydantic import Field
 from penstock.agents.proxy.answer_formats.answer_format import ANSWER_FORMATS, AnswerFormat
 from penstock.agents.proxy.calls import Calls
 from penstock.agents.proxy.conversations import is_side_request, messages_of, recognised_turns, scored_turn
-from penstock.agents.proxy.messages import AgentRequest, Message, RequestRefused, RetryMark, ToolCall, invalid
+from penstock.agents.proxy.messages import AgentRequest, Message, RequestRefused, RetryMark, ToolCall, invalid, root_key
 from penstock.agents.proxy.plan_prompt import PromptPlanner, SeenRoots
 from penstock.agents.proxy.renderer import ChatRenderer
 from penstock.agents.proxy.rows import TreeRows, build_rows
@@ -93,7 +93,7 @@ class EpisodeSession:
         self.secret = secrets.token_urlsafe(24)
         self.tree = ConversationTree()
         self.counts: Counter[str] = Counter()
-        # The limit that refused the last request, until one is within it; the last failure's code, until one is answered.
+        # The limit that refused the last request, until one is within it; the last failure, until one is answered.
         self.truncated_by = self.failed_by = ""
         self.ended = False
         self._made: TreeRows | None = None  # at its end
@@ -244,7 +244,7 @@ class EpisodeSession:
         planner = self._model.planner
         try:
             messages, processor = await self._admitted(request.messages)
-            match = planner.find(self.tree, messages, request.tools)
+            match = self.tree.find(root_key(request.tools), messages)
             new = match.messages[match.num_matched if match.base is not None else 0 :]
             arguments = (self.tree, self._roots if roots is None else roots, match, request.tools, processor)
             if sum(len(message.content) for message in new) > _CHARACTERS_ON_THE_LOOP:
