@@ -419,14 +419,9 @@ async def test_an_image_of_a_server_is_shown_where_the_model_reads_images(
 
 async def test_a_compressed_answer_is_refused(model: Path) -> None:
     """Nothing asks for one, and a small one may be a large one."""
-
-    async def compressed(scope: Any, receive: Any, send: Any) -> None:
-        headers = [(b"content-type", b"application/json"), (b"content-encoding", b"gzip")]
-        await send({"type": "http.response.start", "status": 200, "headers": headers})
-        await send({"type": "http.response.body", "body": b"{}"})
-
-    async with serving_app(compressed, "127.0.0.1", 0, key="--port") as url:
-        found = await play(model, over_http(model, url, attempts=1), [])
+    with Hostile("start", b"{}") as server:
+        server.headers = {"content-encoding": "gzip"}
+        found = await play(model, over_http(model, server.url, attempts=1), [])
     assert "compresses its answer" in str(found)
 
 
