@@ -268,6 +268,88 @@ def test_a_text_of_beginnings_takes_time_that_grows_with_its_length() -> None:
         assert ANSWER_FORMATS.find("harmony").value.parse(text).content == text
 
 
+TYPED = {
+    "type": "object",
+    "$defs": {"Level": {"enum": [1, 2]}},
+    "properties": {
+        "text": {"type": "string"}, "n": {"type": "integer"}, "x": {"type": "number"}, "on": {"type": "boolean"},
+        "list": {"type": "array"}, "map": {"type": "object"}, "level": {"$ref": "#/$defs/Level"}, "free": {},
+        "maybe": {"anyOf": [{"type": "integer"}, {"type": "null"}]}, "enum": {"enum": ["5", "6"]},
+        "either": {"anyOf": [{"type": "string"}, {"type": "integer"}, {"type": "number"}]}, "kinds": {"type": ["integer", "string"]},
+    },
+}  # fmt: skip
+SET = [{"type": "function", "function": {"name": "set", "parameters": TYPED}}]
+STAY_TEXT: dict[str, list[str]] = {
+    "text": ["5", "null", '{"a": 1}', " a\n b "], "n": ["five", "true"], "x": ["NaN", "1e999"], "on": ["1"],
+    "list": ["1, 2", "{'a': 1}", "[1e999]", "[" * 9999, "[b'a']"], "map": ["[1]", "{'a': {1}}", "dict(a=1)"],
+    "kinds": ["a", "007"], "either": ["007", "1e3", "+7", "1.50"], "enum": ["5"], "free": ["5"], "unknown": ["5"],
+}  # fmt: skip
+BECOME: dict[str, dict[str, object]] = {
+    "n": {"5": 5, "-5.0": -5, "007": 7, "None": None}, "x": {"1.5": 1.5, "2": 2}, "on": {"True": True, "false": False},
+    "list": {"[1, null]": [1, None], "['a', True, None]": ["a", True, None], "('a',)": ["a"], "null": None},
+    "map": {'{"a": 1}': {"a": 1}, "{'a': {'b': (1, 2)}}": {"a": {"b": [1, 2]}}},
+    "maybe": {"null": None, "None": None, "7": 7}, "level": {"2": 2}, "kinds": {"7": 7}, "either": {"7": 7, "1.5": 1.5},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("key", "text", "value"),
+    [
+        *((key, text, text) for key, texts in STAY_TEXT.items() for text in texts),
+        *((key, text, value) for key, values in BECOME.items() for text, value in values.items()),
+    ],
+)
+@pytest.mark.parametrize("form", ["qwen_xml", "glm", "minimax"])
+def test_values_have_the_types_of_the_tools_schema(form: str, key: str, text: str, value: object) -> None:
+    parsed = ANSWER_FORMATS.find(form).value.parsed(f"I set it.\n{written(form, [('set', {key: text})])}", SET)
+    calls = [(call.name, json.loads(call.arguments)) for call in parsed.calls]
+    assert (parsed.content, calls, parsed.num_unparsed) == ("I set it.", [("set", {key: value})], 0)
+
+
+NOW, SETS = "<tool_call>\n<function=now>\n</function>\n</tool_call>", "<tool_call>\n<function=set>\n<parameter=text>\na"
+HERMES_NOW, GLM_NOW = '<tool_call>{"name": "now", "arguments": {}}</tool_call>', "<tool_call>now</tool_call>"
+GLM_SET = "<tool_call>set<arg_key>{}</arg_key><arg_value>{}</arg_value></tool_call>"
+
+
+@pytest.mark.parametrize(
+    ("form", "text", "names", "unparsed"),
+    [
+        ("qwen_xml", NOW, ["now"], 0),
+        ("qwen_xml", f"<function=now></function>{SETS[12:]}</parameter></function>", ["now", "set"], 0),
+        ("qwen_xml", SETS + "</function></tool_call>", [], 1),
+        ("qwen_xml", SETS, [], 1),
+        ("qwen_xml", "<tool_call>\n<function=set>\nstray\n</function></tool_call>", [], 1),
+        ("qwen_xml", "<function=set><parameter=text>a</parameter><parameter=text>b</parameter></function>", [], 1),
+        ("qwen_xml", "<function=></function>", [], 1),
+        ("qwen_xml", HERMES_NOW, [], 1),
+        ("qwen_xml", NOW.replace("now", '"now"') + "<function='set'><parameter=\"text\">a</parameter></function>",
+         ["now", "set"], 0),
+        ("qwen_xml", f"`<tool_call>` and `<function=set>` are tags.\n{NOW}", ["now"], 2),
+        ("qwen_xml", f"{SETS}\n{NOW}", ["now"], 1),
+        ("qwen_xml", "<function=set><parameter=text>a <function=now></function> b</parameter></function>", ["set"], 0),
+        ("qwen_xml", "<function=set><parameter=text>a <function=now></function> b", [], 1),
+        ("hermes", f"Between `<tool_call>` tags: {HERMES_NOW}", ["now"], 1),
+        ("hermes", f'<tool_call>{{"name": "set", {HERMES_NOW}', ["now"], 1),
+        ("hermes", '<tool_call>{"name": "set", "arguments": {"text": "<tool_call>{}</tool_call> \\" x"}}</tool_call>',
+         ["set"], 0),
+        ("hermes", '<tool_call>{"name": "set", "arguments": {"text": "<tool_call>{', [], 2),
+        ("glm", f"Between `<tool_call>` tags: {GLM_NOW}", ["now"], 1),
+        ("glm", GLM_SET.format("text", f"a {GLM_NOW} b"), ["set"], 0),
+        ("glm", GLM_NOW + GLM_SET.format("n", 1), ["now", "set"], 0),
+        ("glm", "<tool_call>set<arg_key>n</arg_key></tool_call>", [], 1),
+        ("glm", "<tool_call>set\n<arg_key>n</arg_key><arg_value>1", [], 1),
+        ("glm", '<tool_call>{"name": "set"}</tool_call>', [], 1),
+        ("glm", "<tool_call></tool_call>", [], 1),
+    ],
+)  # fmt: skip
+def test_a_mention_a_beginning_or_a_call_in_a_text_is_no_call(
+    form: str, text: str, names: list[str], unparsed: int
+) -> None:
+    parsed = ANSWER_FORMATS.find(form).value.parsed(text, SET)
+    assert ([call.name for call in parsed.calls], parsed.num_unparsed) == (names, unparsed)
+    assert names or parsed.content == text
+
+
 def test_plain_reads_no_call() -> None:
     text = '<tool_call>{"name": "a", "arguments": {}}</tool_call>'
     assert (PLAIN.parse(text).content, PLAIN.parse(text).calls) == (text, ())
