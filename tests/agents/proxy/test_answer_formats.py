@@ -275,7 +275,8 @@ TYPED = {
         "text": {"type": "string"}, "n": {"type": "integer"}, "x": {"type": "number"}, "on": {"type": "boolean"},
         "list": {"type": "array"}, "map": {"type": "object"}, "level": {"$ref": "#/$defs/Level"}, "free": {},
         "maybe": {"anyOf": [{"type": "integer"}, {"type": "null"}]}, "enum": {"enum": ["5", "6"]},
-        "either": {"anyOf": [{"type": "string"}, {"type": "integer"}, {"type": "number"}]}, "kinds": {"type": ["integer", "string"]},
+        "either": {"anyOf": [{"type": "string"}, {"type": "integer"}, {"type": "number"}]},
+        "kinds": {"type": ["integer", "string"]},
     },
 }  # fmt: skip
 SET = [{"type": "function", "function": {"name": "set", "parameters": TYPED}}]

@@ -1,6 +1,6 @@
 """Failures that other systems had with agents' conversations; each test states what happens here instead.
 
-The numbers are those of the list in docs/agents.md.
+The numbers are those of `tests/agents/known_failures.md`.
 """
 
 from __future__ import annotations
@@ -26,11 +26,6 @@ from penstock.rollout_service.errors import EngineUnreachable
 END = "<|im_end|>"
 CALL = '<tool_call>\n{"name": "look", "arguments": {"word": "sun", "times": 2}}\n</tool_call>'
 ASKED = {"word": "sun", "times": 2}
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("models")
 
 
 def prompts(agent: Agent) -> list[list[int]]:

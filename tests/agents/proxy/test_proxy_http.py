@@ -27,11 +27,6 @@ THOUGHT_AND_CALL = "<think>\nhm\n</think>\n\nI look.\n" + CALL
 ASK = {"model": "m", "messages": [{"role": "user", "content": "hello"}]}
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("models")
-
-
 @contextlib.asynccontextmanager
 async def served(one: Bench) -> AsyncIterator[tuple[httpx.AsyncClient, EpisodeSession]]:
     episode = one.begin()
