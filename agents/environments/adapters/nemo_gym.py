@@ -1,8 +1,7 @@
-"""`nemo_gym`: the policy calls the tools of a NeMo-Gym resources server, which verifies the episode.
+"""`nemo_gym`: the policy calls the tools of a NeMo-Gym resources server, which verifies the episode; no package needed.
 
-Its package is not needed. Each episode is a separate session, which the server keeps in its cookies: `/seed_session`,
-tools, `/verify`, as `responses_api_agents/simple_agent` sends them. The row holds what the policy is shown, and its
-tools.
+Each episode is a separate session, which the server keeps in its cookies: `/seed_session`, tools, `/verify`, as
+`responses_api_agents/simple_agent` sends them. The row holds what the policy is shown, and its tools.
 
 Outcomes of a call:
 
