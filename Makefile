@@ -75,7 +75,7 @@ test-more.environments := \
 	PENSTOCK_TEST_TRL_PYTHON=$(CURDIR)/.venv-environments/trl/bin/python \
 	PENSTOCK_TEST_VERIFIERS_PYTHON=$(CURDIR)/.venv-environments/verifiers/bin/python \
 	PENSTOCK_TEST_ENVIRONMENTS=1 \
-	$(BIN)/python -m pytest --timeout 600 tests/agents/environments/adapters tests/system/test_train_agent.py
+	$(BIN)/python -m pytest --timeout 600 tests/agents/environments/adapters tests/agents/environments/test_program.py tests/system/test_train_agent.py
 test-more.axe := PENSTOCK_TEST_AXE=$(CURDIR)/build/axe/node_modules/axe-core/axe.min.js $(BIN)/python -m pytest --timeout 900 tests/console/web/test_page_in_browser.py
 test-more: $(STAMP) $(if $(filter trackers environments,$(NAME)),.venv-$(NAME)/.installed) $(if $(filter axe,$(NAME)),build/axe/node_modules)  ## tests with more examples or other packages: NAME=faults, secrets, images, experts, turns, patches, advice, verbs, imports, zoo, trackers, environments, axe (axe-core by npm)
 	$(call named,test-more)

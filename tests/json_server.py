@@ -6,11 +6,14 @@ import json
 import threading
 from collections.abc import Mapping
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from types import MappingProxyType
 from typing import Any, Self
 
 
 class JsonServer:
-    """One server on a free port. Use as a context manager."""
+    """One server on a free port, with ``headers`` in every answer. Use as a context manager."""
+
+    headers: Mapping[str, str] = MappingProxyType({})
 
     def __init__(self) -> None:
         """Start to serve: call it at the end of a subclass's ``__init__``."""
@@ -32,7 +35,8 @@ class JsonServer:
                 data = value if isinstance(value, bytes) else json.dumps(value).encode()
                 try:
                     self.send_response(status)
-                    self.send_header("content-length", str(len(data)))
+                    for name, text in {"content-length": str(len(data)), **owner.headers}.items():
+                        self.send_header(name, text)
                     self.end_headers()
                     self.wfile.write(data)
                     self.wfile.flush()

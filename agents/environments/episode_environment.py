@@ -1,7 +1,7 @@
 """What environments of several turns and programs share: a group of episodes for each task, restarted where they fail.
 
-`TurnEnvironment` plays an author's class, `Program` runs a program; each makes one attempt at an episode, recorded token for token by
-`proxy/`.
+`TurnEnvironment` plays an author's class, `Program` runs a program; each makes one attempt at an episode, recorded
+token for token by `proxy/`.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class PlayOptions(Section):
 
     @classmethod
     def checked(cls, values: Mapping[str, Any], place: str, name: str) -> Self:
-        """Return the options that ``values`` are; raises ConfigError, which names their ``place`` and what ``name`` has."""
+        """Return checked options; raises ConfigError, which names their ``place`` and what ``name`` has."""
         try:
             return cls.model_validate(dict(values))
         except ValidationError as err:
@@ -92,12 +92,6 @@ class RowUnfit(Exception):
 
 class NotStarted(PenstockError):
     """The episode could not be started; another attempt may succeed."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Attempted:
-    episode: Episode | None
-    problem: str
 
 
 class EpisodeEnvironment(Environment):
@@ -151,7 +145,7 @@ class EpisodeEnvironment(Environment):
         self._images = images
 
     def use_model(self, folder: Path, context_tokens: int | None) -> None:
-        """Note where the model is; its tokenizer and chat template are read with the first task, which may never come."""
+        """Note where the model is; its tokenizer and chat template are read with the first task."""
         self._folder, self._context_tokens, self._site = folder, context_tokens, None
 
     async def rollout(self, tasks: Sequence[Task], sampler: Sampler) -> list[list[Episode] | TaskRefused]:
@@ -180,28 +174,26 @@ class EpisodeEnvironment(Environment):
         return task.model_copy(update={"sampling": sampling.model_copy(update={"max_new_tokens": most})})
 
     async def _group(self, site: Site, task: Task, sampler: Sampler) -> list[Episode] | TaskRefused:
-        ended = (
-            {played.index: played for played in self._store.take(task) if self._continues(task, played)}
-            if self._store
-            else {}
-        )
+        stored = self._store.take(task) if self._store else ()
+        ended = {played.index: played for played in stored if self._continues(task, played)}
         async with asyncio.TaskGroup() as playing:
             numbers = [index for index in range(task.group_size) if index not in ended]
             attempts = [playing.create_task(self._episode(site, task, index, sampler)) for index in numbers]
         results = [attempt.result() for attempt in attempts]
-        episodes = [*ended.values(), *(played.episode for played in results if played.episode is not None)]
+        episodes = [*ended.values(), *(episode for episode in results if isinstance(episode, Episode))]
         episodes.sort(key=lambda one: one.index)
         needed = task.group_size if task.min_episodes is None else task.min_episodes
         if len(episodes) >= max(needed, 1):
             return episodes
-        problems = dict.fromkeys(played.problem for played in results if played.episode is None)
+        problems = dict.fromkeys(problem for problem in results if isinstance(problem, str))
         return TaskRefused(
             _FAILED,
-            f"{task.group_id}: {len(episodes)} of {task.group_size} episodes of {self.name} could be played, {needed} are needed; "
-            f"in each of {self.settings.attempts} attempts: {'; '.join(problems)}",
+            f"{task.group_id}: {len(episodes)} of {task.group_size} episodes of {self.name} could be played, "
+            f"{needed} are needed; in each of {self.settings.attempts} attempts: {'; '.join(problems)}",
         )
 
-    async def _episode(self, site: Site, task: Task, index: int, sampler: Sampler) -> _Attempted:
+    async def _episode(self, site: Site, task: Task, index: int, sampler: Sampler) -> Episode | str:
+        """Return the episode, or why the last attempt at it was none."""
         seed, problem, begun_at = group_seed(task), "", time.monotonic()
         for number in range(self.settings.attempts):
             begun = Begun(f"{task.group_id}.{index}", task, number, seed)
@@ -210,15 +202,15 @@ class EpisodeEnvironment(Environment):
                     with in_episode(sampler) as episode_sampler:
                         attempt = await self.attempt(site, begun, episode_sampler)
                 except RowUnfit as err:
-                    return _Attempted(None, f"no play for this row: {err}")
+                    return f"no play for this row: {err}"
                 episode = self._record(begun, index, attempt)
             if episode is not None:
                 if self._store is not None and time.monotonic() - begun_at >= self.settings.keep_after_s:
                     await self._store.keep(task, episode, begun_at=begun_at)
-                return _Attempted(episode, "")
+                return episode
             problem = f"{attempt.played.status}: {attempt.played.problem}"
             log.warning("episode restarted", episode=begun.name, attempt=number, problem=problem)
-        return _Attempted(None, problem)
+        return problem
 
     def _continues(self, task: Task, episode: Episode) -> bool:
         return (episode.environment, episode.seed) == (self.name, group_seed(task)) and episode.index < task.group_size
@@ -237,8 +229,9 @@ class EpisodeEnvironment(Environment):
         if made.scored != made.last and begun.task.reward.name != "environment" and not self._has_warned:
             self._has_warned = True
             log.warning(
-                "the reward reads an answer before the last one, which is of a side conversation; a program that means another one sends "
-                "the header x-penstock-conversation: main (later episodes count last_answer_not_scored alone)",
+                "the reward reads an answer before the last one, which is of a side conversation; a program that means "
+                "another one sends the header x-penstock-conversation: main (later episodes count "
+                "last_answer_not_scored alone)",
                 episode=session.id, read=made.scored, last=made.last,
             )  # fmt: skip
         numbers = sorted(span.turn for row in made.rows for span in row.spans if span.is_trained)

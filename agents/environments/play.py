@@ -1,8 +1,8 @@
-"""What an environment of several turns is made of: one `Play` for each episode; and calls of its methods with a deadline, whose results are checked.
+"""What an environment of several turns is made of: one `Play` for each episode; and checked calls of its methods.
 
-An author writes a class with ``start`` and ``step``, and an instance of `TurnEnvironment` that makes one of it for a task
-(`turn_environment.py`). A play holds its state and knows nothing of tokens, engines or groups. Its methods may be coroutines;
-plain ones run on a thread, so that a slow one does not stop the others.
+An author writes a class with ``start`` and ``step``, and an instance of `TurnEnvironment` that makes one of it for a
+task (`turn_environment.py`). A play holds its state and knows nothing of tokens, engines or groups. Its methods may be
+coroutines; plain ones run on a thread, so that a slow one does not stop the others.
 
 The policy answers, the environment replies, until one of them ends the episode; how it ended: `episode_end.py`.
 
@@ -98,7 +98,7 @@ def done(reward: float, **parts: float) -> Reply:
 def called(
     calls: Sequence[ToolCall], results: Sequence[tuple[str, bool]], reward: float = 0.0, *, is_done: bool = False
 ) -> Reply:
-    """Return a reply with the text of each call, and whether that is an error, of which it counts how many there are."""
+    """Return a reply with the text of each call; ``results`` say whether it is an error, and these are counted."""
     messages = [
         Message("tool", text, tool_call_id=call.id, name=call.name)
         for call, (text, _) in zip(calls, results, strict=False)
@@ -119,6 +119,14 @@ def read_arguments(call: ToolCall) -> dict[str, Any]:
     return arguments
 
 
+def parsed_json(text: str) -> Any:
+    """Return the value of a JSON text, None if it is none."""
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+
+
 class Play(ABC):
     """One episode. The policy answers ``start``'s messages, ``step`` replies, until a reply is the last."""
 
@@ -134,7 +142,7 @@ class Play(ABC):
         """Return the reply to an answer: its text without reasoning, and the calls of tools that were found in it."""
 
     def score(self) -> float | Awaitable[float]:
-        """Return what the last turn gets besides its reward, where a limit of the run ended the episode before a last reply."""
+        """Return what the last turn gets besides its reward, where a limit of the run ended the episode first."""
         return 0.0
 
     def close(self) -> Awaitable[None] | None:  # noqa: B027 - most plays hold nothing
@@ -166,7 +174,7 @@ async def call(function: Callable[[], Any], deadline_s: float, executor: Executo
 
 
 def caught(function: Callable[[], Any]) -> tuple[Any, BaseException | None]:
-    """Return what a method returns, or raises: not every exception passes from a thread to a coroutine as what it is."""
+    """Return what a method returns, or raises: not every exception passes unchanged from a thread to a coroutine."""
     try:
         return function(), None
     except BaseException as err:  # noqa: BLE001
@@ -259,7 +267,7 @@ async def _play(
 
 
 def with_system_prompt(messages: tuple[Message, ...], text: str) -> tuple[Message, ...]:
-    """Return messages that begin with a system message of the run file, which one of the environment follows in the same message."""
+    """Return messages with a system message of the run file, which that of the environment follows in the same."""
     if not text:
         return messages
     if messages[0].role == "system":

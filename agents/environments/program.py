@@ -8,9 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import os
 import shutil
-import stat
 import tempfile
 import time
 from collections.abc import Mapping
@@ -38,6 +36,7 @@ from penstock.protocol.config.connection import Section
 from penstock.protocol.config.environment_settings import EnvironmentDefinition
 from penstock.protocol.episode import TimeSpender
 from penstock.protocol.errors import ConfigError
+from penstock.protocol.files import read_regular
 from penstock.rollout_service.environments.environment import Sampler
 from penstock.rollout_service.errors import EngineError
 from penstock.serving import strict_json
@@ -59,14 +58,16 @@ def outcome(
 ) -> Played:  # fmt: skip
     """Return how an episode ended; its reward is that of ``last_turn``, the last one that is trained.
 
-    ``result``: the result file's bytes, or what is wrong with it; None: there is none. ``seconds``: of the policy, of the program. Raises EngineError.
+    ``result``: the result file's bytes, or what is wrong with it; None: there is none. ``seconds``: of the policy, of
+    the program. Raises EngineError.
     """
     report = _report(result) if isinstance(result, bytes) else result
+    kind = "wrong" if isinstance(report, str) else "given"
     spender: TimeSpender | None = "policy" if seconds[0] >= seconds[1] else "tools"
     happened = Happened(
         is_answered=last_turn is not None, limit=session.truncated_by, failed_by=session.failed_by,
         over_time=spender if ended.status is None else None, exit_status=ended.status or 0,
-        report=("missing" if needs_result else "not_needed") if report is None else "wrong" if isinstance(report, str) else "given",
+        report=("missing" if needs_result else "not_needed") if report is None else kind,
     )  # fmt: skip
     end = end_of(happened)
     if end.then == "requeued":
@@ -85,11 +86,11 @@ def outcome(
 
 def _problem(end: EpisodeEnd, happened: Happened, ended: Ended, seconds: tuple[float, float]) -> str:
     """Return why an episode is not trained, or ended at a deadline."""
-    status = happened.exit_status
+    status = f"exit status {happened.exit_status}" if happened.exit_status > 0 else f"signal {-happened.exit_status}"
     reasons = {
         "request_failed": f"its last request failed with {happened.failed_by}{_said(ended)}",
         "over_time": f"not over after {sum(seconds):.1f} s, {seconds[0]:.1f} s of them by the policy{_said(ended)}",
-        "crashed": f"its program ended with {f'exit status {status}' if status > 0 else f'signal {-status}'}{_said(ended)}",
+        "crashed": f"its program ended with {status}{_said(ended)}",
         "no_answer": f"its program ended without an answer of the policy{_said(ended)}",
         "no_report": f"its program wrote no result to PENSTOCK_RESULT{_said(ended)}",
     }
@@ -121,7 +122,8 @@ class ProgramOptions(ProcessOptions, PlayOptions):
     command: list[str] = Field(min_length=1, description="Program and arguments; no shell reads them.")
     sandbox: bool = Field(
         False,
-        description="Confine it with bubblewrap: no network but the episode's URL, nothing to write but TMPDIR, processes of its own.",
+        description="Confine it with bubblewrap: no network but the episode's URL, nothing to write but TMPDIR, "
+        "processes of its own.",
     )
     readable: list[str] = Field(
         default_factory=list,
@@ -137,8 +139,8 @@ class ProgramOptions(ProcessOptions, PlayOptions):
             raise ValueError("readable is read in the sandbox alone: set sandbox = true, or leave it out")
         if self.sandbox and Path.cwd().is_relative_to(Path(self.folder).resolve()):
             raise ValueError(
-                "sandbox = true needs a folder that does not hold the worker's own: the program can read it whole, and the worker's may "
-                "hold the logins of the run file"
+                "sandbox = true needs a folder that does not hold the worker's own: the program can read it whole, and "
+                "the worker's may hold the logins of the run file"
             )
         for entry in self.readable:
             if not Path(entry).is_absolute():
@@ -280,12 +282,9 @@ def write_task(begun: Begun) -> Path:
 
 
 def _result_bytes(folder: Path) -> bytes | None:
-    try:
-        opened = os.open(folder / "result.json", os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
-    except OSError:
-        return None
-    with os.fdopen(opened, "rb") as file:
-        return file.read(MAX_RESULT_BYTES + 1) if stat.S_ISREG(os.fstat(opened).st_mode) else None
+    with contextlib.suppress(OSError):
+        return read_regular(folder / "result.json", MAX_RESULT_BYTES + 1)
+    return None
 
 
 PROGRAM = Program()

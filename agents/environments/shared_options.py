@@ -1,10 +1,11 @@
-"""Options that several environments have: their servers, which addresses may be called, programs, and calls of tools."""
+"""What several environments share: options of servers, addresses, programs and calls; libraries that few need."""
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field
 
@@ -40,7 +41,7 @@ def called_url(url: str) -> str:
 
 
 def checked_url(url: str) -> str:
-    """Return the URL of a server without a slash at its end; raises ValueError for one that no worker calls, or with a query."""
+    """Return the URL of a server without a slash at its end; raises ValueError for one not called, or with a query."""
     if "?" in called_url(url):
         raise ValueError(f"{url!a}: a server's URL has no ?query")
     return url.rstrip("/")
@@ -72,8 +73,8 @@ class TargetOptions(PlayOptions):
 
     allowed_targets: AllowedTargets = Field(
         PRIVATE_TARGETS,
-        description="Networks (CIDR) and host names of servers that may be called; loopback and private ranges unless given. "
-        "Link-local and metadata addresses are always refused.",
+        description="Networks (CIDR) and host names of servers that may be called; loopback and private ranges unless "
+        "given. Link-local and metadata addresses are always refused.",
     )
 
     def policy(self, own_servers: Sequence[OwnServer]) -> TargetPolicy:
@@ -85,7 +86,8 @@ class SessionOptions(TargetOptions):
 
     url: ServerUrls = Field(
         min_length=1,
-        description="URL of the server, without a path of its protocol, or a list of URLs that play the same environment.",
+        description="URL of the server, without a path of its protocol, or a list of URLs that play the same "
+        "environment.",
     )
     place_deadline_s: float = Field(
         50.0, gt=0, le=86_400,
@@ -116,6 +118,14 @@ class ProcessOptions(Section):
     pass_variables: list[str] = Field(
         default_factory=list, description="Variables of the worker that it gets too; without them PATH, HOME and LANG."
     )
+
+
+def optional_library(name: str, install: str) -> Any:
+    """Return a module that only some workers need; raises ConfigError, which says what pip has to ``install``."""
+    try:
+        return importlib.import_module(name)
+    except ImportError as err:
+        raise ConfigError(f"{name} is not installed ({err}); run: pip install {install}") from None
 
 
 def read_token(file: Path, key: str) -> str:

@@ -3,7 +3,8 @@
 Each API (`api/`) is translated into these. Two spellings of one message are one message: content that is null, empty,
 absent or one text part, and arguments of a tool call that are equal as JSON.
 
-`RequestRefused` is a request that the proxy does not answer, with its HTTP status; the API of the request writes the body.
+`RequestRefused` is a request that the proxy does not answer, with its HTTP status; the API of the request writes the
+body.
 """
 
 from __future__ import annotations
@@ -108,8 +109,8 @@ class Message:
         return written
 
 
-def root_key(template: str, tools: Sequence[Any]) -> bytes:
-    return _digest(b"root", template, canonical_json(list(tools)))
+def root_key(tools: Sequence[Any]) -> bytes:
+    return _digest(b"root", canonical_json(list(tools)))
 
 
 def next_key(key: bytes, message: Message) -> bytes:
@@ -159,7 +160,7 @@ def same_arguments(sent: str, received: str) -> bool:
 
 
 def similar_arguments(sent: str, received: str) -> bool:
-    """Return True if arguments differ only in how scalars are written: ``false`` and ``"False"``, ``1`` and ``"1.0"``."""
+    """Return True if arguments differ only in how scalars are written: ``false``, ``"False"``; ``1``, ``"1.0"``."""
     try:
         one, other = json.loads(sent), json.loads(received)
         return bool(_plain(one) == _plain(other))

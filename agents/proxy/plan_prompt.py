@@ -1,17 +1,18 @@
 """A request's messages → the ids of its prompt: the recorded ones and a bridge, or a fork with its cause; pure.
 
-| the request                                                        | its prompt                                        | counted as         |
-|--------------------------------------------------------------------|---------------------------------------------------|--------------------|
-| continues the answer of a turn, or one to which text was added     | the turn's tokens, then the bridge                |                    |
-| continues an older turn, from which something else was continued   | the same                                          | `rewound`          |
-| holds an answer that was sampled otherwise, or leaves one out      | the tokens of the turn before it, then the bridge | `edited_history`   |
-| continues reasoning that the setting strips                        | rendered as a whole                               | `thinking_stripped`|
-| continues a turn in a form for which the template has no bridge    | rendered as a whole                               | `no_bridge`        |
-| has other tools, or another system message, than all before        | rendered as a whole                               | `tools_changed`, `system_changed` |
-| begins with other messages (a sub-agent, a summary)                | rendered as a whole                               | `new_conversation` |
+| the request                                             | its prompt                         | counted as          |
+|---------------------------------------------------------|------------------------------------|---------------------|
+| continues the answer of a turn, or one with text added  | the turn's tokens, then the bridge |                     |
+| continues an older turn, which has another continuation | the same                           | `rewound`           |
+| holds an answer sampled otherwise, or leaves one out    | the same, of the turn before it    | `edited_history`    |
+| continues reasoning that the setting strips             | rendered as a whole                | `thinking_stripped` |
+| continues a turn in a form for which there is no bridge | rendered as a whole                | `no_bridge`         |
+| has other tools than all before                         | rendered as a whole                | `tools_changed`     |
+| has another system message than all before              | rendered as a whole                | `system_changed`    |
+| begins with other messages (a sub-agent, a summary)     | rendered as a whole                | `new_conversation`  |
 
-What is rendered as a whole hangs on the longest recorded path that its ids begin with, or is a new root. Rendered tokens are
-context, whatever they say: only what the engine sampled under these ids is trained.
+What is rendered as a whole hangs on the longest recorded path that its ids begin with, or is a new root. Rendered
+tokens are context, whatever they say: only what the engine sampled under these ids is trained.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from typing import Any
 
 import numpy as np
 
-from penstock.agents.proxy.messages import Message, next_key, root_key
+from penstock.agents.proxy.messages import Message, next_key
 from penstock.agents.proxy.renderer import AnswerEnd, ChatRenderer, Rendered, without_reasoning
 from penstock.agents.proxy.tree import ConversationTree, Found, PromptPlan, SampledTurn
 from penstock.protocol.config.environment_settings import Thinking
@@ -39,7 +40,7 @@ class SeenRoots:
     without_system: set[bytes] = field(default_factory=set)  # the same without the system message
 
     def note(self, found: Found) -> str:
-        """Return why a conversation is new, and record it; empty for the first one, and for a request that is repeated."""
+        """Return why a conversation is new, and record it; empty for the first one, and for a repeated request."""
         messages = found.messages
         rest = messages[1:] if messages[0].role == "system" else messages
         whole, body = _key_of(messages[: len(messages) - len(rest) + 1]), _key_of(rest[:1])
@@ -72,10 +73,6 @@ class PromptPlanner:
     renderer: ChatRenderer
     stop_token_ids: frozenset[int]
     thinking: Thinking
-    template: str = ""  # what tells templates apart
-
-    def find(self, tree: ConversationTree, messages: Sequence[Message], tools: Sequence[Any]) -> Found:
-        return tree.find(root_key(self.template, tools), messages)
 
     def plan(
         self, tree: ConversationTree, roots: SeenRoots, match: Found, tools: Sequence[Any],
@@ -83,7 +80,8 @@ class PromptPlanner:
     ) -> PromptPlan:  # fmt: skip
         """Return the prompt of a request, whose images the ``processor`` places.
 
-        Raises MalformedData if the template refuses its messages, and ImageRefused for images that it does not show, or too many.
+        Raises MalformedData if the template refuses its messages, and ImageRefused for images that it does not show, or
+        too many.
         """
         base = match.base
         if base is None:
@@ -138,7 +136,7 @@ class PromptPlanner:
 def _with_images(
     token_ids: Sequence[int], messages: Sequence[Message], processor: ImageProcessor | None, *, at: int = 0
 ) -> tuple[Sequence[int], RowImages | None]:
-    """Return rendered ids with all tokens of the messages' images, of which each has one there; positions count from ``at``."""
+    """Return rendered ids with all tokens of the images, of which each has one there; positions count from ``at``."""
     shown = [image for message in messages for image in message.images if isinstance(image, AdmittedImage)]
     if processor is None:
         assert not shown  # the session refuses images that nothing places

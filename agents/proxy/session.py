@@ -16,12 +16,12 @@ from pydantic import Field
 from penstock.agents.proxy.answer_formats.answer_format import ANSWER_FORMATS, AnswerFormat
 from penstock.agents.proxy.calls import Calls
 from penstock.agents.proxy.conversations import is_side_request, messages_of, recognised_turns, scored_turn
-from penstock.agents.proxy.messages import AgentRequest, Message, RequestRefused, RetryMark, ToolCall, invalid
+from penstock.agents.proxy.messages import AgentRequest, Message, RequestRefused, RetryMark, ToolCall, invalid, root_key
 from penstock.agents.proxy.plan_prompt import PromptPlanner, SeenRoots
 from penstock.agents.proxy.renderer import ChatRenderer
 from penstock.agents.proxy.rows import TreeRows, build_rows
 from penstock.agents.proxy.system_messages import merged, without_lines
-from penstock.agents.proxy.tree import ConversationTree, HistoryMatch, PromptPlan, SampledTurn
+from penstock.agents.proxy.tree import ConversationTree, PromptPlan, SampledTurn
 from penstock.protocol.chat_tokenizer import ChatTokenizer
 from penstock.protocol.config.environment_settings import RequestRules, Thinking
 from penstock.protocol.errors import BlobError, ImageRefused, MalformedData
@@ -41,7 +41,6 @@ _LIMITS = {"context_length_exceeded": "context", "max_turns": "max_turns", "max_
 
 
 class EpisodeLimits(RequestRules):
-    history_match: HistoryMatch = "echo"  # when a client's copy of an answer is that answer (`tree.is_copy`)
     max_turns: int = Field(default=1000, ge=1)  # answers of one episode
     max_running: int = Field(default=64, ge=1)  # requests of one episode that are sampled at once
     max_messages: int = Field(default=4096, ge=1)  # of one request
@@ -85,16 +84,16 @@ class EpisodeSession:
         self, episode_id: str, model: AgentModel, sampler: Samples, sampling: Sampling, limits: EpisodeLimits,
         seed: int | None = None, images: RunImages | None = None,
     ) -> None:  # fmt: skip
-        """Begin without a turn; ``sampling`` is the task's, which overrules the agent's. Without a ``seed`` answers are random.
+        """Begin without a turn; ``sampling`` is the task's, which overrules the agent's.
 
-        Images of messages are stored with ``images``; None: they are refused.
+        Without a ``seed`` answers are random. Images of messages are stored with ``images``; None: they are refused.
         """
         self.id = episode_id
         self.temperature = sampling.temperature
         self.secret = secrets.token_urlsafe(24)
-        self.tree = ConversationTree(limits.history_match)
+        self.tree = ConversationTree()
         self.counts: Counter[str] = Counter()
-        # The limit that refused the last request, until a later one is within it; the code of the last failure, until one is answered.
+        # The limit that refused the last request, until one is within it; the last failure, until one is answered.
         self.truncated_by = self.failed_by = ""
         self.ended = False
         self._made: TreeRows | None = None  # at its end
@@ -114,7 +113,7 @@ class EpisodeSession:
 
     @property
     def orphaned_tokens(self) -> Counter[str]:
-        """Sampled tokens that are in no turn, by cause; those of turns that are in no row are counted by `build_rows`."""
+        """Sampled tokens that are in no turn, by cause; `build_rows` counts those of turns that are in no row."""
         prefix = "orphaned_tokens."
         return Counter({name.removeprefix(prefix): n for name, n in self.counts.items() if name.startswith(prefix)})
 
@@ -147,8 +146,9 @@ class EpisodeSession:
         self.calls.cancel()
         self._made = made = build_rows(self.tree.turns, self._limits.trained_conversations)
         self.counts.update(
-            last_answer_not_scored=int(made.scored != made.last), recognised_side_requests=len(recognised_turns(self.tree.turns))
-        )  # fmt: skip
+            last_answer_not_scored=int(made.scored != made.last),
+            recognised_side_requests=len(recognised_turns(self.tree.turns)),
+        )
         return made
 
     async def _sample(self, request: AgentRequest) -> SampledTurn:
@@ -244,7 +244,7 @@ class EpisodeSession:
         planner = self._model.planner
         try:
             messages, processor = await self._admitted(request.messages)
-            match = planner.find(self.tree, messages, request.tools)
+            match = self.tree.find(root_key(request.tools), messages)
             new = match.messages[match.num_matched if match.base is not None else 0 :]
             arguments = (self.tree, self._roots if roots is None else roots, match, request.tools, processor)
             if sum(len(message.content) for message in new) > _CHARACTERS_ON_THE_LOOP:

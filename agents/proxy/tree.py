@@ -1,19 +1,19 @@
 """An episode's conversations as a tree of sampled answers; pure.
 
-A *turn* is one request and its answer: the context tokens that were added to the turn before, and the sampled ones. The tokens
-from a root to a turn are exactly those that the engine received and returned. A turn continues another one behind its last
-token, or behind an earlier one where the template continues with another token than the sampled stop token.
+A *turn* is one request and its answer: the context tokens that were added to the turn before, and the sampled ones. The
+tokens from a root to a turn are exactly those that the engine received and returned. A turn continues another one
+behind its last token, or behind an earlier one where the template continues with another token than the sampled stop
+token.
 
-Messages find the turn, tokens verify it. A request that continues no turn begins a new root, or a branch of an older turn.
+Messages find the turn, tokens verify it. A request that continues no turn begins a root, or a branch of an older turn.
 
-`is_copy` compares a client's copy of an answer with the one that was sent, which is the reference: its token ids are used, and its text where a history is rendered again.
+The answer that was sent is the reference: its token ids are used, and its text where a history is rendered again.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal
 
 import numpy as np
 
@@ -25,47 +25,39 @@ from penstock.protocol.versions import VersionRun
 from penstock.rollout_service.engines.completion import Completion
 from penstock.rollout_service.errors import ReplyRefused
 
-HistoryMatch = Literal["strict", "json", "echo"]
 
-
-def is_copy(sent: Message, received: Message, rule: HistoryMatch) -> bool:
+def is_copy(sent: Message, received: Message) -> bool:
     """Return True if ``received`` is a copy of the answer ``sent``.
 
-    ``strict``: every text is equal. ``json``: arguments are equal as JSON, and everything else is. ``echo``: outer white space may differ
-    too, and the reasoning may be absent, as clients that do not know of it leave it out.
-
-    Under ``json`` and ``echo``, a call that has the id which the answer gave it may also differ in how scalars are written.
+    Outer white space may differ, and arguments as JSON texts; clients that do not know of reasoning leave it out. A
+    call that has the id which the answer gave it may also differ in how scalars are written.
     """
     if received.role != "assistant" or len(sent.tool_calls) != len(received.tool_calls):
         return False
-    if rule == "echo":
-        texts = sent.content.strip() == received.content.strip()
-        reasoning = not received.reasoning.strip() or sent.reasoning.strip() == received.reasoning.strip()
-    else:
-        texts, reasoning = sent.content == received.content, sent.reasoning == received.reasoning
-    calls = zip(sent.tool_calls, received.tool_calls, strict=True)
-    return texts and reasoning and all(_is_same_call(one, other, rule) for one, other in calls)
+    if sent.content.strip() != received.content.strip():
+        return False
+    if received.reasoning.strip() not in ("", sent.reasoning.strip()):
+        return False
+    return all(_is_same_call(*calls) for calls in zip(sent.tool_calls, received.tool_calls, strict=True))
 
 
-def added_text(turn: SampledTurn, received: Message, rule: HistoryMatch) -> str | None:
+def added_text(turn: SampledTurn, received: Message) -> str | None:
     """Return what a client wrote behind its copy of an answer; None if it is no copy.
 
-    Under ``echo``, text may stand behind an answer that the client's stop string ended, and the string, which is among the tokens.
+    Text may stand behind an answer that the client's stop string ended, behind that string, which is among the tokens.
     """
-    if is_copy(turn.answer, received, rule):
+    if is_copy(turn.answer, received):
         return ""
-    if rule != "echo" or turn.stop_sequence is None:
+    if turn.stop_sequence is None:
         return None
     whole, text = (turn.answer.content + turn.stop_sequence).lstrip(), received.content.lstrip()
     copied = replace(received, content=turn.answer.content)
-    return text[len(whole) :] if text.startswith(whole) and is_copy(turn.answer, copied, rule) else None
+    return text[len(whole) :] if text.startswith(whole) and is_copy(turn.answer, copied) else None
 
 
-def _is_same_call(sent: ToolCall, received: ToolCall, rule: HistoryMatch) -> bool:
+def _is_same_call(sent: ToolCall, received: ToolCall) -> bool:
     if sent.name != received.name:
         return False
-    if rule == "strict":
-        return sent.arguments == received.arguments and sent.id == received.id
     if same_arguments(sent.arguments, received.arguments):
         return True
     return sent.id == received.id and similar_arguments(sent.arguments, received.arguments)
@@ -117,14 +109,14 @@ class SampledTurn:
 
     @property
     def experts_start(self) -> int:
-        """The first token of the path whose experts this turn's request chose; those of the tokens before are of the turns before.
+        """The first token of the path whose experts this turn's request chose; the turns before chose those before.
 
         The last token of the parent is among them: it was sampled there, and is computed as the context of this turn.
         """
         return 0 if self.parent is None else min(self.parent_tokens, self.parent.num_tokens - 1)
 
     def path_experts(self) -> ExpertChoices | None:
-        """Return the experts of all tokens of the path but the last, each as the request chose them that brought the token."""
+        """Return the experts of all tokens of the path but the last, each of the request that brought the token."""
         if self.experts is None:
             return None
         ids = np.empty((self.num_tokens - 1, *self.experts.ids.shape[1:]), self.experts.ids.dtype)
@@ -196,7 +188,6 @@ class _Path:
 
 @dataclass(slots=True)
 class ConversationTree:
-    rule: HistoryMatch = "echo"
     turns: list[SampledTurn] = field(default_factory=list)
     num_stored_tokens: int = 0
     _by_prompt: dict[bytes, list[SampledTurn]] = field(default_factory=dict)
@@ -212,7 +203,7 @@ class ConversationTree:
             following: list[_Path] = []
             for path in paths:
                 sampled = self._by_prompt.get(path.key, ())
-                found = ((turn, added_text(turn, message, self.rule)) for turn in sampled)
+                found = ((turn, added_text(turn, message)) for turn in sampled)
                 copies = [(turn, added) for turn, added in found if added is not None]
                 for copy in copies[:-1]:
                     following.append(replace(path, messages=list(path.messages)))
@@ -228,7 +219,7 @@ class ConversationTree:
         return Found(best.base, best.num_matched, best.key, tuple(best.messages), best.is_edited, root, best.added)
 
     def observe(self, prompt_ids: Int32s, images: RowImages | None = None) -> tuple[SampledTurn | None, int]:
-        """Return the longest recorded path that a prompt with these images begins with, and its length; (None, 0): there is none."""
+        """Return the longest recorded path that a prompt with images begins with, and its length; else (None, 0)."""
         inside: set[int] = set()
         best: SampledTurn | None = None
         for turn in self.turns:
@@ -246,12 +237,12 @@ class ConversationTree:
     def commit(
         self, plan: PromptPlan, completion: Completion, answer: Message, *, in_reasoning: bool = False
     ) -> SampledTurn:
-        """Add an answer; raises ReplyRefused if its prompt is not the recorded path, or what is said of its tokens is of others."""
+        """Add an answer; raises ReplyRefused for a prompt off the recorded path, or figures that do not fit its tokens."""
         base, parent_tokens, prompt_ids = plan.parent, plan.parent_tokens, plan.prompt_ids
         if base is not None and not np.array_equal(prompt_ids[:parent_tokens], base.path()[:parent_tokens]):
             raise ReplyRefused(
-                f"the prompt of {len(prompt_ids)} tokens does not begin with the {parent_tokens} recorded tokens of turn "
-                f"{base.number}; internal error, please report"
+                f"the prompt of {len(prompt_ids)} tokens does not begin with the {parent_tokens} recorded tokens of "
+                f"turn {base.number}; internal error, please report"
             )
         if len(completion.logprobs) != len(completion.token_ids) or not completion.token_ids:
             raise ReplyRefused(
@@ -268,8 +259,8 @@ class ConversationTree:
             choices = completion.experts
             if len(choices.ids) != turn.num_tokens - 1:
                 raise ReplyRefused(
-                    f"experts of {len(choices.ids)} tokens for an answer that ends with token {turn.num_tokens} of its conversation, expected "
-                    f"{turn.num_tokens - 1}: all but the last"
+                    f"experts of {len(choices.ids)} tokens for an answer that ends with token {turn.num_tokens} of its "
+                    f"conversation, expected {turn.num_tokens - 1}: all but the last"
                 )
             turn.experts = replace(choices, ids=choices.ids[turn.experts_start :].copy())
         self.turns.append(turn)

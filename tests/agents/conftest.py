@@ -1,4 +1,4 @@
-"""The fixtures of a worker, for environments that one plays; and models of tokenizer and chat template, without weights."""
+"""The fixtures of a worker, for environments that one plays; and models of tokenizer and template, without weights."""
 
 from pathlib import Path
 
@@ -11,3 +11,9 @@ from tests.rollout_service.conftest import faulty_engine, model, name, start_wor
 def tool_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model whose template knows tools; that of `model` knows none."""
     return write_model(tmp_path_factory.mktemp("tool-model"), QWEN25)
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder for the models of a `bench`."""
+    return tmp_path_factory.mktemp("models")

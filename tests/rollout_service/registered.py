@@ -1,4 +1,4 @@
-"""Servers that are registered, and workers that play at them, for tests; also `penstock env serve --register` as a process."""
+"""Servers that are registered, and workers that play at them; also `penstock env serve --register` as a process."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.agents.environments.over_http.http_environment import HTTP, Http
-from penstock.agents.environments.over_http.registry import Lease
+from penstock.agents.environments.over_http.registry import Lease, list_environments
 from penstock.agents.environments.turn_environment import TurnEnvironment
 from penstock.agents.hosting import registration, serve
 from penstock.agents.hosting.commands import LeaseOptions
@@ -74,6 +74,12 @@ async def play(model: Path, environment: Http, script: list[str], size: int = 1,
     """Play one task with an engine that answers with texts; return what became of it."""
     (found,) = await environment.rollout([task_of(size=size, group=group)], engine_of(model, script))
     return found
+
+
+async def states(store: KeyValue, name: str) -> dict[str, str]:
+    """Return the state of each server that is registered under a name, by its URL."""
+    listed = (await list_environments(store))[name]
+    return {server.url: listed.state(server) for server in (listed.registered.servers if listed.registered else ())}
 
 
 async def until(condition: Callable[[], object], what: str) -> None:

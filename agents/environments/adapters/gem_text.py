@@ -1,12 +1,12 @@
 """`gem`: a text environment of GEM (the package `gem-llm`), which reads the action from the answer itself.
 
-GEM draws from the generators of the whole process (`random` and `numpy.random`). Each call of an episode therefore runs with that episode's
-states of them, and no two calls at once: equal seeds and answers make equal episodes, however many are played.
+GEM draws from the generators of the whole process (`random` and `numpy.random`). Each call of an episode therefore runs
+with that episode's states of them, and no two calls at once: equal seeds and answers make equal episodes, however many
+are played.
 """
 
 from __future__ import annotations
 
-import importlib
 import random
 import threading
 from collections.abc import Callable, Mapping
@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from penstock.agents.environments.adapters.text_steps import StepEnvironment, StepOptions, World, text_of
-from penstock.protocol.errors import ConfigError
+from penstock.agents.environments.shared_options import optional_library
 
 _GENERATORS = threading.Lock()
 
@@ -56,11 +56,8 @@ class GemWorld(World):
 
 
 def _gem() -> Any:
-    try:
-        gem = importlib.import_module("gem")  # here: only a worker that plays one of its environments needs it
-        importlib.import_module("gem.envs")  # registers them
-    except ImportError as err:
-        raise ConfigError(f"gem is not installed ({err}); run: pip install gem-llm") from None
+    gem = optional_library("gem", "gem-llm")
+    optional_library("gem.envs", "gem-llm")  # registers them
     return gem
 
 

@@ -1,6 +1,7 @@
 """`gymnasium`: an environment of Gymnasium whose observations and actions are text, or have names.
 
-The library is the extra ``gymnasium``. What is rendered as text (``render_mode = "ansi"``) can be the observation, and discrete actions get names.
+The library is the extra ``gymnasium``. What is rendered as text (``render_mode = "ansi"``) can be the observation, and
+discrete actions get names.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import numpy as np
 from pydantic import Field, model_validator
 
 from penstock.agents.environments.adapters.text_steps import NoAction, StepEnvironment, StepOptions, World, text_of
+from penstock.agents.environments.shared_options import optional_library
 from penstock.protocol.errors import ConfigError
 
 _WHOLE = re.compile(r"-?[0-9]{1,18}")
@@ -24,11 +26,13 @@ class GymnasiumOptions(StepOptions):
 
     observation: Literal["observation", "render"] = Field(
         "observation",
-        description='What the policy reads: the observation, as JSON if it is no text, or what render() returns as text; for that write make.render_mode = "ansi".',
+        description="What the policy reads: the observation, as JSON if it is no text, or what render() returns as "
+        'text; for that write make.render_mode = "ansi".',
     )
     actions: list[str] = Field(
         default_factory=list,
-        description="Names of discrete actions, in the order of their numbers. Empty: text, a number, or a list of numbers, as the environment has them.",
+        description="Names of discrete actions, in the order of their numbers. Empty: text, a number, or a list of "
+        "numbers, as the environment has them.",
     )
 
     @model_validator(mode="after")
@@ -43,7 +47,7 @@ class GymnasiumWorld(World):
     def __init__(self, options: GymnasiumOptions) -> None:
         """Make it; raises ConfigError for one whose actions cannot be written as text."""
         self._options = options
-        library = _gymnasium()
+        library = optional_library("gymnasium", '"penstock[gymnasium]"')
         self.env, self._spaces = library.make(options.id, **options.make), library.spaces
         spec = self.env.spec
         self.version = f"{spec.id if spec is not None else options.id}, gymnasium {library.__version__}"
@@ -59,7 +63,8 @@ class GymnasiumWorld(World):
         shown = self.env.render()
         if not isinstance(shown, str):
             raise TypeError(
-                f'render() returns a {type(shown).__name__}, expected text; write make.render_mode = "ansi" if {self._options.id} has it'
+                f"render() returns a {type(shown).__name__}, expected text; "
+                f'write make.render_mode = "ansi" if {self._options.id} has it'
             )
         return shown
 
@@ -104,14 +109,6 @@ def _numbers(text: str, dtype: Any) -> Any:
     if value.dtype.kind not in "iuf" or (made.dtype.kind in "iu" and not np.array_equal(made, value)):
         raise NoAction("The answer is no list of numbers of the right kind.")
     return made
-
-
-def _gymnasium() -> Any:
-    try:
-        import gymnasium  # noqa: PLC0415 - only a worker that plays one of its environments needs it
-    except ImportError as err:
-        raise ConfigError(f'gymnasium is not installed ({err}); run: pip install "penstock[gymnasium]"') from None
-    return gymnasium
 
 
 class Gymnasium(StepEnvironment):

@@ -2,15 +2,15 @@
 
 Outcomes of a call:
 
-| what happens                                                                   | then                                   |
-|--------------------------------------------------------------------------------|----------------------------------------|
-| the tool answers, or says that it failed                                       | text for the policy                    |
-| the server refuses the call: unknown tool, wrong arguments                     | text for the policy                    |
-| no answer within `call_deadline_s`, and the server still lists its tools        | text for the policy                    |
-| the connection breaks, the session is lost, the server fails or answers outside the protocol | the server has failed: the episode is restarted |
+| what happens                                                              | then                                    |
+|---------------------------------------------------------------------------|-----------------------------------------|
+| the tool answers, or says that it failed                                  | text for the policy                     |
+| the server refuses the call: unknown tool, wrong arguments                | text for the policy                     |
+| no answer within `call_deadline_s`, and the server still lists its tools  | text for the policy                     |
+| the connection or the session is lost, the server fails, a wrong protocol | it has failed: the episode is restarted |
 
-A server is a process of the episode, over stdin and stdout, or a URL, over streamable HTTP. A process gets a separate session, exits with the worker,
-and is killed with all that it started when the episode ends.
+A server is a process of the episode, over stdin and stdout, or a URL, over streamable HTTP. A process gets a separate
+session, exits with the worker, and is killed with all that it started when the episode ends.
 """
 
 from __future__ import annotations
@@ -29,8 +29,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 from penstock.agents.environments import program_process
+from penstock.agents.environments.shared_options import optional_library
 from penstock.protocol import parent_death
-from penstock.protocol.errors import ConfigError, PenstockError
+from penstock.protocol.errors import PenstockError
 from penstock.serving.target_policy import TargetPolicy, resolve
 
 _EXIT_S = 1.0  # a server whose input is closed may take that long to exit
@@ -45,15 +46,11 @@ Mode = Literal["session", "auto"]
 
 
 def library() -> Any:
-    try:
-        import mcp  # noqa: PLC0415 - only a worker that plays with MCP servers needs it
-    except ImportError as err:
-        raise ConfigError(f'mcp is not installed ({err}); run: pip install "penstock[mcp]"') from None
-    return mcp
+    return optional_library("mcp", '"penstock[mcp]"')
 
 
 class ServerProcess:
-    """What is known of a process after it has ended: the end of what it wrote to standard error, and why its output was abandoned."""
+    """What is known of an ended process: the end of its standard error, and why its output was abandoned."""
 
     def __init__(self) -> None:
         self.output = ""
@@ -135,7 +132,7 @@ async def _send(process: asyncio.subprocess.Process, from_client: Any, to_client
 
 
 async def _end(process: asyncio.subprocess.Process, mark: str) -> None:
-    """Close the server's input, let it exit, and kill what is left of its process group and mark; finishes when cancelled too."""
+    """Close the server's input, let it exit, and kill the rest of its group and mark; finishes when cancelled too."""
     try:
         assert process.stdin is not None
         process.stdin.close()
@@ -284,7 +281,7 @@ class McpConnection:
             raise await self._failed(what, err) from None
 
     async def _until_done(self, work: asyncio.Future[Any], problem: str) -> Any:
-        """Return the result of work that the session is needed for; raises MCPError, and ServerFailed when the session ends."""
+        """Return the result of work that needs the session; raises MCPError, and ServerFailed when the session ends."""
         assert self._held is not None
         try:
             await asyncio.wait({work, self._held}, return_when=asyncio.FIRST_COMPLETED)

@@ -1,13 +1,13 @@
 """`mcp`: the policy calls the tools of MCP servers, until it answers without a call.
 
-Each episode has separate sessions. MCP knows neither rewards nor seeds: the reward is that of a reward function or endpoint, which sees the
-conversation, or what a tool that the policy cannot call (`options.reward_tool`) says at the end; the seed is in the variable
-`PENSTOCK_SEED` of a server's process, and in the header `Penstock-Seed` of every request to a URL.
+Each episode has separate sessions. MCP knows neither rewards nor seeds: the reward is that of a reward function or
+endpoint, which sees the conversation, or what a tool that the policy cannot call (`options.reward_tool`) says at the
+end; the seed is in the variable `PENSTOCK_SEED` of a server's process, and in the header `Penstock-Seed` of every
+request to a URL.
 """
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Sequence
 from pathlib import Path
@@ -23,7 +23,7 @@ from penstock.agents.environments.adapters.mcp_sessions import (
     sweep,
 )
 from penstock.agents.environments.episode_environment import Attempt, Begun, RowUnfit, Site
-from penstock.agents.environments.play import Play, Reply, Row, called, done, read_arguments
+from penstock.agents.environments.play import Play, Reply, Row, called, done, parsed_json, read_arguments
 from penstock.agents.environments.turn_environment import TurnEnvironment, check_reply_deadline
 from penstock.agents.proxy.messages import Message, ToolCall
 from penstock.protocol.config.environment_settings import EnvironmentDefinition
@@ -89,7 +89,8 @@ class McpPlay(Play):
         value = None if result.is_error else _reward_of(result)
         if value is None:
             raise ServerFailed(
-                f'the tool {self._options.reward_tool} returns no reward (a number, or {{"reward": NUMBER}}): {result.text[:200]!r}'
+                f"the tool {self._options.reward_tool} returns no reward (a number, or "
+                f'{{"reward": NUMBER}}): {result.text[:200]!r}'
             )
         return value
 
@@ -135,12 +136,7 @@ def _error(text: str) -> Result:
 
 
 def _reward_of(result: Result) -> float | None:
-    value = result.structured
-    if value is None:
-        try:
-            value = json.loads(result.text)
-        except (ValueError, RecursionError):
-            return None
+    value = parsed_json(result.text) if result.structured is None else result.structured
     if isinstance(value, dict):
         value = value.get("reward", value.get("result"))  # the library wraps a plain number as result
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):

@@ -1,7 +1,7 @@
-"""`openenv`: an environment that an OpenEnv server plays (docs/environments_of_others.md); the package itself is not needed here.
+"""`openenv`: an environment that an OpenEnv server plays (docs/environments_of_others.md); its package is not needed.
 
-Each episode is a separate session: one WebSocket (`/ws`) with the messages of OpenEnv 0.10 (`openenv/core/env_server/types.py`). A
-server has few sessions; one that is full is asked again.
+Each episode is a separate session: one WebSocket (`/ws`) with the messages of OpenEnv 0.10
+(`openenv/core/env_server/types.py`). A server has few sessions; one that is full is asked again.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pydantic import Field, JsonValue
 from penstock.agents.environments.adapters.text_steps import text_of
 from penstock.agents.environments.games.actions import ActionOptions, find_action, malformed, opening
 from penstock.agents.environments.over_http.servers import Server, ServerFull, Servers, open_session
-from penstock.agents.environments.play import Play, Reply, Row, called, read_arguments
+from penstock.agents.environments.play import Play, Reply, Row, called, parsed_json, read_arguments
 from penstock.agents.environments.shared_options import SessionOptions, urls_of
 from penstock.agents.environments.turn_environment import ServerEnvironment
 from penstock.agents.proxy.api.fields import function_tool
@@ -48,12 +48,14 @@ class OpenEnvOptions(SessionOptions, ActionOptions):
     )
     observation: str = Field(
         "",
-        description="The field of the observation that the policy reads, such as `prompt` or `messages.-1.content`; empty: all of it as JSON.",
+        description="The field of the observation that the policy reads, such as `prompt` or `messages.-1.content`; "
+        "empty: all of it as JSON.",
     )
     action: dict[str, JsonValue] = Field(default_factory=dict, description="Fields of every action.")
     action_field: str = Field(
         "message",
-        description="The field of the action that gets the policy's action; empty: the policy writes all fields, as a JSON object.",
+        description="The field of the action that gets the policy's action; empty: the policy writes all fields, "
+        "as a JSON object.",
     )
     tools: bool = Field(
         False,
@@ -168,8 +170,8 @@ class OpenEnvPlay(Play):
 
     async def _acted(self, answer: Message) -> Reply:
         action = find_action(answer.content, self._options)
-        fields: Any = {self._options.action_field: action} if self._options.action_field else _object(action)
-        if not action or fields is None:
+        fields: Any = {self._options.action_field: action} if self._options.action_field else parsed_json(action)
+        if not action or not isinstance(fields, dict):
             return malformed(self._options, f"The answer holds no action.\n{self._shown}", self._shown, {})
         try:
             result = await self._ask("step", {**self._options.action, **fields})
@@ -239,14 +241,6 @@ def _at(observation: Any, path: str) -> Any:
     for step in filter(None, path.split(".")):
         observation = observation[int(step)] if isinstance(observation, list) else observation[step]
     return observation
-
-
-def _object(text: str) -> dict[str, Any] | None:
-    try:
-        value = json.loads(text)
-    except (ValueError, RecursionError):
-        return None
-    return value if isinstance(value, dict) else None
 
 
 def _reward(result: Mapping[str, Any]) -> float:

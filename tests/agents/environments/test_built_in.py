@@ -177,14 +177,3 @@ def test_the_calculator_answers_calls_with_values_or_what_is_wrong() -> None:
     ]  # fmt: skip
     assert answer(new(CALCULATOR, 3), str(value)).reward == 1.0
     assert answer(new(CALCULATOR, 3), str(value + 1)).reward == 0.0
-
-
-@pytest.mark.parametrize(
-    "text", ["2^9", "9//", "x", "__import__('os')", "", "1" * 201, "*".join(["9" * 19] * 10), "(" * 99, "1,2", "2(3)"]
-)
-def test_arithmetic_reads_nothing_but_arithmetic(text: str) -> None:
-    if text.startswith("9999"):
-        assert evaluate(text).numerator.bit_length() <= 4096
-    else:
-        with pytest.raises(ValueError, match="expression"):
-            evaluate(text)

@@ -1,4 +1,4 @@
-"""Groups of episodes that a server plays: over real connections that lose answers, with servers that fail, refuse and lie."""
+"""Groups of episodes that a server plays: over connections that lose answers, by servers that fail, refuse and lie."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ async def test_a_step_whose_answer_is_lost_moves_the_world_once(model: Path) -> 
 
 
 async def test_a_score_is_added_where_a_limit_of_the_run_ended_the_episode(model: Path) -> None:
-    """As in the worker, once although an answer is lost, and not after a last reply; without one the server is not asked."""
+    """As in the worker, once although an answer is lost, and not after a last reply; one without is not asked."""
     asked: list[bytes] = []
 
     def lose(request: bytes) -> bool:
@@ -209,11 +209,8 @@ async def test_a_gateway_without_a_server_costs_no_attempt(model: Path) -> None:
             self.starts += path == "/episodes"
             return (404, b"<html>") if self.starts < 3 else super().answer(method, path, body, headers)
 
-    server = Gateway("nowhere", b"")
-    try:
+    with Gateway("nowhere", b"") as server:
         (episode,) = await play(model, over_http(model, server.url, attempts=1), ["a"])
-    finally:
-        await asyncio.to_thread(server.close)
     assert (episode.reward, server.starts) == (1.0, 3)
 
 
@@ -276,14 +273,10 @@ class Hostile(JsonServer):
 async def test_an_answer_that_is_none_is_refused_with_the_reason(model: Path, case: str) -> None:
     """Nothing of it is used: the group is refused, and gets no reward."""
     where, body, said = HOSTILE[case]
-    server = Hostile(where, body)
-    try:
-        own = over_http(
-            model, server.url, attempts=1, max_turns=1, options={"max_reply_bytes": 8192} if case == "long" else {}
-        )
+    options = {"max_reply_bytes": 8192} if case == "long" else {}
+    with Hostile(where, body) as server:
+        own = over_http(model, server.url, attempts=1, max_turns=1, options=options)
         found = await play(model, own, ["a"])
-    finally:
-        await asyncio.to_thread(server.close)
     assert isinstance(found, TaskRefused)
     assert said in str(found)
 
@@ -299,11 +292,8 @@ async def test_an_answer_that_is_none_is_refused_with_the_reason(model: Path, ca
 )
 async def test_another_status_ends_the_attempt(model: Path, status: int, body: bytes, said: str) -> None:
     """Redirects are not followed, a body that is no `Problem` is not quoted, control characters are not printed."""
-    server = Hostile("step", body, status)
-    try:
+    with Hostile("step", body, status) as server:
         found = await play(model, over_http(model, server.url, attempts=1), ["a"])
-    finally:
-        await asyncio.to_thread(server.close)
     assert isinstance(found, TaskRefused)
     assert said in str(found)
     assert "secret" not in str(found)
@@ -387,7 +377,7 @@ async def test_a_cancelled_pack_ends_its_episodes_at_the_server(model: Path) -> 
 
 
 def test_servers_share_the_episodes_and_rest_after_failures() -> None:
-    """The one with the fewest gets the next; a failing one rests twice as long each time, a full one as long as it says."""
+    """The one with the fewest gets the next; a failing one rests longer each time, a full one as long as it says."""
     servers = Servers(["a", "b"])
     first = servers.choose(0.0)
     assert first is not None
@@ -429,14 +419,9 @@ async def test_an_image_of_a_server_is_shown_where_the_model_reads_images(
 
 async def test_a_compressed_answer_is_refused(model: Path) -> None:
     """Nothing asks for one, and a small one may be a large one."""
-
-    async def compressed(scope: Any, receive: Any, send: Any) -> None:
-        headers = [(b"content-type", b"application/json"), (b"content-encoding", b"gzip")]
-        await send({"type": "http.response.start", "status": 200, "headers": headers})
-        await send({"type": "http.response.body", "body": b"{}"})
-
-    async with serving_app(compressed, "127.0.0.1", 0, key="--port") as url:
-        found = await play(model, over_http(model, url, attempts=1), [])
+    with Hostile("start", b"{}") as server:
+        server.headers = {"content-encoding": "gzip"}
+        found = await play(model, over_http(model, server.url, attempts=1), [])
     assert "compresses its answer" in str(found)
 
 

@@ -1,4 +1,4 @@
-"""`penstock env`: what a server answers to calls out of order, too many or forged; trials of environments; the example in Node."""
+"""`penstock env`: answers to calls out of order, too many or forged; trials of environments; the example in Node."""
 
 from __future__ import annotations
 
@@ -319,24 +319,6 @@ async def test_a_trial_that_runs_out_of_turns_has_its_score() -> None:
     assert (trial.end, trial.reward) == ("truncated", 1.0)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (["lokup"], "did you mean 'lookup'"),
-        (["single_turn"], "it is not one of several turns"),
-        (["program", "--options", '{"command": ["x"]}'], "cannot be tried without a model"),
-        (["lookup", "--options", "[]"], "--options must be a JSON object"),
-        (["lookup", "--episodes", "0"], "must be at least 1"),
-        (["lookup", "--script", "nowhere"], "--script nowhere: not readable"),
-    ],
-)
-def test_a_trial_that_cannot_be_is_refused(arguments: list[str], said: str) -> None:
-    """With what to write instead."""
-    with pytest.raises(ConfigError) as caught:
-        run(commands.app, ["test", *arguments])
-    assert said in str(caught.value)
-
-
 def test_environments_are_listed_with_their_options(guess: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The built-in ones, and those of a run file."""
     assert run(commands.app, ["list"]) == 0
@@ -350,16 +332,28 @@ def test_environments_are_listed_with_their_options(guess: Path, capsys: pytest.
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["lookup", "--host", "0.0.0.0", "--port", "-1"], "give --secret-file, or listen on 127.0.0.1"),
-        (["lookup", "--capacity", "0"], "--capacity must be at least 1"),
-        (["single_turn"], "which makes no plays"),
-        (["guess.py:GuessPlay"], "expected an instance of"),
+        ("test lokup", "did you mean 'lookup'"),
+        ("test single_turn", "it is not one of several turns"),
+        ('test program --options {"command":["x"]}', "cannot be tried without a model"),
+        ("test lookup --options []", "--options must be a JSON object"),
+        ("test lookup --episodes 0", "must be at least 1"),
+        ("test lookup --script nowhere", "--script nowhere: not readable"),
+        ("serve lookup --host 0.0.0.0 --port -1", "give --secret-file, or listen on 127.0.0.1"),
+        ("serve lookup --capacity 0", "--capacity must be at least 1"),
+        ("serve single_turn", "which makes no plays"),
+        ("serve guess.py:GuessPlay", "expected an instance of"),
+        ("serve lookup nats.url=nats://x", "with --register NAME only"),
+        ("register http://127.0.0.1:9 --name a.b", "expected 1 to 64 letters"),
+        ("register ftp://127.0.0.1:9", "only http:// and https://"),
+        ("register http://127.0.0.1:9 --allowed-target 10.0.0.0/99", "neither a network"),
+        ("register http://127.0.0.1:9 nats.urls=x", "nats.urls"),
+        ("list nats.url=nats://127.0.0.1:1", "is needed with --registered only"),
     ],
 )
-def test_what_cannot_be_served_is_refused(guess: Path, arguments: list[str], said: str) -> None:
-    """Before it listens."""
+def test_arguments_that_cannot_be_are_refused(guess: Path, arguments: str, said: str) -> None:
+    """Before anything is played or listened for, with what to write instead."""
     with pytest.raises(ConfigError) as caught:
-        run(commands.app, ["serve", *arguments])
+        run(commands.app, arguments.split())
     assert said in str(caught.value)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +12,8 @@ from tests.agents.proxy.agent_model import QWEN25, TEMPLATES, bench
 from tests.agents.proxy.conversation import LOOK, Agent, check_rows, result, system, user
 from tests.agents.proxy.test_proxy_http import ASK, served
 
-from penstock.agents.proxy.answer_formats.answer_format import ANSWER_FORMATS, AnswerFormat, ParsedAnswer
 from penstock.agents.proxy.api import anthropic_messages, chat_completions, responses
-from penstock.agents.proxy.messages import Lenience, Message, RequestRefused
+from penstock.agents.proxy.messages import AgentRequest, Lenience, Message, RequestRefused
 from penstock.agents.proxy.system_messages import without_lines
 from penstock.protocol.config.environment_settings import EpisodeSettings
 
@@ -162,46 +161,57 @@ async def test_arguments_may_be_objects_and_results_without_an_id(tmp_path: Path
     agent.messages[-1] = answer
     await agent.ask({"role": "tool", "content": "1"}, {"role": "tool", "tool_name": "look", "content": "2"})
     assert len(agent.end().rows) == 1
-    read = chat_completions.read_request({"messages": [*agent.messages[:1], {**answer, "tool_calls": [{**answer["tool_calls"][0], "id": "c1"}]},
-                                                       {"role": "tool", "content": "1"}]}, 1.0)  # fmt: skip
-    assert read.messages[-1].tool_call_id == "c1"
+    named = {**answer, "tool_calls": [{**answer["tool_calls"][0], "id": "c1"}]}
+    request = read(chat_completions, {"messages": [*agent.messages[:1], named, {"role": "tool", "content": "1"}]})
+    assert request.messages[-1].tool_call_id == "c1"
 
 
-GRAMMAR = {"response_format": {"type": "json_schema"}}
 HOSTED, CUSTOM = {"type": "web_search"}, {"type": "custom", "name": "apply_patch"}
 FUNCTION = {"type": "function", "name": "look", "parameters": {}}
-ITEMS = [
-    {"role": "user", "content": "x"},
-    {"type": "custom_tool_call", "call_id": "c"},
-    {"type": "item_reference", "id": "i"},
+USER = {"role": "user", "content": "x"}
+ITEMS = [USER, {"type": "custom_tool_call", "call_id": "c"}, {"type": "item_reference", "id": "i"}]
+GRAMMAR, JSON_OBJECT = {"response_format": {"type": "json_schema"}}, {"format": {"type": "json_object"}}
+CONSTRAINED: list[tuple[Any, dict[str, Any], list[str]]] = [
+    (chat_completions, {"tool_choice": "required"}, ["tool_choice"]),
+    (chat_completions, {"tool_choice": {"type": "function"}}, ["tool_choice"]),
+    (chat_completions, {**GRAMMAR, "logit_bias": {"1": 2}}, ["response_format", "logit_bias"]),
+    (responses, {"tool_choice": "required"}, ["tool_choice"]),
+    (responses, {"text": JSON_OBJECT}, ["text.format"]),
+    (anthropic_messages, {"tool_choice": {"type": "any"}}, ["tool_choice"]),
+    (anthropic_messages, {"output_config": JSON_OBJECT}, ["output_config", "output_config.format"]),
+]
+UNSUPPORTED: list[tuple[Any, dict[str, Any], list[str]]] = [
+    (chat_completions, {"tools": [LOOK, HOSTED]}, ["tools.web_search"]),
+    (responses, {"tools": [HOSTED, CUSTOM, FUNCTION]}, ["tools.web_search", "tools.custom"]),
+    (responses, {"input": ITEMS}, ["input.custom_tool_call", "input.item_reference"]),
+    (anthropic_messages, {"tools": [{"type": "bash_20250124", "name": "bash"}]}, ["tools.bash_20250124"]),
+    (anthropic_messages, {"tools": [{"type": "a b/" + "x" * 90}]}, ["tools.a_b_" + "x" * 36]),
 ]
 
 
+def read(api: Any, body: dict[str, Any], **more: Any) -> AgentRequest:
+    return api.read_request({**({"input": "x"} if api is responses else ASK), **body}, 1.0, **more)
+
+
+def counted_of(request: AgentRequest) -> list[str]:
+    return [name for name in request.overruled if name != "temperature"]
+
+
 @pytest.mark.parametrize(
-    ("api", "body", "code", "counted"),
+    ("api", "body", "counted", "code"),
     [
-        (chat_completions, {**ASK, "tool_choice": "required"}, "constrained_decoding", ["tool_choice"]),
-        (chat_completions, {**ASK, "tool_choice": {"type": "function"}}, "constrained_decoding", ["tool_choice"]),
-        (chat_completions, {**ASK, **GRAMMAR, "logit_bias": {"1": 2}}, "constrained_decoding", ["response_format", "logit_bias"]),
-        (chat_completions, {**ASK, "tools": [LOOK, HOSTED]}, "unsupported", ["tools.web_search"]),
-        (responses, {"input": "x", "tool_choice": "required"}, "constrained_decoding", ["tool_choice"]),
-        (responses, {"input": "x", "text": {"format": {"type": "json_object"}}}, "constrained_decoding", ["text.format"]),
-        (responses, {"input": "x", "tools": [HOSTED, CUSTOM, FUNCTION]}, "unsupported", ["tools.web_search", "tools.custom"]),
-        (responses, {"input": ITEMS}, "unsupported", ["input.custom_tool_call", "input.item_reference"]),
-        (anthropic_messages, {**ASK, "tool_choice": {"type": "any"}}, "constrained_decoding", ["tool_choice"]),
-        (anthropic_messages, {**ASK, "output_config": {"format": {"type": "json_schema"}}}, "constrained_decoding", ["output_config", "output_config.format"]),
-        (anthropic_messages, {**ASK, "tools": [{"type": "bash_20250124", "name": "bash"}]}, "unsupported", ["tools.bash_20250124"]),
-        (anthropic_messages, {**ASK, "tools": [{"type": "a b/" + "x" * 90}]}, "unsupported", ["tools.a_b_" + "x" * 36]),
+        *((*row, "constrained_decoding") for row in CONSTRAINED),
+        *((*row, "unsupported") for row in UNSUPPORTED),
     ],
-)  # fmt: skip
+)
 def test_what_only_a_vendors_server_has_is_refused_or_left_out_and_counted(
-    api: Any, body: dict[str, Any], code: str, counted: list[str]
+    api: Any, body: dict[str, Any], counted: list[str], code: str
 ) -> None:
     with pytest.raises(RequestRefused) as refused:
-        api.read_request(body, 1.0)
+        read(api, body)
     assert refused.value.code == code
-    request = api.read_request(body, 1.0, Lenience(drops_unknown=True, ignores_constraints=True))
-    assert [name for name in request.overruled if name != "temperature"] == counted
+    request = read(api, body, lenience=Lenience(drops_unknown=True, ignores_constraints=True))
+    assert counted_of(request) == counted
     assert request.reads_calls
     assert all(tool["function"]["name"] == "look" for tool in request.tools)
 
@@ -209,21 +219,26 @@ def test_what_only_a_vendors_server_has_is_refused_or_left_out_and_counted(
 STRICT_TOOL = {"type": "function", "function": {**LOOK["function"], "strict": True}}
 PICTURE = {"type": "input_image", "image_url": "data:image/png;base64,AAAA", "detail": "high"}
 SHOWN = {"type": "function_call_output", "call_id": "c", "output": [PICTURE]}
+ALONE = {"type": "auto", "disable_parallel_tool_use": True}
 
 
 @pytest.mark.parametrize(
     ("api", "body", "counted"),
     [
-        (chat_completions, {**ASK, "tools": [STRICT_TOOL], "seed": 0, "n": 1, "store": True, "stream_options": {}}, ["seed", "tools.strict"]),
-        (chat_completions, {**ASK, "best_of": 3, "a b": 1, "metadata": {"a": "b"}, "stop": ["x"], "top_p": 1}, ["best_of", "a_b"]),
-        (responses, {"input": "x", "context_management": [{}], "stop": ["x"], "include": ["x"], "store": False}, ["context_management", "stop"]),
-        (responses, {"input": [*ITEMS[:1], SHOWN], "reasoning": {"effort": "low"}}, ["reasoning", "image_detail"]),
-        (anthropic_messages, {**ASK, "tool_choice": {"type": "auto", "disable_parallel_tool_use": True}}, ["parallel_tool_calls"]),
-        (anthropic_messages, {**ASK, "context_management": {"edits": []}, "betas": ["x"], "speed": "fast"}, ["context_management", "speed"]),
+        (chat_completions, {"tools": [STRICT_TOOL], "seed": 0, "n": 1, "store": True, "stream_options": {}},
+         ["seed", "tools.strict"]),
+        (chat_completions, {"best_of": 3, "a b": 1, "metadata": {"a": "b"}, "stop": ["x"], "top_p": 1},
+         ["best_of", "a_b"]),
+        (responses, {"context_management": [{}], "stop": ["x"], "include": ["x"], "store": False},
+         ["context_management", "stop"]),
+        (responses, {"input": [USER, SHOWN], "reasoning": {"effort": "low"}}, ["reasoning", "image_detail"]),
+        (anthropic_messages, {"tool_choice": ALONE}, ["parallel_tool_calls"]),
+        (anthropic_messages, {"context_management": {"edits": []}, "betas": ["x"], "speed": "fast"},
+         ["context_management", "speed"]),
     ],
 )  # fmt: skip
 def test_no_field_is_ignored_in_silence(api: Any, body: dict[str, Any], counted: list[str]) -> None:
-    assert [name for name in api.read_request(body, 1.0).overruled if name != "temperature"] == counted
+    assert counted_of(read(api, body)) == counted
 
 
 async def test_tools_of_a_namespace_are_functions(tmp_path: Path) -> None:
@@ -280,31 +295,23 @@ async def test_the_settings_of_an_episode_reach_its_requests(tmp_path: Path) -> 
         assert (episode.counts["overruled.tools.web_search"], episode.counts["overruled.response_format"]) == (1, 1)
 
 
+TEXT = [{"type": "text", "text": "d"}]
+
+
 @pytest.mark.parametrize(
     ("block", "text"),
     [
-        ({"type": "document", "title": "t", "source": {"type": "text", "media_type": "text/plain", "data": "d"}}, "t\nd"),
-        ({"type": "document", "source": {"type": "content", "content": [{"type": "text", "text": "d"}]}}, "d"),
-        ({"type": "search_result", "source": "u", "title": "t", "content": [{"type": "text", "text": "d"}]}, "t\nu\nd"),
+        ({"type": "document", "title": "t", "source": {"type": "text", "data": "d"}}, "t\nd"),
+        ({"type": "document", "source": {"type": "content", "content": TEXT}}, "d"),
+        ({"type": "search_result", "source": "u", "title": "t", "content": TEXT}, "t\nu\nd"),
         ({"type": "tool_reference", "tool_name": "look"}, "look"),
         ({"type": "document", "source": {"type": "base64", "data": "JVBERg=="}}, None),
     ],
-)  # fmt: skip
+)
 def test_blocks_that_are_texts_are_read(block: dict[str, Any], text: str | None) -> None:
-    answer = {
-        "role": "assistant",
-        "content": [
-            {"type": "redacted_thinking", "data": "x"},
-            {"type": "tool_use", "id": "c", "name": "look", "input": {}},
-        ],
-    }
-    body = {
-        "messages": [
-            user("hello"),
-            answer,
-            {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "c", "content": [block]}, block]},
-        ]
-    }
+    calls = [{"type": "redacted_thinking", "data": "x"}, {"type": "tool_use", "id": "c", "name": "look", "input": {}}]
+    shown = [{"type": "tool_result", "tool_use_id": "c", "content": [block]}, block]
+    body = {"messages": [user("hello"), {"role": "assistant", "content": calls}, {"role": "user", "content": shown}]}
     if text is None:
         with pytest.raises(RequestRefused, match="a document that is not a text"):
             anthropic_messages.read_request(body, 1.0)
@@ -331,103 +338,3 @@ async def test_a_new_root_is_counted_with_its_cause(
     for messages in requests:
         await agent.sample(messages)
     assert agent.forks() == forks
-
-
-TYPED = {
-    "type": "function",
-    "function": {
-        "name": "set",
-        "parameters": {
-            "type": "object",
-            "$defs": {"Level": {"enum": [1, 2]}},
-            "properties": {
-                "text": {"type": "string"}, "n": {"type": "integer"}, "x": {"type": "number"}, "on": {"type": "boolean"},
-                "list": {"type": "array"}, "map": {"type": "object"}, "maybe": {"anyOf": [{"type": "integer"}, {"type": "null"}]},
-                "level": {"$ref": "#/$defs/Level"}, "kinds": {"type": ["integer", "string"]}, "either": {"anyOf": [{"type": "string"}, {"type": "integer"}, {"type": "number"}]}, "enum": {"enum": ["5", "6"]}, "free": {},
-            },
-        },
-    },
-}  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    ("key", "text", "value"),
-    [
-        ("text", "5", "5"), ("text", "null", "null"), ("text", '{"a": 1}', '{"a": 1}'), ("text", " a\n b ", " a\n b "), ("n", "5", 5), ("n", "-5.0", -5),
-        ("n", "five", "five"), ("n", "true", "true"), ("x", "1.5", 1.5), ("x", "2", 2), ("x", "NaN", "NaN"), ("x", "1e999", "1e999"), ("on", "True", True),
-        ("on", "false", False), ("on", "1", "1"), ("list", "[1, null]", [1, None]), ("list", "1, 2", "1, 2"), ("map", '{"a": 1}', {"a": 1}),
-        ("map", "[1]", "[1]"), ("maybe", "null", None), ("maybe", "None", None), ("maybe", "7", 7), ("level", "2", 2), ("kinds", "7", 7), ("kinds", "a", "a"), ("kinds", "007", "007"),
-        ("either", "007", "007"), ("either", "7", 7), ("either", "1e3", "1e3"), ("either", "+7", "+7"), ("either", "1.50", "1.50"), ("either", "1.5", 1.5), ("n", "007", 7),
-        ("list", "['a', True, None]", ["a", True, None]), ("map", "{'a': {'b': (1, 2)}}", {"a": {"b": [1, 2]}}), ("list", "('a',)", ["a"]),
-        ("list", "{'a': 1}", "{'a': 1}"), ("list", "[1e999]", "[1e999]"), ("map", "{'a': {1}}", "{'a': {1}}"), ("map", "dict(a=1)", "dict(a=1)"),
-        ("n", "None", None), ("list", "null", None), ("list", "[" * 9999, "[" * 9999), ("list", "[b'a']", "[b'a']"),
-        ("enum", "5", "5"), ("free", "5", "5"), ("unknown", "5", "5"),
-    ],
-)  # fmt: skip
-@pytest.mark.parametrize("form", ["qwen_xml", "glm", "minimax"])
-def test_values_have_the_types_of_the_tools_schema(form: str, key: str, text: str, value: object) -> None:
-    written = {
-        "qwen_xml": f"<tool_call>\n<function=set>\n<parameter={key}>\n{text}\n</parameter>\n</function>\n</tool_call>",
-        "minimax": f'<minimax:tool_call>\n<invoke name="set">\n<parameter name="{key}">{text}</parameter>\n</invoke>\n</minimax:tool_call>',
-        "glm": f"<tool_call>set\n<arg_key>{key}</arg_key>\n<arg_value>{text}</arg_value>\n</tool_call>",
-    }[form]
-    parsed = ANSWER_FORMATS.find(form).value.parsed(f"I set it.\n{written}", [TYPED])
-    assert (parsed.content, [(call.name, json.loads(call.arguments)) for call in parsed.calls]) == (
-        "I set it.",
-        [("set", {key: value})],
-    )
-    assert parsed.num_unparsed == 0
-
-
-@pytest.mark.parametrize(
-    ("form", "text", "names", "unparsed"),
-    [
-        ("qwen_xml", "<tool_call>\n<function=now>\n</function>\n</tool_call>", ["now"], 0),
-        ("qwen_xml", "<function=now></function><function=set><parameter=text>a</parameter></function>", ["now", "set"], 0),
-        ("qwen_xml", "<tool_call>\n<function=set>\n<parameter=text>\na</function></tool_call>", [], 1),
-        ("qwen_xml", "<tool_call>\n<function=set>\n<parameter=text>\na", [], 1),
-        ("qwen_xml", "<tool_call>\n<function=set>\nstray\n</function></tool_call>", [], 1),
-        ("qwen_xml", "<function=set><parameter=text>a</parameter><parameter=text>b</parameter></function>", [], 1),
-        ("qwen_xml", "<function=></function>", [], 1), ("qwen_xml", '<tool_call>{"name": "set", "arguments": {}}</tool_call>', [], 1),
-        ("qwen_xml", "<tool_call>\n<function=\"now\">\n</function></tool_call><function='set'><parameter=\"text\">a</parameter></function>", ["now", "set"], 0),
-        ("qwen_xml", "`<tool_call>` and `<function=set>` are tags.\n<tool_call>\n<function=now>\n</function>\n</tool_call>", ["now"], 2),
-        ("qwen_xml", "<tool_call>\n<function=set>\n<parameter=text>\na\n<tool_call>\n<function=now>\n</function>\n</tool_call>", ["now"], 1),
-        ("qwen_xml", "<function=set><parameter=text>a <function=now></function> b</parameter></function>", ["set"], 0),
-        ("qwen_xml", "<function=set><parameter=text>a <function=now></function> b", [], 1),
-        ("hermes", 'Between `<tool_call>` tags: <tool_call>{"name": "now"}</tool_call>', ["now"], 1),
-        ("hermes", '<tool_call>{"name": "set", <tool_call>{"name": "now", "arguments": {}}</tool_call>', ["now"], 1),
-        ("hermes", '<tool_call>{"name": "set", "arguments": {"text": "<tool_call>{}</tool_call> \\" x"}}</tool_call>', ["set"], 0),
-        ("hermes", '<tool_call>{"name": "set", "arguments": {"text": "<tool_call>{', [], 2),
-        ("glm", "Between `<tool_call>` tags: <tool_call>now</tool_call>", ["now"], 1),
-        ("glm", "<tool_call>set<arg_key>text</arg_key><arg_value>a <tool_call>now</tool_call> b</arg_value></tool_call>", ["set"], 0),
-        ("glm", "<tool_call>now</tool_call><tool_call>set<arg_key>n</arg_key><arg_value>1</arg_value></tool_call>", ["now", "set"], 0),
-        ("glm", "<tool_call>set<arg_key>n</arg_key></tool_call>", [], 1), ("glm", "<tool_call>set\n<arg_key>n</arg_key><arg_value>1", [], 1),
-        ("glm", '<tool_call>{"name": "set"}</tool_call>', [], 1), ("glm", "<tool_call></tool_call>", [], 1),
-    ],
-)  # fmt: skip
-def test_calls_in_xml(form: str, text: str, names: list[str], unparsed: int) -> None:
-    parsed = ANSWER_FORMATS.find(form).value.parsed(text, [TYPED])
-    assert ([call.name for call in parsed.calls], parsed.num_unparsed) == (names, unparsed)
-    assert names or parsed.content == text
-
-
-class TwoParameters(AnswerFormat):
-    name = "typed"
-
-    def parse(self, text: str, tools: Sequence[Any] = ()) -> ParsedAnswer:
-        return ParsedAnswer(f"{text} {len(tools)}")
-
-
-def test_a_format_sees_the_tools_if_it_takes_them() -> None:
-    assert TwoParameters().parsed("a", [TYPED]).content == "a 1"
-
-
-async def test_calls_are_read_only_where_tools_were_offered(tmp_path: Path) -> None:
-    call = '<tool_call>{"name": "look", "arguments": {"word": "sun"}}</tool_call>'
-    agent = Agent(bench(tmp_path, script=[call + END, call + END, "star" + END]))
-    plain = await agent.ask()
-    assert (plain["content"], plain.get("tool_calls")) == (call, None)
-    agent.tools = [LOOK]
-    answer = await agent.ask(user("again"))
-    await agent.ask(result(answer["tool_calls"][0], "star"))
-    assert agent.episode.counts["unparsed_calls"] == 0

@@ -1,4 +1,4 @@
-"""The proxy over HTTP: raw requests of the three APIs, what is refused, and what a client that is gone leaves behind."""
+"""The proxy over HTTP: requests of the three APIs, what is refused, and what a client that is gone leaves behind."""
 
 from __future__ import annotations
 
@@ -22,15 +22,9 @@ from penstock.agents.proxy.session import EpisodeSession, path
 from penstock.rollout_service.errors import EngineUnreachable
 
 END = "<|im_end|>"
-THOUGHT_AND_CALL = (
-    '<think>\nhm\n</think>\n\nI look.\n<tool_call>\n{"name": "look", "arguments": {"word": "sun"}}\n</tool_call>' + END
-)
+CALL = '<tool_call>\n{"name": "look", "arguments": {"word": "sun"}}\n</tool_call>' + END
+THOUGHT_AND_CALL = "<think>\nhm\n</think>\n\nI look.\n" + CALL
 ASK = {"model": "m", "messages": [{"role": "user", "content": "hello"}]}
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("models")
 
 
 @contextlib.asynccontextmanager
@@ -45,27 +39,50 @@ def events(text: str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in lines if line != "[DONE]"]
 
 
-async def test_a_conversation_with_a_tool_is_one_row(folder: Path) -> None:
-    one = bench(folder, "qwen3", script=[THOUGHT_AND_CALL, "star" + END])
-    async with served(one) as (client, episode):
-        first = (await client.post("chat/completions", json={**ASK, "tools": [LOOK]})).json()
-        message = first["choices"][0]["message"]
-        assert first["choices"][0]["finish_reason"] == "tool_calls"
-        assert (message["reasoning_content"], message["content"]) == ("hm", "I look.")
-        call = message["tool_calls"][0]
-        assert json.loads(call["function"]["arguments"]) == {"word": "sun"}
-        turn = episode.tree.turns[0]
-        assert (first["usage"]["prompt_tokens"], first["usage"]["total_tokens"]) == (
-            turn.prompt_tokens,
-            turn.num_tokens,
+async def test_an_agent_written_with_the_openai_package(folder: Path) -> None:
+    """Unchanged, with two of its APIs, streamed too: what it samples in each conversation is one row."""
+    import openai  # two CPU seconds
+
+    one = bench(folder, script=[CALL, "star" + END, CALL, "moon" + END])
+    async with served(one) as (http, episode):
+        client = openai.AsyncOpenAI(base_url=str(http.base_url), api_key="any", max_retries=0)
+        messages: list[Any] = list(ASK["messages"])
+        tools: Any = [LOOK]
+        first = await client.chat.completions.create(model="policy", messages=messages, tools=tools)
+        assert first.choices[0].message.tool_calls
+        call: Any = first.choices[0].message.tool_calls[0]
+        messages += [first.choices[0].message, {"role": "tool", "tool_call_id": call.id, "content": "star"}]
+        text = ""
+        options: Any = {"include_usage": True}
+        stream: Any = await client.chat.completions.create(
+            model="policy", messages=messages, tools=tools, stream=True, stream_options=options
         )
-        message.pop("reasoning_content")
-        messages = [*ASK["messages"], message, {"role": "tool", "tool_call_id": call["id"], "content": "star"}]
-        second = (await client.post("chat/completions", json={"messages": messages, "tools": [LOOK]})).json()
-        assert (second["choices"][0]["message"]["content"], second["choices"][0]["finish_reason"]) == ("star", "stop")
-        made = one.proxy.end(episode)
-        check_rows(episode, made)
-        assert [len(row.spans) for row in made.rows] == [2]
+        async for chunk in stream:
+            if chunk.choices:
+                text += chunk.choices[0].delta.content or ""
+            else:
+                assert chunk.usage.completion_tokens == len(episode.tree.turns[1].token_ids)
+        assert text == "star"
+        assert (await client.models.list()).data[0].id == "policy"
+
+        tool: Any = {"type": "function", "name": "look", "parameters": {"type": "object"}, "strict": True}
+        answer = await client.responses.create(model="policy", input="hello", tools=[tool])
+        made: Any = answer.output[0]
+        assert (made.type, json.loads(made.arguments)) == ("function_call", {"word": "sun"})
+        output = {"type": "function_call_output", "call_id": made.call_id, "output": "moon"}
+        items: Any = [{"role": "user", "content": "hello"}, made, output]
+        async with client.responses.stream(model="policy", input=items, tools=[tool]) as responses:
+            last: Any = await responses.get_final_response()
+        assert last.output_text == "moon"
+
+        with pytest.raises(openai.BadRequestError) as refused:
+            await client.chat.completions.create(model="policy", messages=messages, n=2)
+        assert refused.value.code == "unsupported"
+        await client.close()
+        rows = one.proxy.end(episode)
+    check_rows(episode, rows)
+    assert [len(row.spans) for row in rows.rows] == [2, 2]
+    assert rows.num_trained == episode.counts["sampled_tokens"]
 
 
 async def test_36_a_stream_is_the_answer_that_is_not_streamed(folder: Path) -> None:
@@ -78,9 +95,13 @@ async def test_36_a_stream_is_the_answer_that_is_not_streamed(folder: Path) -> N
             message = message_of("chat", reply.content)
             calls = [call["function"] for call in message["tool_calls"]]
             last = events(reply.text)[-2:] if stream else [reply.json()] * 2
-            assert episode.tree.turns[0].delivered
-            seen.append((message["content"], message["reasoning_content"], calls, last[0]["choices"][0]["finish_reason"], last[1]["usage"],
-                         episode.tree.turns[0].token_ids.tolist()))  # fmt: skip
+            (turn,) = episode.tree.turns
+            finish, usage = last[0]["choices"][0]["finish_reason"], last[1]["usage"]
+            assert (message["reasoning_content"], message["content"], finish) == ("hm", "I look.", "tool_calls")
+            assert [json.loads(call["arguments"]) for call in calls] == [{"word": "sun"}]
+            assert (usage["prompt_tokens"], usage["total_tokens"]) == (turn.prompt_tokens, turn.num_tokens)
+            assert turn.delivered
+            seen.append((calls, usage, turn.token_ids.tolist()))
     assert reply.headers["content-type"].startswith("text/event-stream")
     assert reply.text.endswith("data: [DONE]\n\n")
     assert seen[0] == seen[1]

@@ -1,4 +1,4 @@
-"""Images in the messages of agents: stored once, placed once, in every row whose tokens stand for them; or refused by name."""
+"""Images in the messages of agents: stored once, placed in every row whose tokens stand for them, or refused."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def stored(blobs: Blobs, run_id: str) -> set[str]:
 
 
 async def test_56_an_image_is_stored_once_and_in_every_row(folder: Path, blobs: Blobs, run_id: str) -> None:
-    """A picture in the first message, another in a tool's result, three turns and a fork: positions, hashes, prompts and objects."""
+    """A picture in the first message, another in a tool's result, three turns and a fork."""
     one = seeing(folder, blobs, run_id, CALL, "it shines" + END, "yes" + END, "no" + END)
     agent = Agent(one, {"role": "user", "content": shown("What is ", CAT, "?")}, tools=[LOOK])
     answer = await agent.ask()
@@ -112,17 +112,19 @@ async def test_56_an_image_is_stored_once_and_in_every_row(folder: Path, blobs: 
             assert not row.trajectory.loss_mask[ref.position : ref.end].any()
             assert images.process(image).num_tokens == ref.num_tokens
         assert np.count_nonzero(row.trajectory.token_ids == images.image_token_id) == found.num_tokens
-    assert stored(blobs, run_id) == {ref.sha256 for ref in rows[0].trajectory.images.refs}  # pyright: ignore[reportOptionalMemberAccess]
-    assert blobs.get_unverified(blob_keys.image(run_id, rows[0].trajectory.images.refs[0].sha256)) == CAT  # pyright: ignore[reportOptionalMemberAccess]
+    first = rows[0].trajectory.images
+    assert first is not None
+    assert stored(blobs, run_id) == {ref.sha256 for ref in first.refs}
+    assert blobs.get_unverified(blob_keys.image(run_id, first.refs[0].sha256)) == CAT
     said = messages_json(agent.episode.messages)
-    assert rows[0].trajectory.images.refs[0].sha256 in said  # pyright: ignore[reportOptionalMemberAccess]
+    assert first.refs[0].sha256 in said
     assert "base64" not in said
 
 
 async def test_the_same_words_with_another_picture_are_another_conversation(
     folder: Path, blobs: Blobs, run_id: str
 ) -> None:
-    """Pictures of one size have the same ids: nothing of the first conversation is continued with the second picture."""
+    """Pictures of one size have the same ids: nothing of the first conversation goes on with the second picture."""
     one = seeing(folder, blobs, run_id, "a cat" + END, "another" + END)
     agent = Agent(one, {"role": "user", "content": shown(CAT)})
     await agent.ask()
@@ -137,44 +139,42 @@ async def test_the_same_words_with_another_picture_are_another_conversation(
     agent.end()
 
 
-BODIES: dict[str, tuple[Any, dict[str, Any]]] = {
-    "chat": (
-        chat_completions,
-        {
-            "messages": [
-                {"role": "user", "content": shown("one ", CAT, "two")},
-                {"role": "assistant", "content": None, "tool_calls": [{"id": "c", "type": "function", "function": {"name": "look", "arguments": "{}"}}]},
-                {"role": "tool", "tool_call_id": "c", "content": shown(DOG)},
-            ]
-        },
-    ),
-    "responses": (
-        responses,
-        {
-            "input": [
-                {"role": "user", "content": [{"type": "input_text", "text": "one "}, {"type": "input_image", "image_url": data_url(CAT), "detail": "auto"}, {"type": "input_text", "text": "two"}]},
-                {"type": "function_call", "call_id": "c", "name": "look", "arguments": "{}"},
-                {"type": "function_call_output", "call_id": "c", "output": [{"type": "input_image", "image_url": data_url(DOG)}]},
-            ]
-        },
-    ),
-    "anthropic": (
-        anthropic_messages,
-        {
-            "messages": [
-                {"role": "user", "content": [{"type": "text", "text": "one "}, {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": base64.b64encode(CAT).decode()}}, {"type": "text", "text": "two"}]},
-                {"role": "assistant", "content": [{"type": "tool_use", "id": "c", "name": "look", "input": {}}]},
-                {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "c", "content": [{"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": base64.b64encode(DOG).decode()}}]}]},
-            ]
-        },
-    ),
+def item(image: bytes) -> dict[str, Any]:
+    return {"type": "input_image", "image_url": data_url(image), "detail": "auto"}
+
+
+def block(image: bytes) -> dict[str, Any]:
+    data = base64.b64encode(image).decode()
+    return {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": data}}
+
+
+(ONE, TWO), (INPUT_ONE, INPUT_TWO) = (
+    [{"type": kind, "text": text} for text in ("one ", "two")] for kind in ("text", "input_text")
+)
+CALLED = {"id": "c", "type": "function", "function": {"name": "look", "arguments": "{}"}}
+BODIES: dict[str, tuple[Any, str, list[dict[str, Any]]]] = {
+    "chat": (chat_completions, "messages", [
+        {"role": "user", "content": shown("one ", CAT, "two")},
+        {"role": "assistant", "content": None, "tool_calls": [CALLED]},
+        {"role": "tool", "tool_call_id": "c", "content": shown(DOG)},
+    ]),
+    "responses": (responses, "input", [
+        {"role": "user", "content": [INPUT_ONE, item(CAT), INPUT_TWO]},
+        {"type": "function_call", "call_id": "c", "name": "look", "arguments": "{}"},
+        {"type": "function_call_output", "call_id": "c", "output": [item(DOG)]},
+    ]),
+    "anthropic": (anthropic_messages, "messages", [
+        {"role": "user", "content": [ONE, block(CAT), TWO]},
+        {"role": "assistant", "content": [{"type": "tool_use", "id": "c", "name": "look", "input": {}}]},
+        {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "c", "content": [block(DOG)]}]},
+    ]),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", BODIES)
 def test_every_api_writes_images_in_its_own_way(name: str) -> None:
-    api, body = BODIES[name]
-    request: AgentRequest = api.read_request(body, 1.0)
+    api, field, items = BODIES[name]
+    request: AgentRequest = api.read_request({field: items}, 1.0)
     first, _, result = request.messages
     assert (first.role, first.parts, first.content) == ("user", ("one ", CAT, "two"), "one \ntwo")
     assert (result.role, result.parts, result.tool_call_id) == ("tool", (DOG,), "c")

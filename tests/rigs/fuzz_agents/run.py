@@ -48,7 +48,6 @@ from penstock.protocol.chat_tokenizer import ChatTokenizer
 from penstock.protocol.groups import Sampling
 
 TEMPLATES = ("qwen25", "qwen3", "opens_think", "rewrites", "glm", "smollm2", "llama")
-_RULES = ("echo", "json", "strict")
 _THINKING = ("keep", "tool_cycle", "strip")
 _LIMITS = ("context_length_exceeded", "max_turns", "max_stored_tokens")
 FORMATS = tuple(sorted(ANSWER_FORMATS.built_in.keys() - {"hermes"}))  # hermes is half of all
@@ -104,7 +103,7 @@ class Fuzzer:
         form = "llama" if template == "llama" else draw.choice(("hermes", draw.choice(FORMATS)))
         model = AgentModel(planner, ANSWER_FORMATS.find(form).value, draw.choice((300, 2048, 2048)))
         most = draw.choice((num_requests // 2 + 1, 1000, 1000))
-        proxy = AgentProxy(EpisodeLimits(max_turns=most, history_match=draw.choice(_RULES), retry_grace_s=0.0005))
+        proxy = AgentProxy(EpisodeLimits(max_turns=most, retry_grace_s=0.0005))
         engine = self._engine or FunctionEngine(tokenizer, self._seed + number)
         recorded = Recorded()
         sampler, sampling = RecordingSampler(engine, recorded), Sampling(max_new_tokens=24)

@@ -1,15 +1,14 @@
-"""A resources server with the protocol of NeMo-Gym, written after its public source: a counter for each session, on a thread of the test.
+"""A server with the protocol of NeMo-Gym, written after its public source: a counter for each session, on a thread.
 
-The response that `/verify` gets is checked by the models of the package `openai`, as NeMo-Gym's are (`NeMoGymResponse`).
+The response that `/verify` gets is checked by the models of the package `openai`, as NeMo-Gym's are
+(`NeMoGymResponse`).
 """
 
 from __future__ import annotations
 
 import asyncio
-import base64
 import hashlib
 import hmac
-import json
 import secrets
 import threading
 from collections.abc import Awaitable, Callable
@@ -66,18 +65,13 @@ class Verify(BaseModel):
     expected_count: int
 
 
-def _signed(text: str) -> str:
-    body = base64.b64encode(text.encode()).decode()
-    return f"{body}.{hmac.new(_KEY, body.encode(), hashlib.sha256).hexdigest()}"
+def _signed(session: str) -> str:
+    return f"{session}.{hmac.new(_KEY, session.encode(), hashlib.sha256).hexdigest()}"
 
 
 def _session_of(cookie: str) -> str | None:
-    body = cookie.partition(".")[0]
-    return json.loads(base64.b64decode(body))["session_id"] if cookie and cookie == _signed_again(body) else None
-
-
-def _signed_again(body: str) -> str:
-    return f"{body}.{hmac.new(_KEY, body.encode(), hashlib.sha256).hexdigest()}"
+    session = cookie.partition(".")[0]
+    return session if cookie and cookie == _signed(session) else None
 
 
 class GymServer:
@@ -112,7 +106,7 @@ class GymServer:
             known = _session_of(request.cookies.get("CounterServer", ""))
             request.state.session = known or secrets.token_hex(8)
             response = await go_on(request)
-            response.set_cookie("CounterServer", _signed(json.dumps({"session_id": request.state.session})))
+            response.set_cookie("CounterServer", _signed(request.state.session))
             return response
 
         @app.post("/seed_session")

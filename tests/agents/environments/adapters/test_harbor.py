@@ -1,4 +1,4 @@
-"""Task folders of Harbor, each episode in a box: rewarded by their verifiers alone, and never for what failed around them."""
+"""Task folders of Harbor, each episode in a box: rewarded by its verifier alone, never for what failed around it."""
 
 from __future__ import annotations
 
@@ -36,7 +36,8 @@ task = json.load(open(os.environ["PENSTOCK_TASK"]))
 messages = [{"role": "user", "content": open("/run/penstock/instruction.md").read()}]
 while True:
     body = json.dumps({"model": "policy", "messages": messages}).encode()
-    request = urllib.request.Request(os.environ["OPENAI_BASE_URL"] + "/chat/completions", body, {"Content-Type": "application/json"})
+    url = os.environ["OPENAI_BASE_URL"] + "/chat/completions"
+    request = urllib.request.Request(url, body, {"Content-Type": "application/json"})
     answer = json.load(urllib.request.urlopen(request))["choices"][0]["message"]
     if answer["content"] == "done":
         break
@@ -63,18 +64,27 @@ def run(model: Path, tmp_path: Path, name: str, script: Sequence[str], *, tasks:
     return play(model, HARBOR, script, task, options=options, **{"episode_deadline_s": 600, "attempts": 1, **more})
 
 
-def changed(tmp_path: Path, name: str, **files: str) -> Path:
-    """Return a folder with a copy of a task in which some files are others."""
-    folder = shutil.copytree(TASKS / name, tmp_path / "tasks" / name)
+def changed(tmp_path: Path, **files: str) -> Path:
+    """Return a folder with a copy of the task count-words in which some files are others."""
+    folder = shutil.copytree(TASKS / "count-words", tmp_path / "tasks" / "count-words")
     for path, text in files.items():
         (folder / path).write_text(text)
     return folder.parent
 
 
+TOML_OF_WORDS = (TASKS / "count-words" / "task.toml").read_text()
+
+
+def timed(part: str, seconds: float) -> str:
+    before = f"[{part}]\ntimeout_sec = 60.0"
+    assert before in TOML_OF_WORDS
+    return TOML_OF_WORDS.replace(before, f"[{part}]\ntimeout_sec = {seconds}")
+
+
 @needs_boxes
 @pytest.mark.parametrize("name", SOLVED)
 def test_a_task_is_played_in_its_box_and_rewarded_by_its_verifier(model: Path, tmp_path: Path, name: str) -> None:
-    """Its solution is rewarded, so is a policy that solves it; one that does not gets the verifier's 0. What it left runs on until then."""
+    """Its solution is rewarded, and a policy that solves it; another gets the verifier's 0. What it left runs on."""
     script = [SOLVED[name], "done"]
     (episode,), engine = run(model, tmp_path, name, script, options={"checks_solution": True})
     assert (episode.status, episode.reward, episode.attempt) == ("done", 1.0, 0)
@@ -85,6 +95,7 @@ def test_a_task_is_played_in_its_box_and_rewarded_by_its_verifier(model: Path, t
     assert (episode.status, episode.reward) == ("done", 0.0)
 
 
+REWARD = "/logs/verifier/reward.txt"
 VERDICTS = {
     "true": "neither exists",
     ": > /logs/verifier/reward.txt": "found ''",
@@ -94,8 +105,8 @@ VERDICTS = {
     "echo 1 > /logs/verifier/reward.txt; echo '{\"score\": 1}' > /logs/verifier/reward.json": '{"score": 1}',
     "echo '{\"reward\": true}' > /logs/verifier/reward.json": '{"reward": true}',
     """echo '{"reward": 1, "passed": "all"}' > /logs/verifier/reward.json""": '"passed": "all"',
-    "echo 1 > /logs/verifier/reward.txt; kill -9 $$": "its verifier ended with 137",
-    "echo 1 > /logs/verifier/reward.txt; echo on its way; sleep 600": "no status within 1.5 s; the end of its verifier's output:\non its way",
+    f"echo 1 > {REWARD}; kill -9 $$": "its verifier ended with 137",
+    f"echo 1 > {REWARD}; echo wait; sleep 600": "no status within 1.5 s; the end of its verifier's output:\nwait",
     "mkdir /logs/verifier/reward.json; echo 1 > /logs/verifier/reward.txt; exit 3": "",
 }
 
@@ -105,13 +116,9 @@ VERDICTS = {
 def test_a_verifier_without_a_verdict_is_a_failure_and_no_reward(
     model: Path, tmp_path: Path, test: str, said: str
 ) -> None:
-    """Also where the agent left a reward before, and where a limit ended the episode; its exit status is not its verdict."""
-    toml = (
-        (TASKS / "count-words" / "task.toml")
-        .read_text()
-        .replace("[verifier]\ntimeout_sec = 60.0", "[verifier]\ntimeout_sec = 1.5")
-    )
-    tasks = changed(tmp_path, "count-words", **{"tests/test.sh": f"#!/bin/sh\n{test}\n", "task.toml": toml})
+    """Also where the agent left a reward before, and where a limit ended the episode; an exit status is no verdict."""
+    files = {"tests/test.sh": f"#!/bin/sh\n{test}\n", "task.toml": timed("verifier", 1.5)}
+    tasks = changed(tmp_path, **files)
     forged = "echo 1 > /logs/verifier/reward.txt; mkdir /tests; echo x > /tests/expected"
     found, _ = run(model, tmp_path, "count-words", [forged, "true", "true"], tasks=tasks, max_turns=2)
     if said:
@@ -130,12 +137,7 @@ class Slow(Engine):
 
 @needs_boxes
 def test_the_time_of_the_agent_is_the_tasks_own_and_a_box_that_ends_is_begun_again(model: Path, tmp_path: Path) -> None:
-    toml = (
-        (TASKS / "count-words" / "task.toml")
-        .read_text()
-        .replace("[agent]\ntimeout_sec = 60.0", "[agent]\ntimeout_sec = 3")
-    )
-    tasks = changed(tmp_path, "count-words", **{"task.toml": toml})
+    tasks = changed(tmp_path, **{"task.toml": timed("agent", 3)})
     solved = SOLVED["count-words"]
     found, _ = run(model, tmp_path, "count-words", [f"{solved}; sleep 600"], tasks=tasks)
     assert isinstance(found, TaskRefused)
@@ -180,9 +182,10 @@ def test_a_box_is_no_way_to_its_machine_and_leaves_nothing(model: Path, tmp_path
 
 
 ATTACKS = {
-    "forge": "echo 1 > /logs/verifier/reward.txt; for pid in /proc/[0-9]*; do printf '0\\n0\\n' > $pid/fd/1; done; sleep 1; exit 1",
-    "move": "for one in /logs /logs/verifier /tests; do umount $one; mv $one /x; done; mkdir -p /logs/verifier; echo 1 > /x/verifier/reward.txt",
-    "race": "setsid sh -c 'while :; do echo 1 >/logs/verifier/reward.txt; echo echo 1 >/tests/test.sh; done' >/dev/null 2>&1 &",
+    "forge": f"echo 1 > {REWARD}; for pid in /proc/[0-9]*; do printf '0\\n0\\n' > $pid/fd/1; done; sleep 1; exit 1",
+    "move": "for one in /logs /logs/verifier /tests; do umount $one; mv $one /x; done; "
+    "mkdir -p /logs/verifier; echo 1 > /x/verifier/reward.txt",
+    "race": f"setsid sh -c 'while :; do echo 1 >{REWARD}; echo echo 1 >/tests/test.sh; done' >/dev/null 2>&1 &",
     "read": "cat /proc/[0-9]*/cmdline /proc/[0-9]*/environ | tr '\\0' '\\n' | grep -a JUDGE | grep -v tr",
     "mount": "mount -o remount,rw,bind {agent}; echo x > {agent}/made; mount -t tmpfs no /mnt; umount /run/penstock",
 }
@@ -193,14 +196,10 @@ ATTACKS = {
 def test_an_agent_reaches_neither_the_verdict_nor_what_it_may_only_read(
     model: Path, tmp_path: Path, attack: str
 ) -> None:
-    """Nor do a task's variables reach the machine: ``LD_DEBUG_OUTPUT`` has the loader write a file, as ``LD_PRELOAD`` has it run code."""
+    """Nor do a task's variables reach the machine: ``LD_DEBUG_OUTPUT`` would have the loader write a file."""
     trace = f"[environment.env]\nLD_DEBUG = 'libs'\nLD_DEBUG_OUTPUT = '{tmp_path}/trace'\n"
-    toml = (TASKS / "count-words" / "task.toml").read_text()
-    tasks = changed(
-        tmp_path,
-        "count-words",
-        **{"task.toml": f"{toml}\n[verifier.env]\nKEY = 'JUDGE'\n{trace if attack == 'forge' else ''}"},
-    )
+    toml = f"{TOML_OF_WORDS}\n[verifier.env]\nKEY = 'JUDGE'\n{trace if attack == 'forge' else ''}"
+    tasks = changed(tmp_path, **{"task.toml": toml})
     script = [ATTACKS[attack].replace("{agent}", str(tmp_path / "agent")), "done"]
     (episode,), _ = run(model, tmp_path, "count-words", script, tasks=tasks)
     assert (episode.status, episode.reward) == ("done", 0.0), said(episode)
@@ -244,9 +243,9 @@ def readable(path: Path) -> bytes:
 @needs_boxes
 def test_a_solution_that_its_verifier_does_not_reward_refuses_the_task(model: Path, tmp_path: Path) -> None:
     missing = "FROM debian:12\nWORKDIR /app\nCOPY none.txt letter.txt ./\n"
-    tasks = changed(tmp_path / "broken", "count-words", **{"environment/Dockerfile": missing})
+    tasks = changed(tmp_path / "broken", **{"environment/Dockerfile": missing})
     assert "its set-up failed" in str(run(model, tmp_path, "count-words", ["true"], tasks=tasks)[0])
-    tasks = changed(tmp_path, "count-words", **{"solution/solve.sh": "#!/bin/sh\necho wrong; echo 8 > answer.txt\n"})
+    tasks = changed(tmp_path, **{"solution/solve.sh": "#!/bin/sh\necho wrong; echo 8 > answer.txt\n"})
     found, engine = run(model, tmp_path, "count-words", ["true"], tasks=tasks, options={"checks_solution": True})
     assert (type(found), engine.prompts) == (TaskRefused, [])
     assert re.search(r"its own solution is not rewarded: .*said:\nwrong", str(found), re.DOTALL)
@@ -289,7 +288,7 @@ NAMES = ("trajectory.json", "tests/.harborignore", "environment/.dockerignore")
                          + [({"environment/Dockerfile": text}, said) for text, said in FILES.items()]
                          + [({name: ""}, name) for name in NAMES])  # fmt: skip
 def test_what_a_box_cannot_do_is_refused_by_its_name(tmp_path: Path, files: dict[str, str], said: str) -> None:
-    folder = changed(tmp_path, "count-words", **files) / "count-words"
+    folder = changed(tmp_path, **files) / "count-words"
     offline = said != "the internet"
     if not said:
         assert read_task(folder, IMAGES, offline=True).seconds("agent.timeout_sec") == 10
@@ -302,7 +301,7 @@ def test_what_a_box_cannot_do_is_refused_by_its_name(tmp_path: Path, files: dict
 @pytest.mark.parametrize("target", ["/dev/zero", ""])
 def test_a_file_of_a_task_is_no_way_to_another(tmp_path: Path, name: str, target: str) -> None:
     """A link would be read without end, or hand over a file of the worker's user; a pipe would be waited for."""
-    folder = changed(tmp_path, "count-words") / "count-words"
+    folder = changed(tmp_path) / "count-words"
     (folder / name).unlink()
     (folder / name).symlink_to(target) if target else os.mkfifo(folder / name)
     with pytest.raises(RowUnfit, match=r"symbolic links|not a regular file"):
@@ -312,7 +311,8 @@ def test_a_file_of_a_task_is_no_way_to_another(tmp_path: Path, name: str, target
 @pytest.mark.parametrize(
     ("dockerfile", "workdir", "variables"),
     [
-        ("FROM debian:12\nENV PATH=\"/opt/bin:$PATH\" A=1\nENV B=${A}2\nWORKDIR /app/$B", "/app/12", {"PATH": "/opt/bin:" + _PATH, "A": "1", "B": "12"}),
+        ("FROM debian:12\nENV PATH=\"/opt/bin:$PATH\" A=1\nENV B=${A}2\nWORKDIR /app/$B", "/app/12",
+         {"PATH": "/opt/bin:" + _PATH, "A": "1", "B": "12"}),
         ("from debian:12\nenv LANG C.UTF-8\nworkdir /app", "/app", {"LANG": "C.UTF-8"}),
         ("FROM go AS b\nENV GO=1\nWORKDIR /b\nFROM debian:12\nCOPY --from=b /b /app\nWORKDIR app", "/app", {}),
         ("FROM debian:12 AS base\nENV A=1\nFROM base\nRUN <<EOF\nWORKDIR /none\nEOF\nWORKDIR /app", "/app", {"A": "1"}),
@@ -321,6 +321,6 @@ def test_a_file_of_a_task_is_no_way_to_another(tmp_path: Path, name: str, target
 def test_a_built_image_has_the_variables_and_the_folder_of_its_dockerfile(
     tmp_path: Path, dockerfile: str, workdir: str, variables: dict[str, str]
 ) -> None:
-    folder = changed(tmp_path, "count-words", **{"environment/Dockerfile": dockerfile}) / "count-words"
+    folder = changed(tmp_path, **{"environment/Dockerfile": dockerfile}) / "count-words"
     task = read_task(folder, {"count-words": "/image"}, offline=True)
     assert (task.workdir, task.variables) == (workdir, variables)

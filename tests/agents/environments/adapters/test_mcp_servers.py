@@ -1,17 +1,14 @@
-"""Tools of real MCP servers: results and errors are text for the policy, a failed server is nobody's reward, processes end."""
+"""Tools of real MCP servers: results and errors are text for the policy, a failed server gives no reward."""
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import gzip
 import os
 import signal
 import subprocess
 import sys
-import threading
-from collections.abc import Iterator, Sequence
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +16,7 @@ import pytest
 from tests.agents.environments.adapters.served_tools import ServedTools
 from tests.agents.environments.played import call, check_exact, engine_of, play, results, task_of
 from tests.agents.environments.test_program import read_pid, wait_until_ended
+from tests.json_server import JsonServer
 from tests.servers import needs
 
 from penstock.agents.environments import program_process
@@ -37,7 +35,7 @@ SERVER = Path(__file__).parent / "tool_server.py"
 
 
 def tools(model: Path, script: Sequence[str], task: Any = None, **options: Any) -> Any:
-    """Play one episode with a server that is a process; return the group's first episode, or why there is none, and the engine."""
+    """Play an episode with a server that is a process; return it, or why there is none, and the engine."""
     settings = {
         "reply_deadline_s": 200.0,
         **{name: options.pop(name) for name in ("attempts", "engine") if name in options},
@@ -48,7 +46,7 @@ def tools(model: Path, script: Sequence[str], task: Any = None, **options: Any) 
 
 
 def test_calls_of_tools_are_played_token_for_token(tool_model: Path) -> None:
-    """Two calls of one answer, then an answer without one; the reward is that of a tool that the policy does not see."""
+    """Two calls of one answer, then one without a call; the reward is that of a tool that the policy does not see."""
     script = [call("add", a=1, b=2) + "\n" + call("note", text="one"), call("note", text="two"), "3"]
     episode, engine = tools(tool_model, script)
     check_exact(episode, engine, tool_model, script)
@@ -68,7 +66,7 @@ def http() -> Iterator[ServedTools]:
 
 
 def test_what_goes_wrong_in_a_call_is_text_for_the_policy(tool_model: Path, http: ServedTools) -> None:
-    """A failing tool, an unknown one, wrong arguments, no answer in time, a long result, too many calls: the episode goes on."""
+    """A failing tool, an unknown one, wrong arguments, no answer in time, a long result, too many calls."""
     script = [
         call("fail"),
         call("judge", answer="3", ground_truth="3"),
@@ -95,7 +93,7 @@ def test_what_goes_wrong_in_a_call_is_text_for_the_policy(tool_model: Path, http
 
 
 def test_a_server_that_crashes_is_no_reward(tool_model: Path, tmp_path: Path) -> None:
-    """The episode is restarted with the same seed; after all attempts the group is refused with the server's last words."""
+    """The episode restarts with the same seed; after all attempts the group is refused with the server's last words."""
     crash = call("crash_once", marker=str(tmp_path / "marker"))
     episode, _ = tools(tool_model, [crash, crash, "3"])
     assert (episode.attempt, results(episode), episode.reward) == (1, ["alive"], 1.0)
@@ -190,52 +188,32 @@ def test_a_server_at_a_url_that_is_gone_has_failed(tool_model: Path) -> None:
     assert "MCP server web does not answer a call of add" in str(refused)
 
 
-class _Answers(BaseHTTPRequestHandler):
+class Answers(JsonServer):
     """Answers every request with bytes that are called JSON."""
 
-    content, encoding = b"", "identity"
+    def __init__(self, content: bytes, encoding: str) -> None:
+        self.content, self.headers = content, {"content-type": "application/json", "content-encoding": encoding}
+        super().__init__()
 
-    def do_POST(self) -> None:
-        self.rfile.read(int(self.headers["content-length"]))
-        self.send_response(200)
-        for name, value in (
-            ("content-type", "application/json"),
-            ("content-encoding", self.encoding),
-            ("content-length", len(self.content)),
-        ):
-            self.send_header(name, str(value))
-        self.end_headers()
-        with contextlib.suppress(OSError):
-            self.wfile.write(self.content)
+    def answer(self, method: str, path: str, body: Any, headers: Mapping[str, str]) -> tuple[int, Any]:
+        return 200, self.content
 
-    def log_message(self, format: str, *args: Any) -> None:
-        pass
+
+LONG = b'{"x": "' + b"x" * 70_000 + b'"}'
 
 
 @pytest.mark.parametrize(
     ("content", "encoding", "problem"),
     [
-        (
-            b'{"x": "' + b"x" * 70_000 + b'"}',
-            "identity",
-            "answers with more than 65536 bytes (options.max_message_bytes)",
-        ),
+        (LONG, "identity", "answers with more than 65536 bytes (options.max_message_bytes)"),
         (gzip.compress(b"x" * 1000, mtime=0), "gzip", "compresses its answer, which was not requested"),
     ],
     ids=["long", "compressed"],  # not made of the bytes
 )
 def test_an_answer_that_is_too_much_is_not_read(tool_model: Path, content: bytes, encoding: str, problem: str) -> None:
-    handler = type("Answers", (_Answers,), {"content": content, "encoding": encoding})
-    server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True)
-    thread.start()
-    try:
-        servers = {"web": {"url": f"http://127.0.0.1:{server.server_port}/mcp"}}
+    with Answers(content, encoding) as server:
+        servers = {"web": {"url": f"{server.url}/mcp"}}
         refused, _ = tools(tool_model, [], servers=servers, attempts=1, max_message_bytes=65_536)
-    finally:
-        server.shutdown()
-        server.server_close()
-        thread.join()
     assert problem in str(refused), str(refused)
 
 
@@ -244,8 +222,9 @@ import asyncio, os, pathlib, sys
 from penstock.agents.environments.adapters import mcp_connection
 shell = f"setsid sleep 600 & echo $! > {sys.argv[1]}/escaped; echo $$ > {sys.argv[1]}/direct; exec sleep 600"
 async def main():
-    known = mcp_connection.ServerProcess()
-    async with mcp_connection.over_process(["sh", "-c", shell], pathlib.Path("."), {"PATH": os.environ["PATH"]}, max_message_bytes=65536, known=known):
+    known, variables = mcp_connection.ServerProcess(), {"PATH": os.environ["PATH"]}
+    command = ["sh", "-c", shell]
+    async with mcp_connection.over_process(command, pathlib.Path("."), variables, max_message_bytes=65536, known=known):
         await asyncio.sleep(600)
 asyncio.run(main())
 """
@@ -316,7 +295,8 @@ def test_a_tool_that_no_server_has_is_named(tool_model: Path, http: ServedTools)
 
 
 def test_a_server_that_does_not_exit_is_killed(tmp_path: Path) -> None:
-    code = f"import os, signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); open({str(tmp_path / 'pid')!r}, 'w').write(str(os.getpid())); time.sleep(600)"
+    noted = f"open({str(tmp_path / 'pid')!r}, 'w').write(str(os.getpid()))"
+    code = f"import os, signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); {noted}; time.sleep(600)"
 
     async def run() -> None:
         known = mcp_connection.ServerProcess()

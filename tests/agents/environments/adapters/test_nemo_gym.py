@@ -1,4 +1,4 @@
-"""Episodes of a resources server with NeMo-Gym's protocol: tools, sessions, verification, and what a hostile or broken server answers."""
+"""Episodes of a server with NeMo-Gym's protocol: tools, sessions, verification, hostile and broken servers."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ import pytest
 from fastapi import Response
 from tests.agents.environments.played import call, check_exact, play, results, said, task_of
 
-from penstock.agents.environments.adapters import nemo_gym_environment, nemo_gym_session
-from penstock.agents.environments.adapters.nemo_gym_environment import NEMO_GYM, GymRow, NemoGymOptions
+from penstock.agents.environments.adapters import nemo_gym
+from penstock.agents.environments.adapters.nemo_gym import NEMO_GYM, GymRow, NemoGymOptions
 from penstock.agents.environments.over_http import servers
 from penstock.agents.environments.play import Row
 from penstock.agents.proxy.messages import Message, ToolCall
@@ -79,7 +79,7 @@ def episodes(
 
 
 def test_an_episode_is_verified_by_its_server(tool_model: Path, server: GymServer) -> None:
-    """Calls of one answer are made in turn, in one session; the server sees row and response, and its reward is the last turn's."""
+    """Calls of one answer are made in turn, in one session; the server sees row and response, and rewards the end."""
     script = [
         call("increment_counter", count=2) + "\n" + call("increment_counter", count=1),
         call("get_counter_value"),
@@ -103,7 +103,7 @@ def test_an_episode_is_verified_by_its_server(tool_model: Path, server: GymServe
 
 
 def test_what_goes_wrong_in_a_call_is_text_for_the_policy(tool_model: Path, server: GymServer) -> None:
-    """Wrong arguments, a refusal, an unknown tool, the server's own paths, a tool that raises, no answer in time: the episode goes on."""
+    """Wrong arguments, a refusal, an unknown tool, a tool that raises, no answer in time: the episode goes on."""
     server.instead["/get_counter_value"] = lambda: Response("x" * 300 + " KeyError", status_code=500)
     script = [
         call("increment_counter", count="many"),
@@ -130,8 +130,8 @@ def test_what_goes_wrong_in_a_call_is_text_for_the_policy(tool_model: Path, serv
 
 async def test_arguments_that_are_no_object_are_not_sent() -> None:
     options = NemoGymOptions.model_validate({"url": "http://127.0.0.1:9"})
-    sessions = nemo_gym_session.Sessions(options, ())
-    played = nemo_gym_environment.NemoGymPlay(1, Row((), None, row(), ""), options, sessions)
+    sessions = nemo_gym.Sessions(options, ())
+    played = nemo_gym.NemoGymPlay(1, Row((), None, row(), ""), options, sessions)
     given = ("[1]", "{", '{"count": NaN}', '{"count": 1, "count": 2}', '"\ud800"')
     calls = tuple(ToolCall(str(n), "increment_counter", text) for n, text in enumerate(given))
     reply = await played.step(Message("assistant", tool_calls=calls))
@@ -189,13 +189,13 @@ HOSTILE: list[tuple[str, Any, str]] = [
     ("/verify", answers('{"score": 1}'), "/verify answers no object with a reward"),
     ("/verify", answers('{"reward": 0, "mask_sample": true, "failure_kind": "judge"}'), "(mask_sample): judge: None"),
     ("/verify", answers("x" * 2000), "/verify answers with more than 1024 bytes"),
-    ("/verify", answers("", 307, Location="http://192.0.2.1/verify"), "HTTP 307: to 'http://192.0.2.1/verify', which is not followed"),
+    ("/verify", answers("", 307, Location="http://192.0.2.1"), "HTTP 307: to 'http://192.0.2.1', which is not"),
     ("/increment_counter", answers(b"\xff"), "/increment_counter answers what is not UTF-8"),
     ("/increment_counter", answers("x" * 2000), "/increment_counter answers with more than 1024 bytes"),
     ("/increment_counter", answers("", 302, Location="/verify"), "HTTP 302: to '/verify', which is not followed"),
     ("/increment_counter", answers("", 503), "/increment_counter answers HTTP 503"),
     ("/increment_counter", answers("", 401), "/increment_counter answers HTTP 401"),
-    ("/increment_counter", answers('{"detail":"Not Found"}', 404), "has no tool increment_counter, which the row names"),
+    ("/increment_counter", answers('{"detail":"Not Found"}', 404), "has no tool increment_counter, which the row"),
     ("/increment_counter", cookies, "sets cookies of more than 8192 characters"),
     ("/seed_session", answers("hello"), "/seed_session answers with something other than JSON"),
     ("/seed_session", answers("{}", 422), "/seed_session answers HTTP 422"),
@@ -230,8 +230,7 @@ def test_an_episode_is_begun_again_with_its_seed(tool_model: Path, server: GymSe
 
 def test_a_server_that_hangs_has_failed(tool_model: Path, server: GymServer, monkeypatch: pytest.MonkeyPatch) -> None:
     """A call has no answer, and nothing else has one either; a verification takes too long."""
-    monkeypatch.setattr(nemo_gym_session, "ALIVE_WITHIN_S", 0.3)
-    monkeypatch.setattr(nemo_gym_environment, "ALIVE_WITHIN_S", 0.3)
+    monkeypatch.setattr(nemo_gym, "ALIVE_WITHIN_S", 0.3)
     server.instead["/"] = server.instead["/verify"] = never
     refused, _ = episodes(tool_model, server, [call("wait")], attempts=1, call_deadline_s=0.3)
     assert "did not answer a call of wait, and does not answer GET / either: no answer within 0.3 s" in str(refused)
