@@ -7,10 +7,10 @@ import random
 import threading
 import time
 from collections.abc import Callable, Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
+from tests.json_server import Handler, HttpServer
 
 from penstock.protocol.config.connection import S3Settings
 from penstock.protocol.errors import (
@@ -41,31 +41,17 @@ def xml(body: str, status: int = 200, kind: str = "application/xml", **headers: 
     return status, kind, body.encode(), headers
 
 
-class Handler(BaseHTTPRequestHandler):
+class S3Handler(Handler):
     """Answers as ``wrong`` says, and as S3 does when that returns None."""
 
-    protocol_version = "HTTP/1.1"
     wrong: Callable[[str, Answer, str], Answer | None]
-    num_requests = 0
 
-    def log_message(self, format: str, *args: object) -> None:
-        pass
-
-    def _serve(self) -> None:
-        type(self).num_requests += 1
-        self.rfile.read(int(self.headers.get("Content-Length") or 0))
+    def serve(self) -> None:
+        self.body()
         right = self._right()
-        answer = type(self).wrong(
-            self.command, right, self.headers.get("Authorization", "") + self.headers.get("X-Amz-Security-Token", "")
-        )
-        status, kind, body, headers = answer or right
-        self.send_response(status)
-        for name, value in ({"Content-Type": kind, "Content-Length": str(len(body))} | headers).items():
-            if value:
-                self.send_header(name, value)
-        self.end_headers()
-        if self.command != "HEAD":
-            self.wfile.write(body)
+        login = self.headers.get("Authorization", "") + self.headers.get("X-Amz-Security-Token", "")
+        status, kind, body, headers = type(self).wrong(self.command, right, login) or right
+        self.answer(status, body, {"Content-Type": kind, **headers} if kind else headers)
 
     def _right(self) -> Answer:
         etag = {"ETag": f'"{ETAG}"'}
@@ -82,29 +68,20 @@ class Handler(BaseHTTPRequestHandler):
             return 204, "", b"", {}
         return 200, "application/octet-stream", DATA if self.command != "PUT" else b"", etag
 
-    do_GET = do_HEAD = do_PUT = do_POST = do_DELETE = _serve  # noqa: N815
-
 
 @pytest.fixture
 def serve() -> Iterator[Callable[..., S3Settings]]:
-    servers: list[ThreadingHTTPServer] = []
+    servers: list[HttpServer] = []
 
     def start(wrong: Callable[[str, Answer, str], Answer | None], **more: object) -> S3Settings:
-        handler = type("Wrong", (Handler,), {"wrong": staticmethod(wrong), "num_requests": 0})
-        servers.append(ThreadingHTTPServer(("127.0.0.1", 0), handler))
-        servers[-1].daemon_threads = True
-        threading.Thread(target=servers[-1].serve_forever, args=(0.02,), daemon=True).start()
-        login = (
-            {}
-            if "credentials" in more or "access_key_file" in more
-            else {"access_key": "k", "secret_key": "secret-key"}
-        )
-        return S3Settings.model_validate({"endpoint": f"http://127.0.0.1:{servers[-1].server_port}", **login, **more})
+        servers.append(HttpServer(type("Wrong", (S3Handler,), {"wrong": staticmethod(wrong)})))
+        has_login = "credentials" in more or "access_key_file" in more
+        login = {} if has_login else {"access_key": "k", "secret_key": "secret-key"}
+        return S3Settings.model_validate({"endpoint": servers[-1].url, **login, **more})
 
     yield start
     for server in servers:
-        server.shutdown()
-        server.server_close()
+        server.close()
 
 
 def operations(settings: S3Settings, folder: Path, deadline_s: float) -> dict[str, Callable[[], object]]:
