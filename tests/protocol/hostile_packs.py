@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
-from tests.groups import make_group, make_task
-from tests.protocol.packs.written_packs import table_of, written
+from tests.groups import make_group
+from tests.protocol.packs.written_packs import table_of, task_of, written
 
-from penstock.protocol.groups import AbandonedCompletion, GeneratedGroup, Task
+from penstock.protocol.groups import AbandonedCompletion, GeneratedGroup, Sampling, Task
 from penstock.protocol.packs import group_pack
 from penstock.protocol.packs.task_promise import TaskPromise
 from penstock.protocol.trajectory import Group
@@ -28,9 +28,7 @@ def honest_group() -> Group:
 
 
 def honest_task() -> Task:
-    group = honest_group()
-    task = make_task(GROUP_ID, group_size=SIZE, prompt_ids=(5, 6, 7, 8), issued_version=2)
-    return task.model_copy(update={"prompt_text": group.prompt_text, "reward": group.reward})
+    return task_of(honest_group(), sampling=Sampling(max_new_tokens=16))
 
 
 @dataclass(frozen=True, slots=True)

@@ -77,29 +77,9 @@ def test_the_age_of_an_abandoned_version_is_the_number_of_updates_through_the_br
     assert tree.ages(PolicyVersion(17), map(PolicyVersion, (8, 11, 16))) == {8: 4, 11: 3}
     with pytest.raises(ValueError, match="newer"):
         age(tree, 17, 18)
-
-
-def test_a_branch_of_a_branch_parts_where_the_older_one_does():
-    """Two sessions were rolled back to 10, the second to an older checkpoint chosen by hand, and the third to 8."""
-    steps = numbered({v: v for v in range(15)} | {15: 10, 16: 11, 17: 6, 18: 7, 19: 8, 20: 8})
-    tree = VersionTree()
-    tree.begin_session(steps, branch(8, 20))
-    assert [age(tree, 20, v) for v in (8, 9, 14, 15, 16)] == [0, 1, 6, 2, 3]
-    assert [age(tree, 20, v) for v in (17, 18, 19)] == [2, 3, 4]  # they part from the others at step 6
-    tree.begin_session({**steps, PolicyVersion(23): 9}, branch(21, 23))
-    assert [age(tree, 23, v) for v in (8, 14, 20, 21)] == [1, 7, 1, 0]
+    tree.begin_session(numbered({v: v for v in range(15)} | {15: 10, 20: 11}), branch(16, 20))
     with pytest.raises(ValueError, match="its step is not known"):
-        age(tree, 23, 22)
-
-
-def test_steps_made_again_of_the_same_groups_join_the_branch():
-    tree = VersionTree()
-    tree.begin_session(numbered({v: v for v in range(15)} | {15: 10}), branch(10, 15))
-    for _ in range(3):
-        tree.mark_remade(PolicyVersion(15), PolicyVersion(10))
-    assert [age(tree, 15, v) for v in (10, 11, 14)] == [0, 1, 4]
-    assert [age(tree, 18, v) for v in (10, 12, 13, 14)] == [3, 1, 0, 1]
-    assert [age(tree, 20, v) for v in (12, 13, 14)] == [3, 2, 3]
+        age(tree, 20, 19)
 
 
 class Sessions:

@@ -10,10 +10,10 @@ import pytest
 from pydantic import ValidationError
 from tests.episodes import forked, group_of, make_row, one_turn
 from tests.groups import make_group
-from tests.protocol.packs.written_packs import altered, table_of
+from tests.protocol.packs.written_packs import altered, table_of, task_of
 
 from penstock.protocol.errors import PackError
-from penstock.protocol.groups import BlobRef, RewardRequest, Sampling, Task
+from penstock.protocol.groups import BlobRef, RewardRequest
 from penstock.protocol.packs import group_pack, pack_bounds
 from penstock.protocol.packs.task_promise import TaskPromise
 
@@ -186,18 +186,10 @@ def test_a_message_names_rows_for_every_episode_or_none() -> None:
             pack_bounds.check_message(pack, [summary.model_copy(update=changes)])
 
 
-def _task(**changes: Any) -> Task:
-    given: dict[str, Any] = {
-        "group_id": GROUP.group_id, "prompt_ids": (1,), "prompt_text": GROUP.prompt_text, "group_size": 3,
-        "sampling": Sampling(max_new_tokens=8), "reward": GROUP.reward, "split": "train", "issued_version": 1,
-        "environment": "lookup", "min_episodes": 2,
-    }  # fmt: skip
-    return Task(**given | changes)
-
-
 def test_a_group_of_episodes_is_held_against_its_task() -> None:
     """Not fewer episodes than the least, not more than the group's size, of this prompt and reward, and of an environment."""
-    TaskPromise.of(_task()).check(GROUP)
+    asked = {"group_size": 3, "min_episodes": 2}
+    TaskPromise.of(task_of(GROUP, **asked)).check(GROUP)
     refused = {
         "2 trajectories, its task asked for 3": {"min_episodes": None},
         "asked for 1": {"group_size": 1, "min_episodes": 1},
@@ -207,7 +199,7 @@ def test_a_group_of_episodes_is_held_against_its_task() -> None:
     }
     for found, changes in refused.items():
         with pytest.raises(PackError, match=found):
-            TaskPromise.of(_task(**changes)).check(GROUP)
+            TaskPromise.of(task_of(GROUP, **asked | changes)).check(GROUP)
 
 
 def test_a_given_reward_that_is_not_finite_is_refused_where_texts_are_read() -> None:

@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 from tests.episodes import forked, group_of, one_turn
 from tests.groups import make_group
-from tests.protocol.packs.written_packs import altered, table_of
+from tests.protocol.packs.written_packs import altered, table_of, task_of
 from tests.trainer.groups.stored_groups import taught
 
 from penstock.protocol.episode import Episode
 from penstock.protocol.errors import PackError
-from penstock.protocol.groups import RouterShape, Sampling, Task
+from penstock.protocol.groups import RouterShape, Sampling
 from penstock.protocol.packs import group_pack, optional_columns, pack_bounds
 from penstock.protocol.packs.task_promise import TaskPromise, TaskSettings
 from penstock.protocol.token_annotations import ExpertChoices, dtype_of
@@ -22,6 +22,7 @@ from penstock.protocol.trajectory import Group
 
 SMALL = RouterShape(num_layers=3, num_experts=8, top_k=2)
 LARGE = RouterShape(num_layers=2, num_experts=300, top_k=4)
+ROUTED = Sampling(max_new_tokens=64, routers=SMALL)
 PROMPT = (5, 6, 7, 8, 9, 10)
 
 
@@ -118,7 +119,7 @@ def test_rows_of_an_episode_share_the_choices_of_the_row_that_they_continue() ->
             assert other.experts is not None
             np.testing.assert_array_equal(one.experts.ids, other.experts.ids)
     with pytest.raises(PackError, match=r"choices of no experts, its task asked for those of 2 of 8 experts"):
-        TaskPromise.of(asking(whole)).check(group_of(forked(), one_turn(2)))
+        TaskPromise.of(task_of(whole, sampling=ROUTED)).check(group_of(forked(), one_turn(2)))
 
 
 def test_choices_that_no_reader_would_hold_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -183,17 +184,9 @@ def test_a_hostile_pack_of_experts_is_refused(column: str, change: Callable[[lis
         group_pack.decode(altered(routed(group(), SMALL), column, change))
 
 
-def asking(group: Group) -> Task:
-    return Task(
-        group_id=group.group_id, prompt_ids=PROMPT, prompt_text=group.prompt_text, group_size=3,
-        sampling=Sampling(max_new_tokens=64, routers=SMALL), reward=group.reward, split="train", attempt=group.attempt, issued_version=1,
-        environment="lookup" if group.episodes else "single_turn",
-    )  # fmt: skip
-
-
 def test_a_group_that_lacks_its_experts_breaks_the_promise_of_its_task() -> None:
     plain = group()
-    task = asking(plain)
+    task = task_of(plain, sampling=ROUTED)
     promise = TaskPromise.of(task)
     promise.check(routed(plain, SMALL))
     for other, named in ((plain, "no experts"), (routed(plain, LARGE), "4 of 300 experts in 2 layers")):
