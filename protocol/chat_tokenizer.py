@@ -33,9 +33,7 @@ _T = TypeVar("_T")
 _MAX_TOKEN_IDS = 2**31
 _ANSWER = {"role": "assistant", "content": "SEAM"}
 
-_ORDINARY_TAGS = re.compile(
-    r"think|tool_call|tool_response|image", re.IGNORECASE
-)  # of answers, and images, which are counted
+_ORDINARY_TAGS = re.compile(r"think|tool_call|tool_response|image", re.IGNORECASE)  # of answers; images are counted
 _SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
@@ -68,11 +66,12 @@ class ChatTokenizer:
     ) -> ChatTokenizer:
         """Read a model folder; raises UnsupportedModel naming the file that is missing or invalid.
 
-        ``arguments`` are passed to the chat template. Without a template a model is refused only if it ``needs_template``.
+        ``arguments`` are passed to the chat template. Without a template a model is refused only if it
+        ``needs_template``.
         """
         if not folder.is_dir():
             raise UnsupportedModel(
-                f"model.path = {folder}: no such folder; set it to a Hugging Face model folder or a GGUF file"
+                f"model.path = {folder}: no such folder; set it to a Hugging Face folder or a GGUF file"
             )
         path = folder / "tokenizer.json"
         if not path.is_file():
@@ -182,9 +181,7 @@ class ChatTokenizer:
 
     def lost_characters(self, text: str) -> set[str]:
         """Return those of a text that are part of no token, or of the token of unknown characters; white space does not count."""
-        unknown_text = self._special_tokens.get(
-            "unk_token", ""
-        )  # which may itself stand in the text: some models begin with it
+        unknown_text = self._special_tokens.get("unk_token", "")  # some models begin a text with it
         unknown = self._tokenizer.token_to_id(unknown_text)
         with _refusing_panics():
             encoding = self._tokenizer.encode(text, add_special_tokens=False)
@@ -355,14 +352,12 @@ def _vocabulary(folder: Path) -> int | None:
     size = config.get("vocab_size", text_config.get("vocab_size") if isinstance(text_config, dict) else None)
     if size is not None and (type(size) is not int or not 0 < size < _MAX_TOKEN_IDS):
         raise UnsupportedModel(
-            f"{folder / 'config.json'}: vocab_size: expected a positive number, got {str(size)[:80]}"
+            f"{folder / 'config.json'}: vocab_size: expected a positive number, got {str(size)[:60]}"
         )
     return size
 
 
-LENGTH_DEPENDENT = frozenset(
-    {"dynamic", "longrope", "su"}
-)  # types of rotary embeddings; su is an older name of longrope
+LENGTH_DEPENDENT = frozenset({"dynamic", "longrope", "su"})  # rotary embeddings; su is an older longrope
 
 
 def model_context_tokens(folder: Path) -> int | None:

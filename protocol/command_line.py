@@ -1,7 +1,8 @@
 """Command lines from typed functions; the only file that imports cyclopts.
 
-A parameter of the function is an argument or an option, its annotation gives type and help, and its docstring is the help text: the verb
-of `penstock`, its help, its completion, and ``python -m`` of a module come from that one declaration.
+A parameter of the function is an argument or an option, its annotation gives type and help, and its docstring is the
+help text: the verb of `penstock`, its help, its completion, and ``python -m`` of a module come from that one
+declaration.
 """
 
 from __future__ import annotations
@@ -23,9 +24,7 @@ __all__ = [
 
 USAGE_ERROR = 2  # exit code
 FLAT = Parameter(name="*")  # the fields of a dataclass are options of the command
-RunArguments = Annotated[
-    str, Parameter(allow_leading_hyphen=True, help="Run files, and settings as section.key=value.")
-]
+RunArguments = Annotated[str, Parameter(allow_leading_hyphen=True, help="Run files; settings as section.key=value.")]
 RunName = Annotated[str, Parameter(help="Name of the run.")]
 Json = Annotated[bool, Parameter(help="Print JSON instead of text.")]
 _typed: ContextVar[Sequence[str] | None] = ContextVar("typed", default=None)
@@ -67,8 +66,8 @@ def arguments_of(app: App) -> list[Argument]:
 def program(name: str, function: Callable[..., int], *, error: int | None = 1) -> Callable[..., int]:
     """Return the ``main`` of a module with one command.
 
-    It takes arguments, those of the process by default, and returns the exit code: ``error`` after a PenstockError, which is
-    explained on stderr (None: it is raised), 130 after Ctrl-C.
+    It takes arguments, those of the process by default, and returns the exit code: ``error`` after a PenstockError,
+    which is explained on stderr (None: it is raised), 130 after Ctrl-C.
     """
 
     def main(arguments: Sequence[str] | None = None) -> int:

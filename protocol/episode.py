@@ -1,8 +1,8 @@
 """An episode: everything that one policy sampled in one play of an environment, as rows of token ids; pure.
 
-The messages of an episode form a tree. Each leaf that counts is a row: the token ids on the path from a root to it, as they
-were sent to the engine and sampled, never tokenised again. Two rows that share the beginning of their path share it in the
-store too: the later row names the earlier one (``parent``) and how many tokens are the same (``prefix_len``).
+The messages of an episode form a tree. Each leaf that counts is a row: the token ids on the path from a root to it, as
+they were sent to the engine and sampled, never tokenised again. Two rows that share the beginning of their path share
+it in the store too: the later row names the earlier one (``parent``) and how many tokens are the same (``prefix_len``).
 
 A sampled token is trained once. It is counted in the first row that holds it; in every other row it is context, so its
 loss mask there is False. A turn is the tokens of one answer of the policy, without a gap, in one row.
@@ -86,9 +86,7 @@ class EpisodeRow:
                 f"of a row of {len(self.trajectory.token_ids)}; every row has a turn, and every sampled token is in one"
             )
         if self.trajectory.finish_reason not in ("stop", "length", "abort"):
-            raise PackError(
-                f"a row's finish reason is {self.trajectory.finish_reason!r}, expected stop, length or abort"
-            )
+            raise PackError(f"a row ends by {self.trajectory.finish_reason!r}, expected stop, length or abort")
         if self.trajectory.loss_mask[0]:
             raise PackError("the first token of a row is sampled; expected at least one token of context before it")
         if (self.parent is None) != (self.prefix_len == 0) or self.prefix_len < 0:
@@ -101,8 +99,8 @@ class EpisodeRow:
 class Episode:
     """One play of an environment by the policy. Raises PackError on construction for anything inconsistent.
 
-    Only a trainable episode goes into a group: `done`, `truncated`, or `timeout` of the policy. The others are redone with
-    the same seed, and are missing from their group when no attempt succeeded.
+    Only a trainable episode goes into a group: `done`, `truncated`, or `timeout` of the policy. The others are redone
+    with the same seed, and are missing from their group when no attempt succeeded.
     """
 
     episode_id: str  # unique in the run, the same in every attempt
@@ -228,9 +226,7 @@ def _check_prefix(rows: Sequence[EpisodeRow], number: int) -> None:
     if not np.array_equal(mine.token_ids[:length], theirs.token_ids[:length]):
         raise PackError(f"row {number} does not begin with the first {length} tokens of row {row.parent}")
     if _images_before(mine, length) != _images_before(theirs, length):
-        raise PackError(
-            f"row {number} has other images than row {row.parent} in the first {length} tokens that they share"
-        )
+        raise PackError(f"row {number} has other images than row {row.parent} in the {length} tokens that they share")
     if mine.loss_mask[:length].any():
         raise PackError(f"row {number} counts a sampled token of row {row.parent} again")
 

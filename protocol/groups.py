@@ -20,9 +20,7 @@ Split = Literal["train", "eval"]
 FinishReason = Literal["stop", "length", "abort"]
 AbandonReason = Literal["aborted", "surplus"]
 Identifier = Annotated[str, Field(min_length=1, max_length=200, pattern=r"^[A-Za-z0-9_.:#-]+$")]
-RewardName = Annotated[
-    str, Field(min_length=1, max_length=200, pattern=r"^[A-Za-z0-9_.:#/-]+$")
-]  # rewards/mine.py:score
+RewardName = Annotated[str, Field(min_length=1, max_length=200, pattern=r"^[A-Za-z0-9_.:#/-]+$")]  # rewards/my.py:f
 Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 Count = Annotated[int, Field(ge=0, le=2**53)]
 Finite = Annotated[float, Field(allow_inf_nan=False)]
@@ -148,8 +146,8 @@ class RowImages(Wire):
 class Sampling(Wire):
     """How the engine samples. ``temperature`` 0 is greedy; ``top_p`` and ``top_k`` at 1 and -1 are off.
 
-    A completion also ends with the first token that completes one of ``stop`` in its text. The tokens of the stop string are
-    part of the completion, and so is its text: nothing is cut away or tokenised again.
+    A completion also ends with the first token that completes one of ``stop`` in its text. The tokens of the stop
+    string are part of the completion, and so is its text: nothing is cut away or tokenised again.
     """
 
     max_new_tokens: Annotated[int, Field(ge=1, le=1_000_000)]
@@ -230,8 +228,8 @@ class Task(Wire):
 class AbandonedCompletion(Wire):
     """A completion that was started and is not part of its group, since enough others had ended before it.
 
-    ``aborted``: the engine ended it on request; ``surplus``: it had ended by itself when that was requested, or together with
-    the last one that was needed.
+    ``aborted``: the engine ended it on request; ``surplus``: it had ended by itself when that was requested, or
+    together with the last one that was needed.
     """
 
     reason: AbandonReason
@@ -241,8 +239,8 @@ class AbandonedCompletion(Wire):
 class GeneratedGroup(Wire):
     """One group of a pack, as generated; ``row_group`` is its row group in the Parquet object.
 
-    Lengths and finish reasons are one for each trajectory: of an episode, those of all its rows together. The object does
-    not hold completions that were ``abandoned``.
+    Lengths and finish reasons are one for each trajectory: of an episode, those of all its rows together. The object
+    does not hold completions that were ``abandoned``.
     """
 
     group_id: Identifier

@@ -1,9 +1,10 @@
 """Seals: which files of a run's folder this user wrote at their place, so that what they name may be used.
 
-A folder of runs may hold a folder that somebody else sent. What it names (commands, code, addresses, files of secrets) is used only
-from a sealed file. A seal is the HMAC-SHA256 of the file's absolute path and content under a key of this user, which is outside of
-every folder of runs: ``$PENSTOCK_SEAL_KEY_FILE``, else ``penstock/seal.key`` below ``$XDG_STATE_HOME`` or ``~/.local/state``. It is
-stored beside the file as ``.NAME.seal``; a copied, moved or changed file has none.
+A folder of runs may hold a folder that somebody else sent. What it names (commands, code, addresses, files of secrets)
+is used only from a sealed file. A seal is the HMAC-SHA256 of the file's absolute path and content under a key of this
+user, which is outside of every folder of runs: ``$PENSTOCK_SEAL_KEY_FILE``, else ``penstock/seal.key`` below
+``$XDG_STATE_HOME`` or ``~/.local/state``. It is stored beside the file as ``.NAME.seal``; a copied, moved or changed
+file has none.
 """
 
 from __future__ import annotations
@@ -30,8 +31,8 @@ _PARTS = frozenset({"store", "trackers"})  # folders inside of a run's whose fil
 def write(path: Path, data: bytes | str, *, at: Path | None = None, sync: bool = False, optional: bool = False) -> None:
     """Replace a file and its seal. Killed at any time, this leaves the old content or the new one, and a seal that fits.
 
-    ``at`` is the path that the file will have, where its folder is renamed later. Raises ConfigError when this user can have no key;
-    with ``optional`` the file is written without a seal then, and a warning is logged. Raises OSError.
+    ``at`` is the path that the file will have, where its folder is renamed later. Raises ConfigError when this user can
+    have no key; with ``optional`` the file is written without a seal then, and a warning is logged. Raises OSError.
     """
     content = data.encode() if isinstance(data, str) else data
     try:
@@ -110,9 +111,8 @@ def _fits(path: Path, content: bytes) -> bool:
 
 def _stored(path: Path) -> list[str]:
     try:
-        return [
-            text for text in read_regular(_seal_file(path), 4096).decode("ascii").split() if len(text) == _SEAL_CHARS
-        ]
+        stored = read_regular(_seal_file(path), 4096).decode("ascii").split()
+        return [text for text in stored if len(text) == _SEAL_CHARS]
     except (OSError, ValueError):
         return []
 
@@ -143,9 +143,7 @@ def _key(environ: Mapping[str, str]) -> bytes:
                 new.flush()
                 os.link(new.name, path)  # another process may be faster: its key is taken
         if (mode := path.stat().st_mode) & 0o022:
-            raise ConfigError(
-                f"the key {path} can be written by others (mode {mode & 0o777:03o}); run: chmod go-w {path}"
-            )
+            raise ConfigError(f"others can write the key {path} (mode {mode & 0o777:03o}); run: chmod go-w {path}")
         key = path.read_bytes()
     except (OSError, RuntimeError) as err:
         raise ConfigError(

@@ -1,8 +1,9 @@
 """The one rule for what is secret in settings and texts, and how an option gets a secret that no run file holds.
 
-A value is secret when its field says so (``repr=False``), by the name of its key, when it belongs to a table of variables or headers,
-when a part of it has the form of a known credential, or when this process read it from a file or variable of secrets. Settings pass
-`hide` and texts `scrub` wherever they are shown: `config show`, the Runs API, cards, reports, trackers, logs and tracebacks.
+A value is secret when its field says so (``repr=False``), by the name of its key, when it belongs to a table of
+variables or headers, when a part of it has the form of a known credential, or when this process read it from a file or
+variable of secrets. Settings pass `hide` and texts `scrub` wherever they are shown: `config show`, the Runs API, cards,
+reports, trackers, logs and tracebacks.
 """
 
 from __future__ import annotations
@@ -183,9 +184,7 @@ def hide(path: Sequence[str], value: Any, *, with_texts: bool = True) -> Any:
         path and _is_table(path, len(path) - 1) and (assigned := _ASSIGNED.fullmatch(value))
     ):  # ["NAME=value", "Name: value"]
         return value if _is_reference(assigned[2]) else assigned[1] + MASK
-    if path and not _ADDRESSES.isdisjoint(
-        _words(path[-1])[-1:]
-    ):  # what stands before @ there is a login, however short
+    if path and not _ADDRESSES.isdisjoint(_words(path[-1])[-1:]):  # what is before @ there is a login, however short
         value = _LOGIN.sub(f"{MASK}@", value)
     is_secret = any(_is_secret_name(part, value) for part in _names(path))
     return MASK if is_secret else scrub(value) if with_texts else value
@@ -259,8 +258,9 @@ def resolved(
 ) -> dict[str, Any]:
     """Return options with the secrets that they name: ``"env:NAME"`` as that variable, ``X_file`` of X as the file's content.
 
-    A file stands for X in a table of variables or headers, and where X is among the ``fields`` of the options and ``X_file`` is not.
-    Raises ConfigError, which names the option below ``key``, for a variable that is not set and a file that cannot be read.
+    A file stands for X in a table of variables or headers, and where X is among the ``fields`` of the options and
+    ``X_file`` is not. Raises ConfigError, which names the option below ``key``, for a variable that is not set and a
+    file that cannot be read.
     """
     values: dict[str, Any] = {}
     in_table = _is_table(key.split("."), key.count("."))

@@ -6,11 +6,12 @@
 | ``ID.wanted``  | a rank of the trainer, alone               | engines release the device as soon as they can |
 | ``ID.held``    | a rank of the trainer alone, or engines together | whose memory may be on the device      |
 
-The kernel releases a lock when the last process that has its open file exits, also after SIGKILL: no state has to be repaired. An
-engine's server inherits the open file of its worker (`inherited`), so a device stays held until both have exited.
+The kernel releases a lock when the last process that has its open file exits, also after SIGKILL: no state has to be
+repaired. An engine's server inherits the open file of its worker (`inherited`), so a device stays held until both have
+exited.
 
-Nobody waits for one device while holding another, but for ranks of the trainer: engines hold all of their devices or none, and release
-them all when one is wanted.
+Nobody waits for one device while holding another, but for ranks of the trainer: engines hold all of their devices or
+none, and release them all when one is wanted.
 """
 
 from __future__ import annotations
@@ -24,7 +25,6 @@ import stat
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Literal
 
 from penstock.protocol.errors import ConfigError, DeviceTaken
@@ -85,9 +85,7 @@ class SharedDevices:
             raise
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def close(self) -> None:
@@ -142,11 +140,8 @@ class SharedDevices:
             for path in sorted(self._folder.glob(f"{name}.*.json")):
                 with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
                     record = json.loads(path.read_text())
-                    exited = (
-                        ""
-                        if Path(f"/proc/{record['pid']}").exists()
-                        else ", which has exited; its engine may still be ending"
-                    )
+                    is_there = Path(f"/proc/{record['pid']}").exists()
+                    exited = "" if is_there else ", which has exited; its engine may still be ending"
                     found.append(
                         f"{name}: {record['role']} of run {record['run_id']} (pid {record['pid']}{exited}), "
                         f"for {now - record['since']:.0f} s"

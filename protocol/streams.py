@@ -65,8 +65,9 @@ class ConsumerSpec:
 class BucketSpec:
     """One key-value bucket; ``ttl_s`` 0: keys do not expire.
 
-    A write to one that is not ``synced`` does not wait for the disk: the newest values are lost when the server crashes.
-    With ``key_ttls`` a writer may give a key a TTL of its own, also one that never ends: readers ignore what is older than ``ttl_s``.
+    A write to one that is not ``synced`` does not wait for the disk: the newest values are lost when the server
+    crashes. With ``key_ttls`` a writer may give a key a TTL of its own, also one that never ends: readers ignore what
+    is older than ``ttl_s``.
     """
 
     bucket: str
@@ -107,10 +108,9 @@ def streams(run_id: str, limits: StreamLimits | None = None) -> tuple[StreamSpec
         return StreamSpec(stream_name(run_id, stage), of_splits, "workqueue", max_msgs, limits.max_bytes)
 
     def watched(stage: StreamStage, subject: Callable[[str], str], max_msgs: int, **more: Any) -> StreamSpec:
-        of_stage = StreamSpec(
-            stream_name(run_id, stage), (subject(run_id),), "limits", max_msgs, limits.max_bytes, **more
-        )
-        return replace(of_stage, consumer_idle_s=CONSUMER_IDLE_S, announces=True)
+        name, of_stage = stream_name(run_id, stage), (subject(run_id),)
+        spec = StreamSpec(name, of_stage, "limits", max_msgs, limits.max_bytes, **more)
+        return replace(spec, consumer_idle_s=CONSUMER_IDLE_S, announces=True)
 
     return (
         queue("tasks", subjects.tasks, limits.max_tasks),

@@ -1,11 +1,13 @@
 """What a pack may hold about tokens besides their log-probabilities: the experts that computed them, and what a teacher says of them; pure.
 
-A router chooses ``top_k`` of a layer's experts for every token. A trainer whose routers choose others for the same tokens than the
-engine's computes another policy than the one that sampled: rounding, or weights that are a version newer, are enough. So a pack
-stores the engine's choices, and the trainer computes with those (Rollout Routing Replay, arXiv:2510.11370).
+A router chooses ``top_k`` of a layer's experts for every token. A trainer whose routers choose others for the same
+tokens than the engine's computes another policy than the one that sampled: rounding, or weights that are a version
+newer, are enough. So a pack stores the engine's choices, and the trainer computes with those (Rollout Routing Replay,
+arXiv:2510.11370).
 
-A teacher is any model of the same vocabulary that is not trained. A rollout worker asks it for every group whose task wants it
-(`Task.teacher_top_k`), and the pack stores its log-probabilities, so that a replay trains on the very same numbers.
+A teacher is any model of the same vocabulary that is not trained. A rollout worker asks it for every group whose task
+wants it (`Task.teacher_top_k`), and the pack stores its log-probabilities, so that a replay trains on the very same
+numbers.
 """
 
 from __future__ import annotations
@@ -79,9 +81,7 @@ class ExpertChoices:
         if (highest := int(self.ids.max())) >= self.shape.num_experts:
             raise PackError(f"a token has expert {highest}, expected one of 0 to {self.shape.num_experts - 1}")
         if self.shape.top_k > 1 and not bool((self.ids[:, :, 1:] > self.ids[:, :, :-1]).all()):
-            raise PackError(
-                f"a token has the same expert twice, or its {self.shape.top_k} experts are not in rising order"
-            )
+            raise PackError(f"a token has the same expert twice, or its {self.shape.top_k} experts do not rise")
 
     def check_length(self, num_tokens: int) -> None:
         if len(self.ids) != num_tokens - 1:
@@ -125,9 +125,8 @@ class TeacherScores:
         counts = [len(row.logprobs) for row in self.rows]
         if counts != list(num_sampled):
             raise PackError(f"a teacher's log-probabilities of {counts[:8]} tokens, expected {list(num_sampled)[:8]}")
-        logprobs = np.concatenate(
-            [values.reshape(-1) for row in self.rows for values in (row.logprobs, row.top_logprobs)]
-        )
+        of_rows = (values for row in self.rows for values in (row.logprobs, row.top_logprobs))
+        logprobs = np.concatenate([values.reshape(-1) for values in of_rows])
         if len(logprobs) and not (np.isfinite(logprobs).all() and float(logprobs.max()) <= _SLACK):
             raise PackError("a teacher's log-probability is not finite, or above 0")
         for row in self.rows if self.top_k else ():

@@ -157,9 +157,7 @@ class Group:
         if self.episodes:
             self._check_episodes()
         if any(member.is_baseline for member in (self.episodes or self.trajectories)[:-1]):
-            raise PackError(
-                f"group {self.group_id}: a baseline is not the last trajectory; at most one is allowed, the last"
-            )
+            raise PackError(f"group {self.group_id}: a baseline is not the last trajectory; at most that one is")
         self._check_processor()
         shapes = {str(row.experts and row.experts.shape) for row in self.trajectories}
         if len(shapes) > 1:
@@ -185,9 +183,8 @@ class Group:
     def rows_of(self) -> list[range]:
         """The numbers of each episode's rows among the trajectories; without episodes, the number of each trajectory."""
         ends = list(itertools.accumulate((len(e.rows) for e in self.episodes), initial=0))
-        return [range(*pair) for pair in itertools.pairwise(ends)] or [
-            range(n, n + 1) for n in range(len(self.trajectories))
-        ]
+        spans = itertools.pairwise(ends if self.episodes else range(len(self.trajectories) + 1))
+        return [range(*span) for span in spans]
 
     @property
     def turns(self) -> list[tuple[Turn, ...]]:
@@ -248,9 +245,7 @@ class Group:
             if row.images != first.images:
                 raise PackError(f"group {self.group_id}: trajectory {number} has other images than trajectory 0")
             if row.version_runs[0].start < num:
-                raise PackError(
-                    f"group {self.group_id}: trajectory {number} says that tokens of the prompt were sampled"
-                )
+                raise PackError(f"group {self.group_id}: trajectory {number} says tokens of the prompt were sampled")
 
     def check_logprobs(self) -> None:
         least = min(float(row.behaviour_logprobs.min()) for row in self.trajectories)
@@ -315,7 +310,7 @@ def check_token_values(token_ids: Int32s, logprobs: Float32s, vocab_size: int | 
     least, most = float(logprobs.min()), float(logprobs.max())  # NaN if any is NaN
     if not (least >= LOWEST_LOGPROB and most <= LOGPROB_SLACK):
         raise PackError(
-            f"behaviour_logprobs are between {least} and {most}, expected finite ones from {LOWEST_LOGPROB} to 0"
+            f"behaviour_logprobs are from {least} to {most}, expected finite ones from {LOWEST_LOGPROB} to 0"
         )
 
 
@@ -350,9 +345,7 @@ def _check_runs(runs: tuple[VersionRun, ...], loss_mask: Bools, logprobs: Float3
         ):
             break
         if np.count_nonzero(logprobs[position:start]):
-            raise PackError(
-                f"tokens {position} to {start} have log-probabilities, and no version run: they were not sampled"
-            )
+            raise PackError(f"tokens {position} to {start} have log-probabilities and no version run: none was sampled")
         sampled += end - start
         position = end
     else:

@@ -88,13 +88,13 @@ class Remade(NamedTuple):
 class VersionTree:
     """Ages of samples in a run whose sessions were rolled back; pure.
 
-    A sample is as old as there are updates between the weights that sampled it and those that train on it: back to where
-    their ways part, and on from there. Without a branch that is the difference of the two numbers.
+    A sample is as old as there are updates between the weights that sampled it and those that train on it: back to
+    where their ways part, and on from there. Without a branch that is the difference of the two numbers.
 
                    ┌─ 11 ─ 12 ─ 13 ─ 14     killed; resumed from the checkpoint of version 10
-        ─ 9 ─ 10 ──┴─ 15 ─ 16               15 has the weights of 10: at 16 a token of 9 is 2 updates old, one of 12 is 1 + 2
+        ─ 9 ─ 10 ──┴─ 15 ─ 16               15 has 10's weights: at 16 a token of 9 is 2 updates old, one of 12 is 1 + 2
 
-    If 16 was made of the groups that 11 had been made of, both have the same weights, and the token of 12 is 1 update away.
+    If 16 was made of the groups that 11 had been made of, both have the same weights: the token of 12 is 1 update away.
     """
 
     branches: list[Branch] = field(default_factory=list)  # of the versions that this run descends from, oldest first
@@ -136,10 +136,8 @@ class VersionTree:
 
     def ages(self, trainer_version: PolicyVersion, versions: Iterable[PolicyVersion]) -> dict[int, int]:
         """Return the ages that are not the difference of the numbers, by version."""
-        age_by_version = (
-            {version: self.age(trainer_version, version) for version in {*versions}} if self.branches else {}
-        )
-        return {version: age for version, age in sorted(age_by_version.items()) if age != trainer_version - version}
+        by_version = {version: self.age(trainer_version, version) for version in {*versions} if self.branches}
+        return {version: age for version, age in sorted(by_version.items()) if age != trainer_version - version}
 
     def _age_on_branch(self, branch: Branch, version: PolicyVersion, distance: int) -> int:
         """Return the age of a version of a branch, whose end the trainer has passed by ``distance`` updates."""

@@ -1,11 +1,11 @@
 """The adapter of aiohttp: one request to an HTTP server over kept connections; the caller sets the deadline.
 
-aiohttp, because a worker has hundreds of requests open at once, an agent's turn being one each: with 1,000 of them httpx takes
-13 ms of CPU for a request, most of it in its pool, and aiohttp 0.9. Redirects are not followed, proxies of the environment
-variables are not used, and a compressed answer, which nothing asks for, is refused. With a `TargetPolicy` a name is resolved once
-for each connection, every address that it has is checked, and a checked one is connected to, so that the name cannot resolve
-differently in between. Nothing that a server sends is quoted in an error: whoever may name a server could otherwise read from any
-that this process reaches.
+aiohttp, because a worker has hundreds of requests open at once, an agent's turn being one each: with 1,000 of them
+httpx takes 13 ms of CPU for a request, most of it in its pool, and aiohttp 0.9. Redirects are not followed, proxies of
+the environment variables are not used, and a compressed answer, which nothing asks for, is refused. With a
+`TargetPolicy` a name is resolved once for each connection, every address that it has is checked, and a checked one is
+connected to, so that the name cannot resolve differently in between. Nothing that a server sends is quoted in an error:
+whoever may name a server could otherwise read from any that this process reaches.
 
 `retry_after_s` reads the header ``Retry-After`` in both forms (RFC 9110, section 10.2.3).
 """
@@ -115,8 +115,8 @@ class HttpConnections:
     ) -> Answer:  # fmt: skip
         """Return the answer, of ``max_bytes`` (None: of that of all answers) at most; a body is JSON unless a header says another type.
 
-        With a ``fingerprint`` the server's certificate is the one with this SHA-256, whatever its name and authority are. Raises
-        ConnectionFailed, AnswerRefused, TargetRefused.
+        With a ``fingerprint`` the server's certificate is the one with this SHA-256, whatever its name and authority
+        are. Raises ConnectionFailed, AnswerRefused, TargetRefused.
         """
         self._check(url)
         sent_headers = CIMultiDict() if body is None else CIMultiDict({"Content-Type": "application/json"})

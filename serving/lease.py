@@ -1,7 +1,8 @@
 """Leases of registered servers: their keys, whether one is valid, and the renewal by the server.
 
-A server is in service while it renews its lease, a key below ``lease.`` in the registry's bucket. Rewards and environments are both
-registered so; what else is stored of them is theirs. A lease that NATS does not expire is judged by `Leases`.
+A server is in service while it renews its lease, a key below ``lease.`` in the registry's bucket. Rewards and
+environments are both registered so; what else is stored of them is theirs. A lease that NATS does not expire is judged
+by `Leases`.
 """
 
 from __future__ import annotations
@@ -33,9 +34,9 @@ def lease_key(name: str, server: str) -> str:
 class Leases:
     """When each lease was last seen to be renewed, by its reader's clock. Pure.
 
-    A renewal rewrites the lease's key, which gives it a new revision. A lease is valid for so many seconds of the reader's monotonic
-    clock after it saw the revision change, so that no two machines need to agree on the time. One that it sees for the first time is
-    valid for all of them.
+    A renewal rewrites the lease's key, which gives it a new revision. A lease is valid for so many seconds of the
+    reader's monotonic clock after it saw the revision change, so that no two machines need to agree on the time. One
+    that it sees for the first time is valid for all of them.
     """
 
     def __init__(self) -> None:

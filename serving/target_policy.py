@@ -1,9 +1,9 @@
 """Which addresses a service may send requests to.
 
-Users give URLs of reward and environment servers, and the usual target *is* private (this machine, a compose network, a cluster service), so a ban
-of private addresses would ban the main use. Instead: an allow-list of networks and host names, and a list of addresses
-that are refused whatever the allow-list says. The HTTP clients resolve names, in a bounded time, and check every address they
-connect to.
+Users give URLs of reward and environment servers, and the usual target *is* private (this machine, a compose network, a
+cluster service), so a ban of private addresses would ban the main use. Instead: an allow-list of networks and host
+names, and a list of addresses that are refused whatever the allow-list says. The HTTP clients resolve names, in a
+bounded time, and check every address they connect to.
 
 Servers of the run itself (NATS, S3 and the service's API) are never allowed as endpoints: a caller who may register
 endpoints could otherwise make this service send requests to them, past their firewall.

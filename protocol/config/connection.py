@@ -136,7 +136,7 @@ class S3Settings(Section):
     def _ca_is_used(self) -> S3Settings:
         if self.ca_file is not None and not self.endpoint.startswith("https://"):
             raise ValueError(
-                f"ca_file is for endpoint = https://..., got {self.endpoint!r}; write https:// or leave ca_file out"
+                f"ca_file is for https:// endpoints, got {self.endpoint!r}; write https:// or leave it out"
             )
         return self
 

@@ -1,12 +1,14 @@
 """What becomes of a key of another system: taken as a setting, answered with the one to use, or with why there is none.
 
-For users who migrate a configuration. The table is `foreign_keys.json`: for each system the keys that are ``taken`` (exactly the
-same meaning: the settings that it sets), ``renamed`` (another meaning or other values: the setting to use), ``absent`` (why there
-is none, and what does its work) and the ``prefixes`` of keys with one answer. Of the absent keys and prefixes, ``harmless`` names
-those that change nothing in what their system trains either; every other one is a decision in an import. `penstock config import` asks its ``rules`` first,
-which derive settings from a value and the keys beside it (`deploy/config_import/rules.py`). A text ``$name`` stands for an entry of ``texts``,
-``values``, ``aliases`` or ``rules``. A key that several systems have is answered as the first of `SYSTEMS` has it; `penstock config import`
-reads the table of the file's system first. Keys that are similar but not equal are refused with advice: nothing is guessed.
+For users who migrate a configuration. The table is `foreign_keys.json`: for each system the keys that are ``taken``
+(exactly the same meaning: the settings that it sets), ``renamed`` (another meaning or other values: the setting to
+use), ``absent`` (why there is none, and what does its work) and the ``prefixes`` of keys with one answer. Of the absent
+keys and prefixes, ``harmless`` names those that change nothing in what their system trains either; every other one is a
+decision in an import. `penstock config import` asks its ``rules`` first, which derive settings from a value and the
+keys beside it (`deploy/config_import/rules.py`). A text ``$name`` stands for an entry of ``texts``, ``values``,
+``aliases`` or ``rules``. A key that several systems have is answered as the first of `SYSTEMS` has it; `penstock config
+import` reads the table of the file's system first. Keys that are similar but not equal are refused with advice: nothing
+is guessed.
 """
 
 from __future__ import annotations
@@ -141,6 +143,4 @@ def prefix_advice(dotted: str, prefixes: Mapping[str, str]) -> str | None:
 
 def prefix_of(dotted: str, prefixes: Mapping[str, str]) -> str:
     """Return the longest prefix in a table that a key begins with; empty for none."""
-    return max(
-        (prefix for prefix in prefixes if dotted.startswith(prefix) or dotted + "." == prefix), key=len, default=""
-    )
+    return max((known for known in prefixes if dotted.startswith(known) or dotted + "." == known), key=len, default="")

@@ -49,9 +49,7 @@ class RewardPart(Section):
     @model_validator(mode="after")
     def _gate_is_whole(self) -> RewardPart:
         if self.needs is None and self.otherwise != 0.0:
-            raise ValueError(
-                "`otherwise` has no effect without `needs`; set `needs` to the score below which it applies"
-            )
+            raise ValueError("`otherwise` has no effect without `needs`; set it to the score below which it applies")
         return self
 
     def is_open(self, score: float) -> bool:
@@ -68,8 +66,8 @@ class RewardDefinition(Section):
     def total(self, scores: Mapping[str, float]) -> float:
         """Return the reward of one completion from the scores of its parts; raises ConfigError for a part without a score.
 
-        The first part, in the order of the definition, whose score is below its ``needs`` decides alone: the reward is its
-        ``otherwise``. Otherwise the reward is the sum of weight times score.
+        The first part, in the order of the definition, whose score is below its ``needs`` decides alone: the reward is
+        its ``otherwise``. Otherwise the reward is the sum of weight times score.
         """
         self._require_all(scores, "score")
         closed = next((part for name, part in self.parts.items() if not part.is_open(scores[name])), None)

@@ -154,8 +154,9 @@ def format_config(loaded: Loaded[Any]) -> str:
 def config_document(loaded: Loaded[Any]) -> dict[str, Any]:
     """Return the settings as a session stores them: `hide` is for where they are shown, since commands read them back.
 
-    Masked are only fields of secrets and, in the options of environments, secrets by name and tables of variables; ``digests``
-    has an HMAC of each of these under the user's key. ``literal`` names the keys whose text contains the mask itself.
+    Masked are only fields of secrets and, in the options of environments, secrets by name and tables of variables;
+    ``digests`` has an HMAC of each of these under the user's key. ``literal`` names the keys whose text contains the
+    mask itself.
     """
     document: dict[str, Any] = {"settings": {}, "origins": loaded.origins}
     for path, value in values_of(loaded.settings):
@@ -220,9 +221,8 @@ def _without_aliases(entry: Given) -> Iterator[Given]:
         yield entry
         return
     for key in alias.keys:
-        yield entry._replace(
-            path=tuple(key.split(".")), value=alias.value(entry.value), origin=f"{entry.origin} as {dotted}"
-        )
+        origin = f"{entry.origin} as {dotted}"
+        yield entry._replace(path=tuple(key.split(".")), value=alias.value(entry.value), origin=origin)
 
 
 def _choose(settings_class: type[BaseModel], entry: Given, chosen: dict[KeyPath, Given]) -> None:

@@ -1,8 +1,8 @@
 """Sections of the run file that several services read: ``[metrics]``, ``[placement]``, ``[retention]`` and ``[teacher]``.
 
-``[metrics]`` says where trainer and rollout workers answer Prometheus, ``[placement]`` which GPUs of a machine they use, ``[teacher]``
-which model workers ask about sampled tokens, ``[retention]`` how long each part of a run is kept. The rules are pure; the trainer with
-the lease deletes.
+``[metrics]`` says where trainer and rollout workers answer Prometheus, ``[placement]`` which GPUs of a machine they
+use, ``[teacher]`` which model workers ask about sampled tokens, ``[retention]`` how long each part of a run is kept.
+The rules are pure; the trainer with the lease deletes.
 
 | what                          | how long                                                            |
 |-------------------------------|---------------------------------------------------------------------|
@@ -177,8 +177,9 @@ def expired(
 ) -> list[str]:
     """Return the keys of the packs, task lists and log-probabilities that may be deleted, of all ``stored`` ones of a run.
 
-    ``named`` are keys that a message of a work queue or a dead letter references, kept at any age; ``trained`` those that a step of the
-    committed record references, and those of its log-probabilities. ``now`` is compared with times of the object store's clock.
+    ``named`` are keys that a message of a work queue or a dead letter references, kept at any age; ``trained`` those
+    that a step of the committed record references, and those of its log-probabilities. ``now`` is compared with times
+    of the object store's clock.
     """
     old_keys = []
     for stat in stored:
@@ -226,9 +227,7 @@ class TeacherSettings(Section):
     def _is_http(cls, value: str) -> str:
         for url in filter(None, map(str.strip, value.split(","))):
             if not url.startswith(("http://", "https://")) or "@" in url:
-                raise ValueError(
-                    f"expected an address such as http://127.0.0.1:30000 without a password in it, got {url!r}"
-                )
+                raise ValueError(f"expected an address such as http://127.0.0.1:30000, without a password, got {url!r}")
         return value
 
     @model_validator(mode="after")

@@ -1,10 +1,11 @@
 """Find the images of chats and data rows, and decode them once, within limits: the adapter of Pillow (extra ``penstock[images]``).
 
-Images come as bytes, as base64, or as files beside the data; nothing is fetched from a URL. What a URL names may change between two
-attempts at a group, and between engine and trainer, and the address may be one that this process should not call.
+Images come as bytes, as base64, or as files beside the data; nothing is fetched from a URL. What a URL names may change
+between two attempts at a group, and between engine and trainer, and the address may be one that this process should not
+call.
 
-What is stored is what every later reader decodes to the same pixels: the original bytes, or PNG bytes of them where readers may
-disagree (orientation in EXIF, transparency, a palette, more than 8 bits, CMYK).
+What is stored is what every later reader decodes to the same pixels: the original bytes, or PNG bytes of them where
+readers may disagree (orientation in EXIF, transparency, a palette, more than 8 bits, CMYK).
 """
 
 from __future__ import annotations
@@ -54,8 +55,8 @@ class AdmittedImage:
 def admit(data: bytes) -> AdmittedImage:
     """Decode an image from outside and return it as it is to be stored.
 
-    Raises ImageRefused for another format than PNG, JPEG and WebP, for more than `MAX_IMAGE_BYTES` or `MAX_PIXELS`, for sides
-    more than `MAX_RATIO` apart, for several frames, and for bytes that do not decode.
+    Raises ImageRefused for another format than PNG, JPEG and WebP, for more than `MAX_IMAGE_BYTES` or `MAX_PIXELS`, for
+    sides more than `MAX_RATIO` apart, for several frames, and for bytes that do not decode.
     """
     with _open(data) as image:
         _load(image)
@@ -212,8 +213,9 @@ def _source(part: Mapping[str, Any]) -> Source:
 def image_bytes(source: Source, folder: Path | None = None) -> bytes:
     """Return the bytes of an image; raises ImageRefused for a file that is missing or too large, and for other sources, such as a URL.
 
-    A source is bytes; a data URL with base64; the path of a file below ``folder``, relative to it (None: no files are read); or a mapping
-    with one of these as ``bytes`` (as Hugging Face datasets store images), ``base64`` or ``data`` (without the head of a data URL), ``url``, ``path``.
+    A source is bytes; a data URL with base64; the path of a file below ``folder``, relative to it (None: no files are
+    read); or a mapping with one of these as ``bytes`` (as Hugging Face datasets store images), ``base64`` or ``data``
+    (without the head of a data URL), ``url``, ``path``.
     """
     if isinstance(source, Mapping):
         return _of_mapping(source, folder)
@@ -240,12 +242,10 @@ def _of_mapping(source: Mapping[str, Any], folder: Path | None) -> bytes:
     for key in ("bytes", "url", "path"):
         if (value := source.get(key)) is not None:
             if isinstance(value, Mapping):  # as deep as a sender likes
-                raise ImageRefused(
-                    f"an image is given as an object in an object, expected bytes, base64 or a path as {key}"
-                )
+                raise ImageRefused(f"an image is an object in an object, expected bytes, base64 or a path as {key}")
             return image_bytes(value, folder)
     raise ImageRefused(
-        f"an image is given as an object with {sorted(map(str, source))[:8]}, expected bytes, base64, url or path"
+        f"an image is an object with {sorted(map(str, source))[:8]}, expected bytes, base64, url or path"
     )
 
 
@@ -267,9 +267,7 @@ def _of_file(name: str, folder: Path) -> bytes:
     try:
         path = (folder / name).resolve()
         if not path.is_relative_to(folder.resolve()):
-            raise ImageRefused(
-                f"{name}: not below {folder}; move the image there, and name it relative to the data file"
-            )
+            raise ImageRefused(f"{name}: not below {folder}; move it there, and name it relative to the data file")
         if not path.is_file():
             raise ImageRefused(f"{path}: no such file")
         if (size := path.stat().st_size) > MAX_IMAGE_BYTES:

@@ -1,7 +1,7 @@
 """Which GPUs a process sees, and what they do: the adapter of NVML (package `nvidia-ml-py`), and its metrics.
 
-A service samples the GPUs that it may use (``CUDA_VISIBLE_DEVICES``) on a separate thread, since a driver may hang; heartbeat,
-page and Prometheus get the newest sample. Without GPU, driver or package there are no figures, and no error.
+A service samples the GPUs that it may use (``CUDA_VISIBLE_DEVICES``) on a separate thread, since a driver may hang;
+heartbeat, page and Prometheus get the newest sample. Without GPU, driver or package there are no figures, and no error.
 """
 
 from __future__ import annotations
@@ -65,7 +65,8 @@ class GpuSampler:
     def figures(self) -> dict[str, float]:
         """Return ``gpu_count``, and least, mean and greatest over the GPUs of each quantity; {} without a sample of now.
 
-        ``gpu_utilisation_*`` and ``gpu_memory_*`` are 0 to 1, ``gpu_temperature_c_*`` degrees Celsius, ``gpu_power_w_*`` watts.
+        ``gpu_utilisation_*`` and ``gpu_memory_*`` are 0 to 1, ``gpu_temperature_c_*`` degrees Celsius,
+        ``gpu_power_w_*`` watts.
         """
         at, figures = self._newest
         return dict(figures) if figures and self._clock() - at <= _OLD_S else {}
@@ -126,12 +127,14 @@ class Gpu:
 def visible_gpus(environ: Mapping[str, str], nvml: Any | None = None) -> list[Gpu]:
     """Return the GPUs that CUDA shows to a process with these variables; [] without a driver. Waits at most 30 s for it.
 
-    Without ``CUDA_VISIBLE_DEVICES`` these are all of the machine, and all parts of those that MIG divides. Numbers count in the
-    order of the PCI bus, so a process that gets some of them needs ``CUDA_DEVICE_ORDER=PCI_BUS_ID`` beside their ids.
+    Without ``CUDA_VISIBLE_DEVICES`` these are all of the machine, and all parts of those that MIG divides. Numbers
+    count in the order of the PCI bus, so a process that gets some of them needs ``CUDA_DEVICE_ORDER=PCI_BUS_ID`` beside
+    their ids.
 
     Raises:
         GpusUnknown: The driver does not answer, or refuses.
-        ConfigError: A GPU is named twice, the first name is of none, or the order that is set does not say which GPU a number means.
+        ConfigError: A GPU is named twice, the first name is of none, or the order that is set does not say which GPU a
+            number means.
     """
     visible = environ.get(VISIBLE)
     if visible is not None and visible.strip() in ("", "-1", "none", "NoDevFiles"):  # the last is Slurm's
@@ -155,9 +158,7 @@ def _listed(nvml: Any, visible: str | None) -> list[Gpu]:
     except nvml.NVMLError as err:
         if err.value in (nvml.NVML_ERROR_DRIVER_NOT_LOADED, nvml.NVML_ERROR_LIBRARY_NOT_FOUND):
             return []
-        raise GpusUnknown(
-            f"the NVIDIA driver refuses to list the GPUs ({err}); run nvidia-smi, and repair the driver"
-        ) from None
+        raise GpusUnknown(f"the driver refuses to list the GPUs ({err}); run nvidia-smi, and repair it") from None
     try:
         gpus, found = [], list(_found(nvml, visible))
         uuids = [str(nvml.nvmlDeviceGetUUID(handle)) for _, handle, _ in found]

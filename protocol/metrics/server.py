@@ -128,10 +128,8 @@ def metrics_url(host: str, port: int) -> str:
 def _message(
     status: str, body: bytes, content_type: str = "text/plain; charset=utf-8", *, with_body: bool = True
 ) -> bytes:
-    head = (
-        f"HTTP/1.1 {status}\r\nContent-Type: {content_type}\r\nContent-Length: {len(body)}\r\nConnection: close\r\n\r\n"
-    )
-    return head.encode("latin-1") + (body if with_body else b"")
+    fields = f"Content-Type: {content_type}\r\nContent-Length: {len(body)}\r\nConnection: close"
+    return f"HTTP/1.1 {status}\r\n{fields}\r\n\r\n".encode("latin-1") + (body if with_body else b"")
 
 
 def host_of(host: str) -> str:

@@ -93,7 +93,7 @@ def _episode_texts(rows: Rows) -> list[list[tuple[episode_columns.EpisodeSpan, E
             )
             if not all(map(math.isfinite, (reward or 0.0, *(value for _, value in episode.reward_parts)))):
                 raise PackError(
-                    f"the reward of an episode is {reward} of {dict(episode.reward_parts)}, expected finite ones"
+                    f"an episode's reward is {reward} of {dict(episode.reward_parts)}, expected finite ones"
                 )
             texts.append((span, episode))
         groups.append(texts)

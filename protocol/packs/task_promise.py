@@ -41,15 +41,14 @@ class TaskSettings(NamedTuple):
     ) -> str:
         """Return what is wrong with a group of ``num`` trajectories without a baseline; empty if nothing is.
 
-        ``longest`` is the largest number of sampled tokens of a trajectory; ``least`` the number of trajectories that is
-        enough, the size of the group unless set. ``num_abandoned`` completions were started and not kept: with those that
-        were kept, all that were started; None: not known.
+        ``longest`` is the largest number of sampled tokens of a trajectory; ``least`` the number of trajectories that
+        is enough, the size of the group unless set. ``num_abandoned`` completions were started and not kept: with those
+        that were kept, all that were started; None: not known.
         """
         most = self.group_size + self.redundant_completions * self.keeps_more
         if not (self.group_size if least is None else least) <= num <= most:
-            return f"{num} trajectories, its task asked for {self.group_size}" + (
-                f" to {most}" if self.keeps_more else ""
-            )
+            or_more = f" to {most}" if self.keeps_more else ""
+            return f"{num} trajectories, its task asked for {self.group_size}{or_more}"
         started = self.group_size + self.redundant_completions
         if num_abandoned is not None and least is None and num + num_abandoned != started:
             return f"{num} completions and {num_abandoned} abandoned ones, its task started {started}"
@@ -64,8 +63,8 @@ class TaskSettings(NamedTuple):
 class TaskPromise:
     """What must be true of the group of one task.
 
-    ``settings`` are those under which the task was issued: more than one if sessions of the trainer with different settings
-    may have issued it, none if they are not known.
+    ``settings`` are those under which the task was issued: more than one if sessions of the trainer with different
+    settings may have issued it, none if they are not known.
     """
 
     content: bytes  # `content_hash` of its prompt and reward
@@ -137,9 +136,8 @@ class TaskPromise:
         ``num_abandoned`` are the completions that a message says were started and not kept; None: not known.
         """
         num, longest = len(lengths) - has_baseline, max(lengths)
-        faults = [
-            settings.fault(num, longest, has_baseline, self.min_episodes, num_abandoned) for settings in self.settings
-        ]
+        of_group = (num, longest, has_baseline, self.min_episodes, num_abandoned)
+        faults = [settings.fault(*of_group) for settings in self.settings]
         if faults and all(faults):
             raise PackError(f"group {group_id}: {faults[0]}")
 

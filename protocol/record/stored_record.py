@@ -1,12 +1,12 @@
 """What is stored of a run, read back whole: its record, and its groups with other rewards.
 
-`protocol/record/lineage.py` defines a chapter. Replay, rescoring and lineage read a run through `StoredRecord`, which checks that all chapters
-from the first to the last are consecutive.
+`protocol/record/lineage.py` defines a chapter. Replay, rescoring and lineage read a run through `StoredRecord`, which
+checks that all chapters from the first to the last are consecutive.
 
-`penstock rescore` writes a rescored input, the trainer reads it (``data.from_run``). It has an id like a run's, and all its objects are below
-``runs/<id>/``: copies of the packs, byte for byte, pieces with the groups and their new rewards in the order in which the source run trained
-them, and last the input itself, whose key contains its sha256. A run that trains on it writes a marker there: its record references these packs,
-and it has no separate copies.
+`penstock rescore` writes a rescored input, the trainer reads it (``data.from_run``). It has an id like a run's, and all
+its objects are below ``runs/<id>/``: copies of the packs, byte for byte, pieces with the groups and their new rewards
+in the order in which the source run trained them, and last the input itself, whose key contains its sha256. A run that
+trains on it writes a marker there: its record references these packs, and it has no separate copies.
 """
 
 from __future__ import annotations
@@ -50,8 +50,9 @@ class StoredRecord:
     def read(cls, run_id: str, last: BlobRef, fetch: Callable[[BlobRef], bytes]) -> StoredRecord:
         """Read the record of a run back from its last chapter, the one that the newest checkpoint references (`end_of_record`).
 
-        ``fetch`` returns a verified object (`Blobs.get`). Raises BlobMissing or BlobCorrupt for a chapter, WireError for an object that
-        is none, RecordBroken if chapters, steps or versions are not consecutive, or a group has no pack.
+        ``fetch`` returns a verified object (`Blobs.get`). Raises BlobMissing or BlobCorrupt for a chapter, WireError
+        for an object that is none, RecordBroken if chapters, steps or versions are not consecutive, or a group has no
+        pack.
         """
         record = cls(run_id, last, tuple(chapters(last, fetch))[::-1])
         record._check()
@@ -95,9 +96,7 @@ class StoredRecord:
 
     def rolled_back_by(self, version: int) -> RecordedSession | None:
         """Return the session that went on from a version before this one, and so left it out of the record; None if none did."""
-        return next(
-            (session for session in self.sessions if (session.parent_version or 0) < version < session.version), None
-        )
+        return next((s for s in self.sessions if (s.parent_version or 0) < version < s.version), None)
 
     def uses_of(self, group_id: str) -> tuple[Use, ...]:
         return tuple(Use(step, group) for step in self.steps for group in step.groups if group.group_id == group_id)
@@ -142,8 +141,8 @@ class StoredRecord:
 def end_of_record(run_id: str, folder: Path, pointer: Callable[[], bytes | None]) -> BlobRef:
     """Return the last committed chapter: of the newest checkpoint on this machine, else the one that NATS references.
 
-    ``folder`` may be missing. ``pointer`` reads the key ``checkpoint`` of the run's state bucket; it is called only when there is no
-    checkpoint here. Raises RecordBroken if no checkpoint was committed, or one cannot be read.
+    ``folder`` may be missing. ``pointer`` reads the key ``checkpoint`` of the run's state bucket; it is called only
+    when there is no checkpoint here. Raises RecordBroken if no checkpoint was committed, or one cannot be read.
     """
     try:
         checkpoints = committed(folder / "checkpoints")

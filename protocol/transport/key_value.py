@@ -74,14 +74,7 @@ class KeyValue:
 
     @classmethod
     async def bind(cls, connection: Connection, bucket: str) -> KeyValue:
-        try:
-            store = await connection.retry(
-                lambda: connection.js.key_value(bucket), what=f"bucket {bucket}", deadline_s=REQUEST_S
-            )
-        except (nats.js.errors.BucketNotFoundError, nats.js.errors.NotFoundError):
-            raise MissingStream(f"no bucket {bucket}; {BOOTSTRAP}") from None
-        except nats.js.errors.APIError as err:
-            raise refusal(err, f"bucket {bucket}", connection.url) from None
+        store = await stream_admin.ask(connection, lambda: connection.js.key_value(bucket), f"bucket {bucket}")
         return cls(connection, bucket, store)
 
     @property
@@ -92,9 +85,9 @@ class KeyValue:
     def get(self, key: str, *, may_lag: bool = False) -> Pending[Entry | None]:
         """Read a key; None when it does not exist.
 
-        In a cluster the leader of the bucket is asked, which has every write that was acknowledged. A read that ``may_lag`` is
-        answered by any of its servers, with a value that may have been replaced a moment ago; it needs no right but that to
-        read the one key.
+        In a cluster the leader of the bucket is asked, which has every write that was acknowledged. A read that
+        ``may_lag`` is answered by any of its servers, with a value that may have been replaced a moment ago; it needs
+        no right but that to read the one key.
         """
         newest = self._connection.is_clustered and not may_lag
         return self._read(lambda: self._get_newest(key) if newest else self._get(key), f"read {self.bucket}/{key}")
@@ -212,7 +205,7 @@ class KeyValue:
 
     def _failed_swap(self, key: str, expected: int | None, err: nats.js.errors.APIError) -> CompareAndSwapFailed:
         return CompareAndSwapFailed(
-            f"{self.bucket}/{key}: expected revision {expected}, but another writer changed it ({err})"
+            f"{self.bucket}/{key}: expected revision {expected}, another writer changed it ({err})"
         )
 
     async def _entries(self, below: str, outlived: bool) -> list[Entry]:
@@ -254,7 +247,7 @@ async def ensure_bucket(connection: Connection, spec: BucketSpec) -> None:
         await connection.js.purge_stream(f"KV_{spec.bucket}", subject=f"$KV.{spec.bucket}.{key}")
     if outlived:
         log.warning(
-            "keys older than their bucket's TTL removed", bucket=spec.bucket, num_keys=len(outlived), first=outlived[0]
+            "keys older than the bucket's TTL removed", bucket=spec.bucket, num_keys=len(outlived), first=outlived[0]
         )
 
 
@@ -267,8 +260,9 @@ async def change_value(
 ) -> tuple[V, int | None]:
     """Return the changed value and its revision; ``change`` is called again with what another process wrote meanwhile.
 
-    ``read`` returns the present value and its revision, None: it does not exist; ``write`` returns a value as bytes. Nothing is written
-    if ``change`` returns an equal value. Raises CompareAndSwapFailed if others are always faster, and what ``read`` and ``change`` raise.
+    ``read`` returns the present value and its revision, None: it does not exist; ``write`` returns a value as bytes.
+    Nothing is written if ``change`` returns an equal value. Raises CompareAndSwapFailed if others are always faster,
+    and what ``read`` and ``change`` raise.
     """
     tries_left = _SWAPS
     while True:

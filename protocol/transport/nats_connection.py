@@ -1,7 +1,8 @@
 """The connection that all parts of a bus share: its thread, its client, its retries while NATS is unreachable, its errors.
 
-Everything here but `call`, `close` and the properties runs on the connection's event loop. JetStream's error codes are those of the server's
-list (``server/errors.json`` of nats-server); one that has no fix here becomes a `BusError` with the server's description and code.
+Everything here but `call`, `close` and the properties runs on the connection's event loop. JetStream's error codes are
+those of the server's list (``server/errors.json`` of nats-server); one that has no fix here becomes a `BusError` with
+the server's description and code.
 """
 
 from __future__ import annotations
@@ -213,11 +214,8 @@ class Connection:
         except _UNREADABLE as err:
             log.debug("unreadable reply", name=self._name, exc_info=True)
             reply = getattr(err, "doc", "")  # of a JSONDecodeError
-            raise UnreadableReply(
-                f"a reply that cannot be read: {type(err).__name__}: {err}{f' in {reply[:160]!r}' if reply else ''}"[
-                    :400
-                ]
-            ) from None
+            excerpt = f" in {reply[:160]!r}" if reply else ""
+            raise UnreadableReply(f"a reply that cannot be read: {type(err).__name__}: {err}{excerpt}"[:400]) from None
         finally:
             self._waits.discard(lost)
 
@@ -225,19 +223,21 @@ class Connection:
         await self._up.wait()
 
     def explain(self, text: str) -> str:
-        state = (
-            f"; NATS at {self._settings.url} has been unreachable for {self.down_s:.0f} s" if self._down_since else ""
-        )
+        state = ""
         if self.is_up:
-            state = f"; NATS at {self._settings.url} is connected but does not answer: check its log, and whether its disk is full"
+            state = (
+                f"; NATS at {self.url} is connected but does not answer: check its log, and whether its disk is full"
+            )
+        elif self._down_since:
+            state = f"; NATS at {self.url} has been unreachable for {self.down_s:.0f} s"
         last = f"; last error from NATS: {self._last_error}" if self._last_error else ""
         return f"{text}{state}{last}"
 
     async def retry(self, attempt: Callable[[], Awaitable[T]], *, what: str, deadline_s: float) -> T:
         """Try a request until it is answered; an answer that is an error is raised as it is.
 
-        That a stream of a cluster has no leader is no answer: its servers elect one within seconds. Nor is that an earlier try of
-        the same message is under way.
+        That a stream of a cluster has no leader is no answer: its servers elect one within seconds. Nor is that an
+        earlier try of the same message is under way.
 
         Raises BusRefused when this user lacks the right, BusUnreachable when there was no answer in time.
         """
@@ -339,9 +339,7 @@ class Connection:
                 await self.js.account_info()
         except (nats.js.errors.APIError, nats.errors.NoRespondersError) as err:
             if isinstance(err, nats.errors.NoRespondersError) or err.err_code in _NO_JETSTREAM:
-                raise BusRefused(
-                    f"NATS at {self._settings.url} has JetStream switched off; start it with -js"
-                ) from None
+                raise BusRefused(f"NATS at {self.url} has JetStream switched off; start it with -js") from None
         except (nats.errors.TimeoutError, UnreadableReply):
             log.debug("account info is not readable for this user", url=self._settings.url)
 

@@ -18,9 +18,7 @@ import urllib3
 _MAX_CLOCK_SKEW = timedelta(minutes=15)  # of Signature Version 4
 _EXCERPT = 160  # characters of an answer in an error
 _MOST_ERROR_BYTES = 1 << 20
-_ERROR = re.compile(
-    rb"(?:<\?xml[^>]*>\s*)?<(?:\w+:)?Error[\s>]"
-)  # how the body of a refusal begins, whatever its type is
+_ERROR = re.compile(rb"(?:<\?xml[^>]*>\s*)?<(?:\w+:)?Error[\s>]")  # how the body of a refusal begins, of any type
 _BEFORE_XML = b"\xef\xbb\xbf \t\r\n"
 _FULL_CODES = {"XMinioStorageFull", "InsufficientStorage"}
 _FULL_STATUS = 507
@@ -98,12 +96,10 @@ def judge(status: int, code: str, message: str, headers: Mapping[str, str], *, r
         wanted = f"set s3.region = {theirs!r}" if theirs else "set s3.region to that of the bucket"
         return Failure(f"s3.region is {region!r}: {said}; {wanted}, and s3.endpoint to that region's", "refused")
     if is_full(status, code):
-        return Failure(
-            f"full, or the quota of bucket or user is used up: {said}; remove runs, or have the quota raised"
-        )
+        return Failure(f"full, or the quota of bucket or user is used up: {said}; remove runs, or raise the quota")
     if code == "InvalidObjectState":
         return Failure(
-            f"the object is archived: {said}; restore it, and take the bucket's rule away that archives", "refused"
+            f"the object is archived: {said}; restore it, and remove the bucket's rule that archives", "refused"
         )
     if code in _LOGIN_ADVICE or status in {401, 403}:
         advice = _LOGIN_ADVICE.get(code, _OTHER_LOGIN_ADVICE)
@@ -116,8 +112,8 @@ def judge(status: int, code: str, message: str, headers: Mapping[str, str], *, r
 class AnswerPool(urllib3.PoolManager):
     """The only way of requests to the store. Raises UnreadableAnswer for an answer that is no S3 server's.
 
-    An error in XML is relabelled as such: the client does not read it as an error if it has another type. ``answer`` is the last
-    answer that this thread got, in words, empty after `start`.
+    An error in XML is relabelled as such: the client does not read it as an error if it has another type. ``answer`` is
+    the last answer that this thread got, in words, empty after `start`.
     """
 
     def __init__(self, **options: Any) -> None:

@@ -1,7 +1,7 @@
 """TLS: which authorities clients trust, what a failed handshake means, and the certificates of our HTTP servers.
 
-A ``ca_file`` of a setting names the certificates of the only authorities that are trusted; without one, those of the system are.
-Our HTTP servers and clients read three variables:
+A ``ca_file`` of a setting names the certificates of the only authorities that are trusted; without one, those of the
+system are. Our HTTP servers and clients read three variables:
 
 PENSTOCK_TLS_CERTIFICATE_FILE    of this machine's or container's HTTP servers, with its key in
 PENSTOCK_TLS_KEY_FILE
@@ -34,9 +34,7 @@ def client_context(ca_file: Path | None, key: str) -> ssl.SSLContext:
     try:
         return ssl.create_default_context(cafile=None if ca_file is None else str(ca_file))
     except ssl.SSLError:
-        raise ConfigError(
-            f"{key} = {ca_file}: no certificates in PEM form in it; name the ca.pem of penstock certs"
-        ) from None
+        raise ConfigError(f"{key} = {ca_file}: no PEM certificates in it; name the ca.pem of penstock certs") from None
     except OSError as err:
         raise ConfigError(f"{key} = {ca_file}: not readable ({err.strerror})") from None
 
@@ -97,9 +95,7 @@ def listen(host: str, port: int, *, key: str, backlog: int = 256) -> socket.sock
             raise
     except (OSError, UnicodeError) as err:  # the second one for a host that no name can be
         reason = (err.strerror if isinstance(err, OSError) else "") or err
-        raise ConfigError(
-            f"cannot listen on {host} port {port} ({reason}); set {key} to a free port, or to 0"
-        ) from None
+        raise ConfigError(f"cannot listen on {host} port {port} ({reason}); set {key} to a free port, or 0") from None
     return bound
 
 

@@ -1,8 +1,9 @@
 """The manifest of a published version: written last, with every object and its hash.
 
-A version is a full snapshot (every bucket whole; its stored kind and field are called ``anchor``), a *patch* of its parent, or an *adapter*:
-low-rank factors, whole, for a full snapshot that is its base. `layout` defines buckets, `bucket_codec` the encoding of their changes,
-`manifest_chain` the sequence of manifests, `adapter_format` the tensors and files of an adapter.
+A version is a full snapshot (every bucket whole; its stored kind and field are called ``anchor``), a *patch* of its
+parent, or an *adapter*: low-rank factors, whole, for a full snapshot that is its base. `layout` defines buckets,
+`bucket_codec` the encoding of their changes, `manifest_chain` the sequence of manifests, `adapter_format` the tensors
+and files of an adapter.
 """
 
 from __future__ import annotations
@@ -207,9 +208,7 @@ def _check_names(names: list[str]) -> None:
     if twice := [name for name in names if lower.count(name.lower()) > 1]:
         raise ValueError(f"model file {twice[0]} is there twice")
     if unknown := [name for name in names if not SMALL_FILE.fullmatch(name)]:
-        raise ValueError(
-            f"model file {unknown[0]}: expected configuration, tokenizer or template; weights are in buckets"
-        )
+        raise ValueError(f"model file {unknown[0]}: expected settings, tokenizer or template; weights are in buckets")
 
 
 def _check_range(manifest: VersionManifest, number: int, stored: StoredRange) -> None:

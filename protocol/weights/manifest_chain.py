@@ -72,9 +72,9 @@ def plan_catch_up(
 ) -> FetchManifest | CatchUp:
     """Return the next manifest to fetch, or the plan with the fewest bytes from ``held`` to ``head``.
 
-    ``fetched`` are manifests by the sha256 of their bytes, verified against it by the caller; ``held`` is the mirror's version, None for an
-    empty one, or one that must be rebuilt. Beyond ``max_hops`` parents only the full snapshot is considered. Raises ChainBroken when a
-    manifest differs from what its child states.
+    ``fetched`` are manifests by the sha256 of their bytes, verified against it by the caller; ``held`` is the mirror's
+    version, None for an empty one, or one that must be rebuilt. Beyond ``max_hops`` parents only the full snapshot is
+    considered. Raises ChainBroken when a manifest differs from what its child states.
     """
     if held == Held(PolicyVersion(head.version), head.state_root):
         return CatchUp(head, None, ())
@@ -103,9 +103,7 @@ def plan_catch_up(
     if anchored is None and manifest.kind != "patch":
         anchored = CatchUp(head, manifest, tuple(reversed(patches)))
     if anchored is None:
-        raise ChainBroken(
-            f"version {head.version}: no full snapshot within {max_hops} parents; publish a full snapshot"
-        )
+        raise ChainBroken(f"version {head.version}: no full snapshot within {max_hops} parents; publish one")
     return anchored
 
 
@@ -118,9 +116,8 @@ def verify_link(child: VersionManifest, parent: VersionManifest) -> None:
 
 
 def verify_anchor(first: VersionManifest, named: Ancestor, anchor: VersionManifest) -> None:
-    _same(
-        first, "anchor", ("anchor", named.version, named.state_root), (anchor.kind, anchor.version, anchor.state_root)
-    )
+    expected = ("anchor", named.version, named.state_root)
+    _same(first, "anchor", expected, (anchor.kind, anchor.version, anchor.state_root))
     _same_ground(first, anchor)
 
 

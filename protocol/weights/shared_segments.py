@@ -1,16 +1,18 @@
-"""Stored bytes of versions in shared memory, by which the processes of a host save a download: ranks of the trainer to workers, workers to workers.
+"""Stored bytes of versions in shared memory, so that processes of a host, trainer and workers, save a download.
 
     /dev/shm/penstock-segments-<uid>/<run>/reader-…        locked by a worker, as long as it runs
-                                           <sha256>        the stored bytes of a bucket, as a manifest's `StoredRange` names them
+                                           <sha256>        the stored bytes of a bucket: a `StoredRange` of a manifest
                                            <sha256>.lock   locked by the worker that fetches them
 
-The object store has every byte before a version is announced: nothing that is lost here is missed. A file is called by its content's hash, so
-no message says where to look, and an old version's, another run's or a rolled-back one's cannot be taken for another. It is copied into the
-reader's own memory, and compared there: a file that changes or is cut short meanwhile is a miss, and never SIGBUS, as it would be if mapped.
+The object store has every byte before a version is announced: nothing that is lost here is missed. A file is called by
+its content's hash, so no message says where to look, and an old version's, another run's or a rolled-back one's cannot
+be taken for another. It is copied into the reader's own memory, and compared there: a file that changes or is cut short
+meanwhile is a miss, and never SIGBUS, as it would be if mapped.
 
-Workers make the folder. Without one there, or in a container whose `/dev/shm` is its own, a trainer writes nothing, and a worker alone
-writes nothing either. The kernel releases the locks of a killed process. What killed workers leave goes with the next version that a trainer of
-the run publishes there, the start or end of any worker of this user, or `penstock runs rm`.
+Workers make the folder. Without one there, or in a container whose `/dev/shm` is its own, a trainer writes nothing, and
+a worker alone writes nothing either. The kernel releases the locks of a killed process. What killed workers leave goes
+with the next version that a trainer of the run publishes there, the start or end of any worker of this user, or
+`penstock runs rm`.
 """
 
 from __future__ import annotations
@@ -201,7 +203,7 @@ class SharedSegments:
             problem = str(err)
         if not self._misses["full"]:
             log.warning(
-                "bytes of versions are not shared with other workers of this host", size_bytes=len(data), reason=problem
+                "bytes of versions are not shared with workers of this host", size_bytes=len(data), reason=problem
             )
         self._count("full")
 

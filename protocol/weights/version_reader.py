@@ -72,8 +72,8 @@ class WeightReader:
     ) -> None:  # fmt: skip
         """Fetch nothing yet. One of ``trusted_keys`` must have signed each manifest; None: signatures are not verified.
 
-        ``cache_bytes`` of segments are kept in memory, for a caller that applies each to a second copy; those that other processes of
-        this host have ``shared`` are not downloaded.
+        ``cache_bytes`` of segments are kept in memory, for a caller that applies each to a second copy; those that
+        other processes of this host have ``shared`` are not downloaded.
         """
         self.num_bytes = 0  # of weights, fetched so far
         self._blobs = blobs
@@ -246,7 +246,7 @@ class WeightReader:
         header = shard_header(bucket)
         if data[: len(header)] != header or len(data) != len(header) + bucket.num_bytes:
             raise StateMismatch(
-                f"version {plan.target.version}: the full snapshot of bucket {number} does not fit its layout"
+                f"version {plan.target.version}: the snapshot of bucket {number} does not fit its layout"
             )
         return len(header)
 

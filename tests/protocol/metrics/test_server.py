@@ -87,7 +87,7 @@ def test_a_taken_port_is_an_error_with_the_fix() -> None:
     with served() as first, served() as second:
         assert first.url != second.url
         port = int(first.url.rsplit(":", 1)[1].split("/")[0])
-        with pytest.raises(ConfigError, match=r"set metrics\.trainer_port to a free port, or to 0"):
+        with pytest.raises(ConfigError, match=r"set metrics\.trainer_port to a free port, or 0"):
             served(port)
 
 

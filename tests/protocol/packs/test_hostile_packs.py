@@ -67,7 +67,7 @@ def test_the_reason_says_what_is_wrong(name: str, reason: str):
 @pytest.mark.parametrize(
     ("size_bytes", "changes", "complaint"),
     [
-        (2**40, {}, "expected at most"),
+        (2**40, {}, "bytes, at most"),
         (100, {"group_id": "e0.p1.a0"}, "the same row group"),
         (100, {"row_group": 1}, "the same id"),
         (100, {"group_id": "e0.p1.a0", "row_group": 1, "completion_tokens": (1,) * 5000}, "at most 4097"),
