@@ -18,8 +18,8 @@ from penstock.protocol.errors import PenstockError
 from penstock.protocol.process_end import error_text
 
 __all__ = [
-    "FLAT", "App", "Group", "Help", "Json", "Least", "Parameter", "RunArguments", "RunName", "UsageError", "application",
-    "arguments_of", "program", "run", "typed",
+    "FLAT", "App", "Group", "Help", "Json", "Least", "Parameter", "RunArguments", "RunName", "UsageError",
+    "application", "arguments_of", "program", "run", "typed",
 ]  # fmt: skip
 
 USAGE_ERROR = 2  # exit code

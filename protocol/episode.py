@@ -61,10 +61,11 @@ class EpisodeRow:
     parent: int | None = None  # number of an earlier row of this episode with the same root; None: shares nothing
     prefix_len: int = 0  # the first so many tokens are those of the parent; 0 if and only if parent is None
 
-    # Of the trajectory: token_ids [T] int32; loss_mask [T] True where the policy sampled the token, in this row and not in an
-    # earlier one (always False below prefix_len); behaviour_logprobs [T] float32, 0.0 where the mask is False; version_runs
-    # cover exactly the tokens with mask True; finish_reason is that of the last turn; completion_text is what a reward
-    # reads as the answer, in the first row of an episode, and "" in the others; is_baseline is equal in all rows.
+    # Of the trajectory: token_ids [T] int32; loss_mask [T] True where the policy sampled the token, in this row and not
+    # in an earlier one (always False below prefix_len); behaviour_logprobs [T] float32, 0.0 where the mask is False;
+    # version_runs cover exactly the tokens with mask True; finish_reason is that of the last turn; completion_text is
+    # what a reward reads as the answer, in the first row of an episode, and "" in the others; is_baseline is equal in
+    # all rows.
 
     def __post_init__(self) -> None:
         position, covered = 0, 0
@@ -76,14 +77,14 @@ class EpisodeRow:
                 )
             if not (0 <= turn.number < MAX_TURNS and math.isfinite(turn.reward) and len(turn.state) <= 200):
                 raise PackError(
-                    f"turn {turn.number} with reward {turn.reward} and a state of {len(turn.state)} characters; expected a "
-                    f"number below {MAX_TURNS}, a finite reward and at most 200 characters"
+                    f"turn {turn.number} with reward {turn.reward} and a state of {len(turn.state)} characters; "
+                    f"expected a number below {MAX_TURNS}, a finite reward and at most 200 characters"
                 )
             position, covered = turn.end, covered + turn.end - turn.start
         if not self.turns or covered != np.count_nonzero(self.trajectory.loss_mask):
             raise PackError(
-                f"{len(self.turns)} turns cover {covered} of {np.count_nonzero(self.trajectory.loss_mask)} sampled tokens "
-                f"of a row of {len(self.trajectory.token_ids)}; every row has a turn, and every sampled token is in one"
+                f"{len(self.turns)} turns cover {covered} of {np.count_nonzero(self.trajectory.loss_mask)} sampled "
+                f"tokens of a row of {len(self.trajectory.token_ids)}, expected all, in one or more turns"
             )
         if self.trajectory.finish_reason not in ("stop", "length", "abort"):
             raise PackError(f"a row ends by {self.trajectory.finish_reason!r}, expected stop, length or abort")

@@ -1,4 +1,4 @@
-"""Tasks and groups as facts carry them: frozen models, and the types of their fields; and the seeds of what is sampled."""
+"""Tasks and groups as facts carry them: frozen models, the types of their fields, and the seeds of sampling."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ UNLESS_NONE = Field(exclude_if=lambda value: value is None)
 
 
 def first_problem(err: ValidationError, whole: str = "body", *, most: int | None = None) -> str:
-    """Return the first field that a model refused, and why, of each at most so many characters; ``whole`` names the value itself."""
+    """Return the first field that a model refused, and why, each cut off; ``whole`` names the value itself."""
     first = err.errors(include_input=False, include_url=False)[0]
     return f"{'.'.join(map(str, first['loc']))[:most] or whole}: {first['msg'][:most]}"
 
@@ -138,7 +138,7 @@ class RowImages(Wire):
         for previous, other in zip(self.refs, self.refs[1:], strict=False):
             if previous.end > other.position:
                 raise ValueError(
-                    f"image {other.sha256} begins at token {other.position}, before image {previous.sha256} ends at {previous.end}"
+                    f"image {other.sha256} begins at {other.position}, image {previous.sha256} ends at {previous.end}"
                 )
         return self
 
@@ -219,8 +219,7 @@ class Task(Wire):
         for ref in self.images.refs if self.images is not None else ():
             if ref.end > len(self.prompt_ids) or len(set(self.prompt_ids[ref.position : ref.end])) != 1:
                 raise ValueError(
-                    f"image {ref.sha256}: tokens {ref.position} to {ref.end} of a prompt of {len(self.prompt_ids)} are not "
-                    "one token, repeated"
+                    f"image {ref.sha256}: prompt tokens {ref.position} to {ref.end} are not one token, repeated"
                 )
         return self
 
@@ -292,7 +291,7 @@ class GeneratedGroup(Wire):
             )
         if self.rows and self.abandoned:
             raise ValueError(
-                f"group {self.group_id}: {len(self.abandoned)} abandoned completions in a group of episodes, expected none"
+                f"group {self.group_id}: {len(self.abandoned)} abandoned completions in a group of episodes"
             )
         if self.newest_version < self.oldest_version:
             raise ValueError(f"group {self.group_id}: newest version is older than the oldest")
@@ -313,7 +312,6 @@ class ScoredGroup(Wire):
         for name, values in {"rewards": self.rewards, **self.parts}.items():
             if len(values) != expected:
                 raise ValueError(
-                    f"group {self.generated.group_id}: {len(values)} values in {name}, "
-                    f"expected one for each of {expected} trajectories"
+                    f"group {self.generated.group_id}: {len(values)} values in {name} of {expected} trajectories"
                 )
         return self

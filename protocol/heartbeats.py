@@ -1,4 +1,4 @@
-"""Heartbeats of services: how often they are written, when one counts as lost, and what they report of busy time and CPU.
+"""Heartbeats of services: how often they are written, when one is lost, and what they say of busy time and CPU.
 
 A heartbeat announces its period, and readers decide by it. All workers of a run together write about
 `TOTAL_PER_S` heartbeats a second: the more there are, the longer the period of each. A reader reports a service as lost
@@ -24,9 +24,9 @@ from penstock.protocol.facts import Heartbeat, decode
 
 THREAD_CPU = "thread_cpu_s:"  # prefix of a heartbeat's figures: CPU seconds of the threads of one name
 ENGINE_CPU = "engine_cpu_s"  # a worker's figure: CPU seconds of the engine processes that it started
-# What a worker does with a version, one after the other: fetch and verify it, or the changes to it; find values that are not finite; prepare the
-# changes for the engine; wait for a permit to pause; pause, which includes the wait for running completions; write and verify its copy, if only
-# the changes were fetched; ask for the engine's checksum.
+# What a worker does with a version, one after the other: fetch and verify it, or the changes to it; find values that
+# are not finite; prepare the changes for the engine; wait for a permit to pause; pause, which includes the wait for
+# running completions; write and verify its copy, if only the changes were fetched; ask for the engine's checksum.
 APPLY_STAGES = ("fetch", "check", "stage", "permit", "pause", "copy", "checksum")
 _NUMBERED = re.compile(r"(?:[-_]\d+)+$")
 _MAX_NAMES = 16
@@ -46,7 +46,7 @@ def apply_figure(stage: str) -> str:
 
 
 def apply_means(figures: Mapping[str, float]) -> dict[str, float]:
-    """Return the mean seconds of a version by stage, from the figures of a worker's heartbeat; empty for one that reports none."""
+    """Return the mean seconds of a version by stage, from a worker's figures; empty where it reports none."""
     num = figures.get("weights_applied", 0.0)
     names = {stage: apply_figure(stage) for stage in APPLY_STAGES}
     return {stage: figures[name] / num for stage, name in names.items() if num and name in figures}

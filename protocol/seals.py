@@ -29,7 +29,7 @@ _PARTS = frozenset({"store", "trackers"})  # folders inside of a run's whose fil
 
 
 def write(path: Path, data: bytes | str, *, at: Path | None = None, sync: bool = False, optional: bool = False) -> None:
-    """Replace a file and its seal. Killed at any time, this leaves the old content or the new one, and a seal that fits.
+    """Replace a file and its seal. Killed at any time, this leaves the old content or the new, and a seal that fits.
 
     ``at`` is the path that the file will have, where its folder is renamed later. Raises ConfigError when this user can
     have no key; with ``optional`` the file is written without a seal then, and a warning is logged. Raises OSError.
@@ -59,7 +59,7 @@ def seal(path: Path, content: bytes) -> None:
 
 
 def digest(key: str, value: str) -> str:
-    """Return the HMAC of a setting that is not stored itself, so that a change is noticed; empty when this user can have no key."""
+    """Return the HMAC of a setting that is not stored, to notice a change; empty when this user can have no key."""
     try:
         return _mac(key.encode(), value.encode())[:32]
     except ConfigError:
@@ -91,8 +91,8 @@ def read(path: Path, most: int = 1 << 26) -> bytes | None:
         raise UntrustedFolder(f"{path} is not used, since no seal can be checked: {err}") from None
     folder = path.parent.parent if path.parent.name in _PARTS else path.parent
     raise UntrustedFolder(
-        f"{path} was not written here by this user, or was changed or moved since: the files, addresses and code that it names are not "
-        f"used; if you trust them, see and accept them with: penstock runs trust {folder.name} run.dir={folder.parent}"
+        f"{path} was not written here by this user, or was changed or moved since: what it names, such as code, is not "
+        f"used; if you trust it, see and accept it with: penstock runs trust {folder.name} run.dir={folder.parent}"
     )
 
 
@@ -147,8 +147,8 @@ def _key(environ: Mapping[str, str]) -> bytes:
         key = path.read_bytes()
     except (OSError, RuntimeError) as err:
         raise ConfigError(
-            f"the key with which files of runs are sealed cannot be read or made ({err}); name another file, of {_KEY_BYTES} random "
-            f"bytes, in a folder that stays: head -c {_KEY_BYTES} /dev/urandom > FILE; chmod 600 FILE; export {KEY_FILE}=FILE"
+            f"the key with which files of runs are sealed cannot be read or made ({err}); name another file, in a "
+            f"folder that stays: head -c {_KEY_BYTES} /dev/urandom > FILE; chmod 600 FILE; export {KEY_FILE}=FILE"
         ) from None
     if len(key) < _KEY_BYTES:
         raise ConfigError(

@@ -29,26 +29,29 @@ _NAMES_OF_USERS = frozenset({"define", "parts", "by_source", "properties", "role
 _ASSIGNED = re.compile(r"([\w.-]{1,99}\s{0,3}[:=]\s{0,3})(.+)", re.DOTALL)
 _WORD = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|\d+")
 _SECRET_WORDS = frozenset({
-    "secret", "password", "passwd", "passphrase", "pwd", "credential", "apikey", "bearer", "authorization", "authtoken", "cookie", "dsn",
-    "pat", "privatekey", "accesstoken",
+    "secret", "password", "passwd", "passphrase", "pwd", "credential", "apikey", "bearer", "authorization", "authtoken",
+    "cookie", "dsn", "pat", "privatekey", "accesstoken",
 })  # fmt: skip
 _SECRET_ENDS = ("password", "passwd", "passphrase", "apikey")  # PGPASSWORD
 _LAST_WORDS = frozenset({"token", "pass", "auth", "key"})
 _IN_PROSE = (["token"], ["auth"], ["pass"], ["pat"])  # NAME=value in code and sentences, such as token=A
 _IN_QUERIES = frozenset({"key", "code", "sig", "signature", "token", "auth", "pass"})
 _KINDS_OF_KEYS = frozenset({
-    "api", "private", "secret", "signing", "encryption", "auth", "account", "service", "license", "master", "shared", "subscription",
+    "api", "private", "secret", "signing", "encryption", "auth", "account", "service", "license", "master", "shared",
+    "subscription",
 })  # fmt: skip
 _NO_VALUE = frozenset({"file", "path", "url", "type", "name", "id", "ids", "size", "mode", "format", "count", "policy"})
 _KINDS_OF_TOKENS = frozenset({  # of a text or a table, before token, pass or key: no credential
-    "stop", "eos", "bos", "pad", "unk", "mask", "sep", "cls", "special", "control", "added", "extra", "max", "min", "num", "image", "video", "new",
-    "audio", "prompt", "completion", "think", "thinking", "begin", "end", "start", "first", "last", "next", "bad", "forced", "suppress", "per", "by",
-    "primary", "foreign", "sort", "group", "partition", "cache", "join", "index", "answer", "row", "column",
+    "stop", "eos", "bos", "pad", "unk", "mask", "sep", "cls", "special", "control", "added", "extra", "max", "min",
+    "num", "image", "video", "new", "audio", "prompt", "completion", "think", "thinking", "begin", "end", "start",
+    "first", "last", "next", "bad", "forced", "suppress", "per", "by", "primary", "foreign", "sort", "group",
+    "partition", "cache", "join", "index", "answer", "row", "column",
 })  # fmt: skip
 _MODES = frozenset({
-    "auto", "none", "null", "nil", "true", "false", "yes", "no", "on", "off", "all", "any", "required", "optional", "missing", "invalid", "empty", "unset",
-    "undefined", "default", "basic", "bearer", "digest", "oauth", "oauth2", "aws", "keys", "iam", "sso", "keep", "env", "file", "see", "is", "the", "header",
-    "headers", "str", "int", "id", "...",
+    "auto", "none", "null", "nil", "true", "false", "yes", "no", "on", "off", "all", "any", "required", "optional",
+    "missing", "invalid", "empty", "unset", "undefined", "default", "basic", "bearer", "digest", "oauth", "oauth2",
+    "aws", "keys", "iam", "sso", "keep", "env", "file", "see", "is", "the", "header", "headers", "str", "int", "id",
+    "...",
 })  # fmt: skip
 _NO_SECRET = re.compile(
     r"[<\[|{(].*|\$[A-Z{(].*|%[s({].*|[#*]+|-?\d{1,5}(?:\.\d*)?|os\.(?:environ|getenv).*", re.DOTALL
@@ -100,7 +103,7 @@ _known: set[str] = set()
 
 
 def remember(value: str) -> str:
-    """Return a secret that was read from a file or a variable; from now on `scrub` hides it in every text of this process.
+    """Return a secret read from a file or a variable; from now on `scrub` hides it in all texts of this process.
 
     Not searched for are short values, and words, paths and URLs, which are in ordinary texts.
     """
@@ -110,7 +113,7 @@ def remember(value: str) -> str:
 
 
 def _spellings(value: str) -> set[str]:
-    """Return a value as it is in texts, URLs, JSON and ``repr``, and within a base64 text such as that of ``user:value``."""
+    """Return a value as it is in texts, URLs, JSON and ``repr``, and in a base64 text such as of ``user:value``."""
     raw = value.encode()
     encoded = {base64.b64encode(b"\0" * skipped + raw)[(skipped * 8 + 5) // 6 :].decode() for skipped in range(3)}
     inner = {text.rstrip("=")[: -1 if text.endswith("=") else None] for text in encoded}
@@ -256,7 +259,7 @@ def _is_secret_name(name: str, value: str) -> bool:
 def resolved(
     options: Mapping[str, Any], key: str, environ: Mapping[str, str], fields: Sequence[str] = ()
 ) -> dict[str, Any]:
-    """Return options with the secrets that they name: ``"env:NAME"`` as that variable, ``X_file`` of X as the file's content.
+    """Return options with the secrets they name: ``"env:NAME"`` as that variable, ``X_file`` of X as the file's text.
 
     A file stands for X in a table of variables or headers, and where X is among the ``fields`` of the options and
     ``X_file`` is not. Raises ConfigError, which names the option below ``key``, for a variable that is not set and a

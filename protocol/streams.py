@@ -209,7 +209,7 @@ def swap_permit_key(number: int | Literal["*"]) -> str:
 
 
 def peer_key(host: str) -> str:
-    """Return the key of a host's offer of weights in the lease bucket; `*` for every host, "" for what all keys begin with."""
+    """Return the lease key of a host's offer of weights; `*` for every host, "" for what all keys begin with."""
     return f"peer.{host}"
 
 
@@ -219,5 +219,5 @@ def pack_progress_key(sequence: int | Literal["*"]) -> str:
 
 
 def kill_mark_key(stage: str, sequence: int | Literal["*"]) -> str:
-    """Return the key of a redelivered message in the scoring bucket, by its number in the stream; `*` for every message."""
+    """Return the key of a redelivered message in the scoring bucket, by its number in the stream; `*` for all."""
     return f"started.{stage}.{sequence}"

@@ -97,7 +97,7 @@ def _request() -> tuple[float, Any] | None:
     head = sys.stdin.buffer.read(8)
     if len(head) < 8:
         return None
-    return marshal.loads(sys.stdin.buffer.read(int.from_bytes(head, "little")))  # noqa: S302  of the process that started this one
+    return marshal.loads(sys.stdin.buffer.read(int.from_bytes(head, "little")))  # noqa: S302  our parent's
 
 
 def _write(answer: bytes) -> None:

@@ -1,4 +1,4 @@
-"""What a pack may hold about tokens besides their log-probabilities: the experts that computed them, and what a teacher says of them; pure.
+"""What a pack may hold of tokens besides log-probabilities: their experts, and what a teacher says; pure.
 
 A router chooses ``top_k`` of a layer's experts for every token. A trainer whose routers choose others for the same
 tokens than the engine's computes another policy than the one that sampled: rounding, or weights that are a version
@@ -73,8 +73,8 @@ class ExpertChoices:
         expected = (self.shape.num_layers, self.shape.top_k)
         if self.ids.ndim != 3 or self.ids.shape[1:] != expected or self.ids.dtype != dtype_of(self.shape):
             raise PackError(
-                f"experts of tokens are {self.ids.dtype} of shape {self.ids.shape}, expected {dtype_of(self.shape)} of shape "
-                f"(tokens, {expected[0]}, {expected[1]}): {self.shape}"
+                f"experts of tokens are {self.ids.dtype} of shape {self.ids.shape}, expected {dtype_of(self.shape)} "
+                f"of shape (tokens, {expected[0]}, {expected[1]}): {self.shape}"
             )
         if not self.ids.size:
             return
@@ -86,7 +86,7 @@ class ExpertChoices:
     def check_length(self, num_tokens: int) -> None:
         if len(self.ids) != num_tokens - 1:
             raise PackError(
-                f"experts of {len(self.ids)} tokens in a trajectory of {num_tokens}, expected {num_tokens - 1}: all but the last"
+                f"experts of {len(self.ids)} tokens of {num_tokens}, expected {num_tokens - 1}: all but the last"
             )
 
 
@@ -118,7 +118,7 @@ class TeacherScores:
             shape = (len(row.logprobs), self.top_k)
             if row.top_ids.shape != shape or row.top_logprobs.shape != shape:
                 raise PackError(
-                    f"a teacher's likeliest tokens are {row.top_ids.shape} and {row.top_logprobs.shape}, expected {shape}"
+                    f"a teacher's likeliest are {row.top_ids.shape} and {row.top_logprobs.shape}, expected {shape}"
                 )
 
     def check(self, num_sampled: Sequence[int], vocab_size: int | None) -> None:
@@ -135,7 +135,7 @@ class TeacherScores:
             lowest, highest = int(row.top_ids.min()), int(row.top_ids.max())
             if lowest < 0 or (vocab_size is not None and highest >= vocab_size):
                 raise PackError(
-                    f"a teacher's token id {lowest if lowest < 0 else highest} is not one of a vocabulary of {vocab_size}"
+                    f"a teacher's token id {lowest if lowest < 0 else highest} is none of a vocabulary of {vocab_size}"
                 )
             ordered = np.sort(row.top_ids, axis=1)
             if self.top_k > 1 and bool((ordered[:, 1:] == ordered[:, :-1]).any()):

@@ -116,7 +116,7 @@ def _growth(name: str, component: Any) -> int:
 
 
 def _growth_of_map(text: str) -> int:
-    """Return what one character becomes at most beyond what NFKC makes of it; ``text`` is sentencepiece's table in base64."""
+    """Return what a character becomes at most, beyond NFKC; ``text`` is sentencepiece's table in base64."""
     data = base64.b64decode(text)
     replacements = data[4 + int.from_bytes(data[:4], "little") :].decode(errors="replace")
     return math.ceil(max(map(len, replacements.split("\0"))) / _UNICODE_GROWTH) or 1

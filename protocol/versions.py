@@ -77,7 +77,7 @@ class Branch(NamedTuple):
 
 
 class Remade(NamedTuple):
-    """The ``num`` versions after ``first`` were made again, of the same groups, as the ones after ``until`` of a `Branch`."""
+    """The ``num`` versions after ``first`` were made again, of the same groups, as those after ``until``."""
 
     until: PolicyVersion
     first: PolicyVersion  # has the weights of ``until``; every version after it is of the same session
@@ -103,7 +103,7 @@ class VersionTree:
     _lowest: dict[tuple[int, int], int] = field(default_factory=dict)  # cache of the lowest steps from one to another
 
     def begin_session(self, steps: Mapping[PolicyVersion, int], branch: Branch | None = None) -> None:
-        """Add the branch of the sessions that were rolled back; ``steps`` are those of the versions published so far."""
+        """Add the branch of sessions that were rolled back; ``steps``: those of the versions published so far."""
         self.steps, self._lowest = dict(steps), {}
         if branch is not None:
             self.branches.append(branch)
@@ -144,7 +144,7 @@ class VersionTree:
         start, step = self.steps.get(branch.until), self.steps.get(version)
         if start is None or step is None:
             raise ValueError(
-                f"sample of version {version}, of a session that was rolled back to version {branch.after}: its step is not known"
+                f"sample of version {version}, of a session rolled back to version {branch.after}: its step is unknown"
             )
         lowest = self._lowest.get((branch.after, version))
         if lowest is None:  # a session in between may have been resumed from an older checkpoint than this branch

@@ -38,7 +38,7 @@ _CONNECT_S = 5.0
 
 
 def retry_after_s(headers: Mapping[str, str], now: datetime | None = None) -> float:
-    """Return the seconds to wait, at most an hour; 0.0 without the header, for a time in the past and for anything else.
+    """Return the seconds to wait, at most an hour; 0.0 without the header, for a past time and for anything else.
 
     Args:
         headers: Of an answer, by any case of their names or by lower-case names.
@@ -113,7 +113,7 @@ class HttpConnections:
         self, method: str, url: str, body: bytes | None = None, headers: Mapping[str, str] | None = None,
         max_bytes: int | None = None, fingerprint: str = "",
     ) -> Answer:  # fmt: skip
-        """Return the answer, of ``max_bytes`` (None: of that of all answers) at most; a body is JSON unless a header says another type.
+        """Return the answer, at most ``max_bytes`` of it (None: as of all); a body is JSON unless a header says else.
 
         With a ``fingerprint`` the server's certificate is the one with this SHA-256, whatever its name and authority
         are. Raises ConnectionFailed, AnswerRefused, TargetRefused.
@@ -185,7 +185,7 @@ class HttpConnections:
         return bytes(content)
 
     def _connections(self, url: str) -> aiohttp.ClientSession:
-        """Return the session, made with the first request, since it belongs to the running loop; raises ConnectionFailed once closed."""
+        """Return the session, made with the first request, in the running loop; raises ConnectionFailed once closed."""
         if self._is_closed:
             raise ConnectionFailed(url, "this client has been closed")
         if self._session is None:
@@ -230,7 +230,7 @@ def _plain(host: str) -> str:
 
 
 def _reason(err: Exception) -> str:
-    """Return what broke a connection, without what the server sent: the library quotes that in errors other than these."""
+    """Return what broke a connection, without what the server sent: the library quotes that in other errors."""
     if isinstance(err, (OSError, aiohttp.ServerTimeoutError)):
         text = str(err)[:300]
     elif isinstance(err, aiohttp.WSServerHandshakeError):

@@ -53,7 +53,7 @@ class Leases:
         self._seen[key] = (revision, now)
 
     def expired_for_s(self, key: str, lease_s: float | None, now: float) -> float:
-        """Return the seconds since a lease of ``lease_s`` seconds expired; 0.0 while it is valid, or where None says that none is needed; ``now`` for a key that was never seen."""
+        """Return the seconds since a lease of ``lease_s`` expired; 0.0: valid, or none needed; ``now``: never seen."""
         if lease_s is None:
             return 0.0
         seen = self._seen.get(key)

@@ -77,7 +77,7 @@ def verify(secrets: Sequence[str], headers: Mapping[str, str], body: bytes, *, n
         raise BadSignature("the request is not signed: webhook-id, webhook-timestamp and webhook-signature are needed")
     if not _TIMESTAMP.fullmatch(timestamp) or abs(now_s - int(timestamp)) > TOLERANCE_S:
         raise BadSignature(
-            f"webhook-timestamp {timestamp[:20]!r} is not within {TOLERANCE_S} s of now; check the clocks of both machines"
+            f"webhook-timestamp {timestamp[:20]!r} is not within {TOLERANCE_S} s of now; check both clocks"
         )
     signed = f"{message_id}.{timestamp}.".encode() + body
     right = [f"v1,{_sign(key_bytes(secret), signed)}".encode() for secret in secrets]

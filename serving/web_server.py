@@ -263,7 +263,7 @@ class _BoundedProtocol(H11Protocol):
 
     @property
     def has_request(self) -> bool:
-        """Whether the service works for the client, and does not wait for it to send its request or to take its answer."""
+        """Whether the service works for the client, and waits for neither its request nor its taking of an answer."""
         cycle = None if self.flow.write_paused else self.cycle
         return cycle is not None and not cycle.more_body and not cycle.response_complete
 
@@ -282,7 +282,7 @@ class _BoundedProtocol(H11Protocol):
             self._watch()
 
     def _make_room(self) -> bool:
-        """Close the connection that has waited longest for its client, of one with too many its own; False when all are worked on."""
+        """Close the connection that waited longest, of a client with too many its own; False when all are worked on."""
         of_client = self._address if self._has_too_many() else None
         others = [
             connection
@@ -300,7 +300,7 @@ class _BoundedProtocol(H11Protocol):
         return True
 
     def _watch(self) -> None:
-        """Come again when the request in arrival, or the client's taking of an answer, would be late; end the connection when it is."""
+        """Come again when the request in arrival, or the taking of an answer, would be late; end a late connection."""
         if self.flow.write_paused:
             num_unsent = self.transport.get_write_buffer_size()
             self.clock.arrived(self.loop.time(), self._num_unsent - num_unsent)

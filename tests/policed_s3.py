@@ -1,4 +1,4 @@
-"""A proxy for the real S3 server that has MinIO's users and policies: it verifies signatures and refuses what a policy does not allow.
+"""A proxy for the real S3 server with MinIO's users and policies: it verifies signatures and asks policies.
 
 It takes MinIO's requests that create policies and users (`penstock bootstrap --s3-users`), and passes allowed requests
 on to the real server under its own user. ``allowed`` evaluates a policy as AWS documents it for the few elements that
@@ -106,7 +106,7 @@ class PolicedS3(HttpServer):
         port: int = 0,
         tls: ssl.SSLContext | None = None,
     ) -> None:
-        """``behind`` is the real server, ``root`` the access key and secret key of the user that may do everything here."""
+        """``behind`` is the real server, ``root`` the access key and secret key of the user that may do all here."""
         self.behind, self.upstream = behind, urlsplit(behind.endpoint).netloc
         self.root, self.users, self.policies = root, dict[str, str](), dict[str, Policy]()
         self.attached: dict[str, str] = {}
@@ -158,13 +158,13 @@ def _signed(
     region: str,
     date: datetime,
     sha256: str,
-    headers: Mapping[str, str],
+    headers: dict[str, str],
 ) -> dict[str, str]:
     url = urlsplit(f"http://host{path}")
     query = "&".join(sorted(part if "=" in part else f"{part}=" for part in url.query.split("&") if part))
     url = url._replace(path=quote(unquote(url.path), safe="/~"), query=query)
     return sign_v4_s3(
-        method=method, url=url, region=region, headers=dict(headers), credentials=credentials, content_sha256=sha256, date=date
+        method=method, url=url, region=region, headers=headers, credentials=credentials, content_sha256=sha256, date=date
     )  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""The digests of the tensors of a safetensors file, for the simulated engine, and for tests that compare a file with its buckets."""
+"""Digests of a safetensors file's tensors, for the simulated engine and for tests that compare files and buckets."""
 
 from __future__ import annotations
 

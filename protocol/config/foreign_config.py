@@ -25,8 +25,8 @@ _INEXACT = (
     "trainer computes, which makes the importance ratio wrong; remove it (rollout.temperature is applied on both sides)"
 )
 _OF_SAMPLING = (
-    "top_p", "top_k", "min_p", "typical_p", "frequency_penalty", "presence_penalty", "repetition_penalty", "min_new_tokens",
-    "logit_bias", "sampling_params",
+    "top_p", "top_k", "min_p", "typical_p", "frequency_penalty", "presence_penalty", "repetition_penalty",
+    "min_new_tokens", "logit_bias", "sampling_params",
 )  # fmt: skip
 # Settings of other systems that would make the training data wrong here.
 REFUSED: dict[str, str] = {f"rollout.{name}": _INEXACT for name in _OF_SAMPLING}
@@ -117,7 +117,7 @@ _PREFIXES: dict[str, str] = {key: why for system in SYSTEMS.values() for key, wh
 
 
 def value_advice(dotted: str, value: object) -> str | None:
-    """Return what to write instead of another project's value of a key, or of one in a list; None for any other value."""
+    """Return what to write instead of another project's value of a key, or of one in a list; None for others."""
     values = value if isinstance(value, list) else [value]
     return next((why for v in values if isinstance(v, (str, int)) and (why := _ABSENT_VALUES.get((dotted, v)))), None)
 

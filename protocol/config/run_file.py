@@ -63,7 +63,7 @@ _OF_LISTS = {"list_type", "tuple_type"}
 
 @dataclass(frozen=True, slots=True)
 class Loaded(Generic[S]):
-    """Settings, and the origin of every dotted key: ``default``, ``preset grpo``, ``run.toml:12``, ``environment X``, ``override``."""
+    """Settings, and each key's origin: ``default``, ``preset grpo``, ``run.toml:12``, ``environment X``, ``override``."""
 
     settings: S
     origins: dict[str, str]
@@ -121,7 +121,7 @@ def load(
 
 
 def _origin_of_unset(settings: BaseModel, path: KeyPath) -> str:
-    """Return the origin of a value that no source gave: a section may fill in more than defaults, such as a preset's."""
+    """Return the origin of a value that no source gave: a section may fill in others than defaults, as a preset's."""
     origin_of = getattr(getattr(settings, path[0], None), "origin_of", None)
     return origin_of(path[1]) if origin_of is not None and len(path) > 1 else "default"
 
@@ -175,12 +175,12 @@ def config_document(loaded: Loaded[Any]) -> dict[str, Any]:
 def refuse_masks(
     document: Mapping[str, Any], sections: Sequence[str], where: str, *, files: Sequence[Path] = ()
 ) -> None:
-    """Raise ConfigError for a setting of these sections of a `config_document` that is stored masked and that no file sets."""
+    """Raise ConfigError for a setting of these sections of a `config_document` that is masked and that no file sets."""
     can_use = {*document.get("literal", ()), *(".".join(entry.path) for entry in from_files(files, []))}
     for path, value in leaves({name: document["settings"].get(name) for name in sections}):
         if MASK in json.dumps(value) and (key := ".".join(path)) not in can_use:
             raise ConfigError(
-                f"{where}: {key} was stored with {MASK} in place of a part of its text, so that it cannot be used; give the run file"
+                f"{where}: {key} was stored with {MASK} in its text, so that it cannot be used; give the run file"
             )
 
 
@@ -283,7 +283,7 @@ def _replaces(path: KeyPath, entry: Given, earlier: Given | None) -> bool:
 
 
 def _sets_several(entry: Given) -> bool:
-    """Return True for an alias of several settings: one of a single setting overrules it, as clip_ratio_high does clip_ratio."""
+    """Return True for an alias of several settings: that of one overrules it, as clip_ratio_high does clip_ratio."""
     return len(ALIASES[entry.spelling].keys) > 1
 
 

@@ -1,4 +1,4 @@
-"""Find the images of chats and data rows, and decode them once, within limits: the adapter of Pillow (extra ``penstock[images]``).
+"""Find the images of chats and data rows, decode them once, within limits: the adapter of Pillow (extra ``images``).
 
 Images come as bytes, as base64, or as files beside the data; nothing is fetched from a URL. What a URL names may change
 between two attempts at a group, and between engine and trainer, and the address may be one that this process should not
@@ -71,8 +71,8 @@ def admit(data: bytes) -> AdmittedImage:
     stored = sink.getvalue()
     if len(stored) > MAX_IMAGE_BYTES:
         raise ImageRefused(
-            f"an image of {converted.width} x {converted.height} pixels has {len(stored)} bytes as PNG, at most {MAX_IMAGE_BYTES}; it was "
-            "converted because of its orientation or colours: store it upright, as 8-bit RGB"
+            f"an image of {converted.width} x {converted.height} pixels has {len(stored)} bytes as PNG, at most "
+            f"{MAX_IMAGE_BYTES}; it was converted for its orientation or colours: store it upright, as 8-bit RGB"
         )
     return AdmittedImage(stored, hashlib.sha256(stored).hexdigest(), converted.width, converted.height)
 
@@ -125,8 +125,8 @@ def _open(data: bytes) -> Any:
     if width * height > MAX_PIXELS or min(width, height) < 1 or max(width, height) > MAX_RATIO * min(width, height):
         image.close()
         raise ImageRefused(
-            f"an image of {width} x {height} pixels, expected at most {MAX_PIXELS} pixels, and no side more than {MAX_RATIO} times "
-            "the other; make it smaller"
+            f"an image of {width} x {height} pixels, expected at most {MAX_PIXELS} pixels, and no side more than "
+            f"{MAX_RATIO} times the other; make it smaller"
         )
     if frames != 1 and image.format != "MPO":  # a camera's JPEG with previews behind the first frame
         image.close()
@@ -181,7 +181,7 @@ def _refusing(problem: str, fix: str = "") -> Iterator[None]:
 
 
 def take_images(messages: Sequence[Mapping[str, Any]]) -> tuple[list[dict[str, Any]], list[Source]]:
-    """Return a chat whose parts of images say nothing but ``{"type": "image"}``, as templates read them, and their sources in order.
+    """Return a chat with ``{"type": "image"}`` for each image, as templates read it, and the sources in order.
 
     Raises ImageRefused for a part that names no source.
     """
@@ -206,12 +206,12 @@ def _source(part: Mapping[str, Any]) -> Source:
         if part.get(key) is not None:
             return part[key] if key != "base64" else {"base64": part[key]}
     raise ImageRefused(
-        f"a part of a message has type {part['type']!r} and no image; give it one of {', '.join(_KEYS)}, not {sorted(part)}"
+        f"a part of a message has type {part['type']!r}, no image; give one of {', '.join(_KEYS)}, not {sorted(part)}"
     )
 
 
 def image_bytes(source: Source, folder: Path | None = None) -> bytes:
-    """Return the bytes of an image; raises ImageRefused for a file that is missing or too large, and for other sources, such as a URL.
+    """Return the bytes of an image; raises ImageRefused for a missing or too large file, and for a URL.
 
     A source is bytes; a data URL with base64; the path of a file below ``folder``, relative to it (None: no files are
     read); or a mapping with one of these as ``bytes`` (as Hugging Face datasets store images), ``base64`` or ``data``
@@ -227,8 +227,8 @@ def image_bytes(source: Source, folder: Path | None = None) -> bytes:
         return _of_base64(source[head.end() :])
     if _URL.match(source):
         raise ImageRefused(
-            f"an image is given by the URL {source[:_SHOWN]!r}: URLs are never fetched, because what they name may change; give "
-            "its bytes, or a data URL with base64"
+            f"an image is given by the URL {source[:_SHOWN]!r}: URLs are never fetched, because what they name may "
+            "change; give its bytes, or a data URL with base64"
         )
     if folder is None:
         raise ImageRefused(f"an image is given as the text {source[:_SHOWN]!r}, expected a data URL with base64")
@@ -261,8 +261,8 @@ def _of_base64(text: str) -> bytes:
 def _of_file(name: str, folder: Path) -> bytes:
     if len(name) > _MAX_PATH:
         raise ImageRefused(
-            f"an image is given as a text of {len(name)} characters, longer than a path: {name[:_SHOWN]!r}; write base64 as a data URL, or "
-            'as "base64"'
+            f"an image is given as a text of {len(name)} characters, longer than a path: {name[:_SHOWN]!r}; write "
+            'base64 as a data URL, or as "base64"'
         )
     try:
         path = (folder / name).resolve()
@@ -276,6 +276,6 @@ def _of_file(name: str, folder: Path) -> bytes:
     except (OSError, ValueError) as err:  # a name that is none, such as one too long, or a file that may not be read
         reason = err.strerror if isinstance(err, OSError) else err
         raise ImageRefused(
-            f"{name[:_SHOWN]!r}: not readable as a file below {folder} ({reason}); where it is base64 and no path, write a data URL, "
-            'or "base64" beside it'
+            f"{name[:_SHOWN]!r}: not readable as a file below {folder} ({reason}); where it is base64 and no path, "
+            'write a data URL, or "base64" beside it'
         ) from None

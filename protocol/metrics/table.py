@@ -1,4 +1,4 @@
-"""All Prometheus metrics of all services, which `metrics.toml` lists for documentation and dashboards too, and the samples of a scrape.
+"""All Prometheus metrics of all services (`metrics.toml`, for documentation and dashboards too) and a scrape's samples.
 
 To add a metric, add a row there and a call of `Samples.add` in the service. A label whose values are not fixed is in
 `OPEN_LABELS`: of those the first `MAX_VALUES` get separate series.

@@ -179,7 +179,7 @@ class Sharing:
         return stored[row] if parent == NONE else np.concatenate([whole[parent][: self.lengths[row]], stored[row]])
 
     def context(self, stored: np.ndarray, row: int) -> np.ndarray:
-        """Return per-token values of a row with 0 for the shared tokens: they were sampled, if at all, in another row."""
+        """Return a row's per-token values with 0 for the shared tokens: another row sampled them, if any."""
         length = self.lengths[row] if self.parents[row] != NONE else 0
         return np.concatenate([np.zeros(length, dtype=stored.dtype), stored]) if length else stored
 

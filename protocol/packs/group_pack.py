@@ -102,7 +102,7 @@ def _large(schema: pa.Schema) -> dict[str, Any]:
 
 
 def encode(groups: Sequence[Group]) -> bytes:
-    """Encode groups, in order, as one Parquet object with one row group each; raises PackError for what has no column."""
+    """Encode groups, in order, as one Parquet object, a row group each; raises PackError for what has no column."""
     if not groups:
         raise PackError("a pack needs at least one group")
     sink = io.BytesIO()
@@ -209,7 +209,7 @@ def _read(
 
 @functools.cache
 def _accepted() -> tuple[pa.Schema, ...]:
-    """Return the schema of packs, and those that packs had before: without baselines, and with fields that may hold nulls."""
+    """Return the schema of packs, and their former ones: without baselines, and with fields that may hold nulls."""
     elements = [f.with_type(pa.list_(f.type.value_type)) if pa.types.is_list(f.type) else f for f in SCHEMA]
     field_lists = (SCHEMA, elements, [f.with_nullable(True) for f in elements])
     schemas = [pa.schema(fields, SCHEMA.metadata) for fields in field_lists]

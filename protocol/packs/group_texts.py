@@ -13,7 +13,8 @@ from penstock.protocol.packs.pack_rows import Rows
 from penstock.protocol.trajectory import check_equal
 
 TEXT_COLUMNS = (
-    "group_id", "num_prompt_tokens", "prompt_text", "completion_text", "finish_reason", "reward_name", "data_source", "ground_truth",
+    "group_id", "num_prompt_tokens", "prompt_text", "completion_text", "finish_reason", "reward_name", "data_source",
+    "ground_truth",
     "extra_info", *episode_columns.TEXT_COLUMNS,
 )  # fmt: skip
 

@@ -35,8 +35,9 @@ _WIDTHS = {"BOOLEAN": 1, "INT32": 4, "INT64": 8, "FLOAT": 4, "DOUBLE": 8, "BYTE_
 _LEVEL_BYTES = 4  # a definition and a repetition level
 _PLAIN, _BYTE_STREAM_SPLIT, _DICTIONARY = 0, 18, (4, 16)  # encodings as zigzag varints; plain and RLE dictionaries
 
-# The Thrift compact encoding of a page header, field by field: type, uncompressed and compressed size, then the header of
-# a data page (number of values, encoding, encodings of the levels, statistics) or of a dictionary (number of values, encoding).
+# The Thrift compact encoding of a page header, field by field: type, uncompressed and compressed size, then the header
+# of a data page (number of values, encoding, encodings of the levels, statistics) or of a dictionary (number of values,
+# encoding).
 _VARINT = rb"[\x80-\xff]{0,4}[\x00-\x7f]"
 _PAGE = re.compile(
     rb"\x15(?:\x00\x15(V)\x15(V)\x2c\x15(V)\x15([\x00-\x7f])\x15\x06\x15\x06(?:\x1c\x00)?(?:\x00\x00|(\x1c))"
@@ -48,7 +49,7 @@ _FOOTER = re.compile(rb"\x15[\x02\x04]\x19(?:([\x0c-\xec])|\xfc([\x00-\x7f]))", 
 
 
 def max_bytes(groups: Sequence[GeneratedGroup] | None) -> int:
-    """Return how many bytes a pack with the groups of a message may hold or decode to; `MAX_BYTES` without a message."""
+    """Return how many bytes a pack of a message's groups may hold or decode to; `MAX_BYTES` without a message."""
     if groups is None:
         return MAX_BYTES
     tokens = sum(map(_row_tokens, groups))
@@ -83,7 +84,7 @@ def check_message(pack: BlobRef, groups: Sequence[GeneratedGroup]) -> None:
 
 
 def check_footer(data: bytes) -> int:
-    """Return where an object's Parquet footer begins; raises PackError unless its schema is as small as that of a pack."""
+    """Return where an object's Parquet footer begins; raises PackError for a schema larger than that of a pack."""
     size = int.from_bytes(data[-8:-4], "little")
     if len(data) < 12 or data[:4] != b"PAR1" or data[-4:] != b"PAR1" or size > len(data) - 12:
         raise PackError(f"not a Parquet object (its magic bytes or its footer's size are wrong); {len(data)} bytes")
@@ -158,14 +159,14 @@ def check_pages(
             left -= _column_bytes(data, stored[number].chunks[index], column, rows, left)
             if left < 0:
                 raise PackError(
-                    f"row groups {list(row_groups)[:8]} would decode to more than {max_bytes(groups)} bytes, which is the "
-                    f"limit for the tokens that the message names; {len(data)} bytes are stored"
+                    f"row groups {list(row_groups)[:8]} would decode to more than {max_bytes(groups)} bytes, the limit "
+                    f"for the tokens that the message names; {len(data)} bytes are stored"
                 )
     return sizes
 
 
 def _column_bytes(data: bytes, chunk: Chunk, column: StoredColumn, rows: int, limit: int) -> int:
-    """Return an upper bound of the bytes that decoding a column allocates; raises PackError for a page not of our writer."""
+    """Return the most bytes that decoding a column allocates; raises PackError for a page not of our writer."""
     num_values = chunk.num_values
     start = position = chunk.data_page_offset
     dictionary_at = chunk.dictionary_page_offset
@@ -197,8 +198,7 @@ def _column_bytes(data: bytes, chunk: Chunk, column: StoredColumn, rows: int, li
         position = page.stored + (_end_of_statistics(data, end_of_header) if page.has_statistics else end_of_header)
     if total <= limit and (position != end or values != num_values):
         raise PackError(
-            f"column {column.path}: its pages hold {values} values and end at byte {position}, the footer says "
-            f"{num_values} values and byte {end}"
+            f"column {column.path}: its pages hold {values} values and end at {position}, not {num_values} and {end}"
         )
     return total
 
@@ -214,7 +214,7 @@ class _Page(NamedTuple):
 
 @functools.lru_cache(1024)  # a page's 300 bytes stay
 def _page(header: bytes) -> _Page:
-    """Read a header that `_PAGE` matches; many pages of a run have the same. Raises PackError for what packs do not use."""
+    """Read a header that `_PAGE` matches; many pages have the same. Raises PackError for what packs do not use."""
     page = _PAGE.match(header)
     assert page is not None
     if page[6] is not None:

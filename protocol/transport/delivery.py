@@ -41,7 +41,7 @@ _RECORD_S = 2.0  # how long the record of an orderly return may delay it
 
 
 class Acks:
-    """Sends the acknowledgements to one consumer in batches: those that arrive while one is in flight share the next confirmation.
+    """Sends acknowledgements to one consumer in batches: those made while one is in flight share the next one.
 
     A server processes the messages of one connection to one consumer in order, so its answer to the last
     acknowledgement of a series confirms all of them; when the connection was lost in between, the whole series is sent
@@ -116,7 +116,7 @@ class Acks:
 
 
 class KillMarks:
-    """Counts how often the reader of a message was killed, so that a message which causes it is not processed a third time.
+    """Counts how often a message's reader was killed, so that one which causes it is not processed a third time.
 
     A first delivery costs nothing: that its reader was killed follows from a second delivery that was not asked for.
     From then on the message is marked while it is processed, in the run's scoring bucket, and every reader that returns
@@ -150,7 +150,7 @@ class KillMarks:
         return bool(self._spec.marks_bucket)
 
     async def begin(self, sequence: int, num_delivered: int) -> int:
-        """Return how many readers were killed while they processed a message, and mark it; call for each delivery but the first."""
+        """Return how many readers were killed on a message, and mark it; call for each delivery but the first."""
         try:
             store = await self._bound()
             entry = await store.get(self._key(sequence), may_lag=True)
@@ -328,8 +328,7 @@ async def require_consumer(connection: Connection, spec: ConsumerSpec) -> None:
         )
     except nats.js.errors.NotFoundError:
         raise MissingStream(
-            f"stream {spec.stream} has no consumer {spec.durable}; "
-            f"create it with: penstock bootstrap run.id={spec.run_id}"
+            f"stream {spec.stream} has no consumer {spec.durable}; create it: penstock bootstrap run.id={spec.run_id}"
         ) from None
     except nats.js.errors.APIError as err:
         raise refusal(err, f"consumer {spec.durable} of stream {spec.stream}", connection.url) from None

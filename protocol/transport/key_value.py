@@ -1,4 +1,4 @@
-"""A key-value bucket: values are bytes, and `change_value` changes one that several processes change, by compare-and-swap."""
+"""A key-value bucket: values are bytes; `change_value` changes one of several writers, by compare-and-swap."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ class KeyValue:
         return self._read(lambda: self._get_newest(key) if newest else self._get(key), f"read {self.bucket}/{key}")
 
     def put(self, key: str, value: bytes, *, ttl_s: float | None = None) -> Pending[int]:
-        """Write a key unconditionally; returns the revision. It expires after ``ttl_s`` if the bucket's TTL is longer."""
+        """Write a key unconditionally; returns the revision. It expires after ``ttl_s``, if the bucket's is longer."""
         return self._write(lambda: self._put(key, value, ttl_s), f"write {self.bucket}/{key}")
 
     def state(self) -> Pending[BucketState]:
@@ -136,8 +136,8 @@ class KeyValue:
             except nats.js.errors.NoStreamResponseError:
                 if self._connection.is_clustered:
                     raise BusUnreachable(
-                        f"{what}: no server of the cluster takes it: the bucket was not created, or more than half of the "
-                        f"servers that store it are down; NATS at {self._connection.url}"
+                        f"{what}: no server of the cluster takes it: the bucket does not exist, or more than half of "
+                        f"the servers that store it are down; NATS at {self._connection.url}"
                     ) from None
                 raise MissingStream(f"{what}: the bucket does not exist; {BOOTSTRAP}") from None
             except nats.js.errors.APIError as err:
@@ -157,8 +157,8 @@ class KeyValue:
             info = await self._connection.js.stream_info(stream)
             holds = f", {info.state.bytes} of its {info.config.max_bytes} bytes in {info.state.messages} keys"
         return StorageFull(
-            f"{what}: bucket {self.bucket} is full{holds}: NATS at {self._connection.url} says {err.description} (error "
-            f"{err.err_code}). Nothing was written and nothing was lost. Raise its limit: nats stream edit "
+            f"{what}: bucket {self.bucket} is full{holds}: NATS at {self._connection.url} says {err.description} "
+            f"(error {err.err_code}). Nothing was written and nothing was lost. Raise its limit: nats stream edit "
             f"{stream} --max-bytes SIZE, or remove keys: nats kv purge {self.bucket} KEY"
         )
 
@@ -227,7 +227,7 @@ class KeyValue:
         return [entry for entry in entries if outlived or not entry.is_outlived]
 
     async def _oldest(self) -> datetime | None:
-        """Return the time by the server's clock before which a key has outlived the bucket; None: keys do not expire."""
+        """Return the time of the server's clock before which a key has outlived the bucket; None: none expires."""
         if self._ttl_s == 0.0:
             return None
         answer = await self._connection.client.request(f"$JS.API.STREAM.INFO.KV_{self.bucket}", timeout=ATTEMPT_S)
@@ -237,7 +237,7 @@ class KeyValue:
 
 
 async def ensure_bucket(connection: Connection, spec: BucketSpec) -> None:
-    """Create or update a bucket, and remove keys that a TTL of their own, such as `never`, keeps beyond that of the bucket."""
+    """Create or update a bucket, and remove keys that their own TTL, such as `never`, keeps beyond the bucket's."""
     await stream_admin.ensure_bucket(connection, spec)
     if not spec.ttl_s:
         return

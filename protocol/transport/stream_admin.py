@@ -257,7 +257,7 @@ async def delete_stream(connection: Connection, stream: str) -> bool:
 
 
 async def ask(connection: Connection, attempt: Callable[[], Awaitable[T]], what: str) -> T:
-    """Return the answer to a request; raises MissingStream where ``what`` does not exist, and `refusal` for other errors."""
+    """Return the answer to a request; raises MissingStream where ``what`` does not exist, else `refusal`."""
     try:
         return await connection.retry(attempt, what=what, deadline_s=REQUEST_S)
     except nats.js.errors.NotFoundError:

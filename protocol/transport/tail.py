@@ -1,4 +1,4 @@
-"""Watch a stream: every fact, in order, across restarts of the server; or read its messages without a consumer (ADR-31).
+"""Watch a stream: all facts, in order, across restarts of the server; or read it without a consumer (ADR-31).
 
 A tail has no consumer on the server, so a role that watches needs no right to create one. The server announces each
 stored message to `subjects.stored`; the tail then reads what follows its position. No message is delivered or
@@ -133,7 +133,7 @@ async def _read_on(
 
 @dataclass(eq=False)
 class Tail(Generic[F]):
-    """A watcher of one stream. It acknowledges nothing; messages that do not decode are logged, reported and skipped."""
+    """A watcher of one stream. It acknowledges nothing; messages that do not decode are reported and skipped."""
 
     connection: Connection
     stream: str

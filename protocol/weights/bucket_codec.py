@@ -4,7 +4,7 @@
 |---|---|---|
 | `none` | nothing | no bit of the bucket changed |
 | `gapabs1` | a `patch_segment` | usually |
-| `raw_zstd` | a raw segment: the planes (byte p of every word), compressed separately | more than `DENSE_ABOVE` of the words changed |
+| `raw_zstd` | a raw segment: the planes (byte p of every word), compressed apart | more than `DENSE_ABOVE` changed |
 | `safetensors` | a whole file that engines load | full snapshots only; its raw bytes follow `layout.shard_header` |
 """
 

@@ -23,7 +23,7 @@ from penstock.protocol.weights.layout import TensorDigest, weights_digest
 
 MAX_MANIFEST_BYTES = 64 * 1024**2
 SIGNATURE_LINE = re.compile(rb"ed25519 ([0-9a-f]{16}) ([A-Za-z0-9+/]{86}==)")  # key and signature, see `signature`
-# What a model folder needs besides its weights; anything else could be read as weights, or as code by an engine that trusts it.
+# What a model folder needs besides weights; anything else could be read as weights, or as code by some engine.
 SMALL_FILE = re.compile(
     r"(?!.*\.index\.json$).*\.(json|jsonl|jinja|txt|model|tiktoken|vocab|bpe|md|rst|ya?ml|csv|png|jpe?g|gif|svg|pdf)|[^.]+",
     re.IGNORECASE,

@@ -61,7 +61,7 @@ class CatchUp:
 
 
 def stored_chain(start: BlobRef | None, manifests: Mapping[str, VersionManifest]) -> Iterator[VersionManifest]:
-    """Yield a version's manifest and its parents, as far as they are among ``manifests``, by key; nothing is verified."""
+    """Yield a version's manifest and its parents, as far as ``manifests`` has them, by key; nothing is verified."""
     while start is not None and (manifest := manifests.get(start.key)) is not None:
         yield manifest
         start = None if manifest.parent is None else manifest.parent.manifest

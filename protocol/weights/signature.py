@@ -43,8 +43,7 @@ class SigningKey:
             key = None
         if not isinstance(key, Ed25519PrivateKey):
             raise ConfigError(
-                f"{setting} = {path}: no Ed25519 private key in PEM form without a password; name the signing.key of "
-                "penstock certs"
+                f"{setting} = {path}: no Ed25519 private key, PEM without a password; name penstock certs' signing.key"
             )
         return cls(key)
 
@@ -73,8 +72,7 @@ class TrustedKeys:
         trusted = [key for key in keys if isinstance(key, Ed25519PublicKey)]
         if not trusted or len(trusted) < len(keys):
             raise ConfigError(
-                f"{setting} = {path}: needs Ed25519 public keys in PEM form and no others; name the signing.pem of "
-                "penstock certs"
+                f"{setting} = {path}: needs Ed25519 public keys in PEM form alone; name penstock certs' signing.pem"
             )
         return cls(trusted)
 

@@ -1,4 +1,4 @@
-"""Packs that no worker of ours writes, each by a name: wrong schemas, pages, sizes, values, and contradictions of a task."""
+"""Packs that no worker of ours writes, by name: wrong schemas, pages, sizes, values, contradictions of a task."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def _sample_nothing(columns: Columns) -> None:
 
 
 def _half_twice(columns: Columns) -> None:
-    """Runs of the first trajectory name half of its tokens twice; the others are certain, so that nothing else shows it."""
+    """Runs of the first trajectory name half of its tokens twice; the others are certain: nothing else shows it."""
     columns["version_runs"][0] = [2, 4, 9, 2, 4, 9]
     columns["behaviour_logprobs"][0] = [*columns["behaviour_logprobs"][0][:9], *[0.0] * 5]
 
@@ -234,8 +234,8 @@ def _with_reward(**fields: Any) -> Callable[[Group], Group]:
 STRUCT = pa.struct([pa.field("element", pa.int32(), nullable=False)])
 LIST_OF_STRUCTS = pa.list_(pa.field("element", STRUCT, nullable=False))
 
-# Hostile packs by name; `TRAINER_ONLY` are those that show only in columns which the reward service does not read, or against a task,
-# which it does not know.
+# Hostile packs by name; `TRAINER_ONLY` are those that show only in columns which the reward service does not read, or
+# against a task, which it does not know.
 _OF_BOTH: dict[str, Callable[[], Hostile]] = {
     # schema
     "token ids are a struct": lambda: _with_type("token_ids", STRUCT, {"element": 1}),

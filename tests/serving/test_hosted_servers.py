@@ -1,4 +1,4 @@
-"""What a served reward and a served environment refuse before their code sees a request: both refuse the same, each in its form."""
+"""What a served reward and environment refuse before their code sees a request: the same, each in its form."""
 
 from __future__ import annotations
 

@@ -124,7 +124,7 @@ def test_the_run_file_defines_rewards_and_shows_them_again(tmp_path: Path) -> No
         ("reward.define.mine.parts.a b.reward=gsm8k", "pattern"),
         (
             "reward.define.other.parts.a.reward=mine",
-            r"reward.define.other.parts.a.reward is itself a reward made of parts",
+            r"reward.define.other.parts.a.reward is itself made of parts",
         ),
     ],
 )

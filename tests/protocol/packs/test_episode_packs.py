@@ -91,7 +91,7 @@ INCONSISTENT = {
     "state": lambda: make_row([(0, [5]), (1, [6])], states=("x" * 201,)),
     "first token sampled": lambda: make_row([(1, [6])]),
     "root": lambda: replace(ROW, root="a b"),
-    "finish reason": lambda: replace(ROW, trajectory=replace(ROW.trajectory, finish_reason="ended")),  # type: ignore[arg-type]
+    "finish reason": lambda: replace(ROW, trajectory=replace(ROW.trajectory, finish_reason="no")),  # type: ignore[arg-type]
     "second completion text": lambda: forked(rows=(ROW, make_row([(0, [5]), (1, [6])], first_turn=2, text="more"))),
     "baseline rows": lambda: forked(
         rows=(replace(ROW, trajectory=replace(ROW.trajectory, is_baseline=True)), *FORKED.rows[1:])
@@ -175,7 +175,7 @@ def test_a_reward_reads_no_episode_that_its_message_does_not_name() -> None:
 
 
 def test_a_message_names_rows_for_every_episode_or_none() -> None:
-    """A message that contradicts itself is malformed, and one with too many rows is refused before its pack is fetched."""
+    """A message that contradicts itself is malformed; one with too many rows is refused before its pack is fetched."""
     summary = GROUP.summary(0)
     for changes in ({"rows": (4,)}, {"rows": (4, 0)}, {"rows": ()}, {"row_tokens": None}):
         with pytest.raises(ValidationError, match="rows"):
@@ -187,7 +187,7 @@ def test_a_message_names_rows_for_every_episode_or_none() -> None:
 
 
 def test_a_group_of_episodes_is_held_against_its_task() -> None:
-    """Not fewer episodes than the least, not more than the group's size, of this prompt and reward, and of an environment."""
+    """From the least to the group's size of episodes, of this prompt and reward, and of an environment."""
     asked = {"group_size": 3, "min_episodes": 2}
     TaskPromise.of(task_of(GROUP, **asked)).check(GROUP)
     refused = {

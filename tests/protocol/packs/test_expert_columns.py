@@ -80,7 +80,7 @@ def test_a_pack_gives_back_which_experts_computed_each_token(shape: RouterShape)
 
 
 def test_the_choices_of_a_prompt_are_stored_once() -> None:
-    """Rows whose first tokens have the same experts as those of the first row refer to it; where they differ they do not."""
+    """Rows whose first tokens have the same experts as those of the first row refer to it; others do not."""
     whole = routed(group(), SMALL)
     columns = table_of(whole).to_pydict()
     shared, stored = columns["experts_shared"], columns["experts"]
@@ -102,7 +102,7 @@ def test_the_choices_of_a_prompt_are_stored_once() -> None:
 
 
 def test_rows_of_an_episode_share_the_choices_of_the_row_that_they_continue() -> None:
-    """They come back as they were, beside groups of other kinds, and what a fork shares with its parent is stored once."""
+    """They come back, beside groups of other kinds, and what a fork shares with its parent is stored once."""
     random = np.random.default_rng(0)
     episodes = [routed_episode(one, SMALL, random) for one in (forked(), one_turn(2))]
     whole = group_of(*episodes)
@@ -199,7 +199,7 @@ def test_a_group_that_lacks_its_experts_breaks_the_promise_of_its_task() -> None
 
 def test_a_group_says_it_of_all_its_trajectories() -> None:
     whole = routed(group(), SMALL)
-    with pytest.raises(PackError, match="expected the same of all, or of none"):
+    with pytest.raises(PackError, match="not the same"):
         replace(whole, trajectories=(*whole.trajectories[:2], replace(whole.trajectories[2], experts=None)))
 
 

@@ -21,7 +21,7 @@ def test_an_honest_pack_is_read():
 
 @pytest.mark.parametrize("name", HOSTILE)
 def test_a_hostile_pack_is_refused(name: str):
-    """The trainer refuses it as a PackError; the reward service too, where its columns show it. Neither decodes much."""
+    """The trainer refuses it as a PackError; the reward service too, where it can see it. Neither decodes much."""
     hostile = HOSTILE[name]()
     allocated, started = pa.total_allocated_bytes(), time.process_time()
     with pytest.raises(PackError):

@@ -1,4 +1,4 @@
-"""A teacher's log-probabilities in packs: they round-trip, beside groups without, and what no model can say is refused."""
+"""A teacher's log-probabilities in packs: they round-trip, beside groups without; impossible ones are refused."""
 
 from __future__ import annotations
 

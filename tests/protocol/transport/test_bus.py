@@ -54,6 +54,7 @@ from penstock.protocol.transport.loop_thread import Pending
 from penstock.protocol.transport.nats_connection import Connection
 from penstock.protocol.transport.tail import direct_get
 
+OwnNats = Callable[[], NatsServer]
 SHORT = StreamLimits(ack_wait_s=0.5, scored_ack_wait_s=0.5)
 
 
@@ -132,7 +133,7 @@ def test_a_queue_is_read_without_taking_from_it(bus: Bus, run_streams: str) -> N
 
 
 def test_an_event_under_the_subject_of_another_kind_is_not_handed_over(bus: Bus, run_streams: str) -> None:
-    """A login that may publish `log` alone cannot report a step: its event is skipped as unreadable, and the next is read."""
+    """A login that may publish `log` alone cannot report a step: its event is skipped, and the next is read."""
     found: list[RunEvent] = []
     problems: list[str] = []
     bus.tail(
@@ -258,9 +259,7 @@ def test_a_redelivered_message_that_is_still_held_is_not_delivered_twice(bus: Bu
     assert bus.stream_state(f"{short_run}-tasks").wait().num_messages == 0
 
 
-def test_a_restarted_reader_gets_its_messages_immediately(
-    bus: Bus, run_streams: str, nats_settings: NatsSettings
-) -> None:
+def test_a_restarted_reader_gets_its_messages_at_once(bus: Bus, run_streams: str, nats_settings: NatsSettings) -> None:
     """After a reset, all unacknowledged messages are redelivered without waiting for their ack wait."""
     issue(bus, run_streams, 1)
     with Bus.connect(nats_settings, name="first life") as reader:
@@ -314,7 +313,7 @@ def dead_letters(bus: Bus, run: str, count: int) -> list[DeadLetter]:
 def test_undecodable_messages_of_every_kind_are_dead_lettered_in_every_queue(
     bus: Bus, run_streams: str, stage: str, consumer: Callable, kind: type[Fact]
 ) -> None:
-    """Garbage, another tag and another run's message: each is a dead letter with its reason and bytes, delivered once."""
+    """Garbage, another tag, another run's message: each is a dead letter with reason and bytes, delivered once."""
     run = run_streams
     subject = f"penstock.{run}.{stage}.train"
     foreign = {
@@ -662,9 +661,7 @@ def reader_of_tasks(bus: Bus, run: str, num: int) -> Inbox[TaskIssued]:
     return bus.inbox(consumer, TaskIssued).wait()
 
 
-def test_a_server_killed_during_publishing_loses_and_duplicates_nothing(
-    own_nats: Callable[[], NatsServer], run_id: str
-) -> None:
+def test_a_server_killed_during_publishing_loses_nothing(own_nats: OwnNats, run_id: str) -> None:
     """Three SIGKILLs among 600 publications: afterwards every message is there exactly once."""
     server = own_nats()
     with Bus.connect(server.settings, name="test") as bus:
@@ -695,9 +692,7 @@ def test_a_server_killed_during_publishing_loses_and_duplicates_nothing(
         assert sorted(seen) == sorted(f"p{n}" for n in range(600))
 
 
-def test_acknowledgements_are_repeated_after_a_server_is_killed(
-    own_nats: Callable[[], NatsServer], run_id: str
-) -> None:
+def test_acknowledgements_are_repeated_after_a_server_is_killed(own_nats: OwnNats, run_id: str) -> None:
     server = own_nats()
     with Bus.connect(server.settings, name="test") as bus:
         inbox = reader_of_tasks(bus, run_id, 90)
@@ -716,9 +711,7 @@ def test_acknowledgements_are_repeated_after_a_server_is_killed(
         assert inbox.num_held == 0
 
 
-def test_a_server_that_lost_its_deliveries_gets_the_acknowledgements(
-    own_nats: Callable[[], NatsServer], run_id: str
-) -> None:
+def test_a_server_that_lost_its_deliveries_gets_the_acknowledgements(own_nats: OwnNats, run_id: str) -> None:
     """A consumer whose state was lost with its server confirms held messages, and delivers the others once."""
     server = own_nats()
     with Bus.connect(server.settings, name="test") as bus:
@@ -738,8 +731,8 @@ def test_a_server_that_lost_its_deliveries_gets_the_acknowledgements(
         assert inbox.num_held == 0
 
 
-def test_readers_continue_after_a_server_is_killed(own_nats: Callable[[], NatsServer], run_id: str) -> None:
-    """A waiting fetch, a tail and a held message go on after its restart; so do buckets, that of heartbeats without its newest values."""
+def test_readers_continue_after_a_server_is_killed(own_nats: OwnNats, run_id: str) -> None:
+    """A waiting fetch, a tail and a held message go on after its restart; so do buckets, heartbeats without newest."""
     server = own_nats()
     with Bus.connect(server.settings, name="test") as bus:
         for spec in streams.streams(run_id, SHORT):
@@ -775,9 +768,7 @@ def test_readers_continue_after_a_server_is_killed(own_nats: Callable[[], NatsSe
         assert bus.stream_state(f"{run_id}-tasks").wait().num_messages == 1
 
 
-def test_a_key_is_read_although_the_server_is_killed_during_the_read(
-    own_nats: Callable[[], NatsServer], run_id: str
-) -> None:
+def test_a_key_is_read_although_the_server_is_killed_during_the_read(own_nats: OwnNats, run_id: str) -> None:
     server = own_nats()
     with Bus.connect(server.settings, name="test") as bus:
         for spec in streams.buckets(run_id):
@@ -796,9 +787,7 @@ def test_a_key_is_read_although_the_server_is_killed_during_the_read(
         assert [entry.key for entry in listing.wait()] == ["head"]
 
 
-def test_a_fetch_from_an_unreachable_server_is_empty_after_its_timeout(
-    own_nats: Callable[[], NatsServer], run_id: str
-) -> None:
+def test_a_fetch_from_an_unreachable_server_is_empty_after_its_timeout(own_nats: OwnNats, run_id: str) -> None:
     """The reader's loop continues, and the bus reports for how long the server has been unreachable."""
     server = own_nats()
     with Bus.connect(server.settings, name="test") as bus:
@@ -825,7 +814,7 @@ def test_wrong_credentials_are_refused_at_once(nats_settings: NatsSettings) -> N
     assert time.monotonic() - started < 30.0
 
 
-def test_a_server_that_starts_late_is_waited_for(own_nats: Callable[[], NatsServer]) -> None:
+def test_a_server_that_starts_late_is_waited_for(own_nats: OwnNats) -> None:
     server = own_nats()
     server.stop()
     starter = threading.Thread(target=server.restart)
@@ -846,7 +835,7 @@ def test_closing_ends_waiting_calls_with_an_error(nats_settings: NatsSettings, r
     bus.close()
 
 
-def test_a_denied_publication_is_an_error(own_nats: Callable[[], NatsServer], run_id: str) -> None:
+def test_a_denied_publication_is_an_error(own_nats: OwnNats, run_id: str) -> None:
     """A user without the right to publish gets the server's reason, not a timeout."""
     server = own_nats()
     config = server.store / "nats.conf"

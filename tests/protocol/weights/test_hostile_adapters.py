@@ -29,7 +29,7 @@ HUGE = 2**45  # bytes that no machine has
 
 @dataclass
 class Forgery:
-    """What the attacker publishes: its layout's one bucket, its raw bytes, its configuration, and the rest of the manifest."""
+    """What the attacker publishes: its layout's one bucket, raw bytes, configuration, and the rest of the manifest."""
 
     bucket: dict[str, Any] = field(default_factory=lambda: json.loads(ADAPTER_LAYOUT.to_json())["buckets"][0])
     raw: bytes = b""

@@ -56,7 +56,7 @@ def test_every_path_to_the_head_ends_at_the_same_bytes(seed: int, history: list[
 
 
 def test_a_mirror_reads_what_it_lacks_and_no_other_manifest():
-    """One that is one behind a patch, one that is not, and one behind a full snapshot; an empty one starts from the full snapshot."""
+    """One behind a patch, one not behind, one behind a full snapshot; an empty one starts from the full snapshot."""
     run, manifests = a_run(5)
     plan = run.plan(held_of(manifests[-2]))
     assert (plan.anchor, [m.version for m in plan.patches], run.num_fetched) == (None, [5], 0)
@@ -165,7 +165,7 @@ def test_a_manifest_contains_the_number_of_changes():
     ],
 )
 def test_a_manifest_that_contradicts_itself_is_refused(fields: dict, match: str):
-    """Kind, ancestors and ranges must agree, and of a bucket codec, stored bytes, counts and hashes; the text names the field."""
+    """Kind, ancestors and ranges must agree, and codec, bytes, counts and hashes of a bucket; the field is named."""
     _, (_, patch) = a_run(1)
     assert VersionManifest.from_json(patch.to_json()) == patch
     wire = json.loads(patch.to_json())

@@ -42,7 +42,7 @@ def applied(segment: bytes, target: np.ndarray, word_bytes: int, bucket: int = 0
 def test_a_segment_turns_the_old_bucket_into_the_new_one(
     seed: int, num_words: int, word_bytes: int, density: float, torn: float
 ):
-    """Every byte, for every word size and density, empty and single words included; also if any part was written already, or all."""
+    """Every byte, for every word size and density, of no and single words; also if a part or all was written before."""
     old, new = draw_pair(seed, num_words, word_bytes, density)
     written = np.random.default_rng(seed + 1).random(old.size) < torn
     segment = packed(old, new, word_bytes, bucket=7)
