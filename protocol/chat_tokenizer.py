@@ -66,8 +66,7 @@ class ChatTokenizer:
     ) -> ChatTokenizer:
         """Read a model folder; raises UnsupportedModel naming the file that is missing or invalid.
 
-        ``arguments`` are passed to the chat template. Without a template a model is refused only if it
-        ``needs_template``.
+        ``arguments`` are passed to the template. Without one a model is refused only if it ``needs_template``.
         """
         if not folder.is_dir():
             raise UnsupportedModel(

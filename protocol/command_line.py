@@ -1,8 +1,7 @@
 """Command lines from typed functions; the only file that imports cyclopts.
 
 A parameter of the function is an argument or an option, its annotation gives type and help, and its docstring is the
-help text: the verb of `penstock`, its help, its completion, and ``python -m`` of a module come from that one
-declaration.
+help text: `penstock`'s verb, its help and completion, and ``python -m`` of a module come from that one declaration.
 """
 
 from __future__ import annotations
@@ -49,10 +48,7 @@ def Least(least: int) -> Parameter:  # noqa: N802 - an annotation, as Parameter
 def application(name: str | None = None, **more: Any) -> App:
     """Return an application without commands; a switch has no ``--no-`` form unless its parameter names one."""
     return App(
-        name=name,
-        help_format="plaintext",
-        default_parameter=_default_parameter(),
-        **{"version_flags": [], **more},
+        name=name, help_format="plaintext", default_parameter=_default_parameter(), **{"version_flags": [], **more}
     )
 
 

@@ -7,8 +7,7 @@ it in the store too: the later row names the earlier one (``parent``) and how ma
 A sampled token is trained once. It is counted in the first row that holds it; in every other row it is context, so its
 loss mask there is False. A turn is the tokens of one answer of the policy, without a gap, in one row.
 
-An episode of one row and one turn needs none of this: a group of such episodes is stored as it always was, without
-``Group.episodes``.
+An episode of one row and one turn needs none of this: a group of these is stored without ``Group.episodes``.
 """
 
 from __future__ import annotations
@@ -64,8 +63,7 @@ class EpisodeRow:
     # Of the trajectory: token_ids [T] int32; loss_mask [T] True where the policy sampled the token, in this row and not
     # in an earlier one (always False below prefix_len); behaviour_logprobs [T] float32, 0.0 where the mask is False;
     # version_runs cover exactly the tokens with mask True; finish_reason is that of the last turn; completion_text is
-    # what a reward reads as the answer, in the first row of an episode, and "" in the others; is_baseline is equal in
-    # all rows.
+    # what a reward reads as the answer, in an episode's first row, "" in the others; is_baseline is equal in all rows.
 
     def __post_init__(self) -> None:
         position, covered = 0, 0

@@ -6,13 +6,7 @@ import hashlib
 import json
 from typing import Annotated, Literal
 
-from pydantic import (
-    BaseModel,
-    ConfigDict,
-    Field,
-    ValidationError,
-    model_validator,
-)
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 MAX_SEED = 2**63 - 1  # what engines take
 MAX_TEACHER_TOP_K = 256  # likeliest tokens that a teacher names for each sampled one
@@ -227,8 +221,7 @@ class Task(Wire):
 class AbandonedCompletion(Wire):
     """A completion that was started and is not part of its group, since enough others had ended before it.
 
-    ``aborted``: the engine ended it on request; ``surplus``: it had ended by itself when that was requested, or
-    together with the last one that was needed.
+    ``aborted``: the engine ended it on request; ``surplus``: it ended by itself when or just before that was requested.
     """
 
     reason: AbandonReason

@@ -2,8 +2,7 @@
 
 A heartbeat announces its period, and readers decide by it. All workers of a run together write about
 `TOTAL_PER_S` heartbeats a second: the more there are, the longer the period of each. A reader reports a service as lost
-after `lost_after_s`, unless its last state is `EXITED`; after `expires_after_s` its key is gone, and it no longer
-counts as running.
+after `lost_after_s`, unless its last state is `EXITED`; after `expires_after_s` its key is gone: it does not count.
 
 A role is *busy* while at least one piece of its work is under way (a request in the engine, a group being scored, an
 optimizer step) and *idle* while it waits for another role. The idle shares of a run show which role is the bottleneck.

@@ -3,8 +3,7 @@
 A folder of runs may hold a folder that somebody else sent. What it names (commands, code, addresses, files of secrets)
 is used only from a sealed file. A seal is the HMAC-SHA256 of the file's absolute path and content under a key of this
 user, which is outside of every folder of runs: ``$PENSTOCK_SEAL_KEY_FILE``, else ``penstock/seal.key`` below
-``$XDG_STATE_HOME`` or ``~/.local/state``. It is stored beside the file as ``.NAME.seal``; a copied, moved or changed
-file has none.
+``$XDG_STATE_HOME`` or ``~/.local/state``, and stored as ``.NAME.seal``; a copied, moved or changed file has none.
 """
 
 from __future__ import annotations

@@ -2,8 +2,7 @@
 
 A value is secret when its field says so (``repr=False``), by the name of its key, when it belongs to a table of
 variables or headers, when a part of it has the form of a known credential, or when this process read it from a file or
-variable of secrets. Settings pass `hide` and texts `scrub` wherever they are shown: `config show`, the Runs API, cards,
-reports, trackers, logs and tracebacks.
+variable of secrets. Settings pass `hide` and texts `scrub` wherever they are shown: pages, logs, tracebacks.
 """
 
 from __future__ import annotations
@@ -70,31 +69,32 @@ _FORMS = re.compile(
     r"|(?<![A-Za-z0-9_-])(?=[A-Zabcdefghjklnprstvwxy0-9])(?:"
     r"(?:sk|rk|pk|whsec)_(?:live|test)_[A-Za-z0-9]{16,}|gh[pousr]_[A-Za-z0-9]{20,}|github_pat_\w{20,}"
     r"|glpat-[\w-]{16,}|gl(?:dt|rt|cbt|ptt|ft|soat)-[\w-]{16,}|(?:AKIA|ASIA|ABIA|ACCA)[A-Z0-9]{12,}|hf_[A-Za-z0-9]{30,}"
-    r"|xox[a-z](?:\.xox[a-z])?-\d[\w-]{8,}|xapp-\d[\w-]{8,}"
+    r"|xox[a-z](?:\.xox[a-z])?-\d[\w-]{8,}|xapp-\d[\w-]{8,}|npm_[A-Za-z0-9]{30,}|dckr_(?:pat|oat)_[\w-]{20,}"
     r"|eyJ[\w-]{5,}\.[\w-]{4,}\.[\w-]*|AIza[\w-]{20,}|ya29\.[\w-]{20,}|GOCSPX-[\w-]{20,}|SG\.[\w-]{16,}\.[\w-]{16,}"
-    r"|(?:ntn|lin_api|glsa|figd|e2b)_(?=[A-Za-z]*\d)[A-Za-z0-9]{16,}(?:_[0-9a-f]{8})?|npm_[A-Za-z0-9]{30,}|dckr_(?:pat|oat)_[\w-]{20,}"
-    rf"|(?:sk|rk|pk|whsec|pypi|nvapi|gsk|r8|hf|pplx|xai|tvly|fw|dop_v1|hvs|hvb|lsv2_pt|lsv2_sk|wandb_v1|csk|together|jina|key|tgp_v1|dapi|shpat"
-    rf"|sbp|atp|glc|rpa|fc|vcp|exa|bb_live|api_org)[-_.](?:(?=[\w-]{{0,60}}?(?<![A-Za-z0-9]){_RUN})"
-    r"|(?=[\w-]*[A-Z])(?=[\w-]*\d)(?=[\w-]*[a-z])(?=[\w-]{48}))[\w-]+"
-    r"|dapi[0-9a-f]{32}|S[AUNOC][A-Z2-7]{40,}|AGE-SECRET-KEY-1[A-Z0-9]{10,}|SK[0-9a-f]{32}|(?:bot)?\d{8,10}:AA[\w-]{30,})"
-    r"|(?:(?<=hooks\.slack\.com/services/)|(?<=hooks\.slack\.com/workflows/)|(?<=hooks\.slack\.com/triggers/)"
-    r"|(?<=discord\.com/api/webhooks/)|(?<=discordapp\.com/api/webhooks/))\S+",
+    r"|(?:ntn|lin_api|glsa|figd|e2b)_(?=[A-Za-z]*\d)[A-Za-z0-9]{16,}(?:_[0-9a-f]{8})?"
+    rf"|(?:sk|rk|pk|whsec|pypi|nvapi|gsk|r8|hf|pplx|xai|tvly|fw|dop_v1|hvs|hvb|lsv2_pt|lsv2_sk|wandb_v1|csk|together"
+    rf"|jina|key|tgp_v1|dapi|shpat|sbp|atp|glc|rpa|fc|vcp|exa|bb_live|api_org)[-_.]"
+    rf"(?:(?=[\w-]{{0,60}}?(?<![A-Za-z0-9]){_RUN})|(?=[\w-]*[A-Z])(?=[\w-]*\d)(?=[\w-]*[a-z])(?=[\w-]{{48}}))[\w-]+"
+    r"|dapi[0-9a-f]{32}|S[AUNOC][A-Z2-7]{40,}|AGE-SECRET-KEY-1[A-Z0-9]{10,}|SK[0-9a-f]{32}"
+    r"|(?:bot)?\d{8,10}:AA[\w-]{30,})|(?:(?<=hooks\.slack\.com/services/)|(?<=hooks\.slack\.com/workflows/)"
+    r"|(?<=hooks\.slack\.com/triggers/)|(?<=discord\.com/api/webhooks/)|(?<=discordapp\.com/api/webhooks/))\S+",
     re.DOTALL,
 )
 _IN_URL = re.compile(r"(://[^\s/?#@:\"']{0,300}:)[^\s/?#\"']{1,300}(?=@)")
 _AS_USER = re.compile(  # https://TOKEN@host, and user:password@host without a scheme
     r"(://)(?=[A-Za-z_-]*\d)(?=[\d_-]*[A-Za-z])[\w-]{8,300}(?=@)"
-    r"|((?<![\w:])[A-Za-z]\w{0,63}:)(?=[^\s@]{0,99}[A-Z])(?=[^\s@]{0,99}[a-z])(?=[^\s@]{0,99}\d)[\w+/=!$%^*]{8,300}(?=@(?!sha256))"
+    r"|((?<![\w:])[A-Za-z]\w{0,63}:)(?=[^\s@]{0,99}[A-Z])(?=[^\s@]{0,99}[a-z])(?=[^\s@]{0,99}\d)"
+    r"[\w+/=!$%^*]{8,300}(?=@(?!sha256))"
 )
 _ADDRESSES = frozenset({"url", "urls", "endpoint", "address"})
 _LOGIN = re.compile(r"[^\s/,@]+@")
 _HEADER = re.compile(
-    r"((?:authorization|x-api-key|api-key)[\"']?\s{0,9}[:=]\s{0,9}[\"']?(?:(?:bearer|basic|token)\s{1,9})?)([^\s\"',;]+)"
-    r"|(bearer\s{1,9})((?=\S{0,99}\d)[\w.~+/=-]{12,})"
+    r"((?:authorization|x-api-key|api-key)[\"']?\s{0,9}[:=]\s{0,9}[\"']?(?:(?:bearer|basic|token)\s{1,9})?)"
+    r"([^\s\"',;]+)|(bearer\s{1,9})((?=\S{0,99}\d)[\w.~+/=-]{12,})"
     r"|(--[\w-]{0,30}(?:token|password|passwd|passphrase|secret|api[-_]?key)\s{1,3})((?=\S{0,99}\d)[^\s\"',;]{8,})",
     re.IGNORECASE,
 )
-_PAIR = re.compile(  # NAME=value; and NAME: value, with quotes as in JSON, TOML and the repr of a table, or of a random value
+_PAIR = re.compile(  # NAME=value; and NAME: value, with quotes as in JSON, TOML and repr, or of a random value
     r"(?<![\w-])(?P<name>[A-Za-z_-][\w-]{0,63})(?:=(?P<value>[^\s&\"',;]+)|[\"']?\]?\s{0,3}[:=]\s{0,3}"
     rf"(?:\\?[\"'](?P<quoted>[^\"'\n]{{1,300}})|(?P<random>(?=[^\s:]{{0,99}}\d)[\w+/=.~-]{{0,99}}?{_RUN}[\w+/=.~-]*)))"
 )
@@ -262,8 +262,7 @@ def resolved(
     """Return options with the secrets they name: ``"env:NAME"`` as that variable, ``X_file`` of X as the file's text.
 
     A file stands for X in a table of variables or headers, and where X is among the ``fields`` of the options and
-    ``X_file`` is not. Raises ConfigError, which names the option below ``key``, for a variable that is not set and a
-    file that cannot be read.
+    ``X_file`` is not. Raises ConfigError, naming the option below ``key``, for an unset variable or unreadable file.
     """
     values: dict[str, Any] = {}
     in_table = _is_table(key.split("."), key.count("."))

@@ -7,8 +7,7 @@
 | ``ID.held``    | a rank of the trainer alone, or engines together | whose memory may be on the device      |
 
 The kernel releases a lock when the last process that has its open file exits, also after SIGKILL: no state has to be
-repaired. An engine's server inherits the open file of its worker (`inherited`), so a device stays held until both have
-exited.
+repaired. An engine's server inherits its worker's open file (`inherited`): a device is held until both have exited.
 
 Nobody waits for one device while holding another, but for ranks of the trainer: engines hold all of their devices or
 none, and release them all when one is wanted.

@@ -3,8 +3,7 @@
 `deploy/bootstrap.py` creates them; services only bind to them and say how to create them when they
 are missing. The three work queues are bounded and refuse new messages when full: back-pressure is
 the broker's, a refused publisher waits. ``max_deliver`` is unlimited everywhere: after the last
-delivery the broker would leave the message in the stream, unread and undeleted. The services count
-deliveries and write dead letters themselves.
+delivery the broker would leave the message in the stream, unread. Services count deliveries and write dead letters.
 """
 
 from __future__ import annotations
@@ -66,8 +65,7 @@ class BucketSpec:
     """One key-value bucket; ``ttl_s`` 0: keys do not expire.
 
     A write to one that is not ``synced`` does not wait for the disk: the newest values are lost when the server
-    crashes. With ``key_ttls`` a writer may give a key a TTL of its own, also one that never ends: readers ignore what
-    is older than ``ttl_s``.
+    crashes. With ``key_ttls`` a key may have its own TTL, even endless: readers ignore what is older than ``ttl_s``.
     """
 
     bucket: str

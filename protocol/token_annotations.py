@@ -2,12 +2,10 @@
 
 A router chooses ``top_k`` of a layer's experts for every token. A trainer whose routers choose others for the same
 tokens than the engine's computes another policy than the one that sampled: rounding, or weights that are a version
-newer, are enough. So a pack stores the engine's choices, and the trainer computes with those (Rollout Routing Replay,
-arXiv:2510.11370).
+newer, are enough. So a pack has the engine's choices, and the trainer computes with those (arXiv:2510.11370).
 
 A teacher is any model of the same vocabulary that is not trained. A rollout worker asks it for every group whose task
-wants it (`Task.teacher_top_k`), and the pack stores its log-probabilities, so that a replay trains on the very same
-numbers.
+wants it (`Task.teacher_top_k`), and the pack stores what it says: a replay trains on the very same numbers.
 """
 
 from __future__ import annotations

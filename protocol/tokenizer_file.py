@@ -1,8 +1,7 @@
 """Read a ``tokenizer.json`` from outside: the one check of every program that tokenizes; the importer of `tokenizers`.
 
 The Rust library aborts the process where it cannot allocate, so what a file could make of a short text is computed from
-its JSON before it is loaded: by its normalizer, pre-tokenizer, decoder, post-processor, and the longest text of a
-token.
+its JSON before it is loaded: by its normalizer, pre-tokenizer, decoder, post-processor, and longest token.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Leases of registered servers: their keys, whether one is valid, and the renewal by the server.
 
 A server is in service while it renews its lease, a key below ``lease.`` in the registry's bucket. Rewards and
-environments are both registered so; what else is stored of them is theirs. A lease that NATS does not expire is judged
-by `Leases`.
+environments are both registered so; the rest is theirs. A lease that NATS does not expire is judged by `Leases`.
 """
 
 from __future__ import annotations

@@ -3,8 +3,7 @@
 Of bodies: one that is too long is refused with 413, and nothing of it is kept. One that, with those of the requests in
 progress, exceeds what may be held at a time gets 503 with Retry-After: 512 connections with 16 MiB each are more memory
 than a service should have. Most clients read no answer before they have sent their whole body, and a connection that is
-closed with unread bytes is reset, which destroys the answer. So the rest of a body that is not much too long is read
-and thrown away first.
+closed with unread bytes is reset, which destroys the answer: the rest of a body not much too long is read first.
 """
 
 from __future__ import annotations
@@ -76,8 +75,7 @@ def is_of_this_site(request: HTTPConnection, *, unknown: bool) -> bool:
 def page_problem(request: HTTPConnection, *, any_body: bool = False) -> Problem:
     """Return status and reason for what another site's page sends, or, unless ``any_body``, could; else None.
 
-    A browser asks the server first before a page may send JSON elsewhere; other bodies, also those without a type, it
-    sends at once.
+    A browser asks first before a page may send JSON elsewhere; other bodies, even without a type, it sends at once.
     """
     headers = request.headers
     if not is_of_this_site(request, unknown=True):
@@ -186,8 +184,7 @@ class BodyLimit:
             max_bytes: The longest body that is accepted.
             max_total_bytes: What all bodies in progress may be together.
             answer: Makes the answer to another one.
-            section: That of a run file with these limits as ``max_request_bytes`` and ``max_requests_bytes``; empty:
-                they are fixed.
+            section: That of a run file with these limits, ``max_request_bytes``, ``max_requests_bytes``; empty: fixed.
         """
         self.max_bytes, self.max_total_bytes = max_bytes, max(max_bytes, max_total_bytes)
         self.num_held = 0

@@ -7,8 +7,7 @@ keys and prefixes, ``harmless`` names those that change nothing in what their sy
 decision in an import. `penstock config import` asks its ``rules`` first, which derive settings from a value and the
 keys beside it (`deploy/config_import/rules.py`). A text ``$name`` stands for an entry of ``texts``, ``values``,
 ``aliases`` or ``rules``. A key that several systems have is answered as the first of `SYSTEMS` has it; `penstock config
-import` reads the table of the file's system first. Keys that are similar but not equal are refused with advice: nothing
-is guessed.
+import` reads the table of the file's system first. Similar keys are refused with advice: nothing is guessed.
 """
 
 from __future__ import annotations

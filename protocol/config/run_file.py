@@ -4,8 +4,7 @@ Precedence: default < files (a later file wins) < environment < overrides. Table
 lists are replaced. The text ``None`` (or ``none``, ``null``) clears a value from any source, since
 TOML has no null: the field becomes None if its type allows it, otherwise its default.
 
-Types are strict (``steps = "5"`` is refused). The errors of all sources are collected and raised
-together, each with its file and line.
+Types are strict (``steps = "5"`` is refused). All errors are raised together, each with its file and line.
 """
 
 from __future__ import annotations
@@ -63,7 +62,7 @@ _OF_LISTS = {"list_type", "tuple_type"}
 
 @dataclass(frozen=True, slots=True)
 class Loaded(Generic[S]):
-    """Settings, and each key's origin: ``default``, ``preset grpo``, ``run.toml:12``, ``environment X``, ``override``."""
+    """Settings, each key's origin: ``default``, ``preset grpo``, ``run.toml:12``, ``environment X``, ``override``."""
 
     settings: S
     origins: dict[str, str]
@@ -155,8 +154,7 @@ def config_document(loaded: Loaded[Any]) -> dict[str, Any]:
     """Return the settings as a session stores them: `hide` is for where they are shown, since commands read them back.
 
     Masked are only fields of secrets and, in the options of environments, secrets by name and tables of variables;
-    ``digests`` has an HMAC of each of these under the user's key. ``literal`` names the keys whose text contains the
-    mask itself.
+    ``digests`` has an HMAC of each under the user's key. ``literal`` names keys whose text contains the mask itself.
     """
     document: dict[str, Any] = {"settings": {}, "origins": loaded.origins}
     for path, value in values_of(loaded.settings):

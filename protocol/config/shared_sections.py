@@ -181,8 +181,7 @@ def expired(
     """Return the keys of packs, task lists and log-probabilities to delete, of all ``stored`` ones of a run.
 
     ``named`` are keys that a message of a work queue or a dead letter references, kept at any age; ``trained`` those
-    that a step of the committed record references, and those of its log-probabilities. ``now`` is compared with times
-    of the object store's clock.
+    that a step of the committed record references, and of its log-probabilities. ``now`` is of the store's clock.
     """
     old_keys = []
     for stat in stored:

@@ -1,8 +1,7 @@
 """Find the images of chats and data rows, decode them once, within limits: the adapter of Pillow (extra ``images``).
 
 Images come as bytes, as base64, or as files beside the data; nothing is fetched from a URL. What a URL names may change
-between two attempts at a group, and between engine and trainer, and the address may be one that this process should not
-call.
+between two attempts at a group, and between engine and trainer, and the address may be none to call.
 
 What is stored is what every later reader decodes to the same pixels: the original bytes, or PNG bytes of them where
 readers may disagree (orientation in EXIF, transparency, a palette, more than 8 bits, CMYK).

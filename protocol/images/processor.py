@@ -6,8 +6,7 @@ everything that the result depends on besides the bytes; a row carries it, and w
 
 A chat template puts one placeholder token where an image is. A row of Penstock holds an image's tokens all: its ids are
 those that the model computes, in task, pack, engine and trainer. Only an engine that expands placeholders itself is
-sent the `collapsed` ids. A sampled token may have the id of an image's; it is an ordinary token. So images are found by
-position, never by id.
+sent the `collapsed` ids. A sampled token may have the id of an image's: images are found by position, never by id.
 """
 
 from __future__ import annotations

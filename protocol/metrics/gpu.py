@@ -34,10 +34,15 @@ _STATISTICS: Mapping[str, Callable[[Sequence[float]], float]] = MappingProxyType
 # What is read of each GPU: figure -> its name for Prometheus, and how NVML gives it.
 _READ: Mapping[str, tuple[str, Callable[[Any, Any], float]]] = MappingProxyType(
     {
-        "utilisation": ("penstock_gpu_utilisation_ratio", lambda nvml, one: nvml.nvmlDeviceGetUtilizationRates(one).gpu / 100),
-        "memory": ("penstock_gpu_memory_used_ratio", lambda nvml, one: _used(nvml.nvmlDeviceGetMemoryInfo(one))),
-        "temperature_c": ("penstock_gpu_temperature_celsius", lambda nvml, one: float(nvml.nvmlDeviceGetTemperature(one, nvml.NVML_TEMPERATURE_GPU))),
-        "power_w": ("penstock_gpu_power_watts", lambda nvml, one: nvml.nvmlDeviceGetPowerUsage(one) / 1000),
+        "utilisation": (
+            "penstock_gpu_utilisation_ratio", lambda lib, one: lib.nvmlDeviceGetUtilizationRates(one).gpu / 100
+        ),
+        "memory": ("penstock_gpu_memory_used_ratio", lambda lib, one: _used(lib.nvmlDeviceGetMemoryInfo(one))),
+        "temperature_c": (
+            "penstock_gpu_temperature_celsius",
+            lambda lib, one: float(lib.nvmlDeviceGetTemperature(one, lib.NVML_TEMPERATURE_GPU)),
+        ),
+        "power_w": ("penstock_gpu_power_watts", lambda lib, one: lib.nvmlDeviceGetPowerUsage(one) / 1000),
     }
 )  # fmt: skip
 
@@ -65,8 +70,7 @@ class GpuSampler:
     def figures(self) -> dict[str, float]:
         """Return ``gpu_count``, and least, mean and greatest of each quantity over the GPUs; {} without a new sample.
 
-        ``gpu_utilisation_*`` and ``gpu_memory_*`` are 0 to 1, ``gpu_temperature_c_*`` degrees Celsius,
-        ``gpu_power_w_*`` watts.
+        ``gpu_utilisation_*`` and ``gpu_memory_*`` are 0 to 1, ``gpu_temperature_c_*`` °C, ``gpu_power_w_*`` watts.
         """
         at, figures = self._newest
         return dict(figures) if figures and self._clock() - at <= _OLD_S else {}
@@ -128,13 +132,11 @@ def visible_gpus(environ: Mapping[str, str], nvml: Any | None = None) -> list[Gp
     """Return the GPUs that CUDA shows a process with these variables; [] without a driver. Waits at most 30 s.
 
     Without ``CUDA_VISIBLE_DEVICES`` these are all of the machine, and all parts of those that MIG divides. Numbers
-    count in the order of the PCI bus, so a process that gets some of them needs ``CUDA_DEVICE_ORDER=PCI_BUS_ID`` beside
-    their ids.
+    count in the order of the PCI bus: a process that gets some of them needs ``CUDA_DEVICE_ORDER=PCI_BUS_ID``.
 
     Raises:
         GpusUnknown: The driver does not answer, or refuses.
-        ConfigError: A GPU is named twice, the first name is of none, or the order that is set does not say which GPU a
-            number means.
+        ConfigError: A GPU is named twice, the first is none, or the order does not say which a number means.
     """
     visible = environ.get(VISIBLE)
     if visible is not None and visible.strip() in ("", "-1", "none", "NoDevFiles"):  # the last is Slurm's

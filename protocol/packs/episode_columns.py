@@ -165,8 +165,8 @@ class Sharing:
                 parent = span.start + named[row]
                 if not (span.start <= parent < row and 0 < lengths[row] <= totals[parent]):
                     raise PackError(
-                        f"row {row - span.start} of an episode shares {lengths[row]} tokens with row {named[row]}; expected "
-                        "an earlier row with as many"
+                        f"row {row - span.start} of an episode shares {lengths[row]} tokens with row {named[row]}; "
+                        "expected an earlier row with as many"
                     )
                 parents[row] = parent
                 totals[row] += lengths[row]

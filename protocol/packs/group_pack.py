@@ -149,8 +149,7 @@ def decode(
     """Decode the groups of ``row_groups`` (all, when None), arrays without a copy per token.
 
     ``described`` is the message's description of each of them: a pack that differs from it is refused. Token ids are
-    below ``vocab_size``; None: not known. Raises PackError for anything that is not a pack of this schema, whatever
-    decoding it raises.
+    below ``vocab_size``; None: not known. Raises PackError for anything that is no pack of this schema.
     """
     with _refusing():
         rows = _read(data, row_groups, None, described)

@@ -1,19 +1,15 @@
 """Columns that only some packs have, beside those of every pack: images, a teacher's log-probabilities, experts; pure.
 
 Images: a row has six numbers for each, in the order of its tokens: position and number of its tokens, the three sides
-    of its grid of patches,
-and the bytes of the object that `image_sha256` names. The images of tokens that a row of an episode shares with an
-earlier one are stored with both. The rows without an image, in the same pack, have empty lists, and no processor.
+of its grid of patches, and the bytes of the object that `image_sha256` names. What a row shares with an
+earlier one are stored with both. Rows without an image, in the same pack, have empty lists, and no processor.
 
-A teacher: the lists of a row are about its sampled tokens, in their order: one log-probability each, and
-``teacher_top_k`` likeliest tokens each, one token after another. The rows of a group without a teacher in the same pack
-have ``teacher`` "" and empty lists.
+A teacher: the lists of a row are about its sampled tokens, in order: one log-probability each, and ``teacher_top_k``
+likeliest tokens each. The rows of a group without a teacher in the same pack have ``teacher`` "" and empty lists.
 
-Experts: a row has the choices of all its tokens but the last as bytes: `ExpertChoices.ids`, 8 or 16 bits each (little
-    endian). Those of its
-first ``experts_shared`` tokens, usually the prompt's, are the same as in an earlier row and stored there only: that row
-is the parent of an episode's row which has one, else the group's first. The rows of a group without any, in the same
-pack, have zeros and no bytes.
+Experts: a row has the choices of all its tokens but the last as bytes: `ExpertChoices.ids`, 8 or 16 bits each, little
+endian. Those of its first ``experts_shared`` tokens, usually the prompt's, are as in an earlier row and stored there
+only: that of the parent of an episode's row, else of the group's first. Rows without any have zeros and no bytes.
 """
 
 from __future__ import annotations

@@ -36,8 +36,7 @@ _LEVEL_BYTES = 4  # a definition and a repetition level
 _PLAIN, _BYTE_STREAM_SPLIT, _DICTIONARY = 0, 18, (4, 16)  # encodings as zigzag varints; plain and RLE dictionaries
 
 # The Thrift compact encoding of a page header, field by field: type, uncompressed and compressed size, then the header
-# of a data page (number of values, encoding, encodings of the levels, statistics) or of a dictionary (number of values,
-# encoding).
+# of a data page (number of values, encoding, encodings of levels, statistics) or a dictionary (number, encoding).
 _VARINT = rb"[\x80-\xff]{0,4}[\x00-\x7f]"
 _PAGE = re.compile(
     rb"\x15(?:\x00\x15(V)\x15(V)\x2c\x15(V)\x15([\x00-\x7f])\x15\x06\x15\x06(?:\x1c\x00)?(?:\x00\x00|(\x1c))"
@@ -102,8 +101,7 @@ def check_schema(
 ) -> tuple[StoredColumn, ...]:
     """Return the columns of a file; raises PackError unless they are exactly those of one of the ``accepted`` schemas.
 
-    ``keys`` are of the file's metadata; an Arrow schema among them changes the types that are read, so it must be the
-    same.
+    ``keys`` are of the file's metadata; an Arrow schema changes the types that are read, so it must be the same.
     """
     schema = file.schema
     for known in accepted:
@@ -143,8 +141,7 @@ def check_pages(
     """Return the rows of each row group; raises PackError if reading the columns could allocate more than is promised.
 
     ``stored`` are all row groups of the footer, ``row_groups`` the numbers of those to read. ``columns`` are numbered
-    as in the file; ``groups`` are the message's, in the order of ``row_groups``, and None when no message describes the
-    pack.
+    as in the file; ``groups`` are the message's, in the order of ``row_groups``; None: no message describes it.
     """
     left, sizes = max_bytes(groups), []
     for position, number in enumerate(row_groups):

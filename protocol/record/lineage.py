@@ -114,8 +114,7 @@ class RecordedSession(Wire):
     """One session of the trainer, a process that held the run's lease, and the version it started from.
 
     The stored field of sessions is called ``lives``. ``version`` has the weights of ``parent_version`` under a
-    new number when an earlier session had published beyond its last checkpoint; without a parent it is the model
-    that the run started from.
+    new number when an earlier session had published beyond its checkpoint; without a parent the run's first model.
     """
 
     epoch: Count  # of its lease, grows with every session
@@ -220,8 +219,7 @@ class CheckpointCommitted(Fact):
 def chapters(last: BlobRef | None, fetch: Callable[[BlobRef], bytes]) -> Iterator[LineageChapter]:
     """Read a record from its last chapter (None: nothing is recorded) back to its first.
 
-    ``fetch`` returns a verified object (`Blobs.get`). Raises BlobMissing or BlobCorrupt for a chapter, WireError for
-    what is none.
+    ``fetch`` returns a verified object (`Blobs.get`). Raises BlobMissing, BlobCorrupt, or WireError for no chapter.
     """
     while last is not None:
         chapter = decode(fetch(last), LineageChapter)
@@ -243,8 +241,7 @@ class StepDigest(Wire):
 def group_digest(scored: ScoredGroup, pack: BlobRef, use: int) -> str:
     """Return the sha256 of a trained group: id, rewards, parts, lengths, versions, its pack and the number of its use.
 
-    Fields at their default are left out, so that a field that is added later does not change the digest of an old
-    group.
+    Fields at their default are left out, so that a field added later changes no digest of an old group.
     """
     return _sha256([scored.model_dump(exclude_defaults=True), pack.sha256, pack.size_bytes, use])
 

@@ -51,8 +51,7 @@ class StoredRecord:
         """Read a run's record back from its last chapter, which the newest checkpoint references (`end_of_record`).
 
         ``fetch`` returns a verified object (`Blobs.get`). Raises BlobMissing or BlobCorrupt for a chapter, WireError
-        for an object that is none, RecordBroken if chapters, steps or versions are not consecutive, or a group has no
-        pack.
+        for an object that is none, RecordBroken if chapters, steps or versions have gaps, or a group has no pack.
         """
         record = cls(run_id, last, tuple(chapters(last, fetch))[::-1])
         record._check()

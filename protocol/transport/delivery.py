@@ -1,7 +1,6 @@
 """One message that this process holds until it acknowledges, gives back or dead-letters it.
 
-`Acks` sends the acknowledgements to one consumer; `KillMarks` counts the readers that were killed while they processed
-a message.
+`Acks` sends the acknowledgements to one consumer; `KillMarks` counts the readers that a message killed.
 """
 
 from __future__ import annotations
@@ -134,8 +133,7 @@ class KillMarks:
     one too many, where a message that was returned a moment ago is delivered again.
 
     At `MOST_KILLED` the message is dead-lettered as `ReaderKilled` and not processed again. All messages that one
-    reader had in progress at both times are: the trainer issues their groups again under new ids, so an innocent one
-    costs one attempt.
+    reader had in progress at both times are: the trainer issues their groups again, so an innocent one costs little.
 
     Without NATS no record is written, and no message is dead-lettered for killed readers.
     """

@@ -86,8 +86,7 @@ class KeyValue:
         """Read a key; None when it does not exist.
 
         In a cluster the leader of the bucket is asked, which has every write that was acknowledged. A read that
-        ``may_lag`` is answered by any of its servers, with a value that may have been replaced a moment ago; it needs
-        no right but that to read the one key.
+        ``may_lag`` is answered by any server, maybe with a former value; it needs no right but to read the one key.
         """
         newest = self._connection.is_clustered and not may_lag
         return self._read(lambda: self._get_newest(key) if newest else self._get(key), f"read {self.bucket}/{key}")
@@ -261,8 +260,7 @@ async def change_value(
     """Return the changed value and its revision; ``change`` is called again with what another process wrote meanwhile.
 
     ``read`` returns the present value and its revision, None: it does not exist; ``write`` returns a value as bytes.
-    Nothing is written if ``change`` returns an equal value. Raises CompareAndSwapFailed if others are always faster,
-    and what ``read`` and ``change`` raise.
+    Nothing is written for an equal value. Raises CompareAndSwapFailed, and what ``read`` and ``change`` raise.
     """
     tries_left = _SWAPS
     while True:

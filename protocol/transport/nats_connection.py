@@ -1,8 +1,7 @@
 """The connection that all parts of a bus share: thread, client, retries while NATS is unreachable, errors.
 
 Everything here but `call`, `close` and the properties runs on the connection's event loop. JetStream's error codes are
-those of the server's list (``server/errors.json`` of nats-server); one that has no fix here becomes a `BusError` with
-the server's description and code.
+those of the server's list (``server/errors.json`` of nats-server); one that has no fix here is a plain `BusError`.
 """
 
 from __future__ import annotations
@@ -237,8 +236,7 @@ class Connection:
     async def retry(self, attempt: Callable[[], Awaitable[T]], *, what: str, deadline_s: float) -> T:
         """Try a request until it is answered; an answer that is an error is raised as it is.
 
-        That a stream of a cluster has no leader is no answer: its servers elect one within seconds. Nor is that an
-        earlier try of the same message is under way.
+        No answers: that a stream has no leader (one is elected within seconds), or an earlier try is under way.
 
         Raises BusRefused when this user lacks the right, BusUnreachable when there was no answer in time.
         """

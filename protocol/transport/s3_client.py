@@ -1,8 +1,7 @@
 """Requests to the object store, by minio (imported here and in `s3_login`), until they succeed or fail for good.
 
 `blobs` imports it with its first request: the libraries take 0.1 s of CPU to import, and a process that looks at a run
-may never need them. A server that refuses signed requests because its clock differs is reported with both times
-(`clock_skew`).
+may never need them. A server that refuses requests because its clock differs is reported with both times.
 """
 
 from __future__ import annotations
@@ -171,8 +170,7 @@ class S3Requests:
     ) -> T:
         """Return what ``attempt`` returns of the client and the bucket; ``what`` is the verb and the key.
 
-        It is tried until it succeeds or fails for good: every other answer, also one that cannot be read, is tried
-        again.
+        It is tried until it succeeds or fails for good: every other answer, even an unreadable one, is tried again.
         """
         started = time.monotonic()
         limit_s, has_warned, pause = deadline_s or self._deadline_s, False, _RETRY_S
@@ -277,8 +275,7 @@ class S3Requests:
 class S3Admin:
     """Users and policies of MinIO and forks, by their admin interface, with the store's own user (s3_policies).
 
-    Every call may be repeated. AWS and other stores have other interfaces: they answer with an error, which says to
-    create the users there by hand.
+    Every call may be repeated. Other stores than these answer with an error, which says to create users by hand.
     """
 
     def __init__(self, settings: S3Settings) -> None:

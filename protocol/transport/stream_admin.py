@@ -311,8 +311,7 @@ async def restore(connection: Connection, stream: str, snapshot: Snapshot, chunk
     """Make a stream from a snapshot.
 
     Raises BusRefused if it exists, this login may not restore, or the server says why it cannot; BusError if what was
-    restored has other messages than the snapshot; BusUnreachable if the connection was lost: the server removes what is
-    not whole.
+    restored has other messages than the snapshot; BusUnreachable if the connection was lost: nothing is left then.
     """
     what = f"restore {stream}"
     request = {"config": _config_here(snapshot.config, connection.replicas), "state": snapshot.state}

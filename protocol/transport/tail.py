@@ -1,8 +1,7 @@
 """Watch a stream: all facts, in order, across restarts of the server; or read it without a consumer (ADR-31).
 
 A tail has no consumer on the server, so a role that watches needs no right to create one. The server announces each
-stored message to `subjects.stored`; the tail then reads what follows its position. No message is delivered or
-acknowledged by either.
+stored message to `subjects.stored`; the tail then reads what follows. Neither delivers or acknowledges anything.
 
 Any server that stores the stream answers a direct get. In a cluster that may be one that lags: what it has is
 everything up to some sequence number. `read_stream` therefore asks the leader for what follows the last message.

@@ -89,8 +89,7 @@ class AdapterConfig(BaseModel):
     def from_json(cls, data: bytes) -> AdapterConfig:
         """Read a file of `to_json`; raises MalformedWeights.
 
-        Engines and `peft` read more fields than these: one that `to_json` does not write could change what is served,
-        or name a base to download, so it is refused.
+        Engines and `peft` read more fields: one that `to_json` does not write could change what is served: refused.
         """
         try:
             config = cls.model_validate_json(data)

@@ -6,8 +6,7 @@ the layout maps them to tensors. The layout's id is the sha256 of its JSON; it c
 bucket size. Patches exist within one layout only: a new layout starts with a full snapshot.
 
 The digest is equal wherever it is computed: trainer, worker, audit, replay. Each tensor has an xxh3-128 over its raw
-bytes (little-endian, row-major, as safetensors stores them); the root is a sha256 over all of them with their names,
-dtypes and shapes, sorted by name:
+bytes (little-endian, row-major, as safetensors stores them); the root is a sha256 over these, sorted by name:
 
     sha256( "<name>\0<dtype>\0<d0,d1,...>\0<32 hex digits of xxh3-128>\n" for each tensor, UTF-8 )
 

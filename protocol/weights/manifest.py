@@ -2,8 +2,7 @@
 
 A version is a full snapshot (every bucket whole; its stored kind and field are called ``anchor``), a *patch* of its
 parent, or an *adapter*: low-rank factors, whole, for a full snapshot that is its base. `layout` defines buckets,
-`bucket_codec` the encoding of their changes, `manifest_chain` the sequence of manifests, `adapter_format` the tensors
-and files of an adapter.
+`bucket_codec` encodes their changes, `manifest_chain` orders manifests, `adapter_format` has an adapter's files.
 """
 
 from __future__ import annotations
@@ -25,7 +24,8 @@ MAX_MANIFEST_BYTES = 64 * 1024**2
 SIGNATURE_LINE = re.compile(rb"ed25519 ([0-9a-f]{16}) ([A-Za-z0-9+/]{86}==)")  # key and signature, see `signature`
 # What a model folder needs besides weights; anything else could be read as weights, or as code by some engine.
 SMALL_FILE = re.compile(
-    r"(?!.*\.index\.json$).*\.(json|jsonl|jinja|txt|model|tiktoken|vocab|bpe|md|rst|ya?ml|csv|png|jpe?g|gif|svg|pdf)|[^.]+",
+    r"(?!.*\.index\.json$).*\.(json|jsonl|jinja|txt|model|tiktoken|vocab|bpe|md|rst|ya?ml|csv|png|jpe?g|gif|svg|pdf)"
+    r"|[^.]+",
     re.IGNORECASE,
 )
 Xxh3 = Annotated[str, Field(pattern=r"^[0-9a-f]{32}$")]

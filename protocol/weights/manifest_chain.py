@@ -6,8 +6,7 @@
 
 An adapter is always whole: its plan is itself. Its base is another version, with a separate plan.
 
-Every link is verified: hash of the parent's manifest, state, layout, epochs, base of every bucket.
-Pure: the caller fetches the objects.
+Every link is verified: hash of the parent's manifest, state, layout, epochs, bases. Pure: the caller fetches.
 """
 
 from __future__ import annotations

@@ -11,8 +11,7 @@ meanwhile is a miss, and never SIGBUS, as it would be if mapped.
 
 Workers make the folder. Without one there, or in a container whose `/dev/shm` is its own, a trainer writes nothing, and
 a worker alone writes nothing either. The kernel releases the locks of a killed process. What killed workers leave goes
-with the next version that a trainer of the run publishes there, the start or end of any worker of this user, or
-`penstock runs rm`.
+with the run's next version there, the start or end of any worker of this user, or `penstock runs rm`.
 """
 
 from __future__ import annotations
@@ -45,8 +44,7 @@ FETCH_DEADLINE_S = 60.0  # another worker's download: then this one downloads to
 # worker fetched them for too long; or they could not be stored for the others.
 STORES = ("shared_memory", "peer", "s3")
 MISSES = ("absent", "altered", "unreadable", "busy", "full")
-# Why not from a peer that was asked: it does not have them, they are not what the manifest says, it sends to others, it
-# refuses, it was too slow.
+# Why not from a peer: it does not have them, they are not the manifest's, it sends to others, refuses, was too slow.
 PEER_MISSES = ("absent", "altered", "busy", "refused", "slow", "unreachable")
 _DECISION_DEADLINE_S, _LOCK_POLL_S = 10.0, 0.01
 _CGROUPS, _OWN_CGROUPS = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")

@@ -147,8 +147,7 @@ def test_a_flipped_byte_never_escapes_the_error_tree(fact: facts.Fact, data: st.
 
 ROUTERS = RouterShape(num_layers=3, num_experts=8, top_k=2)
 IMAGES = RowImages(
-    processor="a" * 64,
-    refs=(ImageRef(position=1, num_tokens=1, grid_thw=(1, 2, 2), sha256="b" * 64, size_bytes=77),),
+    processor="a" * 64, refs=(ImageRef(position=1, num_tokens=1, grid_thw=(1, 2, 2), sha256="b" * 64, size_bytes=77),)
 )
 ABANDONED = AbandonedCompletion(reason="surplus", num_tokens=7)
 

@@ -85,7 +85,9 @@ def test_a_known_form_is_shown_nowhere(secret: str, tmp_path: Path, capsys: pyte
     part = re.findall(r"[A-Za-z0-9]{16,}", secret)[-1]
     for service, overrides in ((TrainerSettings, planted(secret)), (RolloutSettings, of_a_program(secret))):
         assert part not in shown(load(service, overrides=overrides, environ={}))
-    (tmp_path / "config.json").write_text(json.dumps({"settings": {"x": {"y": [secret]}}, "origins": {}}))
+    (tmp_path / "config.json").write_text(
+        json.dumps({"settings": {"x": {"y": [secret]}}, "origins": {}})
+    )  # of an earlier release
     assert part not in json.dumps(actions.config(tmp_path))
     with pytest.raises(ConfigError) as refused:
         load(TrainerSettings, overrides=[f"trainer.lr={json.dumps(secret)}", "model.path=m", "data.train=d"])

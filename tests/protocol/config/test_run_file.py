@@ -304,7 +304,7 @@ def test_files_and_overrides_are_distinguished():
 
 
 def test_lines_are_found_in_awkward_toml():
-    """Multi-line strings, arrays of tables, quoted keys and text that looks like keys do not confuse the line finder."""
+    """Multi-line strings, arrays of tables, quoted keys and text that looks like keys do not confuse line finder."""
     text = '\n[a."b c"]\nx = """\n[fake]\ny = 1\n"""\nz.w = 2\n\n[[list]]\nk = 1\n\n[a] # c\nq = {r = 1}'
     lines = key_lines(text)
     assert lines["a", "b c"] == 2

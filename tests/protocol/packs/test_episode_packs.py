@@ -91,7 +91,7 @@ INCONSISTENT = {
     "state": lambda: make_row([(0, [5]), (1, [6])], states=("x" * 201,)),
     "first token sampled": lambda: make_row([(1, [6])]),
     "root": lambda: replace(ROW, root="a b"),
-    "finish reason": lambda: replace(ROW, trajectory=replace(ROW.trajectory, finish_reason="no")),  # type: ignore[arg-type]
+    "finish": lambda: replace(ROW, trajectory=replace(ROW.trajectory, finish_reason="")),  # type: ignore[arg-type]
     "second completion text": lambda: forked(rows=(ROW, make_row([(0, [5]), (1, [6])], first_turn=2, text="more"))),
     "baseline rows": lambda: forked(
         rows=(replace(ROW, trajectory=replace(ROW.trajectory, is_baseline=True)), *FORKED.rows[1:])

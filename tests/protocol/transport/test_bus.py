@@ -841,10 +841,8 @@ def test_a_denied_publication_is_an_error(own_nats: OwnNats, run_id: str) -> Non
     config = server.store / "nats.conf"
     text = config.read_text()
     start = text.index("authorization {")
-    config.write_text(
-        text[:start]
-        + 'authorization { users: [ { user: "reader", password: "r", permissions: { publish: { allow: ["$JS.API.>"] } } } ] }\n'
-    )
+    rights = 'permissions: { publish: { allow: ["$JS.API.>"] } }'
+    config.write_text(f'{text[:start]}authorization {{ users: [ {{ user: "reader", password: "r", {rights} }} ] }}\n')
     os.kill(server.child.pid, signal.SIGHUP)
     wait_for(lambda: "Reloaded server configuration" in server.child.log_tail(), "the new rights")
     settings = server.settings.model_copy(update={"user": "reader", "password": "r"})

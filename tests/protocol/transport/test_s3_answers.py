@@ -326,8 +326,9 @@ def test_the_login_of_the_machine_is_that_of_aws_tools(
     """From the environment, from the file of credentials that was rewritten, or by a web identity (IRSA)."""
     logins: list[str] = []
     sts = xml(
-        "<R><AssumeRoleWithWebIdentityResult><Credentials><AccessKeyId>web</AccessKeyId><SecretAccessKey>s</SecretAccessKey>"
-        "<SessionToken>t</SessionToken><Expiration>2036-01-01T00:00:00Z</Expiration></Credentials></AssumeRoleWithWebIdentityResult></R>"
+        "<R><AssumeRoleWithWebIdentityResult><Credentials><AccessKeyId>web</AccessKeyId>"
+        "<SecretAccessKey>s</SecretAccessKey><SessionToken>t</SessionToken>"
+        "<Expiration>2036-01-01T00:00:00Z</Expiration></Credentials></AssumeRoleWithWebIdentityResult></R>"
     )
     settings = serve(lambda _, __, login: logins.append(login), credentials="aws")
     for name in ("AWS_ACCESS_KEY_ID", "AWS_ACCESS_KEY", "AWS_PROFILE"):

@@ -139,23 +139,28 @@ def publish(forgery: Forgery) -> tuple[bytes, PublishedWeights]:
         for t in forgery.bucket["tensors"]
     ]
     config = run.put("config", forgery.config).model_dump(mode="json")
-    num_words = sum(t["num_bytes"] for t in forgery.bucket["tensors"]) // (
-        1 if "float8" in forgery.bucket["dtype"] else 2
-    )
+    word_bytes = 1 if "float8" in forgery.bucket["dtype"] else 2
+    num_words = sum(t["num_bytes"] for t in forgery.bucket["tensors"]) // word_bytes
     blob = run.put("factors", head + raw)
     whole = {"object": 0, "offset": 0, "size_bytes": blob.size_bytes, "sha256": blob.sha256}
     given = forgery.manifest
     anchor = run.anchor.model_dump(mode="json") | {"state_root": given.get("base_root", base.state_root)}
     anchor["version"] = given.get("base_version", 0)
+    stored_layout = run.put("layout of the adapter", layout).model_dump(mode="json")
+    if "size_of_layout" in given:
+        stored_layout["size_bytes"] = given["size_of_layout"]
+    file = {"name": ADAPTER_CONFIG, "blob": config}
+    if forgery.size_of_config:
+        file["blob"] = config | {"size_bytes": forgery.size_of_config}
     document = {
-        "kind": "adapter", "run_id": given.get("run_id", "r1"), "version": given.get("version", 1), "step": 1, "epoch": 1, "anchor": anchor,
-        "layout": run.put("layout of the adapter", layout).model_dump(mode="json") | ({"size_bytes": given["size_of_layout"]} if "size_of_layout" in given else {}), "objects": [blob.model_dump(mode="json")],
+        "kind": "adapter", "run_id": given.get("run_id", "r1"), "version": given.get("version", 1), "step": 1,
+        "epoch": 1, "anchor": anchor, "layout": stored_layout, "objects": [blob.model_dump(mode="json")],
         "buckets": [{
             "codec": "safetensors", "stored": whole, "num_words": num_words, "num_changed": num_words,
             "new_xxh3": bucket_codec.bucket_xxh3(np.frombuffer(raw, np.uint8)),
         }],
         "state_root": given.get("state_root", adapter_digest(anchor["state_root"], config["sha256"], tensors)),
-        "model_files": [{"name": ADAPTER_CONFIG, "blob": config | ({"size_bytes": forgery.size_of_config} if forgery.size_of_config else {})}],
+        "model_files": [file],
     }  # fmt: skip
     return json.dumps(document).encode(), run
 

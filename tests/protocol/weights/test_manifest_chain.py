@@ -15,13 +15,7 @@ from penstock.protocol.errors import ChainBroken, MalformedFact
 from penstock.protocol.groups import BlobRef
 from penstock.protocol.versions import PolicyVersion
 from penstock.protocol.weights.manifest import VersionManifest
-from penstock.protocol.weights.manifest_chain import (
-    CatchUp,
-    Held,
-    plan_catch_up,
-    verify_anchor,
-    verify_link,
-)
+from penstock.protocol.weights.manifest_chain import CatchUp, Held, plan_catch_up, verify_anchor, verify_link
 
 DENSITIES = st.sampled_from([0.0, 0.001, 0.02, 0.3, 0.9])
 

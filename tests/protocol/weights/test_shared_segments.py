@@ -1,4 +1,4 @@
-"""Bytes that processes of a host pass to one another: what is returned has its hash, whatever others do to the folder."""
+"""Bytes that processes of a host pass on: what is returned has its hash, whatever others do to the folder."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def fetched(worker: SharedSegments, download: Callable[[], bytes] = from_s3) -> 
 def test_workers_read_what_the_trainer_of_their_host_has_stored(
     tmp_path: Path, joined: Join, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nothing is written where nobody reads; what is old goes, what readers leave, and the folder with the last, also if it was killed."""
+    """Nothing is written where nobody reads; what is old or left goes, and the folder with the last, even if killed."""
     trainer = SharedSegments("r", tmp_path)
     trainer.offer(NAME, DATA)
     assert not list(tmp_path.iterdir())
@@ -121,9 +121,7 @@ def test_a_file_that_is_not_what_the_manifest_says_is_not_used(joined: Join, kin
     assert kind.startswith("a ") or not path.exists(), "it would be read again and again"
 
 
-def test_a_file_that_others_cut_and_write_while_it_is_read_is_right_or_missed(
-    joined: Join,
-) -> None:
+def test_a_file_that_others_cut_and_write_while_it_is_read_is_right_or_missed(joined: Join) -> None:
     worker, stop = joined(), threading.Event()
     path = worker.folder / NAME
 
@@ -251,7 +249,7 @@ def test_the_oldest_make_room(joined: Join, tmp_path: Path, monkeypatch: pytest.
 def test_workers_that_ask_at_once_download_once(
     joined: Join, monkeypatch: pytest.MonkeyPatch, share: float, times: int
 ) -> None:
-    """Or all together: one after the other, eight workers of a container without room would need eight times as long."""
+    """Or all together: in turn, eight workers of a container without room would need eight times as long."""
     monkeypatch.setattr(shared_segments, "SHARE", share)
     workers, num_downloads, together = [joined() for _ in range(4)], [], threading.Barrier(times, timeout=10.0)
 
