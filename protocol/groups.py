@@ -132,7 +132,7 @@ class RowImages(Wire):
         for previous, other in zip(self.refs, self.refs[1:], strict=False):
             if previous.end > other.position:
                 raise ValueError(
-                    f"image {other.sha256} begins at {other.position}, image {previous.sha256} ends at {previous.end}"
+                    f"image {other.sha256} begins at token {other.position}, {previous.sha256} ends at {previous.end}"
                 )
         return self
 

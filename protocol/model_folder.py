@@ -107,7 +107,7 @@ def read_header(path: Path) -> tuple[dict[str, dict[str, Any]], int]:
                 raise ValueError(f"{name[:80]} has no dtype, shape and offsets")
     except (ValueError, TypeError, KeyError, AttributeError) as err:
         raise UnsupportedModel(
-            f"{path}: not a safetensors file (header of {size} bytes: {str(err)[:200]}); restore the file"
+            f"{path}: not a safetensors file (its header of {size} bytes: {str(err)[:200]}); restore the file"
         ) from None
     expected = 8 + size + max((entry["data_offsets"][1] for entry in header.values()), default=0)
     if actual < expected:

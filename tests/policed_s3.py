@@ -152,13 +152,13 @@ class PolicedS3(HttpServer):
 
 
 def _signed(
-    method: str, path: str, credentials: Credentials, region: str, date: datetime, sha: str, headers: dict[str, str]
+    method: str, path: str, login: Credentials, region: str, date: datetime, sha: str, headers: Mapping[str, str]
 ) -> dict[str, str]:
     url = urlsplit(f"http://host{path}")
     query = "&".join(sorted(part if "=" in part else f"{part}=" for part in url.query.split("&") if part))
     url = url._replace(path=quote(unquote(url.path), safe="/~"), query=query)
     return sign_v4_s3(
-        method=method, url=url, region=region, headers=headers, credentials=credentials, content_sha256=sha, date=date
+        method=method, url=url, region=region, headers={**headers}, credentials=login, content_sha256=sha, date=date
     )  # fmt: skip
 
 

@@ -205,7 +205,7 @@ def _source(part: Mapping[str, Any]) -> Source:
         if part.get(key) is not None:
             return part[key] if key != "base64" else {"base64": part[key]}
     raise ImageRefused(
-        f"a part of a message has type {part['type']!r}, no image; give one of {', '.join(_KEYS)}, not {sorted(part)}"
+        f"a message's part has type {part['type']!r}, no image; give it one of {', '.join(_KEYS)}, not {sorted(part)}"
     )
 
 

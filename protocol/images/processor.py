@@ -97,7 +97,7 @@ class ImageProcessor:
         if (ref.grid_thw, ref.num_tokens) != expected:
             raise ImageRefused(
                 f"image {ref.sha256}: the row says {ref.num_tokens} tokens and a grid of {ref.grid_thw}, its bytes "
-                f"give {processed.num_tokens} and {processed.grid_thw}: engine and trainer have different processors"
+                f"give {processed.num_tokens}, {processed.grid_thw}: engine and trainer have different image processors"
             )
 
     def _resized(self, width: int, height: int) -> tuple[int, int]:

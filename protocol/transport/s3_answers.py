@@ -37,7 +37,7 @@ _REGION_CODES = {
 }
 _LOGIN_ADVICE = {
     "InvalidAccessKeyId": "no such key: check s3.access_key and s3.secret_key",
-    "SignatureDoesNotMatch": "the secret key is another: check s3.access_key, s3.secret_key; or a proxy alters it",
+    "SignatureDoesNotMatch": "the secret key is another: check s3.access_key and s3.secret_key; or a proxy alters it",
     **dict.fromkeys(
         ("ExpiredToken", "ExpiredTokenException", "InvalidToken", "TokenRefreshRequired", "InvalidClientTokenId"),
         "the session token has ended or is of other keys: have s3.session_token_file, s3.access_key_file and "

@@ -264,7 +264,7 @@ def test_secrets_are_masked_everywhere():
 
 
 @pytest.mark.parametrize(
-    "given", ["nats.password=x1", "--nats.password x1", "nats={password='x1'}", "nats.password=['x1']"]
+    "given", ["nats.password=x1", "--nats.password x1", "nats={password = 'x1'}", 'nats.password=["x1"]']
 )
 def test_a_secret_on_the_command_line_is_refused(given: str, tmp_path: Path):
     """Other users see it there (ps); the error names the file and the variable to use, and not the secret."""
@@ -297,14 +297,14 @@ def test_shown_config_reads_back_as_itself(tmp_path: Path):
 def test_files_and_overrides_are_distinguished():
     """Bare words are run files, `@` is allowed before them, and a value after `--key` is no file."""
     files, overrides = split_arguments(
-        ["a.toml", "trainer.lr=1", "--data.train", "x", "@", "b.toml", "@c.toml", "--run.id=y"]
+        ["a.toml", "trainer.lr=1", "--data.train", "x.toml", "@", "b.toml", "@c.toml", "--run.id=y"]
     )
     assert files == [Path("a.toml"), Path("b.toml"), Path("c.toml")]
     assert overrides == ["trainer.lr=1", "--data.train", "x.toml", "--run.id=y"]
 
 
 def test_lines_are_found_in_awkward_toml():
-    """Multi-line strings, arrays of tables, quoted keys and text that looks like keys do not confuse line finder."""
+    """Multi-line strings, arrays of tables, quoted keys and text that looks like keys do not confuse the line finder."""
     text = '\n[a."b c"]\nx = """\n[fake]\ny = 1\n"""\nz.w = 2\n\n[[list]]\nk = 1\n\n[a] # c\nq = {r = 1}'
     lines = key_lines(text)
     assert lines["a", "b c"] == 2

@@ -142,7 +142,7 @@ def _with(ids: np.ndarray, place: tuple[int, ...], expert: int) -> np.ndarray:
     [
         (lambda ids: _with(ids, (1, 0, -1), 8), "expert 8, expected one of 0 to 7"),
         (lambda ids: _with(ids, (0, 2), 3), "the same expert twice"),
-        (lambda ids: ids[:-1], r"experts of \d+ tokens in a trajectory of \d+, expected \d+: all but the last"),
+        (lambda ids: ids[:-1], r"experts of \d+ tokens of \d+, expected \d+: all but the last"),
         (lambda ids: ids.astype(np.uint16), r"uint16 of shape .*, expected uint8"),
         (lambda ids: ids[:, :1], r"of shape \(\d+, 1, 2\), expected uint8 of shape \(tokens, 3, 2\)"),
     ],

@@ -63,7 +63,7 @@ def test_episodes_have_a_teacher_too() -> None:
         (lambda row: replace(row, logprobs=np.full_like(row.logprobs, np.nan)), "not finite"),
         (lambda row: replace(row, logprobs=row.logprobs + 9.0), "above 0"),
         (lambda row: replace(row, top_logprobs=np.zeros_like(row.top_logprobs)), "have a probability of 5"),
-        (lambda row: replace(row, top_ids=row.top_ids + 60), "is not one of a vocabulary of 60"),
+        (lambda row: replace(row, top_ids=row.top_ids + 60), "is none of a vocabulary of 60"),
         (lambda row: replace(row, top_ids=np.zeros_like(row.top_ids)), "the same token twice"),
         (lambda row: TeacherRow(row.logprobs[:-1], row.top_ids[:-1], row.top_logprobs[:-1]), "log-probabilities of"),
     ],
