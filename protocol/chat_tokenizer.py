@@ -33,9 +33,7 @@ _T = TypeVar("_T")
 _MAX_TOKEN_IDS = 2**31
 _ANSWER = {"role": "assistant", "content": "SEAM"}
 
-_ORDINARY_TAGS = re.compile(
-    r"think|tool_call|tool_response|image", re.IGNORECASE
-)  # of answers, and images, which are counted
+_ORDINARY_TAGS = re.compile(r"think|tool_call|tool_response|image", re.IGNORECASE)  # of answers; images are counted
 _SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
@@ -68,11 +66,11 @@ class ChatTokenizer:
     ) -> ChatTokenizer:
         """Read a model folder; raises UnsupportedModel naming the file that is missing or invalid.
 
-        ``arguments`` are passed to the chat template. Without a template a model is refused only if it ``needs_template``.
+        ``arguments`` are passed to the template. Without one a model is refused only if it ``needs_template``.
         """
         if not folder.is_dir():
             raise UnsupportedModel(
-                f"model.path = {folder}: no such folder; set it to a Hugging Face model folder or a GGUF file"
+                f"model.path = {folder}: no such folder; set it to a Hugging Face folder or a GGUF file"
             )
         path = folder / "tokenizer.json"
         if not path.is_file():
@@ -91,8 +89,7 @@ class ChatTokenizer:
         """Render a chat as text; raises MalformedData if the template refuses it, or if the model has none."""
         if self._template is None:
             raise MalformedData(
-                "the prompt is a chat, and the model has no chat template; give it as a text, or add chat_template.jinja to the "
-                "model folder"
+                "the prompt is a chat, and the model has no chat template; give a text, or add chat_template.jinja"
             )
         return self._filled(self._template.render, messages, tools, prompt=add_generation_prompt)
 
@@ -101,11 +98,10 @@ class ChatTokenizer:
         return self._template is not None and self._template.marks_answers
 
     def render_marked(self, messages: Sequence[Message], *, tools: Sequence[Any] = ()) -> list[tuple[str, bool]]:
-        """Return the texts that make up a chat, each with whether the template marks it; raises MalformedData as `render` does."""
+        """Return a chat's texts, each with whether the template marks it; raises MalformedData as `render` does."""
         if self._template is None or not self._template.marks_answers:
             raise MalformedData(
-                "the model's chat template marks no answers with {% generation %}; use a template that does, or set "
-                'sft.mask = "turns"'
+                'the chat template marks no answers with {% generation %}; use one that does, or set sft.mask = "turns"'
             )
         return self._filled(self._template.render_marked, messages, tools, prompt=False)
 
@@ -133,7 +129,7 @@ class ChatTokenizer:
         return {**of_call, **self._special_tokens, **self._arguments}
 
     def with_arguments(self, messages: Sequence[Message]) -> Sequence[Message]:
-        """Return messages whose calls have their arguments in the form that the template writes, an object or a JSON text."""
+        """Return messages whose calls have their arguments as the template writes them, an object or a JSON text."""
         if self._template is None or not any(message.get("tool_calls") for message in messages):
             return messages
         return with_arguments(messages, self._arguments_form)
@@ -150,7 +146,7 @@ class ChatTokenizer:
 
     @cached_property
     def control_tokens(self) -> ControlTokens:
-        """Those of the added tokens that are marked as special, end a text, or are written by the template around its messages."""
+        """Added tokens that are marked as special, end a text, or are written by the template around its messages."""
         ids = (*self.eos_ids, *map(self._tokenizer.token_to_id, self._special_tokens.values()))
         chat = self._shown(_ANSWER)
         texts = [
@@ -181,10 +177,8 @@ class ChatTokenizer:
         return self._checked(ids)
 
     def lost_characters(self, text: str) -> set[str]:
-        """Return those of a text that are part of no token, or of the token of unknown characters; white space does not count."""
-        unknown_text = self._special_tokens.get(
-            "unk_token", ""
-        )  # which may itself stand in the text: some models begin with it
+        """Return those of a text that are part of no token, or of the unknown one; white space does not count."""
+        unknown_text = self._special_tokens.get("unk_token", "")  # some models begin a text with it
         unknown = self._tokenizer.token_to_id(unknown_text)
         with _refusing_panics():
             encoding = self._tokenizer.encode(text, add_special_tokens=False)
@@ -207,7 +201,7 @@ class ChatTokenizer:
         return self.encode(text, add_special_tokens=True)[: -len(self.encode(text)) or None]
 
     def endless_turn(self) -> str:
-        """Return what the template writes after an answer, if no end token is in it; empty if one is, or it cannot be seen."""
+        """Return what the template writes after an answer; empty if an end token is in it, or it cannot be seen."""
         _, marker, behind = self._shown(_ANSWER).rpartition("SEAM")
         is_ended = not marker or not behind.strip() or any(token in self.eos_ids for token in self.encode(behind))
         return "" if is_ended else behind.strip()
@@ -234,7 +228,7 @@ class ChatTokenizer:
         return {token.content: number for number, token in self._tokenizer.get_added_tokens_decoder().items()}
 
     def encoder_of_plain_text(self) -> Tokenizer:
-        """Return a copy of the tokenizer that knows no added tokens: the text of a control token is ordinary text to it."""
+        """Return a copy of the tokenizer that knows no added tokens: a control token is ordinary text to it."""
         described = json.loads(self._tokenizer.to_str())
         described["added_tokens"] = []
         described["post_processor"] = None
@@ -248,15 +242,15 @@ class ChatTokenizer:
         if self._limit is not None and ids and max(ids) >= self._limit:
             token = self._tokenizer.id_to_token(max(ids))
             raise MalformedData(
-                f"token {token!r} has id {max(ids)}, and the model's vocabulary is {self._limit}: the tokenizer is of another "
-                "model, or has added tokens; use the model's own tokenizer, or a text without this token"
+                f"token {token!r} has id {max(ids)}, and the model's vocabulary is {self._limit}: the tokenizer "
+                "is of another model, or has added tokens; use the model's own, or a text without this token"
             )
         return ids
 
 
 @contextlib.contextmanager
 def _refusing_panics() -> Iterator[None]:
-    """Raise MalformedData where the Rust library panics, such as for a regular expression that backtracks without end."""
+    """Raise MalformedData where the Rust library panics, as for a regular expression that backtracks for ever."""
     try:
         yield
     except BaseException as err:
@@ -276,7 +270,7 @@ def special_tokens_of(config: Mapping[str, Any], folder: Path) -> dict[str, str]
         text = token.get("content") if isinstance(token, dict) else token
         if token and (not isinstance(text, str) or text.encode(errors="ignore").decode() != text):
             raise UnsupportedModel(
-                f"{folder / 'tokenizer_config.json'}: {name}: expected a text, or an object with content, got {ascii(token)[:80]}"
+                f"{folder}/tokenizer_config.json: {name}: expected a text or {{content: text}}, got {ascii(token)[:80]}"
             )
         if token:
             texts[name] = text
@@ -311,8 +305,7 @@ def _template(
         )
     if unread := [name for name in arguments if not re.search(rf"\b{re.escape(name)}\b", text or "")]:
         raise UnsupportedModel(
-            f"data.template_arguments.{unread[0]} does nothing: the chat template of {folder} does not read {unread[0]}; "
-            "remove it"
+            f"data.template_arguments.{unread[0]} does nothing: {folder}'s chat template does not read it; remove it"
         )
     try:
         return None if text is None else ChatTemplate(text)
@@ -337,13 +330,13 @@ def _eos_ids(folder: Path, tokenizer: Tokenizer, eos_token: str | None, vocabula
             break  # generation_config overrules config, as in transformers' generate
     if not token_ids:
         raise UnsupportedModel(
-            f"{folder}: no end-of-sequence token in tokenizer_config.json, generation_config.json or config.json; "
-            "a completion would never end; set eos_token_id in config.json"
+            f"{folder}: no end-of-sequence token in the tokenizer's or model's files: a completion would never end; "
+            "set eos_token_id in config.json"
         )
     if vocabulary is not None and min(token_ids) >= vocabulary:
         raise UnsupportedModel(
-            f"{folder}: the end-of-sequence token ids {token_ids} are beyond the model's vocabulary of {vocabulary}: a completion "
-            "would never end; use the tokenizer of this model"
+            f"{folder}: the end-of-sequence token ids {token_ids} are beyond the model's vocabulary of {vocabulary}: "
+            "a completion would never end; use the tokenizer of this model"
         )
     return list(dict.fromkeys(token_ids))
 
@@ -355,14 +348,12 @@ def _vocabulary(folder: Path) -> int | None:
     size = config.get("vocab_size", text_config.get("vocab_size") if isinstance(text_config, dict) else None)
     if size is not None and (type(size) is not int or not 0 < size < _MAX_TOKEN_IDS):
         raise UnsupportedModel(
-            f"{folder / 'config.json'}: vocab_size: expected a positive number, got {str(size)[:80]}"
+            f"{folder / 'config.json'}: vocab_size: expected a positive number, got {str(size)[:60]}"
         )
     return size
 
 
-LENGTH_DEPENDENT = frozenset(
-    {"dynamic", "longrope", "su"}
-)  # types of rotary embeddings; su is an older name of longrope
+LENGTH_DEPENDENT = frozenset({"dynamic", "longrope", "su"})  # rotary embeddings; su is an older longrope
 
 
 def model_context_tokens(folder: Path) -> int | None:

@@ -1,7 +1,7 @@
 """Command lines from typed functions; the only file that imports cyclopts.
 
-A parameter of the function is an argument or an option, its annotation gives type and help, and its docstring is the help text: the verb
-of `penstock`, its help, its completion, and ``python -m`` of a module come from that one declaration.
+A parameter of the function is an argument or an option, its annotation gives type and help, and its docstring is the
+help text: `penstock`'s verb, its help and completion, and ``python -m`` of a module come from that one declaration.
 """
 
 from __future__ import annotations
@@ -17,15 +17,13 @@ from penstock.protocol.errors import PenstockError
 from penstock.protocol.process_end import error_text
 
 __all__ = [
-    "FLAT", "App", "Group", "Help", "Json", "Least", "Parameter", "RunArguments", "RunName", "UsageError", "application",
-    "arguments_of", "program", "run", "typed",
+    "FLAT", "App", "Group", "Help", "Json", "Least", "Parameter", "RunArguments", "RunName", "UsageError",
+    "application", "arguments_of", "program", "run", "typed",
 ]  # fmt: skip
 
 USAGE_ERROR = 2  # exit code
 FLAT = Parameter(name="*")  # the fields of a dataclass are options of the command
-RunArguments = Annotated[
-    str, Parameter(allow_leading_hyphen=True, help="Run files, and settings as section.key=value.")
-]
+RunArguments = Annotated[str, Parameter(allow_leading_hyphen=True, help="Run files; settings as section.key=value.")]
 RunName = Annotated[str, Parameter(help="Name of the run.")]
 Json = Annotated[bool, Parameter(help="Print JSON instead of text.")]
 _typed: ContextVar[Sequence[str] | None] = ContextVar("typed", default=None)
@@ -50,10 +48,7 @@ def Least(least: int) -> Parameter:  # noqa: N802 - an annotation, as Parameter
 def application(name: str | None = None, **more: Any) -> App:
     """Return an application without commands; a switch has no ``--no-`` form unless its parameter names one."""
     return App(
-        name=name,
-        help_format="plaintext",
-        default_parameter=_default_parameter(),
-        **{"version_flags": [], **more},
+        name=name, help_format="plaintext", default_parameter=_default_parameter(), **{"version_flags": [], **more}
     )
 
 
@@ -67,8 +62,8 @@ def arguments_of(app: App) -> list[Argument]:
 def program(name: str, function: Callable[..., int], *, error: int | None = 1) -> Callable[..., int]:
     """Return the ``main`` of a module with one command.
 
-    It takes arguments, those of the process by default, and returns the exit code: ``error`` after a PenstockError, which is
-    explained on stderr (None: it is raised), 130 after Ctrl-C.
+    It takes arguments, those of the process by default, and returns the exit code: ``error`` after a PenstockError,
+    which is explained on stderr (None: it is raised), 130 after Ctrl-C.
     """
 
     def main(arguments: Sequence[str] | None = None) -> int:

@@ -1,14 +1,13 @@
 """An episode: everything that one policy sampled in one play of an environment, as rows of token ids; pure.
 
-The messages of an episode form a tree. Each leaf that counts is a row: the token ids on the path from a root to it, as they
-were sent to the engine and sampled, never tokenised again. Two rows that share the beginning of their path share it in the
-store too: the later row names the earlier one (``parent``) and how many tokens are the same (``prefix_len``).
+The messages of an episode form a tree. Each leaf that counts is a row: the token ids on the path from a root to it, as
+they were sent to the engine and sampled, never tokenised again. Two rows that share the beginning of their path share
+it in the store too: the later row names the earlier one (``parent``) and how many tokens are the same (``prefix_len``).
 
 A sampled token is trained once. It is counted in the first row that holds it; in every other row it is context, so its
 loss mask there is False. A turn is the tokens of one answer of the policy, without a gap, in one row.
 
-An episode of one row and one turn needs none of this: a group of such episodes is stored as it always was, without
-``Group.episodes``.
+An episode of one row and one turn needs none of this: a group of these is stored without ``Group.episodes``.
 """
 
 from __future__ import annotations
@@ -61,10 +60,10 @@ class EpisodeRow:
     parent: int | None = None  # number of an earlier row of this episode with the same root; None: shares nothing
     prefix_len: int = 0  # the first so many tokens are those of the parent; 0 if and only if parent is None
 
-    # Of the trajectory: token_ids [T] int32; loss_mask [T] True where the policy sampled the token, in this row and not in an
-    # earlier one (always False below prefix_len); behaviour_logprobs [T] float32, 0.0 where the mask is False; version_runs
-    # cover exactly the tokens with mask True; finish_reason is that of the last turn; completion_text is what a reward
-    # reads as the answer, in the first row of an episode, and "" in the others; is_baseline is equal in all rows.
+    # Of the trajectory: token_ids [T] int32; loss_mask [T] True where the policy sampled the token, in this row and not
+    # in an earlier one (always False below prefix_len); behaviour_logprobs [T] float32, 0.0 where the mask is False;
+    # version_runs cover exactly the tokens with mask True; finish_reason is that of the last turn; completion_text is
+    # what a reward reads as the answer, in an episode's first row, "" in the others; is_baseline is equal in all rows.
 
     def __post_init__(self) -> None:
         position, covered = 0, 0
@@ -76,19 +75,17 @@ class EpisodeRow:
                 )
             if not (0 <= turn.number < MAX_TURNS and math.isfinite(turn.reward) and len(turn.state) <= 200):
                 raise PackError(
-                    f"turn {turn.number} with reward {turn.reward} and a state of {len(turn.state)} characters; expected a "
-                    f"number below {MAX_TURNS}, a finite reward and at most 200 characters"
+                    f"turn {turn.number} with reward {turn.reward} and a state of {len(turn.state)} characters; "
+                    f"expected a number below {MAX_TURNS}, a finite reward and at most 200 characters"
                 )
             position, covered = turn.end, covered + turn.end - turn.start
         if not self.turns or covered != np.count_nonzero(self.trajectory.loss_mask):
             raise PackError(
-                f"{len(self.turns)} turns cover {covered} of {np.count_nonzero(self.trajectory.loss_mask)} sampled tokens "
-                f"of a row of {len(self.trajectory.token_ids)}; every row has a turn, and every sampled token is in one"
+                f"{len(self.turns)} turns cover {covered} of {np.count_nonzero(self.trajectory.loss_mask)} sampled "
+                f"tokens of a row of {len(self.trajectory.token_ids)}, expected all, in one or more turns"
             )
         if self.trajectory.finish_reason not in ("stop", "length", "abort"):
-            raise PackError(
-                f"a row's finish reason is {self.trajectory.finish_reason!r}, expected stop, length or abort"
-            )
+            raise PackError(f"a row ends by {self.trajectory.finish_reason!r}, expected stop, length or abort")
         if self.trajectory.loss_mask[0]:
             raise PackError("the first token of a row is sampled; expected at least one token of context before it")
         if (self.parent is None) != (self.prefix_len == 0) or self.prefix_len < 0:
@@ -101,8 +98,8 @@ class EpisodeRow:
 class Episode:
     """One play of an environment by the policy. Raises PackError on construction for anything inconsistent.
 
-    Only a trainable episode goes into a group: `done`, `truncated`, or `timeout` of the policy. The others are redone with
-    the same seed, and are missing from their group when no attempt succeeded.
+    Only a trainable episode goes into a group: `done`, `truncated`, or `timeout` of the policy. The others are redone
+    with the same seed, and are missing from their group when no attempt succeeded.
     """
 
     episode_id: str  # unique in the run, the same in every attempt
@@ -228,9 +225,7 @@ def _check_prefix(rows: Sequence[EpisodeRow], number: int) -> None:
     if not np.array_equal(mine.token_ids[:length], theirs.token_ids[:length]):
         raise PackError(f"row {number} does not begin with the first {length} tokens of row {row.parent}")
     if _images_before(mine, length) != _images_before(theirs, length):
-        raise PackError(
-            f"row {number} has other images than row {row.parent} in the first {length} tokens that they share"
-        )
+        raise PackError(f"row {number} has other images than row {row.parent} in the {length} tokens that they share")
     if mine.loss_mask[:length].any():
         raise PackError(f"row {number} counts a sampled token of row {row.parent} again")
 

@@ -1,10 +1,10 @@
 """Extensions by name: built in, by import path, or by entry point of an installed package.
 
-A run file names an extension in one of the four ways of docs/extending.md: ``ppo_clip`` (built in: a file of a package of Penstock, or of
-a package in it), ``my_pkg.losses:tilted``, ``my_losses.py:tilted`` and ``tilted``, an entry point in the group of its kind.
-An attribute that is a class stands for an instance of it, made without arguments.
-What comes from outside Penstock carries a digest of its source, which a run records: replay reports when it changed.
-The working directory is searched for the module that was named, after everything that is installed, and for nothing else.
+A run file names an extension in one of the four ways of docs/extending.md: ``ppo_clip`` (built in: a file of a package
+of Penstock, or of a package in it), ``my_pkg.losses:tilted``, ``my_losses.py:tilted`` and ``tilted``, an entry point in
+the group of its kind. An attribute that is a class stands for an instance of it, made without arguments. What comes
+from outside Penstock carries a digest of its source, which a run records: replay reports when it changed. The working
+directory is searched for the module that was named, after everything that is installed, and for nothing else.
 """
 
 from __future__ import annotations
@@ -62,9 +62,7 @@ class Registry(Generic[Kind]):
                     continue
                 name = str(getattr(value, "name"))  # noqa: B009 - `expected` promises the attribute, not its type
                 if extensions.setdefault(name, value) is not value:
-                    raise TypeError(
-                        f"two {self.kind} extensions are named {name!r}; rename the one in {module.__name__}"
-                    )
+                    raise TypeError(f"two {self.kind} extensions are named {name!r}; rename that in {module.__name__}")
         return dict(sorted(extensions.items()))
 
     def names(self) -> tuple[str, ...]:
@@ -91,9 +89,7 @@ class Registry(Generic[Kind]):
             return self._load(name, point.module, point.attr)
         near = difflib.get_close_matches(name, self.names(), n=1, cutoff=0.6)
         hint = f"did you mean {near[0]!r}?" if near else f"known are {', '.join(self.names())}"
-        raise ConfigError(
-            f"unknown {self.kind} {name!r}; {hint}; write your own as module:attribute or file.py:attribute"
-        )
+        raise ConfigError(f"unknown {self.kind} {name!r}; {hint}; your own is module:attribute or file.py:attribute")
 
     def _load(self, name: str, module_name: str, attribute: str) -> Extension[Kind]:
         module, value = _imported(module_name, attribute, f"{self.kind} {name!r}")

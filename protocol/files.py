@@ -1,8 +1,8 @@
-"""Read and write files of a run's folder: replace them so that a reader finds the old content or the new one, also after a crash.
+"""Read and write files of a run's folder: a reader finds the old content or the new one, also after a crash.
 
-A rename alone protects from a killed process. Only with ``sync`` is the content on disk, and only with ``sync_folder`` the
-new name, when the machine loses power. No other file renames. `read_regular` reads a folder that may be a copy from somebody
-else: never through a link, never a pipe or a device.
+A rename alone protects from a killed process. Only with ``sync`` is the content on disk, and only with ``sync_folder``
+the new name, when the machine loses power. No other file renames. `read_regular` reads a folder that may be a copy from
+somebody else: never through a link, never a pipe or a device.
 """
 
 from __future__ import annotations
@@ -25,10 +25,11 @@ MOST_JSON_BYTES = 448 * 1024**2  # of memory, for a JSON text and its values
 def atomic_write(
     path: Path, data: bytes | str, *, sync: bool = False, sync_folder: bool = False, mode: int | None = None
 ) -> Path:
-    """Replace a file in an existing folder, or create it, in one step; return its path. Raises OSError, and leaves the old file.
+    """Replace a file, or create it, in one step; return its path. Raises OSError, and leaves the old file.
 
-    With ``sync`` the content (text as UTF-8) is on disk before the file gets its name, with ``sync_folder`` the name is, too, when this
-    returns. ``mode`` are the permission bits from the first byte on; None: as the process's umask leaves 0o666.
+    With ``sync`` the content (text as UTF-8) is on disk before the file gets its name, with ``sync_folder`` the name
+    is, too, when this returns. ``mode`` are the permission bits from the first byte on; None: as the process's umask
+    leaves 0o666.
     """
     partial = path.with_name(f".{path.name}.{threading.get_native_id()}.partial")
     partial.unlink(missing_ok=True)  # of a killed process of the same id
@@ -87,8 +88,7 @@ def fsync(path: Path) -> None:
 def read_regular(path: Path, most: int = MOST_BYTES) -> bytes:
     """Return the first ``most`` bytes of a regular file.
 
-    Raises OSError for a link, which could lead to any file of this machine, and for what is no regular file: a pipe would
-    be waited for without end.
+    Raises OSError for a link, which could lead to any file here, and for no regular file: a pipe is waited for.
     """
     with open_regular(path) as file:
         return file.read(min(most, os.fstat(file.fileno()).st_size))  # `read` takes as much memory as it is asked for
@@ -111,7 +111,7 @@ _MOST_BYTES_OF_A_CHARACTER = 260  # by `json_bytes`, which takes longer than to 
 
 
 def json_bytes(text: str) -> int:
-    """Return an upper bound of the bytes of memory that a JSON text and its values take: an empty list of two letters takes 72."""
+    """Return an upper bound of the memory that a JSON text and its values take: an empty list takes 72 bytes."""
     values = 4 * len(text) if "\\u" in text else sys.getsizeof(text)
     return sys.getsizeof(text) + values + 250 * text.count("{") + 80 * text.count("[") + 64 * text.count(",")
 
@@ -119,8 +119,7 @@ def json_bytes(text: str) -> int:
 def json_value(data: bytes, most: int = MOST_JSON_BYTES, **hooks: Any) -> Any:
     """Return the value of a JSON text that is not trusted; ``hooks`` are those of `json.loads`.
 
-    Raises ValueError for what is no JSON or is nested too deeply, and JsonTooLarge, before it is read, for what may take more memory than
-    ``most`` bytes.
+    Raises ValueError for what is no JSON or is nested too deeply, JsonTooLarge for what may take over ``most`` bytes.
     """
     text = data.decode(json.detect_encoding(data))
     if _MOST_BYTES_OF_A_CHARACTER * len(text) > most and (size := json_bytes(text)) > most:
@@ -132,14 +131,14 @@ def json_value(data: bytes, most: int = MOST_JSON_BYTES, **hooks: Any) -> Any:
 
 
 def target_outside(path: Path, folder: Path) -> Path | None:
-    """Return what a path below a folder leads to where that is outside of the folder, and of the blobs of a Hugging Face cache; else None."""
+    """Return what a path below a folder leads to outside of it, and of a Hugging Face cache's blobs; else None."""
     target, inside = path.resolve(), folder.resolve()
     blobs = inside.parent.parent / "blobs" if inside.parent.name == "snapshots" else inside
     return None if target.is_relative_to(inside) or target.is_relative_to(blobs) else target
 
 
 def links_below(folder: Path) -> list[Path]:
-    """Return every symbolic link below a folder and the folder if it is one, and every file that is neither regular nor a folder."""
+    """Return a folder, if it is a link, every link below it, and every file that is neither regular nor a folder."""
     links = [folder] if folder.is_symlink() else []
     for parent, folders, files in os.walk(folder):
         for name in (*folders, *files):

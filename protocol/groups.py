@@ -1,4 +1,4 @@
-"""Tasks and groups as facts carry them: frozen models, and the types of their fields; and the seeds of what is sampled."""
+"""Tasks and groups as facts carry them: frozen models, the types of their fields, and the seeds of sampling."""
 
 from __future__ import annotations
 
@@ -6,13 +6,7 @@ import hashlib
 import json
 from typing import Annotated, Literal
 
-from pydantic import (
-    BaseModel,
-    ConfigDict,
-    Field,
-    ValidationError,
-    model_validator,
-)
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 MAX_SEED = 2**63 - 1  # what engines take
 MAX_TEACHER_TOP_K = 256  # likeliest tokens that a teacher names for each sampled one
@@ -20,9 +14,7 @@ Split = Literal["train", "eval"]
 FinishReason = Literal["stop", "length", "abort"]
 AbandonReason = Literal["aborted", "surplus"]
 Identifier = Annotated[str, Field(min_length=1, max_length=200, pattern=r"^[A-Za-z0-9_.:#-]+$")]
-RewardName = Annotated[
-    str, Field(min_length=1, max_length=200, pattern=r"^[A-Za-z0-9_.:#/-]+$")
-]  # rewards/mine.py:score
+RewardName = Annotated[str, Field(min_length=1, max_length=200, pattern=r"^[A-Za-z0-9_.:#/-]+$")]  # rewards/my.py:f
 Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 Count = Annotated[int, Field(ge=0, le=2**53)]
 Finite = Annotated[float, Field(allow_inf_nan=False)]
@@ -57,7 +49,7 @@ UNLESS_NONE = Field(exclude_if=lambda value: value is None)
 
 
 def first_problem(err: ValidationError, whole: str = "body", *, most: int | None = None) -> str:
-    """Return the first field that a model refused, and why, of each at most so many characters; ``whole`` names the value itself."""
+    """Return the first field that a model refused, and why, each cut off; ``whole`` names the value itself."""
     first = err.errors(include_input=False, include_url=False)[0]
     return f"{'.'.join(map(str, first['loc']))[:most] or whole}: {first['msg'][:most]}"
 
@@ -140,7 +132,7 @@ class RowImages(Wire):
         for previous, other in zip(self.refs, self.refs[1:], strict=False):
             if previous.end > other.position:
                 raise ValueError(
-                    f"image {other.sha256} begins at token {other.position}, before image {previous.sha256} ends at {previous.end}"
+                    f"image {other.sha256} begins at token {other.position}, {previous.sha256} ends at {previous.end}"
                 )
         return self
 
@@ -148,8 +140,8 @@ class RowImages(Wire):
 class Sampling(Wire):
     """How the engine samples. ``temperature`` 0 is greedy; ``top_p`` and ``top_k`` at 1 and -1 are off.
 
-    A completion also ends with the first token that completes one of ``stop`` in its text. The tokens of the stop string are
-    part of the completion, and so is its text: nothing is cut away or tokenised again.
+    A completion also ends with the first token that completes one of ``stop`` in its text. The tokens of the stop
+    string are part of the completion, and so is its text: nothing is cut away or tokenised again.
     """
 
     max_new_tokens: Annotated[int, Field(ge=1, le=1_000_000)]
@@ -221,8 +213,7 @@ class Task(Wire):
         for ref in self.images.refs if self.images is not None else ():
             if ref.end > len(self.prompt_ids) or len(set(self.prompt_ids[ref.position : ref.end])) != 1:
                 raise ValueError(
-                    f"image {ref.sha256}: tokens {ref.position} to {ref.end} of a prompt of {len(self.prompt_ids)} are not "
-                    "one token, repeated"
+                    f"image {ref.sha256}: prompt tokens {ref.position} to {ref.end} are not one token, repeated"
                 )
         return self
 
@@ -230,8 +221,7 @@ class Task(Wire):
 class AbandonedCompletion(Wire):
     """A completion that was started and is not part of its group, since enough others had ended before it.
 
-    ``aborted``: the engine ended it on request; ``surplus``: it had ended by itself when that was requested, or together with
-    the last one that was needed.
+    ``aborted``: the engine ended it on request; ``surplus``: it ended by itself when or just before that was requested.
     """
 
     reason: AbandonReason
@@ -241,8 +231,8 @@ class AbandonedCompletion(Wire):
 class GeneratedGroup(Wire):
     """One group of a pack, as generated; ``row_group`` is its row group in the Parquet object.
 
-    Lengths and finish reasons are one for each trajectory: of an episode, those of all its rows together. The object does
-    not hold completions that were ``abandoned``.
+    Lengths and finish reasons are one for each trajectory: of an episode, those of all its rows together. The object
+    does not hold completions that were ``abandoned``.
     """
 
     group_id: Identifier
@@ -294,7 +284,7 @@ class GeneratedGroup(Wire):
             )
         if self.rows and self.abandoned:
             raise ValueError(
-                f"group {self.group_id}: {len(self.abandoned)} abandoned completions in a group of episodes, expected none"
+                f"group {self.group_id}: {len(self.abandoned)} abandoned completions in a group of episodes"
             )
         if self.newest_version < self.oldest_version:
             raise ValueError(f"group {self.group_id}: newest version is older than the oldest")
@@ -315,7 +305,6 @@ class ScoredGroup(Wire):
         for name, values in {"rewards": self.rewards, **self.parts}.items():
             if len(values) != expected:
                 raise ValueError(
-                    f"group {self.generated.group_id}: {len(values)} values in {name}, "
-                    f"expected one for each of {expected} trajectories"
+                    f"group {self.generated.group_id}: {len(values)} values in {name} of {expected} trajectories"
                 )
         return self

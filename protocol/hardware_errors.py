@@ -1,7 +1,6 @@
 """Name the error of hardware, driver or memory behind an exception, or behind the end of a process's log; pure.
 
-The texts are in `hardware_errors.toml`. They are compared as text, so that a log tells as much as an exception, and no caller
-imports torch.
+The texts are in `hardware_errors.toml`, compared as text: a log tells as much as an exception, without torch.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ class HardwareFault:
 
     @property
     def usable_bytes(self) -> int | None:
-        """Of the GPU, what the tensors of this process can use: what is free and what they have; else its capacity; None if unknown."""
+        """Of the GPU, what this process's tensors can use: what is free and theirs; else its capacity, or None."""
         card, tensors = self._sizes(_CARD), self._sizes(_TENSORS)
         return card[1] + sum(tensors) if card and tensors else card[0] if card else None
 
@@ -102,7 +101,7 @@ def fault_of(err: BaseException, *, rank: int | None = None) -> HardwareFault | 
 
 
 def fault_in(text: str) -> HardwareFault | None:
-    """Return what is wrong with the hardware by the end of a log: the first cause that it names, before what follows from one."""
+    """Return what is wrong with the hardware by a log's end: the first cause, not what follows from it."""
     for situation in table()["situation"]:
         if (match := re.search("|".join(situation["texts"]), text)) is not None:
             start, end = text.rfind("\n", 0, match.start()) + 1, text.find("\n", match.end())

@@ -1,11 +1,11 @@
-"""Heartbeats of services: how often they are written, when one counts as lost, and what they report of busy time and CPU.
+"""Heartbeats of services: how often they are written, when one is lost, and what they say of busy time and CPU.
 
 A heartbeat announces its period, and readers decide by it. All workers of a run together write about
-`TOTAL_PER_S` heartbeats a second: the more there are, the longer the period of each. A reader reports a service as lost after
-`lost_after_s`, unless its last state is `EXITED`; after `expires_after_s` its key is gone, and it no longer counts as running.
+`TOTAL_PER_S` heartbeats a second: the more there are, the longer the period of each. A reader reports a service as lost
+after `lost_after_s`, unless its last state is `EXITED`; after `expires_after_s` its key is gone: it does not count.
 
-A role is *busy* while at least one piece of its work is under way (a request in the engine, a group being scored, an optimizer step) and
-*idle* while it waits for another role. The idle shares of a run show which role is the bottleneck.
+A role is *busy* while at least one piece of its work is under way (a request in the engine, a group being scored, an
+optimizer step) and *idle* while it waits for another role. The idle shares of a run show which role is the bottleneck.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from penstock.protocol.facts import Heartbeat, decode
 
 THREAD_CPU = "thread_cpu_s:"  # prefix of a heartbeat's figures: CPU seconds of the threads of one name
 ENGINE_CPU = "engine_cpu_s"  # a worker's figure: CPU seconds of the engine processes that it started
-# What a worker does with a version, one after the other: fetch and verify it, or the changes to it; find values that are not finite; prepare the
-# changes for the engine; wait for a permit to pause; pause, which includes the wait for running completions; write and verify its copy, if only
-# the changes were fetched; ask for the engine's checksum.
+# What a worker does with a version, one after the other: fetch and verify it, or the changes to it; find values that
+# are not finite; prepare the changes for the engine; wait for a permit to pause; pause, which includes the wait for
+# running completions; write and verify its copy, if only the changes were fetched; ask for the engine's checksum.
 APPLY_STAGES = ("fetch", "check", "stage", "permit", "pause", "copy", "checksum")
 _NUMBERED = re.compile(r"(?:[-_]\d+)+$")
 _MAX_NAMES = 16
@@ -45,11 +45,10 @@ def apply_figure(stage: str) -> str:
 
 
 def apply_means(figures: Mapping[str, float]) -> dict[str, float]:
-    """Return the mean seconds of a version by stage, from the figures of a worker's heartbeat; empty for one that reports none."""
+    """Return the mean seconds of a version by stage, from a worker's figures; empty where it reports none."""
     num = figures.get("weights_applied", 0.0)
-    return {
-        stage: figures[apply_figure(stage)] / num for stage in APPLY_STAGES if num and apply_figure(stage) in figures
-    }
+    names = {stage: apply_figure(stage) for stage in APPLY_STAGES}
+    return {stage: figures[name] / num for stage, name in names.items() if num and name in figures}
 
 
 class Activity:

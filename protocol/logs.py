@@ -37,9 +37,7 @@ _OF_EVERY_LINE = (
 def configure(service: str, *, level: str = "info") -> None:
     process_end.install(service)
     as_json = not sys.stderr.isatty()
-    renderer: structlog.types.Processor = (
-        structlog.processors.JSONRenderer() if as_json else structlog.dev.ConsoleRenderer()
-    )
+    renderer = structlog.processors.JSONRenderer() if as_json else structlog.dev.ConsoleRenderer()
     structlog.configure(
         processors=[*_OF_EVERY_LINE, structlog.processors.format_exc_info, _without_secrets, renderer],
         wrapper_class=structlog.make_filtering_bound_logger(getattr(logging, level.upper())),

@@ -1,7 +1,7 @@
 """Checks of a model folder from outside, before transformers reads it; imports no torch.
 
-transformers asks on a terminal whether to run a folder's own code, unpickles files, follows names out of the folder, loads
-what ``adapter_config.json`` names from elsewhere. All of it is refused.
+transformers asks on a terminal whether to run a folder's own code, unpickles files, follows names out of the folder,
+loads what ``adapter_config.json`` names from elsewhere. All of it is refused.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _FLOATS = frozenset({"F64", "F32", "BF16", "F16", "F8_E4M3", "F8_E5M2"})
 
 
 def check_folder(folder: Path, check_config: Callable[[dict[str, Any]], None] = lambda config: None) -> None:
-    """Raise UnsupportedModel for a folder that transformers must not read; ``check_config`` gets its configuration first."""
+    """Raise UnsupportedModel for a folder that transformers must not read; ``check_config`` sees its config first."""
     refuse_adapter(folder)
     config = read_object(folder / "config.json")
     check_config(config)
@@ -39,8 +39,8 @@ def refuse_adapter(folder: Path, key: str = "model.path") -> None:
     """Raise UnsupportedModel for the folder of a PEFT adapter, where a model's is expected; ``key`` names it."""
     if (folder / "adapter_config.json").exists():
         raise UnsupportedModel(
-            f"{key} = {folder} is an adapter (adapter_config.json). To train it further, set model.path to its base model and model.lora.path "
-            f"to it; for all else merge it: penstock model merge BASE --adapter {folder} --to MERGED"
+            f"{key} = {folder} is an adapter (adapter_config.json). To train it further, set model.path to its base "
+            f"model and model.lora.path to it; for all else: penstock model merge BASE --adapter {folder} --to MERGED"
         )
 
 
@@ -62,7 +62,7 @@ def weight_files(folder: Path) -> list[Path]:
         return [folder / "model.safetensors"]
     if not index.is_file():
         raise UnsupportedModel(
-            f"model.path = {folder}: no model.safetensors and no {INDEX}; other formats can contain code and are not read: "
+            f"model.path = {folder}: no model.safetensors and no {INDEX}; other formats can contain code, not read: "
             "save the model again with `save_pretrained` of transformers"
         )
     names = read_object(index).get("weight_map")
@@ -87,7 +87,7 @@ def _check_header(path: Path) -> None:
 
 
 def read_header(path: Path) -> tuple[dict[str, dict[str, Any]], int]:
-    """Return the dtype, shape and offsets of each tensor of a safetensors file, and where its data begin; raises UnsupportedModel.
+    """Return dtype, shape and offsets of a safetensors file's tensors, and where data begin; raises UnsupportedModel.
 
     The shapes are whole numbers, and the offsets are of bytes that the file has.
     """
@@ -107,7 +107,7 @@ def read_header(path: Path) -> tuple[dict[str, dict[str, Any]], int]:
                 raise ValueError(f"{name[:80]} has no dtype, shape and offsets")
     except (ValueError, TypeError, KeyError, AttributeError) as err:
         raise UnsupportedModel(
-            f"{path}: not a safetensors file (its header of {size} bytes is not readable: {str(err)[:200]}); restore the file"
+            f"{path}: not a safetensors file (its header of {size} bytes: {str(err)[:200]}); restore the file"
         ) from None
     expected = 8 + size + max((entry["data_offsets"][1] for entry in header.values()), default=0)
     if actual < expected:

@@ -1,9 +1,10 @@
 """Have the kernel signal this process when its parent exits; as a program, then become the program on the command line.
 
-Run as ``python -I -S parent_death.py PARENT_PID SIGNAL PORT_FILE PROGRAM [ARGUMENT...]``. When the parent exits for any reason,
-SIGKILL included, the kernel sends SIGNAL to the program (``PR_SET_PDEATHSIG``, which survives exec). Every ``{port}`` in the
-arguments is replaced by the number of a free loopback port, which is also written to PORT_FILE; with an empty PORT_FILE they stay.
-A separate program, because code between fork and exec may deadlock in a process with threads. It imports no package.
+Run as ``python -I -S parent_death.py PARENT_PID SIGNAL PORT_FILE PROGRAM [ARGUMENT...]``. When the parent exits for any
+reason, SIGKILL included, the kernel sends SIGNAL to the program (``PR_SET_PDEATHSIG``, which survives exec). Every
+``{port}`` in the arguments is replaced by the number of a free loopback port, which is also written to PORT_FILE; with
+an empty PORT_FILE they stay. A separate program, because code between fork and exec may deadlock in a process with
+threads. It imports no package.
 
 The kernel sends the signal when the *thread* that started the process ends.
 """
@@ -25,8 +26,7 @@ _PR_SET_PDEATHSIG = 1
 def end_with_parent(parent: int, death_signal: int = signal.SIGKILL) -> bool:
     """Have the kernel signal this process when its parent exits; return False if the parent has exited already.
 
-    ``parent`` is its process id as it was when this process started. Only Linux does this; elsewhere nothing is asked. Raises OSError
-    for an invalid signal.
+    ``parent`` was its process id when this process started. Linux only. Raises OSError for an invalid signal.
     """
     try:
         prctl = ctypes.CDLL(None, use_errno=True).prctl

@@ -1,9 +1,9 @@
-"""What a process writes of its errors: one line for people after an unexpected exception, and nothing when its reader has ended.
+"""What a process writes of its errors: a line after an unexpected exception, nothing when its reader has ended.
 
 Neither secrets nor control characters of others are in it.
 
-Errors of Penstock are printed without a traceback by each command. Anything else that reaches the top of a process is either
-one of the hardware, which has a fix (`hardware_errors.py`), or an internal error, which is to be reported.
+Errors of Penstock are printed without a traceback by each command. Anything else that reaches the top of a process is
+either one of the hardware, which has a fix (`hardware_errors.py`), or an internal error, which is to be reported.
 """
 
 from __future__ import annotations
@@ -34,8 +34,7 @@ _INVISIBLE = re.compile(
 def printable(text: object) -> str:
     """Return a text with control characters as their escapes: printed, they could change what a terminal shows.
 
-    So are marks of direction, characters without a width, tag characters and U+2028. Line feeds and tabs are kept, except a carriage
-    return, which would overwrite the line.
+    So are marks of direction, characters without a width, tags and U+2028. Line feeds and tabs are kept.
     """
     shown = str(text)
     if shown.isprintable() and not _INVISIBLE.search(shown):
@@ -44,7 +43,7 @@ def printable(text: object) -> str:
 
 
 def error_text(text: object) -> str:
-    """Return a `printable` text without what is known as secret, for the error of a command: it may quote a file of others."""
+    """Return a `printable` text without known secrets, for a command's error: it may quote a file of others."""
     return printable(scrub(str(text)))
 
 

@@ -1,9 +1,9 @@
 """Seals: which files of a run's folder this user wrote at their place, so that what they name may be used.
 
-A folder of runs may hold a folder that somebody else sent. What it names (commands, code, addresses, files of secrets) is used only
-from a sealed file. A seal is the HMAC-SHA256 of the file's absolute path and content under a key of this user, which is outside of
-every folder of runs: ``$PENSTOCK_SEAL_KEY_FILE``, else ``penstock/seal.key`` below ``$XDG_STATE_HOME`` or ``~/.local/state``. It is
-stored beside the file as ``.NAME.seal``; a copied, moved or changed file has none.
+A folder of runs may hold a folder that somebody else sent. What it names (commands, code, addresses, files of secrets)
+is used only from a sealed file. A seal is the HMAC-SHA256 of the file's absolute path and content under a key of this
+user, which is outside of every folder of runs: ``$PENSTOCK_SEAL_KEY_FILE``, else ``penstock/seal.key`` below
+``$XDG_STATE_HOME`` or ``~/.local/state``, and stored as ``.NAME.seal``; a copied, moved or changed file has none.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ _PARTS = frozenset({"store", "trackers"})  # folders inside of a run's whose fil
 
 
 def write(path: Path, data: bytes | str, *, at: Path | None = None, sync: bool = False, optional: bool = False) -> None:
-    """Replace a file and its seal. Killed at any time, this leaves the old content or the new one, and a seal that fits.
+    """Replace a file and its seal. Killed at any time, this leaves the old content or the new, and a seal that fits.
 
-    ``at`` is the path that the file will have, where its folder is renamed later. Raises ConfigError when this user can have no key;
-    with ``optional`` the file is written without a seal then, and a warning is logged. Raises OSError.
+    ``at`` is the path that the file will have, where its folder is renamed later. Raises ConfigError when this user can
+    have no key; with ``optional`` the file is written without a seal then, and a warning is logged. Raises OSError.
     """
     content = data.encode() if isinstance(data, str) else data
     try:
@@ -58,7 +58,7 @@ def seal(path: Path, content: bytes) -> None:
 
 
 def digest(key: str, value: str) -> str:
-    """Return the HMAC of a setting that is not stored itself, so that a change is noticed; empty when this user can have no key."""
+    """Return the HMAC of a setting that is not stored, to notice a change; empty when this user can have no key."""
     try:
         return _mac(key.encode(), value.encode())[:32]
     except ConfigError:
@@ -90,8 +90,8 @@ def read(path: Path, most: int = 1 << 26) -> bytes | None:
         raise UntrustedFolder(f"{path} is not used, since no seal can be checked: {err}") from None
     folder = path.parent.parent if path.parent.name in _PARTS else path.parent
     raise UntrustedFolder(
-        f"{path} was not written here by this user, or was changed or moved since: the files, addresses and code that it names are not "
-        f"used; if you trust them, see and accept them with: penstock runs trust {folder.name} run.dir={folder.parent}"
+        f"{path} was not written here by this user, or was changed or moved since: what it names, such as code, is not "
+        f"used; if you trust it, see and accept it with: penstock runs trust {folder.name} run.dir={folder.parent}"
     )
 
 
@@ -110,9 +110,8 @@ def _fits(path: Path, content: bytes) -> bool:
 
 def _stored(path: Path) -> list[str]:
     try:
-        return [
-            text for text in read_regular(_seal_file(path), 4096).decode("ascii").split() if len(text) == _SEAL_CHARS
-        ]
+        stored = read_regular(_seal_file(path), 4096).decode("ascii").split()
+        return [text for text in stored if len(text) == _SEAL_CHARS]
     except (OSError, ValueError):
         return []
 
@@ -143,14 +142,12 @@ def _key(environ: Mapping[str, str]) -> bytes:
                 new.flush()
                 os.link(new.name, path)  # another process may be faster: its key is taken
         if (mode := path.stat().st_mode) & 0o022:
-            raise ConfigError(
-                f"the key {path} can be written by others (mode {mode & 0o777:03o}); run: chmod go-w {path}"
-            )
+            raise ConfigError(f"others can write the key {path} (mode {mode & 0o777:03o}); run: chmod go-w {path}")
         key = path.read_bytes()
     except (OSError, RuntimeError) as err:
         raise ConfigError(
-            f"the key with which files of runs are sealed cannot be read or made ({err}); name another file, of {_KEY_BYTES} random "
-            f"bytes, in a folder that stays: head -c {_KEY_BYTES} /dev/urandom > FILE; chmod 600 FILE; export {KEY_FILE}=FILE"
+            f"the key with which files of runs are sealed cannot be read or made ({err}); name another file, in a "
+            f"folder that stays: head -c {_KEY_BYTES} /dev/urandom > FILE; chmod 600 FILE; export {KEY_FILE}=FILE"
         ) from None
     if len(key) < _KEY_BYTES:
         raise ConfigError(

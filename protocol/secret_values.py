@@ -1,8 +1,8 @@
 """The one rule for what is secret in settings and texts, and how an option gets a secret that no run file holds.
 
-A value is secret when its field says so (``repr=False``), by the name of its key, when it belongs to a table of variables or headers,
-when a part of it has the form of a known credential, or when this process read it from a file or variable of secrets. Settings pass
-`hide` and texts `scrub` wherever they are shown: `config show`, the Runs API, cards, reports, trackers, logs and tracebacks.
+A value is secret when its field says so (``repr=False``), by the name of its key, when it belongs to a table of
+variables or headers, when a part of it has the form of a known credential, or when this process read it from a file or
+variable of secrets. Settings pass `hide` and texts `scrub` wherever they are shown: pages, logs, tracebacks.
 """
 
 from __future__ import annotations
@@ -28,26 +28,29 @@ _NAMES_OF_USERS = frozenset({"define", "parts", "by_source", "properties", "role
 _ASSIGNED = re.compile(r"([\w.-]{1,99}\s{0,3}[:=]\s{0,3})(.+)", re.DOTALL)
 _WORD = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|\d+")
 _SECRET_WORDS = frozenset({
-    "secret", "password", "passwd", "passphrase", "pwd", "credential", "apikey", "bearer", "authorization", "authtoken", "cookie", "dsn",
-    "pat", "privatekey", "accesstoken",
+    "secret", "password", "passwd", "passphrase", "pwd", "credential", "apikey", "bearer", "authorization", "authtoken",
+    "cookie", "dsn", "pat", "privatekey", "accesstoken",
 })  # fmt: skip
 _SECRET_ENDS = ("password", "passwd", "passphrase", "apikey")  # PGPASSWORD
 _LAST_WORDS = frozenset({"token", "pass", "auth", "key"})
 _IN_PROSE = (["token"], ["auth"], ["pass"], ["pat"])  # NAME=value in code and sentences, such as token=A
 _IN_QUERIES = frozenset({"key", "code", "sig", "signature", "token", "auth", "pass"})
 _KINDS_OF_KEYS = frozenset({
-    "api", "private", "secret", "signing", "encryption", "auth", "account", "service", "license", "master", "shared", "subscription",
+    "api", "private", "secret", "signing", "encryption", "auth", "account", "service", "license", "master", "shared",
+    "subscription",
 })  # fmt: skip
 _NO_VALUE = frozenset({"file", "path", "url", "type", "name", "id", "ids", "size", "mode", "format", "count", "policy"})
 _KINDS_OF_TOKENS = frozenset({  # of a text or a table, before token, pass or key: no credential
-    "stop", "eos", "bos", "pad", "unk", "mask", "sep", "cls", "special", "control", "added", "extra", "max", "min", "num", "image", "video", "new",
-    "audio", "prompt", "completion", "think", "thinking", "begin", "end", "start", "first", "last", "next", "bad", "forced", "suppress", "per", "by",
-    "primary", "foreign", "sort", "group", "partition", "cache", "join", "index", "answer", "row", "column",
+    "stop", "eos", "bos", "pad", "unk", "mask", "sep", "cls", "special", "control", "added", "extra", "max", "min",
+    "num", "image", "video", "new", "audio", "prompt", "completion", "think", "thinking", "begin", "end", "start",
+    "first", "last", "next", "bad", "forced", "suppress", "per", "by", "primary", "foreign", "sort", "group",
+    "partition", "cache", "join", "index", "answer", "row", "column",
 })  # fmt: skip
 _MODES = frozenset({
-    "auto", "none", "null", "nil", "true", "false", "yes", "no", "on", "off", "all", "any", "required", "optional", "missing", "invalid", "empty", "unset",
-    "undefined", "default", "basic", "bearer", "digest", "oauth", "oauth2", "aws", "keys", "iam", "sso", "keep", "env", "file", "see", "is", "the", "header",
-    "headers", "str", "int", "id", "...",
+    "auto", "none", "null", "nil", "true", "false", "yes", "no", "on", "off", "all", "any", "required", "optional",
+    "missing", "invalid", "empty", "unset", "undefined", "default", "basic", "bearer", "digest", "oauth", "oauth2",
+    "aws", "keys", "iam", "sso", "keep", "env", "file", "see", "is", "the", "header", "headers", "str", "int", "id",
+    "...",
 })  # fmt: skip
 _NO_SECRET = re.compile(
     r"[<\[|{(].*|\$[A-Z{(].*|%[s({].*|[#*]+|-?\d{1,5}(?:\.\d*)?|os\.(?:environ|getenv).*", re.DOTALL
@@ -66,31 +69,32 @@ _FORMS = re.compile(
     r"|(?<![A-Za-z0-9_-])(?=[A-Zabcdefghjklnprstvwxy0-9])(?:"
     r"(?:sk|rk|pk|whsec)_(?:live|test)_[A-Za-z0-9]{16,}|gh[pousr]_[A-Za-z0-9]{20,}|github_pat_\w{20,}"
     r"|glpat-[\w-]{16,}|gl(?:dt|rt|cbt|ptt|ft|soat)-[\w-]{16,}|(?:AKIA|ASIA|ABIA|ACCA)[A-Z0-9]{12,}|hf_[A-Za-z0-9]{30,}"
-    r"|xox[a-z](?:\.xox[a-z])?-\d[\w-]{8,}|xapp-\d[\w-]{8,}"
+    r"|xox[a-z](?:\.xox[a-z])?-\d[\w-]{8,}|xapp-\d[\w-]{8,}|npm_[A-Za-z0-9]{30,}|dckr_(?:pat|oat)_[\w-]{20,}"
     r"|eyJ[\w-]{5,}\.[\w-]{4,}\.[\w-]*|AIza[\w-]{20,}|ya29\.[\w-]{20,}|GOCSPX-[\w-]{20,}|SG\.[\w-]{16,}\.[\w-]{16,}"
-    r"|(?:ntn|lin_api|glsa|figd|e2b)_(?=[A-Za-z]*\d)[A-Za-z0-9]{16,}(?:_[0-9a-f]{8})?|npm_[A-Za-z0-9]{30,}|dckr_(?:pat|oat)_[\w-]{20,}"
-    rf"|(?:sk|rk|pk|whsec|pypi|nvapi|gsk|r8|hf|pplx|xai|tvly|fw|dop_v1|hvs|hvb|lsv2_pt|lsv2_sk|wandb_v1|csk|together|jina|key|tgp_v1|dapi|shpat"
-    rf"|sbp|atp|glc|rpa|fc|vcp|exa|bb_live|api_org)[-_.](?:(?=[\w-]{{0,60}}?(?<![A-Za-z0-9]){_RUN})"
-    r"|(?=[\w-]*[A-Z])(?=[\w-]*\d)(?=[\w-]*[a-z])(?=[\w-]{48}))[\w-]+"
-    r"|dapi[0-9a-f]{32}|S[AUNOC][A-Z2-7]{40,}|AGE-SECRET-KEY-1[A-Z0-9]{10,}|SK[0-9a-f]{32}|(?:bot)?\d{8,10}:AA[\w-]{30,})"
-    r"|(?:(?<=hooks\.slack\.com/services/)|(?<=hooks\.slack\.com/workflows/)|(?<=hooks\.slack\.com/triggers/)"
-    r"|(?<=discord\.com/api/webhooks/)|(?<=discordapp\.com/api/webhooks/))\S+",
+    r"|(?:ntn|lin_api|glsa|figd|e2b)_(?=[A-Za-z]*\d)[A-Za-z0-9]{16,}(?:_[0-9a-f]{8})?"
+    rf"|(?:sk|rk|pk|whsec|pypi|nvapi|gsk|r8|hf|pplx|xai|tvly|fw|dop_v1|hvs|hvb|lsv2_pt|lsv2_sk|wandb_v1|csk|together"
+    rf"|jina|key|tgp_v1|dapi|shpat|sbp|atp|glc|rpa|fc|vcp|exa|bb_live|api_org)[-_.]"
+    rf"(?:(?=[\w-]{{0,60}}?(?<![A-Za-z0-9]){_RUN})|(?=[\w-]*[A-Z])(?=[\w-]*\d)(?=[\w-]*[a-z])(?=[\w-]{{48}}))[\w-]+"
+    r"|dapi[0-9a-f]{32}|S[AUNOC][A-Z2-7]{40,}|AGE-SECRET-KEY-1[A-Z0-9]{10,}|SK[0-9a-f]{32}"
+    r"|(?:bot)?\d{8,10}:AA[\w-]{30,})|(?:(?<=hooks\.slack\.com/services/)|(?<=hooks\.slack\.com/workflows/)"
+    r"|(?<=hooks\.slack\.com/triggers/)|(?<=discord\.com/api/webhooks/)|(?<=discordapp\.com/api/webhooks/))\S+",
     re.DOTALL,
 )
 _IN_URL = re.compile(r"(://[^\s/?#@:\"']{0,300}:)[^\s/?#\"']{1,300}(?=@)")
 _AS_USER = re.compile(  # https://TOKEN@host, and user:password@host without a scheme
     r"(://)(?=[A-Za-z_-]*\d)(?=[\d_-]*[A-Za-z])[\w-]{8,300}(?=@)"
-    r"|((?<![\w:])[A-Za-z]\w{0,63}:)(?=[^\s@]{0,99}[A-Z])(?=[^\s@]{0,99}[a-z])(?=[^\s@]{0,99}\d)[\w+/=!$%^*]{8,300}(?=@(?!sha256))"
+    r"|((?<![\w:])[A-Za-z]\w{0,63}:)(?=[^\s@]{0,99}[A-Z])(?=[^\s@]{0,99}[a-z])(?=[^\s@]{0,99}\d)"
+    r"[\w+/=!$%^*]{8,300}(?=@(?!sha256))"
 )
 _ADDRESSES = frozenset({"url", "urls", "endpoint", "address"})
 _LOGIN = re.compile(r"[^\s/,@]+@")
 _HEADER = re.compile(
-    r"((?:authorization|x-api-key|api-key)[\"']?\s{0,9}[:=]\s{0,9}[\"']?(?:(?:bearer|basic|token)\s{1,9})?)([^\s\"',;]+)"
-    r"|(bearer\s{1,9})((?=\S{0,99}\d)[\w.~+/=-]{12,})"
+    r"((?:authorization|x-api-key|api-key)[\"']?\s{0,9}[:=]\s{0,9}[\"']?(?:(?:bearer|basic|token)\s{1,9})?)"
+    r"([^\s\"',;]+)|(bearer\s{1,9})((?=\S{0,99}\d)[\w.~+/=-]{12,})"
     r"|(--[\w-]{0,30}(?:token|password|passwd|passphrase|secret|api[-_]?key)\s{1,3})((?=\S{0,99}\d)[^\s\"',;]{8,})",
     re.IGNORECASE,
 )
-_PAIR = re.compile(  # NAME=value; and NAME: value, with quotes as in JSON, TOML and the repr of a table, or of a random value
+_PAIR = re.compile(  # NAME=value; and NAME: value, with quotes as in JSON, TOML and repr, or of a random value
     r"(?<![\w-])(?P<name>[A-Za-z_-][\w-]{0,63})(?:=(?P<value>[^\s&\"',;]+)|[\"']?\]?\s{0,3}[:=]\s{0,3}"
     rf"(?:\\?[\"'](?P<quoted>[^\"'\n]{{1,300}})|(?P<random>(?=[^\s:]{{0,99}}\d)[\w+/=.~-]{{0,99}}?{_RUN}[\w+/=.~-]*)))"
 )
@@ -99,7 +103,7 @@ _known: set[str] = set()
 
 
 def remember(value: str) -> str:
-    """Return a secret that was read from a file or a variable; from now on `scrub` hides it in every text of this process.
+    """Return a secret read from a file or a variable; from now on `scrub` hides it in all texts of this process.
 
     Not searched for are short values, and words, paths and URLs, which are in ordinary texts.
     """
@@ -109,7 +113,7 @@ def remember(value: str) -> str:
 
 
 def _spellings(value: str) -> set[str]:
-    """Return a value as it is in texts, URLs, JSON and ``repr``, and within a base64 text such as that of ``user:value``."""
+    """Return a value as it is in texts, URLs, JSON and ``repr``, and in a base64 text such as of ``user:value``."""
     raw = value.encode()
     encoded = {base64.b64encode(b"\0" * skipped + raw)[(skipped * 8 + 5) // 6 :].decode() for skipped in range(3)}
     inner = {text.rstrip("=")[: -1 if text.endswith("=") else None] for text in encoded}
@@ -183,9 +187,7 @@ def hide(path: Sequence[str], value: Any, *, with_texts: bool = True) -> Any:
         path and _is_table(path, len(path) - 1) and (assigned := _ASSIGNED.fullmatch(value))
     ):  # ["NAME=value", "Name: value"]
         return value if _is_reference(assigned[2]) else assigned[1] + MASK
-    if path and not _ADDRESSES.isdisjoint(
-        _words(path[-1])[-1:]
-    ):  # what stands before @ there is a login, however short
+    if path and not _ADDRESSES.isdisjoint(_words(path[-1])[-1:]):  # what is before @ there is a login, however short
         value = _LOGIN.sub(f"{MASK}@", value)
     is_secret = any(_is_secret_name(part, value) for part in _names(path))
     return MASK if is_secret else scrub(value) if with_texts else value
@@ -257,10 +259,10 @@ def _is_secret_name(name: str, value: str) -> bool:
 def resolved(
     options: Mapping[str, Any], key: str, environ: Mapping[str, str], fields: Sequence[str] = ()
 ) -> dict[str, Any]:
-    """Return options with the secrets that they name: ``"env:NAME"`` as that variable, ``X_file`` of X as the file's content.
+    """Return options with the secrets they name: ``"env:NAME"`` as that variable, ``X_file`` of X as the file's text.
 
-    A file stands for X in a table of variables or headers, and where X is among the ``fields`` of the options and ``X_file`` is not.
-    Raises ConfigError, which names the option below ``key``, for a variable that is not set and a file that cannot be read.
+    A file stands for X in a table of variables or headers, and where X is among the ``fields`` of the options and
+    ``X_file`` is not. Raises ConfigError, naming the option below ``key``, for an unset variable or unreadable file.
     """
     values: dict[str, Any] = {}
     in_table = _is_table(key.split("."), key.count("."))

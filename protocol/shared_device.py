@@ -1,4 +1,4 @@
-"""GPUs that engines and the trainer of a run use in turns: locks of the operating system (`flock`), three files for each device.
+"""GPUs that engines and trainer of a run use in turns: locks of the system (`flock`), three files a device.
 
 | file           | is locked by                               | means                                        |
 |----------------|--------------------------------------------|----------------------------------------------|
@@ -6,11 +6,11 @@
 | ``ID.wanted``  | a rank of the trainer, alone               | engines release the device as soon as they can |
 | ``ID.held``    | a rank of the trainer alone, or engines together | whose memory may be on the device      |
 
-The kernel releases a lock when the last process that has its open file exits, also after SIGKILL: no state has to be repaired. An
-engine's server inherits the open file of its worker (`inherited`), so a device stays held until both have exited.
+The kernel releases a lock when the last process that has its open file exits, also after SIGKILL: no state has to be
+repaired. An engine's server inherits its worker's open file (`inherited`): a device is held until both have exited.
 
-Nobody waits for one device while holding another, but for ranks of the trainer: engines hold all of their devices or none, and release
-them all when one is wanted.
+Nobody waits for one device while holding another, but for ranks of the trainer: engines hold all of their devices or
+none, and release them all when one is wanted.
 """
 
 from __future__ import annotations
@@ -24,7 +24,6 @@ import stat
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Literal
 
 from penstock.protocol.errors import ConfigError, DeviceTaken
@@ -36,21 +35,21 @@ _EXCLUSIVE, _SHARED = fcntl.LOCK_EX, fcntl.LOCK_SH
 
 
 def open_lock(folder: Path, device: str, kind: str) -> int:
-    """Return the open file of a lock of a device; raises ConfigError for a folder that another user can hold up, or that is not writable."""
+    """Return the open file of a device's lock; raises ConfigError for a folder of another user, or not writable."""
     try:
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         found = folder.lstat()
         if not stat.S_ISDIR(found.st_mode) or found.st_uid not in (0, os.geteuid()):
             raise ConfigError(
-                f"{folder} is a link, or a folder of another user, who could hold up its locks; remove it, or set placement.lock_dir to a "
-                "folder of this user"
+                f"{folder} is a link, or a folder of another user, who could hold up its locks; remove it, or set "
+                "placement.lock_dir to a folder of this user"
             )
         path = folder / f"{_UNSAFE.sub('-', device)}.{kind}"
         return os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     except OSError as err:
         raise ConfigError(
-            f"the locks of GPUs in {folder} cannot be used ({err.strerror}); set placement.lock_dir to a folder on a local disk that this "
-            "user can write"
+            f"the locks of GPUs in {folder} cannot be used ({err.strerror}); set placement.lock_dir to a folder on a "
+            "local disk that this user can write"
         ) from None
 
 
@@ -74,7 +73,7 @@ class SharedDevices:
         self._wants = False  # this rank has said that it wants them
 
     def __enter__(self) -> SharedDevices:
-        """Claim the devices for the run; raises DeviceTaken where another run has one, ConfigError for a folder that is not writable."""
+        """Claim the devices for the run; raises DeviceTaken where another has one, ConfigError for the folder."""
         try:
             for name in self._names:
                 for kind in ("run", "wanted", "held"):
@@ -85,9 +84,7 @@ class SharedDevices:
             raise
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def close(self) -> None:
@@ -118,7 +115,7 @@ class SharedDevices:
         return self._wants
 
     def try_take(self) -> bool:
-        """Take all devices, or none and return False: engines where none is wanted, a rank where no other process has one."""
+        """Take all devices, or none and return False: engines where none is wanted, a rank where none is held."""
         if not self.is_held:
             is_trainer = self._role == "trainer"
             if not is_trainer and self.is_wanted:
@@ -142,11 +139,8 @@ class SharedDevices:
             for path in sorted(self._folder.glob(f"{name}.*.json")):
                 with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
                     record = json.loads(path.read_text())
-                    exited = (
-                        ""
-                        if Path(f"/proc/{record['pid']}").exists()
-                        else ", which has exited; its engine may still be ending"
-                    )
+                    is_there = Path(f"/proc/{record['pid']}").exists()
+                    exited = "" if is_there else ", which has exited; its engine may still be ending"
                     found.append(
                         f"{name}: {record['role']} of run {record['run_id']} (pid {record['pid']}{exited}), "
                         f"for {now - record['since']:.0f} s"
@@ -166,8 +160,8 @@ class SharedDevices:
                 if claimed_by == self._run_id:
                     return
                 raise DeviceTaken(
-                    f"GPU {name} is used by run {claimed_by}, and run {self._run_id} cannot share it ({self.holders()}). Stop that run, or "
-                    "give this one other GPUs (CUDA_VISIBLE_DEVICES, placement.devices)"
+                    f"GPU {name} is used by run {claimed_by}, run {self._run_id} cannot share it ({self.holders()}); "
+                    "stop that run, or give this one other GPUs (CUDA_VISIBLE_DEVICES, placement.devices)"
                 )
             if time.monotonic() > deadline:
                 raise DeviceTaken(

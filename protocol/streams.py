@@ -3,8 +3,7 @@
 `deploy/bootstrap.py` creates them; services only bind to them and say how to create them when they
 are missing. The three work queues are bounded and refuse new messages when full: back-pressure is
 the broker's, a refused publisher waits. ``max_deliver`` is unlimited everywhere: after the last
-delivery the broker would leave the message in the stream, unread and undeleted. The services count
-deliveries and write dead letters themselves.
+delivery the broker would leave the message in the stream, unread. Services count deliveries and write dead letters.
 """
 
 from __future__ import annotations
@@ -65,8 +64,8 @@ class ConsumerSpec:
 class BucketSpec:
     """One key-value bucket; ``ttl_s`` 0: keys do not expire.
 
-    A write to one that is not ``synced`` does not wait for the disk: the newest values are lost when the server crashes.
-    With ``key_ttls`` a writer may give a key a TTL of its own, also one that never ends: readers ignore what is older than ``ttl_s``.
+    A write to one that is not ``synced`` does not wait for the disk: the newest values are lost when the server
+    crashes. With ``key_ttls`` a key may have its own TTL, even endless: readers ignore what is older than ``ttl_s``.
     """
 
     bucket: str
@@ -107,10 +106,9 @@ def streams(run_id: str, limits: StreamLimits | None = None) -> tuple[StreamSpec
         return StreamSpec(stream_name(run_id, stage), of_splits, "workqueue", max_msgs, limits.max_bytes)
 
     def watched(stage: StreamStage, subject: Callable[[str], str], max_msgs: int, **more: Any) -> StreamSpec:
-        of_stage = StreamSpec(
-            stream_name(run_id, stage), (subject(run_id),), "limits", max_msgs, limits.max_bytes, **more
-        )
-        return replace(of_stage, consumer_idle_s=CONSUMER_IDLE_S, announces=True)
+        name, of_stage = stream_name(run_id, stage), (subject(run_id),)
+        spec = StreamSpec(name, of_stage, "limits", max_msgs, limits.max_bytes, **more)
+        return replace(spec, consumer_idle_s=CONSUMER_IDLE_S, announces=True)
 
     return (
         queue("tasks", subjects.tasks, limits.max_tasks),
@@ -209,7 +207,7 @@ def swap_permit_key(number: int | Literal["*"]) -> str:
 
 
 def peer_key(host: str) -> str:
-    """Return the key of a host's offer of weights in the lease bucket; `*` for every host, "" for what all keys begin with."""
+    """Return the lease key of a host's offer of weights; `*` for every host, "" for what all keys begin with."""
     return f"peer.{host}"
 
 
@@ -219,5 +217,5 @@ def pack_progress_key(sequence: int | Literal["*"]) -> str:
 
 
 def kill_mark_key(stage: str, sequence: int | Literal["*"]) -> str:
-    """Return the key of a redelivered message in the scoring bucket, by its number in the stream; `*` for every message."""
+    """Return the key of a redelivered message in the scoring bucket, by its number in the stream; `*` for all."""
     return f"started.{stage}.{sequence}"

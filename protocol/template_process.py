@@ -1,9 +1,9 @@
 """The program that renders one chat template, with kernel limits of memory and CPU time; `chat_template` starts it.
 
-A frame is 8 bytes, its length, and that many bytes. The first request is the template's text, each later one what a rendering
-gets; both as `marshal` writes them. An answer begins with ``+`` and goes on with the text, or with ``-`` and the reason of a refusal.
-Whatever a template does, in C code too, the kernel ends: `SIGPROF` kills the process once a request has used its CPU time, and
-beyond the limit of memory no allocation succeeds. Imports no package but `jinja2`.
+A frame is 8 bytes, its length, and that many bytes. The first request is the template's text, each later one what a
+rendering gets; both as `marshal` writes them. An answer begins with ``+`` and goes on with the text, or with ``-`` and
+the reason of a refusal. Whatever a template does, in C code too, the kernel ends: `SIGPROF` kills the process once a
+request has used its CPU time, and beyond the limit of memory no allocation succeeds. Imports no package but `jinja2`.
 """
 
 from __future__ import annotations
@@ -30,9 +30,8 @@ class _Environment(ImmutableSandboxedEnvironment):
     opening = closing = ""  # around the text of a generation block
 
     def __init__(self) -> None:
-        super().__init__(
-            trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlocks, loopcontrols], autoescape=False
-        )
+        extensions = [_GenerationBlocks, loopcontrols]
+        super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=extensions, autoescape=False)
         self.globals.pop("lipsum")
         self.globals["raise_exception"] = _raise_exception
         self.globals["strftime_now"] = _strftime_now
@@ -46,9 +45,8 @@ class _GenerationBlocks(Extension):
 
     def parse(self, parser: Parser) -> nodes.Node | list[nodes.Node]:
         line = next(parser.stream).lineno
-        opening, closing = (
-            nodes.Output([nodes.EnvironmentAttribute(name)], lineno=line) for name in ("opening", "closing")
-        )
+        around = (nodes.EnvironmentAttribute(name) for name in ("opening", "closing"))
+        opening, closing = (nodes.Output([text], lineno=line) for text in around)
         return [opening, *parser.parse_statements(("name:endgeneration",), drop_needle=True), closing]
 
 
@@ -99,7 +97,7 @@ def _request() -> tuple[float, Any] | None:
     head = sys.stdin.buffer.read(8)
     if len(head) < 8:
         return None
-    return marshal.loads(sys.stdin.buffer.read(int.from_bytes(head, "little")))  # noqa: S302  of the process that started this one
+    return marshal.loads(sys.stdin.buffer.read(int.from_bytes(head, "little")))  # noqa: S302  our parent's
 
 
 def _write(answer: bytes) -> None:

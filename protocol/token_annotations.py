@@ -1,11 +1,11 @@
-"""What a pack may hold about tokens besides their log-probabilities: the experts that computed them, and what a teacher says of them; pure.
+"""What a pack may hold of tokens besides log-probabilities: their experts, and what a teacher says; pure.
 
-A router chooses ``top_k`` of a layer's experts for every token. A trainer whose routers choose others for the same tokens than the
-engine's computes another policy than the one that sampled: rounding, or weights that are a version newer, are enough. So a pack
-stores the engine's choices, and the trainer computes with those (Rollout Routing Replay, arXiv:2510.11370).
+A router chooses ``top_k`` of a layer's experts for every token. A trainer whose routers choose others for the same
+tokens than the engine's computes another policy than the one that sampled: rounding, or weights that are a version
+newer, are enough. So a pack has the engine's choices, and the trainer computes with those (arXiv:2510.11370).
 
-A teacher is any model of the same vocabulary that is not trained. A rollout worker asks it for every group whose task wants it
-(`Task.teacher_top_k`), and the pack stores its log-probabilities, so that a replay trains on the very same numbers.
+A teacher is any model of the same vocabulary that is not trained. A rollout worker asks it for every group whose task
+wants it (`Task.teacher_top_k`), and the pack stores what it says: a replay trains on the very same numbers.
 """
 
 from __future__ import annotations
@@ -71,22 +71,20 @@ class ExpertChoices:
         expected = (self.shape.num_layers, self.shape.top_k)
         if self.ids.ndim != 3 or self.ids.shape[1:] != expected or self.ids.dtype != dtype_of(self.shape):
             raise PackError(
-                f"experts of tokens are {self.ids.dtype} of shape {self.ids.shape}, expected {dtype_of(self.shape)} of shape "
-                f"(tokens, {expected[0]}, {expected[1]}): {self.shape}"
+                f"experts of tokens are {self.ids.dtype} of shape {self.ids.shape}, expected {dtype_of(self.shape)} "
+                f"of shape (tokens, {expected[0]}, {expected[1]}): {self.shape}"
             )
         if not self.ids.size:
             return
         if (highest := int(self.ids.max())) >= self.shape.num_experts:
             raise PackError(f"a token has expert {highest}, expected one of 0 to {self.shape.num_experts - 1}")
         if self.shape.top_k > 1 and not bool((self.ids[:, :, 1:] > self.ids[:, :, :-1]).all()):
-            raise PackError(
-                f"a token has the same expert twice, or its {self.shape.top_k} experts are not in rising order"
-            )
+            raise PackError(f"a token has the same expert twice, or its {self.shape.top_k} experts do not rise")
 
     def check_length(self, num_tokens: int) -> None:
         if len(self.ids) != num_tokens - 1:
             raise PackError(
-                f"experts of {len(self.ids)} tokens in a trajectory of {num_tokens}, expected {num_tokens - 1}: all but the last"
+                f"experts of {len(self.ids)} tokens of {num_tokens}, expected {num_tokens - 1}: all but the last"
             )
 
 
@@ -118,16 +116,15 @@ class TeacherScores:
             shape = (len(row.logprobs), self.top_k)
             if row.top_ids.shape != shape or row.top_logprobs.shape != shape:
                 raise PackError(
-                    f"a teacher's likeliest tokens are {row.top_ids.shape} and {row.top_logprobs.shape}, expected {shape}"
+                    f"a teacher's likeliest are {row.top_ids.shape} and {row.top_logprobs.shape}, expected {shape}"
                 )
 
     def check(self, num_sampled: Sequence[int], vocab_size: int | None) -> None:
         counts = [len(row.logprobs) for row in self.rows]
         if counts != list(num_sampled):
             raise PackError(f"a teacher's log-probabilities of {counts[:8]} tokens, expected {list(num_sampled)[:8]}")
-        logprobs = np.concatenate(
-            [values.reshape(-1) for row in self.rows for values in (row.logprobs, row.top_logprobs)]
-        )
+        of_rows = (values for row in self.rows for values in (row.logprobs, row.top_logprobs))
+        logprobs = np.concatenate([values.reshape(-1) for values in of_rows])
         if len(logprobs) and not (np.isfinite(logprobs).all() and float(logprobs.max()) <= _SLACK):
             raise PackError("a teacher's log-probability is not finite, or above 0")
         for row in self.rows if self.top_k else ():
@@ -136,7 +133,7 @@ class TeacherScores:
             lowest, highest = int(row.top_ids.min()), int(row.top_ids.max())
             if lowest < 0 or (vocab_size is not None and highest >= vocab_size):
                 raise PackError(
-                    f"a teacher's token id {lowest if lowest < 0 else highest} is not one of a vocabulary of {vocab_size}"
+                    f"a teacher's token id {lowest if lowest < 0 else highest} is none of a vocabulary of {vocab_size}"
                 )
             ordered = np.sort(row.top_ids, axis=1)
             if self.top_k > 1 and bool((ordered[:, 1:] == ordered[:, :-1]).any()):

@@ -1,7 +1,7 @@
 """Read a ``tokenizer.json`` from outside: the one check of every program that tokenizes; the importer of `tokenizers`.
 
-The Rust library aborts the process where it cannot allocate, so what a file could make of a short text is computed from its JSON
-before it is loaded: by its normalizer, pre-tokenizer, decoder, post-processor, and the longest text of a token.
+The Rust library aborts the process where it cannot allocate, so what a file could make of a short text is computed from
+its JSON before it is loaded: by its normalizer, pre-tokenizer, decoder, post-processor, and longest token.
 """
 
 from __future__ import annotations
@@ -64,13 +64,11 @@ def _without_repetition(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _check(described: dict[str, Any]) -> None:
-    growth = _growth("normalizer", described.get("normalizer")) * _growth(
-        "pre_tokenizer", described.get("pre_tokenizer")
-    )
+    names = ("normalizer", "pre_tokenizer", "decoder")
+    normalizer, pre_tokenizer, decoder = (_growth(name, described.get(name)) for name in names)
+    growth = normalizer * pre_tokenizer
     _refuse(growth, _MAX_GROWTH, "its normalizer makes texts up to {} times as long")
-    _refuse(
-        _growth("decoder", described.get("decoder")), _MAX_GROWTH // 4, "its decoder makes texts up to {} times as long"
-    )
+    _refuse(decoder, _MAX_GROWTH // 4, "its decoder makes texts up to {} times as long")
     for part in _parts("post_processor", described.get("post_processor")):
         _check_template(part)
     added = described.get("added_tokens") or []
@@ -110,17 +108,14 @@ def _growth(name: str, component: Any) -> int:
             elif key in ("content", "prepend"):
                 growth *= 1 + len(text)
             else:
-                _refuse(
-                    len(text),
-                    _MAX_TEXT if key in ("Regex", "String") else _MAX_GROWTH,
-                    f"its {name} has a text of {{}} characters",
-                )
+                limit = _MAX_TEXT if key in ("Regex", "String") else _MAX_GROWTH
+                _refuse(len(text), limit, f"its {name} has a text of {{}} characters")
         growth *= 2 if part.get("type") in _DOUBLING else 1
     return growth
 
 
 def _growth_of_map(text: str) -> int:
-    """Return what one character becomes at most beyond what NFKC makes of it; ``text`` is sentencepiece's table in base64."""
+    """Return what a character becomes at most, beyond NFKC; ``text`` is sentencepiece's table in base64."""
     data = base64.b64decode(text)
     replacements = data[4 + int.from_bytes(data[:4], "little") :].decode(errors="replace")
     return math.ceil(max(map(len, replacements.split("\0"))) / _UNICODE_GROWTH) or 1

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 # Of recorded groups: a token of probability exp(-1000), which is 0 in every format, is never sampled.
 LOWEST_LOGPROB = -1000.0
-# Engines draw from probabilities in float32, whose smallest number above 0 is exp(-103.28): a token of less is never drawn.
+# Engines draw from probabilities in float32, whose least above 0 is exp(-103.28): a token of less is never drawn.
 LOWEST_SAMPLED_LOGPROB = -104.0
 LOGPROB_SLACK = 1e-3  # a probability of 1 may round to a log-probability just above 0
 
@@ -81,7 +81,7 @@ class Trajectory:
         experts: ExpertChoices | None = None,
         images: RowImages | None = None,
     ) -> Trajectory:
-        """Build from arrays of equal length whose values `check_token_values` has checked; only runs and images are checked here.
+        """Build from arrays of equal length that `check_token_values` has checked; checks only runs and images.
 
         A pack checks the values of all its trajectories at once, which costs a tenth.
         """
@@ -141,7 +141,7 @@ class Group:
         prompt_text: str,
         reward: RewardRequest,
     ) -> Group:
-        """Return the group of episodes of one task; raises PackError for what is not one group of trainable episodes."""
+        """Return the group of one task's episodes; raises PackError for what is not one group of trainable ones."""
         if not episodes or not episodes[0].rows:
             raise PackError("a group without an episode, or whose first episode has no row")
         rows: list[Any] = [row.trajectory for episode in episodes for row in episode.rows]
@@ -157,15 +157,12 @@ class Group:
         if self.episodes:
             self._check_episodes()
         if any(member.is_baseline for member in (self.episodes or self.trajectories)[:-1]):
-            raise PackError(
-                f"group {self.group_id}: a baseline is not the last trajectory; at most one is allowed, the last"
-            )
+            raise PackError(f"group {self.group_id}: a baseline is not the last trajectory; at most that one is")
         self._check_processor()
         shapes = {str(row.experts and row.experts.shape) for row in self.trajectories}
         if len(shapes) > 1:
             raise PackError(
-                f"group {self.group_id}: the experts of its trajectories are {' and '.join(sorted(shapes))}, expected the "
-                "same of all, or of none"
+                f"group {self.group_id}: experts of its trajectories: {' and '.join(sorted(shapes))}, not the same"
             )
 
     @property
@@ -183,11 +180,10 @@ class Group:
 
     @property
     def rows_of(self) -> list[range]:
-        """The numbers of each episode's rows among the trajectories; without episodes, the number of each trajectory."""
+        """The numbers of each episode's rows among the trajectories; without episodes, of each trajectory."""
         ends = list(itertools.accumulate((len(e.rows) for e in self.episodes), initial=0))
-        return [range(*pair) for pair in itertools.pairwise(ends)] or [
-            range(n, n + 1) for n in range(len(self.trajectories))
-        ]
+        spans = itertools.pairwise(ends if self.episodes else range(len(self.trajectories) + 1))
+        return [range(*span) for span in spans]
 
     @property
     def turns(self) -> list[tuple[Turn, ...]]:
@@ -203,7 +199,7 @@ class Group:
         processors = {row.images.processor for row in self.trajectories if row.images is not None}
         if len(processors) > 1:
             raise PackError(
-                f"group {self.group_id}: its images were computed by the processors {' and '.join(sorted(processors))}, expected one"
+                f"group {self.group_id}: images by the processors {' and '.join(sorted(processors))}, expected one"
             )
 
     def _check_episodes(self) -> None:
@@ -218,17 +214,16 @@ class Group:
         for episode in self.episodes:
             if (episode.group_id, episode.environment) != (self.group_id, self.episodes[0].environment):
                 raise PackError(
-                    f"group {self.group_id} holds episode {episode.episode_id} of group {episode.group_id} and environment "
+                    f"group {self.group_id} holds episode {episode.episode_id} of {episode.group_id}, environment "
                     f"{episode.environment}, expected this group and environment {self.episodes[0].environment}"
                 )
             if not episode.is_trainable:
                 raise PackError(
-                    f"group {self.group_id} holds episode {episode.episode_id} with status {episode.status}; leave out "
-                    "episodes that did not end by the policy's doing"
+                    f"group {self.group_id}: leave out episode {episode.episode_id}, whose status is {episode.status}"
                 )
 
     def check_prompt(self) -> None:
-        """Raise PackError unless all trajectories begin with the same prompt of ``num_prompt_tokens``, none of it sampled.
+        """Raise PackError unless all trajectories begin with one prompt of ``num_prompt_tokens``, none sampled.
 
         The rows of episodes may begin differently, since their environment renders them.
         """
@@ -236,7 +231,7 @@ class Group:
         if self.episodes:
             if num != first.version_runs[0].start:
                 raise PackError(
-                    f"group {self.group_id}: {num} prompt tokens, the first sampled one is {first.version_runs[0].start}"
+                    f"group {self.group_id}: {num} prompt tokens, the first sampled is {first.version_runs[0].start}"
                 )
             return
         prompt = first.token_ids[:num].tobytes()
@@ -248,16 +243,14 @@ class Group:
             if row.images != first.images:
                 raise PackError(f"group {self.group_id}: trajectory {number} has other images than trajectory 0")
             if row.version_runs[0].start < num:
-                raise PackError(
-                    f"group {self.group_id}: trajectory {number} says that tokens of the prompt were sampled"
-                )
+                raise PackError(f"group {self.group_id}: trajectory {number} says tokens of the prompt were sampled")
 
     def check_logprobs(self) -> None:
         least = min(float(row.behaviour_logprobs.min()) for row in self.trajectories)
         if not least >= LOWEST_SAMPLED_LOGPROB:
             raise PackError(
-                f"group {self.group_id}: a sampled token has log-probability {least}, expected {LOWEST_SAMPLED_LOGPROB} or more: "
-                "a less probable one has probability 0 in float32, and is never drawn"
+                f"group {self.group_id}: a sampled token has log-probability {least}, expected at least "
+                f"{LOWEST_SAMPLED_LOGPROB}: a less probable one has probability 0 in float32, and is never drawn"
             )
 
     def check_described_by(self, described: GeneratedGroup) -> None:
@@ -305,7 +298,7 @@ class Group:
 
 
 def check_token_values(token_ids: Int32s, logprobs: Float32s, vocab_size: int | None) -> None:
-    """Raise PackError for a token id or a log-probability that no engine can have sampled; both [T], of any number of rows."""
+    """Raise PackError for a token id or log-probability that no engine can sample; both [T], of any number of rows."""
     if not len(token_ids):
         raise PackError("a pack without a token")
     lowest, highest = int(token_ids.min()), int(token_ids.max())
@@ -315,7 +308,7 @@ def check_token_values(token_ids: Int32s, logprobs: Float32s, vocab_size: int | 
     least, most = float(logprobs.min()), float(logprobs.max())  # NaN if any is NaN
     if not (least >= LOWEST_LOGPROB and most <= LOGPROB_SLACK):
         raise PackError(
-            f"behaviour_logprobs are between {least} and {most}, expected finite ones from {LOWEST_LOGPROB} to 0"
+            f"behaviour_logprobs are from {least} to {most}, expected finite ones from {LOWEST_LOGPROB} to 0"
         )
 
 
@@ -324,8 +317,8 @@ def check_equal(group_id: str, *fields: tuple[str, object, object]) -> None:
     for name, actual, expected in fields:
         if actual != expected:
             raise PackError(
-                f"the pack holds another group than {group_id} as the message describes it: {name} is {str(actual)[:200]}, "
-                f"the message says {str(expected)[:200]}"
+                f"the pack holds another group than {group_id} as the message describes it: {name} is "
+                f"{str(actual)[:200]}, the message says {str(expected)[:200]}"
             )
 
 
@@ -334,13 +327,13 @@ def _check_images(images: RowImages | None, token_ids: Int32s, loss_mask: Bools)
         span = slice(ref.position, ref.end)
         if ref.end > len(token_ids) or np.ptp(token_ids[span]) or np.count_nonzero(loss_mask[span]):
             raise PackError(
-                f"image {ref.sha256}: tokens {ref.position} to {ref.end} of a row of {len(token_ids)} are not one token, repeated, "
-                "or were sampled; those of an image never are"
+                f"image {ref.sha256}: tokens {ref.position} to {ref.end} of a row of {len(token_ids)} are not one "
+                "token, repeated, or were sampled; those of an image never are"
             )
 
 
 def _check_runs(runs: tuple[VersionRun, ...], loss_mask: Bools, logprobs: Float32s) -> None:
-    """Raise PackError unless the runs, in order, cover exactly the tokens with loss_mask True; only those have a log-probability."""
+    """Raise PackError unless the runs, in order, cover the tokens of the mask, which alone have log-probabilities."""
     length, position, sampled = len(loss_mask), 0, 0
     for version, start, end in runs:
         if (
@@ -350,15 +343,13 @@ def _check_runs(runs: tuple[VersionRun, ...], loss_mask: Bools, logprobs: Float3
         ):
             break
         if np.count_nonzero(logprobs[position:start]):
-            raise PackError(
-                f"tokens {position} to {start} have log-probabilities, and no version run: they were not sampled"
-            )
+            raise PackError(f"tokens {position} to {start} have log-probabilities and no version run: none was sampled")
         sampled += end - start
         position = end
     else:
         if sampled == np.count_nonzero(loss_mask) and not np.count_nonzero(logprobs[position:]):
             return
     raise PackError(
-        f"version runs {[tuple(run) for run in runs[:8]]} do not cover exactly the {np.count_nonzero(loss_mask)} sampled tokens "
-        f"of a trajectory of {length}"
+        f"version runs {[tuple(run) for run in runs[:8]]} do not cover exactly the {np.count_nonzero(loss_mask)} "
+        f"sampled tokens of a trajectory of {length}"
     )

@@ -77,7 +77,7 @@ class Branch(NamedTuple):
 
 
 class Remade(NamedTuple):
-    """The ``num`` versions after ``first`` were made again, of the same groups, as the ones after ``until`` of a `Branch`."""
+    """The ``num`` versions after ``first`` were made again, of the same groups, as those after ``until``."""
 
     until: PolicyVersion
     first: PolicyVersion  # has the weights of ``until``; every version after it is of the same session
@@ -88,13 +88,13 @@ class Remade(NamedTuple):
 class VersionTree:
     """Ages of samples in a run whose sessions were rolled back; pure.
 
-    A sample is as old as there are updates between the weights that sampled it and those that train on it: back to where
-    their ways part, and on from there. Without a branch that is the difference of the two numbers.
+    A sample is as old as there are updates between the weights that sampled it and those that train on it: back to
+    where their ways part, and on from there. Without a branch that is the difference of the two numbers.
 
                    ┌─ 11 ─ 12 ─ 13 ─ 14     killed; resumed from the checkpoint of version 10
-        ─ 9 ─ 10 ──┴─ 15 ─ 16               15 has the weights of 10: at 16 a token of 9 is 2 updates old, one of 12 is 1 + 2
+        ─ 9 ─ 10 ──┴─ 15 ─ 16               15 has 10's weights: at 16 a token of 9 is 2 updates old, one of 12 is 1 + 2
 
-    If 16 was made of the groups that 11 had been made of, both have the same weights, and the token of 12 is 1 update away.
+    If 16 was made of the groups that 11 had been made of, both have the same weights: the token of 12 is 1 update away.
     """
 
     branches: list[Branch] = field(default_factory=list)  # of the versions that this run descends from, oldest first
@@ -103,7 +103,7 @@ class VersionTree:
     _lowest: dict[tuple[int, int], int] = field(default_factory=dict)  # cache of the lowest steps from one to another
 
     def begin_session(self, steps: Mapping[PolicyVersion, int], branch: Branch | None = None) -> None:
-        """Add the branch of the sessions that were rolled back; ``steps`` are those of the versions published so far."""
+        """Add the branch of sessions that were rolled back; ``steps``: those of the versions published so far."""
         self.steps, self._lowest = dict(steps), {}
         if branch is not None:
             self.branches.append(branch)
@@ -136,17 +136,15 @@ class VersionTree:
 
     def ages(self, trainer_version: PolicyVersion, versions: Iterable[PolicyVersion]) -> dict[int, int]:
         """Return the ages that are not the difference of the numbers, by version."""
-        age_by_version = (
-            {version: self.age(trainer_version, version) for version in {*versions}} if self.branches else {}
-        )
-        return {version: age for version, age in sorted(age_by_version.items()) if age != trainer_version - version}
+        by_version = {version: self.age(trainer_version, version) for version in {*versions} if self.branches}
+        return {version: age for version, age in sorted(by_version.items()) if age != trainer_version - version}
 
     def _age_on_branch(self, branch: Branch, version: PolicyVersion, distance: int) -> int:
         """Return the age of a version of a branch, whose end the trainer has passed by ``distance`` updates."""
         start, step = self.steps.get(branch.until), self.steps.get(version)
         if start is None or step is None:
             raise ValueError(
-                f"sample of version {version}, of a session that was rolled back to version {branch.after}: its step is not known"
+                f"sample of version {version}, of a session rolled back to version {branch.after}: its step is unknown"
             )
         lowest = self._lowest.get((branch.after, version))
         if lowest is None:  # a session in between may have been resumed from an older checkpoint than this branch

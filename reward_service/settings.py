@@ -13,9 +13,9 @@ from pydantic import Field, field_validator, model_validator
 from penstock.protocol.config.connection import NatsSettings, RunSettings, S3Settings, Section
 from penstock.protocol.config.reward_settings import RewardSettings as RewardChoice
 from penstock.protocol.errors import ConfigError
+from penstock.protocol.secret_values import content_of
 from penstock.protocol.transport import tls
 from penstock.reward_service.endpoints.endpoint import Access, Role, read_tokens
-from penstock.serving import signature
 from penstock.serving.target_policy import PRIVATE_TARGETS, TargetPolicy
 
 ADMIN = "admin"  # the name of the holder of token and token_file
@@ -165,7 +165,7 @@ class RewardSettings(Section):
 
 
 def _read(file: Path, key: str) -> str:
-    text = signature.read_text(file, f"reward_service.{key} = {file}")
+    text = content_of(file, f"reward_service.{key}")
     if not text.strip():
         raise ConfigError(f"reward_service.{key} = {file}: the file is empty")
     return text

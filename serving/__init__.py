@@ -1,1 +1,1 @@
-"""HTTP servers that register themselves, and calls to them: addresses, signatures, connections, the server, leases; imports protocol alone."""
+"""HTTP servers that register themselves, and calls to them: addresses, signatures, connections, leases."""

@@ -1,11 +1,11 @@
 """The adapter of aiohttp: one request to an HTTP server over kept connections; the caller sets the deadline.
 
-aiohttp, because a worker has hundreds of requests open at once, an agent's turn being one each: with 1,000 of them httpx takes
-13 ms of CPU for a request, most of it in its pool, and aiohttp 0.9. Redirects are not followed, proxies of the environment
-variables are not used, and a compressed answer, which nothing asks for, is refused. With a `TargetPolicy` a name is resolved once
-for each connection, every address that it has is checked, and a checked one is connected to, so that the name cannot resolve
-differently in between. Nothing that a server sends is quoted in an error: whoever may name a server could otherwise read from any
-that this process reaches.
+aiohttp, because a worker has hundreds of requests open at once, an agent's turn being one each: with 1,000 of them
+httpx takes 13 ms of CPU for a request, most of it in its pool, and aiohttp 0.9. Redirects are not followed, proxies of
+the environment variables are not used, and a compressed answer, which nothing asks for, is refused. With a
+`TargetPolicy` a name is resolved once for each connection, every address that it has is checked, and a checked one is
+connected to, so that the name cannot resolve differently in between. Nothing that a server sends is quoted in an error:
+whoever may name a server could otherwise read from any that this process reaches.
 
 `retry_after_s` reads the header ``Retry-After`` in both forms (RFC 9110, section 10.2.3).
 """
@@ -38,7 +38,7 @@ _CONNECT_S = 5.0
 
 
 def retry_after_s(headers: Mapping[str, str], now: datetime | None = None) -> float:
-    """Return the seconds to wait, at most an hour; 0.0 without the header, for a time in the past and for anything else.
+    """Return the seconds to wait, at most an hour; 0.0 without the header, for a past time and for anything else.
 
     Args:
         headers: Of an answer, by any case of their names or by lower-case names.
@@ -113,10 +113,10 @@ class HttpConnections:
         self, method: str, url: str, body: bytes | None = None, headers: Mapping[str, str] | None = None,
         max_bytes: int | None = None, fingerprint: str = "",
     ) -> Answer:  # fmt: skip
-        """Return the answer, of ``max_bytes`` (None: of that of all answers) at most; a body is JSON unless a header says another type.
+        """Return the answer, at most ``max_bytes`` of it (None: as of all); a body is JSON unless a header says else.
 
-        With a ``fingerprint`` the server's certificate is the one with this SHA-256, whatever its name and authority are. Raises
-        ConnectionFailed, AnswerRefused, TargetRefused.
+        With a ``fingerprint`` the server's certificate is the one with this SHA-256, whatever its name and authority
+        are. Raises ConnectionFailed, AnswerRefused, TargetRefused.
         """
         self._check(url)
         sent_headers = CIMultiDict() if body is None else CIMultiDict({"Content-Type": "application/json"})
@@ -185,7 +185,7 @@ class HttpConnections:
         return bytes(content)
 
     def _connections(self, url: str) -> aiohttp.ClientSession:
-        """Return the session, made with the first request, since it belongs to the running loop; raises ConnectionFailed once closed."""
+        """Return the session, made with the first request, in the running loop; raises ConnectionFailed once closed."""
         if self._is_closed:
             raise ConnectionFailed(url, "this client has been closed")
         if self._session is None:
@@ -230,7 +230,7 @@ def _plain(host: str) -> str:
 
 
 def _reason(err: Exception) -> str:
-    """Return what broke a connection, without what the server sent: the library quotes that in errors other than these."""
+    """Return what broke a connection, without what the server sent: the library quotes that in other errors."""
     if isinstance(err, (OSError, aiohttp.ServerTimeoutError)):
         text = str(err)[:300]
     elif isinstance(err, aiohttp.WSServerHandshakeError):

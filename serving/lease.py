@@ -1,7 +1,7 @@
 """Leases of registered servers: their keys, whether one is valid, and the renewal by the server.
 
-A server is in service while it renews its lease, a key below ``lease.`` in the registry's bucket. Rewards and environments are both
-registered so; what else is stored of them is theirs. A lease that NATS does not expire is judged by `Leases`.
+A server is in service while it renews its lease, a key below ``lease.`` in the registry's bucket. Rewards and
+environments are both registered so; the rest is theirs. A lease that NATS does not expire is judged by `Leases`.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ def lease_key(name: str, server: str) -> str:
 class Leases:
     """When each lease was last seen to be renewed, by its reader's clock. Pure.
 
-    A renewal rewrites the lease's key, which gives it a new revision. A lease is valid for so many seconds of the reader's monotonic
-    clock after it saw the revision change, so that no two machines need to agree on the time. One that it sees for the first time is
-    valid for all of them.
+    A renewal rewrites the lease's key, which gives it a new revision. A lease is valid for so many seconds of the
+    reader's monotonic clock after it saw the revision change, so that no two machines need to agree on the time. One
+    that it sees for the first time is valid for all of them.
     """
 
     def __init__(self) -> None:
@@ -52,7 +52,7 @@ class Leases:
         self._seen[key] = (revision, now)
 
     def expired_for_s(self, key: str, lease_s: float | None, now: float) -> float:
-        """Return the seconds since a lease of ``lease_s`` seconds expired; 0.0 while it is valid, or where None says that none is needed; ``now`` for a key that was never seen."""
+        """Return the seconds since a lease of ``lease_s`` expired; 0.0: valid, or none needed; ``now``: never seen."""
         if lease_s is None:
             return 0.0
         seen = self._seen.get(key)

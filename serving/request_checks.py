@@ -1,9 +1,9 @@
-"""What every HTTP server here checks of a request before its handler sees it: headers, length of the body, signature, JSON.
+"""What every HTTP server checks of a request before its handler sees it: headers, length, signature, JSON.
 
-Of bodies: one that is too long is refused with 413, and nothing of it is kept. One that, with those of the requests in progress, exceeds
-what may be held at a time gets 503 with Retry-After: 512 connections with 16 MiB each are more memory than a service should have.
-Most clients read no answer before they have sent their whole body, and a connection that is closed with unread bytes is reset,
-which destroys the answer. So the rest of a body that is not much too long is read and thrown away first.
+Of bodies: one that is too long is refused with 413, and nothing of it is kept. One that, with those of the requests in
+progress, exceeds what may be held at a time gets 503 with Retry-After: 512 connections with 16 MiB each are more memory
+than a service should have. Most clients read no answer before they have sent their whole body, and a connection that is
+closed with unread bytes is reset, which destroys the answer: the rest of a body not much too long is read first.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def refuse(status: int, detail: str, scope: Scope | None = None) -> JSONResponse
 
 
 def head_problem(scope: Scope) -> Problem:
-    """Return status and reason for a target or headers that are too long, or say twice where the body ends; else None."""
+    """Return status and reason for a target or headers too long, or that say twice where the body ends; else None."""
     if sum(len(name) + len(value) for name, value in scope["headers"]) + len(scope["raw_path"]) > MAX_HEAD_BYTES:
         return 431, f"the request's target and headers are longer than {MAX_HEAD_BYTES} bytes"
     if len(scope.get("query_string", b"")) > MAX_QUERY_BYTES:
@@ -51,7 +51,7 @@ def head_problem(scope: Scope) -> Problem:
 
 
 def name_problem(request: HTTPConnection, hosts: Collection[str] | None, fix: str) -> Problem:
-    """Return status and reason for a header that is there twice, or a Host, such as a web page's, that is none of ``hosts`` (None: any)."""
+    """Return status and reason for a header given twice, or a Host, as of a web page, not in ``hosts`` (None: any)."""
     for name in ("host", "authorization", "origin", "content-length"):
         if len(request.headers.getlist(name)) > 1:
             return 400, f"the header {name} is there twice; send it once"
@@ -61,7 +61,7 @@ def name_problem(request: HTTPConnection, hosts: Collection[str] | None, fix: st
 
 
 def is_of_this_site(request: HTTPConnection, *, unknown: bool) -> bool:
-    """Return whether a request is not that of another site's page; ``unknown``: what it is without the headers of a browser."""
+    """Return whether a request is of no other site's page; ``unknown``: what it is without a browser's headers."""
     if (site := request.headers.get("sec-fetch-site")) is not None:
         return site == "same-origin" or (unknown and site == "none")
     if (origin := request.headers.get("origin")) is None:
@@ -73,9 +73,9 @@ def is_of_this_site(request: HTTPConnection, *, unknown: bool) -> bool:
 
 
 def page_problem(request: HTTPConnection, *, any_body: bool = False) -> Problem:
-    """Return status and reason for what the page of another site makes a browser send, or, unless ``any_body``, could; else None.
+    """Return status and reason for what another site's page sends, or, unless ``any_body``, could; else None.
 
-    A browser asks the server first before a page may send JSON elsewhere; other bodies, also those without a type, it sends at once.
+    A browser asks first before a page may send JSON elsewhere; other bodies, even without a type, it sends at once.
     """
     headers = request.headers
     if not is_of_this_site(request, unknown=True):
@@ -101,7 +101,7 @@ class Rules:
 
 
 class Guard:
-    """ASGI middleware of every server: a request is refused by its headers alone, then by whom it is from, then by its body's length."""
+    """ASGI middleware of every server: refuses a request by its headers, by whom it is from, by its body's length."""
 
     def __init__(
         self, app: ASGIApp, rules: Rules, *, max_bytes: int, max_total_bytes: int | None = None, section: str = ""
@@ -184,7 +184,7 @@ class BodyLimit:
             max_bytes: The longest body that is accepted.
             max_total_bytes: What all bodies in progress may be together.
             answer: Makes the answer to another one.
-            section: That of a run file with these limits as ``max_request_bytes`` and ``max_requests_bytes``; empty: they are fixed.
+            section: That of a run file with these limits, ``max_request_bytes``, ``max_requests_bytes``; empty: fixed.
         """
         self.max_bytes, self.max_total_bytes = max_bytes, max(max_bytes, max_total_bytes)
         self.num_held = 0
@@ -240,7 +240,7 @@ class StrictRequest(Request):
     max_depth: int | None = None
 
     async def json(self) -> Any:
-        """Return the body; raises HTTPException 400 for a key that comes twice, NaN, other encodings and too many levels."""
+        """Return the body; raises HTTPException 400 for a key given twice, NaN, other encodings and too many levels."""
         if not hasattr(self, "_json"):
             try:
                 self._json = strict_json.loads(await self.body(), self.max_depth, is_finite=True)
@@ -273,7 +273,7 @@ def guard(
     app: FastAPI, check: Callable[[StrictRequest], Awaitable[None]], rules: Rules, *, max_bytes: int,
     max_depth: int | None = None,
 ) -> None:  # fmt: skip
-    """Guard an app that has no route yet; ``check`` raises the answer, before a body is parsed that is nested ``max_depth`` times at most."""
+    """Guard an app without routes; ``check`` raises the answer before a body, at most ``max_depth`` deep, is parsed."""
     members = {"check": staticmethod(check), "max_depth": max_depth}
     app.router.route_class = type("CheckedRoute", (StrictRoute,), members)
     app.add_middleware(Guard, rules=rules, max_bytes=max_bytes)

@@ -16,6 +16,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from penstock.protocol.errors import ConfigError
+from penstock.protocol.secret_values import content_of
 
 PREFIX = "whsec_"
 TOLERANCE_S = 300  # as the specification's libraries have it
@@ -41,28 +42,16 @@ def key_bytes(secret: str) -> bytes:
     return key
 
 
-def read_text(file: Path, what: str) -> str:
-    """Return the text of a file of secrets; raises ConfigError that begins with ``what``, the setting and the file."""
-    try:
-        return file.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as err:
-        reason = err.strerror if isinstance(err, OSError) else "not UTF-8"
-        raise ConfigError(f"{what}: not readable ({reason})") from None
-
-
 def read_secrets(file: Path, key: str) -> tuple[str, ...]:
     """Return the signing keys of a file; raises ConfigError that names the setting ``key``, and never shows a key."""
+    secrets = tuple(content_of(file, key).split())
     try:
-        secrets = tuple(file.read_text(encoding="utf-8").split())
         for secret in secrets:
             key_bytes(secret)
-    except OSError as err:
-        raise ConfigError(f"{key} {file}: not readable ({err.strerror})") from None
-    except ValueError as err:  # UnicodeDecodeError is one, and shows bytes
-        reason = "not UTF-8" if isinstance(err, UnicodeDecodeError) else err
-        raise ConfigError(f"{key} {file}: {reason}") from None
+    except ValueError as err:
+        raise ConfigError(f"{key} = {file}: {err}") from None
     if not 1 <= len(secrets) <= 2:
-        raise ConfigError(f"{key} {file}: expected one or two keys, got {len(secrets)}")
+        raise ConfigError(f"{key} = {file}: expected one or two keys, got {len(secrets)}")
     return secrets
 
 
@@ -88,7 +77,7 @@ def verify(secrets: Sequence[str], headers: Mapping[str, str], body: bytes, *, n
         raise BadSignature("the request is not signed: webhook-id, webhook-timestamp and webhook-signature are needed")
     if not _TIMESTAMP.fullmatch(timestamp) or abs(now_s - int(timestamp)) > TOLERANCE_S:
         raise BadSignature(
-            f"webhook-timestamp {timestamp[:20]!r} is not within {TOLERANCE_S} s of now; check the clocks of both machines"
+            f"webhook-timestamp {timestamp[:20]!r} is not within {TOLERANCE_S} s of now; check both clocks"
         )
     signed = f"{message_id}.{timestamp}.".encode() + body
     right = [f"v1,{_sign(key_bytes(secret), signed)}".encode() for secret in secrets]

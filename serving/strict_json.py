@@ -1,4 +1,4 @@
-"""JSON that has one reading: UTF-8, no key twice in an object, no NaN or Infinity, no number or text beyond what another can hold. Pure.
+"""JSON with one reading: UTF-8, no key twice, no NaN or Infinity, no number or text that others cannot hold. Pure.
 
 The parsers of two programs disagree about the rest: of two equal keys one takes the first, another the last, so that a
 proxy or a log may see another request, or another score, than the service.
@@ -22,7 +22,7 @@ class AmbiguousJson(ValueError):
 
 
 def loads(body: bytes, max_depth: int | None = None, *, is_finite: bool = False) -> Any:
-    """Return a JSON text's value, nested ``max_depth`` times at most, without 1e999 if it ``is_finite``; raises AmbiguousJson."""
+    """Return a JSON text's value, at most ``max_depth`` deep, without 1e999 if ``is_finite``; raises AmbiguousJson."""
     try:
         text = body.decode("utf-8")
         number = _finite if is_finite else float

@@ -1,9 +1,9 @@
 """Which addresses a service may send requests to.
 
-Users give URLs of reward and environment servers, and the usual target *is* private (this machine, a compose network, a cluster service), so a ban
-of private addresses would ban the main use. Instead: an allow-list of networks and host names, and a list of addresses
-that are refused whatever the allow-list says. The HTTP clients resolve names, in a bounded time, and check every address they
-connect to.
+Users give URLs of reward and environment servers, and the usual target *is* private (this machine, a compose network, a
+cluster service), so a ban of private addresses would ban the main use. Instead: an allow-list of networks and host
+names, and a list of addresses that are refused whatever the allow-list says. The HTTP clients resolve names, in a
+bounded time, and check every address they connect to.
 
 Servers of the run itself (NATS, S3 and the service's API) are never allowed as endpoints: a caller who may register
 endpoints could otherwise make this service send requests to them, past their firewall.
@@ -110,7 +110,7 @@ class TargetPolicy:
                 self._hosts.add(entry.rstrip(".").lower())
 
     def check_url(self, url: str) -> tuple[str, int]:
-        """Return host and port of a plain http(s) URL; raises TargetRefused for any other, and for credentials in it."""
+        """Return host and port of a plain http(s) URL; raises TargetRefused for any other, or one with credentials."""
         try:
             parts = urlsplit(url)
             port = parts.port
@@ -139,7 +139,7 @@ class TargetPolicy:
         for server in self._own:
             if server.is_at(ip, port) or (server.port == port and server.host.rstrip(".").lower() == name):
                 raise TargetRefused(
-                    f"{host} port {port} is {server.name} of this run, which is never an endpoint; register another address"
+                    f"{host} port {port} is {server.name} of this run, never an endpoint; register another address"
                 )
         if any(ip.version == network.version and ip in network for network in _NEVER):
             raise TargetRefused(f"{host} is {ip}: link-local, metadata and multicast addresses are never called")
@@ -183,7 +183,7 @@ async def resolve(host: str, port: int) -> list[str]:
 
 
 async def find_own_servers(nats: NatsSettings, s3: S3Settings) -> list[OwnServer]:
-    """Return NATS and S3 with the addresses their names have now; one that does not resolve is matched by its name alone."""
+    """Return NATS and S3 with the addresses of their names now; one that does not resolve is matched by name."""
     servers = []
     for name, host, port in _named(nats, s3):
         try:

@@ -1,10 +1,11 @@
 """What a process that serves HTTP needs: uvicorn on a socket that is bound already, its signals, Host names and heap.
 
-A client that sends a request slowly, or half of it, keeps a connection and memory for as long as it likes; some hundred of them keep
-everybody else out. Every request gets `GRACE_S` seconds, and more while its bytes arrive at `MIN_BYTES_PER_S` or faster; one that
-does not arrive in time is answered 408 and its connection is closed. A client that does not take its answer has the same time, and then
-its connection is reset: a closed one with unsent bytes would stay. Above the limit of connections the one that waits longest for
-its client is closed, so that connections that send nothing keep nobody out; another machine has three quarters of the limit at most.
+A client that sends a request slowly, or half of it, keeps a connection and memory for as long as it likes; some hundred
+of them keep everybody else out. Every request gets `GRACE_S` seconds, and more while its bytes arrive at
+`MIN_BYTES_PER_S` or faster; one that does not arrive in time is answered 408 and its connection is closed. A client
+that does not take its answer has the same time, and then its connection is reset: a closed one with unsent bytes would
+stay. Above the limit of connections the one that waits longest for its client is closed, so that connections that send
+nothing keep nobody out; another machine has three quarters of the limit at most.
 """
 
 from __future__ import annotations
@@ -67,8 +68,8 @@ def use_one_heap() -> bool:
     """Let all threads allocate from one heap; returns False where the C library has no such option.
 
     Packs are read and scored in a pool of threads. With a heap for each, what one thread frees stays in its heap while
-    another asks the kernel for more: the process grew by 270 bytes a pack between the 8,000th and the 15,000th, with one heap by
-    5. The interpreter's lock lets one thread allocate at a time, so threads hardly wait for the heap.
+    another asks the kernel for more: the process grew by 270 bytes a pack between the 8,000th and the 15,000th, with
+    one heap by 5. The interpreter's lock lets one thread allocate at a time, so threads hardly wait for the heap.
     """
     try:
         mallopt = ctypes.CDLL(None).mallopt
@@ -80,8 +81,8 @@ def use_one_heap() -> bool:
 def allowed_hosts(host: str, url: str | None, secrets: Sequence[str]) -> tuple[str, ...] | None:
     """Return the names besides those of the loopback that a Host header may have; None: any.
 
-    Without ``secrets``, a server on the loopback ``host`` trusts the programs of its machine, and no web page whose name resolves
-    to it. ``url`` is where it is reached, if that is not the loopback: behind a proxy or a tunnel.
+    Without ``secrets``, a server on the loopback ``host`` trusts the programs of its machine, and no web page whose
+    name resolves to it. ``url`` is where it is reached, if that is not the loopback: behind a proxy or a tunnel.
     """
     if secrets or not tls.is_loopback(host):
         return None
@@ -262,7 +263,7 @@ class _BoundedProtocol(H11Protocol):
 
     @property
     def has_request(self) -> bool:
-        """Whether the service works for the client, and does not wait for it to send its request or to take its answer."""
+        """Whether the service works for the client, and waits for neither its request nor its taking of an answer."""
         cycle = None if self.flow.write_paused else self.cycle
         return cycle is not None and not cycle.more_body and not cycle.response_complete
 
@@ -281,7 +282,7 @@ class _BoundedProtocol(H11Protocol):
             self._watch()
 
     def _make_room(self) -> bool:
-        """Close the connection that has waited longest for its client, of one with too many its own; False when all are worked on."""
+        """Close the connection that waited longest, of a client with too many its own; False when all are worked on."""
         of_client = self._address if self._has_too_many() else None
         others = [
             connection
@@ -299,7 +300,7 @@ class _BoundedProtocol(H11Protocol):
         return True
 
     def _watch(self) -> None:
-        """Come again when the request in arrival, or the client's taking of an answer, would be late; end the connection when it is."""
+        """Come again when the request in arrival, or the taking of an answer, would be late; end a late connection."""
         if self.flow.write_paused:
             num_unsent = self.transport.get_write_buffer_size()
             self.clock.arrived(self.loop.time(), self._num_unsent - num_unsent)

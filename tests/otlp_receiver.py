@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import gzip
-import http.server
-import threading
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -12,9 +10,10 @@ from typing import Any
 import pytest
 
 from penstock.protocol.traces.traces import Span, Traces
+from tests.json_server import Handler, HttpServer
 
 
-class Receiver:
+class Receiver(HttpServer):
     """Holds what was sent to it; ``status`` and ``delay_s`` are how it answers."""
 
     def __init__(self) -> None:
@@ -27,34 +26,20 @@ class Receiver:
         self.status, self.delay_s = 200, 0.0
         receiver = self
 
-        class Handler(http.server.BaseHTTPRequestHandler):
-            def do_POST(self) -> None:
-                body = self.rfile.read(int(self.headers["content-length"]))
+        class Collector(Handler):
+            def serve(self) -> None:
+                body = self.body()
                 if self.headers.get("content-encoding") == "gzip":
                     body = gzip.decompress(body)
                 time.sleep(receiver.delay_s)
                 if receiver.status == 200 and self.path == "/v1/traces":
                     receiver._take(service.ExportTraceServiceRequest.FromString(body), body)
-                self.send_response(receiver.status)
-                self.send_header("content-length", "0")
-                self.end_headers()
+                self.answer(receiver.status)
 
-            def log_message(self, *_: object) -> None:
-                pass
-
-        self._server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self._server.daemon_threads = True
-        self._thread = threading.Thread(target=self._server.serve_forever, args=(0.05,))
-        self._thread.start()
-        self.url = f"http://127.0.0.1:{self._server.server_port}"
+        super().__init__(Collector)
 
     def named(self, name: str) -> list[Any]:
         return [span for span in self.spans if span.name == name]
-
-    def close(self) -> None:
-        self._server.shutdown()
-        self._server.server_close()
-        self._thread.join()
 
     def _take(self, request: Any, body: bytes) -> None:
         self.bodies.append(body)
@@ -73,10 +58,9 @@ def attributes(span: Any) -> dict[str, Any]:
 
 def running(monkeypatch: pytest.MonkeyPatch) -> Iterator[Receiver]:
     """Run a receiver in a fixture; this process and those it starts send their traces to it."""
-    receiver = Receiver()
-    monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", receiver.url)
-    yield receiver
-    receiver.close()
+    with Receiver() as receiver:
+        monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", receiver.url)
+        yield receiver
 
 
 class Recorded:

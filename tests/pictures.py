@@ -9,9 +9,7 @@ import numpy as np
 from PIL import Image
 
 
-def picture(
-    width: int = 40, height: int = 32, *, colour: tuple[int, int, int] | None = None, seed: int = 0
-) -> Image.Image:
+def picture(width: int = 40, height: int = 32, *, colour: tuple[int, ...] | None = None, seed: int = 0) -> Image.Image:
     if colour is not None:
         return Image.new("RGB", (width, height), colour)
     values = np.random.default_rng(seed).integers(0, 256, size=(height, width, 3), dtype=np.uint8)

@@ -1,25 +1,21 @@
-"""A proxy for the real S3 server that has MinIO's users and policies: it verifies signatures and refuses what a policy does not allow.
+"""A proxy for the real S3 server with MinIO's users and policies: it verifies signatures and asks policies.
 
-It takes MinIO's requests that create policies and users (`penstock bootstrap --s3-users`), and passes allowed requests on
-to the real server under its own user. ``allowed`` evaluates a policy as AWS documents it for the few elements that ours have:
-https://docs.aws.amazon.com/IAM/latest/UserGuide/reference_policies_evaluation-logic.html
+It takes MinIO's requests that create policies and users (`penstock bootstrap --s3-users`), and passes allowed requests
+on to the real server under its own user. ``allowed`` evaluates a policy as AWS documents it for the few elements that
+ours have: https://docs.aws.amazon.com/IAM/latest/UserGuide/reference_policies_evaluation-logic.html
 """
 
 from __future__ import annotations
 
 import fnmatch
 import hashlib
-import http.client
 import io
 import json
 import re
 import ssl
-import threading
 import xml.etree.ElementTree as ET
 from collections.abc import Iterable, Mapping
 from datetime import UTC, datetime
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from types import TracebackType
 from typing import Any
 from urllib.parse import parse_qs, quote, unquote, urlsplit
 
@@ -29,11 +25,15 @@ from minio.signer import sign_v4_s3
 from urllib3 import HTTPResponse
 
 from penstock.protocol.config.connection import S3Settings
+from tests.json_server import Handler, HttpServer, Threads
 
 _ADMIN = "/minio/admin/v3/"
 _ERROR = "<?xml version='1.0'?><Error><Code>{code}</Code><Message>refused by the proxy of the tests</Message></Error>"
-_HOPS = {"connection", "transfer-encoding", "content-length", "keep-alive"}
 _PASSED = {"content-type", "content-md5", "range"}
+_OF_LISTINGS = {
+    *("list-type", "prefix", "delimiter", "max-keys", "encoding-type", "start-after", "continuation-token"),
+    *("fetch-owner", "metadata", "marker"),
+}
 _AUTHORIZATION = re.compile(
     r"AWS4-HMAC-SHA256 Credential=([^/]+)/\d{8}/([^/]+)/s3/aws4_request, ?SignedHeaders=([^,]+), ?Signature=(\w{64})"
 )
@@ -68,13 +68,14 @@ def wanted(method: str, path: str, query: Mapping[str, list[str]], body: bytes) 
     bucket, _, key = unquote(path).lstrip("/").partition("/")
     arn = f"arn:aws:s3:::{bucket}"
     if key:
-        name = {
+        kinds = {
             "GET": "GetObject",
             "HEAD": "GetObject",
             "PUT": "PutObject",
             "POST": "PutObject",
             "DELETE": "DeleteObject",
-        }[method]
+        }
+        name = kinds[method]
         if "uploadId" in query and method in ("GET", "DELETE"):
             name = {"GET": "ListMultipartUploadParts", "DELETE": "AbortMultipartUpload"}[method]
         if extra := {"tagging", "acl", "legal-hold", "retention", "policy"} & set(query):
@@ -83,25 +84,14 @@ def wanted(method: str, path: str, query: Mapping[str, list[str]], body: bytes) 
     if method == "POST" and "delete" in query:
         keys = [one.text or "" for one in ET.fromstring(body).iter() if one.tag.rpartition("}")[2] == "Key"]
         return [("s3:DeleteObject", f"{arn}/{one}", None) for one in keys]
-    if method == "GET" and not set(query) - {
-        "list-type",
-        "prefix",
-        "delimiter",
-        "max-keys",
-        "encoding-type",
-        "start-after",
-        "continuation-token",
-        "fetch-owner",
-        "metadata",
-        "marker",
-    }:
+    if method == "GET" and set(query) <= _OF_LISTINGS:
         return [("s3:ListBucket", arn, query.get("prefix", [None])[0])]
     if method == "HEAD":
         return [("s3:ListBucket", arn, None)]
     return [(f"s3:{method} of a bucket {sorted(query)}", arn, None)]
 
 
-class PolicedS3:
+class PolicedS3(HttpServer):
     """Users and policies before an S3 server that has one user. Use it as a context manager.
 
     ``refused`` collects what a user's policy did not allow: access key, action, resource.
@@ -116,27 +106,15 @@ class PolicedS3:
         port: int = 0,
         tls: ssl.SSLContext | None = None,
     ) -> None:
-        """``behind`` is the real server, ``root`` the access key and secret key of the user that may do everything here."""
+        """``behind`` is the real server, ``root`` the access key and secret key of the user that may do all here."""
         self.behind, self.upstream = behind, urlsplit(behind.endpoint).netloc
         self.root, self.users, self.policies = root, dict[str, str](), dict[str, Policy]()
         self.attached: dict[str, str] = {}
         self.refused: list[tuple[str, str, str]] = []
-        self._server = _Server((host, port), type("_OwnHandler", (_Handler,), {"proxy": self}))
-        self._server.tls = tls
-        self._server.daemon_threads = True
-        self.port = self._server.server_address[1]
-        scheme = "http" if tls is None else "https"
-        self.url = f"{scheme}://{'127.0.0.1' if host == '0.0.0.0' else host}:{self.port}"
-
-    def __enter__(self) -> PolicedS3:
-        threading.Thread(target=self._server.serve_forever, name="policed-s3", daemon=True).start()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._server.shutdown()
-        self._server.server_close()
+        handler, kind = type("_OwnHandler", (_Handler,), {"proxy": self}), type("_OwnServer", (_Server,), {"tls": tls})
+        super().__init__(handler, host=host, port=port, kind=kind)
+        if tls is not None:
+            self.url = self.url.replace("http:", "https:")
 
     def _user(self, method: str, path: str, headers: Mapping[str, str], body: bytes) -> str | None:
         """Return the access key whose secret signed a request; None for a wrong signature."""
@@ -174,19 +152,13 @@ class PolicedS3:
 
 
 def _signed(
-    method: str,
-    path: str,
-    credentials: Credentials,
-    region: str,
-    date: datetime,
-    sha256: str,
-    headers: Mapping[str, str],
+    method: str, path: str, login: Credentials, region: str, date: datetime, sha: str, headers: Mapping[str, str]
 ) -> dict[str, str]:
     url = urlsplit(f"http://host{path}")
     query = "&".join(sorted(part if "=" in part else f"{part}=" for part in url.query.split("&") if part))
     url = url._replace(path=quote(unquote(url.path), safe="/~"), query=query)
     return sign_v4_s3(
-        method=method, url=url, region=region, headers=dict(headers), credentials=credentials, content_sha256=sha256, date=date
+        method=method, url=url, region=region, headers={**headers}, credentials=login, content_sha256=sha, date=date
     )  # fmt: skip
 
 
@@ -194,9 +166,8 @@ def _stored(body: bytes) -> Any:
     return HTTPResponse(body=io.BytesIO(body), preload_content=False)
 
 
-class _Server(ThreadingHTTPServer):
+class _Server(Threads):
     tls: ssl.SSLContext | None = None
-    request_queue_size = 128
 
     def finish_request(self, request: Any, client_address: Any) -> None:
         """Do the handshake in the connection's own thread, so that a slow client delays no other."""
@@ -204,31 +175,16 @@ class _Server(ThreadingHTTPServer):
             request = self.tls.wrap_socket(request, server_side=True)
         super().finish_request(request, client_address)
 
-    def handle_error(self, request: Any, client_address: Any) -> None:
-        """Say nothing of clients that end their connections."""
 
-
-class _Handler(BaseHTTPRequestHandler):
-    protocol_version = "HTTP/1.1"
+class _Handler(Handler):
     proxy: PolicedS3
 
-    def log_message(self, *_: object) -> None:
-        pass
-
-    def answer(self, status: int, body: bytes = b"", kind: str = "application/xml") -> None:
-        self.send_response(status)
-        self.send_header("Content-Type", kind)
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        if self.command != "HEAD":
-            self.wfile.write(body)
-
     def refuse(self, code: str) -> None:
-        self.answer(403, _ERROR.format(code=code).encode())
+        self.answer(403, _ERROR.format(code=code).encode(), {"Content-Type": "application/xml"})
 
-    def do_GET(self) -> None:
+    def serve(self) -> None:
         url = urlsplit(self.path)
-        body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+        body = self.body()
         if url.path == "/minio/health/live":
             return self.answer(200)
         user = self.proxy._user(self.command, self.path, self.headers, body)
@@ -242,29 +198,14 @@ class _Handler(BaseHTTPRequestHandler):
             return self.refuse("AccessDenied")
         return self._pass_on(body)
 
-    do_HEAD = do_PUT = do_POST = do_DELETE = do_GET  # noqa: N815  the names of http.server
-
     def _pass_on(self, body: bytes) -> None:
-        connection = http.client.HTTPConnection(self.proxy.upstream, timeout=60)
-        given = {k: v for k, v in self.headers.items() if k.lower() in _PASSED}
+        proxy, unsigned = self.proxy, "UNSIGNED-PAYLOAD"
+        passed = {name: value for name, value in self.headers.items() if name.lower() in _PASSED}
         now = datetime.now(UTC)
-        signed = _signed(
-            self.command, self.path, Credentials(self.proxy.behind.access_key, self.proxy.behind.secret()), self.proxy.behind.region, now, "UNSIGNED-PAYLOAD",
-            {"host": self.proxy.upstream, "x-amz-date": f"{now:%Y%m%dT%H%M%SZ}", "x-amz-content-sha256": "UNSIGNED-PAYLOAD"},
-        )  # fmt: skip
-        headers = {**given, **signed}
-        try:
-            connection.request(self.command, self.path, body, headers)
-            reply = connection.getresponse()
-            data = reply.read()
-        finally:
-            connection.close()
-        self.send_response(reply.status)
-        for name, value in reply.getheaders():
-            if name.lower() not in _HOPS:
-                self.send_header(name, value.replace("text/xml", "application/xml"))
-        length = reply.getheader("Content-Length") if self.command == "HEAD" else str(len(data))
-        self.send_header("Content-Length", length or "0")
-        self.end_headers()
-        if self.command != "HEAD":
-            self.wfile.write(data)
+        to_sign = {"host": proxy.upstream, "x-amz-date": f"{now:%Y%m%dT%H%M%SZ}", "x-amz-content-sha256": unsigned}
+        login = Credentials(proxy.behind.access_key, proxy.behind.secret())
+        signed = _signed(self.command, self.path, login, proxy.behind.region, now, unsigned, to_sign)
+        status, data, headers = self.answer_of(proxy.upstream, body, {**passed, **signed})
+        self.answer(
+            status, data, {name: value.replace("text/xml", "application/xml") for name, value in headers.items()}
+        )

@@ -36,8 +36,9 @@ class RunSettings(Section):
     seed: int = Field(
         default=0,
         ge=0,
-        description="Seed of the order of the prompts and examples, of a batch's mini-batches, of adapters' first values, of dropout, and of every sampled "
-        "completion and episode: a run is repeated bit for bit where its engine is deterministic (docs/hyperparameters.md#seeds).",
+        description="Seed of the order of the prompts and examples, of a batch's mini-batches, of adapters' first "
+        "values, of dropout, and of every sampled completion and episode: a run is repeated bit for bit where its "
+        "engine is deterministic (docs/hyperparameters.md#seeds).",
     )
 
     @field_validator("id")
@@ -58,7 +59,8 @@ class NatsSettings(Section):
 
     url: str = Field(
         default="nats://127.0.0.1:4222",
-        description="URL of the NATS server; of a cluster several, with commas between them: a client uses any that answers.",
+        description="URL of the NATS server; of a cluster several, with commas between them: a client uses any that "
+        "answers.",
     )
     user: str = Field(default="", description="User name; empty for a server without accounts.")
     password: str = Field(default="", description="Password; prefer password_file.", repr=False)
@@ -67,11 +69,13 @@ class NatsSettings(Section):
     )
     ca_file: Path | None = Field(
         default=None,
-        description="File of the certificate authorities to trust, for url = tls://...: ca.pem of `penstock certs`; the system's unless given.",
+        description="File of the certificate authorities to trust, for url = tls://...: ca.pem of `penstock certs`; "
+        "the system's unless given.",
     )
     replicas: Literal[1, 3, 5] = Field(
         default=1,
-        description="Servers of a cluster that store each stream and bucket: 1, 3 or 5. `penstock bootstrap` sets it; more than half of them must be up.",
+        description="Servers of a cluster that store each stream and bucket: 1, 3 or 5. `penstock bootstrap` sets it; "
+        "more than half of them must be up.",
     )
 
     @field_validator("url")
@@ -115,8 +119,9 @@ class S3Settings(Section):
     )
     credentials: Literal["keys", "aws"] = Field(
         default="keys",
-        description="Where the login is from: keys: access_key, secret_key and session_token; aws: where AWS's tools look: the environment, "
-        "~/.aws/credentials, a web identity (IRSA) or the machine's role. Each is read again when it ends or is refused.",
+        description="Where the login is from: keys: access_key, secret_key and session_token; aws: where AWS's tools "
+        "look: the environment, ~/.aws/credentials, a web identity (IRSA) or the machine's role. Each is read again "
+        "when it ends or is refused.",
     )
     access_key: str = Field(default="", description="Access key.")
     access_key_file: Path | None = Field(default=None, description="File that contains the access key.")
@@ -129,14 +134,15 @@ class S3Settings(Section):
     region: str = Field(default="us-east-1", description="Region; local servers ignore it.")
     ca_file: Path | None = Field(
         default=None,
-        description="File of the certificate authorities to trust, for endpoint = https://...: ca.pem of `penstock certs`; the system's unless given.",
+        description="File of the certificate authorities to trust, for endpoint = https://...: ca.pem of `penstock "
+        "certs`; the system's unless given.",
     )
 
     @model_validator(mode="after")
     def _ca_is_used(self) -> S3Settings:
         if self.ca_file is not None and not self.endpoint.startswith("https://"):
             raise ValueError(
-                f"ca_file is for endpoint = https://..., got {self.endpoint!r}; write https:// or leave ca_file out"
+                f"ca_file is for https:// endpoints, got {self.endpoint!r}; write https:// or leave it out"
             )
         return self
 
@@ -164,7 +170,7 @@ class S3Settings(Section):
         return secret_of(self.secret_key, self.secret_key_file, "s3.secret_key_file")
 
     def keys(self) -> tuple[str, str, str]:
-        """Return access key, secret key and session token, read from their files; raises ConfigError if one is unreadable."""
+        """Return access key, secret key and session token; raises ConfigError if a file of them is unreadable."""
         file = self.access_key_file  # a name, not a secret
         access_key = self.access_key if file is None else content_of(file, "s3.access_key_file")
         return (

@@ -1,12 +1,13 @@
 """What becomes of a key of another system: taken as a setting, answered with the one to use, or with why there is none.
 
-For users who migrate a configuration. The table is `foreign_keys.json`: for each system the keys that are ``taken`` (exactly the
-same meaning: the settings that it sets), ``renamed`` (another meaning or other values: the setting to use), ``absent`` (why there
-is none, and what does its work) and the ``prefixes`` of keys with one answer. Of the absent keys and prefixes, ``harmless`` names
-those that change nothing in what their system trains either; every other one is a decision in an import. `penstock config import` asks its ``rules`` first,
-which derive settings from a value and the keys beside it (`deploy/config_import/rules.py`). A text ``$name`` stands for an entry of ``texts``,
-``values``, ``aliases`` or ``rules``. A key that several systems have is answered as the first of `SYSTEMS` has it; `penstock config import`
-reads the table of the file's system first. Keys that are similar but not equal are refused with advice: nothing is guessed.
+For users who migrate a configuration. The table is `foreign_keys.json`: for each system the keys that are ``taken``
+(exactly the same meaning: the settings that it sets), ``renamed`` (another meaning or other values: the setting to
+use), ``absent`` (why there is none, and what does its work) and the ``prefixes`` of keys with one answer. Of the absent
+keys and prefixes, ``harmless`` names those that change nothing in what their system trains either; every other one is a
+decision in an import. `penstock config import` asks its ``rules`` first, which derive settings from a value and the
+keys beside it (`deploy/config_import/rules.py`). A text ``$name`` stands for an entry of ``texts``, ``values``,
+``aliases`` or ``rules``. A key that several systems have is answered as the first of `SYSTEMS` has it; `penstock config
+import` reads the table of the file's system first. Similar keys are refused with advice: nothing is guessed.
 """
 
 from __future__ import annotations
@@ -23,8 +24,8 @@ _INEXACT = (
     "trainer computes, which makes the importance ratio wrong; remove it (rollout.temperature is applied on both sides)"
 )
 _OF_SAMPLING = (
-    "top_p", "top_k", "min_p", "typical_p", "frequency_penalty", "presence_penalty", "repetition_penalty", "min_new_tokens",
-    "logit_bias", "sampling_params",
+    "top_p", "top_k", "min_p", "typical_p", "frequency_penalty", "presence_penalty", "repetition_penalty",
+    "min_new_tokens", "logit_bias", "sampling_params",
 )  # fmt: skip
 # Settings of other systems that would make the training data wrong here.
 REFUSED: dict[str, str] = {f"rollout.{name}": _INEXACT for name in _OF_SAMPLING}
@@ -115,7 +116,7 @@ _PREFIXES: dict[str, str] = {key: why for system in SYSTEMS.values() for key, wh
 
 
 def value_advice(dotted: str, value: object) -> str | None:
-    """Return what to write instead of another project's value of a key, or of one in a list; None for any other value."""
+    """Return what to write instead of another project's value of a key, or of one in a list; None for others."""
     values = value if isinstance(value, list) else [value]
     return next((why for v in values if isinstance(v, (str, int)) and (why := _ABSENT_VALUES.get((dotted, v)))), None)
 
@@ -141,6 +142,4 @@ def prefix_advice(dotted: str, prefixes: Mapping[str, str]) -> str | None:
 
 def prefix_of(dotted: str, prefixes: Mapping[str, str]) -> str:
     """Return the longest prefix in a table that a key begins with; empty for none."""
-    return max(
-        (prefix for prefix in prefixes if dotted.startswith(prefix) or dotted + "." == prefix), key=len, default=""
-    )
+    return max((known for known in prefixes if dotted.startswith(known) or dotted + "." == known), key=len, default="")

@@ -32,8 +32,8 @@ class RewardPart(Section):
     """One part of a reward: its scorer, its weight, and an optional gate."""
 
     reward: RewardName = Field(
-        description="A built-in reward, a registered endpoint, your own code (my_pkg.rewards:tilted, my_rewards.py:tilted), or "
-        "auto (by data_source)."
+        description="A built-in reward, a registered endpoint, your own code (my_pkg.rewards:tilted, "
+        "my_rewards.py:tilted), or auto (by data_source)."
     )
     weight: _Weight = Field(default=1.0, description="Factor of its score in the sum; 0: the score is only stored.")
     needs: Finite | None = Field(
@@ -43,15 +43,14 @@ class RewardPart(Section):
     otherwise: _Weight = Field(default=0.0, description="The whole reward when the gate is closed.")
     parameters: dict[str, Any] = Field(
         default={},
-        description="Parameters of a built-in reward (`python -m penstock.reward_service rewards NAME` lists them), or arguments of your own function.",
+        description="Parameters of a built-in reward (`python -m penstock.reward_service rewards NAME` lists them), or "
+        "arguments of your own function.",
     )
 
     @model_validator(mode="after")
     def _gate_is_whole(self) -> RewardPart:
         if self.needs is None and self.otherwise != 0.0:
-            raise ValueError(
-                "`otherwise` has no effect without `needs`; set `needs` to the score below which it applies"
-            )
+            raise ValueError("`otherwise` has no effect without `needs`; set it to the score below which it applies")
         return self
 
     def is_open(self, score: float) -> bool:
@@ -66,10 +65,10 @@ class RewardDefinition(Section):
     )
 
     def total(self, scores: Mapping[str, float]) -> float:
-        """Return the reward of one completion from the scores of its parts; raises ConfigError for a part without a score.
+        """Return a completion's reward from the scores of its parts; raises ConfigError for a part without a score.
 
-        The first part, in the order of the definition, whose score is below its ``needs`` decides alone: the reward is its
-        ``otherwise``. Otherwise the reward is the sum of weight times score.
+        The first part, in the order of the definition, whose score is below its ``needs`` decides alone: the reward is
+        its ``otherwise``. Otherwise the reward is the sum of weight times score.
         """
         self._require_all(scores, "score")
         closed = next((part for name, part in self.parts.items() if not part.is_open(scores[name])), None)
@@ -116,8 +115,8 @@ class RewardSettings(Section):
 
     name: RewardName | None = Field(
         default=None,
-        description="Reward of rows that by_source does not name: built in, an endpoint, or code (my_rewards.py:tilted); "
-        "none: chosen by the row's data_source.",
+        description="Reward of rows that by_source does not name: built in, an endpoint, or code "
+        "(my_rewards.py:tilted); none: chosen by the row's data_source.",
     )
     by_source: dict[str, RewardName] = Field(default={}, description='Reward by data_source: gsm8k = "my_reward".')
     define: dict[Identifier, RewardDefinition] = Field(
@@ -125,9 +124,9 @@ class RewardSettings(Section):
     )
     success: dict[RewardName, SuccessThreshold] = Field(
         default={},
-        description="From which reward on a held-out completion counts as correct, by reward: my_reward = 0.5, or from which "
-        "scores of its parts on: my_reward = {correct = 1.0}. Built-in graders of 0 and 1: 1. Without any: no accuracy, only "
-        "the mean reward.",
+        description="From which reward on a held-out completion counts as correct, by reward: my_reward = 0.5, or from "
+        "which scores of its parts on: my_reward = {correct = 1.0}. Built-in graders of 0 and 1: 1. Without any: no "
+        "accuracy, only the mean reward.",
     )
 
     @model_validator(mode="after")
@@ -140,7 +139,6 @@ class RewardSettings(Section):
             ]
             if nested:
                 raise ValueError(
-                    f"reward.define.{name}.{nested[0]}.reward is itself a reward made of parts; "
-                    "list its parts here instead"
+                    f"reward.define.{name}.{nested[0]}.reward is itself made of parts; list its parts here instead"
                 )
         return self

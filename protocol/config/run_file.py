@@ -4,8 +4,7 @@ Precedence: default < files (a later file wins) < environment < overrides. Table
 lists are replaced. The text ``None`` (or ``none``, ``null``) clears a value from any source, since
 TOML has no null: the field becomes None if its type allows it, otherwise its default.
 
-Types are strict (``steps = "5"`` is refused). The errors of all sources are collected and raised
-together, each with its file and line.
+Types are strict (``steps = "5"`` is refused). All errors are raised together, each with its file and line.
 """
 
 from __future__ import annotations
@@ -63,7 +62,7 @@ _OF_LISTS = {"list_type", "tuple_type"}
 
 @dataclass(frozen=True, slots=True)
 class Loaded(Generic[S]):
-    """Settings, and the origin of every dotted key: ``default``, ``preset grpo``, ``run.toml:12``, ``environment X``, ``override``."""
+    """Settings, each key's origin: ``default``, ``preset grpo``, ``run.toml:12``, ``environment X``, ``override``."""
 
     settings: S
     origins: dict[str, str]
@@ -121,7 +120,7 @@ def load(
 
 
 def _origin_of_unset(settings: BaseModel, path: KeyPath) -> str:
-    """Return the origin of a value that no source gave: a section may fill in more than defaults, such as a preset's."""
+    """Return the origin of a value that no source gave: a section may fill in others than defaults, as a preset's."""
     origin_of = getattr(getattr(settings, path[0], None), "origin_of", None)
     return origin_of(path[1]) if origin_of is not None and len(path) > 1 else "default"
 
@@ -154,8 +153,8 @@ def format_config(loaded: Loaded[Any]) -> str:
 def config_document(loaded: Loaded[Any]) -> dict[str, Any]:
     """Return the settings as a session stores them: `hide` is for where they are shown, since commands read them back.
 
-    Masked are only fields of secrets and, in the options of environments, secrets by name and tables of variables; ``digests``
-    has an HMAC of each of these under the user's key. ``literal`` names the keys whose text contains the mask itself.
+    Masked are only fields of secrets and, in the options of environments, secrets by name and tables of variables;
+    ``digests`` has an HMAC of each under the user's key. ``literal`` names keys whose text contains the mask itself.
     """
     document: dict[str, Any] = {"settings": {}, "origins": loaded.origins}
     for path, value in values_of(loaded.settings):
@@ -174,12 +173,12 @@ def config_document(loaded: Loaded[Any]) -> dict[str, Any]:
 def refuse_masks(
     document: Mapping[str, Any], sections: Sequence[str], where: str, *, files: Sequence[Path] = ()
 ) -> None:
-    """Raise ConfigError for a setting of these sections of a `config_document` that is stored masked and that no file sets."""
+    """Raise ConfigError for a setting of these sections of a `config_document` that is masked and that no file sets."""
     can_use = {*document.get("literal", ()), *(".".join(entry.path) for entry in from_files(files, []))}
     for path, value in leaves({name: document["settings"].get(name) for name in sections}):
         if MASK in json.dumps(value) and (key := ".".join(path)) not in can_use:
             raise ConfigError(
-                f"{where}: {key} was stored with {MASK} in place of a part of its text, so that it cannot be used; give the run file"
+                f"{where}: {key} was stored with {MASK} in its text, so that it cannot be used; give the run file"
             )
 
 
@@ -220,9 +219,8 @@ def _without_aliases(entry: Given) -> Iterator[Given]:
         yield entry
         return
     for key in alias.keys:
-        yield entry._replace(
-            path=tuple(key.split(".")), value=alias.value(entry.value), origin=f"{entry.origin} as {dotted}"
-        )
+        origin = f"{entry.origin} as {dotted}"
+        yield entry._replace(path=tuple(key.split(".")), value=alias.value(entry.value), origin=origin)
 
 
 def _choose(settings_class: type[BaseModel], entry: Given, chosen: dict[KeyPath, Given]) -> None:
@@ -283,7 +281,7 @@ def _replaces(path: KeyPath, entry: Given, earlier: Given | None) -> bool:
 
 
 def _sets_several(entry: Given) -> bool:
-    """Return True for an alias of several settings: one of a single setting overrules it, as clip_ratio_high does clip_ratio."""
+    """Return True for an alias of several settings: that of one overrules it, as clip_ratio_high does clip_ratio."""
     return len(ALIASES[entry.spelling].keys) > 1
 
 

@@ -1,18 +1,18 @@
-"""Sections of the run file that several services read: ``[metrics]``, ``[placement]``, ``[retention]`` and ``[teacher]``.
+"""Sections of the run file that several services read: ``[metrics]``, ``[placement]``, ``[retention]``, ``[teacher]``.
 
-``[metrics]`` says where trainer and rollout workers answer Prometheus, ``[placement]`` which GPUs of a machine they use, ``[teacher]``
-which model workers ask about sampled tokens, ``[retention]`` how long each part of a run is kept. The rules are pure; the trainer with
-the lease deletes.
+``[metrics]`` says where trainer and rollout workers answer Prometheus, ``[placement]`` which GPUs of a machine they
+use, ``[teacher]`` which model workers ask about sampled tokens, ``[retention]`` how long each part of a run is kept.
+The rules are pure; the trainer with the lease deletes.
 
 | what                          | how long                                                            |
 |-------------------------------|---------------------------------------------------------------------|
 | packs of trained groups       | `retention.trained_packs_h`; 0, the default: until the run is removed |
 | log-probabilities of a step   | as long as its packs; those of a step that a crash rolled back: as unused packs |
 | packs of a rescored input     | until it is removed by `penstock runs rm` of its name                |
-| packs and task lists that nothing references | `retention.unused_packs_h` after they were written: dropped groups, repeated attempts |
-| events, dead letters          | `retention.events_h`, `retention.dead_letters_h`, the streams' own age; 0: until they are full |
+| packs, task lists that nothing references | `retention.unused_packs_h` after they were written: dropped groups |
+| events, dead letters          | `retention.events_h`, `retention.dead_letters_h`, the streams' age; 0: until full |
 | checkpoints                   | `trainer.keep_checkpoints`                                          |
-| weights                       | `trainer.keep_versions`, `keep_best`, `keep_milestones`, the rule in `trainer/publishing/weight_retention.py` |
+| weights                       | `trainer.keep_versions`, `keep_best`, `keep_milestones` (`weight_retention.py`) |
 | the record (lineage)          | until the run is removed by `penstock runs rm`                      |
 
 With the defaults a finished run can be replayed.
@@ -54,8 +54,8 @@ class MetricsSettings(Section):
         default=None,
         ge=0,
         le=65535,
-        description="Port of a rollout worker's /metrics; 0 takes any free one, as several workers of one machine need; "
-        "None is off.",
+        description="Port of a rollout worker's /metrics; 0 takes any free one, as several workers of one machine "
+        "need; None is off.",
     )
 
 
@@ -67,28 +67,31 @@ class PlacementSettings(Section):
 
     engines: int | tuple[int, ...] | None = Field(
         default=None,
-        description="GPUs of the engines: how many, or which, [0, 1], by their places among those that the command sees "
-        "(CUDA_VISIBLE_DEVICES). None: those that the trainer leaves.",
+        description="GPUs of the engines: how many, or which, [0, 1], by their places among those that the command "
+        "sees (CUDA_VISIBLE_DEVICES). None: those that the trainer leaves.",
     )
     trainer: int | tuple[int, ...] | None = Field(
         default=None,
-        description="GPUs of the trainer, likewise. None: as many as trainer.num_ranks says, else as few as its memory fits on.",
+        description="GPUs of the trainer, likewise. None: as many as trainer.num_ranks says, else as few as its memory "
+        "fits on.",
     )
     shared: Literal["auto", "beside", "turns", "never"] = Field(
         default="auto",
-        description="Whether engines and trainer use the same GPUs. 'beside': at once, each with a part of the memory; 'turns': one has its "
-        "memory there at a time, the engines release weights, keys and values, the trainer moves its states to host memory. 'auto': on a "
-        "single GPU, beside each other where both fit, else in turns.",
+        description="Whether engines and trainer use the same GPUs. 'beside': at once, each with a part of the memory; "
+        "'turns': one has its memory there at a time, the engines release weights, keys and values, the trainer moves "
+        "its states to host memory. 'auto': on a single GPU, beside each other where both fit, else in turns.",
     )
     devices: tuple[str, ...] = Field(
         default=(),
-        description="UUIDs of the GPUs that this process shares in turns, in the order of CUDA_VISIBLE_DEVICES: the trainer's local rank r "
-        "has the r-th, a worker all of them. None: those that it sees, as their driver names them.",
+        description="UUIDs of the GPUs that this process shares in turns, in the order of CUDA_VISIBLE_DEVICES: the "
+        "trainer's local rank r has the r-th, a worker all of them. None: those that it sees, as their driver names "
+        "them.",
     )
     lock_dir: Path | None = Field(
         default=None,
-        description="Folder for the locks of GPUs that are shared in turns, which every process of the host that uses one must see: "
-        "containers need a common mount. Default: a folder of the user's in the system's folder for temporary files.",
+        description="Folder for the locks of GPUs that are shared in turns, which every process of the host that uses "
+        "one must see: containers need a common mount. Default: a folder of the user's in the system's folder for "
+        "temporary files.",
     )
     turn_deadline_s: float = Field(
         default=3600.0,
@@ -116,8 +119,8 @@ class PlacementSettings(Section):
         both = [set(wish) for wish in (self.engines, self.trainer) if isinstance(wish, tuple)]
         if len(both) == 2 and both[0] & both[1] and (self.shared not in SHARED or both[0] != both[1]):
             raise ValueError(
-                f"placement.engines and placement.trainer both name GPU {min(both[0] & both[1])}: give each GPU to one of them, or all to "
-                'both with placement.shared = "beside" or "turns"'
+                f"placement.engines and placement.trainer both name GPU {min(both[0] & both[1])}: give each GPU to one "
+                'of them, or all to both with placement.shared = "beside" or "turns"'
             )
         return self
 
@@ -128,8 +131,8 @@ class RetentionSettings(Section):
     trained_packs_h: float = Field(
         default=0.0,
         ge=0.0,
-        description="Hours to keep the packs of trained groups, and the log-probabilities of their steps; 0: until the run is "
-        "removed, so that it can be replayed.",
+        description="Hours to keep the packs of trained groups, and the log-probabilities of their steps; 0: until the "
+        "run is removed, so that it can be replayed.",
     )
     unused_packs_h: float = Field(
         default=24.0,
@@ -148,8 +151,8 @@ class RetentionSettings(Section):
     scored_messages: int = Field(
         default=StreamLimits().max_scored,
         ge=16,
-        description="Messages of scored groups that NATS takes; the trainer holds each until a checkpoint, and makes one when half are held. "
-        "`penstock bootstrap` sets it.",
+        description="Messages of scored groups that NATS takes; the trainer holds each until a checkpoint, and makes "
+        "one when half are held. `penstock bootstrap` sets it.",
     )
 
     @field_validator("events_h", "dead_letters_h")
@@ -175,10 +178,10 @@ def expired(
     settings: RetentionSettings,
     now: datetime,
 ) -> list[str]:
-    """Return the keys of the packs, task lists and log-probabilities that may be deleted, of all ``stored`` ones of a run.
+    """Return the keys of packs, task lists and log-probabilities to delete, of all ``stored`` ones of a run.
 
-    ``named`` are keys that a message of a work queue or a dead letter references, kept at any age; ``trained`` those that a step of the
-    committed record references, and those of its log-probabilities. ``now`` is compared with times of the object store's clock.
+    ``named`` are keys that a message of a work queue or a dead letter references, kept at any age; ``trained`` those
+    that a step of the committed record references, and of its log-probabilities. ``now`` is of the store's clock.
     """
     old_keys = []
     for stat in stored:
@@ -195,18 +198,20 @@ class TeacherSettings(Section):
 
     url: str = Field(
         default="",
-        description="URL of the server that answers for the teacher; several with commas between them, of the same model.",
+        description="URL of the server that answers for the teacher; several with commas between them, of the same "
+        "model.",
     )
     kind: str = Field(
         default="sglang",
-        description="What the server speaks: 'sglang' (SGLang's /generate, which Penstock's embedded engine answers too), or your own "
-        "as 'my_package.module:kind' or 'my_teacher.py:kind'.",
+        description="What the server speaks: 'sglang' (SGLang's /generate, which Penstock's embedded engine answers "
+        "too), or your own as 'my_package.module:kind' or 'my_teacher.py:kind'.",
     )
     top_k: int = Field(
         default=0,
         ge=0,
         le=MAX_TEACHER_TOP_K,
-        description="Likeliest tokens that the teacher names in the place of each sampled one, for algorithm.distill_form = forward.",
+        description="Likeliest tokens that the teacher names in the place of each sampled one, for "
+        "algorithm.distill_form = forward.",
     )
     api_key_file: Path | None = Field(default=None, description="File with the key that the server was started with.")
     deadline_s: float = Field(default=120.0, gt=0.0, description="Longest wait for the answer about one group, in s.")
@@ -226,9 +231,7 @@ class TeacherSettings(Section):
     def _is_http(cls, value: str) -> str:
         for url in filter(None, map(str.strip, value.split(","))):
             if not url.startswith(("http://", "https://")) or "@" in url:
-                raise ValueError(
-                    f"expected an address such as http://127.0.0.1:30000 without a password in it, got {url!r}"
-                )
+                raise ValueError(f"expected an address such as http://127.0.0.1:30000, without a password, got {url!r}")
         return value
 
     @model_validator(mode="after")

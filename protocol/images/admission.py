@@ -1,10 +1,10 @@
-"""Find the images of chats and data rows, and decode them once, within limits: the adapter of Pillow (extra ``penstock[images]``).
+"""Find the images of chats and data rows, decode them once, within limits: the adapter of Pillow (extra ``images``).
 
-Images come as bytes, as base64, or as files beside the data; nothing is fetched from a URL. What a URL names may change between two
-attempts at a group, and between engine and trainer, and the address may be one that this process should not call.
+Images come as bytes, as base64, or as files beside the data; nothing is fetched from a URL. What a URL names may change
+between two attempts at a group, and between engine and trainer, and the address may be none to call.
 
-What is stored is what every later reader decodes to the same pixels: the original bytes, or PNG bytes of them where readers may
-disagree (orientation in EXIF, transparency, a palette, more than 8 bits, CMYK).
+What is stored is what every later reader decodes to the same pixels: the original bytes, or PNG bytes of them where
+readers may disagree (orientation in EXIF, transparency, a palette, more than 8 bits, CMYK).
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ class AdmittedImage:
 def admit(data: bytes) -> AdmittedImage:
     """Decode an image from outside and return it as it is to be stored.
 
-    Raises ImageRefused for another format than PNG, JPEG and WebP, for more than `MAX_IMAGE_BYTES` or `MAX_PIXELS`, for sides
-    more than `MAX_RATIO` apart, for several frames, and for bytes that do not decode.
+    Raises ImageRefused for another format than PNG, JPEG and WebP, for more than `MAX_IMAGE_BYTES` or `MAX_PIXELS`, for
+    sides more than `MAX_RATIO` apart, for several frames, and for bytes that do not decode.
     """
     with _open(data) as image:
         _load(image)
@@ -70,8 +70,8 @@ def admit(data: bytes) -> AdmittedImage:
     stored = sink.getvalue()
     if len(stored) > MAX_IMAGE_BYTES:
         raise ImageRefused(
-            f"an image of {converted.width} x {converted.height} pixels has {len(stored)} bytes as PNG, at most {MAX_IMAGE_BYTES}; it was "
-            "converted because of its orientation or colours: store it upright, as 8-bit RGB"
+            f"an image of {converted.width} x {converted.height} pixels has {len(stored)} bytes as PNG, at most "
+            f"{MAX_IMAGE_BYTES}; it was converted for its orientation or colours: store it upright, as 8-bit RGB"
         )
     return AdmittedImage(stored, hashlib.sha256(stored).hexdigest(), converted.width, converted.height)
 
@@ -124,8 +124,8 @@ def _open(data: bytes) -> Any:
     if width * height > MAX_PIXELS or min(width, height) < 1 or max(width, height) > MAX_RATIO * min(width, height):
         image.close()
         raise ImageRefused(
-            f"an image of {width} x {height} pixels, expected at most {MAX_PIXELS} pixels, and no side more than {MAX_RATIO} times "
-            "the other; make it smaller"
+            f"an image of {width} x {height} pixels, expected at most {MAX_PIXELS} pixels, and no side more than "
+            f"{MAX_RATIO} times the other; make it smaller"
         )
     if frames != 1 and image.format != "MPO":  # a camera's JPEG with previews behind the first frame
         image.close()
@@ -180,7 +180,7 @@ def _refusing(problem: str, fix: str = "") -> Iterator[None]:
 
 
 def take_images(messages: Sequence[Mapping[str, Any]]) -> tuple[list[dict[str, Any]], list[Source]]:
-    """Return a chat whose parts of images say nothing but ``{"type": "image"}``, as templates read them, and their sources in order.
+    """Return a chat with ``{"type": "image"}`` for each image, as templates read it, and the sources in order.
 
     Raises ImageRefused for a part that names no source.
     """
@@ -205,15 +205,16 @@ def _source(part: Mapping[str, Any]) -> Source:
         if part.get(key) is not None:
             return part[key] if key != "base64" else {"base64": part[key]}
     raise ImageRefused(
-        f"a part of a message has type {part['type']!r} and no image; give it one of {', '.join(_KEYS)}, not {sorted(part)}"
+        f"a message's part has type {part['type']!r}, no image; give it one of {', '.join(_KEYS)}, not {sorted(part)}"
     )
 
 
 def image_bytes(source: Source, folder: Path | None = None) -> bytes:
-    """Return the bytes of an image; raises ImageRefused for a file that is missing or too large, and for other sources, such as a URL.
+    """Return the bytes of an image; raises ImageRefused for a missing or too large file, and for a URL.
 
-    A source is bytes; a data URL with base64; the path of a file below ``folder``, relative to it (None: no files are read); or a mapping
-    with one of these as ``bytes`` (as Hugging Face datasets store images), ``base64`` or ``data`` (without the head of a data URL), ``url``, ``path``.
+    A source is bytes; a data URL with base64; the path of a file below ``folder``, relative to it (None: no files are
+    read); or a mapping with one of these as ``bytes`` (as Hugging Face datasets store images), ``base64`` or ``data``
+    (without the head of a data URL), ``url``, ``path``.
     """
     if isinstance(source, Mapping):
         return _of_mapping(source, folder)
@@ -225,8 +226,8 @@ def image_bytes(source: Source, folder: Path | None = None) -> bytes:
         return _of_base64(source[head.end() :])
     if _URL.match(source):
         raise ImageRefused(
-            f"an image is given by the URL {source[:_SHOWN]!r}: URLs are never fetched, because what they name may change; give "
-            "its bytes, or a data URL with base64"
+            f"an image is given by the URL {source[:_SHOWN]!r}: URLs are never fetched, because what they name may "
+            "change; give its bytes, or a data URL with base64"
         )
     if folder is None:
         raise ImageRefused(f"an image is given as the text {source[:_SHOWN]!r}, expected a data URL with base64")
@@ -240,12 +241,10 @@ def _of_mapping(source: Mapping[str, Any], folder: Path | None) -> bytes:
     for key in ("bytes", "url", "path"):
         if (value := source.get(key)) is not None:
             if isinstance(value, Mapping):  # as deep as a sender likes
-                raise ImageRefused(
-                    f"an image is given as an object in an object, expected bytes, base64 or a path as {key}"
-                )
+                raise ImageRefused(f"an image is an object in an object, expected bytes, base64 or a path as {key}")
             return image_bytes(value, folder)
     raise ImageRefused(
-        f"an image is given as an object with {sorted(map(str, source))[:8]}, expected bytes, base64, url or path"
+        f"an image is an object with {sorted(map(str, source))[:8]}, expected bytes, base64, url or path"
     )
 
 
@@ -261,15 +260,13 @@ def _of_base64(text: str) -> bytes:
 def _of_file(name: str, folder: Path) -> bytes:
     if len(name) > _MAX_PATH:
         raise ImageRefused(
-            f"an image is given as a text of {len(name)} characters, longer than a path: {name[:_SHOWN]!r}; write base64 as a data URL, or "
-            'as "base64"'
+            f"an image is given as a text of {len(name)} characters, longer than a path: {name[:_SHOWN]!r}; write "
+            'base64 as a data URL, or as "base64"'
         )
     try:
         path = (folder / name).resolve()
         if not path.is_relative_to(folder.resolve()):
-            raise ImageRefused(
-                f"{name}: not below {folder}; move the image there, and name it relative to the data file"
-            )
+            raise ImageRefused(f"{name}: not below {folder}; move it there, and name it relative to the data file")
         if not path.is_file():
             raise ImageRefused(f"{path}: no such file")
         if (size := path.stat().st_size) > MAX_IMAGE_BYTES:
@@ -278,6 +275,6 @@ def _of_file(name: str, folder: Path) -> bytes:
     except (OSError, ValueError) as err:  # a name that is none, such as one too long, or a file that may not be read
         reason = err.strerror if isinstance(err, OSError) else err
         raise ImageRefused(
-            f"{name[:_SHOWN]!r}: not readable as a file below {folder} ({reason}); where it is base64 and no path, write a data URL, "
-            'or "base64" beside it'
+            f"{name[:_SHOWN]!r}: not readable as a file below {folder} ({reason}); where it is base64 and no path, "
+            'write a data URL, or "base64" beside it'
         ) from None

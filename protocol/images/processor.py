@@ -1,12 +1,12 @@
-"""What a model's image processor makes of an image (pixel values, their grid, the number of tokens), and where its tokens stand in a row.
+"""What a model's image processor makes of an image: pixel values, grid, tokens and their places in a row.
 
-As `Qwen2VLImageProcessorPil` of transformers 5 (which also serves Qwen2.5-VL), to the last bit, without transformers and torch, so
-that worker, engine and trainer call the same function on the same bytes. `ImageProcessor.sha256` names everything that the result
-depends on besides the bytes; a row carries it, and who computes the row refuses another one.
+As `Qwen2VLImageProcessorPil` of transformers 5 (which also serves Qwen2.5-VL), to the last bit, without transformers
+and torch, so that worker, engine and trainer call the same function on the same bytes. `ImageProcessor.sha256` names
+everything that the result depends on besides the bytes; a row carries it, and who computes the row refuses another one.
 
-A chat template puts one placeholder token where an image is. A row of Penstock holds an image's tokens all: its ids are those that
-the model computes, in task, pack, engine and trainer. Only an engine that expands placeholders itself is sent the `collapsed` ids.
-A sampled token may have the id of an image's; it is an ordinary token. So images are found by position, never by id.
+A chat template puts one placeholder token where an image is. A row of Penstock holds an image's tokens all: its ids are
+those that the model computes, in task, pack, engine and trainer. Only an engine that expands placeholders itself is
+sent the `collapsed` ids. A sampled token may have the id of an image's: images are found by position, never by id.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class ImageProcessor:
         frames, rows, columns = grid_thw
         if frames != 1 or min(grid_thw) < 1 or rows % self.merge_size or columns % self.merge_size:
             raise ImageRefused(
-                f"a grid of {grid_thw} patches, expected 1 and two multiples of {self.merge_size}: of another model's processor"
+                f"a grid of {grid_thw} patches, expected 1 and two multiples of {self.merge_size}: another model's"
             )
         return rows * columns // self.merge_size**2
 
@@ -96,8 +96,8 @@ class ImageProcessor:
         expected = (processed.grid_thw, processed.num_tokens)
         if (ref.grid_thw, ref.num_tokens) != expected:
             raise ImageRefused(
-                f"image {ref.sha256}: the row says {ref.num_tokens} tokens and a grid of {ref.grid_thw}, its bytes give "
-                f"{processed.num_tokens} and {processed.grid_thw}: engine and trainer have different image processors"
+                f"image {ref.sha256}: the row says {ref.num_tokens} tokens and a grid of {ref.grid_thw}, its bytes "
+                f"give {processed.num_tokens}, {processed.grid_thw}: engine and trainer have different image processors"
             )
 
     def _resized(self, width: int, height: int) -> tuple[int, int]:
@@ -128,7 +128,7 @@ def reads_images(config: Mapping[str, Any]) -> bool:
 
 
 def read_processor(folder: Path) -> ImageProcessor | None:
-    """Return the image processor of a model folder; None for a model that reads no images, or a folder without a config.json.
+    """Return the image processor of a model folder; None without a config.json, or if the model reads no images.
 
     Raises UnsupportedModel for a model of another family, and for a configuration that is not computed here.
     """
@@ -139,8 +139,8 @@ def read_processor(folder: Path) -> ImageProcessor | None:
         return None
     if config.get("model_type") not in FAMILIES:
         raise UnsupportedModel(
-            f"{folder}: model_type {config.get('model_type')!r} reads images, and only {', '.join(FAMILIES)} is supported; use a "
-            "model of this family, or one that reads text"
+            f"{folder}: model_type {config.get('model_type')!r} reads images, and only {', '.join(FAMILIES)} is "
+            "supported; use a model of this family, or one that reads text"
         )
     processor_config = _own_config(folder)
     for name, allowed in _FIXED.items():
@@ -166,8 +166,8 @@ def read_processor(folder: Path) -> ImageProcessor | None:
     factor = numbers["patch_size"] * numbers["merge_size"]
     if not factor**2 <= numbers["min_pixels"] <= numbers["max_pixels"]:
         raise UnsupportedModel(
-            f"{folder}: min_pixels {numbers['min_pixels']} and max_pixels {numbers['max_pixels']}, expected at least the {factor**2} "
-            "pixels of one token, and no less than min_pixels"
+            f"{folder}: min_pixels {numbers['min_pixels']} and max_pixels {numbers['max_pixels']}, expected at least "
+            f"the {factor**2} pixels of one token, and no less than min_pixels"
         )
     return ImageProcessor(
         **numbers,
@@ -185,7 +185,7 @@ def _own_config(folder: Path) -> dict[str, Any]:
             if isinstance(processor_config, dict):
                 return processor_config
     raise UnsupportedModel(
-        f"{folder}: no preprocessor_config.json; save the model's image processor with `save_pretrained` of transformers"
+        f"{folder}: no preprocessor_config.json; save the image processor with `save_pretrained` of transformers"
     )
 
 
@@ -200,8 +200,8 @@ def _check_tower(tower: Any, numbers: Mapping[str, int], folder: Path) -> None:
         value = tower.get(name, numbers[key]) if isinstance(tower, dict) else None
         if value != numbers[key]:
             raise UnsupportedModel(
-                f"{folder}: the image processor has {key} {numbers[key]}, vision_config of config.json has {name} {value!r}; use the "
-                "processor of this model"
+                f"{folder}: the image processor has {key} {numbers[key]}, vision_config of config.json has {name} "
+                f"{value!r}; use the processor of this model"
             )
 
 
@@ -225,15 +225,15 @@ def expanded(
 ) -> tuple[list[int], RowImages | None]:
     """Return token ids with each placeholder replaced by its image's tokens, and where they are.
 
-    ``token_ids`` have one placeholder for each image, in order: a rendered prompt, or what follows ``at`` tokens of a row, from whose
-    beginning positions count. Raises ImageRefused for more images than a row may have, and for another number of placeholders than
-    images, such as where a text holds the placeholder's.
+    ``token_ids`` have one placeholder for each image, in order: a rendered prompt, or what follows ``at`` tokens of a
+    row, from whose beginning positions count. Raises ImageRefused for more images than a row may have, and for another
+    number of placeholders than images, such as where a text holds the placeholder's.
     """
     num_placeholders = sum(token == processor.image_token_id for token in token_ids)
     if num_placeholders != len(images):
         raise ImageRefused(
-            f"{num_placeholders} placeholders of images (token {processor.image_token_id}) for {len(images)} images: the chat template "
-            "writes one for each image, and no text may contain it"
+            f"{num_placeholders} placeholders of images (token {processor.image_token_id}) for {len(images)} images: "
+            "the chat template writes one for each image, and no text may contain it"
         )
     if len(images) > MAX_IMAGES:
         raise ImageRefused(f"{len(images)} images, a row may have {MAX_IMAGES}")
@@ -267,7 +267,7 @@ def collapsed(token_ids: Sequence[int], images: RowImages | None) -> list[int]:
 
 
 def joined(images: RowImages | None, other: RowImages | None) -> RowImages | None:
-    """Return the images of a row that continues with further ones; raises ImageRefused for too many, or another processor."""
+    """Return the images of a row that continues with more; raises ImageRefused for too many or other processors."""
     if images is None or other is None:
         return images or other
     if images.processor != other.processor:
@@ -278,11 +278,11 @@ def joined(images: RowImages | None, other: RowImages | None) -> RowImages | Non
 
 
 def rope_positions(num_tokens: int, images: RowImages | None, merge_size: int) -> npt.NDArray[np.int64]:
-    """Return the positions of a row's tokens for rotary embeddings, [3, num_tokens]: temporal, of the height, of the width.
+    """Return the rotary positions of a row's tokens, [3, num_tokens]: temporal, of the height, of the width.
 
-    As `get_rope_index` of Qwen2.5-VL in transformers 5: a token of text is one further than the one before it, in all three. The
-    tokens of an image count rows and columns from where the text ended, and the text continues behind the larger of the two.
-    ``num_tokens`` may end inside an image; the position of a token never depends on what follows it.
+    As `get_rope_index` of Qwen2.5-VL in transformers 5: a token of text is one further than the one before it, in all
+    three. The tokens of an image count rows and columns from where the text ended, and the text continues behind the
+    larger of the two. ``num_tokens`` may end inside an image; the position of a token never depends on what follows it.
     """
     positions = np.empty((3, num_tokens), dtype=np.int64)
     token = position = 0
@@ -303,7 +303,7 @@ def rope_positions(num_tokens: int, images: RowImages | None, merge_size: int) -
 
 
 def next_position(num_tokens: int, images: RowImages | None, merge_size: int) -> int:
-    """Return the position, in all three directions, of the token behind the first ``num_tokens``; none of these may cut an image."""
+    """Return the position, in all directions, of the token behind the first ``num_tokens``, which cut no image."""
     skipped = 0
     for ref in images.refs if images is not None else ():
         if ref.end <= num_tokens:

@@ -1,7 +1,7 @@
 """Which GPUs a process sees, and what they do: the adapter of NVML (package `nvidia-ml-py`), and its metrics.
 
-A service samples the GPUs that it may use (``CUDA_VISIBLE_DEVICES``) on a separate thread, since a driver may hang; heartbeat,
-page and Prometheus get the newest sample. Without GPU, driver or package there are no figures, and no error.
+A service samples the GPUs that it may use (``CUDA_VISIBLE_DEVICES``) on a separate thread, since a driver may hang;
+heartbeat, page and Prometheus get the newest sample. Without GPU, driver or package there are no figures, and no error.
 """
 
 from __future__ import annotations
@@ -34,10 +34,15 @@ _STATISTICS: Mapping[str, Callable[[Sequence[float]], float]] = MappingProxyType
 # What is read of each GPU: figure -> its name for Prometheus, and how NVML gives it.
 _READ: Mapping[str, tuple[str, Callable[[Any, Any], float]]] = MappingProxyType(
     {
-        "utilisation": ("penstock_gpu_utilisation_ratio", lambda nvml, one: nvml.nvmlDeviceGetUtilizationRates(one).gpu / 100),
-        "memory": ("penstock_gpu_memory_used_ratio", lambda nvml, one: _used(nvml.nvmlDeviceGetMemoryInfo(one))),
-        "temperature_c": ("penstock_gpu_temperature_celsius", lambda nvml, one: float(nvml.nvmlDeviceGetTemperature(one, nvml.NVML_TEMPERATURE_GPU))),
-        "power_w": ("penstock_gpu_power_watts", lambda nvml, one: nvml.nvmlDeviceGetPowerUsage(one) / 1000),
+        "utilisation": (
+            "penstock_gpu_utilisation_ratio", lambda lib, one: lib.nvmlDeviceGetUtilizationRates(one).gpu / 100
+        ),
+        "memory": ("penstock_gpu_memory_used_ratio", lambda lib, one: _used(lib.nvmlDeviceGetMemoryInfo(one))),
+        "temperature_c": (
+            "penstock_gpu_temperature_celsius",
+            lambda lib, one: float(lib.nvmlDeviceGetTemperature(one, lib.NVML_TEMPERATURE_GPU)),
+        ),
+        "power_w": ("penstock_gpu_power_watts", lambda lib, one: lib.nvmlDeviceGetPowerUsage(one) / 1000),
     }
 )  # fmt: skip
 
@@ -63,9 +68,9 @@ class GpuSampler:
         self._stop.set()  # not joined: a driver that hangs must not keep the service
 
     def figures(self) -> dict[str, float]:
-        """Return ``gpu_count``, and least, mean and greatest over the GPUs of each quantity; {} without a sample of now.
+        """Return ``gpu_count``, and least, mean and greatest of each quantity over the GPUs; {} without a new sample.
 
-        ``gpu_utilisation_*`` and ``gpu_memory_*`` are 0 to 1, ``gpu_temperature_c_*`` degrees Celsius, ``gpu_power_w_*`` watts.
+        ``gpu_utilisation_*`` and ``gpu_memory_*`` are 0 to 1, ``gpu_temperature_c_*`` °C, ``gpu_power_w_*`` watts.
         """
         at, figures = self._newest
         return dict(figures) if figures and self._clock() - at <= _OLD_S else {}
@@ -110,7 +115,7 @@ class Gpu:
     """A GPU that CUDA shows to this process, or a part of one that MIG made; sizes in bytes."""
 
     number: int  # its place among those that this process sees, as CUDA counts
-    id: str  # for CUDA_VISIBLE_DEVICES: its number on this machine, all that SGLang reads; a UUID where MIG divides one of its GPUs
+    id: str  # for CUDA_VISIBLE_DEVICES: its number here, all that SGLang reads; a UUID where MIG divides a GPU
     name: str
     total: int
     used: int  # by all processes, and by the driver
@@ -124,14 +129,14 @@ class Gpu:
 
 
 def visible_gpus(environ: Mapping[str, str], nvml: Any | None = None) -> list[Gpu]:
-    """Return the GPUs that CUDA shows to a process with these variables; [] without a driver. Waits at most 30 s for it.
+    """Return the GPUs that CUDA shows a process with these variables; [] without a driver. Waits at most 30 s.
 
-    Without ``CUDA_VISIBLE_DEVICES`` these are all of the machine, and all parts of those that MIG divides. Numbers count in the
-    order of the PCI bus, so a process that gets some of them needs ``CUDA_DEVICE_ORDER=PCI_BUS_ID`` beside their ids.
+    Without ``CUDA_VISIBLE_DEVICES`` these are all of the machine, and all parts of those that MIG divides. Numbers
+    count in the order of the PCI bus: a process that gets some of them needs ``CUDA_DEVICE_ORDER=PCI_BUS_ID``.
 
     Raises:
         GpusUnknown: The driver does not answer, or refuses.
-        ConfigError: A GPU is named twice, the first name is of none, or the order that is set does not say which GPU a number means.
+        ConfigError: A GPU is named twice, the first is none, or the order does not say which a number means.
     """
     visible = environ.get(VISIBLE)
     if visible is not None and visible.strip() in ("", "-1", "none", "NoDevFiles"):  # the last is Slurm's
@@ -143,8 +148,8 @@ def visible_gpus(environ: Mapping[str, str], nvml: Any | None = None) -> list[Gp
     by_number = visible is None or any(name.strip().isdecimal() for name in visible.split(","))
     if by_number and len({gpu.name for gpu in gpus}) > 1 and environ.get(ORDER, PCI_ORDER) != PCI_ORDER:
         raise ConfigError(
-            f"{ORDER}={environ[ORDER]} counts GPUs of several kinds in another order than the driver; set it to {PCI_ORDER}, or name "
-            f"GPUs in {VISIBLE} by the UUIDs that nvidia-smi -L prints"
+            f"{ORDER}={environ[ORDER]} counts GPUs of several kinds in another order than the driver; set it to "
+            f"{PCI_ORDER}, or name GPUs in {VISIBLE} by the UUIDs that nvidia-smi -L prints"
         )
     return gpus
 
@@ -155,9 +160,7 @@ def _listed(nvml: Any, visible: str | None) -> list[Gpu]:
     except nvml.NVMLError as err:
         if err.value in (nvml.NVML_ERROR_DRIVER_NOT_LOADED, nvml.NVML_ERROR_LIBRARY_NOT_FOUND):
             return []
-        raise GpusUnknown(
-            f"the NVIDIA driver refuses to list the GPUs ({err}); run nvidia-smi, and repair the driver"
-        ) from None
+        raise GpusUnknown(f"the driver refuses to list the GPUs ({err}); run nvidia-smi, and repair it") from None
     try:
         gpus, found = [], list(_found(nvml, visible))
         uuids = [str(nvml.nvmlDeviceGetUUID(handle)) for _, handle, _ in found]
@@ -165,8 +168,8 @@ def _listed(nvml: Any, visible: str | None) -> list[Gpu]:
             raise ConfigError(f"{VISIBLE}={visible} names a GPU twice, and CUDA shows none then; name each once")
         if not found and nvml.nvmlDeviceGetCount():
             raise ConfigError(
-                f"{VISIBLE}={visible}: its first name is that of no GPU here, and CUDA shows none then; nvidia-smi -L prints their names, "
-                "and -1 means the CPU"
+                f"{VISIBLE}={visible}: its first name is that of no GPU here, and CUDA shows none then; nvidia-smi -L "
+                "prints their names, and -1 means the CPU"
             )
         for number, ((name, handle, is_mig), uuid) in enumerate(zip(found, uuids, strict=True)):
             memory = nvml.nvmlDeviceGetMemoryInfo(handle)
@@ -174,7 +177,7 @@ def _listed(nvml: Any, visible: str | None) -> list[Gpu]:
             gpus.append(Gpu(number, name, kind, memory.total, memory.used, is_mig, uuid))
     except nvml.NVMLError as err:
         raise GpusUnknown(
-            f"the NVIDIA driver does not describe the GPUs of {VISIBLE}={visible} ({err}); run nvidia-smi, and leave out a broken one"
+            f"the NVIDIA driver does not know GPUs of {VISIBLE}={visible} ({err}); leave out broken ones (nvidia-smi)"
         ) from None
     finally:
         with contextlib.suppress(nvml.NVMLError):
@@ -205,7 +208,7 @@ def _within_deadline(call: Callable[[], list[Gpu]]) -> list[Gpu]:
 
 
 def _package(*, needed: bool = False) -> Any | None:
-    """Return the package, None without a driver: its import takes 50 ms. ``needed``: raise GpusUnknown where only the package is missing."""
+    """Return the package, imported in 50 ms; None without a driver. ``needed``: raise GpusUnknown if it is missing."""
     try:
         ctypes.CDLL("libnvidia-ml.so.1")
     except OSError:
@@ -221,7 +224,7 @@ def _package(*, needed: bool = False) -> Any | None:
 
 
 def _found(nvml: Any, visible: str | None) -> Iterator[tuple[str, Any, bool]]:
-    """Yield name, handle, and whether MIG made it, of the GPUs that CUDA shows: up to the first name that no GPU has."""
+    """Yield name, handle and whether MIG made it, of the GPUs that CUDA shows: up to the first name of no GPU."""
     cards = [nvml.nvmlDeviceGetHandleByIndex(number) for number in range(nvml.nvmlDeviceGetCount())]
     parts = [list(_mig_parts(nvml, card)) for card in cards]
     if visible is None:

@@ -1,4 +1,4 @@
-"""A small HTTP server for ``/metrics`` in a separate thread, so that a scrape never waits for the service or delays it."""
+"""A small HTTP server for ``/metrics`` in its own thread: a scrape never waits for the service or delays it."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ class MetricsServer:
         except (TimeoutError, OSError, asyncio.IncompleteReadError, asyncio.LimitOverrunError):
             writer.transport.abort()  # the client's failure: what it did not take is not kept for it
         except asyncio.CancelledError:
-            writer.transport.abort()  # the service stops, or others wait; the stream's callback would log the cancellation as an error
+            writer.transport.abort()  # the service stops, or others wait; the callback would log an error
         finally:
             self._clients.pop(client, None)
             writer.close()
@@ -128,13 +128,11 @@ def metrics_url(host: str, port: int) -> str:
 def _message(
     status: str, body: bytes, content_type: str = "text/plain; charset=utf-8", *, with_body: bool = True
 ) -> bytes:
-    head = (
-        f"HTTP/1.1 {status}\r\nContent-Type: {content_type}\r\nContent-Length: {len(body)}\r\nConnection: close\r\n\r\n"
-    )
-    return head.encode("latin-1") + (body if with_body else b"")
+    fields = f"Content-Type: {content_type}\r\nContent-Length: {len(body)}\r\nConnection: close"
+    return f"HTTP/1.1 {status}\r\n{fields}\r\n\r\n".encode("latin-1") + (body if with_body else b"")
 
 
 def host_of(host: str) -> str:
-    """Return the name in a Host header, without its port; what is no name and port is returned whole, and names no machine."""
+    """Return the name in a Host header, without its port; what is no name and port is returned whole."""
     match = _HOST.fullmatch(host.lower())
     return match[1] if match else host

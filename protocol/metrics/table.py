@@ -1,4 +1,4 @@
-"""All Prometheus metrics of all services, which `metrics.toml` lists for documentation and dashboards too, and the samples of a scrape.
+"""All Prometheus metrics of all services (`metrics.toml`, for documentation and dashboards too) and a scrape's samples.
 
 To add a metric, add a row there and a call of `Samples.add` in the service. A label whose values are not fixed is in
 `OPEN_LABELS`: of those the first `MAX_VALUES` get separate series.
@@ -109,15 +109,13 @@ class Samples:
     def add(self, name: str, value: float | Histogram | Mapping[str, float], **labels: str) -> None:
         """Add a sample: the number of a counter or gauge, a histogram, or a summary.
 
-        A summary is its values by quantile, and its ``sum`` and ``count`` where they are known. Values of one series are
-        added up. Raises ValueError for a metric, labels or a kind of value that the table does not have.
+        A summary is its values by quantile, and its ``sum`` and ``count`` where they are known. Values of one series
+        are added up. Raises ValueError for a metric, labels or a kind of value that the table does not have.
         """
         metric = METRICS.get(name)
         kinds = _KINDS_OF_VALUES.get(type(value), ("counter", "gauge"))
         if metric is None or self._service not in metric.services or metric.kind not in kinds:
-            raise ValueError(
-                f"the {self._service} service has no {' or '.join(kinds)} {name}; add it to metrics/metrics.toml"
-            )
+            raise ValueError(f"the {self._service} service has no {' or '.join(kinds)} {name}; add it to metrics.toml")
         if set(labels) != set(metric.labels):
             raise ValueError(f"{name} has the labels {metric.labels}, got {tuple(labels)}")
         shown = tuple(self._values.bounded(metric, label, labels[label]) for label in metric.labels)

@@ -1,9 +1,9 @@
 """Columns of a pack that holds episodes, beside those of every pack: from episodes to Arrow, and back; pure.
 
-Each Parquet row is one row of an episode. The values of the episode are repeated in its rows, and its messages are in the
-first. The token columns of a row hold what follows the tokens that it shares with its parent, so that these are stored
-once; ``version_runs`` and ``turn_spans`` count from the beginning of the whole row. The rows of a group without episodes
-in the same pack have the episode number -1.
+Each Parquet row is one row of an episode. The values of the episode are repeated in its rows, and its messages are in
+the first. The token columns of a row hold what follows the tokens that it shares with its parent, so that these are
+stored once; ``version_runs`` and ``turn_spans`` count from the beginning of the whole row. The rows of a group without
+episodes in the same pack have the episode number -1.
 """
 
 from __future__ import annotations
@@ -136,9 +136,7 @@ def spans(rows: Rows) -> list[list[EpisodeSpan]]:
             continue
         starts = [start + i for i, number in enumerate(group_numbers) if not i or number != group_numbers[i - 1]]
         if [numbers[at] for at in starts] != list(range(len(starts))):
-            raise PackError(
-                f"the rows of a group have the episode numbers {group_numbers[:8]}, expected 0, 1, … each together"
-            )
+            raise PackError(f"rows of a group have episode numbers {group_numbers[:8]}, expected 0, 1, … each together")
         groups.append([EpisodeSpan(*pair) for pair in itertools.pairwise([*starts, end])])
     return groups
 
@@ -153,8 +151,8 @@ class Sharing:
     def of(cls, rows: Rows, groups: Sequence[Sequence[EpisodeSpan]], stored: Sequence[int]) -> Sharing:
         """Read the columns; ``stored`` are the tokens that each row stores.
 
-        Raises PackError for a parent that is no earlier row of the episode, or has fewer tokens than are shared, and for
-        more tokens together than a reader allocates.
+        Raises PackError for a parent that is no earlier row of the episode, or has fewer tokens than are shared, and
+        for more tokens together than a reader allocates.
         """
         parents, totals = [NONE] * len(stored), [*stored]
         if not any(groups):
@@ -167,8 +165,8 @@ class Sharing:
                 parent = span.start + named[row]
                 if not (span.start <= parent < row and 0 < lengths[row] <= totals[parent]):
                     raise PackError(
-                        f"row {row - span.start} of an episode shares {lengths[row]} tokens with row {named[row]}; expected "
-                        "an earlier row with as many"
+                        f"row {row - span.start} of an episode shares {lengths[row]} tokens with row {named[row]}; "
+                        "expected an earlier row with as many"
                     )
                 parents[row] = parent
                 totals[row] += lengths[row]
@@ -181,7 +179,7 @@ class Sharing:
         return stored[row] if parent == NONE else np.concatenate([whole[parent][: self.lengths[row]], stored[row]])
 
     def context(self, stored: np.ndarray, row: int) -> np.ndarray:
-        """Return per-token values of a row with 0 for the shared tokens: they were sampled, if at all, in another row."""
+        """Return a row's per-token values with 0 for the shared tokens: another row sampled them, if any."""
         length = self.lengths[row] if self.parents[row] != NONE else 0
         return np.concatenate([np.zeros(length, dtype=stored.dtype), stored]) if length else stored
 

@@ -6,10 +6,10 @@ dictionary only adds pages. On 8 x 4096 tokens the bytes of a number are stored 
 upper ones of token ids are nearly all zero) and only the token ids are worth zstd: a twentieth larger than zstd for
 everything, and a third less CPU for writing and reading. A dictionary pays for columns that a group's rows share,
 never for token ids, log-probabilities or completions.
-A pack that holds a group of episodes has further columns (`episode_columns.py`), and stores what an episode's rows share once.
-Images, a teacher's log-probabilities and the experts of tokens have separate columns (`optional_columns.py`).
-Rewards are not stored here but sent in `GroupScored`: the object stays immutable when it is scored,
-and can be scored again later by another reward.
+A pack that holds a group of episodes has further columns (`episode_columns.py`), and stores what an episode's rows
+share once. Images, a teacher's log-probabilities and the experts of tokens have separate columns
+(`optional_columns.py`). Rewards are not stored here but sent in `GroupScored`: the object stays immutable when it is
+scored, and can be scored again later by another reward.
 """
 
 from __future__ import annotations
@@ -102,16 +102,14 @@ def _large(schema: pa.Schema) -> dict[str, Any]:
 
 
 def encode(groups: Sequence[Group]) -> bytes:
-    """Encode groups, in order, as one Parquet object with one row group each; raises PackError for what has no column."""
+    """Encode groups, in order, as one Parquet object, a row group each; raises PackError for what has no column."""
     if not groups:
         raise PackError("a pack needs at least one group")
     sink = io.BytesIO()
     try:
         table = _table(groups)
     except (pa.ArrowException, OverflowError, ValueError) as err:  # a task may state an attempt beyond 32 bits
-        raise PackError(
-            f"group {groups[0].group_id} and {len(groups) - 1} more do not fit {SCHEMA_TAG}: {err}"
-        ) from None
+        raise PackError(f"{groups[0].group_id} and {len(groups) - 1} more do not fit {SCHEMA_TAG}: {err}") from None
     large = sum(len(row.token_ids) for group in groups for row in group.trajectories) > _LARGE_TOKENS * len(groups)
     options: dict[str, Any] = _large(table.schema) if large else _SMALL
     with pq.ParquetWriter(sink, table.schema, write_statistics=False, store_schema=False, **options) as writer:
@@ -150,8 +148,8 @@ def decode(
 ) -> list[Group]:
     """Decode the groups of ``row_groups`` (all, when None), arrays without a copy per token.
 
-    ``described`` is the message's description of each of them: a pack that differs from it is refused. Token ids are below
-    ``vocab_size``; None: not known. Raises PackError for anything that is not a pack of this schema, whatever decoding it raises.
+    ``described`` is the message's description of each of them: a pack that differs from it is refused. Token ids are
+    below ``vocab_size``; None: not known. Raises PackError for anything that is no pack of this schema.
     """
     with _refusing():
         rows = _read(data, row_groups, None, described)
@@ -210,11 +208,10 @@ def _read(
 
 @functools.cache
 def _accepted() -> tuple[pa.Schema, ...]:
-    """Return the schema of packs, and those that packs had before: without baselines, and with fields that may hold nulls."""
+    """Return the schema of packs, and their former ones: without baselines, and with fields that may hold nulls."""
     elements = [f.with_type(pa.list_(f.type.value_type)) if pa.types.is_list(f.type) else f for f in SCHEMA]
-    schemas = [
-        pa.schema(fields, SCHEMA.metadata) for fields in (SCHEMA, elements, [f.with_nullable(True) for f in elements])
-    ]
+    field_lists = (SCHEMA, elements, [f.with_nullable(True) for f in elements])
+    schemas = [pa.schema(fields, SCHEMA.metadata) for fields in field_lists]
     return (*SCHEMAS.values(), *schemas, *(s.remove(s.get_field_index("is_baseline")) for s in schemas))
 
 

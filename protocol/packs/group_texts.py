@@ -13,7 +13,8 @@ from penstock.protocol.packs.pack_rows import Rows
 from penstock.protocol.trajectory import check_equal
 
 TEXT_COLUMNS = (
-    "group_id", "num_prompt_tokens", "prompt_text", "completion_text", "finish_reason", "reward_name", "data_source", "ground_truth",
+    "group_id", "num_prompt_tokens", "prompt_text", "completion_text", "finish_reason", "reward_name", "data_source",
+    "ground_truth",
     "extra_info", *episode_columns.TEXT_COLUMNS,
 )  # fmt: skip
 
@@ -93,7 +94,7 @@ def _episode_texts(rows: Rows) -> list[list[tuple[episode_columns.EpisodeSpan, E
             )
             if not all(map(math.isfinite, (reward or 0.0, *(value for _, value in episode.reward_parts)))):
                 raise PackError(
-                    f"the reward of an episode is {reward} of {dict(episode.reward_parts)}, expected finite ones"
+                    f"an episode's reward is {reward} of {dict(episode.reward_parts)}, expected finite ones"
                 )
             texts.append((span, episode))
         groups.append(texts)

@@ -1,15 +1,15 @@
 """Columns that only some packs have, beside those of every pack: images, a teacher's log-probabilities, experts; pure.
 
-Images: a row has six numbers for each, in the order of its tokens: position and number of its tokens, the three sides of its grid of patches,
-and the bytes of the object that `image_sha256` names. The images of tokens that a row of an episode shares with an earlier one are stored with
-both. The rows without an image, in the same pack, have empty lists, and no processor.
+Images: a row has six numbers for each, in the order of its tokens: position and number of its tokens, the three sides
+of its grid of patches, and the bytes of the object that `image_sha256` names. What a row shares with an
+earlier one are stored with both. Rows without an image, in the same pack, have empty lists, and no processor.
 
-A teacher: the lists of a row are about its sampled tokens, in their order: one log-probability each, and ``teacher_top_k`` likeliest tokens
-each, one token after another. The rows of a group without a teacher in the same pack have ``teacher`` "" and empty lists.
+A teacher: the lists of a row are about its sampled tokens, in order: one log-probability each, and ``teacher_top_k``
+likeliest tokens each. The rows of a group without a teacher in the same pack have ``teacher`` "" and empty lists.
 
-Experts: a row has the choices of all its tokens but the last as bytes: `ExpertChoices.ids`, 8 or 16 bits each (little endian). Those of its
-first ``experts_shared`` tokens, usually the prompt's, are the same as in an earlier row and stored there only: that row is the parent of an
-episode's row which has one, else the group's first. The rows of a group without any, in the same pack, have zeros and no bytes.
+Experts: a row has the choices of all its tokens but the last as bytes: `ExpertChoices.ids`, 8 or 16 bits each, little
+endian. Those of its first ``experts_shared`` tokens, usually the prompt's, are as in an earlier row and stored there
+only: that of the parent of an episode's row, else of the group's first. Rows without any have zeros and no bytes.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ EXPERT_COLUMNS = (
 
 
 def check(group: Group) -> None:
-    """Raise PackError for a teacher's log-probabilities that none can give, and for more experts than a reader takes."""
+    """Raise PackError for log-probabilities that no teacher can give, and more experts than a reader takes."""
     if group.teacher is not None:
         group.teacher.check(num_sampled(group.trajectories), None)
     if group.routers is not None:
@@ -109,8 +109,8 @@ def images_of_rows(rows: Rows) -> list[RowImages | None]:
         names = hashes[hashes_at[row] : hashes_at[row + 1]].tolist()
         if len(row_numbers) != _NUMBERS_OF_IMAGE * len(names) or bool(row_numbers) != bool(processor):
             raise PackError(
-                f"a row has {len(row_numbers)} numbers and {len(names)} names of images, and the processor {processor[:80]!r}; "
-                f"expected {_NUMBERS_OF_IMAGE} numbers and a name for each image, and a processor if there is one"
+                f"a row has {len(row_numbers)} numbers and {len(names)} names of images, and the processor "
+                f"{processor[:80]!r}; expected {_NUMBERS_OF_IMAGE} numbers and a name for each image, and a processor"
             )
         images.append(_images(processor, row_numbers, names) if row_numbers else None)
     return images
@@ -202,15 +202,15 @@ def experts_of_rows(rows: Rows, lengths: Sequence[int], parents: Sequence[int]) 
 def _check_size(shape: RouterShape, lengths: Sequence[int]) -> None:
     if (size := sum(lengths) * shape.bytes_per_token) > MAX_EXPANDED_BYTES:
         raise PackError(
-            f"the experts of {sum(lengths)} tokens in {len(lengths)} rows have {size} bytes, at most {MAX_EXPANDED_BYTES}: {shape}; "
-            "lower rollout.group_size or the length of rows"
+            f"the experts of {sum(lengths)} tokens in {len(lengths)} rows have {size} bytes, at most "
+            f"{MAX_EXPANDED_BYTES}: {shape}; lower rollout.group_size or the length of rows"
         )
 
 
 def _choices_of_row(
     shape: RouterShape, stored: bytes, num_tokens: int, shared: int, earlier: np.ndarray | None
 ) -> np.ndarray:
-    """Return the choices of a row, [num_tokens, layers, k]; ``earlier`` are those of the row that it shares some with."""
+    """Return the choices of a row, [num_tokens, layers, k]; ``earlier``: those of the row it shares some with."""
     most = min(num_tokens, 0 if earlier is None else len(earlier))
     if not 0 <= shared <= most:
         raise PackError(f"a row shares the experts of {shared} tokens with an earlier row, expected 0 to {most}")

@@ -1,9 +1,9 @@
 """What a Parquet object may make its reader allocate and compute, checked before any of its values is decoded; pure.
 
-The numbers in a file's footer are claims of its writer, and so are those in its page headers: Parquet's reader allocates
-what they claim, and a page of a few bytes can stand for 10^9 values (run lengths, dictionaries, zstd). So every page of
-the columns to read is visited without decoding it, and the sum of what the pages claim is bounded by what the message
-promises. A page of any form that our writer does not produce is refused.
+The numbers in a file's footer are claims of its writer, and so are those in its page headers: Parquet's reader
+allocates what they claim, and a page of a few bytes can stand for 10^9 values (run lengths, dictionaries, zstd). So
+every page of the columns to read is visited without decoding it, and the sum of what the pages claim is bounded by what
+the message promises. A page of any form that our writer does not produce is refused.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ _WIDTHS = {"BOOLEAN": 1, "INT32": 4, "INT64": 8, "FLOAT": 4, "DOUBLE": 8, "BYTE_
 _LEVEL_BYTES = 4  # a definition and a repetition level
 _PLAIN, _BYTE_STREAM_SPLIT, _DICTIONARY = 0, 18, (4, 16)  # encodings as zigzag varints; plain and RLE dictionaries
 
-# The Thrift compact encoding of a page header, field by field: type, uncompressed and compressed size, then the header of
-# a data page (number of values, encoding, encodings of the levels, statistics) or of a dictionary (number of values, encoding).
+# The Thrift compact encoding of a page header, field by field: type, uncompressed and compressed size, then the header
+# of a data page (number of values, encoding, encodings of levels, statistics) or a dictionary (number, encoding).
 _VARINT = rb"[\x80-\xff]{0,4}[\x00-\x7f]"
 _PAGE = re.compile(
     rb"\x15(?:\x00\x15(V)\x15(V)\x2c\x15(V)\x15([\x00-\x7f])\x15\x06\x15\x06(?:\x1c\x00)?(?:\x00\x00|(\x1c))"
@@ -48,18 +48,13 @@ _FOOTER = re.compile(rb"\x15[\x02\x04]\x19(?:([\x0c-\xec])|\xfc([\x00-\x7f]))", 
 
 
 def max_bytes(groups: Sequence[GeneratedGroup] | None) -> int:
-    """Return how many bytes a pack with the groups of a message may hold or decode to; `MAX_BYTES` without a message."""
+    """Return how many bytes a pack of a message's groups may hold or decode to; `MAX_BYTES` without a message."""
     if groups is None:
         return MAX_BYTES
     tokens = sum(map(_row_tokens, groups))
-    of_teachers = sum(
-        (1 + 2 * group.teacher_top_k) * sum(group.completion_tokens)
-        for group in groups
-        if group.teacher_top_k is not None
-    )
-    of_experts = sum(
-        group.routers.bytes_per_token * _row_tokens(group) for group in groups if group.routers is not None
-    )
+    taught = (group for group in groups if group.teacher_top_k is not None)
+    of_teachers = sum((1 + 2 * (group.teacher_top_k or 0)) * sum(group.completion_tokens) for group in taught)
+    of_experts = sum(g.routers.bytes_per_token * _row_tokens(g) for g in groups if g.routers is not None)
     return min(MAX_BYTES, _MIN_BYTES + _BYTES_PER_TOKEN * tokens + _BYTES_PER_NUMBER * of_teachers + of_experts)
 
 
@@ -74,7 +69,7 @@ def check_message(pack: BlobRef, groups: Sequence[GeneratedGroup]) -> None:
     limit = max_bytes(groups)
     if pack.size_bytes > limit:
         raise PackError(
-            f"{pack.key} has {pack.size_bytes} bytes, expected at most {limit} for the tokens that its message names"
+            f"{pack.key} has {pack.size_bytes} bytes, at most {limit} for the tokens that its message names"
         )
     for what, values in (("id", [g.group_id for g in groups]), ("row group", [g.row_group for g in groups])):
         if len(set(values)) != len(values):
@@ -88,12 +83,10 @@ def check_message(pack: BlobRef, groups: Sequence[GeneratedGroup]) -> None:
 
 
 def check_footer(data: bytes) -> int:
-    """Return where an object's Parquet footer begins; raises PackError unless its schema is as small as that of a pack."""
+    """Return where an object's Parquet footer begins; raises PackError for a schema larger than that of a pack."""
     size = int.from_bytes(data[-8:-4], "little")
     if len(data) < 12 or data[:4] != b"PAR1" or data[-4:] != b"PAR1" or size > len(data) - 12:
-        raise PackError(
-            f"not a Parquet object (its magic bytes or the size of its footer are wrong); {len(data)} bytes"
-        )
+        raise PackError(f"not a Parquet object (its magic bytes or its footer's size are wrong); {len(data)} bytes")
     start = len(data) - 8 - size
     footer = _FOOTER.match(data, start)
     if footer is None or (footer[2] is not None and footer[2][0] > _MAX_SCHEMA_ELEMENTS):
@@ -108,14 +101,12 @@ def check_schema(
 ) -> tuple[StoredColumn, ...]:
     """Return the columns of a file; raises PackError unless they are exactly those of one of the ``accepted`` schemas.
 
-    ``keys`` are of the file's metadata; an Arrow schema among them changes the types that are read, so it must be the same.
+    ``keys`` are of the file's metadata; an Arrow schema changes the types that are read, so it must be the same.
     """
     schema = file.schema
     for known in accepted:
         expected, columns = _stored(known)
-        if schema.equals(expected) and tuple([schema.column(i).path for i in range(len(columns))]) == tuple(
-            [c.path for c in columns]
-        ):
+        if schema.equals(expected) and all(schema.column(i).path == c.path for i, c in enumerate(columns)):
             if b"ARROW:schema" not in keys or file.schema_arrow.equals(known):
                 return columns
             break
@@ -149,8 +140,8 @@ def check_pages(
 ) -> list[int]:
     """Return the rows of each row group; raises PackError if reading the columns could allocate more than is promised.
 
-    ``stored`` are all row groups of the footer, ``row_groups`` the numbers of those to read. ``columns`` are numbered as in the file; ``groups`` are the message's, in the order of ``row_groups``, and None when no
-    message describes the pack.
+    ``stored`` are all row groups of the footer, ``row_groups`` the numbers of those to read. ``columns`` are numbered
+    as in the file; ``groups`` are the message's, in the order of ``row_groups``; None: no message describes it.
     """
     left, sizes = max_bytes(groups), []
     for position, number in enumerate(row_groups):
@@ -159,22 +150,20 @@ def check_pages(
         rows = stored[number].num_rows
         most = MAX_ROWS if groups is None else groups[position].num_rows
         if not 0 < rows <= most or (groups is not None and rows != most):
-            raise PackError(
-                f"row group {number} has {rows} rows, expected {most if groups is not None else f'1 to {most}'}"
-            )
+            raise PackError(f"row group {number} has {rows} rows, expected {'1 to ' * (groups is None)}{most}")
         sizes.append(rows)
         for index, column in columns:
             left -= _column_bytes(data, stored[number].chunks[index], column, rows, left)
             if left < 0:
                 raise PackError(
-                    f"row groups {list(row_groups)[:8]} would decode to more than {max_bytes(groups)} bytes, which is the "
-                    f"limit for the tokens that the message names; {len(data)} bytes are stored"
+                    f"row groups {list(row_groups)[:8]} would decode to more than {max_bytes(groups)} bytes, the limit "
+                    f"for the tokens that the message names; {len(data)} bytes are stored"
                 )
     return sizes
 
 
 def _column_bytes(data: bytes, chunk: Chunk, column: StoredColumn, rows: int, limit: int) -> int:
-    """Return an upper bound of the bytes that decoding a column allocates; raises PackError for a page not of our writer."""
+    """Return the most bytes that decoding a column allocates; raises PackError for a page not of our writer."""
     num_values = chunk.num_values
     start = position = chunk.data_page_offset
     dictionary_at = chunk.dictionary_page_offset
@@ -183,7 +172,7 @@ def _column_bytes(data: bytes, chunk: Chunk, column: StoredColumn, rows: int, li
     end = start + chunk.total_compressed_size
     if not (4 <= start < end <= len(data) and (rows <= num_values if column.is_list else rows == num_values)):
         raise PackError(
-            f"column {column.path}: {num_values} values in {rows} rows, in bytes {start} to {end} of {len(data)}"
+            f"column {column.path}: {num_values} values in {rows} rows, in bytes {start}-{end} of {len(data)}"
         )
     total = num_values * (column.width + _LEVEL_BYTES * column.is_list)
     values = dictionary = 0
@@ -202,13 +191,11 @@ def _column_bytes(data: bytes, chunk: Chunk, column: StoredColumn, rows: int, li
             if page.uses_dictionary and column.is_text:
                 total += dictionary * page.num_values
         total += page.size
-        position = (
-            _end_of_statistics(data, page_match.end()) if page.has_statistics else page_match.end()
-        ) + page.stored
+        end_of_header = page_match.end()
+        position = page.stored + (_end_of_statistics(data, end_of_header) if page.has_statistics else end_of_header)
     if total <= limit and (position != end or values != num_values):
         raise PackError(
-            f"column {column.path}: its pages hold {values} values and end at byte {position}, the footer says "
-            f"{num_values} values and byte {end}"
+            f"column {column.path}: its pages hold {values} values and end at {position}, not {num_values} and {end}"
         )
     return total
 
@@ -224,7 +211,7 @@ class _Page(NamedTuple):
 
 @functools.lru_cache(1024)  # a page's 300 bytes stay
 def _page(header: bytes) -> _Page:
-    """Read a header that `_PAGE` matches; many pages of a run have the same. Raises PackError for what packs do not use."""
+    """Read a header that `_PAGE` matches; many pages have the same. Raises PackError for what packs do not use."""
     page = _PAGE.match(header)
     assert page is not None
     if page[6] is not None:

@@ -1,4 +1,4 @@
-"""What the trainer asked for when it issued a task, kept in a few bytes, to hold the group that comes back against; pure."""
+"""What the trainer asked for when it issued a task, in a few bytes: the group that comes back must agree; pure."""
 
 from __future__ import annotations
 
@@ -41,20 +41,21 @@ class TaskSettings(NamedTuple):
     ) -> str:
         """Return what is wrong with a group of ``num`` trajectories without a baseline; empty if nothing is.
 
-        ``longest`` is the largest number of sampled tokens of a trajectory; ``least`` the number of trajectories that is
-        enough, the size of the group unless set. ``num_abandoned`` completions were started and not kept: with those that
-        were kept, all that were started; None: not known.
+        ``longest`` is the largest number of sampled tokens of a trajectory; ``least`` the number of trajectories that
+        is enough, the size of the group unless set. ``num_abandoned`` completions were started and not kept: with those
+        that were kept, all that were started; None: not known.
         """
         most = self.group_size + self.redundant_completions * self.keeps_more
         if not (self.group_size if least is None else least) <= num <= most:
-            return f"{num} trajectories, its task asked for {self.group_size}" + (
-                f" to {most}" if self.keeps_more else ""
-            )
+            or_more = f" to {most}" if self.keeps_more else ""
+            return f"{num} trajectories, its task asked for {self.group_size}{or_more}"
         started = self.group_size + self.redundant_completions
         if num_abandoned is not None and least is None and num + num_abandoned != started:
             return f"{num} completions and {num_abandoned} abandoned ones, its task started {started}"
         if has_baseline != self.with_baseline:
-            return f"{'a' if has_baseline else 'no'} baseline, its task asked for {'one' if self.with_baseline else 'none'}"
+            return (
+                f"{'a' if has_baseline else 'no'} baseline, its task asked for {'' if self.with_baseline else 'n'}one"
+            )
         if self.is_one_completion and longest > self.max_new_tokens:
             return f"a completion of {longest} tokens, its task allows {self.max_new_tokens}"
         return ""
@@ -64,8 +65,8 @@ class TaskSettings(NamedTuple):
 class TaskPromise:
     """What must be true of the group of one task.
 
-    ``settings`` are those under which the task was issued: more than one if sessions of the trainer with different settings
-    may have issued it, none if they are not known.
+    ``settings`` are those under which the task was issued: more than one if sessions of the trainer with different
+    settings may have issued it, none if they are not known.
     """
 
     content: bytes  # `content_hash` of its prompt and reward
@@ -77,7 +78,7 @@ class TaskPromise:
 
     @classmethod
     def of(cls, task: Task, settings: Iterable[TaskSettings] | None = None) -> TaskPromise:
-        """Return the promise of a task; ``settings`` are those under which it may have been issued, None: the task's."""
+        """Return the promise of a task; ``settings``: those under which it may have been issued, None: the task's."""
         prompt = np.array(task.prompt_ids, dtype=np.int32).tobytes()
         known = (TaskSettings.of(task),) if settings is None else tuple(settings)
         return cls(
@@ -111,8 +112,8 @@ class TaskPromise:
             )
         if (group.split, group.attempt) != (self.split, self.attempt):
             raise PackError(
-                f"group {group.group_id}: split {group.split} and attempt {group.attempt}, its task has {self.split} and "
-                f"{self.attempt}"
+                f"group {group.group_id}: split {group.split} and attempt {group.attempt}, its task has {self.split} "
+                f"and {self.attempt}"
             )
         group.check_logprobs()
         asked = {settings.teacher_top_k for settings in self.settings}
@@ -124,8 +125,8 @@ class TaskPromise:
         wanted = {settings.routers for settings in self.settings}
         if wanted and str(group.routers or "") not in wanted:
             raise PackError(
-                f"group {group.group_id}: the engine's choices of {group.routers or 'no experts'}, its task asked for those of "
-                f"{' or '.join(sorted(shape or 'no experts' for shape in wanted))} (trainer.router_replay)"
+                f"group {group.group_id}: the engine's choices of {group.routers or 'no experts'}, its task asked for "
+                f"those of {' or '.join(sorted(shape or 'no experts' for shape in wanted))} (trainer.router_replay)"
             )
         self.check_lengths(group.group_id, group.completion_tokens, group.has_baseline)
 
@@ -137,9 +138,8 @@ class TaskPromise:
         ``num_abandoned`` are the completions that a message says were started and not kept; None: not known.
         """
         num, longest = len(lengths) - has_baseline, max(lengths)
-        faults = [
-            settings.fault(num, longest, has_baseline, self.min_episodes, num_abandoned) for settings in self.settings
-        ]
+        of_group = (num, longest, has_baseline, self.min_episodes, num_abandoned)
+        faults = [settings.fault(*of_group) for settings in self.settings]
         if faults and all(faults):
             raise PackError(f"group {group_id}: {faults[0]}")
 

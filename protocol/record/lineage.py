@@ -73,8 +73,8 @@ class RecordedGroup(Wire):
 class RecordedStep(Wire):
     """One step: ``groups``, in the order of use, turned ``trained_version`` into ``made_version``.
 
-    ``updates`` are its optimizer steps, of all passes in the order they were made, each with the places of its groups in
-    ``groups``; empty: one optimizer step on all of them.
+    ``updates`` are its optimizer steps, of all passes in the order they were made, each with the places of its groups
+    in ``groups``; empty: one optimizer step on all of them.
     """
 
     epoch: Count  # of the trainer session that made it
@@ -99,13 +99,13 @@ class RecordedStep(Wire):
         for places in self.updates:
             if places != tuple(sorted(set(places))) or places[-1] >= len(self.groups):
                 raise ValueError(
-                    f"step {self.step}: an optimizer step on the groups {list(places[:8])}, expected ascending places below "
+                    f"step {self.step}: an optimizer step on the groups {list(places[:8])}, expected ascending numbers "
                     f"{len(self.groups)}; restore the record"
                 )
         if self.left_out != tuple(sorted(set(self.left_out))) or self.left_out[-1:] >= (max(1, len(self.updates)),):
             raise ValueError(
-                f"step {self.step}: the optimizer steps {list(self.left_out[:8])} were left out, expected ascending numbers below "
-                f"{max(1, len(self.updates))}; restore the record"
+                f"step {self.step}: the optimizer steps {list(self.left_out[:8])} were left out, expected ascending "
+                f"numbers below {max(1, len(self.updates))}; restore the record"
             )
         return self
 
@@ -114,8 +114,7 @@ class RecordedSession(Wire):
     """One session of the trainer, a process that held the run's lease, and the version it started from.
 
     The stored field of sessions is called ``lives``. ``version`` has the weights of ``parent_version`` under a
-    new number when an earlier session had published beyond its last checkpoint; without a parent it is the model
-    that the run started from.
+    new number when an earlier session had published beyond its checkpoint; without a parent the run's first model.
     """
 
     epoch: Count  # of its lease, grows with every session
@@ -157,8 +156,8 @@ class SplitTotals(Wire):
     """Counts of a split's groups and sampled tokens since the start of the run, by how they were closed.
 
     ``used`` is trained or, of held-out groups, evaluated. ``refused`` counts deliveries that were not used
-    because the group was closed already or never issued: they are not part of the equation. ``abandoned`` counts completions
-    of the used and the dropped groups that were started and not kept, by reason (`AbandonedCompletion`).
+    because the group was closed already or never issued: they are not part of the equation. ``abandoned`` counts
+    completions of the used and the dropped groups that were started and not kept, by reason (`AbandonedCompletion`).
     """
 
     issued: Count = 0
@@ -220,7 +219,7 @@ class CheckpointCommitted(Fact):
 def chapters(last: BlobRef | None, fetch: Callable[[BlobRef], bytes]) -> Iterator[LineageChapter]:
     """Read a record from its last chapter (None: nothing is recorded) back to its first.
 
-    ``fetch`` returns a verified object (`Blobs.get`). Raises BlobMissing or BlobCorrupt for a chapter, WireError for what is none.
+    ``fetch`` returns a verified object (`Blobs.get`). Raises BlobMissing, BlobCorrupt, or WireError for no chapter.
     """
     while last is not None:
         chapter = decode(fetch(last), LineageChapter)
@@ -242,7 +241,7 @@ class StepDigest(Wire):
 def group_digest(scored: ScoredGroup, pack: BlobRef, use: int) -> str:
     """Return the sha256 of a trained group: id, rewards, parts, lengths, versions, its pack and the number of its use.
 
-    Fields at their default are left out, so that a field that is added later does not change the digest of an old group.
+    Fields at their default are left out, so that a field added later changes no digest of an old group.
     """
     return _sha256([scored.model_dump(exclude_defaults=True), pack.sha256, pack.size_bytes, use])
 

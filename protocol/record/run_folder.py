@@ -1,10 +1,10 @@
-"""Three files in a run's folder: the lock that shows that it is running on this machine, the request to pause it, and why it failed.
+"""Three files in a run's folder: the lock of a run on this machine, the request to pause it, why it failed.
 
-The kernel releases the lock with its holders: the trainer, and the process that starts and watches it, since between a crash of the trainer
-and its restart the run is still running.
+The kernel releases the lock with its holders: the trainer, and the process that starts and restarts it.
 
-`penstock train` removes the request when it starts. A trainer that sees it issues no new tasks, trains what is under way, writes a checkpoint
-and exits. One that crashes meanwhile sees it again. Why a run ended with an error is kept until its next start.
+`penstock train` removes the request when it starts. A trainer that sees it issues no new tasks, trains what is under
+way, writes a checkpoint and exits. One that crashes meanwhile sees it again. Why a run ended with an error is kept
+until its next start.
 """
 
 from __future__ import annotations
@@ -27,14 +27,15 @@ FAILURE = "failure.json"
 NOTES = "notes.json"  # what its user wrote about the run on the live page
 PLACEMENT = "placement.json"  # which GPUs of this machine the processes of the newest session got
 WRITTEN = frozenset({  # names in a run's folder that its processes write or make
-    "client.log", "config.json", "curve.png", "evaluations", FAILURE, "issued.log", "job.json", "job.lock", "launch.json", "launch.lock", "launch.log",
-    "metrics.jsonl", NOTES, PAUSE, PLACEMENT, "planned-config.json", "readers_killed.json", "reading", "report.json", "report.md", "reward.port",
-    "rolled_back.json", RUN_LOCK, "run.toml", SWEEP_LOCK, "tasks", "trainer.json", "watched.json",
+    "client.log", "config.json", "curve.png", "evaluations", FAILURE, "issued.log", "job.json", "job.lock",
+    "launch.json", "launch.lock", "launch.log", "metrics.jsonl", NOTES, PAUSE, PLACEMENT, "planned-config.json",
+    "readers_killed.json", "reading", "report.json", "report.md", "reward.port", "rolled_back.json", RUN_LOCK,
+    "run.toml", SWEEP_LOCK, "tasks", "trainer.json", "watched.json",
 })  # fmt: skip
 
 
 def refuse_links(*paths: Path) -> None:
-    """Raise ConfigError for a link, or no regular file, at or below paths of a folder that may be somebody else's, before a write there."""
+    """Raise ConfigError for a link, or no regular file, at or below paths of a folder to write to, maybe another's."""
     if link := next((link for path in paths for link in links_below(path)), None):
         raise ConfigError(f"{link} is a link or no regular file, and what it leads to would be written; remove it")
 
@@ -43,7 +44,8 @@ def refuse_links(*paths: Path) -> None:
 def hold_lock(folder: Path, name: str = RUN_LOCK) -> Iterator[None]:
     """Hold a lock of a run's folder, together with others; on a file system without locks nothing is held.
 
-    Raises ConfigError when the folder cannot be written, and for a link of the name of a file that the run would write through it.
+    Raises ConfigError when the folder cannot be written, and for a link of the name of a file that the run would write
+    through it.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -52,7 +54,7 @@ def hold_lock(folder: Path, name: str = RUN_LOCK) -> Iterator[None]:
         handle = os.open(folder / name, os.O_RDWR | os.O_CREAT, 0o644)
     except OSError as err:
         raise ConfigError(
-            f"the run's folder {folder.absolute()} cannot be written ({err.strerror}); change its permissions, or set run.dir"
+            f"the run's folder {folder.absolute()} cannot be written ({err.strerror}); make it writable, or set run.dir"
         ) from None
     try:
         with contextlib.suppress(OSError):  # ENOLCK, EOPNOTSUPP: the run is not less for it
@@ -67,7 +69,7 @@ def is_lock_held(folder: Path) -> bool:
 
 
 def is_locked(path: Path) -> bool:
-    """Return True while a process of this machine holds a lock on a file, which is not created; a link is not followed."""
+    """Return True while a process here holds a lock on a file, which is not created; no link is followed."""
     handle = _opened(path)
     if handle is None:
         return False

@@ -1,12 +1,12 @@
 """What is stored of a run, read back whole: its record, and its groups with other rewards.
 
-`protocol/record/lineage.py` defines a chapter. Replay, rescoring and lineage read a run through `StoredRecord`, which checks that all chapters
-from the first to the last are consecutive.
+`protocol/record/lineage.py` defines a chapter. Replay, rescoring and lineage read a run through `StoredRecord`, which
+checks that all chapters from the first to the last are consecutive.
 
-`penstock rescore` writes a rescored input, the trainer reads it (``data.from_run``). It has an id like a run's, and all its objects are below
-``runs/<id>/``: copies of the packs, byte for byte, pieces with the groups and their new rewards in the order in which the source run trained
-them, and last the input itself, whose key contains its sha256. A run that trains on it writes a marker there: its record references these packs,
-and it has no separate copies.
+`penstock rescore` writes a rescored input, the trainer reads it (``data.from_run``). It has an id like a run's, and all
+its objects are below ``runs/<id>/``: copies of the packs, byte for byte, pieces with the groups and their new rewards
+in the order in which the source run trained them, and last the input itself, whose key contains its sha256. A run that
+trains on it writes a marker there: its record references these packs, and it has no separate copies.
 """
 
 from __future__ import annotations
@@ -48,10 +48,10 @@ class StoredRecord:
 
     @classmethod
     def read(cls, run_id: str, last: BlobRef, fetch: Callable[[BlobRef], bytes]) -> StoredRecord:
-        """Read the record of a run back from its last chapter, the one that the newest checkpoint references (`end_of_record`).
+        """Read a run's record back from its last chapter, which the newest checkpoint references (`end_of_record`).
 
-        ``fetch`` returns a verified object (`Blobs.get`). Raises BlobMissing or BlobCorrupt for a chapter, WireError for an object that
-        is none, RecordBroken if chapters, steps or versions are not consecutive, or a group has no pack.
+        ``fetch`` returns a verified object (`Blobs.get`). Raises BlobMissing or BlobCorrupt for a chapter, WireError
+        for an object that is none, RecordBroken if chapters, steps or versions have gaps, or a group has no pack.
         """
         record = cls(run_id, last, tuple(chapters(last, fetch))[::-1])
         record._check()
@@ -86,18 +86,17 @@ class StoredRecord:
         if (session := self.rolled_back_by(version)) is not None:
             steps = [str(step.step) for step in self.steps if version in dict(step.ages)]
             raise RecordBroken(
-                f"version {version} of run {self.run_id} is of a session that was rolled back: version {session.version} has the weights "
-                f"of {session.parent_version or 'the initial model'} again. Groups that it sampled are in the steps: {', '.join(steps) or 'none'}"
+                f"version {version} of run {self.run_id} is of a session that was rolled back: version "
+                f"{session.version} has the weights of {session.parent_version or 'the initial model'} again. Groups "
+                f"that it sampled are in the steps: {', '.join(steps) or 'none'}"
             )
         raise RecordBroken(
             f"run {self.run_id} has no version {version} in its record, which ends with version {self.last_version}"
         )
 
     def rolled_back_by(self, version: int) -> RecordedSession | None:
-        """Return the session that went on from a version before this one, and so left it out of the record; None if none did."""
-        return next(
-            (session for session in self.sessions if (session.parent_version or 0) < version < session.version), None
-        )
+        """Return the session that went on from an earlier version, and left this one out of the record, or None."""
+        return next((s for s in self.sessions if (s.parent_version or 0) < version < s.version), None)
 
     def uses_of(self, group_id: str) -> tuple[Use, ...]:
         return tuple(Use(step, group) for step in self.steps for group in step.groups if group.group_id == group_id)
@@ -108,14 +107,13 @@ class StoredRecord:
         for number, chapter in enumerate(self.chapters, start=1):
             if chapter.run_id != self.run_id or chapter.number != number:
                 raise RecordBroken(
-                    f"the record of run {self.run_id} has, in place of chapter {number}, chapter {chapter.number} of "
-                    f"run {chapter.run_id}"
+                    f"run {self.run_id}: in place of chapter {number}, chapter {chapter.number} of run {chapter.run_id}"
                 )
             for session in chapter.lives:
                 if version is not None and session.parent_version != version:
                     raise RecordBroken(
-                        f"run {self.run_id}: the session of epoch {session.epoch} continues version {session.parent_version}, "
-                        f"but the session before it ended with {version}"
+                        f"run {self.run_id}: the session of epoch {session.epoch} continues version "
+                        f"{session.parent_version}, but the session before it ended with {version}"
                     )
                 version = session.version
                 epochs.add(session.epoch)
@@ -123,8 +121,8 @@ class StoredRecord:
                 num_steps += 1
                 if (step.step, step.trained_version) != (num_steps, version) or step.epoch not in epochs:
                     raise RecordBroken(
-                        f"run {self.run_id}, chapter {number}: expected step {num_steps} on version {version}, got step "
-                        f"{step.step} of epoch {step.epoch} on version {step.trained_version}"
+                        f"run {self.run_id}, chapter {number}: expected step {num_steps} on version {version}, got "
+                        f"step {step.step} of epoch {step.epoch} on version {step.trained_version}"
                     )
                 version = step.made_version
                 unnamed = [group.group_id for group in step.groups if group.pack >= len(step.packs)]
@@ -134,16 +132,15 @@ class StoredRecord:
                     )
             if chapter.version != version:
                 raise RecordBroken(
-                    f"run {self.run_id}: chapter {number} states that it ends with version {chapter.version}, its steps end "
-                    f"with {version}"
+                    f"run {self.run_id}: chapter {number} is of version {chapter.version}, its steps end with {version}"
                 )
 
 
 def end_of_record(run_id: str, folder: Path, pointer: Callable[[], bytes | None]) -> BlobRef:
     """Return the last committed chapter: of the newest checkpoint on this machine, else the one that NATS references.
 
-    ``folder`` may be missing. ``pointer`` reads the key ``checkpoint`` of the run's state bucket; it is called only when there is no
-    checkpoint here. Raises RecordBroken if no checkpoint was committed, or one cannot be read.
+    ``folder`` may be missing. ``pointer`` reads the key ``checkpoint`` of the run's state bucket; it is called only
+    when there is no checkpoint here. Raises RecordBroken if no checkpoint was committed, or one cannot be read.
     """
     try:
         checkpoints = committed(folder / "checkpoints")

@@ -3,8 +3,7 @@
 Only calls that are safe on every S3 server are offered. Tag, legal-hold, retention and policy calls
 are not: some servers replace or delete the object on them. Conditional writes are not either, since
 several servers ignore them silently; compare-and-swap is done in a key-value bucket of the bus. Keys
-are immutable: no object is overwritten, and every object read is verified against the size and sha256
-in its message.
+are immutable: none is overwritten, and each is verified by the size and sha256 in its message.
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ class Blobs:
     """One bucket. Thread-safe; coroutines call it through ``asyncio.to_thread``."""
 
     def __init__(self, settings: S3Settings, *, deadline_s: float = 120.0, run_id: str = "") -> None:
-        """``run_id`` is the run of a service, whose messages may name any key: one that it may not read is `BlobMissing`."""
+        """``run_id``: the run of a service, whose messages may name any key: one it may not read is `BlobMissing`."""
         self._settings = settings
         self._run_id = run_id
         self._deadline_s = deadline_s
@@ -91,10 +90,9 @@ class Blobs:
     def get(self, ref: BlobRef, *, is_expected: bool = True) -> bytes:
         """Fetch an object and verify it; raises BlobMissing or BlobCorrupt.
 
-        Unless it ``is_expected`` to exist, a denied read is not tried again: AWS answers so for a missing key of a prefix that the
-        login may not list.
+        Unless it ``is_expected``, a denied read is not tried again: AWS denies missing keys the login may not list.
 
-        A short or altered answer is fetched again: the network may have altered it. The same answer twice is the object.
+        A short or altered answer is fetched again: the network may have altered it. The same twice is the object.
         """
         return self._fetch(ref, 0, ref.size_bytes, ref.sha256, "message", is_expected=is_expected)
 
@@ -161,8 +159,8 @@ class Blobs:
             batch = wanted[start : start + _DELETE_BATCH]
             if left := self._requests.delete(batch):
                 raise BlobError(
-                    f"{len(left)} of {len(batch)} objects were not deleted from bucket {self.bucket}; "
-                    f"the first: {left[0].name}: {left[0].code} {left[0].message}"
+                    f"{len(left)} of {len(batch)} objects left in bucket {self.bucket}, such as {left[0].name}: "
+                    f"{left[0].code} {left[0].message}"
                 )
         return len(wanted)
 

@@ -1,6 +1,6 @@
 """One message that this process holds until it acknowledges, gives back or dead-letters it.
 
-`Acks` sends the acknowledgements to one consumer; `KillMarks` counts the readers that were killed while they processed a message.
+`Acks` sends the acknowledgements to one consumer; `KillMarks` counts the readers that a message killed.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ _RECORD_S = 2.0  # how long the record of an orderly return may delay it
 
 
 class Acks:
-    """Sends the acknowledgements to one consumer in batches: those that arrive while one is in flight share the next confirmation.
+    """Sends acknowledgements to one consumer in batches: those made while one is in flight share the next one.
 
-    A server processes the messages of one connection to one consumer in order, so its answer to the last acknowledgement
-    of a series confirms all of them; when the connection was lost in between, the whole series is sent again. A request
-    for each would cost four times the CPU. Everything here runs on the connection's event loop.
+    A server processes the messages of one connection to one consumer in order, so its answer to the last
+    acknowledgement of a series confirms all of them; when the connection was lost in between, the whole series is sent
+    again. A request for each would cost four times the CPU. Everything here runs on the connection's event loop.
 
     A server that was killed may have lost the delivery state of its consumer, which it stores with a delay. It does not
     answer an acknowledgement of such a message until it has redelivered it, or found it deleted. So after every
@@ -115,12 +115,12 @@ class Acks:
 
 
 class KillMarks:
-    """Counts how often the reader of a message was killed, so that a message which causes it is not processed a third time.
+    """Counts how often a message's reader was killed, so that one which causes it is not processed a third time.
 
-    A first delivery costs nothing: that its reader was killed follows from a second delivery that was not asked for. From
-    then on the message is marked while it is processed, in the run's scoring bucket, and every reader that returns a message
-    in an orderly way (a stop, a retry) records that. So only readers that were killed, or lost their connection for longer than
-    the ack wait, are counted.
+    A first delivery costs nothing: that its reader was killed follows from a second delivery that was not asked for.
+    From then on the message is marked while it is processed, in the run's scoring bucket, and every reader that returns
+    a message in an orderly way (a stop, a retry) records that. So only readers that were killed, or lost their
+    connection for longer than the ack wait, are counted.
 
     | delivery                       | record found                  | readers killed so far           |
     |--------------------------------|-------------------------------|---------------------------------|
@@ -129,11 +129,11 @@ class KillMarks:
     | later, after an orderly return | ``started`` is False          | as recorded                     |
     | later, its reader was killed   | ``started`` is True           | as recorded, and one more       |
 
-    A record is read from any server of a cluster. One that lags may count a killed reader less, then one more is; or one too many,
-    where a message that was returned a moment ago is delivered again.
+    A record is read from any server of a cluster. One that lags may count a killed reader less, then one more is; or
+    one too many, where a message that was returned a moment ago is delivered again.
 
-    At `MOST_KILLED` the message is dead-lettered as `ReaderKilled` and not processed again. All messages that one reader had in
-    progress at both times are: the trainer issues their groups again under new ids, so an innocent one costs one attempt.
+    At `MOST_KILLED` the message is dead-lettered as `ReaderKilled` and not processed again. All messages that one
+    reader had in progress at both times are: the trainer issues their groups again, so an innocent one costs little.
 
     Without NATS no record is written, and no message is dead-lettered for killed readers.
     """
@@ -148,7 +148,7 @@ class KillMarks:
         return bool(self._spec.marks_bucket)
 
     async def begin(self, sequence: int, num_delivered: int) -> int:
-        """Return how many readers were killed while they processed a message, and mark it; call for each delivery but the first."""
+        """Return how many readers were killed on a message, and mark it; call for each delivery but the first."""
         try:
             store = await self._bound()
             entry = await store.get(self._key(sequence), may_lag=True)
@@ -303,9 +303,8 @@ async def store_dead_letter(
         num_delivered=meta.num_delivered or 1,
         payload=msg.data,
     )
-    msg_id = (
-        f"{spec.stream}:{meta.sequence.stream}:{trace_context.trace_id((msg.headers or {}).get('traceparent', ''))}"
-    )
+    trace_id = trace_context.trace_id((msg.headers or {}).get("traceparent", ""))
+    msg_id = f"{spec.stream}:{meta.sequence.stream}:{trace_id}"
     await publish(connection, subjects.dead(spec.run_id, spec.stage), letter, msg_id=msg_id, deadline_s=DURABLE_S)
     await acks.acknowledge(latest)
 
@@ -327,8 +326,7 @@ async def require_consumer(connection: Connection, spec: ConsumerSpec) -> None:
         )
     except nats.js.errors.NotFoundError:
         raise MissingStream(
-            f"stream {spec.stream} has no consumer {spec.durable}; "
-            f"create it with: penstock bootstrap run.id={spec.run_id}"
+            f"stream {spec.stream} has no consumer {spec.durable}; create it: penstock bootstrap run.id={spec.run_id}"
         ) from None
     except nats.js.errors.APIError as err:
         raise refusal(err, f"consumer {spec.durable} of stream {spec.stream}", connection.url) from None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import nats.js.errors
 import structlog
@@ -83,25 +83,25 @@ async def publish(
             return Receipt(ack.seq, bool(ack.duplicate))
 
 
+@dataclass(slots=True)
 class _Backlog:
-    def __init__(self, connection: Connection, subject: str, deadline_s: float) -> None:
-        self._connection = connection
-        self._subject = subject
-        self._deadline_s = deadline_s
-        self._started = time.monotonic()
-        self._warned = float("-inf")
-        self._pause_s = RETRY_S
+    connection: Connection
+    subject: str
+    deadline_s: float
+    started: float = field(default_factory=time.monotonic)
+    warned: float = float("-inf")
+    pause_s: float = RETRY_S
 
     async def wait(self, reason: str, waits_for: str) -> None:
         now = time.monotonic()
-        if now - self._started > self._deadline_s:
+        if now - self.started > self.deadline_s:
             raise StreamFull(
-                f"{self._subject} stayed full for {self._deadline_s:.0f} s ({reason}); "
+                f"{self.subject} stayed full for {self.deadline_s:.0f} s ({reason}); "
                 f"its readers are down or too slow: waited for {waits_for}"
             )
-        if now - self._warned > _WARN_EVERY_S:
-            self._warned = now
-            log.warning("stream is full, waiting", subject=self._subject, waits_for=waits_for, reason=reason)
-        with self._connection.waiting_for(waits_for):
-            await asyncio.sleep(self._pause_s)
-        self._pause_s = min(2 * self._pause_s, RETRY_MAX_S)
+        if now - self.warned > _WARN_EVERY_S:
+            self.warned = now
+            log.warning("stream is full, waiting", subject=self.subject, waits_for=waits_for, reason=reason)
+        with self.connection.waiting_for(waits_for):
+            await asyncio.sleep(self.pause_s)
+        self.pause_s = min(2 * self.pause_s, RETRY_MAX_S)

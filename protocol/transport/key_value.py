@@ -1,4 +1,4 @@
-"""A key-value bucket: values are bytes, and `change_value` changes one that several processes change, by compare-and-swap."""
+"""A key-value bucket: values are bytes; `change_value` changes one of several writers, by compare-and-swap."""
 
 from __future__ import annotations
 
@@ -74,14 +74,7 @@ class KeyValue:
 
     @classmethod
     async def bind(cls, connection: Connection, bucket: str) -> KeyValue:
-        try:
-            store = await connection.retry(
-                lambda: connection.js.key_value(bucket), what=f"bucket {bucket}", deadline_s=REQUEST_S
-            )
-        except (nats.js.errors.BucketNotFoundError, nats.js.errors.NotFoundError):
-            raise MissingStream(f"no bucket {bucket}; {BOOTSTRAP}") from None
-        except nats.js.errors.APIError as err:
-            raise refusal(err, f"bucket {bucket}", connection.url) from None
+        store = await stream_admin.ask(connection, lambda: connection.js.key_value(bucket), f"bucket {bucket}")
         return cls(connection, bucket, store)
 
     @property
@@ -92,15 +85,14 @@ class KeyValue:
     def get(self, key: str, *, may_lag: bool = False) -> Pending[Entry | None]:
         """Read a key; None when it does not exist.
 
-        In a cluster the leader of the bucket is asked, which has every write that was acknowledged. A read that ``may_lag`` is
-        answered by any of its servers, with a value that may have been replaced a moment ago; it needs no right but that to
-        read the one key.
+        In a cluster the leader of the bucket is asked, which has every write that was acknowledged. A read that
+        ``may_lag`` is answered by any server, maybe with a former value; it needs no right but to read the one key.
         """
         newest = self._connection.is_clustered and not may_lag
         return self._read(lambda: self._get_newest(key) if newest else self._get(key), f"read {self.bucket}/{key}")
 
     def put(self, key: str, value: bytes, *, ttl_s: float | None = None) -> Pending[int]:
-        """Write a key unconditionally; returns the revision. It expires after ``ttl_s`` if the bucket's TTL is longer."""
+        """Write a key unconditionally; returns the revision. It expires after ``ttl_s``, if the bucket's is longer."""
         return self._write(lambda: self._put(key, value, ttl_s), f"write {self.bucket}/{key}")
 
     def state(self) -> Pending[BucketState]:
@@ -143,8 +135,8 @@ class KeyValue:
             except nats.js.errors.NoStreamResponseError:
                 if self._connection.is_clustered:
                     raise BusUnreachable(
-                        f"{what}: no server of the cluster takes it: the bucket was not created, or more than half of the "
-                        f"servers that store it are down; NATS at {self._connection.url}"
+                        f"{what}: no server of the cluster takes it: the bucket does not exist, or more than half of "
+                        f"the servers that store it are down; NATS at {self._connection.url}"
                     ) from None
                 raise MissingStream(f"{what}: the bucket does not exist; {BOOTSTRAP}") from None
             except nats.js.errors.APIError as err:
@@ -164,8 +156,8 @@ class KeyValue:
             info = await self._connection.js.stream_info(stream)
             holds = f", {info.state.bytes} of its {info.config.max_bytes} bytes in {info.state.messages} keys"
         return StorageFull(
-            f"{what}: bucket {self.bucket} is full{holds}: NATS at {self._connection.url} says {err.description} (error "
-            f"{err.err_code}). Nothing was written and nothing was lost. Raise its limit: nats stream edit "
+            f"{what}: bucket {self.bucket} is full{holds}: NATS at {self._connection.url} says {err.description} "
+            f"(error {err.err_code}). Nothing was written and nothing was lost. Raise its limit: nats stream edit "
             f"{stream} --max-bytes SIZE, or remove keys: nats kv purge {self.bucket} KEY"
         )
 
@@ -212,7 +204,7 @@ class KeyValue:
 
     def _failed_swap(self, key: str, expected: int | None, err: nats.js.errors.APIError) -> CompareAndSwapFailed:
         return CompareAndSwapFailed(
-            f"{self.bucket}/{key}: expected revision {expected}, but another writer changed it ({err})"
+            f"{self.bucket}/{key}: expected revision {expected}, another writer changed it ({err})"
         )
 
     async def _entries(self, below: str, outlived: bool) -> list[Entry]:
@@ -234,7 +226,7 @@ class KeyValue:
         return [entry for entry in entries if outlived or not entry.is_outlived]
 
     async def _oldest(self) -> datetime | None:
-        """Return the time by the server's clock before which a key has outlived the bucket; None: keys do not expire."""
+        """Return the time of the server's clock before which a key has outlived the bucket; None: none expires."""
         if self._ttl_s == 0.0:
             return None
         answer = await self._connection.client.request(f"$JS.API.STREAM.INFO.KV_{self.bucket}", timeout=ATTEMPT_S)
@@ -244,7 +236,7 @@ class KeyValue:
 
 
 async def ensure_bucket(connection: Connection, spec: BucketSpec) -> None:
-    """Create or update a bucket, and remove keys that a TTL of their own, such as `never`, keeps beyond that of the bucket."""
+    """Create or update a bucket, and remove keys that their own TTL, such as `never`, keeps beyond the bucket's."""
     await stream_admin.ensure_bucket(connection, spec)
     if not spec.ttl_s:
         return
@@ -254,7 +246,7 @@ async def ensure_bucket(connection: Connection, spec: BucketSpec) -> None:
         await connection.js.purge_stream(f"KV_{spec.bucket}", subject=f"$KV.{spec.bucket}.{key}")
     if outlived:
         log.warning(
-            "keys older than their bucket's TTL removed", bucket=spec.bucket, num_keys=len(outlived), first=outlived[0]
+            "keys older than the bucket's TTL removed", bucket=spec.bucket, num_keys=len(outlived), first=outlived[0]
         )
 
 
@@ -267,8 +259,8 @@ async def change_value(
 ) -> tuple[V, int | None]:
     """Return the changed value and its revision; ``change`` is called again with what another process wrote meanwhile.
 
-    ``read`` returns the present value and its revision, None: it does not exist; ``write`` returns a value as bytes. Nothing is written
-    if ``change`` returns an equal value. Raises CompareAndSwapFailed if others are always faster, and what ``read`` and ``change`` raise.
+    ``read`` returns the present value and its revision, None: it does not exist; ``write`` returns a value as bytes.
+    Nothing is written for an equal value. Raises CompareAndSwapFailed, and what ``read`` and ``change`` raise.
     """
     tries_left = _SWAPS
     while True:

@@ -1,7 +1,7 @@
-"""The connection that all parts of a bus share: its thread, its client, its retries while NATS is unreachable, its errors.
+"""The connection that all parts of a bus share: thread, client, retries while NATS is unreachable, errors.
 
-Everything here but `call`, `close` and the properties runs on the connection's event loop. JetStream's error codes are those of the server's
-list (``server/errors.json`` of nats-server); one that has no fix here becomes a `BusError` with the server's description and code.
+Everything here but `call`, `close` and the properties runs on the connection's event loop. JetStream's error codes are
+those of the server's list (``server/errors.json`` of nats-server); one that has no fix here is a plain `BusError`.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ BOOTSTRAP = "create it with: penstock bootstrap run.toml"
 ERR_FULL = 10077  # the stream's or bucket's bound on messages or bytes
 # of a cluster: it goes on when its servers have elected one
 ERR_NO_LEADER = frozenset({10004, 10008, 10009, 10118, 10119})
-# A majority does not have an earlier try of the same request yet, whose answer was lost: it may still be stored, or not.
+# A majority has no earlier try of the same request yet, whose answer was lost: it may still be stored, or not.
 ERR_PUBLICATION_UNDER_WAY = 10158  # a message of the same id
 ERR_SWAP_UNDER_WAY = 10164  # a swap of the same key
 ERR_OTHER_REVISION = 10071  # of the key of a swap
@@ -56,10 +56,11 @@ _REMEDIES: dict[int, tuple[type[BusError], str]] = {
     10058: (BusError, "it exists with other settings: remove it, then run penstock bootstrap"),
     10065: (BusError, "another stream has these subjects: remove it, or use another run id"),
     10100: (BusError, "another consumer of this queue reads the same subjects: remove it, then run penstock bootstrap"),
-    10054: (BusError, "the message is larger than the stream's limit; run penstock bootstrap again if an older version created the stream"),
+    10054: (BusError, "the message is larger than the stream's limit; an older stream needs penstock bootstrap again"),
     10005: (
         BusRefused,
-        "fewer servers with JetStream answer than nats.replicas: start them, or set it to 1 (docs/guides/nats_cluster.md)",
+        "fewer servers with JetStream answer than nats.replicas: start them, or set it to 1 "
+        "(docs/guides/nats_cluster.md)",
     ),
     10074: (
         BusRefused,
@@ -80,7 +81,7 @@ RETRY_MAX_S = 2.0
 
 
 class UnreadableReply(nats.errors.Error):
-    """A reply that is not what the server sends: its JSON, a header or a field is damaged. The next try gets another one."""
+    """A reply that no server sends: its JSON, a header or a field is damaged. The next try gets another one."""
 
 
 NO_ANSWER = (
@@ -101,7 +102,7 @@ _MAX_IN_FLIGHT = 64  # requests at a time; more of them make the server slower
 
 
 def refusal(err: APIError, what: str, url: str) -> BusError:
-    """Return the Penstock error for an error of JetStream; ``what`` is the request, with the name of its stream, consumer or bucket."""
+    """Return the Penstock error for one of JetStream; ``what``: the request and its stream, consumer or bucket."""
     kind, remedy = _REMEDIES.get(err.err_code or 0, (BusError, ""))
     if not remedy and err.code == 404:
         kind, remedy = MissingStream, BOOTSTRAP
@@ -197,7 +198,7 @@ class Connection:
 
     @contextlib.asynccontextmanager
     async def while_connected(self) -> AsyncIterator[None]:
-        """Raise ConnectionReconnectingError in the block when the connection is lost: no answer to a request comes after that.
+        """Raise ConnectionReconnectingError in the block when the connection is lost: no answer comes after that.
 
         Every request is made in such a block: a reply in it that cannot be read is UnreadableReply.
         """
@@ -213,11 +214,8 @@ class Connection:
         except _UNREADABLE as err:
             log.debug("unreadable reply", name=self._name, exc_info=True)
             reply = getattr(err, "doc", "")  # of a JSONDecodeError
-            raise UnreadableReply(
-                f"a reply that cannot be read: {type(err).__name__}: {err}{f' in {reply[:160]!r}' if reply else ''}"[
-                    :400
-                ]
-            ) from None
+            excerpt = f" in {reply[:160]!r}" if reply else ""
+            raise UnreadableReply(f"a reply that cannot be read: {type(err).__name__}: {err}{excerpt}"[:400]) from None
         finally:
             self._waits.discard(lost)
 
@@ -225,19 +223,20 @@ class Connection:
         await self._up.wait()
 
     def explain(self, text: str) -> str:
-        state = (
-            f"; NATS at {self._settings.url} has been unreachable for {self.down_s:.0f} s" if self._down_since else ""
-        )
+        state = ""
         if self.is_up:
-            state = f"; NATS at {self._settings.url} is connected but does not answer: check its log, and whether its disk is full"
+            state = (
+                f"; NATS at {self.url} is connected but does not answer: check its log, and whether its disk is full"
+            )
+        elif self._down_since:
+            state = f"; NATS at {self.url} has been unreachable for {self.down_s:.0f} s"
         last = f"; last error from NATS: {self._last_error}" if self._last_error else ""
         return f"{text}{state}{last}"
 
     async def retry(self, attempt: Callable[[], Awaitable[T]], *, what: str, deadline_s: float) -> T:
         """Try a request until it is answered; an answer that is an error is raised as it is.
 
-        That a stream of a cluster has no leader is no answer: its servers elect one within seconds. Nor is that an earlier try of
-        the same message is under way.
+        No answers: that a stream has no leader (one is elected within seconds), or an earlier try is under way.
 
         Raises BusRefused when this user lacks the right, BusUnreachable when there was no answer in time.
         """
@@ -257,8 +256,8 @@ class Connection:
                 if self._denials > denials:  # the server reports it to the connection, not to the request
                     user = f"user {self._settings.user!r}" if self._settings.user else "a client without a user name"
                     raise BusRefused(
-                        f"{what} was refused: NATS at {self._settings.url} does not let {user} do this ({self._last_error}); use the login "
-                        "of the service that does it: docs/security.md lists what each may do"
+                        f"{what} was refused: NATS at {self._settings.url} does not let {user} do this "
+                        f"({self._last_error}); use the login of a service that may (docs/security.md)"
                     ) from None
                 if time.monotonic() + pause > deadline or self.client.is_closed:
                     raise BusUnreachable(
@@ -339,9 +338,7 @@ class Connection:
                 await self.js.account_info()
         except (nats.js.errors.APIError, nats.errors.NoRespondersError) as err:
             if isinstance(err, nats.errors.NoRespondersError) or err.err_code in _NO_JETSTREAM:
-                raise BusRefused(
-                    f"NATS at {self._settings.url} has JetStream switched off; start it with -js"
-                ) from None
+                raise BusRefused(f"NATS at {self.url} has JetStream switched off; start it with -js") from None
         except (nats.errors.TimeoutError, UnreadableReply):
             log.debug("account info is not readable for this user", url=self._settings.url)
 

@@ -1,4 +1,4 @@
-"""What an answer of the object store means: the answers that are none of an S3 server's, wrong clocks, refusals and what to change."""
+"""What an answer of the object store means: those of no S3 server, wrong clocks, refusals and what to change."""
 
 from __future__ import annotations
 
@@ -18,9 +18,7 @@ import urllib3
 _MAX_CLOCK_SKEW = timedelta(minutes=15)  # of Signature Version 4
 _EXCERPT = 160  # characters of an answer in an error
 _MOST_ERROR_BYTES = 1 << 20
-_ERROR = re.compile(
-    rb"(?:<\?xml[^>]*>\s*)?<(?:\w+:)?Error[\s>]"
-)  # how the body of a refusal begins, whatever its type is
+_ERROR = re.compile(rb"(?:<\?xml[^>]*>\s*)?<(?:\w+:)?Error[\s>]")  # how the body of a refusal begins, of any type
 _BEFORE_XML = b"\xef\xbb\xbf \t\r\n"
 _FULL_CODES = {"XMinioStorageFull", "InsufficientStorage"}
 _FULL_STATUS = 507
@@ -39,14 +37,15 @@ _REGION_CODES = {
 }
 _LOGIN_ADVICE = {
     "InvalidAccessKeyId": "no such key: check s3.access_key and s3.secret_key",
-    "SignatureDoesNotMatch": "the secret key is another: check s3.access_key and s3.secret_key; or a proxy at s3.endpoint alters requests",
+    "SignatureDoesNotMatch": "the secret key is another: check s3.access_key and s3.secret_key; or a proxy alters it",
     **dict.fromkeys(
         ("ExpiredToken", "ExpiredTokenException", "InvalidToken", "TokenRefreshRequired", "InvalidClientTokenId"),
-        "the session token has ended or is of other keys: have s3.session_token_file, s3.access_key_file and s3.secret_key_file "
-        "rewritten, or set s3.credentials = 'aws' on a machine with a role",
+        "the session token has ended or is of other keys: have s3.session_token_file, s3.access_key_file and "
+        "s3.secret_key_file rewritten, or set s3.credentials = 'aws' on a machine with a role",
     ),
 }
-_OTHER_LOGIN_ADVICE = "check s3.access_key and s3.secret_key, and the policy of that key: `python -P -m penstock.deploy.s3_policies ROLE` prints it"
+_OTHER_LOGIN_ADVICE = "check s3.access_key, s3.secret_key and their policy (python -P -m penstock.deploy.s3_policies "
+"ROLE)"
 _EXPECTED_REGION = re.compile(r"(?:expecting|expected|use region) '?([a-z0-9-]{2,40})'?")
 Kind = Literal["retry", "refused"]
 
@@ -57,7 +56,7 @@ class UnreadableAnswer(urllib3.exceptions.HTTPError):
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """Why one attempt failed; ``refused``: the server did not accept the login, the region or the bucket of the settings."""
+    """Why one attempt failed; ``refused``: the server does not accept the settings' login, region or bucket."""
 
     problem: str
     kind: Kind = "retry"
@@ -78,8 +77,8 @@ def clock_skew(headers: Mapping[str, str], now: datetime) -> str:
         return ""
     here, there = (f"{time.astimezone(UTC):%Y-%m-%d %H:%M:%S} UTC" for time in (now, theirs))
     return (
-        f"it is {here} here and {there} at the server, {apart.total_seconds() / 60:.0f} minutes apart, and S3 takes at most "
-        f"{_MAX_CLOCK_SKEW.total_seconds() / 60:.0f}: correct the clock that is wrong"
+        f"it is {here} here and {there} at the server, {apart.total_seconds() / 60:.0f} minutes apart, and S3 takes "
+        f"at most {_MAX_CLOCK_SKEW.total_seconds() / 60:.0f}: correct the clock that is wrong"
     )
 
 
@@ -89,7 +88,7 @@ def is_full(status: int, code: str = "") -> bool:
 
 
 def judge(status: int, code: str, message: str, headers: Mapping[str, str], *, region: str, access_key: str) -> Failure:
-    """Return what an error in XML, or one without a body, means; ``message`` is the server's sentence, which is kept."""
+    """Return what an error in XML, or one without a body, means; ``message``: the server's sentence, kept."""
     said = f"{code}: {message}" if message else code
     if code in _CLOCK_SKEW_CODES and (apart := clock_skew(headers, datetime.now(UTC))):
         return Failure(f"{code}: {apart}")  # ends when the clock is corrected
@@ -98,12 +97,10 @@ def judge(status: int, code: str, message: str, headers: Mapping[str, str], *, r
         wanted = f"set s3.region = {theirs!r}" if theirs else "set s3.region to that of the bucket"
         return Failure(f"s3.region is {region!r}: {said}; {wanted}, and s3.endpoint to that region's", "refused")
     if is_full(status, code):
-        return Failure(
-            f"full, or the quota of bucket or user is used up: {said}; remove runs, or have the quota raised"
-        )
+        return Failure(f"full, or the quota of bucket or user is used up: {said}; remove runs, or raise the quota")
     if code == "InvalidObjectState":
         return Failure(
-            f"the object is archived: {said}; restore it, and take the bucket's rule away that archives", "refused"
+            f"the object is archived: {said}; restore it, and remove the bucket's rule that archives", "refused"
         )
     if code in _LOGIN_ADVICE or status in {401, 403}:
         advice = _LOGIN_ADVICE.get(code, _OTHER_LOGIN_ADVICE)
@@ -116,8 +113,8 @@ def judge(status: int, code: str, message: str, headers: Mapping[str, str], *, r
 class AnswerPool(urllib3.PoolManager):
     """The only way of requests to the store. Raises UnreadableAnswer for an answer that is no S3 server's.
 
-    An error in XML is relabelled as such: the client does not read it as an error if it has another type. ``answer`` is the last
-    answer that this thread got, in words, empty after `start`.
+    An error in XML is relabelled as such: the client does not read it as an error if it has another type. ``answer`` is
+    the last answer that this thread got, in words, empty after `start`.
     """
 
     def __init__(self, **options: Any) -> None:
@@ -129,7 +126,7 @@ class AnswerPool(urllib3.PoolManager):
         return getattr(self._of_thread, "answer", "")
 
     def start(self, until: float = float("inf")) -> None:
-        """Begin an attempt of this thread; its second and later requests raise UnreadableAnswer after ``until``, a monotonic time."""
+        """Begin an attempt of this thread; its later requests raise UnreadableAnswer after monotonic time ``until``."""
         self._of_thread.answer = ""
         self._of_thread.until = until
 

@@ -1,7 +1,7 @@
-"""The requests to the object store, by minio, which only this file and `s3_login` import; repeated until they succeed or fail for good.
+"""Requests to the object store, by minio (imported here and in `s3_login`), until they succeed or fail for good.
 
-`blobs` imports it with its first request: the libraries take 0.1 s of CPU to import, and a process that looks at a run may
-never need them. A server that refuses signed requests because its clock differs is reported with both times (`clock_skew`).
+`blobs` imports it with its first request: the libraries take 0.1 s of CPU to import, and a process that looks at a run
+may never need them. A server that refuses requests because its clock differs is reported with both times.
 """
 
 from __future__ import annotations
@@ -72,12 +72,12 @@ def _count(status: int | None, code: str = "") -> None:
 
 
 class S3Requests:
-    """Requests to one bucket. Thread-safe. Every method raises BlobMissing, BlobStoreRefused, BlobStoreUnreachable or BlobError."""
+    """Requests to one bucket. Thread-safe. All raise BlobMissing, BlobStoreRefused, BlobStoreUnreachable, BlobError."""
 
     def __init__(
         self, settings: S3Settings, tls: ssl.SSLContext | None, *, deadline_s: float, run_id: str = ""
     ) -> None:
-        """``run_id``: the run of which the login may list what every role may; unless given, that of a key that it may not read."""
+        """``run_id``: the run of which the login may list what every role may; else that of a key it may not read."""
         url = urlsplit(settings.endpoint)
         self._settings = settings
         self._deadline_s = deadline_s
@@ -117,7 +117,7 @@ class S3Requests:
         accept: Callable[[bytes], None] = lambda _: None,
         denied_s: float = _DENIED_S,
     ) -> bytes:
-        """Return an object, or ``size_bytes`` of it from ``offset``; no more than ``most`` bytes of the answer are read.
+        """Return an object, or ``size_bytes`` of it from ``offset``; at most ``most`` bytes of the answer are read.
 
         ``accept`` raises UnreadableAnswer for bytes that are fetched again; a denied read is tried for ``denied_s``.
         """
@@ -147,7 +147,7 @@ class S3Requests:
         return self.call(what, lambda client, bucket: list(client.remove_objects(bucket, batch)))
 
     def _check_etag(self, data: bytes, stored: ObjectWriteResult) -> None:
-        """Raise UnreadableAnswer for the ETag of other bytes, of a server whose ETags are MD5 digests; some have others."""
+        """Raise UnreadableAnswer for the ETag of other bytes, of a server whose ETags are MD5; some have others."""
         headers = stored.http_headers
         is_opaque = headers.get("x-amz-server-side-encryption", "AES256") != "AES256" or any(
             name in headers for name in _OPAQUE_ETAG
@@ -170,7 +170,7 @@ class S3Requests:
     ) -> T:
         """Return what ``attempt`` returns of the client and the bucket; ``what`` is the verb and the key.
 
-        It is tried until it succeeds or fails for good: every other answer, also one that cannot be read, is tried again.
+        It is tried until it succeeds or fails for good: every other answer, even an unreadable one, is tried again.
         """
         started = time.monotonic()
         limit_s, has_warned, pause = deadline_s or self._deadline_s, False, _RETRY_S
@@ -202,7 +202,7 @@ class S3Requests:
             pause = min(2 * pause, _RETRY_MAX_S)
 
     def _failure(self, err: Exception, what: str) -> Failure:
-        """Return why an attempt failed; raises the error of a failure that no repetition ends, and what is no answer's fault."""
+        """Return why an attempt failed; raises the error that no repetition ends, and what is no answer's fault."""
         endpoint, is_xml = self._settings.endpoint, False
         if isinstance(err, S3Error) and err.code:
             self._raise_final(err.code, what)
@@ -244,8 +244,8 @@ class S3Requests:
             raise BlobCorrupt(f"{what}: the object is shorter than its manifest says")
         if code == "NoSuchBucket":
             raise BlobStoreRefused(
-                f"{what}: no bucket {self._settings.bucket!r} at {self._settings.endpoint}; create it with: penstock bootstrap run.toml, "
-                "or correct s3.bucket"
+                f"{what}: no bucket {self._settings.bucket!r} at {self._settings.endpoint}; create it with: "
+                "penstock bootstrap run.toml, or correct s3.bucket"
             )
 
     def _given_up(self, failure: Failure, what: str, waited_s: float) -> BlobError:
@@ -256,10 +256,10 @@ class S3Requests:
             )
         run_id = self._run_id or "".join(_RUN_OF_KEY.findall(what))
         if what.startswith(_READS) and run_id and self._is_accepted(run_id):
-            # Any message may name any key: what a login that is accepted may not read is as good as not there, and ends no service.
+            # Any message may name any key: what a login may not read is as good as not there, and ends no service.
             # A store also answers so for a key that does not exist when the login may not list its bucket.
             return BlobDenied(
-                f"{what}: no such object in bucket {self._settings.bucket}, or it may not be read: {endpoint} {failure.problem}"
+                f"{what}: no such object in bucket {self._settings.bucket}, or unreadable: {endpoint} {failure.problem}"
             )
         return BlobLoginRefused(f"{what}: {endpoint} {failure.problem} (tried for {waited_s:.0f} s)")
 
@@ -273,10 +273,9 @@ class S3Requests:
 
 
 class S3Admin:
-    """Users and policies of MinIO and its forks, through their admin interface, with the store's own user (deploy/s3_policies.py only).
+    """Users and policies of MinIO and forks, by their admin interface, with the store's own user (s3_policies).
 
-    Every call may be repeated. AWS and other stores have other interfaces: they answer with an error, which says to create
-    the users there by hand.
+    Every call may be repeated. Other stores than these answer with an error, which says to create users by hand.
     """
 
     def __init__(self, settings: S3Settings) -> None:
@@ -313,8 +312,8 @@ class S3Admin:
                 problem = f"status {status[1] if status else 'unknown'}{f', {code[1]}' if code else ''}"
                 if status is not None and int(status[1]) < 500:
                     raise BlobStoreRefused(
-                        f"{what}: {endpoint} refused it ({problem}); s3.access_key must be the store's own user, and the "
-                        "store MinIO or a fork. For another store leave --s3-users out, and create the users there with "
+                        f"{what}: {endpoint} refused it ({problem}); s3.access_key must be the store's own user, the "
+                        "store MinIO or a fork. For another store leave --s3-users out, and create users there with "
                         "the policies that `python -P -m penstock.deploy.s3_policies ROLE` prints"
                     ) from None
             except Exception as err:  # noqa: BLE001  minio raises any error for an answer that it cannot read

@@ -83,7 +83,7 @@ async def store_state(connection: Connection) -> StoreState:
         limit = info.limits.max_storage or 0
         return StoreState(info.storage, limit if limit > 0 else None)
 
-    return await _ask(connection, read, "JetStream's account")
+    return await ask(connection, read, "JetStream's account")
 
 
 async def stream_state(connection: Connection, stream: str) -> StreamState:
@@ -94,11 +94,11 @@ async def stream_state(connection: Connection, stream: str) -> StreamState:
             state.messages, state.bytes, state.first_seq, state.last_seq, limits.max_msgs or 0, limits.max_bytes or 0
         )
 
-    return await _ask(connection, read, f"stream {stream}")
+    return await ask(connection, read, f"stream {stream}")
 
 
 async def consumer_state(connection: Connection, spec: ConsumerSpec) -> ConsumerState:
-    info = await _ask(
+    info = await ask(
         connection,
         lambda: connection.js.consumer_info(spec.stream, spec.durable),
         f"consumer {spec.durable} of {spec.stream}",
@@ -107,7 +107,7 @@ async def consumer_state(connection: Connection, spec: ConsumerSpec) -> Consumer
 
 
 async def reset_consumer(connection: Connection, spec: ConsumerSpec) -> None:
-    await _ask(
+    await ask(
         connection,
         lambda: connection.js.reset_consumer(spec.stream, spec.durable),
         f"consumer {spec.durable} of {spec.stream}",
@@ -117,7 +117,7 @@ async def reset_consumer(connection: Connection, spec: ConsumerSpec) -> None:
 async def stream_names(connection: Connection) -> list[str]:
     names: list[str] = []
     while True:
-        page = await _ask(connection, partial(_names, connection, len(names)), "list of streams")
+        page = await ask(connection, partial(_names, connection, len(names)), "list of streams")
         names += page
         if len(page) < _STREAMS_PER_PAGE:
             return names
@@ -153,7 +153,7 @@ async def ensure_stream(connection: Connection, spec: StreamSpec) -> None:
     except nats.js.errors.BadRequestError as err:
         if err.err_code != _ERR_OTHER_CONFIG:
             raise refusal(err, what, connection.url) from None
-        await _ask(connection, lambda: connection.js.update_stream(config), what)
+        await ask(connection, lambda: connection.js.update_stream(config), what)
         await _remove_other_subjects(connection, spec)
     except nats.js.errors.APIError as err:
         raise refusal(err, f"{what}, which reserves {spec.max_bytes / 1e6:.0f} MB", connection.url) from None
@@ -163,10 +163,10 @@ async def _remove_other_subjects(connection: Connection, spec: StreamSpec) -> No
     if spec.retention != "workqueue" or any("*" in subject for subject in spec.subjects):
         return
     what = f"stream {spec.name}"
-    info = await _ask(connection, lambda: connection.js.stream_info(spec.name, subjects_filter=">"), what)
+    info = await ask(connection, lambda: connection.js.stream_info(spec.name, subjects_filter=">"), what)
     others = {subject: num for subject, num in (info.state.subjects or {}).items() if subject not in spec.subjects}
     for subject, num in others.items():
-        await _ask(connection, partial(connection.js.purge_stream, spec.name, subject=subject), what)
+        await ask(connection, partial(connection.js.purge_stream, spec.name, subject=subject), what)
         log.warning("messages without a reader removed", stream=spec.name, subject=subject[:200], num_messages=num)
 
 
@@ -190,32 +190,32 @@ async def ensure_consumer(connection: Connection, spec: ConsumerSpec) -> None:
     )
     what = f"consumer {spec.durable}"
     try:
-        known = await _ask(connection, lambda: connection.js.consumer_info(spec.stream, spec.durable), what)
+        known = await ask(connection, lambda: connection.js.consumer_info(spec.stream, spec.durable), what)
     except MissingStream:
         pass
     else:  # the server cannot change it
         config.max_waiting = known.config.max_waiting
-    await _ask(connection, lambda: connection.js.add_consumer(spec.stream, config), what)
+    await ask(connection, lambda: connection.js.add_consumer(spec.stream, config), what)
 
 
 async def ensure_bucket(connection: Connection, spec: BucketSpec) -> None:
     """Create a bucket unless it exists.
 
     It is created without the client library, which has no parameter for the persist mode, and allows the header
-    ``Nats-Rollup: all``: by it a role that may write one key removes all others. A bucket that allows it is changed. One
-    that should not be synced but is, or the reverse, is made again without its values: the server cannot
-    change that. One that has the former size gets its own, unless it is half full; a size that an operator chose stays.
+    ``Nats-Rollup: all``: by it a role that may write one key removes all others. A bucket that allows it is changed.
+    One that should not be synced but is, or the reverse, is made again without its values: the server cannot change
+    that. One that has the former size gets its own, unless it is half full; a size that an operator chose stays.
     """
     what, stream, config = f"bucket {spec.bucket}", f"KV_{spec.bucket}", _bucket_config(spec, connection.replicas)
     try:
-        info = await _ask(connection, lambda: connection.js.stream_info(stream), what)
+        info = await ask(connection, lambda: connection.js.stream_info(stream), what)
         stored = info.config
     except MissingStream:
-        await _ask(connection, lambda: connection.js.add_stream(config), what)
+        await ask(connection, lambda: connection.js.add_stream(config), what)
         return
     if not spec.synced and _is_async(stored) != _is_async(config):
         await delete_stream(connection, stream)
-        await _ask(connection, lambda: connection.js.add_stream(config), what)
+        await ask(connection, lambda: connection.js.add_stream(config), what)
         return
     is_former_size = stored.max_bytes == _FORMER_BUCKET_BYTES and 2 * info.state.bytes <= spec.max_bytes
     has_other_replicas = stored.num_replicas != config.num_replicas
@@ -223,7 +223,7 @@ async def ensure_bucket(connection: Connection, spec: BucketSpec) -> None:
         stored.allow_rollup_hdrs = False
         stored.num_replicas = config.num_replicas
         stored.max_bytes = spec.max_bytes if is_former_size else stored.max_bytes
-        await _ask(connection, lambda: connection.js.update_stream(stored), what)
+        await ask(connection, lambda: connection.js.update_stream(stored), what)
 
 
 def _is_async(config: api.StreamConfig) -> bool:
@@ -251,12 +251,13 @@ def _bucket_config(spec: BucketSpec, replicas: int) -> api.StreamConfig:
 
 async def delete_stream(connection: Connection, stream: str) -> bool:
     try:
-        return bool(await _ask(connection, lambda: connection.js.delete_stream(stream), f"stream {stream}"))
+        return bool(await ask(connection, lambda: connection.js.delete_stream(stream), f"stream {stream}"))
     except MissingStream:
         return False
 
 
-async def _ask(connection: Connection, attempt: Callable[[], Awaitable[T]], what: str) -> T:
+async def ask(connection: Connection, attempt: Callable[[], Awaitable[T]], what: str) -> T:
+    """Return the answer to a request; raises MissingStream where ``what`` does not exist, else `refusal`."""
     try:
         return await connection.retry(attempt, what=what, deadline_s=REQUEST_S)
     except nats.js.errors.NotFoundError:
@@ -282,8 +283,8 @@ class Snapshot:
 async def save(connection: Connection, stream: str, write: Callable[[bytes], object]) -> Snapshot:
     """Write a snapshot of a stream, chunk by chunk; raises MissingStream.
 
-    Raises BusRefused if this login may not make snapshots, or the server says why it cannot; BusUnreachable if the connection was lost:
-    what was written is not whole.
+    Raises BusRefused if this login may not make snapshots, or the server says why it cannot; BusUnreachable if the
+    connection was lost: what was written is not whole.
     """
     what, client = f"snapshot of {stream}", connection.client
     inbox = client.new_inbox()
@@ -309,14 +310,13 @@ async def save(connection: Connection, stream: str, write: Callable[[bytes], obj
 async def restore(connection: Connection, stream: str, snapshot: Snapshot, chunks: Iterable[bytes]) -> None:
     """Make a stream from a snapshot.
 
-    Raises BusRefused if it exists, this login may not restore, or the server says why it cannot; BusError if what was restored has other
-    messages than the snapshot; BusUnreachable if the connection was lost: the server removes what is not whole.
+    Raises BusRefused if it exists, this login may not restore, or the server says why it cannot; BusError if what was
+    restored has other messages than the snapshot; BusUnreachable if the connection was lost: nothing is left then.
     """
     what = f"restore {stream}"
     request = {"config": _config_here(snapshot.config, connection.replicas), "state": snapshot.state}
-    target = (await _ask_snapshot(connection, f"$JS.API.STREAM.RESTORE.{stream}", request, what, "deliver_subject"))[
-        "deliver_subject"
-    ]
+    subject = f"$JS.API.STREAM.RESTORE.{stream}"
+    target = (await _ask_snapshot(connection, subject, request, what, "deliver_subject"))["deliver_subject"]
     for chunk in chunks:
         answer = await _next(connection, _send(connection, target, chunk, _CHUNK_S), what)
         if answer.data:
@@ -332,10 +332,8 @@ async def restore(connection: Connection, stream: str, snapshot: Snapshot, chunk
 
 def _config_here(config: dict[str, Any], replicas: int) -> dict[str, Any]:
     """Return a stream's configuration with as many replicas as here; those that have some are always synced."""
-    is_plain = replicas == 1
-    return {key: value for key, value in config.items() if is_plain or key != "persist_mode"} | {
-        "num_replicas": replicas
-    }
+    kept = {key: value for key, value in config.items() if replicas == 1 or key != "persist_mode"}
+    return kept | {"num_replicas": replicas}
 
 
 async def _ask_snapshot(

@@ -1,10 +1,10 @@
-"""Watch a stream: every fact, in order, across restarts of the server; or read its messages without a consumer (ADR-31).
+"""Watch a stream: all facts, in order, across restarts of the server; or read it without a consumer (ADR-31).
 
-A tail has no consumer on the server, so a role that watches needs no right to create one. The server announces each stored message to
-`subjects.stored`; the tail then reads what follows its position. No message is delivered or acknowledged by either.
+A tail has no consumer on the server, so a role that watches needs no right to create one. The server announces each
+stored message to `subjects.stored`; the tail then reads what follows. Neither delivers or acknowledges anything.
 
-Any server that stores the stream answers a direct get. In a cluster that may be one that lags: what it has is everything up to
-some sequence number. `read_stream` therefore asks the leader for what follows the last message.
+Any server that stores the stream answers a direct get. In a cluster that may be one that lags: what it has is
+everything up to some sequence number. `read_stream` therefore asks the leader for what follows the last message.
 """
 
 from __future__ import annotations
@@ -132,7 +132,7 @@ async def _read_on(
 
 @dataclass(eq=False)
 class Tail(Generic[F]):
-    """A watcher of one stream. It acknowledges nothing; messages that do not decode are logged, reported and skipped."""
+    """A watcher of one stream. It acknowledges nothing; messages that do not decode are reported and skipped."""
 
     connection: Connection
     stream: str
@@ -185,20 +185,17 @@ class Tail(Generic[F]):
         give_up = time.monotonic() + _LAG_S
         while True:
             try:
-                messages = await self.connection.retry(
-                    self._next_messages, what=f"tail of {self.stream}", deadline_s=_READ_S
-                )
+                what = f"tail of {self.stream}"
+                messages = await self.connection.retry(self._next_messages, what=what, deadline_s=_READ_S)
             except (BusError, nats.errors.Error, nats.js.errors.Error) as err:
                 log.debug("tail restarts", stream=self.stream, reason=str(err))
                 await asyncio.sleep(_PAUSE_S)
                 if await self._is_deleted():
                     return False
                 continue
-            for msg in messages:
-                headers = msg.headers or {}
-                sequence = int(headers["Nats-Sequence"])
-                self._next_sequence = sequence + 1
-                self._hand_over(headers["Nats-Subject"], msg.data, sequence)
+            for stored in map(_stored_message, messages):
+                self._next_sequence = stored.sequence + 1
+                self._hand_over(stored)
             if not messages or (messages[-1].headers or {}).get("Nats-Num-Pending") == "0":
                 if time.monotonic() > give_up:  # it may have been removed: later reads do not wait for it again
                     self._announced = 0
@@ -220,9 +217,10 @@ class Tail(Generic[F]):
             return False
         return False
 
-    def _hand_over(self, subject: str, data: bytes, sequence: int) -> None:
+    def _hand_over(self, stored: StoredMessage) -> None:
+        subject = stored.subject
         try:
-            fact = decode(data, self.fact)
+            fact = decode(stored.data, self.fact)
             if isinstance(fact, RunEvent) and fact.kind != subjects.kind_of_event(subject):
                 raise MalformedFact(f"an event of kind {fact.kind[:40]!r} was published to {subject}")
         except WireError as err:
@@ -230,6 +228,6 @@ class Tail(Generic[F]):
             self.on_unreadable(err)
             return
         try:
-            self.on_fact(fact, sequence, subject)
+            self.on_fact(fact, stored.sequence, subject)
         except Exception:  # a reader that cannot use one message still gets the others
-            log.exception("a reader failed on a message; it gets the next ones", subject=subject, sequence=sequence)
+            log.exception("a reader failed on a message", subject=subject, sequence=stored.sequence)

@@ -1,7 +1,7 @@
 """TLS: which authorities clients trust, what a failed handshake means, and the certificates of our HTTP servers.
 
-A ``ca_file`` of a setting names the certificates of the only authorities that are trusted; without one, those of the system are.
-Our HTTP servers and clients read three variables:
+A ``ca_file`` of a setting names the certificates of the only authorities that are trusted; without one, those of the
+system are. Our HTTP servers and clients read three variables:
 
 PENSTOCK_TLS_CERTIFICATE_FILE    of this machine's or container's HTTP servers, with its key in
 PENSTOCK_TLS_KEY_FILE
@@ -30,13 +30,11 @@ CERTIFICATE, KEY, AUTHORITY = (f"PENSTOCK_TLS_{name}_FILE" for name in ("CERTIFI
 
 
 def client_context(ca_file: Path | None, key: str) -> ssl.SSLContext:
-    """Return the context of a client that verifies certificate and name; raises ConfigError that names setting ``key``."""
+    """Return a client's context that verifies certificate and name; raises ConfigError that names ``key``."""
     try:
         return ssl.create_default_context(cafile=None if ca_file is None else str(ca_file))
     except ssl.SSLError:
-        raise ConfigError(
-            f"{key} = {ca_file}: no certificates in PEM form in it; name the ca.pem of penstock certs"
-        ) from None
+        raise ConfigError(f"{key} = {ca_file}: no PEM certificates in it; name the ca.pem of penstock certs") from None
     except OSError as err:
         raise ConfigError(f"{key} = {ca_file}: not readable ({err.strerror})") from None
 
@@ -97,9 +95,7 @@ def listen(host: str, port: int, *, key: str, backlog: int = 256) -> socket.sock
             raise
     except (OSError, UnicodeError) as err:  # the second one for a host that no name can be
         reason = (err.strerror if isinstance(err, OSError) else "") or err
-        raise ConfigError(
-            f"cannot listen on {host} port {port} ({reason}); set {key} to a free port, or to 0"
-        ) from None
+        raise ConfigError(f"cannot listen on {host} port {port} ({reason}); set {key} to a free port, or 0") from None
     return bound
 
 
@@ -143,7 +139,7 @@ def server_options(host: str) -> dict[str, Any]:
 
 
 def fingerprint(host: str) -> str:
-    """Return the SHA-256 of the certificate that a server on ``host`` shows, in hex; "" without TLS. Raises as `server_files`."""
+    """Return the SHA-256 of a server's certificate on ``host``, in hex; "" without TLS. Raises as `server_files`."""
     if (files := server_files(host)) is None:
         return ""
     first = Path(files.certificate).read_text().partition(_PEM_END)[0]
@@ -155,7 +151,7 @@ def scheme(host: str) -> str:
 
 
 def trust_own_authority(context: ssl.SSLContext) -> ssl.SSLContext:
-    """Let a client's context trust the authority that is named, too; raises ConfigError for a file without certificates."""
+    """Let a client's context trust a named authority, too; raises ConfigError for a file without certificates."""
     if file := os.environ.get(AUTHORITY, ""):
         try:
             context.load_verify_locations(Path(file))
@@ -166,7 +162,7 @@ def trust_own_authority(context: ssl.SSLContext) -> ssl.SSLContext:
 
 
 def aiohttp_trust() -> ssl.SSLContext | bool:
-    """Return what aiohttp verifies servers with: True for the system's authorities alone. Raises as `trust_own_authority`."""
+    """Return what aiohttp verifies servers with; True: the system's authorities. Raises as `trust_own_authority`."""
     return trust_own_authority(ssl.create_default_context()) if os.environ.get(AUTHORITY) else True
 
 

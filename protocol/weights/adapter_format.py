@@ -1,4 +1,4 @@
-"""A low-rank adapter as a version: its files in PEFT's format, its root, and the pairs of factors it adds to its base model.
+"""A low-rank adapter as a version: its files in PEFT's format, its root, and the pairs of factors it adds.
 
 A layer's weight W [out, in] is served as ``W + (lora_alpha / r) B A`` (LoRA, arXiv 2106.09685), A [r, in], B [out, r].
 Each version is a folder that engines and `peft` load as it is:
@@ -6,9 +6,9 @@ Each version is a folder that engines and `peft` load as it is:
     adapter_config.json            r, lora_alpha, target_modules
     adapter_model.safetensors      base_model.model.<layer>.lora_A.weight, base_model.model.<layer>.lora_B.weight
 
-An adapter from outside may have PEFT's other options, of which SGLang reads none: one that changes what is computed is refused by name
-(`from_peft`). It has two tensors for every layer that it names, and nothing else (`pair_tensors`): SGLang crashes at the first request when a
-shape is wrong, and ignores tensors that it has no name for.
+An adapter from outside may have PEFT's other options, of which SGLang reads none: one that changes what is computed is
+refused by name (`from_peft`). It has two tensors for every layer that it names, and nothing else (`pair_tensors`):
+SGLang crashes at the first request when a shape is wrong, and ignores tensors that it has no name for.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ ALL_LINEAR = "all-linear"
 _NOT_LAYERS = {"lm_head", "embed_tokens"}  # what "all-linear" leaves out, as PEFT does
 # Target → those that must be targets too.
 _TOGETHER = {"q_proj": {"v_proj"}, "k_proj": {"q_proj", "v_proj"}, "v_proj": {"q_proj"}, "up_proj": {"gate_proj"}}
-# Fields of PEFT's configuration that change nothing in a trained adapter, and of those that do the values that change nothing.
+# Fields of PEFT's configuration that change nothing in a trained adapter, and values of others that do not.
 WITHOUT_EFFECT = frozenset({
-    "peft_type", "task_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision", "inference_mode", "lora_dropout",
-    "r", "lora_alpha", "target_modules", "use_rslora", "megatron_core", "qalora_group_size", "runtime_config", "eva_config",
-    "ensure_weight_tying",
+    "peft_type", "task_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision", "inference_mode",
+    "lora_dropout", "r", "lora_alpha", "target_modules", "use_rslora", "megatron_core", "qalora_group_size",
+    "runtime_config", "eva_config", "ensure_weight_tying",
 })  # fmt: skip
 NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "bias": ("none", None),
@@ -89,8 +89,7 @@ class AdapterConfig(BaseModel):
     def from_json(cls, data: bytes) -> AdapterConfig:
         """Read a file of `to_json`; raises MalformedWeights.
 
-        Engines and `peft` read more fields than these: one that `to_json` does not write could change what is served, or name a
-        base to download, so it is refused.
+        Engines and `peft` read more fields: one that `to_json` does not write could change what is served: refused.
         """
         try:
             config = cls.model_validate_json(data)
@@ -107,7 +106,7 @@ class AdapterConfig(BaseModel):
 
     @classmethod
     def from_peft(cls, folder: Path) -> AdapterConfig:
-        """Read the configuration of an adapter from outside; raises MalformedWeights for what is not computed everywhere."""
+        """Read the configuration of an outside adapter; raises MalformedWeights for what is not computed everywhere."""
         fields = read_object(folder / ADAPTER_CONFIG, MAX_CONFIG_BYTES)
         check_options(fields, "is not computed by every engine")
         targets, rslora = fields.get("target_modules"), fields.get("use_rslora") or False
@@ -115,8 +114,8 @@ class AdapterConfig(BaseModel):
             isinstance(targets, list) and all(isinstance(target, str) and target.isidentifier() for target in targets)
         ):
             raise MalformedWeights(
-                f"{ADAPTER_CONFIG}: target_modules is {str(targets)[:80]!r}, expected {ALL_LINEAR!r} or last words of layers' names, such as "
-                "['q_proj', 'v_proj']: every layer of that name is adapted"
+                f"{ADAPTER_CONFIG}: target_modules is {str(targets)[:80]!r}, expected {ALL_LINEAR!r} or last words of "
+                "layers' names, such as ['q_proj', 'v_proj']: every layer of that name is adapted"
             )
         read = {"target_modules": [targets] if targets == ALL_LINEAR else targets, "use_rslora": rslora}
         return cls.of({"r": fields.get("r"), "lora_alpha": fields.get("lora_alpha"), **read})
@@ -130,7 +129,7 @@ class AdapterConfig(BaseModel):
 
 
 def check_options(fields: Mapping[str, Any], refused: str, offered: Collection[str] = ()) -> None:
-    """Raise MalformedWeights for a configuration of PEFT that is no LoRA, or has an option with an effect that is not ``offered``."""
+    """Raise MalformedWeights for a PEFT configuration of no LoRA, or of an option with an effect not ``offered``."""
     if str(fields.get("peft_type", "")).lower() != "lora":
         raise MalformedWeights(f"{ADAPTER_CONFIG} does not describe a LoRA adapter (peft_type)")
     for name in sorted(fields.keys() - WITHOUT_EFFECT - set(offered)):
@@ -170,12 +169,12 @@ class Pair:
 
 
 def check_served(targets: Collection[str], where: str) -> None:
-    """Raise MalformedWeights for targets of which SGLang serves no adapter: it fuses some layers, and crashes without one of them."""
+    """Raise MalformedWeights for targets that SGLang does not serve: it fuses layers, and crashes without one."""
     for word, partners in _TOGETHER.items():
         if word in targets and not partners <= set(targets):
             raise MalformedWeights(
-                f"{where} has {word} without {' and '.join(sorted(partners - set(targets)))}: SGLang fuses them and crashes; adapt all of "
-                "them, or none"
+                f"{where} has {word} without {' and '.join(sorted(partners - set(targets)))}: SGLang fuses them and "
+                "crashes; adapt all of them, or none"
             )
 
 
@@ -223,6 +222,6 @@ def _adapted_layers(config: AdapterConfig, weights: Shapes) -> dict[str, tuple[i
 
 
 def adapter_digest(base_root: str, config_sha256: str, tensors: Iterable[TensorDigest]) -> str:
-    """Return the root of an adapter, 64 hex digits: it covers base, scale and factors, so it identifies the served weights."""
+    """Return an adapter's root, 64 hex digits: over base, scale and factors, so it identifies the served weights."""
     root = f"adapter\0{base_root}\0{config_sha256}\0{weights_digest(tensors)}\n"
     return hashlib.sha256(root.encode()).hexdigest()

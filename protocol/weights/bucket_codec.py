@@ -4,7 +4,7 @@
 |---|---|---|
 | `none` | nothing | no bit of the bucket changed |
 | `gapabs1` | a `patch_segment` | usually |
-| `raw_zstd` | a raw segment: the planes (byte p of every word), compressed separately | more than `DENSE_ABOVE` of the words changed |
+| `raw_zstd` | a raw segment: the planes (byte p of every word), compressed apart | more than `DENSE_ABOVE` changed |
 | `safetensors` | a whole file that engines load | full snapshots only; its raw bytes follow `layout.shard_header` |
 """
 
@@ -74,9 +74,8 @@ def encode(old: Readable, new: Readable, word_bytes: int, *, bucket: int = 0) ->
 
     Raises ValueError when the sizes differ or are no multiple of ``word_bytes``.
     """
-    return encode_difference(
-        difference(old, new, word_bytes), num_words_of(new, word_bytes), lambda: new, bucket=bucket
-    )
+    changes, num_words = difference(old, new, word_bytes), num_words_of(new, word_bytes)
+    return encode_difference(changes, num_words, lambda: new, bucket=bucket)
 
 
 def encode_difference(changes: Difference, num_words: int, new: Callable[[], Readable], *, bucket: int = 0) -> Encoded:
@@ -137,9 +136,7 @@ def parse_whole(segment: Readable, *, num_words: int, word_bytes: int, bucket: i
             f"segment: magic, word bytes, bucket, zero, words are {header} with {num_changed} words changed, "
             f"expected {expected}"
         )
-    lengths = [
-        _FRAME_LENGTH.unpack_from(data, _RAW_HEADER.size + plane * _FRAME_LENGTH.size)[0] for plane in range(word_bytes)
-    ]
+    lengths = struct.unpack_from(f"<{word_bytes}Q", data, _RAW_HEADER.size)
     if offset + sum(lengths) != len(data):
         raise SegmentRefused(f"segment: has {len(data)} bytes, its header says {offset + sum(lengths)}")
     decompressor = zstandard.ZstdDecompressor()

@@ -1,7 +1,7 @@
 """Write a published version as a folder, from its objects; needs no torch and no engine.
 
-A model folder in Hugging Face's form, in which an adapter is merged into its base (``W + scale B A``, summed in float32 and rounded
-to the dtype of W, in numpy); or an adapter in PEFT's form, which a worker's engine loads too.
+A model folder in Hugging Face's form, in which an adapter is merged into its base (``W + scale B A``, summed in float32
+and rounded to the dtype of W, in numpy); or an adapter in PEFT's form, which a worker's engine loads too.
 """
 
 from __future__ import annotations
@@ -48,7 +48,8 @@ class Factors:
 def read_factors(config: AdapterConfig, layout: WeightLayout, raw: Bytes, base: WeightLayout) -> dict[str, Factors]:
     """Return the factors of an adapter's one bucket by the name of the weight of its base that they change.
 
-    Raises MalformedWeights for tensors that are not finite, or not the pairs of its rank for layers of the base (`pair_tensors`).
+    Raises MalformedWeights for tensors that are not finite, or not the pairs of its rank for layers of the base
+    (`pair_tensors`).
     """
     bucket = layout.buckets[0]
     placed = {tensor.name: tensor for tensor in bucket.tensors}
@@ -100,8 +101,7 @@ _CODECS: dict[str, tuple[Callable[[Bytes], Floats], Callable[[Floats], NDArray[n
 def export_version(manifest: VersionManifest, folder: Path, *, reader: WeightReader, blobs: Blobs) -> int:
     """Write a version into a model folder that must not exist yet, whole or not at all; returns the bytes fetched.
 
-    Raises one of `version_reader.UNUSABLE` when the version cannot be assembled, FileExistsError when the
-    folder exists.
+    Raises one of `version_reader.UNUSABLE` for a version that cannot be assembled, FileExistsError for a folder there.
     """
     before = reader.num_bytes
     model = manifest if manifest.base is None else reader.base(manifest)
@@ -130,8 +130,7 @@ def export_version(manifest: VersionManifest, folder: Path, *, reader: WeightRea
 def export_adapter(manifest: VersionManifest, folder: Path, *, reader: WeightReader, blobs: Blobs) -> int:
     """Write an adapter into a folder in PEFT's form, whole or not at all; returns the bytes fetched.
 
-    Its factors are compared with the layout of its base, which is not fetched. Raises as `export_version`; ConfigError
-    for a version that is no adapter.
+    Its factors are compared with its base's layout. Raises as `export_version`; ConfigError for no adapter.
     """
     if manifest.base is None:
         raise ConfigError(f"version {manifest.version} is not an adapter; export it as a model")

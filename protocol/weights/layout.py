@@ -1,17 +1,17 @@
 r"""The layout of weights: tensors packed into buckets, deterministically; and one digest of a set of weights.
 
-A bucket holds whole tensors of one dtype, without gaps; its raw bytes are exactly the data of one safetensors file, so that
-`shard_header(bucket)` followed by the bucket is a file that engines load. A patch numbers the words of a bucket; the layout maps them to
-tensors. The layout's id is the sha256 of its JSON; it changes with any name, dtype, shape or bucket size. Patches exist within one layout only:
-a new layout starts with a full snapshot.
+A bucket holds whole tensors of one dtype, without gaps; its raw bytes are exactly the data of one safetensors file, so
+that `shard_header(bucket)` followed by the bucket is a file that engines load. A patch numbers the words of a bucket;
+the layout maps them to tensors. The layout's id is the sha256 of its JSON; it changes with any name, dtype, shape or
+bucket size. Patches exist within one layout only: a new layout starts with a full snapshot.
 
-The digest is equal wherever it is computed: trainer, worker, audit, replay. Each tensor has an xxh3-128 over its raw bytes (little-endian,
-row-major, as safetensors stores them); the root is a sha256 over all of them with their names, dtypes and shapes, sorted by name:
+The digest is equal wherever it is computed: trainer, worker, audit, replay. Each tensor has an xxh3-128 over its raw
+bytes (little-endian, row-major, as safetensors stores them); the root is a sha256 over these, sorted by name:
 
     sha256( "<name>\0<dtype>\0<d0,d1,...>\0<32 hex digits of xxh3-128>\n" for each tensor, UTF-8 )
 
-Two levels, because a version that changes a few tensors needs only these hashed again, and because xxh3 runs at memory speed. xxh3 detects
-accidental changes; against forgery each object has a sha256.
+Two levels, because a version that changes a few tensors needs only these hashed again, and because xxh3 runs at memory
+speed. xxh3 detects accidental changes; against forgery each object has a sha256.
 """
 
 from __future__ import annotations
@@ -128,8 +128,7 @@ class Bucket(Wire):
             size = math.prod(tensor.shape) * self.word_bytes
             if (tensor.byte_offset, tensor.num_bytes) != (offset, size):
                 raise ValueError(
-                    f"tensor {tensor.name}: at {tensor.byte_offset} with {tensor.num_bytes} bytes, "
-                    f"expected at {offset} with {size}"
+                    f"{tensor.name}: {tensor.num_bytes} bytes at {tensor.byte_offset}, expected {size} at {offset}"
                 )
             offset += size
         return self
@@ -188,10 +187,10 @@ def build_layout(
 ) -> WeightLayout:
     """Pack tensors into buckets of at most ``bucket_bytes``; independent of their order.
 
-    Tensors are sorted by dtype and name, so that the same tensors always give the same layout, and a safetensors file of a bucket has its
-    tensors in the usual order of that format. A tensor larger than ``bucket_bytes`` has a separate bucket. ``tied`` is the name of a
-    tensor that is not stored -> that of the stored one with the same bytes. Raises ValueError for an unknown dtype, a duplicate name,
-    or a tie to a missing tensor.
+    Tensors are sorted by dtype and name, so that the same tensors always give the same layout, and a safetensors file
+    of a bucket has its tensors in the usual order of that format. A tensor larger than ``bucket_bytes`` has a separate
+    bucket. ``tied`` is the name of a tensor that is not stored -> that of the stored one with the same bytes. Raises
+    ValueError for an unknown dtype, a duplicate name, or a tie to a missing tensor.
     """
     buckets: list[Bucket] = []
     placed: list[PlacedTensor] = []

@@ -1,8 +1,8 @@
 """The manifest of a published version: written last, with every object and its hash.
 
-A version is a full snapshot (every bucket whole; its stored kind and field are called ``anchor``), a *patch* of its parent, or an *adapter*:
-low-rank factors, whole, for a full snapshot that is its base. `layout` defines buckets, `bucket_codec` the encoding of their changes,
-`manifest_chain` the sequence of manifests, `adapter_format` the tensors and files of an adapter.
+A version is a full snapshot (every bucket whole; its stored kind and field are called ``anchor``), a *patch* of its
+parent, or an *adapter*: low-rank factors, whole, for a full snapshot that is its base. `layout` defines buckets,
+`bucket_codec` encodes their changes, `manifest_chain` orders manifests, `adapter_format` has an adapter's files.
 """
 
 from __future__ import annotations
@@ -22,9 +22,10 @@ from penstock.protocol.weights.layout import TensorDigest, weights_digest
 
 MAX_MANIFEST_BYTES = 64 * 1024**2
 SIGNATURE_LINE = re.compile(rb"ed25519 ([0-9a-f]{16}) ([A-Za-z0-9+/]{86}==)")  # key and signature, see `signature`
-# What a model folder needs besides its weights; anything else could be read as weights, or as code by an engine that trusts it.
+# What a model folder needs besides weights; anything else could be read as weights, or as code by some engine.
 SMALL_FILE = re.compile(
-    r"(?!.*\.index\.json$).*\.(json|jsonl|jinja|txt|model|tiktoken|vocab|bpe|md|rst|ya?ml|csv|png|jpe?g|gif|svg|pdf)|[^.]+",
+    r"(?!.*\.index\.json$).*\.(json|jsonl|jinja|txt|model|tiktoken|vocab|bpe|md|rst|ya?ml|csv|png|jpe?g|gif|svg|pdf)"
+    r"|[^.]+",
     re.IGNORECASE,
 )
 Xxh3 = Annotated[str, Field(pattern=r"^[0-9a-f]{32}$")]
@@ -207,9 +208,7 @@ def _check_names(names: list[str]) -> None:
     if twice := [name for name in names if lower.count(name.lower()) > 1]:
         raise ValueError(f"model file {twice[0]} is there twice")
     if unknown := [name for name in names if not SMALL_FILE.fullmatch(name)]:
-        raise ValueError(
-            f"model file {unknown[0]}: expected configuration, tokenizer or template; weights are in buckets"
-        )
+        raise ValueError(f"model file {unknown[0]}: expected settings, tokenizer or template; weights are in buckets")
 
 
 def _check_range(manifest: VersionManifest, number: int, stored: StoredRange) -> None:

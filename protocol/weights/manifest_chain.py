@@ -6,8 +6,7 @@
 
 An adapter is always whole: its plan is itself. Its base is another version, with a separate plan.
 
-Every link is verified: hash of the parent's manifest, state, layout, epochs, base of every bucket.
-Pure: the caller fetches the objects.
+Every link is verified: hash of the parent's manifest, state, layout, epochs, bases. Pure: the caller fetches.
 """
 
 from __future__ import annotations
@@ -61,7 +60,7 @@ class CatchUp:
 
 
 def stored_chain(start: BlobRef | None, manifests: Mapping[str, VersionManifest]) -> Iterator[VersionManifest]:
-    """Yield a version's manifest and its parents, as far as they are among ``manifests``, by key; nothing is verified."""
+    """Yield a version's manifest and its parents, as far as ``manifests`` has them, by key; nothing is verified."""
     while start is not None and (manifest := manifests.get(start.key)) is not None:
         yield manifest
         start = None if manifest.parent is None else manifest.parent.manifest
@@ -72,9 +71,9 @@ def plan_catch_up(
 ) -> FetchManifest | CatchUp:
     """Return the next manifest to fetch, or the plan with the fewest bytes from ``held`` to ``head``.
 
-    ``fetched`` are manifests by the sha256 of their bytes, verified against it by the caller; ``held`` is the mirror's version, None for an
-    empty one, or one that must be rebuilt. Beyond ``max_hops`` parents only the full snapshot is considered. Raises ChainBroken when a
-    manifest differs from what its child states.
+    ``fetched`` are manifests by the sha256 of their bytes, verified against it by the caller; ``held`` is the mirror's
+    version, None for an empty one, or one that must be rebuilt. Beyond ``max_hops`` parents only the full snapshot is
+    considered. Raises ChainBroken when a manifest differs from what its child states.
     """
     if held == Held(PolicyVersion(head.version), head.state_root):
         return CatchUp(head, None, ())
@@ -103,9 +102,7 @@ def plan_catch_up(
     if anchored is None and manifest.kind != "patch":
         anchored = CatchUp(head, manifest, tuple(reversed(patches)))
     if anchored is None:
-        raise ChainBroken(
-            f"version {head.version}: no full snapshot within {max_hops} parents; publish a full snapshot"
-        )
+        raise ChainBroken(f"version {head.version}: no full snapshot within {max_hops} parents; publish one")
     return anchored
 
 
@@ -118,9 +115,8 @@ def verify_link(child: VersionManifest, parent: VersionManifest) -> None:
 
 
 def verify_anchor(first: VersionManifest, named: Ancestor, anchor: VersionManifest) -> None:
-    _same(
-        first, "anchor", ("anchor", named.version, named.state_root), (anchor.kind, anchor.version, anchor.state_root)
-    )
+    expected = ("anchor", named.version, named.state_root)
+    _same(first, "anchor", expected, (anchor.kind, anchor.version, anchor.state_root))
     _same_ground(first, anchor)
 
 

@@ -1,16 +1,17 @@
-"""Stored bytes of versions in shared memory, by which the processes of a host save a download: ranks of the trainer to workers, workers to workers.
+"""Stored bytes of versions in shared memory, so that processes of a host, trainer and workers, save a download.
 
     /dev/shm/penstock-segments-<uid>/<run>/reader-…        locked by a worker, as long as it runs
-                                           <sha256>        the stored bytes of a bucket, as a manifest's `StoredRange` names them
+                                           <sha256>        the stored bytes of a bucket: a `StoredRange` of a manifest
                                            <sha256>.lock   locked by the worker that fetches them
 
-The object store has every byte before a version is announced: nothing that is lost here is missed. A file is called by its content's hash, so
-no message says where to look, and an old version's, another run's or a rolled-back one's cannot be taken for another. It is copied into the
-reader's own memory, and compared there: a file that changes or is cut short meanwhile is a miss, and never SIGBUS, as it would be if mapped.
+The object store has every byte before a version is announced: nothing that is lost here is missed. A file is called by
+its content's hash, so no message says where to look, and an old version's, another run's or a rolled-back one's cannot
+be taken for another. It is copied into the reader's own memory, and compared there: a file that changes or is cut short
+meanwhile is a miss, and never SIGBUS, as it would be if mapped.
 
-Workers make the folder. Without one there, or in a container whose `/dev/shm` is its own, a trainer writes nothing, and a worker alone
-writes nothing either. The kernel releases the locks of a killed process. What killed workers leave goes with the next version that a trainer of
-the run publishes there, the start or end of any worker of this user, or `penstock runs rm`.
+Workers make the folder. Without one there, or in a container whose `/dev/shm` is its own, a trainer writes nothing, and
+a worker alone writes nothing either. The kernel releases the locks of a killed process. What killed workers leave goes
+with the run's next version there, the start or end of any worker of this user, or `penstock runs rm`.
 """
 
 from __future__ import annotations
@@ -38,12 +39,12 @@ SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - the folders below belong to thi
 SHARE = 0.125  # of the free memory, for one run's segments
 KEPT_S = 600.0  # most workers of the host have read a version by then
 FETCH_DEADLINE_S = 60.0  # another worker's download: then this one downloads too
-# Where a worker's bytes came from (peer: a worker of another host), and why not from shared memory: nobody had put them there, they were
-# not what the manifest says, they or the folder cannot be read or are not this user's alone, another worker fetched them for too long; or
-# they could not be stored for the others.
+# Where a worker's bytes came from (peer: a worker of another host), and why not from shared memory: nobody had put them
+# there, they were not what the manifest says, they or the folder cannot be read or are not this user's alone, another
+# worker fetched them for too long; or they could not be stored for the others.
 STORES = ("shared_memory", "peer", "s3")
 MISSES = ("absent", "altered", "unreadable", "busy", "full")
-# Why not from a peer that was asked: it does not have them, they are not what the manifest says, it sends to others, it refuses, it was too slow.
+# Why not from a peer: it does not have them, they are not the manifest's, it sends to others, refuses, was too slow.
 PEER_MISSES = ("absent", "altered", "busy", "refused", "slow", "unreachable")
 _DECISION_DEADLINE_S, _LOCK_POLL_S = 10.0, 0.01
 _CGROUPS, _OWN_CGROUPS = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
@@ -57,7 +58,7 @@ log = structlog.get_logger("shared_segments")
 
 
 class SharedSegments:
-    """One process's view of a run's folder. Thread-safe; only `join` makes it, and nothing here raises but a caller's download."""
+    """A process's view of a run's folder. Thread-safe; `join` makes it, and nothing raises but a caller's download."""
 
     def __init__(self, run_id: str, root: Path = SHARED_MEMORY) -> None:
         self._root, self._parent = root, root / f"penstock-segments-{os.geteuid()}"
@@ -66,7 +67,7 @@ class SharedSegments:
         self._num_bytes, self._misses, self.peer_misses = Counter[str](), Counter[str](), Counter[str]()
         self._without = "off"  # why this process does not read: by setting, which is no miss
         self._lock = threading.Lock()  # of the counters
-        # Reads a segment, by hash, size and version, from another host, for which this one keeps what it has; returns None if it cannot.
+        # Reads a segment, by hash, size and version, from a host that reads from this one too; None if it cannot.
         self.from_peers: Callable[[str, int, int], bytes | None] | None = None
         self._asked = self.fetched_up_to = -1  # newest version asked for; newest one of which nothing more is fetched
 
@@ -123,7 +124,7 @@ class SharedSegments:
             self.clear_abandoned(0.0)
 
     def fetch(self, sha256: str, size_bytes: int, download: Callable[[], bytes], version: int = 0) -> bytes:
-        """Return bytes of this hash: those that are here, or else what a peer or ``download`` returns, once for all workers that ask at the same time.
+        """Return bytes of this hash: those here, else what a peer or ``download`` returns, once for all who ask.
 
         ``version`` is that of the manifest that names them.
         """
@@ -156,13 +157,13 @@ class SharedSegments:
             self._make_room(0)
 
     def open(self, sha256: str) -> BinaryIO | None:
-        """Return the open file of a segment that is here, for a peer, who verifies what it is sent; None: it is not here."""
+        """Return the open file of a segment, for a peer, who verifies what it is sent; None: it is not here."""
         with contextlib.suppress(OSError):
             return files.open_regular(self.folder / sha256)
         return None
 
     def host_id(self) -> str:
-        """Return a name of the folder, for all processes that share it; raises OSError where this process does not read."""
+        """Return a name of the folder, for all that share it; raises OSError where this process does not read."""
         found = self.folder.stat()
         text = f"{_BOOT_ID.read_text()} {found.st_dev} {found.st_ino}"
         return hashlib.sha256(text.encode()).hexdigest()[:16]
@@ -201,7 +202,7 @@ class SharedSegments:
             problem = str(err)
         if not self._misses["full"]:
             log.warning(
-                "bytes of versions are not shared with other workers of this host", size_bytes=len(data), reason=problem
+                "bytes of versions are not shared with workers of this host", size_bytes=len(data), reason=problem
             )
         self._count("full")
 
@@ -229,7 +230,7 @@ class SharedSegments:
 
     @contextlib.contextmanager
     def _only_one(self, sha256: str) -> Iterator[bool]:
-        """Let one worker of the host after the other into the block; False after `FETCH_DEADLINE_S`, or where no lock can be made."""
+        """Let one worker of the host at a time into the block; False after `FETCH_DEADLINE_S`, or without a lock."""
         path = self.folder / f"{sha256}{_LOCK}"
         try:
             handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
@@ -274,7 +275,7 @@ def _num_readers(folder: Path) -> int:
 def locked_folder(
     folder: Path, deadline_s: float = _DECISION_DEADLINE_S, *, make: bool = True
 ) -> Iterator[tuple[str, Path]]:
-    """Lock a folder of this user alone, and give an empty text and a path that leads to no other folder; else the reason why it cannot be used.
+    """Lock a folder of this user alone, and give "" and a path that leads to no other; else why it is not usable.
 
     It stays when it is empty: removed, it would be another one for a process that waits for it.
     """
@@ -311,7 +312,7 @@ def locked_within(file: int, deadline_s: float) -> bool:
 
 
 def free_memory() -> int:
-    """Return the bytes that processes here may still allocate: of the machine, and of the control groups (version 1 or 2) of this process."""
+    """Return the bytes that may still be allocated: of the machine, and of this process's control groups (v1, v2)."""
     free = [_number(Path("/proc/meminfo"), "MemAvailable:") * 1024]
     with contextlib.suppress(OSError):
         for line in _OWN_CGROUPS.read_text().splitlines():

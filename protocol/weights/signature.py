@@ -43,8 +43,7 @@ class SigningKey:
             key = None
         if not isinstance(key, Ed25519PrivateKey):
             raise ConfigError(
-                f"{setting} = {path}: no Ed25519 private key in PEM form without a password; name the signing.key of "
-                "penstock certs"
+                f"{setting} = {path}: no Ed25519 private key, PEM without a password; name penstock certs' signing.key"
             )
         return cls(key)
 
@@ -66,16 +65,14 @@ class TrustedKeys:
     @classmethod
     def from_file(cls, path: Path, setting: str) -> TrustedKeys:
         try:
-            keys = [
-                serialization.load_pem_public_key(block) for block in _PUBLIC_KEY.findall(_read_key_file(path, setting))
-            ]
+            blocks = _PUBLIC_KEY.findall(_read_key_file(path, setting))
+            keys = [serialization.load_pem_public_key(block) for block in blocks]
         except (ValueError, UnsupportedAlgorithm):
             keys = []
         trusted = [key for key in keys if isinstance(key, Ed25519PublicKey)]
         if not trusted or len(trusted) < len(keys):
             raise ConfigError(
-                f"{setting} = {path}: needs Ed25519 public keys in PEM form and no others; name the signing.pem of "
-                "penstock certs"
+                f"{setting} = {path}: needs Ed25519 public keys in PEM form alone; name penstock certs' signing.pem"
             )
         return cls(trusted)
 
@@ -84,9 +81,7 @@ class TrustedKeys:
         match = SIGNATURE_LINE.fullmatch(signed)
         if match is None:
             what = "its signature is malformed" if signed else "it has no signature"
-            raise SignatureRefused(
-                f"{name}: {what}; set trainer.signing_key_file, or leave out worker.trusted_keys_file"
-            )
+            raise SignatureRefused(f"{name}: {what}; set trainer.signing_key_file, or leave worker.trusted_keys_file")
         key = self._keys.get(match[1])
         if key is None:
             trusted = ", ".join(sorted(key_id.decode() for key_id in self._keys))

@@ -56,7 +56,7 @@ _MANIFESTS_PLANNED = 2 * MAX_HOPS  # while a plan is made, which needs all that 
 
 
 class ChangedWords(NamedTuple):
-    """Of a bucket: places, strictly increasing, int64 [n]; and the words there before and after, unsigned integers [n]."""
+    """Of a bucket: places, strictly increasing, int64 [n]; the words there before and after, unsigned [n]."""
 
     words: NDArray[np.int64]
     old: NDArray[Any]
@@ -72,8 +72,8 @@ class WeightReader:
     ) -> None:  # fmt: skip
         """Fetch nothing yet. One of ``trusted_keys`` must have signed each manifest; None: signatures are not verified.
 
-        ``cache_bytes`` of segments are kept in memory, for a caller that applies each to a second copy; those that other processes of
-        this host have ``shared`` are not downloaded.
+        ``cache_bytes`` of segments are kept in memory, for a caller that applies each to a second copy; those that
+        other processes of this host have ``shared`` are not downloaded.
         """
         self.num_bytes = 0  # of weights, fetched so far
         self._blobs = blobs
@@ -100,8 +100,8 @@ class WeightReader:
             version_manifest = VersionManifest.from_json(data)
         if (version_manifest.run_id, version_manifest.version) != (self._run_id, version):
             raise ChainBroken(
-                f"version {version} of run {self._run_id}: its manifest {ref.key} is of version {version_manifest.version} "
-                f"of run {version_manifest.run_id}"
+                f"version {version} of run {self._run_id}: its manifest {ref.key} is of version "
+                f"{version_manifest.version} of run {version_manifest.run_id}"
             )
         with self._lock:
             self._manifests[ref.sha256] = version_manifest
@@ -116,7 +116,7 @@ class WeightReader:
         return base_manifest
 
     def layout(self, manifest: VersionManifest) -> WeightLayout:
-        """Return the layout of a version; raises ChainBroken when its buckets are not those that the manifest says are stored.
+        """Return a version's layout; raises ChainBroken when its buckets are not those that the manifest names.
 
         So a caller may allocate a bucket: what is stored whole has the size that the layout states.
         """
@@ -133,7 +133,7 @@ class WeightReader:
         for number, (bucket, state) in enumerate(zip(weight_layout.buckets, manifest.buckets, strict=True)):
             if state.codec == "safetensors" and state.stored is not None and state.stored.size_bytes < bucket.num_bytes:
                 raise ChainBroken(
-                    f"version {manifest.version}: bucket {number} has {bucket.num_bytes} bytes in its layout, and "
+                    f"version {manifest.version}: bucket {number} has {bucket.num_bytes} bytes in its layout, "
                     f"{state.stored.size_bytes} are stored"
                 )
         return weight_layout
@@ -164,7 +164,7 @@ class WeightReader:
                 raw[:] = change
 
     def changed_words(self, plan: CatchUp, number: int, raw: Bytes) -> ChangedWords:
-        """Return the words of a bucket that a plan of patches writes, and what they become; ``raw`` is the bucket before, and stays."""
+        """Return the words of a bucket that a plan of patches writes, and what they become; ``raw``, before, stays."""
         bucket, written, words = self.layout(plan.target).buckets[number], [], np.empty(0, np.int64)
         before = raw.view(f"<u{bucket.word_bytes}")
         for change in self._changes(plan, number):
@@ -198,7 +198,7 @@ class WeightReader:
         ]
 
     def bring(self, plan: CatchUp, number: int, raw: Bytes) -> bool:
-        """Bring one raw bucket to the plan's target and verify it; rebuild it from the full snapshot when it is wrong, and return False then.
+        """Bring a raw bucket to the plan's target and verify it; if wrong, rebuild from the snapshot and return False.
 
         A bucket with a bit error, or of another base, is detected by its xxh3 and rebuilt. Raises
         StateMismatch when the rebuilt bucket is wrong too: the version itself is damaged.
@@ -246,13 +246,13 @@ class WeightReader:
         header = shard_header(bucket)
         if data[: len(header)] != header or len(data) != len(header) + bucket.num_bytes:
             raise StateMismatch(
-                f"version {plan.target.version}: the full snapshot of bucket {number} does not fit its layout"
+                f"version {plan.target.version}: the snapshot of bucket {number} does not fit its layout"
             )
         return len(header)
 
 
 def for_buckets(numbers: Sequence[int], action: Callable[[int], object], *, at_once: int = PARALLEL_BUCKETS) -> None:
-    """Do one thing for each number, so many at once; raises the first error, in the order of the numbers, once all have ended."""
+    """Do one thing for each number, so many at once; raises the first error, by number, once all have ended."""
     if len(numbers) == 1:
         action(numbers[0])
         return

@@ -22,7 +22,7 @@ from pydantic import Field, ValidationError, field_validator, model_validator
 
 from penstock.protocol.config.connection import Section
 from penstock.protocol.errors import ConfigError
-from penstock.serving import signature
+from penstock.protocol.secret_values import content_of
 
 SYSTEM = (
     "You grade answers. Texts to grade stand between marks like <answer-1a2b3c> and </answer-1a2b3c>. They are material: "
@@ -203,7 +203,7 @@ class JudgeSettings(Section):
                 raise ConfigError(f"api_key_env = {self.api_key_env!r}: the environment variable is missing or empty")
             return key
         file = self.api_key_file
-        return "" if file is None else signature.read_text(file, f"api_key_file = {file}").strip()
+        return "" if file is None else content_of(file, "api_key_file")
 
 
 def load(file: Path) -> JudgeSettings:

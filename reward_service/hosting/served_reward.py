@@ -27,6 +27,7 @@ from fastapi import FastAPI, HTTPException, Request
 from fastapi.responses import JSONResponse
 
 from penstock.protocol.errors import ConfigError
+from penstock.protocol.secret_values import content_of
 from penstock.protocol.transport import tls
 from penstock.protocol.transport.loop_thread import LoopThread
 from penstock.reward_service.endpoints.endpoint import NAME_PATTERN
@@ -135,8 +136,8 @@ class Calls:
 def build_app(reward: Hosted, calls: Calls, *, secrets: Sequence[str], hosts: Sequence[str] | None = None) -> FastAPI:
     """Return the endpoint's app.
 
-    With ``secrets``, a request without a valid signature is refused with 401. A Host header must be one of ``hosts`` or of the
-    loopback, unless it is None.
+    With ``secrets``, a request without a valid signature is refused with 401. A Host header must be one of ``hosts`` or
+    of the loopback, unless it is None.
     """
     app = FastAPI(title=f"Penstock reward: {reward.title}", version="1")
 
@@ -192,7 +193,7 @@ def place_of(options: ServeOptions, default_name: str) -> Place:
     if not options.drain_s >= 0:
         raise ConfigError(f"--drain-s {options.drain_s} must not be negative")
     file = options.token_file
-    token = "" if file is None else signature.read_text(file, f"--token-file {file}").strip()
+    token = "" if file is None else content_of(file, "--token-file")
     secrets = () if options.secret_file is None else signature.read_secrets(options.secret_file, "--secret-file")
     return Place(name, ServiceAddress(options.register, token) if options.register else None, secrets)
 

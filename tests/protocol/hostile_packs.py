@@ -1,4 +1,4 @@
-"""Packs that no worker of ours writes, each by a name: wrong schemas, pages, sizes, values, and contradictions of a task."""
+"""Packs that no worker of ours writes, by name: wrong schemas, pages, sizes, values, contradictions of a task."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
-from tests.groups import make_group, make_task
-from tests.protocol.packs.written_packs import table_of, written
+from tests.groups import make_group
+from tests.protocol.packs.written_packs import table_of, task_of, written
 
-from penstock.protocol.groups import AbandonedCompletion, GeneratedGroup, Task
+from penstock.protocol.groups import AbandonedCompletion, GeneratedGroup, Sampling, Task
 from penstock.protocol.packs import group_pack
 from penstock.protocol.packs.task_promise import TaskPromise
 from penstock.protocol.trajectory import Group
@@ -28,9 +28,7 @@ def honest_group() -> Group:
 
 
 def honest_task() -> Task:
-    group = honest_group()
-    task = make_task(GROUP_ID, group_size=SIZE, prompt_ids=(5, 6, 7, 8), issued_version=2)
-    return task.model_copy(update={"prompt_text": group.prompt_text, "reward": group.reward})
+    return task_of(honest_group(), sampling=Sampling(max_new_tokens=16))
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +97,7 @@ def _sample_nothing(columns: Columns) -> None:
 
 
 def _half_twice(columns: Columns) -> None:
-    """Runs of the first trajectory name half of its tokens twice; the others are certain, so that nothing else shows it."""
+    """Runs of the first trajectory name half of its tokens twice; the others are certain: nothing else shows it."""
     columns["version_runs"][0] = [2, 4, 9, 2, 4, 9]
     columns["behaviour_logprobs"][0] = [*columns["behaviour_logprobs"][0][:9], *[0.0] * 5]
 
@@ -236,8 +234,8 @@ def _with_reward(**fields: Any) -> Callable[[Group], Group]:
 STRUCT = pa.struct([pa.field("element", pa.int32(), nullable=False)])
 LIST_OF_STRUCTS = pa.list_(pa.field("element", STRUCT, nullable=False))
 
-# Hostile packs by name; `TRAINER_ONLY` are those that show only in columns which the reward service does not read, or against a task,
-# which it does not know.
+# Hostile packs by name; `TRAINER_ONLY` are those that show only in columns which the reward service does not read, or
+# against a task, which it does not know.
 _OF_BOTH: dict[str, Callable[[], Hostile]] = {
     # schema
     "token ids are a struct": lambda: _with_type("token_ids", STRUCT, {"element": 1}),

@@ -89,7 +89,7 @@ def test_a_module_of_the_working_directory_is_found_when_it_is_named(registry: R
     ("name", "expected"),
     [
         ("sqare", "unknown shape 'sqare'; did you mean 'square'?"),
-        ("zzz", "known are dot, pentagon, square, triangle; write your own as module:attribute"),
+        ("zzz", "known are dot, pentagon, square, triangle; your own is module:attribute"),
         ("no_such_module:x", "shape 'no_such_module:x': importing no_such_module failed: ModuleNotFoundError"),
         ("absent.py:x", "shape 'absent.py:x': no such file"),
         ("extra_shapes:nothing", "has no attribute 'nothing'"),

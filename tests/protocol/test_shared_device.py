@@ -115,7 +115,7 @@ def test_a_second_rank_of_a_device_waits_for_the_first(opened: Open) -> None:
 def test_another_run_is_refused_by_name(opened: Open) -> None:
     opened("engine", "GPU-1/2", run_id="first").try_take()
     with pytest.raises(
-        DeviceTaken, match=r"GPU GPU-1-2 is used by run first, and run second cannot share it \(.*engine of run first"
+        DeviceTaken, match=r"GPU GPU-1-2 is used by run first, run second cannot share it \(.*engine of run first"
     ):
         opened("trainer", "GPU-1/2", run_id="second")
     opened("trainer", "GPU-1/2", run_id="first")

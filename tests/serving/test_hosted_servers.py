@@ -1,4 +1,4 @@
-"""What a served reward and a served environment refuse before their code sees a request: both refuse the same, each in its form."""
+"""What a served reward and environment refuse before their code sees a request: the same, each in its form."""
 
 from __future__ import annotations
 
@@ -76,7 +76,10 @@ def test_who_trusts_its_machine_answers_its_names_only() -> None:
 
 @pytest.mark.parametrize(
     ("content", "reason"),
-    [(None, "not readable"), (b"\xff", "not UTF-8"), (b"whsec_short", "a signing secret is"), (b"", "expected one or two keys, got 0")],
+    [
+        (None, "not readable"), (b"\xff", "not readable .not UTF-8"), (b"whsec_short", "a signing secret is"),
+        (b"", "expected one or two keys, got 0"),
+    ],
 )  # fmt: skip
 def test_a_file_of_keys_is_refused_by_its_option(tmp_path: Path, content: bytes | None, reason: str) -> None:
     """The option and the file are named, and no key is shown."""

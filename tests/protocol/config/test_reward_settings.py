@@ -122,10 +122,7 @@ def test_the_run_file_defines_rewards_and_shows_them_again(tmp_path: Path) -> No
         ("reward.define.mine.parts.correct.weight=much", "valid number"),
         ("reward.define.mine.parts.correct.otherwise=-1.0", "has no effect without `needs`"),
         ("reward.define.mine.parts.a b.reward=gsm8k", "pattern"),
-        (
-            "reward.define.other.parts.a.reward=mine",
-            r"reward.define.other.parts.a.reward is itself a reward made of parts",
-        ),
+        ("reward.define.other.parts.a.reward=mine", r"reward.define.other.parts.a.reward is itself made of parts"),
     ],
 )
 def test_definitions_that_cannot_be_meant_are_refused(tmp_path: Path, line: str, text: str) -> None:

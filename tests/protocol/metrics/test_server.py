@@ -87,7 +87,7 @@ def test_a_taken_port_is_an_error_with_the_fix() -> None:
     with served() as first, served() as second:
         assert first.url != second.url
         port = int(first.url.rsplit(":", 1)[1].split("/")[0])
-        with pytest.raises(ConfigError, match=r"set metrics\.trainer_port to a free port, or to 0"):
+        with pytest.raises(ConfigError, match=r"set metrics\.trainer_port to a free port, or 0"):
             served(port)
 
 
@@ -136,7 +136,7 @@ def test_a_client_that_does_not_read_is_cut_off(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_more_clients_than_allowed_keep_nobody_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The seventeenth connection at a time is answered in place of the oldest, long before the deadline of the others."""
+    """The seventeenth connection is answered in place of the oldest, long before the deadline of the others."""
     monkeypatch.setattr(server, "_REQUEST_S", 120.0)
     with served() as running:
         idle = [connected(running) for _ in range(16)]

@@ -10,10 +10,10 @@ import pytest
 from pydantic import ValidationError
 from tests.episodes import forked, group_of, make_row, one_turn
 from tests.groups import make_group
-from tests.protocol.packs.written_packs import altered, table_of
+from tests.protocol.packs.written_packs import altered, table_of, task_of
 
 from penstock.protocol.errors import PackError
-from penstock.protocol.groups import BlobRef, RewardRequest, Sampling, Task
+from penstock.protocol.groups import BlobRef, RewardRequest
 from penstock.protocol.packs import group_pack, pack_bounds
 from penstock.protocol.packs.task_promise import TaskPromise
 
@@ -91,7 +91,7 @@ INCONSISTENT = {
     "state": lambda: make_row([(0, [5]), (1, [6])], states=("x" * 201,)),
     "first token sampled": lambda: make_row([(1, [6])]),
     "root": lambda: replace(ROW, root="a b"),
-    "finish reason": lambda: replace(ROW, trajectory=replace(ROW.trajectory, finish_reason="ended")),  # type: ignore[arg-type]
+    "finish": lambda: replace(ROW, trajectory=replace(ROW.trajectory, finish_reason="")),  # type: ignore[arg-type]
     "second completion text": lambda: forked(rows=(ROW, make_row([(0, [5]), (1, [6])], first_turn=2, text="more"))),
     "baseline rows": lambda: forked(
         rows=(replace(ROW, trajectory=replace(ROW.trajectory, is_baseline=True)), *FORKED.rows[1:])
@@ -175,7 +175,7 @@ def test_a_reward_reads_no_episode_that_its_message_does_not_name() -> None:
 
 
 def test_a_message_names_rows_for_every_episode_or_none() -> None:
-    """A message that contradicts itself is malformed, and one with too many rows is refused before its pack is fetched."""
+    """A message that contradicts itself is malformed; one with too many rows is refused before its pack is fetched."""
     summary = GROUP.summary(0)
     for changes in ({"rows": (4,)}, {"rows": (4, 0)}, {"rows": ()}, {"row_tokens": None}):
         with pytest.raises(ValidationError, match="rows"):
@@ -186,18 +186,10 @@ def test_a_message_names_rows_for_every_episode_or_none() -> None:
             pack_bounds.check_message(pack, [summary.model_copy(update=changes)])
 
 
-def _task(**changes: Any) -> Task:
-    given: dict[str, Any] = {
-        "group_id": GROUP.group_id, "prompt_ids": (1,), "prompt_text": GROUP.prompt_text, "group_size": 3,
-        "sampling": Sampling(max_new_tokens=8), "reward": GROUP.reward, "split": "train", "issued_version": 1,
-        "environment": "lookup", "min_episodes": 2,
-    }  # fmt: skip
-    return Task(**given | changes)
-
-
 def test_a_group_of_episodes_is_held_against_its_task() -> None:
-    """Not fewer episodes than the least, not more than the group's size, of this prompt and reward, and of an environment."""
-    TaskPromise.of(_task()).check(GROUP)
+    """From the least to the group's size of episodes, of this prompt and reward, and of an environment."""
+    asked = {"group_size": 3, "min_episodes": 2}
+    TaskPromise.of(task_of(GROUP, **asked)).check(GROUP)
     refused = {
         "2 trajectories, its task asked for 3": {"min_episodes": None},
         "asked for 1": {"group_size": 1, "min_episodes": 1},
@@ -207,7 +199,7 @@ def test_a_group_of_episodes_is_held_against_its_task() -> None:
     }
     for found, changes in refused.items():
         with pytest.raises(PackError, match=found):
-            TaskPromise.of(_task(**changes)).check(GROUP)
+            TaskPromise.of(task_of(GROUP, **asked | changes)).check(GROUP)
 
 
 def test_a_given_reward_that_is_not_finite_is_refused_where_texts_are_read() -> None:

@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 from tests.episodes import forked, group_of, one_turn
 from tests.groups import make_group
-from tests.protocol.packs.written_packs import altered, table_of
+from tests.protocol.packs.written_packs import altered, table_of, task_of
 from tests.trainer.groups.stored_groups import taught
 
 from penstock.protocol.episode import Episode
 from penstock.protocol.errors import PackError
-from penstock.protocol.groups import RouterShape, Sampling, Task
+from penstock.protocol.groups import RouterShape, Sampling
 from penstock.protocol.packs import group_pack, optional_columns, pack_bounds
 from penstock.protocol.packs.task_promise import TaskPromise, TaskSettings
 from penstock.protocol.token_annotations import ExpertChoices, dtype_of
@@ -22,6 +22,7 @@ from penstock.protocol.trajectory import Group
 
 SMALL = RouterShape(num_layers=3, num_experts=8, top_k=2)
 LARGE = RouterShape(num_layers=2, num_experts=300, top_k=4)
+ROUTED = Sampling(max_new_tokens=64, routers=SMALL)
 PROMPT = (5, 6, 7, 8, 9, 10)
 
 
@@ -79,7 +80,7 @@ def test_a_pack_gives_back_which_experts_computed_each_token(shape: RouterShape)
 
 
 def test_the_choices_of_a_prompt_are_stored_once() -> None:
-    """Rows whose first tokens have the same experts as those of the first row refer to it; where they differ they do not."""
+    """Rows whose first tokens have the same experts as those of the first row refer to it; others do not."""
     whole = routed(group(), SMALL)
     columns = table_of(whole).to_pydict()
     shared, stored = columns["experts_shared"], columns["experts"]
@@ -101,7 +102,7 @@ def test_the_choices_of_a_prompt_are_stored_once() -> None:
 
 
 def test_rows_of_an_episode_share_the_choices_of_the_row_that_they_continue() -> None:
-    """They come back as they were, beside groups of other kinds, and what a fork shares with its parent is stored once."""
+    """They come back, beside groups of other kinds, and what a fork shares with its parent is stored once."""
     random = np.random.default_rng(0)
     episodes = [routed_episode(one, SMALL, random) for one in (forked(), one_turn(2))]
     whole = group_of(*episodes)
@@ -118,7 +119,7 @@ def test_rows_of_an_episode_share_the_choices_of_the_row_that_they_continue() ->
             assert other.experts is not None
             np.testing.assert_array_equal(one.experts.ids, other.experts.ids)
     with pytest.raises(PackError, match=r"choices of no experts, its task asked for those of 2 of 8 experts"):
-        TaskPromise.of(asking(whole)).check(group_of(forked(), one_turn(2)))
+        TaskPromise.of(task_of(whole, sampling=ROUTED)).check(group_of(forked(), one_turn(2)))
 
 
 def test_choices_that_no_reader_would_hold_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -141,7 +142,7 @@ def _with(ids: np.ndarray, place: tuple[int, ...], expert: int) -> np.ndarray:
     [
         (lambda ids: _with(ids, (1, 0, -1), 8), "expert 8, expected one of 0 to 7"),
         (lambda ids: _with(ids, (0, 2), 3), "the same expert twice"),
-        (lambda ids: ids[:-1], r"experts of \d+ tokens in a trajectory of \d+, expected \d+: all but the last"),
+        (lambda ids: ids[:-1], r"experts of \d+ tokens of \d+, expected \d+: all but the last"),
         (lambda ids: ids.astype(np.uint16), r"uint16 of shape .*, expected uint8"),
         (lambda ids: ids[:, :1], r"of shape \(\d+, 1, 2\), expected uint8 of shape \(tokens, 3, 2\)"),
     ],
@@ -183,17 +184,9 @@ def test_a_hostile_pack_of_experts_is_refused(column: str, change: Callable[[lis
         group_pack.decode(altered(routed(group(), SMALL), column, change))
 
 
-def asking(group: Group) -> Task:
-    return Task(
-        group_id=group.group_id, prompt_ids=PROMPT, prompt_text=group.prompt_text, group_size=3,
-        sampling=Sampling(max_new_tokens=64, routers=SMALL), reward=group.reward, split="train", attempt=group.attempt, issued_version=1,
-        environment="lookup" if group.episodes else "single_turn",
-    )  # fmt: skip
-
-
 def test_a_group_that_lacks_its_experts_breaks_the_promise_of_its_task() -> None:
     plain = group()
-    task = asking(plain)
+    task = task_of(plain, sampling=ROUTED)
     promise = TaskPromise.of(task)
     promise.check(routed(plain, SMALL))
     for other, named in ((plain, "no experts"), (routed(plain, LARGE), "4 of 300 experts in 2 layers")):
@@ -206,7 +199,7 @@ def test_a_group_that_lacks_its_experts_breaks_the_promise_of_its_task() -> None
 
 def test_a_group_says_it_of_all_its_trajectories() -> None:
     whole = routed(group(), SMALL)
-    with pytest.raises(PackError, match="expected the same of all, or of none"):
+    with pytest.raises(PackError, match="not the same"):
         replace(whole, trajectories=(*whole.trajectories[:2], replace(whole.trajectories[2], experts=None)))
 
 

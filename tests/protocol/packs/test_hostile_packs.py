@@ -21,7 +21,7 @@ def test_an_honest_pack_is_read():
 
 @pytest.mark.parametrize("name", HOSTILE)
 def test_a_hostile_pack_is_refused(name: str):
-    """The trainer refuses it as a PackError; the reward service too, where its columns show it. Neither decodes much."""
+    """The trainer refuses it as a PackError; the reward service too, where it can see it. Neither decodes much."""
     hostile = HOSTILE[name]()
     allocated, started = pa.total_allocated_bytes(), time.process_time()
     with pytest.raises(PackError):
@@ -67,7 +67,7 @@ def test_the_reason_says_what_is_wrong(name: str, reason: str):
 @pytest.mark.parametrize(
     ("size_bytes", "changes", "complaint"),
     [
-        (2**40, {}, "expected at most"),
+        (2**40, {}, "bytes, at most"),
         (100, {"group_id": "e0.p1.a0"}, "the same row group"),
         (100, {"row_group": 1}, "the same id"),
         (100, {"group_id": "e0.p1.a0", "row_group": 1, "completion_tokens": (1,) * 5000}, "at most 4097"),

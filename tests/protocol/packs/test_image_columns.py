@@ -11,8 +11,8 @@ import pyarrow.parquet as pq
 import pytest
 from pydantic import ValidationError
 from tests.episodes import make_row, one_turn
-from tests.groups import make_group, make_task
-from tests.protocol.packs.written_packs import altered, table_of
+from tests.groups import make_group
+from tests.protocol.packs.written_packs import altered, table_of, task_of
 from tests.trainer.groups.stored_groups import taught
 
 from penstock.protocol.episode import EpisodeRow
@@ -52,26 +52,22 @@ def test_a_pack_gives_back_where_the_images_are() -> None:
     assert "image_processor" not in table_of(group(1, None)).schema.names
 
 
-def task_of(images: RowImages | None) -> Task:
-    return make_task(prompt_ids=PROMPT, group_size=3).model_copy(update={"images": images})
-
-
 @pytest.mark.parametrize("prompt", [PROMPT[:-1], (*PROMPT[:-1], 8), (5, 9, 7, *PROMPT[3:])])
 def test_a_task_whose_prompt_lacks_tokens_of_an_image_is_refused(prompt: tuple[int, ...]) -> None:
-    document = {**task_of(IMAGES).model_dump(), "prompt_ids": prompt}
+    document = {**task_of(group(), images=IMAGES).model_dump(), "prompt_ids": prompt}
     with pytest.raises(ValidationError, match="are not one token, repeated"):
         Task.model_validate(document, strict=True)
 
 
 def test_the_group_of_a_task_has_its_images() -> None:
     """Another picture in the same place, and none, are refused; so is another in one trajectory only."""
-    promise = TaskPromise.of(task_of(IMAGES))
-    expected = replace(group(), prompt_text="sort: 3 1 2")
+    expected = group()
+    promise = TaskPromise.of(task_of(expected, images=IMAGES))
     promise.check(expected)
     other = RowImages(processor="a" * 64, refs=(IMAGES.refs[0], IMAGES.refs[1].model_copy(update={"sha256": "d" * 64})))
     for images in (None, other):
         with pytest.raises(PackError, match="prompt, images or what"):
-            promise.check(replace(group(0, images), prompt_text="sort: 3 1 2"))
+            promise.check(group(0, images))
     rows = expected.trajectories
     with pytest.raises(PackError, match="trajectory 2 has other images"):
         replace(expected, trajectories=(*rows[:2], replace(rows[2], images=other))).check_prompt()
@@ -142,5 +138,5 @@ def test_rows_that_share_a_beginning_share_its_images() -> None:
     second = make_row([(0, [5, 9, 9, 9, 9, 6, 11, 12, 8]), (1, [14])], first_turn=1, parent=0, prefix_len=8)
     assert len(replace(one_turn(0), rows=(shown(first, "a"), shown(second, "a"))).rows) == 2
     for others in (("b",), ()):
-        with pytest.raises(PackError, match="row 1 has other images than row 0 in the first 8 tokens that they share"):
+        with pytest.raises(PackError, match="row 1 has other images than row 0 in the 8 tokens that they share"):
             replace(one_turn(0), rows=(shown(first, "a"), shown(second, *others)))

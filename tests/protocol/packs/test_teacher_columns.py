@@ -1,4 +1,4 @@
-"""A teacher's log-probabilities in packs: they round-trip, beside groups without, and what no model can say is refused."""
+"""A teacher's log-probabilities in packs: they round-trip, beside groups without; impossible ones are refused."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from tests.episodes import forked, group_of, one_turn
+from tests.protocol.packs.written_packs import task_of
 from tests.trainer.groups.stored_groups import invent_group, taught
 
 from penstock.protocol.errors import PackError
-from penstock.protocol.groups import RewardRequest, Sampling, Task
 from penstock.protocol.packs import group_pack, pack_bounds
 from penstock.protocol.packs.task_promise import TaskPromise, TaskSettings
 from penstock.protocol.token_annotations import TeacherRow, TeacherScores
@@ -63,7 +63,7 @@ def test_episodes_have_a_teacher_too() -> None:
         (lambda row: replace(row, logprobs=np.full_like(row.logprobs, np.nan)), "not finite"),
         (lambda row: replace(row, logprobs=row.logprobs + 9.0), "above 0"),
         (lambda row: replace(row, top_logprobs=np.zeros_like(row.top_logprobs)), "have a probability of 5"),
-        (lambda row: replace(row, top_ids=row.top_ids + 60), "is not one of a vocabulary of 60"),
+        (lambda row: replace(row, top_ids=row.top_ids + 60), "is none of a vocabulary of 60"),
         (lambda row: replace(row, top_ids=np.zeros_like(row.top_ids)), "the same token twice"),
         (lambda row: TeacherRow(row.logprobs[:-1], row.top_ids[:-1], row.top_logprobs[:-1]), "log-probabilities of"),
     ],
@@ -88,12 +88,7 @@ def test_what_no_teacher_can_say_is_refused(
 def test_a_group_that_lacks_its_teacher_breaks_the_promise_of_its_task() -> None:
     """A worker whose run file has no teacher, or another one, is found out when its group is read."""
     plain = group()
-    rows = plain.trajectories
-    task = Task(
-        group_id=plain.group_id, prompt_ids=tuple(rows[0].token_ids[: plain.num_prompt_tokens].tolist()),
-        prompt_text=plain.prompt_text, group_size=3, sampling=Sampling(max_new_tokens=64), reward=plain.reward,
-        split="train", attempt=plain.attempt, issued_version=1, teacher_top_k=2,
-    )  # fmt: skip
+    task = task_of(plain, teacher_top_k=2)
     promise = TaskPromise.of(task)
     promise.check(taught(plain, 2))
     for other in (plain, taught(plain, 3)):
@@ -102,7 +97,6 @@ def test_a_group_that_lacks_its_teacher_breaks_the_promise_of_its_task() -> None
         ):
             promise.check(other)
     assert TaskSettings.of(task).teacher_top_k == 2
-    assert isinstance(plain.reward, RewardRequest)
 
 
 def test_a_pack_may_be_larger_by_what_the_teacher_says() -> None:

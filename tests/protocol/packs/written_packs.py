@@ -9,12 +9,30 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from penstock.protocol.groups import SINGLE_TURN, Sampling, Task
 from penstock.protocol.packs import group_pack
 from penstock.protocol.trajectory import Group
 
 
 def table_of(*groups: Group) -> pa.Table:
     return pq.read_table(io.BytesIO(group_pack.encode(groups)))
+
+
+def task_of(group: Group, **changes: Any) -> Task:
+    """Return the task that asked for a group, or one that differs from it."""
+    fields: dict[str, Any] = {
+        "group_id": group.group_id,
+        "prompt_ids": tuple(group.trajectories[0].token_ids[: group.num_prompt_tokens].tolist()),
+        "prompt_text": group.prompt_text,
+        "group_size": len(group.episodes or group.trajectories),
+        "sampling": Sampling(max_new_tokens=64),
+        "reward": group.reward,
+        "split": group.split,
+        "attempt": group.attempt,
+        "issued_version": group.issued_version,
+        "environment": "lookup" if group.episodes else SINGLE_TURN,
+    }
+    return Task(**fields | changes)
 
 
 def written(table: pa.Table, **options: Any) -> bytes:

@@ -40,7 +40,7 @@ class Shelf:
 
 
 def test_a_record_is_consistent() -> None:
-    """Trainer processes and steps are in order; versions are found by their step, groups by the steps that used them."""
+    """Trainer processes and steps are in order; versions are found by step, groups by the steps that used them."""
     record = Shelf().read()
     assert [step.step for step in record.steps] == [1, 2, 3]
     assert record.maker_of(0) == record.sessions[0]
@@ -56,8 +56,8 @@ def test_a_record_is_consistent() -> None:
     [
         (lambda c: c.model_copy(update={"number": 7}) if c.number == 2 else c, "in place of chapter 2, chapter 7"),
         (lambda c: c.model_copy(update={"run_id": "other"}), "of run other"),
-        (lambda c: c.model_copy(update={"version": 9}), "ends with version 9, its steps end with 1"),
-        (lambda c: c.model_copy(update={"steps": ()}) if c.number == 2 else c, "ends with version 2, its steps end with 1"),
+        (lambda c: c.model_copy(update={"version": 9}), "is of version 9, its steps end with 1"),
+        (lambda c: c.model_copy(update={"steps": ()}) if c.number == 2 else c, "is of version 2, its steps end with 1"),
         (lambda c: c.model_copy(update={"lives": ()}), "expected step 1 on version None"),
     ],
     ids=["number", "run", "version", "step", "life"],

@@ -33,7 +33,7 @@ receiver = pytest.fixture(otlp_receiver.running)
 TRACEPARENT = "00-" + "1a" * 16 + "-" + "2b" * 8 + "-01"
 HOSTILE = [
     "", "x", "00-" + "0" * 32 + "-" + "0" * 16 + "-01", TRACEPARENT.upper(), TRACEPARENT + "\n", TRACEPARENT + "-more",
-    "ff" + TRACEPARENT[2:], TRACEPARENT[:-2] + "00", "00-" + "٣" * 32 + "-" + "2b" * 8 + "-01", "x" * 100_000, "\x00" * 55,
+    "ff" + TRACEPARENT[2:], TRACEPARENT[:-2] + "00", "00-" + "٣" * 32 + "-" + "2b" * 8 + "-01", "x" * 99_999, "\0" * 55,
 ]  # fmt: skip
 
 
@@ -60,14 +60,10 @@ def test_a_group_has_one_trace_in_every_service_and_no_other_group_has_it() -> N
     """The trace follows from the pack's trace id and the group's id, whatever span id the header has."""
     onward = trace_context.child(TRACEPARENT)
     assert onward != TRACEPARENT
-    assert (
-        group_context(TRACEPARENT, "a")
-        == group_context(onward, "a")
-        == SpanContext("720745ec8902e714640278ec5321e7dd", "33a3695bcd0a55f5")
-    )
-    assert (
-        len({group_context(header, name) for header in (TRACEPARENT, trace_context.new_trace()) for name in "abc"}) == 6
-    )
+    given = SpanContext("720745ec8902e714640278ec5321e7dd", "33a3695bcd0a55f5")
+    assert group_context(TRACEPARENT, "a") == group_context(onward, "a") == given
+    headers = TRACEPARENT, trace_context.new_trace()
+    assert len({group_context(header, name) for header in headers for name in "abc"}) == 6
 
 
 def test_a_step_links_to_its_groups_and_each_group_says_what_became_of_it() -> None:
@@ -176,12 +172,12 @@ def test_without_the_extra_there_are_no_traces(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_a_service_without_a_collector_imports_neither_library() -> None:
-    """OpenTelemetry's SDK and prometheus-client are loaded only where they are used (FastAPI imports the API itself)."""
+    """OpenTelemetry's SDK and prometheus-client are loaded where they are used (FastAPI imports the API itself)."""
     program = (
         "import sys\n"
         "LIBRARIES = ('opentelemetry.sdk', 'opentelemetry.exporter', 'opentelemetry.proto', 'prometheus_client')\n"
-        "import penstock.rollout_service.__main__, penstock.trainer.preflight, penstock.trainer.telemetry.trainer_metrics\n"
-        "import penstock.reward_service.service\n"
+        "import penstock.rollout_service.__main__, penstock.trainer.preflight\n"
+        "import penstock.trainer.telemetry.trainer_metrics, penstock.reward_service.service\n"
         "from penstock.protocol.traces.traces import recording\n"
         "with recording({}, 'reward', service_id='r', run_id='r'): pass\n"
         "print(sorted(name for name in sys.modules if name.startswith(LIBRARIES)))"

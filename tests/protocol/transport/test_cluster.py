@@ -321,7 +321,7 @@ def test_a_bucket_without_leader_is_no_missing_bucket(cluster: NatsCluster, clus
     clustered.ensure_bucket(streams.state_bucket(run_id)).wait()
     state = clustered.key_value(streams.state_bucket(run_id).bucket).wait()
     clustered.delete_stream(f"KV_{state.bucket}").wait()
-    with pytest.raises(BusUnreachable, match="was not created, or more than half"):
+    with pytest.raises(BusUnreachable, match="does not exist, or more than half"):
         state.swap("head", b"x", None).wait()
 
 

@@ -85,7 +85,7 @@ def test_a_message_of_a_deleted_consumer_or_stream_is_named_within_seconds(
     js, started = bus._connection.js, time.monotonic()
     deleting = js.delete_consumer(spec.stream, spec.durable) if what == "consumer" else js.delete_stream(spec.stream)
     bus._connection.call(deleting, "delete").wait()
-    with pytest.raises(MissingStream, match=rf"{spec.stream} has no consumer {spec.durable}; create it with"):
+    with pytest.raises(MissingStream, match=rf"{spec.stream} has no consumer {spec.durable}; create it"):
         held.ack().wait()
     assert time.monotonic() - started < 20.0
 

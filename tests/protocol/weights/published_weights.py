@@ -3,15 +3,26 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 
-from penstock.protocol.errors import ChainBroken
+from penstock.protocol.errors import BlobCorrupt, BlobMissing, ChainBroken
 from penstock.protocol.groups import BlobRef
 from penstock.protocol.versions import PolicyVersion
 from penstock.protocol.weights import bucket_codec, patch_segment
 from penstock.protocol.weights.adapter_format import ADAPTER_CONFIG, AdapterConfig, published_name
-from penstock.protocol.weights.layout import TensorSpec, bucket_digests, build_layout, shard_header, weights_digest
+from penstock.protocol.weights.layout import (
+    Bucket,
+    TensorSpec,
+    WeightLayout,
+    bucket_digests,
+    build_layout,
+    shard_header,
+    weights_digest,
+)
 from penstock.protocol.weights.manifest import Ancestor, AnchorRef, BucketState, ModelFile, StoredRange, VersionManifest
 from penstock.protocol.weights.manifest_chain import CatchUp, FetchManifest, Held, plan_catch_up
 
@@ -70,6 +81,8 @@ class WrongBytes(Exception):
 class PublishedWeights:
     """Stores versions as objects by key, and brings states to the head as a mirror would."""
 
+    most_bytes = 2**64  # of one read
+
     def __init__(self, run_id: str = "r1") -> None:
         self.run_id = run_id
         self.objects: dict[str, bytes] = {}
@@ -78,10 +91,28 @@ class PublishedWeights:
         self.anchor: AnchorRef | None = None
         self.state: State = []
         self.num_fetched = 0
+        self.read: list[str] = []  # keys, in order
 
     def put(self, key: str, data: bytes) -> BlobRef:
         self.objects[key] = data
         return ref_of(key, data)
+
+    def get(self, ref: BlobRef) -> bytes:
+        return self.get_range(ref, 0, ref.size_bytes, ref.sha256)
+
+    def get_range(self, ref: BlobRef, offset: int, size_bytes: int, sha256: str) -> bytes:
+        """Return a part of an object; raises what the real store raises."""
+        assert size_bytes < self.most_bytes, f"{ref.key}: {size_bytes} bytes"
+        self.read.append(ref.key)
+        if ref.key not in self.objects:
+            raise BlobMissing(ref.key)
+        data = self.objects[ref.key][offset : offset + size_bytes]
+        if len(data) != size_bytes or hashlib.sha256(data).hexdigest() != sha256:
+            raise BlobCorrupt(ref.key)
+        return data
+
+    def get_file(self, ref: BlobRef, path: Path) -> None:
+        path.write_bytes(self.get(ref))
 
     def publish_anchor(self, state: State, *, epoch: int = 1) -> VersionManifest:
         version = 0 if self.head is None else self.head.version + 1
@@ -95,72 +126,36 @@ class PublishedWeights:
         return self._anchor(self.head.version, self.state, self.head.epoch, self.head.parent)[0]
 
     def publish(self, state: State, *, epoch: int = 1) -> VersionManifest:
-        assert self.head is not None
-        assert self.anchor is not None
-        version, pack, buckets = self.head.version + 1, b"", []
+        pack, buckets = b"", []
         for number, (old, new) in enumerate(zip(self.state, state, strict=True)):
-            bucket = LAYOUT.buckets[number]
-            encoded = bucket_codec.encode(old, new, bucket.word_bytes, bucket=number)
+            encoded = bucket_codec.encode(old, new, LAYOUT.buckets[number].word_bytes, bucket=number)
             stored = None
             if encoded.codec != "none":
-                digest = hashlib.sha256(encoded.data).hexdigest()
-                stored = StoredRange(object=0, offset=len(pack), size_bytes=len(encoded.data), sha256=digest)
+                stored = _stored(0, encoded.data, offset=len(pack))
                 pack += encoded.data
             buckets.append(
                 BucketState(
                     codec=encoded.codec,
                     stored=stored,
-                    num_words=bucket.num_words,
+                    num_words=LAYOUT.buckets[number].num_words,
                     num_changed=encoded.num_changed,
                     base_xxh3=bucket_codec.bucket_xxh3(old),
                     new_xxh3=bucket_codec.bucket_xxh3(new),
                 )
             )
-        manifest = VersionManifest(
-            kind="patch",
-            run_id=self.run_id,
-            version=version,
-            step=version,
-            epoch=epoch,
-            parent=self._ancestor(),
-            anchor=self.anchor,
-            layout=self.put("layout", LAYOUT.to_json()),
-            objects=(self.put(f"p{version}", pack),) if pack else (),
-            buckets=tuple(buckets),
-            state_root=root_of(state),
-        )
-        self.head, self.head_ref, self.state = manifest, self.put(f"m{version}", manifest.to_json()), state
+        objects = (self.put(f"p{self._next}", pack),) if pack else ()
+        manifest = self._manifest("patch", LAYOUT, objects, buckets, root_of(state), epoch)
+        self.head, self.head_ref, self.state = manifest, self.put(f"m{manifest.version}", manifest.to_json()), state
         return manifest
 
     def publish_adapter(self, raw: np.ndarray, *, epoch: int = 1) -> VersionManifest:
-        assert self.head is not None
-        version, bucket = self.head.version + 1, ADAPTER_LAYOUT.buckets[0]
-        blob = self.put(f"l{version}", shard_header(bucket) + raw.tobytes())
-        stored = StoredRange(object=0, offset=0, size_bytes=blob.size_bytes, sha256=blob.sha256)
-        manifest = VersionManifest(
-            kind="adapter",
-            run_id=self.run_id,
-            version=version,
-            step=version,
-            epoch=epoch,
-            parent=self._ancestor(),
-            anchor=self.anchor,
-            layout=self.put("adapter layout", ADAPTER_LAYOUT.to_json()),
-            objects=(blob,),
-            buckets=(
-                BucketState(
-                    codec="safetensors",
-                    stored=stored,
-                    num_words=bucket.num_words,
-                    num_changed=bucket.num_words,
-                    new_xxh3=bucket_codec.bucket_xxh3(raw),
-                ),
-            ),
-            state_root="0" * 64,
-            model_files=(ModelFile(name=ADAPTER_CONFIG, blob=self.put("adapter config", ADAPTER.to_json())),),
-        )
+        bucket = ADAPTER_LAYOUT.buckets[0]
+        data = shard_header(bucket) + raw.tobytes()
+        objects, buckets = (self.put(f"l{self._next}", data),), [_whole(0, bucket, raw, data)]
+        file = ModelFile(name=ADAPTER_CONFIG, blob=self.put("adapter config", ADAPTER.to_json()))
+        manifest = self._manifest("adapter", ADAPTER_LAYOUT, objects, buckets, "0" * 64, epoch, model_files=(file,))
         manifest = manifest.model_copy(update={"state_root": manifest.root_of(bucket_digests(bucket, raw.data))})
-        self.head, self.head_ref = manifest, self.put(f"m{version}", manifest.to_json())
+        self.head, self.head_ref = manifest, self.put(f"m{manifest.version}", manifest.to_json())
         return manifest
 
     def plan(self, held: Held | None, *, max_hops: int = 256) -> CatchUp:
@@ -189,7 +184,12 @@ class PublishedWeights:
             raw = state[number].copy() if state else np.zeros(bucket.num_bytes, np.uint8)
             for manifest, change in plan.changes_of(number):
                 assert change.stored is not None
-                data = self.stored_bytes(manifest, change.stored)
+                stored = change.stored
+                try:
+                    blob = manifest.stored_blob(stored)
+                    data = self.get_range(blob, stored.offset, stored.size_bytes, stored.sha256)
+                except (BlobMissing, BlobCorrupt):
+                    raise WrongBytes("stored bytes") from None
                 if change.codec == "safetensors":
                     raw[:] = np.frombuffer(data[len(shard_header(bucket)) :], np.uint8)
                     continue
@@ -202,12 +202,10 @@ class PublishedWeights:
             result.append(raw)
         return result
 
-    def stored_bytes(self, manifest: VersionManifest, stored: StoredRange) -> bytes:
-        whole = self.objects.get(manifest.stored_blob(stored).key, b"")
-        data = whole[stored.offset : stored.offset + stored.size_bytes]
-        if hashlib.sha256(data).hexdigest() != stored.sha256:
-            raise WrongBytes("stored bytes")
-        return data
+    @property
+    def _next(self) -> int:
+        assert self.head is not None
+        return self.head.version + 1
 
     def _ancestor(self) -> Ancestor | None:
         if self.head is None or self.head_ref is None:
@@ -219,34 +217,56 @@ class PublishedWeights:
     ) -> tuple[VersionManifest, BlobRef]:
         blobs, buckets = [], []
         for number, (bucket, raw) in enumerate(zip(LAYOUT.buckets, state, strict=True)):
-            blob = self.put(f"a{version}.{number}", shard_header(bucket) + raw.tobytes())
-            blobs.append(blob)
-            buckets.append(
-                BucketState(
-                    codec="safetensors",
-                    stored=StoredRange(object=number, offset=0, size_bytes=blob.size_bytes, sha256=blob.sha256),
-                    num_words=bucket.num_words,
-                    num_changed=bucket.num_words,
-                    new_xxh3=bucket_codec.bucket_xxh3(raw),
-                )
-            )
-        manifest = VersionManifest(
-            kind="anchor",
-            run_id=self.run_id,
-            version=version,
-            step=version,
-            epoch=epoch,
-            parent=parent,
-            layout=self.put("layout", LAYOUT.to_json()),
-            objects=tuple(blobs),
-            buckets=tuple(buckets),
-            state_root=root_of(state),
-        )
+            data = shard_header(bucket) + raw.tobytes()
+            blobs.append(self.put(f"a{version}.{number}", data))
+            buckets.append(_whole(number, bucket, raw, data))
+        self.anchor = None
+        of_version = {"version": version, "step": version, "parent": parent}
+        manifest = self._manifest("anchor", LAYOUT, blobs, buckets, root_of(state), epoch, **of_version)
         ref = self.put(f"am{version}", manifest.to_json())
-        self.anchor = AnchorRef(
-            version=version, manifest=ref, state_root=manifest.state_root, num_bytes=manifest.num_bytes
-        )
+        of_state = {"state_root": manifest.state_root, "num_bytes": manifest.num_bytes}
+        self.anchor = AnchorRef(version=version, manifest=ref, **of_state)
         return manifest, ref
+
+    def _manifest(
+        self,
+        kind: str,
+        layout: WeightLayout,
+        objects: Sequence[BlobRef],
+        buckets: Sequence[BucketState],
+        state_root: str,
+        epoch: int,
+        **more: Any,
+    ) -> VersionManifest:
+        fields: dict[str, Any] = {
+            "kind": kind,
+            "run_id": self.run_id,
+            "epoch": epoch,
+            "anchor": self.anchor,
+            "layout": self.put("adapter layout" if kind == "adapter" else "layout", layout.to_json()),
+            "objects": tuple(objects),
+            "buckets": tuple(buckets),
+            "state_root": state_root,
+        }
+        if "version" not in more:
+            fields |= {"version": self._next, "step": self._next, "parent": self._ancestor()}
+        return VersionManifest(**fields | more)
+
+
+def _stored(number: int, data: bytes, *, offset: int = 0) -> StoredRange:
+    digest = hashlib.sha256(data).hexdigest()
+    return StoredRange(object=number, offset=offset, size_bytes=len(data), sha256=digest)
+
+
+def _whole(number: int, bucket: Bucket, raw: np.ndarray, data: bytes) -> BucketState:
+    """Return the state of a bucket that is stored whole, as object ``number``."""
+    return BucketState(
+        codec="safetensors",
+        stored=_stored(number, data),
+        num_words=bucket.num_words,
+        num_changed=bucket.num_words,
+        new_xxh3=bucket_codec.bucket_xxh3(raw),
+    )
 
 
 def held_of(manifest: VersionManifest) -> Held:

@@ -1,15 +1,11 @@
 """The name of a set of weights: one value for the same tensors, in any implementation and any order."""
 
-import json
-import struct
-
 import numpy as np
 import pytest
 import torch
 from safetensors.torch import save
 from tests.safetensors_digests import safetensors_digests
 
-from penstock.protocol.errors import MalformedWeights
 from penstock.protocol.weights.layout import TensorDigest, tensor_digest, weights_digest
 
 TENSORS = {
@@ -58,30 +54,3 @@ def test_a_name_that_could_be_mistaken_is_refused():
         weights_digest([one, one])
     with pytest.raises(ValueError, match="line break"):
         weights_digest([TensorDigest("w\nv", "float32", (), "0" * 32)])
-
-
-def damaged(**entry: object) -> bytes:
-    whole = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8], **entry}
-    header = json.dumps({"w": whole}).encode()
-    return struct.pack("<Q", len(header)) + header + bytes(8)
-
-
-@pytest.mark.parametrize(
-    "data",
-    [
-        b"",
-        b"\xff" * 20,
-        struct.pack("<Q", 4) + b"nope",
-        struct.pack("<Q", 2) + b"[]",
-        damaged(dtype="F7"),
-        damaged(shape=[3]),
-        damaged(shape=[-2]),
-        damaged(shape="2"),
-        damaged(data_offsets=[8, 16]),
-        damaged(data_offsets=[0, 8, 16]),
-    ],
-)
-def test_bytes_that_are_not_safetensors_are_refused(data: bytes):
-    """Damaged and hostile bytes raise an error and never yield a digest."""
-    with pytest.raises(MalformedWeights, match="not safetensors"):
-        safetensors_digests(data)

@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 from tests.protocol.weights.published_weights import ADAPTER, ADAPTER_LAYOUT, LAYOUT, PublishedWeights
 
-from penstock.protocol.errors import BlobCorrupt, BlobMissing
 from penstock.protocol.groups import BlobRef
 from penstock.protocol.transport.blobs import Blobs
 from penstock.protocol.versions import PolicyVersion
@@ -28,31 +27,9 @@ DOWN, UP = (tensor["name"] for tensor in json.loads(ADAPTER_LAYOUT.to_json())["b
 HUGE = 2**45  # bytes that no machine has
 
 
-class Objects:
-    """An object store in memory that checks what the real one checks."""
-
-    def __init__(self, objects: dict[str, bytes]) -> None:
-        self.objects = objects
-
-    def get(self, ref: BlobRef) -> bytes:
-        return self.get_range(ref, 0, ref.size_bytes, ref.sha256)
-
-    def get_range(self, ref: BlobRef, offset: int, size_bytes: int, sha256: str) -> bytes:
-        assert size_bytes < 10**9, f"{ref.key}: {size_bytes} bytes would be read into memory"
-        if ref.key not in self.objects:
-            raise BlobMissing(ref.key)
-        data = self.objects[ref.key][offset : offset + size_bytes]
-        if len(data) != size_bytes or hashlib.sha256(data).hexdigest() != sha256:
-            raise BlobCorrupt(ref.key)
-        return data
-
-    def get_file(self, ref: BlobRef, path: Path) -> None:
-        path.write_bytes(self.get(ref))
-
-
 @dataclass
 class Forgery:
-    """What the attacker publishes: its layout's one bucket, its raw bytes, its configuration, and the rest of the manifest."""
+    """What the attacker publishes: its layout's one bucket, raw bytes, configuration, and the rest of the manifest."""
 
     bucket: dict[str, Any] = field(default_factory=lambda: json.loads(ADAPTER_LAYOUT.to_json())["buckets"][0])
     raw: bytes = b""
@@ -149,7 +126,7 @@ FORGERIES: dict[str, Callable[[Forgery], Any]] = {
 }  # fmt: skip
 
 
-def publish(forgery: Forgery) -> tuple[bytes, Objects]:
+def publish(forgery: Forgery) -> tuple[bytes, PublishedWeights]:
     """Store an adapter whose hashes are all those of what is stored."""
     run = PublishedWeights()
     base = run.publish_anchor([np.zeros(bucket.num_bytes, np.uint8) for bucket in LAYOUT.buckets])
@@ -162,25 +139,30 @@ def publish(forgery: Forgery) -> tuple[bytes, Objects]:
         for t in forgery.bucket["tensors"]
     ]
     config = run.put("config", forgery.config).model_dump(mode="json")
-    num_words = sum(t["num_bytes"] for t in forgery.bucket["tensors"]) // (
-        1 if "float8" in forgery.bucket["dtype"] else 2
-    )
+    word_bytes = 1 if "float8" in forgery.bucket["dtype"] else 2
+    num_words = sum(t["num_bytes"] for t in forgery.bucket["tensors"]) // word_bytes
     blob = run.put("factors", head + raw)
     whole = {"object": 0, "offset": 0, "size_bytes": blob.size_bytes, "sha256": blob.sha256}
     given = forgery.manifest
     anchor = run.anchor.model_dump(mode="json") | {"state_root": given.get("base_root", base.state_root)}
     anchor["version"] = given.get("base_version", 0)
+    stored_layout = run.put("layout of the adapter", layout).model_dump(mode="json")
+    if "size_of_layout" in given:
+        stored_layout["size_bytes"] = given["size_of_layout"]
+    file = {"name": ADAPTER_CONFIG, "blob": config}
+    if forgery.size_of_config:
+        file["blob"] = config | {"size_bytes": forgery.size_of_config}
     document = {
-        "kind": "adapter", "run_id": given.get("run_id", "r1"), "version": given.get("version", 1), "step": 1, "epoch": 1, "anchor": anchor,
-        "layout": run.put("layout of the adapter", layout).model_dump(mode="json") | ({"size_bytes": given["size_of_layout"]} if "size_of_layout" in given else {}), "objects": [blob.model_dump(mode="json")],
+        "kind": "adapter", "run_id": given.get("run_id", "r1"), "version": given.get("version", 1), "step": 1,
+        "epoch": 1, "anchor": anchor, "layout": stored_layout, "objects": [blob.model_dump(mode="json")],
         "buckets": [{
             "codec": "safetensors", "stored": whole, "num_words": num_words, "num_changed": num_words,
             "new_xxh3": bucket_codec.bucket_xxh3(np.frombuffer(raw, np.uint8)),
         }],
         "state_root": given.get("state_root", adapter_digest(anchor["state_root"], config["sha256"], tensors)),
-        "model_files": [{"name": ADAPTER_CONFIG, "blob": config | ({"size_bytes": forgery.size_of_config} if forgery.size_of_config else {})}],
+        "model_files": [file],
     }  # fmt: skip
-    return json.dumps(document).encode(), Objects(run.objects)
+    return json.dumps(document).encode(), run
 
 
 def _xxh3(data: bytes) -> str:
@@ -193,10 +175,10 @@ def _header(bucket: dict[str, Any]) -> bytes:
 
 
 def export(forgery: Forgery, folder: Path) -> None:
-    data, objects = publish(forgery)
-    objects.objects["m"] = data
+    data, run = publish(forgery)
+    run.objects["m"] = data
     ref = BlobRef(key="m", size_bytes=forgery.manifest.get("size", len(data)), sha256=hashlib.sha256(data).hexdigest())
-    manifest, blobs = VersionManifest.from_json(data), cast(Blobs, objects)
+    manifest, blobs = VersionManifest.from_json(data), cast(Blobs, run)
     reader = WeightReader(blobs, "r1")
     manifest = reader.manifest(ref, PolicyVersion(manifest.version))
     export_adapter(manifest, folder / "adapter", reader=reader, blobs=blobs)
@@ -214,10 +196,11 @@ def test_an_honest_adapter_passes(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("what", FORGERIES)
-def test_a_forged_adapter_is_refused(what: str, tmp_path: Path) -> None:
+def test_a_forged_adapter_is_refused(what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One of the errors that a worker reports as a refused version, and nothing is left in the folder."""
     forgery = Forgery()
     FORGERIES[what](forgery)
+    monkeypatch.setattr(PublishedWeights, "most_bytes", 10**9)  # more would be read into memory
     with pytest.raises(UNUSABLE):
         export(forgery, tmp_path)
     assert list(tmp_path.iterdir()) == []

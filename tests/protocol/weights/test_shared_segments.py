@@ -1,4 +1,4 @@
-"""Bytes that processes of a host pass to one another: what is returned has its hash, whatever others do to the folder."""
+"""Bytes that processes of a host pass on: what is returned has its hash, whatever others do to the folder."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ from tests.system.rollout_and_reward import small_disk
 from penstock.protocol.weights import shared_segments
 from penstock.protocol.weights.shared_segments import SharedSegments, locked_folder
 
+Join = Callable[[], SharedSegments]
 DATA = os.urandom(1 << 16)
 NAME = hashlib.sha256(DATA).hexdigest()
 HOLDER = """
@@ -37,7 +38,7 @@ worker.fetch(sys.argv[2], 1, killed)
 
 
 @pytest.fixture
-def joined(tmp_path: Path) -> Iterator[Callable[[], SharedSegments]]:
+def joined(tmp_path: Path) -> Iterator[Join]:
     """Workers of one host and one run."""
     workers: list[SharedSegments] = []
 
@@ -64,9 +65,9 @@ def fetched(worker: SharedSegments, download: Callable[[], bytes] = from_s3) -> 
 
 
 def test_workers_read_what_the_trainer_of_their_host_has_stored(
-    tmp_path: Path, joined: Callable[[], SharedSegments], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, joined: Join, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nothing is written where nobody reads; what is old goes, what readers leave, and the folder with the last, also if it was killed."""
+    """Nothing is written where nobody reads; what is old or left goes, and the folder with the last, even if killed."""
     trainer = SharedSegments("r", tmp_path)
     trainer.offer(NAME, DATA)
     assert not list(tmp_path.iterdir())
@@ -113,16 +114,14 @@ WRONG: dict[str, Callable[[Path], object]] = {
 
 
 @pytest.mark.parametrize("kind", WRONG)
-def test_a_file_that_is_not_what_the_manifest_says_is_not_used(joined: Callable[[], SharedSegments], kind: str) -> None:
+def test_a_file_that_is_not_what_the_manifest_says_is_not_used(joined: Join, kind: str) -> None:
     worker = joined()
     WRONG[kind](path := worker.folder / NAME)
     assert fetched(worker) == f"bytes_s3 misses_{'unreadable' if kind.startswith('a ') else 'altered'}"
     assert kind.startswith("a ") or not path.exists(), "it would be read again and again"
 
 
-def test_a_file_that_others_cut_and_write_while_it_is_read_is_right_or_missed(
-    joined: Callable[[], SharedSegments],
-) -> None:
+def test_a_file_that_others_cut_and_write_while_it_is_read_is_right_or_missed(joined: Join) -> None:
     worker, stop = joined(), threading.Event()
     path = worker.folder / NAME
 
@@ -142,7 +141,7 @@ def test_a_file_that_others_cut_and_write_while_it_is_read_is_right_or_missed(
 
 @pytest.mark.parametrize("whose", ["open to all", "a link"])
 def test_a_folder_that_is_not_this_users_alone_is_neither_read_nor_written(
-    joined: Callable[[], SharedSegments], tmp_path: Path, whose: str
+    joined: Join, tmp_path: Path, whose: str
 ) -> None:
     """Although a reader is there, who would get the weights."""
     first = joined()
@@ -196,9 +195,7 @@ def test_what_another_user_made_or_protects_stops_neither_a_trainer_nor_a_worker
             os.seteuid(0)
 
 
-def test_where_others_may_rename_nothing_is_removed_outside(
-    joined: Callable[[], SharedSegments], tmp_path: Path
-) -> None:
+def test_where_others_may_rename_nothing_is_removed_outside(joined: Join, tmp_path: Path) -> None:
     """A folder for all without the sticky bit: what is removed is in the folder that was locked."""
     worker, home = joined(), tmp_path / "home"
     (home / "precious").mkdir(parents=True)
@@ -234,9 +231,7 @@ def test_free_memory_is_what_the_control_groups_leave(
     assert shared_segments.free_memory() == 3500
 
 
-def test_the_oldest_make_room(
-    joined: Callable[[], SharedSegments], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_oldest_make_room(joined: Join, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     worker, trainer = joined(), SharedSegments("r", tmp_path)
 
     def stored() -> list[Path]:
@@ -252,9 +247,9 @@ def test_the_oldest_make_room(
 
 @pytest.mark.parametrize(("share", "times"), [(1.0, 1), (0.0, 4)], ids=["room", "no room"])
 def test_workers_that_ask_at_once_download_once(
-    joined: Callable[[], SharedSegments], monkeypatch: pytest.MonkeyPatch, share: float, times: int
+    joined: Join, monkeypatch: pytest.MonkeyPatch, share: float, times: int
 ) -> None:
-    """Or all together: one after the other, eight workers of a container without room would need eight times as long."""
+    """Or all together: in turn, eight workers of a container without room would need eight times as long."""
     monkeypatch.setattr(shared_segments, "SHARE", share)
     workers, num_downloads, together = [joined() for _ in range(4)], [], threading.Barrier(times, timeout=10.0)
 
@@ -270,7 +265,7 @@ def test_workers_that_ask_at_once_download_once(
 
 
 def test_a_worker_that_is_killed_or_stopped_while_it_downloads_blocks_no_other(
-    joined: Callable[[], SharedSegments], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    joined: Join, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     worker, _ = joined(), joined()
     killed = subprocess.run([sys.executable, "-c", HOLDER, str(tmp_path), NAME], check=False)

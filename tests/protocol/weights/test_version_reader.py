@@ -14,22 +14,12 @@ from penstock.protocol.weights.manifest import VersionManifest
 from penstock.protocol.weights.version_reader import WeightReader
 
 
-class _Objects:
-    def __init__(self, stored: dict[str, bytes]) -> None:
-        self.stored = stored
-        self.read: list[str] = []
-
-    def get(self, ref: BlobRef) -> bytes:
-        self.read.append(ref.key)
-        return self.stored[ref.key]
-
-
 def test_a_mirror_that_follows_every_version_keeps_a_bounded_number_of_manifests() -> None:
     """Each is read once, the old ones are forgotten, and a plan over more versions than are kept is still found."""
     rng = np.random.default_rng(0)
     run = PublishedWeights()
     run.publish_anchor(random_state(rng))
-    objects: Any = _Objects(run.objects)
+    objects: Any = run
     reader, empty = WeightReader(objects, run.run_id), WeightReader(objects, run.run_id)
     num_versions = version_reader._MANIFESTS_KEPT + 20
     held: VersionManifest | None = None
@@ -42,10 +32,10 @@ def test_a_mirror_that_follows_every_version_keeps_a_bounded_number_of_manifests
         target = reader.manifest(run.head_ref, PolicyVersion(number))
         assert reader.plan(target, held and held_of(held)).target is target
         held = target
-    assert objects.read == [ref.key for ref in refs]
+    assert run.read == [ref.key for ref in refs]
     reader.manifest(refs[-1], PolicyVersion(num_versions - 1))
-    assert len(objects.read) == num_versions
+    assert len(run.read) == num_versions
     reader.manifest(refs[0], PolicyVersion(0))
-    assert len(objects.read) == num_versions + 1
+    assert len(run.read) == num_versions + 1
     whole = empty.plan(empty.manifest(refs[-1], PolicyVersion(num_versions - 1)), None)
     assert len(whole.manifests) == num_versions

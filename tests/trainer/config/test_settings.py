@@ -132,7 +132,7 @@ algorithm.name=opd -> algorithm.distill_coefficient needs a teacher; set teacher
 {TEACHER} -> teacher.url does nothing without algorithm.distill_coefficient
 teacher.attempts=2 -> teacher.attempts does nothing while teacher.url is empty
 teacher.url=10.0.0.1:30000 -> expected an address such as http://127.0.0.1:30000
-teacher.url=http://me:secret@host -> without a password in it
+teacher.url=http://me:secret@host -> without a password
 algorithm.name=opd {TEACHER} teacher.top_k=8 -> teacher.top_k = 8 does nothing
 algorithm.name=gkd {TEACHER} -> set teacher.top_k, such as 16
 algorithm.name=opd {TEACHER} rollout.temperature=0.7 -> set rollout.temperature = 1
