@@ -12,6 +12,8 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from tests.servers import wait_for
 from tests.trainer.producer import Answer, ScriptedProducer, recite
 
@@ -37,7 +39,7 @@ from penstock.trainer.data.data_order import DataOrder
 from penstock.trainer.data.dataset import PromptSet
 from penstock.trainer.errors import CollectTimeout, TooManyDeadLetters
 from penstock.trainer.groups.batcher import Batcher
-from penstock.trainer.groups.collect import Collector
+from penstock.trainer.groups.collect import Collector, OvertakeBackoff
 from penstock.trainer.groups.dispatch import Dispatch, RunGroups
 from penstock.trainer.groups.group_states import GroupStates
 from penstock.trainer.groups.group_totals import MAX_CLAIMED_TOKENS, Drop, DropReason, GroupTotals
@@ -651,3 +653,23 @@ def test_draining_waits_for_a_group_under_way_but_not_without_end(run: Run, monk
         monkeypatch.setattr("penstock.trainer.groups.collect._DRAIN_S", 0.1)
         assert session.collector.collect(V0) == []
         assert len(session.issuer.outstanding()) == 4
+
+
+def test_waits_halve_while_groups_are_overtaken_and_are_restored_after() -> None:
+    backoff = OvertakeBackoff()
+    waits = []
+    for overtook in (True, True, False, True):
+        waits.append(backoff.scale(8.0))
+        backoff.record(overtook=overtook)
+    assert waits == [8.0, 4.0, 2.0, 8.0]
+    assert backoff.scale(8.0) == 4.0
+
+
+@given(st.lists(st.booleans(), max_size=200))
+def test_consecutive_waits_without_result_cost_less_than_two_full_ones(outcomes: list[bool]) -> None:
+    """However long groups are late, the waits between two batches that overtake none add up to under two."""
+    backoff, spent = OvertakeBackoff(), 0.0
+    for overtook in outcomes:
+        spent = spent + backoff.scale(1.0) if overtook else 0.0
+        backoff.record(overtook=overtook)
+        assert spent < 2.0
