@@ -37,13 +37,6 @@ VERL = {
 FLAT = {"prompt": "sort 21", "ground_truth": "12", "data_source": "sort"}
 
 
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> ChatTokenizer:
-    folder = tmp_path_factory.mktemp("model")
-    write_model(folder, seed=0)
-    return ChatTokenizer.read(folder)
-
-
 def text_of(tokenizer: ChatTokenizer, token_ids: Any) -> str:
     return tokenizer._tokenizer.decode(list(token_ids), skip_special_tokens=False)
 

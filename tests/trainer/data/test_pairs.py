@@ -11,7 +11,6 @@ from tests.trainer.data.row_sets import pair_set, write_rows
 
 from penstock.deploy.data_check.check import check_file
 from penstock.deploy.data_check.commands import main
-from penstock.deploy.quickstart_task import write_model
 from penstock.protocol.chat_tokenizer import ChatTokenizer
 from penstock.protocol.config.reward_settings import RewardSettings
 from penstock.trainer.data.dataset import PromptSet
@@ -108,10 +107,8 @@ def test_other_rows_are_refused(row: dict[str, Any], expected: str) -> None:
     assert expected in str(caught.value)
 
 
-def test_pairs_are_tokenised_as_for_inference(tmp_path: Path) -> None:
+def test_pairs_are_tokenised_as_for_inference(tmp_path: Path, tokenizer: ChatTokenizer) -> None:
     """The prompt as the engine gets it, both answers to their end token; equal answers and long ones are counted."""
-    write_model(tmp_path / "model", seed=0)
-    tokenizer = ChatTokenizer.read(tmp_path / "model")
     rows = [{**PAIR, "margin": 2}, {"prompt": QUESTION, "chosen": GOOD, "rejected": GOOD}]
     rows.append({"prompt": "sort " + "1" * 40, "chosen": GOOD, "rejected": BAD})
     path = write_rows(tmp_path, *rows)
@@ -128,10 +125,8 @@ def test_pairs_are_tokenised_as_for_inference(tmp_path: Path) -> None:
     assert [*whole[0].prompt, *whole[0].chosen] == tokenizer.encode(rendered)
 
 
-def test_a_row_of_one_answer_is_read_where_the_loss_takes_it(tmp_path: Path) -> None:
+def test_a_row_of_one_answer_is_read_where_the_loss_takes_it(tmp_path: Path, tokenizer: ChatTokenizer) -> None:
     """Its label tells which answer of a pair it is; the other has no tokens. Elsewhere it is refused."""
-    write_model(tmp_path / "model", seed=0)
-    tokenizer = ChatTokenizer.read(tmp_path / "model")
     rows: list[dict[str, Any]] = [
         LABELLED,
         {"prompt": [USER], "completion": [answer(BAD)], "label": False},
@@ -154,12 +149,13 @@ def test_a_row_of_one_answer_is_read_where_the_loss_takes_it(tmp_path: Path) -> 
         pair_set(path, tokenizer, takes_one_answer=False)
 
 
-def test_rows_for_a_reward_are_taken_from_the_prompts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    write_model(tmp_path / "model", seed=0)
+def test_rows_for_a_reward_are_taken_from_the_prompts(
+    tmp_path: Path, model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     rows = [PAIR if number % 2 == 0 else {"prompt": f"p{number}"} for number in range(8)]
     write_rows(tmp_path, *rows)
     (tmp_path / "run.toml").write_text(
-        f'run.id = "r"\nmodel.path = "{tmp_path / "model"}"\ndata.train = "{tmp_path / "rows.jsonl"}"\n'
+        f'run.id = "r"\nmodel.path = "{model}"\ndata.train = "{tmp_path / "rows.jsonl"}"\n'
         "algorithm.dpo_coefficient = 1.0\n"
     )
     assert main(["data-rows", "--run-file", str(tmp_path / "run.toml"), "--number", "2"]) == 0
@@ -167,10 +163,8 @@ def test_rows_for_a_reward_are_taken_from_the_prompts(tmp_path: Path, capsys: py
     assert printed == ["p1", "p5"]
 
 
-def test_one_file_holds_prompts_and_pairs(tmp_path: Path) -> None:
+def test_one_file_holds_prompts_and_pairs(tmp_path: Path, tokenizer: ChatTokenizer) -> None:
     """Each set skips the rows of the other; a group's answers are compared by the reward for self-play."""
-    write_model(tmp_path / "model", seed=0)
-    tokenizer = ChatTokenizer.read(tmp_path / "model")
     rows: list[dict[str, Any]] = [
         {"prompt": QUESTION, "ground_truth": GOOD},
         {**PAIR, "data_source": "pairs"},

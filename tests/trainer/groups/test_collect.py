@@ -78,12 +78,12 @@ class Session:
     """One session of the trainer's group handling: issuer, collector, and what they share."""
 
     def __init__(self, connections: Connections, prompts: PromptSet, saved: IssuerState | None = None,
-        *, uses: int = 1, log: Path | None = None, dynamic_sampling: bool = False, max_dead: int = 100, **options: Any,
+        *, log: Path | None = None, dynamic_sampling: bool = False, max_dead: int = 100, **options: Any,
     ) -> None:  # fmt: skip
         order = DataOrder(len(prompts), seed=0, shuffle=False)
         account = saved.entries.account if saved else AccountState()
         groups = GroupStates(
-            max_staleness=ROLLOUT.max_staleness, max_trained_count=uses, ledger=saved.ledger if saved else (),
+            max_staleness=ROLLOUT.max_staleness, ledger=saved.ledger if saved else (),
             totals=GroupTotals(account.totals.get("train")),  # uses and ages start at zero, sums are those of the run
             outstanding=account.in_flight.get("train", ()), dead=saved.dispatch["dead"] if saved else (),
         )  # fmt: skip
@@ -96,7 +96,7 @@ class Session:
         if log is not None:
             cursor = self.dispatch.cursor
             self.issuer.keep_log(IssueLog(log, cursor.order_id, may_arrive=cursor.may_arrive))
-        algorithm = AlgorithmSettings(dynamic_sampling=dynamic_sampling, max_trained_count=uses)
+        algorithm = AlgorithmSettings(dynamic_sampling=dynamic_sampling)
         batcher = Batcher(groups, self.issuer, ROLLOUT, algorithm, max_dead=max_dead)
         settings: dict[str, Any] = {"deadline_s": 20.0, "silent_s": 30.0, **options}
         self.collector = Collector(connections, groups=run_groups, batcher=batcher, issuer=self.issuer, **settings)
@@ -243,23 +243,6 @@ def test_messages_are_acknowledged_only_when_a_checkpoint_covers_them(run: Run) 
         wait_for(lambda: resumed.counters.dropped_groups["duplicate"] == 4, "the trained groups to be refused")
         resumed.collector.acknowledge(resumed.collector.settled())
         assert run.num_messages("scored") == 0
-
-
-def test_a_group_kept_for_another_use_stays_unacknowledged_and_survives_a_crash(run: Run) -> None:
-    """Trained once before a crash, it is delivered and trained again, and only then settled; counted as reuse."""
-    with run.session(uses=2) as session:
-        session.issuer.advance(V0, 4)
-        run.answer(*run.tasks(2))
-        first = session.train(V0)
-        assert session.collector.settled() == []
-        saved = session.issuer.take_state()  # the checkpoint; then the crash
-    with run.session(saved, uses=2) as resumed:
-        assert resumed.train(V1) == first
-        assert len(resumed.collector.settled()) == 2
-        assert (resumed.counters.sums.used, resumed.counters.num_reused) == (4, 4)  # each is counted once
-        assert resumed.counters.num_scored == 0
-        assert not resumed.counters.dropped_groups
-        assert resumed.issuer.take_state().entries.account.totals["train"].used == 4
 
 
 def younger_batch(run: Run, session: Session) -> list[TaskIssued]:
