@@ -35,7 +35,6 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from penstock.deploy.plan.memory.memory_plan import CHECKPOINT, COPY, READ_LAST, MemoryPlan
 from penstock.deploy.plan.memory.model_shape import Method, shape_of
 from penstock.deploy.plan.memory.plan_inputs import Batch, PlanInputs
-from penstock.trainer import process_memory
 from penstock.trainer.algorithm.algorithm_settings import AlgorithmSettings
 from penstock.trainer.algorithm.batch import MicroBatch, Row, build, plan_micro_batches, prefixes_of
 from penstock.trainer.algorithm.objective import build_objective
@@ -54,8 +53,9 @@ ENVIRONMENT = {  # freed memory goes back to the kernel at once, so that the res
     "MALLOC_TRIM_THRESHOLD_": "65536",
     "OMP_NUM_THREADS": "1",
     "DS_ACCELERATOR": "cpu",
+    "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "64",  # as in `trainer/process_memory.py`, and the next
+    "LRU_CACHE_CAPACITY": "64",
 }
-process_memory.keep_few_compiled_products(ENVIRONMENT)  # as `python -m penstock.trainer` does
 _DEADLINE_S = 900.0  # of one configuration
 LOAD = "load"
 PASSES = "forward and backward"

@@ -1,11 +1,15 @@
-"""A disk whose power can be cut: a file system of its own, in a file, of which the kernel drops all that was not written to disk."""
+"""File systems of their own: one in a file, of which a power cut drops all that was not written, and small ones."""
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
+import shutil
 import struct
 import subprocess
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -53,3 +57,20 @@ class Disk:
 
     def remove(self) -> None:
         subprocess.run(["umount", str(self.folder)], check=True, timeout=300)
+
+
+@contextlib.contextmanager
+def small_disk(folder: Path, size_bytes: int) -> Iterator[Path]:
+    """A file system of a given size at ``folder``; the test is skipped without the right to mount one."""
+    folder.mkdir(exist_ok=True)
+    mount = shutil.which("mount")
+    if mount is None or not sys.platform.startswith("linux"):
+        pytest.skip("a small file system needs Linux and mount")
+    command = [mount, "-t", "tmpfs", "-o", f"size={size_bytes}", "tmpfs", str(folder)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        pytest.skip(f"a small file system cannot be mounted here: {done.stderr.strip()}")
+    try:
+        yield folder
+    finally:
+        subprocess.run(["umount", "--lazy", str(folder)], check=True)

@@ -1,33 +1,9 @@
-"""The errors of the trainer, as one tree below `protocol.errors.PenstockError`.
-
-```
-PenstockError
-└── TrainerError
-    ├── BatchDoesNotFit       a trajectory is longer than a micro-batch may be
-    ├── CollectTimeout        no full batch within the deadline; with queue depths and services alive
-    ├── TooManyDeadLetters    consecutive groups were dead-lettered and none arrived
-    ├── EngineMismatch        engine and trainer give the same tokens of one version other log-probabilities
-    ├── EvaluationFailed      an evaluation is incomplete, or was sampled by another version
-    ├── PublicationFailed     the weights could not be stored, verified or announced
-    ├── RankUnresponsive      another process of this trainer has exited, or does not answer
-    ├── RunIsHeld             another trainer holds the lease of this run and is alive
-    ├── LeaseLost             another trainer took the lease while this one was suspended or disconnected
-    ├── TrainingDiverged      a loss or gradient is not a finite number
-    ├── HardwareFailed        memory, GPU, driver or another rank failed in a step; `protocol/hardware_errors.py` names it
-    ├── PolicyCollapsed       the policy samples with less entropy than trainer.min_entropy
-    ├── GroupStateError       a group is in a state that does not allow what happens to it: an internal error
-    ├── CheckpointError       a checkpoint is incomplete, or belongs to another run or world size
-    ├── ExportFailed          the exported model cannot be loaded, or computes something else than the trained one
-    ├── NoAttentionKernel     no exact attention without [T, T] matrices works for the model's heads on this device
-    ├── NotEstimated          the memory of a run cannot be estimated from settings and config.json
-    └── UnknownReward         the run file names a reward that no service offers
-```
-"""
+"""The errors of the trainer, as one tree below `protocol.errors.PenstockError`."""
 
 from __future__ import annotations
 
 from penstock.protocol.errors import (
-    MalformedData,  # noqa: F401 - the trainer reads model folders and chats with code of the protocol, which raises these
+    MalformedData,  # noqa: F401 - code of the protocol, with which model folders and chats are read, raises these
     PenstockError,
     UnsupportedModel,  # noqa: F401
 )
@@ -38,7 +14,7 @@ class TrainerError(PenstockError):
 
 
 class BatchDoesNotFit(TrainerError):
-    """A trajectory is longer than ``trainer.micro_batch_tokens``."""
+    """A trajectory is longer than ``trainer.micro_batch_tokens``, the most that a micro-batch may have."""
 
 
 class CollectTimeout(TrainerError):
@@ -78,7 +54,7 @@ class TrainingDiverged(TrainerError):
 
 
 class HardwareFailed(TrainerError):
-    """Memory ran out, or a GPU, its driver or another rank failed; the text names it, with the setting that helps."""
+    """Memory ran out, or a GPU, its driver or another rank failed; the text names it and the setting that helps."""
 
 
 class PolicyCollapsed(TrainerError):
@@ -102,7 +78,7 @@ class UnknownReward(TrainerError):
 
 
 class NoAttentionKernel(TrainerError):
-    """No exact attention without [T, T] matrices works for the model's heads on this device; the text has each one's reason."""
+    """No exact attention without [T, T] matrices works for the model's heads on this device, for the given reasons."""
 
 
 class NotEstimated(TrainerError):

@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import structlog
 
@@ -34,7 +34,7 @@ from penstock.protocol.transport.blobs import Blobs
 from penstock.protocol.transport.bus import Bus
 from penstock.trainer.connections import Connections
 from penstock.trainer.data.data_order import prompt_order
-from penstock.trainer.data.dataset import AUTO_REWARD, PromptSet
+from penstock.trainer.data.dataset import AUTO_REWARD, PromptSet, training_prompts
 from penstock.trainer.data.pairs import PairSet
 from penstock.trainer.data.row_checks import read_tokenizer
 from penstock.trainer.data_settings import DATA_EVAL
@@ -62,8 +62,8 @@ _VISIBLE_S = 10.0  # a file that one node has made may be seen late on another, 
 def connect(settings: TrainerSettings, *, deadline_s: float = 20.0, traces: Traces = NO_TRACES) -> Connections:
     """Connect to NATS and the object store; ``traces`` records what becomes of groups.
 
-    Raises BusUnreachable after ``deadline_s``, BusRefused, BlobStoreUnreachable or BlobStoreRefused; ConfigError for a file
-    that is not a key.
+    Raises BusUnreachable after ``deadline_s``, BusRefused, BlobStoreUnreachable or BlobStoreRefused; ConfigError for a
+    file that is not a key.
     """
     settings.trainer.signing_key()  # a wrong file is an error now, not after the model was loaded
     blobs = Blobs(settings.s3)
@@ -92,15 +92,16 @@ def newest_checkpoint(
 def check_resume(connections: Connections, *, resume: bool, has_checkpoint: bool) -> Head | None:
     """Return the head of the run; raises ConfigError when the run has published weights and ``resume`` is off.
 
-    Started over without resuming, such a run would mix the groups of two sessions. A run without a checkpoint may resume:
-    it loses only the steps before its first checkpoint.
+    Started over without resuming, such a run would mix the groups of two sessions. A run without a checkpoint may
+    resume: it loses only the steps before its first checkpoint.
     """
     head = read_head(connections.bus.key_value(streams.state_bucket(connections.run_id).bucket).wait())
     if head is not None and not resume:
         kept = "a checkpoint and " if has_checkpoint else ""
         raise ConfigError(
-            f"run {connections.run_id} has {kept}published version {head.version}, and trainer.resume = false; set it to true, "
-            f"choose another run.id, or delete its streams: penstock bootstrap run.id={connections.run_id} --delete"
+            f"run {connections.run_id} has {kept}published version {head.version}, and trainer.resume = false; set it "
+            f"to true, choose another run.id, or delete its streams: penstock bootstrap run.id={connections.run_id} "
+            "--delete"
         )
     return head
 
@@ -110,9 +111,9 @@ def check_is_newest(
 ) -> None:
     """Raise CheckpointError when resuming from anything but the newest checkpoint that NATS knows the run committed.
 
-    The groups of a committed checkpoint are acknowledged: started without it, their training would be lost without an error. A
-    checkpoint that is newer than NATS knows is accepted: the trainer was killed before it wrote the key. An older one is accepted
-    if ``trainer.resume_older_step`` names it.
+    The groups of a committed checkpoint are acknowledged: started without it, their training would be lost without an
+    error. A checkpoint that is newer than NATS knows is accepted: the trainer was killed before it wrote the key. An
+    older one is accepted if ``trainer.resume_older_step`` names it.
     """
     known = decode(committed, CheckpointCommitted) if committed is not None else None
     if known is None or known.record is None or known.chapter is None:
@@ -123,23 +124,25 @@ def check_is_newest(
     )
     if newest is None:
         raise CheckpointError(
-            f"{expected}. {folder} has no checkpoint, and the object store no copy of it (trainer.store_checkpoints). The "
-            "groups it was made of are acknowledged and would be lost: copy the run's folder to this machine (run.dir), or "
-            "start over with another run.id"
+            f"{expected}. {folder} has no checkpoint, and the object store no copy of it (trainer.store_checkpoints). "
+            "The groups it was made of are acknowledged and would be lost: copy the run's folder to this machine "
+            "(run.dir), or start over with another run.id"
         )
-    got = f"{folder / folder_name(newest.step)} is of step {newest.step}, version {newest.version} (chapter {newest.chapter})"
+    place = folder / folder_name(newest.step)
+    got = f"{place} is of step {newest.step}, version {newest.version} (chapter {newest.chapter})"
     if newest.chapter > known.chapter or newest.step == older_step:
         return
     if newest.chapter < known.chapter:
         raise CheckpointError(
             f"{expected}. The newest in {folder} is older: {got}. Restore the folder of step {known.step} (copy it to "
-            f"run.dir), or set trainer.resume_older_step = {newest.step} to resume from there and make the later steps again"
+            f"run.dir), or set trainer.resume_older_step = {newest.step} to resume from there and make the later steps "
+            "again"
         )
     if (newest.record, hashlib.sha256(state_json).hexdigest()) != (known.record, known.state_sha256):
         raise CheckpointError(
             f"{expected}, with sha256 {known.state_sha256} of its {STATE_FILE}. {got}, but its {STATE_FILE} has sha256 "
-            f"{hashlib.sha256(state_json).hexdigest()}: it was altered, or is of another run with this run.id. Restore it "
-            f"from a copy, or set trainer.resume_older_step = {newest.step} to resume from it as it is"
+            f"{hashlib.sha256(state_json).hexdigest()}: it was altered, or is of another run with this run.id. Restore "
+            f"it from a copy, or set trainer.resume_older_step = {newest.step} to resume from it as it is"
         )
 
 
@@ -155,8 +158,9 @@ def check_rewards(
 ) -> list[RewardsOffered]:
     """Wait until reward services offer every reward that the data ask for; returns their offers.
 
-    The services must compose the rewards of ``define`` the same way. A wait of more than five seconds is logged with its reason.
-    Raises UnknownReward after ``deadline_s`` or when ``stop`` was set, ConfigError for a rule of success of an unknown reward.
+    The services must compose the rewards of ``define`` the same way. A wait of more than five seconds is logged with
+    its reason. Raises UnknownReward after ``deadline_s`` or when ``stop`` was set, ConfigError for a rule of success of
+    an unknown reward.
     """
     stop = stop or threading.Event()
     wanted = _wanted(prompt_sets, define)
@@ -207,12 +211,12 @@ def _sources(prompts: PromptSet, rewards: set[str]) -> set[str]:
 
 
 def check_success(names: Iterable[str], known: Collection[str], offers: list[RewardsOffered]) -> None:
-    """Refuse a rule of success for a reward that no row asks for (``known``) and no service offers; raises ConfigError."""
+    """Raise ConfigError for a rule of success of a reward that no row asks for (``known``) and no service offers."""
     unknown = [name for name in names if name not in known and names_not_offered([name], offers)]
     if unknown:
         raise ConfigError(
-            f"reward.success.{unknown[0]}: no row asks for a reward {unknown[0]}{_near(unknown[0], offers)}, and no service "
-            f"offers one; the rows ask for {', '.join(sorted(known))}; correct the name or remove it"
+            f"reward.success.{unknown[0]}: no row asks for a reward {unknown[0]}{_near(unknown[0], offers)}, and no "
+            f"service offers one; the rows ask for {', '.join(sorted(known))}; correct the name or remove it"
         )
 
 
@@ -225,12 +229,15 @@ def _problem(wanted: _Wanted, offers: list[RewardsOffered]) -> str:
         not_offered |= names_not_offered(wanted.parts[name], offers)
     if missing := sorted(not_offered, key=lambda name: (name in wanted.digests, name)):  # a part's lack is the cause
         near = _near(missing[0], offers)
-        return f"no reward service offers {', '.join(missing)}{near}; offered: {', '.join(offered)}; check reward.name, or serve it: --serve FILE.py, or penstock reward serve FILE.py --register URL"
+        return (
+            f"no reward service offers {', '.join(missing)}{near}; offered: {', '.join(offered)}; check reward.name, "
+            "or serve it: --serve FILE.py, or penstock reward serve FILE.py --register URL"
+        )
     if others := differently_defined(wanted.digests, offers):
         name, replicas = next(iter(others.items()))
         return (
-            f"reward.define.{name} in this run file differs from that of {', '.join(replicas)}; start the reward service with "
-            "the same run file and the same overrides of [reward]"
+            f"reward.define.{name} in this run file differs from that of {', '.join(replicas)}; start the reward "
+            "service with the same run file and the same overrides of [reward]"
         )
     known = {source for offer in offers for source in offer.by_source} | set(offered)
     if unknown := sorted(wanted.sources - known):
@@ -248,7 +255,7 @@ def _near(name: str, offers: list[RewardsOffered]) -> str:
 
 
 def check_shared(folder: Path, ranks: Ranks, *, deadline_s: float = _VISIBLE_S) -> None:
-    """Make a file on rank 0 and look for it on every rank (all ranks); raises ConfigError on each if one does not see it."""
+    """Make a file on rank 0 and look for it on every rank (all ranks); raises ConfigError on each if one sees none."""
     if ranks.num_ranks == 1:
         return
     name = ""
@@ -265,8 +272,9 @@ def check_shared(folder: Path, ranks: Ranks, *, deadline_s: float = _VISIBLE_S) 
         mark.unlink()
     if num_seeing < ranks.num_ranks:
         raise ConfigError(
-            f"run.dir: {folder.absolute()} of rank 0 is seen by {num_seeing:.0f} of {ranks.num_ranks} ranks; every rank writes its "
-            "part of a checkpoint there: set run.dir to a folder on storage that all nodes share, at the same path"
+            f"run.dir: {folder.absolute()} of rank 0 is seen by {num_seeing:.0f} of {ranks.num_ranks} ranks; every "
+            "rank writes its part of a checkpoint there: set run.dir to a folder on storage that all nodes share, at "
+            "the same path"
         )
 
 
@@ -294,13 +302,8 @@ def open_data(settings: TrainerSettings) -> RunData:
     if settings.eval.map and not settings.evaluated:
         raise ConfigError("eval.map names columns of held-out prompts, and there are none; set data.eval, or remove it")
     evaluated = tuple(_open_source(settings, name, tokenizer) for name in settings.evaluated)
-    train = _open_prompts(
-        settings,
-        settings.data.train_files,
-        tokenizer,
-        max_new_tokens=settings.rollout.max_new_tokens,
-        skips_pairs=settings.algorithm.dpo_coefficient > 0.0,
-    )
+    train = training_prompts(settings, tokenizer)
+    _log_what_was_read(train, settings.data.train_files)
     prompt_order(train, settings)  # raises MalformedData for weights of other sources
     held_out = {source.name: source.prompts.num_with_images for source in evaluated}
     check_environments(settings, {None: train.num_with_images, **held_out})
@@ -313,33 +316,20 @@ def _open_source(settings: TrainerSettings, name: str, tokenizer: ChatTokenizer)
     files, reward = settings.data.eval_files, None
     if name != DATA_EVAL:
         files, reward = settings.eval.source[name].files, settings.eval.source[name].reward
-    update: dict[str, Any] = {"data": settings.data_of(name).model_copy(update={"max_samples": None})}
-    if reward:
-        update["reward"] = settings.reward.model_copy(update={"name": reward, "by_source": {}})
-    longest = section.max_new_tokens or settings.rollout.max_new_tokens
-    prompts = _open_prompts(settings.model_copy(update=update), files, tokenizer, max_new_tokens=longest)
+    prompts = PromptSet(
+        files,
+        data=settings.data_of(name).model_copy(update={"max_samples": None}),
+        reward=settings.reward.model_copy(update={"name": reward, "by_source": {}}) if reward else settings.reward,
+        tokenizer=tokenizer,
+        max_new_tokens=section.max_new_tokens or settings.rollout.max_new_tokens,
+        processor=read_processor(settings.model.path),
+    )
+    _log_what_was_read(prompts, files)
     return EvaluatedSource(name, prompts, section, evaluation_sampling(section, settings.rollout, tokenizer.eos_ids))
 
 
-def _open_prompts(
-    settings: TrainerSettings,
-    files: Sequence[Path],
-    tokenizer: ChatTokenizer,
-    *,
-    max_new_tokens: int,
-    skips_pairs: bool = False,
-) -> PromptSet:
-    prompts = PromptSet(
-        files,
-        data=settings.data,
-        reward=settings.reward,
-        tokenizer=tokenizer,
-        max_new_tokens=max_new_tokens,
-        skips_pairs=skips_pairs,
-        processor=read_processor(settings.model.path),
-    )
+def _log_what_was_read(prompts: PromptSet, files: Sequence[Path]) -> None:
     for notes in prompts.notes:
         data_log.info("data read", file=str(notes.path), rows=notes.num_rows, notes=notes.describe())
     if prompts.dropped:
         data_log.warning("prompts left out", files=[str(path) for path in files], **prompts.dropped)
-    return prompts

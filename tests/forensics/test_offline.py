@@ -10,7 +10,7 @@ import pytest
 from tests.forensics.conftest import RUN, StoredRun
 from tests.reward_service.processes import EndpointServer, Service
 from tests.trainer.learner.forks import Command
-from tests.trainer.test_trainer_loop import metrics
+from tests.trainer.trained_run import metrics
 
 from penstock.deploy.bootstrap import bootstrap, delete_run
 from penstock.protocol.config.run_file import load
@@ -134,7 +134,7 @@ def test_a_missing_part_is_an_error(run: StoredRun) -> None:
 )
 @pytest.mark.usefixtures("scored_again")
 def test_settings_that_do_not_fit_the_input_are_refused(run: StoredRun, override: str, says: str) -> None:
-    """More groups than there are, another temperature, a second use: refused at the start, with the setting to change."""
+    """More groups than there are, another temperature, a second use: refused at the start, with the setting."""
     given = [f"data.from_run={AGAIN}", *TRAINING, override]
     settings = load(TrainerSettings, files=[run.run_file], overrides=given).settings
     with pytest.raises(ConfigError, match=says):

@@ -3,13 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import shutil
-import subprocess
-import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-
-import pytest
 
 from penstock.deploy.bootstrap import bootstrap
 from penstock.deploy.processes.servers import NatsServer, S3Server
@@ -97,30 +92,13 @@ class Services:
         return None if entry is None else decode(entry.value, Heartbeat)
 
     def wait_complete(self, deadline_s: float = 60.0) -> None:
-        """Wait for the reward of every group ever issued, and check that each arrived exactly once and none was dead-lettered."""
+        """Wait for the reward of every group issued, and check that each arrived once and none was dead-lettered."""
         ids = [f"e0.p{number}.a0" for number in range(self._num_issued)]
         found = self.wire.wait_scored(*ids, deadline_s=deadline_s)
         wait_for(lambda: self.holds("tasks") == self.holds("generated") == 0, "the queues to be empty", deadline_s)
         found = self.wire.take()
         assert {group_id: len(rewards) for group_id, rewards in found.items()} == dict.fromkeys(ids, 1)
         assert self.wire.dead == []
-
-
-@contextlib.contextmanager
-def small_disk(folder: Path, size_bytes: int) -> Iterator[Path]:
-    """A file system of a given size at ``folder``; the test is skipped without the right to mount one."""
-    folder.mkdir()
-    mount = shutil.which("mount")
-    if mount is None or not sys.platform.startswith("linux"):
-        pytest.skip("a small file system needs Linux and mount")
-    command = [mount, "-t", "tmpfs", "-o", f"size={size_bytes}", "tmpfs", str(folder)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode:
-        pytest.skip(f"a small file system cannot be mounted here: {done.stderr.strip()}")
-    try:
-        yield folder
-    finally:
-        subprocess.run(["umount", "--lazy", str(folder)], check=True)
 
 
 def fill(disk: Path) -> Path:

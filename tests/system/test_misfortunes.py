@@ -12,8 +12,9 @@ import pytest
 from penstock.deploy.processes.servers import NatsServer, S3Server
 from penstock.protocol.streams import StreamLimits
 from penstock.protocol.transport.bus import Bus
+from tests.power import small_disk
 from tests.servers import require_package, start_nats, start_s3, wait_for
-from tests.system.rollout_and_reward import SMALL, Services, environment_of_clock, fill, small_disk
+from tests.system.rollout_and_reward import SMALL, Services, environment_of_clock, fill
 
 OUTAGE_S = float(os.environ.get("PENSTOCK_TEST_OUTAGE_S", "2"))
 LIMITS = StreamLimits(max_bytes=SMALL, ack_wait_s=3.0)
@@ -36,7 +37,7 @@ def outage(started: float) -> None:
 def test_all_services_wait_for_a_killed_trainer(
     nats_server: NatsServer, s3_server: S3Server, run_id: str, tmp_path: Path
 ) -> None:
-    """The bounded streams fill up, both services name what they wait for, and a trainer that starts later gets every group once."""
+    """The bounded streams fill up, both services name what they wait for, and a later trainer gets every group once."""
     limits = StreamLimits(max_generated=2, max_scored=2)
     with Bus.connect(nats_server.settings, name="test") as bus:
         services = Services(nats_server, s3_server, run_id, tmp_path, limits, bus)
@@ -58,7 +59,7 @@ def test_all_services_wait_for_a_killed_trainer(
 
 
 def test_killed_servers_are_waited_for(services: Services) -> None:
-    """NATS, then S3, SIGKILLed with packs in the engine and restarted: both services name the unreachable server and lose nothing."""
+    """NATS, then S3, SIGKILLed with packs in the engine and restarted: services name the server and lose nothing."""
 
     def away(server: NatsServer | S3Server, logs: Sequence[Path], words: str) -> None:
         services.engine.flow.clear()
@@ -144,7 +145,7 @@ def test_a_reached_quota_of_nats_is_waited_for(services: Services) -> None:
 
 
 def test_a_wall_clock_that_steps_back_loses_nothing(services: Services, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Both services' clocks step ten minutes back in mid-pack, and forward again: nothing expires, is duplicated or dead-lettered."""
+    """Clocks step ten minutes back in mid-pack, and forward again: nothing expires, is doubled or dead-lettered."""
     library = Path("/usr/lib/x86_64-linux-gnu/faketime/libfaketimeMT.so.1")
     require_package(str(library), "faketime")
     clock = services.folder / "clock"

@@ -1,4 +1,4 @@
-"""What was acknowledged is there after a power loss: objects, messages and keys, checkpoints. The file system drops all else."""
+"""What was acknowledged is there after a power loss that drops all else: objects, messages and keys, checkpoints."""
 
 from __future__ import annotations
 
@@ -12,15 +12,13 @@ from structlog.testing import capture_logs
 
 from penstock.deploy.processes.servers import S3Server
 from penstock.protocol import streams, subjects
-from penstock.protocol.groups import BlobRef
-from penstock.protocol.record.checkpoint_state import CheckpointState
-from penstock.protocol.record.lineage import AccountState
 from penstock.protocol.transport.blobs import Blobs
 from penstock.protocol.transport.bus import Bus
 from penstock.trainer.recovery import checkpoint
 from tests import servers
 from tests.groups import make_task, make_task_issued
 from tests.power import Disk
+from tests.trainer.recovery.test_checkpoint import state
 
 _SIZES = (200, 14_000, 300_000)
 _LARGE = 6_000_000  # more than one part of an upload
@@ -45,7 +43,7 @@ def test_a_file_that_was_not_synced_is_lost(disk: Disk) -> None:
 
 
 def test_acknowledged_objects_survive_a_power_loss(disk: Disk) -> None:
-    """Objects of every size, in folders that are new, and a second store in a folder that was made before it was durable."""
+    """Objects of every size, in new folders and in one that was made before the store was durable."""
     (disk.folder / "s3" / "penstock" / "old").mkdir(parents=True)
     servers.require("rclone")
     server = S3Server(disk.folder / "s3", log=disk.folder / "s3.log")
@@ -113,7 +111,6 @@ def test_acknowledged_messages_and_keys_survive_a_power_loss(disk: Disk) -> None
 def test_a_committed_checkpoint_survives_a_power_loss(disk: Disk) -> None:
     """The power is lost as soon as the commit has returned, for the first checkpoint and for a later one."""
     root = disk.folder / "runs" / "r" / "checkpoints"
-    record = BlobRef(key="runs/r/lineage/x", size_bytes=1, sha256="0" * 64)
     for step in (2, 4):
         data = os.urandom(300_000)
 
@@ -121,12 +118,7 @@ def test_a_committed_checkpoint_survives_a_power_loss(disk: Disk) -> None:
             (folder / "engine").mkdir()
             (folder / "engine" / "weights.bin").write_bytes(data)
 
-        state = CheckpointState(
-            run_id="r", epoch=1, step=step, version=step + 1, weights_digest="a" * 64, weights_dtype="bfloat16",
-            ledger=((step, (f"e0.p{step}.a0",)),), dispatch={"position": 7}, totals={}, account=AccountState(),
-            metrics_bytes=0, record=record, chapter=step,
-        )  # fmt: skip
-        checkpoint.commit(root, state, write, keep=2)
+        checkpoint.commit(root, state(step, chapter=step), write, keep=2)
         disk.lose_power()
         disk.start_again()
         found = checkpoint.newest(root, "r")

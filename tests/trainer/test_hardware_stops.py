@@ -1,4 +1,4 @@
-"""A training that runs out of memory, or loses its GPU or a rank, ends as other stops by error: named, with its batch, and resumed."""
+"""A training that runs out of memory, or loses its GPU or a rank, ends with that name and its batch, and is resumed."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ import pytest
 from tests.fine_tuning.trl_rows import write_pairs
 from tests.protocol.test_hardware_errors import ASYNC, OOM
 from tests.trainer.learner.forks import Command
-from tests.trainer.test_trainer_loop import Run, unbootstrapped
+from tests.trainer.test_trainer_loop import unbootstrapped
+from tests.trainer.trained_run import Run
 
 from penstock.protocol.record.stopped_batch import read_batch
 
@@ -71,8 +72,8 @@ def test_errors_of_the_hardware_save_the_batch_and_a_resume_continues(run: Run) 
     """In the forward or the backward pass; another RuntimeError of a step is an internal error as before."""
     run.write(steps=1)
     said = {
-        "forward": r"out of GPU memory on GPU 3 (22.78 GiB requested, 12.73 GiB of 79.11 GiB free, 14.72 GiB in use by other",
-        "backward": "the GPU reports a hardware error (AcceleratorError: CUDA error: uncorrectable ECC error encountered); start",
+        "forward": r"out of GPU memory on GPU 3 (22.78 GiB requested, 12.73 GiB of 79.11 GiB free, 14.72 GiB in use by",
+        "backward": "the GPU reports a hardware error (AcceleratorError: CUDA error: uncorrectable ECC error encounter",
     }
     folder = run.home / "stopped" / "step00000001"
     with run.producer():
@@ -107,7 +108,8 @@ def test_fine_tuning_names_them_and_goes_on_from_its_checkpoint(unbootstrapped: 
     (folder / "mine.py").write_text(LOSSES)
     write_pairs(folder / "pairs.jsonl")
     settings = (
-        f"run.dir={folder / 'runs'}", "run.id=dpo", f"model.path={folder / 'model'}", f"dpo.data={folder / 'pairs.jsonl'}",
+        f"run.dir={folder / 'runs'}", "run.id=dpo", f"model.path={folder / 'model'}",
+        f"dpo.data={folder / 'pairs.jsonl'}",
         "dpo.batch_size=2", "dpo.steps=1", "trainer.micro_batch_tokens=512",
     )  # fmt: skip
     stopped = Command(folder, "dpo", *settings, f"dpo.loss={folder / 'mine.py'}:unpaired")

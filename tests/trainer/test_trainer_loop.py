@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import re
@@ -11,8 +10,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +18,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from tests.servers import wait_for
-from tests.trainer.learner.forks import Command
-from tests.trainer.producer import Answer, Author, Sampler, ScriptedProducer, recite, write_run_file
+from tests.trainer.producer import Answer, ScriptedProducer, recite
+from tests.trainer.trained_run import Run
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from penstock.deploy.bootstrap import bootstrap, delete_run
@@ -43,73 +41,6 @@ from penstock.protocol.weights.version_reader import WeightReader
 from penstock.trainer.publishing.publication import read_head
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
-
-
-@dataclass
-class Run:
-    """A run on the quickstart's model and data; its processes are killed at the end of a test."""
-
-    folder: Path
-    id: str
-    nats: NatsSettings
-    s3: S3Settings
-    sessions: list[Command]
-
-    def write(self, *, steps: int, **more: dict[str, Any]) -> Run:
-        sections: dict[str, dict[str, Any]] = {
-            "run": {"id": self.id, "dir": str(self.folder / "runs"), "seed": 3},
-            "model": {"path": str(self.folder / "model")},
-            "data": {"train": [str(self.folder / "train.jsonl")], "max_prompt_tokens": 64},
-            "rollout": {"group_size": 4, "groups_per_step": 4, "max_new_tokens": 8, "max_staleness": 2},
-            # recited completions were not sampled from the policy: their log-probabilities are arbitrary
-            "trainer": {"steps": steps, "lr": 1e-3, "micro_batch_tokens": 512, "max_mismatch": "None"},
-        }
-        for name, values in more.items():
-            sections[name] = {**sections.get(name, {}), **values}
-        write_run_file(self.file, nats=self.nats, s3=self.s3, sections=sections)
-        return self
-
-    @property
-    def file(self) -> Path:
-        return self.folder / f"{self.id}.toml"
-
-    @property
-    def home(self) -> Path:
-        return self.folder / "runs" / self.id
-
-    def start(self, *overrides: str, num_ranks: int = 1) -> Command:
-        self.sessions.append(Command(self.folder, "train", str(self.file), *overrides, num_ranks=num_ranks))
-        return self.sessions[-1]
-
-    def replay(self, *options: str, num_ranks: int = 1) -> dict[str, Any]:
-        return json.loads(self.start_replay(*options, num_ranks=num_ranks).wait())
-
-    def start_replay(self, *options: str, num_ranks: int = 1) -> Command:
-        command = Command(self.folder, "replay", self.id, str(self.file), "--json", *options, num_ranks=num_ranks)
-        self.sessions.append(command)
-        return command
-
-    def producer(self, author: Author = recite) -> ScriptedProducer:
-        return ScriptedProducer(self.nats, self.s3, self.id, author)
-
-    @contextmanager
-    def sampler(
-        self, change: Callable[[Answer, PolicyVersion], Answer] = lambda answer, _: answer
-    ) -> Iterator[ScriptedProducer]:
-        """Answer with samples of the published weights, each changed by ``change``."""
-        with self.producer() as producer:
-            sample = Sampler(producer, self.folder / "model")
-            producer.author = lambda task, version: change(sample(task, version), version)
-            yield producer
-
-    def steps(self, kind: str = "step") -> list[dict[str, Any]]:
-        return metrics(self.folder, self.id, kind)
-
-    def summary(self) -> dict[str, Any]:
-        return json.loads((self.home / "trainer.json").read_text())
-
-    def weights(self) -> dict[str, torch.Tensor]:
-        return load_file(self.home / "model" / "model.safetensors")
 
 
 @pytest.fixture
@@ -134,13 +65,6 @@ def typed(*words: str) -> None:
         [sys.executable, "-m", *words], env=environ, capture_output=True, text=True, timeout=300, check=False
     )
     assert done.returncode == 0, done.stderr[-4000:]
-
-
-def metrics(folder: Path, run_id: str, kind: str = "step") -> list[dict[str, Any]]:
-    path = folder / "runs" / run_id / "metrics.jsonl"
-    whole = path.read_text().rpartition("\n")[0] if path.exists() else ""  # its last line may be half written
-    rows = [json.loads(line) for line in whole.splitlines()]
-    return [row for row in rows if row["kind"] == kind]
 
 
 def test_a_run_learns_overlaps_and_exports_a_model(run: Run) -> None:
@@ -183,7 +107,7 @@ def test_a_run_learns_overlaps_and_exports_a_model(run: Run) -> None:
 
 
 def test_held_messages_are_acknowledged_before_their_stream_is_full(run: Run, bus: Bus, blobs: Blobs) -> None:
-    """24 messages fit and 28 groups of training are under way while the first evaluation waits; no checkpoint is due by steps or time."""
+    """24 messages fit, and 28 groups are under way while the first evaluation waits; no checkpoint is due otherwise."""
     bootstrap(bus, blobs, run.id, streams.StreamLimits(max_scored=24))
     run.write(
         steps=12,
@@ -229,7 +153,8 @@ def test_an_engine_with_other_log_probabilities_stops_the_run(run: Run) -> None:
 def test_a_bad_step_saves_its_batch_keeps_the_checkpoint_and_can_be_left_out(run: Run) -> None:
     """A gradient that is not finite ends the run at ZeRO 0, and again at ZeRO 2 from the checkpoint before it.
 
-    Once the reward is limited the step is only an outlier, and left out: in the run, its record, its metrics and its replay.
+    Once the reward is limited the step is only an outlier, and left out: in the run, its record, its metrics and its
+    replay.
     """
     home = run.home
     private, public = signing_key(run.folder / "keys")
@@ -385,7 +310,7 @@ def with_logprobs(answer: Answer, change: Callable[[Trajectory], Any]) -> Answer
 
 
 def test_batches_of_cut_answers_alone_are_steps_without_an_update_also_in_a_replay(run: Run) -> None:
-    """With mask_truncated, three such batches leave the weights as they are and are no collapse; the fourth is trained."""
+    """With mask_truncated, three such batches leave the weights as they are and are no collapse; a 4th is trained."""
     run.write(
         steps=4,
         algorithm={"mask_truncated": True, "epochs": 2},
@@ -412,7 +337,7 @@ def test_batches_of_cut_answers_alone_are_steps_without_an_update_also_in_a_repl
 
 
 def test_versions_in_which_nothing_changed_raise_an_alarm(run: Run, bus: Bus) -> None:
-    """Merged adapters whose changes are rounded away: the optimizer steps, and workers sample the first model; told once."""
+    """Merged adapters whose changes are rounded away: workers go on to sample the first model, which is told once."""
     run.write(
         steps=4,
         model={"lora.rank": 4, "lora.publish": "merged"},
@@ -431,10 +356,10 @@ def test_versions_in_which_nothing_changed_raise_an_alarm(run: Run, bus: Bus) ->
 def test_two_ranks_run_reuse_and_resume(run: Run, bus: Bus, blobs: Blobs) -> None:
     """Two ranks make steps, use groups again, checkpoint, export, resume and stop; also under torchrun.
 
-    The batch at which they stop is trained again on two ranks, on the weights of a checkpoint and on adapters as they were published.
-    They train adapters, with a KL to the model without them. Adapters are published on the first model, which the second
-    session finds again; the export is a whole model. At the end of each session no group is kept for another use, and every
-    message is acknowledged.
+    The batch at which they stop is trained again on two ranks, on the weights of a checkpoint and on adapters as they
+    were published. They train adapters, with a KL to the model without them. Adapters are published on the first model,
+    which the second session finds again; the export is a whole model. At the end of each session no group is kept for
+    another use, and every message is acknowledged.
     """
     torchrun = ("torch.distributed.run", "--standalone", "--nproc_per_node=2", "-m")
     scored = streams.scored_consumer(run.id, "train").stream

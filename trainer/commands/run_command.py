@@ -42,7 +42,7 @@ def stop_on_signals(stop: threading.Event, *, is_leader: bool) -> list[int]:
 
 
 def explained(err: Exception) -> str:
-    """Return the text of an error that has a fix, below the traceback if it is one of the hardware; raises any other again."""
+    """Return the text of an error that has a fix, below the traceback if it is of the hardware; raises any other again."""
     if isinstance(err, PenstockError):
         return process_end.error_text(f"{err}\n")
     fault = fault_of(err, rank=int(os.environ["RANK"]) if os.environ.get("WORLD_SIZE", "1") != "1" else None)
@@ -52,7 +52,7 @@ def explained(err: Exception) -> str:
 
 
 def end_with_torchrun(environ: Mapping[str, str]) -> None:
-    """Have the kernel kill this rank when the torchrun that started it ends: one that is killed leaves its ranks training."""
+    """Have the kernel kill this rank when its torchrun ends: one that is killed leaves its ranks training."""
     if _OF_TORCHRUN not in environ:
         return
     if not end_with_parent(os.getppid()):
@@ -62,9 +62,7 @@ def end_with_torchrun(environ: Mapping[str, str]) -> None:
 def start_process() -> None:
     """Report internal errors, and set what torch reads when it is imported; to be called before anything else."""
     process_end.install("trainer")
-    process_memory.use_huge_pages(os.environ)
-    process_memory.expand_segments(os.environ)
-    process_memory.keep_few_compiled_products(os.environ)
+    process_memory.configure_torch(os.environ)
 
 
 def run_command(

@@ -1,10 +1,12 @@
 """The order in which prompts are used: a permutation for every epoch, computed on demand; pure.
 
-A position counts prompts from the start of the run. Its prompt follows from the seed and the position alone, so a checkpoint stores one
-number, and no list of the data set's length is shuffled or stored. The permutation is a Feistel network over the next power of four,
-walked until the value is in range (Black and Rogaway, "Ciphers with Arbitrary Finite Domains", 2002).
+A position counts prompts from the start of the run. Its prompt follows from the seed and the position alone, so a
+checkpoint stores one number, and no list of the data set's length is shuffled or stored. The permutation is a Feistel
+network over the next power of four, walked until the value is in range (Black and Rogaway, "Ciphers with Arbitrary
+Finite Domains", 2002).
 
-With ``data.weights`` each source has an order of its own, and a schedule that repeats says which source is next (`WeightedOrder`).
+With ``data.weights`` each source has an order of its own, and a schedule that repeats says which source is next
+(`WeightedOrder`).
 
 `with_steps` makes steps of the passes of `trainer.epochs`, once the usable rows are counted.
 """
@@ -23,8 +25,7 @@ from typing import NamedTuple
 from penstock.protocol.config.run_file import Loaded
 from penstock.protocol.config.sources import OVERRIDE
 from penstock.protocol.errors import ConfigError
-from penstock.protocol.images.processor import read_processor
-from penstock.trainer.data.dataset import PromptSet
+from penstock.trainer.data.dataset import PromptSet, training_prompts
 from penstock.trainer.data.row_checks import read_tokenizer
 from penstock.trainer.errors import MalformedData
 from penstock.trainer.settings import TrainerSettings
@@ -80,7 +81,7 @@ class WeightedOrder:
     def __init__(
         self, prompts: Mapping[str, Sequence[int]], shares: Mapping[str, int], seed: int, *, shuffle: bool
     ) -> None:
-        """``prompts`` are those of each source, ascending; ``shares`` whole numbers, whose sum is the schedule's length."""
+        """Order the ``prompts`` of each source, ascending numbers; ``shares`` add up to the length of the schedule."""
         self.num_prompts, self.seed, self._prompts = sum(map(len, prompts.values())), seed, prompts
         self._orders = {name: DataOrder(len(rows), seed, shuffle) for name, rows in prompts.items()}
         self._schedule, self._turns = list[str](), {name: list[int]() for name in shares}
@@ -110,7 +111,7 @@ class WeightedOrder:
 
 
 def prompt_order(prompts: PromptSet, settings: TrainerSettings) -> DataOrder | WeightedOrder:
-    """Return the order of a run's prompts; raises MalformedData where ``data.weights`` are not those of the rows' sources."""
+    """Return the order of a run's prompts; raises MalformedData where ``data.weights`` are of other sources."""
     seed, shuffle, weights = settings.run.seed, settings.data.shuffle, settings.data.weights
     if not weights:
         return DataOrder(len(prompts), seed, shuffle)
@@ -121,7 +122,7 @@ def prompt_order(prompts: PromptSet, settings: TrainerSettings) -> DataOrder | W
 
 
 def whole_shares(weights: Mapping[str, float]) -> dict[str, int]:
-    """Return ``data.weights`` as the smallest whole numbers in the same proportions; raises MalformedData for more than 10,000 together."""
+    """Return ``data.weights`` as the smallest whole numbers; raises MalformedData for more than 10,000 together."""
     exact = {name: Fraction(str(weight)) for name, weight in weights.items()}
     common = math.lcm(*(weight.denominator for weight in exact.values()))
     unit = Fraction(math.gcd(*(int(weight * common) for weight in exact.values())), common)
@@ -133,7 +134,7 @@ def whole_shares(weights: Mapping[str, float]) -> dict[str, int]:
 
 
 def weighted_sources(weights: Mapping[str, float], num_rows: Mapping[str, int]) -> dict[str, list[str]]:
-    """Return which data_sources of the rows each of ``data.weights`` is of; raises MalformedData unless each source has one, and each has rows."""
+    """Return the data_sources of each of ``data.weights``; raises MalformedData unless each is in one, and has rows."""
     found = {name: [source for source in name.split(",") if source in num_rows] for name in weights}
     counts = Counter(source for sources in found.values() for source in sources)
     wrong = {f"no row has the data_source {name}": not sources for name, sources in found.items()}
@@ -164,8 +165,9 @@ def _mixed(half: int, number: int, key: bytes) -> int:
 def with_steps(loaded: Loaded[TrainerSettings]) -> Loaded[TrainerSettings]:
     """Return the settings with the ``trainer.steps`` that ``trainer.epochs`` make; the same ones without epochs.
 
-    ``epochs`` passes over the rows of ``data.train`` that are not left out, ``rollout.groups_per_step`` a step, rounded up.
-    Raises ConfigError for both in one place, or a length that other settings do not allow, MalformedData for bad rows.
+    ``epochs`` passes over the rows of ``data.train`` that are not left out, ``rollout.groups_per_step`` a step, rounded
+    up. Raises ConfigError for both in one place, or a length that other settings do not allow, MalformedData for bad
+    rows.
     """
     settings = loaded.settings
     if settings.trainer.epochs is None:
@@ -173,18 +175,10 @@ def with_steps(loaded: Loaded[TrainerSettings]) -> Loaded[TrainerSettings]:
     if steps_replace_epochs(loaded):
         chosen = settings.trainer.model_copy(update={"epochs": None})
         return Loaded(_checked(settings.model_copy(update={"trainer": chosen})), loaded.origins)
-    prompts = PromptSet(
-        settings.data.train_files,
-        data=settings.data,
-        reward=settings.reward,
-        tokenizer=read_tokenizer(settings),
-        max_new_tokens=settings.rollout.max_new_tokens,
-        skips_pairs=settings.algorithm.dpo_coefficient > 0.0,
-        processor=read_processor(settings.model.path),
-    )
-    steps = max(1, math.ceil(round(settings.trainer.epochs * len(prompts)) / settings.rollout.groups_per_step))
+    num_prompts = len(training_prompts(settings, read_tokenizer(settings)))
+    steps = max(1, math.ceil(round(settings.trainer.epochs * num_prompts) / settings.rollout.groups_per_step))
     chosen = settings.trainer.model_copy(update={"steps": steps})
-    origin = f"{loaded.origins['trainer.epochs']}: {settings.trainer.epochs:g} x {len(prompts)} rows"
+    origin = f"{loaded.origins['trainer.epochs']}: {settings.trainer.epochs:g} x {num_prompts} rows"
     return Loaded(
         _checked(settings.model_copy(update={"trainer": chosen})), {**loaded.origins, "trainer.steps": origin}
     )
@@ -197,7 +191,7 @@ def known_steps(loaded: Loaded[TrainerSettings]) -> int | None:
 
 
 def steps_replace_epochs(loaded: Loaded[TrainerSettings]) -> bool:
-    """Return True if steps of the command line replace epochs of a run file; raises ConfigError for both in one place."""
+    """Return True if steps of the command line replace epochs of a file; raises ConfigError for both in one place."""
     steps, epochs = loaded.origins["trainer.steps"], loaded.origins["trainer.epochs"]
     if "default" in (steps, epochs):
         return False

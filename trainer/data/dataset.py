@@ -1,8 +1,9 @@
 """Prompts to train on, all checked before a run starts.
 
-Opening a set reads every row once: malformed rows are refused together, each with file, line and column, and rows
-that are too long are counted or refused. After that a `PromptSet` holds the positions of its rows and reads a row
-again when it is accessed, unless it is among the last ones that were; a `TurnSet` (`turns.py`) and a `PairSet` (`pairs.py`) hold their token ids.
+Opening a set reads every row once: malformed rows are refused together, each with file, line and column, and rows that
+are too long are counted or refused. After that a `PromptSet` holds the positions of its rows and reads a row again when
+it is accessed, unless it is among the last ones that were; a `TurnSet` (`turns.py`) and a `PairSet` (`pairs.py`) hold
+their token ids.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from penstock.protocol.chat_tokenizer import ChatTokenizer
 from penstock.protocol.config.reward_settings import RewardSettings
 from penstock.protocol.groups import RewardRequest, RowImages
 from penstock.protocol.images.admission import AdmittedImage
-from penstock.protocol.images.processor import ImageProcessor
+from penstock.protocol.images.processor import ImageProcessor, read_processor
 from penstock.trainer.data.file_notes import FileNotes
 from penstock.trainer.data.messages import Chat, ImageRows, ReadImages
 from penstock.trainer.data.pairs import holds_pair
@@ -27,10 +28,10 @@ from penstock.trainer.data.read_rows import PromptRow, form_of, prompt_row, read
 from penstock.trainer.data.row_checks import Located, Problems, RowSet, encode_texts, for_template
 from penstock.trainer.data.row_files import Row, RowFile, open_rows
 from penstock.trainer.errors import MalformedData
-from penstock.trainer.settings import DataSettings
+from penstock.trainer.settings import DataSettings, TrainerSettings
 
-# Tokens of the prompts that are kept, about 10 MB: a training needs a prompt to issue its group and again when that arrives, an
-# evaluation once more, and every evaluation the same ones. To read one takes 0.1 ms.
+# Tokens of the prompts that are kept, about 10 MB: a training needs a prompt to issue its group and again when that
+# arrives, an evaluation once more, and every evaluation the same ones. To read one takes 0.1 ms.
 KEPT_TOKENS = 2**18
 
 AUTO_REWARD = "auto"  # the reward service chooses by data_source
@@ -61,8 +62,8 @@ class PromptSet(RowSet[tuple[PromptRow, str]]):
     ) -> None:
         """Open and check files; raises MalformedData listing the malformed rows, or if no prompt is left.
 
-        ``max_new_tokens`` have to fit into the model's context after every prompt. Rows with two answers are refused unless
-        ``skips_pairs``, which counts them. Rows with images are refused without a ``processor``, the model's.
+        ``max_new_tokens`` have to fit into the model's context after every prompt. Rows with two answers are refused
+        unless ``skips_pairs``, which counts them. Rows with images are refused without a ``processor``, the model's.
         """
         super().__init__(files, data, tokenizer, prompt_limit(data, tokenizer, max_new_tokens))
         self._files = [open_rows(path) for path in files]
@@ -192,6 +193,19 @@ class PromptSet(RowSet[tuple[PromptRow, str]]):
                 "every row is a pair of answers, and none a prompt to answer; train on pairs alone with `penstock dpo`"
             )
         return super()._nothing_left()
+
+
+def training_prompts(settings: TrainerSettings, tokenizer: ChatTokenizer) -> PromptSet:
+    """Open the prompts that a run trains on; raises MalformedData."""
+    return PromptSet(
+        settings.data.train_files,
+        data=settings.data,
+        reward=settings.reward,
+        tokenizer=tokenizer,
+        max_new_tokens=settings.rollout.max_new_tokens,
+        skips_pairs=settings.algorithm.dpo_coefficient > 0.0,
+        processor=read_processor(settings.model.path),
+    )
 
 
 def _short(sha256: bytes) -> int:

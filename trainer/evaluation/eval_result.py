@@ -1,8 +1,8 @@
 """One evaluation: its prompts, the groups that it waits for, and its result (accuracy, rewards, pass@k); pure.
 
-The run file says from which reward, or from which scores of the reward's parts, a completion is correct (``reward.success``); otherwise the
-built-in graders whose rewards are 0 or 1 do. For any other reward (a length, a weighted sum, an endpoint) there is no accuracy: its mean is
-reported under its name.
+The run file says from which reward, or from which scores of the reward's parts, a completion is correct
+(``reward.success``); otherwise the built-in graders whose rewards are 0 or 1 do. For any other reward (a length, a
+weighted sum, an endpoint) there is no accuracy: its mean is reported under its name.
 """
 
 from __future__ import annotations
@@ -38,9 +38,6 @@ class SuccessRule:
         parts = self.threshold if isinstance(self.threshold, dict) else ()
         return next((part for part in parts if part not in group.parts), None)
 
-    def num_correct(self, group: ScoredGroup) -> int:
-        return sum(self.correct(group.rewards, group.parts))
-
     def correct(self, rewards: Sequence[float], parts: Mapping[str, Sequence[float]]) -> tuple[bool, ...]:
         if not isinstance(self.threshold, dict):
             return tuple(reward >= self.threshold - _ROUNDING for reward in rewards)
@@ -70,24 +67,26 @@ class SuccessRules:
         return None
 
 
-@dataclass(frozen=True, slots=True)
-class Correct:
-    by_group: tuple[int, ...] | None  # None: nothing says for every group when it is correct
-    text: str  # the rules, or why they cannot be applied; empty without any
+def count_correct(
+    groups: Sequence[ScoredGroup], rules: Mapping[str, SuccessRule | None]
+) -> tuple[tuple[int, ...] | None, str]:
+    """Return the number of correct completions of each group, and the rules by which they are counted.
 
-
-def count_correct(groups: Sequence[ScoredGroup], rules: Mapping[str, SuccessRule | None]) -> Correct:
+    None where nothing says for every group when a completion is correct; then the text is empty, or says why.
+    """
     of_groups = [rules.get(group.generated.group_id) for group in groups]
     known = [rule for rule in of_groups if rule is not None]
     if not known or len(known) < len(of_groups):
-        return Correct(None, "")
+        return None, ""
     for rule, group in zip(known, groups, strict=True):
         if (part := rule.missing_part(group)) is not None:
             parts = ", ".join(sorted(group.parts)) or "none"
-            text = f"unknown: the reward {rule.reward} has no part {part}; its parts are {parts}; correct reward.success.{rule.reward}"
-            return Correct(None, text)
+            return None, (
+                f"unknown: the reward {rule.reward} has no part {part}; its parts are {parts}; "
+                f"correct reward.success.{rule.reward}"
+            )
     text = ", ".join(dict.fromkeys(rule.text for rule in known))
-    return Correct(tuple(rule.num_correct(group) for rule, group in zip(known, groups, strict=True)), text)
+    return tuple(sum(rule.correct(g.rewards, g.parts)) for rule, g in zip(known, groups, strict=True)), text
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,8 +143,7 @@ def summarise(
     tokens = [count for group in groups for count in group.generated.completion_tokens]
     finishes = [reason for group in groups for reason in group.generated.finish_reasons]
     num_samples = min(len(group.rewards) for group in groups)
-    correct = count_correct(groups, rules)
-    by_group = correct.by_group
+    by_group, text = count_correct(groups, rules)
     ks = [2**i for i in range(num_samples.bit_length())] if num_samples > 1 else []
     return EvalResult(
         step=step,
@@ -158,7 +156,7 @@ def summarise(
         completion_tokens_mean=sum(tokens) / len(tokens),
         truncated_share=finishes.count("length") / len(finishes),
         eval_s=eval_s,
-        success=correct.text,
+        success=text,
     )
 
 
@@ -222,7 +220,7 @@ class NumberedSources:
         return {group_id_of(version, number) for number in self.numbers.get(name, ())}
 
     def all_ids(self, version: PolicyVersion) -> set[str]:
-        return {group_id for name in self.numbers for group_id in self.ids(version, name)}
+        return set().union(*(self.ids(version, name) for name in self.numbers))
 
     def by_source(self, ids: Iterable[str]) -> dict[str, set[str]]:
         by_name: dict[str, set[str]] = {}

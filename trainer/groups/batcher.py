@@ -1,11 +1,12 @@
 """Decides which arriving groups are wanted, which of them make the next batch, and which are dropped and why; pure.
 
-A message is settled when each of its groups was trained for the last time, dropped, or refused on arrival. Only then may
-a checkpoint cover it, and only after that checkpoint may it be acknowledged.
+A message is settled when each of its groups was trained for the last time, dropped, or refused on arrival. Only then
+may a checkpoint cover it, and only after that checkpoint may it be acknowledged.
 
-Steps that a crash rolled back are made again of the groups they had (`repeat`): then the weights are those that the killed
-session published, its samples are as old as they were, and none is dropped. Where a group of such a step does not come, the
-steps from there on are made of whatever is ready, and the samples of the killed session count as of a branch (`VersionTree`).
+Steps that a crash rolled back are made again of the groups they had (`repeat`): then the weights are those that the
+killed session published, its samples are as old as they were, and none is dropped. Where a group of such a step does
+not come, the steps from there on are made of whatever is ready, and the samples of the killed session count as of a
+branch (`VersionTree`).
 
 New groups go first: one that was trained and is kept, if `algorithm.max_trained_count` is above 1, fills a batch that
 would otherwise wait, and is retired when it was used often enough or is too old.
@@ -21,7 +22,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from enum import StrEnum
 from functools import partial
 from itertools import chain
 from typing import Protocol
@@ -43,11 +43,6 @@ from penstock.trainer.rollout_settings import RolloutSettings
 _OWN_STAGE = "scored"
 
 
-class ReuseRefused(StrEnum):
-    TRAINED_OFTEN = "trained_often"
-    TRAINED_RECENTLY = "trained_recently"
-
-
 @dataclass(frozen=True, slots=True)
 class Reuse:
     """How often, and how far apart, a group may be trained on (AgentRL)."""
@@ -55,12 +50,9 @@ class Reuse:
     max_trained_count: int = 1
     retrained_interval: int = 1  # versions between two uses
 
-    def reason(self, trained_count: int, last_trained: int | None, version: int) -> ReuseRefused | None:
-        if trained_count >= self.max_trained_count:
-            return ReuseRefused.TRAINED_OFTEN
-        if last_trained is not None and version - last_trained < self.retrained_interval:
-            return ReuseRefused.TRAINED_RECENTLY
-        return None
+    def allows(self, uses: Sequence[PolicyVersion], version: PolicyVersion) -> bool:
+        """Return True if a group that was trained at the versions ``uses`` may be trained again at ``version``."""
+        return len(uses) < self.max_trained_count and version - uses[-1] >= self.retrained_interval
 
 
 def group_rules(settings: AlgorithmSettings) -> tuple[GroupRule, ...]:
@@ -94,8 +86,8 @@ class Batcher:
     ) -> None:
         """Start with the groups of a checkpoint; no other object may record that they arrive, are offered or are taken.
 
-        ``max_dead`` are the consecutive dead-lettered groups, without one that arrives, that end a run; None: as many as may be
-        outstanding.
+        ``max_dead`` are the consecutive dead-lettered groups, without one that arrives, that end a run; None: as many
+        as may be outstanding.
         """
         self._groups, self._issued = groups, issued
         self._reuse = Reuse(algorithm.max_trained_count, algorithm.retrained_interval)
@@ -134,7 +126,7 @@ class Batcher:
     # ── arrival ───────────────────────────────────────────────────────────────────────────────
 
     def receive(self, message: int, groups: Sequence[ScoredGroup], pack: BlobRef | None = None) -> list[ScoredGroup]:
-        """Record a message by its sequence number; return the groups to read and offer. The others are counted as refused.
+        """Record a message by its sequence number; return the groups to read and offer, the others count as refused.
 
         Of two attempts at a prompt the one that a step had which is made again is preferred, else the one that arrived.
         """
@@ -193,7 +185,7 @@ class Batcher:
         return self.num_ready - len(self._too_old) + len(self._again(version)) >= self._groups_per_step
 
     def overtakes(self, version: PolicyVersion) -> bool:
-        """Return True if a batch taken at ``version`` now would leave behind groups that may be too old for every later one.
+        """Return True if a batch taken at ``version`` now leaves behind groups that may be too old for every later one.
 
         They are under way, as is a group whose pack is being read. False while there is no full batch.
         """
@@ -229,7 +221,7 @@ class Batcher:
     # ── groups that do not arrive ─────────────────────────────────────────────────────────────
 
     def missing(self) -> list[str]:
-        """Return the outstanding groups that have not arrived, sorted: the order of their next attempts follows from it."""
+        """Return the outstanding groups that have not arrived, in the order of their next attempts."""
         return [str(key) for key in sorted(map(GroupKey.parse, self._groups.missing()))]
 
     @property
@@ -298,15 +290,11 @@ class Batcher:
 
     def _again(self, version: PolicyVersion) -> list[ReadyGroup]:
         uses = {group.group_id: self._groups.uses(group.group_id) for group in self._groups.held(State.KEPT)}
-        free = [
-            group
-            for group in self._groups.held(State.KEPT)
-            if self._reuse.reason(len(uses[group.group_id]), uses[group.group_id][-1], version) is None
-        ]
+        free = [g for g in self._groups.held(State.KEPT) if self._reuse.allows(uses[g.group_id], version)]
         return sorted(free, key=lambda g: (len(uses[g.group_id]), -self._verdict(g, version)[1], g.group_id))
 
     def _verdict(self, group: ReadyGroup, version: PolicyVersion) -> tuple[DropReason | None, int]:
-        """Return why a group may not be trained on at ``version``, and the age of its oldest sample; 0 where that is not known."""
+        """Return why a group may not be trained on at ``version``, and the age of its oldest sample; 0: not known."""
         summary, tree = group.scored.generated, self._groups.versions
         ends = (PolicyVersion(summary.oldest_version), PolicyVersion(summary.newest_version))
         sampled_by = {*ends}

@@ -8,7 +8,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
 
 from penstock.protocol.groups import RouterShape, Split, Task
 from penstock.protocol.packs.task_promise import TaskPromise, TaskSettings
@@ -16,7 +15,7 @@ from penstock.protocol.record.checkpoint_state import CheckpointState
 from penstock.protocol.record.lineage import AccountState
 from penstock.protocol.versions import Branch, PolicyVersion, Remade, staleness
 from penstock.trainer.data.data_order import DataOrder, WeightedOrder
-from penstock.trainer.data.dataset import Prompt
+from penstock.trainer.data.dataset import Prompt, PromptSet
 from penstock.trainer.errors import CheckpointError
 from penstock.trainer.groups.group_states import GroupStates, State
 from penstock.trainer.groups.group_totals import Drop, DropReason, Entries, GroupTotals
@@ -57,7 +56,8 @@ class RunGroups:
         trained = {group_id for _, ids in state.ledger for group_id in ids}
         if contradiction := (set(outstanding) ^ set(listed)) | (set(outstanding) & trained):
             raise CheckpointError(
-                f"checkpoint of step {state.step}: group {min(contradiction)} is outstanding by one of its parts and closed by "
+                f"checkpoint of step {state.step}: group {min(contradiction)} is outstanding by one of its parts and "
+                "closed by "
                 "another; restore its state.json, or remove its folder to resume the checkpoint before it"
             )
         train = GroupStates(
@@ -96,22 +96,10 @@ class RunGroups:
         return Entries.of({split: states.totals.take_new() for split, states in splits.items()}, account)
 
 
-class Prompts(Protocol):
-    @property
-    def fingerprint(self) -> str: ...
-
-    @property
-    def num_tokens(self) -> int: ...
-
-    def __len__(self) -> int: ...
-
-    def __getitem__(self, index: int) -> Prompt: ...
-
-
 class Dispatch:
     def __init__(  # noqa: PLR0913  what its tasks are made of
         self,
-        prompts: Prompts,
+        prompts: PromptSet,
         *,
         order: DataOrder | WeightedOrder,
         rollout: RolloutSettings,
@@ -124,8 +112,8 @@ class Dispatch:
     ) -> None:
         """Start at the first position; call ``cursor.resume`` to continue from a checkpoint, of which ``groups`` are.
 
-        ``with_baseline``, ``teacher_top_k`` and ``routers`` are those of every task; ``mixture`` chooses the environment of each,
-        None: it is ``rollout.environment``.
+        ``with_baseline``, ``teacher_top_k`` and ``routers`` are those of every task; ``mixture`` chooses the
+        environment of each, None: it is ``rollout.environment``.
         """
         self._further = {
             "with_baseline": with_baseline,
@@ -182,8 +170,8 @@ class Dispatch:
     def promise(self, group_id: str) -> TaskPromise:
         """Return what the task of a group asked for; raises ValueError for a foreign id.
 
-        A group that an earlier session issued is held against the settings of that session. Where these are not recorded,
-        only its prompt, and what it is scored by, are known.
+        A group that an earlier session issued is held against the settings of that session. Where these are not
+        recorded, only its prompt, and what it is scored by, are known.
         """
         if (promise := self.groups.promise(group_id)) is not None:
             return promise

@@ -6,9 +6,9 @@
                └────────────────revive: its dead letter was sent again ───────────────────────┘
 
 A group is in one state; an event that its state does not allow raises `GroupStateError` and changes nothing. Closed
-groups are forgotten, but for those that may be delivered again: trained ones within the staleness window, since an older
-one is refused as stale, and the newest that a dead letter closed. Of the split ``eval`` a group is issued, then evaluated
-or dropped. In either split issued = used + dropped (by reason) + outstanding, which an audit checks id by id.
+groups are forgotten, but for those that may be delivered again: trained ones within the staleness window, since an
+older one is refused as stale, and the newest that a dead letter closed. Of the split ``eval`` a group is issued, then
+evaluated or dropped. In either split issued = used + dropped (by reason) + outstanding, which an audit checks id by id.
 
 Not thread-safe: who holds `RunGroups.lock` may call it.
 """
@@ -59,11 +59,12 @@ class GroupRecord:
     issued_for: PolicyVersion | None = None  # version of its task; None: an earlier session issued it
     promise: TaskPromise | None = None  # what its task asked for; None: an earlier session issued it
     message: int | None = None  # sequence number of the message that brought it
-    content: ReadyGroup | None = (
-        None  # while it is ready, in use or kept; None if it is kept and not delivered again yet
-    )
+    content: ReadyGroup | None = None  # while it is ready, in use or kept; not where it is still to come again
     uses: tuple[PolicyVersion, ...] = ()  # versions at which it was trained
     is_dead: bool = False  # closed by a dead letter, which may be sent again
+
+
+_UNKNOWN = GroupRecord(State.CLOSED)
 
 
 class GroupStates:
@@ -167,13 +168,13 @@ class GroupStates:
         self._close(group_id, record)
 
     def end(self) -> None:
-        """Retire all kept groups, since no further batch is taken; those that are being read are retired when offered."""
+        """Retire all kept groups, since no further batch is taken; those being read are retired when offered."""
         self._is_ended = True
         for group_id in list(self._by_state[State.KEPT]):
             self.retire(group_id)
 
     def drop(self, drop: Drop) -> None:
-        """Close a group that is not used; a group dropped as ``dead`` is remembered while its letter may be sent again."""
+        """Close a group that is not used; one dropped as ``dead`` is remembered while its letter may be sent again."""
         record = self._allowed(drop.group_id, "drop")
         if record.uses:
             raise _refused(drop.group_id, f"{record.state} and was trained", "drop")
@@ -215,27 +216,23 @@ class GroupStates:
 
     def promise(self, group_id: str) -> TaskPromise | None:
         """Return what the task of a group asked for; None if this session did not issue it."""
-        record = self._groups.get(group_id)
-        return record.promise if record is not None else None
+        return self._groups.get(group_id, _UNKNOWN).promise
 
     def uses(self, group_id: str) -> tuple[PolicyVersion, ...]:
-        record = self._groups.get(group_id)
-        return record.uses if record is not None else ()
+        return self._groups.get(group_id, _UNKNOWN).uses
 
     def has_arrived(self, group_id: str) -> bool:
-        record = self._groups.get(group_id)
-        return record is not None and (record.content is not None or record.state is State.ARRIVED)
+        record = self._groups.get(group_id, _UNKNOWN)
+        return record.content is not None or record.state is State.ARRIVED
 
     def content(self, group_id: str) -> ReadyGroup | None:
-        record = self._groups.get(group_id)
-        return record.content if record is not None else None
+        return self._groups.get(group_id, _UNKNOWN).content
 
     def is_returning(self, group_id: str) -> bool:
         return self.state(group_id) is State.KEPT and not self.has_arrived(group_id)
 
     def is_dead(self, group_id: str) -> bool:
-        record = self._groups.get(group_id)
-        return record is not None and record.is_dead
+        return self._groups.get(group_id, _UNKNOWN).is_dead
 
     def outstanding(self) -> Iterator[str]:
         return (i for state in _OPEN for i, record in self._by_state[state].items() if not record.uses)
@@ -252,7 +249,7 @@ class GroupStates:
 
     @property
     def num_kept_here(self) -> int:
-        """Number of kept groups whose content is here; one of an earlier session may still have to be delivered again."""
+        """Number of kept groups whose content is here; those of an earlier session are still to be delivered again."""
         return sum(record.content is not None for record in self._by_state[State.KEPT].values())
 
     def held(self, state: State) -> list[ReadyGroup]:
@@ -261,9 +258,9 @@ class GroupStates:
     def is_late(self, trainer_version: PolicyVersion) -> bool:
         """Return True if a group under way may be too old for every step after the one at ``trainer_version``.
 
-        A worker may have sampled such a group with the version it was issued for. Under way is what is outstanding and not
-        read yet. Groups that an earlier session issued are not considered, since the version they were issued for is not
-        stored.
+        A worker may have sampled such a group with the version it was issued for. Under way is what is outstanding and
+        not read yet. Groups that an earlier session issued are not considered, since the version they were issued for
+        is not stored.
         """
         return self._under_way[last_chance_version(trainer_version, self._max_staleness)] > 0
 
@@ -328,6 +325,6 @@ class GroupStates:
 
 def _refused(group_id: str, state: str, event: str) -> GroupStateError:
     return GroupStateError(
-        f"internal error, please report: group {group_id} is {state}, and {event} is not allowed there; the trainer resumes "
-        "from its newest checkpoint"
+        f"internal error, please report: group {group_id} is {state}, and {event} is not allowed there; the trainer "
+        "resumes from its newest checkpoint"
     )

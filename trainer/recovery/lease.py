@@ -59,11 +59,12 @@ class Unchanged:
 class LeaseWatch:
     """Observes the lease in a thread, without taking it; use as a context manager.
 
-    A trainer starts it before its slow imports, so that the lease of a killed one expires during them and not after them.
+    A trainer starts it before its slow imports, so that the lease of a killed one expires during them and not after
+    them.
     """
 
     def __init__(self, connect: Callable[[], Bus], run_id: str) -> None:
-        """``connect`` is called in the thread. If NATS is unreachable, or the run not bootstrapped, nothing is observed."""
+        """Call ``connect`` in the thread; nothing is observed if NATS is unreachable, or the run not bootstrapped."""
         self._connect, self._run_id = connect, run_id
         self._unchanged: Unchanged | None = None
         self._num_transitions = 0  # of the connection, when it was last looked at
@@ -154,16 +155,7 @@ class HeldLease:
 
         Raises LeaseLost, or BusUnreachable after ``deadline_s``.
         """
-        deadline = time.monotonic() + deadline_s
-        while True:
-            try:
-                self._renew()
-            except BusUnreachable:
-                if time.monotonic() > deadline:
-                    raise
-                time.sleep(_POLL_S)
-            else:
-                return
+        _retried(self._renew, deadline_s=deadline_s)
 
     def _work(self) -> None:
         while not self._stop.wait(self._lease.ttl_s / _RENEWALS):
@@ -194,8 +186,8 @@ class HeldLease:
         taker = "no trainer: its key is deleted" if entry is None else _describe(decode(entry.value, Lease))
         self._lost = (
             f"this trainer (epoch {self.epoch}) was suspended or disconnected for "
-            f"{time.monotonic() - self._renewed:.0f} s and lost its lease of the run, which is now held by {taker}. Nothing "
-            "was committed or published since; this trainer exits"
+            f"{time.monotonic() - self._renewed:.0f} s and lost its lease of the run, which is now held by {taker}. "
+            "Nothing was committed or published since; this trainer exits"
         )
         raise LeaseLost(self._lost)
 
@@ -211,8 +203,8 @@ def acquire(
 ) -> HeldLease:
     """Take the lease of a run; if another trainer's is not released, wait until it expires, at most ``deadline_s``.
 
-    ``clock`` returns seconds since 1970; ``watched`` is what a `LeaseWatch` saw. Raises RunIsHeld if another trainer is alive,
-    BusUnreachable if NATS was unreachable until the deadline.
+    ``clock`` returns seconds since 1970; ``watched`` is what a `LeaseWatch` saw. Raises RunIsHeld if another trainer is
+    alive, BusUnreachable if NATS was unreachable until the deadline.
     """
     deadline = time.monotonic() + deadline_s
     mine = Lease(
@@ -255,44 +247,53 @@ def acquire(
                 )
             elif entry.revision != watched.revision:
                 raise RunIsHeld(
-                    f"the lease of run {run_id} is held by {_describe(lease)}, which is alive; stop that trainer (kill -TERM "
-                    f"{lease.pid} on {lease.host}), or set another run.id"
+                    f"the lease of run {run_id} is held by {_describe(lease)}, which is alive; stop that trainer (kill "
+                    f"-TERM {lease.pid} on {lease.host}), or set another run.id"
                 )
         time.sleep(_POLL_S)
 
 
+def _retried(
+    attempt: Callable[[], None],
+    errors: tuple[type[PenstockError], ...] = (BusUnreachable,),
+    *,
+    deadline_s: float = _NATS_DEADLINE_S,
+) -> None:
+    """Make an attempt until it raises none of ``errors``; raises the last one after ``deadline_s``."""
+    deadline = time.monotonic() + deadline_s
+    while True:
+        try:
+            return attempt()
+        except errors:
+            if time.monotonic() > deadline:
+                raise
+        time.sleep(_POLL_S)
+
+
 class FencedKey:
-    """A key that only the holder of the newest epoch can write: every holder first rewrites it, which moves its revision."""
+    """A key that only the holder of the newest epoch can write: each first rewrites it, which moves its revision."""
 
     def __init__(self, state: KeyValue, key: str, rewrite: Callable[[bytes | None], bytes | None]) -> None:
         """Rewrite the key with the result of ``rewrite`` (None: leave it absent); raises LeaseLost, BusUnreachable."""
         self._state, self._key = state, key
         self.value: bytes | None = None  # as rewritten here
-        deadline = time.monotonic() + _NATS_DEADLINE_S
-        while True:
-            try:
-                entry = state.get(key).wait()
-                self.value = rewrite(entry.value if entry else None)
-                self._revision = entry.revision if entry else None
-                if self.value is not None:
-                    self._revision = state.swap(key, self.value, self._revision).wait()
-            except (BusUnreachable, CompareAndSwapFailed):
-                if time.monotonic() > deadline:
-                    raise
-                time.sleep(_POLL_S)
-            else:
-                return
+        self._revision: int | None = None
+
+        def take() -> None:
+            entry = state.get(key).wait()
+            self.value = rewrite(entry.value if entry else None)
+            self._revision = entry.revision if entry else None
+            if self.value is not None:
+                self._revision = state.swap(key, self.value, self._revision).wait()
+
+        _retried(take, (BusUnreachable, CompareAndSwapFailed))
 
     def move(self, value: bytes) -> None:
         """Write the key; raises LeaseLost when a newer holder has written it, BusUnreachable after two minutes."""
-        deadline = time.monotonic() + _NATS_DEADLINE_S
-        while True:
+
+        def swap() -> None:
             try:
                 self._revision = self._state.swap(self._key, value, self._revision).wait()
-            except BusUnreachable:
-                if time.monotonic() > deadline:
-                    raise
-                time.sleep(_POLL_S)
             except CompareAndSwapFailed:
                 entry = self._state.get(self._key).wait()
                 if entry is None or entry.value != value:  # otherwise the answer to this holder's swap was lost
@@ -301,8 +302,8 @@ class FencedKey:
                         "acknowledged nothing more"
                     ) from None
                 self._revision = entry.revision
-            else:
-                return
+
+        _retried(swap)
 
 
 def fence(state: KeyValue, epoch: int) -> FencedKey:

@@ -1,4 +1,4 @@
-"""What is checked before a run is resumed: its model, its ranks, whether it is finished, and which steps have to be made again; imports no torch.
+"""What is checked before a run is resumed: model, ranks, what is left to do, steps to make again; imports no torch.
 
 The settings of earlier sessions are read from the run's record.
 """
@@ -31,9 +31,10 @@ _CONNECTIONS = ("nats", "s3")  # addresses of servers may change between a run a
 _WITHOUT_EFFECT = frozenset(
     f"trainer.{key}"
     for key in (
-        "kill_at", "lease_s", "rank_deadline_s", "resume", "checkpoint_every", "checkpoint_every_s", "keep_checkpoints", "store_checkpoints", "local_checkpoints", "signing_key_file", "keep_versions", "collect_deadline_s",
-        "keep_best", "verify_export", "milestone_every", "keep_milestones",
-        "max_mismatch", "mismatch_patience", "check_texts", "store_logprobs", "min_entropy", "peak_flops",
+        "kill_at", "lease_s", "rank_deadline_s", "resume", "checkpoint_every", "checkpoint_every_s", "keep_checkpoints",
+        "store_checkpoints", "local_checkpoints", "signing_key_file", "keep_versions", "collect_deadline_s",
+        "keep_best", "verify_export", "milestone_every", "keep_milestones", "max_mismatch", "mismatch_patience",
+        "check_texts", "store_logprobs", "min_entropy", "peak_flops",
     )
 )  # fmt: skip
 # What runs did whose record lacks these keys of [algorithm].
@@ -45,8 +46,8 @@ _ALSO_READ = ("data.from_run", "run.seed")  # the seed decides which groups are 
 Flat = dict[str, Any]
 
 _SHAPE = (
-    "architectures", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
-    "head_dim", "vocab_size", "tie_word_embeddings",
+    "architectures", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+    "num_key_value_heads", "head_dim", "vocab_size", "tie_word_embeddings",
 )  # fmt: skip
 SUMMARY_FILE = "trainer.json"
 
@@ -126,12 +127,10 @@ def _value(settings: Flat, key: str) -> Any:
 
 
 def changed_settings(recorded: Path, config: bytes) -> list[str]:
-    try:
-        stored, document = json.loads(recorded.read_bytes()), json.loads(config)
-        before, digests = flat(stored["settings"]), stored.get("digests", {})
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+    stored, document = _read(recorded), json.loads(config)
+    if not isinstance(stored.get("settings"), dict):
         return []  # the run's record has them
-    now = flat(document["settings"])
+    before, now, digests = flat(stored["settings"]), flat(document["settings"]), stored.get("digests", {})
     epochs = now.get("trainer.epochs")
     counted = ["trainer.steps"] if epochs is not None and epochs == before.get("trainer.epochs") else []
     hidden = [key for key, digest in document.get("digests", {}).items() if digest != digests.get(key, digest)]
@@ -158,8 +157,8 @@ def what_steps_read(settings: Flat) -> Flat:
 def check_same_model(run_folder: Path, model_path: Path) -> None:
     """Raise ConfigError if a run with a checkpoint is resumed with a model of another shape.
 
-    The model of the earlier sessions is the one in the run's ``config.json``. Where it cannot be read any more nothing is
-    checked here: the checkpoint is refused when it is loaded.
+    The model of the earlier sessions is the one in the run's ``config.json``. Where it cannot be read any more nothing
+    is checked here: the checkpoint is refused when it is loaded.
     """
     if not any((run_folder / "checkpoints").glob("step*")):
         return
@@ -174,9 +173,9 @@ def check_same_model(run_folder: Path, model_path: Path) -> None:
     other = [key for key in _SHAPE if before.get(key) != now.get(key)]
     if other:
         raise ConfigError(
-            f"run {run_folder.name} has checkpoints of the model {earlier} ({other[0]} = {before.get(other[0])}), and model.path = "
-            f"{model_path} has {other[0]} = {now.get(other[0])}: set model.path back to resume the run, or start another one "
-            "from this model with another run.id"
+            f"run {run_folder.name} has checkpoints of the model {earlier} ({other[0]} = {before.get(other[0])}), and "
+            f"model.path = {model_path} has {other[0]} = {now.get(other[0])}: set model.path back to resume the run, "
+            "or start another one from this model with another run.id"
         )
 
 
@@ -201,10 +200,11 @@ def check_same_ranks(run_folder: Path, num_ranks: int) -> None:
     written_by = len({file.name for file in folders[-1].rglob("random_state_*.bin")})
     if written_by and written_by != num_ranks:
         raise ConfigError(
-            f"{folders[-1]} was written by {written_by} rank(s), and trainer.num_ranks = {num_ranks}: an earlier release "
-            f"stored the optimizer in one part for each. Resume with trainer.num_ranks={written_by} until its next checkpoint, or start another run from its weights: "
-            f"`penstock weights {run_folder.name}` lists them, `penstock weights export {run_folder.name} --version V --to "
-            f"FOLDER` writes them, then `penstock train` with model.path=FOLDER and another run.id"
+            f"{folders[-1]} was written by {written_by} rank(s), and trainer.num_ranks = {num_ranks}: an earlier "
+            f"release stored the optimizer in one part for each. Resume with trainer.num_ranks={written_by} until its "
+            "next checkpoint, or start another run from its weights: "
+            f"`penstock weights {run_folder.name}` lists them, `penstock weights export {run_folder.name} --version V "
+            f"--to FOLDER` writes them, then `penstock train` with model.path=FOLDER and another run.id"
         )
 
 
@@ -249,8 +249,9 @@ def finished_notice(settings: TrainerSettings) -> str | None:
     if early and done < steps and settings.eval.early_stop:
         return (
             f"run {settings.run.id} is finished after {done} of {steps} steps, it {early}. Its model is in "
-            f"{folder / 'model'}, the best version: penstock weights export {settings.run.id} --best --to FOLDER. Nothing was started "
-            f"or changed. To train further, set eval.early_stop=0 or a larger number; to train anew, choose another run.id"
+            f"{folder / 'model'}, the best version: penstock weights export {settings.run.id} --best --to FOLDER. "
+            "Nothing was started or changed. To train further, set eval.early_stop=0 or a larger number; to train "
+            "anew, choose another run.id"
         )
     if done < steps:
         return None
@@ -302,18 +303,18 @@ def read_rolled_back(lines: bytes) -> RolledBack:
             continue
         if isinstance(row, dict) and row.get("kind") == "step":
             steps += 1
-            groups += sum(int(_number(count)) for count in _section(row, "scored_by").values())
+            scored_by = row.get("scored_by")
+            groups += sum(int(_number(count)) for count in scored_by.values()) if isinstance(scored_by, dict) else 0
             seconds += _number(row.get("wait_s")) + _number(row.get("step_s"))
     return RolledBack(steps, groups, seconds)
 
 
 def makes_same_steps(recorded: Path, config: bytes) -> bool:
     """Return True if the settings that a step's weights depend on are those of the session before."""
-    try:
-        before = flat(json.loads(recorded.read_bytes())["settings"])
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        return False
-    return what_steps_read(before) == what_steps_read(flat(json.loads(config)["settings"]))
+    before = _read(recorded).get("settings")
+    return isinstance(before, dict) and what_steps_read(flat(before)) == what_steps_read(
+        flat(json.loads(config)["settings"])
+    )
 
 
 def describe_rolled_back(rolled_back: RolledBack, *, resumed_step: int | None, num_again: int = 0) -> str:
@@ -328,14 +329,9 @@ def describe_rolled_back(rolled_back: RolledBack, *, resumed_step: int | None, n
         return f"{start}; no step was lost"
     again = f"; {num_again} steps are made again of the groups they had" if num_again else ""
     return (
-        f"{start}: rolled back {rolled_back.steps} steps, {rolled_back.groups} groups ({rolled_back.seconds:.0f} s of training) since the last "
-        f"checkpoint; trainer.checkpoint_every_s limits this{again}"
+        f"{start}: rolled back {rolled_back.steps} steps, {rolled_back.groups} groups ({rolled_back.seconds:.0f} s of "
+        f"training) since the last checkpoint; trainer.checkpoint_every_s limits this{again}"
     )
-
-
-def _section(row: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-    section = row.get(name)
-    return section if isinstance(section, Mapping) else {}
 
 
 def _number(value: Any) -> float:

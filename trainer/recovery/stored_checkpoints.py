@@ -1,21 +1,22 @@
-"""Copies of a run's checkpoints in the object store, so that a trainer resumes on a machine that lacks the run's folder.
+"""Copies of a run's checkpoints in the object store, to resume on a machine that lacks the run's folder.
 
-With ``trainer.store_checkpoints`` a checkpoint is copied after the rename that commits it in the folder, and before its key
-in NATS and its acknowledgements: whatever NATS names is whole in the object store, and no group is acknowledged that only a
-disk remembers. ``state.json`` is stored last. A file that an earlier checkpoint of the same epoch stored is not sent again.
+With ``trainer.store_checkpoints`` a checkpoint is copied after the rename that commits it in the folder, and before its
+key in NATS and its acknowledgements: whatever NATS names is whole in the object store, and no group is acknowledged
+that only a disk remembers. ``state.json`` is stored last. A file that an earlier checkpoint of the same epoch stored is
+not sent again.
 
-The object store holds the checkpoints that the folder holds. A trainer removes objects of its epoch and of older epochs only, and
-never relies on files that an older epoch stored but for the checkpoint it resumed: one that lost its lease and goes on
-removes nothing that its successor needs.
+The object store holds the checkpoints that the folder holds. A trainer removes objects of its epoch and of older epochs
+only, and never relies on files that an older epoch stored but for the checkpoint it resumed: one that lost its lease
+and goes on removes nothing that its successor needs.
 
 Without ``trainer.local_checkpoints`` only ``state.json`` of a checkpoint stays in the folder:
 
 ```
-folder, whole ──▶ each file sent ──▶ each read back ──▶ state.json stored ──▶ key in NATS ──▶ files removed here, one by one
+folder, whole ──▶ each file sent ──▶ each read back ──▶ state.json stored ──▶ key in NATS ──▶ files removed here
 ```
 
-Killed anywhere, a checkpoint is whole here or whole in the object store, and until the first file is removed both. What is
-missing here is fetched again before it is loaded, whatever part of the files that is.
+Killed anywhere, a checkpoint is whole here or whole in the object store, and until the first file is removed both. What
+is missing here is fetched again before it is loaded, whatever part of the files that is.
 """
 
 from __future__ import annotations
@@ -65,10 +66,11 @@ class StoredCheckpoints:
     def store(self, folder: Path) -> None:
         """Copy one committed checkpoint, its ``state.json`` last, and read back files that will not stay in the folder.
 
-        Raises CheckpointError for a file other than ``state.json`` names, BlobError if the object store refused it or gave no answer.
+        Raises CheckpointError for a file other than ``state.json`` names, BlobError if the object store refused it or
+        gave no answer.
         """
         data = (folder / STATE_FILE).read_bytes()
-        state, state_sha256 = read_state(folder), hashlib.sha256(data).hexdigest()
+        state, state_sha256 = read_state(folder), _sha256(data)
         stored = self._listed()
         last = blob_keys.checkpoint_state(self._run_id, state.epoch, state_sha256)
         paths = {blob_keys.checkpoint_file(self._run_id, state.epoch, sha): path for path, sha in state.files.items()}
@@ -79,8 +81,8 @@ class StoredCheckpoints:
             if digest != (expected := state.files[paths[key]]):
                 self._blobs.delete([key])
                 raise CheckpointError(
-                    f"{folder / paths[key]}: expected sha256 {expected}, got {digest}: it was altered after it was committed. "
-                    "The checkpoint before it is unchanged in the object store; start the trainer again"
+                    f"{folder / paths[key]}: expected sha256 {expected}, got {digest}: it was altered after it was "
+                    "committed. The checkpoint before it is unchanged in the object store; start the trainer again"
                 )
 
         if last not in stored:
@@ -92,8 +94,9 @@ class StoredCheckpoints:
             return
         with self._metrics.open("rb") as file:
             metrics = file.read(state.metrics_bytes)
-        sha256 = hashlib.sha256(metrics).hexdigest()
-        self._blobs.put(blob_keys.checkpoint_metrics(self._run_id, state.epoch, state_sha256, sha256), metrics)
+        self._blobs.put(
+            blob_keys.checkpoint_metrics(self._run_id, state.epoch, state_sha256, _sha256(metrics)), metrics
+        )
         self._blobs.put(last, data)
 
     def mark_named(self, folder: Path, state_json: bytes) -> None:
@@ -125,9 +128,8 @@ class StoredCheckpoints:
     def prune(self, epoch: int) -> None:
         kept = set[str]()
         for folder, state in committed(self._root):
-            sha256 = hashlib.sha256((folder / STATE_FILE).read_bytes()).hexdigest()
             kept.update(blob_keys.checkpoint_file(self._run_id, state.epoch, file) for file in state.files.values())
-            kept.add(blob_keys.checkpoint_state(self._run_id, state.epoch, sha256).removesuffix(STATE_FILE))
+            kept.add(_state_key(folder, state).removesuffix(STATE_FILE))
         self._blobs.delete(
             key
             for key in self._listed()
@@ -137,8 +139,8 @@ class StoredCheckpoints:
     def fetch(self, known: bytes | None, checkpoint: CheckpointState | None) -> bool:
         """Copy the checkpoint that NATS names into the folder, if it is newer; True if it was copied.
 
-        Every file is verified against ``state.json``, and that against NATS, before the folder gets its name. Raises BlobError for an
-        object that is missing, altered or unreachable, OSError when the disk is full.
+        Every file is verified against ``state.json``, and that against NATS, before the folder gets its name. Raises
+        BlobError for an object that is missing, altered or unreachable, OSError when the disk is full.
         """
         wanted = decode(known, CheckpointCommitted) if known is not None else None
         if wanted is None or wanted.step is None or wanted.chapter is None or wanted.state_sha256 is None:
@@ -167,8 +169,8 @@ class StoredCheckpoints:
     def complete(self, folder: Path, state: CheckpointState) -> None:
         """Fetch the files of a checkpoint that are not in its folder, if the object store has a copy of it.
 
-        ``state`` is the one that NATS names, or a person asked for. Raises BlobError for an object that is missing, altered or
-        unreachable, OSError when the disk is full.
+        ``state`` is the one that NATS names, or a person asked for. Raises BlobError for an object that is missing,
+        altered or unreachable, OSError when the disk is full.
         """
         missing = missing_files(folder, state)
         if missing and _state_key(folder, state) in self._listed():
@@ -180,21 +182,20 @@ class StoredCheckpoints:
 
         def read(key: str) -> None:
             size = files[key].stat().st_size
-            ref = BlobRef(
-                key=key, size_bytes=size, sha256=hashlib.sha256().hexdigest()
-            )  # each part has a separate sha256
+            ref = BlobRef(key=key, size_bytes=size, sha256=_sha256(b""))  # each part has a separate sha256
             try:
                 if (stored_size := sizes.get(key)) != size:
                     raise BlobCorrupt(f"{key}: {stored_size} bytes, expected {size}")
                 with files[key].open("rb") as file:
                     for offset in range(0, size, _READ_BACK_BYTES):
                         part = file.read(_READ_BACK_BYTES)
-                        self._blobs.get_range(ref, offset, len(part), hashlib.sha256(part).hexdigest())
+                        self._blobs.get_range(ref, offset, len(part), _sha256(part))
             except (BlobCorrupt, BlobMissing) as err:
                 self._blobs.delete([last, key])
                 raise CheckpointError(
-                    f"the object store does not return what it was sent: {err}. {files[key].parent} is whole, and the checkpoint "
-                    "before it is unchanged in the object store; check the store, and start the trainer again"
+                    f"the object store does not return what it was sent: {err}. {files[key].parent} is whole, and the "
+                    "checkpoint before it is unchanged in the object store; check the store, and start the trainer "
+                    "again"
                 ) from err
             self._read_keys.add(key)
 
@@ -209,21 +210,21 @@ class StoredCheckpoints:
             self._blobs.get_file(BlobRef(key=key, size_bytes=sizes[key], sha256=sha256), self._metrics)
 
     def _listed(self) -> dict[str, int]:
-        return {stat.key: stat.size_bytes for stat in self._blobs.list(blob_keys.checkpoints_prefix(self._run_id))}
+        return _sizes(self._blobs, self._run_id)
 
     def _epoch_of(self, key: str) -> int:
         return int(key.removeprefix(blob_keys.checkpoints_prefix(self._run_id)).split("/", 1)[0].removeprefix("e"))
 
 
 def complete_copy(blobs: Blobs, folder: Path, state: CheckpointState, scratch: Path) -> Path:
-    """Return a folder with all files of a checkpoint: ``folder``, or a copy in ``scratch`` of what the object store has.
+    """Return a folder with all files of a checkpoint: ``folder``, or a copy in ``scratch`` of the object store's.
 
-    The folder of the checkpoint is not changed; it is returned as it is where the object store has no copy of it either. Raises
-    BlobError for an object that is missing, altered or unreachable.
+    The folder of the checkpoint is not changed; it is returned as it is where the object store has no copy of it
+    either. Raises BlobError for an object that is missing, altered or unreachable.
     """
     if not missing_files(folder, state):
         return folder
-    sizes = {stat.key: stat.size_bytes for stat in blobs.list(blob_keys.checkpoints_prefix(state.run_id))}
+    sizes = _sizes(blobs, state.run_id)
     if _state_key(folder, state) not in sizes:
         return folder
     copy = scratch / folder.name
@@ -234,8 +235,15 @@ def complete_copy(blobs: Blobs, folder: Path, state: CheckpointState, scratch: P
 
 
 def _state_key(folder: Path, state: CheckpointState) -> str:
-    sha256 = hashlib.sha256((folder / STATE_FILE).read_bytes()).hexdigest()
-    return blob_keys.checkpoint_state(state.run_id, state.epoch, sha256)
+    return blob_keys.checkpoint_state(state.run_id, state.epoch, _sha256((folder / STATE_FILE).read_bytes()))
+
+
+def _sizes(blobs: Blobs, run_id: str) -> dict[str, int]:
+    return {stat.key: stat.size_bytes for stat in blobs.list(blob_keys.checkpoints_prefix(run_id))}
+
+
+def _sha256(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()
 
 
 def _receive(
@@ -246,9 +254,9 @@ def _receive(
         key = blob_keys.checkpoint_file(state.run_id, state.epoch, state.files[path])
         if key not in sizes:
             raise BlobError(
-                f"{key} is missing in the object store: the stored checkpoint of step {state.step} is not whole; restore the "
-                "object, or remove the checkpoint's folder below run.dir and set trainer.resume_older_step to the step of the one "
-                "before it"
+                f"{key} is missing in the object store: the stored checkpoint of step {state.step} is not whole; "
+                "restore the object, or remove the checkpoint's folder below run.dir and set trainer.resume_older_step "
+                "to the step of the one before it"
             )
         final.parent.mkdir(parents=True, exist_ok=True)
         partial = final.with_name(f"{final.name}.fetched{PARTIAL}")

@@ -17,7 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from tests.system.rollout_and_reward import small_disk
+from tests.power import small_disk
 
 from penstock.protocol.weights import shared_segments
 from penstock.protocol.weights.shared_segments import SharedSegments, locked_folder

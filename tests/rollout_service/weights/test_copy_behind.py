@@ -15,11 +15,12 @@ import numpy as np
 import pytest
 import torch
 from tests.groups import make_task
+from tests.power import small_disk
 from tests.rollout_service.engines.test_patched_loads import PatchedEngine
 from tests.rollout_service.engines.test_weight_patch import changed
 from tests.rollout_service.trainer_side import TrainerSide, attached
 from tests.servers import wait_for
-from tests.system.rollout_and_reward import fill, small_disk
+from tests.system.rollout_and_reward import fill
 from torch import Tensor, nn
 
 from penstock.deploy.processes.child import Child

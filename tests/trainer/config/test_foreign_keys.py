@@ -31,70 +31,77 @@ VALUES: dict[str, tuple[str, ...]] = {
     "algorithm.advantage_clip": ("2.0",), "algorithm.age_band_cap": ("4.0",),
     "algorithm.age_band_decay": ("0.5", "algorithm.age_band_cap=4.0"), "algorithm.aggregation": ("token-mean",),
     "algorithm.asym_clip": ("true", "algorithm.reward_norm=group"),
-    "algorithm.episode_weight": ("2.0", "algorithm.name=gigpo"), "algorithm.step_weight": ("2.0", "algorithm.name=gigpo"),
-    "algorithm.clip_cov_high": ("6.0", "algorithm.loss=clip_cov"), "algorithm.clip_cov_low": ("2.0", "algorithm.loss=clip_cov"),
+    "algorithm.episode_weight": ("2.0", "algorithm.name=gigpo"),
+    "algorithm.step_weight": ("2.0", "algorithm.name=gigpo"),
+    "algorithm.clip_cov_high": ("6.0", "algorithm.loss=clip_cov"),
+    "algorithm.clip_cov_low": ("2.0", "algorithm.loss=clip_cov"),
     "algorithm.clip_cov_share": ("0.1", "algorithm.loss=clip_cov"), "algorithm.clip_high": ("0.3",),
-    "algorithm.clip_low": ("0.3",), "algorithm.epochs": ("3",), "algorithm.minibatches": ("4",), "algorithm.difficulty_weight": ("true",), "algorithm.drop_zero_advantage": ("true",),
-    "algorithm.dual_clip": ("3.0",), "algorithm.dynamic_sampling": ("true",), "algorithm.entropy_coefficient": ("0.01",),
-    "algorithm.importance": ("token", "algorithm.ratio_anchor=proximal"), "algorithm.importance_high": ("2.0",), "algorithm.kl_cov_penalty": ("2.0", "algorithm.loss=kl_cov"),
+    "algorithm.clip_low": ("0.3",), "algorithm.epochs": ("3",), "algorithm.minibatches": ("4",),
+    "algorithm.difficulty_weight": ("true",), "algorithm.drop_zero_advantage": ("true",),
+    "algorithm.dual_clip": ("3.0",), "algorithm.dynamic_sampling": ("true",),
+    "algorithm.entropy_coefficient": ("0.01",),
+    "algorithm.importance": ("token", "algorithm.ratio_anchor=proximal"), "algorithm.importance_high": ("2.0",),
+    "algorithm.kl_cov_penalty": ("2.0", "algorithm.loss=kl_cov"),
     "algorithm.kl_cov_share": ("0.1", "algorithm.loss=kl_cov"), "algorithm.kl_form": ("k2", KL),
     "algorithm.kl_horizon": ("100", KL, "algorithm.kl_target=0.1"), "algorithm.kl_target": ("0.1", KL),
     "algorithm.kl_unbiased": ("true", KL), "algorithm.length_weight": ("true",), "algorithm.mask_truncated": ("true",),
     "algorithm.max_trained_count": ("2",), "algorithm.minimal_advantage": ("0.1",), "algorithm.name": ("rloo",),
-    "algorithm.normalise_by_std": ("false",), "algorithm.opsm_delta": ("0.5",), "algorithm.overlong_factor": ("2.0", "algorithm.overlong_buffer=0.2"),
-    "algorithm.reference_device": ("parked", KL), "algorithm.reference_path": ("r", KL), "algorithm.rejection": ("token_k1",),
+    "algorithm.normalise_by_std": ("false",), "algorithm.opsm_delta": ("0.5",),
+    "algorithm.overlong_factor": ("2.0", "algorithm.overlong_buffer=0.2"),
+    "algorithm.reference_device": ("parked", KL), "algorithm.reference_path": ("r", KL),
+    "algorithm.rejection": ("token_k1",),
     "algorithm.retrained_interval": ("2", "algorithm.max_trained_count=2"), "algorithm.reward_clip": ("5.0",),
-    "algorithm.reward_kl_form": ("k2", REWARD_KL), "algorithm.reward_norm": ("group",), "algorithm.sft_coefficient": ("0.1",),
+    "algorithm.reward_kl_form": ("k2", REWARD_KL), "algorithm.reward_norm": ("group",),
+    "algorithm.sft_coefficient": ("0.1",),
     "algorithm.skip_non_positive_advantage": ("true",), "algorithm.tau_negative": ("2.0", "algorithm.name=sapo"),
-    "algorithm.tau_positive": ("2.0", "algorithm.name=sapo"), "algorithm.token_tis_cap": ("2.0",), "algorithm.veto": ("0.001",),
+    "algorithm.tau_positive": ("2.0", "algorithm.name=sapo"), "algorithm.token_tis_cap": ("2.0",),
+    "algorithm.veto": ("0.001",),
     "algorithm.whiten_advantages": ("true",), "algorithm.whiten_rewards": ("true", PPO),
-    "critic.gamma": ("0.9", PPO), "critic.head_start_steps": ("5", PPO), "critic.lam": ("0.9", PPO), "critic.lr": ("0.001", PPO),
-    "critic.max_grad_norm": ("2.0", PPO), "critic.path": ("c", PPO), "critic.value_clip": ("0.2", PPO, "critic.updates=2"),
-    "critic.warmup_steps": ("3", PPO), "data.eval": ("e",), "data.map.data_source": ("x",), "data.map.ground_truth": ("x",),
-    "data.map.messages": ("x",), "data.map.prompt": ("x",), "data.map.response": ("x",), "data.max_prompt_tokens": ("512",),
+    "critic.gamma": ("0.9", PPO), "critic.head_start_steps": ("5", PPO), "critic.lam": ("0.9", PPO),
+    "critic.lr": ("0.001", PPO),
+    "critic.max_grad_norm": ("2.0", PPO), "critic.path": ("c", PPO),
+    "critic.value_clip": ("0.2", PPO, "critic.updates=2"),
+    "critic.warmup_steps": ("3", PPO), "data.eval": ("e",), "data.map.data_source": ("x",),
+    "data.map.ground_truth": ("x",),
+    "data.map.messages": ("x",), "data.map.prompt": ("x",), "data.map.response": ("x",),
+    "data.max_prompt_tokens": ("512",),
     "data.max_samples": ("5",), "data.shuffle": ("false",), "data.system_prompt": ("x",), "data.train": ("t",),
-    "eval.at_start": ("false",), "eval.every": ("7", EVAL), "eval.max_new_tokens": ("9",), "eval.samples": ("2", "eval.temperature=1.0"),
-    "eval.temperature": ("0.5",), "eval.top_p": ("0.9", "eval.temperature=1.0"), "eval.top_k": ("20", "eval.temperature=1.0"), "model.dtype": ("bfloat16",), "model.gradient_checkpointing": ("true",),
+    "eval.at_start": ("false",), "eval.every": ("7", EVAL), "eval.max_new_tokens": ("9",),
+    "eval.samples": ("2", "eval.temperature=1.0"),
+    "eval.temperature": ("0.5",), "eval.top_p": ("0.9", "eval.temperature=1.0"),
+    "eval.top_k": ("20", "eval.temperature=1.0"), "model.dtype": ("bfloat16",),
+    "model.gradient_checkpointing": ("true",),
     "model.activation_offload": ("true", "model.gradient_checkpointing=true"), "trainer.offload": ("optimizer",),
     "trainer.gradient_dtype": ("as-trained", "model.dtype=bfloat16"),
-    "model.lora.use_rslora": ("true", LORA), "model.lora.alpha": ("16.0", LORA), "model.lora.dropout": ("0.1", LORA), "model.lora.rank": ("8",), "model.lora.targets": ('["q_proj"]', LORA),
-    "model.path": ("m",), "rollout.group_size": ("6",), "rollout.groups_per_step": ("64",), "rollout.max_new_tokens": ("77",),
-    "rollout.max_staleness": ("3",), "rollout.stop": ('["</a>"]',), "rollout.temperature": ("0.7",), "run.id": ("my-run",), "run.seed": ("7",),
+    "model.lora.use_rslora": ("true", LORA), "model.lora.alpha": ("16.0", LORA), "model.lora.dropout": ("0.1", LORA),
+    "model.lora.rank": ("8",), "model.lora.targets": ('["q_proj"]', LORA),
+    "model.path": ("m",), "rollout.group_size": ("6",), "rollout.groups_per_step": ("64",),
+    "rollout.max_new_tokens": ("77",),
+    "rollout.max_staleness": ("3",), "rollout.stop": ('["</a>"]',), "rollout.temperature": ("0.7",),
+    "run.id": ("my-run",), "run.seed": ("7",),
     "sglang.attention_backend": ("fa3",), "sglang.context_length": ("4096",), "sglang.ep_size": ("2",),
     "sglang.max_running_requests": ("64",), "sglang.mem_fraction_static": ("0.7",), "sglang.tp_size": ("2",),
-    "trainer.betas": ("[0.8, 0.9]",), "trainer.checkpoint_every": ("20",), "trainer.keep_checkpoints": ("3",), "trainer.lr": ("0.5",),
-    "trainer.max_grad_norm": ("2.0",), "trainer.min_lr_ratio": ("0.2",), "trainer.schedule": ("cosine",), "trainer.steps": ("55",), "trainer.epochs": ("2.5",),
-    "trainer.sequence_parallel": ("2", "trainer.num_ranks=2"), "trainer.tensor_parallel": ("2", "trainer.num_ranks=2"), "trainer.warmup_steps": ("4",), "trainer.weight_decay": ("0.1",), "trainer.zero_stage": ("3",),
+    "trainer.betas": ("[0.8, 0.9]",), "trainer.checkpoint_every": ("20",), "trainer.keep_checkpoints": ("3",),
+    "trainer.lr": ("0.5",),
+    "trainer.max_grad_norm": ("2.0",), "trainer.min_lr_ratio": ("0.2",), "trainer.schedule": ("cosine",),
+    "trainer.steps": ("55",), "trainer.epochs": ("2.5",),
+    "trainer.sequence_parallel": ("2", "trainer.num_ranks=2"), "trainer.tensor_parallel": ("2", "trainer.num_ranks=2"),
+    "trainer.warmup_steps": ("4",), "trainer.weight_decay": ("0.1",), "trainer.zero_stage": ("3",),
     "tracker": ("[]",), "tracking.entity": ("x",), "tracking.folder": ("x",), "tracking.group": ("x",),
     "tracking.name": ("x",), "tracking.project": ("x",), "tracking.tags": ('["x"]',),
 }  # fmt: skip
 
 
-# key = value, what it needs -> the setting it sets
+# key = value, what it needs -> the setting it sets: where the values are others, or one of several keys has them
 TAKEN = """
-mask_truncated_completions=true -> algorithm.mask_truncated=True
-num_iterations=4 -> algorithm.epochs=4
-off_policy_mask_threshold=0.5 -> algorithm.opsm_delta=0.5
-delta=2.0 -> algorithm.dual_clip=2.0
 lr_scheduler_type=constant_with_warmup -> trainer.schedule=constant
-norm_adv_by_std=false -> algorithm.normalise_by_std=False
-train_batch_size=256 -> rollout.groups_per_step=256
-max_response_length=1024 -> rollout.max_new_tokens=1024
-actor_rollout_ref.actor.ppo_epochs=2 -> algorithm.epochs=2
 reward_norm=running -> algorithm.reward_norm=running
 reward_norm=none -> algorithm.reward_norm=none
-pg_clip=0.3 -> algorithm.clip_low=0.3
-pg_clip=0.3 -> algorithm.clip_high=0.3
 loss_agg_mode=seq-mean-token-sum -> algorithm.aggregation=seq-mean-token-sum
 loss_agg_mode=seq-mean-token-mean -> algorithm.aggregation=seq-mean-token-mean
-value_clip=0.2 algorithm.name=ppo critic.updates=2 -> critic.value_clip=0.2
 kl_penalty=abs algorithm.reward_kl_coefficient=0.1 -> algorithm.reward_kl_form=abs
 kl_penalty=mse algorithm.reward_kl_coefficient=0.1 -> algorithm.reward_kl_form=k2
 kl_penalty=full algorithm.reward_kl_coefficient=0.1 -> algorithm.reward_kl_form=full
-target_kl=0.1 algorithm.reward_kl_coefficient=0.1 -> algorithm.kl_target=0.1
-actor_rollout_ref.actor.clip_ratio=0.1 -> algorithm.clip_high=0.1
-actor_rollout_ref.actor.clip_ratio_high=0.28 -> algorithm.clip_high=0.28
-actor_rollout_ref.actor.clip_ratio_c=3.0 -> algorithm.dual_clip=3.0
 """
 
 # key: a piece of the answer
@@ -160,7 +167,7 @@ def test_every_beginning_answers_for_the_keys_below_it(system: str) -> None:
 
 
 def test_systems_differ_in_one_key_only() -> None:
-    """One name has one answer, whichever system it is of; for the other, `config import` reads the table of its own system."""
+    """One name has one answer, whichever system it is of; for the other `config import` reads its system's table."""
     answers: dict[str, set[str]] = {}
     for tables in SYSTEMS.values():
         for table in (tables.taken, tables.renamed, tables.absent):

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from threading import Barrier
+from typing import Any
 
 import pytest
 from tests.trainer.producer import ScriptedProducer
@@ -25,7 +28,7 @@ from penstock.trainer.assemble import train
 from penstock.trainer.connections import Connections
 from penstock.trainer.data.dataset import PromptSet
 from penstock.trainer.errors import UnknownReward
-from penstock.trainer.preflight import check_resume, check_rewards, check_success, connect
+from penstock.trainer.preflight import check_resume, check_rewards, check_shared, check_success, connect
 from penstock.trainer.publishing.publish import Publisher
 from penstock.trainer.ranks import Ranks
 from penstock.trainer.settings import DataSettings, TrainerSettings
@@ -114,7 +117,7 @@ def test_a_reward_made_of_parts_must_be_made_of_the_same_parts_everywhere(
     settings: TrainerSettings, bus: Bus, blobs: Blobs, run_streams: str,
     nats_settings: NatsSettings, s3_settings: S3Settings,
 ) -> None:  # fmt: skip
-    """A part that no service offers is named with the nearest names; a service with other weights is refused by its name.
+    """A part that no service offers is named with the nearest names; a service with other weights is refused.
 
     A built-in reward that has to be given parameters is offered by no service under its own name.
     """
@@ -163,3 +166,44 @@ def test_a_rule_of_success_for_an_unknown_reward_is_refused():
     check_success(["gsm8k", "length", "openai/gsm8k"], asked, [offer])
     with pytest.raises(ConfigError, match=r"reward\.success\.gms8k.*did you mean gsm8k\?"):
         check_success(["gms8k"], asked, [offer])
+
+
+class Threads:
+    """Two ranks as threads, with the three calls that the check makes."""
+
+    num_ranks = 2
+
+    def __init__(self, rank: int, meet: Barrier, said: dict[str, Any]) -> None:
+        self.rank, self.is_leader = rank, rank == 0
+        self._meet, self._said = meet, said
+
+    def broadcast(self, order: Any) -> Any:
+        if self.is_leader:
+            self._said["order"] = order
+        self._meet.wait(60.0)
+        return self._said["order"]
+
+    def sum(self, values: list[float]) -> list[float]:
+        self._said[str(self.rank)] = values[0]
+        self._meet.wait(60.0)
+        return [self._said["0"] + self._said["1"]]
+
+
+@pytest.mark.parametrize("second", ["shared", "own"])
+def test_every_rank_must_see_the_folder_of_rank_0(tmp_path: Path, second: str) -> None:
+    meet, said = Barrier(2), dict[str, Any]()
+    folders = [tmp_path / "shared", tmp_path / second]
+    with ThreadPoolExecutor(2) as pool:
+        checks: list[Any] = [
+            pool.submit(check_shared, folder, Threads(rank, meet, said), deadline_s=0.2)  # type: ignore[arg-type]
+            for rank, folder in enumerate(folders)
+        ]
+        for check in checks:
+            if second == "shared":
+                check.result()
+            else:
+                with pytest.raises(
+                    ConfigError, match="is seen by 1 of 2 ranks; every rank writes its part of a checkpoint"
+                ):
+                    check.result()
+    assert list((tmp_path / "shared").iterdir()) == []

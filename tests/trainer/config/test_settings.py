@@ -22,6 +22,8 @@ from penstock.trainer.attention_choice import Attention
 from penstock.trainer.settings import TrainerSettings
 
 PAIRS = ("algorithm.dpo_coefficient=1.0", "data.train=rows.jsonl")
+LAKE = "environment.define.lake.type=frozen_lake"
+AIME = "data.eval=e eval.source.aime.data=a eval.source.aime.samples=8 eval.source.aime.temperature=1"
 TEACHER, REMOTE = "teacher.url=http://127.0.0.1:30001", "algorithm.reference_device=remote"
 
 
@@ -104,6 +106,29 @@ rollout.group_size=1 algorithm.name=reinforce_pp algorithm.dynamic_sampling=true
 rollout.group_size=1 algorithm.name=reinforce_pp algorithm.reward_norm=group ->
     rollout.group_size = 1 with algorithm.reward_norm = group
 rollout.max_staleness=8 -> raise it to at least 10
+rollout.max_staleness=0 algorithm.max_trained_count=2 -> rollout.max_staleness = 0 never allows
+algorithm.retrained_interval=2 -> retrained_interval = 2 does nothing
+data.from_run=other trainer.epochs=1 -> set trainer.steps
+trainer.local_checkpoints=false -> local_checkpoints = false needs trainer.store_checkpoints = true
+{LAKE} rollout.environment=mixture -> none has; set environment.define.NAME.weight
+{LAKE} environment.define.lake.weight=2 ->
+    environment.define.lake.weight does nothing without rollout.environment
+{LAKE} 'environment.define.lake.data_sources=["gsm8k"]' -> environment.define.lake.data_sources does nothing
+{LAKE} environment.define.lake.weight=0 -> greater than or equal to 1
+{LAKE} environment.define.lake.weight=2 'environment.define.lake.data_sources=["x"]' ->
+    a weight or data_sources, not both
+{LAKE} 'environment.define.lake.data_sources=["x"]' environment.define.g.type=lookup
+    'environment.define.g.data_sources=["x"]' -> 'x' is among those of lake too
+environment.define.mixture.type=lookup -> the name stands for all that have a weight
+eval.source.eval.data=x -> is not eval, which is data.eval
+'eval.source.a b.data=x' -> a name has 1 to 40 of
+eval.source.a.data=[] -> eval.source.a.data names no file
+eval.source.a.data=x eval.source.a.samples=4 -> 4 greedy completions would all be the same
+{AIME} eval.best_by=gsm -> there is no source gsm; there are eval, aime
+{AIME} eval.best_by=aime.speed -> expected aime.accuracy, aime.reward or aime.pass@K
+{AIME} eval.best_by=aime.pass@16 -> up to the samples of the source, which has 8
+{AIME} eval.best_by=aime.pass@3 -> K = 1, 2, 4
+{AIME} eval.best_by=eval.pass@1 -> which has 1
 eval.every=5 -> set data.eval, or eval.every = 0
 eval.samples=4 -> set eval.temperature above 0 or eval.samples = 1
 eval.top_k=20 -> eval.top_k does nothing while eval.temperature = 0
@@ -152,7 +177,8 @@ trainer.zero_stage=2 trainer.offload=parameters -> needs trainer.zero_stage >= 3
 trainer.reduce_bucket_size=1000000 -> leave it out, or set trainer.zero_stage = 2
 trainer.zero_stage=2 trainer.max_live_parameters=0 -> leave it out, or set trainer.zero_stage = 3
 trainer.zero_stage=3 trainer.num_ranks=4 trainer.hpz_partition_size=3 -> does not divide trainer.num_ranks = 4
-trainer.zero_stage=3 trainer.num_ranks=2 trainer.hpz_partition_size=2 trainer.offload=parameters -> trainer.offload to none or optimizer
+trainer.zero_stage=3 trainer.num_ranks=2 trainer.hpz_partition_size=2 trainer.offload=parameters ->
+    trainer.offload to none or optimizer
 trainer.zero_stage=3 trainer.offload=nvme -> expected 'none', 'optimizer' or 'parameters', got "nvme"
 model.activation_offload=true -> model.gradient_checkpointing is false
 critic.lr=1e-3 -> needs no critic; set algorithm.name = "ppo"
@@ -181,7 +207,7 @@ algorithm.importance=token -> would weigh the ratio of ppo_clip twice
 @pytest.mark.parametrize("line", re.split(r"\n(?=\S)", CONTRADICTIONS.strip()))
 def test_errors_about_contradictions_contain_the_fix(line: str):
     overrides, _, reply = " ".join(line.split()).partition(" -> ")
-    named = overrides.format(PAIRS=" ".join(PAIRS), TEACHER=TEACHER, REMOTE=REMOTE)
+    named = overrides.format(PAIRS=" ".join(PAIRS), TEACHER=TEACHER, REMOTE=REMOTE, LAKE=LAKE, AIME=AIME)
     with pytest.raises(ConfigError) as caught:
         settings(*shlex.split(named))
     assert reply in str(caught.value)

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 from penstock.deploy.data_check.commands import main
-from penstock.deploy.quickstart_task import write_model
 from penstock.fine_tuning import dpo, rm, sections, sft
 from penstock.protocol.config.run_file import load
 from penstock.protocol.errors import ConfigError
@@ -37,18 +36,12 @@ MAPS = {
 }
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("model")
-    write_model(folder / "m", seed=0)
-    return folder / "m"
-
-
 def write_run(folder: Path, model: Path, *without: str) -> Path:
     for name, row in ROWS.items():
         (folder / f"{name}.jsonl").write_text(json.dumps(row) + "\n")
     sections = {
-        "data": {"train": "rl", "eval": "eval"}, "sft": {"data": "sft"}, "dpo": {"data": "dpo"}, "rm": {"data": "dpo"}, "eval.source.aime": {"data": "aime"},
+        "data": {"train": "rl", "eval": "eval"}, "sft": {"data": "sft"}, "dpo": {"data": "dpo"},
+        "rm": {"data": "dpo"}, "eval.source.aime": {"data": "aime"},
     }  # fmt: skip
     lines = ["[rollout]", "max_new_tokens = 16", "[model]", f'path = "{model}"', "[reward]", 'name = "exact"']
     for section in dict.fromkeys((*sections, *MAPS)):
@@ -83,8 +76,8 @@ def test_data_check_reads_each_file_by_its_section(
     run = write_run(tmp_path, model)
     assert main([*CHECK, "--run", str(run), "--show", "1"]) == 0
     printed = capsys.readouterr().out
-    for key in ("prompt from task (sft.map.prompt)", "prompt from item (eval.map.prompt)", "prompt from text (eval.source.aime.map.prompt)"):  # fmt: skip
-        assert key in printed
+    for column, key in (("task", "sft.map"), ("item", "eval.map"), ("text", "eval.source.aime.map")):
+        assert f"prompt from {column} ({key}.prompt)" in printed
     assert printed.count("dpo.jsonl: 1 rows, format preference") == 2  # by dpo.map, and by rm.map
     assert "sft.jsonl, sft example 1" in printed
     assert main([*CHECK, str(tmp_path / "sft.jsonl"), "--run", str(run)]) == 0

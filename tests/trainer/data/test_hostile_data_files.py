@@ -13,20 +13,12 @@ import pytest
 from tests.deadline import ends_within
 from tests.trainer.data.row_sets import prompt_set, turn_set
 
-from penstock.deploy.quickstart_task import write_model
 from penstock.protocol.chat_tokenizer import ChatTokenizer
 from penstock.trainer.data import row_files
 from penstock.trainer.data.row_files import open_rows
 from penstock.trainer.errors import MalformedData
 
 Write = Callable[[Path], object]
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> ChatTokenizer:
-    folder = tmp_path_factory.mktemp("model")
-    write_model(folder / "model", seed=0)
-    return ChatTokenizer.read(folder / "model")
 
 
 def row(text: str) -> Write:
@@ -101,63 +93,68 @@ def of_lists(path: Path) -> None:
 DEEP = b"[" * 100_000 + b"]" * 100_000
 
 
-@pytest.mark.parametrize(
-    ("name", "write", "expected"),
-    [
-        pytest.param("d.jsonl", row('"prompt": "\\ud800"'), r":1: .*lone surrogate", id="surrogate in a prompt"),
-        pytest.param("d.jsonl", row('"ground_truth": "\\ud800"'), r":1: column ground_truth: a lone", id="in a truth"),
-        pytest.param("d.jsonl", row('"data_source": "\\ud800"'), r":1: column data_source: a lone", id="in a source"),
-        pytest.param("d.jsonl", row('"extra_info": {"a": "\\udfff"}'), r":1: column extra_info: a lone", id="in extra_info"),
-        pytest.param("d.jsonl", row('"extra_info": {"a": 1e999}'), r":1: column extra_info", id="infinite"),
-        pytest.param("d.jsonl", row('"extra_info": NaN'), ":1: not JSON", id="NaN"),
-        pytest.param("d.jsonl", row('"extra_info": ' + "9" * 5000), ":1: not JSON", id="5,000 digits"),
-        pytest.param("d.jsonl", data(b'{"prompt": "\xff"}'), ":1: not UTF-8 text", id="no UTF-8"),
-        pytest.param("d.jsonl", data(b'{"prompt": ' + DEEP + b"}"), ":1: not JSON", id="nested JSON line"),
-        pytest.param("d.jsonl", data(b"\0" * 1000), ":1: not JSON", id="NUL"),
-        pytest.param("d.jsonl", data(b"[1]"), ":1: expected an object", id="no object"),
-        pytest.param("d.jsonl", data(b'{"prompt": "' + b"a" * 5000 + b'"}'), ":1: a line of more than 4096 bytes", id="long line"),
-        pytest.param("d.json", data(DEEP), ":1: not JSON", id="nested array"),
-        pytest.param("d.json", data(b'[{"a": ' + b"9" * 5000 + b"}]"), ":1: not JSON", id="5,000 digits in an array"),
-        pytest.param("d.json", data(b'[{"prompt": "\xff"}]'), "not UTF-8 text", id="array without UTF-8"),
-        pytest.param("d.csv", data(b'prompt,extra_info,ground_truth\na,"' + DEEP + b'",1\n'), ":2: ", id="nested CSV cell"),
-        pytest.param("d.json", data(b"[" + b"{}," * 2**21 + b"{}]"), "may take", id="array of small objects"),
-        pytest.param("d.csv", data(b"prompt,prompt\na,b\n"), "column prompt is there twice", id="a column twice"),
-        pytest.param("d.csv", data(b"a," * 2000 + b"\n1\n"), "2001 columns, the limit is 1000", id="CSV columns"),
-        pytest.param("d.csv", data(b"\xef"), "no rows", id="CSV of a part of a mark"),
-        pytest.param("d.jsonl", data(b"{}" + b"\n" * 1_000_003), "more than 1000000 blank lines", id="blank lines"),
-        pytest.param("d.csv", data(b'prompt\n"' + b"a" * 100), ":2: not CSV", id="open quote"),
-        pytest.param("d.csv", data(b"\xff\n1\n"), "not UTF-8 text", id="CSV without UTF-8"),
-        pytest.param("d.parquet", data(b"PAR1" + b"x" * 100 + b"PAR1"), "not a readable Parquet", id="no footer"),
-        pytest.param("d.parquet", data(b"PAR1\xff\xff\xff\x7fPAR1"), "not a readable Parquet", id="footer of 2 GB"),
-        pytest.param("d.parquet", parquet(prompt=[b"\xff\xfe"]), "row 1: column prompt: expected a text", id="bytes"),
-        pytest.param("d.parquet", after_none, "row 1: column prompt: expected a text", id="after an empty row group"),
-        pytest.param("d.parquet", parquet(prompt=_NO_TEXT), "row 1: a value that cannot be read", id="text that is none"),
-        pytest.param("d.parquet", parquet(extra_info=pa.array([1], pa.timestamp("ns"))), "row 1: a value", id="nanoseconds"),
-        pytest.param("d.parquet", of_lists, "not a readable Parquet file .*list of lists", id="lists of lists"),
-        pytest.param("d.parquet", _twice, "column prompt is there twice", id="a Parquet column twice"),
-        pytest.param("d.parquet", parquet(**{f"c{n}": [1] for n in range(1000)}), "1002 columns", id="columns"),
-        pytest.param("d.parquet", parquet(extra_info=["a" * 10_000_000]), "times its size; the limits are", id="a bomb"),
-        pytest.param("d.parquet", lying(parquet(extra_info=["a" * 10_000_000])), "times its size", id="a footer that lies"),
-        pytest.param("d.parquet", parquet(label=pa.nulls(1, pa.bool_()), extra_info=pa.array([[7] * 10**7], pa.list_(pa.int8()))),
-                     "times its size", id="a bomb of runs"),
-        pytest.param("d.parquet", parquet(extra_info=repeated(1000, 200_000)), "row 1: 2000.* the limit of a row is", id="one text often"),
-        pytest.param("d.parquet", lambda p: pq.write_table(LONG, p, use_dictionary=False, column_encoding="DELTA_BYTE_ARRAY"),
-                     "DELTA_BYTE_ARRAY", id="texts as part of the one before"),
-        pytest.param("d.arrow", arrow(LONG, "zstd"), "times its size", id="an Arrow bomb"),
-        pytest.param("d.feather", arrow(pa.table({"prompt": LONG["prompt"].combine_chunks().dictionary_encode()}), "zstd"), "times its size", id="a dictionary"),
-        pytest.param("d.arrow", arrow(pa.table({"prompt": ["a"], "x": repeated(1000, 200_000)}), None), "the limit of a row is", id="Arrow: one text often"),
-        pytest.param("d.arrow", arrow(pa.table({"prompt": ["a"], "x": TWICE}), None), "whose values may overlap", id="views of views"),
-        pytest.param("d.parquet", lambda p: pq.write_table(pa.table({"prompt": ["a"] * 200}), p), "200 rows, the limit is 100", id="rows"),
-        pytest.param("d", os.mkfifo, "not a regular file", id="a pipe that nothing writes"),
-        pytest.param("d", lambda path: path.symlink_to("/dev/zero"), "not a regular file", id="a device without end"),
-        pytest.param("d", lambda path: path.symlink_to(path), "not readable", id="a link to itself"),
-        pytest.param("d", lambda path: path.mkdir(), "not a regular file", id="a folder"),
-        pytest.param("d", data(b"\x1f\x8b\x08" + b"x" * 100), "decompress it first", id="compressed"),
-    ],
-)  # fmt: skip
+HOSTILE: dict[str, tuple[str, Write, str]] = {
+    "surrogate in a prompt": ("d.jsonl", row('"prompt": "\\ud800"'), r":1: .*lone surrogate"),
+    "in a truth": ("d.jsonl", row('"ground_truth": "\\ud800"'), r":1: column ground_truth: a lone"),
+    "in a source": ("d.jsonl", row('"data_source": "\\ud800"'), r":1: column data_source: a lone"),
+    "in extra_info": ("d.jsonl", row('"extra_info": {"a": "\\udfff"}'), r":1: column extra_info: a lone"),
+    "infinite": ("d.jsonl", row('"extra_info": {"a": 1e999}'), r":1: column extra_info"),
+    "NaN": ("d.jsonl", row('"extra_info": NaN'), ":1: not JSON"),
+    "5,000 digits": ("d.jsonl", row('"extra_info": ' + "9" * 5000), ":1: not JSON"),
+    "no UTF-8": ("d.jsonl", data(b'{"prompt": "\xff"}'), ":1: not UTF-8 text"),
+    "nested JSON line": ("d.jsonl", data(b'{"prompt": ' + DEEP + b"}"), ":1: not JSON"),
+    "NUL": ("d.jsonl", data(b"\0" * 1000), ":1: not JSON"),
+    "no object": ("d.jsonl", data(b"[1]"), ":1: expected an object"),
+    "long line": ("d.jsonl", data(b'{"prompt": "' + b"a" * 5000 + b'"}'), ":1: a line of more than 4096 bytes"),
+    "nested array": ("d.json", data(DEEP), ":1: not JSON"),
+    "5,000 digits in an array": ("d.json", data(b'[{"a": ' + b"9" * 5000 + b"}]"), ":1: not JSON"),
+    "array without UTF-8": ("d.json", data(b'[{"prompt": "\xff"}]'), "not UTF-8 text"),
+    "nested CSV cell": ("d.csv", data(b'prompt,extra_info,ground_truth\na,"' + DEEP + b'",1\n'), ":2: "),
+    "array of small objects": ("d.json", data(b"[" + b"{}," * 2**21 + b"{}]"), "may take"),
+    "a column twice": ("d.csv", data(b"prompt,prompt\na,b\n"), "column prompt is there twice"),
+    "CSV columns": ("d.csv", data(b"a," * 2000 + b"\n1\n"), "2001 columns, the limit is 1000"),
+    "CSV of a part of a mark": ("d.csv", data(b"\xef"), "no rows"),
+    "blank lines": ("d.jsonl", data(b"{}" + b"\n" * 1_000_003), "more than 1000000 blank lines"),
+    "open quote": ("d.csv", data(b'prompt\n"' + b"a" * 100), ":2: not CSV"),
+    "CSV without UTF-8": ("d.csv", data(b"\xff\n1\n"), "not UTF-8 text"),
+    "no footer": ("d.parquet", data(b"PAR1" + b"x" * 100 + b"PAR1"), "not a readable Parquet"),
+    "footer of 2 GB": ("d.parquet", data(b"PAR1\xff\xff\xff\x7fPAR1"), "not a readable Parquet"),
+    "bytes": ("d.parquet", parquet(prompt=[b"\xff\xfe"]), "row 1: column prompt: expected a text"),
+    "after an empty row group": ("d.parquet", after_none, "row 1: column prompt: expected a text"),
+    "text that is none": ("d.parquet", parquet(prompt=_NO_TEXT), "row 1: a value that cannot be read"),
+    "nanoseconds": ("d.parquet", parquet(extra_info=pa.array([1], pa.timestamp("ns"))), "row 1: a value"),
+    "lists of lists": ("d.parquet", of_lists, "not a readable Parquet file .*list of lists"),
+    "a Parquet column twice": ("d.parquet", _twice, "column prompt is there twice"),
+    "columns": ("d.parquet", parquet(**{f"c{n}": [1] for n in range(1000)}), "1002 columns"),
+    "a bomb": ("d.parquet", parquet(extra_info=["a" * 10_000_000]), "times its size; the limits are"),
+    "a footer that lies": ("d.parquet", lying(parquet(extra_info=["a" * 10_000_000])), "times its size"),
+    "a bomb of runs": ("d.parquet",
+     parquet(label=pa.nulls(1, pa.bool_()), extra_info=pa.array([[7] * 10**7], pa.list_(pa.int8()))),
+                     "times its size"),
+    "one text often": ("d.parquet", parquet(extra_info=repeated(1000, 200_000)), "row 1: 2000.* the limit of a row is"),
+    "texts as part of the one before": ("d.parquet",
+     lambda p: pq.write_table(LONG, p, use_dictionary=False, column_encoding="DELTA_BYTE_ARRAY"),
+                     "DELTA_BYTE_ARRAY"),
+    "an Arrow bomb": ("d.arrow", arrow(LONG, "zstd"), "times its size"),
+    "a dictionary": ("d.feather",
+     arrow(pa.table({"prompt": LONG["prompt"].combine_chunks().dictionary_encode()}), "zstd"), "times its size"),
+    "Arrow: one text often": ("d.arrow", arrow(pa.table({"prompt": ["a"], "x": repeated(1000, 200_000)}), None),
+     "the limit of a row is"),
+    "views of views": ("d.arrow", arrow(pa.table({"prompt": ["a"], "x": TWICE}), None), "whose values may overlap"),
+    "rows": ("d.parquet", lambda p: pq.write_table(pa.table({"prompt": ["a"] * 200}), p), "200 rows, the limit is 100"),
+    "a pipe that nothing writes": ("d", os.mkfifo, "not a regular file"),
+    "a device without end": ("d", lambda path: path.symlink_to("/dev/zero"), "not a regular file"),
+    "a link to itself": ("d", lambda path: path.symlink_to(path), "not readable"),
+    "a folder": ("d", lambda path: path.mkdir(), "not a regular file"),
+    "compressed": ("d", data(b"\x1f\x8b\x08" + b"x" * 100), "decompress it first"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", HOSTILE)
 def test_a_hostile_data_file_is_refused(
-    tmp_path: Path, tokenizer: ChatTokenizer, monkeypatch: pytest.MonkeyPatch, name: str, write: Write, expected: str
+    tmp_path: Path, tokenizer: ChatTokenizer, monkeypatch: pytest.MonkeyPatch, case: str
 ) -> None:
+    name, write, expected = HOSTILE[case]
     if "long line" in expected or "a line of more" in expected:
         monkeypatch.setattr(row_files, "MAX_ROW_BYTES", 4096)
     monkeypatch.setattr(row_files, "_SMALL_BYTES", 1024**2)

@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 
-from penstock.deploy.quickstart_task import write_model
 from penstock.protocol.chat_tokenizer import ChatTokenizer
 from penstock.protocol.tokenizer_file import check_tokenizer
 from penstock.rollout_service.embedded_engine.http.build_job import Text
@@ -21,13 +20,6 @@ from penstock.rollout_service.teachers.teacher import TeacherUnfit, vocabulary_p
 from penstock.trainer.errors import MalformedData, UnsupportedModel
 
 ROOT = Path(__file__).parents[3]
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("model") / "model"
-    write_model(folder, seed=0)
-    return folder
 
 
 def edited(name: str, **values: object) -> Callable[[Path], object]:
@@ -164,45 +156,43 @@ def test_all_programs_read_tokenizers_with_the_same_check(model: Path, tmp_path:
 REPLACE: dict[str, Any] = {"type": "Replace", "pattern": {"String": "h"}, "content": "hhhhhhhhhh"}
 
 
-@pytest.mark.parametrize(
-    ("change", "expected"),
-    [
-        pytest.param(edited("tokenizer_config.json", eos_token=["a"]), "eos_token: expected a text", id="list as token"),
-        pytest.param(edited("tokenizer_config.json", eos_token={"x": 1}), "eos_token: expected a text", id="no content"),
-        pytest.param(edited("tokenizer_config.json", eos_token="\ud800"), "eos_token: expected a text", id="lone surrogate"),
-        pytest.param(edited("generation_config.json", eos_token_id="2"), "expected a token id", id="end as text"),
-        pytest.param(edited("generation_config.json", eos_token_id=-1), "expected a token id", id="negative end"),
-        pytest.param(edited("generation_config.json", eos_token_id=10**30), "expected a token id", id="huge end"),
-        pytest.param(edited("generation_config.json", eos_token_id=[1, None]), "expected a token id", id="end of none"),
-        pytest.param(written("generation_config.json", b"[1]"), "expected a JSON object", id="list as configuration"),
-        pytest.param(written("tokenizer_config.json", b"[" * 100_000), "not JSON", id="nested configuration"),
-        pytest.param(written("tokenizer_config.json", b'{"a": "\xff"}'), "not JSON", id="no UTF-8"),
-        pytest.param(written("chat_template.jinja", b"\xff\xfe"), "not UTF-8 text", id="template is no UTF-8"),
-        pytest.param(_named_templates, "no chat template", id="named templates without names"),
-        pytest.param(written("tokenizer.json", b"\0" * 100), "not a tokenizer", id="NUL"),
-        pytest.param(written("tokenizer.json", b"[" * 100_000), "not a tokenizer", id="nested tokenizer"),
-        pytest.param(added_token(-5), "not a tokenizer", id="negative token id"),
-        pytest.param(added_token(2**40), "not a tokenizer", id="huge token id"),
-        pytest.param(edited("config.json", vocab_size=1), "would never end", id="vocabulary without the end token"),
-        pytest.param(edited("config.json", vocab_size=-3), "expected a positive number", id="negative vocabulary"),
-        pytest.param(edited("config.json", vocab_size=10**30), "expected a positive number", id="huge vocabulary"),
-        pytest.param(
-            edited("tokenizer.json", normalizer={"type": "Sequence", "normalizers": [REPLACE] * 9}),
-            "normalizer makes texts up to", id="growing normalizer",
-        ),
-        pytest.param(edited("tokenizer.json", decoder=REPLACE | {"content": "x" * 99}), "decoder makes", id="decoder"),
-        *(pytest.param(edited("tokenizer.json", **change), reason, id=name) for name, (change, reason) in EXPLODING.items()),
-        pytest.param(vocabulary(lambda vocab: vocab | {"a" * 20_000_000: 9999}), "a token of 20000000", id="long token"),
-        pytest.param(vocabulary(lambda vocab: [[text, 0.0] for text in vocab] + [["a" * 9999, 0.0]], type="Unigram"),
-                     "a token of 9999", id="long piece"),
-        pytest.param(vocabulary(lambda vocab: vocab, continuing_subword_prefix="a" * 999), "adds 999", id="prefix"),
-        pytest.param(vocabulary(lambda vocab: 7), "not a tokenizer", id="vocabulary is a number"),
-        pytest.param(written("tokenizer.json", b'{"model": {}, "normalizer": null, "normalizer": {}}'), "there twice", id="twice"),
-    ],
-)  # fmt: skip
-def test_a_hostile_tokenizer_folder_is_refused(
-    model: Path, tmp_path: Path, change: Callable[[Path], object], expected: str
-) -> None:
+HOSTILE: dict[str, tuple[Callable[[Path], object], str]] = {
+    "list as token": (edited("tokenizer_config.json", eos_token=["a"]), "eos_token: expected a text"),
+    "no content": (edited("tokenizer_config.json", eos_token={"x": 1}), "eos_token: expected a text"),
+    "lone surrogate": (edited("tokenizer_config.json", eos_token="\ud800"), "eos_token: expected a text"),
+    "end as text": (edited("generation_config.json", eos_token_id="2"), "expected a token id"),
+    "negative end": (edited("generation_config.json", eos_token_id=-1), "expected a token id"),
+    "huge end": (edited("generation_config.json", eos_token_id=10**30), "expected a token id"),
+    "end of none": (edited("generation_config.json", eos_token_id=[1, None]), "expected a token id"),
+    "list as configuration": (written("generation_config.json", b"[1]"), "expected a JSON object, got list"),
+    "nested": (written("tokenizer_config.json", b"[" * 100_000), "tokenizer_config.json: not JSON"),
+    "no model": (written("tokenizer.json", b"{}"), "not a tokenizer"),
+    "no UTF-8": (written("tokenizer_config.json", b'{"a": "\xff"}'), "not JSON"),
+    "template is no UTF-8": (written("chat_template.jinja", b"\xff\xfe"), "not UTF-8 text"),
+    "named templates without names": (_named_templates, "no chat template"),
+    "NUL": (written("tokenizer.json", b"\0" * 100), "not a tokenizer"),
+    "nested tokenizer": (written("tokenizer.json", b"[" * 100_000), "not a tokenizer"),
+    "negative token id": (added_token(-5), "not a tokenizer"),
+    "huge token id": (added_token(2**40), "not a tokenizer"),
+    "vocabulary without the end token": (edited("config.json", vocab_size=1), "would never end"),
+    "negative vocabulary": (edited("config.json", vocab_size=-3), "expected a positive number"),
+    "huge vocabulary": (edited("config.json", vocab_size=10**30), "expected a positive number"),
+    "growing normalizer": (edited("tokenizer.json", normalizer={"type": "Sequence", "normalizers": [REPLACE] * 9}),
+     "normalizer makes texts up to"),
+    "decoder": (edited("tokenizer.json", decoder=REPLACE | {"content": "x" * 99}), "decoder makes"),
+    **{name: (edited("tokenizer.json", **change), reason) for name, (change, reason) in EXPLODING.items()},
+    "long token": (vocabulary(lambda vocab: vocab | {"a" * 20_000_000: 9999}), "a token of 20000000"),
+    "long piece": (vocabulary(lambda vocab: [[text, 0.0] for text in vocab] + [["a" * 9999, 0.0]], type="Unigram"),
+     "a token of 9999"),
+    "prefix": (vocabulary(lambda vocab: vocab, continuing_subword_prefix="a" * 999), "adds 999"),
+    "vocabulary is a number": (vocabulary(lambda vocab: 7), "not a tokenizer"),
+    "twice": (written("tokenizer.json", b'{"model": {}, "normalizer": null, "normalizer": {}}'), "there twice"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", HOSTILE)
+def test_a_hostile_tokenizer_folder_is_refused(model: Path, tmp_path: Path, case: str) -> None:
+    change, expected = HOSTILE[case]
     folder = tmp_path / "model"
     shutil.copytree(model, folder)
     change(folder)

@@ -11,7 +11,6 @@ from tests.trainer.data.row_sets import pair_set, write_rows
 
 from penstock.deploy.data_check.check import check_file
 from penstock.deploy.data_check.commands import main
-from penstock.deploy.quickstart_task import write_model
 from penstock.protocol.chat_tokenizer import ChatTokenizer
 from penstock.protocol.config.reward_settings import RewardSettings
 from penstock.trainer.data.dataset import PromptSet
@@ -28,8 +27,10 @@ def answer(text: str) -> dict[str, str]:
     return {"role": "assistant", "content": text}
 
 
+PAIR: dict[str, Any] = {"prompt": QUESTION, "chosen": GOOD, "rejected": BAD}
+LABELLED: dict[str, Any] = {"prompt": QUESTION, "completion": GOOD, "label": True}
 FORMS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-    "texts": ({"prompt": QUESTION, "chosen": GOOD, "rejected": BAD}, {}),
+    "texts": (PAIR, {}),
     "chats": ({"prompt": [USER], "chosen": [answer(GOOD)], "rejected": [answer(BAD)]}, {}),
     "implicit": ({"chosen": [USER, answer(GOOD)], "rejected": [USER, answer(BAD)]}, {}),
     "prompt repeated in the answers": (
@@ -82,31 +83,22 @@ def test_all_forms_are_read_as_the_same_pair(form: str) -> None:
     ("row", "expected"),
     [
         ({"prompt": QUESTION, "chosen": GOOD}, "column rejected: missing"),
-        ({"prompt": QUESTION, "chosen": GOOD, "rejected": ""}, "column rejected: missing"),
+        ({**PAIR, "rejected": ""}, "column rejected: missing"),
         ({"chosen": GOOD, "rejected": BAD}, "column chosen: without a column prompt, expected a chat"),
         (
             {"chosen": [USER, answer(GOOD)], "rejected": [{**USER, "content": "x"}, answer(BAD)]},
             "the same chat as in chosen",
         ),
-        (
-            {"prompt": QUESTION, "chosen": [answer(GOOD), USER, answer(GOOD)], "rejected": BAD},
-            "one assistant message after it",
-        ),
+        ({**PAIR, "chosen": [answer(GOOD), USER, answer(GOOD)]}, "one assistant message after it"),
         ({"chosen": [answer(GOOD)], "rejected": [answer(BAD)]}, "expected a prompt and one assistant message"),
-        ({"prompt": QUESTION, "chosen": GOOD, "rejected": BAD, "margin": "2"}, "column margin: expected a number"),
-        ({"prompt": 5, "chosen": GOOD, "rejected": BAD}, "column prompt: expected a text or a list of messages"),
+        ({**PAIR, "margin": "2"}, "column margin: expected a number"),
+        ({**PAIR, "prompt": 5}, "column prompt: expected a text or a list of messages"),
         ({"prompt": QUESTION, "completion": GOOD}, "column label: expected true for a desirable completion, or false"),
-        ({"prompt": QUESTION, "completion": GOOD, "label": "fine"}, "column label: expected true"),
-        ({"prompt": QUESTION, "completion": "", "label": True}, "column completion: expected an answer"),
-        ({"prompt": QUESTION, "completion": GOOD, "label": True, "rejected": BAD}, "column chosen: missing"),
-        (
-            {"prompt": QUESTION, "chosen": GOOD, "rejected": BAD, "images": ["a.png"]},
-            "column images: what is read is text alone",
-        ),
-        (
-            {"prompt": QUESTION, "completion": GOOD, "label": True, "video": "a.mp4"},
-            "column video: what is read is text alone",
-        ),
+        ({**LABELLED, "label": "fine"}, "column label: expected true"),
+        ({**LABELLED, "completion": ""}, "column completion: expected an answer"),
+        ({**LABELLED, "rejected": BAD}, "column chosen: missing"),
+        ({**PAIR, "images": ["a.png"]}, "column images: what is read is text alone"),
+        ({**LABELLED, "video": "a.mp4"}, "column video: what is read is text alone"),
     ],
 )
 def test_other_rows_are_refused(row: dict[str, Any], expected: str) -> None:
@@ -115,11 +107,9 @@ def test_other_rows_are_refused(row: dict[str, Any], expected: str) -> None:
     assert expected in str(caught.value)
 
 
-def test_pairs_are_tokenised_as_for_inference(tmp_path: Path) -> None:
+def test_pairs_are_tokenised_as_for_inference(tmp_path: Path, tokenizer: ChatTokenizer) -> None:
     """The prompt as the engine gets it, both answers to their end token; equal answers and long ones are counted."""
-    write_model(tmp_path / "model", seed=0)
-    tokenizer = ChatTokenizer.read(tmp_path / "model")
-    rows = [{**FORMS["texts"][0], "margin": 2}, {"prompt": QUESTION, "chosen": GOOD, "rejected": GOOD}]
+    rows = [{**PAIR, "margin": 2}, {"prompt": QUESTION, "chosen": GOOD, "rejected": GOOD}]
     rows.append({"prompt": "sort " + "1" * 40, "chosen": GOOD, "rejected": BAD})
     path = write_rows(tmp_path, *rows)
     data = DataSettings(system_prompt="be brief")
@@ -135,15 +125,13 @@ def test_pairs_are_tokenised_as_for_inference(tmp_path: Path) -> None:
     assert [*whole[0].prompt, *whole[0].chosen] == tokenizer.encode(rendered)
 
 
-def test_a_row_of_one_answer_is_read_where_the_loss_takes_it(tmp_path: Path) -> None:
+def test_a_row_of_one_answer_is_read_where_the_loss_takes_it(tmp_path: Path, tokenizer: ChatTokenizer) -> None:
     """Its label tells which answer of a pair it is; the other has no tokens. Elsewhere it is refused."""
-    write_model(tmp_path / "model", seed=0)
-    tokenizer = ChatTokenizer.read(tmp_path / "model")
     rows: list[dict[str, Any]] = [
-        {"prompt": QUESTION, "completion": GOOD, "label": True},
+        LABELLED,
         {"prompt": [USER], "completion": [answer(BAD)], "label": False},
         {"completion": [USER, answer(BAD)], "label": 0},
-        FORMS["texts"][0],
+        PAIR,
     ]
     path = write_rows(tmp_path, *rows)
     pairs = pair_set(path, tokenizer)
@@ -161,12 +149,13 @@ def test_a_row_of_one_answer_is_read_where_the_loss_takes_it(tmp_path: Path) -> 
         pair_set(path, tokenizer, takes_one_answer=False)
 
 
-def test_rows_for_a_reward_are_taken_from_the_prompts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    write_model(tmp_path / "model", seed=0)
-    rows = [FORMS["texts"][0] if number % 2 == 0 else {"prompt": f"p{number}"} for number in range(8)]
+def test_rows_for_a_reward_are_taken_from_the_prompts(
+    tmp_path: Path, model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = [PAIR if number % 2 == 0 else {"prompt": f"p{number}"} for number in range(8)]
     write_rows(tmp_path, *rows)
     (tmp_path / "run.toml").write_text(
-        f'run.id = "r"\nmodel.path = "{tmp_path / "model"}"\ndata.train = "{tmp_path / "rows.jsonl"}"\n'
+        f'run.id = "r"\nmodel.path = "{model}"\ndata.train = "{tmp_path / "rows.jsonl"}"\n'
         "algorithm.dpo_coefficient = 1.0\n"
     )
     assert main(["data-rows", "--run-file", str(tmp_path / "run.toml"), "--number", "2"]) == 0
@@ -174,13 +163,11 @@ def test_rows_for_a_reward_are_taken_from_the_prompts(tmp_path: Path, capsys: py
     assert printed == ["p1", "p5"]
 
 
-def test_one_file_holds_prompts_and_pairs(tmp_path: Path) -> None:
+def test_one_file_holds_prompts_and_pairs(tmp_path: Path, tokenizer: ChatTokenizer) -> None:
     """Each set skips the rows of the other; a group's answers are compared by the reward for self-play."""
-    write_model(tmp_path / "model", seed=0)
-    tokenizer = ChatTokenizer.read(tmp_path / "model")
     rows: list[dict[str, Any]] = [
         {"prompt": QUESTION, "ground_truth": GOOD},
-        {**FORMS["texts"][0], "data_source": "pairs"},
+        {**PAIR, "data_source": "pairs"},
         {"prompt": [USER], "self_play": True},
         {"chosen": [USER, answer(GOOD)], "rejected": [USER, answer(BAD)]},
     ]
@@ -210,7 +197,7 @@ def test_one_file_holds_prompts_and_pairs(tmp_path: Path) -> None:
         prompts(DataSettings(self_play_reward="judge"))
     with pytest.raises(MalformedData, match=r":2: column rejected: missing beside chosen"):
         pairs()
-    rows[:] = [FORMS["texts"][0]]
+    rows[:] = [PAIR]
     with pytest.raises(MalformedData, match=r"every row is a pair of answers, and none a prompt"):
         prompts(DataSettings())
     rows[:] = [{"prompt": QUESTION}]

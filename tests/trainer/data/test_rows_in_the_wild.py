@@ -1,4 +1,4 @@
-"""Rows as other projects write them: the text that is trained is the text that was meant, and what is not trained is counted."""
+"""Rows as other projects write them: what is trained is the text that was meant, and what is not is counted."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -16,11 +15,8 @@ from tests.trainer.data.row_sets import ANSWER, USER, pair_set, prompt_set, trai
 from tests.trainer.data.test_chat_template import write_folder
 
 from penstock.deploy.data_check.commands import main
-from penstock.deploy.data_check.show_rows import MARKS, shown_rows
 from penstock.protocol.chat_tokenizer import ChatTokenizer
-from penstock.trainer.algorithm.batch import Row, build
 from penstock.trainer.errors import MalformedData
-from penstock.trainer.settings import TrainerSettings
 
 _TURNS = (
     "{% if tools %}<tools>{% for t in tools %}{{ t | tojson }}{% endfor %}</tools>\n{% endif %}"
@@ -133,6 +129,10 @@ def test_a_null_that_was_meant_is_kept(models: Any, tmp_path: Path, kind: str, s
     assert '"a": "x"' in text
 
 
+def _padded(name: str, arguments: dict[str, Any]) -> dict[str, Any]:
+    return {"name": name, "arguments": {**arguments, "no": None}}
+
+
 def _function(name: str, arguments: Any) -> dict[str, Any]:
     return {**ANSWER, "content": "", "function_call": {"name": name, "arguments": arguments}}
 
@@ -143,9 +143,9 @@ def _function(name: str, arguments: Any) -> dict[str, Any]:
         ("parquet", [{"messages": [USER, _function(*c)]} for c in CALLS]),
         ("parquet", [{"messages": [USER, _function(*c), {"role": "function", "content": "r"}, ANSWER]} for c in CALLS]),
         ("parquet", [{"query": "q", "tools": "[]", "answers": [{"name": n, "arguments": a}]} for n, a in CALLS]),
-        ("jsonl", [{"query": "q", "tools": [WEATHER], "answers": json.dumps([{"name": n, "arguments": {**a, "no": None}}])}
+        ("jsonl", [{"query": "q", "tools": [WEATHER], "answers": json.dumps([_padded(n, a)])}
                    for n, a in CALLS[:1]]),
-        ("jsonl", [{"messages": [USER, {**ANSWER, "tool_calls": json.dumps([{"function": {"name": n, "arguments": {**a, "no": None}}}])}],
+        ("jsonl", [{"messages": [USER, {**ANSWER, "tool_calls": json.dumps([{"function": _padded(n, a)}])}],
                     "tools": json.dumps([WEATHER])} for n, a in CALLS[:1]]),
         ("jsonl", [{"conversations": [{"from": "human", "value": "q"}, {"from": "function_call", "value": json.dumps(
             {"name": n, "arguments": {**a, "no": None}})}], "tools": json.dumps([WEATHER])} for n, a in CALLS[:1]]),
@@ -168,43 +168,13 @@ def test_padding_is_left_out_of_answers_that_are_one_message(models: Any, tmp_pa
     assert all("null" not in models["qwen2.5"].decode([*pairs[n].chosen, *pairs[n].rejected]) for n in range(2))
 
 
+def _call_text(text: str) -> dict[str, str]:
+    return {"from": "function_call", "value": text}
+
+
 _CALL = '{"name": "weather", "arguments": {"city": "Bern"}}'
 _TOOLS_TEXT = json.dumps([WEATHER])
-_BARE = json.dumps([WEATHER["function"]])
-_FROM = [{"from": "human", "value": "q"}, {"from": "function_call", "value": _CALL}]
-_RESULT = [{"from": "observation", "value": "cold"}, {"from": "gpt", "value": "It is cold."}]
-RENDERED = f"<tool_call>\n{_CALL}\n</tool_call><|im_end|>"
-
-
-@pytest.mark.parametrize(
-    ("row", "answers"),
-    [
-        ({"conversations": [*_FROM, *_RESULT], "tools": _BARE}, [RENDERED, "It is cold.<|im_end|>"]),  # LLaMA-Factory
-        ({"conversations": [*_FROM, *_RESULT], "tools": _TOOLS_TEXT, "system": "s"}, [RENDERED, "It is cold.<|im_end|>"]),
-        ({"messages": [USER, {"role": "tool_call", "content": _CALL}], "tools": _TOOLS_TEXT}, [RENDERED]),  # ms-swift
-        ({"messages": [USER, {"role": "assistant", "content": ""}, {"role": "tool_call", "content": _CALL},
-                       {"role": "tool_response", "content": "cold"}, ANSWER]}, [RENDERED, "a<|im_end|>"]),
-        ({"query": "q", "answers": f"[{_CALL}]", "tools": _BARE, "id": 1}, [RENDERED]),  # xLAM, APIGen
-        ({"messages": [USER, call("weather", '{"city": "Bern"}', content=None)]}, [RENDERED]),  # OpenAI
-        ({"messages": [USER, {"role": "assistant", "content": None, "function_call":
-                              {"name": "weather", "arguments": '{"city": "Bern"}'}},
-                       {"role": "function", "name": "weather", "content": "cold"}, ANSWER]}, [RENDERED, "a<|im_end|>"]),
-        ({"messages": [USER, {"role": "assistant", "content": "", "tool_calls": f"[{_CALL}]"}]}, [RENDERED]),
-        ({"system": "s [weather]", "conversations": [{"from": "user", "value": "q"},
-          {"from": "assistant", "value": '[weather(city="Bern")]'}, {"from": "tool", "value": "[]"},
-          {"from": "assistant", "value": "a"}]}, ['[weather(city="Bern")]<|im_end|>', "a<|im_end|>"]),  # ToolACE
-        ({"conversations": [{"from": "system", "value": f"<tools>{_TOOLS_TEXT}</tools>"}, {"from": "human", "value": "q"},
-          {"from": "gpt", "value": f"<tool_call>\n{_CALL}\n</tool_call>"}], "tools": _TOOLS_TEXT}, [RENDERED]),  # Hermes
-    ],
-)  # fmt: skip
-def test_tool_rows_of_other_projects_are_read(models: Any, tmp_path: Path, row: dict[str, Any], answers: list[str]):
-    model = models["qwen2.5"]
-    turns = turn_set(write_rows(tmp_path, row), model, use_tools=True)
-    assert trained_texts(turns, model) == answers
-    if "tools" in row:
-        assert '<tools>{"type": "function", "function": {"name": "weather"' in model.decode(turns[0].token_ids.tolist())
-
-
+_FROM = [{"from": "human", "value": "q"}, _call_text(_CALL)]
 _SCHEMA_TEXT = json.dumps(WEATHER["function"]["parameters"])
 
 
@@ -238,17 +208,18 @@ def test_tools_are_read_alike_everywhere(models: Any, tmp_path: Path, kind: str,
         assert f"<tools>{json.dumps(WEATHER)}</tools>" in text
 
 
-def test_two_calls_in_messages_of_their_own_are_one_answer(models: Any, tmp_path: Path) -> None:
-    path = write_rows(tmp_path, {"messages": [USER, *[{"role": "tool_call", "content": _CALL}] * 2]})
-    assert [
-        text.count("<tool_call>") for text in trained_texts(turn_set(path, models["qwen2.5"]), models["qwen2.5"])
-    ] == [2]
+def test_calls_in_messages_of_their_own_are_one_answer(models: Any, tmp_path: Path) -> None:
+    """With each other, and with the empty answer before them."""
+    calls = [{**ANSWER, "content": ""}, *[{"role": "tool_call", "content": _CALL}] * 2]
+    turns = turn_set(write_rows(tmp_path, {"messages": [USER, *calls]}), models["qwen2.5"])
+    assert [text.count("<tool_call>") for text in trained_texts(turns, models["qwen2.5"])] == [2]
 
 
 @pytest.mark.parametrize("tags", [True, False])
 def test_a_tool_result_is_tagged_once(tmp_path: Path, tags: bool) -> None:
     """Rows of Hermes have the tags in the text; they stay where the template writes none."""
-    wrapped = "{% if m.role == 'tool' %}<tool_response>\n{{ m.content }}\n</tool_response>{% else %}{{ m.content }}{% endif %}"
+    tagged = "<tool_response>\n{{ m.content }}\n</tool_response>"
+    wrapped = "{% if m.role == 'tool' %}" + tagged + "{% else %}{{ m.content }}{% endif %}"
     template = TEMPLATES["qwen2.5"].replace("{{ m.content }}", wrapped) if tags else TEMPLATES["qwen2.5"]
     model = ChatTokenizer.read(write_folder(tmp_path / "m", template))
     result = {"from": "tool", "value": "<tool_response>\n{}\n</tool_response>"}
@@ -301,7 +272,9 @@ def test_marks_of_answers_are_obeyed(models: Any, tmp_path: Path, mark: dict[str
 
 
 def test_a_marked_block_that_is_not_to_be_trained_is_not(models: Any, tmp_path: Path) -> None:
-    marks = "{% if m.role == 'assistant' %}{% generation %}{{ m.content }}<|im_end|>{% endgeneration %}{% else %}{{ m.content }}<|im_end|>{% endif %}"
+    said = "{{ m.content }}<|im_end|>"
+    marked = "{% generation %}" + said + "{% endgeneration %}"
+    marks = "{% if m.role == 'assistant' %}" + marked + "{% else %}" + said + "{% endif %}"
     template = TEMPLATES["qwen2.5"].replace("{{ m.content }}", marks, 1)
     tokenizer = ChatTokenizer.read(write_folder(tmp_path / "m", template))
     path = write_rows(tmp_path, {"messages": [USER, {**_MARKED[0], "weight": 0}, *_MARKED[1:]]})
@@ -313,15 +286,17 @@ def test_a_marked_block_that_is_not_to_be_trained_is_not(models: Any, tmp_path: 
     [
         ({"messages": [USER, {**ANSWER, "weight": 0.5}]}, r"column messages\[1\].weight: expected true, false, 1 or 0"),
         ({"messages": [USER, {**ANSWER, "train_detail": [{"begin": 0}]}]}, r"column messages\[1\].train_detail"),
-        ({"messages": [USER, ANSWER], "label": False}, r'column label: .* dpo.loss = "kto" .* data.ignore = \["label"\]'),
+        ({"messages": [USER, ANSWER], "label": False},
+         r'column label: .* dpo.loss = "kto" .* data.ignore = \["label"\]'),
         ({"messages": [USER, ANSWER], "kto_tag": True}, r"column kto_tag: tells good completions from bad ones"),
         ({"prompt": "q", "completion": "a", "label": "False"}, r"column label: tells good"),
-        *[({"prompt": "q", "completion": "a", "label": label}, r"column label: tells good") for label in (0, 1, 0.0, "0", "1.0")],
+        *[({"prompt": "q", "completion": "a", "label": one}, "label: tells good") for one in (0, 1, 0.0, "0", "1.0")],
         *[({**row, "label": label}, r"column label: tells good") for label in (0, False, "0") for row in (
             {"instruction": "q", "output": "a"}, {"input": "q", "output": "a"}, {"question": "q", "answer": "a"},
             {"conversations": [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]})],
         ({"messages": [USER, ANSWER], "kto_tag": 0}, r"column kto_tag: tells good"),
-        ({"prompt": "q", "response": [{**USER, "content": "p"}, ANSWER]}, r"column response: expected an answer, or the whole chat"),
+        ({"prompt": "q", "response": [{**USER, "content": "p"}, ANSWER]},
+         r"column response: expected an answer, or the whole chat"),
         ({"prompt": "q", "response": [{**USER, "content": "q "}, ANSWER]}, r"column response: .* make them equal"),
         ({"messages": [USER, {**ANSWER, "content": "a <|im_end|> b"}]},
          r"column messages: message 1 \(assistant\) has the text '<\|im_end\|>'.* data.control_tokens"),
@@ -329,20 +304,25 @@ def test_a_marked_block_that_is_not_to_be_trained_is_not(models: Any, tmp_path: 
         ({"messages": [USER, call("f", {"<|im_end|>": {"x": 1}})]}, r"message 1 \(assistant\) has the text"),
         ({"messages": [USER, call("f", {"x": [{"a <|im_start|>": 1}]})]}, r"message 1 \(assistant\) has the text"),
         ({"messages": [USER, {**ANSWER, "function_call": {"name": "f", "arguments": _SPELT}}]}, r"has the text"),
-        ({"conversations": [_FROM[0], {"from": "function_call", "value": json.dumps({"name": "f", "arguments": _SPELT})}]},
+        ({"conversations": [_FROM[0], _call_text(json.dumps({"name": "f", "arguments": _SPELT}))]},
          r"column conversations: message 1 \(assistant\) has the text"),
-        ({"messages": [USER, ANSWER], "tools": [tool("f", "<|im_end|>")]}, r"column tools: a tool has the text '<\|im_end\|>'"),
-        ({"messages": [USER, ANSWER], "tools": json.dumps([tool("f", **{"<|im_end|>": TEXT})])}, "column tools: a tool has"),
+        ({"messages": [USER, ANSWER], "tools": [tool("f", "<|im_end|>")]},
+         r"column tools: a tool has the text '<\|im_end\|>'"),
+        ({"messages": [USER, ANSWER], "tools": json.dumps([tool("f", **{"<|im_end|>": TEXT})])},
+         "column tools: a tool has"),
         ({"messages": [{**USER, "content": "\U00100001"}, ANSWER]}, r"has the character U\+100001"),
-        ({"messages": [USER, {"role": "function_call", "content": "no call"}]}, r"messages\[1\].content: expected a call"),
+        ({"messages": [USER, {"role": "function_call", "content": "no call"}]},
+         r"messages\[1\].content: expected a call"),
         ({"messages": [USER, call("f", "{broken")]}, r"tool_calls\[0\].function.arguments: expected an object"),
-        *[({"messages": [USER, call("f", text)]}, r"tool_calls\[0\].function.arguments: expected an object, .* without NaN")
+        *[({"messages": [USER, call("f", text)]},
+          r"tool_calls\[0\].function.arguments: expected an object, .* without NaN")
           for text in ('{"x": NaN}', '{"x": [1e999]}', '{"x": 1, "x": null}', {"x": float("nan")})],
-        ({"conversations": [_FROM[0], {"from": "function_call", "value": '{"name": "f", "arguments": {"x": 1, "x": 2}}'}]},
+        ({"conversations": [_FROM[0], _call_text('{"name": "f", "arguments": {"x": 1, "x": 2}}')]},
          r"conversations\[1\].value: expected a call"),
         ({"messages": [USER, {**ANSWER, "loss": True}, {"role": "function_call", "content": _CALL, "loss": False}]},
          r"column messages\[2\]: expected the mark of the message before it"),
-        ({"system": "SYSTEM: s", "chat": "USER: q\n\n\nASSISTANT: <functioncall> {name: f} <|endoftext|>"}, "after <functioncall>"),
+        ({"system": "SYSTEM: s", "chat": "USER: q\n\n\nASSISTANT: <functioncall> {name: f} <|endoftext|>"},
+         "after <functioncall>"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_meant_is_refused(models: Any, tmp_path: Path, row: dict[str, Any], reply: str) -> None:
@@ -351,7 +331,7 @@ def test_what_cannot_be_meant_is_refused(models: Any, tmp_path: Path, row: dict[
 
 
 def test_control_tokens_are_escaped_or_kept_by_a_setting(models: Any, tmp_path: Path) -> None:
-    """Escaped, the text is read as it was written, and ends at the token that the template writes; kept, it ends early."""
+    """Escaped, the text is read as written, and ends at the token that the template writes; kept, it ends early."""
     model = models["qwen2.5"]
     texts = "say <|im_end|> now <|im_end|><|im_start|>system"
     path = write_rows(tmp_path, {"messages": [{**USER, "content": texts}, {**ANSWER, "content": texts}]})
@@ -375,7 +355,7 @@ def test_control_tokens_are_escaped_or_kept_by_a_setting(models: Any, tmp_path: 
 
 
 def test_a_token_that_the_template_writes_is_one_of_control(models: Any, tmp_path: Path) -> None:
-    """Some tokenizers mark as special neither the tokens of turns nor the end token; ordinary added tokens stay ordinary."""
+    """Some tokenizers mark neither the tokens of turns nor the end token as special; other ones stay ordinary."""
     folder = write_folder(tmp_path / "m", TEMPLATES["qwen2.5"])
     described = json.loads((folder / "tokenizer.json").read_text())
     described["added_tokens"] = [{**token, "special": False} for token in described["added_tokens"]]
@@ -510,7 +490,8 @@ def test_values_of_tables_and_nan_of_json_reach_the_reward(models: Any, tmp_path
     ("content", "note"),
     [
         ('prompt\n"[{\'role\': \'user\', \'content\': \'q\'}]"\n', "1 prompts are a chat as Python prints it"),
-        ('prompt,response\nq,"[{\'role\': \'assistant\', \'content\': \'a\'}]"\n', "1 answers are a chat as Python prints it"),
+        ('prompt,response\nq,"[{\'role\': \'assistant\', \'content\': \'a\'}]"\n',
+         "1 answers are a chat as Python prints it"),
         ("prompt,response\nq,nan\n", "the answer of 1 rows is a word for a missing value"),
         ("prompt,ground_truth\nNone,1\nq,nan\n", "the prompt of 1 rows is a word for a missing value"),
         ("prompt,ground_truth\nq,nan\n", "the ground truth of 1 rows is a word for a missing value"),
@@ -531,7 +512,7 @@ def test_data_check_says_what_is_odd(
 
 
 def test_data_check_says_what_is_odd_about_a_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """An end of turn that is no end token, two BOS, tokens beyond the embedding by line, and no false lost characters."""
+    """An end of turn that is no end token, two BOS, tokens beyond the embedding, and no false lost characters."""
     folder = write_folder(tmp_path / "m", TEMPLATES["qwen2.5"], eos_token="<|endoftext|>", unk_token="<|endoftext|>")
     (folder / "config.json").write_text(json.dumps({"model_type": "qwen3", "eos_token_id": 0, "vocab_size": 300}))
     path = write_rows(tmp_path, {"prompt": "q"})
@@ -558,15 +539,6 @@ def test_data_check_says_what_is_odd_about_a_model(tmp_path: Path, capsys: pytes
 
 
 @pytest.mark.parametrize(
-    "row", [{"prompt": "q", "chosen": "a", "rejected": "b"}, {"prompt": "q", "completion": "a", "label": True}]
-)
-def test_data_check_reads_preferences(tmp_path: Path, row: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["data-check", "--no-tests", str(write_rows(tmp_path, row)), "--json"]) == 0
-    report = json.loads(capsys.readouterr().out)
-    assert (report["bad_rows"], report["can_train"]) == (0, {"grpo": 0, "sft": 0, "dpo": 1})
-
-
-@pytest.mark.parametrize(
     ("row", "reply"),
     [
         ({"prompt": "q", "chosen": "a", "rejected": "a"}, "no row is left: 1 have two equal answers"),
@@ -588,33 +560,3 @@ def test_data_check_reads_preferences(tmp_path: Path, row: dict[str, Any], capsy
 def test_preferences_that_teach_nothing_are_explained(models: Any, tmp_path: Path, row: Any, reply: str) -> None:
     with pytest.raises(MalformedData, match=reply):
         pair_set(write_rows(tmp_path, row), models["qwen2.5"])
-
-
-@pytest.mark.parametrize(
-    ("purpose", "row"),
-    [
-        ("sft", {"messages": [USER, ANSWER, USER, call("weather", '{"city": "Bern"}')], "tools": [WEATHER]}),
-        ("grpo", {"prompt": "q", "ground_truth": "1"}),
-        ("dpo", {"prompt": "q", "chosen": "a", "rejected": "b"}),
-    ],
-)
-def test_what_is_shown_is_what_a_batch_holds(models: Any, tmp_path: Path, purpose: Any, row: dict[str, Any]) -> None:
-    """Without its marks the text is that of the packed micro-batch's tokens; what is marked are the trained ones."""
-    model, path = models["qwen2.5"], write_rows(tmp_path, row)
-    settings = TrainerSettings.model_validate({"model": {"path": "m"}})
-    shown = [text.partition("\n")[2] for text in shown_rows(path, 5, purpose, settings, model, None)]
-    assert len(shown) == {"sft": 2, "grpo": 1, "dpo": 2}[purpose]
-    plain = [text.replace(MARKS[0], "").replace(MARKS[1], "") for text in shown]
-    if purpose == "sft":
-        turns = turn_set(path, model)
-        for n, text in enumerate(plain):
-            ids, mask = turns[n].token_ids, turns[n].loss_mask
-            logprobs = np.zeros(len(ids), dtype=np.float32)
-            batch = build([Row(token_ids=ids, loss_mask=mask, behaviour_logprobs=logprobs, advantage=0.0, weight=1.0)])
-            assert model.decode([*batch.input_ids.flatten().tolist(), int(batch.targets[-1])]) == text
-            assert shown[n].partition(MARKS[0])[2].partition(MARKS[1])[0] == model.decode(batch.targets.tolist())
-    elif purpose == "grpo":
-        assert plain == [prompt_set(path, model)[0].text]
-    else:
-        pair = pair_set(path, model)[0]
-        assert plain == [model.decode([*pair.prompt, *answer]) for answer in (pair.chosen, pair.rejected)]

@@ -28,14 +28,16 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def overrides(folder: Path, *more: str) -> list[str]:
     return [
-        f"model.path={folder / 'model'}", f"data.train={folder / 'train.jsonl'}", "data.text_prompts=plain", "reward.name=r", "run.id=r",
-        f"run.dir={folder}", "data.max_prompt_tokens=32", "rollout.max_new_tokens=8", "rollout.groups_per_step=4", *more,
+        f"model.path={folder / 'model'}", f"data.train={folder / 'train.jsonl'}", "data.text_prompts=plain",
+        "reward.name=r", "run.id=r",
+        f"run.dir={folder}", "data.max_prompt_tokens=32", "rollout.max_new_tokens=8", "rollout.groups_per_step=4",
+        *more,
     ]  # fmt: skip
 
 
 @pytest.mark.parametrize(("epochs", "steps"), [("1", 3), ("2", 5), ("0.5", 1), ("4", 9), ("0.01", 1)])
 def test_epochs_count_the_rows_that_are_not_left_out(folder: Path, epochs: str, steps: int) -> None:
-    """Nine prompts, four a step, the last step filled up from the next epoch; the record says where the number is from."""
+    """Nine prompts, four a step, the last one filled up from the next epoch; the origin of the number is recorded."""
     loaded = load(TrainerSettings, overrides=overrides(folder, f"num_train_epochs={epochs}"))
     assert known_steps(loaded) is None
     found = with_steps(loaded)
@@ -84,8 +86,3 @@ def test_a_resumed_or_finished_run_of_epochs_is_recognised(folder: Path) -> None
         resume_checks.finished_notice(load(TrainerSettings, overrides=overrides(folder, "trainer.epochs=3")).settings)
         is None
     )
-
-
-def test_stored_groups_have_no_epochs() -> None:
-    with pytest.raises(ConfigError, match=r"set trainer\.steps"):
-        load(TrainerSettings, overrides=["model.path=m", "data.from_run=other", "trainer.epochs=1"])

@@ -1,6 +1,6 @@
-"""Rows in the schema of the data sets that trainers use most (`tests/data/wild/rows.jsonl`): what each verb trains, or why it refuses.
+"""Rows in the schemas of much used data sets (`tests/data/wild/rows.jsonl`): what each verb trains, or why not.
 
-A verb that is not named in an entry refuses its row. `python -m tests.trainer.data.test_wild_rows` prints what is read now.
+A verb that an entry does not name refuses its row. `python -m tests.trainer.data.test_wild_rows` prints what is read.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def _answers(path: Path, data: DataSettings, tokenizer: ChatTokenizer) -> list[s
 
 
 def _pair(path: Path, data: DataSettings, tokenizer: ChatTokenizer) -> list[str]:
-    """Return the chat before the answers, the chosen answer and the rejected one; empty where a labelled row has no such answer."""
+    """Return the chat before the answers, and the chosen and the rejected one; empty where a row has no such answer."""
     pairs = PairSet([path], data=data, tokenizer=tokenizer, max_tokens=10_000, takes_one_answer=True)
     texts = [tokenizer.decode(ids.tolist()) for ids in (pairs[0].prompt, pairs[0].chosen, pairs[0].rejected)]
     turns = re.findall(r"<\|im_start\|>(\w+)\n(.*?)<\|im_end\|>", texts[0], re.DOTALL)
@@ -118,6 +118,10 @@ def test_what_is_shown_of_each_schema_is_what_a_batch_holds(
 ) -> None:
     path, data = write_rows(tmp_path, entry["row"]), _data(entry)
     settings = TrainerSettings.model_validate({"model": {"path": "m"}}).model_copy(update={"data": data})
+    if "train" in entry and "<image>" not in str(entry["train"]):
+        prompts = PromptSet([path], data=data, reward=RewardSettings(name="r"), tokenizer=tokenizer)
+        shown = [text.partition("\n")[2] for text in shown_rows(path, 9, "grpo", settings, tokenizer, None)]
+        assert shown == [prompts[0].text]
     if "sft" in entry:
         shown = [text.partition("\n")[2] for text in shown_rows(path, 9, "sft", settings, tokenizer, None)]
         turns = TurnSet([path], data=data, tokenizer=tokenizer, max_tokens=10_000)

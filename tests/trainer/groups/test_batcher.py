@@ -82,20 +82,6 @@ class Box:
         return [group.group_id for group in batch]
 
 
-def test_the_oldest_samples_go_first() -> None:
-    """A batch takes the groups that become stale first, sorted by id."""
-    box = Box()
-    for number, version in ((1, 5), (2, 4), (3, 3)):
-        box.offer(ready(number, version))
-    batch, drops = box.take(PolicyVersion(5))
-    assert [g.group_id for g in batch] == ["e0.p2.a0", "e0.p3.a0"]
-    assert not drops
-    assert box.num_ready == 1
-    assert box.holds("e0.p3.a0")
-    box.groups.train(PolicyVersion(5), batch, {})
-    assert not box.holds("e0.p3.a0")
-
-
 def test_staleness_is_measured_at_the_time_of_use() -> None:
     """A group that was fresh on arrival is dropped as stale at a later version, with its tokens."""
     box = Box(groups_per_step=1)
@@ -195,11 +181,17 @@ def test_a_version_of_a_rolled_back_session_that_was_never_announced_is_of_the_f
 
 
 def test_the_oldest_samples_go_first_by_their_age() -> None:
+    """A batch takes the groups that become stale first, sorted by id; the others remain ready."""
     box = Box()
     now = rolled_back(box, steps=8, to=4)
     for number, version in enumerate((4, 9, 6, 3)):
         box.offer(ready(number, version))
-    assert [group.group_id for group in box.take(now)[0]] == ["e0.p2.a0", "e0.p3.a0"]
+    batch, drops = box.take(now)
+    assert ([group.group_id for group in batch], drops) == (["e0.p2.a0", "e0.p3.a0"], [])
+    assert box.num_ready == 2
+    assert box.holds("e0.p3.a0")
+    box.groups.train(now, batch, {})
+    assert not box.holds("e0.p3.a0")
 
 
 def digests(groups: Iterable[ReadyGroup]) -> tuple[str, ...]:
@@ -207,7 +199,7 @@ def digests(groups: Iterable[ReadyGroup]) -> tuple[str, ...]:
 
 
 def test_rolled_back_steps_are_made_again_of_their_groups_and_nothing_is_dropped() -> None:
-    """Far beyond the bound through the branch point: but the same groups make the same weights, and no sample is older than it was."""
+    """Although they are beyond the bound: the same groups make the same weights, and no sample is older than it was."""
     groups = [ready(number, 4 + number // 2) for number in range(9)]
     batches = [digests(groups[0:2]), digests(groups[2:4]), digests(groups[4:6]), digests(groups[6:8])]
     box = Box(max_staleness=0)
@@ -297,6 +289,14 @@ def test_a_group_that_arrives_keeps_the_run() -> None:
         box.offer(ready(number, 0))
     kill(box, range(13, 17), "500")
     assert not box.batcher.stops_issue
+
+
+def test_a_letter_of_a_killed_reader_has_its_groups_issued_again() -> None:
+    """Their pack may have killed it by no fault of theirs; other letters are the end of a group."""
+    box = Box()
+    kill(box, [1], "ReaderKilled")
+    kill(box, [2], "500")
+    assert [(drop.reason, drop.is_final) for drop in box._drops] == [("quarantined", False), ("dead", True)]
 
 
 def kill(box: Box, numbers: Iterable[int], reason: str) -> None:

@@ -12,6 +12,8 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from tests.servers import wait_for
 from tests.trainer.producer import Answer, ScriptedProducer, recite
 
@@ -26,7 +28,7 @@ from penstock.protocol.errors import BlobStoreUnreachable
 from penstock.protocol.facts import DeadLetter, GroupScored, TaskIssued
 from penstock.protocol.groups import RewardRequest, ScoredGroup
 from penstock.protocol.record.lineage import AccountState
-from penstock.protocol.trajectory import Trajectory
+from penstock.protocol.trajectory import Group, Trajectory
 from penstock.protocol.transport.blobs import Blobs
 from penstock.protocol.transport.bus import Bus
 from penstock.protocol.transport.delivery import Delivery
@@ -37,13 +39,13 @@ from penstock.trainer.data.data_order import DataOrder
 from penstock.trainer.data.dataset import PromptSet
 from penstock.trainer.errors import CollectTimeout, TooManyDeadLetters
 from penstock.trainer.groups.batcher import Batcher
-from penstock.trainer.groups.collect import Collector
+from penstock.trainer.groups.collect import Collector, OvertakeBackoff
 from penstock.trainer.groups.dispatch import Dispatch, RunGroups
 from penstock.trainer.groups.group_states import GroupStates
 from penstock.trainer.groups.group_totals import MAX_CLAIMED_TOKENS, Drop, DropReason, GroupTotals
 from penstock.trainer.groups.issue import Issuer, IssuerState
 from penstock.trainer.groups.issue_log import IssueLog
-from penstock.trainer.groups.pack_reader import CompletionTexts, PackReader, ReadingMark
+from penstock.trainer.groups.pack_reader import CompletionTexts, PackReader
 from penstock.trainer.settings import DataSettings, RolloutSettings
 
 ROLLOUT = RolloutSettings(group_size=2, groups_per_step=4, groups_per_message=2, max_staleness=1, max_new_tokens=8)
@@ -76,12 +78,12 @@ class Session:
     """One session of the trainer's group handling: issuer, collector, and what they share."""
 
     def __init__(self, connections: Connections, prompts: PromptSet, saved: IssuerState | None = None,
-        *, uses: int = 1, log: Path | None = None, dynamic_sampling: bool = False, max_dead: int = 100, **options: Any,
+        *, log: Path | None = None, dynamic_sampling: bool = False, max_dead: int = 100, **options: Any,
     ) -> None:  # fmt: skip
         order = DataOrder(len(prompts), seed=0, shuffle=False)
         account = saved.entries.account if saved else AccountState()
         groups = GroupStates(
-            max_staleness=ROLLOUT.max_staleness, max_trained_count=uses, ledger=saved.ledger if saved else (),
+            max_staleness=ROLLOUT.max_staleness, ledger=saved.ledger if saved else (),
             totals=GroupTotals(account.totals.get("train")),  # uses and ages start at zero, sums are those of the run
             outstanding=account.in_flight.get("train", ()), dead=saved.dispatch["dead"] if saved else (),
         )  # fmt: skip
@@ -94,7 +96,7 @@ class Session:
         if log is not None:
             cursor = self.dispatch.cursor
             self.issuer.keep_log(IssueLog(log, cursor.order_id, may_arrive=cursor.may_arrive))
-        algorithm = AlgorithmSettings(dynamic_sampling=dynamic_sampling, max_trained_count=uses)
+        algorithm = AlgorithmSettings(dynamic_sampling=dynamic_sampling)
         batcher = Batcher(groups, self.issuer, ROLLOUT, algorithm, max_dead=max_dead)
         settings: dict[str, Any] = {"deadline_s": 20.0, "silent_s": 30.0, **options}
         self.collector = Collector(connections, groups=run_groups, batcher=batcher, issuer=self.issuer, **settings)
@@ -200,7 +202,7 @@ def run(
 
 
 def test_groups_are_issued_as_soon_as_the_bound_admits_them(run: Run) -> None:
-    """At most two steps' groups are outstanding; after a batch the next groups are issued once its version is announced."""
+    """At most two steps' groups are outstanding; the next are issued once the version of a batch is announced."""
     with run.session() as session:
         session.issuer.advance(V0, 100)
         first = run.tasks(4)
@@ -243,70 +245,6 @@ def test_messages_are_acknowledged_only_when_a_checkpoint_covers_them(run: Run) 
         assert run.num_messages("scored") == 0
 
 
-def test_a_group_kept_for_another_use_stays_unacknowledged_and_survives_a_crash(run: Run) -> None:
-    """Trained once before a crash, it is delivered and trained again, and only then settled; counted as reuse."""
-    with run.session(uses=2) as session:
-        session.issuer.advance(V0, 4)
-        run.answer(*run.tasks(2))
-        first = session.train(V0)
-        assert session.collector.settled() == []
-        saved = session.issuer.take_state()  # the checkpoint; then the crash
-    with run.session(saved, uses=2) as resumed:
-        assert resumed.train(V1) == first
-        assert len(resumed.collector.settled()) == 2
-        assert (resumed.counters.sums.used, resumed.counters.num_reused) == (4, 4)  # each is counted once
-        assert resumed.counters.num_scored == 0
-        assert not resumed.counters.dropped_groups
-        assert resumed.issuer.take_state().entries.account.totals["train"].used == 4
-
-
-def test_at_the_end_no_group_is_kept_for_another_use(run: Run) -> None:
-    """Kept groups are settled without another use; redelivered to a later session they are duplicates, settled immediately."""
-    with run.session(uses=3) as session:
-        session.issuer.advance(V0, 4)
-        run.answer(*run.tasks(2))
-        session.train(V0)
-        assert session.collector.settled() == []
-        session.collector.close()
-        assert len(session.collector.settled()) == 2
-        saved = session.issuer.take_state()  # the checkpoint; the crash before it acknowledges
-    with run.session(saved, uses=3) as resumed:
-        resumed.collector.close()
-        wait_for(lambda: len(resumed.collector.settled()) == 2, "the messages to be delivered again")
-        resumed.collector.acknowledge(resumed.collector.settled())
-        assert run.num_messages("scored") == 0
-
-
-def test_a_group_that_is_delivered_twice_is_trained_once(run: Run) -> None:
-    """A second message about a ready group is counted as a duplicate, and does not settle the first message."""
-    with run.session() as session:
-        session.issuer.advance(V0, 100)
-        messages = run.tasks(4)
-        scored = run.scored(messages[0])
-        run.announce(scored)
-        run.announce(scored, msg_id="late-retry")
-        wait_for(lambda: session.counters.dropped_groups["duplicate"] == 2, "the duplicates")
-        assert len(session.collector.settled()) == 1  # the copy alone
-        run.answer(messages[1])
-        assert len(session.train(V0)) == 4
-        assert len(session.collector.settled()) == 3
-
-
-def test_stale_groups_are_dropped_and_their_prompts_issued_again(run: Run) -> None:
-    """A group too old at the time of use is counted in groups and tokens, and is issued again as the next attempt."""
-    with run.session() as session:
-        session.issuer.advance(V0, 100)
-        messages = run.tasks(4)
-        run.answer(*messages[:2], version=V0)
-        wait_for(lambda: session.counters.num_scored == 4, "four scored groups")
-        assert session.collector.collect(V2, lambda: session.counters.dropped_groups["stale"] == 4) == []
-        assert session.counters.dropped_tokens["stale"] > 0
-        again = run.tasks(2)
-        assert [task.group_id for message in again for task in message.tasks] == [f"e0.p{i}.a1" for i in range(4)]
-        run.answer(*again, version=V2)
-        assert session.train(V2) == [f"e0.p{i}.a1" for i in range(4)]
-
-
 def younger_batch(run: Run, session: Session) -> list[TaskIssued]:
     """Train one step and have a full batch for the next; return the messages of older groups that have not arrived."""
     session.issuer.advance(V0, 100)
@@ -347,76 +285,23 @@ def test_the_wait_for_the_oldest_groups_ends(run: Run) -> None:
         session.collector.collect(V2, lambda: session.counters.dropped_groups["stale"] == 4, overtake_wait_s=60.0)
 
 
-def test_a_corrupt_pack_is_dead_lettered_and_its_groups_are_issued_again(run: Run) -> None:
-    """An object that differs from its message is never trained on; the rest of the batch is."""
-    letters = run.letters()
-    with run.session() as session:
-        session.issuer.advance(V0, 100)
-        messages = run.tasks(4)
-        good = run.scored(messages[0])
-        run.announce(good, pack=good.pack.model_copy(update={"sha256": "f" * 64}))
-        run.announce(run.scored(messages[1]), pack=run.scored(messages[2]).pack)  # which holds other groups
-        wait_for(lambda: len(letters) == 2, "the dead letters")
-        assert {letter.reason for letter in letters} == {"BlobCorrupt", "PackError"}
-        assert session.counters.dropped_groups["unreadable"] == 4
-        run.answer(messages[2], *run.tasks(2))
-        assert session.train(V0) == ["e0.p0.a1", "e0.p1.a1", "e0.p4.a0", "e0.p5.a0"]
+Forge = Callable[[Run, TaskIssued], GroupScored]
 
 
-def test_hostile_packs_are_dead_lettered_and_their_groups_trained_at_the_next_attempt(run: Run) -> None:
-    """A struct for the token ids, a swapped truth, half a group and an id beyond the vocabulary stop nobody."""
-    letters = run.letters()
-    reader = PackReader(run.connections.blobs.get, vocab_size=60)
-    with run.session(reader=reader) as session:
-        session.issuer.advance(V0, 8)
-        messages = run.tasks(4)
-        honest = [run.scored(message) for message in messages]
-        table = pq.read_table(pa.BufferReader(run.connections.blobs.get(honest[0].pack)))
-        structs = pa.array([{"element": 1}] * len(table), pa.struct([pa.field("element", pa.int32(), nullable=False)]))
-        sink = pa.BufferOutputStream()
-        pq.write_table(table.set_column(6, pa.field("token_ids", structs.type), structs), sink, row_group_size=2)
-        ref = run.connections.blobs.put(f"runs/{run.id}/hostile", sink.getvalue().to_pybytes())
-        run.announce(honest[0], pack=ref)
-        reward = RewardRequest(name="exact_match", ground_truth='"text"')
-        for message, change in zip(
-            messages[1:],
-            (
-                lambda group: replace(group, reward=reward),
-                lambda group: replace(group, trajectories=group.trajectories[:1]),
-                lambda group: replace(group, trajectories=tuple(_with_token(t, 60) for t in group.trajectories)),
-            ),
-            strict=True,
-        ):
-            answers = [recite(task, V0) for task in message.tasks]
-            changed = [change(group) for group, _ in answers]
-            rewards = [values[: len(group.trajectories)] for group, (_, values) in zip(changed, answers, strict=True)]
-            run.announce(run.store(message, list(zip(changed, rewards, strict=True)), V0))
-        wait_for(lambda: len(letters) == 4, "the dead letters")
-        assert {letter.reason for letter in letters} == {"PackError"}
-        assert session.counters.dropped_groups["unreadable"] == 8
-        run.answer(*run.tasks(4))
-        assert session.train(V0) == [f"e0.p{i}.a1" for i in range(4)]
-        totals = session.issuer.take_state().entries.account.totals["train"]
-        assert (totals.issued, totals.used, sum(totals.dropped.values())) == (16, 4, 8)
-        assert len(session.issuer.outstanding()) == 4
+def of_groups(change: Callable[[Group], Group]) -> Forge:
+    """Store the groups of a message, each changed."""
+
+    def forge(run: Run, message: TaskIssued) -> GroupScored:
+        answers = [recite(task, V0) for task in message.tasks]
+        changed = [change(group) for group, _ in answers]
+        rewards = [values[: len(group.trajectories)] for group, (_, values) in zip(changed, answers, strict=True)]
+        return run.store(message, list(zip(changed, rewards, strict=True)))
+
+    return forge
 
 
-def test_a_text_that_its_tokens_do_not_say_is_not_trained(run: Run) -> None:
-    """It was scored instead of them: a dead letter with that reason, and the groups are issued again."""
-    letters = run.letters()
-    texts = CompletionTexts(lambda rows, _: ["said"] * len(rows), rows=1)
-    with run.session(reader=PackReader(run.connections.blobs.get, texts=texts)) as session:
-        session.issuer.advance(V0, 4)
-        for message, text in zip(run.tasks(2), ("the right answer", "said"), strict=True):
-            answers = [recite(task, V0) for task in message.tasks]
-            rows = [tuple(replace(t, completion_text=text) for t in group.trajectories) for group, _ in answers]
-            told = [(replace(g, trajectories=row), rewards) for (g, rewards), row in zip(answers, rows, strict=True)]
-            run.announce(run.store(message, told))
-        wait_for(lambda: letters, "the dead letter")
-        assert [letter.reason for letter in letters] == ["TextMismatch"]
-        assert session.counters.dropped_groups["unreadable"] == 2
-        run.answer(run.tasks(1)[0])
-        assert sorted(session.train(V0)) == ["e0.p0.a1", "e0.p1.a1", "e0.p2.a0", "e0.p3.a0"]
+def of_rows(change: Callable[[Trajectory], Trajectory]) -> Forge:
+    return of_groups(lambda group: replace(group, trajectories=tuple(map(change, group.trajectories))))
 
 
 def _with_token(row: Trajectory, token: int) -> Trajectory:
@@ -425,20 +310,57 @@ def _with_token(row: Trajectory, token: int) -> Trajectory:
     return replace(row, token_ids=ids)
 
 
-def test_a_pack_that_killed_two_trainers_is_not_read_and_its_groups_are_issued_again(run: Run, tmp_path: Path) -> None:
-    """The trainer's own mark and a letter of another service mean the same: quarantined, and issued under a new id."""
-    with run.session(reader=PackReader(run.connections.blobs.get)) as session:
+def _with_structs(run: Run, message: TaskIssued) -> GroupScored:
+    scored = run.scored(message)
+    table = pq.read_table(pa.BufferReader(run.connections.blobs.get(scored.pack)))
+    structs = pa.array([{"element": 1}] * len(table), pa.struct([pa.field("element", pa.int32(), nullable=False)]))
+    sink = pa.BufferOutputStream()
+    pq.write_table(table.set_column(6, pa.field("token_ids", structs.type), structs), sink, row_group_size=2)
+    ref = run.connections.blobs.put(f"runs/{run.id}/hostile", sink.getvalue().to_pybytes())
+    return scored.model_copy(update={"pack": ref})
+
+
+def _of_another_hash(run: Run, message: TaskIssued) -> GroupScored:
+    scored = run.scored(message)
+    return scored.model_copy(update={"pack": scored.pack.model_copy(update={"sha256": "f" * 64})})
+
+
+def _of_other_groups(run: Run, message: TaskIssued) -> GroupScored:
+    other = of_groups(lambda group: replace(group, group_id=f"{group.group_id}0"))(run, message)
+    return run.scored(message).model_copy(update={"pack": other.pack})
+
+
+UNREADABLE: dict[str, tuple[Forge, str]] = {
+    "other bytes than its message says": (_of_another_hash, "BlobCorrupt"),
+    "other groups": (_of_other_groups, "PackError"),
+    "structs for token ids": (_with_structs, "PackError"),
+    "another ground truth": (
+        of_groups(lambda group: replace(group, reward=RewardRequest(name="exact_match", ground_truth='"text"'))),
+        "PackError",
+    ),
+    "half a group": (of_groups(lambda group: replace(group, trajectories=group.trajectories[:1])), "PackError"),
+    "an id beyond the vocabulary": (of_rows(lambda row: _with_token(row, 60)), "PackError"),
+    "a text that its tokens do not say": (of_rows(lambda row: replace(row, completion_text="right")), "TextMismatch"),
+}
+
+
+@pytest.mark.parametrize("name", UNREADABLE)
+def test_a_pack_that_cannot_be_trained_on_is_dead_lettered_and_its_groups_are_issued_again(run: Run, name: str) -> None:
+    """They are trained at the next attempt, and the rest of the batch as it is."""
+    forge, reason = UNREADABLE[name]
+    letters = run.letters()
+    texts = CompletionTexts(lambda rows, _: ["said"] * len(rows), rows=1)
+    with run.session(reader=PackReader(run.connections.blobs.get, vocab_size=60, texts=texts)) as session:
         session.issuer.advance(V0, 4)
-        poisonous, of_worker = run.tasks(2)
-        scored = run.scored(poisonous)
-        for _ in range(2):
-            ReadingMark(tmp_path).set(scored.pack)
-        session.collector._reader = PackReader(run.connections.blobs.get, mark=ReadingMark(tmp_path))
-        run.announce(scored)
-        run.dead_letter(of_worker, "killed", stage="tasks", reason="ReaderKilled")
-        run.answer(*run.tasks(2))
-        assert session.train(V0) == [f"e0.p{i}.a1" for i in range(4)]
-        assert session.counters.dropped_groups["quarantined"] == 4
+        hostile, other = run.tasks(2)
+        run.announce(forge(run, hostile))
+        wait_for(lambda: letters, "the dead letter")
+        assert [letter.reason for letter in letters] == [reason]
+        assert session.counters.dropped_groups["unreadable"] == 2
+        run.answer(other, *run.tasks(1))
+        assert session.train(V0) == ["e0.p0.a1", "e0.p1.a1", "e0.p2.a0", "e0.p3.a0"]
+        totals = session.issuer.take_state().entries.account.totals["train"]
+        assert (totals.issued, totals.used, sum(totals.dropped.values())) == (6, 4, 2)
 
 
 def test_groups_that_never_arrive_are_issued_again(run: Run) -> None:
@@ -468,7 +390,7 @@ def test_dead_lettered_groups_are_replaced_and_too_many_end_the_run(run: Run) ->
 
 
 def test_untrue_dead_letters_end_no_run_while_groups_arrive(run: Run) -> None:
-    """Letters name every group that is issued: no more than twice the bound is issued, and each group that arrives is trained."""
+    """Letters name all issued groups: no more than twice the bound is issued, and each that arrives is trained."""
     held: dict[str, Delivery[TaskIssued]] = {}  # by a worker: not acknowledged, and may be delivered again
 
     def num_held(wait_s: float = 0.05) -> int:
@@ -511,7 +433,7 @@ def test_dead_letters_that_were_true_stop_the_issue_until_the_queues_are_empty(r
 
 
 def test_a_dead_letter_of_another_stage_or_run_closes_nothing(run: Run) -> None:
-    """A login may write letters of its own stage only; one that states the trainer's would have its groups issued again."""
+    """A login may write letters of its own stage only; the trainer's would have its groups issued again."""
     with run.session() as session:
         session.issuer.advance(V0, 4)
         messages = run.tasks(2)
@@ -523,37 +445,6 @@ def test_a_dead_letter_of_another_stage_or_run_closes_nothing(run: Run) -> None:
         assert session.issuer.take_state().letters_read == 3
         assert not session.counters.dropped_groups["unreadable"]
         wait_for(lambda: len(session.issuer.outstanding()) == 4, "the issue in place of it")  # by the issuer's thread
-
-
-def test_groups_that_a_killed_session_issued_are_used_and_others_are_foreign(run: Run, tmp_path: Path) -> None:
-    """The checkpoint is of the time before; what is in the log is trained, and what no session issued is refused."""
-    with run.session(log=tmp_path) as session:
-        saved = session.issuer.take_state()  # the checkpoint; then groups are issued; then the crash
-        session.issuer.advance(V0, 4)
-        messages = run.tasks(2)
-    with run.session(saved, log=tmp_path) as resumed:
-        for number, names in enumerate((["e0.p9.a0", "e0.p10.a0"], ["e0.p2.a1", "e0.p3.a1"])):
-            scored = run.scored(messages[number])
-            run.announce(scored, f"forged{number}", groups=renamed(scored, names))
-        wait_for(lambda: resumed.counters.dropped_groups["foreign"] == 4, "the refusal")
-        run.answer(*messages)
-        assert resumed.train(V0) == firsts(0, 4)
-        totals = resumed.issuer.take_state().entries.account.totals["train"]
-        assert (totals.issued, totals.used, totals.refused) == (4, 4, {"foreign": 4})
-
-
-def test_a_dead_lettered_group_that_arrives_is_outstanding_again(run: Run) -> None:
-    """Its dead letter was sent again: it is trained under its id, and the accounting no longer counts it as dropped."""
-    with run.session() as session:
-        session.issuer.advance(V0, 4)
-        messages = run.tasks(2)
-        run.dead_letter(messages[0], "d0")
-        wait_for(lambda: session.counters.dropped_groups["dead"] == 2, "the dead letter")
-        run.answer(*messages)
-        assert session.train(V0) == firsts(0, 4)
-        entries = session.issuer.take_state().entries
-    assert session.counters.dropped_groups["dead"] == 0
-    assert (entries.account.totals["train"].used, entries.dropped, entries.reopened) == (4, (), ())
 
 
 def test_a_dead_letter_in_the_checkpoint_is_not_read_twice(run: Run) -> None:
@@ -588,7 +479,7 @@ def test_the_deadline_of_a_batch_names_what_is_missing(run: Run) -> None:
 
 
 def test_the_deadline_of_a_batch_names_the_groups_dropped_without_signal(run: Run) -> None:
-    """With dynamic sampling and a reward that never differs: how many were dropped, for which reason, and what to do."""
+    """With dynamic sampling and a reward that never differs: the number, the reason, and what to do."""
     with run.session(deadline_s=0.5, dynamic_sampling=True) as session:
         session.issuer.advance(V0, 4)
         for message in run.tasks(2):
@@ -652,7 +543,7 @@ def own_run(
 def test_an_outage_of_nats_delays_groups_and_loses_none(
     own_run: tuple[Run, NatsServer, S3Server], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Killed with messages held and packs unsent, restarted on the same store: every group is trained once, then acknowledged."""
+    """Killed with messages held and packs unsent, restarted on its store: every group is trained once."""
     run, nats, _ = own_run
     with run.session(deadline_s=300.0) as session:
         session.issuer.advance(V0, 100)
@@ -745,3 +636,23 @@ def test_draining_waits_for_a_group_under_way_but_not_without_end(run: Run, monk
         monkeypatch.setattr("penstock.trainer.groups.collect._DRAIN_S", 0.1)
         assert session.collector.collect(V0) == []
         assert len(session.issuer.outstanding()) == 4
+
+
+def test_waits_halve_while_groups_are_overtaken_and_are_restored_after() -> None:
+    backoff = OvertakeBackoff()
+    waits = []
+    for overtook in (True, True, False, True):
+        waits.append(backoff.scale(8.0))
+        backoff.record(overtook=overtook)
+    assert waits == [8.0, 4.0, 2.0, 8.0]
+    assert backoff.scale(8.0) == 4.0
+
+
+@given(st.lists(st.booleans(), max_size=200))
+def test_consecutive_waits_without_result_cost_less_than_two_full_ones(outcomes: list[bool]) -> None:
+    """However long groups are late, the waits between two batches that overtake none add up to under two."""
+    backoff, spent = OvertakeBackoff(), 0.0
+    for overtook in outcomes:
+        spent = spent + backoff.scale(1.0) if overtook else 0.0
+        backoff.record(overtook=overtook)
+        assert spent < 2.0

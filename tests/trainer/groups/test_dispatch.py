@@ -14,9 +14,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.examples import examples
 
-from penstock.deploy.quickstart_task import write_data, write_model
-from penstock.protocol.chat_tokenizer import ChatTokenizer
-from penstock.protocol.config.reward_settings import RewardSettings
 from penstock.protocol.errors import PackError
 from penstock.protocol.facts import MAX_FACT_BYTES, TaskIssued, TaskList, decode, encode
 from penstock.protocol.groups import BlobRef, GeneratedGroup, RewardRequest, Sampling, ScoredGroup
@@ -25,7 +22,7 @@ from penstock.protocol.record.lineage import SplitTotals
 from penstock.protocol.versions import PolicyVersion
 from penstock.trainer.connections import Connections
 from penstock.trainer.data.data_order import DataOrder
-from penstock.trainer.data.dataset import Prompt, PromptSet
+from penstock.trainer.data.dataset import Prompt
 from penstock.trainer.errors import CheckpointError
 from penstock.trainer.groups.dispatch import Dispatch, RunGroups
 from penstock.trainer.groups.group_states import GroupStates, State
@@ -42,7 +39,7 @@ from penstock.trainer.groups.task_packs import (
     training_sampling,
 )
 from penstock.trainer.learner.step_plan import ReadyGroup
-from penstock.trainer.settings import DataSettings, EvalSettings, RolloutSettings
+from penstock.trainer.settings import EvalSettings, RolloutSettings
 
 
 def rollout(**changes: object) -> RolloutSettings:
@@ -186,7 +183,7 @@ def test_a_group_of_an_earlier_session_counts_once():
 
 
 def test_a_group_that_was_never_issued_is_foreign():
-    """Beyond what any session reached, and a later attempt that none issued: neither is used, and neither has an effect."""
+    """Beyond what any session reached, and a later attempt that none issued: neither is used or has an effect."""
     issuing = in_order(8)
     issuing.plan(2)
     issuing.send_back("e0.p1.a0")
@@ -307,43 +304,6 @@ def test_small_groups_share_a_message(changes, prompt_tokens, bytes_per_task, ex
     assert chosen == expected
 
 
-def test_dispatch_issues_the_quickstarts_prompts_and_resumes(tmp_path: Path):
-    """On real rows: packs of 12 groups; the second session issues exactly what the first one would have."""
-    write_model(tmp_path / "m", seed=0)
-    write_data(tmp_path, seed=0, num_sft=1, num_train=200, num_eval=1)
-    tokenizer = ChatTokenizer.read(tmp_path / "m")
-    prompts = PromptSet([tmp_path / "train.jsonl"], data=DataSettings(), reward=RewardSettings(), tokenizer=tokenizer)
-
-    def fresh(**groups: Any) -> Dispatch:
-        return Dispatch(
-            prompts,
-            order=DataOrder(len(prompts), seed=0),
-            rollout=rollout(groups_per_step=48, group_size=8, max_new_tokens=9, max_staleness=2),
-            stop_token_ids=tokenizer.eos_ids,
-            groups=GroupStates(**groups),
-        )
-
-    first = fresh()
-    packs = first.next_packs(PolicyVersion(0))
-    assert [len(pack.tasks) for pack in packs] == [12] * 12
-    assert max(len(encode(pack.announced("run"))) for pack in packs) < 32 * 1024
-    assert first.next_packs(PolicyVersion(0)) == []
-    done = [task.group_id for pack in packs[:4] for task in pack.tasks]
-    assert not any(map(first.accept, done))
-    assert first.drop(Drop(done[0], DropReason.STALE, 0))
-    for group_id in done[1:]:
-        assert first.drop(Drop(group_id, DropReason.NO_SIGNAL, 0, is_final=True))
-    document = json.loads(json.dumps(first.cursor.to_document()))
-    second = fresh(outstanding=document["outstanding"], totals=GroupTotals(SplitTotals(issued=document["num_issued"])))
-    second.cursor.resume(document)
-    assert second.cursor.to_document() == document
-    assert second.next_packs(PolicyVersion(1)) == (again := first.next_packs(PolicyVersion(1)))
-    assert again[0].tasks[0].group_id == done[0].replace("a0", "a1")
-    assert again[0].tasks[0].attempt == 1
-    assert again[0].tasks[0].issued_version == 1
-    assert second.accept(done[1]) is DropReason.DUPLICATE
-
-
 def test_an_attempt_that_was_refused_is_not_issued_again_under_its_id():
     """The broker would discard it as a duplicate: the next attempt skips its number, or the prompt is skipped."""
     for max_attempts, again in ((3, [GroupKey(0, 0, 1), GroupKey(0, 1, 2)]), (2, [GroupKey(0, 0, 1)])):
@@ -361,7 +321,7 @@ def test_an_attempt_that_was_refused_is_not_issued_again_under_its_id():
 
 
 def test_the_next_attempt_from_an_earlier_session_supersedes_the_older():
-    """A session that was killed had dropped a group and issued its prompt again: the newer is used, the older closed."""
+    """A killed session had dropped a group and issued its prompt again: the newer is used, the older closed."""
     issuing = in_order(10, before=IssuedBefore(position=2, later=frozenset({"e0.p1.a1"})))
     issuing.plan(2)
     queued, held = copy.deepcopy(issuing), copy.deepcopy(issuing)
@@ -383,7 +343,7 @@ def test_the_next_attempt_from_an_earlier_session_supersedes_the_older():
     ],
 )
 def test_a_group_has_one_id(group_id: str) -> None:
-    """Anything but e<epoch>.p<prompt>.a<attempt> is foreign, as is another spelling: it would be a second group of its prompt."""
+    """Anything but e<epoch>.p<prompt>.a<attempt> is foreign; another spelling would be a second group of its prompt."""
     with pytest.raises(ValueError, match="is not the id of a training group"):
         GroupKey.parse(group_id)
     assert GroupKey.parse("e1.p23.a4") == GroupKey(1, 23, 4)
@@ -414,7 +374,32 @@ def numbered(num_prompts: int) -> list[Prompt]:
 
 def dispatch_of(limits: RolloutSettings, *, num_prompts: int = 12, shuffle: bool = True) -> Dispatch:
     order = DataOrder(num_prompts, seed=1, shuffle=shuffle)
-    return Dispatch(_Prompts(numbered(num_prompts)), order=order, rollout=limits, stop_token_ids=(2,))  # type: ignore[arg-type]
+    prompts: Any = _Prompts(numbered(num_prompts))
+    return Dispatch(prompts, order=order, rollout=limits, stop_token_ids=(2,))
+
+
+def test_a_second_session_issues_what_the_first_one_would_have() -> None:
+    """The same packs, after the same drops, from a stored document."""
+    limits = rollout(groups_per_step=48, group_size=8, max_new_tokens=9, max_staleness=2)
+    first, second = (dispatch_of(limits, num_prompts=200) for _ in range(2))
+    packs = first.next_packs(PolicyVersion(0))
+    assert [len(pack.tasks) for pack in packs] == [12] * 12
+    assert first.next_packs(PolicyVersion(0)) == []
+    done = [task.group_id for pack in packs[:4] for task in pack.tasks]
+    assert not any(map(first.accept, done))
+    assert first.drop(Drop(done[0], DropReason.STALE, 0))
+    for group_id in done[1:]:
+        assert first.drop(Drop(group_id, DropReason.NO_SIGNAL, 0, is_final=True))
+    document = json.loads(json.dumps(first.cursor.to_document()))
+    second.groups.issue(document["outstanding"])
+    second.groups.totals = GroupTotals(SplitTotals(issued=document["num_issued"]))
+    second.cursor.resume(document)
+    assert second.cursor.to_document() == document
+    again = first.next_packs(PolicyVersion(1))
+    assert second.next_packs(PolicyVersion(1)) == again
+    task = again[0].tasks[0]
+    assert (task.group_id, task.attempt, task.issued_version) == (done[0].replace("a0", "a1"), 1, 1)
+    assert second.accept(done[1]) is DropReason.DUPLICATE
 
 
 def test_a_prompt_is_read_once_for_its_task() -> None:
@@ -426,14 +411,15 @@ def test_a_prompt_is_read_once_for_its_task() -> None:
             read.append(index)
             return super().__getitem__(index)
 
-    dispatch = Dispatch(Prompts(numbered(12)), order=DataOrder(12, seed=1), rollout=rollout(), stop_token_ids=(2,))  # type: ignore[arg-type]
+    prompts: Any = Prompts(numbered(12))
+    dispatch = Dispatch(prompts, order=DataOrder(12, seed=1), rollout=rollout(), stop_token_ids=(2,))
     read.clear()
     issued = [task.group_id for pack in dispatch.next_packs(PolicyVersion(0)) for task in pack.tasks]
     assert sorted(read) == sorted(GroupKey.parse(group_id).prompt for group_id in issued)
 
 
 def test_what_was_asked_for_is_known_until_the_group_is_closed() -> None:
-    """Of a task of this session all is known; of an earlier one's its prompt and reward, and the settings if recorded."""
+    """Of a task of this session all is known; of an earlier one's prompt and reward, and recorded settings."""
     first, later = dispatch_of(rollout()), dispatch_of(rollout())
     issued = first.next_packs(PolicyVersion(0))[0].tasks[0]
     assert first.promise(issued.group_id) == TaskPromise.of(issued)
@@ -469,7 +455,7 @@ def test_a_dead_lettered_group_is_held_against_its_task_when_it_arrives() -> Non
 
 
 def test_a_group_of_an_earlier_session_is_held_against_the_settings_it_was_issued_under(tmp_path: Path) -> None:
-    """Its size and length are those of that session, whatever the settings are now; a stolen login cannot choose them."""
+    """Its size and length are those of that session, whatever the settings are now."""
     first, later = dispatch_of(rollout(group_size=4)), dispatch_of(rollout(group_size=2))
     settings = SessionSettings(TaskSettings(4, 64, "single_turn"), TaskSettings(1, 64, "single_turn"))
     log = IssueLog(tmp_path, first.cursor.order_id, settings=settings, first=0)
@@ -494,7 +480,7 @@ def test_a_group_of_an_earlier_session_is_held_against_the_settings_it_was_issue
 )
 @examples(40)
 def test_a_group_is_late_exactly_while_it_is_under_way_and_too_old_for_the_next_step(limit, acts):
-    """Whatever arrived, was closed, came back or was packed again: asked as often as it may be, it says what a search of all says."""
+    """Whatever arrived, was closed, came back or was packed again, it says what a search of all groups says."""
     dispatch = dispatch_of(rollout(max_staleness=limit))
     issued: dict[str, PolicyVersion] = {}
     version = PolicyVersion(0)
@@ -510,7 +496,8 @@ def test_a_group_is_late_exactly_while_it_is_under_way_and_too_old_for_the_next_
             if dispatch.groups.state(chosen) is State.ISSUED:
                 dispatch.groups.arrive(chosen, 1)
                 read = GeneratedGroup.model_construct(group_id=chosen)
-                dispatch.groups.offer(ReadyGroup(ScoredGroup.model_construct(generated=read), None, None))  # type: ignore[arg-type]
+                nothing: Any = None
+                dispatch.groups.offer(ReadyGroup(ScoredGroup.model_construct(generated=read), nothing, nothing))
         elif act == "close":
             dispatch.drop(Drop(chosen, DropReason.NO_SIGNAL, 0, is_final=True))
         elif act == "back":

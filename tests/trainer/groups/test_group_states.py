@@ -1,4 +1,4 @@
-"""The states of groups alone: each group is in one, totals add up, nothing is settled or counted twice, in any order of events."""
+"""The states of groups alone, in any order of events: each group is in one, and nothing is settled or counted twice."""
 
 from __future__ import annotations
 
@@ -48,7 +48,8 @@ class GroupStatesMachine(RuleBasedStateMachine):
         if is_allowed:
             event(*given)
             return True
-        with pytest.raises(GroupStateError, match="internal error"):
+        refused = rf"internal error, please report: group g\d is .+, and {event.__name__} is not allowed there"
+        with pytest.raises(GroupStateError, match=refused):
             event(*given)
         assert self._snapshot() == before
         return False

@@ -6,12 +6,10 @@ from collections import Counter
 from dataclasses import replace
 from typing import Any
 
-import pytest
 from tests.trainer.config.test_settings import settings
 from tests.trainer.groups.test_dispatch import _Prompts, prompt, rollout
 
 from penstock.protocol.config.environment_settings import MIXTURE, EnvironmentSettings
-from penstock.protocol.errors import ConfigError
 from penstock.protocol.groups import RewardRequest
 from penstock.protocol.versions import PolicyVersion
 from penstock.trainer.data.data_order import DataOrder
@@ -30,7 +28,7 @@ def chosen(seed: int, count: int, **weights: int) -> list[str]:
 
 
 def test_the_proportions_are_exact_in_every_block() -> None:
-    """Weights 6, 4 and 2 are 3, 2 and 1 of every six positions; the order is another one in each block and with each seed."""
+    """Weights 6, 4 and 2 are 3, 2 and 1 of every six positions, in another order in each block and with each seed."""
     found = chosen(0, 600, lake=6, guess=4, rooms=2)
     blocks = [tuple(found[start : start + 6]) for start in range(0, 600, 6)]
     assert {tuple(sorted(Counter(block).items())) for block in blocks} == {(("guess", 2), ("lake", 3), ("rooms", 1))}
@@ -42,7 +40,7 @@ def test_the_proportions_are_exact_in_every_block() -> None:
 
 
 def test_the_choice_does_not_depend_on_what_was_asked_before() -> None:
-    """Positions in any order; only the mixture is chosen for, and a row of a data source with an environment is played there."""
+    """Only the mixture is chosen for; a row of a data source with an environment is played there."""
     mixture = Mixture(defined(lake={"weight": 2}, guess={"weight": 1}, sums={"data_sources": ["gsm8k"]}), 3)
     forwards = [mixture.name(MIXTURE, position, "") for position in range(30)]
     assert [mixture.name(MIXTURE, position, "") for position in reversed(range(30))] == forwards[::-1]
@@ -52,7 +50,7 @@ def test_the_choice_does_not_depend_on_what_was_asked_before() -> None:
 
 
 def test_every_attempt_and_every_session_plays_a_row_where_it_was_played() -> None:
-    """Tasks name the environment; a group that is issued again, or by a session that resumed, is played in the same one."""
+    """Tasks name the environment; a group that is issued again, or by a resumed session, is played in the same one."""
     sums = RewardRequest(name="environment", data_source="gsm8k")
     prompts = [replace(prompt(text=f"sort {n}"), index=n) for n in range(12)]
     prompts = [replace(one, reward=sums) if one.index == 5 else one for one in prompts]
@@ -89,28 +87,6 @@ def test_every_attempt_and_every_session_plays_a_row_where_it_was_played() -> No
     assert {task.group_id: task.environment for task in packed.tasks} == {
         group_id: environments[group_id] for group_id in sorted(environments)[:6]
     }
-
-
-@pytest.mark.parametrize(
-    ("overrides", "said"),
-    [
-        ([f"rollout.environment={MIXTURE}"], "none has; set environment.define.NAME.weight"),
-        (["environment.define.lake.weight=2"], "environment.define.lake.weight does nothing without rollout.environment"),
-        (["environment.define.lake.data_sources=[\"gsm8k\"]"], "environment.define.lake.data_sources does nothing"),
-        (["environment.define.lake.weight=0"], "greater than or equal to 1"),
-        (["environment.define.lake.weight=2", "environment.define.lake.data_sources=[\"x\"]"], "a weight or data_sources, not both"),
-        (
-            ["environment.define.lake.data_sources=[\"x\"]", "environment.define.g.type=lookup", "environment.define.g.data_sources=[\"x\"]"],
-            "'x' is among those of lake too",
-        ),
-        ([f"environment.define.{MIXTURE}.type=lookup"], "the name stands for all that have a weight"),
-    ],
-)  # fmt: skip
-def test_a_mixture_that_cannot_be_is_refused(overrides: list[str], said: str) -> None:
-    """Before anything is started, with what to set."""
-    with pytest.raises(ConfigError) as caught:
-        settings("environment.define.lake.type=frozen_lake", *overrides)
-    assert said in str(caught.value)
 
 
 def test_training_and_evaluation_may_mix() -> None:

@@ -1,8 +1,8 @@
 """The commit of the state machine: the trainer's own, over a folder in memory and objects in a dictionary.
 
-`Committer`, `RunRecordWriter` and `checkpoint` are the real ones. The other parts of a trainer are replaced
-here: an object store, a key in NATS and a lease that never fail, weights that are a digest, a thread whose work is done when
-the machine says so, and a collector whose acknowledgements reach the broker later, if at all.
+`Committer`, `RunRecordWriter` and `checkpoint` are the real ones. The other parts of a trainer are replaced here: an
+object store, a key in NATS and a lease that never fail, weights that are a digest, a thread whose work is done when the
+machine says so, and a collector whose acknowledgements reach the broker later, if at all.
 """
 
 from __future__ import annotations
@@ -88,6 +88,15 @@ class HeldCommit:
             commit()
 
 
+def committer(folder: Path, *, keep: int, **parts: Any) -> Committer:
+    """Return a committer of the run with these parts; the others are replaced by what has no effect."""
+    run, trainer = SimpleNamespace(id=RUN, folder=folder), SimpleNamespace(keep_checkpoints=keep)
+    settings: Any = SimpleNamespace(publishes_adapters=False, run=run, trainer=trainer)
+    planner, events = SimpleNamespace(document=dict), SimpleNamespace(sync=lambda: 0)
+    none: dict[str, Any] = {"evaluator": None, "stored": None, "on_committed": lambda _: None}
+    return Committer(settings=settings, planner=planner, events=events, **{**none, **parts})
+
+
 class Commits:
     """The checkpoints of one run, and the chapters they name, over many sessions."""
 
@@ -141,23 +150,10 @@ class Commits:
     def commit(self, issuer: Issuer, version: PolicyVersion, acks: DelayedAcks) -> None:
         """Begin to commit everything; nothing else may be under way."""
         assert self._record_writer is not None
-        replaced: dict[str, Any] = {
-            "settings": SimpleNamespace(
-                publishes_adapters=False,
-                run=SimpleNamespace(id=RUN, folder=self.folder), trainer=SimpleNamespace(keep_checkpoints=1)
-            ),
-            "learner": SimpleNamespace(capture=self._copy),
-            "writer": SimpleNamespace(write=self._write),
-            "planner": SimpleNamespace(document=dict),
-            "events": SimpleNamespace(num_bytes=0, sync=lambda: 0),
-            "collector": acks,
-            "lease": self.lease,
-            "stored": None,
-            "on_committed": lambda _: None,
-            "thread": self._thread,
-        }  # fmt: skip
-        committer = Committer(issuer=issuer, evaluator=None, record_writer=self._record_writer, **replaced)
-        committer.commit(step=self.step, version=version, weights_dtype="float32")
+        committer(
+            self.folder, keep=1, issuer=issuer, collector=acks, lease=self.lease, record_writer=self._record_writer,
+            learner=SimpleNamespace(capture=self._copy), writer=SimpleNamespace(write=self._write), thread=self._thread,
+        ).commit(step=self.step, version=version, weights_dtype="float32")  # fmt: skip
 
     def finish(self) -> LineageChapter | None:
         assert self._record_writer is not None

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import resource
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
+from tests import power
 
 from penstock.protocol.groups import BlobRef
 from penstock.protocol.record.checkpoint_state import STATE_FILE, CheckpointState
@@ -53,7 +53,7 @@ def test_the_newest_checkpoint_is_read_back(tmp_path: Path) -> None:
 
 
 def test_a_state_that_could_not_be_read_again_is_not_written(tmp_path: Path) -> None:
-    """A total beyond the range of a count is named, for a new step and for the same one; the previous checkpoint stays."""
+    """A total beyond the range of a count is named, for a new step and for the same; the previous checkpoint stays."""
     checkpoint.commit(tmp_path, state(2), write, keep=2)
     too_many = AccountState().model_copy(
         update={"totals": {"train": SplitTotals().model_copy(update={"issued": 2**60})}}
@@ -157,15 +157,8 @@ def small_disk(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Path]
         yield tmp_path
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
         return
-    folder = tmp_path / "disk"
-    folder.mkdir()
-    mounted = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", folder], capture_output=True, check=False
-    )
-    if mounted.returncode:
-        pytest.skip("only root may mount a small file system")
-    yield folder
-    subprocess.run(["umount", folder], check=True)
+    with power.small_disk(tmp_path / "disk", 1024 * 1024) as folder:
+        yield folder
 
 
 @pytest.mark.parametrize("writer", ["plain", "torch"])

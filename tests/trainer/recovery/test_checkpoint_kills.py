@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from tests.servers import wait_for
 from tests.trainer.learner.forks import Command
-from tests.trainer.recovery.test_crash_points import GROUPS_PER_STEP, Run, run, scene
+from tests.trainer.recovery.test_crash_points import GROUPS_PER_STEP, CrashRun, run, scene
 
 from penstock.protocol.record.checkpoint_state import PARTIAL, committed
 
@@ -53,8 +53,10 @@ def kill_in_a_checkpoint(trainer: Command, folder: Path, rng: random.Random) -> 
 
 
 @pytest.mark.parametrize(("num_ranks", "num_kills"), [(1, 25), (2, 30)])
-def test_random_kills_while_checkpoints_are_written_change_nothing(run: Run, num_ranks: int, num_kills: int) -> None:
-    """The accounting closes after each kill; at the end each group counts once, and a replay makes the same versions."""
+def test_random_kills_while_checkpoints_are_written_change_nothing(
+    run: CrashRun, num_ranks: int, num_kills: int
+) -> None:
+    """The accounting closes after each kill; in the end each group counts once, and a replay holds."""
     rng, kills = random.Random(f"{num_ranks} ranks"), Counter[str]()
     layout = (
         f"trainer.num_ranks={num_ranks}",
@@ -73,10 +75,10 @@ def test_random_kills_while_checkpoints_are_written_change_nothing(run: Run, num
         run.start(*layout, num_ranks=num_ranks).wait(deadline_s=900.0)
     train = run.assert_balanced().splits[0]
     assert train.used == STEPS * GROUPS_PER_STEP
-    replay = run.start(command="replay", num_ranks=num_ranks)
-    replayed = json.loads(replay.wait(deadline_s=900.0).splitlines()[-1])
+    replayed = json.loads(run.start_replay(num_ranks=num_ranks).wait(deadline_s=900.0).splitlines()[-1])
     assert replayed["holds"], replayed
     print(
-        f"{num_ranks} rank(s): {sum(kills.values())} kills ({dict(kills)}); groups issued {train.issued}, trained {train.used}, dropped "
-        f"{dict(train.dropped)}, trained twice 0, lost {train.dropped.get('lost', 0)}; {len(replayed['same'])} versions replayed with the same hash"
+        f"{num_ranks} rank(s): {sum(kills.values())} kills ({dict(kills)}); groups issued {train.issued}, trained "
+        f"{train.used}, dropped {dict(train.dropped)}, trained twice 0, lost {train.dropped.get('lost', 0)}; "
+        f"{len(replayed['same'])} versions replayed with the same hash"
     )

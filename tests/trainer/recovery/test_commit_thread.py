@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 from tests.servers import wait_for
-from tests.trainer.recovery.machine_commit import CHECKPOINTS, RUN, Objects
+from tests.trainer.recovery.machine_commit import CHECKPOINTS, RUN, Objects, committer
 
 from penstock.protocol.errors import BlobStoreUnreachable, PenstockError
 from penstock.protocol.record.checkpoint_state import committed
 from penstock.protocol.record.lineage import AccountState
 from penstock.protocol.versions import VersionTree
-from penstock.trainer.commit import Committer, CommitThread
+from penstock.trainer.commit import CommitThread
 from penstock.trainer.connections import Connections
 from penstock.trainer.errors import CheckpointError, LeaseLost
 from penstock.trainer.groups.group_totals import Entries
@@ -60,7 +60,8 @@ class Trainer:
 
     def __post_init__(self) -> None:
         connections = Connections(RUN, None, Objects())  # type: ignore[arg-type]
-        self.record = RunRecordWriter(connections, SimpleNamespace(move=self.moved.append), epoch=1, resumed=None)  # type: ignore[arg-type]
+        pointer: Any = SimpleNamespace(move=self.moved.append)
+        self.record = RunRecordWriter(connections, pointer, epoch=1, resumed=None)
         self.record.set_weights(lambda: "0" * 64)
         self.record.add_session(holder="t", at=0.0, step=0, version=0, parent=None, config=b"{}")
         slot = CaptureSlot()
@@ -71,27 +72,20 @@ class Trainer:
             self.num_copies += 1
             slot.put(HeldState(self.gate, self.write_error))  # type: ignore[arg-type]
 
-        replaced: dict[str, Any] = {
-            "settings": SimpleNamespace(
-                publishes_adapters=False, run=SimpleNamespace(id=RUN, folder=self.folder),
-                trainer=SimpleNamespace(keep_checkpoints=2),
-            ),
-            "learner": SimpleNamespace(capture=capture),
-            "planner": SimpleNamespace(document=dict),
-            "issuer": SimpleNamespace(take_state=self._issued),
-            "collector": SimpleNamespace(
+        stored = SimpleNamespace(
+            store=lambda folder: self.store(folder),  # noqa: PLW0108  a test replaces it
+            mark_named=nothing,
+            remove_local=nothing,
+            prune=nothing,
+        )
+        self.committer = committer(
+            self.folder, keep=2, record_writer=self.record, writer=CheckpointWriter(slot, None), stored=stored,
+            learner=SimpleNamespace(capture=capture), issuer=SimpleNamespace(take_state=self._issued),
+            collector=SimpleNamespace(
                 versions=VersionTree(), settled=lambda: list(self.held), acknowledge=self.acknowledged.extend
             ),
-            "lease": SimpleNamespace(epoch=1, confirm=lambda: self.confirm()),  # noqa: PLW0108  a test replaces it
-            "stored": SimpleNamespace(
-                store=lambda folder: self.store(folder),  # noqa: PLW0108  likewise
-                mark_named=nothing, remove_local=nothing, prune=nothing,
-            ),
-            "events": SimpleNamespace(sync=lambda: 0),
-        }  # fmt: skip
-        self.committer = Committer(
-            evaluator=None, record_writer=self.record, writer=CheckpointWriter(slot, None),
-            on_committed=self.committed_s.append, thread=CommitThread(deadline_s=30.0), **replaced,
+            lease=SimpleNamespace(epoch=1, confirm=lambda: self.confirm()),  # noqa: PLW0108  likewise
+            on_committed=self.committed_s.append, thread=CommitThread(deadline_s=30.0),
         )  # fmt: skip
 
     def checkpoint(self, step: int, *covers: str) -> None:
@@ -178,7 +172,7 @@ def lost_lease(trainer: Trainer) -> None:
 def test_an_error_of_the_thread_is_raised_with_its_cause_and_nothing_is_acknowledged(
     trainer: Trainer, fails: Callable[[Trainer], None], error: type[PenstockError], words: str, step: int
 ) -> None:
-    """A full disk, a store that refuses, a lease lost meanwhile: NATS names the checkpoint before, on every later look."""
+    """A full disk, a store that refuses, a lease lost: NATS names the checkpoint before, on every later look."""
     trainer.gate.set()
     trainer.checkpoint(1, "a")
     trainer.committer.thread.wait()

@@ -1,27 +1,26 @@
-"""Killed between any two actions of step, checkpoint, acknowledgement and publication, a run loses and repeats nothing."""
+"""Killed between two actions of step, checkpoint, acknowledgement or publication, a run loses and repeats nothing."""
 
 from __future__ import annotations
 
 import json
 import shutil
 import signal
-import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.power import small_disk
 from tests.servers import wait_for
 from tests.trainer.learner.forks import Command
-from tests.trainer.producer import ScriptedProducer, write_run_file
+from tests.trainer.trained_run import Run
 
 from penstock.console.record.lineage import version_lineage
 from penstock.deploy.bootstrap import bootstrap, delete_run
 from penstock.deploy.processes.servers import NatsServer, S3Server
 from penstock.deploy.quickstart_task import write_data, write_model
-from penstock.forensics.audit.audit import audit_run
 from penstock.forensics.audit.audit_checks import AuditResult, check_record
 from penstock.forensics.audit.audit_inputs import gather
 from penstock.protocol import streams
@@ -64,29 +63,22 @@ class Scene:
     s3: S3Server
 
     @contextmanager
-    def run(self, run_id: str) -> Iterator[Run]:
+    def run(self, run_id: str) -> Iterator[CrashRun]:
         """Bootstrap a run; kill its processes and delete it in the end."""
         bootstrap(self.bus, self.blobs, run_id)
-        run_file = write_run_file(
-            self.folder / f"{run_id}.toml", nats=self.nats.settings, s3=self.s3.settings,
-            sections={
-                "run": {"id": run_id, "dir": str(self.folder / "runs"), "seed": 3},
-                "model": {"path": str(self.folder / "model")},
-                "data": {
-                    "train": [str(self.folder / "train.jsonl")], "eval": [str(self.folder / "eval.jsonl")],
-                    "max_prompt_tokens": 64,
-                },
-                "rollout": {
-                    "group_size": 4, "groups_per_step": GROUPS_PER_STEP, "groups_per_message": 2, "max_new_tokens": 8,
-                    "max_staleness": 0, "max_attempts": 30,
-                },
-                "trainer": {
-                    "steps": STEPS, "lr": 1e-3, "micro_batch_tokens": 512, "checkpoint_every": 1, "lease_s": 1.0,
-                },
-                "eval": {"at_start": False, "num_prompts": EVALUATED},
+        run = CrashRun(self.folder, run_id, self.nats.settings, self.s3.settings, [], self)
+        run.write(
+            steps=STEPS,
+            data={"eval": [str(self.folder / "eval.jsonl")]},
+            rollout={
+                "groups_per_step": GROUPS_PER_STEP,
+                "groups_per_message": 2,
+                "max_staleness": 0,
+                "max_attempts": 30,
             },
-        )  # fmt: skip
-        run = Run(self, run_id, run_file)
+            trainer={"checkpoint_every": 1, "lease_s": 1.0},
+            eval={"at_start": False, "num_prompts": EVALUATED},
+        )
         try:
             yield run
         finally:
@@ -96,22 +88,19 @@ class Scene:
 
 
 @dataclass
-class Run:
+class CrashRun(Run):
     scene: Scene
-    id: str
-    file: Path
-    sessions: list[Command] = field(default_factory=list)
 
     @property
     def checkpoints(self) -> Path:
-        return self.scene.folder / "runs" / self.id / "checkpoints"
+        return self.home / "checkpoints"
 
     @property
     def state(self) -> CheckpointState:
         return committed(self.checkpoints)[-1][1]
 
     @property
-    def steps(self) -> list[tuple[list[int], str]]:
+    def recorded(self) -> list[tuple[list[int], str]]:
         """The prompts of each recorded step, and the digest of the weights it made."""
         parts = reversed(list(chapters(self.state.record, self.scene.blobs.get)))
         return [([group.prompt for group in step.groups], step.weights_digest) for part in parts for step in part.steps]
@@ -119,16 +108,6 @@ class Run:
     def audit(self, checkpoints: Path | None = None) -> AuditResult:
         scene, folder = self.scene, checkpoints or self.checkpoints
         return check_record(gather(self.id, scene.bus, scene.blobs, folder, reads_packs=True))
-
-    def producer(self) -> ScriptedProducer:
-        return ScriptedProducer(self.scene.nats.settings, self.scene.s3.settings, self.id)
-
-    def start(self, *overrides: str, command: str = "train", num_ranks: int = 1) -> Command:
-        arguments = (
-            (str(self.file), *overrides) if command == "train" else (self.id, str(self.file), "--json", *overrides)
-        )
-        self.sessions.append(Command(self.file.parent, command, *arguments, num_ranks=num_ranks))
-        return self.sessions[-1]
 
     def train(self, *overrides: str, expected: int = 0) -> Command:
         session = self.start(*overrides)
@@ -139,8 +118,8 @@ class Run:
         """Train until the process kills itself at a crash point, such as ``committed:2``."""
         self.train(*overrides, f"trainer.kill_at={point}", expected=-9)
 
-    def replay(self, *options: str) -> dict[str, Any]:
-        replayed = json.loads(self.start(*options, command="replay").wait().splitlines()[-1])
+    def replay(self, *options: str, num_ranks: int = 1) -> dict[str, Any]:
+        replayed = super().replay(*options, num_ranks=num_ranks)
         assert replayed["holds"], replayed
         return replayed
 
@@ -168,7 +147,7 @@ def scene(tmp_path_factory: pytest.TempPathFactory, nats_server: NatsServer, s3_
 
 
 @pytest.fixture(scope="module")
-def undisturbed(scene: Scene) -> Iterator[Run]:
+def undisturbed(scene: Scene) -> Iterator[CrashRun]:
     """A run that is not killed."""
     with scene.run("undisturbed") as run:
         with run.producer():
@@ -177,14 +156,14 @@ def undisturbed(scene: Scene) -> Iterator[Run]:
 
 
 @pytest.fixture
-def run(scene: Scene, run_id: str) -> Iterator[Run]:
+def run(scene: Scene, run_id: str) -> Iterator[CrashRun]:
     with scene.run(run_id) as run:
         yield run
 
 
 @pytest.mark.chaos
 @pytest.mark.timeout(900)
-def test_kills_at_every_point_in_turn_change_nothing(run: Run) -> None:
+def test_kills_at_every_point_in_turn_change_nothing(run: CrashRun) -> None:
     """One session is killed at each point; the accounting closes after each, and at the end each group counts once.
 
     Groups that killed sessions issued arrive in any order, so the order of groups in steps differs from other runs.
@@ -202,7 +181,7 @@ def test_kills_at_every_point_in_turn_change_nothing(run: Run) -> None:
 
 
 @pytest.mark.parametrize("point", [CrashPoint.WRITTEN, pytest.param(CrashPoint.COMMITTED, marks=pytest.mark.chaos)])
-def test_one_kill_changes_no_weight(run: Run, undisturbed: Run, point: CrashPoint) -> None:
+def test_one_kill_changes_no_weight(run: CrashRun, undisturbed: CrashRun, point: CrashPoint) -> None:
     """Before or after the rename: the steps equal the undisturbed run's, and so does every version's hash.
 
     Groups that the killed session issued after its checkpoint are known from the log: none is refused as foreign.
@@ -211,15 +190,15 @@ def test_one_kill_changes_no_weight(run: Run, undisturbed: Run, point: CrashPoin
         run.kill(f"{point}:2")
         run.train()
     run.assert_whole()
-    assert run.steps == undisturbed.steps
+    assert run.recorded == undisturbed.recorded
     assert "foreign" not in run.state.account.totals["train"].refused
 
 
-def test_a_crash_of_the_trainer_discards_nothing_that_was_sampled(run: Run, undisturbed: Run) -> None:
-    """With a bound of 0: killed before the first checkpoint, while it makes these steps again, and 3 steps after a checkpoint.
+def test_a_crash_of_the_trainer_discards_nothing_that_was_sampled(run: CrashRun, undisturbed: CrashRun) -> None:
+    """With a bound of 0: killed before the first checkpoint, while it makes the steps again, and after a checkpoint.
 
-    All steps equal the undisturbed run's, though other sessions published the versions that sampled for them. The record says
-    which these are, and a replay makes the same weights.
+    All steps equal the undisturbed run's, though other sessions published the versions that sampled for them. The
+    record says which these are, and a replay makes the same weights.
     """
     rare = "trainer.checkpoint_every=6"
     with run.producer():
@@ -229,7 +208,7 @@ def test_a_crash_of_the_trainer_discards_nothing_that_was_sampled(run: Run, undi
     run.assert_whole()
     state = run.state
     assert state.account.totals["train"].dropped == {}
-    assert run.steps == undisturbed.steps
+    assert run.recorded == undisturbed.recorded
     assert {until for until, _, _ in state.remade} == {until for _, until in state.abandoned}
     record = StoredRecord.read(run.id, state.record, run.scene.blobs.get)
     sampled_by = [member for step in record.steps for member in version_lineage(record, step.made_version).groups]
@@ -240,8 +219,8 @@ def test_a_crash_of_the_trainer_discards_nothing_that_was_sampled(run: Run, undi
     run.replay()
 
 
-def test_a_trainer_without_the_folder_resumes_from_the_object_store(run: Run) -> None:
-    """Killed with a checkpoint copied and not yet named, and moved without its folder: no group is lost or counted twice."""
+def test_a_trainer_without_the_folder_resumes_from_the_object_store(run: CrashRun) -> None:
+    """Killed with a checkpoint copied and not named, then moved without its folder: no group is lost or doubled."""
     stored = "trainer.store_checkpoints=true"
     with run.producer():
         run.kill(f"{CrashPoint.COPIED}:3", stored)
@@ -266,8 +245,10 @@ def test_a_trainer_without_the_folder_resumes_from_the_object_store(run: Run) ->
         ),
     ],
 )
-def test_checkpoints_in_the_object_store_alone_lose_nothing_and_fill_no_disk(run: Run, points: tuple[str, ...]) -> None:
-    """Killed at each point: the accounting closes, and at most one checkpoint has files on the disk; in the end none has.
+def test_checkpoints_in_the_object_store_alone_lose_nothing_and_fill_no_disk(
+    run: CrashRun, points: tuple[str, ...]
+) -> None:
+    """Killed at each point: the accounting closes, and at most one checkpoint has files on the disk, in the end none.
 
     A replay of the last versions fetches the checkpoint that it begins with, and makes the same weights.
     """
@@ -295,8 +276,8 @@ def test_checkpoints_in_the_object_store_alone_lose_nothing_and_fill_no_disk(run
     assert on_the_disk() == set()
 
 
-def test_whatever_ends_a_trainer_while_it_writes_a_checkpoint_the_one_before_counts(run: Run) -> None:
-    """Killed with a copy in memory, with a shard on the disk, and before the first acknowledgement; then the disk is full.
+def test_whatever_ends_a_trainer_while_it_writes_a_checkpoint_the_one_before_counts(run: CrashRun) -> None:
+    """Killed with a copy in memory, a shard on the disk, and before the first acknowledgement; then the disk is full.
 
     Each session resumes from the newest whole checkpoint, and the accounting closes after each. The error of the thread
     that writes ends the trainer with its cause, and no group of that checkpoint is acknowledged.
@@ -330,24 +311,20 @@ def full_disk(folder: Path, size_bytes: int) -> Iterator[None]:
     """Have ``folder`` on a file system of that size, and back with its files where it was."""
     kept = folder.with_name("kept")
     shutil.copytree(folder, kept)
-    options = ["-t", "tmpfs", "-o", f"size={size_bytes}", "tmpfs", str(folder)]
-    if subprocess.run(["mount", *options], capture_output=True, check=False).returncode:
-        pytest.skip("only root may mount a small file system")
-    try:
+    with small_disk(folder, size_bytes):
         shutil.copytree(kept, folder, dirs_exist_ok=True)
         yield
         shutil.rmtree(kept)
         shutil.copytree(folder, kept)
-    finally:
-        subprocess.run(["umount", folder], check=True)
     shutil.rmtree(folder)
     kept.rename(folder)
 
 
-def test_without_the_ids_a_redelivery_is_trained_again_and_the_audit_fails(run: Run) -> None:
-    """Negative control: with the ids removed from a checkpoint before its acknowledgements, groups are trained twice."""
+def test_without_the_ids_a_redelivery_is_trained_again_and_the_audit_fails(run: CrashRun) -> None:
+    """Negative control: with the ids removed from a checkpoint before it acknowledges, groups are trained twice."""
     with run.producer():
-        run.kill(f"{CrashPoint.COMMITTED}", "rollout.max_staleness=1")
+        later = "rollout.max_staleness=6"  # a redelivery that comes after other groups is trained all the same
+        run.kill(f"{CrashPoint.COMMITTED}", later)
         path = run.checkpoints / folder_name(1) / STATE_FILE
         state = json.loads(path.read_text())
         ids = [group_id for _, row in state["ledger"] for group_id in row]
@@ -355,14 +332,14 @@ def test_without_the_ids_a_redelivery_is_trained_again_and_the_audit_fails(run: 
         state["dispatch"]["outstanding"] += ids
         state["account"]["in_flight"]["train"] += ids
         path.write_text(json.dumps(state))
-        run.train("rollout.max_staleness=1")
+        run.train(later)
     proof = run.audit()
     assert not proof.closes
     assert {breach.group_id for breach in proof.breaches if breach.kind == "trained twice"} == set(ids)
 
 
-def test_a_suspended_trainer_that_resumes_changes_nothing(run: Run) -> None:
-    """Suspended for longer than its lease, it loses the run; resumed, it exits without effect. A third trainer is refused."""
+def test_a_suspended_trainer_that_resumes_changes_nothing(run: CrashRun) -> None:
+    """Suspended for longer than its lease, it loses the run; resumed, it exits. A third trainer is refused."""
     with run.producer() as producer:
         producer.limit = 2 * GROUPS_PER_STEP
         first = run.start()
@@ -384,7 +361,7 @@ def test_a_suspended_trainer_that_resumes_changes_nothing(run: Run) -> None:
     assert run.state.epoch == 2
 
 
-def test_the_audit_fails_when_ids_are_removed_from_the_checkpoint(undisturbed: Run, tmp_path: Path) -> None:
+def test_the_audit_fails_when_ids_are_removed_from_the_checkpoint(undisturbed: CrashRun, tmp_path: Path) -> None:
     """A ledger without its groups differs from the committed record; the audit names every missing id."""
     shutil.copytree(undisturbed.checkpoints, tmp_path / "checkpoints")
     folder, state = committed(tmp_path / "checkpoints")[-1]
@@ -394,17 +371,6 @@ def test_the_audit_fails_when_ids_are_removed_from_the_checkpoint(undisturbed: R
     assert not proof.closes
     assert {breach.kind for breach in proof.breaches} == {"checkpoint altered", "not in the ledger"}
     assert {breach.group_id for breach in proof.breaches} - {""} == ids
-
-
-def test_the_audit_command_prints_a_table_or_json(undisturbed: Run, capfd: pytest.CaptureFixture[str]) -> None:
-    arguments = [str(undisturbed.file)]
-    assert audit_run("undisturbed", arguments, {}, fast=False, as_json=False) == 0
-    assert "the accounting balances" in capfd.readouterr().out
-    assert audit_run("undisturbed", arguments, {}, fast=True, as_json=True) == 0
-    document = json.loads(capfd.readouterr().out)
-    assert document["closes"]
-    assert document["step"] == STEPS
-    assert [line["used"] for line in document["splits"]] == [STEPS * GROUPS_PER_STEP, EVALUATED]
 
 
 def test_a_point_that_does_not_exist_is_refused() -> None:

@@ -1,4 +1,4 @@
-"""Checkpoints whose files are in the object store alone: whole here or there at every moment, and never twice on the disk."""
+"""Checkpoints with files in the object store alone: whole here or there at every moment, never twice on the disk."""
 
 from __future__ import annotations
 
@@ -23,7 +23,6 @@ from penstock.protocol.transport.blobs import Blobs
 from penstock.trainer import crash_points
 from penstock.trainer.crash_points import CrashPoint
 from penstock.trainer.errors import CheckpointError, LeaseLost
-from penstock.trainer.optimizer_settings import OptimizerSettings
 from penstock.trainer.recovery import checkpoint
 from penstock.trainer.recovery.checkpoint import missing_files, verify_files
 from penstock.trainer.recovery.stored_checkpoints import complete_copy
@@ -48,7 +47,7 @@ def files_below(root: Path) -> list[str]:
 
 
 def test_only_the_state_stays_and_a_resumed_trainer_fetches_the_rest(machine: Machine) -> None:
-    """Before the next checkpoint is written no other one has files on the disk; each of the kept ones can be fetched."""
+    """Before a checkpoint is written no other one has files on the disk; each of the kept ones can be fetched."""
     for step in (2, 4, 6):
         held = [path for path in files_below(machine.root) if not path.endswith(STATE_FILE)]
         assert held == [], "files of an earlier checkpoint are on the disk"
@@ -92,7 +91,7 @@ def _work(s3: S3Settings, folder: Path, run_id: str, point: str, *, resumes: boo
 def test_killed_after_each_file_that_is_removed_or_fetched_nothing_is_lost(
     tmp_path: Path, machine: Machine, s3_settings: S3Settings, run_id: str
 ) -> None:
-    """SIGKILL after the first, the second … file; the next session finds the whole checkpoint, and in the end one state."""
+    """SIGKILL after the first, the second … file; the next session finds the whole checkpoint, and one state."""
     processes = get_context("fork")
     machine.write(2, chapter=1, files=FILES)
     folder, found = machine.newest()
@@ -263,11 +262,3 @@ def test_a_state_that_names_a_file_elsewhere_is_refused(machine: Machine, tmp_pa
     with pytest.raises(CheckpointError, match="which is not in that folder"):
         machine.stored.remove_local(lambda: None)
     assert target.read_bytes() == b"mine"
-
-
-def test_without_a_copy_in_the_object_store_the_files_must_stay() -> None:
-    """The run file that would keep no checkpoint anywhere is refused by the name of both settings."""
-    trainer = {"local_checkpoints": False}
-    with pytest.raises(ValueError, match=r"local_checkpoints = false needs trainer\.store_checkpoints = true"):
-        OptimizerSettings.model_validate(trainer)
-    OptimizerSettings.model_validate(trainer | {"store_checkpoints": True})

@@ -41,52 +41,48 @@ def at(chapter: int) -> CheckpointState:
     return state(4, chapter=chapter)
 
 
-@pytest.mark.parametrize(
-    ("known", "found"),
-    [
-        pytest.param(None, None, id="a new run"),
-        pytest.param(encode(CheckpointCommitted(epoch=1)), None, id="a run without a checkpoint"),
-        pytest.param(None, at(3), id="a run whose key was deleted"),
-        pytest.param(encode(CheckpointCommitted(epoch=1)), at(1), id="killed after the first rename, before its key"),
-        pytest.param(
-            key(2, state_json=b"an earlier one", record="earlier"),
-            at(3),
-            id="killed after a later rename, before its key",
-        ),
-        pytest.param(key(3), at(3), id="killed after the key"),
-    ],
-)
-def test_every_checkpoint_that_a_kill_leaves_is_resumed(known: bytes | None, found: CheckpointState | None) -> None:
+LEFT_BY_A_KILL: dict[str, tuple[bytes | None, CheckpointState | None]] = {
+    "a new run": (None, None),
+    "a run without a checkpoint": (encode(CheckpointCommitted(epoch=1)), None),
+    "a run whose key was deleted": (None, at(3)),
+    "killed after the first rename, before its key": (encode(CheckpointCommitted(epoch=1)), at(1)),
+    "killed after a later rename, before its key": (key(2, state_json=b"an earlier one", record="earlier"), at(3)),
+    "killed after the key": (key(3), at(3)),
+}
+
+
+@pytest.mark.parametrize("case", LEFT_BY_A_KILL)
+def test_every_checkpoint_that_a_kill_leaves_is_resumed(case: str) -> None:
     """Between the rename and its key in NATS the folder is one chapter ahead; before and after they agree."""
+    known, found = LEFT_BY_A_KILL[case]
     check_is_newest(known, Path("checkpoints"), found, JSON, older_step=None)
 
 
-@pytest.mark.parametrize(
-    ("known", "found", "expected"),
-    [
-        pytest.param(
-            key(3, step=50),
-            None,
-            r"in NATS: the newest committed checkpoint is of step 50, version 9 .*checkpoints has no checkpoint.*run\.dir",
-            id="no checkpoint",
-        ),
-        pytest.param(
-            key(7, step=50),
-            at(5),
-            r"of step 50.*newest in checkpoints is older: checkpoints/step00000004 is of step 4.*resume_older_step = 4",
-            id="the newest folder is missing",
-        ),
-        pytest.param(key(6), at(5), r"chapter 6 .*is older: .*\(chapter 5\)", id="the same step, an older state"),
-        pytest.param(key(5, state_json=b"other"), at(5), r"was altered, or is of another run", id="an altered state"),
-        pytest.param(key(5, record="elsewhere"), at(5), r"was altered, or is of another run", id="another record"),
-    ],
-)
-def test_any_other_checkpoint_is_refused(known: bytes, found: CheckpointState | None, expected: str) -> None:
+ALTERED = r"was altered, or is of another run"
+REFUSED: dict[str, tuple[bytes, CheckpointState | None, str]] = {
+    "no checkpoint": (
+        key(3, step=50),
+        None,
+        r"in NATS: the newest committed checkpoint is of step 50, version 9 .*checkpoints has no checkpoint.*run\.dir",
+    ),
+    "the newest folder is missing": (
+        key(7, step=50),
+        at(5),
+        r"of step 50.*newest in checkpoints is older: checkpoints/step00000004 is of step 4.*resume_older_step = 4",
+    ),
+    "the same step, an older state": (key(6), at(5), r"chapter 6 .*is older: .*\(chapter 5\)"),
+    "an altered state": (key(5, state_json=b"other"), at(5), ALTERED),
+    "another record": (key(5, record="elsewhere"), at(5), ALTERED),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_any_other_checkpoint_is_refused(case: str) -> None:
     """The error names what NATS expects, where it was looked for, and the setting that resumes anyway."""
-    with pytest.raises(CheckpointError, match=expected):
-        check_is_newest(known, Path("checkpoints"), found, JSON, older_step=None)
-    with pytest.raises(CheckpointError, match=expected):
-        check_is_newest(known, Path("checkpoints"), found, JSON, older_step=3)
+    known, found, expected = REFUSED[case]
+    for older_step in (None, 3):
+        with pytest.raises(CheckpointError, match=expected):
+            check_is_newest(known, Path("checkpoints"), found, JSON, older_step=older_step)
     if found is not None:
         check_is_newest(known, Path("checkpoints"), found, JSON, older_step=4)
 
@@ -97,22 +93,20 @@ def _flip(folder: Path) -> None:
     path.write_bytes(data[:3] + bytes([data[3] ^ 1]) + data[4:])
 
 
-@pytest.mark.parametrize(
-    ("damage", "expected"),
-    [
-        pytest.param(_flip, r"engine/weights\.bin: expected sha256 [0-9a-f]{64}, got [0-9a-f]{64}", id="a flipped bit"),
-        pytest.param(lambda f: (f / "engine" / "weights.bin").unlink(), r"engine/weights\.bin: missing", id="missing"),
-        pytest.param(
-            lambda f: (f / "engine" / "more_optim_states.pt").write_bytes(b"x"),
-            r"engine/more_optim_states\.pt: not part of the checkpoint",
-            id="one file more",
-        ),
-    ],
-)
-def test_an_altered_file_is_refused_by_its_name(
-    tmp_path: Path, damage: Callable[[Path], object], expected: str
-) -> None:
+DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
+    "a flipped bit": (_flip, r"engine/weights\.bin: expected sha256 [0-9a-f]{64}, got [0-9a-f]{64}"),
+    "missing": (lambda f: (f / "engine" / "weights.bin").unlink(), r"engine/weights\.bin: missing"),
+    "one file more": (
+        lambda f: (f / "engine" / "more_optim_states.pt").write_bytes(b"x"),
+        r"engine/more_optim_states\.pt: not part of the checkpoint",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", DAMAGES)
+def test_an_altered_file_is_refused_by_its_name(tmp_path: Path, case: str) -> None:
     """Hashes are recorded at the commit, and stay when only the state is replaced."""
+    damage, expected = DAMAGES[case]
     checkpoint.commit(tmp_path, state(2), write, keep=2)
     checkpoint.commit(tmp_path, state(2, chapter=2), write, keep=2)
     folder = tmp_path / "step00000002"

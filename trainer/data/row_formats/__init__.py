@@ -1,1 +1,1 @@
-"""The forms of rows that are read: one file each, found by `row_format.ROW_FORMATS`."""
+"""The formats of rows that are read, found by `row_format.ROW_FORMATS` in any file here."""
