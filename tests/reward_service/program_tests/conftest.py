@@ -1,18 +1,24 @@
-"""A slot in the sandbox that works here."""
+"""A slot in the sandbox that works here, and programs run in it."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from penstock.reward_service.program_tests.grade import Slot
+from penstock.reward_service.program_tests import tests_of_row
+from penstock.reward_service.program_tests.grade import Graded, Slot, grade
 from penstock.sandbox import canary
 from penstock.sandbox.zygote_command import Launch
 from penstock.sandbox.zygote_process import Limits, Zygote
 
 LIMITS = Limits(cpu_s=1.0, memory_bytes=256 * 1024**2)
+
+
+def run(slot: Slot, program: str, tests: Any, extra: dict[str, Any] | None = None) -> Graded:
+    return grade(slot, program, tests_of_row.read(tests, extra or {}), LIMITS, stop_early=False)
 
 
 def descendants(pid: int) -> list[int]:

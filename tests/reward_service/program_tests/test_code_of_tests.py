@@ -9,12 +9,12 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from tests.reward_service.program_tests.conftest import LIMITS, descendants
+from tests.reward_service.program_tests.conftest import LIMITS, descendants, run
 from tests.servers import wait_for
 
 from penstock.reward_service.errors import BadGroundTruth
 from penstock.reward_service.program_tests import tests_of_row
-from penstock.reward_service.program_tests.grade import Graded, Proof, Slot, _num_tests, _verdict, grade
+from penstock.reward_service.program_tests.grade import Proof, Slot, _num_tests, _verdict, grade
 from penstock.sandbox.zygote_command import SandboxError
 from penstock.sandbox.zygote_process import Reason, Run, Watch, Zygote
 
@@ -22,100 +22,63 @@ ADD = "def add(a, b): return a + b"
 CLASS = "import unittest\nclass T(unittest.TestCase):\n"
 
 
-def run(slot: Slot, program: str, tests: Any, extra: dict[str, Any] | None = None) -> Graded:
-    return grade(slot, program, tests_of_row.read(tests, extra or {}), LIMITS, stop_early=False)
-
-
-# Test code, the row's other columns, and what the error says.
-PROVES_NOTHING: dict[str, tuple[Any, dict[str, Any], str]] = {
-    "a bare comparison": ("add(1, 2) == 3", {}, "assert nothing"),
-    "a printed comparison": ("print(add(1, 2) == 3)", {}, "assert nothing"),
-    "a returned comparison": ("def test_add():\n    return add(1, 2) == 3", {}, "assert nothing"),
-    "a smoke test alone": ("def test_add():\n    add(1, 2)", {}, "assert nothing"),
-    "an assertion on a tuple": ("assert (add(1, 2) == 3, 'sum')", {}, "assert nothing"),
-    "a swallowed assertion": ("try:\n    assert add(1, 2) == 3\nexcept Exception:\n    pass", {}, "assert nothing"),
-    "an assertion in a thread": (
-        "import threading\ndef look():\n    assert add(1, 2) == 3\nthreading.excepthook = print\n"
-        "t = threading.Thread(target=look)\nt.start()\nt.join()",
-        {},
-        "assert nothing",
-    ),
-    "an assertion in an inner function": (
-        "def test_add():\n    def inner():\n        assert add(1, 2) == 3",
-        {},
-        "assert nothing",
-    ),
-    "an assertion in a generator": ("def test_add():\n    assert add(1, 2) == 3\n    yield", {}, "assert nothing"),
-    "an assertion about the tests themselves": (
-        ["assert add(1, 2) == 3", "assert 1 + 2 == 3"],
-        {},
-        "test 0 of piece 1",
-    ),
-    "an expected failure": (
-        CLASS + "    @unittest.expectedFailure\n    def test_it(self): self.assertEqual(add(1, 2), 3)",
-        {},
-        "assert nothing",
-    ),
-    "one method of a class": (
-        "class TestAdd:\n    def test_sum(self): assert add(1, 2) == 3\n    def test_later(self): pass",
-        {},
-        "test 1 of piece 0",
-    ),
-    "a function with another name": ("def verify():\n    assert add(1, 2) == 3", {}, "test nothing"),
-    "methods with other names": (CLASS + "    def check(self): self.assertEqual(add(1, 2), 3)", {}, "test nothing"),
-    "a class with a constructor": (
-        "class TestAdd:\n    def __init__(self): pass\n    def test_it(self): assert add(1, 2) == 3",
-        {},
-        "test nothing",
-    ),
-    "skipped tests": (
-        CLASS + "    @unittest.skip('later')\n    def test_it(self): self.assertEqual(add(1, 2), 3)",
-        {},
-        "test nothing",
-    ),
-    "a comment": ("# assert add(1, 2) == 3", {}, "test nothing"),
-    "check() without entry_point": ("def check(candidate):\n    assert candidate(1, 2) == 3", {}, "entry_point"),
-    "a missing module": ("import numpy\nassert add(1, 2) == 3", {}, "numpy"),
-    "a missing module in a test": ("def test_add():\n    import numpy\n    assert add(1, 2) == 3", {}, "numpy"),
-    "a missing module in the setup": ("assert add(1, 2) == 3", {"setup": "import pandas"}, "pandas"),
-    "a missing fixture": ("def test_add(capsys):\n    assert add(1, 2) == 3", {}, "capsys"),
-    "a feature of pytest that is not there": (
-        "import pytest\npytest.warns(None)\nassert add(1, 2) == 3",
-        {},
-        "pytest.warns",
-    ),
-    "tests that never end": ("while True: pass\nassert add(1, 2) == 3", {}, "exceed their limits"),
+PROVES_NOTHING: dict[str, dict[str, Any]] = {  # by what the error says
+    "assert nothing": {
+        "a bare comparison": "add(1, 2) == 3",
+        "a printed comparison": "print(add(1, 2) == 3)",
+        "a returned comparison": "def test_add():\n    return add(1, 2) == 3",
+        "a smoke test alone": "def test_add():\n    add(1, 2)",
+        "an assertion on a tuple": "assert (add(1, 2) == 3, 'sum')",
+        "a swallowed assertion": "try:\n    assert add(1, 2) == 3\nexcept Exception:\n    pass",
+        "an assertion in a thread": "import threading\ndef look():\n    assert add(1, 2) == 3\n"
+        "threading.excepthook = print\nt = threading.Thread(target=look)\nt.start()\nt.join()",
+        "an assertion in an inner function": "def test_add():\n    def inner():\n        assert add(1, 2) == 3",
+        "an assertion in a generator": "def test_add():\n    assert add(1, 2) == 3\n    yield",
+        "an expected failure": CLASS + "    @unittest.expectedFailure\n    def test_it(self): assert add(1, 2) == 3",
+    },
+    "test 0 of piece 1": {"an assertion about the tests themselves": ["assert add(1, 2) == 3", "assert 1 + 2 == 3"]},
+    "test 1 of piece 0": {
+        "one of two methods": "class TestIt:\n    def test_a(self): assert add(1, 2) == 3\n    def test_b(self): ...",
+    },
+    "test nothing": {
+        "a function with another name": "def verify():\n    assert add(1, 2) == 3",
+        "methods with other names": CLASS + "    def check(self): self.assertEqual(add(1, 2), 3)",
+        "a class with a constructor": "class TestAdd:\n    def __init__(self): pass\n"
+        "    def test_it(self): assert add(1, 2) == 3",
+        "skipped tests": CLASS + "    @unittest.skip('later')\n    def test_it(self): self.assertEqual(add(1, 2), 3)",
+        "a comment": "# assert add(1, 2) == 3",
+    },
+    "entry_point": {"check() without entry_point": "def check(candidate):\n    assert candidate(1, 2) == 3"},
+    "numpy": {
+        "a missing module": "import numpy\nassert add(1, 2) == 3",
+        "a missing module in a test": "def test_add():\n    import numpy\n    assert add(1, 2) == 3",
+    },
+    "pandas": {"a missing module in the setup": {"test": "assert add(1, 2) == 3", "setup": "import pandas"}},
+    "capsys": {"a missing fixture": "def test_add(capsys):\n    assert add(1, 2) == 3"},
+    "pytest.warns": {"a part of pytest that is not there": "import pytest\npytest.warns(None)\nassert add(1, 2) == 3"},
+    "exceed their limits": {"tests that never end": "while True: pass\nassert add(1, 2) == 3"},
+    "SyntaxError": {"code that does not compile": "assert add("},
+    "passes the program a function": {"an argument that is a function": "assert add(lambda x: x, 1)"},
+    "use g, which is neither": {"a name that is not defined": {"test": "assert g(add(1, 2))", "entry_point": "add"}},
 }
 
 
-@pytest.mark.parametrize("name", PROVES_NOTHING)
-def test_tests_that_prove_nothing_are_an_error_of_the_row(slot: Slot, name: str) -> None:
-    """No program gets a reward from tests that would accept any program, or that cannot be run: right or wrong."""
-    tests, extra, why = PROVES_NOTHING[name]
-    with pytest.raises(BadGroundTruth, match=why):
-        run(slot, ADD, tests, extra)
-
-
 @pytest.mark.parametrize(
-    "truth",
-    [
-        {"inputs": ["1", "2"], "outputs": ["", " \n"]},
-        {"inputs": [[1], [2]], "outputs": [None, None], "fn_name": "f"},
-        [{"input": "1", "output": ""}],
-    ],
+    ("why", "name"), [(why, name) for why, tests in PROVES_NOTHING.items() for name in tests], ids=lambda text: text
 )
-def test_rows_that_expect_nothing_are_refused(truth: Any) -> None:
-    with pytest.raises(BadGroundTruth, match="every expected"):
-        tests_of_row.read(truth, {})
+def test_tests_that_prove_nothing_are_an_error_of_the_row(slot: Slot, why: str, name: str) -> None:
+    """No program gets a reward from tests that would accept any program, or that cannot be run: right or wrong."""
+    with pytest.raises(BadGroundTruth, match=why):
+        run(slot, ADD, PROVES_NOTHING[why][name])
 
 
-USUAL: dict[str, tuple[str, Any, dict[str, Any], int]] = {  # program, tests, columns, their number
-    "functions": (ADD, "def test_a():\n    assert add(1, 2) == 3\ndef test_b():\n    assert add(0, 0) == 0", {}, 2),
+VALUES = "(x, {x: {x}}, None, b'x', 2 ** 3000, float('inf'))"
+USUAL: dict[str, tuple[str, Any, int]] = {  # program, tests, their number
+    "functions": (ADD, "def test_a():\n    assert add(1, 2) == 3\ndef test_b():\n    assert add(0, 0) == 0", 2),
     "a class": (
         ADD,
         "class TestAdd:\n    def setup_method(self): self.one = 1\n    def test_a(self): assert add(self.one, 2) == 3\n"
         "    def test_b(self): assert add(1, 1) == 2",
-        {},
         2,
     ),
     "pytest": (
@@ -124,54 +87,65 @@ USUAL: dict[str, tuple[str, Any, dict[str, Any], int]] = {  # program, tests, co
         "@pytest.mark.parametrize('a, b', [(1, 2), (2, 1), pytest.param(0, 3)])\n"
         "def test_add(a, b, three):\n    assert add(a, b) == pytest.approx(three)\n"
         "def test_error():\n    with pytest.raises(TypeError, match='argument'):\n        add(1)",
-        {},
         4,
     ),
-    "a guard": (ADD, "if __name__ == '__main__':\n    assert add(1, 2) == 3", {}, 1),
+    "a guard": (ADD, "if __name__ == '__main__':\n    assert add(1, 2) == 3", 1),
     "a guard with unittest.main": (
         ADD,
         CLASS + "    @classmethod\n    def setUpClass(cls): cls.three = 3\n"
-        "    def test_it(self): self.assertEqual(add(1, 2), self.three)\nif __name__ == '__main__':\n    unittest.main()",
-        {},
+        "    def test_it(self): self.assertEqual(add(1, 2), self.three)\n"
+        "if __name__ == '__main__':\n    unittest.main()",
         1,
     ),
     "a script that exits": (
         ADD,
         "import sys\ndef main():\n    assert add(1, 2) == 3\n    return 0\nsys.exit(main())",
-        {},
         1,
     ),
-    "check() with entry_point": (ADD, "def check(f):\n    assert f(1, 2) == 3", {"entry_point": "add"}, 1),
-    "check() that is called": (ADD, "def check(f):\n    assert f(1, 2) == 3\ncheck(add)", {}, 1),
-    "check() of the only function": (ADD, "def check(f):\n    assert f(1, 2) == 3 == add(2, 1)", {}, 1),
-    "import *": (ADD, "from solution import *\nassert add(1, 2) == 3", {}, 1),
-    "a module and its values": (ADD + "\nTOP = 5", "import solution as s\nassert s.add(1, s.TOP) == 6", {}, 1),
-    "a relative import": (ADD, "from .solution import add\nassert add(1, 2) == 3", {}, 1),
+    "check() with entry_point": (ADD, {"test": "def check(f):\n    assert f(1, 2) == 3", "entry_point": "add"}, 1),
+    "check() that is called": (ADD, "def check(f):\n    assert f(1, 2) == 3\ncheck(add)", 1),
+    "check() of the only function": (ADD, "def check(f):\n    assert f(1, 2) == 3 == add(2, 1)", 1),
+    "import *": (ADD, "from solution import *\nassert add(1, 2) == 3", 1),
+    "a module and its values": (ADD + "\nTOP = 5", "import solution as s\nassert s.add(1, s.TOP) == 6", 1),
+    "a relative import": (ADD, "from .solution import add\nassert add(1, 2) == 3", 1),
     "exceptions of the program": (
         "class Empty(LookupError): pass\ndef f(x): raise Empty('no items')",
         "from solution import Empty, f\nimport pytest\ndef test_a():\n    with pytest.raises(Empty, match='items'):\n"
         "        f(1)\ndef test_b():\n    with pytest.raises(LookupError):\n        f(1)\n"
         "def test_c():\n    try:\n        f(1)\n    except Empty:\n        return\n    assert False",
-        {},
         3,
     ),
-    "coroutines": ("async def f(x): return x + 1", "async def test_f():\n    assert await f(1) == 2", {}, 1),
-    "a helper in the setup": (ADD, ["assert plus_two(1) == 3"], {"setup": "def plus_two(x): return add(x, 2)"}, 1),
-    "a line of imports": (ADD, ["import math", "assert add(1, 2) == math.floor(3.5)"], {}, 1),
-    "a smoke test beside another": (ADD, ["add(1, 2)", "assert add(1, 2) == 3"], {}, 2),
-    "falsehood": ("def f(x): return False", ["assert not f(1)"], {}, 1),
-    "None": ("def f(x): return None", ["assert f(1) is None"], {}, 1),
-    "an optional module": (ADD, "try:\n    import numpy\nexcept ImportError:\n    pass\nassert add(1, 2) == 3", {}, 1),
+    "coroutines": ("async def f(x): return x + 1", "async def test_f():\n    assert await f(1) == 2", 1),
+    "a helper in the setup": (ADD, {"test": "assert two(1) == 3", "setup": "def two(x): return add(x, 2)"}, 1),
+    "a line of imports": (ADD, ["import math", "assert add(1, 2) == math.floor(3.5)"], 1),
+    "a smoke test beside another": (ADD, ["add(1, 2)", "assert add(1, 2) == 3"], 2),
+    "falsehood": ("def f(x): return False", ["assert not f(1)"], 1),
+    "None": ("def f(x): return None", ["assert f(1) is None"], 1),
+    "an optional module": (ADD, "try:\n    import numpy\nexcept ImportError:\n    pass\nassert add(1, 2) == 3", 1),
+    "plain values": (f"def f(x): return {VALUES}", f"x = 1\nassert f(x) == {VALUES}", 1),
+    "a generator": ("def f(x):\n    for i in range(x): yield i", "assert list(f(3)) == [0, 1, 2]", 1),
+    "an error that is caught": (
+        "def f(x): raise KeyError(x)",
+        "try:\n    f(1)\n    assert False\nexcept KeyError: pass",
+        1,
+    ),
+    "objects": (
+        "class P:\n    def __init__(s, a): s.a = a\n    def get(s): return s.a\ndef f(p): return p.a",
+        ["assert f(P(3)) == 3", "assert P(4).get() == 4", "assert P(5).a == 5"],
+        3,
+    ),
+    "a float": ("import math\ndef f(x): return math.sqrt(x)", "assert math.isclose(f(2), 2 ** 0.5)", 1),
+    "a Counter": ("from collections import Counter as f", "assert f('aab') == {'a': 2, 'b': 1}", 1),
 }
 
 
 @pytest.mark.parametrize("name", USUAL)
 def test_usual_tests_are_run(slot: Slot, name: str) -> None:
     """A right program passes every test; an empty one, and one that returns a wrong value, none."""
-    program, tests, extra, number = USUAL[name]
-    graded = run(slot, program, tests, extra)
+    program, tests, number = USUAL[name]
+    graded = run(slot, program, tests)
     assert (graded.passed, graded.total, graded.reason) == (number, number, None), graded
-    empty = run(slot, "pass", tests, extra)
+    empty = run(slot, "pass", tests)
     assert (empty.passed, empty.reason) == (0, Reason.WRONG), empty
 
 
@@ -184,15 +158,16 @@ def test_a_program_that_stops_the_tests_does_not_pass_the_rest(slot: Slot) -> No
 
 
 OUT_OF_TIME = {Reason.CPU_TIME, Reason.WALL_TIME}
+RANGE = "def f(x): return range(10**12)"
 EXHAUSTING = {  # program, test code, reasons
-    "a huge range is summed": ("def f(x): return range(10**12)", "assert sum(f(3)) == 6", OUT_OF_TIME),
+    "a huge range is summed": (RANGE, "assert sum(f(3)) == 6", OUT_OF_TIME),
     "a huge integer is tested for primality": (
         "def f(x): return 2**61 - 1",
         "n = f(3)\nassert all(n % d for d in range(2, int(n ** 0.5) + 1)) and n < 100",
         OUT_OF_TIME,
     ),
-    "a huge range is printed": ("def f(x): return range(10**12)", "for i in f(3): print('x' * 4096)", {Reason.OUTPUT, *OUT_OF_TIME}),
-    "a huge range is listed": ("def f(x): return range(10**12)", "assert list(f(3)) == [3]", {Reason.WRONG, Reason.MEMORY}),
+    "a huge range is printed": (RANGE, "for i in f(3): print('x' * 4096)", {Reason.OUTPUT, *OUT_OF_TIME}),
+    "a huge range is listed": (RANGE, "assert list(f(3)) == [3]", {Reason.WRONG, Reason.MEMORY}),
     "a huge power": ("def f(x): return 10**9", "assert 3 ** f(3) == 27", {Reason.WRONG, Reason.MEMORY, *OUT_OF_TIME}),
     "a huge decimal": (
         "from decimal import Decimal\ndef f(x): return Decimal('1e999999')",
@@ -205,6 +180,8 @@ EXHAUSTING = {  # program, test code, reasons
         "assert repr(f(3)) == '[]' and f(3) == 3",
         {Reason.WRONG},
     ),
+    "a program that never ends": ("while True: pass", "assert f(3)", OUT_OF_TIME),
+    "a program that is no Python": ("x = 1\ndef f(", "assert f(3)", {Reason.RAISED}),
 }  # fmt: skip
 
 
@@ -242,7 +219,7 @@ def test_a_program_that_leaves_fewer_tests_has_not_passed_all() -> None:
 
 @pytest.mark.parametrize("number", [1, 2])
 def test_a_proof_that_the_machine_ended_is_made_again(slot: Slot, monkeypatch: pytest.MonkeyPatch, number: int) -> None:
-    """A SIGKILL while stand-ins run is an error, in each part of the proof: a proof that is cut would pay who changes arguments."""
+    """A SIGKILL while stand-ins run is an error: a proof that is cut would pay programs that change arguments."""
     tests = tests_of_row.read(
         ["x = [3, 1, 2]\nassert f(x) == sorted(x)"], {"test_setup_code": f"import time\ntime.sleep(0.{number + 3})"}
     )

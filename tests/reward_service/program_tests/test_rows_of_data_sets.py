@@ -1,4 +1,4 @@
-"""Rows of our own in the schema of each public data set: a right program scores 1, one with an error 0, another form is refused by name."""
+"""Rows in the schema of each public data set: a right program passes, a wrong one fails, another form is refused."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ import zlib
 from typing import Any
 
 import pytest
-from tests.reward_service.program_tests.conftest import LIMITS
+from tests.reward_service.program_tests.conftest import run
 
 from penstock.reward_service.errors import BadGroundTruth
-from penstock.reward_service.program_tests import code_blocks, tests_of_row
-from penstock.reward_service.program_tests.grade import Graded, Slot, grade
+from penstock.reward_service.program_tests import code_blocks
+from penstock.reward_service.program_tests.grade import Slot
 
 DOUBLE = "n = int(input())\nprint(n * 2)"
 PRINTED = {"inputs": ["1\n", "4\n"], "outputs": ["2\n", "8\n"]}
@@ -21,7 +21,9 @@ CASES = [{"input": "1\n", "output": "2\n"}, {"input": "4\n", "output": "8\n"}]
 TOTAL = (
     "class Solution:\n    def total(self, xs: List[int], k: Optional[int] = None) -> int:\n        return sum(xs) * 2"
 )
-CALLS = [{"input": "[1, 2]\n3", "output": "6", "testtype": "functional"}, {"input": "[5]\n0", "output": "10", "testtype": "functional"}]  # fmt: skip
+FUNCTION = "def f(x): return x * 2"
+PAIRS = [{"input": "[1, 2]\n3", "output": "6"}, {"input": "[5]\n0", "output": "10"}]
+CALLS = [{**pair, "testtype": "functional"} for pair in PAIRS]
 TEXT = json.dumps(CALLS).encode()
 # As pickle writes a text, and an empty list.
 PACKED, NO_TEXT = (
@@ -36,21 +38,25 @@ CHECK = "def check(candidate):\n    assert candidate([1, 2]) == 6\n    assert ca
 ROWS: dict[str, tuple[Any, dict[str, Any], str]] = {
     "codeparrot/apps, stdin": (json.dumps(PRINTED), {"starter_code": "", "difficulty": "interview"}, DOUBLE),
     "codeparrot/apps, call": (json.dumps({"fn_name": "total", "inputs": [[[1, 2]]], "outputs": [[6]]}), {}, TOTAL),
-    "codeparrot/apps, lines": ({"inputs": [["1", ""]], "outputs": [["2", ""]]}, {}, DOUBLE),
+    "codeparrot/apps, lines": ({"inputs": [["1", "7"]], "outputs": [["2", ""]]}, {}, DOUBLE),
     "codeparrot/apps, numbers": ({"inputs": [1], "outputs": [2]}, {}, DOUBLE),
-    "codeparrot/apps, integer keys": ({"fn_name": "f", "inputs": [[{"1": 5}]], "outputs": [[10]]}, {}, "def f(d): return d[1] * 2"),
+    "codeparrot/apps, integer keys": (
+        {"fn_name": "f", "inputs": [[{"1": 5}]], "outputs": [[10]]}, {}, "def f(d): return d[1] * 2",
+    ),
     "BAAI/TACO": (None, {"input_output": json.dumps(PRINTED), "starter_code": "", "raw_tags": []}, DOUBLE),
     "deepmind/code_contests": (
         None,
-        {"public_tests": {"input": ["1\n"], "output": ["2\n"]}, "private_tests": {"input": ["4\r\n"], "output": ["8\r\n"]},
-         "generated_tests": {"input": [], "output": []}, "input_file": "", "output_file": ""},
+        {"public_tests": {"input": ["1\n"], "output": ["2\n"]}, "input_file": "", "output_file": "",
+         "private_tests": {"input": ["4\r\n"], "output": ["8\r\n"]}, "generated_tests": {"input": [], "output": []}},
         DOUBLE,
     ),
-    "livecodebench, public": (json.dumps(CALLS), {"metadata": '{"func_name": "total"}', "starter_code": "class Solution:"}, TOTAL),
+    "livecodebench, public": (json.dumps(CALLS), {"metadata": '{"func_name": "total"}', "starter_code": ""}, TOTAL),
+    "livecodebench, name in a column": (PAIRS, {"func_name": "total"}, TOTAL),
     "livecodebench, private": (PACKED, {"metadata": {"func_name": "total"}}, TOTAL),
     "livecodebench, columns": (
         None,
-        {"public_test_cases": json.dumps([{"input": "1", "output": "2", "testtype": "stdin"}]), "private_test_cases": "[]", "metadata": "{}"},
+        {"public_test_cases": '[{"input": "1", "output": "2", "testtype": "stdin"}]', "private_test_cases": "[]",
+         "metadata": "{}"},
         DOUBLE,
     ),
     "DeepCoder, lcbv5": (None, {"tests": json.dumps([case | {"metadata": {"func_name": "total"}} for case in CALLS])},
@@ -59,38 +65,58 @@ ROWS: dict[str, tuple[Any, dict[str, Any], str]] = {
     "PrimeIntellect/verifiable-coding-problems": ({"language": "python", "test_cases": TYPED}, {}, DOUBLE),
     "PrimeIntellect, calls": (json.dumps({"language": "python", "test_cases": CALLED}), {}, TOTAL),
     "PrimeIntellect, one call": (CALLED[0], {}, TOTAL),
-    "PrimeIntellect/SYNTHETIC-1": (None, {"verification_info": json.dumps({"language": "python", "test_cases": CALLED})}, TOTAL),
+    "PrimeIntellect/SYNTHETIC-1": (
+        None, {"verification_info": json.dumps({"language": "python", "test_cases": CALLED})}, TOTAL,
+    ),
     "open-r1/verifiable-coding-problems-python": (
         {"language": "python", "test_cases": [{**CALLED[0], "input": "[[1, 2], 3]", "output": "[6]"}]}, {}, TOTAL,
     ),
-    "open-r1/codeforces": (None, {"official_tests": CASES, "input_mode": "stdio", "generated_checker": None, "interaction_format": None}, DOUBLE),
+    "open-r1/codeforces": (
+        None,
+        {"official_tests": CASES, "input_mode": "stdio", "generated_checker": None, "interaction_format": None},
+        DOUBLE,
+    ),
     "nvidia/Nemotron-RL, competitive coding": ({"unit_tests": {**PRINTED, "fn_name": None}}, {}, DOUBLE),
-    "Eurus-2-RL": (json.dumps({"inputs": ["[1, 2]\n3"], "outputs": ["6"], "fn_name": "total"}), {"split": "train"}, TOTAL),
+    "Eurus-2-RL": (
+        json.dumps({"inputs": ["[1, 2]\n3"], "outputs": ["6"], "fn_name": "total"}), {"split": "train"}, TOTAL,
+    ),
     "Skywork-OR1": (
-        json.dumps({"entry_point": "Solution().total", "import_prefix": "from typing import *\nimport math\n", "test_code": CHECK, "inputs": []}),
+        json.dumps({"entry_point": "Solution().total", "import_prefix": "import math\n", "test_code": CHECK}),
         {}, TOTAL,
     ),
-    "newfacade/LeetCodeDataset": (CHECK, {"entry_point": "Solution().total", "input_output": [{"input": "xs = [1]", "output": "2"}]}, TOTAL),
+    "newfacade/LeetCodeDataset": (
+        CHECK, {"entry_point": "Solution().total", "input_output": [{"input": "xs = [1]", "output": "2"}]}, TOTAL,
+    ),
     "openai/openai_humaneval": ("\n\nMETADATA = {\n    'author': 'x'\n}\n\n\n" + CHECK, {"entry_point": "total"},
         "def total(xs: List[int], k: Optional[int] = None) -> int:\n    return sum(xs) * 2"),
-    "google-research-datasets/mbpp": (["assert f(2) == 4", "assert f(0.5) == 1"], {"test_setup_code": "", "challenge_test_list": []},
-        "def f(x): return x * 2"),
-    "mbpp, sanitized": (None, {"test_list": '["assert math.isclose(f(2), 4)"]', "test_imports": '["import math"]'}, "def f(x): return x * 2"),
-    "KodCode/KodCode-V1": (None, {"test": "from solution import f\n\ndef test_f():\n    assert f(2) == 4\n", "version": "v1.0"},
-        "def f(x): return x * 2"),
-    "OpenCoder-LLM/opc-sft-stage2": (None, {"testcase": ["assert total([2]) == 4"], "entry_point": "total"}, "def total(xs): return xs[0] * 2"),
-    "microsoft/rStar-Coder": (None, {"inputs": '["1\\n"]', "outputs": '["2\\n"]', "is_synthesized": True, "verified": True}, DOUBLE),
-    "ROLL, stdin": ("", {"test_cases": json.dumps([{"stdin": "1\n", "expected_stdout": "2\n"}]), "test_case_function": ""}, DOUBLE),
-    "ROLL, check": ("", {"test_cases": [{"assert_code": CHECK, "entry_point": "total", "import_prefix": "import math\n"}]}, TOTAL),
+    "google-research-datasets/mbpp": (
+        ["assert f(2) == 4", "assert f(0.5) == 1"], {"test_setup_code": "", "challenge_test_list": []}, FUNCTION,
+    ),
+    "mbpp, sanitized": (
+        None,
+        {"test_list": '["assert math.isclose(f(2), 4)"]', "test_imports": '["import math", "import re"]'},
+        FUNCTION,
+    ),
+    "KodCode/KodCode-V1": (
+        None, {"test": "from solution import f\n\ndef test_f():\n    assert f(2) == 4\n", "version": "v1.0"}, FUNCTION,
+    ),
+    "OpenCoder-LLM/opc-sft-stage2": (
+        None, {"testcase": ["assert f(2) == 4"], "entry_point": "f"}, FUNCTION,
+    ),
+    "microsoft/rStar-Coder": (
+        None, {"inputs": '["1\\n"]', "outputs": '["2\\n"]', "is_synthesized": True, "verified": True}, DOUBLE,
+    ),
+    "ROLL, stdin": (
+        "", {"test_cases": '[{"stdin": "1\\n", "expected_stdout": "2\\n"}]', "test_case_function": ""}, DOUBLE,
+    ),
+    "ROLL, check": (
+        "", {"test_cases": [{"assert_code": CHECK, "entry_point": "total", "import_prefix": "import math\n"}]}, TOTAL,
+    ),
     "bigcode/bigcodebench": (
-        "import unittest\nclass TestCases(unittest.TestCase):\n    def test_case_1(self):\n        self.assertEqual(task_func(2), 4)\n",
-        {"entry_point": "task_func", "libs": "['math']"}, "def task_func(x): return x * 2",
+        "import unittest\nclass TestCases(unittest.TestCase):\n    def test_1(self): self.assertEqual(f(2), 4)\n",
+        {"entry_point": "f", "libs": "['math']"}, FUNCTION,
     ),
 }  # fmt: skip
-
-
-def run(slot: Slot, program: str, truth: Any, extra: dict[str, Any]) -> Graded:
-    return grade(slot, program, tests_of_row.read(truth, extra), LIMITS, stop_early=False)
 
 
 @pytest.mark.parametrize("name", ROWS)
@@ -101,6 +127,14 @@ def test_a_right_program_scores_one_and_a_wrong_one_less(slot: Slot, name: str) 
     assert (right.passed, right.reason) == (right.total, None), right
     wrong = run(slot, program.replace("* 2", "* 3 + 1"), truth, extra)
     assert wrong.passed == 0, wrong
+
+
+# They need the program in the process of the tests.
+OF_ONE_PROCESS = (
+    "from contextlib import redirect_stdout as r\nout = io.StringIO()\nwith r(out): f()\nassert out.getvalue() == 'a'",
+    "from unittest.mock import patch\nwith patch('builtins.input', return_value='3'):\n    assert f() == 3",
+    "sys.stdin = io.StringIO('3')\nassert f() == 3",
+)
 
 
 @pytest.mark.parametrize(
@@ -122,13 +156,24 @@ def test_a_right_program_scores_one_and_a_wrong_one_less(slot: Slot, name: str) 
         ({"inputs": ["9" * 5000], "outputs": ["1"], "fn_name": "f"}, {}, "JSON value per line|digits"),
         ({"input": ["1"], "output": []}, {}, "equal length"),
         (NO_TEXT, {}, "packed"),
-        ({"tests": "[]"}, {}, "code needs tests"),
+        *(
+            (none, {}, "code needs tests")
+            for none in ({"tests": "[]"}, {"inputs": [], "outputs": []}, None, "", [], 42)
+        ),
+        ({"inputs": [None], "outputs": ["1"]}, {}, "tests must be texts"),
+        ({"test_list": [1]}, {}, "tests must be texts"),
+        ({"inputs": ["x"], "outputs": ["1"], "fn_name": "f"}, {}, "JSON value per line"),
+        ([{"input": "1"}], {}, "needs input and output"),
+        ({"inputs": ["1", "2"], "outputs": ["", " \n"]}, {}, "every expected"),
+        ({"inputs": [[1], [2]], "outputs": [None, None], "fn_name": "f"}, {}, "every expected"),
+        ([{"input": "1", "output": ""}], {}, "every expected"),
         ({"test": "import numpy as np\n" + CHECK}, {"entry_point": "total"}, "numpy"),
         (
-            "import random\nfrom solution import pick\nrandom.seed(0)\nassert pick([1, 2, 3, 4]) == 4",
+            "import random\nfrom solution import f\nrandom.seed(0)\nassert f([1, 2]) == 2",
             {},
             "random.seed of the program",
         ),
+        *((f"import io, sys\n{test}", {}, "another one") for test in OF_ONE_PROCESS),
     ],
 )
 def test_tests_of_another_form_are_refused_by_its_name(
@@ -147,22 +192,33 @@ PRINTS: dict[str, str] = {
     "a name of a usual import": "def product(x): return x + 1\nsub = product\nprint(sub(int(input())))",
     "long integers": "x = int('9' * 5000)\nassert len(str(10 ** 5000)) == 5001\nprint(int(input()) + 1, ' ')",
     "recursion": "def f(n): return 0 if n == 0 else 1 + f(n - 1)\nprint(f(30000) - 29959 + int(input()) - 40)",
-    "recursion in C": "import sys\nsys.setrecursionlimit(10**6)\n@cache\ndef f(n): return 0 if n == 0 else 1 + f(n - 1)\nprint(f(30000) - 29958)",
+    "recursion in C": "import sys\nsys.setrecursionlimit(10**6)\n@cache\n"
+    "def f(n): return 0 if n == 0 else 1 + f(n - 1)\nprint(f(30000) - 29958)",
     "a thread": "import sys, threading\nsys.setrecursionlimit(10**7)\nthreading.stack_size(2**27)\n"
-    "def main():\n    print(int(input()) + 1)\nt = threading.Thread(target=main)\nt.start()\nt.join()",
+    "def f(n): return 0 if n == 0 else 1 + f(n - 1)\ndef main():\n    print(f(5000) - 5000 + int(input()) + 1)\n"
+    "t = threading.Thread(target=main)\nt.start()\nt.join()",
+    "twelve threads": "import threading\ndone = []\n"
+    "threads = [threading.Thread(target=done.append, args=(i,)) for i in range(12)]\n"
+    "[t.start() for t in threads]; [t.join() for t in threads]\nprint(len(done) + 30)",
+    "libraries": "import zoneinfo, sqlite3, csv, bisect, ssl, hashlib, ctypes\n"
+    "sqlite3.connect(':memory:').execute('create table t (x)')\nprint(42)",
+    "devices": "import os\nwith open(os.devnull, 'w') as f: print('x', file=f)\nprint(len(os.urandom(42)))",
+    "lines": "import sys\nfor line in sys.stdin: print(int(line) + 1)",
     "readline": "import sys\ninput = sys.stdin.readline\nprint(int(input()) + 1)",
-    "the size of the input": "import io, os\ninput = io.BytesIO(os.read(0, os.fstat(0).st_size)).readline\nprint(int(input()) + 1)",
+    "the size of the input": "import io, os\ninput = io.BytesIO(os.read(0, os.fstat(0).st_size)).readline\n"
+    "print(int(input()) + 1)",
     "a mapped input": "import mmap\nprint(int(mmap.mmap(0, 0, access=mmap.ACCESS_READ).readline()) + 1)",
     "descriptor 0": "print(int(open(0).read()) + 1)",
     "the device": "print(int(open('/dev/stdin').readline()) + 1)",
     "buffers": "import sys\nsys.stdout.buffer.write(b'%d\\r\\n\\r\\n' % (int(sys.stdin.buffer.read()) + 1))",
     "fileinput": "import fileinput\nfor line in fileinput.input(): print(int(line) + 1)",
-    "asyncio": "import asyncio\nasync def main(): print(int(input()) + 1)\nasyncio.run(main())",
+    "asyncio": "import asyncio\nasync def f():\n    await asyncio.sleep(0)\n    print(42)\nasyncio.run(f())",
     "a static method": "class A:\n    @staticmethod\n    def f(x): return x + 1\nprint('', A.f(int(input())))",
     **{
         f"output through {how.split(chr(10))[0][:40]}": f"import atexit, io, os, sys\nx = str(int(input()) + 1)\n{how}"
         for how in (
-            "sys.stdout = io.StringIO()\nprint(x)\natexit.register(lambda: sys.__stdout__.write(sys.stdout.getvalue()))",
+            "sys.stdout = io.StringIO()\nprint(x)\n"
+            "atexit.register(lambda: sys.__stdout__.write(sys.stdout.getvalue()))",
             "old, sys.stdout = sys.stdout, io.StringIO()\nold.write(x)", "out = open(1, 'w')\nout.write(x)",
             "out = os.fdopen(1, 'w')\nprint(x, file=out)", "sys.stdout = open(1, 'w')\nprint(x)",
             "out = io.BufferedWriter(io.FileIO(1, 'w'))\nout.write(x.encode())", "print(x)\nsys.stdout.close()",
@@ -264,7 +320,7 @@ UNIQUE = "def f(x):\n    y = sorted(set(x))\n    x[:len(y)] = y\n    return len(
 def test_a_program_reaches_no_expected_value_by_its_arguments(
     slot: Slot, program: str, test: str, passed: int | None
 ) -> None:
-    """What tests compare an answer with is not changed by the program, or the row is refused; what is done in place is seen."""
+    """A program does not change what its answer is compared with, or the row is refused; work done in place is seen."""
     if passed is None:
         with pytest.raises(BadGroundTruth, match="empties its arguments"):
             run(slot, program, [test], {})
@@ -315,23 +371,29 @@ def f(x): return Any()
         *(
             (NODE, f"assert {right}\nassert inc(1) == 2", 1)
             for right in (
-                "len(Node(1)) == 1", "str(Node(1)) == f'{Node(1)}' == 'N1'", "Node(1) == Node(1)", "Node(1) != Node(2)", "Node(4)[0] == 4",
-                "[*Node(4)] == [4] and 4 in Node(4)", "(Node(1) + Node(2)).data == 3", "Node(1) < Node(2)", "not Node(1)",
-                "isinstance(Node(1), Node) and not isinstance(1, Node)", "len({Node(1), Node(1)}) == 1",
-                "tokenize('a b') == ['a', 'b']", "copy([1]) == [1]", "day(2020).year == 2020", "pair().x == 1", "apply(inc, 3) == 4",
+                "len(Node(1)) == 1", "str(Node(1)) == f'{Node(1)}' == 'N1'", "Node(1) == Node(1)", "Node(1) != Node(2)",
+                "Node(4)[0] == 4", "[*Node(4)] == [4] and 4 in Node(4)", "(Node(1) + Node(2)).data == 3",
+                "Node(1) < Node(2)", "not Node(1)", "isinstance(Node(1), Node) and not isinstance(1, Node)",
+                "len({Node(1), Node(1)}) == 1", "tokenize('a b') == ['a', 'b']", "copy([1]) == [1]",
+                "day(2020).year == 2020", "pair().x == 1", "apply(inc, 3) == 4",
             )
         ),
         (NODE, "with Node(1) as n:\n    assert n.data == 1", 1),
         (NODE, "h = Node(1)\nh.next = Node(2)\nassert length(h) == 2", 1),
         (NODE, "try:\n    fail()\nexcept Failed as err:\n    assert err.code == 3\nelse: assert False", 1),
-        (NODE, {"test_list": ["assert length(root) == 2"], "test_setup_code": "root = Node(1)\nroot.next = Node(2)"}, 1),
+        (NODE, {"test_list": ["assert length(a) == 2"], "test_setup_code": "a = Node(1)\na.next = Node(2)"}, 1),
         (NODE, {"test_list": ["assert a == [2, 1]"], "test_setup_code": "a = [2]\nfills(a)"}, 1),
+        ("def same(a, b): return True\ndef f(x): return 1",
+         {"test_list": ["assert same(f(1), 2)"], "test_setup_code": "def same(a, b): return a == b"}, 0),
         ("class inc(Exception): pass\ndef apply(f, x): return 5", "assert apply(inc, 3) == 4", 0),
         ("async def inc(x): pass\ndef apply(f, x): return 5", "assert apply(inc, 3) == 4", 0),
-        ("class Node:\n    def __init__(self, x): pass\n    def __ne__(self, o): return False", "assert Node(1) != Node(2)\nassert f(1)", 0),
+        ("class Node:\n    def __init__(self, x): pass\n    def __ne__(self, o): return False",
+         "assert Node(1) != Node(2)\nassert f(1)", 0),
         *(
             (LIES, f"assert {right}", 0)
-            for right in ("f(3) == 6", "6 == f(3)", "abs(f(2) - 1.4) < 1e-6", "f(3) > 5 and f(3) < 7", "6 in f(3)", "f(3) in [6]")
+            for right in (
+                "f(3) == 6", "6 == f(3)", "abs(f(2) - 1.4) < 1e-6", "f(3) > 5 and f(3) < 7", "6 in f(3)", "f(3) in [6]",
+            )
         ),
     ],
 )  # fmt: skip
@@ -339,19 +401,6 @@ def test_objects_of_a_program_have_its_operators_but_compare_with_no_value_of_th
     slot: Slot, program: str, test: Any, passed: int
 ) -> None:
     assert run(slot, program, [test] if isinstance(test, str) else test, {}).passed == passed
-
-
-@pytest.mark.parametrize(
-    "test",
-    [
-        "import io, contextlib\nout = io.StringIO()\nwith contextlib.redirect_stdout(out):\n    f()\nassert out.getvalue() == 'a'",
-        "from unittest.mock import patch\nwith patch('builtins.input', return_value='3'):\n    assert f() == 3",
-        "import io, sys\nsys.stdin = io.StringIO('3')\nassert f() == 3",
-    ],
-)
-def test_tests_that_share_their_process_with_the_program_are_refused(slot: Slot, test: str) -> None:
-    with pytest.raises(BadGroundTruth, match="another one"):
-        run(slot, "def f(): return int(input())", [test], {})
 
 
 DOC = 'def f():\n    """Use:\n%s```\n%sf()\n%s```\n    """\n    return 1\n'
@@ -371,7 +420,7 @@ DOC = 'def f():\n    """Use:\n%s```\n%sf()\n%s```\n    """\n    return 1\n'
         ("   \n", None),
         ("x" * (code_blocks.MAX_PROGRAM_CHARS + 1), None),
         ("print(1)\n```", "print(1)\n"),
-        ("n = 1\nfor i in x:\n    print(i)\n```\nThis works:\n```python\nexample()\n```", "n = 1\nfor i in x:\n    print(i)\n"),
+        ("for i in x:\n    print(i)\n```\nThis works:\n```python\nexample()\n```", "for i in x:\n    print(i)\n"),
         ("Here:\n```\nprint(1)", "print(1)\n"),
         ("OK\n```\na = 1\n```", "a = 1\n"),
         ("The answer is x = 5\n```\na = 1\n```", "a = 1\n"),

@@ -20,11 +20,11 @@ from tests.reward_service.processes import Service
 from tests.reward_service.program_tests.conftest import descendants
 from tests.servers import wait_for
 
-from penstock.reward_service.errors import BadGroundTruth, SandboxFailed
+from penstock.reward_service.errors import SandboxFailed
 from penstock.reward_service.program_tests import code_blocks, grade, tests_of_row
 from penstock.reward_service.program_tests import grade as sandbox_pool
 from penstock.reward_service.program_tests.grade import Graded, SandboxPool
-from penstock.reward_service.program_tests.tests_of_row import Assertions, FunctionTests, StdinTests
+from penstock.reward_service.program_tests.tests_of_row import StdinTests
 from penstock.reward_service.rewards import code
 from penstock.sandbox import canary
 from penstock.sandbox.zygote_command import Kind, Launch
@@ -50,19 +50,20 @@ async def pool() -> AsyncIterator[SandboxPool]:
     [
         ("4\n", "4", True), ("  4  \r\n\n", "4\n", True), ("1 2\n3", "1  2 \n 3", True), ("1 2 3", "1 2\n3", False),
         ("0.3333333333", "0.33333333", True), ("0.3334", "0.3333", False), ("4.0", "4", True), ("1e3", "1000", True),
-        ("10000000000000001", "10000000000000000", False), ("007", "7", True), ("yes", "YES", False), ("nan", "nan", True),
+        (f"{10**16 + 1}", f"{10**16}", False), ("007", "7", True), ("yes", "YES", False), ("nan", "nan", True),
         ("nan", "1", False), ("inf", "1e400", False), ("", "", True), ("", "0", False), ("1\n2", "1", False),
-        ("9" * 5000, "9" * 5001, False), ("1e999", "9" * 309, False), ("1e999", "1" + "0" * 399, False), ("1e999", "1e999", True),
-        ("1e400", "1E+400", True), ("2e999", "1e999", False), ("inf", "9" * 309, False), ("-1e999", "-" + "9" * 309, False),
-        ("1.2345678901234567e19", "12345678901234567890", False), ("123456789000.0", "123456789012", False),
-        ("1e16", "10000000000000001", False), ("1e16", "10000000000000000", True), ("10000000000000000.0", "10000000000000001", False),
-        ("1.9999999999", "2", True), ("1.9999", "2", False), ("1000000000.5", "1000000000.4999999", True), ("1e-9999", "0.0", True),
-        ("٣", "3", False), ("1_000", "1000", False), ("0x10", "16", False), ("1+0j", "1", False), ("1/2", "0.5", False),
+        ("9" * 5000, "9" * 5001, False), ("1e999", "9" * 309, False), ("1e999", "1" + "0" * 399, False),
+        ("1e999", "1e999", True), ("1e400", "1E+400", True), ("2e999", "1e999", False), ("inf", "9" * 309, False),
+        ("-1e999", "-" + "9" * 309, False), ("1.2345678901234567e19", "12345678901234567890", False),
+        ("123456789000.0", "123456789012", False), ("1e16", f"{10**16 + 1}", False), ("1e16", f"{10**16}", True),
+        (f"{10**16}.0", f"{10**16 + 1}", False), ("1.9999999999", "2", True), ("1.9999", "2", False),
+        ("1000000000.5", "1000000000.4999999", True), ("1e-9999", "0.0", True), ("٣", "3", False),
+        ("1_000", "1000", False), ("0x10", "16", False), ("1+0j", "1", False), ("1/2", "0.5", False),
         ("50%", "50", False), ("nan", "0", False), ("-0", "0", True),
     ],
 )  # fmt: skip
 def test_outputs_are_compared_by_words_and_numbers(printed: str, expected: str, same: bool) -> None:
-    """White space at ends does not count, numbers in ASCII digits compare by value, integers exactly, lines must match."""
+    """White space does not count; numbers of ASCII digits compare by value, integers exactly; lines in order."""
     assert tests_of_row.same_output(printed, expected) is same
 
 
@@ -75,55 +76,14 @@ INF, NAN = float("inf"), float("nan")
         (3, 3, True), (3.0, 3, True), (True, 1, False), ([1, 2], [1, 2], True), (7, [7], True), ([7], [[7]], True),
         ([1], [1, 2], False), ({"a": [0.1]}, {"a": [0.1000000001]}, True), ("1", 1, False), (None, None, True),
         (10**400, 1.5, False), (INF, 10**400, False), (1e19, 10**19, True), (1e19, 10**19 + 1, False),
-        (123456789000.0, 123456789012, False), (3.0000000001, 3, True), (10**400, 1e308, False), (10**400, 10**400, True),
-        (NAN, NAN, True), (NAN, 3, False), (NAN, 3.0, False), (INF, INF, True), (INF, -INF, False), ("3", 3, False),
+        (123456789000.0, 123456789012, False), (3.0000000001, 3, True), (10**400, 1e308, False),
+        (10**400, 10**400, True), (NAN, NAN, True), (NAN, 3, False), (NAN, 3.0, False), (INF, INF, True),
+        (INF, -INF, False), ("3", 3, False),
     ],
 )  # fmt: skip
 def test_results_are_compared_by_value(result: Any, expected: Any, same: bool) -> None:
     """JSON results compare by type and value, numbers within the tolerance, booleans only with booleans."""
     assert tests_of_row.same_result(result, expected) is same
-
-
-@pytest.mark.parametrize(
-    ("truth", "extra", "tests"),
-    [
-        ({"inputs": ["1"], "outputs": ["2"]}, {}, StdinTests(("1",), ("2",))),
-        ('{"inputs": [["1", "2"]], "outputs": ["2"]}', {}, StdinTests(("1\n2",), ("2",))),
-        ({"inputs": [[1, 2]], "outputs": [3], "fn_name": "f"}, {}, FunctionTests("f", ([1, 2],), (3,))),
-        ([{"input": "1\n[2]", "output": "3"}], {"func_name": "f"}, FunctionTests("f", ([1, [2]],), (3,))),
-        ([{"input": "1", "output": "3"}], {}, StdinTests(("1",), ("3",))),
-        ("assert f(1) == 2", {}, Assertions(("assert f(1) == 2",))),
-        ("def check(c): pass", {"entry_point": "f"}, Assertions(("def check(c): pass",), "", ("f",))),
-        (["assert f(1)", "assert f(2)"], {"test_setup_code": "x = 1"}, Assertions(("assert f(1)", "assert f(2)"), "x = 1")),
-        ({"test_list": ["assert f(1)"], "test_imports": ["import math", "import re"]}, {}, Assertions(("assert f(1)",), "import math\nimport re")),
-        (None, {"inputs": ["1"], "outputs": ["2"]}, StdinTests(("1",), ("2",))),
-    ],
-)  # fmt: skip
-def test_the_usual_data_sets_are_understood(truth: Any, extra: Any, tests: Any) -> None:
-    """APPS, LiveCodeBench, HumanEval and MBPP rows become the same three kinds of tests."""
-    assert tests_of_row.read(truth, extra) == tests
-
-
-@pytest.mark.parametrize(
-    ("truth", "extra"),
-    [
-        (None, {}),
-        ("", {}),
-        ([], {}),
-        (42, {}),
-        ({"inputs": ["1"], "outputs": []}, {}),
-        ({"inputs": [], "outputs": []}, {}),
-        ({"inputs": [None], "outputs": ["1"]}, {}),
-        ({"inputs": ["x"], "outputs": ["1"], "fn_name": "f"}, {}),
-        ([{"input": "1"}], {}),
-        ({"inputs": ["1"], "outputs": ["1"], "language": "rust"}, {}),
-        ({"test_list": [1]}, {}),
-    ],
-)
-def test_rows_without_tests_are_refused(truth: Any, extra: Any) -> None:
-    """A row whose tests cannot be read, or are for another language, is an error of the data."""
-    with pytest.raises(BadGroundTruth):
-        tests_of_row.read(truth, extra)
 
 
 def test_a_program_is_found_among_any_number_of_names() -> None:
@@ -137,7 +97,7 @@ def test_a_program_is_found_among_any_number_of_names() -> None:
 
 
 async def test_share_and_all(pool: SandboxPool) -> None:
-    """The reward is the share of passed tests, or 1 only for all of them; the parts give the number and the reason of failure."""
+    """The reward is the share of passed tests, or 1 only for all of them; the parts say how many, and why it failed."""
     half = "n = int(input())\nprint(2 * n if n < 3 else 0)"
     truth = {"inputs": list(DOUBLE.inputs), "outputs": list(DOUBLE.outputs)}
     completions = (f"```python\n{GOOD}\n```", half, "I do not know", "```rust\nfn main() {}\n```", GOOD)
@@ -156,69 +116,6 @@ async def test_share_and_all(pool: SandboxPool) -> None:
     prompt, tests = "def f(x):\n", ["assert f(2) == 4"]  # HumanEval's prompt is the head of the program
     found = await code.judge(bodies, tests, {}, pool.grade, all_or_nothing=True, prompt=prompt)
     assert [verdict.reward for verdict in found] == [1.0, 1.0, 0.0]
-
-
-@pytest.mark.parametrize(
-    ("program", "pieces", "passed"),
-    [
-        ("def f(x): return x + 1", ["assert f(1) == 2", "assert f(2) == 2"], 1),
-        ("def f(x): return (x, {x: {x}}, None, b'x', 2 ** 3000, float('inf'))",
-         ["assert f(1) == (1, {1: {1}}, None, b'x', 2 ** 3000, float('inf'))"], 1),
-        ("def f(x):\n    for i in range(x): yield i", ["assert list(f(3)) == [0, 1, 2]"], 1),
-        ("def f(x): raise KeyError(x)", ["try:\n    f(1)\n    assert False\nexcept KeyError: pass"], 1),
-        ("class P:\n    def __init__(s, a): s.a = a\n    def get(s): return s.a\ndef f(p): return p.a",
-         ["assert f(P(3)) == 3", "assert P(4).get() == 4", "assert P(5).a == 5"], 3),
-        ("import math\ndef f(x): return math.sqrt(x)", ["assert math.isclose(f(2), 2 ** 0.5)"], 1),
-        ("from collections import Counter\ndef f(x): return Counter(x)", ["assert f('aab') == {'a': 2, 'b': 1}"], 1),
-        ("x = 1\ndef f(", ["assert f(1)", "assert f(2)"], 0),
-        ("while True: pass", ["assert f(1)"], 0),
-    ],
-)  # fmt: skip
-async def test_test_code_sees_plain_values(pool: SandboxPool, program: str, pieces: list[str], passed: int) -> None:
-    """Asserts over values, changed arguments, exceptions, objects and modules work across the two processes."""
-    graded = await pool.grade(program, tests_of_row.read(pieces, {}))
-    assert (graded.passed, graded.total) == (passed, len(pieces)), graded
-    assert (graded.reason is None) == (passed == len(pieces))
-
-
-@pytest.mark.parametrize(
-    "tests",
-    [
-        Assertions(("assert f(",)),
-        Assertions(("assert f(lambda x: x)",)),
-        Assertions(("assert g(f(1))",), entry_points=("f",)),
-        Assertions(("assert f(1)",), setup="import no_such_module"),
-    ],
-)
-async def test_tests_that_cannot_be_run_are_an_error_of_the_row(pool: SandboxPool, tests: Assertions) -> None:
-    """Test code that does not compile, passes functions, or uses undefined names is an error of the row."""
-    with pytest.raises(BadGroundTruth):
-        await pool.grade("def f(x): return 1", tests)
-
-
-async def test_the_program_cannot_replace_functions_of_the_tests(pool: SandboxPool) -> None:
-    """A name that setup defines is the data set's, even if the program defines it too."""
-    tests = Assertions(("assert close(f(1), 2)",), setup="def close(a, b): return a == b", entry_points=("f",))
-    assert (await pool.grade("def close(a, b): return True\ndef f(x): return 1", tests)).passed == 0
-
-
-async def test_ordinary_programs_work_in_the_sandbox(pool: SandboxPool) -> None:
-    """Threads with large stacks, asyncio, time zones, deep recursion and many imports work in the sandbox."""
-    programs = (
-        "import sys, threading\nsys.setrecursionlimit(10 ** 6)\nthreading.stack_size(64 << 20)\n"
-        "def f(n): return 0 if n == 0 else 1 + f(n - 1)\n"
-        "t = threading.Thread(target=lambda: print(f(5000) - 4998))\nt.start(); t.join()",
-        "import asyncio\nasync def main():\n    await asyncio.sleep(0.001)\n    print(2)\nasyncio.run(main())",
-        "import threading\ndone = []\nts = [threading.Thread(target=done.append, args=(i,)) for i in range(12)]\n"
-        "[t.start() for t in ts]; [t.join() for t in ts]\nprint(len(done) // 6)",
-        "import zoneinfo, sqlite3, csv, bisect, ssl, hashlib, ctypes\n"
-        "sqlite3.connect(':memory:').execute('create table t (x)')\nprint(2)",
-        "import sys\nfor line in sys.stdin: print(2 * int(line))",
-        "print(2)\nimport sys\nsys.exit()",
-        "import os\nwith open(os.devnull, 'w') as f: print('x', file=f)\nprint(len(os.urandom(2)))",
-    )
-    for program in programs:
-        assert (await pool.grade(program, StdinTests(("1",), ("2",)))).reason is None, program
 
 
 async def test_a_program_killed_from_outside_is_an_error(pool: SandboxPool) -> None:
@@ -333,7 +230,7 @@ def _is_sleeping_program(pid: int) -> bool:
 def test_a_program_that_uses_up_its_part_of_the_groups_time_fails_the_tests_that_are_left(
     monkeypatch: pytest.MonkeyPatch, cpu_s: float, wall_s: float, budget_s: float, passed: int, reason: Reason | None
 ) -> None:
-    """Each test is within its own limit; all together are not, by CPU time or by waiting. Without a budget all are run."""
+    """Each test is within its own limit; all together are not, by CPU time or by waiting, unless there is no budget."""
     now = [0.0]
 
     def one(*_: object) -> Run:
@@ -349,7 +246,7 @@ def test_a_program_that_uses_up_its_part_of_the_groups_time_fails_the_tests_that
 
 
 async def test_the_programs_of_a_group_have_equal_parts_of_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Equal programs count once; each part is at least the limit of one test, so that no other program takes it away."""
+    """Equal programs count once; each part is at least the limit of one test: no other program takes it away."""
     budgets: list[float] = []
 
     def note(*_: object, budget_s: float, **__: object) -> Graded:
