@@ -137,6 +137,11 @@ class Wire:
         wait_for(buried, f"dead letters of {', '.join(group_ids)}", deadline_s)
         return self.dead
 
+    def wait_requeued(self) -> RunEvent:
+        """Return the first event of a group that waits."""
+        wait_for(lambda: any(event.kind == "reward_error" for event in self.events), "the group to wait")
+        return next(event for event in self.events if event.kind == "reward_error")
+
     def wait_idle(self) -> None:
         """Wait until no announced pack is pending or unacknowledged."""
         spec = streams.generated_consumer(self.run_id)

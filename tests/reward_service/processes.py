@@ -126,6 +126,10 @@ class Service(Process):
         headers = {"authorization": f"Bearer {token}"} if token else {}
         return httpx.post(self.url + path, json=body, headers=headers, timeout=60)
 
+    def delete(self, name: str, *, token: str = "", **params: str) -> httpx.Response:
+        headers = {"authorization": f"Bearer {token}"} if token else {}
+        return httpx.delete(f"{self.url}/v1/endpoints/{name}", params=params, headers=headers, timeout=60)
+
     def endpoints(self, token: str = "") -> dict[str, Any]:
         """Return the registered endpoints by name."""
         headers = {"authorization": f"Bearer {token}"} if token else {}

@@ -57,10 +57,7 @@ def asking(group_id: str, reward: str, *texts: str, truth: str = '"4"') -> Group
 
 
 def test_parts_are_stored_with_their_sum_and_an_error_in_one_is_the_groups(
-    wire: Wire,
-    start_service: StartService,
-    start_endpoint: StartEndpoint,
-    tmp_path: Path,
+    wire: Wire, start_service: StartService, start_endpoint: StartEndpoint, tmp_path: Path
 ) -> None:
     """Built-ins and an endpoint are summed, gates apply, every part is kept; a part without a score means no reward."""
     (tmp_path / "run.toml").write_text(RUN_FILE.replace("RUN", wire.run_id))
@@ -98,13 +95,10 @@ def test_parts_are_stored_with_their_sum_and_an_error_in_one_is_the_groups(
     counted = {"completions": [RIGHT, BARE], "ground_truth": "4", "completion_tokens": [75, 75]}
     known = service.post("/v1/score", {"reward": "mine", "groups": [counted]}).json()
     assert [score["score"] for score in known["results"][0]["scores"]] == pytest.approx([0.7, -0.5])
-    assert (
-        service.post("/v1/score", {"reward": "mine", "groups": [{**counted, "completion_tokens": [1]}]}).status_code
-        == 422
-    )
-    by_hand = service.post(
-        "/v1/score", {"reward": "mine", "groups": [{"completions": ["4"], "ground_truth": "4"}]}
-    ).json()
+    uncounted = {"completions": ["4"], "ground_truth": "4"}
+    wrong = service.post("/v1/score", {"reward": "mine", "groups": [{**uncounted, "completion_tokens": [1, 1]}]})
+    assert wrong.status_code == 422
+    by_hand = service.post("/v1/score", {"reward": "mine", "groups": [uncounted]}).json()
     assert by_hand["results"][0]["error"]["reason"] == "LengthsUnknown"
     taken = service.register("tags", endpoint.url)
     assert taken.status_code in {409, 422}
@@ -225,24 +219,6 @@ def make_texts() -> GroupTexts:
 def test_every_data_set_of_the_table_has_a_reward_that_needs_no_parameters() -> None:
     """The names that guides and verl use map to built-in rewards that need no parameters."""
     assert {name for name in BY_SOURCE.values() if name not in BUILT_INS or BUILT_INS[name].default is None} == set()
-    named = [
-        "gsm8k",
-        "openai/gsm8k",
-        "math",
-        "math_reasoning",
-        "code",
-        "code_generation",
-        "qa",
-        "trivia",
-        "classification",
-    ]
-    verl = [
-        "lighteval/MATH",
-        "math_dapo",
-        "aime2024",
-        "numina_olympiads",
-        "codecontests",
-        "searchR1_nq",
-        "hiyouga/geometry3k",
-    ]
-    assert {*named, *verl} <= BY_SOURCE.keys()
+    named = "gsm8k openai/gsm8k math math_reasoning code code_generation qa trivia classification"
+    verl = "lighteval/MATH math_dapo aime2024 numina_olympiads codecontests searchR1_nq hiyouga/geometry3k"
+    assert {*named.split(), *verl.split()} <= BY_SOURCE.keys()
