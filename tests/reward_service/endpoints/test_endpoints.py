@@ -80,7 +80,7 @@ def test_no_failure_of_an_endpoint_becomes_a_reward(
     groups = [make_group("good", size=2, texts=["1 2 3", "x"])]
     for name, behaviour in behaviours.items():
         endpoint = start_endpoint(behaviour)
-        limits = {"timeout_s": 1 if name == "hang" else 10, "min_score": 0, "max_score": 1}
+        limits: dict[str, Any] = {"timeout_s": 1 if name == "hang" else 10, "min_score": 0, "max_score": 1}
         answer = service.register(f"{name}-{wire.run_id}", endpoint.url, **limits)
         assert answer.status_code == 201, answer.text
         groups.append(make_group(name, size=2, reward_name=f"{name}-{wire.run_id}"))

@@ -44,10 +44,11 @@ async def pool() -> AsyncIterator[GraderPool]:
 
 async def test_an_answer_that_exhausts_the_grader_is_wrong_and_says_so(pool: GraderPool) -> None:
     """An answer that runs out of CPU time twice, after the truth parsed, is wrong with part timeout; others go on."""
-    completions = (f"\\boxed{{{BOMB}}}", "\\boxed{x+1}", "\\boxed{x}")
+    rounded = (f"{BOMB}+2 \\approx 2.5", f"{'(' * 45}\\sqrt5{')' * 45} \\approx 2.236")
+    completions = (*(f"\\boxed{{{answer}}}" for answer in (BOMB, "x+1", "x", *rounded)),)
     verdicts = await math_answer.judge(completions, "1+x", pool.equal)
-    assert [verdict.reward for verdict in verdicts] == [0.0, 1.0, 0.0]
-    assert [verdict.parts["timeout"] for verdict in verdicts] == [1.0, 0.0, 0.0]
+    assert [verdict.reward for verdict in verdicts] == [0.0, 1.0, 0.0, 0.0, 0.0]
+    assert [verdict.parts["timeout"] for verdict in verdicts] == [1.0, 0.0, 0.0, 0.0, 0.0]
 
 
 async def test_hostile_answers_of_a_group_share_a_budget(pool: GraderPool) -> None:
