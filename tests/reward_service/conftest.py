@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,7 +14,7 @@ from penstock.deploy.processes.servers import NatsServer, S3Server
 from penstock.protocol import streams, subjects
 from penstock.protocol.config.connection import NatsSettings, S3Settings
 from penstock.protocol.facts import DeadLetter, GroupGenerated, GroupScored, RunEvent
-from penstock.protocol.groups import ScoredGroup
+from penstock.protocol.groups import RewardRequest, ScoredGroup
 from penstock.protocol.trajectory import Group
 from penstock.protocol.transport.blobs import Blobs
 from penstock.protocol.transport.bus import Bus
@@ -50,18 +52,33 @@ def start_service(
         service.kill()
 
 
+@contextlib.contextmanager
+def replica_of(run_id: str, nats: NatsSettings, s3: S3Settings, folder: Path, *overrides: str) -> Iterator[Service]:
+    """One replica, with the streams of a run that exist as long as it does."""
+    with Bus.connect(nats, name="test") as bus:
+        bootstrap(bus, Blobs(s3), run_id)
+        service = Service(run_id, nats, s3, folder, overrides).ready()
+        try:
+            yield service
+        finally:
+            service.kill()
+            delete_run(bus, run_id)
+
+
 @pytest.fixture(scope="module")
 def shared_service(
     nats_server: NatsServer, s3_server: S3Server, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Service]:
     """One replica for the tests of a file that only talk to its API."""
     folder = tmp_path_factory.mktemp("shared-reward")
-    with Bus.connect(nats_server.settings, name="test") as bus:
-        bootstrap(bus, Blobs(s3_server.settings), "shared-reward")
-        service = Service("shared-reward", nats_server.settings, s3_server.settings, folder).ready()
+    with replica_of("shared-reward", nats_server.settings, s3_server.settings, folder) as service:
         yield service
-        service.kill()
-        delete_run(bus, "shared-reward")
+
+
+def asking(group_id: str, reward: str, *texts: str, truth: str | None = '"4"', data_source: str = "") -> Group:
+    """Return a group with these completions, to be scored by a reward."""
+    group = builders.make_group(group_id, size=len(texts), texts=list(texts))
+    return replace(group, reward=RewardRequest(name=reward, data_source=data_source, ground_truth=truth))
 
 
 @pytest.fixture

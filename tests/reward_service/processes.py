@@ -222,6 +222,13 @@ def good(score: float = 0.5) -> Behaviour:
     return behave
 
 
+def chat_said(text: str | None, *, finish: str = "stop", **message: Any) -> Answer:
+    """Return the response of a chat endpoint, of 50 and 7 tokens."""
+    choice = {"index": 0, "message": {"role": "assistant", "content": text, **message}, "finish_reason": finish}
+    body = {"object": "chat.completion", "choices": [choice], "usage": {"prompt_tokens": 50, "completion_tokens": 7}}
+    return 200, {"content-type": "application/json"}, json.dumps(body).encode()
+
+
 def blocking(score: float) -> tuple[Behaviour, threading.Event, threading.Event]:
     """An endpoint that signals each request and answers when the test allows it."""
     asked, release = threading.Event(), threading.Event()

@@ -10,15 +10,12 @@ from typing import Any
 
 import httpx
 import pytest
-from tests.reward_service.conftest import Wire
+from tests.reward_service.conftest import Wire, replica_of
 from tests.reward_service.processes import Service, StartEndpoint, StartService, good, raw
 from tests.servers import wait_for
 
-from penstock.deploy.bootstrap import bootstrap
 from penstock.deploy.processes.servers import NatsServer
 from penstock.protocol.config.connection import NatsSettings, S3Settings
-from penstock.protocol.transport.blobs import Blobs
-from penstock.protocol.transport.bus import Bus
 
 
 def test_an_endpoint_is_registered_shown_tested_and_unregistered(
@@ -151,17 +148,12 @@ def test_health_is_503_while_nats_is_unreachable(
 ) -> None:
     """/healthz answers 503 while NATS is unreachable and 200 afterwards; the service keeps running."""
     server = own_nats()
-    with Bus.connect(server.settings, name="test") as bus:
-        bootstrap(bus, Blobs(s3_settings), run_id)
-    service = Service(run_id, server.settings, s3_settings, tmp_path).ready()
-    try:
+    with replica_of(run_id, server.settings, s3_settings, tmp_path) as service:
         server.kill()
         wait_for(lambda: httpx.get(f"{service.url}/healthz", timeout=60).status_code == 503, "health to turn red")
         server.restart()
         wait_for(lambda: httpx.get(f"{service.url}/healthz", timeout=60).status_code == 200, "health to turn green")
         assert service.alive()
-    finally:
-        service.kill()
 
 
 def test_the_runs_servers_and_oversized_bodies_are_refused(

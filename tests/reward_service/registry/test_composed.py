@@ -4,20 +4,17 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.groups import make_group
-from tests.reward_service.conftest import Wire
+from tests.reward_service.conftest import Wire, asking
 from tests.reward_service.processes import StartEndpoint, StartService, good
 
 from penstock.protocol.config.reward_settings import RewardDefinition, RewardSettings
 from penstock.protocol.errors import ConfigError
 from penstock.protocol.groups import RewardRequest
 from penstock.protocol.packs.group_pack import GroupTexts
-from penstock.protocol.trajectory import Group
 from penstock.reward_service.errors import BadGroundTruth, EndpointBusy, EndpointFailed, GraderFailed, RewardError
 from penstock.reward_service.registry import definitions
 from penstock.reward_service.registry.built_in import BUILT_INS, BY_SOURCE
@@ -51,11 +48,6 @@ weight = 0.5
 """
 
 
-def asking(group_id: str, reward: str, *texts: str, truth: str = '"4"') -> Group:
-    group = make_group(group_id, size=len(texts), texts=list(texts))
-    return replace(group, reward=RewardRequest(name=reward, data_source="math_reasoning", ground_truth=truth))
-
-
 def test_parts_are_stored_with_their_sum_and_an_error_in_one_is_the_groups(
     wire: Wire, start_service: StartService, start_endpoint: StartEndpoint, tmp_path: Path
 ) -> None:
@@ -66,7 +58,7 @@ def test_parts_are_stored_with_their_sum_and_an_error_in_one_is_the_groups(
     wire.announce(
         [
             asking("own", "mine", RIGHT, WRONG, BARE),
-            asking("early", "mixed", RIGHT, BARE),
+            asking("early", "mixed", RIGHT, BARE, data_source="math_reasoning"),
             asking("truthless", "mine", RIGHT, truth='"many"'),
         ]
     )
@@ -83,7 +75,7 @@ def test_parts_are_stored_with_their_sum_and_an_error_in_one_is_the_groups(
     assert "did you mean" in letters["early"].detail or "There are:" in letters["early"].detail
 
     assert service.register(f"judge-{wire.run_id}", endpoint.url, version="2").status_code == 201
-    wire.announce([asking("both", "mixed", RIGHT, WRONG)], pack_id="later")
+    wire.announce([asking("both", "mixed", RIGHT, WRONG, data_source="math_reasoning")], pack_id="later")
     (both,) = wire.wait_scored("both")["both"]
     assert both.rewards == (1.25, 0.25)
     assert both.scorer == f"mixed(math_flexible, judge-{wire.run_id}@2)"
