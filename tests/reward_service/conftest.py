@@ -15,10 +15,13 @@ from penstock.protocol import streams, subjects
 from penstock.protocol.config.connection import NatsSettings, S3Settings
 from penstock.protocol.facts import DeadLetter, GroupGenerated, GroupScored, RunEvent
 from penstock.protocol.groups import RewardRequest, ScoredGroup
+from penstock.protocol.packs.group_pack import GroupTexts
 from penstock.protocol.trajectory import Group
 from penstock.protocol.transport.blobs import Blobs
 from penstock.protocol.transport.bus import Bus
+from penstock.protocol.transport.delivery import Delivery
 from penstock.protocol.transport.inbox import Inbox
+from penstock.reward_service.scores import Outcome
 from tests import groups as builders
 from tests.reward_service.processes import (
     ROOT,
@@ -107,6 +110,26 @@ def serve(tmp_path: Path) -> Iterator[Serve]:
     yield start
     for process in started:
         process.kill()
+
+
+class Scripted:
+    """A reward whose outcomes a test gives: by group, or one for all."""
+
+    slow = False
+
+    def __init__(self, outcomes: Outcome | dict[str, Outcome]) -> None:
+        self._outcomes = outcomes
+
+    async def score(self, groups: Sequence[GroupTexts], *, attempt: int) -> list[Outcome]:
+        outcomes = self._outcomes
+        return [outcomes[group.group_id] if isinstance(outcomes, dict) else outcomes for group in groups]
+
+
+async def delivered(bus: Bus, run_id: str, fact: GroupGenerated, traceparent: str) -> Delivery[GroupGenerated]:
+    """Publish the announcement of a pack, and return its first delivery."""
+    await bus.publish(subjects.generated(run_id, "train"), fact, msg_id="1", traceparent=traceparent)
+    [delivery] = await (await bus.inbox(streams.generated_consumer(run_id), GroupGenerated)).fetch(1, 30.0)
+    return delivery
 
 
 class Wire:

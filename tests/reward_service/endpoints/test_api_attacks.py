@@ -164,6 +164,7 @@ HTTP = [
            request("POST", f"/v1/endpoints/{OTHERS}/test", b"{}", "penstock-endpoint-call: 1"), "another URL"),
 ]  # fmt: skip
 
+TOO_MANY = json.dumps({"reward": "gsm8k", "groups": [{"completions": ["1"]}] * 1025}).encode()
 SCORE = b'{"reward": "gsm8k", "groups": [{"completions": ["1"], "ground_truth": "1", "ground_truth": "2"}]}'
 BODIES = [
     Attack("key twice, inside", {400}, posted(SCORE, path="/v1/score"), "'ground_truth' twice"),
@@ -177,8 +178,7 @@ BODIES = [
     Attack("3 MB in chunks", {413}, chunked(b"2dc6c0\r\n" + b" " * 3_000_000 + b"\r\n0\r\n\r\n"), "max_request_bytes"),
     Attack("3 MB, asked for first", {413},
            request("POST", "/v1/endpoints", b"", "expect: 100-continue", length="3000000"), "max_request_bytes"),
-    Attack("1,025 groups", {422},
-           posted(b'{"reward": "gsm8k", "groups": [{"completions": [""]}%s]}' % (b', {"completions": [""]}' * 1024), path="/v1/score")),
+    Attack("1,025 groups", {422}, posted(TOO_MANY, path="/v1/score")),
 ]  # fmt: skip
 
 URLS = [

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.reward_service.conftest import Wire, asking
+from tests.reward_service.conftest import Scripted, Wire, asking
 from tests.reward_service.processes import StartEndpoint, StartService, good
 
 from penstock.protocol.config.reward_settings import RewardDefinition, RewardSettings
@@ -166,16 +166,6 @@ def test_a_built_in_that_needs_parameters_is_not_named_alone() -> None:
     parameters = {"longest": 8}
     mine = _define(one={"reward": "length", "parameters": parameters})
     definitions.check_settings(RewardSettings(name="mine", define=mine))
-
-
-class Scripted:
-    slow = False
-
-    def __init__(self, outcome: Outcome) -> None:
-        self.outcome = outcome
-
-    async def score(self, groups: Any, *, attempt: int) -> list[Outcome]:
-        return [self.outcome for _ in groups]
 
 
 @pytest.mark.parametrize(
