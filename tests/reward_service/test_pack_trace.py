@@ -17,7 +17,7 @@ from penstock.protocol.transport.bus import Bus
 from penstock.reward_service import pack_trace
 from penstock.reward_service.announce import Announcer
 from penstock.reward_service.endpoints.endpoint import Endpoint
-from penstock.reward_service.endpoints.endpoint_queue import EndpointQueue
+from penstock.reward_service.endpoints.endpoint_queue import EndpointClient
 from penstock.reward_service.endpoints.wire import GroupToScore
 from penstock.reward_service.errors import EndpointFailed, RewardCrashed
 from penstock.reward_service.metrics import ServiceMetrics
@@ -26,12 +26,11 @@ from penstock.reward_service.pack_scoring import Pack, RetryPolicy, ScoringConte
 from penstock.reward_service.pack_trace import PackTrace
 from penstock.reward_service.registry.reward_registry import RewardRegistry
 from penstock.reward_service.scores import GroupScores, Outcome
-from penstock.serving.http_connections import HttpConnections
 from penstock.serving.target_policy import PRIVATE_TARGETS, TargetPolicy
 from tests.groups import make_generated, make_group, pack_bytes
 from tests.otlp_receiver import recorded
 from tests.reward_service.conftest import Scripted, delivered
-from tests.reward_service.processes import EndpointServer, good, raw
+from tests.reward_service.processes import StartEndpoint, good, raw
 
 TRACEPARENT = "00-" + "1a" * 16 + "-" + "2b" * 8 + "-01"
 
@@ -40,28 +39,18 @@ def by_group(spans: Sequence[Span], name: str) -> dict[Any, Span]:
     return {span.attributes["group_id"]: span for span in spans if span.name == name}
 
 
-async def test_each_group_of_a_call_has_a_span_below_its_scoring() -> None:
+async def test_each_group_of_a_call_has_a_span_below_its_scoring(start_endpoint: StartEndpoint) -> None:
     traces, spans = recorded()
-    server = EndpointServer(good(0.5))
-    broken = EndpointServer(raw("nonsense"))
-    http = HttpConnections(keep_s=5.0, policy=TargetPolicy(PRIVATE_TARGETS), max_answer_bytes=100_000)
-    queues = [
-        EndpointQueue(Endpoint(name=name, url=one.url, dialect=dialect), None, http)
-        for name, one, dialect in (("a", server, "penstock"), ("b", broken, "penstock"), ("c", broken, "verl"))
-    ]
+    server, broken = start_endpoint(good(0.5)), start_endpoint(raw("nonsense"))
     groups = [GroupToScore(group_id=name, prompt="secret prompt", completions=["x", "y"]) for name in ("g#0", "g1")]
     trace = PackTrace.start(traces, TRACEPARENT, [group.group_id for group in groups], {"pack_id": "p"})
     pack_trace.CURRENT_TRACE.set(trace)
     try:
-        for queue in queues:
-            await queue.score_groups(groups, attempt=1)
+        async with EndpointClient(TargetPolicy(PRIVATE_TARGETS), max_response_bytes=100_000) as client:
+            for name, one, dialect in (("a", server, "penstock"), ("b", broken, "penstock"), ("c", broken, "verl")):
+                await client.queue(Endpoint(name=name, url=one.url, dialect=dialect)).score_groups(groups, attempt=1)
     finally:
         pack_trace.CURRENT_TRACE.set(None)
-        for queue in queues:
-            await queue.close()
-        await http.close()
-        server.close()
-        broken.close()
     for group in groups:
         trace.scored(group.group_id, {"scorer": "a"})
     scores = by_group(spans, "score")
