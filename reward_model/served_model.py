@@ -1,8 +1,8 @@
 """A reward model as a reward that `penstock reward serve-model` serves.
 
-The adapter of torch and transformers returns one number for each text. The number is the single logit of a model with one label (what reward models have), or, with ``label``, the
-probability of that label. Texts are padded on the right and batched by length; a text's number does not depend on
-the other texts of its batch, except for rounding.
+The adapter of torch and transformers returns one number for each text: the logit of a model with one label (what reward
+models have), or, with ``label``, the probability of that label. Texts are padded on the right and batched by length; a
+text's number does not depend on the other texts of its batch, except for rounding.
 """
 
 from __future__ import annotations
@@ -100,13 +100,6 @@ def batches(lengths: Sequence[int], *, max_tokens: int) -> list[list[int]]:
     return batched
 
 
-@dataclass(frozen=True, slots=True)
-class Scored:
-    num_tokens: int
-    value: float | None = None
-    error: str = ""
-
-
 class Classifier:
     def __init__(self, folder: Path, options: ModelOptions) -> None:
         """Load a model. Raises ConfigError naming the problem."""
@@ -120,8 +113,8 @@ class Classifier:
             # Without trust_remote_code=False, transformers asks on a terminal whether to run the folder's code.
             self._tokenizer: Any = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
             model, report = AutoModelForSequenceClassification.from_pretrained(
-                folder, local_files_only=True, trust_remote_code=False, use_safetensors=True, dtype=getattr(torch, options.dtype),
-                output_loading_info=True,
+                folder, local_files_only=True, trust_remote_code=False, use_safetensors=True, output_loading_info=True,
+                dtype=getattr(torch, options.dtype),
             )  # fmt: skip
         except (UnsupportedModel, TemplateRefused) as err:
             raise ConfigError(f"{folder}: {err}") from None
@@ -141,6 +134,7 @@ class Classifier:
             raise ConfigError(f"--max-length {options.max_length} is beyond the model's own limit of {limit} tokens")
         self.max_length = options.max_length or limit
         self._batch_tokens = options.batch_tokens
+        self.num_texts = self.num_tokens = 0
 
     @property
     def has_chat_template(self) -> bool:
@@ -156,8 +150,8 @@ class Classifier:
         except TemplateRefused as err:
             raise Unusable(f"the model's chat template refuses the chat: {err}") from None
 
-    def score(self, texts: Sequence[str], *, special_tokens: bool) -> list[Scored]:
-        """Return a number for every text, in order.
+    def score(self, texts: Sequence[str], *, special_tokens: bool) -> list[Score]:
+        """Return a score for every text, in order, with the part ``num_tokens``.
 
         ``special_tokens``: True if the tokenizer adds them (a chat template has added them already). A text
         longer than ``max_length`` is an error, because half an answer is another answer.
@@ -165,15 +159,17 @@ class Classifier:
         ids = self._tokenizer(list(texts), add_special_tokens=special_tokens)["input_ids"]
         lengths = [len(token_ids) for token_ids in ids]
         fits = [place for place, length in enumerate(lengths) if 0 < length <= self.max_length]
+        self.num_texts += len(texts)
+        self.num_tokens += sum(lengths)
         scored = [
-            Scored(length, error=f"the text has {length} tokens, expected 1 to {self.max_length} (--max-length)")
+            Score(error=f"the text has {length} tokens, expected 1 to {self.max_length} (--max-length)")
             for length in lengths
         ]
         for batch in batches([lengths[place] for place in fits], max_tokens=self._batch_tokens):
             places = [fits[number] for number in batch]
             values = self._forward([ids[place] for place in places])
             for place, value in zip(places, values, strict=True):
-                scored[place] = Scored(lengths[place], value)
+                scored[place] = _score(value, lengths[place])
         return scored
 
     def _forward(self, rows: Sequence[Sequence[int]]) -> list[float]:
@@ -239,14 +235,13 @@ class ModelReward(Hosted):
         if form == "chat" and not model.has_chat_template:
             raise ConfigError(f"{folder}: the tokenizer has no chat template; use --form plain")
         self._reading = Reading(form, model.render, options.prompt_column)
-        self._num_texts = self._num_tokens = 0
         self.title = f"{folder.name}: reward model in {options.dtype} on {options.device}"
         self.version = f"{fingerprint(folder)}-{form}-{options.dtype}"
         self.terms = {"timeout_s": options.timeout_s, "batch_size": 16, "concurrency": 2}
 
     @property
     def figures(self) -> Mapping[str, float]:
-        return {"texts": self._num_texts, "tokens": self._num_tokens}
+        return {"texts": self._model.num_texts, "tokens": self._model.num_tokens}
 
     async def score(self, groups: Sequence[GroupToScore]) -> list[list[Score]]:
         texts: list[str] = []
@@ -259,16 +254,11 @@ class ModelReward(Hosted):
             else:
                 by_group.append(range(len(texts), len(texts) + len(more)))
                 texts += more
-        scored = self._model.score(texts, special_tokens=self._reading.form == "plain") if texts else []
-        self._num_texts += len(texts)
-        self._num_tokens += sum(entry.num_tokens for entry in scored)
-        scores = [_score(entry) for entry in scored]
+        scores = self._model.score(texts, special_tokens=self._reading.form == "plain") if texts else []
         return [[scores[place] for place in entry] if isinstance(entry, range) else entry for entry in by_group]
 
 
-def _score(scored: Scored) -> Score:
-    if scored.value is None:
-        return Score(error=scored.error)
-    if not math.isfinite(scored.value):
-        return Score(error=f"the model's output is {scored.value}, expected a finite number; try --dtype float32")
-    return Score(score=scored.value, parts={"num_tokens": float(scored.num_tokens)})
+def _score(value: float, num_tokens: int) -> Score:
+    if not math.isfinite(value):
+        return Score(error=f"the model's output is {value}, expected a finite number; try --dtype float32")
+    return Score(score=value, parts={"num_tokens": float(num_tokens)})

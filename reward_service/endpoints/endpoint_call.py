@@ -1,4 +1,4 @@
-"""One call of an endpoint (several tries, an optional hedged try, one deadline, a check of the answer), and its circuit breaker.
+"""One call of an endpoint (tries, an optional hedged one, one deadline, a check of the answer), and its breaker.
 
 No connection, 429 and 5xx are tried again. The pause before a try is random between zero and a bound that doubles
 (full jitter), or ``Retry-After`` if that is longer. A time-out is not tried again here, because the group is delivered
@@ -292,7 +292,7 @@ def verdicts_of(
 ) -> list[Verdict]:  # fmt: skip
     """Return the scores of a group's completions; raises an error of the first that is none.
 
-    It is ``malformed`` for another number of scores and where ``wrong_with`` names a problem, ScoreRefused for one that is missing.
+    It is ``malformed`` for another number of scores and where ``wrong_with`` names a problem, ScoreRefused for none.
     """
     if len(scores) != len(group.completions):
         raise malformed(f"{who}: {len(scores)} scores for {len(group.completions)} completions")
@@ -326,15 +326,14 @@ def cut_group(endpoint: Endpoint, group: GroupToScore) -> list[GroupToScore]:
 
 
 def join_pieces(pieces: Sequence[Outcome]) -> Outcome:
+    """Return the outcome of a group from those of its pieces, of one completion each where there are several."""
     if len(pieces) == 1:
         return pieces[0]
     error = next((piece for piece in pieces if isinstance(piece, RewardError)), None)
     if error is not None:
         return error
     scored = [piece for piece in pieces if isinstance(piece, GroupScores)]
-    names = sorted({name for piece in scored for name in piece.parts})
-    return GroupScores(
-        rewards=tuple(reward for piece in scored for reward in piece.rewards),
-        scorer=scored[0].scorer,
-        parts={name: tuple(value for piece in scored for value in piece.parts.get(name, (0.0,))) for name in names},
-    )
+    verdicts = [
+        Verdict(piece.rewards[0], {name: values[0] for name, values in piece.parts.items()}) for piece in scored
+    ]
+    return GroupScores.of(verdicts, scored[0].scorer)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 import random
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from http import HTTPStatus
 from typing import Any
 
@@ -59,19 +59,20 @@ class _Completion(BaseModel):
 
 @dataclass(slots=True)
 class Cost:
-    """The requests and tokens so far; ``price`` in the unit of the settings' prices."""
+    """The requests and tokens so far."""
 
     calls: int = 0
     retries: int = 0
     failures: int = 0
     tokens_in: int = 0
     tokens_out: int = 0
-    untold: int = field(default=0)  # responses without token counts
+    untold: int = 0  # responses without token counts
 
 
 class Chat:
     def __init__(self, settings: JudgeSettings, api_key: str) -> None:
-        self._settings = settings
+        """Prepare; nothing is opened before the first question."""
+        self.settings = settings
         self._places = asyncio.Semaphore(settings.concurrency)
         self.cost = Cost()
         headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
@@ -87,22 +88,21 @@ class Chat:
         async with self._places:
             self.cost.calls += 1
             try:
-                async with asyncio.timeout(self._settings.timeout_s):
-                    said = await self._tries(body)
+                async with asyncio.timeout(self.settings.timeout_s):
+                    return await self._tries(body)
             except TimeoutError:
                 self.cost.failures += 1
-                raise NoVerdict(f"{self._who} gave no answer within {self._settings.timeout_s:g} s") from None
+                raise NoVerdict(f"{self._who} gave no answer within {self.settings.timeout_s:g} s") from None
             except NoVerdict:
                 self.cost.failures += 1
                 raise
-            return said
 
     @property
     def _who(self) -> str:
-        return f"judge {self._settings.model} at {self._settings.base_url}"
+        return f"judge {self.settings.model} at {self.settings.base_url}"
 
     async def _tries(self, body: dict[str, Any]) -> Said:
-        settings, problem = self._settings, ""
+        settings, problem = self.settings, ""
         for number in range(1 + settings.retries):
             pause_s = 0.0
             try:
@@ -124,7 +124,7 @@ class Chat:
         raise NoVerdict(f"{self._who}: {problem}")
 
     def _body(self, question: str) -> dict[str, Any]:
-        settings = self._settings
+        settings = self.settings
         messages = [{"role": "system", "content": settings.system}] if settings.system else []
         body: dict[str, Any] = {
             "model": settings.model,

@@ -14,7 +14,7 @@ import hashlib
 import math
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Literal, cast
 
@@ -76,14 +76,8 @@ def _end(text: str) -> str:
     return text.strip()[-_SHOWN:]
 
 
-@dataclass(frozen=True, slots=True)
-class Match:
-    first: int
-    second: int
-
-
-def pairs(num: int, *, opponents: int | None, both_orders: bool) -> list[Match]:
-    """Return the pairs to compare: all pairs, or for each answer its neighbours on both sides of a ring.
+def pairs(num: int, *, opponents: int | None, both_orders: bool) -> list[tuple[int, int]]:
+    """Return the pairs to compare, the first one shown first: all, or of each answer its neighbours in a ring.
 
     With ``opponents`` every answer is compared with the same number of others: ``opponents``, or one more.
     """
@@ -93,9 +87,9 @@ def pairs(num: int, *, opponents: int | None, both_orders: bool) -> list[Match]:
     matches = []
     for one, other in ordered:
         if both_orders:
-            matches += [Match(one, other), Match(other, one)]
+            matches += [(one, other), (other, one)]
         else:  # alternate the order, so that no answer always comes first
-            matches.append(Match(one, other) if (one + other) % 2 else Match(other, one))
+            matches.append((one, other) if (one + other) % 2 else (other, one))
     return matches
 
 
@@ -130,7 +124,7 @@ class Panel:
         if len(texts) < 2:
             return [Score(error="a pairwise judge needs groups of two answers or more")]
         matches = pairs(len(texts), opponents=self._settings.opponents, both_orders=self._settings.both_orders)
-        asked = [asyncio.create_task(self._compare(group, match)) for match in matches]
+        asked = [asyncio.create_task(self._compare(group, texts[first], texts[second])) for first, second in matches]
         try:
             results = await asyncio.gather(*asked)
         except (NoVerdict, Unreadable) as err:
@@ -141,16 +135,15 @@ class Panel:
             await asyncio.gather(*asked, return_exceptions=True)
         won: list[list[float]] = [[] for _ in texts]  # of each comparison: 1, or 0.5 for a tie
         parts: list[dict[str, float]] = [{"comparisons": 0.0, "tokens_in": 0.0, "tokens_out": 0.0} for _ in texts]
-        for match, (winner, said) in zip(matches, results, strict=True):
-            for place, name in ((match.first, "a"), (match.second, "b")):
+        for (first, second), (winner, said) in zip(matches, results, strict=True):
+            for place, name in ((first, "a"), (second, "b")):
                 won[place].append(0.5 if winner == "tie" else float(winner == name))
                 parts[place]["comparisons"] += 1
                 parts[place]["tokens_in"] += said.tokens_in / 2
                 parts[place]["tokens_out"] += said.tokens_out / 2
         return [Score(score=sum(wins) / len(wins), parts=own) for wins, own in zip(won, parts, strict=True)]
 
-    async def _compare(self, group: GroupToScore, match: Match) -> tuple[Winner, Said]:
-        first, second = group.completions[match.first], group.completions[match.second]
+    async def _compare(self, group: GroupToScore, first: str, second: str) -> tuple[Winner, Said]:
         if first == second:
             return "tie", Said("", 0, 0)
         said = await self._ask(group, answer_a=first, answer_b=second)
@@ -175,20 +168,14 @@ class Panel:
 class ChatReward(Hosted):
     """A reward that may ask a chat endpoint, with long deadlines and small calls, because a model may take minutes."""
 
-    def __init__(self, settings: JudgeSettings | None) -> None:
-        self._settings = settings
-        self._key = settings.api_key() if settings is not None else ""
-        self._chat: Chat | None = None
-        if settings is not None:
-            self.terms = {"timeout_s": min(3600.0, settings.timeout_s * _ROUNDS), "batch_size": 4}
+    def __init__(self, chat: Chat | None) -> None:
+        self._chat = chat
+        if chat is not None:
+            self.terms = {"timeout_s": min(3600.0, chat.settings.timeout_s * _ROUNDS), "batch_size": 4}
 
     @property
     def figures(self) -> Mapping[str, float]:
         return {} if self._chat is None else asdict(self._chat.cost)
-
-    async def open(self) -> None:
-        if self._settings is not None:
-            self._chat = Chat(self._settings, self._key)
 
     async def close(self) -> None:
         if self._chat is not None:
@@ -198,7 +185,9 @@ class ChatReward(Hosted):
 class JudgeReward(ChatReward):
     def __init__(self, file: Path) -> None:
         judge = self._judge = judge_settings.load(file)
-        super().__init__(judge)
+        chat = Chat(judge, judge.api_key())
+        super().__init__(chat)
+        self._panel, self._cost = Panel(judge, chat), chat.cost
         is_share = judge.scale or judge.mode == "pairwise"
         lowest, highest = (0.0, 1.0) if is_share else (judge.min_score, judge.max_score)
         self.terms = {**self.terms, "min_score": lowest, "max_score": highest}
@@ -207,22 +196,18 @@ class JudgeReward(ChatReward):
 
     @property
     def figures(self) -> Mapping[str, float]:
-        if self._chat is None:
-            return {}
-        cost = self._chat.cost
-        price = (cost.tokens_in * self._judge.price_in + cost.tokens_out * self._judge.price_out) / 1e6
-        return {**super().figures, "price": price}
+        price = self._cost.tokens_in * self._judge.price_in + self._cost.tokens_out * self._judge.price_out
+        return {**super().figures, "price": price / 1e6}
 
     async def score(self, groups: Sequence[GroupToScore]) -> list[list[Score]]:
-        assert self._chat is not None
-        return await Panel(self._judge, self._chat).score(groups)
+        return await self._panel.score(groups)
 
 
 class GraderReward(ChatReward):
     def __init__(self, file: Path, reference_key: str, model_settings: JudgeSettings | None) -> None:
         self._reference_key = reference_key
         grader = self._grader = openai_grader.load(file)
-        super().__init__(model_settings)
+        super().__init__(None if model_settings is None else Chat(model_settings, model_settings.api_key()))
         inner = grader.graders.values() if isinstance(grader, Multi) else [grader]
         if model_settings is None and any(isinstance(part, ScoreModel) for part in inner):
             raise ConfigError(f"{file}: a score_model grader needs a chat endpoint: name it with --base-url")

@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from http import HTTPStatus
-from typing import Any, Protocol
+from typing import Any
 from urllib.parse import quote
 
 from penstock.protocol.errors import PenstockError
@@ -33,8 +33,8 @@ class _NotYet(PenstockError):
 class ServiceAddress:
     """Where a reward service's API is, and its bearer token.
 
-    ``url`` may be several with commas between them, one of each replica: they share their endpoints, so that any of them
-    registers one and renews its lease.
+    ``url`` may be several with commas between them, one of each replica: they share their endpoints, so that any of
+    them registers one and renews its lease.
     """
 
     url: str
@@ -102,8 +102,8 @@ async def keep(service: ServiceAddress, offer: Offer) -> None:
     assert offer.lease_s is not None
     renewals = lease.Renewals()
     hint = (
-        f"Its groups wait once the lease has expired, {offer.lease_s:g} s after the last renewal; it is tried again. Where the "
-        "reward service runs elsewhere now, start this with all its URLs: --register URL,URL"
+        f"Its groups wait once the lease has expired, {offer.lease_s:g} s after the last renewal; it is tried again. "
+        "Where the reward service runs elsewhere now, start this with all its URLs: --register URL,URL"
     )
 
     async def renew() -> bool:
@@ -131,13 +131,11 @@ async def unregister(service: ServiceAddress, offer: Offer) -> None:
         try:
             await ask("DELETE", f"/v1/endpoints/{offer.name}?url={quote(offer.url, safe='')}", None)
         except ConnectionFailed as err:
-            say(
-                f"reward {offer.name} was not unregistered: {service.url} is unreachable ({err.reason}); its lease will expire"
-            )
+            where = f"{service.url} is unreachable ({err.reason})"
+            say(f"reward {offer.name} was not unregistered: {where}; its lease will expire")
 
 
-class _Ask(Protocol):
-    async def __call__(self, method: str, path: str, body: Mapping[str, Any] | None) -> Answer: ...
+_Ask = Callable[[str, str, Mapping[str, Any] | None], Awaitable[Answer]]  # method, path, body
 
 
 @contextlib.asynccontextmanager

@@ -1,4 +1,4 @@
-"""Which scorer a reward name means: a built-in, one that the run file makes of parts, an endpoint, or what fits the row.
+"""Which scorer a reward name means: a built-in, one that the run file makes of parts, an endpoint, or the row's own.
 
 Of a reward made of parts every part is scored and kept, and the definition's rule makes one reward of them.
 """
@@ -85,7 +85,7 @@ class ComposedReward:
 
 
 class RewardRegistry:
-    """All rewards this replica can give. An endpoint's name never hides a built-in or a defined one; it may hide an alias."""
+    """The rewards that this replica can give. An endpoint's name may hide an alias, no built-in or defined reward."""
 
     def __init__(
         self, built_ins: Mapping[str, Scorer], registry: EndpointRegistry, client: EndpointClient, *,
@@ -94,7 +94,7 @@ class RewardRegistry:
         own: Mapping[str, Mapping[str, Scorer]] = MappingProxyType({}),
         user: Mapping[str, Scorer] = MappingProxyType({}),
     ) -> None:  # fmt: skip
-        """Look names up in the built-ins, then in the run file's (``define``, ``user``), then among the endpoints, then among the aliases.
+        """Look names up in the built-ins, the run file's (``define``, ``user``), the endpoints, then among the aliases.
 
         ``notes`` say how a built-in works on this machine; one that cannot be offered here is not among the built-ins,
         and its note says why. ``define`` are the run file's rewards, ``own`` the scorers of their built-in parts,
@@ -152,12 +152,9 @@ class RewardRegistry:
     def _look_up(self, request: RewardRequest) -> Scorer | None:
         name = request.data_source if request.name == AUTO else request.name
         for candidate in (name, BY_SOURCE.get(name, "")):
-            if candidate in self._built_ins:
-                return self._built_ins[candidate]
-            if candidate in self._defined:
-                return self._defined[candidate]
-            if candidate in self._user:
-                return self._user[candidate]
+            for known in (self._built_ins, self._defined, self._user):
+                if candidate in known:
+                    return known[candidate]
             if candidate in self._registry.endpoints:
                 return self._queue(self._registry.endpoints[candidate])
         for endpoint in self._registry.endpoints.values() if request.name == AUTO else ():
@@ -188,6 +185,5 @@ class RewardRegistry:
         asked = f"data_source {name!r} (reward 'auto')" if request.name == AUTO else f"reward {name!r}"
         near = difflib.get_close_matches(name, self.names(), n=3, cutoff=0.5)
         hint = f"did you mean {' or '.join(near)}? " if near else ""
-        return UnknownReward(
-            f"no {asked}: {hint}There are: {', '.join(sorted({*self._built_ins, *self._defined, *self._user, *self._registry.endpoints}))}"
-        )
+        there = sorted({*self._built_ins, *self._defined, *self._user, *self._registry.endpoints})
+        return UnknownReward(f"no {asked}: {hint}There are: {', '.join(there)}")

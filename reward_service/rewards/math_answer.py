@@ -1,18 +1,18 @@
 """1 when the answer in the last ``\\boxed{}`` has the value of the ground truth.
 
-A chain in ``<think>`` is not read. Two numbers are compared as fractions, prose by its words and only where the truth is prose;
-everything else in a process of its own (`graders/math_grader.py`), exactly, or within the relative tolerance of the parameters or of the
-row (``{"answer": "4.5e33", "relative": 0.01}``). Of an equation the final side is compared, and its numeric sides must be equal to
-it: `41 = 42` is wrong. The name of a value may be left out (`x = 5`, `f(x) = 2x + 1`), a side of an equation not (`y = 2x + 1`).
-Units are compared when both have one; bases of numerals, and the case of letters, always.
+A chain in ``<think>`` is not read. Two numbers are compared as fractions, prose by its words if the truth is prose,
+everything else by a grader process (`graders/math_grader.py`), exactly or within the relative tolerance of the
+parameters or of the row (``{"answer": "4.5e33", "relative": 0.01}``). Of an equation the final side is compared; its
+numeric sides must equal it: `41 = 42` is wrong. The name of a value may be left out (`x = 5`, `f(x) = 2x + 1`), a
+side of an equation not (`y = 2x + 1`). Units are compared when both have one; bases and the case of letters, always.
 
-Part ``boxed`` is 1 if an answer was found. Part ``timeout`` is 1 for an answer that exhausted the grader twice: it is wrong, because
-the completion alone is the cause. A truth that the parser cannot read equals
-its own text alone; one that is empty, does not close its brackets or exhausts the grader is BadGroundTruth, whatever the answers are.
+Part ``boxed`` is 1 if an answer was found, ``timeout`` for an answer that exhausted the grader twice: it is wrong, as
+the completion alone is the cause. A truth that the parser cannot read equals its own text alone; one that is empty or
+does not close its brackets, or exhausts the grader, is BadGroundTruth, whatever the answers are.
 
-`answer_line` takes the last line that begins its answer with ``Answer:``, the format that DAPO's prompts ask for and verl's
-`math_dapo` reads, where texts are compared; if the line has a box, its content is the answer. `math_flexible` also takes an
-answer in ``<answer>`` tags, after ``####`` or "the answer is", or the last number.
+`answer_line` takes the last line that begins its answer with ``Answer:``, as DAPO's prompts ask and verl's `math_dapo`
+reads (it compares texts), or the box on that line. `math_flexible` also takes an answer in ``<answer>`` tags, after
+``####`` or "the answer is", or the last number.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ async def judge(
     part: str = "boxed",
     parameters: Parameters = Parameters(),  # noqa: B008 frozen
 ) -> list[Verdict]:
-    """Compare what ``find`` reads with the truth, a solution or an answer; the part named ``part`` is 1 if there was one."""
+    """Compare what ``find`` reads with the truth, a solution or an answer; the part ``part`` is 1 if there was one."""
     gold = _gold(truth, parameters.relative)
     if gold.needs_grader and await grade(gold.to_grader, "") in {Graded.GOLD_UNREADABLE, Graded.EXHAUSTED}:
         raise BadGroundTruth(
@@ -109,12 +109,9 @@ class _Gold(NamedTuple):
 
 
 def _gold(truth: Any, relative: float) -> _Gold:
-    if (
-        isinstance(truth, dict)
-        and truth.keys() == {"answer", "relative"}
-        and isinstance(truth["relative"], int | float | None)
-    ):
-        truth, relative = truth["answer"], relative if truth["relative"] is None else float(truth["relative"])
+    match truth:
+        case {"answer": answer, "relative": int() | float() | None as own} if len(truth) == 2:
+            truth, relative = answer, relative if own is None else float(own)
     if isinstance(truth, list) and len(truth) == 1:
         truth = truth[0]
     text = truth_text(", ".join(truth) if _are_texts(truth) else truth, NAME)
@@ -131,11 +128,8 @@ def _gold(truth: Any, relative: float) -> _Gold:
 
 
 def _are_texts(values: Any) -> bool:
-    return (
-        isinstance(values, list)
-        and len(values) > 0
-        and all(isinstance(value, str) and value.strip() for value in values)
-    )
+    is_list = isinstance(values, list) and len(values) > 0
+    return is_list and all(isinstance(value, str) and value.strip() for value in values)
 
 
 def _listed(text: str) -> Any:
@@ -145,10 +139,12 @@ def _listed(text: str) -> Any:
         return None
 
 
+_WHY = r",\s(?:as|so|because|since|which)\s"
 _MARKED = re.compile(
-    r"\s*(?:\*\*(?P<bold>[^*]+)\*\*|\$(?P<formula>[^$]+)\$|\\\((?P<inline>.+?)\\\))(?=[.!]*\s*(?:\Z|,\s(?:as|so|because|since|which)\s))"
+    r"\s*(?:\*\*(?P<bold>[^*]+)\*\*|\$(?P<formula>[^$]+)\$|\\\((?P<inline>.+?)\\\))"
+    rf"(?=[.!]*\s*(?:\Z|{_WHY}))"
 )
-_REASON = re.compile(r",\s(?:as|so|because|since|which)\s.*", re.DOTALL)
+_REASON = re.compile(rf"{_WHY}.*", re.DOTALL)
 
 
 def anywhere(completion: str) -> str | None:
@@ -208,14 +204,16 @@ async def _compare(gold: _Gold, answer: str, grade: Grade) -> Graded:
 
 
 async def _rounds(equation: latex.Equation, grade: Grade) -> bool:
-    """Return True if the final side is the exact side before it, rounded to the final side's digits."""
+    """Return True if the final side is the exact side before it, rounded to the final side's digits.
+
+    A grader compares with the final side, a plain number: an exact side that cannot be read is the answer's failure.
+    """
     number = latex.read_number(equation.value)
     if not number or latex.read_number(equation.exact) is not None or len(equation.exact) > MAX_ANSWER_CHARS:
         return False
     digits = len(equation.value.strip().rstrip("%").partition(".")[2])
     half = 1 / (2 * 10**digits * abs(number))
-    exact = _Gold(equation.exact, float(half)) if half < 1 else None
-    return exact is not None and await _equal(exact, equation.value, grade) is Graded.RIGHT
+    return half < 1 and await _equal(_Gold(equation.value, float(half)), equation.exact, grade) is Graded.RIGHT
 
 
 async def _equal(gold: _Gold, answer: str, grade: Grade) -> Graded:
@@ -261,15 +259,16 @@ REWARD = GradedReward(
     reads="answer",
     data_sources=_DATA_SETS,
     parts=("boxed", "timeout"),
-    notes="exact unless `relative` is set; units are compared when both have one, bases always; `y = 2x + 1` is not `2x + 1`; "
-    f"an answer longer than {MAX_ANSWER_CHARS} characters is wrong",
+    notes="exact unless `relative` is set; units are compared when both have one, bases always; `y = 2x + 1` is not "
+    f"`2x + 1`; an answer longer than {MAX_ANSWER_CHARS} characters is wrong",
     success=1.0,
 )
 
 FLEXIBLE_REWARD = replace(
     REWARD,
     name=FLEXIBLE,
-    description="1 when the answer (boxed, in tags, after ####, after 'the answer is', or the last number) equals the ground truth",
+    description="1 when the answer (boxed, in tags, after ####, after 'the answer is', or the last number) equals the "
+    "ground truth",
     judge=partial(judge_with, find=anywhere, part="has_answer"),
     data_sources=("math_reasoning",),
     parts=("has_answer", "timeout"),

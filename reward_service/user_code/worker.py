@@ -1,13 +1,14 @@
 """A worker process of a user's reward: ``python -m penstock.reward_service.user_code.worker NAME PARAMETERS PARENT``.
 
-NAME is ``module:attribute`` or ``file.py:attribute``, PARAMETERS a JSON object, PARENT the process id of the service. One JSON text a line, on stdin and stdout:
+NAME is ``module:attribute`` or ``file.py:attribute``, PARAMETERS a JSON object, PARENT the process id of the service.
+Stdin and stdout have one JSON text a line:
 
     ← {"digest": "0123456789abcdef"}          loaded; or {"refused": "..."} and exit code 1
     → {"group_id": "g", "completions": [...], ...}       a `GroupToScore`
     ← {"scores": [{"score": 1.0, "parts": {}}, ...]}     or {"bad_ground_truth": "..."}
 
-User code sees neither pipe: what it prints goes to stderr, and its stdin is empty. It runs with the rights of the service,
-without the environment variables ``PENSTOCK_*``, and ends with the service.
+User code sees neither pipe: what it prints goes to stderr, and its stdin is empty. It runs with the rights of the
+service, without the environment variables ``PENSTOCK_*``, and ends with the service.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, Protocol
+from typing import Any, BinaryIO
 
 from pydantic import ValidationError
 
@@ -33,22 +34,12 @@ from penstock.reward_service.endpoints.wire import GroupToScore, Score
 from penstock.reward_service.errors import BadGroundTruth
 from penstock.reward_service.rewards.reward import PureReward, Reward, Verdict
 from penstock.reward_service.user_code import user_file
-
-
-class Loaded(Protocol):
-    async def open(self) -> None: ...
-
-    async def score(self, group: GroupToScore) -> list[Score]: ...
-
-    async def close(self) -> None: ...
+from penstock.reward_service.user_code.user_function import UserReward
 
 
 @dataclass(frozen=True, slots=True)
 class JudgeReward:
     judge: Callable[[tuple[str, ...], Any], list[Verdict]]
-
-    async def open(self) -> None:
-        """Nothing to do."""
 
     async def score(self, group: GroupToScore) -> list[Score]:
         """Call the reward's `judge`; what it raises, BadGroundTruth aside, is the error of every score."""
@@ -60,17 +51,14 @@ class JudgeReward:
         except Exception as err:  # noqa: BLE001 the user's code may raise anything; it becomes the score's error
             return [Score(error=f"{type(err).__name__}: {err}"[:1000])] * len(group.completions)
 
-    async def close(self) -> None:
-        """Nothing to do."""
 
-
-def load(name: str, parameters: dict[str, Any]) -> tuple[Loaded, str]:
-    loaded = Registry("reward", object, package="penstock.reward_service.rewards", group="penstock.rewards").find(name)
+def load(name: str, parameters: dict[str, Any]) -> tuple[UserReward | JudgeReward, str]:
+    registry = Registry("reward", object, package="penstock.reward_service.rewards", group="penstock.rewards")
+    loaded = registry.find(name)
+    kind = type(loaded.value).__name__
     if isinstance(loaded.value, Reward):
         if not isinstance(loaded.value, PureReward):
-            raise ConfigError(
-                f"reward {name!r}: a reward of your own is a PureReward, got {type(loaded.value).__name__}"
-            )
+            raise ConfigError(f"reward {name!r}: a reward of your own is a PureReward, got {kind}")
         try:
             validated = loaded.value.parameters.model_validate_json(json.dumps(parameters), strict=True)
         except ValidationError as err:
@@ -79,9 +67,7 @@ def load(name: str, parameters: dict[str, Any]) -> tuple[Loaded, str]:
             raise ConfigError(f"reward {name!r}: {where}: {first['msg']}") from None
         return JudgeReward(loaded.value.bind(validated)), loaded.digest
     if not callable(loaded.value):
-        raise ConfigError(
-            f"reward {name!r}: expected a function, a callable object or a PureReward, got {type(loaded.value).__name__}"
-        )
+        raise ConfigError(f"reward {name!r}: expected a function, a callable object or a PureReward, got {kind}")
     attribute, file = name.rpartition(":")[2], _file_of(loaded.value)
     return user_file.of(loaded.value, attribute, file, arguments=parameters), loaded.digest
 
@@ -101,7 +87,8 @@ async def _serve(name: str, parameters: dict[str, Any], incoming: BinaryIO, outg
 
     try:
         reward, digest = load(name, parameters)
-        await reward.open()
+        if isinstance(reward, UserReward):
+            await reward.open()
     except PenstockError as err:
         reply({"refused": str(err)})
         return 1
@@ -112,7 +99,8 @@ async def _serve(name: str, parameters: dict[str, Any], incoming: BinaryIO, outg
             reply({"scores": [score.model_dump() for score in scores]})
         except BadGroundTruth as err:
             reply({"bad_ground_truth": str(err)})
-    await reward.close()
+    if isinstance(reward, UserReward):
+        await reward.close()
     return 0
 
 

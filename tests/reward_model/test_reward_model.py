@@ -14,13 +14,7 @@ from typing import Any
 import httpx
 import pytest
 import torch
-from transformers import (
-    AutoTokenizer,
-    LlamaConfig,
-    LlamaForSequenceClassification,
-    Qwen3Config,
-    Qwen3ForSequenceClassification,
-)
+from transformers import AutoModelForSequenceClassification, AutoTokenizer, LlamaConfig, Qwen3Config
 
 from penstock.protocol.errors import ConfigError
 from penstock.reward_model.commands import ModelOptions
@@ -48,11 +42,8 @@ def build(folder: Path, kind: str = "qwen3", *, num_labels: int = 1, pad: int | 
         "num_labels": num_labels,
         "pad_token_id": pad,
     }
-    config_class, model_class = {
-        "qwen3": (Qwen3Config, Qwen3ForSequenceClassification),
-        "llama": (LlamaConfig, LlamaForSequenceClassification),
-    }[kind]
-    model = model_class(config_class(**shape)).float().eval()
+    config = (Qwen3Config if kind == "qwen3" else LlamaConfig)(**shape)
+    model = AutoModelForSequenceClassification.from_config(config).float().eval()
     model.save_pretrained(folder)
     write_tokenizer(folder)
     if settings:
@@ -86,18 +77,18 @@ def test_batches_give_what_each_text_gives_by_itself(kind: str, padding: str, tm
     texts = [text + ending for text in TEXTS if text for ending in ("", "<|im_end|>")]
     classifier = load(tmp_path)
     scored = classifier.score(texts, special_tokens=True)
-    assert [one.value for one in scored] == pytest.approx([row[0] for row in alone(model, tmp_path, texts)], abs=2e-5)
-    assert all(one.num_tokens > 0 for one in scored)
-    assert len({round(one.value or 0.0, 4) for one in scored}) > 5
+    assert [one.score for one in scored] == pytest.approx([row[0] for row in alone(model, tmp_path, texts)], abs=2e-5)
+    assert all(one.parts["num_tokens"] > 0 for one in scored)
+    assert len({round(one.score or 0.0, 4) for one in scored}) > 5
 
 
 def test_a_text_that_does_not_fit_is_an_error(tmp_path: Path) -> None:
     build(tmp_path)
     scored = load(tmp_path, max_length=20).score(["hello", "", "x" * 40], special_tokens=True)
-    assert scored[0].value is not None
-    assert [one.value for one in scored[1:]] == [None, None]
-    assert "0 tokens" in scored[1].error
-    assert "1 to 20" in scored[2].error
+    assert scored[0].score is not None
+    assert [one.score for one in scored[1:]] == [None, None]
+    assert "0 tokens" in (scored[1].error or "")
+    assert "1 to 20" in (scored[2].error or "")
     assert load(tmp_path).max_length == CONTEXT
 
 
@@ -105,7 +96,7 @@ def test_with_several_labels_one_of_them_counts(tmp_path: Path) -> None:
     model = build(tmp_path, num_labels=3)
     (row,) = alone(model, tmp_path, ["hello"])
     (scored,) = load(tmp_path, label=2).score(["hello"], special_tokens=True)
-    assert scored.value == pytest.approx(torch.tensor(row).softmax(-1)[2].item(), abs=1e-6)
+    assert scored.score == pytest.approx(torch.tensor(row).softmax(-1)[2].item(), abs=1e-6)
     with pytest.raises(ConfigError, match="3 labels; choose one with --label"):
         load(tmp_path)
     with pytest.raises(ConfigError, match="--label 3: the model has 3 labels"):
@@ -116,14 +107,14 @@ def test_bfloat16_is_near_float32(tmp_path: Path) -> None:
     """The same model in bfloat16 gives the same numbers to its precision, as float32 on the way out."""
     build(tmp_path)
     texts = [text for text in TEXTS if text]
-    full = [one.value for one in load(tmp_path).score(texts, special_tokens=True)]
-    half = [one.value for one in load(tmp_path, dtype="bfloat16").score(texts, special_tokens=True)]
+    full = [one.score for one in load(tmp_path).score(texts, special_tokens=True)]
+    half = [one.score for one in load(tmp_path, dtype="bfloat16").score(texts, special_tokens=True)]
     assert half == pytest.approx(full, abs=0.15)
     assert half != full
 
 
 def test_a_folder_without_a_reward_model_is_refused(tmp_path: Path) -> None:
-    """No folder, no head (transformers would initialise one at random) and a length beyond the model are errors at the start."""
+    """No folder, no head (transformers would draw one) and a length beyond the model are errors at the start."""
     with pytest.raises(ConfigError, match=r"config\.json: not readable"):
         load(tmp_path / "absent")
     build_model(tmp_path / "policy")
@@ -141,9 +132,9 @@ def test_a_folder_without_a_reward_model_is_refused(tmp_path: Path) -> None:
     ("name", "data", "reason"),
     [
         ("chat_template.jinja", "{{ 'a' * 10**11 ", "not valid Jinja"),
-        ("tokenizer.json", '{"normalizer": {"type": "Prepend", "prepend": "' + "a" * 999 + '"}, "model": {}}', "makes texts up to"),
+        ("tokenizer.json", '{"normalizer": {"type": "Prepend", "prepend": "%s"}, "model": {}}' % ("a" * 999), "up to"),
         ("config.json", '{"num_hidden_layers": -1}', "num_hidden_layers = -1"),
-        ("config.json", '{"auto_map": {"AutoModelForSequenceClassification": "evil.Model"}, "model_type": "evil"}', "evil"),
+        ("config.json", '{"auto_map": {"AutoModelForSequenceClassification": "evil.M"}, "model_type": "evil"}', "evil"),
         ("adapter_config.json", "{}", "is an adapter"),
         ("tokenizer_config.json", "[]", "expected a JSON object"),
     ],
@@ -164,7 +155,8 @@ def test_a_hostile_folder_is_refused_as_the_trainer_refuses_it(
 def test_a_chat_template_is_bounded_and_gives_what_transformers_gives(tmp_path: Path) -> None:
     build(tmp_path)
     (tmp_path / "chat_template.jinja").write_text(
-        "{% for m in messages %}{{ eos_token }}{{ m.content }}{% if 'x' in m.content %}{{ 'a' * 10**11 }}{% endif %}\n{% endfor %}"
+        "{% for m in messages %}{{ eos_token }}{{ m.content }}"
+        "{% if 'x' in m.content %}{{ 'a' * 10**11 }}{% endif %}\n{% endfor %}"
     )
     model, chat = load(tmp_path), [{"role": "user", "content": "hi"}]
     assert model.render(chat) == AutoTokenizer.from_pretrained(tmp_path).apply_chat_template(chat, tokenize=False)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,11 +14,14 @@ from penstock.deploy.processes.servers import NatsServer, S3Server
 from penstock.protocol import streams, subjects
 from penstock.protocol.config.connection import NatsSettings, S3Settings
 from penstock.protocol.facts import DeadLetter, GroupGenerated, GroupScored, RunEvent
-from penstock.protocol.groups import ScoredGroup
+from penstock.protocol.groups import RewardRequest, ScoredGroup
+from penstock.protocol.packs.group_pack import GroupTexts
 from penstock.protocol.trajectory import Group
 from penstock.protocol.transport.blobs import Blobs
 from penstock.protocol.transport.bus import Bus
+from penstock.protocol.transport.delivery import Delivery
 from penstock.protocol.transport.inbox import Inbox
+from penstock.reward_service.scores import Outcome
 from tests import groups as builders
 from tests.reward_service.processes import (
     ROOT,
@@ -50,18 +55,33 @@ def start_service(
         service.kill()
 
 
+@contextlib.contextmanager
+def replica_of(run_id: str, nats: NatsSettings, s3: S3Settings, folder: Path, *overrides: str) -> Iterator[Service]:
+    """One replica, with the streams of a run that exist as long as it does."""
+    with Bus.connect(nats, name="test") as bus:
+        bootstrap(bus, Blobs(s3), run_id)
+        service = Service(run_id, nats, s3, folder, overrides).ready()
+        try:
+            yield service
+        finally:
+            service.kill()
+            delete_run(bus, run_id)
+
+
 @pytest.fixture(scope="module")
 def shared_service(
     nats_server: NatsServer, s3_server: S3Server, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Service]:
     """One replica for the tests of a file that only talk to its API."""
     folder = tmp_path_factory.mktemp("shared-reward")
-    with Bus.connect(nats_server.settings, name="test") as bus:
-        bootstrap(bus, Blobs(s3_server.settings), "shared-reward")
-        service = Service("shared-reward", nats_server.settings, s3_server.settings, folder).ready()
+    with replica_of("shared-reward", nats_server.settings, s3_server.settings, folder) as service:
         yield service
-        service.kill()
-        delete_run(bus, "shared-reward")
+
+
+def asking(group_id: str, reward: str, *texts: str, truth: str | None = '"4"', data_source: str = "") -> Group:
+    """Return a group with these completions, to be scored by a reward."""
+    group = builders.make_group(group_id, size=len(texts), texts=list(texts))
+    return replace(group, reward=RewardRequest(name=reward, data_source=data_source, ground_truth=truth))
 
 
 @pytest.fixture
@@ -90,6 +110,26 @@ def serve(tmp_path: Path) -> Iterator[Serve]:
     yield start
     for process in started:
         process.kill()
+
+
+class Scripted:
+    """A reward whose outcomes a test gives: by group, or one for all."""
+
+    slow = False
+
+    def __init__(self, outcomes: Outcome | dict[str, Outcome]) -> None:
+        self._outcomes = outcomes
+
+    async def score(self, groups: Sequence[GroupTexts], *, attempt: int) -> list[Outcome]:
+        outcomes = self._outcomes
+        return [outcomes[group.group_id] if isinstance(outcomes, dict) else outcomes for group in groups]
+
+
+async def delivered(bus: Bus, run_id: str, fact: GroupGenerated, traceparent: str) -> Delivery[GroupGenerated]:
+    """Publish the announcement of a pack, and return its first delivery."""
+    await bus.publish(subjects.generated(run_id, "train"), fact, msg_id="1", traceparent=traceparent)
+    [delivery] = await (await bus.inbox(streams.generated_consumer(run_id), GroupGenerated)).fetch(1, 30.0)
+    return delivery
 
 
 class Wire:
@@ -136,6 +176,11 @@ class Wire:
 
         wait_for(buried, f"dead letters of {', '.join(group_ids)}", deadline_s)
         return self.dead
+
+    def wait_requeued(self) -> RunEvent:
+        """Return the first event of a group that waits."""
+        wait_for(lambda: any(event.kind == "reward_error" for event in self.events), "the group to wait")
+        return next(event for event in self.events if event.kind == "reward_error")
 
     def wait_idle(self) -> None:
         """Wait until no announced pack is pending or unacknowledged."""

@@ -126,6 +126,10 @@ class Service(Process):
         headers = {"authorization": f"Bearer {token}"} if token else {}
         return httpx.post(self.url + path, json=body, headers=headers, timeout=60)
 
+    def delete(self, name: str, *, token: str = "", **params: str) -> httpx.Response:
+        headers = {"authorization": f"Bearer {token}"} if token else {}
+        return httpx.delete(f"{self.url}/v1/endpoints/{name}", params=params, headers=headers, timeout=60)
+
     def endpoints(self, token: str = "") -> dict[str, Any]:
         """Return the registered endpoints by name."""
         headers = {"authorization": f"Bearer {token}"} if token else {}
@@ -216,6 +220,13 @@ def good(score: float = 0.5) -> Behaviour:
         return 200, {"content-type": "application/json"}, json.dumps({"results": results}).encode()
 
     return behave
+
+
+def chat_said(text: str | None, *, finish: str = "stop", **message: Any) -> Answer:
+    """Return the response of a chat endpoint, of 50 and 7 tokens."""
+    choice = {"index": 0, "message": {"role": "assistant", "content": text, **message}, "finish_reason": finish}
+    body = {"object": "chat.completion", "choices": [choice], "usage": {"prompt_tokens": 50, "completion_tokens": 7}}
+    return 200, {"content-type": "application/json"}, json.dumps(body).encode()
 
 
 def blocking(score: float) -> tuple[Behaviour, threading.Event, threading.Event]:

@@ -8,6 +8,7 @@ from penstock.protocol.groups import BlobRef
 from penstock.protocol.transport.bus import Bus
 from penstock.reward_service.announce import Announcer, hash_of
 from tests.groups import make_generated, make_group, make_scored
+from tests.reward_service.conftest import delivered
 
 
 async def test_another_message_cannot_take_the_id_of_an_announcement(bus: Bus, run_streams: str):
@@ -26,13 +27,10 @@ async def test_another_message_cannot_take_the_id_of_an_announcement(bus: Bus, r
 
 
 async def test_the_ids_of_what_is_published_cannot_be_taken_beforehand(bus: Bus, run_streams: str):
-    """Who knows pack, groups and number in the stream still takes neither the id of the scores nor of the dead letter."""
+    """Who knows pack, groups and number in the stream still takes the id of neither the scores nor the dead letter."""
     announcer = Announcer(bus, run_id=run_streams, source="r0")
     fact = make_generated(run_streams, [make_group()], BlobRef(key="k", size_bytes=1, sha256="a" * 64), pack_id="p0")
-    traceparent = trace_context.new_trace()
-    await bus.publish(subjects.generated(run_streams, "train"), fact, msg_id="1", traceparent=traceparent)
-    inbox = await bus.inbox(streams.generated_consumer(run_streams), GroupGenerated)
-    [delivery] = await inbox.fetch(1, 30.0)
+    delivery = await delivered(bus, run_streams, fact, trace_context.new_trace())
     ids = hash_of([group.group_id for group in fact.groups])
     guesses = (f"{delivery.sequence}", f"{delivery.sequence}:", f"{delivery.sequence}:{'0' * 32}")
     for guess in guesses:

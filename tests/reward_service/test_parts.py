@@ -119,7 +119,7 @@ def test_wrong_settings_are_refused(override: str, text: str) -> None:
         load(RewardSettings, overrides=[override])
 
 
-def test_the_token_comes_from_its_file(tmp_path: Path) -> None:
+def test_tokens_and_roles_come_from_their_files(tmp_path: Path) -> None:
     file = tmp_path / "token"
     settings = load(RewardSettings, overrides=[f"reward_service.token_file={file}"]).settings.reward_service
     with pytest.raises(ConfigError, match="not readable"):
@@ -132,9 +132,6 @@ def test_the_token_comes_from_its_file(tmp_path: Path) -> None:
     assert caller is not None
     assert (caller.name, caller.role) == ("admin", Role.ADMIN)
     assert settings.access().caller("abd") is None
-
-
-def test_the_roles_come_from_their_file(tmp_path: Path) -> None:
     file = tmp_path / "tokens"
     settings = load(RewardSettings, overrides=[f"reward_service.tokens_file={file}"]).settings.reward_service
     file.write_text("lab register 0123456789abcdef\n")

@@ -19,7 +19,6 @@ from penstock.protocol.errors import BlobDenied, BlobMissing
 from penstock.protocol.facts import Heartbeat, decode, encode
 from penstock.protocol.groups import RewardRequest
 from penstock.protocol.packs.group_pack import GroupTexts
-from penstock.protocol.streams import StreamLimits
 from penstock.protocol.transport.blobs import Blobs
 from penstock.protocol.transport.bus import Bus
 from penstock.reward_service import pack_progress
@@ -31,20 +30,14 @@ from penstock.reward_service.scores import GroupScores
 from tests.groups import make_generated, make_group, make_groups, pack_bytes
 from tests.protocol.hostile_packs import HOSTILE
 from tests.reward_service.conftest import Wire
-from tests.reward_service.processes import (
-    Service,
-    StartEndpoint,
-    StartService,
-    blocking,
-    good,
-)
+from tests.reward_service.processes import Service, StartEndpoint, StartService, blocking, good
 from tests.servers import wait_for
 
 TEXTS = ["1 2 3", " 1 2 3\n", "3 2 1", ""]
 
 
 def test_a_pack_is_scored_and_acknowledged(wire: Wire, start_service: StartService) -> None:
-    """Every group of a pack gets one reward for each completion, by the reward named in its task, and is counted in /metrics."""
+    """Each completion gets one reward, by the reward that its task names, and each group is counted in /metrics."""
     service = start_service()
     wire.announce(
         [
@@ -101,70 +94,40 @@ def test_groups_that_can_never_be_scored_are_dead_lettered_and_others_scored(
     wait_for(lambda: len([event for event in wire.events if event.kind == "dead"]) == 3, "events of the dead letters")
 
 
-def test_a_pack_that_differs_from_its_message_is_dead_lettered(wire: Wire, start_service: StartService) -> None:
-    """A missing, altered or foreign object is a dead letter with its reason, and no group of it gets a reward."""
-    start_service()
-    groups = [make_group("e0.p0.a0", texts=TEXTS, size=4)]
-    wire.publish(make_generated(wire.run_id, groups, pack_id="missing"))
-
-    ref = wire.blobs.put(f"runs/{wire.run_id}/altered", b"PAR1 something else")
-    altered = ref.model_copy(update={"sha256": "0" * 64})
-    wire.publish(make_generated(wire.run_id, [make_group("e0.p1.a0")], altered, pack_id="altered"))
-    wire.publish(make_generated(wire.run_id, [make_group("e0.p2.a0")], ref, pack_id="garbage"))
-    wire.announce([make_group("e0.p3.a0")], pack_id="foreign")
-    stored = wire.blobs.put(f"runs/{wire.run_id}/other", pack_bytes([make_group("e9.p9.a0")]))
-    wire.publish(make_generated(wire.run_id, [make_group("e0.p4.a0")], stored, pack_id="other"))
-
-    letters = wire.wait_dead("e0.p0.a0", "e0.p1.a0", "e0.p2.a0", "e0.p4.a0")
-    reasons = {letter.group_ids[0]: letter.reason for letter in letters}
-    assert reasons == {
-        "e0.p0.a0": "BlobMissing",
-        "e0.p1.a0": "BlobCorrupt",
-        "e0.p2.a0": "PackError",
-        "e0.p4.a0": "PackError",
-    }
-    assert set(wire.wait_scored("e0.p3.a0")) == {"e0.p3.a0"}
+def test_a_pack_that_cannot_be_read_is_dead_lettered_at_once(wire: Wire, start_service: StartService) -> None:
+    """A missing, altered, foreign or hostile object, and a hostile truth, has its reason; the next pack is scored."""
+    service, folder = start_service(), f"runs/{wire.run_id}"
+    garbage = wire.blobs.put(f"{folder}/garbage", b"PAR1 something else")
+    foreign = wire.blobs.put(f"{folder}/foreign", pack_bytes([make_group("e9.p9.a0")]))
+    altered = garbage.model_copy(update={"sha256": "0" * 64})
+    for name, ref in {"missing": None, "altered": altered, "garbage": garbage, "foreign": foreign}.items():
+        wire.publish(make_generated(wire.run_id, [make_group(name)], ref, pack_id=name))
+    names = ("token ids are a struct", "a text in a dictionary", "rows of two truths", "described with another reward")
+    for number, name in enumerate(names):
+        hostile = HOSTILE[name]()
+        ref = wire.blobs.put(f"{folder}/hostile{number}", hostile.data)
+        group = hostile.described.model_copy(update={"group_id": f"hostile{number}"})
+        message = make_generated(wire.run_id, [make_group()], ref, pack_id=f"hostile{number}")
+        wire.publish(message.model_copy(update={"groups": (group,)}))
+    deep = RewardRequest.model_construct(
+        name="exact_match", data_source="", ground_truth="[" * 100_000, extra_info="{}"
+    )
+    wire.announce([replace(make_group("deep", size=1), reward=deep)], pack_id="deep")
+    wire.announce([make_group("good", size=4, texts=TEXTS)], pack_id="good")
+    unreadable = ("garbage", "foreign", "deep", *(f"hostile{number}" for number in range(len(names))))
+    expected = {"missing": "BlobMissing", "altered": "BlobCorrupt", **dict.fromkeys(unreadable, "PackError")}
+    letters = {letter.group_ids[0]: letter for letter in wire.wait_dead(*expected)}
+    assert {name: letter.reason for name, letter in letters.items()} == expected
+    assert {letter.num_delivered for letter in letters.values()} == {1}
+    assert "not JSON" in letters["deep"].detail
+    assert set(wire.wait_scored("good")) == {"good"}
     wire.wait_idle()
+    assert service.alive()
 
 
 def test_a_pack_that_may_not_be_read_gets_the_attempts_of_other_failures() -> None:
     assert is_permanent(BlobMissing("no such object"))
     assert not is_permanent(BlobDenied("it may not be read"))
-
-
-def test_hostile_packs_are_dead_lettered_and_the_next_is_scored(wire: Wire, start_service: StartService) -> None:
-    """Wrong schemas, bombs and contradictions of the message end as letters with a reason; the service goes on."""
-    start_service()
-    names = ("token ids are a struct", "a text in a dictionary", "rows of two truths", "described with another reward")
-    for number, name in enumerate(names):
-        hostile = HOSTILE[name]()
-        ref = wire.blobs.put(f"runs/{wire.run_id}/hostile{number}", hostile.data)
-        group = hostile.described.model_copy(update={"group_id": f"e0.p{number}.a0"})
-        message = make_generated(wire.run_id, [make_group()], ref, pack_id=f"hostile{number}")
-        wire.publish(message.model_copy(update={"groups": (group,)}))
-    wire.announce([make_group("good", size=4, texts=TEXTS)], pack_id="good")
-    letters = wire.wait_dead(*(f"e0.p{number}.a0" for number in range(len(names))))
-    assert {letter.reason for letter in letters} == {"PackError"}
-    assert {letter.num_delivered for letter in letters} == {1}
-    assert set(wire.wait_scored("good")) == {"good"}
-    wire.wait_idle()
-
-
-def test_a_hostile_ground_truth_fails_only_its_group(wire: Wire, start_service: StartService) -> None:
-    """Too deeply nested JSON is a dead letter at once; the service continues with other packs."""
-    service = start_service()
-    deep = RewardRequest.model_construct(
-        name="exact_match", data_source="", ground_truth="[" * 100_000, extra_info="{}"
-    )
-    group = make_group("deep", size=1)
-    wire.announce([replace(group, reward=deep)], pack_id="deep")
-    wire.announce([make_group("good", size=4, texts=TEXTS)], pack_id="good")
-    wire.wait_scored("good")
-    (letter,) = wire.wait_dead("deep")
-    assert letter.reason == "PackError"
-    assert "not JSON" in letter.detail
-    wire.wait_idle()
-    assert service.alive()
 
 
 async def test_a_built_in_reward_that_raises_fails_only_its_group() -> None:
@@ -198,32 +161,10 @@ def test_a_wall_clock_step_does_not_end_a_wait(monkeypatch: pytest.MonkeyPatch) 
     assert before <= pack_progress.now() < before + 60.0
 
 
-def test_a_killed_service_loses_no_group(
-    wire: Wire, start_service: StartService, start_endpoint: StartEndpoint
-) -> None:
-    """SIGKILL in the middle of scoring: the pack is redelivered and scored by the restarted service, which knows the endpoint."""
-    wire.bus.ensure_consumer(streams.generated_consumer(wire.run_id, StreamLimits(ack_wait_s=1.0))).wait()
-    slow, asked, answer = blocking(0.75)
-    endpoint = start_endpoint(slow)
-    first = start_service("reward_service.endpoint_attempts=1000")
-    name = f"slow-{wire.run_id}"
-    assert first.register(name, endpoint.url).status_code == 201
-    wire.announce([make_group("e0.p0.a0", size=2, reward_name=name)])
-    assert asked.wait(60)
-    first.kill()
-    answer.set()
-    endpoint.behaviour = good(0.75)
-    second = start_service(replica="r1")
-    assert wire.wait_scored("e0.p0.a0")["e0.p0.a0"][0].rewards == (0.75, 0.75)
-    assert name in second.endpoints()
-    wire.wait_idle()
-    assert not wire.dead
-
-
 def test_packs_wait_while_s3_is_unreachable(
     bus: Bus, nats_settings: NatsSettings, own_s3: Callable[[], S3Server], run_streams: str, tmp_path: Path
 ) -> None:
-    """An unreachable store does not count as an attempt: the pack waits over any number of deliveries and is scored later."""
+    """An unreachable store is no attempt: the pack waits over any number of deliveries and is scored later."""
     store = own_s3()
     wire = Wire(bus, Blobs(store.settings), run_streams)
     service = Service(
@@ -306,7 +247,7 @@ def test_replicas_share_the_work(wire: Wire, start_service: StartService) -> Non
 def test_every_replica_offers_its_rewards_in_the_registry(
     wire: Wire, start_service: StartService, start_endpoint: StartEndpoint
 ) -> None:
-    """The registry bucket has the reward names available to a run, including endpoints registered at another replica."""
+    """The registry bucket has the reward names available to a run, also of endpoints registered at another replica."""
     first, _ = start_service(replica="r0"), start_service(replica="r1")
     name = f"mine-{wire.run_id}"
     first.register(name, start_endpoint(good()).url)
@@ -331,11 +272,7 @@ def test_the_record_of_a_replica_killed_long_ago_is_deleted(wire: Wire, start_se
 
 
 def test_a_port_that_is_taken_is_named(
-    wire: Wire,
-    start_service: StartService,
-    tmp_path: Path,
-    nats_settings: NatsSettings,
-    s3_settings: S3Settings,
+    wire: Wire, start_service: StartService, tmp_path: Path, nats_settings: NatsSettings, s3_settings: S3Settings
 ) -> None:
     running = start_service()
     folder = tmp_path / "second"

@@ -1,12 +1,12 @@
-"""The base classes of a dialect: build a request body from groups, and read scores from the response. Pure.
+"""The base classes of a dialect, which builds request bodies and reads scores from responses; and our own. Pure.
 
-A dialect is a frozen model whose fields are the options a registration may give it (``options``), so that an unknown option is
-refused at registration. To add one: a subclass and a `DialectKind` at the top level of a file here. Everything else is the
-client's: deadlines, retries, signatures, the size limit of a response, and, after `Dialect.read`, checks of the number of
-scores, their range and the declared parts.
+A dialect is a frozen model whose fields are the options that a registration may give it: an unknown one is
+refused at registration. To add one: a subclass and a `DialectKind` at the top level of a file here. Deadlines, retries,
+signatures, the size limit of a response, and, after `Dialect.read`, checks of the number of scores, their range and the
+declared parts are the client's.
 
-Libraries whose reward is a Python function let it return a number, a bool, or a dict with a number and details: `score_of`
-reads these as JSON. Every error names the place in the response.
+Libraries whose reward is a Python function let it return a number, a bool, or a dict with a number and details, which
+`score_of` reads as JSON. Every error names the place in the response.
 """
 
 from __future__ import annotations
@@ -18,12 +18,20 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, JsonValue
+from pydantic import BaseModel, ConfigDict, JsonValue, ValidationError
 
-from penstock.reward_service.endpoints.wire import MAX_PARTS, GroupToScore, Score
+from penstock.reward_service.endpoints.wire import (
+    MAX_PARTS,
+    GroupScore,
+    GroupToScore,
+    Score,
+    ScoreRequest,
+    ScoreResponse,
+)
 from penstock.serving import strict_json
 
 _MAX_PART_NAME = 64
+_FIELDS = frozenset({*ScoreResponse.model_fields, *GroupScore.model_fields, *Score.model_fields})
 Row = tuple[GroupToScore, str]  # a completion with its group
 
 
@@ -89,7 +97,7 @@ class CompletionDialect(Dialect):
 
 
 class ColumnsDialect(Dialect):
-    """A format in which a request carries lists with an item for each completion of any number of groups, and the answer lists of scores."""
+    """A format of lists with an item for each completion of any number of groups, and answers with lists of scores."""
 
     @abstractmethod
     def columns(self, rows: Sequence[Row]) -> dict[str, list[Any]]: ...
@@ -142,7 +150,7 @@ def number(value: object, where: str) -> float:
 
 
 def score_of(value: object, where: str, *, key: str = "score") -> Score:
-    """Return the score from a number, null, or an object with a number under ``key`` whose other numbers are parts.
+    """Return the score from a number, null, or an object with it under ``key`` whose other numbers are parts.
 
     Null means "not scored". Raises BadAnswer for anything else.
     """
@@ -162,7 +170,7 @@ def scores_of(value: object, size: int, where: str) -> list[Score]:
 
 
 def with_parts(score: Score, parts: object, where: str) -> Score:
-    """Return a score with the numbers of an object as its parts; one without a number, or anything but an object, changes nothing."""
+    """Return a score with the numbers of an object as its parts; unchanged without a number, or for anything else."""
     if score.score is None or not isinstance(parts, dict):
         return score
     return score.model_copy(update={"parts": parts_of(parts, where)})
@@ -191,3 +199,40 @@ def _kind(value: object) -> str:
         str: "a text", bool: "true or false", type(None): "null", dict: "an object", list: "a list",
     }  # fmt: skip
     return names.get(type(value), "a number")
+
+
+class PenstockDialect(Dialect):
+    """`ScoreRequest` and `ScoreResponse` of `reward_service/endpoints/wire.py`; it has no options."""
+
+    def request(self, call: Call) -> bytes:
+        request = ScoreRequest(request_id=call.request_id, reward=call.reward, groups=list(call.groups))
+        return request.model_dump_json().encode()
+
+    def read(self, call: Call, answer: bytes) -> list[list[Score]]:
+        response = _response(answer)
+        results = {result.group_id: result.scores for result in response.results}
+        sent = [group.group_id for group in call.groups]
+        if len(results) != len(response.results) or set(results) != set(sent):
+            missing = [group_id for group_id in sent if group_id not in results]
+            others = len(response.results) - len(sent) + len(missing)
+            raise BadAnswer(
+                f"answers for {len(response.results)} groups, {len(sent)} were sent; results are missing for "
+                f"{', '.join(missing[:3]) or 'none'}, and {others} are for other groups or come twice"
+            )
+        return [results[group_id] for group_id in sent]
+
+
+def _response(answer: bytes) -> ScoreResponse:
+    """Validate an answer; the error names the first field that does not fit, never its content."""
+    try:
+        strict_json.loads(answer, strict_json.MAX_DEPTH)
+        return ScoreResponse.model_validate_json(answer)
+    except strict_json.AmbiguousJson as err:
+        raise BadAnswer(f"does not answer as agreed: {err}") from None
+    except ValidationError as err:
+        first = err.errors(include_input=False, include_context=False)[0]
+        place = ".".join(str(step) if isinstance(step, int) or step in _FIELDS else "*" for step in first["loc"])
+        raise BadAnswer(f"does not answer as agreed: {place or 'body'}: {first['msg']}") from None
+
+
+PENSTOCK = DialectKind("penstock", PenstockDialect)

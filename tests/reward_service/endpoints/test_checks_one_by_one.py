@@ -48,18 +48,10 @@ async def test_a_url_is_refused_for_its_own_reason(url: str, reason: str) -> Non
     await http.close()
 
 
-@pytest.mark.parametrize(
-    ("headers", "status"),
-    [
-        ({"authorization": "Bearer wrong"}, 401),
-        ({}, 401),
-        ({"authorization": "Basic right-0123456789abcdef"}, 401),
-        ({"authorization": "Bearer right-0123456789abcdef"}, 413),
-    ],
-)
-async def test_the_token_is_checked_before_anything_of_the_body(headers: dict[str, str], status: int) -> None:
-    """A stranger whose body is too long is told that a token is missing, and no byte of the body is asked for."""
-    app = api_app(Access([TOKEN]))
+async def asked_with(
+    method: str, path: str, headers: list[tuple[str, str]], tokens: tuple[tuple[str, Role, str], ...]
+) -> tuple[int, bool]:
+    """Return the status of an answer, and whether anything of the request's body was asked for."""
     asked, sent = list[int](), list[Message]()
 
     async def receive() -> Message:
@@ -69,13 +61,27 @@ async def test_the_token_is_checked_before_anything_of_the_body(headers: dict[st
     async def send(message: Message) -> None:
         sent.append(message)
 
-    given = {"host": "x", "content-length": "2000", **headers}
-    raw = [(name.encode(), value.encode()) for name, value in given.items()]
-    scope = {"type": "http", "asgi": {"version": "3.0"}, "http_version": "1.1", "method": "POST", "scheme": "http", "path": "/v1/score",
-             "raw_path": b"/v1/score", "query_string": b"", "headers": raw, "server": ("x", 1), "client": ("y", 2), "root_path": ""}  # fmt: skip
-    await app(scope, receive, send)
-    assert sent[0]["status"] == status
-    assert bool(asked) is (status == 413)
+    raw = [(name.encode(), value.encode()) for name, value in headers]
+    scope = {
+        "type": "http",
+        "method": method,
+        "path": path,
+        "raw_path": path.encode(),
+        "query_string": b"",
+        "headers": raw,
+    }
+    await api_app(Access(tokens))(scope, receive, send)
+    return sent[0]["status"], bool(asked)
+
+
+@pytest.mark.parametrize(
+    ("authorization", "status"), [("Bearer wrong", 401), (None, 401), (f"Basic {TOKEN[2]}", 401), (RIGHT[1], 413)]
+)
+async def test_the_token_is_checked_before_anything_of_the_body(authorization: str | None, status: int) -> None:
+    """A stranger whose body is too long is told that a token is missing, and no byte of the body is asked for."""
+    headers = [("host", "x"), ("content-length", "2000")]
+    headers += [("authorization", authorization)] if authorization is not None else []
+    assert await asked_with("POST", "/v1/score", headers, (TOKEN,)) == (status, status == 413)
 
 
 @pytest.mark.parametrize(
@@ -116,22 +122,4 @@ async def test_headers_are_checked_one_by_one(
     tokens: tuple[tuple[str, Role, str], ...], headers: list[tuple[str, str]], status: int
 ) -> None:
     """Each rule about headers has a status of its own; a request that keeps all of them reaches the app."""
-    sent = list[Message]()
-
-    async def send(message: Message) -> None:
-        sent.append(message)
-
-    async def receive() -> Message:
-        raise AssertionError("the body is not read")
-
-    raw = [(name.encode(), value.encode()) for name, value in headers]
-    scope = {
-        "type": "http",
-        "method": "GET",
-        "path": "/v1/x",
-        "raw_path": b"/v1/x",
-        "query_string": b"",
-        "headers": raw,
-    }
-    await api_app(Access(tokens))(scope, receive, send)
-    assert sent[0]["status"] == status
+    assert await asked_with("GET", "/v1/x", headers, tokens) == (status, False)

@@ -11,7 +11,7 @@ from typing import Any
 import httpx
 from tests.groups import make_group, make_groups
 from tests.reward_service.conftest import Wire
-from tests.reward_service.processes import Answer, Service, StartEndpoint, StartService, blocking, good, raw
+from tests.reward_service.processes import Answer, StartEndpoint, StartService, blocking, good, raw
 from tests.servers import wait_for
 
 from penstock.protocol import streams
@@ -48,7 +48,7 @@ def test_a_hung_endpoint_slows_no_other_pack(
 def test_a_new_version_in_the_middle_of_a_run_scores_what_the_old_one_did_not(
     wire: Wire, start_service: StartService, start_endpoint: StartEndpoint
 ) -> None:
-    """Calls in progress finish at the old version, waiting groups go to the new; each is scored once and records its scorer."""
+    """Calls in progress finish at the old version, waiting groups go to the new; each is scored once."""
     service = start_service()
     behave, asked, release = blocking(0.25)
     name = f"mine-{wire.run_id}"
@@ -94,8 +94,7 @@ def test_an_endpoint_is_in_service_while_its_lease_is_renewed(
     assert state() == "in service"
     wait_for(lambda: state() == "LeaseExpired", "the lease to end")
     wire.announce([make_group("g", size=1, reward_name=name)])
-    wait_for(lambda: any(event.kind == "reward_error" for event in wire.events), "the group to wait")
-    assert wire.events[0].data["reason"] == "LeaseExpired"
+    assert wire.wait_requeued().data["reason"] == "LeaseExpired"
     assert not endpoint.requests
 
     def renewed() -> bool:
@@ -119,7 +118,7 @@ def test_a_drained_endpoint_gets_no_calls_until_it_is_resumed(
     service.register(name, endpoint.url)
     assert service.post(f"/v1/endpoints/{name}/drain").json()["live"]["state"] == "EndpointDrained"
     wire.announce([make_group("g", size=1, reward_name=name)], pack_id="a")
-    wait_for(lambda: any(event.kind == "reward_error" for event in wire.events), "the group to wait")
+    wire.wait_requeued()
     assert service.post(f"/v1/endpoints/{name}/resume").json()["live"]["state"] == "in service"
     wire.wait_scored("g")
     service.post(f"/v1/endpoints/{name}/drain")
@@ -194,27 +193,17 @@ def test_of_two_replicas_one_is_killed_and_nothing_is_lost(
 def test_secrets_are_used_and_never_shown(
     wire: Wire, start_service: StartService, start_endpoint: StartEndpoint, tmp_path: Path
 ) -> None:
-    """A registration's secrets are used by every replica, after a restart too, and shown by no call, log or registry."""
+    """A registration's secrets are used by each replica, after a restart too, and shown by no call, log or registry."""
     tokens = tmp_path / "tokens"
-    tokens.write_text(
-        f"boss admin {'a' * 16}\nlab register {'b' * 16}\nother register {'c' * 16}\neye read {'d' * 16}\n"
-    )
+    tokens.write_text(f"boss admin {'a' * 16}\nlab register {'b' * 16}\n")
     given = f"reward_service.tokens_file={tokens}"
     first = start_service(given, replica="r0")
     endpoint, name = start_endpoint(good(0.5)), f"secret-{wire.run_id}"
     key, api_key = "whsec_" + base64.b64encode(b"s" * 32).decode(), "sk-very-secret"
-    lab, other, eye = "b" * 16, "c" * 16, "d" * 16
+    boss, lab = "a" * 16, "b" * 16
     mine: dict[str, Any] = {"name": name, "url": endpoint.url, "secrets": [key], "api_key": api_key}
-    assert first.post("/v1/endpoints", mine, token=eye).status_code == 403
-    assert first.post("/v1/endpoints", mine).status_code == 401
-    assert first.post("/v1/endpoints", {**mine, "owner": "boss"}, token=lab).status_code == 403
     registered = first.post("/v1/endpoints", mine, token=lab)
     assert registered.status_code == 201, registered.text
-    assert registered.json()["endpoint"]["owner"] == "lab"
-    taken = first.post("/v1/endpoints", {**mine, "url": "http://127.0.0.1:9/", "replace": True}, token=other)
-    assert taken.status_code == 403
-    assert "belongs to 'lab'" in taken.json()["detail"]
-    assert first.post(f"/v1/endpoints/{name}/drain", token=other).status_code == 403
     refused = first.post("/v1/endpoints", {**mine, "secrets": [key, "whsec_bad"]}, token=lab)
     assert refused.status_code == 422
 
@@ -225,7 +214,7 @@ def test_secrets_are_used_and_never_shown(
     assert endpoint.headers[0]["authorization"] == f"Bearer {api_key}"
     assert endpoint.headers[0]["webhook-signature"].startswith("v1,")
 
-    headers = {"authorization": f"Bearer {'a' * 16}"}
+    headers = {"authorization": f"Bearer {boss}"}
     shown = [registered.text, refused.text, first.output, second.output]
     for path in ("/v1/endpoints", f"/v1/endpoints/{name}", "/v1/rewards", "/metrics", "/openapi.json"):
         shown.append(httpx.get(second.url + path, headers=headers, timeout=60).text)
@@ -236,13 +225,5 @@ def test_secrets_are_used_and_never_shown(
         assert key not in text
         assert key.removeprefix("whsec_") not in text
         assert api_key not in text
-    assert httpx.delete(f"{second.url}/v1/endpoints/{name}", headers=headers, timeout=60).status_code == 204
+    assert second.delete(name, token=boss).status_code == 204
     assert wire.bus.key_value(streams.secrets_bucket().bucket).wait().get(f"endpoint.{name}").wait() is None
-
-
-def test_without_tokens_secrets_are_refused(wire: Wire, shared_service: Service) -> None:
-    """On loopback without tokens every program of the machine may register; secrets would be for any of them."""
-    key = "whsec_" + base64.b64encode(b"s" * 32).decode()
-    answer = shared_service.register(f"x-{wire.run_id}", "http://127.0.0.1:9/", secrets=[key])
-    assert answer.status_code == 422
-    assert "reward_service.tokens_file" in answer.json()["detail"]

@@ -6,13 +6,11 @@ import json
 import threading
 from typing import Any
 
-import httpx
 from tests.groups import make_group
 from tests.reward_service.conftest import Wire
 from tests.reward_service.processes import (
     Answer,
     Behaviour,
-    Service,
     StartEndpoint,
     StartService,
     good,
@@ -82,9 +80,8 @@ def test_no_failure_of_an_endpoint_becomes_a_reward(
     groups = [make_group("good", size=2, texts=["1 2 3", "x"])]
     for name, behaviour in behaviours.items():
         endpoint = start_endpoint(behaviour)
-        answer = service.register(
-            f"{name}-{wire.run_id}", endpoint.url, timeout_s=1 if name == "hang" else 10, min_score=0, max_score=1
-        )
+        limits: dict[str, Any] = {"timeout_s": 1 if name == "hang" else 10, "min_score": 0, "max_score": 1}
+        answer = service.register(f"{name}-{wire.run_id}", endpoint.url, **limits)
         assert answer.status_code == 201, answer.text
         groups.append(make_group(name, size=2, reward_name=f"{name}-{wire.run_id}"))
     nowhere = start_endpoint(good())
@@ -201,10 +198,9 @@ def test_an_unregistered_endpoint_may_come_back(
     endpoint = start_endpoint(good(0.5))
     name = f"gone-{wire.run_id}"
     service.register(name, endpoint.url)
-    assert service_delete(service, name) == 204
+    assert service.delete(name).status_code == 204
     wire.announce([make_group("g", size=1, reward_name=name)])
-    wait_for(lambda: any(event.kind == "reward_error" for event in wire.events), "the group to wait")
-    assert "unregistered" in wire.events[0].data["detail"]
+    assert "unregistered" in wire.wait_requeued().data["detail"]
     service.register(name, endpoint.url)
     wire.wait_scored("g")
     assert not wire.dead
@@ -231,10 +227,6 @@ def test_a_reward_with_too_many_parts_is_dead_lettered_and_others_are_scored(
     assert letter.group_ids == ("large",)
     wire.wait_idle()
     assert {len(times) for times in wire.take().values()} == {1}
-
-
-def service_delete(service: Service, name: str) -> int:
-    return httpx.delete(f"{service.url}/v1/endpoints/{name}", timeout=60).status_code
 
 
 def test_an_endpoint_is_resolved_by_name_and_gets_its_host_header(

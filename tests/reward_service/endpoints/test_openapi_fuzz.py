@@ -10,13 +10,10 @@ from pathlib import Path
 
 import pytest
 from tests.examples import FACTOR
-from tests.reward_service.processes import Service
+from tests.reward_service.conftest import replica_of
 
-from penstock.deploy.bootstrap import bootstrap
 from penstock.deploy.processes.servers import NatsServer
 from penstock.protocol.config.connection import S3Settings
-from penstock.protocol.transport.blobs import Blobs
-from penstock.protocol.transport.bus import Bus
 
 TOKEN = "0123456789abcdef0123"
 CHECKS = "not_a_server_error,status_code_conformance,content_type_conformance,response_schema_conformance,ignored_auth"
@@ -27,19 +24,10 @@ def test_nothing_that_the_description_allows_or_forbids_breaks_the_api(
     own_nats: Callable[[], NatsServer], s3_settings: S3Settings, tmp_path: Path, run_id: str
 ) -> None:
     """No request gets a 500, responses match the description, and no route answers without a token."""
-    server = own_nats()
-    with Bus.connect(server.settings, name="test") as bus:
-        bootstrap(bus, Blobs(s3_settings), run_id)
     tokens = tmp_path / "tokens"
     tokens.write_text(f"boss admin {TOKEN}\n")
-    service = Service(
-        run_id,
-        server.settings,
-        s3_settings,
-        tmp_path,
-        [f"reward_service.tokens_file={tokens}", "reward_service.math_workers=1"],
-    ).ready()
-    try:
+    given = (f"reward_service.tokens_file={tokens}", "reward_service.math_workers=1")
+    with replica_of(run_id, own_nats().settings, s3_settings, tmp_path, *given) as service:
         description = tmp_path / "openapi.json"  # a busy machine may answer later than Schemathesis waits for it
         description.write_text(json.dumps(service.get("/openapi.json")))
         done = subprocess.run(
@@ -54,5 +42,3 @@ def test_nothing_that_the_description_allows_or_forbids_breaks_the_api(
         assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
         assert service.alive()
         assert "Traceback" not in service.output
-    finally:
-        service.kill()

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from tests.reward_service.conftest import Wire
-from tests.reward_service.processes import Answer, Serve, StartEndpoint, StartService
+from tests.reward_service.processes import Serve, StartEndpoint, StartService, chat_said
 
 from penstock.protocol.errors import ConfigError
 from penstock.reward_service.endpoints.wire import GroupToScore, Score
@@ -82,7 +82,7 @@ async def test_a_multi_grader_computes_from_its_parts() -> None:
 
 
 def test_formulas_are_arithmetic_and_nothing_else() -> None:
-    """Operators, parentheses and the guide's functions; calls, attributes, comprehensions and unknown names are refused."""
+    """Operators, parentheses and the guide's functions; other calls, attributes, lists and other names are refused."""
     names = {"a": 0.25, "b": 4.0}
     for text, value in {
         "a + b * 2 - 1": 7.25,
@@ -95,31 +95,13 @@ def test_formulas_are_arithmetic_and_nothing_else() -> None:
     }.items():
         openai_grader.check_formula(text, names)
         assert openai_grader.compute_formula(text, names) == pytest.approx(value), text
-    for text in (
-        "c",
-        "a.real",
-        "__import__('os')",
-        "[a]",
-        "a if b else 0",
-        "lambda: a",
-        "a <= b",
-        "'x'",
-        "True",
-        "max",
-        "a(",
-        "sqrt(a, b)",
-        "max()",
-        "max(*[a])",
-        "sqrt",
-        "a @ b",
-        "a = 1",
-    ):
-        if text in {"max", "sqrt"}:
-            with pytest.raises(ValueError, match="there is no grader"):
-                openai_grader.check_formula(text, names)
-        else:
-            with pytest.raises(ValueError, match="calculate_output"):
-                openai_grader.check_formula(text, names)
+    for text in ("c", "max", "sqrt"):
+        with pytest.raises(ValueError, match="there is no grader"):
+            openai_grader.check_formula(text, names)
+    calls = ("__import__('os')", "sqrt(a, b)", "max()", "max(*[a])", "a(", "lambda: a")
+    for text in (*calls, "a.real", "[a]", "a if b else 0", "a <= b", "'x'", "True", "a @ b", "a = 1"):
+        with pytest.raises(ValueError, match="calculate_output"):
+            openai_grader.check_formula(text, names)
     for text in ("1 / (a - a)", "9 ** 9 ** 9 ** 9", "log(a - a)", "exp(10000)", "sqrt(-b)"):
         openai_grader.check_formula(text, names)
         with pytest.raises(ValueError, match="calculate_output"):
@@ -127,7 +109,7 @@ def test_formulas_are_arithmetic_and_nothing_else() -> None:
 
 
 async def test_a_row_without_the_column_is_an_error_an_answer_without_the_key_is_not() -> None:
-    """A grader that does not fit the data is an error; an answer that is not JSON scores lowest, as caused by the policy."""
+    """A grader that does not fit the data is an error; an answer that is not JSON scores lowest: it is the policy's."""
     missing = await score({**CHECK, "reference": "{{item.absent}}"}, "x")
     assert missing.score is None
     assert "no item.absent" in (missing.error or "")
@@ -165,17 +147,12 @@ def test_graders_that_cannot_be_evaluated_are_refused_when_they_are_read(given: 
     assert "grader.json" in str(refused.value)
 
 
-def said(text: str) -> Answer:
-    body = {"choices": [{"message": {"content": text}, "finish_reason": "stop"}], "usage": {"prompt_tokens": 5}}
-    return 200, {}, json.dumps(body).encode()
-
-
 async def test_a_model_scores_by_the_guides_response_format(
     start_endpoint: StartEndpoint,
 ) -> None:
-    """The filled messages, the sampling parameters and the schema are sent; prose and numbers out of range are errors."""
+    """The filled messages, the sampling and the schema are sent; prose and numbers out of range are errors."""
     texts = iter(['{"steps": [], "result": 7.5}', "7.5", '{"result": 11}', '{"result": true}', '{"result": NaN}'])
-    server = start_endpoint(lambda _: said(next(texts)))
+    server = start_endpoint(lambda _: chat_said(next(texts)))
     chat = Chat(JudgeSettings(base_url=server.url, model="x", retries=0), "")
     try:
         assert (await score(ASK, "Rome", chat)).score == 7.5

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import http.server
-import json
-import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 import pytest
+from tests.json_server import JsonServer
 from tests.servers import wait_for
 
 from penstock.reward_service.hosting import registration
@@ -17,47 +16,28 @@ from penstock.reward_service.hosting.registration import NotRegistered, Offer, S
 OFFER = Offer(name="mine", url="http://127.0.0.1:9/score", version="1", lease_s=0.15)
 
 
-class Replica:
+class Replica(JsonServer):
     """An API that knows endpoints, shared by all replicas as in a real service."""
 
     def __init__(self, known: set[str]) -> None:
+        self.known = known
         self.status: int | None = None  # instead of an answer
         self.asked: list[str] = []
-        replica = self
+        super().__init__()
 
-        class Handler(http.server.BaseHTTPRequestHandler):
-            def do_POST(self) -> None:
-                body = json.loads(self.rfile.read(int(self.headers["content-length"])))
-                replica.asked.append(self.path)
-                code = replica.status or (200 if "name" in body or "mine" in known else 404)
-                if code == 200:
-                    known.add("mine")
-                self.send_response(code)
-                self.send_header("content-length", "0")
-                self.end_headers()
-
-            def log_message(self, *_: object) -> None:
-                pass
-
-        self.server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self.url = f"http://127.0.0.1:{self.server.server_port}"
-        self.thread = threading.Thread(target=self.server.serve_forever, args=(0.02,))
-        self.thread.start()
-
-    def kill(self) -> None:
-        self.server.shutdown()
-        self.server.server_close()
-        self.thread.join()
+    def answer(self, method: str, path: str, body: Any, headers: Mapping[str, str]) -> tuple[int, Any]:
+        self.asked.append(path)
+        code = self.status or (200 if "name" in body or self.known else 404)
+        if code == 200:
+            self.known.add("mine")
+        return code, b""
 
 
 @pytest.fixture
 def replicas() -> Iterator[tuple[Replica, Replica]]:
     known = set[str]()
-    both = Replica(known), Replica(known)
-    yield both
-    for one in both:
-        if one.thread.is_alive():
-            one.kill()
+    with Replica(known) as first, Replica(known) as second:
+        yield first, second
 
 
 async def test_a_lease_is_renewed_at_the_replica_that_is_left(
@@ -67,8 +47,8 @@ async def test_a_lease_is_renewed_at_the_replica_that_is_left(
     service = ServiceAddress(",".join(replica.url + "/" for replica in replicas))
     await registration.register(service, OFFER)
     assert [replica.asked for replica in replicas] == [["/v1/endpoints"], []]
+    await asyncio.to_thread(replicas[0].close)
     keeping = asyncio.create_task(registration.keep(service, OFFER))
-    await asyncio.to_thread(replicas[0].kill)
     await asked_again(replicas[1])
     assert set(replicas[1].asked) == {"/v1/endpoints/mine/lease"}
     assert capsys.readouterr().err == ""
@@ -95,7 +75,7 @@ async def test_who_is_waited_for_is_said_at_once(
     """With what to start; after the deadline the error names the last problem."""
     monkeypatch.setattr("penstock.serving.lease.WAIT_S", 2.0)
     for replica in replicas:
-        await asyncio.to_thread(replica.kill)
+        await asyncio.to_thread(replica.close)
     with pytest.raises(NotRegistered, match=r"could not be registered at .* no answer .*is the reward service running"):
         await registration.register(ServiceAddress(replicas[0].url), OFFER)
     said = capsys.readouterr().err

@@ -39,7 +39,7 @@ def test_a_restarted_served_file_takes_over_its_name(wire: Wire, start_service: 
     assert first.url
     first.kill()
     wire.announce([make_group("g", size=1, texts=["1 2 3"], reward_name=name)])
-    wait_for(lambda: any(event.kind == "reward_error" for event in wire.events), "the group to wait")
+    wire.wait_requeued()
     assert serve("serve", "examples/my_reward.py", "--name", name, "--register", service.url).url
     assert wire.wait_scored("g")["g"][0].rewards == (1.0,)
     assert not wire.dead

@@ -4,20 +4,17 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.groups import make_group
-from tests.reward_service.conftest import Wire
+from tests.reward_service.conftest import Scripted, Wire, asking
 from tests.reward_service.processes import StartEndpoint, StartService, good
 
 from penstock.protocol.config.reward_settings import RewardDefinition, RewardSettings
 from penstock.protocol.errors import ConfigError
 from penstock.protocol.groups import RewardRequest
 from penstock.protocol.packs.group_pack import GroupTexts
-from penstock.protocol.trajectory import Group
 from penstock.reward_service.errors import BadGroundTruth, EndpointBusy, EndpointFailed, GraderFailed, RewardError
 from penstock.reward_service.registry import definitions
 from penstock.reward_service.registry.built_in import BUILT_INS, BY_SOURCE
@@ -51,16 +48,8 @@ weight = 0.5
 """
 
 
-def asking(group_id: str, reward: str, *texts: str, truth: str = '"4"') -> Group:
-    group = make_group(group_id, size=len(texts), texts=list(texts))
-    return replace(group, reward=RewardRequest(name=reward, data_source="math_reasoning", ground_truth=truth))
-
-
 def test_parts_are_stored_with_their_sum_and_an_error_in_one_is_the_groups(
-    wire: Wire,
-    start_service: StartService,
-    start_endpoint: StartEndpoint,
-    tmp_path: Path,
+    wire: Wire, start_service: StartService, start_endpoint: StartEndpoint, tmp_path: Path
 ) -> None:
     """Built-ins and an endpoint are summed, gates apply, every part is kept; a part without a score means no reward."""
     (tmp_path / "run.toml").write_text(RUN_FILE.replace("RUN", wire.run_id))
@@ -69,7 +58,7 @@ def test_parts_are_stored_with_their_sum_and_an_error_in_one_is_the_groups(
     wire.announce(
         [
             asking("own", "mine", RIGHT, WRONG, BARE),
-            asking("early", "mixed", RIGHT, BARE),
+            asking("early", "mixed", RIGHT, BARE, data_source="math_reasoning"),
             asking("truthless", "mine", RIGHT, truth='"many"'),
         ]
     )
@@ -86,7 +75,7 @@ def test_parts_are_stored_with_their_sum_and_an_error_in_one_is_the_groups(
     assert "did you mean" in letters["early"].detail or "There are:" in letters["early"].detail
 
     assert service.register(f"judge-{wire.run_id}", endpoint.url, version="2").status_code == 201
-    wire.announce([asking("both", "mixed", RIGHT, WRONG)], pack_id="later")
+    wire.announce([asking("both", "mixed", RIGHT, WRONG, data_source="math_reasoning")], pack_id="later")
     (both,) = wire.wait_scored("both")["both"]
     assert both.rewards == (1.25, 0.25)
     assert both.scorer == f"mixed(math_flexible, judge-{wire.run_id}@2)"
@@ -98,13 +87,10 @@ def test_parts_are_stored_with_their_sum_and_an_error_in_one_is_the_groups(
     counted = {"completions": [RIGHT, BARE], "ground_truth": "4", "completion_tokens": [75, 75]}
     known = service.post("/v1/score", {"reward": "mine", "groups": [counted]}).json()
     assert [score["score"] for score in known["results"][0]["scores"]] == pytest.approx([0.7, -0.5])
-    assert (
-        service.post("/v1/score", {"reward": "mine", "groups": [{**counted, "completion_tokens": [1]}]}).status_code
-        == 422
-    )
-    by_hand = service.post(
-        "/v1/score", {"reward": "mine", "groups": [{"completions": ["4"], "ground_truth": "4"}]}
-    ).json()
+    uncounted = {"completions": ["4"], "ground_truth": "4"}
+    wrong = service.post("/v1/score", {"reward": "mine", "groups": [{**uncounted, "completion_tokens": [1, 1]}]})
+    assert wrong.status_code == 422
+    by_hand = service.post("/v1/score", {"reward": "mine", "groups": [uncounted]}).json()
     assert by_hand["results"][0]["error"]["reason"] == "LengthsUnknown"
     taken = service.register("tags", endpoint.url)
     assert taken.status_code in {409, 422}
@@ -182,16 +168,6 @@ def test_a_built_in_that_needs_parameters_is_not_named_alone() -> None:
     definitions.check_settings(RewardSettings(name="mine", define=mine))
 
 
-class Scripted:
-    slow = False
-
-    def __init__(self, outcome: Outcome) -> None:
-        self.outcome = outcome
-
-    async def score(self, groups: Any, *, attempt: int) -> list[Outcome]:
-        return [self.outcome for _ in groups]
-
-
 @pytest.mark.parametrize(
     ("first", "second", "decides"),
     [
@@ -225,24 +201,6 @@ def make_texts() -> GroupTexts:
 def test_every_data_set_of_the_table_has_a_reward_that_needs_no_parameters() -> None:
     """The names that guides and verl use map to built-in rewards that need no parameters."""
     assert {name for name in BY_SOURCE.values() if name not in BUILT_INS or BUILT_INS[name].default is None} == set()
-    named = [
-        "gsm8k",
-        "openai/gsm8k",
-        "math",
-        "math_reasoning",
-        "code",
-        "code_generation",
-        "qa",
-        "trivia",
-        "classification",
-    ]
-    verl = [
-        "lighteval/MATH",
-        "math_dapo",
-        "aime2024",
-        "numina_olympiads",
-        "codecontests",
-        "searchR1_nq",
-        "hiyouga/geometry3k",
-    ]
-    assert {*named, *verl} <= BY_SOURCE.keys()
+    named = "gsm8k openai/gsm8k math math_reasoning code code_generation qa trivia classification"
+    verl = "lighteval/MATH math_dapo aime2024 numina_olympiads codecontests searchR1_nq hiyouga/geometry3k"
+    assert {*named.split(), *verl.split()} <= BY_SOURCE.keys()

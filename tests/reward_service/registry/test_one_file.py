@@ -5,15 +5,12 @@ from __future__ import annotations
 import shutil
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from tests.groups import make_group
-from tests.reward_service.conftest import Wire
+from tests.reward_service.conftest import Wire, asking
 from tests.reward_service.processes import ROOT, StartService
 
-from penstock.protocol.groups import RewardRequest
 from penstock.reward_service.__main__ import main
 
 NEW_REWARD = '''"""factor times the share of capitals."""
@@ -68,7 +65,7 @@ def copy_of_the_package(folder: Path) -> Path:
 
 
 def test_one_new_file_is_a_reward(wire: Wire, start_service: StartService, tmp_path: Path) -> None:
-    """With only the file added, the reward is listed with its parameters, fits its data set, and can be a part of definitions."""
+    """With only the file added, the reward is listed with its parameters, fits its data set, and can be a part."""
     site = copy_of_the_package(tmp_path)
     (site / "penstock" / "reward_service" / "rewards" / "capitals.py").write_text(NEW_REWARD)
     environ = {"PYTHONPATH": str(site)}
@@ -83,10 +80,7 @@ def test_one_new_file_is_a_reward(wire: Wire, start_service: StartService, tmp_p
 
     (tmp_path / "run.toml").write_text(RUN_FILE)
     start_service(str(tmp_path / "run.toml"), environ=environ)
-    group = make_group("x", size=2, texts=["AbCd", "abcd"])
-    auto = replace(group, reward=RewardRequest(name="auto", data_source="shouted"))
-    made = replace(make_group("y", size=2, texts=["AB", "aB"]), reward=RewardRequest(name="loud"))
-    wire.announce([auto, made])
+    wire.announce([asking("x", "auto", "AbCd", "abcd", data_source="shouted"), asking("y", "loud", "AB", "aB")])
     scored = wire.wait_scored("x", "y")
     assert (scored["x"][0].rewards, scored["x"][0].scorer) == ((0.5, 0.0), "capitals")
     assert (scored["y"][0].rewards, scored["y"][0].scorer) == ((4.0, 2.0), "loud(capitals)")

@@ -1,4 +1,4 @@
-"""The table of answers (tests/data/answers.jsonl): every built-in reward's verdict on them, each with a source or a reason."""
+"""The table of answers (tests/data/answers.jsonl): verdicts of every built-in reward, each with its reason."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import json
 import time
 import tomllib
 from collections import Counter
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from fractions import Fraction
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,11 +19,12 @@ from hypothesis import strategies as st
 
 from penstock.protocol.groups import RewardRequest
 from penstock.protocol.packs.group_pack import GroupTexts
+from penstock.reward_service.errors import BadGroundTruth
 from penstock.reward_service.graders.grader_pool import GraderPool
 from penstock.reward_service.registry.built_in import BUILT_INS, Graders, scorer
-from penstock.reward_service.rewards import choice, classification, gsm8k, math_answer, numeric, tags
+from penstock.reward_service.rewards import choice, classification, exact_match, gsm8k, math_answer, numeric, tags
 from penstock.reward_service.rewards.math_answer import Graded
-from penstock.reward_service.rewards.parsing import quantity
+from penstock.reward_service.rewards.parsing import latex, quantity
 from penstock.reward_service.scores import GroupScores
 
 TABLE: list[dict[str, Any]] = [
@@ -69,14 +70,7 @@ async def _differing(
         assert not isinstance(one, GroupScores) or one.parts.keys() == set(built_in.parts), name
     found = [_first(outcome) if isinstance(outcome, GroupScores) else (repr(outcome), {}) for outcome in outcomes]
     return [
-        (
-            name,
-            given,
-            row["answer"][:80],
-            row["truth"],
-            f"expected {(row['score'], row.get('parts'))}, got {one}",
-            row["why"],
-        )
+        (name, given, row, f"got {one}")
         for row, one in zip(rows, found, strict=True)
         if one != (row["score"], row.get("parts", one[1]))
     ]
@@ -170,25 +164,43 @@ def test_every_text_gets_a_verdict_on_numbers_letters_and_labels(text: str, numb
         for judge in (gsm8k.judge, tags.judge_format):
             assert judge((completion,), "1")[0].reward in {0.0, 1.0}
         assert math_answer.plainly_equal("1", completion) in {True, False, None}
-        for parameters in (
-            numeric.Parameters(),
-            numeric.Parameters(units="convert", percent="value", where="last_number"),
-        ):
-            (verdict,) = numeric.judge(parameters, (completion,), "50% ")
-            assert verdict.reward in {0.0, 1.0}
+        converted = numeric.Parameters(units="convert", percent="value", where="last_number")
+        for parameters in (numeric.Parameters(), converted):
+            assert numeric.judge(parameters, (completion,), "50% ")[0].reward in {0.0, 1.0}
         assert choice.judge(choice.Parameters(), (completion,), "B")[0].reward in {0.0, 1.0}
         labels = classification.Parameters(labels=("yes", "no"))
         assert classification.judge(labels, (completion,), "yes")[0].reward in {0.0, 1.0}
+
+
+@pytest.mark.parametrize(
+    ("judge", "truths"),
+    [
+        (gsm8k.judge, [None, "", "no number", ["1", "2"], {"a": 1}, True, "#### none"]),
+        (exact_match.judge, [None, [], {}, [None], True]),
+    ],
+)
+def test_a_truth_that_no_answer_can_equal_is_refused(judge: Callable[..., Any], truths: list[Any]) -> None:
+    for truth in truths:
+        with pytest.raises(BadGroundTruth, match=judge.__module__.rpartition(".")[2]):
+            judge(("#### 42",), truth)
+
+
+@given(st.text(alphabet="\\abc{}$ 12", max_size=30).filter(lambda text: latex.plain_text(text) != ""))
+def test_an_answer_equals_itself(answer: str) -> None:
+    assert math_answer.plainly_equal(answer, answer) is True
 
 
 @given(
     st.fractions(max_denominator=10**6), st.sampled_from(["{0}/{1}", "\\frac{{{0}}}{{{1}}}", "$\\dfrac{{{0}}}{{{1}}}$"])
 )
 def test_a_fraction_is_read_in_every_spelling(value: Fraction, form: str) -> None:
-    written = form.format(value.numerator, value.denominator)
+    written, plain = form.format(value.numerator, value.denominator), f"{value.numerator}/{value.denominator}"
     read = quantity.read(written)
     assert read is not None
-    assert read.number == value
+    assert read.number == latex.read_number(plain) == value
+    assert gsm8k.judge((f"#### {plain}",), plain)[0].reward == 1.0
+    assert math_answer.plainly_equal(written, plain) is True
+    assert math_answer.plainly_equal(written, f"{value.numerator + 1}/{value.denominator}") is False
 
 
 @pytest.mark.parametrize("truth", ["5 m^2", "5 m²", "50000 cm²"])

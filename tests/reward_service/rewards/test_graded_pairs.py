@@ -1,4 +1,4 @@
-"""The table of pairs (tests/data/graded_pairs.tsv): no wrong answer is right, no right one wrong; and laws that equality must keep."""
+"""The table of pairs (tests/data/graded_pairs.tsv): no wrong answer is right, no right one wrong; laws of equality."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from penstock.reward_service.graders import math_grader
 from penstock.reward_service.graders.grader_pool import GraderPool
 from penstock.reward_service.registry.built_in import BUILT_INS, Graders, scorer
 from penstock.reward_service.rewards import math_answer, question_answer
-from penstock.reward_service.rewards.math_answer import Graded
+from penstock.reward_service.rewards.math_answer import Grade, Graded
 from penstock.reward_service.rewards.reward import AnswerReward, GradedReward
 
 with (Path(__file__).parents[2] / "data" / "graded_pairs.tsv").open(encoding="utf-8", newline="") as lines:
@@ -97,10 +97,21 @@ def test_equality_changes_with_order(form: str) -> None:
         assert equal(form.format(one, other), form.format(one, other))
 
 
-@pytest.mark.parametrize("truth", ["{" * 300, "\\frac{1}{", "x^{", "\\foo(", [], [""], "", None, {"answer": "1"}])
-async def test_a_truth_that_cannot_be_read_is_refused_whatever_is_answered(truth: Any) -> None:
+async def nobody(truth: str, answer: str) -> Graded:
+    raise AssertionError(f"{truth} and {answer} went to a grader")
+
+
+NO_ANSWERS = (None, "", "  ", [], [""], {"answer": "1"}, "\\boxed{", "1+" * 3000, "{" * 300)
+
+
+@pytest.mark.parametrize(
+    ("truth", "grade"),
+    [*((truth, nobody) for truth in NO_ANSWERS), *((truth, grade) for truth in ("\\frac{1}{", "x^{", "\\foo("))],
+)
+async def test_a_truth_that_cannot_be_read_is_refused_whatever_is_answered(truth: Any, grade: Grade) -> None:
+    """No grader is asked about what is no answer."""
     for completion in ("", "\\boxed{42}", f"\\boxed{{{truth}}}"):
-        with pytest.raises(BadGroundTruth):
+        with pytest.raises(BadGroundTruth, match="math"):
             await math_answer.judge((completion,), truth, grade)
 
 
@@ -116,10 +127,11 @@ async def test_a_truth_that_hangs_is_refused_after_one_limit() -> None:
 @pytest.mark.parametrize(
     ("truth", "relative", "answer", "score"),
     [
-        ("4.5e33", 0.01, "4.51\\times 10^{33}", 1), ("4.5e33", 0.001, "4.51\\times 10^{33}", 0), ("\\sqrt2", 1e-6, "1.414214", 1),
-        ("\\sqrt2", 0.0, "1.414214", 0), ({"answer": "1.6e-19", "relative": 0.05}, 0.0, "1.602e-19", 1),
-        ({"answer": "1.6e-19", "relative": 0.05}, 0.0, "6.63e-34", 0), ({"answer": "1", "relative": None}, 0.0, "1", 1), ("(1,2)", 0.01, "(1.001,2)", 1), (["34"], 0.0, "34", 1),
-        ('["1","2"]', 0.0, "2,1", 1), ("0", 0.5, "0.001", 0),
+        ("4.5e33", 0.01, "4.51\\times 10^{33}", 1), ("4.5e33", 0.001, "4.51\\times 10^{33}", 0),
+        ("\\sqrt2", 1e-6, "1.414214", 1), ("\\sqrt2", 0.0, "1.414214", 0),
+        ({"answer": "1.6e-19", "relative": 0.05}, 0.0, "1.602e-19", 1),
+        ({"answer": "1.6e-19", "relative": 0.05}, 0.0, "6.63e-34", 0), ({"answer": "1", "relative": None}, 0.0, "1", 1),
+        ("(1,2)", 0.01, "(1.001,2)", 1), (["34"], 0.0, "34", 1), ('["1","2"]', 0.0, "2,1", 1), ("0", 0.5, "0.001", 0),
     ],
 )  # fmt: skip
 async def test_the_row_sets_the_relative_tolerance(truth: Any, relative: float, answer: str, score: int) -> None:
@@ -131,9 +143,10 @@ async def test_the_row_sets_the_relative_tolerance(truth: Any, relative: float, 
 @pytest.mark.parametrize(
     ("reward", "prompt", "completion", "score"),
     [
-        ("qa_em", "Capital of France?", "The answer is Paris.", 1), ("qa_em", "Write <answer>.", "The answer is Paris.", 0),
-        ("qa_em", "Capital of France?", "<answer>Rome</answer>\nParis", 0),
-        ("gsm8k_flexible", "6*7?\n<think>\n", "so 42, but wait", 0), ("gsm8k_flexible", "6*7?\n<think>\n", "hm</think>42", 1),
+        ("qa_em", "Capital?", "The answer is Paris.", 1), ("qa_em", "Write <answer>.", "The answer is Paris.", 0),
+        ("qa_em", "Capital?", "<answer>Rome</answer>\nParis", 0),
+        ("gsm8k_flexible", "6*7?\n<think>\n", "so 42, but wait", 0),
+        ("gsm8k_flexible", "6*7?\n<think>\n", "hm</think>42", 1),
     ],
 )  # fmt: skip
 async def test_a_prompt_decides_where_an_answer_is(reward: str, prompt: str, completion: str, score: int) -> None:

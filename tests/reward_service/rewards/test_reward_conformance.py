@@ -2,60 +2,58 @@
 
 from __future__ import annotations
 
-import contextlib
 import gzip
 import json
+from collections.abc import AsyncIterator, Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from penstock.reward_service.graders.grader_pool import GraderPool
 from penstock.reward_service.rewards import gsm8k, math_answer, question_answer, tags
+from penstock.reward_service.rewards.reward import Verdict
 
 VECTORS = json.loads(gzip.decompress((Path(__file__).parents[2] / "data" / "conformance.json.gz").read_bytes()))
-CASE = next(case for case in VECTORS["cases"] if case["id"] == "verl/reward/gsm8k-strict")
-
-# Where Penstock reads the number in the text: a currency sign, no space, a trailing dot, 3.0, a fraction.
-FORGIVEN = {"#### $18", "#### 3.0", "####42", "#### 42.", "#### 1/2"}
-
-
-@pytest.mark.parametrize(
-    ("text", "truth", "score"),
-    [
-        (text, truth, score)
-        for (text, truth), score in zip(CASE["inputs"]["pairs"], CASE["outputs"]["scores"], strict=True)
-    ],
-)
-def test_gsm8k_equals_verls_strict_rule_or_accepts_more(text: str, truth: str, score: float) -> None:
-    """The same verdict, except that a right number in an unusual spelling is right."""
-    ours = gsm8k.judge((text,), truth)[0].reward
-    assert ours == (1.0 if text in FORGIVEN else float(score == 1.0))
 
 
 def recorded(case_id: str) -> dict:
     return next(case for case in VECTORS["cases"] if case["id"] == case_id)
 
 
-# Where Penstock reads the number in the text: thousands, 3.0, a trailing dot, a fraction.
-FORGIVEN_ANYWHERE = {"#### 1,234", "#### 3.0", "the answer is 42.", "#### 42.", "#### 1/2"}
+@pytest.fixture
+async def pool() -> AsyncIterator[GraderPool]:
+    pool = GraderPool(1, cpu_s=20.0)
+    yield pool
+    await pool.close()
 
 
-def test_gsm8k_flexible_equals_verls_or_accepts_more() -> None:
-    case = recorded("verl/reward/gsm8k-flexible")
-    for (text, truth), score in zip(case["inputs"]["pairs"], case["outputs"]["scores"], strict=True):
-        ours = gsm8k.judge_flexible((text,), truth)[0].reward
-        assert ours == (1.0 if text in FORGIVEN_ANYWHERE else float(score == 1.0)), text
+# Where Penstock reads the number in the text: a currency sign, no space, thousands, a trailing dot, 3.0, a fraction.
+STRICT = {"#### $18", "#### 3.0", "####42", "#### 42.", "#### 1/2"}
+FLEXIBLE = {"#### 1,234", "#### 3.0", "the answer is 42.", "#### 42.", "#### 1/2"}
 
 
-@pytest.mark.parametrize(("judge", "output"), [("judge_exact", "em"), ("judge_inside", "subem")])
-def test_question_answering_equals_verls(judge: str, output: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "output", "judge", "forgiven"),
+    [
+        ("gsm8k-strict", "scores", gsm8k.judge, STRICT),
+        ("gsm8k-flexible", "scores", gsm8k.judge_flexible, FLEXIBLE),
+        ("qa_em", "em", partial(question_answer.judge_exact, question_answer.Parameters()), set()),
+        ("qa_em", "subem", partial(question_answer.judge_inside, question_answer.Parameters()), set()),
+    ],
+    ids=["gsm8k", "gsm8k_flexible", "qa_em", "qa_subem"],
+)
+def test_a_rule_equals_verls_or_accepts_more(
+    name: str, output: str, judge: Callable[..., list[Verdict]], forgiven: set[str]
+) -> None:
     """Right where verl gives 1; instead of its 0.1 for a wrong answer in tags there is the part has_answer."""
-    case = recorded("verl/reward/qa_em")
+    case = recorded(f"verl/reward/{name}")
     for (text, truth), score in zip(case["inputs"]["pairs"], case["outputs"][output], strict=True):
         if truth == [""]:  # an empty truth accepts an empty answer there, and is refused here
             continue
-        found = getattr(question_answer, judge)(question_answer.Parameters(), (text,), truth)[0]
-        assert (found.reward, found.parts["has_answer"]) == (float(score == 1.0), float(score > 0)), text
+        (verdict,) = judge((text,), truth)
+        assert verdict.reward == float(score == 1.0 or text in forgiven), text
+        assert name != "qa_em" or verdict.parts["has_answer"] == float(score > 0), text
 
 
 def test_words_are_normalised_as_verl_does() -> None:
@@ -88,33 +86,25 @@ OTHER_SIDE = {
 
 
 @pytest.mark.parametrize("case_id", OTHER_SIDE)
-async def test_math_equals_the_others_except_for_listed_texts(case_id: str) -> None:
+async def test_math_equals_the_others_except_for_listed_texts(case_id: str, pool: GraderPool) -> None:
     case = recorded(case_id)
     verdicts = next(iter(case["outputs"].values()))
-    pool = GraderPool(1, cpu_s=20.0)
-    async with contextlib.AsyncExitStack() as ending:
-        ending.push_async_callback(pool.close)
-        for (text, truth), theirs in zip(case["inputs"]["pairs"], verdicts, strict=True):
-            ours = (await math_answer.judge((text,), truth, pool.equal))[0].reward
-            expected = theirs["acc"] if isinstance(theirs, dict) else theirs
-            if truth in OTHER_SIDE[case_id]:
-                assert (expected, ours) == (None, 0.0)
-            else:
-                assert ours == float(bool(expected) != (text in OTHER_SIDE[case_id])), text
+    for (text, truth), theirs in zip(case["inputs"]["pairs"], verdicts, strict=True):
+        ours = (await math_answer.judge((text,), truth, pool.equal))[0].reward
+        expected = theirs["acc"] if isinstance(theirs, dict) else theirs
+        if truth in OTHER_SIDE[case_id]:
+            assert (expected, ours) == (None, 0.0)
+        else:
+            assert ours == float(bool(expected) != (text in OTHER_SIDE[case_id])), text
 
 
-async def test_the_answer_line_equals_verls() -> None:
+async def test_the_answer_line_equals_verls(pool: GraderPool) -> None:
     """The same verdict on every recorded line: units, an assignment, thousands; no line and no box is wrong."""
-    case = recorded("verl/reward/math_dapo-answer")
-    pool = GraderPool(1, cpu_s=20.0)
-    async with contextlib.AsyncExitStack() as ending:
-        ending.push_async_callback(pool.close)
-        for (text, truth), theirs in zip(case["inputs"]["pairs"], case["outputs"]["results"], strict=True):
-            [ours] = await math_answer.judge(
-                (text,), truth, pool.equal, find=math_answer.on_last_line, part="has_answer"
-            )  # fmt: skip
-            assert ours.reward == float(theirs["acc"]), text
-            assert ours.parts["has_answer"] == float(theirs["pred"] != "[INVALID]"), text
+    case, how = recorded("verl/reward/math_dapo-answer"), {"find": math_answer.on_last_line, "part": "has_answer"}
+    for (text, truth), theirs in zip(case["inputs"]["pairs"], case["outputs"]["results"], strict=True):
+        [ours] = await math_answer.judge((text,), truth, pool.equal, **how)
+        assert ours.reward == float(theirs["acc"]), text
+        assert ours.parts["has_answer"] == float(theirs["pred"] != "[INVALID]"), text
 
 
 @pytest.mark.parametrize(

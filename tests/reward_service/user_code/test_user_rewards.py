@@ -1,4 +1,4 @@
-"""Rewards by import path and file: run in worker processes, recorded with a digest, an error and never a 0 when they fail."""
+"""Rewards by import path and file: run in worker processes, recorded with a digest, and an error when they fail."""
 
 from __future__ import annotations
 
@@ -8,19 +8,15 @@ import signal
 import subprocess
 import sys
 import tomllib
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from tests.groups import make_group
-from tests.reward_service.conftest import Wire
+from tests.reward_service.conftest import Wire, asking
 from tests.reward_service.processes import StartService
 from tests.servers import wait_for
 
 from penstock.protocol.config.reward_settings import RewardSettings
 from penstock.protocol.errors import ConfigError
-from penstock.protocol.groups import RewardRequest
-from penstock.protocol.trajectory import Group
 from penstock.reward_service.endpoints.wire import GroupToScore
 from penstock.reward_service.errors import UserCodeFailed
 from penstock.reward_service.registry.user_rewards import UserRewards, WorkerPool
@@ -107,15 +103,10 @@ def code(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def asking(group_id: str, reward: str, *texts: str, truth: str | None = '"4"') -> Group:
-    group = make_group(group_id, size=len(texts), texts=list(texts))
-    return replace(group, reward=RewardRequest(name=reward, ground_truth=truth))
-
-
 def test_code_of_the_run_file_scores_and_its_digest_is_recorded(
     wire: Wire, start_service: StartService, code: Path
 ) -> None:
-    """By file, also in a folder, by module and with parameters: rewards, parts and the digest of the source are in the scored group."""
+    """By file, in a folder too, by module and with parameters: the group has rewards, parts and the code's digest."""
     service = start_service(str(code / "run.toml"), cwd=code)
     wire.announce(
         [
