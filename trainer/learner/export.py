@@ -19,15 +19,16 @@ from typing import Any, BinaryIO
 import numpy as np
 import structlog
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from penstock.protocol import files
 from penstock.protocol.errors import UnsupportedModel
 from penstock.protocol.weights.layout import WeightLayout, shard_header, shard_index, shard_name
-from penstock.trainer.algorithm.batch import MicroBatch, Row, build
+from penstock.trainer.algorithm.batch import Row, build
 from penstock.trainer.errors import ExportFailed
 from penstock.trainer.learner import adapter
 from penstock.trainer.learner.load_model import from_folder
+from penstock.trainer.learner.logprobs import read_batch
 from penstock.trainer.learner.policy import Policy
 from penstock.trainer.parallel_dims import ParallelDims
 from penstock.trainer.publishing.version_writer import small_files
@@ -110,8 +111,9 @@ def _compare(policy: Policy, dims: ParallelDims, written: Path, folder: Path) ->
             "internal error; the newest checkpoint has the weights"
         )
     scorer = policy.scorer_around(model.eval())
-    exported = _score(scorer, batch)
-    noise = 0.0 if policy.dtype == "float32" else _mean_gap(exported, _score(scorer.float(), batch))
+    with torch.no_grad():
+        exported = read_batch(scorer, batch)
+        noise = 0.0 if policy.dtype == "float32" else _mean_gap(exported, read_batch(scorer.float(), batch))
     gap, most = _mean_gap(trained, exported), max(_TOLERANCE, _NOISES * noise)
     if not gap <= most:
         raise ExportFailed(
@@ -136,13 +138,6 @@ def _report_merge(kept: float, dtype: str, folder: Path) -> None:
         'sft, dpo and rm, penstock weights export --adapter of a run. Or train with model.dtype = "float32"'
     )
     log.warning(text, folder=str(folder), kept=round(kept, 4))
-
-
-def _score(scorer: nn.Module, batch: MicroBatch) -> Tensor:
-    with torch.no_grad():
-        return scorer(
-            batch.input_ids, batch.predictors, batch.targets, position_ids=batch.position_ids, layout=batch.layout
-        )
 
 
 class ModelFiles:

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812  torch's name for it
 from torch import Tensor, nn
 
-from penstock.trainer.algorithm.batch import StreamImages
+from penstock.trainer.algorithm.batch import MicroBatch, StreamImages
 from penstock.trainer.algorithm.kl import entropy, kl_from_teacher, kl_full
 from penstock.trainer.algorithm.packed_rows import Layout
 from penstock.trainer.errors import UnsupportedModel
@@ -238,3 +238,10 @@ class CompletionScorer(nn.Module):
         """Return how many tokens go through the output head together."""
         max_logits = logits_at_once(hidden.device) if self._max_logits is None else self._max_logits
         return max(1, max_logits // self.language_model.config.get_text_config().vocab_size)
+
+
+def read_batch(scorer: Callable[..., Tensor], batch: MicroBatch, **options: Any) -> Tensor:
+    """Return what `CompletionScorer.forward`, or a module around it, returns for a micro-batch on its device."""
+    sampled = batch.predictors, batch.targets
+    rows: dict[str, Any] = {"position_ids": batch.position_ids, "layout": batch.layout, "images": batch.images}
+    return scorer(batch.input_ids, *sampled, **rows, **options)

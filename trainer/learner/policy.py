@@ -23,7 +23,7 @@ from penstock.trainer.algorithm.packed_rows import PairCost
 from penstock.trainer.errors import CheckpointError, TrainingDiverged, UnsupportedModel
 from penstock.trainer.learner import adapter
 from penstock.trainer.learner.flops import NO_WORK, Load, Work, load_of
-from penstock.trainer.learner.logprobs import CompletionScorer, HiddenStates
+from penstock.trainer.learner.logprobs import CompletionScorer, HiddenStates, read_batch
 from penstock.trainer.learner.policy_weights import PolicyWeights
 from penstock.trainer.learner.reference import ReferencePolicy
 from penstock.trainer.learner.shard_files import CapturedPart, random_state_name
@@ -293,12 +293,4 @@ class Policy:
             what["experts"] = batch.experts
         load = self._load(batch)
         self._work = self._work.plus(self._cost.forward(load), load.tokens)
-        return (under or self._trainable)(
-            batch.input_ids,
-            batch.predictors,
-            batch.targets,
-            position_ids=batch.position_ids,
-            layout=batch.layout,
-            images=batch.images,
-            **what,
-        )
+        return read_batch(under or self._trainable, batch, **what)

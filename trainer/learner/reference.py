@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from penstock.trainer.algorithm.batch import MicroBatch
 from penstock.trainer.algorithm.kl import of_teacher
 from penstock.trainer.learner.host_states import HostStates
-from penstock.trainer.learner.logprobs import CompletionScorer, HiddenStates
+from penstock.trainer.learner.logprobs import CompletionScorer, HiddenStates, read_batch
 
 if TYPE_CHECKING:
     from penstock.trainer.learner.policy import Policy
@@ -111,22 +111,10 @@ class Reference:
     def enter_device(self) -> None:
         self._host.move_back()
 
+    @torch.no_grad()
     def logprobs(self, batch: MicroBatch) -> Tensor:
-        with torch.no_grad():
-            return self._read(batch)
+        return read_batch(self._run, batch.to(self._device))
 
+    @torch.no_grad()
     def hidden_states(self, batch: MicroBatch) -> HiddenStates:
-        with torch.no_grad():
-            return HiddenStates(self._read(batch, hidden_only=True), self._scorer)
-
-    def _read(self, batch: MicroBatch, *, hidden_only: bool = False) -> Tensor:
-        moved = batch.to(self._device)
-        return self._run(
-            moved.input_ids,
-            moved.predictors,
-            moved.targets,
-            position_ids=moved.position_ids,
-            layout=moved.layout,
-            images=moved.images,
-            hidden_only=hidden_only,
-        )
+        return HiddenStates(read_batch(self._run, batch.to(self._device), hidden_only=True), self._scorer)

@@ -6,9 +6,10 @@ import dataclasses
 import json
 
 import pytest
+from tests.trainer.algorithm import train_steps
 from tests.trainer.groups.stored_groups import invent_group
 from tests.trainer.groups.test_batcher import Box
-from tests.trainer.learner.forks import Fork
+from tests.trainer.learner import forks
 
 from penstock.deploy.quickstart_task import write_model
 from penstock.protocol.groups import BlobRef, ScoredGroup
@@ -64,8 +65,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict]]:
     """Three steps of a fresh policy for each case, all in one process of their own."""
     model = tmp_path_factory.mktemp("model") / "model"
     write_model(model, seed=0)
-    done = Fork(model.parent, "tests.trainer.algorithm.train_steps", str(model), json.dumps(CASES)).wait(0, 800.0)
-    return json.loads(done.strip().splitlines()[-1])
+    return forks.results(model.parent, train_steps.__name__, str(model), json.dumps(CASES), deadline_s=800.0)[1]
 
 
 def ready(number: int, rewards: tuple[float, ...], *, version: int = 0) -> ReadyGroup:

@@ -18,7 +18,8 @@ import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
 from tests.examples import examples
-from tests.trainer.learner.test_shared_prompts import SCORER, VOCABULARY
+from tests.trainer.learner.test_shared_prompts import SCORER
+from tests.trainer.learner.tiny import VOCABULARY
 from torch import Tensor
 
 from penstock.protocol.groups import BlobRef, GeneratedGroup, RewardRequest, ScoredGroup
@@ -36,6 +37,7 @@ from penstock.trainer.algorithm.mismatch import mismatch_metrics
 from penstock.trainer.algorithm.objective import Objective, Outcome, build_objective
 from penstock.trainer.algorithm.packed_rows import pack
 from penstock.trainer.learner.critic import TokenCredit
+from penstock.trainer.learner.logprobs import read_batch
 from penstock.trainer.learner.step_plan import Capacity, ReadyGroup, StepPlan, make_plan, rows_of
 
 LONGEST = 10
@@ -344,14 +346,9 @@ def test_rows_of_a_micro_batch_change_no_parameters_gradient(name: str, batch: l
     def gradients(pieces: list[list[Row]]) -> list[Tensor]:
         SCORER.zero_grad()
         scores = [
-            torch.atleast_2d(
-                SCORER(
-                    b.input_ids, b.predictors, b.targets, position_ids=b.position_ids, layout=b.layout,
-                    kl_from=top_of_teacher(b) if rule.needs_teacher_kl else None,
-                )
-            )
+            torch.atleast_2d(read_batch(SCORER, b, kl_from=top_of_teacher(b) if rule.needs_teacher_kl else None))
             for b in map(build, pieces)
-        ]  # fmt: skip
+        ]
         built = prepared(section, pieces, [some[0] for some in scores])
         losses = [
             outcome_of(rule, some[0], b, some[1] if rule.needs_teacher_kl else None).loss

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from deepspeed.utils import safe_get_full_grad
 from safetensors.torch import load_file, save_file
 from tests.servers import wait_for
+from tests.trainer.learner.tiny import HOW
 from torch import Tensor, nn
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
@@ -28,7 +29,7 @@ from penstock.trainer.algorithm.objective import build_objective
 from penstock.trainer.errors import UnsupportedModel
 from penstock.trainer.learner.adapter import Lora, attach
 from penstock.trainer.learner.load_model import load_language_model, load_policy
-from penstock.trainer.learner.logprobs import CompletionScorer
+from penstock.trainer.learner.logprobs import CompletionScorer, read_batch
 from penstock.trainer.learner.optimizer_state import part_of
 from penstock.trainer.learner.policy import Policy
 from penstock.trainer.learner.shard_files import CapturedPart, Fragment
@@ -38,10 +39,6 @@ from penstock.trainer.parallel_dims import ParallelDims, ParallelLayout
 from penstock.trainer.ranks import Ranks
 
 NUM_STEPS = 3
-HOW = Optimisation(
-    num_steps=10, lr=1e-3, betas=(0.9, 0.95), weight_decay=0.01, warmup_steps=0, schedule="constant", min_lr_ratio=1.0,
-    max_grad_norm=1.0, zero_stage=1, dtype="float32", keep_whole_below=0,
-)  # fmt: skip
 PLAIN = "plain"
 _CHUNKS = {"max_logits": 7 * 55}  # seven tokens go through the output head at once
 OFFLOADS: dict[str, dict[str, Any]] = {
@@ -292,10 +289,7 @@ def by_hand(model: Path, how: Optimisation, objective: Any) -> dict[str, float]:
         attach(module, how.lora)
     scorer = CompletionScorer(module, 1.0)
     for batch in micro_batches(alone):
-        scores = scorer(
-            batch.input_ids, batch.predictors, batch.targets, position_ids=batch.position_ids, layout=batch.layout
-        )
-        objective(scores, batch).loss.backward()
+        objective(read_batch(scorer, batch), batch).loss.backward()
     learning = {name: p for name, p in scorer.named_parameters() if p.requires_grad}
     squares: dict[str, float] = {}
     for name, groups in layer_groups(learning).items():

@@ -1,6 +1,6 @@
 """Trains a few steps on stored groups, publishes them, and prints the results, on one rank or several.
 
-Arguments: MODEL FOLDER (FOLDER/setup.json: connections and run).
+Arguments: FOLDER (model/, ranks.scored, setup.json: connections).
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from pathlib import Path
 
 import torch
 from tests.servers import wait_for
+from tests.trainer.learner.tiny import HOW
 from tests.weights_source import NEVER
 
 from penstock.deploy.bootstrap import bootstrap
@@ -79,9 +80,8 @@ CHUNK_TOKENS = 7  # tokens per chunk of the output head: every micro-batch takes
 
 
 def how(zero_stage: int, dtype: str) -> Optimisation:
-    return Optimisation(
-        num_steps=10, lr=1e-3, betas=(0.9, 0.95), weight_decay=0.01, warmup_steps=2, schedule="linear",
-        min_lr_ratio=0.1, max_grad_norm=1.0, zero_stage=zero_stage, dtype=dtype, keep_whole_below=0,  # type: ignore[arg-type]
+    return replace(
+        HOW, warmup_steps=2, schedule="linear", min_lr_ratio=0.1, zero_stage=zero_stage, dtype=dtype,  # type: ignore[arg-type]
         gradient_checkpointing=zero_stage == 2,
     )  # fmt: skip
 
@@ -347,9 +347,9 @@ def published_adapter(learner: Learner, merged: dict[str, torch.Tensor]) -> dict
 
 
 def main(arguments: Sequence[str]) -> int:
-    model, folder = arguments
-    setup = json.loads(Path(folder, "setup.json").read_text())
-    ranks = Ranks()
+    ranks, base = Ranks(), Path(arguments[0])
+    model, folder = base / "model", base / f"out{ranks.num_ranks}"
+    setup = json.loads((base / "setup.json").read_text()) | {"run_id": f"ranks-of-{ranks.num_ranks}"}
     blobs = Blobs(S3Settings.model_validate(setup["s3"]))
     dims = ParallelDims(ranks)
     own = RankPublisher(blobs, setup["run_id"], dims.buckets)
@@ -359,21 +359,21 @@ def main(arguments: Sequence[str]) -> int:
         bus = Bus.connect(NatsSettings.model_validate(setup["nats"]), name="rank_check")
         for run_id in (setup["run_id"], f"{setup['run_id']}-alone"):
             bootstrap(bus, blobs, run_id)
-        ways = TwoWays(Connections(setup["run_id"], bus, blobs), coordinator, Path(model))
+        ways = TwoWays(Connections(setup["run_id"], bus, blobs), coordinator, model)
     copies = CaptureSlot()
     writer = CheckpointWriter(copies, ranks)
-    scene = Scene(Path(model), blobs, dims, ParallelDims(ranks, ParallelLayout(ranks.num_ranks)))
+    scene = Scene(model, blobs, dims, ParallelDims(ranks, ParallelLayout(ranks.num_ranks)))
     results = {}
     for name, stage, dtype, algorithm in CASES:
         policy, learner, settings = scene.build(name, stage, dtype, algorithm)
         learner.captured = copies
         if ranks.is_leader:
-            target = Path(folder) / name
+            target = folder / name
             target.mkdir(parents=True)
             published = ways if name in PUBLISHED else None
             results[name] = lead(learner, blobs, scene.message, target, settings, published, writer)
             if name == REFUSED:
-                results[name]["refused"] = refusals(learner, writer, Path(folder) / "refused", ranks.num_ranks)
+                results[name]["refused"] = refusals(learner, writer, folder / "refused", ranks.num_ranks)
             learner.dismiss()
         else:
             learner.follow(own)
@@ -387,7 +387,7 @@ def main(arguments: Sequence[str]) -> int:
             else:
                 learner.follow(own)
         ranks.barrier()
-    crossed = resume_others(scene, Path(folder))
+    crossed = resume_others(scene, folder)
     if ranks.is_leader:
         print(json.dumps({"cases": results, "crossed": crossed}))
     ranks.leave(0)

@@ -17,7 +17,6 @@ from penstock.console.registry.model_merge import open_model
 from penstock.console.tools.chat import find_model
 from penstock.deploy.early_checks import check_inputs
 from penstock.deploy.evaluation.target import find
-from penstock.deploy.quickstart_task import write_model
 from penstock.fine_tuning.__main__ import fine_tune
 from penstock.fine_tuning.sections import DPO, RM, SFT
 from penstock.protocol.config.run_file import load
@@ -102,23 +101,16 @@ def test_words_for_every_linear_layer_are_the_default(tmp_path: Path, override: 
     assert len(str(caught.value).splitlines()) == 1
 
 
-@pytest.fixture(scope="module")
-def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("base") / "model"
-    write_model(folder, seed=0)
-    return folder
-
-
-def outside(base: Path, folder: Path, **config: Any) -> Adapter:
-    one = Adapter.random(base, folder, seed=1, targets=("q_proj", "v_proj"))
+def outside(model_folder: Path, folder: Path, **config: Any) -> Adapter:
+    one = Adapter.random(model_folder, folder, seed=1, targets=("q_proj", "v_proj"))
     one.config.update(config)
     return one
 
 
-def test_an_adapter_of_peft_gives_its_own_settings(base: Path, tmp_path: Path) -> None:
+def test_an_adapter_of_peft_gives_its_own_settings(model_folder: Path, tmp_path: Path) -> None:
     """Rank-stabilised, its scale is alpha / sqrt(rank), also in what is published for engines that ignore the option."""
-    outside(base, tmp_path / "a", use_rslora=True, lora_alpha=6).write()
-    settings = load(TrainerSettings, overrides=[f"model.path={base}", f"model.lora.path={tmp_path}/a"]).settings
+    outside(model_folder, tmp_path / "a", use_rslora=True, lora_alpha=6).write()
+    settings = load(TrainerSettings, overrides=[f"model.path={model_folder}", f"model.lora.path={tmp_path}/a"]).settings
     lora = settings.model.lora
     assert (lora.rank, lora.alpha, lora.use_rslora, lora.targets) == (4, 6.0, True, ["q_proj", "v_proj"])
     chosen = optimisation(settings, settings.trainer, 1).lora
@@ -150,22 +142,22 @@ def test_an_adapter_of_peft_gives_its_own_settings(base: Path, tmp_path: Path) -
     ],
 )  # fmt: skip
 def test_an_adapter_that_is_not_trained_further_exactly_is_refused(
-    base: Path, tmp_path: Path, config: dict[str, Any], overrides: list[str], refused: str
+    model_folder: Path, tmp_path: Path, config: dict[str, Any], overrides: list[str], refused: str
 ) -> None:
-    outside(base, tmp_path / "a", **config).write()
+    outside(model_folder, tmp_path / "a", **config).write()
     with pytest.raises(ConfigError, match=refused):
-        load(TrainerSettings, overrides=[f"model.path={base}", f"model.lora.path={tmp_path}/a", *overrides])
+        load(TrainerSettings, overrides=[f"model.path={model_folder}", f"model.lora.path={tmp_path}/a", *overrides])
 
 
 def test_every_command_refuses_an_adapter_of_another_base_or_in_the_place_of_a_model(
-    base: Path, tmp_path: Path
+    model_folder: Path, tmp_path: Path
 ) -> None:
-    one = outside(base, tmp_path / "a")
+    one = outside(model_folder, tmp_path / "a")
     name = next(iter(one.tensors))
     one.tensors[name] = one.tensors[name][:, 1:].contiguous()
     one.write()
     (tmp_path / "rows.jsonl").write_text("{}\n")
-    wrong_base, as_model = [f"model.path={base}", f"model.lora.path={one.folder}"], [f"model.path={one.folder}"]
+    wrong_base, as_model = [f"model.path={model_folder}", f"model.lora.path={one.folder}"], [f"model.path={one.folder}"]
     for given, refused in (
         (wrong_base, f"{name} has shape .* expected .* name its base model"),
         (as_model, "model.path = .* is an adapter .* --adapter"),
@@ -184,10 +176,10 @@ def test_every_command_refuses_an_adapter_of_another_base_or_in_the_place_of_a_m
             verb()
 
 
-def test_the_reference_is_the_policy_that_a_training_begins_with(base: Path, tmp_path: Path) -> None:
+def test_the_reference_is_the_policy_that_a_training_begins_with(model_folder: Path, tmp_path: Path) -> None:
     """Switching the adapter off would give another model: the reference is computed before the first step, or named."""
-    path = outside(base, tmp_path / "a").write().folder
-    given = [f"model.path={base}", f"model.lora.path={path}"]
+    path = outside(model_folder, tmp_path / "a").write().folder
+    given = [f"model.path={model_folder}", f"model.lora.path={path}"]
     for command, override, is_refused in (
         ("dpo", "dpo.beta=0.1", False), ("dpo", 'dpo.reference="live"', True), ("dpo", 'dpo.loss="kto"', True), ("dpo", 'dpo.loss="simpo"', False),
         ("train", "algorithm.kl_coefficient=0.1", True), ("sft", "algorithm.kl_coefficient=0.1", False),
@@ -197,9 +189,8 @@ def test_the_reference_is_the_policy_that_a_training_begins_with(base: Path, tmp
             check_adapters(settings, command)
 
 
-def test_every_command_asks_before_it_loads_the_model(tmp_path: Path) -> None:
-    write_model(tmp_path / "model", seed=0)
-    given = [f"model.path={tmp_path / 'model'}", "model.lora.rank=4", 'model.lora.targets=["lm_head"]']
+def test_every_command_asks_before_it_loads_the_model(model_folder: Path, tmp_path: Path) -> None:
+    given = [f"model.path={model_folder}", "model.lora.rank=4", 'model.lora.targets=["lm_head"]']
     with pytest.raises(ConfigError, match="lm_head has the weight"):
         check_inputs(load(TrainerSettings, overrides=given).settings)
     (tmp_path / "rows.jsonl").write_text("{}\n")

@@ -11,12 +11,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from tests.examples import examples
-from transformers import Qwen3Config, Qwen3ForCausalLM
+from tests.trainer.learner.tiny import VOCABULARY, qwen3
 
 from penstock.trainer.algorithm.batch import MicroBatch, Row, build
 from penstock.trainer.learner.critic import TokenCredit, ValueScorer, ValueTargets, value_figures
-
-VOCABULARY = 17
 
 
 def _row(prompt: int, completion: int, reward: float, *, hole: bool = False) -> Row:
@@ -176,12 +174,7 @@ def test_explained_variance_equals_its_definition() -> None:
 
 
 def _scorer() -> ValueScorer:
-    torch.manual_seed(0)
-    config = Qwen3Config(
-        vocab_size=VOCABULARY, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, head_dim=8, max_position_embeddings=64, initializer_range=0.2,
-    )  # fmt: skip
-    scorer = ValueScorer(Qwen3ForCausalLM(config))
+    scorer = ValueScorer(qwen3())
     torch.nn.init.normal_(scorer.value_head.weight)
     return scorer
 

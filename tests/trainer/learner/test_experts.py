@@ -20,7 +20,7 @@ from penstock.trainer.errors import NotEstimated, UnsupportedModel
 from penstock.trainer.learner import adapter, experts
 from penstock.trainer.learner.attention.models import pair_cost
 from penstock.trainer.learner.flops import pass_cost
-from penstock.trainer.learner.logprobs import CompletionScorer
+from penstock.trainer.learner.logprobs import CompletionScorer, read_batch
 from penstock.trainer.learner.model_folder_check import check_routers
 from penstock.trainer.settings import TrainerSettings
 
@@ -146,10 +146,7 @@ def test_replayed_experts_compute_what_each_row_alone_would(
     # prompts and 32 tokens of the equal starts; nothing where every row has its own experts; what is equal before the 25th token
     assert shared == {None: 2 * 20 + 2 * 9 + 2 * 32, 0: 0, 25: 2 * 20 + 9 + 25}[random_after]
     assert batch.experts is not None
-    found = scorer(
-        batch.input_ids, batch.predictors, batch.targets, position_ids=batch.position_ids, layout=batch.layout,
-        experts=batch.experts,
-    )  # fmt: skip
+    found = read_batch(scorer, batch, experts=batch.experts)
     expected = one_by_one(reference, rows)
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
     weights = torch.linspace(-1.0, 1.0, len(found))
@@ -173,10 +170,8 @@ def test_without_experts_the_routers_choose_again(folder: Path) -> None:
     scorer = CompletionScorer(model, 1.0)
     scorer.replay_routers()
     batch = build(rows)
-    given = {"position_ids": batch.position_ids, "layout": batch.layout}
     with torch.no_grad():
-        replayed = scorer(batch.input_ids, batch.predictors, batch.targets, experts=batch.experts, **given)
-        plain = scorer(batch.input_ids, batch.predictors, batch.targets, **given)
+        replayed, plain = read_batch(scorer, batch, experts=batch.experts), read_batch(scorer, batch)
     own = [replace(row, experts=own_choices(model, row.token_ids[:-1])) for row in rows]
     torch.testing.assert_close(plain, one_by_one(model, own).detach(), rtol=1e-5, atol=1e-5)
     assert (plain - replayed).abs().max() > 0.1

@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 from tests.deadline import ends_within
 
-from penstock.deploy.quickstart_task import write_model
 from penstock.rollout_service.embedded_engine.errors import CheckpointRefused
 from penstock.rollout_service.embedded_engine.model.weights import _files_of
 from penstock.trainer.errors import UnsupportedModel
@@ -28,17 +27,9 @@ FIRST = "model.embed_tokens.weight"
 Change = Callable[[Path], object]
 
 
-@pytest.fixture(scope="module")
-def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The quickstart's model folder."""
-    folder = tmp_path_factory.mktemp("model") / "model"
-    write_model(folder, seed=0)
-    return folder
-
-
 @pytest.fixture
-def model(original: Path, tmp_path: Path) -> Path:
-    return Path(shutil.copytree(original, tmp_path / "model"))
+def model(model_folder: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(model_folder, tmp_path / "model"))
 
 
 def config(**values: object) -> Change:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 import pytest
-from tests.trainer.learner.forks import Fork
+from tests.trainer.learner import forks, layout_check
 from tests.trainer.learner.layout_check import (
     EXPERTS,
     EXPERTS_OF_TWO,
@@ -34,15 +33,8 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict[str, Any
     folder = tmp_path_factory.mktemp("layouts")
     write_model(folder / "model", seed=0)
     mixture(folder / "experts")  # here: of several ranks transformers lets the first one write
-    started = {
-        num: Fork(folder, "tests.trainer.learner.layout_check", str(folder / "model"), str(folder), num_ranks=num)
-        for num in (1, 2)
-    }
-    try:
-        return {num: json.loads(one.wait(deadline_s=800.0).splitlines()[-1]) for num, one in started.items()}
-    finally:
-        for one in started.values():
-            one.kill()
+    arguments = str(folder / "model"), str(folder)
+    return forks.results(folder, layout_check.__name__, *arguments, ranks=(1, 2), deadline_s=800.0)
 
 
 @pytest.mark.slow

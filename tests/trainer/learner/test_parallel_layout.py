@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 import torch
+from tests.trainer.learner.tiny import HOW, qwen3
 from torch import Tensor
-from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from penstock.deploy.quickstart_task import write_model
 from penstock.protocol.errors import ConfigError
@@ -19,13 +19,7 @@ from penstock.trainer.errors import UnsupportedModel
 from penstock.trainer.learner.load_model import load_policy
 from penstock.trainer.learner.model_folder_check import check_layout
 from penstock.trainer.learner.parallel_shares import TokenShares, WeightShares
-from penstock.trainer.learner.trainable import Optimisation
 from penstock.trainer.parallel_dims import ParallelDims, ParallelLayout, Share
-
-HOW = Optimisation(
-    num_steps=1, lr=1e-3, betas=(0.9, 0.9), weight_decay=0.0, warmup_steps=0, schedule="constant", min_lr_ratio=1.0,
-    max_grad_norm=1.0, zero_stage=1, dtype="float32",
-)  # fmt: skip
 
 
 def dims(rank: int, num_ranks: int, sequence_parallel: int, tensor_parallel: int = 1) -> ParallelDims:
@@ -135,12 +129,8 @@ class Cutting:
         self.cut, self.summed = cut, summed
 
     def module(self) -> Any:
-        config = Qwen3Config(
-            vocab_size=8, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2,
-            num_key_value_heads=2, head_dim=4, layer_types=["full_attention"],
-        )  # fmt: skip
         module: Any = torch.nn.Module()
-        module.language_model = Qwen3ForCausalLM(config)
+        module.language_model = qwen3(num_hidden_layers=1)
         for name, parameter in module.named_parameters():
             kind = name.split(".")[-2]
             if kind in self.cut:

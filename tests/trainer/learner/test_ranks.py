@@ -6,7 +6,7 @@ import json
 
 import pytest
 from tests.trainer.groups.stored_groups import invent_group, store_scored
-from tests.trainer.learner.forks import Fork
+from tests.trainer.learner import forks, rank_check
 from tests.trainer.learner.rank_check import CROSSED, PUBLISHED, REFUSED
 
 from penstock.deploy.quickstart_task import write_model
@@ -28,26 +28,13 @@ def outputs(nats_server, s3_server, tmp_path_factory: pytest.TempPathFactory) ->
     write_model(folder / "model", seed=0)
     groups = [invent_group(f"e0.p{i}.a0", seed=i) for i in range(6)]
     (folder / "ranks.scored").write_bytes(encode(store_scored(Blobs(settings), "ranks", "p0", groups)))
-    commands = {}
-    for num_ranks in (1, 2):
-        out = folder / f"out{num_ranks}"
-        out.mkdir()
-        nats: NatsSettings = nats_server.settings
-        setup = {
-            "nats": {**nats.model_dump(mode="json"), "password": nats.password},
-            "s3": {**settings.model_dump(mode="json"), "secret_key": settings.secret_key},
-            "run_id": f"ranks-of-{num_ranks}",
-        }
-        (out / "setup.json").write_text(json.dumps(setup))
-        arguments = [str(folder / "model"), str(out)]
-        commands[num_ranks] = Fork(folder, "tests.trainer.learner.rank_check", *arguments, num_ranks=num_ranks)
-    try:
-        return {
-            ranks: json.loads(command.wait(deadline_s=900.0).splitlines()[-1]) for ranks, command in commands.items()
-        }
-    finally:
-        for command in commands.values():
-            command.kill()
+    nats: NatsSettings = nats_server.settings
+    setup = {
+        "nats": {**nats.model_dump(mode="json"), "password": nats.password},
+        "s3": {**settings.model_dump(mode="json"), "secret_key": settings.secret_key},
+    }
+    (folder / "setup.json").write_text(json.dumps(setup))
+    return forks.results(folder, rank_check.__name__, str(folder), ranks=(1, 2), deadline_s=900.0)
 
 
 @pytest.fixture(scope="module")

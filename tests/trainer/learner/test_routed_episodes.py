@@ -30,7 +30,7 @@ from penstock.rollout_service.checks.check_task import ModelLimits
 from penstock.rollout_service.engines.sglang.client import SglangClient
 from penstock.trainer.algorithm.batch import MicroBatch, Row, build
 from penstock.trainer.algorithm.packed_rows import BRANCH_TOKENS
-from penstock.trainer.learner.logprobs import CompletionScorer
+from penstock.trainer.learner.logprobs import CompletionScorer, read_batch
 
 SHAPE = RouterShape(num_layers=2, num_experts=8, top_k=2)
 
@@ -82,9 +82,7 @@ def as_rows(group: Group) -> list[Row]:
 def scored(scorer: CompletionScorer, batch: MicroBatch, *, replays: bool) -> torch.Tensor:
     """Return log-probabilities of a batch, with its experts or those that the routers choose now."""
     more: dict[str, Any] = {"experts": batch.experts} if replays else {}
-    return scorer(
-        batch.input_ids, batch.predictors, batch.targets, position_ids=batch.position_ids, layout=batch.layout, **more
-    )
+    return read_batch(scorer, batch, **more)
 
 
 async def test_the_rows_of_an_episode_are_computed_with_the_experts_of_their_turns(tmp_path: Path) -> None:

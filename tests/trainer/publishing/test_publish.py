@@ -17,7 +17,6 @@ from torch import Tensor
 
 from penstock.deploy.bootstrap import bootstrap
 from penstock.deploy.processes.servers import NatsServer, S3Server
-from penstock.deploy.quickstart_task import write_model
 from penstock.protocol import blob_keys, streams, subjects
 from penstock.protocol.config.connection import NatsSettings, S3Settings
 from penstock.protocol.facts import Head, WeightsPublished, WeightsRefused, decode
@@ -36,13 +35,6 @@ from penstock.trainer.publishing.publication import Publication, read_head
 from penstock.trainer.publishing.publish import Publisher
 from penstock.trainer.publishing.weight_buckets import ModelWeights, Snapshot, copy_to_buckets
 from penstock.trainer.publishing.weight_retention import FullSnapshotPolicy
-
-
-@pytest.fixture(scope="module")
-def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("model") / "model"
-    write_model(folder, seed=0)
-    return folder
 
 
 @pytest.fixture

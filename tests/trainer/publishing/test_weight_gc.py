@@ -9,7 +9,6 @@ import torch
 from tests.trainer.publishing.test_publish import assert_head_is, tensors
 from tests.weights_source import WeightsSource, read_version
 
-from penstock.deploy.quickstart_task import write_model
 from penstock.protocol import blob_keys, streams
 from penstock.protocol.errors import BusUnreachable
 from penstock.protocol.facts import Heartbeat, KeptVersion, RetirementFloor, decode, encode
@@ -23,13 +22,6 @@ from penstock.trainer.publishing.weight_gc import Retention, WeightGc, holds_lea
 from penstock.trainer.publishing.weight_retention import FullSnapshotPolicy, KeepRule
 
 GRACE_S = 100.0
-
-
-@pytest.fixture(scope="module")
-def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("model") / "model"
-    write_model(folder, seed=0)
-    return folder
 
 
 @pytest.fixture

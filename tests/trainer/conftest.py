@@ -1,0 +1,17 @@
+"""A model for all tests of the trainer."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from penstock.deploy.quickstart_task import write_model
+
+
+@pytest.fixture(scope="session")
+def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The quickstart's model, which no test changes."""
+    folder = tmp_path_factory.mktemp("model") / "model"
+    write_model(folder, seed=0)
+    return folder
