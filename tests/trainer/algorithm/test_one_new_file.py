@@ -145,32 +145,6 @@ def test_one_file_is_a_choice_of_settings_objective_and_credit(copy: Path) -> No
     assert found["rejected"] == 0
 
 
-REFUSED = (
-    (["algorithm.loss=titled"], "unknown loss 'titled'; did you mean 'tilted'?"),
-    (["algorithm.tlit=0.3"], "did you mean algorithm.tilt?"),
-    (["algorithm.tilt=0.3"], "algorithm.tilt does nothing with algorithm.loss = ppo_clip"),
-    (["algorithm.loss=tilted", "algorithm.tilt=0"], "algorithm.tilt: expected greater than 0"),
-    (["algorithm.half_weight=0.1"], "does nothing while algorithm.corrections does not name half"),
-)
-CONFIG = """
-import json, sys
-from penstock.trainer.__main__ import main
-
-for overrides in json.loads(sys.argv[1]):
-    code = main(["config", "model.path=m", *overrides])
-    print(f"exit code {code}", file=sys.stderr, flush=True)
-"""
-
-
-def test_errors_about_a_new_part_contain_the_fix(copy: Path) -> None:
-    done = run(copy, "-c", CONFIG, json.dumps([overrides for overrides, _ in REFUSED]))
-    assert done.returncode == 0, done.stderr
-    answers = done.stderr.split("exit code 2")
-    assert len(answers) == len(REFUSED) + 1, done.stderr
-    for (_, reply), answer in zip(REFUSED, answers, strict=False):
-        assert reply in answer
-
-
 def test_the_check_of_the_page_names_what_is_missing(copy: Path) -> None:
     """The tables of the page are renewed by the command; until then the check fails and lists the new rows."""
     command = ("-m", "docs.algorithm_reference", "algorithms.md")

@@ -23,7 +23,7 @@ from penstock.trainer.algorithm.objective import build_objective
 from penstock.trainer.groups.batcher import group_rules
 from penstock.trainer.groups.group_totals import DropReason
 from penstock.trainer.learner.step_plan import ReadyGroup
-from penstock.trainer.recovery.resume_checks import changed_settings, read_settings
+from penstock.trainer.recovery.resume_checks import read_settings
 from penstock.trainer.recovery.run_record_writer import differences, environment_fingerprint
 from penstock.trainer.settings import TrainerSettings
 
@@ -176,18 +176,6 @@ def test_settings_that_an_older_version_recorded_are_read_with_its_defaults() ->
     assert (settings.algorithm.dual_clip, settings.algorithm.stale_negative_weight) == (1.2, 0.5)
     with pytest.raises(ConfigError, match="dual_clip does nothing with"):
         load(TrainerSettings, overrides=["model.path=m", "algorithm.name=reinforce", "algorithm.dual_clip=1.2"])
-
-
-def test_a_session_lists_what_it_changes(tmp_path: Path) -> None:
-    """Each setting that differs from the session before; a folder without settings has nothing to compare with."""
-    now = json.dumps({"settings": {"trainer": {"lr": 2e-4, "steps": 6}, "algorithm": {"name": "remax"}}}).encode()
-    before = {"settings": {"trainer": {"lr": 1e-4, "steps": 6}, "algorithm": {"name": "remax", "clip_low": 0.2}}}
-    (tmp_path / "config.json").write_text(json.dumps(before))
-    assert changed_settings(tmp_path / "config.json", now) == [
-        "algorithm.clip_low = null, was 0.2",
-        "trainer.lr = 0.0002, was 0.0001",
-    ]
-    assert changed_settings(tmp_path / "none.json", now) == []
 
 
 @pytest.mark.parametrize(

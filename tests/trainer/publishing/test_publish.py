@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import signal
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -356,6 +356,21 @@ CRASHES = {
 }
 
 
+def main(arguments: Sequence[str]) -> None:
+    """Publish versions 0 and 1, and be killed at a crash point of the second; given the point, and the rest as JSON."""
+    point, given = arguments
+    setup = json.loads(given)
+    bus = Bus.connect(NatsSettings.model_validate(setup["nats"]), name="killed")
+    connections = Connections(setup["run_id"], bus, Blobs(S3Settings.model_validate(setup["s3"])))
+    always = FullSnapshotPolicy(max_ratio=1e9, max_versions=1)
+    publisher = Publisher(connections, model_folder=Path(setup["model"]), epoch=1, policy=always)
+    publisher.submit(snapshot(0, must_publish=True))
+    publisher.wait_until_published(PolicyVersion(0), 180.0)
+    crash_points.arm(point)
+    publisher.submit(snapshot(1, must_publish=True))
+    publisher.close()
+
+
 @pytest.mark.parametrize(("point", "committed"), CRASHES.items())
 def test_a_publisher_killed_at_any_step_leaves_a_complete_head(
     connections: Connections,
@@ -378,7 +393,7 @@ def test_a_publisher_killed_at_any_step_leaves_a_complete_head(
         "run_id": connections.run_id,
         "model": str(model_folder),
     }
-    Fork(tmp_path, "tests.trainer.publishing.publish_kill", point, json.dumps(setup)).wait(-signal.SIGKILL)
+    Fork(tmp_path, __name__, point, json.dumps(setup)).wait(-signal.SIGKILL)
     assert_head_is(connections, committed, worker)
     seen: list[int] = []
     subject = subjects.weights_published(connections.run_id)

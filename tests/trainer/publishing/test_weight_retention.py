@@ -14,9 +14,7 @@ from penstock.trainer.publishing.weight_retention import (
     KeepRule,
     assembled_from,
     best_versions,
-    expired,
     milestone_versions,
-    orphans,
     retired,
     retirement_floor,
 )
@@ -48,15 +46,6 @@ def test_the_last_two_full_snapshots_are_kept():
     assert retirement_floor(starts, head=V(34), needed=[V(33), V(15)]) == 10
     assert retirement_floor(starts, head=V(25), needed=[]) == 10
     assert retirement_floor([], head=V(3), needed=[]) is None
-
-
-def test_objects_are_deleted_a_grace_period_after_their_manifest():
-    assert expired({V(1): 100.0, V(2): 160.0}, now=200.0, grace_s=60.0) == {1}
-
-
-def test_orphans_are_old_and_in_no_manifest():
-    ages = {"named": 9e9, "young": 10.0, "lost": 4000.0}
-    assert orphans(ages, {"named"}, min_age_s=3600.0) == {"lost"}
 
 
 def test_a_full_snapshot_is_due_by_bytes_or_by_number():
