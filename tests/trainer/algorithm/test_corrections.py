@@ -114,7 +114,7 @@ def test_running_moments_equal_those_of_everything_at_once() -> None:
         moments.update(part)
     assert moments.mean == pytest.approx(float(values.mean()))
     assert moments.std == pytest.approx(float(values.std()))
-    torch.testing.assert_close(moments.scale(values, centre=True), (values - values.mean()) / values.std())
+    torch.testing.assert_close(moments.normalise(values), (values - values.mean()) / values.std())
 
 
 def test_sample_weights_sum_to_their_number() -> None:

@@ -30,11 +30,12 @@ from penstock.protocol.transport.blobs import Blobs
 from penstock.trainer.algorithm.corrections.interface import Drift
 from penstock.trainer.algorithm.estimators.gae import gae
 from penstock.trainer.algorithm.objective import build_objective
-from penstock.trainer.learner.critic import Regression, TokenCredit, load_critic
+from penstock.trainer.learner.critic import TokenCredit, load_critic
 from penstock.trainer.learner.learner import Learner
 from penstock.trainer.learner.load_model import load_policy, load_reference
 from penstock.trainer.learner.planning import Learned, Planner, learn
 from penstock.trainer.learner.step_plan import ReadyGroup
+from penstock.trainer.optimizer_settings import CriticSettings
 from penstock.trainer.parallel_dims import ParallelDims
 from penstock.trainer.ranks import Ranks
 from penstock.trainer.settings import TrainerSettings
@@ -251,7 +252,8 @@ def trained(
         policy, critic, reference = load_policy(model, chosen, dims, temperature=1.0), None, None
         if settings.algorithm.has_critic:
             credit = TokenCredit(whiten_rewards=settings.algorithm.options_of(gae).whiten_rewards)
-            critic = load_critic(model, chosen, Regression(updates=2, head_start_steps=head_start_steps), credit, dims)
+            how_to_learn = CriticSettings(updates=2, head_start_steps=head_start_steps)
+            critic = load_critic(model, chosen, how_to_learn, credit, dims)
         if settings.algorithm.needs_reference:
             reference = load_reference(model, chosen, policy.device, dims, temperature=1.0)
         objective = build_objective(settings.algorithm)

@@ -32,7 +32,7 @@ from penstock.trainer.algorithm.objective import build_objective
 from penstock.trainer.connections import Connections
 from penstock.trainer.learner import adapter
 from penstock.trainer.learner.adapter import Lora
-from penstock.trainer.learner.critic import Regression, TokenCredit, load_critic
+from penstock.trainer.learner.critic import TokenCredit, load_critic
 from penstock.trainer.learner.learner import Learner
 from penstock.trainer.learner.load_model import load_policy, load_reference
 from penstock.trainer.learner.policy import Policy
@@ -40,6 +40,7 @@ from penstock.trainer.learner.reference import WithoutAdapter
 from penstock.trainer.learner.shard_files import CaptureSlot, CheckpointWriter
 from penstock.trainer.learner.step_plan import ReadyGroup, StepPlan, all_rows, make_plan, trajectories_alone
 from penstock.trainer.learner.trainable import Optimisation
+from penstock.trainer.optimizer_settings import CriticSettings
 from penstock.trainer.parallel_dims import ParallelDims, ParallelLayout
 from penstock.trainer.publishing.publish import Publisher
 from penstock.trainer.publishing.rank_publisher import PublishCoordinator, RankPublisher
@@ -73,7 +74,7 @@ PUBLISHED = [
     "2-bfloat16",
     "sequence-1",
 ]  # each a session of one run
-CRITIC = Regression(updates=2, clip=0.2, head_start_steps=1)
+CRITIC = CriticSettings(updates=2, value_clip=0.2, head_start_steps=1)
 NUM_STEPS = 4
 BUCKET_BYTES = 40_000  # the model has several buckets
 CHUNK_TOKENS = 7  # tokens per chunk of the output head: every micro-batch takes several chunks, and not equally many

@@ -107,7 +107,6 @@ def _not_a_number(folder: Path) -> None:
     ("change", "expected"),
     [
         pytest.param(shutil.rmtree, r"no config\.json found", id="no folder"),
-        pytest.param(lambda folder: (folder / "model.safetensors").unlink(), "not a usable causal", id="no weights"),
         pytest.param(config(model_type="toaster"), "not a usable causal", id="not a model"),
         pytest.param(_own_code, "code in the folder is never executed", id="auto_map"),
         pytest.param(_pickle, "other formats can contain code", id="a pickle"),

@@ -38,7 +38,7 @@ from penstock.trainer.data.pairs import Pair
 from penstock.trainer.dpo_settings import DpoSettings
 from penstock.trainer.errors import CheckpointError
 from penstock.trainer.learner import adapter
-from penstock.trainer.learner.critic import Critic, Regression, TokenCredit, ValueScorer
+from penstock.trainer.learner.critic import Critic, TokenCredit, ValueScorer
 from penstock.trainer.learner.learner import Learner
 from penstock.trainer.learner.logprobs import CompletionScorer
 from penstock.trainer.learner.optimizer_state import Place
@@ -50,6 +50,7 @@ from penstock.trainer.learner.shard_files import Shard
 from penstock.trainer.learner.step_metrics import RowRecorder, StepWatch, layer_groups
 from penstock.trainer.learner.trainable import Update
 from penstock.trainer.learner.vision import ImageReader
+from penstock.trainer.optimizer_settings import CriticSettings
 from penstock.trainer.parallel_dims import Share
 
 TOTALS = {"to host: trainer/learner/step_metrics.py StepSums.over": 1}  # of a step: all its figures
@@ -364,7 +365,7 @@ def test_a_critic_reads_its_values_at_once(device: None) -> None:
         if on_device:
             tagged_device.put(scorer)
         trainable: Any = PlainTrainable(scorer)
-        critic = Critic(trainable, Regression(), TokenCredit(), OneProcess())  # type: ignore[arg-type]
+        critic = Critic(trainable, CriticSettings(), TokenCredit(), OneProcess())  # type: ignore[arg-type]
         batches = [build(rows_of(1000, seed)) for seed in range(2)]
         with torch.no_grad():
             critic._values(build(rows_of(1000)))

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
+from tests.trainer.learner.tiny import HOW
 from transformers import AutoModelForCausalLM
 
 from penstock.trainer.learner.export import ModelFiles, write_small_files
@@ -16,13 +18,13 @@ from penstock.trainer.publishing.weight_buckets import layout_of
 
 def test_learning_rate_follows_the_schedule() -> None:
     """Warm-up starts above 0 and ends at the peak; linear and cosine end at the ratio, constant at the peak."""
-    shape = {"num_steps": 11, "warmup_steps": 4, "min_lr_ratio": 0.1}
     for schedule, last in (("linear", 0.1), ("cosine", 0.1), ("constant", 1.0)):
-        factors = [lr_factor(step, schedule=schedule, **shape) for step in range(11)]  # type: ignore[arg-type]
+        how = replace(HOW, num_steps=11, warmup_steps=4, min_lr_ratio=0.1, schedule=schedule)  # type: ignore[arg-type]
+        factors = [lr_factor(how, step) for step in range(11)]
         assert factors[:4] == [0.25, 0.5, 0.75, 1.0]
         assert factors[4] == 1.0
         assert factors[-1] == pytest.approx(last)
-        assert lr_factor(50, schedule=schedule, **shape) == pytest.approx(last)  # type: ignore[arg-type]
+        assert lr_factor(how, 50) == pytest.approx(last)
 
 
 def test_an_exported_folder_holds_the_model(tmp_path: Path, model_folder: Path) -> None:
