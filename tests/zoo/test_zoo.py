@@ -1,4 +1,4 @@
-"""Every family that people train, at its own shapes: rows, attention, engine, versions, adapters and memory, or a refusal by name."""
+"""Every family that people train, at its own shapes: rows, engine, versions, adapters, memory, or a refusal."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def batch_of(family: Family) -> MicroBatch:
 def test_packed_rows_are_those_of_plain_transformers_or_refused(
     family: Family, folder_of: Folders, dims: ParallelDims, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Values and gradients of rows that share prompts, in training, beside each row alone in float32 with attention by its definition."""
+    """Values and gradients of rows that share prompts, beside each row alone with attention by its definition."""
     family = family if family.name in AS_PUBLISHED else family.with_few_tokens
     if family.is_refused:
         with pytest.raises(UnsupportedModel, match=family.rows.removeprefix("refused: ")):
@@ -143,7 +143,7 @@ def _row_by_row(model: Any, batch: MicroBatch) -> Tensor:
 
 
 def test_a_row_beyond_the_lengths_of_its_rotary_embeddings_is_refused(folder_of: Folders, dims: ParallelDims) -> None:
-    """They are others for all of its tokens then, also for those that an engine computed before; the context ends there."""
+    """They are others for all of its tokens then, also those that an engine computed; the context ends there."""
     few = FAMILIES["phi3"].with_few_tokens
     limit = few.config["original_max_position_embeddings"]
     assert model_context_tokens(folder_of(few)) == limit < few.config["max_position_embeddings"]
@@ -163,7 +163,7 @@ def test_a_row_beyond_the_lengths_of_its_rotary_embeddings_is_refused(folder_of:
 def test_bfloat16_is_computed_by_the_fast_attention_and_a_prompt_once(
     family: Family, folder_of: Folders, dims: ParallelDims, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Never by the definition with its [T, T] matrices; padded, and each row with its prompt, for the reason of the table alone."""
+    """Never by the definition with its [T, T] matrices; padded only for the reason that the table has."""
     few, num_tokens = family.with_few_tokens, []
     scorer, batch = scorer_of(folder_of(few), dims, "bfloat16"), batch_of(few)
     _refuse_the_definition(scorer, family, dims, monkeypatch)
@@ -211,7 +211,7 @@ def test_the_embedded_engine_samples_what_the_trainer_computes_or_refuses_the_mo
 def test_a_version_is_bit_for_bit_what_transformers_loads(
     family: Family, folder_of: Folders, dims: ParallelDims, bus: Bus, blobs: Blobs, run_streams: str, tmp_path: Path
 ) -> None:
-    """Published whole, then as a patch, mirrored by a worker, under the names of the published files; exported alike."""
+    """Published whole, then as a patch, mirrored by a worker, under the names of the published files; exported, too."""
     folder = folder_of(family.with_few_tokens)
     policy = load_policy(folder, how("bfloat16"), dims, temperature=1.0)
     copies = WeightCopies(policy, dims, lambda: copies.root())  # noqa: PLW0108  it is not there before

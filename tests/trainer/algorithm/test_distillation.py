@@ -34,9 +34,9 @@ def _every_token(sampler: Tensor, teacher: Tensor) -> MicroBatch:
     size = len(sampler)
     tokens, none = torch.arange(size), torch.zeros(size)
     return MicroBatch(
-        input_ids=torch.zeros(1, size, dtype=torch.int64), predictors=tokens, targets=tokens, behaviour_logprobs=sampler,
-        advantages=none, weights=sampler.exp(), sequence=tokens, ages=none, sft_weights=none, num_sequences=size,
-        teacher_logprobs=teacher,
+        input_ids=torch.zeros(1, size, dtype=torch.int64), predictors=tokens, targets=tokens,
+        behaviour_logprobs=sampler, advantages=none, weights=sampler.exp(), sequence=tokens, ages=none,
+        sft_weights=none, num_sequences=size, teacher_logprobs=teacher,
     )  # fmt: skip
 
 
@@ -58,7 +58,7 @@ def test_the_reverse_form_has_the_gradient_of_the_kl_to_the_teacher(is_stale: bo
 
 
 def test_beside_a_reward_both_advantages_add_up() -> None:
-    """The reward's, as negative weights change it, and the teacher's, which they do not change; a clip bounds the latter."""
+    """The reward's, which negative weights change, and the teacher's, which they do not; a clip bounds the latter."""
     sampler, teacher, logits = _tables(2)
     batch = replace(_every_token(sampler, teacher), advantages=torch.tensor([1.0, -1.0, 0, 0, 2.0, 0, -3.0]))
     settings = AlgorithmSettings(

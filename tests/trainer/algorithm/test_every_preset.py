@@ -1,6 +1,6 @@
 """Properties of every algorithm, from rewards to gradients: plan, micro-batches, credit by token, corrections, loss.
 
-Each preset, and each way of setting the parts that no preset sets, is run through all stages of a step here: `make_plan`,
+Each preset, and each way of setting the parts that no preset sets, is run through all stages of a step: `make_plan`,
 `build`, `TokenCredit` where a critic credits tokens, the batch's limit where M2PO sets one, and the objective.
 """
 
@@ -112,9 +112,10 @@ def group_of(number: int, members: Sequence[Sampled], section: AlgorithmSettings
         num = 0 if is_baseline else int(mask.sum())
         top_ids = rng.permuted(np.tile(np.arange(VOCABULARY, dtype=np.int32), (num, 1)), axis=1)[:, : len(TOP)]
         taught.append(TeacherRow((-rng.exponential(1.0, num)).astype(np.float32), top_ids, np.tile(TOP, (num, 1))))
+    teacher = TeacherScores("teacher", len(TOP), tuple(taught)) if section.needs_teacher else None
     group = Group(
         f"e0.p{number}.a0", "train", 0, 0, "", len(prompt), RewardRequest(name="r", ground_truth="1"),
-        tuple(trajectories), teacher=TeacherScores("teacher", len(TOP), tuple(taught)) if section.needs_teacher else None,
+        tuple(trajectories), teacher=teacher,
     )  # fmt: skip
     generated = GeneratedGroup(
         group_id=group.group_id, row_group=number, split="train", attempt=0, reward_name="r", issued_version=0,
@@ -156,7 +157,7 @@ class Policy:
 
 
 def outcome_of(rule: Objective, logprobs: Tensor, batch: MicroBatch, teacher_kl: Tensor | None = None) -> Outcome:
-    """Compute a loss; where no model gives its KL from the teacher, another function of the same log-probabilities is it."""
+    """Compute a loss; without a model another function of the log-probabilities is the KL from the teacher."""
     if rule.needs_teacher_kl and teacher_kl is None:
         teacher_kl = (logprobs - of_teacher(batch)).square()
     return rule(logprobs, batch, teacher_kl=teacher_kl)
@@ -173,12 +174,14 @@ class Trained:
     rows: list[list[Row]]
 
 
-def plan_of(groups: Sequence[ReadyGroup], section: AlgorithmSettings, *, budget: int, num_ranks: int, version: int) -> StepPlan:  # fmt: skip
+def plan_of(
+    groups: Sequence[ReadyGroup], section: AlgorithmSettings, *, budget: int, num_ranks: int, version: int
+) -> StepPlan:
     rule = credit_rule(section, longest=LONGEST)
     return make_plan(
-        groups, credit=lambda some: rule([replace(g, influences=[1.0 + n for n in g.lengths]) for g in some]), aggregation=section.aggregation,
-        max_completion_tokens=LONGEST, capacity=Capacity(budget, num_ranks), version=version,
-        sft_coefficient=section.sft_coefficient,
+        groups, credit=lambda some: rule([replace(g, influences=[1.0 + n for n in g.lengths]) for g in some]),
+        aggregation=section.aggregation, max_completion_tokens=LONGEST, capacity=Capacity(budget, num_ranks),
+        version=version, sft_coefficient=section.sft_coefficient,
     )  # fmt: skip
 
 
@@ -301,7 +304,7 @@ TEACHING = [
 
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_what_the_policy_did_not_sample_gets_no_gradient(name: str) -> None:
-    """Logits at prompts and tool replies: exactly 0. At the position that predicts a sampled token of a success: not 0."""
+    """Logits at prompts and tool replies: exactly 0. At positions that predict a sampled token of a success: not 0."""
     section = section_of(name)
     groups = groups_of(TEACHING, section)
     plan = plan_of(groups, section, budget=10_000, num_ranks=1, version=0)

@@ -68,10 +68,11 @@ def test_in_chunks_it_is_the_sum_over_the_vocabulary_with_its_gradient(
     lengths: list[int], chunk: int, temperature: float, with_entropy: bool, same_prompt: bool
 ) -> None:
     """For any chunk size, temperature and layout, with entropies or alone; at most one chunk of logits in memory."""
+    prompts = [[1, 2, 3, 4] if same_prompt else [n + 1, 2] for n in range(len(lengths))]
     rows = [
-        row_of([1, 2, 3, 4] if same_prompt else [n + 1, 2], [(3 * n + k) % VOCABULARY for k in range(size)], 0.1 * n + 0.1)
+        row_of(prompts[n], [(3 * n + k) % VOCABULARY for k in range(size)], 0.1 * n + 0.1)
         for n, size in enumerate(lengths)
-    ]  # fmt: skip
+    ]
     batch = build(rows)
     policy, reference = _scorers(chunk, temperature)
     with _MostLogits() as most:
@@ -89,7 +90,7 @@ def test_in_chunks_it_is_the_sum_over_the_vocabulary_with_its_gradient(
 
 
 def test_in_the_loss_it_counts_with_its_coefficient_and_is_reported() -> None:
-    """The loss is the policy gradient's plus coefficient x KL, weighted like any token's loss; the sum is the KL itself."""
+    """The loss is the policy gradient's plus coefficient x KL, weighted as any token's; the sum is the KL itself."""
     batch = build([row_of([1, 2], [3, 4, 5], 0.5), row_of([2], [6], 0.25)])
     logprobs = torch.full((4,), -1.0, requires_grad=True)
     kl = torch.tensor([0.1, 0.2, 0.3, 0.4], requires_grad=True)

@@ -124,7 +124,7 @@ def run(copy: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_one_file_is_a_choice_of_settings_objective_and_credit(copy: Path) -> None:
-    """Its options are keys with default and origin, its preset is a name, its function computes; without torch until then."""
+    """Its options are keys with default and origin, its preset is a name, its function computes; torch only then."""
     done = run(copy, "-c", USE)
     assert done.returncode == 0, done.stderr[-2000:]
     found = json.loads(done.stdout)

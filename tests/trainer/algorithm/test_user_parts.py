@@ -123,7 +123,7 @@ def test_user_code_computes_with_its_options(code: str) -> None:
 
 
 def test_a_group_filter_of_a_users_file_drops_whole_groups_under_its_reason(code: str) -> None:
-    """It sees the whole group, is asked after the built-in ones, and its groups are not issued again; one that fails is named."""
+    """It sees the whole group, after the built-in ones; its groups are not issued again, and a failing one is named."""
     chosen = everything(
         code, "algorithm.options.least_spread=0.4", "algorithm.dynamic_sampling=true"
     ).settings.algorithm

@@ -1,4 +1,4 @@
-"""Trains batches in several passes, or batches of which nothing may be trained, on one rank or two; prints what each case gave.
+"""Trains batches in several passes, or of which nothing may be trained, on one rank or two; prints each case.
 
 Arguments: KIND ("passes" or "empty") FOLDER (model/, batch.scored, connections.json; checkpoints go below it).
 """
@@ -77,7 +77,7 @@ BY_SETTINGS: Cases = {  # that reject every token of these batches, from the fir
 
 
 def plain_torch(model: str, groups: Sequence[ReadyGroup], plans: Sequence[Sequence[Sequence[int]]]) -> dict[str, Any]:
-    """Train one batch after another without any of Penstock's learner; ``plans`` are the groups of each optimizer step."""
+    """Train one batch after another without Penstock's learner; ``plans`` are the groups of each optimizer step."""
     policy = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     optimizer = torch.optim.AdamW(policy.parameters(), lr=LR, betas=(0.9, 0.95), weight_decay=0.01)
     losses, norms, clipped, first = [], [], [], []
@@ -308,7 +308,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def results_by_ranks(folder: Path, settings: S3Settings, kind: str, groups: list[Group]) -> dict[int, dict[str, Any]]:
-    """Store a batch of groups and train a fresh model on it by one process and by two ranks; return what each printed."""
+    """Store a batch of groups and train a model on it by one process and by two ranks; return what each printed."""
     write_model(folder / "model", seed=0)
     (folder / "batch.scored").write_bytes(encode(store_scored(Blobs(settings), kind, "p0", groups, seed=3)))
     connections = {**settings.model_dump(mode="json"), "secret_key": settings.secret_key}

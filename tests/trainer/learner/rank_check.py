@@ -82,8 +82,8 @@ CHUNK_TOKENS = 7  # tokens per chunk of the output head: every micro-batch takes
 
 def how(zero_stage: int, dtype: str) -> Optimisation:
     return replace(
-        HOW, warmup_steps=2, schedule="linear", min_lr_ratio=0.1, zero_stage=zero_stage, dtype=dtype,  # type: ignore[arg-type]
-        gradient_checkpointing=zero_stage == 2,
+        HOW, warmup_steps=2, schedule="linear", min_lr_ratio=0.1, zero_stage=zero_stage,
+        dtype=dtype, gradient_checkpointing=zero_stage == 2,  # type: ignore[arg-type]
     )  # fmt: skip
 
 
@@ -184,7 +184,7 @@ def lead(
     ways: TwoWays | None,
     writer: CheckpointWriter,
 ) -> dict:
-    """Make four steps, with a checkpoint of the state after two; returns what must not depend on the number of ranks."""
+    """Make four steps, with a checkpoint after two; returns what must not depend on the number of ranks."""
     ready, plan = planned(learner, blobs, message, settings)
     published = [ways.publish(learner)] if ways else []
     figures = []

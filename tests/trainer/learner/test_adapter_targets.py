@@ -1,4 +1,4 @@
-"""Targets of adapters that would be in no version and no result are refused where a training begins, by every command."""
+"""Targets of adapters that would be in no version and no result are refused by every command that trains."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def chosen(folder: Path, config: dict[str, Any], *overrides: str) -> TrainerSett
         (TIED, ['model.lora.targets=["q_proj", "model.lm_head"]'], ALL, "leave it out, or train the whole model"),
         (NESTED, ['model.lora.targets=["lm_head"]'], ALL, "tie_word_embeddings"),
         (TIED, ['model.lora.targets=["embed_tokens"]'], ALL, "embed_tokens is an embedding"),
-        (UNTIED, ['model.lora.targets=["embed_tokens"]', "model.lora.publish=merged"], TRAIN, "embed_tokens is an embedding"),
+        (UNTIED, ['model.lora.targets=["embed_tokens"]', "model.lora.publish=merged"], TRAIN, "embed_tokens is an emb"),
         (UNTIED, ['model.lora.targets=["wte", "lm_head"]'], ALL, "wte is an embedding"),
         (UNTIED, ['model.lora.targets=["lm_head"]'], TRAIN, 'set model.lora.publish = "merged"'),
         (UNTIED, ['model.lora.targets=["lm_head"]'], TUNED, ""),
@@ -62,7 +62,7 @@ def chosen(folder: Path, config: dict[str, Any], *overrides: str) -> TrainerSett
         ({}, ['model.lora.targets=["lm_head"]'], TUNED, ""),  # its family decides: the layers are asked
         (TIED, [], ALL, ""),
         (TIED, ['model.lora.targets=["q_proj", "v_proj", "o_proj"]'], ALL, ""),
-        (TIED, ['model.lora.targets=["q_proj", "o_proj"]'], TRAIN, "q_proj without v_proj: SGLang fuses them"),  # no worker takes it
+        (TIED, ['model.lora.targets=["q_proj", "o_proj"]'], TRAIN, "q_proj without v_proj: SGLang fuses them"),
         (TIED, ['model.lora.targets=["self_attn.up_proj"]'], TRAIN, "up_proj without gate_proj"),
         (TIED, ['model.lora.targets=["layers.0.self_attn.o_proj"]'], TRAIN, "is one of them; name o_proj"),
         (TIED, ['model.lora.targets=["q_proj"]', "model.lora.publish=merged"], TRAIN, ""),
@@ -108,7 +108,7 @@ def outside(model_folder: Path, folder: Path, **config: Any) -> Adapter:
 
 
 def test_an_adapter_of_peft_gives_its_own_settings(model_folder: Path, tmp_path: Path) -> None:
-    """Rank-stabilised, its scale is alpha / sqrt(rank), also in what is published for engines that ignore the option."""
+    """Rank-stabilised, its scale is alpha / sqrt(rank), also as published for engines that ignore the option."""
     outside(model_folder, tmp_path / "a", use_rslora=True, lora_alpha=6).write()
     settings = load(TrainerSettings, overrides=[f"model.path={model_folder}", f"model.lora.path={tmp_path}/a"]).settings
     lora = settings.model.lora
@@ -132,9 +132,10 @@ def test_an_adapter_of_peft_gives_its_own_settings(model_folder: Path, tmp_path:
         ({}, ['model.lora.targets=["q_proj"]'], r"has \['q_proj', 'v_proj'\].* penstock model merge BASE --adapter"),
         ({}, ["model.lora.use_rslora=true"], "has False"),
         *(({name: value}, [], f"{name} = .* penstock model merge BASE --adapter") for name, value in {
-            "use_dora": True, "modules_to_save": ["lm_head"], "bias": "all", "fan_in_fan_out": True, "rank_pattern": {"q_proj": 2},
-            "alpha_pattern": {"q_proj": 2}, "layers_to_transform": [0], "exclude_modules": ["x"], "init_lora_weights": "pissa",
-            "lora_bias": True, "target_parameters": ["x"], "trainable_token_indices": [1], "of_a_later_release": 1,
+            "use_dora": True, "modules_to_save": ["lm_head"], "bias": "all", "fan_in_fan_out": True,
+            "rank_pattern": {"q_proj": 2}, "alpha_pattern": {"q_proj": 2}, "layers_to_transform": [0],
+            "exclude_modules": ["x"], "init_lora_weights": "pissa", "lora_bias": True, "target_parameters": ["x"],
+            "trainable_token_indices": [1], "of_a_later_release": 1,
         }.items()),
         ({"target_modules": ".*proj"}, [], "target_modules is '.*proj', expected 'all-linear'"),
         ({"peft_type": "IA3"}, [], "no.* LoRA adapter|not describe a LoRA adapter"),
@@ -168,8 +169,8 @@ def test_every_command_refuses_an_adapter_of_another_base_or_in_the_place_of_a_m
             with pytest.raises(PenstockError, match=refused):
                 fine_tune(command, [*given, f"{command.section}.data={tmp_path}/rows.jsonl", f"run.dir={tmp_path}"])
     verbs = (
-        lambda: find(str(one.folder), [], {}), lambda: find_model(tmp_path, str(one.folder)), lambda: open_model(one.folder),
-        lambda: serve_model(one.folder),
+        lambda: find(str(one.folder), [], {}), lambda: find_model(tmp_path, str(one.folder)),
+        lambda: open_model(one.folder), lambda: serve_model(one.folder),
     )  # fmt: skip
     for verb in verbs:
         with pytest.raises(PenstockError, match=r"is an adapter .* penstock model merge BASE --adapter"):
@@ -181,8 +182,9 @@ def test_the_reference_is_the_policy_that_a_training_begins_with(model_folder: P
     path = outside(model_folder, tmp_path / "a").write().folder
     given = [f"model.path={model_folder}", f"model.lora.path={path}"]
     for command, override, is_refused in (
-        ("dpo", "dpo.beta=0.1", False), ("dpo", 'dpo.reference="live"', True), ("dpo", 'dpo.loss="kto"', True), ("dpo", 'dpo.loss="simpo"', False),
-        ("train", "algorithm.kl_coefficient=0.1", True), ("sft", "algorithm.kl_coefficient=0.1", False),
+        ("dpo", "dpo.beta=0.1", False), ("dpo", 'dpo.reference="live"', True), ("dpo", 'dpo.loss="kto"', True),
+        ("dpo", 'dpo.loss="simpo"', False), ("train", "algorithm.kl_coefficient=0.1", True),
+        ("sft", "algorithm.kl_coefficient=0.1", False),
     ):  # fmt: skip
         settings = load(TrainerSettings, overrides=[*given, override]).settings
         with pytest.raises(ConfigError, match=r"without the adapter .* set ") if is_refused else nullcontext():
@@ -281,7 +283,7 @@ def test_versions_that_equal_the_one_before_raise_an_alarm(
 
 def test_a_step_moves_weights_if_one_of_its_updates_is_made() -> None:
     for norm, lr, left_out, moved in (
-        (1.0, 1.0, (), True), (1.0, 1.0, ("",), True), (1.0, 1.0, ("all_rejected", ""), True), (1.0, 1.0, ("outlier_step",), False),
-        (0.0, 1.0, ("",), False), (0.0, 0.0, (), False),
+        (1.0, 1.0, (), True), (1.0, 1.0, ("",), True), (1.0, 1.0, ("all_rejected", ""), True),
+        (1.0, 1.0, ("outlier_step",), False), (0.0, 1.0, ("",), False), (0.0, 0.0, (), False),
     ):  # fmt: skip
         assert StepMetrics(0.0, norm, lr, {}, {}, left_out=left_out).moved_weights == moved

@@ -59,7 +59,7 @@ def _assert_exact(attend: Any, layout: Layout, variant: Variant) -> None:
 def test_the_flash_kernel_of_the_cpu_equals_the_definition(
     drawn: Any, variant: Variant, band: int, small_tree: int, short_node: int
 ) -> None:
-    """As masked trees, as batches of short nodes, node by node, and as a mixture of these; windows in bands of queries."""
+    """As masked trees, as batches of short nodes, node by node, and mixed; windows in bands of queries."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(cpu_flash, "_SMALL_TREE", small_tree)
         patch.setattr(cpu_flash, "_SHORT_NODE", short_node)
@@ -89,7 +89,7 @@ def test_the_definition_equals_every_row_alone(drawn: Any, window: int | None) -
 def test_the_parts_and_merging_for_cuda_equal_the_definition(
     drawn: Any, window: int | None, sinks: Tensor | None, copies: int
 ) -> None:
-    """With the kernels' arithmetic in place of the kernels, which need a GPU: one call for nodes, one per level of links."""
+    """With the kernels' arithmetic in place of kernels, which need a GPU: a call for nodes, one per level of links."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(cuda_flash, "_MOST_COPIES", copies)
         patch.setattr(cuda_flash, "_cuda_kernel", varlen)
@@ -129,7 +129,7 @@ def test_torch_s_own_attention_for_each_node_equals_the_definition(drawn: Any, w
 @examples(8)
 @given(drawn=trees(), variant=variants)
 def test_the_mask_and_the_blocks_of_flex_attention_equal_the_definition(drawn: Any, variant: Variant) -> None:
-    """Not compiled, and without gradients, which it does not offer on a CPU: its mask, and the tables of the mask's blocks."""
+    """Not compiled, and without gradients, which a CPU has not: its mask, and the tables of the mask's blocks."""
     layout = pack(*drawn).layout
     query, key, value = (held.detach() for held in _given(layout))
     with pytest.MonkeyPatch.context() as patch:
@@ -289,7 +289,7 @@ def test_every_backend_can_be_named_and_the_expected_one_is_one_of_them() -> Non
 
 
 def test_the_kernels_for_cuda_take_the_arguments_that_they_are_given() -> None:
-    """On torch's meta device: shapes of results and gradients, with fewer key heads and different numbers of queries and keys."""
+    """On torch's meta device: shapes, with fewer key heads and different numbers of queries and keys."""
     bounds = torch.tensor([0, 3, 10], dtype=torch.int32, device="meta")
     query = torch.empty(10, 8, 128, dtype=torch.bfloat16, device="meta")
     key = torch.empty(14, 2, 128, dtype=torch.bfloat16, device="meta")
@@ -325,7 +325,7 @@ def test_values_of_smaller_heads_than_queries_use_the_fast_backend(monkeypatch: 
 
 
 def test_the_cpu_has_a_fast_backend_for_every_dtype_it_trains_in() -> None:
-    """Float32, float64 and bfloat16 use the flash kernel; wider heads of values than of queries use torch's own function."""
+    """Float32, float64 and bfloat16 use the flash kernel; heads of values that are wider torch's own function."""
     for dtype in (torch.float32, torch.float64, torch.bfloat16):
         query = torch.zeros(1, 4, 2, 16, dtype=dtype)
         assert backends.choose(query, query, query, 10**5).name == "cpu-flash"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from dataclasses import replace
 
 import numpy as np
@@ -108,33 +107,6 @@ def test_micro_batches_change_nothing(some: list[Row], rule: TokenCredit, cut: i
     torch.testing.assert_close(joined, together.micro_batches[0].advantages, rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(torch.cat([t.returns for t in apart.targets]), together.targets[0].returns)
     assert apart.figures == pytest.approx(together.figures, rel=1e-4, abs=1e-5)
-
-
-def test_ranks_change_nothing() -> None:
-    """Two ranks that sum their figures whiten as one process with all rows."""
-    some = [_row(2, 1 + n % 4, float(n % 3)) for n in range(6)]
-    rule, meeting = TokenCredit(whiten_rewards=True), threading.Barrier(2)
-    alone = rule([build(some)], [_values(build(some))])
-    left: list[list[float]] = [[], []]
-    found: list[torch.Tensor] = [torch.empty(0)] * 2
-
-    def rank(number: int) -> None:
-        def add_up(figures: list[float]) -> list[float]:
-            left[number] = list(figures)
-            meeting.wait(60.0)
-            total = [a + b for a, b in zip(*left, strict=True)]
-            meeting.wait(60.0)
-            return total
-
-        mine = build(some[number * 3 : number * 3 + 3])
-        found[number] = rule([mine], [_values(mine)], add_up).micro_batches[0].advantages
-
-    threads = [threading.Thread(target=rank, args=(number,)) for number in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60.0)
-    torch.testing.assert_close(torch.cat(found), alone.micro_batches[0].advantages, rtol=1e-5, atol=1e-6)
 
 
 def test_a_critic_of_zeros_credits_every_token_with_the_reward() -> None:

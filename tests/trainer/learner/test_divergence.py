@@ -1,4 +1,4 @@
-"""A gradient that is not finite ends the training; DeepSpeed writes it into the weights, or leaves the step out silently."""
+"""A gradient that is not finite ends the training; DeepSpeed trains on it, or leaves the step out silently."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def main(_: Sequence[str]) -> int:
 
 
 def test_a_gradient_that_is_not_finite_ends_the_training_and_changes_no_weight(tmp_path: Path) -> None:
-    """At every ZeRO stage the error names the optimizer step and the norm, and the weights are those before the step."""
+    """At every ZeRO stage the error names optimizer step and norm, and the weights are those before the step."""
     results = forks.results(tmp_path, __name__)[1]
     assert results.keys() == {f"{stage}-{dtype}-{name}" for stage, dtype in CASES for name in FACTORS}
     for text, has_learned, is_unchanged in results.values():

@@ -74,7 +74,7 @@ def test_the_limit_follows_the_median_of_the_recent_norms() -> None:
 
 
 def test_operations_are_those_of_the_matrix_products(model_folder: Path) -> None:
-    """Forward and backward, a shared prompt once: what torch counts, and the formula of parameters, vocabulary and pairs."""
+    """Forward and backward, a shared prompt once: as torch counts, and by parameters, vocabulary and pairs."""
     model = load_language_model(model_folder, HOW, ALONE)
     scorer = CompletionScorer(model, 1.0)
     rng = np.random.default_rng(0)
@@ -113,7 +113,8 @@ def test_frozen_weights_need_no_gradient_of_their_own(model_folder: Path) -> Non
     [
         ("NVIDIA H100 80GB HBM3", "bfloat16", 989.4e12), ("NVIDIA H100 PCIe", "bfloat16", 756e12),
         ("NVIDIA A100-SXM4-80GB", "bfloat16", 312e12), ("NVIDIA H200", "bfloat16", 989.4e12),
-        ("NVIDIA L40S", "bfloat16", 362e12), ("NVIDIA L4", "bfloat16", 121e12), ("NVIDIA GeForce RTX 4090", "bfloat16", 165.2e12),
+        ("NVIDIA L40S", "bfloat16", 362e12), ("NVIDIA L4", "bfloat16", 121e12),
+        ("NVIDIA GeForce RTX 4090", "bfloat16", 165.2e12),
         ("NVIDIA H100 80GB HBM3", "float32", None), ("cpu", "bfloat16", None), ("NVIDIA X9000", "bfloat16", None),
         ("NVIDIA A1000", "bfloat16", None), ("", "bfloat16", None),
     ],

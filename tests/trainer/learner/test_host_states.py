@@ -32,7 +32,7 @@ CASES: dict[str, dict] = {
 
 
 def cases_of(num_ranks: int) -> dict[str, dict]:
-    """Return all of them for several ranks; for one, which divides nothing, those of stage 1 and what is not of a stage."""
+    """Return all for several ranks; for one, which divides nothing, those of stage 1 and those of no stage."""
     return {
         name: case for name, case in CASES.items() if num_ranks > 1 or name[0] == "1" or name[2:] in ("lora", "offload")
     }

@@ -1,4 +1,4 @@
-"""Rows with images, packed and with shared prefixes, have the log-probabilities and gradients of transformers' forward on every row alone."""
+"""Packed rows with images have the log-probabilities and gradients of transformers on every row alone."""
 
 from __future__ import annotations
 
@@ -137,7 +137,7 @@ def alone(model: Any, row: Row, data: dict[str, bytes]) -> Tensor:
 
 
 def test_a_packed_stream_equals_transformers_row_by_row(folder: Path, processor: ImageProcessor) -> None:
-    """Log-probabilities to 1e-5, the loss and every gradient, the vision tower's too; every picture is computed once."""
+    """Log-probabilities to 1e-5, loss and every gradient, the vision tower's too; a picture is computed once."""
     rows = some_rows(processor)
     images = [*IMAGES, TWIN]
     store = Store(images)

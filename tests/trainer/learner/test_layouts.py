@@ -63,7 +63,7 @@ def test_rows_without_experts_are_refused_where_routers_are_replayed(results: di
 
 @pytest.mark.parametrize("case", MEASURED)
 def test_norms_and_updates_by_layers_are_those_of_one_process(results: dict[int, dict[str, Any]], case: str) -> None:
-    """At every ZeRO stage, with adapters, offloaded: equal to plain gradients, and to the change of the master weights."""
+    """At every ZeRO stage, with adapters, offloaded: those of plain gradients and of the master weights' change."""
     alone, together = results[1][case], results[2][case]
     is_exact = "bfloat16" not in case
     assert set(alone["layers"]) >= {"attention", "mlp", "block 0", "block 1", "all"}

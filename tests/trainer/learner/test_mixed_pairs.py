@@ -1,4 +1,4 @@
-"""Pairs of answers in the steps of a run: exact beside its groups, the same on two ranks, after a resume and in a replay."""
+"""Pairs of answers in the steps of a run: exact beside its groups, on two ranks, after a resume and in a replay."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
 
 
 def by_hand(folder: Path) -> dict[str, Any]:
-    """Return the loss and the gradient's norm of the first step's pairs, from plain logits, and the prompts of two steps."""
+    """Return loss and gradient norm of the first step's pairs, from plain logits, and the prompts of two steps."""
     chosen = settings(folder, {})
     pairs = open_mixed_pairs(chosen)
     assert pairs is not None
@@ -209,7 +209,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict[str, Any
 @pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_losses_and_gradients_add_up(results: dict[int, dict[str, Any]]) -> None:
-    """The loss is that of the groups alone plus the weighed one of the pairs, which plain logits give; so is the gradient."""
+    """The loss is that of the groups plus the weighed one of the pairs, which plain logits give; so is the gradient."""
     one, hand = results[1], results[1]["by hand"]
     alone, half, whole = (one[way]["steps"][0] for way in ("groups alone", "sigmoid", "whole"))
     assert half["pair_loss"] == pytest.approx(hand["pair_loss"], abs=1e-5)
@@ -240,7 +240,7 @@ def test_pairs_follow_from_seed_and_step(results: dict[int, dict[str, Any]]) -> 
 
 @pytest.mark.parametrize("way", WAYS)
 def test_two_ranks_equal_one_and_a_checkpoint_continues(results: dict[int, dict[str, Any]], way: str) -> None:
-    """Losses, norms, figures and weights agree, also of a loss that couples all pairs; a resumed step is the same bit for bit."""
+    """Losses, norms, figures and weights agree, also where a loss couples all pairs; a resumed step is the same."""
     one, two = results[1][way], results[2][way]
     assert one["again"]
     assert two["again"]

@@ -1,6 +1,6 @@
-"""The learner on a device that is not the CPU: nothing is mixed with the CPU, and a micro-batch is sent in one copy and never waited for.
+"""The learner on another device than the CPU: a micro-batch is sent in one copy and never waited for.
 
-What copies, or makes the host wait, is listed here by the function that does: a change that adds one fails, and the message has the lines.
+What copies, or makes the host wait, is listed here by its function: a change that adds one fails with the lines.
 """
 
 from __future__ import annotations
@@ -58,8 +58,9 @@ SENT = {
     "to device: trainer/algorithm/device_copy.py copied_together": 2
 }  # of a micro-batch: its tensors; attention's tables
 QWEN = {
-    "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1,
-    "head_dim": 64, "vocab_size": 2_000, "max_position_embeddings": 4096, "tie_word_embeddings": True, "use_cache": False,
+    "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 2,
+    "num_key_value_heads": 1, "head_dim": 64, "vocab_size": 2_000, "max_position_embeddings": 4096,
+    "tie_word_embeddings": True, "use_cache": False,
 }  # fmt: skip
 
 
@@ -151,11 +152,11 @@ def rows_of(vocabulary: int, seed: int = 0) -> list[Row]:
             taught = TeacherRow(
                 -random.random(num, dtype=np.float32), top, -2 - random.random((num, 5), dtype=np.float32)
             )
+            logprobs = np.where(mask, -12 * random.random(len(tokens)), 0).astype(np.float32)
             made.append(
                 Row(
-                    tokens, mask, np.where(mask, -12 * random.random(len(tokens)), 0).astype(np.float32), float(random.normal()), 1e-2,
-                    ages=np.full(len(tokens), number, np.int32), sft_weight=0.01, teacher=taught,
-                    turns=((len(prompt), half), (half, len(tokens))),
+                    tokens, mask, logprobs, float(random.normal()), 1e-2, ages=np.full(len(tokens), number, np.int32),
+                    sft_weight=0.01, teacher=taught, turns=((len(prompt), half), (half, len(tokens))),
                 )
             )  # fmt: skip
     return made
@@ -216,7 +217,7 @@ MODELS: dict[str, tuple[Callable[[], Any], dict[str, Any], dict[str, int]]] = {
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.filterwarnings("ignore:`gradient_checkpointing_enable`:FutureWarning")
 def test_a_step_waits_for_the_device_once(name: str, device: None) -> None:
-    """Of any number of micro-batches, besides the optimizer; the kept rows come at its end. Loss and gradients are those of the CPU."""
+    """Of any number of micro-batches, besides the optimizer. Loss and gradients are those of the CPU."""
     build_model, options, waits = MODELS[name]
     objective = build_objective(AlgorithmSettings(name="async_grpo"))
     rows = [rows_of(QWEN["vocab_size"], seed) for seed in range(3)]
@@ -357,7 +358,7 @@ def test_no_preference_loss_waits_for_the_device(weighed: dict[str, Any], device
 
 
 def test_a_critic_reads_its_values_at_once(device: None) -> None:
-    """One copy to the device for a micro-batch and another for what it learns from, and one to the host for a pass over all."""
+    """A copy to the device for a micro-batch, one for what it learns from, and one to the host for a pass over all."""
     torch.manual_seed(0)
     figures = []
     for on_device in (False, True):
@@ -405,8 +406,9 @@ def test_tensors_of_every_kind_arrive_in_one_copy(device: None) -> None:
     """Empty ones, single numbers, other dtypes, one that is not contiguous, and one that is there already."""
     there = Tagged(torch.ones(3))
     sent = [
-        torch.arange(5, dtype=torch.uint8), torch.arange(7.0).double(), torch.empty(0, 4), torch.tensor(3, dtype=torch.int32),
-        torch.arange(12).view(3, 4).T, torch.randn(2, 3).bfloat16(), torch.tensor([True, False]),
+        torch.arange(5, dtype=torch.uint8), torch.arange(7.0).double(), torch.empty(0, 4),
+        torch.tensor(3, dtype=torch.int32), torch.arange(12).view(3, 4).T, torch.randn(2, 3).bfloat16(),
+        torch.tensor([True, False]),
     ]  # fmt: skip
     found = copied_together([*sent[:3], there, *sent[3:]], DEVICE)
     assert found.pop(3) is there

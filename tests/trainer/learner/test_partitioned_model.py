@@ -21,9 +21,14 @@ from penstock.trainer.algorithm.batch import MicroBatch, build
 from penstock.trainer.algorithm.objective import CrossEntropy
 from penstock.trainer.errors import UnsupportedModel
 from penstock.trainer.learner.adapter import Lora
-from penstock.trainer.learner.load_model import from_folder, load_language_model, load_policy, load_reference
+from penstock.trainer.learner.load_model import (
+    PartitionedParameters,
+    from_folder,
+    load_language_model,
+    load_policy,
+    load_reference,
+)
 from penstock.trainer.learner.optimizer_state import Communication
-from penstock.trainer.learner.partitioned_model import PartitionedParameters
 from penstock.trainer.learner.reference import WithoutAdapter
 from penstock.trainer.learner.trainable import Optimisation
 from penstock.trainer.parallel_dims import ParallelDims
@@ -69,7 +74,7 @@ def models(folder: Path) -> None:
 
 
 def compared(folder: Path, dtype: str, dims: ParallelDims) -> dict[str, Any]:
-    """Return whether each parameter and buffer is what reading all of it gives, and the share of the elements that this rank holds."""
+    """Return whether each parameter and buffer is that of the whole model, and the share that this rank holds."""
     whole, _ = from_folder("AutoModelForCausalLM", "a model", folder, dtype)
     parts = load_language_model(folder, how(dtype=dtype), dims)
     expected, found = dict(whole.named_parameters()), dict(parts.named_parameters())
@@ -120,7 +125,7 @@ def rows(num_sampled: int) -> MicroBatch:
 
 
 def traced(folder: Path, changes: Mapping[str, Any], dims: ParallelDims) -> list[bool]:
-    """Return whether DeepSpeed knows the order of the layers after passes of other kinds, over rows of other lengths, in other chunks.
+    """Return whether DeepSpeed knows the order of the layers after passes of other kinds, lengths and chunks.
 
     Each step has one micro-batch, and passes without a gradient before it, as those of a reference without adapters.
     """
@@ -153,7 +158,7 @@ def reference_scores(folder: Path, dims: ParallelDims) -> bool:
 def communicated(folder: Path, dims: ParallelDims) -> list[list[float]]:
     """Return losses and norms of two steps with DeepSpeed's own communication, and with each setting changed.
 
-    In float32 at stage 2, whose bucket rounds the output head's gradient to bfloat16, unless the head is larger than it.
+    In float32 at stage 2, whose bucket rounds the output head's gradient to bfloat16, unless the head is larger.
     """
     found = []
     for stage, changed in (
@@ -175,9 +180,9 @@ def communicated(folder: Path, dims: ParallelDims) -> list[list[float]]:
 
 
 def resumed(folder: Path, stage: int, dims: ParallelDims) -> bool:
-    """Return True if a step of the fused AdamW, which a GPU uses, is bit for bit the same after its checkpoint was read."""
+    """Return True if a step of the fused AdamW, which a GPU uses, is bitwise equal after its checkpoint was read."""
     plain = torch.optim.AdamW
-    torch.optim.AdamW = lambda *given, **settings: plain(*given, **{**settings, "fused": True})  # type: ignore[assignment,misc]
+    torch.optim.AdamW = lambda *given, **more: plain(*given, **{**more, "fused": True})  # type: ignore[assignment,misc]
     try:
         policy = load_policy(folder, how(zero_stage=stage), dims, temperature=1.0)
     finally:
@@ -236,7 +241,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Results:
 @pytest.mark.parametrize("name", [TIED, UNTIED, EXPERTS])
 @pytest.mark.parametrize("num", [1, 2, 4])
 def test_a_model_read_in_parts_is_the_one_that_is_read_whole(results: Results, num: int, name: str, dtype: str) -> None:
-    """Bit for bit, buffers too, from one file or several, in its dtype or another; each rank holds its part of every parameter."""
+    """Bit for bit, buffers too, from one file or several, in any dtype; each rank holds a part of every parameter."""
     for one in results[num]:
         found = one[f"{name} {dtype}"]
         assert found["names"]
@@ -263,7 +268,7 @@ def test_a_reference_in_parts_scores_as_a_whole_one(results: Results) -> None:
 
 @pytest.mark.parametrize("case", TRACED)
 def test_parameters_are_fetched_ahead_for_rows_of_any_length(results: Results, case: str) -> None:
-    """DeepSpeed does so only while layers are called in the order that it recorded: none is called more often for longer rows."""
+    """DeepSpeed does so only while layers are called in the order it recorded: none more often for longer rows."""
     for one in results[2]:
         assert all(one[case])
 

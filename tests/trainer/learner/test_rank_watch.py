@@ -21,7 +21,7 @@ NUM_MEETINGS = 50
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Meet until the end if the argument, a deadline in seconds, is 0, with a minute for an answer; else until a rank hangs."""
+    """Meet until the end if the argument, a deadline in seconds, is 0; else until a rank hangs."""
     given = float(arguments[0])
     ranks, activity = Ranks(), RankActivity()
     channel, deadline_s = ranks.channel(), given or 60.0

@@ -100,7 +100,7 @@ def test_a_critic_learns_with_the_policy_at_every_stage(results: dict[int, dict]
 
 
 def test_adapters_learn_in_place_of_the_model_at_every_stage(results: dict[int, dict]) -> None:
-    """The exported model has its adapters merged, the checkpoint holds adapters only, the reference is the initial model.
+    """The exported model has adapters merged, the checkpoint holds them only, the reference is the initial model.
 
     Published base and factors make exactly the merged model, also with two ranks.
     """
@@ -176,7 +176,7 @@ def test_ranks_publish_together_what_one_publishes_alone(results: dict[int, dict
 def test_another_number_of_ranks_and_another_stage_resume(
     outputs: dict[int, dict], num_ranks: int, name: str, stage: int
 ) -> None:
-    """The steps after a checkpoint of the other number of ranks, at another ZeRO stage, equal those of the run that went on."""
+    """Steps after a checkpoint of the other number of ranks, at another stage, equal those of the run that went on."""
     found, expected = outputs[num_ranks]["crossed"][f"{name} at {stage}"], outputs[3 - num_ranks]["cases"][name]
     close = 2e-3 if "bfloat16" in name else 1e-5
     assert found["lr"] == expected["lr"][2:]

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from tests.examples import examples
-from tests.trainer.learner.tiny import VOCABULARY, qwen3, row_of
+from tests.trainer.learner.tiny import SHAPE, VOCABULARY, qwen3, row_of
 from torch import Tensor
 from transformers import (
     GPT2Config,
@@ -101,20 +101,15 @@ def _some_rows() -> list[Row]:
 
 def _tiny(of: Any, config: Any, **more: Any) -> Any:
     torch.manual_seed(0)
-    shape = {
-        "vocab_size": VOCABULARY, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
-        "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 64, "initializer_range": 0.2, "pad_token_id": 0,
-        "bos_token_id": 1, "eos_token_id": 2,
-    }  # fmt: skip
-    return of(config(**(shape | more)))
+    return of(config(**SHAPE | {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2} | more))
 
 
 @pytest.mark.filterwarnings("ignore:.gradient_checkpointing_enable")
 def test_learned_positions_and_gradient_checkpointing() -> None:
     """GPT-2, whose positions are learned, and layers that are computed again in the backward pass, are exact too."""
     config = GPT2Config(
-        vocab_size=VOCABULARY, n_embd=16, n_layer=2, n_head=2, n_positions=64, attn_pdrop=0, resid_pdrop=0, embd_pdrop=0,
-        bos_token_id=1, eos_token_id=2,
+        vocab_size=VOCABULARY, n_embd=16, n_layer=2, n_head=2, n_positions=64, attn_pdrop=0, resid_pdrop=0,
+        embd_pdrop=0, bos_token_id=1, eos_token_id=2,
     )  # fmt: skip
     scorer = CompletionScorer(GPT2LMHeadModel(config).double(), 1.0)
     assert scorer.padding_reason is None
@@ -138,7 +133,7 @@ def test_sinks_that_are_not_those_of_the_heads_are_refused() -> None:
 
 
 def test_a_model_whose_attention_is_not_that_of_its_config_is_refused() -> None:
-    """Layers that keep the layout from their attention, whose rows would attend to one another, or have other windows."""
+    """Layers that keep the layout from their attention, so that rows attend to one another, or have other windows."""
     scorer = _scorer()
     body, micro_batch = scorer.language_model.base_model, build(_some_rows())
     body.layers[1].forward = lambda hidden_states, **_: hidden_states

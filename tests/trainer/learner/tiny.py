@@ -19,13 +19,16 @@ HOW = Optimisation(
 )  # fmt: skip
 
 
+SHAPE: dict[str, Any] = {
+    "vocab_size": VOCABULARY, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 64,
+    "initializer_range": 0.2,
+}  # fmt: skip
+
+
 def qwen3(seed: int = 0, **changes: Any) -> Qwen3ForCausalLM:
     torch.manual_seed(seed)
-    shape = {
-        "vocab_size": VOCABULARY, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
-        "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 64, "initializer_range": 0.2,
-    }  # fmt: skip
-    return Qwen3ForCausalLM(Qwen3Config(**shape | changes))
+    return Qwen3ForCausalLM(Qwen3Config(**SHAPE | changes))
 
 
 def row_of(prompt: Iterable[int], completion: Iterable[int], weight: float, *, advantage: float = 0.5) -> Row:

@@ -1,4 +1,4 @@
-"""What changed is found where the weights are: every version equals a whole copy, and little of it passes to the host."""
+"""What changed is found where the weights are: every version equals a whole copy, and little goes to the host."""
 
 from __future__ import annotations
 
@@ -91,8 +91,9 @@ def assert_is(buckets: WeightBuckets, expected: WeightBuckets) -> None:
     [(torch.bfloat16, None), (torch.float32, None), (torch.float32, "bfloat16"), (torch.float16, None)],
 )
 def test_every_version_equals_a_whole_copy(held: torch.dtype, published: str | None) -> None:
-    """Words, hashes and segments, whatever share of the words changed, and where versions between are forgotten or kept."""
-    tensors, random, publisher = model(held), np.random.default_rng(0), RankPublisher(None, "run")  # type: ignore[arg-type]
+    """Words, hashes and segments, whatever share changed, where versions between are forgotten or kept."""
+    tensors, random = model(held), np.random.default_rng(0)
+    publisher = RankPublisher(None, "run")  # type: ignore[arg-type]
     copies, versions, wholes = copies_of(Held(tensors)), list[WeightBuckets](), list[WeightBuckets]()
     for version, share in enumerate([0.0, 0.01, 0.0, 0.002, 0.5, 0.01, 0.9, 0.01, 0.02, 0.02]):
         if version == 8:
@@ -116,7 +117,7 @@ def test_every_version_equals_a_whole_copy(held: torch.dtype, published: str | N
 
 @pytest.mark.parametrize("kept_on_device", [False, True])
 def test_only_positions_and_words_leave_the_device(kept_on_device: bool) -> None:
-    """Six bytes for each changed word, by the thread that reads; what was read last goes to the device again unless it is kept there."""
+    """Six bytes for each changed word, by the thread that reads; what was read last goes back unless kept there."""
     tagged_device.events.clear()
     plain, random, publisher = model(), np.random.default_rng(0), RankPublisher(None, "run")  # type: ignore[arg-type]
     num_bytes = sum(tensor.nbytes for tensor in plain.values())

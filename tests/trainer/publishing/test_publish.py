@@ -1,4 +1,4 @@
-"""Publishing: versions are stored, verified and announced in that order; slow or broken storage; refusals; two trainers."""
+"""Publishing: versions are stored, verified, announced in that order; slow storage, refusals, two trainers."""
 
 from __future__ import annotations
 
@@ -150,7 +150,7 @@ def test_a_session_that_resumes_the_head_itself_reads_no_weights(connections: Co
 def test_an_unreadable_head_is_followed_by_a_full_snapshot(
     connections: Connections, model_folder: Path, gone: str
 ) -> None:
-    """Without the head's bytes there is nothing to patch: the next version is a full snapshot, under the next number."""
+    """Without the head's bytes nothing can be patched: the next version is a full snapshot, under the next number."""
     first = Publisher(connections, model_folder=model_folder)
     publish(first, 0)
     first.close()
@@ -268,7 +268,7 @@ def test_a_refused_patch_is_answered_with_a_full_snapshot(connections: Connectio
 def test_an_announcement_whose_id_a_worker_took_is_made(
     connections: Connections, model_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Who reads the object store knows the id before the announcement; the stream has the announcement all the same, once."""
+    """Who reads the object store knows the id before the announcement; the stream has it all the same, once."""
     stream = f"{connections.run_id}-weights"
 
     def take(point: CrashPoint) -> None:
@@ -381,9 +381,9 @@ def test_a_publisher_killed_at_any_step_leaves_a_complete_head(
     committed: int,
     tmp_path: Path,
 ) -> None:
-    """SIGKILL between any two steps: the head is the old version or the complete new one, and the next session continues.
+    """SIGKILL between any two steps: the head is the old version or the whole new one; the next session continues.
 
-    A worker of the same host reads it without S3; what the killed session had stored there for no head is not found by any name.
+    A worker of the same host reads it without S3; what the killed session stored for no head has no name there.
     """
     worker = SharedSegments(connections.run_id)
     worker.join()
@@ -413,9 +413,9 @@ def test_a_publisher_killed_at_any_step_leaves_a_complete_head(
 
 
 def test_a_session_after_a_kill_may_resume_older_weights(connections: Connections, model_folder: Path) -> None:
-    """A checkpoint older than the head, which is read from full snapshot and chain, is published next, as a patch back to its weights.
+    """A checkpoint older than the head, which is read from its chain, is published as a patch back to its weights.
 
-    The head that was not announced is, also for sessions after the next: what it has sampled is as old as its step says.
+    The head that was not announced is, also for later sessions: what it sampled is as old as its step says.
     """
     first = Publisher(connections, model_folder=model_folder, epoch=1)
     for version in range(4):

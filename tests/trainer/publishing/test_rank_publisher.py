@@ -1,4 +1,4 @@
-"""Publishing with two ranks: a rank that fails or is killed fails the publication, by its number, and nothing is visible."""
+"""Publishing with two ranks: one that fails or is killed fails the publication, by number; nothing is visible."""
 
 from __future__ import annotations
 
@@ -128,7 +128,8 @@ class TwoRanks:
         for rank in (0, 1):
             environ = os.environ | {
                 "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2",
-                "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(self._store.port), "TORCHELASTIC_USE_AGENT_STORE": "True",
+                "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(self._store.port),
+                "TORCHELASTIC_USE_AGENT_STORE": "True",
             }  # fmt: skip
             process = subprocess.Popen(
                 [sys.executable, "-m", __name__],
@@ -164,7 +165,7 @@ def test_a_rank_that_is_refused_or_killed_fails_the_publication(
     nats_settings: NatsSettings, s3_settings: S3Settings, bus: Bus, blobs: Blobs, run_streams: str, tmp_path: Path,
     running: ExitStack,
 ) -> None:  # fmt: skip
-    """The error names rank 1 while its store is full, and a retry succeeds; killed during its upload it leaves no manifest."""
+    """The error names rank 1 while its store is full, a retry succeeds; killed in its upload it leaves no manifest."""
     write_model(tmp_path / "model", seed=0)
     proxy = running.enter_context(RefusingS3(s3_settings))
     secret = {"secret_key": s3_settings.secret_key}

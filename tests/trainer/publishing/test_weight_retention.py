@@ -60,7 +60,7 @@ def evaluated(version: int, score: float, measure: str = "m") -> KeptVersion:
 
 
 def test_the_best_versions_have_the_highest_scores():
-    """Of equal scores the newest is better; a repeated evaluation replaces the earlier one; another measure comes last."""
+    """Of equal scores the newest is better; a repeated evaluation replaces the former; another measure comes last."""
     found = [evaluated(0, 0.2), evaluated(5, 0.9), evaluated(10, 0.4), evaluated(15, 0.4), evaluated(5, 0.1)]
     assert [best_version.version for best_version in best_versions(found, measure="m", most=3)] == [15, 10, 0]
     mixed = [evaluated(0, 7.0, "mean reward"), evaluated(5, 0.3), evaluated(10, 0.2)]
@@ -81,7 +81,7 @@ def test_milestones_are_few_and_spread_over_the_run(stored: set[PolicyVersion], 
 
 
 def test_milestones_of_a_run():
-    """One every ten versions, then every twenty, then every forty; one that was not published is replaced by the next."""
+    """One every ten versions, then every twenty, then forty; one that was not published is replaced by the next."""
     rule = KeepRule(milestone_every=10, milestones=3)
     assert milestone_versions(map(V, range(36)), rule) == [10, 20, 30]
     assert milestone_versions(map(V, range(41)), rule) == [20, 40]
