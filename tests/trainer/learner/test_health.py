@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tests.trainer.learner.tiny import HOW, row_of
+from tests.trainer.learner.tiny import HOW, OneProcess, PlainTrainable, row_of
 from torch.utils.flop_counter import FlopCounterMode
 
 from penstock.trainer.algorithm.algorithm_settings import AlgorithmSettings
@@ -131,40 +131,12 @@ def test_speed_is_of_the_step_without_its_wait() -> None:
     assert "mfu" not in speed_fields(Work(6e9, 300.0), num_tokens=100, step_s=2.0, peak=None)
 
 
-class _Stub:
-    """A network under an optimizer that must not step."""
-
-    device = torch.device("cpu")
+class _Steps(PlainTrainable):
+    """A trainable whose passes and steps are only noted."""
 
     def __init__(self, scorer: CompletionScorer) -> None:
-        self._scorer = scorer
-
-    def __call__(self, *given: Any, **named: Any) -> torch.Tensor:
-        return self._scorer(*given, **named)
-
-    def begin(self, *, is_last: bool) -> None:
-        assert is_last
-
-    def backward(self, loss: torch.Tensor) -> None:
-        assert not loss.isfinite()
-
-
-def test_a_loss_that_is_not_finite_makes_no_step(model_folder: Path) -> None:
-    scorer = CompletionScorer(load_language_model(model_folder, HOW, ALONE), 1.0)
-    alone: Any = SimpleNamespace(sum=list, maximum=list)
-    policy = Policy(_Stub(scorer), scorer, alone)  # type: ignore[arg-type]
-    row = row_of([3, 4, 5], [6, 7, 8], float("nan"))
-    with pytest.raises(TrainingDiverged, match=r"the loss of step 1 is nan, not a finite number"):
-        policy.train_step([build([row])], build_objective(AlgorithmSettings()))
-    assert policy.steps_done == 0
-
-
-class _Steps(_Stub):
-    """A trainable whose optimizer step is only noted."""
-
-    def __init__(self, scorer: CompletionScorer, events: list[str]) -> None:
         super().__init__(scorer)
-        self.events = events
+        self.events = list[str]()
 
     def backward(self, loss: torch.Tensor) -> None:
         self.events.append("backward")
@@ -174,11 +146,23 @@ class _Steps(_Stub):
         return Update(1.0, 1e-3)
 
 
+def policy_of(model_folder: Path) -> tuple[Policy, list[str]]:
+    scorer = CompletionScorer(load_language_model(model_folder, HOW, ALONE), 1.0)
+    steps: Any = _Steps(scorer)
+    return Policy(steps, scorer, OneProcess()), steps.events  # type: ignore[arg-type]
+
+
+def test_a_loss_that_is_not_finite_makes_no_step(model_folder: Path) -> None:
+    policy, events = policy_of(model_folder)
+    row = row_of([3, 4, 5], [6, 7, 8], float("nan"))
+    with pytest.raises(TrainingDiverged, match=r"the loss of step 1 is nan, not a finite number"):
+        policy.train_step([build([row])], build_objective(AlgorithmSettings()))
+    assert (policy.steps_done, events) == (0, ["backward"])
+
+
 def test_weights_that_a_thread_reads_change_when_they_are_read(model_folder: Path) -> None:
     """The passes of a step go on meanwhile; its update waits."""
-    scorer, events = CompletionScorer(load_language_model(model_folder, HOW, ALONE), 1.0), list[str]()
-    alone: Any = SimpleNamespace(sum=list, maximum=list)
-    policy = Policy(_Steps(scorer, events), scorer, alone)  # type: ignore[arg-type]
+    policy, events = policy_of(model_folder)
     policy.weights.read_in(SimpleNamespace(result=lambda: events.append("read")))  # type: ignore[arg-type]
     row = row_of([3, 4, 5], [6, 7, 8], 1.0)
     for _ in range(2):

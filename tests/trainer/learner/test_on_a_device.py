@@ -5,7 +5,7 @@ What copies, or makes the host wait, is listed here by its function: a change th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,6 +19,7 @@ from tests import tagged_device
 from tests.tagged_device import DEVICE, Tagged, assert_waits, copies, plain
 from tests.trainer.algorithm.test_every_preset import ALGORITHMS
 from tests.trainer.learner import test_image_rows
+from tests.trainer.learner.tiny import OneProcess, PlainTrainable
 from tests.vision_model import build_vision_model
 from torch import Tensor
 
@@ -41,17 +42,14 @@ from penstock.trainer.learner import adapter
 from penstock.trainer.learner.critic import Critic, TokenCredit, ValueScorer
 from penstock.trainer.learner.learner import Learner
 from penstock.trainer.learner.logprobs import CompletionScorer
-from penstock.trainer.learner.optimizer_state import Place
 from penstock.trainer.learner.pair_planner import PairPlanner
-from penstock.trainer.learner.parallel_shares import TokenShares, WeightShares
+from penstock.trainer.learner.parallel_shares import TokenShares
 from penstock.trainer.learner.policy import Policy
 from penstock.trainer.learner.reference import Reference
 from penstock.trainer.learner.shard_files import Shard
-from penstock.trainer.learner.step_metrics import RowRecorder, StepWatch, layer_groups
-from penstock.trainer.learner.trainable import Update
+from penstock.trainer.learner.step_metrics import RowRecorder
 from penstock.trainer.learner.vision import ImageReader
 from penstock.trainer.optimizer_settings import CriticSettings
-from penstock.trainer.parallel_dims import Share
 
 TOTALS = {"to host: trainer/learner/step_metrics.py StepSums.over": 1}  # of a step: all its figures
 SENT = {
@@ -70,21 +68,6 @@ def device() -> Iterator[None]:
         yield
 
 
-class OneProcess:
-    """A layout of one rank."""
-
-    rows = Share()
-    ranks = SimpleNamespace(rank=0, num_ranks=1, is_leader=True)
-
-    def sum(self, values: Sequence[float]) -> list[float]:
-        return list(values)
-
-    maximum = sum
-
-    def gather(self, data: bytes) -> list[bytes]:
-        return [data]
-
-
 class OneRank:
     """A group of one: what it exchanges or adds up is its own."""
 
@@ -95,35 +78,6 @@ class OneRank:
 
     def sum(self, values: Tensor) -> Tensor:
         return values
-
-
-class PlainTrainable:
-    """A module and its AdamW without DeepSpeed, which has no kernels for such a device."""
-
-    dtype = "float32"
-
-    def __init__(self, module: torch.nn.Module) -> None:
-        self.module, self.device = module, next(module.parameters()).device
-        named = {name: p for name, p in module.named_parameters() if p.requires_grad}
-        self._optimizer = torch.optim.AdamW(named.values(), lr=1e-3)
-        places = [Place(name, 0, p.numel(), p, 0) for name, p in named.items()]
-        self._watch = StepWatch(self._optimizer, lambda: places, layer_groups(named), lambda: False)
-
-    def __call__(self, *arguments: Any, **options: Any) -> Any:
-        return self.module(*arguments, **options)
-
-    def begin(self, *, is_last: bool) -> None:
-        pass
-
-    def backward(self, loss: Tensor) -> None:
-        loss.backward()
-
-    def update(self, lr_scale: float = 1.0, **_: Any) -> Update:
-        norm = WeightShares().norm([(p, p.grad) for p in self.module.parameters() if p.grad is not None])
-        self._watch.begin()
-        self._optimizer.step()
-        self._optimizer.zero_grad()
-        return Update(norm, 1e-3, self._watch.figures(norm, list))
 
 
 def policy_of(

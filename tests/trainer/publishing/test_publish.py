@@ -37,11 +37,6 @@ from penstock.trainer.publishing.weight_buckets import ModelWeights, Snapshot, c
 from penstock.trainer.publishing.weight_retention import FullSnapshotPolicy
 
 
-@pytest.fixture
-def connections(bus: Bus, blobs: Blobs, run_streams: str) -> Connections:
-    return Connections(run_streams, bus, blobs)
-
-
 def tensors(version: int) -> dict[str, Tensor]:
     table = torch.arange(2048.0).reshape(32, 64)
     table[version % 32, :8] = -float(version)
