@@ -1,10 +1,11 @@
-"""Every family that people train, at its own shapes: rows, attention, engine, versions, adapters and memory, or a refusal by name."""
+"""Every family that people train, at its own shapes: rows, engine, versions, adapters, memory, or a refusal."""
 
 from __future__ import annotations
 
 import os
 import shutil
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -30,14 +31,14 @@ from penstock.rollout_service.checks.check_weights import check_adapter
 from penstock.rollout_service.embedded_engine.errors import UnsupportedModel as NotServed
 from penstock.rollout_service.embedded_engine.model.model_config import read_model_config
 from penstock.rollout_service.weights.mirror import Mirror
-from penstock.trainer.algorithm.batch import MicroBatch, Row, build
+from penstock.trainer.algorithm.batch import MicroBatch, build
 from penstock.trainer.connections import Connections
 from penstock.trainer.errors import NotEstimated, UnsupportedModel
 from penstock.trainer.learner import adapter
 from penstock.trainer.learner.attention.backends import DenseMask
 from penstock.trainer.learner.export import export_model
 from penstock.trainer.learner.load_model import check_attention, load_language_model, load_policy
-from penstock.trainer.learner.logprobs import CompletionScorer
+from penstock.trainer.learner.logprobs import CompletionScorer, read_batch
 from penstock.trainer.learner.policy import Policy
 from penstock.trainer.learner.policy_weights import WeightCopies
 from penstock.trainer.learner.trainable import Optimisation
@@ -47,6 +48,7 @@ from penstock.trainer.publishing.weight_buckets import AdapterWeights, Snapshot
 from penstock.trainer.ranks import Ranks
 from tests.contracts.engine_under_test import embedded_engine
 from tests.contracts.tiny_model import write_tokenizer
+from tests.trainer.learner.tiny import HOW, row_of
 from tests.zoo.families import FAMILIES, WHOLE, Family, write
 
 PROMPTS = ((40, 12, 3), (9, 6, 2))  # tokens of a prompt, of each of its completions, and their number
@@ -71,10 +73,7 @@ def folder_of(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Folders]:
 
 
 def how(dtype: str = "float32", lora: adapter.Lora | None = None) -> Optimisation:
-    return Optimisation(
-        num_steps=4, lr=1e-4, betas=(0.9, 0.95), weight_decay=0.0, warmup_steps=0, schedule="constant", min_lr_ratio=0.1,
-        max_grad_norm=1.0, zero_stage=1, dtype=dtype, lora=lora,
-    )  # fmt: skip
+    return replace(HOW, dtype=dtype, lora=lora)  # type: ignore[arg-type]
 
 
 @pytest.fixture(scope="module")
@@ -97,23 +96,15 @@ def batch_of(family: Family) -> MicroBatch:
     for num_prompt, num_new, num_rows in PROMPTS:
         prompt = rng.integers(0, family.config["vocab_size"], num_prompt)
         for number in range(num_rows):
-            tokens = np.append(prompt, rng.integers(0, family.config["vocab_size"], num_new)).astype(np.int32)
-            sampled = np.arange(len(tokens)) >= num_prompt
-            rows.append(Row(tokens, sampled, np.zeros(len(tokens), np.float32), 1.0, 0.1 + 0.1 * number))
+            rows.append(row_of(prompt, rng.integers(0, family.config["vocab_size"], num_new), 0.1 + 0.1 * number))
     return build(rows)
-
-
-def logprobs(scorer: Any, batch: MicroBatch) -> Tensor:
-    return scorer(
-        batch.input_ids, batch.predictors, batch.targets, position_ids=batch.position_ids, layout=batch.layout
-    )
 
 
 @each_family
 def test_packed_rows_are_those_of_plain_transformers_or_refused(
     family: Family, folder_of: Folders, dims: ParallelDims, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Values and gradients of rows that share prompts, in training, beside each row alone in float32 with attention by its definition."""
+    """Values and gradients of rows that share prompts, beside each row alone with attention by its definition."""
     family = family if family.name in AS_PUBLISHED else family.with_few_tokens
     if family.is_refused:
         with pytest.raises(UnsupportedModel, match=family.rows.removeprefix("refused: ")):
@@ -122,7 +113,7 @@ def test_packed_rows_are_those_of_plain_transformers_or_refused(
     scorer, batch = scorer_of(folder_of(family), dims), batch_of(family)
     assert scorer.padding_reason is None if family.rows == "packed" else family.rows in str(scorer.padding_reason)
     _refuse_the_definition(scorer, family, dims, monkeypatch)
-    found = logprobs(scorer, batch)
+    found = read_batch(scorer, batch)
     (found * batch.weights).sum().backward()
     plain = AutoModelForCausalLM.from_pretrained(folder_of(family), dtype=torch.float32, attn_implementation="eager")
     true = _row_by_row(plain, batch)
@@ -152,34 +143,33 @@ def _row_by_row(model: Any, batch: MicroBatch) -> Tensor:
 
 
 def test_a_row_beyond_the_lengths_of_its_rotary_embeddings_is_refused(folder_of: Folders, dims: ParallelDims) -> None:
-    """They are others for all of its tokens then, also for those that an engine computed before; the context ends there."""
+    """They are others for all of its tokens then, also those that an engine computed; the context ends there."""
     few = FAMILIES["phi3"].with_few_tokens
     limit = few.config["original_max_position_embeddings"]
     assert model_context_tokens(folder_of(few)) == limit < few.config["max_position_embeddings"]
     scorer = scorer_of(folder_of(few), dims)
     for length in (limit + 1, limit + 2):  # the last token is not computed
-        tokens = np.arange(length, dtype=np.int32)
-        batch = build([Row(tokens, tokens > 3, np.zeros(length, np.float32), 1.0, 1.0)])
+        batch = build([row_of(range(4), range(4, length), 1.0)])
         if length == limit + 1:
-            assert bool(torch.isfinite(logprobs(scorer, batch)).all())
+            assert bool(torch.isfinite(read_batch(scorer, batch)).all())
             continue
         with pytest.raises(
             UnsupportedModel, match=f"a row of {limit + 1} tokens, and the rotary embeddings of this model .longrope"
         ):
-            logprobs(scorer, batch)
+            read_batch(scorer, batch)
 
 
 @each_trained
 def test_bfloat16_is_computed_by_the_fast_attention_and_a_prompt_once(
     family: Family, folder_of: Folders, dims: ParallelDims, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Never by the definition with its [T, T] matrices; padded, and each row with its prompt, for the reason of the table alone."""
+    """Never by the definition with its [T, T] matrices; padded only for the reason that the table has."""
     few, num_tokens = family.with_few_tokens, []
     scorer, batch = scorer_of(folder_of(few), dims, "bfloat16"), batch_of(few)
     _refuse_the_definition(scorer, family, dims, monkeypatch)
     first = scorer.language_model.base_model.layers[0]
     first.register_forward_pre_hook(lambda _, inputs: num_tokens.append(inputs[0].shape[0] * inputs[0].shape[1]))
-    logprobs(scorer, batch).sum().backward()
+    read_batch(scorer, batch).sum().backward()
     assert all(bool(torch.isfinite(weight.grad).all()) for weight in scorer.parameters())
     shared = sum(prompt + (new - 1) * rows for prompt, new, rows in PROMPTS)
     padded = sum(rows for *_, rows in PROMPTS) * max(prompt + new - 1 for prompt, new, _ in PROMPTS)
@@ -210,12 +200,9 @@ def test_the_embedded_engine_samples_what_the_trainer_computes_or_refuses_the_mo
     prompt = np.random.default_rng(1).integers(0, family.config["vocab_size"], 20).tolist()
     with embedded_engine(folder, tmp_path, "--max-total-tokens", "400") as engine:
         replies = engine.generate([prompt], n=2, max_new_tokens=12, ignore_eos=True)
-    rows = []
-    for reply in replies:
-        tokens = np.array(prompt + reply["output_ids"], dtype=np.int32)
-        rows.append(Row(tokens, np.arange(len(tokens)) >= len(prompt), np.zeros(len(tokens), np.float32), 1.0, 1.0))
+    rows = [row_of(prompt, reply["output_ids"], 1.0) for reply in replies]
     with torch.no_grad():
-        computed = logprobs(scorer_of(folder, dims), build(rows))
+        computed = read_batch(scorer_of(folder, dims), build(rows))
     sampled = [item[0] for reply in replies for item in reply["meta_info"]["output_token_logprobs"]]
     assert sampled == pytest.approx(computed.tolist(), abs=5e-5)
 
@@ -224,7 +211,7 @@ def test_the_embedded_engine_samples_what_the_trainer_computes_or_refuses_the_mo
 def test_a_version_is_bit_for_bit_what_transformers_loads(
     family: Family, folder_of: Folders, dims: ParallelDims, bus: Bus, blobs: Blobs, run_streams: str, tmp_path: Path
 ) -> None:
-    """Published whole, then as a patch, mirrored by a worker, under the names of the published files; exported alike."""
+    """Published whole, then as a patch, mirrored by a worker, under the names of the published files; exported, too."""
     folder = folder_of(family.with_few_tokens)
     policy = load_policy(folder, how("bfloat16"), dims, temperature=1.0)
     copies = WeightCopies(policy, dims, lambda: copies.root())  # noqa: PLW0108  it is not there before

@@ -43,7 +43,7 @@ class AlgorithmState:
 
     @classmethod
     def resumed(cls, settings: AlgorithmSettings, document: Mapping[str, Any]) -> AlgorithmState:
-        """Return the state that `to_document` wrote; a fixed coefficient is the run file's, an adapted one the checkpoint's.
+        """Return the state that `to_document` wrote; the coefficient is the run file's, or an adapted one's last value.
 
         Raises CheckpointError for a document of another kind. A checkpoint written before this state existed
         has an empty one: the run continues with a fresh state.
@@ -181,7 +181,7 @@ def credit_rule(settings: AlgorithmSettings, *, longest: int, state: AlgorithmSt
 
 
 def turns_of(groups: Sequence[Scored], rewards: Tensor) -> Turns:
-    """Return the turns of a batch with its shaped ``rewards`` [B]: what a reward holds beyond its turns' is the last one's."""
+    """Return the turns of a batch with its shaped ``rewards`` [B]; the last turn has what no turn was given."""
     trajectory: list[int] = []
     number: list[int] = []
     turn_rewards: list[float] = []
@@ -212,7 +212,7 @@ def _each_turns(groups: Sequence[Scored]) -> Iterator[tuple[int, Sequence[Turn]]
 
 
 def _longest_turns(groups: Sequence[Scored], members: Sequence[tuple[list[float], list[int]]]) -> Tensor:
-    """Return the length that an overlong penalty judges, [B] with baselines: of an episode, that of its longest turn."""
+    """Return the lengths that an overlong penalty judges, [B] with baselines: of an episode its longest turn's."""
     longest = [
         [*(max(turn.end - turn.start for turn in turns) for turns in group.turns), *lengths[len(group.turns) :]]
         for group, (_, lengths) in zip(groups, members, strict=True)
@@ -259,7 +259,7 @@ def _scaled(settings: AlgorithmSettings, state: AlgorithmState, rewards: Tensor)
     if settings.reward_scaling == "none":
         return rewards
     state.scaling.update(rewards)
-    return state.scaling.scale(rewards, centre=settings.reward_scaling == "mean_std")
+    return state.scaling.normalise(rewards, shift=settings.reward_scaling == "mean_std")
 
 
 def _normalised(

@@ -60,13 +60,13 @@ class Objective(Protocol):
         ...
 
     def __call__(self, logprobs: Tensor, batch: MicroBatch, **scores: Tensor) -> Outcome:
-        """Return the loss of a micro-batch from log-probabilities, and the ``scores`` that it needs, all [N] with gradient."""
+        """Return the loss of a micro-batch from log-probabilities and the ``scores`` it needs, [N] with gradient."""
         ...
 
     def lr_factor(self, sums: Mapping[str, float]) -> float: ...
 
     def trains(self, sums: Mapping[str, float]) -> bool:
-        """Whether an optimizer step with these sums, over all ranks, is made: False where nothing of its tokens is kept."""
+        """Whether an optimizer step with these sums, over all ranks, is made: False where no token is kept."""
         ...
 
 
@@ -88,17 +88,17 @@ class EssRule:
 class PolicyGradient:
     """The objective of reinforcement learning: a loss, and the corrections around it.
 
-    In this order: negative advantages are weighed; a teacher's are added; the loss takes its ratio against the anchor; every
-    token's loss is multiplied by importance weights and rejections; KL and entropy are added; the
-    weights of the aggregation sum it up; cross-entropy on successes, which has separate weights, is
-    added.
+    In this order: negative advantages are weighed; a teacher's are added; the loss takes its ratio against the anchor;
+    every token's loss is multiplied by importance weights and rejections; KL and entropy are added; the weights of the
+    aggregation sum it up; cross-entropy on successes, which has separate weights, is added.
 
     Its sums: ``tokens``, ``clipped``, ``dual_clipped``, ``rejected`` and ``rejected_NAME`` by correction, ``ratio``,
     ``ratio_squared``, ``surprise`` (minus the behaviour log-probability: its mean estimates the entropy of the
-    sampler), ``kept`` (tokens that no correction rejects, and those of successes) with ``skips_rejected``, ``entropy`` and ``kl_reference`` where they are computed, ``ess_count``, ``ess_weight``,
-    ``ess_weight_squared`` (effective sample size), ``kl_teacher`` (k1, from the policy to the teacher on sampled tokens) and
-    ``kl_from_teacher`` with a teacher, ``kl_proximal`` (k3, from the proximal to the current policy) where the
-    proximal policy is computed, and those of `trainer/algorithm/mismatch.py`.
+    sampler), ``kept`` (tokens that no correction rejects, and those of successes) with ``skips_rejected``, ``entropy``
+    and ``kl_reference`` where they are computed, ``ess_count``, ``ess_weight``, ``ess_weight_squared`` (effective
+    sample size), ``kl_teacher`` (k1, from the policy to the teacher on sampled tokens) and ``kl_from_teacher`` with a
+    teacher, ``kl_proximal`` (k3, from the proximal to the current policy) where the proximal policy is computed, and
+    those of `trainer/algorithm/mismatch.py`.
     """
 
     loss: PolicyLoss
@@ -154,7 +154,7 @@ class PolicyGradient:
         if self.anchor == "interpolated":
             batch = replace(batch, proximal_logprobs=interpolated(batch.behaviour_logprobs, held, batch.ages))
         anchor = (
-            batch.behaviour_logprobs if self.anchor == "behaviour" else _required(batch.proximal_logprobs, "proximal")
+            batch.behaviour_logprobs if self.anchor == "behaviour" else required(batch.proximal_logprobs, "proximal")
         )
         advantages = weigh_negatives(
             batch.advantages, batch.ages, fresh=self.negative_weight, stale=self.negative_weight * self.stale_weight
@@ -183,11 +183,11 @@ class PolicyGradient:
         if self.distill is not None:
             sums["kl_teacher"] = (held - of_teacher(batch)).sum()
         if self.distill is not None and self.needs_teacher_kl:
-            forward = _required(scores.get("teacher_kl"), "teacher KL")
+            forward = required(scores.get("teacher_kl"), "teacher KL")
             losses = losses + self.distill.coefficient * forward
             sums["kl_from_teacher"] = forward.detach().sum()
         if self.needs_entropy:
-            bonus = _required(scores.get("entropies"), "entropy")
+            bonus = required(scores.get("entropies"), "entropy")
             losses = losses - self.entropy_coefficient * bonus
             sums["entropy"] = bonus.detach().sum()
         if self.ess is not None:
@@ -240,16 +240,16 @@ class PolicyGradient:
 def _kl_terms(term: KlTerm, logprobs: Tensor, batch: MicroBatch, full_kl: Tensor | None) -> tuple[Tensor, Tensor]:
     """Return the KL to the reference that the loss adds, [N] with gradient, and the one that is reported, [N]."""
     if term.form == "full":
-        exact = _required(full_kl, "full KL")
+        exact = required(full_kl, "full KL")
         return exact, exact.detach()
-    reference = _required(batch.reference_logprobs, "reference")
+    reference = required(batch.reference_logprobs, "reference")
     penalty = kl_estimate(logprobs, reference, term.form)
     if term.unbiased:
         penalty = penalty * (logprobs - batch.behaviour_logprobs).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
     return penalty, kl_estimate(logprobs.detach(), reference, "k3")
 
 
-def _required(values: Tensor | None, whose: str) -> Tensor:
+def required(values: Tensor | None, whose: str) -> Tensor:
     if values is None:
         raise ValueError(f"the objective needs {whose} values, and the micro-batch carries none")
     return values

@@ -2,11 +2,11 @@
 
 The order is fixed, and each step is off unless it is set:
 
-1. `overlong_penalty`, `efficiency`, then `clip_symmetric` of the reward. 2. `RunningMoments`: divide by the running standard deviation, after subtracting
-the running mean where that is set. 3. `normalise`: by batch, group, kind of task or running moments; mean only (shift)
-or deviation only (scale) where set; `asym_clip` of the result. 4. `kl_in_reward`. 5. `whiten` of the token rewards,
-before GAE. 6. The estimator (`trainer/algorithm/estimators/`). 7. `whiten` of the advantages. 8. `clip_symmetric` of the
-advantages. Then `sample_weights` by difficulty and length.
+1. `overlong_penalty`, `efficiency`, then `clip_symmetric` of the reward. 2. `RunningMoments`: divide by the running
+standard deviation, after subtracting the running mean where that is set. 3. `normalise`: by batch, group, kind of task
+or running moments; mean only (shift) or deviation only (scale) where set; `asym_clip` of the result. 4. `kl_in_reward`.
+5. `whiten` of the token rewards, before GAE. 6. The estimator (`trainer/algorithm/estimators/`). 7. `whiten` of the
+advantages. 8. `clip_symmetric` of the advantages. Then `sample_weights` by difficulty and length.
 """
 
 from __future__ import annotations
@@ -48,9 +48,6 @@ class RunningMoments:
         variance = self.sum_squares / (self.count - 1.0) if self.count > 1.0 else 0.0
         return variance**0.5 if variance > _FLAT * max(self.mean**2, _EPSILON) else 1.0
 
-    def scale(self, values: Tensor, *, centre: bool = False) -> Tensor:
-        return self.normalise(values, shift=centre)
-
     def normalise(self, values: Tensor, *, shift: bool = True, scale: bool = True) -> Tensor:
         shifted = values - self.mean if shift else values
         return shifted / self.std if scale else shifted
@@ -74,7 +71,7 @@ def normalise(rewards: Tensor, groups: Tensor | None = None, *, shift: bool = Tr
 
 
 def asym_clip(normalised: Tensor) -> Tensor:
-    """Limit normalised rewards to [-1, 3], [B] (ROLL's agentic `asym_clip`), so that a rare success keeps a large reward."""
+    """Limit normalised rewards to [-1, 3], [B] (ROLL's agentic `asym_clip`): a rare success keeps a large reward."""
     return normalised.clamp(-1.0, 3.0)
 
 
@@ -125,11 +122,11 @@ def overlong_penalty(lengths: Tensor, *, longest: int, buffer: int, factor: floa
 def efficiency(
     rewards: Tensor, turns: Tensor, groups: Tensor, *, success: float, spread: float, failure_spread: float
 ) -> Tensor:
-    """Return AgentRL's `efficient_rewarding`: zero-sum ranks by turns among a group's successes, and among its failures, [B].
+    """Return AgentRL's `efficient_rewarding`: zero-sum ranks by turns among a group's successes, and failures, [B].
 
-    Of n successes the one with the fewest turns gains ``spread / 2`` and the one with the most loses it; those with equal turns
-    share their mean rank. Among failures it is the other way round with ``failure_spread``: giving up early loses. One that is
-    alone gets 0. AgentRL: both 0.2, a success at 0.5.
+    Of n successes the one with the fewest turns gains ``spread / 2`` and the one with the most loses it; those with
+    equal turns share their mean rank. Among failures it is the other way round with ``failure_spread``: giving up
+    early loses. One that is alone gets 0. AgentRL: both 0.2, a success at 0.5.
 
     Args:
         rewards: [B].

@@ -6,9 +6,9 @@ use a shared prompt as the policy does.
 
 `TokenCredit` makes advantages that differ by token from its values, over all micro-batches of all ranks.
 The plan gives every trajectory, or every turn of an episode's row, its shaped reward in place of an advantage. Here it
-becomes the reward of the last token of the trajectory or turn, GAE turns rewards and values into advantages and returns, and the advantages
-are whitened and limited over the whole batch. A sequence is whole in one micro-batch; whether rows share a
-prompt makes no difference.
+becomes the reward of the last token of the trajectory or turn. GAE turns rewards and values into advantages and
+returns, and the advantages are whitened and limited over the whole batch. A sequence is whole in one micro-batch;
+whether rows share a prompt makes no difference.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.nn.functional as F  # noqa: N812  torch's name for it
@@ -28,6 +28,7 @@ from penstock.trainer.algorithm.device_copy import copied_together
 from penstock.trainer.algorithm.estimators.gae import gae_tokens
 from penstock.trainer.algorithm.kl import AnyKlForm, kl_estimate
 from penstock.trainer.algorithm.losses.value import value_loss
+from penstock.trainer.algorithm.objective import required
 from penstock.trainer.algorithm.packed_rows import Layout
 from penstock.trainer.algorithm.reward_shaping import clip_symmetric, kl_in_reward
 from penstock.trainer.errors import CheckpointError
@@ -36,6 +37,7 @@ from penstock.trainer.learner.load_model import load_language_model
 from penstock.trainer.learner.parallel_shares import TokenShares
 from penstock.trainer.learner.shard_files import CapturedPart
 from penstock.trainer.learner.trainable import Optimisation, Trainable
+from penstock.trainer.optimizer_settings import CriticSettings
 from penstock.trainer.parallel_dims import ParallelDims
 
 SumOverRanks = Callable[[Sequence[float]], list[float]]  # of a vector of figures
@@ -102,16 +104,9 @@ class TokenCredit:
 
     def _kl(self, batch: MicroBatch) -> Tensor:
         if self.kl_form == "full":
-            if batch.reference_kl is None:
-                raise ValueError(
-                    "algorithm.reward_kl_form is full, and the micro-batch carries no KL over the vocabulary"
-                )
-            return batch.reference_kl
-        if batch.reference_logprobs is None:
-            raise ValueError(
-                "a KL in the reward needs the reference's log-probabilities, and the micro-batch carries none"
-            )
-        return kl_estimate(batch.behaviour_logprobs, batch.reference_logprobs.cpu(), self.kl_form)
+            return required(batch.reference_kl, "full KL")
+        reference = required(batch.reference_logprobs, "reference")
+        return kl_estimate(batch.behaviour_logprobs, reference.cpu(), self.kl_form)
 
     def _finished(self, advantages: Tensor, mean: float, variance: float) -> Tensor:
         return clip_symmetric(_whitened(advantages, mean, variance) if self.whiten else advantages, self.clip)
@@ -182,20 +177,11 @@ class ValueScorer(nn.Module):
         return self._shares.whole(self.value_head(hidden.index_select(0, local_predictors)), places, len(predictors))
 
 
-@dataclass(frozen=True, slots=True)
-class Regression:
-    updates: int = 1
-    form: Literal["mse", "huber"] = "mse"
-    coefficient: float = 1.0
-    clip: float | None = None
-    head_start_steps: int = 0  # first steps of the run, in which only the critic learns
-
-
 class Critic:
     """A value network under DeepSpeed; `credit`, `learn` and `load` are called on all ranks together."""
 
-    def __init__(self, trainable: Trainable, regression: Regression, credit: TokenCredit, dims: ParallelDims) -> None:
-        self._trainable, self._regression, self._credit = trainable, regression, credit
+    def __init__(self, trainable: Trainable, chosen: CriticSettings, credit: TokenCredit, dims: ParallelDims) -> None:
+        self._trainable, self._chosen, self._credit = trainable, chosen, credit
         self._dims = dims
 
     @property
@@ -203,7 +189,7 @@ class Critic:
         return self._credit.kl_form
 
     def learns_alone(self, steps_done: int) -> bool:
-        return steps_done < self._regression.head_start_steps
+        return steps_done < self._chosen.head_start_steps
 
     def credit(self, micro_batches: Sequence[MicroBatch], kl_coefficient: float) -> CreditedBatch:
         with torch.no_grad():
@@ -214,7 +200,7 @@ class Critic:
     def learn(self, batch: CreditedBatch) -> dict[str, float]:
         losses, norm, lr = [], 0.0, 0.0
         num_micro_batches = len(batch.micro_batches)
-        for _ in range(self._regression.updates):
+        for _ in range(self._chosen.updates):
             pieces = []
             for number, pair in enumerate(zip(batch.micro_batches, batch.targets, strict=True), start=1):
                 self._trainable.begin(is_last=number == num_micro_batches)
@@ -228,7 +214,7 @@ class Critic:
         return {"value_loss": first, "critic_grad_norm": norm, "critic_lr": lr, **batch.figures}
 
     def skip(self, batch: CreditedBatch) -> dict[str, float]:
-        for _ in range(self._regression.updates):
+        for _ in range(self._chosen.updates):
             self._trainable.skip_update()
         return {"value_loss": 0.0, "critic_grad_norm": 0.0, "critic_lr": 0.0, **batch.figures}
 
@@ -255,16 +241,16 @@ class Critic:
 
     def _loss(self, batch: MicroBatch, target: ValueTargets) -> Tensor:
         values = self._values(batch)
-        how = self._regression
+        chosen = self._chosen
         before, returns = copied_together([target.values, target.returns], values.device)
-        losses = value_loss(values, before, returns, clip=how.clip, form=how.form)
-        return how.coefficient * target.weight * losses.sum()
+        losses = value_loss(values, before, returns, clip=chosen.value_clip, form=chosen.loss)
+        return chosen.loss_coefficient * target.weight * losses.sum()
 
 
 def load_critic(
-    model_folder: Path, how: Optimisation, regression: Regression, credit: TokenCredit, dims: ParallelDims
+    model_folder: Path, how: Optimisation, chosen: CriticSettings, credit: TokenCredit, dims: ParallelDims
 ) -> Critic:
     """Load a model folder's backbone with a value head under DeepSpeed, on every rank; raises as `load_policy` does."""
     model = load_language_model(model_folder, how, dims)
     scorer = ValueScorer(model, TokenShares(dims.token_group))
-    return Critic(Trainable(scorer, how, dims), regression, credit, dims)
+    return Critic(Trainable(scorer, how, dims), chosen, credit, dims)

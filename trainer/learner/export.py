@@ -1,10 +1,12 @@
-"""Exports the trained model as a Hugging Face folder: each rank writes its files, tensor by tensor, and rank 0 compares.
+"""Exports the trained model as a Hugging Face folder: each rank writes its files, and rank 0 compares.
 
-No rank holds more than one tensor of the model besides its part, however the parameters are sharded. The folder gets its
-name when it is complete, and, where it is verified, after `transformers` has loaded it and computed the trainer's log-probabilities.
+No rank holds more than one tensor of the model besides its part, however the parameters are sharded. The folder gets
+its name when it is complete, and, where it is verified, after `transformers` has computed the trainer's
+log-probabilities.
 
-In bfloat16 two computations of the same tokens differ, by how much depends on the model: a text that it finds unlikely has large logits, of
-which 8 bits are kept. So they are compared beside that noise, measured on the same texts: the exported model in its dtype and in float32.
+In bfloat16 two computations of the same tokens differ, by how much depends on the model: a text that it finds unlikely
+has large logits, of which 8 bits are kept. So they are compared beside that noise, measured on the same texts: the
+exported model in its dtype and in float32.
 """
 
 from __future__ import annotations
@@ -19,15 +21,16 @@ from typing import Any, BinaryIO
 import numpy as np
 import structlog
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from penstock.protocol import files
 from penstock.protocol.errors import UnsupportedModel
 from penstock.protocol.weights.layout import WeightLayout, shard_header, shard_index, shard_name
-from penstock.trainer.algorithm.batch import MicroBatch, Row, build
+from penstock.trainer.algorithm.batch import Row, build
 from penstock.trainer.errors import ExportFailed
 from penstock.trainer.learner import adapter
 from penstock.trainer.learner.load_model import from_folder
+from penstock.trainer.learner.logprobs import read_batch
 from penstock.trainer.learner.policy import Policy
 from penstock.trainer.parallel_dims import ParallelDims
 from penstock.trainer.publishing.version_writer import small_files
@@ -39,7 +42,7 @@ MAX_SHARD_BYTES = 1024**3
 
 _ROWS, _TOKENS = 4, 24  # of the texts whose log-probabilities are compared
 _TOLERANCE = 1e-3  # mean difference of a log-probability that other kernels explain
-# The same in bfloat16, in units of the dtype's noise: two exact computations are rounded apart by the square root of 2 of it.
+# The same in bfloat16, in units of the dtype's noise, of whose root of 2 two exact computations are rounded apart.
 _NOISES = 3.0
 _KEPT_AT_LEAST = 0.9  # of what adapters change, else the merged model is another than the trained one
 
@@ -55,8 +58,9 @@ def export_model(
 ) -> None:
     """Write a model folder, adapters merged, that `transformers` loads; an older one is replaced. Collective.
 
-    Config and tokenizer are those of the folder ``like``, but for the fields ``changed``. A tensor larger than `MAX_SHARD_BYTES` has a
-    separate file. Raises ExportFailed if the folder cannot be loaded, or gives other log-probabilities; an older one is unchanged.
+    Config and tokenizer are those of the folder ``like``, but for the fields ``changed``. A tensor larger than
+    `MAX_SHARD_BYTES` has a separate file. Raises ExportFailed if the folder cannot be loaded, or gives other
+    log-probabilities; an older one is unchanged.
     """
     partial = folder.with_name(folder.name + ".partial")
     layout = policy.weights.layout(bucket_bytes=MAX_SHARD_BYTES)
@@ -102,21 +106,23 @@ def _compare(policy: Policy, dims: ParallelDims, written: Path, folder: Path) ->
         model, report = from_folder(policy.model_class, "the exported model", written, policy.dtype)
     except UnsupportedModel as err:
         raise ExportFailed(
-            f"the model exported to {written} cannot be loaded ({err}); {folder} is as it was before. Report this internal error"
+            f"the model exported to {written} cannot be loaded ({err}); {folder} is as it was before. Report this "
+            "internal error"
         ) from None
     if missing := sorted(map(str, report["missing_keys"])):  # of parts that texts alone do not use
         raise ExportFailed(
-            f"the model exported to {written} has no {missing[0]} ({len(missing)} tensors); {folder} is as it was before. Report this "
-            "internal error; the newest checkpoint has the weights"
+            f"the model exported to {written} has no {missing[0]} ({len(missing)} tensors); {folder} is as it was "
+            "before. Report this internal error; the newest checkpoint has the weights"
         )
     scorer = policy.scorer_around(model.eval())
-    exported = _score(scorer, batch)
-    noise = 0.0 if policy.dtype == "float32" else _mean_gap(exported, _score(scorer.float(), batch))
+    with torch.no_grad():
+        exported = read_batch(scorer, batch)
+        noise = 0.0 if policy.dtype == "float32" else _mean_gap(exported, read_batch(scorer.float(), batch))
     gap, most = _mean_gap(trained, exported), max(_TOLERANCE, _NOISES * noise)
     if not gap <= most:
         raise ExportFailed(
-            f"the model exported to {written} gives other log-probabilities than the trainer: {gap:.2g} apart on average, "
-            f"expected at most {most:.2g}; {folder} is as it was before. Report this internal error; the "
+            f"the model exported to {written} gives other log-probabilities than the trainer: {gap:.2g} apart on "
+            f"average, expected at most {most:.2g}; {folder} is as it was before. Report this internal error; the "
             "newest checkpoint has the weights"
         )
     log.info("export verified", folder=str(folder), mean_logprob_difference=gap, noise_of_dtype=noise)
@@ -131,18 +137,12 @@ def _report_merge(kept: float, dtype: str, folder: Path) -> None:
         log.info("adapters merged", folder=str(folder), kept=round(kept, 4))
         return
     text = (
-        f"the merged model has {kept:.0%} of what its adapters change in the weights; the rest was rounded away: a weight of {dtype} that is "
-        "changed by less than half of its last digit stays as it was. The adapters on their base have all of it: FOLDER-adapter of penstock "
-        'sft, dpo and rm, penstock weights export --adapter of a run. Or train with model.dtype = "float32"'
+        f"the merged model has {kept:.0%} of what its adapters change in the weights; the rest was rounded away: a "
+        f"weight of {dtype} that is changed by less than half of its last digit stays as it was. The adapters on "
+        "their base have all of it: FOLDER-adapter of penstock sft, dpo and rm, penstock weights export --adapter of "
+        'a run. Or train with model.dtype = "float32"'
     )
     log.warning(text, folder=str(folder), kept=round(kept, 4))
-
-
-def _score(scorer: nn.Module, batch: MicroBatch) -> Tensor:
-    with torch.no_grad():
-        return scorer(
-            batch.input_ids, batch.predictors, batch.targets, position_ids=batch.position_ids, layout=batch.layout
-        )
 
 
 class ModelFiles:

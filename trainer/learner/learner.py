@@ -25,7 +25,7 @@ from penstock.trainer.algorithm.objective import PolicyGradient, build_objective
 from penstock.trainer.crash_points import CrashPoint
 from penstock.trainer.data.data_order import DataOrder
 from penstock.trainer.data.pairs import PairSet
-from penstock.trainer.learner.critic import Critic, Regression, TokenCredit, load_critic
+from penstock.trainer.learner.critic import Critic, TokenCredit, load_critic
 from penstock.trainer.learner.export import export_model
 from penstock.trainer.learner.load_model import load_policy, load_reference
 from penstock.trainer.learner.pair_planner import MixedPairs, PairPlanner
@@ -94,7 +94,7 @@ class Learner(RankProgram):
         return Capacity(budget_tokens, self._share.count, self.policy.pair_cost, self.policy.pads_rows)
 
     def follow(self, publisher: RankPublisher | None = None) -> None:
-        """Carry out rank 0's orders until `dismiss`; buckets that are copied for a publication go to ``publisher`` (all other ranks)."""
+        """Carry out rank 0's orders until `dismiss` (all other ranks); copies to publish go to ``publisher``."""
         self._publisher = publisher
         super().follow()
 
@@ -145,7 +145,7 @@ class Learner(RankProgram):
 
     @on_all_ranks
     def influences(self, plan: StepPlan, ready: LeaderOnly[Iterable[ReadyGroup]] = ()) -> list[float]:
-        """Return what `Policy.influence` says of each trajectory of a plan by `trajectories_alone`, at its first row; 0 at others."""
+        """Return `Policy.influence` of each trajectory of a plan by `trajectories_alone` at its first row, else 0."""
         share, found = self._share.index, [0.0] * len(plan.rows)
         batches = micro_batches_of(row_by_row(plan), share, groups_of(plan, share, ready, self._packs), self._images)
         for rows in plan.micro_batches[share]:
@@ -163,10 +163,10 @@ class Learner(RankProgram):
 
     @on_all_ranks
     def weights(self, dtype: str | None = None, *, as_adapter: bool = False, wanted: Sequence[int] = ()) -> Weights:
-        """Copy what is published of the policy to the CPUs of all ranks, each its buckets; rounded to ``dtype``, if set.
+        """Copy what is published of the policy to the CPUs of all ranks, each its buckets, rounded to a ``dtype``.
 
-        The other ranks hold their buckets under the same copy id, besides the copies that are still ``wanted``. From the second copy on a thread
-        reads what changed, before the next optimizer step. ``as_adapter`` copies the
+        The other ranks hold their buckets under the same copy id, besides the copies that are still ``wanted``. From
+        the second copy on a thread reads what changed, before the next optimizer step. ``as_adapter`` copies the
         adapters to rank 0, and once the base that they are applied to. Before the first step the base is published.
         """
         return self._copies.copy(
@@ -180,7 +180,7 @@ class Learner(RankProgram):
 
     @on_all_ranks
     def leave_device(self) -> int:
-        """Move what is on this rank's device to host memory, and give the device to engines; return the bytes of one rank.
+        """Move what is on this rank's device to host memory, and give the device to engines; return one rank's bytes.
 
         Until `enter_device` nothing but `capture` may be called.
         """
@@ -316,10 +316,10 @@ def build_learner(
     *,
     adapter: Path | None = None,
 ) -> Learner:
-    """Load the networks that the settings name, and wrap them in DeepSpeed; called on every rank with the same settings.
+    """Load the networks that the settings name, and wrap them in DeepSpeed; called on every rank with equal settings.
 
-    Ranks fetch groups from ``packs``; ``pairs`` are those that are trained on beside the groups (`open_mixed_pairs`). The adapters
-    begin with those in the folder ``adapter``; None: from their first values.
+    Ranks fetch groups from ``packs``; ``pairs`` are those that are trained on beside the groups (`open_mixed_pairs`).
+    The adapters begin with those in the folder ``adapter``; None: from their first values.
     """
     trainer = settings.trainer
     how = replace(
@@ -381,13 +381,7 @@ def _critic(settings: TrainerSettings, policy: Optimisation, dims: ParallelDims)
     return load_critic(
         chosen.path or settings.model.path,
         how,
-        Regression(
-            updates=chosen.updates,
-            form=chosen.loss,
-            coefficient=chosen.loss_coefficient,
-            clip=chosen.value_clip,
-            head_start_steps=chosen.head_start_steps,
-        ),
+        chosen,
         TokenCredit(
             gamma=chosen.gamma,
             lam=chosen.lam,

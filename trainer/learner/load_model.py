@@ -1,20 +1,26 @@
 """Loads Hugging Face model folders as the policy, the frozen reference, or the backbone of a critic.
 
-transformers gives random numbers to tensors that are missing, and reads NaN without an error: `check_loaded` refuses both.
+transformers gives random numbers to tensors that are missing, and reads NaN without an error: `check_loaded` refuses
+both.
+
+Under ZeRO 3 parameters are divided among the ranks while they are read: no rank ever holds the whole model.
+transformers builds a model on the meta device and registers its parameters one by one, each read from its safetensors
+file. As soon as one is registered, DeepSpeed keeps this rank's part of it, and the rest is freed.
 """
 
 from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import structlog
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from penstock.protocol.errors import ConfigError
 from penstock.protocol.hardware_errors import fault_of
@@ -25,18 +31,20 @@ from penstock.trainer.learner.attention import backends
 from penstock.trainer.learner.attention.models import attention_of, why_not_packed
 from penstock.trainer.learner.logprobs import CompletionScorer
 from penstock.trainer.learner.model_folder_check import check_folder, check_routers
+from penstock.trainer.learner.optimizer_state import variable_set, zero_config
 from penstock.trainer.learner.parallel_shares import TokenShares
-from penstock.trainer.learner.partitioned_model import PartitionedParameters, is_finite, not_finite
 from penstock.trainer.learner.policy import Policy
 from penstock.trainer.learner.reference import Reference
 from penstock.trainer.learner.step_metrics import layer_groups
-from penstock.trainer.learner.trainable import Optimisation, Trainable, frozen, zero_config
+from penstock.trainer.learner.trainable import Optimisation, Trainable, frozen, import_deepspeed
 from penstock.trainer.parallel_dims import ParallelDims
 
 check_log = structlog.get_logger("trainer.loaded_model_check")
 
 _LAYER = re.compile(r"(^|\.)layers\.\d+\.")
 _SHOWN = 3
+_ONE_BY_ONE = "HF_DEACTIVATE_ASYNC_LOAD"  # of transformers: else threads read all of it while it is registered
+_PIECE = 2**22  # elements that are checked at once
 log = structlog.get_logger("trainer.model")
 
 
@@ -48,8 +56,8 @@ def check_loaded(model: nn.Module, report: Mapping[str, Any], folder: Path) -> N
     for what, names in (("the files have no", missing), ("config.json has no", more_layers)):
         if names:
             raise UnsupportedModel(
-                f"model.path = {folder}: {what} {', '.join(names[:_SHOWN])} ({len(names)} tensors): they would be random, or "
-                "be left out; set it to a folder whose config.json belongs to its weights"
+                f"model.path = {folder}: {what} {', '.join(names[:_SHOWN])} ({len(names)} tensors): they would be "
+                "random, or be left out; set it to a folder whose config.json belongs to its weights"
             )
     if unused:
         check_log.warning("tensors of the model folder are not used", num_tensors=len(unused), first=unused[:_SHOWN])
@@ -82,9 +90,9 @@ def load_policy(
 ) -> Policy:
     """Load a Hugging Face model folder and put it under DeepSpeed; the same call on every rank.
 
-    The policy's adapters begin with those published in ``adapters``; None: as ``how`` says. Raises UnsupportedModel for a
-    missing folder or another model, NoAttentionKernel if no attention over packed rows works, ConfigError for a dtype that does not
-    work with the ZeRO stage, a layout that the model does not allow, or no routers to replay.
+    The policy's adapters begin with those published in ``adapters``; None: as ``how`` says. Raises UnsupportedModel
+    for a missing folder or another model, NoAttentionKernel if no attention over packed rows works, ConfigError for a
+    layout that the model does not allow, or no routers to replay.
     """
     check_routers(model_folder, router_replay=how.router_replay)
     model: Any = load_language_model(model_folder, how, dims)
@@ -107,7 +115,7 @@ def load_reference(
     temperature: float,
     parked: bool = False,
 ) -> Reference:
-    """Load a frozen reference, in host memory if ``parked``; divided among the ranks as the policy is, which makes it collective.
+    """Load a frozen reference, in host memory if ``parked``; divided among the ranks as the policy is: collective.
 
     Raises UnsupportedModel and ConfigError.
     """
@@ -155,9 +163,9 @@ def from_folder(
 ) -> tuple[Any, dict[str, Any]]:
     """Load a folder with the class ``loader`` of `transformers`; returns the model and what was found.
 
-    Code in the folder is never executed, and dropout is off. What a model does not allow in the layout of ``dims`` is refused before
-    its weights are read. Parameters are divided among the ranks as they are read if ``zero`` does so: collective. Raises UnsupportedModel
-    and ConfigError.
+    Code in the folder is never executed, and dropout is off. What a model does not allow in the layout of ``dims`` is
+    refused before its weights are read. Parameters are divided among the ranks as they are read if ``zero`` does so:
+    collective. Raises UnsupportedModel and ConfigError.
     """
     if not (folder / "config.json").is_file():
         raise UnsupportedModel(f"model.path = {folder}: no config.json found; set it to a Hugging Face model folder")
@@ -205,7 +213,7 @@ def _read(
 
 
 def is_partitioned(how: Optimisation, dims: ParallelDims) -> bool:
-    """Return True if parameters are divided while they are read. AutoTP cuts whole ones, so ranks that share weights read all."""
+    """Return True if parameters are divided while they are read. AutoTP cuts whole ones."""
     return how.zero_stage == 3 and dims.weight_group is None
 
 
@@ -221,8 +229,8 @@ def _check_layout(loader: Any, config: Any, folder: Path, dims: ParallelDims) ->
         model = loader.from_config(config, trust_remote_code=False)
     if reason := why_not_packed(model):
         raise ConfigError(
-            f"trainer.sequence_parallel = {dims.layout.sequence_parallel} needs rows in one stream, and model.path = {folder}: {reason}, "
-            "so that its rows are padded; set it to 1"
+            f"trainer.sequence_parallel = {dims.layout.sequence_parallel} needs rows in one stream, and model.path = "
+            f"{folder}: {reason}, so that its rows are padded; set it to 1"
         )
 
 
@@ -238,9 +246,9 @@ def prepare(model: Any, how: Optimisation) -> None:
 
 
 def switch_off_dropout(model: nn.Module) -> dict[str, float]:
-    """Set every probability of dropout in a model's modules to 0, as engines sample without it; returns those that were not, by name.
+    """Set every probability of dropout in a model's modules to 0, as engines sample without it; returns the others.
 
-    That of adapters, which are attached later, stays.
+    They are by name. That of adapters, which are attached later, stays.
     """
     found = {}
     for module in model.modules():
@@ -263,7 +271,7 @@ def attach_adapters(model: Any, how: Optimisation, begin: Path | None = None, *,
 
 
 def check_attention(model: Any, padding_reason: str | None, device: torch.device, dims: ParallelDims) -> str:
-    """Return the name of a model's attention, ``padded`` where that of transformers is used; raises NoAttentionKernel."""
+    """Return the name of a model's attention, ``padded`` where it is transformers' own; raises NoAttentionKernel."""
     backend = "padded" if padding_reason is not None else attention_of(model, device)
     if not dims.writes_files:
         return backend
@@ -272,6 +280,78 @@ def check_attention(model: Any, padding_reason: str | None, device: torch.device
     log.info("attention", backend=backend, device=device.type)
     if device.type == "cuda" and model.get_input_embeddings().weight.dtype == torch.float32:
         log.warning(
-            "the model trains in float32 on a GPU: several times slower and twice the memory; set model.dtype = bfloat16"
+            "the model trains in float32 on a GPU: several times slower, twice the memory; set model.dtype = bfloat16"
         )
     return backend
+
+
+class PartitionedParameters:
+    """The parameters that were divided while a model was read."""
+
+    def __init__(self, config: Mapping[str, Any], dtype: torch.dtype) -> None:
+        deepspeed = import_deepspeed()
+        # A module without parameters, so that it partitions none, and computes linear layers as it does with a model's.
+        # The group of hpZ is made once in a process.
+        self._init = deepspeed.zero.Init(
+            module=nn.Module(),
+            config_dict_or_path=dict(config),
+            zero_param_parallel_group=deepspeed.utils.groups._get_zero_param_intra_parallel_group(),
+        )
+        self._gathered: Callable[..., Any] = deepspeed.zero.GatheredParameters
+        self._dtype = dtype
+        self._registered: list[tuple[nn.Module, str, nn.Parameter]] = []
+        self._not_finite: set[nn.Parameter] = set()
+
+    @contextlib.contextmanager
+    def of_next_model(self) -> Iterator[None]:
+        """Divide what is read inside the block; collective: all ranks read the same model."""
+        hook = register_module_parameter_registration_hook(self._partition)
+        try:
+            with variable_set(_ONE_BY_ONE):
+                yield
+        finally:
+            hook.remove()
+
+    def check(self, model: nn.Module, folder: Path) -> None:
+        """Move the model's buffers to the device, and check what was read; raises UnsupportedModel. Collective."""
+        for module in model.modules():
+            for name, buffer in module._buffers.items():
+                module._buffers[name] = buffer if buffer is None else buffer.to(self._init.local_device)
+        names = {parameter: name for name, parameter in model.named_parameters()}
+        for parameter in self._not_finite:
+            if parameter in names:
+                raise not_finite(folder, names[parameter])
+        for module, name, parameter in self._registered:
+            tied = module._parameters[name]
+            if tied is parameter or tied is None:
+                continue
+            with self._gathered([parameter, tied]):
+                is_same = torch.equal(parameter, tied)
+            if not is_same:
+                raise UnsupportedModel(
+                    f"model.path = {folder}: config.json ties {names[tied]} to another weight (tie_word_embeddings), "
+                    "and the files have different values of both; set tie_word_embeddings to false in config.json"
+                )
+        self._registered.clear()
+
+    def _partition(self, module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
+        is_read = getattr(parameter, "_is_hf_initialized", False)  # else missing in the files, or on the meta device
+        if parameter is None or not is_read or parameter.is_meta or hasattr(parameter, "ds_id"):
+            return
+        # Its own memory, not that of the file, into which DeepSpeed's broadcast would write.
+        dtype = self._dtype if parameter.is_floating_point() else parameter.dtype
+        parameter.data = parameter.data.to(self._init.local_device, dtype, copy=True)
+        if not is_finite(parameter):
+            self._not_finite.add(parameter)
+        self._init._convert_to_zero_parameters([parameter])
+        self._registered.append((module, name, parameter))
+
+
+def is_finite(values: Tensor) -> bool:
+    """Return True without NaN and infinite numbers, without a copy of all of them."""
+    pieces = values.detach().flatten().split(_PIECE)
+    return all(torch.isfinite(piece.sum(dtype=torch.float32)) or torch.isfinite(piece).all() for piece in pieces)
+
+
+def not_finite(folder: Path, name: str) -> UnsupportedModel:
+    return UnsupportedModel(f"model.path = {folder}: {name} has NaN or infinite numbers; restore the file")

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812  torch's name for it
 from torch import Tensor, nn
 
-from penstock.trainer.algorithm.batch import StreamImages
+from penstock.trainer.algorithm.batch import MicroBatch, StreamImages
 from penstock.trainer.algorithm.kl import entropy, kl_from_teacher, kl_full
 from penstock.trainer.algorithm.packed_rows import Layout
 from penstock.trainer.errors import UnsupportedModel
@@ -103,16 +103,17 @@ class CompletionScorer(nn.Module):
             position_ids: [1, T] int64, place of each token in its row, or [3, 1, T] with images; None: 0, 1, 2, …
             layout: Which token attends to which; None: the stream is one row.
             with_entropy: Also return the entropy of every position's distribution, in nats.
-            kl_to: Also return the exact KL of every position's distribution to the one of these hidden states, which are of the tokens
-                that ``hidden_only`` returns those of.
+            kl_to: Also return the exact KL of every position's distribution to the one of these hidden states, which
+            are
+                those of the tokens that ``hidden_only`` selects.
             kl_from: Also return the KL from a teacher over these likeliest tokens of it (`kl_from_teacher`).
             hidden_only: Return what the output head receives and nothing else, for `HiddenStates`.
-            experts: [T, layers, k], which compute each token, after `replay_routers`; None: those that the routers choose.
+            experts: [T, layers, k], which compute each token, after `replay_routers`; None: the routers choose.
             images: Those of the rows; only for a model that reads images.
 
         Returns:
             [N] float32 ``log softmax(logits / temperature)[target]``, with gradient; [2 to 4, N] with the
-            entropies and then the KLs; hidden states [n, H] alone when asked, of the tokens that this rank's share predicts.
+            entropies and then the KLs; hidden states [n, H] alone when asked, of the tokens of this rank's share.
         """
         packed, shares = self.padding_reason is None, self._shares
         self.routing = None
@@ -137,13 +138,13 @@ class CompletionScorer(nn.Module):
             return self._embeddings(input_ids, images)
         if images is not None:
             raise UnsupportedModel(
-                f"rows with {len(images.images)} images, and {type(self.language_model).__name__} reads text alone; train on them with "
-                "the model that sampled them"
+                f"rows with {len(images.images)} images, and {type(self.language_model).__name__} reads text alone; "
+                "train on them with the model that sampled them"
             )
         return None
 
     def replay_routers(self) -> None:
-        """Let `forward` compute with the experts passed to it; raises UnsupportedModel for a model for which that is not exact."""
+        """Let `forward` compute with the experts passed to it; raises UnsupportedModel where that is not exact."""
         if self.padding_reason is not None:
             raise UnsupportedModel(
                 f"trainer.router_replay: {self.padding_reason}, so that its rows are padded; set it to false"
@@ -151,7 +152,7 @@ class CompletionScorer(nn.Module):
         experts.install(self.language_model)
 
     def routing_figures(self) -> Tensor:
-        """Return `Routing.figures` of the last forward pass, of all shares; zeros if it received no experts. Collective as `forward`."""
+        """Return `Routing.figures` of the last forward pass, of all shares; zeros without experts. Collective."""
         if self.routing is None:
             return torch.zeros(2, dtype=torch.float64, device=self.language_model.device)
         return self._shares.sum(self.routing.figures())
@@ -206,7 +207,7 @@ class CompletionScorer(nn.Module):
             return self._shares.whole(self._of_head(hidden, of_product), places, len(targets))
 
     def with_logits(self, hidden: Tensor, use: Callable[[Logits], Tensor]) -> Tensor:
-        """Return ``use`` of the logits of hidden states [n, H], without gradient, while the head is whole and on its device."""
+        """Return ``use`` of the logits of hidden states [n, H], without gradient; the head is whole meanwhile."""
         with torch.no_grad():
             return self._of_head(hidden, lambda product: use(self._logits(product)))
 
@@ -238,3 +239,10 @@ class CompletionScorer(nn.Module):
         """Return how many tokens go through the output head together."""
         max_logits = logits_at_once(hidden.device) if self._max_logits is None else self._max_logits
         return max(1, max_logits // self.language_model.config.get_text_config().vocab_size)
+
+
+def read_batch(scorer: Callable[..., Tensor], batch: MicroBatch, **options: Any) -> Tensor:
+    """Return what `CompletionScorer.forward`, or a module around it, returns for a micro-batch on its device."""
+    sampled = batch.predictors, batch.targets
+    rows: dict[str, Any] = {"position_ids": batch.position_ids, "layout": batch.layout, "images": batch.images}
+    return scorer(batch.input_ids, *sampled, **rows, **options)

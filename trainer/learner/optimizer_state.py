@@ -1,13 +1,13 @@
 """Where DeepSpeed 0.19 keeps this rank's master weights and moments, by parameter and offset, at every ZeRO stage.
 
-| stage | master weights and moments of a rank                        | found by                                          |
-|-------|-------------------------------------------------------------|---------------------------------------------------|
-| 0     | of every parameter; each rank writes those of its number    | the optimizer's state by parameter                |
-| 1, 2  | one flat partition of a parameter group                     | ``_hp_mapping`` of a parameter                    |
-| 3     | one part of each parameter, the last ones padded            | ``grad_position`` of a parameter                  |
+| stage | master weights and moments of a rank                     | found by                           |
+|-------|----------------------------------------------------------|------------------------------------|
+| 0     | of every parameter; each rank writes those of its number | the optimizer's state by parameter |
+| 1, 2  | one flat partition of a parameter group                  | ``_hp_mapping`` of a parameter     |
+| 3     | one part of each parameter, the last ones padded         | ``grad_position`` of a parameter   |
 
-Also here: DeepSpeed's configuration from the settings, the learning rate over the steps, and checkpoints that DeepSpeed wrote in
-earlier releases.
+Also here: DeepSpeed's configuration, the learning rate over the steps, and checkpoints that DeepSpeed wrote in earlier
+releases.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 
-from penstock.protocol.errors import ConfigError
-from penstock.trainer.data_settings import Schedule
 from penstock.trainer.errors import CheckpointError
 from penstock.trainer.learner.parallel_shares import WeightShares, cut_of
 from penstock.trainer.learner.shard_files import WEIGHT, Fragment, Part, Shard, ShardFiles
 from penstock.trainer.parallel_dims import Share
-from penstock.trainer.settings import BFLOAT16_UNSHARDED
+
+if TYPE_CHECKING:
+    from penstock.trainer.learner.trainable import Optimisation
 
 KEEP_WHOLE_BELOW = 100_000  # DeepSpeed's default: smaller parameters are not partitioned by ZeRO-3
 _PREFETCHED = 50_000_000  # elements, DeepSpeed's default
@@ -66,7 +66,7 @@ class RateSchedule(LambdaLR):
     """The learning rate of each batch, which may have several optimizer steps."""
 
     def step(self, epoch: int | None = None, *, ends_batch: bool = True) -> None:
-        """Set the next batch's rate or, within a batch, this one's again, without the factor of the last optimizer step."""
+        """Set the next batch's rate or, within a batch, this one's again without the factor of the last step."""
         if ends_batch:
             super().step(epoch)
             return
@@ -82,66 +82,57 @@ class RateSchedule(LambdaLR):
             group["lr"] = rate
 
 
-def lr_factor(step: int, *, schedule: Schedule, num_steps: int, warmup_steps: int, min_lr_ratio: float) -> float:
+def lr_factor(how: Optimisation, step: int) -> float:
     """Return the factor of the peak learning rate at optimizer step ``step`` (0 is the first).
 
     Warm-up rises linearly to 1, starting above 0 at the first step; then the schedule falls from 1 to
     ``min_lr_ratio`` at the last step (`constant`: stays at 1).
     """
-    if step < warmup_steps:
-        return (step + 1) / warmup_steps
-    if schedule == "constant":
+    if step < how.warmup_steps:
+        return (step + 1) / how.warmup_steps
+    if how.schedule == "constant":
         return 1.0
-    progress = min(1.0, (step - warmup_steps) / max(1, num_steps - 1 - warmup_steps))
-    fall = progress if schedule == "linear" else 0.5 * (1.0 - math.cos(math.pi * progress))
-    return 1.0 - (1.0 - min_lr_ratio) * fall
+    progress = min(1.0, (step - how.warmup_steps) / max(1, how.num_steps - 1 - how.warmup_steps))
+    fall = progress if how.schedule == "linear" else 0.5 * (1.0 - math.cos(math.pi * progress))
+    return 1.0 - (1.0 - how.min_lr_ratio) * fall
 
 
-def deepspeed_config(
-    *,
-    zero_stage: int,
-    dtype: Literal["float32", "bfloat16"],
-    max_grad_norm: float,
-    keep_whole_below: int = KEEP_WHOLE_BELOW,
-    offload: Literal["none", "optimizer", "parameters"] = "none",
-    gradient_dtype: Literal["float32", "as-trained"] = "float32",
-    communication: Communication = Communication(),
-    layer_size: int = 0,
-) -> dict[str, Any]:
-    """Return DeepSpeed's configuration.
+def zero_config(how: Optimisation, module: nn.Module | None = None) -> dict[str, Any]:
+    """Return DeepSpeed's configuration for a module; None: for one that is still to be read.
 
     Gradient accumulation is 1 for any number of micro-batches: that number varies from step to step, so
     `Trainable` sets the boundary itself, and the loss is already divided by the whole batch's denominators.
-    A layer has ``layer_size`` parameters. The optimizer is PyTorch's AdamW, so that no operator is compiled, also where it steps in host memory.
+    The optimizer is PyTorch's AdamW, so that no operator is compiled, also where it steps in host memory.
 
-    Gradients of a bfloat16 model are added up in float32 by default, over micro-batches and over ranks: each of DeepSpeed's two
-    settings alone leaves the other sum in bfloat16.
-
-    Raises ConfigError for bfloat16 with stage 0, which drifts from a correct run within 20 steps.
+    Gradients of a bfloat16 model are added up in float32 by default, over micro-batches and over ranks: each of
+    DeepSpeed's two settings alone leaves the other sum in bfloat16.
     """
-    if dtype == "bfloat16" and zero_stage == 0:
-        raise ConfigError(BFLOAT16_UNSHARDED)
+    lists = [] if module is None else [one for one in module.modules() if isinstance(one, nn.ModuleList)]
+    sizes = [sum(getattr(p, "ds_numel", p.numel()) for p in layer.parameters()) for one in lists for layer in one]
+    communication = how.communication.config(how.zero_stage, max(sizes, default=0))
+    zero: dict[str, Any] = {"stage": how.zero_stage, **communication}
     config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": 1,
-        "gradient_clipping": max_grad_norm,
-        "bf16": {"enabled": dtype == "bfloat16"},
-        "zero_optimization": {"stage": zero_stage, **communication.config(zero_stage, layer_size)},
+        "gradient_clipping": how.max_grad_norm,
+        "bf16": {"enabled": how.dtype == "bfloat16"},
+        "zero_optimization": zero,
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,
         "steps_per_print": 1_000_000_000,
     }
-    if dtype == "bfloat16" and gradient_dtype == "float32":
+    if how.dtype == "bfloat16" and how.gradient_dtype == "float32":
         config["data_types"] = {"grad_accum_dtype": "fp32"}
         config["communication_data_type"] = "fp32"
         # Otherwise stage 1 would hold the bfloat16 gradients beside their sums until the next step.
         config["bf16"]["immediate_grad_update"] = True
-    if offload != "none":
-        config["zero_optimization"]["offload_optimizer"] = {"device": "cpu", "pin_memory": torch.cuda.is_available()}
-    if offload == "parameters":
-        config["zero_optimization"]["offload_param"] = {"device": "cpu", "pin_memory": torch.cuda.is_available()}
-    if zero_stage == 3:
-        config["zero_optimization"]["stage3_param_persistence_threshold"] = keep_whole_below
+    in_host_memory = {"device": "cpu", "pin_memory": torch.cuda.is_available()}
+    if how.offload != "none":
+        zero["offload_optimizer"] = in_host_memory
+    if how.offload == "parameters":
+        zero["offload_param"] = dict(in_host_memory)
+    if how.zero_stage == 3:
+        zero["stage3_param_persistence_threshold"] = how.keep_whole_below
     return config
 
 
@@ -159,23 +150,23 @@ def load_written_by_deepspeed(engine: Any, folder: Path, *, num_ranks: int, stri
         ) from err
     if loaded_path is None or state.get("num_ranks") != num_ranks:
         raise CheckpointError(
-            f"checkpoint {folder} was written by {(state or {}).get('num_ranks', 'an unknown number of')} rank(s) of a release "
-            f"whose checkpoints need as many, this run has {num_ranks}; start it with the same trainer.num_ranks once: "
-            "its next checkpoint can be resumed by any number"
+            f"checkpoint {folder} was written by {(state or {}).get('num_ranks', 'an unknown number of')} rank(s) of a "
+            f"release whose checkpoints need as many, this run has {num_ranks}; start it with the same "
+            "trainer.num_ranks once: its next checkpoint can be resumed by any number"
         )
     return state
 
 
 def another_model(folder: Path, err: Exception) -> CheckpointError:
     return CheckpointError(
-        f"checkpoint {folder} is of another model than model.path ({str(err).splitlines()[0]}); set model.path back to the model "
-        "of this run, or start another run from the new model with another run.id"
+        f"checkpoint {folder} is of another model than model.path ({str(err).splitlines()[0]}); set model.path back to "
+        "the model of this run, or start another run from the new model with another run.id"
     )
 
 
 @contextlib.contextmanager
 def _without_pickled_code() -> Iterator[None]:
-    """Have ``torch.load`` refuse pickled code inside the block; DeepSpeed asks it to run whatever a checkpoint's files name.
+    """Have ``torch.load`` refuse pickled code inside the block; DeepSpeed lets it run what a checkpoint's files name.
 
     What is allowed are the classes of DeepSpeed's figures: none of them does anything when it is made.
     """
@@ -244,8 +235,8 @@ class OptimizerState:
     def restore(self, files: ShardFiles, whole: Any) -> None:
         """Read this rank's part of shards that any layout wrote, and the weights that are computed with; collective.
 
-        ``whole`` is `Trainable.whole`, with which a partitioned parameter is changed. Raises ValueError for parameters other
-        than this model's.
+        ``whole`` makes a partitioned parameter whole and keeps its changes. Raises ValueError for parameters other than
+        this model's.
         """
         self._check_shapes(files)
         kinds = {name: files.kinds(name) for name in self._named}
@@ -275,7 +266,7 @@ class OptimizerState:
             param_state["step"].fill_(float(files.state[_STEPS]))
 
     def place_steps(self) -> None:
-        """Put AdamW's numbers of steps where it expects them: a checkpoint that DeepSpeed wrote may have come from another device."""
+        """Put AdamW's numbers of steps where it expects them: DeepSpeed's checkpoint may be of another device."""
         for stepped, param_state in self.base.state.items():
             if "step" in param_state:
                 param_state["step"] = torch.as_tensor(param_state["step"], dtype=torch.float32).to(
@@ -300,7 +291,10 @@ class OptimizerState:
             )
 
     def places(self) -> Iterator[Place]:
-        """Yield the parts of parameters that this rank's optimizer steps; whole ones of ranks that share weights are written by the first."""
+        """Yield the parts of parameters that this rank's optimizer steps.
+
+        Of ranks that share weights, the first writes the whole ones.
+        """
         for place in self._stepped():
             is_counted = self._weights.share.index == 0 or place.name in self._parts
             yield place if is_counted else replace(place, is_written=False)

@@ -1,6 +1,7 @@
 """The model that is being trained.
 
-Every rank has one `Policy`; `train_step`, `save`, `load` and the methods of `Policy.weights` are called on all ranks together.
+Every rank has one `Policy`; `train_step`, `save`, `load` and the methods of `Policy.weights` are called on all
+together.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from penstock.trainer.algorithm.packed_rows import PairCost
 from penstock.trainer.errors import CheckpointError, TrainingDiverged, UnsupportedModel
 from penstock.trainer.learner import adapter
 from penstock.trainer.learner.flops import NO_WORK, Load, Work, load_of
-from penstock.trainer.learner.logprobs import CompletionScorer, HiddenStates
+from penstock.trainer.learner.logprobs import CompletionScorer, HiddenStates, read_batch
 from penstock.trainer.learner.policy_weights import PolicyWeights
 from penstock.trainer.learner.reference import ReferencePolicy
 from penstock.trainer.learner.shard_files import CapturedPart, random_state_name
@@ -98,7 +99,8 @@ class Policy:
         The weights in the micro-batches already divide by the whole batch, so the gradients of all
         ranks and micro-batches simply add up. The objective may scale the step's learning rate by
         the sums over all micro-batches. One with a KL over the whole vocabulary needs the reference.
-        A step of which the objective says that it does not train changes nothing, as an outlier does. Without ``ends_batch`` the step does not count and the schedule does not advance: `end_batch` does both.
+        A step of which the objective says that it does not train changes nothing, as an outlier does. Without
+        ``ends_batch`` the step does not count and the schedule does not advance: `end_batch` does both.
         What does not ``learn`` is only measured, and raises nothing.
         """
         loss, sums, maxima = self._pass(micro_batches, objective, reference, observe, learns=learns)
@@ -107,8 +109,9 @@ class Policy:
             return StepMetrics(loss, 0.0, 0.0, sums, maxima)
         if not math.isfinite(loss):
             raise TrainingDiverged(
-                f"the loss of step {self.steps_done + 1} is {loss}, not a finite number; nothing of this step is kept. Look at the data "
-                "of this step, lower the learning rate, and start again: the training resumes from its last checkpoint"
+                f"the loss of step {self.steps_done + 1} is {loss}, not a finite number; nothing of this step is "
+                "kept. Look at its data, lower the learning rate, and start again: the training resumes from its last "
+                "checkpoint"
             )
         lr_factor = objective.lr_factor(sums)
         trains = objective.trains(sums)
@@ -204,12 +207,12 @@ class Policy:
         return self._trainable.without_dropout()
 
     def logprobs(self, batch: MicroBatch, *, replays: bool = True) -> Tensor:
-        """Score a micro-batch without a gradient; [N] float32. Unless it ``replays``, the routers choose experts themselves."""
+        """Score a micro-batch without a gradient; [N] float32. Unless it ``replays``, the routers choose experts."""
         with torch.no_grad():
             return self._read(batch.to(self.device), replays=replays)
 
     def influence(self, rows: Sequence[MicroBatch]) -> float:
-        """Return w² ‖∇ log π‖² of the trajectory in these rows, w its product of ratios to the sampler, limited as ratios are.
+        """Return w² ‖∇ log π‖² of the trajectory in these rows; w is its product of ratios to the sampler, limited.
 
         No gradient is kept, and no other rank takes part: every weight must be whole on this one.
         """
@@ -234,7 +237,7 @@ class Policy:
         return (math.exp(max(-MAX_LOG_RATIO, min(log_ratio, MAX_LOG_RATIO))) * norm) ** 2
 
     def collisions(self, batch: MicroBatch) -> Tensor:
-        """Return, without a gradient, [2, N] float32: log-probabilities, and logs of the sum of squared probabilities."""
+        """Return, without a gradient, [2, N] float32: log-probabilities, and logs of sums of squared probabilities."""
         moved = batch.to(self.device)
         with torch.no_grad():
             hidden = self._read(moved, hidden_only=True)
@@ -280,25 +283,17 @@ class Policy:
     def _read(
         self, batch: MicroBatch, *, replays: bool = True, under: Callable[..., Tensor] | None = None, **what: Any
     ) -> Tensor:
-        """Return the output of `CompletionScorer`, called through DeepSpeed or ``under`` another module; ``what`` are its options.
+        """Return the output of `CompletionScorer`, through DeepSpeed or ``under`` another module; options: ``what``.
 
         The model that training started from ``replays`` no router: it is another policy, and chooses experts itself.
         """
         if self._router_replay and replays:
             if batch.experts is None and len(batch.targets):
                 raise UnsupportedModel(
-                    "trainer.router_replay = true, and rows of this batch do not say which experts computed their tokens: they were "
-                    "sampled without it; set it to false"
+                    "trainer.router_replay = true, and rows of this batch do not say which experts computed their "
+                    "tokens: they were sampled without it; set it to false"
                 )
             what["experts"] = batch.experts
         load = self._load(batch)
         self._work = self._work.plus(self._cost.forward(load), load.tokens)
-        return (under or self._trainable)(
-            batch.input_ids,
-            batch.predictors,
-            batch.targets,
-            position_ids=batch.position_ids,
-            layout=batch.layout,
-            images=batch.images,
-            **what,
-        )
+        return read_batch(under or self._trainable, batch, **what)

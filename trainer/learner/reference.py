@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from penstock.trainer.algorithm.batch import MicroBatch
 from penstock.trainer.algorithm.kl import of_teacher
 from penstock.trainer.learner.host_states import HostStates
-from penstock.trainer.learner.logprobs import CompletionScorer, HiddenStates
+from penstock.trainer.learner.logprobs import CompletionScorer, HiddenStates, read_batch
 
 if TYPE_CHECKING:
     from penstock.trainer.learner.policy import Policy
@@ -20,9 +20,9 @@ if TYPE_CHECKING:
 def park(module: nn.Module, device: torch.device) -> None:
     """Park a module: its parameters stay in host memory, pinned for a GPU, and its buffers go to the device.
 
-    Every submodule that owns parameters gets them on the device when it is called, and its copies are freed when it returns. So
-    the device holds one layer at a time, and each call transfers all weights once. A submodule must be called to be used:
-    reading its weight from outside gives the one in host memory. The module must not be trained.
+    Every submodule that owns parameters gets them on the device when it is called, and its copies are freed when it
+    returns. So the device holds one layer at a time, and each call transfers all weights once. A submodule must be
+    called to be used: reading its weight from outside gives the one in host memory. The module must not be trained.
     """
     for part in module.modules():
         part._buffers.update({name: None if b is None else b.to(device) for name, b in part._buffers.items()})
@@ -38,13 +38,12 @@ class _Hooks:
         self._parked = {name: weight for name, weight in part._parameters.items() if weight is not None}
         for parameter in self._parked.values():
             host_copy = parameter.data.to("cpu")
-            parameter.data = (
-                host_copy.pin_memory() if (device.type == "cuda") and not host_copy.is_pinned() else host_copy
-            )
+            needs_pin = device.type == "cuda" and not host_copy.is_pinned()
+            parameter.data = host_copy.pin_memory() if needs_pin else host_copy
 
     def fetch(self, *_: object) -> None:
         for name, parked in self._parked.items():
-            # In the order of the device's stream: the layer's kernels wait for it, and so does whoever gets this memory next.
+            # In the order of the device's stream: the layer's kernels wait for it, and what gets this memory next.
             there = parked.data.to(self._device, non_blocking=True)
             self._part._parameters[name] = nn.Parameter(there, requires_grad=False)
 
@@ -85,7 +84,7 @@ class WithoutAdapter:
 
 
 class Reference:
-    """A frozen model without optimizer; every rank has a separate copy, or a part of it, which makes every method collective."""
+    """A frozen model without optimizer; every rank has a copy, or a part of it, which makes every method collective."""
 
     def __init__(
         self,
@@ -111,22 +110,10 @@ class Reference:
     def enter_device(self) -> None:
         self._host.move_back()
 
+    @torch.no_grad()
     def logprobs(self, batch: MicroBatch) -> Tensor:
-        with torch.no_grad():
-            return self._read(batch)
+        return read_batch(self._run, batch.to(self._device))
 
+    @torch.no_grad()
     def hidden_states(self, batch: MicroBatch) -> HiddenStates:
-        with torch.no_grad():
-            return HiddenStates(self._read(batch, hidden_only=True), self._scorer)
-
-    def _read(self, batch: MicroBatch, *, hidden_only: bool = False) -> Tensor:
-        moved = batch.to(self._device)
-        return self._run(
-            moved.input_ids,
-            moved.predictors,
-            moved.targets,
-            position_ids=moved.position_ids,
-            layout=moved.layout,
-            images=moved.images,
-            hidden_only=hidden_only,
-        )
+        return HiddenStates(read_batch(self._run, batch.to(self._device), hidden_only=True), self._scorer)

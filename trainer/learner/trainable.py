@@ -33,10 +33,10 @@ from penstock.trainer.learner.optimizer_state import (
     OptimizerState,
     RateSchedule,
     another_model,
-    deepspeed_config,
     load_written_by_deepspeed,
     lr_factor,
     variable_set,
+    zero_config,
 )
 from penstock.trainer.learner.parallel_shares import WeightShares
 from penstock.trainer.learner.shard_files import Shard, ShardFiles, has_shards
@@ -127,8 +127,7 @@ class Trainable:
     ) -> None:
         """Put a module under DeepSpeed; ``model`` is the `transformers` model in it.
 
-        Raises ConfigError if the dtype does not work with the ZeRO stage, UnsupportedModel if DeepSpeed did not divide the weights as
-        planned.
+        Raises UnsupportedModel if DeepSpeed did not divide the weights as planned.
         """
         self._weights = WeightShares(dims.weight_group)
         self._weights.expose_plan(module, model)
@@ -139,17 +138,11 @@ class Trainable:
             lr=how.lr,
             betas=how.betas,
             weight_decay=how.weight_decay,
-            # One kernel, without temporary tensors as large as what is stepped, of the GPU or, offloaded, of the CPU: there 13 times
-            # faster than the plain form, whose rounding a CPU that trains keeps.
+            # One kernel, without temporary tensors as large as what is stepped, of the GPU or, offloaded, of the CPU:
+            # there 13 times faster than the plain form, whose rounding a CPU that trains keeps.
             fused=torch.cuda.is_available(),
         )
-        factor = functools.partial(
-            lr_factor,
-            schedule=how.schedule,
-            num_steps=how.num_steps,
-            warmup_steps=how.warmup_steps,
-            min_lr_ratio=how.min_lr_ratio,
-        )
+        factor = functools.partial(lr_factor, how)
         self._engine, *_ = deepspeed.initialize(
             model=module, optimizer=optimizer, lr_scheduler=lambda wrapped: RateSchedule(wrapped, factor), config=config
         )
@@ -173,8 +166,8 @@ class Trainable:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         found = self._engine(*args, **kwargs)
         if self.is_partitioned and not torch.is_grad_enabled():
-            # DeepSpeed fetches ahead by the order of the layers in the pass that it recorded: every backward pass would end that of one
-            # without a gradient, while such a pass is the beginning of one with it.
+            # DeepSpeed fetches ahead by the order of the layers in the pass that it recorded. Every backward pass would
+            # end that of one without a gradient, while such a pass is the beginning of one with it.
             coordinator = self._engine.optimizer.parameter_offload.get_param_coordinator()
             if coordinator.is_record_trace():
                 coordinator._invalidate_trace()
@@ -195,10 +188,11 @@ class Trainable:
     def update(self, lr_scale: float = 1.0, *, ends_batch: bool = True, is_left_out: bool = False) -> Update:
         """Make the optimizer step after the last backward pass, with its learning rate multiplied by ``lr_scale``.
 
-        The schedule advances if the step ``ends_batch``; else `end_batch` must follow the last step. One that ``is_left_out``, as an
-        outlier is, changes neither weights nor moments; its norm is not among those that outliers are compared with.
+        The schedule advances if the step ``ends_batch``; else `end_batch` must follow the last step. One that
+        ``is_left_out``, as an outlier is, changes neither weights nor moments; its norm is none that outliers are
+        compared with.
 
-        Raises TrainingDiverged, on every rank, if the gradient is not finite. The weights are then those before the step.
+        Raises TrainingDiverged, on every rank, if the gradient is not finite; the weights are those before the step.
         """
         self._own_norm = self._plain_grad_norm() if self._engine.zero_optimization_stage() == 0 else 0.0
         if not math.isfinite(self._own_norm):  # DeepSpeed's stage 0 would write it into the weights
@@ -222,7 +216,7 @@ class Trainable:
         self._engine.lr_scheduler.step()
 
     def skip_update(self) -> None:
-        """Set the next batch's rate where this one has no update; torch's own step would warn before the first update."""
+        """Set the next batch's rate where this one has no update; torch's own step would warn before the first."""
         schedule = self._engine.lr_scheduler
         schedule.continue_after(schedule.last_epoch + 1)
 
@@ -270,15 +264,15 @@ class Trainable:
         return self._optimizer_state().capture(state, self.host.readable)
 
     def leave_device(self) -> int:
-        """Move parameters, gradients and the optimizer's state to host memory; return the bytes. Only `capture` may follow."""
+        """Move what the device holds of it to host memory, and return the bytes; only `capture` may follow."""
         buckets = self._engine.optimizer.ipg_buckets.values() if self.is_partitioned else ()  # of gradients under way
         return self.host.move_out(self.module, self._engine.optimizer, scratch=[bucket.buffer for bucket in buckets])
 
     def load(self, folder: Path) -> dict[str, Any]:
         """Read the shards that `capture` and `Shard.write` left in ``folder``, and return their state; collective.
 
-        Number of ranks and ZeRO stage may differ from those that wrote them. Raises CheckpointError for another model, or a
-        broken folder. A checkpoint of a release that let DeepSpeed write it needs the same number of ranks.
+        Number of ranks and ZeRO stage may differ from those that wrote them; a checkpoint of a release that let
+        DeepSpeed write it needs as many ranks. Raises CheckpointError for another model, or a broken folder.
         """
         if not has_shards(folder):
             state = load_written_by_deepspeed(
@@ -321,27 +315,6 @@ class Trainable:
         return self._weights.norm([(p, p.grad) for p in self.module.parameters() if p.grad is not None])
 
 
-def zero_config(how: Optimisation, module: nn.Module | None = None) -> dict[str, Any]:
-    """Return DeepSpeed's configuration for a module; None: for one that is still to be read."""
-    layers = (
-        [layer for one in module.modules() if isinstance(one, nn.ModuleList) for layer in one]
-        if module is not None
-        else []
-    )
-    return deepspeed_config(
-        zero_stage=how.zero_stage,
-        dtype=how.dtype,
-        max_grad_norm=how.max_grad_norm,
-        keep_whole_below=how.keep_whole_below,
-        offload=how.offload,
-        gradient_dtype=how.gradient_dtype,
-        communication=how.communication,
-        layer_size=max(
-            (sum(getattr(p, "ds_numel", p.numel()) for p in layer.parameters()) for layer in layers), default=0
-        ),
-    )
-
-
 def frozen(module: nn.Module, how: Optimisation) -> Any:
     """Put a module that does not learn under ZeRO 3; returns what computes it, collective."""
     engine, *_ = import_deepspeed().initialize(model=module, config=zero_config(how, module))
@@ -350,8 +323,9 @@ def frozen(module: nn.Module, how: Optimisation) -> Any:
 
 def _diverged(norm: float, optimizer_step: int) -> TrainingDiverged:
     return TrainingDiverged(
-        f"optimizer step {optimizer_step} of this process: the gradient norm is {norm}, not a finite number; nothing of this step is kept. "
-        "Lower the learning rate, look at the data of this step, and start again: the training resumes from its last checkpoint"
+        f"optimizer step {optimizer_step} of this process: the gradient norm is {norm}, not a finite number; nothing "
+        "of this step is kept. Lower the learning rate, look at the data of this step, and start again: the training "
+        "resumes from its last checkpoint"
     )
 
 
@@ -364,8 +338,8 @@ def import_deepspeed() -> Any:
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
     import deepspeed  # noqa: PLC0415  seconds of import, and the accelerator must be chosen before
 
-    # Its Muon optimizer, which nothing here uses, is decorated with `torch.compile`. That imports the compiler: more than a second of
-    # CPU time, a tenth of the time until a killed trainer is productive again.
+    # Its Muon optimizer, which nothing here uses, is decorated with `torch.compile`. That imports the compiler: more
+    # than a second of CPU time, a tenth of the time until a killed trainer is productive again.
     with variable_set("TORCHDYNAMO_DISABLE"), contextlib.suppress(ImportError):
         import deepspeed.runtime.zero.muon.muon_optimizer  # noqa: PLC0415  else `initialize` imports it
     from deepspeed.module_inject import auto_tp  # noqa: PLC0415

@@ -6,9 +6,10 @@ import dataclasses
 import json
 
 import pytest
+from tests.trainer.algorithm import train_steps
 from tests.trainer.groups.stored_groups import invent_group
 from tests.trainer.groups.test_batcher import Box
-from tests.trainer.learner.forks import Fork
+from tests.trainer.learner import forks
 
 from penstock.deploy.quickstart_task import write_model
 from penstock.protocol.groups import BlobRef, ScoredGroup
@@ -17,9 +18,7 @@ from penstock.trainer.algorithm.algorithm_settings import AlgorithmSettings
 from penstock.trainer.algorithm.credit import Scored, credit_rule
 from penstock.trainer.groups.batcher import staleness_tokens
 from penstock.trainer.groups.group_totals import DropReason
-from penstock.trainer.learner.learner import Learner
-from penstock.trainer.learner.step_plan import Capacity, ReadyGroup, StepPlan, make_plan, rows_of
-from penstock.trainer.rank_orders import pack_order, read_order
+from penstock.trainer.learner.step_plan import Capacity, ReadyGroup, StepPlan, make_plan
 from penstock.trainer.telemetry.metrics import reward_parts
 
 PACK = BlobRef(key="pack", size_bytes=1, sha256="0" * 64)
@@ -64,12 +63,11 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict]]:
     """Three steps of a fresh policy for each case, all in one process of their own."""
     model = tmp_path_factory.mktemp("model") / "model"
     write_model(model, seed=0)
-    done = Fork(model.parent, "tests.trainer.algorithm.train_steps", str(model), json.dumps(CASES)).wait(0, 800.0)
-    return json.loads(done.strip().splitlines()[-1])
+    return forks.results(model.parent, train_steps.__name__, str(model), json.dumps(CASES), deadline_s=800.0)[1]
 
 
-def ready(number: int, rewards: tuple[float, ...], *, version: int = 0) -> ReadyGroup:
-    group = invent_group(f"e0.p{number}.a0", version=version, size=len(rewards), seed=number)
+def ready(number: int, rewards: tuple[float, ...]) -> ReadyGroup:
+    group = invent_group(f"e0.p{number}.a0", size=len(rewards), seed=number)
     scored = ScoredGroup(generated=group.summary(number), rewards=rewards, scorer="test")
     return ReadyGroup(scored, PACK, group)
 
@@ -115,7 +113,7 @@ def test_m2po_leaves_out_what_moved_furthest(trained: dict[str, list[dict]]) -> 
 
 
 def test_vcpos_advantages_are_those_of_plain_torch(trained: dict[str, list[dict]]) -> None:
-    """Rewards 1, 0, 1, 0: the answer that the policy prefers by far, and whose gradient is long, decides the baseline."""
+    """Rewards 1, 0, 1, 0: the answer that the policy prefers, and whose gradient is long, decides the baseline."""
     first, *later = trained["vcpo"]
     assert first["advantages"] == pytest.approx(first["plain"], rel=1e-4)
     assert len({round(abs(advantage), 3) for advantage in first["advantages"]}) > 3
@@ -126,7 +124,7 @@ def test_vcpos_advantages_are_those_of_plain_torch(trained: dict[str, list[dict]
 
 
 def test_the_kl_to_the_reference_can_be_part_of_the_reward(trained: dict[str, list[dict]]) -> None:
-    """Each trajectory loses the KL of its tokens, so that equal rewards get different advantages; reported per token."""
+    """Each trajectory loses the KL of its tokens, so equal rewards get different advantages; reported per token."""
     plain, priced = trained["no ess"][0]["advantages"], trained["reward kl"][0]["advantages"]
     assert sorted({round(a, 3) for a in plain}) == [-0.866, 0.866]
     assert len({round(a, 6) for a in priced}) == len(priced) == 12
@@ -136,7 +134,7 @@ def test_the_kl_to_the_reference_can_be_part_of_the_reward(trained: dict[str, li
 
 
 def test_the_kl_over_the_vocabulary_starts_at_zero_and_needs_no_sample(trained: dict[str, list[dict]]) -> None:
-    """For equal policy and reference it is 0 in loss and reward, unlike an estimate on the sampler's tokens; then it grows."""
+    """For equal policy and reference it is 0 in loss and reward, unlike an estimate on samples; then it grows."""
     kl = [step["sums"]["kl_reference"] / step["sums"]["tokens"] for step in trained["full kl"]]
     assert kl[0] == pytest.approx(0.0, abs=1e-6)
     assert kl[2] > 1e-6
@@ -150,7 +148,7 @@ def test_the_kl_over_the_vocabulary_starts_at_zero_and_needs_no_sample(trained: 
 
 
 def test_the_kl_coefficient_is_adapted_to_its_target(trained: dict[str, list[dict]]) -> None:
-    """Below the target it falls by 0.2 x trajectories / horizon a step, and the step reports the coefficient it used."""
+    """Below the target it falls by 0.2 x trajectories / horizon a step; the step reports the one that it used."""
     used = [step["kl_coefficient"] for step in trained["steered"]]
     assert used == pytest.approx([0.1 * (1 - 0.2 * 12 / 100) ** step for step in range(3)])
 
@@ -172,7 +170,7 @@ def test_a_policy_moves_towards_its_teacher(trained: dict[str, list[dict]], case
 
 
 def test_a_teacher_beside_a_correction_and_as_a_reference(trained: dict[str, list[dict]]) -> None:
-    """M2PO sees the advantages that the teacher changed; a remote reference is the teacher's numbers, in loss and reward."""
+    """M2PO sees the advantages that the teacher changed; a remote reference is the teacher, in loss and reward."""
     assert trained["distilled m2po"][0]["sums"]["kl_teacher"] != 0.0
     remote = trained["remote reference"][0]
     assert remote["sums"]["kl_reference"] / remote["sums"]["tokens"] > 0.1
@@ -187,20 +185,6 @@ def test_filtered_trajectories_are_not_in_the_plan_nor_in_its_denominators() -> 
     assert plan.skipped == (("zero_advantage", 3),)
     assert [r.weight for r in plan.rows] == [r.weight for r in alone.rows]
     assert [r.advantage for r in plan.rows] == [r.advantage for r in alone.rows]
-
-
-def test_rows_carry_token_ages_and_plans_are_unchanged_by_encoding() -> None:
-    group = ready(1, (1.0, 0.0), version=3)
-    plan = plan_of([group], AlgorithmSettings(sft_coefficient=0.5), version=7, sft_coefficient=0.5)
-    _, received = read_order(Learner, pack_order(Learner.step, plan))
-    assert received == {"plan": plan}
-    rows = rows_of(plan, [0, 1], {(0, 1): group.group})
-    ages = rows[0].ages
-    assert ages is not None
-    assert set(ages[rows[0].loss_mask].tolist()) == {4}
-    assert set(ages[~rows[0].loss_mask].tolist()) <= {0}
-    assert rows[0].sft_weight == pytest.approx(0.5 / int(rows[0].loss_mask.sum()))
-    assert rows[1].sft_weight == 0.0
 
 
 def test_rewards_are_shaped_in_the_documented_order() -> None:

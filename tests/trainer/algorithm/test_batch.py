@@ -84,28 +84,24 @@ def test_a_shared_prompt_counts_once(
         assert built == max(1, counted)
 
 
-def test_a_group_with_a_long_prompt_computes_a_sixth_of_the_tokens() -> None:
-    rows = [_row([7] * 2000 + [n] * 2661, list(range(2000, 4661))) for n in range(8)]
+@pytest.mark.parametrize(
+    ("prompt", "answer", "budget", "num_ranks", "computed", "num_apart"),
+    [
+        pytest.param(2000, 2661, 23_300, 1, [2000 + 8 * 2660], 2, id="a long prompt once"),
+        pytest.param(50, 21, 140, 1, [50 + 4 * 20] * 2, 4, id="over the budget, in the fewest pieces"),
+        pytest.param(50, 51, 1000, 2, [50 + 4 * 50] * 2, 1, id="divided over ranks"),
+    ],
+)
+def test_a_group_computes_its_prompt_once_in_each_piece(
+    prompt: int, answer: int, budget: int, num_ranks: int, computed: list[int], num_apart: int
+) -> None:
+    """Of eight answers; ``num_apart`` are the micro-batches of a rank that shares nothing."""
+    rows = [_row([7] * prompt + [n] * answer, list(range(prompt, prompt + answer))) for n in range(8)]
     lengths = [len(row.token_ids) for row in rows]
     prefixes = prefixes_of([row.token_ids for row in rows], [row.loss_mask for row in rows])
-    [[piece]] = plan_micro_batches(lengths, budget_tokens=23_300, prefixes=prefixes)
-    assert num_computed(piece, lengths, prefixes) == 2000 + 8 * 2660
-    assert len(plan_micro_batches(lengths, budget_tokens=23_300)[0]) == 2
-
-
-def test_a_group_over_the_budget_is_split_and_repeats_its_prompt() -> None:
-    """Eight answers that do not fit together are divided over the fewest micro-batches, each with the prompt."""
-    rows = [_row([7] * 50 + [n] * 21, list(range(50, 71))) for n in range(8)]
-    prefixes = prefixes_of([row.token_ids for row in rows], [row.loss_mask for row in rows])
-    [plan] = plan_micro_batches([71] * 8, budget_tokens=140, prefixes=prefixes)
-    assert sorted(num_computed(piece, [71] * 8, prefixes) for piece in plan) == [50 + 4 * 20] * 2
-
-
-def test_one_group_is_divided_over_ranks() -> None:
-    rows = [_row([7] * 50 + [n] * 51, list(range(50, 101))) for n in range(8)]
-    prefixes = prefixes_of([row.token_ids for row in rows], [row.loss_mask for row in rows])
-    plan = plan_micro_batches([101] * 8, budget_tokens=1000, num_ranks=2, prefixes=prefixes)
-    assert [len(piece) for [piece] in plan] == [4, 4]
+    plan = plan_micro_batches(lengths, budget_tokens=budget, num_ranks=num_ranks, prefixes=prefixes)
+    assert [num_computed(piece, lengths, prefixes) for rank in plan for piece in rank] == computed
+    assert len(plan_micro_batches(lengths, budget_tokens=budget, num_ranks=num_ranks)[0]) == num_apart
 
 
 def test_plan_balances_cost_over_ranks() -> None:

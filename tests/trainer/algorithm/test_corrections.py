@@ -14,26 +14,18 @@ from torch import Tensor
 
 from penstock.trainer.algorithm import reward_shaping as shape
 from penstock.trainer.algorithm.aggregation import Denominators, sequence_weight
+from penstock.trainer.algorithm.algorithm_settings import AlgorithmSettings
 from penstock.trainer.algorithm.chosen_parts import ESTIMATORS
 from penstock.trainer.algorithm.corrections.m2po import m2po_clip_widths, m2po_limit, m2po_width
 from penstock.trainer.algorithm.corrections.opsm import opsm
-from penstock.trainer.algorithm.corrections.ratios import (
-    log_weights,
-)
+from penstock.trainer.algorithm.corrections.ratios import log_weights
 from penstock.trainer.algorithm.corrections.rejection import veto
+from penstock.trainer.algorithm.credit import Scored, credit_rule
 from penstock.trainer.algorithm.estimators.interface import Outcomes
-from penstock.trainer.algorithm.filters.advantage import (
-    drop_zero_advantage,
-    minimal_advantage,
-    skip_non_positive_advantage,
-)
-from penstock.trainer.algorithm.filters.interface import Candidate, Filter, Kept, keep
-from penstock.trainer.algorithm.filters.mask_truncated import mask_truncated
 from penstock.trainer.algorithm.group_filters.equal_rewards import rewards_differ
 from penstock.trainer.algorithm.losses.tokens import Sequences
 
 finite = st.floats(-1e3, 1e3, allow_nan=False)
-levels = st.sampled_from(["token", "sequence", "geometric", "root"])
 
 
 def outcomes(rewards: list[float], groups: list[int], counts: list[int]) -> Outcomes:
@@ -114,7 +106,7 @@ def test_running_moments_equal_those_of_everything_at_once() -> None:
         moments.update(part)
     assert moments.mean == pytest.approx(float(values.mean()))
     assert moments.std == pytest.approx(float(values.std()))
-    torch.testing.assert_close(moments.scale(values, centre=True), (values - values.mean()) / values.std())
+    torch.testing.assert_close(moments.normalise(values), (values - values.mean()) / values.std())
 
 
 def test_sample_weights_sum_to_their_number() -> None:
@@ -141,25 +133,20 @@ def test_prompt_mean_gives_every_prompt_the_same_weight() -> None:
     assert sequence_weight("prompt-mean", 3, batch, prompt_tokens=3) * 3 == pytest.approx(0.5)
 
 
-def _kept(advantages: list[float], truncated: list[bool], *filters: Filter, **options: float) -> Kept:
-    candidates = [Candidate(a, t) for a, t in zip(advantages, truncated, strict=True)]
-    return keep(candidates, [(one.reason, one.bind(**options)) for one in filters])
-
-
-def test_filters_name_their_reason() -> None:
-    """Each trajectory that is left out is counted under one reason, that of the first filter that applies."""
-    on = [drop_zero_advantage.fn, mask_truncated.fn]
-    kept = keep(
-        [Candidate(1.0), Candidate(0.0), Candidate(-1.0), Candidate(2.0, truncated=True)],
-        [("zero_advantage", on[0]), ("truncated", on[1])],
-    )
-    assert kept.places == (0, 2)
-    assert dict(kept.skipped) == {"zero_advantage": 1, "truncated": 1}
-    assert (drop_zero_advantage.reason, mask_truncated.reason) == ("zero_advantage", "truncated")
-    values = [1.0, 0.0, -1.0]
-    assert _kept(values, [False] * 3, skip_non_positive_advantage, skip_non_positive_advantage=True).places == (0,)
-    assert _kept(values, [False] * 3, minimal_advantage, minimal_advantage=-0.5).places == (0, 1)
-    assert minimal_advantage.precedence < skip_non_positive_advantage.precedence < drop_zero_advantage.precedence
+@pytest.mark.parametrize(
+    ("filters", "rewards", "skipped"),
+    [
+        (("mask_truncated", "drop_zero_advantage"), (1.0, 0.5, 0.0, 0.5), {"truncated": 1, "zero_advantage": 1}),
+        (("skip_non_positive_advantage", "drop_zero_advantage"), (1.0, 0.5, 0.0), {"non_positive_advantage": 2}),
+    ],
+)
+def test_of_several_filters_the_first_one_is_counted(
+    filters: tuple[str, ...], rewards: tuple[float, ...], skipped: dict[str, int]
+) -> None:
+    """Each trajectory left out counts once; the last of four is cut, and has the advantage 0 as the second has."""
+    settings = AlgorithmSettings(name="grpo", **dict.fromkeys(filters, True))
+    group = Scored(rewards, [1] * len(rewards), [place == 3 for place in range(len(rewards))])
+    assert credit_rule(settings, longest=9)([group]).skipped == skipped
 
 
 def test_a_group_has_a_signal_when_its_rewards_differ() -> None:

@@ -11,8 +11,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from tests.examples import examples
-from tests.trainer.algorithm.test_full_kl import OTHER, POLICY, VOCABULARY, _read
-from tests.trainer.learner.test_shared_prompts import _row as row_of
+from tests.trainer.algorithm.test_full_kl import OTHER, POLICY
+from tests.trainer.learner.tiny import VOCABULARY, row_of
 from torch import Tensor
 
 from penstock.protocol.token_annotations import TeacherRow
@@ -20,7 +20,7 @@ from penstock.trainer.algorithm.algorithm_settings import AlgorithmSettings
 from penstock.trainer.algorithm.batch import MicroBatch, build
 from penstock.trainer.algorithm.kl import kl_from_teacher, kl_full
 from penstock.trainer.algorithm.objective import build_objective
-from penstock.trainer.learner.logprobs import CompletionScorer, HiddenStates
+from penstock.trainer.learner.logprobs import CompletionScorer, HiddenStates, read_batch
 
 
 def _tables(seed: int, *, size: int = 7) -> tuple[Tensor, Tensor, Tensor]:
@@ -34,9 +34,9 @@ def _every_token(sampler: Tensor, teacher: Tensor) -> MicroBatch:
     size = len(sampler)
     tokens, none = torch.arange(size), torch.zeros(size)
     return MicroBatch(
-        input_ids=torch.zeros(1, size, dtype=torch.int64), predictors=tokens, targets=tokens, behaviour_logprobs=sampler,
-        advantages=none, weights=sampler.exp(), sequence=tokens, ages=none, sft_weights=none, num_sequences=size,
-        teacher_logprobs=teacher,
+        input_ids=torch.zeros(1, size, dtype=torch.int64), predictors=tokens, targets=tokens,
+        behaviour_logprobs=sampler, advantages=none, weights=sampler.exp(), sequence=tokens, ages=none,
+        sft_weights=none, num_sequences=size, teacher_logprobs=teacher,
     )  # fmt: skip
 
 
@@ -58,7 +58,7 @@ def test_the_reverse_form_has_the_gradient_of_the_kl_to_the_teacher(is_stale: bo
 
 
 def test_beside_a_reward_both_advantages_add_up() -> None:
-    """The reward's, as negative weights change it, and the teacher's, which they do not change; a clip bounds the latter."""
+    """The reward's, which negative weights change, and the teacher's, which they do not; a clip bounds the latter."""
     sampler, teacher, logits = _tables(2)
     batch = replace(_every_token(sampler, teacher), advantages=torch.tensor([1.0, -1.0, 0, 0, 2.0, 0, -3.0]))
     settings = AlgorithmSettings(
@@ -110,7 +110,7 @@ def _taught(k: int) -> MicroBatch:
     for row in rows:
         one = build([row])
         with torch.no_grad():
-            logprobs = HiddenStates(_read(scorer, one, hidden_only=True), scorer).logits().log_softmax(-1)
+            logprobs = HiddenStates(read_batch(scorer, one, hidden_only=True), scorer).logits().log_softmax(-1)
         tops, ids = logprobs.topk(k)
         own = logprobs.gather(1, one.targets[:, None])[:, 0]
         found.append(
@@ -127,12 +127,12 @@ def test_over_the_whole_vocabulary_it_is_the_exact_kl_of_two_models(chunk: int) 
     policy = CompletionScorer(copy.deepcopy(POLICY), 1.0, max_logits=chunk * VOCABULARY)
     assert batch.teacher_top_ids is not None
     assert batch.teacher_top_logprobs is not None
-    logprobs, kl = _read(policy, batch, kl_from=(batch.teacher_top_ids, batch.teacher_top_logprobs))
+    logprobs, kl = read_batch(policy, batch, kl_from=(batch.teacher_top_ids, batch.teacher_top_logprobs))
     outcome = objective(logprobs, batch, teacher_kl=kl)
     outcome.loss.backward()
     mine = CompletionScorer(copy.deepcopy(POLICY), 1.0)
     teacher = torch.zeros(len(batch.targets), VOCABULARY).scatter(1, batch.teacher_top_ids, batch.teacher_top_logprobs)
-    logits = mine.language_model.lm_head(_read(mine, batch, hidden_only=True))
+    logits = mine.language_model.lm_head(read_batch(mine, batch, hidden_only=True))
     exact = (teacher.exp() * (teacher - logits.log_softmax(-1))).sum(-1)
     (2.0 * exact * batch.weights).sum().backward()
     torch.testing.assert_close(kl, exact, rtol=1e-4, atol=1e-6)

@@ -1,6 +1,6 @@
 """Properties of every algorithm, from rewards to gradients: plan, micro-batches, credit by token, corrections, loss.
 
-Each preset, and each way of setting the parts that no preset sets, is run through all stages of a step here: `make_plan`,
+Each preset, and each way of setting the parts that no preset sets, is run through all stages of a step: `make_plan`,
 `build`, `TokenCredit` where a critic credits tokens, the batch's limit where M2PO sets one, and the objective.
 """
 
@@ -18,7 +18,8 @@ import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
 from tests.examples import examples
-from tests.trainer.learner.test_shared_prompts import SCORER, VOCABULARY
+from tests.trainer.learner.test_shared_prompts import SCORER
+from tests.trainer.learner.tiny import VOCABULARY
 from torch import Tensor
 
 from penstock.protocol.groups import BlobRef, GeneratedGroup, RewardRequest, ScoredGroup
@@ -36,6 +37,7 @@ from penstock.trainer.algorithm.mismatch import mismatch_metrics
 from penstock.trainer.algorithm.objective import Objective, Outcome, build_objective
 from penstock.trainer.algorithm.packed_rows import pack
 from penstock.trainer.learner.critic import TokenCredit
+from penstock.trainer.learner.logprobs import read_batch
 from penstock.trainer.learner.step_plan import Capacity, ReadyGroup, StepPlan, make_plan, rows_of
 
 LONGEST = 10
@@ -110,9 +112,10 @@ def group_of(number: int, members: Sequence[Sampled], section: AlgorithmSettings
         num = 0 if is_baseline else int(mask.sum())
         top_ids = rng.permuted(np.tile(np.arange(VOCABULARY, dtype=np.int32), (num, 1)), axis=1)[:, : len(TOP)]
         taught.append(TeacherRow((-rng.exponential(1.0, num)).astype(np.float32), top_ids, np.tile(TOP, (num, 1))))
+    teacher = TeacherScores("teacher", len(TOP), tuple(taught)) if section.needs_teacher else None
     group = Group(
         f"e0.p{number}.a0", "train", 0, 0, "", len(prompt), RewardRequest(name="r", ground_truth="1"),
-        tuple(trajectories), teacher=TeacherScores("teacher", len(TOP), tuple(taught)) if section.needs_teacher else None,
+        tuple(trajectories), teacher=teacher,
     )  # fmt: skip
     generated = GeneratedGroup(
         group_id=group.group_id, row_group=number, split="train", attempt=0, reward_name="r", issued_version=0,
@@ -154,7 +157,7 @@ class Policy:
 
 
 def outcome_of(rule: Objective, logprobs: Tensor, batch: MicroBatch, teacher_kl: Tensor | None = None) -> Outcome:
-    """Compute a loss; where no model gives its KL from the teacher, another function of the same log-probabilities is it."""
+    """Compute a loss; without a model another function of the log-probabilities is the KL from the teacher."""
     if rule.needs_teacher_kl and teacher_kl is None:
         teacher_kl = (logprobs - of_teacher(batch)).square()
     return rule(logprobs, batch, teacher_kl=teacher_kl)
@@ -171,12 +174,14 @@ class Trained:
     rows: list[list[Row]]
 
 
-def plan_of(groups: Sequence[ReadyGroup], section: AlgorithmSettings, *, budget: int, num_ranks: int, version: int) -> StepPlan:  # fmt: skip
+def plan_of(
+    groups: Sequence[ReadyGroup], section: AlgorithmSettings, *, budget: int, num_ranks: int, version: int
+) -> StepPlan:
     rule = credit_rule(section, longest=LONGEST)
     return make_plan(
-        groups, credit=lambda some: rule([replace(g, influences=[1.0 + n for n in g.lengths]) for g in some]), aggregation=section.aggregation,
-        max_completion_tokens=LONGEST, capacity=Capacity(budget, num_ranks), version=version,
-        sft_coefficient=section.sft_coefficient,
+        groups, credit=lambda some: rule([replace(g, influences=[1.0 + n for n in g.lengths]) for g in some]),
+        aggregation=section.aggregation, max_completion_tokens=LONGEST, capacity=Capacity(budget, num_ranks),
+        version=version, sft_coefficient=section.sft_coefficient,
     )  # fmt: skip
 
 
@@ -299,7 +304,7 @@ TEACHING = [
 
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_what_the_policy_did_not_sample_gets_no_gradient(name: str) -> None:
-    """Logits at prompts and tool replies: exactly 0. At the position that predicts a sampled token of a success: not 0."""
+    """Logits at prompts and tool replies: exactly 0. At positions that predict a sampled token of a success: not 0."""
     section = section_of(name)
     groups = groups_of(TEACHING, section)
     plan = plan_of(groups, section, budget=10_000, num_ranks=1, version=0)
@@ -344,14 +349,9 @@ def test_rows_of_a_micro_batch_change_no_parameters_gradient(name: str, batch: l
     def gradients(pieces: list[list[Row]]) -> list[Tensor]:
         SCORER.zero_grad()
         scores = [
-            torch.atleast_2d(
-                SCORER(
-                    b.input_ids, b.predictors, b.targets, position_ids=b.position_ids, layout=b.layout,
-                    kl_from=top_of_teacher(b) if rule.needs_teacher_kl else None,
-                )
-            )
+            torch.atleast_2d(read_batch(SCORER, b, kl_from=top_of_teacher(b) if rule.needs_teacher_kl else None))
             for b in map(build, pieces)
-        ]  # fmt: skip
+        ]
         built = prepared(section, pieces, [some[0] for some in scores])
         losses = [
             outcome_of(rule, some[0], b, some[1] if rule.needs_teacher_kl else None).loss

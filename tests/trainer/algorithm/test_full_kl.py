@@ -10,30 +10,18 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from tests.examples import examples
-from tests.trainer.learner.test_shared_prompts import _row as row_of
+from tests.trainer.learner.tiny import VOCABULARY, qwen3, row_of
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import Qwen3Config, Qwen3ForCausalLM
+from transformers import Qwen3ForCausalLM
 
 from penstock.trainer.algorithm.batch import MicroBatch, build
 from penstock.trainer.algorithm.losses.reinforce import reinforce
 from penstock.trainer.algorithm.objective import KlTerm, PolicyGradient
-from penstock.trainer.learner.logprobs import CompletionScorer
+from penstock.trainer.learner.logprobs import CompletionScorer, read_batch
 from penstock.trainer.learner.reference import Reference
 
-VOCABULARY = 17
-
-
-def _model(seed: int) -> Qwen3ForCausalLM:
-    torch.manual_seed(seed)
-    config = Qwen3Config(
-        vocab_size=VOCABULARY, hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2,
-        num_key_value_heads=1, head_dim=8, max_position_embeddings=64, initializer_range=0.3,
-    )  # fmt: skip
-    return Qwen3ForCausalLM(config)
-
-
-POLICY, OTHER = _model(0), _model(1)
+POLICY, OTHER = (qwen3(seed, num_hidden_layers=1, initializer_range=0.3) for seed in (0, 1))
 
 
 class _MostLogits(TorchDispatchMode):
@@ -53,13 +41,6 @@ def _scorers(chunk: int, temperature: float) -> tuple[CompletionScorer, Referenc
     policy = CompletionScorer(copy.deepcopy(POLICY), temperature, max_logits=chunk * VOCABULARY)
     other = CompletionScorer(copy.deepcopy(OTHER), temperature, max_logits=chunk * VOCABULARY)
     return policy, Reference(other, torch.device("cpu"))
-
-
-def _read(scorer: CompletionScorer, batch: MicroBatch, **what: object) -> Tensor:
-    return scorer(
-        batch.input_ids, batch.predictors, batch.targets, position_ids=batch.position_ids,
-        layout=batch.layout, **what,
-    )  # fmt: skip
 
 
 def _by_hand(batch: MicroBatch, temperature: float) -> tuple[Tensor, list[Tensor]]:
@@ -87,14 +68,15 @@ def test_in_chunks_it_is_the_sum_over_the_vocabulary_with_its_gradient(
     lengths: list[int], chunk: int, temperature: float, with_entropy: bool, same_prompt: bool
 ) -> None:
     """For any chunk size, temperature and layout, with entropies or alone; at most one chunk of logits in memory."""
+    prompts = [[1, 2, 3, 4] if same_prompt else [n + 1, 2] for n in range(len(lengths))]
     rows = [
-        row_of([1, 2, 3, 4] if same_prompt else [n + 1, 2], [(3 * n + k) % VOCABULARY for k in range(size)], 0.1 * n + 0.1)
+        row_of(prompts[n], [(3 * n + k) % VOCABULARY for k in range(size)], 0.1 * n + 0.1)
         for n, size in enumerate(lengths)
-    ]  # fmt: skip
+    ]
     batch = build(rows)
     policy, reference = _scorers(chunk, temperature)
     with _MostLogits() as most:
-        scores = _read(policy, batch, with_entropy=with_entropy, kl_to=reference.hidden_states(batch))
+        scores = read_batch(policy, batch, with_entropy=with_entropy, kl_to=reference.hidden_states(batch))
         assert len(scores) == 2 + with_entropy
         (scores[-1] * batch.weights).sum().backward()
     expected, gradients = _by_hand(batch, temperature)
@@ -103,12 +85,12 @@ def test_in_chunks_it_is_the_sum_over_the_vocabulary_with_its_gradient(
     for mine, theirs in zip(found, gradients, strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-3, atol=1e-5)
     assert most.rows == min(chunk, len(batch.targets))
-    plain = _read(policy, batch, with_entropy=with_entropy)
+    plain = read_batch(policy, batch, with_entropy=with_entropy)
     torch.testing.assert_close(torch.atleast_2d(scores)[0], torch.atleast_2d(plain)[0])
 
 
 def test_in_the_loss_it_counts_with_its_coefficient_and_is_reported() -> None:
-    """The loss is the policy gradient's plus coefficient x KL, weighted like any token's loss; the sum is the KL itself."""
+    """The loss is the policy gradient's plus coefficient x KL, weighted as any token's; the sum is the KL itself."""
     batch = build([row_of([1, 2], [3, 4, 5], 0.5), row_of([2], [6], 0.25)])
     logprobs = torch.full((4,), -1.0, requires_grad=True)
     kl = torch.tensor([0.1, 0.2, 0.3, 0.4], requires_grad=True)

@@ -23,7 +23,7 @@ from penstock.trainer.algorithm.objective import build_objective
 from penstock.trainer.groups.batcher import group_rules
 from penstock.trainer.groups.group_totals import DropReason
 from penstock.trainer.learner.step_plan import ReadyGroup
-from penstock.trainer.recovery.resume_checks import changed_settings, read_settings
+from penstock.trainer.recovery.resume_checks import read_settings
 from penstock.trainer.recovery.run_record_writer import differences, environment_fingerprint
 from penstock.trainer.settings import TrainerSettings
 
@@ -123,7 +123,7 @@ def test_user_code_computes_with_its_options(code: str) -> None:
 
 
 def test_a_group_filter_of_a_users_file_drops_whole_groups_under_its_reason(code: str) -> None:
-    """It sees the whole group, is asked after the built-in ones, and its groups are not issued again; one that fails is named."""
+    """It sees the whole group, after the built-in ones; its groups are not issued again, and a failing one is named."""
     chosen = everything(
         code, "algorithm.options.least_spread=0.4", "algorithm.dynamic_sampling=true"
     ).settings.algorithm
@@ -178,37 +178,14 @@ def test_settings_that_an_older_version_recorded_are_read_with_its_defaults() ->
         load(TrainerSettings, overrides=["model.path=m", "algorithm.name=reinforce", "algorithm.dual_clip=1.2"])
 
 
-def test_a_session_lists_what_it_changes(tmp_path: Path) -> None:
-    """Each setting that differs from the session before; a folder without settings has nothing to compare with."""
-    now = json.dumps({"settings": {"trainer": {"lr": 2e-4, "steps": 6}, "algorithm": {"name": "remax"}}}).encode()
-    before = {"settings": {"trainer": {"lr": 1e-4, "steps": 6}, "algorithm": {"name": "remax", "clip_low": 0.2}}}
-    (tmp_path / "config.json").write_text(json.dumps(before))
-    assert changed_settings(tmp_path / "config.json", now) == [
-        "algorithm.clip_low = null, was 0.2",
-        "trainer.lr = 0.0002, was 0.0001",
-    ]
-    assert changed_settings(tmp_path / "none.json", now) == []
-
-
-@pytest.mark.parametrize(
-    ("overrides", "reply"),
-    [
-        (["algorithm.options.tlit=1.0"], "unknown key algorithm.options.tlit; did you mean algorithm.options.tilt?"),
-        (["algorithm.options.tilt='much'"], "algorithm.options.tilt: expected a valid number"),
-        (["algorithm.options.tilt=0.0"], "algorithm.options.tilt: expected greater than 0"),
-        (["algorithm.dual_clip=2.0"], "algorithm.dual_clip does nothing with algorithm.loss = "),
-    ],
-)
-def test_options_of_user_code_are_checked(code: str, overrides: list[str], reply: str) -> None:
-    """Unknown keys, wrong values and options that the part does not read are refused with the fix."""
-    with pytest.raises(ConfigError) as caught:
-        everything(code, *overrides)
-    assert reply in str(caught.value)
-
-
 def test_what_user_code_may_not_do_is_refused(code: str) -> None:
-    """Another meaning for a key of [algorithm], options without user code, a part of another kind."""
+    """Another meaning for a key of [algorithm], unknown and wrong options or none, a part of another kind."""
+    tilted = f"algorithm.loss={code}:tilted"
     for overrides, reply in (
+        ([tilted, "algorithm.options.tlit=1.0"], "algorithm.options.tlit; did you mean algorithm.options.tilt?"),
+        ([tilted, "algorithm.options.tilt='much'"], "algorithm.options.tilt: expected a valid number"),
+        ([tilted, "algorithm.options.tilt=0.0"], "algorithm.options.tilt: expected greater than 0"),
+        ([tilted, "algorithm.dual_clip=2.0"], "algorithm.dual_clip does nothing with algorithm.loss = "),
         ([f"algorithm.loss={code}:contradicting"], "option clip_low is declared otherwise than algorithm.clip_low"),
         (["algorithm.options.tilt=0.5"], "unknown key algorithm.options.tilt; known are none"),
         ([f"algorithm.loss={code}:halved"], "losses.interface.Loss, got Estimator"),

@@ -1,6 +1,6 @@
-"""Trains batches in several passes, or batches of which nothing may be trained, on one rank or two; prints what each case gave.
+"""Trains batches in several passes, or of which nothing may be trained, on one rank or two; prints each case.
 
-Arguments: KIND ("passes" or "empty") FOLDER (model/, batch.scored, connections.json), and for passes a folder for checkpoints.
+Arguments: KIND ("passes" or "empty") FOLDER (model/, batch.scored, connections.json; checkpoints go below it).
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ from typing import Any
 import numpy as np
 import torch
 from tests.trainer.groups.stored_groups import ready, store_scored
-from tests.trainer.learner.forks import Fork
+from tests.trainer.learner import forks
+from tests.trainer.learner.tiny import HOW
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
@@ -29,22 +30,18 @@ from penstock.protocol.transport.blobs import Blobs
 from penstock.trainer.algorithm.corrections.interface import Drift
 from penstock.trainer.algorithm.estimators.gae import gae
 from penstock.trainer.algorithm.objective import build_objective
-from penstock.trainer.learner.critic import Regression, TokenCredit, load_critic
+from penstock.trainer.learner.critic import TokenCredit, load_critic
 from penstock.trainer.learner.learner import Learner
 from penstock.trainer.learner.load_model import load_policy, load_reference
 from penstock.trainer.learner.planning import Learned, Planner, learn
 from penstock.trainer.learner.step_plan import ReadyGroup
-from penstock.trainer.learner.trainable import Optimisation
+from penstock.trainer.optimizer_settings import CriticSettings
 from penstock.trainer.parallel_dims import ParallelDims
 from penstock.trainer.ranks import Ranks
 from penstock.trainer.settings import TrainerSettings
 from penstock.trainer.telemetry.metrics import step_fields
 
 NUM_STEPS, LR, WARMUP = 2, 4e-3, 2
-HOW = Optimisation(
-    num_steps=10, lr=LR, betas=(0.9, 0.95), weight_decay=0.01, warmup_steps=WARMUP, schedule="constant", min_lr_ratio=1.0,
-    max_grad_norm=0.5, zero_stage=1, dtype="float32", keep_whole_below=0,
-)  # fmt: skip
 TWICE = ["algorithm.epochs=2", "algorithm.minibatches=2"]
 Cases = dict[str, tuple[int, list[str]]]  # ZeRO stage, settings
 PASSES: Cases = {
@@ -80,7 +77,7 @@ BY_SETTINGS: Cases = {  # that reject every token of these batches, from the fir
 
 
 def plain_torch(model: str, groups: Sequence[ReadyGroup], plans: Sequence[Sequence[Sequence[int]]]) -> dict[str, Any]:
-    """Train one batch after another without any of Penstock's learner; ``plans`` are the groups of each optimizer step."""
+    """Train one batch after another without Penstock's learner; ``plans`` are the groups of each optimizer step."""
     policy = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     optimizer = torch.optim.AdamW(policy.parameters(), lr=LR, betas=(0.9, 0.95), weight_decay=0.01)
     losses, norms, clipped, first = [], [], [], []
@@ -251,11 +248,12 @@ def trained(
     for name, (stage, overrides) in cases.items():
         given = [f"model.path={model}", "trainer.micro_batch_tokens=120", "data.max_prompt_tokens=100"]
         settings = load(TrainerSettings, overrides=[*given, "rollout.max_new_tokens=10", *overrides]).settings
-        chosen = replace(HOW, zero_stage=stage, **how)
+        chosen = replace(HOW, zero_stage=stage, **{"lr": LR, "warmup_steps": WARMUP, "max_grad_norm": 0.5, **how})
         policy, critic, reference = load_policy(model, chosen, dims, temperature=1.0), None, None
         if settings.algorithm.has_critic:
             credit = TokenCredit(whiten_rewards=settings.algorithm.options_of(gae).whiten_rewards)
-            critic = load_critic(model, chosen, Regression(updates=2, head_start_steps=head_start_steps), credit, dims)
+            how_to_learn = CriticSettings(updates=2, head_start_steps=head_start_steps)
+            critic = load_critic(model, chosen, how_to_learn, credit, dims)
         if settings.algorithm.needs_reference:
             reference = load_reference(model, chosen, policy.device, dims, temperature=1.0)
         objective = build_objective(settings.algorithm)
@@ -271,10 +269,10 @@ def trained(
     return results
 
 
-def trained_in_passes(folder: Path, ranks: Ranks, out: str) -> dict[str, Any]:
+def trained_in_passes(folder: Path, ranks: Ranks) -> dict[str, Any]:
     def lead(name: str, learner: Learner, settings: TrainerSettings, groups: list[ReadyGroup]) -> dict[str, Any]:
-        target = Path(out) / name
-        target.mkdir()
+        target = folder / f"out{ranks.num_ranks}" / name
+        target.mkdir(parents=True)
         batch[:] = groups
         return lead_passes(learner, settings, groups, target)
 
@@ -300,9 +298,9 @@ def trained_on_nothing(folder: Path, ranks: Ranks) -> dict[str, Any]:
 
 
 def main(arguments: Sequence[str]) -> int:
-    kind, folder, *out = arguments
+    kind, folder = arguments
     ranks = Ranks()
-    results = {"passes": trained_in_passes, "empty": trained_on_nothing}[kind](Path(folder), ranks, *out)
+    results = {"passes": trained_in_passes, "empty": trained_on_nothing}[kind](Path(folder), ranks)
     if ranks.is_leader:
         print(json.dumps(results))
     ranks.leave(0)
@@ -310,20 +308,9 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def results_by_ranks(folder: Path, settings: S3Settings, kind: str, groups: list[Group]) -> dict[int, dict[str, Any]]:
-    """Store a batch of groups and train a fresh model on it by one process and by two ranks; return what each printed."""
+    """Store a batch of groups and train a model on it by one process and by two ranks; return what each printed."""
     write_model(folder / "model", seed=0)
     (folder / "batch.scored").write_bytes(encode(store_scored(Blobs(settings), kind, "p0", groups, seed=3)))
     connections = {**settings.model_dump(mode="json"), "secret_key": settings.secret_key}
     (folder / "connections.json").write_text(json.dumps(connections))
-    commands = {}
-    for num_ranks in (1, 2):
-        out = [str(folder / f"out{num_ranks}")] if kind == "passes" else []
-        for place in out:
-            Path(place).mkdir()
-        arguments = ("tests.trainer.learner.batch_check", kind, str(folder), *out)
-        commands[num_ranks] = Fork(folder, *arguments, num_ranks=num_ranks)
-    try:
-        return {num: json.loads(command.wait().splitlines()[-1]) for num, command in commands.items()}
-    finally:
-        for command in commands.values():
-            command.kill()
+    return forks.results(folder, __name__, kind, str(folder), ranks=(1, 2))

@@ -7,12 +7,14 @@ test holds, as torchrun's agent does.
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import signal
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 from tests import forked
 from torch.distributed import TCPStore
@@ -73,6 +75,18 @@ class Fork:
         for process in self.processes:
             process.kill()
             process.wait(60.0)
+
+
+def results(
+    folder: Path, module: str, *arguments: str, ranks: Sequence[int] = (1,), deadline_s: float = 300.0
+) -> dict[int, Any]:
+    """Run a module by each of these numbers of ranks, all at once; return the JSON on the last line of each output."""
+    forks = {num: Fork(folder, module, *arguments, num_ranks=num) for num in ranks}
+    try:
+        return {num: json.loads(fork.wait(deadline_s=deadline_s).splitlines()[-1]) for num, fork in forks.items()}
+    finally:
+        for fork in forks.values():
+            fork.kill()
 
 
 _PROGRAMS: Mapping[str, tuple[str, ...]] = {

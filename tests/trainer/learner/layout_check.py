@@ -19,8 +19,8 @@ import torch.distributed as dist
 from deepspeed.utils import safe_get_full_grad
 from safetensors.torch import load_file, save_file
 from tests.servers import wait_for
+from tests.trainer.learner.tiny import HOW, qwen3
 from torch import Tensor, nn
-from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from penstock.trainer.algorithm.algorithm_settings import AlgorithmSettings
 from penstock.trainer.algorithm.batch import MicroBatch, Row, build, plan_micro_batches, prefixes_of
@@ -28,7 +28,7 @@ from penstock.trainer.algorithm.objective import build_objective
 from penstock.trainer.errors import UnsupportedModel
 from penstock.trainer.learner.adapter import Lora, attach
 from penstock.trainer.learner.load_model import load_language_model, load_policy
-from penstock.trainer.learner.logprobs import CompletionScorer
+from penstock.trainer.learner.logprobs import CompletionScorer, read_batch
 from penstock.trainer.learner.optimizer_state import part_of
 from penstock.trainer.learner.policy import Policy
 from penstock.trainer.learner.shard_files import CapturedPart, Fragment
@@ -38,10 +38,6 @@ from penstock.trainer.parallel_dims import ParallelDims, ParallelLayout
 from penstock.trainer.ranks import Ranks
 
 NUM_STEPS = 3
-HOW = Optimisation(
-    num_steps=10, lr=1e-3, betas=(0.9, 0.95), weight_decay=0.01, warmup_steps=0, schedule="constant", min_lr_ratio=1.0,
-    max_grad_norm=1.0, zero_stage=1, dtype="float32", keep_whole_below=0,
-)  # fmt: skip
 PLAIN = "plain"
 _CHUNKS = {"max_logits": 7 * 55}  # seven tokens go through the output head at once
 OFFLOADS: dict[str, dict[str, Any]] = {
@@ -123,8 +119,9 @@ def mixture(folder: Path) -> Path:
 
     torch.manual_seed(0)
     config = Qwen3MoeConfig(
-        vocab_size=55, hidden_size=32, moe_intermediate_size=16, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=2,
-        head_dim=16, num_experts=4, num_experts_per_tok=2, norm_topk_prob=True, initializer_range=0.1, eos_token_id=2, pad_token_id=0,
+        vocab_size=55, hidden_size=32, moe_intermediate_size=16, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=2, head_dim=16, num_experts=4, num_experts_per_tok=2, norm_topk_prob=True,
+        initializer_range=0.1, eos_token_id=2, pad_token_id=0,
     )  # fmt: skip
     Qwen3MoeForCausalLM(config).save_pretrained(folder)
     return folder
@@ -202,12 +199,10 @@ def error_of_sum(how: Optimisation, dims: ParallelDims) -> float:
 def error_of_head(how: Optimisation, dims: ParallelDims) -> float:
     """Return how far the gradient of an output head is from float64, in seven chunks of a vocabulary of 2,000."""
     count, vocabulary = 140, 2_000
-    torch.manual_seed(0)
-    config = Qwen3Config(
-        vocab_size=vocabulary, hidden_size=64, intermediate_size=64, num_hidden_layers=2, num_attention_heads=1, num_key_value_heads=1,
-        head_dim=64, tie_word_embeddings=False,
-    )  # fmt: skip
-    model = Qwen3ForCausalLM(config).to(torch.bfloat16)
+    model = qwen3(
+        vocab_size=vocabulary, hidden_size=64, intermediate_size=64, head_dim=64, num_attention_heads=1,
+        num_key_value_heads=1, max_position_embeddings=256, initializer_range=0.02,
+    ).to(torch.bfloat16)  # fmt: skip
     ids, weights = torch.randint(0, vocabulary, (1, count + 1)), torch.randn(count)
     weight, asked = model.lm_head.weight.detach().double(), (ids, torch.arange(count), ids[0, 1:])
     trainable = Trainable(CompletionScorer(model, 1.0, max_logits=20 * vocabulary), how, dims)
@@ -292,10 +287,7 @@ def by_hand(model: Path, how: Optimisation, objective: Any) -> dict[str, float]:
         attach(module, how.lora)
     scorer = CompletionScorer(module, 1.0)
     for batch in micro_batches(alone):
-        scores = scorer(
-            batch.input_ids, batch.predictors, batch.targets, position_ids=batch.position_ids, layout=batch.layout
-        )
-        objective(scores, batch).loss.backward()
+        objective(read_batch(scorer, batch), batch).loss.backward()
     learning = {name: p for name, p in scorer.named_parameters() if p.requires_grad}
     squares: dict[str, float] = {}
     for name, groups in layer_groups(learning).items():
@@ -344,7 +336,7 @@ class Cases:
 
 
 def without_experts(model: Path, dims: ParallelDims) -> list[Any]:
-    """Return how a policy that replays routers refuses rows without experts, and its mean score of them without replay."""
+    """Return how a policy that replays routers refuses rows without experts, and its mean score without replay."""
     policy = load_policy(model, replace(HOW, router_replay=True), dims, temperature=1.0)
     batch = micro_batches(dims)[0]
     try:

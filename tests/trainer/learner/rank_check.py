@@ -1,6 +1,6 @@
 """Trains a few steps on stored groups, publishes them, and prints the results, on one rank or several.
 
-Arguments: MODEL FOLDER (FOLDER/setup.json: connections and run).
+Arguments: FOLDER (model/, ranks.scored, setup.json: connections).
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from pathlib import Path
 
 import torch
 from tests.servers import wait_for
+from tests.trainer.learner.tiny import HOW
 from tests.weights_source import NEVER
 
 from penstock.deploy.bootstrap import bootstrap
@@ -31,7 +32,7 @@ from penstock.trainer.algorithm.objective import build_objective
 from penstock.trainer.connections import Connections
 from penstock.trainer.learner import adapter
 from penstock.trainer.learner.adapter import Lora
-from penstock.trainer.learner.critic import Regression, TokenCredit, load_critic
+from penstock.trainer.learner.critic import TokenCredit, load_critic
 from penstock.trainer.learner.learner import Learner
 from penstock.trainer.learner.load_model import load_policy, load_reference
 from penstock.trainer.learner.policy import Policy
@@ -39,6 +40,7 @@ from penstock.trainer.learner.reference import WithoutAdapter
 from penstock.trainer.learner.shard_files import CaptureSlot, CheckpointWriter
 from penstock.trainer.learner.step_plan import ReadyGroup, StepPlan, all_rows, make_plan, trajectories_alone
 from penstock.trainer.learner.trainable import Optimisation
+from penstock.trainer.optimizer_settings import CriticSettings
 from penstock.trainer.parallel_dims import ParallelDims, ParallelLayout
 from penstock.trainer.publishing.publish import Publisher
 from penstock.trainer.publishing.rank_publisher import PublishCoordinator, RankPublisher
@@ -72,17 +74,16 @@ PUBLISHED = [
     "2-bfloat16",
     "sequence-1",
 ]  # each a session of one run
-CRITIC = Regression(updates=2, clip=0.2, head_start_steps=1)
+CRITIC = CriticSettings(updates=2, value_clip=0.2, head_start_steps=1)
 NUM_STEPS = 4
 BUCKET_BYTES = 40_000  # the model has several buckets
 CHUNK_TOKENS = 7  # tokens per chunk of the output head: every micro-batch takes several chunks, and not equally many
 
 
 def how(zero_stage: int, dtype: str) -> Optimisation:
-    return Optimisation(
-        num_steps=10, lr=1e-3, betas=(0.9, 0.95), weight_decay=0.01, warmup_steps=2, schedule="linear",
-        min_lr_ratio=0.1, max_grad_norm=1.0, zero_stage=zero_stage, dtype=dtype, keep_whole_below=0,  # type: ignore[arg-type]
-        gradient_checkpointing=zero_stage == 2,
+    return replace(
+        HOW, warmup_steps=2, schedule="linear", min_lr_ratio=0.1, zero_stage=zero_stage,
+        dtype=dtype, gradient_checkpointing=zero_stage == 2,  # type: ignore[arg-type]
     )  # fmt: skip
 
 
@@ -183,7 +184,7 @@ def lead(
     ways: TwoWays | None,
     writer: CheckpointWriter,
 ) -> dict:
-    """Make four steps, with a checkpoint of the state after two; returns what must not depend on the number of ranks."""
+    """Make four steps, with a checkpoint after two; returns what must not depend on the number of ranks."""
     ready, plan = planned(learner, blobs, message, settings)
     published = [ways.publish(learner)] if ways else []
     figures = []
@@ -347,9 +348,9 @@ def published_adapter(learner: Learner, merged: dict[str, torch.Tensor]) -> dict
 
 
 def main(arguments: Sequence[str]) -> int:
-    model, folder = arguments
-    setup = json.loads(Path(folder, "setup.json").read_text())
-    ranks = Ranks()
+    ranks, base = Ranks(), Path(arguments[0])
+    model, folder = base / "model", base / f"out{ranks.num_ranks}"
+    setup = json.loads((base / "setup.json").read_text()) | {"run_id": f"ranks-of-{ranks.num_ranks}"}
     blobs = Blobs(S3Settings.model_validate(setup["s3"]))
     dims = ParallelDims(ranks)
     own = RankPublisher(blobs, setup["run_id"], dims.buckets)
@@ -359,21 +360,21 @@ def main(arguments: Sequence[str]) -> int:
         bus = Bus.connect(NatsSettings.model_validate(setup["nats"]), name="rank_check")
         for run_id in (setup["run_id"], f"{setup['run_id']}-alone"):
             bootstrap(bus, blobs, run_id)
-        ways = TwoWays(Connections(setup["run_id"], bus, blobs), coordinator, Path(model))
+        ways = TwoWays(Connections(setup["run_id"], bus, blobs), coordinator, model)
     copies = CaptureSlot()
     writer = CheckpointWriter(copies, ranks)
-    scene = Scene(Path(model), blobs, dims, ParallelDims(ranks, ParallelLayout(ranks.num_ranks)))
+    scene = Scene(model, blobs, dims, ParallelDims(ranks, ParallelLayout(ranks.num_ranks)))
     results = {}
     for name, stage, dtype, algorithm in CASES:
         policy, learner, settings = scene.build(name, stage, dtype, algorithm)
         learner.captured = copies
         if ranks.is_leader:
-            target = Path(folder) / name
+            target = folder / name
             target.mkdir(parents=True)
             published = ways if name in PUBLISHED else None
             results[name] = lead(learner, blobs, scene.message, target, settings, published, writer)
             if name == REFUSED:
-                results[name]["refused"] = refusals(learner, writer, Path(folder) / "refused", ranks.num_ranks)
+                results[name]["refused"] = refusals(learner, writer, folder / "refused", ranks.num_ranks)
             learner.dismiss()
         else:
             learner.follow(own)
@@ -387,7 +388,7 @@ def main(arguments: Sequence[str]) -> int:
             else:
                 learner.follow(own)
         ranks.barrier()
-    crossed = resume_others(scene, Path(folder))
+    crossed = resume_others(scene, folder)
     if ranks.is_leader:
         print(json.dumps({"cases": results, "crossed": crossed}))
     ranks.leave(0)

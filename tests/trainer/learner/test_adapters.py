@@ -15,12 +15,9 @@ from tests.trainer.publishing.test_weight_gc import GRACE_S, beat, collector, ve
 from tests.weights_source import NEVER, adapter_base
 from torch import Tensor
 
-from penstock.deploy.quickstart_task import write_model
 from penstock.protocol import blob_keys, subjects
 from penstock.protocol.facts import WeightsPublished, WeightsRefused
 from penstock.protocol.groups import BlobRef
-from penstock.protocol.transport.blobs import Blobs
-from penstock.protocol.transport.bus import Bus
 from penstock.protocol.versions import PolicyVersion
 from penstock.protocol.weights.adapter_format import (
     ADAPTER_CONFIG,
@@ -40,18 +37,6 @@ from penstock.trainer.publishing.version_writer import Written
 from penstock.trainer.publishing.weight_buckets import AdapterBase, AdapterWeights, ModelWeights, Snapshot
 
 CONFIG = AdapterConfig(r=2, lora_alpha=6.0, target_modules=("q",))
-
-
-@pytest.fixture(scope="module")
-def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("model") / "model"
-    write_model(folder, seed=0)
-    return folder
-
-
-@pytest.fixture
-def connections(bus: Bus, blobs: Blobs, run_streams: str) -> Connections:
-    return Connections(run_streams, bus, blobs)
 
 
 def test_published_adapters_are_loaded_into_a_model(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, get_args
 
@@ -58,7 +59,7 @@ def _assert_exact(attend: Any, layout: Layout, variant: Variant) -> None:
 def test_the_flash_kernel_of_the_cpu_equals_the_definition(
     drawn: Any, variant: Variant, band: int, small_tree: int, short_node: int
 ) -> None:
-    """As masked trees, as batches of short nodes, node by node, and as a mixture of these; windows in bands of queries."""
+    """As masked trees, as batches of short nodes, node by node, and mixed; windows in bands of queries."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(cpu_flash, "_SMALL_TREE", small_tree)
         patch.setattr(cpu_flash, "_SHORT_NODE", short_node)
@@ -88,7 +89,7 @@ def test_the_definition_equals_every_row_alone(drawn: Any, window: int | None) -
 def test_the_parts_and_merging_for_cuda_equal_the_definition(
     drawn: Any, window: int | None, sinks: Tensor | None, copies: int
 ) -> None:
-    """With the kernels' arithmetic in place of the kernels, which need a GPU: one call for nodes, one per level of links."""
+    """With the kernels' arithmetic in place of kernels, which need a GPU: a call for nodes, one per level of links."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(cuda_flash, "_MOST_COPIES", copies)
         patch.setattr(cuda_flash, "_cuda_kernel", varlen)
@@ -128,7 +129,7 @@ def test_torch_s_own_attention_for_each_node_equals_the_definition(drawn: Any, w
 @examples(8)
 @given(drawn=trees(), variant=variants)
 def test_the_mask_and_the_blocks_of_flex_attention_equal_the_definition(drawn: Any, variant: Variant) -> None:
-    """Not compiled, and without gradients, which it does not offer on a CPU: its mask, and the tables of the mask's blocks."""
+    """Not compiled, and without gradients, which a CPU has not: its mask, and the tables of the mask's blocks."""
     layout = pack(*drawn).layout
     query, key, value = (held.detach() for held in _given(layout))
     with pytest.MonkeyPatch.context() as patch:
@@ -171,68 +172,62 @@ def test_exact_kernels_are_used_at_the_head_sizes_and_ratios_that_people_train(
                     assert reason is None, (backend.name, variant, reason)
 
 
-class _Wrong(CpuFlash):
+class _Faulty(CpuFlash):
+    """A kernel of which something is wrong: what it is given, or the gradient."""
+
     name = "flash"
 
-    def attend(
-        self, query: Tensor, key: Tensor, value: Tensor, layout: Layout, scale: float, variant: Variant = PLAIN
-    ) -> Tensor:
-        whole = Layout((layout.nodes[0]._replace(end=layout.num_tokens, subtree_end=layout.num_tokens),), layout.depths)
-        return super().attend(query, key, value, whole, scale, variant)
-
-
-class _Scaled(CpuFlash):
-    def attend(
-        self, query: Tensor, key: Tensor, value: Tensor, layout: Layout, scale: float, variant: Variant = PLAIN
-    ) -> Tensor:
-        return super().attend(query, key, value, layout, scale * 1.05, variant)
-
-
-class _SwapsKeyHeads(CpuFlash):
-    def attend(
-        self, query: Tensor, key: Tensor, value: Tensor, layout: Layout, scale: float, variant: Variant = PLAIN
-    ) -> Tensor:
-        return super().attend(query, key.flip(1), value.flip(1), layout, scale, variant)
-
-
-class _RoughGradient(CpuFlash):
-    """Gradients of queries go through float8, as in a kernel that keeps too few digits; values are exact."""
+    def __init__(self, change: Callable[..., tuple[Tensor, Tensor, Tensor, Layout, float]]) -> None:
+        self._change = change
 
     def attend(
         self, query: Tensor, key: Tensor, value: Tensor, layout: Layout, scale: float, variant: Variant = PLAIN
     ) -> Tensor:
-        rough = query.clone()
-        rough.register_hook(lambda grad: grad.to(torch.float8_e4m3fn).to(grad.dtype))
-        return super().attend(rough, key, value, layout, scale, variant)
+        return super().attend(*self._change(query, key, value, layout, scale), variant)
 
 
-class _Broken(CpuFlash):
-    def attend(
-        self, query: Tensor, key: Tensor, value: Tensor, layout: Layout, scale: float, variant: Variant = PLAIN
-    ) -> Tensor:
-        raise RuntimeError("no kernel for this")
+def _one_row(layout: Layout) -> Layout:
+    return Layout((layout.nodes[0]._replace(end=layout.num_tokens, subtree_end=layout.num_tokens),), layout.depths)
+
+
+def _rough(query: Tensor) -> Tensor:
+    """Return queries whose gradients go through float8, as in a kernel that keeps too few digits; values are exact."""
+    rough = query.clone()
+    rough.register_hook(lambda grad: grad.to(torch.float8_e4m3fn).to(grad.dtype))
+    return rough
+
+
+def _fails(error: Exception) -> Any:
+    raise error
+
+
+_MIXES_ROWS = _Faulty(lambda query, key, value, layout, scale: (query, key, value, _one_row(layout), scale))
+FAULTS = {
+    "rows attend to one another": _MIXES_ROWS,
+    "a scale 5 % off": _Faulty(lambda query, key, value, layout, scale: (query, key, value, layout, scale * 1.05)),
+    "key heads mixed up": _Faulty(
+        lambda query, key, value, layout, scale: (query, key.flip(1), value.flip(1), layout, scale)
+    ),
+    "rough gradients": _Faulty(lambda query, key, value, layout, scale: (_rough(query), key, value, layout, scale)),
+    "no kernel": _Faulty(lambda *_: _fails(RuntimeError("no kernel for this"))),
+}
 
 
 @pytest.mark.parametrize("size", [64, 128, 256])
-@pytest.mark.parametrize("fault", [_Wrong, _Scaled, _SwapsKeyHeads, _RoughGradient, _Broken])
-def test_a_backend_that_fails_or_is_not_exact_is_refused_at_every_head_size(fault: type[CpuFlash], size: int) -> None:
-    """Wrong rows, a scale that is 5 % off, mixed-up key heads, rough gradients and kernels that fail."""
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_backend_that_fails_or_is_not_exact_is_refused_at_every_head_size(fault: str, size: int) -> None:
     query = torch.empty(1, 1, 1, size, dtype=torch.bfloat16)
-    reason = backends.why_not_exact(fault(), query, query, 4)
+    reason = backends.why_not_exact(FAULTS[fault], query, query, 4)
     assert reason is not None
-    assert ("no kernel for this" in reason) == (fault is _Broken)
-    if fault is _Broken:  # the control, once a size
+    assert ("no kernel for this" in reason) == (fault == "no kernel")
+    if fault == "no kernel":  # the control, once a size
         assert backends.why_not_exact(CpuFlash(), query, query, 4) is None
 
 
 def test_the_comparison_reports_a_device_without_memory_as_such() -> None:
-    class Full(CpuFlash):
-        def attend(self, *given: Any) -> Tensor:
-            raise torch.OutOfMemoryError("CUDA out of memory")
-
-    query = torch.empty(1, 1, 1, 16)
+    query, full = torch.empty(1, 1, 1, 16), _Faulty(lambda *_: _fails(torch.OutOfMemoryError("CUDA out of memory")))
     with pytest.raises(torch.OutOfMemoryError):
-        backends.why_not_exact(Full(), query, query, 1)
+        backends.why_not_exact(full, query, query, 1)
 
 
 @pytest.fixture
@@ -247,7 +242,7 @@ def _heads(count: int, size: int = 128, dtype: torch.dtype = torch.bfloat16) -> 
 @pytest.mark.usefixtures("fresh")
 def test_without_a_kernel_only_small_matrices_are_computed_by_the_definition(monkeypatch: pytest.MonkeyPatch) -> None:
     """Above 256 MB the error has each backend's reason, the size and the ways out."""
-    monkeypatch.setattr(backends, "BACKENDS", (_Wrong(), CudaFlash()))
+    monkeypatch.setattr(backends, "BACKENDS", (_MIXES_ROWS, CudaFlash()))
     query, key = _heads(32), _heads(8)
     assert backends.choose(query, key, key, 1024).name == "dense"
     assert matrix_bytes(32, 1024) <= MAX_MATRIX_BYTES < matrix_bytes(32, 16_384)
@@ -294,7 +289,7 @@ def test_every_backend_can_be_named_and_the_expected_one_is_one_of_them() -> Non
 
 
 def test_the_kernels_for_cuda_take_the_arguments_that_they_are_given() -> None:
-    """On torch's meta device: shapes of results and gradients, with fewer key heads and different numbers of queries and keys."""
+    """On torch's meta device: shapes, with fewer key heads and different numbers of queries and keys."""
     bounds = torch.tensor([0, 3, 10], dtype=torch.int32, device="meta")
     query = torch.empty(10, 8, 128, dtype=torch.bfloat16, device="meta")
     key = torch.empty(14, 2, 128, dtype=torch.bfloat16, device="meta")
@@ -330,7 +325,7 @@ def test_values_of_smaller_heads_than_queries_use_the_fast_backend(monkeypatch: 
 
 
 def test_the_cpu_has_a_fast_backend_for_every_dtype_it_trains_in() -> None:
-    """Float32, float64 and bfloat16 use the flash kernel; wider heads of values than of queries use torch's own function."""
+    """Float32, float64 and bfloat16 use the flash kernel; heads of values that are wider torch's own function."""
     for dtype in (torch.float32, torch.float64, torch.bfloat16):
         query = torch.zeros(1, 4, 2, 16, dtype=dtype)
         assert backends.choose(query, query, query, 10**5).name == "cpu-flash"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from dataclasses import replace
 
 import numpy as np
@@ -11,12 +10,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from tests.examples import examples
-from transformers import Qwen3Config, Qwen3ForCausalLM
+from tests.trainer.learner.tiny import VOCABULARY, qwen3
 
 from penstock.trainer.algorithm.batch import MicroBatch, Row, build
 from penstock.trainer.learner.critic import TokenCredit, ValueScorer, ValueTargets, value_figures
-
-VOCABULARY = 17
 
 
 def _row(prompt: int, completion: int, reward: float, *, hole: bool = False) -> Row:
@@ -112,33 +109,6 @@ def test_micro_batches_change_nothing(some: list[Row], rule: TokenCredit, cut: i
     assert apart.figures == pytest.approx(together.figures, rel=1e-4, abs=1e-5)
 
 
-def test_ranks_change_nothing() -> None:
-    """Two ranks that sum their figures whiten as one process with all rows."""
-    some = [_row(2, 1 + n % 4, float(n % 3)) for n in range(6)]
-    rule, meeting = TokenCredit(whiten_rewards=True), threading.Barrier(2)
-    alone = rule([build(some)], [_values(build(some))])
-    left: list[list[float]] = [[], []]
-    found: list[torch.Tensor] = [torch.empty(0)] * 2
-
-    def rank(number: int) -> None:
-        def add_up(figures: list[float]) -> list[float]:
-            left[number] = list(figures)
-            meeting.wait(60.0)
-            total = [a + b for a, b in zip(*left, strict=True)]
-            meeting.wait(60.0)
-            return total
-
-        mine = build(some[number * 3 : number * 3 + 3])
-        found[number] = rule([mine], [_values(mine)], add_up).micro_batches[0].advantages
-
-    threads = [threading.Thread(target=rank, args=(number,)) for number in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60.0)
-    torch.testing.assert_close(torch.cat(found), alone.micro_batches[0].advantages, rtol=1e-5, atol=1e-6)
-
-
 def test_a_critic_of_zeros_credits_every_token_with_the_reward() -> None:
     some = build([_row(3, 4, 1.0), _row(3, 1, -0.5)])
     found = TokenCredit(gamma=1.0, lam=1.0, whiten=False)([some], [torch.zeros(5)])
@@ -176,12 +146,7 @@ def test_explained_variance_equals_its_definition() -> None:
 
 
 def _scorer() -> ValueScorer:
-    torch.manual_seed(0)
-    config = Qwen3Config(
-        vocab_size=VOCABULARY, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, head_dim=8, max_position_embeddings=64, initializer_range=0.2,
-    )  # fmt: skip
-    scorer = ValueScorer(Qwen3ForCausalLM(config))
+    scorer = ValueScorer(qwen3())
     torch.nn.init.normal_(scorer.value_head.weight)
     return scorer
 

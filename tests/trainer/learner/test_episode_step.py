@@ -17,6 +17,7 @@ import torch
 from tests.episodes import make_row
 from tests.groups import make_task
 from tests.servers import wait_for
+from tests.trainer.learner.tiny import OneProcess, PlainTrainable
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
@@ -122,29 +123,6 @@ class FromModel:
         return Completion(sampled, logprobs, (VersionRun(PolicyVersion(0), 0, 3),), "length", "x")
 
 
-class Sgd:
-    """A module whose step is ``w -= LR * gradient``, in the place of DeepSpeed."""
-
-    def __init__(self, module: nn.Module) -> None:
-        self._module, self.device, self.dtype = module, torch.device("cpu"), "float32"
-
-    def __call__(self, *args: Any, **more: Any) -> Tensor:
-        return self._module(*args, **more)
-
-    def begin(self, *, is_last: bool) -> None:
-        """Nothing to prepare."""
-
-    def backward(self, loss: Tensor) -> None:
-        loss.backward()
-
-    def update(self, lr_scale: float = 1.0, **_: bool) -> Any:
-        with torch.no_grad():
-            for parameter in self._module.parameters():
-                parameter -= LR * lr_scale * parameter.grad
-                parameter.grad = None
-        return SimpleNamespace(grad_norm=0.0, lr=LR, layers={}, is_left_out=False)
-
-
 class Issued:
     def __init__(self, tasks: Sequence[Task]) -> None:
         self.tasks = {task.group_id: task for task in tasks}
@@ -176,8 +154,8 @@ async def _generate(bus: Bus, blobs: Blobs, run_id: str, tasks: Sequence[Task], 
         pass
 
     nothing: Any = SimpleNamespace(
-        applied={0}, withdrawn_at=0.0, wait_until_verified=at_once, wait_for_version=at_once, wait_for_ordinary=at_once, ordinary_waiting=contextlib.nullcontext,
-        sampler=lambda _: sampler,
+        applied={0}, withdrawn_at=0.0, wait_until_verified=at_once, wait_for_version=at_once,
+        wait_for_ordinary=at_once, ordinary_waiting=contextlib.nullcontext, sampler=lambda _: sampler,
     )  # fmt: skip
     generator = PackGenerator(
         engine=nothing, environments={"lookup": Lookup()}, weights=nothing, servable=nothing, gate=nothing,
@@ -194,8 +172,9 @@ async def _generate(bus: Bus, blobs: Blobs, run_id: str, tasks: Sequence[Task], 
 async def _score(bus: Bus, blobs: Blobs, run_id: str) -> None:
     delivery = await _next(bus, streams.generated_consumer(run_id), GroupGenerated)
     nothing: Any = None
+    scorer = BuiltInScorer("environment", lambda group: given.judge(group.given))
     context = ScoringContext(
-        blobs, RewardRegistry({"environment": BuiltInScorer("environment", lambda group: given.judge(group.given))}, nothing, nothing),
+        blobs, RewardRegistry({"environment": scorer}, nothing, nothing),
         Announcer(bus, run_id=run_id, source="r0"), RetryPolicy(3, 0.1, 1.0),
         ProgressStore(await bus.key_value(streams.scoring_bucket(run_id).bucket)), ServiceMetrics(), Activity(),
     )  # fmt: skip
@@ -220,15 +199,9 @@ def _settings(folder: Path, *overrides: str) -> TrainerSettings:
 
 
 def _learner(settings: TrainerSettings, model: nn.Module, blobs: Any = None) -> tuple[Planner, Learner]:
-    dims: Any = SimpleNamespace(
-        ranks=SimpleNamespace(num_ranks=1),
-        rows=SimpleNamespace(index=0, count=1),
-        writes_files=True,
-        sum=list,
-        maximum=list,
-    )
+    dims: Any = OneProcess()
     scorer = CompletionScorer(model, 1.0)
-    trainable: Any = Sgd(scorer)
+    trainable: Any = PlainTrainable(scorer, sgd_lr=LR)
     learner = Learner(Policy(trainable, scorer, dims), dims, blobs, build_objective(settings.algorithm))
     return Planner(settings, learner, {}), learner
 

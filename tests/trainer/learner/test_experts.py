@@ -1,4 +1,4 @@
-"""Mixtures of experts in the trainer: what is published, refused and adapted, and the engine's experts in the forward pass."""
+"""Mixtures of experts in the trainer: what is refused and adapted, and the engine's experts in the forward pass."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from penstock.trainer.errors import NotEstimated, UnsupportedModel
 from penstock.trainer.learner import adapter, experts
 from penstock.trainer.learner.attention.models import pair_cost
 from penstock.trainer.learner.flops import pass_cost
-from penstock.trainer.learner.logprobs import CompletionScorer
+from penstock.trainer.learner.logprobs import CompletionScorer, read_batch
 from penstock.trainer.learner.model_folder_check import check_routers
 from penstock.trainer.settings import TrainerSettings
 
@@ -61,9 +61,9 @@ def written(folder: Path) -> Path:
     """Write a tiny Qwen3-MoE whose middle layer is dense."""
     torch.manual_seed(0)
     config = transformers.Qwen3MoeConfig(
-        vocab_size=48, hidden_size=16, intermediate_size=24, moe_intermediate_size=8, num_hidden_layers=3, num_attention_heads=2,
-        num_key_value_heads=2, head_dim=8, num_experts=8, num_experts_per_tok=2, norm_topk_prob=True, mlp_only_layers=[1],
-        initializer_range=0.3, eos_token_id=2, pad_token_id=0,
+        vocab_size=48, hidden_size=16, intermediate_size=24, moe_intermediate_size=8, num_hidden_layers=3,
+        num_attention_heads=2, num_key_value_heads=2, head_dim=8, num_experts=8, num_experts_per_tok=2,
+        norm_topk_prob=True, mlp_only_layers=[1], initializer_range=0.3, eos_token_id=2, pad_token_id=0,
     )  # fmt: skip
     transformers.Qwen3MoeForCausalLM(config).save_pretrained(folder)
     return folder
@@ -86,7 +86,7 @@ def own_choices(model: Any, tokens: np.ndarray) -> np.ndarray:
 
 
 def rows_of(model: Any, *, random_after: int | None = None) -> list[Row]:
-    """Two prompts with answers of their own, two of which begin alike; experts are the model's, or random after some tokens."""
+    """Two prompts with their answers, two of which begin alike; experts are the model's, or random at the end."""
     random = np.random.default_rng(0)
     made = []
     for prompt in (random.integers(3, 48, 20), random.integers(3, 48, 9)):
@@ -103,7 +103,7 @@ def rows_of(model: Any, *, random_after: int | None = None) -> list[Row]:
 
 
 def one_by_one(model: Any, rows: list[Row]) -> torch.Tensor:
-    """Return log-probabilities by a plain forward pass of each row, its experts chosen by a replaced top-k: the reference."""
+    """Return log-probabilities by a plain pass of each row, with experts from a replaced top-k: the reference."""
     found = []
     for row in rows:
         places = iter(range(2))
@@ -133,7 +133,7 @@ def _gate(router: Any, chosen: torch.Tensor) -> Any:
 def test_replayed_experts_compute_what_each_row_alone_would(
     folder: Path, random_after: int | None, checkpointing: bool
 ) -> None:
-    """Log-probabilities and gradients, of routers too, equal a plain pass with the same experts: packed, prefixes shared where they agree."""
+    """Log-probabilities and gradients, of routers too, equal a plain pass with these experts; prefixes are shared."""
     reference, model = loaded(folder), loaded(folder)
     rows = rows_of(reference, random_after=random_after)
     scorer = CompletionScorer(model, 1.0)
@@ -143,13 +143,10 @@ def test_replayed_experts_compute_what_each_row_alone_would(
         model.train()
     batch = build(rows)
     shared = sum(len(row.token_ids) - 1 for row in rows) - batch.input_ids.shape[1]
-    # prompts and 32 tokens of the equal starts; nothing where every row has its own experts; what is equal before the 25th token
+    # prompts and 32 tokens of equal starts; nothing where each row has its experts; what is equal before token 25
     assert shared == {None: 2 * 20 + 2 * 9 + 2 * 32, 0: 0, 25: 2 * 20 + 9 + 25}[random_after]
     assert batch.experts is not None
-    found = scorer(
-        batch.input_ids, batch.predictors, batch.targets, position_ids=batch.position_ids, layout=batch.layout,
-        experts=batch.experts,
-    )  # fmt: skip
+    found = read_batch(scorer, batch, experts=batch.experts)
     expected = one_by_one(reference, rows)
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
     weights = torch.linspace(-1.0, 1.0, len(found))
@@ -173,10 +170,8 @@ def test_without_experts_the_routers_choose_again(folder: Path) -> None:
     scorer = CompletionScorer(model, 1.0)
     scorer.replay_routers()
     batch = build(rows)
-    given = {"position_ids": batch.position_ids, "layout": batch.layout}
     with torch.no_grad():
-        replayed = scorer(batch.input_ids, batch.predictors, batch.targets, experts=batch.experts, **given)
-        plain = scorer(batch.input_ids, batch.predictors, batch.targets, **given)
+        replayed, plain = read_batch(scorer, batch, experts=batch.experts), read_batch(scorer, batch)
     own = [replace(row, experts=own_choices(model, row.token_ids[:-1])) for row in rows]
     torch.testing.assert_close(plain, one_by_one(model, own).detach(), rtol=1e-5, atol=1e-5)
     assert (plain - replayed).abs().max() > 0.1
@@ -184,7 +179,7 @@ def test_without_experts_the_routers_choose_again(folder: Path) -> None:
 
 
 def test_what_cannot_be_replayed_is_refused(folder: Path, tmp_path: Path) -> None:
-    """Before a model is read where its config.json says so, and a batch that does not name its experts by the policy."""
+    """Before a model is read where its config.json says so; a batch without experts is refused by the policy."""
     assert check_routers(folder, router_replay=False) is None
     found = check_routers(folder, router_replay=True)
     assert found is not None
@@ -222,9 +217,10 @@ def test_a_plan_counts_all_experts_in_memory_and_those_of_a_token_in_operations(
     adapter.attach(model, lora)
     assert shape.adapter(2, ()) == sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
     published = {
-        "model_type": "qwen3_moe", "hidden_size": 2048, "num_hidden_layers": 48, "num_attention_heads": 32, "num_key_value_heads": 4,
-        "head_dim": 128, "intermediate_size": 6144, "vocab_size": 151936, "num_experts": 128, "num_experts_per_tok": 8,
-        "moe_intermediate_size": 768, "decoder_sparse_step": 1, "mlp_only_layers": [],
+        "model_type": "qwen3_moe", "hidden_size": 2048, "num_hidden_layers": 48, "num_attention_heads": 32,
+        "num_key_value_heads": 4, "head_dim": 128, "intermediate_size": 6144, "vocab_size": 151936,
+        "num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768,
+        "decoder_sparse_step": 1, "mlp_only_layers": [],
     }  # fmt: skip
     large = shape_of(published, "config.json")
     assert large.parameters == pytest.approx(30.5e9, rel=2e-3)

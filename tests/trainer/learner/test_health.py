@@ -9,19 +9,18 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tests.trainer.learner.batch_check import HOW
+from tests.trainer.learner.tiny import HOW, OneProcess, PlainTrainable, row_of
 from torch.utils.flop_counter import FlopCounterMode
 
-from penstock.deploy.quickstart_task import write_model
 from penstock.trainer.algorithm.algorithm_settings import AlgorithmSettings
-from penstock.trainer.algorithm.batch import Row, build
+from penstock.trainer.algorithm.batch import build
 from penstock.trainer.algorithm.objective import build_objective
 from penstock.trainer.algorithm.stop_checks import STEPS_BEFORE_STOP, CollapseCheck
 from penstock.trainer.errors import PolicyCollapsed, TrainingDiverged
 from penstock.trainer.learner.adapter import Lora, attach
 from penstock.trainer.learner.flops import Load, Work, load_of, pass_cost, peak_of
 from penstock.trainer.learner.load_model import load_language_model
-from penstock.trainer.learner.logprobs import CompletionScorer
+from penstock.trainer.learner.logprobs import CompletionScorer, read_batch
 from penstock.trainer.learner.policy import Policy
 from penstock.trainer.learner.step_metrics import KINDS, WINDOW, Outliers, layer_groups
 from penstock.trainer.learner.trainable import Update
@@ -74,24 +73,12 @@ def test_the_limit_follows_the_median_of_the_recent_norms() -> None:
     assert not any(risen[WINDOW // 2 + 1 :])
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("health") / "model"
-    write_model(path, seed=0)
-    return path
-
-
-def test_operations_are_those_of_the_matrix_products(folder: Path) -> None:
-    """Forward and backward, a shared prompt once: what torch counts, and the formula of parameters, vocabulary and pairs."""
-    model = load_language_model(folder, HOW, ALONE)
+def test_operations_are_those_of_the_matrix_products(model_folder: Path) -> None:
+    """Forward and backward, a shared prompt once: as torch counts, and by parameters, vocabulary and pairs."""
+    model = load_language_model(model_folder, HOW, ALONE)
     scorer = CompletionScorer(model, 1.0)
-    prompt, rng = np.arange(3, 20), np.random.default_rng(0)
-    rows = []
-    for length in (3, 5, 8):
-        tokens = np.concatenate([prompt, rng.integers(3, 50, length)]).astype(np.int32)
-        mask = np.arange(len(tokens)) >= len(prompt)
-        rows.append(Row(tokens, mask, np.zeros(len(tokens), np.float32), 1.0, 1.0))
-    batch = build(rows)
+    rng = np.random.default_rng(0)
+    batch = build([row_of(range(3, 20), rng.integers(3, 50, length), 1.0) for length in (3, 5, 8)])
     load = load_of(batch.layout, batch.input_ids.shape[1], len(batch.targets), padded=False, windows=(None, 9, 9))
     answers = (2, 4, 7)  # the last token of each row is not computed
     assert (load.tokens, load.predicted) == (17 + sum(answers), 16)
@@ -105,16 +92,14 @@ def test_operations_are_those_of_the_matrix_products(folder: Path) -> None:
     expected = 6 * body * load.tokens + 6 * table * 16 + 12 * query * load.pairs
     assert cost.forward(load) + cost.backward(load) == expected
     with FlopCounterMode(display=False) as counter:
-        scorer(
-            batch.input_ids, batch.predictors, batch.targets, position_ids=batch.position_ids, layout=batch.layout
-        ).sum().backward()
+        read_batch(scorer, batch).sum().backward()
     counted = counter.get_flop_counts()["Global"][torch.ops.aten.mm]
     assert counted == 6 * body * load.tokens + 6 * table * 16
 
 
-def test_frozen_weights_need_no_gradient_of_their_own(folder: Path) -> None:
+def test_frozen_weights_need_no_gradient_of_their_own(model_folder: Path) -> None:
     """With adapters the base takes two thirds of the operations, and the adapters all."""
-    model = load_language_model(folder, HOW, ALONE)
+    model = load_language_model(model_folder, HOW, ALONE)
     whole = pass_cost(model)
     attach(model, Lora(4, 8.0))
     cost, load = pass_cost(model), Load(100, 0, 0)
@@ -128,7 +113,8 @@ def test_frozen_weights_need_no_gradient_of_their_own(folder: Path) -> None:
     [
         ("NVIDIA H100 80GB HBM3", "bfloat16", 989.4e12), ("NVIDIA H100 PCIe", "bfloat16", 756e12),
         ("NVIDIA A100-SXM4-80GB", "bfloat16", 312e12), ("NVIDIA H200", "bfloat16", 989.4e12),
-        ("NVIDIA L40S", "bfloat16", 362e12), ("NVIDIA L4", "bfloat16", 121e12), ("NVIDIA GeForce RTX 4090", "bfloat16", 165.2e12),
+        ("NVIDIA L40S", "bfloat16", 362e12), ("NVIDIA L4", "bfloat16", 121e12),
+        ("NVIDIA GeForce RTX 4090", "bfloat16", 165.2e12),
         ("NVIDIA H100 80GB HBM3", "float32", None), ("cpu", "bfloat16", None), ("NVIDIA X9000", "bfloat16", None),
         ("NVIDIA A1000", "bfloat16", None), ("", "bfloat16", None),
     ],
@@ -145,41 +131,12 @@ def test_speed_is_of_the_step_without_its_wait() -> None:
     assert "mfu" not in speed_fields(Work(6e9, 300.0), num_tokens=100, step_s=2.0, peak=None)
 
 
-class _Stub:
-    """A network under an optimizer that must not step."""
-
-    device = torch.device("cpu")
+class _Steps(PlainTrainable):
+    """A trainable whose passes and steps are only noted."""
 
     def __init__(self, scorer: CompletionScorer) -> None:
-        self._scorer = scorer
-
-    def __call__(self, *given: Any, **named: Any) -> torch.Tensor:
-        return self._scorer(*given, **named)
-
-    def begin(self, *, is_last: bool) -> None:
-        assert is_last
-
-    def backward(self, loss: torch.Tensor) -> None:
-        assert not loss.isfinite()
-
-
-def test_a_loss_that_is_not_finite_makes_no_step(folder: Path) -> None:
-    scorer = CompletionScorer(load_language_model(folder, HOW, ALONE), 1.0)
-    alone: Any = SimpleNamespace(sum=list, maximum=list)
-    policy = Policy(_Stub(scorer), scorer, alone)  # type: ignore[arg-type]
-    tokens = np.arange(3, 9, dtype=np.int32)
-    row = Row(tokens, np.arange(6) > 2, np.zeros(6, np.float32), 1.0, float("nan"))
-    with pytest.raises(TrainingDiverged, match=r"the loss of step 1 is nan, not a finite number"):
-        policy.train_step([build([row])], build_objective(AlgorithmSettings()))
-    assert policy.steps_done == 0
-
-
-class _Steps(_Stub):
-    """A trainable whose optimizer step is only noted."""
-
-    def __init__(self, scorer: CompletionScorer, events: list[str]) -> None:
         super().__init__(scorer)
-        self.events = events
+        self.events = list[str]()
 
     def backward(self, loss: torch.Tensor) -> None:
         self.events.append("backward")
@@ -189,13 +146,25 @@ class _Steps(_Stub):
         return Update(1.0, 1e-3)
 
 
-def test_weights_that_a_thread_reads_change_when_they_are_read(folder: Path) -> None:
+def policy_of(model_folder: Path) -> tuple[Policy, list[str]]:
+    scorer = CompletionScorer(load_language_model(model_folder, HOW, ALONE), 1.0)
+    steps: Any = _Steps(scorer)
+    return Policy(steps, scorer, OneProcess()), steps.events  # type: ignore[arg-type]
+
+
+def test_a_loss_that_is_not_finite_makes_no_step(model_folder: Path) -> None:
+    policy, events = policy_of(model_folder)
+    row = row_of([3, 4, 5], [6, 7, 8], float("nan"))
+    with pytest.raises(TrainingDiverged, match=r"the loss of step 1 is nan, not a finite number"):
+        policy.train_step([build([row])], build_objective(AlgorithmSettings()))
+    assert (policy.steps_done, events) == (0, ["backward"])
+
+
+def test_weights_that_a_thread_reads_change_when_they_are_read(model_folder: Path) -> None:
     """The passes of a step go on meanwhile; its update waits."""
-    scorer, events = CompletionScorer(load_language_model(folder, HOW, ALONE), 1.0), list[str]()
-    alone: Any = SimpleNamespace(sum=list, maximum=list)
-    policy = Policy(_Steps(scorer, events), scorer, alone)  # type: ignore[arg-type]
+    policy, events = policy_of(model_folder)
     policy.weights.read_in(SimpleNamespace(result=lambda: events.append("read")))  # type: ignore[arg-type]
-    row = Row(np.arange(3, 9, dtype=np.int32), np.arange(6) > 2, np.zeros(6, np.float32), 1.0, 1.0)
+    row = row_of([3, 4, 5], [6, 7, 8], 1.0)
     for _ in range(2):
         policy.train_step([build([row])], build_objective(AlgorithmSettings()))
     assert events == ["backward", "read", "update", "backward", "update"]

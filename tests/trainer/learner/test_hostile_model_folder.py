@@ -1,4 +1,4 @@
-"""Model folders from strangers: no code is run, nothing is unpickled, and no tensor is trained that was not in the files."""
+"""Model folders from strangers: no code is run, nothing is unpickled, and only tensors of the files are trained."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 from tests.deadline import ends_within
 
-from penstock.deploy.quickstart_task import write_model
 from penstock.rollout_service.embedded_engine.errors import CheckpointRefused
 from penstock.rollout_service.embedded_engine.model.weights import _files_of
 from penstock.trainer.errors import UnsupportedModel
@@ -28,17 +27,9 @@ FIRST = "model.embed_tokens.weight"
 Change = Callable[[Path], object]
 
 
-@pytest.fixture(scope="module")
-def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The quickstart's model folder."""
-    folder = tmp_path_factory.mktemp("model") / "model"
-    write_model(folder, seed=0)
-    return folder
-
-
 @pytest.fixture
-def model(original: Path, tmp_path: Path) -> Path:
-    return Path(shutil.copytree(original, tmp_path / "model"))
+def model(model_folder: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(model_folder, tmp_path / "model"))
 
 
 def config(**values: object) -> Change:
@@ -68,6 +59,10 @@ def header(
         path.write_bytes(struct.pack("<Q", len(data) if length is None else length) + data + raw[8 + size :] + more)
 
     return change
+
+
+def offsets(*of_first: object) -> Change:
+    return header(lambda entries: entries[FIRST].update(data_offsets=list(of_first)))
 
 
 def index(name: object) -> Change:
@@ -115,12 +110,17 @@ def _not_a_number(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "expected"),
     [
+        pytest.param(shutil.rmtree, r"no config\.json found", id="no folder"),
+        pytest.param(config(model_type="toaster"), "not a usable causal", id="not a model"),
         pytest.param(_own_code, "code in the folder is never executed", id="auto_map"),
         pytest.param(_pickle, "other formats can contain code", id="a pickle"),
-        pytest.param(content("adapter_config.json", b'{"base_model_name_or_path": "a/b"}'), "is an adapter", id="adapter"),
+        pytest.param(content("adapter_config.json", b'{"base_model_name_or_path": ""}'), "is an adapter", id="adapter"),
         pytest.param(config(_attn_implementation="a/kernel"), "kernels are not downloaded", id="a kernel to download"),
         pytest.param(config(text_config={"attn_implementation": "a/b"}), "not downloaded", id="the same, nested"),
-        pytest.param(config(quantization_config={"quant_method": "bitsandbytes", "load_in_4bit": True}), r"quantization_config \(bitsandbytes\).*QLoRA", id="quantized"),
+        pytest.param(
+            config(quantization_config={"quant_method": "bitsandbytes", "load_in_4bit": True}),
+            r"quantization_config \(bitsandbytes\).*QLoRA", id="quantized",
+        ),
         pytest.param(config(num_hidden_layers=3), r"the files have no .*layers\.2", id="a layer more"),
         pytest.param(config(num_hidden_layers=1), r"config\.json has no .*layers\.1", id="a layer less"),
         pytest.param(config(hidden_size=128), "not a usable causal", id="another width"),
@@ -145,10 +145,10 @@ def _not_a_number(folder: Path) -> None:
         pytest.param(_cut, r"[\d,]+ bytes, its header says [\d,]+: it is cut off", id="truncated"),
         pytest.param(content("model.safetensors", b""), "not a safetensors file", id="empty"),
         pytest.param(header(length=2**62), "not a safetensors file", id="a huge header"),
-        pytest.param(content("model.safetensors", struct.pack("<Q", 4) + b"[[[["), "not a safetensors file", id="no JSON"),
-        pytest.param(header(lambda h: h[FIRST].update(data_offsets=[0, 8])), "SafetensorError", id="overlapping offsets"),
-        pytest.param(header(lambda h: h[FIRST].update(data_offsets=["a", None])), "not a safetensors file", id="offsets that are no numbers"),
-        pytest.param(header(lambda h: h[FIRST].update(data_offsets=[-8, 8])), "no dtype, shape and offsets", id="negative offsets"),
+        pytest.param(content("model.safetensors", struct.pack("<Q", 4) + b"[[[["), "not a safetensors", id="no JSON"),
+        pytest.param(offsets(0, 8), "SafetensorError", id="overlapping offsets"),
+        pytest.param(offsets("a", None), "not a safetensors file", id="offsets that are no numbers"),
+        pytest.param(offsets(-8, 8), "no dtype, shape and offsets", id="negative offsets"),
         pytest.param(header(lambda h: h[FIRST].update(shape=[2**40, 2**40])), "SafetensorError", id="a huge shape"),
         pytest.param(header(lambda h: h[FIRST].update(dtype="I32")), "expected floating-point", id="integers"),
         pytest.param(header(lambda h: h[FIRST].update(dtype="Q9")), "expected floating-point", id="an unknown dtype"),
@@ -181,7 +181,7 @@ def test_the_embedded_engine_reads_no_file_outside_of_its_folder(model: Path) ->
 
 
 def test_a_link_out_of_the_folder_is_not_published(model: Path) -> None:
-    """Config and tokenizer files are published with every version: a link would take any file of this machine with them."""
+    """Config and tokenizer files are published with every version: a link would publish any file of the machine."""
     secret = model.parent / "secret.json"
     secret.write_text("{}")
     assert "config.json" in small_files(model, "float32")

@@ -1,10 +1,11 @@
-"""Rows with images, packed and with shared prefixes, have the log-probabilities and gradients of transformers' forward on every row alone."""
+"""Packed rows with images have the log-probabilities and gradients of transformers on every row alone."""
 
 from __future__ import annotations
 
 import io
 import json
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,8 @@ from safetensors.torch import load_file
 from tests import episodes
 from tests.groups import make_group
 from tests.pictures import picture, picture_bytes
-from tests.trainer.learner.forks import Fork
+from tests.trainer.learner import forks
+from tests.trainer.learner.tiny import HOW
 from tests.vision_model import build_vision_model
 from torch import Tensor
 from transformers import Qwen2_5_VLForConditionalGeneration
@@ -32,10 +34,15 @@ from penstock.protocol.images.processor import ImageProcessor, expanded, read_pr
 from penstock.protocol.packs import group_pack
 from penstock.protocol.trajectory import Group
 from penstock.protocol.versions import PolicyVersion
-from penstock.trainer.algorithm.batch import PlacedImages, Row, StoredImage, build
+from penstock.trainer.algorithm.algorithm_settings import AlgorithmSettings
+from penstock.trainer.algorithm.batch import MicroBatch, PlacedImages, Row, StoredImage, build
+from penstock.trainer.algorithm.objective import build_objective
 from penstock.trainer.groups.pack_reader import PackReader
-from penstock.trainer.learner.logprobs import CompletionScorer
+from penstock.trainer.learner.load_model import load_policy
+from penstock.trainer.learner.logprobs import CompletionScorer, read_batch
 from penstock.trainer.learner.vision import ImageReader, freeze_tower
+from penstock.trainer.parallel_dims import ParallelDims, ParallelLayout
+from penstock.trainer.ranks import Ranks
 
 SIZES = [(40, 24), (24, 24), (70, 20), (16, 60)]
 
@@ -107,10 +114,7 @@ def read(scorer: CompletionScorer, rows: list[Row], reader: ImageReader) -> tupl
     images = batch.images
     if images is not None:
         images = replace(images, read=reader.patches)
-    found = scorer(
-        batch.input_ids, batch.predictors, batch.targets,
-        position_ids=batch.position_ids, layout=batch.layout, images=images,
-    )  # fmt: skip
+    found = read_batch(scorer, replace(batch, images=images))
     return found, -(found * batch.weights).sum()
 
 
@@ -133,7 +137,7 @@ def alone(model: Any, row: Row, data: dict[str, bytes]) -> Tensor:
 
 
 def test_a_packed_stream_equals_transformers_row_by_row(folder: Path, processor: ImageProcessor) -> None:
-    """Log-probabilities to 1e-5, the loss and every gradient, the vision tower's too; every picture is computed once."""
+    """Log-probabilities to 1e-5, loss and every gradient, the vision tower's too; a picture is computed once."""
     rows = some_rows(processor)
     images = [*IMAGES, TWIN]
     store = Store(images)
@@ -315,6 +319,46 @@ def replace_processor(processor: ImageProcessor) -> ImageProcessor:
     return replace(processor, max_pixels=processor.max_pixels * 2)
 
 
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "2": {"zero_stage": 2, "train_vision_tower": True, "gradient_checkpointing": True},
+    "3-frozen": {"zero_stage": 3},
+    "3": {"zero_stage": 3, "train_vision_tower": True},
+}
+
+
+def micro_batches(processor: ImageProcessor, dims: ParallelDims) -> list[MicroBatch]:
+    """Return this rank's micro-batches: of two ranks, the second one has text alone."""
+    of_images = [make_row(processor, [[5], *IMAGES[:2], [6, 7]], [10, 11, 12 + n], 0.1) for n in range(2)]
+    of_images += [make_row(processor, [[5], IMAGES[0], [6, 7]], [13], 0.1)]
+    of_text = [[make_row(processor, [[5, 6, 7]], answer, 0.1)] for answer in ([20, 21], [22], [23, 24, 25])]
+    shares = [[of_images, of_text[0]], of_text[1:]]
+    own = [piece for share in shares for piece in share] if dims.rows.count == 1 else shares[dims.rows.index]
+    reader = ImageReader(Store(IMAGES).get, processor)
+    found = [build(piece) for piece in own]
+    return [b if b.images is None else replace(b, images=replace(b.images, read=reader.patches)) for b in found]
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Train two steps of the model that is the argument in every layout; print losses, norms and weights."""
+    model, dims, results = Path(arguments[0]), ParallelDims(Ranks(), ParallelLayout(1, 1)), {}
+    processor = read_processor(model)
+    assert processor is not None
+    for name, changes in LAYOUTS.items():
+        policy = load_policy(model, replace(HOW, **changes), dims, temperature=1.0)
+        objective = build_objective(AlgorithmSettings())
+        batches = micro_batches(processor, dims)
+        steps = [policy.train_step(batches, objective) for _ in range(2)]
+        results[name] = {
+            "loss": [step.loss for step in steps],
+            "norm": [step.grad_norm for step in steps],
+            "weights": {key: float(tensor.double().norm()) for key, tensor in policy.weights.snapshot().items()},
+        }
+    if dims.ranks.is_leader:
+        print(json.dumps(results))
+    dims.ranks.leave(0)
+    return 0
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(700)
 def test_zero_2_and_3_on_two_ranks_equals_one_process(folder: Path, tmp_path: Path) -> None:
@@ -322,16 +366,7 @@ def test_zero_2_and_3_on_two_ranks_equals_one_process(folder: Path, tmp_path: Pa
 
     A tower that ZeRO-3 has divided must be computed by both, and the other's text keep its gradient.
     """
-    results = {}
-    for num_ranks in (1, 2):
-        running = Fork(
-            tmp_path, "tests.trainer.learner.image_rank_check", str(folder), str(tmp_path), num_ranks=num_ranks
-        )
-        try:
-            running.wait(deadline_s=300.0)
-        finally:
-            running.kill()
-        results[num_ranks] = json.loads((tmp_path / f"{num_ranks}.json").read_text())
+    results = forks.results(tmp_path, __name__, str(folder), ranks=(1, 2))
     own = load_file(folder / "model.safetensors")
     norms = {name: float(tensor.double().norm()) for name, tensor in own.items()}
     for name, one in results[1].items():

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 import pytest
-from tests.trainer.learner.forks import Fork
+from tests.trainer.learner import forks, layout_check
 from tests.trainer.learner.layout_check import (
     EXPERTS,
     EXPERTS_OF_TWO,
@@ -34,15 +33,8 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict[str, Any
     folder = tmp_path_factory.mktemp("layouts")
     write_model(folder / "model", seed=0)
     mixture(folder / "experts")  # here: of several ranks transformers lets the first one write
-    started = {
-        num: Fork(folder, "tests.trainer.learner.layout_check", str(folder / "model"), str(folder), num_ranks=num)
-        for num in (1, 2)
-    }
-    try:
-        return {num: json.loads(one.wait(deadline_s=800.0).splitlines()[-1]) for num, one in started.items()}
-    finally:
-        for one in started.values():
-            one.kill()
+    arguments = str(folder / "model"), str(folder)
+    return forks.results(folder, layout_check.__name__, *arguments, ranks=(1, 2), deadline_s=800.0)
 
 
 @pytest.mark.slow
@@ -71,7 +63,7 @@ def test_rows_without_experts_are_refused_where_routers_are_replayed(results: di
 
 @pytest.mark.parametrize("case", MEASURED)
 def test_norms_and_updates_by_layers_are_those_of_one_process(results: dict[int, dict[str, Any]], case: str) -> None:
-    """At every ZeRO stage, with adapters, offloaded: equal to plain gradients, and to the change of the master weights."""
+    """At every ZeRO stage, with adapters, offloaded: those of plain gradients and of the master weights' change."""
     alone, together = results[1][case], results[2][case]
     is_exact = "bfloat16" not in case
     assert set(alone["layers"]) >= {"attention", "mlp", "block 0", "block 1", "all"}

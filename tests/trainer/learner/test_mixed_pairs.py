@@ -1,28 +1,174 @@
-"""Pairs of answers in the steps of a run: exact beside its groups, the same on two ranks, after a resume and in a replay."""
+"""Pairs of answers in the steps of a run: exact beside its groups, on two ranks, after a resume and in a replay."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from tests.fine_tuning.trl_rows import pairs
 from tests.trainer.groups.stored_groups import invent_group
-from tests.trainer.learner.forks import Command, Fork
-from tests.trainer.learner.mixed_check import COEFFICIENT, NUM_PAIRS, SCORED, WAYS
+from tests.trainer.learner import forks
+from tests.trainer.learner.forks import Command
 from tests.trainer.producer import ScriptedProducer, recite, write_run_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM
 
 from penstock.deploy.bootstrap import bootstrap, delete_run
 from penstock.deploy.processes.servers import NatsServer, S3Server
 from penstock.deploy.quickstart_task import write_model
-from penstock.protocol.facts import GroupScored, encode
+from penstock.protocol.facts import GroupScored, decode, encode
 from penstock.protocol.groups import BlobRef, ScoredGroup
 from penstock.protocol.packs import group_pack
 from penstock.protocol.transport.blobs import Blobs
 from penstock.protocol.transport.bus import Bus
+from penstock.trainer.data.data_order import DataOrder
+from penstock.trainer.learner.learner import Learner, build_learner
+from penstock.trainer.learner.pair_planner import open_mixed_pairs, pair_metrics
+from penstock.trainer.learner.planning import Planner, learn
+from penstock.trainer.learner.step_plan import ReadyGroup
+from penstock.trainer.parallel_dims import ParallelDims
+from penstock.trainer.ranks import Ranks
+from penstock.trainer.settings import TrainerSettings
+
+SCORED = "scored.msgpack"
+NUM_STEPS, COEFFICIENT, BETA, NUM_PAIRS = 3, 0.5, 0.3, 5
+WAYS: dict[str, dict[str, Any]] = {
+    "sigmoid": {"trainer": {"zero_stage": 0}},
+    "sigmoid-3": {"trainer": {"zero_stage": 3}},
+    "coupled": {"dpo": {"loss": "aot"}},
+    "without reference": {"dpo": {"loss": "orpo", "beta": 0.1}, "algorithm": {"reference_path": None}},
+    "lora": {"model": {"lora": {"rank": 4}}, "trainer": {"zero_stage": 2}, "algorithm": {"reference_path": None}},
+    "whole": {"algorithm": {"dpo_coefficient": 1.0}},
+    "groups alone": {"algorithm": {"dpo_coefficient": 0.0, "reference_path": None}, "dpo": {}},
+}
+
+
+class PackFolder:
+    """Packs below a folder, as `Learner` fetches them from an object store."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def get(self, ref: BlobRef) -> bytes:
+        return (self._folder / ref.key).read_bytes()
+
+
+def settings(folder: Path, changes: dict[str, Any]) -> TrainerSettings:
+    given: dict[str, dict[str, Any]] = {
+        "run": {"id": "mixed", "dir": folder / "runs", "seed": 7},
+        "model": {"path": folder / "model"},
+        "data": {"train": folder / "rows.jsonl", "max_prompt_tokens": 64},
+        "reward": {"name": "exact_match"},
+        "rollout": {"group_size": 4, "groups_per_step": 3, "max_new_tokens": 16},
+        "algorithm": {"name": "gspo", "dpo_coefficient": COEFFICIENT, "reference_path": folder / "other"},
+        "dpo": {"beta": BETA, "batch_size": NUM_PAIRS},
+        "trainer": {"lr": 1e-3, "steps": 10, "micro_batch_tokens": 128},
+    }
+    return TrainerSettings.model_validate(
+        {name: {**given.get(name, {}), **changes.get(name, {})} for name in {**given, **changes}}
+    )
+
+
+def trained(folder: Path, way: str, ranks: Ranks) -> dict[str, Any]:
+    """Make some steps, and the last of them again from a checkpoint (rank 0)."""
+    chosen, dims = settings(folder, WAYS[way]), ParallelDims(ranks)
+    pairs = open_mixed_pairs(chosen)
+    learner = build_learner(chosen, dims, PackFolder(folder), pairs)  # type: ignore[arg-type]
+    if not ranks.is_leader:
+        learner.follow()
+        return {}
+    message = decode((folder / SCORED).read_bytes(), GroupScored)
+    groups = group_pack.decode((folder / message.pack.key).read_bytes())
+    batch = [ReadyGroup(group, message.pack, groups[group.generated.row_group]) for group in message.groups]
+    planner, steps = Planner(chosen, learner, {}), []
+    for step in range(NUM_STEPS):
+        if step == NUM_STEPS - 1:
+            saved = folder / f"{way}-{ranks.num_ranks}"
+            learner.save(saved)
+        steps.append(line(learner, planner, batch))
+    weights = learner.snapshot()
+    learner.load(saved)
+    again = line(learner, planner, batch)
+    mixed = learner._pairs
+    found = {
+        "prompts": [[pair.prompt.tolist() for pair in mixed.at(step)] for step in range(2)] if mixed else [],
+        "steps": steps,
+        "again": again == steps[-1] and same(weights, learner.snapshot()),
+        "checksum": float(sum(tensor.double().abs().sum() for tensor in weights.values())),
+        "digests": learner.data_digests,
+    }
+    learner.dismiss()
+    return found
+
+
+def line(learner: Learner, planner: Planner, batch: list[ReadyGroup]) -> dict[str, Any]:
+    learned = learn(planner, learner, batch, 0, keep_groups="all")
+    figures, kept = learned.metrics, learned.metrics.kept
+    assert kept is not None
+    return {
+        "loss": figures.loss,
+        "grad_norm": figures.grad_norm,
+        "tokens": figures.sums["tokens"],
+        "ratio": figures.sums["ratio"],
+        "kept": sorted(kept.rows.tolist()),
+        **pair_metrics(figures.sums),
+    }
+
+
+def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
+    return all(torch.equal(one[name], other[name]) for name in one)
+
+
+def by_hand(folder: Path) -> dict[str, Any]:
+    """Return loss and gradient norm of the first step's pairs, from plain logits, and the prompts of two steps."""
+    chosen = settings(folder, {})
+    pairs = open_mixed_pairs(chosen)
+    assert pairs is not None
+    order = DataOrder(len(pairs), chosen.run.seed)
+    steps = [[pairs[order.at(NUM_PAIRS * step + place).prompt] for place in range(NUM_PAIRS)] for step in range(2)]
+    policy, reference = (AutoModelForCausalLM.from_pretrained(folder / name).eval() for name in ("model", "other"))
+    losses = []
+    for pair in steps[0]:
+        margin = torch.zeros(())
+        for answer, sign in ((pair.chosen, 1.0), (pair.rejected, -1.0)):
+            with torch.no_grad():
+                held = logprob(reference, pair.prompt, answer)
+            margin = margin + sign * (logprob(policy, pair.prompt, answer) - held)
+        losses.append(-torch.nn.functional.logsigmoid(BETA * margin))
+    loss = torch.stack(losses).mean()
+    loss.backward()
+    squares = sum(float(p.grad.double().square().sum()) for p in policy.parameters() if p.grad is not None)
+    return {
+        "pair_loss": float(loss),
+        "grad_norm": squares**0.5,
+        "num_pairs": len(pairs),
+        "prompts": [[pair.prompt.tolist() for pair in step] for step in steps],
+    }
+
+
+def logprob(model: torch.nn.Module, prompt: Any, answer: Any) -> Tensor:
+    ids = torch.tensor([*prompt, *answer], dtype=torch.int64)
+    scores = model(ids[None]).logits[0].float().log_softmax(-1)
+    return scores[len(prompt) - 1 : -1].gather(1, ids[len(prompt) :, None]).sum()
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Train groups and pairs together in every way below the folder that is the argument; print what each gave."""
+    folder, ranks = Path(arguments[0]), Ranks()
+    found: dict[str, Any] = {way: trained(folder, way, ranks) for way in WAYS}
+    if ranks.num_ranks == 1:
+        found["by hand"] = by_hand(folder)
+    if ranks.is_leader:
+        print(json.dumps(found))
+    ranks.leave(0)
+    return 0
+
 
 NUM_ROWS = 12  # pairs of the file; steps use some of them a second time
 
@@ -57,18 +203,13 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict[str, Any
     write_model(folder / "other", seed=1)
     write_rows(folder / "rows.jsonl")
     store_groups(folder)
-    started = {num: Fork(folder, "tests.trainer.learner.mixed_check", str(folder), num_ranks=num) for num in (1, 2)}
-    try:
-        return {num: json.loads(one.wait(deadline_s=300.0).splitlines()[-1]) for num, one in started.items()}
-    finally:
-        for one in started.values():
-            one.kill()
+    return forks.results(folder, __name__, str(folder), ranks=(1, 2))
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_losses_and_gradients_add_up(results: dict[int, dict[str, Any]]) -> None:
-    """The loss is that of the groups alone plus the weighed one of the pairs, which plain logits give; so is the gradient."""
+    """The loss is that of the groups plus the weighed one of the pairs, which plain logits give; so is the gradient."""
     one, hand = results[1], results[1]["by hand"]
     alone, half, whole = (one[way]["steps"][0] for way in ("groups alone", "sigmoid", "whole"))
     assert half["pair_loss"] == pytest.approx(hand["pair_loss"], abs=1e-5)
@@ -99,7 +240,7 @@ def test_pairs_follow_from_seed_and_step(results: dict[int, dict[str, Any]]) -> 
 
 @pytest.mark.parametrize("way", WAYS)
 def test_two_ranks_equal_one_and_a_checkpoint_continues(results: dict[int, dict[str, Any]], way: str) -> None:
-    """Losses, norms, figures and weights agree, also of a loss that couples all pairs; a resumed step is the same bit for bit."""
+    """Losses, norms, figures and weights agree, also where a loss couples all pairs; a resumed step is the same."""
     one, two = results[1][way], results[2][way]
     assert one["again"]
     assert two["again"]

@@ -1,11 +1,11 @@
-"""The learner on a device that is not the CPU: nothing is mixed with the CPU, and a micro-batch is sent in one copy and never waited for.
+"""The learner on another device than the CPU: a micro-batch is sent in one copy and never waited for.
 
-What copies, or makes the host wait, is listed here by the function that does: a change that adds one fails, and the message has the lines.
+What copies, or makes the host wait, is listed here by its function: a change that adds one fails with the lines.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,6 +19,7 @@ from tests import tagged_device
 from tests.tagged_device import DEVICE, Tagged, assert_waits, copies, plain
 from tests.trainer.algorithm.test_every_preset import ALGORITHMS
 from tests.trainer.learner import test_image_rows
+from tests.trainer.learner.tiny import OneProcess, PlainTrainable
 from tests.vision_model import build_vision_model
 from torch import Tensor
 
@@ -38,27 +39,26 @@ from penstock.trainer.data.pairs import Pair
 from penstock.trainer.dpo_settings import DpoSettings
 from penstock.trainer.errors import CheckpointError
 from penstock.trainer.learner import adapter
-from penstock.trainer.learner.critic import Critic, Regression, TokenCredit, ValueScorer
+from penstock.trainer.learner.critic import Critic, TokenCredit, ValueScorer
 from penstock.trainer.learner.learner import Learner
 from penstock.trainer.learner.logprobs import CompletionScorer
-from penstock.trainer.learner.optimizer_state import Place
 from penstock.trainer.learner.pair_planner import PairPlanner
-from penstock.trainer.learner.parallel_shares import TokenShares, WeightShares
+from penstock.trainer.learner.parallel_shares import TokenShares
 from penstock.trainer.learner.policy import Policy
 from penstock.trainer.learner.reference import Reference
 from penstock.trainer.learner.shard_files import Shard
-from penstock.trainer.learner.step_metrics import RowRecorder, StepWatch, layer_groups
-from penstock.trainer.learner.trainable import Update
+from penstock.trainer.learner.step_metrics import RowRecorder
 from penstock.trainer.learner.vision import ImageReader
-from penstock.trainer.parallel_dims import Share
+from penstock.trainer.optimizer_settings import CriticSettings
 
 TOTALS = {"to host: trainer/learner/step_metrics.py StepSums.over": 1}  # of a step: all its figures
 SENT = {
     "to device: trainer/algorithm/device_copy.py copied_together": 2
 }  # of a micro-batch: its tensors; attention's tables
 QWEN = {
-    "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1,
-    "head_dim": 64, "vocab_size": 2_000, "max_position_embeddings": 4096, "tie_word_embeddings": True, "use_cache": False,
+    "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 2,
+    "num_key_value_heads": 1, "head_dim": 64, "vocab_size": 2_000, "max_position_embeddings": 4096,
+    "tie_word_embeddings": True, "use_cache": False,
 }  # fmt: skip
 
 
@@ -66,21 +66,6 @@ QWEN = {
 def device() -> Iterator[None]:
     with tagged_device.tagged_device():
         yield
-
-
-class OneProcess:
-    """A layout of one rank."""
-
-    rows = Share()
-    ranks = SimpleNamespace(rank=0, num_ranks=1, is_leader=True)
-
-    def sum(self, values: Sequence[float]) -> list[float]:
-        return list(values)
-
-    maximum = sum
-
-    def gather(self, data: bytes) -> list[bytes]:
-        return [data]
 
 
 class OneRank:
@@ -93,35 +78,6 @@ class OneRank:
 
     def sum(self, values: Tensor) -> Tensor:
         return values
-
-
-class PlainTrainable:
-    """A module and its AdamW without DeepSpeed, which has no kernels for such a device."""
-
-    dtype = "float32"
-
-    def __init__(self, module: torch.nn.Module) -> None:
-        self.module, self.device = module, next(module.parameters()).device
-        named = {name: p for name, p in module.named_parameters() if p.requires_grad}
-        self._optimizer = torch.optim.AdamW(named.values(), lr=1e-3)
-        places = [Place(name, 0, p.numel(), p, 0) for name, p in named.items()]
-        self._watch = StepWatch(self._optimizer, lambda: places, layer_groups(named), lambda: False)
-
-    def __call__(self, *arguments: Any, **options: Any) -> Any:
-        return self.module(*arguments, **options)
-
-    def begin(self, *, is_last: bool) -> None:
-        pass
-
-    def backward(self, loss: Tensor) -> None:
-        loss.backward()
-
-    def update(self, lr_scale: float = 1.0, **_: Any) -> Update:
-        norm = WeightShares().norm([(p, p.grad) for p in self.module.parameters() if p.grad is not None])
-        self._watch.begin()
-        self._optimizer.step()
-        self._optimizer.zero_grad()
-        return Update(norm, 1e-3, self._watch.figures(norm, list))
 
 
 def policy_of(
@@ -150,11 +106,11 @@ def rows_of(vocabulary: int, seed: int = 0) -> list[Row]:
             taught = TeacherRow(
                 -random.random(num, dtype=np.float32), top, -2 - random.random((num, 5), dtype=np.float32)
             )
+            logprobs = np.where(mask, -12 * random.random(len(tokens)), 0).astype(np.float32)
             made.append(
                 Row(
-                    tokens, mask, np.where(mask, -12 * random.random(len(tokens)), 0).astype(np.float32), float(random.normal()), 1e-2,
-                    ages=np.full(len(tokens), number, np.int32), sft_weight=0.01, teacher=taught,
-                    turns=((len(prompt), half), (half, len(tokens))),
+                    tokens, mask, logprobs, float(random.normal()), 1e-2, ages=np.full(len(tokens), number, np.int32),
+                    sft_weight=0.01, teacher=taught, turns=((len(prompt), half), (half, len(tokens))),
                 )
             )  # fmt: skip
     return made
@@ -215,7 +171,7 @@ MODELS: dict[str, tuple[Callable[[], Any], dict[str, Any], dict[str, int]]] = {
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.filterwarnings("ignore:`gradient_checkpointing_enable`:FutureWarning")
 def test_a_step_waits_for_the_device_once(name: str, device: None) -> None:
-    """Of any number of micro-batches, besides the optimizer; the kept rows come at its end. Loss and gradients are those of the CPU."""
+    """Of any number of micro-batches, besides the optimizer. Loss and gradients are those of the CPU."""
     build_model, options, waits = MODELS[name]
     objective = build_objective(AlgorithmSettings(name="async_grpo"))
     rows = [rows_of(QWEN["vocab_size"], seed) for seed in range(3)]
@@ -356,7 +312,7 @@ def test_no_preference_loss_waits_for_the_device(weighed: dict[str, Any], device
 
 
 def test_a_critic_reads_its_values_at_once(device: None) -> None:
-    """One copy to the device for a micro-batch and another for what it learns from, and one to the host for a pass over all."""
+    """A copy to the device for a micro-batch, one for what it learns from, and one to the host for a pass over all."""
     torch.manual_seed(0)
     figures = []
     for on_device in (False, True):
@@ -364,7 +320,7 @@ def test_a_critic_reads_its_values_at_once(device: None) -> None:
         if on_device:
             tagged_device.put(scorer)
         trainable: Any = PlainTrainable(scorer)
-        critic = Critic(trainable, Regression(), TokenCredit(), OneProcess())  # type: ignore[arg-type]
+        critic = Critic(trainable, CriticSettings(), TokenCredit(), OneProcess())  # type: ignore[arg-type]
         batches = [build(rows_of(1000, seed)) for seed in range(2)]
         with torch.no_grad():
             critic._values(build(rows_of(1000)))
@@ -404,8 +360,9 @@ def test_tensors_of_every_kind_arrive_in_one_copy(device: None) -> None:
     """Empty ones, single numbers, other dtypes, one that is not contiguous, and one that is there already."""
     there = Tagged(torch.ones(3))
     sent = [
-        torch.arange(5, dtype=torch.uint8), torch.arange(7.0).double(), torch.empty(0, 4), torch.tensor(3, dtype=torch.int32),
-        torch.arange(12).view(3, 4).T, torch.randn(2, 3).bfloat16(), torch.tensor([True, False]),
+        torch.arange(5, dtype=torch.uint8), torch.arange(7.0).double(), torch.empty(0, 4),
+        torch.tensor(3, dtype=torch.int32), torch.arange(12).view(3, 4).T, torch.randn(2, 3).bfloat16(),
+        torch.tensor([True, False]),
     ]  # fmt: skip
     found = copied_together([*sent[:3], there, *sent[3:]], DEVICE)
     assert found.pop(3) is there

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 import torch
+from tests.trainer.learner.tiny import HOW, qwen3
 from torch import Tensor
-from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from penstock.deploy.quickstart_task import write_model
 from penstock.protocol.errors import ConfigError
@@ -19,13 +19,7 @@ from penstock.trainer.errors import UnsupportedModel
 from penstock.trainer.learner.load_model import load_policy
 from penstock.trainer.learner.model_folder_check import check_layout
 from penstock.trainer.learner.parallel_shares import TokenShares, WeightShares
-from penstock.trainer.learner.trainable import Optimisation
 from penstock.trainer.parallel_dims import ParallelDims, ParallelLayout, Share
-
-HOW = Optimisation(
-    num_steps=1, lr=1e-3, betas=(0.9, 0.9), weight_decay=0.0, warmup_steps=0, schedule="constant", min_lr_ratio=1.0,
-    max_grad_norm=1.0, zero_stage=1, dtype="float32",
-)  # fmt: skip
 
 
 def dims(rank: int, num_ranks: int, sequence_parallel: int, tensor_parallel: int = 1) -> ParallelDims:
@@ -81,7 +75,7 @@ def test_a_model_whose_rows_are_padded_is_refused_before_its_weights_are_read(tm
 
 
 def test_ranks_that_compute_the_same_rows_count_once() -> None:
-    """Six ranks in threes: two shares of the rows, six of the optimizer's states, and sums over the first of each three."""
+    """Six ranks in threes: two shares of the rows, six of the states, and sums over the first of each three."""
     found = [dims(rank, 6, 3) for rank in range(6)]
     assert [one.rows for one in found] == [Share(0, 2)] * 3 + [Share(1, 2)] * 3
     assert [one.tokens for one in found] == [Share(0, 3), Share(1, 3), Share(2, 3)] * 2
@@ -91,7 +85,7 @@ def test_ranks_that_compute_the_same_rows_count_once() -> None:
 
 
 def test_ranks_that_share_weights_are_next_to_each_other() -> None:
-    """Eight ranks: two shares of the rows, of two ranges of the tokens, of two parts of the weights; states are those of a part."""
+    """Eight ranks: two shares of the rows, of two ranges of tokens, of two parts of the weights and their states."""
     found = [dims(rank, 8, 2, 2) for rank in range(8)]
     assert [one.weights.index for one in found] == [0, 1] * 4
     assert [one.tokens.index for one in found] == [0, 0, 1, 1] * 2
@@ -120,7 +114,7 @@ LLAMA = {"model_type": "llama", "num_attention_heads": 4, "num_key_value_heads":
     ],
 )
 def test_weights_that_cannot_be_divided_are_refused(config: dict[str, Any], layout: tuple[int, int], says: str) -> None:
-    """Experts, families that were not compared, heads and widths that do not divide; products with sequence parallelism too."""
+    """Experts, families that were not compared, heads and widths that do not divide; with sequence parallelism too."""
     with pytest.raises(ConfigError, match=says):
         ParallelLayout(*layout).check(config, "m")
     assert not ParallelLayout(*layout).allows(config)
@@ -135,12 +129,8 @@ class Cutting:
         self.cut, self.summed = cut, summed
 
     def module(self) -> Any:
-        config = Qwen3Config(
-            vocab_size=8, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2,
-            num_key_value_heads=2, head_dim=4, layer_types=["full_attention"],
-        )  # fmt: skip
         module: Any = torch.nn.Module()
-        module.language_model = Qwen3ForCausalLM(config)
+        module.language_model = qwen3(num_hidden_layers=1)
         for name, parameter in module.named_parameters():
             kind = name.split(".")[-2]
             if kind in self.cut:
@@ -155,14 +145,14 @@ LINEARS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down
 
 
 def test_what_deepspeed_made_of_the_plan_is_checked() -> None:
-    """Its silent fallback cuts by names and does not add up the gradients of the norms of heads: refused by the parameter's name."""
+    """Its silent fallback cuts by names and does not add up gradients of norms of heads: refused by name."""
     group: Any = SimpleNamespace(index=0, size=2)
     removed: list[bool] = []
     engine = SimpleNamespace(first_dataloader_check=SimpleNamespace(remove=lambda: removed.append(True)))
     for cutting, says in (
         (Cutting(cut=LINEARS, summed=["q_norm", "k_norm"]), ""),
-        (Cutting(cut=LINEARS, summed=[]), r"self_attn.q_norm.weight: the plan says replicated_with_grad_allreduce, and DeepSpeed"),
-        (Cutting(cut=LINEARS[:-1], summed=["q_norm", "k_norm"]), r"down_proj.weight: the plan says rowwise.* made it whole"),
+        (Cutting(cut=LINEARS, summed=[]), r"q_norm.weight: the plan says replicated_with_grad_allreduce, and DeepS"),
+        (Cutting(cut=LINEARS[:-1], summed=["q_norm", "k_norm"]), r"down_proj.weight: the plan says rowwise.* it whole"),
         (Cutting(cut=[*LINEARS, "lm_head"], summed=["q_norm", "k_norm"]), r"lm_head.weight: the plan says whole"),
     ):  # fmt: skip
         shares, module = WeightShares(group), cutting.module()
@@ -188,7 +178,7 @@ class OneOfMany:
 @pytest.mark.parametrize("num_tokens", [1, 2, 7, 12])
 @pytest.mark.parametrize("size", [2, 3, 4])
 def test_the_ranges_of_the_ranks_are_the_stream(num_tokens: int, size: int) -> None:
-    """Each token is in one range, and each predictor belongs to the rank that has its token; the last ranges are filled up."""
+    """Each token is in one range, each predictor on the rank that has its token; the last ranges are filled up."""
     stream = torch.arange(num_tokens)[None] + 1
     predictors = torch.tensor([num_tokens - 1, 0, num_tokens // 2, 0])
     ranges, scored = [], torch.zeros(len(predictors))

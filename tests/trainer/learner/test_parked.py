@@ -7,7 +7,7 @@ import copy
 import pytest
 import torch
 from tests.trainer.algorithm.test_full_kl import OTHER, POLICY
-from tests.trainer.learner.test_shared_prompts import _row as row_of
+from tests.trainer.learner.tiny import row_of
 from torch import nn
 
 from penstock.trainer.algorithm.batch import build

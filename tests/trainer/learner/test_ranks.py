@@ -6,7 +6,7 @@ import json
 
 import pytest
 from tests.trainer.groups.stored_groups import invent_group, store_scored
-from tests.trainer.learner.forks import Fork
+from tests.trainer.learner import forks, rank_check
 from tests.trainer.learner.rank_check import CROSSED, PUBLISHED, REFUSED
 
 from penstock.deploy.quickstart_task import write_model
@@ -28,26 +28,13 @@ def outputs(nats_server, s3_server, tmp_path_factory: pytest.TempPathFactory) ->
     write_model(folder / "model", seed=0)
     groups = [invent_group(f"e0.p{i}.a0", seed=i) for i in range(6)]
     (folder / "ranks.scored").write_bytes(encode(store_scored(Blobs(settings), "ranks", "p0", groups)))
-    commands = {}
-    for num_ranks in (1, 2):
-        out = folder / f"out{num_ranks}"
-        out.mkdir()
-        nats: NatsSettings = nats_server.settings
-        setup = {
-            "nats": {**nats.model_dump(mode="json"), "password": nats.password},
-            "s3": {**settings.model_dump(mode="json"), "secret_key": settings.secret_key},
-            "run_id": f"ranks-of-{num_ranks}",
-        }
-        (out / "setup.json").write_text(json.dumps(setup))
-        arguments = [str(folder / "model"), str(out)]
-        commands[num_ranks] = Fork(folder, "tests.trainer.learner.rank_check", *arguments, num_ranks=num_ranks)
-    try:
-        return {
-            ranks: json.loads(command.wait(deadline_s=900.0).splitlines()[-1]) for ranks, command in commands.items()
-        }
-    finally:
-        for command in commands.values():
-            command.kill()
+    nats: NatsSettings = nats_server.settings
+    setup = {
+        "nats": {**nats.model_dump(mode="json"), "password": nats.password},
+        "s3": {**settings.model_dump(mode="json"), "secret_key": settings.secret_key},
+    }
+    (folder / "setup.json").write_text(json.dumps(setup))
+    return forks.results(folder, rank_check.__name__, str(folder), ranks=(1, 2), deadline_s=900.0)
 
 
 @pytest.fixture(scope="module")
@@ -113,7 +100,7 @@ def test_a_critic_learns_with_the_policy_at_every_stage(results: dict[int, dict]
 
 
 def test_adapters_learn_in_place_of_the_model_at_every_stage(results: dict[int, dict]) -> None:
-    """The exported model has its adapters merged, the checkpoint holds adapters only, the reference is the initial model.
+    """The exported model has adapters merged, the checkpoint holds them only, the reference is the initial model.
 
     Published base and factors make exactly the merged model, also with two ranks.
     """
@@ -189,7 +176,7 @@ def test_ranks_publish_together_what_one_publishes_alone(results: dict[int, dict
 def test_another_number_of_ranks_and_another_stage_resume(
     outputs: dict[int, dict], num_ranks: int, name: str, stage: int
 ) -> None:
-    """The steps after a checkpoint of the other number of ranks, at another ZeRO stage, equal those of the run that went on."""
+    """Steps after a checkpoint of the other number of ranks, at another stage, equal those of the run that went on."""
     found, expected = outputs[num_ranks]["crossed"][f"{name} at {stage}"], outputs[3 - num_ranks]["cases"][name]
     close = 2e-3 if "bfloat16" in name else 1e-5
     assert found["lr"] == expected["lr"][2:]

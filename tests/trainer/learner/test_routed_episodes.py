@@ -1,4 +1,4 @@
-"""Episodes of a mixture of experts, from the engine's answers to the trainer's pass: each token is computed with its own experts."""
+"""Episodes of a mixture of experts, from engine to trainer: each token is computed with its own experts."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from penstock.rollout_service.checks.check_task import ModelLimits
 from penstock.rollout_service.engines.sglang.client import SglangClient
 from penstock.trainer.algorithm.batch import MicroBatch, Row, build
 from penstock.trainer.algorithm.packed_rows import BRANCH_TOKENS
-from penstock.trainer.learner.logprobs import CompletionScorer
+from penstock.trainer.learner.logprobs import CompletionScorer, read_batch
 
 SHAPE = RouterShape(num_layers=2, num_experts=8, top_k=2)
 
@@ -82,13 +82,11 @@ def as_rows(group: Group) -> list[Row]:
 def scored(scorer: CompletionScorer, batch: MicroBatch, *, replays: bool) -> torch.Tensor:
     """Return log-probabilities of a batch, with its experts or those that the routers choose now."""
     more: dict[str, Any] = {"experts": batch.experts} if replays else {}
-    return scorer(
-        batch.input_ids, batch.predictors, batch.targets, position_ids=batch.position_ids, layout=batch.layout, **more
-    )
+    return read_batch(scorer, batch, **more)
 
 
 async def test_the_rows_of_an_episode_are_computed_with_the_experts_of_their_turns(tmp_path: Path) -> None:
-    """Through the pack, in one stream in which shared tokens are computed once; the engine changed its weights in the middle."""
+    """Through the pack, in one stream that computes shared tokens once; the engine changed weights in the middle."""
     build_model(tmp_path / "model", "qwen3_moe", **MIXTURE)
     changed = write_changed_copy(tmp_path / "model", tmp_path / "changed", seed=1, scale=0.05)
     episode = await play(tmp_path / "model", changed, tmp_path)
@@ -105,14 +103,14 @@ async def test_the_rows_of_an_episode_are_computed_with_the_experts_of_their_tur
     shared = group.episodes[0].rows[1].prefix_len
     rows = as_rows(group)
 
-    # What was sampled before the update, and the context of it, has the choices of the first weights; what came after it those of the others.
+    # What was sampled before the update, and its context, has the choices of the first weights, the rest the others'.
     for row, turns in zip(group.trajectories, group.turns, strict=True):
         assert row.experts is not None
         last = turns[-1]
         before = row.token_ids[: turns[-2].end]
         expected = chosen_by_transformers(tmp_path / "model", before[:-1].tolist())
         np.testing.assert_array_equal(row.experts.ids[: len(before) - 1], expected)
-        # In the engine the context of the last turn was computed again with the new weights: its own tokens follow from that.
+        # The engine computed the context of the last turn again with the new weights: its tokens follow from that.
         expected = chosen_by_transformers(changed, row.token_ids[:-1].tolist())
         np.testing.assert_array_equal(row.experts.ids[len(before) :], expected[len(before) :])
         assert (expected[: len(before) - 1] != row.experts.ids[: len(before) - 1]).any()
@@ -125,7 +123,7 @@ async def test_the_rows_of_an_episode_are_computed_with_the_experts_of_their_tur
     alone.replay_routers()
     batch = build(rows)
     total = sum(len(row.token_ids) - 1 for row in rows)
-    # All that both rows have alike, but for the fork's last token, computed in each row's next turn, and a rest that is worth no branch.
+    # All that both rows have alike, but for the fork's last token and a rest that is worth no branch.
     assert shared - BRANCH_TOKENS <= total - batch.input_ids.shape[1] < shared
     found = scored(packed, batch, replays=True)
     each = [scored(alone, build([row]), replays=True) for row in rows]

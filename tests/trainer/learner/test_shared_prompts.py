@@ -10,6 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from tests.examples import examples
+from tests.trainer.learner.tiny import SHAPE, VOCABULARY, qwen3, row_of
 from torch import Tensor
 from transformers import (
     GPT2Config,
@@ -18,48 +19,23 @@ from transformers import (
     GptOssForCausalLM,
     MinistralConfig,
     MinistralForCausalLM,
-    Qwen3Config,
-    Qwen3ForCausalLM,
     SeedOssConfig,
     SeedOssForCausalLM,
 )
 
-from penstock.trainer.algorithm.batch import MicroBatch, Row, build
+from penstock.trainer.algorithm.batch import Row, build
 from penstock.trainer.errors import UnsupportedModel
 from penstock.trainer.learner.attention import cpu_flash
 from penstock.trainer.learner.attention.models import why_not_packed
 from penstock.trainer.learner.load_model import switch_off_dropout
-from penstock.trainer.learner.logprobs import CompletionScorer
-
-VOCABULARY = 17
+from penstock.trainer.learner.logprobs import CompletionScorer, read_batch
 
 
 def _scorer() -> CompletionScorer:
-    torch.manual_seed(0)
-    config = Qwen3Config(
-        vocab_size=VOCABULARY, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, head_dim=8, max_position_embeddings=64, initializer_range=0.2,
-    )  # fmt: skip
-    return CompletionScorer(Qwen3ForCausalLM(config).double(), temperature=1.0)
+    return CompletionScorer(qwen3().double(), temperature=1.0)
 
 
 SCORER = _scorer()
-
-
-def _row(prompt: list[int], completion: list[int], weight: float) -> Row:
-    tokens = np.array(prompt + completion, dtype=np.int32)
-    return Row(tokens, np.arange(len(tokens)) >= len(prompt), np.zeros(len(tokens), np.float32), 0.5, weight)
-
-
-def _read(scorer: CompletionScorer, micro_batch: MicroBatch, **what: Any) -> Tensor:
-    return scorer(
-        micro_batch.input_ids,
-        micro_batch.predictors,
-        micro_batch.targets,
-        position_ids=micro_batch.position_ids,
-        layout=micro_batch.layout,
-        **what,
-    )
 
 
 def _results(scorer: CompletionScorer, pieces: list[list[Row]]) -> tuple[Tensor, list[Tensor]]:
@@ -68,7 +44,7 @@ def _results(scorer: CompletionScorer, pieces: list[list[Row]]) -> tuple[Tensor,
     found = []
     for piece in pieces:
         micro_batch = build(piece)
-        scores = _read(scorer, micro_batch, with_entropy=True)
+        scores = read_batch(scorer, micro_batch, with_entropy=True)
         (scores * micro_batch.weights * torch.tensor([[1.0], [0.3]])).sum().backward()
         found.append(scores.detach())
     return torch.cat(found, dim=1), [p.grad.clone() for p in scorer.parameters() if p.grad is not None]
@@ -120,25 +96,20 @@ def test_a_micro_batch_equals_its_rows_one_by_one(rows: list[Row], in_parts: boo
 
 
 def _some_rows() -> list[Row]:
-    return [_row([1, 2, 3, 4, 5][:size], [6, 7, 8, n], 0.5) for size in (5, 3) for n in range(3)]
+    return [row_of([1, 2, 3, 4, 5][:size], [6, 7, 8, n], 0.5) for size in (5, 3) for n in range(3)]
 
 
 def _tiny(of: Any, config: Any, **more: Any) -> Any:
     torch.manual_seed(0)
-    shape = {
-        "vocab_size": VOCABULARY, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
-        "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 64, "initializer_range": 0.2, "pad_token_id": 0,
-        "bos_token_id": 1, "eos_token_id": 2,
-    }  # fmt: skip
-    return of(config(**(shape | more)))
+    return of(config(**SHAPE | {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2} | more))
 
 
 @pytest.mark.filterwarnings("ignore:.gradient_checkpointing_enable")
 def test_learned_positions_and_gradient_checkpointing() -> None:
     """GPT-2, whose positions are learned, and layers that are computed again in the backward pass, are exact too."""
     config = GPT2Config(
-        vocab_size=VOCABULARY, n_embd=16, n_layer=2, n_head=2, n_positions=64, attn_pdrop=0, resid_pdrop=0, embd_pdrop=0,
-        bos_token_id=1, eos_token_id=2,
+        vocab_size=VOCABULARY, n_embd=16, n_layer=2, n_head=2, n_positions=64, attn_pdrop=0, resid_pdrop=0,
+        embd_pdrop=0, bos_token_id=1, eos_token_id=2,
     )  # fmt: skip
     scorer = CompletionScorer(GPT2LMHeadModel(config).double(), 1.0)
     assert scorer.padding_reason is None
@@ -158,22 +129,22 @@ def test_sinks_that_are_not_those_of_the_heads_are_refused() -> None:
     model = _tiny(GptOssForCausalLM, GptOssConfig, layer_types=["full_attention"] * 2)
     model.model.layers[1].self_attn.sinks = torch.nn.Parameter(torch.zeros(3))
     with pytest.raises(UnsupportedModel, match=r"GptOssAttention asks for .* with s_aux = 3 sinks for 4 heads"):
-        _read(CompletionScorer(model, 1.0), build(_some_rows()))
+        read_batch(CompletionScorer(model, 1.0), build(_some_rows()))
 
 
 def test_a_model_whose_attention_is_not_that_of_its_config_is_refused() -> None:
-    """Layers that keep the layout from their attention, whose rows would attend to one another, or have other windows."""
+    """Layers that keep the layout from their attention, so that rows attend to one another, or have other windows."""
     scorer = _scorer()
     body, micro_batch = scorer.language_model.base_model, build(_some_rows())
     body.layers[1].forward = lambda hidden_states, **_: hidden_states
     with pytest.raises(UnsupportedModel, match=r"called the attention function 1 times, .* for 2 layers"):
-        _read(scorer, micro_batch)
+        read_batch(scorer, micro_batch)
     layers = ["sliding_attention", "full_attention"]
     scorer = CompletionScorer(_tiny(MinistralForCausalLM, MinistralConfig, sliding_window=4, layer_types=layers), 1.0)
-    _read(scorer, micro_batch)
+    read_batch(scorer, micro_batch)
     scorer.language_model.config.sliding_window = 5
     with pytest.raises(UnsupportedModel, match="windows 4 x 1, None x 1, for 2 layers, which have 5 x 1, None x 1"):
-        _read(scorer, micro_batch)
+        read_batch(scorer, micro_batch)
 
 
 @pytest.mark.parametrize(("of", "config"), [(SeedOssForCausalLM, SeedOssConfig), (GPT2LMHeadModel, GPT2Config)])

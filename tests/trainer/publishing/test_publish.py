@@ -1,11 +1,11 @@
-"""Publishing: versions are stored, verified and announced in that order; slow or broken storage; refusals; two trainers."""
+"""Publishing: versions are stored, verified, announced in that order; slow storage, refusals, two trainers."""
 
 from __future__ import annotations
 
 import json
 import signal
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -17,7 +17,6 @@ from torch import Tensor
 
 from penstock.deploy.bootstrap import bootstrap
 from penstock.deploy.processes.servers import NatsServer, S3Server
-from penstock.deploy.quickstart_task import write_model
 from penstock.protocol import blob_keys, streams, subjects
 from penstock.protocol.config.connection import NatsSettings, S3Settings
 from penstock.protocol.facts import Head, WeightsPublished, WeightsRefused, decode
@@ -36,18 +35,6 @@ from penstock.trainer.publishing.publication import Publication, read_head
 from penstock.trainer.publishing.publish import Publisher
 from penstock.trainer.publishing.weight_buckets import ModelWeights, Snapshot, copy_to_buckets
 from penstock.trainer.publishing.weight_retention import FullSnapshotPolicy
-
-
-@pytest.fixture(scope="module")
-def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("model") / "model"
-    write_model(folder, seed=0)
-    return folder
-
-
-@pytest.fixture
-def connections(bus: Bus, blobs: Blobs, run_streams: str) -> Connections:
-    return Connections(run_streams, bus, blobs)
 
 
 def tensors(version: int) -> dict[str, Tensor]:
@@ -158,7 +145,7 @@ def test_a_session_that_resumes_the_head_itself_reads_no_weights(connections: Co
 def test_an_unreadable_head_is_followed_by_a_full_snapshot(
     connections: Connections, model_folder: Path, gone: str
 ) -> None:
-    """Without the head's bytes there is nothing to patch: the next version is a full snapshot, under the next number."""
+    """Without the head's bytes nothing can be patched: the next version is a full snapshot, under the next number."""
     first = Publisher(connections, model_folder=model_folder)
     publish(first, 0)
     first.close()
@@ -276,7 +263,7 @@ def test_a_refused_patch_is_answered_with_a_full_snapshot(connections: Connectio
 def test_an_announcement_whose_id_a_worker_took_is_made(
     connections: Connections, model_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Who reads the object store knows the id before the announcement; the stream has the announcement all the same, once."""
+    """Who reads the object store knows the id before the announcement; the stream has it all the same, once."""
     stream = f"{connections.run_id}-weights"
 
     def take(point: CrashPoint) -> None:
@@ -364,6 +351,21 @@ CRASHES = {
 }
 
 
+def main(arguments: Sequence[str]) -> None:
+    """Publish versions 0 and 1, and be killed at a crash point of the second; given the point, and the rest as JSON."""
+    point, given = arguments
+    setup = json.loads(given)
+    bus = Bus.connect(NatsSettings.model_validate(setup["nats"]), name="killed")
+    connections = Connections(setup["run_id"], bus, Blobs(S3Settings.model_validate(setup["s3"])))
+    always = FullSnapshotPolicy(max_ratio=1e9, max_versions=1)
+    publisher = Publisher(connections, model_folder=Path(setup["model"]), epoch=1, policy=always)
+    publisher.submit(snapshot(0, must_publish=True))
+    publisher.wait_until_published(PolicyVersion(0), 180.0)
+    crash_points.arm(point)
+    publisher.submit(snapshot(1, must_publish=True))
+    publisher.close()
+
+
 @pytest.mark.parametrize(("point", "committed"), CRASHES.items())
 def test_a_publisher_killed_at_any_step_leaves_a_complete_head(
     connections: Connections,
@@ -374,9 +376,9 @@ def test_a_publisher_killed_at_any_step_leaves_a_complete_head(
     committed: int,
     tmp_path: Path,
 ) -> None:
-    """SIGKILL between any two steps: the head is the old version or the complete new one, and the next session continues.
+    """SIGKILL between any two steps: the head is the old version or the whole new one; the next session continues.
 
-    A worker of the same host reads it without S3; what the killed session had stored there for no head is not found by any name.
+    A worker of the same host reads it without S3; what the killed session stored for no head has no name there.
     """
     worker = SharedSegments(connections.run_id)
     worker.join()
@@ -386,7 +388,7 @@ def test_a_publisher_killed_at_any_step_leaves_a_complete_head(
         "run_id": connections.run_id,
         "model": str(model_folder),
     }
-    Fork(tmp_path, "tests.trainer.publishing.publish_kill", point, json.dumps(setup)).wait(-signal.SIGKILL)
+    Fork(tmp_path, __name__, point, json.dumps(setup)).wait(-signal.SIGKILL)
     assert_head_is(connections, committed, worker)
     seen: list[int] = []
     subject = subjects.weights_published(connections.run_id)
@@ -406,9 +408,9 @@ def test_a_publisher_killed_at_any_step_leaves_a_complete_head(
 
 
 def test_a_session_after_a_kill_may_resume_older_weights(connections: Connections, model_folder: Path) -> None:
-    """A checkpoint older than the head, which is read from full snapshot and chain, is published next, as a patch back to its weights.
+    """A checkpoint older than the head, which is read from its chain, is published as a patch back to its weights.
 
-    The head that was not announced is, also for sessions after the next: what it has sampled is as old as its step says.
+    The head that was not announced is, also for later sessions: what it sampled is as old as its step says.
     """
     first = Publisher(connections, model_folder=model_folder, epoch=1)
     for version in range(4):

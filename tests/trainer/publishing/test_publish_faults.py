@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from tests.refusing_s3 import RefusingS3
 from tests.servers import wait_for
-from tests.trainer.publishing.test_publish import assert_head_is, head_of, manifest_of, model_folder, publish, snapshot
+from tests.trainer.publishing.test_publish import assert_head_is, head_of, manifest_of, publish, snapshot
 from tests.weights_source import NEVER
 
 from penstock.protocol import blob_keys, streams, subjects
@@ -26,7 +26,6 @@ from penstock.trainer.publishing.publish import Publisher
 from penstock.trainer.publishing.weight_retention import FullSnapshotPolicy
 from penstock.trainer.recovery.lease import acquire, fence
 
-__all__ = ["model_folder"]  # a fixture
 FULL = (507, "InsufficientStorage")
 
 

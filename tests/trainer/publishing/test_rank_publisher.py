@@ -1,4 +1,4 @@
-"""Publishing with two ranks: a rank that fails or is killed fails the publication, by its number, and nothing is visible."""
+"""Publishing with two ranks: one that fails or is killed fails the publication, by number; nothing is visible."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -15,25 +16,93 @@ from typing import Any
 import pytest
 import torch
 from tests.refusing_s3 import RefusingS3
-from tests.trainer.publishing.rank_publisher_kill import tensors, whole
 from tests.trainer.publishing.test_publish import head_of, manifest_of
 from tests.weights_source import WeightsSource, read_version
 from torch.distributed import TCPStore
 
 from penstock.deploy.certificates import signing_key
 from penstock.deploy.quickstart_task import write_model
-from penstock.protocol import blob_keys
+from penstock.protocol import blob_keys, logs
 from penstock.protocol.config.connection import NatsSettings, S3Settings
 from penstock.protocol.transport.blobs import Blobs
 from penstock.protocol.transport.bus import Bus
 from penstock.protocol.versions import PolicyVersion
 from penstock.protocol.weights.layout import TensorSpec, build_layout
 from penstock.protocol.weights.signature import SigningKey
+from penstock.trainer import crash_points
 from penstock.trainer.connections import Connections
 from penstock.trainer.errors import PublicationFailed
+from penstock.trainer.parallel_dims import ParallelDims
 from penstock.trainer.publishing.publish import Publisher
-from penstock.trainer.publishing.rank_publisher import RankPublisher
-from penstock.trainer.publishing.weight_buckets import ModelWeights, Snapshot, assign_buckets
+from penstock.trainer.publishing.rank_publisher import PublishCoordinator, RankPublisher
+from penstock.trainer.publishing.weight_buckets import (
+    ModelWeights,
+    Snapshot,
+    WeightBuckets,
+    assign_buckets,
+    copy_to_buckets,
+    layout_of,
+)
+from penstock.trainer.publishing.weight_retention import FullSnapshotPolicy
+from penstock.trainer.ranks import Ranks
+
+NUM_TENSORS = 4
+_EVERY_SECOND = FullSnapshotPolicy(max_ratio=1.0, max_versions=100)  # a patch is two thirds of a full snapshot
+
+
+def tensors(version: int) -> dict[str, torch.Tensor]:
+    """Weights of which each version changes three bytes of four."""
+    random = torch.Generator().manual_seed(version)
+    dense = [torch.randn(1024, generator=random).view(torch.int32) & ~0xFF for _ in range(NUM_TENSORS)]
+    return {f"t{number}": tensor.view(torch.float32) for number, tensor in enumerate(dense)}
+
+
+def whole(version: int) -> WeightBuckets:
+    return copy_to_buckets(tensors(version), copy_id=version, bucket_bytes=4096)
+
+
+def _own(version: int, dims: ParallelDims) -> WeightBuckets:
+    layout, share = layout_of(tensors(version), 4096), dims.buckets
+    buckets = WeightBuckets(layout, assign_buckets(layout, share.count)[share.index], copy_id=version)
+    for name in buckets.names:
+        buckets.put(name, tensors(version)[name])
+    buckets.seal()
+    return buckets
+
+
+def main() -> None:
+    """Publish the versions on stdin, one a line after the setup as JSON (rank 0), or answer rank 0 until killed."""
+    setup = json.loads(sys.stdin.readline())
+    logs.configure("rank_publisher_kill")  # on stderr
+    ranks = Ranks()
+    crash_points.arm(setup["kill_at"], rank=ranks.rank)
+    blobs = Blobs(S3Settings.model_validate(setup["s3"]), deadline_s=setup["deadline_s"])
+    dims = ParallelDims(ranks)
+    own = RankPublisher(blobs, setup["run_id"], dims.buckets)
+    coordinator = PublishCoordinator(own, ranks)
+    if not ranks.is_leader:
+        for version in range(NUM_TENSORS):
+            own.hold(_own(version, dims))
+        threading.Event().wait()
+    connections = Connections(
+        setup["run_id"], Bus.connect(NatsSettings.model_validate(setup["nats"]), name="rank 0"), blobs
+    )
+    for line in sys.stdin:
+        version = PolicyVersion(int(line))
+        publisher = Publisher(
+            connections,
+            model_folder=Path(setup["model"]),
+            policy=_EVERY_SECOND,
+            coordinator=coordinator,
+        )
+        weights = ModelWeights(_own(version, dims))
+        publisher.submit(Snapshot(version, version, weights, "float32", must_publish=True))
+        try:
+            publisher.close()
+            print(json.dumps("published"), flush=True)
+        except PublicationFailed as err:
+            print(json.dumps(str(err)), flush=True)
+    ranks.leave(1)
 
 
 def test_buckets_are_assigned_by_bytes() -> None:
@@ -59,10 +128,11 @@ class TwoRanks:
         for rank in (0, 1):
             environ = os.environ | {
                 "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2",
-                "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(self._store.port), "TORCHELASTIC_USE_AGENT_STORE": "True",
+                "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(self._store.port),
+                "TORCHELASTIC_USE_AGENT_STORE": "True",
             }  # fmt: skip
             process = subprocess.Popen(
-                [sys.executable, "-m", "tests.trainer.publishing.rank_publisher_kill"],
+                [sys.executable, "-m", __name__],
                 stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environ,
             )  # fmt: skip
             running.enter_context(process)
@@ -95,7 +165,7 @@ def test_a_rank_that_is_refused_or_killed_fails_the_publication(
     nats_settings: NatsSettings, s3_settings: S3Settings, bus: Bus, blobs: Blobs, run_streams: str, tmp_path: Path,
     running: ExitStack,
 ) -> None:  # fmt: skip
-    """The error names rank 1 while its store is full, and a retry succeeds; killed during its upload it leaves no manifest."""
+    """The error names rank 1 while its store is full, a retry succeeds; killed in its upload it leaves no manifest."""
     write_model(tmp_path / "model", seed=0)
     proxy = running.enter_context(RefusingS3(s3_settings))
     secret = {"secret_key": s3_settings.secret_key}
@@ -156,3 +226,7 @@ def assert_is(connections: Connections, version: int) -> None:
     assert head.version == version
     found = read_version(connections.blobs, connections.run_id, version, head.manifest)
     assert all(torch.equal(found[name], tensor) for name, tensor in tensors(version).items())
+
+
+if __name__ == "__main__":
+    main()

@@ -9,7 +9,6 @@ import torch
 from tests.trainer.publishing.test_publish import assert_head_is, tensors
 from tests.weights_source import WeightsSource, read_version
 
-from penstock.deploy.quickstart_task import write_model
 from penstock.protocol import blob_keys, streams
 from penstock.protocol.errors import BusUnreachable
 from penstock.protocol.facts import Heartbeat, KeptVersion, RetirementFloor, decode, encode
@@ -23,13 +22,6 @@ from penstock.trainer.publishing.weight_gc import Retention, WeightGc, holds_lea
 from penstock.trainer.publishing.weight_retention import FullSnapshotPolicy, KeepRule
 
 GRACE_S = 100.0
-
-
-@pytest.fixture(scope="module")
-def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("model") / "model"
-    write_model(folder, seed=0)
-    return folder
 
 
 @pytest.fixture
@@ -150,11 +142,13 @@ def test_one_process_collects(connections: Connections) -> None:
 
 
 def test_the_best_version_stays_readable_below_the_floor(connections: Connections) -> None:
-    """With the full snapshot and the patches before it; a later evaluation that is better takes its place."""
-    keep = KeepRule(best=1)
-    gc = collector(connections, keep=keep)
-    gc.kept.add_result(evaluated(5, 0.4))
-    gc.kept.add_result(evaluated(8, 0.3))
+    """With the full snapshot and the patches before it; a later evaluation that is better takes its place.
+
+    It is recorded when its evaluation ends, before any sweep: the process that sweeps is another one.
+    """
+    killed, gc = (collector(connections, keep=KeepRule(best=1)) for _ in range(2))
+    killed.kept.add_result(evaluated(5, 0.4))
+    killed.kept.add_result(evaluated(8, 0.3))
     assert gc.sweep(0.0) == 9  # it does not lower the floor
     gc.sweep(GRACE_S)
     assert versions(connections) == {3, 4, 5, *range(9, 14)}
@@ -164,16 +158,6 @@ def test_the_best_version_stays_readable_below_the_floor(connections: Connection
     gc.sweep(2 * GRACE_S)
     gc.sweep(3 * GRACE_S)
     assert versions(connections) == set(range(9, 14))
-
-
-def test_a_best_version_is_kept_by_the_next_session_of_a_killed_trainer(connections: Connections) -> None:
-    """It is recorded when its evaluation ends, before any sweep: a process that knows nothing of it keeps it."""
-    collector(connections, keep=KeepRule(best=1)).kept.add_result(evaluated(4, 0.4))
-    gc = collector(connections, keep=KeepRule(best=1))
-    for now in (0.0, GRACE_S):
-        assert gc.sweep(now) == 9
-    assert versions(connections) == {3, 4, *range(9, 14)}
-    assert_readable(connections, gc.kept.read().best[0])
 
 
 def test_an_evaluation_that_nats_did_not_take_pins_its_version(

@@ -14,9 +14,7 @@ from penstock.trainer.publishing.weight_retention import (
     KeepRule,
     assembled_from,
     best_versions,
-    expired,
     milestone_versions,
-    orphans,
     retired,
     retirement_floor,
 )
@@ -50,15 +48,6 @@ def test_the_last_two_full_snapshots_are_kept():
     assert retirement_floor([], head=V(3), needed=[]) is None
 
 
-def test_objects_are_deleted_a_grace_period_after_their_manifest():
-    assert expired({V(1): 100.0, V(2): 160.0}, now=200.0, grace_s=60.0) == {1}
-
-
-def test_orphans_are_old_and_in_no_manifest():
-    ages = {"named": 9e9, "young": 10.0, "lost": 4000.0}
-    assert orphans(ages, {"named"}, min_age_s=3600.0) == {"lost"}
-
-
 def test_a_full_snapshot_is_due_by_bytes_or_by_number():
     policy = FullSnapshotPolicy()
     assert not policy.is_due(patch_bytes=50, full_bytes=100, num_versions=63)
@@ -71,7 +60,7 @@ def evaluated(version: int, score: float, measure: str = "m") -> KeptVersion:
 
 
 def test_the_best_versions_have_the_highest_scores():
-    """Of equal scores the newest is better; a repeated evaluation replaces the earlier one; another measure comes last."""
+    """Of equal scores the newest is better; a repeated evaluation replaces the former; another measure comes last."""
     found = [evaluated(0, 0.2), evaluated(5, 0.9), evaluated(10, 0.4), evaluated(15, 0.4), evaluated(5, 0.1)]
     assert [best_version.version for best_version in best_versions(found, measure="m", most=3)] == [15, 10, 0]
     mixed = [evaluated(0, 7.0, "mean reward"), evaluated(5, 0.3), evaluated(10, 0.2)]
@@ -92,7 +81,7 @@ def test_milestones_are_few_and_spread_over_the_run(stored: set[PolicyVersion], 
 
 
 def test_milestones_of_a_run():
-    """One every ten versions, then every twenty, then every forty; one that was not published is replaced by the next."""
+    """One every ten versions, then every twenty, then forty; one that was not published is replaced by the next."""
     rule = KeepRule(milestone_every=10, milestones=3)
     assert milestone_versions(map(V, range(36)), rule) == [10, 20, 30]
     assert milestone_versions(map(V, range(41)), rule) == [20, 40]
