@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -24,6 +25,8 @@ from transformers import (
     Qwen3MoeConfig,
     Qwen3MoeForCausalLM,
 )
+
+from penstock.protocol.trajectory import Group
 
 VOCAB = 320
 END_TOKEN = 2
@@ -167,6 +170,21 @@ def logprobs_by_version(
         for version, start, end in runs
         for logprob in models[version].of_completion(prompt, completion[:end])[start:]
     ]
+
+
+def check_groups(groups: Iterable[Group], models: Callable[[int], Dense]) -> set[int]:
+    """Recompute every token of a worker's groups by the weights of its own version; return all versions."""
+    found: dict[int, Dense] = {}
+    for group in groups:
+        for row in group.trajectories:
+            start, tokens = group.num_prompt_tokens, row.token_ids.tolist()
+            runs = [(run.version, run.start - start, run.end - start) for run in row.version_runs]
+            assert [first for _, first, _ in runs] == [0, *(end for _, _, end in runs[:-1])]
+            assert runs[-1][2] == len(tokens) - start
+            found |= {version: models(version) for version, _, _ in runs if version not in found}
+            expected = logprobs_by_version(found, tokens[:start], tokens[start:], runs)
+            assert row.behaviour_logprobs[start:].tolist() == pytest.approx(expected, abs=1e-4)
+    return set(found)
 
 
 def logprobs_over_kept_cache(
