@@ -26,13 +26,6 @@ def test_all_start_when_they_fit() -> None:
     assert choose_admissions(waiting, [], limits()) == list(waiting)
 
 
-def test_first_come_first_served() -> None:
-    """A short sequence does not overtake a long one that must wait for memory."""
-    waiting = deque([sequence(new=900), sequence(new=1)])
-    running = [sequence(new=400) for _ in range(4)]
-    assert choose_admissions(waiting, running, limits(max_total_tokens=4000)) == []
-
-
 def test_equal_prompts_count_once() -> None:
     waiting = deque([*(sequence(prompt=100) for _ in range(8)), sequence(prompt=100, token=2)])
     assert len(choose_admissions(waiting, [], limits(max_prefill_tokens=150))) == 8
@@ -61,11 +54,6 @@ def test_a_sample_of_a_known_prompt_that_must_be_computed_counts() -> None:
     for prefill, num in ((99, 1), (100, 3)):
         chosen = choose_admissions(waiting, [], limits(max_prefill_tokens=prefill), lambda prefix: len(prefix[1]))
         assert len(chosen) == num
-
-
-def test_a_prompt_longer_than_the_pass_is_computed_alone() -> None:
-    waiting = deque([sequence(prompt=500), sequence(prompt=5, token=2)])
-    assert choose_admissions(waiting, [], limits(max_prefill_tokens=100)) == [waiting[0]]
 
 
 def test_new_sequences_start_in_eighths() -> None:
