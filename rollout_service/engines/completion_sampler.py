@@ -8,15 +8,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import KW_ONLY, dataclass, field, replace
 from pathlib import Path
 from typing import Protocol
 
 from penstock.protocol.groups import Sampling
 from penstock.protocol.versions import PolicyVersion
-from penstock.protocol.weights.adapter_format import adapter_name, version_of
 from penstock.rollout_service.checks.check_task import ModelLimits, check_request
 from penstock.rollout_service.engines.completion import Completion, Resumption, sampled_by_adapter
 from penstock.rollout_service.engines.stop_strings import Detokenizer, ended_at, first_end
@@ -24,7 +22,6 @@ from penstock.rollout_service.errors import (
     EngineMisconfigured,
     EngineRefused,
     EngineTimeout,
-    WeightsNotApplied,
     WeightsUnverified,
 )
 
@@ -115,73 +112,6 @@ class AdapterTable:
             raise EngineTimeout(
                 f"{entry.num_requests} requests still use the adapter of version {version} after {deadline_s:g} s"
             ) from None
-
-
-class AdapterCalls(ABC):
-    @abstractmethod
-    async def load(self, name: str, folder: Path) -> None:
-        """Load an adapter; raises WeightsNotApplied when the server refuses it, or does not confirm it."""
-
-    @abstractmethod
-    async def unload(self, name: str) -> None:
-        """Unload an adapter; raises EngineRefused when the server refuses."""
-
-    @abstractmethod
-    async def list_names(self) -> list[object]: ...
-
-
-@dataclass(eq=False)
-class AdapterLoader:
-    """The adapters of one server. Loads and unloads run one at a time; requests continue meanwhile."""
-
-    url: str
-    calls: AdapterCalls
-    served_version: Callable[[], Awaitable[PolicyVersion | None]]
-    deadline: RequestDeadline
-
-    def __post_init__(self) -> None:
-        self.table = AdapterTable()
-        self.turn = asyncio.Lock()  # also held while base weights are loaded
-
-    async def load(self, folder: Path, version: PolicyVersion) -> None:
-        async with self.turn:
-            if version in self.table:
-                return
-            base = await self.served_version()
-            if base is None:
-                raise WeightsNotApplied(
-                    f"{self.url} serves weights without a policy version; load weights before adapter {version}"
-                )
-            await self.calls.load(adapter_name(version), folder)
-            self.table.confirm(version, base)
-
-    async def unload(self, version: PolicyVersion) -> None:
-        if version not in self.table:
-            return
-        await self.table.leave(version, self.deadline.seconds(0) + self.deadline.decoding_s)
-        async with self.turn:
-            if version in self.table:
-                await self.calls.unload(adapter_name(version))
-                self.table.forget(version)
-
-    async def drop_all(self) -> None:
-        for version in self.table.versions:
-            await self.table.leave(version, self.deadline.seconds(0) + self.deadline.decoding_s)
-        async with self.turn:
-            for version in await self.listed():
-                await self.calls.unload(adapter_name(version))
-            for version in self.table.versions:
-                self.table.forget(version)
-
-    async def forget_lost(self) -> None:
-        async with self.turn:
-            have = await self.listed()
-            for version in self.table.versions:
-                if version not in have:
-                    self.table.forget(version)
-
-    async def listed(self) -> set[PolicyVersion]:
-        return {version for name in await self.calls.list_names() if (version := version_of(name)) is not None}
 
 
 @dataclass(slots=True)

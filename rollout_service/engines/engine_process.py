@@ -38,6 +38,24 @@ _STOP_S = 5.0
 _TAIL_BYTES = 4000
 
 
+async def _started(
+    words: Sequence[str], stdin: int, log: Path, inherited: Inherited
+) -> tuple[asyncio.subprocess.Process, int]:
+    """Start a process whose output goes to the end of the log; return it, and the bytes of the log before."""
+    with log.open("ab") as output:
+        log_start = output.tell()
+        process = await asyncio.create_subprocess_exec(
+            *words,
+            stdin=stdin,
+            stdout=output,
+            stderr=output,
+            env=inherited.environ,
+            pass_fds=inherited.files,
+            start_new_session=True,  # Ctrl-C reaches the worker only, which stops it after the packs in flight
+        )
+        return process, log_start
+
+
 class PreparedProcess:
     """A process started with the words of a program and one flag; it reads the words after these from stdin, as a JSON line."""
 
@@ -49,17 +67,7 @@ class PreparedProcess:
     @classmethod
     async def start(cls, words: Sequence[str], *, log: Path, inherited: Inherited) -> PreparedProcess:
         """Start it; its output goes to the end of the log."""
-        with log.open("ab") as output:
-            log_start = output.tell()
-            process = await asyncio.create_subprocess_exec(
-                *words,
-                stdin=asyncio.subprocess.PIPE,
-                stdout=output,
-                stderr=output,
-                env=inherited.environ,
-                start_new_session=True,
-                pass_fds=inherited.files,
-            )
+        process, log_start = await _started(words, asyncio.subprocess.PIPE, log, inherited)
         return cls(process, words, log_start)
 
     @property
@@ -137,17 +145,7 @@ class EngineProcess:
         if prepared is not None and (process := await prepared.become(words)) is not None:
             engine = cls(process, log, prepared.log_start, kind)
         else:
-            with log.open("ab") as output:
-                log_start = output.tell()
-                process = await asyncio.create_subprocess_exec(
-                    *words,
-                    stdin=asyncio.subprocess.DEVNULL,
-                    stdout=output,
-                    stderr=output,
-                    env=inherited.environ,
-                    pass_fds=inherited.files,
-                    start_new_session=True,  # Ctrl-C reaches the worker only, which stops it after the packs in flight
-                )
+            process, log_start = await _started(words, asyncio.subprocess.DEVNULL, log, inherited)
             engine = cls(process, log, log_start, kind)
         try:
             port = await engine._read_port(port_file, deadline_s)

@@ -152,7 +152,10 @@ async def health_generate(request: Request) -> Response:
         return PlainTextResponse("paused\n", status_code=503)
     params = SamplingParams(max_new_tokens=1, temperature=0.0, ignore_eos=True)
     requested = build_job(GenerateBody(input_ids=[0], sampling_params=params), server.model)
-    if not await server.jobs.within(requested, _HEALTH_DEADLINE_S):
+    try:
+        async with asyncio.timeout(_HEALTH_DEADLINE_S):
+            await server.jobs.run_to_end(request, requested)
+    except TimeoutError:
         return PlainTextResponse(f"no token within {_HEALTH_DEADLINE_S:.0f} s\n", status_code=503)
     return Response(status_code=200)
 

@@ -106,16 +106,16 @@ class JobRunner:
         self._releases: set[asyncio.Task[None]] = set()
 
     async def run_to_end(self, request: Request, requested: RequestedJob) -> float:
-        """Run the sequences to their end; return the seconds it took. A disconnected client ends them."""
+        """Run the sequences to their end; return the seconds it took. A disconnected client or a cancellation ends them."""
         job, done = self._submit(requested)
         disconnected = asyncio.ensure_future(_disconnected(request))
         try:
             await asyncio.wait((done, disconnected), return_when=asyncio.FIRST_COMPLETED)
-            if not done.done():
-                self._engine.cancel(job)
-            await done
         finally:
             disconnected.cancel()
+            if not done.done():
+                self._engine.cancel(job)
+        await done
         raise_if_engine_failed(requested)
         return time.monotonic() - job.received_at
 
@@ -141,16 +141,6 @@ class JobRunner:
             if not done.done():
                 self._engine.cancel(job)
         raise_if_engine_failed(requested)
-
-    async def within(self, requested: RequestedJob, deadline_s: float) -> bool:
-        job, done = self._submit(requested)
-        try:
-            await asyncio.wait_for(done, deadline_s)
-        except TimeoutError:
-            self._engine.cancel(job)
-            return False
-        raise_if_engine_failed(requested)
-        return True
 
     def _submit(
         self, requested: RequestedJob, on_step: Callable[[list[int]], None] | None = None

@@ -24,7 +24,7 @@ from penstock.protocol.weights.adapter_format import adapter_name
 from penstock.rollout_service.engines.completion import Completion, EngineChecksum, Resumption, read_version, shorten
 from penstock.rollout_service.engines.completion_sampler import SampleRequest
 from penstock.rollout_service.engines.engine_client import KeptCompletions, ServerReport, UpdateMode
-from penstock.rollout_service.engines.engine_http import LOAD_S, PROBE_S, HttpAdapterCalls, ReleasingHttpClient
+from penstock.rollout_service.engines.engine_http import LOAD_S, PROBE_S, AdapterCalls, HttpEngineClient
 from penstock.rollout_service.engines.redundancy import Redundancy, generate_redundantly
 from penstock.rollout_service.engines.sglang.messages import (
     check_expanded,
@@ -58,7 +58,7 @@ _NEUTRAL = {
 }
 
 
-class _AdapterCalls(HttpAdapterCalls):
+class _AdapterCalls(AdapterCalls):
     async def load(self, name: str, folder: Path) -> None:
         body = {"lora_name": name, "lora_path": str(folder)}
         try:
@@ -83,7 +83,7 @@ def _fix(refusal: str) -> str:
     )
 
 
-class SglangClient(ReleasingHttpClient):
+class SglangClient(HttpEngineClient):
     adapter_calls = _AdapterCalls
     version_page = "/model_info"
     takes_image_positions: ClassVar[bool] = False  # its server is told which tokens are placeholders of images
