@@ -144,6 +144,13 @@ class Dense:
         start = len(prompt) - 1
         return [table[start + index, token].item() for index, token in enumerate(completion)]
 
+    def check_reply(self, prompt: list[int], reply: dict[str, Any], tolerance: float = 1e-5) -> None:
+        """Hold the log-probabilities of an engine's reply, in nats, against the dense forward of its tokens."""
+        triples = reply["meta_info"]["output_token_logprobs"]
+        assert [token for _, token, _ in triples] == reply["output_ids"]
+        expected = self.of_completion(prompt, reply["output_ids"])
+        assert [logprob for logprob, _, _ in triples] == pytest.approx(expected, abs=tolerance)
+
     def greedy(self, prompt: list[int], num_tokens: int) -> list[int]:
         """Return the most likely tokens, one full forward each: no cache that could be wrong alike."""
         tokens = list(prompt)

@@ -8,26 +8,18 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.rollout_service.embedded_engine.engine_thread import EngineThread, WeightUpdate
-from penstock.rollout_service.embedded_engine.model.kv_cache import KVCache
-from penstock.rollout_service.embedded_engine.model.model_config import read_model_config
-from penstock.rollout_service.embedded_engine.model.transformer import Transformer
-from penstock.rollout_service.embedded_engine.model.weights import Weights, prepare_weights, read_checkpoint
-from penstock.rollout_service.embedded_engine.runner import Runner
 from penstock.rollout_service.embedded_engine.scheduler import Limits
 from penstock.rollout_service.embedded_engine.sequence import Job, Sampling, Sequence
 from tests.contracts.tiny_model import (
-    Dense,
-    build_model,
     logprobs_by_version,
     logprobs_over_kept_cache,
-    write_changed_copy,
 )
 from tests.examples import examples
+from tests.rollout_service.embedded_engine.in_process import Model
 
 PROMPTS = ([5, 17, 88, 250, 31, 9], [44], [5, 17, 88, 250, 31, 9], [7] * 40)
 NUM_TOKENS = 24
@@ -40,19 +32,9 @@ class EngineUnderTest:
     """An engine in this process, and several versions of its weights."""
 
     def __init__(self, folder: Path) -> None:
-        build_model(folder / "v0")
-        folders = [folder / "v0"]
-        folders += [write_changed_copy(folders[0], folder / f"v{i}", seed=i, scale=0.1) for i in range(1, NUM_VERSIONS)]
-        config, device = read_model_config(folders[0]), torch.device("cpu")
-        with torch.inference_mode():
-            self.weights: list[Weights] = [
-                prepare_weights(config, read_checkpoint(one, config), device=device, dtype=torch.float32)
-                for one in folders
-            ]
-            cache = KVCache(config, max_tokens=4000, device=device, dtype=torch.float32)
-            model = Transformer(config, device=device, dtype=torch.float32)
-            runner = Runner(model, self.weights[0], cache, max_running=8, find_stop_string=lambda _: None)
-        self.dense = {version: Dense(one) for version, one in enumerate(folders)}
+        model = Model(folder, NUM_VERSIONS)
+        self.weights, self.dense = model.weights, dict(enumerate(model.dense))
+        runner = model.runner(max_running=8, max_tokens=4000, max_kept_tokens=0)
         limits = Limits(max_running=8, max_total_tokens=4000, max_prefill_tokens=1000)
         self.engine = EngineThread(runner, limits, version="0", model_path="", on_failure=lambda: None)
         self.engine.start()

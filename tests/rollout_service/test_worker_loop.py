@@ -14,8 +14,7 @@ import numpy as np
 import pytest
 
 from penstock.deploy.bootstrap import bootstrap
-from penstock.protocol import subjects
-from penstock.protocol.facts import RunEvent, TaskList, encode_unbounded
+from penstock.protocol.facts import TaskList, encode_unbounded
 from penstock.protocol.heartbeats import Activity
 from penstock.protocol.packs import group_pack
 from penstock.protocol.streams import StreamLimits
@@ -93,27 +92,6 @@ def test_a_worker_takes_only_the_tasks_of_its_roles(run: WorkerRun):
     [delivery] = run.collect(1)
     assert delivery.fact.pack_id == "eval-0"
     wait_for(lambda: run.num_tasks() == 1, "the evaluation task to be acknowledged")
-
-
-def test_a_killed_workers_pack_is_delivered_by_another(run: WorkerRun):
-    """After SIGKILL during generation no pack is lost, and none is announced twice."""
-    bootstrap(run.bus, run.blobs, run.run_id, StreamLimits(ack_wait_s=1.0))
-    run.publish(0)
-    run.issue("pack-0", [make_task("e0.p0.a0")])
-    run.engine.flow.clear()
-    events: list[RunEvent] = []
-    run.bus.tail(f"{run.run_id}-events", subjects.events(run.run_id, "log"), RunEvent, events.append).wait()
-    first = run.attach()
-    run.engine.wait_for_requests(1)
-    first.kill()
-    run.engine.flow.set()
-    run.attach("w1")
-    [delivery] = run.collect(1)
-    wait_for(lambda: events, "the event")
-    assert events[0].data["text"] == "1 group redelivered (delivery 2), now with w1"
-    assert (delivery.fact.worker_id, delivery.fact.pack_id) == ("w1", "pack-0")
-    wait_for(lambda: run.num_tasks() == 0, "the acknowledgement")
-    assert run.bus.stream_state(f"{run.run_id}-generated").wait().num_messages == 0
 
 
 def test_a_stopping_worker_finishes_packs_in_flight(run: WorkerRun):

@@ -170,29 +170,21 @@ async def test_after_a_doubt_nothing_continues_before_a_folder_is_loaded(
     assert versions.are_served(engine)
 
 
+@pytest.mark.parametrize(("fault", "jobs"), [("probe: refuses", ["probe", "auto"]), ("no plugin", [])])
 async def test_a_server_that_cannot_be_mapped_reads_folders(
-    engine: PatchedEngine, client: SglangClient, versions: Versions
+    engine: PatchedEngine, client: SglangClient, versions: Versions, fault: str, jobs: list[str]
 ) -> None:
-    """The folder is loaded once more after the attempt, and no patch is tried."""
-    engine.fault = "probe: refuses"
+    """The folder is loaded once more after the attempt, and no patch is tried; without the plugin it never sees its load formats."""
+    engine.fault = fault
+    engine.info = {"internal_states": [{}]} if fault == "no plugin" else OFFER
     await client.started_with(versions.folder_3, V3)
-    assert engine.jobs == ["probe", "auto"]
+    assert engine.jobs == jobs
     assert client.max_changed_share == 0.0
     await client.stage(versions.changes)
     await client.load_weights(versions.folder_4, V4)
-    assert engine.jobs == ["probe", "auto", "auto"]
+    assert engine.jobs == [*jobs, "auto"]
     assert versions.are_served(engine)
     assert ways(client) == {"engine_loads_unsupported"}
-
-
-async def test_a_server_without_the_plugin_never_sees_its_load_formats(
-    engine: PatchedEngine, client: SglangClient, versions: Versions
-) -> None:
-    engine.info = {"internal_states": [{}]}
-    await client.started_with(versions.folder_3, V3)
-    await client.stage(versions.changes)
-    await client.load_weights(versions.folder_4, V4)
-    assert engine.jobs == ["auto"]
 
 
 async def test_a_patched_version_is_kept_by_an_engine_that_is_not_ready(versions: Versions) -> None:

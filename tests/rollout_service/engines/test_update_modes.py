@@ -58,26 +58,24 @@ def cut(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return rows
 
 
-def test_going_back_to_an_older_version_waits_for_what_runs():
-    """A training generation never continues with an older version; the first load interrupts nothing."""
-    assert mode_of("retract", V1, V2, longest=8, long_mode="retract") == "retract"
-    assert mode_of("retract", V2, V1, longest=8, long_mode="retract") == "drain"
-    assert mode_of("abort", None, V1, longest=8, long_mode="retract") == "drain"
-    assert mode_of("in_place", V1, V1, longest=8, long_mode="retract") == "drain"
-
-
 @pytest.mark.parametrize(
-    ("longest", "long_mode", "chosen"),
+    ("wanted", "serving", "version", "longest", "long_mode", "chosen"),
     [
-        (LONG_TOKENS, "in_place", "drain"),
-        (LONG_TOKENS + 1, "in_place", "in_place"),
-        (32_768, "retract", "retract"),
-        (32_768, "drain", "drain"),
+        ("retract", V1, V2, 8, "retract", "retract"),
+        ("retract", V2, V1, 8, "retract", "drain"),  # no training generation continues with an older version
+        ("in_place", V1, V1, 8, "retract", "drain"),
+        ("abort", None, V1, 8, "retract", "drain"),  # the first load interrupts nothing
+        ("auto", V1, V2, LONG_TOKENS, "in_place", "drain"),
+        ("auto", V1, V2, LONG_TOKENS + 1, "in_place", "in_place"),
+        ("auto", V1, V2, 32_768, "retract", "retract"),
+        ("auto", V1, V2, 32_768, "drain", "drain"),
+        ("auto", V2, V1, 32_768, "retract", "drain"),
     ],
 )
-def test_an_update_does_not_wait_for_long_completions(longest: int, long_mode: UpdateMode, chosen: UpdateMode) -> None:
-    assert mode_of("auto", V1, V2, longest=longest, long_mode=long_mode) == chosen
-    assert mode_of("auto", V2, V1, longest=longest, long_mode=long_mode) == "drain"
+def test_an_update_waits_for_short_completions_and_before_an_older_version(
+    wanted: UpdateMode, serving: PolicyVersion, version: PolicyVersion, longest: int, long_mode: UpdateMode, chosen: str
+) -> None:
+    assert mode_of(wanted, serving, version, longest=longest, long_mode=long_mode) == chosen
 
 
 def test_only_an_engine_whose_tokens_stay_exact_is_updated_in_place_by_default() -> None:
