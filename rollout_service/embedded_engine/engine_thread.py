@@ -42,7 +42,6 @@ class WeightUpdate:
     version: str | None  # None: keep the label, as SGLang does
     model_path: str
     flush_cache: bool
-    abort_all: bool
     outcome: Future[UpdateOutcome] = field(default_factory=Future)
 
 
@@ -271,8 +270,6 @@ class EngineThread:
         while self._inbox:
             head = self._inbox[0]
             if isinstance(head, WeightUpdate):
-                if head.abort_all:
-                    self._abort_sequences([*self._runner.running, *self._waiting], "Abort by update_weights_from_disk")
                 if not self.paused and (self._runner.running or self._waiting):
                     return
                 self._apply(head)

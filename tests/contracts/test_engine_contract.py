@@ -29,12 +29,6 @@ def test_ignore_eos_ignores_stop_tokens(engine: EngineUnderTest, dense: Dense) -
     assert reply["output_ids"] == greedy
 
 
-def test_min_new_tokens_holds_a_stop_token_back(engine: EngineUnderTest, dense: Dense) -> None:
-    stop = dense.greedy(PROMPT, 1)[0]
-    reply = engine.generate(PROMPT, max_new_tokens=12, min_new_tokens=5, temperature=0, stop_token_ids=[stop])
-    assert stop not in reply["output_ids"][:5]
-
-
 @pytest.mark.parametrize(
     ("input_ids", "params"),
     [

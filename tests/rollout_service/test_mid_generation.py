@@ -40,7 +40,7 @@ class EngineUnderTest:
         self.engine.start()
 
     def update(self, version: int, *, flush: bool) -> None:
-        self.engine.update(WeightUpdate(self.weights[version], str(version), "", flush, abort_all=False))
+        self.engine.update(WeightUpdate(self.weights[version], str(version), "", flush))
 
     def generate(self, sequences: list[Sequence], moments: dict[int, list[int]], mode: str, sampled: int = 0) -> None:
         """Run sequences to their end; at given numbers of tokens, the engine pauses and loads versions one after another."""
@@ -53,7 +53,7 @@ class EngineUnderTest:
             self.engine.pause(mode)
             for version in versions[:-1]:
                 self.update(version, flush=mode != "in_place")
-            last = WeightUpdate(self.weights[versions[-1]], str(versions[-1]), "", mode != "in_place", abort_all=False)
+            last = WeightUpdate(self.weights[versions[-1]], str(versions[-1]), "", mode != "in_place")
             self.engine.update(last).add_done_callback(lambda _: self.engine.resume())
 
         self.engine.submit(Job(sequences, lambda _: ended.set(), on_step))

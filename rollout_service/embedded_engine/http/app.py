@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import hmac
-import time
 from collections.abc import Awaitable, Callable
 from datetime import UTC, datetime
 from pathlib import Path
@@ -126,7 +125,6 @@ async def server_info(request: Request) -> Response:
             "enable_lora": True,
             "version": ENGINE_VERSION,
             "frontend": "python",
-            "uptime_s": time.monotonic() - server.started_at,
             "max_total_num_tokens": limits.max_total_tokens,
             "max_running_requests": limits.max_running,
             "context_length": server.model.max_tokens,
@@ -237,7 +235,7 @@ async def update_weights_from_disk(request: Request) -> Response:
             weights = await asyncio.to_thread(server.read_weights, Path(body.model_path))
         except (CheckpointRefused, UnsupportedModel) as error:
             return json_response({"success": False, "message": str(error), "num_paused_requests": 0}, status=400)
-        update = WeightUpdate(weights, body.weight_version, body.model_path, body.flush_cache, body.abort_all_requests)
+        update = WeightUpdate(weights, body.weight_version, body.model_path, body.flush_cache)
         outcome = await asyncio.wrap_future(server.engine.update(update))
         reply = {"success": outcome.success, "message": outcome.message, "num_paused_requests": outcome.num_paused}
         if not outcome.success:
@@ -290,9 +288,7 @@ def build_app(server: ServerState, key: str = "") -> Starlette:
             route("/weights_checker", weights_checker, "POST"),
             route("/flush_cache", flush_cache, "GET", "POST"),
             route("/model_info", model_info, "GET"),
-            route("/get_model_info", model_info, "GET"),
             route("/server_info", server_info, "GET"),
-            route("/get_server_info", server_info, "GET"),
             route("/health", health, "GET"),
             route("/health_generate", health_generate, "GET"),
             route("/ready", ready, "GET"),

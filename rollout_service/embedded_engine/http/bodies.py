@@ -45,17 +45,17 @@ class SamplingParams(Body):
 
     n: Annotated[int, Field(ge=1, description="completions per prompt")] = 1
     max_new_tokens: Annotated[int, Field(ge=0)] | None = 128  # None: until the context is full
-    min_new_tokens: Annotated[int, Field(ge=0)] = 0
     temperature: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 1.0
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
     top_k: Annotated[int, Field(ge=-1)] = -1
-    min_p: Annotated[float, Field(ge=0, le=1)] = 0.0
     stop: str | list[str] | None = None
     stop_token_ids: list[int] | None = None
     ignore_eos: bool = False
-    skip_special_tokens: bool = True
     no_stop_trim: bool = False
     sampling_seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
+    min_new_tokens: Literal[0] = 0
+    min_p: Literal[0] = 0
+    skip_special_tokens: Literal[True] = True
     spaces_between_special_tokens: Literal[True] = True
     frequency_penalty: Literal[0] = 0
     presence_penalty: Literal[0] = 0
@@ -113,7 +113,7 @@ class UpdateWeightsBody(Body):
     weight_version: str | None = None
     load_format: Literal["auto", "safetensors"] | None = None
     flush_cache: bool = True
-    abort_all_requests: bool = False
+    abort_all_requests: Literal[False] = False
     torch_empty_cache: Literal[False] = False
     recapture_cuda_graph: Literal[False] = False
     is_async: Literal[False] = False

@@ -32,18 +32,17 @@ from penstock.rollout_service.embedded_engine.sequence import Sequence
 _UNFINISHED_CHARACTER = "\ufffd"  # what an incomplete UTF-8 sequence decodes to
 
 
-def build_replies(requested: RequestedJob, text: Text, latency_s: float) -> list[dict[str, Any]]:
+def build_replies(requested: RequestedJob, text: Text) -> list[dict[str, Any]]:
     texts = completion_texts(requested.sequences, requested.params, text)
     return [
-        _reply(requested, sequence, completion, latency_s)
-        for sequence, completion in zip(requested.sequences, texts, strict=True)
+        _reply(requested, sequence, completion) for sequence, completion in zip(requested.sequences, texts, strict=True)
     ]
 
 
 def build_chunk(requested: RequestedJob, index: int, num_tokens: int, version: str, text: Text) -> dict[str, Any]:
-    sequence, params = requested.sequences[index], requested.params[index]
+    sequence = requested.sequences[index]
     tokens = sequence.output_ids[:num_tokens]
-    completion = text.decode([tokens], skip_special_tokens=params.skip_special_tokens)[0]
+    completion = text.decode([tokens], skip_special_tokens=True)[0]
     meta: dict[str, Any] = {
         "id": sequence.rid,
         "finish_reason": None,
@@ -61,12 +60,7 @@ def completion_texts(sequences: Items[Sequence], params: Items[SamplingParams], 
     if not text.has_tokenizer:
         return [""] * len(sequences)
     rows = [_visible_tokens(sequence, requested) for sequence, requested in zip(sequences, params, strict=True)]
-    same = len({requested.skip_special_tokens for requested in params}) == 1
-    if same:
-        texts = text.decode(rows, skip_special_tokens=params[0].skip_special_tokens)
-    else:
-        pairs = zip(rows, params, strict=True)
-        texts = [text.decode([row], skip_special_tokens=requested.skip_special_tokens)[0] for row, requested in pairs]
+    texts = text.decode(rows, skip_special_tokens=True)
     return [_cut(*item) for item in zip(texts, sequences, params, strict=True)]
 
 
@@ -82,7 +76,7 @@ def _cut(completion: str, sequence: Sequence, params: SamplingParams) -> str:
     return completion if params.no_stop_trim else completion.partition(matched)[0]
 
 
-def _reply(requested: RequestedJob, sequence: Sequence, completion: str, latency_s: float) -> dict[str, Any]:
+def _reply(requested: RequestedJob, sequence: Sequence, completion: str) -> dict[str, Any]:
     finish = sequence.finish
     assert finish is not None
     num_tokens = len(sequence.output_ids)
@@ -95,7 +89,6 @@ def _reply(requested: RequestedJob, sequence: Sequence, completion: str, latency
         "weight_version": sequence.final_version,
         "weight_versions": [{"version": span.version, "start": span.start, "end": span.end} for span in sequence.spans],
         "num_retractions": sequence.num_retractions,
-        "e2e_latency": latency_s,
     }
     if requested.return_logprob:
         meta |= _output_logprobs(sequence.output_ids, sequence.output_logprobs)
@@ -236,8 +229,8 @@ async def generate(request: Request) -> Response:
     requested = build_job(body, server.model, await server.images.read(body))
     if body.stream:
         return StreamingResponse(_events(_generate_chunks(server, requested)), media_type="text/event-stream")
-    latency_s = await server.jobs.run_to_end(request, requested)
-    replies = build_replies(requested, server.text, latency_s)
+    await server.jobs.run_to_end(request, requested)
+    replies = build_replies(requested, server.text)
     return json_response(replies if requested.is_list else replies[0])
 
 
@@ -255,14 +248,13 @@ async def chat_completions(request: Request) -> Response:
 
 async def _generate_chunks(server: ServerState, requested: RequestedJob) -> AsyncIterator[dict[str, Any]]:
     """Yield cumulative chunks while sampling, then the full reply of each sequence."""
-    started = time.monotonic()
     sent = [0] * len(requested.sequences)
     async for counts in server.jobs.steps(requested):
         for index, count in enumerate(counts):
             if count > sent[index]:
                 sent[index] = count
                 yield build_chunk(requested, index, count, server.engine.version, server.text) | {"index": index}
-    for index, reply in enumerate(build_replies(requested, server.text, time.monotonic() - started)):
+    for index, reply in enumerate(build_replies(requested, server.text)):
         yield reply | {"index": index}
 
 

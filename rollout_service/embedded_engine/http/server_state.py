@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -105,8 +104,8 @@ class JobRunner:
         self._adapters = adapters
         self._releases: set[asyncio.Task[None]] = set()
 
-    async def run_to_end(self, request: Request, requested: RequestedJob) -> float:
-        """Run the sequences to their end; return the seconds it took. A disconnected client or a cancellation ends them."""
+    async def run_to_end(self, request: Request, requested: RequestedJob) -> None:
+        """Run the sequences to their end. A disconnected client or a cancellation ends them."""
         job, done = self._submit(requested)
         disconnected = asyncio.ensure_future(_disconnected(request))
         try:
@@ -117,7 +116,6 @@ class JobRunner:
                 self._engine.cancel(job)
         await done
         raise_if_engine_failed(requested)
-        return time.monotonic() - job.received_at
 
     async def steps(self, requested: RequestedJob) -> AsyncIterator[list[int]]:
         """Submit the sequences and yield their token counts after each step, until all have finished.
@@ -229,7 +227,6 @@ class ServerState:
     images: ImageReader
     read_weights: Callable[[Path], Weights]  # reads and checks a folder; blocks, runs in a thread
     one_update: asyncio.Lock = field(default_factory=asyncio.Lock)
-    started_at: float = field(default_factory=time.monotonic)
 
 
 def server_of(request: Request) -> ServerState:

@@ -161,17 +161,6 @@ def test_samples_of_one_prompt_are_computed_once(small_engine: EngineUnderTest) 
     assert [reply["meta_info"]["cached_tokens"] for reply in replies] == [0, 6, 6, 0, 3, 3]
 
 
-def test_an_update_may_abort_what_runs(small_engine: EngineUnderTest) -> None:
-    """abort_all_requests swaps immediately; running sequences return the tokens they have, under the old version."""
-    with small_engine.streaming(PROMPT, rid="8" * 32, max_new_tokens=6000) as stream:
-        small_engine.update(small_engine.model, "0b", abort_all_requests=True)
-        reply = stream.result()
-    assert reply["meta_info"]["finish_reason"]["type"] == "abort"
-    assert [span["version"] for span in reply["meta_info"]["weight_versions"]] == ["0"]
-    assert small_engine.version == "0b"
-    small_engine.update(small_engine.model, "0")
-
-
 def test_an_abort_during_a_pause_answers_at_once(small_engine: EngineUnderTest) -> None:
     small_engine.post("/pause_generation", {"mode": "retract"})
     with ThreadPoolExecutor(1) as pool:
