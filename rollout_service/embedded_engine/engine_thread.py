@@ -284,8 +284,8 @@ class EngineThread:
         running = self._runner.running
         if running and update.flush_cache:
             message = (
-                f"{len(running)} sequences are paused in place and their keys and values cannot be flushed; nothing was "
-                "changed. Send flush_cache=false to keep them, or pause with mode=retract to compute them again."
+                f"{len(running)} sequences are paused in place and their keys and values cannot be flushed; nothing "
+                "was changed. Send flush_cache=false to keep them, or pause with mode=retract to compute them again."
             )
             update.outcome.set_result(UpdateOutcome(False, message, len(running)))
             return

@@ -155,7 +155,7 @@ class Runner:
         return int(self._rows.position[: len(self.running)].sum())
 
     def computing(self) -> AbstractContextManager[object]:
-        """Return the context in which all other methods are called: tensors made in it cannot be changed outside of it."""
+        """Return the context of all other methods: tensors made in it cannot be changed outside of it."""
         return torch.inference_mode()
 
     def start(self, admitted: list[Sequence]) -> list[Sequence]:
@@ -283,7 +283,7 @@ class Runner:
         return mix
 
     def _report_prompt(self, prompt: Prompt, hidden: torch.Tensor) -> None:
-        """Set cached tokens and prompt logprobs of sequences that share a prompt. ``hidden`` is [new tokens, hidden]."""
+        """Set cached tokens and prompt logprobs of sequences of one prompt. ``hidden`` is [new tokens, hidden]."""
         sequences, known = prompt.sequences, prompt.reused.length
         sequences[0].cached_tokens = min(known, len(sequences[0].prompt))
         for sequence in sequences[1:]:

@@ -1,6 +1,7 @@
-"""Requests → whole completions, for the client of any engine: continues what an update interrupts, refuses unverified weights, applies stop strings.
+"""Requests → whole completions, for the client of any engine.
 
-`AdapterTable` holds the LoRA adapters of one server, whichever engine it runs: which it confirmed, and which requests use them.
+Continues what an update interrupts, refuses unverified weights, applies stop strings. `AdapterTable` holds the LoRA
+adapters of one server: which it confirmed, and which requests use them.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ _WEIGHT = 0.2  # of a new measurement in the mean
 
 @dataclass(slots=True)
 class RequestDeadline:
-    """How long a request may take: ``least_s``, or more where its longest completion needs it at the speed that was measured."""
+    """How long a request may take: ``least_s``, or more where its longest completion needs it at the measured speed."""
 
     least_s: float
     s_per_token: float = 0.05  # of one sequence, its waits included; an assumption until one was measured
@@ -102,7 +103,7 @@ class AdapterTable:
                 entry.idle.set()
 
     async def leave(self, version: PolicyVersion, deadline_s: float) -> None:
-        """Refuse a version to new requests and wait for those under way; raises EngineTimeout when they take too long."""
+        """Refuse a version to new requests and wait for those under way; raises EngineTimeout if they take too long."""
         entry = self._entries[version]
         entry.is_leaving = True
         try:
@@ -268,8 +269,8 @@ class CompletionSampler:
         tokenizer = self._tokenizer()
         if not tokenizer.has_tokenizer:
             raise EngineMisconfigured(
-                f"no tokenizer.json among the published weights ({self.folder}): rollout.stop needs one to find the strings "
-                "in the sampled tokens; publish it with the weights, or set rollout.stop = []"
+                f"no tokenizer.json among the published weights ({self.folder}): rollout.stop needs one to find the "
+                "strings in the sampled tokens; publish it with the weights, or set rollout.stop = []"
             )
         whole = sequence.joined("")
         count = first_end(whole.token_ids, stop, lambda ids: tokenizer.decode(ids, skip_special_tokens=False))
@@ -282,7 +283,8 @@ class CompletionSampler:
         tokenizer = self._tokenizer()
         if not tokenizer.has_tokenizer and (not self.returns_text or any(p.text for p in sequence.parts)):
             reason = (
-                "worker.update_mode = 'abort' needs a tokenizer to decode interrupted completions; use 'retract', or publish it"
+                "worker.update_mode = 'abort' needs a tokenizer to decode interrupted completions; use 'retract', or "
+                "publish it"
                 if self.returns_text
                 else "this engine returns token ids only; publish it with the weights"
             )

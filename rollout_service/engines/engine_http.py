@@ -1,4 +1,4 @@
-"""Calls to one engine, each with a deadline, where every failure is an EngineError; and what all clients of engines over HTTP share."""
+"""Calls to one engine, whose failures are EngineErrors; and what all clients of engines over HTTP share."""
 
 from __future__ import annotations
 
@@ -150,7 +150,7 @@ class AdapterLoader:
 
 
 class HttpEngineClient(ABC):
-    """What the clients of all engines over HTTP share; see `EngineClient`, and `ReleasesMemory`: `load_weights` allocates it again."""
+    """What the clients of all engines over HTTP share; see `EngineClient` and `ReleasesMemory`."""
 
     adapter_calls: ClassVar[type[AdapterCalls]]
     version_page: ClassVar[str]  # whose ``weight_version`` is the served version
@@ -218,7 +218,7 @@ class HttpEngineClient(ABC):
         await self._adapters.forget_lost()
 
     async def _prepare_load(self, version: PolicyVersion) -> None:
-        """Unload the adapters that were loaded on other weights than those of ``version``; nothing else may use them."""
+        """Unload the adapters that were loaded on other weights than those of ``version``."""
         bases = self._adapters.table.bases
         if not bases or (
             self._released and bases == {version}

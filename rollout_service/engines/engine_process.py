@@ -1,7 +1,7 @@
-"""An engine as a child process: start, CPU time, end, log; and a process that imports what it needs before there are weights.
+"""An engine as a child process: start, CPU time, end, log; and one that imports what it needs before there are weights.
 
-A worker starts a prepared process at once, so that the seconds of its imports pass while the trainer starts, or while the weights are
-fetched. It ends when the worker does: its stdin is then closed.
+A worker starts a prepared process at once, so that the seconds of its imports pass while the trainer starts, or while
+the weights are fetched. It ends when the worker does: its stdin is then closed.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ async def _started(
 
 
 class PreparedProcess:
-    """A process started with the words of a program and one flag; it reads the words after these from stdin, as a JSON line."""
+    """A process started with a program's words and one flag; it reads the other words from stdin, as a JSON line."""
 
     def __init__(self, process: asyncio.subprocess.Process, words: Sequence[str], log_start: int) -> None:
         self._process = process
@@ -96,7 +96,7 @@ class PreparedProcess:
 
 
 def with_parent(parent_pid: int, port_file: Path) -> list[str]:
-    """Return the words before a program that ends with this worker and gets a free port; see `protocol/parent_death.py`."""
+    """Return the words before a program that ends with this worker and gets a port; see `protocol/parent_death.py`."""
     return parent_death.command_words(parent_pid, port_file=port_file)
 
 

@@ -1,8 +1,8 @@
-"""Settle a pack's delivery: store and announce its groups and acknowledge it, requeue it, or dead-letter it with a reason.
+"""Settle a pack's delivery: announce its groups and acknowledge it, requeue it, or dead-letter it with a reason.
 
-This is the one place with a policy about failures. After a failure of the engine the pack is redelivered, to this worker or another, until it
-has been delivered ``task_attempts`` times. A pack that no further attempt can generate is dead-lettered at once. The groups of a pack are one
-Parquet object in S3, announced as one `GroupGenerated`.
+This is the one place with a policy about failures. After a failure of the engine the pack is redelivered, to any
+worker, until it has been delivered ``task_attempts`` times. A pack that no further attempt can generate is dead-
+lettered at once. The groups of a pack are one Parquet object in S3, announced as one `GroupGenerated`.
 """
 
 from __future__ import annotations
@@ -178,7 +178,7 @@ class PackAnnouncer:
     async def announce(self, received: ReceivedPack, groups: Sequence[Group]) -> None:
         """Store the groups and announce them; wait while S3 or NATS is unreachable or the stream is full.
 
-        The message id is that of the pack and of the task's trace: a pack that was generated twice, because a worker was
+        The message id is that of the pack and of the task's trace: a pack that was generated twice, since a worker was
         killed before it acknowledged the task, is announced once.
         """
         if not groups:

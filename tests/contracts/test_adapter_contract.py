@@ -227,7 +227,7 @@ def test_new_weights_replace_the_base_of_the_adapters(
     ],
 )
 def test_an_invalid_adapter_is_refused(engine: EngineUnderTest, tmp_path: Path, change: str, says: str) -> None:
-    """What cannot be read, does not fit the model or would change the sum is refused; nothing is listed, and the engine serves."""
+    """What cannot be read, does not fit the model or would change the sum; nothing is listed, and the engine serves."""
     if engine.kind == "sglang" and change in SGLANG_TAKES:
         pytest.skip("SGLang accepts it, and crashes or computes something else; the worker never sends it")
     rank = 512 if change == "rank beyond the maximum" else 4

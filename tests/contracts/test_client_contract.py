@@ -71,7 +71,7 @@ async def client(server: ServerUnderTest) -> AsyncIterator[EngineClient]:
 
 
 async def wait_until_generating(client: EngineClient) -> None:
-    """Wait until samples run, so that an update interrupts them: SGLang first runs the prompts alone, one sequence each."""
+    """Wait until samples run, so that an update interrupts them: SGLang first runs the prompts alone."""
     deadline = time.monotonic() + DEADLINE_S
     while (await client.metrics()).get("engine_running", 0) <= len(PROMPTS):
         assert time.monotonic() < deadline, "no sample was ever running"
@@ -175,7 +175,7 @@ async def test_the_checksum_follows_the_weights(client: EngineClient, server: Se
 async def test_redundant_completions_are_aborted_and_counted(
     client: EngineClient, server: ServerUnderTest, dense: Dense, tmp_path: Path, mode: UpdateMode
 ) -> None:
-    """The first to end are kept whole, the engine stops working on the rest, and each of its tokens is kept or counted."""
+    """The first to end are kept whole, the rest is stopped, and each token is kept or counted."""
     if not server.speaks_sglang:
         with pytest.raises(TaskRefused, match=r"VllmClient cannot end .* rollout\.redundant_completions = 0"):
             able_to_abandon(client)

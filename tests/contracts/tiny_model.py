@@ -39,8 +39,8 @@ _KINDS: dict[str, tuple[Any, Any]] = {
     "qwen3_moe": (Qwen3MoeConfig, Qwen3MoeForCausalLM),
 }
 MIXTURE = {  # two layers of experts around a dense one
-    "num_hidden_layers": 3, "mlp_only_layers": [1], "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32,
-    "norm_topk_prob": True,
+    "num_hidden_layers": 3, "mlp_only_layers": [1], "num_experts": 8, "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32, "norm_topk_prob": True,
 }  # fmt: skip
 
 
@@ -159,7 +159,7 @@ class Dense:
         return tokens[len(prompt) :]
 
     def extend(self, tokens: list[int], cache: DynamicCache) -> torch.Tensor:
-        """Return [len(tokens), vocab] as `logprobs`, of tokens that stand behind those whose keys and values are held."""
+        """Return [len(tokens), vocab] as `logprobs`, of tokens behind those whose keys and values are held."""
         with torch.inference_mode():
             logits = self._model(torch.tensor([tokens]), past_key_values=cache, use_cache=True).logits[0].float()
         return logits.log_softmax(-1)

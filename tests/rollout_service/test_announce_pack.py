@@ -38,7 +38,7 @@ def received(bus: Bus, run_streams: str) -> ReceivedPack:
 async def test_the_id_of_a_pack_cannot_be_taken_beforehand(
     bus: Bus, blobs: Blobs, run_streams: str, received: ReceivedPack
 ) -> None:
-    """A login of a worker that knows the pack's name does not keep its groups from the queue; a second time they are not stored."""
+    """A login that knows the pack's name does not keep its groups from the queue; a second time they are not stored."""
     subject = subjects.generated(run_streams, "train")
     guesses = ("g:p0", "g:p0:", f"g:p0:{'0' * 32}")
     for guess in guesses:
@@ -75,7 +75,7 @@ async def test_the_id_of_a_dead_letter_cannot_be_taken_beforehand(
 async def test_spans_show_how_a_pack_was_generated(
     bus: Bus, blobs: Blobs, run_streams: str, received: ReceivedPack
 ) -> None:
-    """Generated, announced, requeued or dead-lettered: each group's trace says so, and an event that it was redelivered."""
+    """Generated, announced, requeued, dead-lettered: each group's trace says so; an event, that it was redelivered."""
     traces, spans = recorded()
     common: dict[str, Any] = {"run_id": run_streams, "worker_id": "w0", "traces": traces}
     settlement = Settlement(bus, WorkerMetrics(), task_attempts=2, retry_delay_s=0.01, **common)

@@ -43,7 +43,7 @@ class EngineUnderTest:
         self.engine.update(WeightUpdate(self.weights[version], str(version), "", flush))
 
     def generate(self, sequences: list[Sequence], moments: dict[int, list[int]], mode: str, sampled: int = 0) -> None:
-        """Run sequences to their end; at given numbers of tokens, the engine pauses and loads versions one after another."""
+        """Run sequences to their end; at given numbers of tokens, the engine pauses and loads versions in turn."""
         ended = threading.Event()
 
         def on_step(counts: list[int]) -> None:
@@ -97,8 +97,8 @@ def test_every_token_is_of_the_version_of_its_span(
 ) -> None:
     """For any number and time of weight changes, spans are exact and logprobs are those of the span's weights.
 
-    After ``retract`` the context of a token was computed by its own version. After ``in_place`` each version left its own
-    keys and values in the cache; a forward pass over a cache that is mixed in the same way gives the same number.
+    After ``retract`` the context of a token was computed by its own version. After ``in_place`` each version left its
+    own keys and values in the cache; a forward pass over a cache that is mixed in the same way gives the same number.
     """
     sampling = [Sampling(NUM_TOKENS, seed=seed + index) for index in range(len(PROMPTS))]
     sequences = [Sequence(f"{i:032}", tuple(prompt), sampling[i]) for i, prompt in enumerate(PROMPTS)]

@@ -45,7 +45,7 @@ def follow(
 def test_an_engine_gets_what_it_makes_use_of(
     tokens_per_s: Callable[[float], float], slots: float, fewest: int, most: int, peak: int
 ) -> None:
-    """Twice as many sequences would gain a few percent of a throughput that saturates, and lose some where others are preempted."""
+    """More sequences gain little where a throughput saturates, and lose some where others are preempted."""
     values = follow(tokens_per_s, slots=slots)
     assert all(fewest <= PER_PACK * value <= most for value in values[100:])
     assert PER_PACK * max(values) >= peak

@@ -1,4 +1,4 @@
-"""A worker asks a teacher about its groups: exact numbers from a real engine, retries with a limit, other vocabularies refused."""
+"""A worker asks a teacher about its groups: exact numbers from a real engine, retries, other vocabularies refused."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ async def checked(teacher: Teacher, folder: Path, *, start_deadline_s: float = 3
 
 
 def with_gap(group: Group) -> Group:
-    """Return a group in which nothing but the second and the last sampled token of the first trajectory is the policy's."""
+    """Return a group of whose first trajectory only the second and the last sampled token are the policy's."""
     first = group.trajectories[0]
     mask = first.loss_mask.copy()
     sampled = np.flatnonzero(mask)
@@ -226,7 +226,7 @@ def test_a_reply_that_contradicts_the_question_is_refused(change: dict[str, Any]
 
 
 def test_a_worker_stores_what_its_teacher_says(run: WorkerRun, tmp_path: Path) -> None:
-    """Of the groups whose tasks ask for it; without its teacher the pack is dead-lettered, with the group and the URL."""
+    """Of groups whose tasks ask for it; without its teacher the pack is dead-lettered, with group and URL."""
     write_model(tmp_path / "teacher", seed=9)
     run.publish(0)
     asked, plain = (make_task(f"e0.p{n}.a0", prompt_ids=[5, 6, 7 + n], group_size=2) for n in range(2))

@@ -37,7 +37,7 @@ def issue(run: TrainerSide, pack_id: str) -> None:
 
 
 def check_redundant_groups(run: TrainerSide) -> None:
-    """Of six or seven that are started four are stored, with the baseline of a task that wants one; the rest is announced and counted."""
+    """Of those that are started four are stored, with a baseline where one is wanted; the rest is counted."""
     plain = make_task("redundant.p0", prompt_ids=[5, 6, 7], group_size=4, max_new_tokens=100)
     tasks = [
         plain.model_copy(update={"redundant_completions": 2}),

@@ -67,7 +67,7 @@ def test_a_reply_of_a_version_that_was_never_loaded_is_not_announced(run: Worker
 
 
 def test_impossible_tasks_are_refused_at_once_and_the_rest_of_the_pack_is_generated(run: WorkerRun):
-    """A token id beyond the vocabulary and a prompt beyond the context are dead letters; the pack's other tasks are not."""
+    """An unknown token id and a prompt beyond the context are dead letters; the pack's other tasks are not."""
     run.publish(0)
     run.attach()
     tasks = [

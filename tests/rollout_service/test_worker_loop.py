@@ -25,7 +25,7 @@ from tests.servers import wait_for
 
 
 def test_a_pack_is_generated_stored_announced_and_acknowledged(run: WorkerRun):
-    """One request for what samples alike, one object with the engine's own values, one announcement, then an empty queue.
+    """One request for what samples alike, one object with the engine's own values, one announcement, an empty queue.
 
     A task with a baseline has one more completion, greedy, which is the last of its group and is marked.
     """
@@ -113,7 +113,7 @@ def test_a_stopping_worker_finishes_packs_in_flight(run: WorkerRun):
 
 
 def test_a_stopping_worker_requeues_what_takes_too_long(run: WorkerRun):
-    """After ``finish_s`` the packs in flight are requeued immediately, not after their ack wait, which is an hour here."""
+    """After ``finish_s`` the packs in flight are requeued at once, not after their ack wait, which is an hour here."""
     bootstrap(run.bus, run.blobs, run.run_id, StreamLimits(ack_wait_s=3600.0))
     run.publish(0)
     run.engine.flow.clear()
@@ -183,5 +183,6 @@ async def test_environments_that_take_long_to_prepare_stop_no_heartbeat():
 
 
 def test_a_worker_imports_no_torch():
-    code = "import sys, penstock.rollout_service.__main__; assert not {'torch', 'transformers', 'fastapi'} & set(sys.modules)"
+    code = "import sys, penstock.rollout_service.__main__; "
+    code += "assert not {'torch', 'transformers', 'fastapi'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=300)

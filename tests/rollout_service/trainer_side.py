@@ -211,7 +211,7 @@ def worker_process(
     command = [
         *(sys.executable, "-m", "penstock.rollout_service"),
         *(f"run.id={run_id}", f"run.dir={folder}", f"worker.id={worker_id}", "worker.retry_delay_s=0.05"),
-        f"worker.cache_dir={folder / 'cache'}",  # with "auto" the copies were in /dev/shm, where a killed worker leaves them
+        f"worker.cache_dir={folder / 'cache'}",  # with "auto" a killed worker leaves its copies in /dev/shm
         *(f"nats.url={nats.url}", f"nats.user={nats.user}", f"nats.password_file={secret_file(nats.secret())}"),
         *(
             f"s3.endpoint={s3.endpoint}",

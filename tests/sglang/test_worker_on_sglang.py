@@ -1,4 +1,4 @@
-"""A worker on a real SGLang: weights change and servers are killed during long generations; no token is wrong or lost."""
+"""A worker on a real SGLang: weights change and servers are killed in mid-generation; no token is wrong or lost."""
 
 from __future__ import annotations
 

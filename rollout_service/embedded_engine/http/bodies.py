@@ -3,9 +3,10 @@
 Fields of SGLang that this engine does not compute accept only the value that requests nothing; any other value, and
 any unknown field, is refused. No field is accepted and ignored.
 
-``image_data``: one prompt has a text, or a list of texts, one for each placeholder in its ``input_ids``; a batch has a list with either of
-these, or null, for each prompt. A text is base64, or a data URL of it. Paths and URLs, which SGLang reads too, are refused. What was made of
-an image is kept, since the turns of an episode and the samples of a group send the same ones; memory is bounded.
+``image_data``: one prompt has a text, or a list of texts, one for each placeholder in its ``input_ids``; a batch has
+either of these, or null, for each prompt. A text is base64, or a data URL of it. Paths and URLs are refused. What was
+made of an image is kept, since the turns of an episode and the samples of a group send the same ones; memory is
+bounded.
 """
 
 from __future__ import annotations
@@ -104,7 +105,7 @@ class GenerateBody(Body):
     custom_logit_processor: None = None
     input_embeds: None = None
     image_data: str | list[str] | list[str | list[str] | None] | None = None  # base64 or data URLs
-    # Where the placeholders are; None: at every token with the image token's id. Not SGLang's: a policy may sample that id.
+    # Where placeholders are; None: at every token with the image token's id. Not SGLang's: a policy may sample that id.
     image_positions: TokenIds | list[TokenIds] | None = None
 
 
@@ -227,8 +228,8 @@ def with_images(
 ) -> tuple[tuple[int, ...], Images | None]:
     """Return a prompt, which has one placeholder for each image, with all tokens of its images, and these.
 
-    ``positions`` are those of the placeholders; None: at every token with the image token's id. Raises RequestRefused if there are not as
-    many placeholders as images, or ``positions`` name other tokens.
+    ``positions`` are those of the placeholders; None: every token with the image token's id. Raises RequestRefused if
+    there are not as many placeholders as images, or ``positions`` name other tokens.
     """
     token = processor.image_token_id
     if positions is not None:

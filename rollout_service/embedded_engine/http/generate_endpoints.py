@@ -1,4 +1,4 @@
-"""The endpoints that sample, whole or streamed, and their replies: SGLang's ``/generate`` and OpenAI's ``/v1/chat/completions``.
+"""The endpoints that sample, and their replies: SGLang's ``/generate`` and OpenAI's ``/v1/chat/completions``.
 
 Of the chat API only what is needed to chat with a policy is served: text, no tools.
 """

@@ -1,4 +1,4 @@
-"""What the endpoints share: the parts of the server, bodies, responses, HTTP statuses, and the way of a request's sequences to the engine thread."""
+"""What the endpoints share: the server's parts, bodies, responses, and how sequences reach the engine thread."""
 
 from __future__ import annotations
 

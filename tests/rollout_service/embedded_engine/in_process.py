@@ -1,4 +1,4 @@
-"""A model of the embedded engine in this process: versions of its weights, runners, and transformers' forward of each version."""
+"""A model of the embedded engine in this process: its versions, runners, and transformers' forward of each version."""
 
 from __future__ import annotations
 

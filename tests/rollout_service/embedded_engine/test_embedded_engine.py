@@ -249,8 +249,8 @@ def test_chat_renders_the_template_and_streams_the_same_text(small_engine: Engin
 def test_the_engine_exits_with_its_parent(tmp_path: Path) -> None:
     build_model(tmp_path / "model")
     port_file = tmp_path / "port"
-    engine = f"[{sys.executable!r}, '-P', '-m', 'penstock.rollout_service.embedded_engine', '--model-path', {str(tmp_path / 'model')!r}, "
-    engine += f"'--port', '0', '--port-file', {str(port_file)!r}, '--die-with-parent']"
+    engine = [sys.executable, "-P", "-m", "penstock.rollout_service.embedded_engine", "--die-with-parent"]
+    engine += ["--model-path", str(tmp_path / "model"), "--port", "0", "--port-file", str(port_file)]
     script = f"import subprocess; child = subprocess.Popen({engine}); print(child.pid, flush=True); child.wait()"
     with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True) as parent:
         assert parent.stdout is not None
@@ -282,7 +282,8 @@ def test_a_terminated_engine_answers_waiting_clients(tmp_path: Path) -> None:
 
 def test_torch_is_the_only_framework_loaded() -> None:
     """The engine process imports torch but never transformers, whose import costs seconds."""
-    script = "import sys, penstock.rollout_service.embedded_engine.run_engine; print('transformers' in sys.modules, 'torch' in sys.modules)"
+    script = "import sys, penstock.rollout_service.embedded_engine.run_engine; "
+    script += "print('transformers' in sys.modules, 'torch' in sys.modules)"
     ended = subprocess.run(
         [sys.executable, "-c", script], capture_output=True, text=True, timeout=DEADLINE_S, check=True
     )

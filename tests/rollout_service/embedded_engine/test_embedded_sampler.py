@@ -37,7 +37,7 @@ def test_tokens_are_drawn_by_their_probability(temperature: float) -> None:
     ("fields", "kept"),
     [
         ({"top_k": torch.full((DRAWS,), 2)}, [0, 1]),
-        # probabilities: 0.584 0.215 0.130 0.079 (token 5) 0.029 0.004; a token is kept while those before it sum to <= p
+        # probabilities: 0.584 0.215 0.130 0.079 (token 5) 0.029 0.004; kept while those before it sum to <= p
         ({"top_p": torch.full((DRAWS,), 0.7)}, [0, 1]),
     ],
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -14,7 +15,8 @@ from penstock.rollout_service.embedded_engine.sequence import Sampling, Sequence
 
 def sequence(prompt: int = 4, new: int = 8, *, token: int = 1, **fields: object) -> Sequence:
     """A sequence of so many prompt tokens, all alike, that may generate so many."""
-    return Sequence("r", (token,) * prompt, Sampling(max_new_tokens=new), **fields)  # pyright: ignore[reportArgumentType]
+    more: Any = fields
+    return Sequence("r", (token,) * prompt, Sampling(max_new_tokens=new), **more)
 
 
 def limits(max_running: int = 64, max_total_tokens: int = 10**6, max_prefill_tokens: int = 10**6) -> Limits:
@@ -42,7 +44,7 @@ def test_equal_prompts_count_once() -> None:
     ],
 )
 def test_known_tokens_count_where_they_are_computed_all_the_same(fields: dict[str, object], num: int) -> None:
-    """A pass holds no more tokens than its limit because their keys and values are known, when something else of them is wanted."""
+    """Known keys and values do not let a pass exceed its limit when something else of the tokens is wanted."""
     waiting = deque(sequence(prompt=100, token=index, **fields) for index in range(8))
     chosen = choose_admissions(waiting, [], limits(max_prefill_tokens=150), lambda prefix: len(prefix[1]))
     assert len(chosen) == num

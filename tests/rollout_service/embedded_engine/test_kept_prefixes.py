@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections import deque
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -30,7 +31,7 @@ def prefix(tokens: Tokens, key: str | None = None, adapter: int = 0) -> Prefix:
 
 
 def values_of(tokens: Tokens, start: int, end: int) -> Computed:
-    """Stand-ins for keys, values and experts: each is a hash of its token and of all before it, as real ones depend on these."""
+    """Stand-ins for keys, values and experts: each is a hash of its token and of all before it."""
     hashes = torch.tensor([hash(tokens[: at + 1]) % 10007 for at in range(start, end)])
     return Computed(hashes.float().view(1, 1, 1, -1, 1), hashes.to(torch.int16).view(-1, 1, 1))
 
@@ -64,7 +65,7 @@ def check_found(found: Reused, tokens: Tokens) -> None:
 @given(st.integers(0, 2**32), st.sampled_from([10**6, 900, 250, 40]))
 @examples(60)
 def test_what_is_found_is_what_was_computed_under_these_tokens(seed: int, max_tokens: int) -> None:
-    """Values are those of the same tokens behind the same tokens; with room for all of them, the longest common beginning."""
+    """Values are of the same tokens behind the same tokens; with room for all, the longest common beginning."""
     draw = random.Random(seed)
     kept, all_kept = PrefixCache(max_tokens), list[Tokens]()
     for tokens in conversations(draw, 40):
@@ -128,7 +129,8 @@ def complete(runner: Runner, *batches: list[Sequence]) -> None:
 
 
 def sequence(prompt: Tokens, new: int = 6, **fields: object) -> Sequence:
-    return Sequence("r", prompt, Sampling(max_new_tokens=new, seed=hash(prompt) % 2**63), **fields)  # pyright: ignore[reportArgumentType]
+    more: Any = fields
+    return Sequence("r", prompt, Sampling(max_new_tokens=new, seed=hash(prompt) % 2**63), **more)
 
 
 def check_exact(one: Sequence, dense: Dense) -> None:
@@ -142,7 +144,7 @@ def random_tokens(draw: random.Random, num: int) -> Tokens:
 
 
 def test_the_turns_of_episodes_are_exact_and_computed_once(model: Model) -> None:
-    """Turns, branches and episodes of a group that start in batches of any kind: exact to 1e-5, and only new tokens are computed."""
+    """Turns, branches and episodes of a group, in any batches: exact to 1e-5, and only new tokens are computed."""
     draw, runner = random.Random(0), model.runner()
     shared = random_tokens(draw, 70)  # a system prompt
     histories = [shared + random_tokens(draw, draw.choice([5, 5, 30])) for _ in range(5)]
@@ -166,7 +168,7 @@ def test_the_turns_of_episodes_are_exact_and_computed_once(model: Model) -> None
 
 
 def test_a_long_new_part_behind_a_short_known_one_is_exact(model: Model) -> None:
-    """Queries are computed some hundred at a time behind what is known; so are prompt log-probabilities, from where they are wanted."""
+    """Queries are computed some hundred at a time; so are prompt log-probabilities, from where they are wanted."""
     draw, runner = random.Random(1), model.runner()
     first = sequence(random_tokens(draw, 40), 1)
     complete(runner, [first])
@@ -231,7 +233,7 @@ def test_a_pass_computes_no_more_tokens_than_its_limit(model: Model) -> None:
 
 
 def test_new_weights_reuse_nothing_of_the_old_ones(model: Model) -> None:
-    """Nothing of the weights before serves a later token, not even from a sequence that ran across the update in place."""
+    """Nothing of the weights before serves a later token, not even of a sequence that ran across the update."""
     draw, runner = random.Random(2), model.runner()
     ended, across = sequence(random_tokens(draw, 60)), sequence(random_tokens(draw, 60), 30)
     complete(runner, [ended])
@@ -254,7 +256,7 @@ def test_new_weights_reuse_nothing_of_the_old_ones(model: Model) -> None:
 
 
 def test_little_memory_evicts_and_stays_exact(model: Model) -> None:
-    """More histories than fit: tokens are evicted and counted, what is computed again is the same, and the bound holds."""
+    """More histories than fit: tokens are evicted and counted, what is computed again is the same."""
     draw, runner = random.Random(3), model.runner(max_kept_tokens=300)
     histories = [random_tokens(draw, 90) for _ in range(6)]
     for _ in range(3):

@@ -87,7 +87,7 @@ async def test_an_engine_is_idle_when_its_part_of_a_call_is_answered(pair: Pair)
 
 
 async def test_an_episode_stays_on_its_engine(pair: Pair):
-    """All turns of an episode go to one engine, those of a new one to the engine with the fewest, though nothing is pending."""
+    """All turns of an episode go to one engine, those of a new one to the engine with the fewest episodes."""
     one, other, pool = pair
     router = pool.client
     assert isinstance(router, PlacesEpisodes)
@@ -104,7 +104,7 @@ async def test_an_episode_stays_on_its_engine(pair: Pair):
 
 
 async def test_an_episode_moves_when_its_engine_cannot_be_asked_or_is_behind(pair: Pair, model: Path):
-    """An engine that is not ready, or still serves an older version, gets no turn; the error of an engine is raised as it is."""
+    """An engine that is not ready, or serves an older version, gets no turn; an engine's error is raised as it is."""
     one, other, pool = pair
     router = pool.client
     assert isinstance(router, PlacesEpisodes)
@@ -251,7 +251,7 @@ def test_every_flag_against_the_contract_is_an_objection(info: dict[str, object]
 @pytest.mark.parametrize(
     ("info", "slots"),
     [
-        ({"max_running_requests": None, "dp_size": 2, "internal_states": [{"effective_max_running_requests_per_dp": 52}] * 2}, 104),
+        ({"dp_size": 2, "internal_states": [{"effective_max_running_requests_per_dp": 52}] * 2}, 104),
         ({"max_running_requests": 256}, 256),  # the embedded engine
         ({"max_running_requests": None, "internal_states": [{}]}, None),
         ({"internal_states": []}, None),

@@ -40,7 +40,8 @@ def pairs(words: list[str]) -> set[tuple[str, str]]:
 def test_settings_become_flags():
     words = flags(
         python="/opt/sglang/bin/python", tp_size=4, ep_size=2, dp_size=2, mem_fraction_static=0.8, dtype="bfloat16",
-        context_length=4096, attention_backend="fa3", quantization="fp8", fp32_lm_head=True, extra_args=("--disable-radix-cache",),
+        context_length=4096, attention_backend="fa3", quantization="fp8", fp32_lm_head=True,
+        extra_args=("--disable-radix-cache",),
     )  # fmt: skip
     assert pairs(words) >= {
         ("--model-path", "/cache/v7"), ("--weight-version", "7"), ("--tp-size", "4"), ("--ep-size", "2"),
@@ -53,7 +54,7 @@ def test_settings_become_flags():
 
 
 def test_a_server_gets_the_plugin_for_patches():
-    """Before what the settings put on its import path, and beside the plugins that they choose; not where patches are off."""
+    """Before the import path of the settings, and beside the plugins that they choose; not where patches are off."""
     settings = SglangSettings(environ={"PYTHONPATH": "/mine", "SGLANG_PLUGINS": "one"})
     environ = sglang_environ(settings, {"PYTHONPATH": "/workers", "HOME": "/root"})
     folder, _, rest = environ["PYTHONPATH"].partition(os.pathsep)
@@ -71,18 +72,19 @@ def test_a_server_gets_the_plugin_for_patches():
 
 
 def test_adapters_are_enabled_if_requested():
-    """A largest rank enables adapters, with every tensor of them taken or refused; without it none of the flags is passed."""
+    """A largest rank enables adapters, whose tensors are all taken or refused; without it no such flag is passed."""
     words = flags(max_lora_rank=16, max_loras_per_batch=4, max_loaded_loras=6, lora_backend="triton")
     assert pairs(words) >= {
-        ("--max-lora-rank", "16"), ("--max-loras-per-batch", "4"), ("--max-loaded-loras", "6"), ("--lora-backend", "triton"),
-        ("--lora-target-modules", "q_proj"), ("q_proj", "k_proj"), ("up_proj", "down_proj"),
+        ("--max-lora-rank", "16"), ("--max-loras-per-batch", "4"), ("--max-loaded-loras", "6"),
+        ("--lora-backend", "triton"), ("--lora-target-modules", "q_proj"), ("q_proj", "k_proj"),
+        ("up_proj", "down_proj"),
     }  # fmt: skip
     assert {"--enable-lora", "--lora-strict-loading"} <= set(words)
     assert not [word for word in flags() if "lora" in word]
 
 
 def test_unset_options_are_left_to_sglang():
-    """No flag is passed for a setting that is not given, metrics can be off, and a command may stand in place of Python."""
+    """A setting that is not given has no flag, metrics can be off, and a command may stand in place of Python."""
     words = flags(metrics=False)
     unset = {"--mem-fraction-static", "--quantization", "--device", "--enable-metrics", "--enable-fp32-lm-head"}
     assert not {*unset, "--base-gpu-id"} & set(words)
@@ -136,7 +138,8 @@ _EXITS_WHEN_ASKED = """
 import socket, sys
 server = socket.create_server(("127.0.0.1", int(sys.argv[sys.argv.index("--port") + 1])))
 server.accept()
-print("torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB. GPU 1 has a total capacity of 79.11 GiB of which 1.02 GiB is free.")
+print("torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB. GPU 1 has a total capacity of 79.11 GiB "
+      "of which 1.02 GiB is free.")
 raise SystemExit(1)
 """
 

@@ -1,4 +1,4 @@
-"""Where a stop string ends a completion, whatever the engine did: on texts of a real tokenizer, with an engine of the test."""
+"""Where a stop string ends a completion, whatever the engine did: on texts of a real tokenizer."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def spelt(folder: Path, text: str) -> list[int]:
 
 
 async def complete(folder: Path, parts: Sequence[Sequence[int]], stop: tuple[str, ...]) -> Completion:
-    """Return what the worker makes of an engine's replies to one sequence: one part a version, all but the last aborted."""
+    """Return what becomes of an engine's replies to one sequence: one part a version, all but the last aborted."""
     limit = sum(map(len, parts))
     replies = iter(enumerate(parts))
 

@@ -44,7 +44,7 @@ def model(tmp_path: Path) -> Path:
 
 
 def cut(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """A reply whose first completion was ended after two tokens, and whose second had not begun; complete ones are kept."""
+    """A reply whose first completion was ended after two tokens, and whose second had not begun."""
     if rows[0]["meta_info"]["weight_version"] != "0":
         return rows
     for row, length in zip(rows, (2, 0), strict=False):
@@ -100,7 +100,7 @@ async def test_an_engine_computes_on_only_once_its_version_is_confirmed(
 async def test_a_draining_update_ends_a_pause_only_where_there_may_be_one(
     faulty_engine: FaultyEngine, client: SglangClient, model: Path
 ):
-    """The first one does, since an earlier worker may have been killed, and so does the one after an update that failed while paused."""
+    """The first does, since an earlier worker may have been killed; so does one after a failure while paused."""
     await client.load_weights(model, V1)
     await client.load_weights(model, V2)
     assert faulty_engine.pauses == ["continue"]
@@ -173,7 +173,7 @@ TOKENS = st.lists(st.tuples(st.integers(0, 300), st.floats(-20, 0)), max_size=6)
 
 @given(parts=st.lists(st.tuples(TOKENS, st.integers(0, 3)), min_size=1, max_size=6), stopped=st.booleans())
 def test_parts_are_joined_without_loss(parts: list[tuple[list[tuple[int, float]], int]], stopped: bool):
-    """For any cuts: tokens and logprobs are in order, runs have no gap or overlap, each token has its part's version."""
+    """For any cuts: tokens and logprobs are in order, runs have no gap, each token has its part's version."""
     finishes = ["abort"] * (len(parts) - 1) + ["stop" if stopped else "length"]
     sequence = Resumption([1, 2], max_new_tokens=100)
     for (sampled, version), finish in zip(parts, finishes, strict=True):

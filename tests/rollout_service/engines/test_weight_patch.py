@@ -143,7 +143,7 @@ def setting(tmp_path: Path) -> Setting:
 def test_a_patch_gives_what_a_load_gives(
     tmp_path: Path, stored: torch.dtype, served: torch.dtype, *, tied: bool, ranks: int
 ) -> None:
-    """Fused, padded, tied, transposed and sharded parameters and derived weights equal those of a full load, word for word."""
+    """Fused, padded, tied, transposed, sharded and derived parameters equal those of a full load, word for word."""
     setting = Setting(tmp_path, stored=stored, served=served, tied=tied, ranks=ranks)
     assert same(setting.models, setting.old)
     answers = setting.ranks.apply(setting.prefix)

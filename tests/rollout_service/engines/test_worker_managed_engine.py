@@ -112,7 +112,7 @@ def is_stopped(pid: int) -> bool:
 async def test_a_released_engine_serves_the_version_of_the_next_load(
     tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch, keeps_memory: bool
 ) -> None:
-    """One that does not release its memory is killed, so that it is free in any case, and started with that load alone."""
+    """One that does not release its memory is killed, so that it is free, and started with that load alone."""
     monkeypatch.setenv("FAULTY_ENGINE_KEEPS_MEMORY", "1" if keeps_memory else "")
     engine = build(faulty_engine_command, tmp_path)
     async with running(engine, model):
@@ -193,7 +193,7 @@ async def test_a_killed_engine_is_restarted_on_the_newest_version(tmp_path: Path
 
 
 async def test_an_engine_that_does_not_confirm_a_version_is_restarted_with_it(tmp_path: Path, model: Path):
-    """After a swap that is refused twice the served weights are unknown: the engine is killed and started from the new weights."""
+    """After a swap that is refused twice the served weights are unknown: it is restarted from the new ones."""
     engine = build(faulty_engine_command, tmp_path)
     async with running(engine, model):
         first = child_of(engine)

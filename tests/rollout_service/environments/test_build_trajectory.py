@@ -53,7 +53,7 @@ def read(row: Row, num_prompt_tokens: int = 2, max_new_tokens: int = 64) -> Comp
 
 @given(replies())
 def test_every_token_keeps_its_id_logprob_and_version(reply: tuple[list[int], Row]):
-    """A trajectory is the prompt, then the completion token for token, each with the values that the engine reported."""
+    """A trajectory is the prompt, then the completion token for token, with the values that the engine reported."""
     prompt, row = reply
     trajectory = build_trajectory(prompt, read(row, len(prompt)))
     said = row["meta_info"]["output_token_logprobs"]

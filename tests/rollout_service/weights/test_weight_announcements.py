@@ -1,4 +1,4 @@
-"""Published versions as a worker knows them; and what workers announce: all readers of the stream find the same minority."""
+"""Published versions as a worker knows them, and what workers announce: all readers find the same minority."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_the_less_frequent_checksum_of_a_version_and_layout_is_the_minority(
 
 
 def test_what_is_kept_of_invented_reports_is_bounded(monkeypatch: pytest.MonkeyPatch):
-    """A login of a worker may report any texts for any number of workers and versions: each worker of the run reads them."""
+    """A login may report any texts for any number of workers and versions: each worker of the run reads them."""
     monkeypatch.setattr(weight_announcements, "_MAX_WORKERS", 20)
     monkeypatch.setattr(weight_announcements, "_MAX_VOTES", 50)
     votes = EngineVotes()
@@ -86,7 +86,7 @@ class _Bus:
 
 @pytest.mark.parametrize(("layout", "is_reason"), [("1-a", True), ("2-b", False)])
 async def test_only_a_checksum_of_the_announced_layout_is_a_reason_to_look(layout: str, is_reason: bool) -> None:
-    """What another writer announces under this worker's id in a layout that its engine does not have is not its engine's."""
+    """What another announces under this worker's id, in a layout that its engine does not have, is not its engine's."""
     announcements = WeightAnnouncements(_Bus(), run_id="r", worker_id="w")  # type: ignore[arg-type]
     own = applied("w", "mine", "1-a")
     await announcements.announce_applied(own)

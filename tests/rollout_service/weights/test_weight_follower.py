@@ -171,7 +171,7 @@ def test_an_evaluation_waits_for_the_announcement_of_its_version(run: WorkerRun)
 
 
 def test_an_evaluation_whose_weights_were_deleted_is_dead_lettered(run: WorkerRun):
-    """A version whose objects were deleted, or that is older than those known, cannot be evaluated: ``weights_gone``."""
+    """A version whose objects were deleted, or that is older than those known: ``weights_gone``."""
     gone = run.publish(1)
     run.publish(2)
     run.source.answer()  # a full snapshot: it needs no object of an earlier version
@@ -204,7 +204,7 @@ def test_an_evaluation_sampled_by_another_version_is_not_announced(run: WorkerRu
 
 
 def test_an_engine_that_serves_other_weights_is_not_used(run: WorkerRun):
-    """The worker of an engine whose checksum differs from the first one's, and from that of its files, raises an alarm and exits."""
+    """If its checksum differs from the first one's and from its files', its worker raises an alarm and exits."""
     run.engine.checksum = "right"
     with FaultyEngine() as other:
         other.checksum, other.next_checksum = "wrong", "right"

@@ -1,4 +1,4 @@
-"""Which versions requests name, which adapters are unloaded, what a change of the model removes, and which swaps take a permit."""
+"""Which versions requests name, which adapters are unloaded, and which swaps take a permit."""
 
 from __future__ import annotations
 
@@ -203,7 +203,7 @@ async def test_a_copy_that_ends_while_another_version_is_loaded_is_not_recorded(
 
 
 async def test_no_model_is_loaded_without_the_gate_once_another_one_was() -> None:
-    """What is to be loaded waited for an evaluation's load: of the adapter's base nothing is loaded, which the evaluation would sample from."""
+    """It waited for an evaluation's load: the adapter's base, which the evaluation would sample from, is not loaded."""
     worker = _Worker()
     engine, swap = worker.engine, worker.swap
     await swap.load(mirrored(1))

@@ -95,7 +95,7 @@ async def test_tokens_of_an_adapter_on_another_base_are_refused(
 
 
 async def test_an_unload_waits_for_our_own_requests(server: FaultyEngine, client: SglangClient, tmp_path: Path):
-    """The unload is sent when no request uses the adapter; new ones are not sent: a server may load it again from a changed folder."""
+    """It is sent when no request uses the adapter; new ones are not: a server may load a changed folder."""
     with pytest.raises(EngineRefused, match="version 3 is not loaded"):
         await client.generate([PROMPT], SAMPLING, 1, V3)
     assert not server.requests
