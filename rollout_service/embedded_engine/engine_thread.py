@@ -311,17 +311,13 @@ class EngineThread:
         jobs = [item for item in list(self._inbox) if isinstance(item, Job)]
         queued = [item for job in jobs for item in job.sequences if item.finish is None]
         ended = [item for item in (*self._runner.running, *self._waiting, *queued) if matches(item)]
-        self._abort_sequences(ended, message)
-        return len(ended)
-
-    def _abort_sequences(self, sequences: list[Sequence], message: str) -> None:
-        reason = FinishReason("abort", message=message)
-        for sequence in sequences:
-            sequence.finish = reason
+        for sequence in ended:
+            sequence.finish = FinishReason("abort", message=message)
         self._runner.remove([item for item in self._runner.running if item.finish is not None])
         self._waiting = deque(item for item in self._waiting if item.finish is None)
-        self.metrics.aborted_sequences += len(sequences)
-        self._finish(sequences)
+        self.metrics.aborted_sequences += len(ended)
+        self._finish(ended)
+        return len(ended)
 
     def _finish(self, ended: list[Sequence]) -> None:
         for sequence in ended:
