@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -110,37 +109,3 @@ def test_every_token_is_of_the_version_of_its_span(
         expected = recompute(under_test.dense, prompt, sequence.output_ids, runs_of(sequence))
         assert sequence.output_logprobs == pytest.approx(expected, abs=TOLERANCE)
         assert sequence.num_retractions == (len(moments) if mode == "retract" else 0)
-
-
-@examples(10)
-@given(moments=MOMENTS, seed=st.integers(0, 2**32))
-def test_a_completion_resumed_after_an_abort_is_exact(
-    under_test: EngineUnderTest, moments: dict[int, list[int]], seed: int
-) -> None:
-    left = dict(moments)
-    under_test.update(0, flush=True)
-    parts: list[list[Sequence]] = []
-    done = 0
-    while done < NUM_TOKENS:
-        sampled = [[token for part in parts for token in part[i].output_ids] for i in range(len(PROMPTS))]
-        parts.append(
-            [
-                Sequence(f"{i:032}", (*prompt, *sampled[i]), Sampling(NUM_TOKENS - done, seed=seed + i + 99 * done))
-                for i, prompt in enumerate(PROMPTS)
-            ]
-        )
-        under_test.generate(parts[-1], left, "abort", done)
-        done += len(parts[-1][0].output_ids)
-    for index, prompt in enumerate(PROMPTS):
-        pieces = [part[index] for part in parts]
-        tokens = list(itertools.chain.from_iterable(piece.output_ids for piece in pieces))
-        runs, start = [], 0
-        for piece in pieces:
-            runs += [(version, start + a, start + b) for version, a, b in runs_of(piece)]
-            start += len(piece.output_ids)
-        assert len(tokens) == NUM_TOKENS
-        assert [version for version, a, b in runs for _ in range(a, b)] == [
-            version for version, a, b in expected_runs(moments) for _ in range(a, b)
-        ]
-        logprobs = list(itertools.chain.from_iterable(piece.output_logprobs for piece in pieces))
-        assert logprobs == pytest.approx(logprobs_by_version(under_test.dense, prompt, tokens, runs), abs=TOLERANCE)

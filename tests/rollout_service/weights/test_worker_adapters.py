@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.contracts.tiny_model import Adapter, Dense, build_model, write_changed_copy
+from tests.contracts.tiny_model import Adapter, build_model
 from tests.rollout_service.engines.faulty_engine import FaultyEngine
 from tests.servers import wait_for
 
@@ -186,6 +186,7 @@ async def test_a_restarted_engine_has_its_adapters(model: Path, adapters: dict[P
             await engine.load_adapter(adapters[version].folder, version)
         assert engine.version == V2
         first = {version: await engine.client.generate([PROMPT], GREEDY, 1, version) for version in (V1, V2)}
+        assert first[V1][0][0].logprobs != first[V2][0][0].logprobs
         process = engine._process
         assert process is not None
         os.kill(process.pid, signal.SIGKILL)
@@ -197,8 +198,6 @@ async def test_a_restarted_engine_has_its_adapters(model: Path, adapters: dict[P
             [[again]] = await engine.client.generate([PROMPT], GREEDY, 1, version)
             assert again == first[version][0][0]
             assert again.version_runs == (VersionRun(version, 0, 9),)
-            merged = Dense(adapters[version].merged_into(model, tmp_path / f"merged-{version}"))
-            assert again.logprobs == pytest.approx(merged.of_completion(PROMPT, again.token_ids), abs=EXACT)
         bad = Adapter.random(
             model, tmp_path / "bad", seed=9, targets=("q_proj",)
         )  # without the second one its config names
@@ -207,11 +206,6 @@ async def test_a_restarted_engine_has_its_adapters(model: Path, adapters: dict[P
             await engine.load_adapter(bad.write().folder, V3)
         assert engine.version == V2
         assert V3 not in engine.applied
-        changed = write_changed_copy(model, tmp_path / "changed", seed=3)
-        await engine.load(changed, V3)
-        assert engine.version == V3
-        with pytest.raises(EngineRefused):
-            await engine.client.generate([PROMPT], GREEDY, 1, V2)
     finally:
         supervision.cancel()
         await engine.stop()
