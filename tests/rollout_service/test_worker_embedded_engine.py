@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 from penstock.deploy.processes.child import Child
@@ -15,8 +14,6 @@ from penstock.protocol.packs.task_promise import TaskPromise
 from tests.groups import make_task
 from tests.rollout_service.trainer_side import TrainerSide, WorkerRun
 from tests.servers import wait_for
-
-StartWorker = Callable[..., Child]
 
 
 def engine_of(worker: Child) -> int:

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from penstock.deploy.processes.child import Child
 from penstock.protocol.groups import BlobRef
 from tests.groups import make_task
 from tests.rollout_service.trainer_side import WorkerRun
 from tests.servers import secret_file, wait_for
 
-StartWorker = Callable[..., Child]
 Row = dict[str, Any]
 
 
