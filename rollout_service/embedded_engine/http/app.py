@@ -22,8 +22,8 @@ from penstock.rollout_service.embedded_engine.errors import CheckpointRefused, R
 from penstock.rollout_service.embedded_engine.http import generate_endpoints
 from penstock.rollout_service.embedded_engine.http.bodies import (
     AbortBody,
+    Body,
     CheckWeightsBody,
-    ContinueBody,
     GenerateBody,
     LoadAdapterBody,
     OccupationBody,
@@ -190,7 +190,7 @@ async def pause_generation(request: Request) -> Response:
 
 
 async def continue_generation(request: Request) -> Response:
-    await read_body(request, ContinueBody)
+    await read_body(request, Body)
     await asyncio.wrap_future(server_of(request).engine.resume())
     return json_response({"message": "Generation continued successfully.", "status": "ok"})
 

@@ -1,7 +1,7 @@
 """Request bodies of SGLang 0.5.23, checked by pydantic, and their images as the vision tower reads them.
 
-Fields of SGLang that this engine does not compute accept only the value that requests nothing; any other value, and
-any unknown field, is refused. No field is accepted and ignored.
+Fields of SGLang that a worker sends and this engine does not compute accept only the value that requests nothing; any
+other value, and any other field, is refused. No field is accepted and ignored.
 
 ``image_data``: one prompt has a text, or a list of texts, one for each placeholder in its ``input_ids``; a batch has
 either of these, or null, for each prompt. A text is base64, or a data URL of it. Paths and URLs are refused. What was
@@ -56,21 +56,9 @@ class SamplingParams(Body):
     sampling_seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
     min_new_tokens: Literal[0] = 0
     min_p: Literal[0] = 0
-    skip_special_tokens: Literal[True] = True
-    spaces_between_special_tokens: Literal[True] = True
     frequency_penalty: Literal[0] = 0
     presence_penalty: Literal[0] = 0
     repetition_penalty: Literal[1] = 1
-    logit_bias: None = None
-    stop_regex: None = None
-    json_schema: None = None
-    regex: None = None
-    ebnf: None = None
-    structural_tag: None = None
-    beam_width: None = None
-    custom_params: None = None
-    stream_interval: None = None
-    watermark: None = None
 
 
 def _tag(value: object) -> str:
@@ -93,17 +81,9 @@ class GenerateBody(Body):
     stream: bool = False
     extra_key: str | None = None  # sequences share a prompt's computation only under the same key
     return_prompt_token_ids: bool = False
-    return_text_in_logprobs: Literal[False] = False
     top_logprobs_num: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None  # of the prompt's positions
-    token_ids_logprob: None = None
-    return_hidden_states: Literal[False] = False
     return_routed_experts: bool = False
-    routed_experts_start_len: Literal[0] = 0
-    return_sampling_mask: Literal[False] | None = None
     lora_path: str | list[str | None] | None = None  # name of a loaded adapter, or one for each prompt
-    session_params: None = None
-    custom_logit_processor: None = None
-    input_embeds: None = None
     image_data: str | list[str] | list[str | list[str] | None] | None = None  # base64 or data URLs
     # Where placeholders are; None: at every token with the image token's id. Not SGLang's: a policy may sample that id.
     image_positions: TokenIds | list[TokenIds] | None = None
@@ -115,16 +95,11 @@ class UpdateWeightsBody(Body):
     load_format: Literal["auto", "safetensors"] | None = None
     flush_cache: bool = True
     abort_all_requests: Literal[False] = False
-    torch_empty_cache: Literal[False] = False
-    recapture_cuda_graph: Literal[False] = False
-    is_async: Literal[False] = False
-    keep_pause: Literal[False] = False
 
 
 class LoadAdapterBody(Body):
     lora_name: Annotated[str, Field(min_length=1)]
     lora_path: str
-    pinned: Literal[False] = False
 
 
 class UnloadAdapterBody(Body):
@@ -137,10 +112,6 @@ class CheckWeightsBody(Body):
 
 class PauseBody(Body):
     mode: Literal["abort", "retract", "in_place"] = "abort"
-
-
-class ContinueBody(Body):
-    torch_empty_cache: Literal[True] = True
 
 
 class OccupationBody(Body):
