@@ -234,6 +234,10 @@ class HttpEngineClient(ABC):
         info = await self._http.call("GET", self.version_page, None, PROBE_S)
         return read_version(info.get("weight_version") if isinstance(info, dict) else None)
 
+    def _was_interrupted(self, num_aborts: int) -> bool:
+        """Return True if requests are being aborted, or were since there had been ``num_aborts`` of these."""
+        return self._aborting or num_aborts != self._num_aborts
+
     @contextlib.contextmanager
     def _pausing(self, mode: UpdateMode) -> Iterator[None]:
         """Count the block as an abort of running requests, if that is what ``mode`` does."""

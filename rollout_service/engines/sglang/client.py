@@ -146,7 +146,7 @@ class SglangClient(HttpEngineClient):
             for index, row in enumerate(rows):
                 check_expanded(row, prompts[index // n])
         abandoned = request.single is not None and request.single.is_abandoned
-        interrupted = abandoned or self._aborting or num_aborts != self._num_aborts
+        interrupted = abandoned or self._was_interrupted(num_aborts)
         return [
             read_completion(
                 row,

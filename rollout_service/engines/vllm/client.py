@@ -117,10 +117,14 @@ class VllmClient(HttpEngineClient):
             try:
                 answer = await self._http.call("POST", "/inference/v1/generate", body, request.deadline_s)
             except EngineRefused as err:
+                if err.status == _BUSY and self._was_interrupted(
+                    num_aborts
+                ):  # it arrived after the others were aborted
+                    return [Completion([], [], (), "abort", "") for _ in sequences]
                 if err.status == _BUSY and num_pauses != self._num_pauses:
                     continue  # it arrived after the pause had begun
                 raise
-            interrupted = self._aborting or num_aborts != self._num_aborts
+            interrupted = self._was_interrupted(num_aborts)
             return read_completions(answer, [sequence.num_left for sequence in sequences], interrupted=interrupted)
 
     async def health(self) -> None:
