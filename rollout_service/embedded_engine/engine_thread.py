@@ -42,7 +42,6 @@ class WeightUpdate:
     version: str | None  # None: keep the label, as SGLang does
     model_path: str
     flush_cache: bool
-    abort_all: bool
     outcome: Future[UpdateOutcome] = field(default_factory=Future)
 
 
@@ -271,8 +270,6 @@ class EngineThread:
         while self._inbox:
             head = self._inbox[0]
             if isinstance(head, WeightUpdate):
-                if head.abort_all:
-                    self._abort_sequences([*self._runner.running, *self._waiting], "Abort by update_weights_from_disk")
                 if not self.paused and (self._runner.running or self._waiting):
                     return
                 self._apply(head)
@@ -287,8 +284,8 @@ class EngineThread:
         running = self._runner.running
         if running and update.flush_cache:
             message = (
-                f"{len(running)} sequences are paused in place and their keys and values cannot be flushed; nothing was "
-                "changed. Send flush_cache=false to keep them, or pause with mode=retract to compute them again."
+                f"{len(running)} sequences are paused in place and their keys and values cannot be flushed; nothing "
+                "was changed. Send flush_cache=false to keep them, or pause with mode=retract to compute them again."
             )
             update.outcome.set_result(UpdateOutcome(False, message, len(running)))
             return
@@ -314,17 +311,13 @@ class EngineThread:
         jobs = [item for item in list(self._inbox) if isinstance(item, Job)]
         queued = [item for job in jobs for item in job.sequences if item.finish is None]
         ended = [item for item in (*self._runner.running, *self._waiting, *queued) if matches(item)]
-        self._abort_sequences(ended, message)
-        return len(ended)
-
-    def _abort_sequences(self, sequences: list[Sequence], message: str) -> None:
-        reason = FinishReason("abort", message=message)
-        for sequence in sequences:
-            sequence.finish = reason
+        for sequence in ended:
+            sequence.finish = FinishReason("abort", message=message)
         self._runner.remove([item for item in self._runner.running if item.finish is not None])
         self._waiting = deque(item for item in self._waiting if item.finish is None)
-        self.metrics.aborted_sequences += len(sequences)
-        self._finish(sequences)
+        self.metrics.aborted_sequences += len(ended)
+        self._finish(ended)
+        return len(ended)
 
     def _finish(self, ended: list[Sequence]) -> None:
         for sequence in ended:

@@ -43,20 +43,18 @@ class Rows:
     adapter: np.ndarray  # int64, the adapter's number or NO_ADAPTER
     num_output: np.ndarray  # int64
     max_output: np.ndarray  # int64
-    min_output: np.ndarray  # int64
     seed: np.ndarray  # uint64
     temperature: np.ndarray  # float32
     greedy: np.ndarray  # bool
     top_p: np.ndarray  # float32
     top_k: np.ndarray  # int64
-    min_p: np.ndarray  # float32
-    filtered: np.ndarray  # bool: top_p, top_k or min_p restrict the row
+    filtered: np.ndarray  # bool: top_p or top_k restricts the row
     has_stop_strings: np.ndarray  # bool
     stop_ids: np.ndarray  # [rows, k] int64, padded with -1
 
     @classmethod
     def empty(cls, num_rows: int) -> Rows:
-        kinds = {"seed": np.uint64, "temperature": np.float32, "top_p": np.float32, "min_p": np.float32}
+        kinds = {"seed": np.uint64, "temperature": np.float32, "top_p": np.float32}
         flags = {"greedy", "filtered", "has_stop_strings"}
         arrays = {
             item.name: np.zeros(num_rows, dtype=np.bool_ if item.name in flags else kinds.get(item.name, np.int64))
@@ -77,14 +75,12 @@ class Rows:
         self.adapter[row] = sequence.adapter_number
         self.num_output[row] = len(sequence.output_ids)
         self.max_output[row] = sampling.max_new_tokens
-        self.min_output[row] = sampling.min_new_tokens
         self.seed[row] = sampling.seed
         self.greedy[row] = sampling.temperature < GREEDY_BELOW
         self.temperature[row] = 1.0 if self.greedy[row] else sampling.temperature
         self.top_p[row] = sampling.top_p
         self.top_k[row] = sampling.top_k if sampling.top_k > 0 else np.iinfo(np.int64).max
-        self.min_p[row] = sampling.min_p
-        self.filtered[row] = sampling.top_p < 1.0 or sampling.top_k > 0 or sampling.min_p > 0.0
+        self.filtered[row] = sampling.top_p < 1.0 or sampling.top_k > 0
         self.has_stop_strings[row] = bool(sampling.stop_strings)
         self.stop_ids[row] = NO_TOKEN
         self.stop_ids[row, : len(stops)] = stops
@@ -159,7 +155,7 @@ class Runner:
         return int(self._rows.position[: len(self.running)].sum())
 
     def computing(self) -> AbstractContextManager[object]:
-        """Return the context in which all other methods are called: tensors made in it cannot be changed outside of it."""
+        """Return the context of all other methods: tensors made in it cannot be changed outside of it."""
         return torch.inference_mode()
 
     def start(self, admitted: list[Sequence]) -> list[Sequence]:
@@ -287,7 +283,7 @@ class Runner:
         return mix
 
     def _report_prompt(self, prompt: Prompt, hidden: torch.Tensor) -> None:
-        """Set cached tokens and prompt logprobs of sequences that share a prompt. ``hidden`` is [new tokens, hidden]."""
+        """Set cached tokens and prompt logprobs of sequences of one prompt. ``hidden`` is [new tokens, hidden]."""
         sequences, known = prompt.sequences, prompt.reused.length
         sequences[0].cached_tokens = min(known, len(sequences[0].prompt))
         for sequence in sequences[1:]:
@@ -315,7 +311,6 @@ class Runner:
 
     def _advance(self, logits: torch.Tensor, first: int) -> list[Sequence]:
         rows, here = self._rows, slice(first, len(self.running))
-        self._forbid_early_stops(logits, here)
         chosen, their_logprobs = sample(logits, self._choice(here))
         tokens, logprobs = chosen.cpu().numpy(), their_logprobs.cpu().numpy()
         sequences = self.running[first:]
@@ -365,12 +360,6 @@ class Runner:
         if not_finite:
             self._cache.clear_rows([row for row, item in enumerate(self.running) if id(item) in not_finite])
 
-    def _forbid_early_stops(self, logits: torch.Tensor, here: slice) -> None:
-        rows = self._rows
-        for index in np.flatnonzero(rows.num_output[here] < rows.min_output[here]).tolist():
-            stops = rows.stop_ids[here][index]
-            logits[index, self._to_device(stops[stops != NO_TOKEN])] = -torch.inf
-
     def _choice(self, here: slice) -> Choice:
         rows = self._rows
         greedy, temperature = rows.greedy[here], rows.temperature[here]
@@ -385,7 +374,6 @@ class Runner:
             greedy=self._to_device(greedy) if 0 < num_greedy < len(greedy) else None,
             top_p=self._to_device(rows.top_p[here]) if filtered else None,
             top_k=self._to_device(rows.top_k[here]) if filtered else None,
-            min_p=self._to_device(rows.min_p[here]) if filtered else None,
         )
 
     def _to_device(self, array: np.ndarray) -> torch.Tensor:

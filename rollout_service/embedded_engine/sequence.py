@@ -7,7 +7,6 @@ waiting ──admitted──► running ──stop | length | abort──► fin
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TypeAlias
@@ -27,11 +26,9 @@ Prefix: TypeAlias = tuple[tuple[str | None, int], tuple[int, ...]]
 @dataclass(frozen=True, slots=True)
 class Sampling:
     max_new_tokens: int
-    min_new_tokens: int = 0
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = -1  # -1: the whole vocabulary
-    min_p: float = 0.0
     seed: int = 0  # unsigned 64 bit
     stop_token_ids: tuple[int, ...] = ()  # with the model's end tokens; empty when those are ignored
     stop_strings: tuple[str, ...] = ()
@@ -158,7 +155,6 @@ class Job:
     sequences: list[Sequence]
     on_done: Callable[[Exception | None], None]
     on_step: Callable[[list[int]], None] | None = None  # streaming: output tokens of each sequence so far
-    received_at: float = field(default_factory=time.monotonic)
     num_unfinished: int = 0
 
     def __post_init__(self) -> None:

@@ -1,6 +1,7 @@
-"""Requests → whole completions, for the client of any engine: continues what an update interrupts, refuses unverified weights, applies stop strings.
+"""Requests → whole completions, for the client of any engine.
 
-`AdapterTable` holds the LoRA adapters of one server, whichever engine it runs: which it confirmed, and which requests use them.
+Continues what an update interrupts, refuses unverified weights, applies stop strings. `AdapterTable` holds the LoRA
+adapters of one server: which it confirmed, and which requests use them.
 """
 
 from __future__ import annotations
@@ -8,15 +9,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import KW_ONLY, dataclass, field, replace
 from pathlib import Path
 from typing import Protocol
 
 from penstock.protocol.groups import Sampling
 from penstock.protocol.versions import PolicyVersion
-from penstock.protocol.weights.adapter_format import adapter_name, version_of
 from penstock.rollout_service.checks.check_task import ModelLimits, check_request
 from penstock.rollout_service.engines.completion import Completion, Resumption, sampled_by_adapter
 from penstock.rollout_service.engines.stop_strings import Detokenizer, ended_at, first_end
@@ -24,7 +23,6 @@ from penstock.rollout_service.errors import (
     EngineMisconfigured,
     EngineRefused,
     EngineTimeout,
-    WeightsNotApplied,
     WeightsUnverified,
 )
 
@@ -35,7 +33,7 @@ _WEIGHT = 0.2  # of a new measurement in the mean
 
 @dataclass(slots=True)
 class RequestDeadline:
-    """How long a request may take: ``least_s``, or more where its longest completion needs it at the speed that was measured."""
+    """How long a request may take: ``least_s``, or more where its longest completion needs it at the measured speed."""
 
     least_s: float
     s_per_token: float = 0.05  # of one sequence, its waits included; an assumption until one was measured
@@ -105,7 +103,7 @@ class AdapterTable:
                 entry.idle.set()
 
     async def leave(self, version: PolicyVersion, deadline_s: float) -> None:
-        """Refuse a version to new requests and wait for those under way; raises EngineTimeout when they take too long."""
+        """Refuse a version to new requests and wait for those under way; raises EngineTimeout if they take too long."""
         entry = self._entries[version]
         entry.is_leaving = True
         try:
@@ -115,73 +113,6 @@ class AdapterTable:
             raise EngineTimeout(
                 f"{entry.num_requests} requests still use the adapter of version {version} after {deadline_s:g} s"
             ) from None
-
-
-class AdapterCalls(ABC):
-    @abstractmethod
-    async def load(self, name: str, folder: Path) -> None:
-        """Load an adapter; raises WeightsNotApplied when the server refuses it, or does not confirm it."""
-
-    @abstractmethod
-    async def unload(self, name: str) -> None:
-        """Unload an adapter; raises EngineRefused when the server refuses."""
-
-    @abstractmethod
-    async def list_names(self) -> list[object]: ...
-
-
-@dataclass(eq=False)
-class AdapterLoader:
-    """The adapters of one server. Loads and unloads run one at a time; requests continue meanwhile."""
-
-    url: str
-    calls: AdapterCalls
-    served_version: Callable[[], Awaitable[PolicyVersion | None]]
-    deadline: RequestDeadline
-
-    def __post_init__(self) -> None:
-        self.table = AdapterTable()
-        self.turn = asyncio.Lock()  # also held while base weights are loaded
-
-    async def load(self, folder: Path, version: PolicyVersion) -> None:
-        async with self.turn:
-            if version in self.table:
-                return
-            base = await self.served_version()
-            if base is None:
-                raise WeightsNotApplied(
-                    f"{self.url} serves weights without a policy version; load weights before adapter {version}"
-                )
-            await self.calls.load(adapter_name(version), folder)
-            self.table.confirm(version, base)
-
-    async def unload(self, version: PolicyVersion) -> None:
-        if version not in self.table:
-            return
-        await self.table.leave(version, self.deadline.seconds(0) + self.deadline.decoding_s)
-        async with self.turn:
-            if version in self.table:
-                await self.calls.unload(adapter_name(version))
-                self.table.forget(version)
-
-    async def drop_all(self) -> None:
-        for version in self.table.versions:
-            await self.table.leave(version, self.deadline.seconds(0) + self.deadline.decoding_s)
-        async with self.turn:
-            for version in await self.listed():
-                await self.calls.unload(adapter_name(version))
-            for version in self.table.versions:
-                self.table.forget(version)
-
-    async def forget_lost(self) -> None:
-        async with self.turn:
-            have = await self.listed()
-            for version in self.table.versions:
-                if version not in have:
-                    self.table.forget(version)
-
-    async def listed(self) -> set[PolicyVersion]:
-        return {version for name in await self.calls.list_names() if (version := version_of(name)) is not None}
 
 
 @dataclass(slots=True)
@@ -338,8 +269,8 @@ class CompletionSampler:
         tokenizer = self._tokenizer()
         if not tokenizer.has_tokenizer:
             raise EngineMisconfigured(
-                f"no tokenizer.json among the published weights ({self.folder}): rollout.stop needs one to find the strings "
-                "in the sampled tokens; publish it with the weights, or set rollout.stop = []"
+                f"no tokenizer.json among the published weights ({self.folder}): rollout.stop needs one to find the "
+                "strings in the sampled tokens; publish it with the weights, or set rollout.stop = []"
             )
         whole = sequence.joined("")
         count = first_end(whole.token_ids, stop, lambda ids: tokenizer.decode(ids, skip_special_tokens=False))
@@ -352,7 +283,8 @@ class CompletionSampler:
         tokenizer = self._tokenizer()
         if not tokenizer.has_tokenizer and (not self.returns_text or any(p.text for p in sequence.parts)):
             reason = (
-                "worker.update_mode = 'abort' needs a tokenizer to decode interrupted completions; use 'retract', or publish it"
+                "worker.update_mode = 'abort' needs a tokenizer to decode interrupted completions; use 'retract', or "
+                "publish it"
                 if self.returns_text
                 else "this engine returns token ids only; publish it with the weights"
             )

@@ -1,4 +1,4 @@
-"""Calls to one engine, each with a deadline, where every failure is an EngineError; and what all clients of engines over HTTP share."""
+"""Calls to one engine, whose failures are EngineErrors; and what all clients of engines over HTTP share."""
 
 from __future__ import annotations
 
@@ -6,24 +6,31 @@ import asyncio
 import contextlib
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from dataclasses import dataclass
 from http import HTTPStatus
 from pathlib import Path
 from typing import Any, ClassVar
 
 from penstock.protocol.groups import Sampling
 from penstock.protocol.versions import PolicyVersion
+from penstock.protocol.weights.adapter_format import adapter_name, version_of
 from penstock.rollout_service.checks.check_task import ModelLimits
 from penstock.rollout_service.engines.completion import Completion, Resumption, read_version, shorten
 from penstock.rollout_service.engines.completion_sampler import (
-    AdapterCalls,
-    AdapterLoader,
+    AdapterTable,
     CompletionSampler,
     RequestDeadline,
     SampleRequest,
 )
-from penstock.rollout_service.engines.engine_client import UpdateMode
-from penstock.rollout_service.errors import EngineRefused, EngineTimeout, EngineUnreachable, ReplyRefused
+from penstock.rollout_service.engines.engine_client import UpdateMode, refuse_images
+from penstock.rollout_service.errors import (
+    EngineRefused,
+    EngineTimeout,
+    EngineUnreachable,
+    ReplyRefused,
+    WeightsNotApplied,
+)
 from penstock.serving.http_connections import AnswerRefused, ConnectionFailed, HttpConnections
 
 LOAD_S = 600.0  # to read the weights of a folder
@@ -70,9 +77,17 @@ class EngineHttp:
             ) from None
 
 
-class HttpAdapterCalls(AdapterCalls):
+class AdapterCalls(ABC):
     def __init__(self, http: EngineHttp) -> None:
         self._http = http
+
+    @abstractmethod
+    async def load(self, name: str, folder: Path) -> None:
+        """Load an adapter; raises WeightsNotApplied when the server refuses it, or does not confirm it."""
+
+    @abstractmethod
+    async def unload(self, name: str) -> None:
+        """Unload an adapter; raises EngineRefused when the server refuses."""
 
     async def list_names(self) -> list[object]:
         answer = await self._http.call("GET", "/v1/models", None, PROBE_S)
@@ -80,12 +95,67 @@ class HttpAdapterCalls(AdapterCalls):
         return [card.get("id") for card in cards if isinstance(card, dict)] if isinstance(cards, list) else []
 
 
-class HttpEngineClient(ABC):
-    """What the clients of all engines over HTTP share; see `EngineClient`."""
+@dataclass(eq=False)
+class AdapterLoader:
+    """The adapters of one server. Loads and unloads run one at a time; requests continue meanwhile."""
 
-    adapter_calls: ClassVar[type[HttpAdapterCalls]]
+    url: str
+    calls: AdapterCalls
+    served_version: Callable[[], Awaitable[PolicyVersion | None]]
+    deadline: RequestDeadline
+
+    def __post_init__(self) -> None:
+        self.table = AdapterTable()
+        self.turn = asyncio.Lock()  # also held while base weights are loaded
+
+    async def load(self, folder: Path, version: PolicyVersion) -> None:
+        async with self.turn:
+            if version in self.table:
+                return
+            base = await self.served_version()
+            if base is None:
+                raise WeightsNotApplied(
+                    f"{self.url} serves weights without a policy version; load weights before adapter {version}"
+                )
+            await self.calls.load(adapter_name(version), folder)
+            self.table.confirm(version, base)
+
+    async def unload(self, version: PolicyVersion) -> None:
+        if version not in self.table:
+            return
+        await self.table.leave(version, self.deadline.seconds(0) + self.deadline.decoding_s)
+        async with self.turn:
+            if version in self.table:
+                await self.calls.unload(adapter_name(version))
+                self.table.forget(version)
+
+    async def drop_all(self) -> None:
+        for version in self.table.versions:
+            await self.table.leave(version, self.deadline.seconds(0) + self.deadline.decoding_s)
+        async with self.turn:
+            for version in await self.listed():
+                await self.calls.unload(adapter_name(version))
+            for version in self.table.versions:
+                self.table.forget(version)
+
+    async def forget_lost(self) -> None:
+        async with self.turn:
+            have = await self.listed()
+            for version in self.table.versions:
+                if version not in have:
+                    self.table.forget(version)
+
+    async def listed(self) -> set[PolicyVersion]:
+        return {version for name in await self.calls.list_names() if (version := version_of(name)) is not None}
+
+
+class HttpEngineClient(ABC):
+    """What the clients of all engines over HTTP share; see `EngineClient` and `ReleasesMemory`."""
+
+    adapter_calls: ClassVar[type[AdapterCalls]]
     version_page: ClassVar[str]  # whose ``weight_version`` is the served version
     returns_text: ClassVar[bool] = True  # False: token ids only, which the worker decodes
+    without_images: ClassVar[str] = ""  # the name of an engine whose client sends no images
 
     def __init__(self, url: str, *, api_key: str = "", request_deadline_s: float = 600.0) -> None:
         self.url = url
@@ -121,6 +191,8 @@ class HttpEngineClient(ABC):
         adapter: PolicyVersion | None = None,
         seeds: Sequence[int] | None = None,
     ) -> list[list[Completion]]:
+        if self.without_images:
+            refuse_images(prompts, self.without_images)
         return await self._sampler.generate(prompts, sampling, n, adapter, self.limits, seeds)
 
     def mark_unverified(self, reason: str) -> None:
@@ -146,7 +218,7 @@ class HttpEngineClient(ABC):
         await self._adapters.forget_lost()
 
     async def _prepare_load(self, version: PolicyVersion) -> None:
-        """Unload the adapters that were loaded on other weights than those of ``version``; nothing else may use them."""
+        """Unload the adapters that were loaded on other weights than those of ``version``."""
         bases = self._adapters.table.bases
         if not bases or (
             self._released and bases == {version}
@@ -162,6 +234,10 @@ class HttpEngineClient(ABC):
         info = await self._http.call("GET", self.version_page, None, PROBE_S)
         return read_version(info.get("weight_version") if isinstance(info, dict) else None)
 
+    def _was_interrupted(self, num_aborts: int) -> bool:
+        """Return True if requests are being aborted, or were since there had been ``num_aborts`` of these."""
+        return self._aborting or num_aborts != self._num_aborts
+
     @contextlib.contextmanager
     def _pausing(self, mode: UpdateMode) -> Iterator[None]:
         """Count the block as an abort of running requests, if that is what ``mode`` does."""
@@ -172,10 +248,6 @@ class HttpEngineClient(ABC):
         finally:
             self._num_aborts += self._aborting
             self._aborting = False
-
-
-class ReleasingHttpClient(HttpEngineClient):
-    """The client of a server that can free its device's memory; see `ReleasesMemory`. Its `load_weights` allocates it again."""
 
     async def release(self, mode: UpdateMode) -> None:
         """Free the memory of weights, keys and values; see `ReleasesMemory.release`."""

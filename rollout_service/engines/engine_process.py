@@ -1,7 +1,7 @@
-"""An engine as a child process: start, CPU time, end, log; and a process that imports what it needs before there are weights.
+"""An engine as a child process: start, CPU time, end, log; and one that imports what it needs before there are weights.
 
-A worker starts a prepared process at once, so that the seconds of its imports pass while the trainer starts, or while the weights are
-fetched. It ends when the worker does: its stdin is then closed.
+A worker starts a prepared process at once, so that the seconds of its imports pass while the trainer starts, or while
+the weights are fetched. It ends when the worker does: its stdin is then closed.
 """
 
 from __future__ import annotations
@@ -38,8 +38,26 @@ _STOP_S = 5.0
 _TAIL_BYTES = 4000
 
 
+async def _started(
+    words: Sequence[str], stdin: int, log: Path, inherited: Inherited
+) -> tuple[asyncio.subprocess.Process, int]:
+    """Start a process whose output goes to the end of the log; return it, and the bytes of the log before."""
+    with log.open("ab") as output:
+        log_start = output.tell()
+        process = await asyncio.create_subprocess_exec(
+            *words,
+            stdin=stdin,
+            stdout=output,
+            stderr=output,
+            env=inherited.environ,
+            pass_fds=inherited.files,
+            start_new_session=True,  # Ctrl-C reaches the worker only, which stops it after the packs in flight
+        )
+        return process, log_start
+
+
 class PreparedProcess:
-    """A process started with the words of a program and one flag; it reads the words after these from stdin, as a JSON line."""
+    """A process started with a program's words and one flag; it reads the other words from stdin, as a JSON line."""
 
     def __init__(self, process: asyncio.subprocess.Process, words: Sequence[str], log_start: int) -> None:
         self._process = process
@@ -49,17 +67,7 @@ class PreparedProcess:
     @classmethod
     async def start(cls, words: Sequence[str], *, log: Path, inherited: Inherited) -> PreparedProcess:
         """Start it; its output goes to the end of the log."""
-        with log.open("ab") as output:
-            log_start = output.tell()
-            process = await asyncio.create_subprocess_exec(
-                *words,
-                stdin=asyncio.subprocess.PIPE,
-                stdout=output,
-                stderr=output,
-                env=inherited.environ,
-                start_new_session=True,
-                pass_fds=inherited.files,
-            )
+        process, log_start = await _started(words, asyncio.subprocess.PIPE, log, inherited)
         return cls(process, words, log_start)
 
     @property
@@ -88,7 +96,7 @@ class PreparedProcess:
 
 
 def with_parent(parent_pid: int, port_file: Path) -> list[str]:
-    """Return the words before a program that ends with this worker and gets a free port; see `protocol/parent_death.py`."""
+    """Return the words before a program that ends with this worker and gets a port; see `protocol/parent_death.py`."""
     return parent_death.command_words(parent_pid, port_file=port_file)
 
 
@@ -137,17 +145,7 @@ class EngineProcess:
         if prepared is not None and (process := await prepared.become(words)) is not None:
             engine = cls(process, log, prepared.log_start, kind)
         else:
-            with log.open("ab") as output:
-                log_start = output.tell()
-                process = await asyncio.create_subprocess_exec(
-                    *words,
-                    stdin=asyncio.subprocess.DEVNULL,
-                    stdout=output,
-                    stderr=output,
-                    env=inherited.environ,
-                    pass_fds=inherited.files,
-                    start_new_session=True,  # Ctrl-C reaches the worker only, which stops it after the packs in flight
-                )
+            process, log_start = await _started(words, asyncio.subprocess.DEVNULL, log, inherited)
             engine = cls(process, log, log_start, kind)
         try:
             port = await engine._read_port(port_file, deadline_s)

@@ -1,8 +1,8 @@
-"""Settle a pack's delivery: store and announce its groups and acknowledge it, requeue it, or dead-letter it with a reason.
+"""Settle a pack's delivery: announce its groups and acknowledge it, requeue it, or dead-letter it with a reason.
 
-This is the one place with a policy about failures. After a failure of the engine the pack is redelivered, to this worker or another, until it
-has been delivered ``task_attempts`` times. A pack that no further attempt can generate is dead-lettered at once. The groups of a pack are one
-Parquet object in S3, announced as one `GroupGenerated`.
+This is the one place with a policy about failures. After a failure of the engine the pack is redelivered, to any
+worker, until it has been delivered ``task_attempts`` times. A pack that no further attempt can generate is dead-
+lettered at once. The groups of a pack are one Parquet object in S3, announced as one `GroupGenerated`.
 """
 
 from __future__ import annotations
@@ -140,13 +140,7 @@ class Settlement:
         """Record that groups were not generated; of a pack whose tasks are an object that was not read, nothing."""
         for task in tasks if self.traces.is_on else ():
             context = self.traces.group(received.delivery.traceparent, task.group_id)
-            attributes: dict[str, Value] = {
-                "group_id": task.group_id,
-                "pack_id": received.pack_id,
-                "worker_id": self.worker_id,
-                "num_delivered": received.delivery.num_delivered,
-                "outcome": outcome,
-            }
+            attributes = _attributes(received, task.group_id, self.worker_id) | {"outcome": outcome}
             self.traces.record_in_group("generate", context, received.received_at, attributes, error=error)
 
     async def _end_delivery(self, ending: Awaitable[None], received: ReceivedPack, action: str) -> None:
@@ -165,6 +159,12 @@ class Settlement:
             )
 
 
+def _attributes(received: ReceivedPack, group_id: str, worker_id: str) -> dict[str, Value]:
+    """Return the attributes of each span of a group."""
+    num_delivered = received.delivery.num_delivered
+    return {"group_id": group_id, "pack_id": received.pack_id, "worker_id": worker_id, "num_delivered": num_delivered}
+
+
 @dataclass(eq=False, kw_only=True)
 class PackAnnouncer:
     bus: Bus
@@ -178,7 +178,7 @@ class PackAnnouncer:
     async def announce(self, received: ReceivedPack, groups: Sequence[Group]) -> None:
         """Store the groups and announce them; wait while S3 or NATS is unreachable or the stream is full.
 
-        The message id is that of the pack and of the task's trace: a pack that was generated twice, because a worker was
+        The message id is that of the pack and of the task's trace: a pack that was generated twice, since a worker was
         killed before it acknowledged the task, is announced once.
         """
         if not groups:
@@ -221,11 +221,7 @@ class PackAnnouncer:
     def _trace(self, received: ReceivedPack, fact: GroupGenerated, generated_at: float) -> None:
         for group in fact.groups if self.traces.is_on else ():
             context = self.traces.group(received.delivery.traceparent, group.group_id)
-            attributes: dict[str, Value] = {
-                "group_id": group.group_id,
-                "pack_id": fact.pack_id,
-                "worker_id": self.worker_id,
-                "num_delivered": received.delivery.num_delivered,
+            attributes = _attributes(received, group.group_id, self.worker_id) | {
                 "oldest_version": group.oldest_version,
                 "newest_version": group.newest_version,
                 "completion_tokens": sum(group.completion_tokens),

@@ -18,8 +18,8 @@ import httpx
 from tests.json_server import JsonServer
 
 API = json.loads((Path(__file__).parents[1] / "data" / "vllm_api.json").read_text("utf-8"))
-_PARAMS = {"max_tokens": "max_new_tokens", "min_tokens": "min_new_tokens"}  # vLLM's name → SGLang's, where they differ
-_PASSED = ("n", "temperature", "top_p", "top_k", "min_p", "stop", "stop_token_ids", "ignore_eos")
+_PARAMS = {"max_tokens": "max_new_tokens"}  # vLLM's name → SGLang's, where they differ
+_PASSED = ("n", "temperature", "top_p", "top_k", "stop", "stop_token_ids", "ignore_eos")
 _RETRY = {"error": {"message": "Request failed; please retry", "type": "ServiceUnavailableError", "code": 503}}
 
 Answer = tuple[int, Any]

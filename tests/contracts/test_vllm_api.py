@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
@@ -11,12 +12,12 @@ import pytest
 
 from penstock.protocol.groups import Sampling
 from penstock.protocol.versions import PolicyVersion
-from penstock.rollout_service.engines.attached_engine import AttachedEngine
 from penstock.rollout_service.engines.vllm.client import VllmClient, read_completions
-from penstock.rollout_service.errors import EngineAborted, EngineMisconfigured, ReplyRefused
+from penstock.rollout_service.errors import EngineAborted, ReplyRefused
 from tests.contracts.engine_under_test import embedded_engine
 from tests.contracts.fake_vllm import API, FakeVllm
 from tests.contracts.tiny_model import Adapter, build_model
+from tests.servers import wait_for
 
 V0, V1 = PolicyVersion(0), PolicyVersion(1)
 PROMPT = [5, 17, 88]
@@ -122,12 +123,28 @@ async def test_a_server_started_against_the_contract_is_refused(
     assert words in objection
 
 
-async def test_a_refused_server_ends_the_worker(fake: FakeVllm, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fake, "logprobs_mode", "raw_logprobs")
-    engine = AttachedEngine(VllmClient(fake.url), start_deadline_s=10)
-    with pytest.raises(EngineMisconfigured, match="processed_logprobs"):
-        await engine.load(fake._folder, V0)
-    await engine.stop()
+async def test_a_request_that_arrives_after_an_abort_is_sent_again(
+    fake: FakeVllm, client: VllmClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A server that is being released refuses it; it waits for the next load, as those that were running do."""
+    bodies: list[Any] = []
+    arrive = fake._inference_v1_generate
+
+    def late(body: Any, query: dict[str, str]) -> Any:
+        bodies.append(body)
+        if len(bodies) == 1:
+            wait_for(lambda: fake._paused, "the pause")
+        return arrive(body, query)
+
+    monkeypatch.setattr(fake, "_inference_v1_generate", late)
+    await client.load_weights(fake._folder, V0)
+    asking = asyncio.create_task(client.generate([PROMPT], Sampling(max_new_tokens=4), 1))
+    await asyncio.to_thread(wait_for, lambda: bodies, "the request")
+    await client.release("abort")
+    await client.load_weights(fake._folder, V1)
+    [[one]] = await asking
+    assert {run.version for run in one.version_runs} == {V1}
+    assert len(bodies) == 2
 
 
 def good_choice() -> dict[str, Any]:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -25,6 +26,8 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 
+from penstock.protocol.trajectory import Group
+
 VOCAB = 320
 END_TOKEN = 2
 CONTEXT = 8192
@@ -36,8 +39,8 @@ _KINDS: dict[str, tuple[Any, Any]] = {
     "qwen3_moe": (Qwen3MoeConfig, Qwen3MoeForCausalLM),
 }
 MIXTURE = {  # two layers of experts around a dense one
-    "num_hidden_layers": 3, "mlp_only_layers": [1], "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32,
-    "norm_topk_prob": True,
+    "num_hidden_layers": 3, "mlp_only_layers": [1], "num_experts": 8, "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32, "norm_topk_prob": True,
 }  # fmt: skip
 
 
@@ -141,6 +144,13 @@ class Dense:
         start = len(prompt) - 1
         return [table[start + index, token].item() for index, token in enumerate(completion)]
 
+    def check_reply(self, prompt: list[int], reply: dict[str, Any], tolerance: float = 1e-5) -> None:
+        """Hold the log-probabilities of an engine's reply, in nats, against the dense forward of its tokens."""
+        triples = reply["meta_info"]["output_token_logprobs"]
+        assert [token for _, token, _ in triples] == reply["output_ids"]
+        expected = self.of_completion(prompt, reply["output_ids"])
+        assert [logprob for logprob, _, _ in triples] == pytest.approx(expected, abs=tolerance)
+
     def greedy(self, prompt: list[int], num_tokens: int) -> list[int]:
         """Return the most likely tokens, one full forward each: no cache that could be wrong alike."""
         tokens = list(prompt)
@@ -149,7 +159,7 @@ class Dense:
         return tokens[len(prompt) :]
 
     def extend(self, tokens: list[int], cache: DynamicCache) -> torch.Tensor:
-        """Return [len(tokens), vocab] as `logprobs`, of tokens that stand behind those whose keys and values are held."""
+        """Return [len(tokens), vocab] as `logprobs`, of tokens behind those whose keys and values are held."""
         with torch.inference_mode():
             logits = self._model(torch.tensor([tokens]), past_key_values=cache, use_cache=True).logits[0].float()
         return logits.log_softmax(-1)
@@ -167,6 +177,21 @@ def logprobs_by_version(
         for version, start, end in runs
         for logprob in models[version].of_completion(prompt, completion[:end])[start:]
     ]
+
+
+def check_groups(groups: Iterable[Group], models: Callable[[int], Dense]) -> set[int]:
+    """Recompute every token of a worker's groups by the weights of its own version; return all versions."""
+    found: dict[int, Dense] = {}
+    for group in groups:
+        for row in group.trajectories:
+            start, tokens = group.num_prompt_tokens, row.token_ids.tolist()
+            runs = [(run.version, run.start - start, run.end - start) for run in row.version_runs]
+            assert [first for _, first, _ in runs] == [0, *(end for _, _, end in runs[:-1])]
+            assert runs[-1][2] == len(tokens) - start
+            found |= {version: models(version) for version, _, _ in runs if version not in found}
+            expected = logprobs_by_version(found, tokens[:start], tokens[start:], runs)
+            assert row.behaviour_logprobs[start:].tolist() == pytest.approx(expected, abs=1e-4)
+    return set(found)
 
 
 def logprobs_over_kept_cache(

@@ -198,7 +198,7 @@ class SimulatedRunner:
             return sampling.max_new_tokens
         number = sequence.rid.rpartition("-")[2]
         drawn = self._mix.length(repr(sequence.prompt), int(number) if number.isdecimal() else 0)
-        return max(1, sampling.min_new_tokens, min(drawn, sampling.max_new_tokens))
+        return max(1, min(drawn, sampling.max_new_tokens))
 
     def _grow(self, sequences: list[Sequence], num_steps: int) -> list[Sequence]:
         finished = [sequence for sequence in sequences if self._extend(sequence, num_steps)]

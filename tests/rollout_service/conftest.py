@@ -17,7 +17,7 @@ from penstock.protocol.transport.bus import Bus
 from penstock.protocol.transport.key_value import KeyValue
 from tests.agents.proxy.agent_model import SMOLLM2, write_model
 from tests.rollout_service.engines.faulty_engine import FaultyEngine
-from tests.rollout_service.trainer_side import TrainerSide, worker_process
+from tests.rollout_service.trainer_side import TrainerSide, WorkerRun, worker_process
 
 
 @pytest.fixture
@@ -48,6 +48,18 @@ def start_worker(
     for child in started:
         child.kill()
         print(f"── log of {child.name} ──\n{child.log_tail(40)}")
+
+
+@pytest.fixture
+def run(
+    bus: Bus,
+    blobs: Blobs,
+    run_streams: str,
+    tmp_path: Path,
+    faulty_engine: FaultyEngine,
+    start_worker: Callable[..., Child],
+) -> WorkerRun:
+    return WorkerRun(bus, blobs, run_streams, tmp_path, faulty_engine, start_worker)
 
 
 _numbers = itertools.count()

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 import pytest
 
 from penstock.protocol import streams, subjects, trace_context
-from penstock.protocol.facts import TaskIssued
+from penstock.protocol.facts import RunEvent, TaskIssued
 from penstock.protocol.heartbeats import Activity
 from penstock.protocol.traces.traces import group_context
 from penstock.protocol.transport.blobs import Blobs
@@ -37,7 +38,7 @@ def received(bus: Bus, run_streams: str) -> ReceivedPack:
 async def test_the_id_of_a_pack_cannot_be_taken_beforehand(
     bus: Bus, blobs: Blobs, run_streams: str, received: ReceivedPack
 ) -> None:
-    """A login of a worker that knows the pack's name does not keep its groups from the queue; a second time they are not stored."""
+    """A login that knows the pack's name does not keep its groups from the queue; a second time they are not stored."""
     subject = subjects.generated(run_streams, "train")
     guesses = ("g:p0", "g:p0:", f"g:p0:{'0' * 32}")
     for guess in guesses:
@@ -74,12 +75,14 @@ async def test_the_id_of_a_dead_letter_cannot_be_taken_beforehand(
 async def test_spans_show_how_a_pack_was_generated(
     bus: Bus, blobs: Blobs, run_streams: str, received: ReceivedPack
 ) -> None:
-    """Generated, announced, requeued or dead-lettered: each group's trace says so; messages are as without traces."""
+    """Generated, announced, requeued, dead-lettered: each group's trace says so; an event, that it was redelivered."""
     traces, spans = recorded()
     common: dict[str, Any] = {"run_id": run_streams, "worker_id": "w0", "traces": traces}
     settlement = Settlement(bus, WorkerMetrics(), task_attempts=2, retry_delay_s=0.01, **common)
     announcer = PackAnnouncer(bus=bus, blobs=blobs, activity=Activity(), metrics=WorkerMetrics(), **common)
     before = (await bus.stream_state(f"{run_streams}-generated")).num_messages
+    events: list[RunEvent] = []
+    await bus.tail(f"{run_streams}-events", subjects.events(run_streams, "log"), RunEvent, events.append)
     async with settlement.settling(received):
         raise EngineError("secret")
     inbox = await bus.inbox(streams.tasks_consumer(run_streams, "train"), TaskIssued)
@@ -92,6 +95,8 @@ async def test_spans_show_how_a_pack_was_generated(
     assert (await bus.stream_state(f"{run_streams}-generated")).num_messages == before + 1, "the same message id"
     async with settlement.settling(ReceivedPack("train", again)):
         raise EngineError("secret")
+    await asyncio.to_thread(wait_for, lambda: events, "the event")
+    assert [event.data["text"] for event in events] == ["1 group redelivered (delivery 2), now with w0"]
     assert [(span.name, span.error, span.attributes.get("outcome", "")) for span in spans] == [
         ("generate", "EngineError", "requeued"),
         ("generate", "", ""),

@@ -2,32 +2,23 @@
 
 from __future__ import annotations
 
-import itertools
 import threading
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.rollout_service.embedded_engine.engine_thread import EngineThread, WeightUpdate
-from penstock.rollout_service.embedded_engine.model.kv_cache import KVCache
-from penstock.rollout_service.embedded_engine.model.model_config import read_model_config
-from penstock.rollout_service.embedded_engine.model.transformer import Transformer
-from penstock.rollout_service.embedded_engine.model.weights import Weights, prepare_weights, read_checkpoint
-from penstock.rollout_service.embedded_engine.runner import Runner
 from penstock.rollout_service.embedded_engine.scheduler import Limits
 from penstock.rollout_service.embedded_engine.sequence import Job, Sampling, Sequence
 from tests.contracts.tiny_model import (
-    Dense,
-    build_model,
     logprobs_by_version,
     logprobs_over_kept_cache,
-    write_changed_copy,
 )
 from tests.examples import examples
+from tests.rollout_service.embedded_engine.in_process import Model
 
 PROMPTS = ([5, 17, 88, 250, 31, 9], [44], [5, 17, 88, 250, 31, 9], [7] * 40)
 NUM_TOKENS = 24
@@ -40,28 +31,18 @@ class EngineUnderTest:
     """An engine in this process, and several versions of its weights."""
 
     def __init__(self, folder: Path) -> None:
-        build_model(folder / "v0")
-        folders = [folder / "v0"]
-        folders += [write_changed_copy(folders[0], folder / f"v{i}", seed=i, scale=0.1) for i in range(1, NUM_VERSIONS)]
-        config, device = read_model_config(folders[0]), torch.device("cpu")
-        with torch.inference_mode():
-            self.weights: list[Weights] = [
-                prepare_weights(config, read_checkpoint(one, config), device=device, dtype=torch.float32)
-                for one in folders
-            ]
-            cache = KVCache(config, max_tokens=4000, device=device, dtype=torch.float32)
-            model = Transformer(config, device=device, dtype=torch.float32)
-            runner = Runner(model, self.weights[0], cache, max_running=8, find_stop_string=lambda _: None)
-        self.dense = {version: Dense(one) for version, one in enumerate(folders)}
+        model = Model(folder, NUM_VERSIONS)
+        self.weights, self.dense = model.weights, dict(enumerate(model.dense))
+        runner = model.runner(max_running=8, max_tokens=4000, max_kept_tokens=0)
         limits = Limits(max_running=8, max_total_tokens=4000, max_prefill_tokens=1000)
         self.engine = EngineThread(runner, limits, version="0", model_path="", on_failure=lambda: None)
         self.engine.start()
 
     def update(self, version: int, *, flush: bool) -> None:
-        self.engine.update(WeightUpdate(self.weights[version], str(version), "", flush, abort_all=False))
+        self.engine.update(WeightUpdate(self.weights[version], str(version), "", flush))
 
     def generate(self, sequences: list[Sequence], moments: dict[int, list[int]], mode: str, sampled: int = 0) -> None:
-        """Run sequences to their end; at given numbers of tokens, the engine pauses and loads versions one after another."""
+        """Run sequences to their end; at given numbers of tokens, the engine pauses and loads versions in turn."""
         ended = threading.Event()
 
         def on_step(counts: list[int]) -> None:
@@ -71,7 +52,7 @@ class EngineUnderTest:
             self.engine.pause(mode)
             for version in versions[:-1]:
                 self.update(version, flush=mode != "in_place")
-            last = WeightUpdate(self.weights[versions[-1]], str(versions[-1]), "", mode != "in_place", abort_all=False)
+            last = WeightUpdate(self.weights[versions[-1]], str(versions[-1]), "", mode != "in_place")
             self.engine.update(last).add_done_callback(lambda _: self.engine.resume())
 
         self.engine.submit(Job(sequences, lambda _: ended.set(), on_step))
@@ -115,8 +96,8 @@ def test_every_token_is_of_the_version_of_its_span(
 ) -> None:
     """For any number and time of weight changes, spans are exact and logprobs are those of the span's weights.
 
-    After ``retract`` the context of a token was computed by its own version. After ``in_place`` each version left its own
-    keys and values in the cache; a forward pass over a cache that is mixed in the same way gives the same number.
+    After ``retract`` the context of a token was computed by its own version. After ``in_place`` each version left its
+    own keys and values in the cache; a forward pass over a cache that is mixed in the same way gives the same number.
     """
     sampling = [Sampling(NUM_TOKENS, seed=seed + index) for index in range(len(PROMPTS))]
     sequences = [Sequence(f"{i:032}", tuple(prompt), sampling[i]) for i, prompt in enumerate(PROMPTS)]
@@ -128,37 +109,3 @@ def test_every_token_is_of_the_version_of_its_span(
         expected = recompute(under_test.dense, prompt, sequence.output_ids, runs_of(sequence))
         assert sequence.output_logprobs == pytest.approx(expected, abs=TOLERANCE)
         assert sequence.num_retractions == (len(moments) if mode == "retract" else 0)
-
-
-@examples(10)
-@given(moments=MOMENTS, seed=st.integers(0, 2**32))
-def test_a_completion_resumed_after_an_abort_is_exact(
-    under_test: EngineUnderTest, moments: dict[int, list[int]], seed: int
-) -> None:
-    left = dict(moments)
-    under_test.update(0, flush=True)
-    parts: list[list[Sequence]] = []
-    done = 0
-    while done < NUM_TOKENS:
-        sampled = [[token for part in parts for token in part[i].output_ids] for i in range(len(PROMPTS))]
-        parts.append(
-            [
-                Sequence(f"{i:032}", (*prompt, *sampled[i]), Sampling(NUM_TOKENS - done, seed=seed + i + 99 * done))
-                for i, prompt in enumerate(PROMPTS)
-            ]
-        )
-        under_test.generate(parts[-1], left, "abort", done)
-        done += len(parts[-1][0].output_ids)
-    for index, prompt in enumerate(PROMPTS):
-        pieces = [part[index] for part in parts]
-        tokens = list(itertools.chain.from_iterable(piece.output_ids for piece in pieces))
-        runs, start = [], 0
-        for piece in pieces:
-            runs += [(version, start + a, start + b) for version, a, b in runs_of(piece)]
-            start += len(piece.output_ids)
-        assert len(tokens) == NUM_TOKENS
-        assert [version for version, a, b in runs for _ in range(a, b)] == [
-            version for version, a, b in expected_runs(moments) for _ in range(a, b)
-        ]
-        logprobs = list(itertools.chain.from_iterable(piece.output_logprobs for piece in pieces))
-        assert logprobs == pytest.approx(logprobs_by_version(under_test.dense, prompt, tokens, runs), abs=TOLERANCE)

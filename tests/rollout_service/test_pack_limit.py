@@ -33,27 +33,26 @@ def follow(
     return values
 
 
-def test_an_engine_with_slots_gets_what_fills_them_and_one_pack_more() -> None:
-    """The queue holds between one and two fresh packs; a third gains nothing."""
-    values = follow(lambda running: 10.0 * running, slots=64)
-    assert all(64 + PER_PACK <= PER_PACK * value <= 64 + 3 * PER_PACK for value in values[60:])
-
-
-def test_an_engine_without_a_queue_gets_what_reaches_nearly_its_best_throughput() -> None:
-    """A throughput that saturates: twice as many sequences would gain a few percent, and each would take twice as long."""
-    values = follow(lambda running: 1000.0 * min(1.0, running / 100), slots=10**6)
-    assert all(95 <= PER_PACK * value <= 150 for value in values[90:])
+@pytest.mark.parametrize(
+    ("tokens_per_s", "slots", "fewest", "most", "peak"),
+    [
+        (lambda running: 10.0 * running, 64, 64 + PER_PACK, 64 + 3 * PER_PACK, 0),
+        (lambda running: 1000.0 * min(1.0, running / 100), 10**6, 95, 150, 0),
+        (lambda running: 10.0 * running if running <= 100 else 500.0, 10**6, 80, 120, 101),
+    ],
+    ids=["its slots and one or two packs more", "what nearly reaches its best throughput", "fewer again"],
+)
+def test_an_engine_gets_what_it_makes_use_of(
+    tokens_per_s: Callable[[float], float], slots: float, fewest: int, most: int, peak: int
+) -> None:
+    """More sequences gain little where a throughput saturates, and lose some where others are preempted."""
+    values = follow(tokens_per_s, slots=slots)
+    assert all(fewest <= PER_PACK * value <= most for value in values[100:])
+    assert PER_PACK * max(values) >= peak
 
 
 def test_an_engine_that_is_faster_with_more_gets_the_most() -> None:
     assert follow(lambda running: 10.0 * running, slots=10**6)[-1] == MOST_PACKS
-
-
-def test_an_engine_that_is_slower_with_more_gets_fewer_again() -> None:
-    """Beyond 100 sequences this one loses tokens, as when it preempts them."""
-    values = follow(lambda running: 10.0 * running if running <= 100 else 500.0, slots=10**6)
-    assert max(values) > 100 / PER_PACK
-    assert all(80 <= PER_PACK * value <= 120 for value in values[100:])
 
 
 def test_the_packs_are_counted_for_each_server() -> None:

@@ -1,11 +1,11 @@
-"""A worker asks a teacher about its groups: exact numbers from a real engine, retries with a limit, other vocabularies refused."""
+"""A worker asks a teacher about its groups: exact numbers from a real engine, retries, other vocabularies refused."""
 
 from __future__ import annotations
 
 import asyncio
 import json
 import socket
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from penstock.deploy.processes.child import Child
 from penstock.deploy.quickstart_task import write_model
 from penstock.protocol.config.shared_sections import TeacherSettings
 from penstock.protocol.errors import ConfigError
@@ -31,8 +30,7 @@ from penstock.rollout_service.teachers.teacher import Answer, Question, Teacher,
 from tests.contracts.engine_under_test import EngineUnderTest, embedded_engine
 from tests.contracts.tiny_model import Dense, build_model, write_tokenizer
 from tests.groups import make_task
-from tests.rollout_service.engines.faulty_engine import FaultyEngine
-from tests.rollout_service.trainer_side import TrainerSide, attached
+from tests.rollout_service.trainer_side import WorkerRun
 from tests.servers import wait_for
 from tests.trainer.groups.stored_groups import invent_group
 
@@ -68,7 +66,7 @@ async def checked(teacher: Teacher, folder: Path, *, start_deadline_s: float = 3
 
 
 def with_gap(group: Group) -> Group:
-    """Return a group in which nothing but the second and the last sampled token of the first trajectory is the policy's."""
+    """Return a group of whose first trajectory only the second and the last sampled token are the policy's."""
     first = group.trajectories[0]
     mask = first.loss_mask.copy()
     sampled = np.flatnonzero(mask)
@@ -183,31 +181,22 @@ def test_what_may_pass_is_asked_again() -> None:
     assert found.teacher.model == "http://teacher:1@3"
 
 
-def test_a_teacher_that_goes_on_failing_ends_the_attempt_with_group_and_url() -> None:
-    client = _Failing(*(EngineTimeout(f"late {n}") for n in range(9)))
-    with pytest.raises(TeacherFailed, match=r"group e0\.p5\.a0: the teacher at http://teacher:1 .* in 3 of 3 .*late 2"):
+@pytest.mark.parametrize(
+    ("client", "num_asked", "words"),
+    [
+        (_Failing(*map(EngineTimeout, "123456789")), 3, "the teacher at http://teacher:1 .* in 3 of 3 .*3"),
+        (_Failing(EngineRefused("too long", status=400)), 1, ".* in 1 of 3 attempts"),
+        (_Failing(ReplyRefused("nonsense")), 1, ".* in 1 of 3 attempts"),
+        (_Failing(version="changing"), 1, "the teacher .* answered with the versions changing0, changing1"),
+        (_Failing(logprob=5.0), 1, "the answer of the teacher .* cannot be used: .* above 0"),
+    ],
+)
+def test_what_cannot_pass_or_goes_on_ends_the_attempt_with_the_group(
+    client: _Failing, num_asked: int, words: str
+) -> None:
+    with pytest.raises(TeacherFailed, match=rf"group e0\.p5\.a0: {words}"):
         ask(client)
-    assert client.num_asked == 3
-
-
-@pytest.mark.parametrize("failure", [EngineRefused("too long", status=400), ReplyRefused("nonsense")])
-def test_what_cannot_pass_is_not_asked_again(failure: Exception) -> None:
-    client = _Failing(failure)
-    with pytest.raises(TeacherFailed, match=r"group e0\.p5\.a0: .* in 1 of 3 attempts"):
-        ask(client)
-    assert client.num_asked == 1
-
-
-def test_weights_that_change_within_a_group_are_refused() -> None:
-    with pytest.raises(TeacherFailed, match="answered with the versions changing0, changing1"):
-        ask(_Failing(version="changing"))
-
-
-def test_an_answer_that_no_model_can_give_ends_the_attempt_with_its_group() -> None:
-    with pytest.raises(
-        TeacherFailed, match=r"group e0\.p5\.a0: the answer of the teacher .* cannot be used: .* above 0"
-    ):
-        ask(_Failing(logprob=5.0))
+    assert client.num_asked == num_asked
 
 
 _REPLY: dict[str, Any] = {
@@ -236,45 +225,37 @@ def test_a_reply_that_contradicts_the_question_is_refused(change: dict[str, Any]
         read_answer("http://t", question, {"meta_info": _REPLY["meta_info"] | change}, 1, 1)
 
 
-def test_a_worker_stores_what_its_teacher_says(
-    trainer_side: TrainerSide, start_worker: Callable[..., Child], tmp_path: Path
-) -> None:
-    """Of the groups whose tasks ask for it; without its teacher the pack is dead-lettered, with the group and the URL."""
+def test_a_worker_stores_what_its_teacher_says(run: WorkerRun, tmp_path: Path) -> None:
+    """Of groups whose tasks ask for it; without its teacher the pack is dead-lettered, with group and URL."""
     write_model(tmp_path / "teacher", seed=9)
-    trainer_side.publish(0)
+    run.publish(0)
     asked, plain = (make_task(f"e0.p{n}.a0", prompt_ids=[5, 6, 7 + n], group_size=2) for n in range(2))
     asked = asked.model_copy(update={"teacher_top_k": 3})
     with embedded_engine(tmp_path / "teacher", tmp_path, "--weight-version", "7") as engine:
-        start_worker("w0", f"teacher.url={engine.url}", "teacher.attempts=1", "worker.task_attempts=1")
-        trainer_side.issue("first", [asked, plain])
-        found, other = trainer_side.collect_groups(1)
+        run.start("w0", f"teacher.url={engine.url}", "teacher.attempts=1", "worker.task_attempts=1")
+        run.issue("first", [asked, plain])
+        found, other = run.collect_groups(1)
     assert other.teacher is None
     assert found.teacher is not None
-    dense = Dense(tmp_path / "teacher")
-    for row, said in zip(found.trajectories, found.teacher.rows, strict=True):
-        table = dense.logprobs(row.token_ids.tolist())[found.num_prompt_tokens - 1 : -1]
-        targets = row.token_ids[found.num_prompt_tokens :].tolist()
-        assert said.logprobs.tolist() == pytest.approx(
-            [float(line[t]) for line, t in zip(table, targets, strict=True)], abs=1e-4
-        )
-        assert (said.top_ids == table.topk(3).indices.numpy()).all()
-    trainer_side.issue("second", [asked.model_copy(update={"group_id": "e0.p2.a0"})])
-    wait_for(lambda: bool(trainer_side.dead), "the pack to be dead-lettered")
-    assert trainer_side.dead[0].reason == "TeacherFailed"
-    assert f"group e0.p2.a0: the teacher at {engine.url} gave no log-probabilities" in trainer_side.dead[0].detail
+    assert [row.top_ids.shape[1] for row in found.teacher.rows] == [3, 3]
+    table = Dense(tmp_path / "teacher").logprobs(found.trajectories[0].token_ids.tolist())
+    tops = table[found.num_prompt_tokens - 1 : -1].topk(3)
+    assert (found.teacher.rows[0].top_ids == tops.indices.numpy()).all()
+    run.issue("second", [asked.model_copy(update={"group_id": "e0.p2.a0"})])
+    wait_for(lambda: bool(run.dead), "the pack to be dead-lettered")
+    assert run.dead[0].reason == "TeacherFailed"
+    assert f"group e0.p2.a0: the teacher at {engine.url} gave no log-probabilities" in run.dead[0].detail
 
 
-def test_a_worker_without_a_teacher_refuses_a_task_that_needs_one(
-    trainer_side: TrainerSide, start_worker: Callable[..., Child], faulty_engine: FaultyEngine
-) -> None:
-    trainer_side.publish(0)
-    start_worker("w0", *attached(faulty_engine))
+def test_a_worker_without_a_teacher_refuses_a_task_that_needs_one(run: WorkerRun) -> None:
+    run.publish(0)
+    run.attach()
     one, other = (make_task(f"e0.p{n}.a0", prompt_ids=[5, 6], group_size=2) for n in range(2))
-    trainer_side.issue("first", [one.model_copy(update={"teacher_top_k": 0}), other])
-    assert [group.group_id for group in trainer_side.collect_groups(1)] == ["e0.p1.a0"]
-    wait_for(lambda: bool(trainer_side.dead), "the task to be dead-lettered")
-    assert trainer_side.dead[0].reason == "no_teacher"
-    assert "e0.p0.a0 needs a teacher's log-probabilities" in trainer_side.dead[0].detail
+    run.issue("first", [one.model_copy(update={"teacher_top_k": 0}), other])
+    assert [group.group_id for group in run.collect_groups(1)] == ["e0.p1.a0"]
+    wait_for(lambda: bool(run.dead), "the task to be dead-lettered")
+    assert run.dead[0].reason == "no_teacher"
+    assert "e0.p0.a0 needs a teacher's log-probabilities" in run.dead[0].detail
 
 
 def test_a_kind_of_teacher_of_your_own_is_named_by_its_file(tmp_path: Path) -> None:

@@ -6,17 +6,14 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 from penstock.deploy.processes.child import Child
 from penstock.protocol.packs import group_pack
 from penstock.protocol.packs.task_promise import TaskPromise
 from tests.groups import make_task
-from tests.rollout_service.trainer_side import TrainerSide
+from tests.rollout_service.trainer_side import TrainerSide, WorkerRun
 from tests.servers import wait_for
-
-StartWorker = Callable[..., Child]
 
 
 def engine_of(worker: Child) -> int:
@@ -32,14 +29,12 @@ def is_running(pid: int) -> bool:
         return False
 
 
-def issue(trainer_side: TrainerSide, pack_id: str) -> None:
-    trainer_side.issue(
-        pack_id, [make_task(f"{pack_id}.p{i}", prompt_ids=[5, 6, 7 + i], group_size=4) for i in range(3)]
-    )
+def issue(run: TrainerSide, pack_id: str) -> None:
+    run.issue(pack_id, [make_task(f"{pack_id}.p{i}", prompt_ids=[5, 6, 7 + i], group_size=4) for i in range(3)])
 
 
-def check_redundant_groups(trainer_side: TrainerSide) -> None:
-    """Of six or seven that are started four are stored, with the baseline of a task that wants one; the rest is announced and counted."""
+def check_redundant_groups(run: TrainerSide) -> None:
+    """Of those that are started four are stored, with a baseline where one is wanted; the rest is counted."""
     plain = make_task("redundant.p0", prompt_ids=[5, 6, 7], group_size=4, max_new_tokens=100)
     tasks = [
         plain.model_copy(update={"redundant_completions": 2}),
@@ -48,10 +43,10 @@ def check_redundant_groups(trainer_side: TrainerSide) -> None:
             update={"group_id": "redundant.p2", "redundant_completions": 3, "redundant_wait": 1000.0}
         ),  # all are waited for
     ]
-    trainer_side.issue("redundant", tasks)
-    [delivery] = trainer_side.collect(1)
+    run.issue("redundant", tasks)
+    [delivery] = run.collect(1)
     announced = delivery.fact.groups
-    stored = group_pack.decode(trainer_side.blobs.get(delivery.fact.pack), described=announced)
+    stored = group_pack.decode(run.blobs.get(delivery.fact.pack), described=announced)
     for task, group in zip(tasks, announced, strict=True):
         TaskPromise.of(task).check_lengths(
             group.group_id, group.completion_tokens, group.has_baseline, len(group.abandoned)
@@ -61,70 +56,47 @@ def check_redundant_groups(trainer_side: TrainerSide) -> None:
     num_tokens = sum(one.num_tokens for group in announced for one in group.abandoned)
 
     def is_counted() -> bool:
-        beat = trainer_side.heartbeat("w0")
+        beat = run.heartbeat("w0")
         counted = ("completions_abandoned", "tokens_abandoned")
         return beat is not None and [beat.figures[name] for name in counted] == [5, num_tokens]
 
     wait_for(is_counted, "the heartbeat to count the abandoned completions")
 
 
-def test_an_embedded_engine_is_started_updated_restarted_and_stopped(
-    trainer_side: TrainerSide, start_worker: StartWorker
-):
+def test_an_embedded_engine_is_started_updated_restarted_and_stopped(run: WorkerRun):
     """Its samples have the newest version, also after a restart by SIGKILL; it exits when its worker is killed."""
-    trainer_side.publish(0)
-    worker = start_worker("w0")
-    issue(trainer_side, "first")
-    [*groups] = trainer_side.collect_groups(1)
+    run.publish(0)
+    worker = run.start("w0")
+    issue(run, "first")
+    [*groups] = run.collect_groups(1)
     assert [len(group.trajectories) for group in groups] == [4, 4, 4]
     assert {row.oldest_version for group in groups for row in group.trajectories} == {0}
-    trainer_side.publish(1)
-    trainer_side.wait_applied("w0", 1)
+    run.publish(1)
+    run.wait_applied("w0", 1)
 
     first = engine_of(worker)
     os.kill(first, signal.SIGKILL)
-    issue(trainer_side, "second")
-    groups = trainer_side.collect_groups(1)
+    issue(run, "second")
+    groups = run.collect_groups(1)
     assert {row.oldest_version for group in groups for row in group.trajectories} == {1}
     second = engine_of(worker)
     assert second != first
-    check_redundant_groups(trainer_side)
+    check_redundant_groups(run)
 
     worker.kill()
     wait_for(lambda: not is_running(second), "the engine to exit with its worker")
 
 
-def test_an_embedded_engine_exits_when_its_worker_is_stopped(trainer_side: TrainerSide, start_worker: StartWorker):
-    worker = start_worker("w0")
+def test_an_embedded_engine_exits_when_its_worker_is_stopped(run: WorkerRun):
+    worker = run.start("w0")
     wait_for(lambda: Path(f"/proc/{worker.pid}/task/{worker.pid}/children").read_text(), "a prepared engine")
     engine = engine_of(worker)
-    trainer_side.publish(0)
-    trainer_side.wait_applied("w0", 0)
+    run.publish(0)
+    run.wait_applied("w0", 0)
     assert engine_of(worker) == engine
     worker.ask_to_stop()
     assert worker.wait(60) == 0
     assert not is_running(engine)
-
-
-def test_a_pinned_evaluation_is_exact_on_the_embedded_engine(trainer_side: TrainerSide, start_worker: StartWorker):
-    """Greedy completions of a pinned version are the same before and after later versions were served."""
-    trainer_side.publish(0)
-    start_worker("w0")
-    tasks = [
-        make_task(f"eval.p{i}", split="eval", pinned_version=0, temperature=0.0, group_size=1, prompt_ids=[5, 6, 7 + i])
-        for i in range(4)
-    ]
-    trainer_side.issue("before", tasks)
-    before = trainer_side.collect_groups(1)
-    for version in (1, 2):
-        trainer_side.publish(version)
-        trainer_side.wait_applied("w0", version)
-    trainer_side.issue("after", tasks)
-    after = trainer_side.collect_groups(1)
-    texts = [[group.trajectories[0].completion_text for group in groups] for groups in (before, after)]
-    assert texts[0] == texts[1]
-    trainer_side.issue("newest", [make_task(f"newest.p{i}", prompt_ids=[5, 6, 7 + i]) for i in range(4)])
-    assert {row.oldest_version for group in trainer_side.collect_groups(1) for row in group.trajectories} == {2}
 
 
 def test_a_prepared_engine_exits_with_its_worker():

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 import secrets
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import httpx
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
@@ -170,9 +172,31 @@ class TrainerSide:
         )
 
 
+def engine_url(worker: Child) -> str:
+    """Return where the newest engine of a worker's own listens, as its log says."""
+    return re.findall(r'"url": "([^"]+)"', worker.log_tail(200))[-1]
+
+
+def num_running(worker: Child) -> int:
+    return httpx.get(f"{engine_url(worker)}/v1/loads", timeout=60).json()["loads"][0]["num_running_reqs"]
+
+
 def attached(engine: FaultyEngine) -> tuple[str, str]:
     """Overrides of a worker whose engine is a server at a URL."""
     return "worker.engine=sglang-url", f"worker.engine_url={engine.url}"
+
+
+class WorkerRun(TrainerSide):
+    """A run with workers: with an embedded engine, or at ``engine``, which has faults on demand."""
+
+    def __init__(
+        self, bus: Bus, blobs: Blobs, run_id: str, folder: Path, engine: FaultyEngine, start: Callable[..., Child]
+    ) -> None:
+        super().__init__(bus, blobs, run_id, folder)
+        self.engine, self.start = engine, start
+
+    def attach(self, worker_id: str = "w0", *overrides: str, engine: FaultyEngine | None = None) -> Child:
+        return self.start(worker_id, *attached(engine or self.engine), *overrides)
 
 
 class ForkedWorker(Child):
@@ -187,7 +211,7 @@ def worker_process(
     command = [
         *(sys.executable, "-m", "penstock.rollout_service"),
         *(f"run.id={run_id}", f"run.dir={folder}", f"worker.id={worker_id}", "worker.retry_delay_s=0.05"),
-        f"worker.cache_dir={folder / 'cache'}",  # with "auto" the copies were in /dev/shm, where a killed worker leaves them
+        f"worker.cache_dir={folder / 'cache'}",  # with "auto" a killed worker leaves its copies in /dev/shm
         *(f"nats.url={nats.url}", f"nats.user={nats.user}", f"nats.password_file={secret_file(nats.secret())}"),
         *(
             f"s3.endpoint={s3.endpoint}",

@@ -1,4 +1,4 @@
-"""A worker on a real SGLang: weights change and servers are killed during long generations; no token is wrong or lost."""
+"""A worker on a real SGLang: weights change and servers are killed in mid-generation; no token is wrong or lost."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import signal
 from collections.abc import Sequence
 from pathlib import Path
 
-import httpx
 import pytest
 import torch
 from torch import Tensor
@@ -18,14 +17,13 @@ from penstock.protocol.groups import Task
 from penstock.protocol.trajectory import Group
 from penstock.rollout_service.engines.engine_process import group_members
 from tests.contracts.real_sglang import START_S
-from tests.contracts.tiny_model import Dense, read_tensors, write_tensors
+from tests.contracts.tiny_model import Dense, check_groups, read_tensors, write_tensors
 from tests.groups import make_task
-from tests.rollout_service.trainer_side import TrainerSide
+from tests.rollout_service.trainer_side import TrainerSide, num_running
 from tests.servers import wait_for
 
 pytestmark = [pytest.mark.slow, pytest.mark.sglang]
 
-TOLERANCE = 1e-4  # nats, float32 against float32
 NEW_TOKENS = 100  # of the model's 128
 
 
@@ -40,38 +38,14 @@ def long_tasks(names: Sequence[str], size: int = 24) -> list[Task]:
     ]  # fmt: skip
 
 
-def check_every_token(groups: Sequence[Group], folder: Path) -> set[int]:
-    """Hold each token's log-probability against a dense forward of the version it names; returns the versions."""
-    dense: dict[int, Dense] = {}
-    for group in groups:
-        for row in group.trajectories:
-            tokens, start = row.token_ids.tolist(), group.num_prompt_tokens
-            assert [run.start for run in row.version_runs] == [start, *(run.end for run in row.version_runs[:-1])]
-            assert row.version_runs[-1].end == len(tokens)
-            for run in row.version_runs:
-                if run.version not in dense:
-                    dense[run.version] = Dense(folder / f"model-{run.version}")
-                exact = dense[run.version].of_completion(tokens[:start], tokens[start:])[
-                    run.start - start : run.end - start
-                ]
-                assert row.behaviour_logprobs[run.start : run.end].tolist() == pytest.approx(exact, abs=TOLERANCE)
-    return set(dense)
-
-
 def wait_until_it_generates(worker: Child) -> None:
     """Wait until the server reports running requests."""
-    urls: list[str] = []
+    wait_for(lambda: re.search(r'"url": "[^"]+".*"engine is ready"', worker.log.read_text()), "the server", START_S)
+    wait_for(lambda: num_running(worker) > 0, "the server to generate", START_S)
 
-    def ready() -> bool:
-        urls[:] = re.findall(r'"url": "([^"]+)".*"engine is ready"', worker.log.read_text())
-        return bool(urls)
 
-    def generates() -> bool:
-        [load] = httpx.get(f"{urls[-1]}/v1/loads", timeout=60).json()["loads"]
-        return load["num_running_reqs"] > 0
-
-    wait_for(ready, "the server to be ready", START_S)
-    wait_for(generates, "the server to generate", START_S)
+def check_every_token(groups: Sequence[Group], folder: Path) -> set[int]:
+    return check_groups(groups, lambda version: Dense(folder / f"model-{version}"))
 
 
 def server_of(worker: Child) -> int:

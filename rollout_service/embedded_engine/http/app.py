@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import hmac
-import time
 from collections.abc import Awaitable, Callable
 from datetime import UTC, datetime
 from pathlib import Path
@@ -23,8 +22,8 @@ from penstock.rollout_service.embedded_engine.errors import CheckpointRefused, R
 from penstock.rollout_service.embedded_engine.http import generate_endpoints
 from penstock.rollout_service.embedded_engine.http.bodies import (
     AbortBody,
+    Body,
     CheckWeightsBody,
-    ContinueBody,
     GenerateBody,
     LoadAdapterBody,
     OccupationBody,
@@ -126,7 +125,6 @@ async def server_info(request: Request) -> Response:
             "enable_lora": True,
             "version": ENGINE_VERSION,
             "frontend": "python",
-            "uptime_s": time.monotonic() - server.started_at,
             "max_total_num_tokens": limits.max_total_tokens,
             "max_running_requests": limits.max_running,
             "context_length": server.model.max_tokens,
@@ -152,7 +150,10 @@ async def health_generate(request: Request) -> Response:
         return PlainTextResponse("paused\n", status_code=503)
     params = SamplingParams(max_new_tokens=1, temperature=0.0, ignore_eos=True)
     requested = build_job(GenerateBody(input_ids=[0], sampling_params=params), server.model)
-    if not await server.jobs.within(requested, _HEALTH_DEADLINE_S):
+    try:
+        async with asyncio.timeout(_HEALTH_DEADLINE_S):
+            await server.jobs.run_to_end(request, requested)
+    except TimeoutError:
         return PlainTextResponse(f"no token within {_HEALTH_DEADLINE_S:.0f} s\n", status_code=503)
     return Response(status_code=200)
 
@@ -189,7 +190,7 @@ async def pause_generation(request: Request) -> Response:
 
 
 async def continue_generation(request: Request) -> Response:
-    await read_body(request, ContinueBody)
+    await read_body(request, Body)
     await asyncio.wrap_future(server_of(request).engine.resume())
     return json_response({"message": "Generation continued successfully.", "status": "ok"})
 
@@ -234,7 +235,7 @@ async def update_weights_from_disk(request: Request) -> Response:
             weights = await asyncio.to_thread(server.read_weights, Path(body.model_path))
         except (CheckpointRefused, UnsupportedModel) as error:
             return json_response({"success": False, "message": str(error), "num_paused_requests": 0}, status=400)
-        update = WeightUpdate(weights, body.weight_version, body.model_path, body.flush_cache, body.abort_all_requests)
+        update = WeightUpdate(weights, body.weight_version, body.model_path, body.flush_cache)
         outcome = await asyncio.wrap_future(server.engine.update(update))
         reply = {"success": outcome.success, "message": outcome.message, "num_paused_requests": outcome.num_paused}
         if not outcome.success:
@@ -287,9 +288,7 @@ def build_app(server: ServerState, key: str = "") -> Starlette:
             route("/weights_checker", weights_checker, "POST"),
             route("/flush_cache", flush_cache, "GET", "POST"),
             route("/model_info", model_info, "GET"),
-            route("/get_model_info", model_info, "GET"),
             route("/server_info", server_info, "GET"),
-            route("/get_server_info", server_info, "GET"),
             route("/health", health, "GET"),
             route("/health_generate", health_generate, "GET"),
             route("/ready", ready, "GET"),

@@ -1,11 +1,12 @@
 """Request bodies of SGLang 0.5.23, checked by pydantic, and their images as the vision tower reads them.
 
-Fields of SGLang that this engine does not compute accept only the value that requests nothing; any other value, and
-any unknown field, is refused. No field is accepted and ignored.
+Fields of SGLang that a worker sends and this engine does not compute accept only the value that requests nothing; any
+other value, and any other field, is refused. No field is accepted and ignored.
 
-``image_data``: one prompt has a text, or a list of texts, one for each placeholder in its ``input_ids``; a batch has a list with either of
-these, or null, for each prompt. A text is base64, or a data URL of it. Paths and URLs, which SGLang reads too, are refused. What was made of
-an image is kept, since the turns of an episode and the samples of a group send the same ones; memory is bounded.
+``image_data``: one prompt has a text, or a list of texts, one for each placeholder in its ``input_ids``; a batch has
+either of these, or null, for each prompt. A text is base64, or a data URL of it. Paths and URLs are refused. What was
+made of an image is kept, since the turns of an episode and the samples of a group send the same ones; memory is
+bounded.
 """
 
 from __future__ import annotations
@@ -45,31 +46,19 @@ class SamplingParams(Body):
 
     n: Annotated[int, Field(ge=1, description="completions per prompt")] = 1
     max_new_tokens: Annotated[int, Field(ge=0)] | None = 128  # None: until the context is full
-    min_new_tokens: Annotated[int, Field(ge=0)] = 0
     temperature: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 1.0
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
     top_k: Annotated[int, Field(ge=-1)] = -1
-    min_p: Annotated[float, Field(ge=0, le=1)] = 0.0
     stop: str | list[str] | None = None
     stop_token_ids: list[int] | None = None
     ignore_eos: bool = False
-    skip_special_tokens: bool = True
     no_stop_trim: bool = False
     sampling_seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
-    spaces_between_special_tokens: Literal[True] = True
+    min_new_tokens: Literal[0] = 0
+    min_p: Literal[0] = 0
     frequency_penalty: Literal[0] = 0
     presence_penalty: Literal[0] = 0
     repetition_penalty: Literal[1] = 1
-    logit_bias: None = None
-    stop_regex: None = None
-    json_schema: None = None
-    regex: None = None
-    ebnf: None = None
-    structural_tag: None = None
-    beam_width: None = None
-    custom_params: None = None
-    stream_interval: None = None
-    watermark: None = None
 
 
 def _tag(value: object) -> str:
@@ -92,19 +81,11 @@ class GenerateBody(Body):
     stream: bool = False
     extra_key: str | None = None  # sequences share a prompt's computation only under the same key
     return_prompt_token_ids: bool = False
-    return_text_in_logprobs: Literal[False] = False
     top_logprobs_num: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None  # of the prompt's positions
-    token_ids_logprob: None = None
-    return_hidden_states: Literal[False] = False
     return_routed_experts: bool = False
-    routed_experts_start_len: Literal[0] = 0
-    return_sampling_mask: Literal[False] | None = None
     lora_path: str | list[str | None] | None = None  # name of a loaded adapter, or one for each prompt
-    session_params: None = None
-    custom_logit_processor: None = None
-    input_embeds: None = None
     image_data: str | list[str] | list[str | list[str] | None] | None = None  # base64 or data URLs
-    # Where the placeholders are; None: at every token with the image token's id. Not SGLang's: a policy may sample that id.
+    # Where placeholders are; None: at every token with the image token's id. Not SGLang's: a policy may sample that id.
     image_positions: TokenIds | list[TokenIds] | None = None
 
 
@@ -113,17 +94,12 @@ class UpdateWeightsBody(Body):
     weight_version: str | None = None
     load_format: Literal["auto", "safetensors"] | None = None
     flush_cache: bool = True
-    abort_all_requests: bool = False
-    torch_empty_cache: Literal[False] = False
-    recapture_cuda_graph: Literal[False] = False
-    is_async: Literal[False] = False
-    keep_pause: Literal[False] = False
+    abort_all_requests: Literal[False] = False
 
 
 class LoadAdapterBody(Body):
     lora_name: Annotated[str, Field(min_length=1)]
     lora_path: str
-    pinned: Literal[False] = False
 
 
 class UnloadAdapterBody(Body):
@@ -136,10 +112,6 @@ class CheckWeightsBody(Body):
 
 class PauseBody(Body):
     mode: Literal["abort", "retract", "in_place"] = "abort"
-
-
-class ContinueBody(Body):
-    torch_empty_cache: Literal[True] = True
 
 
 class OccupationBody(Body):
@@ -227,8 +199,8 @@ def with_images(
 ) -> tuple[tuple[int, ...], Images | None]:
     """Return a prompt, which has one placeholder for each image, with all tokens of its images, and these.
 
-    ``positions`` are those of the placeholders; None: at every token with the image token's id. Raises RequestRefused if there are not as
-    many placeholders as images, or ``positions`` name other tokens.
+    ``positions`` are those of the placeholders; None: every token with the image token's id. Raises RequestRefused if
+    there are not as many placeholders as images, or ``positions`` name other tokens.
     """
     token = processor.image_token_id
     if positions is not None:

@@ -236,10 +236,6 @@ def _sampling(requested: SamplingParams, index: int, prompt_tokens: int, model: 
             f"{prompt_tokens} tokens from the prompt and {wanted} for the completion. Send at most "
             f"max_new_tokens={available}."
         )
-    if requested.min_new_tokens > wanted:
-        raise RequestRefused(
-            f"min_new_tokens must be in [0, max_new_tokens({wanted})], got {requested.min_new_tokens}."
-        )
     if requested.top_k == 0:
         raise RequestRefused("top_k must be -1 (disable) or at least 1, got 0.")
     stops = (requested.stop,) if isinstance(requested.stop, str) else tuple(requested.stop or ())
@@ -256,11 +252,9 @@ def _sampling(requested: SamplingParams, index: int, prompt_tokens: int, model: 
     seed = secrets.randbits(64) if requested.sampling_seed is None else requested.sampling_seed
     return Sampling(
         max_new_tokens=wanted,
-        min_new_tokens=requested.min_new_tokens,
         temperature=requested.temperature,
         top_p=requested.top_p,
         top_k=requested.top_k,
-        min_p=requested.min_p,
         seed=(seed + index * _SEED_STRIDE) & _SEED_MASK,
         stop_token_ids=ends,
         stop_strings=tuple(filter(None, stops)),

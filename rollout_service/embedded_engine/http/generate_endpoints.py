@@ -1,6 +1,6 @@
-"""The endpoints that sample, whole or streamed, and their replies: SGLang's ``/generate`` and OpenAI's ``/v1/chat/completions``.
+"""The endpoints that sample, and their replies: SGLang's ``/generate`` and OpenAI's ``/v1/chat/completions``.
 
-Of the chat API only what is needed to chat with a policy is served: text, no tools.
+Of the chat API only what is needed to chat with a policy is served: whole answers of text, no tools.
 """
 
 from __future__ import annotations
@@ -29,21 +29,18 @@ from penstock.rollout_service.embedded_engine.http.server_state import (
 )
 from penstock.rollout_service.embedded_engine.sequence import Sequence
 
-_UNFINISHED_CHARACTER = "\ufffd"  # what an incomplete UTF-8 sequence decodes to
 
-
-def build_replies(requested: RequestedJob, text: Text, latency_s: float) -> list[dict[str, Any]]:
+def build_replies(requested: RequestedJob, text: Text) -> list[dict[str, Any]]:
     texts = completion_texts(requested.sequences, requested.params, text)
     return [
-        _reply(requested, sequence, completion, latency_s)
-        for sequence, completion in zip(requested.sequences, texts, strict=True)
+        _reply(requested, sequence, completion) for sequence, completion in zip(requested.sequences, texts, strict=True)
     ]
 
 
 def build_chunk(requested: RequestedJob, index: int, num_tokens: int, version: str, text: Text) -> dict[str, Any]:
-    sequence, params = requested.sequences[index], requested.params[index]
+    sequence = requested.sequences[index]
     tokens = sequence.output_ids[:num_tokens]
-    completion = text.decode([tokens], skip_special_tokens=params.skip_special_tokens)[0]
+    completion = text.decode([tokens], skip_special_tokens=True)[0]
     meta: dict[str, Any] = {
         "id": sequence.rid,
         "finish_reason": None,
@@ -61,12 +58,7 @@ def completion_texts(sequences: Items[Sequence], params: Items[SamplingParams], 
     if not text.has_tokenizer:
         return [""] * len(sequences)
     rows = [_visible_tokens(sequence, requested) for sequence, requested in zip(sequences, params, strict=True)]
-    same = len({requested.skip_special_tokens for requested in params}) == 1
-    if same:
-        texts = text.decode(rows, skip_special_tokens=params[0].skip_special_tokens)
-    else:
-        pairs = zip(rows, params, strict=True)
-        texts = [text.decode([row], skip_special_tokens=requested.skip_special_tokens)[0] for row, requested in pairs]
+    texts = text.decode(rows, skip_special_tokens=True)
     return [_cut(*item) for item in zip(texts, sequences, params, strict=True)]
 
 
@@ -82,7 +74,7 @@ def _cut(completion: str, sequence: Sequence, params: SamplingParams) -> str:
     return completion if params.no_stop_trim else completion.partition(matched)[0]
 
 
-def _reply(requested: RequestedJob, sequence: Sequence, completion: str, latency_s: float) -> dict[str, Any]:
+def _reply(requested: RequestedJob, sequence: Sequence, completion: str) -> dict[str, Any]:
     finish = sequence.finish
     assert finish is not None
     num_tokens = len(sequence.output_ids)
@@ -95,7 +87,6 @@ def _reply(requested: RequestedJob, sequence: Sequence, completion: str, latency
         "weight_version": sequence.final_version,
         "weight_versions": [{"version": span.version, "start": span.start, "end": span.end} for span in sequence.spans],
         "num_retractions": sequence.num_retractions,
-        "e2e_latency": latency_s,
     }
     if requested.return_logprob:
         meta |= _output_logprobs(sequence.output_ids, sequence.output_logprobs)
@@ -145,7 +136,7 @@ class ChatBody(Body):
     n: Annotated[int, Field(ge=1)] = 1
     stop: str | list[str] | None = None
     seed: int | None = None
-    stream: bool = False
+    stream: Literal[False] = False
     logprobs: Literal[False] = False
     tools: None = None
 
@@ -165,69 +156,30 @@ def build_chat_job(body: ChatBody, model: ServedModel) -> RequestedJob:
 
 
 def chat_reply(requested: RequestedJob, text: Text, model_name: str) -> dict[str, Any]:
+    texts = completion_texts(requested.sequences, requested.params, text)
     choices = [
         {
             "index": index,
             "message": {"role": "assistant", "content": content},
-            "finish_reason": _reason(requested, index),
+            "finish_reason": None if sequence.finish is None else sequence.finish.type,
         }
-        for index, content in enumerate(completion_texts(requested.sequences, requested.params, text))
+        for index, (sequence, content) in enumerate(zip(requested.sequences, texts, strict=True))
     ]
-    num_prompt = len(requested.sequences[0].prompt)
+    first = requested.sequences[0]
     num_completion = sum(len(sequence.output_ids) for sequence in requested.sequences)
-    usage = {
-        "prompt_tokens": num_prompt,
-        "completion_tokens": num_completion,
-        "total_tokens": num_prompt + num_completion,
-    }
-    metadata = {"weight_version": requested.sequences[0].final_version}
-    return _envelope(requested, model_name, "chat.completion") | {
+    return {
+        "id": f"chatcmpl-{first.rid}",
+        "object": "chat.completion",
+        "created": int(time.time()),
+        "model": model_name,
         "choices": choices,
-        "usage": usage,
-        "metadata": metadata,
+        "usage": {
+            "prompt_tokens": len(first.prompt),
+            "completion_tokens": num_completion,
+            "total_tokens": len(first.prompt) + num_completion,
+        },
+        "metadata": {"weight_version": first.final_version},
     }
-
-
-async def chat_chunks(
-    requested: RequestedJob, steps: AsyncIterator[list[int]], text: Text, model_name: str
-) -> AsyncIterator[dict[str, Any]]:
-    """Yield OpenAI's ``chat.completion.chunk`` objects: the new part of each text, then the finish reasons.
-
-    ``steps`` yields the token count of each sequence after every step, and ends when all have finished.
-    """
-    envelope = _envelope(requested, model_name, "chat.completion.chunk")
-    sent = [""] * len(requested.sequences)
-
-    def new_chunks(index: int, whole: str) -> list[dict[str, Any]]:
-        new = whole[len(sent[index]) :]
-        if not new:
-            return []
-        delta = {"content": new} if sent[index] else {"role": "assistant", "content": new}
-        sent[index] = whole
-        return [envelope | {"choices": [{"index": index, "delta": delta, "finish_reason": None}]}]
-
-    async for counts in steps:
-        for index, count in enumerate(counts):
-            tokens = requested.sequences[index].output_ids[:count]
-            whole = text.decode([tokens], skip_special_tokens=True)[0]
-            # A partial stop string may have to be removed: requests with stop strings get their text at the end.
-            if not requested.sequences[index].sampling.stop_strings and not whole.endswith(_UNFINISHED_CHARACTER):
-                for chunk in new_chunks(index, whole):
-                    yield chunk
-    for index, whole in enumerate(completion_texts(requested.sequences, requested.params, text)):
-        for chunk in new_chunks(index, whole):
-            yield chunk
-        yield envelope | {"choices": [{"index": index, "delta": {}, "finish_reason": _reason(requested, index)}]}
-
-
-def _reason(requested: RequestedJob, index: int) -> str | None:
-    finish = requested.sequences[index].finish
-    return None if finish is None else finish.type
-
-
-def _envelope(requested: RequestedJob, model_name: str, kind: str) -> dict[str, Any]:
-    rid = requested.sequences[0].rid
-    return {"id": f"chatcmpl-{rid}", "object": kind, "created": int(time.time()), "model": model_name}
 
 
 async def generate(request: Request) -> Response:
@@ -236,8 +188,8 @@ async def generate(request: Request) -> Response:
     requested = build_job(body, server.model, await server.images.read(body))
     if body.stream:
         return StreamingResponse(_events(_generate_chunks(server, requested)), media_type="text/event-stream")
-    latency_s = await server.jobs.run_to_end(request, requested)
-    replies = build_replies(requested, server.text, latency_s)
+    await server.jobs.run_to_end(request, requested)
+    replies = build_replies(requested, server.text)
     return json_response(replies if requested.is_list else replies[0])
 
 
@@ -246,23 +198,19 @@ async def chat_completions(request: Request) -> Response:
     body = await read_body(request, ChatBody)
     requested = build_chat_job(body, server.model)
     name = body.model or model_name(server)
-    if body.stream:
-        chunks = chat_chunks(requested, server.jobs.steps(requested), server.text, name)
-        return StreamingResponse(_events(chunks), media_type="text/event-stream")
     await server.jobs.run_to_end(request, requested)
     return json_response(chat_reply(requested, server.text, name))
 
 
 async def _generate_chunks(server: ServerState, requested: RequestedJob) -> AsyncIterator[dict[str, Any]]:
     """Yield cumulative chunks while sampling, then the full reply of each sequence."""
-    started = time.monotonic()
     sent = [0] * len(requested.sequences)
     async for counts in server.jobs.steps(requested):
         for index, count in enumerate(counts):
             if count > sent[index]:
                 sent[index] = count
                 yield build_chunk(requested, index, count, server.engine.version, server.text) | {"index": index}
-    for index, reply in enumerate(build_replies(requested, server.text, time.monotonic() - started)):
+    for index, reply in enumerate(build_replies(requested, server.text)):
         yield reply | {"index": index}
 
 

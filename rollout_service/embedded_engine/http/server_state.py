@@ -1,9 +1,8 @@
-"""What the endpoints share: the parts of the server, bodies, responses, HTTP statuses, and the way of a request's sequences to the engine thread."""
+"""What the endpoints share: the server's parts, bodies, responses, and how sequences reach the engine thread."""
 
 from __future__ import annotations
 
 import asyncio
-import time
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -105,19 +104,18 @@ class JobRunner:
         self._adapters = adapters
         self._releases: set[asyncio.Task[None]] = set()
 
-    async def run_to_end(self, request: Request, requested: RequestedJob) -> float:
-        """Run the sequences to their end; return the seconds it took. A disconnected client ends them."""
+    async def run_to_end(self, request: Request, requested: RequestedJob) -> None:
+        """Run the sequences to their end. A disconnected client or a cancellation ends them."""
         job, done = self._submit(requested)
         disconnected = asyncio.ensure_future(_disconnected(request))
         try:
             await asyncio.wait((done, disconnected), return_when=asyncio.FIRST_COMPLETED)
-            if not done.done():
-                self._engine.cancel(job)
-            await done
         finally:
             disconnected.cancel()
+            if not done.done():
+                self._engine.cancel(job)
+        await done
         raise_if_engine_failed(requested)
-        return time.monotonic() - job.received_at
 
     async def steps(self, requested: RequestedJob) -> AsyncIterator[list[int]]:
         """Submit the sequences and yield their token counts after each step, until all have finished.
@@ -141,16 +139,6 @@ class JobRunner:
             if not done.done():
                 self._engine.cancel(job)
         raise_if_engine_failed(requested)
-
-    async def within(self, requested: RequestedJob, deadline_s: float) -> bool:
-        job, done = self._submit(requested)
-        try:
-            await asyncio.wait_for(done, deadline_s)
-        except TimeoutError:
-            self._engine.cancel(job)
-            return False
-        raise_if_engine_failed(requested)
-        return True
 
     def _submit(
         self, requested: RequestedJob, on_step: Callable[[list[int]], None] | None = None
@@ -239,7 +227,6 @@ class ServerState:
     images: ImageReader
     read_weights: Callable[[Path], Weights]  # reads and checks a folder; blocks, runs in a thread
     one_update: asyncio.Lock = field(default_factory=asyncio.Lock)
-    started_at: float = field(default_factory=time.monotonic)
 
 
 def server_of(request: Request) -> ServerState:

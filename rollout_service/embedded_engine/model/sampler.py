@@ -1,7 +1,7 @@
 """Sample the next token of every running sequence, and return its logprob.
 
 The reported logprob is log softmax(logits / temperature) over the whole vocabulary in float32, before
-top-p, top-k and min-p: the behaviour policy of a rollout that uses none of the three. Greedy sequences
+top-p and top-k: the behaviour policy of a rollout that uses neither. Greedy sequences
 (temperature below 1e-6) report it at temperature 1. This is SGLang's definition.
 
 Randomness is counter-based: the random number for token i of a sequence is a function of (seed, i) only
@@ -29,7 +29,6 @@ class Choice:
     greedy: torch.Tensor | None  # [n] bool
     top_p: torch.Tensor | None  # [n] float32
     top_k: torch.Tensor | None  # [n] int64
-    min_p: torch.Tensor | None  # [n] float32
 
 
 def uniforms(seeds: np.ndarray, counters: np.ndarray) -> np.ndarray:
@@ -59,8 +58,8 @@ def sample(logits: torch.Tensor, choice: Choice) -> tuple[torch.Tensor, torch.Te
 
 
 def _filtered(probabilities: torch.Tensor, choice: Choice) -> torch.Tensor:
-    """Zero what top-k, top-p and min-p exclude (in this order, as SGLang); the caller renormalises."""
-    if choice.top_p is None and choice.top_k is None and choice.min_p is None:
+    """Zero what top-k and then top-p exclude, in SGLang's order; the caller renormalises."""
+    if choice.top_p is None and choice.top_k is None:
         return probabilities
     ordered, order = probabilities.sort(dim=-1, descending=True, stable=True)
     ranks = torch.arange(ordered.shape[1], device=ordered.device)
@@ -69,8 +68,6 @@ def _filtered(probabilities: torch.Tensor, choice: Choice) -> torch.Tensor:
     if choice.top_p is not None:
         before = ordered.cumsum(-1, dtype=torch.float64) - ordered
         ordered = ordered.masked_fill(before > choice.top_p.unsqueeze(1), 0.0)
-    if choice.min_p is not None:
-        ordered = ordered.masked_fill(ordered < choice.min_p.unsqueeze(1) * ordered[:, :1], 0.0)
     return torch.zeros_like(probabilities).scatter_(1, order, ordered)
 
 

@@ -24,7 +24,7 @@ from penstock.protocol.weights.adapter_format import adapter_name
 from penstock.rollout_service.engines.completion import Completion, EngineChecksum, Resumption, read_version, shorten
 from penstock.rollout_service.engines.completion_sampler import SampleRequest
 from penstock.rollout_service.engines.engine_client import KeptCompletions, ServerReport, UpdateMode
-from penstock.rollout_service.engines.engine_http import LOAD_S, PROBE_S, HttpAdapterCalls, ReleasingHttpClient
+from penstock.rollout_service.engines.engine_http import LOAD_S, PROBE_S, AdapterCalls, HttpEngineClient
 from penstock.rollout_service.engines.redundancy import Redundancy, generate_redundantly
 from penstock.rollout_service.engines.sglang.messages import (
     check_expanded,
@@ -46,7 +46,7 @@ log = structlog.get_logger("rollout.engine")
 
 _HEALTH_S = 30.0  # generates one token at most; SGLang itself gives up after 20 s
 _PAUSE_S = 60.0  # at most one decoding step
-# What the plugin answers where it has changed nothing; its figures mean that it has, and that something failed after it.
+# What the plugin answers where it has changed nothing; its figures mean that it has, and that it failed later.
 _REFUSAL = re.compile(r'"penstock: (?!words=)')
 
 _NEUTRAL = {
@@ -58,7 +58,7 @@ _NEUTRAL = {
 }
 
 
-class _AdapterCalls(HttpAdapterCalls):
+class _AdapterCalls(AdapterCalls):
     async def load(self, name: str, folder: Path) -> None:
         body = {"lora_name": name, "lora_path": str(folder)}
         try:
@@ -83,7 +83,7 @@ def _fix(refusal: str) -> str:
     )
 
 
-class SglangClient(ReleasingHttpClient):
+class SglangClient(HttpEngineClient):
     adapter_calls = _AdapterCalls
     version_page = "/model_info"
     takes_image_positions: ClassVar[bool] = False  # its server is told which tokens are placeholders of images
@@ -106,7 +106,7 @@ class SglangClient(ReleasingHttpClient):
         redundancy: Redundancy,
         adapter: PolicyVersion | None = None,
     ) -> list[KeptCompletions]:
-        """Sample more completions of every prompt than are kept, each in a separate request; see `GeneratesRedundantly`."""
+        """Sample more completions of every prompt than are kept, one per request; see `GeneratesRedundantly`."""
         return await generate_redundantly(
             self._sampler, prompts, sampling, redundancy, adapter, self.limits, self._abort
         )
@@ -146,7 +146,7 @@ class SglangClient(ReleasingHttpClient):
             for index, row in enumerate(rows):
                 check_expanded(row, prompts[index // n])
         abandoned = request.single is not None and request.single.is_abandoned
-        interrupted = abandoned or self._aborting or num_aborts != self._num_aborts
+        interrupted = abandoned or self._was_interrupted(num_aborts)
         return [
             read_completion(
                 row,
@@ -160,7 +160,7 @@ class SglangClient(ReleasingHttpClient):
         ]
 
     async def _check_sight(self) -> None:
-        """Raise EngineMisconfigured unless two pictures give other log-probabilities: a route may drop images in silence."""
+        """Raise EngineMisconfigured unless two pictures give other log-probabilities: a route may drop images."""
         async with self._looking:
             if self._sees:
                 return
@@ -171,8 +171,8 @@ class SglangClient(ReleasingHttpClient):
             ]
             if not sees(replies):
                 raise EngineMisconfigured(
-                    f"{self.url} gives a prompt with a red picture the log-probabilities of one with a blue picture: it ignores "
-                    "images; start it with the model's vision tower, or train on data without images"
+                    f"{self.url} gives a prompt with a red picture the log-probabilities of one with a blue picture: "
+                    "it ignores images; start it with the model's vision tower, or train on data without images"
                 )
             self._sees = True
 
@@ -241,7 +241,7 @@ class SglangClient(ReleasingHttpClient):
         await self._occupy("release", "kv_cache", "weights")
 
     async def _occupy(self, what: Literal["release", "resume"], *tags: str) -> None:
-        """Free the memory of ``tags``, or allocate it again, without its contents: a server started with --enable-memory-saver."""
+        """Free the memory of ``tags``, or allocate it again, empty, on a server with --enable-memory-saver."""
         await self._http.call("POST", f"/{what}_memory_occupation", {"tags": tags}, self._load_s, parse=False)
 
     async def patch(self, version: PolicyVersion, mode: UpdateMode = "drain") -> bool:
@@ -269,7 +269,7 @@ class SglangClient(ReleasingHttpClient):
             return applied
 
     async def _map_parameters(self, folder: Path, version: PolicyVersion, *, flush: bool = True) -> None:
-        """Ask a server that has the plugin, once, where each value of the folder is in its parameters; it has loaded that folder.
+        """Ask a server with the plugin, once, where each value of the folder that it has loaded is in its parameters.
 
         The folder is loaded again after a refusal: what the attempt has changed is unknown.
         """

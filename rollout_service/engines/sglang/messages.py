@@ -1,8 +1,8 @@
-"""SGLang's replies → completions, checksums, server reports and metrics; prompts with images → what it is sent for them; pure.
+"""SGLang's replies → completions, checksums, reports and metrics; prompts with images → what is sent; pure.
 
-A reply that contradicts itself is refused as a whole. SGLang wants one placeholder for each image in ``input_ids``, and expands it itself; ids
-that are expanded already make it render the prompt as text and tokenise that again. So it is asked for the prompt that it computed, which
-must be the row's, token for token.
+A reply that contradicts itself is refused as a whole. SGLang wants one placeholder for each image in ``input_ids``, and
+expands it itself; ids that are expanded already make it render the prompt as text and tokenise that again. So it is
+asked for the prompt that it computed, which must be the row's, token for token.
 """
 
 from __future__ import annotations
@@ -10,10 +10,9 @@ from __future__ import annotations
 import base64
 import binascii
 import hashlib
+import io
 import json
 import re
-import struct
-import zlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -58,7 +57,7 @@ def read_metrics(exposition: str) -> dict[str, float]:
 
 
 def read_slots(info: Any) -> dict[str, float]:
-    """Return ``engine_slots`` as ``/server_info`` gives it: SGLang per replica, as it chose it; the embedded engine as it was set."""
+    """Return ``engine_slots`` from ``/server_info``: of SGLang per replica, as it chose them."""
     states = info.get("internal_states") if isinstance(info, dict) else None
     if isinstance(states, list):
         shown = [state.get("effective_max_running_requests_per_dp") for state in states if isinstance(state, dict)]
@@ -196,10 +195,10 @@ def image_fields(
 ) -> dict[str, Any]:
     """Return the fields of a request's body that its images need, ``input_ids`` among them; none without images.
 
-    ``prompts`` are all token ids of each prompt, with what was sampled behind it; ``shown`` the prompts themselves, of which some may have
-    images; ``tokens`` the model's, None: it reads no images. With ``takes_positions`` the server is told which tokens are placeholders, so that
-    others may have the same id. Raises TaskRefused if the model reads no images, or the policy sampled the image token's id, and the server
-    would take it for a placeholder.
+    ``prompts`` are all token ids of each prompt, with what was sampled behind it; ``shown`` the prompts themselves, of
+    which some may have images; ``tokens`` the model's, None: it reads no images. With ``takes_positions`` the server is
+    told which tokens are placeholders, so that others may have the same id. Raises TaskRefused if the model reads no
+    images, or the policy sampled the image token's id, and the server would take it for a placeholder.
     """
     images = [prompt.images if isinstance(prompt, ImagePrompt) else None for prompt in shown]
     if tokens is None:
@@ -215,8 +214,8 @@ def image_fields(
     if any(extra) and not takes_positions:
         raise TaskRefused(
             "image_token_sampled",
-            f"the policy sampled token {tokens.image}, which stands for images, in a prompt with images: SGLang would take it for another "
-            "image; train the token away, or use the embedded engine",
+            f"the policy sampled token {tokens.image}, which stands for images, in a prompt with images: SGLang would "
+            "take it for another image; train the token away, or use the embedded engine",
         )
     fields: dict[str, Any] = {
         "input_ids": [collapsed(ids, row_images) for ids, row_images in zip(prompts, images, strict=True)]
@@ -239,14 +238,14 @@ def check_expanded(row: Any, expected: Sequence[int]) -> None:
     pairs = enumerate(zip(token_ids, expected, strict=False))
     at = next((at for at, (computed, other) in pairs if computed != other), min(len(token_ids), len(expected)))
     raise ReplyRefused(
-        f"the engine computed a prompt of {len(token_ids)} tokens, the row has {len(expected)}; they differ from token {at} on: {token_ids[at : at + 8]} "
-        f"and {list(expected[at : at + 8])}. Engine and trainer process images differently: give both the model folder's own "
-        "preprocessor_config.json"
+        f"the engine computed a prompt of {len(token_ids)} tokens, the row has {len(expected)}; they differ from token "
+        f"{at} on: {token_ids[at : at + 8]} and {list(expected[at : at + 8])}. Engine and trainer process images "
+        "differently: give both the model folder's own preprocessor_config.json"
     )
 
 
 def sight_requests(tokens: ImageTokens) -> list[dict[str, Any]]:
-    """Return two requests that differ in the colour of a picture alone: their replies must have other log-probabilities."""
+    """Return two requests that differ in the colour of a picture alone; their log-probabilities must differ."""
     ids = [*tokens.before, tokens.image, *tokens.behind, 0, 0]
     return [
         {
@@ -261,7 +260,7 @@ def sight_requests(tokens: ImageTokens) -> list[dict[str, Any]]:
 
 
 def sees(replies: Sequence[Any]) -> bool:
-    """Return True if the replies to `sight_requests` show that the pictures were looked at; raises ReplyRefused for other replies."""
+    """Return True if replies to `sight_requests` show that the pictures were looked at; raises ReplyRefused."""
     logprobs: list[list[float]] = []
     for reply in replies:
         try:
@@ -288,10 +287,8 @@ def _positions(images: RowImages | None) -> list[int]:
 
 
 def _png(colour: tuple[int, int, int]) -> bytes:
+    from PIL import Image  # noqa: PLC0415  (a worker of a model that reads text alone needs none)
 
-    def chunk(name: bytes, data: bytes) -> bytes:
-        return struct.pack(">I", len(data)) + name + data + struct.pack(">I", zlib.crc32(name + data))
-
-    head = struct.pack(">IIBBBBB", _SIDE, _SIDE, 8, 2, 0, 0, 0)
-    rows = (b"\0" + bytes(colour) * _SIDE) * _SIDE
-    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", head) + chunk(b"IDAT", zlib.compress(rows)) + chunk(b"IEND", b"")
+    picture = io.BytesIO()
+    Image.new("RGB", (_SIDE, _SIDE), colour).save(picture, "PNG")
+    return picture.getvalue()

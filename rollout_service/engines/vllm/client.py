@@ -30,8 +30,8 @@ from penstock.rollout_service.engines.completion import (
     shorten,
 )
 from penstock.rollout_service.engines.completion_sampler import SampleRequest
-from penstock.rollout_service.engines.engine_client import ServerReport, UpdateMode, read_samples, refuse_images
-from penstock.rollout_service.engines.engine_http import LOAD_S, PROBE_S, HttpAdapterCalls, ReleasingHttpClient
+from penstock.rollout_service.engines.engine_client import ServerReport, UpdateMode, read_samples
+from penstock.rollout_service.engines.engine_http import LOAD_S, PROBE_S, AdapterCalls, HttpEngineClient
 from penstock.rollout_service.errors import EngineAborted, EngineError, EngineRefused, ReplyRefused, WeightsNotApplied
 
 _INFO_S = 60.0  # the first server_info lists the machine's packages, which takes a quarter of a minute
@@ -51,7 +51,7 @@ _METRICS = {
 TESTED_VERSIONS = ("0.32.0",)  # the contract ran against a CPU build of these
 
 
-class _AdapterCalls(HttpAdapterCalls):
+class _AdapterCalls(AdapterCalls):
     async def load(self, name: str, folder: Path) -> None:
         body = {"lora_name": name, "lora_path": str(folder)}
         try:
@@ -74,10 +74,11 @@ def _fix(refusal: EngineRefused) -> str:
     )
 
 
-class VllmClient(ReleasingHttpClient):
+class VllmClient(HttpEngineClient):
     adapter_calls = _AdapterCalls
     version_page = "/weight_info"
     returns_text = False
+    without_images = "vLLM"
 
     def __init__(self, url: str, *, api_key: str = "", request_deadline_s: float = 600.0) -> None:
         super().__init__(url, api_key=api_key, request_deadline_s=request_deadline_s)
@@ -85,18 +86,6 @@ class VllmClient(ReleasingHttpClient):
         self._accepting.set()
         self._num_pauses = 0
         self._cache_salt: str | None = None  # separates cached prefixes of different versions where none are flushed
-
-    async def generate(
-        self,
-        prompts: Sequence[Sequence[int]],
-        sampling: Sampling,
-        n: int,
-        adapter: PolicyVersion | None = None,
-        seeds: Sequence[int] | None = None,
-    ) -> list[list[Completion]]:
-        """Sample ``n`` completions of every prompt, in one request for each prompt; see `Generates.generate`."""
-        refuse_images(prompts, "vLLM")
-        return await self._sampler.generate(prompts, sampling, n, adapter, self.limits, seeds)
 
     async def _sample(self, sequences: Sequence[Resumption], request: SampleRequest) -> list[Completion]:
         n = request.n if request.sampling.temperature > 0 else 1  # vLLM refuses several greedy samples in a request
@@ -128,10 +117,14 @@ class VllmClient(ReleasingHttpClient):
             try:
                 answer = await self._http.call("POST", "/inference/v1/generate", body, request.deadline_s)
             except EngineRefused as err:
+                if err.status == _BUSY and self._was_interrupted(
+                    num_aborts
+                ):  # it arrived after the others were aborted
+                    return [Completion([], [], (), "abort", "") for _ in sequences]
                 if err.status == _BUSY and num_pauses != self._num_pauses:
                     continue  # it arrived after the pause had begun
                 raise
-            interrupted = self._aborting or num_aborts != self._num_aborts
+            interrupted = self._was_interrupted(num_aborts)
             return read_completions(answer, [sequence.num_left for sequence in sequences], interrupted=interrupted)
 
     async def health(self) -> None:

@@ -25,6 +25,17 @@ def test_a_task_that_just_fits_is_accepted():
     check(make_task(prompt_ids=[99] * 4, max_new_tokens=16))
 
 
+def changed(**changes: Any) -> Task:
+    return make_task().model_copy(update=changes)
+
+
+def sampled(**changes: Any) -> Task:
+    return changed(sampling=make_task().sampling.model_copy(update=changes))
+
+
+IMAGE = ImageRef(position=0, num_tokens=1, grid_thw=(1, 2, 2), sha256="b" * 64, size_bytes=9)
+
+
 @pytest.mark.parametrize(
     ("reason", "task"),
     [
@@ -32,28 +43,11 @@ def test_a_task_that_just_fits_is_accepted():
         ("too_long", make_task(prompt_ids=[5] * 5, max_new_tokens=16)),
         ("wrong_split", make_task(split="eval")),
         ("inexact_sampling", make_task(temperature=0.0)),
-        ("unknown_environment", make_task().model_copy(update={"environment": "maze"})),
-        (
-            "images_refused",
-            make_task().model_copy(
-                update={
-                    "environment": "played",
-                    "images": RowImages(
-                        processor="a" * 64,
-                        refs=(ImageRef(position=0, num_tokens=1, grid_thw=(1, 2, 2), sha256="b" * 64, size_bytes=9),),
-                    ),
-                }
-            ),
-        ),
-        ("redundancy_refused", make_task().model_copy(update={"environment": "played", "redundant_completions": 1})),
-        (
-            "inexact_sampling",
-            make_task().model_copy(update={"sampling": make_task().sampling.model_copy(update={"top_p": 0.9})}),
-        ),
-        (
-            "inexact_sampling",
-            make_task().model_copy(update={"sampling": make_task().sampling.model_copy(update={"top_k": 50})}),
-        ),
+        ("unknown_environment", changed(environment="maze")),
+        ("images_refused", changed(environment="played", images=RowImages(processor="a" * 64, refs=(IMAGE,)))),
+        ("redundancy_refused", changed(environment="played", redundant_completions=1)),
+        ("inexact_sampling", sampled(top_p=0.9)),
+        ("inexact_sampling", sampled(top_k=50)),
     ],
 )
 def test_a_hopeless_task_is_refused_with_its_reason(reason: str, task: Task):

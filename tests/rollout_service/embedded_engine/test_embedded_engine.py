@@ -66,8 +66,7 @@ def test_every_served_architecture_is_exact(tmp_path: Path, kind: str, changes: 
         greedy = engine.generate(prompts, max_new_tokens=10, temperature=0, ignore_eos=True)
     for index, reply in enumerate(replies):
         prompt = prompts[index // 2]
-        logprobs = [item[0] for item in reply["meta_info"]["output_token_logprobs"]]
-        assert logprobs == pytest.approx(dense.of_completion(prompt, reply["output_ids"]), abs=1e-5)
+        dense.check_reply(prompt, reply)
         scored = [item[0] for item in reply["meta_info"]["input_token_logprobs"][1:]]
         assert scored == pytest.approx(dense.of_completion(prompt[:1], prompt[1:]), abs=1e-5)
     assert [reply["output_ids"] for reply in greedy] == [dense.greedy(prompt, 10) for prompt in prompts]
@@ -80,8 +79,7 @@ def test_half_precision_is_close(tmp_path: Path) -> None:
         replies = engine.generate([PROMPT, PROMPT[:2]], n=2, max_new_tokens=30, ignore_eos=True)
     dense = Dense(tmp_path / "model")
     for reply, prompt in zip(replies, (PROMPT, PROMPT, PROMPT[:2], PROMPT[:2]), strict=True):
-        logprobs = [item[0] for item in reply["meta_info"]["output_token_logprobs"]]
-        assert logprobs == pytest.approx(dense.of_completion(prompt, reply["output_ids"]), abs=0.1)
+        dense.check_reply(prompt, reply, 0.1)
 
 
 def test_sharded_checkpoints_are_served(small_engine: EngineUnderTest, tmp_path: Path) -> None:
@@ -144,8 +142,7 @@ def test_more_requests_than_rows_are_served_exactly(small_engine: EngineUnderTes
     dense = Dense(small_engine.model)
     for prompt, asked, reply in zip(prompts, params, small_engine.post("/generate", body), strict=True):
         assert len(reply["output_ids"]) == asked["max_new_tokens"]
-        logprobs = [item[0] for item in reply["meta_info"]["output_token_logprobs"]]
-        assert logprobs == pytest.approx(dense.of_completion(prompt, reply["output_ids"]), abs=1e-5)
+        dense.check_reply(prompt, reply)
 
 
 def test_a_seed_gives_the_same_completion_with_any_other_requests(small_engine: EngineUnderTest) -> None:
@@ -162,35 +159,6 @@ def test_samples_of_one_prompt_are_computed_once(small_engine: EngineUnderTest) 
     """All but the first sample of a prompt report its tokens as cached."""
     replies = small_engine.generate([PROMPT, PROMPT[:3]], n=3, max_new_tokens=1)
     assert [reply["meta_info"]["cached_tokens"] for reply in replies] == [0, 6, 6, 0, 3, 3]
-
-
-def test_what_exceeds_the_memory_is_refused(small_engine: EngineUnderTest) -> None:
-    """A request that never fits into the cache is a 400 that names the limit."""
-    error = small_engine.generate(PROMPT, max_new_tokens=7995, expect=400)
-    assert "max_new_tokens=7994" in str(error)
-
-
-def test_flushing_sequences_paused_in_place_changes_nothing(small_engine: EngineUnderTest, tmp_path: Path) -> None:
-    folder = write_changed_copy(small_engine.model, tmp_path / "v1", seed=1)
-    with small_engine.streaming(PROMPT, rid="7" * 32, max_new_tokens=6000) as stream:
-        small_engine.post("/pause_generation", {"mode": "in_place"})
-        refusal = small_engine.update(folder, "1", flush_cache=True, expect=400)
-        assert "flush_cache=false" in refusal["message"]
-        small_engine.post("/continue_generation")
-        small_engine.post("/abort_request", {"rid": "7" * 32})
-        assert [span["version"] for span in stream.result()["meta_info"]["weight_versions"]] == ["0"]
-    assert small_engine.version == "0"
-
-
-def test_an_update_may_abort_what_runs(small_engine: EngineUnderTest) -> None:
-    """abort_all_requests swaps immediately; running sequences return the tokens they have, under the old version."""
-    with small_engine.streaming(PROMPT, rid="8" * 32, max_new_tokens=6000) as stream:
-        small_engine.update(small_engine.model, "0b", abort_all_requests=True)
-        reply = stream.result()
-    assert reply["meta_info"]["finish_reason"]["type"] == "abort"
-    assert [span["version"] for span in reply["meta_info"]["weight_versions"]] == ["0"]
-    assert small_engine.version == "0b"
-    small_engine.update(small_engine.model, "0")
 
 
 def test_an_abort_during_a_pause_answers_at_once(small_engine: EngineUnderTest) -> None:
@@ -252,8 +220,7 @@ def test_logits_that_are_not_finite_are_an_error(small_engine: EngineUnderTest, 
     assert "not finite" in small_engine.generate(PROMPT, max_new_tokens=4, expect=500)["error"]["message"]
     small_engine.update(small_engine.model, "0")
     reply = small_engine.generate(PROMPT, max_new_tokens=30, ignore_eos=True)
-    expected = Dense(small_engine.model).of_completion(PROMPT, reply["output_ids"])
-    assert [item[0] for item in reply["meta_info"]["output_token_logprobs"]] == pytest.approx(expected, abs=1e-5)
+    Dense(small_engine.model).check_reply(PROMPT, reply)
 
 
 def test_images_are_refused_for_a_model_of_text(small_engine: EngineUnderTest) -> None:
@@ -264,43 +231,21 @@ def test_images_are_refused_for_a_model_of_text(small_engine: EngineUnderTest) -
     assert not small_engine.get("/model_info")["has_image_understanding"]
 
 
-def test_text_prompts_are_served(small_engine: EngineUnderTest) -> None:
-    reply = small_engine.post("/generate", {"text": "hello world", "return_prompt_token_ids": True})
-    again = small_engine.post("/generate", {"input_ids": reply["prompt_token_ids"]})
-    assert again["meta_info"]["prompt_tokens"] == reply["meta_info"]["prompt_tokens"] > 0
-
-
-def test_chat_renders_the_template_and_streams_the_same_text(small_engine: EngineUnderTest) -> None:
+def test_chat_renders_the_template(small_engine: EngineUnderTest) -> None:
     rendered = "<|im_start|>user\nhello<|im_end|>\n<|im_start|>assistant\n"
     params = {"temperature": 0, "max_new_tokens": 12}
     expected = small_engine.post("/generate", {"text": rendered, "sampling_params": params})["text"]
     body = {"messages": [{"role": "user", "content": "hello"}], "temperature": 0, "max_tokens": 12}
     whole = small_engine.post("/v1/chat/completions", body)
     assert whole["choices"][0]["message"]["content"] == expected
-    assert whole["usage"]["completion_tokens"] == 12
-    lines = small_engine.post("/v1/chat/completions", body | {"stream": True}).split("\n\n")
-    chunks = [json.loads(line.removeprefix("data: ")) for line in lines if line.startswith("data: {")]
-    assert "".join(chunk["choices"][0]["delta"].get("content", "") for chunk in chunks) == expected
-    assert chunks[-1]["choices"][0]["finish_reason"] == "length"
-    assert lines[-2] == "data: [DONE]"
-
-
-def test_the_metrics_count(small_engine: EngineUnderTest) -> None:
-    def sampled() -> float:
-        lines = small_engine.get("/metrics").splitlines()
-        assert all(line.startswith("# ") or len(line.split()) == 2 for line in lines)
-        return next(float(line.split()[1]) for line in lines if line.startswith("sglang:generation_tokens_total "))
-
-    before = sampled()
-    small_engine.generate([PROMPT] * 2, max_new_tokens=5, ignore_eos=True)
-    assert sampled() - before == 10
+    assert (whole["usage"]["completion_tokens"], whole["choices"][0]["finish_reason"]) == (12, "length")
 
 
 def test_the_engine_exits_with_its_parent(tmp_path: Path) -> None:
     build_model(tmp_path / "model")
     port_file = tmp_path / "port"
-    engine = f"[{sys.executable!r}, '-P', '-m', 'penstock.rollout_service.embedded_engine', '--model-path', {str(tmp_path / 'model')!r}, "
-    engine += f"'--port', '0', '--port-file', {str(port_file)!r}, '--die-with-parent']"
+    engine = [sys.executable, "-P", "-m", "penstock.rollout_service.embedded_engine", "--die-with-parent"]
+    engine += ["--model-path", str(tmp_path / "model"), "--port", "0", "--port-file", str(port_file)]
     script = f"import subprocess; child = subprocess.Popen({engine}); print(child.pid, flush=True); child.wait()"
     with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True) as parent:
         assert parent.stdout is not None
@@ -332,7 +277,8 @@ def test_a_terminated_engine_answers_waiting_clients(tmp_path: Path) -> None:
 
 def test_torch_is_the_only_framework_loaded() -> None:
     """The engine process imports torch but never transformers, whose import costs seconds."""
-    script = "import sys, penstock.rollout_service.embedded_engine.run_engine; print('transformers' in sys.modules, 'torch' in sys.modules)"
+    script = "import sys, penstock.rollout_service.embedded_engine.run_engine; "
+    script += "print('transformers' in sys.modules, 'torch' in sys.modules)"
     ended = subprocess.run(
         [sys.executable, "-c", script], capture_output=True, text=True, timeout=DEADLINE_S, check=True
     )

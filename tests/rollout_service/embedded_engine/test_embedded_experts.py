@@ -60,8 +60,7 @@ def test_a_mixture_is_exact_and_its_experts_are_returned(tmp_path: Path) -> None
             replies = engine.post("/generate", {**body, "sampling_params": params})
             for index, reply in enumerate(replies):  # of different lengths: rows move in the cache
                 prompt = prompts[index // 2]
-                logprobs = [item[0] for item in reply["meta_info"]["output_token_logprobs"]]
-                assert logprobs == pytest.approx(dense.of_completion(prompt, reply["output_ids"]), abs=1e-5)
+                dense.check_reply(prompt, reply)
                 found = returned(reply, 3, 2)
                 tokens = prompt + reply["output_ids"]
                 assert found.shape == (len(tokens) - 1, 3, 2)

@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import base64
-import contextlib
-import socket
-import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import uvicorn
-from tests.contracts.engine_under_test import EngineUnderTest
+from tests.contracts.engine_under_test import EngineUnderTest, embedded_engine
 from tests.contracts.tiny_model import read_tensors, write_changed_copy, write_tensors
 from tests.pictures import picture, picture_bytes
 from tests.vision_model import build_vision_model
@@ -24,12 +20,10 @@ from penstock.protocol.images.admission import admit
 from penstock.protocol.images.processor import ImageProcessor, collapsed, expanded, read_processor, rope_positions
 from penstock.protocol.versions import PolicyVersion
 from penstock.rollout_service.checks.check_task import ModelLimits
-from penstock.rollout_service.embedded_engine import run_engine
 from penstock.rollout_service.embedded_engine.caches import ImageFeatureCache
 from penstock.rollout_service.embedded_engine.http.bodies import GenerateBody, ImageReader
 from penstock.rollout_service.embedded_engine.model.model_config import read_model_config
 from penstock.rollout_service.embedded_engine.model.weights import read_checkpoint
-from penstock.rollout_service.embedded_engine.process import EngineSettings
 from penstock.rollout_service.engines.embedded import EmbeddedClient
 from penstock.rollout_service.engines.engine_client import ImagePrompt
 from penstock.rollout_service.engines.sglang.client import SglangClient
@@ -59,7 +53,7 @@ class Reference:
         return expanded(prompt, [admit(image) for image in images], self.processor)[0]
 
     def logprobs(self, prompt: Sequence[int], images: Sequence[bytes], completion: Sequence[int]) -> torch.Tensor:
-        """Return [tokens, vocab]: row i is for token i + 1, by the model's forward with its own positions and scatter."""
+        """Return [tokens, vocab]: row i is for token i + 1, by the model's forward with its own positions."""
         whole, kinds = self.expanded(prompt, images), []
         kinds = [int(one == self.token) for one in whole] + [0] * len(completion)
         given: dict[str, Any] = {}
@@ -93,36 +87,9 @@ def reference(folder: Path) -> Reference:
 
 
 @pytest.fixture(scope="module")
-def engine(folder: Path) -> Iterator[EngineUnderTest]:
-    """An engine that serves it, in a thread: this process has imported transformers already."""
-    with engine_in_thread(folder) as url:
-        yield EngineUnderTest("embedded", url, folder)
-
-
-@contextlib.contextmanager
-def engine_in_thread(folder: Path) -> Iterator[str]:
-    """Serve a model folder in the block; yields the URL."""
-    started: list[uvicorn.Server] = []
-    ready = threading.Event()
-
-    class Noted(run_engine._Server):
-        def __init__(self, *given: Any, **more: Any) -> None:
-            super().__init__(*given, **more)
-            started.append(self)
-
-    settings = EngineSettings(model_path=folder)  # pyright: ignore[reportCallIssue]
-    with socket.create_server(("127.0.0.1", 0)) as listener, pytest.MonkeyPatch.context() as patched:
-        patched.setattr(run_engine, "_Server", Noted)
-        serving = threading.Thread(
-            target=run_engine.serve, args=(settings, listener), kwargs={"on_ready": ready.set}, daemon=True
-        )
-        serving.start()
-        assert ready.wait(120), "the engine serves no requests within two minutes"
-        try:
-            yield f"http://127.0.0.1:{listener.getsockname()[1]}"
-        finally:
-            started[0].should_exit = True
-            serving.join(60)
+def engine(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineUnderTest]:
+    with embedded_engine(folder, tmp_path_factory.mktemp("engine")) as engine:
+        yield engine
 
 
 def sample(engine: EngineUnderTest, prompts: Any, images: Any, *, expect: int = 200, **fields: Any) -> Any:
@@ -147,7 +114,7 @@ def outputs(reply: Any) -> list[float]:
 
 
 def test_log_probabilities_are_those_of_transformers(engine: EngineUnderTest, reference: Reference) -> None:
-    """A batch of prompts with no image, one, and two of other sizes, decoded together: prompts and completions, exact to 1e-5."""
+    """Prompts with no image, one, and two of other sizes, decoded together: exact to 1e-5, completions too."""
     made = [
         reference.prompt(5, 6, 7),
         reference.prompt(5, SMALL, 6, 7, 8),
@@ -170,7 +137,7 @@ def test_log_probabilities_are_those_of_transformers(engine: EngineUnderTest, re
 
 
 def test_what_is_kept_is_of_the_same_tokens_and_the_same_images(engine: EngineUnderTest, reference: Reference) -> None:
-    """The next turn computes only what is new; the same ids behind another picture of the same size share nothing but their beginning."""
+    """The next turn computes only what is new; the same ids behind another picture share their beginning only."""
     ids, images = reference.prompt(*range(20, 55), WIDE, *range(60, 70))
     first = sample(engine, ids, as_text(WIDE))
     grown = [*ids, *first["output_ids"], reference.token, 71]
@@ -203,7 +170,7 @@ def test_new_weights_compute_the_images_again(
 
 
 def test_a_sampled_token_may_have_the_id_of_an_image(engine: EngineUnderTest, reference: Reference) -> None:
-    """It is an ordinary token where ``image_positions`` do not name it, and refused as a placeholder without an image elsewhere."""
+    """It is an ordinary token where ``image_positions`` do not name it, else a placeholder without an image."""
     ids = [5, reference.token, 6, reference.token, 7]
     assert "2 placeholders" in str(sample(engine, ids, as_text(SMALL), expect=400))
     assert "image_positions must rise" in str(sample(engine, ids, as_text(SMALL), image_positions=[2], expect=400))
@@ -248,7 +215,7 @@ def test_what_cannot_be_read_is_refused_by_name(engine: EngineUnderTest, referen
 
 
 async def test_an_image_is_read_once_and_memory_is_bounded(folder: Path) -> None:
-    """Equal images have one number; beyond the memory the one that was used longest ago is dropped, and gets another later."""
+    """Equal images have one number; beyond the memory the one used longest ago is dropped, and gets another."""
     body = GenerateBody(input_ids=[[5], [6], [7]], image_data=[as_text(SMALL), as_text(OTHER), as_text(SMALL)])
     reader = ImageReader(read_processor(folder))
     [one], [other], [same] = await reader.read(body)

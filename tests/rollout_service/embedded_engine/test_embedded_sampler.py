@@ -15,7 +15,7 @@ DRAWS = 40_000
 def choice(num: int, **fields: torch.Tensor | None) -> Choice:
     """Sampling parameters of ``num`` rows: temperature 1 unless a field is given."""
     numbers = torch.from_numpy(uniforms(np.arange(num, dtype=np.uint64), np.zeros(num, dtype=np.int64)))
-    defaults: dict[str, torch.Tensor | None] = dict.fromkeys(("temperatures", "greedy", "top_p", "top_k", "min_p"))
+    defaults: dict[str, torch.Tensor | None] = dict.fromkeys(("temperatures", "greedy", "top_p", "top_k"))
     return Choice(**({"uniforms": numbers} | defaults | fields))
 
 
@@ -37,9 +37,8 @@ def test_tokens_are_drawn_by_their_probability(temperature: float) -> None:
     ("fields", "kept"),
     [
         ({"top_k": torch.full((DRAWS,), 2)}, [0, 1]),
-        # probabilities: 0.584 0.215 0.130 0.079 (token 5) 0.029 0.004; a token is kept while those before it sum to <= p
+        # probabilities: 0.584 0.215 0.130 0.079 (token 5) 0.029 0.004; kept while those before it sum to <= p
         ({"top_p": torch.full((DRAWS,), 0.7)}, [0, 1]),
-        ({"min_p": torch.full((DRAWS,), 0.2)}, [0, 1, 2]),
     ],
 )
 def test_filters_exclude_and_renormalise(fields: dict, kept: list[int]) -> None:

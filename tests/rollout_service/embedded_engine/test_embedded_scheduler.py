@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -14,7 +15,8 @@ from penstock.rollout_service.embedded_engine.sequence import Sampling, Sequence
 
 def sequence(prompt: int = 4, new: int = 8, *, token: int = 1, **fields: object) -> Sequence:
     """A sequence of so many prompt tokens, all alike, that may generate so many."""
-    return Sequence("r", (token,) * prompt, Sampling(max_new_tokens=new), **fields)  # pyright: ignore[reportArgumentType]
+    more: Any = fields
+    return Sequence("r", (token,) * prompt, Sampling(max_new_tokens=new), **more)
 
 
 def limits(max_running: int = 64, max_total_tokens: int = 10**6, max_prefill_tokens: int = 10**6) -> Limits:
@@ -24,13 +26,6 @@ def limits(max_running: int = 64, max_total_tokens: int = 10**6, max_prefill_tok
 def test_all_start_when_they_fit() -> None:
     waiting = deque(sequence() for _ in range(5))
     assert choose_admissions(waiting, [], limits()) == list(waiting)
-
-
-def test_first_come_first_served() -> None:
-    """A short sequence does not overtake a long one that must wait for memory."""
-    waiting = deque([sequence(new=900), sequence(new=1)])
-    running = [sequence(new=400) for _ in range(4)]
-    assert choose_admissions(waiting, running, limits(max_total_tokens=4000)) == []
 
 
 def test_equal_prompts_count_once() -> None:
@@ -49,7 +44,7 @@ def test_equal_prompts_count_once() -> None:
     ],
 )
 def test_known_tokens_count_where_they_are_computed_all_the_same(fields: dict[str, object], num: int) -> None:
-    """A pass holds no more tokens than its limit because their keys and values are known, when something else of them is wanted."""
+    """Known keys and values do not let a pass exceed its limit when something else of the tokens is wanted."""
     waiting = deque(sequence(prompt=100, token=index, **fields) for index in range(8))
     chosen = choose_admissions(waiting, [], limits(max_prefill_tokens=150), lambda prefix: len(prefix[1]))
     assert len(chosen) == num
@@ -61,11 +56,6 @@ def test_a_sample_of_a_known_prompt_that_must_be_computed_counts() -> None:
     for prefill, num in ((99, 1), (100, 3)):
         chosen = choose_admissions(waiting, [], limits(max_prefill_tokens=prefill), lambda prefix: len(prefix[1]))
         assert len(chosen) == num
-
-
-def test_a_prompt_longer_than_the_pass_is_computed_alone() -> None:
-    waiting = deque([sequence(prompt=500), sequence(prompt=5, token=2)])
-    assert choose_admissions(waiting, [], limits(max_prefill_tokens=100)) == [waiting[0]]
 
 
 def test_new_sequences_start_in_eighths() -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import threading
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 
@@ -31,6 +33,11 @@ class BrokenRunner:
         """Do nothing: no sequence runs."""
 
 
+def engine_of(runner: Any, on_failure: Callable[[], None] = lambda: None) -> EngineThread:
+    limits = Limits(max_running=4, max_total_tokens=100, max_prefill_tokens=100)
+    return EngineThread(runner, limits, version="0", model_path="model", on_failure=on_failure)
+
+
 def test_a_failed_engine_thread_fails_its_jobs() -> None:
     failed, answered = threading.Event(), threading.Event()
     errors: list[Exception | None] = []
@@ -39,13 +46,7 @@ def test_a_failed_engine_thread_fails_its_jobs() -> None:
         errors.append(error)
         answered.set()
 
-    engine = EngineThread(
-        BrokenRunner(),  # type: ignore[arg-type]
-        Limits(max_running=4, max_total_tokens=100, max_prefill_tokens=100),
-        version="0",
-        model_path="model",
-        on_failure=failed.set,
-    )
+    engine = engine_of(BrokenRunner(), failed.set)
     engine.start()
     job = Job([Sequence("r", (1, 2), Sampling(max_new_tokens=3))], on_done)
     engine.submit(job)
@@ -67,9 +68,7 @@ class StuckRunner(BrokenRunner):
 
 def test_a_failed_command_answers_its_caller() -> None:
     """A control action that fails ends the thread; neither its caller nor that of the next one waits for ever."""
-    limits = Limits(max_running=4, max_total_tokens=100, max_prefill_tokens=100)
-    runner = StuckRunner()
-    engine = EngineThread(runner, limits, version="0", model_path="model", on_failure=lambda: None)  # type: ignore[arg-type]
+    engine = engine_of(StuckRunner())
     answers = [engine.pause("retract"), engine.flush()]  # queued: the thread takes both at once
     engine.start()
     for answer in answers:
@@ -90,13 +89,7 @@ class InstantRunner(BrokenRunner):
 def test_finished_sequences_are_freed_without_a_garbage_collection() -> None:
     """Nothing that has ended refers back to its job: thousands of completions would stay until a full collection."""
     answered = threading.Event()
-    engine = EngineThread(
-        InstantRunner(),  # type: ignore[arg-type]
-        Limits(max_running=4, max_total_tokens=100, max_prefill_tokens=100),
-        version="0",
-        model_path="model",
-        on_failure=lambda: None,
-    )
+    engine = engine_of(InstantRunner())
     engine.start()
     sequences = [Sequence(str(number), (1, 2), Sampling(max_new_tokens=1)) for number in range(2)]
     engine.submit(Job(sequences, lambda _: answered.set()))

@@ -1,4 +1,4 @@
-"""A client applies a staged version as a patch, and says where the server or the patch leaves a doubt; then its folder is read."""
+"""A client applies a staged version as a patch; where the server or the patch leaves a doubt, its folder is read."""
 
 from __future__ import annotations
 
@@ -132,7 +132,7 @@ async def test_a_staged_version_is_patched(engine: PatchedEngine, client: Sglang
 async def test_a_refused_patch_changes_nothing_and_is_a_load_later(
     engine: PatchedEngine, client: SglangClient, versions: Versions, doubt: str
 ) -> None:
-    """The server refuses, or someone else has loaded other weights, or the file is gone: it samples on until the folder is there."""
+    """It refuses, another has loaded other weights, or the file is gone: it samples on until the folder is there."""
     await client.started_with(versions.folder_3, V3)
     await client.stage(versions.changes)
     if doubt == "refuses":
@@ -157,7 +157,7 @@ async def test_a_refused_patch_changes_nothing_and_is_a_load_later(
 async def test_after_a_doubt_nothing_continues_before_a_folder_is_loaded(
     engine: PatchedEngine, client: SglangClient, versions: Versions, fault: str
 ) -> None:
-    """A connection that breaks, or an error after the words were written: it is unknown what the server would sample."""
+    """A broken connection, or an error after the words were written: what it would sample is unknown."""
     await client.started_with(versions.folder_3, V3)
     await client.stage(versions.changes)
     engine.fault = fault
@@ -170,33 +170,25 @@ async def test_after_a_doubt_nothing_continues_before_a_folder_is_loaded(
     assert versions.are_served(engine)
 
 
+@pytest.mark.parametrize(("fault", "jobs"), [("probe: refuses", ["probe", "auto"]), ("no plugin", [])])
 async def test_a_server_that_cannot_be_mapped_reads_folders(
-    engine: PatchedEngine, client: SglangClient, versions: Versions
+    engine: PatchedEngine, client: SglangClient, versions: Versions, fault: str, jobs: list[str]
 ) -> None:
-    """The folder is loaded once more after the attempt, and no patch is tried."""
-    engine.fault = "probe: refuses"
+    """The folder is loaded once more after the attempt; without the plugin it never sees its load formats."""
+    engine.fault = fault
+    engine.info = {"internal_states": [{}]} if fault == "no plugin" else OFFER
     await client.started_with(versions.folder_3, V3)
-    assert engine.jobs == ["probe", "auto"]
+    assert engine.jobs == jobs
     assert client.max_changed_share == 0.0
     await client.stage(versions.changes)
     await client.load_weights(versions.folder_4, V4)
-    assert engine.jobs == ["probe", "auto", "auto"]
+    assert engine.jobs == [*jobs, "auto"]
     assert versions.are_served(engine)
     assert ways(client) == {"engine_loads_unsupported"}
 
 
-async def test_a_server_without_the_plugin_never_sees_its_load_formats(
-    engine: PatchedEngine, client: SglangClient, versions: Versions
-) -> None:
-    engine.info = {"internal_states": [{}]}
-    await client.started_with(versions.folder_3, V3)
-    await client.stage(versions.changes)
-    await client.load_weights(versions.folder_4, V4)
-    assert engine.jobs == ["auto"]
-
-
 async def test_a_patched_version_is_kept_by_an_engine_that_is_not_ready(versions: Versions) -> None:
-    """Without its memory it loads the folder when it resumes; a check of its health or a restart is waited for, which may end with the version before."""
+    """Without its memory it loads the folder later; a restart, which is waited for, may serve the version before."""
     (versions.folder_3 / "config.json").write_text("{}")
     with PatchedEngine() as server:
         engine = AttachedEngine(SglangClient(server.url), start_deadline_s=10)

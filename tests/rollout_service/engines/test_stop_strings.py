@@ -1,4 +1,4 @@
-"""Where a stop string ends a completion, whatever the engine did: on texts of a real tokenizer, with an engine of the test."""
+"""Where a stop string ends a completion, whatever the engine did: on texts of a real tokenizer."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def spelt(folder: Path, text: str) -> list[int]:
 
 
 async def complete(folder: Path, parts: Sequence[Sequence[int]], stop: tuple[str, ...]) -> Completion:
-    """Return what the worker makes of an engine's replies to one sequence: one part a version, all but the last aborted."""
+    """Return what becomes of an engine's replies to one sequence: one part a version, all but the last aborted."""
     limit = sum(map(len, parts))
     replies = iter(enumerate(parts))
 
@@ -57,44 +57,32 @@ async def complete(folder: Path, parts: Sequence[Sequence[int]], stop: tuple[str
     return one
 
 
-async def test_tokens_beyond_the_string_are_dropped(folder: Path) -> None:
-    tokens = spelt(folder, "so <answer>4</answer> and on")
-    one = await complete(folder, [tokens], ("</answer>", "nowhere"))
-    assert one.text == "so <answer>4</answer>"
-    assert one.token_ids == tokens[: len(one.token_ids)] == spelt(folder, one.text)
+@pytest.mark.parametrize(
+    ("parts", "stop", "text", "finish"),
+    [
+        (["so <answer>4</answer> and on"], ("</answer>", "nowhere"), "so <answer>4</answer>", "stop"),
+        (["4</ans", "wer> and on"], ("</answer>",), "4</answer>", "stop"),  # each request sees its own part only
+        (["4</a>5", "6"], ("</a>",), "4</a>", "stop"),  # a part beyond the string leaves no run
+        (["4</a>"], ("</a>",), "4</a>", "stop"),  # the engine reports the limit of tokens, which it has reached too
+        (["4</ans"], ("</answer>",), "4</ans", "length"),
+    ],
+)
+async def test_a_completion_ends_with_the_string(
+    folder: Path, parts: list[str], stop: tuple[str, ...], text: str, finish: str
+) -> None:
+    """Tokens beyond it are dropped; those before keep their log-probabilities and the versions of their parts."""
+    one = await complete(folder, [spelt(folder, part) for part in parts], stop)
+    assert (one.text, one.token_ids, one.finish_reason) == (text, spelt(folder, text), finish)
     assert one.logprobs == [-float(token) for token in one.token_ids]
-    assert one.version_runs == (VersionRun(PolicyVersion(0), 0, len(one.token_ids)),)
-    assert one.finish_reason == "stop"
-
-
-async def test_a_string_across_an_update_is_found(folder: Path) -> None:
-    """Each request sees its own part only; the versions of both parts remain."""
-    first, second = spelt(folder, "4</ans"), spelt(folder, "wer> and on")
-    one = await complete(folder, [first, second], ("</answer>",))
-    assert (one.text, one.finish_reason) == ("4</answer>", "stop")
-    runs = ((PolicyVersion(0), 0, len(first)), (PolicyVersion(1), len(first), len(first) + 4))
-    assert one.version_runs == runs
-
-
-async def test_a_part_beyond_the_string_leaves_no_run(folder: Path) -> None:
-    first, second = spelt(folder, "4</a>5"), spelt(folder, "6")
-    one = await complete(folder, [first, second], ("</a>",))
-    assert one.version_runs == ((PolicyVersion(0), 0, 5),)
-
-
-async def test_a_string_at_the_last_token_ends_by_it(folder: Path) -> None:
-    """An engine that reports the limit of tokens first is corrected: the completion is not truncated."""
-    tokens = spelt(folder, "4</a>")
-    one = await complete(folder, [tokens], ("</a>",))
-    assert (one.token_ids, one.finish_reason) == (tokens, "stop")
+    first = min(len(spelt(folder, parts[0])), len(one.token_ids))
+    runs = [VersionRun(PolicyVersion(0), 0, first), VersionRun(PolicyVersion(1), first, len(one.token_ids))]
+    assert one.version_runs == tuple(run for run in runs if run.start < run.end)
 
 
 async def test_without_the_string_the_end_is_the_engines(folder: Path) -> None:
     tokens = [*spelt(folder, "4</ans"), EOS]
     one = await complete(folder, [tokens], ("</answer>",))
     assert (one.text, one.token_ids, one.finish_reason) == ("4</ans", tokens, "stop")
-    cut = await complete(folder, [tokens[:-1]], ("</answer>",))
-    assert (cut.text, cut.token_ids, cut.finish_reason) == ("4</ans", tokens[:-1], "length")
 
 
 async def test_the_text_of_a_special_token_can_be_given(folder: Path) -> None:

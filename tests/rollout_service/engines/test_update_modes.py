@@ -44,7 +44,7 @@ def model(tmp_path: Path) -> Path:
 
 
 def cut(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """A reply whose first completion was ended after two tokens, and whose second had not begun; complete ones are kept."""
+    """A reply whose first completion was ended after two tokens, and whose second had not begun."""
     if rows[0]["meta_info"]["weight_version"] != "0":
         return rows
     for row, length in zip(rows, (2, 0), strict=False):
@@ -58,26 +58,24 @@ def cut(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return rows
 
 
-def test_going_back_to_an_older_version_waits_for_what_runs():
-    """A training generation never continues with an older version; the first load interrupts nothing."""
-    assert mode_of("retract", V1, V2, longest=8, long_mode="retract") == "retract"
-    assert mode_of("retract", V2, V1, longest=8, long_mode="retract") == "drain"
-    assert mode_of("abort", None, V1, longest=8, long_mode="retract") == "drain"
-    assert mode_of("in_place", V1, V1, longest=8, long_mode="retract") == "drain"
-
-
 @pytest.mark.parametrize(
-    ("longest", "long_mode", "chosen"),
+    ("wanted", "serving", "version", "longest", "long_mode", "chosen"),
     [
-        (LONG_TOKENS, "in_place", "drain"),
-        (LONG_TOKENS + 1, "in_place", "in_place"),
-        (32_768, "retract", "retract"),
-        (32_768, "drain", "drain"),
+        ("retract", V1, V2, 8, "retract", "retract"),
+        ("retract", V2, V1, 8, "retract", "drain"),  # no training generation continues with an older version
+        ("in_place", V1, V1, 8, "retract", "drain"),
+        ("abort", None, V1, 8, "retract", "drain"),  # the first load interrupts nothing
+        ("auto", V1, V2, LONG_TOKENS, "in_place", "drain"),
+        ("auto", V1, V2, LONG_TOKENS + 1, "in_place", "in_place"),
+        ("auto", V1, V2, 32_768, "retract", "retract"),
+        ("auto", V1, V2, 32_768, "drain", "drain"),
+        ("auto", V2, V1, 32_768, "retract", "drain"),
     ],
 )
-def test_an_update_does_not_wait_for_long_completions(longest: int, long_mode: UpdateMode, chosen: UpdateMode) -> None:
-    assert mode_of("auto", V1, V2, longest=longest, long_mode=long_mode) == chosen
-    assert mode_of("auto", V2, V1, longest=longest, long_mode=long_mode) == "drain"
+def test_an_update_waits_for_short_completions_and_before_an_older_version(
+    wanted: UpdateMode, serving: PolicyVersion, version: PolicyVersion, longest: int, long_mode: UpdateMode, chosen: str
+) -> None:
+    assert mode_of(wanted, serving, version, longest=longest, long_mode=long_mode) == chosen
 
 
 def test_only_an_engine_whose_tokens_stay_exact_is_updated_in_place_by_default() -> None:
@@ -102,7 +100,7 @@ async def test_an_engine_computes_on_only_once_its_version_is_confirmed(
 async def test_a_draining_update_ends_a_pause_only_where_there_may_be_one(
     faulty_engine: FaultyEngine, client: SglangClient, model: Path
 ):
-    """The first one does, since an earlier worker may have been killed, and so does the one after an update that failed while paused."""
+    """The first does, since an earlier worker may have been killed; so does one after a failure while paused."""
     await client.load_weights(model, V1)
     await client.load_weights(model, V2)
     assert faulty_engine.pauses == ["continue"]
@@ -175,7 +173,7 @@ TOKENS = st.lists(st.tuples(st.integers(0, 300), st.floats(-20, 0)), max_size=6)
 
 @given(parts=st.lists(st.tuples(TOKENS, st.integers(0, 3)), min_size=1, max_size=6), stopped=st.booleans())
 def test_parts_are_joined_without_loss(parts: list[tuple[list[tuple[int, float]], int]], stopped: bool):
-    """For any cuts: tokens and logprobs are in order, runs have no gap or overlap, each token has its part's version."""
+    """For any cuts: tokens and logprobs are in order, runs have no gap, each token has its part's version."""
     finishes = ["abort"] * (len(parts) - 1) + ["stop" if stopped else "length"]
     sequence = Resumption([1, 2], max_new_tokens=100)
     for (sampled, version), finish in zip(parts, finishes, strict=True):

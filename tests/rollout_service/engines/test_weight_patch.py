@@ -143,7 +143,7 @@ def setting(tmp_path: Path) -> Setting:
 def test_a_patch_gives_what_a_load_gives(
     tmp_path: Path, stored: torch.dtype, served: torch.dtype, *, tied: bool, ranks: int
 ) -> None:
-    """Fused, padded, tied, transposed and sharded parameters and derived weights equal those of a full load, word for word."""
+    """Fused, padded, tied, transposed, sharded and derived parameters equal those of a full load, word for word."""
     setting = Setting(tmp_path, stored=stored, served=served, tied=tied, ranks=ranks)
     assert same(setting.models, setting.old)
     answers = setting.ranks.apply(setting.prefix)
@@ -238,21 +238,20 @@ def remove(setting: Setting) -> None:
     Path(f"{setting.prefix}.1").unlink()
 
 
-def shift_the_map(setting: Setting) -> None:
-    """Plan with a map whose last block ends beyond its parameter."""
+def replan(setting: Setting, norm: Callable[[weight_patch.Block], list[weight_patch.Block]]) -> None:
+    """Plan the patch with other blocks of a tensor of rank 1."""
     blocks = {name: [*of] for name, of in setting.maps[1].blocks.items()}
-    [norm] = blocks["norm.weight"]
-    blocks["norm.weight"] = [weight_patch.Block(norm.parameter, 0, 96, norm.dims)]
+    blocks["norm.weight"] = norm(blocks["norm.weight"][0])
     maps = [setting.maps[0], RankMap(blocks, setting.maps[1].signatures)]
     write_patches(changes(setting.before, setting.after), maps, setting.prefix)
+
+
+def shift_the_map(setting: Setting) -> None:
+    replan(setting, lambda norm: [weight_patch.Block(norm.parameter, 0, 96, norm.dims)])  # it ends beyond its parameter
 
 
 def disorder(setting: Setting) -> None:
-    """Name one position twice."""
-    blocks = {name: [*of] for name, of in setting.maps[1].blocks.items()}
-    blocks["norm.weight"] *= 2
-    maps = [setting.maps[0], RankMap(blocks, setting.maps[1].signatures)]
-    write_patches(changes(setting.before, setting.after), maps, setting.prefix)
+    replan(setting, lambda norm: [norm, norm])  # one position twice
 
 
 def rebind(setting: Setting) -> None:

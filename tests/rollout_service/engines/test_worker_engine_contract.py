@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -16,6 +16,7 @@ from penstock.rollout_service.engines.embedded import embedded_command
 from penstock.rollout_service.engines.engine_process import EngineProcess
 from penstock.rollout_service.engines.sglang.client import SglangClient
 from penstock.rollout_service.errors import (
+    EngineError,
     EngineRefused,
     EngineTimeout,
     EngineUnreachable,
@@ -95,56 +96,41 @@ async def test_weights_that_are_not_there_are_refused(engine_url: str, tmp_path:
     await client.close()
 
 
-async def test_stop_strings_are_sent_to_the_engine(model: Path):
-    with FaultyEngine() as engine:
-        client = SglangClient(engine.url)
-        await client.load_weights(model, V0)
-        await client.generate([[5]], SAMPLING, 1)
-        await client.generate([[5]], SAMPLING.model_copy(update={"stop": ("</a>", "b")}), 1)
-        await client.close()
-    without, with_stop = (request["sampling_params"] for request in engine.requests)
+async def test_stop_strings_are_sent_to_the_engine(faulty_engine: FaultyEngine, model: Path):
+    client = SglangClient(faulty_engine.url)
+    await client.load_weights(model, V0)
+    await client.generate([[5]], SAMPLING, 1)
+    await client.generate([[5]], SAMPLING.model_copy(update={"stop": ("</a>", "b")}), 1)
+    await client.close()
+    without, with_stop = (request["sampling_params"] for request in faulty_engine.requests)
     assert with_stop == without | {"stop": ["</a>", "b"], "no_stop_trim": True}
 
 
-async def test_an_engine_that_is_not_there_is_named():
-    client = SglangClient("http://127.0.0.1:9")
-    with pytest.raises(EngineUnreachable, match=r"127\.0\.0\.1:9/generate"):
-        await client.generate([[5]], SAMPLING, 1)
-    await client.close()
+Fault = Callable[[FaultyEngine], object]
 
 
-async def test_a_missing_answer_is_an_error_at_the_deadline():
-    with FaultyEngine() as engine:
-        engine.flow.clear()
-        client = SglangClient(engine.url, request_deadline_s=0.2)
-        with pytest.raises(EngineTimeout, match=r"within \d+\.?\d* s"):
-            await client.generate([[5]], SAMPLING, 1)
-        await client.close()
-
-
-@pytest.mark.parametrize(("status", "words"), [(500, "answered 500: .*out of luck"), (400, "answered 400")])
-async def test_an_http_error_is_shown(status: int, words: str):
-    with FaultyEngine() as engine:
-        engine.status = status
-        client = SglangClient(engine.url)
-        with pytest.raises(EngineRefused, match=words):
-            await client.generate([[5]], SAMPLING, 1)
-        await client.close()
+def answers(value: object) -> Fault:
+    return lambda engine: setattr(engine, "rewrite", lambda _: value)
 
 
 @pytest.mark.parametrize(
-    ("answer", "words"),
+    ("fault", "error", "words"),
     [
-        (b"<html>busy</html>", "not JSON"),
-        ([], "expected 6 completions, got 0 rows"),
-        ({"output_ids": []}, "expected 6 completions, got 1 rows"),
-        (7, "expected 6 completions, got int"),
+        (FaultyEngine.close, EngineUnreachable, r"127\.0\.0\.1:\d+/generate"),
+        (lambda engine: engine.flow.clear(), EngineTimeout, r"within \d+\.?\d* s"),
+        (lambda engine: setattr(engine, "status", 500), EngineRefused, "answered 500: .*out of luck"),
+        (lambda engine: setattr(engine, "status", 400), EngineRefused, "answered 400"),
+        (answers(b"<html>busy</html>"), ReplyRefused, "not JSON"),
+        (answers([]), ReplyRefused, "expected 6 completions, got 0 rows"),
+        (answers({"output_ids": []}), ReplyRefused, "expected 6 completions, got 1 rows"),
+        (answers(7), ReplyRefused, "expected 6 completions, got int"),
     ],
 )
-async def test_an_answer_of_another_form_is_refused(answer: object, words: str):
-    with FaultyEngine() as engine:
-        engine.rewrite = lambda rows: answer
-        client = SglangClient(engine.url)
-        with pytest.raises(ReplyRefused, match=words):
-            await client.generate([[5], [6]], SAMPLING, 3)
-        await client.close()
+async def test_what_is_not_an_answer_is_an_error_that_says_what_came(
+    faulty_engine: FaultyEngine, fault: Fault, error: type[EngineError], words: str
+):
+    fault(faulty_engine)
+    client = SglangClient(faulty_engine.url, request_deadline_s=0.2)
+    with pytest.raises(error, match=words):
+        await client.generate([[5], [6]], SAMPLING, 3)
+    await client.close()

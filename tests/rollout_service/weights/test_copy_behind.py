@@ -1,4 +1,4 @@
-"""A version that is a change of the one before is served first, and recorded once its copy is what the manifest says."""
+"""A version that is a change of the one before is served first, and recorded once its copy is verified."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ def setting(trainer_side: TrainerSide, start_worker: Callable[..., Child], tmp_p
 
 
 def test_a_version_is_served_before_its_copy_and_recorded_after(setting: Setting) -> None:
-    """Meanwhile no other version begins and no pack is given that it has sampled; of those overtaken only the newest follows."""
+    """Meanwhile no other version begins and no pack is given that it sampled; then only the newest follows."""
     setting.follow()
     assert setting.engine.jobs == ["auto", "probe", "patch", "patch"]
     give = setting.hold_copy()
@@ -180,7 +180,7 @@ def test_a_worker_that_is_killed_before_the_copy_leaves_one_that_is_repaired(set
 def test_a_version_whose_copy_differs_is_withdrawn(
     setting: Setting, monkeypatch: pytest.MonkeyPatch, problem: str
 ) -> None:
-    """The manifest has another root, or the copy is right only because it was fetched whole: no pack of what was served is given."""
+    """The manifest has another root, or the copy was fetched whole: no pack of what was served is given."""
     setting.follow()
     before, give, write = setting.tensors, setting.hold_copy(), VersionManifest.to_json
     if problem == "root":
@@ -235,20 +235,12 @@ def test_a_copy_that_finds_no_space_withdraws_the_version_until_there_is_some(
         setting.engine.close()
 
 
-@pytest.mark.parametrize("problem", ["object", "infinity", "words"])
+@pytest.mark.parametrize("problem", ["object", "infinity"])
 def test_a_patch_that_is_not_verified_is_never_applied(setting: Setting, problem: str) -> None:
-    """An object has another hash, a value is not finite: refused. The server has other words than the base: loaded from the folder."""
+    """An object has another hash, or a value is not finite: refused."""
     setting.follow()
     before = setting.tensors
-    if problem == "words":
-        for parameter in setting.engine.model.parameters():
-            parameter.data.fill_(0.5)
     setting.publish(3, corrupt=".pack" if problem == "object" else "", to=0x7F800000 if problem == "infinity" else None)
-    if problem == "words":
-        setting.trainer.wait_applied("w0", 3)
-        assert setting.engine.jobs[4:] == ["patch", "auto"]
-        assert setting.is_served()
-        return
     wait_for(lambda: setting.trainer.refused, "the refusal")
     assert ("sha256" if problem == "object" else "not finite") in setting.trainer.refused[0].reason
     assert len(setting.engine.jobs) == 4
@@ -256,7 +248,7 @@ def test_a_patch_that_is_not_verified_is_never_applied(setting: Setting, problem
 
 
 def test_an_evaluation_that_loads_the_version_which_waits_to_be_patched_in(setting: Setting) -> None:
-    """It waited for another one's end, the patch for both: the patch is not tried any more, and nothing waits for its copy."""
+    """It waited for another one's end, the patch for both: the patch is not tried, and nothing waits for its copy."""
     setting.follow()
 
     def evaluate(version: int) -> None:
@@ -298,8 +290,8 @@ def follower_of(**parts: Any) -> WeightFollower:
     servable.set_model(V1)
     nothing: Any = None
     follower = WeightFollower(
-        bus=nothing, mirror=cast(Any, SimpleNamespace(changes=lambda *_: changes_to_2())), engine=cast(Any, engine), servable=servable,
-        gate=VersionGate(linger_s=0.0), announcements=nothing, swap=cast(Any, swap), run_id="r",
+        bus=nothing, mirror=cast(Any, SimpleNamespace(changes=lambda *_: changes_to_2())), engine=cast(Any, engine),
+        servable=servable, gate=VersionGate(linger_s=0.0), announcements=nothing, swap=cast(Any, swap), run_id="r",
     )  # fmt: skip
     for version in (V1, V2):
         follower._published.add(version, MANIFEST)
@@ -357,7 +349,7 @@ async def test_an_evaluation_that_loads_another_model_meanwhile_keeps_it(monkeyp
 
 @pytest.mark.parametrize("problem", ["late", "hangs", "unusable"])
 async def test_a_copy_that_fails_withdraws_the_version(monkeypatch: pytest.MonkeyPatch, problem: str) -> None:
-    """One that is late is not recorded; one that hangs ends the worker; a version that was published again meanwhile is not refused."""
+    """One that is late is not recorded; one that hangs ends the worker; a version published again is not refused."""
     monkeypatch.setattr(weight_follower, "COPY_DEADLINE_S", 0.01)
     answer, written, withdrawn, refused = (
         MANIFEST.model_copy(update={"key": "answer"}),

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.contracts.tiny_model import Adapter, Dense, build_model, write_changed_copy
+from tests.contracts.tiny_model import Adapter, build_model
 from tests.rollout_service.engines.faulty_engine import FaultyEngine
 from tests.servers import wait_for
 
@@ -61,29 +61,12 @@ def attached(server: FaultyEngine) -> AttachedEngine:
     return AttachedEngine(SglangClient(server.url, request_deadline_s=10), start_deadline_s=10)
 
 
-async def test_every_token_is_of_the_adapters_version(server: FaultyEngine, client: SglangClient, tmp_path: Path):
-    """A request names the adapter, and its tokens have that version; those of a request without have the model's."""
-    await client.load_adapter(tmp_path, V3)
-    groups, [[plain]] = await asyncio.gather(
-        client.generate([PROMPT, [7]], SAMPLING, 2, V3), client.generate([PROMPT], SAMPLING, 1)
-    )
-    for completion in (completion for group in groups for completion in group):
-        assert completion.version_runs == (VersionRun(V3, 0, len(completion.token_ids)),)
-    assert plain.version_runs == (VersionRun(V0, 0, len(plain.token_ids)),)
-    assert {request.get("lora_path") for request in server.requests} == {None, "policy@3"}
-
-
-async def test_a_request_for_an_adapter_that_is_not_loaded_is_not_sent(
-    server: FaultyEngine, client: SglangClient, tmp_path: Path
-):
-    """Never loaded, or unloaded: nothing is sent, since a server may load it again from a changed folder."""
-    with pytest.raises(EngineRefused, match="version 3 is not loaded"):
-        await client.generate([PROMPT], SAMPLING, 1, V3)
-    await client.load_adapter(tmp_path, V3)
-    await client.unload_adapter(V3)
-    with pytest.raises(EngineRefused, match="version 3 is not loaded"):
-        await client.generate([PROMPT], SAMPLING, 1, V3)
-    assert not server.requests
+@pytest.fixture
+async def engine(server: FaultyEngine) -> AsyncIterator[AttachedEngine]:
+    """An engine at the server, which it has loaded no weights into."""
+    engine = attached(server)
+    yield engine
+    await engine.stop()
 
 
 async def test_an_adapter_that_is_not_listed_is_not_loaded(server: FaultyEngine, client: SglangClient, tmp_path: Path):
@@ -96,14 +79,10 @@ async def test_an_adapter_that_is_not_listed_is_not_loaded(server: FaultyEngine,
     server.version = "default"
     with pytest.raises(WeightsNotApplied, match="without a policy version"):
         await client.load_adapter(tmp_path, V2)
-
-
-async def test_a_server_without_adapters_is_an_error_that_names_the_setting(
-    server: FaultyEngine, client: SglangClient, tmp_path: Path
-):
+    server.version = "0"
     server.refuse_adapters = "LoRA is not enabled. Please set `--enable-lora` to enable LoRA."
     with pytest.raises(WeightsNotApplied, match=r"set sglang\.max_lora_rank"):
-        await client.load_adapter(tmp_path, V3)
+        await client.load_adapter(tmp_path, V2)
 
 
 async def test_tokens_of_an_adapter_on_another_base_are_refused(
@@ -116,7 +95,10 @@ async def test_tokens_of_an_adapter_on_another_base_are_refused(
 
 
 async def test_an_unload_waits_for_our_own_requests(server: FaultyEngine, client: SglangClient, tmp_path: Path):
-    """The unload is sent when no request uses the adapter; new ones are refused."""
+    """It is sent when no request uses the adapter; new ones are not: a server may load a changed folder."""
+    with pytest.raises(EngineRefused, match="version 3 is not loaded"):
+        await client.generate([PROMPT], SAMPLING, 1, V3)
+    assert not server.requests
     await client.load_adapter(tmp_path, V3)
     server.flow.clear()
     asking = asyncio.create_task(client.generate([PROMPT], SAMPLING, 1, V3))
@@ -132,51 +114,47 @@ async def test_an_unload_waits_for_our_own_requests(server: FaultyEngine, client
     assert completion.version_runs[0].version == V3
     await unloading
     assert set(server.adapters) == {"policy@2"}
+    assert [request["lora_path"] for request in server.requests] == ["policy@3"]
 
 
-async def test_new_weights_remove_the_adapters_of_the_old(model: Path, adapters: dict[PolicyVersion, Adapter]):
+async def test_new_weights_remove_the_adapters_of_the_old(
+    server: FaultyEngine, engine: AttachedEngine, model: Path, adapters: dict[PolicyVersion, Adapter]
+):
     """An attached server that loads other weights drops the adapters; a load without weights is refused."""
-    with FaultyEngine() as server:
-        engine = attached(server)
-        with pytest.raises(WeightsNotApplied, match="has loaded no weights yet"):
-            await engine.load_adapter(adapters[V1].folder, V1)
-        await engine.load(model, V0)
-        await engine.load_adapter(adapters[V2].folder, V2)
+    with pytest.raises(WeightsNotApplied, match="has loaded no weights yet"):
         await engine.load_adapter(adapters[V1].folder, V1)
-        assert engine.version == V2
-        assert {V0, V1, V2} <= engine.applied
-        await engine.load(model, V1)
-        assert engine.version == V1
-        assert not server.adapters
-        await engine.stop()
+    await engine.load(model, V0)
+    await engine.load_adapter(adapters[V2].folder, V2)
+    await engine.load_adapter(adapters[V1].folder, V1)
+    assert engine.version == V2
+    assert {V0, V1, V2} <= engine.applied
+    await engine.load(model, V1)
+    assert engine.version == V1
+    assert not server.adapters
 
 
-async def test_adapters_of_an_earlier_worker_are_unloaded(model: Path):
-    with FaultyEngine() as server:
-        server.info = {"enable_lora": True}
-        server.adapters = {"policy@7": "/gone", "other": "/else"}
-        engine = attached(server)
-        await engine.load(model, V0)
-        assert set(server.adapters) == {"other"}
-        await engine.stop()
+async def test_adapters_of_an_earlier_worker_are_unloaded(server: FaultyEngine, engine: AttachedEngine, model: Path):
+    server.info = {"enable_lora": True}
+    server.adapters = {"policy@7": "/gone", "other": "/else"}
+    await engine.load(model, V0)
+    assert set(server.adapters) == {"other"}
 
 
-async def test_a_restarted_server_is_given_its_adapters_again(model: Path, adapters: dict[PolicyVersion, Adapter]):
-    with FaultyEngine() as server:
-        engine = attached(server)
-        await engine.load(model, V0)
-        for version in (V1, V2):
-            await engine.load_adapter(adapters[version].folder, version)
-        wanted = dict(server.adapters)
-        for label in ("0", "default"):
-            server.adapters.clear()
-            server.version = label
-            with pytest.raises(EngineRefused):
-                await engine.client.generate([PROMPT], SAMPLING, 1, V2)
-            await engine.check_health()
-            assert server.adapters == wanted
-            assert server.version == "0"
-        await engine.stop()
+async def test_a_restarted_server_is_given_its_adapters_again(
+    server: FaultyEngine, engine: AttachedEngine, model: Path, adapters: dict[PolicyVersion, Adapter]
+):
+    await engine.load(model, V0)
+    for version in (V1, V2):
+        await engine.load_adapter(adapters[version].folder, version)
+    wanted = dict(server.adapters)
+    for label in ("0", "default"):
+        server.adapters.clear()
+        server.version = label
+        with pytest.raises(EngineRefused):
+            await engine.client.generate([PROMPT], SAMPLING, 1, V2)
+        await engine.check_health()
+        assert server.adapters == wanted
+        assert server.version == "0"
 
 
 async def test_all_engines_of_a_pool_get_an_adapter(model: Path, adapters: dict[PolicyVersion, Adapter]):
@@ -208,6 +186,7 @@ async def test_a_restarted_engine_has_its_adapters(model: Path, adapters: dict[P
             await engine.load_adapter(adapters[version].folder, version)
         assert engine.version == V2
         first = {version: await engine.client.generate([PROMPT], GREEDY, 1, version) for version in (V1, V2)}
+        assert first[V1][0][0].logprobs != first[V2][0][0].logprobs
         process = engine._process
         assert process is not None
         os.kill(process.pid, signal.SIGKILL)
@@ -219,8 +198,6 @@ async def test_a_restarted_engine_has_its_adapters(model: Path, adapters: dict[P
             [[again]] = await engine.client.generate([PROMPT], GREEDY, 1, version)
             assert again == first[version][0][0]
             assert again.version_runs == (VersionRun(version, 0, 9),)
-            merged = Dense(adapters[version].merged_into(model, tmp_path / f"merged-{version}"))
-            assert again.logprobs == pytest.approx(merged.of_completion(PROMPT, again.token_ids), abs=EXACT)
         bad = Adapter.random(
             model, tmp_path / "bad", seed=9, targets=("q_proj",)
         )  # without the second one its config names
@@ -229,11 +206,6 @@ async def test_a_restarted_engine_has_its_adapters(model: Path, adapters: dict[P
             await engine.load_adapter(bad.write().folder, V3)
         assert engine.version == V2
         assert V3 not in engine.applied
-        changed = write_changed_copy(model, tmp_path / "changed", seed=3)
-        await engine.load(changed, V3)
-        assert engine.version == V3
-        with pytest.raises(EngineRefused):
-            await engine.client.generate([PROMPT], GREEDY, 1, V2)
     finally:
         supervision.cancel()
         await engine.stop()
