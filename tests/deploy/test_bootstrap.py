@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from tests.console.command import server_arguments
 from tests.groups import make_task_issued
 from tests.servers import secret_file, wait_for
 
@@ -40,7 +41,7 @@ def test_limits_can_be_changed_later(bus: Bus, blobs: Blobs, run_id: str) -> Non
 
 
 def test_a_work_queue_takes_only_subjects_that_are_read(bus: Bus, blobs: Blobs, run_id: str) -> None:
-    """A message that no consumer would read is refused; those that an older stream took are removed, the others stay."""
+    """A message that no consumer would read is refused; those of an older stream are removed, the others stay."""
     wide = StreamSpec(f"{run_id}-tasks", (subjects.tasks(run_id),), "workqueue", 100, 10_000_000)
     bus.ensure_stream(wide).wait()
     for split in ("train", "TRAIN", "other"):
@@ -70,17 +71,6 @@ def test_a_deleted_run_is_gone_and_others_stay(bus: Bus, blobs: Blobs, run_id: s
     assert set(streams.stream_names(f"{run_id}-b")) <= left
 
 
-def arguments(nats: NatsSettings, s3: S3Settings) -> list[str]:
-    return [
-        f"nats.url={nats.url}",
-        f"nats.user={nats.user}",
-        f"--nats.password_file={secret_file(nats.secret())}",
-        f"s3.endpoint={s3.endpoint}",
-        f"s3.access_key={s3.access_key}",
-        *("--s3.secret-key-file", str(secret_file(s3.secret()))),
-    ]
-
-
 def test_the_command_creates_and_deletes(
     bus: Bus,
     run_id: str,
@@ -88,7 +78,7 @@ def test_the_command_creates_and_deletes(
     s3_settings: S3Settings,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    where = arguments(nats_settings, s3_settings)
+    where = server_arguments(nats_settings, s3_settings)
     assert run(["bootstrap", "--run", run_id, *where]) == 0
     assert f"run {run_id} is ready" in capsys.readouterr().out
     assert run(["bootstrap", "--run", run_id, "--delete", *where]) == 1
@@ -102,7 +92,7 @@ def test_the_command_reports_errors_in_one_line(
     run_id: str, nats_settings: NatsSettings, s3_settings: S3Settings, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Unknown keys, bad ids and wrong credentials end with exit code 1 and one line of text."""
-    where = arguments(nats_settings, s3_settings)
+    where = server_arguments(nats_settings, s3_settings)
     for extra, text in (
         (["--run", run_id, *where, "nats.ulr=x"], "did you mean nats.url?"),
         (["--run", "A.B", *where], "run id 'A.B'"),
@@ -138,7 +128,7 @@ def test_the_command_takes_the_run_from_its_run_file(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     """`penstock bootstrap run.toml` needs no other name; without any name nothing is created."""
-    where = arguments(nats_settings, s3_settings)
+    where = server_arguments(nats_settings, s3_settings)
     assert run(["bootstrap", *where]) == 1
     assert "no run was named; give its run file, or run.id=NAME" in capsys.readouterr().err
     (tmp_path / "run.toml").write_text(f'run.id = "{run_id}"\n')

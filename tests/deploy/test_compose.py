@@ -41,6 +41,7 @@ OURS: dict[str, type[BaseModel]] = {
     "trainer-cpu": TrainerSettings,
     "targets": ConnectionSettings,
 }
+DOCKERFILES = pytest.mark.parametrize("path", sorted((DEPLOY / "docker").glob("*.Dockerfile")), ids=lambda p: p.name)
 
 
 def tool(name: str) -> str:
@@ -65,13 +66,13 @@ def test_the_compose_file_fits_the_schema() -> None:
     assert done.returncode == 0, done.stdout
 
 
-@pytest.mark.parametrize("path", sorted((DEPLOY / "docker").glob("*.Dockerfile")), ids=lambda p: p.name)
+@DOCKERFILES
 def test_dockerfiles_pass_the_linter(path: Path) -> None:
     done = subprocess.run([tool("hadolint"), str(path)], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout) == (0, "")
 
 
-@pytest.mark.parametrize("path", sorted((DEPLOY / "docker").glob("*.Dockerfile")), ids=lambda p: p.name)
+@DOCKERFILES
 def test_dockerfiles_copy_what_exists_and_start_what_can_be_imported(path: Path) -> None:
     text = path.read_text()
     not_ignored = re.findall(r"^!(.+)$", (DEPLOY.parent / ".dockerignore").read_text(), re.MULTILINE)
@@ -85,8 +86,13 @@ def test_dockerfiles_copy_what_exists_and_start_what_can_be_imported(path: Path)
 
 
 @pytest.mark.parametrize("name", SERVICES)
-def test_every_service_has_a_health_check_and_an_init(name: str) -> None:
+def test_every_service_is_pinned_bounded_and_watched(name: str) -> None:
+    """An image with a tag that is not "latest", a limit of memory, an init, and a health check."""
     service = SERVICES[name]
+    tag = filled_in(service["image"]).rpartition("/")[2].partition(":")[2]
+    assert tag
+    assert "latest" not in tag
+    assert re.fullmatch(r"\d+g", filled_in(service["mem_limit"]))
     assert service["init"] is True
     if name == "bootstrap":
         assert service["healthcheck"] == {"disable": True}
@@ -118,13 +124,8 @@ def test_containers_can_write_volumes_and_tmp_only(name: str) -> None:
     assert all(folder in mounted for folder in folders if folder is not None)
 
 
-@pytest.mark.parametrize("name", SERVICES)
-def test_every_container_has_a_limit_of_memory(name: str) -> None:
-    assert re.fullmatch(r"\d+g", filled_in(SERVICES[name]["mem_limit"]))
-
-
 def test_endpoints_reach_the_reward_service_alone() -> None:
-    """A reward model is in a network without NATS, the object store, and the servers of /metrics, which ask for no token."""
+    """A reward model's network has no NATS, no object store and no server of /metrics, which asks for no token."""
     networks = {name: service.get("networks", ["default"]) for name, service in SERVICES.items()}
     assert networks.pop("reward-model") == ["endpoints"]
     assert {name for name, found in networks.items() if "endpoints" in found} == {"reward"}
@@ -140,22 +141,14 @@ def test_engine_and_trainer_have_gpus_of_their_own() -> None:
     assert found == {"sglang": ["${SGLANG_GPUS:-0}"], "trainer-gpu": ["${TRAINER_GPUS:-1}"]}
 
 
-@pytest.mark.parametrize("name", ["rollout-cpu", "rollout-gpu"])
-def test_workers_can_be_scaled(name: str) -> None:
+def test_workers_can_be_scaled() -> None:
     """No id and no port of its own: the id follows from the container's name."""
-    assert "PENSTOCK_WORKER__ID" not in SERVICES[name]["environment"]
-    assert "ports" not in SERVICES[name]
+    for service in (SERVICES["rollout-cpu"], SERVICES["rollout-gpu"]):
+        assert "PENSTOCK_WORKER__ID" not in service["environment"]
+        assert "ports" not in service
 
 
-@pytest.mark.parametrize("name", SERVICES)
-def test_every_image_is_pinned(name: str) -> None:
-    image = filled_in(SERVICES[name]["image"])
-    tag = image.rpartition("/")[2].partition(":")[2]
-    assert tag, f"{image} has no tag"
-    assert "latest" not in tag
-
-
-@pytest.mark.parametrize("path", sorted((DEPLOY / "docker").glob("*.Dockerfile")), ids=lambda p: p.name)
+@DOCKERFILES
 def test_every_base_image_is_pinned(path: Path) -> None:
     text = path.read_text()
     arguments = dict(re.findall(r"^ARG (\w+)=(\S+)$", text, re.MULTILINE))
@@ -196,6 +189,7 @@ def test_every_setting_in_the_environment_exists(name: str, settings_class: type
             assert loaded.origins[f"{section}.{key}"] == f"environment {variable}"
         else:
             assert (name, section) == ("bootstrap", "run")
+    assert load(ConnectionSettings, environ=environment).settings.nats.url == "tls://nats:4222", "as a health check"
 
 
 @pytest.mark.parametrize("name", [name for name in OURS if name != "bootstrap"])
@@ -208,60 +202,42 @@ def test_every_service_with_settings_of_the_run_reads_its_run_file(name: str) ->
     assert f"${{RUN_FILE:-./run.toml}}:{words[-1]}:ro" in SERVICES[name]["volumes"]
 
 
-@pytest.mark.parametrize("name", SERVICES)
-def test_every_secret_is_made_and_declared(name: str, tmp_path: Path) -> None:
-    """A secret a service mounts is declared, written by make_secrets, and every *_FILE points to a secret of the same service."""
+def test_every_secret_and_named_file_is_mounted_and_made(tmp_path: Path) -> None:
+    """What a service mounts below `secrets` is made by make_secrets; each `*_FILE` is a mounted file or secret."""
     make_secrets(tmp_path)
-    declared = yaml.safe_load(COMPOSE.read_text())["secrets"]
-    mounted = [s if isinstance(s, str) else s["source"] for s in SERVICES[name].get("secrets", [])]
-    for secret in mounted:
-        assert (tmp_path / declared[secret]["file"].removeprefix("./secrets/")).is_file()
-    for value in SERVICES[name].get("environment", {}).values():
-        if str(value).startswith("/run/secrets/"):
-            assert Path(str(value)).name in mounted
-
-
-@pytest.mark.parametrize("name", SERVICES)
-def test_every_named_file_is_mounted(name: str, tmp_path: Path) -> None:
-    """Certificates, run file and keys: each `*_FILE` of a service is a secret or a mounted file that make_secrets writes."""
-    make_secrets(tmp_path)
-    service = SERVICES[name]
-    mounted = dict(filled_in(one).removesuffix(":ro").split(":") for one in service.get("volumes", []) if ":" in one)
-    targets = {target: source for source, target in mounted.items()}
-    for source in mounted:
-        if source.startswith("./secrets/"):
-            assert (tmp_path / source.removeprefix("./secrets/")).is_file()
-    for variable, value in service.get("environment", {}).items():
-        if variable.endswith("_FILE") and not str(value).startswith("/run/secrets/"):
-            assert value in targets, variable
+    declared = {name: one["file"] for name, one in yaml.safe_load(COMPOSE.read_text())["secrets"].items()}
+    for name, service in SERVICES.items():
+        volumes = (filled_in(one).removesuffix(":ro").split(":") for one in service.get("volumes", []) if ":" in one)
+        sources = {target: source for source, target in volumes}
+        for one in service.get("secrets", []):
+            secret = one if isinstance(one, str) else one["source"]
+            sources[f"/run/secrets/{secret}"] = declared[secret]
+        for source in sources.values():
+            if source.startswith("./secrets/"):
+                assert (tmp_path / source.removeprefix("./secrets/")).is_file(), (name, source)
+        for variable, value in service.get("environment", {}).items():
+            if variable.endswith("_FILE") or str(value).startswith("/run/secrets/"):
+                assert value in sources, (name, variable)
 
 
 def test_the_roles_have_credentials_of_their_own() -> None:
-    """No two roles have one password or S3 key; the root's are the bootstrap's, the signing key is the trainer's alone."""
+    """No two roles share a password or S3 key; the root's are the bootstrap's, the signing key is the trainer's."""
     holders: dict[str, set[str]] = {}
     for name, service in SERVICES.items():
-        for secret in service.get("secrets", []):
-            holders.setdefault(secret if isinstance(secret, str) else secret["source"], set()).add(
-                name.partition("-")[0]
-            )
+        for one in service.get("secrets", []):
+            secret = one if isinstance(one, str) else one["source"]
+            holders.setdefault(secret, set()).add(name.partition("-")[0])
     assert holders["s3_secret_key"] == {"s3", "bootstrap"}
     assert holders["signing_key"] == {"trainer"}
     for role in ("trainer", "rollout", "reward"):
         assert holders[f"nats_{role}"] == {role}
         assert holders[f"s3_{role}"] == {role, "bootstrap"}
-    keys = {
-        name: filled_in(s["environment"]["PENSTOCK_S3__ACCESS_KEY"])
-        for name, s in SERVICES.items()
-        if name in OURS and name != "targets"
-    }
-    assert {name: keys[name] for name in ("reward", "rollout-cpu", "trainer-cpu")} == {
-        name: access_key(role)
-        for name, role in (("reward", "reward"), ("rollout-cpu", "rollout"), ("trainer-cpu", "trainer"))
-    }
+    for name, role in (("reward", "reward"), ("rollout-cpu", "rollout"), ("trainer-cpu", "trainer")):
+        assert filled_in(SERVICES[name]["environment"]["PENSTOCK_S3__ACCESS_KEY"]) == access_key(role)
 
 
 def test_nothing_between_containers_is_in_clear_text() -> None:
-    """NATS, the object store and every HTTP API are called with TLS; SGLang, which has no login, on the worker's loopback."""
+    """NATS, object store and HTTP APIs are called with TLS; SGLang, which has no login, on the worker's loopback."""
     for name, service in SERVICES.items():
         texts = [*map(str, service.get("environment", {}).values()), *map(str, service.get("command") or [])]
         plain = [text for text in texts if "http://" in text or "nats://" in text]
@@ -278,10 +254,9 @@ def test_services_depend_on_services_that_can_be_healthy() -> None:
                 assert "test" in SERVICES[other]["healthcheck"]
 
 
-@pytest.mark.parametrize("name", ["trainer-gpu", "trainer-cpu"])
-def test_a_trainer_that_is_stopped_has_time_for_its_checkpoint(name: str) -> None:
+def test_a_trainer_that_is_stopped_has_time_for_its_checkpoint() -> None:
     """Docker kills what has not ended by then; a checkpoint of a large model takes minutes."""
-    assert SERVICES[name]["stop_grace_period"] == "300s"
+    assert {SERVICES[name]["stop_grace_period"] for name in ("trainer-gpu", "trainer-cpu")} == {"300s"}
 
 
 def test_containers_can_read_the_secrets_whatever_the_umask(tmp_path: Path) -> None:
@@ -315,7 +290,7 @@ def test_secrets_are_made_once(tmp_path: Path) -> None:
 
 
 def test_a_server_that_joins_a_cluster_is_in_the_certificate(tmp_path: Path) -> None:
-    """A certificate without its name is replaced, under the same authority and with the names it had; then nothing changes."""
+    """A certificate without its name is replaced, under the same authority and with the names it had; once."""
     make_secrets(tmp_path, ["n0.example"])
     authority = (tmp_path / "tls" / "ca.pem").read_text()
     written = make_secrets(tmp_path, ["n1.example:6222"])
@@ -326,7 +301,7 @@ def test_a_server_that_joins_a_cluster_is_in_the_certificate(tmp_path: Path) -> 
 
 
 def test_the_reward_service_knows_hashes_of_tokens_only(tmp_path: Path) -> None:
-    """Endpoints register with a token of their own, Prometheus reads with another; the service's file has none of them."""
+    """Endpoints register with a token of their own, Prometheus reads with another; the service's file has neither."""
     make_secrets(tmp_path)
     file = SERVICES["reward"]["environment"]["PENSTOCK_REWARD_SERVICE__TOKENS_FILE"]
     hashes = (tmp_path / Path(file).name).read_text()
@@ -342,9 +317,3 @@ def test_the_reward_service_knows_hashes_of_tokens_only(tmp_path: Path) -> None:
     assert "reward_register_token" in SERVICES["reward-model"]["secrets"]
     assert "reward_read_token" in SERVICES["prometheus"]["secrets"]
     assert not any("reward_token" in str(service.get("secrets")).split("'") for service in SERVICES.values())
-
-
-def test_health_settings_come_from_the_environment() -> None:
-    for name in ("rollout-gpu", "trainer-gpu", "trainer-cpu"):
-        environment = {k: filled_in(v) for k, v in SERVICES[name]["environment"].items() if k.startswith("PENSTOCK_")}
-        assert load(ConnectionSettings, environ=environment).settings.nats.url == "tls://nats:4222"

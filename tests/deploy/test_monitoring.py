@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 import yaml
-from tests.servers import require_package, secret_file
+from tests.console.command import server_arguments
+from tests.servers import require_package
 
 from penstock.deploy.certificates import hosts_of
 from penstock.deploy.make_secrets import make_secrets
@@ -33,7 +34,7 @@ def test_promtool_accepts_the_example() -> None:
 
 
 def test_promtool_accepts_the_configuration_of_compose(tmp_path: Path) -> None:
-    """With the files that compose mounts, where it mounts them; the jobs verify the certificates that make_secrets makes."""
+    """With the files that compose mounts, where it mounts them; jobs verify the certificates of make_secrets."""
     require_package("promtool", "prometheus")
     make_secrets(tmp_path / "secrets")
     document = yaml.safe_load((FOLDER.parent / "compose.yaml").read_text())
@@ -51,9 +52,8 @@ def test_promtool_accepts_the_configuration_of_compose(tmp_path: Path) -> None:
         assert checked.returncode == 0, checked.stdout + checked.stderr
         assert f"{len(ALERTS)} rules found" in checked.stdout or kind == "web-config"
     for job in yaml.safe_load((FOLDER / "compose" / "prometheus.yml").read_text())["scrape_configs"]:
-        assert job["tls_config"]["server_name"] in hosts_of(
-            tmp_path / "secrets" / "tls" / f"{job['tls_config']['server_name']}.pem"
-        )
+        name = job["tls_config"]["server_name"]
+        assert name in hosts_of(tmp_path / "secrets" / "tls" / f"{name}.pem")
 
 
 def test_grafana_finds_prometheus_and_the_dashboards() -> None:
@@ -82,17 +82,17 @@ def test_a_file_that_cannot_be_written_is_named(
 ) -> None:
     (tmp_path / "taken").write_text("")
     file = tmp_path / "taken" / "run.json"
-    nats = nats_settings
-    given = [f"run.id={run_streams}", f"nats.url={nats.url}", f"nats.user={nats.user}"]
-    assert targets.main([*given, f"nats.password_file={secret_file(nats.secret())}", "--write", str(file)]) == 1
+    given = [f"run.id={run_streams}", *server_arguments(nats_settings)]
+    assert targets.main([*given, "--write", str(file)]) == 1
     assert f"{file}: cannot be written" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
     "url",
     [
-        None, "", "http://10.0.0.1:1/", "ftp://10.0.0.1:1/metrics", "http://user:pw@10.0.0.1:1/metrics", "http://h/metrics",
-        "http://169.254.169.254/latest/meta-data", "file:///etc/passwd", "http://a\n:1/metrics", "http://-x:1/metrics",
+        None, "", "http://10.0.0.1:1/", "ftp://10.0.0.1:1/metrics", "http://user:pw@10.0.0.1:1/metrics",
+        "http://h/metrics", "http://169.254.169.254/latest/meta-data", "file:///etc/passwd", "http://a\n:1/metrics",
+        "http://-x:1/metrics",
         'http://a"b:1/metrics', "http://h:1/metrics?x=1", "http://h:123456/metrics",
     ],
 )  # fmt: skip
@@ -107,16 +107,15 @@ def test_the_targets_are_those_of_the_heartbeats(
     """The file lists each service that serves metrics, by its job and run; one that has exited is gone."""
     live = bus.key_value(streams.live_bucket(run_streams).bucket).wait()
     beats = [
-        beat("w1", "http://10.0.0.2:9471/metrics"), beat("w0", "http://[::1]:9/metrics"), beat("w2", None), beat("w4", "https://10.0.0.4:9471/metrics"),
-        beat("w3", "http://10.0.0.3:1/metrics", heartbeats.EXITED),
+        beat("w1", "http://10.0.0.2:9471/metrics"), beat("w0", "http://[::1]:9/metrics"), beat("w2", None),
+        beat("w4", "https://10.0.0.4:9471/metrics"), beat("w3", "http://10.0.0.3:1/metrics", heartbeats.EXITED),
     ]  # fmt: skip
     for one in beats:
         live.put(streams.heartbeat_key("rollout", one.service_id), encode(one), ttl_s=60.0).wait()
     live.put(streams.heartbeat_key("rollout", "junk"), b"\xff", ttl_s=60.0).wait()
     file = tmp_path / "targets" / "run.json"
-    nats = nats_settings
-    given = [f"run.id={run_streams}", f"nats.url={nats.url}", f"nats.user={nats.user}"]
-    assert targets.main([*given, f"nats.password_file={secret_file(nats.secret())}", "--write", str(file)]) == 0
+    given = [f"run.id={run_streams}", *server_arguments(nats_settings)]
+    assert targets.main([*given, "--write", str(file)]) == 0
     labels = {"job": "penstock-rollout", "run": run_streams}
     assert json.loads(file.read_text()) == [
         {"targets": ["[::1]:9"], "labels": labels},

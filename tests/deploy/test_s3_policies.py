@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from tests.console.command import server_arguments
 from tests.policed_s3 import PolicedS3, allowed
-from tests.servers import secret_file
 
 from penstock.console.cli.main import run
 from penstock.deploy import s3_policies
@@ -55,14 +55,16 @@ WEIGHTS = {"shard", "patch", "manifest", "layout", "model file"}
 RECORD = {"chapter", "settings", "checkpoint", "checkpoint state", "checkpoint metrics", "input user"}
 MAY: dict[Role, dict[str, set[str]]] = {
     "rollout": {
-        "s3:GetObject": {"tasks", *WEIGHTS, "ended episode", "image"}, "s3:PutObject": {"pack", "ended episode", "image"}, "s3:DeleteObject": {"ended episode"},
+        "s3:GetObject": {"tasks", *WEIGHTS, "ended episode", "image"},
+        "s3:PutObject": {"pack", "ended episode", "image"}, "s3:DeleteObject": {"ended episode"},
     },
     "reward": {"s3:GetObject": {"pack"}, "s3:PutObject": set(), "s3:DeleteObject": set()},
     "trainer": {
         "s3:GetObject": {"pack", *WEIGHTS, *RECORD, "input", "input piece", "image"},
         "s3:PutObject": {"tasks", *WEIGHTS, *RECORD, "log-probabilities", "image"},
         "s3:DeleteObject": {
-            "pack", "ended episode", "tasks", "shard", "patch", "manifest", "log-probabilities", "checkpoint", "checkpoint state", "checkpoint metrics",
+            "pack", "ended episode", "tasks", "shard", "patch", "manifest", "log-probabilities", "checkpoint",
+            "checkpoint state", "checkpoint metrics",
         },
     },
     "viewer": {"s3:GetObject": set(KEYS), "s3:PutObject": set(), "s3:DeleteObject": set()},
@@ -239,11 +241,7 @@ def test_a_store_without_users_is_named(
 ) -> None:  # fmt: skip
     """`penstock bootstrap --s3-users` creates the streams, and says of another store how to make its users."""
     make_secrets(tmp_path / "s")
-    given = [
-        f"nats.url={nats_settings.url}", f"nats.user={nats_settings.user}", f"nats.password_file={secret_file(nats_settings.secret())}",
-        f"s3.access_key={s3_settings.access_key}", f"s3.endpoint={s3_settings.endpoint}",
-        f"s3.secret_key_file={secret_file(s3_settings.secret())}",
-    ]  # fmt: skip
+    given = server_arguments(nats_settings, s3_settings)
     assert run(["bootstrap", "--run", run_id, "--s3-users", str(tmp_path / "s"), *given]) == 1
     assert "leave --s3-users out" in capsys.readouterr().err
     with pytest.raises(

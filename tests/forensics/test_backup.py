@@ -1,4 +1,4 @@
-"""`penstock runs backup` and `restore`: on other servers a run has the same messages, numbers, consumers, keys and objects."""
+"""`penstock runs backup` and `restore`: on other servers a run has the same messages, consumers, keys and objects."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from tests.console.command import penstock
-from tests.servers import secret_file, wait_for
+from tests.console.command import penstock, server_arguments
+from tests.servers import wait_for
 
 from penstock.console.tools.removal import RunIsActive, running_services
 from penstock.deploy.bootstrap import delete_run
@@ -215,18 +215,12 @@ def test_a_backup_that_somebody_wrote_is_refused(
 def test_the_commands_say_what_to_type_next(
     bus: Bus, nats_settings: NatsSettings, s3_settings: S3Settings, run: str, tmp_path: Path
 ) -> None:
-    nats, s3 = nats_settings, s3_settings
-    typed = [f"nats.url={nats.url}", f"nats.user={nats.user}", f"nats.password_file={secret_file(nats.secret())}"]
-    typed += [f"s3.endpoint={s3.endpoint}", f"s3.bucket={s3.bucket}", f"s3.access_key={s3.access_key}"]
-    typed += [f"s3.secret_key_file={secret_file(s3.secret())}"]
-    saved = penstock("runs", "backup", run, "--to", "backup", *typed, cwd=tmp_path)
-    assert saved.returncode == 0, saved.stderr
+    typed = server_arguments(nats_settings, s3_settings)
+    saved = penstock("runs", "backup", run, "--to", "backup", *typed, cwd=tmp_path, code=0)
     assert f"saved run {run} in backup: 8 streams and buckets" in saved.stdout
     assert "next, on the other servers: penstock runs restore backup" in saved.stdout
-    refused = penstock("runs", "backup", run, "--to", ".", *typed, cwd=tmp_path)
-    assert refused.returncode == 1
+    refused = penstock("runs", "backup", run, "--to", ".", *typed, cwd=tmp_path, code=1)
     assert "holds other files" in refused.stderr
     delete_run(bus, run)
-    restored = penstock("runs", "restore", "backup", *typed, cwd=tmp_path)
-    assert restored.returncode == 0, restored.stderr
+    restored = penstock("runs", "restore", "backup", *typed, cwd=tmp_path, code=0)
     assert f"next: penstock audit {run}" in restored.stdout

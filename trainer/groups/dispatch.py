@@ -8,6 +8,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from penstock.protocol.groups import RouterShape, Split, Task
 from penstock.protocol.packs.task_promise import TaskPromise, TaskSettings
@@ -15,7 +16,7 @@ from penstock.protocol.record.checkpoint_state import CheckpointState
 from penstock.protocol.record.lineage import AccountState
 from penstock.protocol.versions import Branch, PolicyVersion, Remade, staleness
 from penstock.trainer.data.data_order import DataOrder, WeightedOrder
-from penstock.trainer.data.dataset import Prompt, PromptSet
+from penstock.trainer.data.dataset import Prompt
 from penstock.trainer.errors import CheckpointError
 from penstock.trainer.groups.group_states import GroupStates, State
 from penstock.trainer.groups.group_totals import Drop, DropReason, Entries, GroupTotals
@@ -56,9 +57,8 @@ class RunGroups:
         trained = {group_id for _, ids in state.ledger for group_id in ids}
         if contradiction := (set(outstanding) ^ set(listed)) | (set(outstanding) & trained):
             raise CheckpointError(
-                f"checkpoint of step {state.step}: group {min(contradiction)} is outstanding by one of its parts and "
-                "closed by "
-                "another; restore its state.json, or remove its folder to resume the checkpoint before it"
+                f"checkpoint of step {state.step}: group {min(contradiction)} is outstanding by one of its parts "
+                "and closed by another; restore its state.json, or remove its folder to resume the checkpoint before it"
             )
         train = GroupStates(
             max_staleness=max_staleness,
@@ -96,10 +96,22 @@ class RunGroups:
         return Entries.of({split: states.totals.take_new() for split, states in splits.items()}, account)
 
 
+class Prompts(Protocol):
+    @property
+    def fingerprint(self) -> str: ...
+
+    @property
+    def num_tokens(self) -> int: ...
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int) -> Prompt: ...
+
+
 class Dispatch:
     def __init__(  # noqa: PLR0913  what its tasks are made of
         self,
-        prompts: PromptSet,
+        prompts: Prompts,
         *,
         order: DataOrder | WeightedOrder,
         rollout: RolloutSettings,

@@ -1,4 +1,4 @@
-"""Every process of a run gets its GPUs: through the code that starts them, as a Python that starts nothing wrote them down."""
+"""Every process of a run gets its GPUs: through the code that starts them, as a stand-in of Python wrote them down."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ from pathlib import Path
 
 import pytest
 import yaml
+from tests.console.command import server_arguments
 from tests.deploy.placement.hosts import cards, model_of, see, stand_in, started
-from tests.servers import require_package, secret_file, wait_for
+from tests.servers import require_package, wait_for
 from tests.small_run import write_small_run
 
 from penstock.console.cli.main import run as penstock
@@ -35,15 +36,6 @@ WITH_ADAPTERS = {("7B", 1), ("7B", 2), *(("32B", num_gpus) for num_gpus in (1, 2
 SBATCH = str(ROOT / "deploy" / "slurm" / "penstock.sbatch")
 
 
-def servers(nats: NatsSettings, s3: S3Settings) -> list[str]:
-    return [
-        *(f"nats.{key}={getattr(nats, key)}" for key in ("url", "user")),
-        f"nats.password_file={secret_file(nats.secret())}",
-        *(f"s3.{key}={getattr(s3, key)}" for key in ("endpoint", "access_key")),
-        f"s3.secret_key_file={secret_file(s3.secret())}",
-    ]
-
-
 def run_file(folder: Path, shape: str, gpus: str) -> Path:
     file = folder / "run.toml"
     answers = Answers(str(model_of(folder, shape)), str(folder / "none.jsonl"), None, "gsm8k", gpus, 3, "demo")
@@ -62,12 +54,13 @@ def test_a_new_run_fits_and_no_gpu_is_used_twice(
     shape: str,
     num_gpus: int,
 ) -> None:
-    """The file of `penstock init` fits by the plan; workers, their servers, ranks and rewards see what the placement says, and nothing else."""
+    """The file of `penstock init` fits by the plan; workers, servers, ranks and rewards see what the placement says."""
     see(monkeypatch, cards(num_gpus))
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(64)))
     file = run_file(tmp_path, shape, str(num_gpus))
-    arguments = [str(file), f"run.id={run_id}", f"run.dir={tmp_path / 'runs'}", *servers(nats_settings, s3_settings)]
+    where = server_arguments(nats_settings, s3_settings)
+    arguments = [str(file), f"run.id={run_id}", f"run.dir={tmp_path / 'runs'}", *where]
     assert ("[model.lora]" in file.read_text()) == ((shape, num_gpus) in WITH_ADAPTERS)
     python = str(stand_in(tmp_path))
     with LocalRun(arguments) as run:
@@ -148,7 +141,7 @@ def machine(folder: Path, *command: str, **environ: str) -> subprocess.Completed
 
 
 def test_a_node_of_a_job_uses_the_gpus_of_its_allocation(tmp_path: Path) -> None:
-    """Slurm's script on two nodes: the second one's torchrun starts its half of the ranks, on the GPUs that Slurm gave it."""
+    """Slurm's script on two nodes: the second one's torchrun starts its half of the ranks, on the GPUs of Slurm."""
     words = [SBATCH, str(run_file(tmp_path, "7B", "8x80GB")), "trainer.num_ranks=8", "trainer.zero_stage=3"]
     job = machine(tmp_path, "bash", *words, SLURM_JOB_NUM_NODES="2", CUDA_VISIBLE_DEVICES="1,3,4,6")
     assert job.returncode == 0, job.stdout + job.stderr
@@ -183,14 +176,15 @@ def test_a_trainer_that_is_started_alone_uses_the_gpus_that_it_sees(
     see(monkeypatch, cards(8), visible="GPU-6f,GPU-1f,GPU-9f,0")
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.setattr(sys, "executable", str(stand_in(tmp_path, sleep_s=0.0)))
-    assert train.train_attached([str(file), *servers(nats_settings, s3_settings)], None, as_json=True, again=[]) == 0
+    typed = [str(file), *server_arguments(nats_settings, s3_settings)]
+    assert train.train_attached(typed, None, as_json=True, again=[]) == 0
     (trainer,) = started(tmp_path, 1)
     assert (trainer.visible, trainer.ranks) == (["6", "1"], 2)
     assert json.loads((tmp_path / "runs" / run_id / PLACEMENT).read_text())["trainer"] == [0, 1]
 
 
 def test_commands_that_start_at_once_get_no_gpu_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A command sees what another one has given out before its processes have allocated anything; a SIGKILL gives it back."""
+    """A command sees what another one has given out before its processes allocate anything; a SIGKILL gives it back."""
     see(monkeypatch, cards(4))
     arguments = [f"model.path={model_of(tmp_path, '0.6B')}", "worker.engine=sglang"]
     placed = place_run(arguments, os.environ, role="engines", workers=1)
@@ -216,7 +210,7 @@ def test_commands_that_start_at_once_get_no_gpu_twice(tmp_path: Path, monkeypatc
 def test_shared_gpus_are_claimed_once_each_by_the_command_of_both_roles(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In the order of their names, whatever the order that a command sees them in; the commands of one role each claim none of them."""
+    """In the order of their names, whatever order a command sees them in; commands of one role each claim none."""
     see(monkeypatch, cards(2), visible="GPU-1f,GPU-0f")
     claimed, open_lock = [], run_placement.open_lock
     arguments = [f"model.path={model_of(tmp_path, '0.6B')}", "worker.engine=sglang", "placement.shared=beside"]
@@ -237,7 +231,7 @@ def test_shared_gpus_are_claimed_once_each_by_the_command_of_both_roles(
 def test_containers_get_what_the_placement_says(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Compose: variables that its file reads, with no GPU twice unless there is one. Kubernetes: patches of the overlay `gpu`."""
+    """Compose: variables that its file reads, no GPU twice unless there is one. Kubernetes: patches of `gpu`."""
     see(monkeypatch, [])
     small = str(run_file(tmp_path, "0.6B", "8x80GB"))
     compose = (ROOT / "deploy" / "compose.yaml").read_text()

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 from tests.groups import make_generated, make_group, make_scored, make_task, make_task_issued, pack_bytes
 
+from penstock.deploy.bootstrap import bootstrap, delete_run
+from penstock.deploy.processes.servers import NatsServer, S3Server
 from penstock.forensics.audit.audit_checks import AuditResult, check_record
 from penstock.forensics.audit.audit_inputs import gather
 from penstock.protocol import blob_keys, streams, subjects
@@ -86,7 +90,17 @@ class MadeRun:
         return last
 
 
-def make_run(run_id: str, bus: Bus, blobs: Blobs, folder: Path) -> MadeRun:
+@contextmanager
+def stored_run(run_id: str, nats: NatsServer, s3: S3Server, folder: Path) -> Iterator[MadeRun]:
+    """Keep a run on servers for the length of the block."""
+    blobs = Blobs(s3.settings)
+    with Bus.connect(nats.settings, name="test") as bus:
+        bootstrap(bus, blobs, run_id)
+        yield _make_run(run_id, bus, blobs, folder)
+        delete_run(bus, run_id)
+
+
+def _make_run(run_id: str, bus: Bus, blobs: Blobs, folder: Path) -> MadeRun:
     """Four steps of two groups, one chapter each; of a bootstrapped run."""
     run = MadeRun(run_id, bus, blobs, folder, {})
     bucket = bus.key_value(streams.state_bucket(run_id).bucket).wait()
@@ -185,6 +199,19 @@ DAMAGES: dict[str, Callable[[bytes], bytes | None]] = {
     "nested": lambda data: b"\x91" * 100_000,
     "list": lambda data: b"[]",
 }
+
+
+def damaged_copy(run: MadeRun, name: str, damage: str, folder: Path) -> Path:
+    """Copy the run's folder to ``folder`` with one damaged file of it, or a folder in its place; return its path."""
+    shutil.copytree(run.folder, folder)
+    path = folder / name
+    data = path.read_bytes()
+    path.unlink()
+    if damage == "folder":
+        path.mkdir()
+    elif (changed := DAMAGES[damage](data)) is not None:
+        path.write_bytes(changed)
+    return path
 
 
 def damaged(run: MadeRun, key: str) -> Iterator[str]:

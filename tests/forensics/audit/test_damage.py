@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import io
 import json
-import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,19 +12,8 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 from tests.forensics.audit import made_run
-from tests.forensics.audit.made_run import (
-    DAMAGES,
-    DROPPED,
-    EVALUATED,
-    LISTED,
-    NUM_STEPS,
-    MadeRun,
-    damaged,
-    make_run,
-    trained,
-)
+from tests.forensics.audit.made_run import DAMAGES, DROPPED, EVALUATED, LISTED, NUM_STEPS, MadeRun, damaged, trained
 
-from penstock.deploy.bootstrap import bootstrap, delete_run
 from penstock.deploy.processes.servers import NatsServer, S3Server
 from penstock.forensics.audit.audit import show
 from penstock.forensics.audit.audit_checks import AuditResult
@@ -33,7 +21,6 @@ from penstock.forensics.audit.record_checks import ReportedSteps, check_steps, f
 from penstock.protocol import blob_keys, streams
 from penstock.protocol.groups import BlobRef
 from penstock.protocol.record.lineage import MAX_LISTED, LineageChapter, RecordedStep
-from penstock.protocol.transport.blobs import Blobs
 from penstock.protocol.transport.bus import Bus
 
 RUN = "damaged"
@@ -42,11 +29,8 @@ Chapters = list[LineageChapter]
 
 @pytest.fixture(scope="module")
 def run(nats_server: NatsServer, s3_server: S3Server, tmp_path_factory: pytest.TempPathFactory) -> Iterator[MadeRun]:
-    blobs = Blobs(s3_server.settings)
-    with Bus.connect(nats_server.settings, name="test") as bus:
-        bootstrap(bus, blobs, RUN)
-        yield make_run(RUN, bus, blobs, tmp_path_factory.mktemp("damaged"))
-        delete_run(bus, RUN)
+    with made_run.stored_run(RUN, nats_server, s3_server, tmp_path_factory.mktemp("damaged")) as run:
+        yield run
 
 
 def text_of(result: AuditResult) -> str:
@@ -108,16 +92,9 @@ def test_damage_of_an_object_is_named(run: MadeRun, name: str) -> None:
 @pytest.mark.parametrize("name", ["state.json", "metrics.jsonl"])
 def test_damage_of_a_file_is_named(run: MadeRun, name: str, damage: str, tmp_path: Path) -> None:
     """Each file of the run's folder that an audit reads; a metrics file that is shorter or missing is a note."""
-    folder = tmp_path / "run"
-    shutil.copytree(run.folder, folder)
-    path = folder / "metrics.jsonl" if name == "metrics.jsonl" else folder / run.state_file.relative_to(run.folder)
-    data = path.read_bytes()
-    path.unlink()
-    if damage == "folder":
-        path.mkdir()
-    elif (changed := DAMAGES[damage](data)) is not None:
-        path.write_bytes(changed)
-    result = run.audit(folder=folder)
+    file = name if name == "metrics.jsonl" else str(run.state_file.relative_to(run.folder))
+    path = made_run.damaged_copy(run, file, damage, tmp_path / "run")
+    result = run.audit(folder=tmp_path / "run")
     assert str(path) in text_of(result)
     assert result.closes == (name == "metrics.jsonl")
 
@@ -171,6 +148,11 @@ def with_rewards(step: RecordedStep, place: int, rewards: tuple[float, ...]) -> 
     return step.model_copy(update={"groups": tuple(groups)})
 
 
+def with_a_second_use(step: RecordedStep) -> RecordedStep:
+    first, *others = step.groups
+    return step.model_copy(update={"groups": (first.model_copy(update={"use": 2}), *others)})
+
+
 def with_content_of(step: RecordedStep, other: RecordedStep) -> RecordedStep:
     return step.model_copy(update={"packs": other.packs, "groups": other.groups})
 
@@ -210,7 +192,7 @@ EDITS: dict[str, tuple[Callable[[Chapters], Chapters], str, str, str]] = {
         "differs from its report", "", "step 2, {source}: 2 groups were trained, 1 are recorded; not recorded: place 2",
     ),
     "another number of the use": (
-        lambda c: with_step(c, 2, lambda s: s.model_copy(update={"groups": (s.groups[0].model_copy(update={"use": 2}), s.groups[1])})),
+        lambda c: with_step(c, 2, with_a_second_use),
         "differs from its report", trained(2)[0], "step 2, {source}, place 1",
     ),
     "another version": (
@@ -255,7 +237,7 @@ def kept_chapters(run: MadeRun) -> Iterator[None]:
 
 @pytest.mark.parametrize("name", EDITS)
 def test_a_rewritten_record_differs_from_the_reports_of_its_steps(run: MadeRun, name: str, tmp_path: Path) -> None:
-    """With every hash of the record forged, up to the key in NATS, the event and the line of metrics name step and group."""
+    """With every hash forged, up to the key in NATS, the event and the line of metrics name step and group."""
     edit, kind, group_id, detail = EDITS[name]
     with forged(run, edit):
         result, elsewhere = run.audit(), run.audit(folder=tmp_path)
@@ -274,7 +256,7 @@ def test_a_flipped_reward_or_another_order_is_seen_by_the_reports_alone(run: Mad
 
 
 def test_another_valid_pack_of_the_same_group_differs(run: MadeRun) -> None:
-    """The digest contains the pack's sha256: tokens that were not trained are found, though the object is as recorded."""
+    """The digest contains the pack's sha256: tokens that were not trained are found."""
     other = run.pack("other", trained(2), 1, seed=99)
     with forged(run, lambda c: with_step(c, 2, lambda s: s.model_copy(update={"packs": (other[0].pack,)}))):
         result = run.audit()

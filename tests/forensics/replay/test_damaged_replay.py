@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from tests.forensics.audit.made_run import DAMAGES, NUM_STEPS, MadeRun, damaged, make_run
-from tests.servers import secret_file
+from tests.console.command import server_arguments
+from tests.forensics.audit.made_run import DAMAGES, NUM_STEPS, MadeRun, damaged, damaged_copy, stored_run
 
-from penstock.deploy.bootstrap import bootstrap, delete_run
 from penstock.deploy.processes.servers import NatsServer, S3Server
 from penstock.forensics.replay.replay_command import main
 from penstock.forensics.replay.replay_findings import figure_differences
@@ -19,8 +17,6 @@ from penstock.forensics.replay.replay_run import _num_threads
 from penstock.protocol.errors import RecordBroken
 from penstock.protocol.record.lineage import RecordedSession
 from penstock.protocol.record.stored_record import StoredRecord
-from penstock.protocol.transport.blobs import Blobs
-from penstock.protocol.transport.bus import Bus
 from penstock.trainer.algorithm.algorithm_settings import AlgorithmSettings
 from penstock.trainer.algorithm.credit import AlgorithmState
 from penstock.trainer.errors import CheckpointError
@@ -30,27 +26,16 @@ RUN = "damaged-replay"
 
 @pytest.fixture(scope="module")
 def run(nats_server: NatsServer, s3_server: S3Server, tmp_path_factory: pytest.TempPathFactory) -> Iterator[MadeRun]:
-    blobs = Blobs(s3_server.settings)
-    with Bus.connect(nats_server.settings, name="test") as bus:
-        bootstrap(bus, blobs, RUN)
-        yield make_run(RUN, bus, blobs, tmp_path_factory.mktemp("runs") / RUN)
-        delete_run(bus, RUN)
+    with stored_run(RUN, nats_server, s3_server, tmp_path_factory.mktemp("runs") / RUN) as run:
+        yield run
 
 
 def refusal(
     run: MadeRun, nats: NatsServer, s3: S3Server, capsys: pytest.CaptureFixture[str], runs: Path | None = None
 ) -> str:
     """Replay it, which must fail; return the error."""
-    given = [
-        *(
-            f"nats.url={nats.settings.url}",
-            f"nats.user={nats.settings.user}",
-            f"nats.password_file={secret_file(nats.settings.secret())}",
-        ),
-        *(f"s3.endpoint={s3.settings.endpoint}", f"s3.access_key={s3.settings.access_key}"),
-        *(f"s3.secret_key_file={secret_file(s3.settings.secret())}", f"run.dir={runs or run.folder.parent}"),
-    ]
-    assert main([run.run_id, *given]) in {1, 2}
+    where = server_arguments(nats.settings, s3.settings)
+    assert main([run.run_id, *where, f"run.dir={runs or run.folder.parent}"]) in {1, 2}
     return capsys.readouterr().err
 
 
@@ -67,16 +52,8 @@ def test_damage_of_the_checkpoint_is_named(
     run: MadeRun, nats_server: NatsServer, s3_server: S3Server, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     for damage in (*DAMAGES, "folder"):
-        folder = tmp_path / damage / RUN
-        shutil.copytree(run.folder, folder)
-        path = folder / run.state_file.relative_to(run.folder)
-        data = path.read_bytes()
-        path.unlink()
-        if damage == "folder":
-            path.mkdir()
-        elif (changed := DAMAGES[damage](data)) is not None:
-            path.write_bytes(changed)
-        assert str(path) in refusal(run, nats_server, s3_server, capsys, folder.parent), damage
+        path = damaged_copy(run, str(run.state_file.relative_to(run.folder)), damage, tmp_path / damage / RUN)
+        assert str(path) in refusal(run, nats_server, s3_server, capsys, tmp_path / damage), damage
 
 
 def test_a_group_without_a_pack_is_no_record(run: MadeRun) -> None:
