@@ -67,6 +67,7 @@ class RewardService(JsonServer):
         return 200, {}
 
 
+@pytest.mark.slow
 def test_a_run_is_created_and_its_function_registered_when_it_runs(
     console: Api, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

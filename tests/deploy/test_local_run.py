@@ -177,6 +177,7 @@ def test_a_missing_reward_file_is_refused(run_file: Path, tmp_path: Path) -> Non
         LocalRun([str(run_file)], reward_files=[tmp_path / "none.py"])
 
 
+@pytest.mark.slow
 def test_a_trainer_that_cannot_start_ends_the_run(run_file: Path, tmp_path: Path) -> None:
     """The command exits with the trainer's exit code and shows the end of its log."""
     (tmp_path / "nowhere").mkdir()  # a folder that is missing is refused before anything starts

@@ -154,6 +154,7 @@ def test_a_reward_model_learns_by_adapters(found: dict[str, Any], folder: Path) 
     assert len(same) == len(base) - 14
 
 
+@pytest.mark.slow
 def test_a_training_killed_while_a_thread_writes_equals_an_uninterrupted_one(
     found: dict[str, Any], folder: Path
 ) -> None:

@@ -59,6 +59,7 @@ def required(extra: str) -> set[str]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("extra", SERVICES)
 def test_an_extra_has_what_its_service_imports(extra: str) -> None:
     present = required(extra)

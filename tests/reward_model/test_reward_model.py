@@ -197,6 +197,7 @@ def test_prompts_come_from_the_row_or_the_policys_text() -> None:
             Reading(form, render, "q").texts(group(**row))  # type: ignore[arg-type]
 
 
+@pytest.mark.slow
 def test_a_folder_is_served_by_one_command(tmp_path: Path) -> None:
     """HTTP in, the numbers of direct transformers out, by the chat template; a row without its column is an error."""
     model = build(tmp_path / "rm")

@@ -225,6 +225,7 @@ def test_a_reply_that_contradicts_the_question_is_refused(change: dict[str, Any]
         read_answer("http://t", question, {"meta_info": _REPLY["meta_info"] | change}, 1, 1)
 
 
+@pytest.mark.slow
 def test_a_worker_stores_what_its_teacher_says(run: WorkerRun, tmp_path: Path) -> None:
     """Of groups whose tasks ask for it; without its teacher the pack is dead-lettered, with group and URL."""
     write_model(tmp_path / "teacher", seed=9)

@@ -8,6 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from penstock.deploy.processes.child import Child
 from penstock.protocol.packs import group_pack
 from penstock.protocol.packs.task_promise import TaskPromise
@@ -63,6 +65,7 @@ def check_redundant_groups(run: TrainerSide) -> None:
     wait_for(is_counted, "the heartbeat to count the abandoned completions")
 
 
+@pytest.mark.slow
 def test_an_embedded_engine_is_started_updated_restarted_and_stopped(run: WorkerRun):
     """Its samples have the newest version, also after a restart by SIGKILL; it exits when its worker is killed."""
     run.publish(0)

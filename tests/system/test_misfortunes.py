@@ -58,6 +58,7 @@ def test_all_services_wait_for_a_killed_trainer(
             )
 
 
+@pytest.mark.slow
 def test_killed_servers_are_waited_for(services: Services) -> None:
     """NATS, then S3, SIGKILLed with packs in the engine and restarted: services name the server and lose nothing."""
 
@@ -144,6 +145,7 @@ def test_a_reached_quota_of_nats_is_waited_for(services: Services) -> None:
         services.wait_complete()
 
 
+@pytest.mark.slow
 def test_a_wall_clock_that_steps_back_loses_nothing(services: Services, monkeypatch: pytest.MonkeyPatch) -> None:
     """Clocks step ten minutes back in mid-pack, and forward again: nothing expires, is doubled or dead-lettered."""
     library = Path("/usr/lib/x86_64-linux-gnu/faketime/libfaketimeMT.so.1")

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
+
 from penstock.agents.environments.episode_environment import Begun, group_seed
 from penstock.deploy.quickstart_task import write_model
 from penstock.protocol.groups import MAX_SEED, derived_seed
@@ -16,6 +18,7 @@ from tests.groups import make_task
 from tests.trainer.learner.forks import Fork
 
 
+@pytest.mark.slow
 def test_the_same_seed_makes_the_same_versions_and_another_one_others(tmp_path: Path) -> None:
     """Order of the prompts, samples, dropout and adapters: digests of all versions are equal, and all differ for another seed."""
     write_model(tmp_path / "model", seed=0)

@@ -15,6 +15,7 @@ from penstock.protocol.config.connection import NatsSettings, S3Settings
 pytestmark = pytest.mark.timeout(300)
 
 
+@pytest.mark.slow
 def test_a_gguf_file_is_warmed_up_and_trained(
     tmp_path: Path, run_streams: str, nats_settings: NatsSettings, s3_settings: S3Settings
 ) -> None:

@@ -31,6 +31,7 @@ def engine(runs: Path) -> Iterator[ChatEngine]:
         yield started
 
 
+@pytest.mark.slow
 @needs_engine
 def test_one_prompt_prints_one_answer(runs: Path, engine: ChatEngine):
     printed = started("chat", "tiny", "--prompt", "sort 31", cwd=runs)

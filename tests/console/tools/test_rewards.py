@@ -113,6 +113,7 @@ def test_extra_info_is_a_json_object(reward: Reward):
     reward("test", "gsm8k", "--extra-info", '{"a": 1}')
 
 
+@pytest.mark.slow
 def test_equal_scores_and_rows_that_cannot_be_scored_are_named(reward: Reward, tmp_path: Path):
     """A row without a right answer and a missing file are errors that name file and row."""
     data = rows_file(tmp_path, *({"prompt": "say", "ground_truth": text} for text in ("a", "b", "c")))

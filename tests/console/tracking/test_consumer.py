@@ -172,6 +172,7 @@ def test_steps_of_a_training_on_given_answers_are_written_once(tmp_path: Path) -
     assert "sft.lr" in event_files.texts(folder / "trackers" / "tensorboard")["settings/text_summary"]
 
 
+@pytest.mark.slow
 def test_the_process_of_a_tracker_that_is_killed_beside_a_training_is_started_again(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -192,6 +193,7 @@ def test_the_process_of_a_tracker_that_is_killed_beside_a_training_is_started_ag
     assert "the tracker tensorboard ended with exit code -9; restarting it\n" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_each_evaluation_reaches_a_tracker_once(tmp_path: Path) -> None:
     """Whatever the order of the versions, though a note was cut, and though the command is repeated."""
     folder = tmp_path / "My.run" / "evaluations"

@@ -171,6 +171,7 @@ def test_without_the_extra_there_are_no_traces(monkeypatch: pytest.MonkeyPatch) 
         assert traces is NO_TRACES
 
 
+@pytest.mark.slow
 def test_a_service_without_a_collector_imports_neither_library() -> None:
     """OpenTelemetry's SDK and prometheus-client are loaded where they are used (FastAPI imports the API itself)."""
     program = (

@@ -130,6 +130,7 @@ def test_rewards_and_routes_are_listed(shared_service: Service) -> None:
     assert {f"/v1/{route}" for route in routes} <= shared_service.get("/openapi.json")["paths"].keys()
 
 
+@pytest.mark.slow
 def test_registrations_at_the_same_moment_are_all_kept(wire: Wire, start_service: StartService) -> None:
     services = [start_service(replica="r0"), start_service(replica="r1")]
     names = [f"many{i}-{wire.run_id}" for i in range(12)]

@@ -31,6 +31,7 @@ def test_a_file_with_compute_score_scores_a_run(wire: Wire, start_service: Start
     assert name not in service.endpoints()
 
 
+@pytest.mark.slow
 def test_a_restarted_served_file_takes_over_its_name(wire: Wire, start_service: StartService, serve: Serve) -> None:
     """After SIGKILL of the served file its groups wait; started again, on another port, it scores them."""
     service = start_service("reward_service.endpoint_attempts=50")
@@ -63,6 +64,7 @@ def test_user_code_runs_where_alarms_work_and_its_errors_name_the_line(tmp_path:
     assert "alarming.py, line 4, in compute_score" in result["scores"][1]["error"]
 
 
+@pytest.mark.slow
 def test_a_registration_that_is_refused_ends_the_command(
     wire: Wire, start_service: StartService, serve: Serve, tmp_path: Path
 ) -> None:

@@ -44,6 +44,7 @@ def returned(reply: dict[str, Any], num_layers: int, top_k: int) -> np.ndarray:
     return np.frombuffer(base64.b64decode(reply["meta_info"]["routed_experts"]), "<i4").reshape(-1, num_layers, top_k)
 
 
+@pytest.mark.slow
 def test_a_mixture_is_exact_and_its_experts_are_returned(tmp_path: Path) -> None:
     """Log-probabilities, greedy tokens and chosen experts are those of transformers, before and after an update."""
     build_model(tmp_path / "model", "qwen3_moe", **MIXTURE)

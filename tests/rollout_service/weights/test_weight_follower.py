@@ -203,6 +203,7 @@ def test_an_evaluation_sampled_by_another_version_is_not_announced(run: WorkerRu
     assert len(run.engine.requests) == 2
 
 
+@pytest.mark.slow
 def test_an_engine_that_serves_other_weights_is_not_used(run: WorkerRun):
     """If its checksum differs from the first one's and from its files', its worker raises an alarm and exits."""
     run.engine.checksum = "right"

@@ -172,6 +172,7 @@ async def test_all_engines_of_a_pool_get_an_adapter(model: Path, adapters: dict[
         await pool.stop()
 
 
+@pytest.mark.slow
 async def test_a_restarted_engine_has_its_adapters(model: Path, adapters: dict[PolicyVersion, Adapter], tmp_path: Path):
     engine = ManagedEngine(
         embedded_command(WorkerSettings()),  # pyright: ignore[reportCallIssue]

@@ -79,6 +79,7 @@ def plan_of(groups: list[ReadyGroup], settings: AlgorithmSettings, **more: float
     )  # fmt: skip
 
 
+@pytest.mark.slow
 def test_the_learning_rate_shrinks_with_the_effective_sample_size(trained: dict[str, list[dict]]) -> None:
     """Samples far from the policy scale the step's rate by the effective share; off, the schedule alone does."""
     for scaled, plain in zip(trained["default"], trained["no ess"], strict=True):

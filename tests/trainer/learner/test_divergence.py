@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+import pytest
 import torch
 from tests.trainer.learner import forks
 from tests.trainer.learner.tiny import HOW
@@ -54,6 +55,7 @@ def main(_: Sequence[str]) -> int:
     return 0
 
 
+@pytest.mark.slow
 def test_a_gradient_that_is_not_finite_ends_the_training_and_changes_no_weight(tmp_path: Path) -> None:
     """At every ZeRO stage the error names optimizer step and norm, and the weights are those before the step."""
     results = forks.results(tmp_path, __name__)[1]

@@ -42,6 +42,7 @@ def carried(tmp_path: Path) -> tuple[Path, Path]:
     return tmp_path / "out/tree", tmp_path / "venv/bin/python"
 
 
+@pytest.mark.slow
 def test_steps_give_their_figures_where_only_what_is_carried_is(carried: tuple[Path, Path]) -> None:
     """One file or wheel less than needed, and the check fails there; what its last part starts is imported: `make gpu-carry` says how it is run."""
     tree, python = carried

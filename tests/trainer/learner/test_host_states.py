@@ -105,6 +105,7 @@ def main(_: Sequence[str]) -> int:
     return 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_what_was_moved_out_and_back_trains_on_bit_for_bit(tmp_path: Path, num_ranks: int) -> None:
     """At every ZeRO stage the device is free of it meanwhile, and a checkpoint is captured from the copies."""

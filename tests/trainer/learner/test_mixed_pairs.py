@@ -254,6 +254,7 @@ def test_two_ranks_equal_one_and_a_checkpoint_continues(results: dict[int, dict[
     assert bool(one["digests"]) == (way != "groups alone")
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_a_run_with_pairs_is_replayed_hash_for_hash(
     nats_server: NatsServer, s3_server: S3Server, tmp_path: Path

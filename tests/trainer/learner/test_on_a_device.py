@@ -239,6 +239,7 @@ DRAWN_ON_THE_HOST = {
 WAITING = {f"clip_cov, {anchor}": DRAWN_ON_THE_HOST for anchor in ("anchor", "behaviour")}
 
 
+@pytest.mark.slow
 def test_no_objective_waits_for_the_device(device: None) -> None:
     """Those that do are listed. Loss, gradients and figures are those of the CPU, to the last bit; of no row too."""
     batch = build(rows_of(1000))

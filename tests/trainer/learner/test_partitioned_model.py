@@ -236,6 +236,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Results:
     return {num: [json.loads((folder / f"{num}-{rank}.json").read_text()) for rank in range(num)] for num in (1, 2, 4)}
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("name", [TIED, UNTIED, EXPERTS])

@@ -15,6 +15,7 @@ import secrets
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import pytest
 from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis.errors import Unsatisfiable
 from starlette.testclient import TestClient
@@ -30,6 +31,7 @@ _EXAMPLES = 3  # for each route and mode
 _UNREACHABLE = re.compile(r"no reward service answers at |NATS of run \S+ does not answer at ")
 
 
+@pytest.mark.slow
 def test_no_request_that_the_description_allows_or_forbids_is_an_internal_error(
     api: Api, launcher: FakeLauncher, tmp_path: Path
 ):
