@@ -231,6 +231,8 @@ UNIQUE = "def f(x):\n    y = sorted(set(x))\n    x[:len(y)] = y\n    return len(
             0,
         ),
         (CLEARS, "x = [3, 1, 2]\ny = x\nr = f(y)\nassert all(a == b for a, b in zip(r, x)) and len(r) == len(x)", 0),
+        (CLEARS, "x = {'a': 1}\nassert f(x) == list(x)", None),
+        (SORTS, "def check(f):\n    x = [2, 1]\n    f(x)\n    assert x == [1, 2]\ncheck(f)", 1),
         (CLEARS, "assert (lambda v: f(v) == sorted(v))([3, 1, 2])", 0),
         (ZEROS, ONLY + "        got = f(self.x)\n        self.assertEqual(got, sum(self.x))", 0),
         (ZEROS, "import solution as s\nx = [2, 1]\nassert max(x) == s.f(x)", 0),
