@@ -36,9 +36,10 @@ _ASSISTANTS = ("bot", "chatbot", "model", "ai", "agent", "assistant_response", "
 CALL_ROLES = ("function_call", "tool_call")  # the text is the JSON of a call, or of a list of them
 _KNOWN_KEYS = frozenset({"role", "content", "from", "value", "name", "tool_calls", "tool_call_id", "function_call"})
 _TRAINED_IF = (
-    "weight", "loss", "loss_scale", "loss_mask", "step_loss_mask", "train_on_turn", "train", "trainable", "label",
+    "weight", "loss", "loss_scale", "loss_weight", "loss_mask", "step_loss_mask", "train_on_turn", "train", "trainable", "is_trained", "label",
 )  # fmt: skip
 _TRAINED_UNLESS = ("mask", "masked", "is_masked", "ignore_loss")
+_UNCLEAR = re.compile(r"(?:^|_)(?:loss|train\w*|mask\w*|weight|learn\w*|supervis\w+|ignored?|skip\w*|excluded?)(?:_|$)")
 _RANGES = ("train_detail", "training_detail")  # axolotl's, parts of a text
 
 PYTHON_CHAT = re.compile(r"""\s*\[?\s*\{\s*'(role|from|content|value)'\s*:""")
@@ -66,7 +67,7 @@ def read_chat(
     for number, given in enumerate(value):
         message = _message(given, f"{column}[{number}]", roles, reads_images)
         if chat and chat[-1]["role"] == "assistant" and role_of(given, roles) in CALL_ROLES:
-            if _is_marked(message) != _is_marked(chat[-1]):
+            if is_marked(message) != is_marked(chat[-1]):
                 expected = "expected the mark of the message before it, which is the same answer"
                 refuse(f"{column}[{number}]", expected, "another one; mark both as trained, or both as not trained")
             calls = [*chat[-1].get("tool_calls", []), *message["tool_calls"]]
@@ -111,10 +112,14 @@ def is_trained(message: Mapping[str, Any], column: str) -> bool:
     for name in (*_TRAINED_IF, *_TRAINED_UNLESS):
         if message.get(name) is not None and truth(message[name]) is None and name != "label":
             refuse(f"{column}.{name}", "expected true, false, 1 or 0", f"{shown(message[name])}; round or remove it")
-    return not _is_marked(message)
+    for name in message:
+        is_unclear = name not in (*_TRAINED_IF, *_TRAINED_UNLESS) and _UNCLEAR.search(name)
+        if is_unclear and truth(message[name]) is not None:
+            refuse(f"{column}.{name}", "expected a mark such as loss or masked", f"{name!r}; rename or remove it")
+    return not is_marked(message)
 
 
-def _is_marked(message: Mapping[str, Any]) -> bool:
+def is_marked(message: Mapping[str, Any]) -> bool:
     is_off = any(truth(message.get(name)) is False for name in _TRAINED_IF)
     return is_off or any(truth(message.get(name)) is True for name in _TRAINED_UNLESS)
 
