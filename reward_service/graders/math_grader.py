@@ -30,6 +30,7 @@ _MISREAD = re.compile(
     r"\\(?:dots|text|pmod|bmod|mod|equiv|notin|gcd|lcm|nmid|parallel|perp|"
     r"angle|triangle|cong|sim|prime|circ|to|mapsto|Rightarrow|cup\\cup)(?![A-Za-z])"
     r"|'|!!|\^\{?T\}?(?![A-Za-z])|::|[0-9)](?:\^\{[^{}]*\})?\s*_|:[^:]*:|[0-9]\s+[0-9]"
+    r"|\\(?:vec|hat|overrightarrow)(?![A-Za-z]).*\\times ?\\(?:vec|hat|overrightarrow)(?![A-Za-z])"
 )
 _LETTER = re.compile(r"\\[A-Za-z]+|[A-Za-z]")
 _POINTS = tuple(
@@ -145,7 +146,10 @@ def _are_joined_otherwise(gold: str, answer: str) -> bool:
 def _equal_collections(wanted: notation.Collection, values: notation.Collection, relative: Any) -> bool:
     if len(wanted.items) != len(values.items) or len(wanted.items) > _MAX_ITEMS:
         return False
-    names, theirs = ([notation.named(item)[0] for item in part.items] for part in (wanted, values))
+    shared = wanted.items[1:]  # k\pi, k \in \mathbb{Z}
+    if len(shared) == 1 and not wanted.kind + values.kind and shared == values.items[1:] and "\\in" in shared[0]:
+        return _equal(wanted.items[0], values.items[0], relative)
+    names, theirs = notation.names_of_both(wanted, values)
     several, others = len({*names} - {""}) > 1, len({*theirs} - {""}) > 1
     if wanted.is_ordered or values.is_ordered:  # (1, 2), also as x = 1, y = 2
         if wanted.kind != values.kind and (wanted.kind or values.kind) == "()" and "" in {wanted.kind, values.kind}:
@@ -228,14 +232,13 @@ def _words(text: str) -> str:
 
 
 def _letters(text: str) -> set[str]:
-    found = {letter for letter in _LETTER.findall(text) if letter[0] != "\\" or letter[1:].casefold() in _GREEK}
+    found = {letter for letter in _LETTER.findall(text) if letter[0] != "\\" or _GREEK.fullmatch(letter[1:].casefold())}
     return found - {"e", "i"}
 
 
-_GREEK = frozenset([
-    "alpha", "beta", "gamma", "delta", "epsilon", "zeta", "eta", "theta", "iota", "kappa", "lambda", "mu", "nu", "xi", "rho",
-    "sigma", "tau", "phi", "chi", "psi", "omega",
-])  # fmt: skip
+_GREEK = re.compile(
+    "alpha|beta|gamma|delta|epsilon|zeta|eta|theta|iota|kappa|lambda|mu|nu|xi|rho|sigma|tau|phi|chi|psi|omega"
+)
 
 
 def _equal_parsed(gold: str, answer: str, relative: Any) -> bool:

@@ -20,7 +20,10 @@ _MAX_PARSED_CHARS = 32 * 1024
 _MARKDOWN = ("markdown", "md")
 # The tags of a chain of thought, as the families of models write them.
 THINKING = re.compile(
-    r"(?:<|◁)(?P<closes>/?)(?:think|thinking|thought|reasoning)(?:>|▷)|\[(?P<ends>/?)THINK\]", re.IGNORECASE
+    r"(?:<|◁)(?P<closes>/?)(?:think|thinking|thought|reasoning)(?:>|▷)|"
+    r"(?P<begins>\[THINK\]|<\|begin_of_thought\|>|<\|channel\|>analysis<\|message\|>)|"
+    r"\[/THINK\]|<\|end_of_thought\|>|<\|channel\|>final<\|message\|>",
+    re.IGNORECASE,
 )
 _ANSWER = re.compile(r"^[ \t]*</?answer>|</?answer>[ \t]*$", re.IGNORECASE | re.MULTILINE)
 _FENCE = re.compile(r"(`{3,})([^`]*)|(~{3,})(.*)")
@@ -88,9 +91,13 @@ def _tags(text: str) -> Iterator[tuple[int, int, bool]]:
             read = "" if quote else _TOKENS.sub(lambda token: " " * len(token[0]), line)
             quote = _open_quote(line, quote)
         for tag in THINKING.finditer(read):
-            yield begin + tag.start(), begin + tag.end(), bool(tag["closes"] or tag["ends"])
+            yield begin + tag.start(), begin + tag.end(), ends_thinking(tag)
             is_code, quote = False, ""
         begin += len(line) + 1
+
+
+def ends_thinking(tag: re.Match[str]) -> bool:
+    return not tag["begins"] and tag["closes"] != ""
 
 
 def _before_stray_fence(text: str) -> str | None:
