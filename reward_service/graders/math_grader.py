@@ -29,7 +29,7 @@ _MAX_DEPTH = 40  # of brackets; the parser's time grows with it
 _MISREAD = re.compile(
     r"\\(?:dots|text|pmod|bmod|mod|equiv|notin|gcd|lcm|nmid|parallel|perp|"
     r"angle|triangle|cong|sim|prime|circ|to|mapsto|Rightarrow|cup\\cup)(?![A-Za-z])"
-    r"|'|!!|\^\{?T\}?(?![A-Za-z])|::|[0-9)](?:\^\{[^{}]*\})?\s*_|:[^:]*:|[0-9]\s+[0-9]"
+    r"|'|!!|(?<![0-9e])\^\{?T\}?(?![A-Za-z])|::|[0-9)](?:\^\{[^{}]*\})?\s*_|:[^:]*:|[0-9]\s+[0-9]"
     r"|\\(?:vec|hat|overrightarrow)(?![A-Za-z]).*\\times ?\\(?:vec|hat|overrightarrow)(?![A-Za-z])"
 )
 _LETTER = re.compile(r"\\[A-Za-z]+|[A-Za-z]")
@@ -255,6 +255,7 @@ def _equal_meanings(gold: str, answer: str, relative: Any) -> bool:
     wanted, value = _parse(gold), _parse(answer)
     if wanted is None or value is None:
         return False
+    wanted, value = (part.doit() if isinstance(part, sympy.MatrixExpr) else part for part in (wanted, value))
     if isinstance(wanted, sympy.MatrixBase) and isinstance(value, sympy.MatrixBase):
         pairs = zip(wanted.flat(), value.flat(), strict=False)
         return wanted.shape == value.shape and all(_equal_expressions(one, other, relative) for one, other in pairs)
@@ -284,6 +285,7 @@ def _parse(text: str) -> Any:
     """Return what a formula means to the parser; None for one that it cannot read, or misreads."""
     if _MISREAD.search(_LIMIT.sub(r"\1", re.sub(r"\^\\circ(?![A-Za-z])", "", text))):
         return None
+    text = re.sub(r"(?<=[0-9e])\^\{?T\}?(?![A-Za-z])", "^{t}", text)  # the parser makes letters small, but drops ^T
     formula = notation.exactly(text).lstrip("+").replace("^\\circ", "\\cdot\\frac{\\pi}{180}")
     try:
         parsed = latex2sympy(formula, is_real=True, convert_degrees=False, normalization_config=None)

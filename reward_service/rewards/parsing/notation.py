@@ -62,6 +62,7 @@ _REPLACED = (
     (r"\\lg(?![A-Za-z])", r"\\log_{10}"),
     (r"(?<=:[0-9]{2})\s*[pP]\.?\s?[mM]\.?$", r"\\text{pm}"),
     (r"(?<=:[0-9]{2})\s*[aA]\.?\s?[mM]\.?$", r"\\text{am}"),
+    (r"(?<=[0-9])\s*([aApP])\.\s?[mM]\.?$", r"\\text{\1m}"),
     (r"\\(?:leqslant|leqq|leq|le)(?![A-Za-z])|<=|⩽", r"\\le "),
     (r"\\(?:geqslant|geqq|geq|ge)(?![A-Za-z])|>=|⩾", r"\\ge "),
     (r"\\(?:neq|ne)(?![A-Za-z])|!=|\\not\s*=", r"\\neq "),

@@ -182,6 +182,8 @@ RENDERED = f"<tool_call>\n{_CALL}\n</tool_call><|im_end|>"
         ({"conversations": [*_FROM, *_RESULT], "tools": _BARE}, [RENDERED, "It is cold.<|im_end|>"]),  # LLaMA-Factory
         ({"conversations": [*_FROM, *_RESULT], "tools": _TOOLS_TEXT, "system": "s"}, [RENDERED, "It is cold.<|im_end|>"]),
         ({"messages": [USER, {"role": "tool_call", "content": _CALL}], "tools": _TOOLS_TEXT}, [RENDERED]),  # ms-swift
+        *(({"conversations": [*_FROM, {"from": role, "value": "cold"}, _RESULT[1]]}, [RENDERED, "It is cold.<|im_end|>"])
+          for role in ("function_response", "function-response", "tool_result", "ipython")),  # Glaive's, Llama's
         ({"messages": [USER, {"role": "assistant", "content": ""}, {"role": "tool_call", "content": _CALL},
                        {"role": "tool_response", "content": "cold"}, ANSWER]}, [RENDERED, "a<|im_end|>"]),
         ({"query": "q", "answers": f"[{_CALL}]", "tools": _BARE, "id": 1}, [RENDERED]),  # xLAM, APIGen
