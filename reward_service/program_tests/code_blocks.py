@@ -30,6 +30,7 @@ _FENCE = re.compile(r"(`{3,})([^`]*)|(~{3,})(.*)")
 _BEHIND_TEXT = re.compile(r"[^`]`{3}(\w+)$")  # a fence that opens a block of Python at the end of a line
 _LANGUAGE = re.compile(r"\{?\.?([\w+#-]+)")
 _ITEM = re.compile(r"(?:[-*+]|[0-9]{1,9}[.)])(?: +|$)")
+_LEAD = re.compile(r"[ \t]*(?:(?:[-*+]|[0-9]{1,9}[.)])[ \t]+)*")
 _CODE_INDENT = 4  # from here on a line is indented code, and no fence
 _MAX_NESTED = 16  # containers in each other; deeper ones are text
 _DEFINED = re.compile(r"\b(?:def|class)\s+(\w+)|^(\w+)[ \t]*=(?!=)", re.MULTILINE)
@@ -221,8 +222,8 @@ def _blocks(text: str, indented: bool) -> list[tuple[str, str]]:
 
 def _within(line: str, containers: list[int]) -> tuple[str, int]:
     """Return the rest of a line after its containers' indentation and marks, and how many of them it is in."""
-    rest = line.lstrip(" \t")
-    rest = line[: len(line) - len(rest)].expandtabs(4) + rest
+    lead = _LEAD.match(line)
+    rest = lead[0].expandtabs(4) + line[lead.end() :] if lead else line
     for matched, column in enumerate(containers):
         if column == _QUOTE:
             if not rest.lstrip(" ").startswith(">"):

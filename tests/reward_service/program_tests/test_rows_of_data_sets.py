@@ -150,6 +150,7 @@ PRINTS: dict[str, str] = {
     "recursion in C": "import sys\nsys.setrecursionlimit(10**6)\n@cache\ndef f(n): return 0 if n == 0 else 1 + f(n - 1)\nprint(f(30000) - 29958)",
     "a thread": "import sys, threading\nsys.setrecursionlimit(10**7)\nthreading.stack_size(2**27)\n"
     "def main():\n    print(int(input()) + 1)\nt = threading.Thread(target=main)\nt.start()\nt.join()",
+    "its file": "import os\nos.path.dirname(os.path.abspath(__file__))\nprint(int(input()) + 1)",
     "readline": "import sys\ninput = sys.stdin.readline\nprint(int(input()) + 1)",
     "the size of the input": "import io, os\ninput = io.BytesIO(os.read(0, os.fstat(0).st_size)).readline\nprint(int(input()) + 1)",
     "a mapped input": "import mmap\nprint(int(mmap.mmap(0, 0, access=mmap.ACCESS_READ).readline()) + 1)",
@@ -385,6 +386,7 @@ DOC = 'def f():\n    """Use:\n%s```\n%sf()\n%s```\n    """\n    return 1\n'
         ("```python\nx = \"it's\"  # '''\n```\nand ''' more", "x = \"it's\"  # '''\n"),
         ("1. Do:\n   ```python\n   def f():\n       return 1\n   ```\n2. End", "def f():\n    return 1\n"),
         ("1. Do:\n\n    ```python\n    def f():\n        return 1\n    ```", "def f():\n    return 1\n"),
+        ("1.\t```python\n\tdef f():\n\t    return 1\n\t```\nEnd", "def f():\n    return 1\n"),
         ("- x\n  - y\n\n    ~~~python\n    a = 1\n    ~~~", "a = 1\n"),
         ("1. Do:\n   ```python\nprint(1)\n   ```", "print(1)\n"),
         ("1. Idea:\n   ```python\n   draft()\n2. Final\n```python\nfinal()\n```", "final()\n"),
