@@ -66,7 +66,7 @@ def check_data(paths: Sequence[Path], reading: Reading, *, as_json: bool, runs_t
             most=reading.first,
             has_pairs=has_pairs,
             images=images,
-            reward=settings.reward if runs_tests else None,
+            reward=settings.reward if runs_tests and not _is_fine_tuned(settings, path, data) else None,
         )
         for path, data in sources
     ]
@@ -144,6 +144,14 @@ def _sources(settings: TrainerSettings, files: Sequence[Path]) -> list[tuple[Pat
     return sources
 
 
+def _is_fine_tuned(settings: TrainerSettings, file: Path, data: DataSettings) -> bool:
+    """Return True for rows that no reward scores, because SFT, DPO or the training of a reward model alone reads them."""
+    sections = (settings.sft, settings.dpo, settings.rm)
+    rewarded = [*listed(settings.data.train), *settings.data.eval_files]
+    is_own = file not in rewarded and any(file in (*section.files, *section.eval_files) for section in sections)
+    return is_own or data.map_key in ("sft.map", "dpo.map", "rm.map")
+
+
 def _purpose(report: FileReport, settings: TrainerSettings, data: DataSettings) -> Purpose:
     """Return what a file's rows are shown for: what the run file names it for, or else what they can train, most specific first."""
     file = Path(report.file)
@@ -212,6 +220,8 @@ def check_file(
                 check.length(rows.place(number), limit)
         except MalformedData as err:
             report.problems.add(rows.place(number), str(err))
+    if report.num_sft:  # SFT obeys marks of answers
+        report.notes[0].message_keys &= report.notes[1].message_keys
     report.repeated_keys = rows.repeated_keys
     return report
 

@@ -29,7 +29,8 @@ _MAX_DEPTH = 40  # of brackets; the parser's time grows with it
 _MISREAD = re.compile(
     r"\\(?:dots|text|pmod|bmod|mod|equiv|notin|gcd|lcm|nmid|parallel|perp|"
     r"angle|triangle|cong|sim|prime|circ|to|mapsto|Rightarrow|cup\\cup)(?![A-Za-z])"
-    r"|'|!!|\^\{?T\}?(?![A-Za-z])|::|[0-9)](?:\^\{[^{}]*\})?\s*_|:[^:]*:|[0-9]\s+[0-9]"
+    r"|'|!!|(?<![0-9e])\^\{?T\}?(?![A-Za-z])|::|[0-9)](?:\^\{[^{}]*\})?\s*_|:[^:]*:|[0-9]\s+[0-9]"
+    r"|\\(?:vec|hat|overrightarrow)(?![A-Za-z]).*\\times ?\\(?:vec|hat|overrightarrow)(?![A-Za-z])"
 )
 _LETTER = re.compile(r"\\[A-Za-z]+|[A-Za-z]")
 _POINTS = tuple(
@@ -145,7 +146,10 @@ def _are_joined_otherwise(gold: str, answer: str) -> bool:
 def _equal_collections(wanted: notation.Collection, values: notation.Collection, relative: Any) -> bool:
     if len(wanted.items) != len(values.items) or len(wanted.items) > _MAX_ITEMS:
         return False
-    names, theirs = ([notation.named(item)[0] for item in part.items] for part in (wanted, values))
+    shared = wanted.items[1:]  # k\pi, k \in \mathbb{Z}
+    if len(shared) == 1 and not wanted.kind + values.kind and shared == values.items[1:] and "\\in" in shared[0]:
+        return _equal(wanted.items[0], values.items[0], relative)
+    names, theirs = notation.names_of_both(wanted, values)
     several, others = len({*names} - {""}) > 1, len({*theirs} - {""}) > 1
     if wanted.is_ordered or values.is_ordered:  # (1, 2), also as x = 1, y = 2
         if wanted.kind != values.kind and (wanted.kind or values.kind) == "()" and "" in {wanted.kind, values.kind}:
@@ -228,14 +232,13 @@ def _words(text: str) -> str:
 
 
 def _letters(text: str) -> set[str]:
-    found = {letter for letter in _LETTER.findall(text) if letter[0] != "\\" or letter[1:].casefold() in _GREEK}
+    found = {letter for letter in _LETTER.findall(text) if letter[0] != "\\" or _GREEK.fullmatch(letter[1:].casefold())}
     return found - {"e", "i"}
 
 
-_GREEK = frozenset([
-    "alpha", "beta", "gamma", "delta", "epsilon", "zeta", "eta", "theta", "iota", "kappa", "lambda", "mu", "nu", "xi", "rho",
-    "sigma", "tau", "phi", "chi", "psi", "omega",
-])  # fmt: skip
+_GREEK = re.compile(
+    "alpha|beta|gamma|delta|epsilon|zeta|eta|theta|iota|kappa|lambda|mu|nu|xi|rho|sigma|tau|phi|chi|psi|omega"
+)
 
 
 def _equal_parsed(gold: str, answer: str, relative: Any) -> bool:
@@ -252,6 +255,7 @@ def _equal_meanings(gold: str, answer: str, relative: Any) -> bool:
     wanted, value = _parse(gold), _parse(answer)
     if wanted is None or value is None:
         return False
+    wanted, value = (part.doit() if isinstance(part, sympy.MatrixExpr) else part for part in (wanted, value))
     if isinstance(wanted, sympy.MatrixBase) and isinstance(value, sympy.MatrixBase):
         pairs = zip(wanted.flat(), value.flat(), strict=False)
         return wanted.shape == value.shape and all(_equal_expressions(one, other, relative) for one, other in pairs)
@@ -281,6 +285,7 @@ def _parse(text: str) -> Any:
     """Return what a formula means to the parser; None for one that it cannot read, or misreads."""
     if _MISREAD.search(_LIMIT.sub(r"\1", re.sub(r"\^\\circ(?![A-Za-z])", "", text))):
         return None
+    text = re.sub(r"(?<=[0-9e])\^\{?T\}?(?![A-Za-z])", "^{t}", text)  # the parser makes letters small, but drops ^T
     formula = notation.exactly(text).lstrip("+").replace("^\\circ", "\\cdot\\frac{\\pi}{180}")
     try:
         parsed = latex2sympy(formula, is_real=True, convert_degrees=False, normalization_config=None)

@@ -20,13 +20,17 @@ _MAX_PARSED_CHARS = 32 * 1024
 _MARKDOWN = ("markdown", "md")
 # The tags of a chain of thought, as the families of models write them.
 THINKING = re.compile(
-    r"(?:<|◁)(?P<closes>/?)(?:think|thinking|thought|reasoning)(?:>|▷)|\[(?P<ends>/?)THINK\]", re.IGNORECASE
+    r"(?:<|◁)(?P<closes>/?)(?:think|thinking|thought|reasoning)(?:>|▷)|"
+    r"(?P<begins>\[THINK\]|<\|begin_of_thought\|>|<\|channel\|>analysis<\|message\|>)|"
+    r"\[/THINK\]|<\|end_of_thought\|>|<\|channel\|>final<\|message\|>",
+    re.IGNORECASE,
 )
 _ANSWER = re.compile(r"^[ \t]*</?answer>|</?answer>[ \t]*$", re.IGNORECASE | re.MULTILINE)
 _FENCE = re.compile(r"(`{3,})([^`]*)|(~{3,})(.*)")
 _BEHIND_TEXT = re.compile(r"[^`]`{3}(\w+)$")  # a fence that opens a block of Python at the end of a line
 _LANGUAGE = re.compile(r"\{?\.?([\w+#-]+)")
 _ITEM = re.compile(r"(?:[-*+]|[0-9]{1,9}[.)])(?: +|$)")
+_LEAD = re.compile(r"[ \t]*(?:(?:[-*+]|[0-9]{1,9}[.)])[ \t]+)*")
 _CODE_INDENT = 4  # from here on a line is indented code, and no fence
 _MAX_NESTED = 16  # containers in each other; deeper ones are text
 _DEFINED = re.compile(r"\b(?:def|class)\s+(\w+)|^(\w+)[ \t]*=(?!=)", re.MULTILINE)
@@ -88,9 +92,13 @@ def _tags(text: str) -> Iterator[tuple[int, int, bool]]:
             read = "" if quote else _TOKENS.sub(lambda token: " " * len(token[0]), line)
             quote = _open_quote(line, quote)
         for tag in THINKING.finditer(read):
-            yield begin + tag.start(), begin + tag.end(), bool(tag["closes"] or tag["ends"])
+            yield begin + tag.start(), begin + tag.end(), ends_thinking(tag)
             is_code, quote = False, ""
         begin += len(line) + 1
+
+
+def ends_thinking(tag: re.Match[str]) -> bool:
+    return not tag["begins"] and tag["closes"] != ""
 
 
 def _before_stray_fence(text: str) -> str | None:
@@ -214,8 +222,8 @@ def _blocks(text: str, indented: bool) -> list[tuple[str, str]]:
 
 def _within(line: str, containers: list[int]) -> tuple[str, int]:
     """Return the rest of a line after its containers' indentation and marks, and how many of them it is in."""
-    rest = line.lstrip(" \t")
-    rest = line[: len(line) - len(rest)].expandtabs(4) + rest
+    lead = _LEAD.match(line)
+    rest = lead[0].expandtabs(4) + line[lead.end() :] if lead else line
     for matched, column in enumerate(containers):
         if column == _QUOTE:
             if not rest.lstrip(" ").startswith(">"):

@@ -239,7 +239,7 @@ def plainly_equal(gold: str, answer: str, relative: float = 0.0) -> bool | None:
     if latex.is_prose(gold):
         return latex.said(gold) == latex.said(answer)
     wanted_text, text = notation.rewrite(gold), notation.rewrite(answer)
-    if wanted_text == text:
+    if text in (wanted_text, f"\\text{{{wanted_text}}}"):
         return True
     wanted, value = notation.plain_value(wanted_text), notation.plain_value(text)
     if wanted is None or value is None:

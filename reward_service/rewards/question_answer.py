@@ -34,9 +34,9 @@ EXACT, INSIDE, F1 = "qa_em", "qa_subem", "qa_f1"
 _ARTICLES = frozenset({"a", "an", "the"})
 _DASHES = str.maketrans("‐‑‒–—−", "------")
 _KEPT = re.compile(  # what belongs to a number, a formula, a version, a grade or a name such as C++
-    r"(?<=[0-9]),(?=[0-9])|(?<=[0-9])['′\"″](?!\w*[a-z])(?:\s*(?=[0-9]))?|"
+    r"\s*(?:->|<-|=>|!=|&&|\|\|)\s*|(?<=[0-9]e)[-+](?=[0-9])|(?<=[0-9]),(?=[0-9])|(?<=[0-9])['′\"″](?!\w*[a-z])(?:\s*(?=[0-9]))?|"
     r"(?<=[0-9])\s*[-/:^*+×÷=<>]\s*(?=[-+.]?[0-9])|(?<=[0-9])\.(?=[0-9])|(?<!\w)[-+<>≤≥=±]?\.?(?=[0-9])"
-    r"|\s*[<=>¬±×÷№←-⋿⟀-⟿⤀-⫿♀♂♠-♯✓-✘]\s*|(?<=\w)\^(?=\w)|\s*\+\s*(?=\w)|(?<!\w)[-+!~](?=[a-z∞](?!\w))"
+    r"|\s*[<=>¬±×÷№←-⋿⟀-⟿⤀-⫿♀♂♠-♯✓-✘]\s*|(?<=\w)\^(?=\w)|(?<=(?<!\w)\w)\*(?=\w(?!\w))|\s*\+\s*(?=\w)|(?<!\w)[-+!~](?=(?:[a-zα-ω∞√]|pi|ln|log|sin|cos|tan|sqrt)(?![a-z]))"
     r"|(?<=[a-z][0-9])-(?!\w)|(?<=[0-9])\+(?!\w)|(?<![^\W_])(?<=[a-z])[+#]+(?!\w)|(?<=(?<!\w)[a-z])[-+#*]+(?!\w)|(?<=(?<!\w)[a-z]{2})[-+#]+(?!\w)"
 )
 _THOUSANDS = re.compile(r"(?<=[0-9]),(?=[0-9]{3}(?![0-9]))")
@@ -87,6 +87,8 @@ def words(text: str, *, keeps_articles: bool = False) -> str:
     """Return the words of a text as they are compared; empty if there are none besides articles."""
     plain = re.sub(r"\$", "", unicodedata.normalize("NFC", text).casefold().translate(_DASHES))
     plain = _THOUSANDS.sub("", plain)
+    if not re.search("[^\\W0-9_]", plain):  # 2, 3
+        plain = re.sub(r"(?<=[0-9]),\s+(?=[-0-9.])", ",", plain)
     pieces, end = [], 0
     for match in _KEPT.finditer(plain):
         pieces += [_PUNCTUATION.sub("", plain[end : match.start()]), re.sub(r"\s", "", match[0])]
@@ -94,7 +96,7 @@ def words(text: str, *, keeps_articles: bool = False) -> str:
     parts = "".join([*pieces, _PUNCTUATION.sub("", plain[end:])]).split()
     if _ARTICLES.issuperset(parts):
         return ""
-    parts = [re.sub(r"^([-+<>]?)\.(?=[0-9])", r"\g<1>0.", part) for part in parts]
+    parts = [re.sub(r"(?<![\w.])\.(?=[0-9])", "0.", part) for part in parts]
     return " ".join(
         part for place, part in enumerate(parts) if part not in _ARTICLES or keeps_articles or place == len(parts) - 1
     )

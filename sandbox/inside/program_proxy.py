@@ -318,7 +318,9 @@ def _handle_of(thing: Any) -> int:
 
 def _change(argument: Any, how: str) -> None:
     """Empty a container, put zeros or ones into it and into those in it, or leave one item, a one."""
-    if isinstance(argument, dict):
+    if isinstance(argument, dict) and how == "clear" and not any(isinstance(v, dict | list) for v in argument.values()):
+        argument.clear()
+    elif isinstance(argument, dict):
         argument.update({key: _changed(item, how) for key, item in argument.items()})
     elif isinstance(argument, list | set) and argument:
         kept = {"clear": 0, "one": 1}.get(how)

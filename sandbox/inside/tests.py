@@ -15,6 +15,7 @@ import builtins
 import importlib
 import json
 import os
+import symtable
 import sys
 import types
 import unittest
@@ -200,22 +201,18 @@ def _starred(trees: list[ast.Module], missing: list[str]) -> set[str]:
 
 
 def _free_names(trees: list[ast.Module]) -> list[str]:
+    """Return the names that no scope around their use defines, nor the top level of any of the trees."""
     read: dict[str, None] = {}
     defined: set[str] = set()
-    for node in (node for tree in trees for node in ast.walk(tree)):
-        if isinstance(node, ast.Name):
-            if isinstance(node.ctx, ast.Load):
-                read[node.id] = None
-            else:
-                defined.add(node.id)
-        elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-            defined.add(node.name)
-        elif isinstance(node, ast.arg):
-            defined.add(node.arg)
-        elif isinstance(node, ast.alias):
-            defined.add((node.asname or node.name).split(".")[0])
-        elif isinstance(node, ast.ExceptHandler) and node.name:
-            defined.add(node.name)
+    tables = [symtable.symtable(ast.unparse(tree), "tests", "exec") for tree in trees]
+    while tables:
+        table = tables.pop(0)
+        tables += table.get_children()
+        for symbol in table.get_symbols():
+            if symbol.is_global() or table.get_type() == "module":
+                read |= {symbol.get_name(): None} if symbol.is_referenced() else {}
+                is_defined = symbol.is_assigned() or symbol.is_imported() or symbol.is_annotated()
+                defined |= {symbol.get_name()} if is_defined else set()
     return [name for name in read if name not in defined and not name.startswith("__")]
 
 

@@ -171,6 +171,7 @@ def _open(file: Any, *arguments: Any, **named: Any) -> Any:
 def _define(job: dict[str, Any], name: str) -> dict[str, Any]:
     module = types.ModuleType(name)
     sys.modules[name] = module
+    module.__file__ = FILE
     exec(compile(job["program"], FILE, "exec", dont_inherit=True), module.__dict__)  # noqa: S102 its purpose
     return module.__dict__
 

@@ -9,6 +9,8 @@ import tracemalloc
 from pathlib import Path
 
 import pytest
+from tests.trainer.data.test_chat_template import write_folder
+from tests.trainer.data.test_rows_in_the_wild import TEMPLATES
 
 from penstock.deploy.data_check import rows as data_rows
 from penstock.deploy.data_check.check import check_file
@@ -155,6 +157,18 @@ def test_rows_for_sft_only_are_not_bad(tmp_path: Path, capsys: pytest.CaptureFix
     printed = capsys.readouterr().out
     assert f"grpo with 0 rows (not all: {path}:1: column data_source: expected a text, got 3)" in printed
     assert "sft with 1 rows" in printed
+
+
+def test_rows_of_sft_need_no_truth_for_the_reward_of_the_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    write_folder(tmp_path / "m", TEMPLATES["qwen2.5"])
+    rows, run = tmp_path / "x.jsonl", tmp_path / "run.toml"
+    marked = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a", "weight": 1}]
+    rows.write_text(json.dumps({"messages": marked}) + "\n")
+    run.write_text(f'[model]\npath = "{tmp_path}/m"\n[sft]\ndata = "{rows}"\n[reward]\nname = "math"\n')
+    assert main(["data-check", "--run", str(run)]) == 0
+    assert "only the chat template may read" not in capsys.readouterr().out
+    assert main(["data-check", "--run", str(run), f'data.train=["{rows}"]']) == 1
+    assert "the row's ground_truth must be" in capsys.readouterr().out
 
 
 def test_a_refusal_exits_with_code_two(tmp_path: Path, capsys: pytest.CaptureFixture[str]):

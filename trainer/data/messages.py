@@ -31,14 +31,18 @@ Chat = tuple[dict[str, Any], ...]
 ROLES = ("system", "developer", "user", "assistant", "tool")
 _SAME_ROLES = {  # as ShareGPT, LLaMA-Factory, ms-swift and OpenAI's older interface write them
     "human": "user", "gpt": "assistant", "observation": "tool", "tool_response": "tool", "function": "tool",
+    "function_response": "tool", "function-response": "tool", "tool_result": "tool", "ipython": "tool",
 }  # fmt: skip
-_ASSISTANTS = ("bot", "chatbot", "model", "ai", "agent", "assistant_response", "response", "answer")
+_SUGGESTED = {
+    "tool": ".*(tool|function|observation|result).*", "assistant": "(chat)?bot|model|ai|agent|(assistant_)?response|answer", "user": ".*",
+}  # fmt: skip
 CALL_ROLES = ("function_call", "tool_call")  # the text is the JSON of a call, or of a list of them
 _KNOWN_KEYS = frozenset({"role", "content", "from", "value", "name", "tool_calls", "tool_call_id", "function_call"})
 _TRAINED_IF = (
-    "weight", "loss", "loss_scale", "loss_mask", "step_loss_mask", "train_on_turn", "train", "trainable", "label",
+    "weight", "loss", "loss_scale", "loss_weight", "loss_mask", "step_loss_mask", "train_on_turn", "train", "trainable", "is_trained", "label",
 )  # fmt: skip
 _TRAINED_UNLESS = ("mask", "masked", "is_masked", "ignore_loss")
+_UNCLEAR = re.compile(r"(?:^|_)(?:loss|train\w*|mask\w*|weight|learn\w*|supervis\w+|ignored?|skip\w*|excluded?)(?:_|$)")
 _RANGES = ("train_detail", "training_detail")  # axolotl's, parts of a text
 
 PYTHON_CHAT = re.compile(r"""\s*\[?\s*\{\s*'(role|from|content|value)'\s*:""")
@@ -66,7 +70,7 @@ def read_chat(
     for number, given in enumerate(value):
         message = _message(given, f"{column}[{number}]", roles, reads_images)
         if chat and chat[-1]["role"] == "assistant" and role_of(given, roles) in CALL_ROLES:
-            if _is_marked(message) != _is_marked(chat[-1]):
+            if is_marked(message) != is_marked(chat[-1]):
                 expected = "expected the mark of the message before it, which is the same answer"
                 refuse(f"{column}[{number}]", expected, "another one; mark both as trained, or both as not trained")
             calls = [*chat[-1].get("tool_calls", []), *message["tool_calls"]]
@@ -108,13 +112,16 @@ def is_trained(message: Mapping[str, Any], column: str) -> bool:
     """Return False for an answer that its row marks as one not to imitate; raises MalformedData for a mark that is unclear."""
     if ranges := [name for name in _RANGES if message.get(name)]:
         refuse(f"{column}.{ranges[0]}", "expected whole messages to train", "parts of one; remove it, or set sft.mask")
-    for name in (*_TRAINED_IF, *_TRAINED_UNLESS):
-        if message.get(name) is not None and truth(message[name]) is None and name != "label":
-            refuse(f"{column}.{name}", "expected true, false, 1 or 0", f"{shown(message[name])}; round or remove it")
-    return not _is_marked(message)
+    for name, value in message.items():
+        is_known = name in (*_TRAINED_IF, *_TRAINED_UNLESS)
+        if is_known and value is not None and truth(value) is None and name != "label":
+            refuse(f"{column}.{name}", "expected true, false, 1 or 0", f"{shown(value)}; round or remove it")
+        if not is_known and _UNCLEAR.search(name) and truth(value) is not None:
+            refuse(f"{column}.{name}", "expected a mark such as loss or masked", f"{name!r}; rename or remove it")
+    return not is_marked(message)
 
 
-def _is_marked(message: Mapping[str, Any]) -> bool:
+def is_marked(message: Mapping[str, Any]) -> bool:
     is_off = any(truth(message.get(name)) is False for name in _TRAINED_IF)
     return is_off or any(truth(message.get(name)) is True for name in _TRAINED_UNLESS)
 
@@ -185,11 +192,9 @@ def _message(message: Any, column: str, roles: Mapping[str, str], reads_images: 
         calls = read_calls(message.get("content"), content_column)
         return {**message, "role": "assistant", "content": "", "tool_calls": calls}
     if role not in ROLES and role not in roles.values():
-        refuse(
-            role_column,
-            f"expected one of the roles {', '.join(ROLES)}",
-            f'{name!r}; say which one it is as data.roles.{name} = "{"assistant" if name.lower() in _ASSISTANTS else "user"}"',
-        )
+        meant = next(one for one, names in _SUGGESTED.items() if re.fullmatch(names, name.lower()))
+        fix = f'{name!r}; say which one it is as data.roles.{name} = "{meant}"'
+        refuse(role_column, f"expected one of the roles {', '.join(ROLES)}", fix)
     message = _with_calls(message, column)
     content = message.get("content", "" if "tool_calls" in message else None)
     if isinstance(content, list):
@@ -305,9 +310,7 @@ def refuse(column: str, expected: str, got: str) -> NoReturn:
 
 def images_of(row: Row) -> list[Source]:
     value = row.get(COLUMN)
-    if value is None:
-        return []
-    return list(value) if isinstance(value, list | tuple) else [value]
+    return [] if value is None else list(value) if isinstance(value, list | tuple) else [value]
 
 
 def with_images(chat: Chat, column_images: list[Source]) -> tuple[Chat, tuple[Source, ...]]:

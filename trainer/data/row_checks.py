@@ -21,7 +21,7 @@ from typing import Any, Generic, TypeVar
 from uuid import UUID
 
 from penstock.protocol.chat_tokenizer import ChatTokenizer
-from penstock.trainer.data.messages import COLUMN, Chat, refuse, shown, text_of, truth
+from penstock.trainer.data.messages import COLUMN, Chat, is_marked, refuse, shown, text_of, truth
 from penstock.trainer.data.row_files import Row, RowFile, fingerprint
 from penstock.trainer.errors import MalformedData
 from penstock.trainer.settings import DataSettings, TrainerSettings
@@ -270,7 +270,9 @@ def mark_of(row: Row) -> str | None:
         if row.get(name) is not None and truth(row[name]) is None:
             fix = f'{shown(row[name])}; round it, or set data.ignore = ["{name}"]'
             refuse(name, "expected true, false, 1 or 0 as what a row counts", fix)
-    return "marked as not trained" if any(truth(row.get(name)) is False for name in _ROW_MARKS) else None
+    marks = {name: value for name, value in row.items() if isinstance(value, bool) and name != "label"}
+    is_off = is_marked(marks) or any(truth(row.get(name)) is False for name in _ROW_MARKS)
+    return "marked as not trained" if is_off else None
 
 
 def wrong_of(row: Row) -> str | None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from typing import Literal
 
-from penstock.reward_service.program_tests.code_blocks import THINKING
+from penstock.reward_service.program_tests.code_blocks import THINKING, ends_thinking
 from penstock.reward_service.rewards.parsing import latex
 
 Where = Literal["auto", "boxed", "tags", "hashes", "phrase", "last_line", "whole"]
@@ -46,7 +46,7 @@ def spoken(text: str) -> str:
     """Return what follows the last chain of thought; nothing of a chain that was not finished is an answer."""
     begin, thinks = 0, False
     for tag in THINKING.finditer(text):
-        begin, thinks = tag.end(), not (tag["closes"] or tag["ends"])
+        begin, thinks = tag.end(), not ends_thinking(tag)
     return "" if thinks else text[begin:]
 
 

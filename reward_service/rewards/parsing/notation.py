@@ -37,11 +37,14 @@ _FUNCTIONS = [
 ]  # fmt: skip
 _NAMES = {name: f"\\{name} " for name in [*_FUNCTIONS, "pi", "theta", "alpha", "beta", "infty"]} | {
     "arcsec": r"\arcsec ", "arccsc": r"\arccsc ", "infinity": r"\infty ", "lcm": r"\lcm ", "e": "e", "i": "i", "d": "d",
+    "tg": r"\tan ", "ctg": r"\cot ", "arctg": r"\arctan ", "arcctg": r"\arccot ",
 }  # fmt: skip
 _BARE_NAME = re.compile(
     rf"(?<![\\A-Za-z{{])(?:{'|'.join([*_FUNCTIONS[:19], 'pi', 'theta', 'infinity', 'sqrt'])})(?![A-Za-z])"
 )
 _SPELT_ROOT = re.compile(r"\\?sqrt\s*\(([^()]*(?:\([^()]*\)[^()]*)*)\)")
+_RELATION = re.compile(r"[<>=]|\\(?:le|ge|neq|in)(?![A-Za-z])")
+_LOG_BASE = re.compile(r"\\log\s*_\s*([0-9A-Za-z])\s*")
 _E_NOTATION = re.compile(r"(?<![A-Za-z0-9.\\{])([0-9]+(?:\.[0-9]*)?|\.[0-9]+)[eE]([-+]?[0-9]{1,4})(?![A-Za-z0-9.{])")
 _TIMES_TEN = re.compile(r"([0-9.])\s*(?:[xX*]|\\times|\\cdot)\s*10\s*(?:\^|\*\*)\s*")
 _LONG_EXPONENT = re.compile(r"\^\s*([-+]?[0-9]+(?:\.[0-9]+)?)(?![0-9}])")
@@ -59,6 +62,7 @@ _REPLACED = (
     (r"\\lg(?![A-Za-z])", r"\\log_{10}"),
     (r"(?<=:[0-9]{2})\s*[pP]\.?\s?[mM]\.?$", r"\\text{pm}"),
     (r"(?<=:[0-9]{2})\s*[aA]\.?\s?[mM]\.?$", r"\\text{am}"),
+    (r"(?<=[0-9])\s*([aApP])\.\s?[mM]\.?$", r"\\text{\1m}"),
     (r"\\(?:leqslant|leqq|leq|le)(?![A-Za-z])|<=|⩽", r"\\le "),
     (r"\\(?:geqslant|geqq|geq|ge)(?![A-Za-z])|>=|⩾", r"\\ge "),
     (r"\\(?:neq|ne)(?![A-Za-z])|!=|\\not\s*=", r"\\neq "),
@@ -77,8 +81,8 @@ _REPLACED = (
     (r"\\(?:varnothing|empty)(?![A-Za-z])", r"\\emptyset"),
     (r"\\(?:[lcd]?dots[cbm]?|hdots)(?![A-Za-z])|…|\.\.\.", r"\\dots "),
     (r"\\(?:colon|ratio)(?![A-Za-z])", ":"),
-    (r"\\land(?![A-Za-z])", r"\\text{and}"),
-    (r"\\(?:lor|vee)(?![A-Za-z])", r"\\text{or}"),
+    (r"\\(?:land|wedge)(?![A-Za-z])", r"\\land "),
+    (r"\\(?:lor|vee)(?![A-Za-z])", r"\\lor "),
     (r"\\(?:ldotp|cdotp)(?![A-Za-z])", "."),
     (r"^\\\{\s*([a-z])\s*(?:\\in\s*\\mathbb\{R\}\s*)?[|:](?=.*\1)([^|]*)\\\}$", r"\2"),
     (r"\\frac\s*([0-9]|(?<=\s)[A-Za-z])\s*([0-9A-Za-z])", r"\\frac{\1}{\2}"),
@@ -87,7 +91,10 @@ _REPLACED = (
     (r"\\(?:sqrt)\s*([0-9A-Za-z])", r"\\sqrt{\1}"),
     (r"\^\s*(?:\{\s*\\circ\s*\}|\\circ)|\\degrees?(?![A-Za-z])", r"^\\circ "),
     (r"\^\s*\{\s*\\prime\s*\}|\^\s*\\prime", "'"),
-    (r"\\log_\s*([0-9A-Za-z])\s*", r"\\log_{\1}"),
+    (r"\\[dt]?binom\s*([0-9A-Za-z])\s*([0-9A-Za-z])", r"\\binom{\1}{\2}"),
+    (r"\\pmod\s*([0-9A-Za-z])", r"\\pmod{\1}"),
+    (r"\\(arc)?tg(?![A-Za-z])", r"\\\1tan "),
+    (r"\\(arc)?ctg(?![A-Za-z])", r"\\\1cot "),
     (r"\{([^{}]*)\\choose(?![A-Za-z])([^{}]*)\}", r"\\binom{\1}{\2}"),
     (r"\\%", "%"),
     (r"\\begin\s*\{[bB]matrix\}|\[\s*\\begin\s*\{array\}\s*(?:\{[^{}]*\})?|\(\s*\\begin\s*\{array\}\s*(?:\{[^{}]*\})?", r"\\begin{pmatrix}"),
@@ -133,6 +140,8 @@ def rewrite(answer: str) -> str:
     text = _COUNTED.sub(r"\\text{\1}", _MULTIPLE.sub(_multiplied, text))
     for pattern, into in _REWRITES:
         text = pattern.sub(into, text)
+    if _RELATION.search(text):  # no formula of logic
+        text = text.replace("\\land ", "\\text{and}").replace("\\lor ", "\\text{or}")
     text = _MONEY.sub(lambda found: f"{found['number'] or found['after']}\\text{{dollars}}", text)
     text = _FONT_SWITCH.sub("", _FONT_ARGUMENT.sub(r"{\g<inner>}", text))
     text = _TEXT.sub(_spelt, _TEXT_POWER.sub(r"\1^\2", _TEXT_POWER.sub(r"\1^\2", text)))
@@ -140,7 +149,7 @@ def rewrite(answer: str) -> str:
     text = _BASE_TEN.sub(r"\1", _TEXT_NUMERAL.sub(lambda found: re.sub(r"\\text\{|\}", "", found[0]), text))
     text = _TEXT_QUANTITY.sub(r"\g<number>\\text{\g<unit>}", text)
     text = _E_NOTATION.sub(r"\1\\times 10^{\2}", _TIMES_TEN.sub(r"\1\\times 10^", text))
-    text = _SPELT_ROOT.sub(r"\\sqrt{\1}", text)
+    text = _LOG_BASE.sub(r"\\log_{\1}", _SPELT_ROOT.sub(r"\\sqrt{\1}", text))
     if not _WORD.search(_BARE_NAME.sub("", text)):  # a formula, no prose
         text = _BARE_NAME.sub(lambda found: f"\\{found[0]} ".replace("infinity", "infty"), text)
         text = text.replace("*", "\\cdot ")
@@ -286,6 +295,14 @@ def joined(text: str) -> set[str]:
 def names(values: Collection) -> set[str]:
     """Return what values are called: x and y in ``x = 1, y = 2``."""
     return {named(item)[0] for item in values.items} - {""}
+
+
+def names_of_both(wanted: Collection, values: Collection) -> tuple[list[str], list[str]]:
+    """Return the names of two texts' values; where one of them numbers the values of one name, ``x_1 = 1, x_2 = 2``, that name."""
+    names, theirs = ([named(item)[0] for item in part.items] for part in (wanted, values))
+    plain, others = ([re.sub(r"(?<=[a-z])_\{?[0-9]\}?$", "", name) for name in part] for part in (names, theirs))
+    is_numbered = (len({*names}) == 1) != (len({*theirs}) == 1) and {*plain} == {*others}
+    return (plain, others) if is_numbered else (names, theirs)
 
 
 def collection(text: str) -> Collection | None:

@@ -91,6 +91,10 @@ def test_the_forms_of_other_projects_are_read(row, form, contents, truth, source
         ),
         ({"messages": [{"role": "bot", "content": "x"}, USER]}, r"column messages\[0\].role: .* data.roles.bot"),
         (
+            {"messages": [{"role": "api_result", "content": "x"}, USER]},
+            r'column messages.*data.roles.api_result = "tool"',
+        ),
+        (
             {"conversations": [{"from": "x", "value": "y"}]},
             r"column conversations\[0\].from: expected one of the roles",
         ),

@@ -175,6 +175,18 @@ def _call_text(text: str) -> dict[str, str]:
 _CALL = '{"name": "weather", "arguments": {"city": "Bern"}}'
 _TOOLS_TEXT = json.dumps([WEATHER])
 _FROM = [{"from": "human", "value": "q"}, _call_text(_CALL)]
+
+
+@pytest.mark.parametrize("role", ["function_response", "function-response", "tool_result", "ipython"])
+def test_roles_of_tool_results_are_read(models: Any, tmp_path: Path, role: str):
+    """Glaive's, and those of Llama's template."""
+    model = models["qwen2.5"]
+    rows = [*_FROM, {"from": role, "value": "cold"}, {"from": "gpt", "value": "It is cold."}]
+    turns = turn_set(write_rows(tmp_path, {"conversations": rows}), model)
+    called = f"<tool_call>\n{_CALL}\n</tool_call><|im_end|>"
+    assert trained_texts(turns, model) == [called, "It is cold.<|im_end|>"]
+
+
 _SCHEMA_TEXT = json.dumps(WEATHER["function"]["parameters"])
 
 
@@ -247,21 +259,14 @@ _MARKED = [{**ANSWER, "content": "bad"}, USER, ANSWER]
     [
         ({key: value}, ["a<|im_end|>"])
         for key in (
-            "weight",
-            "loss",
-            "train",
-            "train_on_turn",
-            "trainable",
-            "loss_scale",
-            "label",
-            "loss_mask",
-            "step_loss_mask",
+            "weight", "loss", "train", "train_on_turn", "trainable", "loss_scale", "label", "loss_mask", "step_loss_mask",
+            "loss_weight", "is_trained",
         )
         for value in (0, False, 0.0, "false")
     ]
     + [({key: True}, ["a<|im_end|>"]) for key in ("mask", "masked", "is_masked")]
     + [({"weight": 1}, ["bad<|im_end|>", "a<|im_end|>"]), ({"masked": False}, ["bad<|im_end|>", "a<|im_end|>"])],
-)
+)  # fmt: skip
 def test_marks_of_answers_are_obeyed(models: Any, tmp_path: Path, mark: dict[str, Any], answers: list[str]) -> None:
     path = write_rows(tmp_path, {"messages": [USER, {**_MARKED[0], **mark}, *_MARKED[1:]]})
     turns = turn_set(path, models["qwen2.5"])
@@ -286,6 +291,12 @@ def test_a_marked_block_that_is_not_to_be_trained_is_not(models: Any, tmp_path: 
     [
         ({"messages": [USER, {**ANSWER, "weight": 0.5}]}, r"column messages\[1\].weight: expected true, false, 1 or 0"),
         ({"messages": [USER, {**ANSWER, "train_detail": [{"begin": 0}]}]}, r"column messages\[1\].train_detail"),
+        *[
+            ({"messages": [USER, {**ANSWER, name: value}]}, rf"column messages\[1\].{name}: expected a mark such as loss")
+            for name, value in {
+                "no_loss": True, "compute_loss": False, "skip": True, "ignore": 1, "learn": 0, "do_train": "false"
+            }.items()
+        ],
         ({"messages": [USER, ANSWER], "label": False},
          r'column label: .* dpo.loss = "kto" .* data.ignore = \["label"\]'),
         ({"messages": [USER, ANSWER], "kto_tag": True}, r"column kto_tag: tells good completions from bad ones"),
@@ -403,6 +414,8 @@ def test_a_prompt_that_its_answer_repeats_is_read_once(models: Any, tmp_path: Pa
         ({"messages": [USER, ANSWER], "weight": 0}, "marked as not trained"),
         ({"messages": [USER, ANSWER], "loss_weight": 0.0}, "marked as not trained"),
         ({"prompt": "q", "completion": "a", "train": "false"}, "marked as not trained"),
+        ({"messages": [USER, ANSWER], "loss": False}, "marked as not trained"),
+        ({"messages": [USER, ANSWER], "masked": True}, "marked as not trained"),
         ({"messages": [ANSWER]}, "answer without a prompt"),
         ({"conversations": [{"from": "gpt", "value": "a"}]}, "answer without a prompt"),
         ({"messages": [USER, {**ANSWER, "content": " "}]}, "empty answer"),
