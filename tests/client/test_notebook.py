@@ -16,6 +16,8 @@ import penstock
 from tests.deploy.live_processes import processes_of
 from tests.servers import require
 
+pytestmark = pytest.mark.slow
+
 NOTEBOOK = Path(__file__).parents[2] / "examples" / "python" / "sft_then_grpo.ipynb"
 SMALL = {
     "sft_steps": 3,
@@ -49,7 +51,6 @@ def notebook(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return names
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_the_recipe_trains_on_examples_and_then_with_the_reward(notebook: dict[str, Any]) -> None:
     """SFT and GRPO take their steps; the run starts from what SFT wrote; every group that was scored came to the function."""

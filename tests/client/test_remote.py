@@ -102,6 +102,7 @@ def test_a_run_is_created_and_its_function_registered_when_it_runs(
     assert not [thread.name for thread in threading.enumerate() if thread.name.startswith("reward-calls")]
 
 
+@pytest.mark.slow
 def test_a_training_on_given_answers_is_created_and_followed(
     console: Api, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

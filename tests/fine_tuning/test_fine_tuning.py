@@ -18,6 +18,8 @@ from tests.trainer.learner.forks import Fork
 from penstock.deploy.quickstart_task import write_model
 from penstock.protocol.weights.adapter_format import ADAPTER_CONFIG, ADAPTER_WEIGHTS, AdapterConfig, factor_names
 
+pytestmark = pytest.mark.slow
+
 CURVES = json.loads((Path(__file__).parents[1] / "data" / "trl" / "curves.json").read_text())
 TRAINED = sorted(CURVES)
 TOLERANCE = {"dpo/ipo": 2e-5}  # its values are near 25
@@ -61,7 +63,6 @@ def found(folder: Path) -> dict[str, Any]:
     return _result(_start(folder, *TRAINED, "resumed", "early", "lora_rm", "broken_export", "merged"))
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("name", TRAINED)
 def test_losses_and_gradient_norms_are_those_of_trl(found: dict[str, Any], name: str) -> None:
@@ -154,7 +155,6 @@ def test_a_reward_model_learns_by_adapters(found: dict[str, Any], folder: Path) 
     assert len(same) == len(base) - 14
 
 
-@pytest.mark.slow
 def test_a_training_killed_while_a_thread_writes_equals_an_uninterrupted_one(
     found: dict[str, Any], folder: Path
 ) -> None:
@@ -207,7 +207,6 @@ def _check_close(line: dict[str, Any], other: dict[str, Any], name: str) -> None
             assert value == pytest.approx(other[field], rel=1e-4, abs=2e-5), (name, field)
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_two_ranks_train_as_one(folder: Path) -> None:
     """Losses, norms, validations and weights agree, also of losses that need the whole batch, at every ZeRO stage.

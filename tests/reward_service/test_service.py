@@ -204,6 +204,7 @@ def test_sigterm_finishes_packs_in_progress(
     assert rewards_offered.current_offers(registry, run_id=wire.run_id, now=time.time()) == []
 
 
+@pytest.mark.slow
 def test_sigterm_requeues_unfinished_packs(
     wire: Wire, start_service: StartService, start_endpoint: StartEndpoint
 ) -> None:
@@ -223,6 +224,7 @@ def test_sigterm_requeues_unfinished_packs(
     assert wire.wait_scored("e0.p0.a0")["e0.p0.a0"][0].rewards == (0.5, 0.5)
 
 
+@pytest.mark.slow
 def test_replicas_share_the_work(wire: Wire, start_service: StartService) -> None:
     """Two replicas bound to one consumer score every pack once between them."""
     services = [start_service(replica="r0"), start_service(replica="r1")]
@@ -244,6 +246,7 @@ def test_replicas_share_the_work(wire: Wire, start_service: StartService) -> Non
     assert all(service.alive() for service in services)
 
 
+@pytest.mark.slow
 def test_every_replica_offers_its_rewards_in_the_registry(
     wire: Wire, start_service: StartService, start_endpoint: StartEndpoint
 ) -> None:
@@ -271,6 +274,7 @@ def test_the_record_of_a_replica_killed_long_ago_is_deleted(wire: Wire, start_se
     wait_for(lambda: registry.get(key).wait() is None, "the record to vanish")
 
 
+@pytest.mark.slow
 def test_a_port_that_is_taken_is_named(
     wire: Wire, start_service: StartService, tmp_path: Path, nats_settings: NatsSettings, s3_settings: S3Settings
 ) -> None:

@@ -90,6 +90,7 @@ def test_an_embedded_engine_is_started_updated_restarted_and_stopped(run: Worker
     wait_for(lambda: not is_running(second), "the engine to exit with its worker")
 
 
+@pytest.mark.slow
 def test_an_embedded_engine_exits_when_its_worker_is_stopped(run: WorkerRun):
     worker = run.start("w0")
     wait_for(lambda: Path(f"/proc/{worker.pid}/task/{worker.pid}/children").read_text(), "a prepared engine")

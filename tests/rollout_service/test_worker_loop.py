@@ -112,6 +112,7 @@ def test_a_stopping_worker_finishes_packs_in_flight(run: WorkerRun):
     assert run.num_tasks() == 2
 
 
+@pytest.mark.slow
 def test_a_stopping_worker_requeues_what_takes_too_long(run: WorkerRun):
     """After ``finish_s`` the packs in flight are requeued at once, not after their ack wait, which is an hour here."""
     bootstrap(run.bus, run.blobs, run.run_id, StreamLimits(ack_wait_s=3600.0))
@@ -127,6 +128,7 @@ def test_a_stopping_worker_requeues_what_takes_too_long(run: WorkerRun):
     assert run.collect(1)[0].fact.worker_id == "w1"
 
 
+@pytest.mark.slow
 def test_an_idle_worker_exits_on_sigterm(run: WorkerRun):
     """A worker that waits for tasks, or for the first weights, exits with status 0."""
     waiting = run.attach()

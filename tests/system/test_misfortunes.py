@@ -34,6 +34,7 @@ def outage(started: float) -> None:
     wait_for(lambda: time.monotonic() - started > OUTAGE_S, "the outage", deadline_s=OUTAGE_S + 30)
 
 
+@pytest.mark.slow
 def test_all_services_wait_for_a_killed_trainer(
     nats_server: NatsServer, s3_server: S3Server, run_id: str, tmp_path: Path
 ) -> None:
@@ -82,6 +83,7 @@ def test_killed_servers_are_waited_for(services: Services) -> None:
         )  # without a stored pack no rewards are requested
 
 
+@pytest.mark.slow
 def test_a_full_disk_below_s3_is_waited_for(own_nats: Callable[[], NatsServer], run_id: str, tmp_path: Path) -> None:
     """While the object store's disk is full, packs are kept; after space is freed they are stored and scored."""
     nats = own_nats()
@@ -102,6 +104,7 @@ def test_a_full_disk_below_s3_is_waited_for(own_nats: Callable[[], NatsServer], 
             s3.kill()
 
 
+@pytest.mark.slow
 def test_a_full_disk_below_nats_is_waited_for(s3_server: S3Server, run_id: str, tmp_path: Path) -> None:
     """A broker with a full disk, restarted after space is freed: both services report it, and every group arrives."""
     with small_disk(tmp_path / "disk", 16 * SMALL) as disk:
@@ -127,6 +130,7 @@ def test_a_full_disk_below_nats_is_waited_for(s3_server: S3Server, run_id: str, 
             nats.kill()
 
 
+@pytest.mark.slow
 def test_a_reached_quota_of_nats_is_waited_for(services: Services) -> None:
     """A broker over its storage quota: both services report that it is full, keep running, and lose nothing."""
     with services.serve():

@@ -82,6 +82,7 @@ def test_the_limits_fit_prompts_and_the_models_context(
     assert lengths(sampled(longest_prompt=longest, context_tokens=context)) == expected
 
 
+@pytest.mark.slow
 def test_the_data_is_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     """Columns with likely names are mapped, the model's context is counted, the check comes before the training."""
     write_model(tmp_path / "m", seed=0)

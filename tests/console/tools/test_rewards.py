@@ -57,6 +57,7 @@ def test_list_test_and_remove(service: Service, reward: Reward):
     assert "gsm9k" in reward("test", "gsm9k", code=1).stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("words", "reply"),
     [
@@ -75,6 +76,7 @@ def rows_file(folder: Path, *rows: Mapping[str, object]) -> str:
     return str(path)
 
 
+@pytest.mark.slow
 def test_a_reward_is_tested_on_rows_of_a_data_file(reward: Reward, tmp_path: Path):
     """The table has the scores of right and wrong answers; the JSON has every score and their spread."""
     data = rows_file(tmp_path, *({"question": f"{n} + {n}", "answer": str(2 * n)} for n in range(30)))

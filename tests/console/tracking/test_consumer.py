@@ -103,6 +103,7 @@ def _started(run: str, folder: Path, nats: NatsSettings, events: int, *words: st
     return process
 
 
+@pytest.mark.slow
 def test_a_writer_ends_when_the_process_that_started_it_is_killed(
     bus: Bus, run: str, nats_settings: NatsSettings, tmp_path: Path
 ) -> None:

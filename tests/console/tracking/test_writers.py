@@ -133,6 +133,7 @@ def _session(name: str, folder: Path, which: str, **more: str) -> str:
     return next((line for line in done.stdout.splitlines() if line.startswith("held ")), "")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(TRACKERS.built_in))
 def test_a_tracker_holds_each_figure_of_two_sessions_once(name: str, tmp_path: Path) -> None:
     """Opened, closed and opened again; with a table of samples and the report."""
@@ -148,6 +149,7 @@ def test_a_tracker_holds_each_figure_of_two_sessions_once(name: str, tmp_path: P
     assert _OF_THE_TABLE.get(name, b"1+1") in written, "the table of samples"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", _CAN_TELL)
 def test_a_tracker_that_can_tell_knows_what_it_held_when_it_was_killed(name: str, tmp_path: Path) -> None:
     _session(name, tmp_path, "first", KILLED="1")

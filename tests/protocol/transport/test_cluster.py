@@ -251,6 +251,7 @@ def test_a_key_is_read_from_its_leader_unless_it_may_lag(
 # ── servers that are killed ───────────────────────────────────────────────────────────────────────
 
 
+@pytest.mark.slow
 def test_killed_servers_lose_and_double_nothing(cluster: NatsCluster, clustered: Bus, run_id: str) -> None:
     """A follower, the leader, then two of three are killed and come back, while packs are published, read and acknowledged."""
     clustered.ensure_stream(streams.streams(run_id)[0]).wait()

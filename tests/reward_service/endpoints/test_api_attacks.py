@@ -261,6 +261,7 @@ def test_the_service_is_no_endpoint_of_itself(path: str, service: Service) -> No
             assert (status, b"the API of this service" in body) == (422, True)
 
 
+@pytest.mark.slow
 def test_an_endpoint_that_is_no_reward_is_never_quoted(service: Service, nats_server: NatsServer) -> None:
     """The test of an endpoint at the monitoring port of NATS, in every dialect, shows nothing of what it answers."""
     (ports,) = nats_server.store.glob("*.ports")

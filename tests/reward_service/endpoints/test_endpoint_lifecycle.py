@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import pytest
 from tests.groups import make_group, make_groups
 from tests.reward_service.conftest import Wire
 from tests.reward_service.processes import Answer, StartEndpoint, StartService, blocking, good, raw
@@ -129,6 +130,7 @@ def test_a_drained_endpoint_gets_no_calls_until_it_is_resumed(
     assert service.post(f"/v1/endpoints/absent-{wire.run_id}/drain").status_code == 404
 
 
+@pytest.mark.slow
 def test_a_pack_that_one_replica_scored_in_part_is_not_scored_again_by_another(
     wire: Wire, start_service: StartService, start_endpoint: StartEndpoint
 ) -> None:
@@ -190,6 +192,7 @@ def test_of_two_replicas_one_is_killed_and_nothing_is_lost(
         assert len({scored.generated.group_id for scored in times}) == 1
 
 
+@pytest.mark.slow
 def test_secrets_are_used_and_never_shown(
     wire: Wire, start_service: StartService, start_endpoint: StartEndpoint, tmp_path: Path
 ) -> None:

@@ -6,6 +6,7 @@ import json
 import threading
 from typing import Any
 
+import pytest
 from tests.groups import make_group
 from tests.reward_service.conftest import Wire
 from tests.reward_service.processes import (
@@ -63,6 +64,7 @@ BAD: dict[str, tuple[Behaviour, str, str]] = {
 }
 
 
+@pytest.mark.slow
 def test_no_failure_of_an_endpoint_becomes_a_reward(
     wire: Wire, start_service: StartService, start_endpoint: StartEndpoint
 ) -> None:

@@ -126,6 +126,7 @@ def example(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[bytes]]]:
         process.wait(10)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("language", ["python", "node"])
 def test_an_example_registers_itself_and_scores_signed_requests(
     language: str, wire: Wire, start_service: StartService, example: Callable[..., subprocess.Popen[bytes]]
@@ -159,6 +160,7 @@ def test_an_example_registers_itself_and_scores_signed_requests(
     assert name not in service.endpoints("right")
 
 
+@pytest.mark.slow
 def test_a_served_file_checks_signatures_and_ends_when_its_calls_have(
     wire: Wire, start_service: StartService, serve: Serve, tmp_path: Path
 ) -> None:

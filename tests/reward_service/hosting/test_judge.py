@@ -253,6 +253,7 @@ async def test_the_embedded_engine_is_asked_as_a_judge(tmp_path: Path) -> None:
     assert chat.cost.untold == 0
 
 
+@pytest.mark.slow
 def test_a_judge_scores_a_run_and_reports_its_cost(
     wire: Wire, start_service: StartService, start_endpoint: StartEndpoint, serve: Serve, tmp_path: Path
 ) -> None:

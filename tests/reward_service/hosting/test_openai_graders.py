@@ -173,6 +173,7 @@ def test_a_model_grader_needs_a_chat_endpoint(tmp_path: Path) -> None:
         GraderReward(tmp_path / "g.json", "reference_answer", None)
 
 
+@pytest.mark.slow
 def test_the_example_is_served_by_one_command(wire: Wire, start_service: StartService, serve: Serve) -> None:
     """The example's grader, registered by its command, scores through the service with its parts."""
     service = start_service()

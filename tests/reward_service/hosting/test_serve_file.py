@@ -14,6 +14,7 @@ from tests.reward_service.processes import Serve, StartService
 from tests.servers import secret_file, wait_for
 
 
+@pytest.mark.slow
 def test_a_file_with_compute_score_scores_a_run(wire: Wire, start_service: StartService, serve: Serve) -> None:
     service = start_service("reward_service.endpoint_attempts=50")
     name = f"mine-{wire.run_id}"

@@ -63,6 +63,7 @@ PROVES_NOTHING: dict[str, dict[str, Any]] = {  # by what the error says
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("why", "name"), [(why, name) for why, tests in PROVES_NOTHING.items() for name in tests], ids=lambda text: text
 )

@@ -64,6 +64,7 @@ def copy_of_the_package(folder: Path) -> Path:
     return package.parent
 
 
+@pytest.mark.slow
 def test_one_new_file_is_a_reward(wire: Wire, start_service: StartService, tmp_path: Path) -> None:
     """With only the file added, the reward is listed with its parameters, fits its data set, and can be a part."""
     site = copy_of_the_package(tmp_path)

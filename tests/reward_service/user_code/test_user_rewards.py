@@ -141,6 +141,7 @@ def test_code_of_the_run_file_scores_and_its_digest_is_recorded(
     assert "the run file of this reward service does not name" in refused["detail"]
 
 
+@pytest.mark.slow
 def test_code_that_fails_is_an_error_of_its_group_only(wire: Wire, start_service: StartService, code: Path) -> None:
     """A call that hangs, ends its process or raises is dead-lettered with its reason; other groups are scored."""
     service = start_service(
@@ -159,6 +160,7 @@ def test_code_that_fails_is_an_error_of_its_group_only(wire: Wire, start_service
     assert service.alive()
 
 
+@pytest.mark.slow
 def test_workers_exit_with_a_killed_service(wire: Wire, start_service: StartService, code: Path) -> None:
     service = start_service(str(code / "run.toml"), cwd=code)
     wire.announce([asking("file", "my_rewards.py:tilted", "4")])

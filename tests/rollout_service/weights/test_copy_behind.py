@@ -159,6 +159,7 @@ def test_a_server_that_restarts_before_the_copy_gets_the_folder_before(setting: 
     assert setting.is_served()
 
 
+@pytest.mark.slow
 def test_a_worker_that_is_killed_before_the_copy_leaves_one_that_is_repaired(setting: Setting) -> None:
     setting.follow()
     give = setting.hold_copy()

@@ -255,6 +255,7 @@ def test_the_first_hosts_read_the_object_store_and_each_other_one_a_nearer_one(n
     assert ancestors("0" * 64, [], "alone") == []
 
 
+@pytest.mark.slow
 def test_a_worker_with_the_setting_offers_what_it_has_and_ends_in_order(
     start_worker: Callable[..., Child], bus: Bus, run_streams: str
 ) -> None:

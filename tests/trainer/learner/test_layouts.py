@@ -25,6 +25,8 @@ from tests.trainer.learner.layout_check import (
 from penstock.deploy.quickstart_task import write_model
 from penstock.trainer.learner.step_metrics import KINDS
 
+pytestmark = pytest.mark.slow
+
 LOSS, NORM = 2e-6, 5e-5  # in float32; the norm's is relative
 
 
@@ -37,7 +39,6 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict[str, Any
     return forks.results(folder, layout_check.__name__, *arguments, ranks=(1, 2), deadline_s=800.0)
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("case", [PLAIN, *OFFLOADS, *SEQUENCE, *TENSOR, ONE_KEY_HEAD, *EXPERTS_OF_TWO])
 def test_two_ranks_in_every_layout_train_what_one_process_trains(results: dict[int, dict[str, Any]], case: str) -> None:

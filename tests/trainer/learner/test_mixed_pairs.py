@@ -36,6 +36,8 @@ from penstock.trainer.parallel_dims import ParallelDims
 from penstock.trainer.ranks import Ranks
 from penstock.trainer.settings import TrainerSettings
 
+pytestmark = pytest.mark.slow
+
 SCORED = "scored.msgpack"
 NUM_STEPS, COEFFICIENT, BETA, NUM_PAIRS = 3, 0.5, 0.3, 5
 WAYS: dict[str, dict[str, Any]] = {
@@ -206,7 +208,6 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict[str, Any
     return forks.results(folder, __name__, str(folder), ranks=(1, 2))
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_losses_and_gradients_add_up(results: dict[int, dict[str, Any]]) -> None:
     """The loss is that of the groups plus the weighed one of the pairs, which plain logits give; so is the gradient."""
@@ -254,7 +255,6 @@ def test_two_ranks_equal_one_and_a_checkpoint_continues(results: dict[int, dict[
     assert bool(one["digests"]) == (way != "groups alone")
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_a_run_with_pairs_is_replayed_hash_for_hash(
     nats_server: NatsServer, s3_server: S3Server, tmp_path: Path

@@ -34,6 +34,8 @@ from penstock.trainer.learner.trainable import Optimisation
 from penstock.trainer.parallel_dims import ParallelDims
 from penstock.trainer.ranks import Ranks
 
+pytestmark = pytest.mark.slow
+
 TIED, UNTIED, EXPERTS = "tied", "untied", "experts"
 BROKEN = {"not-finite": "has NaN", "missing": "the files have no", "not-tied": "tie_word_embeddings"}
 VOCABULARY = 1009
@@ -236,7 +238,6 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Results:
     return {num: [json.loads((folder / f"{num}-{rank}.json").read_text()) for rank in range(num)] for num in (1, 2, 4)}
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("name", [TIED, UNTIED, EXPERTS])

@@ -161,6 +161,7 @@ def running() -> Iterator[ExitStack]:
         yield stack
 
 
+@pytest.mark.slow
 def test_a_rank_that_is_refused_or_killed_fails_the_publication(
     nats_settings: NatsSettings, s3_settings: S3Settings, bus: Bus, blobs: Blobs, run_streams: str, tmp_path: Path,
     running: ExitStack,

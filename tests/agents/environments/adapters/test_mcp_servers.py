@@ -92,6 +92,7 @@ def test_what_goes_wrong_in_a_call_is_text_for_the_policy(tool_model: Path, http
     )
 
 
+@pytest.mark.slow
 def test_a_server_that_crashes_is_no_reward(tool_model: Path, tmp_path: Path) -> None:
     """The episode restarts with the same seed; after all attempts the group is refused with the server's last words."""
     crash = call("crash_once", marker=str(tmp_path / "marker"))
