@@ -22,6 +22,7 @@ from penstock.deploy.bootstrap import bootstrap, delete_run
 from penstock.deploy.processes.servers import NatsServer, S3Server
 from penstock.protocol import seals
 from penstock.protocol.config.connection import NatsSettings, S3Settings
+from penstock.protocol.metrics import gpu
 from penstock.protocol.transport.blobs import Blobs
 from penstock.protocol.transport.bus import Bus
 from tests import examples, forked, rewritten, servers
@@ -160,10 +161,16 @@ def leaks_are_reported_in_their_own_test() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
-def logging_is_reset_after_each_test() -> Iterator[None]:
-    """Undo what a command that was called in this process configured."""
+def commands_leave_nothing_behind() -> Iterator[None]:
+    """Undo what a command that was called in this process configured: its log, and the GPUs that its children see."""
+    before = {name: os.environ.get(name) for name in (gpu.VISIBLE, gpu.ORDER)}
     yield
     structlog.reset_defaults()
+    for name, value in before.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value
 
 
 @pytest.fixture(scope="session")

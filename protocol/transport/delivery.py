@@ -326,7 +326,8 @@ async def require_consumer(connection: Connection, spec: ConsumerSpec) -> None:
         )
     except nats.js.errors.NotFoundError:
         raise MissingStream(
-            f"stream {spec.stream} has no consumer {spec.durable}; create it: penstock bootstrap run.id={spec.run_id}"
+            f"stream {spec.stream} has no consumer {spec.durable}; create it with: "
+            f"penstock bootstrap run.id={spec.run_id}"
         ) from None
     except nats.js.errors.APIError as err:
         raise refusal(err, f"consumer {spec.durable} of stream {spec.stream}", connection.url) from None

@@ -34,7 +34,7 @@ _SAME_ROLES = {  # as ShareGPT, LLaMA-Factory, ms-swift and OpenAI's older inter
     "function_response": "tool", "function-response": "tool", "tool_result": "tool", "ipython": "tool",
 }  # fmt: skip
 _SUGGESTED = {
-    "tool": ".*(tool|function|observation|result).*", "assistant": "(chat)?bot|model|ai|agent|(assistant_)?response|answer", "user": ".*",
+    "tool": ".*(tool|function|observation|result).*", "assistant": "(chat)?bot|model|ai|agent|(assistant_)?response|answer", "user": "(?s:.*)",
 }  # fmt: skip
 CALL_ROLES = ("function_call", "tool_call")  # the text is the JSON of a call, or of a list of them
 _KNOWN_KEYS = frozenset({"role", "content", "from", "value", "name", "tool_calls", "tool_call_id", "function_call"})

@@ -34,26 +34,26 @@ FLEXIBLE = {"#### 1,234", "#### 3.0", "the answer is 42.", "#### 42.", "#### 1/2
 
 
 @pytest.mark.parametrize(
-    ("name", "output", "judge", "forgiven"),
+    ("case_id", "output", "judge", "forgiven"),
     [
-        ("gsm8k-strict", "scores", gsm8k.judge, STRICT),
-        ("gsm8k-flexible", "scores", gsm8k.judge_flexible, FLEXIBLE),
-        ("qa_em", "em", partial(question_answer.judge_exact, question_answer.Parameters()), set()),
-        ("qa_em", "subem", partial(question_answer.judge_inside, question_answer.Parameters()), set()),
+        ("verl/reward/gsm8k-strict", "scores", gsm8k.judge, STRICT),
+        ("verl/reward/gsm8k-flexible", "scores", gsm8k.judge_flexible, FLEXIBLE),
+        ("verl/reward/qa_em", "em", partial(question_answer.judge_exact, question_answer.Parameters()), set()),
+        ("verl/reward/qa_em", "subem", partial(question_answer.judge_inside, question_answer.Parameters()), set()),
     ],
     ids=["gsm8k", "gsm8k_flexible", "qa_em", "qa_subem"],
 )
 def test_a_rule_equals_verls_or_accepts_more(
-    name: str, output: str, judge: Callable[..., list[Verdict]], forgiven: set[str]
+    case_id: str, output: str, judge: Callable[..., list[Verdict]], forgiven: set[str]
 ) -> None:
     """Right where verl gives 1; instead of its 0.1 for a wrong answer in tags there is the part has_answer."""
-    case = recorded(f"verl/reward/{name}")
+    case = recorded(case_id)
     for (text, truth), score in zip(case["inputs"]["pairs"], case["outputs"][output], strict=True):
         if truth == [""]:  # an empty truth accepts an empty answer there, and is refused here
             continue
         (verdict,) = judge((text,), truth)
         assert verdict.reward == float(score == 1.0 or text in forgiven), text
-        assert name != "qa_em" or verdict.parts["has_answer"] == float(score > 0), text
+        assert case_id != "verl/reward/qa_em" or verdict.parts["has_answer"] == float(score > 0), text
 
 
 def test_words_are_normalised_as_verl_does() -> None:
