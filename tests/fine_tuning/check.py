@@ -160,7 +160,7 @@ def lora_rm(folder: Path, ranks: Ranks) -> dict[str, Any]:
     ids = [served._tokenizer(text, return_tensors="pt")["input_ids"] for text in texts]
     with torch.no_grad():
         scores = [[float(model(input_ids=one).logits) for one in ids] for model in (adapted, merged.eval())]
-    scores.append([float(one.value or 0.0) for one in served.score(texts, special_tokens=True)])
+    scores.append([float(one.score or 0.0) for one in served.score(texts, special_tokens=True)])
     return {"whole": whole, "last": last, "scores": scores}
 
 
