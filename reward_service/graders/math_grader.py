@@ -29,7 +29,7 @@ _MAX_DEPTH = 40  # of brackets; the parser's time grows with it
 _MISREAD = re.compile(
     r"\\(?:dots|text|pmod|bmod|mod|equiv|notin|gcd|lcm|nmid|parallel|perp|"
     r"angle|triangle|cong|sim|prime|circ|to|mapsto|Rightarrow|cup\\cup)(?![A-Za-z])"
-    r"|'|!!|(?<![0-9e])\^\{?T\}?(?![A-Za-z])|::|[0-9)](?:\^\{[^{}]*\})?\s*_|:[^:]*:|[0-9]\s+[0-9]"
+    r"|'|!!|(?<![0-9e])\^\{?T\}?(?![A-Za-z])|::|[0-9)](?:\^\{[^{}]*\})?\s*_|:[^:]*:|[0-9]\s+[0-9]|(?<![\\A-Za-z])[A-Za-z]{3,}\s+[0-9]"
     r"|\\(?:vec|hat|overrightarrow)(?![A-Za-z]).*\\times ?\\(?:vec|hat|overrightarrow)(?![A-Za-z])"
 )
 _LETTER = re.compile(r"\\[A-Za-z]+|[A-Za-z]")
@@ -64,7 +64,7 @@ def read_gold(text: str) -> Gold | None:
     A truth that the parser cannot read is equal to its own text alone; one whose brackets do not close is refused.
     """
     truth, _, relative = text.partition("\t")
-    gold = Gold(notation.rewrite(truth), sympy.Rational(relative or "0"))
+    gold = Gold(quantity.in_one_unit(notation.rewrite(truth)), sympy.Rational(relative or "0"))
     if not latex.is_shallow(truth, _MAX_DEPTH) or not gold.text:
         return None
     balanced = sum(gold.text.count(mark) for mark in "([{") == sum(gold.text.count(mark) for mark in ")]}")
@@ -77,7 +77,8 @@ def read_gold(text: str) -> Gold | None:
 def is_equal(gold: Gold, answer: str) -> bool:
     if not latex.is_shallow(answer, _MAX_DEPTH):
         return False
-    return bool(answer) and _equal(gold.text, notation.rewrite(answer), gold.relative)
+    text = latex.with_letters_of(gold.text, quantity.in_one_unit(notation.rewrite(answer)))
+    return bool(answer) and _equal(gold.text, text, gold.relative)
 
 
 def _leaves(text: str) -> Iterator[str]:
@@ -116,7 +117,7 @@ def _equal(gold: str, answer: str, relative: Any) -> bool:
         return False
     gold, answer = (_REALS if text == "\\mathbb{R}" else text for text in (gold, answer))
     if gold == answer or (_CLOCK.fullmatch(gold) and _CLOCK.fullmatch(answer)):
-        return gold == answer
+        return gold.startswith(answer) or answer.startswith(gold)  # 3:30 p.m. against 3:30
     wanted, values = _values(gold), _values(answer)
     if wanted is None and values is None:
         return _equal_values(gold, answer, relative)
@@ -130,8 +131,8 @@ def _equal(gold: str, answer: str, relative: Any) -> bool:
             return _equal(gold, value, relative) if values is None else _equal(value, answer, relative)
         if other.kind == "\\{\\}" and len(other.items) == 1:
             return _equal(other.items[0], single, relative) if wanted else _equal(single, other.items[0], relative)
-        is_relation = other.kind not in {"", "\\{\\}"} and _SIGNS.search(single) is not None
-        return is_relation and _equal_parsed(gold, answer, relative)
+        is_relation = other.kind not in {"", "\\{\\}"} and (_SIGNS.search(single) or "\\setminus" in single)
+        return bool(is_relation) and _equal_parsed(gold, answer, relative)
     return _equal_collections(wanted, values, relative) or (
         "u" in {wanted.kind, values.kind} and _equal_parsed(gold, answer, relative)
     )
@@ -148,7 +149,7 @@ def _equal_collections(wanted: notation.Collection, values: notation.Collection,
         return False
     shared = wanted.items[1:]  # k\pi, k \in \mathbb{Z}
     if len(shared) == 1 and not wanted.kind + values.kind and shared == values.items[1:] and "\\in" in shared[0]:
-        return _equal(wanted.items[0], values.items[0], relative)
+        return any(_equal(wanted.items[0], item, relative) for item in latex.shifted(values.items[0], shared[0]))
     names, theirs = notation.names_of_both(wanted, values)
     several, others = len({*names} - {""}) > 1, len({*theirs} - {""}) > 1
     if wanted.is_ordered or values.is_ordered:  # (1, 2), also as x = 1, y = 2
@@ -160,8 +161,7 @@ def _equal_collections(wanted: notation.Collection, values: notation.Collection,
         return wanted.kind == values.kind and _all_equal(wanted.items, values.items, relative)
     if several and others:
         return _matched(wanted.items, values.items, lambda one, other: _equal(one, other, relative))
-    plain, given = ([notation.named(item)[1] if part_names else item for item in part.items]
-        for part, part_names in ((wanted, True), (values, True)))  # fmt: skip
+    plain, given = ([notation.named(item)[1] for item in part.items] for part in (wanted, values))
     if several or others:  # x = 1, y = 2 against 1, 2
         return not (any(theirs) if several else any(names)) and _all_equal(plain, given, relative)
     if any(names) and any(theirs) and {*names} - {""} != {*theirs} - {""}:
@@ -286,7 +286,7 @@ def _parse(text: str) -> Any:
     if _MISREAD.search(_LIMIT.sub(r"\1", re.sub(r"\^\\circ(?![A-Za-z])", "", text))):
         return None
     text = re.sub(r"(?<=[0-9e])\^\{?T\}?(?![A-Za-z])", "^{t}", text)  # the parser makes letters small, but drops ^T
-    formula = notation.exactly(text).lstrip("+").replace("^\\circ", "\\cdot\\frac{\\pi}{180}")
+    formula = latex.exactly(text).lstrip("+").replace("^\\circ", "\\cdot\\frac{\\pi}{180}")
     try:
         parsed = latex2sympy(formula, is_real=True, convert_degrees=False, normalization_config=None)
     except (MemoryError, RecursionError):

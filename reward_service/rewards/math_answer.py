@@ -4,7 +4,8 @@ A chain in ``<think>`` is not read. Two numbers are compared as fractions, prose
 everything else by a grader process (`graders/math_grader.py`), exactly or within the relative tolerance of the
 parameters or of the row (``{"answer": "4.5e33", "relative": 0.01}``). Of an equation the final side is compared; its
 numeric sides must equal it: `41 = 42` is wrong. The name of a value may be left out (`x = 5`, `f(x) = 2x + 1`), a
-side of an equation not (`y = 2x + 1`). Units are compared when both have one; bases and the case of letters, always.
+side of an equation not (`y = 2x + 1`). Units are compared when both have one; bases always, and the case of letters,
+but not of a constant (`+ C`).
 
 Part ``boxed`` is 1 if an answer was found, ``timeout`` for an answer that exhausted the grader twice: it is wrong, as
 the completion alone is the cause. A truth that the parser cannot read equals its own text alone; one that is empty or

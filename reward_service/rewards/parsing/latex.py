@@ -6,6 +6,7 @@ Of an equation the final side is the answer, unless its other sides contradict i
 
 from __future__ import annotations
 
+import math
 import re
 import unicodedata
 from fractions import Fraction
@@ -49,6 +50,22 @@ _SEGMENT = re.compile(r"(?:\\overline\s*\{|\|)([A-Z]{2})(?:\}|\|)")  # its lengt
 _JOINED = re.compile(
     r"(?<![A-Za-z\\])(?:or|and)(?![A-Za-z])|\\(?:lor|land|vee|wedge)(?![A-Za-z])|"
     r"\\(?:begin|text\s*\{\s*(?:or|and)|R?rightarrow|Rightarrow|implies|iff|to|quad|pm|mp)(?![A-Za-z])|;|\n"
+)
+
+_DATE = re.compile(r"^\\text\s*\{\s*([A-Z][a-z]{2,})\s*\}[\s~]*([0-9]{1,2})$")
+_SAID = (  # an ellipse; June 20th; there are no solutions
+    (re.compile(r"^\s*(?:an?|the)\s+(?=[a-z]{2})"), ""),
+    (re.compile(r"(?<=[0-9])(?:st|nd|rd|th)\b"), ""),
+    (re.compile(r"^\s*(?:there (?:is|are|exists?) )?(no(?: \w+)?) solutions?(?: exists?)?(?=\W*$)"), r"\1 solution"),
+)
+_DIVISORS = re.compile(r"\\(gcd|lcm) ?\(([0-9]+),([0-9]+)\)")
+_CHOSEN = re.compile(r"(?<![A-Za-z\\])([CA])_\{?([3-9]|[1-9][0-9]|n)\}?\^\{?([0-9]{1,2}|k)\}?(?![0-9A-Za-z_^])")
+_INTEGER = re.compile(r"([a-z])\\in ?\\mathbb\{Z\}")
+_TOKENS = re.compile(r"\\text\{[^{}]*\}|\\[A-Za-z]+|[A-Za-z]")
+_BOUND = (  # what must be the same, the letter
+    re.compile(r"()([a-z])\\in ?\\mathbb\{Z\}$"),
+    re.compile(r"^([a-zA-Z])\(([a-z])\)="),
+    re.compile(r"^()(?!.*[abAB](?![A-Za-z])).*\+([cC])$"),
 )
 
 
@@ -139,6 +156,7 @@ def is_prose(truth: str) -> bool:
     if whole is not None:
         is_choice = re.fullmatch(r"\W*[A-Z]\W*", whole[1]) is not None
         return (is_choice or len(re.findall(r"[^\W\d_]", whole[1])) > 1) and not re.search(r"[\\^_=+*/<>|]", whole[1])
+    text = _DATE.sub(r"\1 \2", text)
     if _OTHER_SCRIPT.search(_TEXT.sub(r"\1", text)) or _PROSE.fullmatch(text):
         return True
     return re.fullmatch(
@@ -150,8 +168,45 @@ def said(text: str) -> str:
     """Reduce prose to its words in small letters, ``(B)`` and ``B.`` to the same choice; operators stay."""
     plain = unicodedata.normalize("NFKC", _SPACING.sub(" ", _TEXT.sub(r"\1", text.translate(_SIGNS))).strip("$ "))
     plain = _LONG_SIGN.sub(r"\\\1 ", plain.replace("<=", r"\le ").replace(">=", r"\ge ")).casefold()
+    for pattern, into in _SAID:
+        plain = pattern.sub(into, plain)
     signs = "".join(letter for letter in {*plain} if unicodedata.category(letter) == "Sm")
     return " ".join(re.findall(rf"\w+|[\\^*/%{re.escape(signs)}]|(?<!\w)-(?=\w)", plain))
+
+
+def with_counts(text: str) -> str:
+    """Return a text with ``C_5^2`` as a binomial, ``A_5^2`` as its arrangements, and gcd and lcm as numbers."""
+    text = _CHOSEN.sub(_chosen, text)
+    return _DIVISORS.sub(lambda found: str(getattr(math, found[1])(int(found[2]), int(found[3]))), text)
+
+
+def _chosen(found: re.Match[str]) -> str:
+    kind, total, chosen = found.groups()
+    if total.isdigit() and (not chosen.isdigit() or int(chosen) > int(total)):
+        return found[0]
+    return f"\\binom{{{total}}}{{{chosen}}}" + ("" if kind == "C" else f"\\cdot {chosen}!")
+
+
+def with_letters_of(gold: str, answer: str) -> str:
+    r"""Return an answer whose bound letter is the truth's: n \in \mathbb{Z} for k, f(t) for f(x), the constant c for C."""
+    for bound in _BOUND:
+        ours, theirs = bound.search(gold), bound.search(answer)
+        if ours and theirs and ours[1] == theirs[1] and ours[2] not in _TOKENS.findall(answer):
+            answer = _with(answer, theirs[2], ours[2])
+    return answer
+
+
+def shifted(text: str, domain: str) -> list[str]:
+    r"""Return a family over k \in \mathbb{Z} as it is, and with k - 1, k + 1 and -k for k: the same family."""
+    found = _INTEGER.fullmatch(domain)
+    if found is None:
+        return [text]
+    k = found[1]
+    return [text, *(_with(text, k, f"{{({other})}}") for other in (f"{k}-1", f"{k}+1", f"-{k}", f"-{k}-1", f"1-{k}"))]
+
+
+def _with(text: str, letter: str, other: str) -> str:
+    return _TOKENS.sub(lambda found: other if found[0] == letter else found[0], text)
 
 
 class Equation(NamedTuple):
@@ -223,3 +278,23 @@ def _split(answer: str) -> tuple[list[str], list[str]]:
 
 def _is_numeric(side: str) -> bool:
     return any(letter.isdigit() for letter in side) and not _ARITHMETIC.sub("", side)
+
+
+def exactly(text: str) -> str:
+    """Return a formula whose decimals are fractions, so that a parser has no float to round."""
+    text = re.sub(r"(?<=[0-9]),(?=[0-9]{3}(?![0-9]))", "", text)
+    text = re.sub(r"(?<![0-9])([0-9]*)\.([0-9]*)\\(?:overline|bar|dot)\{([0-9]+)\}", _repeating, text)
+    return re.sub(r"(?<![0-9])([0-9]*)\.([0-9]+)|(?<![0-9])([0-9]+)\.(?![0-9.])", _as_fraction, text)
+
+
+def _as_fraction(found: re.Match[str]) -> str:
+    if found[3]:
+        return found[3]
+    number = Fraction(f"{found[1] or 0}.{found[2]}")
+    return str(number) if number.denominator == 1 else f"\\frac{{{number.numerator}}}{{{number.denominator}}}"
+
+
+def _repeating(found: re.Match[str]) -> str:
+    number = Fraction(int(found[1] + found[2] + found[3]) - int(found[1] + found[2] or 0))
+    number /= 10 ** (len(found[2]) + len(found[3])) - 10 ** len(found[2])
+    return f"\\frac{{{number.numerator}}}{{{number.denominator}}}"

@@ -19,25 +19,28 @@ _UNICODE = str.maketrans(
         "≤": r"\le ", "≥": r"\ge ", "≠": r"\neq ", "±": r"\pm ", "∪": r"\cup ", "∩": r"\cap ", "∈": r"\in ", "∅": r"\emptyset ",
         "°": r"^\circ ", "θ": r"\theta ", "α": r"\alpha ", "β": r"\beta ", "λ": r"\lambda ", "μ": r"\mu ", "ω": r"\omega ",
         "φ": r"\phi ", "σ": r"\sigma ", "Δ": r"\Delta ", "ℝ": r"\mathbb{R}", "′": "'", "’": "'", "，": ",", "（": "(", "）": ")",
+        "⌊": r"\lfloor ", "⌋": r"\rfloor ", "⌈": r"\lceil ", "⌉": r"\rceil ", "∖": r"\setminus ", "¢": r"\text{cents}",
     }
 )  # fmt: skip
 _SUPERSCRIPT = re.compile("[⁺⁻]?[⁰¹²³⁴-⁹]+")
 _SCRIPT = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁻⁺", "0123456789-+")
 _ROOT = re.compile(r"√\s*(?:\(([^()]*)\)|([0-9A-Za-z]+))")
 _FONT = r"\\(?:boldsymbol|bm|pmb|mathbf|mathit|mathsf|mathtt|mathnormal|underline|displaystyle|bf|it|rm|tiny|small|normalsize|[lL]arge|LARGE|[hH]uge)(?![A-Za-z])"
+_UNIT_VECTOR = re.compile(r"\\(?:hat|mathbf|boldsymbol|bm|overrightarrow)\s*\{\\?([ijk])(?:math)?\}")
 _FONT_ARGUMENT = re.compile(_FONT + r"\s*\{(?P<inner>[^{}]*)\}")
 _FONT_SWITCH = re.compile(_FONT)
 _TEXTS = r"\\(?:text|textrm|textbf|textit|emph|textnormal|textup|mathrm|mbox|hbox|operatorname\*?)\s*"
 _TEXT = re.compile(_TEXTS + r"\{([^{}]*)\}")
 _TEXT_POWER = re.compile(rf"({_TEXTS}\{{[^{{}}]*)\^\{{(-?[0-9])\}}")
-_TEXT_FRACTION = re.compile(r"\\frac\{\\text\{([^{}]*)\}\}\{\\text\{([^{}]*)\}\}")
+_UNIT = r"\{\\text\{([^{}]*)\}(?:(\^)\{?([0-9])\}?)?\}"
+_TEXT_FRACTION = re.compile(rf"\\frac{_UNIT}{_UNIT}")
 _FUNCTIONS = [
     "arcsin", "arccos", "arctan", "arccot", "sinh", "cosh", "tanh", "coth", "sin", "cos", "tan", "cot", "sec", "csc",
     "ln", "log", "lg", "exp", "max", "min", "gcd", "det", "arg", "deg", "lim", "sup", "inf",
 ]  # fmt: skip
 _NAMES = {name: f"\\{name} " for name in [*_FUNCTIONS, "pi", "theta", "alpha", "beta", "infty"]} | {
     "arcsec": r"\arcsec ", "arccsc": r"\arccsc ", "infinity": r"\infty ", "lcm": r"\lcm ", "e": "e", "i": "i", "d": "d",
-    "tg": r"\tan ", "ctg": r"\cot ", "arctg": r"\arctan ", "arcctg": r"\arccot ",
+    "tg": r"\tan ", "ctg": r"\cot ", "arctg": r"\arctan ", "arcctg": r"\arccot ", "sh": r"\sinh ", "ch": r"\cosh ",
 }  # fmt: skip
 _BARE_NAME = re.compile(
     rf"(?<![\\A-Za-z{{])(?:{'|'.join([*_FUNCTIONS[:19], 'pi', 'theta', 'infinity', 'sqrt'])})(?![A-Za-z])"
@@ -97,6 +100,18 @@ _REPLACED = (
     (r"\\(arc)?ctg(?![A-Za-z])", r"\\\1cot "),
     (r"\{([^{}]*)\\choose(?![A-Za-z])([^{}]*)\}", r"\\binom{\1}{\2}"),
     (r"\\%", "%"),
+    (r"\\root\s*([0-9n])\s*\\of\s*(?:\{([^{}]*)\}|([0-9A-Za-z]))", r"\\sqrt[\1]{\2\3}"),
+    (r"\\backslash(?![A-Za-z])|(?<=\\mathbb\{[RCQZN]\})\s*[-\\](?=\s*\\\{)", r"\\setminus "),
+    (r"(\.[0-9]{0,12}?)([0-9]{1,9}?)\2{2,}\s*\\dots ", r"\1\\overline{\2}"),  # not e = 2.718281828...
+    (r"^([0-9]+)\s*(?:\\text\s*\{\s*to\s*\}|to)\s*([0-9]+)$", r"\1:\2"),
+    (r"^\|([a-vxy])\|\s*(<|\\le )\s*([0-9.]+|\\frac\{[0-9]+\}\{[0-9]+\}|\\sqrt\{[0-9]+\})$", r"-\3\2\1\2\3"),
+    (r"(?<![A-Za-z_^}\]])\{(\\[a-z]+|[A-Za-z])\}(?=[_^])", r"\1"),
+    (r"\\operatorname\s*\{th\}", r"\\tanh "),
+    (r"^\\\{([^|:]*)[|:]\s*([a-z]\s*\\in\s*\\mathbb\{Z\}\s*)\\\}$", r"\1,\2"),
+    (r",?\s*\\text\s*\{\s*(?:where|for|for (?:any|all|every|some)|with)\s*\}\s*(?=[a-z]\s*\\in)", ","),
+    (r",?\s*\\text\s*\{\s*(?:where|for)? ?(?:any|all|every|some)? ?integers?\s*\}\s*([a-z])$", r",\1\\in\\mathbb{Z}"),
+    (r"(?:,\s*)?\\text\s*\{\s*(?:where|for) (?:(?:some|any|an?|arbitrary|real) )*constants?\s*\}\s*[A-Za-z]$", ""),
+    (r"^\\\{\s*\\begin\s*\{array\}\s*(?:\{[^{}]*\})?(.*)\\end\s*\{array\}$", r"\\begin{cases}\1\\end{cases}"),
     (r"\\begin\s*\{[bB]matrix\}|\[\s*\\begin\s*\{array\}\s*(?:\{[^{}]*\})?|\(\s*\\begin\s*\{array\}\s*(?:\{[^{}]*\})?", r"\\begin{pmatrix}"),
     (r"\\end\s*\{[bB]matrix\}|\\end\s*\{array\}\s*[\])]", r"\\end{pmatrix}"),
 )  # fmt: skip
@@ -143,9 +158,11 @@ def rewrite(answer: str) -> str:
     if _RELATION.search(text):  # no formula of logic
         text = text.replace("\\land ", "\\text{and}").replace("\\lor ", "\\text{or}")
     text = _MONEY.sub(lambda found: f"{found['number'] or found['after']}\\text{{dollars}}", text)
+    if {"j", "k"} & {*_UNIT_VECTOR.findall(text)}:  # i alone is the imaginary unit
+        text = _UNIT_VECTOR.sub(r"\\vec{\1}", text)
     text = _FONT_SWITCH.sub("", _FONT_ARGUMENT.sub(r"{\g<inner>}", text))
     text = _TEXT.sub(_spelt, _TEXT_POWER.sub(r"\1^\2", _TEXT_POWER.sub(r"\1^\2", text)))
-    text = _SPELT_BASE.sub(r"_{\1\2}", _TEXT_FRACTION.sub(r"\\text{\1/\2}", text))
+    text = _SPELT_BASE.sub(r"_{\1\2}", _TEXT_FRACTION.sub(r"\\text{\1\2\3/\4\5\6}", text))
     text = _BASE_TEN.sub(r"\1", _TEXT_NUMERAL.sub(lambda found: re.sub(r"\\text\{|\}", "", found[0]), text))
     text = _TEXT_QUANTITY.sub(r"\g<number>\\text{\g<unit>}", text)
     text = _E_NOTATION.sub(r"\1\\times 10^{\2}", _TIMES_TEN.sub(r"\1\\times 10^", text))
@@ -156,7 +173,7 @@ def rewrite(answer: str) -> str:
     text = _LONG_EXPONENT.sub(r"^{\1}", _NEGATIVE_EXPONENT.sub(r"^{\1}", text))
     text = _PERCENT.sub("%", text).strip()
     text = text.rstrip(".;,") if not text.endswith(("\\,", "\\;")) else text
-    return ungrouped(_INSIDE_SPACE.sub("", text))
+    return ungrouped(latex.with_counts(_INSIDE_SPACE.sub("", re.sub(r"[ \t]{2,}", " ", text))))
 
 
 def with_powers(text: str, form: str = "^{%s}") -> str:
@@ -215,7 +232,7 @@ def _spelt(found: re.Match[str]) -> str:
         word = f"{word[0].lower()}m"
     elif re.fullmatch(r"[A-Z](?:\s*(?:,\s*and|,|and)\s*[A-Z])+", word):  # the letters of several choices
         return re.sub(r"\s*(?:,\s*and|,|and)\s*", ",", word)
-    return word if re.fullmatch(r"[-+]?[0-9.,]+", word) else f"\\text{{{word}}}"
+    return word if re.fullmatch(r"[-+]?[0-9.,]+|[-+]", word) else f"\\text{{{word}}}"
 
 
 # Taking apart
@@ -229,13 +246,15 @@ _JOINED = re.compile(
 )
 _THOUSANDS = re.compile(r"-?[0-9]{1,3}(?:,[0-9]{3})+(?:\.[0-9]+)?")
 _BASE = re.compile(
-    r"\(?(?P<digits>(?=[A-Z]*[0-9])[0-9A-Z]+(?:\.[0-9A-Z]+)?)\)?_\{?\(?(?:\\text\{)?(?:base)?\s?(?P<base>[0-9]+|[a-z]+)\}?\)?\}?"
+    r"\(?(?P<digits>(?=[A-Z]*[0-9])(?:[0-9A-Z]+|[0-9a-f]+(?=\)?_\{?16\}?$))(?:\.[0-9A-Z]+)?)\)?_\{?\(?(?:\\text\{)?(?:base)?\s?(?P<base>[0-9]+|[a-z]+)\}?\)?\}?"
 )
 _BASE_NAMES = ("two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve",
     "thirteen", "fourteen", "fifteen", "sixteen")  # fmt: skip
 _BASE_WORDS = {name: str(number) for number, name in enumerate(_BASE_NAMES, 2)}
 _NAME = re.compile(r"\(?(?:\\?[A-Za-z]++(?:_\{?[0-9A-Za-z]++\}?)?'*+(?:\([A-Za-z0-9,]*+\))?[,:]?)++\)?")
 _IS = re.compile(r"\\[{}]|[{}()\[\]]|=|\\in(?![A-Za-z])|(?P<relation>\\(?:neq|le|ge|equiv|notin)(?![A-Za-z])|[<>]|:=)")
+_CASES = re.compile(r"\\begin\{cases\}((?:(?!\\begin).)*)\\end\{cases\}", re.DOTALL)
+_IF = re.compile(r"^\\text\{(?:if|when|for)\}|^(?:if|when|for)(?![A-Za-z])|,$")
 
 
 class Collection(NamedTuple):
@@ -309,6 +328,8 @@ def collection(text: str) -> Collection | None:
     """Return the values of a list, set, tuple, interval or union; None for one value."""
     if text in {"\\{\\}", "\\emptyset", "\\text{empty set}"}:
         return Collection("\\{\\}", ())
+    if cases := _CASES.fullmatch(text):
+        return Collection("", tuple(_case(row) for row in cases[1].split("\\\\") if row.strip()))
     opening = "\\{" if text.startswith("\\{") else text[:1]
     if opening in {"(", "[", "]", "\\{"}:
         inner = text[len(opening) :]
@@ -327,6 +348,12 @@ def collection(text: str) -> Collection | None:
     return Collection("u" if is_union else "", tuple(items))
 
 
+def _case(row: str) -> str:
+    value, _, condition = row.partition("&")
+    value, condition = (_IF.sub("", part.strip().strip(",;")).strip() for part in (value, condition))
+    return f"({value};{condition})" if condition else value
+
+
 def with_both_signs(text: str) -> tuple[str, str] | None:
     r"""Return the two values of a text with one ``\pm``; ``\mp`` has the opposite sign."""
     if not re.search(r"\\pm(?![A-Za-z])", text):
@@ -342,7 +369,7 @@ def numeral(text: str) -> tuple[str, str] | None:
     if match is None:
         return None
     base = _BASE_WORDS.get(match["base"], match["base"])
-    return (match["digits"].lstrip("0") or "0", base) if base.isdigit() else None
+    return (match["digits"].upper().lstrip("0") or "0", base) if base.isdigit() else None
 
 
 def holds_numeral(text: str) -> bool:
@@ -362,23 +389,3 @@ def named(text: str) -> tuple[str, str]:
         return "", text
     name = text[: sign.start()].replace(" ", "").strip()
     return (name, text[sign.end() :].strip()) if _NAME.fullmatch(name) else ("", text)
-
-
-def exactly(text: str) -> str:
-    """Return a formula whose decimals are fractions, so that a parser has no float to round."""
-    text = re.sub(r"(?<=[0-9]),(?=[0-9]{3}(?![0-9]))", "", text)
-    text = re.sub(r"(?<![0-9])([0-9]*)\.([0-9]*)\\(?:overline|bar|dot)\{([0-9]+)\}", _repeating, text)
-    return re.sub(r"(?<![0-9])([0-9]*)\.([0-9]+)|(?<![0-9])([0-9]+)\.(?![0-9.])", _as_fraction, text)
-
-
-def _as_fraction(found: re.Match[str]) -> str:
-    if found[3]:
-        return found[3]
-    number = Fraction(f"{found[1] or 0}.{found[2]}")
-    return str(number) if number.denominator == 1 else f"\\frac{{{number.numerator}}}{{{number.denominator}}}"
-
-
-def _repeating(found: re.Match[str]) -> str:
-    number = Fraction(int(found[1] + found[2] + found[3]) - int(found[1] + found[2] or 0))
-    number /= 10 ** (len(found[2]) + len(found[3])) - 10 ** len(found[2])
-    return f"\\frac{{{number.numerator}}}{{{number.denominator}}}"

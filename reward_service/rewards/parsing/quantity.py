@@ -10,6 +10,7 @@ import re
 import tomllib
 import unicodedata
 from fractions import Fraction
+from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
 
@@ -35,7 +36,7 @@ _ANYWHERE = re.compile(rf"(?<![0-9.,A-Za-z_]){_NUMBER}")
 _LEAD = re.compile(r"(?:[A-Za-z]{1,3}|[xyz]_?[0-9])\s?=\s?|(?:about|approximately|roughly|≈|~|=)\s{0,4}", re.IGNORECASE)
 _TEX_FRACTION = re.compile(r"(?P<whole>[0-9])?\\frac\{\s?(?P<top>-?[0-9]+)\s?\}\{\s?(?P<bottom>[0-9]+)\s?\}")
 _GOES_ON = re.compile(  # with a second number, or as an expression: then the first number is not the value
-    r"\s+[-+−$]?[0-9]|_[0-9]|\s?[=<>≤≥≠π]|\s+([A-Za-z]+),?\s+(?:or|vs)\s+[-+−$]?[0-9.,]+(?:\s+\1(?![A-Za-z])|\W*\Z)|\((?![A-Za-z]{2})|\s?[A-Za-z]\s?[-+=*]\s?[0-9(]|\s?(?![ghmtdls])[b-z](?![A-Za-z'’])|"
+    r"\s?,\s?[A-Za-z]\s?=|\s?[A-Z]_|\s+[-+−$]?[0-9]|_[0-9]|\s?[=<>≤≥≠π]|\s+([A-Za-z]+),?\s+(?:or|vs)\s+[-+−$]?[0-9.,]+(?:\s+\1(?![A-Za-z])|\W*\Z)|\((?![A-Za-z]{2})|\s?[A-Za-z]\s?[-+=*]\s?[0-9(]|\s?(?![ghmtdls])[b-z](?![A-Za-z'’])|"
     r"\s?\\(?!text|mathrm|mathbf|mbox|operatorname|quad|qquad|circ|degree|approx|rm)[A-Za-z]|"
     r"\s?(?:\^|\*\*(?=\s?[-+({0-9])|!|\\(?:sqrt|pi|cdot|times|[dtc]?frac)|[+*×·−]\s?[0-9]|[/.][0-9]|[eE][-+]?[0-9])"
     r"|\s?[(]?\s?(?:,|;|:|\bor\b|\band\b|\bto\b|\bvs\b|\bmod\b|-|–|±|\\pm|\\text\s?[{]\s?(?:or|and|to)\s?[}])\s?[-+−$]?\s?(?:[0-9]|\\frac)"
@@ -70,6 +71,8 @@ _NO_UNIT = re.compile(
 _POWER = re.compile(
     r"\^\{?-?[0-9]\}?|(?<=[A-Za-z])[0-9]|(?<=m\})[23]"
 )  # any other digit of a unit is a second number: 5 choose 2
+_NUMBER_UNIT = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]+)")
+_SEVERAL_UNITS = re.compile(rf"{_NUMBER_UNIT.pattern}(?:,?\s*(?:and)?\s*{_NUMBER_UNIT.pattern})+")
 _TRIGONOMETRY = re.compile(r"\\(?:sin|cos|tan|cot|sec|csc)(?![A-Za-z])")
 _UNIT_TOKEN = re.compile(r"([A-Za-z$¢°Ωμ一-龥]+)\s*(?:\^?\{?(-?[0-9])\}?)?|(/)|(\\cdot|[·*])")
 _UNIT_WORDS = ((r"\bper\b", "/"), (r"\b(?:square|sq\.?)\s+([a-z]+)", r"\1^2"),
@@ -144,6 +147,7 @@ def _plain(text: str) -> str:
     text = re.sub(r"\\(?:left|right)(?![A-Za-z])|\\[()]", "", re.sub(r"\^\{?\\circ(?![A-Za-z])\}?", "°", text))
     text = notation.with_braces(text)
     text = _TEX_FRACTION.sub(_spelt_fraction, text)
+    text = re.sub(r"\\text\{([-+−–$\\0-9.,]*)\}", r"\1", re.sub(r"^\((-?[0-9./]+)\)$", r"\1", text))
     return text.replace("\\$", "$").replace("\\%", "%").strip("*_` \t\n").removeprefix("$$").strip()
 
 
@@ -183,6 +187,19 @@ def _value(match: re.Match[str]) -> Fraction | None:
         return Fraction(match["decimal"].replace(",", "").rstrip(".") or "0") * Fraction(10) ** exponent
     except (ValueError, ZeroDivisionError):
         return None
+
+
+def in_one_unit(text: str) -> str:
+    r"""Return ``2 hours 20 minutes`` in the last of its units; any other text, and units that do not get smaller, as it is."""
+    if not _SEVERAL_UNITS.fullmatch(plain := _without_text(text)):
+        return text
+    parts = [(Fraction(number), name, read_units(name)) for number, name in _NUMBER_UNIT.findall(plain)]
+    units = [unit for _, _, unit in parts if unit is not None]
+    falls = all(one.dimension == other.dimension and one.factor > other.factor for one, other in pairwise(units))
+    if len(units) < len(parts) or not falls:
+        return text
+    total = sum(number * unit.factor for (number, _, _), unit in zip(parts, units, strict=True)) / units[-1].factor
+    return f"\\frac{{{total.numerator}}}{{{total.denominator}}}\\text{{{parts[-1][1]}}}"
 
 
 def split_unit(text: str, other: str = "") -> tuple[str, str]:
