@@ -39,21 +39,21 @@ _FORM = r"(?:\*\*|[$\"'“`])?[(（\[]?(?P<{}>(?![AI]\s(?!(?:because|since|as|ov
 _SURE = r"(?:\s(?:probably|likely|most\slikely|clearly|definitely|therefore|thus|option|choice|the\sletter)){0,2}"
 _STATED = re.compile(  # the correct choice is B, I'd pick B, so B; 故选 B; B is correct
     rf"\b(?i:(?:(?:answer|option|choice|letter)\s(?:is|would\sbe|should\sbe|must\sbe)|(?:I|I['’](?:d|ll)|I\swould|I\swill|we|let['’]s)\s"
-    rf"(?:choose|chose|pick|select|go\swith|say|answer)|(?:(?:so|thus|hence|therefore),?|it(?:['’]s|\sis))(?={_SURE}\s\S{{1,6}}\W*$)){_SURE}):?\s{{0,3}}"
+    rf"(?:choose|chose|pick|select|go\swith|say|answer)|(?:(?:so|thus|hence|therefore),?|it(?:['’]s|\sis|\smust\sbe|\shas\sto\sbe))(?={_SURE}\s\S{{1,6}}\W*$)){_SURE}):?\s{{0,3}}"
     rf"{_FORM.format('after')}|(?:选(?:择|项)?|答案)\s?[是为]?\s?[:：]?\s?{_FORM.format('chinese')}|(?<![A-Za-z0-9]){_FORM.format('before')}"
-    r"(?:\sis\s(?:the\s)?(?:most\slikely\s)?(?:correct|right|best|answer)\b|\s?(?:选?项)?[是也]?正确)(?!\s(?:only|if|unless|when)\b)"
+    r"(?:\sis\s(?:the\s)?(?:most\slikely\s)?(?:correct|right|best|answer)(?:\s(?:answer|choice|option|one|letter))?(?=\W{0,3}(?:$|[.,;:!?(\n]|(?:because|since|as|and|but|while|so|too|also|only|if|unless|when)\b))|\s?(?:选?项)?[是也]?正确)(?!\s(?:only|if|unless|when)\b)"
 )
 _FOLLOWS = re.compile(
     r"\s{0,3}(?:$|[.!,;:()\n。，；！（]|(?:because|since|as|over|rather|instead)\b|选?项|是?正确|(?<=[)）\]])\s(?!(?:is|was|isn|can|and|or|would)\b))"
 )
 _JOINED_AFTER = re.compile(r"\s?(?:and|or|nor|和|或|、|/|,|&)\s?(?:option\s)?[(（\[]?[A-Z](?![A-Za-z'’])")
-_JOINED_BEFORE = re.compile(r"(?<![A-Za-z])[A-Z][)）\]]?\s?(?:and|or|nor|和|或|/|&)\s?[(（\[*$]*$")
+_JOINED_BEFORE = re.compile(r"(?<![A-Za-z])[A-Z][)）\]]?\s?(?:and|or|nor|和|或|、|,|/|&)\s?[(（\[*$]*$")
 _SUBJECT = re.compile(  # before the letter of "B is correct", which is no subject in "vitamin B is correct"
     r"(?:^|[.,;:!?\n。，；：！？、一-鿿]|\b(?:option|choice|answer|letter|so|thus|hence|therefore|only|that|and|but|then|is|think))[\s(（\[*$\"'“`]*$",
     re.IGNORECASE,
 )
 _DOUBTS = re.compile(
-    r"\b(?:not|never|if|whether|unless|might|may|could|suppose|assum\w+|why|first|initially|neither|wrong|false)\b|n['’]t\b|不|非|如果|错",
+    r"\b(?:not|none|never|if|whether|unless|might|may|could|suppose|assum\w+|why|first|initially|neither|wrong|false)\b|n['’]t\b|不|非|如果|错",
     re.IGNORECASE,
 )
 _TURNS = re.compile(
@@ -96,7 +96,11 @@ def _stated(answer: str, letters: str) -> str | None:
     for match in _STATED.finditer(answer):
         letter, before = match[match.lastgroup or 0], answer[: match.start()]
         is_noun = match["before"] and not _SUBJECT.search(before)
-        is_open = is_noun or _DOUBTS.search(_CLAUSE.split(before)[-1]) or _JOINED_BEFORE.search(before)
+        is_open = (
+            is_noun
+            or _DOUBTS.search(_CLAUSE.split(before)[-1])
+            or _JOINED_BEFORE.search(before if match["before"] else before.rstrip(" ,、"))
+        )
         goes_on = not (match["before"] or _FOLLOWS.match(answer, match.end()))
         is_list = _JOINED_AFTER.match(answer, match.end())
         is_second = said not in {None, letter} and not _TURNS.search(answer, end, match.start())
