@@ -64,8 +64,9 @@ def _mathematical(find: Callable[[str], str | None]) -> Extract:
 
 
 def _chosen_letter(text: str) -> Hashable | None:
-    answer = final_answer.find(text, "auto")
-    return None if answer is None else choice.chosen(answer, choice.Parameters().letters)
+    letters = choice.Parameters().letters
+    answer = choice.find(text, "auto", letters)
+    return None if answer is None else choice.letter_of(answer, {}, letters)
 
 
 BY_REWARD: Mapping[str, tuple[str, Extract]] = MappingProxyType(

@@ -25,7 +25,16 @@ THINKING = re.compile(
     r"\[/THINK\]|<\|end_of_thought\|>|<\|channel\|>final<\|message\|>",
     re.IGNORECASE,
 )
-_ANSWER = re.compile(r"^[ \t]*</?answer>|</?answer>[ \t]*$", re.IGNORECASE | re.MULTILINE)
+_ANSWER = re.compile(
+    r"^[ \t]*</?(?:answer|solution)>|</?(?:answer|solution)>[ \t]*$|^(?-i:\[(?:BEGIN|DONE|/?PYTHON)\])[ \t]*$",
+    re.IGNORECASE | re.MULTILINE,
+)
+_TAGS = (("<answer>", "</answer>"), ("<solution>", "</solution>"), ("[begin]", "[done]"), ("[python]", "[/python]"))
+_END_TOKENS = (
+    "<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|endoftext|>", "<|end_of_text|>", "<|end|>", "<|return|>", "</s>", "<eos>",
+    "<end_of_turn>", "<｜end▁of▁sentence｜>",
+)  # fmt: skip
+_MAX_END_TOKENS = 8
 _FENCE = re.compile(r"(`{3,})([^`]*)|(~{3,})(.*)")
 _BEHIND_TEXT = re.compile(r"[^`]`{3}(\w+)$")  # a fence that opens a block of Python at the end of a line
 _LANGUAGE = re.compile(r"\{?\.?([\w+#-]+)")
@@ -46,7 +55,7 @@ def program(completion: str, names: Sequence[str] = ()) -> str | None:
     None when there is no program: nothing but white space or thinking, only blocks in other languages, or too long a text.
     A block that is never closed reaches to the end.
     """
-    answer = after_thinking(completion)
+    answer = before_end(after_thinking(completion))
     text = _ANSWER.sub("\n", answer.lstrip("\ufeff"))
     blocks = [block for block in fenced_blocks(text) or fenced_blocks(text, indented=True) if block[1].strip()]
     python = [content for language, content in blocks if language in LANGUAGES]
@@ -61,10 +70,22 @@ def program(completion: str, names: Sequence[str] = ()) -> str | None:
 
 
 def _tagged(text: str) -> str:
-    """Return what stands in the last <answer> of a text that ends there, else the text."""
-    lower = text.lower()
-    start, end = lower.rfind("<answer>"), lower.rfind("</answer>")
-    return text[start:end] if 0 <= start < end and not text[end + len("</answer>") :].strip() else text
+    """Return what stands in the last tags (`_TAGS`) of a text that ends there, else the text."""
+    lower = text.lower().rstrip()
+    for opening, closing in _TAGS:
+        if lower.endswith(closing) and (start := lower.rfind(opening)) >= 0:
+            return text[start : len(lower) - len(closing)]
+    return text
+
+
+def before_end(text: str) -> str:
+    """Return a text without the control tokens that end it."""
+    for _ in range(_MAX_END_TOKENS):
+        bare = text.rstrip()
+        if not bare.endswith(_END_TOKENS):
+            break
+        text = bare[: bare.rfind("<")]
+    return text
 
 
 def after_thinking(text: str) -> str:

@@ -24,6 +24,7 @@ import hashlib
 import json
 import math
 import os
+import re
 import signal
 import threading
 import time
@@ -131,7 +132,11 @@ def prove(zygote: Zygote, tests: Assertions, limits: Limits) -> Proof:
             won[test] = won.get(test, set()) - {kind.removesuffix(UNCHANGED) for kind in stubs}
     num_changes = {test: len({kind.split()[0] for kind in stubs}) for test, stubs in won.items() if stubs}
     hidden = tuple(test for test, count in sorted(num_changes.items()) if count > 1)
-    if len(hidden) < len(num_changes) == sum(num_tests):
+    accepted = _accepted(changed)
+    # A change that wins one test, and passes them all.
+    of_all = set[str]().union(*won.values()).intersection(*accepted.values())
+    is_won = len(accepted) == sum(num_tests) and not hidden and bool(of_all)
+    if is_won or len(hidden) < len(num_changes) == sum(num_tests):
         problem = "pass with a program that empties its arguments and returns an empty value"
     return Proof(problem, num_tests, has_finished, hidden)
 
@@ -152,7 +157,7 @@ def _won(messages: Sequence[Message]) -> dict[tuple[int, int], set[str]]:
     """
     won: dict[tuple[int, int], set[str]] = {}
     for test, stubs in _accepted(messages).items():
-        if winning := {kind for kind in stubs if f"{kind.split()[0]} 0" not in stubs}:
+        if winning := {kind for kind in stubs if re.sub("[0-9]", "0", kind) not in stubs}:
             won[test] = winning
     return won
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from penstock.reward_service.errors import BadGroundTruth
-from penstock.reward_service.program_tests.code_blocks import THINKING
+from penstock.reward_service.program_tests.code_blocks import THINKING, before_end
 from penstock.reward_service.rewards.parsing import final_answer
 from penstock.reward_service.rewards.reward import PureReward, Verdict, truth_text
 
@@ -19,7 +19,9 @@ def judge(completions: tuple[str, ...], truth: Any) -> list[Verdict]:
         raise BadGroundTruth("exact_match: the row's ground_truth is an empty list of alternatives")
     wanted = {truth_text(alternative, NAME).strip() for alternative in alternatives}
     answers = [
-        completion if any(map(THINKING.search, wanted)) else final_answer.spoken(completion)
+        completion
+        if any(THINKING.search(text) or before_end(text) != text for text in wanted)
+        else final_answer.spoken(completion)
         for completion in completions
     ]
     return [

@@ -1,7 +1,7 @@
 """1 when the answer is JSON and fits a JSON schema.
 
 The schema is in the run file (``schema_file`` or ``schema_text``) or is the row's ground truth. The answer is the last
-fenced block, the last ``<answer>`` tags, or the whole completion (``where = "auto"``). It is validated in grader
+fenced block, the last ``<answer>`` tags, or the whole completion (``where = "auto"``), without ``<think>``. It is validated in grader
 processes with a CPU limit (`pattern_grader`): patterns inside a schema may take exponential time, references may be
 cyclic, and neither may block the service. References to other documents are not fetched.
 
@@ -80,7 +80,8 @@ async def judge(parameters: Parameters, completions: tuple[str, ...], truth: Any
     return [await _verdict(find(text, parameters.where), wanted, grade) for text in completions]
 
 
-def find(text: str, where: str) -> str | None:
+def find(completion: str, where: str) -> str | None:
+    text = final_answer.spoken(completion)
     fenced = _last_fenced(text) if where in {"auto", "fenced"} else None
     if where == "fenced" or fenced is not None:
         return fenced
@@ -127,6 +128,7 @@ REWARD = GradedReward(
     name=NAME,
     description="1 when the answer is strict JSON that fits a schema",
     judge=judge,
+    reads="answer",
     parameters=Parameters,
     grader="pattern",
     parts=("parses", "timeout", "too_long"),

@@ -6,6 +6,7 @@ it is the last number of the completion (``where = "auto"``). Part ``has_answer`
 
 from __future__ import annotations
 
+import re
 from fractions import Fraction
 from functools import partial
 from typing import Any, Literal
@@ -20,6 +21,7 @@ from penstock.reward_service.rewards.parsing.quantity import Quantity
 from penstock.reward_service.rewards.reward import PureReward, Verdict, truth_text, verdicts_on
 
 NAME = "numeric"
+_HEDGED = re.compile(r"[-+−$€£¥]?[0-9][0-9.,]*%?(?:\s(?:or|to|and|vs)\s[-+−$€£¥]?[0-9][0-9.,]*%?)+[.!]?")
 
 
 class Parameters(Section):
@@ -72,7 +74,9 @@ def _answer(completion: str, where: str) -> Quantity | None:
     phrase = final_answer.after_phrase(completion)
     line = phrase or final_answer.last_line(completion) or ""
     read = quantity.read(line) if quantity.begins(line) else None
-    is_alone = read is not None and not any(letter.isdigit() for letter in read.unit)
+    if _HEDGED.fullmatch(line):
+        return None
+    is_alone = read is not None and (not re.search("[0-9]", read.unit) or quantity.read_units(read.unit) is not None)
     return read if is_alone or (phrase and line and quantity.begins(line)) else quantity.last(completion)
 
 

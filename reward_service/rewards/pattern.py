@@ -64,9 +64,12 @@ def rule(parameters: Parameters, truth: Any) -> str:
 async def judge(parameters: Parameters, completions: tuple[str, ...], truth: Any, grade: Grade) -> list[Verdict]:
     wanted = rule(parameters, truth)
     unreadable = f"{NAME}: not a regular expression of Python's re: {json.loads(wanted)['regex'][:80]!r}"
-    return [
-        await verdict_on(final_answer.find(text, parameters.where), wanted, grade, unreadable) for text in completions
-    ]
+    return [await verdict_on(_answer(text, parameters.where), wanted, grade, unreadable) for text in completions]
+
+
+def _answer(completion: str, where: Where) -> str | None:
+    """Return the answer at a place; only the whole completion has its chain of thought."""
+    return final_answer.find(completion if where == "whole" else final_answer.spoken(completion), where)
 
 
 async def verdict_on(answer: str | None, wanted: str, grade: Grade, unreadable: str) -> Verdict:

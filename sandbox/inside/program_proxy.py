@@ -19,7 +19,9 @@ from penstock.sandbox.inside import values
 STUBS = ("opaque", "none", "missing")  # a new object equal to nothing; None; NameError, as an empty program
 # Stand-ins that change their arguments: how, and the number of their answer in `_answer_of`; 0 is an object equal to nothing.
 _HOW = ("clear", "zeros", "ones", "one")
-CHANGES = tuple(f"{change} {number}" for number in range(10) for change in _HOW)
+_OUTER = "outer"  # a stand-in that empties a dict whatever its values are, instead of the containers in it
+_KINDS = (*(f"{how} {{}}" for how in _HOW), f"clear {{}} {_OUTER}")
+CHANGES = tuple(kind.format(number) for number in range(10) for kind in _KINDS)
 UNCHANGED = " unchanged"  # ends the kind of a stand-in that gives that answer and changes nothing
 # Modules that tests import the program from.
 PROGRAM_MODULES = [
@@ -179,7 +181,7 @@ class Stub:
             if self._kind.endswith(UNCHANGED):
                 passed = copy.deepcopy(passed)
             for argument in passed:
-                _change(argument, self._kind.split()[0])
+                _change(argument, self._kind.split()[0], is_outer=_OUTER in self._kind)
             if "operator" in where:
                 return self._operated(where["operator"])
             answer = _answer_of(self._kind, passed)
@@ -316,9 +318,10 @@ def _handle_of(thing: Any) -> int:
     raise BadTests(f"a test passes the program a {type(thing).__name__}, which cannot be sent to another process")
 
 
-def _change(argument: Any, how: str) -> None:
+def _change(argument: Any, how: str, *, is_outer: bool = False) -> None:
     """Empty a container, put zeros or ones into it and into those in it, or leave one item, a one."""
-    if isinstance(argument, dict) and how == "clear" and not any(isinstance(v, dict | list) for v in argument.values()):
+    is_flat = isinstance(argument, dict) and not any(isinstance(v, dict | list) for v in argument.values())
+    if isinstance(argument, dict) and how == "clear" and (is_flat or is_outer):
         argument.clear()
     elif isinstance(argument, dict):
         argument.update({key: _changed(item, how) for key, item in argument.items()})

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from typing import Literal
 
-from penstock.reward_service.program_tests.code_blocks import THINKING, ends_thinking
+from penstock.reward_service.program_tests.code_blocks import THINKING, before_end, ends_thinking
 from penstock.reward_service.rewards.parsing import latex
 
 Where = Literal["auto", "boxed", "tags", "hashes", "phrase", "last_line", "whole"]
@@ -43,11 +43,11 @@ def find(text: str, where: Where) -> str | None:
 
 
 def spoken(text: str) -> str:
-    """Return what follows the last chain of thought; nothing of a chain that was not finished is an answer."""
+    """Return what follows the last chain of thought, without end tokens; a chain that was not finished has no answer."""
     begin, thinks = 0, False
     for tag in THINKING.finditer(text):
         begin, thinks = tag.end(), not ends_thinking(tag)
-    return "" if thinks else text[begin:]
+    return "" if thinks else before_end(text[begin:])
 
 
 def in_tags(text: str) -> str | None:

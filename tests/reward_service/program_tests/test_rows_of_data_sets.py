@@ -289,6 +289,9 @@ UNIQUE = "def f(x):\n    y = sorted(set(x))\n    x[:len(y)] = y\n    return len(
         ),
         (CLEARS, "x = [3, 1, 2]\ny = x\nr = f(y)\nassert all(a == b for a, b in zip(r, x)) and len(r) == len(x)", 0),
         (CLEARS, "x = {'a': 1}\nassert f(x) == list(x)", None),
+        (CLEARS, "x = {'a': [1]}\nassert f(x) == list(x)", None),
+        (CLEARS, ["x = {'a': [1]}\nassert f(x) == list(x)", "x = {}\nassert f(x) == list(x)"], None),
+        ("def f(x): x.clear()", ["x = {'a': [1]}\nf(x)\nassert x == {}", "x = {}\nf(x)\nassert x == {}"], 2),
         (SORTS, "def check(f):\n    x = [2, 1]\n    f(x)\n    assert x == [1, 2]\ncheck(f)", 1),
         (CLEARS, "assert (lambda v: f(v) == sorted(v))([3, 1, 2])", 0),
         (ZEROS, ONLY + "        got = f(self.x)\n        self.assertEqual(got, sum(self.x))", 0),
@@ -321,14 +324,15 @@ UNIQUE = "def f(x):\n    y = sorted(set(x))\n    x[:len(y)] = y\n    return len(
     ],
 )
 def test_a_program_reaches_no_expected_value_by_its_arguments(
-    slot: Slot, program: str, test: str, passed: int | None
+    slot: Slot, program: str, test: str | list[str], passed: int | None
 ) -> None:
     """A program does not change what its answer is compared with, or the row is refused; work done in place is seen."""
+    tests = [test] if isinstance(test, str) else test
     if passed is None:
         with pytest.raises(BadGroundTruth, match="empties its arguments"):
-            run(slot, program, [test], {})
+            run(slot, program, tests, {})
     else:
-        assert run(slot, program, [test], {}).passed == passed
+        assert run(slot, program, tests, {}).passed == passed
 
 
 NODE = """
@@ -465,6 +469,15 @@ DOC = 'def f():\n    """Use:\n%s```\n%sf()\n%s```\n    """\n    return 1\n'
         ("```python\ns = 1  # ```\nt = '```'\n```", "s = 1  # ```\nt = '```'\n"),
         ("**Code:** ```python\na\n```\nEnd", "a\n"),
         ("So:\n<answer>\nprint(1)\n</answer>", "\n\nprint(1)\n"),
+        ("So:\n<solution>\nprint(1)\n</solution>", "\n\nprint(1)\n"),
+        ("<solution>\n```python\na = 1\n```\n</solution>", "a = 1\n"),
+        ("[BEGIN]\nx = [\n1]\n[DONE]", "\n\nx = [\n1]\n"),
+        ("[PYTHON]\nx = 1\n[/PYTHON]", "\n\nx = 1\n"),
+        ("```python\na = 1\n```<|im_end|>", "a = 1\n"),
+        ("```python\na = 1<|eot_id|>", "a = 1\n"),
+        ("```python\na = 1\n</s><|endoftext|>\n", "a = 1\n"),
+        ("a = 1<|im_end|>", "a = 1"),
+        ("```python\ns = '<|im_end|>'\n```", "s = '<|im_end|>'\n"),
         ("```python\nprint('<answer>%d</answer>' % 1)\n```", "print('<answer>%d</answer>' % 1)\n"),
         ("```python\ns = '<think>'\nt = '</think>'  # </think>\n```", "s = '<think>'\nt = '</think>'  # </think>\n"),
         ("<think>\n```python\ndraft\n</think>\n```python\ns = '<think>'\n```", "s = '<think>'\n"),
