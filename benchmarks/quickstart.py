@@ -121,8 +121,8 @@ def _row(seed: int, run: dict[str, Any], verdict: str) -> str:
     )
     return (
         f"| {seed} | Penstock | {run['accuracy_before']:.3f} | {run['accuracy_after']:.3f} | {_stale_share(run):.0%} "
-        f"| {run['total_wall_s']:.1f} | {run['wall_s']:.1f} | {run['cpu_s']:.1f} | {redelivered} | {run['load']:.1f} "
-        f"| {verdict} |"
+        f"| {run['total_wall_s']:.1f} | {run['wall_s']:.1f} | {run['cpu_s']:.1f} "
+        f"| {redelivered} | {run['load']:.1f} | {verdict} |"
     )
 
 

@@ -330,8 +330,8 @@ def _eos_ids(folder: Path, tokenizer: Tokenizer, eos_token: str | None, vocabula
             break  # generation_config overrules config, as in transformers' generate
     if not token_ids:
         raise UnsupportedModel(
-            f"{folder}: no end-of-sequence token in the tokenizer's or model's files: a completion would never end; "
-            "set eos_token_id in config.json"
+            f"{folder}: no end-of-sequence token in tokenizer_config.json, generation_config.json or config.json; "
+            "a completion would never end; set eos_token_id in config.json"
         )
     if vocabulary is not None and min(token_ids) >= vocabulary:
         raise UnsupportedModel(

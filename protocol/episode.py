@@ -85,7 +85,8 @@ class EpisodeRow:
                 f"tokens of a row of {len(self.trajectory.token_ids)}, expected all, in one or more turns"
             )
         if self.trajectory.finish_reason not in ("stop", "length", "abort"):
-            raise PackError(f"a row ends by {self.trajectory.finish_reason!r}, expected stop, length or abort")
+            got = self.trajectory.finish_reason
+            raise PackError(f"a row's finish reason is {got!r}, expected stop, length or abort")
         if self.trajectory.loss_mask[0]:
             raise PackError("the first token of a row is sampled; expected at least one token of context before it")
         if (self.parent is None) != (self.prefix_len == 0) or self.prefix_len < 0:

@@ -62,8 +62,8 @@ def weight_files(folder: Path) -> list[Path]:
         return [folder / "model.safetensors"]
     if not index.is_file():
         raise UnsupportedModel(
-            f"model.path = {folder}: no model.safetensors and no {INDEX}; other formats can contain code, not read: "
-            "save the model again with `save_pretrained` of transformers"
+            f"model.path = {folder}: no model.safetensors and no {INDEX}; other formats can contain code and are not "
+            "read: save the model again with `save_pretrained` of transformers"
         )
     names = read_object(index).get("weight_map")
     if not isinstance(names, dict) or not names:

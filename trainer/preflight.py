@@ -100,8 +100,8 @@ def check_resume(connections: Connections, *, resume: bool, has_checkpoint: bool
         kept = "a checkpoint and " if has_checkpoint else ""
         raise ConfigError(
             f"run {connections.run_id} has {kept}published version {head.version}, and trainer.resume = false; set it "
-            f"to true, choose another run.id, or delete its streams: penstock bootstrap run.id={connections.run_id} "
-            "--delete"
+            "to true, choose another run.id, or delete its streams: "
+            f"penstock bootstrap run.id={connections.run_id} --delete"
         )
     return head
 
@@ -135,8 +135,8 @@ def check_is_newest(
     if newest.chapter < known.chapter:
         raise CheckpointError(
             f"{expected}. The newest in {folder} is older: {got}. Restore the folder of step {known.step} (copy it to "
-            f"run.dir), or set trainer.resume_older_step = {newest.step} to resume from there and make the later steps "
-            "again"
+            f"run.dir), or set trainer.resume_older_step = {newest.step} "
+            "to resume from there and make the later steps again"
         )
     if (newest.record, hashlib.sha256(state_json).hexdigest()) != (known.record, known.state_sha256):
         raise CheckpointError(
@@ -273,8 +273,8 @@ def check_shared(folder: Path, ranks: Ranks, *, deadline_s: float = _VISIBLE_S) 
     if num_seeing < ranks.num_ranks:
         raise ConfigError(
             f"run.dir: {folder.absolute()} of rank 0 is seen by {num_seeing:.0f} of {ranks.num_ranks} ranks; every "
-            "rank writes its part of a checkpoint there: set run.dir to a folder on storage that all nodes share, at "
-            "the same path"
+            "rank writes its part of a checkpoint there: "
+            "set run.dir to a folder on storage that all nodes share, at the same path"
         )
 
 

@@ -122,8 +122,8 @@ class TrainerSettings(Section):
             raise ValueError(problem)
         if self.trainer.epochs is not None and self.data.from_run is not None:
             raise ValueError(
-                f"trainer.epochs = {self.trainer.epochs:g} counts rows of data.train, and data.from_run trains on stored groups; "
-                "set trainer.steps"
+                f"trainer.epochs = {self.trainer.epochs:g} counts rows of data.train, "
+                "and data.from_run trains on stored groups; set trainer.steps"
             )
         return self
 

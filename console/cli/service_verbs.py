@@ -100,8 +100,8 @@ def bootstrap(
     s3_users: Annotated[
         str,
         Help(
-            "Also create a user of the object store for each role, on MinIO or a fork; its secret key is s3_ROLE in "
-            "this folder."
+            "Also create a user of the object store for each role, "
+            "on MinIO or a fork; its secret key is s3_ROLE in this folder."
         ),
     ] = "",
     delete: Annotated[bool, Help("Delete the run's streams and their contents.")] = False,

@@ -127,8 +127,8 @@ def gather(run_id: str, bus: Bus, blobs: Blobs, checkpoints: Path, *, reads_pack
             pack_faults = _pack_faults(run_id, blobs, audit_inputs.chapters, reads_packs=reads_packs)
             return replace(audit_inputs, pack_faults=pack_faults)
     raise MalformedFact(
-        f"run {run_id} committed a checkpoint during each of {_MAX_READS} reads; audit it between two checkpoints, or "
-        "after it has ended"
+        f"run {run_id} committed a checkpoint during each of {_MAX_READS} reads; "
+        "audit it between two checkpoints, or after it has ended"
     )
 
 

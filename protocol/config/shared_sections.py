@@ -84,14 +84,14 @@ class PlacementSettings(Section):
     devices: tuple[str, ...] = Field(
         default=(),
         description="UUIDs of the GPUs that this process shares in turns, in the order of CUDA_VISIBLE_DEVICES: the "
-        "trainer's local rank r has the r-th, a worker all of them. None: those that it sees, as their driver names "
-        "them.",
+        "trainer's local rank r has the r-th, a worker all of them. None: "
+        "those that it sees, as their driver names them.",
     )
     lock_dir: Path | None = Field(
         default=None,
         description="Folder for the locks of GPUs that are shared in turns, which every process of the host that uses "
-        "one must see: containers need a common mount. Default: a folder of the user's in the system's folder for "
-        "temporary files.",
+        "one must see: containers need a common mount. Default: "
+        "a folder of the user's in the system's folder for temporary files.",
     )
     turn_deadline_s: float = Field(
         default=3600.0,

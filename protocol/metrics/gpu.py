@@ -136,7 +136,8 @@ def visible_gpus(environ: Mapping[str, str], nvml: Any | None = None) -> list[Gp
 
     Raises:
         GpusUnknown: The driver does not answer, or refuses.
-        ConfigError: A GPU is named twice, the first is none, or the order does not say which a number means.
+        ConfigError: A GPU is named twice, the first name is of none here, or the order that is set does not say which
+            GPU a number means.
     """
     visible = environ.get(VISIBLE)
     if visible is not None and visible.strip() in ("", "-1", "none", "NoDevFiles"):  # the last is Slurm's
@@ -160,7 +161,9 @@ def _listed(nvml: Any, visible: str | None) -> list[Gpu]:
     except nvml.NVMLError as err:
         if err.value in (nvml.NVML_ERROR_DRIVER_NOT_LOADED, nvml.NVML_ERROR_LIBRARY_NOT_FOUND):
             return []
-        raise GpusUnknown(f"the driver refuses to list the GPUs ({err}); run nvidia-smi, and repair it") from None
+        raise GpusUnknown(
+            f"the NVIDIA driver refuses to list the GPUs ({err}); run nvidia-smi, and repair the driver"
+        ) from None
     try:
         gpus, found = [], list(_found(nvml, visible))
         uuids = [str(nvml.nvmlDeviceGetUUID(handle)) for _, handle, _ in found]
@@ -177,7 +180,8 @@ def _listed(nvml: Any, visible: str | None) -> list[Gpu]:
             gpus.append(Gpu(number, name, kind, memory.total, memory.used, is_mig, uuid))
     except nvml.NVMLError as err:
         raise GpusUnknown(
-            f"the NVIDIA driver does not know GPUs of {VISIBLE}={visible} ({err}); leave out broken ones (nvidia-smi)"
+            f"the NVIDIA driver does not describe the GPUs of {VISIBLE}={visible} ({err}); run nvidia-smi, "
+            "and leave out a broken one"
         ) from None
     finally:
         with contextlib.suppress(nvml.NVMLError):

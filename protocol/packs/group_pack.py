@@ -109,7 +109,8 @@ def encode(groups: Sequence[Group]) -> bytes:
     try:
         table = _table(groups)
     except (pa.ArrowException, OverflowError, ValueError) as err:  # a task may state an attempt beyond 32 bits
-        raise PackError(f"{groups[0].group_id} and {len(groups) - 1} more do not fit {SCHEMA_TAG}: {err}") from None
+        first, more = groups[0].group_id, len(groups) - 1
+        raise PackError(f"group {first} and {more} more do not fit {SCHEMA_TAG}: {err}") from None
     large = sum(len(row.token_ids) for group in groups for row in group.trajectories) > _LARGE_TOKENS * len(groups)
     options: dict[str, Any] = _large(table.schema) if large else _SMALL
     with pq.ParquetWriter(sink, table.schema, write_statistics=False, store_schema=False, **options) as writer:

@@ -150,7 +150,8 @@ def check_pages(
         rows = stored[number].num_rows
         most = MAX_ROWS if groups is None else groups[position].num_rows
         if not 0 < rows <= most or (groups is not None and rows != most):
-            raise PackError(f"row group {number} has {rows} rows, expected {'1 to ' * (groups is None)}{most}")
+            expected = f"1 to {most}" if groups is None else most
+            raise PackError(f"row group {number} has {rows} rows, expected {expected}")
         sizes.append(rows)
         for index, column in columns:
             left -= _column_bytes(data, stored[number].chunks[index], column, rows, left)

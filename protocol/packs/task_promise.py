@@ -112,8 +112,8 @@ class TaskPromise:
             )
         if (group.split, group.attempt) != (self.split, self.attempt):
             raise PackError(
-                f"group {group.group_id}: split {group.split} and attempt {group.attempt}, its task has {self.split} "
-                f"and {self.attempt}"
+                f"group {group.group_id}: split {group.split} and attempt {group.attempt}, "
+                f"its task has {self.split} and {self.attempt}"
             )
         group.check_logprobs()
         asked = {settings.teacher_top_k for settings in self.settings}

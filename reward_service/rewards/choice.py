@@ -1,9 +1,10 @@
 r"""1 when the letter chosen is the ground truth's: multiple choice.
 
 The choice is the start of the final answer: ``B``, ``(B)``, ``B. Paris``, ``\text{(B)}``, ``option B``. An answer that
-names several letters chooses none. If it names none, a later sentence of it that does counts (``so B is correct``, ``I'd pick B``,
-``故选：B``), or the first line before an explanation. The text of a choice counts as its letter where the truth has it: ``B. Paris``, or
-``{"answer": "B", "choices": ["Rome", "Paris"]}``. Part ``has_answer`` is 1 if a choice was found.
+names several letters chooses none. If it names none, a later sentence that states one counts (``so B is correct``,
+``I'd pick B``, ``故选：B``), or the first line before an explanation. The text of a choice counts as its letter where
+the truth has it: ``B. Paris``, or ``{"answer": "B", "choices": ["Rome", "Paris"]}``. Part ``has_answer`` is 1 if a
+choice was found.
 """
 
 from __future__ import annotations
@@ -26,7 +27,9 @@ _LEAD = re.compile(
     re.IGNORECASE,
 )
 _BARE = re.compile(
-    r"[(\[（]?\s?(?P<letter>[A-Za-z])\s?(?:[)\]）]|[.:：、,;!?](?=\s|$)|(?=$)|(?<=\s)(?=[-–—(（]|(?:because|since|as)\b)|(?=选?项(?:$|[。，,.]|是?正确)))"
+    r"""[(\[（]?\s?(?P<letter>[A-Za-z])\s?
+    (?:[)\]）]|[.:：、,;!?](?=\s|$)|(?=$)|(?<=\s)(?=[-–—(（]|(?:because|since|as)\b)|(?=选?项(?:$|[。，,.]|是?正确)))""",
+    re.VERBOSE,
 )
 _OTHERS = re.compile(r"(?<![A-Za-z])[(\[（]?(?P<letter>[A-Z])(?:[)\]）]|(?![A-Za-z'’]))")
 _SEVERAL = re.compile(  # B (50%), C (50%); B: x C: y; B? No, C
@@ -35,33 +38,51 @@ _SEVERAL = re.compile(  # B (50%), C (50%); B: x C: y; B? No, C
 )
 _JOINED = re.compile(r"\s{0,3}(?:and|or|和|或|/|,|&|\+|[-–—(（]\s{0,3}[A-Z](?![A-Za-z]))", re.IGNORECASE)
 _SIGNS = re.compile(r"[<>=+*/^\\|≤≥≠±]|(?<!\w)(?<!\w\s)[-−](?=\s?\w)")
-_FORM = r"(?:\*\*|[$\"'“`])?[(（\[]?(?P<{}>(?![AI]\s(?!(?:because|since|as|over|is|and|or|nor)\b)[a-z])[A-Z])[)）\]]?(?![*-]*[A-Za-z0-9'’^_=<>])[*$\"'”`]{{0,2}}"
+_LETTER = r"""
+    (?:\*\*|[$\"'“`])?[(（\[]?
+    (?P<{}>(?![AI]\s(?!(?:because|since|as|over|is|and|or|nor)\b)[a-z])[A-Z])  # no article, no pronoun
+    [)）\]]?(?![*-]*[A-Za-z0-9'’^_=<>])[*$\"'”`]{{0,2}}
+"""
 _SURE = r"(?:\s(?:probably|likely|most\slikely|clearly|definitely|therefore|thus|option|choice|the\sletter)){0,2}"
-_STATED = re.compile(  # the correct choice is B, I'd pick B, so B; 故选 B; B is correct
-    rf"\b(?i:(?:(?:answer|option|choice|letter)\s(?:is|would\sbe|should\sbe|must\sbe)|(?:I|I['’](?:d|ll)|I\swould|I\swill|we|let['’]s)\s"
-    rf"(?:choose|chose|pick|select|go\swith|say|answer)|(?:(?:so|thus|hence|therefore),?|it(?:['’]s|\sis|\smust\sbe|\shas\sto\sbe))(?={_SURE}\s\S{{1,6}}\W*$)){_SURE}):?\s{{0,3}}"
-    rf"{_FORM.format('after')}|(?:选(?:择|项)?|答案)\s?[是为]?\s?[:：]?\s?{_FORM.format('chinese')}|(?<![A-Za-z0-9]){_FORM.format('before')}"
-    r"(?:\sis\s(?:the\s)?(?:most\slikely\s)?(?:correct|right|best|answer)(?:\s(?:answer|choice|option|one|letter))?(?=\W{0,3}(?:$|[.,;:!?(\n]|(?:because|since|as|and|but|while|so|too|also|only|if|unless|when)\b))|\s?(?:选?项)?[是也]?正确)(?!\s(?:only|if|unless|when)\b)"
+_STATED = re.compile(
+    rf"""\b(?i:(?:
+        (?:answer|option|choice|letter)\s(?:is|would\sbe|should\sbe|must\sbe)  # the correct choice is B
+        |(?:I|I['’](?:d|ll)|I\swould|I\swill|we|let['’]s)\s(?:choose|chose|pick|select|go\swith|say|answer)  # I'd pick B
+        |(?:(?:so|thus|hence|therefore),?|it(?:['’]s|\sis|\smust\sbe|\shas\sto\sbe))(?={_SURE}\s\S{{1,6}}\W*$)  # so B
+    ){_SURE}):?\s{{0,3}}{_LETTER.format("after")}
+    |(?:选(?:择|项)?|答案)\s?[是为]?\s?[:：]?\s?{_LETTER.format("chinese")}
+    |(?<![A-Za-z0-9]){_LETTER.format("before")}(?:
+        \sis\s(?:the\s)?(?:most\slikely\s)?(?:correct|right|best|answer)(?:\s(?:answer|choice|option|one|letter))?
+        (?=\W{{0,3}}(?:$|[.,;:!?(\n]|(?:because|since|as|and|but|while|so|too|also|only|if|unless|when)\b))
+        |\s?(?:选?项)?[是也]?正确
+    )(?!\s(?:only|if|unless|when)\b)  # B is correct""",
+    re.VERBOSE,
 )
 _FOLLOWS = re.compile(
-    r"\s{0,3}(?:$|[.!,;:()\n。，；！（]|(?:because|since|as|over|rather|instead)\b|选?项|是?正确|(?<=[)）\]])\s(?!(?:is|was|isn|can|and|or|would)\b))"
+    r"""\s{0,3}(?:$|[.!,;:()\n。，；！（]|(?:because|since|as|over|rather|instead)\b|选?项|是?正确
+    |(?<=[)）\]])\s(?!(?:is|was|isn|can|and|or|would)\b))""",
+    re.VERBOSE,
 )
 _JOINED_AFTER = re.compile(r"\s?(?:and|or|nor|和|或|、|/|,|&)\s?(?:option\s)?[(（\[]?[A-Z](?![A-Za-z'’])")
 _JOINED_BEFORE = re.compile(r"(?<![A-Za-z])[A-Z][)）\]]?\s?(?:and|or|nor|和|或|、|,|/|&)\s?[(（\[*$]*$")
 _SUBJECT = re.compile(  # before the letter of "B is correct", which is no subject in "vitamin B is correct"
-    r"(?:^|[.,;:!?\n。，；：！？、一-鿿]|\b(?:option|choice|answer|letter|so|thus|hence|therefore|only|that|and|but|then|is|think))[\s(（\[*$\"'“`]*$",
-    re.IGNORECASE,
+    r"""(?:^|[.,;:!?\n。，；：！？、一-鿿]
+    |\b(?:option|choice|answer|letter|so|thus|hence|therefore|only|that|and|but|then|is|think))[\s(（\[*$"'“`]*$""",
+    re.IGNORECASE | re.VERBOSE,
 )
 _DOUBTS = re.compile(
-    r"\b(?:not|none|never|if|whether|unless|might|may|could|suppose|assum\w+|why|first|initially|neither|wrong|false)\b|n['’]t\b|不|非|如果|错",
-    re.IGNORECASE,
+    r"""\b(?:not|none|never|if|whether|unless|might|may|could|suppose|assum\w+|why|first|initially|neither|wrong|false)\b
+    |n['’]t\b|不|非|如果|错""",
+    re.IGNORECASE | re.VERBOSE,
 )
 _TURNS = re.compile(
     r"\b(?:but|actually|wait|no|however|instead|so|thus|hence|therefore|reflection)\b|但|所以|故|因此", re.IGNORECASE
 )
 _CLAUSE = re.compile(r"[.,;!?\n，。；！？]")
 _REJECTED = re.compile(  # B, not A
-    r"[,;]?\s(?:and\s|but\s)?(?:not|rather\sthan|instead\sof)(?:(?:\s(?:or|nor))?\s(?:option\s|choice\s)?[(\[]?[A-Z][)\]]?(?![A-Za-z'’])){1,4}"
+    r"""[,;]?\s(?:and\s|but\s)?(?:not|rather\sthan|instead\sof)
+    (?:(?:\s(?:or|nor))?\s(?:option\s|choice\s)?[(\[]?[A-Z][)\]]?(?![A-Za-z'’])){1,4}""",
+    re.VERBOSE,
 )
 _EXPLAINED = re.compile(r"(?i:explanation|reason(?:ing)?|rationale|justification|because|why|解析|解释|理由)\b")
 _WIDE = str.maketrans({0xFF21 + place: chr(0x41 + place) for place in range(26)})
@@ -74,7 +95,7 @@ class Parameters(Section):
 
 
 def judge(parameters: Parameters, completions: tuple[str, ...], truth: Any) -> list[Verdict]:
-    """Compare every completion's choice with the truth: a letter, by itself or before its text, or an object with choices."""
+    """Compare each choice with the truth: a letter, by itself or before its text, or an object with choices."""
     gold, texts = _right(truth, parameters.letters)
     found = (find(completion, parameters.where, parameters.letters) for completion in completions)
     letters = (None if answer is None else letter_of(answer, texts, parameters.letters) for answer in found)
@@ -82,7 +103,7 @@ def judge(parameters: Parameters, completions: tuple[str, ...], truth: Any) -> l
 
 
 def find(completion: str, where: Where, letters: str) -> str | None:
-    """Return the answer of a completion at a place; before an explanation that states no other the choice is the first line."""
+    """Return the answer of a completion at a place: the first line before an explanation that states no other."""
     answer = final_answer.find(text := final_answer.spoken(completion), where)
     first, _, rest = text.strip().partition("\n")
     if where == "auto" and answer == final_answer.last_line(text) and _EXPLAINED.match(rest.lstrip(" *_#\n")):

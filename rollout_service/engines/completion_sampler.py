@@ -283,8 +283,8 @@ class CompletionSampler:
         tokenizer = self._tokenizer()
         if not tokenizer.has_tokenizer and (not self.returns_text or any(p.text for p in sequence.parts)):
             reason = (
-                "worker.update_mode = 'abort' needs a tokenizer to decode interrupted completions; use 'retract', or "
-                "publish it"
+                "worker.update_mode = 'abort' needs a tokenizer to decode interrupted completions; "
+                "use 'retract', or publish it"
                 if self.returns_text
                 else "this engine returns token ids only; publish it with the weights"
             )

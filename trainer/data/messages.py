@@ -33,13 +33,13 @@ _SAME_ROLES = {  # as ShareGPT, LLaMA-Factory, ms-swift and OpenAI's older inter
     "human": "user", "gpt": "assistant", "observation": "tool", "tool_response": "tool", "function": "tool",
     "function_response": "tool", "function-response": "tool", "tool_result": "tool", "ipython": "tool",
 }  # fmt: skip
-_SUGGESTED = {
-    "tool": ".*(tool|function|observation|result).*", "assistant": "(chat)?bot|model|ai|agent|(assistant_)?response|answer", "user": "(?s:.*)",
-}  # fmt: skip
+_LIKE_A_TOOL = re.compile("tool|function|observation|result")
+_LIKE_AN_ASSISTANT = re.compile("(?:chat)?bot|model|ai|agent|(?:assistant_)?response|answer")
 CALL_ROLES = ("function_call", "tool_call")  # the text is the JSON of a call, or of a list of them
 _KNOWN_KEYS = frozenset({"role", "content", "from", "value", "name", "tool_calls", "tool_call_id", "function_call"})
 _TRAINED_IF = (
-    "weight", "loss", "loss_scale", "loss_weight", "loss_mask", "step_loss_mask", "train_on_turn", "train", "trainable", "is_trained", "label",
+    "weight", "loss", "loss_scale", "loss_weight", "loss_mask", "step_loss_mask", "train_on_turn", "train", "trainable",
+    "is_trained", "label",
 )  # fmt: skip
 _TRAINED_UNLESS = ("mask", "masked", "is_masked", "ignore_loss")
 _UNCLEAR = re.compile(r"(?:^|_)(?:loss|train\w*|mask\w*|weight|learn\w*|supervis\w+|ignored?|skip\w*|excluded?)(?:_|$)")
@@ -192,7 +192,8 @@ def _message(message: Any, column: str, roles: Mapping[str, str], reads_images: 
         calls = read_calls(message.get("content"), content_column)
         return {**message, "role": "assistant", "content": "", "tool_calls": calls}
     if role not in ROLES and role not in roles.values():
-        meant = next(one for one, names in _SUGGESTED.items() if re.fullmatch(names, name.lower()))
+        is_assistant = _LIKE_AN_ASSISTANT.fullmatch(name.lower()) is not None
+        meant = "tool" if _LIKE_A_TOOL.search(name.lower()) else "assistant" if is_assistant else "user"
         fix = f'{name!r}; say which one it is as data.roles.{name} = "{meant}"'
         refuse(role_column, f"expected one of the roles {', '.join(ROLES)}", fix)
     message = _with_calls(message, column)
@@ -310,7 +311,8 @@ def refuse(column: str, expected: str, got: str) -> NoReturn:
 
 def images_of(row: Row) -> list[Source]:
     value = row.get(COLUMN)
-    return [] if value is None else list(value) if isinstance(value, list | tuple) else [value]
+    values = value if isinstance(value, list | tuple) else [value]
+    return [] if value is None else list(values)
 
 
 def with_images(chat: Chat, column_images: list[Source]) -> tuple[Chat, tuple[Source, ...]]:

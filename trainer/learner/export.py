@@ -106,8 +106,8 @@ def _compare(policy: Policy, dims: ParallelDims, written: Path, folder: Path) ->
         model, report = from_folder(policy.model_class, "the exported model", written, policy.dtype)
     except UnsupportedModel as err:
         raise ExportFailed(
-            f"the model exported to {written} cannot be loaded ({err}); {folder} is as it was before. Report this "
-            "internal error"
+            f"the model exported to {written} cannot be loaded ({err}); "
+            f"{folder} is as it was before. Report this internal error"
         ) from None
     if missing := sorted(map(str, report["missing_keys"])):  # of parts that texts alone do not use
         raise ExportFailed(

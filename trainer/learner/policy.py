@@ -110,8 +110,8 @@ class Policy:
         if not math.isfinite(loss):
             raise TrainingDiverged(
                 f"the loss of step {self.steps_done + 1} is {loss}, not a finite number; nothing of this step is "
-                "kept. Look at its data, lower the learning rate, and start again: the training resumes from its last "
-                "checkpoint"
+                "kept. Look at its data, lower the learning rate, and start again: "
+                "the training resumes from its last checkpoint"
             )
         lr_factor = objective.lr_factor(sums)
         trains = objective.trains(sums)

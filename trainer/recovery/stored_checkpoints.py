@@ -194,8 +194,8 @@ class StoredCheckpoints:
                 self._blobs.delete([last, key])
                 raise CheckpointError(
                     f"the object store does not return what it was sent: {err}. {files[key].parent} is whole, and the "
-                    "checkpoint before it is unchanged in the object store; check the store, and start the trainer "
-                    "again"
+                    "checkpoint before it is unchanged in the object store; "
+                    "check the store, and start the trainer again"
                 ) from err
             self._read_keys.add(key)
 
