@@ -22,7 +22,6 @@ from penstock.deploy.bootstrap import bootstrap, delete_run
 from penstock.deploy.processes.servers import NatsServer, S3Server
 from penstock.protocol import seals
 from penstock.protocol.config.connection import NatsSettings, S3Settings
-from penstock.protocol.metrics import gpu
 from penstock.protocol.transport.blobs import Blobs
 from penstock.protocol.transport.bus import Bus
 from tests import examples, forked, rewritten, servers
@@ -162,15 +161,14 @@ def leaks_are_reported_in_their_own_test() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def commands_leave_nothing_behind() -> Iterator[None]:
-    """Undo what a command that was called in this process configured: its log, and the GPUs that its children see."""
-    before = {name: os.environ.get(name) for name in (gpu.VISIBLE, gpu.ORDER)}
+    """Undo what a command that was called in this process configured: its log, and variables for its children."""
+    before = dict(os.environ)
     yield
     structlog.reset_defaults()
-    for name, value in before.items():
-        if value is None:
-            os.environ.pop(name, None)
-        else:
-            os.environ[name] = value
+    if os.environ != before:
+        for name in os.environ.keys() - before.keys():
+            del os.environ[name]
+        os.environ.update(before)
 
 
 @pytest.fixture(scope="session")
