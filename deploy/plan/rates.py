@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.console.cli.options import PlanOptions
+from penstock.deploy.plan.memory.estimate import num_trained
 from penstock.deploy.plan.memory.model_shape import BFLOAT16, FLOAT32, ModelShape, read_shape
 from penstock.deploy.plan.memory.plan_inputs import PlanInputs, plan_inputs
 from penstock.deploy.plan.simulation import Durations, EnginePace, Fleet, LengthMix
@@ -127,14 +128,29 @@ def trainer_rates(inputs: PlanInputs, gpu: GpuKind) -> TrainerRates:
     moved = (3 * inputs.method.width + (3 * FLOAT32 if learns else 0)) * table * -(-work.predictors // chunk)
     head_s = (work.head + more) / share + moved / gpu.bandwidth
     reference_s = 0.0 if inputs.reference is None else (work.layers + work.head) / 3 / share
-    step_s = layers_s + head_s + reference_s
+    step_s = layers_s + head_s + reference_s + offload_s(inputs)
     sampled = inputs.batch.num_groups * inputs.batch.group_size * inputs.batch.completion_tokens
     return TrainerRates(sampled / step_s, (work.layers + work.head) / step_s / gpu.peak, head_s / layers_s, step_s)
 
 
+def offload_s(inputs: PlanInputs) -> float:
+    """Return the seconds that a rank's offloads add to an optimizer step: AdamW on the CPU, and copies, as if nothing ran beside them."""
+    method, largest, host = inputs.method, inputs.largest, _values(tables()["host"])
+    copied, stepped = 0.0, 0.0
+    if method.offload != "none":  # gradients to the host, and parameters back
+        stepped = num_trained(inputs.rank_shape, method) / method.zero_ranks
+        copied += stepped * (method.gradient_width + method.width)
+    if method.offload == "parameters":  # for the forward pass, what is recomputed, and the backward pass
+        passes = largest.count * (3 if method.checkpointing else 2)
+        copied += passes * inputs.rank_shape.parameters * method.width / method.zero_ranks
+    if method.activation_offload:
+        copied += 2 * largest.count * largest.tokens * inputs.shape.layers * inputs.shape.hidden * method.width
+    return stepped * host["adam_s_per_parameter"] + copied / host["pcie_bytes_per_s"]
+
+
 def publication(shape: ModelShape, *, ranks: int, zero_3: bool, words_on_device: bool) -> dict[str, float]:
     """Return the seconds of a version by stage, one after the other, from the optimizer step to the engine and the copy behind it; bfloat16, a patch."""
-    rate = _values(tables()["publication"])
+    rate = _values(tables()["publication"]) | _values(tables()["host"])
     weights = shape.parameters * BFLOAT16
     words = rate["changed_share"] * shape.parameters
     patch, of_rank = words * rate["patch_bytes_per_word"], words / ranks

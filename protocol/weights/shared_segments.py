@@ -64,7 +64,7 @@ class SharedSegments:
         self._root, self._parent = root, root / f"penstock-segments-{os.geteuid()}"
         self.folder = self._parent / run_id
         self._reader: tuple[Path, int] | None = None  # the open file that says that this process reads
-        self._num_bytes, self._misses, self.peer_misses = Counter[str](), Counter[str](), Counter[str]()
+        self._num_bytes, self._misses, self._peer_misses = Counter[str](), Counter[str](), Counter[str]()
         self._without = "off"  # why this process does not read: by setting, which is no miss
         self._lock = threading.Lock()  # of the counters
         # Reads a segment, by hash, size and version, from a host that reads from this one too; None if it cannot.
@@ -114,7 +114,14 @@ class SharedSegments:
         with self._lock:
             num_bytes = {f"weights_bytes_{store}": float(self._num_bytes[store]) for store in STORES}
             num_bytes |= {f"weights_misses_{reason}": float(self._misses[reason]) for reason in MISSES}
-        return num_bytes | {f"weights_peer_misses_{reason}": float(self.peer_misses[reason]) for reason in PEER_MISSES}
+            misses = self._peer_misses
+            return num_bytes | {f"weights_peer_misses_{reason}": float(misses[reason]) for reason in PEER_MISSES}
+
+    def peer_missed(self, reason: str) -> dict[str, int]:
+        """Count a segment that a peer did not send, for one of `PEER_MISSES`; return the misses until now."""
+        with self._lock:
+            self._peer_misses[reason] += 1
+            return dict(self._peer_misses)
 
     def offer(self, sha256: str, data: bytes) -> None:
         """Store bytes for the workers of this host, if there are any; else remove what killed ones have left."""

@@ -129,7 +129,7 @@ class Peers:
             return asking.result(TRIES * (WAIT_S + transfer_s(size_bytes)) + _GRACE_S)
         except (TimeoutError, CancelledError):  # the thread is stuck, or was stopped
             asking.cancel()
-            self._shared.peer_misses["slow"] += 1
+            self._shared.peer_missed("slow")
             return None
 
     async def _fetch(self, sha256: str, size_bytes: int, version: int) -> bytes | None:
@@ -143,17 +143,13 @@ class Peers:
             if data is not None:
                 self._num_failures = 0
                 return data
-            self._shared.peer_misses[miss] += 1
+            misses = self._shared.peer_missed(miss)
             if miss != "busy":
                 self._rests_until[host] = time.monotonic() + REST_S
             self._num_failures += 1
             if self._num_failures >= MOST_FAILURES:
                 self._num_failures, self._rests_until[""] = 0, time.monotonic() + REST_S
-                log.warning(
-                    "peers are not asked for a while: too many failed",
-                    rest_s=REST_S,
-                    misses=dict(self._shared.peer_misses),
-                )
+                log.warning("peers are not asked for a while: too many failed", rest_s=REST_S, misses=misses)
                 break
         return None
 

@@ -143,7 +143,7 @@ class Network:
 
 
 def network(shape: ModelShape, method: Method, largest: Pass) -> Network:
-    several, trained = largest.count > 1, _trained(shape, method)
+    several, trained = largest.count > 1, num_trained(shape, method)
     states = zero_states(trained, _largest_tensor(shape, method), method, several=several)
     kept, one_layer = _activations(shape, method, largest.tokens)
     head = largest.tokens * shape.hidden * (FLOAT32 + method.width) + largest.predictors * shape.hidden * method.width
@@ -194,14 +194,14 @@ def checkpoint_copy(shape: ModelShape, method: Method) -> int:
 
     At stage 0, where ranks take whole parameters in turn, at least the largest one.
     """
-    trained = _trained(shape, method)
+    trained = num_trained(shape, method)
     part = trained // method.zero_ranks
     if method.zero_stage == 0 and method.zero_ranks > 1:
         part = max(part, _largest_tensor(shape, method))
     return 3 * FLOAT32 * part
 
 
-def _trained(shape: ModelShape, method: Method) -> int:
+def num_trained(shape: ModelShape, method: Method) -> int:
     return _adapters(shape, method) if method.lora_rank else shape.parameters
 
 
