@@ -56,7 +56,7 @@ def service(files: Sequence[Path], settings: Sequence[str], *, recorded: Path | 
     Raises ConfigError for a file that cannot be served, DeployError for a process that does not start.
     """
     if unknown := [str(file) for file in files if file.suffix not in _SERVE]:
-        raise ConfigError(f"--serve {', '.join(unknown)}: a file is served by its ending: {', '.join(_SERVE)}")
+        raise ConfigError(f"--serve {', '.join(unknown)}: unknown file type; expected one of {', '.join(_SERVE)}")
     check_reward_files([file for file in files if file.suffix == ".py"])
     supervisor, children = Supervisor(), list[Child]()
     with (

@@ -27,7 +27,7 @@ def arguments_form(render: Callable[[Messages], str]) -> ArgumentsForm:
 
 
 def with_arguments(messages: Messages, form: ArgumentsForm) -> list[dict[str, Any]]:
-    """Return messages whose calls have their arguments in a form; a text that is no JSON object stays as it is."""
+    """Return messages whose calls have their arguments in a form; a text that is not a JSON object stays as it is."""
     return [
         {**message, "tool_calls": [_call(call, form) for call in message["tool_calls"]]}
         if isinstance(message.get("tool_calls"), list)

@@ -119,7 +119,7 @@ def json_bytes(text: str) -> int:
 def json_value(data: bytes, most: int = MOST_JSON_BYTES, **hooks: Any) -> Any:
     """Return the value of a JSON text that is not trusted; ``hooks`` are those of `json.loads`.
 
-    Raises ValueError for what is no JSON or is nested too deeply, JsonTooLarge for what may take over ``most`` bytes.
+    Raises ValueError for what is not valid JSON or is nested too deeply, JsonTooLarge for what may take over ``most`` bytes.
     """
     text = data.decode(json.detect_encoding(data))
     if _MOST_BYTES_OF_A_CHARACTER * len(text) > most and (size := json_bytes(text)) > most:

@@ -43,7 +43,7 @@ class Wire(BaseModel):
     model_config = ConfigDict(frozen=True, strict=True, extra="forbid")
 
 
-# A field that readers of earlier releases do not know is left out of what is written, unless it is used.
+# A field that earlier releases do not know is written only if it is set.
 UNLESS_EMPTY = Field(exclude_if=lambda value: not value)
 UNLESS_NONE = Field(exclude_if=lambda value: value is None)
 
@@ -150,7 +150,7 @@ class Sampling(Wire):
     top_k: Annotated[int, Field(ge=-1)] = -1
     stop_token_ids: tuple[int, ...] = ()
     stop: StopStrings = ()
-    # Return the experts that these choose for every token; None: do not.
+    # Of the experts' choices that the engine returns for each token; None: it returns none.
     routers: Annotated[RouterShape | None, UNLESS_EMPTY] = None
 
 
@@ -195,9 +195,9 @@ class Task(Wire):
     issued_version: Count
     pinned_version: Count | None = None  # evaluation: every token must come from this version
     with_baseline: bool = False  # ReMax: the greedy completion's reward is the baseline of the others
-    # started besides; ``group_size`` are enough
+    # Started in addition to ``group_size``, which are enough.
     redundant_completions: Annotated[int, Field(ge=0, lt=MAX_COMPLETIONS), UNLESS_EMPTY] = 0
-    # for these, see `Redundancy`
+    # How long the group waits for them, see `Redundancy`.
     redundant_wait: Annotated[float, Field(ge=0.0, le=1000.0, allow_inf_nan=False), UNLESS_EMPTY] = 0.0
     min_episodes: Count | None = None  # fewest episodes of a group, where others failed in every attempt; None: all
     # the row's chat as JSON, for environments that render it themselves; "": single_turn
@@ -219,7 +219,7 @@ class Task(Wire):
 
 
 class AbandonedCompletion(Wire):
-    """A completion that was started and is not part of its group, since enough others had ended before it.
+    """A completion that was started and is not part of its group, because enough others had ended before it.
 
     ``aborted``: the engine ended it on request; ``surplus``: it ended by itself when or just before that was requested.
     """

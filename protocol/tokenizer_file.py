@@ -42,7 +42,7 @@ def load_tokenizer(path: Path) -> Tokenizer:
 
 
 def check_tokenizer(path: Path) -> None:
-    """Raise UnsupportedModel for a file that could make long texts or many tokens of a short text, or is no JSON."""
+    """Raise UnsupportedModel for a file that could make long texts or many tokens of a short text, or is not valid JSON."""
     try:
         if (size := path.stat().st_size) > _MAX_BYTES:
             raise UnsupportedModel(f"{path}: {size} bytes, the limit is {_MAX_BYTES}")
@@ -59,7 +59,7 @@ def check_tokenizer(path: Path) -> None:
 def _without_repetition(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     content = dict(pairs)
     if len(content) < len(pairs):  # the Rust library may read another one
-        raise ValueError("a key is there twice")
+        raise ValueError("duplicate key")
     return content
 
 
@@ -67,23 +67,23 @@ def _check(described: dict[str, Any]) -> None:
     names = ("normalizer", "pre_tokenizer", "decoder")
     normalizer, pre_tokenizer, decoder = (_growth(name, described.get(name)) for name in names)
     growth = normalizer * pre_tokenizer
-    _refuse(growth, _MAX_GROWTH, "its normalizer makes texts up to {} times as long")
-    _refuse(decoder, _MAX_GROWTH // 4, "its decoder makes texts up to {} times as long")
+    _check_limit(growth, _MAX_GROWTH, "its normalizer makes texts up to {} times as long")
+    _check_limit(decoder, _MAX_GROWTH // 4, "its decoder makes texts up to {} times as long")
     for part in _parts("post_processor", described.get("post_processor")):
         _check_template(part)
     added = described.get("added_tokens") or []
     characters = growth * sum(len(token["content"]) for token in added)
-    _refuse(characters, _MAX_ADDED_CHARS, "its added tokens have {} characters, normalized")
+    _check_limit(characters, _MAX_ADDED_CHARS, "its added tokens have {} characters, normalized")
     model = described["model"]
     vocabulary = model.get("vocab") or []
     tokens = vocabulary if isinstance(vocabulary, dict) else (entry[0] for entry in vocabulary)
     longest = max(max(map(len, tokens), default=0), max((len(token["content"]) for token in added), default=0))
-    _refuse(longest, _MAX_TOKEN_CHARS, "a token of {} characters")
+    _check_limit(longest, _MAX_TOKEN_CHARS, "a token of {} characters")
     texts = [value for name, value in model.items() if isinstance(value, str) and name != "type"]
-    _refuse(max(map(len, texts), default=0), _MAX_GROWTH, "its model adds {} characters to a character")
+    _check_limit(max(map(len, texts), default=0), _MAX_GROWTH, "its model adds up to {} characters to each one")
 
 
-def _refuse(size: int, limit: int, text: str) -> None:
+def _check_limit(size: int, limit: int, text: str) -> None:
     if size > limit:
         raise ValueError(f"{text.format(size)}, the limit is {limit}")
 
@@ -95,7 +95,7 @@ def _parts(name: str, component: Any) -> list[dict[str, Any]]:
         node = remaining.pop()
         remaining += [item for key in _SEQUENCES for item in node.get(key) or []]
         parts.append({key: value for key, value in node.items() if key not in _SEQUENCES})
-        _refuse(len(parts) + len(remaining), _MAX_PARTS, f"its {name} has {{}} parts")
+        _check_limit(len(parts) + len(remaining), _MAX_PARTS, f"its {name} has {{}} parts")
     return parts
 
 
@@ -109,7 +109,7 @@ def _growth(name: str, component: Any) -> int:
                 growth *= 1 + len(text)
             else:
                 limit = _MAX_TEXT if key in ("Regex", "String") else _MAX_GROWTH
-                _refuse(len(text), limit, f"its {name} has a text of {{}} characters")
+                _check_limit(len(text), limit, f"its {name} has a text of {{}} characters")
         growth *= 2 if part.get("type") in _DOUBLING else 1
     return growth
 
@@ -126,11 +126,11 @@ def _check_template(part: dict[str, Any]) -> None:
     for name in ("single", "pair"):
         pieces = [(kind, piece["id"]) for entry in part.get(name) or [] for kind, piece in entry.items()]
         most = 1 if name == "single" else 2
-        _refuse(sum(kind == "Sequence" for kind, _ in pieces), most, "its post_processor repeats a text {} times")
+        _check_limit(sum(kind == "Sequence" for kind, _ in pieces), most, "its post_processor repeats a text {} times")
         ids = sum(len(special[token]["ids"]) for kind, token in pieces if kind == "SpecialToken")
-        _refuse(ids, _MAX_TEMPLATE_IDS, "its post_processor adds {} tokens")
+        _check_limit(ids, _MAX_TEMPLATE_IDS, "its post_processor adds {} tokens")
     texts = (len(text) for key, text in _texts(part) if key not in ("Regex", "String"))
-    _refuse(max(texts, default=0), _MAX_TOKEN_CHARS, "its post_processor has a text of {} characters")
+    _check_limit(max(texts, default=0), _MAX_TOKEN_CHARS, "its post_processor has a text of {} characters")
 
 
 def _texts(value: Any, key: str = "") -> Iterator[tuple[str, str]]:

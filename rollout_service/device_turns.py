@@ -1,7 +1,7 @@
 """The turns of a worker's engines on GPUs that the trainer uses too (``placement.shared = "turns"``).
 
-Engines have their devices whenever no rank of the trainer wants one. When one is wanted they release their memory: what runs ends first in
-the mode ``drain``, else it returns what it has. In their next turn they load the newest version, or the one that an evaluation holds.
+Engines have their devices whenever no rank of the trainer wants one. When one is wanted they release their memory: in the mode ``drain``
+running requests finish first, in others they return the tokens sampled so far. In their next turn they load the newest version, or the one that an evaluation holds.
 """
 
 from __future__ import annotations
@@ -57,13 +57,13 @@ class EngineTurns:
         self._held.set()
 
     async def run(self, release: Callable[[], Awaitable[None]], resume: Callable[[], Awaitable[bool]]) -> None:
-        """Give the devices whenever they are wanted, and take them again; begins in a turn.
+        """Release the devices whenever a trainer's rank wants one, then take them again; call it while they are held.
 
         ``release`` returns when the memory is free, ``resume`` True when the engines serve a version again.
         """
         devices = self._devices
         while devices is not None:
-            while not devices.is_wanted:  # noqa: ASYNC110  a lock that another process takes wakes nobody
+            while not devices.is_wanted:  # noqa: ASYNC110  no event tells that another process takes a lock
                 await asyncio.sleep(POLL_S)
             asked = time.monotonic()
             self._held.clear()

@@ -60,7 +60,7 @@ def _finite(number: str) -> float:
 
 
 def _no_constant(name: str) -> NoReturn:
-    raise AmbiguousJson(f"{name} is no JSON number")
+    raise AmbiguousJson(f"{name} is not a JSON number")
 
 
 def is_deeper(value: Any, depth: int) -> bool:

@@ -56,7 +56,7 @@ class Row:
     def asked(self) -> tuple[Message, ...]:
         """Return the prompt; raises ValueError unless it ends with a message of the user."""
         if not self.messages or self.messages[-1].role != "user":
-            raise ValueError("its messages are none, or do not end with one of the user")
+            raise ValueError("the prompt has no messages, or its last message does not have the role user")
         return self.messages
 
 
@@ -113,9 +113,9 @@ def read_arguments(call: ToolCall) -> dict[str, Any]:
     try:
         arguments = strict_json.loads((call.arguments or "{}").encode("utf-8", "surrogatepass"))
     except strict_json.AmbiguousJson as err:
-        raise ValueError(f"the arguments are no JSON: {err}") from None
+        raise ValueError(f"the arguments are not valid JSON: {err}") from None
     if not isinstance(arguments, dict):
-        raise ValueError("the arguments are no JSON object")  # noqa: TRY004 - one kind of error, told to the policy
+        raise ValueError("the arguments are not a JSON object")  # noqa: TRY004 - one kind of error, told to the policy
     return arguments
 
 
@@ -185,9 +185,9 @@ def checked_messages(value: Any, *, is_first: bool) -> tuple[Message, ...]:
     messages = tuple(value) if isinstance(value, Sequence) else ()
     wrong = [message for message in messages if not (isinstance(message, Message) and message.role in _ROLES)]
     if wrong or not messages or messages[-1].role not in ("user", "tool"):
-        last = f"the last of role {messages[-1].role!r}" if messages and not wrong else f"got {str(value)[:200]!r}"
-        what = "start() returns" if is_first else "a reply that is not the last has"
-        raise EnvironmentFailed(f"{what} at least one Message, the last of role user or tool; {last}")
+        got = f"a last message of role {messages[-1].role!r}" if messages and not wrong else repr(str(value)[:200])
+        what = "start() must return" if is_first else "a reply that is not the last must have"
+        raise EnvironmentFailed(f"{what} at least one Message, the last of role user or tool; got {got}")
     return messages
 
 
@@ -197,15 +197,15 @@ def _is_finite(value: Any) -> bool:
 
 def checked_score(value: Any) -> float:
     if not _is_finite(value):
-        raise EnvironmentFailed(f"score() returns a finite number, got {value!r}")
+        raise EnvironmentFailed(f"score() must return a finite number, got {value!r}")
     return float(value)
 
 
 def checked_reply(value: Any) -> Reply:
     if not isinstance(value, Reply):
-        raise EnvironmentFailed(f"step() returns a Reply, got {type(value).__name__}")
+        raise EnvironmentFailed(f"step() must return a Reply, got {type(value).__name__}")
     if not isinstance(value.parts, Mapping) or not isinstance(value.state, str):
-        raise EnvironmentFailed("the parts of a reply are numbers by their names, and its state is a text")
+        raise EnvironmentFailed("Reply.parts must map names to numbers, and Reply.state must be a string")
     for name, number in (("reward", value.reward), *value.parts.items()):
         if not isinstance(name, str) or not _is_finite(number):
             raise EnvironmentFailed(f"{name} is {number!r}, expected a finite number")
@@ -267,7 +267,7 @@ async def _play(
 
 
 def with_system_prompt(messages: tuple[Message, ...], text: str) -> tuple[Message, ...]:
-    """Return messages with a system message of the run file, which that of the environment follows in the same."""
+    """Return the messages with the run file's system prompt before the environment's, in one system message."""
     if not text:
         return messages
     if messages[0].role == "system":
@@ -288,7 +288,9 @@ async def _answer(
             raise EngineError(str(err)) from None
         raise EnvironmentFailed(f"its messages cannot be answered: {err}") from None
     except (TypeError, ValueError, AttributeError) as err:
-        raise EnvironmentFailed(f"its messages or tools hold what no API may: {type(err).__name__}: {err}") from err
+        raise EnvironmentFailed(
+            f"its messages or tools cannot be sent to a chat API: {type(err).__name__}: {err}"
+        ) from err
     turn.delivered = True
     return turn
 

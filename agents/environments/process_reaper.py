@@ -1,8 +1,8 @@
-"""Run a program in a session of its own, and end everything that it started when it ends: daemons, nohup, setsid, double forks.
+"""Run a program in a session of its own, and end all its descendants when it ends: daemons, nohup, setsid, double forks.
 
 Run as ``python -I -S process_reaper.py PROTOCOL_FOLDER PARENT_PID DEADLINE_S PROGRAM [ARGUMENT...]``; ends as the program ends. Orphans of
-the program become children of this process (``PR_SET_CHILD_SUBREAPER``), so that none is lost. SIGTERM, SIGINT, SIGHUP (but under nohup), the
-end of the parent or the deadline (for a parent that is stopped) end the program first. The standard library and `protocol/parent_death.py` alone.
+the program become children of this process (``PR_SET_CHILD_SUBREAPER``), so that none is lost. SIGTERM, SIGINT, SIGHUP (except under nohup), the
+end of the parent or the deadline (for a parent that is stopped) end the program first. Imports only the standard library and `protocol/parent_death.py`.
 """
 
 from __future__ import annotations

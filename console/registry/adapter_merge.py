@@ -1,8 +1,8 @@
 """Merge a PEFT adapter into its base model, exactly, tensor by tensor and without torch (``penstock model merge BASE --adapter FOLDER``).
 
-A weight W [out, in] becomes ``W + s B A`` in float32, and with DoRA (arXiv 2402.09353) each of its rows is scaled to the norm m. Read of
-``adapter_config.json``: ``r`` and ``lora_alpha`` with their patterns, ``use_rslora`` (s = alpha / sqrt(r)), ``use_dora``, ``fan_in_fan_out``,
-``bias``, ``modules_to_save``, adapters of embeddings and of some layers. What else changes the model is refused by name.
+A weight W [out, in] becomes ``W + s B A`` in float32, and with DoRA (arXiv 2402.09353) each of its rows is scaled to the norm m. Supported options
+of ``adapter_config.json``: ``r`` and ``lora_alpha`` with their patterns, ``use_rslora`` (s = alpha / sqrt(r)), ``use_dora``, ``fan_in_fan_out``,
+``bias``, ``modules_to_save``, adapters of embeddings and of some layers. Any other option that changes the model is refused by name.
 """
 
 from __future__ import annotations
@@ -50,11 +50,10 @@ class Options:
         self.use_dora, self.transposed = (fields.get(name) is True for name in ("use_dora", "fan_in_fan_out"))
         self.has_bias = fields.get("bias") not in (None, "none")
         self.saved = tuple(f".{name}" for name in fields.get("modules_to_save") or ())
-        some = any(fields.get(name) not in (None, []) for name in ("layers_to_transform", "exclude_modules"))
+        leaves_out = any(fields.get(name) not in (None, []) for name in ("layers_to_transform", "exclude_modules"))
         named = fields.get("target_modules")
-        self.all_layers: list[str] = (
-            named if isinstance(named, list) and not some else []
-        )  # every layer that ends so is adapted
+        # Every layer whose name ends so is adapted.
+        self.all_layers: list[str] = named if isinstance(named, list) and not leaves_out else []
 
     def of(self, layer: str) -> tuple[int, float]:
         """Return rank and scale of a layer: those of the first pattern that it ends with."""
@@ -140,7 +139,9 @@ def _read(
     for name, tensor in model_merge.read_header(adapter / ADAPTER_WEIGHTS).items():
         own = name.removeprefix("base_model.model.").replace(".base_layer.", ".")
         module, _, kind = own.rpartition(".")
-        if not tensor.is_float or not np.isfinite(tensor.values()).all():
+        if not tensor.is_float:
+            raise MalformedWeights(f"{name} has dtype {tensor.dtype}, expected floating-point numbers")
+        if not np.isfinite(tensor.values()).all():
             raise MalformedWeights(f"{name} has a value that is not finite")
         match, is_saved = _FACTOR.fullmatch(own), f".{module}".endswith(options.saved)
         word = (match["layer"] if match else module).rpartition(".")[2]
@@ -151,11 +152,10 @@ def _read(
         elif is_saved or (kind == "bias" and options.has_bias):
             replaced[own] = tensor
             _check_shape(name, tensor.shape, weights[own].shape if own in weights else None)
-        elif own not in weights or not np.array_equal(
-            _matrix(tensor), _matrix(weights[own])
-        ):  # peft saves tables that it left as they were
+        # peft also saves tables that it left as they were.
+        elif own not in weights or not np.array_equal(_matrix(tensor), _matrix(weights[own])):
             raise MalformedWeights(
-                f"tensor {name[:200]} is of no option that {ADAPTER_CONFIG} names, and not the base's"
+                f"{name[:200]}: {ADAPTER_CONFIG} does not account for this tensor, and it differs from the base model's"
             )
     changes = {f"{layer}.weight": _change(layer, found, options, weights) for layer, found in parts.items()}
     for target in options.all_layers:
@@ -171,12 +171,13 @@ def _change(
     down, up = (found.pop(f"embedding_{part}" if is_table else part, None) for part in "AB")
     magnitude = found.pop("magnitude_vector", None)
     if down is None or up is None or found or (magnitude is not None) != options.use_dora or (is_table and magnitude):
-        raise MalformedWeights(f"{layer} has not the tensors of an adapter: A, B{', magnitude' * options.use_dora}")
+        raise MalformedWeights(f"{layer}: expected the tensors A, B{', magnitude' * options.use_dora}")
     rank, scale = options.of(layer)
     transposed = is_table or options.transposed
     size = weights[f"{layer}.weight"].shape if f"{layer}.weight" in weights else None
     if size is None or len(size) != 2:
-        raise MalformedWeights(f"{layer} is adapted, and the base has {'no such weight' if size is None else size}")
+        shape = "it has no such weight" if size is None else f"its shape is {size}, expected two dimensions"
+        raise MalformedWeights(f"the adapter changes {layer} of the base, and {shape}")
     rows, columns = reversed(size) if transposed else size
     for part, tensor, expected in (
         ("A", down, (rank, columns)),
@@ -189,8 +190,10 @@ def _change(
 
 
 def _check_shape(name: str, shape: tuple[int, ...], expected: tuple[int, ...] | None) -> None:
+    if expected is None:
+        raise MalformedWeights(f"{name}: the base has no tensor of this name")
     if shape != expected:
-        raise MalformedWeights(f"{name} has shape {shape}, expected {expected or 'no such tensor: the base has none'}")
+        raise MalformedWeights(f"{name} has shape {shape}, expected {expected}")
 
 
 def _is_tied(base: Path, weights: Mapping[str, StoredTensor]) -> bool:

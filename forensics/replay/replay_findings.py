@@ -52,8 +52,8 @@ class Verdict:
     """The result of a replay; its fields are the keys of ``--json``, except where noted."""
 
     run_id: str
-    began_with: int = 0  # the version
-    began_from: str = ""  # for people
+    began_with: int = 0  # the first version that was replayed
+    began_from: str = ""  # the checkpoint or folder that it was read from, in words
     same: list[int] = field(default_factory=list)  # versions with identical weights
     difference: Difference | None = None
     findings: list[str] = field(default_factory=list)  # what is wrong with record, settings or packs
@@ -259,9 +259,9 @@ def signed_versions(
 ) -> tuple[int, list[str]]:
     """Return how many of the replayed versions (their roots, by number) are stored as a trusted key has signed them.
 
-    Also one line for every version of which manifests are stored, but none with a trusted signature and this root. A
-    version that retention has removed counts as neither. A trainer that was killed leaves manifests under a number that
-    another version then got: one that fits suffices.
+    Also return one line for each version that has stored manifests, none of which has this root and a trusted signature. A
+    version that retention has removed counts as neither. Several manifests may share a number after a trainer was killed;
+    one valid manifest is enough.
     """
     num_signed, findings = 0, list[str]()
     for version, root in roots.items():
@@ -298,8 +298,8 @@ def _groups_of(key: str, steps: Sequence[RecordedStep]) -> str:
     return f"step {uses[0][0]} needs its groups {', '.join(ids[:_SHOWN_IDS])}{more}"
 
 
-def other_updates(step: RecordedStep, made: Sequence[Sequence[int]], left_out: Sequence[int] = ()) -> list[str]:
-    """Return one line for the first optimizer step of a step that was replayed on other groups than the record has.
+def differing_updates(step: RecordedStep, made: Sequence[Sequence[int]], left_out: Sequence[int] = ()) -> list[str]:
+    """Return one line for the first optimizer step whose groups differ from the record.
 
     Also one if others were ``left_out`` than the record says.
     """
@@ -320,7 +320,7 @@ def other_updates(step: RecordedStep, made: Sequence[Sequence[int]], left_out: S
 def figure_differences(metrics: Path, step: int | None, replayed: Mapping[str, Any]) -> tuple[str, ...]:
     """Return one line for every figure of a step that differs in ``metrics.jsonl``; none if it has no such step.
 
-    A file that cannot be read has none: it only explains a difference, and an audit reports its damage.
+    A file that cannot be read gives none: these lines only explain a difference, and `penstock audit` reports the damage.
     """
     try:
         rows = [json.loads(line) for line in metrics.read_text().splitlines()]

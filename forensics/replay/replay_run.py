@@ -30,7 +30,7 @@ from penstock.forensics.replay.replay_findings import (
     drift,
     figure_differences,
     missing_packs,
-    other_updates,
+    differing_updates,
     signed_versions,
 )
 from penstock.protocol.errors import BlobCorrupt, BlobMissing, ConfigError, PackError, RecordBroken
@@ -209,7 +209,7 @@ class Replay:
                 return
             learned = learn(planner, self._require_learner(), batch, item.trained_version, ages=dict(item.ages))
             self.verdict.count([group.num_tokens for group in batch])
-            self.verdict.findings += other_updates(item, learned.updates, learned.left_out)
+            self.verdict.findings += differing_updates(item, learned.updates, learned.left_out)
             figures = {name: getattr(learned.metrics, name) for name in ("loss", "grad_norm", "lr")}
             yield item.made_version, item.step, item.weights_digest, {**figures, "skipped": dict(learned.skipped)}
 

@@ -111,14 +111,14 @@ class PackGenerator:
                     made, refused = await self._roll_out(same, sampler)
             with self.activity.working("waiting for the copy of a version"):
                 await self._check_origin(made, pin, begun_at)
-            groups += await self._taught(same, made)
+            groups += await self._scored_by_teacher(same, made)
             for task, reason in refused:
                 await self.settlement.refuse(received, [task], reason)
             if refused:
                 await self.episodes.forget([task.group_id for task, _ in refused], delete=True)
         return groups
 
-    async def _taught(self, tasks: Sequence[Task], groups: Sequence[Group]) -> Sequence[Group]:
+    async def _scored_by_teacher(self, tasks: Sequence[Task], groups: Sequence[Group]) -> Sequence[Group]:
         wanted = {task.group_id: task.teacher_top_k for task in tasks}
         top_ks = [wanted[group.group_id] for group in groups]
         if self.teacher is None or all(top_k is None for top_k in top_ks):
@@ -189,7 +189,7 @@ class PackGenerator:
     async def _roll_out_in(
         self, environment: Environment, tasks: Sequence[Task], sampler: Sampler
     ) -> tuple[list[Group], list[tuple[Task, TaskRefused]]]:
-        """Roll out the tasks of one environment; one that raises loses its tasks, and no others."""
+        """Roll out the tasks of one environment; if it raises, only its tasks are refused."""
         groups: list[Group] = []
         refused: list[tuple[Task, TaskRefused]] = []
         try:
@@ -206,7 +206,7 @@ class PackGenerator:
             if isinstance(members, TaskRefused):
                 refused.append((task, members))
                 continue
-            if lacks := _lacks_experts(task, [row for member in members.kept for row in rows_of(member)]):
+            if lacks := _refusal_without_experts(task, [row for member in members.kept for row in rows_of(member)]):
                 refused.append((task, lacks))
                 continue
             groups.append(build_group(task, members.kept, members.abandoned))
@@ -231,7 +231,7 @@ class PackGenerator:
         return groups
 
     async def _check_origin(self, groups: Sequence[Group], pin: int | None, begun_at: float) -> None:
-        """Raise EngineError unless verified weights sampled all that was begun then. Waits for their copies, so nothing may be pinned."""
+        """Raise EngineError if any token was sampled by weights that were not verified; wait for their copies, so nothing may be pinned."""
         for group in groups:
             # Those of an earlier delivery were checked by the worker that played them.
             played = [one for one in group.episodes or group.trajectories if not isinstance(one, ContinuedEpisode)]
@@ -239,7 +239,7 @@ class PackGenerator:
             versions = {run.version for row in rows for run in row.version_runs}
             await self.weights.wait_until_verified(versions)
             if self.engine.withdrawn_at >= begun_at:
-                raise WeightsUnverified(f"{group.group_id}: a version was withdrawn that may have sampled it")
+                raise WeightsUnverified(f"{group.group_id}: a version that may have sampled it was withdrawn")
             if problem := self._origin_problem(
                 versions, pin, max((int(row.token_ids.max()) for row in rows), default=0)
             ):
@@ -254,7 +254,7 @@ class PackGenerator:
                 f"tokens of version {min(unknown)}, which this worker never loaded; another process changes this engine's weights: "
                 "give each engine to one worker"
             )
-        return "" if pin is None or versions <= {pin} else f"it is pinned to version {pin}, but {versions} sampled it"
+        return "" if pin is None or versions <= {pin} else f"pinned to version {pin}, but sampled by {sorted(versions)}"
 
 
 class _Members(NamedTuple):
@@ -268,7 +268,7 @@ def _members(rolled: Sequence[Trajectory | Episode] | TaskRefused) -> _Members |
     return _Members([*rolled], rolled.abandoned if isinstance(rolled, KeptTrajectories) else ())
 
 
-def _lacks_experts(task: Task, rows: Sequence[Trajectory]) -> TaskRefused | None:
+def _refusal_without_experts(task: Task, rows: Sequence[Trajectory]) -> TaskRefused | None:
     if task.sampling.routers is None or all(row.experts is not None for row in rows):
         return None
     return TaskRefused(

@@ -44,7 +44,7 @@ def test_json_is_written_as_toml():
 
 def test_a_file_that_cannot_be_served_is_refused_before_anything_starts(tmp_path: Path):
     with (
-        pytest.raises(ConfigError, match=r"reward\.txt: a file is served by its ending: \.py, \.json, \.toml"),
+        pytest.raises(ConfigError, match=r"reward\.txt: unknown file type; expected one of \.py, \.json, \.toml"),
         scoring.service([tmp_path / "reward.txt"], []),
     ):
         pass

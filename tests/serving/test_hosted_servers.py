@@ -42,7 +42,7 @@ REQUESTS: list[tuple[dict[str, Any], int, int, str]] = [
     ({"headers": {"x": "a" * 40_000}}, 431, 431, "are longer than 32768 bytes"),
     ({"headers": LONG}, 413, 400, "the body is longer than"),
     ({"content": b'{"a": 1, "a": 2}'}, 400, 400, "the key 'a' twice"),
-    ({"content": b'{"a": 1e999}'}, 400, 400, "1e999 is no JSON number"),
+    ({"content": b'{"a": 1e999}'}, 400, 400, "1e999 is not a JSON number"),
     ({"content": b'{"a": "\\ud800"}'}, 400, 400, "half of a surrogate pair"),
 ]
 

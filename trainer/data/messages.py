@@ -266,7 +266,7 @@ def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def json_of(value: Any, **options: Any) -> Any:
-    """Return what a JSON text holds; any other value, and a text that is no JSON, as it is; ``options`` of `json.loads`."""
+    """Return what a JSON text holds; any other value, and a text that is not valid JSON, as it is; ``options`` of `json.loads`."""
     try:
         return json.loads(value, **options) if isinstance(value, str) else value
     except (ValueError, RecursionError):

@@ -14,7 +14,7 @@ A trainer that was suspended or disconnected may resume after that, while its st
 | commit a checkpoint      | `confirm` renews immediately before the rename                                            |
 | acknowledge              | before that it must move the ``checkpoint`` key, which is fenced like the head            |
 
-One window remains: a trainer suspended between `confirm` and the rename, which a file system cannot make conditional.
+One case remains: a trainer is suspended between `confirm` and the rename, which a file system cannot make conditional.
 The folder it then leaves carries the older epoch; nothing was acknowledged for it, and it never counts once the new
 holder has committed (`protocol/record/checkpoint_state.py`). Until then it is as valid as the checkpoint before it.
 """
@@ -64,7 +64,7 @@ class LeaseWatch:
     """
 
     def __init__(self, connect: Callable[[], Bus], run_id: str) -> None:
-        """Call ``connect`` in the thread; nothing is observed if NATS is unreachable, or the run not bootstrapped."""
+        """``connect`` is called in the thread; nothing is observed if NATS is unreachable, or the run not bootstrapped."""
         self._connect, self._run_id = connect, run_id
         self._unchanged: Unchanged | None = None
         self._num_transitions = 0  # of the connection, when it was last looked at
@@ -97,7 +97,7 @@ class LeaseWatch:
 
     def _look(self, state: KeyValue, bus: Bus) -> None:
         entry = state.get(streams.LEASE_KEY).wait()
-        is_known = self._num_transitions == bus.num_transitions  # else the holder could not renew for some time
+        is_known = self._num_transitions == bus.num_transitions  # else the holder may not have been able to renew
         self._num_transitions = bus.num_transitions
         if entry is None:
             self._unchanged = None
@@ -222,7 +222,8 @@ def acquire(
             if state.num_transitions != num_transitions:  # the read was retried until NATS answered again
                 num_transitions = state.num_transitions
                 log.warning(
-                    "NATS was unreachable while the lease was awaited; its time to expire starts again", run_id=run_id
+                    "NATS was unreachable while the lease was awaited; the time until it expires starts over",
+                    run_id=run_id,
                 )
                 watched = None  # the holder could not renew either
             lease = None if entry is None else decode(entry.value, Lease)

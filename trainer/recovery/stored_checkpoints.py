@@ -6,8 +6,8 @@ that only a disk remembers. ``state.json`` is stored last. A file that an earlie
 not sent again.
 
 The object store holds the checkpoints that the folder holds. A trainer removes objects of its epoch and of older epochs
-only, and never relies on files that an older epoch stored but for the checkpoint it resumed: one that lost its lease
-and goes on removes nothing that its successor needs.
+only, and uses objects of an older epoch only for the checkpoint that it resumed. A trainer that goes on after it lost
+its lease therefore removes nothing that its successor needs.
 
 Without ``trainer.local_checkpoints`` only ``state.json`` of a checkpoint stays in the folder:
 
@@ -15,8 +15,8 @@ Without ``trainer.local_checkpoints`` only ``state.json`` of a checkpoint stays 
 folder, whole ──▶ each file sent ──▶ each read back ──▶ state.json stored ──▶ key in NATS ──▶ files removed here
 ```
 
-Killed anywhere, a checkpoint is whole here or whole in the object store, and until the first file is removed both. What
-is missing here is fetched again before it is loaded, whatever part of the files that is.
+Wherever the trainer is killed, the checkpoint is complete in the folder or in the object store; until the first file is
+removed, in both. What is missing here is fetched again before it is loaded, whatever part of the files that is.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class StoredCheckpoints:
     def store(self, folder: Path) -> None:
         """Copy one committed checkpoint, its ``state.json`` last, and read back files that will not stay in the folder.
 
-        Raises CheckpointError for a file other than ``state.json`` names, BlobError if the object store refused it or
+        Raises CheckpointError for a file that is not the one that ``state.json`` names, BlobError if the object store refused it or
         gave no answer.
         """
         data = (folder / STATE_FILE).read_bytes()
@@ -217,7 +217,7 @@ class StoredCheckpoints:
 
 
 def complete_copy(blobs: Blobs, folder: Path, state: CheckpointState, scratch: Path) -> Path:
-    """Return a folder with all files of a checkpoint: ``folder``, or a copy in ``scratch`` of the object store's.
+    """Return a folder with all files of a checkpoint: ``folder`` if it is complete, else a copy in ``scratch`` of the stored one.
 
     The folder of the checkpoint is not changed; it is returned as it is where the object store has no copy of it
     either. Raises BlobError for an object that is missing, altered or unreachable.

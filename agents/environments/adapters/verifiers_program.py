@@ -1,4 +1,4 @@
-"""`verifiers`: tasks, harnesses and rewards of the library verifiers; each episode is a program of an interpreter that has it.
+"""`verifiers`: tasks, harnesses and rewards of the library verifiers; each episode is a program in a Python that has it installed.
 
 Its harness talks to the token-exact proxy as to any model. The program is `verifiers_runner.py`, which ends as every program does (`program.py`).
 """

@@ -1,4 +1,4 @@
-"""`calculator`: a sum that is too long to do in one's head, and a calculator to call.
+"""`calculator`: arithmetic, and a calculator to call.
 
 The expression follows from the seed. The policy may call the tool ``calculator``; an answer without a call ends the episode, with
 1 for the right number.
@@ -29,9 +29,9 @@ _TOOL: dict[str, Any] = {"type": "function", "function": _FUNCTION}
 class CalculatorOptions(ActionOptions):
     """Options of ``calculator``."""
 
-    numbers: int = Field(3, ge=2, le=16, description="Numbers of the expression.")
+    numbers: int = Field(3, ge=2, le=16, description="How many numbers the expression has.")
     largest: int = Field(99, ge=1, le=9_999, description="The numbers are between 1 and this.")
-    max_calls: int = Field(4, ge=1, le=64, description="Calls of one answer that are answered with a value.")
+    max_calls: int = Field(4, ge=1, le=64, description="Calls of one answer that are computed.")
 
 
 def draw_expression(seed: int, numbers: int, largest: int) -> str:

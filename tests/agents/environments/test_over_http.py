@@ -228,7 +228,7 @@ async def test_a_row_that_the_server_refuses_is_not_tried_again(model: Path) -> 
 
 STARTED = {"messages": [{"role": "user", "content": "go"}], "version": "1"}
 HOSTILE = {
-    "nan": ("step", b'{"done": true, "reward": NaN}', "NaN is no JSON number"),
+    "nan": ("step", b'{"done": true, "reward": NaN}', "NaN is not a JSON number"),
     "infinite": ("step", b'{"done": true, "reward": 1e999}', "Stepped: reward: Input should be a finite number"),
     "huge": ("step", b'{"done": true, "reward": 1e300}', "Stepped: reward: Input should be less than or equal to"),
     "text": ("step", b'{"done": true, "reward": "1"}', "Stepped: reward: Input should be a valid number"),

@@ -136,7 +136,7 @@ _ASKED = 'ask(task["messages"]); '
         (_ASKED + "os.kill(os.getpid(), 9)", "its program ended with signal 9; it printed nothing"),
         ("result('{\"reward\": 1}')", "ended without an answer of the policy"),
         (_ASKED, "wrote no result to PENSTOCK_RESULT"),
-        (_ASKED + "result('{\"reward\": NaN}')", "NaN is no JSON number"),
+        (_ASKED + "result('{\"reward\": NaN}')", "NaN is not a JSON number"),
         (_ASKED + 'result(\'{"reward": "1"}\')', "reward: Input should be a valid number"),
         (_ASKED + 'result(\'{"reward": 1, "rewards": 2}\')', "rewards: "),
         (_ASKED + 'result(\'{"reward": 1, "reward": 0}\')', "the key 'reward' twice"),

@@ -76,16 +76,19 @@ def test_an_episode_whose_environment_fails_is_begun_again_with_its_seed(model: 
     [
         (fails, "failed: OSError: the world is gone"),
         (times_out, "failed: TimeoutError: the tool gave up"),  # no deadline of ours: the policy did not spend the time
-        (lambda: None, "step() returns a Reply, got NoneType"),
+        (lambda: None, "step() must return a Reply, got NoneType"),
         (lambda: done(float("nan")), "reward is nan, expected a finite number"),
-        (Reply, "a reply that is not the last has at least one Message"),
-        (lambda: Reply((Message("assistant", "x"),)), "the last of role user or tool; the last of role 'assistant'"),
+        (Reply, "a reply that is not the last must have at least one Message"),
+        (
+            lambda: Reply((Message("assistant", "x"),)),
+            "the last of role user or tool; got a last message of role 'assistant'",
+        ),
         (lambda: done(10**400), "expected a finite number"),
         (lambda: Reply(reward=float("nan"), is_done=True, parts={"reward": 1.0}), "reward is nan"),
-        (lambda: Reply(is_done=True, parts=None), "the parts of a reply are numbers"),  # type: ignore[arg-type]
+        (lambda: Reply(is_done=True, parts=None), "Reply.parts must map names to numbers"),  # type: ignore[arg-type]
         (lambda: done(1.0, **{"a b": 1.0}), "reward part 'a b' is 1.0, expected a name"),
         (lambda: say("x", 1e308), "reward part 'reward' is inf"),  # the sum of two
-        (lambda: say(None), "its messages or tools hold what no API may: TypeError"),  # type: ignore[arg-type]
+        (lambda: say(None), "its messages or tools cannot be sent to a chat API: TypeError"),  # type: ignore[arg-type]
         (sys.exit, "failed: SystemExit"),
         (lambda: next(iter(())), "failed: StopIteration"),
         (lambda: (_ for _ in ()).throw(concurrent.futures.CancelledError()), "failed: CancelledError"),

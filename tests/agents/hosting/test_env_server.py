@@ -105,7 +105,7 @@ async def test_a_score_is_made_once_and_ends_the_steps() -> None:
     [
         (b"{", "not JSON"),
         (b'{"id": 1, "id": 2}', "the key 'id' twice"),
-        (b'{"seed": NaN}', "NaN is no JSON number"),
+        (b'{"seed": NaN}', "NaN is not a JSON number"),
         (b"[" * 70 + b"]" * 70, "nested"),
         (json.dumps({**START, "id": "../x"}).encode(), "id: String should match pattern"),
         (json.dumps({**START, "seed": "-1"}).encode(), "seed: String should match pattern"),
@@ -182,7 +182,7 @@ async def test_what_an_environment_raises_or_returns_is_a_problem() -> None:
     for script, said in (
         (Script(broken), "KeyError: 'board'"),
         (Script(lambda: done(1e300)), "reward"),
-        (Script(lambda: None), "step() returns a Reply, got NoneType"),
+        (Script(lambda: None), "step() must return a Reply, got NoneType"),
     ):
         async with served(script) as (url, episodes), client_of(url) as http:
             await http.post("/episodes", json=START)

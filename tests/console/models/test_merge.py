@@ -290,7 +290,7 @@ def test_an_adapter_of_peft_is_merged_exactly_or_refused_by_name(
 @pytest.mark.parametrize(
     ("damage", "refused"),
     [
-        ({"v_proj.lora_A": None}, "model.layers.0.self_attn.v_proj has not the tensors"),
+        ({"v_proj.lora_A": None}, "model.layers.0.self_attn.v_proj: expected the tensors"),
         ({"layers.1.mlp.down_proj": None}, "no tensors for model.layers.1.mlp.down_proj.weight, which target_modules names"),
         ({"0.self_attn.q_proj.lora_B": torch.zeros(7, 4)}, r"B of model.layers.0.self_attn.q_proj has shape \(7, 4\), expected \(128, 4\)"),
         ({"0.self_attn.q_proj.lora_A": torch.full((4, 128), torch.nan)}, "q_proj.lora_A.weight has a value that is not finite"),

@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM
 
 from penstock.deploy.certificates import signing_key
 from penstock.deploy.quickstart_task import write_model
-from penstock.forensics.replay.replay_findings import other_updates, signed_versions
+from penstock.forensics.replay.replay_findings import differing_updates, signed_versions
 from penstock.protocol import blob_keys
 from penstock.protocol.groups import BlobRef
 from penstock.protocol.packs import group_pack, step_logprobs
@@ -98,8 +98,8 @@ def test_other_outlier_steps_than_recorded_are_reported(run: StoredRun) -> None:
     """A replay that leaves out others says so; numbers of optimizer steps that were not made are no record."""
     step = run.record.steps[-1]
     last = step.model_copy(update={"left_out": (1, 3)})
-    assert other_updates(last, last.updates, (1, 3)) == []
-    (finding,) = other_updates(last, last.updates)
+    assert differing_updates(last, last.updates, (1, 3)) == []
+    (finding,) = differing_updates(last, last.updates)
     assert finding == "step 9: the replay left out the optimizer steps [], recorded [1, 3]; restore the record"
     for numbers in ((4,), (1, 0), (1, 1)):
         with pytest.raises(ValidationError, match="were left out, expected ascending numbers below 4"):
@@ -147,8 +147,8 @@ def test_optimizer_steps_on_other_groups_are_reported(run: StoredRun) -> None:
     step = run.record.steps[-1]
     first, *others = step.updates
     changed = step.model_copy(update={"updates": (first,)})
-    assert other_updates(step, step.updates) == []
-    assert other_updates(changed, step.updates) == [
+    assert differing_updates(step, step.updates) == []
+    assert differing_updates(changed, step.updates) == [
         f"step 9, optimizer step 2: replayed groups {list(others[0])}, recorded none; restore the record"
     ]
     for places in ((0, 4), (1, 0), (1, 1), ()):

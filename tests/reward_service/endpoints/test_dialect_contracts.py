@@ -178,7 +178,7 @@ MALFORMED = [
     ("verl", "yes", "not JSON"),
     ("verl", '"1.0"', "a text at body, expected a number"),
     ("verl", '{"acc": 1}', "without 'score' at body"),
-    ("verl", '{"score": 1, "acc": NaN}', "NaN is no JSON number"),
+    ("verl", '{"score": 1, "acc": NaN}', "NaN is not a JSON number"),
     ("verl", "1e999", "a number at body that is not finite"),
     ("verl", "null", "body = null"),
     ("verl", '{"score": null, "acc": 1e999}', "body.score = null"),

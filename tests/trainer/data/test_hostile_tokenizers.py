@@ -184,9 +184,9 @@ HOSTILE: dict[str, tuple[Callable[[Path], object], str]] = {
     "long token": (vocabulary(lambda vocab: vocab | {"a" * 20_000_000: 9999}), "a token of 20000000"),
     "long piece": (vocabulary(lambda vocab: [[text, 0.0] for text in vocab] + [["a" * 9999, 0.0]], type="Unigram"),
      "a token of 9999"),
-    "prefix": (vocabulary(lambda vocab: vocab, continuing_subword_prefix="a" * 999), "adds 999"),
+    "prefix": (vocabulary(lambda vocab: vocab, continuing_subword_prefix="a" * 999), "adds up to 999"),
     "vocabulary is a number": (vocabulary(lambda vocab: 7), "not a tokenizer"),
-    "twice": (written("tokenizer.json", b'{"model": {}, "normalizer": null, "normalizer": {}}'), "there twice"),
+    "twice": (written("tokenizer.json", b'{"model": {}, "normalizer": null, "normalizer": {}}'), "duplicate key"),
 }  # fmt: skip
 
 

@@ -38,7 +38,7 @@ if _last is not None:
 _SAYS = {
     Reason.CPU_TIME: "stopped: it used up its CPU time", Reason.WALL_TIME: "stopped: it took too long",
     Reason.MEMORY: "stopped: it used up its memory", Reason.OUTPUT: "stopped: it wrote too much",
-    Reason.FORBIDDEN: "stopped: it did what programs may not do here",
+    Reason.FORBIDDEN: "stopped: it tried an operation that the sandbox forbids",
     Reason.CRASHED: "stopped: the interpreter crashed",
 }  # fmt: skip
 
@@ -47,7 +47,7 @@ class PythonOptions(PlayOptions):
     """Options of ``python``."""
 
     cpu_s: float = Field(
-        2.0, gt=0, le=600, description="Seconds of CPU time of one program; six times that of wall time."
+        2.0, gt=0, le=600, description="Seconds of CPU time of one program; its wall time may be six times as long."
     )
     memory_mb: int = Field(512, ge=64, le=65_536, description="Address space of one program, in MiB.")
     slots: int = Field(2, ge=1, le=8, description="Programs that run at once in a worker.")
@@ -129,7 +129,7 @@ def _failed(run: Run, reason: Reason) -> str:
     if reason in _SAYS:
         return f"{_SAYS[reason]}\n{printed}".rstrip("\n")
     lines = run.errors[-8000:].decode(errors="replace").strip().splitlines()
-    # before: `_WRAPPED`
+    # Lines before the first frame of the program belong to `_WRAPPED`.
     begin = next((place for place, line in enumerate(lines) if '"<call>"' in line), len(lines) - 1)
     shown = [*([printed] if printed else []), *lines[max(begin, len(lines) - _SHOWN_LINES, 0) :]]
     return "\n".join(shown) or f"it ended with exit code {run.exit_code}"

@@ -136,8 +136,8 @@ async def test_arguments_that_are_no_object_are_not_sent() -> None:
     calls = tuple(ToolCall(str(n), "increment_counter", text) for n, text in enumerate(given))
     reply = await played.step(Message("assistant", tool_calls=calls))
     listed, *others = [message.content for message in reply.messages]
-    assert listed == "error: the arguments are no JSON object"
-    assert all(other.startswith("error: the arguments are no JSON: ") for other in others)
+    assert listed == "error: the arguments are not a JSON object"
+    assert all(other.startswith("error: the arguments are not valid JSON: ") for other in others)
     assert reply.parts == {"tool_calls": 5.0, "tool_errors": 5.0}
     await sessions.close()
 
@@ -180,7 +180,7 @@ async def never() -> Response:
 HOSTILE: list[tuple[str, Any, str]] = [
     ("/verify", answers("it broke", 500), "/verify answers HTTP 500: 'it broke'"),
     ("/verify", answers("ok"), "/verify answers with something other than JSON: it is not JSON"),
-    ("/verify", answers('{"reward": NaN}'), "/verify answers with something other than JSON: NaN is no JSON number"),
+    ("/verify", answers('{"reward": NaN}'), "/verify answers with something other than JSON: NaN is not a JSON number"),
     ("/verify", answers('{"reward": 1, "reward": 0}'), "the key 'reward' twice"),
     ("/verify", answers('{"reward": 1e999}'), "/verify: reward is 'inf', expected a number"),
     ("/verify", answers('{"reward": true}'), "/verify: reward is 'True', expected a number"),
