@@ -27,10 +27,10 @@ from penstock.forensics.replay.replay_findings import (
     Difference,
     Verdict,
     config_findings,
+    differing_updates,
     drift,
     figure_differences,
     missing_packs,
-    differing_updates,
     signed_versions,
 )
 from penstock.protocol.errors import BlobCorrupt, BlobMissing, ConfigError, PackError, RecordBroken
