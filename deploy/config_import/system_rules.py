@@ -173,9 +173,10 @@ def roll_sequence_parallel(value: Any, values: Values) -> Outcome:
 
 def agentrl_clip(value: Any, values: Values) -> Outcome:
     low, more = first(values, "epsilon", default=0.2), first(values, "epsilon_higher", default=0.1)
-    return set_to(
-        "epsilon_higher is added to epsilon", algorithm__clip_low=low, algorithm__clip_high=round(low + more, 12)
-    )
+    is_band = str(values.get("loss_calculater")).lower() == "minirl" and not is_on(values.get("strict_in_bound"))
+    widths = first(values, "importance_weight_cap_ratio", default=4.0) if is_band else 1  # MINIRL's only bounds there
+    low, high = round(widths * low, 12), round(widths * (low + more), 12)
+    return set_to("epsilon_higher is added to epsilon", algorithm__clip_low=low, algorithm__clip_high=high)
 
 
 def agentrl_scaling(value: Any, values: Values) -> Outcome:

@@ -151,9 +151,8 @@ def _with_unassigned(outcome: Outcome, value: Any) -> Outcome:
     is_moot = outcome.kind == "ignored" and not outcome.text.startswith((rule_forms.OFF, rule_forms.READ))
     if not names or is_moot or (outcome.kind == "decide" and not outcome.settings):
         return outcome
-    kept = {ours: setting_value for ours, setting_value in outcome.settings.items() if not unassigned(setting_value)}
-    lost = outcome.settings.keys() - kept.keys()
-    if lost and all(ours.startswith(_OF_RESULTS) for ours in lost):
+    kept = {ours: setting for ours, setting in outcome.settings.items() if not ours.startswith(_OF_RESULTS)}
+    if len(kept) < len(outcome.settings) and not any(map(unassigned, kept.values())):
         text = f"where results are, and what they are called: {', '.join(names)} is not assigned in the file"
         return Outcome("translated" if kept else "ignored", kept, text)
     paths = {ours: readable(setting_value) for ours, setting_value in outcome.settings.items() if ours in _PATHS}
