@@ -292,9 +292,15 @@ def import_config(file: Path, system: str | None, to: Path, *, as_json: bool) ->
         foreign_config = read_foreign_file(file)
         system = system or detect(foreign_config)
         if not system:
-            raise ConfigError(
-                f"{file}: no key of {', '.join(_NAMES)} found in {len(foreign_config.values)} keys; name the system with --from"
+            shared = SYSTEMS["shared"]
+            several = {*shared.taken, *shared.renamed, *shared.rules} & foreign_config.values.keys()
+            names = ", ".join(_NAMES)
+            found = (
+                f"keys that several of {names} have ({', '.join(sorted(several))})"
+                if several
+                else f"no key of {names} found"
             )
+            raise ConfigError(f"{file}: {found} in {len(foreign_config.values)} keys; name the system with --from")
         done = translate(foreign_config, system, known_keys())
         command = own_section(foreign_config)
         complete(done, foreign_config.values, command.section if command is not None else "")

@@ -53,6 +53,8 @@ _OTHER_TRAINERS = re.compile(
 )
 _LIMITS = ("max_length", "max_seq_length", "max_len", "cutoff_len", "sequence_length")  # of a row of given answers
 _OF_GIVEN = ("sft_loss", "slime.rollout.sft_rollout.generate_rollout")  # values of slime that say so
+# Keys of a file without a command that only these trainings have, of ROLL and of a platform on verl.
+_OF_PREFERENCES, _OF_ANSWERS = {"chosen_key", "algorithm.beta"}, {"response_key", "kd_objective", "data.response_key"}
 _OF_BATCH = ("per_device_train_batch_size", "train_batch_size")
 _EPOCHS = ("max_epochs", "num_train_epochs", "total_epochs")  # over the data, not over a batch
 _OF_PAIRS: Mapping[str, str] = TABLES["of_pairs"]  # the last part of a key of TRL, verl or OpenRLHF: the key of [dpo]
@@ -90,9 +92,9 @@ def _command(foreign_config: Found) -> tuple[OwnSection | None, Mapping[str, Any
     stage = str(first(values, "stage", "algorithm", "loss_calculater", default=""))
     if stage in _STAGES:
         return _STAGES[stage], {"dpo.loss": "kto"} if stage == "kto" else {}
-    if "chosen_key" in values and not text:  # of ROLL, as the next
+    if not text and _OF_PREFERENCES & values.keys():
         return DPO, {"dpo.loss": "ipo"} if is_on(values.get("ipo")) else {}
-    return (SFT if {"response_key", "kd_objective"} & values.keys() and not text else None), {}
+    return (SFT if not text and _OF_ANSWERS & values.keys() else None), {}
 
 
 def translate(foreign_config: Found, system: str, known: Collection[str]) -> Translation:

@@ -409,6 +409,7 @@ def test_an_existing_file_is_not_overwritten(tmp_path: Path, capsys: pytest.Capt
         ("a.py", "lr = 1", "not a YAML, JSON or shell file"),
         ("a.sh", "python train.py --a 'open", "a.sh:1: not a readable shell command"),
         ("a.sh", "ls", "no key of verl"),
+        ("a.sh", "./train.sh --rollout_n 8 --epochs 3", "keys that several of verl"),
     ],
 )
 def test_a_file_that_cannot_be_read_is_an_error(

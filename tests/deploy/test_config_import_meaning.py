@@ -264,6 +264,16 @@ TABLE: dict[str, tuple[str, str, dict[str, Any]]] = {
         "trainer.min_lr_ratio": 0.0, "sft.betas": [0.9, 0.999], "trainer.max_grad_norm": 0.5, "trainer.weight_decay": 0.0, "model.dtype": "bfloat16",
         "model.gradient_checkpointing": True, "run.seed": 42, "data.overlong": "error", "sft.eval_every": 0,
     }),
+    "platform_sft": ("yaml", "data: {train_files: /d/a.parquet, val_files: /d/b.parquet, prompt_key: question, response_key: answer, max_length: 4096}", {
+        "data.train": "/d/a.parquet", "sft.eval_data": "/d/b.parquet", "data.map.prompt": "question", "data.map.response": "answer", "sft.epochs": 4,
+        "data.overlong": "error", "sft.lr": 1e-5, "sft.batch_size": 256, "sft.schedule": "cosine", "trainer.min_lr_ratio": 0.0, "sft.betas": [0.9, 0.95],
+        "model.dtype": "bfloat16", "model.gradient_checkpointing": True, "run.seed": 1, "model": ASKED("model.path"), "warmup": ASKED("optim.lr_warmup_steps_ratio"),
+    }),
+    "platform_dpo": ("yaml", "{model: {path: /m}, data: {train_files: /d/a.parquet}, algorithm: {beta: 0.2, loss_type: hinge}, optim: {lr: 5.0e-7}}", {
+        "model.path": "/m", "data.train": "/d/a.parquet", "dpo.beta": 0.2, "dpo.loss": "hinge", "dpo.lr": 5e-7, "dpo.reference_path": "none",
+        "dpo.label_smoothing": 0.0, "dpo.divergence": "reverse_kl", "dpo.weighting": "none", "dpo.eval_every": 0, "model.lora.rank": 0,
+        "dpo.length_alpha": "none", "dpo.loss_weights": [], "dpo.early_stop": 0, "dpo.checkpoint_every": 0,
+    }),
     "slime_repo": ("sh", SLIME_REPO, {
         "model.path": "/m/Qwen3-4B", "data.train": "d.jsonl", "run.dir": "out", "model.gradient_checkpointing": True, "algorithm.minibatches": 4,
         "algorithm.importance": "token", "algorithm.importance_bound": "clip", "algorithm.importance_low": 0.5, "algorithm.importance_high": 3.0,
