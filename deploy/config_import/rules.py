@@ -64,12 +64,6 @@ def processes(value: Any, values: Values) -> Outcome:
     return gpus(value, values)
 
 
-def context_length(value: Any, values: Values) -> Outcome:
-    if first(values, "max_prompt_length", "max_response_length", "max_new_tokens"):
-        return ignored("prompts and completions have limits of their own")
-    return decide(f"set data.max_prompt_tokens and rollout.max_new_tokens, {value} together")
-
-
 def eval_prompt_data(value: Any, values: Values) -> Outcome:
     return set_to(data__eval=value[1::2] if isinstance(value, list) and len(value) > 1 else value)
 
@@ -243,15 +237,6 @@ def frozen_modules(value: Any, values: Values) -> Outcome:
     if all(str(name).strip().startswith(("vision", "visual")) for name in names):
         return ignored("the encoder of images is frozen here, too: model.train_vision_tower is off")
     return decide(f"every other part of a model is trained: {value} cannot be frozen")
-
-
-def truncation(value: Any, values: Values) -> Outcome:
-    if is_on(values.get("data.filter_overlong_prompts")):
-        return ignored(f"{READ} data.filter_overlong_prompts")
-    if value == "error":
-        return set_to(data__overlong="error")
-    text = "longer prompts are cut there, and trained; here they are left out and counted: if the data has some, raise data.max_prompt_tokens"
-    return Outcome("decide", {"data.overlong": "drop"}, text)
 
 
 def dual_clip_rule(value: Any, values: Values) -> Outcome:

@@ -382,9 +382,3 @@ def trl_vllm(value: Any, values: Values) -> Outcome:
     high = first(values, "vllm_importance_sampling_clip_max", "vllm_importance_sampling_cap", default=3.0)
     weights = _importance(level, "mask" if bound == "mask" else "clip", low, high)
     return translated({**outcome.settings, **weights.settings})
-
-
-def slime_reward_kl(value: Any, values: Values) -> Outcome:
-    if not value or first(values, "advantage_estimator", default="grpo") in ("grpo", "gspo", "cispo"):
-        return ignored("slime's grpo, gspo and cispo read kl_loss_coef alone" if value else OFF)
-    return set_to(algorithm__reward_kl_coefficient=value)

@@ -252,7 +252,7 @@ TABLE: dict[str, tuple[str, str, dict[str, Any]]] = {
     "trl_sft": ("sh", TRL_SFT, {
         "sft.batch_size": 16, "sft.epochs": 1.0, "sft.lr": 2e-5, "sft.schedule": "cosine", "trainer.min_lr_ratio": 0.2, "sft.betas": [0.9, 0.999],
         "model.dtype": "bfloat16", "model.gradient_checkpointing": True, "run.seed": 42, "trainer.weight_decay": 0.0, "trainer.max_grad_norm": 1.0,
-        "packed": ASKED("packing"), "lengths": ASKED("max_length"), "warmup": ASKED("warmup_steps"), "held out": ASKED("sft.eval_data"),
+        "packed": ASKED("packing"), "whole": ASKED("assistant_only_loss"), "lengths": ASKED("max_length"), "warmup": ASKED("warmup_steps"), "held out": ASKED("sft.eval_data"),
     }),
     "trl_other_trainer": ("sh", TRL_ALONE, {
         "model.path": "/m", "data.train": "/d/x", "reward.name": "a.py:f", "trainer.weight_decay": 0.1, "trainer.betas": [0.9, 0.999], "run.seed": 42,
