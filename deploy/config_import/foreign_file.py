@@ -23,11 +23,15 @@ _MAX_SCRIPT = 256 * 1024  # a character takes up to 20 µs
 _ASSIGNMENT = re.compile(r"(?:export\s+|declare\s+(?:-\w+\s+)?|local\s+|readonly\s+)?([A-Za-z_]\w*)(\+?)=")
 _VARIABLE = re.compile(r"\$(?:\{([A-Za-z_]\w*)(\[@\]|\[\*\])?(?::?-([^{}]*))?\}|([A-Za-z_]\w*)|([@*#?0-9]))")
 _COMMAND = re.compile(r"\$\((?!\()[^()]*\)|`[^`]*`")
+_BARE = "\ue002"  # before a dollar outside of quotes: its value is several words
+_HERE_NOW = re.compile(rf"{_BARE}?(?:\$\(pwd\)|`pwd`)")
+_OF_SCRIPT = re.compile(rf"{_BARE}?\$\(dirname (?:-- )?\"?{_BARE}?\$(?:0|\{{0\}}|\{{?BASH_SOURCE(?:\[0\])?\}}?)\"?\)")
+_INTO = re.compile(rf'{_BARE}?\$\(cd (?:-- )?"?([^"()&;]+?)"? (?:&?>/?\S*null (?:2>&1 )?)?&& pwd(?: -P)?\)')
+_SERVERS = ("sglang.launch_server", "vllm.entrypoints")  # that a script starts beside its training
 _SUM = re.compile(r"\$\(\(([^()]*(?:\([^()]*\)[^()]*)*)\)\)")
 _OVERRIDE = re.compile(r"[+~]*[A-Za-z_][\w.@-]*=")
 _ENDS = ("|", ";", "&&", "||", "&")
 _LITERAL = "\ue000"  # a dollar in single quotes
-_BARE = "\ue002"  # before a dollar outside of quotes: its value is several words
 _HERE = re.compile(r"(?<!<)<<-?\s*(['\"]?)([A-Za-z_]\w*)\1")
 _RUN = "\ue003"  # what a command prints
 _MAX_NESTED = 4  # commands in commands
@@ -76,6 +80,7 @@ class _Script:
 
     found: Found
     beside: Callable[[str], str | None]
+    folder: str = "."  # of the script
     variables: dict[str, str] = field(default_factory=lambda: dict(OUTSIDE))
     arrays: dict[str, list[str]] = field(default_factory=dict)
     budget: Budget = field(default_factory=Budget)
@@ -88,7 +93,7 @@ def read_shell(name: str, text: str, beside: Callable[[str], str | None] = lambd
 
     ``beside`` returns the text of a file that the script sources, by its name relative to it; None: it is not there.
     """
-    script = _Script(Found(), beside)
+    script = _Script(Found(), beside, name.rpartition("/")[0] or ".")
     _read_all(name, text, script)
     if not script.found.commands:  # a file of variables, as wrappers source it
         for key, value in script.variables.items():
@@ -243,9 +248,8 @@ def _read(statement: str, script: _Script) -> None:
         return
     if len(words) == 2 and words[0] in ("source", ".") and script.sourced < _MAX_SOURCED:
         script.sourced += 1
-        name = (
-            words[1].rpartition(UNASSIGNED)[2].lstrip("/")
-        )  # "$(dirname "$0")/models/x.sh": that folder is the script's
+        known, _, rest = words[1].rpartition(UNASSIGNED)  # of a folder that is not known the script's is tried
+        name = rest.lstrip("/") if known else rest.removeprefix(f"{script.folder}/")
         if name and (text := script.beside(name)):
             _read_all(name, text, script)
     elif words and words[0].rpartition("/")[2] in _WRAPPERS and "-c" in words[:-1]:  # bash -c 'a && b'
@@ -266,6 +270,7 @@ def _training(words: list[str]) -> list[str]:
         place = next((place for place, word in enumerate(words) if place and _is_program(word)), len(words))
         return _training(words[place:])
     is_other = not _is_program(program) or words[1:2] == ["start"] or "-c" in words[:3]
+    is_other |= any(word.startswith(_SERVERS) for word in words[:4])
     return [] if is_other or (len(words) == 1 and program.endswith((".sh", ".py"))) else words
 
 
@@ -318,6 +323,7 @@ def _parsed(text: str) -> object:
 
 def _words(text: str, script: _Script) -> list[str]:
     text = _SUM.sub(lambda one: _computed(one[1], script.variables), _with_marks(text))
+    text = _INTO.sub(r"\1", _OF_SCRIPT.sub(lambda _: script.folder, _HERE_NOW.sub(".", text)))
     for _ in range(_MAX_NESTED):
         text = _COMMAND.sub(marked(_RUN), text)
     text = text.replace(_RUN, "$(...)")

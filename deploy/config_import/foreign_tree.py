@@ -16,7 +16,7 @@ from penstock.protocol.config.sources import leaves
 from penstock.protocol.errors import ConfigError
 
 UNASSIGNED = "\ue001"  # stands around the name of a variable that the file does not assign
-OUTSIDE = {"HOME": str(Path.home())}  # variables of the environment that are the same here
+OUTSIDE = {"HOME": str(Path.home()), "PWD": "."}  # variables of the environment that are the same here
 _MAX_CHARS = 1024**2  # that variables and references become
 _EXPONENT = re.compile(r"[+-]?\d+(\.\d*)?[eE][+-]?\d+")  # YAML 1.1 reads 1e-6 as a text
 _REFERENCE = re.compile(r"\$\{([^${}]*)\}")

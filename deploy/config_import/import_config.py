@@ -19,7 +19,7 @@ from typing import Any
 
 from penstock.console.terminal import one_line
 from penstock.deploy.config_import.foreign_file import read_shell
-from penstock.deploy.config_import.foreign_tree import Found, read_json, read_yaml
+from penstock.deploy.config_import.foreign_tree import Found, marked, read_json, read_yaml
 from penstock.deploy.config_import.rule_forms import Kind, Line, Translation
 from penstock.deploy.config_import.source_defaults import SilentDefault, differing, silent_defaults
 from penstock.deploy.config_import.translate import detect, own_section, translate
@@ -277,7 +277,13 @@ def read_foreign_file(file: Path) -> Found:
         return read_json(str(file), text)
     if suffix in (".py", ".toml", ".ipynb"):
         raise ConfigError(f"{file}: not a YAML, JSON or shell file; write its keys into one of these")
-    return read_shell(str(file), text, beside)
+    found = read_shell(str(file), text, beside)
+    if "num_processes" not in found.values and any("accelerate launch" in command for command in found.commands):
+        name = str(found.values.get("config_file", ""))
+        options = next((text for folder in ("", "../") if name and (text := beside(folder + name))), "")
+        count = re.search(r"^num_processes: *(\d+)", options, re.MULTILINE)  # without one, a process for each GPU
+        found.values["num_processes"] = int(count[1]) if count else marked("accelerate's num_processes")
+    return found
 
 
 def import_config(file: Path, system: str | None, to: Path, *, as_json: bool) -> int:
@@ -286,9 +292,15 @@ def import_config(file: Path, system: str | None, to: Path, *, as_json: bool) ->
         foreign_config = read_foreign_file(file)
         system = system or detect(foreign_config)
         if not system:
-            raise ConfigError(
-                f"{file}: no key of {', '.join(_NAMES)} found in {len(foreign_config.values)} keys; name the system with --from"
+            shared = SYSTEMS["shared"]
+            several = {*shared.taken, *shared.renamed, *shared.rules} & foreign_config.values.keys()
+            names = ", ".join(_NAMES)
+            found = (
+                f"keys that several of {names} have ({', '.join(sorted(several))})"
+                if several
+                else f"no key of {names} found"
             )
+            raise ConfigError(f"{file}: {found} in {len(foreign_config.values)} keys; name the system with --from")
         done = translate(foreign_config, system, known_keys())
         command = own_section(foreign_config)
         complete(done, foreign_config.values, command.section if command is not None else "")

@@ -32,7 +32,7 @@ _ROLL_REWARDS: Mapping[str, str] = _TABLES["rewards"]
 _IFEVAL: dict[str, Any] = _TABLES["ifeval"]  # ifeval_rule_reward_worker.py
 _DIFFERENCES: Mapping[str, str] = _TABLES["differences"]  # of those that score in another way here
 _OF_A_RULE = (
-    "model_args.", "data_args.", "strategy_args.", "world_size", "infer_batch_size", "device_mapping", "use_local",
+    "model_args.", "data_args.", "strategy_args.", "world_size", "infer_batch_size", "device_mapping", "use_local", "reward_type",
 )  # fmt: skip
 _SHARES = "actor_train.data_args.domain_interleave_probs."
 _DEFINITION = re.compile(r"custom_envs\.([^.]+)\.(.+)")

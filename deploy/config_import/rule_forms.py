@@ -97,11 +97,6 @@ def if_on(setting: str, value: Any, off: str = OFF) -> Rule:
     return lambda given, values: translated({setting: value}) if is_on(given) else ignored(off)
 
 
-def if_one_of(theirs: Sequence[str], setting: str, value: Any, off: str = OFF) -> Rule:
-    """Return a rule for a key of which some values, as texts in lower case, mean one value of a setting."""
-    return lambda given, values: translated({setting: value}) if str(given).lower() in theirs else ignored(off)
-
-
 def chosen(setting: str, ours: Mapping[str, Any], otherwise: str) -> Rule:
     """Return a rule for a key whose values, as texts in lower case, each mean one value of a setting."""
     return lambda given, values: (
@@ -121,7 +116,7 @@ def only(harmless: Sequence[Any], text: str) -> Rule:
 def cases(*rows: tuple[Mapping[str, Sequence[str]], Mapping[str, Any] | str | None, str]) -> Rule:
     """Return a rule of rows, of which the first counts whose conditions hold.
 
-    A row has its conditions, its settings (``"ask"``: a decision; None: no effect) and its text. A condition has the
+    A row has its conditions, its settings (``"ask"``, alone or among them: a decision; None: no effect) and its text. A condition has the
     values of a key, this one written ``""``, as texts in lower case: ``"none"`` if it is missing, ``"*"`` for any. The
     value of a setting may be ``"="``, this key's, or ``"=KEY|DEFAULT"``, that of another one.
     """
@@ -141,18 +136,12 @@ def cases(*rows: tuple[Mapping[str, Sequence[str]], Mapping[str, Any] | str | No
         for conditions, settings, text in rows:
             if all(holds(key, theirs) for key, theirs in conditions.items()):
                 if not isinstance(settings, Mapping):
-                    return decide(text) if settings else ignored(text)
-                return translated({setting: value(ours) for setting, ours in settings.items()}, text)
+                    return decide(text.replace("{}", str(given))) if settings else ignored(text)
+                written = {setting: value(ours) for setting, ours in settings.items() if setting != "ask"}
+                return Outcome("decide" if "ask" in settings else "translated", written, text)
         return ignored(OFF)
 
     return rule
-
-
-def with_value(switch: str, on: str, setting: str) -> Rule:
-    """Return a rule for a key that only counts where another one has a value."""
-    return lambda given, values: (
-        translated({setting: given}) if values.get(switch, on) == on else ignored(f"{switch} is not {on}")
-    )
 
 
 def engine(theirs: str) -> str:
@@ -215,15 +204,6 @@ def same_as(other: str, text: str) -> Rule:
     return lambda given, values: ignored(f"as {other}") if values.get(other) == given else decide(text)
 
 
-def context_limit(prompts: str, answers: str) -> Rule:
-    """Return a rule for the most tokens of prompt and completion together, unless both have limits of their own."""
-    return lambda given, values: (
-        ignored(f"{READ} {prompts} and {answers}")
-        if values.get(prompts) is not None and values.get(answers) is not None
-        else decide(f"set data.max_prompt_tokens and rollout.max_new_tokens, {given} together")
-    )
-
-
 def batch_rule(prompts: str, rows: str, default: int | None = None) -> Rule:
     """Return a rule for prompts that are generated together, and trained on in optimizer steps of ``rows``."""
 
@@ -243,15 +223,6 @@ def batch_rule(prompts: str, rows: str, default: int | None = None) -> Rule:
     return rule
 
 
-def nonzero(setting: str) -> Rule:
-    return lambda given, values: translated({setting: given}) if given else ignored(OFF)
-
-
-def unless_given(other: str, setting: str) -> Rule:
-    """Return a rule for a key that the rule of ``other`` reads, where the file has that."""
-    return lambda given, values: ignored(f"{READ} {other}") if other in values else translated({setting: given})
-
-
 def path_in(column: str, default: str, setting: str) -> Rule:
     """Return a rule for the keys that lead to a text inside of the column that ``column`` names."""
     return lambda given, values: translated(
@@ -261,18 +232,6 @@ def path_in(column: str, default: str, setting: str) -> Rule:
             )
         },
     )
-
-
-def with_switch(switch: str, setting: str) -> Rule:
-    """Return a rule for a number that only counts where a switch beside it is on."""
-    return lambda given, values: (
-        translated({setting: given}) if is_on(values.get(switch)) else ignored(f"{switch} is off")
-    )
-
-
-def plain_text(setting: str) -> Rule:
-    """Return a rule for a column of texts that are prompts as they are, without a chat template."""
-    return lambda given, values: translated({setting: given, "data.text_prompts": "plain"})
 
 
 def ignore(text: str) -> Rule:

@@ -29,6 +29,7 @@ from penstock.protocol.config.foreign_config import ABSENT, ESTIMATOR
 from penstock.trainer.algorithm.chosen_parts import canonical
 
 REWARD_ARGUMENTS = "custom_reward_function.reward_kwargs."  # of verl
+_SHARES_OF_ROWS = ("tp_size", "pp_size", "cp_size")  # of AgentRL: so many ranks have the same rows
 _REWARD_CODE = r"[A-Za-z0-9_./-]+\.py:[A-Za-z_][A-Za-z0-9_]*"
 # ROLL's sets over which rewards are normalised; the later names are those of its agentic pipeline.
 _GROUPINGS = {"state": "group", "traj_group_id": "group", "inductive": "source", "tags": "source", "batch": "batch"}
@@ -61,12 +62,6 @@ def processes(value: Any, values: Values) -> Outcome:
     if "num_generations" in values:
         return ignored(f"{READ} per_device_train_batch_size")
     return gpus(value, values)
-
-
-def context_length(value: Any, values: Values) -> Outcome:
-    if first(values, "max_prompt_length", "max_response_length", "max_new_tokens"):
-        return ignored("prompts and completions have limits of their own")
-    return decide(f"set data.max_prompt_tokens and rollout.max_new_tokens, {value} together")
 
 
 def eval_prompt_data(value: Any, values: Values) -> Outcome:
@@ -110,33 +105,40 @@ def completions_per_step(value: Any, values: Values) -> Outcome:
     )
 
 
+def number_of_processes(values: Values) -> Any:
+    """Return how many processes train on rows of their own; a text, where the file does not say it."""
+    started = first(values, "num_processes", "nproc_per_node", "num_gpus", default=1)
+    shared = math.prod(first(values, key, default=1) for key in _SHARES_OF_ROWS)
+    return max(1, started // shared) if isinstance(started, int) and isinstance(shared, int) else started
+
+
 def trl_batch(value: Any, values: Values) -> Outcome:
     accumulated = first(values, "gradient_accumulation_steps", default=1)
-    processes = first(values, "num_processes", "nproc_per_node", default=1)
+    processes = number_of_processes(values)
     n = first(values, "num_generations", default=8)
-    shared = math.prod(
-        first(values, key, default=1) for key in ("tp_size", "pp_size", "cp_size")
-    )  # of AgentRL: ranks of the same rows
+    shared = math.prod(first(values, key, default=1) for key in _SHARES_OF_ROWS)
     if not all(isinstance(number, int) and number > 0 for number in (value, accumulated, processes, n)):
         ranks = f"trainer.num_ranks, trainer.tensor_parallel = {shared} and " if shared > 1 else ""
         return decide(
             f"set {ranks}rollout.groups_per_step: {value} x {accumulated} x processes / {shared} / {n} of each prompt"
         )
-    processes = max(1, processes // shared)
     generated = values.get("generation_batch_size")
     together = (
         generated // (value * processes) if generated else first(values, "steps_per_generation", default=accumulated)
     )
     updates = max(1, together // accumulated)  # optimizer steps on what was generated together
-    groups = max(1, value * accumulated * processes * updates // n)
+    completions = value * accumulated * processes * updates
+    groups = max(1, completions // n)
     text = f"{value} completions x {accumulated} accumulated x {processes} processes / {n} of each prompt"
-    if updates == 1:
-        return set_to(text, rollout__groups_per_step=groups)
-    return set_to(
-        f"{text}, {updates} such optimizer steps on what was generated together",
-        rollout__groups_per_step=groups,
-        algorithm__minibatches=min(updates, groups),
-    )
+    settings = {"rollout.groups_per_step": groups}
+    if completions % n:
+        return Outcome(
+            "decide", settings, f"{text}: no whole number of prompts, and a batch here has groups of all {n}"
+        )
+    if updates > 1:
+        settings["algorithm.minibatches"] = min(updates, groups)
+        text += f", {updates} such optimizer steps on what was generated together"
+    return translated(settings, text)
 
 
 def eval_steps(value: Any, values: Values) -> Outcome:
@@ -237,14 +239,6 @@ def frozen_modules(value: Any, values: Values) -> Outcome:
     return decide(f"every other part of a model is trained: {value} cannot be frozen")
 
 
-def truncation(value: Any, values: Values) -> Outcome:
-    if is_on(values.get("data.filter_overlong_prompts")):
-        return ignored(f"{READ} data.filter_overlong_prompts")
-    if value == "error":
-        return set_to(data__overlong="error")
-    return set_to("long prompts are never cut here: they are dropped and counted", data__overlong="drop")
-
-
 def dual_clip_rule(value: Any, values: Values) -> Outcome:
     clip = first(values, "pg_clip", default=0.2)
     return set_to(f"1 + 2 x {clip}", algorithm__dual_clip=round(1 + 2 * clip, 6)) if is_on(value) else ignored(OFF)
@@ -254,7 +248,9 @@ def tracker(value: Any, values: Values) -> Outcome:
     """Turn on the trackers whose switches (``use_wandb``) are on; OpenRLHF's has the account's key as its value."""
     off = (None, False, "", "False", "false")
     named = [name for name in ("wandb", "tensorboard", "mlflow") if values.get(f"use_{name}") not in off]
-    return set_to(tracker=named) if named else ignored(OFF)
+    folder = str(values.get("use_tensorboard", ""))  # OpenRLHF's
+    settings = {"tracker": named} | ({"tracking.folder": folder} if "/" in folder else {})
+    return translated(settings) if named else ignored(OFF)
 
 
 def method_rule(value: Any, values: Values) -> Outcome:
@@ -282,7 +278,7 @@ def min_lr(value: Any, values: Values) -> Outcome:
     peak = first(values, "lr")
     if not isinstance(peak, (int, float)) or not peak or not isinstance(value, (int, float)):
         return decide("set trainer.min_lr_ratio: this rate as a share of trainer.lr")
-    return set_to(trainer__min_lr_ratio=min(1.0, value / peak))
+    return set_to(trainer__min_lr_ratio=min(1.0, round(value / peak, 12)))
 
 
 def low_high(value: Any, values: Values) -> Outcome:

@@ -55,7 +55,13 @@ class SilentDefault:
 
 @cache
 def silent_defaults() -> Mapping[str, Sequence[SilentDefault]]:
+    """Return the defaults by system, and by ``SYSTEM.SECTION`` for given answers: those of ``SYSTEM.*`` are of each of its sections."""
     by_system = json.loads((_FOLDER / "silent_defaults.json").read_text(encoding="utf-8"))
+    for name in [name for name in by_system if name.endswith(".*")]:
+        shared = json.dumps(by_system.pop(name))
+        for section in ("sft", "dpo", "rm"):
+            table = by_system.setdefault(name.replace("*", section), [])
+            table += json.loads(shared.replace("*.", f"{section}."))
     return {system: [SilentDefault(**default) for default in defaults] for system, defaults in by_system.items()}
 
 

@@ -173,9 +173,10 @@ def roll_sequence_parallel(value: Any, values: Values) -> Outcome:
 
 def agentrl_clip(value: Any, values: Values) -> Outcome:
     low, more = first(values, "epsilon", default=0.2), first(values, "epsilon_higher", default=0.1)
-    return set_to(
-        "epsilon_higher is added to epsilon", algorithm__clip_low=low, algorithm__clip_high=round(low + more, 12)
-    )
+    is_band = str(values.get("loss_calculater")).lower() == "minirl" and not is_on(values.get("strict_in_bound"))
+    widths = first(values, "importance_weight_cap_ratio", default=4.0) if is_band else 1  # MINIRL's only bounds there
+    low, high = round(widths * low, 12), round(widths * (low + more), 12)
+    return set_to("epsilon_higher is added to epsilon", algorithm__clip_low=low, algorithm__clip_high=high)
 
 
 def agentrl_scaling(value: Any, values: Values) -> Outcome:
@@ -252,6 +253,22 @@ def openrlhf_reward(value: Any, values: Values) -> Outcome:
     return decide("use reward.name, with the URL registered as an endpoint (docs/rewards.md, dialect openrlhf)")
 
 
+def slime_reference(value: Any, values: Values) -> Outcome:
+    """Return the decision on slime's reference, a checkpoint of Megatron, unless it is the model by its name, or no KL reads it."""
+    if not any(values.get(key) for key in ("kl_loss_coef", "kl_coef")):
+        return ignored("no KL reads it")
+    if (
+        str(value)
+        .rstrip("/")
+        .rpartition("/")[2]
+        .startswith(str(values.get("hf_checkpoint")).rstrip("/").rpartition("/")[2])
+    ):
+        return ignored("the model as the run starts, in Megatron's format: here, too, the reference is that model")
+    return decide(
+        f"the reference is the model as the run starts, not {value}, as no checkpoint of Megatron is read: set algorithm.reference_path"
+    )
+
+
 def slime_reward(value: Any, values: Values) -> Outcome:
     """Return the decision on a reward by rule of slime: those here compare answers in another way."""
     near = {"math": "math", "deepscaler": "math", "dapo": "answer_line", "f1": "qa_f1", "gpqa": "multiple_choice"}
@@ -268,6 +285,16 @@ def optim_args(value: Any, values: Values) -> Outcome:
     if not pairs or set(pairs) - {"beta1", "beta2"}:
         return decide("set trainer.betas and trainer.weight_decay; AdamW has no other option here")
     return set_to(trainer__betas=[float(pairs.get("beta1", 0.9)), float(pairs.get("beta2", 0.999))])
+
+
+def scheduler_kwargs(value: Any, values: Values) -> Outcome:
+    """Return the end of transformers' cosine_with_min_lr."""
+    given = json.loads(value) if isinstance(value, str) else dict(value)
+    peak, end = first(values, "learning_rate"), given.get("min_lr")
+    share = given.get("min_lr_rate", None if None in (peak, end) else end / peak)
+    if share is None or given.keys() - {"min_lr", "min_lr_rate"}:
+        return decide("the schedule has another form there: set trainer.schedule and trainer.min_lr_ratio")
+    return set_to(trainer__min_lr_ratio=round(share, 12))
 
 
 def reward_functions(value: Any, values: Values) -> Outcome:
@@ -297,6 +324,26 @@ def _waits_for(values: Values) -> int:
     return first(values, f"{ACTOR}.ppo_mini_batch_size", default=256) * first(
         values, "async_training.require_batches", default=1
     )
+
+
+def verl_weights(value: Any, values: Values) -> Outcome:
+    """Return verl's weights of the trainer over the engine, which its clipped loss in bypass mode does not have."""
+    key = "algorithm.rollout_correction"
+    if is_on(values.get(f"{key}.bypass_mode")) and values.get(f"{key}.loss_type", "ppo_clip") == "ppo_clip":
+        return ignored("only measured: the ratio that bypass mode clips is over the engine's probabilities")
+    return _importance(str(value), "truncate", 0.0, first(values, f"{key}.rollout_is_threshold", default=2.0))
+
+
+def verl_rejection(value: Any, values: Values) -> Outcome:
+    """Return which tokens or answers verl rejects, by a level and its bounds ``LOW_HIGH``, or ``HIGH``."""
+    levels = [level.strip() for level in str(value).split(",")]
+    bounds = str(values.get("algorithm.rollout_correction.rollout_rs_threshold", "")).split(",")[0]
+    low, _, high = bounds.strip().rpartition("_")
+    settings = {"algorithm.rejection": levels[0], "algorithm.rejection_high": float(high)}
+    settings |= {"algorithm.rejection_low": float(low)} if low else {}
+    if len(levels) == 1:
+        return translated(settings)
+    return Outcome("decide", settings, f"what {' or '.join(levels[1:])} rejects there, too, is trained here")
 
 
 def verl_rollout_steps(value: Any, values: Values) -> Outcome:
@@ -335,9 +382,3 @@ def trl_vllm(value: Any, values: Values) -> Outcome:
     high = first(values, "vllm_importance_sampling_clip_max", "vllm_importance_sampling_cap", default=3.0)
     weights = _importance(level, "mask" if bound == "mask" else "clip", low, high)
     return translated({**outcome.settings, **weights.settings})
-
-
-def slime_reward_kl(value: Any, values: Values) -> Outcome:
-    if not value or first(values, "advantage_estimator", default="grpo") in ("grpo", "gspo", "cispo"):
-        return ignored("slime's grpo, gspo and cispo read kl_loss_coef alone" if value else OFF)
-    return set_to(algorithm__reward_kl_coefficient=value)

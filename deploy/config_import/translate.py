@@ -25,7 +25,7 @@ from penstock.protocol.config.foreign_config import (
 _OF_RESULTS = ("run.dir", "run.id", "tracking.")
 _PATHS = ("model.path", "data.train", "data.eval", "critic.path", "run.dir", "algorithm.reference_path")
 _WORDS: Mapping[str, list[str]] = TABLES["words"]
-_SECRET = re.compile(r"(^|[_.])(password|secret|token|api_key|use_wandb)$")
+_SECRET = re.compile(r"(^|[_.])(password|secret|(?<!stop_)token|api_key|use_wandb)$")
 _IN_URL = re.compile(r"(?<=:)//[^/@\s]+@")
 _ON_THERE = ("do_sample", "enable_sampling", "gamma")  # off is the choice that changes something
 # Defaults that rules compute with.
@@ -41,12 +41,20 @@ _COMMANDS: tuple[tuple[OwnSection, str, Mapping[str, Any]], ...] = (
     (DPO, r"dpo_trainer|trl dpo|train_dpo|(^|[/ ])(dpo|mpo)(_vlm)?\.py", {}),
     (DPO, r"trl kto|(^|[/ ])kto\.py", {"dpo.loss": "kto"}),
 )
-_STAGES = {"sft": SFT, "dpo": DPO, "kto": DPO, "rm": RM}  # of LLaMA-Factory, and of a platform's jobs
+_STAGES = {
+    "sft": SFT,
+    "dpo": DPO,
+    "kto": DPO,
+    "rm": RM,
+    "CrossEntropy": SFT,
+}  # of LLaMA-Factory, a platform's jobs, AgentRL
 _OTHER_TRAINERS = re.compile(
     r"(?:^|[/ ])(bco|cpo|orpo|tpo|xpo|gkd|gold|prm|sdft|sdpo|ssd|rloo(?:_vlm)?|ppo(?:_tldr)?|nash_md|online_dpo(?:_vlm)?|distillation)\.py|trl (rloo)"
 )
 _LIMITS = ("max_length", "max_seq_length", "max_len", "cutoff_len", "sequence_length")  # of a row of given answers
 _OF_GIVEN = ("sft_loss", "slime.rollout.sft_rollout.generate_rollout")  # values of slime that say so
+# Keys of a file without a command that only these trainings have, of ROLL and of a platform on verl.
+_OF_PREFERENCES, _OF_ANSWERS = {"chosen_key", "algorithm.beta"}, {"response_key", "kd_objective", "data.response_key"}
 _OF_BATCH = ("per_device_train_batch_size", "train_batch_size")
 _EPOCHS = ("max_epochs", "num_train_epochs", "total_epochs")  # over the data, not over a batch
 _OF_PAIRS: Mapping[str, str] = TABLES["of_pairs"]  # the last part of a key of TRL, verl or OpenRLHF: the key of [dpo]
@@ -81,12 +89,12 @@ def _command(foreign_config: Found) -> tuple[OwnSection | None, Mapping[str, Any
     for command, words, said in _COMMANDS:
         if re.search(words, text):
             return command, said
-    stage = str(first(values, "stage", "algorithm", default=""))
+    stage = str(first(values, "stage", "algorithm", "loss_calculater", default=""))
     if stage in _STAGES:
         return _STAGES[stage], {"dpo.loss": "kto"} if stage == "kto" else {}
-    if "chosen_key" in values and not text:  # of ROLL, as the next
+    if not text and _OF_PREFERENCES & values.keys():
         return DPO, {"dpo.loss": "ipo"} if is_on(values.get("ipo")) else {}
-    return (SFT if {"response_key", "kd_objective"} & values.keys() and not text else None), {}
+    return (SFT if not text and _OF_ANSWERS & values.keys() else None), {}
 
 
 def translate(foreign_config: Found, system: str, known: Collection[str]) -> Translation:
@@ -95,7 +103,7 @@ def translate(foreign_config: Found, system: str, known: Collection[str]) -> Tra
     if system == "roll":
         roll_sections.add_published(foreign_config)
     written = _in_known_spelling(foreign_config, system)
-    foreign_config.values |= _said_by_the_program(" ".join(foreign_config.commands), "" if command else system)
+    foreign_config.values |= _said_by_the_program(foreign_config, "" if command else system)
     is_whole = any(key.startswith("actor_rollout_ref.") for key in foreign_config.values) and command is None
     has_others = "algorithm" in foreign_config.values or (system == "verl" and not is_whole)  # a platform's job
     for key, value in _IMPLIED.get("" if has_others else system, {}).items():
@@ -124,14 +132,18 @@ def translate(foreign_config: Found, system: str, known: Collection[str]) -> Tra
     if command is not None:
         _move(done, command, known)
         done.settings |= said
-    _make_room(done)
+    else:
+        _make_room(done)
     return done
 
 
-def _said_by_the_program(commands: str, system: str) -> dict[str, Any]:
-    """Return what the name of the program says that is started, as keys."""
+def _said_by_the_program(found: Found, system: str) -> dict[str, Any]:
+    """Return what the name of the program, or a key of its trainer alone, says that is started, as keys."""
+    commands = " ".join(found.commands)
     if system == "trl" and (trainer := _OTHER_TRAINERS.search(commands)):
         return {"GRPOTrainer": trainer[1] or trainer[2]}
+    if system == "trl" and {"normalize_advantages", "reward_clip_range"} & found.values.keys():
+        return {"GRPOTrainer": "rloo"}
     return {"train_async.py": True} if system == "slime" and "train_async.py" in commands else {}
 
 
@@ -141,12 +153,10 @@ def _with_unassigned(outcome: Outcome, value: Any) -> Outcome:
     is_moot = outcome.kind == "ignored" and not outcome.text.startswith((rule_forms.OFF, rule_forms.READ))
     if not names or is_moot or (outcome.kind == "decide" and not outcome.settings):
         return outcome
-    if outcome.settings and all(ours.startswith(_OF_RESULTS) for ours in outcome.settings):
-        return Outcome(
-            "ignored",
-            {},
-            f"where results are, and what they are called: {', '.join(names)} is not assigned in the file",
-        )
+    kept = {ours: setting for ours, setting in outcome.settings.items() if not ours.startswith(_OF_RESULTS)}
+    if len(kept) < len(outcome.settings) and not any(map(unassigned, kept.values())):
+        text = f"where results are, and what they are called: {', '.join(names)} is not assigned in the file"
+        return Outcome("translated" if kept else "ignored", kept, text)
     paths = {ours: readable(setting_value) for ours, setting_value in outcome.settings.items() if ours in _PATHS}
     return Outcome("decide", paths, f"{', '.join(names)}: not assigned in the file")
 
@@ -169,8 +179,9 @@ def _in_known_spelling(found: Found, system: str) -> dict[str, str]:
 def _move(done: Translation, command: OwnSection, known: Collection[str]) -> None:
     """Move the settings of a command to its section."""
     keys = dict(command.keys)
-    if not done.settings.get("data.eval") and done.settings.pop("eval.every", None) is not None:
-        done.lines.append(Line("ignored", "eval.every", "", "no held-out rows are named"))
+    if not done.settings.get("data.eval") and (every := done.settings.pop("eval.every", None)):
+        text = f"the file names no held-out rows: set {command.section}.eval_data, and {command.section}.eval_every = {every}"
+        done.lines.append(Line("decide", f"{command.section}.eval_data", "", text))
     if f"{command.section}.eval_data" in known:
         keys |= {"data.eval": f"{command.section}.eval_data", "eval.every": f"{command.section}.eval_every"}
     done.settings = {keys.get(key, key): value for key, value in done.settings.items() if key != "algorithm.name"}
@@ -195,6 +206,8 @@ def _read(
         tuple(one for one in foreign_config.variables if one[-1] == ".")
     ):
         return Outcome("ignored", {}, "a variable of the file: what refers to it has its value")
+    if "GRPOTrainer" in foreign_config.values:
+        return Outcome("translated", {}, "part of the decision on GRPOTrainer")
     return (
         Outcome("ignored", {}, "of a file in its defaults, and nothing takes it")
         if key in foreign_config.inherited
@@ -253,7 +266,8 @@ def _answered(key: str, value: Any, system: ForeignSystem) -> Outcome | None:
     """Return the answer for a key without a setting: ignored if it changes nothing in its system either, else a decision."""
     if key in system.renamed:
         is_off = key in system.harmless or (key.endswith("parallel_size") and value in (1, 0))
-        return Outcome("ignored" if is_off else "decide", {}, f"use {system.renamed[key]}")
+        use = f"use {system.renamed[key]}"
+        return Outcome("ignored", {}, use) if is_off else decide(f"nothing of it is in the run file: {use}")
     prefix = "" if key in system.absent else prefix_of(key, system.prefixes)
     why = system.absent.get(key) or system.prefixes.get(prefix)
     if not why:
@@ -297,23 +311,27 @@ def _of_given_answers(
         return _limit_of_rows(value, values, system, command)
     if last not in _OF_BATCH or not isinstance(value, int):
         return None
+    rows, text = value, "rows of an optimizer step"
     if system == "roll":
         rows = system_rules.samples_of_an_update(values)
-    else:
-        more = ("gradient_accumulation_steps", "num_processes") if last == _OF_BATCH[0] else ()
-        rows = value
-        for factor in (first(values, name, default=1) for name in more):
-            rows = rows * factor if rows is not None and isinstance(factor, int) else None
+    elif last == _OF_BATCH[0]:
+        accumulated, processes = (
+            first(values, "gradient_accumulation_steps", default=1),
+            rules.number_of_processes(values),
+        )
+        rows = value * accumulated * processes if isinstance(accumulated, int) and isinstance(processes, int) else None
+        text = f"{value} rows x {accumulated} accumulated x {processes} processes"
     if rows is None:
         return decide(f"set {command.section}.batch_size: rows of an optimizer step, over all ranks")
-    return Outcome("translated", {f"{command.section}.batch_size": rows}, "rows of an optimizer step")
+    return Outcome("translated", {f"{command.section}.batch_size": rows}, text)
 
 
 def _limit_of_rows(value: Any, values: Mapping[str, Any], system: str, command: OwnSection) -> Outcome:
     """Return what becomes of rows above a limit: ROLL leaves out pairs with a longer answer, rows of others are refused or cut."""
     is_roll = system == "roll" and "kd_objective" not in values
     if is_roll and command is DPO:
-        return rule_forms.set_to("both answers of a pair share a micro-batch", trainer__micro_batch_tokens=2 * value)
+        text = f"pairs with an answer above {value} tokens are left out there; here those above {2 * value} in both answers together"
+        return Outcome("decide", {"trainer.micro_batch_tokens": 2 * value}, text)
     if is_roll or (system == "verl" and first(values, "data.truncation", default="error") == "error"):
         larger = {"trainer.micro_batch_tokens": value} if value > rule_forms.MICRO_BATCH else {}
         return Outcome("translated", {"data.overlong": "error", **larger}, "longer rows are an error there, too")

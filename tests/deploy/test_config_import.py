@@ -96,7 +96,7 @@ EXPECTED: dict[str, tuple[str, int, dict[str, Any], list[str]]] = {
     "agentrl.sh": ("agentrl", 1, {
         "algorithm.name": "GRPO", "algorithm.clip_high": 0.28, "rollout.groups_per_step": 8, "worker.engine": "sglang",
         "sglang.mem_fraction_static": 0.6, "eval.every": 0,
-    }, ["balance_sample", "data.train", "reward.name"]),
+    }, ["balance_sample", "sync_sampling", "data.train", "reward.name"]),
     "trl_grpo.json": ("trl", 1, {
         "algorithm.name": "grpo", "run.id": "grpo-run", "rollout.groups_per_step": 2, "trainer.warmup_steps": 20,
         "trainer.betas": [0.9, 0.99], "algorithm.kl_coefficient": 0.04, "algorithm.aggregation": "seq-mean-token-sum-norm",
@@ -121,7 +121,7 @@ EXPECTED: dict[str, tuple[str, int, dict[str, Any], list[str]]] = {
     }, ["remote_rm_url", "lr_warmup_ratio"]),
     "slime.sh": ("slime", 1, {
         "model.path": "/models/Qwen3-4B", "sglang.engines": 2, "sglang.tp_size": 2, "rollout.stop": ["</answer>"],
-        "algorithm.token_tis_cap": 2.0, "trainer.betas": [0.9, 0.98], "trainer.micro_batch_tokens": 9216, "trainer.steps": 3000,
+        "algorithm.importance": "token", "algorithm.importance_high": 2.0, "algorithm.ratio_anchor": "proximal", "trainer.betas": [0.9, 0.98], "trainer.micro_batch_tokens": 9216, "trainer.steps": 3000,
         "rollout.groups_per_step": 32, "algorithm.clip_low": 0.2, "algorithm.clip_high": 0.28,
     }, ["rm_type", "tensor_model_parallel_size"]),
 }  # fmt: skip
@@ -272,7 +272,7 @@ def test_every_key_of_a_file_is_in_the_report(tmp_path: Path, capsys: pytest.Cap
     found = {one["key"]: one["kind"] for one in report["keys"]}
     assert found == {
         "num_generations": "taken", "top_p": "decide", "beta": "ignored", "tf32": "ignored", "hub_token": "ignored",
-        "odd": "unknown", "model.path": "decide", "max_prompt_length": "silent", "generation and training in turns": "silent", "GRPOTrainer": "silent", "adam_beta2": "silent",
+        "odd": "unknown", "model.path": "decide", "max_prompt_length": "silent", "generation and training in turns": "silent", "GRPOTrainer": "silent", "gradient_checkpointing": "silent", "adam_beta2": "silent",
         "lr_scheduler_type": "silent", "max_completion_length": "silent", "num_train_epochs": "silent", "bf16": "silent",
         "seed": "silent", "per_device_train_batch_size": "translated", "data.train": "decide", "reward.name": "decide",
     }  # fmt: skip
@@ -409,6 +409,7 @@ def test_an_existing_file_is_not_overwritten(tmp_path: Path, capsys: pytest.Capt
         ("a.py", "lr = 1", "not a YAML, JSON or shell file"),
         ("a.sh", "python train.py --a 'open", "a.sh:1: not a readable shell command"),
         ("a.sh", "ls", "no key of verl"),
+        ("a.sh", "./train.sh --rollout_n 8 --epochs 3", "keys that several of verl"),
     ],
 )
 def test_a_file_that_cannot_be_read_is_an_error(

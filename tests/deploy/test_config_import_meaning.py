@@ -108,6 +108,7 @@ OPENRLHF_2026 = """
 python3 -m openrlhf.cli.train_ppo_ray --actor.model_name_or_path /m --data.prompt_dataset /d/p.jsonl --data.label_key answer --rollout.batch_size 128 \\
   --rollout.n_samples_per_prompt 8 --train.batch_size 256 --data.max_len 4096 --algo.advantage.estimator group_norm --algo.kl.init_coef 1e-3 \\
   --algo.kl.use_loss --algo.kl.estimator k3 --actor.adam.lr 5e-7 --actor.eps_clip_low_high 0.2 0.27 --reward.remote_url /r/reward.py \\
+  --logger.tensorboard_dir $(hostname)/runs --train.dynamic_batch_enable --train.max_tokens_per_gpu 32768 --reward.stop_properly_penalty_coef 0.0 \\
   --algo.dynamic_filtering_enable --algo.advantage.is_correction_enable --algo.advantage.is_correction_type icepop --vllm.num_engines 4 --ds.zero_stage 3
 """
 ROLL_SFT = """
@@ -142,6 +143,29 @@ lr_scheduler_type: cosine
 warmup_ratio: 0.1
 deepspeed: examples/deepspeed/ds_z3_config.json
 bf16: true
+"""
+
+TRL_SFT = """
+accelerate launch --num_processes 8 examples/scripts/sft_gpt_oss.py --model_name_or_path /m --dataset_name /d/x --packing --max_length 4096 \\
+  --per_device_train_batch_size 2 --num_train_epochs 1 --warmup_steps 0.03 --lr_scheduler_type cosine_with_min_lr --dtype bfloat16 \\
+  --lr_scheduler_kwargs '{"min_lr_rate": 0.2}' --eval_strategy steps --eval_steps 50
+"""
+TRL_ALONE = """
+accelerate launch examples/scripts/rloo.py --model_name_or_path /m --dataset_name /d/x --normalize_advantages --num_ppo_epochs 4 --stop_token eos \\
+  --per_device_train_batch_size 8 --reward_funcs a.py:f --gradient_accumulation_steps 2 --weight_decay 0.1
+"""
+AGENTRL_SFT = """
+torchrun --nproc_per_node=4 src/main.py --model_name_or_path /m --enable_sampling false --loss_calculater CrossEntropy --train_file /d/x.jsonl \\
+  --per_device_train_batch_size 2 --gradient_accumulation_steps 8 --learning_rate 2e-5 --num_train_epochs 2 --lr_scheduler_type cosine --max_grad_norm 0.5
+"""
+SLIME_REPO = """
+SCRIPT_DIR="$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")" &>/dev/null && pwd)"
+WORK=$(pwd)
+CUDA_VISIBLE_DEVICES=7 python3 -m sglang.launch_server --model-path /teacher --tp 1 --mem-fraction-static 0.6 &
+source "/elsewhere/scripts/models/qwen3-4B.sh"
+ARGS=(--prompt-data ${WORK}/d.jsonl --label-key label --num-rollout 30 --rollout-batch-size 32 --n-samples-per-prompt 8 --global-batch-size 64)
+python3 train.py --hf-checkpoint /m/Qwen3-4B --ref-load /x/Other_torch_dist --use-kl-loss --kl-loss-coef 0.01 --use-tis --tis-clip 3 --tis-clip-low 0.5 \\
+  --recompute-granularity full --save ${PWD}/out ${MODEL_ARGS[@]} ${ARGS[@]} --rollout-max-response-len 64 --custom-rm-path ${SCRIPT_DIR}/rm.py
 """
 
 # name → how the file ends, its text, what its system does: setting → value, or the key that has the decision
@@ -200,7 +224,7 @@ TABLE: dict[str, tuple[str, str, dict[str, Any]]] = {
         "gamma": ASKED("critic.gamma"), "reward": ASKED("remote_rm_url"), "reward model": ASKED("reward_pretrain"), "warmup": ASKED("lr_warmup_ratio"),
     }),
     "agentrl": ("sh", AGENTRL, {
-        "algorithm.name": "ce_gppo", "algorithm.beta_low": 0.5, "algorithm.beta_high": 0.8, "algorithm.clip_low": 0.2,
+        "algorithm.name": "ce_gppo", "algorithm.advantage": "rloo", "run.seed": 42, "age": ASKED("sync_sampling"), "algorithm.beta_low": 0.5, "algorithm.beta_high": 0.8, "algorithm.clip_low": 0.2,
         "algorithm.clip_high": 0.3, "rollout.groups_per_step": 1, "rollout.group_size": 8, "rollout.max_new_tokens": 512,
         "trainer.betas": [0.9, 0.98], "trainer.schedule": "linear", "trainer.min_lr_ratio": 0.0, "trainer.epochs": 3.0,
         "model.dtype": "bfloat16", "model.gradient_checkpointing": True, "algorithm.drop_zero_advantage": True, "data.train": "/d/tasks.jsonl",
@@ -212,7 +236,8 @@ TABLE: dict[str, tuple[str, str, dict[str, Any]]] = {
         "rollout.group_size": 8, "algorithm.minibatches": 4, "algorithm.kl_coefficient": 1e-3, "algorithm.kl_form": "k3", "trainer.lr": 5e-7,
         "algorithm.clip_low": 0.2, "algorithm.clip_high": 0.27, "reward.name": "/r/reward.py:reward_func", "algorithm.group_mean_range": [0.0, 1.0],
         "algorithm.importance": "token", "algorithm.importance_bound": "mask", "algorithm.importance_low": 0.5, "algorithm.importance_high": 5.0,
-        "algorithm.ratio_anchor": "proximal", "vllm.engines": 4, "trainer.zero_stage": 3, "lengths": ASKED("data.max_len"), "warmup": ASKED("lr_warmup_ratio"),
+        "algorithm.ratio_anchor": "proximal", "vllm.engines": 4, "trainer.zero_stage": 3,
+        "trainer.micro_batch_tokens": 32768, "tracker": [{"type": "tensorboard"}], "cut off": ASKED("reward.stop_properly_penalty_coef"), "lengths": ASKED("data.max_len"), "warmup": ASKED("lr_warmup_ratio"),
     }),
     "roll_sft": ("yaml", ROLL_SFT, {
         "model.path": "Qwen/Qwen2.5-7B", "data.train": "/d/code.json", "data.map.instruction": "instruction", "data.map.input": "input",
@@ -223,6 +248,37 @@ TABLE: dict[str, tuple[str, str, dict[str, Any]]] = {
         "model.path": "Qwen/Qwen3-4B", "model.lora.rank": 8, "model.lora.alpha": 16.0, "dpo.beta": 0.2, "dpo.loss": "ipo", "dpo.batch_size": 8,
         "dpo.lr": 5e-6, "dpo.epochs": 3.0, "dpo.schedule": "cosine", "trainer.min_lr_ratio": 0.0, "dpo.betas": [0.9, 0.999], "trainer.zero_stage": 3, "model.dtype": "bfloat16",
         "run.seed": 42, "trainer.weight_decay": 0.0, "data": ASKED("dataset"), "lengths": ASKED("cutoff_len"), "warmup": ASKED("warmup_ratio"),
+    }),
+    "trl_sft": ("sh", TRL_SFT, {
+        "sft.batch_size": 16, "sft.epochs": 1.0, "sft.lr": 2e-5, "sft.schedule": "cosine", "trainer.min_lr_ratio": 0.2, "sft.betas": [0.9, 0.999],
+        "model.dtype": "bfloat16", "model.gradient_checkpointing": True, "run.seed": 42, "trainer.weight_decay": 0.0, "trainer.max_grad_norm": 1.0,
+        "packed": ASKED("packing"), "whole": ASKED("assistant_only_loss"), "lengths": ASKED("max_length"), "warmup": ASKED("warmup_steps"), "held out": ASKED("sft.eval_data"),
+    }),
+    "trl_other_trainer": ("sh", TRL_ALONE, {
+        "model.path": "/m", "data.train": "/d/x", "reward.name": "a.py:f", "trainer.weight_decay": 0.1, "trainer.betas": [0.9, 0.999], "run.seed": 42,
+        "rollout.max_staleness": 0, "trainer.schedule": "linear", "trainer.min_lr_ratio": 0.0, "trainer.epochs": 3.0, "model.dtype": "bfloat16",
+        "model.gradient_checkpointing": True, "trainer": ASKED("GRPOTrainer"), "batch": ASKED("per_device_train_batch_size"), "processes": ASKED("num_processes"),
+    }),
+    "agentrl_sft": ("sh", AGENTRL_SFT, {
+        "model.path": "/m", "data.train": "/d/x.jsonl", "sft.batch_size": 64, "sft.lr": 2e-5, "sft.epochs": 2.0, "sft.schedule": "cosine",
+        "trainer.min_lr_ratio": 0.0, "sft.betas": [0.9, 0.999], "trainer.max_grad_norm": 0.5, "trainer.weight_decay": 0.0, "model.dtype": "bfloat16",
+        "model.gradient_checkpointing": True, "run.seed": 42, "data.overlong": "error", "sft.eval_every": 0,
+    }),
+    "platform_sft": ("yaml", "data: {train_files: /d/a.parquet, val_files: /d/b.parquet, prompt_key: question, response_key: answer, max_length: 4096}", {
+        "data.train": "/d/a.parquet", "sft.eval_data": "/d/b.parquet", "data.map.prompt": "question", "data.map.response": "answer", "sft.epochs": 4,
+        "data.overlong": "error", "sft.lr": 1e-5, "sft.batch_size": 256, "sft.schedule": "cosine", "trainer.min_lr_ratio": 0.0, "sft.betas": [0.9, 0.95],
+        "model.dtype": "bfloat16", "model.gradient_checkpointing": True, "run.seed": 1, "model": ASKED("model.path"), "warmup": ASKED("optim.lr_warmup_steps_ratio"),
+    }),
+    "platform_dpo": ("yaml", "{model: {path: /m}, data: {train_files: /d/a.parquet}, algorithm: {beta: 0.2, loss_type: hinge}, optim: {lr: 5.0e-7}}", {
+        "model.path": "/m", "data.train": "/d/a.parquet", "dpo.beta": 0.2, "dpo.loss": "hinge", "dpo.lr": 5e-7, "dpo.reference_path": "none",
+        "dpo.label_smoothing": 0.0, "dpo.divergence": "reverse_kl", "dpo.weighting": "none", "dpo.eval_every": 0, "model.lora.rank": 0,
+        "dpo.length_alpha": "none", "dpo.loss_weights": [], "dpo.early_stop": 0, "dpo.checkpoint_every": 0,
+    }),
+    "slime_repo": ("sh", SLIME_REPO, {
+        "model.path": "/m/Qwen3-4B", "data.train": "d.jsonl", "run.dir": "out", "model.gradient_checkpointing": True, "algorithm.minibatches": 4,
+        "algorithm.importance": "token", "algorithm.importance_bound": "clip", "algorithm.importance_low": 0.5, "algorithm.importance_high": 3.0,
+        "algorithm.ratio_anchor": "proximal", "algorithm.kl_coefficient": 0.01, "algorithm.kl_form": "k1", "algorithm.reference_path": "none",
+        "rollout.groups_per_step": 32, "rollout.group_size": 8, "reference": ASKED("ref_load"), "reward": ASKED("custom_rm_path"),
     }),
 }  # fmt: skip
 
