@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import re
 import secrets
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 from penstock.agents.proxy.answer_formats.answer_format import (
     AnswerFormat,
@@ -21,6 +23,7 @@ from penstock.agents.proxy.answer_formats.answer_format import (
     read_json,
     written_call,
 )
+from penstock.agents.proxy.answer_formats.typed_calls import MiniMax
 
 _HERMES_CALL = re.compile(  # a tag in a text of the JSON ends nothing; one without JSON behind it is a mention
     r'<tool_call>(?=\s*+[\[{])((?:[^"<]++|"(?:[^"\\]++|\\.)*+"|<(?!/?tool_call>))*+)(?:</tool_call>|(?=<tool_call>)|$)|<tool_call>',
@@ -132,13 +135,19 @@ _DEEPSEEK_SEPARATOR = "<｜tool▁sep｜>"
 _FENCE = re.compile(r"\s*```(?:json)?\s*\n(.*)\n?```\s*", re.DOTALL)  # to the last fence: a text in it may hold others
 
 
-class DeepSeek(AnswerFormat):
-    """Tool calls as DeepSeek writes them: a kind, a name and a fence of JSON (V3, R1), or a name and JSON (V3.1), between marks."""
+class DeepSeek(MiniMax):
+    """Tool calls as DeepSeek writes them: a kind, a name and a fence of JSON (V3, R1), or a name and JSON (V3.1), between marks.
+
+    V3.2 and V4 write tags: ``<｜DSML｜invoke name="NAME"><｜DSML｜parameter name="KEY" string="true">TEXT</｜DSML｜parameter>…``.
+    """
 
     name = "deepseek"
+    tags = ("｜DSML｜(?:function|tool)_calls", "｜DSML｜invoke name=", "｜DSML｜parameter name=")
 
-    def parse(self, text: str) -> ParsedAnswer:
-        return marked_calls(text, _DEEPSEEK_MARKS, _deepseek_call)
+    def parse(self, text: str, tools: Sequence[Mapping[str, Any]] = ()) -> ParsedAnswer:
+        if _DEEPSEEK_MARKS.section in text:
+            return marked_calls(text, _DEEPSEEK_MARKS, _deepseek_call)
+        return super().parse(text, tools)
 
 
 def _deepseek_call(text: str) -> Call:
@@ -181,7 +190,7 @@ KIMI_K2 = KimiK2()
 _HARMONY_BODY = r"<\|message\|>(?:[^<]++|<(?!\|(?:start|end|call|return)\|>))*+"
 _HARMONY_END = r"(?:<\|(?:end|call|return)\|>)?"
 _HARMONY_CALL = re.compile(
-    r"(?:<\|start\|>\w*\s*)?(?:<\|channel\|>\w*\s*)?\bto=functions\.("
+    r"(?:<\|start\|>\w*\s*)?(?:<\|channel\|>\w*\s*)?\bto=("
     rf"[^\s<]{{1,99}}+(?:[^<]|<\|c(?:hannel|onstrain)\|>){{0,99}}+{_HARMONY_BODY}){_HARMONY_END}"  # bounded: the time is that of the text
 )
 _HARMONY_MESSAGE = re.compile(
@@ -218,7 +227,10 @@ class Harmony(AnswerFormat):
 
 def _harmony_call(text: str) -> Call:
     head, _, arguments = text.partition("<|message|>")
-    return call_of(re.split(r"\s|<", head, maxsplit=1)[0], arguments)
+    recipient = re.split(r"\s|<", head, maxsplit=1)[0]
+    if not recipient.startswith("functions."):  # a tool of its training: browser, python
+        raise ValueError("expected functions.NAME")
+    return call_of(recipient.removeprefix("functions."), arguments)
 
 
 HARMONY = Harmony()

@@ -44,7 +44,7 @@ def _glm_call(body: str, tools: Sequence[Mapping[str, Any]]) -> Call:
     if not name.strip() or re.search(r"[\s<>{}]", name.strip()):
         raise ValueError("expected a name")
     arguments = written_arguments(_GLM_ARGUMENT, begun + rest, ("<arg_key>", "<arg_value>"))
-    return typed_call(name.strip(), [(key.strip(), text) for key, text in arguments], tools)
+    return typed_call(name.strip(), [(key.strip(), text) for key, text in arguments], tools, {})
 
 
 GLM = Glm()
@@ -73,11 +73,13 @@ class QwenXml(AnswerFormat):
     def _call(self, body: str, argument: re.Pattern[str], tools: Sequence[Mapping[str, Any]]) -> Call:
         name, closed, rest = body.partition(">")
         texts = written_arguments(argument, rest, (f"<{self.tags[2]}",))
-        names = [_unquoted(one) for one in (name, *(key for key, _ in texts))]
+        heads = [key.partition(' string="') for key, _ in texts]
+        names = [_unquoted(one) for one in (name, *(key for key, _, _ in heads))]
         if not closed or not all(re.fullmatch(r"[^\s<\"']+", one) for one in names):  # name="a" id="1" is no name
             raise ValueError("expected names")
         values = [self.unwrapped(text) for _, text in texts]
-        return typed_call(names[0], list(zip(names[1:], values, strict=True)), tools)
+        written = {names[1 + n]: is_text == 'true"' for n, (_, typed, is_text) in enumerate(heads) if typed}
+        return typed_call(names[0], list(zip(names[1:], values, strict=True)), tools, written)
 
     def unwrapped(self, text: str) -> str:
         """Return the text of an argument without what the template writes around it."""
@@ -87,14 +89,15 @@ class QwenXml(AnswerFormat):
 @functools.cache
 def _xml_patterns(outer: str, function: str, parameter: str) -> tuple[re.Pattern[str], re.Pattern[str]]:
     """Return patterns of a call, of one that was begun, up to its end or the next, or of a mention; and of an argument."""
-    end, close = f"</{function.rstrip('=').split()[0]}>", "</parameter>"
+    end, close = (f"</{tag.rstrip('=').split()[0]}>" for tag in (function, parameter))
+    name, behind = r'[^>\s]+(?: string="(?:true|false)")?', rf"(?=\s*+(?:<{parameter}|{end}|\Z))"  # else of the text
     alone = rf"(?!(?:(?!<{function}|<{outer}>).)*?{close})"  # as above
     call = (
-        rf"(?:<{outer}>\s*+)?<{function}([^<>]*+>(?:\s*+<{parameter}[^>\s]+>(?:(?!<{parameter}).)*?{close})*+\s*+){end}{alone}(?:\s*+</{outer}>)?"
+        rf"(?:<{outer}>\s*+)?<{function}([^<>]*+>(?:\s*+<{parameter}{name}>(?:(?!<{parameter}).)*?{close}{behind})*+\s*+){end}{alone}(?:\s*+</{outer}>)?"
         rf"|(?:<{outer}>\s*+)?<{function}[^<>]*+>\s*+<{parameter}.*?(?:{end}|(?=<{outer}>)|$)"
         rf"|<{outer}>(?:\s*+<{function})?|<{function}"
     )
-    return re.compile(call, re.DOTALL), re.compile(rf"\s*<{parameter}([^>\s]+)>(.*?){close}", re.DOTALL)
+    return re.compile(call, re.DOTALL), re.compile(rf"\s*<{parameter}({name})>(.*?){close}{behind}", re.DOTALL)
 
 
 def _unquoted(text: str) -> str:
@@ -143,7 +146,7 @@ class Llama(AnswerFormat):
         try:
             return ParsedAnswer(said, _python_calls(stripped) if is_python else _joined_calls(stripped))
         except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
-            return ParsedAnswer(text, num_unparsed=1)
+            return ParsedAnswer(text, num_unparsed=int(is_python or '"name"' in stripped))
 
 
 def _joined_calls(text: str) -> tuple[Call, ...]:
@@ -204,8 +207,13 @@ def written_arguments(pattern: re.Pattern[str], text: str, begins: Sequence[str]
     return read
 
 
-def typed_call(name: str, texts: Sequence[tuple[str, str]], tools: Sequence[Mapping[str, Any]]) -> Call:
-    """Return a call with arguments from ``texts``; what has no form of its type stays a text. Raises ValueError for a repeated name."""
+def typed_call(
+    name: str, texts: Sequence[tuple[str, str]], tools: Sequence[Mapping[str, Any]], are_texts: Mapping[str, bool]
+) -> Call:
+    """Return a call with arguments from ``texts``; what has no form of its type stays a text. Raises ValueError for a repeated name.
+
+    ``are_texts``: of arguments whose kind is written, whether they are texts, else JSON; it raises ValueError for what is none.
+    """
     functions = (tool["function"] for tool in tools if isinstance(tool.get("function"), Mapping))
     schema = next((one.get("parameters") for one in functions if one.get("name") == name), None)
     schema = schema if isinstance(schema, Mapping) else {}
@@ -215,7 +223,8 @@ def typed_call(name: str, texts: Sequence[tuple[str, str]], tools: Sequence[Mapp
         if key in arguments:
             raise ValueError(f"{key} is written twice")
         declared = properties.get(key) if isinstance(properties, Mapping) else None
-        arguments[key] = _value(text, declared, schema)
+        is_text = are_texts.get(key)
+        arguments[key] = _value(text, declared, schema) if is_text is None else text if is_text else read_json(text)
     return written_call(name, arguments)
 
 

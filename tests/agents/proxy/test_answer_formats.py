@@ -92,6 +92,12 @@ def _python(text: Callable[[Any], str]) -> Callable[[str, dict[str, Any]], str]:
     return lambda name, arguments: f"{name}({', '.join(f'{key}={text(one)}' for key, one in arguments.items())})"
 
 
+def _dsml(name: str, arguments: dict[str, Any]) -> str:
+    texts = (f'<｜DSML｜parameter name="{key}" string="{json.dumps(isinstance(one, str))}">{_text(one)}</｜DSML｜parameter>\n'
+             for key, one in arguments.items())  # fmt: skip
+    return f'<｜DSML｜invoke name="{name}">\n{"".join(texts)}</｜DSML｜invoke>\n'
+
+
 # How each family writes one call, as the template of its models shows it; what stands before, between and behind calls.
 WRITTEN: dict[str, tuple[Callable[[str, dict[str, Any]], str], str, str, str]] = {
     "hermes": (lambda n, a: f"<tool_call>\n{_json(n, a)}\n</tool_call>", "", "\n", ""),
@@ -112,6 +118,8 @@ WRITTEN: dict[str, tuple[Callable[[str, dict[str, Any]], str], str, str, str]] =
     "mistral plain": (_around("[TOOL_CALLS]NAMEJSON"), "", "", ""),
     "deepseek": (_around(f"{BEGIN}function{SEP}NAME\n```json\nJSON\n```{END}"), DEEPSEEK_SECTION, "\n", DEEPSEEK_END),
     "deepseek 3.1": (_around(f"{BEGIN}NAME{SEP}JSON{END}"), DEEPSEEK_SECTION, "", DEEPSEEK_END),
+    "deepseek 3.2": (_dsml, "\n\n<｜DSML｜function_calls>\n", "", "</｜DSML｜function_calls>"),
+    "deepseek 4": (_dsml, "\n\n<｜DSML｜tool_calls>\n", "", "</｜DSML｜tool_calls>"),
     "kimi_k2": (_around(f"{KIMI_CALL.replace('.a:', '.NAME:')}JSON<|tool_call_end|>"), KIMI_SECTION, "", KIMI_END),
     "qwen_xml": (_tags("<function=NAME>\n", "<parameter=KEY>\nTEXT\n</parameter>\n", "</function>\n"),
                  "<tool_call>\n", "</tool_call>\n<tool_call>\n", "</tool_call>"),
@@ -250,6 +258,8 @@ def test_a_kimi_call_keeps_the_id_that_is_among_its_tokens() -> None:
         *(("deepseek", DEEPSEEK_SECTION + call) for call in ("", f"{BEGIN}a{SEP}[]{END}", f"{BEGIN}{SEP}{{}}{END}")),
         ("kimi_k2", f"{KIMI_SECTION}{KIMI_CALL.replace('functions.a:0', 'a')}{{}}<|tool_call_end|>"),
         ("minimax", '<invoke name="look" id="1"></invoke>'), ("harmony", "to=functions.look<|message|>{"),
+        ("harmony", "<|channel|>commentary to=python code<|message|>1<|call|>"), ("harmony", f"to=look<|message|>{WORD}"),
+        ("deepseek", _dsml("look", {"word": "a"}).replace("true", "false")), ("llama", '{"name": "Bern", "people": 1}'),
         ("glm", "<tool_call>look<arg_key>word</arg_key><arg_value>a</arg_value></tool_call>b</arg_value></tool_call>"),
         ("qwen_xml", "<function=look>\n<parameter=word>\na</parameter></function>b\n</parameter>\n</function>"),
         ("minimax", '<invoke name="look"><parameter name="word">a</parameter></invoke>b</parameter></invoke>'),
@@ -327,6 +337,8 @@ GLM_SET = "<tool_call>set<arg_key>{}</arg_key><arg_value>{}</arg_value></tool_ca
          ["now", "set"], 0),
         ("qwen_xml", f"`<tool_call>` and `<function=set>` are tags.\n{NOW}", ["now"], 2),
         ("qwen_xml", f"{SETS}\n{NOW}", ["now"], 1),
+        ("qwen_xml", f"{SETS}</parameter>\n<b/></parameter>\n</function>", ["set"], 0),
+        ("llama", '{"answer": 42}', [], 0),
         ("qwen_xml", "<function=set><parameter=text>a <function=now></function> b</parameter></function>", ["set"], 0),
         ("qwen_xml", "<function=set><parameter=text>a <function=now></function> b", [], 1),
         ("hermes", f"Between `<tool_call>` tags: {HERMES_NOW}", ["now"], 1),
