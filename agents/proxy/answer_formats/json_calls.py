@@ -145,7 +145,7 @@ class DeepSeek(MiniMax):
     tags = ("｜DSML｜(?:function|tool)_calls", "｜DSML｜invoke name=", "｜DSML｜parameter name=")
 
     def parse(self, text: str, tools: Sequence[Mapping[str, Any]] = ()) -> ParsedAnswer:
-        if _DEEPSEEK_MARKS.section in text:
+        if _DEEPSEEK_MARKS.begin in text or _DEEPSEEK_MARKS.section in text:
             return marked_calls(text, _DEEPSEEK_MARKS, _deepseek_call)
         return super().parse(text, tools)
 

@@ -122,12 +122,12 @@ class MiniMax(QwenXml):
 MINIMAX = MiniMax()
 
 
-_PYTHON_BEGIN, _PYTHON_END = ("<|python_tag|>", "<|python_start|>"), "<|python_end|>"
+_PYTHON_BEGIN, _PYTHON_END = re.compile(r"<\|python_(?:tag|start)\|>"), "<|python_end|>"
 _PYTHON_CALLS = re.compile(r"\[\s*[A-Za-z_][\w.]*\(")
 
 
 class Llama(AnswerFormat):
-    """Tool calls as Llama 3 and 4 write them: the whole answer is ``{"name": …, "parameters": {…}}``, several joined by ``;``.
+    """Tool calls as Llama 3 and 4 write them: the whole answer, or all behind a mark, is ``{"name": …, "parameters": {…}}``, several joined by ``;``.
 
     Or it is a list in Python, as Llama 3.2 and 4 may write it: ``[look(word="sun"), look(word="moon")]``.
     """
@@ -137,12 +137,15 @@ class Llama(AnswerFormat):
     def parse(self, text: str) -> ParsedAnswer:
         body, said = text.strip(), ""
         before, _, behind = body.partition(_PYTHON_END)
-        if before.startswith(_PYTHON_BEGIN[1]) and behind.lstrip().startswith("{"):  # Llama 4's text before its calls
-            said, body = before.removeprefix(_PYTHON_BEGIN[1]).strip(), behind
-        stripped = body.removeprefix(_PYTHON_BEGIN[0]).removeprefix(_PYTHON_BEGIN[1]).removesuffix(_PYTHON_END).strip()
+        mark = None if body.startswith(("{", "[")) else _PYTHON_BEGIN.search(body)
+        if before.startswith("<|python_start|>") and behind.lstrip().startswith("{"):  # Llama 4's text before its calls
+            said, body = before.removeprefix("<|python_start|>").strip(), behind
+        elif mark is not None:
+            said, body = body[: mark.start()].strip(), body[mark.end() :]
+        stripped = body.strip().removesuffix(_PYTHON_END).strip()
         is_python = _PYTHON_CALLS.match(stripped) is not None
-        if not (stripped.startswith("{") or is_python):
-            return ParsedAnswer(text, num_unparsed=int(body.startswith(_PYTHON_BEGIN)))
+        if not (stripped.startswith(("{", "[{")) or is_python):
+            return ParsedAnswer(text, num_unparsed=int(mark is not None))
         try:
             return ParsedAnswer(said, _python_calls(stripped) if is_python else _joined_calls(stripped))
         except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):

@@ -108,6 +108,7 @@ WRITTEN: dict[str, tuple[Callable[[str, dict[str, Any]], str], str, str, str]] =
     "phi one": (lambda n, a: f"<|tool_call|>{_json(n, a)}<|/tool_call|>", "", "", ""),
     "phi functools": (_json, "functools[", ", ", "]"),
     "llama": (lambda n, a: _json(n, a, "parameters"), "", "; ", ""),
+    "llama list": (lambda n, a: _json(n, a, "parameters"), "[", ", ", "]"),
     "llama tag": (lambda n, a: _json(n, a, "parameters"), "<|python_tag|>", "; ", ""),
     "llama 4": (lambda n, a: _json(n, a, "parameters"), "<|python_start|>I look.<|python_end|>", "", ""),
     "llama python": (_python(repr), "[", ", ", "]"),
@@ -162,7 +163,7 @@ def test_each_family_writes_calls_in_its_own_way(form: str, case: str) -> None:
     assert [(call.name, json.loads(call.arguments)) for call in parsed.calls] == expected
     assert (parsed.content, parsed.num_unparsed) == ("I look." if form == "llama 4" else "", 0)
     said = kind.parsed(f"I look. {text}", TOOLS)
-    alone = form.startswith("llama")  # calls are the whole answer there
+    alone = form in ("llama", "llama list", "llama 4", "llama python")  # calls are the whole answer there
     assert ([call.name for call in said.calls], said.content) == (
         ([], f"I look. {text}") if alone else ([name for name, _ in expected], "I look.")
     )
@@ -255,6 +256,8 @@ def test_a_kimi_call_keeps_the_id_that_is_among_its_tokens() -> None:
     [
         ("mistral", "[TOOL_CALLS] nothing"), ("mistral", "[TOOL_CALLS] []"), ("mistral", "[TOOL_CALLS]a[ARGS]{"),
         ("mistral", '[TOOL_CALLS] [{"name": "a"}, 3]'), ("mistral", "[TOOL_CALLS][ARGS]{}"),
+        ("deepseek", f"{BEGIN}a{SEP}{{}}{END}"), ("kimi_k2", f"{KIMI_CALL}{{}}<|tool_call_end|>"),
+        ("llama", "I print.<|python_tag|>print(1)"), ("llama", "The mark <|python_start|> begins calls."),
         *(("deepseek", DEEPSEEK_SECTION + call) for call in ("", f"{BEGIN}a{SEP}[]{END}", f"{BEGIN}{SEP}{{}}{END}")),
         ("kimi_k2", f"{KIMI_SECTION}{KIMI_CALL.replace('functions.a:0', 'a')}{{}}<|tool_call_end|>"),
         ("minimax", '<invoke name="look" id="1"></invoke>'), ("harmony", "to=functions.look<|message|>{"),
