@@ -41,7 +41,7 @@ class ParsedAnswer:
 class AnswerFormat(ABC):
     """Reads the tool calls of one model family."""
 
-    name: ClassVar[str]
+    name: str
     reasoning_tags: ClassVar[tuple[str, str]] = (THINK, END_THINK)
 
     @abstractmethod

@@ -122,6 +122,17 @@ class MiniMax(QwenXml):
 MINIMAX = MiniMax()
 
 
+class SeedOss(QwenXml):
+    """Tool calls and reasoning as Seed-OSS writes them."""
+
+    name = "seed_oss"
+    tags = ("seed:tool_call", "function=", "parameter=")
+    reasoning_tags = ("<seed:think>", "</seed:think>")
+
+
+SEED_OSS = SeedOss()
+
+
 _PYTHON_BEGIN, _PYTHON_END = re.compile(r"<\|python_(?:tag|start)\|>"), "<|python_end|>"
 _PYTHON_CALLS = re.compile(r"\[\s*[A-Za-z_][\w.]*\(")
 

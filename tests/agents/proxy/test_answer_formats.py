@@ -24,6 +24,7 @@ DEEPSEEK_SECTION, KIMI_SECTION = "<｜tool▁calls▁begin｜>", "<|tool_calls_s
 KIMI_CALL = "<|tool_call_begin|>functions.a:0<|tool_call_argument_begin|>"
 DEEPSEEK_END, KIMI_END = "<｜tool▁calls▁end｜>", "<|tool_calls_section_end|>"
 HARMONY_TO = "<|channel|>commentary to=functions."
+QUOTE = '<|"|>'
 
 
 def calls(text: str, form: str) -> list[tuple[str, object]]:
@@ -98,6 +99,17 @@ def _dsml(name: str, arguments: dict[str, Any]) -> str:
     return f'<｜DSML｜invoke name="{name}">\n{"".join(texts)}</｜DSML｜invoke>\n'
 
 
+def _gemma(quote: str) -> Callable[[Any], str]:
+    def text(value: Any) -> str:
+        if isinstance(value, dict):
+            return f"{{{','.join(f'{key}:{text(one)}' for key, one in value.items())}}}"
+        if isinstance(value, list):
+            return f"[{','.join(map(text, value))}]"
+        return f"{quote}{value}{quote}" if isinstance(value, str) else json.dumps(value)
+
+    return text
+
+
 # How each family writes one call, as the template of its models shows it; what stands before, between and behind calls.
 WRITTEN: dict[str, tuple[Callable[[str, dict[str, Any]], str], str, str, str]] = {
     "hermes": (lambda n, a: f"<tool_call>\n{_json(n, a)}\n</tool_call>", "", "\n", ""),
@@ -107,6 +119,10 @@ WRITTEN: dict[str, tuple[Callable[[str, dict[str, Any]], str], str, str, str]] =
     "phi": (_json, "<|tool_call|>[", ", ", "]<|/tool_call|>"),
     "phi one": (lambda n, a: f"<|tool_call|>{_json(n, a)}<|/tool_call|>", "", "", ""),
     "phi functools": (_json, "functools[", ", ", "]"),
+    "nemotron": (_json, "<TOOLCALL>[", ", ", "]</TOOLCALL>"),
+    "internlm": (lambda n, a: f"<|action_start|><|plugin|>\n{_json(n, a, 'parameters')}<|action_end|>", "", "\n", ""),
+    "gemma": (lambda n, a: f"<|tool_call>call:{n}{_gemma(QUOTE)(a)}<tool_call|>", "", "", ""),
+    "gemma function": (lambda n, a: f"<start_function_call>call:{n}{_gemma('<escape>')(a)}<end_function_call>", "", "\n", ""),
     "llama": (lambda n, a: _json(n, a, "parameters"), "", "; ", ""),
     "llama list": (lambda n, a: _json(n, a, "parameters"), "[", ", ", "]"),
     "llama tag": (lambda n, a: _json(n, a, "parameters"), "<|python_tag|>", "; ", ""),
@@ -124,6 +140,8 @@ WRITTEN: dict[str, tuple[Callable[[str, dict[str, Any]], str], str, str, str]] =
     "kimi_k2": (_around(f"{KIMI_CALL.replace('.a:', '.NAME:')}JSON<|tool_call_end|>"), KIMI_SECTION, "", KIMI_END),
     "qwen_xml": (_tags("<function=NAME>\n", "<parameter=KEY>\nTEXT\n</parameter>\n", "</function>\n"),
                  "<tool_call>\n", "</tool_call>\n<tool_call>\n", "</tool_call>"),
+    "seed_oss": (_tags("<function=NAME>\n", "<parameter=KEY>\nTEXT\n</parameter>\n", "</function>\n"),
+                 "<seed:tool_call>\n", "", "</seed:tool_call>"),
     "minimax": (_tags('<invoke name="NAME">\n', '<parameter name="KEY">TEXT</parameter>\n', "</invoke>\n"),
                 "\n<minimax:tool_call>\n", "", "</minimax:tool_call>"),
     "glm": (_tags("<tool_call>NAME\n", "<arg_key>KEY</arg_key>\n<arg_value>TEXT</arg_value>\n", "</tool_call>"),
@@ -133,7 +151,12 @@ WRITTEN: dict[str, tuple[Callable[[str, dict[str, Any]], str], str, str, str]] =
                    "", "<|start|>assistant", ""),
 }  # fmt: skip
 HARMONY_THOUGHT = "<|channel|>analysis<|message|>hm<|end|>"
-THOUGHT = {"mistral": "[THINK]hm[/THINK]", "harmony": HARMONY_THOUGHT}
+THOUGHT = {
+    "gemma": "<|channel>thought\nhm<channel|>",
+    "seed_oss": "<seed:think>hm</seed:think>",
+    "mistral": "[THINK]hm[/THINK]",
+    "harmony": HARMONY_THOUGHT,
+}
 LOOKED = {
     "one": [("look", {"word": "sun"})],
     "none": [("look", {})],
@@ -260,6 +283,7 @@ def test_a_kimi_call_keeps_the_id_that_is_among_its_tokens() -> None:
         ("llama", "I print.<|python_tag|>print(1)"), ("llama", "The mark <|python_start|> begins calls."),
         *(("deepseek", DEEPSEEK_SECTION + call) for call in ("", f"{BEGIN}a{SEP}[]{END}", f"{BEGIN}{SEP}{{}}{END}")),
         ("kimi_k2", f"{KIMI_SECTION}{KIMI_CALL.replace('functions.a:0', 'a')}{{}}<|tool_call_end|>"),
+        ("gemma", "<|tool_call>call:look{word:sun}<tool_call|>"), ("gemma", '<|tool_call>call:look{word:<|"|>a}<tool_call|>'),
         ("minimax", '<invoke name="look" id="1"></invoke>'), ("harmony", "to=functions.look<|message|>{"),
         ("harmony", "<|channel|>commentary to=python code<|message|>1<|call|>"), ("harmony", f"to=look<|message|>{WORD}"),
         ("deepseek", _dsml("look", {"word": "a"}).replace("true", "false")), ("llama", '{"name": "Bern", "people": 1}'),
