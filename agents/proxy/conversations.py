@@ -21,11 +21,13 @@ _VERBS = (
 )
 _OBJECT = r"(?:titles?|headlines?|topics?|subject lines?|branch names?|commit messages?|follow-?up questions?)\b"
 _WORDS = r"\W+(?:[\w'-]+\W+){0,8}?"
-_CONVERSATION = r"(?:conversation|chat|session|dialogue|dialog|discussion|chat history|history)s?\b"
+_CONVERSATION = r"(?:conversation|chat|session|thread|dialogue|dialog|discussion|(?:this|the|our) history)s?\b"
+_MAKES = r"\b(?:generat|writ|creat|giv|suggest|provid|produc|mak|propos|choos|pick|repl|com|what)(?:e|y|ing)?\b"
 _ASKED_BEHIND = (  # also behind the history of the main conversation
-    rf"\btitle\b[^.!?]{{0,80}}\b{_TALK}|\b{_TALK}[^.!?]{{0,40}}\btitle\b"
+    rf"{_MAKES}[^.!?]{{0,60}}(?:\btitle\b[^.!?]{{0,80}}\b{_CONVERSATION}|\b{_CONVERSATION}[^.!?]{{0,40}}\btitle\b)"
+    rf"|\b{_CONVERSATION}[^.!?]{{0,60}}{_MAKES}[^.!?]{{0,40}}\btitle\b"
     rf"|\bsummari[sz](?:es?|ing)\b{_WORDS}{_CONVERSATION}"
-    rf"|\b(?:generat|writ|creat|giv|provid|produc|mak)(?:e|ing)?\b{_WORDS}summar(?:y|ies)\b{_WORDS}{_CONVERSATION}"
+    rf"|{_MAKES}{_WORDS}summar(?:y|ies)\b{_WORDS}{_CONVERSATION}"
     r"|\bsuggestion mode\b|\buser\b[^.!?]{0,40}\b(?:type|ask|say)\W+next\b|\buser'?s\W+next\W+(?:message|prompt|question|input)\b"
     r"|\b(?:suggest|generate|propose|write)\w*\W+(?:[\w'-]+\W+){0,8}?follow-?up\W+(?:question|prompt|message|quer)"
     r"|\bwho\W+(?:[\w'-]+\W+){0,3}?(?:speak|talk|repl(?:y|ies)|respond)s?\W+next\b|\bnext[_ -](?:speaker|role)\b"
@@ -34,7 +36,7 @@ _ASKED_BEHIND = (  # also behind the history of the main conversation
 )
 _BEHIND = re.compile(_ASKED_BEHIND, re.IGNORECASE)
 _ALONE = re.compile(
-    rf"{_ASKED_BEHIND}|\b{_VERBS}{_WORDS}{_OBJECT}|^\W*{_OBJECT}\W|\b(?:title|topic|summary)\W+(?:generator|writer|extractor|summarizer)"
+    rf"{_ASKED_BEHIND}|\btitle\b[^.!?]{{0,80}}\b{_TALK}|\b{_TALK}[^.!?]{{0,40}}\btitle\b|\b{_VERBS}{_WORDS}{_OBJECT}|^\W*{_OBJECT}\W|\b(?:title|topic|summary)\W+(?:generator|writer|extractor|summarizer)"
     rf"|\bsummari[sz](?:es?|ing)\b{_WORDS}{_TALK}|\b(?:name|emoji|icon|label|tags?|topics?|keywords?)\b[^.!?]{{0,60}}\b{_TALK}"
     rf"|\bdescription of\W+(?:this|the|our)\W+{_TALK}|\bmemor(?:y|ies)\W+(?:writ|manag|extract)\w*|\bstate summary\b"
     r"|^\W*(?:quota|ping|warm-?up)\W*$|\bprocess\w* bash commands?\b|\bcommand prefix|\bfile ?paths?\b[^.!?]{0,40}\bcommand\b"
@@ -104,7 +106,7 @@ def recognised_turns(turns: Sequence[SampledTurn]) -> set[int]:
         turn.number
         for turn in turns
         if turn.follows is not None and turn.number not in followed and turn.answer.content.strip() not in known
-        and is_recognised(turn.new_messages, has_tools=True)
+        and is_recognised(turn.new_messages, has_tools=True, task=task)
     }  # fmt: skip
     side = [talk for talk in talks if _is_side(talk, carried.get(talk.root.number, ()), task)]
     works = [talk for talk in talks if talk not in side and talk.works]

@@ -125,6 +125,8 @@ class ProxyApp:
         data = await _read_body(scope, receive, limits.body_deadline_s)
         try:
             body = _parse(data)
+            if not isinstance(body.get("stream"), bool | None):
+                raise invalid("stream must be true or false", "stream")
             is_counted = name == _COUNT_TOKENS  # nothing is decoded, so that nothing constrains it
             lenience = Lenience(limits.unknown_tools == "drop", is_counted or limits.forced_choice == "auto")
             request = replace(

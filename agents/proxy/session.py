@@ -170,7 +170,7 @@ class EpisodeSession:
         if is_side_request(request, self.tree.turns):
             return
         if code in _LIMITS:
-            self.truncated_by, self.failed_by = _LIMITS[code], ""
+            self.truncated_by = _LIMITS[code]
         elif status >= 500 and number > self._answered_request:
             self.failed_by, self._failed_request = code, max(self._failed_request, number)
 

@@ -41,7 +41,7 @@ class ParsedAnswer:
 class AnswerFormat(ABC):
     """Reads the tool calls of one model family."""
 
-    name: ClassVar[str]
+    name: str
     reasoning_tags: ClassVar[tuple[str, str]] = (THINK, END_THINK)
 
     @abstractmethod
@@ -134,7 +134,7 @@ def marked_calls(text: str, marks: Marks, read: Callable[[str], Call]) -> Parsed
     """
     before, begun, rest = text.partition(marks.section)
     if not begun:
-        return ParsedAnswer(text)
+        return ParsedAnswer(text, num_unparsed=int(marks.begin in text))
     try:
         calls = tuple(read(piece.partition(marks.end)[0]) for piece in rest.split(marks.begin)[1:])
     except ValueError:

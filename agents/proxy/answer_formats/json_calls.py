@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import re
 import secrets
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 from penstock.agents.proxy.answer_formats.answer_format import (
     AnswerFormat,
@@ -21,6 +24,7 @@ from penstock.agents.proxy.answer_formats.answer_format import (
     read_json,
     written_call,
 )
+from penstock.agents.proxy.answer_formats.typed_calls import MiniMax
 
 _HERMES_CALL = re.compile(  # a tag in a text of the JSON ends nothing; one without JSON behind it is a mention
     r'<tool_call>(?=\s*+[\[{])((?:[^"<]++|"(?:[^"\\]++|\\.)*+"|<(?!/?tool_call>))*+)(?:</tool_call>|(?=<tool_call>)|$)|<tool_call>',
@@ -40,35 +44,50 @@ class Hermes(AnswerFormat):
 HERMES = Hermes()
 
 
-_GRANITE_BEGIN, _GRANITE_END = re.compile(r"<\|?tool_call\|?>\s*+"), re.compile(r"\s*+</tool_call>")
+class BehindMark(AnswerFormat):
+    """Tool calls as JSON behind a mark, a list of them or one; the mark of their end may be absent."""
 
-
-class Granite(AnswerFormat):
-    """Tool calls as Granite writes them: a JSON list behind ``<|tool_call|>`` (3.0) or ``<tool_call>`` (3.1 to 3.3), or as Hermes (4)."""
-
-    name = "granite"
-
-    def parse(self, text: str) -> ParsedAnswer:
-        return calls_behind(_GRANITE_BEGIN, _GRANITE_END, text)
-
-
-GRANITE = Granite()
-
-
-_PHI_BEGIN = re.compile(r"(?:<\|tool_call\|>|\bfunctools(?=\s*+\[))\s*+")
-_PHI_END = re.compile(r"\s*+<\|/tool_call\|>")
-
-
-class Phi(AnswerFormat):
-    """Tool calls as Phi-4-mini writes them: JSON, a list of calls or one, in ``<|tool_call|>…<|/tool_call|>`` or behind ``functools``."""
-
-    name = "phi"
+    def __init__(self, name: str, begin: str, end: str) -> None:
+        self.name = name
+        self._begin, self._end = re.compile(rf"(?:{begin})\s*+"), re.compile(rf"\s*+(?:{end})")
 
     def parse(self, text: str) -> ParsedAnswer:
-        return calls_behind(_PHI_BEGIN, _PHI_END, text)
+        return calls_behind(self._begin, self._end, text)
 
 
-PHI = Phi()
+GRANITE = BehindMark("granite", r"<\|?tool_call\|?>", "</tool_call>")  # 3.0; 3.1 to 3.3; as Hermes (4)
+PHI = BehindMark("phi", r"<\|tool_call\|>|\bfunctools(?=\s*+\[)", r"<\|/tool_call\|>")  # Phi-4-mini
+NEMOTRON = BehindMark("nemotron", "<TOOLCALL>", "</TOOLCALL>")  # Nano 2; 3 writes as Qwen3-Coder does
+INTERNLM = BehindMark("internlm", r"<\|action_start\|>\s*+<\|plugin\|>", r"<\|action_end\|>")
+
+
+_GEMMA_BEGIN, _GEMMA_QUOTE = r"<(?:\|tool_call|start_function_call)>", r"(?:<\|\"\|>|<escape>)"
+_GEMMA_CALL = re.compile(
+    rf"{_GEMMA_BEGIN}\s*+call:((?:[^<]++|{_GEMMA_QUOTE}.*?{_GEMMA_QUOTE}|<(?!tool_call\||end_function_call))*+)"
+    rf"(?:<tool_call\|>|<end_function_call>)|{_GEMMA_BEGIN}",
+    re.DOTALL,
+)
+_GEMMA_KEY = re.compile(r"([{,]\s*+)([^\s\"{}\[\],:]++)\s*+:")
+
+
+class Gemma(AnswerFormat):
+    """Tool calls as Gemma 4 and FunctionGemma write them: ``<|tool_call>call:NAME{key:<|"|>text<|"|>,other:[1]}<tool_call|>``."""
+
+    name = "gemma"
+    reasoning_tags = ("<|channel>thought", "<channel|>")
+
+    def parse(self, text: str) -> ParsedAnswer:
+        return calls_between(_GEMMA_CALL, text, _gemma_call)
+
+
+def _gemma_call(text: str) -> Call:
+    name, begun, rest = text.partition("{")
+    pieces = re.split(_GEMMA_QUOTE, begun + rest)  # every second one is a text
+    written = (json.dumps(one) if n % 2 else _GEMMA_KEY.sub(r'\1"\2":', one) for n, one in enumerate(pieces))
+    return call_of(name, "".join(written))
+
+
+GEMMA = Gemma()
 
 
 _MISTRAL_BEGIN = "[TOOL_CALLS]"
@@ -132,13 +151,19 @@ _DEEPSEEK_SEPARATOR = "<｜tool▁sep｜>"
 _FENCE = re.compile(r"\s*```(?:json)?\s*\n(.*)\n?```\s*", re.DOTALL)  # to the last fence: a text in it may hold others
 
 
-class DeepSeek(AnswerFormat):
-    """Tool calls as DeepSeek writes them: a kind, a name and a fence of JSON (V3, R1), or a name and JSON (V3.1), between marks."""
+class DeepSeek(MiniMax):
+    """Tool calls as DeepSeek writes them: a kind, a name and a fence of JSON (V3, R1), or a name and JSON (V3.1), between marks.
+
+    V3.2 and V4 write tags: ``<｜DSML｜invoke name="NAME"><｜DSML｜parameter name="KEY" string="true">TEXT</｜DSML｜parameter>…``.
+    """
 
     name = "deepseek"
+    tags = ("｜DSML｜(?:function|tool)_calls", "｜DSML｜invoke name=", "｜DSML｜parameter name=")
 
-    def parse(self, text: str) -> ParsedAnswer:
-        return marked_calls(text, _DEEPSEEK_MARKS, _deepseek_call)
+    def parse(self, text: str, tools: Sequence[Mapping[str, Any]] = ()) -> ParsedAnswer:
+        if _DEEPSEEK_MARKS.begin in text or _DEEPSEEK_MARKS.section in text:
+            return marked_calls(text, _DEEPSEEK_MARKS, _deepseek_call)
+        return super().parse(text, tools)
 
 
 def _deepseek_call(text: str) -> Call:
@@ -181,7 +206,7 @@ KIMI_K2 = KimiK2()
 _HARMONY_BODY = r"<\|message\|>(?:[^<]++|<(?!\|(?:start|end|call|return)\|>))*+"
 _HARMONY_END = r"(?:<\|(?:end|call|return)\|>)?"
 _HARMONY_CALL = re.compile(
-    r"(?:<\|start\|>\w*\s*)?(?:<\|channel\|>\w*\s*)?\bto=functions\.("
+    r"(?:<\|start\|>\w*\s*)?(?:<\|channel\|>\w*\s*)?\bto=("
     rf"[^\s<]{{1,99}}+(?:[^<]|<\|c(?:hannel|onstrain)\|>){{0,99}}+{_HARMONY_BODY}){_HARMONY_END}"  # bounded: the time is that of the text
 )
 _HARMONY_MESSAGE = re.compile(
@@ -218,7 +243,10 @@ class Harmony(AnswerFormat):
 
 def _harmony_call(text: str) -> Call:
     head, _, arguments = text.partition("<|message|>")
-    return call_of(re.split(r"\s|<", head, maxsplit=1)[0], arguments)
+    recipient = re.split(r"\s|<", head, maxsplit=1)[0]
+    if not recipient.startswith("functions."):  # a tool of its training: browser, python
+        raise ValueError("expected functions.NAME")
+    return call_of(recipient.removeprefix("functions."), arguments)
 
 
 HARMONY = Harmony()

@@ -44,7 +44,7 @@ def _glm_call(body: str, tools: Sequence[Mapping[str, Any]]) -> Call:
     if not name.strip() or re.search(r"[\s<>{}]", name.strip()):
         raise ValueError("expected a name")
     arguments = written_arguments(_GLM_ARGUMENT, begun + rest, ("<arg_key>", "<arg_value>"))
-    return typed_call(name.strip(), [(key.strip(), text) for key, text in arguments], tools)
+    return typed_call(name.strip(), [(key.strip(), text) for key, text in arguments], tools, {})
 
 
 GLM = Glm()
@@ -73,11 +73,13 @@ class QwenXml(AnswerFormat):
     def _call(self, body: str, argument: re.Pattern[str], tools: Sequence[Mapping[str, Any]]) -> Call:
         name, closed, rest = body.partition(">")
         texts = written_arguments(argument, rest, (f"<{self.tags[2]}",))
-        names = [_unquoted(one) for one in (name, *(key for key, _ in texts))]
+        heads = [key.partition(' string="') for key, _ in texts]
+        names = [_unquoted(one) for one in (name, *(key for key, _, _ in heads))]
         if not closed or not all(re.fullmatch(r"[^\s<\"']+", one) for one in names):  # name="a" id="1" is no name
             raise ValueError("expected names")
         values = [self.unwrapped(text) for _, text in texts]
-        return typed_call(names[0], list(zip(names[1:], values, strict=True)), tools)
+        written = {names[1 + n]: is_text == 'true"' for n, (_, typed, is_text) in enumerate(heads) if typed}
+        return typed_call(names[0], list(zip(names[1:], values, strict=True)), tools, written)
 
     def unwrapped(self, text: str) -> str:
         """Return the text of an argument without what the template writes around it."""
@@ -87,14 +89,15 @@ class QwenXml(AnswerFormat):
 @functools.cache
 def _xml_patterns(outer: str, function: str, parameter: str) -> tuple[re.Pattern[str], re.Pattern[str]]:
     """Return patterns of a call, of one that was begun, up to its end or the next, or of a mention; and of an argument."""
-    end, close = f"</{function.rstrip('=').split()[0]}>", "</parameter>"
+    end, close = (f"</{tag.rstrip('=').split()[0]}>" for tag in (function, parameter))
+    name, behind = r'[^>\s]+(?: string="(?:true|false)")?', rf"(?=\s*+(?:<{parameter}|{end}|\Z))"  # else of the text
     alone = rf"(?!(?:(?!<{function}|<{outer}>).)*?{close})"  # as above
     call = (
-        rf"(?:<{outer}>\s*+)?<{function}([^<>]*+>(?:\s*+<{parameter}[^>\s]+>(?:(?!<{parameter}).)*?{close})*+\s*+){end}{alone}(?:\s*+</{outer}>)?"
+        rf"(?:<{outer}>\s*+)?<{function}([^<>]*+>(?:\s*+<{parameter}{name}>(?:(?!<{parameter}).)*?{close}{behind})*+\s*+){end}{alone}(?:\s*+</{outer}>)?"
         rf"|(?:<{outer}>\s*+)?<{function}[^<>]*+>\s*+<{parameter}.*?(?:{end}|(?=<{outer}>)|$)"
         rf"|<{outer}>(?:\s*+<{function})?|<{function}"
     )
-    return re.compile(call, re.DOTALL), re.compile(rf"\s*<{parameter}([^>\s]+)>(.*?){close}", re.DOTALL)
+    return re.compile(call, re.DOTALL), re.compile(rf"\s*<{parameter}({name})>(.*?){close}{behind}", re.DOTALL)
 
 
 def _unquoted(text: str) -> str:
@@ -119,12 +122,23 @@ class MiniMax(QwenXml):
 MINIMAX = MiniMax()
 
 
-_PYTHON_BEGIN, _PYTHON_END = ("<|python_tag|>", "<|python_start|>"), "<|python_end|>"
+class SeedOss(QwenXml):
+    """Tool calls and reasoning as Seed-OSS writes them."""
+
+    name = "seed_oss"
+    tags = ("seed:tool_call", "function=", "parameter=")
+    reasoning_tags = ("<seed:think>", "</seed:think>")
+
+
+SEED_OSS = SeedOss()
+
+
+_PYTHON_BEGIN, _PYTHON_END = re.compile(r"<\|python_(?:tag|start)\|>"), "<|python_end|>"
 _PYTHON_CALLS = re.compile(r"\[\s*[A-Za-z_][\w.]*\(")
 
 
 class Llama(AnswerFormat):
-    """Tool calls as Llama 3 and 4 write them: the whole answer is ``{"name": …, "parameters": {…}}``, several joined by ``;``.
+    """Tool calls as Llama 3 and 4 write them: the whole answer, or all behind a mark, is ``{"name": …, "parameters": {…}}``, several joined by ``;``.
 
     Or it is a list in Python, as Llama 3.2 and 4 may write it: ``[look(word="sun"), look(word="moon")]``.
     """
@@ -134,16 +148,19 @@ class Llama(AnswerFormat):
     def parse(self, text: str) -> ParsedAnswer:
         body, said = text.strip(), ""
         before, _, behind = body.partition(_PYTHON_END)
-        if before.startswith(_PYTHON_BEGIN[1]) and behind.lstrip().startswith("{"):  # Llama 4's text before its calls
-            said, body = before.removeprefix(_PYTHON_BEGIN[1]).strip(), behind
-        stripped = body.removeprefix(_PYTHON_BEGIN[0]).removeprefix(_PYTHON_BEGIN[1]).removesuffix(_PYTHON_END).strip()
+        mark = None if body.startswith(("{", "[")) else _PYTHON_BEGIN.search(body)
+        if before.startswith("<|python_start|>") and behind.lstrip().startswith("{"):  # Llama 4's text before its calls
+            said, body = before.removeprefix("<|python_start|>").strip(), behind
+        elif mark is not None:
+            said, body = body[: mark.start()].strip(), body[mark.end() :]
+        stripped = body.strip().removesuffix(_PYTHON_END).strip()
         is_python = _PYTHON_CALLS.match(stripped) is not None
-        if not (stripped.startswith("{") or is_python):
-            return ParsedAnswer(text, num_unparsed=int(body.startswith(_PYTHON_BEGIN)))
+        if not (stripped.startswith(("{", "[{")) or is_python):
+            return ParsedAnswer(text, num_unparsed=int(mark is not None))
         try:
             return ParsedAnswer(said, _python_calls(stripped) if is_python else _joined_calls(stripped))
         except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
-            return ParsedAnswer(text, num_unparsed=1)
+            return ParsedAnswer(text, num_unparsed=int(is_python or '"name"' in stripped))
 
 
 def _joined_calls(text: str) -> tuple[Call, ...]:
@@ -204,8 +221,13 @@ def written_arguments(pattern: re.Pattern[str], text: str, begins: Sequence[str]
     return read
 
 
-def typed_call(name: str, texts: Sequence[tuple[str, str]], tools: Sequence[Mapping[str, Any]]) -> Call:
-    """Return a call with arguments from ``texts``; what has no form of its type stays a text. Raises ValueError for a repeated name."""
+def typed_call(
+    name: str, texts: Sequence[tuple[str, str]], tools: Sequence[Mapping[str, Any]], are_texts: Mapping[str, bool]
+) -> Call:
+    """Return a call with arguments from ``texts``; what has no form of its type stays a text. Raises ValueError for a repeated name.
+
+    ``are_texts``: of arguments whose kind is written, whether they are texts, else JSON; it raises ValueError for what is none.
+    """
     functions = (tool["function"] for tool in tools if isinstance(tool.get("function"), Mapping))
     schema = next((one.get("parameters") for one in functions if one.get("name") == name), None)
     schema = schema if isinstance(schema, Mapping) else {}
@@ -215,7 +237,8 @@ def typed_call(name: str, texts: Sequence[tuple[str, str]], tools: Sequence[Mapp
         if key in arguments:
             raise ValueError(f"{key} is written twice")
         declared = properties.get(key) if isinstance(properties, Mapping) else None
-        arguments[key] = _value(text, declared, schema)
+        is_text = are_texts.get(key)
+        arguments[key] = _value(text, declared, schema) if is_text is None else text if is_text else read_json(text)
     return written_call(name, arguments)
 
 

@@ -49,10 +49,11 @@ def read_message(value: Mapping[str, Any], where: str) -> Message:
         name = fields.optional_text(value, "name", at)
         role = "system" if role == "developer" else role
         return fields.message(role, content, f"{at}content", tool_call_id=call_id, name=name)
+    fields.refuse_present(value, "function_call", "audio", where=at)
     calls = fields.objects(value, "tool_calls", at)
     reasoning = next((name for name in ("reasoning_content", "reasoning") if value.get(name) is not None), None)
     return Message(
-        "assistant", fields.content(content, f"{at}content"), fields.text(value, reasoning, at) if reasoning else "",
+        "assistant", fields.content(content or value.get("refusal"), f"{at}content"), fields.text(value, reasoning, at) if reasoning else "",
         tuple(_call(call, f"{where}.tool_calls[{n}]") for n, call in enumerate(calls)),
     )  # fmt: skip
 

@@ -223,10 +223,10 @@ def known(
     return read_values, tuple(dropped)
 
 
-def refuse_present(body: Mapping[str, Any], *names: str) -> None:
+def refuse_present(body: Mapping[str, Any], *names: str, where: str = "") -> None:
     for name in names:
         if body.get(name):
-            raise unsupported(name, name)
+            raise unsupported(name, f"{where}{name}")
 
 
 def function_tool(name: Any, description: Any, parameters: Any, where: str) -> dict[str, Any]:

@@ -107,6 +107,7 @@ TITLE = "Generate a title for this conversation: "
         (["hello", "fails: " + TITLE], "", ""),
         (["hello", "fails"], "", "engine_error"),
         (["hello", "fails", TITLE], "", "engine_error"),
+        (["hello", "fails", "hello " * 300], "context", "engine_error"),
         (["hello", "fails", "again"], "", ""),
         (["fails: " + TITLE], "", "engine_error"),
         (["hello", "more", "even more", TITLE], "", ""),

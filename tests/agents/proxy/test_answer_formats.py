@@ -24,6 +24,7 @@ DEEPSEEK_SECTION, KIMI_SECTION = "<｜tool▁calls▁begin｜>", "<|tool_calls_s
 KIMI_CALL = "<|tool_call_begin|>functions.a:0<|tool_call_argument_begin|>"
 DEEPSEEK_END, KIMI_END = "<｜tool▁calls▁end｜>", "<|tool_calls_section_end|>"
 HARMONY_TO = "<|channel|>commentary to=functions."
+QUOTE = '<|"|>'
 
 
 def calls(text: str, form: str) -> list[tuple[str, object]]:
@@ -92,6 +93,23 @@ def _python(text: Callable[[Any], str]) -> Callable[[str, dict[str, Any]], str]:
     return lambda name, arguments: f"{name}({', '.join(f'{key}={text(one)}' for key, one in arguments.items())})"
 
 
+def _dsml(name: str, arguments: dict[str, Any]) -> str:
+    texts = (f'<｜DSML｜parameter name="{key}" string="{json.dumps(isinstance(one, str))}">{_text(one)}</｜DSML｜parameter>\n'
+             for key, one in arguments.items())  # fmt: skip
+    return f'<｜DSML｜invoke name="{name}">\n{"".join(texts)}</｜DSML｜invoke>\n'
+
+
+def _gemma(quote: str) -> Callable[[Any], str]:
+    def text(value: Any) -> str:
+        if isinstance(value, dict):
+            return f"{{{','.join(f'{key}:{text(one)}' for key, one in value.items())}}}"
+        if isinstance(value, list):
+            return f"[{','.join(map(text, value))}]"
+        return f"{quote}{value}{quote}" if isinstance(value, str) else json.dumps(value)
+
+    return text
+
+
 # How each family writes one call, as the template of its models shows it; what stands before, between and behind calls.
 WRITTEN: dict[str, tuple[Callable[[str, dict[str, Any]], str], str, str, str]] = {
     "hermes": (lambda n, a: f"<tool_call>\n{_json(n, a)}\n</tool_call>", "", "\n", ""),
@@ -101,7 +119,12 @@ WRITTEN: dict[str, tuple[Callable[[str, dict[str, Any]], str], str, str, str]] =
     "phi": (_json, "<|tool_call|>[", ", ", "]<|/tool_call|>"),
     "phi one": (lambda n, a: f"<|tool_call|>{_json(n, a)}<|/tool_call|>", "", "", ""),
     "phi functools": (_json, "functools[", ", ", "]"),
+    "nemotron": (_json, "<TOOLCALL>[", ", ", "]</TOOLCALL>"),
+    "internlm": (lambda n, a: f"<|action_start|><|plugin|>\n{_json(n, a, 'parameters')}<|action_end|>", "", "\n", ""),
+    "gemma": (lambda n, a: f"<|tool_call>call:{n}{_gemma(QUOTE)(a)}<tool_call|>", "", "", ""),
+    "gemma function": (lambda n, a: f"<start_function_call>call:{n}{_gemma('<escape>')(a)}<end_function_call>", "", "\n", ""),
     "llama": (lambda n, a: _json(n, a, "parameters"), "", "; ", ""),
+    "llama list": (lambda n, a: _json(n, a, "parameters"), "[", ", ", "]"),
     "llama tag": (lambda n, a: _json(n, a, "parameters"), "<|python_tag|>", "; ", ""),
     "llama 4": (lambda n, a: _json(n, a, "parameters"), "<|python_start|>I look.<|python_end|>", "", ""),
     "llama python": (_python(repr), "[", ", ", "]"),
@@ -112,9 +135,13 @@ WRITTEN: dict[str, tuple[Callable[[str, dict[str, Any]], str], str, str, str]] =
     "mistral plain": (_around("[TOOL_CALLS]NAMEJSON"), "", "", ""),
     "deepseek": (_around(f"{BEGIN}function{SEP}NAME\n```json\nJSON\n```{END}"), DEEPSEEK_SECTION, "\n", DEEPSEEK_END),
     "deepseek 3.1": (_around(f"{BEGIN}NAME{SEP}JSON{END}"), DEEPSEEK_SECTION, "", DEEPSEEK_END),
+    "deepseek 3.2": (_dsml, "\n\n<｜DSML｜function_calls>\n", "", "</｜DSML｜function_calls>"),
+    "deepseek 4": (_dsml, "\n\n<｜DSML｜tool_calls>\n", "", "</｜DSML｜tool_calls>"),
     "kimi_k2": (_around(f"{KIMI_CALL.replace('.a:', '.NAME:')}JSON<|tool_call_end|>"), KIMI_SECTION, "", KIMI_END),
     "qwen_xml": (_tags("<function=NAME>\n", "<parameter=KEY>\nTEXT\n</parameter>\n", "</function>\n"),
                  "<tool_call>\n", "</tool_call>\n<tool_call>\n", "</tool_call>"),
+    "seed_oss": (_tags("<function=NAME>\n", "<parameter=KEY>\nTEXT\n</parameter>\n", "</function>\n"),
+                 "<seed:tool_call>\n", "", "</seed:tool_call>"),
     "minimax": (_tags('<invoke name="NAME">\n', '<parameter name="KEY">TEXT</parameter>\n', "</invoke>\n"),
                 "\n<minimax:tool_call>\n", "", "</minimax:tool_call>"),
     "glm": (_tags("<tool_call>NAME\n", "<arg_key>KEY</arg_key>\n<arg_value>TEXT</arg_value>\n", "</tool_call>"),
@@ -124,7 +151,12 @@ WRITTEN: dict[str, tuple[Callable[[str, dict[str, Any]], str], str, str, str]] =
                    "", "<|start|>assistant", ""),
 }  # fmt: skip
 HARMONY_THOUGHT = "<|channel|>analysis<|message|>hm<|end|>"
-THOUGHT = {"mistral": "[THINK]hm[/THINK]", "harmony": HARMONY_THOUGHT}
+THOUGHT = {
+    "gemma": "<|channel>thought\nhm<channel|>",
+    "seed_oss": "<seed:think>hm</seed:think>",
+    "mistral": "[THINK]hm[/THINK]",
+    "harmony": HARMONY_THOUGHT,
+}
 LOOKED = {
     "one": [("look", {"word": "sun"})],
     "none": [("look", {})],
@@ -154,7 +186,7 @@ def test_each_family_writes_calls_in_its_own_way(form: str, case: str) -> None:
     assert [(call.name, json.loads(call.arguments)) for call in parsed.calls] == expected
     assert (parsed.content, parsed.num_unparsed) == ("I look." if form == "llama 4" else "", 0)
     said = kind.parsed(f"I look. {text}", TOOLS)
-    alone = form.startswith("llama")  # calls are the whole answer there
+    alone = form in ("llama", "llama list", "llama 4", "llama python")  # calls are the whole answer there
     assert ([call.name for call in said.calls], said.content) == (
         ([], f"I look. {text}") if alone else ([name for name, _ in expected], "I look.")
     )
@@ -247,9 +279,14 @@ def test_a_kimi_call_keeps_the_id_that_is_among_its_tokens() -> None:
     [
         ("mistral", "[TOOL_CALLS] nothing"), ("mistral", "[TOOL_CALLS] []"), ("mistral", "[TOOL_CALLS]a[ARGS]{"),
         ("mistral", '[TOOL_CALLS] [{"name": "a"}, 3]'), ("mistral", "[TOOL_CALLS][ARGS]{}"),
+        ("deepseek", f"{BEGIN}a{SEP}{{}}{END}"), ("kimi_k2", f"{KIMI_CALL}{{}}<|tool_call_end|>"),
+        ("llama", "I print.<|python_tag|>print(1)"), ("llama", "The mark <|python_start|> begins calls."),
         *(("deepseek", DEEPSEEK_SECTION + call) for call in ("", f"{BEGIN}a{SEP}[]{END}", f"{BEGIN}{SEP}{{}}{END}")),
         ("kimi_k2", f"{KIMI_SECTION}{KIMI_CALL.replace('functions.a:0', 'a')}{{}}<|tool_call_end|>"),
+        ("gemma", "<|tool_call>call:look{word:sun}<tool_call|>"), ("gemma", '<|tool_call>call:look{word:<|"|>a}<tool_call|>'),
         ("minimax", '<invoke name="look" id="1"></invoke>'), ("harmony", "to=functions.look<|message|>{"),
+        ("harmony", "<|channel|>commentary to=python code<|message|>1<|call|>"), ("harmony", f"to=look<|message|>{WORD}"),
+        ("deepseek", _dsml("look", {"word": "a"}).replace("true", "false")), ("llama", '{"name": "Bern", "people": 1}'),
         ("glm", "<tool_call>look<arg_key>word</arg_key><arg_value>a</arg_value></tool_call>b</arg_value></tool_call>"),
         ("qwen_xml", "<function=look>\n<parameter=word>\na</parameter></function>b\n</parameter>\n</function>"),
         ("minimax", '<invoke name="look"><parameter name="word">a</parameter></invoke>b</parameter></invoke>'),
@@ -327,6 +364,8 @@ GLM_SET = "<tool_call>set<arg_key>{}</arg_key><arg_value>{}</arg_value></tool_ca
          ["now", "set"], 0),
         ("qwen_xml", f"`<tool_call>` and `<function=set>` are tags.\n{NOW}", ["now"], 2),
         ("qwen_xml", f"{SETS}\n{NOW}", ["now"], 1),
+        ("qwen_xml", f"{SETS}</parameter>\n<b/></parameter>\n</function>", ["set"], 0),
+        ("llama", '{"answer": 42}', [], 0),
         ("qwen_xml", "<function=set><parameter=text>a <function=now></function> b</parameter></function>", ["set"], 0),
         ("qwen_xml", "<function=set><parameter=text>a <function=now></function> b", [], 1),
         ("hermes", f"Between `<tool_call>` tags: {HERMES_NOW}", ["now"], 1),

@@ -24,9 +24,20 @@ BEHIND = (
     "[SUGGESTION MODE: Suggest what the user might naturally type next into the agent.] Reply with ONLY the suggestion",
     "Analyze *only* your preceding response. Determine who should logically speak next: the 'user' or the 'model'",
     "Summarize the conversation so far for memory.",
+    "Summarize this thread",
+    "What is a good title for this chat?",
+    "Look at our session and give it a title",
+    "Reply with a title of 3-7 words for the conversation",
     "The user stepped away and is coming back. Recap in under 40 words, 1-2 plain sentences, no markdown.",
     "You are performing a CONTEXT CHECKPOINT COMPACTION. Create a handoff summary for another LLM that will resume the task.",
     "Please analyze the conversation history to determine whether the conversation is stuck in a repetitive, non-productive state.",
+)
+OBSERVED = (
+    "1 failed: the session title is None",
+    "x.py:\n    message = title",
+    "Add a title to each conversation of the page",
+    "Give me a summary of my order history",
+    "<output>title == chat.title</output>",
 )
 SUMMARY = "This session is being continued from a previous conversation. The conversation is summarized below: 1"
 TOOLS = {"tools": [LOOK]}
@@ -53,6 +64,9 @@ Request = tuple[
         ([([system(AGENT), TASK], TOOLS), ([system("Your task is to process Bash commands"), "Command: ls"], NONE)], 0),
         *(([([TASK], tools), ([TASK, 0, aside], tools)], 0) for tools in (TOOLS, NONE) for aside in BEHIND),
         ([([TASK], TOOLS), ([TASK, 0, BEHIND[1]], NONE)], 0),
+        # an observation, or a user's next wish, in which such words stand
+        *(([([TASK], tools), ([TASK, 0, text], tools)], 1) for tools in (TOOLS, NONE) for text in OBSERVED),
+        ([([BEHIND[2]], NONE), ([BEHIND[2], 0, BEHIND[2]], NONE)], 1),
         # every prompt is built anew
         *(([([f"{TASK} Step {n}"], fields) for n in range(3)], 2) for fields in (NONE, TOOLS)),
         ([([system(f"Step {n} of 3"), f"Observation {n}"], NONE) for n in range(3)], 2),

@@ -201,6 +201,11 @@ MALFORMED: list[tuple[dict[str, Any], int, str]] = [
     ({"json": {**ASK, "stop": [""]}}, 400, "invalid_request"),
     ({"json": {**ASK, "tools": [{"type": "web_search"}]}}, 400, "unsupported"),
     ({"json": {**ASK, "logprobs": True}}, 400, "unsupported"),
+    *(({"json": {**ASK, "stream": value}}, 400, "invalid_request") for value in ("true", 1)),
+    *(
+        ({"json": {"messages": [{"role": "assistant", key: {"id": "x"}}, *ASK["messages"]]}}, 400, "unsupported")
+        for key in ("function_call", "audio")
+    ),
     ({"content": b'{"messages": [{"role": "user", "content": "\\ud800"}]}'}, 400, "template_refused"),
     ({"content": b'{"messages": "' + b"x" * 200_000 + b'"}'}, 413, "request_too_large"),
 ]
