@@ -91,7 +91,7 @@ def open_rows(settings: TrainerSettings, files: Sequence[Path], dims: ParallelDi
     if dims.writes_files:
         for path, count in pairs.num_rows.items():
             log.info("data read", file=str(path), rows=count)
-        log.info("pairs", kept=len(pairs), dropped=dict(pairs.dropped))
+        log.info("pairs", kept=len(pairs), dropped=dict(pairs.dropped), not_used=sorted(pairs.unread))
     return pairs
 
 

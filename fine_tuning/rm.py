@@ -211,7 +211,7 @@ def open_rows(settings: TrainerSettings, files: Sequence[Path], dims: ParallelDi
     longest = settings.trainer.micro_batch_tokens // 2 - 1  # both texts of a pair are in one micro-batch
     pairs = PairSet(files, data=data, tokenizer=read_tokenizer(settings), max_tokens=longest, ends="chat")
     if dims.writes_files:
-        log.info("pairs", kept=len(pairs), dropped=dict(pairs.dropped))
+        log.info("pairs", kept=len(pairs), dropped=dict(pairs.dropped), not_used=sorted(pairs.unread - {"margin"}))
     return pairs
 
 

@@ -254,6 +254,8 @@ def _refusing_panics() -> Iterator[None]:
     try:
         yield
     except BaseException as err:
+        if isinstance(err, TypeError) and "InputSequence" in str(err):  # a str that no bytes hold
+            raise MalformedData("the text has a lone surrogate, which no tokenizer encodes") from None
         if type(err).__name__ != "PanicException":  # no subclass of Exception, and not importable
             raise
         raise MalformedData(f"the model's tokenizer fails ({str(err)[:200]}); use another tokenizer or text") from None

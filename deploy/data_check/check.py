@@ -28,7 +28,7 @@ from penstock.trainer.data.dataset import prompt_limit, prompt_text
 from penstock.trainer.data.file_notes import FileNotes, end_of_turn_note
 from penstock.trainer.data.inputs import data_files, model_folder, resolve_inputs
 from penstock.trainer.data.messages import ImageRows, text_of
-from penstock.trainer.data.pairs import PairRow, holds_pair, is_labelled, pair_row
+from penstock.trainer.data.pairs import PairRow, holds_pair, is_labelled, pair_row, unread_of
 from penstock.trainer.data.read_rows import PromptRow, TurnRow, can_imitate, form_of, prompt_row, read_row, turn_rows
 from penstock.trainer.data.row_checks import REJECTED, encode_texts, for_template, labels_of, suggest
 from penstock.trainer.data.row_files import Row, RowFile, open_rows
@@ -259,7 +259,7 @@ class _FileCheck:
             return False
         is_pair = all(row.get(name) is not None for name in ("chosen", "rejected")) or any(map(row.get, REJECTED))
         if is_pair or (labels_of(row) and is_labelled(row)):
-            return self._answers(pair_row(row, data))
+            return self._answers(pair_row(row, data), unread_of(row, data))
         try:
             form = form_of(row, data)
         except MalformedData:
@@ -329,13 +329,18 @@ class _FileCheck:
             return []
         return turns
 
-    def _answers(self, pair: PairRow) -> bool:
+    def _answers(self, pair: PairRow, unread: Sequence[str]) -> bool:
         report, tokenizer = self.report, self.tokenizer
         turns = [turn for turn in (pair.chosen, pair.rejected) if turn is not None]
         if reason := pair.left_out:
             report.dropped[reason] += 1
             return False
         report.num_dpo += 1
+        report.unread.update(unread)
+        before, *said = [
+            text_of(message["content"]) for message in (turns[0].chat[-2], *(turn.chat[-1] for turn in turns))
+        ]
+        report.num_begun += len(said) == 2 and bool(before.strip()) and all(text.startswith(before) for text in said)
         report.formats["preference" if len(turns) == 2 else "labelled answer"] += 1
         texts = [
             ("\n".join(text_of(message["content"]) for message in turn.chat[:-1]), text_of(turn.chat[-1]["content"]))

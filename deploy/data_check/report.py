@@ -32,6 +32,8 @@ class FileReport:
     num_contradicted: int = 0  # rows that repeat a prompt with another ground truth
     first_contradicted: str = ""
     repeated_keys: set[str] = field(default_factory=set)
+    unread: set[str] = field(default_factory=set)  # columns of rows of answers that `penstock dpo` does not read
+    num_begun: int = 0  # rows whose two answers begin with the whole text of the prompt
     num_pairs: int | None = None  # rows with two answers; None: the run does not train on them
     data_sources: Counter[str] = field(default_factory=Counter)
     num_ground_truths: Counter[str] = field(default_factory=Counter)  # by data_source
@@ -60,6 +62,15 @@ class FileReport:
         if self.repeated_keys:
             hints.append(
                 f"keys that an object of JSON has twice, of which the last counts: {', '.join(sorted(self.repeated_keys))}"
+            )
+        if self.unread:
+            but = "; margin is read by `penstock rm` alone" if "margin" in self.unread else ""
+            hints.append(
+                f"columns beside answers that `penstock dpo` does not read: {', '.join(sorted(self.unread))}{but}"
+            )
+        if 2 * self.num_begun > self.num_dpo:
+            hints.append(
+                f"both answers of {self.num_begun} rows begin with the text of their prompt, which is trained as part of them; remove it"
             )
         return [*hints, *filter(None, [self.model_note])]
 

@@ -95,6 +95,10 @@ def test_characters_that_the_tokenizer_does_not_know_are_named(tmp_path: Path, c
         "has no token for these characters, which vanish from prompts: 漢 (the first in 1 rows)"
         in capsys.readouterr().out
     )
+    path.write_text('{"prompt": "sort", "completion": "\\ud800"}\n')
+    for setting in ("chat", "plain"):
+        assert main([*CHECK, str(path), f"data.text_prompts={setting}", "--model", str(tmp_path / "model")]) == 1
+        assert "x.jsonl:1: the text has a lone surrogate" in capsys.readouterr().out
 
 
 def test_a_run_file_is_not_taken_as_data(tmp_path: Path, capsys: pytest.CaptureFixture[str]):

@@ -240,10 +240,8 @@ def _with_calls(message: dict[str, Any], column: str) -> dict[str, Any]:
 
 def _function(call: dict[str, Any], column: str) -> dict[str, Any]:
     if "arguments" not in call:  # Llama's key, or a call without any
-        call = {
-            **{key: value for key, value in call.items() if key != "parameters"},
-            "arguments": call.get("parameters"),
-        }
+        rest = {key: value for key, value in call.items() if key != "parameters"}
+        call = {**rest, "arguments": call.get("parameters")}
     arguments = {} if call["arguments"] in (None, "") else call["arguments"]
     parsed = json_of(arguments, object_pairs_hook=unique) if str(arguments).strip() else {}
     try:
@@ -251,9 +249,7 @@ def _function(call: dict[str, Any], column: str) -> dict[str, Any]:
     except (TypeError, ValueError, RecursionError):
         parsed = None
     if not isinstance(parsed, dict):
-        expected = (
-            "expected an object, or the JSON text of one, without NaN, infinite numbers and keys that are there twice"
-        )
+        expected = "expected an object, or its JSON text, without NaN, infinite numbers and keys that are there twice"
         refuse(f"{column}.arguments", expected, shown(call["arguments"]))
     return {**call, "arguments": arguments}
 
@@ -278,20 +274,14 @@ def _part(part: Any, column: str, reads_images: bool) -> dict[str, Any]:
         refuse(column, 'expected a part such as {"type": "text", "text": "…"}', shown(part))
     kind = part.get("type")
     if kind == "text":
-        text = part.get("text")
-        return (
-            {"type": kind, "text": text}
-            if isinstance(text, str)
-            else refuse(f"{column}.text", "expected a text", shown(text))
-        )
+        if not isinstance(text := part.get("text"), str):
+            refuse(f"{column}.text", "expected a text", shown(text))
+        return {"type": kind, "text": text}
     if kind in IMAGE_TYPES:
         if reads_images:
             return {key: value for key, value in part.items() if value is not None}  # Parquet fills parts up with nulls
-        refuse(
-            column,
-            "expected a part of type text",
-            f"{kind!r}; images are read in the prompts of `penstock train` alone",
-        )
+        got = f"{kind!r}; images are read in the prompts of `penstock train` alone"
+        refuse(column, "expected a part of type text", got)
     expected = "a part of type text or image" if reads_images else "a part of type text"
     return refuse(column, f"expected {expected}", shown(kind))
 

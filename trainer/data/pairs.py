@@ -54,6 +54,8 @@ from penstock.trainer.data.row_checks import (
     LABELLED,
     LABELS,
     REJECTED,
+    ROW_MARKS,
+    SCORE,
     Located,
     Problems,
     RowSet,
@@ -72,6 +74,10 @@ from penstock.trainer.row_format import detect
 from penstock.trainer.settings import DataSettings
 
 _HH_TURN = re.compile(r"\n\n(Human|Assistant): ?")
+_READ = {
+    "prompt", "chosen", "rejected", "chosen_response", "completion", "messages", "conversations", "system", *REJECTED, *LABELS, *ROW_MARKS,
+}  # fmt: skip
+_PROMPTS = {"instruction", "input", "history", "question", "query", "response", "output", "answer"}
 _SEVERAL = ("completions", "responses", "generations", "answers", "outputs", "summaries")
 _HH_ROLES = {"Human": "user", "Assistant": "assistant"}
 Ids = npt.NDArray[np.int32]
@@ -89,13 +95,18 @@ class PairRow:
     def left_out(self) -> str | None:
         """Why the row is not trained on; None if it is."""
         turns = [turn for turn in (self.chosen, self.rejected) if turn is not None]
-        if (
-            len(turns) == 2 and turns[0].chat == turns[1].chat
-        ):  # as data of human labels have some of: nothing to prefer
+        if len(turns) == 2 and turns[0].chat == turns[1].chat:  # nothing to prefer
             return "identical"
         if self.scored:
             return self.scored
         return next(filter(None, (turn.left_out or reason_left_out(turn.chat, turn.column) for turn in turns)), None)
+
+
+def unread_of(row: Row, data: DataSettings) -> list[str]:
+    """Return the columns of a row of answers that `penstock dpo` does not read."""
+    read = _READ if row.get("prompt") else _READ | _PROMPTS
+    is_read = {name for name in row if SCORE.search(name.replace("rejected", "chosen"))} | read
+    return sorted(row.keys() - is_read - ({"tools"} if data.use_tools else set()))
 
 
 def holds_pair(row: Row) -> bool:
@@ -215,11 +226,8 @@ def _chat(value: Any, column: str, data: DataSettings, text_role: str | None) ->
     if isinstance(value, str) and is_hh:
         return _hh_chat(value, column)
     if isinstance(value, str) and PYTHON_CHAT.match(value):
-        refuse(
-            column,
-            "expected a text, or a chat as JSON",
-            f"{shown(value)}, a chat as Python prints it; write it as JSON",
-        )
+        got = f"{shown(value)}, a chat as Python prints it; write it as JSON"
+        refuse(column, "expected a text, or a chat as JSON", got)
     return read_chat(value, column, roles=data.roles, text_role=text_role)
 
 
@@ -241,11 +249,7 @@ def _whole(before: Chat | None, chat: Chat, column: str) -> Chat:
     num_before = len(chat) - 1 if before is None else len(before)
     if chat[-1]["role"] != "assistant" or len(chat) != num_before + 1 or num_before < 1:
         roles = [message["role"] for message in chat]
-        is_near = (
-            before is not None
-            and len(chat) > len(before)
-            and _stripped(chat[len(before) :][: len(before)]) == _stripped(before)
-        )
+        is_near = before is not None and _stripped(chat[len(before) :][: len(before)]) == _stripped(before)
         hint = (
             "; its first messages are the prompt but for white space at their ends: make them equal" if is_near else ""
         )
@@ -323,6 +327,8 @@ class PairSet(RowSet[_PairTexts]):
         self._takes_one_answer, self._skips_prompts = takes_one_answer, skips_prompts
         self.num_rows = Counter[Path]()
         """Rows read, by file."""
+        self.unread: set[str] = set()
+        """Columns that `penstock dpo` does not read."""
         self._token_ids = array("i")  # prompt, chosen, rejected, prompt, …
         self._ends = array("q")
         self._margins = array("d")
@@ -345,9 +351,9 @@ class PairSet(RowSet[_PairTexts]):
         if reason := pair.left_out:
             self.dropped[reason] += 1
             return None
-        texts = self._texts(pair)
         self.num_rows[file.path] += 1
-        return texts
+        self.unread.update(unread_of(row, self._data))
+        return self._texts(pair)
 
     def _texts(self, pair: PairRow) -> _PairTexts:
         both = (pair.chosen, pair.rejected)

@@ -368,16 +368,13 @@ def _extra_info(row: Row, form: RowFormat) -> str:
     declared = row.get("extra_info", {})
     if not isinstance(declared, dict):
         refuse("extra_info", "expected an object", shown(declared))
-    hidden = {
-        "reward_model",
-        *([COLUMN] if images_of(row) else []),
-    }  # bytes of images are no JSON, and the model sees them
+    hidden = {"reward_model", *([COLUMN] if images_of(row) else [])}  # images are no JSON, and the model sees them
     others = {name: value for name, value in row.items() if name not in form.reads and name not in hidden}
     try:
         json_text(others, "").encode()
     except (MalformedData, UnicodeEncodeError):
         others = _held_by_json(row, others)
-    return json_text({**others, **declared}, "extra_info")
+    return json_text({**others, **without_nan(declared)}, "extra_info")
 
 
 def _held_by_json(row: Row, columns: Row) -> Row:

@@ -21,7 +21,7 @@ from typing import Any, Generic, TypeVar
 from uuid import UUID
 
 from penstock.protocol.chat_tokenizer import ChatTokenizer
-from penstock.trainer.data.messages import COLUMN, Chat, is_marked, refuse, shown, text_of, truth
+from penstock.trainer.data.messages import COLUMN, Chat, is_marked, json_of, refuse, shown, text_of, truth
 from penstock.trainer.data.row_files import Row, RowFile, fingerprint
 from penstock.trainer.errors import MalformedData
 from penstock.trainer.settings import DataSettings, TrainerSettings
@@ -40,16 +40,17 @@ _TAGGED = re.compile(r"\s*<tool_response>\s*((?:(?!</?tool_response>).)*?)\s*</t
 _BATCH_ROWS = 512  # rows that are tokenised together
 LABELS = ("label", "kto_tag")  # of an answer, TRL's and LLaMA-Factory's
 LABELLED = {"completion", "response", "messages", "conversations", "instruction"}
-_ROW_MARKS = ("weight", "loss_weight", "sample_weight", "loss_mask", "train", "trainable")
-_RIGHT = ("correct", "is_correct", "resolved")  # what a checker says of the row's answer
-_SCORE = re.compile(r"chosen.*(?:score|rating|reward)|(?:score|rating|reward).*chosen")
+ROW_MARKS = ("weight", "loss_weight", "sample_weight", "loss_scale", "loss_mask", "train", "trainable")
+_RIGHT = ("correct", "is_correct", "is_good", "passed", "resolved", "success")  # what a checker says of an answer
+_CHOICES = {"choices", "options"}  # beside which ``correct`` is the number of one
+SCORE = re.compile(r"chosen.*(?:score|rating|reward)|(?:score|rating|reward).*chosen")
 _LABEL_WORDS = {
     "good": True, "desirable": True, "chosen": True, "preferred": True, "accepted": True, "thumbs_up": True,
     "bad": False, "undesirable": False, "rejected": False, "dispreferred": False, "thumbs_down": False,
 }  # fmt: skip
 REJECTED = ("rejected_response", "rejected_messages")  # ms-swift's, beside a chat that ends with the chosen answer
 _PAIR = ("chosen", "rejected", *REJECTED)
-_MEDIA = ("image", "images", "video", "videos", "audio", "audios")
+_MEDIA = re.compile(r"(?:image|video|audio)s?(?:_\d+)?")  # MMMU numbers them
 
 
 def suggest(columns: Collection[str]) -> dict[str, str]:
@@ -261,34 +262,37 @@ def labels_of(row: Row) -> dict[str, bool]:
 
 def _label(value: Any) -> bool | None:
     word = _plain(value) if isinstance(value, str) else ""
-    return truth(value) if word not in _LABEL_WORDS else _LABEL_WORDS[word]
+    return _LABEL_WORDS[word] if word in _LABEL_WORDS else False if value in (-1, "-1") else truth(value)
 
 
 def mark_of(row: Row) -> str | None:
     """Return why nothing of a row is trained; None if none of its columns says so. Raises MalformedData for a share such as 0.5."""
-    for name in _ROW_MARKS:
+    for name in (*ROW_MARKS, "label_smoothing"):
         if row.get(name) is not None and truth(row[name]) is None:
-            fix = f'{shown(row[name])}; round it, or set data.ignore = ["{name}"]'
-            refuse(name, "expected true, false, 1 or 0 as what a row counts", fix)
+            fix = "set dpo.label_smoothing for all rows" if name == "label_smoothing" else "round it"
+            got = f'{shown(row[name])}; {fix}, or set data.ignore = ["{name}"]'
+            refuse(name, "expected true, false, 1 or 0 as what a row counts", got)
     marks = {name: value for name, value in row.items() if isinstance(value, bool) and name != "label"}
-    is_off = is_marked(marks) or any(truth(row.get(name)) is False for name in _ROW_MARKS)
+    is_off = is_marked(marks) or any(truth(row.get(name)) is False for name in ROW_MARKS)
     return "marked as not trained" if is_off else None
 
 
 def wrong_of(row: Row) -> str | None:
-    return "marked as wrong" if any(row.get(name) is False for name in _RIGHT) else None
+    is_wrong = any(truth(row.get(name)) is False for name in _RIGHT) and not row.keys() & _CHOICES
+    return "marked as wrong" if is_wrong else None
 
 
 def scores_against(row: Row) -> str | None:
     """Return why a row's scores, ratings or rewards of its answers are no preference of the chosen one; None if they are, or it has none."""
-    for name, value in row.items():
-        other = row.get(name.replace("chosen", "rejected")) if _SCORE.search(name) else None
+    for name in filter(SCORE.search, row):
+        scores = [json_of(row.get(key)) for key in (name, name.replace("chosen", "rejected"))]
         if (
-            all(isinstance(score, int | float) and not isinstance(score, bool) for score in (value, other))
-            and value <= other
+            all(isinstance(score, int | float) and not isinstance(score, bool) for score in scores)
+            and scores[0] <= scores[1]
         ):
-            return "equal scores" if value == other else "scores that prefer the rejected answer"
-    return None
+            return "equal scores" if scores[0] == scores[1] else "scores that prefer the rejected answer"
+    margin = row.get("margin")
+    return "scores that prefer the rejected answer" if isinstance(margin, int | float) and margin < 0 else None
 
 
 def whole_chat(before: Chat, answer: Chat) -> Chat:
@@ -335,7 +339,8 @@ def refuse_unread(
 
 
 def refuse_media(row: Row, *, reads_images: bool = False) -> None:
-    if columns := [name for name in _MEDIA if is_given(row.get(name)) and not (reads_images and name == COLUMN)]:
+    names = [name for name in row if _MEDIA.fullmatch(name) and is_given(row[name])]
+    if columns := [name for name in names if not (reads_images and name == COLUMN)]:
         reads = 'images in the column "images" (data.map.images)' if reads_images else "text alone"
         raise MalformedData(
             f"column {columns[0]}: what is read is {reads}; leave the row out, or set data.ignore = {json.dumps(columns)} to train on the rest"

@@ -99,12 +99,29 @@ def test_all_forms_are_read_as_the_same_pair(form: str) -> None:
         ({**LABELLED, "rejected": BAD}, "column chosen: missing"),
         ({**PAIR, "images": ["a.png"]}, "column images: what is read is text alone"),
         ({**LABELLED, "video": "a.mp4"}, "column video: what is read is text alone"),
+        ({**PAIR, "label_smoothing": 0.2}, "set dpo.label_smoothing for all rows"),
     ],
 )
 def test_other_rows_are_refused(row: dict[str, Any], expected: str) -> None:
     with pytest.raises(MalformedData) as caught:
         pair_row(row, DataSettings())
     assert expected in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("scores", "reason"),
+    [
+        ({"score_chosen": 1, "score_rejected": 1.0}, "equal scores"),
+        ({"chosen_rating": "1.5", "rejected_rating": "2"}, "scores that prefer the rejected answer"),
+        ({"margin": -0.5}, "scores that prefer the rejected answer"),
+        ({"margin": 0.0, "chosen_score": "good", "rejected_score": "poor"}, None),
+        ({"chosen_score": None, "rejected_score": 3.0}, None),
+        ({"chosen_score": float("nan"), "rejected_score": 3.0}, None),
+        ({"chosen_score": "10", "rejected_score": "9"}, None),
+    ],
+)
+def test_scores_against_the_preference_leave_the_pair_out(scores: dict[str, Any], reason: str | None) -> None:
+    assert pair_row({**PAIR, **scores}, DataSettings()).left_out == reason
 
 
 def test_pairs_are_tokenised_as_for_inference(tmp_path: Path, tokenizer: ChatTokenizer) -> None:
