@@ -18,6 +18,7 @@ A prompt whose samples or scores failed is counted as failed, with the reason, a
 
 from __future__ import annotations
 
+import contextlib
 import math
 import operator
 import os
@@ -31,7 +32,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from rich.table import Table
 
 from penstock.console import terminal
-from penstock.protocol.files import atomic_write, read_regular
+from penstock.protocol.files import atomic_write, read_document, regular_lines
 
 Z95 = 1.959963984540054  # two-sided, 95 %
 Method = Literal["wilson", "normal", "none"]
@@ -280,16 +281,11 @@ def _majority(samples: Sequence[tuple[Outcome, tuple[bool, ...]]], answers: Answ
 def read_outcomes(folder: Path) -> dict[int, Outcome]:
     """Return the outcomes of an evaluation by prompt, the last one of each; a line that was cut off is left out."""
     outcomes: dict[int, Outcome] = {}
-    try:
-        lines = read_regular(folder / GROUPS).splitlines()
-    except OSError:
-        return outcomes
-    for line in lines:
-        try:
-            outcome = Outcome.model_validate_json(line)
-        except ValidationError:
-            continue
-        outcomes[outcome.prompt] = outcome
+    with contextlib.suppress(OSError):
+        for line in regular_lines(folder / GROUPS):
+            with contextlib.suppress(ValidationError):
+                outcome = Outcome.model_validate_json(line)
+                outcomes[outcome.prompt] = outcome
     return outcomes
 
 
@@ -312,7 +308,7 @@ def write_result(folder: Path, result: EvaluationResult) -> Path:
 def read_result(folder: Path) -> EvaluationResult | None:
     """Return the result in the folder of an evaluation; None when there is none that can be read."""
     try:
-        return EvaluationResult.model_validate_json(read_regular(folder / RESULT))
+        return EvaluationResult.model_validate_json(read_document(folder / RESULT))
     except (OSError, ValueError):
         return None
 

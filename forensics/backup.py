@@ -10,7 +10,6 @@ Objects never change, so a second backup into the same folder copies only those 
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import sys
 import time
@@ -151,7 +150,7 @@ def verified(path: Path, size_bytes: int, sha256: str) -> Path:
 
 
 def chunks(path: Path, size: int) -> Iterator[bytes]:
-    with path.open("rb") as file:
+    with files.open_regular(path) as file:
         while chunk := file.read(size):
             yield chunk
 
@@ -191,8 +190,8 @@ def inputs_of(saved: SavedRun, folder: Path) -> list[str]:
     settings = (
         stored for stored in saved.objects if stored.key.startswith(f"{blob_keys.lineage_prefix(saved.run_id)}config.")
     )
-    read = (json.loads(object_file(folder, setting.sha256).read_bytes()) for setting in settings)
-    return sorted({name for document in read if (name := document.get("data", {}).get("from_run"))})
+    read = (json_value(read_regular(object_file(folder, stored.sha256))) for stored in settings)
+    return sorted({str(name) for document in read if (name := document.get("data", {}).get("from_run"))})
 
 
 def checkpoint_elsewhere(saved: SavedRun, bus: Bus) -> int | None:

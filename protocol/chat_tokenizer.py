@@ -25,7 +25,7 @@ from penstock.protocol.chat_template import MAX_TEMPLATE_CHARS, ChatTemplate
 from penstock.protocol.control_tokens import ControlTokens
 from penstock.protocol.errors import MalformedData, TemplateRefused, UnsupportedModel
 from penstock.protocol.model_folder import read_object
-from penstock.protocol.tokenizer_file import load_tokenizer
+from penstock.protocol.tokenizer_file import is_of_library, load_tokenizer
 
 Message = Mapping[str, Any]
 _T = TypeVar("_T")
@@ -232,7 +232,8 @@ class ChatTokenizer:
         described = json.loads(self._tokenizer.to_str())
         described["added_tokens"] = []
         described["post_processor"] = None
-        return Tokenizer.from_str(json.dumps(described))
+        with _refusing_panics():
+            return Tokenizer.from_str(json.dumps(described))
 
     def decode_many(self, rows: Sequence[Sequence[int]], skip_special_tokens: bool) -> list[str]:
         with _refusing_panics():
@@ -250,13 +251,13 @@ class ChatTokenizer:
 
 @contextlib.contextmanager
 def _refusing_panics() -> Iterator[None]:
-    """Raise MalformedData where the Rust library panics, as for a regular expression that backtracks for ever."""
+    """Raise MalformedData where the Rust library fails, as for a regular expression that backtracks for ever."""
     try:
         yield
     except BaseException as err:
         if isinstance(err, TypeError) and "InputSequence" in str(err):  # a str that no bytes hold
             raise MalformedData("the text has a lone surrogate, which no tokenizer encodes") from None
-        if type(err).__name__ != "PanicException":  # no subclass of Exception, and not importable
+        if not is_of_library(err):
             raise
         raise MalformedData(f"the model's tokenizer fails ({str(err)[:200]}); use another tokenizer or text") from None
 

@@ -1,15 +1,17 @@
 """Read and write files of a run's folder: a reader finds the old content or the new one, also after a crash.
 
 A rename alone protects from a killed process. Only with ``sync`` is the content on disk, and only with ``sync_folder``
-the new name, when the machine loses power. No other file renames. `read_regular` reads a folder that may be a copy from
-somebody else: never through a link, never a pipe or a device.
+the new name, when the machine loses power. No other file renames. `read_regular` reads what may be from somebody else:
+never a pipe or a device, and through a link only where ``follow`` says so, as into the cache of Hugging Face.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
+import re
 import shutil
 import stat
 import sys
@@ -20,6 +22,7 @@ from typing import Any, BinaryIO
 
 MOST_BYTES = 4 * 1024**3
 MOST_JSON_BYTES = 448 * 1024**2  # of memory, for a JSON text and its values
+_MOST_LINE_BYTES = 64 * 1024**2
 
 
 def atomic_write(
@@ -85,21 +88,41 @@ def fsync(path: Path) -> None:
         os.close(handle)
 
 
-def read_regular(path: Path, most: int = MOST_BYTES) -> bytes:
+def read_regular(path: Path, most: int = MOST_JSON_BYTES // 2, *, follow: bool = False) -> bytes:
     """Return the first ``most`` bytes of a regular file.
 
-    Raises OSError for a link, which could lead to any file here, and for no regular file: a pipe is waited for.
+    Raises OSError for a link, which could lead to any file here, unless ``follow``, and for no regular file: a pipe is
+    waited for, a device has no end.
     """
-    with open_regular(path) as file:
+    with open_regular(path, follow=follow) as file:
         return file.read(min(most, os.fstat(file.fileno()).st_size))  # `read` takes as much memory as it is asked for
 
 
-def open_regular(path: Path) -> BinaryIO:
+def read_document(path: Path) -> bytes:
+    """Return a file with a JSON text for a parser that takes more memory than `json_value`, such as pydantic's.
+
+    Raises as `read_regular`, and JsonTooLarge for what may take over `MOST_JSON_BYTES`.
+    """
+    data = read_regular(path)
+    size = 5 * len(data) + 500 * data.count(b"{") + 110 * data.count(b"[") + 64 * data.count(b",")  # measured
+    if size > MOST_JSON_BYTES:
+        raise JsonTooLarge(f"it may take {size} bytes of memory, the limit is {MOST_JSON_BYTES}")
+    return data
+
+
+def regular_lines(path: Path) -> Iterator[bytes]:
+    """Yield the lines of a regular file, up to one that is too long; raises as `read_regular`."""
+    with open_regular(path) as file:
+        while len(line := file.readline(_MOST_LINE_BYTES)) in range(1, _MOST_LINE_BYTES):
+            yield line
+
+
+def open_regular(path: Path, *, follow: bool = False) -> BinaryIO:
     """Open a regular file for reading; raises as `read_regular`."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    descriptor = os.open(path, os.O_RDONLY | (0 if follow else os.O_NOFOLLOW) | os.O_NONBLOCK | os.O_CLOEXEC)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
-        raise OSError(f"{path} is not a regular file; remove it")
+        raise OSError(errno.EINVAL, "not a regular file; remove it", str(path))
     return os.fdopen(descriptor, "rb")
 
 
@@ -107,6 +130,7 @@ class JsonTooLarge(ValueError):
     """A JSON text whose values may take more memory than is allowed."""
 
 
+_HALF = re.compile(r"\\u[dD][89a-fA-F]")  # of a surrogate pair: alone it is no text, and in no UTF-8
 _MOST_BYTES_OF_A_CHARACTER = 260  # by `json_bytes`, which takes longer than to read a short text
 
 
@@ -119,15 +143,24 @@ def json_bytes(text: str) -> int:
 def json_value(data: bytes, most: int = MOST_JSON_BYTES, **hooks: Any) -> Any:
     """Return the value of a JSON text that is not trusted; ``hooks`` are those of `json.loads`.
 
-    Raises ValueError for what is not valid JSON or is nested too deeply, JsonTooLarge for what may take over ``most`` bytes.
+    Raises ValueError for what is not valid JSON or is nested too deeply, JsonTooLarge for what may take over ``most`` bytes,
+    and without ``hooks`` UnicodeEncodeError, a ValueError, for half of a surrogate pair.
     """
     text = data.decode(json.detect_encoding(data))
     if _MOST_BYTES_OF_A_CHARACTER * len(text) > most and (size := json_bytes(text)) > most:
         raise JsonTooLarge(f"it may take {size} bytes of memory, the limit is {most}")
     try:
-        return json.loads(text, **hooks)
+        value = json.loads(text, **hooks)
+        refuse_halves("" if hooks else text, value)
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
+    return value
+
+
+def refuse_halves(text: str, value: Any) -> None:
+    """Raise UnicodeEncodeError if a text in the value of a JSON text has half of a surrogate pair."""
+    if _HALF.search(text):
+        json.dumps(value, ensure_ascii=False).encode()
 
 
 def target_outside(path: Path, folder: Path) -> Path | None:

@@ -13,13 +13,14 @@ from pathlib import Path
 from typing import Any
 
 from penstock.protocol.errors import UnsupportedModel
-from penstock.protocol.files import json_value
+from penstock.protocol.files import json_value, open_regular, read_regular
 
 INDEX = "model.safetensors.index.json"
 _FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*\.safetensors")
 _MAX_HEADER_BYTES = 100_000_000  # as in safetensors
 MAX_JSON_BYTES = 256 * 1024**2
 _MAX_NUMBER = 2**31
+_MAX_VALUES = 200_000
 _MAX_LAYERS = 10_000
 _LAYERS = re.compile(r"(^|\.)n[a-z_]*layers?$")  # a number of them; others are numbered from the end
 _FLOATS = frozenset({"F64", "F32", "BF16", "F16", "F8_E4M3", "F8_E5M2"})
@@ -46,7 +47,9 @@ def refuse_adapter(folder: Path, key: str = "model.path") -> None:
 
 def check_numbers(path: Path, config: dict[str, Any]) -> None:
     """Raise UnsupportedModel for numbers that no model has, and for kernels that would be downloaded."""
-    for key, value in _leaves(config):
+    for number, (key, value) in enumerate(_leaves(config)):
+        if number == _MAX_VALUES:
+            raise UnsupportedModel(f"{path}: more than {_MAX_VALUES} values; restore it")
         if isinstance(value, int | float) and not abs(value) <= _MAX_NUMBER:  # nor NaN
             raise UnsupportedModel(f"{path}: {key} = {value}: expected at most {_MAX_NUMBER}; restore it")
         if _LAYERS.search(key) and isinstance(value, int) and not 0 <= value <= _MAX_LAYERS:
@@ -92,7 +95,7 @@ def read_header(path: Path) -> tuple[dict[str, dict[str, Any]], int]:
     The shapes are whole numbers, and the offsets are of bytes that the file has.
     """
     try:
-        with path.open("rb") as file:
+        with open_regular(path, follow=True) as file:
             size, actual = int.from_bytes(file.read(8), "little"), os.fstat(file.fileno()).st_size
             data = file.read(size) if size <= min(_MAX_HEADER_BYTES, actual) else b""
     except OSError as err:  # safetensors writes files of mode 0600; a container has another user
@@ -122,7 +125,7 @@ def read_object(path: Path, limit: int = MAX_JSON_BYTES, *, optional: bool = Fal
     try:
         if (size := path.stat().st_size) > limit:
             raise UnsupportedModel(f"{path}: {size} bytes, the limit is {limit}; restore the file")
-        content = json_value(path.read_bytes())
+        content = json_value(read_regular(path, limit, follow=True))
     except OSError as err:
         raise UnsupportedModel(f"{path}: not readable ({err.strerror}); restore the file") from None
     except ValueError as err:

@@ -15,7 +15,7 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from penstock.protocol.errors import UnsupportedModel
-from penstock.protocol.files import json_value
+from penstock.protocol.files import json_value, read_regular
 
 _MAX_BYTES = 256 * 1024**2  # the largest published ones have about 35 MB
 _MAX_GROWTH = 64
@@ -34,11 +34,18 @@ def load_tokenizer(path: Path) -> Tokenizer:
     check_tokenizer(path)
     try:
         tokenizer = Tokenizer.from_file(str(path))
-    except Exception as err:  # noqa: BLE001 - the Rust library raises plain Exception
+    except BaseException as err:
+        if not is_of_library(err):
+            raise
         raise UnsupportedModel(f"{path}: not a tokenizer ({err}); save it again with transformers") from None
     tokenizer.no_truncation()
     tokenizer.no_padding()
     return tokenizer
+
+
+def is_of_library(err: BaseException) -> bool:
+    """Return True for an error or panic of the Rust library; the latter's class is no Exception and not importable."""
+    return type(err) is Exception or type(err).__name__ == "PanicException"
 
 
 def check_tokenizer(path: Path) -> None:
@@ -46,7 +53,7 @@ def check_tokenizer(path: Path) -> None:
     try:
         if (size := path.stat().st_size) > _MAX_BYTES:
             raise UnsupportedModel(f"{path}: {size} bytes, the limit is {_MAX_BYTES}")
-        described = json_value(path.read_bytes(), object_pairs_hook=_without_repetition)
+        described = json_value(read_regular(path, _MAX_BYTES, follow=True), object_pairs_hook=_without_repetition)
         _check(described)
     except OSError as err:
         raise UnsupportedModel(f"{path}: not readable ({err.strerror}); check the path") from None

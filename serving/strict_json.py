@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import json
 import math
-import re
 from collections import Counter
 from typing import Any, NoReturn
 
+from penstock.protocol.files import refuse_halves
+
 MAX_DEPTH = 64  # of what a server of somebody else sends
 _MAX_KEY = 40  # characters of a key that an error shows
-_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 
 
 class AmbiguousJson(ValueError):
@@ -27,8 +27,7 @@ def loads(body: bytes, max_depth: int | None = None, *, is_finite: bool = False)
         text = body.decode("utf-8")
         number = _finite if is_finite else float
         value = json.loads(text, object_pairs_hook=_object, parse_constant=_no_constant, parse_float=number)
-        if _SURROGATE.search(text):
-            json.dumps(value, ensure_ascii=False).encode()
+        refuse_halves(text, value)
     except AmbiguousJson:
         raise
     except UnicodeEncodeError:

@@ -6,19 +6,18 @@ folder (``watched.json``) while it watches, and continues with them when the run
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import structlog
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict
 
 from penstock.console.report.event_fields import StepFields
 from penstock.console.report.learning import Evaluation, HeldOut
 from penstock.console.report.run_summary import Diagnosis
 from penstock.protocol.facts import Heartbeat
-from penstock.protocol.files import atomic_write, read_regular
+from penstock.protocol.files import atomic_write, json_value, read_document, read_regular
 from penstock.protocol.record.run_folder import PLACEMENT
 
 _SERVICE_NAMES = {"reward": "reward service", "rollout": "rollout worker"}
@@ -201,17 +200,17 @@ class WatchedTotals(_Frozen):
 def load_placement(folder: Path) -> str:
     """Return which GPUs engines and trainer of the newest session here have; "" where none were given out."""
     try:
-        return str(json.loads(read_regular(folder / PLACEMENT))["says"][0]).partition(": ")[0]
+        return str(json_value(read_regular(folder / PLACEMENT))["says"][0]).partition(": ")[0]
     except (OSError, ValueError, LookupError, TypeError):
         return ""
 
 
 def load_totals(folder: Path) -> WatchedTotals | None:
     try:
-        return WatchedTotals.model_validate_json(read_regular(folder / TOTALS_FILE))
+        return WatchedTotals.model_validate_json(read_document(folder / TOTALS_FILE))
     except FileNotFoundError:
         return None
-    except (OSError, ValidationError) as err:
+    except (OSError, ValueError) as err:
         reason = str(err).split("\n", 1)[0]
         log.warning(
             "totals of earlier sessions cannot be read, and are not in the sums", file=TOTALS_FILE, reason=reason

@@ -8,7 +8,6 @@ stops them when it ends.
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime
@@ -21,7 +20,7 @@ from penstock.protocol import command_line, logs, streams
 from penstock.protocol.config.connection import S3Settings
 from penstock.protocol.config.run_file import Loaded
 from penstock.protocol.errors import BlobCorrupt, BlobMissing, BusRefused, ConfigError
-from penstock.protocol.files import read_regular
+from penstock.protocol.files import json_value, read_regular
 from penstock.protocol.groups import BlobRef
 from penstock.protocol.record import run_folder
 from penstock.protocol.transport.blobs import Blobs, BlobStat
@@ -79,7 +78,7 @@ def replay(run: NamedRun, typed: Sequence[str], *, batch: str | None = None) -> 
 
         path = stopped_batch.find_batch(run.folder, batch) / stopped_batch.SETTINGS
     try:
-        ranks = int(json.loads(read_regular(path))["settings"]["trainer"]["num_ranks"]) if path.is_file() else 1
+        ranks = int(json_value(read_regular(path))["settings"]["trainer"]["num_ranks"]) if path.is_file() else 1
     except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError) as err:
         raise ConfigError(f"{path} has no trainer.num_ranks ({type(err).__name__}: {err})") from None
     if not 0 < ranks <= _MOST_RANKS:

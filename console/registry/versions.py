@@ -22,7 +22,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field
 
 from penstock.console import evaluation_results
 from penstock.console.connections import NamedRun
@@ -34,7 +34,7 @@ from penstock.console.terminal import print_table
 from penstock.console.tools import weights
 from penstock.console.tools.weights import export, stored_versions
 from penstock.protocol.errors import ConfigError
-from penstock.protocol.files import atomic_write, read_regular
+from penstock.protocol.files import atomic_write, read_document
 
 FILE = "tags.json"
 MODELS = "models"
@@ -150,10 +150,10 @@ class _Tags(BaseModel):
 def read_tags(run_folder: Path) -> dict[str, Tag]:
     path = run_folder / FILE
     try:
-        return _Tags.model_validate_json(read_regular(path)).tags
+        return _Tags.model_validate_json(read_document(path)).tags
     except FileNotFoundError:
         return {}
-    except (OSError, ValidationError) as err:
+    except (OSError, ValueError) as err:
         raise ConfigError(
             f"{path} cannot be read ({str(err).splitlines()[0]}); restore it, or remove it to lose its tags"
         ) from None

@@ -7,7 +7,6 @@
 from __future__ import annotations
 
 import contextlib
-import io
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -16,7 +15,7 @@ from typing import Any
 
 from penstock.console.report.event_fields import number, read_object
 from penstock.console.report.learning import Evaluation, HeldOut, held_out, recent_reward
-from penstock.protocol.files import json_value, read_regular
+from penstock.protocol.files import json_value, regular_lines
 
 LOG = "log"  # a script of one's own: the figures that `penstock.DualLogger` sends to the console
 GIVEN_ANSWERS = ("sft", "dpo", "rm")
@@ -99,19 +98,19 @@ def steps_of(rows: Iterable[Mapping[str, Any]]) -> dict[int, Mapping[str, Any]]:
 def rows(folder: Path) -> Iterator[dict[str, Any]]:
     """Yield the rows of a run's metrics.jsonl; what cannot be read is skipped, as is a last line that is cut."""
     with contextlib.suppress(OSError):
-        lines = io.BytesIO(read_regular(folder / "metrics.jsonl"))
+        lines = regular_lines(folder / "metrics.jsonl")
         yield from (row for line in lines if (row := _row(line)) is not None)
 
 
 def num_unreadable(folder: Path) -> int:
     """Return how many lines of a run's metrics.jsonl are no rows; one that is still being written does not count."""
+    lines = regular_lines(folder / "metrics.jsonl")
     try:
-        lines = io.BytesIO(read_regular(folder / "metrics.jsonl"))
+        return sum(1 for line in lines if line.endswith(b"\n") and not line.isspace() and _row(line) is None)
     except FileNotFoundError:
         return 0
     except OSError:
         return 1
-    return sum(1 for line in lines if line.endswith(b"\n") and not line.isspace() and _row(line) is None)
 
 
 def _row(line: bytes) -> dict[str, Any] | None:

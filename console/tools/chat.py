@@ -21,7 +21,7 @@ from penstock.console.connections import NamedRun
 from penstock.console.report.event_fields import read_object, setting
 from penstock.console.tools.runs import unknown_run
 from penstock.protocol.errors import ConfigError, PenstockError
-from penstock.protocol.files import json_value
+from penstock.protocol.files import json_value, read_regular
 from penstock.protocol.model_folder import refuse_adapter
 from penstock.protocol.process_end import error_text, printable
 
@@ -142,7 +142,7 @@ def has_chat_template(model: Path) -> bool:
     if (model / "chat_template.jinja").is_file():
         return True
     try:
-        return bool(json_value((model / "tokenizer_config.json").read_bytes()).get("chat_template"))
+        return bool(json_value(read_regular(model / "tokenizer_config.json", follow=True)).get("chat_template"))
     except (OSError, ValueError, AttributeError):
         return False
 
@@ -227,7 +227,7 @@ def find_model(folder: Path, model: str | None) -> Path:
 def answer_length(model: Path) -> int:
     """Return the default maximum length of an answer: half of the model's context, at most 512 tokens."""
     try:
-        context = int(json_value((model / "config.json").read_bytes())["max_position_embeddings"])
+        context = int(json_value(read_regular(model / "config.json", follow=True))["max_position_embeddings"])
     except (OSError, ValueError, KeyError, TypeError, OverflowError):
         return _ANSWER_TOKENS
     return max(1, min(_ANSWER_TOKENS, context // 2))

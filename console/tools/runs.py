@@ -47,6 +47,7 @@ _MARKS = (
 )  # a folder with any of these is a run's
 
 
+_MOST_BYTES = 1024**2  # of a report
 _TYPED = re.compile(r"(\d+(?:p\d+)?(?:e-?\d+)?)(?:-|$)")  # a number in a run's name
 
 
@@ -117,7 +118,7 @@ def print_one(run: NamedRun) -> int:
             sep="\n",
         )
     try:
-        text = printable(read_regular(folder / "report.md").decode("utf-8", "replace"))
+        text = printable(read_regular(folder / "report.md", _MOST_BYTES).decode("utf-8", "replace"))
     except FileNotFoundError:
         line = describe(folder)
         print(f"run {run} has no report yet: {line.state}, step {line.step if line.step is not None else '–'}")

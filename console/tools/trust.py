@@ -25,7 +25,7 @@ _SECRET_VARIABLES = {
     *(ENVIRONMENT_PREFIX + key.replace(".", "__").upper() for key in _SECRETS),
     *("AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN"),
 }
-_MOST_BYTES = 4 * 1024**2
+_MOST_BYTES = 1024**2
 _USES = {  # file of a run's folder: what it is used for
     "job.json": "the console of this user starts, resumes and stops it so",
     RUN_FILE: "it is started with these settings, which may name code",

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import structlog
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field
 
 from penstock.console.connections import NamedRun
 from penstock.console.record.lineage import Member, open_record, packs_of, read_texts, version_lineage
@@ -33,7 +33,7 @@ from penstock.console.tracking.interface import EVENT, Destination, Row, Tracker
 from penstock.console.tracking.sources import Events
 from penstock.protocol.errors import ConfigError, PenstockError
 from penstock.protocol.facts import RunEvent
-from penstock.protocol.files import atomic_write, read_regular
+from penstock.protocol.files import atomic_write, read_document, read_regular
 from penstock.protocol.secret_values import hide
 
 _GROUPS = {"step": "train", "eval": "eval"}  # kind of event -> prefix of its names
@@ -152,10 +152,10 @@ class PositionFile:
 
     def _read(self) -> Position:
         try:
-            return Position.model_validate_json(read_regular(self._path))
+            return Position.model_validate_json(read_document(self._path))
         except FileNotFoundError:
             return Position(key=secrets.token_hex(8))
-        except (OSError, ValidationError) as err:
+        except (OSError, ValueError) as err:
             reason = err.strerror if isinstance(err, OSError) else "it was not written by penstock"
             raise ConfigError(
                 f"{self._path} cannot be read ({reason}); remove it to write the whole run to a new run of the tracker"

@@ -249,9 +249,11 @@ def _refused(settings: Mapping[str, Any]) -> str:
 
 def _text(file: Path) -> str:
     try:
-        if file.is_file() and file.stat().st_size > MAX_FILE_BYTES:
-            raise ConfigError(f"{file}: {file.stat().st_size} bytes, the limit is {MAX_FILE_BYTES}")
-        return file.read_text(encoding="utf-8")
+        with file.open("rb") as opened:  # a pipe too, as of a shell's <(…)
+            data = opened.read(MAX_FILE_BYTES + 1)
+        if len(data) > MAX_FILE_BYTES:
+            raise ConfigError(f"{file}: more than {MAX_FILE_BYTES} bytes, the limit; shorten it")
+        return data.decode().replace("\r\n", "\n").replace("\r", "\n")
     except OSError as err:
         raise ConfigError(f"{file}: not readable ({err.strerror})") from None
     except UnicodeDecodeError as err:

@@ -157,6 +157,7 @@ def prepare(name: str, rest: Sequence[str], options: EvalOptions, cleaned: conte
     evaluated = target.find(name, rest, os.environ)
     reward = options.reward or (options.serve[0].stem if len(options.serve) == 1 else None)
     home = evaluated.home.absolute()
+    run_folder.refuse_links(home / evaluation_results.FOLDER)
     scratch = home / evaluation_results.FOLDER / f".starting-{os.getpid()}"
     scratch.mkdir(parents=True, exist_ok=True)
     cleaned.callback(shutil.rmtree, scratch, ignore_errors=True)
@@ -195,7 +196,6 @@ def prepare(name: str, rest: Sequence[str], options: EvalOptions, cleaned: conte
     sampling = _sampling(options, settings, tokenizer)
     evaluation_id = _evaluation_id(evaluated, data, sampling, options.samples, len(planned), settings)
     folder = home / evaluation_results.FOLDER / evaluation_id
-    run_folder.refuse_links(folder.parent)
     folder.mkdir(parents=True, exist_ok=True)
     cleaned.enter_context(alone(folder))
     kept = folder / "settings.toml"  # the services read it

@@ -25,7 +25,7 @@ from penstock.protocol import blob_keys, seals
 from penstock.protocol.config.run_file import refuse_masks, toml_text
 from penstock.protocol.errors import ConfigError
 from penstock.protocol.facts import Head
-from penstock.protocol.files import read_regular
+from penstock.protocol.files import json_value, read_regular
 from penstock.protocol.groups import BlobRef
 from penstock.protocol.model_folder import refuse_adapter
 from penstock.protocol.subjects import check_run_id
@@ -150,7 +150,7 @@ def _final_model(run: str, home: Path) -> Target:
             f"or one of `penstock weights {run}`"
         )
     try:
-        version = int(json.loads(read_regular(home / "trainer.json"))["version"])
+        version = int(json_value(read_regular(home / "trainer.json"))["version"])
     except (OSError, ValueError, KeyError, TypeError):
         version = None
     return Target(run, home, _identity(folder), folder, run, version, recorded=_config(home))

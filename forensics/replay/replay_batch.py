@@ -25,6 +25,7 @@ from penstock.forensics.replay.replay_run import Wanted, learner_of, with_model
 from penstock.protocol import blob_keys
 from penstock.protocol.config.connection import RunSettings
 from penstock.protocol.errors import BlobMissing, ConfigError, MalformedFact, PackError, SignatureRefused, WireError
+from penstock.protocol.files import MOST_BYTES, read_regular
 from penstock.protocol.groups import BlobRef
 from penstock.protocol.record.checkpoint_state import CheckpointState, committed
 from penstock.protocol.record.stopped_batch import GROUPS, SETTINGS, StoppedBatch, read_batch
@@ -58,7 +59,7 @@ class StoppedPacks:
         self._folder = folder
 
     def get(self, ref: BlobRef) -> bytes:
-        return (self._folder / ref.key).read_bytes()
+        return read_regular(self._folder / ref.key, MOST_BYTES)
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +124,7 @@ class BatchReplay:
         self._run_folder, self._folder, self._ranks, self._wanted = run.folder, folder, ranks, wanted
         try:
             self._batch, groups = read_batch(folder)
-            self._document = (folder / SETTINGS).read_bytes()
+            self._document = read_regular(folder / SETTINGS)
         except FileNotFoundError as err:
             raise ConfigError(
                 f"{err.filename}: missing; a batch that an earlier release saved has no settings"

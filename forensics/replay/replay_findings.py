@@ -5,7 +5,6 @@ Imports no torch.
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -18,7 +17,7 @@ import numpy as np
 from penstock.protocol import blob_keys
 from penstock.protocol.config.run_file import config_document, load
 from penstock.protocol.errors import BlobMissing, SignatureRefused, WireError
-from penstock.protocol.files import read_regular
+from penstock.protocol.files import json_value, read_regular, regular_lines
 from penstock.protocol.record.lineage import RecordedStep
 from penstock.protocol.transport.blobs import Blobs
 from penstock.protocol.versions import PolicyVersion
@@ -221,7 +220,7 @@ def config_findings(path: Path, recorded: Flat) -> list[str]:
     if not path.is_file():
         return []
     try:
-        here = flat(json.loads(read_regular(path))["settings"])
+        here = flat(json_value(read_regular(path))["settings"])
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as err:
         return [f"{path} does not hold the settings of a run ({type(err).__name__}: {err})"]
     return [f"{path}: {line}" for line in differences(recorded, here, ignoring={"run.dir"})]
@@ -323,7 +322,7 @@ def figure_differences(metrics: Path, step: int | None, replayed: Mapping[str, A
     A file that cannot be read gives none: these lines only explain a difference, and `penstock audit` reports the damage.
     """
     try:
-        rows = [json.loads(line) for line in metrics.read_text().splitlines()]
+        rows = [json_value(line) for line in regular_lines(metrics)]
     except (OSError, ValueError, RecursionError):
         return ()
     steps = [row for row in rows if isinstance(row, dict) and row.get("kind") == "step"]

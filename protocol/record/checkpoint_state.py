@@ -13,7 +13,7 @@ from typing import Any, Literal
 from pydantic import Field, ValidationError
 
 from penstock.protocol.errors import MalformedFact
-from penstock.protocol.files import read_regular
+from penstock.protocol.files import JsonTooLarge, read_document
 from penstock.protocol.groups import BlobRef, Count, Identifier, Sha256, Wire, first_problem
 from penstock.protocol.record.lineage import AccountState
 
@@ -58,9 +58,10 @@ def folder_name(step: int) -> str:
 
 
 def read_state(folder: Path) -> CheckpointState:
-    data = read_regular(folder / STATE_FILE)
     try:
-        return CheckpointState.model_validate_json(data)
+        return CheckpointState.model_validate_json(read_document(folder / STATE_FILE))
+    except JsonTooLarge as err:
+        raise MalformedFact(f"{folder / STATE_FILE}: {err}; restore it") from None
     except ValidationError as err:
         raise MalformedFact(f"{folder / STATE_FILE}: {first_problem(err)}") from None
 

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 from pydantic import Field, ValidationError
 
 from penstock.protocol.errors import ConfigError, MalformedFact
-from penstock.protocol.files import read_regular
+from penstock.protocol.files import MOST_BYTES, JsonTooLarge, read_document, read_regular
 from penstock.protocol.groups import Count, Identifier, ScoredGroup, Wire, first_problem
 from penstock.protocol.packs import group_pack
 from penstock.protocol.trajectory import Group
@@ -50,11 +50,15 @@ def find_batch(run_folder: Path, step_or_folder: str) -> Path:
 
 def read_batch(folder: Path) -> tuple[StoppedBatch, list[Group]]:
     try:
-        batch = StoppedBatch.model_validate_json(read_regular(folder / BATCH))
+        batch = StoppedBatch.model_validate_json(read_document(folder / BATCH))
     except ValidationError as err:
         raise MalformedFact(f"{folder / BATCH}: {first_problem(err)}; restore the file") from None
+    except JsonTooLarge as err:
+        raise MalformedFact(f"{folder / BATCH}: {err}; restore the file") from None
     described = [scored.generated for scored in batch.groups]
     groups = group_pack.decode(
-        read_regular(folder / GROUPS), [description.row_group for description in described], described=described
+        read_regular(folder / GROUPS, MOST_BYTES),
+        [description.row_group for description in described],
+        described=described,
     )
     return batch, groups

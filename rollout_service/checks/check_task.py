@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from penstock.protocol.files import json_value
+from penstock.protocol.files import json_value, read_regular
 from penstock.protocol.groups import SINGLE_TURN, Sampling, Split, Task
 from penstock.protocol.token_annotations import Routers, routers_of
 from penstock.rollout_service.errors import TaskRefused, WeightsUnusable
@@ -39,7 +39,7 @@ class ModelLimits:
     def of(cls, folder: Path) -> ModelLimits:
         path = folder / "config.json"
         try:
-            whole = json_value(path.read_bytes())
+            whole = json_value(read_regular(path, follow=True))
             config = whole.get("text_config", whole)  # multimodal models keep the text part here
             return cls(
                 config.get("vocab_size"),

@@ -83,7 +83,7 @@ def of_engine(folder: Path) -> None:
 
 Reader = Callable[[Path], object]
 of_adapter: Reader = lambda folder: low_rank.read_adapter(folder / "adapter", model_config.read_model_config(folder), max_rank=64)
-rendered: Reader = lambda path: ChatTemplate(path.read_text()).render([{"role": "user", "content": "hello"}], add_generation_prompt=True)
+rendered: Reader = lambda path: ChatTemplate(path.read_text(errors="replace")).render([{"role": "user", "content": "hello"}], add_generation_prompt=True)
 MODEL: tuple[Reader, ...] = (model_folder.check_folder, model_folder_check.check_folder, of_engine, partial(read_shape, key="model.path"), read_processor,
                              partial(model_folder_check.check_routers, router_replay=True), tokenize)
 RUN: tuple[Reader, ...] = (lambda folder: list(curves.rows_of(folder)), curves.read, curves.read_training, curves.num_unreadable, report.stored_summary,

@@ -14,11 +14,11 @@ import math
 import mmap
 from abc import ABC, abstractmethod
 from array import array
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -170,7 +170,7 @@ class _CsvRows(RowFile):
         self._rows: list[list[str]] = []
         csv.field_size_limit(1 << 30)  # prompts may be longer than the module's 128 KiB
         with path.open(newline="", encoding="utf-8-sig") as file:
-            reader = csv.reader(file, delimiter=delimiter, strict=True)
+            reader = csv.reader(_csv_lines(file), delimiter=delimiter, strict=True)
             try:
                 self._columns = next(reader, [])
                 _check_columns(path, self._columns)
@@ -192,6 +192,13 @@ class _CsvRows(RowFile):
                 f"expected {len(self._columns)} cells as in the header ({', '.join(self._columns)}), got {len(cells)}"
             )
         return {name: cell for name, cell in zip(self._columns, cells, strict=True) if cell != ""}
+
+
+def _csv_lines(file: TextIO) -> Iterator[str]:
+    while line := file.readline(MAX_ROW_BYTES):
+        if len(line) == MAX_ROW_BYTES:
+            raise csv.Error(f"a line of {MAX_ROW_BYTES} characters or more")
+        yield line
 
 
 class _TableRows(RowFile):

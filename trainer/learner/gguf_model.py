@@ -66,7 +66,10 @@ def is_gguf(path: Path) -> bool:
 
 def read_header(path: Path) -> GgufHeader:
     try:
-        with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+        with (
+            files.open_regular(path, follow=True) as file,
+            mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data,
+        ):
             return _read(_Reader(data), len(data))
     except (OSError, ValueError, struct.error) as err:  # ValueError: an empty file, or text that is not UTF-8
         raise UnsupportedModel(f"model.path = {path}: not a readable GGUF file ({err}); restore the file") from None

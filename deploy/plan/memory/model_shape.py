@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from penstock.protocol.files import json_value
+from penstock.protocol.files import json_value, read_regular
 from penstock.protocol.token_annotations import routers_of
 from penstock.trainer.errors import NotEstimated
 
@@ -213,9 +213,9 @@ def read_shape(folder: Path, key: str) -> ModelShape:
     """
     file = folder / "config.json"
     try:
-        if file.stat().st_size > _MAX_BYTES:
+        if len(data := read_regular(file, _MAX_BYTES + 1, follow=True)) > _MAX_BYTES:
             raise NotEstimated(f"{file} has more than {_MAX_BYTES} bytes; restore the file of the model")
-        config = json_value(file.read_bytes())
+        config = json_value(data)
     except OSError as err:
         raise NotEstimated(
             f"{key} = {folder}: no config.json could be read ({err.strerror}); set it to the folder of a downloaded model"

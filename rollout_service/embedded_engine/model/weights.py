@@ -19,6 +19,7 @@ from safetensors import SafetensorError, safe_open
 from torch.nn import functional
 
 from penstock.protocol.errors import UnsupportedModel
+from penstock.protocol.files import open_regular
 from penstock.protocol.model_folder import INDEX, weight_files
 from penstock.protocol.weights.layout import tensor_digest, weights_digest
 from penstock.rollout_service.embedded_engine.errors import CheckpointRefused
@@ -122,7 +123,7 @@ def _files_of(folder: Path) -> list[Path]:
 
 def read_safetensors(path: Path) -> dict[str, torch.Tensor]:
     try:
-        with safe_open(path, framework="pt") as file:
+        with open_regular(path, follow=True), safe_open(path, framework="pt") as file:
             # clone: the file may be overwritten later, and a mapped page would change with it
             return {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118  (not a mapping)
     except (SafetensorError, OSError, ValueError) as error:

@@ -3,25 +3,30 @@
 from __future__ import annotations
 
 import os
+import resource
 from pathlib import Path
 
 import pytest
 from tests.deadline import ends_within
 
-from penstock.console import connections
+from penstock.console import connections, evaluation_results
 from penstock.console.connections import NamedRun
 from penstock.console.live import run_snapshot
 from penstock.console.record import stored_run
+from penstock.console.registry import versions
 from penstock.console.report import curves
+from penstock.console.report.event_fields import read_object
 from penstock.console.report.report import stored_summary
 from penstock.console.tools.runs import list_folder, print_one
 from penstock.deploy import stored
 from penstock.forensics.audit.record_checks import from_metrics
 from penstock.forensics.replay.replay_findings import config_findings
 from penstock.protocol import seals
-from penstock.protocol.errors import ConfigError, UntrustedFolder
+from penstock.protocol.errors import ConfigError, MalformedFact, UntrustedFolder
 from penstock.protocol.files import links_below, read_regular
+from penstock.protocol.record import stopped_batch
 from penstock.protocol.record.checkpoint_state import CheckpointState, read_state
+from penstock.protocol.record.run_folder import PLACEMENT
 
 RUN = "foreign"
 FILES = ("config.json", "report.json", "report.md", "metrics.jsonl", "state.json", "watched.json", "environment")
@@ -68,6 +73,48 @@ def test_what_stands_in_place_of_a_file_is_neither_followed_nor_waited_for(folde
         connections.store_environment(folder)
     with pytest.raises(ConfigError, match=r"report\.md cannot be read"):
         print_one(NamedRun(RUN, [f"run.dir={folder.parent}"], {}))
+
+
+NESTED, HALF = b"[" * 200_000, b'{"settings": {"a": "\\ud800"}}'
+
+
+@pytest.mark.parametrize("data", [b"", NESTED, b"[[]," * 4_000_000, b'{"a":0},' * 2_000_000, HALF], ids=range(5))
+def test_a_document_takes_bounded_memory_and_time(tmp_path: Path, data: bytes) -> None:
+    """Of a folder that was sent: b"" stands for a file of 1 TB that takes no room on a disk."""
+    for name in {
+        *FILES,
+        PLACEMENT,
+        evaluation_results.RESULT,
+        evaluation_results.GROUPS,
+        stopped_batch.BATCH,
+        versions.FILE,
+    }:
+        (tmp_path / name).write_bytes(data)
+        os.truncate(tmp_path / name, len(data) or 1 << 40)
+    limits = resource.getrlimit(resource.RLIMIT_DATA)
+    resource.setrlimit(resource.RLIMIT_DATA, (used_bytes() + 1024**3, limits[1]))
+    try:
+        with ends_within(60):
+            for path in (tmp_path / stopped_batch.BATCH, tmp_path / "state.json"):
+                with pytest.raises(MalformedFact, match="." if data in (NESTED, HALF) else "bytes of memory"):
+                    (read_state if path.name == "state.json" else stopped_batch.read_batch)(tmp_path)
+            assert list(curves.rows(tmp_path)) == []
+            assert curves.num_unreadable(tmp_path) == 0
+            assert stored_summary(tmp_path) is None
+            assert run_snapshot.load_totals(tmp_path) is None
+            assert run_snapshot.load_placement(tmp_path) == ""
+            assert read_object(tmp_path / "config.json") is None
+            assert evaluation_results.read_result(tmp_path) is None
+            assert evaluation_results.read_outcomes(tmp_path) == {}
+            with pytest.raises(ConfigError):
+                versions.read_tags(tmp_path)
+    finally:
+        resource.setrlimit(resource.RLIMIT_DATA, limits)
+
+
+def used_bytes() -> int:
+    fields = Path("/proc/self/statm").read_text().split()
+    return int(fields[5]) * resource.getpagesize()  # data and stack
 
 
 @pytest.mark.parametrize("ranks", [10**6, 257, 0, -1])

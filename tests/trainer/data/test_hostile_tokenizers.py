@@ -159,13 +159,14 @@ REPLACE: dict[str, Any] = {"type": "Replace", "pattern": {"String": "h"}, "conte
 HOSTILE: dict[str, tuple[Callable[[Path], object], str]] = {
     "list as token": (edited("tokenizer_config.json", eos_token=["a"]), "eos_token: expected a text"),
     "no content": (edited("tokenizer_config.json", eos_token={"x": 1}), "eos_token: expected a text"),
-    "lone surrogate": (edited("tokenizer_config.json", eos_token="\ud800"), "eos_token: expected a text"),
+    "lone surrogate": (edited("tokenizer_config.json", eos_token="\ud800"), "surrogates not allowed"),
     "end as text": (edited("generation_config.json", eos_token_id="2"), "expected a token id"),
     "negative end": (edited("generation_config.json", eos_token_id=-1), "expected a token id"),
     "huge end": (edited("generation_config.json", eos_token_id=10**30), "expected a token id"),
     "end of none": (edited("generation_config.json", eos_token_id=[1, None]), "expected a token id"),
     "list as configuration": (written("generation_config.json", b"[1]"), "expected a JSON object, got list"),
     "nested": (written("tokenizer_config.json", b"[" * 100_000), "tokenizer_config.json: not JSON"),
+    "panic": (edited("tokenizer.json", normalizer=charsmap(0) | {"precompiled_charsmap": "AAAA"}), "not a tokenizer"),
     "no model": (written("tokenizer.json", b"{}"), "not a tokenizer"),
     "no UTF-8": (written("tokenizer_config.json", b'{"a": "\xff"}'), "not JSON"),
     "template is no UTF-8": (written("chat_template.jinja", b"\xff\xfe"), "not UTF-8 text"),
@@ -230,3 +231,6 @@ def test_a_pattern_that_backtracks_without_end_is_an_error(model: Path, tmp_path
     tokenizer = ChatTokenizer.read(folder)
     with pytest.raises(MalformedData, match="tokenizer fails"):
         tokenizer.encode("a" * 40 + "!")
+    edited("tokenizer.json", model={"type": "WordLevel", "vocab": {"a": 0}, "unk_token": "b"})(folder)
+    with pytest.raises(MalformedData, match="tokenizer fails"):
+        ChatTokenizer.read(folder).encode("c")

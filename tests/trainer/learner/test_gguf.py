@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import hashlib
 import importlib.util
+import os
 import struct
 from pathlib import Path
 
@@ -13,6 +14,7 @@ import numpy as np
 import pytest
 from safetensors.torch import load_file
 from tests import gguf_file
+from tests.deadline import ends_within
 from tests.gguf_file import write_gguf
 
 from penstock.protocol.chat_tokenizer import ChatTokenizer
@@ -147,6 +149,12 @@ def test_a_malformed_header_is_refused(tmp_path: Path, data: bytes, reason: str)
     assert is_gguf(path)
     with pytest.raises(UnsupportedModel, match=reason):
         read_header(path)
+
+
+def test_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "a.gguf")
+    with pytest.raises(UnsupportedModel, match="not a regular file"), ends_within(20):
+        read_header(tmp_path / "a.gguf")
 
 
 def test_a_file_that_is_cut_off_anywhere_is_refused(tmp_path: Path, written: bytes) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import pickle  # noqa: TID251 - what must not be read
 import shutil
 import struct
@@ -14,8 +15,10 @@ from typing import Any
 import pytest
 from tests.deadline import ends_within
 
+from penstock.protocol.model_folder import read_header, read_object
+from penstock.protocol.tokenizer_file import check_tokenizer
 from penstock.rollout_service.embedded_engine.errors import CheckpointRefused
-from penstock.rollout_service.embedded_engine.model.weights import _files_of
+from penstock.rollout_service.embedded_engine.model.weights import _files_of, read_safetensors
 from penstock.trainer.errors import UnsupportedModel
 from penstock.trainer.learner.load_model import load_language_model
 from penstock.trainer.parallel_dims import ParallelDims
@@ -142,6 +145,8 @@ def _not_a_number(folder: Path) -> None:
         pytest.param(content("config.json", b"[]"), "expected a JSON object", id="a list as configuration"),
         pytest.param(content("config.json", b"[" * 100_000), "not JSON", id="a nested configuration"),
         pytest.param(content("config.json", b"\0" * 10), "not JSON", id="NUL"),
+        pytest.param(config(x=[0] * 300_000), "more than 200000 values", id="a list of numbers"),
+        pytest.param(config(x="\ud800"), "surrogates not allowed", id="half of a surrogate pair"),
         pytest.param(_cut, r"[\d,]+ bytes, its header says [\d,]+: it is cut off", id="truncated"),
         pytest.param(content("model.safetensors", b""), "not a safetensors file", id="empty"),
         pytest.param(header(length=2**62), "not a safetensors file", id="a huge header"),
@@ -172,7 +177,14 @@ def test_a_hostile_model_folder_is_refused(model: Path, change: Change, expected
 
 
 def test_the_embedded_engine_reads_no_file_outside_of_its_folder(model: Path) -> None:
-    """Names of an index that leave the folder, or are no names, are refused there too."""
+    """Names of an index that leave the folder, or are no names, are refused there too; a pipe is not waited for."""
+    places: tuple[Change, ...] = (os.mkfifo, lambda path: path.symlink_to("/dev/zero"))
+    for make in places:
+        make(other := model.parent / "other")
+        for read in (read_header, read_safetensors, read_object, check_tokenizer):
+            with pytest.raises((UnsupportedModel, CheckpointRefused), match="not a regular file"), ends_within(20):
+                read(other)
+        other.unlink()
     (model / "model.safetensors").unlink()
     for name in ("../outside.safetensors", "/etc/passwd", 7, ["a"]):
         (model / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": name}}))

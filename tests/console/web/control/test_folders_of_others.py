@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shutil
 import socket
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 from tests.console.web.control.api import Api, FakeLauncher
@@ -25,7 +27,7 @@ from penstock.console.tracking import trackers
 from penstock.console.web.jobs import job_file, queue
 from penstock.console.web.launchers import local, run_process
 from penstock.deploy import local_run, scoring
-from penstock.deploy.evaluation import target
+from penstock.deploy.evaluation import prepare, target
 from penstock.forensics import backup
 from penstock.forensics.audit import audit
 from penstock.protocol import seals
@@ -213,6 +215,19 @@ def test_what_a_run_has_beside_it_is_not_written_through_a_link(
     assert not [file for file in home.rglob("*") if file.is_file() and file.read_text() != "mine"]
     trust.trust(run_of(gift), yes=True)
     assert f"{name}: what is written there is written to {home}" in capsys.readouterr().out
+
+
+def test_an_evaluation_of_a_sent_run_writes_through_no_link(gift: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also not the model, which it exports into a folder there before it knows what it evaluates."""
+    home = gift.parent.parent / "home"
+    home.mkdir()
+    (gift / "evaluations").symlink_to(home)
+    monkeypatch.setattr(target, "find", lambda *_: target.Target("gift", gift, ""))
+    monkeypatch.setattr(target, "export", lambda _, to, __: to.mkdir())
+    options = SimpleNamespace(answer=None, samples=1, num_prompts=None, reward=None, serve=(), data="none")
+    with pytest.raises(PenstockError, match="evaluations is a link"), contextlib.ExitStack() as cleaned:
+        prepare.prepare("gift", [], cast(Any, options), cleaned)
+    assert list(home.iterdir()) == []
 
 
 NAMES = ("job.json", "run.toml", "config.json", "store/environment", "trackers/settings.json")
