@@ -25,7 +25,7 @@ from pydantic import Field
 
 from penstock.protocol.config.connection import Section
 from penstock.reward_service.errors import BadGroundTruth
-from penstock.reward_service.rewards.parsing import final_answer
+from penstock.reward_service.rewards.parsing import final_answer, latex
 from penstock.reward_service.rewards.parsing.final_answer import Where
 from penstock.reward_service.rewards.parsing.final_answer import words as split
 from penstock.reward_service.rewards.reward import PureReward, Verdict, truth_text, verdicts_on
@@ -134,7 +134,11 @@ def _answers(
     for text in map(final_answer.spoken, completions):
         where = "auto" if asks_no_tags and "<answer>" not in text else parameters.where
         answer = final_answer.find(text, where)
-        answers.append(None if answer is None else key(answer, keeps_articles=keeps_articles))
+        if answer is not None and "\\" in answer:
+            answer = latex.plain_text(answer)
+        answers.append(
+            None if answer is None else key(re.sub(r"^>\s+(?=\W*[^\W\d])", "", answer), keeps_articles=keeps_articles)
+        )
     return answers
 
 
