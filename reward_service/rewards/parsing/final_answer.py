@@ -16,7 +16,8 @@ Where = Literal["auto", "boxed", "tags", "hashes", "phrase", "last_line", "whole
 
 _OPEN, _CLOSE = "<answer>", "</answer>"
 _PHRASE = re.compile(
-    r"(?:\banswer(?:\s{1,4}is)?\s{0,4}[:：]|\banswer\s{1,4}is\b|答案(?:是|为)?\s{0,4}[:：]?)[ \t*]{0,8}", re.IGNORECASE
+    r"(?:\b(?:answer|option|choice)(?:\s{1,4}is)?\s{0,4}[:：]|\b(?:answer|option|choice)\s{1,4}is(?:[ ,]{1,2}(?:therefore|thus|hence|then|simply|indeed|just|option|choice)\b,?){0,3}(?![A-Za-z])|答案(?:是|为)?\s{0,4}[:：]?)[ \t*]{0,8}",
+    re.IGNORECASE,
 )
 _MARKDOWN = "*_` \t"
 _WORD = re.compile(r"[\u3040-\u30ff\u3400-\u9fff\uf900-\ufaff]|[^\s\u3040-\u30ff\u3400-\u9fff\uf900-\ufaff]+")
