@@ -48,8 +48,7 @@ _WHOLE_POINTS = (  # both orders of each two: a binomial is 0 in one of them
 _WHOLE, _STEPS = (sympy.factorial, sympy.binomial), (sympy.floor, sympy.ceiling)
 _DIGITS = sympy.Rational(1, 10**50)  # what two equal values of 60 digits may differ by
 _LIMIT = re.compile(r"(\\lim\s*_\s*\{[^{}\\]*)\\to(?![A-Za-z])")
-_RESTRICTION = re.compile(r"^([^<>]*([a-z])[^<>]*?),?\s*\(?\2\s?\\neq[^,()]*\)?$")
-_RADIANS = {"", "rad", "radian", "radians"}
+_RESTRICTION = re.compile(r"^(?!.*neq.*neq)([^<>]*([a-z])[^<>]*?),?\s*\(?\2\s?\\neq[^,()]*\)?$")
 _REALS = "(-\\infty,\\infty)"
 _FUNCTION = re.compile(r"[A-Za-z](?:\^\{-1\})?\([A-Za-z]\)")
 
@@ -79,10 +78,11 @@ def read_gold(text: str) -> Gold | None:
 def is_equal(gold: Gold, answer: str) -> bool:
     if not latex.is_shallow(answer, _MAX_DEPTH):
         return False
-    text = quantity.in_one_unit(notation.rewrite(answer))
-    text = text if "\\neq" in gold.text else _RESTRICTION.sub(r"\1", text)  # x + 2, x \neq 2
-    texts = latex.with_letters_of(gold.text, text)
-    return bool(answer) and any(_equal(gold.text, text, gold.relative) for text in texts)
+    wanted, text = gold.text, quantity.in_one_unit(notation.rewrite(answer))
+    if ("\\neq" in wanted) != ("\\neq" in text):  # x + 2, x \neq 2 against x + 2
+        wanted, text = (_RESTRICTION.sub(r"\1", part) for part in (wanted, text))
+    texts = latex.with_letters_of(wanted, text)
+    return bool(answer) and any(_equal(wanted, text, gold.relative) for text in texts)
 
 
 def _leaves(text: str) -> Iterator[str]:
@@ -238,13 +238,6 @@ def _equal_values(gold: str, answer: str, relative: Any) -> bool:
 def _equal_quantities(gold: tuple[str, str], answer: tuple[str, str], relative: Any) -> bool:
     """Compare values with units: converted when both have one, ignored when one has none."""
     (wanted, unit), (value, given) = gold, answer
-    is_angle = [quantity.unit_factor(name, "°") is not None for name in (unit, given)]
-    has_pi = "\\pi" in (value if is_angle[0] else wanted) and (given if is_angle[0] else unit) in _RADIANS
-    if is_angle[0] != is_angle[1] and has_pi:  # 90 degrees are \pi/2
-        wanted, value = (
-            f"({part})^\\circ" if turned else part for part, turned in zip((wanted, value), is_angle, strict=True)
-        )
-        unit = given = ""
     if unit and given:
         factor = quantity.unit_factor(given, unit)
         if factor is None:
