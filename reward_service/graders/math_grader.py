@@ -48,8 +48,9 @@ _WHOLE_POINTS = (  # both orders of each two: a binomial is 0 in one of them
 _WHOLE, _STEPS = (sympy.factorial, sympy.binomial), (sympy.floor, sympy.ceiling)
 _DIGITS = sympy.Rational(1, 10**50)  # what two equal values of 60 digits may differ by
 _LIMIT = re.compile(r"(\\lim\s*_\s*\{[^{}\\]*)\\to(?![A-Za-z])")
+_RESTRICTION = re.compile(r"^(?!.*neq.*neq)([^<>]*([a-z])[^<>]*?),?\s*\(?\2\s?\\neq[^,()]*\)?$")
 _REALS = "(-\\infty,\\infty)"
-_FUNCTION = re.compile(r"[A-Za-z]\([A-Za-z]\)")
+_FUNCTION = re.compile(r"[A-Za-z](?:\^\{-1\})?\([A-Za-z]\)")
 
 
 class Gold(NamedTuple):
@@ -77,8 +78,11 @@ def read_gold(text: str) -> Gold | None:
 def is_equal(gold: Gold, answer: str) -> bool:
     if not latex.is_shallow(answer, _MAX_DEPTH):
         return False
-    text = latex.with_letters_of(gold.text, quantity.in_one_unit(notation.rewrite(answer)))
-    return bool(answer) and _equal(gold.text, text, gold.relative)
+    wanted, text = gold.text, quantity.in_one_unit(notation.rewrite(answer))
+    if ("\\neq" in wanted) != ("\\neq" in text):  # x + 2, x \neq 2 against x + 2
+        wanted, text = (_RESTRICTION.sub(r"\1", part) for part in (wanted, text))
+    texts = latex.with_letters_of(wanted, text)
+    return bool(answer) and any(_equal(wanted, text, gold.relative) for text in texts)
 
 
 def _leaves(text: str) -> Iterator[str]:
@@ -108,16 +112,17 @@ def _values(text: str) -> notation.Collection | None:
     return notation.Collection(values.kind, tuple(items))
 
 
-_CLOCK = re.compile(r"[0-9]{1,2}:[0-5][0-9](?:\\text\{[ap]m\})?")
+_CLOCK = re.compile(r"([0-9]{1,2}):([0-5][0-9])(?:\\text\{([ap])m\})?")
 _SIGNS = re.compile(r"[<>]|\\(?:le|ge|neq)(?![A-Za-z])")
+_FORMULA = re.compile(rf"{_SIGNS.pattern}|\\setminus|\\begin\{{cases\}}")
 
 
 def _equal(gold: str, answer: str, relative: Any) -> bool:
     if not gold or not answer or _are_joined_otherwise(gold, answer):
         return False
     gold, answer = (_REALS if text == "\\mathbb{R}" else text for text in (gold, answer))
-    if gold == answer or (_CLOCK.fullmatch(gold) and _CLOCK.fullmatch(answer)):
-        return gold.startswith(answer) or answer.startswith(gold)  # 3:30 p.m. against 3:30
+    if (known := _equal_texts(gold, answer)) is not None:
+        return known
     wanted, values = _values(gold), _values(answer)
     if wanted is None and values is None:
         return _equal_values(gold, answer, relative)
@@ -131,17 +136,39 @@ def _equal(gold: str, answer: str, relative: Any) -> bool:
             return _equal(gold, value, relative) if values is None else _equal(value, answer, relative)
         if other.kind == "\\{\\}" and len(other.items) == 1:
             return _equal(other.items[0], single, relative) if wanted else _equal(single, other.items[0], relative)
-        is_relation = other.kind not in {"", "\\{\\}"} and (_SIGNS.search(single) or "\\setminus" in single)
-        return bool(is_relation) and _equal_parsed(gold, answer, relative)
-    return _equal_collections(wanted, values, relative) or (
-        "u" in {wanted.kind, values.kind} and _equal_parsed(gold, answer, relative)
-    )
+        return bool(_FORMULA.search(gold + answer)) and _equal_parsed(gold, answer, relative)
+    is_formula = "u" in {wanted.kind, values.kind} or _FORMULA.search(gold + answer)
+    return _equal_collections(wanted, values, relative) or (bool(is_formula) and _equal_parsed(gold, answer, relative))
+
+
+def _equal_texts(gold: str, answer: str) -> bool | None:
+    """Compare residues and clock times; None for other texts that differ."""
+    residues, theirs = notation.residues(gold), notation.residues(answer)
+    if residues and theirs:
+        return residues[1:] == theirs[1:] and (residues.name == theirs.name or "" in {residues.name, theirs.name})
+    if residues and re.fullmatch("[0-9]{1,9}", answer):
+        return residues.name == "" and residues.values == {int(answer)}
+    time, other = _CLOCK.fullmatch(gold), _CLOCK.fullmatch(answer)
+    if gold != answer and time and other:
+        return _are_one_time((time[1], time[2], time[3]), (other[1], other[2], other[3]))
+    return True if gold == answer else None
+
+
+def _are_one_time(*times: tuple[str, str, str | None]) -> bool:
+    """Compare clock times: 3:30 p.m. is 15:30 and 3:30, but 3:30 is not 15:30."""
+    (hour, minute), (other, minutes) = ((int(time[0]), int(time[1])) for time in times)
+    if all(time[2] or int(time[0]) > 12 for time in times):
+        hour, other = (12 * (time[2] == "p") + int(time[0]) % 12 if time[2] else int(time[0]) for time in times)
+    return (hour, minute) == (other, minutes)
 
 
 def _are_joined_otherwise(gold: str, answer: str) -> bool:
-    """Return True for inequalities that hold together in one text and apart in the other: x > 1 and x < 2, x > 1 or x < 2."""
+    """Return True for what holds together in one text and apart in the other: x > 1 and x < 2, x > 1 or x < 2."""
+    words, others = notation.joined(gold), notation.joined(answer)
+    if "or" in words ^ others and notation.are_of_different_names(gold if "or" in words else answer):  # x = 1 or y = 2
+        return True
     are_inequalities = _SIGNS.search(gold) is not None and _SIGNS.search(answer) is not None
-    return are_inequalities and notation.joined(gold) ^ notation.joined(answer) == {"and", "or"}
+    return are_inequalities and words ^ others == {"and", "or"}
 
 
 def _equal_collections(wanted: notation.Collection, values: notation.Collection, relative: Any) -> bool:
@@ -193,12 +220,15 @@ def _equal_values(gold: str, answer: str, relative: Any) -> bool:
     if theirs and "=" not in answer and _SIGNS.search(gold):
         return _equal(gold, value, relative)
     if name and not theirs and "=" not in answer and not _SIGNS.search(answer):
-        stands_alone = "(" in name or ":" in name or re.search("_.*[a-z]", name) is not None or "=" not in gold
+        stands_alone = (
+            "(" in name or "'" in name or ":" in name or re.search("_.*[a-z]", name) is not None or "=" not in gold
+        )
         return (stands_alone or not _letters(wanted)) and _equal(wanted, answer, relative)
     if theirs and not name and "=" not in gold and not _SIGNS.search(gold):
         return _equal(gold, value, relative)
     if "%" in {gold[-1], answer[-1]}:
-        return _equal_percentages(gold, answer, relative)
+        has_unit = any(quantity.split_unit(text)[1] for text in (gold, answer))  # 20 cm is not 20%
+        return not has_unit and _equal_percentages(gold, answer, relative)
     numerals = notation.numeral(gold), notation.numeral(answer)
     if any(numerals) or notation.holds_numeral(gold) or notation.holds_numeral(answer):
         return None not in numerals and numerals[0] == numerals[1]
@@ -253,8 +283,12 @@ def _equal_parsed(gold: str, answer: str, relative: Any) -> bool:
 
 def _equal_meanings(gold: str, answer: str, relative: Any) -> bool:
     wanted, value = _parse(gold), _parse(answer)
+    if "\\begin{cases}" in gold + answer:
+        return _equal_piecewise(_piecewise(gold), _piecewise(answer))
     if wanted is None or value is None:
-        return False
+        letters = set[str]().union(*(_letters(re.sub(r"\\text\{[a-z]*\}", "", text)) for text in (gold, answer)))
+        sets = (_as_set(gold), _as_set(answer)) if len(letters) == 1 else (None, None)
+        return None not in sets and sets[0] == sets[1]
     wanted, value = (part.doit() if isinstance(part, sympy.MatrixExpr) else part for part in (wanted, value))
     if isinstance(wanted, sympy.MatrixBase) and isinstance(value, sympy.MatrixBase):
         pairs = zip(wanted.flat(), value.flat(), strict=False)
@@ -266,6 +300,66 @@ def _equal_meanings(gold: str, answer: str, relative: Any) -> bool:
     if isinstance(wanted, sympy.MatrixBase) or isinstance(value, sympy.MatrixBase):
         return False
     return bool(wanted == value) or verify(wanted, value, 30, 60, timeout_seconds=None, allow_set_relation_comp=True)
+
+
+def _as_set(text: str) -> Any:
+    """Return the real numbers that an interval, inequalities joined by a word, or a union are; None for anything else."""
+    values, words = notation.collection(notation.named(text)[1]), notation.joined(text)
+    if values is None:
+        return relation.as_set() if isinstance(relation := _parse(text), Relational | sympy.And) else None
+    if values.is_ordered and len(values.items) == 2:
+        return sympy.Interval(*map(_parse, values.items), *(mark in "()" for mark in values.kind))
+    if values.is_ordered or (values.kind == "" and len(words) != 1):
+        return None
+    parts = [_as_set(item) for item in values.items]
+    return None if None in parts else (sympy.Intersection if words == {"and"} else sympy.Union)(*parts)
+
+
+def _piecewise(text: str) -> Any:
+    """Return what a formula or its cases mean; None if a case has no condition, or one that cannot be read."""
+    if not text.startswith("\\begin{cases}"):
+        return _parse(text)
+    values, pairs = notation.collection(text), []
+    for value, _, condition in (item[1:-1].partition(";") for item in (values.items if values else ())):
+        parity = _PARITY.fullmatch(condition)
+        holds = _OTHERWISE.fullmatch(condition) or (_parse(condition) if not parity else None)
+        if parity:
+            holds = sympy.Eq(sympy.Mod(_parse(parity[1]), 2), int(parity[2] == "odd"))
+        if not isinstance(meant := _parse(value), sympy.Expr) or not isinstance(
+            holds, re.Match | Relational | sympy.And
+        ):
+            return None
+        pairs.append((meant, True if isinstance(holds, re.Match) else holds))
+    return sympy.Piecewise(*pairs, evaluate=False) if pairs else None
+
+
+_PARITY, _OTHERWISE = (
+    re.compile(r"([a-z])\s*\\text\{(?:is )?(even|odd)\}"),
+    re.compile(r"\\text\{(?:otherwise|else)\}|otherwise"),
+)
+
+
+def _equal_piecewise(gold: Any, answer: Any) -> bool:
+    """Compare two functions of one variable at the edges of their cases, around them, and at several points."""
+    if not isinstance(gold, sympy.Expr) or not isinstance(answer, sympy.Expr):
+        return False
+    symbols, conditions = gold.free_symbols | answer.free_symbols, gold.atoms(Relational) | answer.atoms(Relational)
+    if len(symbols) != 1 or not conditions:
+        return False
+    (x,) = symbols
+    if gold.has(sympy.Mod) or answer.has(sympy.Mod):
+        points = [sympy.Integer(number) for number in range(1, 13)]
+    else:
+        edges = [root for one in conditions for root in sympy.real_roots(sympy.Poly(one.args[0] - one.args[1], x))]  # pyright: ignore[reportOperatorIssue]
+        points = [*edges, *(edge + step for edge in edges for step in _AROUND), *(point[0] for point in _POINTS)]
+    for point in points:
+        one, other = (sympy.N(formula.subs(x, point), 60) for formula in (gold, answer))
+        if _is_finite(one) != _is_finite(other) or (_is_finite(one) and not _close(one, other, _DIGITS)):
+            return False
+    return True
+
+
+_AROUND = tuple(sympy.Rational(number, 1000) for number in (-1, 1, -371, 371))
 
 
 def _apart(gold: str, answer: str) -> tuple[str, str]:

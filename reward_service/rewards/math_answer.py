@@ -145,6 +145,7 @@ _MARKED = re.compile(
     r"\s*(?:\*\*(?P<bold>[^*]+)\*\*|\$(?P<formula>[^$]+)\$|\\\((?P<inline>.+?)\\\))"
     rf"(?=[.!]*\s*(?:\Z|{_WHY}))"
 )
+_BOLD_END = re.compile(r"\*\*([^*\n]{1,200})\*\*[\s.!。]*\Z")
 _REASON = re.compile(rf"{_WHY}.*", re.DOTALL)
 
 
@@ -155,7 +156,8 @@ def anywhere(completion: str) -> str | None:
             marked = _MARKED.match(answer)
             answer = marked[marked.lastgroup or 0] if marked else _REASON.sub("", answer)
             return answer.strip("*$ ").rstrip("*$ .")
-    return gsm8k.last_number_text(completion)
+    bold = _BOLD_END.search(completion)
+    return bold[1].strip() if bold else gsm8k.last_number_text(completion)
 
 
 def on_last_line(text: str) -> str | None:

@@ -10,10 +10,19 @@ import math
 import re
 import unicodedata
 from fractions import Fraction
+from itertools import permutations
 from typing import NamedTuple
 
 MAX_NUMBER_CHARS = 200  # longer than real answers; bounds the cost of conversion
 
+_WORDS = (
+    "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen seventeen "
+    "eighteen nineteen twenty"
+)
+NUMBER_WORDS: dict[str, str] = {word: str(number) for number, word in enumerate(_WORDS.split())} | {
+    word: f"{number}0"
+    for number, word in enumerate(("thirty", "forty", "fifty", "sixty", "seventy", "eighty", "ninety"), 3)
+}
 # -1,234.50  .5  3/4  1e3  (digits are ASCII on purpose: no other script's digits are in the data sets)
 _WITHOUT_COMMAS = "[0-9]+"
 _DIGITS = rf"(?:[0-9]{{1,3}}(?:,[0-9]{{3}})+(?![0-9])|{_WITHOUT_COMMAS})"
@@ -35,7 +44,7 @@ _CHOICE = re.compile(r"(?:(?:option|choice)\s)?(?:\((?P<letter>[A-E])\)|(?P<plai
 OTHER_CHOICE = re.compile(
     r"\([A-E]\)|(?<![A-Za-z])[A-E][).:]|(?:\bor|\band|\bnor|[,/])\s*[A-E](?![A-Za-z])|^\s*(?:is )?not\b|^\W*(?:or|and)\b"
 )
-_COUNTED = re.compile(r"[-+−]?[0-9][0-9.,]*\s*(?:[A-Za-z/^23 ]+|[一-龥]{1,4})")  # 5 cm, 12元
+_COUNTED = re.compile(r"[-+−]?[0-9][0-9.,]*\s*(?:[A-Za-z/^23 ]+|[一-龥]{1,4}(?:/[一-龥]{1,2})?)")  # 5 cm, 12元
 _SIGNS = str.maketrans({"−": "-", "–": "-", "≤": r"\le ", "≥": r"\ge ", "≠": r"\ne ", "±": r"\pm ", "∞": r"\infty "})
 _LONG_SIGN = re.compile(r"\\(le|ge|ne)(?:q|qslant)(?![A-Za-z])")
 _OTHER_SCRIPT = re.compile(r"[À-ÖØ-öø-ʯЀ-῿぀-ヿ㐀-鿿가-힯]")
@@ -53,19 +62,31 @@ _JOINED = re.compile(
 )
 
 _DATE = re.compile(r"^\\text\s*\{\s*([A-Z][a-z]{2,})\s*\}[\s~]*([0-9]{1,2})$")
+_SUBJECT = "(?:statement|claim|assertion|series|sequence|integral|limit|function|graph|it)"
 _SAID = (  # an ellipse; June 20th; there are no solutions
     (re.compile(r"^\s*(?:an?|the)\s+(?=[a-z]{2})"), ""),
     (re.compile(r"(?<=[0-9])(?:st|nd|rd|th)\b"), ""),
+    (re.compile(r"^([0-9]{1,2}) ([a-z]{3,9}),? ([0-9]{4})$"), r"\2 \1 \3"),
+    (re.compile(r"^(yes|no)[,.;:](?: \w+){3}(?!.*\b(?:yes|no|but|if|unless|maybe|perhaps)\b).*", re.DOTALL), r"\1"),
+    (re.compile(rf"^(?:(?:the|this) )?{_SUBJECT} (?:is )?(?=\w+\W*$)"), ""),
+    (re.compile(r"^(?:is )?(di|con)vergent\W*$"), r"\1verges"),
+    (re.compile(r"^(?:[a-z] ?\\in ?)?\\(?:emptyset|varnothing)$|^∅$"), "no solution"),
     (re.compile(r"^\s*(?:there (?:is|are|exists?) )?(no(?: \w+)?) solutions?(?: exists?)?(?=\W*$)"), r"\1 solution"),
 )
 _DIVISORS = re.compile(r"\\(gcd|lcm) ?\(([0-9]+),([0-9]+)\)")
-_CHOSEN = re.compile(r"(?<![A-Za-z\\])([CA])_\{?([3-9]|[1-9][0-9]|n)\}?\^\{?([0-9]{1,2}|k)\}?(?![0-9A-Za-z_^])")
+_CHOSEN = re.compile(r"(?<![A-Za-z\\])([CAP])_\{?([3-9]|[1-9][0-9]|n)\}?\^\{?([0-9]{1,2}|k)\}?(?![0-9A-Za-z_^])")
 _INTEGER = re.compile(r"([a-z])\\in ?\\mathbb\{Z\}")
 _TOKENS = re.compile(r"\\text\{[^{}]*\}|\\[A-Za-z]+|[A-Za-z]")
 _BOUND = (  # what must be the same, the letter
     re.compile(r"()([a-z])\\in ?\\mathbb\{Z\}$"),
     re.compile(r"^([a-zA-Z])\(([a-z])\)="),
-    re.compile(r"^()(?!.*[abAB](?![A-Za-z])).*\+([cC])$"),
+    re.compile(r"^()(?!.*[abAB](?![A-Za-z])).*\+([cCK]|C_\{?1\}?)$"),
+)
+_SOLUTION = re.compile(r"^(?:y|[a-z]\([a-z]\))=")  # of a differential equation
+_NUMBERED = re.compile(r"(?<![A-Za-z0-9\\])[cC]_(?:\{[1-3]\}|[1-3](?![0-9]))")
+_ARBITRARY = re.compile(r"(?<=y=)C|(?<=[a-z]\([a-z]\)=)[Cc](?=[a-z\\])")
+_CONSTANT = re.compile(
+    r"(?<![A-Za-z\\_{])[A-DKckab](?:_\{?[1-3]\}?)?(?![A-Za-z]*_|[A-Za-z]*[({])|(?<=[=+\-])[A-DKck](?=[a-z])"
 )
 
 
@@ -150,7 +171,9 @@ def without_label(answer: str) -> str:
 def is_prose(truth: str) -> bool:
     """Return True for a truth in words: one ``\\text{}``, several words, one of four letters, or another script's letters."""
     text = truth.strip().strip("$").strip()
-    if _COUNTED.fullmatch(_TEXT.sub(r"\1", text)):
+    if _COUNTED.fullmatch(_TEXT.sub(r"\1", text)) or (
+        "或" in text and not _OTHER_SCRIPT.search(text.replace("或", ""))
+    ):
         return False
     whole = _ONLY_TEXT.fullmatch(text)
     if whole is not None:
@@ -171,7 +194,10 @@ def said(text: str) -> str:
     for pattern, into in _SAID:
         plain = pattern.sub(into, plain)
     signs = "".join(letter for letter in {*plain} if unicodedata.category(letter) == "Sm")
-    return " ".join(re.findall(rf"\w+|[\\^*/%{re.escape(signs)}]|(?<!\w)-(?=\w)", plain))
+    return " ".join(
+        NUMBER_WORDS.get(str(word), str(word))
+        for word in re.findall(rf"\w+|[\\^*/%{re.escape(signs)}]|(?<!\w)-(?=\w)", plain)
+    )
 
 
 def with_counts(text: str) -> str:
@@ -187,13 +213,20 @@ def _chosen(found: re.Match[str]) -> str:
     return f"\\binom{{{total}}}{{{chosen}}}" + ("" if kind == "C" else f"\\cdot {chosen}!")
 
 
-def with_letters_of(gold: str, answer: str) -> str:
-    r"""Return an answer whose bound letter is the truth's: n \in \mathbb{Z} for k, f(t) for f(x), the constant c for C."""
+def with_letters_of(gold: str, answer: str) -> list[str]:
+    r"""Return an answer with the truth's bound letter: n \in \mathbb{Z} for k, f(t) for f(x); and its constants in every order."""
     for bound in _BOUND:
         ours, theirs = bound.search(gold), bound.search(answer)
         if ours and theirs and ours[1] == theirs[1] and ours[2] not in _TOKENS.findall(answer):
             answer = _with(answer, theirs[2], ours[2])
-    return answer
+    if not _SOLUTION.match(gold):
+        return [answer]
+    wanted = sorted({*(_NUMBERED if _NUMBERED.search(gold) else _ARBITRARY).findall(gold)})
+    given = sorted({*_CONSTANT.findall(answer)} - ({*_CONSTANT.findall(gold)} - {*wanted}))
+    if not 0 < len(wanted) == len(given) <= 3:
+        return [answer]
+    orders = [dict(zip(given, order, strict=True)) for order in permutations(wanted)]
+    return [_CONSTANT.sub(lambda found, names=names: names.get(found[0], found[0]), answer) for names in orders]
 
 
 def shifted(text: str, domain: str) -> list[str]:

@@ -6,32 +6,45 @@ Nothing that has a meaning is dropped: signs, operators, brackets, bases, the ca
 from __future__ import annotations
 
 import re
+import tomllib
 import unicodedata
 from fractions import Fraction
+from pathlib import Path
 from typing import NamedTuple
 
 from penstock.reward_service.rewards.parsing import latex
 
-MULTIPLES = {"hundred": 10**2, "thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12, "dozen": 12}
-_UNICODE = str.maketrans(
-    {
-        "−": "-", "–": "-", "×": r"\times ", "·": r"\cdot ", "⋅": r"\cdot ", "÷": r"\div ", "π": r"\pi ", "∞": r"\infty ",
-        "≤": r"\le ", "≥": r"\ge ", "≠": r"\neq ", "±": r"\pm ", "∪": r"\cup ", "∩": r"\cap ", "∈": r"\in ", "∅": r"\emptyset ",
-        "°": r"^\circ ", "θ": r"\theta ", "α": r"\alpha ", "β": r"\beta ", "λ": r"\lambda ", "μ": r"\mu ", "ω": r"\omega ",
-        "φ": r"\phi ", "σ": r"\sigma ", "Δ": r"\Delta ", "ℝ": r"\mathbb{R}", "′": "'", "’": "'", "，": ",", "（": "(", "）": ")",
-        "⌊": r"\lfloor ", "⌋": r"\rfloor ", "⌈": r"\lceil ", "⌉": r"\rceil ", "∖": r"\setminus ", "¢": r"\text{cents}",
-    }
-)  # fmt: skip
+MULTIPLES = {
+    "one": 1,
+    "hundred": 10**2,
+    "thousand": 10**3,
+    "million": 10**6,
+    "billion": 10**9,
+    "trillion": 10**12,
+    "dozen": 12,
+}
+_SIGNS = {
+    "−–": "-", "×": r"\times ", "·⋅∙": r"\cdot ", "÷": r"\div ", "∞": r"\infty ", "≤": r"\le ", "≥": r"\ge ", "≠": r"\neq ",
+    "±": r"\pm ", "∓": r"\mp ", "∪": r"\cup ", "∩": r"\cap ", "∈": r"\in ", "∅": r"\emptyset ", "°": r"^\circ ", "Δ": r"\Delta ",
+    "Ω": r"\Omega ", "′’": "'", "⌊": r"\lfloor ", "⌋": r"\rfloor ", "⌈": r"\lceil ", "⌉": r"\rceil ", "∖": r"\setminus ",
+    "¢": r"\text{cents}", "∶": ":", "⁄∕": "/", "∑": r"\sum ", "∏": r"\prod ", "∫": r"\int ", "⟨": "(", "⟩": ")", "≡": r"\equiv ",
+    "ℝℤℕℚℂ": r"\mathbb{%s}", "π": r"\pi ", "θ": r"\theta ", "α": r"\alpha ", "β": r"\beta ", "γ": r"\gamma ", "λ": r"\lambda ",
+    "μ": r"\mu ", "ω": r"\omega ", "φ": r"\phi ", "σ": r"\sigma ", "或": " or ", "和且": " and ",
+}  # fmt: skip
+_UNICODE = {
+    ord(one): tex.replace("%s", unicodedata.normalize("NFKC", one)) for signs, tex in _SIGNS.items() for one in signs
+}
 _SUPERSCRIPT = re.compile("[⁺⁻]?[⁰¹²³⁴-⁹]+")
-_SCRIPT = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁻⁺", "0123456789-+")
-_ROOT = re.compile(r"√\s*(?:\(([^()]*)\)|([0-9A-Za-z]+))")
+_SUBSCRIPT = re.compile("[₀-₉]+")
+_ROOT = re.compile(r"([√∛∜])\s*(?:\(([^()]*)\)|([0-9A-Za-z]+))")
+_ROOTS = {"√": "", "∛": "[3]", "∜": "[4]"}
 _FONT = r"\\(?:boldsymbol|bm|pmb|mathbf|mathit|mathsf|mathtt|mathnormal|underline|displaystyle|bf|it|rm|tiny|small|normalsize|[lL]arge|LARGE|[hH]uge)(?![A-Za-z])"
 _UNIT_VECTOR = re.compile(r"\\(?:hat|mathbf|boldsymbol|bm|overrightarrow)\s*\{\\?([ijk])(?:math)?\}")
 _FONT_ARGUMENT = re.compile(_FONT + r"\s*\{(?P<inner>[^{}]*)\}")
 _FONT_SWITCH = re.compile(_FONT)
 _TEXTS = r"\\(?:text|textrm|textbf|textit|emph|textnormal|textup|mathrm|mbox|hbox|operatorname\*?)\s*"
 _TEXT = re.compile(_TEXTS + r"\{([^{}]*)\}")
-_TEXT_POWER = re.compile(rf"({_TEXTS}\{{[^{{}}]*)\^\{{(-?[0-9])\}}")
+_TEXT_POWERS = re.compile(_TEXTS + r"\{(?:[^{}]|\^\{-?[0-9]\})*\}")
 _UNIT = r"\{\\text\{([^{}]*)\}(?:(\^)\{?([0-9])\}?)?\}"
 _TEXT_FRACTION = re.compile(rf"\\frac{_UNIT}{_UNIT}")
 _FUNCTIONS = [
@@ -48,79 +61,30 @@ _BARE_NAME = re.compile(
 _SPELT_ROOT = re.compile(r"\\?sqrt\s*\(([^()]*(?:\([^()]*\)[^()]*)*)\)")
 _RELATION = re.compile(r"[<>=]|\\(?:le|ge|neq|in)(?![A-Za-z])")
 _LOG_BASE = re.compile(r"\\log\s*_\s*([0-9A-Za-z])\s*")
-_E_NOTATION = re.compile(r"(?<![A-Za-z0-9.\\{])([0-9]+(?:\.[0-9]*)?|\.[0-9]+)[eE]([-+]?[0-9]{1,4})(?![A-Za-z0-9.{])")
+_E_NOTATION = re.compile(
+    r"(?<![A-Za-z0-9.\\{])([0-9]+(?:\.[0-9]*)?|\.[0-9]+)(?:[eE]|\\text\{E\})\{?([-+]?[0-9]{1,4})\}?(?![A-Za-z0-9.{])"
+)
 _TIMES_TEN = re.compile(r"([0-9.])\s*(?:[xX*]|\\times|\\cdot)\s*10\s*(?:\^|\*\*)\s*")
 _LONG_EXPONENT = re.compile(r"\^\s*([-+]?[0-9]+(?:\.[0-9]+)?)(?![0-9}])")
 _NEGATIVE_EXPONENT = re.compile(r"\^\s*\(([^(){}]*)\)")
-_MONEY = re.compile(r"\\\$\s*(?P<number>[0-9][0-9.,]*)|(?P<after>[0-9])\s*\\\$")
-_REPLACED = (
-    (r"\\(?:text)?color\s*\{[^{}]*\}|\\[hv]?phantom\s*\{[^{}]*\}|(?<=\S)(?<![}\]\\])(?<!\^[0-9])\{\}|(?<=\\circ)\{\}", ""),
-    (r"\\text\s*\{\s*\\\$\s*([^{}]*)\}", r"\\$\1"),
-    (r"\\\\\s*\[[0-9.]+(?:pt|em|ex|mm|cm)\]", r"\\\\"),
-    (r"\\!|\\left(?![A-Za-z])\.?|\\right(?![A-Za-z])\.?|\\(?:[bB]igg?[lr]?|limits|nolimits)(?![A-Za-z])", ""),
-    (r"\\[,;: >]|~|\\(?:quad|qquad|thinspace|enspace)(?![A-Za-z])|\\hspace\*?\{[^{}]*\}", " "),
-    (r"\\[()]|\\\[|\\\]|(?<!\\)\$", ""),
-    (r"\\[dtc]frac(?![A-Za-z])", r"\\frac"),
-    (r"\\var(epsilon|phi|theta|rho|sigma|kappa)(?![A-Za-z])", r"\\\1"),
-    (r"\\lg(?![A-Za-z])", r"\\log_{10}"),
-    (r"(?<=:[0-9]{2})\s*[pP]\.?\s?[mM]\.?$", r"\\text{pm}"),
-    (r"(?<=:[0-9]{2})\s*[aA]\.?\s?[mM]\.?$", r"\\text{am}"),
-    (r"(?<=[0-9])\s*([aApP])\.\s?[mM]\.?$", r"\\text{\1m}"),
-    (r"\\(?:leqslant|leqq|leq|le)(?![A-Za-z])|<=|⩽", r"\\le "),
-    (r"\\(?:geqslant|geqq|geq|ge)(?![A-Za-z])|>=|⩾", r"\\ge "),
-    (r"\\(?:neq|ne)(?![A-Za-z])|!=|\\not\s*=", r"\\neq "),
-    (r"\\lt(?![A-Za-z])", "<"),
-    (r"\\langle(?![A-Za-z])", "("),
-    (r"\\rangle(?![A-Za-z])", ")"),
-    (r"\\mathbb\s+([A-Z])", r"\\mathbb{\1}"),
-    (r"(^|\\in\s*)(?:\\math(?:bf|rm)\{([NQRZ])\}|(?<=\\in)\s+([NQRZ])(?![A-Za-z]))", r"\1\\mathbb{\2\3}"),
-    (r"^(?:\\text\s*\{)?\s*all (?:reals|real numbers)\s*\}?$", r"\\mathbb{R}"),
-    (r"(?<=[^\s,(])\s*\(\s*([a-z])\s*\\in(?![A-Za-z])([^()]*)\)$", r",\1\\in\2"),
-    (r"\\(vec|hat|bar|overline)\s+([A-Za-z])(?![A-Za-z])", r"\\\1{\2}"),
-    (r"\\gt(?![A-Za-z])", ">"),
-    (r"\\lbrace(?![A-Za-z])", r"\\{"),
-    (r"\\rbrace(?![A-Za-z])", r"\\}"),
-    (r"\\(?:[lr]vert|vert|mid)(?![A-Za-z])", "|"),
-    (r"\\(?:varnothing|empty)(?![A-Za-z])", r"\\emptyset"),
-    (r"\\(?:[lcd]?dots[cbm]?|hdots)(?![A-Za-z])|…|\.\.\.", r"\\dots "),
-    (r"\\(?:colon|ratio)(?![A-Za-z])", ":"),
-    (r"\\(?:land|wedge)(?![A-Za-z])", r"\\land "),
-    (r"\\(?:lor|vee)(?![A-Za-z])", r"\\lor "),
-    (r"\\(?:ldotp|cdotp)(?![A-Za-z])", "."),
-    (r"^\\\{\s*([a-z])\s*(?:\\in\s*\\mathbb\{R\}\s*)?[|:](?=.*\1)([^|]*)\\\}$", r"\2"),
-    (r"\\frac\s*([0-9]|(?<=\s)[A-Za-z])\s*([0-9A-Za-z])", r"\\frac{\1}{\2}"),
-    (r"\\frac\s*(\{[^{}]*\})\s*([0-9A-Za-z])", r"\\frac\1{\2}"),
-    (r"\\frac\s*([0-9])\s*\{", r"\\frac{\1}{"),
-    (r"\\(?:sqrt)\s*([0-9A-Za-z])", r"\\sqrt{\1}"),
-    (r"\^\s*(?:\{\s*\\circ\s*\}|\\circ)|\\degrees?(?![A-Za-z])", r"^\\circ "),
-    (r"\^\s*\{\s*\\prime\s*\}|\^\s*\\prime", "'"),
-    (r"\\[dt]?binom\s*([0-9A-Za-z])\s*([0-9A-Za-z])", r"\\binom{\1}{\2}"),
-    (r"\\pmod\s*([0-9A-Za-z])", r"\\pmod{\1}"),
-    (r"\\(arc)?tg(?![A-Za-z])", r"\\\1tan "),
-    (r"\\(arc)?ctg(?![A-Za-z])", r"\\\1cot "),
-    (r"\{([^{}]*)\\choose(?![A-Za-z])([^{}]*)\}", r"\\binom{\1}{\2}"),
-    (r"\\%", "%"),
-    (r"\\root\s*([0-9n])\s*\\of\s*(?:\{([^{}]*)\}|([0-9A-Za-z]))", r"\\sqrt[\1]{\2\3}"),
-    (r"\\backslash(?![A-Za-z])|(?<=\\mathbb\{[RCQZN]\})\s*[-\\](?=\s*\\\{)", r"\\setminus "),
-    (r"(\.[0-9]{0,12}?)([0-9]{1,9}?)\2{2,}\s*\\dots ", r"\1\\overline{\2}"),  # not e = 2.718281828...
-    (r"^([0-9]+)\s*(?:\\text\s*\{\s*to\s*\}|to)\s*([0-9]+)$", r"\1:\2"),
-    (r"^\|([a-vxy])\|\s*(<|\\le )\s*([0-9.]+|\\frac\{[0-9]+\}\{[0-9]+\}|\\sqrt\{[0-9]+\})$", r"-\3\2\1\2\3"),
-    (r"(?<![A-Za-z_^}\]])\{(\\[a-z]+|[A-Za-z])\}(?=[_^])", r"\1"),
-    (r"\\operatorname\s*\{th\}", r"\\tanh "),
-    (r"^\\\{([^|:]*)[|:]\s*([a-z]\s*\\in\s*\\mathbb\{Z\}\s*)\\\}$", r"\1,\2"),
-    (r",?\s*\\text\s*\{\s*(?:where|for|for (?:any|all|every|some)|with)\s*\}\s*(?=[a-z]\s*\\in)", ","),
-    (r",?\s*\\text\s*\{\s*(?:where|for)? ?(?:any|all|every|some)? ?integers?\s*\}\s*([a-z])$", r",\1\\in\\mathbb{Z}"),
-    (r"(?:,\s*)?\\text\s*\{\s*(?:where|for) (?:(?:some|any|an?|arbitrary|real) )*constants?\s*\}\s*[A-Za-z]$", ""),
-    (r"^\\\{\s*\\begin\s*\{array\}\s*(?:\{[^{}]*\})?(.*)\\end\s*\{array\}$", r"\\begin{cases}\1\\end{cases}"),
-    (r"\\begin\s*\{[bB]matrix\}|\[\s*\\begin\s*\{array\}\s*(?:\{[^{}]*\})?|\(\s*\\begin\s*\{array\}\s*(?:\{[^{}]*\})?", r"\\begin{pmatrix}"),
-    (r"\\end\s*\{[bB]matrix\}|\\end\s*\{array\}\s*[\])]", r"\\end{pmatrix}"),
-)  # fmt: skip
+_MONEY = re.compile(
+    r"(?P<sign>\\\$|[€£¥])\s*(?P<number>[0-9][0-9.,]*(?:\\frac\{[0-9]+\}\{[0-9]+\})?)|(?P<after>[0-9])\s*(?P<behind>\\\$|[€£¥])"
+)
+_CURRENCIES = {"\\$": "dollars", "€": "euros", "£": "pounds", "¥": "yuan"}
+_REPLACED: list[list[str]] = tomllib.loads(Path(__file__).with_name("notation.toml").read_text(encoding="utf-8"))[
+    "rewrites"
+]
 _FRACTIONS = tuple((re.compile(pattern), into) for pattern, into in _REPLACED if "frac" in into)
 _REWRITES = tuple((re.compile(pattern), into) for pattern, into in _REPLACED)
 _PERCENT = re.compile(
-    r"\s*(?:\\text\s*\{\s*(?:percent|per\s?cent|pct)\s*\}|(?<![A-Za-z])(?:percent|per\s?cent|pct))\s*$", re.IGNORECASE
+    r"\s*(?:\\text\s*\{\s*(?:percent(?:age)?|per\s?cent|pct)\s*\}|(?<![A-Za-z])(?:percent(?:age)?|per\s?cent|pct))\s*$",
+    re.IGNORECASE,
 )
 _VULGAR = re.compile("([0-9]?)([¼-¾⅐-⅞])")
+_SPELT_NUMBER = re.compile(
+    rf"^(?:\\text\s*\{{\s*)?(minus |negative )?\s*(?:({'|'.join(latex.NUMBER_WORDS)})(?:\s+({'|'.join(MULTIPLES)}))?\s*\}}?$|(?<= )\s*\}}?\s*(?=[0-9\\]))",
+    re.IGNORECASE,
+)
 _WORD = re.compile(r"(?<![\\A-Za-z])[A-Za-z]{3,}|\\text")
 _MULTIPLE = re.compile(
     rf"(?<![0-9A-Za-z.,/_^{{}}])(?P<number>[0-9][0-9,]*(?:\.[0-9]+)?)\s*(?P<marked>\\text\s*\{{\s*)?(?P<word>{'|'.join(MULTIPLES)})s?\b"
@@ -132,7 +96,7 @@ _BASE_TEN = re.compile(
 _SPELT_BASE = re.compile(r"(?<=[0-9A-F])\s*\\text\{\(?(?:in\s)?base\s?(?=[^{}]|\}\s*[0-9])([a-z0-9]*)\)?\}\s*([0-9]*)")
 _TEXT_NUMERAL = re.compile(r"(?<![0-9A-F}])((?:(?:[0-9A-F]|\\text\{[0-9A-F]+\}))+)_")
 _TEXT_QUANTITY = re.compile(r"\\text\{(?P<number>[-+]?[0-9][0-9.,]*)\s*(?P<unit>[A-Za-z/^23 ]+)\}")
-_COUNTED = re.compile(r"(?<=[0-9])\s*([一-龥]{1,4})$")
+_COUNTED = re.compile(r"(?<=[0-9])\s*([一-龥]{1,4}(?:/[一-龥]{1,2})?)$")
 _FRACTION = re.compile(r"(?P<sign>[-+]?)(?P<whole>[0-9]*)\\frac\{(?P<top>[-+]?[0-9]+)\}\{(?P<bottom>[-+]?[0-9]+)\}")
 _POWER_OF_TEN = re.compile(r"(?P<number>-?[0-9]+\.?[0-9]*)\\(?:times|cdot) ?10\^\{?(?P<power>-?[0-9]{1,3})\}?")
 _PLAIN_THOUSANDS = re.compile(r"[-+]?[0-9]{1,3}(?:,[0-9]{3})+(?:\.[0-9]*)?")
@@ -140,28 +104,40 @@ _PLAIN_NUMBER = re.compile(latex.PLAIN_NUMBER)
 _SPACED_THOUSANDS = re.compile(r"[-+]?[0-9]{1,3}(?:\s[0-9]{3})+(?:\.[0-9]*)?")
 _SPACED_DIGITS = re.compile(r"[0-9]\s+[0-9]")
 _MAX_DIGITS = 200
+_COLUMN = re.compile(r"\\begin\{pmatrix\}([^&]*\\\\[^&]*)\\end\{pmatrix\}")
+_TRANSPOSED = re.compile(r"[(\[]([^()\[\]]*)[)\]]\^(?:\{?T\}?|\{?\\top\}?)")
+_VECTOR_TERM = re.compile(r"([-+]?)((?:[0-9A-Za-z./]|\\(?:frac|sqrt)|\{[^{}]*\})*)\\vec\{([ijk])\}")
+_VECTOR_SUM = re.compile(rf"(?:{_VECTOR_TERM.pattern})+")
+_DEGREES = re.compile(r"([0-9]+)\^\\circ\s*([0-9]{1,2})'(?:\s*([0-9]{1,2})'')?")
 _INSIDE_SPACE = re.compile(r"(?<![0-9A-Za-z])\s+|\s+(?![0-9A-Za-z])")
 
 
 def rewrite(answer: str) -> str:
     """Return an answer in one notation of LaTeX; two answers in the same notation are equal."""
     text = re.sub(r"^\*\*(.+)\*\*$|^=\s*(?=.)", r"\1", answer.strip().strip("`"))
-    text = re.sub(r"(?<!\\)\\$|(?<=[ \t])[ \t]+", "", text).translate(_UNICODE)
-    text = with_powers(text)
-    text = _ROOT.sub(lambda found: f"\\sqrt{{{found[1] or found[2]}}}", text)
-    text = _VULGAR.sub(_vulgar, text)
+    text = re.sub(r"(?<!\\)\\$|(?<=[ \t])[ \t]+", "", text)
+    if not text.isascii():
+        text = _VULGAR.sub(_vulgar, with_powers(text))
+        text = _SUBSCRIPT.sub(lambda found: f"_{{{unicodedata.normalize('NFKC', found[0])}}}", text)
+        text = unicodedata.normalize("NFKC", text.translate(_UNICODE)).translate(_UNICODE)
+        text = _ROOT.sub(lambda found: f"\\sqrt{_ROOTS[found[1]]}{{{found[2] or found[3]}}}", text)
     text = re.sub(r",\\!\s*", ",", text.replace("{,}", ",")).replace("\\\\ ", "\\\\").replace("**", "^")
     text = re.sub(r"(?<=[0-9]),\s+(?=[0-9]{3}(?![0-9]))", ";", text)  # 32, 349 are two numbers
+    text = _SPELT_NUMBER.sub(_as_digits, text)
     text = _COUNTED.sub(r"\\text{\1}", _MULTIPLE.sub(_multiplied, text))
     for pattern, into in _REWRITES:
         text = pattern.sub(into, text)
     if _RELATION.search(text):  # no formula of logic
         text = text.replace("\\land ", "\\text{and}").replace("\\lor ", "\\text{or}")
-    text = _MONEY.sub(lambda found: f"{found['number'] or found['after']}\\text{{dollars}}", text)
+    text = _MONEY.sub(
+        lambda found: f"{found['number'] or found['after']}\\text{{{_CURRENCIES[found['sign'] or found['behind']]}}}",
+        text,
+    )
     if {"j", "k"} & {*_UNIT_VECTOR.findall(text)}:  # i alone is the imaginary unit
         text = _UNIT_VECTOR.sub(r"\\vec{\1}", text)
     text = _FONT_SWITCH.sub("", _FONT_ARGUMENT.sub(r"{\g<inner>}", text))
-    text = _TEXT.sub(_spelt, _TEXT_POWER.sub(r"\1^\2", _TEXT_POWER.sub(r"\1^\2", text)))
+    text = _TEXT_POWERS.sub(lambda found: re.sub(r"\^\{([-0-9]+)\}", r"^\1", found[0]), text)
+    text = _TEXT.sub(_spelt, text)
     text = _SPELT_BASE.sub(r"_{\1\2}", _TEXT_FRACTION.sub(r"\\text{\1\2\3/\4\5\6}", text))
     text = _BASE_TEN.sub(r"\1", _TEXT_NUMERAL.sub(lambda found: re.sub(r"\\text\{|\}", "", found[0]), text))
     text = _TEXT_QUANTITY.sub(r"\g<number>\\text{\g<unit>}", text)
@@ -171,14 +147,34 @@ def rewrite(answer: str) -> str:
         text = _BARE_NAME.sub(lambda found: f"\\{found[0]} ".replace("infinity", "infty"), text)
         text = text.replace("*", "\\cdot ")
     text = _LONG_EXPONENT.sub(r"^{\1}", _NEGATIVE_EXPONENT.sub(r"^{\1}", text))
-    text = _PERCENT.sub("%", text).strip()
+    text = _DEGREES.sub(lambda found: f"\\frac{{{_seconds(found)}}}{{3600}}^\\circ", _PERCENT.sub("%", text)).strip()
     text = text.rstrip(".;,") if not text.endswith(("\\,", "\\;")) else text
-    return ungrouped(latex.with_counts(_INSIDE_SPACE.sub("", re.sub(r"[ \t]{2,}", " ", text))))
+    return _components(ungrouped(latex.with_counts(_INSIDE_SPACE.sub("", re.sub(r"[ \t]{2,}", " ", text)))))
+
+
+def _components(text: str) -> str:
+    r"""Return a column, a row with ``^T`` and a sum of unit vectors as a tuple; any other text as it is."""
+    if column := _COLUMN.fullmatch(text):
+        return "(" + column[1].strip().removesuffix("\\\\").replace("\\\\", ",") + ")"
+    if row := _TRANSPOSED.fullmatch(text):
+        return f"({row[1]})"
+    name, equals, total = text.rpartition("=")
+    terms = {axis: sign + (size or "1") for sign, size, axis in _VECTOR_TERM.findall(total)}
+    if not _VECTOR_SUM.fullmatch(total) or len(terms) < total.count("\\vec"):
+        return text
+    axes = "ijk" if "k" in terms else "ij"
+    return f"{name}{equals}({','.join(terms.get(axis, '0').lstrip('+') for axis in axes)})"
+
+
+def _seconds(found: re.Match[str]) -> int:
+    return 3600 * int(found[1]) + 60 * int(found[2]) + int(found[3] or 0)
 
 
 def with_powers(text: str, form: str = "^{%s}") -> str:
     """Return a text with its superscripts as exponents, so that they are not read as digits."""
-    return _SUPERSCRIPT.sub(lambda found: form % found[0].translate(_SCRIPT).replace("+", ""), text)
+    return _SUPERSCRIPT.sub(
+        lambda found: form % unicodedata.normalize("NFKC", found[0]).replace("+", "").replace("−", "-"), text
+    )
 
 
 def with_braces(text: str) -> str:
@@ -218,6 +214,14 @@ def _multiplied(found: re.Match[str]) -> str:
     return number + (f"\\text{{{found['rest']}}}" if found["rest"] else "")
 
 
+def _as_digits(found: re.Match[str]) -> str:
+    sign, word, multiple = found.groups()
+    if word is None:
+        return "-" if sign else found[0]
+    number = int(latex.NUMBER_WORDS[word.casefold()]) * MULTIPLES[(multiple or "one").casefold()]
+    return f"-{number}" if sign else str(number)
+
+
 def _vulgar(found: re.Match[str]) -> str:
     top, _, bottom = unicodedata.normalize("NFKC", found[2]).partition("⁄")
     return f"{found[1]}\\frac{{{top}}}{{{bottom}}}"
@@ -248,13 +252,41 @@ _THOUSANDS = re.compile(r"-?[0-9]{1,3}(?:,[0-9]{3})+(?:\.[0-9]+)?")
 _BASE = re.compile(
     r"\(?(?P<digits>(?=[A-Z]*[0-9])(?:[0-9A-Z]+|[0-9a-f]+(?=\)?_\{?16\}?$))(?:\.[0-9A-Z]+)?)\)?_\{?\(?(?:\\text\{)?(?:base)?\s?(?P<base>[0-9]+|[a-z]+)\}?\)?\}?"
 )
-_BASE_NAMES = ("two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve",
-    "thirteen", "fourteen", "fifteen", "sixteen")  # fmt: skip
-_BASE_WORDS = {name: str(number) for number, name in enumerate(_BASE_NAMES, 2)}
-_NAME = re.compile(r"\(?(?:\\?[A-Za-z]++(?:_\{?[0-9A-Za-z]++\}?)?'*+(?:\([A-Za-z0-9,]*+\))?[,:]?)++\)?")
-_IS = re.compile(r"\\[{}]|[{}()\[\]]|=|\\in(?![A-Za-z])|(?P<relation>\\(?:neq|le|ge|equiv|notin)(?![A-Za-z])|[<>]|:=)")
+_NAME = re.compile(
+    r"\(?(?:(?:\\nabla)?(?:(?:\\(?:vec|overrightarrow))?\{[A-Za-z]+\}|\\?[A-Za-z]++)(?:_\{?[0-9A-Za-z]++\}?)?(?:\^\{-1\})?'*+"
+    r"(?:\([A-Za-z0-9,=]*+\))?[,:]?)++\)?|\\lim_\{[^{}]*\}.*"
+)
+_IS = re.compile(
+    r"\\[{}]|\\(?:begin|end)|[{}()\[\]]|=|\\in(?![A-Za-z])|(?P<relation>\\(?:neq|le|ge|equiv|notin)(?![A-Za-z])|[<>]|:=)"
+)
 _CASES = re.compile(r"\\begin\{cases\}((?:(?!\\begin).)*)\\end\{cases\}", re.DOTALL)
 _IF = re.compile(r"^\\text\{(?:if|when|for)\}|^(?:if|when|for)(?![A-Za-z])|,$")
+
+
+_CONGRUENCE = re.compile(r"(?:([a-z])\s?\\equiv\s?)?([^=]*?),?\s?\\pmod\s?\{([0-9]{1,9})\}")
+_PROGRESSION = re.compile(
+    r"([a-z])=(?:([0-9]{1,9})([a-z])([-+][0-9]{1,9})?|(-?[0-9]{1,9})\+([0-9]{1,9})([a-z])),\s?([a-z])\s?\\in\s?\\mathbb\{Z\}"
+)
+
+
+class Residues(NamedTuple):
+    name: str
+    modulus: int
+    values: frozenset[int]
+
+
+def residues(text: str) -> Residues | None:
+    r"""Return what ``x \equiv 1, 3 \pmod 7`` and ``x = 7k + 1, k \in \mathbb{Z}`` are; None for any other text."""
+    if found := _PROGRESSION.fullmatch(text):
+        modulus, value = int(found[2] or found[6]), int(found[4] or found[5] or 0)
+        is_one = modulus and (found[3] or found[7]) == found[8]
+        return Residues(found[1], modulus, frozenset({value % modulus})) if is_one else None
+    if not (found := _CONGRUENCE.fullmatch(text)) or not (modulus := int(found[3])):
+        return None
+    items = re.split(r",|\\text\{(?:or|and)\}|(?:or|and)", found[2].replace(" ", ""))
+    values = [value for item in items for value in (with_both_signs(item) or (item,))]
+    whole = all(re.fullmatch("-?[0-9]{1,9}", value) for value in values)
+    return Residues(found[1] or "", modulus, frozenset(int(value) % modulus for value in values)) if whole else None
 
 
 class Collection(NamedTuple):
@@ -316,6 +348,13 @@ def names(values: Collection) -> set[str]:
     return {named(item)[0] for item in values.items} - {""}
 
 
+def are_of_different_names(text: str) -> bool:
+    """Return True for values that each have another name, ``x = 1 or y = 2``, not x_1 and x_2."""
+    values = collection(text)
+    named_values = [re.sub(r"_\{?[0-9]\}?$", "", named(item)[0]) for item in values.items] if values else []
+    return all(named_values) and 1 < len({*named_values}) == len(named_values)
+
+
 def names_of_both(wanted: Collection, values: Collection) -> tuple[list[str], list[str]]:
     """Return the names of two texts' values; where one of them numbers the values of one name, ``x_1 = 1, x_2 = 2``, that name."""
     names, theirs = ([named(item)[0] for item in part.items] for part in (wanted, values))
@@ -350,7 +389,7 @@ def collection(text: str) -> Collection | None:
 
 def _case(row: str) -> str:
     value, _, condition = row.partition("&")
-    value, condition = (_IF.sub("", part.strip().strip(",;")).strip() for part in (value, condition))
+    value, condition = (_IF.sub("", part.strip().strip(",;.")).strip() for part in (value, condition))
     return f"({value};{condition})" if condition else value
 
 
@@ -368,7 +407,7 @@ def numeral(text: str) -> tuple[str, str] | None:
     match = _BASE.fullmatch(text.replace("\\,", ""))
     if match is None:
         return None
-    base = _BASE_WORDS.get(match["base"], match["base"])
+    base = latex.NUMBER_WORDS.get(match["base"], match["base"])
     return (match["digits"].upper().lstrip("0") or "0", base) if base.isdigit() else None
 
 
@@ -380,7 +419,7 @@ def named(text: str) -> tuple[str, str]:
     """Split ``x = 5`` and ``x \\in A`` into name and value; the name is empty for any other text."""
     depth, sign = 0, None
     for token in _IS.finditer(text):
-        depth += (token[0] in _OPEN) - (token[0] in _CLOSE)
+        depth += (token[0] in {*_OPEN, "\\begin"}) - (token[0] in {*_CLOSE, "\\end"})
         if token["relation"] and depth == 0:
             return "", text
         if sign is None and depth == 0 and token[0] in {"=", "\\in"}:
@@ -388,4 +427,6 @@ def named(text: str) -> tuple[str, str]:
     if sign is None or not text[sign.end() :].strip():
         return "", text
     name = text[: sign.start()].replace(" ", "").strip()
-    return (name, text[sign.end() :].strip()) if _NAME.fullmatch(name) else ("", text)
+    is_name = _NAME.fullmatch(name)
+    name = re.sub(r"(?:\\(?:vec|overrightarrow)|^)\{([a-z])\}", r"\1", name)
+    return (name, text[sign.end() :].strip()) if is_name else ("", text)

@@ -10,16 +10,14 @@ import re
 import tomllib
 import unicodedata
 from fractions import Fraction
-from itertools import pairwise
+from itertools import pairwise, product
 from pathlib import Path
 from typing import NamedTuple
 
 from penstock.reward_service.rewards.parsing import latex, notation
 from penstock.reward_service.rewards.parsing.latex import MAX_NUMBER_CHARS
 
-_TABLE: dict[str, dict[str, int | str]] = tomllib.loads(
-    Path(__file__).with_name("units.toml").read_text(encoding="utf-8")
-)
+_TABLE: dict[str, dict[str, str]] = tomllib.loads(Path(__file__).with_name("units.toml").read_text(encoding="utf-8"))
 FOLDED = 4  # letters of the shortest name of a unit whose case does not count: mW is not MW
 MAX_EXPONENT = 400
 _DIGITS = r"(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)"
@@ -65,7 +63,7 @@ _PLAIN_UNIT = re.compile(
 )
 _NO_UNIT = re.compile(
     r"(?:^|\W)(?:not|no|or|and|if|mod|than|base|to|plus|minus|times\W+\w+|where|for|is|are|but|more|less|over|factorial)(?:\W|$)|[0-9=<>+]"
-    rf"|^(?:squared|cubed|half|halves|thirds|tenths|hundredths|{'|'.join(notation.MULTIPLES)})(?:\W|$)|^[万亿千百十多余成折半]|次方|分之|平方$",
+    rf"|^(?:squared|cubed|half|halves|thirds|tenths|hundredths|{'|'.join(notation.MULTIPLES)})(?:\W|$)|^(?:[万亿百十多余成折半]|千(?![米克瓦帕焦升]))|次方|分之|平方$",
     re.IGNORECASE,
 )
 _POWER = re.compile(
@@ -80,25 +78,19 @@ _UNIT_WORDS = ((r"\bper\b", "/"), (r"\b(?:square|sq\.?)\s+([a-z]+)", r"\1^2"),
 
 
 class Unit(NamedTuple):
-    dimension: str
+    dimension: dict[str, int]
     factor: Fraction
 
 
 _UNNAMED = frozenset({"unit", "units", "square units", "sq units", "cubic units"})
-_PER_TIME = {"speed": {"length": 1, "time": -1}, "acceleration": {"length": 1, "time": -2}}
-_DERIVED = {"area": {"length": 2}, "volume": {"length": 3}, **_PER_TIME}
-_UNITS = {
-    name: Unit(dimension, Fraction(factor))
-    for dimension, rows in _TABLE.items()
-    for names, factor in rows.items()
-    for name in names.split()
-}
 
 
 def read_units(text: str) -> Unit | None:
     """Return the unit that a text consists of; None for one that is not in the table."""
     plain = text.strip().rstrip(".")
-    return _UNITS.get(plain) or (_UNITS.get(plain.casefold()) if len(plain) >= FOLDED else None)
+    folded = plain.casefold()
+    names = (plain, folded, folded.removesuffix("s")) if len(plain) >= FOLDED else (plain,)
+    return next((_UNITS[name] for name in names if name in _UNITS), None)
 
 
 class Quantity(NamedTuple):
@@ -245,7 +237,7 @@ def unit_factor(unit: str, into: str) -> Fraction | None:
 def _dimension(text: str) -> tuple[Fraction, dict[str, int]]:
     known = read_units(text)
     if known is not None:
-        return known.factor, _powers(known.dimension, 1)
+        return known.factor, known.dimension
     for pattern, into in _UNIT_WORDS:
         text = re.sub(pattern, into, text, flags=re.IGNORECASE)
     size, dimension, sign = Fraction(1), dict[str, int](), 1
@@ -254,10 +246,10 @@ def _dimension(text: str) -> tuple[Fraction, dict[str, int]]:
             sign = -1 if slash else sign
             continue
         exponent = sign * int(power or 1)
-        token = read_units(name)
-        size *= Fraction(1) if token is None else token.factor**exponent
-        for base, count in _powers(_unit_word(name) if token is None else token.dimension, exponent).items():
-            dimension[base] = dimension.get(base, 0) + count
+        token = read_units(name) or Unit({_unit_word(name): 1}, Fraction(1))
+        size *= token.factor**exponent
+        for base, count in token.dimension.items():
+            dimension[base] = dimension.get(base, 0) + count * exponent
     return size, {base: count for base, count in dimension.items() if count}
 
 
@@ -265,5 +257,16 @@ def _unit_word(name: str) -> str:
     return name if len(name) < FOLDED else name.casefold().rstrip("s")
 
 
-def _powers(dimension: str, exponent: int) -> dict[str, int]:
-    return {base: count * exponent for base, count in _DERIVED.get(dimension, {dimension: 1}).items()}
+def _fill(units: dict[str, Unit]) -> None:
+    for names, amount in [*_TABLE["prefixed"].items(), *_TABLE["others"].items()]:
+        number, _, of = amount.partition(" ")
+        size, dimension = _dimension(of)
+        units.update(dict.fromkeys(names.split(), Unit(dimension, size * Fraction(number))))
+    for prefixes, factor in _TABLE["prefixes"].items():
+        for prefix, name in product(prefixes.split(), " ".join(_TABLE["prefixed"]).split()):
+            if (prefix > "一", len(prefix) > 3) == (name > "一", len(name) > 3):
+                units.setdefault(prefix + name, Unit(units[name].dimension, units[name].factor * Fraction(factor)))
+
+
+_UNITS: dict[str, Unit] = {}
+_fill(_UNITS)
