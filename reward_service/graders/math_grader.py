@@ -10,17 +10,15 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Iterator
 from functools import lru_cache
-from itertools import pairwise
 from typing import Any, NamedTuple
 
 import sympy
 from latex2sympy2_extended import latex2sympy
 from math_verify import verify
-from sympy.core.function import AppliedUndef
 from sympy.core.relational import Relational
 
-from penstock.reward_service.graders import grader_process
-from penstock.reward_service.rewards.parsing import latex, notation, quantity
+from penstock.reward_service.graders import formulas, grader_process
+from penstock.reward_service.rewards.parsing import latex, notation, quantity, structure
 
 _KNOWN = 512
 _MAX_ITEMS = 100
@@ -33,20 +31,6 @@ _MISREAD = re.compile(
     r"|\\(?:vec|hat|overrightarrow)(?![A-Za-z]).*\\times ?\\(?:vec|hat|overrightarrow)(?![A-Za-z])"
 )
 _LETTER = re.compile(r"\\[A-Za-z]+|[A-Za-z]")
-_POINTS = tuple(
-    tuple(sympy.Rational(n, d) for n, d in point)
-    for point in (
-        ((7, 5), (13, 7), (29, 11), (31, 13), (5, 3), (41, 17)), ((3, 11), (5, 13), (9, 23), (2, 17), (7, 19), (4, 29)),
-        ((23, 7), (11, 9), (3, 7), (19, 5), (8, 3), (1, 7)), ((-3, 7), (5, 4), (-7, 6), (9, 8), (-11, 13), (6, 5)),
-        ((-9, 4), (-5, 7), (2, 9), (-8, 11), (3, 5), (-13, 6)),
-        ((101, 7), (89, 6), (71, 5), (113, 9), (59, 4), (67, 8)), ((211, 6), (17, 5), (307, 8), (23, 9), (149, 7), (31, 4)),
-    )
-)  # fmt: skip
-_WHOLE_POINTS = (  # both orders of each two: a binomial is 0 in one of them
-    (2, 5, 7, 3, 4, 6), (3, 7, 2, 5, 6, 4), (5, 2, 3, 7, 1, 4), (1, 4, 6, 2, 5, 3), (7, 3, 5, 2, 4, 1), (2, 6, 4, 5, 3, 1)
-)  # fmt: skip
-_WHOLE, _STEPS = (sympy.factorial, sympy.binomial), (sympy.floor, sympy.ceiling)
-_DIGITS = sympy.Rational(1, 10**50)  # what two equal values of 60 digits may differ by
 _LIMIT = re.compile(r"(\\lim\s*_\s*\{[^{}\\]*)\\to(?![A-Za-z])")
 _RESTRICTION = re.compile(r"^(?!.*neq.*neq)([^<>]*([a-z])[^<>]*?),?\s*\(?\2\s?\\neq[^,()]*\)?$")
 _REALS = "(-\\infty,\\infty)"
@@ -88,28 +72,28 @@ def is_equal(gold: Gold, answer: str) -> bool:
 def _leaves(text: str) -> Iterator[str]:
     values = _values(text)
     if values is None:
-        yield quantity.split_unit(notation.named(text)[1])[0]
+        yield quantity.split_unit(structure.named(text)[1])[0]
     else:
         for item in values.items:
-            yield from _leaves(notation.named(item)[1] if _values(item) is None else item)
+            yield from _leaves(structure.named(item)[1] if _values(item) is None else item)
 
 
 def _readable(leaf: str) -> bool:
     leaf = leaf.removesuffix("%")
-    if notation.numeral(leaf) is not None or "\\text" in leaf:
+    if structure.numeral(leaf) is not None or "\\text" in leaf:
         return True
     return _parse(leaf) is not None or _values(leaf) is not None
 
 
-def _values(text: str) -> notation.Collection | None:
-    values = notation.collection(text)
+def _values(text: str) -> structure.Collection | None:
+    values = structure.collection(text)
     if values is None:
-        both = notation.with_both_signs(text)
-        return None if both is None or _SIGNS.search(text) else notation.Collection("", both)
+        both = structure.with_both_signs(text)
+        return None if both is None or _SIGNS.search(text) else structure.Collection("", both)
     if values.is_ordered or "\\pm" not in text:
         return values
-    items = [value for item in values.items for value in (notation.with_both_signs(item) or (item,))]
-    return notation.Collection(values.kind, tuple(items))
+    items = [value for item in values.items for value in (structure.with_both_signs(item) or (item,))]
+    return structure.Collection(values.kind, tuple(items))
 
 
 _CLOCK = re.compile(r"([0-9]{1,2}):([0-5][0-9])(?:\\text\{([ap])m\})?")
@@ -129,9 +113,11 @@ def _equal(gold: str, answer: str, relative: Any) -> bool:
     if wanted is None or values is None:
         other, single = (wanted or values), (answer if values is None else gold)
         assert other is not None
-        name, value = notation.named(single)
-        if name and (value == "\\mathbb{R}" or notation.collection(value) is not None):  # (x, y) = (1, 2), x \in [1, 2)
-            if (given := notation.names(other)) and name.startswith("(") and given != {*name.strip("()").split(",")}:
+        name, value = structure.named(single)
+        if name and (
+            value == "\\mathbb{R}" or structure.collection(value) is not None
+        ):  # (x, y) = (1, 2), x \in [1, 2)
+            if (given := structure.names(other)) and name.startswith("(") and given != {*name.strip("()").split(",")}:
                 return False  # (x, y) = (1, 2) against a = 1, b = 2
             return _equal(gold, value, relative) if values is None else _equal(value, answer, relative)
         if other.kind == "\\{\\}" and len(other.items) == 1:
@@ -143,7 +129,7 @@ def _equal(gold: str, answer: str, relative: Any) -> bool:
 
 def _equal_texts(gold: str, answer: str) -> bool | None:
     """Compare residues and clock times; None for other texts that differ."""
-    residues, theirs = notation.residues(gold), notation.residues(answer)
+    residues, theirs = structure.residues(gold), structure.residues(answer)
     if residues and theirs:
         return residues[1:] == theirs[1:] and (residues.name == theirs.name or "" in {residues.name, theirs.name})
     if residues and re.fullmatch("[0-9]{1,9}", answer):
@@ -164,31 +150,31 @@ def _are_one_time(*times: tuple[str, str, str | None]) -> bool:
 
 def _are_joined_otherwise(gold: str, answer: str) -> bool:
     """Return True for what holds together in one text and apart in the other: x > 1 and x < 2, x > 1 or x < 2."""
-    words, others = notation.joined(gold), notation.joined(answer)
-    if "or" in words ^ others and notation.are_of_different_names(gold if "or" in words else answer):  # x = 1 or y = 2
+    words, others = structure.joined(gold), structure.joined(answer)
+    if "or" in words ^ others and structure.are_of_different_names(gold if "or" in words else answer):  # x = 1 or y = 2
         return True
     are_inequalities = _SIGNS.search(gold) is not None and _SIGNS.search(answer) is not None
     return are_inequalities and words ^ others == {"and", "or"}
 
 
-def _equal_collections(wanted: notation.Collection, values: notation.Collection, relative: Any) -> bool:
+def _equal_collections(wanted: structure.Collection, values: structure.Collection, relative: Any) -> bool:
     if len(wanted.items) != len(values.items) or len(wanted.items) > _MAX_ITEMS:
         return False
     shared = wanted.items[1:]  # k\pi, k \in \mathbb{Z}
     if len(shared) == 1 and not wanted.kind + values.kind and shared == values.items[1:] and "\\in" in shared[0]:
         return any(_equal(wanted.items[0], item, relative) for item in latex.shifted(values.items[0], shared[0]))
-    names, theirs = notation.names_of_both(wanted, values)
+    names, theirs = structure.names_of_both(wanted, values)
     several, others = len({*names} - {""}) > 1, len({*theirs} - {""}) > 1
     if wanted.is_ordered or values.is_ordered:  # (1, 2), also as x = 1, y = 2
         if wanted.kind != values.kind and (wanted.kind or values.kind) == "()" and "" in {wanted.kind, values.kind}:
             listed, given = (theirs, values) if wanted.kind else (names, wanted)
             if several + others == 1 and listed == sorted({*listed}):
-                stripped = [notation.named(item)[1] for item in given.items]
+                stripped = [structure.named(item)[1] for item in given.items]
                 return _all_equal(*((wanted.items, stripped) if wanted.kind else (stripped, values.items)), relative)
         return wanted.kind == values.kind and _all_equal(wanted.items, values.items, relative)
     if several and others:
         return _matched(wanted.items, values.items, lambda one, other: _equal(one, other, relative))
-    plain, given = ([notation.named(item)[1] for item in part.items] for part in (wanted, values))
+    plain, given = ([structure.named(item)[1] for item in part.items] for part in (wanted, values))
     if several or others:  # x = 1, y = 2 against 1, 2
         return not (any(theirs) if several else any(names)) and _all_equal(plain, given, relative)
     if any(names) and any(theirs) and {*names} - {""} != {*theirs} - {""}:
@@ -211,7 +197,7 @@ def _matched(wanted: Iterable[Any], values: Iterable[Any], equal: Callable[[Any,
 
 
 def _equal_values(gold: str, answer: str, relative: Any) -> bool:
-    (name, wanted), (theirs, value) = notation.named(gold), notation.named(answer)
+    (name, wanted), (theirs, value) = structure.named(gold), structure.named(answer)
     is_y = "y" in {name, theirs} and _FUNCTION.fullmatch(name if theirs == "y" else theirs)
     if name and theirs and (name == theirs or is_y):
         return _equal(wanted, value, relative)
@@ -229,8 +215,8 @@ def _equal_values(gold: str, answer: str, relative: Any) -> bool:
     if "%" in {gold[-1], answer[-1]}:
         has_unit = any(quantity.split_unit(text)[1] for text in (gold, answer))  # 20 cm is not 20%
         return not has_unit and _equal_percentages(gold, answer, relative)
-    numerals = notation.numeral(gold), notation.numeral(answer)
-    if any(numerals) or notation.holds_numeral(gold) or notation.holds_numeral(answer):
+    numerals = structure.numeral(gold), structure.numeral(answer)
+    if any(numerals) or structure.holds_numeral(gold) or structure.holds_numeral(answer):
         return None not in numerals and numerals[0] == numerals[1]
     return _equal_quantities(quantity.split_unit(gold, answer), quantity.split_unit(answer, gold), relative)
 
@@ -284,7 +270,7 @@ def _equal_parsed(gold: str, answer: str, relative: Any) -> bool:
 def _equal_meanings(gold: str, answer: str, relative: Any) -> bool:
     wanted, value = _parse(gold), _parse(answer)
     if "\\begin{cases}" in gold + answer:
-        return _equal_piecewise(_piecewise(gold), _piecewise(answer))
+        return formulas.equal_piecewise(_piecewise(gold), _piecewise(answer))
     if wanted is None or value is None:
         letters = set[str]().union(*(_letters(re.sub(r"\\text\{[a-z]*\}", "", text)) for text in (gold, answer)))
         sets = (_as_set(gold), _as_set(answer)) if len(letters) == 1 else (None, None)
@@ -292,11 +278,13 @@ def _equal_meanings(gold: str, answer: str, relative: Any) -> bool:
     wanted, value = (part.doit() if isinstance(part, sympy.MatrixExpr) else part for part in (wanted, value))
     if isinstance(wanted, sympy.MatrixBase) and isinstance(value, sympy.MatrixBase):
         pairs = zip(wanted.flat(), value.flat(), strict=False)
-        return wanted.shape == value.shape and all(_equal_expressions(one, other, relative) for one, other in pairs)
+        return wanted.shape == value.shape and all(
+            formulas.equal_expressions(one, other, relative) for one, other in pairs
+        )
     if isinstance(wanted, sympy.Expr) and isinstance(value, sympy.Expr):
-        return _equal_expressions(wanted, value, relative)
+        return formulas.equal_expressions(wanted, value, relative)
     if isinstance(wanted, Relational | sympy.And) and isinstance(value, Relational | sympy.And):
-        return _matched(_relations(wanted), _relations(value), _equal_relations)
+        return _matched(formulas.relations(wanted), formulas.relations(value), formulas.equal_relations)
     if isinstance(wanted, sympy.MatrixBase) or isinstance(value, sympy.MatrixBase):
         return False
     return bool(wanted == value) or verify(wanted, value, 30, 60, timeout_seconds=None, allow_set_relation_comp=True)
@@ -304,7 +292,7 @@ def _equal_meanings(gold: str, answer: str, relative: Any) -> bool:
 
 def _as_set(text: str) -> Any:
     """Return the real numbers that an interval, inequalities joined by a word, or a union are; None for anything else."""
-    values, words = notation.collection(notation.named(text)[1]), notation.joined(text)
+    values, words = structure.collection(structure.named(text)[1]), structure.joined(text)
     if values is None:
         return relation.as_set() if isinstance(relation := _parse(text), Relational | sympy.And) else None
     if values.is_ordered and len(values.items) == 2:
@@ -319,7 +307,7 @@ def _piecewise(text: str) -> Any:
     """Return what a formula or its cases mean; None if a case has no condition, or one that cannot be read."""
     if not text.startswith("\\begin{cases}"):
         return _parse(text)
-    values, pairs = notation.collection(text), []
+    values, pairs = structure.collection(text), []
     for value, _, condition in (item[1:-1].partition(";") for item in (values.items if values else ())):
         parity = _PARITY.fullmatch(condition)
         holds = _OTHERWISE.fullmatch(condition) or (_parse(condition) if not parity else None)
@@ -337,29 +325,6 @@ _PARITY, _OTHERWISE = (
     re.compile(r"([a-z])\s*\\text\{(?:is )?(even|odd)\}"),
     re.compile(r"\\text\{(?:otherwise|else)\}|otherwise"),
 )
-
-
-def _equal_piecewise(gold: Any, answer: Any) -> bool:
-    """Compare two functions of one variable at the edges of their cases, around them, and at several points."""
-    if not isinstance(gold, sympy.Expr) or not isinstance(answer, sympy.Expr):
-        return False
-    symbols, conditions = gold.free_symbols | answer.free_symbols, gold.atoms(Relational) | answer.atoms(Relational)
-    if len(symbols) != 1 or not conditions:
-        return False
-    (x,) = symbols
-    if gold.has(sympy.Mod) or answer.has(sympy.Mod):
-        points = [sympy.Integer(number) for number in range(1, 13)]
-    else:
-        edges = [root for one in conditions for root in sympy.real_roots(sympy.Poly(one.args[0] - one.args[1], x))]  # pyright: ignore[reportOperatorIssue]
-        points = [*edges, *(edge + step for edge in edges for step in _AROUND), *(point[0] for point in _POINTS)]
-    for point in points:
-        one, other = (sympy.N(formula.subs(x, point), 60) for formula in (gold, answer))
-        if _is_finite(one) != _is_finite(other) or (_is_finite(one) and not _close(one, other, _DIGITS)):
-            return False
-    return True
-
-
-_AROUND = tuple(sympy.Rational(number, 1000) for number in (-1, 1, -371, 371))
 
 
 def _apart(gold: str, answer: str) -> tuple[str, str]:
@@ -392,101 +357,6 @@ def _parse(text: str) -> Any:
             return None  # dy/dx is not 0
         parsed = parsed.subs({symbol: sympy.I for symbol in parsed.free_symbols if str(symbol) == "i"})
     return parsed if isinstance(parsed, sympy.Basic | sympy.MatrixBase) else None
-
-
-def _equal_expressions(gold: sympy.Expr, answer: sympy.Expr, relative: Any) -> bool:
-    if gold == answer:
-        return gold not in {sympy.nan, sympy.zoo}
-    heavy = (sympy.Integral, sympy.Sum, sympy.Product, sympy.Limit, sympy.Derivative)
-    if not gold.has(*heavy) and not answer.has(*heavy):  # f(0) is a number without a name
-        gold, answer = (
-            part.subs({call: sympy.Symbol(str(call), real=True) for call in part.atoms(AppliedUndef)})
-            for part in (gold, answer)
-        )
-    gold, answer = (part.doit() if not part.free_symbols or part.has(*heavy) else part for part in (gold, answer))
-    if not gold.free_symbols and not answer.free_symbols:
-        return _equal_constants(gold, answer, relative)
-    ratios = _at_points([gold, answer])
-    if ratios and gold.has(*_WHOLE) and all(_is_zero(one) and _is_zero(other) for one, other in ratios):
-        return bool(sympy.simplify(gold - answer) == 0)
-    return bool(ratios) and all(_close(one, other, _DIGITS) for one, other in ratios)
-
-
-def _equal_constants(gold: sympy.Expr, answer: sympy.Expr, relative: Any) -> bool:
-    if gold.is_Rational and answer.is_Rational:
-        return bool(abs(gold - answer) <= relative * abs(gold))
-    if gold.is_infinite or answer.is_infinite:
-        return gold == answer
-    wanted, value = sympy.N(gold, 60), sympy.N(answer, 60)
-    is_close = _close(wanted, value, max(relative, _DIGITS))
-    return is_close and (bool(relative) or _is_zero((gold - answer).evalf(15, maxn=500)))
-
-
-def _close(wanted: sympy.Expr, value: sympy.Expr, relative: Any) -> bool:
-    if not all(_is_finite(number) for number in (wanted, value)):
-        return False
-    if wanted.is_Rational and value.is_Rational:
-        return wanted == value
-    if _is_zero(wanted) or _is_zero(value):
-        return _is_zero(wanted) and _is_zero(value)
-    return bool(abs(wanted - value) <= relative * abs(wanted))
-
-
-def _is_finite(number: sympy.Expr) -> bool:
-    return all(isinstance(part, sympy.Number) and part.is_finite for part in number.as_real_imag())
-
-
-def _is_zero(number: sympy.Expr) -> bool:
-    """Return True for 0, and for a difference that vanishes to all digits that were computed."""
-    return all(part == 0 or (isinstance(part, sympy.Float) and part._prec <= 10) for part in number.as_real_imag())
-
-
-def _at_points(formulas: list[sympy.Expr]) -> list[tuple[sympy.Expr, ...]]:
-    """Return the values of formulas at points where all are real and on the same branch; whole points for n!, (-1)^n."""
-    symbols = sorted(set().union(*(formula.free_symbols for formula in formulas)), key=str)
-    if len(symbols) > len(_POINTS[0]):
-        return []
-    powers = (power for formula in formulas for power in formula.atoms(sympy.Pow))
-    has_signs = any(power.exp.free_symbols and power.base.is_negative for power in powers)  # (-1)^n
-    whole = has_signs or any(formula.has(*_WHOLE) for formula in formulas)
-    has_steps = any(formula.has(*_STEPS) for formula in formulas)
-    points = _WHOLE_POINTS if whole else _POINTS + _WHOLE_POINTS * has_steps
-    rows = []
-    for point in dict.fromkeys(point[: len(symbols)] for point in points):
-        at = dict(zip(symbols, point, strict=True))
-        if all(_is_on_branch(formula, at) for formula in formulas):
-            values = tuple(formula.subs(at) for formula in formulas)
-            values = tuple(value if value.is_Rational else sympy.N(value, 60) for value in values)
-            if all(_is_finite(value) for value in values):
-                rows.append(values)
-    return rows if len(rows) > 1 else []
-
-
-def _is_on_branch(formula: sympy.Expr, at: dict[Any, Any]) -> bool:
-    powers = [power.base for power in formula.atoms(sympy.Pow) if not power.exp.is_integer and power.base.free_symbols]
-    arguments = [*powers, *(log.args[0] for log in formula.atoms(sympy.log) if log.free_symbols)]
-    return all((value := sympy.N(argument.subs(at), 15)).is_real and value > 0 for argument in arguments)
-
-
-def _relations(relation: Any) -> list[Any]:
-    return list(relation.args) if isinstance(relation, sympy.And) else [relation]
-
-
-def _equal_relations(gold: Relational, answer: Relational) -> bool:
-    """Compare ``left - right`` up to a factor, of an inequality a positive one."""
-    if not all(isinstance(side, sympy.Expr) for part in (gold, answer) for side in part.args):
-        return verify(gold, answer, 30, 60, timeout_seconds=None)
-    wanted, value = (part.reversed if isinstance(part, sympy.Gt | sympy.Ge) else part for part in (gold, answer))
-    if type(wanted) is not type(value):
-        return False
-    differences: list[Any] = [part.args[0] - part.args[1] for part in (wanted, value)]  # pyright: ignore[reportOperatorIssue] both are Expr
-    rows = [row for row in _at_points(differences) if not _is_zero(row[0])]
-    if len(rows) < 2 or any(_is_zero(row[1]) for row in rows):
-        return False
-    factors = [row[1] / row[0] for row in rows]
-    is_signed = isinstance(wanted, sympy.Lt | sympy.Le)
-    same = all(_close(one, other, _DIGITS) for one, other in pairwise(factors))
-    return same and (not is_signed or all(factor > 0 for factor in factors))
 
 
 if __name__ == "__main__":
