@@ -17,30 +17,11 @@ from penstock.protocol.config.connection import Section
 from penstock.reward_service.errors import BadGroundTruth
 from penstock.reward_service.rewards.parsing import final_answer, latex
 from penstock.reward_service.rewards.parsing.final_answer import Where
+from penstock.reward_service.rewards.parsing.patterns import read_patterns
 from penstock.reward_service.rewards.reward import PureReward, Verdict, truth_text
 
 NAME = "classification"
-_NEGATED = re.compile(  # before a label in its clause: not, hardly, far from, nicht, pas
-    r"""(?<![^\W_])(?:not|no|non|never|neither|nor|isnt|wasnt|cannot|without|hardly|barely|scarcely|nothing|nowhere|lacks?|less|fails?|(?:avoid|refuse|stop|cease|decline)s?|unrelated|little|opposite|against|condemns?|ignores?|rejects?|wrong|incorrect|unlikely
-    |rather\sthan|instead\sof|opposed\sto|far\sfrom|anything\sbut|free\s(?:of|from)|nicht|kein\w*|nie(?:mals)?|kaum|weder|alles\sandere\sals
-    |pas|jamais|guère|ni|não|nunca|jamás|tampoco|mai|не|нет)(?![^\W_])|n['’]t(?!\w)|(?:non|un|anti)-\W*$|难说|[不没沒無无未非别]\w{0,3}$""",
-    re.VERBOSE,
-)
-_STATES = re.compile(  # what ends before a label: "sentiment", "is", "classified as", at most a few words before it
-    r"""(?:(?<!\w)(?:is|are|was|be|as|belongs?\sto|under|say|call|label\w*|classif\w*|categor\w*|class|sentiment|topic|emotion|tone|stance|relation\w*|verdict|answer
-    |prediction|(?:show|express|convey|contain|seem|look|sound|feel|appear|lean|mean|indicate|suggest|reflect)(?:e?s|ed)?|think|believe|guess|choose|pick|so|thus|hence|therefore
-    |ist|lautet|bleibt|est|es|è|é|это|stimmung|\w+['’](?:s|d|m))(?:\s\S+){0,3}|^(?:(?!\w+s\s?$)\S+)?)\s?$""",
-    re.VERBOSE,
-)
-_FILLER = re.compile(r"(?<!\S)(?:an?|the|very|clearly|overall|really|quite|mostly|mainly)\s")
-_AFFIRMED = re.compile(
-    r"\b(?:(?:no|without(?: a| any)?|beyond(?: a| any)?) (?:doubt|question)|not (?:only|just|merely))\b"
-)
-_DENIED = re.compile(  # after it: positive is wrong, ポジティブではない
-    r"-?free\b|\s?(?:(?:is|was|would be|seems|ist|est|es) (?:not\b|nicht\b|pas\b|wrong\b|incorrect\b|false\b|ruled out\b|falsch\b)|(?:is|was|does|do|did|would|could|can|will)(?: not|not|n['’]t|['’]t)\b|(?:で|じゃ)は?(?:な|あり)|이?[가이]? ?(?:않|아니|아닙))"
-)
-_CLAUSE = re.compile(r"[.,;:!?\n，。；：！？]|(?<!anything )\bbut\b|\bsondern\b")
-_NO_SPACES = re.compile("[\u3040-\u30ff\u3400-\u9fff\uac00-\ud7a3]")
+_PATTERN = read_patterns(__file__)
 _MAX_CHARS = 2000
 
 
@@ -78,12 +59,15 @@ def plain(label: str) -> str:
 def mentioned(answer: str, labels: tuple[str, ...]) -> set[str]:
     """Return the labels that an answer mentions if it states one: of two that overlap the longer one, none that its clause negates."""
     mentions, is_stated = set(), False
-    for clause in map(plain, _CLAUSE.split(_AFFIRMED.sub(" ", answer.casefold()))):
+    for clause in map(plain, _PATTERN["clause"].split(_PATTERN["affirmed"].sub(" ", answer.casefold()))):
         for match in _pattern(labels).finditer(clause):
             before = clause[: match.start()]
-            if not _NEGATED.search(before) and not _DENIED.match(clause, match.end()):
+            if not _PATTERN["negated"].search(before) and not _PATTERN["denied"].match(clause, match.end()):
                 mentions.add(labels[int((match.lastgroup or "_0")[1:])])
-                is_stated |= bool(_NO_SPACES.search(match[0]) or _STATES.search(_FILLER.sub("", before)))
+                is_stated |= bool(
+                    _PATTERN["no_spaces"].search(match[0])
+                    or _PATTERN["states"].search(_PATTERN["filler"].sub("", before))
+                )
     return mentions if is_stated else set()
 
 
@@ -108,7 +92,7 @@ def _pattern(labels: tuple[str, ...]) -> re.Pattern[str]:
 def _spelt(label: str) -> str:
     """Return a pattern of a label: by itself, except in a script without spaces; hyphens may be spaces or left out."""
     pattern = re.escape(label).replace("\\-", r"[- ]?")
-    return pattern if _NO_SPACES.search(label) else rf"(?<!\w){pattern}(?!\w)"
+    return pattern if _PATTERN["no_spaces"].search(label) else rf"(?<!\w){pattern}(?!\w)"
 
 
 REWARD = PureReward(

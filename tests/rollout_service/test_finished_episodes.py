@@ -328,7 +328,7 @@ async def test_what_a_withdrawn_version_may_have_sampled_is_neither_stored_nor_a
 ) -> None:
     """Though it has loaded a version of the same number since. A version is withdrawn once no other is pinned: its copy is waited for after."""
     worker = Worker(model, blobs, run_id, SIZE, withdrawn_at=math.inf)
-    with pytest.raises(WeightsUnverified, match="r:0:1: a version was withdrawn"):
+    with pytest.raises(WeightsUnverified, match="r:0:1: a version that may have sampled it was withdrawn"):
         await worker.generate(1, task_of(pinned_version=3))
     assert (stored(blobs, run_id), worker.waited_for) == ({}, [({3, 4}, False)])
 

@@ -15,14 +15,8 @@ from typing import NamedTuple
 from penstock.reward_service.rewards.parsing import latex, structure
 
 MULTIPLES = {
-    "one": 1,
-    "hundred": 10**2,
-    "thousand": 10**3,
-    "million": 10**6,
-    "billion": 10**9,
-    "trillion": 10**12,
-    "dozen": 12,
-}
+    "one": 1, "hundred": 10**2, "thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12, "dozen": 12,
+}  # fmt: skip
 _SIGNS = {
     "−–": "-", "×": r"\times ", "·⋅∙": r"\cdot ", "÷": r"\div ", "∞": r"\infty ", "≤": r"\le ", "≥": r"\ge ", "≠": r"\neq ",
     "±": r"\pm ", "∓": r"\mp ", "∪": r"\cup ", "∩": r"\cap ", "∈": r"\in ", "∅": r"\emptyset ", "°": r"^\circ ", "Δ": r"\Delta ",

@@ -341,7 +341,7 @@ def test_rows_that_cannot_be_played_are_refused(tmp_path: Path) -> None:
         play_of(environment, "twelve")
     with pytest.raises(ValueError, match="ground_truth is 'None'"):
         play_of(environment, None)
-    with pytest.raises(ValueError, match="do not end with one of the user"):
+    with pytest.raises(ValueError, match="its last message does not have the role user"):
         environment.play(0, Row((), 1, {}, ""), environment.chosen)
     with pytest.raises(ValueError, match="tools is not played without options"):
         Tools().play(0, EPISODE.row, environment.chosen)

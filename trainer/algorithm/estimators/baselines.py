@@ -29,7 +29,7 @@ def reinforce(outcomes: Outcomes) -> Tensor:
     needs_baseline=True,
 )
 def remax(outcomes: Outcomes) -> Tensor:
-    """Return the rewards less that of the prompt's greedy completion, [B]."""
+    """Subtract the reward of the prompt's greedy completion, [B]."""
     if outcomes.baselines is None:
         raise ValueError("remax needs the reward of a greedy completion for every prompt, and there is none")
     return outcomes.rewards - outcomes.baselines
@@ -41,7 +41,7 @@ def remax(outcomes: Outcomes) -> Tensor:
     group_relative=True,
 )
 def rloo(outcomes: Outcomes) -> Tensor:
-    """Return the rewards less the mean of the group's other members, [B]; a group of one gets 0.
+    """Subtract the mean reward of the group's other members, [B]; a group of one gets 0.
 
     In verl, a group of one gets its reward as its advantage, whatever other prompts get.
     """
@@ -56,7 +56,7 @@ def rloo(outcomes: Outcomes) -> Tensor:
     group_relative=True,
 )
 def opo(outcomes: Outcomes) -> Tensor:
-    """Return the rewards less the group's mean weighted by length, [B]; a group of one gets 0 (verl: its reward)."""
+    """Subtract the group's mean reward weighted by length, [B]; a group of one gets 0 (verl: its reward)."""
     return outcomes.rewards - weighted_mean(outcomes, outcomes.lengths.to(outcomes.rewards.dtype))
 
 
@@ -73,7 +73,7 @@ def opo(outcomes: Outcomes) -> Tensor:
     by_gradient=True,
 )  # fmt: skip
 def opob(outcomes: Outcomes, *, normalise_by_std: bool = True) -> Tensor:
-    """Return the rewards less the off-policy optimal baseline of VCPO, which has the least variance, [B].
+    """Subtract the off-policy optimal baseline of VCPO, which has the least variance, [B].
 
     ``A_i = R_i - sum_j(w_j² g_j² R_j) / sum_j(w_j² g_j²)`` over the group, with w the product of a trajectory's ratios to the sampler and
     g the norm of the gradient of its log-probability; with ``normalise_by_std`` divided by the
@@ -94,7 +94,7 @@ def opob(outcomes: Outcomes, *, normalise_by_std: bool = True) -> Tensor:
     group_relative=True,
 )
 def gpg(outcomes: Outcomes) -> Tensor:
-    """Return the rewards less the group's mean, times trajectories / nonzero rewards of the batch, [B]."""
+    """Subtract the group's mean reward and multiply by trajectories / nonzero rewards of the batch, [B]."""
     nonzero = int((outcomes.rewards != 0).sum())
     alpha = len(outcomes.rewards) / max(nonzero, 1)
     return alpha * (outcomes.rewards - group_mean(outcomes, outcomes.rewards))
