@@ -80,11 +80,7 @@ def open_task(plan: Plan, rows: TurnSet, held_out: TurnSet | None) -> SftTask:
 def open_rows(settings: TrainerSettings, files: Sequence[Path], dims: ParallelDims) -> TurnSet:
     data, tokenizer = settings.data_of("sft"), read_tokenizer(settings)
     turns = TurnSet(
-        files,
-        data=data,
-        tokenizer=tokenizer,
-        max_tokens=settings.trainer.micro_batch_tokens,
-        mask=settings.sft.mask,
+        files, data=data, tokenizer=tokenizer, max_tokens=settings.trainer.micro_batch_tokens, mask=settings.sft.mask
     )
     if dims.writes_files:
         if note := end_of_turn_note(tokenizer):

@@ -112,9 +112,7 @@ def export_weights(
 
 @runs.command(name="trust")
 def trust_run(
-    run: RunName,
-    *arguments: RunArguments,
-    yes: Annotated[bool, Help("Do not ask for confirmation.")] = False,
+    run: RunName, *arguments: RunArguments, yes: Annotated[bool, Help("Do not ask for confirmation.")] = False
 ) -> int:
     """Use the settings in the folder of a run that somebody else made, that was moved, or that an earlier release started.
 

@@ -199,14 +199,7 @@ def _member(record: StoredRecord, step: RecordedStep, group: RecordedGroup) -> M
     )
 
 
-def print_lineage(
-    run: NamedRun,
-    *,
-    version: int | None,
-    group: str | None,
-    full: bool,
-    as_json: bool,
-) -> int:
+def print_lineage(run: NamedRun, *, version: int | None, group: str | None, full: bool, as_json: bool) -> int:
     """Print the lineage of a version (default the last) or the history of a group; return the exit code.
 
     Raises RecordBroken for what is not in the record, and the errors of NATS and the object store.

@@ -221,8 +221,7 @@ def _definition(tag: str, kind: str, values: Values) -> Outcome:
             if key.startswith(_CONFIG)
         }
         return translated(
-            {f"{definition}.type": "gem", f"{definition}.options.id": kind, **made, **limits},
-            "pip install gem-llm",
+            {f"{definition}.type": "gem", f"{definition}.options.id": kind, **made, **limits}, "pip install gem-llm"
         )
     if kind not in _OPTIONS:
         return decide(f"set [environment.define.{tag}]: {kind} is no environment here (docs/environments_of_others.md)")

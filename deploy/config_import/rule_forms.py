@@ -230,7 +230,7 @@ def path_in(column: str, default: str, setting: str) -> Rule:
             setting: ".".join(
                 [first(values, column, default=default), *map(str, given if isinstance(given, list) else [given])]
             )
-        },
+        }
     )
 
 

@@ -270,10 +270,7 @@ class S3Server(Server):
     def settings(self) -> S3Settings:
         scheme, ca_file = ("https", self._certificate.ca_file) if self._certificate else ("http", None)
         return S3Settings(
-            endpoint=f"{scheme}://{HOST}:{self.port}",
-            access_key=USER,
-            secret_key=self._secret_key,
-            ca_file=ca_file,
+            endpoint=f"{scheme}://{HOST}:{self.port}", access_key=USER, secret_key=self._secret_key, ca_file=ca_file
         )
 
     def _new_child(self) -> Child:

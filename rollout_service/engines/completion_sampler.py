@@ -19,12 +19,7 @@ from penstock.protocol.versions import PolicyVersion
 from penstock.rollout_service.checks.check_task import ModelLimits, check_request
 from penstock.rollout_service.engines.completion import Completion, Resumption, sampled_by_adapter
 from penstock.rollout_service.engines.stop_strings import Detokenizer, ended_at, first_end
-from penstock.rollout_service.errors import (
-    EngineMisconfigured,
-    EngineRefused,
-    EngineTimeout,
-    WeightsUnverified,
-)
+from penstock.rollout_service.errors import EngineMisconfigured, EngineRefused, EngineTimeout, WeightsUnverified
 
 _TIMES_THE_MEAN = 4.0  # a request may take so many times the mean time of its tokens
 _FEWEST_MEASURED = 16  # tokens of a completion whose time counts: in a shorter one the prompt's time is most of it

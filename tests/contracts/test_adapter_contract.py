@@ -14,14 +14,7 @@ from tests.contracts.engine_under_test import EngineUnderTest
 from tests.contracts.tiny_model import Adapter, Dense, build_model, write_changed_copy
 
 PROMPT = [5, 17, 101, 44, 9, 260, 31]
-SGLANG_TAKES = {
-    "missing tensor",
-    "unknown tensor",
-    "wrong shape",
-    "nan",
-    "rank pattern",
-    "half of what is fused",
-}
+SGLANG_TAKES = {"missing tensor", "unknown tensor", "wrong shape", "nan", "rank pattern", "half of what is fused"}
 PARAMS: dict[str, Any] = {"max_new_tokens": 12, "ignore_eos": True}
 
 
@@ -89,12 +82,7 @@ def listed(engine: EngineUnderTest) -> set[str]:
 
 
 def ask(engine: EngineUnderTest, prompts: Any, lora_path: Any, *, expect: int = 200, **params: Any) -> Any:
-    body = {
-        "input_ids": prompts,
-        "lora_path": lora_path,
-        "sampling_params": PARAMS | params,
-        "return_logprob": True,
-    }
+    body = {"input_ids": prompts, "lora_path": lora_path, "sampling_params": PARAMS | params, "return_logprob": True}
     return engine.post("/generate", body, expect=expect)
 
 

@@ -13,24 +13,13 @@ from penstock.protocol.groups import Sampling
 from penstock.protocol.versions import PolicyVersion, VersionRun
 from penstock.rollout_service.checks.check_task import ModelLimits
 from penstock.rollout_service.engines.completion import Completion
-from penstock.rollout_service.engines.engine_client import (
-    EngineClient,
-    ReleasesMemory,
-    UpdateMode,
-    able_to_abandon,
-)
+from penstock.rollout_service.engines.engine_client import EngineClient, ReleasesMemory, UpdateMode, able_to_abandon
 from penstock.rollout_service.engines.redundancy import Redundancy
 from penstock.rollout_service.engines.stop_strings import Detokenizer
 from penstock.rollout_service.errors import EngineRefused, TaskRefused, WeightsNotApplied, WeightsUnverified
 from tests.contracts.engine_under_test import DEADLINE_S
 from tests.contracts.servers_under_test import KINDS, ServerUnderTest, running_server
-from tests.contracts.tiny_model import (
-    Adapter,
-    Dense,
-    logprobs_by_version,
-    logprobs_over_kept_cache,
-    write_changed_copy,
-)
+from tests.contracts.tiny_model import Adapter, Dense, logprobs_by_version, logprobs_over_kept_cache, write_changed_copy
 
 PROMPTS = [[5, 17, 88, 250, 31, 9], [44, 45], [7] * 40, [100, 101, 102, 103]]
 NUM_SAMPLES = 4

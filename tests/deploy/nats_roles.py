@@ -93,13 +93,7 @@ class NatsRoles(NatsServer):
 
     def answers(self, role: str, lines: Iterable[str]) -> list[bytes]:
         """Log in as the role, send lines of the client protocol, and return the server's lines until its PONG or its end."""
-        login = {
-            "user": role,
-            "pass": self.login(role).secret(),
-            "verbose": False,
-            "pedantic": False,
-            "headers": True,
-        }
+        login = {"user": role, "pass": self.login(role).secret(), "verbose": False, "pedantic": False, "headers": True}
         server = urlsplit(self.url)
         with contextlib.ExitStack() as opened:
             plain = opened.enter_context(socket.create_connection((server.hostname, server.port), timeout=_ANSWER_S))

@@ -72,11 +72,7 @@ def test_a_deleted_run_is_gone_and_others_stay(bus: Bus, blobs: Blobs, run_id: s
 
 
 def test_the_command_creates_and_deletes(
-    bus: Bus,
-    run_id: str,
-    nats_settings: NatsSettings,
-    s3_settings: S3Settings,
-    capsys: pytest.CaptureFixture[str],
+    bus: Bus, run_id: str, nats_settings: NatsSettings, s3_settings: S3Settings, capsys: pytest.CaptureFixture[str]
 ) -> None:
     where = server_arguments(nats_settings, s3_settings)
     assert run(["bootstrap", "--run", run_id, *where]) == 0

@@ -16,13 +16,7 @@ from tests.deploy.placement.hosts import stand_in, started
 from tests.servers import require, wait_for
 from tests.small_run import write_small_run
 
-from penstock.deploy.local_run import (
-    REWARD,
-    LocalRun,
-    endpoint_name,
-    fails_at_first_start,
-    worker_name,
-)
+from penstock.deploy.local_run import REWARD, LocalRun, endpoint_name, fails_at_first_start, worker_name
 from penstock.deploy.local_settings import worker_overrides
 from penstock.deploy.processes.servers import find_program
 from penstock.deploy.processes.supervise import ProcessEvent

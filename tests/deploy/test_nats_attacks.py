@@ -151,10 +151,7 @@ def requests_to_streams(roles: NatsRoles, role: str) -> Iterator[tuple[str, bool
         for verb in STREAM_VERBS:
             allowed_to = {"INFO": reads, "MSG.GET": may_ask_leader(roles, role, stream)}
             yield f"$JS.API.STREAM.{verb}.{stream}", allowed_to.get(verb, False)
-        yield (
-            f"$JS.API.DIRECT.GET.{stream}",
-            reads and not (roles.one_run and stream in only_keys.get(role, ())),
-        )
+        yield (f"$JS.API.DIRECT.GET.{stream}", reads and not (roles.one_run and stream in only_keys.get(role, ())))
         for verb in ("CREATE", "LIST", "NAMES"):
             yield f"$JS.API.CONSUMER.{verb}.{stream}", False
         for verb, name in itertools.product(CONSUMER_VERBS, (*DURABLES, "tail-1")):

@@ -26,14 +26,7 @@ from penstock.deploy.rights import ANY_KEY, Rights, rights
 from penstock.protocol import streams, subjects
 from penstock.protocol.config.connection import S3Settings
 from penstock.protocol.errors import BusRefused, BusUnreachable
-from penstock.protocol.facts import (
-    GroupGenerated,
-    GroupScored,
-    Heartbeat,
-    RunEvent,
-    TaskIssued,
-    encode,
-)
+from penstock.protocol.facts import GroupGenerated, GroupScored, Heartbeat, RunEvent, TaskIssued, encode
 from penstock.protocol.transport.blobs import Blobs
 from penstock.protocol.transport.bus import Bus
 from penstock.protocol.weights.shared_segments import SharedSegments

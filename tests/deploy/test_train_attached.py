@@ -72,11 +72,7 @@ def test_a_trainer_that_a_signal_killed_is_started_again(
 
 @pytest.mark.parametrize(("line", "starts"), [("ncclRemoteError", "xx"), ("CUDA out of memory", "x")])
 def test_a_trainer_that_another_rank_ended_is_started_again(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    attached: Callable[[str], AttachedTrainer],
-    line: str,
-    starts: str,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, attached: Callable[[str], AttachedTrainer], line: str, starts: str
 ) -> None:
     """What would fail again is not; the log that names it is the trainer's own, on a terminal."""
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)

@@ -350,10 +350,7 @@ def _at(clocks: Sequence[float], totals: Sequence[tuple[float, float]], moment: 
     busy = totals[after][0] - totals[before][0]
     begun = max(clocks[before], clocks[after] - busy)
     share = min(1.0, max(0.0, moment - begun) / max(1e-9, clocks[after] - begun))
-    return (
-        totals[before][0] + share * busy,
-        totals[before][1] + share * (totals[after][1] - totals[before][1]),
-    )
+    return (totals[before][0] + share * busy, totals[before][1] + share * (totals[after][1] - totals[before][1]))
 
 
 if __name__ == "__main__":

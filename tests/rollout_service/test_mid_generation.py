@@ -13,10 +13,7 @@ from hypothesis import strategies as st
 from penstock.rollout_service.embedded_engine.engine_thread import EngineThread, WeightUpdate
 from penstock.rollout_service.embedded_engine.scheduler import Limits
 from penstock.rollout_service.embedded_engine.sequence import Job, Sampling, Sequence
-from tests.contracts.tiny_model import (
-    logprobs_by_version,
-    logprobs_over_kept_cache,
-)
+from tests.contracts.tiny_model import logprobs_by_version, logprobs_over_kept_cache
 from tests.examples import examples
 from tests.rollout_service.embedded_engine.in_process import Model
 

@@ -43,11 +43,7 @@ def test_every_figure_of_the_heartbeat_is_a_metric(tmp_path: Path) -> None:
         folders={"worker.cache_dir": tmp_path, "not.yet": tmp_path / "none"},
     )
     samples = exporter.samples()
-    assert set(samples.series.pop("penstock_store_errors_total")) == {
-        ("nats", "full"),
-        ("s3", "full"),
-        ("s3", "error"),
-    }
+    assert set(samples.series.pop("penstock_store_errors_total")) == {("nats", "full"), ("s3", "full"), ("s3", "error")}
     free = samples.series.pop("penstock_disk_free_ratio")
     assert set(free) == {("rollout", "w", "worker.cache_dir")}, "a folder that is not there yet is left out"
     assert 0.0 < free["rollout", "w", "worker.cache_dir"] <= 1.0

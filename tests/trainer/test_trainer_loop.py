@@ -126,11 +126,7 @@ def test_held_messages_are_acknowledged_before_their_stream_is_full(run: Run, bu
 
 def test_an_engine_with_other_log_probabilities_stops_the_run(run: Run) -> None:
     """Log-probabilities at another temperature stop the run at the first step, before its weights are published."""
-    run.write(
-        steps=5,
-        rollout={"group_size": 8, "max_new_tokens": 1},
-        trainer={"max_mismatch": 0.1},
-    )
+    run.write(steps=5, rollout={"group_size": 8, "max_new_tokens": 1}, trainer={"max_mismatch": 0.1})
     with run.sampler(lambda answer, _: with_logprobs(answer, lambda row: row.behaviour_logprobs / 2)) as producer:
         (stopped := run.start()).wait(expected=2)
         assert producer.head() == 0
@@ -339,10 +335,7 @@ def test_batches_of_cut_answers_alone_are_steps_without_an_update_also_in_a_repl
 def test_versions_in_which_nothing_changed_raise_an_alarm(run: Run, bus: Bus) -> None:
     """Merged adapters whose changes are rounded away: workers go on to sample the first model, which is told once."""
     run.write(
-        steps=4,
-        model={"lora.rank": 4, "lora.publish": "merged"},
-        rollout={"max_staleness": 0},
-        trainer={"lr": 1e-14},
+        steps=4, model={"lora.rank": 4, "lora.publish": "merged"}, rollout={"max_staleness": 0}, trainer={"lr": 1e-14}
     )
     with run.producer():
         (trainer := run.start()).wait()
@@ -414,10 +407,7 @@ def test_two_ranks_run_reuse_and_resume(run: Run, bus: Bus, blobs: Blobs) -> Non
     for _ in range(2):
         found.append(run.replay("--batch", "4", num_ranks=2))
         (home / "checkpoints").rename(home / "hidden") if len(found) == 1 else None
-    assert [one["weights_from"] for one in found] == [
-        "the checkpoint step00000003",
-        "version 3 as it was published",
-    ]
+    assert [one["weights_from"] for one in found] == ["the checkpoint step00000003", "version 3 as it was published"]
     assert [(one["is_reproduced"], one["error"]) for one in found] == [(True, "EngineMismatch")] * 2
     held, published = (one["figures"] for one in found)
     assert held["grad_norm"] > 0.0

@@ -274,11 +274,7 @@ def _effective_sums(to_behaviour: Tensor, sequences: Sequences, level: Level) ->
     if level != "token":
         count = sequences.lengths(weights).count_nonzero()  # with tokens
         weights = sequences.mean(weights)
-    return {
-        "ess_count": count,
-        "ess_weight": weights.sum(),
-        "ess_weight_squared": weights.square().sum(),
-    }
+    return {"ess_count": count, "ess_weight": weights.sum(), "ess_weight_squared": weights.square().sum()}
 
 
 class PlainObjective:

@@ -97,9 +97,8 @@ class PairRow:
         turns = [turn for turn in (self.chosen, self.rejected) if turn is not None]
         if len(turns) == 2 and turns[0].chat == turns[1].chat:  # nothing to prefer
             return "identical"
-        if self.scored:
-            return self.scored
-        return next(filter(None, (turn.left_out or reason_left_out(turn.chat, turn.column) for turn in turns)), None)
+        reasons = (turn.left_out or reason_left_out(turn.chat, turn.column) for turn in turns)
+        return self.scored or next(filter(None, reasons), None)
 
 
 def unread_of(row: Row, data: DataSettings) -> list[str]:

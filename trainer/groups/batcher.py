@@ -344,11 +344,7 @@ def sampling_versions(batch: Iterable[ReadyGroup]) -> set[PolicyVersion]:
 
 
 def staleness_tokens(
-    batch: Sequence[ReadyGroup],
-    version: PolicyVersion,
-    *,
-    least: int = 0,
-    ages: Mapping[int, int] = NO_AGES,
+    batch: Sequence[ReadyGroup], version: PolicyVersion, *, least: int = 0, ages: Mapping[int, int] = NO_AGES
 ) -> dict[int, int]:
     """Return the histogram of token ages in versions, of at least ``least``: above 0 the versions are another run's.
 

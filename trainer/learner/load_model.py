@@ -129,11 +129,7 @@ def load_reference(
 
 def _scorer(model: Any, how: Optimisation, dims: ParallelDims, temperature: float) -> CompletionScorer:
     return CompletionScorer(
-        model,
-        temperature,
-        how.max_logits,
-        TokenShares(dims.token_group),
-        head_in_float32=how.head_dtype == "float32",
+        model, temperature, how.max_logits, TokenShares(dims.token_group), head_in_float32=how.head_dtype == "float32"
     )
 
 

@@ -40,12 +40,7 @@ class GroupGc:
     """Sweeps every ten minutes, or more often when packs are kept for less than forty; use as a context manager."""
 
     def __init__(
-        self,
-        connections: Connections,
-        settings: RetentionSettings,
-        *,
-        holder: str,
-        clock: Callable[[], datetime],
+        self, connections: Connections, settings: RetentionSettings, *, holder: str, clock: Callable[[], datetime]
     ) -> None:
         self._run_id, self._bus, self._blobs = connections.run_id, connections.bus, connections.blobs
         self._settings = settings

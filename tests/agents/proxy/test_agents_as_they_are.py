@@ -199,10 +199,7 @@ def counted_of(request: AgentRequest) -> list[str]:
 
 @pytest.mark.parametrize(
     ("api", "body", "counted", "code"),
-    [
-        *((*row, "constrained_decoding") for row in CONSTRAINED),
-        *((*row, "unsupported") for row in UNSUPPORTED),
-    ],
+    [*((*row, "constrained_decoding") for row in CONSTRAINED), *((*row, "unsupported") for row in UNSUPPORTED)],
 )
 def test_what_only_a_vendors_server_has_is_refused_or_left_out_and_counted(
     api: Any, body: dict[str, Any], counted: list[str], code: str

@@ -144,8 +144,7 @@ def test_the_space_for_a_new_folder_is_that_of_its_parent(tmp_path: Path):
 
 
 @pytest.mark.parametrize(
-    ("name", "code", "level"),
-    [("flash", 0, "ok"), ("sdpa", 0, "warn"), ("none: no attention kernel works", 1, "fail")],
+    ("name", "code", "level"), [("flash", 0, "ok"), ("sdpa", 0, "warn"), ("none: no attention kernel works", 1, "fail")]
 )
 def test_the_attention_of_a_gpu_is_checked_and_a_slow_one_is_a_warning(
     name: str, code: int, level: str, program: Callable[[str, str], Path], monkeypatch: pytest.MonkeyPatch

@@ -31,8 +31,7 @@ BOTH = {
 
 
 @pytest.mark.parametrize(
-    ("visible", "expected"),
-    [(None, BOTH), ("0,1", BOTH), ("0", FIRST), ("GPU-aa", FIRST), ("0, 7,1", FIRST)],
+    ("visible", "expected"), [(None, BOTH), ("0,1", BOTH), ("0", FIRST), ("GPU-aa", FIRST), ("0, 7,1", FIRST)]
 )
 def test_the_gpus_of_a_service_are_read(visible: str | None, expected: dict[str, float]) -> None:
     """Least, mean and greatest of what each tells; CUDA's list ends at the first GPU that does not exist."""

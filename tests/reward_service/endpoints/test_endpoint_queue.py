@@ -207,9 +207,7 @@ async def test_answers_are_checked_against_the_registration(start_endpoint: Star
     assert "missing: style" in str(nonsense)
 
 
-async def test_queued_groups_of_an_unregistered_endpoint_are_retried(
-    start_endpoint: StartEndpoint,
-) -> None:
+async def test_queued_groups_of_an_unregistered_endpoint_are_retried(start_endpoint: StartEndpoint) -> None:
     slow, started, release = blocking(0.25)
     endpoint = Endpoint(name="e", url=start_endpoint(slow).url, concurrency=1, batch_size=1)
     async with EndpointClient(TargetPolicy(PRIVATE_TARGETS), max_response_bytes=10_000) as client:

@@ -9,14 +9,7 @@ from typing import Any
 import pytest
 from tests.groups import make_group
 from tests.reward_service.conftest import Wire
-from tests.reward_service.processes import (
-    Answer,
-    Behaviour,
-    StartEndpoint,
-    StartService,
-    good,
-    raw,
-)
+from tests.reward_service.processes import Answer, Behaviour, StartEndpoint, StartService, good, raw
 from tests.servers import wait_for
 
 

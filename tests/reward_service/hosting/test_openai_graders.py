@@ -147,9 +147,7 @@ def test_graders_that_cannot_be_evaluated_are_refused_when_they_are_read(given: 
     assert "grader.json" in str(refused.value)
 
 
-async def test_a_model_scores_by_the_guides_response_format(
-    start_endpoint: StartEndpoint,
-) -> None:
+async def test_a_model_scores_by_the_guides_response_format(start_endpoint: StartEndpoint) -> None:
     """The filled messages, the sampling and the schema are sent; prose and numbers out of range are errors."""
     texts = iter(['{"steps": [], "result": 7.5}', "7.5", '{"result": 11}', '{"result": true}', '{"result": NaN}'])
     server = start_endpoint(lambda _: chat_said(next(texts)))

@@ -38,7 +38,7 @@ PROVES_NOTHING: dict[str, dict[str, Any]] = {  # by what the error says
     },
     "test 0 of piece 1": {"an assertion about the tests themselves": ["assert add(1, 2) == 3", "assert 1 + 2 == 3"]},
     "test 1 of piece 0": {
-        "one of two methods": "class TestIt:\n    def test_a(self): assert add(1, 2) == 3\n    def test_b(self): ...",
+        "one of two methods": "class TestIt:\n    def test_a(self): assert add(1, 2) == 3\n    def test_b(self): ..."
     },
     "test nothing": {
         "a function with another name": "def verify():\n    assert add(1, 2) == 3",

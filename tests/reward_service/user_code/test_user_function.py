@@ -75,10 +75,7 @@ GOOD = {
         "import numpy\ndef reward_func(queries, prompts, labels):\n"
         "    right = numpy.array([float(q == p + l) for q, p, l in zip(queries, prompts, labels)])\n"
         "    return {'rewards': right, 'scores': right, 'extra_logs': {'long': [len(q) for q in queries]}}",
-        [
-            Score(score=1.0, parts={"long": 6.0, "scores": 1.0}),
-            Score(score=0.0, parts={"long": 9.0, "scores": 0.0}),
-        ],
+        [Score(score=1.0, parts={"long": 6.0, "scores": 1.0}), Score(score=0.0, parts={"long": 9.0, "scores": 0.0})],
     ),
     "openrlhf-list": (
         "def reward_func(queries, prompts, labels):\n    return [float(q.endswith('+ 24')) for q in queries]",

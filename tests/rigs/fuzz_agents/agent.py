@@ -224,12 +224,7 @@ class RandomAgent:
             if not message.get("more_body", False):
                 finished.set()
 
-        scope = {
-            "type": "http",
-            "method": "POST",
-            "path": self._path,
-            "headers": [*headers.items()],
-        }
+        scope = {"type": "http", "method": "POST", "path": self._path, "headers": [*headers.items()]}
         await self._app(scope, receive, send)
         return status, b"".join(parts)
 

@@ -352,12 +352,7 @@ async def test_an_evaluation_that_loads_another_model_meanwhile_keeps_it(monkeyp
 async def test_a_copy_that_fails_withdraws_the_version(monkeypatch: pytest.MonkeyPatch, problem: str) -> None:
     """One that is late is not recorded; one that hangs ends the worker; a version published again is not refused."""
     monkeypatch.setattr(weight_follower, "COPY_DEADLINE_S", 0.01)
-    answer, written, withdrawn, refused = (
-        MANIFEST.model_copy(update={"key": "answer"}),
-        asyncio.Event(),
-        [],
-        Calls(),
-    )
+    answer, written, withdrawn, refused = (MANIFEST.model_copy(update={"key": "answer"}), asyncio.Event(), [], Calls())
 
     async def fetch(*_: object, **__: object) -> Any:
         if problem == "unusable":

@@ -27,10 +27,7 @@ from penstock.trainer.algorithm.corrections.age_band import age_band
 from penstock.trainer.algorithm.corrections.importance import importance
 from penstock.trainer.algorithm.corrections.m2po import m2po_limit
 from penstock.trainer.algorithm.corrections.opsm import opsm
-from penstock.trainer.algorithm.corrections.ratios import (
-    learning_rate_factor,
-    log_weights,
-)
+from penstock.trainer.algorithm.corrections.ratios import learning_rate_factor, log_weights
 from penstock.trainer.algorithm.corrections.rejection import rejection, veto
 from penstock.trainer.algorithm.estimators.baselines import gpg, opo, rloo
 from penstock.trainer.algorithm.estimators.gae import gae_tokens

@@ -85,10 +85,7 @@ def test_the_forms_of_other_projects_are_read(row, form, contents, truth, source
         ),
         ({"prompt": "q", "completion": "a", "label": False}, "column label: tells good completions from bad ones"),
         ({"prompt": "q", "self_play": True}, 'column self_play: .* "pairwise" .* data.ignore = \\["self_play"\\]'),
-        (
-            {"prompt": "<image> q", "images": ["a.png"]},
-            'column images: .* text alone.* data.ignore = \\["images"\\]',
-        ),
+        ({"prompt": "<image> q", "images": ["a.png"]}, 'column images: .* text alone.* data.ignore = \\["images"\\]'),
         ({"messages": [{"role": "bot", "content": "x"}, USER]}, r"column messages\[0\].role: .* data.roles.bot"),
         (
             {"messages": [{"role": "api_result", "content": "x"}, USER]},

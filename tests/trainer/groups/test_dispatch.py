@@ -215,14 +215,7 @@ def prompt(num_tokens: int = 21, text: str = "sort", truth: str = '"1"') -> Prom
 
 def task(prompt: Prompt, group_id: str = "e0.p0.a0"):
     sampling = Sampling(max_new_tokens=9, stop_token_ids=(2,))
-    return make_task(
-        prompt,
-        group_id,
-        sampling=sampling,
-        group_size=8,
-        split="train",
-        issued_version=PolicyVersion(3),
-    )
+    return make_task(prompt, group_id, sampling=sampling, group_size=8, split="train", issued_version=PolicyVersion(3))
 
 
 def test_training_and_evaluation_end_at_the_same_strings():

@@ -193,11 +193,7 @@ def test_a_document_before_dead_letters_were_recorded_is_read() -> None:
 
 
 @pytest.mark.parametrize(
-    "changes",
-    [
-        {"dispatch": EARLIER["dispatch"] | {"outstanding": []}},
-        {"ledger": [[1, ["e0.p6.a0"]]]},
-    ],
+    "changes", [{"dispatch": EARLIER["dispatch"] | {"outstanding": []}}, {"ledger": [[1, ["e0.p6.a0"]]]}]
 )
 def test_a_checkpoint_that_contradicts_itself_is_refused(changes: dict[str, Any]) -> None:
     """A group that is open by one part and closed by another would be trained twice or never."""

@@ -19,12 +19,7 @@ from penstock.protocol import blob_keys, subjects
 from penstock.protocol.facts import WeightsPublished, WeightsRefused
 from penstock.protocol.groups import BlobRef
 from penstock.protocol.versions import PolicyVersion
-from penstock.protocol.weights.adapter_format import (
-    ADAPTER_CONFIG,
-    ADAPTER_WEIGHTS,
-    AdapterConfig,
-    factor_names,
-)
+from penstock.protocol.weights.adapter_format import ADAPTER_CONFIG, ADAPTER_WEIGHTS, AdapterConfig, factor_names
 from penstock.protocol.weights.export import export_adapter, export_version
 from penstock.protocol.weights.manifest import VersionManifest
 from penstock.protocol.weights.version_reader import WeightReader

@@ -90,10 +90,7 @@ def main() -> None:
     for line in sys.stdin:
         version = PolicyVersion(int(line))
         publisher = Publisher(
-            connections,
-            model_folder=Path(setup["model"]),
-            policy=_EVERY_SECOND,
-            coordinator=coordinator,
+            connections, model_folder=Path(setup["model"]), policy=_EVERY_SECOND, coordinator=coordinator
         )
         weights = ModelWeights(_own(version, dims))
         publisher.submit(Snapshot(version, version, weights, "float32", must_publish=True))

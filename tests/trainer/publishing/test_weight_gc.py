@@ -132,10 +132,7 @@ def test_orphans_are_deleted_when_they_are_old(connections: Connections) -> None
 
 def test_one_process_collects(connections: Connections) -> None:
     """The right to collect is a lease: while one process holds it, no other takes it."""
-    first, second = (
-        collector(connections),
-        WeightGc(connections, Retention(2, 0.0, 0.0), pinned=list, holder="other"),
-    )
+    first, second = (collector(connections), WeightGc(connections, Retention(2, 0.0, 0.0), pinned=list, holder="other"))
     assert holds_lease(first._leases, streams.GARBAGE_LEASE, first._holder)
     assert not holds_lease(second._leases, streams.GARBAGE_LEASE, second._holder)
     assert holds_lease(first._leases, streams.GARBAGE_LEASE, first._holder)

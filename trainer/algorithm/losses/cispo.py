@@ -6,9 +6,7 @@ from penstock.trainer.algorithm.losses.interface import GRPO, LossTerms, Tokens,
 
 
 @policy_loss(
-    options=WeightCap,
-    source="arXiv 2506.13585",
-    presets={"cispo": {**GRPO, "loss": "cispo", "weight_cap": 4.0}},
+    options=WeightCap, source="arXiv 2506.13585", presets={"cispo": {**GRPO, "loss": "cispo", "weight_cap": 4.0}}
 )
 def cispo(tokens: Tokens, *, weight_cap: float, floor: float = 0.0) -> LossTerms:
     """Clip the importance weight, so that no token loses its gradient (MiniMax-M1).

@@ -21,11 +21,7 @@ class GspoTokenOptions(DualClipRange):
     )
 
 
-@policy_loss(
-    options=DualClipRange,
-    source="arXiv 2507.18071",
-    presets={"gspo": {**GSPO, "loss": "gspo"}},
-)
+@policy_loss(options=DualClipRange, source="arXiv 2507.18071", presets={"gspo": {**GSPO, "loss": "gspo"}})
 def gspo(tokens: Tokens, *, clip_low: float, clip_high: float, dual_clip: float | None = None) -> LossTerms:
     """Clip the geometric mean of a sequence's ratios (group sequence policy optimisation).
 
@@ -38,9 +34,7 @@ def gspo(tokens: Tokens, *, clip_low: float, clip_high: float, dual_clip: float 
 
 
 @policy_loss(
-    options=GspoTokenOptions,
-    source="arXiv 2507.18071, eq. 13",
-    presets={"gspo_token": {**GSPO, "loss": "gspo_token"}},
+    options=GspoTokenOptions, source="arXiv 2507.18071, eq. 13", presets={"gspo_token": {**GSPO, "loss": "gspo_token"}}
 )
 def gspo_token(
     tokens: Tokens, *, clip_low: float, clip_high: float, dual_clip: float | None = None, gspo_token_limit: bool = True

@@ -35,11 +35,7 @@ def topr(tokens: Tokens, *, weight_cap: float = 1.0, floor: float = 0.0) -> Loss
     return LossTerms(-weight * tokens.advantages * tokens.current, ratio, none_of(capped), capped)
 
 
-@policy_loss(
-    options=WeightCap,
-    source="ROLL",
-    presets={"topr_token": {**_PRESET, "loss": "topr_token"}},
-)
+@policy_loss(options=WeightCap, source="ROLL", presets={"topr_token": {**_PRESET, "loss": "topr_token"}})
 def topr_token(tokens: Tokens, *, weight_cap: float = 1.0) -> LossTerms:
     """Taper as `topr` does, with the ratio of each token instead of the sequence's product.
 
