@@ -29,7 +29,7 @@ _ASSIGNED = re.compile(r"([\w.-]{1,99}\s{0,3}[:=]\s{0,3})(.+)", re.DOTALL)
 _WORD = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|\d+")
 _SECRET_WORDS = frozenset({
     "secret", "password", "passwd", "passphrase", "pwd", "credential", "apikey", "bearer", "authorization", "authtoken",
-    "cookie", "dsn", "pat", "privatekey", "accesstoken",
+    "cookie", "dsn", "pat", "privatekey", "accesstoken", "jwt",
 })  # fmt: skip
 _SECRET_ENDS = ("password", "passwd", "passphrase", "apikey")  # PGPASSWORD
 _LAST_WORDS = frozenset({"token", "pass", "auth", "key"})
@@ -66,16 +66,18 @@ _PLAIN = re.compile(  # single words, paths, numbers, URLs and names of hosts, m
 
 _FORMS = re.compile(
     r"-----BEGIN [A-Z ]*PRIVATE KEY(?: BLOCK)?-----(?:.*?-----END [A-Z ]*PRIVATE KEY(?: BLOCK)?-----|.*)"
-    r"|(?<![A-Za-z0-9_-])(?=[A-Zabcdefghjklnprstvwxy0-9])(?:"
+    r"|(?<![A-Za-z0-9_-])(?=[A-Zabcdefghjklmnoprstvwxyz0-9])(?:"
     r"(?:sk|rk|pk|whsec)_(?:live|test)_[A-Za-z0-9]{16,}|gh[pousr]_[A-Za-z0-9]{20,}|github_pat_\w{20,}"
     r"|glpat-[\w-]{16,}|gl(?:dt|rt|cbt|ptt|ft|soat)-[\w-]{16,}|(?:AKIA|ASIA|ABIA|ACCA)[A-Z0-9]{12,}|hf_[A-Za-z0-9]{30,}"
     r"|xox[a-z](?:\.xox[a-z])?-\d[\w-]{8,}|xapp-\d[\w-]{8,}|npm_[A-Za-z0-9]{30,}|dckr_(?:pat|oat)_[\w-]{20,}"
     r"|eyJ[\w-]{5,}\.[\w-]{4,}\.[\w-]*|AIza[\w-]{20,}|ya29\.[\w-]{20,}|GOCSPX-[\w-]{20,}|SG\.[\w-]{16,}\.[\w-]{16,}"
     r"|(?:ntn|lin_api|glsa|figd|e2b)_(?=[A-Za-z]*\d)[A-Za-z0-9]{16,}(?:_[0-9a-f]{8})?"
     rf"|(?:sk|rk|pk|whsec|pypi|nvapi|gsk|r8|hf|pplx|xai|tvly|fw|dop_v1|hvs|hvb|lsv2_pt|lsv2_sk|wandb_v1|csk|together"
-    rf"|jina|key|tgp_v1|dapi|shpat|sbp|atp|glc|rpa|fc|vcp|exa|bb_live|api_org)[-_.]"
+    rf"|jina|key|tgp_v1|dapi|shp(?:at|ca|ss|pa)|sbp|atp|glc|rpa|fc|vcp|exa|bb_live|api_org|PMAK|sntry[su]|rubygems|pscale_(?:tkn|pw|oauth)"
+    rf"|tskey-(?:auth|api|client)|do[or]_v1|dp[._](?:pt|st|ct|sa)|rdme|pul|ph[cx]|NRAK|NRJS|lin_oauth|nfp|vercel_blob_rw|sgp|tfp|EZ[AT]K|HRKU"
+    rf"|sq0(?:atp|csp)|xoxe|cfut|secret|tok|pat|fo1|fm[12]|zpka|ctx7sk|cpk)[-_.]"
     rf"(?:(?=[\w-]{{0,60}}?(?<![A-Za-z0-9]){_RUN})|(?=[\w-]*[A-Z])(?=[\w-]*\d)(?=[\w-]*[a-z])(?=[\w-]{{48}}))[\w-]+"
-    r"|dapi[0-9a-f]{32}|S[AUNOC][A-Z2-7]{40,}|AGE-SECRET-KEY-1[A-Z0-9]{10,}|SK[0-9a-f]{32}"
+    r"|dapi[0-9a-f]{32}|AT(?:ATT|CTT|BB)[\w=-]{20,}|S[AUNOC][A-Z2-7]{40,}|AGE-SECRET-KEY-1[A-Z0-9]{10,}|SK[0-9a-f]{32}"
     r"|(?:bot)?\d{8,10}:AA[\w-]{30,})|(?:(?<=hooks\.slack\.com/services/)|(?<=hooks\.slack\.com/workflows/)"
     r"|(?<=hooks\.slack\.com/triggers/)|(?<=discord\.com/api/webhooks/)|(?<=discordapp\.com/api/webhooks/))\S+",
     re.DOTALL,
@@ -91,12 +93,18 @@ _LOGIN = re.compile(r"[^\s/,@]+@")
 _HEADER = re.compile(
     r"((?:authorization|x-api-key|api-key)[\"']?\s{0,9}[:=]\s{0,9}[\"']?(?:(?:bearer|basic|token)\s{1,9})?)"
     r"([^\s\"',;]+)|(bearer\s{1,9})((?=\S{0,99}\d)[\w.~+/=-]{12,})"
-    r"|(--[\w-]{0,30}(?:token|password|passwd|passphrase|secret|api[-_]?key)\s{1,3})((?=\S{0,99}\d)[^\s\"',;]{8,})",
+    r"|(--[\w-]{0,30}(?:token|password|passwd|passphrase|secret|api[-_]?key)\s{1,3})((?=\S{0,99}\d)[^\s\"',;]{8,})"
+    # curl -u me:X, sshpass -p X, docker login -p X, and a line of .netrc
+    r"|(\b(?:curl|wget|http)\s[^\n|]{0,200}?-(?:u|-user)[\s=]{0,3}[\"']?[^\s:]{1,64}:)([^\s\"']+)"
+    r"|(\b(?:sshpass|(?:docker|podman|helm registry|az|mysql)\s[^\n|]{0,200}?)\s-p\s{0,3}[\"']?)((?=[^\s:]{0,99}\D)[^\s\"':]{6,}(?=[\s\"']|$))"
+    r"|(\blogin\s{1,9}\S{1,99}\s{1,9}password\s{1,9})(\S+)",
     re.IGNORECASE,
 )
-_PAIR = re.compile(  # NAME=value; and NAME: value, with quotes as in JSON, TOML and repr, or of a random value
-    r"(?<![\w-])(?P<name>[A-Za-z_-][\w-]{0,63})(?:=(?P<value>[^\s&\"',;]+)|[\"']?\]?\s{0,3}[:=]\s{0,3}"
-    rf"(?:\\?[\"'](?P<quoted>[^\"'\n]{{1,300}})|(?P<random>(?=[^\s:]{{0,99}}\d)[\w+/=.~-]{{0,99}}?{_RUN}[\w+/=.~-]*)))"
+_TAG = re.compile(r"<([A-Za-z][\w.:-]{0,63})>([^<>]{1,300})(?=</\1>)")
+_PAIR = re.compile(  # NAME=value; and NAME: value, with quotes as in JSON, TOML and repr, or with a digit and a letter
+    r"(?<![\w-])(?P<name>[A-Za-z_-][\w-]{0,63})(?:=(?P<value>[^\s&\"',;]+)|(?:\\{0,3}[\"'])?\]?\s{0,3}[:=]\s{0,3}"
+    rf"(?:\\{{0,3}}[\"'](?P<quoted>(?:[^\"'\n\\]|\\(?![\"'])){{1,300}})|(?P<random>(?=[^\s:]{{0,99}}\d)[\w+/=.~-]{{0,99}}?{_RUN}[\w+/=.~-]*)"
+    r"|(?P<plain>(?=\S{0,99}\d)(?=\S{0,99}[A-Za-z])[^\s\"',;<>(){}\[\]]{6,300}+(?!\())))"
 )
 _FLAG = re.compile(r"--?([A-Za-z][\w-]*)")
 _known: set[str] = set()
@@ -117,15 +125,8 @@ def _spellings(value: str) -> set[str]:
     raw = value.encode()
     encoded = {base64.b64encode(b"\0" * skipped + raw)[(skipped * 8 + 5) // 6 :].decode() for skipped in range(3)}
     inner = {text.rstrip("=")[: -1 if text.endswith("=") else None] for text in encoded}
-    return {
-        value,
-        quote(value),
-        quote(value, safe=""),
-        quote_plus(value),
-        json.dumps(value)[1:-1],
-        repr(value)[1:-1],
-        *inner,
-    }
+    quoted = {quote(value), quote(value, safe=""), quote_plus(value), json.dumps(value)[1:-1], repr(value)[1:-1]}
+    return {value, *quoted, *inner}
 
 
 def scrub(text: str) -> str:
@@ -135,6 +136,7 @@ def scrub(text: str) -> str:
     text = _FORMS.sub(MASK, text)
     text = _IN_URL.sub(rf"\1{MASK}", text)
     text = _AS_USER.sub(lambda match: (match[1] or match[2]) + MASK, text)
+    text = _TAG.sub(lambda tag: f"<{tag[1]}>{MASK}" if _is_secret_name(tag[1], tag[2]) else tag[0], text)
     text = _HEADER.sub(_without_header, text)
     return _PAIR.sub(_without_value, text)
 
@@ -148,12 +150,14 @@ def _without_value(match: re.Match[str]) -> str:
     name, value = match["name"], match[match.lastgroup or "value"]
     words = _words(name)
     before = match[0][: -len(value)]
-    unchanged = before + _PAIR.sub(_without_value, value) if match["quoted"] else match[0]
+    unchanged = before + _PAIR.sub(_without_value, value) if match["quoted"] or match["plain"] else match[0]
     if _is_harmless(value) or (words == ["pwd"] and value.startswith(("/", "~"))):  # PWD: the shell's folder
         return unchanged
     in_query = match.string[match.start() - 1 : match.start()] in ("?", "&") or words[-1:] == ["signature"]
     if in_query and _IN_QUERIES.intersection(words[-1:]):
         return before + MASK
+    if match["plain"] and not (_SECRET_WORDS.intersection(words) or (words[-1:] and words[-1].endswith(_SECRET_ENDS))):
+        return unchanged
     is_word = not in_query and words in _IN_PROSE and not name.startswith("-")
     if is_word and not (len(value) >= _LEAST_CHARS and any(char.isdigit() for char in value)):
         return unchanged

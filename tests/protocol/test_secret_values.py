@@ -37,6 +37,20 @@ FORMS = [  # joined here, so that no scanner of secrets takes this file for a le
     f"AccountName=x;AccountKey={BODY}==", f'{{"api_key": "{BODY}"}}', f"{{'db_password': '{BODY}'}}", f'password="{BODY}"', f"X-Vault-Token: {BODY}",
     f"HF_TOKEN: {BODY}", f"secret_key = {BODY}", f"os.environ['OPENAI_API_KEY'] = '{BODY}'", f'CONNECT {{"user":"u","pass":"{BODY}"}}', f"https://hooks.slack.com/services/T0/B0/{BODY}", f"https://discord.com/api/webhooks/1/{BODY}",
 ]  # fmt: skip
+SHORT = "AWerzxT6zH"
+IN_TEXTS = [
+    "password: {}", "password = {}", "db_password: {}", "Passphrase: {}.", "jwt={}", "client_secret: {}", r'{{"a": "{{\"password\": \"{}\"}}"}}',
+    r'\\"api_key\\": \\"{}\\"', "<password>{}</password>", "<wsse:Password>{}</wsse:Password>", "machine h login me password {}", "curl -u me:{} https://h",
+    "curl -s --user 'me:{}' h", "sshpass -p {} ssh h", "docker login -u me -p {} registry", "podman login h -p '{}'", "mysql -u root -p{} db",
+]  # fmt: skip
+OF_TEXTS = [
+    "password: required", "the password: see docs", "docker run -p 8080:80 image", "key: runs/r1/groups/e0.p17.a0", "secret: none", "token: 17",
+    "step 4: 17 groups", "password = secrets.token_hex2(8)", "<p>4 of 5</p>", "curl -u is a flag", "password_file: secrets/n1", "max_tokens: 2048", "<tokens>2048</tokens>", "mkdir -p runs/a1b2c3",
+]  # fmt: skip
+PREFIXES = [
+    "ATATT", "PMAK-", "sntrys_", "sntryu_", "rubygems_", "pscale_tkn_", "tskey-auth-", "shpss_", "dp.st.", "dp_st_", "phc_", "NRAK-", "nfp_", "sq0atp-",
+    "lin_oauth_", "secret_", "dor_v1_", "vercel_blob_rw_", "HRKU-", "pul-",
+]  # fmt: skip
 NAMES = [
     "password", "PASSWORD", "db_password", "passwd", "pwd", "passphrase", "secret", "client_secret", "clientSecret", "SECRET_KEY",
     "aws_secret_access_key", "token", "TOKEN", "api_token", "accessToken", "refresh-token", "api_key", "apikey", "apiKey", "API-KEY",
@@ -104,6 +118,13 @@ def test_a_known_form_is_shown_nowhere(secret: str, tmp_path: Path, capsys: pyte
     written = capsys.readouterr().err
     assert "called with" in written
     assert part not in written
+
+
+def test_secrets_in_texts_are_hidden_and_what_is_none_stays() -> None:
+    texts = [*(text.format(SHORT) for text in IN_TEXTS), *(f"called with {prefix}{BODY} here" for prefix in PREFIXES)]
+    assert [text for text in texts if SHORT in scrub(text) or BODY in scrub(text)] == []
+    assert [text for text in OF_TEXTS if scrub(text) != text] == []
+    assert json.loads(scrub(IN_TEXTS[6].format(SHORT))) == {"a": f'{{"password": "{MASK}"}}'}
 
 
 @pytest.mark.parametrize("name", NAMES)
