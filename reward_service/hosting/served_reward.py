@@ -200,6 +200,7 @@ def place_of(options: ServeOptions, default_name: str) -> Place:
 
 def serve_reward(reward: Hosted, default_name: str, options: ServeOptions) -> int:
     place = place_of(options, default_name)
+    tls.server_files(options.host)  # here, not in the thread of the server: it raises ConfigError
     with tls.listen(options.host, options.port, key="--port") as bound:
         asyncio.run(_serve(reward, place, options, bound))
     return 0

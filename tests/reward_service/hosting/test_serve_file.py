@@ -13,6 +13,8 @@ from tests.reward_service.conftest import Wire
 from tests.reward_service.processes import Serve, StartService
 from tests.servers import secret_file, wait_for
 
+from penstock.protocol.transport import tls
+
 
 @pytest.mark.slow
 def test_a_file_with_compute_score_scores_a_run(wire: Wire, start_service: StartService, serve: Serve) -> None:
@@ -67,14 +69,17 @@ def test_user_code_runs_where_alarms_work_and_its_errors_name_the_line(tmp_path:
 
 @pytest.mark.slow
 def test_a_registration_that_is_refused_ends_the_command(
-    wire: Wire, start_service: StartService, serve: Serve, tmp_path: Path
+    wire: Wire, start_service: StartService, serve: Serve, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A wrong token, a built-in's name and a file without a reward end the command with one line, no traceback."""
+    """A wrong token, a built-in's name, no file, and no certificate end the command with one line, no traceback."""
     service = start_service(f"reward_service.token_file={secret_file('right')}")
     token = tmp_path / "token"
     token.write_text("wrong")
     example = "examples/my_reward.py"
+    for variable in (tls.CERTIFICATE, tls.KEY):
+        monkeypatch.setenv(variable, str(tmp_path / "absent"))
     refusals = {
+        "no certificate with its key": serve("serve", example, "--host", "0.0.0.0", "--url", "https://x/score"),
         "401": serve("serve", example, "--register", service.url, "--token-file", str(token)),
         "letters, digits": serve("serve", example, "--name", "a b"),
         "no such file": serve("serve", "examples/absent.py"),
