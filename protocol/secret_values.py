@@ -90,7 +90,7 @@ _AS_USER = re.compile(  # https://TOKEN@host, and user:password@host without a s
 )
 _ADDRESSES = frozenset({"url", "urls", "endpoint", "address"})
 _LOGIN = re.compile(r"[^\s/,@]+@")
-_HEADER = re.compile(
+_AFTER_NAME = re.compile(  # of a header or an option
     r"((?:authorization|x-api-key|api-key)[\"']?\s{0,9}[:=]\s{0,9}[\"']?(?:(?:bearer|basic|token)\s{1,9})?)"
     r"([^\s\"',;]+)|(bearer\s{1,9})((?=\S{0,99}\d)[\w.~+/=-]{12,})"
     r"|(--[\w-]{0,30}(?:token|password|passwd|passphrase|secret|api[-_]?key)\s{1,3})((?=\S{0,99}\d)[^\s\"',;]{8,})"
@@ -137,11 +137,11 @@ def scrub(text: str) -> str:
     text = _IN_URL.sub(rf"\1{MASK}", text)
     text = _AS_USER.sub(lambda match: (match[1] or match[2]) + MASK, text)
     text = _TAG.sub(lambda tag: f"<{tag[1]}>{MASK}" if _is_secret_name(tag[1], tag[2]) else tag[0], text)
-    text = _HEADER.sub(_without_header, text)
+    text = _AFTER_NAME.sub(_without_operand, text)
     return _PAIR.sub(_without_value, text)
 
 
-def _without_header(match: re.Match[str]) -> str:
+def _without_operand(match: re.Match[str]) -> str:
     name, value = (group for group in match.groups() if group is not None)
     return match[0] if _is_harmless(value) else name + MASK
 

@@ -1,6 +1,7 @@
 """Compare what two formulas mean, as the parser of `math_grader` returns them: values, relations, and functions by cases.
 
-Constants are compared exactly or within a relative tolerance, formulas by their values at several points (exactly, or to 60 digits).
+Constants are compared exactly or within a relative tolerance, formulas by their values at several points (exactly, or to 60 digits: two
+that agree there are the same formula), relations up to a factor.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ _WHOLE_POINTS = (  # both orders of each two: a binomial is 0 in one of them
     (2, 5, 7, 3, 4, 6), (3, 7, 2, 5, 6, 4), (5, 2, 3, 7, 1, 4), (1, 4, 6, 2, 5, 3), (7, 3, 5, 2, 4, 1), (2, 6, 4, 5, 3, 1)
 )  # fmt: skip
 _WHOLE, _STEPS = (sympy.factorial, sympy.binomial), (sympy.floor, sympy.ceiling)
+_AROUND = tuple(sympy.Rational(number, 1000) for number in (-1, 1, -371, 371))  # an edge between two cases
 _DIGITS = sympy.Rational(1, 10**50)  # what two equal values of 60 digits may differ by
 
 
@@ -142,6 +144,3 @@ def equal_piecewise(gold: Any, answer: Any) -> bool:
         if _is_finite(one) != _is_finite(other) or (_is_finite(one) and not _close(one, other, _DIGITS)):
             return False
     return True
-
-
-_AROUND = tuple(sympy.Rational(number, 1000) for number in (-1, 1, -371, 371))

@@ -1,8 +1,7 @@
 r"""A grader process of the math reward (`grader_process`): ``python -m penstock.reward_service.graders.math_grader``.
 
-Answers are taken apart (`notation`) and their values compared: constants exactly or within the truth's relative tolerance, formulas
-by their values at several points (exactly, or 60 digits; two that agree there are the same formula), relations up to a factor, and what is
-left by math-verify. math-verify's own time-outs (SIGALRM, wall clock) are off: a tower of powers ends in a MemoryError or the CPU limit.
+Answers are rewritten (`notation`) and taken apart (`structure`), and their values are compared: formulas by `formulas`, what is left by
+math-verify. math-verify's own time-outs (SIGALRM, wall clock) are off: a tower of powers ends in a MemoryError or the CPU limit.
 """
 
 from __future__ import annotations
@@ -114,9 +113,8 @@ def _equal(gold: str, answer: str, relative: Any) -> bool:
         other, single = (wanted or values), (answer if values is None else gold)
         assert other is not None
         name, value = structure.named(single)
-        if name and (
-            value == "\\mathbb{R}" or structure.collection(value) is not None
-        ):  # (x, y) = (1, 2), x \in [1, 2)
+        # (x, y) = (1, 2), x \in [1, 2)
+        if name and (value == "\\mathbb{R}" or structure.collection(value) is not None):
             if (given := structure.names(other)) and name.startswith("(") and given != {*name.strip("()").split(",")}:
                 return False  # (x, y) = (1, 2) against a = 1, b = 2
             return _equal(gold, value, relative) if values is None else _equal(value, answer, relative)

@@ -374,7 +374,7 @@ def _extra_info(row: Row, form: RowFormat) -> str:
         json_text(others, "").encode()
     except (MalformedData, UnicodeEncodeError):
         others = _held_by_json(row, others)
-    return json_text({**others, **without_nan(declared)}, "extra_info")
+    return json_text({**others, **declared}, "extra_info")
 
 
 def _held_by_json(row: Row, columns: Row) -> Row:

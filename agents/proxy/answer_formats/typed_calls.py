@@ -7,6 +7,7 @@ import functools
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, ClassVar
 
 from penstock.agents.proxy.answer_formats.answer_format import (
@@ -44,7 +45,7 @@ def _glm_call(body: str, tools: Sequence[Mapping[str, Any]]) -> Call:
     if not name.strip() or re.search(r"[\s<>{}]", name.strip()):
         raise ValueError("expected a name")
     arguments = written_arguments(_GLM_ARGUMENT, begun + rest, ("<arg_key>", "<arg_value>"))
-    return typed_call(name.strip(), [(key.strip(), text) for key, text in arguments], tools, {})
+    return typed_call(name.strip(), [(key.strip(), text) for key, text in arguments], tools)
 
 
 GLM = Glm()
@@ -222,11 +223,14 @@ def written_arguments(pattern: re.Pattern[str], text: str, begins: Sequence[str]
 
 
 def typed_call(
-    name: str, texts: Sequence[tuple[str, str]], tools: Sequence[Mapping[str, Any]], are_texts: Mapping[str, bool]
+    name: str,
+    texts: Sequence[tuple[str, str]],
+    tools: Sequence[Mapping[str, Any]],
+    are_texts: Mapping[str, bool] = MappingProxyType({}),
 ) -> Call:
     """Return a call with arguments from ``texts``; what has no form of its type stays a text. Raises ValueError for a repeated name.
 
-    ``are_texts``: of arguments whose kind is written, whether they are texts, else JSON; it raises ValueError for what is none.
+    ``are_texts`` has the arguments whose kind the model wrote: texts, or JSON, for which ValueError is raised if it is not valid.
     """
     functions = (tool["function"] for tool in tools if isinstance(tool.get("function"), Mapping))
     schema = next((one.get("parameters") for one in functions if one.get("name") == name), None)

@@ -89,11 +89,8 @@ def test_an_offload_costs_time() -> None:
     def step_s(*overrides: str) -> float:
         return rates(MODELS["qwen2.5-7b"], "trainer.num_ranks=4", *overrides).step_s
 
-    of_rank, tokens, micro_batches = (
-        7.62e9 / 4,
-        147_456,
-        16,
-    )  # 64 answers of 2,048 tokens, four at a time behind one prompt of 1,024
+    # 64 answers of 2,048 tokens, four at a time behind one prompt of 1,024.
+    of_rank, tokens, micro_batches = 7.62e9 / 4, 147_456, 16
     stepped_s = of_rank * (1.2e-9 + (4 + 2) / 25e9)  # gradients in float32 there, parameters in bfloat16 back
     optimizer = step_s("trainer.zero_stage=3", "trainer.offload=optimizer") - step_s("trainer.zero_stage=3")
     assert optimizer == pytest.approx(stepped_s, rel=0.01)

@@ -98,6 +98,7 @@ HOSTILE: dict[str, tuple[str, Write, str]] = {
     "in a truth": ("d.jsonl", row('"ground_truth": "\\ud800"'), r":1: column ground_truth: a lone"),
     "in a source": ("d.jsonl", row('"data_source": "\\ud800"'), r":1: column data_source: a lone"),
     "in extra_info": ("d.jsonl", row('"extra_info": {"a": "\\udfff"}'), r":1: column extra_info: a lone"),
+    "infinite": ("d.jsonl", row('"extra_info": {"a": 1e999}'), r":1: column extra_info"),
     "NaN": ("d.jsonl", row('"extra_info": NaN'), ":1: not JSON"),
     "5,000 digits": ("d.jsonl", row('"extra_info": ' + "9" * 5000), ":1: not JSON"),
     "no UTF-8": ("d.jsonl", data(b'{"prompt": "\xff"}'), ":1: not UTF-8 text"),
