@@ -6,6 +6,7 @@ import json
 import math
 import re
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from penstock.deploy.config_import.rule_forms import (
@@ -257,12 +258,8 @@ def slime_reference(value: Any, values: Values) -> Outcome:
     """Return the decision on slime's reference, a checkpoint of Megatron, unless it is the model by its name, or no KL reads it."""
     if not any(values.get(key) for key in ("kl_loss_coef", "kl_coef")):
         return ignored("no KL reads it")
-    if (
-        str(value)
-        .rstrip("/")
-        .rpartition("/")[2]
-        .startswith(str(values.get("hf_checkpoint")).rstrip("/").rpartition("/")[2])
-    ):
+    reference, model = (Path(str(path)).name for path in (value, values.get("hf_checkpoint")))
+    if reference.startswith(model):
         return ignored("the model as the run starts, in Megatron's format: here, too, the reference is that model")
     return decide(
         f"the reference is the model as the run starts, not {value}, as no checkpoint of Megatron is read: set algorithm.reference_path"

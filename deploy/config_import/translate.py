@@ -41,13 +41,8 @@ _COMMANDS: tuple[tuple[OwnSection, str, Mapping[str, Any]], ...] = (
     (DPO, r"dpo_trainer|trl dpo|train_dpo|(^|[/ ])(dpo|mpo)(_vlm)?\.py", {}),
     (DPO, r"trl kto|(^|[/ ])kto\.py", {"dpo.loss": "kto"}),
 )
-_STAGES = {
-    "sft": SFT,
-    "dpo": DPO,
-    "kto": DPO,
-    "rm": RM,
-    "CrossEntropy": SFT,
-}  # of LLaMA-Factory, a platform's jobs, AgentRL
+# Of LLaMA-Factory, of a platform's jobs, and of AgentRL.
+_STAGES = {"sft": SFT, "dpo": DPO, "kto": DPO, "rm": RM, "CrossEntropy": SFT}
 _OTHER_TRAINERS = re.compile(
     r"(?:^|[/ ])(bco|cpo|orpo|tpo|xpo|gkd|gold|prm|sdft|sdpo|ssd|rloo(?:_vlm)?|ppo(?:_tldr)?|nash_md|online_dpo(?:_vlm)?|distillation)\.py|trl (rloo)"
 )
@@ -315,10 +310,8 @@ def _of_given_answers(
     if system == "roll":
         rows = system_rules.samples_of_an_update(values)
     elif last == _OF_BATCH[0]:
-        accumulated, processes = (
-            first(values, "gradient_accumulation_steps", default=1),
-            rules.number_of_processes(values),
-        )
+        accumulated = first(values, "gradient_accumulation_steps", default=1)
+        processes = rules.number_of_processes(values)
         rows = value * accumulated * processes if isinstance(accumulated, int) and isinstance(processes, int) else None
         text = f"{value} rows x {accumulated} accumulated x {processes} processes"
     if rows is None:

@@ -337,9 +337,8 @@ class _FileCheck:
             return False
         report.num_dpo += 1
         report.unread.update(unread)
-        before, *said = [
-            text_of(message["content"]) for message in (turns[0].chat[-2], *(turn.chat[-1] for turn in turns))
-        ]
+        ends = (turns[0].chat[-2], *(turn.chat[-1] for turn in turns))
+        before, *said = [text_of(message["content"]) for message in ends]
         report.num_begun += len(said) == 2 and bool(before.strip()) and all(text.startswith(before) for text in said)
         report.formats["preference" if len(turns) == 2 else "labelled answer"] += 1
         texts = [

@@ -2,7 +2,7 @@
 
 The final answer (tags, box, phrase or last line) gives a label if it equals one, ignoring case and punctuation, or
 if exactly one label is mentioned in it, as a whole word and not after a negation. Several labels count as none (part
-``ambiguous`` is 1). Part ``has_answer`` is 1 if a label was found.
+``ambiguous`` is 1). Part ``has_answer`` is 1 if a label was found. The patterns are in ``classification.toml``.
 """
 
 from __future__ import annotations
