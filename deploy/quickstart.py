@@ -143,7 +143,7 @@ def _make(options: Options, show: _Progress) -> Path:
     data, task = options.folder / "data", options.task
     num_train, num_sft = options.steps * task.groups_per_step, task.sft_steps * task.sft_batch
     task.write_data(data, seed=options.seed, num_sft=num_sft, num_train=num_train, num_eval=task.num_eval)
-    num_parameters = write_model(options.folder / "start", seed=options.seed)
+    num_parameters = write_model(options.folder / "start", seed=options.seed, shape=task.shape)
     show(f"model     Qwen3 architecture, {num_parameters:,} parameters, random; task: {task.does}")
     show(f"data      {num_sft:,} examples, {num_train:,} prompts, {task.num_eval} held out; all in {data}")
     run_file = options.folder / "run.toml"

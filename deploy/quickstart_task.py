@@ -9,6 +9,9 @@ Hugging Face folder of the Qwen3 architecture with 126,848 parameters and a char
 reply of the environment ``lookup`` (two digits, which differ between groups), and repeating it: two turns, and nothing to
 memorise. In the examples of the warm-up each turn is right half of the time, so that about one episode in twenty succeeds when
 the reinforcement learning begins.
+
+``lake`` is the game ``frozen_lake`` on four by four fields, at least six moves. In the examples half of the moves are those of a
+shortest way and half are random. A larger model with a longer context (`LAKE_SHAPE`) reads the fields.
 """
 
 from __future__ import annotations
@@ -37,16 +40,36 @@ _TEMPLATE = (
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 
-_HIDDEN = 64
-_LAYERS = 2
 _HEADS = 4
 _KV_HEADS = 2
 _HEAD_DIM = 32
-_INTERMEDIATE = 192
-_CONTEXT = 128
 NUM_KEYS = 100
 TOOLS_MAX_NEW_TOKENS = 5  # "?37" or two digits, and the end of turn
 _TOOLS_RIGHT = 0.5  # share of the examples' turns
+_LAKE_QUESTION = "walk"
+_LAKE_RIGHT = 0.5  # share of the examples' moves that are those of a shortest way; the others are random
+_LAKE_MAX_TURNS = 12
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """What differs between the tiny models; the defaults are those of `penstock quickstart`."""
+
+    hidden: int = 64
+    layers: int = 2
+    intermediate: int = 192
+    context: int = 128
+    characters: str = _CHARACTERS
+
+    @property
+    def words(self) -> tuple[str, ...]:
+        """The vocabulary, in the order of its ids."""
+        return (*_SPECIALS, *_ROLES, *self.characters)
+
+
+TINY = Shape()
+LAKE_SHAPE = Shape(context=512, characters=_CHARACTERS + "PGO_")
+TEACHER_SHAPE = Shape(hidden=128, layers=4, intermediate=384)
 
 
 def is_held_out(digits: str) -> bool:
@@ -99,76 +122,78 @@ def write_files(folder: Path, *, sft: Iterable[Row], train: Iterable[Row], held_
     """Write ``sft.jsonl``, ``train.jsonl`` and ``eval.jsonl``, in this order."""
     folder.mkdir(parents=True, exist_ok=True)
     for name, rows in (("sft", sft), ("train", train), ("eval", held_out)):
-        with (folder / f"{name}.jsonl").open("w") as file:
-            file.writelines(json.dumps(row) + "\n" for row in rows)
+        write_rows(folder / f"{name}.jsonl", rows)
 
 
-def write_model(folder: Path, *, seed: int) -> int:
+def write_rows(path: Path, rows: Iterable[Row]) -> None:
+    with path.open("w") as file:
+        file.writelines(json.dumps(row) + "\n" for row in rows)
+
+
+def write_model(folder: Path, *, seed: int, shape: Shape = TINY) -> int:
     """Write a randomly initialised Qwen3 model folder; returns its number of parameters.
 
     Initialised as transformers does (normal with standard deviation 0.02, norms at one), but in
     numpy: the command that calls this has no reason to load torch.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    _write_tokenizer(folder)
+    _write_tokenizer(folder, shape)
     eos = _SPECIALS.index("<|im_end|>")
     pad = _SPECIALS.index("<|endoftext|>")
     config = {
-        "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "vocab_size": _vocab_size(),
-        "hidden_size": _HIDDEN, "intermediate_size": _INTERMEDIATE, "num_hidden_layers": _LAYERS,
+        "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "vocab_size": len(shape.words),
+        "hidden_size": shape.hidden, "intermediate_size": shape.intermediate, "num_hidden_layers": shape.layers,
         "num_attention_heads": _HEADS, "num_key_value_heads": _KV_HEADS, "head_dim": _HEAD_DIM,
-        "max_position_embeddings": _CONTEXT, "rope_theta": 10000.0, "rms_norm_eps": 1e-6, "hidden_act": "silu",
+        "max_position_embeddings": shape.context, "rope_theta": 10000.0, "rms_norm_eps": 1e-6, "hidden_act": "silu",
         "tie_word_embeddings": True, "attention_bias": False, "attention_dropout": 0.0, "initializer_range": 0.02,
         "use_sliding_window": False, "dtype": "float32", "eos_token_id": eos, "pad_token_id": pad, "bos_token_id": None,
     }  # fmt: skip
     (folder / "config.json").write_text(json.dumps(config, indent=2))
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": eos, "pad_token_id": pad}))
-    tensors = _random_weights(np.random.default_rng(seed))
+    tensors = _random_weights(np.random.default_rng(seed), shape)
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     return sum(tensor.size for tensor in tensors.values())
 
 
-def _vocab_size() -> int:
-    return len(_SPECIALS) + len(_ROLES) + len(_CHARACTERS)
-
-
-def _write_tokenizer(folder: Path) -> None:
-    words = [*_SPECIALS, *_ROLES, *_CHARACTERS]
-    tokenizer = Tokenizer(models.WordLevel({word: number for number, word in enumerate(words)}, unk_token=_SPECIALS[0]))
+def _write_tokenizer(folder: Path, shape: Shape) -> None:
+    ids = {word: number for number, word in enumerate(shape.words)}
+    tokenizer = Tokenizer(models.WordLevel(ids, unk_token=_SPECIALS[0]))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("|".join((*_ROLES, r"[\s\S]"))), behavior="isolated")  # pyright: ignore[reportAttributeAccessIssue]
     tokenizer.decoder = decoders.Fuse()  # pyright: ignore[reportAttributeAccessIssue]
     tokenizer.add_special_tokens(list(_SPECIALS))
     tokenizer.save(str(folder / "tokenizer.json"))
     settings = {
         "tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|im_end|>", "pad_token": "<|endoftext|>",
-        "unk_token": "<|endoftext|>", "model_max_length": _CONTEXT, "clean_up_tokenization_spaces": False,
+        "unk_token": "<|endoftext|>", "model_max_length": shape.context, "clean_up_tokenization_spaces": False,
     }  # fmt: skip
     (folder / "tokenizer_config.json").write_text(json.dumps(settings, indent=2))
     (folder / "chat_template.jinja").write_text(_TEMPLATE)
 
 
-def _random_weights(rng: np.random.Generator) -> dict[str, np.ndarray]:
-    def normal(*shape: int) -> np.ndarray:
-        return rng.normal(0.0, 0.02, size=shape).astype(np.float32)
+def _random_weights(rng: np.random.Generator, shape: Shape) -> dict[str, np.ndarray]:
+    hidden = shape.hidden
+
+    def normal(*size: int) -> np.ndarray:
+        return rng.normal(0.0, 0.02, size=size).astype(np.float32)
 
     def ones(size: int) -> np.ndarray:
         return np.ones(size, dtype=np.float32)
 
-    tensors = {"model.embed_tokens.weight": normal(_vocab_size(), _HIDDEN), "model.norm.weight": ones(_HIDDEN)}
-    for layer in range(_LAYERS):
+    tensors = {"model.embed_tokens.weight": normal(len(shape.words), hidden), "model.norm.weight": ones(hidden)}
+    for layer in range(shape.layers):
         prefix = f"model.layers.{layer}"
         tensors |= {
-            f"{prefix}.input_layernorm.weight": ones(_HIDDEN),
-            f"{prefix}.post_attention_layernorm.weight": ones(_HIDDEN),
-            f"{prefix}.self_attn.q_proj.weight": normal(_HEADS * _HEAD_DIM, _HIDDEN),
-            f"{prefix}.self_attn.k_proj.weight": normal(_KV_HEADS * _HEAD_DIM, _HIDDEN),
-            f"{prefix}.self_attn.v_proj.weight": normal(_KV_HEADS * _HEAD_DIM, _HIDDEN),
-            f"{prefix}.self_attn.o_proj.weight": normal(_HIDDEN, _HEADS * _HEAD_DIM),
+            f"{prefix}.input_layernorm.weight": ones(hidden),
+            f"{prefix}.post_attention_layernorm.weight": ones(hidden),
+            f"{prefix}.self_attn.q_proj.weight": normal(_HEADS * _HEAD_DIM, hidden),
+            f"{prefix}.self_attn.k_proj.weight": normal(_KV_HEADS * _HEAD_DIM, hidden),
+            f"{prefix}.self_attn.v_proj.weight": normal(_KV_HEADS * _HEAD_DIM, hidden),
+            f"{prefix}.self_attn.o_proj.weight": normal(hidden, _HEADS * _HEAD_DIM),
             f"{prefix}.self_attn.q_norm.weight": ones(_HEAD_DIM),
             f"{prefix}.self_attn.k_norm.weight": ones(_HEAD_DIM),
-            f"{prefix}.mlp.gate_proj.weight": normal(_INTERMEDIATE, _HIDDEN),
-            f"{prefix}.mlp.up_proj.weight": normal(_INTERMEDIATE, _HIDDEN),
-            f"{prefix}.mlp.down_proj.weight": normal(_HIDDEN, _INTERMEDIATE),
+            f"{prefix}.mlp.gate_proj.weight": normal(shape.intermediate, hidden),
+            f"{prefix}.mlp.up_proj.weight": normal(shape.intermediate, hidden),
+            f"{prefix}.mlp.down_proj.weight": normal(hidden, shape.intermediate),
         }
     return tensors
 
@@ -195,6 +220,34 @@ def _tools_example(rng: np.random.Generator) -> Row:
     return chat_row(f"get {key:02d}", f"?{asked:02d}", f"{value:02d}", f"{said:02d}")
 
 
+def write_lake_data(folder: Path, *, seed: int, num_sft: int, num_train: int, num_eval: int) -> None:
+    """Write ``sft.jsonl``, ``train.jsonl`` and ``eval.jsonl``; where the holes are follows from a group's seed, not from these."""
+    rng = np.random.default_rng([seed, 3])
+    row = prompt_row(_LAKE_QUESTION, "frozen_lake")
+    examples = (_lake_example(rng) for _ in range(num_sft))
+    write_files(folder, sft=examples, train=itertools.repeat(row, num_train), held_out=itertools.repeat(row, num_eval))
+
+
+def _lake_example(rng: np.random.Generator) -> Row:
+    # Imported here: no other task needs the agents.
+    from penstock.agents.environments.games.actions import DIRECTIONS  # noqa: PLC0415
+    from penstock.agents.environments.games.frozen_lake import FrozenLakeOptions, FrozenLakePlay  # noqa: PLC0415
+    from penstock.agents.environments.play import Row as PlayedRow  # noqa: PLC0415
+    from penstock.agents.proxy.messages import Message  # noqa: PLC0415
+
+    row = PlayedRow((Message("user", _LAKE_QUESTION),), None, {}, "frozen_lake")
+    play = FrozenLakePlay(int(rng.integers(2**31)), row, FrozenLakeOptions(instructions="row"))  # pyright: ignore[reportCallIssue]
+    texts = [play.start()[-1].content]
+    while len(texts) < 2 * _LAKE_MAX_TURNS:
+        move = play.shortest_path()[0] if rng.random() < _LAKE_RIGHT else str(rng.choice([*DIRECTIONS]))
+        reply = play.step(Message("assistant", move[0]))
+        texts.append(move[0])
+        if reply.is_done:
+            break
+        texts.append(reply.messages[-1].content)
+    return chat_row(*texts)
+
+
 @dataclass(frozen=True, slots=True)
 class QuickstartTask:
     name: str
@@ -215,6 +268,9 @@ class QuickstartTask:
     reward: str
     rollout: str = ""
     eval: str = ""
+    algorithm: str = 'name = "async_grpo"         # the default: GRPO that learns from samples of older versions, see docs/algorithms.md'
+    sections: str = ""  # of the run file, beside those of every task
+    shape: Shape = TINY
     learnt: str = "accuracy"  # what the share of right answers is called
 
 
@@ -255,6 +311,34 @@ TOOLS = QuickstartTask(
     rollout='environment = "lookup"      # an episode of several turns for each sample, see docs/environments.md\n',
     reward='name = "environment"        # what the environment gives\nsuccess = { environment = 1.0 }',
     eval="temperature = 1.0           # as it is trained: its most likely answer is right long before\n",
+    learnt="success",
+)
+LAKE = QuickstartTask(
+    name="lake",
+    does="walk over ice to the goal and into no hole",
+    question=_LAKE_QUESTION,
+    write_data=write_lake_data,
+    steps=120,
+    groups_per_step=24,
+    group_size=8,
+    groups_per_message=6,
+    max_new_tokens=3,
+    lr=1e-3,
+    num_eval=200,
+    sft_steps=200,
+    sft_batch=64,
+    sft_lr=1.5e-3,
+    sft_warmup_steps=40,
+    rollout='environment = "lake"\n',
+    reward=TOOLS.reward,
+    eval=TOOLS.eval,
+    sections=f"""
+[environment.define.lake]
+type = "frozen_lake"        # four by four fields; where the holes are follows from the group's seed
+options = {{ instructions = "row" }}
+max_turns = {_LAKE_MAX_TURNS}
+""",
+    shape=LAKE_SHAPE,
     learnt="success",
 )
 TASKS = {task.name: task for task in (SORT, TOOLS)}

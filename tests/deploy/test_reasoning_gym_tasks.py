@@ -43,7 +43,7 @@ def test_no_question_is_in_two_files(tmp_path: Path) -> None:
     folders = [tmp_path / str(seed) for seed in (0, 1)]
     for seed, folder in enumerate(folders):
         task = tasks.parse_task(SUMS)
-        written = tasks.write_data(folder, task, seed=seed, num_train=300, num_eval=64, num_warm_up=32)
+        written = tasks.write_data(folder, [[task]], seed=seed, num_train=300, num_eval=64, num_warm_up=32)
         assert (written.num_train, written.num_eval, written.num_warm_up) == (300, 64, 32)
         asked = [question(row) for name in ("train", "eval", "sft") for row in rows(folder, name)]
         assert len(set(asked)) == len(asked) == 300 + 64 + 32
@@ -56,13 +56,13 @@ def test_a_task_with_too_few_questions_is_refused(tmp_path: Path) -> None:
     """There are 200 sums and differences of two digits: 150 of them held out leave too few to train on."""
     task = tasks.parse_task("chain_sum:max_terms=2,max_digits=1")
     with pytest.raises(ConfigError, match="too few different questions"):
-        tasks.write_data(tmp_path / "data", task, seed=0, num_train=300, num_eval=150, num_warm_up=8)
+        tasks.write_data(tmp_path / "data", [[task]], seed=0, num_train=300, num_eval=150, num_warm_up=8)
     assert not (tmp_path / "data").exists()
 
 
 async def test_the_reward_service_gives_the_task_s_own_scores(tmp_path: Path) -> None:
     """Right, in tags, wrong; a row that is no problem of reasoning-gym is an error and no score."""
-    tasks.write_data(tmp_path, tasks.parse_task(SUMS), seed=0, num_train=8, num_eval=8, num_warm_up=1)
+    tasks.write_data(tmp_path, [[tasks.parse_task(SUMS)]], seed=0, num_train=8, num_eval=8, num_warm_up=1)
     row = rows(tmp_path, "eval")[0]
     truth = json.loads(row["ground_truth"])["entry"]["answer"]
     rewards = UserRewards(RewardSettings(name=tasks.REWARD), num_workers=1, timeout_s=60.0)

@@ -50,9 +50,9 @@ def draw_lake(seed: int, size: int, hole_chance: float) -> frozenset[Place]:
     raise ValueError(f"no lake of size {size} with hole_chance {hole_chance:g} can be crossed in {_DRAWS} draws")
 
 
-def shortest_path(holes: frozenset[Place], size: int) -> list[str] | None:
-    """Return the moves of a shortest way from start to goal on ice that is not slippery; None: there is no way."""
-    start, goal = Place(0, 0), Place(size - 1, size - 1)
+def shortest_path(holes: frozenset[Place], size: int, start: Place = Place(0, 0)) -> list[str] | None:
+    """Return the moves of a shortest way from ``start`` to the goal on ice that is not slippery; None: there is no way."""
+    goal = Place(size - 1, size - 1)
     waiting: deque[tuple[Place, list[str]]] = deque([(start, [])])
     seen = {start}
     while waiting:
@@ -88,6 +88,10 @@ class FrozenLakePlay(Play):
         if self._at in self._holes:
             return Reply(is_done=True, parts={"success": 0.0, "fell": 1.0})
         return Reply((Message("user", self.lake()),), parts={"success": 0.0}, state=self.lake())
+
+    def shortest_path(self) -> list[str]:
+        """Return the moves of a shortest way from here to the goal."""
+        return shortest_path(self._holes, self._options.size, self._at) or []
 
     def lake(self) -> str:
         marks = {**dict.fromkeys(self._holes, "O"), self._goal: "G", self._at: "P"}
