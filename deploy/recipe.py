@@ -299,8 +299,11 @@ def _dpo(options: RecipeOptions, folder: Path, steps: int) -> list[Command]:
     )
     warm_up = _write_pretrained(options, folder, steps, problems)
     run_file = str(folder / "run.toml")
-    evaluate = [["eval", str(folder / model), run_file, "--data", str(data / "eval.jsonl")] for model in ("sft", "dpo")]
-    return [warm_up, Command(evaluate[0]), Command(["dpo", run_file]), Command([*evaluate[1], *_json(options)])]
+    before, after = (
+        Command(["eval", str(folder / model), run_file, "--data", str(data / "eval.jsonl"), *_json(options)])
+        for model in ("sft", "dpo")
+    )
+    return [warm_up, before, Command(["dpo", run_file]), after]
 
 
 def _pair(pair: tuple[int, int], rng: random.Random) -> Row:
