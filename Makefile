@@ -17,7 +17,7 @@ unexport PYTHONDONTWRITEBYTECODE  # the tests start hundreds of processes: each 
 
 .PHONY: quickstart help test test-slow check lines setup clean docs docs-test files reference screenshots observe
 .PHONY: chaos cluster-test compose-test fuzz fuzz-agents fuzz-files fuzz-ring soak wheel-test mutation-proof test-sglang sglang-env test-vllm test-more
-.PHONY: bench bench-async bench-memory bench-quickstart real-model proof
+.PHONY: bench bench-async bench-memory bench-quickstart bench-recipe proof
 
 quickstart: $(STAMP)  ## train a tiny language model with all services on this machine
 	$(BIN)/penstock quickstart

@@ -84,7 +84,7 @@ def held_out(name: str, run: Path, printed: str) -> list[tuple[int, float]]:
     if name == "dpo":
         steps = json.loads((run / "dpo-training" / "metrics.jsonl").read_text().splitlines()[-1])["step"]
         evaluations = [json.loads(line) for line in printed.splitlines() if line.startswith('{"schema_tag"')]
-        return [(step, one["sources"][0]["reward_mean"]) for step, one in zip((0, steps), evaluations, strict=True)]
+        return [(step, one["sources"][0]["reward"]["value"]) for step, one in zip((0, steps), evaluations, strict=True)]
     events = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     return [(event["step"], event["reward_mean"]) for event in events if event["kind"] == "eval"]
 

@@ -57,18 +57,21 @@ TEACHER_STEPS = 300
 _TEACHER_DEADLINE_S = 120.0
 _RUN_FILE = Path(__file__).with_name("recipe.toml.in")  # of str.format
 _EASY_TO_HARD = (  # of reasoning-gym: what a third of the training asks, after the third before it
-    ("chain_sum:max_terms=2,min_digits=1,max_digits=2", "gcd:max_value=40"),
-    ("chain_sum:max_terms=2,min_digits=2,max_digits=2", "gcd:max_value=70"),
-    ("chain_sum:min_terms=3,max_terms=3,min_digits=1,max_digits=2", "gcd:max_value=100"),
+    ("chain_sum:max_terms=2,min_digits=1,max_digits=2", "letter_counting:min_words=1,max_words=1"),
+    ("chain_sum:max_terms=2,min_digits=2,max_digits=2", "letter_counting:min_words=2,max_words=2"),
+    ("chain_sum:max_terms=3,min_digits=1,max_digits=2", "letter_counting:min_words=3,max_words=3"),
 )
 
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """One command of a recipe, as it is printed; ``beside``: a server for the commands after it."""
+    """One command of a recipe, as it is printed."""
 
     arguments: Sequence[str]  # after "penstock", or of python where ``beside``
-    beside: int = 0  # the port that it listens on
+    beside: int = 0  # the port of a server for the commands after it; 0: it is none
+    all_cores: bool = (
+        False  # a thread on each core; `train --local` divides them, and a tiny model gains nothing from a second
+    )
 
     def __str__(self) -> str:
         return f"python {shlex.join(self.arguments)} &" if self.beside else f"penstock {shlex.join(self.arguments)}"
@@ -117,7 +120,6 @@ def _made(name: str, recipe: Recipe, options: RecipeOptions) -> list[Command]:
 
 
 def _run(commands: Sequence[Command], folder: Path) -> int:
-    alone = {**os.environ, "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(os.cpu_count() or 1))}
     servers: list[Child] = []
     try:
         for command in commands:
@@ -127,10 +129,11 @@ def _run(commands: Sequence[Command], folder: Path) -> int:
                 servers.append(Child("teacher", python, log=folder / "logs" / "teacher.log"))
                 _start(servers[-1], command.beside)
                 continue
-            # The services share the cores as `train --local` divides them; whatever trains or samples alone has all of them.
-            environ = None if command.arguments[0] == "train" else alone
+            threads = str(os.cpu_count() if command.all_cores else 1)
+            environ = {**os.environ, "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", threads)}
             line = launch.module("penstock", *command.arguments)
-            if code := subprocess.run(line, env=environ, check=False).returncode:
+            is_alone = command.arguments[0] != "train"
+            if code := subprocess.run(line, env=environ if is_alone else None, check=False).returncode:
                 return exit_status(code)
         return 0
     finally:
@@ -300,10 +303,12 @@ def _dpo(options: RecipeOptions, folder: Path, steps: int) -> list[Command]:
     warm_up = _write_pretrained(options, folder, steps, problems)
     run_file = str(folder / "run.toml")
     before, after = (
-        Command(["eval", str(folder / model), run_file, "--data", str(data / "eval.jsonl"), *_json(options)])
+        Command(
+            ["eval", str(folder / model), run_file, "--data", str(data / "eval.jsonl"), *_json(options)], all_cores=True
+        )
         for model in ("sft", "dpo")
     )
-    return [warm_up, before, Command(["dpo", run_file]), after]
+    return [warm_up, before, Command(["dpo", run_file], all_cores=True), after]
 
 
 def _pair(pair: tuple[int, int], rng: random.Random) -> Row:
@@ -331,7 +336,7 @@ def _write_pretrained(options: RecipeOptions, folder: Path, steps: int, problems
             sft_lr=SFT_LR,
         )
     )
-    return Command(["sft", str(run_file), f"model.path={model}"])
+    return Command(["sft", str(run_file), f"model.path={model}"], all_cores=True)
 
 
 _SUMS = Problems(

@@ -52,7 +52,7 @@ html_favicon = "_static/penstock.svg"
 html_theme_options = {"navigation_with_keys": True}
 
 # Lines of the tables of contents that are left out while their page does not exist.
-_WRITTEN_ELSEWHERE = re.compile(r"^(data|real_model|coming_from)\n", re.MULTILINE)
+_WRITTEN_ELSEWHERE = re.compile(r"^(data|recipes|coming_from)\n", re.MULTILINE)
 _GENERATED = re.compile(r"^<!-- generated: ([\w-]+) -->$", re.MULTILINE)
 
 

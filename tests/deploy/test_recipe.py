@@ -62,8 +62,8 @@ def test_the_curriculum_goes_from_easy_to_hard(tmp_path: Path) -> None:
     third = len(rows["train"]) // 3
     stages = [rows["train"][third * number : third * (number + 1)] for number in range(3)]
     options = [[json.loads(row["ground_truth"])["options"] for row in stage] for stage in stages]
-    assert [{option.get("max_value") for option in stage} for stage in options] == [{None, 40}, {None, 70}, {None, 100}]
-    assert [row["data_source"] for row in rows["train"][:4]] == ["chain_sum", "gcd"] * 2
+    assert [{option.get("max_words") for option in stage} for stage in options] == [{None, 1}, {None, 2}, {None, 3}]
+    assert [row["data_source"] for row in rows["train"][:4]] == ["chain_sum", "letter_counting"] * 2
     assert sorted(Counter(row["data_source"] for row in rows["eval"]).values()) == [recipe.HELD_OUT // 2] * 2
 
 
