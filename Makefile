@@ -160,8 +160,8 @@ bench-memory: $(STAMP)  ## the memory that `penstock plan` estimates, compared w
 bench-quickstart: $(STAMP)  ## run the quickstart for seeds 0, 1, 2, beside a plain script; TRL too with PEER=PYTHON
 	$(BIN)/python -m benchmarks.quickstart --plain $(if $(PEER),--peer $(PEER) --threads 2)
 
-bench-recipe: $(STAMP)  ## run a recipe for the seeds 0, 1 and 2: NAME=lake (minutes), smollm2 (hours); TRL beside smollm2 with PEER=PYTHON
-	$(BIN)/python -m benchmarks.recipes $(NAME) $(if $(PEER),--peer $(PEER))
+bench-recipe: $(STAMP)  ## run a recipe for the seeds 0, 1 and 2: RECIPE=lake (minutes), smollm2 (hours); TRL beside smollm2 with PEER=PYTHON
+	$(BIN)/python -m benchmarks.recipes $(RECIPE) $(if $(PEER),--peer $(PEER))
 
 files: $(STAMP)  ## write the list of all files in CONTRIBUTING.md
 	$(BIN)/python -m docs.file_list

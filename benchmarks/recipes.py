@@ -1,6 +1,6 @@
 """Run a recipe of `penstock recipe` for several seeds: what it learns by step, wall and CPU time, and a plot of all recipes.
 
-    make bench-recipe NAME=lake
+    make bench-recipe RECIPE=lake
     python -m benchmarks.recipes smollm2 --seeds 0 1 2 --peer trl/bin/python   # TRL after every seed, see benchmarks/peers/trl_real_model.py
 
 A seed that is in benchmarks/recipes.json already is not run again, unless it is given. Writes that file and the plot of docs/recipes.md,

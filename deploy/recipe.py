@@ -125,7 +125,7 @@ def _run(commands: Sequence[Command], folder: Path) -> int:
         for command in commands:
             print(f"$ {command}", file=sys.stderr, flush=True)
             if command.beside:
-                python = [sys.executable, "-P", *command.arguments]
+                python = [sys.executable, *command.arguments]
                 servers.append(Child("teacher", python, log=folder / "logs" / "teacher.log"))
                 _start(servers[-1], command.beside)
                 continue
@@ -205,7 +205,7 @@ def _distillation(options: RecipeOptions, folder: Path, steps: int) -> list[Comm
         f"sft.data={folder / 'teacher-data' / 'sft.jsonl'}",
         f"sft.output={teacher}",
     ]
-    serve = ["-m", "penstock.rollout_service.embedded_engine", "--model-path", str(teacher), "--port", str(port)]
+    serve = ["-P", "-m", "penstock.rollout_service.embedded_engine", "--model-path", str(teacher), "--port", str(port)]
     return [
         Command(["sft", run_file, *learn, f"sft.steps={TEACHER_STEPS}", f"run.id={options.run}-teacher"]),
         warm_up,

@@ -49,7 +49,7 @@ def test_every_service_takes_the_run_file_of_a_recipe(
         asked = {file: {question(row) for row in some} for file, some in rows.items()}
         assert not asked["eval"] & set().union(*(some for file, some in asked.items() if file != "eval"))
     printed = [line for line in capsys.readouterr().err.splitlines() if line.startswith("next: ")]
-    assert all(line.startswith(("next: penstock ", "next: python -m penstock.")) for line in printed)
+    assert all(line.startswith(("next: penstock ", "next: python -P -m penstock.")) for line in printed)
     assert f"next: penstock sft {folder / 'run.toml'} model.path=" in printed[name == "distillation"]
     assert run(["recipe", name, "--no-train", "--dir", str(tmp_path)]) == 1
     assert "has a run already" in capsys.readouterr().err
