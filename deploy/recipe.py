@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import random
 import shlex
+import signal
 import socket
 import subprocess
 import sys
@@ -36,6 +37,7 @@ from penstock.deploy.quickstart_task import (
     write_rows,
 )
 from penstock.deploy.smollm2 import fast_dtype, fetch_model
+from penstock.protocol import parent_death
 from penstock.protocol.errors import ConfigError, PenstockError
 from penstock.protocol.process_end import error_text
 from penstock.protocol.subjects import check_run_id
@@ -131,7 +133,8 @@ def _run(commands: Sequence[Command], folder: Path) -> int:
                 continue
             threads = str(os.cpu_count() if command.all_cores else 1)
             environ = {**os.environ, "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", threads)}
-            line = launch.module("penstock", *command.arguments)
+            bound = parent_death.command_words(os.getpid(), signal.SIGTERM)  # Ctrl-C reaches it from the terminal
+            line = [*bound, *launch.module("penstock", *command.arguments)]
             is_alone = command.arguments[0] != "train"
             if code := subprocess.run(line, env=environ if is_alone else None, check=False).returncode:
                 return exit_status(code)
