@@ -37,7 +37,7 @@ def test_every_block_of_commands_is_marked():
 
 
 def test_every_command_has_its_verb_and_flags():
-    """In shell blocks: the verb is one of the app's, each flag one of its own, or a setting."""
+    """In blocks: the verb is one of the app's, each flag one of its own, or a setting."""
     wrong = []
     for where, given in (command for page in (*PAGES, *READMES) for command in penstock_commands(page)):
         verb, rest = app, list(given)
@@ -226,9 +226,7 @@ def _toml_keys(block: Block) -> set[str]:
 
 def _names_a_verb(text: str) -> bool:
     given = [word for word in text.split()[1:] if re.fullmatch(r"[a-z-]+", word)]
-    return (
-        not given or any(" ".join(given[:n]) in _VERBS for n in (1, 2)) or given[0].startswith("--") or given[0] in app
-    )
+    return not given or any(" ".join(given[:n]) in _VERBS for n in (1, 2)) or (len(given) == 1 and given[0] in app)
 
 
 @cache
