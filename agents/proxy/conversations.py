@@ -7,6 +7,7 @@ prompts, but those that are recognised as side requests: by their text, or by wh
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -46,6 +47,7 @@ _ALONE = re.compile(
 )
 _SUMMARY = re.compile(r"summar|compact|condens|hand-?off|recap", re.IGNORECASE)
 _READ_CHARACTERS = 600  # at either end of a message: instructions stand there
+_FEWEST_DELEGATED = 12  # characters of an argument that are the task of a sub-agent
 _MAX_SUMMARIES = 8  # the last ones before a root, which it may go on from
 
 
@@ -117,9 +119,33 @@ def recognised_turns(turns: Sequence[SampledTurn]) -> set[int]:
         beside = around or ([] if talk.works else with_tools)
         if beside and first not in carried and not any(_carries_on(talk, other) for other in beside):
             side.append(talk)
+    side += [
+        talk for talk in talks if talk not in side and first_given(talk, talks) and talk.root.number not in carried
+    ]
     if not works:
         side = [talk for talk in side if talk is not talks[0]]
     return aside | {turn.number for talk in side for turn in talk.turns}
+
+
+def first_given(talk: Conversation, talks: Sequence[Conversation]) -> bool:
+    """Return True if a conversation begins with a task that a call of another one, under another beginning, gave to a sub-agent."""
+    first = next((message.content for message in talk.root.new_messages if message.role != "system"), "")
+    return any(
+        task in first
+        for other in talks if other is not talk and not _carries_on(talk, other)
+        for turn in other.turns if turn.number < talk.root.number
+        for call in turn.answer.tool_calls
+        for task in _texts(call.arguments) if len(task) >= _FEWEST_DELEGATED
+    )  # fmt: skip
+
+
+def is_of_another_agent(turns: Sequence[SampledTurn], number: int | None) -> bool:
+    """Return True if an answer is under another system message than the first one, which is all that tells their agents apart."""
+    if number is None or any(turn.declared for turn in turns):
+        return False
+    first, talk = turns[0], next(talk for talk in _conversations(turns) if turns[number] in talk.turns)
+    has_history = any(message.role == "assistant" for message in talk.root.new_messages)
+    return not has_history and talk.root is not first and _system(talk.root) != _system(first)
 
 
 def scored_turn(turns: Sequence[SampledTurn], trained: Collection[int]) -> int | None:
@@ -150,6 +176,11 @@ def _conversations(turns: Sequence[SampledTurn]) -> list[Conversation]:
         talk.turns.append(turn)
         by_turn[turn.number] = talk
     return list(by_start.values())
+
+
+def _texts(arguments: str) -> list[str]:
+    values = json.loads(arguments).values()
+    return [value.strip() for value in values if isinstance(value, str)]
 
 
 def _task(talks: Sequence[Conversation]) -> str:

@@ -14,7 +14,13 @@ from pydantic import Field
 
 from penstock.agents.proxy.answer_formats.answer_format import ANSWER_FORMATS, AnswerFormat
 from penstock.agents.proxy.calls import Calls, Clock, Pace
-from penstock.agents.proxy.conversations import is_side_request, messages_of, recognised_turns, scored_turn
+from penstock.agents.proxy.conversations import (
+    is_of_another_agent,
+    is_side_request,
+    messages_of,
+    recognised_turns,
+    scored_turn,
+)
 from penstock.agents.proxy.messages import AgentRequest, Message, RequestRefused, RetryMark, ToolCall, invalid, root_key
 from penstock.agents.proxy.plan_prompt import PromptPlanner, SeenRoots
 from penstock.agents.proxy.renderer import ChatRenderer
@@ -146,6 +152,7 @@ class EpisodeSession:
         self.counts.update(
             last_answer_not_scored=int(made.scored != made.last),
             recognised_side_requests=len(recognised_turns(self.tree.turns)),
+            scored_another_agent=int(is_of_another_agent(self.tree.turns, made.scored)),
         )
         return made
 
