@@ -7,6 +7,7 @@ prompts, but those that are recognised as side requests: by their text, or by wh
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 from collections.abc import Collection, Iterable, Sequence
@@ -113,30 +114,21 @@ def recognised_turns(turns: Sequence[SampledTurn]) -> set[int]:
     side = [talk for talk in talks if _is_side(talk, carried.get(talk.root.number, ()), task)]
     works = [talk for talk in talks if talk not in side and talk.works]
     with_tools = [talk for talk in works if talk.root.tools_key and talk.goes_on]
+    calls = ((talk, turn.number, call) for talk in talks for turn in talk.turns for call in turn.answer.tool_calls)
+    given = [(talk, number, text) for talk, number, call in calls for text in _delegated(call.arguments)]
     for talk in talks:
         first, last = talk.root.number, talk.turns[-1].number
         around = [other for other in works if other.root.number < first and _last(other, aside) > last]
         beside = around or ([] if talk.works else with_tools)
-        if beside and first not in carried and not any(_carries_on(talk, other) for other in beside):
+        is_aside = bool(beside) and not any(_carries_on(talk, other) for other in beside)
+        begins = next((message.content for message in talk.root.new_messages if message.role != "system"), "")
+        # a call under another beginning gave it its task: a sub-agent
+        is_given = any(n < first and text in begins and not _carries_on(talk, other) for other, n, text in given)
+        if (is_aside or is_given) and first not in carried:
             side.append(talk)
-    side += [
-        talk for talk in talks if talk not in side and first_given(talk, talks) and talk.root.number not in carried
-    ]
     if not works:
         side = [talk for talk in side if talk is not talks[0]]
     return aside | {turn.number for talk in side for turn in talk.turns}
-
-
-def first_given(talk: Conversation, talks: Sequence[Conversation]) -> bool:
-    """Return True if a conversation begins with a task that a call of another one, under another beginning, gave to a sub-agent."""
-    first = next((message.content for message in talk.root.new_messages if message.role != "system"), "")
-    return any(
-        task in first
-        for other in talks if other is not talk and not _carries_on(talk, other)
-        for turn in other.turns if turn.number < talk.root.number
-        for call in turn.answer.tool_calls
-        for task in _texts(call.arguments) if len(task) >= _FEWEST_DELEGATED
-    )  # fmt: skip
 
 
 def is_of_another_agent(turns: Sequence[SampledTurn], number: int | None) -> bool:
@@ -178,9 +170,11 @@ def _conversations(turns: Sequence[SampledTurn]) -> list[Conversation]:
     return list(by_start.values())
 
 
-def _texts(arguments: str) -> list[str]:
-    values = json.loads(arguments).values()
-    return [value.strip() for value in values if isinstance(value, str)]
+def _delegated(arguments: str) -> list[str]:
+    with contextlib.suppress(ValueError, RecursionError, AttributeError):
+        texts = [value.strip() for value in json.loads(arguments).values() if isinstance(value, str)]
+        return [text for text in texts if len(text) >= _FEWEST_DELEGATED]
+    return []
 
 
 def _task(talks: Sequence[Conversation]) -> str:
