@@ -8,7 +8,6 @@ be used in it.
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import functools
 import hashlib
@@ -24,8 +23,8 @@ from urllib.parse import urlsplit
 from penstock.protocol.errors import PenstockError
 from penstock.protocol.transport import tls
 from penstock.protocol.transport.loop_thread import LoopThread
-from penstock.reward_service.hosting import registration, served_reward
-from penstock.reward_service.hosting.registration import Offer, ServiceAddress
+from penstock.reward_service.hosting import served_reward
+from penstock.reward_service.hosting.registration import Offer, RewardRegistration, ServiceAddress
 from penstock.reward_service.hosting.served_reward import HostedFunction
 from penstock.reward_service.user_code import user_file
 from penstock.serving import web_server
@@ -56,9 +55,9 @@ class RegisteredReward:
         """Register at a reward service and renew the lease from now on; raises NotRegistered."""
         self.close()
         self._thread = LoopThread("reward-lease")
-        address = ServiceAddress(service)
-        self._thread.start(registration.register(address, self._offer)).result(_REGISTER_S)
-        self._thread.start(registration.keep(address, self._offer))
+        registration = RewardRegistration(ServiceAddress(service), self._offer)
+        self._thread.start(registration.register()).result(_REGISTER_S)
+        self._thread.start(registration.keep())
 
     def close(self) -> None:
         """Stop renewing: the reward is out of service when its lease has expired. Idempotent."""
@@ -92,7 +91,6 @@ class ServedFunction:
         self._calls_thread = LoopThread("reward-calls")
         self._http_thread = LoopThread("reward-http")
         self._bound = tls.listen(_HOST, 0, key="the port")
-        self._done = asyncio.Event()
         try:
             _within(_DEADLINE_S, self._calls_thread.start(reward.open()))
         except BaseException:
@@ -100,7 +98,9 @@ class ServedFunction:
             self._end_threads()
             raise
         app = served_reward.build_app(reward, served_reward.Calls(self._calls_thread.loop), secrets=(), hosts=())
-        self._serving = self._http_thread.start(web_server.serve(app, self._bound, self._done))
+        self._serving = contextlib.AsyncExitStack()
+        entering = self._serving.enter_async_context(web_server.serving(app, self._bound))
+        _within(_DEADLINE_S, self._http_thread.start(entering))
 
     @property
     def url(self) -> str:
@@ -119,22 +119,18 @@ class ServedFunction:
             return
         if self._registered is not None:
             self._registered.close()
-        _within(_DEADLINE_S, self._http_thread.start(self._stop_serving()))
+        _within(_DEADLINE_S, self._http_thread.start(self._serving.aclose()))
         with contextlib.suppress(TimeoutError):
             self._calls_thread.start(self._reward.close()).result(_STOP_S)
         self._bound.close()
         self._end_threads()
-
-    async def _stop_serving(self) -> None:
-        self._done.set()
-        await asyncio.wait({asyncio.wrap_future(self._serving)}, timeout=_STOP_S)
 
     def _end_threads(self) -> None:
         self._http_thread.stop()
         self._calls_thread.stop()
 
 
-def _within(deadline_s: float, work: Future[None]) -> None:
+def _within(deadline_s: float, work: Future[Any]) -> None:
     try:
         work.result(deadline_s)
     except TimeoutError:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar
+from pathlib import Path
 from typing import Annotated, Any
 
 from cyclopts import App, Argument, CycloptsError, Group, Parameter
@@ -17,8 +18,8 @@ from penstock.protocol.errors import PenstockError
 from penstock.protocol.process_end import error_text
 
 __all__ = [
-    "FLAT", "App", "Group", "Help", "Json", "Least", "Parameter", "RunArguments", "RunName", "UsageError",
-    "application", "arguments_of", "program", "run", "typed",
+    "FLAT", "App", "Group", "Help", "Host", "Json", "Least", "Parameter", "Port", "RunArguments", "RunName",
+    "SigningKeys", "UsageError", "application", "arguments_of", "program", "run", "typed",
 ]  # fmt: skip
 
 USAGE_ERROR = 2  # exit code
@@ -26,6 +27,10 @@ FLAT = Parameter(name="*")  # the fields of a dataclass are options of the comma
 RunArguments = Annotated[str, Parameter(allow_leading_hyphen=True, help="Run files; settings as section.key=value.")]
 RunName = Annotated[str, Parameter(help="Name of the run.")]
 Json = Annotated[bool, Parameter(help="Print JSON instead of text.")]
+Host = Annotated[str, Parameter(help="Address to listen on; default this machine only.")]
+Port = Annotated[int, Parameter(help="Port to listen on; 0: any free one.")]
+_KEYS = "File with one or two signing keys whsec_..., one per line; requests signed with neither are refused."
+SigningKeys = Annotated[Path | None, Parameter(help=_KEYS)]
 _typed: ContextVar[Sequence[str] | None] = ContextVar("typed", default=None)
 
 

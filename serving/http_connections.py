@@ -1,4 +1,4 @@
-"""The adapter of aiohttp: one request to an HTTP server over kept connections; the caller sets the deadline.
+"""The adapter of aiohttp: one request to an HTTP server over kept connections, its deadline, and when it is sent again.
 
 aiohttp, because a worker has hundreds of requests open at once, an agent's turn being one each: with 1,000 of them
 httpx takes 13 ms of CPU for a request, most of it in its pool, and aiohttp 0.9. Redirects are not followed, proxies of
@@ -12,11 +12,13 @@ whoever may name a server could otherwise read from any that this process reache
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import ipaddress
+import random
 import re
 import socket
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Set
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
@@ -32,6 +34,7 @@ from penstock.protocol.transport import tls
 from penstock.protocol.transport.tls import client_context, handshake_problem
 from penstock.serving.target_policy import TargetPolicy, resolve
 
+PASSING = frozenset({429, 502, 503, 504})  # the server is busy, or something before it failed
 _LONGEST_S = 3600.0
 _SECONDS = re.compile(r"[0-9]{1,9}(\.[0-9]{1,9})?")
 _CONNECT_S = 5.0
@@ -73,6 +76,51 @@ class Answer:
     headers: Mapping[str, str]
     body: bytes
     cookies: Mapping[str, str] = field(default_factory=dict)  # that it sets, as they are sent back; none is kept here
+
+
+@contextlib.asynccontextmanager
+async def within(deadline_s: float, url: str, key: str = "") -> AsyncIterator[None]:
+    """Raise ConnectionFailed where the block takes longer; ``key`` is the setting that the deadline is from."""
+    try:
+        async with asyncio.timeout(deadline_s):
+            yield
+    except TimeoutError:
+        raise ConnectionFailed(url, f"no answer within {deadline_s:g} s{f' ({key})' if key else ''}") from None
+
+
+@dataclass(frozen=True, slots=True)
+class Retries:
+    """Pauses are random between zero and a bound that doubles (full jitter), after what ``Retry-After`` asks for."""
+
+    first_s: float
+    longest_s: float
+    most: int | None = None  # further tries; None: until the caller's deadline
+    statuses: Set[int] = PASSING
+
+    async def send(
+        self, send: Callable[[], Awaitable[Answer]], failed: Callable[[Answer | ConnectionFailed, float], None]
+    ) -> Answer:
+        """Return the first answer of another status than ``statuses``, else that of the last try.
+
+        ``failed`` gets what failed and the seconds until the next try; it may raise an error instead. Raises
+        ConnectionFailed where the last try had no answer.
+        """
+        number, bound_s = 0, self.first_s
+        while True:
+            pause_s = random.uniform(0.0, bound_s)  # noqa: S311 no secret
+            problem: Answer | ConnectionFailed
+            try:
+                problem = await send()
+                if number == self.most or problem.status not in self.statuses:
+                    return problem
+                pause_s += retry_after_s(problem.headers)
+            except ConnectionFailed as err:
+                if number == self.most:
+                    raise
+                problem = err
+            failed(problem, pause_s)
+            await asyncio.sleep(pause_s)
+            number, bound_s = number + 1, min(2.0 * bound_s, self.longest_s)
 
 
 class HttpConnections:
@@ -127,12 +175,8 @@ class HttpConnections:
                 ssl=aiohttp.Fingerprint(bytes.fromhex(fingerprint)) if fingerprint else True,
             ) as response:  # fmt: skip
                 cookies = {name: morsel.coded_value for name, morsel in response.cookies.items()}
-                return Answer(
-                    response.status,
-                    response.headers,
-                    await self._read(response, url, max_bytes or self._max_bytes),
-                    cookies,
-                )
+                data = await self._read(response, url, max_bytes or self._max_bytes)
+                return Answer(response.status, response.headers, data, cookies)
         except aiohttp.ClientError as err:
             problem = handshake_problem(err, url, self._ca_key).removeprefix(f"{url}: ")
             raise ConnectionFailed(url, problem or _reason(err)) from None

@@ -12,6 +12,7 @@ import binascii
 import hashlib
 import hmac
 import re
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -42,8 +43,10 @@ def key_bytes(secret: str) -> bytes:
     return key
 
 
-def read_secrets(file: Path, key: str) -> tuple[str, ...]:
-    """Return the signing keys of a file; raises ConfigError that names the setting ``key``, and never shows a key."""
+def read_secrets(file: Path | None, key: str) -> tuple[str, ...]:
+    """Return the signing keys of a file, if any; raises ConfigError that names the setting ``key``, and shows no key."""
+    if file is None:
+        return ()
     secrets = tuple(content_of(file, key).split())
     try:
         for secret in secrets:
@@ -55,8 +58,11 @@ def read_secrets(file: Path, key: str) -> tuple[str, ...]:
     return secrets
 
 
-def headers(secrets: Sequence[str], *, message_id: str, timestamp: int, body: bytes) -> dict[str, str]:
-    """Return the three headers of a signed request; ``timestamp`` in whole seconds since the epoch."""
+def headers(secrets: Sequence[str], *, message_id: str, body: bytes, timestamp: int | None = None) -> dict[str, str]:
+    """Return the headers of a signed request; ``timestamp`` in whole seconds since the epoch; None: now."""
+    if not secrets:
+        return {}
+    timestamp = int(time.time()) if timestamp is None else timestamp
     signed = f"{message_id}.{timestamp}.".encode() + body
     return {
         "webhook-id": message_id,

@@ -1,4 +1,4 @@
-"""What a process that serves HTTP needs: uvicorn on a socket that is bound already, its signals, Host names and heap.
+"""What a process that serves HTTP needs: uvicorn on a socket that is bound already, Host names and heap.
 
 A client that sends a request slowly, or half of it, keeps a connection and memory for as long as it likes; some hundred
 of them keep everybody else out. Every request gets `GRACE_S` seconds, and more while its bytes arrive at
@@ -13,13 +13,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import ctypes
-import os
-import signal
 import socket
 from collections import Counter
 from collections.abc import AsyncIterator, Iterator, Sequence
-from contextlib import AbstractAsyncContextManager, contextmanager
-from types import FrameType
+from contextlib import AbstractAsyncContextManager
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -43,25 +40,6 @@ _BACKLOG = 256
 _IDLE_S = 5  # between two requests of a connection
 _LATE = b"HTTP/1.1 408 Request Timeout\r\ncontent-type: application/json\r\nconnection: close\r\n"
 _FULL = b"HTTP/1.1 503 Service Unavailable\r\ncontent-type: application/json\r\nretry-after: 1\r\nconnection: close\r\n"
-
-
-@contextmanager
-def stopping_by_signal(stop: asyncio.Event) -> Iterator[None]:
-    """Set ``stop`` at the first SIGTERM or SIGINT, exit at the second: an author's code may be in an endless loop."""
-    loop = asyncio.get_running_loop()
-
-    def handle(number: int, frame: FrameType | None) -> None:
-        if stop.is_set():
-            os._exit(128 + number)  # an exception would surface inside the author's code, which may catch it
-        stop.set()
-        loop.call_soon_threadsafe(lambda: None)  # wakes the event loop
-
-    before = {number: signal.signal(number, handle) for number in (signal.SIGTERM, signal.SIGINT)}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 def use_one_heap() -> bool:

@@ -24,9 +24,20 @@ _WORDS = (
     "etry-",
     "event_loop",
     "Thread(",
+    "retry_after_s(",
+    "is not renewed: ",
+    "was not unregistered: ",
+    "press Ctrl-C again",
+    "signing keys whsec_",
 )  # no file without them is parsed
 _RENAMES = {"os.replace", "os.rename", "os.renames", "shutil.move"}
 _LOOPS = ("asyncio.run", "run_forever", "run_until_complete", "asyncio.Runner")
+_MESSAGES = {  # what is hosted says one thing, where it is done
+    "is not renewed: ": "renewal",
+    "was not unregistered: ": "renewal",
+    "press Ctrl-C again": "drain",
+    "signing keys whsec_...": "option of keys",
+}
 _LIBRARIES = {"client", "_client", "js", "msg", "err", "sub", "_sub", "_store"}  # names of objects of nats-py and minio
 
 
@@ -36,6 +47,8 @@ def _primitive_of(node: ast.AST) -> str | None:
             return _primitive_of_call(node)
         case ast.Name(id=name) if name.endswith("SET_PDEATHSIG"):
             return "parent death"
+        case ast.Constant(value=str(text)):
+            return next((name for words, name in _MESSAGES.items() if words in text), None)
         case ast.FunctionDef(name="is_loopback" | "_is_loopback"):
             return "loopback"
         case ast.Subscript(slice=ast.Constant(value=str(key))) if key.lower() == "retry-after":
@@ -44,6 +57,8 @@ def _primitive_of(node: ast.AST) -> str | None:
 
 
 def _primitive_of_call(call: ast.Call) -> str | None:
+    if isinstance(call.func, ast.Name) and call.func.id == "retry_after_s":
+        return "wait for Retry-After"
     if not isinstance(call.func, ast.Attribute):
         return None
     match call.func.attr, call.args, call.keywords:
@@ -87,6 +102,11 @@ def _places() -> Mapping[str, set[str]]:
         ("parent death", {"protocol/parent_death.py", "sandbox/inside/confine.py"}),  # the second can import nothing
         ("loopback", {"protocol/transport/tls.py"}),
         ("Retry-After", {"serving/http_connections.py"}),
+        # the second rests a server that is full
+        ("wait for Retry-After", {"serving/http_connections.py", "agents/environments/over_http/servers.py"}),
+        ("renewal", {"serving/hosting.py"}),
+        ("drain", {"serving/hosting.py"}),
+        ("option of keys", {"protocol/command_line.py"}),
         ("loop of a thread", {"protocol/transport/loop_thread.py"}),
     ],
 )

@@ -7,11 +7,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
-from penstock.protocol.episode import EndStatus, TimeSpender
+from penstock.agents.proxy.calls import Spent
+from penstock.protocol.episode import EndStatus
 
 Verdict = Literal["done", "truncated", "failed"]
 Then = Literal["trained", "restarted", "requeued"]
+Spender = Literal["policy", "tools", "engine"]
 ENGINE_CODES = ("engine_error", "engine_timeout")
+_LOST_SHARE = 0.2  # of an episode's time, without which it might have ended
 _SHELL_SIGNALS = range(129, 129 + signal.NSIG)  # exit statuses by which a shell or a sandbox reports a signal
 
 
@@ -22,7 +25,7 @@ class Happened:
     is_answered: bool = True  # an answer of the policy is trained
     limit: str = ""  # that refused the last request: max_turns, context or max_stored_tokens
     failed_by: str = ""  # error code with which the last request failed through no fault of the agent
-    over_time: TimeSpender | None = None  # the deadline passed, and this is who spent most of the time
+    over_time: Spender | None = None  # the deadline passed, and this is whose time it was
     exit_status: int = 0  # of a program, negative: the signal that ended it
     verdict: Verdict = "done"  # the environment's; a program has none but its exit status
     report: Literal["given", "missing", "wrong", "not_needed"] = "not_needed"  # of the program
@@ -44,7 +47,10 @@ class EpisodeEnd:
 
 
 _ENDS: tuple[tuple[Callable[[Happened], bool], EpisodeEnd], ...] = (  # the first that applies
-    (lambda it: it.failed_by in ENGINE_CODES, EpisodeEnd("engine_failed", "failed", "requeued")),
+    (
+        lambda it: it.failed_by in ENGINE_CODES or it.over_time == "engine",
+        EpisodeEnd("engine_failed", "failed", "requeued"),
+    ),
     (lambda it: it.failed_by != "", EpisodeEnd("request_failed", "failed", "restarted")),
     (lambda it: it.over_time == "tools", EpisodeEnd("over_time", "timeout", "restarted")),
     (lambda it: it.is_killed, EpisodeEnd("crashed", "failed", "restarted")),
@@ -57,6 +63,17 @@ _ENDS: tuple[tuple[Callable[[Happened], bool], EpisodeEnd], ...] = (  # the firs
     (lambda it: it.verdict == "truncated", EpisodeEnd("limit", "truncated", "trained")),
     (lambda it: it.report == "missing", EpisodeEnd("no_report", "failed", "restarted")),
 )
+
+
+def spender_of(spent: Spent, total_s: float, *, has_result: bool = False) -> Spender:
+    """Return whose time a deadline is: the policy's if it spent half of it, and nothing else lost it a fifth.
+
+    An episode with a result is not measured by what it did last.
+    """
+    if spent.engine_s >= _LOST_SHARE * total_s and spent.policy_s + spent.engine_s >= total_s / 2:
+        return "engine"
+    is_idle = spent.idle_s >= _LOST_SHARE * total_s and not has_result
+    return "tools" if is_idle or spent.policy_s < total_s / 2 else "policy"
 
 
 def end_of(happened: Happened) -> EpisodeEnd:

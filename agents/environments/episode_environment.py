@@ -226,12 +226,13 @@ class EpisodeEnvironment(Environment):
         session, made, played = attempt.session, attempt.made, attempt.played
         if played.status == "failed" or played.time_spent_by == "tools" or not made.rows:
             return None
-        if made.scored != made.last and begun.task.reward.name != "environment" and not self._has_warned:
+        is_unsure = made.scored != made.last or session.counts["scored_another_agent"]
+        if is_unsure and begun.task.reward.name != "environment" and not self._has_warned:
             self._has_warned = True
             log.warning(
-                "the reward reads an answer before the last one, which is of a side conversation; a program that means "
-                "another one sends the header x-penstock-conversation: main (later episodes count "
-                "last_answer_not_scored alone)",
+                "the reward reads an answer before the last one, which is of a side conversation, or one under another "
+                "system message than the first; a program that means another one sends the header "
+                "x-penstock-conversation: main (later episodes count last_answer_not_scored, scored_another_agent alone)",
                 episode=session.id, read=made.scored, last=made.last,
             )  # fmt: skip
         numbers = sorted(span.turn for row in made.rows for span in row.spans if span.is_trained)

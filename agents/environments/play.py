@@ -17,14 +17,13 @@ import hashlib
 import inspect
 import json
 import sys
-import time
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from penstock.agents.environments.episode_end import ENGINE_CODES, Happened, Verdict, end_of
+from penstock.agents.environments.episode_end import ENGINE_CODES, Happened, Spender, Verdict, end_of, spender_of
 from penstock.agents.proxy.api.chat_completions import read_message
 from penstock.agents.proxy.messages import AgentRequest, Message, RequestRefused, RetryMark, ToolCall
 from penstock.protocol.config.environment_settings import EpisodeSettings
@@ -220,18 +219,21 @@ class Played:
     rewards: dict[int, float] = field(default_factory=dict)  # by the number of the sampled turn
     states: dict[int, str] = field(default_factory=dict)
     parts: dict[str, float] = field(default_factory=dict)
-    environment_s: float = 0.0
 
 
 async def play_episode(session: EpisodeSession, play: Play, settings: EpisodeSettings, executor: Executor) -> Played:
     played = Played()
     verdict: Verdict = "done"
-    over_time: TimeSpender | None = None
+    over_time: Spender | None = None
     try:
         async with asyncio.timeout(settings.episode_deadline_s):
             verdict = await _play(session, play, settings, executor, played)
+        if session.truncated_by:  # the score is the environment's to give, whatever time is left
+            played.rewards[max(played.rewards)] += checked_score(
+                await call(play.score, settings.reply_deadline_s, executor)
+            )
     except TimeoutError:
-        over_time = "policy" if session.policy_s >= played.environment_s else "tools"
+        over_time = spender_of(session.clock.spent(), settings.episode_deadline_s)
         played.problem = f"not over after {settings.episode_deadline_s:g} s"
     except EnvironmentFailed as err:
         verdict, played.problem = "failed", str(err)
@@ -241,23 +243,27 @@ async def play_episode(session: EpisodeSession, play: Play, settings: EpisodeSet
         except EnvironmentFailed as err:
             played.problem = played.problem or f"closing: {err}"
     end = end_of(Happened(bool(session.tree.turns), session.truncated_by, "", over_time, verdict=verdict))
-    played.status, played.time_spent_by = end.status, over_time if end.status == "timeout" else None
+    if end.then == "requeued":
+        raise EngineError(f"the engine stalled in episode {session.id}, which was {played.problem}")
+    played.status = end.status
+    if end.status == "timeout":
+        played.time_spent_by = "policy" if end.then == "trained" else "tools"
     return played
 
 
 async def _play(
     session: EpisodeSession, play: Play, settings: EpisodeSettings, executor: Executor, played: Played
 ) -> Verdict:
-    first = checked_messages(await _timed(play.start, settings, executor, played), is_first=True)
+    first = checked_messages(await call(play.start, settings.reply_deadline_s, executor), is_first=True)
     messages = with_system_prompt(first, settings.system_prompt)
     state = state_of(messages)
     while True:
         turn = await _answer(session, messages, play, played)
         if turn is None:
-            score = checked_score(await _timed(play.score, settings, executor, played))
-            played.rewards[max(played.rewards)] += score
             return "done"
-        reply = checked_reply(await _timed(functools.partial(play.step, turn.answer), settings, executor, played))
+        reply = checked_reply(
+            await call(functools.partial(play.step, turn.answer), settings.reply_deadline_s, executor)
+        )
         _record(reply, turn, state, played)
         if reply.is_done:
             return "truncated" if reply.is_truncated else "done"
@@ -299,14 +305,6 @@ def _record(reply: Reply, turn: SampledTurn, state: str, played: Played) -> None
     played.rewards[turn.number], played.states[turn.number] = reply.reward, state
     for name, value in reply.parts.items():
         played.parts[name] = played.parts.get(name, 0.0) + value
-
-
-async def _timed(function: Callable[[], Any], settings: EpisodeSettings, executor: Executor, played: Played) -> Any:
-    started = time.monotonic()
-    try:
-        return await call(function, settings.reply_deadline_s, executor)
-    finally:
-        played.environment_s += time.monotonic() - started
 
 
 def state_of(messages: Sequence[Message]) -> str:

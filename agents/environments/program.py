@@ -18,7 +18,7 @@ from typing import Annotated, Self
 from pydantic import Field, FiniteFloat, StringConstraints, ValidationError, model_validator
 
 from penstock.agents.environments import program_process
-from penstock.agents.environments.episode_end import EpisodeEnd, Happened, end_of
+from penstock.agents.environments.episode_end import EpisodeEnd, Happened, end_of, spender_of
 from penstock.agents.environments.episode_environment import (
     Attempt,
     Begun,
@@ -30,11 +30,11 @@ from penstock.agents.environments.episode_environment import (
 from penstock.agents.environments.play import Played, Row
 from penstock.agents.environments.program_process import Ended
 from penstock.agents.environments.shared_options import ProcessOptions
+from penstock.agents.proxy.calls import Spent
 from penstock.agents.proxy.server import serving, serving_at
 from penstock.agents.proxy.session import AgentProxy, EpisodeSession, path
 from penstock.protocol.config.connection import Section
 from penstock.protocol.config.environment_settings import EnvironmentDefinition
-from penstock.protocol.episode import TimeSpender
 from penstock.protocol.errors import ConfigError
 from penstock.protocol.files import read_regular
 from penstock.rollout_service.environments.environment import Sampler
@@ -54,19 +54,19 @@ class ProgramResult(Section):
 
 def outcome(
     ended: Ended, result: bytes | str | None, session: EpisodeSession, *, last_turn: int | None, needs_result: bool,
-    seconds: tuple[float, float],
+    spent: Spent, total_s: float,
 ) -> Played:  # fmt: skip
     """Return how an episode ended; its reward is that of ``last_turn``, the last one that is trained.
 
-    ``result``: the result file's bytes, or what is wrong with it; None: there is none. ``seconds``: of the policy, of
-    the program. Raises EngineError.
+    ``result``: the result file's bytes, or what is wrong with it; None: there is none. ``total_s``: of the program.
+    Raises EngineError.
     """
     report = _report(result) if isinstance(result, bytes) else result
     kind = "wrong" if isinstance(report, str) else "given"
-    spender: TimeSpender | None = "policy" if seconds[0] >= seconds[1] else "tools"
     happened = Happened(
         is_answered=last_turn is not None, limit=session.truncated_by, failed_by=session.failed_by,
-        over_time=spender if ended.status is None else None, exit_status=ended.status or 0,
+        over_time=spender_of(spent, total_s, has_result=kind == "given") if ended.status is None else None,
+        exit_status=ended.status or 0,
         report=("missing" if needs_result else "not_needed") if report is None else kind,
     )  # fmt: skip
     end = end_of(happened)
@@ -74,22 +74,22 @@ def outcome(
         raise EngineError(
             f"the engine failed in episode {session.id}, and its program ended with {ended.status}{_said(ended)}"
         )
-    problem = report if isinstance(report, str) else _problem(end, happened, ended, seconds)
+    problem = report if isinstance(report, str) else _problem(end, happened, ended, spent, total_s)
     played = Played(end.status, problem=problem)
     if end.status == "timeout":
-        played.time_spent_by = spender
+        played.time_spent_by = "policy" if end.then == "trained" else "tools"
     if end.then == "trained" and isinstance(report, ProgramResult) and last_turn is not None:
         played.rewards[last_turn] = report.reward
         played.parts.update(report.parts)
     return played
 
 
-def _problem(end: EpisodeEnd, happened: Happened, ended: Ended, seconds: tuple[float, float]) -> str:
+def _problem(end: EpisodeEnd, happened: Happened, ended: Ended, spent: Spent, total_s: float) -> str:
     """Return why an episode is not trained, or ended at a deadline."""
     status = f"exit status {happened.exit_status}" if happened.exit_status > 0 else f"signal {-happened.exit_status}"
     reasons = {
         "request_failed": f"its last request failed with {happened.failed_by}{_said(ended)}",
-        "over_time": f"not over after {sum(seconds):.1f} s, {seconds[0]:.1f} s of them by the policy{_said(ended)}",
+        "over_time": f"not over after {total_s:.1f} s, {spent.policy_s:.1f} s of them by the policy{_said(ended)}",
         "crashed": f"its program ended with {status}{_said(ended)}",
         "no_answer": f"its program ended without an answer of the policy{_said(ended)}",
         "no_report": f"its program wrote no result to PENSTOCK_RESULT{_said(ended)}",
@@ -189,7 +189,7 @@ class Program(EpisodeEnvironment):
         try:
             variables = self._variables(begun, folder, url + path(session))
             ended, result, program_s = await self._run(begun, folder, variables)
-            policy_s = session.policy_s
+            spent = session.clock.spent()
         finally:
             made = proxy.end(session)
             shutil.rmtree(folder, ignore_errors=True)
@@ -197,7 +197,7 @@ class Program(EpisodeEnvironment):
         played = outcome(
             ended, result, session, last_turn=max(trained, default=None),
             needs_result=begun.task.reward.name == "environment",
-            seconds=(policy_s, program_s - policy_s),
+            spent=spent, total_s=program_s,
         )  # fmt: skip
         return Attempt(session, made, played)
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
-from penstock.protocol.command_line import FLAT, Help, Json, RunArguments, application
+from penstock.protocol.command_line import FLAT, Help, Host, Json, Port, RunArguments, SigningKeys, application
 
 LEASE_S = 15.0
 
@@ -42,16 +42,13 @@ class TargetOptions:
 class ServeOptions:
     """Where an environment is served, and its limits."""
 
-    host: Annotated[str, Help("Address to listen on; default this machine only.")] = "127.0.0.1"
-    port: Annotated[int, Help("Port to listen on; 0: any free one.")] = 0
+    host: Host = "127.0.0.1"
+    port: Port = 0
     capacity: Annotated[int, Help("Episodes that are played at once.")] = 256
     reply_s: Annotated[float, Help("Seconds that the environment may take for one reply.")] = 60.0
     idle_s: Annotated[float, Help("Seconds without a call after which an episode is closed.")] = 900.0
     drain_s: Annotated[float, Help("Seconds that episodes in progress may take after Ctrl-C.")] = 60.0
-    secret_file: Annotated[
-        Path | None,
-        Help("File with one or two signing keys whsec_..., one per line; calls signed with neither are refused."),
-    ] = None
+    secret_file: SigningKeys = None
     register: Annotated[str, Help("Register it on NATS under this name.")] = ""
     url: Annotated[str | None, Help("URL at which workers reach it, to register; default from host and port.")] = None
 

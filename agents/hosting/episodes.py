@@ -28,6 +28,7 @@ from penstock.agents.environments.play import (
 )
 from penstock.agents.environments.turn_environment import TurnEnvironment
 from penstock.agents.proxy.messages import RequestRefused
+from penstock.serving.hosting import drain
 
 Answer = TypeVar("Answer")
 
@@ -80,12 +81,12 @@ class Episodes:
         self.draining = False
         self._reply_deadline_s, self._idle_s = reply_deadline_s, idle_s
         self._held: dict[str, _Held] = {}
-        self._empty = asyncio.Event()  # set when the last held episode is over
+        self._num_closing = 0
         self._executor = ThreadPoolExecutor(_THREADS, thread_name_prefix="play")
 
     @property
     def running(self) -> int:
-        return len(self._held)
+        return len(self._held) + self._num_closing
 
     async def start(self, body: Start) -> Started:
         digest = _digest(body)
@@ -98,7 +99,6 @@ class Episodes:
             now = time.monotonic()
             held = _Held(digest, _task(self._start(body)), ends=now + body.deadline_s + _GRACE_S, used=now)
             self._held[body.id] = held
-            self._empty.clear()
         elif held.digest != digest:
             raise Refused(409, "step_refused", f"episode {body.id} was started with another body; use a new id")
         try:
@@ -199,10 +199,12 @@ class Episodes:
             if task is not None and not task.done():
                 task.cancel()
         if held.play is not None:
-            with contextlib.suppress(Refused):  # logged
-                await self._call(held.play.close, episode_id)
-        if not self._held:
-            self._empty.set()
+            self._num_closing += 1
+            try:
+                with contextlib.suppress(Refused):  # logged
+                    await self._call(held.play.close, episode_id)
+            finally:
+                self._num_closing -= 1
 
     async def sweep(self) -> None:
         """Close, until cancelled, episodes whose worker is gone: it was killed, or lost the connection."""
@@ -216,10 +218,7 @@ class Episodes:
 
     async def drain(self, deadline_s: float) -> None:
         self.draining = True
-        if self._held:
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(deadline_s):
-                    await self._empty.wait()
+        await drain(lambda: self.running, "episodes", deadline_s)
 
     async def close(self) -> None:
         for episode_id in list(self._held):

@@ -32,8 +32,8 @@ def print_environments(arguments: Sequence[str], *, as_json: bool, registered: b
     if registered:
         return _list_registered(arguments, is_json=as_json)
     files = [Path(argument) for argument in arguments]
-    if len(files) > 1 or any("=" in argument for argument in arguments):
-        raise ConfigError(f"{arguments[-1]} is needed with --registered only; without it, give one run file")
+    if unfit := [argument for argument in arguments if "=" in argument] or arguments[1:]:
+        raise ConfigError(f"{unfit[0]} is needed with --registered only; without it, give one run file")
     if not files:
         environments = load_environments(())
     else:

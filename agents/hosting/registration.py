@@ -24,21 +24,22 @@ from penstock.agents.environments.over_http.registry import (
     RegisteredServer,
     RegistrationRefused,
 )
-from penstock.agents.environments.over_http.servers import EnvironmentClient, ServerUnreachable
+from penstock.agents.environments.over_http.servers import EnvironmentClient
 from penstock.agents.environments.over_http.wire import About
 from penstock.agents.environments.shared_options import checked_url
 from penstock.agents.hosting.commands import LEASE_S, LeaseOptions, TargetOptions
 from penstock.protocol import streams
 from penstock.protocol.config import run_file
 from penstock.protocol.config.connection import NatsSettings, S3Settings, Section
-from penstock.protocol.errors import ConfigError, MissingStream, PenstockError
+from penstock.protocol.errors import ConfigError, MissingStream
 from penstock.protocol.groups import first_problem
 from penstock.protocol.logs import configure
 from penstock.protocol.transport import tls
 from penstock.protocol.transport.bus import Bus
 from penstock.protocol.transport.key_value import KeyValue
-from penstock.serving import lease, signature, target_policy
-from penstock.serving.http_connections import HttpConnections
+from penstock.serving import signature, target_policy
+from penstock.serving.hosting import RENEWALS_PER_LEASE, ServerRegistration, say, stopping_by_signal, until_there
+from penstock.serving.http_connections import HttpConnections, within
 from penstock.serving.target_policy import PRIVATE_TARGETS, TargetPolicy
 
 LEAST_LEASE_S, LONGEST_LEASE_S = 3.0, 3600.0  # NATS counts expiry in whole seconds
@@ -72,59 +73,46 @@ async def client_of(
 
 
 async def open_registry(bus: Bus) -> KeyValue:
-    return await lease.until_there(
+    return await until_there(
         lambda: bus.key_value(streams.environments_bucket().bucket),
         MissingStream,
         lambda err: f"waiting for the first run on {bus.url}, which creates the bucket: {err}",
     )
 
 
-class Registrar:
+class Registrar(ServerRegistration):
     def __init__(self, store: KeyValue, client: EnvironmentClient, name: str, url: str, options: LeaseOptions) -> None:
         """Without a ``name`` it is registered as the server calls itself."""
         if not LEAST_LEASE_S <= options.lease_s <= LONGEST_LEASE_S:
             raise ConfigError(f"--lease-s {options.lease_s:g}: expected {LEAST_LEASE_S:g} to {LONGEST_LEASE_S:g}")
         self._store, self._client, self._url, self._options = store, client, url, options
         self._server: RegisteredServer | None = None
-        self._renewals, self._said = lease.Renewals(), ""
-        self.name = name
+        self._said = ""
+        self.name, self.lease_s = name, options.lease_s
 
-    @contextlib.asynccontextmanager
-    async def registered(self) -> AsyncIterator[RegisteredServer]:
+    async def register(self) -> None:
         server = await self._register(await self._ask())
-        sys.stdout.write(
+        say(
             f"environment {self.name}, version {server.version}, {server.capacity} episodes at once, is registered at {server.url}. "
-            f'Next: [environment.define.{self.name}] type = "http", options = {{ registered = "{self.name}" }}\n'
+            f'Next: [environment.define.{self.name}] type = "http", options = {{ registered = "{self.name}" }}',
+            sys.stdout,
         )
-        sys.stdout.flush()
-        renewing = asyncio.create_task(lease.keep(self._options.lease_s, self.renew))
-        try:
-            yield server
-        finally:
-            renewing.cancel()
-            await asyncio.gather(renewing, return_exceptions=True)
-            await self._unregister()
 
-    async def renew(self) -> bool:
-        problem = ""
-        try:
-            about, before = await self._ask(), self._server
-            if before is not None and about.version == before.version:
-                self._check_standing(await registry.renew(self._store, self.name, before, self._lease(about)), about)
-                if self._server is None:
-                    await self._register(about)
-            else:
+    async def _renew(self) -> bool:
+        about, before = await self._ask(), self._server
+        if before is not None and about.version == before.version:
+            self._check_standing(await registry.renew(self._store, self.name, before, self._lease(about)), about)
+            if self._server is None:
                 await self._register(about)
-                if before is not None:
-                    await registry.unregister(self._store, self.name, before)
-        except PenstockError as err:
-            problem = str(err)
-        self._renewals.tried(
-            f"environment {self.name} ({self._url})",
-            problem,
-            f"It is out of service {self._options.lease_s:g} s after the last renewal; it is tried again",
-        )
+        else:
+            await self._register(about)
+            if before is not None:
+                await registry.unregister(self._store, self.name, before)
         return True
+
+    async def _remove(self) -> None:
+        if self._server is not None:
+            await registry.unregister(self._store, self.name, self._server)
 
     def _check_standing(self, listed: Listed, about: About) -> None:
         assert self._server is not None
@@ -136,22 +124,19 @@ class Registrar:
         state = listed.state(server)
         if state in ("replaced", "drained") and state != self._said:
             by = f" by version {listed.registered.version}" if state == "replaced" and listed.registered else ""
-            lease.say(
+            say(
                 f"environment {self.name} at {self._url} is {state}{by}: no new episodes come; {about.running} in progress"
             )
         self._said = state
 
     async def _ask(self) -> About:
         url = f"{self._url}/environment"
-        deadline_s = min(_ASK_S, self._options.lease_s / lease.RENEWALS_PER_LEASE)
-        try:
-            async with asyncio.timeout(deadline_s):
-                return await self._client.call("GET", url, "environment", None, About)
-        except TimeoutError:
-            raise ServerUnreachable(f"{url} gave no answer within {deadline_s:g} s") from None
+        async with within(min(_ASK_S, self._options.lease_s / RENEWALS_PER_LEASE), url):
+            return await self._client.call("GET", url, "environment", None, About)
 
     async def _register(self, about: About) -> RegisteredServer:
         self.name = self.name or about.name
+        self.what = f"environment {self.name} ({self._url})"
         try:
             server = RegisteredServer(url=self._url, version=about.version, capacity=about.capacity)
         except ValidationError as err:
@@ -162,37 +147,25 @@ class Registrar:
         self._server = server
         return server
 
-    async def _unregister(self) -> None:
-        if self._server is None:
-            return
-        try:
-            await registry.unregister(self._store, self.name, self._server)
-        except PenstockError as err:
-            lease.say(f"environment {self.name} was not unregistered: {err}; its lease will expire")
-
     def _lease(self, about: About) -> Lease:
         return Lease(at=time.time(), lease_s=self._options.lease_s, running=about.running, draining=about.draining)
 
 
 def register_server(url: str, settings: Sequence[str], name: str, options: LeaseOptions, targets: TargetOptions) -> int:
     configure("environment")
-    asyncio.run(_register(url, settings, name, options, targets))
+    secrets = signature.read_secrets(targets.secret_file, "--secret-file")
+
+    async def register() -> None:
+        stop = asyncio.Event()
+        async with registrar_of(
+            name, url, settings, options, secrets=secrets, ca_file=targets.ca_file, allowed=targets.allowed_target
+        ) as registrar:
+            with stopping_by_signal(stop):  # around the lease: a signal at any time withdraws it
+                async with registrar.registered():
+                    await stop.wait()
+
+    asyncio.run(register())
     return 0
-
-
-async def _register(
-    url: str, arguments: Sequence[str], name: str, options: LeaseOptions, targets: TargetOptions
-) -> None:
-    from penstock.serving.web_server import stopping_by_signal  # noqa: PLC0415  to keep a registration only
-
-    stop = asyncio.Event()
-    secrets = signature.read_secrets(targets.secret_file, "--secret-file") if targets.secret_file is not None else ()
-    async with registrar_of(
-        name, url, arguments, options, secrets=secrets, ca_file=targets.ca_file, allowed=targets.allowed_target
-    ) as registrar:
-        with stopping_by_signal(stop):
-            async with registrar.registered():
-                await stop.wait()
 
 
 @contextlib.asynccontextmanager

@@ -6,11 +6,10 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import hashlib
 import inspect
 import sys
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 from urllib.parse import urlsplit
@@ -24,15 +23,16 @@ from penstock.agents.environments.over_http import wire
 from penstock.agents.environments.turn_environment import TurnEnvironment
 from penstock.agents.hosting.commands import LeaseOptions, ServeOptions
 from penstock.agents.hosting.episodes import Episodes, Refused
-from penstock.agents.hosting.registration import Registrar, check_name, registrar_of
+from penstock.agents.hosting.registration import check_name, registrar_of
 from penstock.protocol.errors import ConfigError
 from penstock.protocol.logs import configure
 from penstock.protocol.transport import tls
 from penstock.rollout_service.environments.environment import ENVIRONMENTS
 from penstock.serving import signature, strict_json
+from penstock.serving.hosting import say, stopping_by_signal
 from penstock.serving.request_checks import Rules, StrictRequest, check_signature, guard
 from penstock.serving.target_policy import PRIVATE_TARGETS
-from penstock.serving.web_server import allowed_hosts, serving_app, stopping_by_signal
+from penstock.serving.web_server import allowed_hosts, serving_app
 
 _MAX_REQUEST_BYTES = 16 * 1024 * 1024
 _RETRY_AFTER_S = 1
@@ -118,7 +118,7 @@ def _answer_problems(app: FastAPI) -> None:
 
 
 def _refusal(status: int, text: str, scope: object = None) -> JSONResponse:
-    codes: dict[int, wire.ProblemCode] = {401: "unauthorized", 403: "unauthorized", 503: "full"}
+    codes: dict[int, wire.ProblemCode] = {401: "unauthorized", 503: "full"}
     return _problem(400 if status == 413 else status, codes.get(status, "bad_request"), text)
 
 
@@ -146,7 +146,7 @@ async def _check_call_id(signed_id: str, request: StrictRequest) -> None:
 
 def serve_environment(reference: str, settings: Sequence[str], options: ServeOptions, lease: LeaseOptions) -> int:
     environment = served_environment(reference)
-    secrets = signature.read_secrets(options.secret_file, "--secret-file") if options.secret_file is not None else ()
+    secrets = signature.read_secrets(options.secret_file, "--secret-file")
     if not secrets and not tls.is_loopback(options.host):
         raise ConfigError(
             f"--host {options.host} can be reached from other machines: give --secret-file, or listen on 127.0.0.1"
@@ -193,37 +193,20 @@ async def _serve(
     try:
         api = build_app(episodes, secrets=secrets, hosts=allowed_hosts(options.host, options.url, secrets))
         async with serving_app(api, options.host, options.port, key="--port") as url:
-            sys.stdout.write(
-                f"{environment.name}, version {version or 'none'}, at {url}. Next: penstock env test {url}\n"
-            )
-            sys.stdout.flush()
+            next_step = f"Next: penstock env test {url}"
+            say(f"{environment.name}, version {version or 'none'}, at {url}. {next_step}", sys.stdout)
             with stopping_by_signal(stop):
-                async with _registered(options, registration, secrets, options.url or url) as registrar:
+                if not options.register:
                     await stop.wait()
-                    await _drain(episodes, options.drain_s, registrar)
+                    await episodes.drain(options.drain_s)
+                    return
+                url = options.url or url
+                allowed = (*PRIVATE_TARGETS, urlsplit(url).hostname or "")  # it is called by itself, wherever it is
+                new = registrar_of(options.register, url, *registration, secrets=secrets, allowed=allowed)
+                async with new as registrar, registrar.registered():
+                    await stop.wait()
+                    # It refuses new episodes from now on, and workers learn it.
+                    await asyncio.gather(episodes.drain(options.drain_s), registrar.renew())
     finally:
         sweeping.cancel()
         await episodes.close()
-
-
-async def _drain(episodes: Episodes, drain_s: float, registrar: Registrar | None) -> None:
-    if episodes.running:
-        sys.stderr.write(f"{episodes.running} episodes in progress; press Ctrl-C again to exit without waiting\n")
-    draining = asyncio.create_task(episodes.drain(drain_s))
-    await asyncio.sleep(0)  # it refuses new ones from now on
-    if registrar is not None:
-        await registrar.renew()  # workers learn that it is stopping
-    await draining
-
-
-@contextlib.asynccontextmanager
-async def _registered(
-    options: ServeOptions, registration: tuple[Sequence[str], LeaseOptions], secrets: Sequence[str], url: str
-) -> AsyncIterator[Registrar | None]:
-    if not options.register:
-        yield None
-        return
-    allowed = (*PRIVATE_TARGETS, urlsplit(url).hostname or "")  # it is called by itself, wherever it is
-    new = registrar_of(options.register, url, *registration, secrets=secrets, allowed=allowed)
-    async with new as registrar, registrar.registered():
-        yield registrar

@@ -8,14 +8,91 @@ short time, in which a retry may come.
 from __future__ import annotations
 
 import asyncio
+import statistics
 import time
-from collections import OrderedDict
-from collections.abc import Callable, Coroutine
+from collections import OrderedDict, deque
+from collections.abc import Callable, Coroutine, Iterable
 from dataclasses import dataclass
 from typing import Any
 
 from penstock.agents.proxy.messages import RequestRefused, RetryMark, invalid
 from penstock.agents.proxy.tree import SampledTurn
+
+_PROMPT_TOKENS = 32  # whose sampling takes as long as a usual prompt
+_TIMES_THE_PACE = 4.0  # a request that takes longer has waited for the engine
+_LEAST_S = 1.0  # that a request may always take
+_MEASURED = 64  # answers
+
+
+class Pace:
+    """Seconds of an answer's tokens: the median of a worker's last answers."""
+
+    def __init__(self) -> None:
+        self._latest: deque[float] = deque(maxlen=_MEASURED)
+
+    def measure(self, num_tokens: int, seconds: float) -> None:
+        self._latest.append(seconds / (num_tokens + _PROMPT_TOKENS))
+
+    def usual_end(self, num_tokens: int, started: float, ended: float) -> float:
+        """Return when an answer would have ended that the engine did not delay; ``ended`` if it did not, or none is known."""
+        if not self._latest:
+            return ended
+        usual_s = max(_LEAST_S, statistics.median(self._latest) * (num_tokens + _PROMPT_TOKENS))
+        return started + usual_s if ended - started > _TIMES_THE_PACE * usual_s else ended
+
+
+@dataclass(frozen=True, slots=True)
+class Spent:
+    """Seconds of an episode: in which the policy answered, in which the engine stalled, and since the last request."""
+
+    policy_s: float = 0.0
+    engine_s: float = 0.0
+    idle_s: float = 0.0
+
+
+class Clock:
+    """The requests of an episode: what of their time is the policy's, and what the engine's."""
+
+    def __init__(self, pace: Pace, now: Callable[[], float] = time.monotonic) -> None:
+        self._pace, self._now = pace, now
+        self._running: dict[int, tuple[float, int]] = {}  # since when, and the most tokens
+        self._ended: list[tuple[float, float, float]] = []  # began, usual end, end
+        self._last_end = now()
+
+    def begin(self, number: int, max_tokens: int) -> None:
+        self._running[number] = (self._now(), max_tokens)
+
+    def end(self, number: int, num_tokens: int | None, *, has_failed: bool = False) -> None:
+        """Note that a request was answered with so many tokens; None: it was not, and failed, or was cancelled."""
+        (began, usual, end), self._last_end = self._span(number, num_tokens), self._now()
+        del self._running[number]
+        self._ended.append((began, began if has_failed else usual, end))
+        if num_tokens is not None:
+            self._pace.measure(num_tokens, end - began)
+
+    def is_stalled(self, number: int) -> bool:
+        """Return True if a request has waited longer than the longest answer usually takes."""
+        _, usual, now = self._span(number, None)
+        return usual < now
+
+    def spent(self) -> Spent:
+        spans = [*self._ended, *(self._span(number, None) for number in self._running)]
+        policy_s = _covered((began, usual) for began, usual, _ in spans)
+        all_s = _covered((began, end) for began, _, end in spans)
+        return Spent(policy_s, all_s - policy_s, 0.0 if self._running else self._now() - self._last_end)
+
+    def _span(self, number: int, num_tokens: int | None) -> tuple[float, float, float]:
+        began, max_tokens = self._running[number]
+        now = self._now()
+        return began, self._pace.usual_end(max_tokens if num_tokens is None else num_tokens, began, now), now
+
+
+def _covered(spans: Iterable[tuple[float, float]]) -> float:
+    covered_s, until = 0.0, float("-inf")
+    for start, end in sorted(spans):
+        covered_s += max(0.0, end - max(start, until))
+        until = max(until, end)
+    return covered_s
 
 
 @dataclass(eq=False, slots=True)

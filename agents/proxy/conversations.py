@@ -7,6 +7,8 @@ prompts, but those that are recognised as side requests: by their text, or by wh
 
 from __future__ import annotations
 
+import contextlib
+import json
 import re
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -46,6 +48,7 @@ _ALONE = re.compile(
 )
 _SUMMARY = re.compile(r"summar|compact|condens|hand-?off|recap", re.IGNORECASE)
 _READ_CHARACTERS = 600  # at either end of a message: instructions stand there
+_FEWEST_DELEGATED = 12  # characters of an argument that are the task of a sub-agent
 _MAX_SUMMARIES = 8  # the last ones before a root, which it may go on from
 
 
@@ -111,15 +114,30 @@ def recognised_turns(turns: Sequence[SampledTurn]) -> set[int]:
     side = [talk for talk in talks if _is_side(talk, carried.get(talk.root.number, ()), task)]
     works = [talk for talk in talks if talk not in side and talk.works]
     with_tools = [talk for talk in works if talk.root.tools_key and talk.goes_on]
+    calls = ((talk, turn.number, call) for talk in talks for turn in talk.turns for call in turn.answer.tool_calls)
+    given = [(talk, number, text) for talk, number, call in calls for text in _delegated(call.arguments)]
     for talk in talks:
         first, last = talk.root.number, talk.turns[-1].number
         around = [other for other in works if other.root.number < first and _last(other, aside) > last]
         beside = around or ([] if talk.works else with_tools)
-        if beside and first not in carried and not any(_carries_on(talk, other) for other in beside):
+        is_aside = bool(beside) and not any(_carries_on(talk, other) for other in beside)
+        begins = next((message.content for message in talk.root.new_messages if message.role != "system"), "")
+        # a call under another beginning gave it its task: a sub-agent
+        is_given = any(n < first and text in begins and not _carries_on(talk, other) for other, n, text in given)
+        if (is_aside or is_given) and first not in carried:
             side.append(talk)
     if not works:
         side = [talk for talk in side if talk is not talks[0]]
     return aside | {turn.number for talk in side for turn in talk.turns}
+
+
+def is_of_another_agent(turns: Sequence[SampledTurn], number: int | None) -> bool:
+    """Return True if an answer is under another system message than the first one, which is all that tells their agents apart."""
+    if number is None or any(turn.declared for turn in turns):
+        return False
+    first, talk = turns[0], next(talk for talk in _conversations(turns) if turns[number] in talk.turns)
+    has_history = any(message.role == "assistant" for message in talk.root.new_messages)
+    return not has_history and talk.root is not first and _system(talk.root) != _system(first)
 
 
 def scored_turn(turns: Sequence[SampledTurn], trained: Collection[int]) -> int | None:
@@ -150,6 +168,13 @@ def _conversations(turns: Sequence[SampledTurn]) -> list[Conversation]:
         talk.turns.append(turn)
         by_turn[turn.number] = talk
     return list(by_start.values())
+
+
+def _delegated(arguments: str) -> list[str]:
+    with contextlib.suppress(ValueError, RecursionError, AttributeError):
+        texts = [value.strip() for value in json.loads(arguments).values() if isinstance(value, str)]
+        return [text for text in texts if len(text) >= _FEWEST_DELEGATED]
+    return []
 
 
 def _task(talks: Sequence[Conversation]) -> str:

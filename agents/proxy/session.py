@@ -4,18 +4,23 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-import time
 from collections import Counter, OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Protocol, Self
 
 import structlog
 from pydantic import Field
 
 from penstock.agents.proxy.answer_formats.answer_format import ANSWER_FORMATS, AnswerFormat
-from penstock.agents.proxy.calls import Calls
-from penstock.agents.proxy.conversations import is_side_request, messages_of, recognised_turns, scored_turn
+from penstock.agents.proxy.calls import Calls, Clock, Pace
+from penstock.agents.proxy.conversations import (
+    is_of_another_agent,
+    is_side_request,
+    messages_of,
+    recognised_turns,
+    scored_turn,
+)
 from penstock.agents.proxy.messages import AgentRequest, Message, RequestRefused, RetryMark, ToolCall, invalid, root_key
 from penstock.agents.proxy.plan_prompt import PromptPlanner, SeenRoots
 from penstock.agents.proxy.renderer import ChatRenderer
@@ -68,6 +73,7 @@ class AgentModel:
     planner: PromptPlanner
     answer_format: AnswerFormat
     context_tokens: int | None
+    pace: Pace = field(default_factory=Pace)
 
     @classmethod
     def of(
@@ -104,7 +110,8 @@ class EpisodeSession:
         self._roots = SeenRoots()
         self.calls = Calls(grace_s=limits.retry_grace_s, kept=limits.kept_answers, kept_s=limits.kept_answers_s)
         self._num_running = 0
-        self._policy_s, self._running_since = 0.0, 0.0  # until the last time that no request was sampled; since then
+        self.clock = Clock(model.pace)
+        self._waiting: dict[int, AgentRequest] = {}  # for the engine, by the number of the request
         self._seed = seed
         self._images = images
         self._num_sampled = 0  # answers begun, each with a different seed
@@ -116,11 +123,6 @@ class EpisodeSession:
         """Sampled tokens that are in no turn, by cause; `build_rows` counts those of turns that are in no row."""
         prefix = "orphaned_tokens."
         return Counter({name.removeprefix(prefix): n for name, n in self.counts.items() if name.startswith(prefix)})
-
-    @property
-    def policy_s(self) -> float:
-        """Seconds in which the policy had a request to answer."""
-        return self._policy_s + (time.monotonic() - self._running_since if self._num_running else 0.0)
 
     async def answer(self, request: AgentRequest, mark: RetryMark) -> SampledTurn:
         """Return the policy's answer, or that of the running or finished call which this request repeats.
@@ -143,18 +145,21 @@ class EpisodeSession:
 
     def end(self) -> TreeRows:
         self.ended = True
+        for number in self._waiting:
+            self._note_stall(number)
         self.calls.cancel()
         self._made = made = build_rows(self.tree.turns, self._limits.trained_conversations)
         self.counts.update(
             last_answer_not_scored=int(made.scored != made.last),
             recognised_side_requests=len(recognised_turns(self.tree.turns)),
+            scored_another_agent=int(is_of_another_agent(self.tree.turns, made.scored)),
         )
         return made
 
     async def _sample(self, request: AgentRequest) -> SampledTurn:
         number = self._num_requests = self._num_requests + 1
         try:
-            turn = await self._sampled(request)
+            turn = await self._sampled(request, number)
         except Exception as err:
             self._note_failure(request, err, number)
             raise
@@ -173,6 +178,11 @@ class EpisodeSession:
             self.truncated_by = _LIMITS[code]
         elif status >= 500 and number > self._answered_request:
             self.failed_by, self._failed_request = code, max(self._failed_request, number)
+
+    def _note_stall(self, number: int) -> None:
+        """Note a request as failed that is given up, if the engine has stalled in it."""
+        if self.clock.is_stalled(number):
+            self._note_failure(self._waiting[number], RequestRefused(504, "engine_timeout", "given up"), number)
 
     def fail(self, code: str) -> None:
         """Note a request that failed before it was read, or behind its answer, through no fault of the agent."""
@@ -196,22 +206,20 @@ class EpisodeSession:
             counts["merged_system_messages"] += num_merged
         return replace(request, messages=messages)
 
-    async def _sampled(self, request: AgentRequest) -> SampledTurn:
+    async def _sampled(self, request: AgentRequest, number: int) -> SampledTurn:
         self._check_limits()
         request = self._prepared(request, self.counts)
-        if not self._num_running:
-            self._running_since = time.monotonic()
         self._num_running += 1
         try:
             plan = await self._plan(request)
             sampling = self._sampling_of(request, len(plan.prompt_ids))
             if self.truncated_by and not is_side_request(request, self.tree.turns):
                 self.truncated_by = ""  # the agent went on within the limits
-            completion = await self._completion(plan, sampling)
+            self._waiting[number] = request
+            completion = await self._timed_completion(plan, sampling, number)
         finally:
             self._num_running -= 1
-            if not self._num_running:
-                self._policy_s += time.monotonic() - self._running_since
+            self._waiting.pop(number, None)
         self.counts["sampled_tokens"] += len(completion.token_ids)
         if self.ended:
             self.counts["orphaned_tokens.after_end"] += len(completion.token_ids)
@@ -296,6 +304,18 @@ class EpisodeSession:
             raise invalid(f"{len(stop)} stop strings, at most {_MAX_STOP_STRINGS} with the task's own", "stop")
         ends = tuple(sorted({*sampling.stop_token_ids, *self._model.planner.stop_token_ids}))
         return sampling.model_copy(update={"max_new_tokens": max_new, "stop": stop, "stop_token_ids": ends})
+
+    async def _timed_completion(self, plan: PromptPlan, sampling: Sampling, number: int) -> Completion:
+        self.clock.begin(number, sampling.max_new_tokens)
+        try:
+            completion = await self._completion(plan, sampling)
+        except BaseException as err:
+            if isinstance(err, asyncio.CancelledError):
+                self._note_stall(number)
+            self.clock.end(number, None, has_failed=isinstance(err, Exception))
+            raise
+        self.clock.end(number, len(completion.token_ids))
+        return completion
 
     async def _completion(self, plan: PromptPlan, sampling: Sampling) -> Completion:
         try:

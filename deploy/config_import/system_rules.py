@@ -32,7 +32,7 @@ _RANGE = re.compile(r"(?:list\()?range\((\d+),(\d+)\)\)?")
 _ACTOR = "actor_train.training_args"
 _DIVISIONS = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
 _WHOLE_DISTRIBUTION: Mapping[str, tuple[float, ...]] = {"top_p": (1,), "top_k": (-1, 0), "min_p": (0,)}
-_ANSWER_FORMATS: Mapping[str, str] = TABLES["answer_formats"]  # of AgentRL's parsers of calls (docs/tools.md)
+_ANSWER_FORMATS: Mapping[str, str] = TABLES["answer_formats"]  # of SGLang's and vLLM's parsers; "": none
 _OF_SEQUENCES = ("gspo", "sapo", "geo_mean")  # losses of verl, core_algos.py lines 1313, 1396 and 1707
 _TRL_REWARDS: Mapping[str, str] = {"think_format_reward": "think_format"}
 _CODE = re.compile(r"[A-Za-z0-9_./-]+\.py:[A-Za-z_]\w*")
@@ -207,11 +207,9 @@ def agentrl_sampling(value: Any, values: Values) -> Outcome:
 def agentrl_environment(value: Any, values: Values) -> Outcome:
     """Return the one decision on AgentRL's dialogue with tools, whose servers are in other files."""
     parser = str(values.get("tool_call_parser", ""))
-    calls = (
-        f'answer_format = "{_ANSWER_FORMATS[parser]}"'
-        if parser in _ANSWER_FORMATS
-        else f"its answer_format for {parser or 'calls'}"
-    )
+    named = _ANSWER_FORMATS.get(parser)
+    calls = f'answer_format = "{named}"' if named else f"its answer_format for {parser or 'calls'}"
+    calls += ", which is one of your own (docs/agents.md)" * (named == "")
     repeats = values.get("repetition_early_stop_times", -1)
     limit = f', repeat_limit = {repeats} with type = "tools"' if isinstance(repeats, int) and repeats > 0 else ""
     return decide(

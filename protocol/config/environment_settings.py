@@ -92,7 +92,7 @@ class EpisodeSettings(RequestRules):
     )
     answer_format: str = Field(
         "hermes",
-        description="How the model writes calls of tools: hermes, qwen_xml, glm, minimax, harmony, llama, mistral, deepseek, kimi_k2, granite, phi, gemma, seed_oss, nemotron, internlm, plain (none), or one of your own.",
+        description="How the model writes calls of tools: hermes, qwen_xml, glm, minimax, harmony, llama, mistral, deepseek, kimi_k2, granite, phi, gemma, seed_oss, nemotron, internlm, hunyuan, plain (none), or one of your own.",
     )
     max_answer_tokens: int | None = Field(
         None, ge=1, description="Longest answer, in tokens, where that is less than rollout.max_new_tokens."

@@ -9,8 +9,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import threading
-from collections.abc import Awaitable, Callable, Coroutine, Generator
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Generator
 from concurrent.futures import Future
+from contextlib import AbstractAsyncContextManager
 from typing import Any, Generic, TypeVar
 
 from penstock.protocol.errors import BusUnreachable
@@ -41,6 +42,16 @@ class LoopThread:
     def start(self, action: Coroutine[Any, Any, T]) -> Future[T]:
         """Start a coroutine on the loop; cancelling the future cancels it. Raises RuntimeError after `stop`."""
         return asyncio.run_coroutine_threadsafe(action, self.loop)
+
+    @contextlib.asynccontextmanager
+    async def inside(self, block: AbstractAsyncContextManager[T]) -> AsyncIterator[T]:
+        """Enter and leave ``block`` on the loop, around a block of another loop."""
+        entered = contextlib.AsyncExitStack()
+        value = await asyncio.wrap_future(self.start(entered.enter_async_context(block)))
+        try:
+            yield value
+        finally:
+            await asyncio.wrap_future(self.start(entered.aclose()))
 
     def stop(self, wait_s: float = _STOP_S) -> None:
         """Cancel what runs, close the loop and end the thread; idempotent.

@@ -31,7 +31,7 @@ from penstock.protocol.extensions import Registry
 from penstock.protocol.groups import Finite, first_problem
 from penstock.reward_service.endpoints.dialects.dialect import Dialect, DialectKind
 from penstock.reward_service.errors import NotAllowed
-from penstock.serving.lease import lease_key, server_id
+from penstock.serving.hosting import lease_key, server_id
 
 DIALECTS = Registry(
     "dialect", DialectKind, package="penstock.reward_service.endpoints.dialects", group="penstock.dialects"

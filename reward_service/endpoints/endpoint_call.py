@@ -1,8 +1,7 @@
 """One call of an endpoint (tries, an optional hedged one, one deadline, a check of the answer), and its breaker.
 
-No connection, 429 and 5xx are tried again. The pause before a try is random between zero and a bound that doubles
-(full jitter), or ``Retry-After`` if that is longer. A time-out is not tried again here, because the group is delivered
-again anyway. All tries of a call carry the same idempotency key.
+No connection, 429 and 5xx are tried again (`Retries`). A time-out is not tried again here, because the group is
+delivered again anyway. All tries of a call carry the same idempotency key.
 
 A group is cut into what one request of the endpoint's dialect carries, and its scores are joined again.
 
@@ -17,9 +16,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-import random
 import re
-import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -37,15 +34,13 @@ from penstock.reward_service.errors import EndpointFailed, EndpointNonsense, Rew
 from penstock.reward_service.rewards.reward import Verdict
 from penstock.reward_service.scores import GroupScores, Outcome
 from penstock.serving import signature
-from penstock.serving.http_connections import Answer, AnswerRefused, ConnectionFailed, HttpConnections, retry_after_s
+from penstock.serving.http_connections import Answer, AnswerRefused, ConnectionFailed, HttpConnections, Retries
 
 WINDOW = 20  # most recent calls that are looked at
 MIN_CALLS = 5  # fewer do not open the breaker
 FAILED_SHARE = 0.5
 FIRST_PAUSE_S = 1.0  # a restart of a small server
 LONGEST_PAUSE_S = 30.0
-_PAUSE_S = 0.2  # bound of the pause before the second try; doubled each time
-_LONGEST_PAUSE_S = 10.0
 _RETRY_STATUS = frozenset({408, 425, 429, 500, 502, 503, 504})
 _MAX_TEXT = 1200  # of a score's error: a reason, and a traceback of some frames
 _MAX_REASON = 300  # characters of `ERROR_HEADER`
@@ -187,36 +182,28 @@ class EndpointCaller:
         return f"endpoint {self.endpoint.name} ({self.endpoint.url})"
 
     async def _within_deadline(self, call: Call, body: bytes) -> bytes:
-        problems: list[str] = []
+        problem = ""
+        retries = Retries(first_s=0.2, longest_s=10.0, most=self.endpoint.retries, statuses=_RETRY_STATUS)
+
+        def failed(last: Answer | ConnectionFailed, _pause_s: float) -> None:
+            nonlocal problem
+            problem = describe(last)
+            self.counts.retries += 1
+
         try:
             async with asyncio.timeout(self.endpoint.timeout_s):
-                return await self._tries(call, body, problems)
+                answer = await retries.send(partial(self._maybe_hedged, call, body), failed)
         except TimeoutError:
-            earlier = f"; before that: {problems[-1]}" if problems else ""
+            earlier = f"; before that: {problem}" if problem else ""
             raise EndpointFailed(f"{self._who} gave no answer within {self.endpoint.timeout_s:g} s{earlier}") from None
+        except ConnectionFailed as err:
+            raise EndpointFailed(f"{self._who}: {describe(err)}") from None
         except EndpointNonsense as err:
             raise EndpointNonsense(f"endpoint {self.endpoint.name}: {err}") from None
-
-    async def _tries(self, call: Call, body: bytes, problems: list[str]) -> bytes:
-        for number in range(1 + self.endpoint.retries):
-            if number:
-                self.counts.retries += 1
-            try:
-                answer = await self._maybe_hedged(call, body)
-            except ConnectionFailed as err:
-                problems.append(f"no answer ({err.reason})")
-                pause_s = 0.0
-            else:
-                if answer.status == 200:
-                    return answer.body
-                problems.append(describe(answer))
-                if answer.status not in _RETRY_STATUS:
-                    raise EndpointFailed(f"{self._who}: {problems[-1]}", refused=400 <= answer.status < 500)
-                pause_s = retry_after_s(answer.headers)
-            if number < self.endpoint.retries:
-                jitter_s = random.uniform(0.0, min(_PAUSE_S * 2**number, _LONGEST_PAUSE_S))  # noqa: S311 no secret
-                await asyncio.sleep(max(pause_s, jitter_s))
-        raise EndpointFailed(f"{self._who}: {problems[-1]}")
+        if answer.status == 200:
+            return answer.body
+        is_refusal = 400 <= answer.status < 500 and answer.status not in _RETRY_STATUS
+        raise EndpointFailed(f"{self._who}: {describe(answer)}", refused=is_refusal)
 
     async def _maybe_hedged(self, call: Call, body: bytes) -> Answer:
         """Send once; without an answer after ``hedge_after_s``, send again and take the first good answer."""
@@ -250,10 +237,7 @@ class EndpointCaller:
         }
         if self.secrets.api_key:
             headers["authorization"] = f"Bearer {self.secrets.api_key}"
-        if self.secrets.signing:
-            headers |= signature.headers(
-                self.secrets.signing, message_id=call.request_id, timestamp=int(time.time()), body=body
-            )
+        headers |= signature.headers(self.secrets.signing, message_id=call.request_id, body=body)
         try:
             return await self.http.send("POST", self.endpoint.url, body, headers)
         except TargetRefused as err:
@@ -262,8 +246,10 @@ class EndpointCaller:
             raise EndpointNonsense(str(err)) from None
 
 
-def describe(answer: Answer) -> str:
+def describe(answer: Answer | ConnectionFailed) -> str:
     """Return its status, size and type, and the reason that an endpoint gives in `ERROR_HEADER`; never its body."""
+    if isinstance(answer, ConnectionFailed):
+        return f"no answer ({answer.reason})"
     media_type = answer.headers.get("content-type", "").partition(";")[0].strip().lower()
     kind = f" of {media_type}" if _MEDIA_TYPE.fullmatch(media_type) else ""
     reason = "".join(c if c.isprintable() else "?" for c in answer.headers.get(ERROR_HEADER, "")[:_MAX_REASON])

@@ -48,7 +48,7 @@ from penstock.reward_service.errors import (
 from penstock.reward_service.metrics import Timings
 from penstock.reward_service.pack_trace import CURRENT_TRACE, PackTrace
 from penstock.reward_service.scores import Outcome
-from penstock.serving.http_connections import HttpConnections
+from penstock.serving.http_connections import HttpConnections, within
 from penstock.serving.target_policy import TargetPolicy
 
 log = structlog.get_logger("reward_service.endpoint_queue")
@@ -367,10 +367,8 @@ async def check_health(registry: EndpointRegistry, client: EndpointClient, done:
 
 async def _problem(http: HttpConnections, url: str) -> str:
     try:
-        async with asyncio.timeout(_DEADLINE_S):
+        async with within(_DEADLINE_S, url):
             answer = await http.send("GET", url, headers={CALL_HEADER: "1"})
-    except TimeoutError:
-        return f"{url} did not answer within {_DEADLINE_S:g} s"
     except PenstockError as err:
-        return f"{url}: {err}"
+        return str(err)
     return "" if 200 <= answer.status < 300 else f"{url}: HTTP {answer.status}"

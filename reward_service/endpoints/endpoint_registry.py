@@ -22,7 +22,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, PlainSerializer
 from penstock.protocol.transport.key_value import KeyValue, change_value
 from penstock.reward_service.endpoints.endpoint import Caller, Endpoint
 from penstock.reward_service.errors import EndpointDrained, EndpointRefused, LeaseExpired, NameTaken, NotCalled
-from penstock.serving import lease
+from penstock.serving.hosting import PREFIX, Leases
 
 log_of_secrets = structlog.get_logger("reward_service.secret_store")
 log = structlog.get_logger("reward_service.registry")
@@ -120,8 +120,9 @@ class Directory(BaseModel):
             draining=self.draining - {name},
         )
 
-    def with_drained(self, names: frozenset[str]) -> Directory:
-        return self.model_copy(update={"draining": names})
+    def with_drained(self, name: str, *, on: bool) -> Directory:
+        others = self.draining - {name}
+        return self.model_copy(update={"draining": others | {name} if on else others})
 
     def to_json(self) -> bytes:
         return self.model_dump_json().encode()
@@ -140,7 +141,7 @@ class EndpointRegistry:
         self._on_change = on_change
         self._revision: int | None = None
         self._directory = _EMPTY
-        self._leases = lease.Leases()
+        self._leases = Leases()
 
     @property
     def endpoints(self) -> Mapping[str, Endpoint]:
@@ -184,7 +185,7 @@ class EndpointRegistry:
                 await self._secrets.fetch(endpoint)
             self._take(directory, entry.revision)
         if any(endpoint.lease_s is not None for endpoint in self.endpoints.values()):
-            lease_entries = await self._store.entries(lease.PREFIX)
+            lease_entries = await self._store.entries(PREFIX)
             self._leases.saw({entry.key: entry.revision for entry in lease_entries}, time.monotonic())
 
     async def add(
@@ -220,8 +221,8 @@ class EndpointRegistry:
                 raise EndpointRefused(f"{MAX_ENDPOINTS} endpoints are registered; delete one first")
             state = state.without(over[0].name)
         new_state = state.with_endpoint(endpoint)
-        if known == endpoint:
-            new_state = new_state.with_drained(state.draining)  # a renewal does not end a drain
+        if known == endpoint:  # a renewal does not end a drain
+            new_state = new_state.with_drained(endpoint.name, on=endpoint.name in state.draining)
         if len(new_state.to_json()) > _MAX_BYTES:
             raise EndpointRefused(f"the registry would be larger than {_MAX_BYTES} bytes; delete an endpoint first")
         return new_state
@@ -248,38 +249,32 @@ class EndpointRegistry:
 
     async def remove(self, name: str, *, caller: Caller, url: str | None = None) -> bool:
         """Unregister a name (only if it is at ``url``, when that is set); False when it was not there."""
-        removed: Endpoint | None = None
-
-        def change(state: Directory) -> Directory:
-            nonlocal removed
-            removed = state.endpoints.get(name)
-            if removed is None or url not in {None, removed.url}:
-                removed = None
-                return state
-            caller.check_owns(removed)
-            return state.without(name)
-
-        await self._change(change)
-        if removed is None:
-            return False
-        await self._secrets.forget(removed)
-        await self._forget_lease(removed)
-        return True
+        removed = await self._change_known(name, caller, lambda state: state.without(name), url)
+        if removed is not None:
+            await self._secrets.forget(removed)
+            await self._forget_lease(removed)
+        return removed is not None
 
     async def drain(self, name: str, *, caller: Caller, on: bool) -> bool:
-        is_known = False
+        return await self._change_known(name, caller, lambda state: state.with_drained(name, on=on)) is not None
 
-        def change(state: Directory) -> Directory:
-            nonlocal is_known
+    async def _change_known(
+        self, name: str, caller: Caller, change: Callable[[Directory], Directory], url: str | None = None
+    ) -> Endpoint | None:
+        """Change the state of an endpoint of the caller's; None: none has the name (at ``url``, if set)."""
+        known: Endpoint | None = None
+
+        def checked(state: Directory) -> Directory:
+            nonlocal known
             known = state.endpoints.get(name)
-            is_known = known is not None
-            if known is None:
+            if known is None or url not in {None, known.url}:
+                known = None
                 return state
             caller.check_owns(known)
-            return state.with_drained(state.draining | {name} if on else state.draining - {name})
+            return change(state)
 
-        await self._change(change)
-        return is_known
+        await self._change(checked)
+        return known
 
     async def _forget_lease(self, endpoint: Endpoint) -> None:
         if endpoint.lease_s is not None:

@@ -1,15 +1,15 @@
 """The adapter of an OpenAI-style chat endpoint: send one question, return the text and its token counts.
 
-Transient failures (no connection, 429, 5xx) are retried, with full jitter or after ``Retry-After``. The API key is
-sent in one header and never appears in an error or log.
+Transient failures (no connection, 429, 5xx) are retried. The API key is sent in one header and never appears in an
+error or log.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
-import random
 from dataclasses import dataclass
+from functools import partial
 from http import HTTPStatus
 from typing import Any
 
@@ -17,10 +17,8 @@ from pydantic import BaseModel, ValidationError
 
 from penstock.protocol.groups import first_problem
 from penstock.reward_service.hosting.judge_settings import JudgeSettings
-from penstock.serving.http_connections import AnswerRefused, ConnectionFailed, HttpConnections, retry_after_s
+from penstock.serving.http_connections import Answer, AnswerRefused, ConnectionFailed, HttpConnections, Retries
 
-_PAUSE_S = 0.5
-_LONGEST_PAUSE_S = 20.0
 _RETRY_STATUS = frozenset({408, 409, 425, 429, 500, 502, 503, 504})
 _KEEP_S = 5.0  # an idle connection
 _SHOWN = 300
@@ -77,6 +75,7 @@ class Chat:
         self.cost = Cost()
         headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
         self._http = HttpConnections(keep_s=_KEEP_S, headers=headers)
+        self._retries = Retries(first_s=0.5, longest_s=20.0, most=settings.retries, statuses=_RETRY_STATUS)
 
     async def close(self) -> None:
         await self._http.close()
@@ -89,7 +88,7 @@ class Chat:
             self.cost.calls += 1
             try:
                 async with asyncio.timeout(self.settings.timeout_s):
-                    return await self._tries(body)
+                    return await self._answered(body)
             except TimeoutError:
                 self.cost.failures += 1
                 raise NoVerdict(f"{self._who} gave no answer within {self.settings.timeout_s:g} s") from None
@@ -101,27 +100,18 @@ class Chat:
     def _who(self) -> str:
         return f"judge {self.settings.model} at {self.settings.base_url}"
 
-    async def _tries(self, body: dict[str, Any]) -> Said:
-        settings, problem = self.settings, ""
-        for number in range(1 + settings.retries):
-            pause_s = 0.0
-            try:
-                url = f"{settings.base_url}/chat/completions"
-                answer = await self._http.send("POST", url, json.dumps(body).encode())
-            except (ConnectionFailed, AnswerRefused) as err:
-                problem = f"no answer ({err})"
-            else:
-                if answer.status == HTTPStatus.OK:
-                    return self._read(answer.body)
-                problem = f"HTTP {answer.status}: {answer.body.decode('utf-8', 'replace')[:_SHOWN]}"
-                if answer.status not in _RETRY_STATUS:
-                    break
-                pause_s = retry_after_s(answer.headers)
-            if number < settings.retries:
-                self.cost.retries += 1
-                jitter_s = random.uniform(0.0, min(_PAUSE_S * 2**number, _LONGEST_PAUSE_S))  # noqa: S311 no secret
-                await asyncio.sleep(max(pause_s, jitter_s))
-        raise NoVerdict(f"{self._who}: {problem}")
+    async def _answered(self, body: dict[str, Any]) -> Said:
+        def failed(_problem: Answer | ConnectionFailed, _pause_s: float) -> None:
+            self.cost.retries += 1
+
+        url, data = f"{self.settings.base_url}/chat/completions", json.dumps(body).encode()
+        try:
+            answer = await self._retries.send(partial(self._http.send, "POST", url, data), failed)
+        except (ConnectionFailed, AnswerRefused) as err:
+            raise NoVerdict(f"{self._who}: no answer ({err})") from None
+        if answer.status == HTTPStatus.OK:
+            return self._read(answer.body)
+        raise NoVerdict(f"{self._who}: HTTP {answer.status}: {answer.body.decode('utf-8', 'replace')[:_SHOWN]}")
 
     def _body(self, question: str) -> dict[str, Any]:
         settings = self.settings

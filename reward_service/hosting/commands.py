@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
-from penstock.protocol.command_line import FLAT, Help
+from penstock.protocol.command_line import FLAT, Help, Host, Port, SigningKeys
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -14,8 +14,8 @@ class ServeOptions:
     """Where a reward is served, and where it is registered."""
 
     name: Annotated[str, Help("Reward name that rows request; default the name of the file or folder.")] = ""
-    host: Annotated[str, Help("Address to listen on; default this machine only.")] = "127.0.0.1"
-    port: Annotated[int, Help("Port to listen on; 0: any free one.")] = 0
+    host: Host = "127.0.0.1"
+    port: Port = 0
     url: Annotated[str, Help("URL at which the reward service reaches this endpoint; default from host and port.")] = ""
     register: Annotated[
         str,
@@ -24,10 +24,7 @@ class ServeOptions:
         ),
     ] = ""
     token_file: Annotated[Path | None, Help("File with the reward service's bearer token.")] = None
-    secret_file: Annotated[
-        Path | None,
-        Help("File with one or two signing keys whsec_..., one per line; requests signed with neither are refused."),
-    ] = None
+    secret_file: SigningKeys = None
     drain_s: Annotated[float, Help("Seconds that calls in progress may take after Ctrl-C.")] = 30.0
 
 

@@ -16,19 +16,17 @@ no body of another status than 200; a reason in the header `penstock-error` is s
 
 from __future__ import annotations
 
-import asyncio
+import contextlib
 import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 
 from pydantic import ValidationError
 
 from penstock.protocol.groups import first_problem
 from penstock.protocol.transport.loop_thread import LoopThread
 from penstock.reward_service.endpoints.wire import GroupScore, GroupToScore, Score, ScoreRequest, ScoreResponse
-from penstock.reward_service.hosting import registration
-from penstock.reward_service.hosting.registration import NotRegistered, Offer, ServiceAddress
+from penstock.reward_service.hosting.registration import NotRegistered, Offer, RewardRegistration, ServiceAddress
 from penstock.serving import signature, strict_json
 from penstock.serving.signature import BadSignature
 
@@ -88,19 +86,17 @@ def _score(score: Score | float | None, group: GroupToScore) -> Score:
     return Score(score=float(score))
 
 
-@contextmanager
+@contextlib.contextmanager
 def registered(service: ServiceAddress | str, offer: Offer) -> Iterator[None]:
     """Keep an endpoint registered while the block runs: renew its lease in a thread, unregister it at the end.
 
     Raises NotRegistered when the reward service refuses or cannot be reached.
     """
     address = ServiceAddress(service) if isinstance(service, str) else service
-    asyncio.run(registration.register(address, offer))
-    thread = LoopThread("lease")
-    if offer.lease_s is not None:
-        thread.start(registration.keep(address, offer))
+    thread, held = LoopThread("lease"), contextlib.AsyncExitStack()
     try:
+        thread.start(held.enter_async_context(RewardRegistration(address, offer).registered())).result()
         yield
     finally:
+        thread.start(held.aclose()).result()
         thread.stop()
-        asyncio.run(registration.unregister(address, offer))

@@ -2,31 +2,24 @@
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 import json
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from http import HTTPStatus
 from typing import Any
 from urllib.parse import quote
 
 from penstock.protocol.errors import PenstockError
-from penstock.serving import lease
-from penstock.serving.http_connections import Answer, AnswerRefused, ConnectionFailed, HttpConnections
-from penstock.serving.lease import say
+from penstock.serving import hosting
+from penstock.serving.hosting import ServerRegistration, say
+from penstock.serving.http_connections import PASSING, Answer, ConnectionFailed, HttpConnections, within
 
 _TRY_S = 5.0
 _KEEP_S = 1.0  # an idle connection
-_PASSES = frozenset({429, 502, 503, 504})
 
 
 class NotRegistered(PenstockError):
     """The reward service refused the endpoint or could not be reached."""
-
-
-class _NotYet(PenstockError):
-    """No replica answers, or those that do are busy."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,119 +57,80 @@ class Offer:
         return {**self.more, **fields, "secrets": list(self.secrets)}
 
 
-async def register(service: ServiceAddress, offer: Offer) -> None:
-    """Register an endpoint, once the service answers; says on stderr what it waits for. Raises NotRegistered."""
+class RewardRegistration(ServerRegistration):
+    hint = (
+        "Its groups wait then. Where the reward service runs elsewhere now, start this with all its URLs: "
+        "--register URL,URL"
+    )
 
-    async def attempt() -> None:
+    def __init__(self, service: ServiceAddress, offer: Offer) -> None:
+        self.what, self.lease_s = f"reward {offer.name}", offer.lease_s
+        self._service, self._offer = service, offer
+
+    async def register(self) -> None:
+        """Register the endpoint, once the service answers; says on stderr what it waits for. Raises NotRegistered."""
+        url, name = self._service.url, self._offer.name
+
+        def waiting(err: ConnectionFailed) -> str:
+            return (
+                f"waiting for the reward service at {url}: {err.reason[:200]}; start it in another terminal with: "
+                f"penstock reward service run.toml (gives up after {hosting.WAIT_S:.0f} s)"
+            )
+
         try:
-            answer = await ask("POST", "/v1/endpoints", offer.to_json())
+            self._check(await hosting.until_there(self._offered, ConnectionFailed, waiting))
         except ConnectionFailed as err:
-            raise _NotYet(f"no answer ({err.reason})") from None
-        if problem := _problem(answer, 300):
-            if answer.status in _PASSES:
-                raise _NotYet(problem)
-            raise NotRegistered(f"the reward service at {service.url} refused reward {offer.name!r}: {problem}")
-
-    def waiting(err: PenstockError) -> str:
-        return (
-            f"waiting for the reward service at {service.url}: {str(err)[:200]}; start it in another terminal with: "
-            f"penstock reward service run.toml (gives up after {lease.WAIT_S:.0f} s)"
-        )
-
-    async with _asking(service) as ask:
-        try:
-            await lease.until_there(attempt, _NotYet, waiting)
-        except _NotYet as err:
             raise NotRegistered(
-                f"reward {offer.name!r} could not be registered at {service.url} within {lease.WAIT_S:.0f} s: {err}; "
+                f"reward {name!r} could not be registered at {url} within {hosting.WAIT_S:.0f} s: {err.reason}; "
                 "is the reward service running there? (penstock reward service)"
             ) from None
 
-
-async def keep(service: ServiceAddress, offer: Offer) -> None:
-    """Renew the lease until cancelled, or until another endpoint has taken over the name.
-
-    While no replica answers, it is tried again, and stderr says so. The lease may expire meanwhile; the next successful
-    renewal, or a new registration if the service no longer knows the endpoint, puts it back into service.
-    """
-    assert offer.lease_s is not None
-    renewals = lease.Renewals()
-    hint = (
-        f"Its groups wait once the lease has expired, {offer.lease_s:g} s after the last renewal; it is tried again. "
-        "Where the reward service runs elsewhere now, start this with all its URLs: --register URL,URL"
-    )
-
-    async def renew() -> bool:
-        try:
-            body = {"version": offer.version, "url": offer.url}
-            answer = await ask("POST", f"/v1/endpoints/{offer.name}/lease", body)
-            if answer.status == HTTPStatus.NOT_FOUND:
-                answer = await ask("POST", "/v1/endpoints", offer.to_json())
-            elif answer.status == HTTPStatus.CONFLICT:
-                say(f"reward {offer.name} was taken over: {_text(answer)[:300]}")
-                return False
-            problem = _problem(answer, 200)
-        except ConnectionFailed as err:
-            problem = f"no answer ({err.reason})"
-        renewals.tried(f"reward {offer.name}", problem and f"{service.url}: {problem}", hint)
+    async def _renew(self) -> bool:
+        """Renew the lease; register again where the service does not know the endpoint any more."""
+        body = {"version": self._offer.version, "url": self._offer.url}
+        answer = await self._ask("POST", f"/{self._offer.name}/lease", body)
+        if answer.status == HTTPStatus.CONFLICT:
+            say(f"{self.what} was taken over: {_text(answer)}")
+            return False
+        self._check(await self._offered() if answer.status == HTTPStatus.NOT_FOUND else answer)
         return True
 
-    async with _asking(service) as ask:
-        await lease.keep(offer.lease_s, renew)
+    async def _remove(self) -> None:
+        answer = await self._ask("DELETE", f"/{self._offer.name}?url={quote(self._offer.url, safe='')}")
+        if answer.status not in (HTTPStatus.NOT_FOUND, HTTPStatus.CONFLICT):
+            self._check(answer)
 
+    async def _offered(self) -> Answer:
+        return await self._ask("POST", "", self._offer.to_json())
 
-async def unregister(service: ServiceAddress, offer: Offer) -> None:
-    """Unregister the endpoint if it still holds the name; if the service is unreachable, write one line to stderr."""
-    async with _asking(service) as ask:
+    def _check(self, answer: Answer) -> None:
+        if not 200 <= answer.status < 300:
+            raise NotRegistered(
+                f"the reward service at {self._service.url} refused reward {self._offer.name!r}: HTTP {answer.status}: "
+                f"{_text(answer)}"
+            )
+
+    async def _ask(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> Answer:
+        """Return the first replica's answer, unless it is busy; raises ConnectionFailed, of the last one, without any."""
+        data = None if body is None else json.dumps(body).encode()
+        headers = {"authorization": f"Bearer {self._service.token}"} if self._service.token else {}
+        connections = HttpConnections(keep_s=_KEEP_S, headers=headers)
+        problem = "there is no URL of a reward service"
         try:
-            await ask("DELETE", f"/v1/endpoints/{offer.name}?url={quote(offer.url, safe='')}", None)
-        except ConnectionFailed as err:
-            where = f"{service.url} is unreachable ({err.reason})"
-            say(f"reward {offer.name} was not unregistered: {where}; its lease will expire")
-
-
-_Ask = Callable[[str, str, Mapping[str, Any] | None], Awaitable[Answer]]  # method, path, body
-
-
-@contextlib.asynccontextmanager
-async def _asking(service: ServiceAddress) -> AsyncIterator[_Ask]:
-    """Yield a call that returns the first replica's answer that is no passing failure, else the last.
-
-    It raises ConnectionFailed if no replica answers.
-    """
-    headers = {"authorization": f"Bearer {service.token}"} if service.token else {}
-    connections = HttpConnections(keep_s=_KEEP_S, headers=headers)
-
-    async def ask(method: str, path: str, body: Mapping[str, Any] | None) -> Answer:
-        failed = ConnectionFailed(service.url, "there is no URL of a reward service")
-        passing: Answer | None = None
-        for url in service.urls:
-            try:
-                async with asyncio.timeout(_TRY_S):
-                    answer = await connections.send(
-                        method, url + path, None if body is None else json.dumps(body).encode()
-                    )
-            except TimeoutError:
-                failed = ConnectionFailed(url, f"within {_TRY_S:g} s")
-            except (ConnectionFailed, AnswerRefused) as err:
-                failed = err if isinstance(err, ConnectionFailed) else ConnectionFailed(url, str(err))
-            else:
-                if answer.status not in _PASSES:
-                    return answer
-                passing = answer
-        if passing is None:
-            raise failed
-        return passing
-
-    try:
-        yield ask
-    finally:
-        await connections.close()
-
-
-def _problem(answer: Answer, num_chars: int) -> str:
-    return "" if 200 <= answer.status < 300 else f"HTTP {answer.status}: {_text(answer)[:num_chars]}"
+            for url in (f"{url}/v1/endpoints{path}" for url in self._service.urls):
+                try:
+                    async with within(_TRY_S, url):
+                        answer = await connections.send(method, url, data)
+                except PenstockError as err:
+                    problem = f"no answer ({err})"
+                else:
+                    if answer.status not in PASSING:
+                        return answer
+                    problem = f"HTTP {answer.status}: {_text(answer)}"
+        finally:
+            await connections.close()
+        raise ConnectionFailed(self._service.url, problem)
 
 
 def _text(answer: Answer) -> str:
-    return answer.body.decode("utf-8", "replace")
+    return answer.body.decode("utf-8", "replace")[:300]

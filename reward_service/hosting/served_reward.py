@@ -11,13 +11,12 @@ user started, or in the worker processes of a reward service (`user_code/worker.
 from __future__ import annotations
 
 import asyncio
-import concurrent.futures
 import hashlib
 import re
 import socket
 import sys
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
@@ -39,13 +38,13 @@ from penstock.reward_service.endpoints.wire import (
     ScoreRequest,
     ScoreResponse,
 )
-from penstock.reward_service.hosting import registration
-from penstock.reward_service.hosting.registration import Offer, ServiceAddress
+from penstock.reward_service.hosting.registration import Offer, RewardRegistration, ServiceAddress
 from penstock.reward_service.user_code import user_file
 from penstock.reward_service.user_code.user_function import UserReward
 from penstock.serving import signature, web_server
+from penstock.serving.hosting import drain, say, stopping_by_signal
 from penstock.serving.request_checks import Rules, StrictRequest, check_signature, guard
-from penstock.serving.web_server import allowed_hosts, stopping_by_signal
+from penstock.serving.web_server import allowed_hosts
 
 if TYPE_CHECKING:
     from penstock.reward_service.hosting.commands import ServeOptions
@@ -107,11 +106,6 @@ class Calls:
     def __init__(self, home: asyncio.AbstractEventLoop) -> None:
         self.home = home
         self.num_in_progress = 0
-        self._none = asyncio.Event()
-        self._none.set()
-
-    async def wait_for_none(self) -> None:
-        await self._none.wait()
 
     async def score(self, reward: Hosted, groups: Sequence[GroupToScore]) -> list[list[Score]]:
         """Score groups on the main thread; called in the server's thread."""
@@ -120,17 +114,10 @@ class Calls:
 
     async def _counted(self, reward: Hosted, groups: Sequence[GroupToScore]) -> list[list[Score]]:
         self.num_in_progress += 1
-        self._none.clear()
         try:
             return await reward.score(groups)
         finally:
             self.num_in_progress -= 1
-            if not self.num_in_progress:
-                self.home.call_later(0.1, self._maybe_none)  # the response is not written yet
-
-    def _maybe_none(self) -> None:
-        if not self.num_in_progress:
-            self._none.set()
 
 
 def build_app(reward: Hosted, calls: Calls, *, secrets: Sequence[str], hosts: Sequence[str] | None = None) -> FastAPI:
@@ -192,15 +179,13 @@ def place_of(options: ServeOptions, default_name: str) -> Place:
         raise ConfigError(f"--name {name!r} must be letters, digits, '_', '.' and '-', starting with a letter or digit")
     if not options.drain_s >= 0:
         raise ConfigError(f"--drain-s {options.drain_s} must not be negative")
-    file = options.token_file
-    token = "" if file is None else content_of(file, "--token-file")
-    secrets = () if options.secret_file is None else signature.read_secrets(options.secret_file, "--secret-file")
+    token = "" if options.token_file is None else content_of(options.token_file, "--token-file")
+    secrets = signature.read_secrets(options.secret_file, "--secret-file")
     return Place(name, ServiceAddress(options.register, token) if options.register else None, secrets)
 
 
 def serve_reward(reward: Hosted, default_name: str, options: ServeOptions) -> int:
     place = place_of(options, default_name)
-    tls.server_files(options.host)  # here, not in the thread of the server: it raises ConfigError
     with tls.listen(options.host, options.port, key="--port") as bound:
         asyncio.run(_serve(reward, place, options, bound))
     return 0
@@ -214,49 +199,22 @@ async def _serve(reward: Hosted, place: Place, options: ServeOptions, bound: soc
     url = options.url or f"{tls.scheme(options.host)}://{options.host}:{bound.getsockname()[1]}/score"
     offer = Offer(place.name, url, reward.version, lease_s=_LEASE_S, secrets=place.secrets, more=reward.terms)
     service = place.service
+    registered = nullcontext() if service is None else RewardRegistration(service, offer).registered()
+    # A certificate that cannot be used raises ConfigError here, before the reward is opened, which may take minutes.
+    serving = web_server.serving(app, bound, **tls.server_options(options.host))
     with stopping_by_signal(stop):
         await reward.open()
+        thread = LoopThread("http")
         try:
-            with _http_thread(app, bound, service, offer) as renewing:
-                if service is not None:
-                    await registration.register(service, offer)
-                _print_next_step(reward.title, offer, service)
-                await stop.wait()
-                if service is not None:
-                    renewing.cancel()  # a renewal that finds the name gone would register it again
-                    await registration.unregister(service, offer)
-                await _drain(calls, options.drain_s)
+            async with thread.inside(serving):
+                async with thread.inside(registered):
+                    _print_next_step(reward.title, offer, service)
+                    await stop.wait()
+                # Calls that are left would be scored a second time elsewhere.
+                await drain(lambda: calls.num_in_progress, "calls", options.drain_s)
         finally:
+            thread.stop()
             await reward.close()
-
-
-async def _drain(calls: Calls, drain_s: float) -> None:
-    """Wait for calls in progress, so that their groups are not scored a second time elsewhere."""
-    if calls.num_in_progress:
-        sys.stderr.write(
-            f"{calls.num_in_progress} calls in progress; press Ctrl-C again to exit without waiting for them\n"
-        )
-    try:
-        async with asyncio.timeout(drain_s):
-            await calls.wait_for_none()
-    except TimeoutError:
-        sys.stderr.write(f"{calls.num_in_progress} calls did not finish within --drain-s {drain_s:g}\n")
-
-
-@contextmanager
-def _http_thread(
-    app: FastAPI, bound: socket.socket, service: ServiceAddress | None, offer: Offer
-) -> Iterator[concurrent.futures.Future[None]]:
-    """Run the HTTP server, and the renewal of the lease, in a thread with a separate event loop; yields the renewal."""
-    thread, done = LoopThread("http"), asyncio.Event()
-    serving = thread.start(web_server.serve(app, bound, done))
-    renewing = serving if service is None else thread.start(registration.keep(service, offer))
-    try:
-        yield renewing
-    finally:
-        thread.loop.call_soon_threadsafe(done.set)
-        concurrent.futures.wait([serving], timeout=5.0)
-        thread.stop()
 
 
 def _print_next_step(title: str, offer: Offer, service: ServiceAddress | None) -> None:
@@ -265,8 +223,7 @@ def _print_next_step(title: str, offer: Offer, service: ServiceAddress | None) -
         text = f"{what}. Next: start it with --register http://HOST:PORT of your reward service"
     else:
         text = f"{what}, registered at {service.url}. Next: penstock train run.toml reward.name={offer.name}"
-    sys.stdout.write(text + "\n")
-    sys.stdout.flush()
+    say(text, sys.stdout)
 
 
 def serve_file(

@@ -156,8 +156,7 @@ class Peers:
     async def _ask(self, offer: PeerOffer, request: SegmentRequest, size_bytes: int) -> tuple[bytes | None, str]:
         """Return the verified bytes; or None, and why."""
         body = request.model_dump_json().encode()
-        ids = {"message_id": secrets.token_hex(16), "timestamp": int(time.time())}
-        headers = signature.headers([offer.secret], **ids, body=body)
+        headers = signature.headers([offer.secret], message_id=secrets.token_hex(16), body=body)
         try:
             async with asyncio.timeout(WAIT_S + transfer_s(size_bytes)):
                 answer = await self._http.send("POST", offer.url + _PATH, body, headers, size_bytes, offer.fingerprint)

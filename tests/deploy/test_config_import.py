@@ -11,11 +11,13 @@ from typing import Any, get_args, get_type_hints
 import pytest
 from tests.deadline import ends_within
 
+from penstock.agents.proxy.answer_formats.answer_format import ANSWER_FORMATS
 from penstock.console.cli.main import run
 from penstock.console.cli.train_verbs import import_
 from penstock.deploy.config_import import import_config
 from penstock.deploy.config_import.foreign_file import read_shell
 from penstock.deploy.config_import.foreign_tree import read_yaml
+from penstock.deploy.config_import.system_rules import agentrl_environment
 from penstock.deploy.config_show import load_all
 from penstock.protocol.errors import ConfigError
 
@@ -179,6 +181,22 @@ def test_the_documented_run_files_are_what_an_import_writes(
 def test_every_system_that_is_read_can_be_named() -> None:
     choices, _ = get_args(get_type_hints(import_)["system"])
     assert [*get_args(choices)] == import_config._NAMES
+
+
+# The names of SGLang 0.5 (function_call_parser.py) and vLLM 0.24 (tool_parsers/__init__.py).
+PARSERS = """apertus2509 cohere_command4 deepseekv3 deepseekv31 deepseekv32 deepseekv4 dots glm glm45 glm47 gpt-oss kimi_k2 kimi_k3
+lfm2 llama3 mimo minicpm5 mistral muse poolside_v1 pythonic qwen qwen25 qwen3_coder spark25 step3 step3p5 minimax-m2 minimax-m3
+trinity interns1 hermes hunyuan gigachat3 gemma4 inkling
+deepseek_v3 deepseek_v31 deepseek_v32 deepseek_v4 cohere_command3 ernie45 granite-20b-fc granite granite4 hunyuan_a13b hy_v3
+internlm jamba llama3_json llama4_json llama4_pythonic longcat minimax_m2 minimax_m3 olmo3 openai phi4_mini_json qwen3_xml seed_oss
+xlam functiongemma apertus solar_open2"""
+
+
+@pytest.mark.parametrize("name", PARSERS.split())
+def test_every_parser_of_sglang_and_vllm_has_a_format_or_a_decision(name: str) -> None:
+    said = agentrl_environment(8, {"tool_call_parser": name}).text
+    named = re.search(r'answer_format = "(\w+)"', said)
+    assert ANSWER_FORMATS.find(named[1]) if named else f"its answer_format for {name}, which is one of your own" in said
 
 
 EQUAL: dict[str, Any] = tomllib.loads((FILES / "equality.toml").read_text())

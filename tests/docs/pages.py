@@ -70,10 +70,10 @@ def words(command: str) -> list[str]:
 
 
 def penstock_commands(page: Path) -> Iterator[tuple[str, list[str]]]:
-    """Yield place and words of every penstock command in the shell blocks of a page."""
+    """Yield place and words of every penstock command in the blocks of a page."""
     for block in blocks(page):
-        if block.is_shell:
-            for command in block.commands():
+        if block.is_shell or block.language == "text":  # where a page opens with its commands
+            for command in (one for one in block.commands() if block.is_shell or one.startswith("penstock ")):
                 for part in re.split(r"\s(?:&&|;)\s", command):
                     given = words(part)
                     while given and ("=" in given[0] and "." not in given[0].partition("=")[0]):

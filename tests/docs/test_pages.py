@@ -37,7 +37,7 @@ def test_every_block_of_commands_is_marked():
 
 
 def test_every_command_has_its_verb_and_flags():
-    """In shell blocks: the verb is one of the app's, each flag one of its own, or a setting."""
+    """In blocks: the verb is one of the app's, each flag one of its own, or a setting."""
     wrong = []
     for where, given in (command for page in (*PAGES, *READMES) for command in penstock_commands(page)):
         verb, rest = app, list(given)
@@ -109,7 +109,7 @@ def test_every_known_failure_of_agents_has_its_test():
 
 
 def test_every_linked_page_is_on_the_site():
-    """A Markdown file that a page of docs/ links to matches a pattern of docs/conf.py; else the site cannot be built."""
+    """A Markdown file that a page links to matches a pattern of docs/conf.py, and a README is in the contents; else `make docs` fails."""
     source = ast.parse((ROOT / "docs" / "conf.py").read_text(encoding="utf-8"))
     patterns: list[str] = next(
         ast.literal_eval(node.value) for node in source.body if _assigns(node, "include_patterns")
@@ -117,12 +117,15 @@ def test_every_linked_page_is_on_the_site():
     included = re.compile(
         "|".join(re.escape(pattern).replace(r"\*\*", ".*").replace(r"\*", "[^/]*") for pattern in patterns)
     )
+    readmes = [page for page in READMES if page.relative_to(ROOT).parts[0] != "tests"]
     linked = {
         (page.parent / target).resolve().relative_to(ROOT)
-        for page in PAGES
+        for page in (*PAGES, *readmes)
         for target in re.findall(r"\]\(([^)\s:#]+\.md)", page.read_text(encoding="utf-8"))
     }
     assert sorted(str(page) for page in linked if not included.fullmatch(str(page))) == []
+    contents = (ROOT / "docs" / "index.md").read_text(encoding="utf-8").splitlines()
+    assert [page for page in readmes if f"../{page.relative_to(ROOT).with_suffix('')}" not in contents] == []
 
 
 def test_quoted_messages_are_the_program_s():
@@ -226,9 +229,7 @@ def _toml_keys(block: Block) -> set[str]:
 
 def _names_a_verb(text: str) -> bool:
     given = [word for word in text.split()[1:] if re.fullmatch(r"[a-z-]+", word)]
-    return (
-        not given or any(" ".join(given[:n]) in _VERBS for n in (1, 2)) or given[0].startswith("--") or given[0] in app
-    )
+    return not given or any(" ".join(given[:n]) in _VERBS for n in (1, 2)) or (len(given) == 1 and given[0] in app)
 
 
 @cache

@@ -184,7 +184,6 @@ LISTENS = re.compile(  # whatever opens a listening socket, or names a library t
 NO_SERVER = {
     "agents/environments/adapters/harbor_box.py",  # in a sandbox: passes bytes on to the proxy
     "agents/environments/inside_sandbox.py",
-    "agents/hosting/registration.py",  # signals alone
     "console/tools/checks.py",  # whether a port is free
     "protocol/transport/tls.py",  # a socket for the servers here
     "reward_service/__main__.py",  # its heap

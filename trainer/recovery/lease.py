@@ -201,57 +201,63 @@ def acquire(
     deadline_s: float = 120.0,
     watched: Unchanged | None = None,
 ) -> HeldLease:
-    """Take the lease of a run; if another trainer's is not released, wait until it expires, at most ``deadline_s``.
+    """Take the lease of a run; if another trainer's is not released, wait until it expires.
 
     ``clock`` returns seconds since 1970; ``watched`` is what a `LeaseWatch` saw. Raises RunIsHeld if another trainer is
-    alive, BusUnreachable if NATS was unreachable until the deadline.
+    alive, BusUnreachable if NATS was unreachable for ``deadline_s``.
     """
     deadline = time.monotonic() + deadline_s
-    mine = Lease(
-        holder=f"trainer-{secrets.token_hex(4)}",
-        epoch=1,
-        host=socket.gethostname(),
-        pid=os.getpid(),
-        since=clock(),
-        ttl_s=ttl_s,
-    )
+    holder, host = f"trainer-{secrets.token_hex(4)}", socket.gethostname()
+    mine = Lease(holder=holder, epoch=1, host=host, pid=os.getpid(), since=clock(), ttl_s=ttl_s)
     num_transitions = state.num_transitions
     while True:
         try:
             entry = state.get(streams.LEASE_KEY).wait()
             if state.num_transitions != num_transitions:  # the read was retried until NATS answered again
                 num_transitions = state.num_transitions
-                log.warning(
-                    "NATS was unreachable while the lease was awaited; the time until it expires starts over",
-                    run_id=run_id,
-                )
+                log.warning("NATS was unreachable while the lease was awaited; its time starts over", run_id=run_id)
                 watched = None  # the holder could not renew either
             lease = None if entry is None else decode(entry.value, Lease)
-            if entry is not None and lease is not None and lease.holder == mine.holder:
-                return _begin(state, lease, entry.revision)  # the answer to this trainer's swap was lost
-            if entry is None or lease is None or lease.released or _has_expired(watched, entry, lease.ttl_s):
-                mine = mine.model_copy(update={"epoch": 1 if lease is None else lease.epoch + 1})
-                revision = state.swap(streams.LEASE_KEY, encode(mine), entry.revision if entry else None).wait()
-                return _begin(state, mine, revision)
+            if entry is None or lease is None or _is_free(entry, lease, mine, watched):
+                return _take(state, entry, lease, mine)
         except (BusUnreachable, CompareAndSwapFailed) as err:
             if time.monotonic() > deadline:
                 raise
             log.info("lease not acquired yet", run_id=run_id, reason=str(err))
             watched = None  # the holder could not renew while NATS was unreachable
         else:
-            if watched is None:
-                watched = Unchanged(entry.revision, time.monotonic())
-                log.info(
-                    "lease held by another trainer; checking whether it is alive",
-                    ttl_s=lease.ttl_s,
-                    holder=_describe(lease),
-                )
-            elif entry.revision != watched.revision:
-                raise RunIsHeld(
-                    f"the lease of run {run_id} is held by {_describe(lease)}, which is alive; stop that trainer (kill "
-                    f"-TERM {lease.pid} on {lease.host}), or set another run.id"
-                )
+            watched = _watch_on(entry, lease, watched, run_id)
         time.sleep(_POLL_S)
+
+
+def _is_free(entry: Entry, lease: Lease, mine: Lease, watched: Unchanged | None) -> bool:
+    """Return True if a stored lease is released or has expired, or is of a swap of this trainer whose answer was lost."""
+    unchanged_since = watched.since if watched is not None and entry.revision == watched.revision else float("inf")
+    return lease.released or lease.holder == mine.holder or time.monotonic() - unchanged_since > lease.ttl_s
+
+
+def _take(state: KeyValue, entry: Entry | None, lease: Lease | None, mine: Lease) -> HeldLease:
+    if entry is not None and lease is not None and lease.holder == mine.holder:
+        mine, revision = lease, entry.revision
+    else:
+        mine = mine.model_copy(update={"epoch": 1 if lease is None else lease.epoch + 1})
+        revision = state.swap(streams.LEASE_KEY, encode(mine), entry.revision if entry else None).wait()
+    log.info("lease acquired", holder=mine.holder, epoch=mine.epoch)
+    return HeldLease(state, mine, revision)
+
+
+def _watch_on(entry: Entry, lease: Lease, watched: Unchanged | None, run_id: str) -> Unchanged:
+    """Return since when another trainer's lease has not changed; raises RunIsHeld if it was renewed meanwhile."""
+    if watched is None:
+        holder = _describe(lease)
+        log.info("lease held by another trainer; checking whether it is alive", ttl_s=lease.ttl_s, holder=holder)
+        return Unchanged(entry.revision, time.monotonic())
+    if entry.revision != watched.revision:
+        raise RunIsHeld(
+            f"the lease of run {run_id} is held by {_describe(lease)}, which is alive; stop that trainer (kill "
+            f"-TERM {lease.pid} on {lease.host}), or set another run.id"
+        )
+    return watched
 
 
 def _retried(
@@ -331,15 +337,6 @@ def fence(state: KeyValue, epoch: int) -> FencedKey:
 def _refuse_older(stored_epoch: int, epoch: int) -> None:
     if stored_epoch > epoch:
         raise LeaseLost(f"a trainer of epoch {stored_epoch} has started since this one (epoch {epoch}) got its lease")
-
-
-def _begin(state: KeyValue, lease: Lease, revision: int) -> HeldLease:
-    log.info("lease acquired", holder=lease.holder, epoch=lease.epoch)
-    return HeldLease(state, lease, revision)
-
-
-def _has_expired(watched: Unchanged | None, entry: Entry, ttl_s: float) -> bool:
-    return watched is not None and entry.revision == watched.revision and time.monotonic() - watched.since > ttl_s
 
 
 def _describe(lease: Lease) -> str:

@@ -28,7 +28,7 @@ from typing import Any, Self
 
 from pydantic import Field
 
-from penstock.agents.environments.over_http.servers import PASSING, Server, ServerFull, Servers, open_session
+from penstock.agents.environments.over_http.servers import Server, ServerFull, Servers, open_session
 from penstock.agents.environments.play import Play, Reply, Row, called, parsed_json, read_arguments
 from penstock.agents.environments.shared_options import CallOptions, SessionOptions, read_token, urls_of
 from penstock.agents.environments.turn_environment import ServerEnvironment, check_reply_deadline
@@ -37,7 +37,7 @@ from penstock.agents.proxy.messages import Message, RequestRefused, ToolCall
 from penstock.protocol.config.environment_settings import EnvironmentDefinition
 from penstock.protocol.errors import PenstockError
 from penstock.serving import strict_json
-from penstock.serving.http_connections import Answer, HttpConnections
+from penstock.serving.http_connections import PASSING, Answer, HttpConnections
 from penstock.serving.target_policy import OwnServer
 
 _PARAMS = "responses_create_params"

@@ -5,7 +5,6 @@ An episode is started on one server, which keeps it until it is ended.
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import secrets
 import time
@@ -25,7 +24,6 @@ from penstock.agents.environments.over_http.servers import (
     ServerFull,
     ServerRefused,
     Servers,
-    ServerUnreachable,
     open_session,
 )
 from penstock.agents.environments.play import Play, Reply, Row
@@ -38,7 +36,7 @@ from penstock.protocol.transport import tls
 from penstock.protocol.transport.key_value import KeyValue
 from penstock.rollout_service.environments.environment import ServerRegistry
 from penstock.serving import signature
-from penstock.serving.http_connections import HttpConnections
+from penstock.serving.http_connections import ConnectionFailed, HttpConnections, within
 from penstock.serving.target_policy import OwnServer
 
 Answer = TypeVar("Answer", wire.Stepped, wire.Scored)
@@ -90,7 +88,7 @@ class HttpOptions(TargetOptions):
         return self
 
     def secrets(self) -> tuple[str, ...]:
-        return () if self.secret_file is None else signature.read_secrets(self.secret_file, "options.secret_file")
+        return signature.read_secrets(self.secret_file, "options.secret_file")
 
 
 class Sessions:
@@ -121,22 +119,16 @@ class Sessions:
 
         place_s = self._options.place_deadline_s
         try:
-            return await open_session(self.servers, start, place_s, NotStarted, rests=ServerUnreachable)
+            return await open_session(self.servers, start, place_s, NotStarted, rests=ConnectionFailed)
         except PenstockError as err:
             raise NotStarted(str(err)) from None
 
     async def _start_at(self, server: Server, body: wire.Start, undo: contextlib.AsyncExitStack) -> HttpPlay:
-        start_s, version = self._options.start_deadline_s, self._options.version
+        url, version = f"{server.url}/episodes", self._options.version
         undo.push_async_callback(self._end_quietly, server, body.id)  # it may have been started
         try:
-            async with asyncio.timeout(start_s):
-                started = await self.client.call(
-                    "POST", f"{server.url}/episodes", f"{body.id}.start", body, wire.Started
-                )
-        except TimeoutError:
-            raise ServerUnreachable(
-                f"{server.url} did not start an episode within {start_s:g} s (start_deadline_s)"
-            ) from None
+            async with within(self._options.start_deadline_s, url, "options.start_deadline_s"):
+                started = await self.client.call("POST", url, f"{body.id}.start", body, wire.Started)
         except ServerRefused as err:
             undo.pop_all()
             raise self._refused(err, server) from None
@@ -153,7 +145,8 @@ class Sessions:
         if err.is_passing:
             return ServerFull(str(err), err.retry_after_s or None)
         if not err.code or (err.code == "wrong_version" and server.version and not self._options.version):
-            return ServerUnreachable(str(err))  # a gateway before servers that are being replaced; an old registration
+            # a gateway before servers that are being replaced; an old registration
+            return ConnectionFailed(server.url, err.reason)
         return NotStarted(str(err))
 
     async def _end_quietly(self, server: Server, episode_id: str) -> None:
@@ -162,11 +155,8 @@ class Sessions:
 
     async def end(self, server: Server, episode_id: str) -> None:
         url = f"{server.url}/episodes/{episode_id}"
-        try:
-            async with asyncio.timeout(_END_S):
-                await self.client.delete(url, f"{episode_id}.end")
-        except TimeoutError:
-            raise ServerUnreachable(f"{url} was not ended within {_END_S:g} s") from None
+        async with within(_END_S, url):
+            await self.client.delete(url, f"{episode_id}.end")
 
 
 class HttpPlay(Play):
@@ -207,7 +197,7 @@ class HttpPlay(Play):
                 self._url(action), f"{self._id}.{call}", body, expected, self._sessions.settings.reply_deadline_s,
                 lambda: self._server.is_leased,
             )  # fmt: skip
-        except ServerUnreachable:
+        except ConnectionFailed:
             self._server.failed(time.monotonic())
             raise
 

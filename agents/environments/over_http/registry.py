@@ -26,7 +26,7 @@ from penstock.protocol.errors import PenstockError
 from penstock.protocol.groups import first_problem
 from penstock.protocol.transport.key_value import KeyValue, change_value
 from penstock.serving import strict_json
-from penstock.serving.lease import PREFIX, lease_key, server_id
+from penstock.serving.hosting import PREFIX, lease_key, server_id
 
 NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9_-]{0,63}$"  # without dots, which separate the parts of a key
 MAX_SERVERS = 256

@@ -8,6 +8,7 @@ import random
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TypeVar
 
 from pydantic import BaseModel, ValidationError
@@ -17,20 +18,23 @@ from penstock.agents.environments.over_http.wire import Problem
 from penstock.protocol.errors import PenstockError
 from penstock.protocol.groups import first_problem
 from penstock.serving import signature, strict_json
-from penstock.serving.http_connections import Answer, ConnectionFailed, HttpConnections, retry_after_s
+from penstock.serving.http_connections import (
+    PASSING,
+    Answer,
+    ConnectionFailed,
+    HttpConnections,
+    Retries,
+    retry_after_s,
+    within,
+)
 
 Body = TypeVar("Body", bound=BaseModel)
 Session = TypeVar("Session")
 
-_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 2.0
-PASSING = frozenset({429, 502, 503, 504})  # another try may succeed
+_RETRIES = Retries(first_s=0.075, longest_s=3.0)
 _FIRST_REST_S, _LONGEST_REST_S = 0.5, 30.0
 _FULL_S = 1.0  # between two questions of a server that takes no session
 _WAIT_S = 0.25  # for a registration, or for an episode to end
-
-
-class ServerUnreachable(PenstockError):
-    """No answer: what became of the call is not known."""
 
 
 class ServerFull(PenstockError):
@@ -42,10 +46,17 @@ class ServerFull(PenstockError):
 
 
 class ServerRefused(PenstockError):
-    def __init__(self, text: str, *, status: int, code: str, retry_after_s: float) -> None:
-        """``code`` is that of `Problem`, empty if the answer was none."""
-        super().__init__(text)
-        self.status, self.code, self.retry_after_s = status, code, retry_after_s
+    def __init__(self, url: str, answer: Answer) -> None:
+        """Read the answer to a call; its ``code`` is that of `Problem`, empty if the answer was none."""
+        try:
+            problem = Problem.model_validate(strict_json.loads(answer.body))
+            said = "".join(letter if letter.isprintable() else "?" for letter in problem.message[:500])
+            self.code, text = problem.code, f": {problem.code}: {said}"
+        except (strict_json.AmbiguousJson, ValidationError):
+            self.code, text = "", f", {len(answer.body)} bytes that are no Problem"
+        self.reason = f"answers HTTP {answer.status}{text}"
+        super().__init__(f"{url} {self.reason}")
+        self.status, self.retry_after_s = answer.status, retry_after_s(answer.headers)
 
     @property
     def is_passing(self) -> bool:
@@ -70,18 +81,9 @@ class EnvironmentClient:
         """Return the answer to one call; the caller sets the deadline.
 
         ``call_id`` is signed with the body: it binds a call to its episode and its step.
-        Raises ServerUnreachable, ServerRefused, AnswerUnfit, and what `HttpConnections.send` raises.
+        Raises ServerRefused, AnswerUnfit, and what `HttpConnections.send` raises.
         """
-        answer = await self._send(method, url, call_id, body)
-        if answer.status != 200:
-            raise _refusal(answer, url)
-        try:
-            return expected.model_validate(strict_json.loads(answer.body, strict_json.MAX_DEPTH))
-        except strict_json.AmbiguousJson as err:
-            raise AnswerUnfit(f"{url} answers what is no {expected.__name__}: {err}") from None
-        except ValidationError as err:
-            problem = first_problem(err, "the body", most=200)
-            raise AnswerUnfit(f"{url} answers what is no {expected.__name__}: {problem}") from None
+        return _read(await self._send(method, url, call_id, body), url, expected)
 
     async def call_until_answered(
         self, url: str, call_id: str, body: BaseModel, expected: type[Body], deadline_s: float,
@@ -91,53 +93,40 @@ class EnvironmentClient:
 
         Raises as `call` does; after ``deadline_s`` the last failure, and sooner if it is not to be repeated any more.
         """
-        ends, pause_s = time.monotonic() + deadline_s, _FIRST_PAUSE_S
-        while True:
-            try:
-                async with asyncio.timeout(ends - time.monotonic()):
-                    return await self.call("POST", url, call_id, body, expected)
-            except TimeoutError:
-                raise ServerUnreachable(f"{url} gave no answer within {deadline_s:g} s") from None
-            except ServerUnreachable as err:
-                if not may_repeat():
-                    raise ServerUnreachable(f"{err}; its lease has expired, or it is registered no more") from None
-                if time.monotonic() + pause_s > ends:
-                    raise
-            except ServerRefused as err:
-                pause_s = max(pause_s, err.retry_after_s)
-                if not err.is_passing or time.monotonic() + pause_s > ends:
-                    raise
-            await asyncio.sleep(pause_s * random.uniform(0.5, 1.0))  # noqa: S311 - not a secret
-            pause_s = min(pause_s * 2.0, _LONGEST_PAUSE_S)
+        ends = time.monotonic() + deadline_s
+
+        def failed(problem: Answer | ConnectionFailed, pause_s: float) -> None:
+            if isinstance(problem, ConnectionFailed) and not may_repeat():
+                raise ConnectionFailed(url, f"{problem.reason}; its lease has expired, or it is registered no more")
+            if time.monotonic() + pause_s > ends:
+                raise problem if isinstance(problem, ConnectionFailed) else ServerRefused(url, problem)
+
+        async with within(deadline_s, url, "reply_deadline_s"):
+            answer = await _RETRIES.send(partial(self._send, "POST", url, call_id, body), failed)
+        return _read(answer, url, expected)
 
     async def delete(self, url: str, call_id: str) -> None:
         """Send a DELETE; one that does not find its target has succeeded. Raises as `call` does."""
         answer = await self._send("DELETE", url, call_id, None)
         if answer.status not in (200, 204, 404):
-            raise _refusal(answer, url)
+            raise ServerRefused(url, answer)
 
     async def _send(self, method: str, url: str, call_id: str, body: BaseModel | None) -> Answer:
         data = None if body is None else body.model_dump_json().encode()
-        headers: dict[str, str] = {}
-        if self._secrets:
-            headers = signature.headers(self._secrets, message_id=call_id, timestamp=int(time.time()), body=data or b"")
-        try:
-            return await self._connections.send(method, url, data, headers)
-        except ConnectionFailed as err:
-            raise ServerUnreachable(str(err)) from None
+        headers = signature.headers(self._secrets, message_id=call_id, body=data or b"")
+        return await self._connections.send(method, url, data, headers)
 
 
-def _refusal(answer: Answer, url: str) -> ServerRefused:
+def _read(answer: Answer, url: str, expected: type[Body]) -> Body:
+    if answer.status != 200:
+        raise ServerRefused(url, answer)
     try:
-        problem = Problem.model_validate(strict_json.loads(answer.body))
-        said = "".join(letter if letter.isprintable() else "?" for letter in problem.message[:500])
-        code, text = problem.code, f": {problem.code}: {said}"
-    except (strict_json.AmbiguousJson, ValidationError):
-        code, text = "", f", {len(answer.body)} bytes that are no Problem"
-    return ServerRefused(
-        f"{url} answers HTTP {answer.status}{text}", status=answer.status, code=code,
-        retry_after_s=retry_after_s(answer.headers),
-    )  # fmt: skip
+        return expected.model_validate(strict_json.loads(answer.body, strict_json.MAX_DEPTH))
+    except strict_json.AmbiguousJson as err:
+        problem = str(err)
+    except ValidationError as err:
+        problem = first_problem(err, "the body", most=200)
+    raise AnswerUnfit(f"{url} answers what is no {expected.__name__}: {problem}")
 
 
 @dataclass(slots=True)
@@ -242,7 +231,7 @@ async def open_session(
 ) -> Session:
     """Return what ``start`` returns of a server that takes a session, and wait for one; raises ``failed``.
 
-    Another server is asked where ``start`` raises ServerFull, ServerUnreachable or ConnectionFailed. Where it raises, the place is
+    Another server is asked where ``start`` raises ServerFull or ConnectionFailed. Where it raises, the place is
     freed, and after an error that ``rests`` is, which may be a cancellation, the server rests first; what ``start`` pushed on its
     stack is closed then, which may take seconds.
     """
@@ -258,7 +247,7 @@ async def open_session(
             elif isinstance(err, rests):
                 server.failed(time.monotonic())
             await undo.aclose()
-            if not isinstance(err, (ServerFull, ServerUnreachable, ConnectionFailed)):
+            if not isinstance(err, (ServerFull, ConnectionFailed)):
                 raise
             last = str(err)
         else:

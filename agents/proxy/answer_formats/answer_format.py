@@ -195,14 +195,24 @@ def listed_calls(value: Any) -> tuple[Call, ...]:
     return valid_calls
 
 
-def calls_behind(begin: re.Pattern[str], end: re.Pattern[str], text: str) -> ParsedAnswer:
-    """Return the calls of the JSON values that stand behind marks, and the text around them; the mark of an end may be absent."""
+_NEXT_LINE = re.compile(r"\s*+(?=\{)")
+
+
+def calls_behind(begin: re.Pattern[str], end: re.Pattern[str], text: str, *, in_lines: bool = False) -> ParsedAnswer:
+    """Return the calls of the JSON values that stand behind marks, and the text around them; the mark of an end may be absent.
+
+    ``in_lines``: more objects may follow the value.
+    """
 
     def behind(match: re.Match[str]) -> tuple[int, Sequence[Call]]:
         try:
             value, stop = decoded(text, match.end())
+            calls = listed_calls(value)
+            while in_lines and (line := _NEXT_LINE.match(text, stop)):
+                value, stop = decoded(text, line.end())
+                calls += listed_calls(value)
             closed = end.match(text, stop)
-            return stop if closed is None else closed.end(), listed_calls(value)
+            return stop if closed is None else closed.end(), calls
         except ValueError:
             return match.end(), ()
 

@@ -45,19 +45,20 @@ HERMES = Hermes()
 
 
 class BehindMark(AnswerFormat):
-    """Tool calls as JSON behind a mark, a list of them or one; the mark of their end may be absent."""
+    """Tool calls as JSON behind a mark, a list of them or one, or ``in_lines``; the mark of their end may be absent."""
 
-    def __init__(self, name: str, begin: str, end: str) -> None:
-        self.name = name
+    def __init__(self, name: str, begin: str, end: str, *, in_lines: bool = False) -> None:
+        self.name, self._in_lines = name, in_lines
         self._begin, self._end = re.compile(rf"(?:{begin})\s*+"), re.compile(rf"\s*+(?:{end})")
 
     def parse(self, text: str) -> ParsedAnswer:
-        return calls_behind(self._begin, self._end, text)
+        return calls_behind(self._begin, self._end, text, in_lines=self._in_lines)
 
 
 GRANITE = BehindMark("granite", r"<\|?tool_call\|?>", "</tool_call>")  # 3.0; 3.1 to 3.3; as Hermes (4)
 PHI = BehindMark("phi", r"<\|tool_call\|>|\bfunctools(?=\s*+\[)", r"<\|/tool_call\|>")  # Phi-4-mini
 NEMOTRON = BehindMark("nemotron", "<TOOLCALL>", "</TOOLCALL>")  # Nano 2; 3 writes as Qwen3-Coder does
+HUNYUAN = BehindMark("hunyuan", "<tool_calls>", "</tool_calls>", in_lines=True)  # A13B, Jamba; MiniMax-M1 in lines
 INTERNLM = BehindMark("internlm", r"<\|action_start\|>\s*+<\|plugin\|>", r"<\|action_end\|>")
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import contextlib
+import socket
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Mapping
@@ -189,7 +190,7 @@ async def test_an_episode_whose_server_fails_is_begun_again_with_its_seed(model:
 
 
 async def test_an_episode_goes_to_a_server_that_works(model: Path) -> None:
-    """One of two URLs answers nobody; with none that works, the group is refused with the reason."""
+    """One of two URLs answers nobody; with none that works, or in time, the group is refused with the reason."""
     nobody = "http://127.0.0.1:9"
     async with served(Script(lambda: done(1.0))) as (url, _):
         group = await play(model, over_http(model, [nobody, url]), ["a"] * 4, task_of(size=4))
@@ -197,6 +198,11 @@ async def test_an_episode_goes_to_a_server_that_works(model: Path) -> None:
     found = await play(model, over_http(model, nobody, attempts=1, options={"place_deadline_s": 0.2}), [])
     assert isinstance(found, TaskRefused)
     assert "no session within 0.2 s (options.place_deadline_s): http://127.0.0.1:9/episodes: " in str(found)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        url = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        options = {"place_deadline_s": 0.4, "start_deadline_s": 0.1}
+        found = await play(model, over_http(model, url, attempts=1, options=options), [])
+    assert f"{url}/episodes: no answer within 0.1 s (options.start_deadline_s)" in str(found)
 
 
 async def test_a_gateway_without_a_server_costs_no_attempt(model: Path) -> None:

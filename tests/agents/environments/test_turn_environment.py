@@ -157,6 +157,15 @@ def test_time_is_booked_to_who_spent_it(model: Path) -> None:
     assert (episode.status, episode.time_spent_by, episode.is_trainable) == ("timeout", "policy", True)
     assert episode.reward == 0.5 * len(episode.turns)
 
+    class Scored(Script):
+        def play(self, seed: int, row: Row, options: Any) -> Play:
+            play = super().play(seed, row, options)
+            play.score = lambda: time.sleep(1.5) or 1.0  # type: ignore[assignment,method-assign]
+            return play
+
+    (episode,), _ = play(model, Scored(lambda: say("on")), ["a"] * 3, max_turns=1, episode_deadline_s=1.0)
+    assert (episode.status, episode.reward) == ("truncated", 1.0)
+
 
 def test_a_failure_of_the_engine_is_nobodys_reward(model: Path) -> None:
     class Broken:

@@ -348,6 +348,7 @@ def test_environments_are_listed_with_their_options(guess: Path, capsys: pytest.
         ("register http://127.0.0.1:9 --allowed-target 10.0.0.0/99", "neither a network"),
         ("register http://127.0.0.1:9 nats.urls=x", "nats.urls"),
         ("list nats.url=nats://127.0.0.1:1", "is needed with --registered only"),
+        ("list nats.url=nats://x run.toml", "nats.url=nats://x is needed with"),
     ],
 )
 def test_arguments_that_cannot_be_are_refused(guess: Path, arguments: str, said: str) -> None:

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import signal
 import subprocess
 from collections import Counter
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tests.agents.environments.played import Script, task_of
 from tests.agents.environments.test_over_http import SECRET
+from tests.json_server import JsonServer
 from tests.rollout_service.registered import LEASE, play, registered, start_server, states, until, where, worker
 
 from penstock.agents.environments.episode_environment import group_seed
@@ -180,6 +184,35 @@ async def test_servers_are_listed_drained_and_resumed_from_the_command_line(
         assert "back in service" in await asyncio.to_thread(said, "resume", name, "--url", url)
         with pytest.raises(ConfigError, match="no server at http://x is registered under"):
             await asyncio.to_thread(said, "drain", name, "--url", "http://x")
+
+
+def test_a_signal_during_a_registration_withdraws_it(
+    store: KeyValue, nats_settings: NatsSettings, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The lease is there already: it would keep a server in service that no longer renews it."""
+    register, registrations = registry.register, list[str]()
+
+    async def interrupted(*arguments: Any, **more: Any) -> None:
+        await register(*arguments, **more)
+        registrations.append(name)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    def unhandled(*_: object) -> None:
+        raise AssertionError("the command does not handle SIGTERM yet")
+
+    monkeypatch.setattr(registry, "register", interrupted)
+    before = signal.signal(signal.SIGTERM, unhandled)
+    try:
+        with About() as server:
+            assert run(commands.app, ["register", server.url, *where(nats_settings), "--name", name]) == 0
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert (registrations, asyncio.run(registry.list_environments(store))) == ([name], {})
+
+
+class About(JsonServer):
+    def answer(self, method: str, path: str, body: Any, headers: Mapping[str, str]) -> tuple[int, Any]:
+        return 200, {"name": "far", "version": "1", "capacity": 1, "running": 0}
 
 
 def test_servers_are_found_in_a_run_alone(name: str) -> None:

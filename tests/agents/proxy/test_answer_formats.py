@@ -120,6 +120,8 @@ WRITTEN: dict[str, tuple[Callable[[str, dict[str, Any]], str], str, str, str]] =
     "phi one": (lambda n, a: f"<|tool_call|>{_json(n, a)}<|/tool_call|>", "", "", ""),
     "phi functools": (_json, "functools[", ", ", "]"),
     "nemotron": (_json, "<TOOLCALL>[", ", ", "]</TOOLCALL>"),
+    "hunyuan": (_json, "<tool_calls>[", ", ", "]</tool_calls>"),
+    "hunyuan lines": (_json, "<tool_calls>\n", "\n", "\n</tool_calls>"),
     "internlm": (lambda n, a: f"<|action_start|><|plugin|>\n{_json(n, a, 'parameters')}<|action_end|>", "", "\n", ""),
     "gemma": (lambda n, a: f"<|tool_call>call:{n}{_gemma(QUOTE)(a)}<tool_call|>", "", "", ""),
     "gemma function": (lambda n, a: f"<start_function_call>call:{n}{_gemma('<escape>')(a)}<end_function_call>", "", "\n", ""),

@@ -42,6 +42,13 @@ OBSERVED = (
 SUMMARY = "This session is being continued from a previous conversation. The conversation is summarized below: 1"
 TOOLS = {"tools": [LOOK]}
 NONE: dict[str, Any] = {}
+GIVEN = "Find where the digits come from"
+
+
+def tool(text: str) -> dict[str, Any]:
+    return {"role": "tool", "tool_call_id": "given", "content": text}
+
+
 Request = tuple[
     list[Any], dict[str, Any]
 ]  # messages, a number is the answer of that request; tools, and what is declared
@@ -100,6 +107,15 @@ Request = tuple[
         ([(["Write a title for this poem."], NONE), (["title: poem"], NONE)], 0),
         # a sub-agent, whose answer the main conversation reads or not
         ([([system(AGENT), TASK], TOOLS), ([system("You search."), "look"], TOOLS), ([system("You search."), "look", 1, "on"], TOOLS), ([system(AGENT), TASK, 0, "more"], TOOLS)], 3),
+        # a sub-agent that comes last: a call gave it its task
+        ([([system(AGENT), TASK], TOOLS), ([system("You search."), GIVEN], TOOLS)], 0),
+        ([([system(AGENT), TASK], TOOLS), ([system("You search."), GIVEN], TOOLS), ([system("You search."), GIVEN, 1, "on"], TOOLS)], 0),
+        ([([system(AGENT), TASK], TOOLS), ([system("You search."), "<reminder/>" + GIVEN], NONE)], 0),
+        ([([system(AGENT), TASK], TOOLS), ([system("You search."), GIVEN], TOOLS), ([system(AGENT), TASK, 0, tool("found")], TOOLS)], 2),
+        ([([system(AGENT), TASK], TOOLS), ([system(AGENT), TASK, 0, tool("started")], TOOLS), ([system("You search."), GIVEN], TOOLS)], 1),
+        ([([system(AGENT), TASK], TOOLS), ([system("You search."), "another text"], TOOLS)], 1),
+        ([([system(AGENT), TASK], TOOLS), ([system(AGENT), "Before: " + GIVEN], TOOLS)], 1),
+        ([([system(AGENT), TASK], TOOLS), ([system("You do math."), TASK, 0, tool("handed over")], TOOLS)], 1),
         # declared
         ([([TASK], NONE), (["the one that counts"], {"declared": "main"}), ([TASK, 0, "more"], NONE)], 1),
         ([([TASK], {"declared": "side"}), (["other"], NONE)], 1),
@@ -112,7 +128,9 @@ Request = tuple[
 async def test_the_last_answer_of_the_main_conversation_is_scored(
     tmp_path: Path, requests: list[Request], scored: int, trained: str
 ) -> None:
-    script = [f"answer {n}{END}" for n in range(len(requests))]
+    gives = "\n<tool_call>" + json.dumps({"name": "look", "arguments": {"task": GIVEN}}) + "</tool_call>"
+    calls = GIVEN in str(requests)
+    script = [f"answer {n}{gives * (calls and not n)}{END}" for n in range(len(requests))]
     agent = Agent(bench(tmp_path, script=script, trained_conversations=trained))
     for messages, fields in requests:
         sent = [user(one) if isinstance(one, str) else agent.replies[one]["choices"][0]["message"] if isinstance(one, int) else one
@@ -124,7 +142,7 @@ async def test_the_last_answer_of_the_main_conversation_is_scored(
         agent.replies.append(chat_completions.reply(turn, "policy", 0, "x"))
     made = agent.end()
     episode = store(agent.episode, made)
-    assert episode.rows[0].trajectory.completion_text == f"answer {scored}"
+    assert episode.rows[0].trajectory.completion_text.startswith(f"answer {scored}")
     messages = json.loads(episode.messages)
     assert messages[-1]["content"] == f"answer {scored}"
     assert len(messages) == len(requests[scored][0]) + 1

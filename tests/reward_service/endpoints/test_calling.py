@@ -24,7 +24,7 @@ from penstock.reward_service.endpoints.endpoint_call import (
 from penstock.reward_service.endpoints.wire import GroupToScore, Score
 from penstock.reward_service.errors import EndpointNonsense, NotAllowed, ScoreRefused
 from penstock.serving import signature
-from penstock.serving.lease import Leases
+from penstock.serving.hosting import Leases
 
 
 def tripped(now: float = 0.0) -> Breaker:

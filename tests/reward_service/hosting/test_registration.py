@@ -10,8 +10,7 @@ import pytest
 from tests.json_server import JsonServer
 from tests.servers import wait_for
 
-from penstock.reward_service.hosting import registration
-from penstock.reward_service.hosting.registration import NotRegistered, Offer, ServiceAddress
+from penstock.reward_service.hosting.registration import NotRegistered, Offer, RewardRegistration, ServiceAddress
 
 OFFER = Offer(name="mine", url="http://127.0.0.1:9/score", version="1", lease_s=0.15)
 
@@ -44,11 +43,11 @@ async def test_a_lease_is_renewed_at_the_replica_that_is_left(
     replicas: tuple[Replica, Replica], capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A reward service that is replaced stops no reward: nothing is said while any replica answers."""
-    service = ServiceAddress(",".join(replica.url + "/" for replica in replicas))
-    await registration.register(service, OFFER)
+    registration = RewardRegistration(ServiceAddress(",".join(replica.url + "/" for replica in replicas)), OFFER)
+    await registration.register()
     assert [replica.asked for replica in replicas] == [["/v1/endpoints"], []]
     await asyncio.to_thread(replicas[0].close)
-    keeping = asyncio.create_task(registration.keep(service, OFFER))
+    keeping = asyncio.create_task(registration.keep())
     await asked_again(replicas[1])
     assert set(replicas[1].asked) == {"/v1/endpoints/mine/lease"}
     assert capsys.readouterr().err == ""
@@ -73,11 +72,11 @@ async def test_who_is_waited_for_is_said_at_once(
     replicas: tuple[Replica, Replica], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With what to start; after the deadline the error names the last problem."""
-    monkeypatch.setattr("penstock.serving.lease.WAIT_S", 2.0)
+    monkeypatch.setattr("penstock.serving.hosting.WAIT_S", 2.0)
     for replica in replicas:
         await asyncio.to_thread(replica.close)
     with pytest.raises(NotRegistered, match=r"could not be registered at .* no answer .*is the reward service running"):
-        await registration.register(ServiceAddress(replicas[0].url), OFFER)
+        await RewardRegistration(ServiceAddress(replicas[0].url), OFFER).register()
     said = capsys.readouterr().err
     assert said.count("waiting for the reward service at") == 1
     assert "penstock reward service run.toml" in said

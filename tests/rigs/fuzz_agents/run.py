@@ -38,6 +38,7 @@ from tests.rigs.fuzz_agents.wire import PATHS
 from penstock.agents.environments.program import outcome
 from penstock.agents.environments.program_process import Ended
 from penstock.agents.proxy.answer_formats.answer_format import ANSWER_FORMATS
+from penstock.agents.proxy.calls import Spent
 from penstock.agents.proxy.plan_prompt import PromptPlan, PromptPlanner
 from penstock.agents.proxy.renderer import ChatRenderer
 from penstock.agents.proxy.rows import TreeRows
@@ -134,7 +135,13 @@ class Fuzzer:
         wrong = []
         for status in (0, 1, 137, -9):
             played = outcome(
-                Ended(status, ""), b'{"reward": 1}', episode, last_turn=last, needs_result=True, seconds=(1, 1)
+                Ended(status, ""),
+                b'{"reward": 1}',
+                episode,
+                last_turn=last,
+                needs_result=True,
+                spent=Spent(),
+                total_s=1.0,
             )
             due = last is not None and (status == 0 or (status == 1 and refused in _LIMITS))
             if bool(played.rewards) != due:
