@@ -16,6 +16,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from penstock.console.live.run_snapshot import WatchedTotals
 from penstock.console.live.run_view import RunView
 from penstock.console.report import learning
 from penstock.console.report.curves import METRICS
@@ -216,6 +217,10 @@ class PageView(RunView):
         self.series = StepSeries()
         self.versions: dict[int, VersionNotes] = {}
         self.beats: dict[tuple[str, str], Heartbeat] = {}
+
+    def restore(self, totals: WatchedTotals) -> None:
+        super().restore(totals)
+        self.beats = {(one.beat.role, one.beat.service_id): one.beat for one in totals.services}
 
     def add_recorded(self, rows: Iterable[Mapping[str, Any]]) -> None:
         """Add the rows of metrics.jsonl whose events are no longer on the stream."""
