@@ -117,9 +117,8 @@ def evaluations(view: PageView) -> list[dict[str, Any]]:
 def checkpoints(view: PageView, evaluated: Iterable[Mapping[str, Any]] = ()) -> list[dict[str, Any]]:
     """Return the evaluated versions of a run, with the measure of each source, and the newest; ``evaluated`` are rows of `penstock eval`."""
     steps: dict[int, int | None] = {point.version: point.step for point in view.evals}
-    steps |= {
-        point.fields.version + 1: point.number for point in view.points()[-1:]
-    }  # a step names the version before it
+    # A step names the version before it.
+    steps |= {point.fields.version + 1: point.number for point in view.points()[-1:]}
     measured: dict[int, dict[str, float | None]] = {version: {} for version in steps}
     for point in view.evals:
         measured[point.version][point.split] = point.reward if point.accuracy is None else point.accuracy
@@ -170,9 +169,7 @@ def versions(view: PageView, *, before: int | None, limit: int) -> dict[str, Any
     return {
         "versions": [_version(view, number, view.versions[number]) for number in shown],
         "next": shown[-1] if len(numbers) > limit else None,
-        "num_versions": len(view.versions),
-        "serving": view.serving()
-        or {worker: beat.version for worker, beat in workers.items() if beat.version is not None},
+        "serving": view.serving() or {name: beat.version for name, beat in workers.items() if beat.version is not None},
         "apply_s": {worker: means for worker, beat in workers.items() if (means := apply_means(beat.figures))},
         "sources": {worker: _sources(beat.figures) for worker, beat in workers.items()},
         "newest": max(view.published, default=None),
@@ -218,7 +215,7 @@ def _version(view: PageView, number: int, notes: VersionNotes) -> dict[str, Any]
     }  # fmt: skip
 
 
-def rewards(view: PageView, snapshot: Snapshot, recent: dict[str, list[float]], num_steps: int) -> dict[str, Any]:
+def rewards(view: PageView, recent: dict[str, list[float]], num_steps: int) -> dict[str, Any]:
     errors = [
         {"reason": reason, **asdict(notes), "newest": notes.newest[:MAX_TEXT]}
         for reason, notes in view.reward_errors.items()
@@ -226,7 +223,6 @@ def rewards(view: PageView, snapshot: Snapshot, recent: dict[str, list[float]], 
     return {
         "errors": sorted(errors, key=lambda one: (-one["dead"], -one["waited"])),
         "scored_by": {name: share.model_dump() for name, share in view.scorers().items()},
-        "services": [line for line in services(view, snapshot)["services"] if line["role"] == "reward"],
         "distribution": {name: distribution(values) for name, values in recent.items() if values},
         "distribution_steps": num_steps,
     }  # fmt: skip

@@ -51,7 +51,6 @@ class StepSeries:
         self._at = array("d")
         self._columns: dict[str, array[float]] = {}  # NaN where a step does not have the figure
         self._full: dict[str, _FullBuckets] = {}  # by figure
-        self.num_left_out = 0  # figures beyond `MAX_NAMES`
 
     def __len__(self) -> int:
         return len(self._steps)
@@ -88,11 +87,7 @@ class StepSeries:
 
     def _put(self, place: int, step: int, at: float, figures: Mapping[str, float]) -> None:
         for name in figures:
-            if name in self._columns:
-                continue
-            if len(self._columns) >= MAX_NAMES:
-                self.num_left_out += 1
-            else:
+            if name not in self._columns and len(self._columns) < MAX_NAMES:
                 self._columns[name] = array("d", [math.nan]) * len(self)
         self._steps.insert(place, step)
         self._at.insert(place, at)

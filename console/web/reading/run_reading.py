@@ -127,9 +127,7 @@ class RunReading:
     def services(self) -> dict[str, Any]:
         with self._lock:
             snapshot = self._snapshot()
-            if (
-                self._watcher is None and self._state() == "running"
-            ):  # what an earlier session had says nothing of this one
+            if self._watcher is None and self._state() == "running":  # the folder has those of an earlier session
                 snapshot = replace(snapshot, services=())
             return documents.services(self._view, snapshot)
 
@@ -146,10 +144,8 @@ class RunReading:
         except PenstockError as err:
             problem = str(err)
         with self._lock:
-            return documents.rewards(self._view, self._snapshot(), recent, num_steps) | {
-                "problem": problem,
-                "is_live": self._watcher is not None,
-            }
+            of_now = {"problem": problem, "is_live": self._watcher is not None}
+            return documents.rewards(self._view, recent, num_steps) | of_now
 
     def config(self) -> dict[str, Any]:
         """Return the settings with their origins: of the folder, else of the record. Raises ConfigError."""
