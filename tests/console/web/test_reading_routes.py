@@ -84,6 +84,7 @@ def test_metrics_are_sampled_down_and_begin_where_they_are_asked_to(shown: Shown
 
 def test_services_have_the_least_and_the_greatest_value_beside_the_mean(shown: Shown) -> None:
     found = get(shown, "services")
+    assert get(shown, "workers").keys() == found.keys()  # its name in earlier releases
     assert [line["id"] for line in found["services"]] == ["rollout-0", "rollout-1", "reward", "trainer"]
     assert found["spread"]["rollout"]["cpu_s"] == {"min": 24.5, "mean": 24.5, "max": 24.5, "num": 2}
 
