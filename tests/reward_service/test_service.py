@@ -200,8 +200,8 @@ def test_sigterm_finishes_packs_in_progress(
     assert service.wait() == 0, service.output
     assert wire.take()["e0.p0.a0"][0].rewards == (0.25, 0.25)
     wire.wait_idle()
-    registry = wire.bus.key_value(streams.registry_bucket().bucket).wait().entries().wait()
-    assert rewards_offered.current_offers(registry, run_id=wire.run_id, now=time.time()) == []
+    registry = wire.bus.key_value(streams.registry_bucket().bucket).wait().entries(aged=True).wait()
+    assert rewards_offered.current_offers(registry, run_id=wire.run_id) == []
 
 
 @pytest.mark.slow
@@ -257,7 +257,7 @@ def test_every_replica_offers_its_rewards_in_the_registry(
     registry = wire.bus.key_value(streams.registry_bucket().bucket).wait()
 
     def offers() -> list[rewards_offered.RewardsOffered]:
-        return rewards_offered.current_offers(registry.entries().wait(), run_id=wire.run_id, now=time.time())
+        return rewards_offered.current_offers(registry.entries(aged=True).wait(), run_id=wire.run_id)
 
     wait_for(lambda: sum(name in offer.names for offer in offers()) == 2, "both replicas to offer the endpoint")
     assert rewards_offered.names_not_offered({name, "gsm8k", "auto", "exact_match", "typo"}, offers()) == {"typo"}

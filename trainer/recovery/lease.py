@@ -201,7 +201,7 @@ def acquire(
     deadline_s: float = 120.0,
     watched: Unchanged | None = None,
 ) -> HeldLease:
-    """Take the lease of a run; if another trainer's is not released, wait until it expires, at most ``deadline_s``.
+    """Take the lease of a run; if another trainer's is not released, wait until it expires, at most ``deadline_s`` whatever it says.
 
     ``clock`` returns seconds since 1970; ``watched`` is what a `LeaseWatch` saw. Raises RunIsHeld if another trainer is
     alive, BusUnreachable if NATS was unreachable until the deadline.
@@ -229,7 +229,12 @@ def acquire(
             lease = None if entry is None else decode(entry.value, Lease)
             if entry is not None and lease is not None and lease.holder == mine.holder:
                 return _begin(state, lease, entry.revision)  # the answer to this trainer's swap was lost
-            if entry is None or lease is None or lease.released or _has_expired(watched, entry, lease.ttl_s):
+            if (
+                entry is None
+                or lease is None
+                or lease.released
+                or _has_expired(watched, entry, min(lease.ttl_s, deadline_s))
+            ):
                 mine = mine.model_copy(update={"epoch": 1 if lease is None else lease.epoch + 1})
                 revision = state.swap(streams.LEASE_KEY, encode(mine), entry.revision if entry else None).wait()
                 return _begin(state, mine, revision)
