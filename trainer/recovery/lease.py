@@ -218,7 +218,7 @@ def acquire(
                 log.warning("NATS was unreachable while the lease was awaited; its time starts over", run_id=run_id)
                 watched = None  # the holder could not renew either
             lease = None if entry is None else decode(entry.value, Lease)
-            if entry is None or lease is None or _is_free(entry, lease, mine, watched):
+            if entry is None or lease is None or _is_free(entry, lease, mine, watched, deadline_s):
                 return _take(state, entry, lease, mine)
         except (BusUnreachable, CompareAndSwapFailed) as err:
             if time.monotonic() > deadline:
@@ -230,10 +230,17 @@ def acquire(
         time.sleep(_POLL_S)
 
 
-def _is_free(entry: Entry, lease: Lease, mine: Lease, watched: Unchanged | None) -> bool:
-    """Return True if a stored lease is released or has expired, or is of a swap of this trainer whose answer was lost."""
+def _is_free(entry: Entry, lease: Lease, mine: Lease, watched: Unchanged | None, longest_s: float) -> bool:
+    """Return True if a stored lease is released or has expired, or is of a swap of this trainer whose answer was lost.
+
+    One that names a longer time than ``longest_s``, more than `trainer.lease_s` allows, expires after that.
+    """
     unchanged_since = watched.since if watched is not None and entry.revision == watched.revision else float("inf")
-    return lease.released or lease.holder == mine.holder or time.monotonic() - unchanged_since > lease.ttl_s
+    return (
+        lease.released
+        or lease.holder == mine.holder
+        or time.monotonic() - unchanged_since > min(lease.ttl_s, longest_s)
+    )
 
 
 def _take(state: KeyValue, entry: Entry | None, lease: Lease | None, mine: Lease) -> HeldLease:
