@@ -231,16 +231,11 @@ def acquire(
 
 
 def _is_free(entry: Entry, lease: Lease, mine: Lease, watched: Unchanged | None, longest_s: float) -> bool:
-    """Return True if a stored lease is released or has expired, or is of a swap of this trainer whose answer was lost.
-
-    One that names a longer time than ``longest_s``, more than `trainer.lease_s` allows, expires after that.
-    """
-    unchanged_since = watched.since if watched is not None and entry.revision == watched.revision else float("inf")
-    return (
-        lease.released
-        or lease.holder == mine.holder
-        or time.monotonic() - unchanged_since > min(lease.ttl_s, longest_s)
+    """Return True if a stored lease is free: released, of an own swap whose answer was lost, or expired, at ``longest_s`` at the latest."""
+    unchanged_s = (
+        time.monotonic() - watched.since if watched is not None and entry.revision == watched.revision else 0.0
     )
+    return lease.released or lease.holder == mine.holder or unchanged_s > min(lease.ttl_s, longest_s)
 
 
 def _take(state: KeyValue, entry: Entry | None, lease: Lease | None, mine: Lease) -> HeldLease:
