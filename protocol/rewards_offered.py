@@ -4,8 +4,8 @@ Each replica renews its record in the registry bucket (`streams.registry_bucket`
 ``available.<replica>``. The trainer reads them at its start and refuses a reward name that is
 not offered, which otherwise would show at a later step, by a dead letter.
 
-    entries = registry.entries().wait()
-    offers = current_offers(entries, run_id=run_id, now=time.time())
+    entries = registry.entries(aged=True).wait()
+    offers = current_offers(entries, run_id=run_id)
     missing = names_not_offered({"gsm8k"}, offers)
 """
 
@@ -43,7 +43,7 @@ class RewardsOffered(Fact):
     schema_tag = "rewards_offered.v1"
     run_id: Identifier
     replica: Identifier
-    at: Finite  # seconds since the epoch
+    at: Finite  # seconds since the epoch, by the replica's clock; for people
     names: tuple[str, ...]
     by_source: dict[str, str] = Field(default_factory=dict)
     definitions: dict[str, str] = Field(default_factory=dict)
@@ -54,25 +54,24 @@ def key(replica: str) -> str:
     return f"{_KEY_PREFIX}{replica}"
 
 
-def current_offers(entries: Iterable[Entry], *, run_id: str, now: float) -> list[RewardsOffered]:
-    """Return the current records of this run's replicas; ``now`` in seconds since 1970.
+def current_offers(entries: Iterable[Entry], *, run_id: str) -> list[RewardsOffered]:
+    """Return the current records of this run's replicas; ``entries`` have their age by the server's clock.
 
     Records that do not decode are of another build and are ignored.
     """
-    offers = (offer for _, offer in _read(entries))
-    return [offer for offer in offers if offer.run_id == run_id and abs(now - offer.at) <= CURRENT_S]
+    return [offer for entry, offer in _read(entries) if offer.run_id == run_id and entry.age_s <= CURRENT_S]
 
 
-def expired_keys(entries: Iterable[Entry], *, now: float) -> list[str]:
+def expired_keys(entries: Iterable[Entry]) -> list[str]:
     """Return the keys of records that replicas left behind when they were killed; any replica may delete them."""
-    return [key for key, offer in _read(entries) if now - offer.at > EXPIRED_S]
+    return [entry.key for entry, _ in _read(entries) if entry.age_s > EXPIRED_S]
 
 
-def _read(entries: Iterable[Entry]) -> Iterator[tuple[str, RewardsOffered]]:
+def _read(entries: Iterable[Entry]) -> Iterator[tuple[Entry, RewardsOffered]]:
     for entry in entries:
         if entry.key.startswith(_KEY_PREFIX):
             with contextlib.suppress(WireError):
-                yield entry.key, decode(entry.value, RewardsOffered)
+                yield entry, decode(entry.value, RewardsOffered)
 
 
 def names_not_offered(wanted: Iterable[str], offers: Iterable[RewardsOffered]) -> set[str]:

@@ -29,9 +29,9 @@ _ASSIGNED = re.compile(r"([\w.-]{1,99}\s{0,3}[:=]\s{0,3})(.+)", re.DOTALL)
 _WORD = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|\d+")
 _SECRET_WORDS = frozenset({
     "secret", "password", "passwd", "passphrase", "pwd", "credential", "apikey", "bearer", "authorization", "authtoken",
-    "cookie", "dsn", "pat", "privatekey", "accesstoken", "jwt",
+    "cookie", "dsn", "pat", "privatekey", "accesstoken", "jwt", "pw", "otp",
 })  # fmt: skip
-_SECRET_ENDS = ("password", "passwd", "passphrase", "apikey")  # PGPASSWORD
+_SECRET_ENDS = ("password", "passwd", "passphrase", "apikey", "authkey")  # PGPASSWORD
 _LAST_WORDS = frozenset({"token", "pass", "auth", "key"})
 _IN_PROSE = (["token"], ["auth"], ["pass"], ["pat"])  # NAME=value in code and sentences, such as token=A
 _IN_QUERIES = frozenset({"key", "code", "sig", "signature", "token", "auth", "pass"})
@@ -56,9 +56,9 @@ _NO_SECRET = re.compile(
     r"[<\[|{(].*|\$[A-Z{(].*|%[s({].*|[#*]+|-?\d{1,5}(?:\.\d*)?|os\.(?:environ|getenv).*", re.DOTALL
 )
 _RUN = (  # of the alphabet of random values, without the separators of names
-    r"(?:(?=[a-z0-9]*[A-Z])(?=[A-Z0-9]*[a-z])[A-Za-z0-9]{20}|[0-9a-f]{20}|(?=[a-z]*\d)[a-z0-9]{30})"
+    r"(?:(?=[a-z0-9]*[A-Z])(?=[A-Z0-9]*[a-z])[A-Za-z0-9]{20}|[0-9a-f]{20}|(?=[a-z]*\d)[a-z0-9]{30}|(?=[A-Z]*\d)[A-Z0-9]{30})"
 )
-_RANDOM = re.compile(r"(?=\S*\d)(?=\S*[A-Za-z])\S{12,}")
+_RANDOM = re.compile(r"(?=\S*\d)(?=\S*[A-Za-z])(?![a-z]{3,}/)\S{12,}")  # no path: key=runs/a/1
 _LOOKS_RANDOM = re.compile(rf"(?=.*\d)[\w+/=.~-]*?{_RUN}[\w+/=.~-]*")
 _PLAIN = re.compile(  # single words, paths, numbers, URLs and names of hosts, models and images
     r"[A-Za-z]?[a-z_-]{0,15}|[A-Z_-]{1,15}|[\d.,:-]+|(?:[~.]{0,2}/[a-z][\w.-]*)+/?|\w+://[^\s@?]+"
@@ -66,18 +66,20 @@ _PLAIN = re.compile(  # single words, paths, numbers, URLs and names of hosts, m
 
 _FORMS = re.compile(
     r"-----BEGIN [A-Z ]*PRIVATE KEY(?: BLOCK)?-----(?:.*?-----END [A-Z ]*PRIVATE KEY(?: BLOCK)?-----|.*)"
-    r"|(?<![A-Za-z0-9_-])(?=[A-Zabcdefghjklmnoprstvwxyz0-9])(?:"
+    # at the start of a word, also after an escape such as \n and %20, and after a colour
+    r"|(?:(?<![A-Za-z0-9_-])|(?<=\\[nrt])|(?<=%[0-9A-F]{2})|(?<=\\u00[0-9a-f]{2})|(?<=\[\dm)|(?<=\[\d\dm))(?=[A-Zabcdefghjklmnoprstvwxyz0-9])(?:"
     r"(?:sk|rk|pk|whsec)_(?:live|test)_[A-Za-z0-9]{16,}|gh[pousr]_[A-Za-z0-9]{20,}|github_pat_\w{20,}"
     r"|glpat-[\w-]{16,}|gl(?:dt|rt|cbt|ptt|ft|soat)-[\w-]{16,}|(?:AKIA|ASIA|ABIA|ACCA)[A-Z0-9]{12,}|hf_[A-Za-z0-9]{30,}"
     r"|xox[a-z](?:\.xox[a-z])?-\d[\w-]{8,}|xapp-\d[\w-]{8,}|npm_[A-Za-z0-9]{30,}|dckr_(?:pat|oat)_[\w-]{20,}"
-    r"|eyJ[\w-]{5,}\.[\w-]{4,}\.[\w-]*|AIza[\w-]{20,}|ya29\.[\w-]{20,}|GOCSPX-[\w-]{20,}|SG\.[\w-]{16,}\.[\w-]{16,}"
+    r"|eyJ[\w-]{5,}\.[\w-]{0,999}\.[\w-]*(?:\.[\w-]*){0,2}|AIza[\w-]{20,}|ya29\.[\w-]{20,}|GOCSPX-[\w-]{20,}|SG\.[\w-]{16,}\.[\w-]{16,}"
     r"|(?:ntn|lin_api|glsa|figd|e2b)_(?=[A-Za-z]*\d)[A-Za-z0-9]{16,}(?:_[0-9a-f]{8})?"
     rf"|(?:sk|rk|pk|whsec|pypi|nvapi|gsk|r8|hf|pplx|xai|tvly|fw|dop_v1|hvs|hvb|lsv2_pt|lsv2_sk|wandb_v1|csk|together"
     rf"|jina|key|tgp_v1|dapi|shp(?:at|ca|ss|pa)|sbp|atp|glc|rpa|fc|vcp|exa|bb_live|api_org|PMAK|sntry[su]|rubygems|pscale_(?:tkn|pw|oauth)"
     rf"|tskey-(?:auth|api|client)|do[or]_v1|dp[._](?:pt|st|ct|sa)|rdme|pul|ph[cx]|NRAK|NRJS|lin_oauth|nfp|vercel_blob_rw|sgp|tfp|EZ[AT]K|HRKU"
-    rf"|sq0(?:atp|csp)|xoxe|cfut|secret|tok|pat|fo1|fm[12]|zpka|ctx7sk|cpk)[-_.]"
-    rf"(?:(?=[\w-]{{0,60}}?(?<![A-Za-z0-9]){_RUN})|(?=[\w-]*[A-Z])(?=[\w-]*\d)(?=[\w-]*[a-z])(?=[\w-]{{48}}))[\w-]+"
-    r"|dapi[0-9a-f]{32}|AT(?:ATT|CTT|BB)[\w=-]{20,}|S[AUNOC][A-Z2-7]{40,}|AGE-SECRET-KEY-1[A-Z0-9]{10,}|SK[0-9a-f]{32}"
+    rf"|sq0(?:atp|csp)|xoxe|cfut|secret|tok|pat|fo1|fm[12]|zpka|ctx7sk|cpk|pcsk|bkua|CCIPAT|ops|pnu|dtn|pit|sb_secret|npg|as|ak|pa)[-_.]"
+    rf"(?:(?=[\w-]{{0,60}}?(?<![A-Za-z0-9]){_RUN})|(?=[\w-]*[A-Z])(?=[\w-]*\d)(?=[\w-]*[a-z])(?=[\w-]{{48}}))[\w-]+(?:\.[\w-]{{16,}})?"
+    r"|dapi[0-9a-f]{32}|AT(?:ATT|CTT|BB)[\w=-]{20,}|S[AUNOC][A-Z2-7]{40,}|AGE-SECRET-KEY-1[A-Z0-9]{10,}|SK[0-9a-f]{32}|pat[A-Za-z0-9]{14}\.[0-9a-f]{64}"
+    r"|AKCp[A-Za-z0-9]{60,}|cmVmdGtu[A-Za-z0-9]{50,}|GOOG1E[A-Z0-9]{50,}|1//0[\w-]{40,}|EAAA[\w-]{50,}|\w{3}8Q~[\w~.-]{31,}"
     r"|(?:bot)?\d{8,10}:AA[\w-]{30,})|(?:(?<=hooks\.slack\.com/services/)|(?<=hooks\.slack\.com/workflows/)"
     r"|(?<=hooks\.slack\.com/triggers/)|(?<=discord\.com/api/webhooks/)|(?<=discordapp\.com/api/webhooks/))\S+",
     re.DOTALL,
@@ -86,26 +88,33 @@ _IN_URL = re.compile(r"(://[^\s/?#@:\"']{0,300}:)[^\s/?#\"']{1,300}(?=@)")
 _AS_USER = re.compile(  # https://TOKEN@host, and user:password@host without a scheme
     r"(://)(?=[A-Za-z_-]*\d)(?=[\d_-]*[A-Za-z])[\w-]{8,300}(?=@)"
     r"|((?<![\w:])[A-Za-z]\w{0,63}:)(?=[^\s@]{0,99}[A-Z])(?=[^\s@]{0,99}[a-z])(?=[^\s@]{0,99}\d)"
-    r"[\w+/=!$%^*]{8,300}(?=@(?!sha256))"
+    r"[\w+/=!$%^*?#']{8,300}(?=@(?!sha256))"
 )
 _ADDRESSES = frozenset({"url", "urls", "endpoint", "address"})
 _LOGIN = re.compile(r"[^\s/,@]+@")
 _AFTER_NAME = re.compile(  # of a header or an option
-    r"((?:authorization|x-api-key|api-key)[\"']?\s{0,9}[:=]\s{0,9}[\"']?(?:(?:bearer|basic|token)\s{1,9})?)"
+    r"((?:authorization|x-api-key|api-key)[\"']?\s{0,9}[:=]\s{0,9}[\"']?(?:(?:bearer|basic|token|[a-z][\w-]{2,30}(?=\s{1,9}[^\s\"',;]{0,99}\d))\s{1,9})?)"
     r"([^\s\"',;]+)|(bearer\s{1,9})((?=\S{0,99}\d)[\w.~+/=-]{12,})"
+    r"|(\b(?:basic|negotiate)\s{1,9})((?-i:(?=\w{0,99}[A-Z])(?=\w{0,99}[a-z])(?=\w{0,99}\d)[A-Za-z0-9+/=]{12,}))"
     r"|(--[\w-]{0,30}(?:token|password|passwd|passphrase|secret|api[-_]?key)\s{1,3})((?=\S{0,99}\d)[^\s\"',;]{8,})"
     # curl -u me:X, sshpass -p X, docker login -p X, and a line of .netrc
     r"|(\b(?:curl|wget|http)\s[^\n|]{0,200}?-(?:u|-user)[\s=]{0,3}[\"']?[^\s:]{1,64}:)([^\s\"']+)"
     r"|(\b(?:sshpass|(?:docker|podman|helm registry|az|mysql)\s[^\n|]{0,200}?)\s-p\s{0,3}[\"']?)((?=[^\s:]{0,99}\D)[^\s\"':]{6,}(?=[\s\"']|$))"
-    r"|(\blogin\s{1,9}\S{1,99}\s{1,9}password\s{1,9})(\S+)",
+    r"|(\blogin\s{1,9}\S{1,99}\s{1,9}password\s{1,9})(\S+)|(\bcookie[\"']?:\s{0,3}[\"']?)([^\s=;]{1,99}=[^\n\"']+)",
     re.IGNORECASE,
 )
 _TAG = re.compile(r"<([A-Za-z][\w.:-]{0,63})>([^<>]{1,300})(?=</\1>)")
-_PAIR = re.compile(  # NAME=value; and NAME: value, with quotes as in JSON, TOML and repr, or with a digit and a letter
-    r"(?<![\w-])(?P<name>[A-Za-z_-][\w-]{0,63})(?:=(?P<value>[^\s&\"',;]+)|(?:\\{0,3}[\"'])?\]?\s{0,3}[:=]\s{0,3}"
-    rf"(?:\\{{0,3}}[\"'](?P<quoted>(?:[^\"'\n\\]|\\(?![\"'])){{1,300}})|(?P<random>(?=[^\s:]{{0,99}}\d)[\w+/=.~-]{{0,99}}?{_RUN}[\w+/=.~-]*)"
-    r"|(?P<plain>(?=\S{0,99}\d)(?=\S{0,99}[A-Za-z])[^\s\"',;<>(){}\[\]]{6,300}+(?!\())))"
+_SEPARATOR = r"(?:\\{0,3}[\"'])?\]?\s{0,3}(?::|=>?|->)\s{0,3}(?:[|>][+-]?\s{1,20}|-\s)?"
+_PAIR = re.compile(  # NAME=value; and NAME: value, with quotes as in JSON, TOML, argv and repr, or with a digit and a letter
+    r"(?:(?<![\w\\-])|(?<=\\\\)|(?<=\\)(?![nrt])|(?<=(?<!\\)\\[nrt])|(?<=%[0-9A-F]{2})|(?<=\[\dm)|(?<=\[\d\dm))"
+    r"(?P<name>(?:(?i:api|secret|access|private|auth)\s)?[A-Za-z_-][\w-]{0,63})(?:"
+    rf"{_SEPARATOR}\\{{0,3}}[bru]?(?:\"{{3}}|[\"'])(?P<quoted>(?:[^\"'\n\\]|\\(?![\"'])){{1,300}})"
+    r"|(?:=(?!>)|%3D)(?P<value>\w{1,20}://[^\s&\"',;?#]{1,300}(?=[?#])|[^\s&\"',;]{1,300})"
+    r"|[\"'],\s?[\"'](?P<next>(?=[^\"']{0,99}\d)[^\"'\n]{4,300})"
+    rf"|{_SEPARATOR}(?:(?P<random>(?=[^\s:]{{0,99}}\d)[\w+/=.~-]{{0,99}}?{_RUN}[\w+/=.~-]*)"
+    r"|(?P<plain>(?=\S{0,99}\d)(?=\S{0,99}[A-Za-z]|\d{6})[^\s\"',;<>(){}\[\]]{6,300}+(?!\())))"
 )
+_REST = re.compile(r"[^\s&\"',;]*")  # of a long value
 _FLAG = re.compile(r"--?([A-Za-z][\w-]*)")
 _known: set[str] = set()
 
@@ -138,7 +147,13 @@ def scrub(text: str) -> str:
     text = _AS_USER.sub(lambda match: (match[1] or match[2]) + MASK, text)
     text = _TAG.sub(lambda tag: f"<{tag[1]}>{MASK}" if _is_secret_name(tag[1], tag[2]) else tag[0], text)
     text = _AFTER_NAME.sub(_without_operand, text)
-    return _PAIR.sub(_without_value, text)
+    shown, done, at = "", 0, 0
+    while match := _PAIR.search(text, at):
+        at, end = match.span(match.lastgroup or "value")
+        if _is_secret_pair(match):
+            shown += text[done:at] + MASK
+            done = at = _REST.match(text, end).end() if match["value"] else end  # pyright: ignore[reportOptionalMemberAccess] - it matches anything
+    return shown + text[done:]
 
 
 def _without_operand(match: re.Match[str]) -> str:
@@ -146,22 +161,26 @@ def _without_operand(match: re.Match[str]) -> str:
     return match[0] if _is_harmless(value) else name + MASK
 
 
-def _without_value(match: re.Match[str]) -> str:
+def _is_secret_pair(match: re.Match[str]) -> bool:
     name, value = match["name"], match[match.lastgroup or "value"]
     words = _words(name)
-    before = match[0][: -len(value)]
-    unchanged = before + _PAIR.sub(_without_value, value) if match["quoted"] or match["plain"] else match[0]
     if _is_harmless(value) or (words == ["pwd"] and value.startswith(("/", "~"))):  # PWD: the shell's folder
-        return unchanged
+        return False
     in_query = match.string[match.start() - 1 : match.start()] in ("?", "&") or words[-1:] == ["signature"]
     if in_query and _IN_QUERIES.intersection(words[-1:]):
-        return before + MASK
-    if match["plain"] and not (_SECRET_WORDS.intersection(words) or (words[-1:] and words[-1].endswith(_SECRET_ENDS))):
-        return unchanged
+        return True
+    is_kind = len(words) > 1 and (words[-1] in _LAST_WORDS - {"key"} or not _KINDS_OF_KEYS.isdisjoint(words))
+    if (match["plain"] or match["next"]) and not (
+        (is_kind and not match["next"])
+        or name.startswith("-")
+        or _SECRET_WORDS.intersection(words)
+        or "".join(words[-1:]).endswith(_SECRET_ENDS)
+    ):
+        return False
     is_word = not in_query and words in _IN_PROSE and not name.startswith("-")
     if is_word and not (len(value) >= _LEAST_CHARS and any(char.isdigit() for char in value)):
-        return unchanged
-    return before + MASK if _is_secret_name(name, value) else unchanged
+        return False
+    return _is_secret_name(name, value)
 
 
 def hide(path: Sequence[str], value: Any, *, with_texts: bool = True) -> Any:

@@ -43,7 +43,7 @@ class HeartbeatWriter:
     async def run(self, done: asyncio.Event) -> None:
         """Write until ``done``, then delete this replica's records; while NATS is unreachable, skip."""
         with contextlib.suppress(BusUnreachable):
-            for key in rewards_offered.expired_keys(await self.offers.entries(), now=time.time()):
+            for key in rewards_offered.expired_keys(await self.offers.entries(aged=True)):
                 await self.offers.delete(key)
         beat = 0
         while not done.is_set():

@@ -225,12 +225,7 @@ def _success_rules(session: _Session) -> SuccessRules:
     if not data.sets:
         return SuccessRules()
     offers = check_rewards(
-        session.connections,
-        data.sets,
-        define=reward.define,
-        success=reward.success,
-        clock=_EVENT_CLOCK,
-        stop=session.stop,
+        session.connections, data.sets, define=reward.define, success=reward.success, stop=session.stop
     )
     return SuccessRules.make(reward.success, offers)
 

@@ -6,7 +6,7 @@ import hashlib
 import secrets
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -152,7 +152,6 @@ def check_rewards(
     *,
     define: Mapping[str, RewardDefinition] = MappingProxyType({}),
     success: Iterable[str] = (),
-    clock: Callable[[], float],
     deadline_s: float = _REWARD_DEADLINE_S,
     stop: threading.Event | None = None,
 ) -> list[RewardsOffered]:
@@ -167,7 +166,7 @@ def check_rewards(
     bucket = connections.bus.key_value(streams.registry_bucket().bucket).wait()
     started, is_told = time.monotonic(), False
     while True:
-        offers = current_offers(bucket.entries().wait(), run_id=connections.run_id, now=clock())
+        offers = current_offers(bucket.entries(aged=True).wait(), run_id=connections.run_id)
         problem = _problem(wanted, offers)
         if not problem:
             check_success(success, {*wanted.names, *wanted.sources, *wanted.digests}, offers)

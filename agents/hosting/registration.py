@@ -18,6 +18,7 @@ from pydantic import ValidationError
 
 from penstock.agents.environments.over_http import registry
 from penstock.agents.environments.over_http.registry import (
+    LONGEST_LEASE_S,
     NAME_PATTERN,
     Lease,
     Listed,
@@ -42,7 +43,7 @@ from penstock.serving.hosting import RENEWALS_PER_LEASE, ServerRegistration, say
 from penstock.serving.http_connections import HttpConnections, within
 from penstock.serving.target_policy import PRIVATE_TARGETS, TargetPolicy
 
-LEAST_LEASE_S, LONGEST_LEASE_S = 3.0, 3600.0  # NATS counts expiry in whole seconds
+LEAST_LEASE_S = 3.0  # NATS counts expiry in whole seconds
 _ASK_S = 5.0
 _MAX_ANSWER_BYTES = 1024 * 1024
 

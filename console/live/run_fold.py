@@ -13,7 +13,6 @@ from collections import Counter, deque
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from penstock.console.live.fleet import Fleet
 from penstock.console.live.run_snapshot import (
     EvalPoint,
     Incident,
@@ -23,6 +22,7 @@ from penstock.console.live.run_snapshot import (
     StepPoint,
     WatchedTotals,
 )
+from penstock.console.live.services import Services
 from penstock.console.report import event_fields, learning
 from penstock.console.report.event_fields import (
     EvalFields,
@@ -62,7 +62,7 @@ class RunFold:
         self.placement = ""  # which GPUs do what, where that is known
         self.disconnected_s = 0.0
         self.finished = False
-        self._fleet = Fleet()
+        self._services = Services()
         self._absent_since: dict[str, float] = {}  # by role: since when no service of it has reported
         self._groups = GroupFields()
         self._unreadable: Counter[str] = Counter()  # messages by kind
@@ -92,7 +92,7 @@ class RunFold:
         self._pauses = list(totals.pauses)
         self._restored_until = totals.until
         self._first_at = totals.since
-        self._fleet.restore(totals)
+        self._services.restore(totals)
         self._causes.update(i.text for i in totals.incidents if i.kind == "dead_letter")
         self._note(totals.incidents)
 
@@ -102,9 +102,9 @@ class RunFold:
             since=self._first_at,
             paused_s=self._paused_s,
             pauses=tuple(self._pauses),
-            both_working_s=self._fleet.both_working_s,
-            slot_s=self._fleet.slot_s,
-            services=self._fleet.totals(),
+            both_working_s=self._services.both_working_s,
+            slot_s=self._services.slot_s,
+            services=self._services.totals(),
             incidents=tuple(self._noted),
         )
 
@@ -171,8 +171,8 @@ class RunFold:
         if not self.finished:  # after the run services only wait
             for beat in beats:
                 self._saw(beat.at)
-        self._note(self._fleet.fold(beats, now))
-        present = {line.role for line in self._fleet.lines(now) if line.alive}
+        self._note(self._services.fold(beats, now))
+        present = {line.role for line in self._services.lines(now) if line.alive}
         self._absent_since = {r: self._absent_since.get(r, now) for r in WORKING_ROLES if r not in present}
 
     def fold_published(self, fact: WeightsPublished) -> None:
@@ -227,9 +227,9 @@ class RunFold:
         self.state = "training"
         self._num_unscored = 0
         self.finished = False  # a run that had ended was resumed with more steps
-        self._fleet.open_window(at)
+        self._services.open_window(at)
         if self.total_steps and step >= self.total_steps:
-            self._fleet.close_window()
+            self._services.close_window()
 
     def _fold_eval(self, at: float, data: Mapping[str, Any]) -> None:
         fields = event_fields.read(EvalFields, data)
@@ -285,7 +285,7 @@ class RunFold:
             self.attention = fields.attention
         if fields.finished:
             self.finished = True
-            self._fleet.close_window()
+            self._services.close_window()
 
     def _saw(self, at: float) -> None:
         self._first_at = at if self._first_at is None else min(self._first_at, at)

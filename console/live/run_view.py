@@ -55,17 +55,17 @@ class RunView(RunFold):
             reward_now=recent_reward(rewards),
             reward_first=known_mean(rewards[:5]),
             held_out=held_out(primary),
-            generated_per_s=self._fleet.tokens_per_s,
+            generated_per_s=self._services.tokens_per_s,
             trained_per_s=_trained_per_s(points[-_SPEED_STEPS:]),
             staleness_tokens=staleness,
             staleness_mean=_staleness_mean(staleness),
             staleness_max=max(staleness, default=None),
-            newest_version=max(self.published, default=points[-1].fields.version if points else 0),
+            newest_version=max(self.published, default=points[-1].fields.version + 1 if points else 0),
             versions_published=len(self.published),
             queues=self.queues,
-            services=self._fleet.lines(now),
-            idle_share=self._fleet.idle_shares(),
-            slots_used=self._fleet.slots_used,
+            services=self._services.lines(now),
+            idle_share=self._services.idle_shares(),
+            slots_used=self._services.slots_used,
             dropped=self._dropped(),
             groups_trained=self._groups.trained,
             no_signal_share=known_mean(_known(p.fields.zero_signal_groups for p in points[-5:])),
@@ -90,7 +90,7 @@ class RunView(RunFold):
         tenth = max(len(rewards) // 10, 1)
         primary = self._primary_evals()
         staleness = self._staleness_tokens()
-        cpu = self._fleet.cpu_s_per_role()
+        cpu = self._services.cpu_s_per_role()
         return RunSummary(
             run_id=self.run_id,
             steps=points[-1].number if points else 0,
@@ -115,12 +115,12 @@ class RunView(RunFold):
             weights=self._weights_summary(),
             tokens_generated=self._tokens_generated(points),
             tokens_trained=sum(p.tokens_trained for p in points),
-            idle_share=self._fleet.idle_shares(),
-            slots_used=self._fleet.slots_used,
+            idle_share=self._services.idle_shares(),
+            slots_used=self._services.slots_used,
             overlap=self._overlap(points, staleness),
             unreadable=self.unreadable_messages,
             diagnoses=self._diagnoses(points),
-            packs_given_back=self._fleet.count("packs_given_back"),
+            packs_given_back=self._services.count("packs_given_back"),
             incidents=tuple(
                 f"{clock(elapsed_at(i.at, self._first_at or i.at, self._pauses))} {i.text}"
                 for i in sorted([*self.incidents, *self._stalls(points)], key=lambda one: one.at)
@@ -132,7 +132,7 @@ class RunView(RunFold):
 
     def group_counts(self) -> GroupCounts:
         """Return the counts of the run's groups, without the rest of `summary`, whose cost grows with the steps."""
-        by_heartbeats = self._fleet.count("groups_generated") - self._num_eval_groups
+        by_heartbeats = self._services.count("groups_generated") - self._num_eval_groups
         return GroupCounts(
             issued=self._groups.issued,
             generated=max(by_heartbeats, self._groups.scored),  # a killed worker's last heartbeat is old
@@ -195,14 +195,14 @@ class RunView(RunFold):
         training_s = points[-1].at - points[0].at if len(points) > 1 else 0.0
         return Overlap(
             trained_stale_share=sum(n for k, n in staleness.items() if k >= 1) / tokens if tokens else None,
-            both_working_s=self._fleet.both_working_s,
-            both_working_share=min(self._fleet.both_working_s / training_s, 1.0) if training_s > 0 else None,
+            both_working_s=self._services.both_working_s,
+            both_working_share=min(self._services.both_working_s / training_s, 1.0) if training_s > 0 else None,
         )
 
     def _tokens_generated(self, points: Sequence[StepPoint]) -> int:
         """Return the sampled tokens, at least those trained: a session that was not watched has no heartbeats."""
-        by_heartbeats = self._fleet.count("tokens_generated")
-        is_generated = self._fleet.has("rollout")  # else the groups are those of another run
+        by_heartbeats = self._services.count("tokens_generated")
+        is_generated = self._services.has("rollout")  # else the groups are those of another run
         if not is_generated or self._groups.reused:
             return by_heartbeats
         return max(by_heartbeats, sum(p.tokens_trained for p in points))
@@ -230,7 +230,7 @@ class RunView(RunFold):
                 newest_version=max(f.version for f in facts),
                 mean_pause_s=known_mean([f.pause_s for f in facts]) or 0.0,
                 mean_fetch_s=known_mean([f.fetch_s for f in facts]) or 0.0,
-                num_lives=self._fleet.num_starts("rollout", worker),
+                num_lives=self._services.num_starts("rollout", worker),
             )
             for worker, facts in sorted(self._applied.items())
         }

@@ -175,10 +175,11 @@ def metric_rows(
     ]
 
 
-@router.get("/runs/{run}/workers")
-def workers(reading: Reading) -> dict[str, Any]:
+@router.get("/runs/{run}/services")
+@router.get("/runs/{run}/workers", include_in_schema=False)  # its name in earlier releases
+def services(reading: Reading) -> dict[str, Any]:
     """Return every service with its figures, and the least, mean and greatest of each by role."""
-    return reading.fleet()
+    return reading.services()
 
 
 @router.get("/runs/{run}/versions")

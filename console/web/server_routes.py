@@ -100,7 +100,7 @@ def dead_letters(reading: Reading, before: Step = None, limit: Limit = 50) -> di
     return {
         "letters": [_document(letter) for letter in reversed(letters) if letter.number <= end],
         "unreadable": unreadable,
-        "next": after + 1 if after >= state.first_sequence else None,
+        "next": after + 1 if after >= max(state.first_sequence, 1) else None,
         "num_letters": state.num_messages,
     }
 
@@ -135,7 +135,7 @@ def resend(_: Runner, reading: Reading, number: Number, once_more: bool = False)
 def _open(run: NamedRun) -> DeadLetters:
     url = run.settings.nats.url
     if not connections.may_answer(url):
-        raise BusUnreachable(f"NATS of run {run} does not answer at {url}; start its servers, or set nats.url")
+        raise BusUnreachable(f"NATS does not answer at {url}; of an ended run: penstock dead-letters list {run}")
     return DeadLetters(run)
 
 

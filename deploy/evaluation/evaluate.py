@@ -129,7 +129,7 @@ def _sample(
             )
             success = evaluation.settings.reward.success
             define = evaluation.settings.reward.define
-            offers = check_rewards(connections, evaluation.sets, define=define, success=success, clock=time.time)
+            offers = check_rewards(connections, evaluation.sets, define=define, success=success)
             rules = SuccessRules.make(success, offers)
             _write_rules(folder, rules)
             how = HowToSample(

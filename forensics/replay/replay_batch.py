@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from penstock.forensics.replay.replay_findings import BatchVerdict, group_metrics
-from penstock.forensics.replay.replay_run import Wanted, learner_of, with_model
+from penstock.forensics.replay.replay_run import Wanted, learner_of, named_code, with_model
 from penstock.protocol import blob_keys
 from penstock.protocol.config.connection import RunSettings
 from penstock.protocol.errors import BlobMissing, ConfigError, MalformedFact, PackError, SignatureRefused, WireError
@@ -44,7 +44,7 @@ from penstock.trainer.learner.step_metrics import StepMetrics
 from penstock.trainer.learner.step_plan import ReadyGroup
 from penstock.trainer.ranks import Ranks
 from penstock.trainer.recovery.checkpoint import CHECKPOINTS, verify_files
-from penstock.trainer.recovery.resume_checks import named_code, read_settings
+from penstock.trainer.recovery.resume_checks import read_settings
 from penstock.trainer.recovery.stored_checkpoints import complete_copy
 from penstock.trainer.telemetry.metrics import step_fields
 

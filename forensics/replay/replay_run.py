@@ -14,6 +14,7 @@ are replayed as one, so a crash of the run does not show in its replay.
 
 from __future__ import annotations
 
+import json
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -38,6 +39,7 @@ from penstock.protocol.record.checkpoint_state import STATE_FILE, committed
 from penstock.protocol.record.lineage import RecordedSession, RecordedStep
 from penstock.protocol.record.stored_record import StoredRecord
 from penstock.protocol.transport.blobs import Blobs
+from penstock.trainer.algorithm.chosen_parts import BY_KEY
 from penstock.trainer.errors import CheckpointError
 from penstock.trainer.groups.pack_reader import ready_groups
 from penstock.trainer.learner.learner import Learner, build_learner
@@ -48,7 +50,7 @@ from penstock.trainer.parallel_dims import ParallelDims
 from penstock.trainer.ranks import Ranks
 from penstock.trainer.recovery import run_record_writer
 from penstock.trainer.recovery.checkpoint import CHECKPOINTS, verify_files
-from penstock.trainer.recovery.resume_checks import named_code, read_settings, what_steps_read
+from penstock.trainer.recovery.resume_checks import read_settings, what_steps_read
 from penstock.trainer.recovery.stored_checkpoints import complete_copy
 from penstock.trainer.settings import TrainerSettings
 
@@ -317,3 +319,18 @@ def learner_of(settings: TrainerSettings, ranks: Ranks, packs: PackStore, adapte
         )
     dims = ParallelDims(ranks, settings.trainer.layout)
     return build_learner(settings, dims, packs, open_mixed_pairs(settings), adapter=adapter)
+
+
+def named_code(document: bytes) -> list[str]:
+    """Return the user code that settings name by path, which `read_settings` imports and so runs.
+
+    What cannot be read names none; an extension that an installed package registers under a name is not named by path.
+    """
+    try:
+        settings = json.loads(document)["settings"]
+        values = [settings["algorithm"].get(key) for key in BY_KEY] + [settings.get("dpo", {}).get("loss")]
+        values.append(settings.get("data", {}).get("format"))  # of the pairs that a step trains on too
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        return []
+    names = [name for value in values for name in (value if isinstance(value, list) else [value])]
+    return [name for name in names if isinstance(name, str) and ":" in name]

@@ -7,8 +7,8 @@ import contextlib
 import json
 import math
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
-from datetime import datetime, timedelta
+from dataclasses import dataclass, field
+from datetime import datetime
 from typing import TypeVar
 
 import nats.js.errors
@@ -53,6 +53,7 @@ class Entry:
     value: bytes
     revision: int
     is_outlived: bool = False  # older than its bucket lets keys be, by the server's clock
+    age_s: float = field(default=0.0, compare=False)  # by the server's clock, where `KeyValue.entries` was asked for it
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,15 +106,17 @@ class KeyValue:
         """
         return self._write(lambda: self._swap(key, value, expected_revision), f"swap {self.bucket}/{key}")
 
-    def delete(self, key: str) -> Pending[bool]:
-        return self._write(lambda: self._store.delete(key), f"delete {self.bucket}/{key}")
+    def delete(self, key: str, revision: int | None = None) -> Pending[bool]:
+        """Delete a key, if it still has the ``revision`` that is given; raises CompareAndSwapFailed when it has another."""
+        return self._write(lambda: self._delete(key, revision), f"delete {self.bucket}/{key}")
 
-    def entries(self, prefix: str = "", *, outlived: bool = False) -> Pending[list[Entry]]:
+    def entries(self, prefix: str = "", *, outlived: bool = False, aged: bool = False) -> Pending[list[Entry]]:
         """Read all keys, or those below a ``prefix`` that ends with a dot; in a cluster the answer may lag, see `get`.
 
         A key that is older than the bucket's TTL, which a TTL of its own may keep, is left out unless ``outlived``.
+        ``aged``: with `Entry.age_s`, by which owners and readers with different clocks agree on what is current.
         """
-        return self._read(lambda: self._entries(prefix, outlived), f"list {self.bucket}/{prefix}")
+        return self._read(lambda: self._entries(prefix, outlived, aged), f"list {self.bucket}/{prefix}")
 
     def _read(self, action: Callable[[], Awaitable[T]], what: str) -> Pending[T]:
         deadline_s = REQUEST_S - RETRY_S  # the last try must end before the call does, so that its error is raised
@@ -185,6 +188,14 @@ class KeyValue:
             return None
         return Entry(key, msg.data or b"", msg.seq or 0)
 
+    async def _delete(self, key: str, revision: int | None) -> bool:
+        try:
+            return await self._store.delete(key, revision)
+        except nats.js.errors.APIError as err:
+            if err.err_code != ERR_OTHER_REVISION:
+                raise
+            raise self._failed_swap(key, revision, err) from None
+
     async def _swap(self, key: str, value: bytes, expected: int | None) -> int:
         headers = {Header.EXPECTED_LAST_SUBJECT_SEQUENCE.value: str(expected or 0)}
         while True:  # until the call's deadline
@@ -207,32 +218,27 @@ class KeyValue:
             f"{self.bucket}/{key}: expected revision {expected}, another writer changed it ({err})"
         )
 
-    async def _entries(self, below: str, outlived: bool) -> list[Entry]:
+    async def _entries(self, below: str, outlived: bool, aged: bool) -> list[Entry]:
         """Read all keys by one request (ADR-31); the client library would use a consumer and a request for each key."""
         prefix = f"$KV.{self.bucket}."
         request = {"multi_last": [f"{prefix}{below}>"], "batch": _MAX_ENTRIES}
         messages = await direct_get(self._connection, f"KV_{self.bucket}", request)
-        oldest = await self._oldest() if messages else None
-        entries = [
-            Entry(
-                headers["Nats-Subject"].removeprefix(prefix),
-                msg.data,
-                int(headers["Nats-Sequence"]),
-                oldest is not None and datetime.fromisoformat(headers["Nats-Time-Stamp"]) < oldest,
-            )
-            for msg in messages
-            if (headers := msg.headers or {}) and headers.get("KV-Operation") not in _REMOVED
-        ]
+        now = await self._now() if messages and (aged or self._ttl_s != 0.0) else None
+        entries: list[Entry] = []
+        for msg in messages:
+            headers = msg.headers or {}
+            if headers and headers.get("KV-Operation") not in _REMOVED:
+                key, revision = headers["Nats-Subject"].removeprefix(prefix), int(headers["Nats-Sequence"])
+                age_s = (now - datetime.fromisoformat(headers["Nats-Time-Stamp"])).total_seconds() if now else 0.0
+                entries.append(Entry(key, msg.data, revision, 0.0 < self._ttl_s < age_s, age_s))
         return [entry for entry in entries if outlived or not entry.is_outlived]
 
-    async def _oldest(self) -> datetime | None:
-        """Return the time of the server's clock before which a key has outlived the bucket; None: none expires."""
-        if self._ttl_s == 0.0:
-            return None
+    async def _now(self) -> datetime:
+        """Return the time by the server's clock; sets the bucket's TTL."""
         answer = await self._connection.client.request(f"$JS.API.STREAM.INFO.KV_{self.bucket}", timeout=ATTEMPT_S)
         info = json.loads(answer.data)
         self._ttl_s = info["config"].get("max_age", 0) / 1e9
-        return datetime.fromisoformat(info["ts"]) - timedelta(seconds=self._ttl_s) if self._ttl_s else None
+        return datetime.fromisoformat(info["ts"])
 
 
 async def ensure_bucket(connection: Connection, spec: BucketSpec) -> None:

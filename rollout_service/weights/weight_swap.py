@@ -128,7 +128,7 @@ class SwapSemaphore:
         with contextlib.suppress(BusError):  # the key then expires
             entry = await self._leases.get(key, may_lag=True)
             if entry is not None and entry.value == self.worker_id.encode():
-                await self._leases.delete(key)
+                await self._leases.delete(key, entry.revision)  # after a pause it may be another worker's
 
 
 def num_permits(num_workers: int, max_share: float) -> int:

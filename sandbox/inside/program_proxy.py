@@ -23,6 +23,7 @@ _OUTER = "outer"  # a stand-in that empties a dict whatever its values are, inst
 _KINDS = (*(f"{how} {{}}" for how in _HOW), f"clear {{}} {_OUTER}")
 CHANGES = tuple(kind.format(number) for number in range(10) for kind in _KINDS)
 UNCHANGED = " unchanged"  # ends the kind of a stand-in that gives that answer and changes nothing
+EMPTY = tuple(f"clear {number}{UNCHANGED}" for number in (4, 6, 7, 8, 9))  # [], "", set(), (), {}
 # Modules that tests import the program from.
 PROGRAM_MODULES = [
     "solution", "solutions", "main", "program", "submission", "answer", "candidate", "implementation", "module",
@@ -176,7 +177,7 @@ class Stub:
         """Answer a call; arguments that could not be sent to a program are found here too."""
         containers: list[Any] = []
         values.encode([arguments, named], _handle_of, containers)
-        if self._kind.startswith(_HOW) and len(containers) > 2:
+        if self._kind.startswith(_HOW) and (len(containers) > 2 or self._kind in EMPTY):
             passed = [*arguments, *named.values()]
             if self._kind.endswith(UNCHANGED):
                 passed = copy.deepcopy(passed)
@@ -343,7 +344,7 @@ def _changed(item: Any, how: str) -> Any:
 
 
 def _answer_of(kind: str, passed: list[Any]) -> Any:
-    how, number = kind.split()[:2]
+    how, number, passed = *kind.split()[:2], passed or [None]
     leaf = int(how.startswith("one"))
     items = [] if how == "clear" else [leaf]
     text = "a" * leaf

@@ -25,6 +25,7 @@ from penstock.sandbox.inside import pytest_api, test_collection
 from penstock.sandbox.inside.program_proxy import PROGRAM_MODULES, Answers, BadTests, Program, Stub, module_of
 
 JOB, VERDICTS, ANSWERS, CALLS = 3, 4, 5, 6
+_RUNNERS = ("eval", "exec", "compile", "__import__", "importlib.import_module", "pickle.loads", "marshal.loads")
 
 
 def run() -> int:
@@ -68,6 +69,8 @@ class _Session:
         trees = [_parsed(text, place) for place, text in enumerate(self._texts)]
         if shared := _shared_with_program([ast.parse(self._setup), *trees]):
             raise BadTests(f"the tests use {shared} of the program's process, and it runs in another one")
+        if run := [text for tree in trees for text in _runs_texts(tree)]:
+            raise BadTests(f"the tests run a text as code ({run[0]}), and a program may have written it")
         self._offer_program(trees)
         setup = ast.parse(self._setup, "setup")
         lent = _called([setup]) & set(_free_names([setup])) - vars(builtins).keys()
@@ -178,6 +181,12 @@ def _shared_with_program(trees: list[ast.Module]) -> str:
         names & {"redirect_stdout", "redirect_stderr", "sys.stdout", "sys.stderr"} if "getvalue" in names else set()
     )
     return ", ".join(sorted(names & {"builtins.input", "builtins.print", "sys.stdin", "random.seed"} | output))
+
+
+def _runs_texts(tree: ast.Module) -> list[str]:
+    """Return the calls that make code of a value, which would run in this process; a constant is the tests' own."""
+    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and ast.unparse(node.func) in _RUNNERS]
+    return [ast.unparse(call)[:80] for call in calls if not all(isinstance(arg, ast.Constant) for arg in call.args[:1])]
 
 
 def _called(trees: list[ast.Module]) -> set[str]:

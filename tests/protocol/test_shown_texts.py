@@ -30,12 +30,18 @@ HARMLESS = [
     "eos_token=<|im_end|>", "pad_token=<pad>", "token=12", "token=A or token=B", "max_tokens=512", "MAX_PASS=3", "NUM_PASS=8", "BYPASS=1", "PRIMARY_KEY=id", "SORT_KEY=name",
     "PENSTOCK_MAX_TOKEN=5", "EOS_TOKEN=</s>", "api_key=None", "search(query, api_key=None)", "def f(x, token=None)", "tokenizer(text, token=True)", "api_key=os.environ['X']",
     "signature=(a, b)", "sig=0.5", "password=None", "PWD=/home/alice", "key=value", "Authorization: required", "authorization: none", "x-api-key: required for judges",
+    "key=runs/demo/groups/000012/a1b2.parquet", "key: runs/x/weights/000001/manifest.json", 'columns "text_token", "chi2_token", "chi2_sequence"', '{"signature": "", "a": 1}',
     "api-key=missing", "the bearer of 2 bad news", "tokens/s=12", "sha256:" + HEX, "commit " + HEX, "create it with: penstock bootstrap", "set nats.password_file",
 ]  # fmt: skip
 SHOWN_IN_PART = [  # a text with BODY or abc, which is hidden
     f"https://x/?key={BODY}", f"https://x/?a=1&code={BODY}", f"https://x/?exaApiKey={BODY}", "Server=x;Pwd=abc;User=y", "PGPASSWORD=abc psql", "postgres://user:p@abc@host/x",
     f"https://api.telegram.org/bot123456789:AA{BODY}{BODY}/send", f"e2b_{HEX}", f"ntn_{BODY}", f"lin_api_{BODY}", f"glsa_{BODY}_abcdef12", f"https://{BODY}@host/",
     "https://hooks.slack.com/workflows/T0/abc", "https://discordapp.com/api/webhooks/1/abc", f"agent --token {BODY}", "agent --token=abc", f"me:{BODY}@host",
+    # in another pair, a text in a text (repr, JSON, a URL in a URL), a colour, an argv, a tuple, a block
+    "url=https://h/x?api_key=abc1", "detail=password: abc123", "x=y=password=abc", f"a\\nsk-{HEX[:32]}", f"x%3Dghp_{BODY}", f"\\u0022ghp_{BODY}", f"\x1b[31mghp_{BODY}\x1b[0m",
+    "a\\ntoken=abc12345", "https%3A%2F%2Fh%3Fa%26token%3Dabc12345", "password => abc123", "password -> abc123", "password=b'abc'", 'password = """abc"""',
+    "('password', 'abc1')", "['mysql', '--password', 'abc1']", "password: >-\n  abc123", "X-Vault-Token: abc12345", "API Key: abc123", "Cookie: a=1; sid=abc", "Authorization: ApiKey abc1",
+    f"Basic {BODY}", f"eyJhbGciOiJIUzI1NiJ9..{BODY}.{BODY}.x", f"pcsk_{BODY}", f"secret_x_{HEX[:32]}.{BODY}", f"postgres://u:a?b#{BODY}@h/x", "https://h/?pw=abc1",
     f"sk-{HEX[:32]}", f"see https://k:{BODY}@h:1/x", f"gsk_{BODY}{BODY}", f"csk-{HEX[:34]}", "docker run -e OPENAI_KEY=abc",
 ]  # fmt: skip
 HIDDEN_SETTINGS: list[tuple[str, Any]] = [  # of an environment's options: abc and BODY are in none
@@ -141,6 +147,10 @@ def test_the_longest_secret_is_hidden_first_in_every_spelling(monkeypatch: pytes
         "key_",
         "xai-a1-",
         "bot1",
+        "'a1', ",
+        "a: |\n",
+        "cookie: a=",
+        "\\n%3D",
     ],
 )
 def test_a_long_text_is_read_in_linear_time(piece: str) -> None:

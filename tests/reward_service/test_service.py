@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import signal
 import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -21,8 +23,10 @@ from penstock.protocol.groups import RewardRequest
 from penstock.protocol.packs.group_pack import GroupTexts
 from penstock.protocol.transport.blobs import Blobs
 from penstock.protocol.transport.bus import Bus
+from penstock.protocol.transport.key_value import Entry
 from penstock.reward_service import pack_progress
 from penstock.reward_service.errors import RewardCrashed
+from penstock.reward_service.heartbeat import HeartbeatWriter
 from penstock.reward_service.pack_scoring import is_permanent
 from penstock.reward_service.registry.built_in import BuiltInScorer
 from penstock.reward_service.rewards.reward import Verdict
@@ -200,8 +204,8 @@ def test_sigterm_finishes_packs_in_progress(
     assert service.wait() == 0, service.output
     assert wire.take()["e0.p0.a0"][0].rewards == (0.25, 0.25)
     wire.wait_idle()
-    registry = wire.bus.key_value(streams.registry_bucket().bucket).wait().entries().wait()
-    assert rewards_offered.current_offers(registry, run_id=wire.run_id, now=time.time()) == []
+    registry = wire.bus.key_value(streams.registry_bucket().bucket).wait().entries(aged=True).wait()
+    assert rewards_offered.current_offers(registry, run_id=wire.run_id) == []
 
 
 @pytest.mark.slow
@@ -257,21 +261,38 @@ def test_every_replica_offers_its_rewards_in_the_registry(
     registry = wire.bus.key_value(streams.registry_bucket().bucket).wait()
 
     def offers() -> list[rewards_offered.RewardsOffered]:
-        return rewards_offered.current_offers(registry.entries().wait(), run_id=wire.run_id, now=time.time())
+        return rewards_offered.current_offers(registry.entries(aged=True).wait(), run_id=wire.run_id)
 
     wait_for(lambda: sum(name in offer.names for offer in offers()) == 2, "both replicas to offer the endpoint")
     assert rewards_offered.names_not_offered({name, "gsm8k", "auto", "exact_match", "typo"}, offers()) == {"typo"}
     assert offers()[0].by_source["openai/gsm8k"] == "gsm8k"
 
 
-def test_the_record_of_a_replica_killed_long_ago_is_deleted(wire: Wire, start_service: StartService) -> None:
+class _Offers:
+    """A bucket with the offers of a replica that was killed 700 s ago, and of one that is there."""
+
+    def __init__(self) -> None:
+        self.deleted: list[str] = []
+
+    async def entries(self, *, aged: bool) -> list[Entry]:
+        record = encode(rewards_offered.RewardsOffered(run_id="r", replica="x", at=time.time(), names=("x",)))
+        ages = {"dead": 700.0, "there": 1.0} if aged else {}
+        return [Entry(rewards_offered.key(name), record, 1, age_s=age_s) for name, age_s in ages.items()]
+
+    async def delete(self, key: str) -> None:
+        self.deleted.append(key)
+
+
+async def test_the_record_of_a_replica_killed_long_ago_is_deleted() -> None:
     """A starting replica deletes the offers of replicas killed long ago, so that the shared bucket stays bounded."""
-    registry = wire.bus.key_value(streams.registry_bucket().bucket).wait()
-    key = rewards_offered.key(f"dead-{wire.run_id}")
-    record = rewards_offered.RewardsOffered(run_id=wire.run_id, replica="dead", at=time.time() - 3600, names=("x",))
-    registry.put(key, encode(record)).wait()
-    start_service()
-    wait_for(lambda: registry.get(key).wait() is None, "the record to vanish")
+    offers: Any = _Offers()
+    others: dict[str, Any] = dict.fromkeys(
+        ("bus", "live", "consumer", "registry", "reward_registry", "metrics", "activity"), _Offers()
+    )
+    done = asyncio.Event()
+    done.set()
+    await HeartbeatWriter(offers=offers, replica="own", **others).run(done)
+    assert offers.deleted == [rewards_offered.key("dead"), rewards_offered.key("own")]
 
 
 @pytest.mark.slow

@@ -218,7 +218,7 @@ def acquire(
                 log.warning("NATS was unreachable while the lease was awaited; its time starts over", run_id=run_id)
                 watched = None  # the holder could not renew either
             lease = None if entry is None else decode(entry.value, Lease)
-            if entry is None or lease is None or _is_free(entry, lease, mine, watched):
+            if entry is None or lease is None or _is_free(entry, lease, mine, watched, deadline_s):
                 return _take(state, entry, lease, mine)
         except (BusUnreachable, CompareAndSwapFailed) as err:
             if time.monotonic() > deadline:
@@ -230,10 +230,12 @@ def acquire(
         time.sleep(_POLL_S)
 
 
-def _is_free(entry: Entry, lease: Lease, mine: Lease, watched: Unchanged | None) -> bool:
-    """Return True if a stored lease is released or has expired, or is of a swap of this trainer whose answer was lost."""
-    unchanged_since = watched.since if watched is not None and entry.revision == watched.revision else float("inf")
-    return lease.released or lease.holder == mine.holder or time.monotonic() - unchanged_since > lease.ttl_s
+def _is_free(entry: Entry, lease: Lease, mine: Lease, watched: Unchanged | None, longest_s: float) -> bool:
+    """Return True if a stored lease is free: released, of an own swap whose answer was lost, or expired, at ``longest_s`` at the latest."""
+    unchanged_s = (
+        time.monotonic() - watched.since if watched is not None and entry.revision == watched.revision else 0.0
+    )
+    return lease.released or lease.holder == mine.holder or unchanged_s > min(lease.ttl_s, longest_s)
 
 
 def _take(state: KeyValue, entry: Entry | None, lease: Lease | None, mine: Lease) -> HeldLease:

@@ -19,7 +19,6 @@ from penstock.protocol.heartbeats import cpu_seconds
 from penstock.protocol.record.checkpoint_state import PARTIAL
 from penstock.protocol.secret_values import MASK, hide
 from penstock.trainer.algorithm.algorithm_settings import RECORDED
-from penstock.trainer.algorithm.chosen_parts import BY_KEY
 from penstock.trainer.settings import TrainerSettings
 
 if TYPE_CHECKING:
@@ -78,21 +77,6 @@ def read_settings(document: bytes, *, where: str) -> tuple[TrainerSettings, Flat
             f"{where} does not hold the settings of a run ({type(err).__name__}: {err}); restore the file"
         ) from None
     return settings, flat(values)
-
-
-def named_code(document: bytes) -> list[str]:
-    """Return the user code that settings name by path, which `read_settings` imports and so runs.
-
-    What cannot be read names none; an extension that an installed package registers under a name is not named by path.
-    """
-    try:
-        settings = json.loads(document)["settings"]
-        values = [settings["algorithm"].get(key) for key in BY_KEY] + [settings.get("dpo", {}).get("loss")]
-        values.append(settings.get("data", {}).get("format"))  # of the pairs that a step trains on too
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        return []
-    names = [name for value in values for name in (value if isinstance(value, list) else [value])]
-    return [name for name in names if isinstance(name, str) and ":" in name]
 
 
 def flat(values: Mapping[str, Any], prefix: str = "") -> Flat:

@@ -24,17 +24,19 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationErr
 from penstock.agents.environments.shared_options import checked_url
 from penstock.protocol.errors import PenstockError
 from penstock.protocol.groups import first_problem
-from penstock.protocol.transport.key_value import KeyValue, change_value
+from penstock.protocol.transport.key_value import Entry, KeyValue, change_value
 from penstock.serving import strict_json
 from penstock.serving.hosting import PREFIX, lease_key, server_id
 
 NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9_-]{0,63}$"  # without dots, which separate the parts of a key
 MAX_SERVERS = 256
 MAX_NAMES = 256
+LONGEST_LEASE_S = 3600.0
 ENVIRONMENT = "environment."
 State = Literal["in service", "drained", "stopping", "replaced", "lease expired"]
 log = structlog.get_logger("rollout.environment")
 _PERIOD_S = 1.0
+_EXPIRY_S = 1.0  # NATS counts expiry in whole seconds
 
 
 class RegistrationRefused(PenstockError):
@@ -83,7 +85,7 @@ class Lease(_Stored):
     """What a server said when its lease was renewed."""
 
     at: float = Field(ge=0, allow_inf_nan=False)  # seconds since 1970, by the clock of the server's machine; for people
-    lease_s: float = Field(gt=0, allow_inf_nan=False)
+    lease_s: float = Field(gt=0, le=LONGEST_LEASE_S)
     running: int = Field(ge=0)
     draining: bool = False  # by itself: it was asked to stop
 
@@ -151,7 +153,7 @@ async def list_environments(store: KeyValue) -> dict[str, Listed]:
     """Return all that is registered, by name; what cannot be read is listed with the reason."""
     states: dict[str, tuple[Registered | None, str]] = {}
     leases: dict[str, dict[str, Lease]] = {}
-    for entry in await store.entries():
+    for entry in await store.entries(aged=True):
         if entry.key.startswith(ENVIRONMENT):
             try:
                 state = Registered.read(entry.value), ""
@@ -160,8 +162,8 @@ async def list_environments(store: KeyValue) -> dict[str, Listed]:
             states[entry.key.removeprefix(ENVIRONMENT)] = state
         elif entry.key.startswith(PREFIX):
             name, _, of_server = entry.key.removeprefix(PREFIX).rpartition(".")
-            with contextlib.suppress(ValueError):  # as if there were none
-                leases.setdefault(name, {})[of_server] = Lease.read(entry.value)
+            if (lease := _current_lease(entry)) is not None:
+                leases.setdefault(name, {})[of_server] = lease
     return {name: Listed(value, leases.get(name, {}), problem) for name, (value, problem) in states.items()}
 
 
@@ -202,6 +204,13 @@ async def drain(store: KeyValue, name: str, url: str | None, *, on: bool) -> lis
     return [server.url for server in state.servers if url in (None, server.url)]
 
 
+def _current_lease(entry: Entry) -> Lease | None:
+    """Return a lease that is valid by the server's clock, though its key may have been written to stay; None: as if there were none."""
+    with contextlib.suppress(ValueError):
+        lease = Lease.read(entry.value)
+        return lease if entry.age_s <= lease.lease_s + _EXPIRY_S else None
+
+
 async def _put_lease(store: KeyValue, name: str, server: RegisteredServer, lease: Lease) -> None:
     await store.put(lease_key(name, server.id), lease.to_json(), ttl_s=lease.lease_s)
 
@@ -228,8 +237,8 @@ async def _change(
     async def read() -> tuple[Registered, int | None]:
         nonlocal leased, num_names
         entry = await _read(store, name)
-        leases = await store.entries(f"{PREFIX}{name}.")  # after the servers: each has its lease by then
-        leased = {lease.key.rpartition(".")[2] for lease in leases}
+        leases = await store.entries(f"{PREFIX}{name}.", aged=True)  # after the servers: each has its lease by then
+        leased = {lease.key.rpartition(".")[2] for lease in leases if _current_lease(lease) is not None}
         num_names = len(await store.entries(ENVIRONMENT)) if entry[1] is None else 0
         return entry
 

@@ -110,7 +110,7 @@ export class LineChart {
     document.addEventListener("themechange", this.themed);
   }
 
-  // lines: [{label, steps, mean, min, max}], and at and tokens where they are known
+  // lines: [{label, steps, mean, min, max}], and at and tokens where they are known; low and high where the band is another
   set(lines, sentence = "") {
     this.sentence.hidden = !sentence;
     this.sentence.textContent = shown(sentence);
@@ -132,7 +132,7 @@ export class LineChart {
     const columns = this.lines.flatMap((line, n) => {
       const place = new Map(xs[n].map((x, at) => [x, at]));
       const mean = modes.smooth ? smoothed(line.mean) : line.mean;
-      return [mean, line.min || mean, line.max || mean].map((values) => all.map((x) => {
+      return [mean, line.low || line.min || mean, line.high || line.max || mean].map((values) => all.map((x) => {
         const at = place.get(x);
         return at === undefined || (modes.log && values[at] <= 0) ? null : values[at];
       }));

@@ -78,6 +78,7 @@ export function number(value, digits = 3) {
   if (typeof value !== "number") return String(value);
   const size = Math.abs(value);
   if (size > 0 && size < 0.001) return value.toExponential(2);
+  if (size >= 1e9) return `${fixed(value / 1e9, 2)}G`;
   return fixed(value, Number.isInteger(value) || size >= 1000 ? 0 : digits);
 }
 
@@ -124,14 +125,26 @@ export function clock(at) {
 
 // ── tables ──
 
-// Columns are [heading, cell(row), class]; cells are texts or elements.
+const orders = new Map(); // of the tables that were sorted, by label: the heading, and 1 or -1
+
+// Columns are [heading, cell(row), class, value(row)]; cells are texts or elements, a column with values can be sorted.
 export function table(label, columns, rows, empty = t("table.none")) {
-  const head = el("tr", {}, columns.map(([name, , kind]) => el("th", { scope: "col", class: kind || "" }, name)));
-  const body = rows.length
-    ? rows.map((row) => el("tr", {}, columns.map(([, cell, kind]) => el("td", { class: kind || "" }, cell(row)))))
-    : [el("tr", {}, el("td", { colspan: columns.length, class: "dim" }, empty))];
-  return el("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": label },
-    el("table", {}, el("thead", {}, head), el("tbody", {}, body)));
+  const body = el("tbody");
+  const heads = columns.map(([name, , kind, value]) => el("th", { scope: "col", class: kind || "" }, value ? el("button", { type: "button", class: "sort", on: { click: () => {
+    orders.set(label, [name, orders.get(label)?.[0] === name ? -orders.get(label)[1] : 1]);
+    draw();
+  } } }, name) : name));
+  function draw() {
+    const [by, sign] = orders.get(label) || [];
+    const value = columns.find(([name]) => name === by)?.[3];
+    const known = (row) => (value(row) ?? null) !== null;
+    const ordered = value ? [...rows].sort((a, b) => known(b) - known(a) || (known(a) ? sign * ((value(a) > value(b)) - (value(a) < value(b))) : 0)) : rows;
+    heads.forEach((head, at) => columns[at][3] && head.setAttribute("aria-sort", columns[at][0] !== by ? "none" : sign > 0 ? "ascending" : "descending"));
+    replace(body, ordered.length ? ordered.map((row) => el("tr", {}, columns.map(([, cell, kind]) => el("td", { class: kind || "" }, cell(row)))))
+      : el("tr", {}, el("td", { colspan: columns.length, class: "dim" }, empty)));
+  }
+  draw();
+  return el("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": label }, el("table", {}, el("thead", {}, el("tr", {}, heads)), body));
 }
 
 export function tile(name, value, note = "", kind = "") {

@@ -1,11 +1,11 @@
 // The frame of the page: which view is shown, when it is read again, and what is said while the console does not answer.
 
-import { Refused } from "./api.js";
+import { get, path, Refused } from "./api.js";
 import { clock, el, replace, shown } from "./dom.js";
 import { switchLanguage, t } from "./language.js";
 import * as compare from "./views/compare.js";
 import * as deadLetters from "./views/dead_letters.js";
-import * as fleet from "./views/fleet.js";
+import * as services from "./views/services.js";
 import * as group from "./views/group.js";
 import * as logs from "./views/logs.js";
 import * as newRun from "./views/new_run.js";
@@ -23,7 +23,7 @@ const MOST_MS = 15000; // between two attempts while nothing answers
 
 // name in the address: [view, label in the navigation]
 const VIEWS = {
-  overview: [overview, "nav.overview"], trajectories: [trajectories, "nav.trajectories"], fleet: [fleet, "nav.fleet"],
+  overview: [overview, "nav.overview"], trajectories: [trajectories, "nav.trajectories"], services: [services, "nav.services"],
   weights: [weights, "nav.weights"], rewards: [rewards, "nav.rewards"], lineage: [lineage, "nav.lineage"],
   "dead-letters": [deadLetters, "nav.dead-letters"], settings: [settings, "nav.settings"], logs: [logs, "nav.logs"], group: [group, null],
 };
@@ -52,17 +52,23 @@ export function parse(hash) {
   return { name: "runs", run: null, values };
 }
 
-function drawNavigation({ name, run }) {
+const OF_ANY = ["overview", "settings", "logs"]; // views that a script, and a training on given answers, have too
+const kinds = new Map(); // by run
+
+async function drawNavigation({ name, run }) {
   const link = (href, text, isHere) => el("a", { href, "aria-current": isHere ? "page" : null }, text);
   const links = [link("#/", t("nav.runs"), name in ALL_RUNS)];
   if (run) {
     links.push(el("span", { class: "run" }, run));
     for (const [one, [, label]] of Object.entries(VIEWS)) {
-      if (label) links.push(link(`#/run/${encodeURIComponent(run)}/${one}`, t(label), one === name || (name === "group" && one === "trajectories")));
+      if (label && (OF_ANY.includes(one) || [undefined, "train"].includes(kinds.get(run)))) links.push(link(`#/run/${encodeURIComponent(run)}/${one}`, t(label), one === name || (name === "group" && one === "trajectories")));
     }
   }
   replace(nav, links);
   document.title = run ? `${shown(run)} – Penstock` : "Penstock";
+  if (!run || kinds.has(run)) return;
+  kinds.set(run, (await get(path("runs", run, "summary")).catch(() => ({}))).kind);
+  if (parse(location.hash).run === run) drawNavigation(parse(location.hash));
 }
 
 async function show() {

@@ -31,12 +31,12 @@ export function runBar(run) {
   }
 
   const button = (label, click, kind = "") => el("button", { type: "button", class: kind, on: { click } }, label);
-  const ask = (fields, label, send) => {
+  const ask = (fields, label, send, done = t("bar.asked", { what: label })) => {
     const inputs = Object.fromEntries(fields.map(([name, text, value]) => [name, el("input", { name, value, class: "wide", required: name === "data" ? "required" : null })]));
     const asked = el("form", { class: "filters", on: { submit: (event) => {
       event.preventDefault();
       replace(form);
-      act(t("bar.asked", { what: label }), () => send(Object.fromEntries(Object.entries(inputs).map(([name, input]) => [name, input.value.trim()]))));
+      act(done, () => send(Object.fromEntries(Object.entries(inputs).map(([name, input]) => [name, input.value.trim()]))));
     } } }, fields.map(([name, text]) => el("label", {}, text, inputs[name])), el("button", { type: "submit" }, label), button(t("bar.cancel"), () => replace(form)));
     replace(form, asked);
     asked.elements[0].focus();
@@ -61,7 +61,7 @@ export function runBar(run) {
       button(t("bar.export"), () => ask([["version", t("field.version"), "best"], ["to", t("field.to"), `models/${run}`]], t("bar.export"), (values) => post(at("tasks"), { task: "export", ...values })))]),
       el("a", { href: `#/new?copy=${encodeURIComponent(run)}` }, t("bar.copy")),
       button(t("bar.notes"), () => ask([["tags", t("field.tags"), status.tags.join(", ")], ["notes", t("field.notes"), status.notes]], t("bar.keep"),
-        (values) => put(at("notes"), { tags: values.tags.split(",").map((tag) => tag.trim()).filter(Boolean), notes: values.notes }))),
+        (values) => put(at("notes"), { tags: values.tags.split(",").map((tag) => tag.trim()).filter(Boolean), notes: values.notes }), t("bar.saved"))),
       mine === "admin" ? button(t("bar.delete"), () => ask([["name", t("bar.type-name", { run }), ""]], t("bar.delete"), async (values) => {
         if (values.name !== run) throw new Error(t("bar.wrong-name"));
         await remove(at());

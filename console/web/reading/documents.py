@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
 from penstock.console.live.run_snapshot import ServiceLine, Snapshot
+from penstock.console.report.event_fields import number
 from penstock.console.report.learning import LABELS, held_out, mean
 from penstock.console.web.reading.page_view import PageView, VersionNotes, histogram
 from penstock.protocol.heartbeats import apply_means
@@ -39,6 +40,7 @@ _OF_A_SNAPSHOT = (  # what the overview shows unchanged
 )  # fmt: skip
 MAX_VALUE = 500  # characters of one value
 _MISSING = "(not set)"
+_SOURCES = {"bytes": "weights_bytes_", "misses": "weights_misses_", "peer_misses": "weights_peer_misses_"}
 
 
 def summary(view: PageView, snapshot: Snapshot, *, state: str, is_live: bool) -> dict[str, Any]:
@@ -112,17 +114,23 @@ def evaluations(view: PageView) -> list[dict[str, Any]]:
     return rows
 
 
-def checkpoints(view: PageView) -> list[dict[str, Any]]:
-    """Return the evaluated versions of a run, with the measure of each source, and the newest."""
-    steps = {point.version: point.step for point in view.evals}
-    steps |= {point.fields.version: point.number for point in view.points()[-1:]}
+def checkpoints(view: PageView, evaluated: Iterable[Mapping[str, Any]] = ()) -> list[dict[str, Any]]:
+    """Return the evaluated versions of a run, with the measure of each source, and the newest; ``evaluated`` are rows of `penstock eval`."""
+    steps: dict[int, int | None] = {point.version: point.step for point in view.evals}
+    # A step names the version before it.
+    steps |= {point.fields.version + 1: point.number for point in view.points()[-1:]}
     measured: dict[int, dict[str, float | None]] = {version: {} for version in steps}
     for point in view.evals:
         measured[point.version][point.split] = point.reward if point.accuracy is None else point.accuracy
+    for row in evaluated:
+        version, values = row.get("step"), row.get("values")  # such a row has the version as its step
+        if isinstance(version, int) and isinstance(values, Mapping):
+            steps.setdefault(version, None)
+            measured.setdefault(version, {}).update({name: number(value) for name, value in values.items()})
     return [{"step": steps[v], "path": f"{view.run_id}@{v}", "eval_results": measured[v]} for v in sorted(steps)]
 
 
-def fleet(view: PageView, snapshot: Snapshot) -> dict[str, Any]:
+def services(view: PageView, snapshot: Snapshot) -> dict[str, Any]:
     lines = [_service(view, snapshot, line) for line in snapshot.services]
     spread: dict[str, dict[str, dict[str, float]]] = {}
     for role in dict.fromkeys(str(line["role"]) for line in lines):
@@ -154,20 +162,25 @@ def _spread(values: Sequence[float]) -> dict[str, float]:
 
 
 def versions(view: PageView, *, before: int | None, limit: int) -> dict[str, Any]:
-    """Return the newest versions below ``before``, with what each worker took to adopt them."""
+    """Return the newest versions below ``before``, what each worker took to adopt them, and where it read their bytes from."""
     numbers = sorted((n for n in view.versions if before is None or n < before), reverse=True)
     shown = numbers[:limit]
+    workers = {worker: beat for (role, worker), beat in sorted(view.beats.items()) if role == "rollout"}
     return {
         "versions": [_version(view, number, view.versions[number]) for number in shown],
         "next": shown[-1] if len(numbers) > limit else None,
-        "num_versions": len(view.versions),
-        "serving": view.serving(),
-        "apply_s": {
-            worker: means
-            for (role, worker), beat in sorted(view.beats.items())
-            if role == "rollout" and (means := apply_means(beat.figures))
-        },
+        "serving": view.serving() or {name: beat.version for name, beat in workers.items() if beat.version is not None},
+        "apply_s": {worker: means for worker, beat in workers.items() if (means := apply_means(beat.figures))},
+        "sources": {worker: _sources(beat.figures) for worker, beat in workers.items()},
         "newest": max(view.published, default=None),
+    }
+
+
+def _sources(figures: Mapping[str, float]) -> dict[str, dict[str, float]]:
+    """Return bytes by store and misses by reason, since the worker's process started."""
+    return {
+        kind: {name.removeprefix(prefix): value for name, value in figures.items() if name.startswith(prefix)}
+        for kind, prefix in _SOURCES.items()
     }
 
 
@@ -202,7 +215,7 @@ def _version(view: PageView, number: int, notes: VersionNotes) -> dict[str, Any]
     }  # fmt: skip
 
 
-def rewards(view: PageView, snapshot: Snapshot, recent: dict[str, list[float]], num_steps: int) -> dict[str, Any]:
+def rewards(view: PageView, recent: dict[str, list[float]], num_steps: int) -> dict[str, Any]:
     errors = [
         {"reason": reason, **asdict(notes), "newest": notes.newest[:MAX_TEXT]}
         for reason, notes in view.reward_errors.items()
@@ -210,7 +223,6 @@ def rewards(view: PageView, snapshot: Snapshot, recent: dict[str, list[float]], 
     return {
         "errors": sorted(errors, key=lambda one: (-one["dead"], -one["waited"])),
         "scored_by": {name: share.model_dump() for name, share in view.scorers().items()},
-        "services": [line for line in fleet(view, snapshot)["services"] if line["role"] == "reward"],
         "distribution": {name: distribution(values) for name, values in recent.items() if values},
         "distribution_steps": num_steps,
     }  # fmt: skip

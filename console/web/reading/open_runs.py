@@ -42,6 +42,7 @@ class _Known:
     line: RunLine
     curve: list[float]
     varied: dict[str, Any]
+    until: float  # the metrics of a long run that goes on are not read again at each step
 
 
 _known: dict[Path, _Known] = {}
@@ -71,7 +72,8 @@ def _describe(path: Path) -> _Known:
     seen = curves.metrics_stamp(curves.metrics_file(path))
     with _lock:
         known = _known.get(path)
-    if known is not None and known.seen == seen:
+    started = time.monotonic()
+    if known is not None and (known.seen == seen or started < known.until):
         return replace(known, line=replace(known.line, state=runs.state_of(path)))
     line = runs.describe(path)
     trained = curves.read_training(path)
@@ -79,7 +81,7 @@ def _describe(path: Path) -> _Known:
     size = bucket_size(len(values), _POINTS)
     buckets = [values[at : at + size] for at in range(0, len(values), size)]
     curve = [float(f"{sum(bucket) / len(bucket):.4g}") for bucket in buckets]
-    description = _Known(seen, line, curve, runs.varied(path))
+    description = _Known(seen, line, curve, runs.varied(path), time.monotonic() + 20 * (time.monotonic() - started))
     with _lock:
         if len(_known) > 2 * _MAX_RUNS:
             _known.clear()

@@ -16,6 +16,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from penstock.console.live.run_snapshot import WatchedTotals
 from penstock.console.live.run_view import RunView
 from penstock.console.report import learning
 from penstock.console.report.curves import METRICS
@@ -50,7 +51,6 @@ class StepSeries:
         self._at = array("d")
         self._columns: dict[str, array[float]] = {}  # NaN where a step does not have the figure
         self._full: dict[str, _FullBuckets] = {}  # by figure
-        self.num_left_out = 0  # figures beyond `MAX_NAMES`
 
     def __len__(self) -> int:
         return len(self._steps)
@@ -87,11 +87,7 @@ class StepSeries:
 
     def _put(self, place: int, step: int, at: float, figures: Mapping[str, float]) -> None:
         for name in figures:
-            if name in self._columns:
-                continue
-            if len(self._columns) >= MAX_NAMES:
-                self.num_left_out += 1
-            else:
+            if name not in self._columns and len(self._columns) < MAX_NAMES:
                 self._columns[name] = array("d", [math.nan]) * len(self)
         self._steps.insert(place, step)
         self._at.insert(place, at)
@@ -216,6 +212,10 @@ class PageView(RunView):
         self.series = StepSeries()
         self.versions: dict[int, VersionNotes] = {}
         self.beats: dict[tuple[str, str], Heartbeat] = {}
+
+    def restore(self, totals: WatchedTotals) -> None:
+        super().restore(totals)
+        self.beats = {(one.beat.role, one.beat.service_id): one.beat for one in totals.services}
 
     def add_recorded(self, rows: Iterable[Mapping[str, Any]]) -> None:
         """Add the rows of metrics.jsonl whose events are no longer on the stream."""

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from fastapi import Query
 
+from penstock.console.report import diagnoses
 from penstock.console.report.event_fields import setting
 from penstock.console.report.learning import mean
 from penstock.protocol.errors import PenstockError
@@ -169,6 +170,7 @@ def group_row(entry: Entry) -> dict[str, Any]:
     """Return a group as one line of a list, without its texts."""
     row: dict[str, Any] = {
         "group_id": entry.group_id, "status": entry.status, "reason": entry.reason, "split": entry.split, "step": entry.step,
+        "meaning": diagnoses.MEANINGS.get(entry.reason, diagnoses.OF_A_FILTER) if entry.reason else "",
         "chapter": entry.chapter, "trained_version": entry.trained_version, "made_version": entry.made_version,
         "tokens": entry.num_tokens, "use": entry.use, "prompt": None,
     }  # fmt: skip

@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from penstock.console import connections
@@ -121,11 +122,14 @@ class RunReading:
         """Return those that a script logged, each once; of a run its versions."""
         logged = {row.get("path"): row for row in curves.rows(self.folder / curves.CHECKPOINTS)}
         with self._lock:
-            return list(logged.values()) or documents.checkpoints(self._view)
+            return list(logged.values()) or documents.checkpoints(self._view, curves.rows(self.folder / "evaluations"))
 
-    def fleet(self) -> dict[str, Any]:
+    def services(self) -> dict[str, Any]:
         with self._lock:
-            return documents.fleet(self._view, self._snapshot())
+            snapshot = self._snapshot()
+            if self._watcher is None and self._state() == "running":  # the folder has those of an earlier session
+                snapshot = replace(snapshot, services=())
+            return documents.services(self._view, snapshot)
 
     def versions(self, *, before: int | None, limit: int) -> dict[str, Any]:
         with self._lock:
@@ -140,7 +144,8 @@ class RunReading:
         except PenstockError as err:
             problem = str(err)
         with self._lock:
-            return documents.rewards(self._view, self._snapshot(), recent, num_steps) | {"problem": problem}
+            of_now = {"problem": problem, "is_live": self._watcher is not None}
+            return documents.rewards(self._view, recent, num_steps) | of_now
 
     def config(self) -> dict[str, Any]:
         """Return the settings with their origins: of the folder, else of the record. Raises ConfigError."""

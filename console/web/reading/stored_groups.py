@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict
+from itertools import islice
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -167,7 +168,7 @@ class StoredGroups:
         return {
             "items": items,
             "next": None if after is None else f"{after[0]}.{after[1]}",
-            "searched_to_step": self._step_at(after),
+            "searched_to_step": self._step_at(after, budget),
             "read_bytes": budget.read_bytes,
             "read_objects": budget.read_objects,
         }
@@ -331,9 +332,14 @@ class StoredGroups:
         self._packs.put(ref.key, data, len(data))
         return data
 
-    def _step_at(self, after: tuple[int, int] | None) -> int | None:
-        span = self._chapters.span(after[0]) if after is not None else None
-        return span[1] if span is not None else None
+    def _step_at(self, after: tuple[int, int] | None, budget: ReadBudget) -> int | None:
+        """Return the step at which the rest begins; None at the end, and where that is not of a step."""
+        if after is None:
+            return None
+        chapter = self._chapters.chapter(after[0], budget) if after[1] else None
+        if chapter is not None:
+            return next((entry.step for entry in islice(entries(chapter), after[1], None)), None)
+        return (self._chapters.span(after[0]) or (None, None))[1]
 
 
 def _contains(needle: str, *texts: str) -> bool:

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from tests.console.record import recorded_run as recorded
 from tests.console.record.recorded_run import folded
 
-from penstock.console.live.fleet import ServiceHistory
 from penstock.console.live.run_snapshot import QueueDepths, RewardErrors
 from penstock.console.live.run_view import RunView
+from penstock.console.live.services import ServiceHistory
 from penstock.console.report.run_summary import attention_text
 from penstock.protocol.facts import Heartbeat
 

@@ -30,7 +30,7 @@ def step(number: int, at: float, **more: Any) -> RunEvent:
     histogram = {"0": fresh, "1": TOKENS_A_STEP - fresh - 50, "2": 50} if number > 2 else {"0": fresh}
     groups = {"issued": 48 * (number + 2), "scored": 48 * number + 12, "trained": 48 * number, "dropped": {"stale": 3}}
     data: dict[str, Any] = {
-        "step": number, "version": number, "loss": 0.01, "reward_std": 0.2,
+        "step": number, "version": number - 1, "loss": 0.01, "reward_std": 0.2,
         "reward_mean": 0.4 + 0.5 * (1 - math.exp(-number / 15)) + 0.03 * math.sin(number),
         "staleness_mean": 0.65, "staleness_max": 2, "staleness_tokens": histogram, "tokens_trained": TOKENS_A_STEP,
         "groups": groups, "zero_signal_groups": 0.25, "clip_fraction": 0.012, "wait_s": 0.1, "step_s": 0.4,
@@ -62,7 +62,13 @@ def fleet(second: int) -> list[Heartbeat]:
     """All services, ``second`` seconds into the run: workers 90 % busy, the trainer 80 %."""
     at, s = START + second, float(second)
     times = {"busy_s": 0.9 * s, "idle_s": 0.1 * s, "cpu_s": 0.5 + 0.8 * s}
-    done = {"version": 2 * second, "tokens_generated": 1100 * s, "groups_generated": 50 * s}
+    done = {
+        "version": 2 * second,
+        "tokens_generated": 1100 * s,
+        "groups_generated": 50 * s,
+        "weights_bytes_s3": 500.0 * s,
+        "weights_misses_absent": 3,
+    }
     workers = [beat("rollout", f"rollout-{n}", at, **times, **done) for n in (0, 1)]
     scorer = beat("reward", "reward", at, busy_s=0.05 * s, idle_s=0.95 * s, cpu_s=0.3 + 0.05 * s, groups_scored=100 * s)
     trainer = beat("trainer", "trainer", at, busy_s=0.8 * s, idle_s=0.2 * s, cpu_s=2 + 0.9 * s, version=2 * second)

@@ -13,11 +13,11 @@ from tests.console.web.control.api import Api
 from penstock.console.web.access import Role
 
 CHROMIUM = "/usr/bin/chromium"
-VIEWS = ("overview", "trajectories", "fleet", "weights", "rewards", "lineage", "dead-letters")
+VIEWS = ("overview", "trajectories", "services", "weights", "rewards", "lineage", "dead-letters")
 OVERVIEW_CHARTS = (  # title on the page, name in the API
     ("Reward", "reward_mean"), ("Entropy", "entropy"), ("Clipped tokens", "clip_fraction"),
     ("KL between sampler and policy", "kl_behaviour"), ("Effective sample size", "ess_share"),
-    ("Degenerate groups", "zero_signal_groups"), ("Truncated completions", "truncated_share"),
+    ("Groups with equal rewards", "zero_signal_groups"), ("Truncated completions", "truncated_share"),
     ("Tokens trained per second", "tokens_per_s"), ("Staleness of what was trained", "staleness_mean"),
 )  # fmt: skip
 _DEADLINE_MS = 30_000

@@ -13,6 +13,7 @@ from tests.console.record import recorded_run as recorded
 from tests.console.web.control.api import Api
 from tests.console.web.shown_run import ShownRun, environ_of
 
+from penstock.console.live import run_snapshot
 from penstock.console.web.access import Role
 from penstock.deploy.bootstrap import bootstrap
 from penstock.deploy.processes.servers import NatsServer, S3Server
@@ -55,5 +56,9 @@ def shown(nats_server: NatsServer, s3_server: S3Server, tmp_path_factory: pytest
             )
             runs.append(run)
         recorded.write_metrics(folder / "only-files")
+        run_snapshot.save_totals(folder / "only-files", recorded.whole_run().totals())
+        (folder / "only-files" / "evaluations").mkdir()
+        evaluated = {"evaluation": "v60-a", "step": recorded.STEPS, "at": 1.0, "values": {"eval/math/accuracy": 0.9}}
+        (folder / "only-files" / "evaluations" / "metrics.jsonl").write_text(json.dumps(evaluated) + "\n")
         with Api(folder, environ=environ_of(nats_server.settings, s3_server.settings)).served() as console:
             yield Shown(runs[0], runs[1], console, folder)

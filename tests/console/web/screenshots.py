@@ -23,7 +23,7 @@ PICTURES = {  # name of the file: (address, view)
     "console-overview": ("#/run/sorting/overview", "overview"),
     "console-trajectories": ("#/run/sorting/trajectories", "trajectories"),
     "console-group": (_GROUP, "group"),
-    "console-fleet": ("#/run/sorting/fleet", "fleet"),
+    "console-services": ("#/run/sorting/services", "services"),
     "console-weights": ("#/run/sorting/weights", "weights"),
     "console-rewards": ("#/run/sorting/rewards", "rewards"),
     "console-lineage": ("#/run/sorting/lineage", "lineage"),

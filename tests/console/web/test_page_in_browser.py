@@ -75,6 +75,12 @@ def test_the_overview_shows_what_the_api_answers(chromium: Browser, shown: Shown
     for one in found["evaluations"]:
         title = f"Held-out accuracy: {one['split']}"
         assert float(chromium.page.get_attribute(f'[data-chart="{title}"] [data-last]', "data-last") or "nan") == one["points"][-1]["accuracy"]  # fmt: skip
+    with chromium.page.expect_download() as download:
+        chromium.page.click('[data-chart="Reward"] button:text-is("CSV")')
+    saved = Path(download.value.path()).read_text("utf-8").splitlines()[-1].split(",")
+    assert (
+        float(saved[4]) == float(saved[5]) == metrics["figures"]["reward_mean"]["max"][-1]
+    )  # not the band that is drawn
     truncated = next(band for band in found["bands"] if band["name"] == "truncated_share")
     assert truncated["sentence"] in chromium.text('[data-chart="Truncated completions"]')
     assert chromium.page.locator(".chart canvas").count() >= 10
@@ -94,6 +100,7 @@ def test_a_training_on_given_answers_shows_its_losses(chromium: Browser, shown: 
     row = next(row for row in chromium.rows("Runs") if row[1] == "warm-up")
     assert row[2:6] == ["finished", "8", "loss 0.250", "loss 0.125"]
     chromium.open("warm-up", "overview")
+    chromium.page.wait_for_function("() => document.querySelectorAll('nav a').length === 4")  # Runs, and three views
     assert (chromium.tile("state"), chromium.tile("step")) == ("finished", "8")
     for title, last in (("Loss", "0.125"), ("Held-out loss", "0.25")):
         assert chromium.page.get_attribute(f'[data-chart="{title}"] [data-last]', "data-last") == last
@@ -110,10 +117,20 @@ def test_a_new_step_appears_without_a_reload(chromium: Browser, shown: Shown) ->
 
 
 def test_the_browser_of_trajectories_filters_pages_and_opens_a_group(chromium: Browser, shown: Shown) -> None:
-    chromium.open(shown.plain.run_id, "trajectories")
-    assert len(chromium.rows("Groups")) == 40
+    chromium.open(shown.plain.run_id, "trajectories", "?each=1")
+    first = len(chromium.rows("Trajectories"))
     chromium.page.click("text=More")
-    chromium.page.wait_for_function("() => document.querySelectorAll('[aria-label=Groups] tbody tr').length === 80")
+    chromium.page.wait_for_function(
+        "first => document.querySelectorAll('[aria-label=Trajectories] tbody tr').length > first", arg=first
+    )
+    chromium.page.click("th button:text-is('tokens')")
+    tokens = [int(row[4]) for row in chromium.rows("Trajectories")]
+    assert (tokens, len(tokens) > 100) == (sorted(tokens), True)
+    chromium.open(shown.plain.run_id, "trajectories", "?status=dropped&reason=stale")
+    assert [row[2] for row in chromium.rows("Groups")] == ["dropped: stale"]
+    assert "older than rollout.max_staleness" in chromium.text()
+    chromium.open(shown.plain.run_id, "trajectories")
+    assert {row[2] for row in chromium.rows("Groups")} == {"trained"}
     chromium.page.fill("[name=step_from]", "5")
     chromium.page.fill("[name=step_to]", "5")
     chromium.page.keyboard.press("Enter")
@@ -202,16 +219,20 @@ def test_a_conversation_is_shown_turn_by_turn(chromium: Browser, shown: Shown) -
     assert chromium.page.locator('[data-trajectory="0"] button').count() == 3
 
 
-def test_fleet_weights_rewards_and_lineage_show_what_the_api_answers(chromium: Browser, shown: Shown) -> None:
+def test_services_weights_rewards_and_lineage_show_what_the_api_answers(chromium: Browser, shown: Shown) -> None:
     run = shown.plain.run_id
-    chromium.open(run, "fleet")
-    services = api(shown, "workers")["services"]
+    chromium.open(run, "services")
+    services = api(shown, "services")["services"]
     assert [row[0] for row in chromium.rows("Services")] == [service["name"] for service in services]
     assert ["rollout", "cpu_s", "24.500", "24.500", "24.500", "2"] in chromium.rows("Least, mean and greatest")
     chromium.open(run, "weights")
     versions = api(shown, "versions", limit=100)["versions"]
     assert [row[0] for row in chromium.rows("Versions")] == [str(version["version"]) for version in versions]
     assert chromium.rows("Versions")[0][8] == "45 ms (30 ms to 60 ms)"
+    assert chromium.rows("Served now")[0][4:] == ["object store 15.0 kB", "not there yet 3", "–"]
+    chromium.open("only-files", "dead-letters")
+    assert "only-files" in chromium.text("main [role=status]")  # why there are none to show, and no attempt after attempt
+    chromium.forget("status of 404")
     chromium.open(run, "rewards")
     rewards = api(shown, "rewards")
     mean = rewards["distribution"]["reward"]["mean"]

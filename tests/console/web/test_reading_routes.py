@@ -82,8 +82,9 @@ def test_metrics_are_sampled_down_and_begin_where_they_are_asked_to(shown: Shown
     assert list(found["figures"]) == ["reward_mean"]
 
 
-def test_the_fleet_has_the_least_and_the_greatest_value_beside_the_mean(shown: Shown) -> None:
-    found = get(shown, "workers")
+def test_services_have_the_least_and_the_greatest_value_beside_the_mean(shown: Shown) -> None:
+    found = get(shown, "services")
+    assert get(shown, "workers").keys() == found.keys()  # its name in earlier releases
     assert [line["id"] for line in found["services"]] == ["rollout-0", "rollout-1", "reward", "trainer"]
     assert found["spread"]["rollout"]["cpu_s"] == {"min": 24.5, "mean": 24.5, "max": 24.5, "num": 2}
 
@@ -97,6 +98,7 @@ def test_versions_show_what_each_worker_took_to_adopt_them_a_page_at_a_time(show
     assert (newest["publish_s"], newest["compare_s"], newest["upload_s"]) == (0.05, 0.03, None)
     assert newest["pause_s"] == {"min": 0.02, "mean": pytest.approx(0.03), "max": 0.04, "num": 2}
     assert first["serving"] == {"rollout-0": STEPS, "rollout-1": STEPS}
+    assert first["sources"]["rollout-1"] == {"bytes": {"s3": 15_000}, "misses": {"absent": 3}, "peer_misses": {}}
 
 
 def all_pages(shown: Shown, path: str, **query: Any) -> list[dict[str, Any]]:
@@ -159,6 +161,7 @@ def test_a_cursor_stays_valid_while_the_run_goes_on(shown: Shown) -> None:
     """A new chapter is read by new lists; an old one continues where it was."""
     first = get(shown, "groups", limit=4, texts=False)
     assert first["next"].startswith("3.")
+    assert first["searched_to_step"] == STEPS - 1  # where the rest begins: the list has all groups of the last step
     rest = get(shown, "groups", limit=100, texts=False, cursor=first["next"])
     run = shown.plain
     old_end = run.end
@@ -252,6 +255,7 @@ def test_steps_that_could_not_be_stored_are_counted_in_the_reason(shown: Shown) 
 def test_a_dropped_group_and_one_whose_pack_is_gone_are_shown_as_far_as_they_are_known(shown: Shown) -> None:
     dropped = get(shown, "group", group_id=DROPPED, chapter=1)
     assert (dropped["status"], dropped["reason"], dropped["problem"]) == ("dropped", "stale", "")
+    assert dropped["meaning"].startswith("older than rollout.max_staleness")
     assert dropped["trajectories"][0]["reward"] is None
     waiting = get(shown, "group", group_id=WAITING)
     assert waiting["problem"] == "no pack of it is recorded (in_flight)"
@@ -299,7 +303,18 @@ def test_a_dead_letter_is_sent_again_by_the_role_run_only(shown: Shown) -> None:
 
 
 def test_a_run_of_which_only_files_are_left_is_shown_from_them(shown: Shown) -> None:
+    """With what its services last reported, and the results of `penstock eval`."""
     found = get(shown, "summary", run="only-files")
+    assert (found["newest_version"], get(shown, "rewards", run="only-files")["is_live"]) == (recorded.STEPS, False)
+    services = get(shown, "services", run="only-files")["services"]
+    assert {one["name"]: (one["alive"], one["has_exited"]) for one in services} == dict.fromkeys(("rollout-0", "rollout-1", "reward", "trainer"), (False, True))  # fmt: skip
+    assert get(shown, "versions", run="only-files")["serving"] == {"rollout-0": recorded.STEPS, "rollout-1": 22}
+    newest = {
+        "step": recorded.STEPS,
+        "path": f"only-files@{recorded.STEPS}",
+        "eval_results": {"eval": 0.95, "eval/math/accuracy": 0.9},
+    }
+    assert get(shown, "checkpoints", run="only-files")[-1] == newest
     assert (found["step"], found["is_live"]) == (recorded.STEPS, False)
     assert found["problem"]
     with shown.client() as client:

@@ -477,6 +477,11 @@ def test_a_deleted_key_can_be_made_again(bus: Bus, run_streams: str) -> None:
     entries = {e.key: e for e in store.entries().wait()}
     assert {key: e.value for key, e in entries.items()} == {"a": b"3", "b.c": b"2"}
     assert store.get("a").wait() == entries["a"]
+    with pytest.raises(CompareAndSwapFailed, match="another writer"):
+        store.delete("a", entries["a"].revision - 1).wait()
+    assert all(0.0 <= entry.age_s < 600.0 for entry in store.entries(aged=True).wait())
+    store.delete("a", entries["a"].revision).wait()
+    assert store.get("a").wait() is None
 
 
 def test_a_value_expires_before_its_bucket(bus: Bus, run_streams: str) -> None:

@@ -36,6 +36,16 @@ PROVES_NOTHING: dict[str, dict[str, Any]] = {  # by what the error says
         "an assertion in a generator": "def test_add():\n    assert add(1, 2) == 3\n    yield",
         "an expected failure": CLASS + "    @unittest.expectedFailure\n    def test_it(self): assert add(1, 2) == 3",
     },
+    "returns anything empty": {
+        "a zip with the answer": "assert all(a == b for a, b in zip(add(1, 2), [3, 4]))",
+        "a loop over the answer": "def test_add():\n    for item in add(1, 2):\n        assert item == 3",
+        "a subset": "assert set(add([1], [2])) <= {1, 2}",
+    },
+    "a program may have written it": {
+        "an evaluated answer": "assert eval(add(1, 2)) == 3",
+        "an executed answer": "answer, names = add(1, 2), {}\nexec(answer, names)\nassert names['x'] == 3",
+        "a pickled answer": "import pickle\nassert pickle.loads(add(1, 2)) == 3",
+    },
     "test 0 of piece 1": {"an assertion about the tests themselves": ["assert add(1, 2) == 3", "assert 1 + 2 == 3"]},
     "test 1 of piece 0": {
         "one of two methods": "class TestIt:\n    def test_a(self): assert add(1, 2) == 3\n    def test_b(self): ..."

@@ -9,6 +9,7 @@ import pytest
 from penstock.protocol import streams
 from penstock.protocol.facts import Heartbeat, encode
 from penstock.protocol.transport.bus import Bus
+from penstock.protocol.transport.key_value import Entry
 from penstock.rollout_service.weights.weight_swap import SwapSemaphore, num_permits
 
 
@@ -50,6 +51,25 @@ async def test_permits_are_limited_and_released(bus: Bus, run_streams: str):
             tasks.create_task(swap(worker))
     assert (most, sorted(had)) == (2, workers)
     assert await asyncio.to_thread(leases, bus, run_streams) == []
+
+
+async def test_a_paused_worker_does_not_delete_the_permit_of_another(
+    bus: Bus, run_streams: str, monkeypatch: pytest.MonkeyPatch
+):
+    await asyncio.to_thread(beat, bus, run_streams, "w0", "w1")
+    semaphore = SwapSemaphore(bus, run_id=run_streams, worker_id="w0", max_share=0.5)
+    async with semaphore.permit():
+        store = semaphore._leases
+        assert store is not None
+        read = store.get
+
+        async def get(key: str, **how: bool) -> Entry | None:
+            entry = await read(key, **how)
+            await store.put(key, b"w1")  # the worker is paused here, and its permit expires
+            return entry
+
+        monkeypatch.setattr(store, "get", get)
+    assert await asyncio.to_thread(leases, bus, run_streams) == [streams.swap_permit_key(0)]
 
 
 async def test_a_worker_swaps_without_a_permit_after_the_deadline(bus: Bus, run_streams: str):

@@ -97,20 +97,20 @@ def test_an_unknown_reward_is_refused_with_those_on_offer(
     connections = Connections(run_streams, bus, blobs)
     wanted = prompts(settings, RewardSettings(name="vibes"))
     with pytest.raises(UnknownReward, match=r"no reward service of this run is alive.*penstock reward service"):
-        check_rewards(connections, [wanted], clock=time.time, deadline_s=0.0)
+        check_rewards(connections, [wanted], deadline_s=0.0)
     stop = threading.Event()
     stop.set()  # Ctrl-C while it waits
     with pytest.raises(UnknownReward, match=r"\(waited 0 s\)"):
-        check_rewards(connections, [wanted], clock=time.time, deadline_s=60.0, stop=stop)
+        check_rewards(connections, [wanted], deadline_s=60.0, stop=stop)
     with ScriptedProducer(nats_settings, s3_settings, run_streams):
         with pytest.raises(UnknownReward, match=r"offers vibes; offered: auto, exact_match"):
-            check_rewards(connections, [wanted], clock=time.time, deadline_s=0.0)
+            check_rewards(connections, [wanted], deadline_s=0.0)
         known = prompts(settings, RewardSettings(name="exact_match"))
         by_source = prompts(settings, RewardSettings())
-        check_rewards(connections, [known, by_source], clock=time.time, deadline_s=5.0)
+        check_rewards(connections, [known, by_source], deadline_s=5.0)
         elsewhere = prompts(settings, RewardSettings(by_source={"sort_digits": "vibes"}))
         with pytest.raises(UnknownReward, match="vibes"):
-            check_rewards(connections, [elsewhere], clock=time.time, deadline_s=0.0)
+            check_rewards(connections, [elsewhere], deadline_s=0.0)
 
 
 def test_a_reward_made_of_parts_must_be_made_of_the_same_parts_everywhere(
@@ -136,7 +136,7 @@ def test_a_reward_made_of_parts_must_be_made_of_the_same_parts_everywhere(
         bucket.put(rewards_offered.key("r1"), encode(fact)).wait()
 
     def check() -> None:
-        check_rewards(connections, [wanted], define=ours.define, clock=time.time, deadline_s=0.0)
+        check_rewards(connections, [wanted], define=ours.define, deadline_s=0.0)
 
     try:
         offer(("auto", "exact_watch"), "0" * 16)

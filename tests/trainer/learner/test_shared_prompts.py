@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from benchmarks import staleness, staleness_tasks
 from hypothesis import given
 from hypothesis import strategies as st
 from tests.examples import examples
@@ -17,6 +20,8 @@ from transformers import (
     GPT2LMHeadModel,
     GptOssConfig,
     GptOssForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
     MinistralConfig,
     MinistralForCausalLM,
     SeedOssConfig,
@@ -156,3 +161,59 @@ def test_a_model_s_own_dropout_is_off(of: Any, config: Any) -> None:
     ids = torch.arange(8)[None]
     assert torch.equal(model(input_ids=ids).logits, model.eval()(input_ids=ids).logits)
     assert model.config.to_dict() == before
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-4), (torch.bfloat16, 0.1)])
+def test_the_policy_of_the_staleness_benchmark_equals_llama(
+    tmp_path: Path, dtype: torch.dtype, tolerance: float
+) -> None:
+    """Log-probabilities and gradients of its rows one by one, and of its samples when they are sampled."""
+    llama = (
+        _tiny(LlamaForCausalLM, LlamaConfig, pad_token_id=None, tie_word_embeddings=True, initializer_range=0.3)
+        .to(dtype)
+        .float()
+    )
+    llama.save_pretrained(tmp_path)
+    weights, shape = staleness_tasks.read(tmp_path, dtype), staleness_tasks.Shape.of(tmp_path)
+    prompts = torch.tensor([[1, 2, 3, 4, 5], [1, 2, 6, 4, 7]])
+    generator = torch.Generator().manual_seed(0)
+    tokens, sampled, lengths = staleness_tasks.generate(
+        weights, prompts, groups=3, longest=6, end=2, shape=shape, generator=generator
+    )
+    inside = torch.arange(6) < lengths[:, None]
+    assert lengths.unique().numel() > 1
+    found = staleness_tasks.completion_logprobs(weights, prompts, tokens, inside, shape)
+    torch.testing.assert_close(found, sampled[inside], rtol=0.0, atol=tolerance)
+    found.sum().backward()
+    rows = []
+    for row, length in enumerate(lengths.tolist()):
+        ids = torch.cat([prompts[row // 3], tokens[row, :length]])
+        logprobs = llama(input_ids=ids[None, :-1]).logits[0].log_softmax(-1)
+        rows.append(logprobs[4:].gather(1, ids[5:, None])[:, 0])
+    torch.testing.assert_close(found, torch.cat(rows), rtol=0.0, atol=tolerance)
+    torch.cat(rows).sum().backward()
+    for name, parameter in llama.named_parameters():
+        grad = weights[name].grad
+        assert grad is not None
+        assert grad.dtype == dtype
+        assert (grad.float() - parameter.grad).norm() <= tolerance * parameter.grad.norm(), name
+
+
+def test_samples_of_the_staleness_benchmark_are_as_old_as_they_say(tmp_path: Path) -> None:
+    """Their log-probabilities are those of the weights so many steps ago, the first ones where there are none."""
+    task = replace(staleness.TASKS["sort"], prompts=8, group=2, sft_steps=1, sft_batch=2)
+    weights, shape, codec = staleness.warm_up(task, 0, tmp_path)
+    versions: list[staleness_tasks.Tensors] = []
+    for step, batch in enumerate(staleness.batches(task, "mixed3", 0, 6, weights, codec, shape)):
+        versions.append({name: weight.detach().clone() for name, weight in weights.items()})
+        assert batch.ages.tolist() == [min(age, step) for age in range(4) for _ in range(4)]
+        micro, inside = staleness.micro_batch(batch, task.group)
+        for age in batch.ages.unique().tolist():
+            logprobs = staleness_tasks.completion_logprobs(
+                versions[step - age], batch.prompts, batch.tokens, inside, shape
+            )
+            its = micro.ages == age
+            torch.testing.assert_close(logprobs[its], micro.behaviour_logprobs[its], rtol=0.0, atol=1e-5)
+        with torch.no_grad():
+            for weight in weights.values():
+                weight.mul_(1.1)

@@ -40,8 +40,8 @@ def running() -> Iterator[ExitStack]:
         yield stack
 
 
-def take(state: KeyValue, ttl_s: float = 1.0) -> HeldLease:
-    return acquire(state, "r", clock=time.time, ttl_s=ttl_s, deadline_s=30.0)
+def take(state: KeyValue, ttl_s: float = 1.0, deadline_s: float = 30.0) -> HeldLease:
+    return acquire(state, "r", clock=time.time, ttl_s=ttl_s, deadline_s=deadline_s)
 
 
 def test_a_second_trainer_is_refused_while_the_first_is_alive(state: KeyValue, running: ExitStack) -> None:
@@ -58,10 +58,11 @@ def test_a_lease_that_was_released_is_free_at_once(state: KeyValue) -> None:
             assert lease.epoch == epoch
 
 
-def test_the_lease_of_a_killed_trainer_expires(state: KeyValue) -> None:
-    """The lease of a holder that never renews is taken, and that holder's error names the new one."""
-    killed = take(state)  # not entered: it is not renewed
-    with take(state) as lease:
+@pytest.mark.parametrize("ttl_s", [1.0, 1e9])
+def test_the_lease_of_a_killed_trainer_expires(state: KeyValue, ttl_s: float) -> None:
+    """The lease of a holder that never renews is taken, however long it says, and that holder's error names the new one."""
+    killed = take(state, ttl_s)  # not entered: it is not renewed
+    with take(state, deadline_s=2.0) as lease:
         assert lease.epoch == 2
         with pytest.raises(LeaseLost, match=rf"now held by {lease.holder}"):
             killed.confirm()

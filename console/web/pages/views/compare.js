@@ -6,7 +6,7 @@ import { el, panel, replaceIfChanged, table } from "../dom.js";
 import { t } from "../language.js";
 
 const FIGURES = [
-  ["reward_mean", "chart.reward"], ["loss", "chart.loss"], ["policy_loss", "chart.policy-loss"], ["kl_divergence", "chart.kl-divergence"], ["eval_loss", "chart.eval-loss"],
+  ["reward_mean", "chart.reward"], ["loss", "chart.loss"], ["policy_loss", "chart.policy-loss"], ["kl_divergence", "chart.kl-divergence"], ["kl_reference", "chart.kl-reference"], ["eval_loss", "chart.eval-loss"],
   ["kl_behaviour", "chart.kl-behaviour"], ["entropy", "chart.entropy"], ["staleness_mean", "chart.staleness-of-step"], ["step_s", "chart.seconds"],
   ["tokens_trained", "chart.tokens-of-step"], ["truncated_share", "chart.truncated"],
 ].map(([name, title]) => [name, t(title)]);

@@ -1,6 +1,6 @@
 // Messages that could not be processed, why, and sending them again.
 
-import { get, path, post, query } from "../api.js";
+import { get, path, post, query, Refused } from "../api.js";
 import { clock, el, number, pairs, panel, replace, shown, table } from "../dom.js";
 import { said, t } from "../language.js";
 
@@ -15,7 +15,14 @@ export function open(holder, { run }) {
   let cursor = null;
 
   async function load(isOlder) {
-    const found = await get(path("runs", run, "dead-letters") + query({ before: isOlder ? cursor : "", limit: 50 }));
+    let found;
+    try {
+      found = await get(path("runs", run, "dead-letters") + query({ before: isOlder ? cursor : "", limit: 50 }));
+    } catch (error) {
+      if (!(error instanceof Refused) || error.status === 401) throw error;
+      note.textContent = shown(error.message); // its NATS has stopped
+      return;
+    }
     letters = isOlder ? [...letters, ...found.letters] : found.letters;
     cursor = found.next;
     older.hidden = cursor === null;

@@ -18,11 +18,11 @@ export function open(holder, { run, values }) {
       const viewer = tokenViewer(run, id, chapter);
       replace(body,
         panel(t("group.panel"), pairs([
-          [t("col.status"), said(found.status) + (found.reason ? `: ${said(found.reason)}` : "")],
+          [t("col.status"), said(found.status) + (found.reason ? `: ${said(found.reason)} (${said(found.meaning)})` : "")],
           [t("col.step"), number(found.step)], [t("col.trained-version"), number(found.trained_version)],
-          [t("col.sampled-versions"), found.oldest_version === undefined ? "–" : t("chart.to", { low: found.oldest_version, high: found.newest_version })],
-          [t("col.staleness"), number(found.staleness)], [t("col.reward"), found.scorer ? t("group.scored", { reward: found.reward_name, scorer: found.scorer }) : found.reward_name || "–"],
-          [t("col.ground-truth"), found.ground_truth || "–"], [t("col.data-source"), found.data_source || "–"],
+          [t("col.sampled-versions"), found.oldest_version === undefined ? "–" : [...new Set([found.oldest_version, found.newest_version])].join("–")],
+          [t("col.staleness"), number(found.staleness)], [t("col.reward"), found.scorer && found.scorer !== found.reward_name ? t("group.scored", { reward: found.reward_name, scorer: found.scorer }) : found.reward_name || "–"],
+          [t("col.ground-truth"), truth(found.ground_truth) || "–"], [t("col.data-source"), found.data_source || "–"],
           ...(found.environment ? [[t("col.environment"), found.environment]] : []),
         ])),
         panel(found.prompt_tokens ? t("group.prompt-tokens", { n: found.prompt_tokens }) : t("group.prompt"), el("pre", { class: "text", tabindex: "0" }, found.prompt || "–")),
@@ -35,6 +35,15 @@ export function open(holder, { run, values }) {
       if (values.get("at") !== null && found.trajectories[at]) viewer.show(at, 0);
     },
   };
+}
+
+// Of JSON; a text is shown without its quotes.
+function truth(text) {
+  try {
+    return typeof JSON.parse(text) === "string" ? JSON.parse(text) : text;
+  } catch {
+    return text; // cut
+  }
 }
 
 function card(one, viewer) {

@@ -9,6 +9,7 @@ import { has, said, t } from "../language.js";
 const POINTS = 500;
 const STARTING = "waiting for the services"; // their NATS has still to be started
 const MOST_LINES = 6;
+const CHECKPOINTS = 12;
 const MOST_CHARTS = 40; // of the figures of a script
 const OF_ANSWERS = ["chart.loss", "chart.eval-loss", "chart.preferences", "chart.grad-norm", "chart.lr"]; // first, for sft, dpo and rm
 const FIRST = [/reward/, /loss/, /^eval/, /kl/, /entropy/, /clip/]; // figures of a script
@@ -61,7 +62,8 @@ export function open(holder, { run }) {
   const summary = el("div");
   let tools = null;
   holder.append(el("h1", {}, run), bar.element, tiles, diagnoses, summary, grid);
-  const side = [panel(t("overview.staleness-tokens"), staleness), panel(t("overview.events"), incidents)];
+  const checkpoints = el("div");
+  const side = [panel(t("overview.staleness-tokens"), staleness), panel(t("overview.checkpoints"), checkpoints), panel(t("overview.events"), incidents)];
 
   const chart = (title, options) => {
     if (!charts.has(title)) {
@@ -73,8 +75,8 @@ export function open(holder, { run }) {
 
   return {
     async refresh() {
-      const [found, metrics] = await Promise.all([
-        get(path("runs", run, "summary")), get(path("runs", run, "metrics") + query({ points: POINTS })), 
+      const [found, metrics, versions] = await Promise.all([
+        get(path("runs", run, "summary")), get(path("runs", run, "metrics") + query({ points: POINTS })), get(path("runs", run, "checkpoints")),
       ]);
       await bar.refresh(found.kind);
       if (!tools) {
@@ -104,6 +106,10 @@ export function open(holder, { run }) {
       for (const one of side) if (!one.isConnected && (one !== side[0] || found.kind === "train")) grid.append(one);
       const ages = Object.keys(found.staleness_tokens);
       replaceIfChanged(staleness, found.staleness_tokens, () => bars(t("overview.by-staleness"), { edges: ages.map(Number), counts: Object.values(found.staleness_tokens) }));
+      replaceIfChanged(checkpoints, versions, () => table(t("overview.checkpoints"), [
+        [t("col.step"), (one) => number(one.step), "num"], [t("col.path"), (one) => one.path, "text"],
+        [t("col.results"), (one) => Object.entries(one.eval_results).map(([name, value]) => `${name} ${number(value)}`).join(", ") || "–", "text"],
+      ], versions.slice(-CHECKPOINTS).reverse()));
       const rows = found.incidents.slice().reverse().slice(0, 12);
       replaceIfChanged(incidents, rows, () => table(t("overview.events"), [
         [t("col.when"), (one) => clock(one.at)], [t("col.what"), (one) => said(one.text), "text"],
@@ -147,8 +153,8 @@ function drawHeldOut(evaluations, chart) {
 }
 
 function spread(line, deviations) {
-  line.min = line.mean.map((value, at) => (value === null || deviations[at] === null ? value : value - deviations[at]));
-  line.max = line.mean.map((value, at) => (value === null || deviations[at] === null ? value : value + deviations[at]));
+  const moved = (sign) => line.mean.map((value, at) => (value === null || deviations[at] === null ? value : value + sign * deviations[at]));
+  Object.assign(line, { low: moved(-1), high: moved(1) });
 }
 
 function parts(names) {
@@ -175,7 +181,7 @@ function drawTiles(holder, run, found, last) {
   const idle = Object.entries(found.idle_share).map(([role, share]) => t("tile.waits", { role: said(role), share: percent(share) })).join(", ");
   const reasons = Object.entries(found.groups.dropped).filter(([, count]) => count).sort((a, b) => b[1] - a[1]);
   const dropped = reasons.map(([, count]) => count).reduce((sum, one) => sum + one, 0);
-  const link = el("a", { href: `#/run/${encodeURIComponent(run)}/trajectories?status=dropped` }, t("tile.dropped", { n: number(dropped), reasons: reasons.map(([name, count]) => `${said(name)} ${number(count)}`).join(", ") }));
+  const link = reasons.map(([name, count], at) => [at ? ", " : `${t("tile.dropped", { n: number(dropped) })} `, el("a", { href: `#/run/${encodeURIComponent(run)}/trajectories?status=dropped&reason=${encodeURIComponent(name)}` }, `${said(name)} ${number(count)}`)]);
   const dead = Object.values(found.groups.dead_lettered).reduce((sum, one) => sum + one, 0);
   const entries = [
     [t("tile.state"), said(found.state), found.state === "running" ? said(found.doing) : "", found.state === "running" ? "good" : found.state === "failed" ? "bad" : ""],
@@ -185,7 +191,7 @@ function drawTiles(holder, run, found, last) {
     [t("tile.trained-per-s"), number(found.trained_per_s, 0), [found.is_live && t("tile.generated", { n: number(found.generated_per_s, 0) }), found.attention && t("tile.attention", { name: found.attention })].filter(Boolean).join(", ")],
     [t("tile.staleness"), number(found.staleness_mean, 2), t("tile.at-most", { n: number(found.staleness_max) })],
     [t("tile.who-waits"), found.waiting_for.split(", ").map(said).join(", ") || "–", found.slots_used === null ? idle : t("tile.slots", { idle, share: percent(found.slots_used) })],
-    [t("tile.groups"), number(found.groups.trained), found.is_live || found.step ? [dropped ? link : t("tile.none-dropped"), `, ${t("tile.dead", { n: number(dead) })}`] : ""],
+    [t("tile.groups"), number(found.groups.trained), found.is_live || found.step ? [dropped ? link : t("tile.none-dropped"), found.is_live ? `, ${t("tile.dead", { n: number(dead) })}` : ""] : ""],
     [t("tile.version"), number(found.newest_version), found.is_live ? t("tile.published", { n: number(found.versions_published) }) : ""],
     [t("tile.time"), seconds(found.elapsed_s), found.is_live ? (found.disconnected_s ? t("tile.no-nats", { time: seconds(found.disconnected_s) }) : t("tile.live")) : t("tile.files")],
   ];

@@ -23,6 +23,7 @@ export function open(holder, { run }) {
 
   async function send(event) {
     event.preventDefault();
+    result.replaceChildren(t("rewards.scoring"));
     try {
       const lines = completions.value.split("\n").filter((line) => line !== "");
       const found = await post(path("runs", run, "rewards", "test"), { reward: names.value, prompt: prompt.value, ground_truth: truth.value || null, completions: lines });
@@ -46,16 +47,16 @@ export function open(holder, { run }) {
         return own.map(([name, one]) => el("div", { data: { distribution: name } }, el("h2", {}, said(name)), bars(name, one),
           el("p", { class: "dim" }, t("rewards.values", { n: number(one.num), steps: number(found.distribution_steps), mean: number(one.mean), low: number(one.min), high: number(one.max) }))));
       });
-      replaceIfChanged(errors, found.errors, () => table(t("rewards.errors"), [
+      replaceIfChanged(errors, [found.errors, found.is_live], () => table(t("rewards.errors"), [
         [t("col.reason"), (row) => said(row.reason)], [t("col.waited"), (row) => number(row.waited), "num"], [t("col.given-up"), (row) => el("span", { class: row.dead ? "bad" : "" }, number(row.dead)), "num"],
         [t("col.newest"), (row) => row.newest, "text"], [t("col.when"), (row) => clock(row.newest_at)],
-      ], found.errors, t("rewards.no-errors")));
+      ], found.errors, t(found.is_live ? "rewards.no-errors" : "rewards.not-live")));
       const rows = Object.entries(found.scored_by);
       replaceIfChanged(scorers, rows, () => table(t("rewards.scored-by"), [
         [t("col.scorer"), ([name]) => name], [t("col.groups"), ([, one]) => number(one.groups), "num"], [t("col.steps"), ([, one]) => t("chart.to", { low: one.first_step, high: one.last_step })],
       ], rows));
       replaceIfChanged(service, found.service, () => [
-        found.service.problem ? el("p", { class: "warn" }, said(found.service.problem)) : el("p", { class: "dim" }, found.service.url),
+        found.service.problem ? el("p", { class: "dim" }, said(found.service.problem)) : el("p", { class: "dim" }, found.service.url),
         table(t("rewards.endpoints"), [
           [t("col.endpoint"), (row) => row.endpoint.name], [t("col.url"), (row) => row.endpoint.url, "text"], [t("col.version"), (row) => row.endpoint.version],
           [t("col.breaker"), (row) => el("span", { class: row.live.breaker === "closed" ? "good" : "bad" }, said(row.live.breaker))], [t("col.calls"), (row) => number(row.live.calls), "num"],
@@ -65,7 +66,8 @@ export function open(holder, { run }) {
         table(t("nav.rewards"), [[t("col.reward"), (row) => row.name], [t("col.kind"), (row) => row.kind], [t("col.description"), (row) => row.description, "text"]], found.service.rewards),
       ]);
       const known = found.service.rewards.map((one) => one.name);
-      replaceIfChanged(names, known, () => known.map((name) => el("option", { value: name }, name)));
+      form.hidden = !known.length;
+      replaceIfChanged(names, known, () => known.map((name) => el("option", { value: name, selected: name in found.scored_by }, name)));
     },
   };
 }

@@ -34,13 +34,13 @@ export function open(holder) {
     const shown = runs.filter((row) => words.every((word) => [row.run, row.state, said(row.state), ...row.tags].some((text) => text.toLowerCase().includes(word))));
     replaceIfChanged(list, [shown, Math.floor(Date.now() / 60000)], () => table(t("nav.runs"), [
         [t("col.compare"), (row) => el("input", { type: "checkbox", "aria-label": t("runs.compare-one", { run: row.run }), checked: chosen.has(row.run), on: { change: toggle(row.run) } })],
-        [t("col.run"), (row) => el("a", { href: `#/run/${encodeURIComponent(row.run)}/overview` }, row.run)],
-        [t("col.state"), (row) => el("span", { class: KINDS[row.state] || "" }, said(row.state))],
-        [t("col.step"), (row) => number(row.step), "num"],
-        [t("col.held-out"), (row) => (row.accuracy !== null && row.accuracy !== undefined ? number(row.accuracy) : row.eval_reward !== null && row.eval_reward !== undefined ? t("group.reward", { n: number(row.eval_reward, 2) }) : loss(row.eval_loss)), "num"],
-        [t("col.reward"), (row) => (row.reward === null || row.reward === undefined ? loss(row.loss) : number(row.reward, 2)), "num"],
+        [t("col.run"), (row) => el("a", { href: `#/run/${encodeURIComponent(row.run)}/overview` }, row.run), "", (row) => row.run],
+        [t("col.state"), (row) => el("span", { class: KINDS[row.state] || "" }, said(row.state)), "", (row) => row.state],
+        [t("col.step"), (row) => number(row.step), "num", (row) => row.step],
+        [t("col.held-out"), (row) => (row.accuracy !== null && row.accuracy !== undefined ? number(row.accuracy) : row.eval_reward !== null && row.eval_reward !== undefined ? t("group.reward", { n: number(row.eval_reward, 2) }) : loss(row.eval_loss)), "num", (row) => row.accuracy ?? row.eval_reward ?? row.eval_loss],
+        [t("col.reward"), (row) => (row.reward === null || row.reward === undefined ? loss(row.loss) : number(row.reward, 2)), "num", (row) => row.reward ?? row.loss],
         [t("col.curve"), (row) => sparkline(row.curve)],
-        [t("col.changed"), (row) => age(row.when)],
+        [t("col.changed"), (row) => age(row.when), "", (row) => row.when],
         [t("col.tags"), (row) => row.tags.join(", ")],
     ], shown, runs.length ? t("runs.no-match") : t("runs.none")));
   }

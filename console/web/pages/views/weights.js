@@ -3,7 +3,7 @@
 import { get, path, query } from "../api.js";
 import { LineChart } from "../charts.js";
 import { bytes, clock, el, number, panel, replaceIfChanged, seconds, table } from "../dom.js";
-import { said, t } from "../language.js";
+import { has, said, t } from "../language.js";
 
 export function open(holder, { run }) {
   const serving = el("div");
@@ -38,9 +38,10 @@ export function open(holder, { run }) {
     fetch.set([line(t("weights.label-fetch"), "fetch_s")]);
     const sent = ordered.map((one) => one.sent_bytes);
     size.set([{ label: t("weights.label-sent"), steps, mean: sent, min: sent, max: sent }]);
-    const served = Object.entries(newest.serving).map(([worker, version]) => ({ worker, version, lag: (newest.newest ?? version) - version, stages: stages(newest.apply_s[worker] ?? {}) }));
+    const served = Object.entries(newest.serving).map(([worker, version]) => ({ worker, version, lag: (newest.newest ?? version) - version, stages: stages(newest.apply_s[worker] ?? {}), sources: newest.sources[worker] ?? {} }));
     replaceIfChanged(serving, served, () => table(t("weights.served"), [
       [t("col.worker"), (row) => row.worker], [t("col.version"), (row) => number(row.version), "num"], [t("col.behind"), (row) => number(row.lag), "num"], [t("col.by-stage"), (row) => row.stages || "–", "text"],
+      [t("col.read-from"), (row) => listed(row.sources.bytes, bytes), "text"], [t("col.not-shared"), (row) => listed(row.sources.misses, number), "text"], [t("col.not-peer"), (row) => listed(row.sources.peer_misses, number), "text"],
     ], served));
     replaceIfChanged(list, rows, () => table(t("weights.versions"), [
       [t("col.version"), (row) => el("a", { href: `#/run/${encodeURIComponent(run)}/lineage?version=${row.version}` }, String(row.version))],
@@ -64,6 +65,11 @@ export function open(holder, { run }) {
 
 function stages(found) {
   return Object.entries(found).filter(([, value]) => value !== null).map(([stage, value]) => `${said(stage)} ${seconds(value)}`).join(", ");
+}
+
+// Those that are not 0.
+function listed(found, shown) {
+  return Object.entries(found ?? {}).filter(([, value]) => value).map(([name, value]) => `${has(`source.${name}`) ? t(`source.${name}`) : name} ${shown(value)}`).join(", ") || "–";
 }
 
 function spread(one) {

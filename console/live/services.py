@@ -60,9 +60,10 @@ class ServiceHistory:
 
     @classmethod
     def restore(cls, totals: ServiceTotals) -> ServiceHistory:
-        """Continue after an earlier session; the service counts as lost until its next heartbeat."""
+        """Continue after an earlier session; the service counts as stopped until its next heartbeat."""
         history = cls(totals.beat, totals.beat.at, in_window=False)
         history.alive = history.is_of_this_session = False
+        history.has_exited = True
         history.num_starts = totals.num_starts
         history._earlier_cpu_s = totals.earlier_cpu_s
         history._earlier = dict(totals.earlier)
@@ -149,7 +150,7 @@ class ServiceHistory:
         return any(beat.figures.get(name, 0.0) < self.beat.figures.get(name, 0.0) for name in COUNTERS)
 
 
-class Fleet:
+class Services:
     """All services of one run, including those that have exited, and those of earlier sessions."""
 
     def __init__(self) -> None:
@@ -255,7 +256,7 @@ class Fleet:
     def lines(self, now: float) -> tuple[ServiceLine, ...]:
         lines = []
         for (role, service_id), history in self._services.items():
-            if not history.is_of_this_session:
+            if not history.is_of_this_session and self._polled_at is not None:
                 continue
             whole = history.busy_s + history.idle_s
             lines.append(
