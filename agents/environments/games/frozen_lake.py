@@ -24,6 +24,7 @@ from penstock.agents.environments.play import Play, Reply, Row
 from penstock.agents.proxy.messages import Message
 
 _DRAWS = 10_000  # maps that are drawn before the options are refused
+_START = Place(0, 0)
 _RULES = (
     "You are on a frozen lake. P is you, G the goal, O a hole, _ ice. Walk to the goal and into no hole. "
     "Answer with one move: left, right, up or down."
@@ -50,7 +51,7 @@ def draw_lake(seed: int, size: int, hole_chance: float) -> frozenset[Place]:
     raise ValueError(f"no lake of size {size} with hole_chance {hole_chance:g} can be crossed in {_DRAWS} draws")
 
 
-def shortest_path(holes: frozenset[Place], size: int, start: Place = Place(0, 0)) -> list[str] | None:
+def shortest_path(holes: frozenset[Place], size: int, start: Place = _START) -> list[str] | None:
     """Return the moves of a shortest way from ``start`` to the goal on ice that is not slippery; None: there is no way."""
     goal = Place(size - 1, size - 1)
     waiting: deque[tuple[Place, list[str]]] = deque([(start, [])])
@@ -73,7 +74,7 @@ class FrozenLakePlay(Play):
         self._holes = draw_lake(seed, options.size, options.hole_chance)
         self._goal = Place(options.size - 1, options.size - 1)
         self._slips = random.Random(f"{seed} slips")  # noqa: S311  a game, no secret
-        self._at = Place(0, 0)
+        self._at = _START
 
     def start(self) -> tuple[Message, ...]:
         return opening(self._row, self._options, _RULES, self.lake())

@@ -231,7 +231,9 @@ def test_services_weights_rewards_and_lineage_show_what_the_api_answers(chromium
     assert chromium.rows("Versions")[0][8] == "45 ms (30 ms to 60 ms)"
     assert chromium.rows("Served now")[0][4:] == ["object store 15.0 kB", "not there yet 3", "–"]
     chromium.open("only-files", "dead-letters")
-    assert "only-files" in chromium.text("main [role=status]")  # why there are none to show, and no attempt after attempt
+    assert "only-files" in chromium.text(
+        "main [role=status]"
+    )  # why there are none to show, and no attempt after attempt
     chromium.forget("status of 404")
     chromium.open(run, "rewards")
     rewards = api(shown, "rewards")
