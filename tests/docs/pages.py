@@ -10,7 +10,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")))
-_ELSEWHERE = ("src", "build", ".venv")  # with .venv-sglang and others that make targets install
+_ELSEWHERE = (".pytest_cache", "src", "build", ".venv")  # with .venv-sglang and others that make targets install
 READMES = tuple(
     sorted(path for path in ROOT.glob("*/**/README.md") if not path.relative_to(ROOT).parts[0].startswith(_ELSEWHERE))
 )
