@@ -45,6 +45,7 @@ def test_every_service_takes_the_run_file_of_a_recipe(
     trainer = next(one.settings for one in loaded if isinstance(one.settings, TrainerSettings))
     assert (trainer.run.id, trainer.run.seed, trainer.trainer.steps) == (name, 3, 9)
     assert len(rows["train"]) >= 9 * trainer.rollout.groups_per_step
+    assert trainer.model.dtype == "float32"
     if trainer.rollout.environment == "single_turn":
         asked = {file: {question(row) for row in some} for file, some in rows.items()}
         assert not asked["eval"] & set().union(*(some for file, some in asked.items() if file != "eval"))
@@ -65,6 +66,15 @@ def test_the_curriculum_goes_from_easy_to_hard(tmp_path: Path) -> None:
     assert [{option.get("max_words") for option in stage} for stage in options] == [{None, 1}, {None, 2}, {None, 3}]
     assert [row["data_source"] for row in rows["train"][:4]] == ["chain_sum", "letter_counting"] * 2
     assert sorted(Counter(row["data_source"] for row in rows["eval"]).values()) == [recipe.HELD_OUT // 2] * 2
+
+
+def test_the_warm_up_of_the_sums_teaches_the_form_alone(tmp_path: Path) -> None:
+    """Its sums have one digit; the prompts are more than the steps need, and the evaluation is the same for every seed."""
+    rows = write("smollm2", tmp_path / "0")
+    assert all(len(question(row)) == len("3+4=") for row in rows["sft"])
+    assert len(rows["train"]) > recipe.RECIPES["smollm2"].steps * recipe.GROUPS_PER_STEP
+    assert len(rows["eval"]) == recipe.HELD_OUT
+    assert write("smollm2", tmp_path / "1", "--seed", "1")["eval"] == rows["eval"]
 
 
 def test_a_pair_prefers_the_right_sum(tmp_path: Path) -> None:
