@@ -135,7 +135,9 @@ def resend(_: Runner, reading: Reading, number: Number, once_more: bool = False)
 def _open(run: NamedRun) -> DeadLetters:
     url = run.settings.nats.url
     if not connections.may_answer(url):
-        raise BusUnreachable(f"NATS does not answer at {url}; of an ended run: penstock dead-letters list {run}")
+        raise BusUnreachable(
+            f"NATS of run {run} does not answer at {url}; of an ended run: penstock dead-letters list {run}"
+        )
     return DeadLetters(run)
 
 
