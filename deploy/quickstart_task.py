@@ -11,7 +11,7 @@ memorise. In the examples of the warm-up each turn is right half of the time, so
 the reinforcement learning begins.
 
 ``lake`` is the game ``frozen_lake`` on four by four fields, at least six moves. In the examples half of the moves are those of a
-shortest way and half are random. A larger model with a longer context (`LAKE_SHAPE`) reads the fields.
+shortest way and half are random. Its model has a longer context and the characters of the fields.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import itertools
 import json
 import zlib
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -68,7 +68,6 @@ class Shape:
 
 
 TINY = Shape()
-LAKE_SHAPE = Shape(context=512, characters=_CHARACTERS + "PGO_")
 TEACHER_SHAPE = Shape(hidden=128, layers=4, intermediate=384)
 
 
@@ -313,32 +312,21 @@ TOOLS = QuickstartTask(
     eval="temperature = 1.0           # as it is trained: its most likely answer is right long before\n",
     learnt="success",
 )
-LAKE = QuickstartTask(
+LAKE = replace(
+    TOOLS,
     name="lake",
     does="walk over ice to the goal and into no hole",
     question=_LAKE_QUESTION,
     write_data=write_lake_data,
-    steps=120,
-    groups_per_step=24,
-    group_size=8,
-    groups_per_message=6,
     max_new_tokens=3,
-    lr=1e-3,
-    num_eval=200,
-    sft_steps=200,
     sft_batch=64,
-    sft_lr=1.5e-3,
-    sft_warmup_steps=40,
     rollout='environment = "lake"\n',
-    reward=TOOLS.reward,
-    eval=TOOLS.eval,
     sections=f"""
 [environment.define.lake]
 type = "frozen_lake"        # four by four fields; where the holes are follows from the group's seed
 options = {{ instructions = "row" }}
 max_turns = {_LAKE_MAX_TURNS}
 """,
-    shape=LAKE_SHAPE,
-    learnt="success",
+    shape=Shape(context=512, characters=_CHARACTERS + "PGO_"),
 )
 TASKS = {task.name: task for task in (SORT, TOOLS)}

@@ -72,7 +72,7 @@ class Command:
     arguments: Sequence[str]  # after "penstock", or of python where ``beside``
     beside: int = 0  # the port of a server for the commands after it; 0: it is none
     all_cores: bool = (
-        False  # a thread on each core; `train --local` divides them, and a tiny model gains nothing from a second
+        False  # a thread on each; a tiny model gains nothing from a second, and `train --local` divides them
     )
 
     def __str__(self) -> str:
@@ -81,7 +81,6 @@ class Command:
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    does: str
     steps: int  # optimizer steps, unless --steps says otherwise
     make: Callable[[RecipeOptions, Path, int], list[Command]]  # writes the files of a run's folder
     reads: frozenset[str] = frozenset({"workers"})  # options beside seed, steps, run, dir, no_train and json
@@ -117,7 +116,7 @@ def _made(name: str, recipe: Recipe, options: RecipeOptions) -> list[Command]:
             f"{folder / 'run.toml'} --local"
         )
     commands = recipe.make(options, folder, options.steps or recipe.steps)
-    print(f"the model learns {recipe.does}\nrun file: {folder / 'run.toml'}", file=sys.stderr)
+    print(f"run file: {folder / 'run.toml'}", file=sys.stderr)
     return commands
 
 
@@ -131,12 +130,14 @@ def _run(commands: Sequence[Command], folder: Path) -> int:
                 servers.append(Child("teacher", python, log=folder / "logs" / "teacher.log"))
                 _start(servers[-1], command.beside)
                 continue
-            threads = str(os.cpu_count() if command.all_cores else 1)
-            environ = {**os.environ, "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", threads)}
             bound = parent_death.command_words(os.getpid(), signal.SIGTERM)  # Ctrl-C reaches it from the terminal
             line = [*bound, *launch.module("penstock", *command.arguments)]
-            is_alone = command.arguments[0] != "train"
-            if code := subprocess.run(line, env=environ if is_alone else None, check=False).returncode:
+            threads = (
+                {}
+                if command.arguments[0] == "train"
+                else {"OMP_NUM_THREADS": str(os.cpu_count() if command.all_cores else 1)}
+            )
+            if code := subprocess.run(line, env=threads | os.environ, check=False).returncode:
                 return exit_status(code)
         return 0
     finally:
@@ -163,7 +164,7 @@ def _json(options: RecipeOptions) -> list[str]:
 # ---- recipes of a tiny model -----------------------------------------------------------------------------------------
 
 
-def tiny(task: QuickstartTask) -> Callable[[RecipeOptions, Path, int], list[Command]]:
+def _tiny(task: QuickstartTask) -> Callable[[RecipeOptions, Path, int], list[Command]]:
     """Return how the recipe of a task like those of `penstock quickstart` is made."""
 
     def make(options: RecipeOptions, folder: Path, steps: int) -> list[Command]:
@@ -385,12 +386,12 @@ def _gym_problems(
 
 _PRETRAINED = frozenset({"dtype", "gguf"})
 RECIPES = {
-    "smollm2": Recipe("to add two-digit numbers", 120, _smollm2, _PRETRAINED | {"workers", "task"}),
-    "curriculum": Recipe("tasks of reasoning-gym, from easy to hard", 90, _curriculum, _PRETRAINED | {"workers"}),
-    "tools": Recipe(f"to {TOOLS.does}", TOOLS.steps, tiny(TOOLS)),
-    "lake": Recipe(f"to {LAKE.does}", LAKE.steps, tiny(LAKE)),
-    "dpo": Recipe("which of two answers to a sum is preferred", 120, _dpo, _PRETRAINED),
-    "distillation": Recipe("to sort, from a larger model that can", 120, _distillation),
+    "smollm2": Recipe(120, _smollm2, _PRETRAINED | {"workers", "task"}),
+    "curriculum": Recipe(90, _curriculum, _PRETRAINED | {"workers"}),
+    "tools": Recipe(TOOLS.steps, _tiny(TOOLS)),
+    "lake": Recipe(LAKE.steps, _tiny(LAKE)),
+    "dpo": Recipe(120, _dpo, _PRETRAINED),
+    "distillation": Recipe(120, _distillation),
 }
 
 

@@ -25,7 +25,10 @@ from penstock.sandbox.inside import pytest_api, test_collection
 from penstock.sandbox.inside.program_proxy import PROGRAM_MODULES, Answers, BadTests, Program, Stub, module_of
 
 JOB, VERDICTS, ANSWERS, CALLS = 3, 4, 5, 6
-_RUNNERS = ("eval", "exec", "compile", "__import__", "importlib.import_module", "pickle.loads", "marshal.loads")
+_RUNNERS = frozenset({  # what makes code of its first argument
+    "eval", "exec", "compile", "__import__", "importlib.import_module", "marshal.loads", "pickle.load", "pickle.loads", "pickle.Unpickler",
+    "dill.loads", "cloudpickle.loads", "runpy.run_path", "timeit.timeit", "timeit.repeat", "os.system", "subprocess.run",
+})  # fmt: skip
 
 
 def run() -> int:
@@ -185,8 +188,19 @@ def _shared_with_program(trees: list[ast.Module]) -> str:
 
 def _runs_texts(tree: ast.Module) -> list[str]:
     """Return the calls that make code of a value, which would run in this process; a constant is the tests' own."""
-    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and ast.unparse(node.func) in _RUNNERS]
-    return [ast.unparse(call)[:80] for call in calls if not all(isinstance(arg, ast.Constant) for arg in call.args[:1])]
+    imported: dict[str, str] = {}  # full name, by the name in this module
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            of = f"{node.module}." if isinstance(node, ast.ImportFrom) else ""
+            imported |= {name.asname or name.name: of + name.name for name in node.names}
+
+    def makes_code(call: ast.Call) -> bool:
+        first, dot, rest = ast.unparse(call.func).partition(".")
+        name = (imported.get(first, first) + dot + rest).removeprefix("builtins.")
+        return name in _RUNNERS and not all(isinstance(value, ast.Constant) for value in call.args[:1])
+
+    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
+    return [ast.unparse(call)[:80] for call in calls if makes_code(call)]
 
 
 def _called(trees: list[ast.Module]) -> set[str]:

@@ -45,6 +45,8 @@ PROVES_NOTHING: dict[str, dict[str, Any]] = {  # by what the error says
         "an evaluated answer": "assert eval(add(1, 2)) == 3",
         "an executed answer": "answer, names = add(1, 2), {}\nexec(answer, names)\nassert names['x'] == 3",
         "a pickled answer": "import pickle\nassert pickle.loads(add(1, 2)) == 3",
+        "by another name": "from pickle import loads as read\nassert read(add(1, 2)) == 3",
+        "by the module's name": "import builtins as b\nassert b.eval(add(1, 2)) == 3",
     },
     "test 0 of piece 1": {"an assertion about the tests themselves": ["assert add(1, 2) == 3", "assert 1 + 2 == 3"]},
     "test 1 of piece 0": {
