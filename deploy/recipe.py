@@ -186,8 +186,7 @@ def _write_tiny(task: QuickstartTask, options: RecipeOptions, folder: Path, step
 
 
 def _distillation(options: RecipeOptions, folder: Path, steps: int) -> list[Command]:
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
+    with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
     task = replace(
         SORT,
@@ -306,11 +305,9 @@ def _dpo(options: RecipeOptions, folder: Path, steps: int) -> list[Command]:
     )
     warm_up = _write_pretrained(options, folder, steps, problems)
     run_file = str(folder / "run.toml")
+    evaluate = ["--data", str(data / "eval.jsonl"), *_json(options)]
     before, after = (
-        Command(
-            ["eval", str(folder / model), run_file, "--data", str(data / "eval.jsonl"), *_json(options)], all_cores=True
-        )
-        for model in ("sft", "dpo")
+        Command(["eval", str(folder / model), run_file, *evaluate], all_cores=True) for model in ("sft", "dpo")
     )
     return [warm_up, before, Command(["dpo", run_file], all_cores=True), after]
 
