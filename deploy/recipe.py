@@ -132,12 +132,9 @@ def _run(commands: Sequence[Command], folder: Path) -> int:
                 continue
             bound = parent_death.command_words(os.getpid(), signal.SIGTERM)  # Ctrl-C reaches it from the terminal
             line = [*bound, *launch.module("penstock", *command.arguments)]
-            threads = (
-                {}
-                if command.arguments[0] == "train"
-                else {"OMP_NUM_THREADS": str(os.cpu_count() if command.all_cores else 1)}
-            )
-            if code := subprocess.run(line, env=threads | os.environ, check=False).returncode:
+            threads = {"OMP_NUM_THREADS": str(os.cpu_count() if command.all_cores else 1)}
+            environ = os.environ if command.arguments[0] == "train" else threads | os.environ
+            if code := subprocess.run(line, env=environ, check=False).returncode:
                 return exit_status(code)
         return 0
     finally:
@@ -294,7 +291,7 @@ def _dpo(options: RecipeOptions, folder: Path, steps: int) -> list[Command]:
     data = folder / "data"
     seen = write_sums(data, seed=options.seed, num_eval=HELD_OUT)
     rng = random.Random(f"{options.seed} pairs")  # noqa: S311 - data, not secrets
-    write_rows(data / "pairs.jsonl", (_pair(pair, rng) for pair in seen))
+    write_rows(data / "pairs.jsonl", (_pair(pair, rng) for pair in seen[: steps * DPO_BATCH]))
     problems = replace(
         _SUMS,
         learns="which of two answers to a sum is preferred",
@@ -387,7 +384,7 @@ RECIPES = {
     "curriculum": Recipe(90, _curriculum, _PRETRAINED | {"workers"}),
     "tools": Recipe(TOOLS.steps, _tiny(TOOLS)),
     "lake": Recipe(LAKE.steps, _tiny(LAKE)),
-    "dpo": Recipe(120, _dpo, _PRETRAINED),
+    "dpo": Recipe(60, _dpo, _PRETRAINED),
     "distillation": Recipe(120, _distillation),
 }
 
