@@ -1,7 +1,7 @@
 """Run a recipe of `penstock recipe` for several seeds: what it learns by step, wall and CPU time, and a plot of all recipes.
 
     make bench-recipe RECIPE=lake
-    python -m benchmarks.recipes smollm2 --seeds 0 1 2 --peer trl/bin/python   # TRL after every seed, see benchmarks/peers/trl_real_model.py
+    python -m benchmarks.recipes smollm2 --seeds 0 1 2 --peer trl/bin/python   # TRL after every seed, see benchmarks/peers/trl_recipe.py
 
 A seed that is in benchmarks/recipes.json already is not run again, unless it is given. Writes that file and the plot of docs/recipes.md,
 prints a Markdown table of every recipe, and exits with 1 if a seed's last evaluation is outside of the interval that the page promises,
@@ -91,7 +91,7 @@ def held_out(name: str, run: Path, printed: str) -> list[tuple[int, float]]:
 
 def _peer(python: Path, run: Path) -> dict[str, Any]:
     environ = {**os.environ, "OMP_NUM_THREADS": "2", "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
-    command = [python, HERE / "peers" / "trl_real_model.py", run / "run.toml"]
+    command = [python, HERE / "peers" / "trl_recipe.py", run / "run.toml"]
     done = subprocess.run(command, env=environ, capture_output=True, text=True, check=False)
     if done.returncode:
         raise SystemExit(f"the peer exited with code {done.returncode}\n{done.stderr[-4000:]}")

@@ -3,7 +3,7 @@
 Reads the recipe's run file for steps, sizes, learning rate and number format. Needs a separate environment:
 
     python3 -m venv trl && trl/bin/pip install torch==2.13.0 trl==1.16.0 accelerate datasets transformers==5.23.0
-    OMP_NUM_THREADS=2 trl/bin/python benchmarks/peers/trl_real_model.py runs/smollm2/run.toml
+    OMP_NUM_THREADS=2 trl/bin/python benchmarks/peers/trl_recipe.py runs/smollm2/run.toml
 
 Prints a JSON line at every evaluation: steps, samples, held-out reward, wall and CPU seconds of the steps (evaluations left out) and
 of the whole process. `--steps` ends before the run file's number of steps; the learning rate is constant after its warm-up, so that a
@@ -56,7 +56,7 @@ def main() -> None:
     rollout, trainer = run["rollout"], run["trainer"]
     samples = rollout["groups_per_step"] * rollout["group_size"]
     config = GRPOConfig(
-        output_dir="/tmp/trl-real-model", max_steps=options.steps or trainer["steps"],
+        output_dir="/tmp/trl-recipe", max_steps=options.steps or trainer["steps"],
         per_device_train_batch_size=samples // PASSES, gradient_accumulation_steps=PASSES,
         num_generations=rollout["group_size"], max_completion_length=rollout["max_new_tokens"], temperature=1.0, beta=0.0,
         num_iterations=1, loss_type="dapo", scale_rewards="group", max_grad_norm=1.0, use_cpu=True, bf16=is_bfloat16,
