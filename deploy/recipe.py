@@ -183,7 +183,8 @@ def _write_tiny(task: QuickstartTask, options: RecipeOptions, folder: Path, step
 
 
 def _distillation(options: RecipeOptions, folder: Path, steps: int) -> list[Command]:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
         port = taken.getsockname()[1]
     task = replace(
         SORT,
